@@ -21,11 +21,10 @@ from evenload.cost.analytic import analytic_coefficients
 from evenload.data.hub import model_from
 from evenload.data.lengths import read_lengths
 from evenload.explore.batches import BatchRule, SampledBatch, planned_steps
-from evenload.integrations.catalog import ENGINES
-from evenload.integrations.engine_profile import require_heads
+from evenload.integrations.catalog import ENGINES, require_heads
 from evenload.integrations.evaluate import evaluate_engine
 from evenload.integrations.planner import EnginePlanner
-from evenload.integrations.projection import StepShape
+from evenload.integrations.price import StepShape
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem import PlanOptions
 from evenload.types.cluster import cluster_from

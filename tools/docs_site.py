@@ -21,8 +21,9 @@ API: Mapping[str, tuple[str, tuple[str, ...]]] = {
         "Planning and training as functions, and callbacks",
         (
             "evenload/__init__.py",
-            "evenload/cli/plan_call.py",
-            "evenload/cli/train_call.py",
+            "evenload/cli/plan.py",
+            "evenload/cli/comparison.py",
+            "evenload/cli/train.py",
             "evenload/integrations/callback.py",
         ),
     ),

@@ -61,7 +61,7 @@ loader = PackedLoader(
     model=model.config,
 )
 loop = Fsdp2Loop(model, optimizer, loader, max_grad_norm=1.0)
-if (options.output / "latest").exists():
+if any(options.output.glob("step-*")):
     loop.load(options.output)
 for trained in loop.train(options.steps):
     loss = trained.loss.item()

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 from evenload.errors import needs_train_extra
 
 if TYPE_CHECKING:
-    from evenload.cli.plan_call import Comparison, plan
-    from evenload.cli.train_call import TrainedRun, train
+    from evenload.cli.comparison import Comparison
+    from evenload.cli.plan import plan
+    from evenload.cli.train import TrainedRun, train
     from evenload.integrations.callback import Callback
     from evenload.integrations.packed_loader import PackedLoader
 
@@ -25,9 +26,9 @@ __version__: str
 
 _MODULES = {
     "Callback": "evenload.integrations.callback",
-    "Comparison": "evenload.cli.plan_call",
-    "TrainedRun": "evenload.cli.train_call",
-    "train": "evenload.cli.train_call",
+    "Comparison": "evenload.cli.comparison",
+    "TrainedRun": "evenload.cli.train",
+    "train": "evenload.cli.train",
 }
 
 

@@ -37,24 +37,26 @@ def test_slices_equal_the_whole_document(backend, window, heads, groups):
     grad = torch.randn(n, heads, dim, dtype=torch.float64)
     expected = full_attention(q, k, v, window)
     expected.backward(grad)
-    scale = dim**-0.5
+    cuts = [(0, 1), (1, 290), (290, 555), (555, 601)], [(400, 601), (33, 400), (0, 33)]
+    assert_slices_equal(backend, (q, k, v), grad, expected, Scoring(dim**-0.5, window), *cuts)
 
-    out, lse = torch.empty_like(expected), torch.empty(n, heads, dtype=torch.float64)
-    with torch.no_grad():
-        for start, stop in [(0, 1), (1, 290), (290, 555), (555, 601)]:
-            first = first_visible_key(start, window)
-            out[start:stop], lse[start:stop] = attend(
-                backend, q[start:stop], k[first:stop], v[first:stop], Scoring(scale, window)
-            )
-        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        for start, stop in [(400, 601), (33, 400), (0, 33)]:
-            first = first_visible_key(start, window)
-            dq[start:stop], part_k, part_v = attend_backward(
-                backend, grad[start:stop], q[start:stop], k[first:stop], v[first:stop], out[start:stop],
-                lse[start:stop], Scoring(scale, window),
-            )  # fmt: skip
-            dk[first:stop] += part_k
-            dv[first:stop] += part_v
+
+@torch.no_grad()
+def assert_slices_equal(backend, qkv, grad, expected, scoring, forward, backward):
+    """Output and gradients of a document in forward and backward slices equal those by autograd."""
+    q, k, v = qkv
+    out, lse = torch.empty_like(expected), torch.empty(q.shape[:2], dtype=torch.float64)
+    for start, stop in forward:
+        first = first_visible_key(start, scoring.window)
+        out[start:stop], lse[start:stop] = attend(backend, q[start:stop], k[first:stop], v[first:stop], scoring)
+    dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for start, stop in backward:
+        first, rows = first_visible_key(start, scoring.window), slice(start, stop)
+        dq[rows], part_k, part_v = attend_backward(
+            backend, grad[rows], q[rows], k[first:stop], v[first:stop], out[rows], lse[rows], scoring
+        )
+        dk[first:stop] += part_k
+        dv[first:stop] += part_v
     for ours, theirs in [(out, expected), (dq, q.grad), (dk, k.grad), (dv, v.grad)]:
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
@@ -85,24 +87,8 @@ def test_capped_scores_equal_the_formula_by_autograd(window):
 
     backend = select_backend("auto", "cpu", cap)
     assert backend.soft_cap == cap
-    out, lse = torch.empty_like(expected), torch.empty(n, heads, dtype=torch.float64)
-    dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    with torch.no_grad():
-        for start, stop in [(0, 100), (100, 301)]:
-            first = first_visible_key(start, window)
-            out[start:stop], lse[start:stop] = attend(
-                backend, q[start:stop], k[first:stop], v[first:stop], Scoring(scale, window)
-            )
-        for start, stop in [(40, 301), (0, 40)]:
-            first = first_visible_key(start, window)
-            dq[start:stop], part_k, part_v = attend_backward(
-                backend, grad[start:stop], q[start:stop], k[first:stop], v[first:stop], out[start:stop],
-                lse[start:stop], Scoring(scale, window),
-            )  # fmt: skip
-            dk[first:stop] += part_k
-            dv[first:stop] += part_v
-    for ours, theirs in [(out, expected), (dq, q.grad), (dk, k.grad), (dv, v.grad)]:
-        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    cuts = [(0, 100), (100, 301)], [(40, 301), (0, 40)]
+    assert_slices_equal(backend, (q, k, v), grad, expected, Scoring(scale, window), *cuts)
 
 
 def test_a_backend_without_soft_cap_is_refused_for_a_model_that_has_one():

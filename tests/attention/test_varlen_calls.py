@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from cost_samples import sample_model
 from evenload.attention import varlen_cuda
 from evenload.attention.backends import select_backend
-from evenload.attention.range_attention import KeyRange, Scoring, first_visible_key
+from evenload.attention.range_attention import KeyRange, Scoring
 from evenload.attention.reference import ReferenceAttention
 from evenload.attention.varlen_cuda import VarlenCudaAttention, varlen_refusal
 from evenload.cost.layer_counts import workspace_rates
 from evenload.errors import ConfigError
-from single_range import attend, attend_backward
+from single_range import attend, attend_backward, random_pack
 from single_stage import assert_bf16_as_good_as_plain
 
 REFERENCE = ReferenceAttention()
@@ -139,25 +139,6 @@ def cpu_kernels():
     library._destroy()
 
 
-def pack(ranges, heads, groups, dim, window, seed):
-    """Queries, gradient and `KeyRange`s of (start, stop) ranges of documents of their own; bf16."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def random(*shape):
-        return torch.randn(*shape, generator=generator).bfloat16()
-
-    total = sum(stop - start for start, stop in ranges)
-    seen, row = [], 0
-    for start, stop in ranges:
-        first = first_visible_key(start, window)
-        rows = slice(row, row + stop - start)
-        seen.append(KeyRange(rows, random(stop - first, groups, dim), random(stop - first, groups, dim)))
-        row = rows.stop
-    # As transformers hands them over: heads first in memory.
-    q, grad = (random(heads, total, dim).transpose(0, 1) for _ in range(2))
-    return q, grad.contiguous(), seen
-
-
 def close(ours, exact):
     torch.testing.assert_close(ours.double(), exact.double(), rtol=0.03, atol=0.03)
 
@@ -172,7 +153,7 @@ RANGES = st.lists(
 def test_a_pack_in_one_call_equals_reference_range_by_range(ranges, window, shape):
     """Wrong cumulative lengths, mask alignment, or an off-by-one window would mix or lose documents' tokens."""
     backend, (heads, groups), scale = VarlenCudaAttention(), shape, 0.3
-    q, grad, seen = pack(ranges, heads, groups, 16, window, len(ranges))
+    q, grad, seen = random_pack(ranges, heads, groups, 16, window, len(ranges))
     calls.clear()
     out, lse = backend.forward(q, seen, Scoring(scale, window))
     parts = list(backend.backward(grad, q, seen, out, lse, Scoring(scale, window)))
@@ -190,38 +171,36 @@ def test_a_pack_in_one_call_equals_reference_range_by_range(ranges, window, shap
         assert dk.dtype == dv.dtype == torch.bfloat16, "as the kernel rounded them; a copy in fp32 adds nothing"
 
 
-def test_ring_hops_see_every_key():
-    """A hop of ring context parallelism has no mask, also where there are fewer keys than queries."""
-    backend, scale = VarlenCudaAttention(), 0.25
-    q, grad, _ = pack([(0, 9)], 4, 2, 16, 0, 1)
-    keys, values = (torch.randn(5, 2, 16).bfloat16() for _ in range(2))
-    out, lse = attend(backend, q, keys, values, Scoring(scale, is_causal=False))
-    expected = attend(REFERENCE, q, keys, values, Scoring(scale, is_causal=False))
-    close(out, expected[0])
-    close(lse, expected[1])
-    ours = attend_backward(backend, grad, q, keys, values, out, lse, Scoring(scale, is_causal=False))
-    theirs = attend_backward(REFERENCE, grad, q, keys, values, out, lse, Scoring(scale, is_causal=False))
+def assert_backward_is_the_references(*given):
+    ours, theirs = (attend_backward(backend, *given) for backend in (VarlenCudaAttention(), REFERENCE))
     for mine, other in zip(ours, theirs, strict=True):
         close(mine, other)
+
+
+def test_ring_hops_see_every_key():
+    """A hop of ring context parallelism has no mask, also where there are fewer keys than queries."""
+    scoring = Scoring(0.25, is_causal=False)
+    q, grad, _ = random_pack([(0, 9)], 4, 2, 16, 0, 1)
+    keys, values = (torch.randn(5, 2, 16).bfloat16() for _ in range(2))
+    out, lse = attend(VarlenCudaAttention(), q, keys, values, scoring)
+    for mine, other in zip((out, lse), attend(REFERENCE, q, keys, values, scoring), strict=True):
+        close(mine, other)
+    assert_backward_is_the_references(grad, q, keys, values, out, lse, scoring)
 
 
 def test_backward_uses_the_merged_output_and_log_sum_exp():
     """Results merged over key sets (context parallelism) must not be replaced by the call's own softmax."""
-    backend, scale = VarlenCudaAttention(), 0.25
-    q, grad, [(_, keys, values)] = pack([(8, 20)], 2, 2, 16, 0, 2)
-    out, lse = attend(REFERENCE, q, keys, values, Scoring(scale))
+    q, grad, [(_, keys, values)] = random_pack([(8, 20)], 2, 2, 16, 0, 2)
+    out, lse = attend(REFERENCE, q, keys, values, Scoring(0.25))
     out, lse = (out * 0.5).bfloat16(), lse + 0.7  # as if other keys had taken their share
-    ours = attend_backward(backend, grad, q, keys, values, out, lse, Scoring(scale))
-    theirs = attend_backward(REFERENCE, grad, q, keys, values, out, lse, Scoring(scale))
-    for mine, other in zip(ours, theirs, strict=True):
-        close(mine, other)
+    assert_backward_is_the_references(grad, q, keys, values, out, lse, Scoring(0.25))
 
 
 @pytest.mark.parametrize("fitting_heads", [4, 3, 2, 1, 0])
 def test_gradients_for_every_query_head_stay_within_their_memory(monkeypatch, fitting_heads):
     """Key heads in several calls, to the bit as in one; a single key head is the least."""
     backend, scoring = VarlenCudaAttention(), Scoring(0.3)
-    q, grad, seen = pack([(0, 9), (90, 100)], 8, 4, 16, 0, 5)
+    q, grad, seen = random_pack([(0, 9), (90, 100)], 8, 4, 16, 0, 5)
     out, lse = backend.forward(q, seen, scoring)
     whole = list(backend.backward(grad, q, seen, out, lse, scoring))
     of_a_key_head = 2 * (9 + 100) * 2 * 16 * 2

@@ -70,7 +70,7 @@ NOISY = strategy("best_fit", 1.0, 1.6, 1.1), strategy("slimpack", 1.4, 0.9, 1.0)
 def test_a_quiet_machine_tells_which_is_faster_and_by_how_much():
     found = result_of(*QUIET)
     (ratio,) = found.ratios
-    assert (ratio.one, ratio.other, ratio.is_told) == ("best_fit", "slimpack", True)
+    assert (ratio.one, ratio.other, ratio.is_clear) == ("best_fit", "slimpack", True)
     assert ratio.ratio == pytest.approx(1.32)
     assert ratio.low is not None
     assert ratio.high is not None
@@ -86,7 +86,7 @@ def test_a_difference_within_the_spread_of_its_repeats_is_not_claimed():
     """Medians differ by 10 %; the rounds by more."""
     found = result_of(*NOISY)
     assert found.ratios[0].ratio == pytest.approx(1.1)
-    assert not found.ratios[0].is_told
+    assert not found.ratios[0].is_clear
     assert found.winner == ""
     assert found.outcome.startswith("this machine is too noisy to tell: best_fit takes 0.")
     assert "1.10" not in found.outcome
@@ -116,4 +116,4 @@ def test_intervals_hold_the_true_ratio_and_equal_strategies_are_rarely_told_apar
 
     found = [measured_ratio(drawn("a", true_ratio), drawn("b", 1.0)) for _ in range(400)]
     assert sum(one.low <= true_ratio <= one.high for one in found if one.low and one.high) >= 0.93 * 400
-    assert sum(one.is_told and (one.ratio < 1 or true_ratio == 1) for one in found) <= 0.06 * 400
+    assert sum(one.is_clear and (one.ratio < 1 or true_ratio == 1) for one in found) <= 0.06 * 400

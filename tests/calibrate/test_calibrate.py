@@ -3,38 +3,29 @@
 from types import SimpleNamespace
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 
 from cost_samples import sample_coefficients, sample_model
-from evenload.attention.backends import select_backend
-from evenload.attention.cpu_flash import CpuFlashAttention
 from evenload.calibrate.calibrate import cached_path, calibrate, read_cached, write_cached
 from evenload.calibrate.kernels import weight_seconds
-from evenload.calibrate.links import overlap_cost, quick_links
+from evenload.calibrate.links import overlap_cost
 from evenload.calibrate.rounds import PackClock, num_tokens_of, pack_clock, time_round, whole
 from evenload.config.sections import LoraConfig
+from evenload.cost.coefficients import CostCoefficients
 from evenload.runtime.comm.mesh import create_meshes
-from evenload.runtime.model.hf_model import build_stage_model
-from evenload.runtime.model.supported import attention_soft_cap
-from evenload.runtime.optim.parameter_units import flatten_units
-from evenload.runtime.replay.stage import PipelineStage
 from evenload.types.document import Range
 from evenload.types.layout import even_layout
 from evenload.types.model import model_from_hf_config
 from gloo_pool import TIMEOUT_S
 from quick_calibration import quick_calibration
 from reference_training import tiny_config
+from single_stage import stage_of
 
 
-def tiny_stage(**changes):
-    config = tiny_config("mistral", **changes)
-    model = build_stage_model(
-        config, layers=(0, 4), dtype=torch.float32, device=torch.device("cpu"), weights=None, seed=0
-    )
-    flatten_units(model, dp=1)
-    return PipelineStage(model, CpuFlashAttention()), model_from_hf_config(config.to_dict(), "tiny", 4)
+def tiny_stage():
+    config = tiny_config("mistral")
+    return stage_of(config, torch.float32)[0], model_from_hf_config(config.to_dict(), "tiny", 4)
 
 
 def _calibrated_on_a_rank():
@@ -47,8 +38,6 @@ def _calibrated_on_a_rank():
 
 def test_calibration_measures_a_real_stage(gloo_pool):
     """Every time is positive somewhere, backward costs more than forward, and all is finite (the struct checks)."""
-    from evenload.cost.coefficients import CostCoefficients
-
     (data,) = gloo_pool.run(1, _calibrated_on_a_rank)
     costs = msgspec.json.decode(data, type=CostCoefficients)
     assert costs.source == "calibrated"
@@ -62,10 +51,6 @@ def test_calibration_measures_a_real_stage(gloo_pool):
     assert costs.peak_flops_per_s > 1e8
     assert costs.optimizer_s_per_parameter > 0
     assert costs.context_hidden_share == 0
-
-
-def _links_of_a_rank(sizes):
-    return quick_links(create_meshes([even_layout(4, **sizes)], torch.device("cpu"), TIMEOUT_S).start)
 
 
 def _overlap_of_a_rank(sizes):
@@ -95,16 +80,6 @@ def test_weight_gradients_that_are_put_off_are_timed():
     assert 0 < found_s < whole_s
 
 
-def test_reductions_are_timed_over_the_ranks_that_sum_gradients(gloo_pool):
-    """Not over one hop to a neighbour, which is several times faster than gloo's rings."""
-    for sizes in ({"dp": 2}, {"dp": 3}, {"cp": 2}):
-        found = gloo_pool.run(np.prod([*sizes.values()]).item(), _links_of_a_rank, sizes)
-        for kind in ("reduction", "gather"):
-            assert all(links[kind].bandwidth_bytes_per_s > 1e6 for links in found)
-            assert all(links[kind].latency_s >= 0 for links in found)
-    assert all("reduction" not in links for links in gloo_pool.run(2, _links_of_a_rank, {"pp": 2}))
-
-
 def test_cached_costs_are_found_again_only_for_the_same_device_and_layout(tmp_path):
     costs, model, layout = sample_coefficients(), sample_model(), even_layout(3)
     path = cached_path(tmp_path, model, layout, "cpu a", 1, "auto")
@@ -125,19 +100,7 @@ def test_cached_costs_are_found_again_only_for_the_same_device_and_layout(tmp_pa
 )
 def test_packs_of_every_kind_of_model_are_timed(kind, lora, balance):
     """Balance needs a step's documents, adapters have no gradient of the base, capped scores have another backend."""
-    config = tiny_config(kind)
-    model = build_stage_model(
-        config,
-        layers=(0, 4),
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        weights=None,
-        seed=0,
-        lora=lora,
-        router_aux_loss_coef=balance,
-    )
-    flatten_units(model, dp=1)
-    stage = PipelineStage(model, select_backend("auto", "cpu", attention_soft_cap(config)))
+    stage, _ = stage_of(tiny_config(kind), torch.float32, lora=lora, router_aux_loss_coef=balance)
     packs = tuple(tuple(Range(doc, *cut) for doc in range(2)) for cut in ((0, 20), (20, 32)))
     assert num_tokens_of(packs) == {0: 32, 1: 32}
     timed = list(time_round(stage, packs, PackClock(stage.device)))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cost_samples import BACKWARD, FORWARD, sample_model
 from evenload.calibrate.calibrate import DIRECTIONS, RankMeasurement, coefficients_of, pass_timings
-from evenload.calibrate.fit import fit_relative, left_out
+from evenload.calibrate.fit import cross_validate, fit_relative
 from evenload.calibrate.kernels import TOKENS
 from evenload.calibrate.profile import _best_tile
 from evenload.calibrate.rounds import GRID, QUICK_ROUNDS, Sample, pack_features, rounds_up_to
@@ -44,9 +44,9 @@ def test_exact_seconds_leave_no_error_and_noise_shows(truth, seed):
     features = grid_features(GRID)
     exact = np.array(features) @ np.array(truth)
     packs = list(range(len(features)))
-    assert left_out(features, exact.tolist(), packs).error.p90 < 1e-4
+    assert cross_validate(features, exact.tolist(), packs).error.p90 < 1e-4
     noise = np.random.default_rng(seed).choice([0.9, 1.1], len(exact))
-    noisy = left_out(features, (exact * noise).tolist(), packs).error
+    noisy = cross_validate(features, (exact * noise).tolist(), packs).error
     assert 0.02 < noisy.p90 < 1.0
 
 

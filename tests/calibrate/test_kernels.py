@@ -6,17 +6,13 @@ import pytest
 import torch
 
 from cost_samples import sample_model
-from evenload.attention.backends import select_backend
 from evenload.attention.reference import ReferenceAttention
 from evenload.calibrate.kernels import activation_bytes, deterministic_price
 from evenload.cost.layer_counts import POLICIES, activation_bytes_per_token
 from evenload.runtime.device import use_deterministic_kernels
-from evenload.runtime.model.hf_model import build_stage_model
-from evenload.runtime.model.supported import attention_soft_cap
-from evenload.runtime.optim.parameter_units import flatten_units
-from evenload.runtime.replay.stage import PipelineStage
 from evenload.types.model import model_from_hf_config
 from reference_training import tiny_config
+from single_stage import stage_of
 
 
 @pytest.fixture
@@ -49,19 +45,10 @@ def test_both_ways_are_timed_by_turns_and_one_order_stays(kernels_as_before):
 KINDS = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3", "olmo2", "mixtral", "qwen3_moe")
 
 
-def stage_and_model(kind):
-    config = tiny_config(kind)
-    part = build_stage_model(
-        config, layers=(0, 4), dtype=torch.float32, device=torch.device("cpu"), weights=None, seed=0
-    )
-    flatten_units(part, dp=1)
-    backend = select_backend("auto", "cpu", attention_soft_cap(config))
-    return PipelineStage(part, backend), model_from_hf_config(config.to_dict(), kind, 4)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_counted_bytes_are_the_cost_models(kind):
-    stage, model = stage_and_model(kind)
-    counted = activation_bytes(stage, model, 1)
+    config = tiny_config(kind)
+    model = model_from_hf_config(config.to_dict(), kind, 4)
+    counted = activation_bytes(stage_of(config, torch.float32)[0], model, 1)
     assert counted == {policy: activation_bytes_per_token(model, policy) for policy in POLICIES}
     assert counted["replay"] > counted["recompute"] > counted["offload"] == 0

@@ -5,7 +5,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from evenload.calibrate.links import GRID_BYTES, QUICK_BYTES, link_from, median_link, transfers_of
+from evenload.calibrate.links import GRID_BYTES, QUICK_BYTES, link_from, median_link, quick_links, transfers_of
 from evenload.runtime.comm.mesh import create_meshes
 from evenload.types.cluster import LinkSpec
 from evenload.types.layout import even_layout
@@ -33,11 +33,10 @@ def test_a_link_that_nobody_used_is_not_known():
 
 def _kinds_of_a_rank(sizes):
     mesh = create_meshes([even_layout(4, **sizes)], torch.device("cpu"), TIMEOUT_S).start
-    found = []
-    for work in transfers_of(mesh):
-        work.call(1024)()
-        found.append((work.kind, work.ranks, work.hops))
-    return found
+    works, links = list(transfers_of(mesh)), quick_links(mesh)
+    assert links.keys() == {work.kind for work in works}
+    assert all(link.bandwidth_bytes_per_s > 1e6 and link.latency_s >= 0 for link in links.values())
+    return [(work.kind, work.ranks, work.hops) for work in works]
 
 
 def test_every_link_of_a_layout_is_timed(gloo_pool):
@@ -46,6 +45,8 @@ def test_every_link_of_a_layout_is_timed(gloo_pool):
     two = [("pipeline", 2, 2), ("reduction", 2, 1), ("gather", 2, 1), ("context", 2, 2)]
     assert gloo_pool.run(2, _kinds_of_a_rank, {"dp": 2}) == [two] * 2
     assert gloo_pool.run(2, _kinds_of_a_rank, {"tp": 2}) == [[("tensor", 2, 1)]] * 2
+    # Reductions are not over one hop to a neighbour, which is several times faster than gloo's rings.
+    assert all(("reduction", 3, 2) in kinds for kinds in gloo_pool.run(3, _kinds_of_a_rank, {"dp": 3}))
     # dp 2 x cp 2: all four may share a document, the largest group.
     four = [("reduction", 4, 3), ("gather", 4, 3), ("context", 4, 6)]
     found = gloo_pool.run(4, _kinds_of_a_rank, {"dp": 2, "cp": 2})

@@ -9,7 +9,7 @@ import torch
 from cost_samples import sample_model
 from evenload.calibrate import rounds as pack_clock
 from evenload.calibrate.calibrate import _rounds
-from evenload.calibrate.rounds import QUICK_ROUNDS, AskingClock, QueueClock, longest_of, rounds_up_to
+from evenload.calibrate.rounds import QUICK_ROUNDS, QueueClock, longest_of, rounds_up_to
 from evenload.data.hub import model_from
 
 
@@ -139,7 +139,7 @@ def test_layers_whose_host_asks_the_device_are_not_told_apart(machine):
         machine.synchronise()
         machine.kernels(50e-6, 10e-6)()
 
-    clock = AskingClock(torch.device("cuda"), keeps_busy(machine))
+    clock = QueueClock(torch.device("cuda"), keeps_busy(machine), host_reads=True)
     for _ in range(3):
         found = clock.time("pack", asks)
         assert found == (pytest.approx(20 * 50e-6 + 20e-6, rel=0.02), 0.0)

@@ -2,8 +2,13 @@
 
 import pytest
 
-from evenload.cli.main import main
+from commands import run, write_lengths
 from rank_server import rank_context
+
+
+@pytest.fixture
+def table(tmp_path) -> str:
+    return write_lengths(tmp_path)
 
 
 @pytest.fixture
@@ -11,15 +16,13 @@ def command_here(capfd: pytest.CaptureFixture[str]):
     """Runs a command of `evenload` here, with real ranks from the tests' server: a start of its own imports for ten
     seconds of a core, which test_train_command.py does often enough."""
 
-    def run(*arguments: str) -> tuple[int, str, str]:
+    def command(*arguments: str) -> tuple[int, str, str]:
         """Exit code and what the command itself, not its ranks, wrote to stdout and stderr."""
         rank_context()
         capfd.readouterr()
-        with pytest.raises(SystemExit) as exit:
-            main([*arguments])
-        return int(exit.value.code or 0), *capfd.readouterr()
+        return run(*arguments), *capfd.readouterr()
 
-    return run
+    return command
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ from bench_samples import batch_run, result_of, runs
 from cost_samples import sample_coefficients, sample_model
 from evenload.bench.runs import BenchResult, MachineLoad
 from evenload.cli.bench import show_result
-from evenload.cli.main import main
 from evenload.cost.coefficients import MeasuredOn, Noise
 from ledger import plan_again
 from small_run import LONG_TAILED_TEXTS, write_small_costs, write_small_run
@@ -98,21 +97,3 @@ def test_steps_are_held_against_an_interval_where_it_holds(capsys, load, noise, 
     out = capsys.readouterr().out
     assert words in out
     assert ("0 of 1" in out) == (held == "0 of 1")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--strategy", "slimpak"], "slimpack"),
-        (["--strategy", "best_fit,flexpipe"], "changes the layout between steps"),
-        (["--json", "nowhere/result.json"], "its folder does not exist"),
-        (["--html", "nowhere/page.html"], "its folder does not exist"),
-        (["train.stepz=3"], "train.steps"),
-    ],
-)
-@pytest.mark.usefixtures("no_ranks", "project")
-def test_mistakes_are_refused_before_processes_start(capsys, arguments, message):
-    with pytest.raises(SystemExit) as stopped:
-        main(["bench", "config.toml", *arguments])
-    assert stopped.value.code == 2
-    assert message in capsys.readouterr().err

@@ -5,27 +5,26 @@ import pytest
 from evenload.cli.worker_setup import set_cuda_defaults, what_is_timed
 from evenload.config.train_config import load_train_config
 
-
-def test_every_stream_gets_a_queue_and_memory_can_grow():
-    found: dict[str, str] = {}
-    set_cuda_defaults(found)
-    assert found == {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+GROWING = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
-def test_deterministic_products_have_one_workspace():
-    found: dict[str, str] = {}
-    set_cuda_defaults(found, deterministic=True)
-    assert found["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-    set_cuda_defaults(given := {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}, deterministic=True)
-    assert given["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
-
-
-@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_what_a_user_has_set_stays(name):
-    given = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", name: "max_split_size_mb:64"}
+@pytest.mark.parametrize(
+    ("given", "deterministic", "expected"),
+    [
+        ({}, False, QUEUES | GROWING),
+        ({}, True, QUEUES | GROWING | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}),
+        ({"CUBLAS_WORKSPACE_CONFIG": ":16:8"}, True, QUEUES | GROWING | {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}),
+        *(
+            ({"CUDA_DEVICE_MAX_CONNECTIONS": "1", name: "max_split_size_mb:64"}, False, {})
+            for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+        ),
+    ],
+)
+def test_streams_get_queues_memory_can_grow_and_what_a_user_has_set_stays(given, deterministic, expected):
     found = dict(given)
-    set_cuda_defaults(found)
-    assert found == given
+    set_cuda_defaults(found, deterministic=deterministic)
+    assert found == given | expected
 
 
 def test_costs_of_a_gpu_are_kept_for_runs_with_packs_as_large(tmp_path):

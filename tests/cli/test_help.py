@@ -8,8 +8,6 @@ from typer.testing import CliRunner
 from evenload.cli.main import app
 from evenload.config.train_config import read_train_config
 
-COMMANDS = ("bench", "check", "lengths", "plan", "profile", "train")
-
 
 def shown(command: str) -> str:
     result = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"})

@@ -1,4 +1,4 @@
-"""The launcher, its fork server and its ranks, with real processes: signals, and what is left of them at the end."""
+"""The launcher, its fork server and its ranks, with real processes: stop signals, and what is left at the end."""
 
 import os
 import signal
@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from evenload.cli.launch import STOP_SIGNALS, StopRequest
+from evenload.cli.train import resume_command
 from process_tree import family_of, has_ended
 from sweeps import sweep
 
@@ -79,3 +81,44 @@ def _wait_until_all_have_ended(processes: list[int]) -> None:
     while not all(has_ended(pid) for pid in processes):
         assert time.monotonic() < deadline_s, "a process stayed behind"
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS, ids=lambda number: number.name)
+def test_a_signal_is_noted_and_nothing_else(number) -> None:
+    before = signal.getsignal(number)
+    request = StopRequest()
+    with request.listening():
+        assert request.signal == 0
+        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), number)  # at once: the same request, sent twice
+        assert request.signal == number
+    assert signal.getsignal(number) == before
+
+
+def test_a_second_signal_ends_the_process_at_once() -> None:
+    program = (
+        "import os, signal, time\n"
+        "from evenload.cli.launch import SAME_REQUEST_S, StopRequest\n"
+        "with StopRequest().listening():\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    time.sleep(SAME_REQUEST_S)\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    print('still here')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("typed", "is_resumed", "expected"),
+    [
+        (["python", "bin/evenload", "train", "a b.toml"], True, "bin/evenload train 'a b.toml'"),
+        (["python", "-m", "evenload.cli.main", "train", "c.toml"], True, "python -m evenload.cli.main train c.toml"),
+        (["python", "evenload", "train", "c.toml", "train.resume=false"], False,
+         "evenload train c.toml train.resume=false train.resume=true"),
+    ],
+    ids=["script", "module", "resume off"],
+)  # fmt: skip
+def test_the_command_that_goes_on_is_the_one_that_was_typed(typed, is_resumed, expected) -> None:
+    assert resume_command(typed, is_resumed=is_resumed) == expected

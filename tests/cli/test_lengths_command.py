@@ -3,33 +3,26 @@ import sys
 
 import pytest
 
-from evenload.cli.main import main
-
-
-def run(*arguments: str) -> int:
-    """The exit code of a command."""
-    with pytest.raises(SystemExit) as stopped:
-        main(["lengths", *arguments])
-    return int(stopped.value.code or 0)
+from commands import refused, run
 
 
 @pytest.fixture
-def table(tmp_path) -> str:
+def six(tmp_path) -> str:
     (tmp_path / "lengths.txt").write_text("1\n2\n3\n3\n9\n16\n")
     return str(tmp_path / "lengths.txt")
 
 
-def test_lengths_writes_table_json_page_and_picture(table, tmp_path, capsys) -> None:
+def test_lengths_writes_table_json_page_and_picture(six, tmp_path, capsys) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed (pip install 'evenload[png]')")
     files = {name: tmp_path / f"out.{name}" for name in ("json", "html", "png")}
     options = [text for name, path in files.items() for text in (f"--{name}", str(path))]
-    assert run(table, "--window", "16", "--window", "4", *options) == 0
+    assert run("lengths", six, "--window", "16", "--window", "4", *options) == 0
     shown = capsys.readouterr().out
     assert "6 documents, 34 tokens" in shown
     assert "min 1, median 3, mean 5.7, p90 16, p99 16, max 16" in shown
     assert "half of the tokens lie in the 2 longest documents (33.3 %), of 9 tokens and more" in shown
     found = json.loads(files["json"].read_text())
-    assert found["inputs"] == {"source": table, "unit": "tokens", "tokenizer": None}
+    assert found["inputs"] == {"source": six, "unit": "tokens", "tokenizer": None}
     assert [found[key] for key in ("documents", "tokens", "attention_pairs", "median")] == [6, 34, 197, 3]
     assert found["windows"][0] == {
         "window": 4,
@@ -55,16 +48,11 @@ def test_lengths_writes_table_json_page_and_picture(table, tmp_path, capsys) -> 
 )
 def test_user_errors_are_one_line_and_exit_2(tmp_path, capsys, content, more, message) -> None:
     (tmp_path / "a.txt").write_text(content)
-    assert run(str(tmp_path / "a.txt"), *more) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("evenload: error: ")
-    assert error.count("\n") == 1
-    assert message in error
+    assert message in refused(capsys, "lengths", str(tmp_path / "a.txt"), *more)
 
 
-def test_a_picture_without_matplotlib_names_the_extra(table, tmp_path, capsys, monkeypatch) -> None:
+def test_a_picture_without_matplotlib_names_the_extra(six, tmp_path, capsys, monkeypatch) -> None:
     for name in ("matplotlib", "matplotlib.figure", "matplotlib.backends.backend_agg"):
         monkeypatch.setitem(sys.modules, name, None)
-    assert run(table, "--png", str(tmp_path / "a.png")) == 2
-    assert "pip install 'evenload[png]'" in capsys.readouterr().err
+    assert "pip install 'evenload[png]'" in refused(capsys, "lengths", six, "--png", str(tmp_path / "a.png"))
     assert not (tmp_path / "a.png").exists()

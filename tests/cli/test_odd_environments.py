@@ -14,8 +14,9 @@ import msgspec
 import numpy as np
 import pytest
 
+import commands
+from commands import refused
 from evenload.cli.environment import prepare_environment, replace_unknown_characters, with_home
-from evenload.cli.main import main
 from evenload.cli.options import require_writable, require_writable_directory
 from evenload.cli.train import train_run
 from evenload.config.keys import settings_of
@@ -188,12 +189,7 @@ def test_links_that_lead_nowhere_are_named(tmp_path, monkeypatch, capsys):
         ("lengths", "l.txt", "--json", "loop"), ("lengths", "loop"), ("lengths", "l.txt", "--json", "dangling"),
     ):  # fmt: skip
         (tmp_path / "l.txt").write_text("5\n")
-        with pytest.raises(SystemExit) as exit:
-            main(list(arguments))
-        assert exit.value.code == 2
-        error = capsys.readouterr().err
-        assert error.startswith("evenload: error: ")
-        assert error.count("\n") == 1
+        refused(capsys, *arguments)
     require_writable(Path("out.json"))
     assert os.path.islink("out.json")
     assert not Path("made.json").exists()
@@ -216,14 +212,13 @@ def test_odd_names_are_read_shown_and_written(tmp_path, monkeypatch, capfd, name
     file.write_text("100\n200\n3000\n500\n")
     source = f"./{file}" if name.startswith("-") else str(file)
     page = f"./{name}.html"
-    commands = [("lengths", source, "--json", f"./{name}.json", "--html", page)]
+    typed = [("lengths", source, "--json", f"./{name}.json", "--html", page)]
     if LOOKS_FURTHER or name in ("z[/red]q", BYTES_NAME):
-        commands.append(("plan", source, *PLAN, "--json", f"./{name}.json", "--html", page, "--trace", f"./{name}.t"))
-    for arguments in commands:
-        with pytest.raises(SystemExit) as exit:
-            main(list(arguments))
+        typed.append(("plan", source, *PLAN, "--json", f"./{name}.json", "--html", page, "--trace", f"./{name}.t"))
+    for arguments in typed:
+        code = commands.run(*arguments)
         shown, error = capfd.readouterr()
-        assert exit.value.code == 0, error
+        assert code == 0, error
         told = source.replace(BYTES_NAME, r"by\xe9te")
         assert f": {told}" in shown
         assert (
@@ -234,10 +229,8 @@ def test_odd_names_are_read_shown_and_written(tmp_path, monkeypatch, capfd, name
 
 
 def lengths(path: Path, capsys) -> tuple[int, str]:
-    with pytest.raises(SystemExit) as exit:
-        main(["lengths", str(path)])
-    shown, error = capsys.readouterr()
-    return exit.value.code, shown + error
+    code = commands.run("lengths", str(path))
+    return code, "".join(capsys.readouterr())
 
 
 @pytest.mark.parametrize(

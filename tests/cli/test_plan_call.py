@@ -7,12 +7,10 @@ import numpy as np
 import pytest
 
 import evenload
+from commands import run
 from evenload.errors import ConfigError, DataError, InfeasiblePlanError
 from evenload.stepplan.validate import validate_plan
-from plan_calls import run_plan, write_lengths
 
-FILES = {"json_file", "html", "trace", "emit_plan"}
-"""Methods of the comparison."""
 WHERE = {"model": "llama-7b", "cluster": "h100x8", "layout": "dp=2,pp=4"}
 
 
@@ -23,12 +21,11 @@ def without_clock(content: bytes) -> dict:
     return found
 
 
-def test_the_figures_are_those_of_the_command(tmp_path, capsys):
-    table = write_lengths(tmp_path)
+def test_the_figures_are_those_of_the_command(table, tmp_path, capsys):
     options = ["--model", "llama-7b", "--cluster", "h100x8", "--layout", "dp=2,pp=4", "--tokens", "64k", "--steps", "2"]
     names = ("best_fit", "balanced", "slimpack")
     strategies = ["--strategy", ",".join(names), "--set", "candidates=2", "--json", str(tmp_path / "out.json")]
-    assert run_plan(table, *options, *strategies) == 0
+    assert run("plan", table, *options, *strategies) == 0
     shown = capsys.readouterr().out
     found = evenload.plan(table, **WHERE, tokens="64k", steps=2, strategy=names, set_options=["candidates=2"])
     assert capsys.readouterr().out == "", "a function says nothing"

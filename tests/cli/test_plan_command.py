@@ -9,18 +9,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from commands import refused, run
 from evenload.plan.strategies.registry import STRATEGIES
 from evenload.stepplan.plan_file import decode_plan_file
 from evenload.stepplan.validate import validate_plan
-from plan_calls import run_plan, write_lengths
 
 SHOWN = [one.name for one in STRATEGIES.values() if not (one.needs_solver or one.needs_one_stage)]
 """What 'all' means."""
 
 
-@pytest.fixture
-def table(tmp_path):
-    return write_lengths(tmp_path)
+def run_plan(*arguments: str) -> int:
+    return run("plan", *arguments)
 
 
 def inputs(table: str, *more: str) -> list[str]:
@@ -100,22 +99,13 @@ def test_a_cluster_that_says_no_host_memory_is_told_of(table, tmp_path, capsys) 
         assert (told in capsys.readouterr().out) == is_told, (cluster, policy)
 
 
-def test_search_layout_ranks_layouts_and_uses_the_first(table, tmp_path, capsys) -> None:
-    path = tmp_path / "out.json"
-    arguments = ["--model", "qwen2.5-0.5b", "--cluster", "h100x2", "--json", str(path), "--documents", "16"]
-    assert run_plan(table, *arguments, "--strategy", "balanced,auto", "--search-layout") == 0
-    content = json.loads(path.read_text())
-    assert content["layouts"][0]["layout"] == content["inputs"]["layout"]
-    auto = next(row for row in content["strategies"] if row["name"] == "auto")
-    assert auto["mean_step_time_s"] == pytest.approx(content["layouts"][0]["mean_step_time_s"])
-    assert "layouts, fastest first" in capsys.readouterr().out
-
-
 def test_every_strategy_is_judged_in_its_own_layout(table, tmp_path, capsys) -> None:
     path = tmp_path / "out.json"
     arguments = ["--model", "qwen2.5-0.5b", "--cluster", "h100x4", "--json", str(path), "--documents", "16"]
-    assert run_plan(table, *arguments, "--strategy", "padded,best_fit,skrull", "--search-layout") == 0
+    assert run_plan(table, *arguments, "--strategy", "padded,best_fit,skrull,auto", "--search-layout") == 0
     content, shown = json.loads(path.read_text()), capsys.readouterr().out
+    assert content["layouts"][0]["layout"] == content["inputs"]["layout"]
+    assert "layouts, fastest first" in shown
     for row in content["strategies"]:
         found = content["search"]["strategies"][row["name"]]
         assert row["layout"].items() <= found["layouts"][0]["layout"].items()
@@ -147,27 +137,6 @@ def test_a_search_that_had_too_little_time_says_what_it_did_not_look_at(table, t
     assert content["strategies"][0]["layout"].items() <= found["layouts"][0]["layout"].items()
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--search-seconds", "5"], "--search-seconds limits --search-layout, which is not given"),
-        (["--search-layout", "--search-seconds", "0"], "--search-seconds is 0, must be above 0"),
-        (
-            ["--search-layout", "--cluster", "h100x1024", "--worst", "2"],
-            "--worst, --emit-plan and --trace are of whole",
-        ),
-        (["--search-layout", "--cluster", "h100x1024", "--trace", "/dev/null"], "--worst, --emit-plan and --trace are"),
-        (
-            ["--search-layout", "--cluster", "h100x1024", "--strategy", "auto,flexpipe"],
-            "--strategy flexpipe with --search-layout: it changes the layout of whole clusters",
-        ),
-    ],
-)
-def test_searches_that_cannot_be_are_refused(table, capsys, more, message) -> None:
-    assert run_plan(table, "--model", "llama-7b", "--cluster", "h100x8", *more) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_layers_of_stages_that_are_not_even_are_shown_and_written(table, tmp_path, capsys) -> None:
     """The head of qwen2.5-0.5b costs as much as 9 of its 24 layers: the last of four stages gets fewer than six."""
     files = {name: tmp_path / f"out.{name}" for name in ("json", "emit-plan")}
@@ -187,12 +156,8 @@ def test_layers_of_stages_that_are_not_even_are_shown_and_written(table, tmp_pat
     [
         (["--search-layout"], "--search-layout looks for the layout, --layout"),
         (["--tokens", "5"], "exclude each other"),
-        (["--known-steps", "0"], "known_steps is 0"),
-        (["--window", "0"], "window is 0"),
-        (["--strategy", "slimpak"], "did you mean 'slimpack'"),
         (["--strategy", ","], "names no strategy"),
         (["--layout", "dp=1,pp=1,tp=5"], "do not divide over tp=5"),
-        (["--layout", "dp=16"], "needs 16 devices"),
         (["--layout", "stages=4"], "is not one of dp cp pp tp"),
         (["--layout", "dp=2,dp=2"], "given twice"),
         (["--layout", "pp=3"], "does not divide 8"),
@@ -201,15 +166,10 @@ def test_layers_of_stages_that_are_not_even_are_shown_and_written(table, tmp_pat
         (["--context", "100"], "--overlong"),
         (["--steps", "0"], "steps is 0"),
         (["--cost", "nowhere.json"], "nowhere.json"),
-        (["--json", "no/such/folder/out.json"], "cannot write"),
     ],
 )
 def test_user_errors_are_one_line_and_exit_2(table, capsys, more, message) -> None:
-    assert run_plan(*inputs(table, *more)) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("evenload: error: ")
-    assert error.count("\n") == 1
-    assert message in error
+    assert message in refused(capsys, "plan", *inputs(table, *more))
 
 
 def test_beyond_memory_exits_3_and_says_how_far(table, tmp_path, capsys) -> None:
@@ -287,3 +247,69 @@ def test_worst_finds_the_batch_that_does_not_fit_where_a_sampled_one_does(table,
     wlb, best_fit = (line for line in capsys.readouterr().out.splitlines() if "the worst of 1 global batch " in line)
     assert wlb.endswith("Documents that wlb has put off in earlier steps may come on top; they are not counted")
     assert "put off" not in best_fit
+
+
+def engine_inputs(table: str, *more: str) -> list[str]:
+    return [table, "--model", "llama-7b", "--cluster", "h100x8", "--documents", "40", *more]
+
+
+def test_an_engine_is_compared_beside_the_own_runtime(table, tmp_path, capsys) -> None:
+    names = "best_fit,balanced,wlb"
+    pipeline = ("--layout", "dp=2,pp=4", "--steps", "2", "--strategy", names, "--json")
+    assert run_plan(*engine_inputs(table, *pipeline, str(tmp_path / "own.json"))) == 0
+    capsys.readouterr()
+    page = tmp_path / "page.html"
+    engine = ("--engine", "megatron", "--html", str(page))
+    assert run_plan(*engine_inputs(table, *pipeline, str(tmp_path / "engine.json"), *engine)) == 0
+    shown = capsys.readouterr().out
+    assert "on megatron (Megatron-Core 0.16.1), predicted" in shown
+    assert "not measured on GPUs" in shown
+    own, found = (json.loads((tmp_path / name).read_text()) for name in ("own.json", "engine.json"))
+    for row in (*own["strategies"], *found["strategies"]):
+        del row["plan_time_s"]
+    assert found["strategies"] == own["strategies"]
+    rows = {row["name"]: row for row in found["engine"]["strategies"]}
+    assert list(rows) == names.split(",")
+    assert found["engine"]["best"] == min(rows, key=lambda name: rows[name]["mean_step_time_s"])
+    for row in rows.values():
+        assert len(row["step_time_s"]) == 2
+        assert row["mean_step_time_s"] > row["own_step_time_s"]  # sends that block, a gather that nothing hides
+    assert "on engine megatron" in page.read_text()
+
+
+def test_auto_of_an_engine_is_the_fastest_that_it_runs(table, tmp_path) -> None:
+    file = tmp_path / "found.json"
+    options = ("--strategy", "best_fit,balanced,fixed_greedy,auto", "--set", "auto.max_candidates=1")
+    assert run_plan(*engine_inputs(table, "--engine", "trainer", "--steps", "2", *options, "--json", str(file))) == 0
+    found = json.loads(file.read_text())
+    assert found["inputs"]["layout"] == {"dp": 8, "cp": 1, "pp": 1, "tp": 1, "virtual": 1}
+    rows = {row["name"]: row for row in found["engine"]["strategies"]}
+    assert rows["auto"]["mean_step_time_s"] <= min(row["mean_step_time_s"] for row in rows.values()) * (1 + 1e-9)
+    assert rows["auto"]["planned_by"] in ("padded", "best_fit", "balanced", "fixed_greedy", "wlb", "skrull")
+    for row in rows.values():
+        # gradient_accumulation_steps: the same on every rank in every step.
+        assert row["micro_batches"] == 8 * row["micro_batches_per_rank"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--search-seconds", "5"], "--search-seconds limits --search-layout, which is not given"),
+        (["--search-layout", "--search-seconds", "0"], "--search-seconds is 0, must be above 0"),
+        (
+            ["--search-layout", "--cluster", "h100x1024", "--worst", "2"],
+            "--worst, --emit-plan and --trace are of whole",
+        ),
+        (["--search-layout", "--cluster", "h100x1024", "--trace", "/dev/null"], "--worst, --emit-plan and --trace are"),
+        (
+            ["--search-layout", "--cluster", "h100x1024", "--strategy", "auto,flexpipe"],
+            "--strategy flexpipe with --search-layout: it changes the layout of whole clusters",
+        ),
+        (("--engine", "megatron", "--layout", "dp=2,pp=4", "--strategy", "slimpack"), "strategy slimpack cuts"),
+        (("--engine", "fsdp2", "--layout", "dp=2,pp=4"), "fully_shard alone has no pipeline"),
+        (("--engine", "megatrn"), "did you mean 'megatron'"),
+        (("--engine", "megatron", "--search-layout"), "ranks layouts for Evenload's own runtime"),
+    ],
+)
+def test_searches_and_engines_that_cannot_be_are_refused_at_start(table, capsys, options, message) -> None:
+    assert message in refused(capsys, "plan", *engine_inputs(table, *options))

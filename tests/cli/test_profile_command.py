@@ -6,8 +6,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from evenload.cli.main import main
-from evenload.cli.profile_worker import ProfileOptions, checked_profile
+from commands import run
+from evenload.cli.measure_worker import profile_task
+from evenload.cli.profile import ProfileRequest
 from evenload.cost.coefficients import read_coefficients, write_coefficients
 from reference_training import tiny_config
 
@@ -39,12 +40,6 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def run(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as stopped:
-        main([*arguments])
-    return int(stopped.value.code or 0)
-
-
 def plan(cost: str, *more: str, layout: str = "dp=1") -> int:
     common = ["plan", "lengths.npy", "--cluster", "cluster.toml", "--documents", "20", "--strategy", "best_fit"]
     return run(*common, "--model", "tiny/config.json", "--context", "4k", "--layout", layout, "--cost", cost, *more)
@@ -52,8 +47,8 @@ def plan(cost: str, *more: str, layout: str = "dp=1") -> int:
 
 @pytest.mark.long
 def test_one_process_measures_a_file_that_plans(project, capfd, command_here):
-    """The file plans the model it was measured on; another model, another precision of a run, a corrupt file and one
-    changed by hand are refused or told."""
+    """The file plans the model it was measured on; another model and a corrupt file are refused, and it is said where
+    one was changed by hand."""
     code, output, errors = command_here("profile", "--model", "tiny", *SHORT, "-o", "cost.json")
     assert code == 0, errors
     assert "packs that the fit had not seen were off by" in output
@@ -110,16 +105,15 @@ def test_one_process_measures_a_file_that_plans(project, capfd, command_here):
 )
 def test_what_cannot_be_measured_is_refused_before_processes_start(project, command_here, arguments, message):
     """As the command checks it, in this process; no file is left."""
-    given = {"model": "tiny", "layout": "", "device": "cpu", "attention": "auto"}
     named = dict(zip(arguments[::2], arguments[1::2], strict=True))
     if named.keys() & {"--minutes", "--context"}:
         code, _, errors = command_here("profile", *arguments, "-o", "cost.json")
         assert code == 2
         assert message in errors
     else:
-        given |= {name.removeprefix("--"): value for name, value in named.items()}
-        options = ProfileOptions(**given, dtype="float32", minutes=1.0, longest=4096, threads=None, output="cost.json")  # type: ignore[arg-type]
+        given = {name.removeprefix("--"): value for name, value in named.items()}
+        request = ProfileRequest(**{"device": "cpu", **given}, output=Path("cost.json"))  # type: ignore[arg-type]
         with pytest.raises(Exception, match=message.replace("(", r"\(")) as refused:
-            checked_profile(options, None)
+            profile_task(Path("answer.json"), request)
         assert type(refused.value).__module__ == "evenload.errors"
     assert not (project / "cost.json").exists()

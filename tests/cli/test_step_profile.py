@@ -1,20 +1,15 @@
 """`StepProfile`: where training fails, the file is of the steps that ended, and the failure is what one hears of."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from evenload.cli.callback_calls import DIRECTORY, StepProfile
-from evenload.config.sections import LogConfig
+from evenload.cli.run_observers import DIRECTORY, StepProfile
 
 
 def run_until(directory: Path, failing_step: int) -> None:
     """Steps 0 to 7, of which 2 to 5 are profiled, until one fails."""
-    config = SimpleNamespace(
-        log=LogConfig(profile_steps=(2, 6)), train=SimpleNamespace(output_dir=str(directory), device="cpu")
-    )
-    with StepProfile(config, rank=0, steps_done=0) as profile:
+    with StepProfile((2, 6), directory, is_cuda=False, rank=0, steps_done=0) as profile:
         for step in range(8):
             if step == failing_step:
                 raise ValueError(f"step {step} failed")

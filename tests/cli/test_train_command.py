@@ -4,15 +4,18 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from evenload.cli.main import main
+import commands
+from commands import refused, start_train, wait_for_rows
+from dist_training import COSTS
+from evenload.cost.coefficients import MeasuredOn, write_coefficients
 from evenload.report.run_files import METRIC_KEYS, read_metrics
+from evenload.types.model import MODELS
 from evenload.types.text import counted
 from process_tree import ranks_of
 from rank_server import rank_context
@@ -43,16 +46,8 @@ def project(tmp_path: Path, monkeypatch) -> Path:
     return tmp_path
 
 
-def start(project: Path, *arguments: str, command=("-m", "evenload.cli.main")) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, *command, "train", "config.toml", *arguments],
-        cwd=project, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        start_new_session=True,
-    )  # fmt: skip
-
-
 def run(project: Path, *arguments: str, **options) -> tuple[int, str]:
-    process = start(project, *arguments, **options)
+    process = start_train(project, *arguments, **options)
     output, _ = process.communicate(timeout=500)
     return process.returncode, output
 
@@ -65,23 +60,13 @@ def run_here(project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     def run(*arguments: str) -> tuple[int, str]:
         rank_context()
         monkeypatch.chdir(project)
-        with pytest.raises(SystemExit) as exit:
-            main(["train", "config.toml", *arguments])
+        code = commands.run("train", "config.toml", *arguments)
         first, _, more = capsys.readouterr().err.partition("\n")
         assert first.startswith("evenload ")
         assert "train config.toml -> " in first
-        return int(exit.value.code or 0), more
+        return code, more
 
     return run
-
-
-def wait_for_rows(project: Path, count: int, process: subprocess.Popen) -> None:
-    metrics = project / "run" / "metrics.jsonl"
-    deadline_s = time.monotonic() + 300
-    while not (metrics.is_file() and metrics.read_bytes().count(b"\n") >= count):
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
 
 
 def steps_in_page(directory: Path) -> list[int]:
@@ -111,8 +96,8 @@ def test_a_run_leaves_what_the_design_promises_and_resumes_after_a_kill_bit_equa
 
     assert (whole / "cost.json").read_bytes() == (project / "cost.json").read_bytes()
 
-    process = start(project, "train.checkpoint_every_steps=1", "data.workers=1")
-    wait_for_rows(project, 2, process)
+    process = start_train(project, "train.checkpoint_every_steps=1", "data.workers=1")
+    wait_for_rows(project / "run", 2, process)
     os.kill(process.pid, signal.SIGSTOP)  # so that the launcher does not report while its ranks are killed
     for pid in ranks_of(process.pid):
         os.kill(pid, signal.SIGKILL)
@@ -132,8 +117,8 @@ def test_a_run_leaves_what_the_design_promises_and_resumes_after_a_kill_bit_equa
 
 @pytest.mark.long
 def test_a_dead_rank_stops_the_run_with_its_error_in_seconds(project):
-    process = start(project, "train.steps=100000")
-    wait_for_rows(project, 1, process)
+    process = start_train(project, "train.steps=100000")
+    wait_for_rows(project / "run", 1, process)
     os.kill(ranks_of(process.pid)[1], signal.SIGKILL)
     killed_s = time.monotonic()
     output, _ = process.communicate(timeout=200)
@@ -146,8 +131,8 @@ def test_a_dead_rank_stops_the_run_with_its_error_in_seconds(project):
 def test_ctrl_c_saves_and_says_how_to_go_on_and_what_is_left_is_done_then(project):
     """Ctrl-C as a terminal sends it, to all processes at once. A later start of the run finds nothing left to train
     and writes what was not, also under another strategy, about which it says what it did."""
-    process = start(project, "train.steps=100000")
-    wait_for_rows(project, 1, process)
+    process = start_train(project, "train.steps=100000")
+    wait_for_rows(project / "run", 1, process)
     ranks = ranks_of(process.pid)
     os.killpg(process.pid, signal.SIGINT)
     output, _ = process.communicate(timeout=200)
@@ -189,39 +174,57 @@ def test_an_error_in_one_rank_is_shown_as_one_line(project, run_here):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "expected"),
+    ("command", "arguments", "expected"),
     [
-        (["train.setps=4"], "unknown configuration key 'train.setps'; did you mean 'train.steps'?"),
-        (["parallel.pp=9"], "4 layers cannot fill 9 stages"),
-        (["--nproc", "3"], "--nproc is 3, but layout pp=2 needs 2 processes"),
-        (["plan.strategy=slimpak"], "did you mean 'slimpack'"),
-        (["plan.strategy=flexpipe", "parallel.pp=1"], "and there is one process alone"),
-        (["data.sources=corpus"], "data.sources"),
-        (["model.path=nowhere"], "no config.json there"),
-        (["parallel.tp=3"], "parallel.tp is 3, but num_attention_heads of the model is 4"),
-        (["optimizer.decay=cosine", "data.epochs=1", "train.steps=0"], "train.steps is 0"),
-        (["train.device=tpu"], "train.device is 'tpu'; did you mean 'cpu'? choices: cpu, cuda"),
-        (["model.dtype=bf16"], "did you mean 'bfloat16'?"),
-        (["optimizer.lr=1e-3"], "did you mean 'optimizer.learning_rate'?"),
-        (["train.attention=flash"], "unknown attention backend 'flash'"),
-        (["data.sources=['nowhere']"], "nowhere"),
-        (["data.sources=['corpus']", "data.include=['*.py']"], "'corpus' has no files with a name like *.py"),
-        (["data.tokenizer=nowhere"], "tokenizer 'nowhere' is not a file"),
-        (["data.record=messages"], "the records hold messages"),
-        (["data.record=prompt_completion"], 'holds records of kind "text"'),
-        (["train.output_dir=config.toml/run"], "train.output_dir is config.toml/run, but"),
-        (["train.output_dir=/proc/run"], "nothing can be written to /proc"),
-        (["train.stop_grace_s=0"], "train.stop_grace_s is 0"),
-        (["train.recalibrate=true", "train.cost_file=run/cost.json"], "train.recalibrate is true, but train.cost_file"),
+        ("train", ["train.setps=4"], "unknown configuration key 'train.setps'; did you mean 'train.steps'?"),
+        ("train", ["parallel.pp=9"], "4 layers cannot fill 9 stages"),
+        ("train", ["--nproc", "3"], "--nproc is 3, but layout pp=2 needs 2 processes"),
+        ("train", ["plan.strategy=slimpak"], "did you mean 'slimpack'"),
+        ("train", ["plan.strategy=flexpipe", "parallel.pp=1"], "and there is one process alone"),
+        ("train", ["data.sources=corpus"], "data.sources"),
+        ("train", ["model.path=nowhere"], "no config.json there"),
+        ("train", ["parallel.tp=3"], "parallel.tp is 3, but num_attention_heads of the model is 4"),
+        ("train", ["optimizer.decay=cosine", "data.epochs=1", "train.steps=0"], "train.steps is 0"),
+        ("train", ["train.device=tpu"], "train.device is 'tpu'; did you mean 'cpu'? choices: cpu, cuda"),
+        ("train", ["model.dtype=bf16"], "did you mean 'bfloat16'?"),
+        ("train", ["optimizer.lr=1e-3"], "did you mean 'optimizer.learning_rate'?"),
+        ("train", ["train.attention=flash"], "unknown attention backend 'flash'"),
+        ("train", ["data.sources=['nowhere']"], "nowhere"),
+        ("train", ["data.sources=['corpus']", "data.include=['*.py']"], "'corpus' has no files with a name like *.py"),
+        ("train", ["data.tokenizer=nowhere"], "tokenizer 'nowhere' is not a file"),
+        ("train", ["data.record=messages"], "the records hold messages"),
+        ("train", ["data.record=prompt_completion"], 'holds records of kind "text"'),
+        ("train", ["train.output_dir=config.toml/run"], "train.output_dir is config.toml/run, but"),
+        ("train", ["train.output_dir=/proc/run"], "nothing can be written to /proc"),
+        ("train", ["train.stop_grace_s=0"], "train.stop_grace_s is 0"),
+        (
+            "train",
+            ["train.recalibrate=true", "train.cost_file=run/cost.json"],
+            "train.recalibrate is true, but train.cost_file",
+        ),
+        ("bench", ["--strategy", "slimpak"], "slimpack"),
+        ("bench", ["--strategy", "best_fit,flexpipe"], "changes the layout between steps"),
+        ("bench", ["--json", "nowhere/result.json"], "its folder does not exist"),
+        ("bench", ["--html", "nowhere/page.html"], "its folder does not exist"),
+        ("bench", ["train.stepz=3"], "train.steps"),
+        ("check", ["train.cost_file=of_nothing.json"], "does not say on which model and layout it was measured"),
+        (
+            "check",
+            ["train.cost_file=of_another.json"],
+            "train.cost_file of_another.json was measured on model llama-7b",
+        ),
+        ("check", ["train.setps=4"], "did you mean 'train.steps'?"),
+        ("check", ["parallel.pp=9"], "4 layers cannot fill 9 stages"),
+        ("check", ["plan.strategy=slimpak"], "did you mean 'slimpack'"),
     ],
 )
 @pytest.mark.usefixtures("no_ranks")
-def test_mistakes_are_refused_before_ranks_start(project, monkeypatch, capsys, arguments, expected):
+def test_mistakes_are_refused_before_ranks_start(project, monkeypatch, capsys, command, arguments, expected):
     monkeypatch.chdir(project)
-    with pytest.raises(SystemExit) as exit:
-        main(["train", "config.toml", *arguments])
-    assert exit.value.code == 2
-    assert expected in capsys.readouterr().err
+    write_coefficients(project / "of_nothing.json", COSTS)
+    of_another = MeasuredOn(model=MODELS["llama-7b"], dp=1, cp=1, pp=2, tp=1)
+    write_coefficients(project / "of_another.json", msgspec.structs.replace(COSTS, measured_on=of_another))
+    assert expected in refused(capsys, command, "config.toml", *arguments)
 
 
 def test_a_plan_that_cannot_fit_is_refused_with_its_numbers_and_exit_code(run_here):
@@ -238,20 +241,17 @@ def test_resume_off_refuses_to_mix_with_an_earlier_run(project, monkeypatch, cap
     checkpoint = project / "run" / "checkpoints" / "step-00000001"
     checkpoint.mkdir(parents=True)
     (checkpoint / "progress.json").touch()
-    with pytest.raises(SystemExit) as exit:
-        main(["train", "config.toml", "train.resume=false"])
-    assert exit.value.code == 2
-    assert f"train.resume is off, but {checkpoint}" in capsys.readouterr().err
+    assert f"train.resume is off, but {checkpoint}" in refused(capsys, "train", "config.toml", "train.resume=false")
 
 
 @pytest.mark.long
 def test_torchrun_starts_the_same_run_and_stops_it_with_a_checkpoint(project):
-    process = start(
+    process = start_train(
         project,
         "train.steps=100000",
         command=("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "evenload.cli.main"),
     )
-    wait_for_rows(project, 2, process)
+    wait_for_rows(project / "run", 2, process)
     process.terminate()
     output, _ = process.communicate(timeout=120)
     steps = int(re.search(r"stopped by SIGTERM after (\d+) steps?; nothing is lost", output)[1])  # type: ignore[index]

@@ -2,14 +2,12 @@
 
 import json
 import signal
-import subprocess
-import sys
-import time
 from importlib.metadata import version
 from importlib.util import find_spec
 
 import pytest
 
+from commands import refused, start_train, wait_for_rows
 from evenload.report.run_files import read_metrics
 from small_run import LONG_TAILED_TEXTS, write_small_costs, write_small_run
 
@@ -34,13 +32,6 @@ cost_file = "cost.json"
 """
 
 
-def start(project, *arguments):
-    return subprocess.Popen(
-        [sys.executable, "-m", "evenload", "train", "config.toml", *arguments],
-        cwd=project, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
-
-
 @pytest.mark.long
 @pytest.mark.skipif(
     not (find_spec("wandb") and find_spec("tensorboard")), reason="wandb and tensorboard are not installed"
@@ -55,12 +46,8 @@ def test_trackers_profile_and_log_of_a_run_that_is_stopped_and_goes_on(tmp_path,
     write_small_costs(tmp_path, pp=2)
     run = tmp_path / "run"
 
-    process = start(tmp_path)
-    deadline_s = time.monotonic() + 400
-    while not (run / "metrics.jsonl").is_file() or (run / "metrics.jsonl").read_bytes().count(b"\n") < 4:
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
+    process = start_train(tmp_path, command=("-m", "evenload"))
+    wait_for_rows(run, 4, process)
     process.terminate()
     output = process.communicate(timeout=400)[0]
     assert process.returncode == 128 + signal.SIGTERM, output
@@ -78,7 +65,7 @@ def test_trackers_profile_and_log_of_a_run_that_is_stopped_and_goes_on(tmp_path,
         assert json.loads(trace.read_text())["traceEvents"]
     assert f"profile of steps 1 to 2, a file a process: {run}/profile/steps-1-to-2-rank-00000.json" in output
 
-    process = start(tmp_path, f"train.steps={stopped_at + 2}")
+    process = start_train(tmp_path, f"train.steps={stopped_at + 2}")
     output = process.communicate(timeout=400)[0]
     assert process.returncode == 0, output
     rows = read_metrics(run / "metrics.jsonl")
@@ -113,15 +100,9 @@ def test_trackers_profile_and_log_of_a_run_that_is_stopped_and_goes_on(tmp_path,
 
 
 def test_a_tracker_that_is_not_installed_is_refused_at_the_start(tmp_path, monkeypatch, capsys):
-    from evenload.cli.main import main
-
     monkeypatch.setattr("evenload.config.sections.find_spec", lambda name: None)
     settings = 'max_document_tokens = 9\nbatch_documents = 1\n[log]\nto = ["wandb"]\n[train]\nsteps = 2\n'
     file = write_small_run(tmp_path, ["a"], settings)
-    with pytest.raises(SystemExit) as stopped:
-        main(["train", str(file)])
-    assert stopped.value.code == 2
-    assert "pip install 'evenload[wandb]', or leave it out of log.to" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["train", str(file), "log.to=[]", "log.profile_steps=[2, 4]"])
-    assert "log.profile_steps is [2, 4], but train.steps is 2, so the last step is 1" in capsys.readouterr().err
+    assert "pip install 'evenload[wandb]', or leave it out of log.to" in refused(capsys, "train", str(file))
+    error = refused(capsys, "train", str(file), "log.to=[]", "log.profile_steps=[2, 4]")
+    assert "log.profile_steps is [2, 4], but train.steps is 2, so the last step is 1" in error

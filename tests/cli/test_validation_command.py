@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from commands import refused
 from evenload.report.run_files import read_metrics, read_validations
 from small_run import LONG_TAILED_TEXTS, write_small_costs, write_small_run
 
@@ -98,7 +99,5 @@ def kept(project: Path) -> list[int]:
     ],
 )
 @pytest.mark.usefixtures("no_ranks", "project")
-def test_mistakes_are_refused_before_ranks_start(command_here, arguments, expected):
-    code, _, error = command_here("train", "config.toml", *arguments)
-    assert code == 2
-    assert expected in error
+def test_mistakes_are_refused_before_ranks_start(capsys, arguments, expected):
+    assert expected in refused(capsys, "train", "config.toml", *arguments)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenload.config.layouts import fitted_config, layouts_of
+from evenload.config.layouts import fitted_config, layouts_of, shrunk_parallel
 from evenload.config.sections import RunConfig
 from evenload.config.train_config import ModelConfig, ParallelConfig, PlanConfig, TrainConfig
 from evenload.data.config import DataConfig
@@ -100,3 +100,41 @@ def test_it_always_fits_and_is_the_same_when_it_is_asked_again(texts, ranks):
     layouts = layouts_of(fitted, NUM_LAYERS)
     assert max(layout.world_size for layout in layouts) == layouts[0].world_size <= ranks
     assert fitted_config(fitted, NUM_LAYERS, layouts[0].world_size) is fitted
+
+
+@pytest.mark.parametrize(
+    ("before", "ranks", "pp", "dp"),
+    [
+        ({"dp": 4}, 3, 1, 3),
+        ({"pp": 4}, 3, 3, 1),
+        ({"pp": 2, "dp": 2}, 3, 3, 1),  # as near as one stage with three replicas, and a rank holds less
+        ({"pp": 2, "dp": 4}, 6, 2, 3),
+        ({"pp": 2, "dp": 2}, 1, 1, 1),
+    ],
+)
+def test_without_names_the_layout_is_as_by_hand(before, ranks, pp, dp):
+    found = shrunk_parallel(ParallelConfig(**before), 8, ranks)
+    assert (found.pp, found.dp) == (pp, dp)
+
+
+@given(
+    pp=st.integers(1, 4),
+    dp=st.integers(1, 4),
+    cp=st.sampled_from([1, 2]),
+    lost=st.integers(0, 12),
+    layers=st.integers(4, 9),
+)
+def test_it_fits_uses_most_ranks_and_keeps_what_is_shared(pp, dp, cp, lost, layers):
+    before = ParallelConfig(pp=pp, dp=dp, cp=cp)
+    ranks = max(1, pp * dp * cp - lost)
+    if ranks < cp:
+        with pytest.raises(ConfigError, match=r"1 rank left, but parallel\.cp x parallel\.tp is 2"):
+            shrunk_parallel(before, layers, ranks)
+        return
+    found = shrunk_parallel(before, layers, ranks)
+    assert found.cp == cp
+    assert found.pp <= layers
+    used = found.pp * found.dp * cp
+    assert used <= ranks
+    best = max((ranks // cp) // stages * stages for stages in range(1, layers + 1)) * cp
+    assert used == best if lost else found == before

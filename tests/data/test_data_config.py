@@ -1,8 +1,6 @@
-import msgspec
 import pytest
 
 from corpus_files import data_config
-from evenload.data.config import DataConfig
 from evenload.errors import ConfigError
 
 
@@ -33,11 +31,3 @@ def test_bad_settings_name_value_and_fix(changes, words):
         data_config("x", **changes)
     for word in words:
         assert word in str(caught.value)
-
-
-def test_config_decodes_from_a_settings_file_and_refuses_unknown_keys():
-    """A misspelt key must not be passed over."""
-    settings = {"sources": ["docs"], "max_document_tokens": 8, "batch_tokens": 16}
-    assert msgspec.convert(settings, DataConfig).batch_tokens == 16
-    with pytest.raises(msgspec.ValidationError, match="shufle_window"):
-        msgspec.convert({**settings, "shufle_window": 3}, DataConfig)

@@ -6,9 +6,8 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from chat_cases import CHATML, FORGETFUL, LLAMA, MISTRAL, TEMPLATES, chat, encoder_config, train_chat_tokenizer
-from evenload.data.chat_template import ChatTemplate
 from evenload.data.encoders import RecordProblem
-from evenload.data.open_encoder import Chats, open_encoder, read_messages
+from evenload.data.open_encoder import Chats, ChatTemplate, open_encoder, read_messages
 from evenload.data.tokenize import ByteTokenizer, FileTokenizer
 from evenload.errors import ConfigError
 
@@ -280,15 +279,3 @@ def test_encoders_name_all_that_decides_their_tokens(directory):
     names = {our_encoder(directory, case, tagged, loss_on=loss).name for case, tagged, loss in cases}
     assert len(names) == len(cases)
     assert our_encoder(directory, LLAMA, tagged=True).columns == ("messages", "tools", "chat_template_kwargs")
-
-
-def test_many_chats_encode_as_one_by_one(directory):
-    encoder = our_encoder(directory, MISTRAL, tagged=False)
-    records = [(chat("a" * n, "b" * n),) for n in range(1, 9)]
-    together = encoder.encode_many(records)
-    for values, document in zip(records, together, strict=True):
-        alone = encoder.encode(values)
-        assert alone.tokens.tolist() == document.tokens.tolist()
-        assert alone.labels.tolist() == document.labels.tolist()
-    with pytest.raises(RecordProblem):
-        encoder.encode_many([*records, ("no chat",)])

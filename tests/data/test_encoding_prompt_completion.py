@@ -86,17 +86,6 @@ def test_without_end_token_or_mask_the_text_is_taken_as_it_stands(directory, tok
     assert empty.labels[empty.labels >= 0].tolist() == [tokenizer.eos_id]
 
 
-@settings(deadline=None)
-@given(texts, texts)
-def test_bytes_have_an_exact_border(prompt, completion):
-    document = open_encoder(encoder_config(record="prompt_completion")).encode((prompt, completion))
-    expected = np.array([*completion.encode(), 256] if prompt + completion else [], dtype=np.int32)
-    first = [] if prompt else [-100]
-    trained = document.labels[len(prompt.encode()) :]
-    assert trained.tolist() == [*first, *expected[len(first) :]] if len(expected) else not len(trained)
-    assert (document.labels[: len(prompt.encode())] == -100).all()
-
-
 def test_lists_of_messages_go_through_the_template(directory):
     encoder = open_encoder(
         encoder_config(record="prompt_completion", chat_template=str(directory / "chatml.jinja"), tokenizer="bytes")

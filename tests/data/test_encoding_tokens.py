@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from chat_cases import encoder_config, train_chat_tokenizer
-from evenload.data.encoders import RecordProblem, TokenIds, masked_labels, tokens_in
+from evenload.data.encoders import RecordProblem, TokenIds, tokens_in
 from evenload.data.open_encoder import open_encoder
 from evenload.data.records import Column, ValueProblem, convert_value
 
@@ -145,12 +145,3 @@ def test_masks_are_those_of_looking_at_every_character(case):
         any(character in trained for character in range(start, max(stop, start + 1)))
         for start, stop in tokens
     ]
-
-
-@settings(deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 9), st.booleans())))
-def test_labels_are_the_masked_tokens_but_never_the_first(pairs):
-    tokens = np.array([token for token, _ in pairs], dtype=np.int32)
-    labels = masked_labels(tokens, np.array([used for _, used in pairs], dtype=bool))
-    assert labels.dtype == np.int32
-    assert labels.tolist() == [t if used and i else -100 for i, (t, used) in enumerate(pairs)]

@@ -31,11 +31,11 @@ WHOLE_FILE_PROBLEMS = ("parquet", "bin", "edges.npy", "ends.npy")
 def read_tolerantly(source, count=1):
     """Records and problems of a damaged file; any exception but a DataError that names it fails the test."""
     is_chat = "chats" in source
-    file, reader = open_source(source, record="messages") if is_chat else tokens_source(source)
+    reader = open_source(source, record="messages") if is_chat else tokens_source(source)
     try:
-        records = read_all(file, reader, count)
+        records = read_all(reader, count)
     except DataError as err:
-        if os.path.basename(file.path) not in str(err):
+        if os.path.basename(reader.file.path) not in str(err):
             raise
         return [], [str(err)]
     good = [record for record in records if record.values is not None]
@@ -152,19 +152,19 @@ def test_files_that_are_something_else_are_named(tmp_path, format):
 def test_a_file_that_is_gone_is_an_error(tmp_path, format):
     """A storage failure is no corrupt record: skipping it would lose data without a trace."""
     source = write_tokens(tmp_path, format, DOCUMENTS)
-    file, reader = tokens_source(source)
+    reader = tokens_source(source)
     Path(source).unlink()
     with pytest.raises(DataError, match=os.path.basename(source)):
-        list(reader.records(file, FilePart(0, 2)))
+        list(reader.records(FilePart(0, 2)))
 
 
 def test_text_that_is_not_utf8_names_byte_and_place(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"latin \xe4")
-    file, reader = open_source(str(tmp_path))
-    (record,) = reader.records(file, FilePart())
+    reader = open_source(str(tmp_path))
+    (record,) = reader.records(FilePart())
     assert (record.values, record.next_offset) == (None, FILE_END)
     assert "byte 0xe4 at offset 6" in record.problem
-    assert reader.origin(file, record.offset) == file.name
+    assert reader.origin(record.offset) == reader.file.name
 
 
 @pytest.mark.parametrize("format", ["parquet", "stream.arrow", "file.arrow"])
@@ -172,11 +172,11 @@ def test_one_row_that_is_not_utf8_does_not_take_its_batch_along(tmp_path, format
     binary = pa.array([b"good", b"\xff\xfe", "äö".encode(), b"ends"], pa.binary())
     path = tmp_path / f"rows.{format}"
     write_table(path, format, pa.table({"text": binary.view(pa.string())}), 4)
-    file, reader = open_source(str(path))
-    records = read_all(file, reader)
+    reader = open_source(str(path))
+    records = read_all(reader)
     assert [record.values for record in records] == [("good",), None, ("äö",), ("ends",)]
     assert "not UTF-8" in records[1].problem
-    assert reader.origin(file, 1) == f"{path}:row 2"
+    assert reader.origin(1) == f"{path}:row 2"
 
 
 @pytest.mark.parametrize("format", ["jsonl", "parquet", "stream.arrow"])
@@ -189,8 +189,8 @@ def test_values_that_are_null_or_no_ids_are_problems_of_their_row(tmp_path, form
     else:
         column = pa.array([row["input_ids"] for row in rows], pa.list_(pa.int64()))
         write_table(path, format, pa.table({"input_ids": column}), 6)
-    file, reader = tokens_source(str(path))
-    records = read_all(file, reader)
+    reader = tokens_source(str(path))
+    records = read_all(reader)
     assert [record.values is None for record in records] == [False, True, True, True, False, False]
     assert [record.values[0].tolist() for record in records if record.values] == [[1], [], [-(2**31)]]
     assert all(record.problem for record in records[1:4])
@@ -201,15 +201,15 @@ def test_values_that_are_null_or_no_ids_are_problems_of_their_row(tmp_path, form
 @pytest.mark.parametrize("format", ["parquet", "stream.arrow", "file.arrow", "feather"])
 def test_a_column_that_is_missing_or_of_another_type_names_what_there_is(tmp_path, format):
     source = write_rows(tmp_path, format, [{"body": "a", "n": 1}])
-    file, reader = open_source(source)
+    reader = open_source(source)
     with pytest.raises(DataError, match=r"has no column 'text', only body, n; set data.text_column"):
-        read_all(file, reader)
-    file, reader = open_source(source, text_column="n")
+        read_all(reader)
+    reader = open_source(source, text_column="n")
     with pytest.raises(DataError, match=r"'n' is int64, not text; set data.text_column"):
-        read_all(file, reader)
-    file, reader = open_source(source, record="tokens", tokens_column="body")
+        read_all(reader)
+    reader = open_source(source, record="tokens", tokens_column="body")
     with pytest.raises(DataError, match=r"'body' is string, not a list of token ids; set data.tokens_column"):
-        read_all(file, reader)
+        read_all(reader)
 
 
 def test_wide_and_narrow_ids_of_every_arrow_type_become_int32(tmp_path):
@@ -217,12 +217,12 @@ def test_wide_and_narrow_ids_of_every_arrow_type_become_int32(tmp_path):
         for make in (pa.list_, pa.large_list, lambda inner: pa.list_(inner, 2)):
             path = tmp_path / "rows.stream.arrow"
             write_table(path, "stream.arrow", pa.table({"input_ids": pa.array([[1, 2], [3, 100]], make(kind))}))
-            assert values_of(read_all(*tokens_source(str(path)))) == [[1, 2], [3, 100]]
+            assert values_of(read_all(tokens_source(str(path)))) == [[1, 2], [3, 100]]
 
 
 def test_int32_ids_of_a_mapped_arrow_file_are_not_copied(tmp_path):
-    file, reader = tokens_source(write_tokens(tmp_path, "file.arrow", DOCUMENTS))
-    for record in read_all(file, reader):
+    reader = tokens_source(write_tokens(tmp_path, "file.arrow", DOCUMENTS))
+    for record in read_all(reader):
         assert not record.values[0].flags.owndata
         assert not record.values[0].flags.writeable
         assert isinstance(record.values[0], np.ndarray)

@@ -29,22 +29,22 @@ DOCUMENTS = [[1, 2, 3], [], [4], [5, 6, 7, 8, 9]]
 @pytest.mark.parametrize("dtype", ["uint8", "int8", "int16", "int32", "int64", "float64", "float32", "uint16"])
 def test_megatron_files_of_every_type_are_read(tmp_path, dtype):
     source = write_megatron(tmp_path / "a", DOCUMENTS, dtype)
-    assert values_of(read_all(*tokens_source(source), 3)) == DOCUMENTS
+    assert values_of(read_all(tokens_source(source), 3)) == DOCUMENTS
 
 
 def test_a_document_of_several_sequences_is_one_record(tmp_path):
     source = write_megatron(tmp_path / "a", DOCUMENTS, sentences={0: [1, 0, 2], 1: [], 3: [4, 1]})
     for count in (1, 2, 4, 9):
-        assert values_of(read_all(*tokens_source(source), count)) == DOCUMENTS
+        assert values_of(read_all(tokens_source(source), count)) == DOCUMENTS
 
 
 def test_ids_that_int32_cannot_hold_are_problems_of_their_document(tmp_path):
     source = write_megatron(tmp_path / "a", [[1], [2**40, 1], [3]], "int64")
-    records = read_all(*tokens_source(source))
+    records = read_all(tokens_source(source))
     assert [record.values is None for record in records] == [False, True, False]
     assert str(2**40) in records[1].problem
     source = write_megatron(tmp_path / "b", [[1.0, 2.5]], "float32")
-    assert "2.5" in read_all(*tokens_source(source))[0].problem
+    assert "2.5" in read_all(tokens_source(source))[0].problem
 
 
 def change_index(source, at, value, form="<q"):
@@ -68,7 +68,7 @@ def change_index(source, at, value, form="<q"):
 def test_an_index_that_contradicts_itself_is_a_problem(tmp_path, at, value, why):
     source = write_megatron(tmp_path / "a", DOCUMENTS)
     change_index(source, at, value)
-    records = read_all(*tokens_source(source))
+    records = read_all(tokens_source(source))
     assert records[-1].values is None
     assert why in records[-1].problem
     assert "a.idx" in records[-1].problem
@@ -80,7 +80,7 @@ def test_a_bin_of_another_size_than_its_index_says_is_a_problem(tmp_path):
     content = Path(source).read_bytes()
     for other in (content + b"\0\0", content[:-2], b""):
         Path(source).write_bytes(other)
-        (record,) = read_all(*tokens_source(source), 3)
+        (record,) = read_all(tokens_source(source), 3)
         assert "ends at byte 18, the file at" in record.problem
 
 
@@ -88,7 +88,7 @@ def test_a_bin_without_index_and_an_index_without_bin_are_named(tmp_path):
     source = write_megatron(tmp_path / "a", DOCUMENTS)
     Path(source).with_suffix(".idx").unlink()
     with pytest.raises(DataError, match=r"a\.bin has no a\.idx next to it"):
-        read_all(*tokens_source(source))
+        read_all(tokens_source(source))
     write_megatron(tmp_path / "b", DOCUMENTS)
     (tmp_path / "b.bin").unlink()
     with pytest.raises(ConfigError, match=r"names b\.idx, the index of a token file, without b\.bin"):
@@ -113,21 +113,21 @@ def test_npy_files_of_every_type_are_read(tmp_path, dtype, with_edges):
     if with_edges:
         np.save(tmp_path / "a.idx.npy", np.cumsum([0, *map(len, documents)]).astype(np.uint32))
     source = str(tmp_path / "a.npy")
-    assert values_of(read_all(*tokens_source(source), 2)) == documents
+    assert values_of(read_all(tokens_source(source), 2)) == documents
 
 
 def test_edges_count_where_an_end_id_is_given_as_well(tmp_path):
     np.save(tmp_path / "a.npy", np.array([1, END_ID, 2, 3]))
     np.save(tmp_path / "a.idx.npy", np.array([0, 3, 3, 4]))
     source = str(tmp_path / "a.npy")
-    assert values_of(read_all(*tokens_source(source))) == [[1, END_ID, 2], [], [3]]
+    assert values_of(read_all(tokens_source(source))) == [[1, END_ID, 2], [], [3]]
 
 
 def test_npy_without_edges_and_end_id_says_what_to_set(tmp_path):
     np.save(tmp_path / "a.npy", np.arange(3))
-    file, reader = open_source(str(tmp_path), record="tokens")
+    reader = open_source(str(tmp_path), record="tokens")
     with pytest.raises(DataError, match=r"set data.document_end_id .* or put their edges next to it as a\.idx\.npy"):
-        read_all(file, reader)
+        read_all(reader)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_npy_without_edges_and_end_id_says_what_to_set(tmp_path):
 def test_npy_files_that_hold_no_ids_are_refused(tmp_path, array, why):
     np.save(tmp_path / "a.npy", array)
     with pytest.raises(DataError, match=why):
-        read_all(*tokens_source(str(tmp_path / "a.npy")))
+        read_all(tokens_source(str(tmp_path / "a.npy")))
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_npy_files_that_hold_no_ids_are_refused(tmp_path, array, why):
 def test_edges_that_do_not_fit_are_one_problem(tmp_path, edges, why):
     np.save(tmp_path / "a.npy", np.arange(5))
     np.save(tmp_path / "a.idx.npy", np.array(edges, dtype=np.int64))
-    (record,) = read_all(*tokens_source(str(tmp_path / "a.npy")), 1)
+    (record,) = read_all(tokens_source(str(tmp_path / "a.npy")), 1)
     assert why in record.problem
 
 
@@ -163,11 +163,11 @@ def test_ends_are_found_across_windows_and_parts(tmp_path_factory, ids, count, w
     np.save(path, np.array(ids, dtype=np.uint16))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(token_files, "_SCAN_TOKENS", window)
-        file, reader = tokens_source(str(path))
-        records = read_all(file, reader, count)
+        reader = tokens_source(str(path))
+        records = read_all(reader, count)
         assert values_of(records) == [*documents, *([document] if document else [])]
         for index, record in enumerate(records):
-            assert reader.origin(file, record.offset) == f"{path}:document {index + 1}"
+            assert reader.origin(record.offset) == f"{path}:document {index + 1}"
 
 
 def test_a_document_that_never_ends_is_a_problem_and_not_memory(tmp_path, monkeypatch):
@@ -175,7 +175,7 @@ def test_a_document_that_never_ends_is_a_problem_and_not_memory(tmp_path, monkey
     monkeypatch.setattr(token_files, "MAX_DOCUMENT_TOKENS", 8)
     np.save(tmp_path / "a.npy", np.array([1, 0] + [1] * 50 + [0, 2, 0]))
     for count in (1, 2, 5):
-        records = read_all(*tokens_source(str(tmp_path / "a.npy")), count)
+        records = read_all(tokens_source(str(tmp_path / "a.npy")), count)
         assert [record.values and record.values[0].tolist() for record in records] == [[1, 0], None, [2, 0]]
     assert "no id 0 ends a document within 8 tokens" in records[1].problem
 
@@ -183,7 +183,7 @@ def test_a_document_that_never_ends_is_a_problem_and_not_memory(tmp_path, monkey
 def test_runs_of_documents_do_not_show(tmp_path, monkeypatch):
     monkeypatch.setattr(token_files, "CHUNK_BYTES", 6)
     source = write_megatron(tmp_path / "a", DOCUMENTS)
-    assert values_of(read_all(*tokens_source(source), 2)) == DOCUMENTS
+    assert values_of(read_all(tokens_source(source), 2)) == DOCUMENTS
 
 
 def test_what_token_files_cannot_hold_is_refused(tmp_path):
@@ -203,9 +203,9 @@ def test_what_token_files_cannot_hold_is_refused(tmp_path):
 
 def test_int32_ids_of_a_mapped_file_are_not_copied_and_outlive_the_reader(tmp_path):
     source = write_megatron(tmp_path / "a", DOCUMENTS, "int32")
-    file, reader = tokens_source(source)
-    values = [record.values[0] for record in reader.records(file, FilePart()) if record.values]
+    reader = tokens_source(source)
+    values = [record.values[0] for record in reader.records(FilePart()) if record.values]
     assert not any(value.flags.owndata or value.flags.writeable for value in values)
-    del reader, file
+    del reader
     gc.collect()
     assert [value.tolist() for value in values] == DOCUMENTS

@@ -25,9 +25,9 @@ column = sys.argv[4]
 kind = {"text": "text", "input_ids": "tokens"}[column]
 
 def read(source):
-    file, reader = open_source(source, record=kind, document_end_id=0)
+    reader = open_source(source, record=kind, document_end_id=0)
     total = 0
-    for record in reader.records(file, FilePart()):
+    for record in reader.records(FilePart()):
         assert record.values is not None, record.problem
         total += len(record.values[0])
     return total

@@ -27,11 +27,7 @@ def read_records(data, **settings):
         **({"record": "messages", "batch_documents": 1, "max_document_tokens": 9} | settings),
     )
     part = open_part(config, None if is_path else data)
-    return [
-        record
-        for file, reader in zip(part.files, part.readers, strict=True)
-        for record in reader.records(file, FilePart())
-    ]
+    return [record for reader in part.readers for record in reader.records(FilePart())]
 
 
 def all_ways(tmp_path, dataset):
@@ -172,10 +168,10 @@ def test_items_of_a_json_list_are_read_from_every_offset_and_named(tmp_path):
     (tmp_path / "a.json").write_bytes(b"\xef\xbb\xbf \n" + json.dumps(rows).encode())
     config = DataConfig(sources=(str(tmp_path),), batch_documents=1, max_document_tokens=9)
     part = open_part(config)
-    (file,), (reader,) = part.files, part.readers
-    assert reader.num_parts(file, 1) == 1
+    (reader,) = part.readers
+    assert reader.num_parts(1) == 1
     for offset in range(6):
-        assert [record.values[0] for record in reader.records(file, FilePart(), offset)] == [
+        assert [record.values[0] for record in reader.records(FilePart(), offset)] == [
             row["text"] for row in rows[offset:]
         ]
-    assert reader.origin(file, 2) == f"{file.name}:item 3"
+    assert reader.origin(2) == f"{reader.file.name}:item 3"

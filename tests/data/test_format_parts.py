@@ -26,7 +26,7 @@ DOCUMENTS = st.lists(st.lists(st.integers(1, 65_535), max_size=9), max_size=20)
 @given(texts=TEXTS, count=st.integers(1, 9))
 def test_parts_of_any_number_give_all_texts_in_order_from_every_offset(tmp_path_factory, format, texts, count):
     source = write_rows(tmp_path_factory.mktemp("rows"), format, [{"id": 7, "text": text} for text in texts] or [])
-    check_parts_and_offsets(*open_source(source), count, texts)
+    check_parts_and_offsets(open_source(source), count, texts)
 
 
 @pytest.mark.parametrize("format", TOKEN_FORMATS)
@@ -40,13 +40,13 @@ def test_parts_of_any_number_give_all_tokens_in_order_from_every_offset(
         if documents and not is_ended and len(documents[-1]) > 1:
             documents[-1].pop()
     source = write_tokens(tmp_path_factory.mktemp("tokens"), format, documents)
-    check_parts_and_offsets(*tokens_source(source), count, documents)
+    check_parts_and_offsets(tokens_source(source), count, documents)
 
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_text_file_is_one_record_of_the_first_part(tmp_path, count):
     (tmp_path / "a.txt").write_bytes("ä\r\n".encode())
-    check_parts_and_offsets(*open_source(str(tmp_path)), count, ["ä\r\n"])
+    check_parts_and_offsets(open_source(str(tmp_path)), count, ["ä\r\n"])
 
 
 @pytest.mark.parametrize("format", ROW_FORMATS)
@@ -69,30 +69,30 @@ def test_chats_keep_their_messages_and_null_keys_are_left_out(tmp_path, format):
         write_table(path, format, pa.table({"messages": pa.array(chats, kind)}))
     else:
         path = write_rows(tmp_path, format, rows)
-    check_parts_and_offsets(*open_source(str(path), record="messages"), 2, chats)
+    check_parts_and_offsets(open_source(str(path), record="messages"), 2, chats)
 
 
 @pytest.mark.parametrize("format", ROW_FORMATS)
 def test_several_columns_come_in_the_order_asked_for(tmp_path, format):
     rows = [{"completion": f"c{row}", "other": row, "prompt": f"p{row}"} for row in range(7)]
-    file, reader = open_source(write_rows(tmp_path, format, rows), record="prompt_completion")
-    found = read_all(file, reader, 2)
+    reader = open_source(write_rows(tmp_path, format, rows), record="prompt_completion")
+    found = read_all(reader, 2)
     assert [record.values for record in found] == [(f"p{row}", f"c{row}") for row in range(7)]
 
 
 @pytest.mark.parametrize("format", ROW_FORMATS)
 def test_labels_may_be_negative_and_are_as_long_as_their_tokens(tmp_path, format):
     rows = [{"input_ids": [1, 2, 3], "labels": [-100, -100, 3]}, {"input_ids": [4], "labels": [4]}]
-    file, reader = open_source(write_rows(tmp_path, format, rows), record="tokens", labels_column="labels")
-    found = [plain(record)[2] for record in read_all(file, reader)]
+    reader = open_source(write_rows(tmp_path, format, rows), record="tokens", labels_column="labels")
+    found = [plain(record)[2] for record in read_all(reader)]
     assert found == [(("int32", 1, 2, 3), ("int32", -100, -100, 3)), (("int32", 4), ("int32", 4))]
 
 
 @pytest.mark.parametrize("format", TOKEN_FORMATS)
 def test_number_of_parts_follows_the_size_and_opens_nothing(tmp_path, format):
-    file, reader = tokens_source(write_tokens(tmp_path, format, [[1, 2, END_ID]] * 40))
+    reader = tokens_source(write_tokens(tmp_path, format, [[1, 2, END_ID]] * 40))
     for path in tmp_path.iterdir():
         path.unlink()
-    expected = 1 if format == "jsonl.gz" else -(-file.size_bytes // 10)
-    assert reader.num_parts(file, 10) == expected
-    assert reader.num_parts(file, 10**9) == 1
+    expected = 1 if format == "jsonl.gz" else -(-reader.file.size_bytes // 10)
+    assert reader.num_parts(10) == expected
+    assert reader.num_parts(10**9) == 1

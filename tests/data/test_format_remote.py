@@ -49,26 +49,30 @@ def served(server):
     return server
 
 
+def check_some_offsets(reader):
+    """All parts, and what is left from one offset on: every one would be many requests."""
+    whole = read_all(reader)
+    assert values_of(whole) == DOCUMENTS
+    assert [plain(record) for record in read_all(reader, 3)] == [plain(r) for r in whole]
+    left = reader.records(FilePart(), whole[150].next_offset)
+    assert [plain(record) for record in left] == [plain(record) for record in whole[151:]]
+
+
 @pytest.mark.parametrize("format", TOKEN_FORMATS)
 def test_http_files_of_every_format_are_read_in_parts_and_from_offsets(served, format):
     name = os.path.basename(write_tokens(served.root, format, DOCUMENTS))
-    file, reader = tokens_source(f"{served.url}/{name}")
-    assert file.size_bytes == (served.root / name).stat().st_size
-    whole = read_all(file, reader)
-    assert values_of(whole) == DOCUMENTS
-    assert [plain(record) for record in read_all(file, reader, 3)] == [plain(r) for r in whole]
-    offset = whole[150].next_offset
-    left = list(reader.records(file, FilePart(), offset))
-    assert [plain(record) for record in left] == [plain(record) for record in whole[151:]]
+    reader = tokens_source(f"{served.url}/{name}")
+    assert reader.file.size_bytes == (served.root / name).stat().st_size
+    check_some_offsets(reader)
 
 
 @pytest.mark.parametrize("format", TOKEN_FORMATS)
 @pytest.mark.parametrize("failure", ["cut", "short", "error"])
 def test_connections_that_fail_lose_and_repeat_nothing(served, format, failure):
     name = os.path.basename(write_tokens(served.root, format, DOCUMENTS))
-    file, reader = tokens_source(f"{served.url}/{name}")
+    reader = tokens_source(f"{served.url}/{name}")
     served.fail(failure, 3, good_bytes=40)
-    assert values_of(read_all(file, reader)) == DOCUMENTS
+    assert values_of(read_all(reader)) == DOCUMENTS
     assert served.num_failures == 0
 
 
@@ -76,63 +80,63 @@ def test_connections_that_fail_lose_and_repeat_nothing(served, format, failure):
 @pytest.mark.parametrize("failure", ["cut", "error"])
 def test_a_connection_that_always_fails_is_an_error_that_names_file_and_byte(served, format, failure):
     name = os.path.basename(write_tokens(served.root, format, DOCUMENTS))
-    file, reader = tokens_source(f"{served.url}/{name}")
+    reader = tokens_source(f"{served.url}/{name}")
     served.fail(failure, 1000, good_bytes=0)
     with pytest.raises(DataError, match=rf"127\.0\.0\.1.*/{name[:4]}.* cannot be read at byte \d+: .*tried 4 times"):
-        read_all(file, reader)
+        read_all(reader)
     served.fail("", 0)
 
 
 def test_failures_that_come_again_and_again_are_survived_as_long_as_bytes_arrive(served):
     """The number of attempts bounds a standstill, not the failures of a run of weeks."""
     write_rows(served.root, "jsonl", [{"text": text} for text in TEXTS])
-    file, reader = open_source(f"{served.url}/rows.jsonl")
+    reader = open_source(f"{served.url}/rows.jsonl")
     served.fail("short", 20, good_bytes=5000)
-    assert values_of(read_all(file, reader)) == TEXTS
+    assert values_of(read_all(reader)) == TEXTS
     assert served.num_failures == 0
 
 
 def test_a_server_without_ranges_is_read_from_the_beginning_only(served):
     served.has_ranges = False
     write_rows(served.root, "jsonl", [{"text": text} for text in TEXTS])
-    file, reader = open_source(f"{served.url}/rows.jsonl")
-    whole = read_all(file, reader)
+    reader = open_source(f"{served.url}/rows.jsonl")
+    whole = read_all(reader)
     assert values_of(whole) == TEXTS
     with pytest.raises(DataError, match=r"rows\.jsonl cannot be read at byte \d+: .*appear to support range"):
-        list(reader.records(file, FilePart(), whole[150].next_offset))
+        list(reader.records(FilePart(), whole[150].next_offset))
 
 
 def test_a_remote_file_that_vanishes_is_an_error_at_once(served):
     write_rows(served.root, "jsonl", [{"text": "a"}])
-    file, reader = open_source(f"{served.url}/rows.jsonl")
+    reader = open_source(f"{served.url}/rows.jsonl")
     (served.root / "rows.jsonl").unlink()
     with pytest.raises(DataError, match=r"rows\.jsonl cannot be opened"):
-        read_all(file, reader)
+        read_all(reader)
 
 
 def test_a_remote_file_that_became_shorter_is_an_error(served):
     """Its end would look like the end of the data."""
     write_rows(served.root, "jsonl", [{"text": text} for text in TEXTS])
-    file, reader = open_source(f"{served.url}/rows.jsonl")
+    reader = open_source(f"{served.url}/rows.jsonl")
     content = (served.root / "rows.jsonl").read_bytes()
     (served.root / "rows.jsonl").write_bytes(content[: content.index(b"\n", 70_000) + 1])
     with pytest.raises(DataError, match=r"rows\.jsonl cannot be read at byte 7\d{4}"):
-        read_all(file, reader)
+        read_all(reader)
 
 
 def test_a_part_of_a_large_remote_file_does_not_fetch_what_lies_before_it(served):
     write_rows(served.root, "jsonl", [{"text": "x" * 1000, "row": row} for row in range(16_000)])
-    file, reader = open_source(f"{served.url}/rows.jsonl")
+    reader = open_source(f"{served.url}/rows.jsonl")
     served.num_bytes_sent = 0
-    next(iter(reader.records(file, FilePart(3, 4))))
-    assert served.num_bytes_sent < file.size_bytes / 2
+    next(iter(reader.records(FilePart(3, 4))))
+    assert served.num_bytes_sent < reader.file.size_bytes / 2
 
 
 def test_lines_of_a_remote_file_are_named(served):
     write_rows(served.root, "jsonl", [{"text": text} for text in TEXTS])
-    file, reader = open_source(f"{served.url}/rows.jsonl")
-    records = read_all(file, reader)
-    assert reader.origin(file, records[150].offset) == f"{served.url}/rows.jsonl:151"
+    reader = open_source(f"{served.url}/rows.jsonl")
+    records = read_all(reader)
+    assert reader.origin(records[150].offset) == f"{served.url}/rows.jsonl:151"
 
 
 @pytest.fixture(scope="module")
@@ -167,13 +171,7 @@ def test_s3_files_of_every_format_are_read_in_parts_and_from_offsets(bucket, tmp
     bucket.invalidate_cache()
     config = format_config(f"s3://corpus/{format}", record="tokens", document_end_id=END_ID)
     (file,) = list_files(config)
-    file, reader = pickle.loads(pickle.dumps((file, open_reader(file, config))))
-    whole = read_all(file, reader)
-    assert values_of(whole) == DOCUMENTS
-    assert [plain(record) for record in read_all(file, reader, 3)] == [plain(r) for r in whole]
-    offset = whole[150].next_offset
-    left = list(reader.records(file, FilePart(), offset))
-    assert [plain(record) for record in left] == [plain(record) for record in whole[151:]]
+    check_some_offsets(pickle.loads(pickle.dumps(open_reader(file, config))))
 
 
 def test_s3_text_files_and_globs_are_listed_in_order(bucket, tmp_path):
@@ -183,5 +181,5 @@ def test_s3_text_files_and_globs_are_listed_in_order(bucket, tmp_path):
     bucket.invalidate_cache()
     config = format_config("s3://corpus/texts/*.txt")
     files = list_files(config)
-    found = [read_all(file, open_reader(file, config))[0].values for file in files]
+    found = [read_all(open_reader(file, config))[0].values for file in files]
     assert found == [("a.txt",), ("b.txt",)]

@@ -5,12 +5,12 @@ from hypothesis import strategies as st
 
 from evenload.data.lengths import profile_lengths
 from evenload.errors import ConfigError
-from evenload.types.run import HeaviestHalf, WindowCut
+from evenload.types.run import HeaviestHalf
 
 LENGTHS = np.array([1, 2, 3, 3, 4, 7, 8, 20], np.int64)
 
 
-def test_totals_and_quantiles_by_hand() -> None:
+def test_totals_quantiles_and_halves_by_hand() -> None:
     found = profile_lengths(LENGTHS)
     assert (found.documents, found.tokens) == (8, 48)
     # n (n + 1) / 2: 1 + 3 + 6 + 6 + 10 + 28 + 36 + 210
@@ -19,14 +19,6 @@ def test_totals_and_quantiles_by_hand() -> None:
     # 90 % of 8 is 7.2, so 8 documents; a quantile is always a length that exists.
     assert (found.p90, found.p99) == (20, 20)
     assert profile_lengths(np.arange(1, 101)).p90 == 90
-
-
-def test_a_window_cut_and_heaviest_halves_by_hand() -> None:
-    found = profile_lengths(LENGTHS, [8, 3, 8])
-    # Of 20 tokens, pieces of 8, 8 and 4 keep 36 + 36 + 10 of 210 pairs.
-    cut = WindowCut(window=8, longer_documents=1, longer_tokens=20, tokens_beyond=12, attention_pairs_across=128)
-    assert [one.window for one in found.windows] == [3, 8]
-    assert found.windows[1] == cut
     # Half of 48 tokens: 20 and 8; half of 300 pairs: 210 alone. Of equal documents only as many as are needed.
     assert found.half_of_tokens == HeaviestHalf(documents=2, shortest=8)
     assert found.half_of_attention == HeaviestHalf(documents=1, shortest=20)
@@ -61,6 +53,7 @@ def test_profile_equals_counting_document_by_document(lengths: list[int], window
     assert found.p90 == np.quantile(lengths, 0.9, method="inverted_cdf")
     # Query k sees the keys of its own piece only; those before the piece are lost.
     across = sum(k // window * window for n in lengths for k in range(n))
+    assert [one.window for one in profile_lengths(np.array(lengths), [8, 3, 8]).windows] == [3, 8]
     cut, longer = found.windows[0], [n for n in lengths if n > window]
     assert (cut.attention_pairs_across, cut.longer_documents, cut.longer_tokens) == (across, len(longer), sum(longer))
     assert cut.tokens_beyond == sum(n - window for n in longer)

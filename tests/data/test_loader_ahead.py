@@ -5,29 +5,13 @@ import weakref
 
 import pytest
 
-from corpus_files import data_config, fingerprint_of, plan_for, write_corpus
-from evenload.data.batches import decode_state, encode_state
-from evenload.data.loader import GlobalBatchLoader
-from evenload.data.streams import StreamSampler
+from corpus_files import data_config, plan_for, train_steps, write_corpus
+from evenload.data.batches import decode_state
+from evenload.data.loader import GlobalBatchLoader, StreamSampler
 from evenload.errors import DataError
 from rank_threads import run_ranks
 
 TEXTS = [("abcdefg"[number % 7] * (number * 7 % 50)) for number in range(17)]
-
-
-def train(loader, ahead, stop=None):
-    """All batches with `ahead` known before each is trained, every third document deferred once."""
-    seen = []
-    while stop is None or len(seen) < stop:
-        batch = loader.next_batch()
-        if batch is None:
-            break
-        known = loader.coming(ahead)
-        deferred = set() if batch.is_last else {one.doc_id for one in batch.documents if one.doc_id % 3 == 1}
-        loader.note_step(batch, plan_for(batch, deferred=deferred))
-        loader.check_ledger()
-        seen.append((fingerprint_of(batch), encode_state(loader.state()), loader.summary(), known))
-    return seen
 
 
 @pytest.mark.parametrize("batching", [{"batch_documents": 4}, {"batch_tokens": 60}])
@@ -36,8 +20,8 @@ def test_batches_states_and_account_are_as_without_looking_ahead(tmp_path, batch
     """Across epochs and the end of the data, with empty records dropped on the way."""
     root = write_corpus(tmp_path, "jsonl", TEXTS)
     config = data_config(root, **batching, epochs=2, overlong="truncate", max_document_tokens=20, seed=5)
-    plain = train(GlobalBatchLoader(config), 0)
-    peeked = train(GlobalBatchLoader(config), ahead)
+    plain = list(train_steps(GlobalBatchLoader(config)))
+    peeked = list(train_steps(GlobalBatchLoader(config), ahead=ahead))
     assert [one[:3] for one in peeked] == [one[:3] for one in plain]
     assert len(plain) > 8
     # What was announced is what came, ids included.
@@ -50,11 +34,11 @@ def test_batches_states_and_account_are_as_without_looking_ahead(tmp_path, batch
 def test_a_run_resumed_behind_batches_drawn_ahead_repeats_none(tmp_path):
     root = write_corpus(tmp_path, "jsonl", TEXTS)
     config = data_config(root, batch_documents=4, epochs=2, overlong="truncate", max_document_tokens=20)
-    whole = train(GlobalBatchLoader(config), 3)
+    whole = list(train_steps(GlobalBatchLoader(config), ahead=3))
     for step, (_, state, _, _) in enumerate(whole[:-1]):
         resumed = GlobalBatchLoader(config)
         resumed.load_state(decode_state(state))
-        assert train(resumed, 2, stop=2)[0][:3] == whole[step + 1][:3]
+        assert next(train_steps(resumed, ahead=2))[:3] == whole[step + 1][:3]
 
 
 def test_several_ranks_draw_alike(tmp_path):
@@ -62,9 +46,9 @@ def test_several_ranks_draw_alike(tmp_path):
     config = data_config(root, batch_documents=5, epochs=2, streams=2)
 
     def rank_run(rank, peers):
-        return [(one[1], one[3]) for one in train(GlobalBatchLoader(config, peers=peers), 2)]
+        return [(one[1], one[3]) for one in train_steps(GlobalBatchLoader(config, peers=peers), ahead=2)]
 
-    alone = [(one[1], one[3]) for one in train(GlobalBatchLoader(config), 2)]
+    alone = [(one[1], one[3]) for one in train_steps(GlobalBatchLoader(config), ahead=2)]
     assert run_ranks(2, rank_run) == [alone, alone]
 
 

@@ -133,23 +133,6 @@ def test_worker_processes_give_the_same_batches(tmp_path, workers):
     assert batches[workers] == batches[0]
 
 
-def test_two_ranks_with_workers_and_a_resume(tmp_path):
-    texts = [f"text {number} " * (number % 9) for number in range(120)]
-    config = data_config(
-        write_corpus(tmp_path, "parquet", texts),
-        workers=1,
-        shuffle_window=32,
-        batch_tokens=700,
-        max_document_tokens=200,
-    )
-    whole, resumed = Run(config), Run(config)
-    whole.go_on(1, None)
-    resumed.go_on(2, 3, prefetched=2)
-    resumed.go_on(1, None)
-    assert resumed.steps == whole.steps
-    assert resumed.ledger == whole.ledger
-
-
 def test_weights_of_a_mixture_hold_until_a_part_ends_and_nothing_is_lost(tmp_path):
     parts = {"web": (["w" * (number % 17 + 1) for number in range(300)], 3.0), "code": (["c" * 40] * 60, 1.0)}
     mixture = tuple(

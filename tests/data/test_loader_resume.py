@@ -3,26 +3,13 @@ import itertools
 import msgspec
 import pytest
 
-from corpus_files import FORMATS, all_batches, data_config, fingerprint_of, plan_for, write_corpus
+from corpus_files import FORMATS, all_batches, data_config, fingerprint_of, plan_for, train_steps, write_corpus
 from evenload.data.batches import decode_state, encode_state
 from evenload.data.loader import GlobalBatchLoader
 from evenload.data.tokenize import train_byte_pair_tokenizer
 from evenload.errors import ConfigError, DataError
 
 TEXTS = [("abcdefg三"[number % 8] * (number * 7 % 50)) for number in range(17)]
-
-
-def train(loader, stop=None):
-    """Run to the end (or `stop` more batches), deferring every third document once; yields batch and state bytes."""
-    while stop is None or stop > 0:
-        batch = loader.next_batch()
-        if batch is None:
-            return
-        deferred = {document.doc_id for document in batch.documents if document.doc_id % 3 == 1}
-        loader.note_step(batch, plan_for(batch, deferred=deferred))
-        loader.check_ledger()
-        yield fingerprint_of(batch), encode_state(loader.state())
-        stop = None if stop is None else stop - 1
 
 
 @pytest.mark.parametrize("window", [1, 3, 1000])
@@ -36,16 +23,16 @@ def test_batches_are_bit_identical_after_a_restart_at_every_step(tmp_path, forma
     )
     whole = GlobalBatchLoader(config)
     start = encode_state(whole.state())
-    run = list(train(whole))
+    run = list(train_steps(whole))
     assert len(run) > 8
-    states = [start, *(state for _, state in run)]
+    states = [start, *(state for _, state, *_ in run)]
     for step, state in enumerate(states):
         resumed = GlobalBatchLoader(config)
         resumed.load_state(decode_state(state))
         assert encode_state(resumed.state()) == state
         # The whole rest at a few steps, the next batches at all of them.
         stop = None if step in (0, 1, len(run) // 2) else 3
-        rest = list(train(resumed, stop))
+        rest = list(train_steps(resumed, stop))
         assert rest == run[step:][: len(rest)]
         assert stop is not None or len(rest) == len(run) - step
         if stop is None:

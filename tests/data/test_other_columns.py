@@ -105,9 +105,9 @@ def test_neighbours_of_chats_are_refused_until_ignored(tmp_path, record, name):
     settings = {"record": record, "sources": (source,), "batch_documents": 1, "max_document_tokens": 9}
     part = open_part(DataConfig(**settings))
     with pytest.raises(DataError, match=f"'{name}' .*ignore_columns"):
-        list(part.readers[0].records(part.files[0], next(iter(part.segments)).part))
+        list(part.readers[0].records(part.segments[0].part))
     part = open_part(DataConfig(**settings, ignore_columns=(name,)))
-    (found,) = part.readers[0].records(part.files[0], next(iter(part.segments)).part)
+    (found,) = part.readers[0].records(part.segments[0].part)
     assert len(found.values) == (1 if record == "messages" else 2)
 
 

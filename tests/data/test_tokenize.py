@@ -7,13 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenload.data.tokenize import (
-    ByteTokenizer,
-    FileTokenizer,
-    open_tokenizer,
-    required_eos,
-    train_byte_pair_tokenizer,
-)
+from evenload.data.tokenize import ByteTokenizer, FileTokenizer, open_tokenizer, required_eos, train_byte_pair_tokenizer
 from evenload.errors import ConfigError
 
 TEXTS = ["def add(a, b):\n    return a + b\n", "the cat sat on the mat", "naïve café 三 😀"] * 20

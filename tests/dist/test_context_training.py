@@ -1,11 +1,12 @@
 """Training runs whose ranks share documents: equal to runs without, resumable under other layouts."""
 
+import math
 from pathlib import Path
 
 import pytest
 
 from dist_training import shared_steps
-from reference_training import tiny_config
+from training_cases import write_training_config
 
 STEPS = 3
 
@@ -13,45 +14,18 @@ STEPS = 3
 @pytest.fixture
 def config_file(tmp_path: Path) -> Path:
     """A tiny Llama in float64 on documents of which a few are twenty times the others."""
-    model = tmp_path / "model"
-    tiny_config("llama", tied=True, vocab_size=257).save_pretrained(model)
-    corpus = tmp_path / "corpus"
-    corpus.mkdir()
-    for i in range(40):
-        (corpus / f"{i}.txt").write_text("word " * (60 if i % 9 == 4 else 1 + (i * 7) % 4))
-    file = tmp_path / "config.toml"
-    file.write_text(
-        f"""
-        [model]
-        path = "{model}"
-        random_init = true
-        dtype = "float64"
-        [data]
-        sources = ["{corpus}"]
-        max_document_tokens = 320
-        batch_documents = 9
-        shuffle_window = 16
-        workers = 0
-        [plan]
-        options = {{ max_pack_tokens = 320 }}
-        [train]
-        output_dir = "{tmp_path / "run"}"
-        steps = {STEPS}
-        """
-    )
-    return file
+    texts = ("word " * (60 if i % 9 == 4 else 1 + (i * 7) % 4) for i in range(40))
+    return write_training_config(tmp_path, texts, num_layers=4)
 
 
 def losses(pool, config_file: Path, name: str, *, sharing: int = 1, **settings) -> list[float]:
     """Of a run in which some slice is really shared by so many ranks."""
     parallel = {key: settings.pop(key) for key in ("dp", "cp", "pp") if key in settings}
-    world = 1
-    for size in parallel.values():
-        world *= size
-    overrides = [f"parallel.{key}={size}" for key, size in parallel.items()]
+    overrides = ["data.max_document_tokens=320", "data.batch_documents=9", "plan.options.max_pack_tokens=320"]
+    overrides += [f"train.steps={STEPS}", *(f"parallel.{key}={size}" for key, size in parallel.items())]
     overrides += [f"{key}={value}" for key, value in settings.pop("more", {}).items()]
     overrides.append(f"train.output_dir={config_file.parent / name}")
-    steps = pool.run(world, shared_steps, str(config_file), overrides, settings.pop("stop_after", STEPS))[0]
+    steps = pool.run(math.prod(parallel.values()), shared_steps, str(config_file), overrides, STEPS)[0]
     assert max(ranks for _, ranks in steps) == sharing
     return [loss for loss, _ in steps]
 

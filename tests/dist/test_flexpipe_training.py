@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from flex_training import FlexRun, flex_run, write_phases
+from dist_training import Outcome, assert_same_training, run_outcome
+from flex_training import write_phases
 from training_cases import write_training_config
 
 PHASES = "ssllssls"
@@ -37,9 +37,9 @@ def layouts(*more: str) -> tuple[str, ...]:
     return ("parallel.dp=4", 'plan.layouts=["pp=2", "pp=4"]', "plan.strategy=flexpipe", *more)
 
 
-def run(gloo_pool, ranks: int, config_file: str, overrides: list[str], stop_after: int = len(PHASES)) -> FlexRun:
+def run(gloo_pool, ranks: int, config_file: str, overrides: list[str], stop_after: int = len(PHASES)) -> Outcome:
     cap_bytes = CAP_BYTES if ranks > 1 else 2**34
-    return gloo_pool.run(ranks, flex_run, config_file, overrides, cap_bytes, stop_after)[0]
+    return gloo_pool.run(ranks, run_outcome, config_file, overrides, cap_bytes, stop_after)[0]
 
 
 @pytest.mark.long
@@ -63,11 +63,7 @@ def test_the_layout_follows_the_lengths_and_a_resumed_run_decides_alike(gloo_poo
         assert decision.moved_bytes == switch.weight_bytes + switch.state_bytes > 0
     assert [one.known_steps for one in whole.decisions[-2:]] == [2, 1]  # nothing comes behind the last
 
-    assert whole.losses == pytest.approx(alone.losses, rel=1e-10)
-    assert whole.state.keys() == alone.state.keys()
-    for name, tensor in alone.state.items():
-        difference = np.linalg.norm(whole.state[name] - tensor)
-        assert difference <= 1e-10 * max(np.linalg.norm(tensor), 1e-12), name
+    assert_same_training(whole, alone, 1e-10)
 
     stopped = settings(tmp_path, "stopped", *layouts(RELY_ON_PREDICTIONS))
     first = run(gloo_pool, 4, config_file, stopped, stop_after=3)

@@ -6,9 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dist_training import assert_same_training
 from small_run import write_small_run
 from sweeps import sweep
-from switch_cases import Outcome, changed_by_moving, refused_layouts, scripted_run
+from switch_cases import changed_by_moving, refused_layouts, scripted_run
 from training_cases import write_training_config
 
 LAYOUTS = ["pp=4", "pp=2,dp=2", "dp=4", "pp=3,layers=1+2+1", "pp=3,devices=1+2+1"]
@@ -20,11 +21,8 @@ SWITCHES = [4, 3, 4, 2, 4, 1, 4, 0, 3, 2, 3, 1, 3, 0, 2, 1, 2, 0, 1, 0]
 @pytest.fixture
 def config_file(tmp_path: Path) -> str:
     """A tiny Llama with tied embeddings on documents of very different lengths, in float64."""
-    corpus = tmp_path / "corpus"
-    corpus.mkdir()
-    for i in range(24):
-        (corpus / f"{i}.txt").write_text(f"document {i} " * (1 + (i * 7) % 5 + (12 if i % 11 == 0 else 0)))
-    return str(write_training_config(tmp_path, corpus, data="prefetch_steps = 2", num_layers=4))
+    texts = (f"document {i} " * (1 + (i * 7) % 5 + (12 if i % 11 == 0 else 0)) for i in range(24))
+    return str(write_training_config(tmp_path, texts, data="prefetch_steps = 2", num_layers=4))
 
 
 def settings(tmp_path: Path, name: str, *more: str, layouts: list[str] | None = LAYOUTS) -> list[str]:
@@ -32,15 +30,6 @@ def settings(tmp_path: Path, name: str, *more: str, layouts: list[str] | None = 
     # At a rate at which AdamW does not blow rounding of tiny gradients up within so many steps.
     fixed = ["optimizer.learning_rate=1e-3", "plan.strategy=balanced", "data.batch_documents=4", f"train.steps={STEPS}"]
     return [*chosen, *fixed, f"train.output_dir={tmp_path / name}", *more]
-
-
-def assert_same_training(found: Outcome, expected: Outcome, tolerance: float) -> None:
-    assert found.losses == pytest.approx(expected.losses, rel=tolerance)
-    assert found.norms == pytest.approx(expected.norms, rel=10 * tolerance)
-    assert found.state.keys() == expected.state.keys()
-    for name, tensor in expected.state.items():
-        difference = np.linalg.norm(found.state[name] - tensor)
-        assert difference <= tolerance * max(np.linalg.norm(tensor), 1e-12), name
 
 
 @pytest.mark.long

@@ -1,8 +1,6 @@
 """Plans as planners emit them where time or memory is short: recomputed and offloaded documents, backwards split into
 I and W, several stages on a rank; alone and together, through the real executor."""
 
-import itertools
-
 import msgspec
 import numpy as np
 
@@ -19,29 +17,10 @@ from evenload.types.plan import StepPlan, seal
 from plan_building import word_schedule
 from reference_training import tiny_config
 from stored_bytes import assert_bytes_match_the_memory_model
-from varied_plans import SCHEDULES, varied_plan
+from varied_plans import varied_plan
 
 LAYERS = 4
 LLAMA = model_from_hf_config(tiny_config("llama").to_dict(), "llama", 8)
-
-
-def plans_of(pp, dp, virtual, policies, count, **options):
-    """Plans under all schedules of a layout."""
-    schedules = [name for name in SCHEDULES if virtual == 1 or name not in ("static", "zb_h1")]
-    return [
-        varied_plan(
-            7919 * seed + 131 * pp + 17 * dp + virtual,
-            num_layers=LAYERS,
-            pp=pp,
-            dp=dp,
-            virtual=virtual,
-            policies=policies,
-            schedule=name,
-            whole=seed % 3 == 0,
-            **options,
-        )
-        for seed, name in itertools.product(range(count), schedules)
-    ]
 
 
 def test_what_planners_choose_as_memory_shrinks_runs_and_holds_what_they_say(gloo_pool):

@@ -4,18 +4,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from evenload.cli.worker_setup import least_of_all
 from evenload.errors import ConfigError
 from evenload.plan.layouts.layout_candidates import num_groups
-from evenload.runtime.comm.mesh import ChannelMode, create_meshes, warm_up
+from evenload.runtime.comm.mesh import ChannelMode, create_meshes, most_of_ranks, warm_up
 from evenload.runtime.stages.rank_stages import require_same_revision
 from evenload.types.layout import ParallelLayout, even_layout
 from gloo_pool import TIMEOUT_S
 
 
 def transfers(sizes: dict, channels: ChannelMode = "directed") -> int:
-    mesh = create_meshes([even_layout(8, **sizes)], torch.device("cpu"), timeout_s=TIMEOUT_S, channels=channels).start
-    return warm_up(mesh)
+    return warm_up(create_meshes([even_layout(8, **sizes)], torch.device("cpu"), TIMEOUT_S, channels=channels))
 
 
 @pytest.mark.parametrize(
@@ -103,9 +101,9 @@ def test_ranks_that_would_load_other_weights_are_refused(gloo_pool, folders, par
         assert all(part in told for part in parts)
 
 
-def memory_of_all(num_bytes: list[int]) -> int:
+def memory_of_all(num_bytes: list[int]) -> float:
     mesh = create_meshes([even_layout(2, pp=2)], torch.device("cpu"), TIMEOUT_S).start
-    return least_of_all(num_bytes[dist.get_rank()], mesh)
+    return -most_of_ranks(-num_bytes[dist.get_rank()], mesh)
 
 
 def test_every_rank_has_the_least_of_all(gloo_pool):

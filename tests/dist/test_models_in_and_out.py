@@ -20,7 +20,7 @@ from evenload.errors import ConfigError
 from evenload.runtime.model.configured import load_config
 from evenload.runtime.model.hf_model import build_stage_model
 from reference_training import tiny_config
-from training_cases import write_training_config
+from training_cases import loss_of, write_training_config
 
 # peft asks transformers by an old name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -31,11 +31,8 @@ LORA = ["model.lora={rank=3, alpha=6.0}", "train.steps=4"]
 @pytest.fixture
 def config_file(tmp_path: Path) -> Path:
     """Short documents of very different lengths."""
-    corpus = tmp_path / "corpus"
-    corpus.mkdir()
-    for i in range(30):
-        (corpus / f"{i}.txt").write_text(f"document {i} " * (1 + (i * 7) % 3 + (5 if i % 11 == 0 else 0)))
-    return write_training_config(tmp_path, corpus)
+    texts = (f"document {i} " * (1 + (i * 7) % 3 + (5 if i % 11 == 0 else 0)) for i in range(30))
+    return write_training_config(tmp_path, texts)
 
 
 def save_random_model(kind: str, directory: Path, **changes) -> nn.Module:
@@ -55,18 +52,6 @@ def tensor_names(directory: Path) -> set[str]:
         with safe_open(file, framework="pt") as tensors:
             names |= set(tensors.keys())
     return names
-
-
-def loss_of(model: nn.Module, batch) -> float:
-    # transformers' grouped products have no float64.
-    model.config._experts_implementation = "eager"
-    total = 0.0
-    with torch.no_grad():
-        for tokens in batch.tokens.values():
-            row = torch.from_numpy(tokens).long()
-            logits = model(row[None]).logits[0, :-1]
-            total += nn.functional.cross_entropy(logits, row[1:], reduction="sum").item()
-    return total / batch.num_label_tokens
 
 
 def batches_of(config, count: int) -> list:

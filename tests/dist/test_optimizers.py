@@ -2,12 +2,14 @@
 
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from dist_training import run_outcome, whole_state
 from evenload.cli.worker_setup import require_runnable
 from evenload.config.train_config import TrainConfig, layout_of, load_train_config
 from evenload.errors import ConfigError
@@ -17,9 +19,8 @@ from evenload.runtime.model.hf_model import build_stage_model
 from evenload.runtime.optim.optimizer import ShardedOptimizer, orthogonalised
 from evenload.runtime.optim.parameter_units import flatten_units
 from gloo_pool import TIMEOUT_S
-from switch_cases import whole_tensors
-from training_cases import STEPS, plain_losses, plain_model, plain_optimizers, write_training_config
-from validation_cases import averaged_export, plain_validation, validated_run
+from training_cases import STEPS, UNEVEN_TEXTS, plain_losses, plain_model, plain_optimizers, write_training_config
+from validation_cases import averaged_export, plain_validation
 
 
 def given_gradient(name: str, shape: Iterable[int], step: int) -> torch.Tensor:
@@ -51,7 +52,7 @@ def updated_in_bf16(config_file: str, overrides: list[str]) -> dict[str, np.ndar
         shards = [buffer.shard(buffer.grads, mesh.data_rank, mesh.data_size).clone() for buffer in buffers]
         optimizer.step(shards, squares**0.5, config.optimizer.rate(step, config.train.steps))
     optimizer.gathers.finish()
-    return whole_tensors(buffers, optimizer, mesh)
+    return whole_state(SimpleNamespace(mesh=mesh, buffers=buffers, optimizer=optimizer))
 
 
 def plainly_updated(config: TrainConfig) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -81,15 +82,11 @@ DECAY = 0.7
 
 @pytest.fixture
 def config_file(tmp_path: Path) -> Path:
-    corpus = tmp_path / "corpus"
-    corpus.mkdir()
-    for i in range(40):
-        (corpus / f"{i}.txt").write_text(f"document {i} " * (1 + (i * 7) % 13 + (30 if i % 11 == 0 else 0)))
-    return write_training_config(tmp_path, corpus, num_layers=3)
+    return write_training_config(tmp_path, UNEVEN_TEXTS, num_layers=3)
 
 
 def run(gloo_pool, config_file: Path, ranks: int, *settings: str, stop_after: int = STEPS):
-    return gloo_pool.run(ranks, validated_run, str(config_file), list(settings), 2**34, stop_after)[0]
+    return gloo_pool.run(ranks, run_outcome, str(config_file), list(settings), 2**34, stop_after)[0]
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(24, 10), (10, 24), (16, 16)])
@@ -194,10 +191,6 @@ def test_updates_of_bf16_weights_are_torch_s_of_fp32_masters(gloo_pool, config_f
     moments = {n.rpartition(".")[2] for n in found if ".layers.0.mlp" in n and n.startswith("optimizer.")}
     assert moments == {"master", "average"} | ({"momentum"} if name == "muon" else {"exp_avg", "exp_avg_sq"})
     assert all(np.array_equal(found[n], same[n]) for n in found), "ranks agree to the bit"
-
-
-def distance(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
-    return sum(float((left[n] - right[n]).square().sum()) for n in right) ** 0.5
 
 
 def initial_weights(config_file: Path) -> dict[str, torch.Tensor]:

@@ -1,19 +1,15 @@
 """Updated weights gathered beside the next packs: the same training to the bit, and only what is needed waits."""
 
+import math
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
 
-from dist_training import COSTS
-from evenload.config.train_config import layout_of, load_train_config
-from evenload.runtime.comm.mesh import create_meshes
-from evenload.runtime.model.configured import model_spec
-from evenload.runtime.trainer import Trainer
-from gloo_pool import TIMEOUT_S
+from dist_training import COSTS, make_trainer
 from sweeps import sweep
-from training_cases import STEPS, write_training_config
+from training_cases import STEPS, UNEVEN_TEXTS, write_training_config
 
 
 class Trained(NamedTuple):
@@ -33,11 +29,7 @@ class Trained(NamedTuple):
 
 def train_and_keep(config_file: str, overrides: list[str], stop_after: int) -> Trained:
     """Train without resuming."""
-    config = load_train_config(Path(config_file), overrides)
-    mesh = create_meshes(
-        [layout_of(config.parallel, model_spec(config).num_layers)], torch.device("cpu"), TIMEOUT_S
-    ).start
-    trainer, losses, told, beside = Trainer(config, mesh), [], [], 0
+    trainer, losses, told, beside = make_trainer(config_file, overrides), [], [], 0
     for report in trainer.train(COSTS, 2**34, stop_after):
         beside += bool(trainer.state.optimizer.gathers._last)
         if report is not None:
@@ -51,11 +43,7 @@ def train_and_keep(config_file: str, overrides: list[str], stop_after: int) -> T
 
 @pytest.fixture
 def config_file(tmp_path: Path) -> Path:
-    corpus = tmp_path / "corpus"
-    corpus.mkdir()
-    for i in range(40):
-        (corpus / f"{i}.txt").write_text(f"document {i} " * (1 + (i * 7) % 13 + (30 if i % 11 == 0 else 0)))
-    return write_training_config(tmp_path, corpus, num_layers=4)
+    return write_training_config(tmp_path, UNEVEN_TEXTS, num_layers=4)
 
 
 CASES = (
@@ -72,9 +60,7 @@ def test_training_is_the_same_to_the_bit(gloo_pool, config_file, tmp_path, sizes
     """Losses, weights, moments and masters of every rank, with checkpoints on the way, which need whole weights."""
     fixed = [f"model.dtype={dtype}", "train.checkpoint_every_steps=2"]
     fixed += [f"parallel.{name}={size}" for name, size in sizes.items()]
-    ranks = 1
-    for name, size in sizes.items():
-        ranks *= size if name != "virtual" else 1
+    ranks = math.prod(size for name, size in sizes.items() if name != "virtual")
     found = {}
     for is_on in (False, True):
         here = [*fixed, f"train.overlap_gather={str(is_on).lower()}", f"train.output_dir={tmp_path}/{is_on}"]

@@ -42,8 +42,8 @@ def run_told(plans: list[bytes], batch: dict, kind: str, changes: dict) -> list[
     found = []
     for encoded in plans:
         plan = decode_plan(encoded)
-        mesh = create_meshes([plan.layout], torch.device("cpu"), timeout_s=TIMEOUT_S).start
-        rank = RankUnderTest(mesh, kind, changes, torch.float64)
+        meshes = create_meshes([plan.layout], torch.device("cpu"), timeout_s=TIMEOUT_S)
+        mesh, rank = meshes.start, RankUnderTest(meshes, plan.layout, kind, changes, torch.float64)
         tokens = {doc_id: ids.numpy().astype(np.int32) for doc_id, ids in batch.items()}
         step = prepare_step(plan, tokens, mesh)
         told: dict[int, list[torch.Tensor]] = {}
@@ -76,7 +76,7 @@ def run_told(plans: list[bytes], batch: dict, kind: str, changes: dict) -> list[
     return found
 
 
-ROW = Row("slimpack", "dp2", "1", "off", "replay", "own", "qwen2, tied", "none", "none", "directed", "on")
+ROW = Row("slimpack", "dp2", "1", "off", "replay", "own", "qwen2, tied", "none", "none", "directed", "on", "off")
 ROWS = {
     "one stage": ROW,
     "shared documents": ROW._replace(dp_merge="on", sharding="per_document", exchange="all_gather"),

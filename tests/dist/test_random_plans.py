@@ -14,6 +14,7 @@ from context_plans import RULES, context_plan, merged_plan, with_context
 from dist_equality import assert_plans_equal_plain
 from evenload.stepplan.transfer_order import LAG
 from evenload.stepplan.validate import validate_plan
+from evenload.types.layout import even_layout
 from evenload.types.model import model_from_hf_config
 from evenload.types.plan import StepPlan, seal
 from matrix import BALANCED
@@ -34,6 +35,7 @@ class Case(NamedTuple):
 
     Args:
         is_held: bytes of every rank are those of the memory model; of documents that no ranks share.
+        before: sizes of the layout in which the run began; {} = in that of the plans.
     """
 
     plans: Callable[[], list[StepPlan]]
@@ -43,6 +45,7 @@ class Case(NamedTuple):
     channels: str = "directed"
     dtype: torch.dtype = torch.float64
     is_held: bool = True
+    before: Mapping[str, int] = {}
 
 
 def varied(count: int = 1, *, num_layers: int = 4, virtual: int = 1, **options) -> list[StepPlan]:
@@ -105,6 +108,8 @@ CASES = {
     "tp2, biases behind sums": Case(lambda: varied(pp=1, tp=2), {"attention_bias": True, "mlp_bias": True}),
     "tp2, padding word": Case(lambda: varied(pp=1, tp=2), {"tied": True, "pad_token_id": 60}),
     "dp2 pp2 tp2": Case(lambda: varied(pp=2, dp=2, tp=2)),
+    "dp2 pp2 virtual2, tied, from pp4": Case(lambda: varied(pp=2, dp=2, virtual=2), TIED, before={"pp": 4}),
+    "pp3, from dp3": Case(lambda: varied(num_layers=6, pp=3), {"num_hidden_layers": 6}, before={"dp": 3}),
     "cp3, ring": Case(lambda: shared(cp=3), exchange="ring", is_held=False),
     "cp4": Case(lambda: shared(cp=4), is_held=False),
     "pp2 cp2, ring, policies": Case(lambda: in_context(2, pp=2), exchange="ring", is_held=False),
@@ -123,6 +128,10 @@ CASES = {
 }
 MORE = {
     "dp2 pp2 cp2 tp2": Case(lambda: shared(dp=2, pp=2, cp=2, tp=2), is_held=False),
+    "dp2 pp2 tp2, from pp4 tp2": Case(lambda: varied(pp=2, dp=2, tp=2), before={"pp": 4, "tp": 2}),
+    "pp2 cp2 tp2, tied, from dp2 cp2 tp2": Case(
+        lambda: shared(pp=2, cp=2, tp=2), TIED, is_held=False, before={"dp": 2, "cp": 2, "tp": 2}
+    ),
     "dp2 pp2 tp2, merged": Case(lambda: merged(dp=2, pp=2, tp=2), is_held=False),
     "pp2 dp2 virtual2, fifo": Case(lambda: varied(2, pp=2, dp=2, virtual=2, **SHORT), channels="fifo"),
     "virtual2, layers recompute": Case(lambda: recomputing((2, 0), pp=1, virtual=2)),
@@ -153,6 +162,7 @@ def test_gradients_equal_plain_training(gloo_pool, name):
         dtype=case.dtype,
         channels=case.channels,
         exchange=case.exchange,
+        before=even_layout(plans[0].layout.num_layers, **case.before) if case.before else None,
     )
     if case.channels == "fifo":
         assert all(rank.most_sends_kept <= LAG + 1 for ranks in measured for rank in ranks)

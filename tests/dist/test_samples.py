@@ -8,17 +8,16 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import AutoModelForCausalLM
 
+from dist_training import assert_same_training, run_outcome
 from evenload.cli.worker_setup import require_runnable
 from evenload.config.sections import SamplesConfig
 from evenload.config.train_config import load_train_config
+from evenload.data.config import DataConfig
 from evenload.data.tokenize import ByteTokenizer, FileTokenizer
 from evenload.errors import ConfigError
-from evenload.runtime.model.configured import load_config
 from evenload.runtime.stages.evaluation import Sampler
-from training_cases import write_training_config
-from validation_cases import validated_run
+from training_cases import model_of_state, write_training_config
 
 PROMPTS = ("document ", "a")
 SAMPLES = [f"samples.prompts={list(PROMPTS)}", "samples.every_steps=2", "samples.max_new_tokens=12"]
@@ -26,21 +25,15 @@ SAMPLES = [f"samples.prompts={list(PROMPTS)}", "samples.every_steps=2", "samples
 
 @pytest.fixture
 def config_file(tmp_path: Path) -> Path:
-    corpus = tmp_path / "corpus"
-    corpus.mkdir()
-    for i in range(40):
-        (corpus / f"{i}.txt").write_text(f"document {i} " * (1 + (i * 7) % 13))
-    return write_training_config(tmp_path, corpus)
+    return write_training_config(tmp_path, (f"document {i} " * (1 + (i * 7) % 13) for i in range(40)))
 
 
 def test_samples_are_transformers_own_and_change_nothing(gloo_pool, config_file, tmp_path):
     settings, found = ["parallel.dp=2"], {}
     for name, more in (("with", SAMPLES), ("without", [])):
         here = [*settings, *more, f"train.output_dir={tmp_path / name}"]
-        found[name] = gloo_pool.run(2, validated_run, str(config_file), here, 2**34, 4)[0]
-    assert found["with"].losses == found["without"].losses
-    for name, value in found["without"].state.items():
-        assert np.array_equal(found["with"].state[name], value), name
+        found[name] = gloo_pool.run(2, run_outcome, str(config_file), here, 2**34, 4)[0]
+    assert_same_training(found["with"], found["without"], 0.0)
     assert [(one.step, one.prompt) for one in found["with"].samples] == [(s, p) for s in (1, 3) for p in PROMPTS]
     expected = [plain_text(config_file, found["with"].state, prompt) for prompt in PROMPTS]
     assert [one.text for one in found["with"].samples[-2:]] == expected
@@ -49,11 +42,7 @@ def test_samples_are_transformers_own_and_change_nothing(gloo_pool, config_file,
 @torch.no_grad()
 def plain_text(config_file: Path, state: dict[str, np.ndarray], prompt: str) -> str:
     """The whole text through the model once for every token."""
-    hf, tokenizer = load_config(load_train_config(config_file, []).model.path), ByteTokenizer()
-    hf._attn_implementation = "sdpa"
-    model = AutoModelForCausalLM.from_config(hf).to(torch.float64)
-    own = {name: state[f"model.{name}"] for name in model.state_dict() if f"model.{name}" in state}
-    model.load_state_dict({name: torch.from_numpy(value) for name, value in own.items()}, strict=False)
+    model, tokenizer = model_of_state(load_train_config(config_file, []), state), ByteTokenizer()
     tokens = tokenizer.encode(prompt).tolist()
     written: list[int] = []
     while len(written) < 12:
@@ -84,11 +73,11 @@ def test_prompts_that_the_model_cannot_write_on_from_are_refused(tmp_path):
     with pytest.raises(
         ConfigError, match=r"'abc' of 3 tokens and samples.max_new_tokens 10 are more than the model's 12"
     ):
-        Sampler(settings, ByteTokenizer(), 12)
-    Sampler(settings, ByteTokenizer(), 13)
+        Sampler(settings, DataConfig(sources=("x",)), ByteTokenizer(), 12)
+    Sampler(settings, DataConfig(sources=("x",)), ByteTokenizer(), 13)
     words = Tokenizer(WordLevel({"abc": 0, "<eos>": 1}))
     words.pre_tokenizer = WhitespaceSplit()
     words.save(str(tmp_path / "tokenizer.json"))
     blank = SamplesConfig(prompts=("abc", " "), every_steps=1)
     with pytest.raises(ConfigError, match=r"prompt ' ' is no token of tokenizer 'tokenizer.json"):
-        Sampler(blank, FileTokenizer(tmp_path, "<eos>"), None)
+        Sampler(blank, DataConfig(sources=("x",)), FileTokenizer(tmp_path, "<eos>"), None)

@@ -24,15 +24,15 @@ LIMIT = 64
 # Documents of one token; one far above the mean, which slimpack slices; many short ones.
 LENGTHS = [64, 1, 9, 30, 1, 17, 5, 2, 41, 12, 1, 25]
 
+MODEL = model_from_hf_config(tiny_config("llama").to_dict(), "llama", 8)
 # Documents cannot be shared by ranks, whose link they would need.
 COSTS = msgspec.structs.replace(STEEP_COSTS, intra_node=None, host_link=None, devices_per_node=1)
 
 
-def planned(kind, strategy, pp, dp, lengths, options=None, **changes):
-    """The strategy's own plan of these documents."""
-    model = model_from_hf_config(tiny_config(kind, **changes).to_dict(), kind, 8)
-    layout = even_layout(model.num_layers, dp=dp, pp=pp)
-    planner = StepPlanner(model, COSTS, layout, None, options or PlanOptions(max_pack_tokens=LIMIT), host="unlimited")
+def planned(strategy, lengths, options=None, costs=COSTS):
+    """The strategy's own plan of these documents, on two replicas of two stages."""
+    layout = even_layout(MODEL.num_layers, dp=2, pp=2)
+    planner = StepPlanner(MODEL, costs, layout, None, options or PlanOptions(max_pack_tokens=LIMIT), host="unlimited")
     step = documents(lengths)
     plan = planner.plan(0, step, strategy)
     validate_plan(plan, max_pack_tokens=planner.options.max_pack_tokens)
@@ -41,14 +41,13 @@ def planned(kind, strategy, pp, dp, lengths, options=None, **changes):
 
 def test_every_strategy_equals_plain_training_and_its_detailed_timeline(gloo_pool):
     """float64, Llama with GQA: loss, every gradient and the gradient norm to 1e-10."""
-    pp, dp = 2, 2
-    plans = [planned("llama", strategy, pp, dp, LENGTHS) for strategy in STRATEGIES]
+    plans = [planned(strategy, LENGTHS) for strategy in STRATEGIES]
     assert any(p.pad_to for p in plans[0].pack_plans[0].forward), "padded really pads"
     sliced = []
     for cuts in ("asymmetric", "symmetric"):
         for schedule in ("static", "list"):
             options = PlanOptions(max_pack_tokens=16, schedule=schedule, strategies=(SlimpackOptions(cuts=cuts),))
-            sliced.append(planned("llama", "slimpack", pp, dp, LENGTHS, options))
+            sliced.append(planned("slimpack", LENGTHS, options))
     slices = [len(pack.slices) for pack in sliced[-1].pack_plans[0].forward]
     assert any(s.start for p in sliced[0].pack_plans for pack in p.forward for s in pack.slices), "documents are sliced"
     assert slices
@@ -60,8 +59,7 @@ def test_every_strategy_equals_plain_training_and_its_detailed_timeline(gloo_poo
 def assert_peaks_match_the_memory_model(plan, measured):
     """The simulator's bytes without its estimates of temporaries are the store's bytes, to the byte: the peak, what is
     held after every action, and the peak of every kind."""
-    model = model_from_hf_config(tiny_config("llama").to_dict(), "llama", 8)
-    timeline = detailed_timeline(plan, PackCosts(model, COSTS, plan.layout))
+    timeline = detailed_timeline(plan, PackCosts(MODEL, COSTS, plan.layout))
     for dp_rank in range(plan.layout.dp):
         for pp_rank in range(plan.layout.pp):
             stored = measured[plan.layout.global_rank(pp_rank=pp_rank, dp_rank=dp_rank)]
@@ -80,5 +78,21 @@ def assert_peaks_match_the_memory_model(plan, measured):
 )
 def test_ranks_without_labels_or_documents(gloo_pool, lengths):
     """0/0 on one rank is NaN everywhere after the reduction (notes: users row 19); a replica may have nothing to do."""
-    plans = [planned("llama", strategy, 2, 2, lengths) for strategy in ("padded", "sequential", "slimpack", "wlb")]
+    plans = [planned(strategy, lengths) for strategy in ("padded", "sequential", "slimpack", "wlb")]
     assert_plans_equal_plain(gloo_pool, plans)
+
+
+def test_what_runs_ahead_of_shared_packs_equals_plain_training(gloo_pool):
+    """Own forwards stand before the last backwards that replicas share."""
+    costs = msgspec.structs.replace(STEEP_COSTS, host_link=None)
+    options = PlanOptions(max_pack_tokens=64, dp_merge=True)
+    plan = planned("auto", [64, 64, 64, *[6] * 12], options, costs)
+    row = plan.schedules[0].ranks[0]
+    alone = {pack.index for pack in plan.pack_plans[0].forward if pack.slices[0].cp == 1}
+    shared = {pack.index for pack in plan.pack_plans[0].backward if pack.slices[0].cp > 1}
+    assert alone
+    assert shared
+    first_own = next(at for at, action in enumerate(row) if action.kind == "F" and action.pack in alone)
+    last_shared = max(at for at, action in enumerate(row) if action.kind != "F" and action.pack in shared)
+    assert first_own < last_shared
+    assert_plans_equal_plain(gloo_pool, [plan])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dist_cases import RankUnderTest, gradients_of_plans
+from dist_cases import RankUnderTest
 from evenload.cost.groups import TENSOR_RINGS, WEIGHT_RINGS
 from evenload.errors import ConfigError, UnsupportedModelError
 from evenload.runtime.comm.cp_groups import Transfer
@@ -19,10 +19,8 @@ from evenload.runtime.replay.store import ActivationStore
 from evenload.runtime.replay.weight_products import WeightProducts
 from evenload.types.document import ActivationPolicy, Range
 from evenload.types.layout import even_layout
-from evenload.types.plan import encode_plan
 from gloo_pool import TIMEOUT_S
-from reference_training import make_tokens, tiny_config
-from varied_plans import SCHEDULES, varied_plan
+from reference_training import tiny_config
 
 TOKENS = 24
 
@@ -30,14 +28,14 @@ TOKENS = 24
 def hidden_transfers_by_action(num_layers: int, recomputed: int = 0) -> dict[str, float]:
     """F, B, I, W -> transfers a layer, in units of all rows' hidden states, with a first document of so many recomputed
     tokens."""
-    mesh = create_meshes([even_layout(num_layers, tp=2)], torch.device("cpu"), timeout_s=TIMEOUT_S).start
-    rank = RankUnderTest(mesh, "llama", {}, torch.float64)
+    meshes = create_meshes([even_layout(num_layers, tp=2)], torch.device("cpu"), timeout_s=TIMEOUT_S)
+    rank = RankUnderTest(meshes, meshes.start.layout, "llama", {}, torch.float64)
     (stage,) = rank.stages.values()
-    group = mesh.tensor
+    group = meshes.start.tensor
     assert group is not None
     counted, whole = [0], TOKENS * stage.hidden_size
     group.chunk_rows = TOKENS // 3
-    gather, scatter = group.start_all_gather, group.start_all_to_all
+    gather, scatter = group.all_gather, group.all_to_all
 
     def all_gather(rows: Tensor, what: str) -> Transfer:
         counted[0] += rows.numel() * group.shard.size
@@ -47,7 +45,7 @@ def hidden_transfers_by_action(num_layers: int, recomputed: int = 0) -> dict[str
         counted[0] += rows.numel()
         return scatter(rows, counts, what)
 
-    group.start_all_gather, group.start_all_to_all = all_gather, all_to_all  # type: ignore[method-assign]
+    group.all_gather, group.all_to_all = all_gather, all_to_all  # type: ignore[method-assign]
     lengths = {0: recomputed, 1: TOKENS - recomputed} if recomputed else {0: TOKENS}
     policies: dict[int, ActivationPolicy] = {0: "recompute"} if recomputed else {}
     ranges, found = tuple(Range(doc_id, 0, tokens) for doc_id, tokens in lengths.items()), {}
@@ -70,45 +68,6 @@ def hidden_transfers_by_action(num_layers: int, recomputed: int = 0) -> dict[str
         if products is not None:
             count("W", products.add_all)
     return found
-
-
-LAYERS = 4
-FOUR_HEADS = {"num_key_value_heads": 4}
-
-
-def plans_of(tp, pp, dp, virtual, count=5, seed=0):
-    """Policies and schedules by turns; every third plan keeps documents whole."""
-    schedules = SCHEDULES if virtual == 1 else ("list_split",)
-    policies = ["mixed", "replay", "mixed", "recompute", "offload"]
-    return [
-        varied_plan(
-            1009 * seed + 31 * index + 7 * tp + 3 * pp + dp,
-            num_layers=LAYERS,
-            pp=pp,
-            dp=dp,
-            tp=tp,
-            virtual=virtual,
-            policies=policies[index % len(policies)],
-            schedule=schedules[(index + 2) % len(schedules)],
-            whole=index % 3 == 2,
-            num_documents=6,
-        )
-        for index in range(count)
-    ]
-
-
-def test_every_tp_starts_from_the_same_weights(gloo_pool):
-    (single,) = gloo_pool.run(1, gradients_of_plans, *_one_plan(1))
-    for tp in (2, 4):
-        for rank in gloo_pool.run(tp, gradients_of_plans, *_one_plan(tp)):
-            assert rank[0][3].keys() == single[0][3].keys()
-            assert all((rank[0][3][name] == value).all() for name, value in single[0][3].items())
-
-
-def _one_plan(tp):
-    plan = varied_plan(1, num_layers=LAYERS, pp=1, tp=tp, policies="replay")
-    tokens = make_tokens([d.num_tokens for d in plan.documents], 97)
-    return "llama", FOUR_HEADS, [encode_plan(plan)], [tokens], torch.float64, {}
 
 
 @pytest.mark.parametrize(

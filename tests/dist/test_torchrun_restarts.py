@@ -116,4 +116,4 @@ def test_agents_that_keep_their_store_are_refused(config_file, monkeypatch) -> N
     for name, value in (place | torchrun).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=r"--max-restarts is 3, .* set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
-        train_command(config_file, ["parallel.dp=2"], None)
+        train_command(config=config_file, overrides=["parallel.dp=2"], nproc=None)

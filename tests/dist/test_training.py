@@ -8,10 +8,9 @@ import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
 from transformers import AutoModelForCausalLM
 
-from dist_training import memory_steps, train_steps
+from dist_training import make_trainer, memory_steps, train_steps
 from evenload.calibrate.calibrate import calibrate
 from evenload.config.train_config import layout_of, load_train_config
 from evenload.cost.coefficients import CostCoefficients
@@ -19,24 +18,16 @@ from evenload.data.batches import decode_state
 from evenload.data.loader import GlobalBatchLoader
 from evenload.errors import ConfigError
 from evenload.runtime.checkpoint.checkpoint import Progress
-from evenload.runtime.comm.mesh import create_meshes
-from evenload.runtime.model.configured import load_config, model_spec
-from evenload.runtime.trainer import Trainer
-from gloo_pool import TIMEOUT_S
+from evenload.runtime.model.configured import load_config
 from quick_calibration import quick_calibration
 from sweeps import sweep
-from training_cases import STEPS, plain_losses, write_training_config
+from training_cases import STEPS, UNEVEN_TEXTS, loss_of, plain_losses, write_training_config
 
 
 @pytest.fixture(scope="module")
 def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny tied Llama of 257 words, which do not divide by 2, on documents of very different lengths, in float64."""
-    directory = tmp_path_factory.mktemp("run")
-    corpus = directory / "corpus"
-    corpus.mkdir()
-    for i in range(40):
-        (corpus / f"{i}.txt").write_text(f"document {i} " * (1 + (i * 7) % 13 + (30 if i % 11 == 0 else 0)))
-    return write_training_config(directory, corpus, num_layers=4)
+    return write_training_config(tmp_path_factory.mktemp("run"), UNEVEN_TEXTS, num_layers=4)
 
 
 @pytest.fixture(scope="module")
@@ -202,12 +193,8 @@ def test_exported_model_loads_in_transformers(gloo_pool, config_file, tmp_path, 
     for _ in range(3):
         batch = loader.next_batch()
     assert batch is not None
-    total = 0.0
-    for tokens in batch.tokens.values():
-        row = torch.from_numpy(tokens).long()
-        total += nn.functional.cross_entropy(model(row[None]).logits[0, :-1], row[1:], reduction="sum").item()
     continued = gloo_pool.run(num_ranks(sizes), train_steps, str(config_file), overrides, 3)[0]
-    assert continued[0] == pytest.approx(total / batch.num_label_tokens, rel=1e-9)
+    assert continued[0] == pytest.approx(loss_of(model, batch), rel=1e-9)
 
 
 def test_where_memory_is_short_a_run_goes_on_with_less_of_it(gloo_pool, config_file, tmp_path):
@@ -257,18 +244,11 @@ def test_adapters_train_as_on_one_rank(gloo_pool, config_file, tmp_path):
         torch.testing.assert_close(parts_adapter[name], tensor, rtol=1e-8, atol=1e-10)
 
 
-def make_trainer(config_file: str, overrides: list[str]):
-    config = load_train_config(Path(config_file), overrides)
-    mesh = create_meshes(
-        [layout_of(config.parallel, model_spec(config).num_layers)], torch.device("cpu"), TIMEOUT_S
-    ).start
-    return Trainer(config, mesh), mesh
-
-
 def calibrated(config_file: str, overrides: list[str]) -> bytes:
-    trainer, mesh = make_trainer(config_file, overrides)
+    trainer = make_trainer(config_file, overrides)
     with quick_calibration():
-        return msgspec.json.encode(calibrate(trainer.stages, trainer.model, mesh, 256, "this machine").coefficients)
+        found = calibrate(trainer.stages, trainer.model, trainer.mesh, 256, "this machine")
+    return msgspec.json.encode(found.coefficients)
 
 
 def test_calibration_measures_parts_and_says_seconds_of_whole_layers(gloo_pool, config_file):
@@ -285,11 +265,8 @@ def test_calibration_measures_parts_and_says_seconds_of_whole_layers(gloo_pool, 
 
 def test_an_epochs_small_last_batch_trains_under_interleaved_stages(gloo_pool, tmp_path):
     """Two pipeline ranks of two virtual stages, batches of 6, 6 and 1 documents: packs are no multiple of the ranks."""
-    corpus = tmp_path / "corpus"
-    corpus.mkdir()
-    for i in range(13):
-        (corpus / f"{i}.txt").write_text(f"document {i} " * (1 + (i * 7) % 13))
-    config = write_training_config(tmp_path, corpus, data="epochs = 1", num_layers=4)
+    texts = (f"document {i} " * (1 + (i * 7) % 13) for i in range(13))
+    config = write_training_config(tmp_path, texts, data="epochs = 1", num_layers=4)
     overrides = [
         *("parallel.pp=2", "parallel.virtual=2", "plan.strategy=balanced", "plan.options.schedule=interleaved"),
         *("data.batch_documents=6", "train.steps=3"),

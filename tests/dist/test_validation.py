@@ -8,12 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dist_training import Outcome, assert_same_training, run_outcome
 from evenload.config.train_config import load_train_config
 from evenload.types.run import LossOf, Validation
 from flex_training import write_phases
 from sweeps import sweep
 from training_cases import plain_losses, write_training_config
-from validation_cases import PlainLoss, ValidatedRun, left_out_passes, plain_validation, start_error, validated_run
+from validation_cases import PlainLoss, left_out_passes, plain_validation, start_error
 
 STEPS = 4
 VALIDATION = """
@@ -60,10 +61,10 @@ def config_file(tmp_path: Path) -> Path:
     return file
 
 
-def run(gloo_pool, config_file: Path, layout: str, *more: str, stop_after: int = STEPS) -> ValidatedRun:
+def run(gloo_pool, config_file: Path, layout: str, *more: str, stop_after: int = STEPS) -> Outcome:
     settings = [*LAYOUTS[layout], f"train.output_dir={config_file.parent / layout}", *more]
     cap_bytes = CAP_BYTES.get(layout, 2**34)
-    return gloo_pool.run(PROCESSES.get(layout, 4), validated_run, str(config_file), settings, cap_bytes, stop_after)[0]
+    return gloo_pool.run(PROCESSES.get(layout, 4), run_outcome, str(config_file), settings, cap_bytes, stop_after)[0]
 
 
 def without_validation(config_file: Path) -> Path:
@@ -82,10 +83,7 @@ def test_losses_are_those_of_the_plain_model_and_the_run_stays_the_same_to_the_b
         assert len(set(found.layouts)) > 1, "the layout changed on the way"
 
     plain = run(gloo_pool, without_validation(config_file), layout, f"train.output_dir={config_file.parent / 'plain'}")
-    assert found.losses == plain.losses
-    assert found.state.keys() == plain.state.keys()
-    for name, value in plain.state.items():
-        assert np.array_equal(found.state[name], value), name
+    assert_same_training(found, plain, 0.0)
 
 
 def assert_equals(found: Validation, expected: list[PlainLoss]) -> None:

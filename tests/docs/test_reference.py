@@ -69,4 +69,4 @@ def test_what_the_package_exports_is_on_the_first_page():
         "train",
     }
     homes = [getattr(evenload, name).__module__ for name in set(evenload.__all__) - {"__version__", "plan"}]
-    assert {*homes, "evenload.cli.plan_call"} <= set(modules())
+    assert {*homes, "evenload.cli.plan"} <= set(modules())

@@ -33,14 +33,13 @@ def test_example_of_the_docstring():
     (first, second), backward = collate_packs(plan, tokens)
     assert first.token_ids.tolist() == [5, 6, 7]
     assert first.targets.tolist() == [6, 7, 8]
-    assert first.num_label_tokens == 3
     assert second.token_ids.tolist() == [8, 9, 1, 2]
     assert second.targets.tolist() == [9, IGNORE_INDEX, 2, IGNORE_INDEX]
     assert second.positions.tolist() == [3, 4, 0, 1]
     assert second.cu_seqlens_q.tolist() == [0, 2, 4]
     assert second.cu_seqlens_k.tolist() == [0, 5, 7]
     assert (second.max_seqlen_q, second.max_seqlen_k) == (2, 5)
-    assert (second.num_label_tokens, second.num_padding_tokens, second.num_tokens) == (2, 0, 4)
+    assert (second.num_padding_tokens, second.num_tokens) == (0, 4)
     assert second.doc_ids.tolist() == [7, 8]
     assert second.starts.tolist() == [3, 0]
     assert second.stops.tolist() == [5, 2]
@@ -74,8 +73,7 @@ def test_cut_documents_have_the_targets_of_whole_ones(data):
     for slices in filter(None, packs):
         pad_to = pad and max(stop - start for _, start, stop in slices) + pad - 1
         batch = collate_pack(pack_of(*slices, pad_to=pad_to), tokens)
-        labels += batch.num_label_tokens
-        assert batch.num_label_tokens == (batch.targets != IGNORE_INDEX).sum()
+        labels += (batch.targets != IGNORE_INDEX).sum()
         at = 0
         for row, (doc, start, stop) in enumerate(slices):
             computed = pad_to or stop - start
@@ -126,7 +124,6 @@ def test_labels_that_differ_from_tokens_become_targets_in_any_ranges():
     whole = collate_pack(pack_of((4, 0, 5), (2, 0, 3)), table)
     assert whole.token_ids.tolist() == tokens.tolist()
     assert whole.targets.tolist() == [-100, -100, 8, 9, -100, -100, 77, -100]
-    assert whole.num_label_tokens == 3
     ids, targets, positions = collate_ranges([4, 2, 4], np.array([1, 1, 3]), np.array([3, 4, 5]), table)
     assert ids.tolist() == [6, 7, 2, 3, 0, 8, 9]
     assert targets.tolist() == [-100, 8, 77, -100, -100, 9, -100]

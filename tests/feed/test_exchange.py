@@ -1,53 +1,24 @@
-import pytest
+from types import SimpleNamespace
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from corpus_files import all_batches, data_config, write_corpus
 from evenload.data.loader import GlobalBatchLoader
 from evenload.feed.step_maker import documents_by_replica, exchange_tokens
-from evenload.types.document import Document, MicroPack, PackPlan, Slice
-from evenload.types.layout import even_layout
-from evenload.types.plan import Prediction, StepPlan
+from evenload.types.document import Slice
 from rank_threads import run_ranks
 
 
-def pack(index, direction, *slices):
-    return MicroPack(
-        index=index,
-        direction=direction,
-        slices=tuple(Slice(doc_id=doc, start=start, stop=stop) for doc, start, stop in slices),
-    )
-
-
-@pytest.fixture
-def plan():
+def test_each_replica_wants_the_documents_of_its_packs():
     """Replica 0: document 5 cut in two, and 3; replica 1: document 4 and a part of 5 (DP-Merge)."""
-    return StepPlan(
-        step=0,
-        strategy="test",
-        layout=even_layout(1, dp=2),
-        documents=tuple(Document(doc_id=d, num_tokens=d, num_label_tokens=d - 1) for d in (3, 4, 5)),
-        num_label_tokens=9,
-        pack_plans=(
-            PackPlan(
-                dp_rank=0,
-                forward=(pack(0, "forward", (5, 0, 2)), pack(1, "forward", (5, 2, 5), (3, 0, 3))),
-                backward=(pack(0, "backward", (5, 0, 5), (3, 0, 3)),),
-            ),
-            PackPlan(
-                dp_rank=1,
-                forward=(pack(0, "forward", (5, 2, 5), (4, 0, 4)),),
-                backward=(pack(0, "backward", (5, 2, 5), (4, 0, 4)),),
-            ),
-        ),
-        schedules=(),
-        times=(),
-        predicted=Prediction(step_time_s=0.0, per_replica_s=(), peak_memory_bytes=0),
-    )
 
+    def pack(*slices):
+        return SimpleNamespace(slices=[Slice(doc_id=doc, start=start, stop=stop) for doc, start, stop in slices])
 
-def test_each_replica_wants_the_documents_of_its_packs(plan):
-    assert documents_by_replica(plan) == ((3, 5), (4, 5))
+    first = SimpleNamespace(forward=(pack((5, 0, 2)), pack((5, 2, 5), (3, 0, 3))), backward=(pack((5, 0, 5)),))
+    second = SimpleNamespace(forward=(pack((5, 2, 5)),), backward=(pack((5, 2, 5), (4, 0, 4)),))
+    assert documents_by_replica(SimpleNamespace(pack_plans=(first, second))) == ((3, 5), (4, 5))
 
 
 @settings(max_examples=20, deadline=None)

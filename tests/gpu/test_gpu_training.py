@@ -40,21 +40,15 @@ def test_a_deterministic_run_goes_on_to_the_bit(tmp_path):
 
 
 @NEEDS_TWO
-@pytest.mark.parametrize("layout", ["parallel.pp=2", "parallel.dp=2", "parallel.cp=2", "parallel.tp=2"])
+@pytest.mark.parametrize(
+    "layout",
+    ["pp=2", "dp=2", "cp=2", "tp=2", "pp=2 virtual=2 channels=directed", "pp=2 virtual=2 channels=fifo"],
+)
 def test_two_gpus_train_the_same(tmp_path, layout):
-    """NCCL groups, their first transfers, receives on a stream of their own."""
+    """NCCL groups, their first transfers, receives on a stream of their own; with virtual stages the same two ranks are
+    neighbours three times, in both directions."""
     config = write_run(tmp_path, LENGTHS, layers=4, vocab_size=512, batch_documents=8, steps=4)
-    one, two = train(config), train(config, layout)
-    assert [row["loss"] for row in two] == pytest.approx([row["loss"] for row in one], rel=TOLERANCE)
-
-
-@NEEDS_TWO
-@pytest.mark.parametrize("channels", ["directed", "fifo"])
-def test_two_virtual_stages_on_two_gpus_train_the_same(tmp_path, channels):
-    """The same two ranks are neighbours three times, in both directions."""
-    config = write_run(tmp_path, LENGTHS, layers=4, vocab_size=512, batch_documents=8, steps=4)
-    layout = ["parallel.pp=2", "parallel.virtual=2", f"parallel.channels={channels}"]
-    one, two = train(config), train(config, *layout)
+    one, two = train(config), train(config, *(f"parallel.{setting}" for setting in layout.split()))
     assert [row["loss"] for row in two] == pytest.approx([row["loss"] for row in one], rel=TOLERANCE)
 
 

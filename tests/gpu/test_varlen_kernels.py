@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from evenload.attention.range_attention import KeyRange, Scoring, first_visible_key
+from evenload.attention.range_attention import Scoring
 from evenload.attention.reference import ReferenceAttention
 from evenload.attention.varlen_cuda import VarlenCudaAttention
-from single_range import attend, attend_backward
+from single_range import attend, attend_backward, random_pack
 from single_stage import assert_bf16_as_good_as_plain
 
 pytestmark = [
@@ -20,22 +20,6 @@ REFERENCE = ReferenceAttention()
 ROUNDING = 2**-8
 # (start, stop) of ranges of documents of their own: whole, with a long prefix, one token, all sizes beside a tile.
 RANGES = [(0, 700), (1000, 1130), (5, 6), (0, 1), (127, 129), (0, 128), (4000, 4001), (333, 1024)]
-
-
-def packs(window, heads, groups, dim):
-    """(exact in float64, rounded to bf16) inputs of one pack on the GPU."""
-    generator = torch.Generator("cuda").manual_seed(heads + window)
-
-    def random(*shape):
-        return torch.randn(*shape, generator=generator, device="cuda").bfloat16()
-
-    seen, row = [], 0
-    for start, stop in RANGES:
-        keys = stop - first_visible_key(start, window)
-        rows = slice(row, row + stop - start)
-        seen.append(KeyRange(rows, random(keys, groups, dim), random(keys, groups, dim)))
-        row = rows.stop
-    return random(row, heads, dim), random(row, heads, dim), seen
 
 
 def plain_bf16(q, r, grad, scale, window):
@@ -57,7 +41,7 @@ def plain_bf16(q, r, grad, scale, window):
 def test_kernels_err_at_most_twice_as_much_as_plain_bf16(window, heads, groups, dim):
     """Prefix alignment, window, one-token ranges beside long ones, grouped heads, all in one call."""
     backend, scale = VarlenCudaAttention(), dim**-0.5
-    q, grad, seen = packs(window, heads, groups, dim)
+    q, grad, seen = random_pack(RANGES, heads, groups, dim, window, heads + window, device="cuda")
     out, lse = backend.forward(q, seen, Scoring(scale, window))
     parts = list(backend.backward(grad, q, seen, out, lse, Scoring(scale, window)))
     for r, (dq, dk, dv) in zip(seen, parts, strict=True):
@@ -76,7 +60,7 @@ def test_kernels_err_at_most_twice_as_much_as_plain_bf16(window, heads, groups, 
 def test_kernels_accept_merged_log_sum_exps():
     """Context parallelism hands in output and log-sum-exp of more keys than the call's."""
     backend, scale = VarlenCudaAttention(), 0.125
-    q, grad, [r, *_] = packs(0, 4, 2, 64)
+    q, grad, [r, *_] = random_pack(RANGES, 4, 2, 64, 0, 4, device="cuda")
     q, grad = q[r.rows], grad[r.rows]
     more = torch.randn(300, 2, 64, device="cuda").bfloat16()
     merged_out, merged_lse = attend(

@@ -45,42 +45,45 @@ def test_hf_names_and_labels():
     assert documents_of(batch) == [tuple(tokens) for tokens in DOCUMENTS.values()]
 
 
-def test_varlen_names():
-    batch = format_pack(pack_of(DOCUMENTS), "varlen", 5)
-    assert batch["input_ids"].tolist() == [5, 6, 7, 9, 1, 2, 3, 4]
-    assert batch["targets"].tolist() == [6, 7, IGNORE_INDEX, IGNORE_INDEX, 2, 3, 4, IGNORE_INDEX]
-    assert batch["positions"].tolist() == [0, 1, 2, 0, 0, 1, 2, 3]
-    for key in ("cu_seq_q", "cu_seq_k"):
-        assert batch[key].tolist() == [0, 3, 4, 8]
-        assert batch[key].dtype == torch.int32
-    assert (batch["max_q"], batch["max_k"], batch["num_label_tokens"]) == (4, 4, 5)
-    assert type(batch["max_q"]) is int
+IDS, POSITIONS, EDGES = [5, 6, 7, 9, 1, 2, 3, 4], [0, 1, 2, 0, 0, 1, 2, 3], [0, 3, 4, 8]
+TARGETS = [6, 7, IGNORE_INDEX, IGNORE_INDEX, 2, 3, 4, IGNORE_INDEX]
+VARLEN = {"cu_seq_q": EDGES, "cu_seq_k": EDGES, "max_q": 4, "max_k": 4}
+NAMES = {
+    "varlen": {"input_ids": IDS, "targets": TARGETS, "positions": POSITIONS, "num_label_tokens": 5} | VARLEN,
+    # torchtitan's loss takes labels as they are: shifted, -100 ignored.
+    "torchtitan": (
+        {"input": [IDS], "positions": [POSITIONS], "attention_masks": (*VARLEN.values(), tuple(EDGES))},
+        [TARGETS],
+    ),
+    "megatron": {
+        "tokens": [IDS],
+        "position_ids": [POSITIONS],
+        # Masked labels must be valid ids: the vocabulary-parallel loss looks them up.
+        "labels": [[6, 7, 0, 0, 2, 3, 4, 0]],
+        "loss_mask": [[1, 1, 0, 0, 1, 1, 1, 0]],
+        "attention_mask": None,
+        "packed_seq_params": {"qkv_format": "thd"}
+        | {"cu_seqlens_q": EDGES, "cu_seqlens_kv": EDGES, "max_seqlen_q": 4, "max_seqlen_kv": 4},
+        "num_label_tokens": 5,
+    },
+}
 
 
-def test_torchtitan_names():
-    inputs, labels = format_pack(pack_of(DOCUMENTS), "torchtitan", 5)
-    assert set(inputs) == {"input", "positions", "attention_masks"}
-    assert inputs["input"].shape == labels.shape == inputs["positions"].shape == (1, 8)
-    assert inputs["input"].flatten().tolist() == [5, 6, 7, 9, 1, 2, 3, 4]
-    assert inputs["positions"].flatten().tolist() == [0, 1, 2, 0, 0, 1, 2, 3]
-    assert VarlenMetadata._fields == ("cu_seq_q", "cu_seq_k", "max_q", "max_k", "cu_seq_q_host")
-    assert inputs["attention_masks"].cu_seq_q.tolist() == [0, 3, 4, 8]
-    assert inputs["attention_masks"].cu_seq_q_host == (0, 3, 4, 8)
-    # Its loss takes labels as they are: shifted, -100 ignored.
-    assert labels.flatten().tolist() == [6, 7, IGNORE_INDEX, IGNORE_INDEX, 2, 3, 4, IGNORE_INDEX]
+@pytest.mark.parametrize("format", NAMES)
+def test_names_and_labels_of_a_format(format):
+    def plain(part):
+        if torch.is_tensor(part):
+            assert part.dtype == (torch.int32 if part.tolist() == EDGES else part.dtype)
+            return part.tolist()
+        if isinstance(part, dict):
+            return {name: plain(value) for name, value in part.items()}
+        assert not hasattr(part, "dtype"), "host integers, so that no kernel waits for the device"
+        return tuple(map(plain, part)) if isinstance(part, tuple) else part
 
-
-def test_megatron_names():
-    batch = format_pack(pack_of(DOCUMENTS), "megatron", 5)
-    # Masked labels must be valid ids: the vocabulary-parallel loss looks them up.
-    assert batch["labels"].tolist() == [[6, 7, 0, 0, 2, 3, 4, 0]]
-    assert batch["loss_mask"].tolist() == [[1, 1, 0, 0, 1, 1, 1, 0]]
-    assert batch["loss_mask"].dtype == torch.float32
-    assert batch["attention_mask"] is None
-    fields = batch["packed_seq_params"]
-    assert fields["qkv_format"] == "thd"
-    assert fields["cu_seqlens_q"].tolist() == fields["cu_seqlens_kv"].tolist() == [0, 3, 4, 8]
-    assert (fields["max_seqlen_q"], fields["max_seqlen_kv"]) == (4, 4)
+    batch = format_pack(pack_of(DOCUMENTS), format, 5)
+    assert plain(batch) == NAMES[format]
+    assert VarlenMetadata._fields == (*VARLEN, "cu_seq_q_host")
+    assert format != "megatron" or batch["loss_mask"].dtype == torch.float32
 
 
 def test_megatron_accepts_the_fields():

@@ -9,15 +9,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deepspeed_case import deepspeed_case, refusals_of_deepspeed, refusals_of_ulysses, shared_epoch
+from deepspeed_case import (
+    deepspeed_case,
+    refusals_of_deepspeed,
+    refusals_of_ulysses,
+    shared_epoch,
+    updates_that_overflow,
+)
 from engine_conformance import FreshRanks, check_gradients, check_isolation, check_training
 from engine_records import EngineCase, plain_adam
 from evenload.errors import CheckpointError, ConfigError
-from evenload.integrations.deepspeed_loop import DeepSpeedLoop, require_same_ranks, sequence_share, share_loss
+from evenload.integrations.deepspeed_loop import DeepSpeedLoop, require_same_ranks, sequence_share
 from evenload.integrations.engine_loop import balance_for_trained, hf_pack_loss
 from evenload.integrations.fsdp2_loop import Fsdp2Loop
 from evenload.integrations.planner import model_spec_of
-from overflowing_engine import updates_that_overflow
 from packed_cases import (
     all_documents,
     batch_fingerprint,
@@ -161,7 +166,7 @@ def test_shares_of_a_pack_are_its_rows_and_their_losses_add_up(tmp_path, ranks):
     logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
     parts = logits.chunk(ranks, dim=1)
     losses = [
-        share_loss(lambda part=part, **inputs: SimpleNamespace(logits=part), share)
+        hf_pack_loss(lambda part=part, **inputs: SimpleNamespace(logits=part), share)
         for part, share in zip(parts, shares, strict=True)
     ]
     assert sum(losses).item() == pytest.approx(whole.item(), rel=1e-12)

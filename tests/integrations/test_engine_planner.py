@@ -8,8 +8,7 @@ from cost_samples import sample_coefficients, sample_model
 from evenload.config.keys import plan_options
 from evenload.errors import ConfigError
 from evenload.explore.batches import SampledBatch
-from evenload.integrations.catalog import ENGINES
-from evenload.integrations.engine_profile import runnable
+from evenload.integrations.catalog import ENGINES, runnable
 from evenload.integrations.evaluate import evaluate_engine
 from evenload.integrations.planner import EnginePlanner
 from evenload.plan.deferral import DelayState
@@ -23,6 +22,14 @@ OPTIONS = {"max_pack_tokens": 64, "candidates": 3}
 
 def documents(lengths) -> tuple[Document, ...]:
     return tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n - 1) for i, n in enumerate(lengths))
+
+
+def sampled_of(batches) -> list[SampledBatch]:
+    ids = iter(range(1000))
+    return [
+        SampledBatch(tuple(Document(doc_id=next(ids), num_tokens=n, num_label_tokens=n - 1) for n in lengths), (), 0)
+        for lengths in batches
+    ]
 
 
 def planner_of(engine: str, *, pp: int = 1, **options) -> EnginePlanner:
@@ -73,24 +80,21 @@ def test_what_an_engine_cannot_run_is_refused():
 
 STRATEGIES = ("padded", "best_fit", "fixed_greedy", "balanced", "skrull")
 """Of those that run on the engine all that put nothing off to later steps."""
+BATCHES = st.lists(st.lists(st.integers(1, 64), min_size=1, max_size=10), min_size=1, max_size=4)
 # Step by step the fastest needs more micro-batches in one step than a strategy beside it, and all steps then pay.
 UNEVEN = [[51, 5, 2, 1, 8, 4, 4, 6, 11], [56, 15, 2], [12, 49, 44, 7, 11]]
 
 
 @settings(max_examples=15, deadline=None)
 @given(
-    batches=st.lists(st.lists(st.integers(1, 64), min_size=1, max_size=10), min_size=1, max_size=4),
+    batches=BATCHES,
     engine=st.sampled_from([("trainer", 1), ("torchtitan", 2)]),
 )
 @example(batches=UNEVEN, engine=("trainer", 1))
 def test_auto_at_one_number_of_micro_batches_is_never_slower_over_a_run(batches, engine):
     """What is the fastest of a step alone may be the slowest of a run in which all steps have as many."""
     name, pp = engine
-    ids = iter(range(1000))
-    sampled = [
-        SampledBatch(tuple(Document(doc_id=next(ids), num_tokens=n, num_label_tokens=n - 1) for n in lengths), (), 0)
-        for lengths in batches
-    ]
+    sampled = sampled_of(batches)
     found = evaluate_engine(planner_of(name, pp=pp), sampled, (*STRATEGIES[: 4 if pp > 1 else 5], "auto"))
     by_name = {result.name: result for result in found.results}
     auto = by_name["auto"]
@@ -102,7 +106,7 @@ def test_auto_at_one_number_of_micro_batches_is_never_slower_over_a_run(batches,
 
 @settings(max_examples=15, deadline=None)
 @given(
-    batches=st.lists(st.lists(st.integers(1, 64), min_size=1, max_size=10), min_size=1, max_size=4),
+    batches=BATCHES,
     engine=st.sampled_from([("trainer", 1), ("torchtitan", 2), ("deepspeed", 1)]),
     window=st.sampled_from([1, 2]),
 )
@@ -110,11 +114,7 @@ def test_auto_at_one_number_of_micro_batches_is_never_slower_over_a_run(batches,
 def test_what_is_remembered_is_what_would_be_planned_again(batches, engine, window):
     """Whoever asks for it: a strategy's own row, or `auto` at any number of micro-batches."""
     name, pp = engine
-    ids = iter(range(1000))
-    sampled = [
-        SampledBatch(tuple(Document(doc_id=next(ids), num_tokens=n, num_label_tokens=n - 1) for n in lengths), (), 0)
-        for lengths in batches
-    ]
+    sampled = sampled_of(batches)
     planner = planner_of(name, pp=pp, window=window)
     strategies = tuple(runnable(planner.profile, planner.options, planner.layout)[0]) + ("auto",) * (window == 1)
     once = evaluate_engine(planner, sampled, strategies)
@@ -133,10 +133,6 @@ def test_an_evaluation_plans_no_step_twice_by_one_strategy(monkeypatch):
         return propose(self, one)
 
     monkeypatch.setattr(StepPlanner, "_propose", counted)
-    batches = [
-        SampledBatch((Document(doc_id=step, num_tokens=9 + step, num_label_tokens=8 + step),), (), 0)
-        for step in range(3)
-    ]
-    evaluate_engine(planner_of("trainer"), batches, None)
+    evaluate_engine(planner_of("trainer"), sampled_of([[9], [10], [11]]), None)
     twice = {one for one in asked if asked.count(one) > 1}
     assert not {one for one in twice if one[1] != "wlb"}

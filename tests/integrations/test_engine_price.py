@@ -9,10 +9,8 @@ from hypothesis import strategies as st
 from cost_samples import sample_coefficients, sample_model
 from evenload.config.keys import plan_options
 from evenload.cost.coefficients import OverlapCost
-from evenload.integrations.catalog import ENGINES
-from evenload.integrations.engine_profile import EngineProfile
-from evenload.integrations.price import engine_costs, engine_price, overlapped_seconds
-from evenload.integrations.projection import StepShape
+from evenload.integrations.catalog import ENGINES, EngineProfile
+from evenload.integrations.price import StepShape, engine_costs, engine_price, overlapped_seconds
 from evenload.plan.planner import Proposal, StepPlanner
 from evenload.types.cluster import LinkSpec
 from evenload.types.document import Document
@@ -231,15 +229,9 @@ def test_padding_is_paid_and_counted():
     + [(name, 2) for name in sorted(ENGINES) if ENGINES[name].context_parallel != "none"],
 )
 def test_every_engine_has_a_price(engine, cp):
-    profile = ENGINES[engine]
-    pp = 2 if profile.schedules else 1
-    documents = [60, 33, 20, 20, 9, 3, 1]
-    layout = even_layout(4, dp=2, cp=cp, pp=pp)
-    coefficients = sample_coefficients(intra_node=LINK, inter_node=LINK, devices_per_node=8)
-    options = plan_options({"max_pack_tokens": 64, "cp_sharding": "per_document"})
-    planner = StepPlanner(sample_model(num_layers=4), coefficients, layout, None, options, host="unlimited")
-    batch = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n - 1) for i, n in enumerate(documents))
-    found = price(planner.propose(0, batch, "balanced"), profile)
+    profile, lengths = ENGINES[engine], [60, 33, 20, 20, 9, 3, 1]
+    plan = proposed(lengths, sharding="per_document", cp=cp, pp=2 if profile.schedules else 1)
+    found = price(plan, profile)
     assert found.step_time_s == pytest.approx(found.packs_s + found.end_s)
     assert 0 <= found.idle_fraction < 1
 

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from cost_samples import sample_coefficients, sample_model
 from evenload.config.keys import plan_options
 from evenload.errors import ConfigError
-from evenload.integrations.catalog import ENGINES, LOOP, engine_named
-from evenload.integrations.engine_profile import Topic, require_heads, require_strategy, runnable
-from evenload.integrations.projection import EngineMicroBatch, StepShape, project
+from evenload.integrations.catalog import ENGINES, LOOP, Topic, engine_named, require_heads, require_strategy, runnable
+from evenload.integrations.price import EngineMicroBatch, StepShape, project
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem import PlanOptions
 from evenload.types.cluster import LinkSpec

@@ -50,20 +50,6 @@ def test_a_plain_loop_trains_as_documents_one_by_one(tmp_path, changes):
     loader.close()
 
 
-@pytest.mark.parametrize("strategy", ["balanced", "wlb"])
-def test_data_parallel_training_equals_one_process(tmp_path, gloo_pool, strategy):
-    write_texts(tmp_path, num_documents=20, longest=40)
-    settings = {"strategy": strategy, "epochs": 1, "batch_documents": 7}
-    ranks = gloo_pool.run(2, gloo_cases.train_with_ddp, tmp_path, settings, 10)
-    assert len(ranks[0]) == len(ranks[1]) >= 3
-    model = tiny_model()
-    for one, other in zip(*ranks, strict=True):
-        loss, gradient = reference_gradient(model, one[2] + other[2])
-        assert one[0] == other[0] == pytest.approx(loss, rel=1e-10)
-        for found in (one[1], other[1]):
-            torch.testing.assert_close(found, gradient, rtol=1e-9, atol=1e-13)
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_ranks_that_read_together_give_what_ranks_alone_give(tmp_path, gloo_pool, workers):
     """Reading is shared and tokens are exchanged; nothing of it shows in the batches."""
@@ -77,19 +63,6 @@ def test_ranks_that_read_together_give_what_ranks_alone_give(tmp_path, gloo_pool
     found = Counter(document for rank in together for step in rank[0] for document in step)
     assert found == Counter(map(tokens_of, texts))
     assert together[0][2] == together[1][2], "the state is global"
-
-
-@pytest.mark.parametrize("strategy", ["balanced", "wlb"])
-def test_resume_with_other_ranks_loses_and_repeats_nothing(tmp_path, gloo_pool, strategy):
-    texts = write_texts(tmp_path)
-    settings = {"strategy": strategy, "epochs": 1, "batch_documents": 6}
-    first = gloo_pool.run(2, gloo_cases.read_together, tmp_path, settings, 3)
-    second = gloo_pool.run(1, gloo_cases.read_together, tmp_path, settings, 2, first[0][2])
-    rest = gloo_pool.run(4, gloo_cases.read_together, tmp_path, settings, None, second[0][2])
-    found = Counter(
-        document for part in (first, second, rest) for rank in part for step in rank[0] for document in step
-    )
-    assert found == Counter(map(tokens_of, texts))
 
 
 def test_an_error_on_one_rank_is_the_same_error_on_all(tmp_path, gloo_pool):
@@ -107,29 +80,3 @@ def test_groups_of_ranks_each_read_everything(tmp_path, gloo_pool):
     assert [(rank, size) for rank, size, _ in ranks] == [(0, 2), (1, 2), (0, 2), (1, 2)]
     assert ranks[0][2] == ranks[2][2]
     assert Counter(ranks[0][2] + ranks[1][2]) == texts
-
-
-def test_accelerate_leaves_the_loader_alone(tmp_path):
-    """`prepare` deals a DataLoader's batches over ranks; here they are dealt already."""
-    accelerate = pytest.importorskip("accelerate")
-    write_texts(tmp_path, num_documents=8, longest=40)
-    accelerator = accelerate.Accelerator(cpu=True)
-    plain = tiny_model()
-    loader = loader_of(tmp_path, epochs=1)
-    model, optimizer, prepared = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.0), loader)
-    assert prepared is loader
-    (step,) = prepared.steps()
-    for batch in step:
-        accelerator.backward(packed_loss(model, batch) * accelerator.num_processes)
-    optimizer.step()
-    found = gradient_of(plain)
-    _, gradient = reference_gradient(tiny_model(), list(all_documents(step).elements()))
-    torch.testing.assert_close(found, gradient, rtol=1e-9, atol=1e-13)
-
-
-def test_the_state_goes_through_a_distributed_checkpoint(tmp_path, gloo_pool):
-    """torchtitan saves every loader that is `Stateful` with `torch.distributed.checkpoint`."""
-    write_texts(tmp_path / "data")
-    for rest, resumed in gloo_pool.run(2, gloo_cases.save_and_load, tmp_path / "data", tmp_path / "checkpoint"):
-        assert rest
-        assert resumed == rest

@@ -174,10 +174,10 @@ CHANGES = {
 @pytest.mark.parametrize(("change", "message"), CHANGES.values(), ids=CHANGES)
 def test_what_would_train_something_else_is_refused_at_start(tmp_path, change, message):
     config = titan.trainer_config(tmp_path, tmp_path, chunked=True)
-    titan.refuse_config(config)
+    titan.torchtitan_trainer.refuse_config(config)
     change(config)
     with pytest.raises(ConfigError, match=message):
-        titan.refuse_config(config)
+        titan.torchtitan_trainer.refuse_config(config)
 
 
 def test_a_trainer_of_others_is_not_replaced(tmp_path):
@@ -201,11 +201,11 @@ def test_the_next_layout_is_refused_with_what_works(tmp_path):
     config = titan.trainer_config(tmp_path, tmp_path)
     config.training = SimpleNamespace(num_tokens_per_microbatch_per_dp_rank=8)
     with pytest.raises(ConfigError, match=r"no local_batch_size.*install torchtitan==0\.3\.0"):
-        titan.refuse_config(config)
+        titan.torchtitan_trainer.refuse_config(config)
 
 
 def test_packs_are_balanced_for_torchtitans_model():
-    spec = titan.model_of("llama3", titan.tiny_spec().model)
+    spec = titan.torchtitan_trainer.model_of("llama3", titan.tiny_spec().model)
     found = (spec.num_layers, spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.vocab_size)
     assert found == (2, 256, 16, 16, 16, 2048)
     # As many weights as torchtitan's model has, which has no bias.

@@ -1,4 +1,4 @@
-"""TRL's `SFTTrainer` trains from our loader as one document after another would."""
+"""Trainers over a `PackedLoader`: resume, evaluation, and what is refused."""
 
 import json
 import shutil
@@ -12,9 +12,8 @@ from evenload.integrations.trainer import LOADER_STATE
 from packed_cases import documents_of, loader_of, reference_gradient, tiny_model, tokens_of, write_texts
 from rank_server import run_as_torchrun
 from trainer_cases import PackedTrainer, arguments, run, run_on_rank, weights_of
-from trl_cases import PackedSFTTrainer, kernel_in_float64, sft_arguments
+from trl_cases import PackedSFTTrainer, sft_arguments
 
-STEPS = 5
 LOSS = 1e-12
 WEIGHTS = 1e-12
 
@@ -43,17 +42,6 @@ def corpus(tmp_path_factory):
     root = tmp_path_factory.mktemp("corpus")
     write_texts(root, num_documents=24, longest=30)
     return root
-
-
-def test_trainer_trains_as_documents_one_by_one(corpus, tmp_path):
-    """Over an epoch's end too, with micro-batches of different size and ones without work."""
-    expected, weights = reference_run(corpus, STEPS)
-    losses, found, trainer = run(corpus, tmp_path)
-    assert trainer.state.global_step == STEPS
-    for step, loss in expected.items():
-        # The Trainer logs loss times accumulation steps where it thinks it was not scaled; it must not here.
-        assert losses.train[step] == pytest.approx(loss, abs=2e-4)  # as it rounds its logs
-    torch.testing.assert_close(found, weights, rtol=WEIGHTS, atol=WEIGHTS)
 
 
 def test_resume_goes_on_exactly_and_replays_nothing(corpus, tmp_path, monkeypatch):
@@ -102,9 +90,9 @@ def test_evaluation_is_the_mean_over_all_label_tokens(corpus, tmp_path):
     assert again["eval_label_tokens"] == sum(len(text) for text in texts)
 
 
-def test_two_processes_train_as_one_and_resume_with_one(corpus, tmp_path):
+def test_two_processes_train_and_evaluate_as_one(corpus, tmp_path):
     """The loss is over the global batch, so it depends neither on ranks nor on micro-batches."""
-    settings = {"gradient_accumulation_steps": 2, "max_steps": 3, "save_strategy": "steps", "save_steps": 3}
+    settings = {"gradient_accumulation_steps": 2, "max_steps": 3}
     both = {"evaluation": {"batch_tokens": 50}, "eval_strategy": "steps", "eval_steps": 3}
     run_as_torchrun(2, run_on_rank, corpus, tmp_path, settings | both)
     train, evaluation, found = torch.load(tmp_path / "outcome.pt", weights_only=False)
@@ -116,10 +104,6 @@ def test_two_processes_train_as_one_and_resume_with_one(corpus, tmp_path):
     model = tiny_model()
     torch.nn.utils.vector_to_parameters(weights, model.parameters())
     assert evaluation[3] == pytest.approx(reference_gradient(model, [tokens_of(t) for t in texts])[0], rel=LOSS)
-    # The same checkpoint goes on in one process, with twice the micro-batches.
-    shutil.copytree(tmp_path / "checkpoint-3", tmp_path / "one" / "checkpoint-3")
-    _, alone, _ = run(corpus, tmp_path / "one", max_steps=STEPS, resume=True)
-    torch.testing.assert_close(alone, reference_run(corpus, STEPS)[1], rtol=WEIGHTS, atol=WEIGHTS)
 
 
 @pytest.mark.parametrize(
@@ -183,20 +167,6 @@ def test_bytes_that_nobody_asked_for_are_refused_for_the_trainers_model(corpus, 
     PackedTrainer(model, arguments(tmp_path), train_loader=loader)
 
 
-def test_a_model_whose_costs_are_not_known_is_named(corpus, tmp_path, caplog):
-    model = tiny_model()
-
-    class Unknown(type(model.config)):
-        def to_dict(self):
-            return {"model_type": "unheard_of"}
-
-    model.config.__class__ = Unknown
-    train = loader_of(corpus, micro_batches=4)
-    PackedTrainer(model, arguments(tmp_path), train_loader=train)
-    assert train.model_is_assumed
-    assert "packs are not balanced for the model that is trained" in caplog.text
-
-
 def test_a_model_that_cannot_take_the_count_is_refused(corpus, tmp_path):
     class Old(torch.nn.Module):
         def __init__(self):
@@ -224,14 +194,3 @@ def sft(tmp_path, tokenizer):  # noqa: F811
         return PackedSFTTrainer(model, args, train_loader=loader, processing_class=tokenizer)
 
     return make
-
-
-def test_sft_trainer_trains_as_documents_one_by_one(tmp_path, sft):
-    write_texts(tmp_path, num_documents=24, longest=30)
-    _, weights = reference_run(tmp_path, 4)
-    model = tiny_model()
-    loader = loader_of(tmp_path, micro_batches=4)
-    with kernel_in_float64():
-        sft(model, loader, max_steps=4).train()
-    loader.close()
-    torch.testing.assert_close(weights_of(model), weights, rtol=WEIGHTS, atol=WEIGHTS)

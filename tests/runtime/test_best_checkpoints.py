@@ -1,22 +1,12 @@
 """Which checkpoints stay for their validation losses: ties, passes that are made again, saves that fail."""
 
-import json
 import math
-from pathlib import Path
 
 import pytest
 
 from evenload.errors import ConfigError
 from evenload.runtime.checkpoint.checkpoint import _require_same_state
-from evenload.runtime.checkpoint.directory import (
-    BestPass,
-    checkpoint_path,
-    note_best,
-    prune_checkpoints,
-    saved_passes,
-    steps_in_name,
-    with_pass,
-)
+from evenload.runtime.checkpoint.directory import BestPass, with_pass
 
 SAVED = (BestPass(steps_done=2, loss=1.0), BestPass(steps_done=4, loss=2.0))
 
@@ -42,34 +32,6 @@ def steps(best: tuple[BestPass, ...]) -> list[int]:
 def test_a_pass_among_the_best_stands_before_the_one_that_it_drives_out(steps_done, loss, keep, expected, is_best):
     best, told = with_pass(SAVED, steps_done, loss, keep)
     assert (steps(best), told) == (expected, is_best)
-
-
-class Run:
-    """Saves as the writer and the trainer do them, one newest and one best checkpoint."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.best: tuple[BestPass, ...] = ()
-
-    def validate(self, steps_done: int, loss: float) -> None:
-        self.best, _ = with_pass(saved_passes(self.directory, self.best, 1), steps_done, loss, 1)
-
-    def save(self, steps_done: int) -> None:
-        path = checkpoint_path(self.directory, steps_done)
-        path.mkdir()
-        (path / "progress.json").write_text("{}")
-        saved = saved_passes(self.directory, self.best, 1)
-        note_best(self.directory, saved)
-        prune_checkpoints(self.directory, 1, set(steps(saved)))
-
-    @property
-    def there(self) -> list[int]:
-        return sorted(steps_in_name(path) for path in self.directory.glob("step-*"))
-
-    @property
-    def named(self) -> int | None:
-        path = self.directory / "best.json"
-        return json.loads(path.read_text())["steps_done"] if path.exists() else None
 
 
 @pytest.mark.parametrize(

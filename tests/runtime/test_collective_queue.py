@@ -49,7 +49,8 @@ def test_a_thread_runs_calls_in_order_while_the_caller_goes_on():
     assert times == sorted(times)
 
 
-def test_who_waits_for_a_call_behind_one_that_failed_has_its_error():
+@pytest.mark.parametrize("waits_for_all", [True, False])
+def test_the_error_of_a_call_is_raised_where_somebody_waits_and_nothing_runs_after_it(waits_for_all):
     queue, done = ThreadQueue(CPU), []
 
     def fail() -> None:
@@ -58,7 +59,8 @@ def test_who_waits_for_a_call_behind_one_that_failed_has_its_error():
     before, behind = queue.put(lambda: done.append(1)), (queue.put(fail), queue.put(lambda: done.append(2)))[1]
     queue.await_call(before)
     with pytest.raises(RuntimeError, match="the connection broke"):
-        queue.await_call(behind)
+        queue.wait() if waits_for_all else queue.await_call(behind)
+    assert queue.has_failed
     assert done == [1]
 
 
@@ -71,20 +73,6 @@ def test_on_a_gpu_what_waits_for_a_call_is_computed_after_it(device):
     device.current_stream(None).wait_event = waited.append
     queue.await_call(numbers[1])
     assert waited == ["end of 1"]
-
-
-def test_the_error_of_a_call_is_raised_where_somebody_waits_and_nothing_runs_after_it():
-    queue, done = ThreadQueue(CPU), []
-
-    def fail() -> None:
-        raise RuntimeError("gloo: the connection broke")
-
-    queue.put(fail)
-    queue.put(lambda: done.append(1))
-    with pytest.raises(RuntimeError, match="the connection broke"):
-        queue.wait()
-    assert queue.has_failed
-    assert not done
 
 
 def test_a_closed_queue_ends_its_thread_without_what_has_not_begun():

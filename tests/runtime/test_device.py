@@ -1,11 +1,13 @@
-"""Choosing a rank's device and its clock."""
+"""Choosing a rank's device, and the memory of its process as the system counts it."""
 
+import numpy as np
 import pytest
 import torch
 
 from evenload.errors import ConfigError
-from evenload.runtime.device import require_device
+from evenload.runtime.device import peak_process_bytes, require_device, reset_peak_process_bytes
 
+MEBIBYTE = 2**20
 CPU = torch.device("cpu")
 
 
@@ -22,3 +24,13 @@ def test_more_processes_than_gpus_are_refused(monkeypatch):
     require_device("cuda", 2)
     with pytest.raises(ConfigError, match=r"4 processes start on this machine, which shows 2 GPUs"):
         require_device("cuda", 4)
+
+
+@pytest.mark.skipif(peak_process_bytes(CPU) is None, reason="this system has no /proc/self/status")
+def test_memory_that_is_written_is_counted_and_its_peak_kept():
+    reset_peak_process_bytes(CPU)
+    before = peak_process_bytes(CPU)
+    block = np.ones(200 * MEBIBYTE, np.uint8)
+    assert peak_process_bytes(CPU) - before > 180 * MEBIBYTE
+    del block
+    assert peak_process_bytes(CPU) - before > 180 * MEBIBYTE

@@ -4,23 +4,19 @@ import json
 
 import pytest
 import torch
-from torch import nn
 
-from adapter_cases import LORA, all_tensors, build_with_adapters, make_adapters_matter, peft_model
-from evenload.attention.backends import select_backend
+from adapter_cases import LORA, adapter_loss_and_gradients, all_tensors, build_with_adapters, make_adapters_matter
 from evenload.config.sections import LoraConfig, with_adapters
 from evenload.cost.memory import parameters_per_rank, static_bytes
 from evenload.errors import ConfigError, UnsupportedModelError
 from evenload.runtime.model.hf_model import build_stage_model
 from evenload.runtime.model.lora import write_adapter
-from evenload.runtime.model.supported import attention_soft_cap
 from evenload.runtime.optim.parameter_units import flatten_units, frozen_bytes
-from evenload.runtime.replay.stage import PipelineStage
 from evenload.runtime.replay.store import ActivationStore
 from evenload.types.layout import even_layout
 from evenload.types.model import model_from_hf_config
 from reference_training import KINDS, make_tokens, relative_error, tiny_config
-from single_stage import pack_tokens, packs_of
+from single_stage import pack_tokens, sliced_packs, stage_of, trained
 
 # peft asks transformers by an old name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -33,32 +29,23 @@ def test_adapter_gradients_equal_peft(kind, tmp_path):
     """Every linear of every architecture, asymmetric packs; the base gets no gradient at all."""
     config = tiny_config(kind, tied=kind == "llama")
     tokens = make_tokens(LENGTHS, config.vocab_size)
-    model = build_with_adapters(config, LORA)
-    make_adapters_matter(model)
-    tensors = all_tensors(model)
-    buffers = flatten_units(model, dp=1)
-    trained = {n: p for b in buffers for n, p in zip(b.names, b.parameters, strict=True)}
-    assert set(trained) == {n for n in tensors if ".lora_" in n}
-    stage = PipelineStage(model, select_backend("auto", "cpu", attention_soft_cap(config)))
+    stage, buffers = stage_of(config, lora=LORA)
+    make_adapters_matter(stage.model)
+    tensors, adapters = all_tensors(stage.model), trained(buffers)
+    assert set(adapters) == {n for n in tensors if ".lora_" in n}
     store = ActivationStore({d: len(t) for d, t in tokens.items()}, [])
     labels = sum(len(t) - 1 for t in tokens.values())
-    for pack in packs_of(LENGTHS, [0.3, 0.75], 40, last_first=False):
+    forward, backward = sliced_packs(LENGTHS)
+    for pack in forward:
         stage.forward(pack_tokens(pack, tokens), None, store)
-    backward = packs_of(LENGTHS, [0.5], 33, last_first=True)
     loss = sum(stage.backward(pack_tokens(pack, tokens), None, store, labels)[1].item() for pack in backward)
-    plain = peft_model(config, tensors, tmp_path)
-    expected = sum(
-        nn.functional.cross_entropy(plain(t[None]).logits[0, :-1], t[1:], reduction="sum") / labels
-        for t in tokens.values()
-    )
-    expected.backward()
-    assert loss == pytest.approx(expected.item(), rel=1e-11)
-    gradients = {n.removeprefix("base_model.model."): p.grad for n, p in plain.named_parameters() if p.grad is not None}
-    assert set(gradients) == set(trained)
-    for name, parameter in trained.items():
+    plain_loss, gradients = adapter_loss_and_gradients(config, tensors, tmp_path, tokens, torch.float64)
+    assert loss == pytest.approx(plain_loss, rel=1e-11)
+    assert set(gradients) == set(adapters)
+    for name, parameter in adapters.items():
         assert gradients[name].norm() > 0
         assert relative_error(parameter.main_grad, gradients[name]) <= 1e-11, name
-    assert all(p.grad is None and not hasattr(p, "main_grad") for p in model.frozen_parameters())
+    assert all(p.grad is None and not hasattr(p, "main_grad") for p in stage.model.frozen_parameters())
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "qwen3_moe"])
@@ -90,13 +77,19 @@ def test_layouts_start_from_the_same_adapters():
             assert torch.equal(parameter, whole[name])
 
 
-def test_an_adapter_goes_on_from_its_peft_directory(tmp_path):
-    config = tiny_config("llama")
-    first = build_with_adapters(config, LORA)
-    make_adapters_matter(first)
-    tensors = all_tensors(first)
+@pytest.fixture
+def saved(tmp_path):
+    """A tiny Llama's tensors with adapters, and these as a PEFT directory that `model.lora.path` names."""
+    model = build_with_adapters(tiny_config("llama"), LORA)
+    make_adapters_matter(model)
+    tensors = all_tensors(model)
     write_adapter(tmp_path, {n: t for n, t in tensors.items() if ".lora_" in n}, LORA, "somewhere")
-    again = all_tensors(build_with_adapters(config, LoraConfig(rank=3, alpha=6.0, path=str(tmp_path))))
+    return tensors, LoraConfig(rank=3, alpha=6.0, path=str(tmp_path))
+
+
+def test_an_adapter_goes_on_from_its_peft_directory(saved):
+    tensors, lora = saved
+    again = all_tensors(build_with_adapters(tiny_config("llama"), lora))
     assert all(torch.equal(again[n], t) for n, t in tensors.items())
 
 
@@ -112,14 +105,11 @@ def test_an_adapter_goes_on_from_its_peft_directory(tmp_path):
         ({"r": 4}, ConfigError, "has rank 4"),
     ],
 )
-def test_other_adapters_are_refused_by_name(tmp_path, change, error, message):
-    config = tiny_config("llama")
-    tensors = {n: t for n, t in all_tensors(build_with_adapters(config, LORA)).items() if ".lora_" in n}
-    write_adapter(tmp_path, tensors, LORA, "somewhere")
+def test_other_adapters_are_refused_by_name(saved, tmp_path, change, error, message):
     file = tmp_path / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     with pytest.raises(error, match=message):
-        build_with_adapters(config, LoraConfig(rank=3, alpha=6.0, path=str(tmp_path)))
+        build_with_adapters(tiny_config("llama"), saved[1])
 
 
 @pytest.mark.parametrize(
@@ -143,10 +133,7 @@ def test_settings_that_cannot_be_trained_are_refused(settings, message):
         ("adapter_model.safetensors", b"garbage", "is not a safetensors file"),
     ],
 )
-def test_a_damaged_adapter_is_told_in_words(tmp_path, name, content, message):
-    config = tiny_config("llama")
-    tensors = {n: t for n, t in all_tensors(build_with_adapters(config, LORA)).items() if ".lora_" in n}
-    write_adapter(tmp_path, tensors, LORA, "somewhere")
+def test_a_damaged_adapter_is_refused(saved, tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=message):
-        build_with_adapters(config, LoraConfig(rank=3, alpha=6.0, path=str(tmp_path)))
+        build_with_adapters(tiny_config("llama"), saved[1])

@@ -3,15 +3,10 @@
 import pytest
 import torch
 
-from evenload.attention.backends import select_backend
-from evenload.runtime.model.hf_model import build_stage_model
-from evenload.runtime.model.supported import attention_soft_cap
-from evenload.runtime.optim.parameter_units import flatten_units
 from evenload.runtime.replay.host_copies import HostRows, ThreadHostCopies, host_copies
-from evenload.runtime.replay.stage import PipelineStage
 from evenload.runtime.replay.store import ActivationStore
 from reference_training import make_tokens, plain_loss_and_gradients, relative_error, tiny_config
-from single_stage import pack_tokens, packs_of
+from single_stage import pack_tokens, packs_of, sliced_packs, stage_of, trained
 from spoiled_copies import SpoiledHostCopies
 
 LENGTHS = [61, 30, 1, 7, 2, 1, 19]
@@ -23,14 +18,12 @@ class _LateCopy:
     def __init__(self, into: torch.Tensor, pieces: list[torch.Tensor], *, spoils: bool) -> None:
         self._into, self._pieces, self._spoils, self._done = into, pieces, spoils, False
 
-    def wait(self) -> None:
+    def __call__(self) -> None:
         if not self._done:
             self._into.copy_(torch.cat([piece.contiguous() for piece in self._pieces]))
             for piece in self._pieces if self._spoils else ():
                 piece.fill_(torch.nan)
             self._done = True
-
-    release = wait
 
 
 class LateHostCopies:
@@ -57,33 +50,15 @@ class LateHostCopies:
 @pytest.mark.parametrize("whole", [True, False], ids=["whole packs", "cut packs"])
 @pytest.mark.parametrize("policies", ["all", "some"])
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "qwen3_moe"])
-def test_no_tensor_is_read_before_it_arrives_or_used_after_it_left(kind, whole, policies):
-    copies = LateHostCopies()
-    assert_trains_as_plain(tiny_config(kind), whole, policies, copies)
-    assert copies.num_to_host > 0
-    assert copies.num_to_device > 0
-
-
-@pytest.mark.parametrize("whole", [True, False], ids=["whole packs", "cut packs"])
-@pytest.mark.parametrize("policies", ["all", "some"])
-@pytest.mark.parametrize("kind", ["llama", "gemma2", "qwen3_moe"])
-def test_freed_host_memory_may_be_overwritten_at_once_and_tensors_lie_in_pieces(kind, whole, policies):
-    copies = SpoiledHostCopies()
-    assert_trains_as_plain(tiny_config(kind), whole, policies, copies)
-    assert copies.num_pieces > copies.num_tensors > 0
-    assert copies.arena.live_bytes == 0
-
-
-def assert_trains_as_plain(config, whole, policies, copies):
+@pytest.mark.parametrize("unfavourable", [LateHostCopies, SpoiledHostCopies])
+def test_copies_that_come_late_and_memory_that_is_spoiled_at_once_change_nothing(unfavourable, kind, whole, policies):
+    """No tensor is read before it arrives or used after it left; freed host memory may be overwritten at once, and
+    tensors may lie in pieces."""
+    config, copies = tiny_config(kind), unfavourable()
     tokens = make_tokens(LENGTHS, config.vocab_size)
-    model = build_stage_model(
-        config, layers=(0, 4), dtype=torch.float64, device=torch.device("cpu"), weights=None, seed=3
-    )
-    buffers = flatten_units(model, dp=1)
-    stage = PipelineStage(model, select_backend("auto", "cpu", attention_soft_cap(config)))
+    stage, buffers = stage_of(config)
     stage.begin_step(dict(enumerate(LENGTHS)))
-    forward = packs_of(LENGTHS, [] if whole else [0.3, 0.75], 40, last_first=False)
-    backward = forward if whole else packs_of(LENGTHS, [0.5], 33, last_first=True)
+    forward, backward = [packs_of(LENGTHS, [], 40, last_first=False)] * 2 if whole else sliced_packs(LENGTHS)
     offloaded = [doc for doc in range(len(LENGTHS)) if policies == "all" or doc % 2 == 0]
     store = ActivationStore(
         dict(enumerate(LENGTHS)),
@@ -99,12 +74,17 @@ def assert_trains_as_plain(config, whole, policies, copies):
     loss = sum(stage.backward(pack_tokens(pack, tokens), None, store, labels)[1].item() for pack in backward)
     store.check_empty()
     assert store.held.host_bytes == store.held.held_bytes == 0
-    weights = {n: p.detach() for b in buffers for n, p in zip(b.names, b.parameters, strict=True)}
+    weights = {name: p.detach() for name, p in trained(buffers).items()}
     plain_loss, plain = plain_loss_and_gradients(config, weights, tokens, torch.float64)
     assert loss == pytest.approx(plain_loss, rel=1e-10)
-    for buffer in buffers:
-        for name, parameter in zip(buffer.names, buffer.parameters, strict=True):
-            assert relative_error(parameter.main_grad, plain[name]) <= 1e-10, name
+    for name, parameter in trained(buffers).items():
+        assert relative_error(parameter.main_grad, plain[name]) <= 1e-10, name
+    if isinstance(copies, LateHostCopies):
+        assert copies.num_to_host > 0
+        assert copies.num_to_device > 0
+    else:
+        assert copies.num_pieces > copies.num_tensors > 0
+        assert copies.arena.live_bytes == 0
 
 
 def test_copies_run_beside_the_caller_and_in_order():
@@ -116,7 +96,7 @@ def test_copies_run_beside_the_caller_and_in_order():
         parts = [copies.to_host(part) for part in (tensor[:5], tensor[5:])]
         pieces = [piece for host, _ in parts for piece in host.pieces]
         back, copy = copies.to_device(pieces, torch.device("cpu"))
-        copy.wait()
+        copy()
         assert all(piece.data_ptr() != tensor.data_ptr() for piece in pieces)
         assert torch.equal(back, tensor)
 

@@ -8,15 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from evenload.runtime.stages.twin_memory import (
+from evenload.runtime.stages.twin_layer import (
     PAGE_BYTES,
     WEIGHTS,
     OthersMemory,
-    Place,
     SparseMemory,
     TwinError,
     TwinMemory,
-    placed,
+    place_pieces,
     touch,
 )
 from taken_memory import taken_bytes
@@ -89,16 +88,16 @@ def test_the_memory_of_another_process_than_the_one_that_told_is_refused():
 
 
 @pytest.fixture
-def two_ranks() -> tuple[TwinMemory, TwinMemory, dict[int, Place]]:
-    places, num_bytes = placed([{WEIGHTS: torch.float32, "exp_avg": torch.float64}, None], [10, 20])
-    own = [SparseMemory(num_bytes) for _ in range(2)]
-    others = {rank: OthersMemory(one.address) for rank, one in enumerate(own)}
-    return *(TwinMemory(one, others, places, 2) for one in own), places
+def two_ranks() -> list[TwinMemory]:
+    parts = [{WEIGHTS: torch.float32, "exp_avg": torch.float64}, None]
+    placed = [place_pieces(parts, [10, 20]) for _ in range(2)]
+    others = {rank: OthersMemory(own.address) for rank, (own, _) in enumerate(placed)}
+    return [TwinMemory(own, others, pieces, 2) for own, pieces in placed]
 
 
 def test_a_twin_is_read_only_as_of_its_step(two_ranks):
-    first, second, _ = two_ranks
-    mine = first.of_piece(0)
+    first, second = two_ranks
+    mine = first.pieces[0]
     mine.tensor("exp_avg", 4, 8).copy_(torch.arange(4.0))
     into = torch.empty(2, dtype=torch.float64)
     for wrong in (None, 6, 8):
@@ -111,10 +110,10 @@ def test_a_twin_is_read_only_as_of_its_step(two_ranks):
 
 
 def test_places_do_not_overlap_and_only_shared_pieces_have_one(two_ranks):
-    first, _, places = two_ranks
-    assert first.of_piece(1) is None
+    first, _ = two_ranks
+    assert first.pieces.keys() == {0}
     assert not first.reaches(1, 1)
     assert first.reaches(0, 1)
     assert not first.reaches(0, 2)
-    starts = sorted(places[0].offsets.values())
+    starts = sorted(first.pieces[0].offsets.values())
     assert starts == [PAGE_BYTES, 2 * PAGE_BYTES]

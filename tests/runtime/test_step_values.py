@@ -58,22 +58,19 @@ def _gathered(traces):
     )
     found = gather_timeline(
         trace,
-        ReductionTrace(np.array([3, 2], np.int32), sums[:, 0], sums[:, 1]),
-        [GatherTrace(np.zeros(1, np.int32), gather[:1], gather[1:], none, none)],
+        ReductionTrace(sums[:, 0], sums[:, 1]),
+        [GatherTrace(gather[:1], gather[1:], none, none)],
         zero_s=zero_s,
         step_time_s=9.0,
         static_bytes=1000,
         mesh=mesh,
     )
-    own = RankEnd(
+    own = dataclasses.replace(
+        END,
         step_time_s=1.0 + mesh.rank,
         peak_bytes=100 - mesh.rank,
-        data_wait_s=0.0,
         barrier_s=0.5 * (4 - mesh.rank),
         stop_signal=15 * (mesh.rank == 2),
-        is_time_to_save=False,
-        process_bytes=7,
-        fixed_bytes=3,
     )
     return found, own.joined(mesh)
 

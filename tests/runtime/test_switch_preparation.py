@@ -1,6 +1,5 @@
 """What a run measures of switches at its start, and for which of them it takes memory ahead."""
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -10,12 +9,10 @@ from torch import nn
 from evenload.plan.layouts.moves import Piece
 from evenload.runtime.optim.parameter_units import BufferGroup
 from evenload.runtime.stages import live_stages
-from evenload.runtime.stages.live_pieces import LivePiece
-from evenload.runtime.stages.live_stages import LiveStages, _Reading
+from evenload.runtime.stages.live_stages import LiveStages, Reading
 from evenload.runtime.stages.rank_state import RankState
-from evenload.runtime.stages.twin_memory import PieceMemory, SparseMemory, placed
+from evenload.runtime.stages.twin_layer import LivePiece, place_pieces
 from evenload.runtime.step_trainer import StepTrainer
-from evenload.types.layout import even_layout
 from taken_memory import taken_bytes
 
 PIECES = [
@@ -30,19 +27,14 @@ PIECES = [
 def test_ranks_of_a_machine_on_which_nothing_is_shared_read_nothing(rank, source, monkeypatch):
     """The budget held the first piece, which two machines of two ranks each have on the first one alone."""
     read = []
-
-    def told(everyone, mine, group) -> None:
-        everyone[:] = [[0], [0], [], []]
-
-    monkeypatch.setattr(live_stages.dist, "all_gather_object", told)
+    monkeypatch.setattr(live_stages, "gather_from_all", lambda mine, mesh: [[0], [0], [], []])
     monkeypatch.setattr(live_stages, "_LEAST_BYTES", 100)
-    watch = SimpleNamespace(waiting=lambda what: nullcontext())
-    mesh = SimpleNamespace(rank=rank, num_ranks=4, control=None, watch=watch)
+    mesh = SimpleNamespace(rank=rank, num_ranks=4)
     twins = SimpleNamespace(
         reaches=lambda piece, other: piece == 0 and other // 2 == rank // 2,
         read=lambda piece, part, source, start, into, num_updates: read.append((piece, source)),
     )
-    one = _Reading(PIECES, twins, mesh)
+    one = Reading(SimpleNamespace(pieces=PIECES, twins=twins), mesh)
     one.run()
     assert one.num_bytes == (0 if source is None else 120)
     assert read == ([] if source is None else [(0, source)] * 3)
@@ -50,7 +42,7 @@ def test_ranks_of_a_machine_on_which_nothing_is_shared_read_nothing(rank, source
 
 def test_memory_is_taken_ahead_in_what_the_step_leaves():
     asked = []
-    live = SimpleNamespace(look_ahead=lambda coming, headroom_bytes: asked.append((coming(), headroom_bytes)))
+    live = SimpleNamespace(preallocate=lambda coming, headroom_bytes: asked.append((coming(), headroom_bytes)))
     here = SimpleNamespace(memory_cap_bytes=1000)
     plan = SimpleNamespace(predicted=SimpleNamespace(peak_memory_bytes=600))
     RankState.looking_ahead(SimpleNamespace(live=live), lambda: None, StepTrainer._headroom_bytes(here, plan))()
@@ -60,16 +52,13 @@ def test_memory_is_taken_ahead_in_what_the_step_leaves():
 def test_optimizer_state_that_is_shared_takes_its_memory_before_the_first_step():
     """What the process holds beside its tensors is what it holds then without them (`ProcessMemory`)."""
     count, names = 2**16, ("exp_avg", "exp_avg_sq")
-    places, num_bytes = placed([dict.fromkeys(names, torch.float32)], [count])
-    own = SparseMemory(num_bytes)
-    live = SimpleNamespace(
-        piece=Piece(unit=0, num_elements=count, weight_bytes=4), state_names=names, shared=PieceMemory(own, places[0])
-    )
+    own, places = place_pieces([dict.fromkeys(names, torch.float32)], [count])
+    live = SimpleNamespace(state_names=names, shared=places[0], share_in=lambda mesh: (0, count))
     values = torch.ones(count)
     buffer = SimpleNamespace(values=values, grads=torch.zeros(1), shard=lambda values, rank, size: values)
     here = SimpleNamespace(
         held=SimpleNamespace(buffers=[buffer]),
-        mesh=SimpleNamespace(layout=even_layout(1), pp_rank=0, data_rank=0, data_size=1),
+        mesh=SimpleNamespace(data_rank=0, data_size=1),
         _live_of=lambda group: live,
     )
     (state,) = LiveStages.initial_state(here)
@@ -83,7 +72,7 @@ def test_a_stand_in_comes_and_goes_as_its_piece_does_and_leaves_it_alone():
     parameters = [nn.Parameter(torch.arange(6.0).view(2, 3)), nn.Parameter(torch.ones(1))]
     group = BufferGroup(("a", "b"), tuple(parameters), decays=True, is_part=False, unit=1)
     live = LivePiece(
-        1, parameters, group, at_both_ends=False, data_sizes=[1, 2], device=torch.device("cpu"),
+        1, parameters, group, None, at_both_ends=False, data_sizes=[1, 2], device=torch.device("cpu"),
         is_held=True,
     )  # fmt: skip
     like = live.stand_in()
@@ -93,7 +82,7 @@ def test_a_stand_in_comes_and_goes_as_its_piece_does_and_leaves_it_alone():
         assert [len(parameter) for parameter in like.parameters] == [0, 0]
         like.gain()
         assert [parameter.shape for parameter in like.parameters] == [(2, 3), (1,)]
-        assert [len(tensor) for tensor in like.weights()] == [7]
+        assert len(like.weights) == 7
         like.parameters[0].data.fill_(9.0)
         like.drop()
     assert live.is_held

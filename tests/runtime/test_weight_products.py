@@ -5,15 +5,11 @@ import functools
 import pytest
 import torch
 
-from evenload.attention.cpu_flash import CpuFlashAttention
-from evenload.runtime.model.hf_model import build_stage_model
-from evenload.runtime.optim.parameter_units import flatten_units
 from evenload.runtime.replay.held_bytes import HeldBytes
-from evenload.runtime.replay.stage import PipelineStage
 from evenload.runtime.replay.store import ActivationStore
 from evenload.runtime.replay.weight_products import WeightProducts, add_weight_gradient
 from reference_training import make_tokens, plain_loss_and_gradients, relative_error, tiny_config
-from single_stage import pack_tokens, packs_of
+from single_stage import pack_tokens, sliced_packs, stage_of, trained
 from wide_sums import wide_sums
 
 LENGTHS = [61, 30, 1, 7, 2, 1, 19]
@@ -25,27 +21,25 @@ def sums_wider():
         yield
 
 
-def summed_products(add_to) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weight gradients of 16 packs in bf16, as `add_to(weight, input, gradient)` sums them, and exactly."""
+def error_of_summed_products() -> float:
+    """Of the weight gradients of 16 packs in bf16."""
     generator = torch.Generator().manual_seed(4)
     weight, exact = torch.nn.Parameter(torch.zeros(3, 4)), torch.zeros(3, 4, dtype=torch.float64)
     weight.main_grad = torch.zeros(3, 4)  # type: ignore[attr-defined]
     for _ in range(16):
         rows, grad = (torch.randn(50, n, generator=generator).bfloat16() for n in (4, 3))
-        add_to(weight, rows, grad)
+        add_weight_gradient(weight, None, rows, grad)
         exact += grad.double().t() @ rows.double()
-    return weight.main_grad, exact  # type: ignore[attr-defined]
+    return relative_error(weight.main_grad, exact)  # type: ignore[attr-defined]
 
 
 def test_no_pack_rounds_its_weight_gradient_where_the_device_can_sum_it(sums_wider):
     """In bf16 a pack's product would lose all but 8 bits before it is added to the fp32 sum."""
-    found, exact = summed_products(lambda weight, rows, grad: add_weight_gradient(weight, None, rows, grad))
-    assert relative_error(found, exact) < 1e-6
+    assert error_of_summed_products() < 1e-6
 
 
 def test_elsewhere_a_packs_product_is_rounded_once():
-    found, exact = summed_products(lambda weight, rows, grad: add_weight_gradient(weight, None, rows, grad))
-    assert 1e-4 < relative_error(found, exact) < 2**-8
+    assert 1e-4 < error_of_summed_products() < 2**-8
 
 
 @pytest.mark.parametrize("policy", ["replay", "recompute", "offload"])
@@ -54,13 +48,8 @@ def test_weights_come_later_from_what_was_kept(kind, policy):
     """All I first: every activation is freed, and other packs run in between; then all W, in another order."""
     config = tiny_config(kind)
     tokens = make_tokens(LENGTHS, config.vocab_size)
-    model = build_stage_model(
-        config, layers=(0, 4), dtype=torch.float64, device=torch.device("cpu"), weights=None, seed=3
-    )
-    buffers = flatten_units(model, dp=1)
-    stage = PipelineStage(model, CpuFlashAttention())
-    forward = packs_of(LENGTHS, [0.3, 0.75], 40, last_first=False)
-    backward = packs_of(LENGTHS, [0.5], 33, last_first=True)
+    stage, buffers = stage_of(config)
+    forward, backward = sliced_packs(LENGTHS)
     policies = dict.fromkeys(range(len(LENGTHS)), policy)
     store = ActivationStore(dict(enumerate(LENGTHS)), [tuple(p) for p in backward], policies=policies)
     for pack in forward:
@@ -72,20 +61,18 @@ def test_weights_come_later_from_what_was_kept(kind, policy):
     rows = sum(LENGTHS) * config.num_hidden_layers
     hidden, ffn, query, key_value = config.hidden_size, config.intermediate_size, 48, 24
     assert held == rows * 8 * (4 * hidden + 2 * query + 2 * key_value + 3 * ffn)
-    projections = {n: p for b in buffers for n, p in zip(b.names, b.parameters, strict=True) if "proj" in n}
-    assert all(not p.main_grad.any() for p in projections.values()), "W has not run"
-    assert all(p.main_grad.any() for b in buffers for p in b.parameters if id(p) not in map(id, projections.values()))
+    parameters = trained(buffers)
+    assert all(p.main_grad.any() == ("proj" not in name) for name, p in parameters.items()), "W has not run"
     with pytest.raises(AssertionError, match="weight gradients of packs"):
         store.check_empty()
     for index in reversed(range(len(backward))):
         store.add_deferred_weights(index)
     store.check_empty()
     assert store.held.held_bytes == 0
-    weights = {n: p.detach() for b in buffers for n, p in zip(b.names, b.parameters, strict=True)}
+    weights = {name: p.detach() for name, p in parameters.items()}
     _, plain = plain_loss_and_gradients(config, weights, tokens, torch.float64, num_labels=1)
-    for buffer in buffers:
-        for name, parameter in zip(buffer.names, buffer.parameters, strict=True):
-            assert relative_error(parameter.main_grad, plain[name]) <= 1e-10, name
+    for name, parameter in parameters.items():
+        assert relative_error(parameter.main_grad, plain[name]) <= 1e-10, name
 
 
 def test_what_is_counted_is_what_is_held():

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from evenload.cli.bench_worker import checked_bench
-from evenload.config.train_config import load_train_config
+from evenload.cli.bench import BenchRequest
+from evenload.cli.measure_worker import bench_task
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -24,6 +24,7 @@ def test_a_case_is_a_run_of_its_strategies(script, layout, tmp_path):
     names, left_out = script["strategies_of"](f"{layout}-dirs-small")
     assert {*names, *(name for name, _ in left_out)} == set(script["STRATEGIES"])
     assert [name for name, _ in left_out] == (["skrull"] if "pp2" in layout else [])
-    plan, found = checked_bench(load_train_config(config, []), names, 2, 3)
-    assert plan.strategies == names
-    assert found.world_size == (4 if layout == "pp2dp2" else 2)
+    request = BenchRequest(config=config)
+    (*_, strategies, _, _), num_ranks = bench_task(tmp_path / "answer.json", request, request.load(), names, tmp_path)
+    assert strategies == names
+    assert num_ranks == (4 if layout == "pp2dp2" else 2)

@@ -2,27 +2,13 @@
 
 import resource
 import signal
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from dist_training import COSTS
-from evenload.config.train_config import layout_of, load_train_config
+from dist_training import COSTS, make_trainer
 from evenload.errors import CheckpointError, ConfigError, DataError
 from evenload.runtime.checkpoint.checkpoint import load_checkpoint, run_tensors
-from evenload.runtime.comm.mesh import Mesh, create_meshes
-from evenload.runtime.model.configured import model_spec
-from evenload.runtime.trainer import Trainer
-from gloo_pool import TIMEOUT_S
-
-
-def make_trainer(config_file: str, overrides: list[str]) -> tuple[Trainer, Mesh]:
-    config = load_train_config(Path(config_file), overrides)
-    mesh = create_meshes(
-        [layout_of(config.parallel, model_spec(config).num_layers)], torch.device("cpu"), TIMEOUT_S
-    ).start
-    return Trainer(config, mesh), mesh
 
 
 def train_with_a_full_disk(
@@ -33,7 +19,8 @@ def train_with_a_full_disk(
     Returns:
         Failures that were reported, losses (rank 0), and the error that ended the run, or "".
     """
-    trainer, mesh = make_trainer(config_file, overrides)
+    trainer = make_trainer(config_file, overrides)
+    mesh = trainer.mesh
     failures, losses = [], []
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -56,7 +43,8 @@ def train_with_a_full_disk(
 
 def random_numbers_after_resume(config_file: str, saved_with: list[str], resumed_with: list[str] | None) -> tuple:
     """Save; (numbers drawn next, numbers drawn next after a resume, cost file after the resume)."""
-    trainer, mesh = make_trainer(config_file, saved_with)
+    trainer = make_trainer(config_file, saved_with)
+    mesh = trainer.mesh
     for _ in trainer.train(COSTS, 2**34, 1):
         pass
     torch.manual_seed(100 + mesh.rank)
@@ -64,7 +52,7 @@ def random_numbers_after_resume(config_file: str, saved_with: list[str], resumed
     trainer.save()
     expected = torch.rand(5).tolist()
     torch.manual_seed(7)
-    again, _ = make_trainer(config_file, resumed_with or saved_with)
+    again = make_trainer(config_file, resumed_with or saved_with)
     assert again.coefficients is None
     again.resume()
     return expected, torch.rand(5).tolist(), again.coefficients == COSTS
@@ -76,11 +64,12 @@ def save_while_everything_changes(config_file: str, overrides: list[str]) -> lis
     Returns:
         Names of rank 0's tensors that come back changed.
     """
-    trainer, mesh = make_trainer(config_file, overrides)
+    trainer = make_trainer(config_file, overrides)
+    mesh = trainer.mesh
     for _ in trainer.train(COSTS, 2**34, 1):
         pass
-    held = run_tensors(trainer.state.buffers, trainer.state.optimizer, mesh)
-    tensors = {(name, piece.offsets): piece.local for name, part in held.items() for piece in part.pieces}
+    held = run_tensors(trainer.state)
+    tensors = {(name, at): piece for name, part in held.items() for at, piece in part.pieces.items()}
     before = {key: local.clone() for key, local in tensors.items()}
     if mesh.rank == 0:
         trainer._saves._start(0.0)
@@ -88,7 +77,7 @@ def save_while_everything_changes(config_file: str, overrides: list[str]) -> lis
             local.add_(1.0)
     dist.barrier(group=mesh.control)
     trainer.save()
-    load_checkpoint(trainer._checkpoints / "step-00000001", trainer.state.buffers, trainer.state.optimizer, mesh)
+    load_checkpoint(trainer._checkpoints / "step-00000001", trainer.state)
     return [
         name for (name, at), local in tensors.items() if mesh.rank == 0 and not torch.equal(local, before[name, at])
     ]
@@ -96,7 +85,7 @@ def save_while_everything_changes(config_file: str, overrides: list[str]) -> lis
 
 def resume_error(config_file: str, overrides: list[str]) -> str:
     """What refuses to resume, or ""."""
-    trainer, _ = make_trainer(config_file, overrides)
+    trainer = make_trainer(config_file, overrides)
     try:
         trainer.resume()
     except ConfigError as error:
@@ -106,7 +95,7 @@ def resume_error(config_file: str, overrides: list[str]) -> str:
 
 def training_error(config_file: str, overrides: list[str]) -> str:
     """What ends a step in words, or ""."""
-    trainer, _ = make_trainer(config_file, overrides)
+    trainer = make_trainer(config_file, overrides)
     try:
         for _ in trainer.train(COSTS, 2**34, 1):
             pass
@@ -118,6 +107,6 @@ def training_error(config_file: str, overrides: list[str]) -> str:
 def steps_resumed_from(config_file: str, overrides: list[str], output_dirs: list[str]) -> int:
     """Steps done after a resume of ranks whose views of the output directory differ."""
     rank = dist.get_rank()
-    trainer, _ = make_trainer(config_file, [*overrides, f"train.output_dir={output_dirs[rank]}"])
+    trainer = make_trainer(config_file, [*overrides, f"train.output_dir={output_dirs[rank]}"])
     trainer.resume()
     return trainer.steps_done

@@ -1,13 +1,15 @@
 """Small corpora on disk in every format, a naive reading of them, and minimal plans, for the data tests."""
 
 import gzip
+import itertools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from evenload.data.batches import GlobalBatch
+from evenload.data.batches import GlobalBatch, encode_state
 from evenload.data.config import DataConfig
 from evenload.data.loader import GlobalBatchLoader
 from evenload.types.document import Document
@@ -79,6 +81,21 @@ def fingerprint_of(batch: GlobalBatch) -> tuple:
     tokens = {doc_id: (values.dtype.str, values.tobytes()) for doc_id, values in batch.tokens.items()}
     places = [batch.place(document.doc_id) for document in batch.documents + batch.carried]
     return (batch.step, batch.epoch, batch.documents, batch.carried, batch.is_last, places, tokens)
+
+
+def train_steps(loader: GlobalBatchLoader, stop: int | None = None, ahead: int = 0) -> Iterator[tuple]:
+    """Train `stop` batches (None = to the end), deferring every third document once.
+
+    Yields batch and state as what can be compared, the account, and the documents of the `ahead` batches that follow.
+    """
+    for _ in itertools.count() if stop is None else range(stop):
+        if (batch := loader.next_batch()) is None:
+            return
+        known = loader.coming(ahead)
+        deferred = {document.doc_id for document in batch.documents if document.doc_id % 3 == 1}
+        loader.note_step(batch, plan_for(batch, deferred=deferred))
+        loader.check_ledger()
+        yield fingerprint_of(batch), encode_state(loader.state()), loader.summary(), known
 
 
 def plan_for(batch: GlobalBatch, deferred: set[int] = frozenset(), dropped: set[int] = frozenset()) -> StepPlan:

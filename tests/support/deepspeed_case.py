@@ -1,11 +1,14 @@
 """DeepSpeed as the conformance suite drives it (`engine_conformance`)."""
 
+import itertools
 import os
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import torch
 import torch.distributed as dist
@@ -175,6 +178,19 @@ def refusals_of_ulysses(corpus: Path) -> dict[str, str]:
     engine.module.set_attn_implementation("sdpa")
     try_one("sdpa", lambda: DeepSpeedLoop(engine, loader))
     return messages
+
+
+def updates_that_overflow(corpus: Path) -> list[tuple[int, bool]]:
+    """Number and `was_updated` of every step up to the second update, as one rank of an engine that leaves every other
+    update out, as one does whose fp16 overflowed."""
+    model = small_model()
+    engine = Mock(side_effect=model, module=model, device=torch.device("cpu"), pipeline_parallelism=False)
+    engine.seq_dp_world_size = engine.sequence_parallel_size = 1
+    engine.zero_optimization_stage.return_value, engine.gradient_accumulation_steps.return_value = 2, 1
+    engine.backward, engine.step, engine.coalesce_grad_reduction = torch.Tensor.backward, model.zero_grad, nullcontext
+    engine.was_step_applied.side_effect = itertools.cycle([False, True])
+    with loader_of(corpus) as loader:
+        return [(step.number, step.was_updated) for step in DeepSpeedLoop(engine, loader).train(2)]
 
 
 def shared_epoch(corpus: Path) -> list[tuple]:

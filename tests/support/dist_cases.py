@@ -1,27 +1,30 @@
 """Functions that run on every rank of a `GlooPool`."""
 
+import tempfile
 from collections.abc import Mapping
-from functools import partial
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 
-from evenload.attention.backends import select_backend
-from evenload.config.sections import LoraConfig
-from evenload.runtime.comm.collectives import all_gather_single
-from evenload.runtime.comm.mesh import ChannelMode, Mesh, create_meshes
+from dist_training import COSTS
+from evenload.check.runner import gathered_gradients
+from evenload.config.optimizer import OptimizerConfig
+from evenload.config.sections import LoraConfig, RunConfig
+from evenload.config.train_config import ModelConfig
+from evenload.runtime.comm.mesh import ChannelMode, Meshes, create_meshes
 from evenload.runtime.executor import Executor, RankRun, forward_losses
-from evenload.runtime.model.hf_model import build_rank_models, build_stage_model
-from evenload.runtime.model.supported import attention_soft_cap
 from evenload.runtime.model.tensor_weights import join_parts, tensor_split
 from evenload.runtime.optim.data_parallel import GradientReduction, WeightGathers
-from evenload.runtime.optim.parameter_units import flatten_units
 from evenload.runtime.replay.held_bytes import STORE_KINDS
 from evenload.runtime.replay.rank_packs import RankStep
-from evenload.runtime.replay.stage import OnFinal, PipelineStage
+from evenload.runtime.replay.stage import OnFinal
+from evenload.runtime.stages.rank_state import RankState
 from evenload.runtime.step_source import prepare_step
 from evenload.stepplan.plan_file import forward_only
+from evenload.types.layout import ParallelLayout
+from evenload.types.model import model_from_hf_config
 from evenload.types.plan import StepPlan, decode_plan
 from gloo_pool import TIMEOUT_S
 from reference_training import balance_factor, tiny_config
@@ -52,21 +55,23 @@ def gradients_of_plans(
     exchange: str,
     channels: ChannelMode = "directed",
     staged_on: str | None = None,
+    before: ParallelLayout | None = None,
 ) -> list:
     """Run each plan's step on a fresh gradient; per plan this rank's (loss share, gradients, norm, weights, bytes of
     stored activations). `exchange`: how keys and values of shared documents travel. `staged_on`: all ranks are on this
-    device, and what they send goes through host memory."""
+    device, and what they send goes through host memory. `before`: the layout from which the run changes to theirs."""
     decoded = [decode_plan(data) for data in plans]
     if staged_on is not None:
         register_staged()
-    mesh = create_meshes(
-        [decoded[0].layout],
+    layout = decoded[0].layout
+    meshes = create_meshes(
+        [layout] if before is None else [before, layout],
         torch.device(staged_on or "cpu"),
         timeout_s=TIMEOUT_S,
         channels=channels,
         backend=staged_on and NAME,
-    ).start
-    rank = RankUnderTest(mesh, kind, changes, dtype)
+    )
+    rank = RankUnderTest(meshes, layout, kind, changes, dtype)
     weights = rank.weights()
     results = []
     for plan, batch in zip(decoded, tokens, strict=True):
@@ -76,29 +81,36 @@ def gradients_of_plans(
 
 
 class RankUnderTest:
-    """One rank's part of a tiny model, as `Trainer` builds it, without data and optimizer."""
+    """One rank's part of a tiny model in a layout, as a `Trainer` has it; where the meshes start in another layout, the
+    run has changed to this one."""
 
     def __init__(
-        self, mesh: Mesh, kind: str, changes: Mapping, dtype: torch.dtype, lora: LoraConfig | None = None
+        self,
+        meshes: Meshes,
+        layout: ParallelLayout,
+        kind: str,
+        changes: Mapping,
+        dtype: torch.dtype,
+        lora: LoraConfig | None = None,
     ) -> None:
-        config = tiny_config(kind, **changes)
-        build = partial(
-            build_stage_model,
-            tp_rank=mesh.tp_rank,
-            dtype=dtype,
-            device=mesh.device,
-            weights=None,
-            seed=3,
-            lora=lora,
-            router_aux_loss_coef=balance_factor(config),
-        )
-        models = build_rank_models(config, mesh.layout, mesh.pp_rank, build)
-        self._mesh = mesh
-        self.buffers = flatten_units(tuple(models.values()), dp=mesh.data_size)
-        backend = select_backend("auto", mesh.device.type, attention_soft_cap(config), dtype=dtype)
-        self.stages = {s: PipelineStage(model, backend, mesh.tensor) for s, model in models.items()}
-        self._executor = Executor(self.stages, mesh)
-        if mesh.device.type == "cpu":
+        config, self._mesh = tiny_config(kind, **changes), meshes.of(layout)
+        with tempfile.TemporaryDirectory() as directory:
+            config.save_pretrained(directory)
+            model = ModelConfig(
+                path=directory,
+                random_init=True,
+                dtype=str(dtype).removeprefix("torch."),
+                lora=lora,
+                router_aux_loss_coef=balance_factor(config),
+            )
+            spec = model_from_hf_config(config.to_dict(), config.model_type, dtype.itemsize)
+            state = RankState(model, OptimizerConfig(), RunConfig(output_dir=directory, seed=3), spec, meshes)
+        if self._mesh is not meshes.start:
+            state.change_layout(msgspec.structs.replace(self._mesh.layout, generation=1), COSTS)
+            assert state.settle() is not None
+        self.stages, self.buffers = state.stages, state.buffers
+        self._executor = Executor(self.stages, self._mesh)
+        if self._mesh.device.type == "cpu":
             self._executor._copies = SpoiledHostCopies()
 
     def run(
@@ -117,23 +129,13 @@ class RankUnderTest:
             run = self.run_prepared(prepared, reduction.release, self._arriving_weights() if is_overlapped else None)
             shards = reduction.finish()
         norm, _ = reduction.norm_and_loss(torch.zeros(()))
-        gradients = {}
-        for buffer, shard in zip(self.buffers, shards, strict=True):
-            flat = torch.empty_like(buffer.grads)
-            if mesh.data_size > 1:
-                all_gather_single(flat, shard, group=mesh.data)
-            else:
-                flat.copy_(shard)
-            start = 0
-            for name, parameter in zip(buffer.names, buffer.parameters, strict=True):
-                own, split = flat[start : start + parameter.numel()].view(parameter.shape), tensor_split(parameter)
-                gradients[name] = join_parts(own, split, mesh.tensor).cpu().numpy().copy()
-                start += parameter.numel()
+        whole = gathered_gradients(self.buffers, shards, mesh)
+        gradients = {name: gradient.cpu().numpy().copy() for name, gradient in whole.items()}
         by_kind = dict(zip(STORE_KINDS, run.trace.memory_kind_bytes.T.tolist(), strict=True))
         after = run.trace.memory_bytes.tolist()
         stored = StoredBytes(
-            *(run.peak_bytes, run.peak_by_kind, after, by_kind),
-            *(run.peak_host_bytes, run.most_sends_kept, run.context_bytes),
+            *(run.held.peak_bytes, run.held.peak_by_kind, after, by_kind),
+            *(run.held.peak_host_bytes, run.most_sends_kept, run.context_bytes),
         )
         return run.loss, gradients, norm, stored
 

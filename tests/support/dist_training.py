@@ -3,17 +3,23 @@
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+import pytest
 import torch
+import torch.distributed as dist
 
 from evenload.config.layouts import layouts_of
 from evenload.config.train_config import load_train_config
 from evenload.cost.coefficients import CostCoefficients, OverlapCost, PassCoefficients
+from evenload.runtime.checkpoint.checkpoint import TensorState, run_tensors
 from evenload.runtime.comm.mesh import create_meshes
 from evenload.runtime.model.configured import model_spec
+from evenload.runtime.stages.live_stages import Switch
 from evenload.runtime.step_metrics import StepReport
 from evenload.runtime.trainer import Trainer
 from evenload.types.cluster import LinkSpec
 from evenload.types.plan import StepPlan
+from evenload.types.run import LayoutDecision, Sample, Validation
 from gloo_pool import TIMEOUT_S
 
 COSTS = CostCoefficients(
@@ -81,15 +87,21 @@ class TrainedRun(NamedTuple):
     reports: list[StepReport]
 
 
+def make_trainer(config_file: str, overrides: list[str], kind=Trainer, ranks_per_machine: int | None = None):
+    """A trainer of this kind with the meshes of all layouts of the run."""
+    config = load_train_config(Path(config_file), overrides)
+    layouts = layouts_of(config, model_spec(config).num_layers)
+    meshes = create_meshes(layouts, torch.device("cpu"), TIMEOUT_S, ranks_per_machine=ranks_per_machine)
+    return kind(config, meshes.start, meshes)
+
+
 def trained_to(
     stop_after: int, config_file: str, overrides: list[str], memory_cap_bytes: int | None = None
 ) -> TrainedRun:
     """Resume if there is a checkpoint, train until `stop_after` steps are done, save; in all layouts of the run."""
-    config = load_train_config(Path(config_file), overrides)
-    meshes = create_meshes(layouts_of(config, model_spec(config).num_layers), torch.device("cpu"), TIMEOUT_S)
-    trainer = Trainer(config, meshes.start, meshes)
+    trainer = make_trainer(config_file, overrides)
     trainer.resume()
-    memory_cap_bytes = memory_cap_bytes or config.plan.memory_bytes or 2**34
+    memory_cap_bytes = memory_cap_bytes or trainer.config.plan.memory_bytes or 2**34
     reports = [report for report in trainer.train(COSTS, memory_cap_bytes, stop_after) if report is not None]
     trainer.save()
     return TrainedRun(trainer, reports)
@@ -100,3 +112,86 @@ def _train(config_file: str, overrides: list[str], stop_after: int, of_report, e
     if export:
         trainer.export()
     return [of_report(report) for report in reports]
+
+
+class Outcome(NamedTuple):
+    """Of a run, on rank 0.
+
+    Args:
+        losses, norms, layouts, decisions: by step.
+        state: all tensors of a checkpoint at the end, whole.
+        num_groups: process groups that were made; num_known: steps after which something is known of layouts.
+    """
+
+    losses: list[float]
+    norms: list[float]
+    layouts: list[str]
+    decisions: list[LayoutDecision | None]
+    switches: list[Switch]
+    validations: list[Validation]
+    samples: list[Sample]
+    state: dict[str, np.ndarray]
+    num_groups: int
+    num_known: int
+
+
+def assert_same_training(found: Outcome, expected: Outcome, tolerance: float) -> None:
+    """Losses, norms, weights and optimizer state; 0 = to the bit."""
+    assert found.losses == pytest.approx(expected.losses, rel=tolerance, abs=0)
+    assert found.norms == pytest.approx(expected.norms, rel=10 * tolerance, abs=0)
+    assert found.state.keys() == expected.state.keys()
+    for name, tensor in expected.state.items():
+        difference = np.linalg.norm(found.state[name] - tensor)
+        assert difference <= tolerance * max(np.linalg.norm(tensor), 1e-12), name
+
+
+def run_outcome(config_file: str, overrides: list[str], memory_cap_bytes: int, stop_after: int) -> Outcome | None:
+    """As `trained_to`."""
+    return outcome_of(*trained_to(stop_after, config_file, overrides, memory_cap_bytes))
+
+
+def outcome_of(trainer: Trainer, reports: list[StepReport]) -> Outcome | None:
+    """None on other ranks. Collective."""
+    state = whole_state(trainer.state)
+    if trainer.mesh.rank != 0:
+        return None
+    return Outcome(
+        losses=[float(report.row["loss"] or 0.0) for report in reports],
+        norms=[float(report.row["grad_norm"] or 0.0) for report in reports],
+        layouts=[str(report.row["layout"]) for report in reports],
+        decisions=[report.decision for report in reports],
+        switches=[report.switch for report in reports if report.switch is not None],
+        validations=[report.validation for report in reports if report.validation is not None],
+        samples=[sample for report in reports for sample in report.samples],
+        state=state,
+        num_groups=trainer.meshes.num_groups,
+        num_known=len(trainer._layouts_known),
+    )
+
+
+def whole_state(state: TensorState) -> dict[str, np.ndarray]:
+    """Weights and optimizer state by name, joined from all ranks, whose copies are the same to the bit. Collective."""
+    mesh = state.mesh
+    mine = {
+        name: (tensor.shape, [(at, as_numpy(piece)) for at, piece in tensor.pieces.items()])
+        for name, tensor in run_tensors(state).items()
+    }
+    everyone: list[dict] = [{}] * mesh.num_ranks
+    dist.all_gather_object(everyone, mine, group=mesh.control)
+    whole: dict[str, np.ndarray] = {}
+    known: dict[str, np.ndarray] = {}
+    for name, (shape, pieces) in ((name, held) for one in everyone for name, held in one.items()):
+        for offsets, local in pieces:
+            target = whole.setdefault(name, np.zeros(shape, local.dtype))
+            seen = known.setdefault(name, np.zeros(shape, bool))
+            place = tuple(slice(start, start + size) for start, size in zip(offsets, local.shape, strict=True))
+            assert np.array_equal(target[place][seen[place]], local[seen[place]]), f"copies of {name} differ"
+            target[place], seen[place] = local, True
+    assert all(seen.all() for seen in known.values())
+    return whole
+
+
+def as_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """A copy; bf16, which numpy does not know, as its bits."""
+    tensor = tensor.detach().clone()
+    return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()

@@ -8,7 +8,6 @@ leaves global state behind. Engines whose loop is the caller's write an `EngineR
 The reference is plain training in float64: documents one by one, no packs, no ranks.
 """
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,7 +18,7 @@ import torch
 
 from engine_records import EngineCase, RankRecord, TrainOrder
 from gloo_pool import GlooPool
-from packed_cases import tokens_of
+from packed_cases import plain_loss, tokens_of, write_texts
 
 LONGEST = 127
 STEPS, SAVED_AFTER, RESUMED_STEPS = 20, 8, 4
@@ -42,15 +41,9 @@ class FreshRanks:
             pool.close()
 
 
-def write_uneven(root: Path, num_documents: int = 24, seed: int = 5) -> list[str]:
+def write_uneven(root: Path) -> list[str]:
     """Texts from one letter to a whole pack: half are shorter than seven letters; returns the texts."""
-    random = np.random.default_rng(seed)
-    sizes = np.clip(random.lognormal(2.0, 1.5, num_documents), 1, LONGEST).astype(int)
-    sizes[:2] = 1, LONGEST
-    texts = ["".join(chr(97 + letter) for letter in random.integers(0, 26, size)) for size in sizes]
-    root.mkdir(parents=True, exist_ok=True)
-    (root / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return texts
+    return write_texts(root, 24, LONGEST + 1, seed=5, spread=(2.0, 1.5), first=(1, LONGEST))
 
 
 def check_gradients(ranks: Ranks, case: EngineCase, root: Path, world_size: int = 2) -> float:
@@ -70,7 +63,8 @@ def check_gradients(ranks: Ranks, case: EngineCase, root: Path, world_size: int 
         assert any(len(set(of_step)) > 1 for of_step in zip(*counts, strict=True)), f"even counts: {counts}"
     model, largest = case.reference(), 0.0
     for index, documents in enumerate(steps):
-        loss, gradients = plain_gradients(model, documents)
+        loss = plain_loss(model, documents)
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
         assert records[0].losses[index] == pytest.approx(loss, rel=case.gradient_error)
         largest = max(largest, _require_close(records[0].gradients[index], gradients, case.gradient_error))
     return largest
@@ -118,28 +112,13 @@ def check_training(
         _compare(rest[0], losses[after], weights[after.stop - 1], case, after.stop)
 
 
-def plain_gradients(model: torch.nn.Module, documents: list) -> tuple[float, dict[str, torch.Tensor]]:
-    """Mean loss over all label tokens, and its gradients by parameter, of documents run one by one."""
-    model.zero_grad()
-    count = sum(len(document) - 1 for document in documents)
-    total = 0.0
-    for document in documents:
-        ids = torch.tensor([document])
-        output = model(ids)
-        logits = getattr(output, "logits", output)[0, :-1]
-        loss = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum") / count
-        loss.backward()
-        total += loss.item()
-    return total, {name: parameter.grad for name, parameter in model.named_parameters()}
-
-
 def plain_training(case: EngineCase, steps: list) -> tuple[list[float], list[dict[str, torch.Tensor]]]:
     """Losses, and weights after every step, of the case's optimizer on documents run one by one."""
     model = case.reference()
     optimizer = case.optimizer(model.parameters(), case.learning_rate)
     losses, weights = [], []
     for documents in steps:
-        losses.append(plain_gradients(model, documents)[0])
+        losses.append(plain_loss(model, documents))
         optimizer.step()
         weights.append({name: parameter.detach().clone() for name, parameter in model.named_parameters()})
     return losses, weights

@@ -1,4 +1,4 @@
-"""What an engine's adapter is asked on every rank of a conformance test, and what it answers (`engine_conformance`)."""
+"""What every rank of a conformance test trains and records (`engine_conformance`)."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
@@ -16,11 +16,7 @@ from packed_cases import loader_of, tiny_model
 
 
 def small_model() -> torch.nn.Module:
-    """A Llama of two layers in float64.
-
-    Its weights are as small as those that training begins with: larger ones make attention so sharp that gradients in
-    float32 are off by more than 1e-6, however they are computed.
-    """
+    """A Llama of two layers in float64, its weights so small that gradients in float32 are off by less than 1e-6."""
     return tiny_model(num_hidden_layers=2, initializer_range=0.05)
 
 
@@ -40,16 +36,8 @@ def plain_adam(parameters: Iterable[torch.Tensor], learning_rate: float) -> torc
 
 @dataclass(frozen=True)
 class TrainOrder:
-    """What a rank is to train.
-
-    Args:
-        corpus: folder of the documents.
-        learning_rate: of the case's optimizer; 0 leaves the weights, so that every step's gradients are those at the
-            first weights.
-        num_steps: of the optimizer; None = one epoch.
-        load_from: a checkpoint's folder to go on from.
-        save_to: where a checkpoint is written after `save_after` steps.
-        keep_gradients: full gradients of every step are asked for.
+    """What a rank is to train: `num_steps` (None = one epoch), from a checkpoint in `load_from`, with one written to
+    `save_to` after `save_after` steps. At a learning rate of 0 every step's gradients are those at the first weights.
     """
 
     corpus: Path
@@ -63,15 +51,14 @@ class TrainOrder:
 
 @dataclass
 class RankRecord:
-    """What a rank trained.
+    """What a rank trained, by step.
 
     Args:
         replica: which share of the global batch this rank had; ranks of one replica (pipeline, tensor) name the same.
-        documents: by step, the tokens of every document of the share.
-        counts: by step, micro-batches of this rank; engines whose loop is their own leave it empty.
-        losses: by step, of the whole global batch.
-        gradients: by step and parameter, whole and unsharded; on rank 0, where they were asked for.
-        parameters: after the last step, whole; on rank 0.
+        documents: the tokens of every document of the share.
+        counts: micro-batches of this rank; engines whose loop is their own leave it empty.
+        losses: of the whole global batch.
+        gradients, parameters: by name, whole and unsharded, on rank 0 at least; parameters after the last step.
     """
 
     replica: int
@@ -99,17 +86,13 @@ class EngineCase:
         train: on every rank, inside a gloo process group, train what is ordered.
         perturb: on every rank, outputs of a pack before and after one of its documents was another one; None where this
             rank has no pack of two documents.
-        engine: settings of the adapter's own.
-        loader: settings of the `PackedLoader`.
+        engine, loader: settings of the adapter and of the `PackedLoader`.
         reference: a model of float64 with the weights that training begins with and the names of `gradients`;
             `reference(ids[1, T])` gives logits [1, T, vocabulary], by itself or as `.logits`.
-        optimizer: of the reference, from parameters and learning rate; the engine's does the same. One that divides by
-            the gradient's size (Adam) makes noise of small gradients large: give it a large `eps`.
+        optimizer: of the reference, as the engine's; one that divides by gradients (Adam) needs a large `eps`.
         learning_rate: with which the loss falls by a tenth within 20 steps, and does not explode.
         gradient_error: largest relative error of a step's gradient; a parameter alone may be off by four times as much.
-        growth: how much more than a step's error, relative to the weights, the optimizer makes of a gradient's: 1 for
-            SGD at rates at which no weight moves by more than its size, lr / eps times ten for Adam. Losses and weights
-            may be off by this for every step (`training_error`).
+        growth: the optimizer's relative error of weights over a gradient's: 1 for SGD, lr / eps times ten for Adam.
         output_error: largest difference that another document may make.
         uneven_counts: in some step one rank has more micro-batches than another, or the test shows nothing.
     """
@@ -140,26 +123,19 @@ class EngineRun(Protocol):
 
     loader: PackedLoader
 
-    def accumulate(self, step: PackedStep) -> float:
-        """Gradients of one global batch, not yet applied; returns the loss of the global batch."""
+    def accumulate(self, step: PackedStep) -> float: ...  # the loss of the global batch; gradients are not applied
 
-    def gradients(self) -> dict[str, torch.Tensor]:
-        """Whole gradients by the reference's names; collective, answered on rank 0 at least."""
+    def gradients(self) -> dict[str, torch.Tensor]: ...  # whole, by the reference's names, on rank 0 at least
 
-    def update(self) -> None:
-        """The optimizer's step; gradients are gone afterwards."""
+    def update(self) -> object: ...
 
-    def parameters(self) -> dict[str, torch.Tensor]:
-        """Whole parameters by the reference's names; collective, answered on rank 0 at least."""
+    def parameters(self) -> dict[str, torch.Tensor]: ...  # as gradients
 
-    def logits(self, batch: Any) -> torch.Tensor:
-        """Outputs [T, vocabulary] of a micro-batch in the loader's format; collective."""
+    def logits(self, batch: Any) -> torch.Tensor: ...  # [T, vocabulary] of a batch in the loader's format
 
-    def save(self, directory: Path) -> None:
-        """A checkpoint, the loader's state in it; collective."""
+    def save(self, directory: Path) -> None: ...
 
-    def load(self, directory: Path) -> None:
-        """Go on from a checkpoint; collective."""
+    def load(self, directory: Path) -> None: ...
 
 
 def train_by_hand(run: EngineRun, order: TrainOrder) -> RankRecord:

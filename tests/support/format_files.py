@@ -108,20 +108,20 @@ def format_config(source: str, **changes: object) -> DataConfig:
     return DataConfig(**(settings | changes))
 
 
-def open_source(source: str, **changes: object) -> tuple[SourceFile, RecordReader]:
-    """The only file of a source, and its reader."""
+def open_source(source: str, **changes: object) -> RecordReader:
+    """The reader of the only file of a source."""
     config = format_config(source, **changes)
     (file,) = list_files(config)
-    return file, open_reader(file, config)
+    return open_reader(file, config)
 
 
-def tokens_source(source: str) -> tuple[SourceFile, RecordReader]:
+def tokens_source(source: str) -> RecordReader:
     return open_source(source, record="tokens", document_end_id=END_ID)
 
 
-def read_all(file: SourceFile, reader: RecordReader, count: int = 1) -> list[Record]:
+def read_all(reader: RecordReader, count: int = 1) -> list[Record]:
     """All records, part after part."""
-    return [record for index in range(count) for record in reader.records(file, FilePart(index, count))]
+    return [record for index in range(count) for record in reader.records(FilePart(index, count))]
 
 
 def plain(record: Record) -> tuple:
@@ -148,16 +148,16 @@ def values_of(records: list[Record]) -> list:
     return found
 
 
-def check_parts_and_offsets(file: SourceFile, reader: RecordReader, count: int, expected: list) -> None:
+def check_parts_and_offsets(reader: RecordReader, count: int, expected: list) -> None:
     """Parts are a partition of the file in order, and every offset is a place to go on."""
-    whole = read_all(file, reader)
+    whole = read_all(reader)
     assert values_of(whole) == expected
-    assert [plain(record) for record in read_all(file, reader, count)] == [plain(record) for record in whole]
+    assert [plain(record) for record in read_all(reader, count)] == [plain(record) for record in whole]
     for index in range(count):
         part = FilePart(index, count)
-        records = [plain(record) for record in reader.records(file, part)]
+        records = [plain(record) for record in reader.records(part)]
         for at, record in enumerate(records):
             offset, next_offset = record[:2]
-            assert next(map(plain, reader.records(file, part, offset))) == record
-            assert [plain(left) for left in reader.records(file, part, next_offset)] == records[at + 1 :]
-        assert list(reader.records(file, part, FILE_END)) == []
+            assert next(map(plain, reader.records(part, offset))) == record
+            assert [plain(left) for left in reader.records(part, next_offset)] == records[at + 1 :]
+        assert list(reader.records(part, FILE_END)) == []

@@ -6,8 +6,7 @@ import signal
 import sys
 import time
 
-from evenload.cli.launch import call_in_child, run_local, start_fork_server
-from evenload.cli.stop_request import STOP_SIGNALS, StopRequest
+from evenload.cli.launch import STOP_SIGNALS, StopRequest, call_in_child, run_local, start_fork_server
 from evenload.errors import EvenloadError
 
 

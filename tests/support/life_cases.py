@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from checkpoint_cases import make_trainer
-from dist_training import COSTS
+from dist_training import COSTS, make_trainer
 from evenload.cli.worker_setup import run_coefficients
 from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.validity import missing_costs
@@ -23,7 +22,8 @@ from quick_calibration import quick_calibration
 
 def stop_when_one_rank_is_asked(config_file: str, overrides: list[str], asked_rank: int) -> tuple[int, int]:
     """The rank is asked while its second step runs; (steps done, signal) of this rank."""
-    trainer, mesh = make_trainer(config_file, overrides)
+    trainer = make_trainer(config_file, overrides)
+    mesh = trainer.mesh
     is_asked = lambda: int(signal.SIGTERM) if mesh.rank == asked_rank and trainer.steps_done == 1 else 0  # noqa: E731
     for _ in trainer.train(COSTS, 2**34, stop_requested=is_asked):
         pass
@@ -49,7 +49,8 @@ class Outcome(NamedTuple):
 
 def train_with_a_poisoned_token(config_file: str, overrides: list[str], token: int, stop_after: int | None) -> Outcome:
     """The first stage's embedding of a token is NaN, so every document that holds it has a NaN loss."""
-    trainer, mesh = make_trainer(config_file, overrides)
+    trainer = make_trainer(config_file, overrides)
+    mesh = trainer.mesh
     trainer.resume()
     if mesh.rank == 0:
         _parameter(trainer, "model.embed_tokens.weight").data[token] = float("nan")
@@ -90,7 +91,7 @@ def _layers(trainer: Trainer) -> torch.Tensor:
 
 def warnings_of(config_file: str, overrides: list[str]) -> list[str]:
     """Of a whole run, on rank 0."""
-    trainer, _ = make_trainer(config_file, overrides)
+    trainer = make_trainer(config_file, overrides)
     return [report.warning for report in trainer.train(COSTS, 2**34) if report is not None]
 
 
@@ -98,12 +99,13 @@ def costs_of_a_resume(
     config_file: str, overrides: list[str], saved: CostCoefficients, cache: str
 ) -> tuple[bytes, tuple[str, ...], str, int]:
     """A checkpoint with these costs, resumed: the run's costs, what they lack, what was said, files in the cache."""
-    trainer, mesh = make_trainer(config_file, overrides)
+    trainer = make_trainer(config_file, overrides)
+    mesh = trainer.mesh
     for _ in trainer.train(COSTS, 2**34, 1):
         pass
     trainer.coefficients = saved
     trainer.save()
-    again, _ = make_trainer(config_file, overrides)
+    again = make_trainer(config_file, overrides)
     again.resume()
     said = io.StringIO()
     os.environ["LOCAL_WORLD_SIZE"] = str(mesh.layout.world_size)

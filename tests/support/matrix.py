@@ -79,6 +79,7 @@ class Row(NamedTuple):
     exchange: str
     channels: str
     overlap: str
+    switch: str
 
     @property
     def num_layers(self) -> int:
@@ -97,7 +98,7 @@ class Row(NamedTuple):
 
 
 AXES: Mapping[str, tuple[str, ...]] = {
-    "strategy": tuple(one.name for one in STRATEGIES.values() if not one.changes_layout),
+    "strategy": tuple(STRATEGIES),
     "layout": tuple(LAYOUTS),
     "virtual": ("1", "2"),
     "dp_merge": ("off", "on"),
@@ -108,6 +109,7 @@ AXES: Mapping[str, tuple[str, ...]] = {
     "exchange": (NONE, "all_gather", "ring"),
     "channels": ("directed", "fifo"),
     "overlap": ("off", "on"),
+    "switch": ("off", "on"),
 }
 MEANINGS: Mapping[str, str] = {
     "strategy": "`plan.strategy`",
@@ -121,7 +123,20 @@ MEANINGS: Mapping[str, str] = {
     "exchange": "`parallel.cp_exchange`",
     "channels": "`parallel.channels`",
     "overlap": "`train.overlap_reduction`, `train.overlap_gather`; with `tp`, transfers in chunks of a few rows",
+    "switch": "`plan.layouts`: the run began in another layout of as many processes and changed to this one",
 }
+
+
+def sizes_before(layout: str) -> Mapping[str, int]:
+    """Of the layout from which a run changes to one with a pipeline or replicas: the same processes, other stages."""
+    sizes = LAYOUTS[layout]
+    pp = 1 if sizes.get("pp") == 2 else 2
+    return {**sizes, "pp": pp, "dp": sizes.get("pp", 1) * sizes.get("dp", 1) // pp}
+
+
+def has_others(layout: str) -> bool:
+    """Whether there is such a layout."""
+    return bool({"pp", "dp"} & LAYOUTS[layout].keys())
 
 
 class Refusal(NamedTuple):
@@ -149,6 +164,22 @@ REFUSALS: tuple[Refusal, ...] = (
         "`skrull` and `pp` above 1",
         "Skrull has no pipeline",
         "has a pipeline and skrull has none",
+    ),
+    Refusal(
+        ("strategy", "layout"),
+        lambda strategy, layout: STRATEGIES[strategy].changes_layout and not has_others(layout),
+        "`flexpipe` without `pp` and `dp`",
+        "there is no other layout of the same processes",
+        "changes the layout between steps, and there is",
+    ),
+    Refusal(
+        ("strategy", "switch"),
+        lambda strategy, switch: (
+            switch == "on" and not (STRATEGIES[strategy].changes_layout or STRATEGIES[strategy].follows_layouts)
+        ),
+        "`layouts` and any strategy but `flexpipe` and `auto`",
+        "the others stay in their layout",
+        "plan.layouts is set, and strategy",
     ),
     Refusal(
         ("strategy", "virtual"),
@@ -254,6 +285,11 @@ ABSENCES: tuple[Absence, ...] = (
         ("layout", "channels"),
         lambda layout, channels: "pp" not in LAYOUTS[layout] and channels == "fifo",
         "without pipeline ranks nothing is sent between stages",
+    ),
+    Absence(
+        ("layout", "switch"),
+        lambda layout, switch: switch == "on" and not has_others(layout),
+        "there is no other layout of the same processes",
     ),
     Absence(
         ("layout", "overlap"),

@@ -12,9 +12,10 @@ from transformers import PretrainedConfig
 from adapter_cases import LORA, adapter_loss_and_gradients, adapter_tensors
 from dist_cases import RankUnderTest, StoredBytes
 from evenload.config.sections import LoraConfig
-from evenload.runtime.comm.mesh import ChannelMode, Mesh, create_meshes
+from evenload.runtime.comm.mesh import ChannelMode, Meshes, create_meshes
 from evenload.runtime.comm.tensor_group import CHUNK_ROWS
 from evenload.runtime.model.hf_model import build_stage_model
+from evenload.types.layout import ParallelLayout
 from evenload.types.plan import decode_plan
 from gloo_pool import TIMEOUT_S
 from matrix import MODELS
@@ -64,6 +65,7 @@ class RowTask(NamedTuple):
         exchange: how keys and values of shared documents travel.
         channels: between pipeline ranks.
         is_overlapped: gradients are summed while packs are computed, and tensor-parallel transfers are in chunks.
+        before: the layout from which the run changes to that of the plan; None = it begins there.
     """
 
     case: MatrixCase
@@ -72,6 +74,7 @@ class RowTask(NamedTuple):
     exchange: str
     channels: ChannelMode
     is_overlapped: bool
+    before: ParallelLayout | None
 
 
 class RankResult(NamedTuple):
@@ -90,24 +93,24 @@ class RankResult(NamedTuple):
 def run_rows(tasks: list[RowTask], in_bf16: list[bool]) -> list[RankResult]:
     """Rows of one layout, one after the other, on the same process groups."""
     plans = [decode_plan(task.plan) for task in tasks]
-    meshes: dict[str, Mesh] = {}
+    made: dict[tuple[str, ParallelLayout | None], Meshes] = {}
     results = []
     for task, plan, twice in zip(tasks, plans, in_bf16, strict=True):
-        if task.channels not in meshes:
-            meshes[task.channels] = create_meshes(
-                [plan.layout], torch.device("cpu"), timeout_s=TIMEOUT_S, channels=task.channels
-            ).start
-        mesh = meshes[task.channels]
+        key = task.channels, task.before
+        if key not in made:
+            layouts = [plan.layout] if task.before is None else [task.before, plan.layout]
+            made[key] = create_meshes(layouts, torch.device("cpu"), timeout_s=TIMEOUT_S, channels=task.channels)
+        meshes, mesh = made[key], made[key].of(plan.layout)
         if mesh.tensor is not None:
             mesh.tensor.chunk_rows = CHUNK_ROWS if not task.is_overlapped else 3
         case, batch = task.case, task.case.batch()
 
-        def rank_in(dtype: torch.dtype, case=case, task=task, mesh=mesh) -> RankUnderTest:
+        def rank_in(dtype: torch.dtype, case=case, task=task, meshes=meshes, layout=plan.layout) -> RankUnderTest:
             lora = None
             if task.adapter is not None:
                 path = adapter_path(Path(task.adapter), case, dtype)
                 lora = LoraConfig(rank=LORA.rank, alpha=LORA.alpha, path=str(path))
-            return RankUnderTest(mesh, case.kind, case.changes, dtype, lora)
+            return RankUnderTest(meshes, layout, case.kind, case.changes, dtype, lora)
 
         rank = rank_in(torch.float64)
         loss, gradients, norm, stored = rank.run(plan, batch, task.exchange, is_overlapped=task.is_overlapped)

@@ -28,12 +28,12 @@ from evenload.types.cluster import LinkSpec
 from evenload.types.document import PackPlan
 from evenload.types.layout import ParallelLayout, even_layout
 from evenload.types.model import ModelSpec, model_from_hf_config
-from evenload.types.pipeline import ActionColumns, PackBytes, PipelineTasks, action_columns
+from evenload.types.pipeline import ActionColumns, PipelineTasks, action_columns
 from evenload.types.plan import PackTimes, Schedule, StepPlan, block_of, seal
-from matrix import NONE, Row, shares_documents
+from matrix import NONE, Row, shares_documents, sizes_before
 from matrix_cases import MatrixCase
-from pipeline_cases import with_split
 from steep_costs import STEEP_COSTS
+from varied_plans import tasks_of_one_byte
 
 LENGTHS = (64, 1, 9, 30, 1, 17, 5, 2, 26, 12, 1, 20)
 """Of the batch: one document far above the mean, documents of one token."""
@@ -70,6 +70,11 @@ def case_of(row: Row) -> MatrixCase:
 def layout_of(row: Row) -> ParallelLayout:
     """The row's layout."""
     return even_layout(row.num_layers, virtual=int(row.virtual), **row.sizes)
+
+
+def layout_before(row: Row) -> ParallelLayout | None:
+    """From which the row's run changes to its own; None = it does not."""
+    return even_layout(row.num_layers, **sizes_before(row.layout)) if row.switch == "on" else None
 
 
 def model_of(row: Row) -> ModelSpec:
@@ -239,12 +244,19 @@ def _rescheduled(plan: StepPlan, name: str) -> StepPlan:
 def _reschedule(plan: StepPlan, dp_rank: int, name: str) -> tuple[Schedule, PackTimes]:
     packs, times, layout = plan.pack_plans[dp_rank], plan.times[dp_rank], plan.layout
     needed = np.array(packs.forwards_needed(), np.int32)
+    both = times.forward_s, times.backward_s
     phases, forwards, backwards = [], 0, 0
     sizes = [[block_of(plan, dp_rank, pack)[1] for pack in side] for side in (packs.forward, packs.backward)]
     for size in sorted(set(sizes[0]), reverse=True):
         rows = slice(forwards, forwards + sizes[0].count(size)), slice(backwards, backwards + sizes[1].count(size))
         assert set(sizes[0][rows[0]]) == set(sizes[1][rows[1]]) == {size}, "phases follow each other"
-        tasks = _tasks(layout, times, rows, needed[rows[1]] - forwards)
+        tasks = tasks_of_one_byte(
+            layout,
+            *(np.array(seconds[span], np.float64) for seconds, span in zip(both, rows, strict=True)),
+            np.array(times.p2p_forward_s[rows[0]], np.float64),
+            np.array(times.p2p_backward_s[rows[1]], np.float64),
+            needed[rows[1]] - forwards,
+        )
         schedule = _scheduled(tasks, name).to_schedule()
         phases.append(
             (PackPlan(dp_rank=dp_rank, forward=packs.forward[rows[0]], backward=packs.backward[rows[1]]), schedule)
@@ -256,31 +268,6 @@ def _reschedule(plan: StepPlan, dp_rank: int, name: str) -> tuple[Schedule, Pack
     else:
         times = msgspec.structs.replace(times, input_s=(), weight_s=())
     return one_after_the_other(phases, layout.pp), times
-
-
-def _tasks(layout: ParallelLayout, times: PackTimes, rows: tuple[slice, slice], needed: np.ndarray) -> PipelineTasks:
-    """Of some packs; a forward keeps one byte, so that a limit of bytes is one of packs."""
-    forward, backward = (
-        np.array(seconds[span], np.float64)
-        for seconds, span in zip((times.forward_s, times.backward_s), rows, strict=True)
-    )
-    zeros = [np.zeros(seconds.shape, np.int64) for seconds in (forward, backward)]
-    tasks = PipelineTasks(
-        forward_s=forward,
-        backward_s=backward,
-        p2p_forward_s=np.array(times.p2p_forward_s[rows[0]], np.float64),
-        p2p_backward_s=np.array(times.p2p_backward_s[rows[1]], np.float64),
-        forwards_needed=needed,
-        stage_to_rank=np.array(layout.stage_to_rank, np.int32),
-        held=PackBytes(
-            static_bytes=np.zeros(layout.pp, np.int64),
-            forward_kept_bytes=zeros[0] + 1,
-            forward_temp_bytes=zeros[0],
-            backward_freed_bytes=zeros[1],
-            backward_temp_bytes=zeros[1],
-        ),
-    )
-    return with_split(tasks)
 
 
 def _scheduled(tasks: PipelineTasks, name: str) -> ActionColumns:

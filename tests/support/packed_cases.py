@@ -16,10 +16,13 @@ from reference_training import tiny_config
 EOS = 256
 
 
-def write_texts(root: Path, num_documents: int = 40, longest: int = 60, seed: int = 0) -> list[str]:
-    """A jsonl file of random texts of very different lengths; returns the texts."""
+def write_texts(
+    root: Path, num_documents: int = 40, longest: int = 60, seed: int = 0, spread=(2.5, 1.0), first=()
+) -> list[str]:
+    """A jsonl file of random texts of very different lengths, the first of given ones; returns the texts."""
     random = np.random.default_rng(seed)
-    sizes = np.clip(random.lognormal(2.5, 1.0, num_documents), 1, longest - 1).astype(int)
+    sizes = np.clip(random.lognormal(*spread, num_documents), 1, longest - 1).astype(int)
+    sizes[: len(first)] = first
     texts = ["".join(chr(97 + letter) for letter in random.integers(0, 26, size)) for size in sizes]
     root.mkdir(parents=True, exist_ok=True)
     (root / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -64,20 +67,25 @@ def tiny_model(**changes) -> torch.nn.Module:
     return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").double().train()
 
 
-def reference_gradient(model: torch.nn.Module, documents) -> tuple[float, torch.Tensor]:
-    """Loss and gradient of documents run one by one, the mean over all their label tokens."""
+def plain_loss(model: torch.nn.Module, documents, **settings) -> float:
+    """Run documents one by one, backward too; the mean loss over all their label tokens."""
     model.zero_grad()
-    count = sum(len(document) - 1 for document in documents)
-    total = 0.0
+    count, total = sum(len(document) - 1 for document in documents), 0.0
     for document in documents:
         if len(document) < 2:
             continue
         ids = torch.tensor([document])
-        logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
+        output = model(ids, **settings)
+        logits = getattr(output, "logits", output)[0, :-1]
         loss = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum") / count
         loss.backward()
         total += loss.item()
-    return total, gradient_of(model)
+    return total
+
+
+def reference_gradient(model: torch.nn.Module, documents) -> tuple[float, torch.Tensor]:
+    """Loss and gradient of documents run one by one."""
+    return plain_loss(model, documents, use_cache=False), gradient_of(model)
 
 
 def gradient_of(model: torch.nn.Module) -> torch.Tensor:

@@ -5,44 +5,32 @@ In a process of tests, whose ranks then come from `rank_server` (`quick_commands
 (`python -c "import quick_commands; quick_commands.main()" train config.toml`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest import mock
 
 import evenload.cli.main
-from evenload.cli import bench, check, train
+from evenload.cli import launch
 from quick_calibration import quick_calibration
 
-_TRAIN, _CHECK, _BENCH = train._run_rank, check._run_rank, bench._run_rank
+_RUN_LOCAL = launch.run_local
 
 
 @contextmanager
 def quick_commands() -> Iterator[None]:
     """Of commands that are started here."""
-    with (
-        mock.patch.object(train, "_run_rank", train_rank),
-        mock.patch.object(check, "_run_rank", check_rank),
-        mock.patch.object(bench, "_run_rank", bench_rank),
-    ):
+    with mock.patch.object(launch, "run_local", _run_quickly):
         yield
 
 
-# Ranks import these by name; there, what they call is the command's own.
+def _run_quickly(function: Callable[..., int], arguments: tuple, num_processes: int, **options: float) -> None:
+    _RUN_LOCAL(quick_rank, (function, *arguments), num_processes, **options)
 
 
-def train_rank(*arguments) -> int:
+def quick_rank(function: Callable[..., int], *arguments) -> int:
+    """Ranks import this by name."""
     with quick_calibration():
-        return _TRAIN(*arguments)
-
-
-def check_rank(*arguments) -> int:
-    with quick_calibration():
-        return _CHECK(*arguments)
-
-
-def bench_rank(*arguments) -> int:
-    with quick_calibration():
-        return _BENCH(*arguments)
+        return function(*arguments)
 
 
 def main() -> None:

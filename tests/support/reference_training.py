@@ -38,47 +38,41 @@ _COMMON = {
 }
 
 
-def tiny_config(kind: str, *, tied: bool = False, **changes) -> PretrainedConfig:
-    """A decoder of 4 small layers of a kind in `KINDS`."""
-    settings = {**_COMMON, "tie_word_embeddings": tied, **changes}
-    if kind == "gpt2":
-        names = ARCHITECTURES[kind].keys
-        named = {names.get(key, key): value for key, value in settings.items() if key != "num_key_value_heads"}
-        return GPT2Config(**{"n_positions": 512, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, **named})
-    if kind == "llama":
-        return LlamaConfig(**settings)
-    if kind == "qwen2":
-        return Qwen2Config(**settings)
-    if kind == "qwen3":
-        return Qwen3Config(**{"head_dim": 16, **settings})
-    if kind == "mistral":
-        return MistralConfig(**{"sliding_window": None, **settings})
-    if kind == "gemma":
-        return GemmaConfig(**{"head_dim": 16, **settings})
-    if kind == "gemma2":
-        caps = {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0}
-        return Gemma2Config(**{"head_dim": 16, "query_pre_attn_scalar": 20, "sliding_window": 9, **caps, **settings})
-    if kind == "gemma3":
-        layers = {"sliding_window": 9, "sliding_window_pattern": 3}
-        return Gemma3TextConfig(**{"head_dim": 16, "query_pre_attn_scalar": 20, **layers, **settings})
-    if kind == "olmo2":
-        return Olmo2Config(**settings)
-    if kind == "mixtral":
-        return MixtralConfig(
-            **{**settings, "intermediate_size": 24, "num_local_experts": 5, "num_experts_per_tok": 2, **changes}
-        )
-    if kind == "qwen3_moe":
-        experts = {"moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True}
-        return Qwen3MoeConfig(**{"head_dim": 16, **experts, **settings})
-    raise ValueError(kind)
-
-
-KINDS = (
-    "llama", "gpt2", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3", "olmo2", "mixtral", "qwen3_moe"
-)  # fmt: skip
+_HEADS_OF_16 = {"head_dim": 16}
+_GEMMA = {**_HEADS_OF_16, "query_pre_attn_scalar": 20, "sliding_window": 9}
+_OWN: dict[str, tuple[type[PretrainedConfig], dict]] = {
+    "llama": (LlamaConfig, {}),
+    "gpt2": (GPT2Config, {"n_positions": 512, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}),
+    "qwen2": (Qwen2Config, {}),
+    "qwen3": (Qwen3Config, _HEADS_OF_16),
+    "mistral": (MistralConfig, {"sliding_window": None}),
+    "gemma": (GemmaConfig, _HEADS_OF_16),
+    "gemma2": (Gemma2Config, {**_GEMMA, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0}),
+    "gemma3": (Gemma3TextConfig, {**_GEMMA, "sliding_window_pattern": 3}),
+    "olmo2": (Olmo2Config, {}),
+    "mixtral": (MixtralConfig, {"intermediate_size": 24, "num_local_experts": 5, "num_experts_per_tok": 2}),
+    "qwen3_moe": (
+        Qwen3MoeConfig,
+        {
+            **_HEADS_OF_16,
+            **{"moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True},
+        },
+    ),
+}
+KINDS = tuple(_OWN)
 """GQA; learned positions, biases everywhere, one matrix for q, k and v; bias; qk-norm; window; embedding factor; capped
 scores and logits, post-norms, windows by turns; rotary by kind of layer, qk-norm; post-norm only; experts; experts and
 qk-norm."""
+
+
+def tiny_config(kind: str, *, tied: bool = False, **changes) -> PretrainedConfig:
+    """A decoder of 4 small layers of a kind in `KINDS`."""
+    config_class, own = _OWN[kind]
+    settings = {**_COMMON, "tie_word_embeddings": tied, **own, **changes}
+    if kind == "gpt2":
+        names = ARCHITECTURES[kind].keys
+        settings = {names.get(key, key): value for key, value in settings.items() if key != "num_key_value_heads"}
+    return config_class(**settings)
 
 
 def embedding_name(config: PretrainedConfig) -> str:

@@ -36,37 +36,43 @@ def packs_of(lengths, cuts, budget, *, last_first):
     return greedy_packs(dict(enumerate(lengths)), cuts, budget, last_first=last_first)
 
 
-def run_single_stage(
-    config,
-    dtype,
-    tokens,
-    forward,
-    backward,
-    *,
-    device="cpu",
-    backend=None,
-    directory=None,
-):
-    """Loss, gradients and the store after all forwards, then all backwards.
+def sliced_packs(lengths):
+    """Forward and backward packs of documents that both cut elsewhere."""
+    return packs_of(lengths, [0.3, 0.75], 40, last_first=False), packs_of(lengths, [0.5], 33, last_first=True)
+
+
+def trained(buffers):
+    """Parameters by name."""
+    return {name: p for buffer in buffers for name, p in zip(buffer.names, buffer.parameters, strict=True)}
+
+
+def stage_of(config, dtype=torch.float64, *, layers=None, device="cpu", weights=None, seed=3, backend=None, **options):
+    """A stage of some layers, default all, with random weights or those of a directory, and its buffers.
 
     Args:
         backend: of attention; default: what `auto` takes.
-        directory: of weights; default: random ones.
     """
     model = build_stage_model(
         config,
-        layers=(0, config.num_hidden_layers),
+        layers=layers or (0, config.num_hidden_layers),
         dtype=dtype,
         device=torch.device(device),
-        weights=directory,
-        seed=3,
-        router_aux_loss_coef=balance_factor(config),
+        weights=weights,
+        seed=seed,
+        **options,
     )
     buffers = flatten_units(model, dp=1)
-    weights = {n: p.detach().clone() for b in buffers for n, p in zip(b.names, b.parameters, strict=True)}
     if backend is None:
         backend = select_backend("auto", device, attention_soft_cap(config), dtype=dtype, head_dim=head_dim(config))
-    stage = PipelineStage(model, backend)
+    return PipelineStage(model, backend), buffers
+
+
+def run_single_stage(config, dtype, tokens, forward, backward, *, device="cpu", backend=None, directory=None):
+    """Loss, gradients and the store after all forwards, then all backwards; arguments as `stage_of`."""
+    stage, buffers = stage_of(
+        config, dtype, device=device, weights=directory, backend=backend, router_aux_loss_coef=balance_factor(config)
+    )
+    weights = {name: p.detach().clone() for name, p in trained(buffers).items()}
     stage.begin_step({d: len(t) for d, t in tokens.items()})
     stored = {d: max(stop for pack in forward for doc, _, stop in pack if doc == d) for d in tokens}
     store = ActivationStore(stored, [tuple(p) for p in backward])
@@ -75,7 +81,7 @@ def run_single_stage(
         stage.forward(pack_tokens(pack, tokens, device), None, store)
     loss = sum(stage.backward(pack_tokens(pack, tokens, device), None, store, labels)[1].item() for pack in backward)
     store.check_empty()
-    gradients = {n: p.main_grad.clone() for b in buffers for n, p in zip(b.names, b.parameters, strict=True)}
+    gradients = {name: p.main_grad.clone() for name, p in trained(buffers).items()}
     return loss, gradients, weights, store
 
 

@@ -4,31 +4,20 @@ import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from dist_training import COSTS
-from evenload.config.layouts import layouts_of
+from dist_training import COSTS, Outcome, make_trainer, outcome_of, whole_state
 from evenload.config.planner import run_planner
-from evenload.config.train_config import load_train_config
 from evenload.errors import InvalidPlanError
 from evenload.plan.layouts.moves import moved_bytes, plan_moves
 from evenload.plan.planner import Proposal, StepPlanner
-from evenload.runtime.checkpoint.checkpoint import run_tensors
-from evenload.runtime.comm.mesh import Mesh, create_meshes
-from evenload.runtime.model.configured import model_spec
-from evenload.runtime.optim.optimizer import ShardedOptimizer
-from evenload.runtime.optim.parameter_units import FlatBuffer
-from evenload.runtime.stages.live_stages import Switch
 from evenload.runtime.trainer import Trainer
 from evenload.types.layout import ParallelLayout, split_layout
 from evenload.types.plan import seal
-from gloo_pool import TIMEOUT_S
 
 
 class ScriptedPlanner(StepPlanner):
@@ -56,51 +45,26 @@ class ScriptedTrainer(Trainer):
 
     script: Sequence[int] = (0,)
 
-    def planner(self, coefficients, memory_cap_bytes):
+    def planners(self, coefficients, memory_cap_bytes):
         planners = [
             run_planner(self.config, self.model, layout, coefficients, memory_cap_bytes)
             for layout in self.meshes.layouts
         ]
-        return ScriptedPlanner(planners, self.script)
-
-    def flex_planner(self, planner):
-        return None
-
-
-class Outcome(NamedTuple):
-    """Of a run, on rank 0: by step its loss, gradient norm and layout; every switch; all tensors of a checkpoint at the
-    end, whole; process groups that were made."""
-
-    losses: list[float]
-    norms: list[float]
-    layouts: list[str]
-    switches: list[Switch]
-    state: dict[str, np.ndarray]
-    num_groups: int
+        return ScriptedPlanner(planners, self.script), None
 
 
 def scripted_run(
     config_file: str, overrides: list[str], script: Sequence[int], stop_after: int, export: bool = False
 ) -> Outcome | None:
     """Resume if there is a checkpoint, train until `stop_after` steps are done, save."""
-    trainer = scripted_trainer(config_file, overrides)
+    trainer = make_trainer(config_file, overrides, ScriptedTrainer)
     trainer.script = script
     trainer.resume()
     reports = [report for report in trainer.train(COSTS, 2**34, stop_after) if report is not None]
     trainer.save()
     if export:
         trainer.export()
-    state = whole_state(trainer)
-    if trainer.mesh.rank != 0:
-        return None
-    return Outcome(
-        losses=[float(report.row["loss"]) for report in reports],
-        norms=[float(report.row["grad_norm"]) for report in reports],
-        layouts=[str(report.row["layout"]) for report in reports],
-        switches=[report.switch for report in reports if report.switch is not None],
-        state=state,
-        num_groups=trainer.meshes.num_groups,
-    )
+    return outcome_of(trainer, reports)
 
 
 def changed_by_moving(
@@ -111,20 +75,20 @@ def changed_by_moving(
 
     Every other change is prepared ahead, and one of those for another layout than comes.
     """
-    trainer = scripted_trainer(config_file, overrides, ranks_per_machine)
+    trainer = make_trainer(config_file, overrides, ScriptedTrainer, ranks_per_machine)
     trainer.script = (*[0] * steps, order[-1])
     for _ in trainer.train(COSTS, 2**34, steps):
         pass
-    before, changed = whole_state(trainer), []
+    before, changed = whole_state(trainer.state), []
     for generation, index in enumerate(order, start=1):
         layout = msgspec.structs.replace(trainer.meshes.layouts[index], generation=generation)
         if generation % 2:
             announced = trainer.meshes.layouts[order[0]] if generation == 3 else layout
-            trainer.live.look_ahead(functools.partial(lambda coming: coming, announced), 2**40)
+            trainer.live.preallocate(functools.partial(lambda coming: coming, announced), 2**40)
         planned = planned_bytes(trainer, layout)
         trainer.state.change_layout(layout, COSTS)
-        switch = trainer.step_trainer.settle()
-        after = whole_state(trainer)
+        switch = trainer.state.settle()
+        after = whole_state(trainer.state)
         assert switch is not None
         assert switch.weight_bytes + switch.state_bytes > 0
         assert (switch.weight_bytes, switch.state_bytes) == planned
@@ -149,50 +113,10 @@ def planned_bytes(trainer: Trainer, layout: ParallelLayout) -> tuple[int, int]:
 
 def refused_layouts(config_file: str, overrides: list[str]) -> list[str]:
     """What a run says of a layout that it has no groups for, and of one that changes in the same generation."""
-    trainer, said = scripted_trainer(config_file, overrides), []
+    trainer, said = make_trainer(config_file, overrides, ScriptedTrainer), []
     for layout in (split_layout([1, 3], pp=2, generation=1), trainer.meshes.layouts[1]):
         try:
             trainer.state.change_layout(layout, COSTS)
         except InvalidPlanError as error:
             said.append(str(error))
     return said
-
-
-def scripted_trainer(config_file: str, overrides: list[str], ranks_per_machine: int | None = None) -> ScriptedTrainer:
-    """With the meshes of all configured layouts."""
-    config = load_train_config(Path(config_file), overrides)
-    layouts = layouts_of(config, model_spec(config).num_layers)
-    meshes = create_meshes(layouts, torch.device("cpu"), TIMEOUT_S, ranks_per_machine=ranks_per_machine)
-    return ScriptedTrainer(config, meshes.start, meshes)
-
-
-def whole_state(trainer: Trainer) -> dict[str, np.ndarray]:
-    """Weights and optimizer state by name, joined from all ranks, whose copies are the same to the bit. Collective."""
-    return whole_tensors(trainer.state.buffers, trainer.state.optimizer, trainer.mesh)
-
-
-def whole_tensors(buffers: list[FlatBuffer], optimizer: ShardedOptimizer, mesh: Mesh) -> dict[str, np.ndarray]:
-    """As `whole_state`."""
-    mine = {
-        name: (tensor.shape, [(piece.offsets, as_numpy(piece.local)) for piece in tensor.pieces])
-        for name, tensor in run_tensors(buffers, optimizer, mesh).items()
-    }
-    everyone: list[dict] = [{}] * mesh.num_ranks
-    dist.all_gather_object(everyone, mine, group=mesh.control)
-    whole: dict[str, np.ndarray] = {}
-    known: dict[str, np.ndarray] = {}
-    for name, (shape, pieces) in ((name, held) for one in everyone for name, held in one.items()):
-        for offsets, local in pieces:
-            target = whole.setdefault(name, np.zeros(shape, local.dtype))
-            seen = known.setdefault(name, np.zeros(shape, bool))
-            place = tuple(slice(start, start + size) for start, size in zip(offsets, local.shape, strict=True))
-            assert np.array_equal(target[place][seen[place]], local[seen[place]]), f"copies of {name} differ"
-            target[place], seen[place] = local, True
-    assert all(seen.all() for seen in known.values())
-    return whole
-
-
-def as_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """A copy; bf16, which numpy does not know, as its bits."""
-    tensor = tensor.detach().clone()
-    return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()

@@ -2,7 +2,7 @@
 
 import os
 
-from evenload.runtime.stages.twin_memory import SparseMemory
+from evenload.runtime.stages.twin_layer import SparseMemory
 
 
 def taken_bytes(memory: SparseMemory) -> int:

@@ -28,25 +28,10 @@ from torchtitan.trainer import Trainer
 
 from evenload.data.tokenize import train_byte_pair_tokenizer
 from evenload.integrations import torchtitan_trainer
-from evenload.integrations.torchtitan_trainer import (
-    PackedDataLoader,
-    PackedTrainer,
-    model_of,
-    packed_config,
-    refuse_config,
-)
+from evenload.integrations.torchtitan_trainer import PackedDataLoader, PackedTrainer, packed_config
 
-__all__ = [
-    "DataloaderExhaustedError",
-    "PackedDataLoader",
-    "PackedTrainer",
-    "ScaledDotProductAttention",
-    "model_of",
-    "packed_config",
-    "refuse_config",
-    "torchtitan_trainer",
-]
-"""What the tests take from here, because torchtitan must not be imported before `torchtitan_on_cpu`."""
+# Tests take these from here, because torchtitan must not be imported before `torchtitan_on_cpu`.
+__all__ = ["DataloaderExhaustedError", "PackedDataLoader", "ScaledDotProductAttention", "torchtitan_trainer"]
 
 LONGEST = 128
 CHUNKS = 4

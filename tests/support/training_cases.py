@@ -1,9 +1,10 @@
 """A short training run, as a configuration file and as plain transformers and AdamW."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -17,15 +18,24 @@ from reference_training import tiny_config
 STEPS = 4
 
 
-def write_training_config(directory: Path, sources: Path, data: str = "", num_layers: int = 2) -> Path:
+UNEVEN_TEXTS = tuple(f"document {i} " * (1 + (i * 7) % 13 + (30 if i % 11 == 0 else 0)) for i in range(40))
+
+
+def write_training_config(directory: Path, sources: Path | Iterable[str], data: str = "", num_layers: int = 2) -> Path:
     """A configuration of a few steps of a tiny Llama in float64.
 
     Its ranks read in a thread: a process of their own takes longer to start than all reading (tests/dist/
     test_training_data.py trains with both).
 
     Args:
+        sources: of its data, or the texts of documents in a folder of their own.
         data: more lines of the data table.
     """
+    if not isinstance(sources, Path):
+        texts, sources = sources, directory / "corpus"
+        sources.mkdir()
+        for i, text in enumerate(texts):
+            (sources / f"{i}.txt").write_text(text)
     model = directory / "model"
     tiny_config("llama", tied=True, vocab_size=257, num_hidden_layers=num_layers).save_pretrained(model)
     file = directory / "config.toml"
@@ -76,13 +86,14 @@ def plain_losses(
     for step in range(config.train.steps):
         batch = loader.next_batch()
         assert batch is not None
+        num_label_tokens = sum(document.num_label_tokens for document in batch.documents)
         kept.zero_grad()
         total = 0.0
         for doc_id, tokens in batch.tokens.items():
             labels = torch.from_numpy(batch.tokens.labels_of(doc_id)[1:]).long()
             logits = model(torch.from_numpy(tokens).long()[None]).logits[0, :-1]
             logits = logits.float() if precision == torch.bfloat16 else logits
-            loss = nn.functional.cross_entropy(logits, labels, reduction="sum") / batch.num_label_tokens
+            loss = nn.functional.cross_entropy(logits, labels, reduction="sum") / num_label_tokens
             loss.backward()
             total += loss.item()
             if kept is not model:
@@ -114,6 +125,28 @@ def plain_model(config: TrainConfig, precision: torch.dtype) -> nn.Module:
         model = AutoModelForCausalLM.from_config(hf).to(precision)
     model.load_state_dict(weights, strict=False)
     return model
+
+
+def model_of_state(config: TrainConfig, state: Mapping[str, np.ndarray]) -> nn.Module:
+    """transformers' model with the weights of a run's whole state, in float64."""
+    hf = load_config(config.model.path)
+    hf._attn_implementation = "sdpa"
+    model = AutoModelForCausalLM.from_config(hf).to(torch.float64)
+    own = {name: torch.from_numpy(state[f"model.{name}"]) for name in model.state_dict() if f"model.{name}" in state}
+    missing, _ = model.load_state_dict(own, strict=False)
+    assert set(missing) <= {"lm_head.weight"}, missing
+    return model
+
+
+@torch.no_grad()
+def loss_of(model: nn.Module, batch) -> float:
+    """Mean over a batch whose every token but the first of a document has a label."""
+    # transformers' grouped products have no float64.
+    model.config._experts_implementation = "eager"
+    rows = [torch.from_numpy(tokens).long() for tokens in batch.tokens.values()]
+    logits = [model(row[None]).logits[0, :-1] for row in rows]
+    losses = [nn.functional.cross_entropy(one, row[1:], reduction="sum") for one, row in zip(logits, rows, strict=True)]
+    return sum(loss.item() for loss in losses) / batch.num_label_tokens
 
 
 def plain_optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.Optimizer]:

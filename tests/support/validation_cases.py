@@ -8,50 +8,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import AutoModelForCausalLM
 
-from checkpoint_cases import make_trainer
-from dist_training import COSTS, trained_to
-from evenload.config.layouts import layouts_of
+from dist_training import COSTS, make_trainer, whole_state
 from evenload.config.sections import validation_data
 from evenload.config.train_config import load_train_config
 from evenload.data.loader import GlobalBatchLoader
 from evenload.errors import DataError
 from evenload.runtime.checkpoint.directory import checkpoints_of, latest_checkpoint, steps_in_name
-from evenload.runtime.comm.mesh import create_meshes
-from evenload.runtime.model.configured import load_config, model_spec
 from evenload.runtime.trainer import Trainer
-from evenload.types.run import Sample, Validation
-from gloo_pool import TIMEOUT_S
-from switch_cases import whole_state
-
-
-class ValidatedRun(NamedTuple):
-    """Of a run, on rank 0: losses of its steps, passes over the validation data, layouts that ran; all tensors at the
-    end, whole."""
-
-    losses: list[float]
-    validations: list[Validation]
-    layouts: list[str]
-    state: dict[str, np.ndarray]
-    samples: list[Sample]
-
-
-def validated_run(
-    config_file: str, overrides: list[str], memory_cap_bytes: int, stop_after: int
-) -> ValidatedRun | None:
-    """As `trained_to`."""
-    trainer, reports = trained_to(stop_after, config_file, overrides, memory_cap_bytes)
-    state = whole_state(trainer)
-    if trainer.mesh.rank != 0:
-        return None
-    return ValidatedRun(
-        losses=[float(report.row["loss"] or 0.0) for report in reports],
-        validations=[report.validation for report in reports if report.validation is not None],
-        layouts=[str(report.row["layout"]) for report in reports],
-        state=state,
-        samples=[sample for report in reports for sample in report.samples],
-    )
+from evenload.types.run import Validation
+from training_cases import model_of_state
 
 
 class PlainLoss(NamedTuple):
@@ -68,13 +34,7 @@ def plain_validation(config_file: Path, overrides: Iterable[str], state: dict[st
     """The validation documents of a run, one after the other through transformers' model with these weights."""
     config = load_train_config(config_file, list(overrides))
     assert config.validation is not None
-    hf = load_config(config.model.path)
-    hf._attn_implementation = "sdpa"
-    model = AutoModelForCausalLM.from_config(hf).to(torch.float64)
-    named = {name.removeprefix("model."): torch.from_numpy(value) for name, value in state.items()}
-    names = set(model.state_dict())
-    missing, _ = model.load_state_dict({n: v for n, v in named.items() if n in names}, strict=False)
-    assert set(missing) <= {"lm_head.weight"}, missing
+    model = model_of_state(config, state)
     loader = GlobalBatchLoader(validation_data(config.data, config.validation))
     found = []
     while (batch := loader.next_batch()) is not None:
@@ -89,13 +49,11 @@ def plain_validation(config_file: Path, overrides: Iterable[str], state: dict[st
 def averaged_export(config_file: str, overrides: list[str]) -> tuple[str, bool]:
     """Of a run that goes on from its checkpoint: where the moving average is exported, and whether weights and state
     are the same to the bit afterwards."""
-    config = load_train_config(Path(config_file), overrides)
-    meshes = create_meshes(layouts_of(config, model_spec(config).num_layers), torch.device("cpu"), TIMEOUT_S)
-    trainer = Trainer(config, meshes.start, meshes)
+    trainer = make_trainer(config_file, overrides)
     trainer.resume()
-    before = whole_state(trainer)
+    before = whole_state(trainer.state)
     path = trainer.export_average()
-    after = whole_state(trainer)
+    after = whole_state(trainer.state)
     return str(path), all(np.array_equal(before[name], after[name]) for name in before)
 
 
@@ -124,7 +82,7 @@ def left_out_passes(config_file: str, overrides: list[str], directory: str, last
     at_end = [*overrides, "validation.every_steps=0", f"train.output_dir={directory}/at_end"]
 
     def start(settings: list[str]) -> Trainer:
-        trainer, _ = make_trainer(config_file, settings)
+        trainer = make_trainer(config_file, settings)
         trainer.resume()
         return trainer
 

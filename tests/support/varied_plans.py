@@ -13,7 +13,7 @@ from evenload.schedule.simulate import memory_ledger
 from evenload.schedule.static_schedules import zero_bubble_h1
 from evenload.stepplan.plan_tasks import replica_columns, tasks_of_columns
 from evenload.stepplan.validate import validate_plan
-from evenload.types.layout import even_layout
+from evenload.types.layout import ParallelLayout, even_layout
 from evenload.types.model import ModelSpec
 from evenload.types.pipeline import PackBytes, PipelineTasks, action_columns
 from evenload.types.plan import PackTimes, Schedule, StepPlan, seal
@@ -80,14 +80,24 @@ def varied_plan(
 
 def _random_tasks(packs, layout, numbers: np.random.Generator) -> PipelineTasks:
     m_f, m_b, stages = len(packs.forward), len(packs.backward), layout.num_stages
-    zeros = [np.zeros(shape, np.int64) for shape in ((m_f, stages), (m_b, stages))]
+    seconds = numbers.uniform(0.5, 2, (m_f, stages)), numbers.uniform(1, 4, (m_b, stages))
+    return tasks_of_one_byte(
+        layout, *seconds, numbers.uniform(0, 0.2, m_f), numbers.uniform(0, 0.2, m_b), packs.forwards_needed()
+    )
+
+
+def tasks_of_one_byte(
+    layout: ParallelLayout, forward_s, backward_s, p2p_forward_s, p2p_backward_s, forwards_needed
+) -> PipelineTasks:
+    """Of some packs; a forward keeps one byte, so that a limit of bytes is one of packs."""
+    zeros = [np.zeros(seconds.shape, np.int64) for seconds in (forward_s, backward_s)]
     return with_split(
         PipelineTasks(
-            forward_s=numbers.uniform(0.5, 2, (m_f, stages)),
-            backward_s=numbers.uniform(1, 4, (m_b, stages)),
-            p2p_forward_s=numbers.uniform(0, 0.2, m_f),
-            p2p_backward_s=numbers.uniform(0, 0.2, m_b),
-            forwards_needed=np.array(packs.forwards_needed(), np.int32),
+            forward_s=forward_s,
+            backward_s=backward_s,
+            p2p_forward_s=p2p_forward_s,
+            p2p_backward_s=p2p_backward_s,
+            forwards_needed=np.array(forwards_needed, np.int32),
             stage_to_rank=np.array(layout.stage_to_rank, np.int32),
             held=PackBytes(
                 static_bytes=np.zeros(layout.pp, np.int64),

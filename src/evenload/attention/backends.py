@@ -1,4 +1,4 @@
-"""Which attention backend runs, by name, device and model."""
+"""Select the attention backend by name, device and model."""
 
 import torch
 

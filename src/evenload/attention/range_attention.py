@@ -1,11 +1,11 @@
-"""The one primitive under every strategy: attention of token ranges against their documents' prefixes.
+"""Range attention: token ranges against their documents' prefixes, the primitive under every strategy.
 
     keys      0 ......... p ......... p+n
     queries               [ n rows   )         row i sees keys (p+i-window, p+i]
 
 A backend gets all ranges of a pack at once, because a kernel call a range would cost more in launches than in work.
-Forward also returns the log-sum-exp per row and head; backward takes *any* output and log-sum-exp, so results merged
-from parts may be passed in. Autograd must never run through such a merge: the gradient would be silently wrong.
+Backward takes *any* output and log-sum-exp per row and head, so results merged from parts may be passed in. Autograd
+must never run through such a merge: the gradient would be silently wrong.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class KeyRange(NamedTuple):
-    """Query rows of a pack (at least one; ranges follow each other) and the keys and values [s, G, D] that they see:
+    """Holds query rows of a pack (at least one; ranges follow each other) and keys and values [s, G, D] that they see:
     under a causal mask s is at least the number of rows, and the last keys belong to the rows."""
 
     rows: slice
@@ -26,7 +26,7 @@ class KeyRange(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """How scores become probabilities.
+    """Describes how scores become probabilities.
 
     Args:
         scale: factor of q·k.
@@ -46,7 +46,7 @@ precision where a kernel has rounded them to it."""
 
 @dataclass(frozen=True, eq=False)
 class PackedGradients:
-    """Gradients of all ranges of one call: q [n, H, D], keys and values [S, G, D], range after range."""
+    """Holds gradients of all ranges of one call: q [n, H, D], keys and values [S, G, D], range after range."""
 
     ranges: Sequence[KeyRange]
     q: Tensor
@@ -59,7 +59,7 @@ class PackedGradients:
 
 
 class RangeAttention(Protocol):
-    """A backend. Shapes: H query heads, G key/value heads (H a multiple of G), D head dim.
+    """Computes attention. Shapes: H query heads, G key/value heads (H a multiple of G), D head dim.
 
     Attributes:
         soft_cap: scores s become soft_cap·tanh(s / soft_cap) before the softmax (Gemma 2); 0 = they stay.
@@ -69,8 +69,7 @@ class RangeAttention(Protocol):
     soft_cap: float
 
     def forward(self, q: Tensor, ranges: Sequence[KeyRange], scoring: Scoring) -> tuple[Tensor, Tensor]:
-        """Return output [n, H, D] and log-sum-exp [n, H] (fp32, or fp64 for fp64) of the n rows of all ranges, at least
-        one; `q` [T, H, D] is of the pack."""
+        """Return output [n, H, D] and log-sum-exp [n, H] (at least fp32) of the n rows of all ranges of q [T, H, D]."""
         ...
 
     def backward(
@@ -85,7 +84,7 @@ class RangeAttention(Protocol):
 
 
 def first_visible_key(start: int, window: int) -> int:
-    """Index of the first key that the query row at position `start` sees."""
+    """Return the index of the first key that the query row at position `start` sees."""
     return max(0, start - window + 1) if window else 0
 
 
@@ -98,5 +97,5 @@ def rows_of_all(ranges: Sequence[KeyRange]) -> slice:
 
 
 def work_dtype(like: Tensor) -> torch.dtype:
-    """Of log-sum-exps and of gradients of keys and values: fp64 for fp64, else fp32."""
+    """Return the precision of log-sum-exps and of gradients of keys and values: fp64 for fp64, else fp32."""
     return torch.float64 if like.dtype == torch.float64 else torch.float32

@@ -1,17 +1,15 @@
 """Run the same global batches under several strategies, interleaved step by step in one set of processes.
 
-One round warms up, then rounds count. A round runs every batch under every strategy and begins with another strategy
-than the last, so that a busy neighbour disturbs all alike. A step does all that training does with learning rate 0, so
-that the losses of all strategies must be equal. Documents are not deferred. Price: strategies · batches · (rounds + 1)
-steps, and the data is read once for each strategy.
+After a round that warms up, rounds count. A round runs every batch under every strategy and begins with another
+strategy than the last, so that a busy neighbour disturbs all alike. A step does all that training does with learning
+rate 0, so that the losses of all strategies must be equal. Documents are not deferred. Price: strategies · batches ·
+(rounds + 1) steps, and the data is read once for each strategy.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from evenload.bench.runs import (
     BatchRun,
@@ -44,7 +42,7 @@ class Interleaved(Frozen):
     """What was measured, the machine's load meanwhile, and the batches that every strategy trained.
 
     Args:
-        typical: of every strategy and batch the step of the round whose step time is in the middle.
+        typical: by strategy, of every batch the step of the round with the median step time; of two the slower one.
     """
 
     runs: tuple[StrategyRuns, ...]
@@ -52,27 +50,6 @@ class Interleaved(Frozen):
     load: MachineLoad
     batches: tuple[RecordedBatch, ...]
     typical: dict[str, tuple[StepReport, ...]]
-
-
-@dataclass
-class _Measured:
-    """Of one batch under one strategy, round after round."""
-
-    reports: list[StepReport] = field(default_factory=list)
-
-    def step_s(self) -> tuple[float, ...]:
-        return tuple(report.measured.step_time_s for report in self.reports)
-
-    def tasks_s(self) -> NDArray[np.float64]:
-        """Return the seconds of tasks; float64[num_rounds, num_tasks]."""
-        return np.array([task_seconds(report.measured) for report in self.reports])
-
-    def peak_bytes(self) -> int:
-        return max(int(report.row["peak_memory_bytes"] or 0) for report in self.reports)
-
-    def typical(self) -> StepReport:
-        """Return the step of the round in the middle; of two the slower one."""
-        return sorted(self.reports, key=lambda report: report.measured.step_time_s)[len(self.reports) // 2]
 
 
 def run_interleaved(
@@ -108,7 +85,7 @@ def run_interleaved(
             if len(left_out) == len(strategies) - 1:
                 raise
             left_out.append(LeftOutStrategy(name=name, why=str(error)))
-    measured: dict[tuple[str, int], _Measured] = {}
+    measured: dict[tuple[str, int], list[StepReport]] = {}
     waits = CoreWaits(demand)
     for turn, name, batch in _order(list(planned), len(next(iter(planned.values()))), num_rounds + 1):
         if turn == 1 and not measured:
@@ -119,29 +96,23 @@ def run_interleaved(
         on_step()
         if report is None or turn == 0:
             continue
-        measured.setdefault((name, batch), _Measured()).reports.append(report)
+        measured.setdefault((name, batch), []).append(report)
     waited_share = most_of_ranks(waits.share(), trainer.mesh)
     if trainer.mesh.rank != 0:
         return None
-    runs = tuple(
-        StrategyRuns(
-            strategy=name,
-            batches=tuple(
-                _batch_run(trainer, batch, measured[name, batch], coefficients) for batch in range(len(steps))
-            ),
-        )
-        for name, steps in planned.items()
-    )
-    first = next(iter(planned.values()))
+    batches = range(len(next(iter(planned.values()))))
+    runs, typical = [], {}
+    for name in planned:
+        reports = [sorted(measured[name, batch], key=lambda one: one.measured.step_time_s) for batch in batches]
+        typical[name] = tuple(of_batch[len(of_batch) // 2] for of_batch in reports)
+        of_batches = (_batch_run(trainer, batch, measured[name, batch], coefficients) for batch in batches)
+        runs.append(StrategyRuns(strategy=name, batches=tuple(of_batches)))
     return Interleaved(
-        runs=runs,
+        runs=tuple(runs),
         left_out=tuple(left_out),
         load=MachineLoad(demand=demand, waited_share=waited_share),
-        batches=tuple(recorded_batch(step.plan) for step in first),
-        typical={
-            name: tuple(measured[name, batch].typical() for batch in range(len(steps)))
-            for name, steps in planned.items()
-        },
+        batches=tuple(recorded_batch(step.plan) for step in next(iter(planned.values()))),
+        typical=typical,
     )
 
 
@@ -152,7 +123,7 @@ def _planned(
     strategy: str,
     num_batches: int,
 ) -> list[PlannedStep]:
-    """The batches under one strategy, tokens at hand."""
+    """Plan the batches under one strategy and read their tokens."""
     config, mesh = trainer.config, trainer.mesh
     config = msgspec.structs.replace(config, plan=msgspec.structs.replace(config.plan, strategy=strategy))
     planner = run_planner(config, trainer.model, mesh.layout, coefficients, memory_cap_bytes, mesh.ranks_per_machine)
@@ -165,18 +136,18 @@ def _planned(
             max_pack_tokens=config.max_pack_tokens,
             waiting=mesh.watch.waiting,
         )
-        found: list[PlannedStep] = []
-        while len(found) < num_batches and (step := maker.next()) is not None:
-            found.append(step)
+        steps: list[PlannedStep] = []
+        while len(steps) < num_batches and (step := maker.next()) is not None:
+            steps.append(step)
     finally:
         source.close()
-    if not found:
+    if not steps:
         raise DataError("the data holds no document, so there is nothing to compare")
-    return found
+    return steps
 
 
 def _order(strategies: list[str], num_batches: int, num_rounds: int) -> Iterator[tuple[int, str, int]]:
-    """(round, strategy, batch) of every step."""
+    """Yield (round, strategy, batch) of every step."""
     for turn in range(num_rounds):
         first = turn % len(strategies)
         for batch in range(num_batches):
@@ -184,30 +155,31 @@ def _order(strategies: list[str], num_batches: int, num_rounds: int) -> Iterator
                 yield turn, name, batch
 
 
-def _predicted_peak_bytes(trainer: Trainer, plan: StepPlan, costs: PackCosts) -> int:
-    """Of what is measured: on a GPU all, on a CPU what the activation stores count and what stays for the step."""
-    if trainer.mesh.device.type == "cuda":
-        return plan.predicted.peak_memory_bytes
-    timeline = detailed_timeline(plan, costs)
-    assert timeline.memory_kind_bytes is not None
-    counted = [kind in COUNTED_KINDS for kind in MEMORY_KINDS]
-    return int(timeline.memory_kind_bytes[:, counted].sum(axis=1).max())
-
-
-def _batch_run(trainer: Trainer, batch: int, measured: _Measured, coefficients: CostCoefficients) -> BatchRun:
-    report = measured.reports[-1]
-    plan = report.plan
+def _batch_run(trainer: Trainer, batch: int, reports: Sequence[StepReport], coefficients: CostCoefficients) -> BatchRun:
+    """Compare one batch under one strategy, round after round, with its prediction."""
+    report, plan = reports[-1], reports[-1].plan
     costs = PackCosts(trainer.model, coefficients, plan.layout)
+    rounds_s = np.array([task_seconds(one.measured) for one in reports])
     return BatchRun(
         batch=batch,
         plan_digest=plan.digest,
         documents=len(plan.documents),
         tokens=sum(document.num_tokens for document in plan.documents),
         num_packs=max(len(packs.forward) for packs in plan.pack_plans),
-        measured_s=measured.step_s(),
+        measured_s=tuple(one.measured.step_time_s for one in reports),
         predicted_s=plan.predicted.step_time_s,
-        packs=pack_errors(times_beside_transfers(plan, costs), report.measured, measured.tasks_s()),
-        measured_peak_bytes=measured.peak_bytes(),
+        packs=pack_errors(times_beside_transfers(plan, costs), report.measured, rounds_s),
+        measured_peak_bytes=max(int(one.row["peak_memory_bytes"] or 0) for one in reports),
         predicted_peak_bytes=_predicted_peak_bytes(trainer, plan, costs),
         loss=float(report.row["loss"] or 0.0),
     )
+
+
+def _predicted_peak_bytes(trainer: Trainer, plan: StepPlan, costs: PackCosts) -> int:
+    """Predict what is measured: on a GPU all, on a CPU what activation stores count and what stays for the step."""
+    if trainer.mesh.device.type == "cuda":
+        return plan.predicted.peak_memory_bytes
+    timeline = detailed_timeline(plan, costs)
+    assert timeline.memory_kind_bytes is not None
+    counted = [kind in COUNTED_KINDS for kind in MEMORY_KINDS]
+    return int(timeline.memory_kind_bytes[:, counted].sum(axis=1).max())

@@ -1,4 +1,4 @@
-"""Hold what was measured of strategies on the global batches of a comparison, and what was predicted.
+"""Compare what was measured of strategies on the same global batches with each other and with what was predicted.
 
 Errors are signed, predicted / measured - 1. A pack's seconds are those of one pack on one stage in one direction (I and
 W of a split backward apart), a step's those of the slowest rank, medians over rounds. Predicted seconds of packs hold
@@ -38,8 +38,8 @@ class PackErrors(Frozen):
         median_abs, p90_abs: of absolute values.
         total: signed, of all packs' seconds together; what is left of a step's error lies between packs.
         measured_s, predicted_s: seconds of a pack, medians.
-        repeat_p90: 90th percentile of how far a pack's seconds in one round lie from the pack's median over the rounds,
-            relative; what the machine itself differs by, so that no prediction can be held to less. 0 for one round.
+        repeat_p90: 90th percentile of how far a pack's seconds in one round lie from its median over the rounds,
+            relative: no prediction can be held to less. 0 for one round.
     """
 
     median: float
@@ -52,16 +52,12 @@ class PackErrors(Frozen):
 
 
 class BatchRun(Frozen):
-    """One global batch under one strategy.
+    """One global batch, by its number, under one strategy.
 
     Args:
-        batch: number of the global batch.
-        plan_digest: of what was executed.
         documents, tokens: trained, padding not counted.
         num_packs: forward packs of the replica that has most.
         measured_s: step seconds of every round, of the slowest rank.
-        predicted_s: step seconds of the plan.
-        packs: errors of pack seconds.
         measured_peak_bytes, predicted_peak_bytes: of the fullest rank; on a CPU, where no allocator counts, of what the
             activation stores hold and what stays for the step, without the buffers of a running action.
         loss: mean over the batch's label tokens.
@@ -98,7 +94,7 @@ class BatchRun(Frozen):
 
 
 class StrategyRuns(Frozen):
-    """Hold all batches under one strategy."""
+    """All batches under one strategy; seconds are means over the batches."""
 
     strategy: str
     batches: tuple[BatchRun, ...]
@@ -132,8 +128,8 @@ class MachineLoad(Frozen):
     Args:
         demand: threads that compute for each core that they may use; above 1, ranks take cores from each other, which
             no simulation of devices knows of.
-        waited_share: of the time, in which a rank's busiest thread stood ready without a core beyond that; of the rank
-            that waited longest. A quiet machine stays near 0.
+        waited_share: share of the time in which a rank's busiest thread stood ready without a core beyond that; of the
+            rank that waited longest. A quiet machine stays near 0.
     """
 
     demand: float
@@ -145,8 +141,8 @@ class MachineLoad(Frozen):
 
 
 class MeasuredRatio(NamedTuple):
-    """How many times as long steps of one strategy took as those of another; `low` to `high` is the 95 % interval by
-    what repeats differ by, None where each step was measured once."""
+    """How many times as long steps of one strategy took as those of another, with the 95 % interval by what repeats
+    differ by, None where each step was measured once."""
 
     one: str
     other: str
@@ -155,7 +151,7 @@ class MeasuredRatio(NamedTuple):
     high: float | None
 
     @property
-    def is_told(self) -> bool:
+    def is_clear(self) -> bool:
         """Say whether the repeats show which one is slower, in the figures that are shown."""
         return self.low is not None and self.high is not None and (round(self.low, 2) > 1 or round(self.high, 2) < 1)
 
@@ -164,7 +160,7 @@ class MeasuredRatio(NamedTuple):
         if self.low is None or self.high is None:
             return f"each step was measured once, which does not tell whether {self.one} or {self.other} is faster"
         interval, than = f"{self.low:.2f} to {self.high:.2f}", f"times as long as {self.other}"
-        if self.is_told:
+        if self.is_clear:
             return f"{self.one} takes {self.ratio:.2f} {than} (95 % interval {interval})"
         is_equal = self.low > 1 / (1 + CLOSE) and self.high < 1 + CLOSE
         start = "as fast as each other" if is_equal else "this machine is too noisy to tell"
@@ -176,7 +172,7 @@ def measured_ratio(one: StrategyRuns, other: StrategyRuns, comparisons: int = 1)
 
     A neighbour that slows a round slows both, so what counts is by how much ln(one / other) of a batch differs between
     rounds: from that deviation follows the error of medians of so many rounds (sqrt(pi / 2) times that of means), and
-    with Student's factor the interval. It assumes that what disturbs one step of a pair disturbs few others.
+    with Student's factor the interval.
 
     Args:
         comparisons: that are made at once and shall all be right with 95 % probability (Bonferroni).
@@ -197,19 +193,15 @@ def measured_ratio(one: StrategyRuns, other: StrategyRuns, comparisons: int = 1)
 
 
 class RecordedBatch(Frozen):
-    """A global batch.
-
-    Args:
-        step: its number in the run, which is part of a plan's digest.
-        documents: (id, tokens, tokens with labels) in the order of arrival.
-    """
+    """A global batch: its number in the run, which is part of a plan's digest, and (id, tokens, tokens with labels) of
+    its documents in the order of arrival."""
 
     step: int
     documents: tuple[tuple[int, int, int], ...]
 
 
 class BenchInputs(Frozen):
-    """Everything but the costs.
+    """Everything, but the costs, from which the same plans are made again.
 
     Args:
         options: the tables of `plan.options` in a configuration, the limit of packs filled in.
@@ -246,8 +238,6 @@ class BenchResult(Frozen):
         runs: in the order asked for.
         left_out: strategies that could not run these batches, or that 'all' leaves out.
         loss_difference: the most that the loss of a batch differs between strategies, relative.
-        load: of the machine while it was measured.
-        coefficients, inputs: from which the same plans are made again.
     """
 
     facts: tuple[tuple[str, str], ...]
@@ -265,8 +255,8 @@ class BenchResult(Frozen):
         return tuple(measured_ratio(one, fastest, len(self.runs) - 1) for one in self.runs if one is not fastest)
 
     def held_to_interval(self) -> tuple[PredictionInterval, str]:
-        """Return the interval of predicted step times, and how many of the strategies lie inside, such as "2 of 2"; ""
-        where there is none, or the machine was not as quiet while steps were measured as it is made for."""
+        """Return the interval of predicted step times, and how many strategies lie inside, such as "2 of 2"; "" where
+        there is none, or the machine was too busy for it."""
         interval = prediction_interval(self.coefficients, self.inputs.layout)
         spread = max(one.spread for one in self.runs)
         held = interval.count_inside(one.measured_s / one.predicted_s for one in self.runs)
@@ -275,17 +265,18 @@ class BenchResult(Frozen):
     @property
     def winner(self) -> str:
         """Return the fastest strategy, where the repeats tell it apart from all others; else ""."""
-        is_told = all(ratio.is_told for ratio in self.ratios)
-        return min(self.runs, key=lambda one: one.measured_s).strategy if is_told else ""
+        fastest = min(self.runs, key=lambda one: one.measured_s)
+        return fastest.strategy if all(ratio.is_clear for ratio in self.ratios) else ""
 
     @property
     def outcome(self) -> str:
-        """Describe what was measured in one sentence without its full stop: the first comparison, or the first that the
-        repeats do not decide."""
-        said = [one.describe() for one in sorted(self.ratios, key=lambda one: one.is_told)]
-        said = said or [f"{self.runs[0].strategy} takes {self.runs[0].measured_s:.3g} s a step"]
+        """Describe in one sentence without its full stop the first comparison that the repeats do not decide, or the
+        first one."""
+        text = f"{self.runs[0].strategy} takes {self.runs[0].measured_s:.3g} s a step"
+        if self.ratios:
+            text = min(self.ratios, key=lambda one: one.is_clear).describe()
         waited = f"; other programs held cores it needed for {self.load.waited_share:.0%} of the time"
-        return said[0] + (waited if self.load.waited_share > QUIET_WAITED_SHARE else "")
+        return text + (waited if self.load.waited_share > QUIET_WAITED_SHARE else "")
 
 
 def task_seconds(timeline: Timeline) -> NDArray[np.float64]:
@@ -297,11 +288,12 @@ def pack_errors(times: tuple[PackTimes, ...], timeline: Timeline, rounds_s: NDAr
     """Compare predicted with measured pack seconds.
 
     Args:
-        times: of a plan, by replica, with what transfers beside packs take.
-        timeline: a measured one of the plan, which tells the tasks apart.
+        times: of a plan, by replica, with what overlapped transfers take.
+        timeline: a measured one of the plan, from which places of tasks are read.
         rounds_s: float64[num_rounds, num_tasks], above 0; a pack's measured seconds are its median over the rounds.
     """
     columns = zip(*(getattr(timeline, name).tolist() for name in ("dp_rank", "kind", "pack", "stage")), strict=True)
+    assert KINDS == "FBIW"
     seconds = [(one.forward_s, one.backward_s, one.input_s, one.weight_s) for one in times]
     predicted_s = np.array([seconds[dp_rank][kind][pack][stage] for dp_rank, kind, pack, stage in columns])
     measured_s = np.median(rounds_s, axis=0)
@@ -316,9 +308,6 @@ def pack_errors(times: tuple[PackTimes, ...], timeline: Timeline, rounds_s: NDAr
         predicted_s=float(np.median(predicted_s)),
         repeat_p90=float(np.quantile(np.abs(rounds_s / measured_s - 1), 0.9)),
     )
-
-
-assert KINDS == "FBIW", "the order of a plan's times in pack_errors"
 
 
 def loss_difference(runs: tuple[StrategyRuns, ...]) -> float:

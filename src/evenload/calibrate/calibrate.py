@@ -1,13 +1,11 @@
-"""Calibrate for some seconds at the start of training, so that predicted step times mean something.
+"""Calibrate the cost model for some seconds at the start of training.
 
-All ranks time their own stage's layers at once on a handful of packs (whole documents, many short ones, slices with a
-prefix), as their step shares the machine too. Rank 0 fits the coefficients by non-negative least squares on relative
-errors and broadcasts them; a cost file is cached by everything that changes the seconds. A machine that is busy with
-something else meanwhile (`calibrate.fit`) is timed once more, and the quieter measurement counts. On a GPU larger packs
-follow, through one layer of every window. `calibrate.profile` measures the same and more, for longer.
-
-Price: at most 20 packs of up to 4,096 tokens forward and backward, on a GPU larger ones too, for some seconds to warm
-up and then while the time budget lasts.
+All ranks time their own stage's layers at once, as a step shares the machine too, on a handful of packs: whole
+documents, many short ones, slices with a prefix. Rank 0 fits the coefficients by non-negative least squares on relative
+errors and broadcasts them; a cost file is cached by everything that changes the seconds. A noisy measurement
+(`calibrate.fit`) is repeated once, and the quieter one counts. On a GPU larger packs follow, through one layer of every
+window. Price: at most 20 packs of up to 4,096 tokens forward and backward, on a GPU larger ones too, for some seconds
+to warm up and then while the time budget lasts.
 """
 
 import hashlib
@@ -25,8 +23,9 @@ import torch.distributed as dist
 
 from evenload.calibrate.fit import CoreWaits, fit_relative, median_seconds, spread_of_repeats
 from evenload.calibrate.kernels import TOKENS, copy_work, head_work, matmul_flops_per_s, optimizer_work, weight_seconds
-from evenload.calibrate.links import TransferKind, median_link, overlap_cost, quick_links
+from evenload.calibrate.links import TransferKind, median_link, median_overlap, overlap_cost, quick_links
 from evenload.calibrate.rounds import (
+    GPU_LAYERS,
     NEEDED_ROUNDS,
     QUICK_ROUNDS,
     PackClock,
@@ -41,8 +40,8 @@ from evenload.calibrate.rounds import (
     part_of,
     rounds_up_to,
     time_round,
-    timed_part,
     whole,
+    windows_of,
 )
 from evenload.cost.coefficients import (
     CostCoefficients,
@@ -66,7 +65,7 @@ DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
 @dataclass(frozen=True, kw_only=True)
 class RankMeasurement:
-    """Hold what one rank measured.
+    """Holds the measurements of one rank.
 
     Args:
         packs: seconds of one layer.
@@ -90,9 +89,10 @@ class RankMeasurement:
     overlap: OverlapCost | None = None
 
 
-def highest_noise(ranks: Sequence[RankMeasurement]) -> Noise:
-    found = [rank.noise for rank in ranks]
-    return Noise(waited_share=max(one.waited_share for one in found), spread=max(one.spread for one in found))
+def max_noise(ranks: Sequence[RankMeasurement]) -> Noise:
+    return Noise(
+        waited_share=max(rank.noise.waited_share for rank in ranks), spread=max(rank.noise.spread for rank in ranks)
+    )
 
 
 def coefficients_of(
@@ -114,7 +114,7 @@ def coefficients_of(
     head = [point for rank in ranks for point in rank.head]
     head_s_per_token, head_pack_s = fit_relative([(float(rows), 1.0) for rows, _ in head], [s for _, s in head])
     links = [rank.links for rank in ranks]
-    # What nobody sent over is not known, which is not the same as free.
+    # A link that no rank uses is unknown, not free.
     p2p, reduction = median_link(links, "pipeline"), median_link(links, "reduction")
     fitted = CostCoefficients(
         source="calibrated",
@@ -138,18 +138,18 @@ def coefficients_of(
         # A group over more devices than took part may cross other links, which are not known.
         devices_per_node=len(ranks),
         # The runtime waits for every one of them where it starts. Under tp they are in the layers' seconds already, but
-        # for what W makes again: whole backwards are timed.
+        # for what W gathers again: whole backwards are timed.
         tensor_exposed_share=0.0 if tp > 1 else 1.0,
         weight_gather_exposed_share=1.0,
         copy_s_per_byte=float(np.median([rank.copy_s_per_byte for rank in ranks])),
-        overlap=_median_overlap([rank.overlap for rank in ranks if rank.overlap is not None]),
+        overlap=median_overlap([rank.overlap for rank in ranks]),
         measured_on=MeasuredOn(
             model=model,
             dp=layout.dp,
             cp=layout.cp,
             pp=layout.pipeline_ranks,
             tp=layout.tp,
-            noise=highest_noise(ranks),
+            noise=max_noise(ranks),
         ),
     )
     hidden_share = 0.0 if is_cpu else fitted.context_hidden_share
@@ -158,21 +158,12 @@ def coefficients_of(
 
 
 def _weight_share(ranks: Sequence[RankMeasurement], fitted: CostCoefficients, tp: int) -> float | None:
-    """Return the share of a linear backward that its weight gradients took, without transfers that come on top under
-    tp; None where the linears are free."""
+    """Return the share of weight gradients in a linear backward, without tp's transfers; None if linears are free."""
     assert fitted.measured_on is not None
     gather_token_s, gather_pack_s = weight_gather_seconds(fitted.measured_on.model, fitted, tp)
     own_s = float(np.median([rank.weight_s for rank in ranks])) - TOKENS * gather_token_s - gather_pack_s
     linear_s = TOKENS * fitted.backward.linear_s_per_token / tp + fitted.backward.pack_s
     return min(1.0, max(0.0, own_s / linear_s)) if linear_s > 0 else None
-
-
-def _median_overlap(known: Sequence[OverlapCost]) -> OverlapCost | None:
-    if not known:
-        return None
-    pairs = [(one.communication_slowdown, one.compute_slowdown) for one in known]
-    communication, compute = np.median(pairs, axis=0).tolist()
-    return OverlapCost(communication_slowdown=communication, compute_slowdown=compute)
 
 
 def pass_timings(
@@ -201,7 +192,7 @@ def _pass(ranks: Sequence[RankMeasurement], direction: Direction, tile: int, tp:
 
 
 def _host_seconds(samples: Sequence[Sample]) -> tuple[float, float]:
-    """Of a host a slice and a pack, by a fit of its own; 0 where devices are their own hosts."""
+    """Fit a host's seconds of a slice and of a pack; 0 where devices are their own hosts."""
     queued = [sample for sample in samples if sample.host_s]
     if not queued:
         return 0.0, 0.0
@@ -216,7 +207,7 @@ _VERSION = 19
 def cached_path(
     directory: Path, model: ModelSpec, layout: ParallelLayout, device_name: str, threads: int, backend: str
 ) -> Path:
-    """Return where the cost file of this model, layout and device lies, or would lie."""
+    """Return the path of the cached cost file of this model, layout and device."""
     key = (_VERSION, model, layout, device_name, threads, backend)
     return directory / f"{hashlib.sha256(msgspec.json.encode(key)).hexdigest()[:24]}.json"
 
@@ -233,7 +224,7 @@ def write_cached(path: Path, coefficients: CostCoefficients) -> None:
 
 
 _TIME_BUDGET_S = 4.0
-# A process asks its system for memory in the first seconds, and packs are up to 10 % slower by that; later it has some.
+# While a process first takes memory of its system, packs are up to 10 % slower.
 _WARM_UP_S = 4.0
 _MIN_REPEATS = 2
 _MAX_REPEATS = 30
@@ -243,24 +234,15 @@ _MEMORY_SHARE = 0.2
 
 
 class TimedRound(NamedTuple):
-    """Packs, and the layers that they are timed on with their windows."""
+    """Holds packs, and the layers that they are timed on with their windows."""
 
     packs: Packs
     stage: PipelineStage
     windows: tuple[int, ...]
 
-    @staticmethod
-    def of(packs: Packs, stage: PipelineStage, model: ModelSpec) -> "TimedRound":
-        return TimedRound(packs, stage, tuple(model.windows[index] for index in stage.model.layers))
 
-
-@dataclass(frozen=True, eq=False)
-class Calibration:
-    """What was measured.
-
-    Args:
-        largest_pack_tokens: that every rank timed.
-    """
+class Calibration(NamedTuple):
+    """Holds fitted coefficients, and the tokens of the largest pack that every rank timed."""
 
     coefficients: CostCoefficients
     largest_pack_tokens: int
@@ -275,21 +257,19 @@ def calibrate(
     demand: float = 1.0,
     max_pack_tokens: int = 0,
 ) -> Calibration:
-    """Measure and fit. Collective over all ranks; every rank returns the same.
-
-    Leaves garbage in the gradients: zero them before training.
+    """Measure and fit; every rank returns the same. Adds to gradients: zero them before training. Collective.
 
     Args:
-        stages: of this rank; layers of the first are timed, for layers of a model are alike; on a GPU a few of them.
-        max_document_tokens: no longer documents are tried.
-        demand: threads that ranks compute with for each core of the machine, see `CoreWaits`.
+        stages: of this rank; layers of the first are timed, on a GPU a few of them, as layers of a model are alike.
+        max_document_tokens: no longer documents are timed.
+        demand: threads that ranks compute with for each core of the machine (`CoreWaits`).
         max_pack_tokens: of the run; GPUs, which small packs do not keep busy, are timed with packs of up to so many.
     """
     rounds = _rounds(stages[min(stages)], model, mesh, max_document_tokens, max_pack_tokens)
     attempts: list[list[RankMeasurement]] = []
-    while not attempts or (highest_noise(attempts[-1]).is_noisy and len(attempts) < _MAX_ATTEMPTS):
+    while not attempts or (max_noise(attempts[-1]).is_noisy and len(attempts) < _MAX_ATTEMPTS):
         attempts.append(_measured(stages, model, mesh, rounds, demand))
-    everyone = min(attempts, key=lambda ranks: highest_noise(ranks).size)
+    everyone = min(attempts, key=lambda ranks: max_noise(ranks).size)
     fitted = coefficients_of(everyone, model, device_name, mesh.layout, is_cpu=mesh.device.type == "cpu")
     largest = min(max(sum(stop - start for _, start, stop in pack.ranges) for pack in rank.packs) for rank in everyone)
     return Calibration(fitted, largest)
@@ -326,23 +306,23 @@ def _measured(
 def _rounds(
     stage: PipelineStage, model: ModelSpec, mesh: Mesh, max_document_tokens: int, max_pack_tokens: int
 ) -> list[TimedRound]:
-    """What is timed, if there is time for it; the same on ranks of one group, whose devices are alike."""
-    shortest = max(max_document_tokens, longest_of(whole(128)))
-    part = timed_part(stage, model.windows)
-    rounds = [TimedRound.of(packs, part, model) for packs in QUICK_ROUNDS if longest_of(packs) <= shortest]
-    if stage.device.type == "cuda":
-        room_bytes = _MEMORY_SHARE * torch.cuda.get_device_properties(stage.device).total_memory
+    """Return what to time while time lasts; the same on ranks of one group, whose devices are alike."""
+    longest = max(max_document_tokens, longest_of(whole(128)))
+    is_gpu = stage.device.type == "cuda"
+    part = part_of(stage, model.windows, GPU_LAYERS) if is_gpu else stage
+    wanted = [(packs, part) for packs in QUICK_ROUNDS if longest_of(packs) <= longest]
+    if is_gpu:
+        headroom_bytes = _MEMORY_SHARE * torch.cuda.get_device_properties(stage.device).total_memory
         least = part_of(stage, model.windows, 1)
-        larger = rounds_up_to(max_pack_tokens, shortest)
-        fitting = [packs for packs in larger if kept_bytes(packs, least, model, mesh) <= room_bytes]
-        rounds += [TimedRound.of(packs, least, model) for packs in fitting]
-    return rounds
+        larger = rounds_up_to(max_pack_tokens, longest)
+        wanted += [(packs, least) for packs in larger if kept_bytes(packs, least, model, mesh) <= headroom_bytes]
+    return [TimedRound(packs, part, windows_of(part, model)) for packs, part in wanted]
 
 
 def _time_layers(wanted: Sequence[TimedRound], clock: PackClock, mesh: Mesh) -> tuple[tuple[Sample, ...], float]:
     deadline_s = time.perf_counter() + _TIME_BUDGET_S
     rounds: list[TimedRound] = []
-    # The first pass tells which rounds the budget allows.
+    # The first pass shows which rounds the budget allows.
     for one in wanted:
         if len(rounds) >= len(NEEDED_ROUNDS) and _is_over(deadline_s, mesh):
             break
@@ -359,7 +339,7 @@ def _time_layers(wanted: Sequence[TimedRound], clock: PackClock, mesh: Mesh) -> 
 def _repeated(
     rounds: Sequence[TimedRound], clock: PackClock, least: int, budget_s: float, mesh: Mesh
 ) -> dict[Timed, list[Sample]]:
-    """All repeats of each pack on one layer; at least so many, then while the budget lasts."""
+    """Return all repeats of each pack on one layer: `least`, then more while the budget lasts."""
     timings: dict[Timed, list[Sample]] = {}
     deadline_s = time.perf_counter() + budget_s
     repeats = 0
@@ -374,7 +354,7 @@ def _repeated(
 
 
 def _is_over(deadline_s: float, mesh: Mesh) -> bool:
-    """Time is up on one of the ranks that have to time the same packs together."""
+    """Say whether time is up on one of the ranks that time the same packs together."""
     is_over = torch.tensor([float(time.perf_counter() > deadline_s)], device=mesh.device)
     if mesh.tensor is not None:
         mesh.tensor.all_reduce(is_over, "calibration", dist.ReduceOp.MAX)

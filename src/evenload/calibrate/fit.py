@@ -1,11 +1,10 @@
-"""Fit coefficients to timed packs, and say how far timings are to be believed: repeats, noise, error of the fit.
+"""Fit coefficients to timed packs, and measure the error of the fit and the noise of the machine.
 
     minimise  Σ (prediction / measured - 1)²   over coefficients >= 0
 
-so that a small pack counts like a large one. The error of the fit is of packs that it has not seen (k-fold
-cross-validation; all timings of a pack are in one fold). Of repeats the median counts, as a step has a machine's
-average luck. A neighbour that is always busy slows the fastest repeat too; Linux's count of how long threads stood
-ready without a core shows it (`cost.coefficients.Noise`).
+so that a small pack counts like a large one. The error is of packs that the fit has not seen (k-fold cross-validation;
+all timings of a pack are in one fold). Of repeats the median counts. A neighbour that is always busy slows the fastest
+repeat too; Linux counts how long threads were ready without a core (`cost.coefficients.Noise`).
 """
 
 import statistics
@@ -25,8 +24,8 @@ from evenload.runtime.device import seconds_now
 FOLDS = 5
 
 
-class LeftOut(NamedTuple):
-    """What a fit says about packs that it has not seen; `seconds` float64[n], by timing."""
+class CrossValidation(NamedTuple):
+    """Holds predictions of packs that the fit has not seen; `seconds` float64[n], by timing."""
 
     seconds: NDArray[np.float64]
     error: FitError
@@ -35,8 +34,7 @@ class LeftOut(NamedTuple):
 def fit_relative(
     features: Sequence[Sequence[float]] | NDArray[np.float64], seconds: Sequence[float]
 ) -> tuple[float, ...]:
-    """Return the non-negative coefficients that minimise squared *relative* errors of n rows of features to n seconds
-    above 0."""
+    """Return non-negative coefficients that minimise squared *relative* errors of features [n, k] to n seconds."""
     y = np.array(seconds)
     scaled: NDArray[np.float64] = np.array(features) / y[:, None]
     # Columns differ by ten orders of magnitude (pairs against packs); unit columns keep the solver exact.
@@ -46,18 +44,11 @@ def fit_relative(
     return tuple((solution / norms).tolist())
 
 
-def left_out(
+def cross_validate(
     features: Sequence[Sequence[float]], seconds: Sequence[float], packs: Sequence[object], folds: int = FOLDS
-) -> LeftOut:
-    """Predict every timing by a fit to the other folds.
-
-    Args:
-        packs: n, hashable: which pack was timed; packs are dealt to folds in turn, by their first timing.
-        folds: at most as many as there are packs.
-
-    Raises:
-        ValueError: fewer than two packs.
-    """
+) -> CrossValidation:
+    """Predict every timing by a fit to the other folds. `packs` names the pack of each of the n timings; packs go to
+    folds in turn. `ValueError` for fewer than two packs."""
     order = {pack: index for index, pack in enumerate(dict.fromkeys(packs))}
     if len(order) < 2:
         raise ValueError(f"{len(order)} packs cannot be left out of a fit")
@@ -70,7 +61,7 @@ def left_out(
         predicted[~seen] = x[~seen] @ np.array(fit_relative(x[seen].tolist(), y[seen].tolist()))
     errors = np.abs(predicted / y - 1)
     median, p90 = np.quantile(errors, (0.5, 0.9)).tolist()
-    return LeftOut(predicted, FitError(packs=len(order), folds=folds, median=median, p90=p90))
+    return CrossValidation(predicted, FitError(packs=len(order), folds=folds, median=median, p90=p90))
 
 
 _FAR_DEVIATIONS = 5.0
@@ -89,7 +80,7 @@ def num_outliers(seconds: Sequence[float]) -> int:
 
 
 def median_seconds(work: Callable[[], object], device: torch.device, repeats: int = 5) -> float:
-    """Time some runs, after one that does not count, and return their median."""
+    """Return the median seconds of some runs, after one to warm up."""
     work()
     return statistics.median(timed(work, device) for _ in range(repeats))
 
@@ -101,7 +92,7 @@ def timed(work: Callable[[], object], device: torch.device) -> float:
 
 
 class CoreWaits:
-    """Count waiting for cores from when it is made.
+    """Measures how long threads wait for cores, from when it is made.
 
     Args:
         demand: threads that this machine's ranks compute with, for each core they may use; above 1, ranks wait for each
@@ -114,8 +105,7 @@ class CoreWaits:
         self._before_s = _ready_without_core_s()
 
     def share(self) -> float:
-        """Return the share of the time since then in which the thread that waited longest had no core; 0 where it is
-        not known."""
+        """Return the share of the time in which the thread that waited longest had no core; 0 where not known."""
         passed_s = max(time.perf_counter() - self._from_s, 1e-9)
         now_s = _ready_without_core_s()
         longest_s = max((waited - self._before_s.get(task, 0.0) for task, waited in now_s.items()), default=0.0)
@@ -123,17 +113,17 @@ class CoreWaits:
 
 
 def spread_of_repeats(timings: list[list[float]]) -> float:
-    """Return by how much the mean of the repeats of all packs is above their minimum."""
+    """Return the relative distance of the mean of all packs' repeats from their minimum."""
     fastest = sum(min(repeats) for repeats in timings)
     means = sum(sum(repeats) / len(repeats) for repeats in timings)
     return means / fastest - 1 if fastest > 0 else 0.0
 
 
 def _ready_without_core_s() -> dict[str, float]:
-    found = {}
+    waits_s = {}
     for task in Path("/proc/self/task").glob("*/schedstat"):
         try:
-            found[task.parent.name] = int(task.read_text().split()[1]) / 1e9
+            waits_s[task.parent.name] = int(task.read_text().split()[1]) / 1e9
         except (OSError, IndexError, ValueError):
             continue  # A thread that has just ended, or a system that does not count.
-    return found
+    return waits_s

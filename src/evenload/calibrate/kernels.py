@@ -1,17 +1,13 @@
-"""Time a rank's own kernels apart from packs through layers, and count what layers leave in memory.
+"""Time kernels apart from packs through layers, and count the bytes that layers keep.
 
-Functions of work make what it needs once and return what is timed again and again, by size.
-
-- Weight gradients (W of a split backward) are less than half of the linears' backward, whose elementwise work stays in
-  I: a pack of short documents goes forward and backward with them put off, and what adding them takes is timed.
-- `train.deterministic`: attention's backward in one order of summation against any order. - Memory: bytes that layers
-leave for their backward, by activation policy, and what an allocator takes on top.
+`..._work` functions make their tensors once and return a call to time again and again. Weight gradients (W of a split
+backward) are timed on a pack of short documents whose backward defers them: they are less than half of the linears'
+backward, as elementwise work stays in I.
 """
 
 import functools
 import statistics
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 
 import torch
 
@@ -25,7 +21,7 @@ from evenload.cost.layer_counts import (
     local_kv_heads,
 )
 from evenload.errors import EvenloadError
-from evenload.runtime.device import forget_peak_bytes, use_deterministic_kernels
+from evenload.runtime.device import reset_peak_bytes, resident_bytes, use_deterministic_kernels
 from evenload.runtime.replay.head import add_embedding_gradient, embed
 from evenload.runtime.replay.held_bytes import STORE_KINDS
 from evenload.runtime.replay.stage import PipelineStage
@@ -60,8 +56,7 @@ def head_work(stage: PipelineStage, vocab_size: int, rows: Iterable[int] = QUICK
 
 
 def embedding_work(stage: PipelineStage, vocab_size: int, rows: int) -> Callable[[], object]:
-    """Make work of rows of the embedding and the sum of their gradients; first stage without tensor parallelism
-    only."""
+    """Make work of embedding rows and adding their gradients; first stage without tensor parallelism only."""
     token_ids, table = torch.randint(0, vocab_size, (rows,), device=stage.device), stage.model.positions
     positions = torch.arange(rows, device=stage.device) % (rows if table is None else table.num_embeddings)
     grad = torch.randn(rows, stage.hidden_size, dtype=stage.dtype, device=stage.device)
@@ -75,16 +70,15 @@ def embedding_work(stage: PipelineStage, vocab_size: int, rows: int) -> Callable
 
 
 def matmul_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
-    """Measure the best that matrix products reach, which MFU is a share of."""
-    # A GPU is judged by the precision it computes in, and is busy only with large matrices.
+    """Measure the FLOP/s of matrix products, which MFU is a share of."""
+    # A GPU in the precision that it computes in, with matrices that keep it busy.
     n, dtype = (8192, dtype) if device.type == "cuda" else (1024, torch.float32)
     a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
     return 2.0 * n**3 / median_seconds(lambda: a @ b, device)
 
 
 def optimizer_work(data_size: int, device: torch.device) -> tuple[Callable[[], object], int]:
-    """Make work of all that a step does to gradients and weights between transfers; also return the parameters of this
-    rank's shard."""
+    """Make work of a step's gradients and weights between transfers; also return the parameters of a rank's shard."""
     count = _OPTIMIZER_PARAMETERS
     gradients = torch.zeros(data_size * count, device=device)
     parameter, shard = torch.zeros(count, device=device), gradients[:count]
@@ -105,7 +99,7 @@ def copy_work(model: ModelSpec, tp: int, device: torch.device, dtype: torch.dtyp
     width = 2 * max(1, model.num_kv_heads // tp) * model.head_dim
     rows = max(1, _COPIED_BYTES // (width * dtype.itemsize))
     gathered = torch.randn(rows, width, device=device, dtype=dtype)
-    # The two halves change places: every byte is read and written once.
+    # The halves swap, so every byte is read and written once.
     places = torch.arange(rows, device=device).roll(rows // 2)
     return lambda: gathered[places], rows * width * dtype.itemsize
 
@@ -116,13 +110,12 @@ _REPEATS = 3
 
 
 def weight_seconds(stage: PipelineStage, clock: PackClock) -> float:
-    found = [time_weights(stage, clock) for _ in range(1 + _REPEATS)][1:]
-    return statistics.median(found) / len(stage.model.layers)
+    repeats = [time_weights(stage, clock) for _ in range(1 + _REPEATS)][1:]
+    return statistics.median(repeats) / len(stage.model.layers)
 
 
 def time_weights(stage: PipelineStage, clock: PackClock) -> float:
-    """Time weight gradients once, in seconds of all layers. Adds to gradients. Collective over ranks that share
-    matrices."""
+    """Time weight gradients once, in seconds of all layers. Adds to gradients. Collective with tensor parallelism."""
     (ranges,) = packs = whole(*[_DOCUMENT_TOKENS] * (TOKENS // _DOCUMENT_TOKENS))
     num_tokens = num_tokens_of(packs)
     stage.begin_step(num_tokens)
@@ -139,8 +132,8 @@ _PRICE_REPEATS = 11
 
 
 def deterministic_price(stage: PipelineStage, model: ModelSpec, tp: int, rows: int = _ROWS) -> float:
-    """Return seconds in one order / in any order, medians of interleaved repeats. Leaves deterministic kernels switched
-    on."""
+    """Return attention's backward seconds with deterministic kernels over those without, medians of interleaved
+    repeats. Leaves deterministic kernels switched on."""
     backend, dim, scoring = stage.backend, model.head_dim, Scoring(model.head_dim**-0.5)
     make = functools.partial(torch.randn, dtype=stage.dtype, device=stage.device)
     q, (k, v) = make(rows, model.num_heads // tp, dim), make(2, rows, local_kv_heads(model, tp), dim)
@@ -166,11 +159,8 @@ _TOKENS = 256
 
 
 def activation_bytes(stage: PipelineStage, model: ModelSpec, tp: int) -> dict[str, int]:
-    """Count the bytes that one token leaves on one layer of the device under each policy, without K and V.
-
-    Raises:
-        EvenloadError: the cost model says something else, or something else of K and V.
-    """
+    """Count the bytes that one layer keeps of one token on the device under each policy, without K and V; raise
+    `EvenloadError` where the cost model predicts others, also of K and V."""
     counted: dict[str, int] = {}
     rows = _TOKENS * len(stage.model.layers)
     for policy in POLICIES:
@@ -181,30 +171,30 @@ def activation_bytes(stage: PipelineStage, model: ModelSpec, tp: int) -> dict[st
         stage.forward_layers(pack_tokens(ranges, stage), hidden, store)
         held = store.held.held_by_kind
         of_keys = held["keys_and_values"]
-        # Of offloaded tensors nothing stays on the device; what is there for a moment counts as buffers.
+        # Offloaded tensors that are on the device for a moment count as buffers.
         kept = sum(held[kind] for kind in STORE_KINDS if kind == f"activations_{policy}")
-        for what, found, said in (
+        for what, held_bytes, predicted in (
             (f"activations under policy {policy}", kept, activation_bytes_per_token(model, policy, tp)),
             ("keys and values", of_keys, kv_bytes_per_token(model, tp)),
         ):
-            if found != said * rows:
+            if held_bytes != predicted * rows:
                 raise EvenloadError(
-                    f"a token of model {model.name} leaves {found / rows:,.1f} bytes of {what} on a layer, and the "
-                    f"cost model says {said:,}; predicted memory would be wrong: please report it"
+                    f"a token of model {model.name} leaves {held_bytes / rows:,.1f} bytes of {what} on a layer, and "
+                    f"the cost model says {predicted:,}; predicted memory would be wrong: please report it"
                 )
         counted[policy] = kept // rows
     return counted
 
 
 def held_and_counted(stage: PipelineStage, packs: Packs, before_bytes: int, static_bytes: int) -> tuple[int, int]:
-    """Return the bytes held at the peak of one round, and those its tensors needed: of a GPU reserved and allocated; of
-    a CPU what the process grew by (0 where not known) and what is counted, without temporary tensors.
+    """Return the bytes held at the peak of one round, and those its tensors needed: on a GPU reserved and allocated, on
+    a CPU the growth of the process (0 = not known) and the counted bytes, without temporary tensors.
 
     Args:
-        before_bytes: `resident_bytes` before the model was made.
+        before_bytes: resident before the model was made; 0 = not known.
         static_bytes: of weights and gradients.
     """
-    forget_peak_bytes(stage.device)
+    reset_peak_bytes(stage.device)
     if stage.device.type == "cuda":
         for _ in time_round(stage, packs, PackClock(stage.device)):
             pass
@@ -214,16 +204,5 @@ def held_and_counted(stage: PipelineStage, packs: Packs, before_bytes: int, stat
     for ranges in packs:
         hidden = torch.randn(stage.num_rows(ranges), stage.hidden_size, dtype=stage.dtype)
         stage.forward_layers(pack_tokens(ranges, stage), hidden, store)
-    grown_bytes = resident_bytes() - before_bytes if before_bytes else 0
+    grown_bytes = (resident_bytes() or 0) - before_bytes if before_bytes else 0
     return max(0, grown_bytes), static_bytes + store.held.held_bytes
-
-
-def resident_bytes() -> int:
-    """Return the resident memory of this process; 0 where the system does not say."""
-    status = Path("/proc/self/status")
-    if not status.is_file():
-        return 0
-    for line in status.read_text().splitlines():
-        if line.startswith("VmRSS:"):
-            return int(line.split()[1]) * 1024
-    return 0

@@ -2,14 +2,12 @@
 
     seconds = latency + bytes / bandwidth     (Skrull Eq. 16)
 
-is read from several sizes by the same fit as packs. All ranks of a group make a call together, as the runtime makes it.
-Overlap is tried on a CPU, where gloo moves bytes with the cores that compute: reduce-scatters and all-gathers in the
-thread of a step, and matrix products until they are done, each alone just before; some 0.4 s. On a GPU it is assumed
-(`OverlapCost`).
+is fitted to several sizes like packs. All ranks of a group make a call together, as the runtime does. Overlap is
+measured on a CPU, where gloo moves bytes with the cores that compute: reduce-scatters and all-gathers in a thread, and
+matrix products until they are done, each alone just before; some 0.4 s. On a GPU it is assumed (`OverlapCost`).
 """
 
 import functools
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,18 +33,18 @@ QUICK_BYTES = (64, 1 << 20, 4 << 20)
 GRID_BYTES = (64, 1 << 10, 1 << 13, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 """Sizes of `evenload profile`."""
 _ELEMENT_BYTES = 4
-# Of the largest transfer, what its bytes must take for a bandwidth to be read from it.
+# Share of the largest transfer's seconds that its bytes must take for a bandwidth to be read from it.
 _LEAST_SEEN_SHARE = 0.01
 
 
 @dataclass(frozen=True, eq=False)
 class TransferWork:
-    """Hold one kind of transfer that this rank takes part in.
+    """Describes one kind of transfer that this rank takes part in.
 
     Args:
         ranks: of the group.
         hops: transfers from a rank to the next, one after the other, in one call.
-        call: of so many bytes a hop; makes buffers once and returns what is timed.
+        call: makes buffers for so many bytes a hop and returns the call to time.
     """
 
     kind: TransferKind
@@ -56,8 +54,7 @@ class TransferWork:
 
 
 def transfers_of(mesh: Mesh) -> Iterator[TransferWork]:
-    """Yield all transfers that this rank takes part in, in an order that is the same on all ranks that meet; of groups
-    that may share documents the largest."""
+    """Yield this rank's transfers, in one order on all ranks; of groups that may share documents the largest."""
     if (pipeline := _pipeline(mesh)) is not None:
         yield pipeline
     if mesh.data_size > 1:
@@ -66,7 +63,7 @@ def transfers_of(mesh: Mesh) -> Iterator[TransferWork]:
         yield _ring("gather", mesh)
     if mesh.context:
         largest = max(mesh.context, key=lambda block: block.size)
-        yield _rings("context", mesh.context[largest], mesh.device)
+        yield _context(mesh.context[largest], mesh.device)
     if mesh.tensor is not None:
         yield _tensor(mesh.tensor, mesh.device)
     if mesh.device.type == "cuda":  # on a CPU, offloading saves nothing
@@ -74,36 +71,36 @@ def transfers_of(mesh: Mesh) -> Iterator[TransferWork]:
 
 
 def quick_links(mesh: Mesh) -> dict[TransferKind, LinkSpec]:
-    found = {}
+    links = {}
     for work in transfers_of(mesh):
         seconds = [median_seconds(work.call(size), mesh.device) / work.hops for size in QUICK_BYTES]
-        found[work.kind] = link_from(QUICK_BYTES, seconds)
-    return found
+        links[work.kind] = link_from(QUICK_BYTES, seconds)
+    return links
 
 
 def link_from(num_bytes: Sequence[int], seconds: Sequence[float]) -> LinkSpec:
     latency_s, byte_s = fit_relative([(1.0, float(size)) for size in num_bytes], seconds)
     if byte_s * num_bytes[-1] < _LEAST_SEEN_SHARE * seconds[-1]:
-        # Too few bytes to see what one costs: not more than all of the largest transfer, instead of nothing.
+        # Too few bytes to see what one costs: as if it were all of the largest transfer.
         byte_s = seconds[-1] / num_bytes[-1]
     return LinkSpec(bandwidth_bytes_per_s=1 / byte_s, latency_s=latency_s)
 
 
 def median_link(ranks: Sequence[Mapping[TransferKind, LinkSpec]], *kinds: TransferKind) -> LinkSpec | None:
-    """Return the median over ranks of the first of these kinds that a rank knows; None = nobody knows one."""
+    """Return the median over ranks of the first of these kinds that each measured; None = none did."""
     known = [next((links[kind] for kind in kinds if kind in links), None) for links in ranks]
-    pairs = torch.tensor([(k.bandwidth_bytes_per_s, k.latency_s) for k in known if k is not None], dtype=torch.float64)
-    if not len(pairs):
+    pairs = [(link.bandwidth_bytes_per_s, link.latency_s) for link in known if link is not None]
+    if not pairs:
         return None
-    bandwidth, latency_s = pairs.quantile(0.5, dim=0).tolist()
+    bandwidth, latency_s = np.median(pairs, axis=0).tolist()
     return LinkSpec(bandwidth_bytes_per_s=bandwidth, latency_s=latency_s)
 
 
 def _pipeline(mesh: Mesh) -> TransferWork | None:
-    """To the next stage, or to the next replica; None for a rank that takes no part, or is alone."""
+    """Transfer to the next stage, or to the next replica; None for a rank that takes no part, or is alone."""
     if mesh.layout.pp > 1:
         ends = [mesh.rank_of_stage(stage) for stage in (0, 1)]
-        between = mesh.lines.get(mesh.channel("F", 1, pack=0))
+        between = mesh.channel_groups.get(mesh.channel("F", 1, pack=0))
         if mesh.rank not in ends or between is None:
             return None
         group, me = between, int(mesh.rank != min(ends))  # members of a group are in rank order
@@ -126,8 +123,8 @@ def _there_and_back(tensor: torch.Tensor, group: dist.ProcessGroup, me: int) -> 
         dist.send(tensor, peer, group=group)
 
 
-def _rings(kind: TransferKind, group: ContextGroup, device: torch.device) -> TransferWork:
-    """An all-gather and a reduce-scatter, by all groups of the layout at once."""
+def _context(group: ContextGroup, device: torch.device) -> TransferWork:
+    """All-gather and reduce-scatter, by all groups of the layout at once."""
 
     def call(num_bytes: int) -> Callable[[], object]:
         count = num_bytes // _ELEMENT_BYTES
@@ -139,12 +136,11 @@ def _rings(kind: TransferKind, group: ContextGroup, device: torch.device) -> Tra
 
         return both
 
-    return TransferWork(kind, group.size, 2 * (group.size - 1), call)
+    return TransferWork("context", group.size, 2 * (group.size - 1), call)
 
 
 def _ring(kind: Literal["reduction", "gather"], mesh: Mesh) -> TransferWork:
-    """A reduce-scatter or an all-gather over the ranks that hold the same weights, by all groups of the layout at
-    once."""
+    """Reduce-scatter or all-gather over the ranks that hold the same weights, by all groups of the layout at once."""
     size = mesh.data_size
 
     def call(num_bytes: int) -> Callable[[], object]:
@@ -166,13 +162,13 @@ def _ring(kind: Literal["reduction", "gather"], mesh: Mesh) -> TransferWork:
 def _tensor(group: TensorGroup, device: torch.device) -> TransferWork:
     def call(num_bytes: int) -> Callable[[], object]:
         own = torch.zeros(num_bytes // _ELEMENT_BYTES, device=device)
-        return functools.partial(group.all_gather, own, "calibration")
+        return lambda: group.all_gather(own, "calibration").wait()
 
     return TransferWork("tensor", group.shard.size, group.shard.size - 1, call)
 
 
 def _host(device: torch.device) -> TransferWork:
-    """To pinned host memory, for offloading; all ranks at once, as in a step."""
+    """Copy to pinned host memory, for offloading; all ranks at once, as in a step."""
 
     def call(num_bytes: int) -> Callable[[], object]:
         host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
@@ -192,7 +188,7 @@ _NUM_CALLS, _NUM_TRIALS, _PRODUCT_SIZE = 6, 7, 256
 
 
 def overlap_cost(mesh: Mesh) -> OverlapCost | None:
-    """Time collectives and compute together, medians of one rank; None on a GPU, and where no two ranks hold the same
+    """Time collectives and compute together, medians of one rank; None on a GPU, and where no other rank holds the same
     weights. Collective over the data group."""
     group = mesh.data
     if mesh.device.type != "cpu" or group is None or group.size() == 1:
@@ -206,7 +202,7 @@ def overlap_cost(mesh: Mesh) -> OverlapCost | None:
 
     trials = [_trial(mesh, group, transfer) for _ in range(1 + _NUM_TRIALS)][1:]
     communication, compute = (statistics.median(column) for column in zip(*trials, strict=True))
-    # Below 0 where the part of the trial that ran alone was disturbed.
+    # Below 0 where the compute that ran alone was disturbed.
     return OverlapCost(communication_slowdown=communication, compute_slowdown=min(1.0, max(0.0, compute)))
 
 
@@ -214,20 +210,22 @@ def measured_overlap(meshes: Meshes) -> OverlapCost | None:
     """Time as `overlap_cost` in the layout in which most ranks hold the same weights, medians over all ranks.
     Collective over all ranks of the run, idle ones too."""
     mesh = max((meshes.of(layout) for layout in meshes.layouts), key=lambda one: max(one.layout.data_sizes))
-    own = None if mesh.is_idle else overlap_cost(mesh)
-    pair = (math.nan, math.nan) if own is None else (own.communication_slowdown, own.compute_slowdown)
-    mine = torch.tensor(pair, dtype=torch.float64)
-    everyone = mine.new_empty(2 * mesh.num_ranks)
-    all_gather_single(everyone, mine, group=mesh.control)
-    known = [row for row in everyone.view(-1, 2).tolist() if not math.isnan(row[0])]
-    if not known:
+    everyone: list[OverlapCost | None] = [None] * mesh.num_ranks
+    dist.all_gather_object(everyone, None if mesh.is_idle else overlap_cost(mesh), group=mesh.control)
+    return median_overlap(everyone)
+
+
+def median_overlap(ranks: Sequence[OverlapCost | None]) -> OverlapCost | None:
+    """Return the medians over the ranks that measured; None = none did."""
+    pairs = [(one.communication_slowdown, one.compute_slowdown) for one in ranks if one is not None]
+    if not pairs:
         return None
-    communication, compute = np.median(known, axis=0).tolist()
+    communication, compute = np.median(pairs, axis=0).tolist()
     return OverlapCost(communication_slowdown=communication, compute_slowdown=compute)
 
 
 def _trial(mesh: Mesh, group: dist.ProcessGroup, transfer: Callable[[], None]) -> tuple[float, float]:
-    """Return how many times as long transfers took beside compute, and the share of that time that compute lost."""
+    """Return the slowdown of transfers that overlap with compute, and the share of that time that compute lost."""
     square = torch.ones(_PRODUCT_SIZE, _PRODUCT_SIZE)
     dist.barrier(group=group)
     start_s = time.perf_counter()
@@ -252,5 +250,5 @@ def _trial(mesh: Mesh, group: dist.ProcessGroup, transfer: Callable[[], None]) -
         square @ square
         products += 1
     queue.wait()
-    beside_s = done[0] - start_s
-    return beside_s / alone_s, 1 - products * product_s / beside_s
+    together_s = done[0] - start_s
+    return together_s / alone_s, 1 - products * product_s / together_s

@@ -1,15 +1,15 @@
-"""Profile one model and layout for some minutes, so that predictions of this device come true.
+"""Profile one model and layout for some minutes, so that predictions for this device are accurate.
 
-    grid     packs, kernels, transfers that one pass times (`calibrate.rounds`, `PassWork`)
+    grid     packs, kernels and transfers that one pass times (`calibrate.rounds`, `PassWork`)
     passes   over all of it, interleaved, so that a busy minute disturbs every timing alike
-    fit      medians over passes, non-negative least squares, k-fold error (`fit`); the attention tile is the one with
-             which packs that were left out come out best
+    fit      medians over passes, non-negative least squares, k-fold error (`fit`); the attention tile that predicts
+             left-out packs best
     record   residuals, versions and counted bytes (`cost.coefficients.Profile`)
 
-Price: at most the minutes that are given, and at least three passes over what coefficients need. A pass gives seconds
-by name: `pack:<round>:<number>` in the order of `time_round`, on a GPU `queue:<round>:<number>` of its host, `weights`,
-`head:<rows>`, `reduction:<ranks>:<bytes>` and so on, each on the ranks that take part. Passes are kept in one JSON file
-beside the cost file, replaced as a whole after each, from which a second call of the same task goes on.
+Price: at most the given minutes, but at least three passes over what coefficients need. A pass holds seconds by name:
+`pack:<round>:<number>` in the order of `time_round`, on a GPU `queue:<round>:<number>` of its host, `weights`,
+`head:<rows>`, `reduction:<ranks>:<bytes>` and so on, each on the ranks that take part. Passes are kept in a JSON file
+next to the cost file, from which a second call of the same task goes on.
 """
 
 import statistics
@@ -24,8 +24,8 @@ import msgspec
 import torch.distributed as dist
 
 from evenload.calibrate import kernels
-from evenload.calibrate.calibrate import DIRECTIONS, RankMeasurement, coefficients_of, highest_noise, pass_timings
-from evenload.calibrate.fit import CoreWaits, LeftOut, left_out, num_outliers, spread_of_repeats, timed
+from evenload.calibrate.calibrate import DIRECTIONS, RankMeasurement, coefficients_of, max_noise, pass_timings
+from evenload.calibrate.fit import CoreWaits, CrossValidation, cross_validate, num_outliers, spread_of_repeats, timed
 from evenload.calibrate.kernels import activation_bytes, held_and_counted, matmul_flops_per_s, time_weights
 from evenload.calibrate.links import GRID_BYTES, TransferWork, link_from, overlap_cost, transfers_of
 from evenload.calibrate.rounds import GRID, Sample, choose_rounds, pack_clock, round_flops, time_round, windows_of
@@ -45,15 +45,17 @@ from evenload.types.model import ModelSpec
 Pass = dict[str, float]
 """Seconds of one rank's pass by what was timed."""
 TIMINGS = 5
-"""Of what a pass times; a file whose passes timed something else belongs to another task."""
+"""Version of what a pass times; a file with another belongs to another task."""
 
 
 class PartialProfile(Frozen):
-    """Args:
-    task: what is measured, as text; a file of another task is not used.
-    rounds: of the grid, by index; chosen once, so that all passes time the same.
-    seconds: spent so far.
-    passes: by pass and rank.
+    """Holds the passes of an unfinished profile.
+
+    Args:
+        task: what is measured, as text; a file of another task is not used.
+        rounds: of the grid, by index; chosen once, so that all passes time the same.
+        seconds: spent so far.
+        passes: by pass and rank.
     """
 
     task: str
@@ -67,19 +69,17 @@ def partial_path(output: Path) -> Path:
 
 
 def read_partial(path: Path, task: str) -> tuple[PartialProfile, str]:
-    """Return what was measured of this task, nothing where the file is of another or cannot be read, and a sentence
-    about it."""
+    """Return the passes of this task, none where the file is of another or cannot be read, and a message."""
+    nothing = PartialProfile(task=task)
     if not path.is_file():
-        return PartialProfile(task=task), ""
+        return nothing, ""
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=PartialProfile)
+        partial = msgspec.json.decode(path.read_bytes(), type=PartialProfile)
     except (OSError, msgspec.MsgspecError) as error:
-        return PartialProfile(task=task), f"{path} cannot be read ({error}): measured from the beginning"
-    if found.task != task:
-        return PartialProfile(task=task), (
-            f"{path} is of another measurement ({found.task}): measured from the beginning"
-        )
-    return found, f"goes on from {path}: {len(found.passes)} passes, {found.seconds:.0f} s"
+        return nothing, f"{path} cannot be read ({error}): measured from the beginning"
+    if partial.task != task:
+        return nothing, f"{path} is of another measurement ({partial.task}): measured from the beginning"
+    return partial, f"goes on from {path}: {len(partial.passes)} passes, {partial.seconds:.0f} s"
 
 
 def write_partial(path: Path, partial: PartialProfile) -> None:
@@ -92,10 +92,10 @@ EMBEDDED_ROWS = 2048
 
 
 class PassWork:
-    """One rank's share of a pass.
+    """Times one rank's share of a pass.
 
     Args:
-        stage, last: whose layers are timed; whose head is, if it has one.
+        stage, last: whose layers are timed, and whose head, if it has one.
         model: of the layers that are timed.
         rounds: indices into `GRID`.
     """
@@ -107,7 +107,7 @@ class PassWork:
         device, dtype, tp = stage.device, stage.dtype, mesh.layout.tp
         self._clock = pack_clock(stage, mesh)
         self._kernels: dict[str, Callable[[], object]] = {}
-        # Kernels by themselves, and the head, are no larger than what the layers are timed with.
+        # Kernels and the head are timed with no more work than layers.
         most_flops = max(round_flops(GRID[index], model) for index in rounds)
         if last.model.is_last:
             heads = kernels.head_work(last, model.vocab_size, kernels.head_rows(model, tp, most_flops))
@@ -135,7 +135,7 @@ class PassWork:
         dist.barrier(group=control)
         for work, size, call in self._calls:
             if size == GRID_BYTES[0]:
-                call()  # ranks that come late do so here
+                call()  # waits for late ranks
             seconds[transfer_name(work, size)] = timed(call, device) / work.hops
         dist.barrier(group=control)
         return seconds
@@ -145,94 +145,62 @@ def transfer_name(work: TransferWork, num_bytes: int) -> str:
     return f"{work.kind}:{work.ranks}:{num_bytes}"
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class PassResults:
-    """Passes as seconds by pass, rank and name, and the layers that a pack went through."""
+Repeats = dict[str, list[float]]
+"""Seconds of one rank's passes by what was timed."""
 
-    passes: Sequence[Sequence[Pass]]
-    layers: int
 
-    @property
-    def num_ranks(self) -> int:
-        return len(self.passes[0])
-
-    def repeats(self, rank: int, name: str) -> list[float]:
-        return [one[rank][name] for one in self.passes]
-
-    def median(self, rank: int, name: str) -> float:
-        return statistics.median(self.repeats(rank, name))
-
-    def names(self, rank: int, start: str = "") -> list[str]:
-        return [name for name in self.passes[0][rank] if name.startswith(start)]
-
-    def all_repeats(self) -> list[list[float]]:
-        return [self.repeats(rank, name) for rank in range(self.num_ranks) for name in self.names(rank)]
-
-    def measurement(
-        self, rank: int, work: PassWork, windows: tuple[int, ...], waited_share: float, peak_flops_per_s: float
-    ) -> RankMeasurement:
-        spread = spread_of_repeats([self.repeats(rank, name) for name in self.names(rank, "pack:")])
-        queued_s = {name: self.median(rank, name) for name in self.names(rank, "queue:")}
-        return RankMeasurement(
-            noise=Noise(waited_share=waited_share, spread=spread),
-            packs=tuple(
-                Sample(
-                    direction,
-                    ranges,
-                    self.median(rank, f"pack:{index}:{number}") / self.layers,
-                    queued_s.get(f"queue:{index}:{number}", 0.0) / self.layers,
-                    windows,
-                )
-                for index in work.rounds
-                for number, (direction, ranges) in enumerate(_order(index))
-            ),
-            head=tuple((int(name.partition(":")[2]), self.median(rank, name)) for name in self.names(rank, "head:")),
-            peak_flops_per_s=peak_flops_per_s,
-            optimizer_s=self.median(rank, "optimizer") / work.num_parameters,
-            copy_s_per_byte=self.median(rank, "copy") / work.copied_bytes,
-            weight_s=self.median(rank, "weights") / self.layers,
-            links={
-                transfer.kind: link_from(
-                    GRID_BYTES, [self.median(rank, transfer_name(transfer, size)) for size in GRID_BYTES]
-                )
-                for transfer in work.transfers
-            },
-        )
-
-    def embedding_s_per_token(self) -> float | None:
-        """Return the seconds a token of a forward or a backward; None where no rank timed it."""
-        found = [self.median(rank, "embedding") for rank in range(self.num_ranks) if self.names(rank, "embedding")]
-        # What was timed is both.
-        return statistics.median(found) / EMBEDDED_ROWS / 2 if found else None
+def _measurement(
+    repeats: Repeats, work: PassWork, windows: tuple[int, ...], waited_share: float, peak_flops_per_s: float
+) -> RankMeasurement:
+    """Return the medians of one rank's passes through layers with these windows."""
+    layers, packs = len(windows), []
+    median = {name: statistics.median(seconds) for name, seconds in repeats.items()}
+    for index in work.rounds:
+        for number, (direction, ranges) in enumerate(_order(index)):
+            seconds, host_s = median[f"pack:{index}:{number}"], median.get(f"queue:{index}:{number}", 0.0)
+            packs.append(Sample(direction, ranges, seconds / layers, host_s / layers, windows))
+    spread = spread_of_repeats([seconds for name, seconds in repeats.items() if name.startswith("pack:")])
+    return RankMeasurement(
+        noise=Noise(waited_share=waited_share, spread=spread),
+        packs=tuple(packs),
+        head=tuple((int(name.partition(":")[2]), took) for name, took in median.items() if name.startswith("head:")),
+        peak_flops_per_s=peak_flops_per_s,
+        optimizer_s=median["optimizer"] / work.num_parameters,
+        copy_s_per_byte=median["copy"] / work.copied_bytes,
+        weight_s=median["weights"] / layers,
+        links={
+            transfer.kind: link_from(GRID_BYTES, [median[transfer_name(transfer, size)] for size in GRID_BYTES])
+            for transfer in work.transfers
+        },
+    )
 
 
 def _order(index: int) -> list[tuple[Direction, tuple[Range, ...]]]:
-    """Packs of a round as `time_round` gives them."""
     packs = GRID[index]
     return [("forward", ranges) for ranges in packs] + [("backward", ranges) for ranges in packs[::-1]]
 
 
 MIN_PASSES, MAX_PASSES = 3, 25
 TILES = (1, 16, 32, 64, 128, 256)
-"""Query rows of an attention block that are tried."""
-# Another tile than 1 must make the error so much smaller; else it explains noise.
+"""Candidates for the query rows of an attention block."""
+# A tile other than 1 must lower the error by this share; else it explains noise.
 _TILE_GAIN = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileTask:
-    """What is measured.
+    """Describes what is measured.
 
     Args:
         model: in the precision that is timed; timed: the same with the layers that were made, so many a stage.
-        longest: tokens of the longest document that is tried.
+        longest: tokens of the longest document that is timed.
         budget_s: of all calls together.
-        free_bytes: of the device, beside weights.
+        free_bytes: of the device, without weights.
         before_bytes: resident memory of the process before the model was made; static_bytes: of its weights and
             gradients.
-        demand: threads that ranks compute with for each core, see `CoreWaits`.
-        partial: where passes are kept until all are done.
-        versions: of what computes, by name.
+        demand: threads that ranks compute with for each core (`CoreWaits`).
+        partial: file of the passes until all are done.
+        versions: of libraries, by name.
     """
 
     model: ModelSpec
@@ -253,7 +221,7 @@ class ProfileTask:
         """Describe everything that passes of one measurement share, as text."""
         return (
             f"{self.model.name} {self.dtype}, {self.layers} layers, {mesh.layout.describe()}, up to "
-            f"{self.longest:,} tokens, {self.device_name}, {stage.backend_name}, timings {TIMINGS}, "
+            f"{self.longest:,} tokens, {self.device_name}, {stage.backend.name}, timings {TIMINGS}, "
             + ", ".join(f"{name} {number}" for name, number in self.versions.items())
         )
 
@@ -266,96 +234,97 @@ def profile(
     say: Callable[[str], None],
     on_pass: Callable[[int, int], None],
 ) -> CostCoefficients:
-    """Measure and fit. Collective over all ranks; every rank returns the same.
+    """Measure and fit; every rank returns the same. Collective over all ranks.
 
     Args:
         stages: of this rank; layers of the first are timed.
-        say: a sentence for people; on_pass: passes done, and about how many there will be. Called on all ranks.
+        say: gets messages; on_pass: passes done, and about how many there will be. Called on all ranks.
 
     Raises:
-        EvenloadError: tokens leave other bytes than the cost model says.
+        EvenloadError: layers keep other bytes than the cost model predicts.
     """
     stage, last = stages[min(stages)], stages[max(stages)]
     counted = activation_bytes(stage, task.timed, mesh.layout.tp)
-    found, work, longest_round = _begin(stage, last, task, mesh, say)
-    waits, started_s, before_s = CoreWaits(task.demand), time.perf_counter(), found.seconds
-    while len(found.passes) < MIN_PASSES or (len(found.passes) < MAX_PASSES and not _is_over(found, task, mesh)):
+    partial, work = _begin(stage, last, task, mesh, say)
+    waits, started_s, before_s = CoreWaits(task.demand), time.perf_counter(), partial.seconds
+    while len(partial.passes) < MIN_PASSES or (len(partial.passes) < MAX_PASSES and not _is_over(partial, task, mesh)):
         mine = work.run()
         everyone: list[Pass] = [mine] * mesh.layout.world_size
         dist.all_gather_object(everyone, mine, group=mesh.control)
-        passes = (*found.passes, tuple(everyone))
+        passes = (*partial.passes, tuple(everyone))
         spent_s = before_s + time.perf_counter() - started_s
-        found = msgspec.structs.replace(found, passes=passes, seconds=spent_s)
+        partial = msgspec.structs.replace(partial, passes=passes, seconds=spent_s)
         if mesh.rank == 0:
-            write_partial(task.partial, found)
-        on_pass(len(passes), _expected_passes(found, task))
-    results = PassResults(passes=found.passes, layers=task.layers)
-    mine = results.measurement(
-        mesh.rank, work, windows_of(stage, task.timed), waits.share(), matmul_flops_per_s(stage.device, stage.dtype)
-    )
+            write_partial(task.partial, partial)
+        on_pass(len(passes), _expected_passes(partial, task))
+    repeats: list[Repeats] = [
+        {name: [one[rank][name] for one in partial.passes] for name in partial.passes[0][rank]}
+        for rank in range(len(partial.passes[0]))
+    ]
+    windows, flops_per_s = windows_of(stage, task.timed), matmul_flops_per_s(stage.device, stage.dtype)
+    mine = _measurement(repeats[mesh.rank], work, windows, waits.share(), flops_per_s)
     mine = replace(mine, overlap=overlap_cost(mesh))
     ranks: list[RankMeasurement] = [mine] * mesh.layout.world_size
     dist.all_gather_object(ranks, mine, group=mesh.control)
-    disturbed = highest_noise(ranks)
-    if disturbed.is_noisy:
+    noise = max_noise(ranks)
+    if noise.is_noisy:
         say(
-            f"the machine was disturbed: {disturbed.describe()}. Medians bear some of that; where predictions matter, "
+            f"the machine was disturbed: {noise.describe()}. Medians bear some of that; where predictions matter, "
             "measure again once it is quiet"
         )
     tile, errors = _best_tile(ranks)
     fitted = coefficients_of(ranks, task.model, task.device_name, mesh.layout, tile, is_cpu=mesh.device.type == "cpu")
-    memory = [(counted, held_and_counted(stage, GRID[longest_round], task.before_bytes, task.static_bytes))]
-    dist.broadcast_object_list(memory, src=0, group=mesh.control)
-    written = [_recorded(fitted, errors, ranks, results, task, stage.backend_name, found, memory[0])]
+    memory = counted, held_and_counted(stage, GRID[partial.rounds[-1]], task.before_bytes, task.static_bytes)
+    written = [_recorded(fitted, errors, ranks, repeats, task, stage.backend.name, partial, memory)]
     dist.broadcast_object_list(written, src=0, group=mesh.control)
     return written[0]
 
 
 def _begin(
     stage: PipelineStage, last: PipelineStage, task: ProfileTask, mesh: Mesh, say: Callable[[str], None]
-) -> tuple[PartialProfile, PassWork, int]:
+) -> tuple[PartialProfile, PassWork]:
     began: list[tuple[PartialProfile, str]] = [(PartialProfile(task=""), "")]
     if mesh.rank == 0:
         began[0] = read_partial(task.partial, task.describe(mesh, stage))
     dist.broadcast_object_list(began, src=0, group=mesh.control)
-    found, note = began[0]
-    if note:
-        say(note)
+    partial, message = began[0]
+    if message:
+        say(message)
     start_s = time.perf_counter()
-    if not found.rounds:
+    if not partial.rounds:
         rounds = choose_rounds(stage, task.timed, mesh, task.longest, task.budget_s, task.free_bytes)
-        found = msgspec.structs.replace(found, rounds=tuple(rounds))
-    work = PassWork(stage, last, task.timed, mesh, found.rounds)
+        partial = msgspec.structs.replace(partial, rounds=tuple(rounds))
+    work = PassWork(stage, last, task.timed, mesh, partial.rounds)
     warm_s = time.perf_counter()
     work.run()
     pass_s = time.perf_counter() - warm_s
-    found = msgspec.structs.replace(found, seconds=found.seconds + time.perf_counter() - start_s)
-    left = max(1, min(MAX_PASSES, int((task.budget_s - found.seconds) / pass_s)))
+    partial = msgspec.structs.replace(partial, seconds=partial.seconds + time.perf_counter() - start_s)
+    left = max(MIN_PASSES, min(MAX_PASSES, int((task.budget_s - partial.seconds) / pass_s)))
     say(
-        f"{len(found.rounds)} rounds of packs, kernels and transfers: a pass takes {pass_s:.1f} s, "
-        f"{max(left, MIN_PASSES)} more of them about {max(left, MIN_PASSES) * pass_s / 60:.1f} min"
+        f"{len(partial.rounds)} rounds of packs, kernels and transfers: a pass takes {pass_s:.1f} s, {left} more of "
+        f"them about {left * pass_s / 60:.1f} min"
     )
-    return found, work, found.rounds[-1]
+    return partial, work
 
 
-def _is_over(found: PartialProfile, task: ProfileTask, mesh: Mesh) -> bool:
-    pass_s = found.seconds / (len(found.passes) + 1)
-    return bool(most_of_ranks(found.seconds + pass_s > task.budget_s, mesh))
+def _is_over(partial: PartialProfile, task: ProfileTask, mesh: Mesh) -> bool:
+    pass_s = partial.seconds / (len(partial.passes) + 1)
+    return bool(most_of_ranks(partial.seconds + pass_s > task.budget_s, mesh))
 
 
-def _expected_passes(found: PartialProfile, task: ProfileTask) -> int:
-    done = len(found.passes)
-    by_time = int(done * task.budget_s / found.seconds) if found.seconds else MAX_PASSES
+def _expected_passes(partial: PartialProfile, task: ProfileTask) -> int:
+    done = len(partial.passes)
+    by_time = int(done * task.budget_s / partial.seconds) if partial.seconds else MAX_PASSES
     return max(done, MIN_PASSES, min(MAX_PASSES, by_time))
 
 
-def _best_tile(ranks: Sequence[RankMeasurement]) -> tuple[int, dict[Direction, LeftOut]]:
+def _best_tile(ranks: Sequence[RankMeasurement]) -> tuple[int, dict[Direction, CrossValidation]]:
     tried = {}
     for tile in TILES:
         fits = {}
         for direction in DIRECTIONS:
             features, seconds, samples = pass_timings(ranks, direction, tile)
-            fits[direction] = left_out(features, seconds, [sample.ranges for sample in samples])
+            fits[direction] = cross_validate(features, seconds, [sample.ranges for sample in samples])
         tried[tile] = fits
     size = {tile: sum(fit.error.median + fit.error.p90 for fit in fits.values()) for tile, fits in tried.items()}
     best = min(TILES, key=lambda tile: size[tile])
@@ -365,26 +334,27 @@ def _best_tile(ranks: Sequence[RankMeasurement]) -> tuple[int, dict[Direction, L
 
 def _recorded(
     fitted: CostCoefficients,
-    errors: Mapping[Direction, LeftOut],
+    errors: Mapping[Direction, CrossValidation],
     ranks: Sequence[RankMeasurement],
-    results: PassResults,
+    repeats: Sequence[Repeats],
     task: ProfileTask,
     backend: str,
-    found: PartialProfile,
+    partial: PartialProfile,
     memory: tuple[dict[str, int], tuple[int, int]],
 ) -> CostCoefficients:
-    embedding = results.embedding_s_per_token()
-    repeats = results.all_repeats()
+    all_repeats = [seconds for one in repeats for seconds in one.values()]
+    # Of rows forward and backward.
+    embedding_s = [statistics.median(one["embedding"]) / EMBEDDED_ROWS / 2 for one in repeats if "embedding" in one]
     record = Profile(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         versions=dict(task.versions),
         dtype=task.dtype,
         attention=backend,
         layers=task.layers,
-        passes=len(found.passes),
-        seconds=found.seconds,
-        outliers=sum(map(num_outliers, repeats)),
-        timings=sum(map(len, repeats)),
+        passes=len(partial.passes),
+        seconds=partial.seconds,
+        outliers=sum(map(num_outliers, all_repeats)),
+        timings=sum(map(len, all_repeats)),
         forward=errors["forward"].error,
         backward=errors["backward"].error,
         packs=tuple(pack for direction in DIRECTIONS for pack in _timed_packs(ranks, direction, errors[direction])),
@@ -395,18 +365,18 @@ def _recorded(
     )
     whole = msgspec.structs.replace(
         fitted,
-        embedding_s_per_token=fitted.embedding_s_per_token if embedding is None else embedding,
+        embedding_s_per_token=statistics.median(embedding_s) if embedding_s else fitted.embedding_s_per_token,
         profile=record,
     )
     return msgspec.structs.replace(whole, profile=msgspec.structs.replace(record, digest=digest_of(whole)))
 
 
-def _timed_packs(ranks: Sequence[RankMeasurement], direction: Direction, fit: LeftOut) -> Iterator[TimedPack]:
+def _timed_packs(ranks: Sequence[RankMeasurement], direction: Direction, fit: CrossValidation) -> Iterator[TimedPack]:
     _, seconds, samples = pass_timings(ranks, direction, 1)
-    found: dict[tuple[Range, ...], list[tuple[float, float]]] = {}
+    by_ranges: dict[tuple[Range, ...], list[tuple[float, float]]] = {}
     for sample, measured_s, predicted_s in zip(samples, seconds, fit.seconds.tolist(), strict=True):
-        found.setdefault(sample.ranges, []).append((measured_s, predicted_s))
-    for ranges, pairs in found.items():
+        by_ranges.setdefault(sample.ranges, []).append((measured_s, predicted_s))
+    for ranges, pairs in by_ranges.items():
         slices = Counter((r.start, r.stop) for r in ranges)
         measured_s, predicted_s = (statistics.median(column) for column in zip(*pairs, strict=True))
         yield TimedPack(

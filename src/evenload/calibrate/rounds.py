@@ -1,14 +1,13 @@
-"""Time packs: rounds of packs through the layers of a stage, and the clock that tells a device from its host.
+"""Time rounds of packs through the layers of a stage, with a clock that separates a device's seconds from its host's.
 
-A round is a few documents, each cut alike: all packs forward, then backward in reverse order. Between them rounds vary
+A round is a few documents, each cut alike: all packs forward, then backward in reverse order. Together rounds vary
 tokens, slices, pairs and prefix independently, which the fit needs. `QUICK_ROUNDS` are those of the start of a run, up
 to 4,096 tokens; `GRID` those of `evenload profile`, up to 32,768, with mixed lengths and rows that fill no tile.
 
-On a CPU the call is the work. On a GPU the host queues a pack's kernels; the device's own seconds between two CUDA
-events are only seen if it never waited for the next kernel, so matrix products keep it busy a little longer than the
-host took before. That is checked every time. The host's seconds are of its own clock; few layers are timed at a time,
-for a device's queue holds 1,024 kernels. In layers whose host asks the device (experts) the device's seconds hold its
-waits. Price: about twice the host's seconds a pack. Run on stand-ins of the clock only: no GPU was at hand.
+On a GPU the host queues a pack's kernels. The time between two CUDA events is the device's own only if it never waited
+for the next kernel, so matrix products keep it busy a little longer than the host took before. Few layers are timed at
+once, as a device's queue holds 1,024 kernels. In layers whose host reads from the device (experts) all seconds count as
+the device's. Price: about twice the host's seconds a pack.
 """
 
 import functools
@@ -34,13 +33,13 @@ from evenload.types.model import ModelSpec
 _PRODUCT_SIZE = 8192  # few of them last long, so that they leave the device's queue to the pack
 _TIMED_PRODUCTS = 10
 _HEAD_START = 1.5
-"""Times the seconds that the host took before."""
+"""Factor of the seconds that the host took before."""
 _LONGEST_HEAD_START_S = 0.2
 """A first call that compiles or loads kernels takes seconds, the next one does not."""
 
 
 class PackSeconds(NamedTuple):
-    """Of one pack: the device's, and those until the host had queued it (0 where the device is the host)."""
+    """Holds a pack's seconds on the device, and those until the host had queued it (0 where they are one)."""
 
     device_s: float
     host_s: float
@@ -53,11 +52,7 @@ class PackClock:
         self._device = device
 
     def time(self, pack: Hashable, work: Callable[[], object]) -> PackSeconds:
-        """Do the work once.
-
-        Args:
-            pack: names what is timed; the same work is timed again and again.
-        """
+        """Run the work once; `pack` names it, as the same work is timed again and again."""
         start_s = seconds_now(self._device)
         work()
         return PackSeconds(seconds_now(self._device) - start_s, 0.0)
@@ -68,20 +63,27 @@ class QueueClock(PackClock):
 
     Args:
         keep_busy: queues work that takes the device so many seconds.
-        meet: queues a wait for the ranks that work at the same packs together, whose devices begin them at once.
+        meet: queues a wait for the ranks that compute the same packs, so that their devices begin together.
+        host_reads: the layers' host reads from the device, so all seconds count as the device's, and there is no head
+            start, for which the first read would wait.
     """
 
     def __init__(
-        self, device: torch.device, keep_busy: Callable[[float], object], meet: Callable[[], object] = lambda: None
+        self,
+        device: torch.device,
+        keep_busy: Callable[[float], object],
+        meet: Callable[[], object] = lambda: None,
+        *,
+        host_reads: bool = False,
     ) -> None:
         super().__init__(device)
-        self._keep_busy, self._meet = keep_busy, meet
+        self._keep_busy, self._meet, self._host_reads = keep_busy, meet, host_reads
         self._host_s: dict[Hashable, float] = {}
 
     def time(self, pack: Hashable, work: Callable[[], object]) -> PackSeconds:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         stream = torch.cuda.current_stream(self._device)
-        before_s = self._host_s.get(pack)
+        before_s = None if self._host_reads else self._host_s.get(pack)
         seconds_now(self._device)
         if before_s is not None:
             self._keep_busy(min(_HEAD_START * before_s, _LONGEST_HEAD_START_S))
@@ -93,29 +95,23 @@ class QueueClock(PackClock):
         was_ahead = not start.query()
         end.record(stream)
         seconds_now(self._device)
-        # The shortest so far: a call that was held up asks for no longer head start than others need, unless the device
-        # was not kept busy for long enough.
+        # The shortest so far, so that a call that was held up does not lengthen the head start, unless the device was
+        # not kept busy for long enough.
         self._host_s[pack] = host_s if before_s is None or not was_ahead else min(before_s, host_s)
-        return PackSeconds(start.elapsed_time(end) / 1e3, host_s)
-
-
-class AskingClock(QueueClock):
-    """Times layers whose host waits for answers of the device: all of it counts as the device's."""
-
-    def time(self, pack: Hashable, work: Callable[[], object]) -> PackSeconds:
-        self._host_s.pop(pack, None)  # no head start, which the first answer would wait for
-        return PackSeconds(super().time(pack, work).device_s, 0.0)
+        return PackSeconds(start.elapsed_time(end) / 1e3, 0.0 if self._host_reads else host_s)
 
 
 def pack_clock(stage: PipelineStage, mesh: Mesh) -> PackClock:
-    device = stage.device
+    device, tensor = stage.device, mesh.tensor
     if device.type != "cuda":
         return PackClock(device)
-    kind = QueueClock if stage.model.architecture.experts is None else AskingClock
-    tensor, flag = mesh.tensor, torch.zeros(1, device=device)
-    if tensor is None:
-        return kind(device, _busy_products(device))
-    return kind(device, _busy_products(device), lambda: tensor.all_reduce(flag, "calibration", dist.ReduceOp.MAX))
+    flag = torch.zeros(1, device=device)
+    meet = (
+        (lambda: None)
+        if tensor is None
+        else functools.partial(tensor.all_reduce, flag, "calibration", dist.ReduceOp.MAX)
+    )
+    return QueueClock(device, _busy_products(device), meet, host_reads=stage.model.architecture.experts is not None)
 
 
 def _busy_products(device: torch.device) -> Callable[[float], None]:
@@ -138,12 +134,12 @@ Packs = tuple[tuple[Range, ...], ...]
 Features = tuple[float, float, float, float, float]
 """[tokens, slices, 1, pairs, prefix] of one pack on one layer, on average over the layers of a stage."""
 
-_GPU_LAYERS = 4
-"""Forward and backward of so many layers are some 150 and 420 kernels; a device's queue holds 1,024."""
+GPU_LAYERS = 4
+"""Their forward and backward are some 150 and 420 kernels; a device's queue holds 1,024."""
 
 
 class Sample(NamedTuple):
-    """One timed pack on one layer, or on all that were timed where it says so.
+    """Holds the seconds of one pack on one layer (`time_round`: on all timed layers).
 
     Args:
         seconds: of the device; host_s: until its host had queued the pack, 0 where they are one.
@@ -172,10 +168,10 @@ def whole(*lengths: int) -> Packs:
     return (tuple(Range(doc, 0, length) for doc, length in enumerate(lengths)),)
 
 
-def cut(*cuts: int, beside: Sequence[int] = ()) -> Packs:
-    """Cut a document into packs at (0, ...) `cuts`; whole documents of the lengths `beside` lie in the last one."""
+def cut(*cuts: int, others: Sequence[int] = ()) -> Packs:
+    """Cut a document into packs at (0, ...) `cuts`; whole documents of the lengths `others` lie in the last one."""
     packs: list[tuple[Range, ...]] = [(Range(0, start, stop),) for start, stop in zip((0, *cuts), cuts, strict=False)]
-    packs[-1] += tuple(Range(doc, 0, length) for doc, length in enumerate(beside, start=1))
+    packs[-1] += tuple(Range(doc, 0, length) for doc, length in enumerate(others, start=1))
     return tuple(packs)
 
 
@@ -226,12 +222,12 @@ GRID: tuple[Packs, ...] = (
     whole(*[1024] * 4),
     whole(3000, 1000),
     cut(1024, 2048, 3072, 4096),
-    cut(2048, beside=(300, 200, 100)),
-    cut(3072, 4096, beside=(512, 256, 128, 64)),
+    cut(2048, others=(300, 200, 100)),
+    cut(3072, 4096, others=(512, 256, 128, 64)),
     whole(8192),
     cut(7168, 8192),
     cut(4096, 8192),
-    cut(7936, 8192, beside=(900, 300, 60)),
+    cut(7936, 8192, others=(900, 300, 60)),
     whole(16384),
     cut(8192, 12288, 16384),
     cut(16128, 16384),
@@ -244,8 +240,8 @@ GRID: tuple[Packs, ...] = (
 
 
 def rounds_up_to(pack_tokens: int, document_tokens: int) -> tuple[Packs, ...]:
-    """Return rounds for a device that only larger packs keep busy: of twice as many tokens each, up to a run's largest,
-    of short documents, one whole document, and the end of one behind a prefix."""
+    """Return rounds for a device that only larger packs keep busy, each with twice the tokens, up to a run's largest:
+    short documents, one whole document, and the end of one after a prefix."""
     rounds: list[Packs] = []
     tokens = 2 * longest_of(QUICK_ROUNDS[-1])
     while tokens <= pack_tokens:
@@ -265,20 +261,15 @@ def round_flops(packs: Packs, model: ModelSpec) -> float:
 
 
 def part_of(stage: PipelineStage, windows: Sequence[int], most: int) -> PipelineStage:
-    """Return a stage of its first layers, at most so many and one of every window at least; `windows` of all layers of
-    the model."""
+    """Return a stage of its first `most` layers, but at least one of each of the model's `windows`."""
     layers = list(stage.model.layers)
     first = {windows[index]: index for index in reversed(layers)}
     chosen = {*layers[:most]} if len({windows[index] for index in layers[:most]}) == len(first) else {*first.values()}
     return stage if len(chosen) == len(layers) else stage.with_layers(sorted(chosen))
 
 
-def timed_part(stage: PipelineStage, windows: Sequence[int]) -> PipelineStage:
-    return part_of(stage, windows, _GPU_LAYERS) if stage.device.type == "cuda" else stage
-
-
 def time_round(stage: PipelineStage, packs: Packs, clock: PackClock) -> Iterator[Sample]:
-    """Time a round, forward pack by pack, backward in reverse, in seconds of all layers. Adds to gradients."""
+    """Time a round, forward pack by pack, then backward in reverse, in seconds of all layers. Adds to gradients."""
     num_tokens = num_tokens_of(packs)
     stage.begin_step(num_tokens)
     store = ActivationStore(num_tokens, packs, shard=stage.row_shard)
@@ -292,7 +283,7 @@ def time_round(stage: PipelineStage, packs: Packs, clock: PackClock) -> Iterator
 
 
 def pack_tokens(ranges: tuple[Range, ...], stage: PipelineStage) -> PackTokens:
-    """Return a pack of documents of token 0, for layers that are timed by themselves."""
+    """Return a pack of documents of token 0, to time layers without embedding and head."""
     positions = torch.cat([torch.arange(a, b, device=stage.device) for _, a, b in ranges])
     return PackTokens(ranges, torch.zeros_like(positions), torch.zeros_like(positions), positions)
 
@@ -315,22 +306,22 @@ def pack_features(ranges: Sequence[Range], windows: Sequence[int], tile: int = 1
     return (float(tokens), float(len(start)), 1.0, float(np.mean(pairs)), float(np.mean(prefix)))
 
 
-# Of the budget that one pass may take, so that there are several to take medians of.
+# Of the budget, for one pass, so that medians are over several.
 _PASS_SHARE = 0.12
-# Of the memory that is free, for what layers keep; the rest is for tensors inside a layer.
+# Of the free memory, for what layers keep; the rest is for tensors inside a layer.
 _MEMORY_SHARE = 0.4
 
 
 def choose_rounds(
     stage: PipelineStage, model: ModelSpec, mesh: Mesh, longest: int, budget_s: float, free_bytes: int
 ) -> list[int]:
-    """Choose rounds of the grid, as ascending indices into `GRID`. Times each once, which warms caches and allocators
-    up. Collective.
+    """Choose rounds, as ascending indices into `GRID`, and time each once, which warms caches and allocators up.
+    Collective.
 
     Args:
-        longest: no longer documents are tried, but where a coefficient needs them.
+        longest: no longer documents are timed, but where a coefficient needs them.
         budget_s: of the whole profile.
-        free_bytes: of the device, beside weights.
+        free_bytes: of the device, without weights.
     """
     order = sorted(
         range(len(GRID)), key=lambda index: (GRID[index] not in NEEDED_ROUNDS, round_flops(GRID[index], model))
@@ -358,10 +349,10 @@ def choose_rounds(
 def kept_bytes(packs: Packs, stage: PipelineStage, model: ModelSpec, mesh: Mesh) -> float:
     tp = mesh.layout.tp
     token_bytes = activation_bytes_per_token(model, "replay", tp) + kv_bytes_per_token(model, tp)
-    # Of one layer as much again, for what its backward makes.
+    # One layer's bytes again, for its backward.
     return sum(num_tokens_of(packs).values()) * token_bytes * (len(stage.model.layers) + 1)
 
 
 def windows_of(stage: PipelineStage, model: ModelSpec) -> tuple[int, ...]:
-    """Return the windows of the layers that are timed, by `model` of exactly these layers."""
-    return tuple(np.array(model.windows)[list(stage.model.layers)].tolist())
+    """Return the windows of a stage's layers."""
+    return tuple(model.windows[layer] for layer in stage.model.layers)

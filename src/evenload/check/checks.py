@@ -2,12 +2,12 @@
 
 **Isolation**: what a document computes does not depend on its neighbours in a pack. Every other document, in the order
 of the packs, gets other tokens; then the rest. Outputs and gradients of the unchanged ones must stay: to the bit on the
-CPU, elsewhere as near as two runs on the same tokens come to each other, at most 1 %. The changed ones must change.
+CPU, elsewhere as near as two runs on the same tokens are to each other, at most 1 %. The changed ones must change.
 Price: four steps.
 
 **Invariance**: loss and gradients do not depend on how a batch is packed, cut or scheduled. Plans of several
 strategies, and one with short slices, are compared with plain training in float64: transformers' own model, one
-document at a time, torch's autograd. Ours may be off twice as far as plain training in the configured precision (at
+document at a time, torch's autograd. They may be off twice as far as plain training in the configured precision (at
 least 1e-6 in float32, 1e-2 in bfloat16, 1e-10 in float64), and no parameter may be plainly wrong. Price: a step a plan,
 plain training twice.
 
@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from evenload.check.runner import STEPS, Scope, Seen, StepRunner, Verdict, exact_casts, failed, passed, skipped
+from evenload.check.runner import STEPS, Scope, Seen, StepRunner, Verdict, exact_casts, judged, skipped
 from evenload.config.planner import run_host, run_options, run_planner
 from evenload.config.train_config import TrainConfig, layout_of
 from evenload.cost.coefficients import CostCoefficients
@@ -68,11 +68,15 @@ def check_isolation(
     vocab_size: int,
     mesh: Mesh,
 ) -> Verdict:
-    plan = next((plan for plan in plans if _num_shared_packs(plan)), None)
-    if plan is None:
+    """Run a plan with packs of several documents, again, and with other tokens. Collective."""
+    packs_of = [(plan, [pack for packs in plan.pack_plans for pack in packs.forward]) for plan in plans]
+    shared = [(plan, packs) for plan, packs in packs_of if any(len(pack.slices) > 1 for pack in packs)]
+    if not shared:
         found = f"{counted(len(tokens), 'document')} under {counted(len(plans), 'plan')}"
         return skipped("isolation", found, "no pack holds two documents, so none can reach another")
-    order, shared_packs = _order_in_packs(plan), _num_shared_packs(plan)
+    plan, packs = shared[0]
+    order = list(dict.fromkeys(piece.doc_id for pack in packs for piece in pack.slices))
+    shared_packs = sum(len(pack.slices) > 1 for pack in packs)
     before = runner.run(plan, tokens).seen
     noise = _largest_difference(before, runner.run(plan, tokens).seen, set(order))
     leak, blind = 0.0, 0
@@ -98,18 +102,17 @@ def check_isolation(
     )
     if not max(leak, noise if mesh.device.type == "cpu" else 0.0) <= allowed:
         why = "tokens of one document reach another in the same pack: attention or labels cross a boundary"
-        return failed("isolation", found.replace("unchanged to", "changed by"), why)
+        return judged("isolation", found.replace("unchanged to", "changed by"), why)
     if blind:
         why = f"{blind} of {observed} documents' rows did not change with their tokens: the probe does not see them"
-        return failed("isolation", found, why)
-    return passed("isolation", found)
+        return judged("isolation", found, why)
+    return judged("isolation", found)
 
 
 def _with_other_tokens(
     tokens: Mapping[int, NDArray[np.int32]], changed: set[int], vocab_size: int
 ) -> Mapping[int, NDArray[np.int32]]:
-    """Every token of these documents is the next one of the vocabulary, and so is its label, where it has one: as many
-    tokens are trained as before."""
+    """Replace every token of these documents, and its label where it has one, by the next one of the vocabulary."""
     if not isinstance(tokens, TokenTable):
         return {doc: (row + 1) % vocab_size if doc in changed else row for doc, row in tokens.items()}
     of_changed = np.repeat(np.isin(tokens.doc_ids, list(changed)), np.diff(tokens.edges))
@@ -121,23 +124,14 @@ def _with_other_tokens(
     return TokenTable(tokens.doc_ids, tokens.edges, next_ids(tokens.tokens), labels)
 
 
-def _num_shared_packs(plan: StepPlan) -> int:
-    return sum(len(pack.slices) > 1 for packs in plan.pack_plans for pack in packs.forward)
-
-
-def _order_in_packs(plan: StepPlan) -> list[int]:
-    pieces = (piece.doc_id for packs in plan.pack_plans for pack in packs.forward for piece in pack.slices)
-    return list(dict.fromkeys(pieces))
-
-
 def _largest_difference(before: Seen, after: Seen, documents: set[int]) -> float:
     worst = 0.0
     for what in ("output", "gradient"):
         keys = [key for key in before if key[0] == what and key[1] in documents and before[key].numel()]
-        scale = max((float(before[key].abs().max()) for key in keys), default=0.0)
+        scale = max((float(before[key].abs().max()) for key in keys), default=0.0) or 1.0
         for key in keys:
             difference = float((before[key].double() - after[key].double()).abs().max())
-            worst = np.maximum(worst, difference / scale if scale else difference)  # NaN is a difference too
+            worst = np.maximum(worst, difference / scale)  # NaN is a difference too
     return float(worst)
 
 
@@ -169,7 +163,7 @@ def check_invariance(
     """Run every plan and the reference. Collective.
 
     Args:
-        plans: by a name that tells them apart, of the same documents.
+        plans: with a title each, of the same documents.
         left_out: plans that could not be made, with the reason.
         tokens: of every document.
     """
@@ -202,15 +196,13 @@ def check_invariance(
     )
     if left_out:
         found += f"; not run: {'; '.join(left_out)}"
-    if failures:
-        return failed(name, found, "; ".join(failures))
-    return passed(name, found)
+    return judged(name, found, "; ".join(failures))
 
 
 def _errors(
     loss: float, gradients: dict[str, Tensor], exact_loss: float, exact: dict[str, Tensor], mesh: Mesh
 ) -> Errors:
-    """Of a step whose gradients lie on the ranks of its stages. Collective."""
+    """Compare a step, whose gradients lie on the ranks of its stages, with the exact one. Collective."""
     sums: dict[str, tuple[float, float]] = {}
     for name, gradient in gradients.items():
         if name not in exact and name == "lm_head.weight":
@@ -232,7 +224,7 @@ def _errors(
 def plain_step(
     config: TrainConfig, tokens: TokenTable | Mapping[int, NDArray[np.int32]], dtype: torch.dtype, mesh: Mesh
 ) -> tuple[float, dict[str, Tensor]]:
-    """Return the loss and the gradient of every parameter, on every rank. Collective.
+    """Train a step plainly; return its loss and every parameter's gradient, on every rank. Collective.
 
     Args:
         tokens: of all documents, with labels where they have some.
@@ -298,27 +290,26 @@ def check_resume(config: TrainConfig, coefficients: CostCoefficients, memory_cap
     dist.barrier(group=mesh.control)
     whole = _rows(Trainer(config, mesh), coefficients, memory_cap_bytes)
     again = Trainer(config, mesh)
-    found = again.resume()
-    if found is None:
+    if again.resume() is None:
         raise ConfigError(f"{directory} holds no checkpoint, although one was saved; is train.output_dir shared?")
     first = again.steps_done
     resumed = _rows(again, coefficients, memory_cap_bytes)
     same = f"{counted(STEPS - first, 'step')} after a restart from step {first}"
-    found_differences = [
+    differences = [
         f"step {step}: {key} {ours} instead of {theirs}"
         for step, (row, expected) in enumerate(zip(resumed, whole[first:], strict=True), start=first)
         for key, ours, theirs in zip(("plan", *_COMPARED_STEPS), row, expected, strict=True)
         if ours != theirs
     ]
-    different = [found_differences[:4]]
-    dist.broadcast_object_list(different, src=0, group=mesh.control)
-    if different[0]:
-        return failed("resume", f"{same}: not as without", "; ".join(different[0]))
-    return passed("resume", f"{same}: batches, losses and gradient norms equal to the bit")
+    shared = [differences[:4]]
+    dist.broadcast_object_list(shared, src=0, group=mesh.control)
+    if shared[0]:
+        return judged("resume", f"{same}: not as without", "; ".join(shared[0]))
+    return judged("resume", f"{same}: batches, losses and gradient norms equal to the bit")
 
 
 def _rows(trainer: Trainer, coefficients: CostCoefficients, memory_cap_bytes: int) -> list[tuple]:
-    """(digest of the plan, compared metrics) of every step, on rank 0."""
+    """Train; return (digest of the plan, compared metrics) of every step, on rank 0."""
     return [
         (report.plan.digest, *(report.row[key] for key in _COMPARED_STEPS))
         for report in trainer.train(coefficients, memory_cap_bytes, STEPS)
@@ -332,14 +323,14 @@ _MAX_S = 8.0
 
 @dataclass
 class Survey:
-    """Collect what was seen of the batches.
+    """Result of reading and planning the user's own batches.
 
     Args:
         steps, documents, tokens: planned; tokens counted from the documents themselves.
         whole_epoch: the data ended.
         peaks: (predicted bytes of the fullest process, step, longest document), of steps that fit or not.
         ledger_lines: the loader's account.
-        ledger_error, memory_error: why training would stop; "" = nothing.
+        ledger_error, memory_error: why training would stop; "" = it would not.
     """
 
     steps: int = 0
@@ -361,12 +352,10 @@ def survey_batches(
 ) -> Survey:
     """Read, plan and account for batches until the limits; at least one."""
     planner = run_planner(config, model, layout, coefficients, memory_cap_bytes)
-    survey, state = Survey(), DelayState()
+    survey, state, trained = Survey(), DelayState(), 0
     until_s = time.perf_counter() + _MAX_S
-    loader = GlobalBatchLoader(
-        msgspec.structs.replace(config.data, epochs=1, mixture_end="once"), vocab_size=model.vocab_size
-    )
-    trained = 0
+    data = msgspec.structs.replace(config.data, epochs=1, mixture_end="once")
+    loader = GlobalBatchLoader(data, vocab_size=model.vocab_size)
     try:
         while not survey.steps or (survey.documents < _MAX_DOCUMENTS and time.perf_counter() < until_s):
             batch = loader.next_batch()
@@ -409,32 +398,26 @@ def survey_batches(
 
 def check_ledger(survey: Survey) -> Verdict:
     extent = "a whole epoch" if survey.whole_epoch else "the first batches"
-    # Without what stayed at zero.
-    told = (" ".join(line.split()) for line in survey.ledger_lines)
-    lines = "; ".join(line for line in told if " 0 documents 0 tokens" not in line)
+    lines = (" ".join(line.split()) for line in survey.ledger_lines)
+    account = "; ".join(line for line in lines if " 0 documents 0 tokens" not in line)
     steps, documents = counted(survey.steps, "step"), counted(survey.documents, "document")
-    found = f"{extent}, {steps} of {documents}, {survey.tokens:,} tokens: {lines}"
-    if survey.ledger_error:
-        return failed("ledger", found, survey.ledger_error)
-    if not survey.steps:
+    found = f"{extent}, {steps} of {documents}, {survey.tokens:,} tokens: {account}"
+    if not survey.steps and not survey.ledger_error:
         return skipped("ledger", found, "no step could be planned; see memory")
-    return passed("ledger", found)
+    return judged("ledger", found, survey.ledger_error)
 
 
 def check_memory(survey: Survey, memory_cap_bytes: int, strategy: str) -> Verdict:
-    limit = format_bytes(memory_cap_bytes)
-    if not survey.peaks:
-        if survey.memory_error:
-            return failed("memory", f"limit {limit} a process", survey.memory_error)
+    found = f"limit {format_bytes(memory_cap_bytes)} a process"
+    if survey.peaks:
+        peak, step, longest = max(survey.peaks)
+        found = (
+            f"fullest of {len(survey.peaks)} steps of {strategy}: {format_bytes(peak)} predicted in step {step} "
+            f"(longest document {longest:,} tokens), {found}"
+        )
+    if not survey.peaks and not survey.memory_error:
         return skipped("memory", "", "no step could be read; see ledger")
-    peak, step, longest = max(survey.peaks)
-    found = (
-        f"fullest of {len(survey.peaks)} steps of {strategy}: {format_bytes(peak)} predicted in step {step} (longest "
-        f"document {longest:,} tokens), limit {limit} a process"
-    )
-    if survey.memory_error:
-        return failed("memory", found, survey.memory_error)
-    return passed("memory", found)
+    return judged("memory", found, survey.memory_error)
 
 
 _COMPARED = tuple(one.name for one in (PADDED, BEST_FIT, BALANCED, SLIMPACK))
@@ -480,14 +463,13 @@ def run_checks(
         except RankLostError:
             raise
         except EvenloadError as error:
-            verdicts.append(failed(name, "", str(error)))
+            verdicts.append(judged(name, "", str(error)))
     on_start("ledger and memory")
     surveyed: list[list[Verdict]] = [[]]
     if mesh.rank == 0:
         model = model_spec(config)
-        survey = survey_batches(
-            config, model, layout_of(config.parallel, model.num_layers), coefficients, users_cap_bytes
-        )
+        layout = layout_of(config.parallel, model.num_layers)
+        survey = survey_batches(config, model, layout, coefficients, users_cap_bytes)
         surveyed[0] = [check_ledger(survey), check_memory(survey, users_cap_bytes, config.plan.strategy)]
     dist.broadcast_object_list(surveyed, src=0, group=mesh.control)
     return verdicts + surveyed[0]
@@ -496,7 +478,7 @@ def run_checks(
 def _shared_plans(
     config: TrainConfig, documents: tuple[Document, ...], coefficients: CostCoefficients, cap_bytes: int, mesh: Mesh
 ) -> tuple[list[tuple[str, StepPlan]], list[str]]:
-    """Rank 0's plans by title, and those that could not be made, on every rank."""
+    """Return rank 0's plans with their titles, and those that could not be made with the reason, on every rank."""
     shared: list[tuple[list[tuple[str, bytes]], list[str]]] = [([], [])]
     if mesh.rank == 0:
         options = config.plan.options

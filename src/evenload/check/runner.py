@@ -3,11 +3,10 @@
 Isolation, invariance and resume do not depend on the number of layers or documents, so the model keeps its first layers
 with its own weights, a step has a few documents, long ones are cut, and two replicas stand for all (`Scope.notes`).
 `StepRunner` runs plans through the real executor and records the hidden states before the head and the gradients of the
-layers' input, per document and slice.
+layers' input, by document and slice.
 
 `exact_casts` makes float64 models compute in float64 throughout: transformers' modules cast to float32 in norms,
-softmax, routers, rotary angles and losses, which makes exact computations differ by 1e-8. Casts are told apart by who
-casts, so no architecture needs an entry.
+softmax, routers, rotary angles and losses, which makes exact computations differ by 1e-8.
 """
 
 import functools
@@ -15,7 +14,7 @@ import json
 import re
 import shutil
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -41,6 +40,7 @@ from evenload.runtime.model.supported import check_supported
 from evenload.runtime.model.tensor_weights import join_parts, tensor_split
 from evenload.runtime.model.weight_files import INDEX_FILE, LEFT_OUT, stored_weights
 from evenload.runtime.optim.data_parallel import GradientReduction
+from evenload.runtime.optim.parameter_units import FlatBuffer
 from evenload.runtime.replay.rank_packs import Exchange, PackTokens
 from evenload.runtime.replay.stage import OnFinal, PipelineStage
 from evenload.runtime.replay.store import ActivationStore
@@ -56,8 +56,7 @@ Outcome = Literal["pass", "fail", "skipped"]
 
 
 class Verdict(Frozen):
-    """Give the answer of one check: what was measured with its tolerance, and why it failed or was skipped ("" =
-    passed)."""
+    """Result of one check: what was measured with its tolerance, and why it failed or was skipped ("" = passed)."""
 
     name: str
     outcome: Outcome
@@ -65,12 +64,9 @@ class Verdict(Frozen):
     why: str = ""
 
 
-def passed(name: str, found: str) -> Verdict:
-    return Verdict(name=name, outcome="pass", found=found)
-
-
-def failed(name: str, found: str, why: str) -> Verdict:
-    return Verdict(name=name, outcome="fail", found=found, why=why)
+def judged(name: str, found: str, why: str = "") -> Verdict:
+    """Return a verdict that fails where there is a reason."""
+    return Verdict(name=name, outcome="fail" if why else "pass", found=found, why=why)
 
 
 def skipped(name: str, found: str, why: str) -> Verdict:
@@ -90,7 +86,7 @@ _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
 @contextmanager
 def exact_casts() -> Iterator[None]:
-    """Put every module whose first floating input, or else parameter, is float64 under `Float64Casts`; all threads."""
+    """Run every module whose first floating input, or else parameter, is float64 under `Float64Casts`; all threads."""
     plain, thread = nn.Module.__call__, threading.local()
 
     @functools.wraps(plain)
@@ -115,13 +111,12 @@ def exact_casts() -> Iterator[None]:
 
 
 class Float64Casts(TorchFunctionMode):
-    """Who asks torch for float32 gets float64, by whatever function, except of what is narrower already."""
+    """Makes casts to float32, by whatever function, casts to float64, except of what is narrower already."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, asks = kwargs or {}, func is Tensor.float
-        for value in (*args, *kwargs.values()):
-            asks = asks or value is torch.float32
-        if asks and getattr(next(iter(args), None), "dtype", None) not in _NARROW:
+        kwargs = kwargs or {}
+        is_cast = func is Tensor.float or any(value is torch.float32 for value in (*args, *kwargs.values()))
+        if is_cast and getattr(next(iter(args), None), "dtype", None) not in _NARROW:
             func = Tensor.double if func is Tensor.float else func
             args = [torch.float64 if value is torch.float32 else value for value in args]
             kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in kwargs.items()}
@@ -184,7 +179,7 @@ def checked_scope(config: TrainConfig, directory: Path) -> Scope:
         workers=0,
         shuffle_window=min(data.shuffle_window, 64),
     )
-    # Room for several documents in a pack, so that there is something to keep apart.
+    # Several documents fit into a pack, so that there is something to keep apart.
     pack_tokens = max(longest, min(options.max_pack_tokens or 2 * longest, 2 * longest))
     options = msgspec.structs.replace(options, max_pack_tokens=pack_tokens)
     train = msgspec.structs.replace(
@@ -196,20 +191,16 @@ def checked_scope(config: TrainConfig, directory: Path) -> Scope:
         background_checkpoints=False,
         resume=True,
     )
+    # Whether the user's run fits its limit is another check.
+    plan = msgspec.structs.replace(config.plan, options=options, memory_bytes=None)
     smaller = msgspec.structs.replace(
-        config,
-        model=settings,
-        parallel=parallel,
-        data=smaller_data,
-        # Whether the user's run fits its limit is another check.
-        plan=msgspec.structs.replace(config.plan, options=options, memory_bytes=None),
-        train=train,
+        config, model=settings, parallel=parallel, data=smaller_data, plan=plan, train=train
     )
     return Scope(config=smaller, notes=tuple(notes))
 
 
 def _write_short_model(path: Path, directory: Path, layers: int, *, random_init: bool) -> None:
-    """A directory with the first layers' config.json and, unless weights are random, their weights."""
+    """Write a directory with the first layers' config.json and, unless weights are random, links to their weights."""
     source = path if path.is_dir() else path.parent
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
@@ -234,9 +225,9 @@ def _write_short_model(path: Path, directory: Path, layers: int, *, random_init:
 
 
 def _layer_of(name: str, names: ModuleNames) -> int:
-    """Index of a tensor's layer; -1 for those of none."""
-    found = re.match(rf"({names.decoder}\.)?{names.layers}\.(\d+)\.", name)
-    return int(found.group(2)) if found else -1
+    """Return the index of a tensor's layer; -1 for those of none."""
+    match = re.match(rf"({names.decoder}\.)?{names.layers}\.(\d+)\.", name)
+    return int(match.group(2)) if match else -1
 
 
 Seen = dict[tuple[str, int, int], Tensor]
@@ -245,13 +236,8 @@ Seen = dict[tuple[str, int, int], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class StepOutcome:
-    """One step on this rank.
-
-    Args:
-        loss: of the whole global batch.
-        gradients: summed over replicas, of this rank's parameters by Hugging Face name.
-        seen: this rank's rows.
-    """
+    """Result of one step on this rank: the loss of the whole global batch, gradients of this rank's parameters by name,
+    summed over replicas, and this rank's rows."""
 
     loss: float
     gradients: dict[str, Tensor]
@@ -301,7 +287,7 @@ class StepRunner:
         self._mesh, self._buffers, self._stages = mesh, held.buffers, held.stages
         self._executor = Executor(self._stages, mesh)
         self._exchange: Exchange = config.parallel.cp_exchange
-        self._sums_beside_packs = config.train.overlap_reduction
+        self._overlaps_reduction = config.train.overlap_reduction
 
     def run(self, plan: StepPlan, tokens: Mapping[int, NDArray[np.int32]]) -> StepOutcome:
         """Run a step on zero gradients, with the tokens of every document of it. Collective."""
@@ -312,18 +298,23 @@ class StepRunner:
         for stage in self._stages.values():
             stage.seen = {}
         # As the configuration says, whether or not it would pay: what is proved is that it changes nothing.
-        is_overlapped = self._sums_beside_packs and not replicas_share_packs(plan)
+        is_overlapped = self._overlaps_reduction and not replicas_share_packs(plan)
         with GradientReduction(self._buffers, mesh, is_overlapped=is_overlapped) as sums:
             run = self._executor.run(prepare_step(plan, tokens, mesh, self._exchange), on_final=sums.release)
             shards = sums.finish()
         loss = torch.tensor([run.loss], dtype=torch.float64)
         dist.all_reduce(loss, group=mesh.control)
-        gradients: dict[str, Tensor] = {}
-        for buffer, shard in zip(self._buffers, shards, strict=True):
-            flat = torch.empty_like(buffer.grads)
-            all_gather_single(flat, shard, group=mesh.data)
-            parts = flat[: buffer.num_elements].split([parameter.numel() for parameter in buffer.parameters])
-            for name, parameter, own in zip(buffer.names, buffer.parameters, parts, strict=True):
-                gradients[name] = join_parts(own.view(parameter.shape), tensor_split(parameter), mesh.tensor)
         seen = {key: rows for stage in self._stages.values() for key, rows in stage.seen.items()}
-        return StepOutcome(float(loss), gradients, seen)
+        return StepOutcome(float(loss), gathered_gradients(self._buffers, shards, mesh), seen)
+
+
+def gathered_gradients(buffers: Sequence[FlatBuffer], shards: Sequence[Tensor], mesh: Mesh) -> dict[str, Tensor]:
+    """Gather gradients of which every rank has shards; return them whole, by parameter's name. Collective."""
+    gradients: dict[str, Tensor] = {}
+    for buffer, shard in zip(buffers, shards, strict=True):
+        flat = torch.empty_like(buffer.grads)
+        all_gather_single(flat, shard, group=mesh.data)
+        parts = flat[: buffer.num_elements].split([parameter.numel() for parameter in buffer.parameters])
+        for name, parameter, own in zip(buffer.names, buffer.parameters, parts, strict=True):
+            gradients[name] = join_parts(own.view(parameter.shape), tensor_split(parameter), mesh.tensor)
+    return gradients

@@ -1,5 +1,5 @@
 """What commands need of their environment, and containers, batch systems and old terminals do not always give: a name
-and a home of the user, which torch and others ask for, and characters for tables and odd file names."""
+and a home of the user, which torch and others read, and characters for tables and odd file names."""
 
 import codecs
 import io
@@ -54,5 +54,5 @@ def _alike(error: UnicodeError) -> tuple[str, int]:
 
 
 def with_home(argument: str) -> str:
-    """An argument with `~` written out, which shells leave alone behind "="."""
+    """Expand `~` in an argument, which shells leave alone after "="."""
     return re.sub(r"^(-[\w-]*=)?(~[^/\s]*)(?=/)", lambda at: (at[1] or "") + os.path.expanduser(at[2]), argument)

@@ -9,7 +9,7 @@ import signal
 import sys
 
 from evenload.cli.environment import replace_unknown_characters
-from evenload.cli.stop_request import STOP_SIGNALS
+from evenload.cli.launch import STOP_SIGNALS
 
 for number in STOP_SIGNALS:
     signal.signal(number, signal.SIG_IGN)

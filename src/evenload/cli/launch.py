@@ -1,15 +1,14 @@
-"""Local processes of a command: ranks, through torch's elastic launcher, and errands before them.
+"""Local processes of a command: ranks, through torch's elastic launcher, and checks before them; and stop signals.
 
     launcher -- starts --> fork server -- forks --> what is checked before the run; ranks
 
 The elastic launcher is the one that `torchrun` uses, so a run started here and one started by `torchrun` are the same
-run: ranks see the same environment and get stop signals as signals (`stop_request`). What is ours is how they start,
-the time that they have after a signal, and that a failure is one line.
+run: ranks see the same environment and get stop signals as signals (`StopRequest`). What is ours is how they start, the
+time that they have after a signal, and that a failure is one line.
 
-Processes come from a fork server that has imported torch, transformers and our modules once. Importing these takes
-seconds of a core, so a process that imported them anew would cost more than all of a small run. The server only imports
-and forks: no thread pool of torch's and nothing of CUDA is started there, which a child could not use. A child has the
-environment of its launcher's start, as a spawned one would.
+Processes come from a fork server that has imported torch, transformers and our modules once, which takes seconds of a
+core. The server only imports and forks: no thread pool of torch's and nothing of CUDA is started there, which a child
+could not use. A child has the environment of its launcher's start, as a spawned one would.
 
 Children end with the launcher, however that ends: each watches a pipe that multiprocessing keeps open in its parent
 (`parent_process`), which is the launcher and not the server. The server ends by itself after launcher and children.
@@ -28,23 +27,61 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from multiprocessing import forkserver
-from typing import ParamSpec, TypeVar
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
 
 from evenload import errors
-from evenload.cli.stop_request import SAME_REQUEST_S, STOP_SIGNALS, signal_name
-from evenload.errors import ConfigError, EvenloadError
+from evenload.errors import ConfigError, EvenloadError, needs_train_extra
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _MOST_BYTES = 103 - len("/pymp-12345678/listener-12345678")  # of a socket's path on macOS; Linux takes 4 more
 _SHORT_DIRECTORIES = ("/tmp", "/var/tmp", "/dev/shm")
+_MEASURING = "evenload.cli.measure_worker"
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+SAME_REQUEST_S = 2.0
+
+
+def under_torchrun() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def require_own_launch(command: str) -> None:
     """Refuse to run under torchrun, for a command that starts its processes itself."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    if under_torchrun():
         raise ConfigError(f"{command} starts its own processes on one machine; run it without torchrun")
+
+
+def call(target: str, *arguments: Any) -> Any:
+    """Call "module:function", imported here, so that the launcher need not import what its children do."""
+    module, _, name = target.partition(":")
+    return getattr(import_module(module), name)(*arguments)
+
+
+def measure(command: str, name: str, *request: Any) -> bytes:
+    """Check a request in a child process, run its ranks on this machine, and return what rank 0 wrote. Under torchrun
+    this process is one of the ranks, and other ones than 0 return b"".
+
+    Args:
+        name: of two functions of `measure_worker`: `{name}_task` turns the answer's path and the request into the
+            arguments of `{name}_rank`, which runs one rank, and the number of ranks.
+    """
+    if not under_torchrun():
+        start_fork_server(_MEASURING)
+    with tempfile.TemporaryDirectory(prefix=f"evenload-{name}-") as directory:
+        answer = Path(directory) / "answer.json"
+        with needs_train_extra(command):
+            if under_torchrun():
+                task, _ = call(f"{_MEASURING}:{name}_task", answer, *request)
+                call(f"{_MEASURING}:{name}_rank", *task)
+                return answer.read_bytes() if answer.is_file() else b""
+            import torch.distributed.launcher.api  # noqa: F401  # while the server imports the rest
+
+            task, num_ranks = call_in_child(call, f"{_MEASURING}:{name}_task", answer, *request)
+        run_local(call, (f"{_MEASURING}:{name}_rank", *task), num_ranks)
+        return answer.read_bytes()
 
 
 def start_fork_server(*modules: str) -> None:
@@ -71,7 +108,7 @@ def call_in_child(function: Callable[_P, _R], *arguments: _P.args, **options: _P
     """
     context = multiprocessing.get_context("forkserver")
     try:
-        with ProcessPoolExecutor(1, mp_context=context, initializer=_begin_errand) as pool:
+        with ProcessPoolExecutor(1, mp_context=context, initializer=_begin_check) as pool:
             return pool.submit(function, *arguments, **options).result()
     except BrokenProcessPool as error:
         raise EvenloadError(f"the process that checks the settings ended before it had an answer ({error})") from error
@@ -112,31 +149,47 @@ def run_local(function: Callable[..., int], arguments: tuple, num_processes: int
         start_method="forkserver",
         signals_to_handle="SIGQUIT",
     )
-    signals = _StopSignals(grace_s, SignalException)
+    signals = _LauncherSignals(grace_s, SignalException)
     try:
-        with signals.handled():
-            returned = elastic_launch(config, _run_rank)(function, arguments)
+        with _handling(signals.on_signal, {signal.SIGALRM: signals.on_alarm}):
+            try:
+                returned = elastic_launch(config, _run_rank)(function, arguments)
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
     except ChildFailedError as failed:
         if signals.first:  # a rank that did not listen yet has ended by it
             raise SystemExit(128 + signals.first) from None
-        rank, failure = failed.get_first_failure()
-        raise _as_evenload_error(rank, failure) from None
+        raise _as_evenload_error(*failed.get_first_failure()) from None
     except SignalException as stopped:
         raise SystemExit(128 + stopped.sigval) from None
     if number := max(returned.values()):
         raise SystemExit(128 + number)
 
 
-def tell(text: str) -> None:
-    """Write a line to people."""
-    try:
+def print_error(text: str) -> None:
+    """Write a line to standard error, unless the terminal is gone (SIGHUP)."""
+    with suppress(OSError):
         sys.stderr.write(f"evenload: {text}\n")
         sys.stderr.flush()
-    except OSError:
-        pass  # SIGHUP: the terminal is gone.
 
 
-class _StopSignals:
+def signal_name(number: int) -> str:
+    return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+
+
+@contextmanager
+def _handling(on_stop: Callable, others: dict[int, Callable] | None = None) -> Iterator[None]:
+    """Handle stop signals, and others, in here. Main thread only."""
+    handlers = dict.fromkeys(STOP_SIGNALS, on_stop) | (others or {})
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _LauncherSignals:
     """Passes the first stop signal on to the ranks, and kills them at the second, or when the grace is over.
 
     All of it happens in signal handlers, on the main thread, which alone handles the child processes.
@@ -148,18 +201,7 @@ class _StopSignals:
         self._grace_s, self._ended = grace_s, ended
         self._since_s = 0.0
 
-    @contextmanager
-    def handled(self) -> Iterator[None]:
-        before = {number: signal.signal(number, self._on_signal) for number in STOP_SIGNALS}
-        before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._on_alarm)
-        try:
-            yield
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _on_signal(self, number: int, frame: object) -> None:
+    def on_signal(self, number: int, frame: object) -> None:
         ranks = multiprocessing.active_children()
         if self.first:
             if time.monotonic() - self._since_s >= SAME_REQUEST_S:
@@ -168,7 +210,7 @@ class _StopSignals:
         self.first, self._since_s = number, time.monotonic()
         if not ranks or not self._grace_s:
             self._kill(number)
-        tell(
+        print_error(
             f"{signal_name(number)}: the running step is finished and a checkpoint saved, for which there are "
             f"{self._grace_s:.0f} s (train.stop_grace_s); a second signal ends the run at once"
         )
@@ -177,14 +219,51 @@ class _StopSignals:
             with suppress(ProcessLookupError):
                 os.kill(rank.pid or 0, number)
 
-    def _on_alarm(self, number: int, frame: object) -> None:
-        tell(f"no checkpoint within train.stop_grace_s = {self._grace_s:.0f}: killed; the one before is complete")
+    def on_alarm(self, number: int, frame: object) -> None:
+        print_error(
+            f"no checkpoint within train.stop_grace_s = {self._grace_s:.0f}: killed; the one before is complete"
+        )
         self._kill(self.first)
 
     def _kill(self, number: int) -> None:
         for rank in multiprocessing.active_children():
             rank.kill()
         raise self._ended(f"stopped by {signal_name(number)}", signal.Signals(number))
+
+
+class StopRequest:
+    """Records in a rank a signal that requests the run to end after the running step.
+
+    Training reads it at the end of a step, all ranks agree there, and a checkpoint is saved. A signal that comes
+    `SAME_REQUEST_S` or more after the first ends the process at once. Closer ones are the same request: a terminal, a
+    scheduler, `timeout` and a launcher may each send a process one stop.
+    """
+
+    def __init__(self) -> None:
+        self.signal = 0
+        """The number of the signal that requested it; 0 = go on."""
+        self._since_s = 0.0
+        self._parent = os.getppid()
+        self._had_terminal = os.isatty(2)
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Record signals in here instead of ending by them. Main thread only."""
+        with _handling(self._record):
+            yield
+
+    def _record(self, number: int, frame: object) -> None:
+        # torch has the kernel send SIGINT to ranks whose parent, the fork server, died: nobody reports how they end.
+        if os.getppid() != self._parent or (self.signal and time.monotonic() - self._since_s >= SAME_REQUEST_S):
+            os._exit(128 + number)
+        if not self.signal:
+            self.signal, self._since_s = number, time.monotonic()
+        if number == signal.SIGHUP and self._had_terminal and not os.isatty(2):
+            # The terminal is gone, and what is printed would be an error instead of a checkpoint.
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, 1)
+            os.dup2(nowhere, 2)
+            os.close(nowhere)
 
 
 def _run_rank(function: Callable[..., int], arguments: tuple) -> int:
@@ -196,7 +275,7 @@ def _run_rank(function: Callable[..., int], arguments: tuple) -> int:
     return record(function)(*arguments) or 0
 
 
-def _begin_errand() -> None:
+def _begin_check() -> None:
     # Ctrl-C stays ignored, as in the server: the launcher gets it, too, and says what there is to say.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
@@ -209,13 +288,13 @@ def _end_with_launcher() -> None:
 
     def watch() -> None:
         launcher.join()
-        # Not an exception: the main thread may wait for another rank, and nobody is left to tell.
+        # Not an exception: the main thread may wait for another rank, and nobody is left to read it.
         os._exit(1)
 
     threading.Thread(target=watch, name="evenload-life-line", daemon=True).start()
 
 
-def _as_evenload_error(rank: int, failure) -> EvenloadError:
+def _as_evenload_error(rank: int, failure: Any) -> EvenloadError:
     message = failure.message if isinstance(failure.message, str) else failure.message["message"]
     name, colon, text = message.partition(": ")
     kind = getattr(errors, name, None)

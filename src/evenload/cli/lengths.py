@@ -1,48 +1,47 @@
 """`evenload lengths`: what the user's document lengths look like, before anything is planned."""
 
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
-import typer
 from rich.console import Console
-from rich.markup import escape
 
-from evenload.cli.options import COUNTS, parse_tokens, require_writable, shown_name, write_output
-from evenload.cli.plan_arguments import (
-    SOURCE_HELP,
-    IncludeOption,
-    OnCorruptOption,
-    RecordOption,
-    TokenizerOption,
-    length_source,
-    unit_line,
+from evenload.cli.options import (
+    COUNTS,
+    argument,
+    command_of,
+    indented_json,
+    option,
+    parse_tokens,
+    print_lines,
+    require_writable,
+    shown_name,
+    write_output,
 )
+from evenload.cli.plan_request import SOURCE_HELP, DocumentOptions, length_source, unit_message
 from evenload.data.lengths import DEFAULT_WINDOWS, profile_lengths, require_windows
 from evenload.report.lengths import LengthsTable, write_lengths_page, write_lengths_png
 
+# ruff: noqa: RUF009  (`option` makes a field, whose default is no call)
 PIPED_WIDTH = 140
 """Columns of the tables when the output is not a terminal."""
 
 
-def lengths_command(
-    source: Annotated[str, typer.Argument(metavar="SOURCE", help=SOURCE_HELP)],
-    window: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="TOKENS",
-            help=f"A context window; repeat for several. {COUNTS} Default: 4k, 8k, ... 1M.",
-        ),
-    ] = None,
-    tokenizer: TokenizerOption = None,
-    record: RecordOption = None,
-    include: IncludeOption = None,
-    on_corrupt: OnCorruptOption = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures as JSON.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write a page with pictures; it needs no network.")] = None,
-    png: Annotated[Path | None, typer.Option(help="Write a picture; needs pip install 'evenload\\[png]'.")] = None,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class LengthsRequest(DocumentOptions):
+    """What `evenload lengths` is to show."""
+
+    source: str = argument("SOURCE", SOURCE_HELP)
+    window: list[str] | None = option(
+        None, f"A context window; repeat for several. {COUNTS} Default: 4k, 8k, ... 1M.", metavar="TOKENS"
+    )
+    json_file: Path | None = option(None, "Write all figures as JSON.", "--json")
+    html: Path | None = option(None, "Write a page with pictures; it needs no network.")
+    png: Path | None = option(None, "Write a picture; needs pip install 'evenload\\[png]'.")
+
+
+def show_lengths(request: LengthsRequest) -> None:
     """Show how long your documents are, and what a context window would cut.
 
     Counts documents, tokens and attention work by length. Attention work is the
@@ -64,27 +63,26 @@ def lengths_command(
 
     Exit code: 0 ok, 2 wrong input.
     """
-    require_writable(json_file, html, png)
-    windows = tuple(parse_tokens("--window", text) for text in window or ()) or DEFAULT_WINDOWS
+    require_writable(request.json_file, request.html, request.png)
+    windows = tuple(parse_tokens("--window", text) for text in request.window or ()) or DEFAULT_WINDOWS
     require_windows(windows)
-    asked = length_source(source, tokenizer=tokenizer, record=record, include=include, on_corrupt=on_corrupt)
-    # Counting the tokens of a text source takes time; the spinner shows on terminals only.
-    with Console(stderr=True).status(f"reading {escape(source)}"):
-        table = asked.read()
-    source = shown_name(source)
+    source = length_source(request.source, request)
+    table = source.read()
+    shown = shown_name(request.source)
     profile = profile_lengths(table.lengths, windows)
     console = Console() if Console().is_terminal else Console(width=PIPED_WIDTH)
-    title = f"evenload {version('evenload')} lengths: {source}"
-    title += f" (tokeniser {table.tokenizer})" if table.tokenizer else ""
-    for line in filter(None, (title, unit_line(table))):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    tokenizer = f" (tokeniser {table.tokenizer})" if table.tokenizer else ""
+    print_lines(console, f"evenload {version('evenload')} lengths: {shown}{tokenizer}", unit_message(table))
     console.print(LengthsTable(profile, table.unit), highlight=False)
-    if json_file:
-        inputs = {"source": source, "unit": table.unit, "tokenizer": table.tokenizer}
+    if request.json_file:
+        inputs = {"source": shown, "unit": table.unit, "tokenizer": table.tokenizer}
         content = {"version": version("evenload"), "inputs": inputs, **msgspec.to_builtins(profile)}
-        write_output(json_file, msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")
-    name = f"Document lengths in {table.unit}: {source}"
-    if html:
-        write_lengths_page(html, name, profile, table.unit)
-    if png:
-        write_lengths_png(png, name, profile, table.unit)
+        write_output(request.json_file, indented_json(content))
+    name = f"Document lengths in {table.unit}: {shown}"
+    if request.html:
+        write_lengths_page(request.html, name, profile, table.unit)
+    if request.png:
+        write_lengths_png(request.png, name, profile, table.unit)
+
+
+lengths_command = command_of(LengthsRequest, show_lengths)

@@ -14,7 +14,6 @@ from evenload.cli.bench import bench_command
 from evenload.cli.check import check_command
 from evenload.cli.environment import prepare_environment, with_home
 from evenload.cli.lengths import lengths_command
-from evenload.cli.options import help_text
 from evenload.cli.plan import plan_command
 from evenload.cli.profile import profile_command
 from evenload.cli.train import train_command
@@ -27,15 +26,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for name, command in (
-    ("bench", bench_command),
-    ("check", check_command),
-    ("lengths", lengths_command),
-    ("plan", plan_command),
-    ("profile", profile_command),
-    ("train", train_command),
-):
-    app.command(name, help=help_text(command))(command)
+for name, command in {
+    "bench": bench_command,
+    "check": check_command,
+    "lengths": lengths_command,
+    "plan": plan_command,
+    "profile": profile_command,
+    "train": train_command,
+}.items():
+    app.command(name)(command)
 
 
 def _show_version(wanted: bool) -> None:

@@ -1,166 +1,327 @@
-"""`evenload plan`: which strategy is how fast on the user's lengths, model and cluster, and its output as tables, JSON,
-page and trace. Needs no GPU."""
+"""`evenload plan`, and `evenload.plan` as a function: which strategy is how fast on the user's lengths, model and
+cluster. Needs no GPU and no torch."""
 
-from collections.abc import Mapping
+import functools
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 from rich.console import Console
 
-from evenload.cli.options import require_writable, write_output
-from evenload.cli.plan_arguments import PlanArguments, plan_command_of
-from evenload.cli.plan_found import (
-    FoundPlans,
-    baseline_row,
-    bound_line,
-    engine_content,
-    engine_lines,
-    find_plans,
-    rows_in_unit,
-    say,
-    worst_line,
+from evenload.cli.comparison import Comparison
+from evenload.cli.options import command_of, print_lines, progress_bar, require_writable, shown_name, write_output
+from evenload.cli.plan_inputs import PlanInputs, plan_inputs
+from evenload.cli.plan_layout import layout_of_plan, layouts_that_fit, planners_of_layout, search_all_layouts
+from evenload.cli.plan_request import (
+    DEFAULT_SEARCH_S,
+    LengthSource,
+    PlanRequest,
+    chosen_strategies,
+    length_source,
+    parse_strategies,
+    unit_message,
 )
-from evenload.data.lengths import profile_lengths
-from evenload.errors import InfeasiblePlanError
-from evenload.explore.evaluate import Evaluation, headline
-from evenload.explore.timelines import detailed_timeline
-from evenload.report.chrome_trace import label_packs, write_chrome_trace
-from evenload.report.html import write_report
-from evenload.report.run_report import RunReport, RunSection, StepView
-from evenload.report.table import ComparisonTable, EngineTable, LayoutTable
-from evenload.report.units import format_layout
-from evenload.stepplan.plan_file import encode_plan_file
-from evenload.types.text import LengthUnit, format_bytes, in_unit
+from evenload.cost.coefficients import CostCoefficients
+from evenload.data.config import DataConfig, OnCorrupt, Overlong, RecordKind
+from evenload.data.lengths import LengthTable, checked_lengths
+from evenload.errors import ConfigError, DataError, InfeasiblePlanError
+from evenload.explore.batches import SampledBatch
+from evenload.explore.evaluate import Evaluation, StrategyPlanners, evaluate_strategies
+from evenload.explore.layout_search import LARGE_CLUSTER, layout_sizes
+from evenload.explore.prediction_interval import prediction_interval
+from evenload.explore.worst_batch import WorstBatch, find_worst
+from evenload.integrations.catalog import engine_named
+from evenload.integrations.engine_profile import BEST, require_heads, require_strategy
+from evenload.integrations.evaluate import EngineEvaluation, evaluate_engine
+from evenload.integrations.planner import EnginePlanner
+from evenload.integrations.projection import StepShape
+from evenload.plan.strategies.flexpipe import FlexOptions
+from evenload.plan.strategies.registry import STRATEGIES
+from evenload.types.layout import ParallelLayout
+from evenload.types.text import LengthUnit, counted, in_unit
 
-
-def show_plans(console: Console, found: FoundPlans) -> None:
-    say(console, found.headline)
-    if any(result.feasible for result in found.evaluation.results):
-        console.print(ComparisonTable(found.rows, found.evaluation.best or "", unit=found.unit))
-    else:
-        say(console, *(f"{row['name']}: not feasible: {row['why']}" for row in found.rows))
-    say(console, *(f"left out of --strategy all: {one.name}: {one.why}" for one in found.left_out))
-    if found.evaluation.best:
-        say(console, found.interval.describe(), bound_line(found.evaluation))
-    say(console, *(f"{row['name']}: {row['note']}" for row in found.rows if row["note"]))
-    for result in found.evaluation.results:
-        if result.layout_decisions:
-            console.print(LayoutTable(result.layout_decisions, f"{result.name}: layout of every step, predicted"))
-    say(console, *(worst_line(one, found.memory_cap_bytes, found.unit) for one in found.worst or ()))
-    if found.engine is not None:
-        rows = rows_in_unit([msgspec.to_builtins(result) for result in found.engine.results], found.unit)
-        console.print(
-            EngineTable(rows, found.engine.best, f"on {found.engine.engine} ({found.engine.title}), predicted")
-        )
-        say(console, *engine_lines(found.engine, found.evaluation, found.unit))
-
-
-def plan_report(found: FoundPlans) -> RunReport:
-    evaluation = found.evaluation
-    splits = {result.name: result.time_split for result in evaluation.results}
-    decisions = {result.name: result.layout_decisions for result in evaluation.results}
-    notes: dict[str, tuple[str, ...]] = {row["name"]: (row["note"],) for row in found.rows if row["note"]}
-    for one in found.worst or ():
-        notes[one.strategy] = (*notes.get(one.strategy, ()), worst_line(one, found.memory_cap_bytes, found.unit))
-    lengths = np.array([document.num_tokens for batch in found.batches for document in batch.documents], np.int64)
-    return RunReport(
-        title=f"Evenload plan: {found.said['model']} on {found.said['cluster']}",
-        headline=found.headline,
-        facts=(
-            *_facts(found.said, found.unit),
-            ("predicted step times", found.interval.describe()),
-            *_engine_facts(found),
-        ),
-        sections=tuple(
-            RunSection(
-                name=name,
-                steps=tuple(
-                    StepView(step=one.plan.step, predicted=detailed_timeline(one.plan, one.costs), plan=one.plan)
-                    for one in proposals
-                ),
-                time_split=splits[name],
-                memory_limit_bytes=found.memory_cap_bytes,
-                notes=notes.get(name, ()),
-                layout_decisions=decisions[name],
-            )
-            for name, proposals in evaluation.proposals.items()
-            if proposals
-        ),
-        comparison=tuple(found.rows),
-        best=evaluation.best or "",
-        lengths=profile_lengths(lengths, ()) if len(lengths) else None,
-        unit=found.unit,
-    )
-
-
-def _engine_facts(found: FoundPlans) -> tuple[tuple[str, str], ...]:
-    if found.engine is None:
-        return ()
-    return ((f"on engine {found.engine.engine}", " · ".join(engine_lines(found.engine, found.evaluation, found.unit))),)
-
-
-def _facts(inputs: Mapping[str, Any], unit: LengthUnit) -> tuple[tuple[str, str], ...]:
-    formats = {"layout": format_layout}
-    formats |= dict.fromkeys(("memory_cap_bytes", "host_memory_cap_bytes_per_node"), format_bytes)
-    formats |= dict.fromkeys(("parameters", "active_parameters"), "{:,}".format)
-    return tuple(
-        (in_unit(name.replace("_bytes", "").replace("_", " "), unit), formats.get(name, str)(value))
-        for name, value in inputs.items()
-        if value is not None
-    )
-
-
-def plan_json(found: FoundPlans) -> bytes:
-    content: dict[str, Any] = {
-        "version": version("evenload"),
-        "inputs": found.said,
-        "headline": _headline_content(found),
-        "strategies": rows_in_unit([msgspec.to_builtins(one) for one in found.evaluation.results], found.unit),
-        "best": found.evaluation.best,
-        "baseline": baseline_row(found.evaluation),
-        "step_time_interval": msgspec.to_builtins(found.interval),
-        "left_out": [msgspec.to_builtins(one) for one in found.left_out],
-    }
-    if found.engine is not None:
-        content["engine"] = engine_content(found.engine)
-    if found.worst is not None:
-        content["worst"] = [msgspec.to_builtins(one) for one in found.worst]
-    if found.layouts:
-        content["layouts"] = [msgspec.to_builtins(result) for result in found.layouts]
-    if found.searched is not None:
-        content["search"] = found.searched.content()
-    return msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n"
-
-
-def _headline_content(found: FoundPlans) -> dict[str, Any] | None:
-    """The sentence and its figures."""
-    figures = headline(found.evaluation)
-    return None if figures is None else {"text": found.headline, **msgspec.to_builtins(figures)}
-
-
-def planned_steps_json(found: FoundPlans) -> bytes:
-    proposals = (one for of_strategy in found.evaluation.proposals.values() for one in of_strategy)
-    return encode_plan_file([proposal.plan for proposal in proposals])
-
-
-def write_plan_trace(path: Path, evaluation: Evaluation) -> None:
-    """The first step of the best strategy, or of any that could be planned."""
-    planned = [name for name, proposals in evaluation.proposals.items() if proposals]
-    if not planned:
-        raise InfeasiblePlanError(f"--trace {path}: no strategy could be planned, so there is no timeline to write")
-    proposal = evaluation.proposals[evaluation.best or planned[0]][0]
-    timeline = detailed_timeline(proposal.plan, proposal.costs)
-    write_chrome_trace(path, {"predicted": timeline}, label_packs(proposal.plan))
-
-
+GIVEN = "lengths of the caller"
+"""Names lengths that were given as numbers."""
 PIPED_WIDTH = 220
 """Columns of the table when the output is not a terminal."""
 
 
-def run_plan(asked: PlanArguments) -> None:
+class PlanSettings(TypedDict, total=False):
+    """Further options of `evenload plan`, with the defaults of `evenload plan --help`, or of the run whose config.toml
+    is named: of documents that are counted, of batches, of planning (`set_options` as `--set` takes them), searches,
+    and `cost`, a measured cost file."""
+
+    overlong: Overlong | None
+    tokenizer: str | None
+    record: RecordKind | None
+    include: Sequence[str] | None
+    on_corrupt: OnCorrupt | None
+    engine: str | None
+    dp_merge: bool | None
+    policy: Literal["choose", "replay", "recompute", "offload"] | None
+    window: int | None
+    max_delay_steps: int | None
+    set_options: Sequence[str] | None
+    known_steps: int | None
+    seed: int
+    worst: int | None
+    cost: str | Path | None
+    search_layout: bool
+    search_seconds: float | None
+
+
+def plan(
+    lengths: str | os.PathLike[str] | Sequence[int] | NDArray[np.integer],
+    *,
+    cluster: str | os.PathLike[str] | None = None,
+    model: str | os.PathLike[str] | None = None,
+    layout: str | None = None,
+    documents: int | None = None,
+    tokens: int | str | None = None,
+    context: int | str | None = None,
+    strategy: str | Sequence[str] = "all",
+    steps: int = 1,
+    **further: Unpack[PlanSettings],
+) -> Comparison:
+    """Compare strategies on document lengths, without a GPU: `evenload plan`, with its defaults.
+
+        found = evenload.plan("lengths.npy", model="llama3-8b", cluster="h100x32", context="16k", overlong="truncate")
+        print(found.best, found.factor)
+        print(found)
+
+    Args:
+        lengths: numbers of tokens, or what `evenload plan` takes: a file of lengths, documents that are counted, or the
+            config.toml of a run.
+        cluster: a built-in name such as "h100x32", or a TOML file. Not needed with a config.toml: this machine.
+        model: a built-in name, or a Hugging Face config.json or its folder; not needed with a config.toml.
+        layout: such as "dp=4,pp=8". Default: the shallowest that fits, or that of the run.
+        documents, tokens: of a global batch, one of both; "128k" is 131,072.
+        context: longest document trained whole, and the most tokens of a pack.
+        strategy: "all", or names.
+        steps: global batches to plan.
+        further: other options of the command, see `PlanSettings`.
+
+    Raises:
+        ConfigError: settings that cannot work, with the reason. DataError: lengths that are none, or documents that
+            cannot be read. InfeasiblePlanError: no layout holds the model. Where strategies do not fit memory their
+            rows say so; `Comparison.require_feasible` raises where none does.
+    """
+    settings: dict[str, Any] = {**further}
+    if unknown := sorted(set(settings) - set(PlanSettings.__annotations__)):
+        raise ConfigError(
+            f"evenload.plan knows no setting {', '.join(unknown)}; it takes {', '.join(PlanSettings.__annotations__)}"
+        )
+    for name in ("include", "set_options"):
+        if settings.get(name) is not None:
+            settings[name] = list(settings[name])
+    if settings.get("cost") is not None:
+        settings["cost"] = Path(settings["cost"]).expanduser()
+    path = os.path.expanduser(lengths) if isinstance(lengths, str | os.PathLike) else None
+    request = PlanRequest(
+        lengths=GIVEN if path is None else path,
+        cluster=None if cluster is None else os.path.expanduser(cluster),
+        model=None if model is None else os.path.expanduser(model),
+        layout=layout,
+        documents=documents,
+        tokens=None if tokens is None else str(tokens),
+        context=None if context is None else str(context),
+        strategy=strategy if isinstance(strategy, str) else ",".join(strategy),
+        steps=steps,
+        **settings,
+    )
+    return compare(request, Console(quiet=True), _given_lengths(lengths) if path is None else None)
+
+
+def _given_lengths(lengths: Any) -> LengthSource:
+    numbers = np.asarray(lengths)
+    if numbers.ndim != 1 or (numbers.size and not np.issubdtype(numbers.dtype, np.integer)):
+        raise DataError(
+            f"lengths are {numbers.dtype} of shape {numbers.shape}; give one whole number a document, or the name of "
+            "a file"
+        )
+    table = LengthTable(lengths=checked_lengths(numbers.astype(np.int64), GIVEN), unit="tokens", tokenizer=None)
+    data = DataConfig(sources=(GIVEN,), batch_documents=1, max_document_tokens=1)
+    return LengthSource(name=GIVEN, data=data, table=table)
+
+
+def compare(request: PlanRequest, console: Console, source: LengthSource | None = None) -> Comparison:
+    """Plan global batches with every strategy.
+
+    Args:
+        console: shows the inputs, and layouts of a search, before strategies are planned.
+        source: of lengths that are there already; default: what `request.lengths` names.
+    """
+    # Everything that can be wrong without looking into a document is refused first.
+    strategies = parse_strategies(request.strategy)
+    if request.worst is not None and request.worst < 1:
+        raise ConfigError(f"worst is {request.worst}, must be at least 1 global batch to search")
+    if source is None:
+        source = length_source(request.lengths, request, request.model, request.settings)
+    inputs = plan_inputs(request, source)
+    table = source.read()
+    with _errors_in_unit(table.unit):
+        batches = inputs.batches.sample(table.lengths, steps=request.steps, seed=request.seed)
+        searched = None
+        if request.search_layout:
+            in_part = inputs.cluster.num_devices > LARGE_CLUSTER
+            names, left_out = chosen_strategies(strategies, None, inputs.options, in_part=in_part)
+            limit_s = request.search_seconds or DEFAULT_SEARCH_S
+            searched = search_all_layouts(inputs, batches, names, console, limit_s)
+            layout = searched.fastest.best.parallel_layout()
+        else:
+            layout = layout_of_plan(inputs, batches, strategies)
+            names, left_out = chosen_strategies(strategies, layout, inputs.options)
+        if request.engine:
+            # Before anything is planned, a layout or a strategy named that the engine cannot run.
+            profile = engine_named(request.engine)
+            for name in strategies or (BEST,):
+                require_strategy(profile, name, inputs.options, layout)
+            require_heads(profile, inputs.costs.model, layout)
+    coefficients = inputs.costs.of(layout)
+    shown = _inputs_content(request, inputs, shown_name(source.name), table, layout)
+    print_lines(console, _inputs_message(shown, table, layout, coefficients), unit_message(table))
+    print_lines(console, *(f"cost: {message}" for message in inputs.costs.messages(layout)))
+    print_lines(console, "" if request.engine else _host_message(inputs, coefficients))
+    planners = searched.planners(inputs, batches) if searched else planners_of_layout(inputs, layout)
+    with progress_bar() as on_progress:
+        evaluation = evaluate_strategies(planners, batches, names, on_progress=on_progress)
+    engine = _engine_evaluation(request.engine, inputs, layout, batches, strategies) if request.engine else None
+    has_none = evaluation.best is None and not (engine and engine.best)
+    return Comparison(
+        inputs=shown,
+        unit=table.unit,
+        batches=batches,
+        evaluation=evaluation,
+        left_out=left_out,
+        searched=searched,
+        worst=_worst(request, inputs, planners, table, strategies, evaluation),
+        engine=engine,
+        interval=prediction_interval(coefficients, layout),
+        memory_cap_bytes=inputs.memory_cap_bytes,
+        fitting_layouts=layouts_that_fit(inputs, batches, strategies) if has_none and not searched else "",
+    )
+
+
+def _worst(
+    request: PlanRequest,
+    inputs: PlanInputs,
+    planners: StrategyPlanners,
+    table: LengthTable,
+    strategies: tuple[str, ...] | None,
+    evaluation: Evaluation,
+) -> tuple[WorstBatch, ...] | None:
+    """Search for strategies requested by name, else for the best; those that change the layout have no one limit."""
+    if request.worst is None:
+        return None
+    if evaluation.best is None:
+        return ()
+    planned = [name for name in strategies or (evaluation.best,) if evaluation.proposals[name]]
+    search = functools.partial(find_worst, lengths=table.lengths, rule=inputs.batches, seed=request.seed)
+    with progress_bar() as on_progress:
+        return tuple(
+            search(planners.of(name).planner, strategy=name, count=request.worst, on_progress=on_progress)
+            for name in planned
+            if not STRATEGIES.named(name).changes_layout
+        )
+
+
+def _engine_evaluation(
+    engine: str,
+    inputs: PlanInputs,
+    layout: ParallelLayout,
+    batches: Sequence[SampledBatch],
+    strategies: tuple[str, ...] | None,
+) -> EngineEvaluation:
+    """Predict every requested strategy on the engine, with micro-batches as `PackedLoader` makes them for it."""
+    profile, costs, options = engine_named(engine), inputs.costs, inputs.options
+    shape = StepShape(
+        micro_batches=options.micro_batches if profile.is_constant_in(layout) else None,
+        pack_tokens=options.max_pack_tokens if profile.pads_in(layout) else None,
+    )
+    planner = EnginePlanner(profile, costs.model, costs.of(layout), layout, options, shape)
+    with progress_bar() as on_progress:
+        return evaluate_engine(planner, batches, strategies, on_progress=on_progress)
+
+
+def _inputs_content(
+    request: PlanRequest, inputs: PlanInputs, lengths: str, table: LengthTable, layout: ParallelLayout
+) -> dict[str, Any]:
+    """Return `inputs` of `--json`: everything that decides the figures."""
+    options, batches, model = inputs.options, inputs.batches, inputs.costs.model
+    return {
+        "lengths": lengths,
+        "unit": table.unit,
+        "tokenizer": table.tokenizer,
+        "model": inputs.model_name,
+        "model_size": model.describe_size(),
+        "parameters": model.num_parameters,
+        "active_parameters": model.num_active_parameters,
+        "cluster": inputs.cluster_name,
+        "layout": layout_sizes(layout),
+        "stage_layers": layout.stage_counts,
+        "devices": inputs.cluster.num_devices,
+        "documents": batches.num_documents,
+        "tokens": batches.num_tokens,
+        "context": batches.context,
+        "overlong": batches.overlong,
+        **{name: getattr(options, name) for name in ("policy", "dp_merge", "window", "max_delay_steps")},
+        "strategy_options": {own.__struct_config__.tag: msgspec.to_builtins(own) for own in options.strategies},
+        "known_steps": options.own(FlexOptions).known_steps,
+        "steps": request.steps,
+        "seed": request.seed,
+        "cost": str(inputs.costs.cost_file or "analytic"),
+        "memory_cap_bytes": inputs.memory_cap_bytes,
+        "host_memory_cap_bytes_per_node": inputs.host.limit_bytes,
+    }
+
+
+def _inputs_message(
+    inputs: dict[str, Any], table: LengthTable, layout: ParallelLayout, coefficients: CostCoefficients
+) -> str:
+    """List all inputs on one line, so that a copied output can be repeated."""
+    size = f"{inputs['tokens']:,} {table.unit}" if inputs["tokens"] else counted(inputs["documents"], "document")
+    unused = inputs["devices"] - layout.world_size
+    devices = f" ({unused} of {inputs['devices']} devices unused)" if unused else ""
+    lengths, tokenizer = table.lengths, f"; tokeniser {table.tokenizer}" if table.tokenizer else ""
+    return (
+        f"evenload {version('evenload')} plan: {inputs['lengths']} ({counted(len(lengths), 'document')}, median "
+        f"{int(np.median(lengths)):,}, longest {int(lengths.max()):,} {table.unit}{tokenizer}), "
+        f"model {inputs['model']} ({inputs['model_size']}), cluster {inputs['cluster']}, "
+        f"layout {layout.describe()}{devices}, {size} a step, {counted(inputs['steps'], 'step')}, "
+        f"context {inputs['context']:,}, overlong {inputs['overlong']}, seed {inputs['seed']}, "
+        f"{coefficients.source} costs"
+    )
+
+
+def _host_message(inputs: PlanInputs, coefficients: CostCoefficients) -> str:
+    """Say that nothing limits what is offloaded, where the cluster's description leaves it out; "" = irrelevant."""
+    can_offload = coefficients.host_link is not None and inputs.options.policy in ("choose", "offload")
+    if inputs.host.limit_bytes is not None or not can_offload:
+        return ""
+    return (
+        f"host memory: cluster {inputs.cluster.name} says no host_memory_bytes, so activations are offloaded as if "
+        "its nodes had room for all"
+    )
+
+
+@contextmanager
+def _errors_in_unit(unit: LengthUnit) -> Iterator[None]:
+    """Raise errors about lengths in the unit that was counted."""
+    try:
+        yield
+    except (ConfigError, DataError, InfeasiblePlanError) as error:
+        if unit == "tokens":
+            raise
+        raise type(error)(in_unit(str(error), unit)) from error
+
+
+def run_plan(request: PlanRequest) -> None:
     """Compare strategies on your document lengths, without a GPU.
 
     Draws global batches from the lengths, plans each with every strategy, simulates the pipeline over time with
@@ -174,23 +335,19 @@ def run_plan(asked: PlanArguments) -> None:
 
     Exit code: 0 ok, 2 wrong input, 3 no strategy fits, or not with the batch that --worst found.
     """
-    require_writable(asked.json_file, asked.html, asked.trace, asked.emit_plan)
+    require_writable(request.json_file, request.html, request.trace, request.emit_plan)
     console = Console() if Console().is_terminal else Console(width=PIPED_WIDTH)
-    found = find_plans(asked, console)
-    show_plans(console, found)
-    _write(asked, found)
-    found.require_feasible()
+    comparison = compare(request, console)
+    comparison.show(console)
+    if request.json_file:
+        write_output(request.json_file, comparison.to_json())
+    if request.emit_plan:
+        write_output(request.emit_plan, comparison.plan_file())
+    if request.html:
+        comparison.write_html(request.html)
+    if request.trace:
+        comparison.write_trace(request.trace)
+    comparison.require_feasible()
 
 
-plan_command = plan_command_of(run_plan)
-
-
-def _write(asked: PlanArguments, found: FoundPlans) -> None:
-    if asked.json_file:
-        write_output(asked.json_file, plan_json(found))
-    if asked.emit_plan:
-        write_output(asked.emit_plan, planned_steps_json(found))
-    if asked.html:
-        write_report(asked.html, plan_report(found))
-    if asked.trace:
-        write_plan_trace(asked.trace, found.evaluation)
+plan_command = command_of(PlanRequest, run_plan)

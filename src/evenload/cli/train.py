@@ -1,42 +1,163 @@
-"""`train_run`: the processes of a training run, for `evenload train` and `evenload.train`."""
+"""`evenload train`, and `evenload.train` as a function.
 
+Where the processes come from:
+
+    under torchrun                 this process is one rank; call the function in every one
+    a run of one process           the function trains in this process
+    other runs                     they are started here, and this one waits
+
+Processes that are started import what callbacks are made of, so these have to be importable there: classes of a module,
+or of the script itself if its call stands under `if __name__ == "__main__":`; not classes of a notebook's cells.
+"""
+
+import multiprocessing
 import os
+import pickle
+import shlex
+import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.metadata import version
+from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
 
-import typer
-
+from evenload.cli import launch
 from evenload.cli.environment import prepare_environment
-from evenload.cli.options import calibration_cache, require_writable_directory
+from evenload.cli.options import ConfigOptions, calibration_cache, command_of, option, require_writable_directory
 from evenload.config.sections import require_trackers
+from evenload.config.train_config import TrainConfig, load_train_config, read_train_config
 from evenload.errors import ConfigError, needs_train_extra, require_train_extra
+from evenload.integrations.callback import Callback
+from evenload.report.run_files import latest_per_step, read_metrics
+from evenload.runtime.checkpoint.directory import (
+    checkpoint_to_resume,
+    checkpoints_of,
+    latest_checkpoint,
+    steps_in_name,
+)
 from evenload.types.text import counted
 
-if TYPE_CHECKING:
-    from evenload.config.train_config import TrainConfig
-    from evenload.integrations.callback import Callback
-    from evenload.types.layout import ParallelLayout
+_WORKER = "evenload.cli.train_worker"
 
 
-_TORCHRUN = "TORCHELASTIC_RUN_ID"
+@dataclass(frozen=True, kw_only=True)
+class TrainedRun:
+    """A run as its files have it, after `evenload.train`.
+
+    Args:
+        output_dir: of the run; its report.html, metrics.jsonl, checkpoints, model.
+        stopped_by: the signal, such as "SIGTERM", because of which it stopped before its end; None = it is finished.
+    """
+
+    output_dir: Path
+    stopped_by: str | None = None
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """The newest complete one; None where there is none."""
+        return latest_checkpoint(checkpoints_of(str(self.output_dir)))
+
+    @property
+    def steps_done(self) -> int:
+        """In that checkpoint."""
+        newest = self.checkpoint
+        return 0 if newest is None else steps_in_name(newest)
+
+    @property
+    def rows(self) -> tuple[Mapping[str, int | float | str | None], ...]:
+        """Of metrics.jsonl, one a step (docs/outputs.md says what the keys are)."""
+        return tuple(latest_per_step(read_metrics(self.output_dir / "metrics.jsonl")))
+
+
+def train(
+    config: str | os.PathLike[str] | Mapping[str, object] | TrainConfig,
+    *,
+    callbacks: Sequence[Callback] = (),
+    overrides: Sequence[str] = (),
+) -> TrainedRun:
+    """Train as a configuration says, or go on with what its output directory holds. Call it on the main thread.
+
+        class Watch(evenload.Callback):
+            def on_step(self, report):
+                print(report.row["step"], report.row["loss"])
+
+        if __name__ == "__main__":
+            evenload.train("config.toml", callbacks=[Watch()])
+
+    Args:
+        config: a TOML file; its tables as a dict; or a `TrainConfig`.
+        callbacks: called in the process of rank 0.
+        overrides: as on the command line: `["train.steps=20"]`; not with a `TrainConfig`.
+
+    Raises:
+        ConfigError: settings that cannot work, or callbacks that other processes cannot import. CallbackError: a
+            callback raised an exception. Other errors of `evenload.errors`, as the command shows them.
+    """
+    require_train_extra("evenload.train")
+    if isinstance(config, TrainConfig):
+        if overrides:
+            raise ConfigError(f"overrides {list(overrides)} are for files and dicts; change the TrainConfig instead")
+        settings, name = config, "a TrainConfig"
+    elif isinstance(config, Mapping):
+        settings, name = read_train_config(config, overrides), "a dict"
+    else:
+        settings, name = load_train_config(Path(config), overrides), os.fspath(config)
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise ConfigError(
+            "evenload.train has started a process, which imports this script and so calls evenload.train again; put "
+            'the call under: if __name__ == "__main__":'
+        )
+    for one in callbacks:
+        if not isinstance(one, Callback):
+            raise ConfigError(
+                f"callback {one!r} is no evenload.Callback; derive its class from that, and give an object"
+            )
+        if not launch.under_torchrun() and _num_ranks(settings) > 1:
+            _require_importable(one)
+    command = "the same call of evenload.train"
+    try:
+        number = train_run(settings, name=name, command=command, callbacks=tuple(callbacks), one_in_place=True)
+    except SystemExit as ended:
+        if not isinstance(ended.code, int) or ended.code <= 128:
+            raise
+        number = ended.code - 128
+    stopped_by = signal.Signals(number).name if number else None
+    return TrainedRun(output_dir=Path(settings.train.output_dir), stopped_by=stopped_by)
+
+
+def _num_ranks(settings: TrainConfig) -> int:
+    return prod(getattr(settings.parallel, axis) for axis in ("dp", "pp", "cp", "tp"))
+
+
+def _require_importable(callback: Callback) -> None:
+    kind = type(callback)
+    advice = "put the class into a module, or train with one process, where callbacks may be anything"
+    if kind.__module__ == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
+        raise ConfigError(
+            f"callback {kind.__qualname__} is defined in a session or notebook, which processes of the run cannot "
+            f"import; {advice}"
+        )
+    try:
+        pickle.dumps(callback)
+    except Exception as error:  # pickle has no common class
+        raise ConfigError(
+            f"callback {kind.__qualname__} cannot be sent to the process of rank 0 ({type(error).__name__}: {error}); "
+            f"open files and the like in on_start, and {advice}"
+        ) from error
 
 
 def train_run(
-    settings: "TrainConfig",
+    settings: TrainConfig,
     *,
     name: str,
     command: str,
-    callbacks: "tuple[Callback, ...]" = (),
+    callbacks: tuple[Callback, ...] = (),
     nproc: int | None = None,
     one_in_place: bool = False,
 ) -> int:
-    """Train; gives the number of the signal because of which the run stopped, or 0.
-
-    Under torchrun this process is one rank. Else processes are started here, one a rank.
+    """Train; returns the number of the signal because of which the run stopped, or 0.
 
     Args:
         name: of the configuration, for the first line.
@@ -57,52 +178,41 @@ def train_run(
         )
         sys.stderr.flush()
     require_writable_directory(Path(settings.train.output_dir), "train.output_dir")
-    if _TORCHRUN in os.environ:
+    if launch.under_torchrun():
         if nproc is not None:
             raise ConfigError("--nproc is for runs without torchrun; torchrun has started the processes already")
+        command = "the same torchrun command"
+    else:
+        checkpoint_to_resume(checkpoints_of(settings.train.output_dir), may_resume=settings.train.resume)
+    rank = f"{_WORKER}:run_worker", settings, calibration_cache(), command, callbacks
+    if launch.under_torchrun():
         with needs_train_extra("evenload train"):
             from torch.distributed.elastic.multiprocessing.errors import record
 
-        return record(_run_rank)(settings, calibration_cache(), "the same torchrun command", callbacks) or 0
-    from evenload.runtime.checkpoint.directory import checkpoint_to_resume, checkpoints_of
-
-    checkpoint_to_resume(checkpoints_of(settings.train.output_dir), may_resume=settings.train.resume)
-    if one_in_place and _product(settings) == 1:
-        return _run_here(settings, command, callbacks)
-    return _run_in_processes(settings, command, callbacks, nproc)
-
-
-def _run_in_processes(
-    settings: "TrainConfig", command: str, callbacks: "tuple[Callback, ...]", nproc: int | None
-) -> int:
-    from evenload.cli.launch import call_in_child, run_local, start_fork_server
-
+        return record(launch.call)(*rank) or 0
+    if one_in_place and _num_ranks(settings) == 1:
+        with needs_train_extra("evenload train"):
+            launch.call(f"{_WORKER}:start_layout", settings)
+            with _only_rank():
+                return launch.call(*rank)
     # Everything a user can get wrong is checked here, once, before ranks start.
-    start_fork_server("evenload.cli.train_worker", "evenload.cli.worker_setup")
+    launch.start_fork_server(_WORKER)
     with needs_train_extra("evenload train"):
         import torch.distributed.launcher.api  # noqa: F401  # while the server imports the rest
 
-        layout = call_in_child(_checked_layout, settings)
+        layout = launch.call_in_child(launch.call, f"{_WORKER}:start_layout", settings)
     if nproc is not None and nproc != layout.world_size:
         raise ConfigError(
             f"--nproc is {nproc}, but layout {layout.describe()} needs {counted(layout.world_size, 'process')}; "
             "change --nproc, or parallel.dp / parallel.pp"
         )
-    task = settings, calibration_cache(), command, callbacks
-    run_local(_run_rank, task, layout.world_size, grace_s=settings.train.stop_grace_s)
+    launch.run_local(launch.call, rank, layout.world_size, grace_s=settings.train.stop_grace_s)
     return 0
 
 
-def _run_here(settings: "TrainConfig", command: str, callbacks: "tuple[Callback, ...]") -> int:
-    with needs_train_extra("evenload train"):
-        _checked_layout(settings)
-        with _alone():
-            return _run_rank(settings, calibration_cache(), command, callbacks)
-
-
 @contextmanager
-def _alone() -> Iterator[None]:
-    """The environment that torchrun would give this process as the only one of a job; it is as it was afterwards."""
+def _only_rank() -> Iterator[None]:
+    """Set the environment that torchrun would give this process as the only one of a job, and restore it."""
     import torch.distributed as dist
 
     if dist.is_initialized():
@@ -120,55 +230,40 @@ def _alone() -> Iterator[None]:
         "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": str(True),
     }
-    before = {name: os.environ.get(name) for name in place}
+    before = {name: os.environ[name] for name in place if name in os.environ}
     os.environ.update(place)
     try:
         yield
     finally:
         if dist.is_initialized():  # after an error
             dist.destroy_process_group()
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        for name in place:
+            del os.environ[name]
+        os.environ.update(before)
 
 
-def _product(settings: "TrainConfig") -> int:
-    sizes = settings.parallel
-    return sizes.dp * sizes.pp * sizes.cp * sizes.tp
+def resume_command(arguments: Sequence[str], *, is_resumed: bool) -> str:
+    """Return the same command once more, with `train.resume` turned on where it is off.
+
+    Args:
+        arguments: of this process, the interpreter first (`sys.orig_argv`).
+    """
+    words = list(arguments)
+    scripts = [at for at, word in enumerate(words[:3]) if Path(word).name == "evenload"]
+    if scripts:
+        # The interpreter in front of an installed script is not what anybody types.
+        words = words[scripts[0] :]
+    return shlex.join(words if is_resumed else [*words, "train.resume=true"])
 
 
-# Named here, so that the launcher itself need not import what its children have imported.
+@dataclass(frozen=True, kw_only=True)
+class TrainRequest(ConfigOptions):
+    """What `evenload train` is to do."""
+
+    nproc: int | None = option(None, "Processes to start here; default: as many as the layout needs.")
 
 
-def _checked_layout(settings: "TrainConfig") -> "ParallelLayout":
-    from evenload.cli.worker_setup import require_runnable
-    from evenload.runtime.device import require_device
-
-    layout = require_runnable(settings)
-    require_device(settings.train.device, layout.world_size)
-    return layout
-
-
-def _run_rank(settings: "TrainConfig", cache: Path, command: str, callbacks: "tuple[Callback, ...]") -> int:
-    from evenload.cli.train_worker import RunTask, run_worker
-
-    return run_worker(RunTask(config=settings, cache=cache, command=command, callbacks=callbacks))
-
-
-def train_command(
-    config: Annotated[
-        Path, typer.Argument(metavar="CONFIG.toml", help="Settings of the run; see docs/configuration.md.")
-    ],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[section.key=value]...", help="Replace settings, for example train.steps=20."),
-    ] = None,
-    nproc: Annotated[
-        int | None, typer.Option(help="Processes to start here; default: as many as the layout needs.")
-    ] = None,
-) -> None:
+def run_train(request: TrainRequest) -> None:
     """Train a Hugging Face decoder on documents of any length.
 
     The smallest CONFIG.toml, here of a folder of text files, read as bytes, and random weights:
@@ -197,11 +292,11 @@ def train_command(
 
     Writes metrics.jsonl, report.html, trace.json, plan.json, checkpoints/ and model/ into train.output_dir.
     """
-    from evenload.cli.run_lines import resume_command
-    from evenload.config.train_config import load_train_config
-
     require_train_extra("evenload train")
-    settings = load_train_config(config, overrides or [])
+    settings = request.load()
     command = resume_command(sys.orig_argv, is_resumed=settings.train.resume)
-    number = train_run(settings, name=str(config), command=command, nproc=nproc)
+    number = train_run(settings, name=str(request.config), command=command, nproc=request.nproc)
     sys.exit(128 + number if number else 0)
+
+
+train_command = command_of(TrainRequest, run_train)

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -10,13 +10,13 @@ from rich.console import Console
 
 from evenload.calibrate.fit import CoreWaits
 from evenload.calibrate.kernels import deterministic_price
-from evenload.cli.callback_calls import CallbackCalls, StepProfile
+from evenload.cli.launch import StopRequest, print_error
+from evenload.cli.options import print_lines
 from evenload.cli.run_files import RunWriter, leave_finished, show_stopped
 from evenload.cli.run_lines import (
     StepLines,
     context_line,
     data_line,
-    data_sheet_line,
     first_plan_line,
     gather_line,
     groups_line,
@@ -31,8 +31,8 @@ from evenload.cli.run_lines import (
     twins_line,
     validation_lines,
 )
-from evenload.cli.stop_request import StopRequest
-from evenload.cli.worker_setup import RankSetup, run_coefficients, started_rank
+from evenload.cli.run_observers import CallbackCalls, StepProfile
+from evenload.cli.worker_setup import RankSetup, require_runnable, run_coefficients, started_rank
 from evenload.config.layouts import fitted_config, layouts_of
 from evenload.config.train_config import TrainConfig, layout_of
 from evenload.cost.coefficients import CostCoefficients
@@ -40,64 +40,60 @@ from evenload.errors import ConfigError, RankLostError
 from evenload.explore.prediction_interval import prediction_interval
 from evenload.integrations.callback import Callback
 from evenload.plan.strategies.registry import decide_dp_merge
-from evenload.runtime.checkpoint.directory import (
-    checkpoints_of,
-    skipped_checkpoints,
-)
+from evenload.runtime.checkpoint.directory import checkpoints_of, skipped_checkpoints
 from evenload.runtime.comm.watch import comes_of_transport
+from evenload.runtime.device import require_device
 from evenload.runtime.model.configured import model_spec
 from evenload.runtime.model.supported import position_warning
 from evenload.runtime.step_metrics import StepReport
 from evenload.runtime.trainer import Trainer
+from evenload.types.cluster import data_sheet_flops_per_s
+from evenload.types.layout import ParallelLayout
 from evenload.types.run import Validation
 from evenload.types.text import counted, format_bytes
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunTask:
-    """What ranks are to do.
-
-    Args:
-        cache: where calibrated cost files are kept between runs.
-        command: goes on with this run.
-        callbacks: called on rank 0.
-    """
-
-    config: TrainConfig
-    cache: Path
-    command: str
-    callbacks: tuple[Callback, ...] = ()
+def start_layout(config: TrainConfig) -> ParallelLayout:
+    """Refuse a run that cannot start on this machine, and return the layout in which it starts."""
+    layout = require_runnable(config)
+    require_device(config.train.device, layout.world_size)
+    return layout
 
 
-def run_worker(task: RunTask) -> int:
+def run_worker(config: TrainConfig, cache: Path, command: str, callbacks: tuple[Callback, ...] = ()) -> int:
     """Train with this process as one rank; rank 0 shows and writes. Returns the signal that stopped the run, or 0.
 
     Under a torchrun that restarts processes (`--max-restarts`) the layout is fitted to the ranks that it has started,
     and a rank that loses another one ends at once, so that its agent acts.
 
+    Args:
+        cache: where measured costs are kept between runs.
+        command: goes on with this run.
+        callbacks: called on rank 0.
+
     Raises:
         ConfigError: settings that do not go together, or another number of ranks than the layout has.
     """
     may_restart = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
+    num_layers = model_spec(config).num_layers
     if may_restart:
-        task = replace(task, config=_fitted_to_started_ranks(task.config))
-    layouts = layouts_of(task.config, model_spec(task.config).num_layers)
+        config = _fitted_to_started_ranks(config, num_layers)
+    layouts = layouts_of(config, num_layers)
     if may_restart and not _has_place(layouts[0].world_size):
         return 0
     try:
-        with started_rank(task.config, *layouts) as setup:
-            return train_as_rank(task, setup, StopRequest())
+        with started_rank(config, *layouts) as setup:
+            return _train_as_rank(config, setup, cache, command, callbacks)
     except Exception as error:
         if may_restart and (isinstance(error, RankLostError) or comes_of_transport(error)):
             # Threads and groups may wait for ranks that are gone, and the agent waits for this process.
-            sys.stderr.write(f"evenload: error: {' '.join(str(error).split())}\n")
-            sys.stderr.flush()
+            print_error(f"error: {' '.join(str(error).split())}")
             sys.stdout.flush()
             os._exit(RankLostError.exit_code)
         raise
 
 
-def _fitted_to_started_ranks(config: TrainConfig) -> TrainConfig:
+def _fitted_to_started_ranks(config: TrainConfig, num_layers: int) -> TrainConfig:
     """Return the settings in which as many ranks train as torchrun has started; rank 0 says where these are fewer.
 
     Raises:
@@ -105,7 +101,7 @@ def _fitted_to_started_ranks(config: TrainConfig) -> TrainConfig:
             would find in it what the lost ones left, and agents keep its address when its machine is gone (torch 2.13,
             `DynamicRendezvousHandler.next_rendezvous`).
     """
-    here, num_layers = os.environ, model_spec(config).num_layers
+    here = os.environ
     num_ranks, full = int(here["WORLD_SIZE"]), layout_of(config.parallel, num_layers)
     if int(here["GROUP_WORLD_SIZE"]) > 1 and here.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
         raise ConfigError(
@@ -115,8 +111,8 @@ def _fitted_to_started_ranks(config: TrainConfig) -> TrainConfig:
         )
     fitted = fitted_config(config, num_layers, num_ranks)
     if num_ranks < full.world_size and here["RANK"] == "0":
-        warn(
-            f"torchrun has started {counted(num_ranks, 'rank')}, layout {full.describe()} of [parallel] has "
+        print_error(
+            f"warning: torchrun has started {counted(num_ranks, 'rank')}, layout {full.describe()} of [parallel] has "
             f"{full.world_size}: they train in layout {layout_of(fitted.parallel, num_layers).describe()}"
         )
     return fitted
@@ -134,36 +130,31 @@ def _has_place(num_ranks: int) -> bool:
     return True
 
 
-def train_as_rank(
-    task: RunTask,
-    setup: RankSetup,
-    stop: StopRequest,
+def _train_as_rank(
+    config: TrainConfig, setup: RankSetup, cache: Path, command: str, callbacks: tuple[Callback, ...]
 ) -> int:
-    """All that a rank does once it has met the others: calibrate, train, write. Returns the signal that stopped the
-    run, or 0. Collective."""
-    config, mesh, memory_cap_bytes = task.config, setup.mesh, setup.memory_cap_bytes
-    console = Console(stderr=True, quiet=mesh.rank != 0, highlight=False)
-    trainer = Trainer(config, mesh, setup.meshes)
+    """Calibrate, train and write; returns the signal that stopped the run, or 0. Collective."""
+    console, memory_cap_bytes = setup.console, setup.memory_cap_bytes
+    trainer = Trainer(config, setup.mesh, setup.meshes)
     resumed = trainer.resume()
-    costs = run_coefficients(trainer, task.cache, setup.threads, console)
-    _show_start(console, trainer, costs, memory_cap_bytes, resumed)
+    costs = run_coefficients(trainer, cache, setup.threads, console)
+    print_lines(console, *_start_lines(trainer, costs, memory_cap_bytes, resumed))
     files = RunWriter(trainer, costs, memory_cap_bytes, resumed=resumed)
-    steps_before, calls = trainer.steps_done, CallbackCalls(task.callbacks, trainer)
+    steps_before, calls, stop = trainer.steps_done, CallbackCalls(callbacks, trainer), StopRequest()
     with stop.listening(), calls.running():
-        waits = CoreWaits(setup.demand)
-        last = _run_steps(trainer, costs, memory_cap_bytes, (files, calls), console, stop, waits)
+        last = _run_steps(trainer, costs, memory_cap_bytes, (files, calls), console, stop, CoreWaits(setup.demand))
         has_trained = trainer.steps_done > steps_before
         if has_trained:
             saved = trainer.save()
-            console.print(f"checkpoint {saved}")
+            print_lines(console, f"checkpoint {saved}")
             calls.checkpoint(saved)
             if last is not None:
                 files.write(last)
         if trainer.stop_signal:
             calls.end_reason = "stopped"
-            show_stopped(console, trainer, task.command)
+            show_stopped(console, trainer, command)
         else:
-            leave_finished(console, trainer, files, last, has_trained=has_trained, command=task.command)
+            leave_finished(console, trainer, files, last, has_trained=has_trained, command=command)
             calls.end_reason = "finished"
     return trainer.stop_signal
 
@@ -172,139 +163,127 @@ def _run_steps(
     trainer: Trainer,
     costs: CostCoefficients,
     memory_cap_bytes: int,
-    receivers: tuple[RunWriter, CallbackCalls],
+    observers: tuple[RunWriter, CallbackCalls],
     console: Console,
     stop: StopRequest,
     waits: CoreWaits,
 ) -> StepReport | None:
-    """The last step's report, on rank 0 and if any step ran.
-
-    Args:
-        receivers: of every step's report: files, and callbacks.
-    """
-    files, calls = receivers
+    """Run the remaining steps; returns the last one's report, on rank 0 and if any step ran."""
     last: StepReport | None = None
     has_validated = False
     ratios: list[float] = []
     interval = prediction_interval(costs, trainer.mesh.layout)
-    config = trainer.config
-    lines = StepLines(console, config.log.lines_every_s, trainer.steps_done, config.train.steps)
-    with lines.moving(), StepProfile(config, trainer.mesh.rank, trainer.steps_done) as profile:
+    run, log = trainer.config.train, trainer.config.log
+    lines = StepLines(console, log.lines_every_s, trainer.steps_done, run.steps)
+    recorded = StepProfile(
+        log.profile_steps,
+        Path(run.output_dir),
+        is_cuda=run.device == "cuda",
+        rank=trainer.mesh.rank,
+        steps_done=trainer.steps_done,
+    )
+    with lines.moving(), recorded as profile:
         steps = trainer.train(
             costs,
             memory_cap_bytes,
             stop_requested=lambda: stop.signal,
-            on_late_pass=partial(_show_late_pass, receivers, console),
+            on_late_pass=partial(_after_late_pass, observers, console),
         )
         for report in steps:
             profiled = profile.after_step(trainer.steps_done)
             if report is not None:
-                files.add_step(report)
-                calls.step(report)
+                for observer in observers:
+                    observer.step(report)
                 if last is None:
-                    console.print(first_plan_line(report.plan, config.max_pack_tokens, interval), soft_wrap=True)
+                    print_lines(console, first_plan_line(report.plan, trainer.config.max_pack_tokens, interval))
                 else:
                     ratios.append(report.measured.step_time_s / report.plan.predicted.step_time_s)
                 lines.show(report.row, trainer.steps_done)
-                _show_events(report, console, is_first_validation=not has_validated)
+                print_lines(console, *_event_lines(report, is_first_validation=not has_validated), profiled)
                 has_validated |= report.validation is not None
-                if profiled:
-                    console.print(profiled, soft_wrap=True, markup=False)
-                warn(prediction_line(ratios, costs.device, config.train.cost_file, waits.share), console)
+                slower = prediction_line(ratios, costs.device, run.cost_file, waits.share)
+                print_lines(console, *_warnings(slower))
             last = report
-    if held := interval_line(ratios, interval, waits.share()):
-        console.print(held, soft_wrap=True)
+    print_lines(console, interval_line(ratios, interval, waits.share()))
     return last
 
 
-def _show_late_pass(receivers: tuple[RunWriter, CallbackCalls], console: Console, validation: Validation) -> None:
-    """A pass that an earlier start left out."""
-    files, calls = receivers
-    files.add_validation(validation)
-    for line in validation_lines(validation, shows_left_out=True):
-        console.print(line, soft_wrap=True, markup=False)
-    calls.validation(validation)
+def _after_late_pass(observers: tuple[RunWriter, CallbackCalls], console: Console, validation: Validation) -> None:
+    """Record a validation pass that an earlier start left out."""
+    print_lines(console, *validation_lines(validation, shows_left_out=True))
+    for observer in observers:
+        observer.late_validation(validation)
 
 
-def warn(text: str, console: Console | None = None) -> None:
-    """A line to people, unless there is none."""
-    if text:
-        (console or Console(stderr=True, highlight=False)).print(
-            f"evenload: warning: {text}", soft_wrap=True, markup=False
-        )
+def _warnings(*texts: str) -> list[str]:
+    return [f"evenload: warning: {text}" for text in texts if text]
 
 
-def _show_events(report: StepReport, console: Console, *, is_first_validation: bool) -> None:
-    """What a user should see of a step, and what became of a checkpoint in the background."""
-    warn(report.warning, console)
-    if report.decision is not None and (line := layout_line(report.decision)):
-        console.print(line, soft_wrap=True, markup=False)
+def _event_lines(report: StepReport, *, is_first_validation: bool) -> Iterator[str]:
+    """Say what a user should see of a step, and what became of a checkpoint in the background."""
+    yield from _warnings(report.warning)
+    if report.decision is not None:
+        yield layout_line(report.decision)
     if report.switch is not None:
-        console.print(switch_line(report.plan.step, report.switch, report.decision), soft_wrap=True, markup=False)
+        yield switch_line(report.plan.step, report.switch, report.decision)
     for sample in report.samples:
-        line = f"sample after step {sample.step} | {sample.prompt!r} -> {sample.text!r}"
-        console.print(line, soft_wrap=True, markup=False)
+        yield f"sample after step {sample.step} | {sample.prompt!r} -> {sample.text!r}"
     if report.validation is not None:
-        for line in validation_lines(report.validation, shows_left_out=is_first_validation):
-            console.print(line, soft_wrap=True, markup=False)
-    warn(f"{report.failed_save}; training goes on" if report.failed_save else "", console)
+        yield from validation_lines(report.validation, shows_left_out=is_first_validation)
+    yield from _warnings(report.failed_save and f"{report.failed_save}; training goes on")
     if (saved := report.saved) is not None:
-        console.print(
+        yield (
             f"checkpoint {saved.path} | {saved.num_bytes / 1e6:,.1f} MB written in {saved.write_s:.1f} s, training "
-            f"waited {saved.stall_s:.2f} s",
-            soft_wrap=True,
+            f"waited {saved.stall_s:.2f} s"
         )
 
 
-def _show_start(
-    console: Console,
-    trainer: Trainer,
-    costs: CostCoefficients,
-    memory_cap_bytes: int,
-    resumed: Path | None,
-) -> None:
+def _start_lines(
+    trainer: Trainer, costs: CostCoefficients, memory_cap_bytes: int, resumed: Path | None
+) -> Iterator[str]:
+    """Say everything that decides speed or data order."""
     config, model, mesh = trainer.config, trainer.model, trainer.mesh
-    parameters = model.num_parameters
-    facts = (
-        f"model {model.name} ({parameters / 1e6:.1f} M parameters, {config.model.dtype})",
-        f"layout {trainer.mesh.layout.describe()}{', fifo channels' if mesh.channels == 'fifo' and mesh.lines else ''}",
-        f"attention {next(iter(trainer.stages.values())).backend_name}",
-        f"costs {costs.source} on {costs.device}",
-        f"memory limit {format_bytes(memory_cap_bytes)} a process",
+    layout, stage = mesh.layout, next(iter(trainer.stages.values()))
+    is_fifo = mesh.channels == "fifo" and bool(mesh.channel_groups)
+    yield " | ".join(
+        (
+            f"model {model.name} ({model.num_parameters / 1e6:.1f} M parameters, {config.model.dtype})",
+            f"layout {layout.describe()}{', fifo channels' if is_fifo else ''}",
+            f"attention {stage.backend.name}",
+            f"costs {costs.source} on {costs.device}",
+            f"memory limit {format_bytes(memory_cap_bytes)} a process",
+        )
     )
-    console.print(" | ".join(facts), soft_wrap=True)
-    if config.train.deterministic and mesh.device.type == "cuda":
-        times = deterministic_price(next(iter(trainer.stages.values())), model, mesh.layout.tp)
-        console.print(f"deterministic kernels: attention's backward takes {times:.2f} times as long", soft_wrap=True)
-    if mesh.device.type == "cuda" and model.bytes_per_element == 2 and (unknown := data_sheet_line(costs.device)):
-        console.print(unknown, soft_wrap=True, markup=False)
-    layout = trainer.mesh.layout
+    if mesh.device.type == "cuda":
+        if config.train.deterministic:
+            times = deterministic_price(stage, model, layout.tp)
+            yield f"deterministic kernels: attention's backward takes {times:.2f} times as long"
+        if model.bytes_per_element == 2 and data_sheet_flops_per_s(costs.device) is None:
+            yield (
+                f"mfu_of_data_sheet stays empty: the peak of {costs.device} is not known here; mfu is of the measured "
+                "peak"
+            )
     _, merging = decide_dp_merge(config.plan.options, config.plan.strategy, layout, costs)
-    console.print(strategy_line(config.plan.strategy, layout.cp, merging), soft_wrap=True)
+    yield strategy_line(config.plan.strategy, layout.cp, merging)
     copies = [max(one.data_sizes) for one in trainer.meshes.layouts]
-    if reduced := reduction_line(copies, costs.overlap if costs.overlap_reduction else None):
-        console.print(reduced, soft_wrap=True)
-        console.print(gather_line(copies, costs.overlap if costs.overlap_gather else None), soft_wrap=True)
+    yield reduction_line(copies, costs.overlap if costs.overlap_reduction else None)
+    yield gather_line(copies, costs.overlap if costs.overlap_gather else None)
     largest_group = max((group.size for group in mesh.context.values()), default=1)
-    if travelling := context_line(largest_group, config.parallel.cp_exchange):
-        console.print(travelling, soft_wrap=True)
-    if groups := groups_line(trainer.meshes, are_declared=bool(config.plan.layouts)):
-        console.print(groups, soft_wrap=True)
-    if trainer.live is not None and (shared := twins_line(trainer.live.twins, config.plan.twin_bytes)):
-        console.print(shared, soft_wrap=True, markup=False)
-    for line in other_layouts_lines(costs, trainer.meshes.layouts):
-        console.print(line, soft_wrap=True)
-    console.print(f"tokenizer {trainer.tokenizer_fact}", soft_wrap=True)
+    yield context_line(largest_group, config.parallel.cp_exchange)
+    yield groups_line(trainer.meshes, are_declared=bool(config.plan.layouts))
+    if trainer.live is not None:
+        yield twins_line(trainer.live.twins, config.plan.twin_bytes)
+    yield from other_layouts_lines(costs, trainer.meshes.layouts)
+    yield f"tokenizer {trainer.tokenizer_fact}"
     files = [file for part in trainer.loader.parts for file in part.files]
-    console.print(data_line(config.data, len(files), sum(file.size_bytes or 0 for file in files)), soft_wrap=True)
-    for line in trainer.loader.source_lines():
-        console.print(f"source {line}", soft_wrap=True, markup=False)
-    position = position_warning(trainer.hf_config, config.data.max_document_tokens)
-    for line in (position, *trainer.tokenizer_warnings, *trainer.loader.label_warnings()):
-        warn(line, console)
-    warn(trainer.resume_warning, console)
-    for line in skipped_checkpoints(checkpoints_of(config.train.output_dir), resumed):
-        warn(line, console)
+    yield data_line(config.data, len(files), sum(file.size_bytes or 0 for file in files))
+    yield from (f"source {line}" for line in trainer.loader.source_lines())
+    yield from _warnings(
+        position_warning(trainer.hf_config, config.data.max_document_tokens),
+        *trainer.tokenizer_warnings,
+        *trainer.loader.label_warnings(),
+        trainer.resume_warning,
+        *skipped_checkpoints(checkpoints_of(config.train.output_dir), resumed),
+    )
     if resumed is not None:
-        line = resumed_line(str(resumed), trainer.steps_done, trainer.saved_strategy, config.plan.strategy)
-        console.print(line, soft_wrap=True, markup=False)
+        yield resumed_line(str(resumed), trainer.steps_done, trainer.saved_strategy, config.plan.strategy)

@@ -1,12 +1,9 @@
 """What every process of a run does before its first step: refuse settings that do not go together (`require_runnable`),
-join the others, build or read the costs, and set up the device.
+join the others (`joined_rank`), and read or measure the costs (`run_coefficients`).
 
 Each rule stands with what it protects, where it is checked again when the run builds its parts (under torchrun
-processes have started already): strategies and their options (`plan.strategies`), tensor parallelism and architectures
-(`runtime.model.tensor_weights`), ring and windows (`runtime.replay.context_attention`), layers and stages
-(`types.layout`), tokeniser and model (`config.tokenizer`), a cost file and what it was measured on (`cost.validity`),
-sources and what their files hold (`data.part_files`). tests/support/matrix.py lists the pairs; all others are trained
-in tests/dist/test_matrix.py.
+processes have started already). tests/support/matrix.py lists the pairs that are refused; all others are trained in
+tests/dist/test_matrix.py.
 """
 
 import os
@@ -26,6 +23,7 @@ from rich.console import Console
 from evenload.attention.backends import select_backend
 from evenload.calibrate.calibrate import cached_path, calibrate, read_cached, write_cached
 from evenload.calibrate.links import measured_overlap
+from evenload.cli.options import print_lines
 from evenload.cli.plan_inputs import cost_file_warnings
 from evenload.config.layouts import layouts_of, require_optimizer
 from evenload.config.planner import process_memory_bytes
@@ -40,7 +38,7 @@ from evenload.data.part_files import open_part
 from evenload.errors import ConfigError
 from evenload.plan.candidates import usable_cores
 from evenload.plan.strategies.registry import require_layouts, require_trainable
-from evenload.runtime.comm.mesh import Mesh, Meshes, create_meshes, least_of_ranks, warm_up
+from evenload.runtime.comm.mesh import Mesh, Meshes, create_meshes, most_of_ranks, warm_up
 from evenload.runtime.device import rank_device, require_device, use_deterministic_kernels
 from evenload.runtime.model.configured import load_config, model_spec
 from evenload.runtime.model.export_files import require_same_ids
@@ -54,7 +52,7 @@ from evenload.types.layout import ChannelChoice, ParallelLayout, channel_mode
 
 
 def require_runnable(config: TrainConfig) -> ParallelLayout:
-    """The layout in which a run starts whose settings go together; the error says which do not, and why."""
+    """Refuse settings that do not go together, and return the layout in which the run starts."""
     hf_config = load_config(config.model.path)
     require_tensor_parallel(hf_config, config.parallel.tp)
     spec = model_spec(config)
@@ -64,7 +62,11 @@ def require_runnable(config: TrainConfig) -> ParallelLayout:
     require_optimizer(config, spec, len(layouts))
     if config.samples is not None:
         require_whole_model(config.data, layouts)
-    _require_use_of_twins(config, layouts)
+    if config.plan.twin_bytes is not None and len(layouts) == 1:
+        raise ConfigError(
+            f"plan.twin_bytes is {config.plan.twin_bytes}, but the run takes one layout, {layout.describe()}, so "
+            "nothing moves between layouts and nothing is shared; leave it out, or declare others in plan.layouts"
+        )
     options = msgspec.structs.replace(config.plan.options, max_pack_tokens=config.max_pack_tokens)
     for one in layouts:
         require_trainable(config.plan.strategy, one, options, config.data.max_document_tokens)
@@ -77,28 +79,15 @@ def require_runnable(config: TrainConfig) -> ParallelLayout:
         config.data, model_path=config.model.path, random_init=config.model.random_init, vocab_size=spec.vocab_size
     )
     require_same_ids(tokenizer)
-    config.optimizer.rate(
-        config.optimizer.warmup_steps, config.train.steps
-    )  # a function of the user's is found and runs
-    if config.train.device == "cpu":  # a GPU's kernels are asked on the GPU
+    config.optimizer.rate(config.optimizer.warmup_steps, config.train.steps)  # finds and runs a user's function
+    if config.train.device == "cpu":  # a GPU's kernels are checked on the GPU
         select_backend(config.train.attention, "cpu", attention_soft_cap(hf_config))
-    for part in mixture_configs(config.data):
-        open_part(part)
-    if config.validation is not None:
-        for part in mixture_configs(validation_data(config.data, config.validation)):
+    for data in (config.data, *([validation_data(config.data, config.validation)] if config.validation else [])):
+        for part in mixture_configs(data):
             open_part(part)
     weights = None if config.model.random_init else local_path(config.model.path, "model.path", "weights")
     require_model(hf_config, weights)
     return layout
-
-
-def _require_use_of_twins(config: TrainConfig, layouts: tuple[ParallelLayout, ...]) -> None:
-    """Refuse a budget without effect as the user wrote it; a run that lost all but one of its layouts keeps it."""
-    if config.plan.twin_bytes is not None and len(layouts) == 1:
-        raise ConfigError(
-            f"plan.twin_bytes is {config.plan.twin_bytes}, but the run takes one layout, {layouts[0].describe()}, so "
-            "nothing moves between layouts and nothing is shared; leave it out, or declare others in plan.layouts"
-        )
 
 
 # Of a GPU, for CUDA, NCCL's buffers and what the allocator cannot use in one piece.
@@ -111,11 +100,12 @@ _ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RankSetup:
-    """One process as a rank, with its threads and what it may hold."""
+    """One process as a rank, with its threads, what it may hold, and a console that is quiet but on rank 0."""
 
     meshes: Meshes
     threads: int
     memory_cap_bytes: int
+    console: Console
 
     @property
     def mesh(self) -> Mesh:
@@ -140,11 +130,7 @@ def joined_rank(
     channels: ChannelChoice = "auto",
     memory_bytes: int | None = None,
 ) -> Iterator[RankSetup]:
-    """As `started_rank`, with only what processes need to meet.
-
-    Args:
-        memory_bytes: what one process may hold; None = its share of what there is.
-    """
+    """As `started_rank`; `memory_bytes` is what one process may hold, None = its share of what there is."""
     local_world = int(os.environ["LOCAL_WORLD_SIZE"])
     threads = run.threads_per_process or max(1, usable_cores() // local_world)
     torch.set_num_threads(threads)
@@ -157,20 +143,24 @@ def joined_rank(
     require_device(run.device, local_world)
     device = rank_device(run.device, int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("gloo", timeout=timedelta(seconds=run.timeout_s))
+    # A connection of its own to the store through which the ranks met, for signs of life.
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)  # type: ignore[reportPrivateImportUsage]
     meshes = create_meshes(
         layouts,
         device,
         run.timeout_s,
         run.checkpoint_timeout_s,
-        signs=_store_of_signs(),
+        signs=dist.PrefixStore("evenload", store),  # type: ignore[reportPrivateImportUsage]
         channels=channel_mode(channels, run.device, layouts),
         ranks_per_machine=local_world,
     )
     if device.type == "cuda" or len(layouts) > 1:
         warm_up(meshes)
-    cap = memory_bytes or least_of_all(memory_for_rank(device, local_world), meshes.start)
+    # Plans are for all ranks, and those of machines with less memory have to hold them, too.
+    cap_bytes = memory_bytes or int(-most_of_ranks(-memory_for_rank(device, local_world), meshes.start))
+    console = Console(stderr=True, quiet=meshes.start.rank != 0, highlight=False)
     try:
-        yield RankSetup(meshes=meshes, threads=threads, memory_cap_bytes=cap)
+        yield RankSetup(meshes=meshes, threads=threads, memory_cap_bytes=cap_bytes, console=console)
     except BaseException:
         if meshes.start.num_ranks == 1:  # there is nobody else, and this process may live on
             meshes.start.watch.close()
@@ -181,7 +171,7 @@ def joined_rank(
 
 
 def set_cuda_defaults(environment: MutableMapping[str, str], *, deterministic: bool = False) -> None:
-    """What CUDA, its libraries and torch's allocator read when a process first uses its GPU; what a user has set stays.
+    """Set what CUDA, its libraries and torch's allocator read when a process first uses its GPU, unless the user has.
 
     Queues to the device: eight by default, and streams that share one wait for each other. Packs of every step have
     other sizes, which an allocator of fixed segments answers with memory that fits nothing; growing segments do not.
@@ -197,144 +187,127 @@ def set_cuda_defaults(environment: MutableMapping[str, str], *, deterministic: b
 def run_coefficients(
     trainer: Trainer, cache: Path, threads: int, console: Console, max_document_tokens: int | None = None
 ) -> CostCoefficients:
-    """The checkpoint's cost file after a resume (so that plans stay the same) where it covers the layout, else the
-    configured one, else cached, else measured; for the configured ways in which keys and values travel and gradients
-    are summed.
+    """Return the checkpoint's costs after a resume (so that plans stay the same) where they cover the layout, else the
+    configured cost file, else cached costs, else measured ones; with the run's choice of exchanges and overlaps.
 
     With `train.recalibrate` always measured. What a switch of layout costs is measured at every start, if the costs do
     not say, or say it of another number of ranks (those before a loss, say), which share a machine in other parts.
+    Likewise how collectives and compute slow each other, as costs of a layout without reductions do not say it; on a
+    GPU it is assumed. Collective.
 
     Args:
+        cache: where measured costs are kept between runs.
         max_document_tokens: no longer ones are timed; default: the configured longest.
     """
-    found = _found_or_measured(trainer, cache, threads, console, max_document_tokens)
+    costs = _known_or_measured(trainer, cache, threads, console, max_document_tokens)
+    copies = costs.copies
     if trainer.live is None or not trainer.live.shares_memory:
-        found = msgspec.structs.replace(found, copies=None)  # those of a checkpoint, say
-    elif found.copies is None or found.copies.num_ranks != trainer.mesh.num_ranks:
-        found = msgspec.structs.replace(found, copies=trainer.live.measured_copies())
-    config = trainer.config
+        copies = None  # those of a checkpoint, say
+    elif copies is None or copies.num_ranks != trainer.mesh.num_ranks:
+        copies = trainer.live.measured_copies()
+    run, overlap = trainer.config.train, costs.overlap
+    if overlap is None and trainer.meshes.sum_gradients and (run.overlap_reduction or run.overlap_gather):
+        overlap = measured_overlap(trainer.meshes) or OverlapCost()
     return msgspec.structs.replace(
-        found,
-        context_exchange=config.parallel.cp_exchange,
-        overlap=_overlap(trainer, found.overlap),
-        overlap_reduction=config.train.overlap_reduction,
-        overlap_gather=config.train.overlap_gather,
+        costs,
+        copies=copies,
+        context_exchange=trainer.config.parallel.cp_exchange,
+        overlap=overlap,
+        overlap_reduction=run.overlap_reduction,
+        overlap_gather=run.overlap_gather,
     )
 
 
-def _overlap(trainer: Trainer, known: OverlapCost | None) -> OverlapCost | None:
-    """Return how collectives and compute slow each other: measured where costs do not say it, as those of a layout in
-    which nothing was reduced; assumed on a GPU. Collective there."""
-    train, meshes = trainer.config.train, trainer.meshes
-    if known is not None or not meshes.sum_gradients or not (train.overlap_reduction or train.overlap_gather):
-        return known
-    return measured_overlap(meshes) or OverlapCost()
-
-
-def _found_or_measured(
+def _known_or_measured(
     trainer: Trainer, cache: Path, threads: int, console: Console, max_document_tokens: int | None
 ) -> CostCoefficients:
-    mesh, configured = trainer.mesh, trainer.config.train.cost_file
-    is_anew = trainer.config.train.recalibrate
-    if trainer.coefficients is not None and not is_anew:
-        lacks = missing_costs(trainer.coefficients, mesh.layout)
-        if not lacks:
+    mesh, config = trainer.mesh, trainer.config
+    configured = config.train.cost_file
+    if trainer.coefficients is not None and not config.train.recalibrate:
+        missing = missing_costs(trainer.coefficients, mesh.layout)
+        if not missing:
             return trainer.coefficients
-        console.print(
-            f"the costs in the checkpoint do not cover layout {mesh.layout.describe()} ({', '.join(lacks)}): costs of "
-            "this layout are used from here on",
-            soft_wrap=True,
+        print_lines(
+            console,
+            f"the costs in the checkpoint do not cover layout {mesh.layout.describe()} ({', '.join(missing)}): costs "
+            "of this layout are used from here on",
         )
     name = device_name(mesh.device, threads)
-    path = cached_path(cache, trainer.model, mesh.layout, name, threads, what_is_timed(trainer.config))
-    found: list[CostCoefficients | None] = [None]
+    path = cached_path(cache, trainer.model, mesh.layout, name, threads, what_is_timed(config))
+    known: list[CostCoefficients | None] = [None]
     if mesh.rank == 0:
-        found[0] = read_coefficients(configured) if configured is not None else None if is_anew else read_cached(path)
-    dist.broadcast_object_list(found, src=0, group=mesh.control)
-    if found[0] is not None:
         if configured is not None:
-            require_covered(found[0], trainer.model, mesh.layout, f"train.cost_file {configured}")
-            for line in cost_file_warnings(found[0], configured, name):
-                console.print(f"evenload: warning: {line}", soft_wrap=True, markup=False)
-        return found[0]
-    console.print("calibrating: timing this model's layers on this machine (seconds; cached for the next run)")
-    longest = max_document_tokens or trainer.config.data.max_document_tokens
-    most, demand = trainer.config.max_pack_tokens, computing_demand(threads)
+            known[0] = read_coefficients(configured)
+        elif not config.train.recalibrate:
+            known[0] = read_cached(path)
+    dist.broadcast_object_list(known, src=0, group=mesh.control)
+    if known[0] is not None:
+        if configured is not None:
+            require_covered(known[0], trainer.model, mesh.layout, f"train.cost_file {configured}")
+            warnings = cost_file_warnings(known[0], configured, name)
+            print_lines(console, *(f"evenload: warning: {warning}" for warning in warnings))
+        return known[0]
+    print_lines(console, "calibrating: timing this model's layers on this machine (seconds; cached for the next run)")
+    longest = max_document_tokens or config.data.max_document_tokens
+    most, demand = config.max_pack_tokens, computing_demand(threads)
     measured = calibrate(trainer.stages, trainer.model, mesh, longest, name, demand, most)
     if mesh.device.type == "cuda" and 2 * measured.largest_pack_tokens <= most:
-        console.print(
+        print_lines(
+            console,
             f"packs of up to {measured.largest_pack_tokens:,} tokens were timed, as time and memory allowed; the run's "
             f"may have {most:,}, whose seconds are extrapolated",
-            soft_wrap=True,
         )
-    if (found_noise := measured.coefficients.noise) is not None and found_noise.is_noisy:
-        console.print(
-            f"calibration was disturbed: {found_noise.describe()}. Predicted seconds may be too long. These "
-            "costs are used for this run and not kept for the next; once the machine is quiet, train.recalibrate=true "
-            "measures again",
-            soft_wrap=True,
+    noise = measured.coefficients.noise
+    if noise is not None and noise.is_noisy:
+        print_lines(
+            console,
+            f"calibration was disturbed: {noise.describe()}. Predicted seconds may be too long. These costs are used "
+            "for this run and not kept for the next; once the machine is quiet, train.recalibrate=true measures again",
         )
     elif mesh.rank == 0:
         try:
             write_cached(path, measured.coefficients)
         except OSError as error:  # such as of a home that is no directory of the user's
-            console.print(
+            print_lines(
+                console,
                 f"these costs are not kept for the next run: {path.parent} cannot be written ({error.strerror}); set "
                 "HOME or XDG_CACHE_HOME",
-                soft_wrap=True,
             )
     return measured.coefficients
 
 
 def what_is_timed(config: TrainConfig) -> str:
-    """What changes measured seconds beside model, layout and device: costs are kept for runs that have the same."""
-    found = config.train.attention
+    """Name what changes measured seconds besides model, layout and device: costs are kept for runs that have the
+    same."""
+    name = config.train.attention
     if config.train.deterministic:
-        found += ", deterministic"
+        name += ", deterministic"
     if config.train.device == "cuda":
         # Packs of 2, 4, 8, ... times as many tokens are timed up to these.
         pack, document = (1 << (n.bit_length() - 1) for n in (config.max_pack_tokens, config.data.max_document_tokens))
-        found += f", packs of {pack} tokens, documents of {document}"
-    return found
+        name += f", packs of {pack} tokens, documents of {document}"
+    return name
 
 
 def computing_demand(threads: int) -> float:
-    """Of the ranks on this machine: threads that compute for each core that they may use."""
+    """Return the threads that this machine's ranks compute with, for each core that they may use."""
     return threads * int(os.environ["LOCAL_WORLD_SIZE"]) / usable_cores()
 
 
-def _store_of_signs() -> dist.Store:  # type: ignore[reportPrivateImportUsage]
-    """A connection of its own to the store through which the ranks met."""
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(host, port, is_master=False)  # type: ignore[reportPrivateImportUsage]
-    return dist.PrefixStore("evenload", store)  # type: ignore[reportPrivateImportUsage]
-
-
-def least_of_all(num_bytes: int, mesh: Mesh) -> int:
-    """What the rank with least has: plans are for all ranks, and those of machines with less memory have to hold them,
-    too. Collective."""
-    return int(least_of_ranks(num_bytes, mesh))
-
-
 def memory_for_rank(device: torch.device, local_world: int) -> int:
-    """Bytes for one process: of its GPU, of the machine, or of the container where one is limited."""
+    """Return the bytes for one process: of its GPU, of the machine, or of the container where one is limited."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory * (1 - _FREE_DEVICE_SHARE))
     return process_memory_bytes(local_world)
 
 
 def device_name(device: torch.device, threads: int) -> str:
-    """What measured seconds are of: a GPU's name, or the processor's and how many threads a process has."""
+    """Name what measured seconds are of: a GPU, or the processor and how many threads a process has."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{_processor_name()}, {threads} thread{'s' if threads > 1 else ''} a process"
-
-
-def _processor_name() -> str:
-    """The CPU's model name where the system tells it."""
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    processor, info = platform.processor() or platform.machine(), Path("/proc/cpuinfo")
+    for line in info.read_text().splitlines() if info.is_file() else ():
+        if line.startswith("model name"):
+            processor = line.partition(":")[2].strip()
+            break
+    return f"{processor}, {threads} thread{'s' if threads > 1 else ''} a process"

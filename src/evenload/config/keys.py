@@ -1,5 +1,5 @@
-"""`require_known`: every key and every value with fixed choices in a configuration file, checked before it is read;
-`apply_override`: what a command line sets in it; `plan_options`: its `[plan.options]` as one `PlanOptions`.
+"""Check every key and every value with fixed choices of a configuration file before it is read (`require_known`); apply
+what a command line sets in it (`apply_override`); read its `[plan.options]` (`plan_options`).
 
 People come from other trainers, where the same setting has another name that no spelling distance finds ("lr"), so
 those names are a table here. Packages add strategies and their options when a program runs, so tables of
@@ -69,7 +69,7 @@ _NAMES_ELSEWHERE = {
     "train.attention": "attn_implementation attn_impl",
 }
 OTHER_NAMES: dict[str, str] = {name: ours for ours, names in _NAMES_ELSEWHERE.items() for name in names.split()}
-"""Names of settings in other trainers, and ours with its section."""
+"""Names of settings in other trainers → ours with its section."""
 
 _GONE = {
     "plan.feedback": "plans do not follow the speed of single ranks",
@@ -84,19 +84,10 @@ _GONE = {
 }
 """Keys of earlier versions that nothing replaces, and why."""
 
-_OTHER_VALUES = {
-    "bf16": "bfloat16",
-    "fp16": "bfloat16",
-    "float16": "bfloat16",
-    "half": "bfloat16",
-    "fp32": "float32",
-    "float": "float32",
-    "fp64": "float64",
-    "double": "float64",
-    "gpu": "cuda",
-}
-"""Words that other trainers use, and the nearest of ours, where spelling does not tell."""
-
+_OTHER_VALUES = dict.fromkeys(("bf16", "fp16", "float16", "half"), "bfloat16") | {
+    "fp32": "float32", "float": "float32", "fp64": "float64", "double": "float64", "gpu": "cuda",
+}  # fmt: skip
+"""Values in other trainers → the nearest of ours, where spelling does not show it."""
 
 # There are many keys, so one that is only half alike is seldom what was meant.
 _KEY_SIMILARITY = 0.6
@@ -105,7 +96,7 @@ _KEY_SIMILARITY = 0.6
 def require_known(
     tree: Mapping[str, Any], kind: type[msgspec.Struct], prefix: str = "", every: Sequence[str] | None = None
 ) -> None:
-    """Check the keys of a table, and its words that have fixed choices, and all tables inside it.
+    """Check the keys of a table, its values with fixed choices, and all tables inside it.
 
     Args:
         prefix: of its keys in messages, such as "data.".
@@ -128,12 +119,12 @@ def require_known(
         table = _table_of(hints[key])
         if table is None:
             continue
-        if isinstance(value, dict):
-            require_known(value, table, f"{prefix}{key}.", every)
-        elif isinstance(value, list):  # an array of tables
-            for index, one in enumerate(value):
-                if isinstance(one, dict):
-                    require_known(one, table, f"{prefix}{key}[{index}].", every)
+        tables = {f"{prefix}{key}.": value}
+        if isinstance(value, list):  # an array of tables
+            tables = {f"{prefix}{key}[{index}].": one for index, one in enumerate(value)}
+        for inner_prefix, inner in tables.items():
+            if isinstance(inner, dict):
+                require_known(inner, table, inner_prefix, every)
 
 
 def settings_of(kind: type[msgspec.Struct]) -> dict[str, Any]:
@@ -150,14 +141,14 @@ _KINDS = {
     "int": "a whole number", "float": "a number", "str": "a text", "bool": "true or false", "array": "a list",
     "object": "a table", "null": "left out",
 }  # fmt: skip
-"""msgspec's names of types, in the words of a TOML file."""
+"""msgspec's names of types → their names in TOML."""
 
 
 def converted(tree: Mapping[str, Any], kind: type[Table], prefix: str = "", needed: str = "") -> Table:
-    """A table as the struct that it is to become; `ConfigError` for a value of another type, or one it refuses.
+    """Convert a table to its struct; `ConfigError` for a value of another type, or one that the struct refuses.
 
     Args:
-        needed: what the error about a missing key says of all that must be there.
+        needed: lists all keys that must be there, for the error about a missing one.
     """
     try:
         return msgspec.convert(tree, kind)
@@ -170,24 +161,23 @@ def converted(tree: Mapping[str, Any], kind: type[Table], prefix: str = "", need
         if missing := re.fullmatch(r"Object missing required field `(\w+)`", what):
             key = f"{key}.{missing[1]}" if key else missing[1]
             raise ConfigError(f"configuration key '{key}' is missing{needed and f'; {needed}'}") from error
-        what = _in_words(what)
+        what = _described(what)
         raise ConfigError(f"configuration key '{key}' {what}" if key else f"configuration: {what}") from error
 
 
-def _in_words(what: str) -> str:
-    """ "Expected `int | null`, got `str`" -> "must be a whole number or left out, is a text"; others as they are."""
-    found = re.fullmatch(r"Expected `([a-z |]+)`, got `([a-z]+)`", what)
-    if found is None or not {*found[1].split(" | "), found[2]} <= set(_KINDS):
+def _described(what: str) -> str:
+    """Turn "Expected `int | null`, got `str`" into "must be a whole number or left out, is a text"."""
+    match = re.fullmatch(r"Expected `([a-z |]+)`, got `([a-z]+)`", what)
+    if match is None or not {*match[1].split(" | "), match[2]} <= set(_KINDS):
         return f"is wrong: {what}"
-    return f"must be {' or '.join(_KINDS[one] for one in found[1].split(' | '))}, is {_KINDS[found[2]]}"
+    return f"must be {' or '.join(_KINDS[one] for one in match[1].split(' | '))}, is {_KINDS[match[2]]}"
 
 
 def apply_override(tree: dict[str, Any], override: str, every: Sequence[str] = ()) -> None:
-    """Set one value in place; the text is read as TOML, and as a string where it is no TOML. `ConfigError` where it is
-    not of that form, or a section is a value.
+    """Set `section.key=value` in place; the value is read as TOML, else as a string. `ConfigError` for another form.
 
     Args:
-        every: all settings with their sections, to name the one that is meant by a key without.
+        every: all settings with their sections, to suggest one for a key without.
     """
     name, equals, text = override.partition("=")
     *sections, key = name.strip().split(".")
@@ -213,8 +203,8 @@ def plan_options(tree: Mapping[str, Any]) -> PlanOptions:
     require_known(tree, PlanOptions, _PLAN_PREFIX)
     own = option_tables()
     shared = {key: value for key, value in tree.items() if key not in own}
-    found = tuple(converted(tree[name], kind, f"{_PLAN_PREFIX}{name}.") for name, kind in own.items() if name in tree)
-    return msgspec.structs.replace(converted(shared, PlanOptions, _PLAN_PREFIX), strategies=found)
+    tables = tuple(converted(tree[name], kind, f"{_PLAN_PREFIX}{name}.") for name, kind in own.items() if name in tree)
+    return msgspec.structs.replace(converted(shared, PlanOptions, _PLAN_PREFIX), strategies=tables)
 
 
 def set_options(settings: Iterable[str]) -> list[str]:
@@ -231,7 +221,7 @@ def options_of_settings(settings: Iterable[str]) -> PlanOptions:
 
 
 def setting_paths(kind: type[msgspec.Struct], prefix: str = "") -> Iterator[str]:
-    """Every setting of a struct and of the tables inside it, with its section: "optimizer.learning_rate"."""
+    """Yield every setting of a struct and of the tables inside it, with its section: "optimizer.learning_rate"."""
     for key, hint in settings_of(kind).items():
         table = _table_of(hint)
         if table is None:
@@ -251,7 +241,7 @@ def _meant(key: str, prefix: str, known: Mapping[str, Any], every: Sequence[str]
 
 
 def _choices(hint: Any) -> tuple[str, ...]:
-    """Words that a key accepts; none where it also accepts other text."""
+    """Return the fixed choices of a key; none where it also accepts other text."""
     if get_origin(hint) is Literal:
         return get_args(hint)
     kinds = get_args(hint)  # `Literal[...] | None`
@@ -261,8 +251,6 @@ def _choices(hint: Any) -> tuple[str, ...]:
 
 
 def _table_of(hint: Any) -> type[msgspec.Struct] | None:
-    """The struct of a key that is a table, a table or nothing, or an array of tables."""
-    for one in (hint, *get_args(hint)):
-        if isinstance(one, type) and issubclass(one, msgspec.Struct):
-            return one
-    return None
+    """Return the struct of a key that is a table, a table or nothing, or an array of tables."""
+    kinds = (one for one in (hint, *get_args(hint)) if isinstance(one, type))
+    return next((one for one in kinds if issubclass(one, msgspec.Struct)), None)

@@ -1,4 +1,4 @@
-"""The layouts that a run may take (`layouts_of`), the one in which fewer ranks go on (`fitted_config`), and settings of
+"""List the layouts that a run may take (`layouts_of`), fit a run to fewer ranks (`fitted_config`), refuse settings of
 the optimizer that do not go with them (`require_optimizer`)."""
 
 from collections.abc import Callable
@@ -18,43 +18,37 @@ from evenload.types.text import counted
 def layouts_of(config: TrainConfig, num_layers: int) -> tuple[ParallelLayout, ...]:
     """List the layouts that a run may take, each once: that of `[parallel]`, in which it starts and which gives the
     number of processes, and those of `plan.layouts`, or, under `flexpipe` without them, some of the same processes.
-
-    Raises:
-        ConfigError: as `layout_of` and `resolved_layout`; a layout needs more processes than `[parallel]` starts or is
-            named twice; or fifo channels with stages of different numbers of devices.
-    """
+    Raises `ConfigError`: as `layout_of` and `resolved_layout`; a layout needs more processes than `[parallel]` starts
+    or is named twice; or fifo channels with stages of different numbers of devices."""
     start = layout_of(config.parallel, num_layers)
-    found = [start]
+    layouts = [start]
     for text in config.plan.layouts:
         layout = resolved_layout(text, start, num_layers, start.world_size)
         if layout.world_size > start.world_size:
             raise ConfigError(
                 f"plan.layouts: '{text}' needs {counted(layout.world_size, 'process')}, [parallel] "
-                f"({start.describe()}) starts "
-                f"{start.world_size}; a run starts in its largest layout: make that [parallel]'s"
+                f"({start.describe()}) starts {start.world_size}; a run starts in its largest layout: make that "
+                "[parallel]'s"
             )
-        if layout in found[1:]:
+        if layout in layouts[1:]:
             raise ConfigError(f"plan.layouts: '{text}' is the same layout as an entry before it ({layout.describe()})")
         if layout != start:
-            found.append(layout)
+            layouts.append(layout)
     if not config.plan.layouts and strategy_named(config.plan.strategy).changes_layout:
         options = config.plan.options.own(FlexOptions)
-        found += enumerated_layouts(start, options.most_layouts, options.most_groups)
-    for layout in found:
+        layouts += enumerated_layouts(start, options.most_layouts, options.most_groups)
+    for layout in layouts:
         if layout.has_wide_stages and config.parallel.channels == "fifo":
             raise ConfigError(
                 f"layout {layout.describe()} has stages with different numbers of devices, and parallel.channels = "
                 '"fifo" gives every pair of ranks one queue; that is not tested with them: leave one of both out'
             )
-    return tuple(found)
+    return tuple(layouts)
 
 
 def resolved_layout(text: str, start: ParallelLayout, num_layers: int, num_ranks: int) -> ParallelLayout:
     """Read an entry of `plan.layouts`; without `dp` it has as many replicas as so many ranks suffice for, at least one.
-
-    Raises:
-        ConfigError: it cannot be read, changes cp or tp of `start`, or does not hold the model's layers.
-    """
+    Raises `ConfigError`: it cannot be read, changes cp or tp of `start`, or does not hold the model's layers."""
     written = read_layout_text(text)
     for axis in ("cp", "tp"):
         if written.sizes.get(axis, getattr(start, axis)) != getattr(start, axis):
@@ -75,13 +69,13 @@ def shrunk_parallel(
     num_ranks: int,
     refusal: Callable[[ParallelConfig], str] = lambda parallel: "",
 ) -> ParallelConfig:
-    """Choose `[parallel]` of a run that has so many ranks left; itself where that is enough for it.
+    """Choose `[parallel]` of a run that has so many ranks left; itself where they are enough.
 
     Of the layouts with as many tensor- and context-parallel ranks as before, one that uses most ranks; of these the one
-    whose number of stages is nearest to before, and then the deeper one. All of its stages have equally many ranks.
+    whose number of stages is nearest to before, and then the deeper one. Its stages have equally many ranks.
 
     Args:
-        refusal: why no run starts in a layout; "" = it may.
+        refusal: returns why no run starts in a layout; "" = it may.
 
     Raises:
         ConfigError: one replica of one stage needs more ranks, or no run starts in any layout of so many.
@@ -114,15 +108,15 @@ def shrunk_parallel(
 
 
 def fitted_config(config: TrainConfig, num_layers: int, num_ranks: int) -> TrainConfig:
-    """Fit the settings of a run to so many ranks; the same object where all that the layout needs are there.
+    """Fit the settings of a run to so many ranks; the same object where they are enough.
 
     The layout is the first of `plan.layouts` which takes most of the ranks, else that of `shrunk_parallel`; other
-    entries that still fit stay. Pure, so that every rank comes to the same settings by itself. Leaves out
-    `train.cost_file`, whose costs are of another layout.
+    entries that still fit stay. Pure, so that every rank computes the same settings. Leaves out `train.cost_file`,
+    whose costs are of another layout.
 
     Raises:
-        ConfigError: no layout with as many `cp` and `tp` ranks is small enough, none is one in which the strategy
-            trains, or an entry of `plan.layouts` is wrong.
+        ConfigError: no layout with as many `cp` and `tp` ranks is small enough, the strategy trains in none, or an
+            entry of `plan.layouts` is wrong.
     """
     start = layout_of(config.parallel, num_layers)
     if num_ranks >= start.world_size:
@@ -147,27 +141,27 @@ def fitted_config(config: TrainConfig, num_layers: int, num_ranks: int) -> Train
 def _largest_named(
     config: TrainConfig, start: ParallelLayout, num_layers: int, num_ranks: int
 ) -> ParallelConfig | None:
-    """Of `plan.layouts`, as `[parallel]`; None where none fits."""
-    largest, found = 0, None
+    """Return the largest of `plan.layouts` that fits, as `[parallel]`; None where none does."""
+    largest, chosen = 0, None
     for text in config.plan.layouts:
         layout = resolved_layout(text, start, num_layers, num_ranks)
-        if largest < layout.world_size <= num_ranks:
-            parallel = msgspec.structs.replace(
-                config.parallel,
-                dp=layout.dp,
-                pp=layout.pp,
-                virtual=layout.num_stages // layout.pp,
-                stage_layers=None if layout.is_even else layout.stage_counts,
-                stage_devices=layout.devices if layout.has_wide_stages else None,
-            )
-            is_named = layout_of(parallel, num_layers) == layout
-            if is_named and not _refusal(config.plan, parallel, num_layers):
-                largest, found = layout.world_size, parallel
-    return found
+        if not largest < layout.world_size <= num_ranks:
+            continue
+        parallel = msgspec.structs.replace(
+            config.parallel,
+            dp=layout.dp,
+            pp=layout.pp,
+            virtual=layout.num_stages // layout.pp,
+            stage_layers=None if layout.is_even else layout.stage_counts,
+            stage_devices=layout.devices if layout.has_wide_stages else None,
+        )
+        if layout_of(parallel, num_layers) == layout and not _refusal(config.plan, parallel, num_layers):
+            largest, chosen = layout.world_size, parallel
+    return chosen
 
 
 def _refusal(plan: PlanConfig, parallel: ParallelConfig, num_layers: int) -> str:
-    """Why the strategy does not train in a layout; "" = it does."""
+    """Return why the strategy does not train in a layout; "" = it does."""
     try:
         require_trainable(plan.strategy, layout_of(parallel, num_layers), plan.options)
     except ConfigError as error:
@@ -177,18 +171,18 @@ def _refusal(plan: PlanConfig, parallel: ParallelConfig, num_layers: int) -> str
 
 def require_optimizer(config: TrainConfig, model: ModelSpec, num_layouts: int) -> None:
     """Raise `ConfigError` for what no test trains together with Muon or a moving average of weights."""
-    live = "and the layout may change while the run trains, which moves AdamW's state alone; leave one of both out"
+    changes = "and the layout may change while the run trains, which moves AdamW's state alone; leave one of both out"
     if config.train.ema_decay is not None and num_layouts > 1:
-        raise ConfigError(f"train.ema_decay is {config.train.ema_decay}, {live}")
+        raise ConfigError(f"train.ema_decay is {config.train.ema_decay}, {changes}")
+    adamw = "use optimizer.name = 'adamw'"
     refused = {
         f"and parallel.tp is {config.parallel.tp}: it orthogonalises whole matrices, of which ranks of a "
-        "tensor-parallel group hold parts; use dp, cp or pp, or optimizer.name = 'adamw'": config.parallel.tp > 1,
-        f"and {model.name} has experts, whose matrices lie in one tensor that it does not take apart; use "
-        "optimizer.name = 'adamw'": bool(model.num_experts),
-        "and adapters (model.lora) are trained, which is not tested; use optimizer.name = 'adamw'": (
-            config.model.lora is not None
+        f"tensor-parallel group hold parts; use dp, cp or pp, or {adamw.removeprefix('use ')}": config.parallel.tp > 1,
+        f"and {model.name} has experts, whose matrices lie in one tensor that it does not take apart; {adamw}": bool(
+            model.num_experts
         ),
-        live: num_layouts > 1,
+        f"and adapters (model.lora) are trained, which is not tested; {adamw}": config.model.lora is not None,
+        changes: num_layouts > 1,
     }
     for why, is_set in refused.items():
         if is_set and config.optimizer.name == "muon":

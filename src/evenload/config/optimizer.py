@@ -1,5 +1,5 @@
-"""`OptimizerConfig`: the `[optimizer]` section and the learning rate of every step, also by a schedule that a user has
-written (`custom_schedule`). Needs no torch."""
+"""Define the `[optimizer]` section (`OptimizerConfig`) and the learning rate of every step, also by an own schedule
+(`custom_schedule`). Needs no torch."""
 
 import importlib
 import math
@@ -7,8 +7,9 @@ import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from evenload.data.config import require_value
 from evenload.errors import ConfigError
 from evenload.types.base import Frozen, did_you_mean
 
@@ -19,7 +20,7 @@ _EIGHT_BITS = (
     "library's is tested here; more dp makes AdamW's state as small; "
 )
 _NOT_OFFERED = dict.fromkeys(("adamw8bit", "adam8bit", "pagedadamw8bit"), _EIGHT_BITS)
-"""Names that people know from elsewhere, and why they are none of ours."""
+"""Names in other trainers, and why they are not offered."""
 _DECAY_SHARE = 0.1
 """Of the steps of a run in which WSD decays by default (MiniCPM, Hu et al. 2024)."""
 
@@ -71,28 +72,25 @@ class OptimizerConfig(Frozen):
             raise ConfigError(
                 f"optimizer.name is '{self.name}'; {why or did_you_mean(self.name, _NAMES)}choices: {', '.join(_NAMES)}"
             )
-        if not 0 <= self.momentum < 1:
-            raise ConfigError(f"optimizer.momentum is {self.momentum}, must be from 0 to below 1")
-        if self.learning_rate <= 0:
-            raise ConfigError(f"optimizer.learning_rate is {self.learning_rate}, must be above 0")
-        if self.clip_norm < 0 or self.warmup_steps < 0:
-            raise ConfigError("optimizer.clip_norm and optimizer.warmup_steps must be 0 or more")
-        if not 0 <= self.final_ratio <= 1:
-            raise ConfigError(f"optimizer.final_ratio is {self.final_ratio}, must be from 0 to 1")
+        share = self.decay_share
+        for field, is_right, what in (
+            ("momentum", 0 <= self.momentum < 1, "from 0 to below 1"),
+            ("learning_rate", self.learning_rate > 0, "above 0"),
+            ("clip_norm", self.clip_norm >= 0, "0 or more"),
+            ("warmup_steps", self.warmup_steps >= 0, "0 or more"),
+            ("final_ratio", 0 <= self.final_ratio <= 1, "from 0 to 1"),
+            ("decay_steps", self.decay_steps is None or self.decay_steps >= 1, "at least 1"),
+            ("decay_share", share is None or 0 < share <= 1, "above 0 and at most 1"),
+        ):
+            require_value("optimizer", self, field, is_right, what)
         for field in ("decay_steps", "decay_share", "decay_shape"):
             if getattr(self, field) is not None and self.decay != "wsd":
                 raise ConfigError(
                     f"optimizer.{field} is {getattr(self, field)}, which optimizer.decay = '{self.decay}' does not "
                     f'read; set optimizer.decay = "wsd", or leave {field} out'
                 )
-        if self.decay_steps is not None and self.decay_share is not None:
-            raise ConfigError(
-                f"optimizer.decay_steps is {self.decay_steps} and optimizer.decay_share {self.decay_share}; set one"
-            )
-        if self.decay_steps is not None and self.decay_steps < 1:
-            raise ConfigError(f"optimizer.decay_steps is {self.decay_steps}, must be at least 1")
-        if self.decay_share is not None and not 0 < self.decay_share <= 1:
-            raise ConfigError(f"optimizer.decay_share is {self.decay_share}, must be above 0 and at most 1")
+        if self.decay_steps is not None and share is not None:
+            raise ConfigError(f"optimizer.decay_steps is {self.decay_steps} and optimizer.decay_share {share}; set one")
         if self.decay_shape == "exponential" and not self.final_ratio:
             raise ConfigError(
                 "optimizer.decay_shape is 'exponential' and optimizer.final_ratio 0, which it never reaches; set a "
@@ -105,7 +103,7 @@ class OptimizerConfig(Frozen):
             )
 
     def decaying_steps(self, total_steps: int) -> int:
-        """How many steps "wsd" decays in."""
+        """Return in how many steps "wsd" decays."""
         share = _DECAY_SHARE if self.decay_share is None else self.decay_share
         return self.decay_steps or max(1, round(share * total_steps))
 
@@ -115,16 +113,15 @@ class OptimizerConfig(Frozen):
             raise ConfigError(
                 f"optimizer.decay is '{self.decay}', which ends at train.steps, but train.steps is not set"
             )
-        if self.decay == "wsd" and total_steps is not None:
-            decaying = self.decaying_steps(total_steps)
-            if self.warmup_steps + decaying > total_steps:
-                raise ConfigError(
-                    f"optimizer.warmup_steps {self.warmup_steps} and the {decaying} steps in which 'wsd' decays are "
-                    f"more than train.steps {total_steps}; lower one of them, or raise train.steps"
-                )
+        decaying = self.decaying_steps(total_steps) if self.decay == "wsd" and total_steps else 0
+        if total_steps is not None and decaying and self.warmup_steps + decaying > total_steps:
+            raise ConfigError(
+                f"optimizer.warmup_steps {self.warmup_steps} and the {decaying} steps in which 'wsd' decays are more "
+                f"than train.steps {total_steps}; lower one of them, or raise train.steps"
+            )
 
     def rate(self, step: int, total_steps: int | None) -> float:
-        """Learning rate of a step (from 0) in a run of `total_steps`; None = it ends with its data."""
+        """Return the learning rate of a step (from 0) in a run of `total_steps`; None = it ends with its data."""
         if step < self.warmup_steps:
             return self.learning_rate * (step + 1) / self.warmup_steps
         if self.decay == "constant":
@@ -139,21 +136,17 @@ class OptimizerConfig(Frozen):
         return self._decayed(self.decay, done)
 
     def _decayed(self, shape: str, done: float) -> float:
-        """The learning rate when this part of a decay is done."""
+        """Return the learning rate when this part of a decay is done."""
         done = min(1.0, max(0.0, done))
         if shape == "exponential":
             return self.learning_rate * self.final_ratio**done
-        shares = {
-            "cosine": 0.5 * (1 + math.cos(math.pi * done)),
-            "linear": 1 - done,
-            "sqrt": 1 - math.sqrt(done),
-        }
+        shares = {"cosine": 0.5 * (1 + math.cos(math.pi * done)), "linear": 1 - done, "sqrt": 1 - math.sqrt(done)}
         return self.learning_rate * (self.final_ratio + (1 - self.final_ratio) * shares[shape])
 
 
 @cache
 def custom_schedule(name: str) -> Callable[[int, int | None], float]:
-    """Return the function of that name, from the working directory first. `ConfigError`: there is none."""
+    """Import the function of that name, from the working directory first; `ConfigError` where there is none."""
     module, colon, path = name.partition(":")
     if not (module and colon and path):
         raise ConfigError(
@@ -162,7 +155,7 @@ def custom_schedule(name: str) -> Callable[[int, int | None], float]:
     here = str(Path.cwd())
     sys.path.insert(0, here)
     try:
-        found = importlib.import_module(module)
+        schedule: Any = importlib.import_module(module)
     except Exception as error:  # whatever the user's module raises while it is imported
         raise ConfigError(
             f"optimizer.schedule is '{name}', but module '{module}' cannot be imported from {here} or the "
@@ -171,19 +164,19 @@ def custom_schedule(name: str) -> Callable[[int, int | None], float]:
     finally:
         sys.path.remove(here)
     for part in path.split("."):
-        if not hasattr(found, part):
+        if not hasattr(schedule, part):
             raise ConfigError(f"optimizer.schedule is '{name}', but '{module}' has no '{path}'")
-        found = getattr(found, part)
-    if not callable(found):
-        raise ConfigError(f"optimizer.schedule is '{name}', which is a {type(found).__name__} and no function")
-    return found
+        schedule = getattr(schedule, part)
+    if not callable(schedule):
+        raise ConfigError(f"optimizer.schedule is '{name}', which is a {type(schedule).__name__} and no function")
+    return schedule
 
 
 def custom_factor(name: str, step: int, steps: int | None) -> float:
-    """What the function gives for a step. `ConfigError` where it fails, or gives no number from 0 on."""
-    function = custom_schedule(name)
+    """Call the function for a step; `ConfigError` where it fails, or returns no number from 0 on."""
+    schedule = custom_schedule(name)
     try:
-        factor = function(step, steps)
+        factor = schedule(step, steps)
     except Exception as error:  # the user's own
         raise ConfigError(
             f"optimizer.schedule '{name}' failed for step {step} of {steps}: {type(error).__name__}: {error}; it is "

@@ -1,4 +1,4 @@
-"""The planner of a configured run, of its layout or of all that it may take, and its main memory."""
+"""Make the planner of a configured run, for its layout or for all that it may take, and find out its main memory."""
 
 import os
 from collections.abc import Sequence
@@ -20,13 +20,13 @@ from evenload.types.model import ModelSpec
 
 
 def run_options(config: TrainConfig, layout: ParallelLayout, coefficients: CostCoefficients) -> PlanOptions:
-    """`plan.options` with what the run decides where they leave it open: the limit of packs, and DP-Merge."""
+    """Return `plan.options`, completed by what the run decides: the limit of packs, and DP-Merge."""
     options = msgspec.structs.replace(config.plan.options, max_pack_tokens=config.max_pack_tokens)
     return decide_dp_merge(options, config.plan.strategy, layout, coefficients)[0]
 
 
 def run_host(plan: PlanConfig, num_ranks: int) -> HostMemory:
-    """Return what a machine of so many ranks offers to offloading: of `plan.host_memory_bytes`, or of its memory."""
+    """Return what a machine of so many ranks offers for offloading, by `plan.host_memory_bytes` or its memory."""
     return host_memory_of_node(num_ranks, plan.host_memory_bytes or machine_memory_bytes())
 
 
@@ -44,18 +44,13 @@ def run_planner(
         memory_cap_bytes: of one process.
         ranks_per_machine: share its main memory for what they offload; None = all ranks of the layout.
     """
-    options, host = (
-        run_options(config, layout, coefficients),
-        run_host(config.plan, ranks_per_machine or layout.world_size),
-    )
+    options = run_options(config, layout, coefficients)
+    host = run_host(config.plan, ranks_per_machine or layout.world_size)
     return StepPlanner(model, coefficients, layout, memory_cap_bytes, options, host=host)
 
 
 def run_flex_planner(
-    config: TrainConfig,
-    planner: StepPlanner,
-    layouts: Sequence[ParallelLayout],
-    moved: SwitchPieces | None = None,
+    config: TrainConfig, planner: StepPlanner, layouts: Sequence[ParallelLayout], moved: SwitchPieces | None = None
 ) -> FlexPlanner:
     """Make the planner of a run whose layout may change between steps.
 
@@ -64,9 +59,9 @@ def run_flex_planner(
         moved: what its switches move; None = the model's units.
 
     Raises:
-        ConfigError: no link between processes was measured, so nothing can be said of another layout.
+        ConfigError: no link between processes was measured, so that other layouts have no price.
     """
-    # Of all processes: what a smaller layout is switched to from others crosses links that itself does not use.
+    # Links of all processes: a switch to a smaller layout crosses some that this layout does not use.
     completed = completed_between_layouts(planner.costs.coefficients, planner.layout)[0]
     return FlexPlanner(
         planner,
@@ -86,12 +81,12 @@ _FREE_SHARE = 0.2
 
 
 def process_memory_bytes(processes: int) -> int:
-    """What one of so many processes of a run may hold."""
+    """Return what one of so many processes of a run may hold."""
     return int(machine_memory_bytes() * (1 - _FREE_SHARE) / processes)
 
 
 def machine_memory_bytes() -> int:
-    """What the machine has, or the container where one is limited."""
+    """Return the memory of the machine, or of the container where that is limited."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for limit in _LIMITS:
         text = limit.read_text().strip() if limit.is_file() else "max"

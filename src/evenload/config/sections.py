@@ -1,5 +1,5 @@
-"""Sections of the TOML file: `[train]` (`RunConfig`), `[log]`, `[model.lora]`, `[samples]` and `[validation]`, each
-with the checks that need no other section. Needs no torch."""
+"""Define the sections `[train]` (`RunConfig`), `[log]`, `[model.lora]`, `[samples]` and `[validation]` of the file,
+each with the checks that need no other section. Needs no torch."""
 
 import hashlib
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from evenload.data.config import DataConfig, MixturePart, RecordSettings
+from evenload.data.config import DataConfig, MixturePart, RecordSettings, require_least, require_value
 from evenload.errors import ConfigError, MissingPackageError
 from evenload.types.base import Frozen, PathText, write_out_home
 from evenload.types.cluster import DeviceKind
@@ -16,14 +16,6 @@ from evenload.types.model import ModelSpec
 
 # What a killed run may lose by default; a save itself costs training a copy in memory.
 _CHECKPOINT_EVERY_S = 600.0
-
-
-def require_least(section: str, config: Frozen, what: str, least: float, *fields: str) -> None:
-    """Raise `ConfigError` where one of these settings is set and smaller than `least`; `what` it must be."""
-    for field in fields:
-        value = getattr(config, field)
-        if value is not None and value < least:
-            raise ConfigError(f"{section}.{field} is {value}, must be {what}")
 
 
 class RunConfig(Frozen):
@@ -40,32 +32,30 @@ class RunConfig(Frozen):
         cost_file: cost coefficients (`cost.json` of another run of this model and layout, else refused); None = measure
             this device at start, which takes seconds and is cached, so that predictions are in its seconds.
         checkpoint_every_steps: a checkpoint after every so many steps; 0 = by time, see `checkpoint_every_s`.
-        checkpoint_every_s: a checkpoint at the end of the step in which so many seconds have passed since the last one
-            (or since the start); 0 = none by time. Default: 600, or 0 where `checkpoint_every_steps` is set. The end of
-            a run and a signal that stops it always save.
+        checkpoint_every_s: a checkpoint at the end of the step in which so many seconds have passed since the last one;
+            0 = none by time. Default: 600, or 0 where `checkpoint_every_steps` is set. The end of a run and a signal
+            that stops it always save.
         stop_grace_s: after SIGTERM, SIGHUP or Ctrl-C the running step is finished and a checkpoint is saved; processes
-            that have not ended after so many seconds are killed. Under torchrun its `--shutdown-timeout` says so.
-        keep_checkpoints: newest complete checkpoints that stay in `output_dir`, older ones are deleted after each save;
-            0 = all.
-        keep_best: so many checkpoints with the smallest validation losses stay, too; one is written after every pass
-            over the data of `[validation]` whose loss is among them. `best.json` names the best; 0 = none.
+            that then still run after so many seconds are killed. Under torchrun `--shutdown-timeout` decides.
+        keep_checkpoints: newest complete checkpoints that stay in `output_dir`; 0 = all.
+        keep_best: checkpoints with the smallest validation losses that stay, too; one is written after every validation
+            whose loss is among them. `best.json` names the best; 0 = none.
         background_checkpoints: train on while a checkpoint is written; takes host memory for one more copy of weights
             (divided by dp) and optimizer state. False = wait until it is written.
         checkpoint_timeout_s: how long ranks wait for each other's part of a checkpoint.
         on_failed_checkpoint: "stop" the run when a checkpoint on the way cannot be written, or report it and
             "continue" until the next one. The last one of a run has to succeed.
-        deterministic: a run that is resumed trains the same weights to the bit on a GPU too, as on a CPU: kernels that
-            add in one order, for which attention's backward holds more memory, and plans that follow nothing measured:
-            refused with `plan.layouts`, `flexpipe`, `recalibrate`, and a search that ends by the clock.
+        deterministic: a resumed run trains the same weights to the bit on a GPU too, as on a CPU: kernels that add in
+            one order, for which attention's backward holds more memory, and plans that follow nothing measured; refused
+            with `plan.layouts`, `flexpipe`, `recalibrate`, and a search that ends by the clock.
         resume: go on from the latest checkpoint in `output_dir` if there is one; false refuses a directory that
             holds one, so that two runs never mix.
-        on_nonfinite: what to do where the loss or the gradient norm of a step is NaN or infinite. Its update is never
-            applied. "stop" the run with an error that names step, pack and documents, or "skip" the step: weights and
-            optimizer stay as they were, and its documents count as dropped ("not finite") in the ledger. Ten such
-            steps in a row stop the run in either case.
-        report_every_s: at least so many seconds lie between two versions of `report.html` and its files, and more
-            where writing them takes above 2 % of the time; 0 = only at the end.
-        recalibrate: measure costs again, whatever is cached or lies in the checkpoint that is resumed.
+        on_nonfinite: where the loss or the gradient norm of a step is NaN or infinite, its update is never applied:
+            "stop" the run with an error that names step, pack and documents, or "skip" the step, whose documents count
+            as dropped ("not finite") in the ledger. Ten such steps in a row stop the run in either case.
+        report_every_s: least seconds between two versions of `report.html` and its files, and more where writing them
+            takes above 2 % of the time; 0 = only at the end.
+        recalibrate: measure costs again, whatever is cached or in the checkpoint that is resumed.
         export_hf: write the trained model as a Hugging Face directory at the end.
         ema_decay: keep a moving average of the weights, `average <- decay * average + (1 - decay) * weights` after
             every update; it is in checkpoints, and exported as `model-average/`. Such as 0.999; unset = none.
@@ -110,19 +100,18 @@ class RunConfig(Frozen):
         require_least("train", self, "0 (keep all) or more", 0, "keep_checkpoints")
         require_least("train", self, "0 (none) or more", 0, "keep_best")
         require_least("train", self, "0 (never) or more", 0, "checkpoint_every_s", "report_every_s")
-        if self.ema_decay is not None and not 0 < self.ema_decay < 1:
-            raise ConfigError(f"train.ema_decay is {self.ema_decay}, must be above 0 and below 1, such as 0.999")
+        is_decay = self.ema_decay is None or 0 < self.ema_decay < 1
+        require_value("train", self, "ema_decay", is_decay, "above 0 and below 1, such as 0.999")
         if self.recalibrate and self.cost_file is not None:
             raise ConfigError(
                 f"train.recalibrate is true, but train.cost_file = '{self.cost_file}' says which costs to use; set one"
             )
         for field in ("timeout_s", "checkpoint_timeout_s", "stop_grace_s"):
-            if not getattr(self, field) > 0:
-                raise ConfigError(f"train.{field} is {getattr(self, field)}, must be above 0")
+            require_value("train", self, field, getattr(self, field) > 0, "above 0")
 
     @property
     def checkpoint_interval_s(self) -> float:
-        """Most seconds of training between two checkpoints, up to a step; 0 = not by time."""
+        """Return the most seconds of training between two checkpoints, up to a step; 0 = not by time."""
         if self.checkpoint_every_s is not None:
             return self.checkpoint_every_s
         return 0.0 if self.checkpoint_every_steps else _CHECKPOINT_EVERY_S
@@ -132,17 +121,17 @@ Tracker = Literal["wandb", "tensorboard"]
 
 
 class LogConfig(Frozen):
-    """What a run says and to whom, beside `metrics.jsonl`, which has every step.
+    """Where a run reports, besides `metrics.jsonl`, which has every step.
 
     Args:
-        to: also "wandb" (Weights & Biases) and "tensorboard" (event files in `output_dir`/tensorboard); a run that is
-            resumed goes on in the same one. Needs `pip install 'evenload[wandb]'` or `'evenload[tensorboard]'`.
+        to: also "wandb" (Weights & Biases) and "tensorboard" (event files in `output_dir`/tensorboard); a resumed run
+            goes on in the same one. Needs `pip install 'evenload[wandb]'` or `'evenload[tensorboard]'`.
         project: of Weights & Biases.
         name: of the run there; default: the last part of `train.output_dir`.
-        lines_every_s: a line about a step is shown at most once in so many seconds; the first two steps and the
-            last always have one; 0 = every step has.
-        profile_steps: [first, end): steps that torch's profiler records, one Chrome trace a process, in
-            `output_dir`/profile. Steps that are profiled take longer.
+        lines_every_s: a line about a step is shown at most once in so many seconds, besides the first two steps and
+            the last; 0 = for every step.
+        profile_steps: [first, end): steps that torch's profiler records, which takes longer, one Chrome trace a
+            process, in `output_dir`/profile.
     """
 
     to: tuple[Tracker, ...] = ()
@@ -162,7 +151,7 @@ class LogConfig(Frozen):
             )
 
     def require_steps(self, steps: int) -> None:
-        """`ConfigError` where a run of so many steps has none that is profiled."""
+        """Raise `ConfigError` where a run of so many steps has none that is profiled."""
         if self.profile_steps is not None and self.profile_steps[0] >= steps:
             raise ConfigError(
                 f"log.profile_steps is {list(self.profile_steps)}, but train.steps is {steps}, so the last step is "
@@ -171,7 +160,7 @@ class LogConfig(Frozen):
 
 
 def require_trackers(config: LogConfig) -> None:
-    """`MissingPackageError` where the package of a tracker is not installed here; imports none."""
+    """Raise `MissingPackageError` where the package of a tracker is not installed; imports none."""
     for name in config.to:
         if find_spec(name) is None:
             raise MissingPackageError(
@@ -200,17 +189,13 @@ class LoraConfig(Frozen):
     def __post_init__(self) -> None:
         write_out_home(self)
         require_least("model.lora", self, "at least 1", 1, "rank")
-        if self.alpha <= 0:
-            raise ConfigError(f"model.lora.alpha is {self.alpha}, must be above 0")
-        if self.dropout != 0:
-            raise ConfigError(
-                f"model.lora.dropout is {self.dropout}, must be 0: a dropout mask would differ between forward and "
-                "backward packs"
-            )
+        require_value("model.lora", self, "alpha", self.alpha > 0, "above 0")
+        why = "0: a dropout mask would differ between forward and backward packs"
+        require_value("model.lora", self, "dropout", self.dropout == 0, why)
 
 
 def with_adapters(model: ModelSpec, lora: LoraConfig | None) -> ModelSpec:
-    """Return a model that trains adapters alone. `ConfigError`: a target module that the layer does not have."""
+    """Return a model that trains adapters alone; `ConfigError` for a target module that the layer does not have."""
     if lora is None:
         return model
     sizes = linear_sizes(model)
@@ -219,14 +204,10 @@ def with_adapters(model: ModelSpec, lora: LoraConfig | None) -> ModelSpec:
 
 
 def linear_sizes(model: ModelSpec) -> dict[str, tuple[int, int]]:
-    """(in, out) of a layer's linears. Experts are no linears: all of a layer are one tensor."""
+    """Return (in, out) of a layer's linears. Experts are no linears: all of a layer are one tensor."""
     hidden, query, key_value = model.hidden_size, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    sizes = {
-        "q_proj": (hidden, query),
-        "k_proj": (hidden, key_value),
-        "v_proj": (hidden, key_value),
-        "o_proj": (query, hidden),
-    }
+    sizes = {"q_proj": (hidden, query), "k_proj": (hidden, key_value), "v_proj": (hidden, key_value)}
+    sizes["o_proj"] = (query, hidden)
     if not model.num_experts:
         sizes |= dict.fromkeys(("gate_proj", "up_proj"), (hidden, model.ffn_hidden_size))
         sizes["down_proj"] = (model.ffn_hidden_size, hidden)
@@ -234,7 +215,7 @@ def linear_sizes(model: ModelSpec) -> dict[str, tuple[int, int]]:
 
 
 def target_linears(known: Mapping[str, object], lora: LoraConfig) -> list[str]:
-    """Name the linears of `known` that get adapters. `ConfigError`: `target_modules` names something else."""
+    """Return the linears of `known` that get adapters; `ConfigError` where `target_modules` names something else."""
     for name in lora.target_modules:
         if name not in known:
             raise ConfigError(
@@ -270,9 +251,8 @@ _OF_SHARE = (*_OWN, "batch_documents", "batch_tokens")
 
 class ValidationConfig(RecordSettings):
     """Losses of other data while the model trains, by forwards alone. The data are documents of their own (`sources`,
-    `mixture`), or a share of those of `[data]`, which then are not trained (`data.blocks`). What is not set
-    is as in `[data]`; all documents of the sources are read once, in the same order every time, and no token is left
-    out but by `data.overlong`.
+    `mixture`), or a share of those of `[data]`, which then are not trained. What is not set is as in `[data]`; all
+    documents are read once, in the same order every time, and no token is left out but by `data.overlong`.
 
     Args:
         every_steps: after every so many steps; 0 = at the end alone.
@@ -323,8 +303,7 @@ class ValidationConfig(RecordSettings):
             )
 
     def _require_plain_share(self, share: float) -> None:
-        if not 0 < share < 1:
-            raise ConfigError(f"validation.share is {share}, must be above 0 and below 1, such as 0.01")
+        require_value("validation", self, "share", 0 < share < 1, "above 0 and below 1, such as 0.01")
         for field in msgspec.structs.fields(type(self)):
             if field.name not in _OF_SHARE and getattr(self, field.name) != field.default:
                 raise ConfigError(
@@ -333,15 +312,14 @@ class ValidationConfig(RecordSettings):
                 )
 
     def is_due(self, steps_done: int) -> bool:
-        """After so many steps, whether or not they are the last."""
+        """Tell whether to validate after so many steps, whether or not they are the last."""
         return bool(self.every_steps) and steps_done % self.every_steps == 0
 
 
 def validation_data(data: DataConfig, validation: ValidationConfig) -> DataConfig:
     """Return how the validation data is read: once, by the training processes. `ConfigError`: settings clash."""
-    own = {name: value for name, value in msgspec.structs.asdict(validation).items() if value is not None}
-    for name in _OWN:
-        own.pop(name, None)
+    given = msgspec.structs.asdict(validation).items()
+    own = {name: value for name, value in given if value is not None and name not in _OWN}
     if validation.share is None:
         own |= {"held_out_share": 0.0, "reads": "training"}
     else:
@@ -370,6 +348,6 @@ def with_held_out(data: DataConfig, validation: ValidationConfig | None) -> Data
 
 
 def validation_digest(data: DataConfig, validation: ValidationConfig) -> str:
-    """Of all that decides which losses a model has; losses under different ones are not to be compared."""
+    """Hash all that decides which losses a model has; losses under different digests are not to be compared."""
     decides = (validation_data(data, validation), validation.batches, validation.of_average)
     return hashlib.sha256(msgspec.json.encode(decides)).hexdigest()

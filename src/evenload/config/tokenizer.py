@@ -1,5 +1,5 @@
-"""Which tokeniser a run uses: the one that is set, else the model directory's, else plain bytes, which are refused for
-pretrained weights unless the model's vocabulary is plainly one of bytes (`MAX_BYTE_VOCABULARY`)."""
+"""Choose a run's tokeniser: the one that is set, else the model directory's, else plain bytes, which are refused for
+pretrained weights unless the model's vocabulary is one of bytes (`MAX_BYTE_VOCABULARY`)."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ TOKENIZER_FILE, GENERATION_FILE, MODEL_FILE = "tokenizer.json", "generation_conf
 
 
 def model_directory(model_path: str) -> Path | None:
-    """Return a model's directory; None for a file that is no `config.json`: others' files may lie beside it."""
+    """Return a model's directory; None for a file that is no `config.json`, next to which anything may lie."""
     path = Path(local_path(model_path, "model.path"))
     if path.is_dir():
         return path
@@ -43,21 +43,14 @@ def with_default_tokenizer(data: DataConfig, model_path: str) -> DataConfig:
 
 
 def require_tokenizer(data: DataConfig, *, model_path: str, random_init: bool, vocab_size: int) -> DocumentTokenizer:
-    """Open the run's tokeniser, after everything that depends on it was checked: encoders, templates, ends of
-    documents.
-
-    Raises:
-        ConfigError: no such file or not a tokeniser, more ids than the model's vocabulary, or bytes for pretrained
-            weights; see also `open_encoder`.
-    """
+    """Open the run's tokeniser and check all that depends on it: encoders, templates, ends of documents. Raises
+    `ConfigError`: no such file or not a tokeniser, more ids than the model's vocabulary, or bytes for pretrained
+    weights; see also `open_encoder`."""
     tokenizer = open_tokenizer(data.tokenizer, data.eos_token)
     mean_nothing = not random_init and vocab_size > MAX_BYTE_VOCABULARY
     if mean_nothing and isinstance(tokenizer, ByteTokenizer) and not trains_given_ids(data):
-        cause = (
-            f'data.tokenizer is "{BYTES}"'
-            if data.tokenizer == BYTES
-            else f"data.tokenizer is not set and {model_path} holds no {TOKENIZER_FILE}"
-        )
+        unset = f"data.tokenizer is not set and {model_path} holds no {TOKENIZER_FILE}"
+        cause = f'data.tokenizer is "{BYTES}"' if data.tokenizer == BYTES else unset
         raise ConfigError(
             f"{cause}, so pretrained weights with a vocabulary of {vocab_size:,} ids would be trained on plain bytes, "
             "which mean nothing to them; set data.tokenizer to the model's tokeniser (one without a "
@@ -71,7 +64,7 @@ def require_tokenizer(data: DataConfig, *, model_path: str, random_init: bool, v
 
 
 def tokenizer_warnings(data: DataConfig, tokenizer: DocumentTokenizer, model_path: str) -> list[str]:
-    """What people should know of a run's tokeniser and templates before they train."""
+    """Warn of what a run's tokeniser and templates do not teach."""
     home = model_directory(model_path)
     files = [] if home is None else [home / GENERATION_FILE, home / MODEL_FILE]
     ends = next((ids for file in files if (ids := read_settings(file).get("eos_token_id")) is not None), None)
@@ -79,7 +72,7 @@ def tokenizer_warnings(data: DataConfig, tokenizer: DocumentTokenizer, model_pat
 
 
 def tokenizer_fact(data: DataConfig, tokenizer: DocumentTokenizer, vocab_size: int) -> str:
-    """What a run's first lines and its report say about its tokeniser."""
+    """Describe a run's tokeniser, for its first lines and its report."""
     if trains_given_ids(data):
         return f"none: records hold token ids, checked against the model's vocabulary of {vocab_size:,}"
     return describe_tokenizer(tokenizer)

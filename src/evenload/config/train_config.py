@@ -1,4 +1,4 @@
-"""`TrainConfig`: the TOML file of `evenload train`, strict about every key.
+"""Define the TOML file of `evenload train` (`TrainConfig`), strict about every key.
 
 Needs no torch: `evenload plan` and `evenload lengths` read the same file.
 """
@@ -19,12 +19,11 @@ from evenload.config.sections import (
     RunConfig,
     SamplesConfig,
     ValidationConfig,
-    require_least,
     validation_data,
     with_held_out,
 )
 from evenload.config.tokenizer import with_default_tokenizer
-from evenload.data.config import DataConfig
+from evenload.data.config import DataConfig, require_least
 from evenload.errors import ConfigError, unreadable
 from evenload.plan.problem import PlanOptions
 from evenload.types.base import Frozen, PathText, write_out_home
@@ -32,7 +31,7 @@ from evenload.types.layout import ChannelChoice, ParallelLayout, even_layout, sp
 from evenload.types.model import ModelSpec
 
 BYTES_PER_ELEMENT = {"float64": 8, "float32": 4, "bfloat16": 2}
-"""Of `model.dtype`."""
+"""By `model.dtype`."""
 _NEEDED = (
     "a run needs model.path, data.sources (or data.mixture), data.max_document_tokens, data.batch_documents or "
     "data.batch_tokens, train.output_dir, and train.steps or data.epochs"
@@ -77,8 +76,8 @@ class ParallelConfig(Frozen):
         virtual: stages on every pipeline rank; more make the pipeline's bubble smaller and its transfers more.
         channels: how pipeline ranks exchange hidden states and gradients. "directed": a process group for each
             direction between neighbouring stages, so that no transfer waits for another. "fifo": one queue for each
-            pair of ranks, in the order of the plan, for devices on which transfers of different groups block each
-            other. "auto": "fifo" on GPUs without `stage_devices`, which may do so; else "directed".
+            pair of ranks, in the order of the plan, for devices on which transfers of different groups may block each
+            other. "auto": "fifo" on GPUs without `stage_devices`; else "directed".
         stage_layers: layers of every virtual stage, `pp * virtual` of them, such as those that `evenload plan` chooses
             by cost; default: split evenly. May change when a run is resumed.
         stage_devices: processes of every stage where they differ, such as [1, 2, 1] for pp = 3: the two of the second
@@ -114,11 +113,10 @@ class PlanConfig(Frozen):
     Args:
         strategy: a name of `evenload plan`; the same data is trained whatever it is.
         layouts: other layouts that the run may take between two steps, as `evenload plan --layout` reads them, such as
-            ["pp=4", "pp=2,dp=2", "pp=3,layers=3+3+2"]; it starts in that of `[parallel]`, whose processes are all that
-            there are. cp and tp cannot change; without `dp` as many replicas as fit, and processes left over are idle.
-            Process groups of all of them are made at start. Without any, `flexpipe` takes some depths of the same
-            processes (`plan.options.flexpipe.most_layouts`, `most_groups`). `evenload bench` and `check` stay in that
-            of `[parallel]`.
+            ["pp=4", "pp=2,dp=2", "pp=3,layers=3+3+2"]; it starts in that of `[parallel]`, the largest. cp and tp cannot
+            change; without `dp` as many replicas as fit, and processes left over are idle. Without any, `flexpipe`
+            takes some depths of the same processes (`plan.options.flexpipe.most_layouts`, `most_groups`). `evenload
+            bench` and `check` stay in that of `[parallel]`.
         memory_bytes: what one process may hold; default: its share of the machine's memory.
         host_memory_bytes: main memory of one machine, of which offloaded activations may take 85 %; default: what the
             machine, or its container, has.
@@ -188,42 +186,37 @@ class TrainConfig(Frozen):
             for one in self.plan.options.strategies
             if getattr(one, "time_budget_s", None) is not None
         ]
-        for setting, is_set in (
-            ("plan.layouts", bool(self.plan.layouts)),
-            ('plan.strategy = "flexpipe"', self.plan.strategy == "flexpipe"),
-            ("train.recalibrate", self.train.recalibrate),
-            *((name, True) for name in by_clock),
-        ):
-            if is_set:
-                raise ConfigError(
-                    f"train.deterministic is set, and with {setting} plans depend on measured seconds, which no run "
-                    "has twice; leave one of both out"
-                )
+        measured = {
+            "plan.layouts": bool(self.plan.layouts),
+            'plan.strategy = "flexpipe"': self.plan.strategy == "flexpipe",
+            "train.recalibrate": self.train.recalibrate,
+        } | dict.fromkeys(by_clock, True)
+        if setting := next((setting for setting, is_set in measured.items() if is_set), None):
+            raise ConfigError(
+                f"train.deterministic is set, and with {setting} plans depend on measured seconds, which no run has "
+                "twice; leave one of both out"
+            )
 
     @property
     def max_pack_tokens(self) -> int:
-        """Token limit of a pack: as configured, else the longest document allowed."""
+        """Return the token limit of a pack: as configured, else the longest document allowed."""
         return self.plan.options.max_pack_tokens or self.data.max_document_tokens
 
     def with_run_memory(self, model: ModelSpec) -> ModelSpec:
         """Return a model whose memory counts the weights' average, and what attention's GPU kernels hold."""
-        in_kernels = self.train.device == "cuda" and self.train.attention != "reference"
-        in_kernels = in_kernels and self.model.dtype == "bfloat16"
-        ordered = in_kernels and self.train.deterministic
+        on_cuda = self.train.device == "cuda" and self.model.dtype == "bfloat16"
+        in_kernels = on_cuda and self.train.attention != "reference"
         return msgspec.structs.replace(
             model,
             attention_workspace=in_kernels,
-            ordered_attention=ordered,
+            ordered_attention=in_kernels and self.train.deterministic,
             averaged_weights=self.train.ema_decay is not None,
         )
 
 
 def load_train_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
     """Read a TOML file and apply `section.key=value` overrides; an unset tokeniser becomes the model directory's.
-
-    Raises:
-        ConfigError: no file, bad TOML, an unknown key or choice (with the nearest known one), or a bad value.
-    """
+    Raises `ConfigError`: no file, bad TOML, an unknown key or choice (with the nearest known one), or a bad value."""
     try:
         tree = tomllib.loads(path.expanduser().read_text(encoding="utf-8"))
     except OSError as error:
@@ -236,7 +229,7 @@ def load_train_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
 
 
 def read_train_config(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> TrainConfig:
-    """Read nested tables, as a TOML file has them, which stay as they are; otherwise as `load_train_config`."""
+    """Read nested tables of a TOML file, which are not changed; otherwise as `load_train_config`."""
     tree = copy.deepcopy(dict(tree))
     every = tuple(setting_paths(TrainConfig))
     for override in overrides:
@@ -250,17 +243,14 @@ def read_train_config(tree: Mapping[str, Any], overrides: Sequence[str] = ()) ->
 
 
 def layout_of(parallel: ParallelConfig, num_layers: int) -> ParallelLayout:
-    """Return the configured layout; layers are split evenly where `parallel.stage_layers` is not set.
-
-    Raises:
-        ConfigError: more stages than layers, stages that do not hold all layers, or untested devices of stages.
-    """
-    p = parallel
-    if p.stage_layers is None:
+    """Return the configured layout; layers are split evenly where `parallel.stage_layers` is not set. Raises
+    `ConfigError`: more stages than layers, stages that do not hold all layers, or untested devices of stages."""
+    p, layers = parallel, parallel.stage_layers
+    if layers is None:
         return even_layout(num_layers, dp=p.dp, cp=p.cp, pp=p.pp, tp=p.tp, virtual=p.virtual, devices=p.stage_devices)
-    if sum(p.stage_layers) != num_layers:
+    if sum(layers) != num_layers:
         raise ConfigError(
-            f"parallel.stage_layers {list(p.stage_layers)} hold {sum(p.stage_layers)} layers, the model has "
-            f"{num_layers}; give every layer to a stage, or leave stage_layers out for an even split"
+            f"parallel.stage_layers {list(layers)} hold {sum(layers)} layers, the model has {num_layers}; give every "
+            "layer to a stage, or leave stage_layers out for an even split"
         )
-    return split_layout(p.stage_layers, dp=p.dp, cp=p.cp, pp=p.pp, tp=p.tp, devices=p.stage_devices)
+    return split_layout(layers, dp=p.dp, cp=p.cp, pp=p.pp, tp=p.tp, devices=p.stage_devices)

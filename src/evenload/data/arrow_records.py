@@ -1,21 +1,16 @@
-"""Arrow tables as records: files and streams of Arrow IPC (`datasets` caches, Feather) and parquet files.
+"""Read Arrow tables as records: Arrow IPC files and streams (`datasets` caches, Feather), and parquet files.
 
-A batch of a column is converted at once and then cut: a record's ids are a slice of the batch's (0.2 µs), without a
-copy where the column holds int32. Price: O(values); one Python object a record, more for texts and messages.
+A batch of a column is converted at once and cut: a record's ids are a slice of them, a view where they are int32. Arrow
+gives every struct all keys of all structs, so a key that is null, at any depth, is left out; values of the extension
+type `arrow.json` keep their nulls, other extension types are refused.
 
-Arrow gives every struct all keys of all structs, so a key that is null, at any depth, is left out: a template must not
-read what only other rows have. Values of the extension type `arrow.json` are the values that the JSON spells, with
-their nulls. Any other extension type is refused, since what it means is not known.
+Arrow IPC: an offset is a record batch and a row in it. A part of a file is a share of its batches. Of a stream, batches
+are skipped from the beginning (some 10 µs each), and one belongs to the part in whose bytes it begins. A remote file is
+one part. Buffers are checked before they are used, so damaged offsets cannot lead outside them. Price: one batch in
+memory where it is compressed or remote, its mapped pages otherwise.
 
-Arrow IPC: an offset is a record batch and a row in it. A file has an index of its batches, so a part is a share of
-them. A stream has none: its batches are passed from the beginning, bodies untouched (some 10 µs each), and one belongs
-to the part in whose range of bytes it begins. A remote file is one part. Local files are mapped into memory. Buffers
-are checked before they are used, so damaged offsets cannot lead outside them. Price: one batch in memory where it is
-compressed or remote, its pages otherwise.
-
-Parquet: offsets are rows of the file. Part i of n holds consecutive row groups. A file whose footer is damaged is one
-problem of its first part, a damaged row group one of the part it lies in; in both cases the part ends there. Price: one
-batch, and a page of every wanted column, in memory; to begin inside a row group costs decoding it up to there.
+Parquet: offsets are rows of the file, part i of n holds consecutive row groups. Damage ends the part it lies in. Price:
+one batch, and a page of every column that is read; starting inside a row group decodes it up to there.
 """
 
 import mmap
@@ -42,40 +37,34 @@ from evenload.data.records import (
     Record,
     RecordReader,
     ValueProblem,
-    beyond_int32,
     convert_value,
+    cut_ids,
     make_records,
-    narrow_ids,
     other_values,
+    rows_at,
 )
 from evenload.data.sources import SourceFile, refuse_storage_failure
 from evenload.errors import DataError
 
 BATCH_BYTES = 1 << 22
-"""Batches are about so large, whatever the size of a record: small, so that long documents do not pile up."""
+"""About how large a batch is, whatever the size of a record: small, so that long documents do not pile up."""
 
 _MOST_ROWS = 4096
 _JSON = "arrow.json"
-# Their values are plain ones; what a template would make of them is as with any other value.
+# Their values are plain ones.
 _KNOWN_EXTENSIONS = (_JSON, "arrow.bool8", "arrow.uuid")
-
-
 _ALSO_HOLD: dict[ColumnKind, tuple[ColumnKind, ...]] = {"text_or_messages": ("text", "messages"), "mask": ("tokens",)}
 """What columns may hold instead of their kind."""
 
 
 def batch_rows(num_rows: int, num_bytes: int) -> int:
-    """Rows of a batch of about `BATCH_BYTES`, where so many rows take so many bytes."""
+    """Return the rows of a batch of about `BATCH_BYTES`, where `num_rows` take `num_bytes`."""
     return max(1, min(_MOST_ROWS, BATCH_BYTES * num_rows // max(1, num_bytes)))
 
 
-def check_schema(schema: pa.Schema, columns: Sequence[Column], name: str) -> tuple[Column, ...]:
-    """The columns that a schema has.
-
-    Raises:
-        DataError: one that is needed is missing or cannot hold its kind, one comes twice or holds an unknown extension
-            type; names the file.
-    """
+def check_schema(schema: pa.Schema, columns: Sequence[Column], name: str) -> list[str]:
+    """Return the names of those columns that a schema has. Raises `DataError`: a required one is missing or cannot hold
+    its kind, one comes twice or has an unknown extension type; names the file."""
     present = []
     for column in columns:
         if column.name not in schema.names:
@@ -93,77 +82,61 @@ def check_schema(schema: pa.Schema, columns: Sequence[Column], name: str) -> tup
             )
         if unknown := next(_unknown_extensions(field), None):
             raise DataError(
-                f"{name}: column '{column.name}' holds values of the extension type '{unknown}', which are not known; "
-                "write them as plain values or JSON"
+                f"{name}: column '{column.name}' holds values of the extension type '{unknown}'; write plain ones"
             )
-        present.append(column)
-    return tuple(present)
+        present.append(column.name)
+    return present
 
 
 def _unknown_extensions(field: pa.Field) -> Iterator[str]:
-    """Names of extension types in a field, at any depth, whose values would not be what they stand for."""
     kind = field.type
     name = (field.metadata or {}).get(b"ARROW:extension:name", b"").decode()
     if isinstance(kind, pa.BaseExtensionType):
-        name = kind.extension_name
-        name = "" if name in _KNOWN_EXTENSIONS else name
+        name = "" if kind.extension_name in _KNOWN_EXTENSIONS else kind.extension_name
     if name:
         yield name
     for index in range(kind.num_fields):
         yield from _unknown_extensions(kind.field(index))
 
 
-def check_values(array: pa.Array) -> None:
-    """Refuse an array, mapped and not decoded, whose offsets lead outside of its buffers: an `ArrowInvalid`."""
-    kind = array.type
-    # Bytes that are not UTF-8 are no damage of the array but a problem of their record.
-    if pa.types.is_string(kind):
-        array = array.view(pa.binary())
-    elif pa.types.is_large_string(kind):
-        array = array.view(pa.large_binary())
-    array.validate(full=True)
-
-
 def arrow_records(arrays: Mapping[str, pa.Array], columns: Sequence[Column], first_row: int) -> Iterator[Record]:
-    """The rows of a batch.
+    """Make records of the rows of a batch.
 
     Args:
-        arrays: of those columns that there are, by name, of equal length; types as `check_schema` allows.
-        columns: as of `record_columns`.
-        first_row: offset of the first; every row is one further.
+        arrays: columns by name, of equal length; types as `check_schema` allows.
+        columns: as of `record_columns`; other ones may be missing from `arrays`.
+        first_row: offset of the first row; every row is one further.
     """
     num_rows = len(next(iter(arrays.values())))
     if not num_rows:
         return iter(())
     problems: dict[int, str] = {}
-    needed, none = [], [None] * num_rows
-    others = [column for column in columns if not column.is_required]
-    for column in columns:
-        if column.is_required:
-            found, wrong = _values(arrays[column.name], column)
-            needed.append(found)
-            problems = wrong | problems
-    values = list(zip(*needed, strict=True))
+    required, others = [], [column for column in columns if not column.is_required]
+    for column in columns[: len(columns) - len(others)]:
+        converted, wrong = _values(arrays[column.name], column)
+        required.append(converted)
+        problems = wrong | problems
+    values = list(zip(*required, strict=True))
     if any(column.name in arrays for column in others):
-        further = []
         is_ids = columns[0].kind == "tokens"
-        lengths = np.array([0 if each is None else len(each) for each in needed[0]]) if is_ids else None
+        lengths = np.array([0 if ids is None else len(ids) for ids in required[0]]) if is_ids else None
+        further = []
         for column in others:
-            found, wrong = none, {}
+            converted, wrong = [None] * num_rows, {}
             if column.name in arrays and not (column.kind == "ones" and _holds_ones(arrays[column.name], lengths)):
-                found, wrong = _plain_values(arrays[column.name], column)
-            further.append(found)
+                converted, wrong = _plain_values(arrays[column.name], column)
+            further.append(converted)
             problems = wrong | problems
-        for row, found in enumerate(zip(*further, strict=True)):
+        for row, row_values in enumerate(zip(*further, strict=True)):
             try:
-                values[row] += other_values(others, found, None if lengths is None else int(lengths[row]))
+                values[row] += other_values(others, row_values, None if lengths is None else int(lengths[row]))
             except ValueProblem as problem:
                 problems.setdefault(row, str(problem))
     return make_records(range(first_row, first_row + num_rows + 1), values, problems)
 
 
 def _held_by(kind: pa.DataType) -> ColumnKind | None:
-    """The kind of column that an Arrow type can hold; "any" = known only by its values."""
+    """Return the kind of column that an Arrow type can hold; "any" = only its values show it."""
     if pa.types.is_dictionary(kind):
         return "text" if _held_by(kind.value_type) == "text" else None
     if isinstance(kind, pa.BaseExtensionType):
@@ -185,35 +158,40 @@ def is_list(kind: pa.DataType) -> bool:
 
 
 def _values(array: pa.Array, column: Column) -> tuple[Sequence[Any], dict[int, str]]:
-    """Value of every row of a needed column, and what is wrong by row."""
+    """Return the value of every row of a required column, and what is wrong by row."""
     held = _held_by(array.type)
+    null = f"column '{column.name}' is null"
     if held == "tokens" and column.kind == "tokens":
-        return _token_values(array, column)
+        flat, edges = _flat_lists(array)
+        null_ids: dict[int, str] = {}
+        if flat.null_count:
+            rows = rows_at(np.flatnonzero(flat.is_null().to_numpy(zero_copy_only=False)), edges)
+            null_ids = dict.fromkeys(rows, f"a token id in '{column.name}' is null")
+            flat = flat.fill_null(0)
+        tokens, problems = cut_ids(flat.to_numpy(), edges)
+        missing: list[int] = np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False)).tolist()
+        return tokens, problems | null_ids | dict.fromkeys(missing, null)
     values, problems = _plain_values(array, column)
-    if held != "text":
-        for index, value in enumerate(values):
-            if value is None:
-                continue
-            if isinstance(value, list) and None in value:
-                problems[index] = f"an item of '{column.name}' is null"
-                continue
+    for index, value in enumerate(values if held != "text" else ()):
+        if isinstance(value, list) and None in value:
+            problems[index] = f"an item of '{column.name}' is null"
+        elif value is not None:
             try:
                 values[index] = convert_value(column, value)
             except ValueProblem as problem:
                 problems[index] = str(problem)
-    return values, {index: _null(column) for index, value in enumerate(values) if value is None} | problems
+    return values, {index: null for index, value in enumerate(values) if value is None} | problems
 
 
 def _plain_values(array: pa.Array, column: Column) -> tuple[list[Any], dict[int, str]]:
-    """The rows as Python values, and what is wrong by row.
+    """Return the rows as Python values, and what is wrong by row.
 
     JSON is decoded, null keys of structs are left out, lists of numbers are arrays.
     """
     if _held_by(array.type) in ("tokens", "mask"):
         flat, edges = _flat_lists(array)
         numbers = flat.to_numpy(zero_copy_only=False)
-        is_null = array.is_null().to_pylist()
-        spans = zip(pairwise(edges.tolist()), is_null, strict=True)
+        spans = zip(pairwise(edges.tolist()), array.is_null().to_pylist(), strict=True)
         return [None if null else numbers[start:stop] for (start, stop), null in spans], {}
     decode = _decoder(array.type)
 
@@ -228,15 +206,17 @@ def _plain_values(array: pa.Array, column: Column) -> tuple[list[Any], dict[int,
     for index in range(len(array)):
         try:
             values += rows(array.slice(index, 1))
-        except (UnicodeDecodeError, msgspec.DecodeError) as err:
+        except UnicodeDecodeError as err:
             values.append(None)
-            what = "text" if isinstance(err, UnicodeDecodeError) else "JSON"
-            problems[index] = f"the {what} in '{column.name}' is not {'UTF-8' if what == 'text' else what}: {err}"
+            problems[index] = f"the text in '{column.name}' is not UTF-8: {err}"
+        except msgspec.DecodeError as err:
+            values.append(None)
+            problems[index] = f"the JSON in '{column.name}' is not JSON: {err}"
     return values, problems
 
 
 def _holds_ones(array: pa.Array, lengths: NDArray[np.int64] | None) -> bool:
-    """Whether an array is lists of so many 1, as attention masks mostly are: a hundredth of the time row by row."""
+    """Check for lists of `lengths` ones, as attention masks mostly are: a hundredth of the time row by row."""
     if _held_by(array.type) not in ("tokens", "mask") or lengths is None:
         return False
     flat, edges = _flat_lists(array)
@@ -245,7 +225,7 @@ def _holds_ones(array: pa.Array, lengths: NDArray[np.int64] | None) -> bool:
 
 
 def _flat_lists(array: Any) -> tuple[pa.Array, NDArray[Any]]:
-    """Items of all lists, and where in them each list begins, and the last ends."""
+    """Return the items [N] of all lists, and the edges [D + 1] of the lists in them."""
     if pa.types.is_fixed_size_list(array.type):
         array = array.cast(pa.list_(array.type.value_type))
     edges: NDArray[Any] = array.offsets.to_numpy()
@@ -254,7 +234,7 @@ def _flat_lists(array: Any) -> tuple[pa.Array, NDArray[Any]]:
 
 
 def _decoder(kind: pa.DataType) -> Callable[[Any], Any] | None:
-    """Makes of a value that pyarrow gives the one that is meant; None = they are the same."""
+    """Return what turns pyarrow's value into the one that is meant; None = they are the same."""
     if isinstance(kind, pa.BaseExtensionType) and kind.extension_name == _JSON:
         return msgspec.json.decode
     if is_list(kind):
@@ -264,47 +244,17 @@ def _decoder(kind: pa.DataType) -> Callable[[Any], Any] | None:
         item = _decoder(kind.item_type) or (lambda value: value)
         return lambda pairs: {key: None if value is None else item(value) for key, value in pairs}
     if pa.types.is_struct(kind):
-        changes = {kind.field(index).name: _decoder(kind.field(index).type) for index in range(kind.num_fields)}
-        changes = {name: change for name, change in changes.items() if change is not None}
+        fields = [kind.field(index) for index in range(kind.num_fields)]
+        changes = {field.name: change for field in fields if (change := _decoder(field.type)) is not None}
 
         def decode(value: dict[str, Any]) -> dict[str, Any]:
             if None in value.values():
                 value = {key: item for key, item in value.items() if item is not None}
-            for key, change in changes.items():
-                if key in value:
-                    value[key] = change(value[key])
-            return value
+            decoded = {key: change(value[key]) for key, change in changes.items() if key in value}
+            return value | decoded if decoded else value
 
         return decode
     return None
-
-
-def _token_values(array: Any, column: Column) -> tuple[list[NDArray[np.int32]], dict[int, str]]:
-    flat, edges = _flat_lists(array)
-    problems: dict[int, str] = {}
-    if flat.null_count:
-        is_null = flat.is_null().to_numpy(zero_copy_only=False)
-        problems = dict.fromkeys(_rows_with(is_null, edges), f"a token id in '{column.name}' is null")
-        flat = flat.fill_null(0)
-    ids = flat.to_numpy()
-    tokens, fits = narrow_ids(ids)
-    if fits is not None:
-        for row in _rows_with(~fits, edges):
-            problems.setdefault(row, beyond_int32(ids[edges[row] : edges[row + 1]]))
-    if array.null_count:
-        missing = np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))
-        problems |= dict.fromkeys(missing.tolist(), _null(column))
-    bounds = edges.tolist()
-    return [tokens[start:stop] for start, stop in pairwise(bounds)], problems
-
-
-def _rows_with(marked: NDArray[np.bool_], edges: NDArray[Any]) -> list[int]:
-    before = np.concatenate([np.zeros(1, np.int64), np.cumsum(marked)])
-    return np.flatnonzero(before[edges[1:]] > before[edges[:-1]]).tolist()
-
-
-def _null(column: Column) -> str:
-    return f"column '{column.name}' is null"
 
 
 _FILE_MAGIC, _FEATHER_1_MAGIC = b"ARROW1", b"FEA1"
@@ -316,45 +266,44 @@ _RELEASE_BYTES = 1 << 23
 
 @dataclass(frozen=True)
 class ArrowReader(RecordReader):
-    """Reader of format "arrow"."""
+    """Read files of format "arrow"."""
 
     columns: tuple[Column, ...]
 
-    def can_share(self, file: SourceFile) -> bool:
-        return file.is_local
+    def can_share(self) -> bool:
+        return self.file.is_local
 
-    def summary(self, file: SourceFile) -> FileSummary:
+    def summary(self) -> FileSummary:
         names: tuple[str, ...] = ()
-        with _open_source(file) as (source, _):
+        with _open_source(self.file) as (source, _):
             try:
                 names = tuple(_open_reader(source).schema.names)
-                if not file.is_local:  # whose bodies would be read
+                if not self.file.is_local:  # whose bodies would be read
                     return FileSummary(names)
-                batches = _Batches(source, _open_reader(source, [0]))
-                return FileSummary(names, sum(len(batch) for _, batch in batches.of_part(FilePart(), 0)))
+                return FileSummary(names, sum(len(batch) for _, batch in _Batches(source, [0]).of_part(FilePart(), 0)))
             except _DAMAGE:
-                return FileSummary(names)  # its reader reports the damage
+                return FileSummary(names)  # `read` reports the damage
 
-    def origin(self, file: SourceFile, offset: int) -> str:
+    def origin(self, offset: int) -> str:
         number, row = offset >> _ROW_BITS, offset & ((1 << _ROW_BITS) - 1)
         try:
-            with _open_source(file) as (source, _):
-                for at, batch in _Batches(source, _open_reader(source, [0])).of_part(FilePart(), 0):
+            with _open_source(self.file) as (source, _):
+                for at, batch in _Batches(source, [0]).of_part(FilePart(), 0):
                     if at == number:
                         break
                     row += len(batch)
         except _DAMAGE:
-            return f"{file.name}:batch {number + 1}, row {row + 1}"
-        return f"{file.name}:row {row + 1}"
+            return f"{self.file.name}:batch {number + 1}, row {row + 1}"
+        return f"{self.file.name}:row {row + 1}"
 
-    def read(self, file: SourceFile, part: FilePart, offset: int | None) -> Iterator[Record]:
+    def read(self, part: FilePart, offset: int | None) -> Iterator[Record]:
         at, used_bytes = offset or 0, 0
-        with _open_source(file) as (source, mapped):
+        with _open_source(self.file) as (source, mapped):
             batches: _Batches | None = None
             try:
                 schema = _open_reader(source).schema
-                fields = [schema.get_field_index(each.name) for each in check_schema(schema, self.columns, file.name)]
-                batches = _Batches(source, _open_reader(source, fields))
+                fields = [schema.get_field_index(name) for name in check_schema(schema, self.columns, self.file.name)]
+                batches = _Batches(source, fields)
                 for number, batch in batches.of_part(part, at >> _ROW_BITS):
                     at = max(at, number << _ROW_BITS)
                     for arrays in _slices(batch, at - (number << _ROW_BITS)):
@@ -366,19 +315,19 @@ class ArrowReader(RecordReader):
                             used_bytes = 0
                     at = (number + 1) << _ROW_BITS
             except _DAMAGE as err:
-                refuse_storage_failure(file, err)
+                refuse_storage_failure(self.file, err)
                 if part.index == 0 if batches is None else batches.is_in_part:
                     damaged = f"the Arrow file is damaged from batch {1 + (at >> _ROW_BITS)} on: {err}"
                     yield Record(at, FILE_END, None, damaged)
 
 
 def _slices(batch: pa.RecordBatch, first: int) -> Iterator[dict[str, pa.Array]]:
-    """The columns of a batch from a row on, checked, in slices of about `BATCH_BYTES`."""
+    """Yield the columns of a batch from a row on, checked, in slices of about `BATCH_BYTES`."""
     arrays = dict(zip(batch.schema.names, batch.columns, strict=True))
     # A slice of a nested array cannot be checked without checking all of its items. Of others the ends of the offsets
     # are enough here; unchecked, even the size of an array is read outside of its buffers.
     nested = {
-        each for each in arrays if pa.types.is_nested(arrays[each].type) and _held_by(arrays[each].type) != "tokens"
+        name for name, array in arrays.items() if pa.types.is_nested(array.type) and _held_by(array.type) != "tokens"
     }
     for name, array in arrays.items():
         if name in nested:
@@ -393,15 +342,25 @@ def _slices(batch: pa.RecordBatch, first: int) -> Iterator[dict[str, pa.Array]]:
         yield sliced
 
 
-class _Batches:
-    """The record batches of an open file or stream; `is_in_part` says whether the next one belongs to the part."""
+def check_values(array: pa.Array) -> None:
+    """Raise `ArrowInvalid` for a mapped array whose offsets lead outside of its buffers."""
+    # Bytes that are not UTF-8 are no damage of the array but a problem of their record.
+    if pa.types.is_string(array.type):
+        array = array.view(pa.binary())
+    elif pa.types.is_large_string(array.type):
+        array = array.view(pa.large_binary())
+    array.validate(full=True)
 
-    def __init__(self, source: pa.NativeFile, reader: Any) -> None:
-        self._source, self._reader = source, reader
+
+class _Batches:
+    """The record batches of an open file or stream; `is_in_part` = the next one belongs to the part."""
+
+    def __init__(self, source: pa.NativeFile, fields: list[int]) -> None:
+        self._source, self._reader = source, _open_reader(source, fields)
         self.is_in_part = False
 
     def of_part(self, part: FilePart, first: int) -> Iterator[tuple[int, pa.RecordBatch]]:
-        """Number and content of the part's batches, from number `first` on."""
+        """Yield number and content of the part's batches, from number `first` on."""
         if isinstance(self._reader, pa.ipc.RecordBatchFileReader):
             span = part.range_of(self._reader.num_record_batches)
             self.is_in_part = True
@@ -421,21 +380,19 @@ class _Batches:
                 yield number, batch
 
 
-def _open_reader(source: pa.NativeFile, fields: list[int] | None = None) -> Any:
-    """pyarrow's reader of a file or a stream, from its beginning."""
+def _open_reader(source: pa.NativeFile, fields: Sequence[int] = ()) -> Any:
     source.seek(0)
     begin = source.read(len(_FILE_MAGIC))
     source.seek(0)
     if begin.startswith(_FEATHER_1_MAGIC):
         raise pa.ArrowInvalid("it is a Feather file of version 1, which is no Arrow file; write it anew")
-    options = pa.ipc.IpcReadOptions(included_fields=fields or [], use_threads=False)
-    opens = pa.ipc.open_file if begin == _FILE_MAGIC else pa.ipc.open_stream
-    return opens(source, options=options)
+    options = pa.ipc.IpcReadOptions(included_fields=list(fields), use_threads=False)
+    return (pa.ipc.open_file if begin == _FILE_MAGIC else pa.ipc.open_stream)(source, options=options)
 
 
 @contextmanager
 def _open_source(file: SourceFile) -> Iterator[tuple[pa.NativeFile, mmap.mmap | None]]:
-    """The bytes of a file for pyarrow, and the map that they are in where the file is local."""
+    """Open the bytes of a file for pyarrow, with the map that they are in where the file is local."""
     with file.open() as stream:
         if not file.is_local:
             yield pa.PythonFile(stream, mode="r"), None
@@ -452,49 +409,48 @@ _BUFFER_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class ParquetReader(RecordReader):
-    """Reader of format "parquet"."""
+    """Read files of format "parquet"."""
 
     columns: tuple[Column, ...]
 
-    def summary(self, file: SourceFile) -> FileSummary:
+    def summary(self) -> FileSummary:
         try:
-            with nullcontext(file.path) if file.is_local else file.open() as place, pq.ParquetFile(place) as parquet:
+            with _open_parquet(self.file) as parquet:
                 return FileSummary(tuple(parquet.schema_arrow.names), parquet.metadata.num_rows)
         except pa.ArrowException:
-            return FileSummary()  # its reader reports the damage
+            return FileSummary()  # `read` reports the damage
 
-    def read(self, file: SourceFile, part: FilePart, offset: int | None) -> Iterator[Record]:
+    def read(self, part: FilePart, offset: int | None) -> Iterator[Record]:
         row, opened = offset or 0, False
-        # Arrow reads local files faster itself.
-        source: Any = nullcontext(file.path) if file.is_local else file.open()
         try:
-            # By default all chunks of a row group are read at once.
-            with source as place, pq.ParquetFile(place, buffer_size=_BUFFER_BYTES, pre_buffer=False) as parquet:
-                names = [each.name for each in check_schema(parquet.schema_arrow, self.columns, file.name)]
-                metadata = parquet.metadata
-                num_groups = metadata.num_row_groups
-                edges = list(accumulate((metadata.row_group(at).num_rows for at in range(num_groups)), initial=0))
+            with _open_parquet(self.file) as parquet:
+                names = check_schema(parquet.schema_arrow, self.columns, self.file.name)
+                groups = [parquet.metadata.row_group(at) for at in range(parquet.metadata.num_row_groups)]
+                edges = list(accumulate((group.num_rows for group in groups), initial=0))
                 opened = True
-                groups = part.range_of(num_groups)
-                row = max(row, edges[groups.start])
-                for group in range(max(groups.start, bisect_right(edges, row) - 1), groups.stop):
-                    skip = row - edges[group]
-                    for batch in parquet.iter_batches(
-                        _rows_at_once(metadata.row_group(group), names),
-                        row_groups=[group],
-                        columns=names,
-                        use_threads=False,
-                    ):
+                span = part.range_of(len(groups))
+                row = max(row, edges[span.start])
+                for at in range(max(span.start, bisect_right(edges, row) - 1), span.stop):
+                    skip, size = row - edges[at], _rows_at_once(groups[at], names)
+                    for batch in parquet.iter_batches(size, row_groups=[at], columns=names, use_threads=False):
                         left = batch.slice(min(skip, len(batch)))
                         skip = max(0, skip - len(batch))
                         yield from arrow_records({name: left.column(name) for name in names}, self.columns, row)
                         row += len(left)
-                    if row != edges[group + 1]:
-                        raise pa.ArrowInvalid(f"row group {group} ends at row {row} instead of {edges[group + 1]}")
+                    if row != edges[at + 1]:
+                        raise pa.ArrowInvalid(f"row group {at} ends at row {row} instead of {edges[at + 1]}")
         except (pa.ArrowException, OSError, UnicodeDecodeError) as err:
-            refuse_storage_failure(file, err)
+            refuse_storage_failure(self.file, err)
             if opened or part.index == 0:
                 yield Record(row, FILE_END, None, f"the parquet file is damaged from here on: {err}")
+
+
+@contextmanager
+def _open_parquet(file: SourceFile) -> Iterator[pq.ParquetFile]:
+    # Arrow reads local files faster itself. By default all chunks of a row group are read at once.
+    source: Any = nullcontext(file.path) if file.is_local else file.open()
+    with source as place, pq.ParquetFile(place, buffer_size=_BUFFER_BYTES, pre_buffer=False) as parquet:
+        yield parquet
 
 
 def _rows_at_once(group: Any, columns: Sequence[str]) -> int:

@@ -1,13 +1,14 @@
-"""`GlobalBatch`: the documents of one optimizer step, of which this rank has read some; `LoaderState`; `Peers`.
+"""Define the documents of one optimizer step (`GlobalBatch`), a loader's state (`LoaderState`), and ranks that read
+together (`Peers`).
 
 A loader's state is small, global, independent of the layout, and holds no text or tokens. Restoring reads again only
-the open block of each stream and the blocks of deferred documents. It is exact to the bit if the sources and the data
-settings are the same, which the fingerprint checks (`epochs` may be changed to train on, and how many processes read).
+the open block of each stream and the blocks of deferred documents. It is exact to the bit if sources and data settings
+are the same, which the fingerprint checks (`epochs` and the number of reading processes may change).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -16,8 +17,8 @@ from numpy.typing import NDArray
 from evenload.data.blocks import (
     BlockCursor,
     BlockHeader,
+    BlockRequest,
     DocumentBlock,
-    StreamKey,
     TokenTable,
     join_tables,
     make_table,
@@ -37,23 +38,19 @@ class Peers(Protocol):
     size: int
 
     def gather(self, data: bytes) -> list[bytes]:
-        """Every rank's bytes, by rank, on every rank."""
-        ...
+        """Return every rank's bytes, by rank, on every rank."""
 
     def broadcast(self, data: bytes) -> bytes:
-        """Rank 0's bytes on every rank; what the others give is ignored."""
-        ...
+        """Return rank 0's bytes on every rank; what the others pass is ignored."""
 
     def exchange(self, outgoing: Sequence[NDArray[np.int32]], incoming: Sequence[int]) -> list[NDArray[np.int32]]:
         """Send `outgoing[r]` to rank r and receive int32[incoming[r]] from it; by rank."""
-        ...
 
 
 class Alone:
     """A single rank."""
 
-    rank = 0
-    size = 1
+    rank, size = 0, 1
 
     def gather(self, data: bytes) -> list[bytes]:
         return [data]
@@ -65,35 +62,32 @@ class Alone:
         return list(outgoing)
 
 
-STATE_VERSION = 2
+STATE_VERSION = 3
 
 _HELD_OUT_FIELDS = ("held_out_share", "reads")
 _FREE_FIELDS = (
     "sources", "mixture", "include", "tokenizer", "chat_template", "prepend_bos", "epochs", "workers", "prefetch_steps",
     "stall_timeout_s", *_HELD_OUT_FIELDS,
 )  # fmt: skip
-"""Settings that may differ, because the fingerprint holds what they lead to, or because they end a run."""
+"""Settings that may differ: the fingerprint holds what they lead to, or they do not decide the documents."""
 
 
 class DocumentPlace(Frozen, array_like=True):
-    """Where a document can be read again: its block, and which one of it. `checksum` is of the block."""
+    """Where a document can be read again: row `index` of a block with this `checksum`."""
 
-    part: int
-    stream: int
-    epoch: int
-    cursor: BlockCursor
+    block: BlockRequest
     index: int
     checksum: int
 
+    @property
+    def part(self) -> int:
+        """Return the number of its part of the mixture."""
+        return self.block.key.part
+
 
 class StreamState(Frozen, array_like=True):
-    """A stream between two documents.
-
-    Args:
-        cursor: of the open block, or of the next one; None = the stream has ended for this epoch.
-        taken, left: documents of the open block that came already, and the rest, which was counted as read.
-        checksum: of the open block, where documents of it came already.
-    """
+    """A stream between two documents: the cursor of the open or next block (None = the stream has ended),
+    documents of the open block that were taken, the rest, which counts as read, and the block's checksum."""
 
     cursor: BlockCursor | None = BlockCursor()
     taken: int = 0
@@ -102,24 +96,18 @@ class StreamState(Frozen, array_like=True):
 
 
 class PartState(Frozen, array_like=True):
-    """A part of the mixture between two documents.
+    """A part of the mixture between two documents: the pass over it (the run's epoch, unless parts repeat), the stream
+    that gives the next document, documents sampled in this pass, and tokens since the weights began to count."""
 
-    Args:
-        epoch: pass over this part (the run's epoch, unless parts repeat).
-        turn: stream that gives the next document.
-        documents: sampled in this pass.
-        tokens: sampled since the weights began to count.
-    """
-
-    epoch: int
-    turn: int
-    documents: int
-    tokens: int
-    streams: tuple[StreamState, ...]
+    epoch: int = 0
+    turn: int = 0
+    documents: int = 0
+    tokens: int = 0
+    streams: tuple[StreamState, ...] = ()
 
 
 class DeferredDocument(Frozen):
-    """A document that a plan deferred, its place, and whether its labels may differ from its tokens."""
+    """A document that a plan deferred; `has_labels` = its labels may differ from its tokens."""
 
     document: Document
     place: DocumentPlace
@@ -127,13 +115,8 @@ class DeferredDocument(Frozen):
 
 
 class LoaderState(Frozen):
-    """Everything that decides the coming batches.
-
-    Args:
-        step, next_doc_id: of the next global batch, and of the next new document.
-        parts: where the streams of every part of the mixture stand.
-        fingerprint: data settings and sources by name, see `config_fingerprint`.
-    """
+    """Everything that decides the coming batches: number of the next one, id of the next new document, the place in the
+    streams of every part of the mixture, data settings and sources by name (`config_fingerprint`)."""
 
     version: int = STATE_VERSION
     step: int
@@ -148,12 +131,11 @@ class LoaderState(Frozen):
 def config_fingerprint(
     config: DataConfig, files_digests: Sequence[str], encoder_names: Sequence[str]
 ) -> dict[str, str]:
-    """What must be equal to resume exactly, by part; where files lie does not matter, their names and sizes do."""
-    fields = {
-        f"data.{field}": str(getattr(config, field)) for field in config.__struct_fields__ if field not in _FREE_FIELDS
-    }
-    if config.held_out_share:
-        fields |= {f"data.{field}": str(getattr(config, field)) for field in _HELD_OUT_FIELDS}
+    """Return what must be equal to resume exactly, by name. Of files names and sizes count, not where they lie."""
+    decisive = [field for field in config.__struct_fields__ if field not in _FREE_FIELDS] + list(
+        _HELD_OUT_FIELDS if config.held_out_share else ()
+    )
+    fields = {f"data.{field}": str(getattr(config, field)) for field in decisive}
     fields["data.streams"] = str(config.num_streams)
     for index, (digest, encoder) in enumerate(zip(files_digests, encoder_names, strict=True)):
         name = config.mixture[index].name if config.mixture else "sources"
@@ -167,30 +149,22 @@ def check_fingerprint(state: LoaderState, fingerprint: dict[str, str]) -> None:
     """Refuse a state that was made with other data: a `ConfigError` that names every difference."""
     if state.version != STATE_VERSION:
         raise ConfigError(f"loader state has version {state.version}, this Evenload reads version {STATE_VERSION}")
-    names = sorted(set(fingerprint) | set(state.fingerprint))
     differences = [
         f"{name}: saved with {state.fingerprint.get(name)}, now {fingerprint.get(name)}"
-        for name in names
+        for name in sorted(fingerprint.keys() | state.fingerprint.keys())
         if state.fingerprint.get(name) != fingerprint.get(name)
     ]
     if differences:
         raise ConfigError(
-            "the loader state was made with other data settings, so the run cannot go on exactly: "
-            + "; ".join(differences)
-            + ". Restore these settings, or start the data anew without the state"
+            f"the loader state was made with other data settings: {'; '.join(differences)}. Restore them, or start the "
+            "data anew without the state"
         )
 
 
 def state_at_epoch(state: LoaderState, epoch: int) -> LoaderState:
-    """The beginning of another epoch: all streams at their beginning, steps and account continue.
-
-    Args:
-        state: between two epochs; inside one, the account would miss what was read and not sampled.
-    """
-    parts = tuple(
-        PartState(epoch=epoch, turn=0, documents=0, tokens=0, streams=(StreamState(),) * len(part.streams))
-        for part in state.parts
-    )
+    """Return a state between two epochs (inside one, the account would miss what was read and not sampled) at the
+    beginning of another epoch; steps and account continue."""
+    parts = tuple(PartState(epoch=epoch, streams=(StreamState(),) * len(part.streams)) for part in state.parts)
     return msgspec.structs.replace(state, epoch=epoch, parts=parts)
 
 
@@ -199,7 +173,7 @@ def encode_state(state: LoaderState) -> bytes:
 
 
 def decode_state(data: bytes) -> LoaderState:
-    """Inverse of `encode_state`; a `ConfigError` where the bytes are no loader state."""
+    """Decode bytes of `encode_state`; `ConfigError` where they are no loader state."""
     try:
         return msgspec.json.decode(data, type=LoaderState)
     except msgspec.DecodeError as err:
@@ -208,14 +182,10 @@ def decode_state(data: bytes) -> LoaderState:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class OpenBlock:
-    """A block that documents are sampled from; lengths and num_labels are int32[num_documents].
+    """A block that documents are sampled from. Its `owner`, the rank that reads the stream, has the tokens (`block`),
+    the others None; lengths and num_labels are int32[num_documents]."""
 
-    Args:
-        owner: rank that reads the stream; it has the `block` with tokens, the others None.
-    """
-
-    key: StreamKey
-    epoch: int
+    request: BlockRequest
     owner: int
     header: BlockHeader
     lengths: NDArray[np.int32]
@@ -223,24 +193,13 @@ class OpenBlock:
     block: DocumentBlock | None
 
     def place(self, row: int) -> DocumentPlace:
-        return DocumentPlace(
-            part=self.key.part,
-            stream=self.key.stream,
-            epoch=self.epoch,
-            cursor=self.header.cursor,
-            index=row,
-            checksum=self.header.checksum,
-        )
+        return DocumentPlace(block=self.request, index=row, checksum=self.header.checksum)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class SampledDocuments:
-    """Documents sampled one after the other.
-
-    Args:
-        blocks: that they come from; of each, consecutive rows.
-        block_of, rows: int64[n], the block and the document in it; lengths, num_labels: int32[n].
-    """
+    """Documents in the order in which they were sampled, consecutive rows of every block: block and row int64[n],
+    lengths and numbers of labels int32[n]."""
 
     blocks: tuple[OpenBlock, ...]
     block_of: NDArray[np.int64]
@@ -253,22 +212,26 @@ class SampledDocuments:
 
 
 def join_sampled(runs: Sequence[SampledDocuments]) -> SampledDocuments:
-    """Several runs as one; a block that comes several times stays one."""
+    """Join runs; a block that comes several times stays one."""
     blocks = {id(block): block for run in runs for block in run.blocks}
     index = {key: at for at, key in enumerate(blocks)}
     block_of = [np.array([index[id(block)] for block in run.blocks], np.int64)[run.block_of] for run in runs]
+
+    def joined(parts: Iterable[NDArray[Any]], dtype: type[np.integer]) -> NDArray[Any]:
+        return np.concatenate([np.zeros(0, dtype), *parts])
+
     return SampledDocuments(
         tuple(blocks.values()),
-        np.concatenate([np.zeros(0, np.int64), *block_of]),
-        np.concatenate([np.zeros(0, np.int64), *(run.rows for run in runs)]),
-        np.concatenate([np.zeros(0, np.int32), *(run.lengths for run in runs)]),
-        np.concatenate([np.zeros(0, np.int32), *(run.num_labels for run in runs)]),
+        joined(block_of, np.int64),
+        joined((run.rows for run in runs), np.int64),
+        joined((run.lengths for run in runs), np.int32),
+        joined((run.num_labels for run in runs), np.int32),
     )
 
 
 @dataclass(frozen=True, eq=False)
 class Deferral:
-    """A document that a plan deferred; its content on the rank that owns its stream."""
+    """A document that a plan deferred; its content on the rank that reads its stream."""
 
     saved: DeferredDocument
     owner: int
@@ -280,7 +243,6 @@ class GlobalBatch:
     """The documents of one optimizer step.
 
     Args:
-        step: 0-based number of the batch.
         epoch: of the new documents.
         documents: new in this batch, in stream order.
         tokens: of those of `documents` and `carried` that this rank has read.
@@ -301,7 +263,7 @@ class GlobalBatch:
 
     @property
     def carried(self) -> tuple[Document, ...]:
-        """Documents that the plans of earlier steps deferred, oldest first; to be planned with the new ones."""
+        """Return the documents that earlier plans deferred, oldest first; to be planned with the new ones."""
         return tuple(entry.saved.document for entry in self.deferrals.values())
 
     def place(self, doc_id: int) -> DocumentPlace:
@@ -311,7 +273,7 @@ class GlobalBatch:
         return self.sampled.blocks[self.sampled.block_of[at]].place(int(self.sampled.rows[at]))
 
     def owners(self, doc_ids: Sequence[int]) -> NDArray[np.int64]:
-        """int64[n]: the ranks that have read the documents."""
+        """Return the ranks that have read the documents, int64[n]."""
         first = self.documents[0].doc_id if self.documents else 0
         by_block = np.array([block.owner for block in self.sampled.blocks], np.int64)
         own = by_block[self.sampled.block_of] if len(by_block) else by_block
@@ -320,13 +282,9 @@ class GlobalBatch:
             (carried[d].owner if d in carried else own[d - first] for d in doc_ids), np.int64, len(doc_ids)
         )
 
-    @property
-    def num_label_tokens(self) -> int:
-        return sum(document.num_label_tokens for document in self.documents)
-
 
 def own_tokens(sampled: SampledDocuments, first: int, carried: Mapping[int, Deferral]) -> TokenTable:
-    """Tokens of the documents that this rank has read. The rows that a batch takes of a block lie side by side."""
+    """Return the tokens of the documents that this rank has read. A batch takes consecutive rows of a block."""
     by_block = np.argsort(sampled.block_of, kind="stable")
     edges = np.searchsorted(sampled.block_of[by_block], np.arange(len(sampled.blocks) + 1))
     tables: list[TokenTable] = []
@@ -335,9 +293,7 @@ def own_tokens(sampled: SampledDocuments, first: int, carried: Mapping[int, Defe
         if block is None or not len(members):
             continue
         start, stop = int(sampled.rows[members[0]]), int(sampled.rows[members[-1]]) + 1
-        low, high = block.edges[start], block.edges[stop]
-        labels = None if block.labels is None else block.labels[low:high]
-        tables.append(TokenTable(first + members, block.edges[start : stop + 1] - low, block.tokens[low:high], labels))
+        tables.append(block.table.span(start, stop, first + members))
     waiting = {doc_id: entry.content for doc_id, entry in carried.items() if entry.content is not None}
     if waiting:
         tables.append(make_table(list(waiting), list(waiting.values())))

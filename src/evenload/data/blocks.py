@@ -1,27 +1,21 @@
-"""`BlockReader`: reads blocks of streams: records → documents within the length limit → shuffled block.
+"""Read blocks of streams (`BlockReader`): records → documents within the length limit → shuffled block.
 
-    segment's records ─► encode ─► over-long rule ─► block of documents ─► permuted
+A block is a pure function of settings, epoch, stream and cursor: any process, before or after a resume, reads the same
+documents in the same order. So the state of a stream is its open block's cursor and the number of its documents that
+were taken. A block ends after its number of documents or tokens; the first ones of a stream are small and double in
+size, so that the first batch needs few documents however large the window is. Price: every record is read and encoded
+once; a resume reads the open block of each stream again. Memory: one block and one chunk of records a stream.
 
-A stream is a sequence of blocks. A block is a pure function of settings, epoch, stream and cursor: whoever needs it, in
-whichever process, before or after a resume, reads the same documents in the same order. So the whole state of a stream
-is its open block's cursor and how many documents of it were taken.
-
-A block ends after its number of documents or tokens. The first blocks of a stream are small and double in size, so that
-the first batch needs few documents however large the window is. A reader that gets a request for the block after the
-last one it read goes on where it stands; for any other, it opens the source anew at the cursor. Price: every record is
-read and encoded once; a resume reads the open block of each stream again. Memory: one block and one chunk of records a
-stream.
-
-A record is held out for validation where a hash of its file's key (source and path below it) and its offset falls below
-the share. So the choice is of the data alone: a data set that moves keeps it, and a larger share holds out all that a
-smaller one does. Documents that one record is split into stay together. A reader that trains encodes what is held out,
-too, and counts it in the ledger. One that validates passes over the rest unencoded, and does not open files of one
-document that is none of its own. Price: a hash a record, about 1 µs.
+A record is held out for validation where a hash of its file's key and its offset falls below the share: by the data
+alone, so a data set that moves keeps the choice, and a larger share holds out all that a smaller one does. A reader
+that trains encodes what is held out, too, and counts it in the ledger; one that validates skips the rest unencoded.
+Price: a hash a record, about 1 µs.
 """
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from hashlib import blake2b
 from itertools import islice
 from typing import NamedTuple
@@ -33,7 +27,7 @@ from evenload.data.config import DataConfig
 from evenload.data.encoders import IGNORE_INDEX, DocumentEncoder, EncodedDocument
 from evenload.data.ledger import Tally
 from evenload.data.part_files import BLOCKS, SEGMENTS, PartFiles, Segment, permutation
-from evenload.data.records import Record, naming
+from evenload.data.records import Record, RecordReader, naming
 from evenload.errors import DataError
 from evenload.types.base import Frozen
 
@@ -46,18 +40,18 @@ class TokenTable(Mapping[int, NDArray[np.int32]]):
         doc_ids: int64[D], each once, in any order.
         edges: int64[D + 1]; document i has tokens `[edges[i], edges[i + 1])`.
         tokens: int32[N].
-        labels: int32[N], the id to be predicted at each token (not shifted), -100 = no loss, always so at the first
-            token of a document; None = every token but the first is its own label.
+        labels: int32[N], the id to be predicted at each token (not shifted), -100 = no loss, as at every first token of
+            a document; None = every token but the first is its own label.
     """
 
     doc_ids: NDArray[np.int64]
     edges: NDArray[np.int64]
     tokens: NDArray[np.int32]
     labels: NDArray[np.int32] | None = None
-    _rows: dict[int, int] = field(init=False, repr=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_rows", {doc_id: row for row, doc_id in enumerate(self.doc_ids.tolist())})
+    @cached_property
+    def _rows(self) -> dict[int, int]:
+        return {doc_id: row for row, doc_id in enumerate(self.doc_ids.tolist())}
 
     def __len__(self) -> int:
         return len(self.doc_ids)
@@ -66,22 +60,33 @@ class TokenTable(Mapping[int, NDArray[np.int32]]):
         return iter(self._rows)
 
     def __contains__(self, doc_id: object) -> bool:
-        # `Mapping`'s own cuts the tokens out, or raises and catches: a microsecond a question.
+        # `Mapping`'s own cuts the tokens out: a microsecond a call.
         return doc_id in self._rows
 
     def __getitem__(self, doc_id: int) -> NDArray[np.int32]:
         return self.document(doc_id).tokens
 
     def document(self, doc_id: int) -> EncodedDocument:
-        """A document's tokens and labels, as views."""
-        return _cut(self.tokens, self.labels, self.edges, self._rows[doc_id])
+        """Return a document's tokens and labels, as views."""
+        return self.at(self._rows[doc_id])
+
+    def at(self, row: int) -> EncodedDocument:
+        """Return the tokens and labels of a row, as views."""
+        start, stop = self.edges[row], self.edges[row + 1]
+        return EncodedDocument(self.tokens[start:stop], None if self.labels is None else self.labels[start:stop])
+
+    def span(self, start: int, stop: int, doc_ids: NDArray[np.int64]) -> "TokenTable":
+        """Return rows `[start, stop)` under other ids, as views."""
+        low, high = self.edges[start], self.edges[stop]
+        labels = None if self.labels is None else self.labels[low:high]
+        return TokenTable(doc_ids, self.edges[start : stop + 1] - low, self.tokens[low:high], labels)
 
     def labels_of(self, doc_id: int) -> NDArray[np.int32]:
-        """int32[num_tokens]: a document's labels, -100 at its first token."""
-        return given_labels(self.document(doc_id))
+        """Return a document's labels, int32[num_tokens], -100 at its first token."""
+        return _labels_of(self.document(doc_id))
 
     def rows(self, doc_ids: Sequence[int]) -> NDArray[np.int64]:
-        """int64[n]: the rows of documents; -1 for one that is not in the table."""
+        """Return the rows of documents, int64[n]; -1 for one that is not in the table."""
         find = self._rows.get
         return np.fromiter((find(doc_id, -1) for doc_id in doc_ids), np.int64, len(doc_ids))
 
@@ -90,20 +95,24 @@ class TokenTable(Mapping[int, NDArray[np.int32]]):
         return make_table(doc_ids, [self.document(doc_id) for doc_id in doc_ids])
 
 
-def make_table(doc_ids: Sequence[int] | NDArray[np.int64], documents: Sequence[EncodedDocument]) -> TokenTable:
-    """A table of documents given one by one, copied once."""
-    return TokenTable(np.asarray(doc_ids, dtype=np.int64), *_flat(documents))
+def make_table(doc_ids: Sequence[int], documents: Sequence[EncodedDocument]) -> TokenTable:
+    """Make a table of documents that are given one by one; copies once."""
+    edges = np.cumsum([0, *(len(document.tokens) for document in documents)], dtype=np.int64)
+    has_labels = any(document.labels is not None for document in documents)
+    labels = _join([_labels_of(document) for document in documents]) if has_labels else None
+    tokens = _join([document.tokens for document in documents])
+    return TokenTable(np.asarray(doc_ids, dtype=np.int64), edges, tokens, labels)
 
 
 def table_of(documents: Mapping[int, NDArray[np.int32]]) -> TokenTable:
-    """A table of documents given by their tokens, every token but the first a label; a table as it is."""
+    """Make a table of documents that are given by their tokens, every token but the first a label; a table stays."""
     if isinstance(documents, TokenTable):
         return documents
     return make_table(list(documents), [EncodedDocument(tokens) for tokens in documents.values()])
 
 
 def join_tables(tables: Sequence[TokenTable]) -> TokenTable:
-    """All documents of the tables, which have none in common, copied once."""
+    """Join tables that have no document in common; copies once."""
     if len(tables) == 1:
         return tables[0]
     starts = np.cumsum([0, *(len(table.tokens) for table in tables)])
@@ -118,38 +127,19 @@ def join_tables(tables: Sequence[TokenTable]) -> TokenTable:
 
 
 def all_labels(table: TokenTable) -> NDArray[np.int32]:
-    """int32[N]: labels of all documents, also where they are the tokens."""
-    if table.labels is not None:
-        return table.labels
-    labels = table.tokens.copy()
-    labels[table.edges[:-1][np.diff(table.edges) > 0]] = IGNORE_INDEX
-    return labels
+    """Return the labels of all documents, int32[N], also where they are the tokens."""
+    return _labels_of(table, table.edges[:-1][np.diff(table.edges) > 0])
 
 
-def given_labels(document: EncodedDocument) -> NDArray[np.int32]:
-    """int32[num_tokens]: labels of a document, also where they are its tokens."""
+def _labels_of(
+    document: EncodedDocument | TokenTable, starts: slice | NDArray[np.int64] = slice(1)
+) -> NDArray[np.int32]:
+    """Return labels, where there are none the tokens, but for those at which documents start."""
     if document.labels is not None:
         return document.labels
     labels = document.tokens.copy()
-    labels[:1] = IGNORE_INDEX
+    labels[starts] = IGNORE_INDEX
     return labels
-
-
-def _flat(
-    documents: Sequence[EncodedDocument],
-) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int32] | None]:
-    """Edges, tokens and labels, as of `TokenTable`."""
-    edges = np.cumsum([0, *(len(document.tokens) for document in documents)], dtype=np.int64)
-    has_labels = any(document.labels is not None for document in documents)
-    labels = _join([given_labels(document) for document in documents]) if has_labels else None
-    return edges, _join([document.tokens for document in documents]), labels
-
-
-def _cut(
-    tokens: NDArray[np.int32], labels: NDArray[np.int32] | None, edges: NDArray[np.int64], row: int
-) -> EncodedDocument:
-    start, stop = edges[row], edges[row + 1]
-    return EncodedDocument(tokens[start:stop], None if labels is None else labels[start:stop])
 
 
 def _join(parts: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
@@ -163,7 +153,7 @@ class BlockCursor(Frozen, array_like=True):
         block: its number in the stream and epoch.
         segment: position in the stream's list of segments.
         offset: of the next record there, in the reader's terms; None = the segment's beginning.
-        part: documents of that record that came already (a record that is split into several).
+        part: documents that were taken of that record, which is split into several.
     """
 
     block: int = 0
@@ -180,7 +170,7 @@ class StreamKey(NamedTuple):
 
 
 class BlockRequest(NamedTuple):
-    """Asks for the block that begins at a cursor."""
+    """Identifies a block: it begins at the cursor."""
 
     key: StreamKey
     epoch: int
@@ -191,11 +181,11 @@ class BlockHeader(Frozen, array_like=True):
     """A block without its tokens: what all ranks know of it.
 
     Args:
-        next_cursor: of the stream's next block; None = the stream ends here for this epoch.
+        next_cursor: of the stream's next block; None = the stream ends for this epoch.
         lengths, num_labels: int32[num_documents] as bytes, in sampling order.
         has_labels: some document's labels differ from its tokens.
         checksum: CRC-32 of tokens and labels, to notice a source that changed between save and resume.
-        dropped: by reason, what was read for this block and is in no document.
+        dropped: what was read for this block and is in no document, by reason.
     """
 
     cursor: BlockCursor
@@ -207,17 +197,11 @@ class BlockHeader(Frozen, array_like=True):
     dropped: dict[str, Tally]
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class DocumentBlock:
-    """A block with its tokens: edges, tokens and labels as of `TokenTable`."""
+class DocumentBlock(NamedTuple):
+    """A block with its tokens, by row."""
 
     header: BlockHeader
-    edges: NDArray[np.int64]
-    tokens: NDArray[np.int32]
-    labels: NDArray[np.int32] | None
-
-    def document(self, index: int) -> EncodedDocument:
-        return _cut(self.tokens, self.labels, self.edges, index)
+    table: TokenTable
 
 
 HELD_OUT = "held out for validation"
@@ -227,59 +211,49 @@ _HASH_BYTES = 8
 
 @dataclass(frozen=True)
 class HoldOut:
-    """What one reader takes where a `share` of all records is held out: that (`takes`), or the rest."""
+    """Holds out a `share` of all records; a reader `takes` those, or else the rest."""
 
     share: float
     takes: bool
 
     @staticmethod
     def of(config: DataConfig) -> "HoldOut | None":
-        """None where all documents are read alike."""
+        """Return the settings' rule; None where nothing is held out."""
         return HoldOut(config.held_out_share, config.reads == "held_out") if config.held_out_share else None
 
     def is_held_out(self, key: str, offset: int) -> bool:
-        """A record of the file with this key."""
         hashed = blake2b(f"{key}\n{offset}".encode(errors="surrogateescape"), digest_size=_HASH_BYTES).digest()
         return int.from_bytes(hashed) < self.share * 256**_HASH_BYTES
 
 
 BLOCK_TOKENS = 1 << 18
-"""A block ends once it holds so many tokens: bounds memory and the time of a resume where documents are long."""
+"""A block ends once it holds so many tokens, which bounds memory and the time of a resume."""
 
 _FIRST_BLOCK_DOCUMENTS = 4
 # Without shuffling the order does not depend on the size of blocks.
 _UNSHUFFLED_DOCUMENTS = 256
-# A source may drop everything for a long time; a block that only counts shows others that it continues.
+# A source may drop everything for a long time; a block of counts alone shows other ranks that it continues.
 _BLOCK_RECORDS = 1 << 16
 # Records encoded at once: enough for the tokeniser's threads, few where documents are long.
 _CHUNK_RECORDS, _CHUNK_TOKENS = 64, 1 << 16
 
 
-class _Step(NamedTuple):
-    """What one record, or one document of it, adds to a block.
+_Dropped = tuple[str, int, int]
+"""Reason, documents, tokens."""
 
-    Args:
-        document: None where nothing of the record is trained.
-        segment, offset, part: where to go on after it, as in `BlockCursor`.
-        dropped: beyond the document itself: reason, documents, tokens.
-    """
+
+class _Step(NamedTuple):
+    """What one record, or one document of it, adds to a block; `segment`, `offset` and `part` as in `BlockCursor`."""
 
     document: EncodedDocument | None
     segment: int
     offset: int
     part: int = 0
-    dropped: tuple[str, int, int] | None = None
-
-
-@dataclass(frozen=True)
-class _LeftOut:
-    """A record of the other reader; `dropped` as of `_Step`, None where it is not even encoded."""
-
-    dropped: tuple[str, int, int] | None = None
+    dropped: _Dropped | None = None
 
 
 class BlockReader:
-    """Reads blocks of one part of the mixture, number `part`; calls `on_open` with the name of every file it opens."""
+    """Read blocks of one part of the mixture, number `part`; `on_open` is called with the name of every opened file."""
 
     def __init__(
         self,
@@ -287,25 +261,22 @@ class BlockReader:
         files: PartFiles,
         encoder: DocumentEncoder,
         part: int,
-        on_open: Callable[[str], None] = lambda name: None,
+        on_open: Callable[[str], object] = lambda name: None,
     ) -> None:
-        self._config, self._files, self._encoder, self._part = config, files, encoder, part
-        self._on_open = on_open
+        self._config, self._files, self._encoder, self._part, self._on_open = config, files, encoder, part, on_open
         self._shuffled = config.shuffle_window > 1
         self._most = max(1, config.shuffle_window // config.num_streams) if self._shuffled else _UNSHUFFLED_DOCUMENTS
-        self._open: dict[int, tuple[int, BlockCursor, Iterator[_Step]]] = {}
+        self._open: dict[StreamKey, tuple[BlockRequest, Iterator[_Step]]] = {}
         self._hold_out = HoldOut.of(config)
         self._ordered: tuple[int, Sequence[Segment]] = (-1, ())
 
-    def read(self, stream: int, epoch: int, cursor: BlockCursor) -> DocumentBlock:
-        """The block that begins at the cursor.
-
-        Raises:
-            DataError: a file that cannot be read; a corrupt or over-long record where that is an error; again for the
-                same request.
-        """
-        at = self._open.pop(stream, None)
-        steps = at[2] if at is not None and at[:2] == (epoch, cursor) else self._steps(stream, epoch, cursor)
+    def read(self, request: BlockRequest) -> DocumentBlock:
+        """Read a block. Raises `DataError`: a file that cannot be read, or a corrupt or over-long record where that is
+        an error."""
+        key, epoch, cursor = request
+        following, steps = self._open.pop(key, (None, iter(())))
+        if following != request:
+            steps = self._steps(request)
         documents: list[EncodedDocument] = []
         dropped: dict[str, Tally] = {}
         num_tokens = 0
@@ -319,42 +290,39 @@ class BlockReader:
                 reason, count, size = step.dropped
                 dropped[reason] = dropped.get(reason, Tally()) + Tally(documents=count, tokens=size)
             if len(documents) >= limit or num_tokens >= BLOCK_TOKENS or num_steps >= _BLOCK_RECORDS:
-                next_cursor = BlockCursor(
-                    block=cursor.block + 1, segment=step.segment, offset=step.offset, part=step.part
-                )
-                self._open[stream] = (epoch, next_cursor, steps)
+                block = cursor.block + 1
+                next_cursor = BlockCursor(block=block, segment=step.segment, offset=step.offset, part=step.part)
+                self._open[key] = (request._replace(cursor=next_cursor), steps)
                 break
         if self._shuffled:
-            user = (self._part << 32) | stream
+            user = (self._part << 32) | key.stream
             order = permutation(len(documents), self._config.seed, epoch, BLOCKS, user, cursor.block)
             documents = [documents[index] for index in order]
         return _make_block(documents, cursor, next_cursor, dropped)
 
-    def first_file(self, stream: int, epoch: int, cursor: BlockCursor) -> str:
-        """Name of the file that a block begins in."""
-        return self._files.files[self._stream_segments(stream, epoch)[cursor.segment].file].name
+    def first_file(self, request: BlockRequest) -> str:
+        return self._segments(request)[request.cursor.segment].reader.file.name
 
-    def _stream_segments(self, stream: int, epoch: int) -> Sequence[Segment]:
-        """The segments of a stream, in the order in which it reads them."""
+    def _segments(self, request: BlockRequest) -> Sequence[Segment]:
+        epoch = request.epoch
         if self._ordered[0] != epoch:
             segments = self._files.segments
             if self._shuffled:
                 order = permutation(len(segments), self._config.seed, epoch, SEGMENTS, self._part, 0)
                 segments = [segments[index] for index in order]
             self._ordered = (epoch, segments)
-        return self._ordered[1][stream :: self._config.num_streams]
+        return self._ordered[1][request.key.stream :: self._config.num_streams]
 
-    def _steps(self, stream: int, epoch: int, cursor: BlockCursor) -> Iterator[_Step]:
-        """Everything from the cursor to the end of the stream's epoch."""
-        segments, chosen = self._stream_segments(stream, epoch), self._hold_out
+    def _steps(self, request: BlockRequest) -> Iterator[_Step]:
+        segments, chosen = self._segments(request), self._hold_out
         limit = self._config.max_document_tokens
-        start, skip = cursor.offset, cursor.part
-        for rank in range(cursor.segment, len(segments)):
-            segment = segments[rank]
-            file, reader = self._files.files[segment.file], self._files.readers[segment.file]
+        start, skip = request.cursor.offset, request.cursor.part
+        for rank in range(request.cursor.segment, len(segments)):
+            reader, part = segments[rank]
+            file = reader.file
             if chosen is None or not (chosen.takes and reader.holds_one) or chosen.is_held_out(file.key, 0):
                 self._on_open(file.name)
-                records = reader.records(file, segment.part, start)
+                records = reader.records(part, start)
                 # The first chunk is small: a request for four documents need not wait for sixty-four.
                 size = _FIRST_BLOCK_DOCUMENTS
                 while chunk := list(islice(records, size)):
@@ -367,54 +335,57 @@ class BlockReader:
                         if isinstance(outcome, EncodedDocument) and 0 < len(outcome.tokens) <= limit:
                             yield _Step(outcome, rank, record.next_offset)
                         else:
-                            yield from self._pieces(segment.file, rank, record, outcome, skip)
+                            yield from self._pieces(reader, rank, record, outcome, skip)
                         skip = 0
                     size = min(max(1, _CHUNK_TOKENS * len(chunk) // max(1, num_tokens)), 2 * size, _CHUNK_RECORDS)
             start, skip = None, 0
 
-    def _outcomes(self, chunk: list[Record], key: str) -> Sequence[EncodedDocument | str | _LeftOut]:
-        """What becomes of records of the file with this key."""
+    def _outcomes(self, chunk: list[Record], key: str) -> Sequence[EncodedDocument | str | _Dropped | None]:
+        """Encode records of the file with this key: document, problem, what is held out, or None = not read."""
         chosen = self._hold_out
         if chosen is None:
             return self._encoder.encode_records(chunk)
         held_out = [chosen.is_held_out(key, record.offset) for record in chunk]
         if chosen.takes:
-            wanted = [record for record, is_held_out in zip(chunk, held_out, strict=True) if is_held_out]
-            encoded = iter(self._encoder.encode_records(wanted))
-            return [next(encoded) if is_held_out else _LeftOut() for is_held_out in held_out]
+            taken = [record for record, is_taken in zip(chunk, held_out, strict=True) if is_taken]
+            encoded = iter(self._encoder.encode_records(taken))
+            return [next(encoded) if out else None for out in held_out]
         return [
-            _LeftOut((HELD_OUT, 1, len(found.tokens))) if is_held_out and isinstance(found, EncodedDocument) else found
-            for found, is_held_out in zip(self._encoder.encode_records(chunk), held_out, strict=True)
+            (HELD_OUT, 1, len(one.tokens)) if out and isinstance(one, EncodedDocument) else one
+            for one, out in zip(self._encoder.encode_records(chunk), held_out, strict=True)
         ]
 
     def _pieces(
-        self, file: int, rank: int, record: Record, outcome: EncodedDocument | str | _LeftOut, skip: int
+        self,
+        reader: RecordReader,
+        rank: int,
+        record: Record,
+        outcome: EncodedDocument | str | _Dropped | None,
+        skip: int,
     ) -> Iterator[_Step]:
-        """What comes of a record that is no document as it stands, from its `skip`-th piece on."""
+        """Yield what becomes of a record that is no document as it stands, from its `skip`-th piece on."""
         config, after = self._config, record.next_offset
-        if isinstance(outcome, _LeftOut):
-            yield _Step(None, rank, after, dropped=outcome.dropped)
-            return
         if isinstance(outcome, str):
             if config.on_corrupt == "error":
-                raise corrupt_record(self._files.origin(file, record.offset), outcome)
-            yield _Step(None, rank, after, dropped=("corrupt", 1, 0))
+                raise corrupt_record(reader.origin(record.offset), outcome)
+            outcome = ("corrupt", 1, 0)
+        elif isinstance(outcome, EncodedDocument) and not len(outcome.tokens):
+            outcome = ("empty", 1, 0)
+        if not isinstance(outcome, EncodedDocument):
+            yield _Step(None, rank, after, dropped=outcome)
             return
         size, limit = len(outcome.tokens), config.max_document_tokens
-        if not size:
-            yield _Step(None, rank, after, dropped=("empty", 1, 0))
-            return
         match config.overlong:
             case "error":
                 raise DataError(
-                    f"{self._files.origin(file, record.offset)} has {size} tokens, more than max_document_tokens "
+                    f"{reader.origin(record.offset)} has {size} tokens, more than max_document_tokens "
                     f'({limit}); raise it, or set data.overlong to "split" (consecutive documents of at most '
                     f'{limit} tokens), "truncate" (keep the first {limit}) or "drop" (leave it out) instead of "error"'
                 )
             case "drop":
                 yield _Step(None, rank, after, dropped=("overlong", 1, size))
             case "truncate":
-                # The tail is no document of its own: only its tokens are read and dropped.
+                # The tail is no document of its own: only its tokens count.
                 yield _Step(_piece(outcome, 0, limit), rank, after, dropped=("truncated", 0, size - limit))
             case "split":
                 starts = range(0, size, limit)
@@ -425,12 +396,11 @@ class BlockReader:
 
 
 def corrupt_record(origin: str, problem: str) -> DataError:
-    """The error of a record that cannot be read, where that is one."""
     return DataError(f'{origin}: {problem}; repair it, or set data.on_corrupt = "skip"')
 
 
 def _piece(document: EncodedDocument, start: int, stop: int) -> EncodedDocument:
-    """Tokens `[start, stop)` as a document of its own, whose first token has no label."""
+    """Return tokens `[start, stop)` as a document, whose first token has no label."""
     labels = document.labels
     if labels is not None:
         labels = labels[start:stop].copy()
@@ -439,12 +409,10 @@ def _piece(document: EncodedDocument, start: int, stop: int) -> EncodedDocument:
 
 
 def _make_block(
-    documents: list[EncodedDocument],
-    cursor: BlockCursor,
-    next_cursor: BlockCursor | None,
-    dropped: dict[str, Tally],
+    documents: list[EncodedDocument], cursor: BlockCursor, next_cursor: BlockCursor | None, dropped: dict[str, Tally]
 ) -> DocumentBlock:
-    edges, tokens, labels = _flat(documents)
+    table = make_table(range(len(documents)), documents)
+    edges, tokens, labels = table.edges, table.tokens, table.labels
     lengths = np.diff(edges)
     num_labels = np.maximum(lengths - 1, 0)
     if labels is not None:
@@ -459,4 +427,4 @@ def _make_block(
         checksum=zlib.crc32(tokens.data) if labels is None else zlib.crc32(labels.data, zlib.crc32(tokens.data)),
         dropped=dropped,
     )
-    return DocumentBlock(header, edges, tokens, labels)
+    return DocumentBlock(header, table)

@@ -1,4 +1,4 @@
-"""`DataConfig`: which documents are read, how they become tokens, and what makes a global batch."""
+"""Define which documents are read, how they become tokens, and what makes a global batch (`DataConfig`)."""
 
 from typing import Literal, get_args
 
@@ -24,21 +24,25 @@ _CHOICES = {
     "mixture_end": get_args(MixtureEnd),
     "reads": get_args(Reads),
 }
-_MOST_LANES, _LANE_DOCUMENTS = 16, 4  # of the default number of streams
-_COLUMNS = ("text_column", "messages_column", "prompt_column", "completion_column", "tokens_column")
-_AT_LEAST_1 = (
-    "batch_documents", "batch_tokens", "shuffle_window", "streams", "epochs", "max_document_tokens", "prefetch_steps",
-)  # fmt: skip
+_MOST_STREAMS, _STREAM_DOCUMENTS = 16, 4  # of the default number of streams
+_NAMED_COLUMNS = ("text_column", "messages_column", "prompt_column", "completion_column", "tokens_column")
+
+
+def require_least(section: str, config: Frozen, what: str, least: float, *fields: str) -> None:
+    """Raise `ConfigError` where one of these settings is set and smaller than `least`; `what` says what it must be."""
+    for field in fields:
+        value = getattr(config, field)
+        require_value(section, config, field, value is None or value >= least, what)
+
+
+def require_value(section: str, config: Frozen, field: str, is_right: bool, what: str) -> None:
+    """Raise `ConfigError` where a setting is not right; `what` says what it must be."""
+    if not is_right:
+        raise ConfigError(f"{section}.{field} is {getattr(config, field)}, must be {what}")
 
 
 class RecordSettings(Frozen):
-    """How records are read, where some of the data is read otherwise than by `DataConfig`: unset = as there.
-
-    Args:
-        format, record, include: as in `DataConfig`.
-        text_column, messages_column, prompt_column, completion_column, tokens_column: likewise.
-        labels_column, mask_column, ignore_columns, document_end_id, loss_on: likewise.
-    """
+    """How some of the data is read: settings as in `DataConfig`, unset = as there."""
 
     format: Format | None = None
     record: RecordKind | None = None
@@ -56,14 +60,11 @@ class RecordSettings(Frozen):
 
 
 class MixturePart(RecordSettings):
-    """One of several data sets that are read side by side.
+    """One of several data sets that are read together; further settings as in `DataConfig`, unset = as there.
 
     Args:
-        name: how the ledger and messages call it.
+        name: for the ledger and messages.
         weight: its share of the *tokens* while all parts have some left, relative to the other weights.
-        sources, format, record, include: as in `DataConfig`; unset ones are taken from there.
-        text_column, messages_column, prompt_column, completion_column, tokens_column: likewise.
-        labels_column, mask_column, ignore_columns, document_end_id, loss_on: likewise.
     """
 
     name: str
@@ -86,62 +87,58 @@ class DataConfig(Frozen):
     All but `epochs`, `workers`, `prefetch_steps` and `stall_timeout_s` decide which tokens a step holds.
 
     Args:
-        sources: files, directories (read recursively and through links; names that begin with "." are left out),
-            glob patterns, or fsspec URLs of any of these. Either `sources` or `mixture` is set.
+        sources: files, directories (read recursively and through links, without names that begin with "."), glob
+            patterns, or fsspec URLs of any of these. Either `sources` or `mixture` is set.
         mixture: several data sets with weights instead of one.
-        mixture_end: "once" reads every part exactly once an epoch (weights hold until a part ends); "repeat" begins
-            an ended part anew, so that the weights always hold (then `epochs` has no meaning and is not set).
+        mixture_end: "once" reads every part exactly once an epoch (weights hold until a part ends); "repeat" starts an
+            ended part again, so that the weights always hold (then `epochs` has no meaning and is not set).
         format: "auto" goes by file name: `.jsonl`/`.ndjson`, `.json` (a list of records, held in memory, or one a
             line), `.parquet`, `.arrow`/`.feather`, `.bin`/`.idx`/`.npy` (token files); tables and archives (`.csv`,
             `.zip`, ...) are refused; anything else is text (one document per file), but not next to data files unless
             `include` names it. A compression suffix that fsspec knows (`.gz`, `.xz`, `.bz2`, ...) may follow; resuming
             inside a compressed file reads it from its beginning.
         record: what a record holds: "text"; "messages" (a chat: role and content); "prompt_completion"; "tokens"
-            (ids, made by someone else's tokeniser).
+            (ids, made by another tokeniser).
         text_column, messages_column, prompt_column, completion_column, tokens_column: names of keys or columns.
         labels_column: of "tokens" records: ids to be predicted, -100 = no loss; "" = "labels" of records that have it,
             else every token after the first.
         mask_column: of "tokens" records: a number a token, 0 = no loss; "" = "completion_mask", "assistant_masks" and
             "loss_mask" of records that have them.
-        ignore_columns: keys or columns that are passed over although by their name they decide what is trained,
-            such as "attention_mask" (docs/loader.md lists them).
-        document_end_id: of `.npy` token files: the id that ends a document and belongs to it, where no
-            `<name>.idx.npy` next to the file holds the documents' edges.
+        ignore_columns: keys or columns to skip although by their name they decide what is trained, such as
+            "attention_mask" (docs/loader.md lists them).
+        document_end_id: of `.npy` token files without `<name>.idx.npy` (the documents' edges): the id that ends a
+            document and belongs to it.
         loss_on: "all" tokens after a document's first; only the "completion" (of a chat: what the assistant says);
             "auto" = completion where the record marks it, else all.
         chat_template: file with a Jinja template; default: the tokeniser's own.
-        include: file name patterns for directories, such as "*.py"; a pattern with "/" is matched
-            against the path below the directory. Empty = every file.
-        tokenizer: "bytes", a `tokenizer.json`, a directory that holds one, or a name on the Hugging Face Hub. Default:
-            that of the model's directory; where it has none, bytes if the model's weights are random or its vocabulary
-            is one of bytes.
-        eos_token: text of the end-of-document token; by default looked up in the tokenizer file and its directory.
-        append_eos: end every text, and every completion that is a string, with the end-of-document token, unless it
-            ends with it already.
-        prepend_bos: begin every text, and every prompt that is a string, with the token that begins a document, unless
-            it begins with it already; unset = with what the tokeniser itself writes there (its post-processor in
-            `tokenizer.json`). A chat begins as its template writes it.
-        batch_documents, batch_tokens: size of a global batch; exactly one is set. A token budget takes
-            documents in stream order until the next one would exceed it; a document that is larger than
-            the budget is a batch of its own. The last batch of an epoch may be smaller.
-        shuffle_window: documents held to sample from; 1 keeps the order of the files and inside them. With
-            more than 1, the order of the parts of files is permuted every epoch too.
-        streams: independent streams that the data is read in, side by side; ranks and workers share them. Default: 16
-            (fewer for a window below 64, 1 where the order is kept). More pay where more than 16 ranks read.
+        include: file name patterns for directories, such as "*.py"; a pattern with "/" is matched against the path
+            below the directory. Empty = every file.
+        tokenizer: "bytes", a `tokenizer.json`, its directory, or a name on the Hugging Face Hub. Default: that of the
+            model's directory, else bytes if the weights are random or the model's vocabulary is one of bytes.
+        eos_token: text of the end-of-document token; default: from the tokeniser file and its directory.
+        append_eos: end every text, and every completion that is a string, with the end-of-document token, once.
+        prepend_bos: begin every text, and every prompt that is a string, with the token that begins a document, once;
+            unset = with what the tokeniser's own post-processor writes there. A chat begins as its template writes it.
+        batch_documents, batch_tokens: size of a global batch; exactly one is set. A token budget takes documents in
+            stream order until the next one would exceed it; a larger document is a batch of its own. The last batch of
+            an epoch may be smaller.
+        shuffle_window: documents held to sample from; 1 keeps the order of the files and inside them. With more, the
+            order of the parts of files is permuted every epoch too.
+        streams: independent streams that the data is read in; ranks and workers share them. Default: 16 (fewer for a
+            window below 64, 1 where the order is kept). More pay where more than 16 ranks read.
         seed: of the order of files and documents.
         held_out_share: of the documents, chosen by a hash of source and place, which are not trained and stay for
             validation; in the ledger. `validation.share` sets it.
         reads: "training" reads what is not held out, "held_out" only what is; for loaders of your own.
         epochs: passes over the sources; None = repeat for ever.
         max_document_tokens: longest document that can be trained (the context).
-        overlong: what happens to a longer one: an error naming it, consecutive documents of at most that
-            length, only its first tokens, or nothing of it. All of it is in the ledger.
+        overlong: what happens to a longer one: an error naming it, consecutive documents of at most that length, only
+            its first tokens, or nothing of it. All of it is in the ledger.
         on_corrupt: stop at a record that cannot be read, or count it in the ledger and go on.
         workers: processes per rank that read and tokenise; 0 = a thread of the training process.
-        prefetch_steps: steps that are read, planned and exchanged ahead; 0 = when the step needs them (slow, for
-            comparison).
-        stall_timeout_s: how long a source may give nothing before the run stops with its name; counts from when the
-            reading process has started, for which it has 300 s or, where this is longer, as long as this.
+        prefetch_steps: steps that are read, planned and exchanged before they are needed; 0 = none (slow, to compare).
+        stall_timeout_s: how long a source may give nothing before the run stops with its name, once the reading
+            process has started, for which it has 300 s or, if longer, this long.
     """
 
     sources: tuple[str, ...] = ()
@@ -195,21 +192,14 @@ class DataConfig(Frozen):
                 f"data.batch_documents is {self.batch_documents} and data.batch_tokens is {self.batch_tokens}; "
                 "set exactly one of them"
             )
-        for field in _AT_LEAST_1:
-            value = getattr(self, field)
-            lowest = 0 if field == "prefetch_steps" else 1
-            if value is not None and value < lowest:
-                raise ConfigError(f"data.{field} is {value}, must be at least {lowest}")
-        if self.workers < 0:
-            raise ConfigError(f"data.workers is {self.workers}, must be 0 (a thread) or more")
-        if not self.stall_timeout_s > 0:
-            raise ConfigError(f"data.stall_timeout_s is {self.stall_timeout_s}, must be above 0")
-        if not 0 <= self.seed < 2**63:
-            raise ConfigError(f"data.seed is {self.seed}, must be in 0 .. 2**63 - 1")
-        if not 0 <= self.held_out_share < 1:
-            raise ConfigError(
-                f"data.held_out_share is {self.held_out_share}, must be at least 0 (nothing is held out) and below 1"
-            )
+        sizes = ("batch_documents", "batch_tokens", "shuffle_window", "streams", "epochs", "max_document_tokens")
+        require_least("data", self, "at least 1", 1, *sizes)
+        require_least("data", self, "at least 0", 0, "prefetch_steps")
+        require_least("data", self, "0 (a thread) or more", 0, "workers")
+        share = self.held_out_share
+        require_value("data", self, "stall_timeout_s", self.stall_timeout_s > 0, "above 0")
+        require_value("data", self, "seed", 0 <= self.seed < 2**63, "in 0 .. 2**63 - 1")
+        require_value("data", self, "held_out_share", 0 <= share < 1, "at least 0 (nothing is held out) and below 1")
         if self.reads == "held_out" and not self.held_out_share:
             raise ConfigError('data.reads is "held_out", but data.held_out_share is 0, so nothing is; set a share')
         if self.mixture_end == "repeat" and (not self.mixture or self.epochs is not None):
@@ -224,18 +214,18 @@ class DataConfig(Frozen):
                 "order of the data, which streams would interleave)"
             )
         _check_choices(self, "data.")
-        for field in _COLUMNS:
+        for field in _NAMED_COLUMNS:
             if not getattr(self, field):
                 raise ConfigError(f"data.{field} is empty; name the key or column")
 
     @property
     def num_streams(self) -> int:
-        """Streams of every part of the mixture."""
-        return self.streams or max(1, min(_MOST_LANES, self.shuffle_window // _LANE_DOCUMENTS))
+        """Return the number of streams of every part of the mixture."""
+        return self.streams or max(1, min(_MOST_STREAMS, self.shuffle_window // _STREAM_DOCUMENTS))
 
 
 def trains_given_ids(config: DataConfig) -> bool:
-    """All records hold token ids, so no tokeniser is used."""
+    """Tell whether all records hold token ids, so that no tokeniser is used."""
     return all(part.record == "tokens" for part in mixture_configs(config))
 
 
@@ -249,12 +239,10 @@ def _check_choices(config: DataConfig | MixturePart, where: str) -> None:
 
 
 def mixture_configs(config: DataConfig) -> tuple[DataConfig, ...]:
-    """One plain configuration (no mixture) per part; the configuration itself where there is no mixture."""
-    if not config.mixture:
-        return (config,)
+    """Return one plain configuration (no mixture) per part; the configuration itself where there is no mixture."""
     configs: list[DataConfig] = []
     for part in config.mixture:
         own = {field: value for field, value in msgspec.structs.asdict(part).items() if value is not None}
         del own["name"], own["weight"]
         configs.append(msgspec.structs.replace(config, **own, mixture=(), mixture_end="once"))
-    return tuple(configs)
+    return tuple(configs) or (config,)

@@ -1,16 +1,13 @@
-"""`DocumentEncoder`: the values of a record → tokens and labels; of texts (`TextEncoder`) and of ids (`TokenIds`).
+"""Encode the values of a record as tokens and labels (`DocumentEncoder`): texts (`TextEncoder`) and ids (`TokenIds`).
 
-An encoder is made once a run by `open_encoder`, goes to worker processes by pickling, and has no state: the same values
-give the same document in any process, at any time.
-
-What differs between kinds of text is a `Renderer`: values → text, and which of its characters are to be predicted. Each
-text is tokenised in one go, because pieces give other tokens at their borders; the characters are mapped to tokens
-through the tokeniser's offsets. A token may hold characters from both sides of a border:
+A `Renderer` turns the values of one kind of record into text, and says which of its characters are to be predicted.
+Each text is tokenised in one go; the characters are mapped to tokens through the tokeniser's offsets. A token may hold
+characters from both sides of a border:
 
 - between a prompt and what follows it, a token that begins in the prompt counts as prompt: at inference the prompt ends
-  with other tokens there, so predicting this one would teach a sequence that never comes.
-- at `{% generation %}` blocks of a chat template, a token that touches one counts, as transformers does it. (It leaves
-  out all but the first of several tokens that make up the last character.)
+  with other tokens there.
+- at `{% generation %}` blocks of a chat template, a token that touches one counts, as in transformers. (It leaves out
+  all but the first of several tokens that make up the last character.)
 
 Price: the tokeniser, which shares a block of records among its threads. Offsets make a document of 150 tokens cost 94
 µs instead of 52, so they are computed only where there is a mask.
@@ -33,7 +30,7 @@ IGNORE_INDEX = -100
 
 
 class RecordProblem(DataError):
-    """What is wrong with one record, without its place, which the reader knows."""
+    """One record is wrong; its place, which the reader knows, is not in the message."""
 
 
 class EncodedDocument(NamedTuple):
@@ -41,9 +38,8 @@ class EncodedDocument(NamedTuple):
 
     Args:
         tokens: int32[num_tokens]; empty where the record holds nothing. May share memory with the record.
-        labels: int32[num_tokens], not shifted: `labels[i]` is predicted at the place of token i from the tokens before
-            it, `IGNORE_INDEX` = nothing is; `labels[0]` always is that. None = the label of every token after the
-            first is the token.
+        labels: int32[num_tokens], not shifted: `labels[i]` is predicted from the tokens before token i;
+            `IGNORE_INDEX`, as always at 0, = nothing is. None = every token after the first is its own label.
     """
 
     tokens: NDArray[np.int32]
@@ -51,26 +47,22 @@ class EncodedDocument(NamedTuple):
 
 
 class DocumentEncoder(ABC):
-    """Turns records of one kind into documents. Can be pickled.
-
-    Args:
-        columns: those that a reader must fetch, in the order of `encode`'s values.
-        name: identifies all that decides the tokens; equal names give equal documents.
-    """
+    """Turn records of one kind into documents. Can be pickled. A reader must fetch the `columns`, in the order of
+    `encode`'s values; encoders of equal name give equal documents."""
 
     columns: tuple[str, ...]
     name: str
 
     def encode(self, values: tuple[Any, ...]) -> EncodedDocument:
-        """The document of a record; a `RecordProblem` where the values are not what one of this kind holds."""
+        """Encode a record; `RecordProblem` where the values are not what its kind holds."""
         return self.encode_many([values])[0]
 
     @abstractmethod
     def encode_many(self, records: Sequence[tuple[Any, ...]]) -> list[EncodedDocument]:
-        """What `encode` gives for each record, in less time; a `RecordProblem` where at least one has one."""
+        """Encode records together, which is faster; `RecordProblem` where at least one is wrong."""
 
     def encode_records(self, records: Sequence[Record]) -> list[EncodedDocument | str]:
-        """The document, or what is wrong, of every record; a bad one spoils no other."""
+        """Return the document of every record, or what is wrong with it; a bad one spoils no other."""
         readable = [record.values for record in records if record.values is not None]
         try:
             encoded = iter(self.encode_many(readable))
@@ -94,9 +86,9 @@ class RenderedText(NamedTuple):
     Args:
         text: what is tokenised; "" = the record holds nothing.
         spans: characters to be predicted, ascending and disjoint; None = all, and so of every record of its kind.
-        is_bare: it stands between no tokens of a template, so what begins and ends a document is put around it, unless
-            it spells that itself; the end then is predicted.
-        counts_touching: whether a token that is only partly in a span is predicted.
+        is_bare: no template surrounds it, so the tokens that begin and end a document are added, unless it spells them
+            itself; the end then is predicted.
+        counts_touching: a token that is only partly in a span is predicted.
     """
 
     text: str
@@ -106,19 +98,16 @@ class RenderedText(NamedTuple):
 
 
 class Renderer(Protocol):
-    """Column values of one kind of record → text.
+    """Render the values of one kind of record as text; `columns` and `name` as of `DocumentEncoder`."""
 
-    Args:
-        columns: as of `DocumentEncoder`.
-        name: identifies all that decides text and spans.
-    """
+    @property
+    def columns(self) -> tuple[str, ...]: ...
 
-    columns: tuple[str, ...]
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def render(self, values: tuple[Any, ...]) -> RenderedText:
-        """The text of a record; a `RecordProblem` where the values are not what one of this kind holds."""
-        ...
+        """Render a record; `RecordProblem` where the values are not what its kind holds."""
 
 
 class PlainText:
@@ -133,7 +122,7 @@ class PlainText:
 
 
 def check_text(value: Any, column: str) -> str:
-    """The value, which must be a string; a `RecordProblem` where it is none."""
+    """Return the value, a string; `RecordProblem` where it is none."""
     if isinstance(value, str):
         return value
     held = "nothing" if value is None else f"a value of type {type(value).__name__}"
@@ -141,12 +130,7 @@ def check_text(value: Any, column: str) -> str:
 
 
 class TextEncoder(DocumentEncoder):
-    """`DocumentEncoder` of everything that is text.
-
-    Args:
-        end_id: the end-of-document token to append to bare texts; None = none is appended.
-        opening: ids that bare texts begin with.
-    """
+    """`DocumentEncoder` of texts; bare ones begin with the ids `opening` and end with `end_id` (None = nothing)."""
 
     def __init__(
         self, renderer: Renderer, tokenizer: DocumentTokenizer, end_id: int | None, opening: tuple[int, ...] = ()
@@ -154,44 +138,40 @@ class TextEncoder(DocumentEncoder):
         self.columns = renderer.columns
         begins = f", begin {list(opening)}" if opening else ""
         self.name = f"{renderer.name}, tokenizer {tokenizer.name}, end {end_id}{begins}"
-        self._renderer = renderer
-        self._tokenizer = tokenizer
+        self._renderer, self._tokenizer, self._opening = renderer, tokenizer, opening
         self._end = np.array([] if end_id is None else [end_id], dtype=np.int32)
-        self._opening = opening
 
     def encode_many(self, records: Sequence[tuple[Any, ...]]) -> list[EncodedDocument]:
         rendered = [self._renderer.render(values) for values in records]
         texts = [record.text for record in rendered]
         if any(record.spans is not None for record in rendered):
             located = _tokenize(self._tokenizer.encode_with_offsets, texts)
-            return [self._labelled(record, found) for record, found in zip(rendered, located, strict=True)]
+            return [self._labelled(record, tokens) for record, tokens in zip(rendered, located, strict=True)]
         encoded = _tokenize(self._tokenizer.encode_batch, texts)
         return [
-            EncodedDocument(self._framed(tokens, record.is_bare)[0])
+            EncodedDocument(self._framed(tokens)[0] if record.is_bare else tokens)
             for record, tokens in zip(rendered, encoded, strict=True)
         ]
 
-    def _labelled(self, record: RenderedText, found: TokensWithOffsets) -> EncodedDocument:
-        mask = tokens_in(record.spans or (), found.offsets, touching=record.counts_touching)
-        tokens, before = self._framed(found.tokens, record.is_bare)
+    def _labelled(self, record: RenderedText, located: TokensWithOffsets) -> EncodedDocument:
+        mask = tokens_in(record.spans or (), located.offsets, touching=record.counts_touching)
+        tokens, before = self._framed(located.tokens) if record.is_bare else (located.tokens, 0)
         mask = np.pad(mask, (before, 0))
         mask = np.pad(mask, (0, len(tokens) - len(mask)), constant_values=True)
         return EncodedDocument(tokens, masked_labels(tokens, mask))
 
-    def _framed(self, tokens: NDArray[np.int32], is_bare: bool) -> tuple[NDArray[np.int32], int]:
-        """The tokens between what begins and what ends a document, each unless it is there; and how many came first."""
+    def _framed(self, tokens: NDArray[np.int32]) -> tuple[NDArray[np.int32], int]:
+        """Add what begins and ends a document, unless it is there; also return how many ids were added before."""
         # An empty text stays empty: an end-of-document token alone teaches nothing.
-        if not len(tokens) or not is_bare:
-            return tokens, 0
         framed = with_opening(tokens, self._opening)
         before = len(framed) - len(tokens)
-        if len(self._end) and tokens[-1] != self._end[0]:
+        if len(tokens) and len(self._end) and tokens[-1] != self._end[0]:
             framed = np.concatenate((framed, self._end))
         return framed, before
 
 
 def with_opening(tokens: NDArray[np.int32], opening: tuple[int, ...]) -> NDArray[np.int32]:
-    """The tokens after these, unless they begin with them; none at all stay none."""
+    """Put ids before tokens that do not begin with them; an empty document stays empty."""
     if not opening or not len(tokens) or tuple(tokens[: len(opening)].tolist()) == opening:
         return tokens
     return np.concatenate((np.array(opening, dtype=np.int32), tokens))
@@ -209,12 +189,8 @@ def _tokenize(encode: Callable[[Sequence[str]], list[_Encoded]], texts: list[str
 
 
 def tokens_in(spans: Sequence[CharSpan], offsets: NDArray[np.int32], *, touching: bool) -> NDArray[np.bool_]:
-    """bool[num_tokens]: the token's first character lies in a span, or (touching) at least one of its characters does.
-
-    Args:
-        spans: ascending and disjoint.
-        offsets: int32[num_tokens, 2], as of `TokensWithOffsets`.
-    """
+    """Return bool[num_tokens]: the token's first character, or (touching) any of them, lies in a span. Spans ascend
+    and are disjoint, offsets int32[num_tokens, 2]."""
     filled = np.array([span for span in spans if span[0] < span[1]], dtype=np.int32).reshape(-1, 2)
     last = np.maximum(offsets[:, 1] - 1, offsets[:, 0]) if touching else offsets[:, 0]
     # The 0 stands for "before the first span".
@@ -223,7 +199,7 @@ def tokens_in(spans: Sequence[CharSpan], offsets: NDArray[np.int32], *, touching
 
 
 def masked_labels(tokens: NDArray[np.int32], mask: NDArray[np.bool_]) -> NDArray[np.int32]:
-    """int32[num_tokens]: the token where the mask is set, nothing elsewhere and at the first token."""
+    """Return int32[num_tokens]: the token where the mask is set, no loss elsewhere and at the first token."""
     labels = np.where(mask, tokens, np.int32(IGNORE_INDEX))
     labels[:1] = IGNORE_INDEX
     return labels
@@ -233,13 +209,8 @@ _INT32_VALUES = 1 << 31
 
 
 class TokenIds(DocumentEncoder):
-    """`DocumentEncoder` of kind "tokens".
-
-    Args:
-        columns: of ids, then of labels and masks, of which a record need not have any.
-        masks: those of them that are masks.
-        vocab_size: ids and labels are below it; None = not known.
-    """
+    """`DocumentEncoder` of kind "tokens": a column of ids, then of labels and `masks`, which a record may lack; ids and
+    labels are below `vocab_size` (None = not known)."""
 
     def __init__(self, columns: tuple[str, ...], masks: Collection[str], vocab_size: int | None) -> None:
         self.columns = columns
@@ -257,9 +228,7 @@ class TokenIds(DocumentEncoder):
                 continue
             if len(given) != len(tokens):
                 what = "numbers of a mask" if is_mask else "labels"
-                raise RecordProblem(
-                    f"column '{column}' holds {len(given)} {what} for {len(tokens)} tokens; they must be as many"
-                )
+                raise RecordProblem(f"column '{column}' holds {len(given)} {what} for {len(tokens)} tokens")
             if is_mask:
                 labels = np.where(given, tokens if labels is None else labels, np.int32(IGNORE_INDEX))
             else:
@@ -269,14 +238,14 @@ class TokenIds(DocumentEncoder):
         return EncodedDocument(tokens, labels)
 
     def encode_many(self, records: Sequence[tuple[Any, ...]]) -> list[EncodedDocument]:
-        # All of them checked in one pass, which for short documents is most of the price.
+        # One check for all of them: for short documents it is most of the price.
         is_plain = all(len(values) == 1 for values in records)
         if is_plain and records and self._knows(np.concatenate([values[0] for values in records])):
             return [EncodedDocument(values[0]) for values in records]
         return [self.encode(values) for values in records]
 
     def _knows(self, ids: NDArray[np.int32]) -> bool:
-        # Seen as unsigned, negative ids are larger than any limit: one pass instead of two.
+        # As unsigned numbers, negative ids are larger than any limit: one pass instead of two.
         return not len(ids) or int(np.maximum.reduce(ids.view(np.uint32))) < self._limit
 
     def _labels(self, given: NDArray[np.int32], tokens: NDArray[np.int32], column: str) -> NDArray[np.int32]:
@@ -288,13 +257,12 @@ class TokenIds(DocumentEncoder):
         if others.any():
             if has_label.all() and trained.max() <= 1:
                 raise OtherColumnError(
-                    f"column '{column}' holds nothing but 0 and 1, as a mask does, which would be trained as ids; set "
-                    "data.mask_column instead of data.labels_column"
+                    f"column '{column}' holds nothing but 0 and 1, as a mask does; set data.mask_column instead"
                 )
             if len(tokens) > 2 and _are_shifted(given, tokens):
                 raise OtherColumnError(
-                    f"column '{column}' holds the next token at every place, and labels are not shifted here: each is "
-                    "predicted at its own place; store the token itself, or -100"
+                    f"column '{column}' holds the next token at every place, and labels are not shifted here; store "
+                    "the token itself, or -100"
                 )
         return given.copy()
 
@@ -306,6 +274,6 @@ class TokenIds(DocumentEncoder):
 
 
 def _are_shifted(labels: NDArray[np.int32], tokens: NDArray[np.int32]) -> bool:
-    """Whether every label is the token after its own; the last one has none."""
+    """Tell whether every label is the token after its own; the last one has none."""
     has_label = labels[:-1] != IGNORE_INDEX
     return bool(has_label.any() and (labels[:-1] == tokens[1:])[has_label].all())

@@ -1,11 +1,11 @@
-"""Hugging Face data sets handed over in Python: `Dataset` by rows, `IterableDataset` by shards.
+"""Read Hugging Face data sets that are passed in Python: a `Dataset` by rows, an `IterableDataset` by shards.
 
-A `Dataset` is read in Arrow batches, in the order that its `select` or `shuffle` gave it; offsets are rows. One with a
-transform of its own (`set_transform`) is read through that, row by row. An `IterableDataset` is read shard by shard;
-offsets are shard and example, and to begin inside a shard its examples are generated and passed over up to there. Both
-go to other processes by pickling, so a generator has to be a function that can be imported.
+A `Dataset` is read in Arrow batches, in the order of its `select` or `shuffle`; one with a transform (`set_transform`)
+is read through that, row by row. Offsets are rows. An `IterableDataset` is read shard by shard; offsets are shard and
+example, and a start inside a shard generates and skips its examples up to there. Both are pickled for worker processes,
+so a generator must be a function that can be imported.
 
-Price: one batch in memory. A `Dataset` that was shuffled gathers its rows one by one (some µs each).
+Price: one batch in memory. A shuffled `Dataset` gathers its rows one by one (some µs each).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +26,6 @@ from evenload.data.records import (
     convert_value,
     other_values,
 )
-from evenload.data.sources import SourceFile
 from evenload.errors import ConfigError, DataError, EvenloadError
 
 if TYPE_CHECKING:
@@ -37,105 +36,100 @@ _TRANSFORMED_ROWS = 32
 
 
 def is_iterable_dataset(dataset: Any) -> bool:
-    """An `IterableDataset` (True) or a `Dataset` (False); a `ConfigError` where it is neither."""
+    """Tell an `IterableDataset` (True) from a `Dataset` (False); raise `ConfigError` for anything else."""
+    kind = type(dataset).__name__
     try:
         from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
     except ImportError as err:
-        raise ConfigError(
-            f"the data set handed over is a {type(dataset).__name__}, which needs the package datasets; "
-            "install evenload[hf]"
-        ) from err
-    if isinstance(dataset, Dataset | IterableDataset):
-        return isinstance(dataset, IterableDataset)
+        raise ConfigError(f"the data set is a {kind}, which needs the package datasets; install evenload[hf]") from err
     if isinstance(dataset, DatasetDict | IterableDatasetDict):
         raise ConfigError(f"the data set handed over has splits {', '.join(map(str, dataset))}; hand over one of them")
-    raise ConfigError(
-        f"the data set handed over is a {type(dataset).__name__}; hand over a datasets.Dataset or IterableDataset"
-    )
+    if not isinstance(dataset, Dataset | IterableDataset):
+        raise ConfigError(f"the data set handed over is a {kind}; hand over a datasets.Dataset or IterableDataset")
+    return isinstance(dataset, IterableDataset)
+
+
+class _DatasetReader(RecordReader):
+    def read(self, part: FilePart, offset: int | None) -> Iterator[Record]:
+        try:
+            yield from self.examples(part, offset)
+        except EvenloadError:
+            raise
+        except Exception as err:  # generators and transforms of users raise anything
+            raise DataError(f"{self.file.name} cannot be read: {type(err).__name__}: {err}") from err
+
+    def examples(self, part: FilePart, offset: int | None) -> Iterator[Record]:
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, eq=False)
-class DatasetReader(RecordReader):
-    """Reader of a `datasets.Dataset`.
-
-    Args:
-        dataset: with any format; what it is read as does not depend on it, except for a transform.
-    """
+class DatasetReader(_DatasetReader):
+    """Read a `datasets.Dataset` of any format; of formats only a transform changes what is read."""
 
     dataset: "Dataset"
     columns: tuple[Column, ...]
 
-    def num_parts(self, file: SourceFile, part_bytes: int) -> int:
-        return max(1, min(len(self.dataset), -(-(file.size_bytes or 0) // part_bytes)))
+    def num_parts(self, part_bytes: int) -> int:
+        return min(len(self.dataset) or 1, super().num_parts(part_bytes))
 
-    def read(self, file: SourceFile, part: FilePart, offset: int | None) -> Iterator[Record]:
-        whole = part.range_of(len(self.dataset))
-        rows = range(max(offset or 0, whole.start), whole.stop)
-        is_transformed = self.dataset.format["type"] == "custom"
-        records = self._transformed if is_transformed else self._batches
-        return _guarded(records(file.name, rows), file.name)
-
-    def summary(self, file: SourceFile) -> FileSummary:
+    def summary(self) -> FileSummary:
         # A transform may give other columns.
         names = () if self.dataset.format["type"] == "custom" else tuple(self.dataset.column_names)
         return FileSummary(names, len(self.dataset))
 
-    def _batches(self, name: str, rows: range) -> Iterator[Record]:
-        names = [each.name for each in check_schema(self.dataset.features.arrow_schema, self.columns, name)]
+    def examples(self, part: FilePart, offset: int | None) -> Iterator[Record]:
+        span = part.range_of(len(self.dataset))
+        rows = range(max(offset or 0, span.start), span.stop)
+        if self.dataset.format["type"] == "custom":
+            yield from self._transformed(rows)
+            return
+        names = check_schema(self.dataset.features.arrow_schema, self.columns, self.file.name)
         table = self.dataset.data
         size = batch_rows(table.num_rows, sum(table.column(column).nbytes for column in names))
         dataset = self.dataset.with_format("arrow", columns=names)
         for start in range(rows.start, rows.stop, size):
-            found: Any = dataset[start : min(rows.stop, start + size)]
-            for batch in found.to_batches():
+            selected: Any = dataset[start : min(rows.stop, start + size)]
+            for batch in selected.to_batches():
                 yield from arrow_records({each: batch.column(each) for each in names}, self.columns, start)
                 start += len(batch)
 
-    def _transformed(self, name: str, rows: range) -> Iterator[Record]:
+    def _transformed(self, rows: range) -> Iterator[Record]:
         for start in range(rows.start, rows.stop, _TRANSFORMED_ROWS):
-            found: Any = self.dataset[start : min(rows.stop, start + _TRANSFORMED_ROWS)]
-            columns = {column.name: found[column.name] for column in self.columns if column.name in found}
-            if not columns:
-                _make_record(self.columns, name, found, start)  # raises what is missing
-            for index, values in enumerate(zip(*columns.values(), strict=True), start):
-                yield _make_record(self.columns, name, dict(zip(columns, values, strict=True)), index)
+            columns: Any = self.dataset[start : min(rows.stop, start + _TRANSFORMED_ROWS)]
+            for index in range(start, min(rows.stop, start + _TRANSFORMED_ROWS)):
+                example = {key: values[index - start] for key, values in columns.items()}
+                yield _make_record(self.columns, self.file.name, example, index)
 
 
 @dataclass(frozen=True, eq=False)
-class IterableDatasetReader(RecordReader):
-    """Reader of a `datasets.IterableDataset`.
-
-    Args:
-        dataset: the same examples in the same order every time; an epoch of its own shuffling does not change.
-    """
+class IterableDatasetReader(_DatasetReader):
+    """Read a `datasets.IterableDataset`, which must give the same examples in the same order every time; an epoch of
+    its own shuffling does not change."""
 
     dataset: "IterableDataset"
     columns: tuple[Column, ...]
 
-    def num_parts(self, file: SourceFile, part_bytes: int) -> int:
+    def num_parts(self, part_bytes: int) -> int:
         return self.dataset.num_shards
 
-    def read(self, file: SourceFile, part: FilePart, offset: int | None) -> Iterator[Record]:
-        return _guarded(self._examples(file.name, part, offset), file.name)
-
-    def summary(self, file: SourceFile) -> FileSummary:
+    def summary(self) -> FileSummary:
         return FileSummary(tuple(self.dataset.column_names or ()))
 
-    def origin(self, file: SourceFile, offset: int) -> str:
+    def origin(self, offset: int) -> str:
         shard, example = _place(offset)
-        return f"{file.name}:shard {shard}, example {example + 1}"
+        return f"{self.file.name}:shard {shard}, example {example + 1}"
 
-    def _examples(self, name: str, part: FilePart, offset: int | None) -> Iterator[Record]:
+    def examples(self, part: FilePart, offset: int | None) -> Iterator[Record]:
         dataset, num_shards = self.dataset.with_format(None), self.dataset.num_shards
         shards, features = part.range_of(num_shards), self.dataset.features
-        kinds = {} if features is None else {field.name: field.type for field in features.arrow_schema}
+        types = {} if features is None else {field.name: field.type for field in features.arrow_schema}
         first_shard, skipped = (shards.start, 0) if offset is None else _place(offset)
         for shard in range(first_shard, shards.stop):
             examples: Any = dataset.shard(num_shards=num_shards, index=shard)
             if skipped:
                 examples = examples.skip(skipped)
             for at, example in enumerate(examples, (shard << _EXAMPLE_BITS) + skipped):
-                yield _make_record(self.columns, name, example, at, kinds)
+                yield _make_record(self.columns, self.file.name, example, at, types)
             skipped = 0
 
 
@@ -144,35 +138,32 @@ def _make_record(
     name: str,
     example: Mapping[str, Any],
     offset: int,
-    kinds: Mapping[str, pa.DataType] = MappingProxyType({}),
+    types: Mapping[str, pa.DataType] = MappingProxyType({}),
 ) -> Record:
-    """The record of an example; `kinds` = types of its columns where they are known."""
-    found = []
+    """Make the record of an example; `types` are those of its columns, where they are known."""
+    given = []
     for column in columns:
         if column.is_required and column.name not in example:
             raise DataError(f"{name} has no column '{column.name}', only {', '.join(example)}; set {column.setting}")
-        found.append(_without_nulls(example.get(column.name), kinds.get(column.name)))
-    needed = sum(column.is_required for column in columns)
+        given.append(_without_nulls(example.get(column.name), types.get(column.name)))
+    num_required = sum(column.is_required for column in columns)
     try:
-        values = [convert_value(column, value) for column, value in zip(columns[:needed], found, strict=False)]
+        values = [convert_value(column, value) for column, value in zip(columns[:num_required], given, strict=False)]
         num_tokens = len(values[0]) if columns[0].kind == "tokens" else None
-        further = other_values(columns[needed:], found[needed:], num_tokens)
+        others = other_values(columns[num_required:], given[num_required:], num_tokens)
     except ValueProblem as problem:
         return Record(offset, offset + 1, None, str(problem))
-    return Record(offset, offset + 1, (*values, *further))
+    return Record(offset, offset + 1, (*values, *others))
 
 
 def _without_nulls(value: Any, kind: pa.DataType | None) -> Any:
-    """The value without keys of objects that are None, at any depth, which Arrow gives to rows that lack them.
-
-    Args:
-        kind: its type where that is known; JSON has the keys that it spells.
-    """
+    """Leave out keys of objects that are None, at any depth: Arrow gives them to rows that lack them. Of a known type
+    (`kind`), JSON keeps the keys that it spells."""
     if isinstance(value, dict):
-        kinds = {field.name: field.type for field in kind} if kind is not None and pa.types.is_struct(kind) else {}
-        if kind is not None and not kinds:
+        types = {field.name: field.type for field in kind} if kind is not None and pa.types.is_struct(kind) else {}
+        if kind is not None and not types:
             return value
-        return {key: _without_nulls(item, kinds.get(key)) for key, item in value.items() if item is not None}
+        return {key: _without_nulls(item, types.get(key)) for key, item in value.items() if item is not None}
     if isinstance(value, list) and isinstance(next((item for item in value if item is not None), None), dict | list):
         if kind is not None and not is_list(kind):
             return value
@@ -184,17 +175,6 @@ def _place(offset: int) -> tuple[int, int]:
     return offset >> _EXAMPLE_BITS, offset & ((1 << _EXAMPLE_BITS) - 1)
 
 
-def _guarded(records: Iterator[Record], name: str) -> Iterator[Record]:
-    """The records; what the data set's own code raises, as an error that names it."""
-    try:
-        yield from records
-    except EvenloadError:
-        raise
-    except Exception as err:  # generators and transforms of users raise anything
-        raise DataError(f"{name} cannot be read: {type(err).__name__}: {err}") from err
-
-
 def dataset_bytes(dataset: "Dataset") -> int:
-    """Bytes of its rows in Arrow's layout, about."""
     table: pa.Table = dataset.data.table
     return table.nbytes * len(dataset) // max(1, table.num_rows)

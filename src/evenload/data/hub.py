@@ -1,9 +1,8 @@
-"""Files of a model by its name on the Hugging Face Hub, such as "Qwen/Qwen3-0.6B@revision", and the shape of a model.
+"""Find the files of a model by its name on the Hugging Face Hub, such as "Qwen/Qwen3-0.6B@revision", and its shape.
 
-Local files come first: a path that exists is that path, and files in the Hub's local cache are taken from there without
-the network: of a tokeniser, both of its files. Only then they are downloaded, into that cache. A name of which the
-first part is a folder here is a path that somebody mistyped, and is never sent to the Hub. Settings are small files:
-config.json, the tokeniser, chat templates. Weights come with them where they are wanted.
+A path that exists is that path; files in the Hub's local cache are taken from there without the network; only then they
+are downloaded into that cache. A name whose first part is a folder here is a mistyped path, and is never sent to the
+Hub. Settings are small files: config.json, the tokeniser, chat templates. Weights are fetched where they are wanted.
 """
 
 import json
@@ -37,25 +36,18 @@ _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 
 
 def is_hub_name(path: str) -> bool:
-    """Whether it names a model on the Hub: of that form, and no path that exists here."""
+    """Tell whether a path names a model on the Hub: of that form, and no path that exists here."""
     if not _NAME.fullmatch(path) or path.endswith(_FILE_ENDINGS) or Path(path).exists():
         return False
     return not Path(path).parent.is_dir()
 
 
 def local_path(path: str, setting: str, wanted: Wanted = "settings") -> str:
-    """A path as it is; of a name on the Hub the folder of its files.
-
-    Args:
-        setting: that the name was given in, for messages: "model.path".
-
-    Raises:
-        ConfigError: it is in no cache here and cannot be downloaded, with what was tried and what to do.
-    """
-    if not is_hub_name(path):
-        return path
+    """Return a path as it is; for a name on the Hub the folder of its files. `ConfigError` where it is in no cache here
+    and cannot be downloaded; `setting` says where the name was given ("model.path")."""
     named = _NAME.fullmatch(path)
-    assert named is not None
+    if named is None or not is_hub_name(path):
+        return path
     hub: Any = import_module("huggingface_hub")
     request = {
         "repo_id": named["repo"],
@@ -65,7 +57,7 @@ def local_path(path: str, setting: str, wanted: Wanted = "settings") -> str:
     cause = None
     try:
         folder = _cached(hub, request, wanted) or hub.snapshot_download(**request)
-        # Without a network what was found is what is in the cache, whole or not.
+        # Without a network this is what is in the cache, whole or not.
         if _is_usable(Path(folder), wanted):
             if _lacks_settings(Path(folder), wanted):
                 _log.warning(
@@ -77,7 +69,7 @@ def local_path(path: str, setting: str, wanted: Wanted = "settings") -> str:
                 )
             _log.info("%s '%s' is revision %s", setting, path, Path(folder).name)
             return folder
-        why = f"what was found has no {_NEEDED[wanted]}: there is no network, or the Hub has none under that name"
+        why = f"its files have no {_NEEDED[wanted]}: there is no network, or the Hub has none under that name"
     except Exception as error:  # the Hub's client has no common class for what it raises
         cause, why = error, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     cache = import_module("huggingface_hub.constants").HF_HUB_CACHE
@@ -91,7 +83,7 @@ def local_path(path: str, setting: str, wanted: Wanted = "settings") -> str:
 
 
 def _cached(hub: Any, request: dict[str, Any], wanted: Wanted) -> str | None:
-    """The folder in the local cache, where it has everything that a download would bring."""
+    """Return the folder in the local cache, where it has everything that a download would bring."""
     try:
         folder = hub.snapshot_download(**request, local_files_only=True)
     except import_module("huggingface_hub.errors").LocalEntryNotFoundError:
@@ -100,12 +92,11 @@ def _cached(hub: Any, request: dict[str, Any], wanted: Wanted) -> str | None:
 
 
 def _lacks_settings(folder: Path, wanted: Wanted) -> bool:
-    """Whether a file is missing that most tokenisers have and some have not, so that it is requested from the Hub."""
+    """Tell whether a file is missing that most tokenisers have, so that it is requested from the Hub."""
     return wanted == "tokenizer" and not (folder / _TOKENIZER_SETTINGS).is_file()
 
 
 def _is_usable(folder: Path, wanted: Wanted) -> bool:
-    """Whether everything is there without which nothing can be done, as far as its files show."""
     if wanted == "tokenizer":
         return (folder / "tokenizer.json").is_file()
     if not (folder / "config.json").is_file():
@@ -119,12 +110,8 @@ def _is_usable(folder: Path, wanted: Wanted) -> bool:
 
 
 def model_from(name_or_path: str) -> ModelSpec:
-    """A built-in model, or the model of a Hugging Face `config.json` (the file, the folder that holds it, or its name
-    on the Hub).
-
-    Raises:
-        ConfigError: neither; the message offers the nearest built-in name. A name on the Hub that is not to be had.
-    """
+    """Return a built-in model, or that of a Hugging Face `config.json` (the file, its folder, or a name on the Hub);
+    `ConfigError` for anything else, which offers the nearest built-in name."""
     if name_or_path in MODELS:
         return MODELS[name_or_path]
     path = Path(local_path(os.path.expanduser(name_or_path), "model"))
@@ -141,6 +128,7 @@ def model_from(name_or_path: str) -> ModelSpec:
         raise ConfigError(f"model {path} cannot be read as JSON: {error}") from error
     if not isinstance(config, dict):
         raise ConfigError(f"model {path} is not a JSON object; give a Hugging Face config.json")
-    name = path.parent.name if path.name == "config.json" and path.parent.name else path.stem
-    name = name_or_path if is_hub_name(name_or_path) else name
-    return model_from_hf_config(config, name)
+    if is_hub_name(name_or_path):
+        return model_from_hf_config(config, name_or_path)
+    own_name = path.parent.name if path.name == "config.json" else ""
+    return model_from_hf_config(config, own_name or path.stem)

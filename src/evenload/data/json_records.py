@@ -1,12 +1,9 @@
-"""JSON lines: one object per line, the wanted keys decoded and checked, the others passed over.
+"""Read JSON lines (`JsonlReader`): one object per line; and `.json` files of lines or of one list (`JsonReader`).
 
-Offsets are bytes. A line belongs to the part in which its first byte lies. A compressed file, or one of unknown size,
-is one part. Lines of nothing but white space are no records. Strict JSON: `NaN`, lone surrogates and bytes that are not
-UTF-8 make a line corrupt, as does a line without the wanted keys. Price: one line in memory, at most `MAX_LINE_BYTES`;
-a seek to begin (in a compressed file, everything before it is read).
-
-`JsonReader` takes the same objects as the items of one list, too: `.json` files hold either. Offsets in a list are
-items. A list is one part and is held in memory while it is read.
+Strict JSON: `NaN`, lone surrogates, bytes that are not UTF-8 and missing keys make a line corrupt. Offsets are bytes,
+and a line belongs to the part in which its first byte lies; a compressed file, or one of unknown size, is one part.
+Price: one line in memory, at most `MAX_LINE_BYTES`; a seek to begin (in a compressed file, everything before it is
+read). In a list, offsets are items; it is one part and is held in memory while it is read.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +30,7 @@ from evenload.data.sources import SourceFile, damaged_compression
 from evenload.errors import DataError
 
 MAX_LINE_BYTES = 1 << 28
-"""A longer line is a corrupt record: what has no line ends is no JSON lines file, and would fill memory."""
+"""A longer line is a corrupt record: a file without line ends would fill memory."""
 
 _COUNT_BYTES = 1 << 20
 _ROWS_WITH_KEYS = 100  # whose keys are reported
@@ -50,84 +47,80 @@ _TYPES: dict[ColumnKind, Any] = {
 
 @dataclass(frozen=True)
 class JsonlReader(RecordReader):
-    """Reader of format "jsonl"."""
+    """Read files of format "jsonl"."""
 
     columns: tuple[Column, ...]
 
-    def can_share(self, file: SourceFile) -> bool:
-        return file.compression is None and file.size_bytes is not None
+    def can_share(self) -> bool:
+        return self.file.compression is None and self.file.size_bytes is not None
 
-    def read(self, file: SourceFile, part: FilePart, offset: int | None) -> Iterator[Record]:
-        span = part.range_of(file.size_bytes or 0)
+    def read(self, part: FilePart, offset: int | None) -> Iterator[Record]:
+        span = part.range_of(self.file.size_bytes or 0)
         start, stop = span.start, None if part.count == 1 else span.stop
         if stop == start:
             return
         decode = _line_decoder(self.columns)
-        position = start if offset is None else offset
+        # Of a part that begins inside the file, the byte before shows whether a line begins there.
+        position = max(0, start - 1) if offset is None else offset
         try:
-            with file.open() as stream:
-                if offset is None and start:
-                    # The byte before shows whether a line begins here.
-                    stream.seek(start - 1)
-                    position = start - 1 + _pass_line(stream)
-                elif position:
-                    stream.seek(position)
+            with self.file.open() as stream:
+                stream.seek(position)
+                position += _skip_line(stream) if offset is None and start else 0
                 while (stop is None or position < stop) and (line := stream.readline(MAX_LINE_BYTES)):
                     after = position + len(line)
                     if len(line) == MAX_LINE_BYTES and line[-1:] != b"\n":
-                        after += _pass_line(stream)
+                        after += _skip_line(stream)
                         yield Record(position, after, None, f"the line is longer than {MAX_LINE_BYTES} bytes")
                     elif not line.isspace():
                         yield decode(position, after, line)
                     position = after
         except Exception as err:  # decompressors raise classes of their own
-            yield Record(position, FILE_END, None, damaged_compression(file, err))
+            yield Record(position, FILE_END, None, damaged_compression(self.file, err))
 
-    def summary(self, file: SourceFile) -> FileSummary:
-        """Of its first `_COUNT_BYTES`."""
+    def summary(self) -> FileSummary:
+        """Summarise its first `_COUNT_BYTES`."""
         try:
-            with file.open() as stream:
+            with self.file.open() as stream:
                 begin = stream.read(_COUNT_BYTES)
                 is_whole = not stream.read(1)
         except DataError:
             raise
-        except Exception:  # decompressors raise classes of their own; its reader reports the damage
+        except Exception:  # decompressors raise classes of their own; `read` reports the damage
             return FileSummary()
-        rows = self._rows(begin.removeprefix(_BYTE_ORDER_MARK), is_whole)
-        if rows is None:
+        if (rows := self._rows(begin.removeprefix(_BYTE_ORDER_MARK), is_whole)) is None:
             return FileSummary()
-        keys = _keys(rows[:_ROWS_WITH_KEYS])
+        keys = tuple(dict.fromkeys(key for row in rows[:_ROWS_WITH_KEYS] for key in _decoded(row) or ()))
         if is_whole:
             return FileSummary(keys, len(rows))
-        is_estimated = file.compression is None and file.size_bytes is not None and len(rows) > 1
-        return FileSummary(keys, len(rows) * (file.size_bytes or 0) // len(begin) if is_estimated else None, False)
+        is_estimated = self.file.compression is None and self.file.size_bytes is not None and len(rows) > 1
+        return FileSummary(keys, len(rows) * (self.file.size_bytes or 0) // len(begin) if is_estimated else None, False)
 
     def _rows(self, begin: bytes, is_whole: bool) -> Sequence[bytes | msgspec.Raw] | None:
-        """Return the records in the beginning of a file, or in the whole of it; None where they are damaged."""
+        """Return the records in the beginning of a file, or in all of it; None where they are damaged."""
         return [line for line in begin.split(b"\n") if line.strip()]
 
-    def origin(self, file: SourceFile, offset: int) -> str:
+    def origin(self, offset: int) -> str:
         lines, left = 1, offset
         try:
-            with file.open() as stream:
+            with self.file.open() as stream:
                 while left > 0 and (content := stream.read(min(left, _COUNT_BYTES))):
                     lines += content.count(b"\n")
                     left -= len(content)
-        except Exception:  # another error is being reported, and that the file cannot be read up to here is not it
-            return f"{file.name}, byte {offset}"
-        return f"{file.name}:{lines}"
+        except Exception:  # another error is being reported
+            return f"{self.file.name}, byte {offset}"
+        return f"{self.file.name}:{lines}"
 
 
 @dataclass(frozen=True)
 class JsonReader(JsonlReader):
-    """Reader of format "json": a list of objects, or one object a line."""
+    """Read files of format "json": a list of objects, or one object a line."""
 
-    def can_share(self, file: SourceFile) -> bool:
+    def can_share(self) -> bool:
         return False
 
-    def read(self, file: SourceFile, part: FilePart, offset: int | None) -> Iterator[Record]:
-        if (items := _list_items(file)) is None:
-            yield from super().read(file, part, offset)
+    def read(self, part: FilePart, offset: int | None) -> Iterator[Record]:
+        if (items := _list_items(self.file)) is None:
+            yield from super().read(part, offset)
         elif isinstance(items, str):
             yield Record(0, FILE_END, None, items)
         else:
@@ -137,9 +130,9 @@ class JsonReader(JsonlReader):
 
     def _rows(self, begin: bytes, is_whole: bool) -> Sequence[bytes | msgspec.Raw] | None:
         if not begin.lstrip().startswith(b"["):
-            is_object = begin.lstrip().startswith(b"{") and not _is_json(begin.lstrip().split(b"\n", 1)[0])
+            is_object = begin.lstrip().startswith(b"{") and _decoded(begin.lstrip().split(b"\n", 1)[0]) is None
             return None if is_object else super()._rows(begin, is_whole)
-        # Of a longer list the items up to the last "}" that ends one: it is parsed whole once only, to train it.
+        # Of a longer list the items up to the last "}" that ends one: it is parsed whole only to train it.
         stop, tries = len(begin), 1 if is_whole else _MOST_TRIES
         for _ in range(tries):
             try:
@@ -148,68 +141,53 @@ class JsonReader(JsonlReader):
                 stop = begin.rfind(b"}", 0, stop - 1) + 1
         return None
 
-    def origin(self, file: SourceFile, offset: int) -> str:
-        is_list = isinstance(_list_items(file), list)
-        return f"{file.name}:item {offset + 1}" if is_list else super().origin(file, offset)
+    def origin(self, offset: int) -> str:
+        is_list = isinstance(_list_items(self.file), list)
+        return f"{self.file.name}:item {offset + 1}" if is_list else super().origin(offset)
 
 
 def _list_items(file: SourceFile) -> list[msgspec.Raw] | str | None:
-    """The items of a JSON list; None where the file holds lines, and what is wrong where it holds neither."""
+    """Return the items of a JSON list; None where the file holds lines, a problem where it holds neither."""
     kind: Any = list[msgspec.Raw]
     try:
         with file.open() as stream:
             begin = stream.read(_COUNT_BYTES).removeprefix(_BYTE_ORDER_MARK).lstrip()
             if not begin.startswith(b"["):
-                if not begin.startswith(b"{") or _is_json(begin.split(b"\n", 1)[0]):
+                if not begin.startswith(b"{") or _decoded(begin.split(b"\n", 1)[0]) is not None:
                     return None
                 kind = dict[str, msgspec.Raw]
             stream.seek(0)
             content = stream.read().removeprefix(_BYTE_ORDER_MARK)
-        found = msgspec.json.decode(content, type=kind)
+        decoded = msgspec.json.decode(content, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as err:
         # Lines of which the first is broken are reported line by line.
         return f"the JSON list is damaged: {err}" if kind == list[msgspec.Raw] else None
     except Exception as err:  # decompressors raise classes of their own
         return damaged_compression(file, err)
-    if isinstance(found, list):
-        return found
-    keys = ", ".join(map(repr, found))
+    if isinstance(decoded, list):
+        return decoded
+    keys = ", ".join(map(repr, decoded))
     return f"the file is one JSON object over several lines, with the keys {keys}; write its records as a list"
 
 
-def _is_json(line: bytes) -> bool:
-    try:
-        msgspec.json.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return False
-    return True
-
-
-def _decoded(line: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:
-    """Return the object that a line holds; an empty one where it holds none."""
+def _decoded(line: bytes | msgspec.Raw) -> dict[str, msgspec.Raw] | None:
+    """Return the object in a line; None where there is none."""
     try:
         return msgspec.json.decode(line, type=dict[str, msgspec.Raw])
     except (msgspec.DecodeError, UnicodeDecodeError):
-        return {}
+        return None
 
 
-def _keys(rows: Sequence[bytes | msgspec.Raw]) -> tuple[str, ...]:
-    """Keys of objects in the order in which they come; of what is no object none."""
-    return tuple(dict.fromkeys(key for row in rows for key in _decoded(row)))
-
-
-def _pass_line(stream: IO[bytes]) -> int:
-    """Go to the beginning of the next line; bytes passed."""
-    passed = 0
+def _skip_line(stream: IO[bytes]) -> int:
+    skipped = 0
     while line := stream.readline(_COUNT_BYTES):
-        passed += len(line)
+        skipped += len(line)
         if line[-1:] == b"\n":
             break
-    return passed
+    return skipped
 
 
 def _line_decoder(columns: Sequence[Column]) -> Callable[[int, int, bytes], Record]:
-    """A function that makes a record of a line and its place."""
     # Keys may be no Python names, so fields are numbered.
     keys = {f"value_{index}": column.name for index, column in enumerate(columns)}
     fields: list[Any] = [
@@ -217,34 +195,34 @@ def _line_decoder(columns: Sequence[Column]) -> Callable[[int, int, bytes], Reco
         for field, column in zip(keys, columns, strict=True)
     ]
     decoder = msgspec.json.Decoder(msgspec.defstruct("JsonlRow", fields, rename=keys))
-    needed = [column for column in columns if column.is_required]
-    others = columns[len(needed) :]
+    required = [column for column in columns if column.is_required]
+    others = columns[len(required) :]
     nothing = (None,) * len(others)
-    has_numbers = any(column.kind in ("tokens", "mask") for column in needed)
-    names = ", ".join(f"'{column.name}'" for column in needed)
-    described = " and ".join(f"{KIND_WORDS[each.kind].removeprefix('a ')} under key '{each.name}'" for each in needed)
+    has_numbers = any(column.kind in ("tokens", "mask") for column in required)
+    names = ", ".join(f"'{column.name}'" for column in required)
+    described = " and ".join(f"{KIND_WORDS[each.kind].removeprefix('a ')} under key '{each.name}'" for each in required)
 
     def decode(position: int, after: int, line: bytes) -> Record:
         if position == 0:
             line = line.removeprefix(_BYTE_ORDER_MARK)
         try:
             row = msgspec.structs.astuple(decoder.decode(line))
-            values = row[: len(needed)]
+            values = row[: len(required)]
             if has_numbers:
                 # Faster than `convert_value`, and they are whole numbers already.
                 values = tuple(
                     np.array(value, dtype=np.int32) if column.kind == "tokens" else convert_value(column, value)
-                    for value, column in zip(values, needed, strict=True)
+                    for value, column in zip(values, required, strict=True)
                 )
-            if (further := row[len(needed) :]) != nothing:
-                values += other_values(others, further, len(values[0]) if needed[0].kind == "tokens" else None)
+            if (further := row[len(required) :]) != nothing:
+                values += other_values(others, further, len(values[0]) if required[0].kind == "tokens" else None)
             return Record(position, after, values)
         except UnicodeDecodeError as err:
             problem = f"a text under {names} is not UTF-8: {err}"
         except OverflowError as err:
             problem = f"a token id under {names} is beyond 32 bits: {err}"
         except msgspec.ValidationError as err:
-            problem = f"no {described} ({err}; its keys are {', '.join(_decoded(line)) or 'none'})"
+            problem = f"no {described} ({err}; its keys are {', '.join(_decoded(line) or ()) or 'none'})"
         except (msgspec.DecodeError, RecursionError) as err:
             problem = f"the line is not JSON ({err})"
         except ValueProblem as err:

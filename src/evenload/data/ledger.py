@@ -1,11 +1,11 @@
-"""`Ledger`: what became of every document and token that was read.
+"""Account for every document and token that was read (`Ledger`).
 
     read = trained + dropped (by reason) + deferred + waiting
     trained = with a loss + masked
 
 where waiting = held by the loader (shuffle window, pending document) + in flight (in a global batch whose plan was not
-noted yet). The loader counts what it holds for itself, so `check` compares two independent counts. A record that could
-not be read counts as a document of 0 tokens.
+noted yet). The loader counts what it holds itself, so `check` compares two independent counts. A record that could not
+be read counts as a document of 0 tokens.
 """
 
 from collections.abc import Callable, Collection
@@ -37,8 +37,8 @@ def tally_of(documents: Collection[Document | LeftOut]) -> Tally:
 
 
 class LedgerState(Frozen):
-    """The ledger's counters; `dropped` is by reason, `masked` the trained tokens without a loss of their own (a
-    document's first, prompts), `untaught` the trained documents that have no other tokens."""
+    """The ledger's counters; `masked` are trained tokens without a loss of their own (a document's first, prompts),
+    `untaught` trained documents that have no other tokens."""
 
     read: Tally = Tally()
     trained: Tally = Tally()
@@ -49,28 +49,23 @@ class LedgerState(Frozen):
     dropped: dict[str, Tally] = msgspec.field(default_factory=dict)
 
     def with_dropped(self, reason: str, dropped: Tally) -> "LedgerState":
-        """The account with more dropped; reasons stay sorted."""
+        """Return the account with more dropped; reasons stay sorted."""
         total = self.dropped.get(reason, Tally()) + dropped
         return msgspec.structs.replace(self, dropped=dict(sorted((self.dropped | {reason: total}).items())))
 
-    def with_read(self, noted: "LedgerState") -> "LedgerState":
-        """The account with what reading added elsewhere: documents read, and those that readers dropped."""
-        state = msgspec.structs.replace(self, read=self.read + noted.read)
-        for reason, dropped in noted.dropped.items():
+    def with_read(self, other: "LedgerState") -> "LedgerState":
+        """Return the account with what another one has as read and dropped."""
+        state = msgspec.structs.replace(self, read=self.read + other.read)
+        for reason, dropped in other.dropped.items():
             state = state.with_dropped(reason, dropped)
         return state
 
     def accounted(self) -> Tally:
-        """All that is trained, deferred, dropped or in flight."""
+        """Sum up all that is trained, deferred, dropped or in flight."""
         return sum(self.dropped.values(), self.trained + self.deferred + self.in_flight)
 
     def lines(self, held: Tally | None = None) -> list[str]:
-        """Lines for the end of a run.
-
-        Args:
-            held: what the loader still holds, shown as waiting with what is in flight. Default: all that is read and
-                accounted for nowhere.
-        """
+        """Format the account for the end of a run; what the loader holds (default: the difference) is waiting."""
         held = self.read - self.accounted() if held is None else held
         rows = [("read", self.read), ("trained", self.trained)]
         rows += [(f"dropped ({reason})", self.dropped[reason]) for reason in sorted(self.dropped)]
@@ -87,26 +82,26 @@ class LedgerState(Frozen):
 
 
 def masked_and_untaught(documents: Collection[Document]) -> tuple[int, int]:
-    """Tokens without a loss of their own, and documents without any loss."""
+    """Count tokens without a loss of their own, and documents without any loss."""
     masked = sum(document.num_tokens - document.num_label_tokens for document in documents)
     return masked, sum(not document.num_label_tokens for document in documents)
 
 
 def untaught_warning(documents: Collection[Document], origin: Callable[[int], str]) -> str:
-    """A warning where documents of a first batch have no loss although they have tokens for one; else "". `origin`
+    """Warn where documents of a first batch have no loss although they have tokens for one; else return "". `origin`
     names the place where a document was read."""
-    found = [document for document in documents if not document.num_label_tokens and document.num_tokens > 1]
-    if not found:
+    untaught = [document for document in documents if not document.num_label_tokens and document.num_tokens > 1]
+    if not untaught:
         return ""
     return (
-        f"{len(found):,} of the first {counted(len(documents), 'document')} have no token with a loss and teach "
-        f"nothing, such as {origin(found[0].doc_id)}: nobody answers in them, or beyond data.max_document_tokens only; "
+        f"{len(untaught):,} of the first {counted(len(documents), 'document')} have no token with a loss and teach "
+        f"nothing, such as {origin(untaught[0].doc_id)}: nobody answers in them, or beyond data.max_document_tokens; "
         "see data.record, data.loss_on and data.overlong. The ledger counts all such documents"
     )
 
 
 def with_skipped(state: LedgerState, reason: str, skipped: Tally, masked: int, untaught: int) -> LedgerState:
-    """The account after steps whose update was not applied: their documents were dropped, not trained."""
+    """Return the account after steps whose update was not applied: their documents were dropped, not trained."""
     return msgspec.structs.replace(
         state.with_dropped(reason, skipped),
         trained=state.trained - skipped,
@@ -125,22 +120,16 @@ class Ledger:
         self.state = msgspec.structs.replace(self.state, read=self.state.read + read)
 
     def note_dropped(self, reason: str, dropped: Tally) -> None:
-        """Documents or tokens will never be trained, and why; 0 documents where only tokens are cut off."""
+        """Count what will never be trained; 0 documents where only tokens are cut off."""
         self.state = self.state.with_dropped(reason, dropped)
 
     def note_handed_out(self, new: Tally, carried: Tally) -> None:
-        """A global batch left the loader: new documents, and deferred ones that come again."""
-        state = self.state
-        self.state = msgspec.structs.replace(
-            state, in_flight=state.in_flight + new + carried, deferred=state.deferred - carried
-        )
+        """Count the new documents of a global batch that left the loader, and deferred ones that come again."""
+        in_flight, deferred = self.state.in_flight + new + carried, self.state.deferred - carried
+        self.state = msgspec.structs.replace(self.state, in_flight=in_flight, deferred=deferred)
 
     def note_step(self, plan: StepPlan) -> None:
-        """A handed-out batch was trained as planned: its documents, and those the plan left out.
-
-        Raises:
-            InvalidPlanError: the plan has more documents or tokens than are in flight.
-        """
+        """Count a batch as trained by its plan; `InvalidPlanError` where that has more than is in flight."""
         state, trained = self.state, tally_of(plan.documents)
         planned = trained + tally_of(plan.left_out)
         masked, untaught = masked_and_untaught(plan.documents)
@@ -164,11 +153,11 @@ class Ledger:
                 self.note_dropped(doc.reason, tally_of([doc]))
 
     def check(self, held: Tally) -> None:
-        """Refuse an account that what is held does not balance: a `DataError`, for tokens lost or counted twice."""
-        read, found = self.state.read, self.state.accounted() + held
-        if found != read:
+        """Raise a `DataError` where tokens were lost or counted twice, given what is held."""
+        read, total = self.state.read, self.state.accounted() + held
+        if total != read:
             raise DataError(
                 f"the ledger does not balance: read {read.documents} documents of {read.tokens} tokens, "
-                f"accounted for {found.documents} of {found.tokens} ({msgspec.json.encode(self.state).decode()}, "
+                f"accounted for {total.documents} of {total.tokens} ({msgspec.json.encode(self.state).decode()}, "
                 f"held {held.documents} of {held.tokens}); please report this as a bug"
             )

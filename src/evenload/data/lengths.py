@@ -1,23 +1,22 @@
-"""Document lengths for planning: from a file of numbers, or counted in any text source; and their profile.
+"""Read document lengths from a file of numbers, or count them in any text source; profile them (`profile_lengths`).
 
 Files of numbers are .npy, .npz, .txt, .csv, .tsv, .json, .jsonl, also with .gz. A table must have one column of whole
-numbers, or one by a usual name (`USUAL_NAMES`); anything else is refused, because a table that is read as if it were a
-document gives one length that looks right. Only .jsonl may hold documents, too; its first record decides. Price: the
-file is held in memory whole.
+numbers, or one by a usual name (`USUAL_NAMES`); anything else is refused: read as a document, it would give one length
+that looks right. Only .jsonl may hold documents, too; its first record decides. Price: the file in memory.
 
-Counting tokenises every document once, in file order, before anything is split, cut or dropped. Price: one pass over
-the source; 8 bytes per document. A profile is quantiles, length classes and window cuts. Sums of squares leave int64
-soon, so everything is summed over the different lengths in Python's integers. Price: O(n log n) to sort, then a few
-operations for each different length.
+Counting tokenises every document once, in file order, before anything is split, cut or dropped; 8 bytes per document.
+Sums of squares leave int64 soon, so a profile sums over the different lengths in Python's integers. Price: O(n log n)
+to sort, then a few operations for each different length.
 """
 
 import csv
 import gzip
 import io
+import re
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -25,7 +24,6 @@ from typing import Any
 import fsspec
 import msgspec
 import numpy as np
-from numpy.lib import format as npy_format
 from numpy.typing import NDArray
 
 from evenload.data.blocks import HoldOut, corrupt_record
@@ -44,13 +42,8 @@ TOKEN_IDS = "none: the records hold token ids"
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LengthTable:
-    """Lengths of documents, and what they count.
-
-    Args:
-        lengths: int64[num_documents], each at least 1.
-        unit: "bytes" where documents were counted without a tokeniser, end of document included.
-        tokenizer: its description; None of a file of numbers.
-    """
+    """Lengths of documents, int64[num_documents], each at least 1, and what they count: "bytes" where documents were
+    counted without a tokeniser, end of document included. `tokenizer` is described, None for a file of numbers."""
 
     lengths: NDArray[np.int64]
     unit: LengthUnit
@@ -58,20 +51,16 @@ class LengthTable:
 
 
 def read_lengths(source: str, config: DataConfig | None = None) -> NDArray[np.int64]:
-    """int64[num_documents] of `read_length_table`."""
+    """Read the lengths of `read_length_table`, int64[num_documents]."""
     return read_length_table(source, config).lengths
 
 
 def read_length_table(source: str, config: DataConfig | None = None) -> LengthTable:
-    """Lengths of documents.
+    """Read the lengths of documents; empty ones are left out.
 
     Args:
-        source: a file of numbers, or a text source (file, directory, glob, fsspec URL) whose
-            documents are counted.
+        source: a file of numbers, or a text source (file, directory, glob, fsspec URL) whose documents are counted.
         config: how a text source is read; its `sources` are not used. Default: bytes with an end-of-document token.
-
-    Returns:
-        Empty documents have no length and are left out.
 
     Raises:
         ConfigError: the source does not exist; a tokeniser for a file of numbers.
@@ -92,14 +81,11 @@ def read_length_table(source: str, config: DataConfig | None = None) -> LengthTa
 
 
 def count_documents(config: DataConfig, origin: str) -> LengthTable:
-    """Lengths of the documents that a run with these data settings reads in an epoch.
-
-    Args:
-        origin: names the data in messages.
+    """Count the lengths of the documents that a run reads in an epoch; `origin` names the data in messages.
 
     Raises:
-        ConfigError: parts of a mixture that are repeated by weight, so that there is no such thing as all documents;
-            sources without files, a tokeniser that cannot be used.
+        ConfigError: parts of a mixture that are repeated by weight; sources without files, a tokeniser that cannot be
+            used.
         DataError: a record that cannot be read, or no documents.
     """
     if config.mixture_end == "repeat":
@@ -110,32 +96,29 @@ def count_documents(config: DataConfig, origin: str) -> LengthTable:
     tokenizer = open_tokenizer(config.tokenizer, config.eos_token)
     parts = mixture_configs(config)
     lengths = np.fromiter((length for part in parts for length in _count(part, tokenizer)), dtype=np.int64)
-    unit: LengthUnit = "tokens"
-    description = TOKEN_IDS
-    if not trains_given_ids(config):
-        unit = "bytes" if isinstance(tokenizer, ByteTokenizer) else "tokens"
-        description = describe_tokenizer(tokenizer)
-    return LengthTable(lengths=checked_lengths(lengths, origin), unit=unit, tokenizer=description)
+    is_ids = trains_given_ids(config)
+    return LengthTable(
+        lengths=checked_lengths(lengths, origin),
+        unit="bytes" if isinstance(tokenizer, ByteTokenizer) and not is_ids else "tokens",
+        tokenizer=TOKEN_IDS if is_ids else describe_tokenizer(tokenizer),
+    )
 
 
 def checked_lengths(lengths: NDArray[np.int64], source: str) -> NDArray[np.int64]:
-    """The same; `DataError` where there are none, or one is below 1."""
+    """Return the lengths; `DataError` where there are none, or one is below 1."""
     if not len(lengths):
         raise DataError(f"{source} holds no lengths; give at least one document")
     if lengths.min() < 1:
         at = int(np.argmin(lengths))
-        raise DataError(
-            f"{source}: length {lengths[at]} of document {at} is below 1; every document has at least 1 token"
-        )
+        raise DataError(f"{source}: length {lengths[at]} of document {at} is below 1; leave empty documents out")
     return lengths
 
 
 def _count(config: DataConfig, tokenizer: DocumentTokenizer) -> Iterator[int]:
     encoder = open_encoder(config, tokenizer)
-    files, hold_out = open_part(config), HoldOut.of(config)
-    for segment in files.segments:
-        file, reader = files.files[segment.file], files.readers[segment.file]
-        records = reader.records(file, segment.part)
+    hold_out = HoldOut.of(config)
+    for reader, part in open_part(config).segments:
+        file, records = reader.file, reader.records(part)
         if hold_out is not None:
             records = (one for one in records if hold_out.is_held_out(file.key, one.offset) == hold_out.takes)
         while chunk := list(islice(records, _CHUNK_RECORDS)):
@@ -146,11 +129,11 @@ def _count(config: DataConfig, tokenizer: DocumentTokenizer) -> Iterator[int]:
                     if len(outcome.tokens):
                         yield len(outcome.tokens)
                 elif config.on_corrupt == "error":
-                    raise corrupt_record(files.origin(segment.file, record.offset), outcome)
+                    raise corrupt_record(reader.origin(record.offset), outcome)
 
 
 USUAL_NAMES = ("length", "lengths", "num_tokens", "tokens", "n_tokens", "token_count", "num_bytes", "bytes", "len")
-"""Of a column of lengths; the first that a table has counts."""
+"""Names of a column of lengths; the first that a table has counts."""
 
 _SUFFIXES = (".npy", ".npz", ".txt", ".csv", ".tsv", ".json", ".jsonl", ".ndjson")
 _HOW = (
@@ -160,7 +143,7 @@ _HOW = (
 
 
 def holds_numbers(source: str) -> bool:
-    """Whether a source is one file of a kind that holds numbers, by its name. Globs never are."""
+    """Tell by its name whether a source is one file of numbers; a glob never is."""
     return "*" not in source and source.removesuffix(".gz").endswith(_SUFFIXES)
 
 
@@ -174,84 +157,73 @@ def read_numbers(source: str) -> NDArray[np.int64] | None:
     name = source.removesuffix(".gz")
     if name.endswith((".jsonl", ".ndjson")) and not _begins_with_numbers(source):
         return None
-    with _named_failures(source):
-        filesystem, path = fsspec.url_to_fs(source)
-        content = filesystem.cat_file(path)
-    if source.endswith(".gz"):
-        try:
-            content = gzip.decompress(content)
-        except (OSError, EOFError, zlib.error) as err:
-            raise DataError(f"{source} cannot be decompressed: {err}; write it again with gzip") from err
-    if name.endswith(".npz"):
-        try:
-            with zipfile.ZipFile(io.BytesIO(content)) as archive:
-                arrays = {each.removesuffix(".npy"): archive.read(each) for each in archive.namelist()}
-        except (OSError, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as err:
-            raise DataError(f"{source} cannot be read as an .npz: {err}; write it again with numpy.savez") from err
-        content = bytes(_meant_column(arrays, arrays, source))
+    with _opened(source) as stream:
+        content = stream.read()
     if name.endswith((".npy", ".npz")):
         values: Any = _npy_numbers(content, source)
     elif name.endswith(".txt"):
         values = list(_lines_of_numbers(content, source))
     elif name.endswith((".csv", ".tsv")):
-        values = _table_numbers(content, source, "\t" if name.endswith(".tsv") else ",")
+        values = _whole_numbers(_table(content, source, "\t" if name.endswith(".tsv") else ","), source)
     elif name.endswith(".json"):
-        values = _json_numbers(_decoded(content, source), source)
+        values = _whole_numbers(_decoded(content, source), source)
     else:
-        values = _json_numbers([_decoded(line, source) for line in content.splitlines() if line.strip()], source)
+        values = _whole_numbers([_decoded(line, source) for line in content.splitlines() if line.strip()], source)
     if len(values) and (longest := int(np.max(values))) > np.iinfo(np.int64).max:
         raise DataError(f"{source}: length {longest} does not fit int64")
     return np.array(values, dtype=np.int64)
 
 
 @contextmanager
-def _named_failures(source: str) -> Iterator[None]:
+def _opened(source: str) -> Iterator[Any]:
     try:
-        yield
+        filesystem, path = fsspec.url_to_fs(source)
+        is_gzip = source.endswith(".gz")
+        with filesystem.open(path, "rb") as file, gzip.open(file) if is_gzip else nullcontext(file) as stream:
+            yield stream
     except FileNotFoundError as err:
         raise ConfigError(f"lengths file '{source}' does not exist") from err
     except ImportError as err:
         raise ConfigError(f"lengths file '{source}' needs a package that is not installed: {err}") from err
+    except (gzip.BadGzipFile, EOFError, zlib.error) as err:
+        raise DataError(f"{source} cannot be decompressed: {err}; write it again with gzip") from err
     except OSError as err:
         raise DataError(f"lengths file '{source}' cannot be read: {err}") from err
 
 
 def _begins_with_numbers(source: str) -> bool:
-    """Whether the first record of a .jsonl is a number, or an object of nothing but numbers. Reads no further."""
-    with _named_failures(source):
-        filesystem, path = fsspec.url_to_fs(source)
-        file = filesystem.open(path, "rb")
     try:
-        with file, gzip.GzipFile(fileobj=file) if source.endswith(".gz") else file as stream:
+        with _opened(source) as stream:
             record = msgspec.json.decode(next((line for line in stream if line.strip()), b""))
-    except (OSError, EOFError, zlib.error, msgspec.DecodeError):
-        return False  # its reader reports what is wrong, and in which line
+    except msgspec.DecodeError:
+        return False  # the reader of documents reports what is wrong, and in which line
     values = list(record.values()) if isinstance(record, dict) else [record]
     return bool(values) and all(_is_whole(value) or isinstance(value, float) for value in values)
 
 
 def _npy_numbers(content: bytes, source: str) -> NDArray[Any]:
-    stream = io.BytesIO(content)
     try:
-        version = npy_format.read_magic(stream)
-        read_head = npy_format.read_array_header_1_0 if version == (1, 0) else npy_format.read_array_header_2_0
-        shape, _, dtype = read_head(stream)
-        stream.seek(0)
-        values = np.load(stream, allow_pickle=False) if dtype.kind in "iu" else None
+        loaded = np.load(io.BytesIO(content), allow_pickle=False)
+        if not isinstance(loaded, np.ndarray):
+            loaded = loaded[_meant_column(dict(zip(loaded.files, loaded.files, strict=True)), loaded.files, source)]
+    except DataError:
+        raise
+    except zipfile.BadZipFile as err:
+        raise DataError(f"{source} cannot be read as an .npz: {err}; write it again with numpy.savez") from err
     except Exception as err:  # numpy parses the head as Python and raises whatever that raises
+        if "Object arrays" in str(err):
+            raise DataError(
+                f"{source} holds pickled Python objects, which could run code when they are read, and no numbers; save "
+                "the lengths as an array of integers: numpy.save(path, numpy.array(lengths, numpy.int64))"
+            ) from err
         raise DataError(
             f"{source} is not a numpy array file of numbers; write int32 or int64 with numpy.save(path, lengths)"
         ) from err
-    if dtype.hasobject:
-        raise DataError(
-            f"{source} holds pickled Python objects, which could run code when they are read, and no numbers; save the "
-            "lengths as an array of integers: numpy.save(path, numpy.array(lengths, numpy.int64))"
-        )
-    if values is None:
-        raise DataError(f"{source} has dtype {dtype}; lengths are integers, so save it as int32 or int64")
-    if values.ndim != 1:
-        raise DataError(f"{source} has shape {shape}; lengths are a one-dimensional array, one entry per document")
-    return values
+    if loaded.dtype.kind not in "iu":
+        raise DataError(f"{source} has dtype {loaded.dtype}; lengths are integers, so save it as int32 or int64")
+    if loaded.ndim != 1:
+        raise DataError(f"{source} has shape {loaded.shape}; lengths are a one-dimensional array, one a document")
+    return loaded
 
 
 def _lines_of_numbers(content: bytes, source: str) -> Iterator[int]:
@@ -266,26 +238,26 @@ def _lines_of_numbers(content: bytes, source: str) -> Iterator[int]:
             ) from err
 
 
-def _table_numbers(content: bytes, source: str, delimiter: str) -> Sequence[int]:
+def _table(content: bytes, source: str, delimiter: str) -> dict[str, list[Any]] | list[int]:
+    """Return the columns of a table by name, whole numbers as such; an empty list where it has no rows."""
     try:
         rows = [row for row in csv.reader(io.StringIO(content.decode("utf-8-sig")), delimiter=delimiter) if row]
     except (UnicodeDecodeError, csv.Error) as err:
         raise DataError(f"{source} cannot be read as a table: {err}; save it as UTF-8") from err
     if not rows:
-        return ()
-    has_head = not any(_is_written_whole(cell) for cell in rows[0])
-    head = [cell.strip() if has_head else f"column {i}" for i, cell in enumerate(rows[0], start=1)]
-    body = rows[1:] if has_head else rows
-    for number, row in enumerate(body, start=1 + has_head):
+        return []
+    whole = re.compile(r"\s*-?\d+\s*", re.ASCII)
+    rows = [[int(cell) if whole.fullmatch(cell) else cell.strip() for cell in row] for row in rows]
+    has_head = not any(map(_is_whole, rows[0]))
+    head = [str(cell) if has_head else f"column {i}" for i, cell in enumerate(rows[0], start=1)]
+    for number, row in enumerate(rows, start=1):
         if len(row) != len(head):
             raise DataError(f"{source}: row {number} has {len(row)} columns, the first has {len(head)}; repair it")
-    columns = {name: [row[i] for row in body] for i, name in enumerate(head)}
-    whole = {name: cells for name, cells in columns.items() if all(map(_is_written_whole, cells))}
-    return [int(cell) for cell in _meant_column(whole, columns, source)]
+    return {name: [row[i] for row in rows[has_head:]] for i, name in enumerate(head)}
 
 
-def _json_numbers(value: Any, source: str) -> Sequence[int]:
-    """A list of numbers or of objects with one, or an object with such a list."""
+def _whole_numbers(value: Any, source: str) -> Sequence[int]:
+    """Return the numbers in a list of numbers or of objects with one, or in an object with such a list."""
     if isinstance(value, list) and all(map(_is_whole, value)):
         return value
     if isinstance(value, list) and all(isinstance(one, dict) for one in value):
@@ -298,7 +270,6 @@ def _json_numbers(value: Any, source: str) -> Sequence[int]:
 
 
 def _meant_column(whole: Mapping[str, Any], columns: Iterable[str], source: str) -> Any:
-    """The one column of whole numbers, or the one with a usual name among several."""
     if len(whole) == 1:
         return next(iter(whole.values()))
     by_name = {name.lower(): cells for name, cells in whole.items()}
@@ -319,10 +290,6 @@ def _decoded(content: bytes, source: str) -> Any:
         raise DataError(f"{source} is not JSON: {err}; {_HOW}") from err
 
 
-def _is_written_whole(cell: str) -> bool:
-    return cell.strip().removeprefix("-").isdecimal()
-
-
 def _is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -334,14 +301,14 @@ _CUMULATIVE_POINTS_PER_OCTAVE = 16
 
 
 def profile_lengths(lengths: NDArray[np.int64], windows: Sequence[int] = DEFAULT_WINDOWS) -> LengthProfile:
-    """Describe lengths.
+    """Compute quantiles, length classes and window cuts of lengths.
 
     Args:
-        lengths: int64[n], at least 1 each and at least one of them (`read_lengths` checks that).
+        lengths: int64[n], at least 1 each and at least one of them.
         windows: context windows in tokens, in any order; repeated ones count once.
 
     Raises:
-        ConfigError: a window below 1, or lengths that are not as described.
+        ConfigError: a window below 1, or other lengths.
     """
     require_windows(windows)
     if not len(lengths) or lengths.min() < 1:
@@ -350,7 +317,7 @@ def profile_lengths(lengths: NDArray[np.int64], windows: Sequence[int] = DEFAULT
     # Python's integers: exact at any size.
     length, count = values.astype(object), counts.astype(object)
     totals = np.stack([count, length * count, _pairs(length) * count], axis=1)
-    # Documents, tokens and pairs of the lengths before each, and at the end of all.
+    # Documents, tokens and pairs of the lengths before each, and at the end in all.
     running = np.concatenate([np.zeros((1, 3), object), np.cumsum(totals, axis=0)])
     documents, tokens, pairs = running[-1]
     return LengthProfile(
@@ -372,10 +339,9 @@ def profile_lengths(lengths: NDArray[np.int64], windows: Sequence[int] = DEFAULT
 
 
 def require_windows(windows: Sequence[int]) -> None:
-    """Refuse windows below 1 with a `ConfigError`: nothing fits them."""
-    bad = [window for window in windows if window < 1]
-    if bad:
-        raise ConfigError(f"window is {bad[0]}, must be at least 1 token")
+    for window in windows:
+        if window < 1:
+            raise ConfigError(f"window is {window}, must be at least 1 token")
 
 
 def _pairs(num_tokens: Any) -> Any:
@@ -383,7 +349,7 @@ def _pairs(num_tokens: Any) -> Any:
 
 
 def _quantile(length: NDArray[Any], running: NDArray[Any], numerator: int, denominator: int) -> int:
-    """The least length with `documents <= length` of at least numerator/denominator of all."""
+    """Return the least length that at least numerator/denominator of all documents do not exceed."""
     return length[np.argmax(running[1:, 0] * denominator >= running[-1, 0] * numerator)]
 
 

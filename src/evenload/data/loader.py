@@ -1,7 +1,8 @@
-"""`GlobalBatchLoader`: source → tokenise → shuffle → global batch, read by all ranks together, exactly resumable.
+"""Load global batches (`GlobalBatchLoader`): source → tokenise → shuffle → batch, by all ranks together, exactly
+resumable.
 
-A global batch is fixed here, before anything is planned: by number of documents or by tokens, in the seeded order of
-the streams (`streams.py`). Every rank reads its share of the streams and knows every document's length;
+A global batch is fixed before anything is planned: by number of documents or by tokens, in the seeded order of the
+streams. Every rank reads its share of the streams and knows every document's length from block headers;
 `feed.step_maker` brings the tokens to the ranks that train them.
 
     loader = GlobalBatchLoader(config)
@@ -11,13 +12,24 @@ the streams (`streams.py`). Every rank reads its share of the streams and knows 
         loader.note_step(batch, plan)    # ledger, and documents that the plan deferred
         saved = loader.state()           # after this step
 
-`next_batch` and `coming` are collective; everything else is not. Price: a few microseconds a document beyond reading
-it; in memory are the open block of every stream that this rank reads, the next one, and those of batches drawn ahead.
+`next_batch` and `coming` are collective. Parts of the mixture take turns so that their *tokens* keep to the weights:
+next is the part that is furthest behind its share; inside a part the streams take turns (`StreamSampler`). Batches may
+be drawn before their turn (`DrawnBatches`); each carries the position after it and its part of the account, which count
+only when it is handed out, so a state is the same however many were drawn.
+
+Price: a few microseconds a document besides reading it (some 20 µs where parts take turns document by document); in
+memory are the open block of every stream that this rank reads, the next one, and those of drawn batches.
 """
 
 import weakref
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from evenload.data.batches import (
     Alone,
@@ -26,19 +38,23 @@ from evenload.data.batches import (
     DocumentPlace,
     GlobalBatch,
     LoaderState,
+    OpenBlock,
+    PartState,
     Peers,
+    SampledDocuments,
+    StreamState,
     check_fingerprint,
     config_fingerprint,
+    join_sampled,
     own_tokens,
 )
-from evenload.data.blocks import BlockReader, BlockRequest, DocumentBlock, StreamKey
+from evenload.data.blocks import BlockHeader, BlockReader, BlockRequest, DocumentBlock, StreamKey
 from evenload.data.config import DataConfig, mixture_configs
 from evenload.data.encoders import EncodedDocument
-from evenload.data.ledger import Ledger, Tally, tally_of
+from evenload.data.ledger import Ledger, LedgerState, Tally, tally_of
 from evenload.data.open_encoder import open_encoder
 from evenload.data.part_files import label_warnings, open_part, source_lines
 from evenload.data.sources import files_digest
-from evenload.data.streams import DrawnBatch, DrawnBatches, DrawPosition, owner_of
 from evenload.data.tokenize import DocumentTokenizer, open_tokenizer
 from evenload.data.workers import BlockService, ReadingJob
 from evenload.errors import ConfigError, DataError, EvenloadError, InvalidPlanError
@@ -47,8 +63,356 @@ from evenload.types.plan import DEFERRED, StepPlan
 from evenload.types.text import counted
 
 
+@dataclass(slots=True)
+class _Stream:
+    key: StreamKey
+    owner: int
+    at: StreamState = field(default_factory=StreamState)
+    opened: OpenBlock | None = None
+
+    def move(self, at: StreamState) -> None:
+        """Go to another block, or to another place in one that is opened again."""
+        self.at, self.opened = at, None
+
+
+@dataclass(slots=True)
+class _Part:
+    name: str
+    weight: float
+    streams: list[_Stream]
+    at: PartState = field(default_factory=PartState)
+    """Of which `streams` is not used."""
+
+    @property
+    def has_ended(self) -> bool:
+        return all(stream.at.cursor is None for stream in self.streams)
+
+    def restart(self, at: PartState) -> None:
+        self.at = at
+        for stream in self.streams:
+            stream.move(StreamState())
+
+
+def owner_of(key: StreamKey, num_ranks: int) -> int:
+    return (key.part + key.stream) % num_ranks
+
+
+class StreamSampler:
+    """Sample documents. `config` names the parts of the mixture, their weights and streams; `service` reads the blocks
+    of the streams that this rank owns; `ledger` counts every block that is opened."""
+
+    def __init__(self, config: DataConfig, service: BlockService, peers: Peers, ledger: Ledger) -> None:
+        self._repeats = config.mixture_end == "repeat"
+        self._service, self._peers, self._ledger = service, peers, ledger
+        named = [(part.name, part.weight) for part in config.mixture] or [("sources", 1.0)]
+        total = sum(weight for _, weight in named)
+        self._parts: list[_Part] = []
+        for part, (name, weight) in enumerate(named):
+            keys = [StreamKey(part, stream) for stream in range(config.num_streams)]
+            self._parts.append(_Part(name, weight / total, [_Stream(key, owner_of(key, peers.size)) for key in keys]))
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(part.at.documents for part in self._parts)
+
+    def sample(
+        self, num_documents: int | None, num_tokens: int | None, *, at_least_one: bool
+    ) -> SampledDocuments | None:
+        """Sample at most `num_documents` of at most `num_tokens`, as far as the open blocks go; the next call goes on.
+        Collective.
+
+        Returns:
+            No documents where the next one alone has more than `num_tokens`, unless `at_least_one`; None at the end of
+            the epoch.
+
+        Raises:
+            DataError: what reading raised, on every rank; the next call raises the same again.
+        """
+        while (next_part := self._next_part()) is not None:
+            part, is_only = next_part
+            streams = self._ready_streams(part)
+            if not streams:
+                continue
+            # Parts take turns by document; a part that is alone gives whole rounds of its streams.
+            rounds, most = 1, 1
+            if is_only:
+                rounds = min(len(stream.opened.lengths) - stream.at.taken for stream in streams if stream.opened)
+                most = rounds * len(streams)
+            if num_documents is not None:
+                most = min(most, num_documents)
+            sampled = _rounds(streams, rounds, most)
+            if num_tokens is not None:
+                fitting = int(np.searchsorted(np.cumsum(sampled.lengths), num_tokens, side="right"))
+                fitting = max(fitting, 1) if at_least_one else fitting
+                if fitting < most:
+                    sampled = _rounds(streams, rounds, fitting)
+            self._commit(part, streams, sampled.tally())
+            return sampled
+        return None
+
+    def restart(self, epoch: int) -> None:
+        for part in self._parts:
+            part.restart(PartState(epoch=epoch))
+
+    def state(self) -> tuple[PartState, ...]:
+        """Return where every stream stands; the same on all ranks."""
+        return tuple(
+            msgspec.structs.replace(part.at, streams=tuple(stream.at for stream in part.streams))
+            for part in self._parts
+        )
+
+    def load_state(self, states: Sequence[PartState]) -> None:
+        """Go on from a state, before anything was sampled. Open blocks are read again when needed."""
+        for part, state in zip(self._parts, states, strict=True):
+            part.at = state
+            for stream, at in zip(part.streams, state.streams, strict=True):
+                stream.move(at)
+
+    def _next_part(self) -> tuple[_Part, bool] | None:
+        """Return the part that is furthest behind its share of the tokens, and whether it is the only one left."""
+        for part in self._parts if self._repeats else ():
+            if part.has_ended:
+                if not part.at.documents:
+                    raise DataError(
+                        f"part '{part.name}' of data.mixture has no document to train; remove it, or check its "
+                        "sources, data.overlong and data.on_corrupt"
+                    )
+                part.restart(PartState(epoch=part.at.epoch + 1, tokens=part.at.tokens))
+        left = [part for part in self._parts if not part.has_ended]
+        if len(left) < 2:
+            return (left[0], True) if left else None
+        total = sum(part.at.tokens for part in self._parts)
+        # The share of one more token breaks the tie at the beginning by weight.
+        return max(left, key=lambda part: part.weight * (total + 1) - part.at.tokens), False
+
+    def _ready_streams(self, part: _Part) -> list[_Stream]:
+        """Return the streams that have not ended, from the one whose turn it is, each with documents left to take."""
+        ready: list[_Stream] = []
+        for stream in part.streams[part.at.turn :] + part.streams[: part.at.turn]:
+            while stream.at.cursor is not None:
+                if stream.opened is None:
+                    self._open_blocks()
+                assert stream.opened is not None
+                if len(stream.opened.lengths):
+                    ready.append(stream)
+                    break
+                self._count(stream.opened)
+                stream.move(StreamState(cursor=stream.opened.header.next_cursor))
+        return ready
+
+    def _commit(self, part: _Part, streams: Sequence[_Stream], taken: Tally) -> None:
+        count, turn = taken.documents, part.at.turn
+        if count:
+            turn = (streams[(count - 1) % len(streams)].key.stream + 1) % len(part.streams)
+        part.at = msgspec.structs.replace(
+            part.at, turn=turn, documents=part.at.documents + count, tokens=part.at.tokens + taken.tokens
+        )
+        for index, stream in enumerate(streams):
+            own = count // len(streams) + (index < count % len(streams))
+            opened, at = stream.opened, stream.at
+            if not own or opened is None:
+                continue
+            left, stop = at.left if at.taken else self._count(opened), at.taken + own
+            if stop == len(opened.lengths):
+                stream.move(StreamState(cursor=opened.header.next_cursor))
+                continue
+            left -= Tally(documents=own, tokens=int(opened.lengths[at.taken : stop].sum()))
+            stream.at = StreamState(cursor=at.cursor, taken=stop, left=left, checksum=opened.header.checksum)
+
+    def _count(self, opened: OpenBlock) -> Tally:
+        """Count a block as read, and what it dropped as dropped; return its documents."""
+        documents = Tally(documents=len(opened.lengths), tokens=int(opened.lengths.sum()))
+        self._ledger.note_read(sum(opened.header.dropped.values(), documents))
+        for reason, dropped in opened.header.dropped.items():
+            self._ledger.note_dropped(reason, dropped)
+        return documents
+
+    def _open_blocks(self) -> None:
+        """Open the next block of every stream that has none open, read by its owner. Collective."""
+        waiting = [
+            (part, stream, BlockRequest(stream.key, part.at.epoch, stream.at.cursor))
+            for part in self._parts
+            for stream in part.streams
+            if stream.at.cursor is not None and stream.opened is None
+        ]
+        requests = [request for _, stream, request in waiting if stream.owner == self._peers.rank]
+        for request in requests:
+            self._service.request(request)
+        own: dict[StreamKey, DocumentBlock] = {}
+        answer: list[tuple[StreamKey, BlockHeader]] | str
+        try:
+            for request in requests:
+                own[request.key] = self._service.take(request)
+            answer = [(key, block.header) for key, block in own.items()]
+        except EvenloadError as error:
+            # Names of files may hold bytes that are no UTF-8.
+            answer = str(error).encode(errors="backslashreplace").decode()
+        headers: dict[StreamKey, BlockHeader] = {}
+        for data in self._peers.gather(msgspec.msgpack.encode(answer)):
+            answer = msgspec.msgpack.decode(data, type=list[tuple[StreamKey, BlockHeader]] | str)
+            if isinstance(answer, str):
+                raise DataError(answer)
+            headers |= answer
+        for part, stream, request in waiting:
+            header, block = headers[stream.key], own.get(stream.key)
+            if stream.at.taken and stream.at.checksum != header.checksum:
+                raise DataError(
+                    f"block {header.cursor.block} of stream {stream.key.stream} of data.{part.name} holds other "
+                    f"documents than when the loader's state was saved ({stream.at.taken} of them were trained "
+                    "already); the sources must not change between save and resume"
+                )
+            lengths, num_labels = (np.frombuffer(column, np.int32) for column in (header.lengths, header.num_labels))
+            stream.opened = OpenBlock(request, stream.owner, header, lengths, num_labels, block)
+            if block is not None and header.next_cursor is not None:
+                # The next one is read while documents of this one are taken.
+                self._service.request(request._replace(cursor=header.next_cursor))
+
+
+def _rounds(streams: Sequence[_Stream], rounds: int, most: int) -> SampledDocuments:
+    """Return the first `most` documents when the streams take turns so many times."""
+    blocks = [stream.opened for stream in streams if stream.opened is not None]
+    starts = np.array([stream.at.taken for stream in streams])
+
+    def columns(values: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
+        spans = [column[start : start + rounds] for column, start in zip(values, starts.tolist(), strict=True)]
+        return np.stack(spans, axis=1).ravel()[:most]
+
+    order = np.arange(most)
+    block_of = order % len(blocks)
+    return SampledDocuments(
+        tuple(blocks),
+        block_of,
+        starts[block_of] + order // len(blocks),
+        columns([block.lengths for block in blocks]),
+        columns([block.num_labels for block in blocks]),
+    )
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class DrawPosition:
+    """Between two batches: the epoch, the id of the next document, and where the streams stand."""
+
+    epoch: int
+    next_doc_id: int
+    parts: tuple[PartState, ...]
+
+    def held(self) -> Tally:
+        """Sum up the documents of open blocks, which count as read and are in no batch."""
+        return sum((stream.left for part in self.parts for stream in part.streams), Tally())
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class DrawnBatch:
+    """One batch of new documents of an epoch; without documents where the data has ended. `read` is what reading it
+    added to the account, `after` where the next batch begins."""
+
+    epoch: int
+    documents: tuple[Document, ...]
+    sampled: SampledDocuments
+    read: LedgerState
+    after: DrawPosition
+
+
+EpochEnd = Callable[[int, int], None]
+"""Called with the epoch that ends and how many documents it gave; raises a `DataError` where something is wrong."""
+
+
+@dataclass(eq=False)
+class DrawnBatches:
+    """Draw batches of the size that `config` sets; `service` reads the streams that this rank owns."""
+
+    config: DataConfig
+    service: BlockService
+    peers: Peers
+    _read: Ledger = field(default_factory=Ledger)
+    _members: list[SampledDocuments] = field(default_factory=list)
+    _waiting: deque[DrawnBatch] = field(default_factory=deque)
+    _has_failed: bool = False
+    """The batch after those that wait could not be read; not tried again before its turn comes."""
+
+    def __post_init__(self) -> None:
+        self._streams = StreamSampler(self.config, self.service, self.peers, self._read)
+        self._epoch = self._next_doc_id = 0
+
+    def load(self, position: DrawPosition) -> None:
+        self._streams.load_state(position.parts)
+        self._epoch, self._next_doc_id = position.epoch, position.next_doc_id
+
+    def position(self) -> DrawPosition:
+        return DrawPosition(self._epoch, self._next_doc_id, self._streams.state())
+
+    def account(self, handed_out: LedgerState) -> tuple[LedgerState, Tally]:
+        """Return the account with all that was drawn, and what of it is in no batch that was handed out."""
+        state, held = handed_out, self.position().held() + _tally(self._members)
+        for batch in self._waiting:
+            state, held = state.with_read(batch.read), held + batch.sampled.tally()
+        return state.with_read(self._read.state), held
+
+    def peek(self, count: int, at_epoch_end: EpochEnd) -> list[DrawnBatch]:
+        """Return the next `count` batches, which stay here; fewer before the end of the data or before a batch that
+        cannot be read, whose error `take` raises when its turn comes. Collective."""
+        try:
+            while len(self._waiting) < count and not self._has_failed:
+                if self._waiting and not self._waiting[-1].documents:
+                    break
+                self._waiting.append(self._draw(at_epoch_end))
+        except DataError:
+            self._has_failed = True  # on every rank
+        return [batch for batch in list(self._waiting)[:count] if batch.documents]
+
+    def take(self, at_epoch_end: EpochEnd) -> DrawnBatch:
+        """Return the next batch. Collective. Raises `DataError`: a record that is an error by the settings, an epoch
+        without any document, or an account of an epoch that does not balance; on every rank, and again by the next
+        call."""
+        if self._waiting:
+            return self._waiting.popleft()
+        self._has_failed = False
+        return self._draw(at_epoch_end)
+
+    def _draw(self, at_epoch_end: EpochEnd) -> DrawnBatch:
+        self._collect()
+        while not self._members and not self._is_finished():
+            at_epoch_end(self._epoch, self._streams.num_sampled)
+            self._epoch += 1
+            self._streams.restart(self._epoch)
+            self._collect()
+        sampled, self._members = join_sampled(self._members), []
+        columns = zip(sampled.lengths.tolist(), sampled.num_labels.tolist(), strict=True)
+        documents = tuple(
+            Document(doc_id=doc_id, num_tokens=num_tokens, num_label_tokens=num_labels)
+            for doc_id, (num_tokens, num_labels) in enumerate(columns, start=self._next_doc_id)
+        )
+        self._next_doc_id += len(documents)
+        read, self._read.state = self._read.state, LedgerState()
+        return DrawnBatch(self._epoch, documents, sampled, read, self.position())
+
+    def _collect(self) -> None:
+        """Draw the members of the next batch, after a failure its other ones; none at the end of an epoch."""
+        if self._is_finished():
+            return
+        documents, tokens, members = self.config.batch_documents, self.config.batch_tokens, self._members
+        taken = _tally(members)
+        while taken.documents != documents:
+            run = self._streams.sample(
+                None if documents is None else documents - taken.documents,
+                None if tokens is None else tokens - taken.tokens,
+                at_least_one=not members,
+            )
+            if run is None or not len(run.lengths):
+                break
+            members.append(run)
+            taken += run.tally()
+
+    def _is_finished(self) -> bool:
+        return self.config.epochs is not None and self._epoch >= self.config.epochs
+
+
+def _tally(members: Sequence[SampledDocuments]) -> Tally:
+    return sum((run.tally() for run in members), Tally())
+
+
 class GlobalBatchLoader:
-    """Global batches of `config`.
+    """Load the global batches of `config`.
 
     Args:
         tokenizer: instead of the one that `config.tokenizer` names.
@@ -81,7 +445,7 @@ class GlobalBatchLoader:
         )
         self.ledger = Ledger()
         self.background = BlockService(self._job, config.workers, config.stall_timeout_s)
-        # Neither threads nor workers may outlive a loader that is simply dropped.
+        # Neither threads nor workers may outlive a loader that is never closed.
         weakref.finalize(self, self.background.close)
         self._drawn = DrawnBatches(config, self.background, self.peers)
         self._at = self._drawn.position()
@@ -91,60 +455,47 @@ class GlobalBatchLoader:
         self._step = 0
 
     def source_lines(self) -> list[str]:
-        """What is read of every source and what is not, a line each; looks at some of the files.
-
-        Raises:
-            DataError: a file that cannot be opened.
-        """
+        """Report what is read of every source and what is not, a line each; `DataError` for an unreadable file."""
         return [line for config, part, _ in self._job for line in source_lines(config, part)]
 
     def label_warnings(self) -> list[str]:
-        """Warnings about labels that are other ids than their tokens; reads the first records of every source.
-
-        Raises:
-            DataError: a file that cannot be read, or a column that would change what is trained.
-        """
+        """Warn of labels that are other ids than their tokens, by the first records of every source; `DataError` for a
+        file that cannot be read, or a column that would change what is trained."""
         return [line for config, part, encoder in self._job for line in label_warnings(config, part, encoder)]
 
     def next_batch(self) -> GlobalBatch | None:
-        """The next global batch; None after the last epoch. Collective.
+        """Return the next global batch; None after the last epoch. Collective.
 
-        Documents that plans deferred come along as `carried`, at the end in a batch of their own.
+        Documents that plans deferred are its `carried`, at the end of the data alone.
 
         Raises:
-            DataError: as `DrawnBatches.take`; on every rank. The loader stays where it was.
+            DataError: as `DrawnBatches.take`, on every rank. The loader stays where it was.
         """
         if self._lost:
             self._reload_deferred()
         drawn = self._drawn.take(self._check_epoch)
         self._at = drawn.after
-        self.ledger.state = self.ledger.state.with_read(drawn.noted)
+        self.ledger.state = self.ledger.state.with_read(drawn.read)
         if not drawn.documents and not self._deferred:
             self.close()
             return None
         return self._hand_out(drawn)
 
     def coming(self, count: int) -> tuple[tuple[Document, ...], ...]:
-        """New documents of the next `count` batches, with the ids that they will have; fewer batches where the data
-        ends, or where one of them cannot be read, which `next_batch` raises when its turn comes. Collective. Neither
-        the state nor the account changes.
-        """
-        return tuple(batch.documents for batch in self._drawn.ahead(count, self._check_epoch))
+        """Return the new documents of the next `count` batches, with their final ids; fewer batches where the data ends
+        or one cannot be read, which `next_batch` raises in its turn. Collective. State and account do not change."""
+        return tuple(batch.documents for batch in self._drawn.peek(count, self._check_epoch))
 
     def note_step(self, batch: GlobalBatch, plan: StepPlan) -> None:
-        """Account for a trained step, and keep the documents that its plan deferred for the next batch.
-
-        Raises:
-            InvalidPlanError: the plan does not cover exactly the batch's documents, or defers from the last batch.
-        """
+        """Account for a trained step, and keep the documents that its plan deferred for the next batch. Raises
+        `InvalidPlanError`: the plan does not cover exactly the batch's documents, or defers from the last batch."""
         known = {document.doc_id: document for document in batch.documents + batch.carried}
         planned = [document.doc_id for document in plan.documents] + [left.doc_id for left in plan.left_out]
         if len(planned) != len(set(planned)) or set(planned) != set(known):
             lost, strange = sorted(set(known) - set(planned)), sorted(set(planned) - set(known))
             raise InvalidPlanError(
                 f"plan of step {plan.step} does not cover batch {batch.step}: {counted(len(planned), 'document')} for "
-                f"{len(known)}, missing {lost[:5]}, unknown {strange[:5]}; "
-                "every document must be trained or left out once"
+                f"{len(known)}, missing {lost[:5]}, unknown {strange[:5]}; train or leave out every document once"
             )
         for part in (*plan.documents, *plan.left_out):
             if part.num_tokens != known[part.doc_id].num_tokens:
@@ -154,10 +505,7 @@ class GlobalBatchLoader:
                 )
         deferred = [left.doc_id for left in plan.left_out if left.reason == DEFERRED]
         if deferred and batch.is_last:
-            raise InvalidPlanError(
-                f"plan of step {plan.step} defers documents {deferred[:5]} of the last batch; train them or drop them "
-                "with a reason"
-            )
+            raise InvalidPlanError(f"plan of step {plan.step} defers {deferred[:5]} of the last batch; train them")
         self.ledger.note_step(plan)
         for doc_id in deferred:
             content = None
@@ -169,28 +517,27 @@ class GlobalBatchLoader:
             self._deferred[doc_id] = Deferral(saved, int(batch.owners([doc_id])[0]), content)
 
     def origin(self, place_of: Callable[[int], DocumentPlace], doc_id: int) -> str:
-        """Where a document of a batch was read: the run of documents that are shuffled together, by its first file."""
+        """Say where a document was read: its number in the shuffled block, and the file in which that begins."""
         place = place_of(doc_id)
         reader = BlockReader(*self._job[place.part], part=place.part)
-        file = reader.first_file(place.stream, place.epoch, place.cursor)
+        file = reader.first_file(place.block)
         return f"number {place.index + 1} of the block that begins in {file}"
 
     def held(self) -> Tally:
-        """Documents and tokens that were read and are in no batch yet, up to the last batch handed out."""
+        """Count what was read and is in no batch, up to the last batch handed out."""
         return self._at.held()
 
     def check_ledger(self) -> None:
-        """Every token that was read is trained, dropped, deferred or waiting; a `DataError` where it is not."""
+        """Raise a `DataError` unless every token that was read is trained, dropped, deferred or waiting."""
         self.ledger.check(self.held())
 
     def summary(self) -> list[str]:
-        """The ledger's lines for the end of a run."""
         return self.ledger.state.lines(self.held())
 
     def state(self) -> LoaderState:
-        """Where the loader stands: restored, it continues with the batch after the last one handed out.
+        """Return the state, the same on all ranks: restored, it continues after the last batch handed out.
 
-        The same on all ranks. A batch that was handed out and not noted stays in flight in the ledger.
+        A batch that was handed out and not noted stays in flight in the ledger.
         """
         return LoaderState(
             step=self._step,
@@ -203,31 +550,26 @@ class GlobalBatchLoader:
         )
 
     def load_state(self, state: LoaderState) -> None:
-        """Go on where a state was made, also by a loader of another process or parallel layout.
-
-        Reads nothing: open blocks and deferred documents are read again by the next `next_batch`.
-
-        Raises:
-            ConfigError: the state was made with other data settings or files; names them.
-        """
+        """Go on from a state, also of another process or parallel layout; `next_batch` reads open blocks and deferred
+        documents again. Raises `ConfigError`: the state was made with other data settings or files; names them."""
         check_fingerprint(state, self._fingerprint)
         self.background.close()
         self.ledger = Ledger(state.ledger)
         self._drawn = DrawnBatches(self.config, self.background, self.peers)
         self._at = DrawPosition(state.epoch, state.next_doc_id, state.parts)
-        self._drawn.go_on(self._at)
+        self._drawn.load(self._at)
         self._step, self._deferred, self._lost = state.step, {}, state.deferred
 
     def close(self) -> None:
-        """End the background readers. State and account remain; the next request for a batch starts them again."""
+        """End the background readers; the next request for a batch starts them again."""
         self.background.close()
 
     def _check_epoch(self, epoch: int, num_sampled: int) -> None:
-        """An epoch ends: documents came of it, and all that was read of it is accounted for."""
+        """Check that an epoch gave documents, and that all that was read of it is accounted for."""
         account, held = self._drawn.account(self.ledger.state)
         if not num_sampled and self.config.reads == "held_out" and not account.read.documents:
-            opened = ((of.readers[one.file], of.files[one.file], one.part) for of in self.parts for one in of.segments)
-            number = sum(1 for reader, file, part in opened for _ in reader.records(file, part))
+            shares = (share for part in self.parts for share in part.segments)
+            number = sum(1 for reader, share in shares for _ in reader.records(share))
             raise DataError(
                 f"validation.share {self.config.held_out_share:g} holds out none of {counted(number, 'document')} of "
                 "data.sources; raise it, or give validation.sources"
@@ -262,14 +604,13 @@ class GlobalBatchLoader:
         return batch
 
     def _reload_deferred(self) -> None:
-        """Read the documents of a state's deferred ones again, each on the rank that owns its stream. Collective."""
+        """Read the deferred documents of a state again, each on the rank that reads its stream. Collective."""
         entries: dict[int, Deferral] = {}
         problem = b""
         blocks: dict[BlockRequest, DocumentBlock] = {}
         try:
             for lost in self._lost:
-                place, content = lost.place, None
-                request = BlockRequest(StreamKey(place.part, place.stream), place.epoch, place.cursor)
+                place, request, content = lost.place, lost.place.block, None
                 owner = owner_of(request.key, self.peers.size)
                 if owner == self.peers.rank:
                     if request not in blocks:
@@ -277,10 +618,10 @@ class GlobalBatchLoader:
                     if blocks[request].header.checksum != place.checksum:
                         raise DataError(
                             f"deferred document {lost.document.doc_id} of {lost.document.num_tokens} tokens stands in "
-                            f"block {place.cursor.block} of stream {place.stream}, which holds other documents than "
-                            "when the loader's state was saved; the sources must not change between save and resume"
+                            f"block {request.cursor.block} of stream {request.key.stream}, which holds other documents "
+                            "than when the loader's state was saved; sources must not change between save and resume"
                         )
-                    content = blocks[request].document(place.index)
+                    content = blocks[request].table.at(place.index)
                 entries[lost.document.doc_id] = Deferral(lost, owner, content)
         except EvenloadError as error:
             problem = str(error).encode()
@@ -291,7 +632,6 @@ class GlobalBatchLoader:
 
 
 def _dataset_of(config: DataConfig, datasets: dict[str, Any]) -> Any:
-    """The data set object that a part's only source names, if there is one."""
     named = [source for source in config.sources if source in datasets]
     if named and len(config.sources) > 1:
         raise ConfigError(

@@ -1,31 +1,47 @@
-"""`open_encoder`: makes the encoder of the settings; conversations as text, with loss on what the assistant says.
+"""Make the encoder of the settings (`open_encoder`); render conversations, with loss on what the assistant says.
 
-Where the template has `{% generation %}` blocks, these are what the assistant says. Where it has none, the text of the
-assistant's message i is found by rendering parts of the conversation:
+`ChatTemplate` renders a Hugging Face chat template with jinja2 in a sandbox (which keeps it from files and processes,
+not from running for ever). `{% generation %}` blocks mark what the assistant says: a rendering with spans puts a
+private character on both sides of such a block and takes them out again, counting characters. Where a template has no
+blocks, the text of the assistant's message i is found by rendering parts of the conversation:
 
     messages[:i], generation prompt   <|user|>Hi<|end|><|assistant|>
     messages[:i + 1]                  <|user|>Hi<|end|><|assistant|>Hello<|end|>
     all messages                      <|user|>Hi<|end|><|assistant|>Hello<|end|><|user|>Bye<|end|> ...
                                                                     ─────────── loss
 
-This holds only if each rendering begins the next one, which is checked for every message; else the record is refused. A
-template without a generation prompt has the assistant's header in the loss.
+This holds only if each rendering begins the next one; else the record is refused. Price: 20 to 100 µs a rendering; 2
+renderings for each of the assistant's messages, which grows with the square of the turns; 1 with blocks or loss on all.
 
-Keys of messages without a value are left out, because Arrow gives every message all keys of all messages and templates
-test whether a key is there. Thoughts that data sets put under other names are also given under the names that templates
-read. Both is what transformers' `apply_chat_template` does. Price: 2 renderings for each of the assistant's messages,
-so it grows with the square of the turns; 1 rendering with `{% generation %}` blocks or loss on all tokens.
+As in transformers' `apply_chat_template`, keys of messages without a value are left out, and thoughts are also given
+under the names that templates read. Content is text or parts of text, arguments of a tool call an object or JSON text,
+and a template that expects the other form writes it wrong without an error. So a short conversation is rendered in both
+forms, once a template and role; where exactly one comes out right, messages are given in that one.
 
-A prompt and a completion are two strings or two lists of messages. Strings are joined and tokenised together, followed
-by the end-of-document token, as TRL has it. Lists of messages are one conversation through the chat template, and
-labels are those that record kind "messages" gives the completion's messages (TRL trains all of the completion, so also
-what tools answer and users ask in it).
+The template is the file `data.chat_template`; else `chat_template.jinja` in the tokeniser's directory; else
+`chat_template` in its `tokenizer_config.json`, text or a list of named ones of which "default" is taken.
+
+A prompt and a completion are two strings, tokenised together and followed by the end-of-document token, as in TRL; or
+two lists of messages: one conversation with loss on what the assistant says in the completion.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+import datetime
+import hashlib
+import itertools
+import json
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from evenload.data.chat_template import ChatTemplate, Message, open_chat_template
+import jinja2
+from jinja2 import meta, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
 from evenload.data.config import DataConfig, mixture_configs
 from evenload.data.encoders import (
     CharSpan,
@@ -39,6 +55,8 @@ from evenload.data.encoders import (
 )
 from evenload.data.records import OtherColumnError, record_columns, value_names
 from evenload.data.tokenize import (
+    BYTES,
+    NAMED_TOKENS,
     ByteTokenizer,
     DocumentTokenizer,
     FileTokenizer,
@@ -46,150 +64,354 @@ from evenload.data.tokenize import (
     open_tokenizer,
     required_eos,
     required_opening,
+    special_settings,
+    special_token_text,
 )
 from evenload.errors import ConfigError
 
+Message = dict[str, Any]
 
-def open_encoder(
-    config: DataConfig, tokenizer: DocumentTokenizer | None = None, vocab_size: int | None = None
-) -> DocumentEncoder:
-    """The encoder of a configuration without mixture (see `mixture_configs`).
+TEMPLATE_DAY = datetime.datetime(2024, 7, 26)
+"""What `strftime_now` formats."""
 
-    Args:
-        tokenizer: used instead of the one that `config.tokenizer` names; the chat template and special tokens are
-            still looked up next to that.
-        vocab_size: rows of the model's embedding, which every id must be below; None = no model is known.
-
-    Raises:
-        ConfigError: a tokeniser with more ids than the model; settings that contradict each other; no chat template
-            where one is needed; `append_eos` without an end-of-document token; see also `open_tokenizer` and
-            `open_chat_template`.
-    """
-    for problem in _contradictions(config):
-        raise ConfigError(problem)
-    tokenizer = tokenizer or open_tokenizer(config.tokenizer, config.eos_token)
-    columns = record_columns(config)
-    if config.record == "tokens":
-        # Bytes are what the setting is by default, so they mean nothing for ids that others made.
-        own = None if isinstance(tokenizer, ByteTokenizer) else tokenizer.vocab_size
-        limit = min((size for size in (own, vocab_size) if size is not None), default=None)
-        masks = [column.name for column in columns if column.kind == "mask"]
-        return TokenIds(value_names(columns), masks, limit)
-    if vocab_size is not None and tokenizer.vocab_size > vocab_size:
-        raise ConfigError(
-            f"the tokeniser {describe_tokenizer(tokenizer)} makes ids that the model has no embedding for: its "
-            f"vocab_size is {vocab_size:,}; set data.tokenizer to the model's own, or train a larger vocab_size"
-        )
-    masked = config.loss_on != "all"
-    names, ignored = value_names(columns), config.ignore_columns
-    if config.record == "messages":
-        return TextEncoder(Chats(names, open_chat_template(config, tokenizer), masked, ignored), tokenizer, None)
-    opening = required_opening(tokenizer, config.prepend_bos)
-    end_id = required_eos(tokenizer) if config.append_eos else None
-    if config.record == "text":
-        return TextEncoder(PlainText(config.text_column), tokenizer, end_id, opening)
-    try:
-        template: ChatTemplate | str = open_chat_template(config, tokenizer)
-    except ConfigError as err:
-        if config.chat_template is not None:
-            raise
-        template = str(err)  # strings need none, so why there is none waits for a prompt that is a list
-    return TextEncoder(PromptCompletion(names, template, masked, ignored), tokenizer, end_id, opening)
-
-
-def stop_warnings(config: DataConfig, tokenizer: DocumentTokenizer, model_ends: Any = None) -> list[str]:
-    """Warnings about chat templates that do not teach the assistant to stop.
-
-    Args:
-        model_ends: ids with which the model's generation ends, besides the tokeniser's own: one, several, or none.
-    """
-    several = [tokenizer.eos_id, *(model_ends if isinstance(model_ends, list | tuple) else [model_ends])]
-    ends = sorted({index for index in several if index is not None})
-    chat = [{"role": "user", "content": "a"}], [{"role": "assistant", "content": "b"}]
-    values = {"messages": ([*chat[0], *chat[1]],), "prompt_completion": chat}
-    found: list[str] = []
-    for part in mixture_configs(config):
-        # Bytes have no token that a template could write.
-        if not ends or part.record not in values or not isinstance(tokenizer, FileTokenizer):
-            continue
-        try:
-            tokens, labels = open_encoder(part, tokenizer).encode(values[part.record])
-        except RecordProblem:  # a template for other conversations, or none, which only strings need
-            continue
-        taught = set((tokens if labels is None else labels).tolist())
-        if not taught & set(ends):
-            special = [text for text, index in tokenizer.special_tokens().items() if index in taught]
-            found.append(
-                f"after what the assistant says, the chat template teaches none of the tokens with which generation "
-                f"ends ({', '.join(repr(tokenizer.token_text(end)) for end in ends)}), so the trained model will not "
-                "stop; set data.eos_token to the special token that the template writes there "
-                f"({', '.join(special) or 'it writes none'}), or write eos_token there, inside its "
-                "{% generation %} block where it has one"
-            )
-    return found
-
-
-def _contradictions(config: DataConfig) -> Iterator[str]:
-    named = [setting for setting in ("labels_column", "mask_column") if getattr(config, setting)]
-    column = f"data.{named[0]} is '{getattr(config, named[0])}'" if named else ""
-    record, loss_on = f'data.record "{config.record}"', f'data.loss_on is "{config.loss_on}"'
-    if named and config.record != "tokens":
-        yield f'{column} with {record}; only "tokens" have labels of their own: leave it out'
-    if config.record == "text" and config.loss_on == "completion":
-        yield f'{loss_on} with {record}; set data.record to "prompt_completion" or "messages", or leave loss_on out'
-    if config.record == "tokens" and config.loss_on == "completion" and not named:
-        yield f"{loss_on} with {record}; set data.labels_column or data.mask_column, or leave data.loss_on out"
-    if config.record == "tokens" and config.loss_on == "all" and named:
-        yield f"{loss_on} and {column}, which says where the loss is; leave one of them out"
-    if config.format == "text" and config.record != "text":
-        yield f'data.format is "text" with {record}; set data.record to "text", or data.format to what the files are'
-    if config.format == "memmap" and config.record != "tokens":
-        yield f'data.format is "memmap" with {record}; such files hold ids, so set data.record to "tokens"'
-
-
+# Noncharacters: Unicode keeps them for use inside a program.
+_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
+_MARKS = re.compile(f"([{_OPEN}{_CLOSE}])")
+_BLOCKS = "_evenload_generation_blocks"
+_GIVEN = {"messages", "tools", "add_generation_prompt", _BLOCKS}
 _FIX = 'use a template with {% generation %} blocks (data.chat_template), or set data.loss_on = "all"'
-_IGNORE = "change it, or pass over the key by data.ignore_columns"
+_IGNORE = "repair the record, or pass over the key by data.ignore_columns"
+
+
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_OTHER_NAMES = {"human": "user", "gpt": "assistant", "bot": "assistant", "chatbot": "assistant", "model": "assistant"}
+_TEXT, _USER = "Qz7", {"role": "user", "content": "q"}
+# The two forms: of content, and of arguments ("arguments" is no role that anybody has).
+_FORMS = {"parts": [{"type": "text", "text": _TEXT}], "text": _TEXT}
+_ARGUMENTS = {"object": {_TEXT: 1}, "text": json.dumps({_TEXT: 1})}
+# A repr of an object, a part as a whole, or JSON in JSON.
+_IS_WRONG = re.compile(r"""\{'Qz7'|['"]text\\*['"]: *\\*['"]Qz7|\\"Qz7""")
+
+
+class _GenerationBlocks(Extension):
+    """`{% generation %}`: passes its content through, between marks where the rendering counts them."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja declares it as an instance variable)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        content = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        call = self.call_method("_mark", [nodes.ContextReference()], lineno=line)
+        return nodes.CallBlock(call, [], [], content, lineno=line)
+
+    def _mark(self, context: Context, caller: Callable[[], str]) -> str:
+        blocks = context.get(_BLOCKS)
+        if blocks is None:
+            return caller()
+        next(blocks)
+        return f"{_OPEN}{caller()}{_CLOSE}"
+
+
+class ChatTemplate:
+    """A compiled template; can be pickled. Of its text, the `variables` that it sees besides the messages, such as
+    `bos_token`, and its name in messages; `ConfigError` for no template, or a `{% generation %}` block in a macro."""
+
+    def __init__(self, source: str, variables: Mapping[str, str], origin: str) -> None:
+        self.source, self.variables, self.origin = source, dict(variables), origin
+        self._inputs: dict[str, Any] = {}
+        self._forms: dict[str, str | None] = {}
+        content = json.dumps([source, sorted(self.variables.items())])
+        self.name = hashlib.sha256(content.encode()).hexdigest()[:16]
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        functions: dict[str, Any] = {"raise_exception": _raise_exception, "strftime_now": TEMPLATE_DAY.strftime}
+        environment.globals |= functions
+        try:
+            syntax = environment.parse(source)
+            self._template = environment.from_string(syntax)
+        except jinja2.TemplateSyntaxError as err:
+            raise ConfigError(f"chat template '{origin}', line {err.lineno}: {err.message}; repair it") from err
+        self.wanted_variables: frozenset[str] = frozenset(meta.find_undeclared_variables(syntax))
+        self.marks_generation = bool(list(_generation_blocks(syntax, origin)))
+
+    def __reduce__(self) -> tuple[type["ChatTemplate"], tuple[str, dict[str, str], str]]:
+        return ChatTemplate, (self.source, self.variables, self.origin)
+
+    def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
+        """Render messages, with a generation prompt also what opens an answer; `RecordProblem` where it fails."""
+        return self._render(messages, add_generation_prompt, None)
+
+    def render_with_spans(self, messages: Sequence[Message]) -> tuple[str, tuple[CharSpan, ...]]:
+        """Render messages; also return the characters inside `{% generation %}` blocks, ascending and disjoint.
+        `RecordProblem` as of `render`, or where the messages hold the characters that mark blocks."""
+        blocks = itertools.count()
+        pieces = _MARKS.split(self._render(messages, False, blocks))
+        # Two marks a block, and each mark stands between two pieces of text.
+        if len(pieces) != 4 * next(blocks) + 1:
+            raise RecordProblem(f"the messages hold U+{ord(_OPEN):X} or U+{ord(_CLOSE):X}, which no text may hold")
+        spans, texts, position, depth = [], [], 0, 0
+        for piece in pieces:
+            if piece in (_OPEN, _CLOSE):
+                depth += 1 if piece == _OPEN else -1
+                continue
+            if depth and piece:
+                spans.append((position, position + len(piece)))
+            texts.append(piece)
+            position += len(piece)
+        return "".join(texts), tuple(spans)
+
+    def for_record(self, tools: Any = None, chat_template_kwargs: Any = None) -> "ChatTemplate":
+        """Return the template with a record's tools (a list of JSON schemas, or JSON text of one) and further
+        variables, as transformers' `apply_chat_template` takes them; `RecordProblem` where they are something else."""
+        if tools is None and not chat_template_kwargs:
+            return self
+        try:
+            tools = json.loads(tools) if isinstance(tools, str) and tools else tools or None
+            tools = tools and [json.loads(tool) if isinstance(tool, str) else tool for tool in tools]
+        except ValueError as err:
+            raise RecordProblem(f"'tools' holds text that is not JSON: {err}") from err
+        if tools and "tools" not in self.wanted_variables:
+            raise OtherColumnError(f"it has tools, which chat template '{self.origin}' does not write; {_IGNORE}")
+        are_tools = tools is None or all(isinstance(tool, dict) for tool in tools)
+        if not are_tools or not isinstance(chat_template_kwargs, dict | None):
+            raise RecordProblem(f"'tools' must be a list of objects and 'chat_template_kwargs' an object; {_IGNORE}")
+        if taken := _GIVEN & set(chat_template_kwargs or ()):
+            raise RecordProblem(f"'chat_template_kwargs' sets {', '.join(sorted(taken))}, which the record itself sets")
+        bound = object.__new__(ChatTemplate)  # a copy would compile the template again
+        bound.__dict__ |= self.__dict__ | {"_inputs": {"tools": tools, **(chat_template_kwargs or {})}}
+        return bound
+
+    def usual_role(self, role: str) -> str | None:
+        """Return the usual name of a role that has another one here; None where it may stay."""
+        lower = role.strip().lower()
+        usual = _OTHER_NAMES.get(lower, lower)
+        if role in _ROLES or usual not in _ROLES:
+            return None
+        is_named = f"'{role}'" in self.source or f'"{role}"' in self.source
+        # Without blocks, the role's name shows what the assistant says.
+        return None if is_named and (usual != "assistant" or self.marks_generation) else usual
+
+    def adapted(self, message: Message) -> Message:
+        content, calls = message.get("content"), message.get("tool_calls")
+        form = None if content is None else self._form(message["role"])
+        if form == "text" and not isinstance(content, str):
+            message = message | {"content": "".join(part["text"] for part in content or ())}
+        elif form == "parts" and isinstance(content, str):
+            message = message | {"content": [{"type": "text", "text": content}]}
+        if isinstance(calls, list | tuple):
+            message = message | {"tool_calls": [_with_arguments(call, self._form("arguments")) for call in calls]}
+        return message
+
+    def _form(self, of: str) -> str | None:
+        if of not in self._forms:
+            written = (
+                {form: self._written("assistant", tool_calls=_calls(value)) for form, value in _ARGUMENTS.items()}
+                if of == "arguments"
+                else {form: self._written(of, content=value) for form, value in _FORMS.items()}
+            )
+            right = [form for form, text in written.items() if _TEXT in text and not _IS_WRONG.search(text)]
+            self._forms[of] = right[0] if len(right) == 1 else None
+        return self._forms[of]
+
+    def _written(self, role: str, **keys: Any) -> str:
+        """Render a conversation with such a message; "" where the template does not take it."""
+        before: list[Message] = [] if role in ("system", "developer", "user") else [_USER]
+        if role in ("tool", "function"):
+            before.append({"role": "assistant", "content": "", "tool_calls": _calls({})})
+            keys |= {"tool_call_id": "abcdefghi", "name": "f"}
+        after = [_USER] if role in ("system", "developer") else []
+        try:
+            return self.render([*before, {"role": role, "content": "", **keys}, *after])
+        except RecordProblem:
+            return ""
+
+    def _render(self, messages: Sequence[Message], add_generation_prompt: bool, blocks: Iterator[int] | None) -> str:
+        given = {"messages": messages, "add_generation_prompt": add_generation_prompt, _BLOCKS: blocks}
+        try:
+            return self._template.render(self.variables | {"tools": None, "documents": None} | self._inputs | given)
+        except Exception as err:  # a template may fail in any way that Python code can
+            kind = "" if isinstance(err, jinja2.TemplateError) else f"{type(err).__name__}: "
+            raise RecordProblem(f"the chat template '{self.origin}' does not take these messages: {kind}{err}") from err
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    # jinja's own filter escapes HTML, which has no place in a prompt.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _generation_blocks(syntax: nodes.Template, origin: str) -> Iterator[nodes.CallBlock]:
+    """Yield all `{% generation %}` blocks; refuse one whose rendering may be changed before it is put out."""
+    pending: list[tuple[nodes.Node, str]] = [(syntax, "")]
+    while pending:
+        node, inside = pending.pop()
+        if isinstance(node, nodes.CallBlock) and isinstance(node.call.node, nodes.ExtensionAttribute):
+            if inside:
+                raise ConfigError(
+                    f"chat template '{origin}', line {node.lineno}: a generation block inside a {inside} may be "
+                    "changed before it is put out, so its place is not known; write it directly into the loop"
+                )
+            yield node
+        elif isinstance(node, nodes.Macro | nodes.CallBlock):
+            inside = "macro"
+        elif isinstance(node, nodes.AssignBlock | nodes.FilterBlock):
+            inside = "set or filter block"
+        pending.extend((child, inside) for child in node.iter_child_nodes())
+
+
+def open_chat_template(config: DataConfig, tokenizer: DocumentTokenizer) -> ChatTemplate:
+    """Open the chat template of the settings; `ConfigError` where there is none or its special tokens are not known."""
+    path = None if config.tokenizer in (None, BYTES) else Path(config.tokenizer)
+    directory = path if path is None or path.is_dir() else path.parent
+    known = special_settings(directory) if directory else {}
+    origin, source = _find_source(config, directory, known)
+    variables = {
+        name: text for name, value in known.items() if name.endswith("_token") and (text := special_token_text(value))
+    }
+    if config.eos_token is not None:
+        variables["eos_token"] = config.eos_token
+    elif "eos_token" not in known and isinstance(tokenizer, FileTokenizer) and tokenizer.eos_id is not None:
+        variables["eos_token"] = tokenizer.token_text(tokenizer.eos_id) or ""
+    template = ChatTemplate(source, variables, origin)
+    if missing := sorted((template.wanted_variables & set(NAMED_TOKENS)) - set(known) - set(variables)):
+        why = "bytes have no such tokens; write other text there, or use a tokenizer.json"
+        if directory is not None:
+            where = f"next to tokenizer '{config.tokenizer}'"
+            why = f"no file {where} defines that; set it in tokenizer_config.json (null = nothing)"
+        raise ConfigError(f"chat template '{origin}' writes {', '.join(missing)}, but {why}")
+    return template
+
+
+def _find_source(config: DataConfig, directory: Path | None, settings: dict[str, Any]) -> tuple[str, str]:
+    if directory is None and config.chat_template is None:
+        raise ConfigError(
+            "records hold messages, and plain bytes have no chat template; set data.chat_template to a file with one"
+        )
+    home = directory or Path()
+    file = Path(config.chat_template or home / "chat_template.jinja")
+    if config.chat_template is not None or file.is_file():
+        try:
+            return str(file), file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as err:
+            raise ConfigError(f"chat template '{file}' cannot be read: {err}; set data.chat_template") from err
+    origin = str(home / "tokenizer_config.json")
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+        if template is None:
+            names = sorted(map(str, named))
+            raise ConfigError(f"'{origin}' has chat templates {names} and no default; set data.chat_template to a file")
+    if template is None:
+        raise ConfigError(
+            f"the records hold messages, and there is no chat template in '{origin}' and no chat_template.jinja "
+            "next to it; set data.chat_template to a file with one"
+        )
+    if not isinstance(template, str):
+        raise ConfigError(f"chat_template in '{origin}' is of type {type(template).__name__}, must be text")
+    return origin, template
+
+
+def _calls(arguments: Any) -> list[dict[str, Any]]:
+    # Mistral's templates want ids of nine letters and digits.
+    return [{"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": arguments}}]
+
+
+def _with_arguments(call: Any, form: str | None) -> Any:
+    """Return the call with its arguments in that form, where they have the other one."""
+    if isinstance(call, dict) and isinstance(call.get("function"), dict):
+        return call | {"function": _with_arguments(call["function"], form)}
+    arguments = call.get("arguments") if isinstance(call, dict) else None
+    if form == "text" and isinstance(arguments, dict):
+        return call | {"arguments": json.dumps(arguments, ensure_ascii=False)}
+    if form == "object" and isinstance(arguments, str):
+        try:
+            decoded = json.loads(arguments)
+        except ValueError:
+            return call
+        return call | {"arguments": decoded} if isinstance(decoded, dict) else call
+    return call
+
+
 _WEIGHTS = ("weight", "train", "training", "loss")
 _PARTS = ("train_detail", "training_detail")
 _CALLS = ("tool_calls", "function_call")
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 
 
+@dataclass(frozen=True)
 class Chats:
     """`Renderer` of kind "messages".
 
     Args:
         columns: of the messages, then those of `ChatTemplate.for_record`.
+        template: a string is the reason why there is none.
         has_spans: loss on the assistant's messages only; else on every token after the first.
-        ignored: keys of messages that are passed over although they mark which messages have a loss.
+        ignored: keys of messages that are skipped although they mark which messages have a loss.
     """
 
-    def __init__(
-        self, columns: tuple[str, ...], template: ChatTemplate, has_spans: bool, ignored: Collection[str] = ()
-    ) -> None:
-        self.columns, self._ignored = columns, frozenset(ignored)
-        loss = "completion" if has_spans else "all"
-        passed_over = f", passed over {sorted(ignored)}" if ignored else ""
-        self.name = f"messages of {columns}, loss on {loss}, template {template.name}{passed_over}"
-        self._has_spans, self._template = has_spans, template
+    columns: tuple[str, ...]
+    template: ChatTemplate | str
+    has_spans: bool
+    ignored: frozenset[str] = frozenset()
+
+    @property
+    def name(self) -> str:
+        template = self.template.name if isinstance(self.template, ChatTemplate) else None
+        loss = "what the assistant says" if self.has_spans else "all"
+        return f"{type(self).__name__} {self.columns}, loss on {loss}, template {template}, skip {sorted(self.ignored)}"
 
     def render(self, values: tuple[Any, ...]) -> RenderedText:
-        messages = read_messages(values[0], self.columns[0], self._template)
-        if not messages:
-            return RenderedText("", () if self._has_spans else None)
-        template = self._template.for_record(**dict(zip(self.columns[1:], values[1:], strict=False)))
-        return render_chat(template, messages, 0 if self._has_spans else None, self._ignored)
+        return self._render([(self.columns[0], values[0])], values[1:])
+
+    def _render(self, parts: Sequence[tuple[str, Any]], others: Sequence[Any]) -> RenderedText:
+        """Render the messages of the columns `parts`, the last of which has the loss."""
+        if isinstance(self.template, str):
+            raise RecordProblem(self.template)
+        *before, last = [read_messages(value, column, self.template) for column, value in parts]
+        if empty := [column for (column, _), messages in zip(parts, (*before, last), strict=True) if not messages]:
+            if not before:
+                return RenderedText("", () if self.has_spans else None)
+            raise RecordProblem(f"column '{empty[0]}' holds no message; prompt and completion need at least one each")
+        prompt = [message for messages in before for message in messages]
+        if prompt and prompt[-1]["role"] == last[0]["role"] == "assistant":
+            raise RecordProblem(
+                f"the last message of '{parts[0][0]}' is the assistant's, as the next is; move it to '{parts[1][0]}'"
+            )
+        template = self.template.for_record(**dict(zip(self.columns[len(parts) :], others, strict=False)))
+        return render_chat(template, [*prompt, *last], len(prompt) if self.has_spans else None, self.ignored)
+
+
+@dataclass(frozen=True)
+class PromptCompletion(Chats):
+    """`Renderer` of kind "prompt_completion": `columns` are those of prompt and completion, then as of `Chats`."""
+
+    def render(self, values: tuple[Any, ...]) -> RenderedText:
+        prompt, completion, *others = values
+        if isinstance(prompt, list | tuple) or isinstance(completion, list | tuple):
+            return self._render(list(zip(self.columns, (prompt, completion), strict=False)), others)
+        if dict(zip(self.columns[2:], others, strict=False)).get("tools"):
+            raise RecordProblem("the record has tools, and its prompt is a text, which no template puts them into")
+        prompt = check_text(prompt, self.columns[0])
+        whole = prompt + check_text(completion, self.columns[1])
+        return RenderedText(whole, ((len(prompt), len(whole)),) if self.has_spans else None, is_bare=True)
 
 
 def render_chat(
     template: ChatTemplate, messages: Sequence[Message], first: int | None, ignored: Collection[str]
 ) -> RenderedText:
-    """A conversation with loss on what the assistant says in `messages[first:]`; None = on every token after the first.
-
-    Messages of the assistant with a weight of 0 have none.
+    """Render a conversation with loss on what the assistant says in `messages[first:]`, except with a weight of 0.
 
     Args:
-        ignored: keys of messages that are passed over.
+        first: None = loss on every token after the first.
+        ignored: keys of messages that are skipped.
 
     Raises:
         RecordProblem: the template does not take the messages, or what the assistant says in them is not known.
@@ -202,9 +424,7 @@ def render_chat(
                 raise OtherColumnError(f"message {index} has {key}, which {what}; {_IGNORE}")
     if first is None:
         if untrained:
-            raise OtherColumnError(
-                f'message {untrained[0]} has no loss by its weight, and data.loss_on is "all"; {_IGNORE}'
-            )
+            raise OtherColumnError(f'message {untrained[0]} has no loss by its weight, but loss_on is "all"; {_IGNORE}')
         return RenderedText(template.render(messages))
     if not template.marks_generation:
         whole = template.render(messages)
@@ -224,7 +444,7 @@ def render_chat(
 
 
 def _is_untrained(message: Message, index: int, ignored: Collection[str]) -> bool:
-    """Whether a message of the assistant has no loss, by `weight` as in OpenAI's format or `train` as in Axolotl's."""
+    """Tell whether a message of the assistant has no loss, by `weight` (OpenAI's format) or `train` (Axolotl's)."""
     is_untrained = False
     for key in _WEIGHTS:
         if key in ignored or (weight := message.get(key)) is None:
@@ -241,12 +461,9 @@ def _is_untrained(message: Message, index: int, ignored: Collection[str]) -> boo
 
 
 def read_messages(value: Any, column: str, template: ChatTemplate) -> list[Message]:
-    """The messages, as new dictionaries, in the forms in which their template writes them as they are meant.
-
-    Raises:
-        RecordProblem: not a list; a message without role, or without content and tool calls; a role that the template
-            knows by another name; content that is neither text nor parts of text.
-    """
+    """Read messages as new dictionaries, in the forms that their template writes right. Raises `RecordProblem`: not a
+    list; a message without role, or without content and tool calls; a role that the template knows by another name;
+    content that is neither text nor parts of text."""
     if not isinstance(value, list | tuple):
         held = "nothing" if value is None else f"a value of type {type(value).__name__}"
         raise RecordProblem(f"column '{column}' holds {held} instead of a list of messages")
@@ -258,9 +475,7 @@ def _read_message(value: Any, where: str, template: ChatTemplate) -> Message:
         raise RecordProblem(f"{where} is of type {type(value).__name__}, must be an object with role and content")
     message = {key: item for key, item in value.items() if item is not None}
     if not isinstance(message.get("role"), str):
-        raise RecordProblem(
-            f"{where} has no 'role' (it has {sorted(map(str, message))}); rename its keys to role, content"
-        )
+        raise RecordProblem(f"{where} has no 'role' but {sorted(map(str, message))}; rename its keys to role, content")
     if usual := template.usual_role(message["role"]):
         raise RecordProblem(f"{where} has role '{message['role']}', another name of a usual one; call it '{usual}'")
     content = message.get("content")
@@ -273,9 +488,7 @@ def _read_message(value: Any, where: str, template: ChatTemplate) -> Message:
                 kind = part.get("type") if isinstance(part, dict) else type(part).__name__
                 raise RecordProblem(f"{where} has a content part of type '{kind}'; only text can be trained")
     elif not isinstance(content, str):
-        raise RecordProblem(
-            f"{where} has content of type {type(content).__name__}, must be text or a list of text parts"
-        )
+        raise RecordProblem(f"{where} has content of type {type(content).__name__}, must be text or parts of text")
     thoughts = next((message[key] for key in _THOUGHTS if key in message), None)
     if thoughts is not None:
         message = {"thinking": thoughts, **message, "reasoning_content": thoughts}
@@ -283,7 +496,7 @@ def _read_message(value: Any, where: str, template: ChatTemplate) -> Message:
 
 
 def _beginning(prompt: str, whole: str, template: ChatTemplate, index: int) -> str:
-    """What comes before message `index`, with which `whole`, all messages, must begin."""
+    """Return what comes before message `index`, after checking that `whole`, all messages, begins with it."""
     if not whole.startswith(prompt):
         raise RecordProblem(
             f"with chat template '{template.origin}' the prompt for message {index} is not how the whole "
@@ -314,48 +527,94 @@ def _assistant_spans(
     return spans
 
 
-class PromptCompletion:
-    """`Renderer` of kind "prompt_completion".
+def open_encoder(
+    config: DataConfig, tokenizer: DocumentTokenizer | None = None, vocab_size: int | None = None
+) -> DocumentEncoder:
+    """Make the encoder of a configuration without mixture (see `mixture_configs`).
 
     Args:
-        template: for lists of messages; a string is the reason why there is none.
-        has_spans: loss on the completion only; else on every token after the first.
-        columns, ignored: as of `Chats`, after the columns of prompt and completion.
+        tokenizer: instead of the one that `config.tokenizer` names, next to which the chat template and special tokens
+            are still looked up.
+        vocab_size: rows of the model's embedding, which every id must be below; None = no model is known.
+
+    Raises:
+        ConfigError: a tokeniser with more ids than the model; settings that contradict each other; no chat template
+            where one is needed; `append_eos` without an end-of-document token; see also `open_tokenizer` and
+            `open_chat_template`.
     """
+    for problem in _contradictions(config):
+        raise ConfigError(problem)
+    tokenizer = tokenizer or open_tokenizer(config.tokenizer, config.eos_token)
+    columns = record_columns(config)
+    if config.record == "tokens":
+        # Bytes are the default of the setting, so they mean nothing for ids that others made.
+        own = None if isinstance(tokenizer, ByteTokenizer) else tokenizer.vocab_size
+        limit = min((size for size in (own, vocab_size) if size is not None), default=None)
+        masks = [column.name for column in columns if column.kind == "mask"]
+        return TokenIds(value_names(columns), masks, limit)
+    if vocab_size is not None and tokenizer.vocab_size > vocab_size:
+        raise ConfigError(
+            f"the tokeniser {describe_tokenizer(tokenizer)} makes ids that the model has no embedding for: its "
+            f"vocab_size is {vocab_size:,}; set data.tokenizer to the model's own, or train a larger vocab_size"
+        )
+    names, masked, ignored = value_names(columns), config.loss_on != "all", frozenset(config.ignore_columns)
+    if config.record == "messages":
+        return TextEncoder(Chats(names, open_chat_template(config, tokenizer), masked, ignored), tokenizer, None)
+    opening = required_opening(tokenizer, config.prepend_bos)
+    end_id = required_eos(tokenizer) if config.append_eos else None
+    if config.record == "text":
+        return TextEncoder(PlainText(config.text_column), tokenizer, end_id, opening)
+    try:
+        template: ChatTemplate | str = open_chat_template(config, tokenizer)
+    except ConfigError as err:
+        if config.chat_template is not None:
+            raise
+        template = str(err)  # strings need none, so why there is none waits for a prompt that is a list
+    return TextEncoder(PromptCompletion(names, template, masked, ignored), tokenizer, end_id, opening)
 
-    def __init__(
-        self, columns: tuple[str, ...], template: ChatTemplate | str, has_spans: bool, ignored: Collection[str] = ()
-    ) -> None:
-        self.columns, self._ignored = columns, frozenset(ignored)
-        loss = "completion's assistant" if has_spans else "all"
-        known = template.name if isinstance(template, ChatTemplate) else None
-        passed_over = f", passed over {sorted(ignored)}" if ignored else ""
-        self.name = f"prompt and completion of {columns}, loss on {loss}, template {known}{passed_over}"
-        self._has_spans, self._template = has_spans, template
 
-    def render(self, values: tuple[Any, ...]) -> RenderedText:
-        (prompt, completion), inputs = values[:2], dict(zip(self.columns[2:], values[2:], strict=False))
-        if isinstance(prompt, list | tuple) or isinstance(completion, list | tuple):
-            return self._render_messages(prompt, completion, inputs)
-        if inputs.get("tools"):
-            raise RecordProblem("the record has tools, and its prompt is a text, which no template puts them into")
-        prompt = check_text(prompt, self.columns[0])
-        whole = prompt + check_text(completion, self.columns[1])
-        return RenderedText(whole, ((len(prompt), len(whole)),) if self._has_spans else None, is_bare=True)
-
-    def _render_messages(self, prompt: Any, completion: Any, inputs: dict[str, Any]) -> RenderedText:
-        if isinstance(self._template, str):
-            raise RecordProblem(self._template)
-        prompt_column, completion_column = self.columns[:2]
-        before = read_messages(prompt, prompt_column, self._template)
-        after = read_messages(completion, completion_column, self._template)
-        if not before or not after:
-            empty = completion_column if before else prompt_column
-            raise RecordProblem(f"column '{empty}' holds no message; a prompt and a completion need at least one each")
-        if before[-1]["role"] == after[0]["role"] == "assistant":
-            raise RecordProblem(
-                f"the last message of '{prompt_column}' is the assistant's, and '{completion_column}' goes on with "
-                f"one of its; move it to '{completion_column}'"
+def stop_warnings(config: DataConfig, tokenizer: DocumentTokenizer, model_ends: Any = None) -> list[str]:
+    """Warn of chat templates that do not teach the assistant to stop; `model_ends` are ids with which the model's
+    generation ends, besides the tokeniser's own: one, several, or None."""
+    several = [tokenizer.eos_id, *(model_ends if isinstance(model_ends, list | tuple) else [model_ends])]
+    ends = sorted({index for index in several if index is not None})
+    chat = [{"role": "user", "content": "a"}], [{"role": "assistant", "content": "b"}]
+    values = {"messages": ([*chat[0], *chat[1]],), "prompt_completion": chat}
+    warnings: list[str] = []
+    for part in mixture_configs(config):
+        # Bytes have no token that a template could write.
+        if not ends or part.record not in values or not isinstance(tokenizer, FileTokenizer):
+            continue
+        try:
+            tokens, labels = open_encoder(part, tokenizer).encode(values[part.record])
+        except RecordProblem:  # a template for other conversations, or none, which only strings need
+            continue
+        taught = set((tokens if labels is None else labels).tolist())
+        if not taught & set(ends):
+            special = [text for text, index in tokenizer.special_tokens().items() if index in taught]
+            warnings.append(
+                f"after what the assistant says, the chat template teaches none of the tokens with which generation "
+                f"ends ({', '.join(repr(tokenizer.token_text(end)) for end in ends)}), so the trained model will not "
+                "stop; set data.eos_token to the special token that the template writes there "
+                f"({', '.join(special) or 'it writes none'}), or write eos_token there, inside its "
+                "{% generation %} block where it has one"
             )
-        first = len(before) if self._has_spans else None
-        return render_chat(self._template.for_record(**inputs), [*before, *after], first, self._ignored)
+    return warnings
+
+
+def _contradictions(config: DataConfig) -> Iterator[str]:
+    named = [setting for setting in ("labels_column", "mask_column") if getattr(config, setting)]
+    column = f"data.{named[0]} is '{getattr(config, named[0])}'" if named else ""
+    record, loss_on = f'data.record "{config.record}"', f'data.loss_on is "{config.loss_on}"'
+    if named and config.record != "tokens":
+        yield f'{column} with {record}; only "tokens" have labels of their own: leave it out'
+    if config.record == "text" and config.loss_on == "completion":
+        yield f'{loss_on} with {record}; set data.record to "prompt_completion" or "messages", or leave loss_on out'
+    if config.record == "tokens" and config.loss_on == "completion" and not named:
+        yield f"{loss_on} with {record}; set data.labels_column or data.mask_column, or leave data.loss_on out"
+    if config.record == "tokens" and config.loss_on == "all" and named:
+        yield f"{loss_on} and {column}, which says where the loss is; leave one of them out"
+    if config.format == "text" and config.record != "text":
+        yield f'data.format is "text" with {record}; set data.record to "text", or data.format to what the files are'
+    if config.format == "memmap" and config.record != "tokens":
+        yield f'data.format is "memmap" with {record}; such files hold ids, so set data.record to "tokens"'

@@ -1,15 +1,11 @@
-"""`PartFiles`: what one part of the mixture is read from: files, their readers, and segments that streams share.
+"""Open what one part of the mixture is read from: files, their readers, and segments that streams share (`PartFiles`).
 
-Segments are shares of files, assigned to streams anew in every epoch. Files are cut by size alone, before anything is
-opened, so that a data set of any size is ready in the time of one listing, and one large file feeds all streams. What a
-stream reads, and in which order, depends on files, seed and epoch only, not on ranks or workers. Price: O(segments) per
-epoch; at most 64 MiB a segment, so 10 TB are 160,000 of them.
+Segments are shares of files, assigned to streams anew in every epoch. Files are cut by size before anything is opened,
+so a data set of any size is ready after one listing, and one large file feeds all streams. What a stream reads depends
+on files, seed and epoch only. Price: O(segments) per epoch; at most 64 MiB a segment, so 10 TB are 160,000 of them.
 
-Permutations need no state: they are counter-based (Philox), keyed by seed and epoch, so any of them can be made again
-after a resume, on any rank. numpy keeps the raw Philox stream stable over versions, its distributions not.
-
-`source_lines` reports at the start what is read of every source and what is not. Price: an inspection of
-`_INSPECTED_FILES` files a source, spread over it; the number of records is an estimate where that is not all of them.
+Permutations are counter-based (Philox), so any rank can make any of them again. numpy keeps the raw Philox stream
+stable over versions, its distributions not.
 """
 
 from collections import Counter
@@ -26,7 +22,7 @@ from evenload.data.config import DataConfig
 from evenload.data.encoders import IGNORE_INDEX, DocumentEncoder, EncodedDocument
 from evenload.data.hf_dataset import DatasetReader, IterableDatasetReader, dataset_bytes, is_iterable_dataset
 from evenload.data.json_records import JsonlReader, JsonReader
-from evenload.data.records import FilePart, FileSummary, RecordReader, TextReader, record_columns, value_names
+from evenload.data.records import FilePart, RecordReader, TextReader, record_columns, value_names
 from evenload.data.sources import SourceFile, SourceListing, list_sources
 from evenload.data.token_files import MegatronReader, NpyReader
 from evenload.errors import ConfigError
@@ -35,29 +31,19 @@ from evenload.types.text import counted
 _OWN_COMPRESSION = ("parquet", "arrow", "memmap")
 _COLUMN_READERS = {"jsonl": JsonlReader, "json": JsonReader, "parquet": ParquetReader, "arrow": ArrowReader}
 _HELD = {"text": ("text", "data.format or data.include"), "memmap": ("tokens", 'data.record = "tokens"')}
-"""Kind of the records of formats without columns, and how to train others."""
+"""Kind of the records of formats without columns, and the setting to change for others."""
 
 
 def open_reader(file: SourceFile, config: DataConfig, dataset: Any = None) -> RecordReader:
-    """The reader of a file. Opens nothing; can be pickled.
-
-    Args:
-        config: names the columns and what they hold (`record`).
-        dataset: what `file` stands for, where its format is "dataset".
-
-    Raises:
-        ConfigError: a format that cannot hold such records, or not inside that compression.
-    """
+    """Make the reader of a file, or of the data set that it stands for, without opening it; `ConfigError` for a format
+    that cannot hold records of kind `config.record`, or not inside that compression."""
     if file.format in _OWN_COMPRESSION and file.compression is not None:
-        raise ConfigError(
-            f"{file.name} is a {file.format} file inside {file.compression}, of which no part can be read alone; "
-            "decompress it"
-        )
+        raise ConfigError(f"{file.name} is a {file.format} file inside {file.compression}; decompress it")
     columns = record_columns(config)
     if file.format == "dataset":
-        return (IterableDatasetReader if is_iterable_dataset(dataset) else DatasetReader)(dataset, columns)
+        return (IterableDatasetReader if is_iterable_dataset(dataset) else DatasetReader)(file, dataset, columns)
     if file.format in _COLUMN_READERS:
-        return _COLUMN_READERS[file.format](columns)
+        return _COLUMN_READERS[file.format](file, columns)
     holds, fix = _HELD[file.format]
     if config.record != holds:
         raise ConfigError(
@@ -65,15 +51,15 @@ def open_reader(file: SourceFile, config: DataConfig, dataset: Any = None) -> Re
             f'"{config.record}"; set {fix}'
         )
     if file.format == "text":
-        return TextReader()
+        return TextReader(file)
     for setting in ("labels_column", "mask_column"):
         if column := getattr(config, setting):
             raise ConfigError(f"{file.name} holds nothing but ids, and data.{setting} is '{column}'; leave it out")
-    return NpyReader(config.document_end_id) if file.path.endswith(".npy") else MegatronReader()
+    return NpyReader(file, config.document_end_id) if file.path.endswith(".npy") else MegatronReader(file)
 
 
 def dataset_file(dataset: Any, name: str = "dataset") -> SourceFile:
-    """What stands for a Hugging Face data set among the files; messages call it by the name."""
+    """Make the stand-in of a Hugging Face data set among the files; messages use the name."""
     size_bytes, rows = None, ""
     if not is_iterable_dataset(dataset):
         size_bytes, rows = dataset_bytes(dataset), f" of {len(dataset)} rows"
@@ -89,16 +75,11 @@ def dataset_file(dataset: Any, name: str = "dataset") -> SourceFile:
 
 
 SEGMENTS, BLOCKS = 1, 2
-"""Purposes, kept apart in the counter."""
+"""Purposes of permutations, kept apart in the counter."""
 
 
 def permutation(size: int, seed: int, epoch: int, purpose: int, user: int, index: int) -> list[int]:
-    """A permutation of `range(size)`.
-
-    Args:
-        user: which of several independent users of the purpose, below 2**64.
-        index: which permutation of that user.
-    """
+    """Return permutation number `index` of `range(size)` for one of several users (below 2**64) of the purpose."""
     key = np.array([seed, epoch], dtype=np.uint64)
     # Philox counts up the first word; the others separate users.
     counter = np.array([0, index, purpose, user], dtype=np.uint64)
@@ -106,51 +87,55 @@ def permutation(size: int, seed: int, epoch: int, purpose: int, user: int, index
     return np.argsort(numbers, kind="stable").tolist()
 
 
-# Small enough that a stream gets several segments of a small data set, so that their permutation mixes it; large enough
-# that opening a file at an offset (a request to a remote store) stays rare.
-_SEGMENTS_PER_LANE = 4
+# Small enough that a stream gets several segments of a small data set; large enough that opening a file at an offset (a
+# request to a remote store) stays rare.
+_SEGMENTS_PER_STREAM = 4
 _SMALLEST_BYTES, _LARGEST_BYTES = 1 << 18, 1 << 26
 
 
 class Segment(NamedTuple):
-    """A share of a file, by the file's index."""
+    """A share of a file."""
 
-    file: int
+    reader: RecordReader
     part: FilePart
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PartFiles:
-    """Files of one part of the mixture in their fixed order, a reader of each, and their segments in file order.
-
-    Args:
-        listings: the same files by source, and what next to them is not read.
-    """
+    """Readers of the files of one part of the mixture in their fixed order, and their segments in file order;
+    `listings` has the same files by source."""
 
     listings: tuple[SourceListing, ...]
-    files: tuple[SourceFile, ...]
     readers: tuple[RecordReader, ...]
     segments: tuple[Segment, ...]
 
-    def origin(self, file: int, offset: int) -> str:
-        return self.readers[file].origin(self.files[file], offset)
+    @property
+    def files(self) -> tuple[SourceFile, ...]:
+        """Return the files in their fixed order."""
+        return tuple(reader.file for reader in self.readers)
+
+    def by_source(self) -> Iterator[tuple[SourceListing, list[RecordReader]]]:
+        """Yield every source with the readers of its files."""
+        readers = iter(self.readers)
+        for listing in self.listings:
+            yield listing, list(islice(readers, len(listing.files)))
 
 
 def open_part(config: DataConfig, dataset: Any = None) -> PartFiles:
-    """The files of a part, or the Hugging Face data set that is read instead of `config.sources`."""
     if dataset is None:
         listings = list_sources(config)
     else:
         listings = (SourceListing(config.sources[0], (dataset_file(dataset),)),)
-    files = tuple(file for listing in listings for file in listing.files)
-    readers = tuple(open_reader(file, config, dataset) for file in files)
-    total_bytes = sum(file.size_bytes or 0 for file in files)
-    part_bytes = min(max(total_bytes // (_SEGMENTS_PER_LANE * config.num_streams), _SMALLEST_BYTES), _LARGEST_BYTES)
-    segments: list[Segment] = []
-    for index, (file, reader) in enumerate(zip(files, readers, strict=True)):
-        count = reader.num_parts(file, part_bytes)
-        segments += [Segment(index, FilePart(part, count)) for part in range(count)]
-    return PartFiles(listings=listings, files=files, readers=readers, segments=tuple(segments))
+    readers = tuple(open_reader(file, config, dataset) for listing in listings for file in listing.files)
+    total_bytes = sum(reader.file.size_bytes or 0 for reader in readers)
+    part_bytes = min(max(total_bytes // (_SEGMENTS_PER_STREAM * config.num_streams), _SMALLEST_BYTES), _LARGEST_BYTES)
+    counts = [reader.num_parts(part_bytes) for reader in readers]
+    segments = tuple(
+        Segment(reader, FilePart(part, count))
+        for reader, count in zip(readers, counts, strict=True)
+        for part in range(count)
+    )
+    return PartFiles(listings=listings, readers=readers, segments=segments)
 
 
 _INSPECTED_FILES = 16
@@ -159,61 +144,50 @@ _SAMPLED = 64
 
 
 def source_lines(config: DataConfig, part: PartFiles) -> Iterator[str]:
-    """One line a source of a part of the mixture (see `mixture_configs`).
+    """Report what is read of every source of a part of the mixture and what is not, a line each.
 
-    Raises:
-        DataError: a file that cannot be opened.
+    Inspects at most `_INSPECTED_FILES` files a source; the number of records then is an estimate. Raises a `DataError`
+    for a file that cannot be opened.
     """
-    readers = dict(zip(part.files, part.readers, strict=True))
-    for listing in part.listings:
-        step = -(-len(listing.files) // _INSPECTED_FILES)
-        summaries = [readers[file].summary(file) for file in listing.files[::step]]
-        yield _source_line(config, listing, summaries, step)
-
-
-def _source_line(config: DataConfig, listing: SourceListing, facts: list[FileSummary], step: int) -> str:
-    files, formats = listing.files, Counter(file.format for file in listing.files)
-    counts = [fact.num_records for fact in facts if fact.num_records is not None]
-    records = ""
-    if len(counts) == len(facts) and set(formats) != {"text"}:  # of which every file is one
-        is_exact = step == 1 and all(fact.is_exact for fact in facts)
-        number = round(sum(counts) * len(files) / len(facts))
-        records = f", {'' if is_exact else 'about '}{counted(number, 'record')}"
-    pieces = [f"{listing.source}: {', '.join(counted(n, f'{kind} file') for kind, n in formats.items())}{records}"]
-    columns = dict.fromkeys(column for fact in facts for column in fact.columns)
-    if columns:
-        read = record_columns(config)
-        known, values = {column.name for column in read}, value_names(read)
-        pieces.append(f"used: {_names([name for name in columns if name in values])}")
-        if checked := [name for name in columns if name in known and name not in values]:
-            pieces.append(f"checked to change nothing: {_names(checked)}")
-        if unused := [name for name in columns if name not in known]:
-            pieces.append(f"not used: {_names(unused)}")
-    if listing.left_out:
-        pieces.append(f"files left out: {_names(listing.left_out)}")
-    return " | ".join(pieces)
+    columns = record_columns(config)
+    known, values = {column.name for column in columns}, value_names(columns)
+    for listing, readers in part.by_source():
+        formats, step = Counter(reader.file.format for reader in readers), -(-len(readers) // _INSPECTED_FILES)
+        summaries = [reader.summary() for reader in readers[::step]]
+        counts = [summary.num_records for summary in summaries if summary.num_records is not None]
+        records = ""
+        if len(counts) == len(summaries) and set(formats) != {"text"}:  # of which every file is one
+            is_exact = step == 1 and all(summary.is_exact for summary in summaries)
+            number = round(sum(counts) * len(readers) / len(summaries))
+            records = f", {'' if is_exact else 'about '}{counted(number, 'record')}"
+        pieces = [f"{listing.source}: {', '.join(counted(n, f'{kind} file') for kind, n in formats.items())}{records}"]
+        if present := list(dict.fromkeys(column for summary in summaries for column in summary.columns)):
+            pieces.append(f"used: {_names([name for name in present if name in values])}")
+            if checked := [name for name in present if name in known and name not in values]:
+                pieces.append(f"checked to change nothing: {_names(checked)}")
+            if unused := [name for name in present if name not in known]:
+                pieces.append(f"not used: {_names(unused)}")
+        if listing.left_out:
+            pieces.append(f"files left out: {_names(listing.left_out)}")
+        yield " | ".join(pieces)
 
 
 def label_warnings(config: DataConfig, part: PartFiles, encoder: DocumentEncoder) -> Iterator[str]:
-    """Warnings about token records whose labels are other ids than their tokens, by the first records of every source.
+    """Warn of token records whose labels are other ids than their tokens, by the first records of every source.
 
-    Raises:
-        DataError: a file that cannot be read, or a column that would change what is trained.
+    Raises a `DataError` for a file that cannot be read, or a column that would change what is trained.
     """
-    readers = dict(zip(part.files, part.readers, strict=True))
-    for listing in part.listings if config.record == "tokens" else ():
-        records = readers[listing.files[0]].records(listing.files[0], FilePart())
-        found = encoder.encode_records(list(islice(records, _SAMPLED)))
-        if others := sum(isinstance(one, EncodedDocument) and _has_other_labels(one) for one in found):
+    for listing, (reader, *_) in part.by_source() if config.record == "tokens" else ():
+        documents = encoder.encode_records(list(islice(reader.records(FilePart()), _SAMPLED)))
+        others = 0
+        for document in documents:
+            if isinstance(document, EncodedDocument) and (labels := document.labels) is not None:
+                others += bool(np.any((labels != document.tokens) & (labels != IGNORE_INDEX)))
+        if others:
             yield (
-                f"{listing.source}: in {others} of its first {counted(len(found), 'record')} some labels are neither "
-                f"{IGNORE_INDEX} nor the token at their place, and are trained as they are"
+                f"{listing.source}: in {others} of its first {counted(len(documents), 'record')} some labels are "
+                f"neither {IGNORE_INDEX} nor the token at their place, and are trained as they are"
             )
-
-
-def _has_other_labels(document: EncodedDocument) -> bool:
-    tokens, labels = document
-    return labels is not None and bool(np.any((labels != tokens) & (labels != IGNORE_INDEX)))
 
 
 def _names(names: list[str] | tuple[str, ...]) -> str:

@@ -1,20 +1,19 @@
-"""Records: which columns of a source a run reads, how values become what they have to be, and the interface of readers.
+"""Define the columns that a run reads, the conversion of their values, and the interface of readers (`RecordReader`).
 
-An *other column* is one that no setting names, but whose name says, in the field's libraries, that it decides what is
-trained: it is used (labels, masks, tools), or checked record by record to change nothing (an attention mask of ones),
-and a record in which it would change something is refused. `data.ignore_columns` passes over it.
+An *other column* is named by no setting, but in the field's libraries its name decides what is trained: it is used
+(labels, masks, tools), or checked record by record to change nothing; a record in which it would change something is
+refused. `data.ignore_columns` skips it.
 
-A file is read in *parts*: part i of n holds a fixed share of its records, found without reading the others, so that
-several readers share one large file. Inside a part an *offset* in the format's own terms (bytes, rows, documents) marks
-where to go on. Nothing else is needed to resume.
+A file is read in *parts*: part i of n holds a fixed share of its records, reachable without reading the others. An
+*offset* in the format's own terms (bytes, rows, documents) is all it takes to resume inside a part.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import repeat
-from typing import Any, Literal, NamedTuple
+from itertools import pairwise, repeat
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,9 +25,8 @@ from evenload.errors import DataError
 ColumnKind = Literal[
     "text", "messages", "text_or_messages", "tokens", "mask", "any", "ones", "counting", "one", "equal", "empty"
 ]
-"""The first six are read; what the others hold is only checked, and gives no value."""
+"""The first six are read; the others are only checked, and give no value."""
 
-_INT32 = np.iinfo(np.int32)
 _CHECKED: tuple[ColumnKind, ...] = ("ones", "counting", "one", "equal", "empty")
 KIND_WORDS: dict[ColumnKind, str] = {
     "text": "text",
@@ -43,15 +41,16 @@ _FIELDS: dict[str, dict[str, ColumnKind]] = {
     "prompt_completion": {"prompt_column": "text_or_messages", "completion_column": "text_or_messages"},
     "tokens": {"tokens_column": "tokens", "labels_column": "tokens", "mask_column": "mask"},
 }
-"""Settings that name the required columns, by kind of record; those left empty name none."""
+"""Settings that name the required columns, by kind of record; an empty one names none."""
 _MASKS = ("completion_mask", "assistant_masks", "loss_mask")
 _PACKED = "says that the record holds several documents, which would attend to each other; store them one a record"
 _PADDED = "marks tokens as padding, which would be trained; leave them out of the record"
 _WEIGHTED = "weighs the loss, which is not done; remove it"
 _MEDIA = ("images image videos video audios audio", "empty", "is not empty, and only text is trained; remove it")
+_WEIGHT_NAMES = "weight weights sample_weight loss_weight"
 _CHAT: tuple[tuple[str, ColumnKind, str], ...] = (
     ("tools chat_template_kwargs", "any", ""),
-    ("weight weights sample_weight loss_weight", "ones", _WEIGHTED),
+    (_WEIGHT_NAMES, "ones", _WEIGHTED),
     ("system system_prompt", "empty", "is no message of the conversation; make it the first one"),
     _MEDIA,
 )
@@ -67,11 +66,11 @@ _OTHER_COLUMNS: dict[str, tuple[tuple[str, ColumnKind, str], ...]] = {
         ("seq_lengths", "one", _PACKED),
         ("seq_idx segment_ids document_ids", "equal", _PACKED),
         ("cu_seqlens cu_seq_lens", "empty", _PACKED),
-        ("weight weights sample_weight loss_weight loss_weights token_weights", "ones", _WEIGHTED),
+        (f"{_WEIGHT_NAMES} loss_weights token_weights", "ones", _WEIGHTED),
         _MEDIA,
     ),
 }
-"""Other columns by kind of record: names, what they have to hold, and what is wrong where they do not."""
+"""Other columns by kind of record: names, what they must hold, and what is wrong where they do not."""
 
 
 class Column(NamedTuple):
@@ -80,9 +79,9 @@ class Column(NamedTuple):
     Args:
         name: key (jsonl) or column.
         kind: "text" values are str; "messages" list[dict]; "tokens" int32[num_tokens]; "mask" bool[num_tokens].
-        setting: name of the `DataConfig` field that holds `name`, or that passes over it.
-        is_required: every record must have it; else an other column, which a record may lack.
-        problem: of one that is only checked: what is wrong where it does not hold its kind.
+        setting: the `DataConfig` field that holds `name`, or that skips it.
+        is_required: every record must have it; else it is an other column, which a record may lack.
+        problem: what is wrong where a column that is only checked does not hold its kind.
     """
 
     name: str
@@ -93,63 +92,58 @@ class Column(NamedTuple):
 
 
 def record_columns(config: DataConfig) -> tuple[Column, ...]:
-    """The columns of a record of `config.record`: those required, then other ones."""
+    """Return the columns of a record of `config.record`: the required ones, then other ones."""
     fields = ((getattr(config, field), kind, f"data.{field}") for field, kind in _FIELDS[config.record].items())
-    required = tuple(Column(*field) for field in fields if field[0])
-    passed_over = {column.name for column in required} | set(config.ignore_columns)
-    return required + tuple(
-        _other_column(config, name, kind, problem)
-        for names, kind, problem in _OTHER_COLUMNS[config.record]
-        for name in names.split()
-        if name not in passed_over
-    )
+    columns = [Column(*field) for field in fields if field[0]]
+    skipped = {column.name for column in columns} | set(config.ignore_columns)
+    named = {"labels": config.labels_column} | dict.fromkeys(_MASKS, config.mask_column)
+    for names, kind, problem in _OTHER_COLUMNS[config.record]:
+        for name in names.split():
+            if name in skipped:
+                continue
+            column = Column(name, kind, "data.ignore_columns", False, problem)
+            if config.record == "tokens" and name in named and (named[name] or config.loss_on == "all"):
+                instead = f'"{named[name]}" was named instead' if named[name] else 'data.loss_on is "all"'
+                column = column._replace(kind="empty", problem=f"says where the loss is, and {instead}")
+            columns.append(column)
+    return tuple(columns)
 
 
 def value_names(columns: Sequence[Column]) -> tuple[str, ...]:
-    """Names of the columns whose values a record holds, in their order; trailing ones may be missing."""
+    """Return the names of the columns whose values a record holds, in order; trailing values may be missing."""
     return tuple(column.name for column in columns if column.kind not in _CHECKED)
 
 
-def _other_column(config: DataConfig, name: str, kind: ColumnKind, problem: str) -> Column:
-    named = {"labels": config.labels_column} | dict.fromkeys(_MASKS, config.mask_column)
-    if config.record == "tokens" and name in named and (named[name] or config.loss_on == "all"):
-        instead = f'"{named[name]}" was named instead' if named[name] else 'data.loss_on is "all"'
-        kind, problem = "empty", f"says where the loss is, and {instead}"
-    return Column(name, kind, "data.ignore_columns", False, problem)
-
-
 def other_values(columns: Sequence[Column], values: Sequence[Any], num_tokens: int | None = None) -> tuple[Any, ...]:
-    """The values of other columns that are read, in the order of `value_names`, without `None` at the end.
+    """Convert the values of other columns that are read, in the order of `value_names`, without `None` at the end.
 
     Args:
         values: one a column; None where a record has none.
-        num_tokens: ids of the record, where it holds ids.
+        num_tokens: number of ids of the record, where it holds ids.
 
     Raises:
-        OtherColumnError: one that is only checked would change what is trained. No damage of one record, so it always
-            stops the run.
-        ValueProblem: another value that is not what its column has to hold.
+        OtherColumnError: a column that is only checked would change what is trained. This is no damage of one record,
+            so it always stops the run.
+        ValueProblem: another value is not what its column must hold.
     """
     if all(value is None for value in values):
         return ()
-    found = []
+    converted = []
     for column, value in zip(columns, values, strict=True):
         if column.kind not in _CHECKED:
-            found.append(None if value is None else convert_value(column, value))
+            converted.append(None if value is None else convert_value(column, value))
         elif value is not None and not _holds(column.kind, value, num_tokens):
-            raise OtherColumnError(
-                f"'{column.name}' {column.problem}, or set data.ignore_columns = [\"{column.name}\"] to train as if it "
-                "were not there"
-            )
-    while found and found[-1] is None:
-        found.pop()
-    return tuple(found)
+            ignore = f'set data.ignore_columns = ["{column.name}"] to train as if it were not there'
+            raise OtherColumnError(f"'{column.name}' {column.problem}, or {ignore}")
+    while converted and converted[-1] is None:
+        converted.pop()
+    return tuple(converted)
 
 
 def _holds(kind: ColumnKind, value: Any, num_tokens: int | None) -> bool:
-    """Whether a value of a column that is only checked changes nothing."""
+    """Check that a value of a column that is only checked changes nothing."""
     if kind == "empty":
-        return value in ("", [], {}) if isinstance(value, str | list | dict) else False
+        return isinstance(value, str | list | dict) and not value
     try:
         array = np.asarray(value)
     except ValueError:
@@ -168,16 +162,16 @@ def _holds(kind: ColumnKind, value: Any, num_tokens: int | None) -> bool:
 
 
 class ValueProblem(ValueError):
-    """A value that is not what its column has to hold."""
+    """A value is not what its column must hold."""
 
 
 class OtherColumnError(DataError):
-    """A column would decide what is trained, and that is not done."""
+    """A column would decide what is trained, and Evenload does not follow it."""
 
 
 @contextmanager
 def naming(file: SourceFile) -> Iterator[None]:
-    """Put the file's name before an `OtherColumnError`, which whoever raises it does not know."""
+    """Put the file's name before an `OtherColumnError`."""
     try:
         yield
     except OtherColumnError as problem:
@@ -185,7 +179,7 @@ def naming(file: SourceFile) -> Iterator[None]:
 
 
 def convert_value(column: Column, value: Any) -> Any:
-    """One Python value as its column holds it; a `ValueProblem` for another type and ids that int32 cannot hold."""
+    """Convert a Python value to what its column holds; raise `ValueProblem` for another type or ids beyond int32."""
     kind = column.kind
     if kind == "any":
         return value
@@ -196,10 +190,10 @@ def convert_value(column: Column, value: Any) -> Any:
         if array is not None and kind == "mask" and np.isin(array, (0, 1)).all():
             return array.astype(bool)
         if array is not None and kind == "tokens" and array.dtype.kind in "iu":
-            narrowed, fits = narrow_ids(array)
-            if fits is not None:
-                raise ValueProblem(f"column '{column.name}': {beyond_int32(array)}")
-            return narrowed
+            (tokens,), problems = cut_ids(array, np.array([0, len(array)]))
+            if problems:
+                raise ValueProblem(f"column '{column.name}': {problems[0]}")
+            return tokens
     else:
         is_messages = isinstance(value, list) and all(isinstance(message, dict) for message in value)
         if (type(value) is str and kind != "messages") or (is_messages and kind != "text"):
@@ -210,7 +204,7 @@ def convert_value(column: Column, value: Any) -> Any:
 
 
 def _plain_array(value: Any) -> NDArray[Any] | None:
-    """A list as an array of one dimension; None where it is none."""
+    """Return a list as an array of one dimension; None where it is none."""
     try:
         array = np.asarray(value) if isinstance(value, list | tuple | np.ndarray) else None
     except (ValueError, OverflowError):  # lists of unequal lengths, numbers beyond 64 bits
@@ -218,30 +212,35 @@ def _plain_array(value: Any) -> NDArray[Any] | None:
     return array if array is not None and (array.ndim == 1 or array.shape[:1] == (0,)) else None
 
 
-def narrow_ids(values: NDArray[Any]) -> tuple[NDArray[np.int32], NDArray[np.bool_] | None]:
-    """Numbers as int32 (not copied where they are), and which of them int32 holds exactly; None = all."""
-    if values.dtype == np.int32:
-        return values, None
-    if values.dtype.kind in "iu" and (values.dtype.itemsize < 4 or not len(values)):
-        return values.astype(np.int32), None
-    if values.dtype.kind in "iu":
-        if _INT32.min <= values.min() and values.max() <= _INT32.max:
-            return values.astype(np.int32), None
-        fits = (values >= _INT32.min) & (values <= _INT32.max)
-    else:
-        fits = np.isfinite(values) & (values == np.trunc(values)) & (np.abs(values) <= _INT32.max)
-    narrowed = np.where(fits, values, 0).astype(np.int32)
-    return narrowed, None if fits.all() else fits
+def cut_ids(ids: NDArray[Any], edges: NDArray[Any]) -> tuple[list[NDArray[np.int32]], dict[int, str]]:
+    """Cut token ids into rows of int32, as views where the ids are int32 already.
+
+    Args:
+        ids: numbers [N] of any type.
+        edges: integers [D + 1], ascending; row i holds ids `[edges[i], edges[i + 1])`.
+
+    Returns:
+        The rows, and by row index the problem of those with an id that int32 does not hold exactly.
+    """
+    tokens, problems = ids, {}
+    if ids.dtype != np.int32:
+        with np.errstate(invalid="ignore"):
+            tokens = ids.astype(np.int32)
+        wrong = np.flatnonzero(tokens != ids)[::-1]  # so that the first id of a row counts
+        problems = {
+            row: f"token id {worst} is no whole number of at most 2**31 - 1"
+            for row, worst in zip(rows_at(wrong, edges), ids[wrong], strict=True)
+        }
+    return [tokens[start:stop] for start, stop in pairwise(edges.tolist())], problems
 
 
-def beyond_int32(values: NDArray[Any]) -> str:
-    _, fits = narrow_ids(values)
-    worst = values[~fits][0] if fits is not None else values[0]
-    return f"token id {worst} is no whole number of at most 2**31 - 1"
+def rows_at(places: NDArray[Any], edges: NDArray[Any]) -> list[int]:
+    """Return the rows, as of `cut_ids`, in which places lie."""
+    return (np.searchsorted(edges, places, side="right") - 1).tolist()
 
 
 FILE_END = -1
-"""`next_offset` after the last record of a part whose reader cannot or need not go on."""
+"""`next_offset` of the last record of a part whose reader cannot or need not go on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +251,7 @@ class FilePart:
     count: int = 1
 
     def range_of(self, size: int) -> range:
-        """Which of so many bytes, rows or documents."""
+        """Return this part's share of `size` bytes, rows or documents."""
         return range(size * self.index // self.count, size * (self.index + 1) // self.count)
 
 
@@ -260,9 +259,8 @@ class Record(NamedTuple):
     """A record of one file.
 
     Args:
-        offset: where it begins, in the reader's terms.
-        next_offset: where the next one of the part begins, or `FILE_END`.
-        values: one value per wanted column, in their order; None where the record cannot be read.
+        offset, next_offset: where it and the next one of the part begin, in the reader's terms; or `FILE_END`.
+        values: one value per column that is read, in order; None where the record cannot be read.
         problem: why it cannot.
     """
 
@@ -275,12 +273,8 @@ class Record(NamedTuple):
 def make_records(
     offsets: Sequence[int], values: Sequence[tuple[Any, ...]], problems: Mapping[int, str]
 ) -> Iterator[Record]:
-    """Records that lie one after the other, fast where there are many.
-
-    Args:
-        offsets: of every record, and behind the last.
-        problems: of those that cannot be read, by index.
-    """
+    """Make many records quickly. `offsets` are of every record and after the last, `problems` of those that cannot be
+    read, by index."""
     readable: Sequence[tuple[Any, ...] | None] = values
     reasons: Iterable[str] = repeat("")
     if problems:
@@ -290,86 +284,80 @@ def make_records(
 
 
 class FileSummary(NamedTuple):
-    """What a file holds.
-
-    Args:
-        columns: names of its columns, or keys of its first records; none where records have no names.
-        num_records: how many it holds; None = known only by reading it.
-        is_exact: whether they were counted, not estimated.
-    """
+    """What a short inspection shows of a file: names of its columns, or keys of its first records; the number of its
+    records (None = not known without reading it), and whether that was counted, not estimated."""
 
     columns: tuple[str, ...] = ()
     num_records: int | None = None
     is_exact: bool = True
 
 
+@dataclass(frozen=True, eq=False)
 class RecordReader(ABC):
-    """One format's way to stream a file. Holds no open files between calls, so that it can go to another process."""
+    """Stream a file of one format. Holds nothing open between calls and can be pickled."""
 
-    def can_share(self, file: SourceFile) -> bool:
-        """Whether parts of the file can be read without what lies before them."""
-        return True
-
-    holds_one = False
+    file: SourceFile
+    holds_one: ClassVar[bool] = False
     """Every file is one record, at offset 0."""
 
-    def num_parts(self, file: SourceFile, part_bytes: int) -> int:
-        """Into how many parts of about that size the file can be read. Opens nothing; 1 where it cannot be shared."""
-        return max(1, -(-(file.size_bytes or 0) // part_bytes)) if self.can_share(file) else 1
+    def can_share(self) -> bool:
+        """Return whether parts of the file can be read without what lies before them."""
+        return True
 
-    def records(self, file: SourceFile, part: FilePart, offset: int | None = None) -> Iterator[Record]:
-        """The part's records from an offset on; None = from the part's beginning. Bounded memory.
+    def num_parts(self, part_bytes: int) -> int:
+        """Return how many parts of about that size the file has, without opening it; 1 where it cannot be shared."""
+        return max(1, -(-(self.file.size_bytes or 0) // part_bytes)) if self.can_share() else 1
 
-        Raises:
-            DataError: the file or its index cannot be read, it has no such column or one of another type, an other
-                column would change what is trained, or nothing marks where its documents end.
-        """
-        if offset == FILE_END or (part.index > 0 and not self.can_share(file)):
+    def records(self, part: FilePart, offset: int | None = None) -> Iterator[Record]:
+        """Yield the part's records from an offset on (None = its beginning), in bounded memory. Raises `DataError`: the
+        file or its index cannot be read, a column is missing or has another type, an other column would change what is
+        trained, or nothing marks where documents end."""
+        if offset == FILE_END or (part.index > 0 and not self.can_share()):
             return
-        with naming(file):
-            yield from self.read(file, part if self.can_share(file) else FilePart(), offset)
+        with naming(self.file):
+            yield from self.read(part if self.can_share() else FilePart(), offset)
 
     @abstractmethod
-    def summary(self, file: SourceFile) -> FileSummary:
-        """What the file holds, as far as a short inspection shows; raises as `records`."""
+    def summary(self) -> FileSummary:
+        """Summarise the file by a short inspection; raises as `records`."""
 
     @abstractmethod
-    def read(self, file: SourceFile, part: FilePart, offset: int | None) -> Iterator[Record]:
-        """What `records` gives where there is something to read: no `FILE_END`, one part where none can be shared."""
+    def read(self, part: FilePart, offset: int | None) -> Iterator[Record]:
+        """Yield what `records` does; is not called at `FILE_END`, nor for parts of a file that cannot be shared."""
 
-    def origin(self, file: SourceFile, offset: int) -> str:
-        """How messages name a record: here by its row, from 1 on. May read the file up to there."""
-        return f"{file.name}:row {offset + 1}"
+    def origin(self, offset: int) -> str:
+        """Name a record in messages: here by its row, from 1 on. May read the file up to there."""
+        return f"{self.file.name}:row {offset + 1}"
 
 
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
-@dataclass(frozen=True)
 class TextReader(RecordReader):
-    """Reader of format "text"; the offset of the document is 0."""
+    """Read files of format "text": one document each, at offset 0."""
 
     holds_one = True
 
-    def can_share(self, file: SourceFile) -> bool:
+    def can_share(self) -> bool:
         return False
 
-    def read(self, file: SourceFile, part: FilePart, offset: int | None) -> Iterator[Record]:
+    def read(self, part: FilePart, offset: int | None) -> Iterator[Record]:
+        values, problem = None, ""
         try:
-            with file.open() as stream:
+            with self.file.open() as stream:
                 content = stream.read()
             if content.startswith(_LFS_POINTER):
-                yield Record(0, FILE_END, None, "it is a pointer of Git LFS, not the file; run git lfs pull")
+                problem = "it is a pointer of Git LFS, not the file; run git lfs pull"
             else:
-                yield Record(0, FILE_END, (content.decode("utf-8"),))
+                values = (content.decode("utf-8"),)
         except UnicodeDecodeError as err:
             problem = f"it is not UTF-8: byte 0x{err.object[err.start]:02x} at offset {err.start}"
-            yield Record(0, FILE_END, None, problem)
         except Exception as err:  # decompressors raise classes of their own
-            yield Record(0, FILE_END, None, damaged_compression(file, err))
+            problem = damaged_compression(self.file, err)
+        yield Record(0, FILE_END, values, problem)
 
-    def summary(self, file: SourceFile) -> FileSummary:
+    def summary(self) -> FileSummary:
         return FileSummary(num_records=1)
 
-    def origin(self, file: SourceFile, offset: int) -> str:
-        return file.name
+    def origin(self, offset: int) -> str:
+        return self.file.name

@@ -1,12 +1,11 @@
-"""`list_sources`: sources (files, directories, globs, fsspec URLs) as sorted lists of files; `SourceFile`: one of them.
+"""List sources (files, directories, globs, fsspec URLs) as sorted files (`list_sources`), and open them (`SourceFile`).
 
-Files are sorted by their path below the source, sources keep the order in which they were given. Links are followed; a
-directory that contains itself through a link is entered once. What only describes data files next to it (`README.md`,
-`dataset_info.json`) is left out and reported; any other file whose name is not that of a data file is refused there,
-since it would be trained as a text. Names that begin with "." are hidden. Price: one listing per source.
+Files are sorted by their path below the source, sources keep their order. Links are followed; a directory that contains
+itself through a link is entered once. What only describes data files next to it (`README.md`, `dataset_info.json`) is
+left out and reported; another file without the name of a data file is refused there: it would be trained as a text.
+Names that begin with "." are hidden. Price: one listing per source.
 
-A file is known by its path below the source and its size, not by where the source stands, so a data set may move
-between save and resume.
+A file is known by its path below the source and its size, so a data set may move between save and resume.
 """
 
 import hashlib
@@ -32,10 +31,10 @@ from evenload.errors import ConfigError, DataError, EvenloadError
 from evenload.types.text import counted
 
 FileFormat = Literal["text", "jsonl", "json", "parquet", "arrow", "memmap", "dataset"]
-"""`DataConfig.format` resolved; "dataset" = no file but a Hugging Face data set handed over in Python."""
+"""`DataConfig.format` resolved; "dataset" = no file but a Hugging Face data set passed in Python."""
 
 RETRY_WAITS_S = (0.1, 0.5, 2.0)
-"""Waits before every new attempt to read from remote storage; then it has failed."""
+"""Waits before each new attempt to read from remote storage."""
 
 T = TypeVar("T")
 _BUFFER_BYTES = 1 << 18
@@ -49,11 +48,11 @@ class SourceFile:
     """One file of a source.
 
     Args:
-        name: how messages call it: the source as given, and the path below it.
-        path: in the terms of `filesystem`; "" of a data set.
-        key: source index and path below the source: what stays equal when the data set moves.
+        name: the source as given and the path below it, for messages.
+        path: in the terms of `filesystem`; "" for a data set.
+        key: source index and path below the source: stays equal when the data set moves.
         size_bytes: None where the file system does not know.
-        compression: fsspec's name of it; None = plain.
+        compression: fsspec's name; None = plain.
     """
 
     name: str
@@ -66,15 +65,12 @@ class SourceFile:
 
     @property
     def is_local(self) -> bool:
-        """Whether `path` is one of this machine, so that the file can be mapped into memory."""
+        """Whether the file can be mapped into memory."""
         return isinstance(self.filesystem, LocalFileSystem)
 
     def sibling(self, suffix: str, other_suffix: str) -> "SourceFile | None":
-        """The file of the same name with another suffix, such as a token file's index; None = there is none.
-
-        Raises:
-            DataError: the storage does not answer.
-        """
+        """Return the file of the same name with another suffix, such as an index, or None; `DataError` where the
+        storage does not answer."""
         path = self.path.removesuffix(suffix) + other_suffix
         name = self.name.removesuffix(suffix) + other_suffix
 
@@ -85,39 +81,34 @@ class SourceFile:
                 return None
             return replace(self, name=name, path=path, size_bytes=size_bytes)
 
-        return _with_retries(find, name, lambda: f"{name} cannot be looked up")
+        return _with_retries(find, name, "looked up")
 
     @contextmanager
     def open(self) -> Iterator[IO[bytes]]:
-        """The decompressed bytes, seekable. Remote files are read on after a failure, see `_RemoteStream`.
-
-        Raises:
-            DataError: the file cannot be opened; when read: a remote file failed for good. Damaged compression raises
-                what its library has for it (`damaged_compression`).
-        """
-        with self._open_raw() as raw:
+        """Open the decompressed bytes, seekable. A failed read of a remote file is repeated, see `_RemoteStream`.
+        Raises `DataError`: the file cannot be opened; when read: a remote file failed for good. Damaged compression
+        raises what its library has for it (`damaged_compression`)."""
+        if self.is_local:
+            try:
+                stream: IO[bytes] = open(self.path, "rb")  # noqa: SIM115 (closed below)
+            except OSError as err:
+                raise DataError(f"{self.name} cannot be opened: {err}; check the path and its permissions") from err
+        else:
+            stream = io.BufferedReader(_RemoteStream(self), _BUFFER_BYTES)
+        with stream:
             if self.compression is None:
-                yield raw
+                yield stream
             else:
-                stream = _DECOMPRESSORS[self.compression](raw, mode="rb")
-                with io.BufferedReader(stream, _BUFFER_BYTES) as buffered:
-                    yield buffered
-
-    def _open_raw(self) -> IO[bytes]:
-        if not self.is_local:
-            return io.BufferedReader(_RemoteStream(self), _BUFFER_BYTES)
-        try:
-            return open(self.path, "rb")
-        except OSError as err:
-            raise DataError(f"{self.name} cannot be opened: {err}; check the path and its permissions") from err
+                with io.BufferedReader(_DECOMPRESSORS[self.compression](stream, mode="rb"), _BUFFER_BYTES) as plain:
+                    yield plain
 
 
 class _RemoteStream(io.RawIOBase):
-    """Bytes of a file of any fsspec file system, opened when first read.
+    """Bytes of a remote file, opened when first read.
 
-    Not all of fsspec's file systems try again (HTTP does not), and a read that ends too early looks like the end of the
-    data. So a read that failed, or ended before the file does, opens the file again at the same byte; every byte that
-    arrives starts the count of attempts anew.
+    Not all of fsspec's file systems try again (HTTP does not), and a read that ends early looks like the end of the
+    data. So a read that fails, or ends before the file does, opens the file again at the same byte; attempts are
+    counted anew after every success.
     """
 
     def __init__(self, file: SourceFile) -> None:
@@ -131,21 +122,16 @@ class _RemoteStream(io.RawIOBase):
     def seekable(self) -> bool:
         return True
 
-    def tell(self) -> int:
-        return self._position
-
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         if whence == io.SEEK_END and self._file.size_bytes is None:
             raise DataError(f"{self._file.name}: its storage does not know how large it is; copy the file first")
-        begin = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._file.size_bytes or 0}[whence]
-        self._position = begin + offset
+        self._position = offset + (0, self._position, self._file.size_bytes or 0)[whence]
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        view, name = memoryview(buffer).cast("B"), self._file.name
-        data = _with_retries(
-            lambda: self._read(len(view)), name, lambda: f"{name} cannot be read at byte {self._position}", self._close
-        )
+        view = memoryview(buffer).cast("B")
+        what = f"read at byte {self._position}"
+        data = _with_retries(lambda: self._read(len(view)), self._file.name, what, self._close)
         view[: len(data)] = data
         self._position += len(data)
         return len(data)
@@ -175,15 +161,9 @@ class _RemoteStream(io.RawIOBase):
             stream.close()
 
 
-def _with_retries(
-    call: Callable[[], T], name: str, describe: Callable[[], str], clean_up: Callable[[], object] = lambda: None
-) -> T:
-    """What the call returns, after as many attempts as `RETRY_WAITS_S` allows; else a `DataError`.
-
-    Args:
-        name: of the file.
-        describe: what failed, called after the last attempt; `clean_up` is called after every one.
-    """
+def _with_retries(call: Callable[[], T], name: str, what: str, clean_up: Callable[[], object] = lambda: None) -> T:
+    """Call repeatedly, with the pauses of `RETRY_WAITS_S`; then raise a `DataError` that file `name` cannot be `what`.
+    `clean_up` is called after every failed attempt."""
     waits_s = iter(RETRY_WAITS_S)
     while True:
         try:
@@ -193,15 +173,13 @@ def _with_retries(
         except Exception as err:  # every file system raises classes of its own client library
             clean_up()
             if (wait_s := next(waits_s, None)) is None:
-                raise DataError(
-                    f"{describe()}: {err or type(err).__name__}; tried {1 + len(RETRY_WAITS_S)} times. Check the "
-                    "storage it lies on; the run can be resumed"
-                ) from err
+                tried = f"tried {1 + len(RETRY_WAITS_S)} times. Check its storage; the run can be resumed"
+                raise DataError(f"{name} cannot be {what}: {err or type(err).__name__}; {tried}") from err
             time.sleep(wait_s)
 
 
 def damaged_compression(file: SourceFile, err: Exception) -> str:
-    """The problem of a file whose reading raised this; a `DataError` where the storage failed, not the compression."""
+    """Return the problem of a file whose reading raised this; `DataError` where not the compression is damaged."""
     refuse_storage_failure(file, err)
     if file.compression is None or isinstance(err, EvenloadError):
         raise err
@@ -209,16 +187,13 @@ def damaged_compression(file: SourceFile, err: Exception) -> str:
 
 
 def refuse_storage_failure(file: SourceFile, err: Exception) -> None:
-    """Raise a `DataError` where it was the operating system that failed.
-
-    Libraries raise OSError without a number where bytes are damaged.
-    """
+    """Raise a `DataError` where the operating system failed; libraries raise OSError without a number for damage."""
     if isinstance(err, OSError) and err.errno is not None:
         raise DataError(f"{file.name} cannot be read: {err}; check the storage it lies on") from err
 
 
 def files_digest(files: Sequence[SourceFile]) -> str:
-    """Number of files, bytes, and a hash of their relative paths and sizes, to notice that they changed."""
+    """Return number, bytes, and a hash of relative paths and sizes of files, to notice a change."""
     digest = hashlib.sha256()
     for file in files:
         digest.update(f"{file.key}\0{file.size_bytes}\0".encode(errors="surrogateescape"))
@@ -231,7 +206,7 @@ _SUFFIXES: dict[FileFormat, str] = {
     "memmap": ".bin .idx .npy",
 }  # fmt: skip
 _SUFFIX_FORMATS = {suffix: format for format, suffixes in _SUFFIXES.items() for suffix in suffixes.split()}
-# An index is read with the token file it belongs to and is no source of its own.
+# An index is read with its token file.
 _INDEX_SUFFIXES = {".idx.npy": ".npy", ".idx": ".bin"}
 _COMPRESSION_SUFFIXES = (".gz", ".bz2", ".xz", ".lzma", ".zst", ".zstd", ".lz4", ".snappy")
 # They hold records or archives, which nobody means as one text a file.
@@ -239,7 +214,7 @@ _UNREAD_SUFFIXES = (
     ".csv", ".tsv", ".xls", ".xlsx", ".ods", ".orc", ".avro", ".pkl", ".pickle", ".npz", ".h5", ".hdf5", ".msgpack",
     ".tfrecord", ".sqlite", ".db", ".tar", ".tgz", ".zip", ".7z", ".rar", ".pt", ".pth", ".safetensors", ".gguf",
 )  # fmt: skip
-# What lies next to data, in lower case: cards, licences, settings, checksums, what `datasets` and Spark write.
+# Files next to data, in lower case: cards, licences, settings, checksums, what `datasets` and Spark write.
 _DESCRIBING = (
     "readme*", "license*", "licence*", "notice*", "citation*", "changelog*", "*.toml", "*.yaml", "*.yml", "*.lock",
     "*.md5", "*.sha256", "sha256sums*", "_success",
@@ -255,13 +230,7 @@ _NAMED = 5  # in a message, of many files
 
 
 class SourceListing(NamedTuple):
-    """The files of one source.
-
-    Args:
-        source: as it is named in the settings.
-        files: what is read, sorted by path.
-        left_out: paths below the source of what only describes the data.
-    """
+    """The files of one source, sorted by path; `left_out` are paths below it of files that only describe the data."""
 
     source: str
     files: tuple[SourceFile, ...]
@@ -269,7 +238,7 @@ class SourceListing(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """A file below a source: `relative` is "" where the source is the file; `pattern` chose it by its name."""
+    """A file below a source: `relative` is "" where the source is the file; `pattern` matched its name."""
 
     relative: str
     path: str
@@ -278,17 +247,14 @@ class _Entry(NamedTuple):
 
 
 def list_sources(config: DataConfig) -> tuple[SourceListing, ...]:
-    """All files of every source, in their fixed order.
-
-    Raises:
-        ConfigError: a source without files, a file that would be trained twice, a file that is no data, a link to
-            nothing, a protocol or compression that needs a package that is not installed.
+    """List all files of every source, in their fixed order. Raises `ConfigError`: a source without files, a file that
+    would be trained twice or is no data, a link to nothing, a protocol or compression whose package is not installed.
     """
     listings: list[SourceListing] = []
     seen: dict[str, str] = {}
     for index, source in enumerate(config.sources):
-        filesystem, root, found = _expand(source, config.include)
-        entries, left_out = _data_files(filesystem, found, source, config.format)
+        filesystem, root, below = _expand(source, config.include)
+        entries, left_out = _data_files(filesystem, below, source, config.format)
         entries = _without_indexes(entries, source, config.format)
         if not entries:
             among = f" with a name like {' or '.join(config.include)}" if config.include else ""
@@ -321,25 +287,22 @@ def list_sources(config: DataConfig) -> tuple[SourceListing, ...]:
 
 
 def file_format(path: str, format: Format) -> FileFormat:
-    """The format of a file by its name, unless the settings name one."""
     return _SUFFIX_FORMATS.get(_suffix(path), "text") if format == "auto" else format
 
 
 def _suffix(path: str) -> str:
-    """The end of a file's name that decides what it holds, in lower case."""
     base, suffix = os.path.splitext(path.lower())
     return os.path.splitext(base)[1] if suffix in _COMPRESSION_SUFFIXES else suffix
 
 
 def _expand(source: str, include: Sequence[str]) -> tuple[AbstractFileSystem, str, list[_Entry]]:
-    """The directory as the user wrote it, and its files sorted."""
+    """Return file system, directory as the user wrote it, and its files sorted."""
     try:
         filesystem, root = fsspec.url_to_fs(source)
         # A web server has no directories (fsspec would take a page with links for one), and "?" is no wildcard.
         is_page = source.startswith(("http://", "https://")) and "*" not in source and not source.endswith("/")
         if not is_page and filesystem.isdir(root):
-            found = (_chosen(entry, include) for entry in _below(filesystem, root, root))
-            return filesystem, source, sorted(entry for entry in found if entry is not None)
+            return filesystem, source, sorted(_chosen(_below(filesystem, root, root), include))
         if is_page or filesystem.exists(root):
             return filesystem, source, [_Entry("", root, filesystem.info(root).get("size"), source)]
         if any(mark in source for mark in "*?["):
@@ -358,12 +321,12 @@ def _expand(source: str, include: Sequence[str]) -> tuple[AbstractFileSystem, st
 
 
 def _below(filesystem: AbstractFileSystem, directory: str, base: str) -> Iterator[_Entry]:
-    """Every file below a directory but hidden ones; paths are relative to `base`."""
+    """Yield every file below a directory except hidden ones, with its path relative to `base`."""
     if isinstance(filesystem, LocalFileSystem):
         files = _local_files(directory)
     else:
-        found: Any = filesystem.find(directory, detail=True)
-        files = ((path, info.get("size")) for path, info in found.items() if info.get("type") != "directory")
+        listed: Any = filesystem.find(directory, detail=True)
+        files = ((path, info.get("size")) for path, info in listed.items() if info.get("type") != "directory")
     for path, size_bytes in files:
         relative = path[len(base) :].lstrip("/") if path.startswith(base) else path
         if not any(part.startswith(".") for part in relative.split("/")):
@@ -380,8 +343,7 @@ def _local_files(directory: str) -> Iterator[tuple[str, int]]:
                     continue
                 if entry.is_dir():
                     real = os.path.realpath(entry.path)
-                    # A link to a directory that it lies in: all of it is read already.
-                    if real not in above:
+                    if real not in above:  # else a link to a directory that it lies in
                         pending.append((entry.path, (*above, real)))
                 elif entry.is_file():
                     yield entry.path, entry.stat().st_size
@@ -396,7 +358,7 @@ def _dangling(path: str, name: str) -> ConfigError:
 
 
 def _matching(filesystem: AbstractFileSystem, pattern: str) -> Iterator[_Entry]:
-    """Files that match, and those below directories that match, as if a shell had expanded the pattern."""
+    """Yield files that match, and those below directories that match, as if a shell had expanded the pattern."""
     base, name = _magic_root(pattern), os.path.basename(pattern)
     for path, info in dict(filesystem.glob(pattern, detail=True)).items():
         relative = path[len(base) :].lstrip("/") if path.startswith(base) else path
@@ -415,7 +377,7 @@ def _matching(filesystem: AbstractFileSystem, pattern: str) -> Iterator[_Entry]:
 def _data_files(
     filesystem: AbstractFileSystem, entries: list[_Entry], source: str, format: Format
 ) -> tuple[list[_Entry], tuple[str, ...]]:
-    """The entries that are read, and paths of those that only describe them or were made from them."""
+    """Return the entries that are read, and paths of those that only describe them or are copies of them."""
     if format == "auto":
         for entry in entries:
             if (suffix := _suffix(entry.path)) in _UNREAD_SUFFIXES:
@@ -429,17 +391,16 @@ def _data_files(
     _refuse_splits(entries, source, format)
     copies = _copies(filesystem, entries)
     data, left_out = [], []
+    is_text = {entry.path: file_format(entry.path, format) == "text" for entry in entries}
     for entry in entries:
-        name, kind = os.path.basename(entry.relative).lower(), file_format(entry.path, format)
-        patterns = _DESCRIBING_DATA + (_DESCRIBING if kind == "text" or format != "auto" else ())
+        name = os.path.basename(entry.relative).lower()
+        patterns = _DESCRIBING_DATA + (_DESCRIBING if is_text[entry.path] or format != "auto" else ())
         describes = not entry.pattern and any(fnmatch(name, pattern) for pattern in patterns)
         (left_out if describes or entry.path in copies else data).append(entry)
-    texts = [entry.relative for entry in data if not entry.pattern and file_format(entry.path, format) == "text"]
-    if all(file_format(entry.path, format) == "text" for entry in data):
-        # Beside texts a README is one, too.
-        data += [entry for entry in left_out if file_format(entry.path, format) == "text"]
-        texts = []
-    if texts:
+    if all(is_text[entry.path] for entry in data):
+        # Next to texts a README is one, too.
+        data += [entry for entry in left_out if is_text[entry.path]]
+    elif texts := [entry.relative for entry in data if not entry.pattern and is_text[entry.path]]:
         others = f"{', '.join(texts[:_NAMED])}{', ...' if len(texts) > _NAMED else ''}"
         wanted = next(os.path.splitext(entry.path)[1] for entry in data if entry.relative not in texts)
         raise ConfigError(
@@ -451,27 +412,25 @@ def _data_files(
 
 
 def _refuse_splits(entries: Sequence[_Entry], source: str, format: Format) -> None:
-    """Refuse files of several splits, all of which would be trained, unless a pattern names a split."""
-    found: dict[str, str] = {}
+    splits: dict[str, str] = {}
     for entry in entries:
         directory, name = os.path.split(entry.relative)
         if name == _DICT:
             below = [one.relative.removeprefix(directory).lstrip("/") for one in entries]
-            found |= {path.split("/")[0]: path for path in below if "/" in path}
+            splits |= {path.split("/")[0]: path for path in below if "/" in path}
         match = _SPLIT.search(entry.relative)
         if match and not _SPLIT.search(entry.pattern) and file_format(entry.path, format) != "text":
-            found.setdefault(_SPLIT_NAMES[match[1]], entry.relative)
-    if len(found) > 1:
-        example = next(iter(found.values()))
+            splits.setdefault(_SPLIT_NAMES[match[1]], entry.relative)
+    if len(splits) > 1:
         raise ConfigError(
-            f"data source '{source}' holds the splits {', '.join(sorted(found))} of a data set ({example}, ...), which "
-            "would all be trained; name one of them in data.sources, or its files by a pattern such as 'train-*' in "
-            "data.include"
+            f"data source '{source}' holds the splits {', '.join(sorted(splits))} of a data set "
+            f"({next(iter(splits.values()))}, ...), which would all be trained; name one of them in data.sources, or "
+            "its files by a pattern such as 'train-*' in data.include"
         )
 
 
 def _copies(filesystem: AbstractFileSystem, entries: Sequence[_Entry]) -> set[str]:
-    """Paths of Arrow files that hold what others do: a directory's `state.json` names those that are its data."""
+    """Return paths of Arrow files that are copies: a directory's `state.json` names those that are its data."""
     arrow = [entry for entry in entries if _suffix(entry.path) == ".arrow" and not entry.pattern.startswith("cache")]
     copies = {entry.path for entry in arrow if fnmatch(os.path.basename(entry.path), _CACHES)}
     for directory in {os.path.dirname(entry.path) for entry in arrow}:
@@ -488,48 +447,45 @@ def _copies(filesystem: AbstractFileSystem, entries: Sequence[_Entry]) -> set[st
 
 
 def _without_indexes(entries: list[_Entry], source: str, format: Format) -> list[_Entry]:
-    """The entries but for indexes of token files, which are read with those."""
     paths = {entry.path for entry in entries}
     kept = []
     for entry in entries:
-        path = entry.path
-        suffix = next((suffix for suffix in _INDEX_SUFFIXES if path.endswith(suffix)), None)
-        if suffix is None or file_format(path, format) != "memmap":
+        suffix = next((suffix for suffix in _INDEX_SUFFIXES if entry.path.endswith(suffix)), None)
+        if suffix is None or file_format(entry.path, format) != "memmap":
             kept.append(entry)
-            continue
-        tokens = path.removesuffix(suffix) + _INDEX_SUFFIXES[suffix]
-        if tokens not in paths:
+        elif (tokens := entry.path.removesuffix(suffix) + _INDEX_SUFFIXES[suffix]) not in paths:
             raise ConfigError(
-                f"data source '{source}' names {os.path.basename(path)}, the index of a token file, without "
+                f"data source '{source}' names {os.path.basename(entry.path)}, the index of a token file, without "
                 f"{os.path.basename(tokens)}; name that one instead"
             )
     return kept
 
 
-def _chosen(entry: _Entry, include: Sequence[str]) -> _Entry | None:
-    """The entry with the pattern that chose it; None where there are patterns and none did."""
-    name = entry.relative.rsplit("/", 1)[-1]
-    pattern = next((each for each in include if fnmatch(entry.relative if "/" in each else name, each)), "")
-    return entry._replace(pattern=pattern) if pattern or not include else None
+def _chosen(entries: Iterator[_Entry], include: Sequence[str]) -> Iterator[_Entry]:
+    """Yield the entries, where there are patterns those that match one, with that pattern."""
+    for entry in entries:
+        name = entry.relative.rsplit("/", 1)[-1]
+        pattern = next((each for each in include if fnmatch(entry.relative if "/" in each else name, each)), "")
+        if pattern or not include:
+            yield entry._replace(pattern=pattern)
 
 
 def _magic_root(pattern: str) -> str:
-    """The directory above the first part of a glob pattern that has a wildcard."""
-    first = min(at for at in (pattern.find(mark) for mark in "*?[") if at >= 0)
-    return pattern[: pattern.rfind("/", 0, first) + 1]
+    """Return the directory above the first part of a glob pattern that has a wildcard."""
+    plain = re.split("[*?[]", pattern, maxsplit=1)[0]
+    return plain[: plain.rfind("/") + 1]
 
 
 def _compression(path: str, name: str) -> str | None:
-    found = infer_compression(path)
+    inferred = infer_compression(path)
     suffix = os.path.splitext(path.lower())[1]
     # The package zstandard takes the end of a truncated file for the end of the data.
     if suffix in (".zst", ".zstd") and getattr(_DECOMPRESSORS.get("zstd"), "__name__", "") != "ZstdFile":
         raise ConfigError(f"{name} is compressed as {suffix}; install evenload[zstd], or decompress the file")
     if suffix == ".zstd":
-        found = "zstd"
-    if found is None and suffix in _COMPRESSION_SUFFIXES:
+        inferred = "zstd"
+    if inferred is None and suffix in _COMPRESSION_SUFFIXES:
         raise ConfigError(
-            f"{name} is compressed as {suffix}, which fsspec cannot read here; install the package for it "
-            "(lz4 for .lz4) or decompress the file"
+            f"{name} is compressed as {suffix}, which fsspec cannot read here; install its package or decompress it"
         )
-    return None if found == "zip" else found
+    return None if inferred == "zip" else inferred

@@ -1,43 +1,32 @@
-"""Token files, format "memmap": documents that lie one after the other in an array of token ids.
+"""Read token files, format "memmap": documents that lie one after the other in an array of token ids.
 
-Offsets are documents and parts hold as many documents, but for a `.npy` without edges. Ids are read and become int32 in
-runs of about 4 MB, and documents are slices of a run. Price: one run in memory.
+Offsets are documents, and parts hold equally many, except in a `.npy` without edges. Ids become int32 in runs of about
+4 MB, and documents are slices of a run. Price: one run in memory.
 
-Megatron's indexed data sets have ids in `<name>.bin`, and where they begin and end in `<name>.idx`: 9 bytes of magic,
-version (u64, 1), code of the ids' type (u8), number of sequences S and of document edges D + 1 (both u64); then the
-sequences' lengths (i32[S]), their first bytes in the `.bin` (i64[S]), and the documents' edges in sequences (i64[D +
-1]). What may follow (modes of multimodal sequences) is not read. An index that does not fit itself or the `.bin` ends
-the part with a problem. Source: Megatron-LM, `megatron/core/datasets/indexed_dataset.py`.
+Megatron's `<name>.bin` holds ids, its `<name>.idx`: 9 bytes of magic, version (u64, 1), code of the ids' type (u8),
+number of sequences S and of document edges D + 1 (both u64); then the sequences' lengths (i32[S]), their first bytes in
+the `.bin` (i64[S]), and the documents' edges in sequences (i64[D + 1]). What may follow is not read. Source:
+Megatron-LM, `megatron/core/datasets/indexed_dataset.py`.
 
 A `.npy` is a one-dimensional array of ids. Either `<name>.idx.npy` holds the edges of its documents in tokens (whole
-numbers [D + 1], from 0 to the number of tokens, ascending). Or `DataConfig.document_end_id` is the id that ends a
-document and belongs to it; then offsets are tokens, and a document belongs to the part in whose range of tokens it
-begins. Where both are given, the edges count. Ids after the last end are a document too. Price: with an end id, every
-id is compared with it once (1 ns); a run of `_SCAN_TOKENS` in memory, or a document where it is longer.
+numbers [D + 1], ascending from 0 to the number of tokens; they count where both are given). Or
+`DataConfig.document_end_id` ends a document and belongs to it; then offsets are tokens, and a document belongs to the
+part in whose tokens it begins. Price: one comparison an id (1 ns); a run of `_SCAN_TOKENS` in memory, or a document.
 """
 
 import io
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import IO, Any, NamedTuple
 
 import numpy as np
 from numpy.lib import format as npy_format
 from numpy.typing import NDArray
 
-from evenload.data.records import (
-    FILE_END,
-    FilePart,
-    FileSummary,
-    Record,
-    RecordReader,
-    beyond_int32,
-    make_records,
-    narrow_ids,
-)
+from evenload.data.records import FILE_END, FilePart, FileSummary, Record, RecordReader, cut_ids, make_records
 from evenload.data.sources import SourceFile, refuse_storage_failure
 from evenload.errors import DataError
 
@@ -45,7 +34,7 @@ CHUNK_BYTES = 1 << 22
 """Documents are read and converted in runs of about so many bytes, or one by one where they are longer."""
 
 MAX_DOCUMENT_TOKENS = 1 << 27
-"""What does not end after so many tokens is a corrupt record: the end id is wrong, and memory would fill."""
+"""A longer document is a corrupt record: the end id is wrong, and memory would fill."""
 
 _SCAN_TOKENS = 1 << 19
 _HEAD_BYTES = 1 << 16
@@ -59,7 +48,7 @@ _LENGTH, _POINTER = np.dtype("<i4"), np.dtype("<i8")
 
 
 class DamagedError(Exception):
-    """The file ends inside what was to be read, or does not hold what it should."""
+    """The file ends too early, or does not hold what it should."""
 
 
 class _OpenFile(NamedTuple):
@@ -69,7 +58,7 @@ class _OpenFile(NamedTuple):
     size_bytes: int | None
 
     def read(self, start: int, count: int) -> bytes:
-        """Bytes `[start, start + count)`; fewer at the end of the file."""
+        """Read bytes `[start, start + count)`; fewer at the end of the file."""
         self.stream.seek(start)
         return self.stream.read(count)
 
@@ -98,7 +87,7 @@ class _NumberArray:
         return self.at_bytes + self.size * self.dtype.itemsize
 
     def read(self, start: int, stop: int) -> NDArray[Any]:
-        """Numbers `[start, stop)`; a `DamagedError` where the file ends before."""
+        """Read numbers `[start, stop)`; raise `DamagedError` where the file ends before."""
         at, wanted = self.at_bytes + start * self.dtype.itemsize, (stop - start) * self.dtype.itemsize
         content = self.source.read(at, wanted)
         if len(content) != wanted:
@@ -106,83 +95,87 @@ class _NumberArray:
         return np.frombuffer(content, dtype=self.dtype)
 
 
-def _token_records(ids: NDArray[Any], edges: Sequence[int], offsets: Sequence[int]) -> Iterator[Record]:
-    """One record per document, its ids a slice of `ids` as int32 (not copied where they are).
+def _token_records(ids: NDArray[Any], edges: NDArray[np.int64], first: int, by_token: bool = False) -> Iterator[Record]:
+    """Make records of the documents between edges; their offsets count documents from `first` on, or tokens."""
+    tokens, problems = cut_ids(ids, edges)
+    offsets = (first + edges).tolist() if by_token else range(first, first + len(edges))
+    return make_records(offsets, [(row,) for row in tokens], problems)
 
-    Args:
-        edges: document i has ids `[edges[i], edges[i + 1])`.
-        offsets: of every document, and behind the last.
-    """
-    tokens, fits = narrow_ids(ids)
-    spans = list(pairwise(edges))
-    problems = {}
-    if fits is not None:
-        wrong = (index for index, (start, stop) in enumerate(spans) if not fits[start:stop].all())
-        problems = {index: beyond_int32(ids[slice(*spans[index])]) for index in wrong}
-    return make_records(offsets, [(tokens[start:stop],) for start, stop in spans], problems)
+
+class _TokenReader(RecordReader):
+    """Read documents from token files; `damage` is how messages begin where the file is damaged."""
+
+    damage: str
+
+    @abstractmethod
+    def documents(self, stack: ExitStack, part: FilePart, offset: int | None) -> Iterator[Record]:
+        """Open the files and check them; return the records of a part."""
+
+    def read(self, part: FilePart, offset: int | None) -> Iterator[Record]:
+        at, opened = offset or 0, False
+        with ExitStack() as stack:
+            try:
+                records = self.documents(stack, part, offset)
+                opened = True
+                for record in records:
+                    at = record.next_offset
+                    yield record
+            except DamagedError as err:
+                # Damage outside of all documents is reported with the first part alone.
+                if opened or part.index == 0:
+                    problem = f"{self.damage.format(stem=self.file.name.removesuffix('.bin'))}: {err}"
+                    yield Record(at, FILE_END, None, problem)
+
+    def origin(self, offset: int) -> str:
+        return f"{self.file.name}:document {offset + 1}"
 
 
 def _records_by_edges(
-    array: _NumberArray, documents: range, edges_of: Callable[[int, int], NDArray[np.int64]]
+    ids: _NumberArray, documents: range, first: int, edges_of: Callable[[int, int], NDArray[np.int64]]
 ) -> Iterator[Record]:
-    """The documents, whose offsets are their numbers; read together as many as `CHUNK_BYTES` hold, at least one.
-
-    Args:
-        edges_of: edges int64[stop - start + 1] in ids, ascending, of documents `[start, stop)`.
-    """
-    document = documents.start
+    """Read documents from number `first` on, together as many as `CHUNK_BYTES` hold, at least one. `edges_of` returns
+    the edges int64[stop - start + 1] in ids, ascending, of documents `[start, stop)`."""
+    document = max(first, documents.start)
     while document < documents.stop:
         edges = edges_of(document, min(documents.stop, document + _CHUNK_DOCUMENTS))
-        most = edges[0] + CHUNK_BYTES // array.dtype.itemsize
+        most = edges[0] + CHUNK_BYTES // ids.dtype.itemsize
         count = max(1, int(np.searchsorted(edges, most, side="right")) - 1)
-        ids = array.read(int(edges[0]), int(edges[count]))
-        relative = (edges[: count + 1] - edges[0]).tolist()
-        yield from _token_records(ids, relative, range(document, document + count + 1))
+        chunk = ids.read(int(edges[0]), int(edges[count]))
+        yield from _token_records(chunk, edges[: count + 1] - edges[0], document)
         document += count
 
 
-class MegatronReader(RecordReader):
-    """Reader of a `.bin` of format "memmap"."""
+class MegatronReader(_TokenReader):
+    """Read a `.bin` of format "memmap"."""
 
-    def read(self, file: SourceFile, part: FilePart, offset: int | None) -> Iterator[Record]:
-        index_file = _index_file(file)
-        document, opened = offset or 0, False
-        with _opened(index_file) as index_source, _opened(file) as source:
-            try:
-                index = _open_index(index_source, source.size_bytes)
-                opened = True
-                span = part.range_of(max(0, index.documents.size - 1))
-                document = max(document, span.start)
-                ids = _NumberArray(source, index.dtype, 0, index.num_ids)
-                for record in _records_by_edges(ids, range(document, span.stop), index.edges):
-                    document = record.next_offset
-                    yield record
-            except DamagedError as err:
-                if opened or part.index == 0:
-                    yield Record(document, FILE_END, None, f"the index {index_file.name} does not fit the file: {err}")
+    damage = "the index {stem}.idx does not fit the file"
 
-    def summary(self, file: SourceFile) -> FileSummary:
-        with _opened(_index_file(file)) as source, suppress(DamagedError):  # which its reader reports
-            return FileSummary(num_records=max(0, _open_index(source, file.size_bytes).documents.size - 1))
+    def documents(self, stack: ExitStack, part: FilePart, offset: int | None) -> Iterator[Record]:
+        index_file = _index_file(self.file)
+        index_source, source = stack.enter_context(_opened(index_file)), stack.enter_context(_opened(self.file))
+        index = _open_index(index_source, source.size_bytes)
+        ids = _NumberArray(source, index.dtype, 0, index.num_ids)
+        return _records_by_edges(ids, part.range_of(index.num_documents), offset or 0, index.edges)
+
+    def summary(self) -> FileSummary:
+        with _opened(_index_file(self.file)) as source, suppress(DamagedError):  # which `read` reports
+            return FileSummary(num_records=_open_index(source, self.file.size_bytes).num_documents)
         return FileSummary()
-
-    def origin(self, file: SourceFile, offset: int) -> str:
-        return f"{file.name}:document {offset + 1}"
 
 
 def _index_file(file: SourceFile) -> SourceFile:
     suffix = ".bin" if file.path.endswith(".bin") else ""
-    if (found := file.sibling(suffix, ".idx")) is None:
+    if (index := file.sibling(suffix, ".idx")) is None:
         raise DataError(
             f"{file.name} has no {file.name.removesuffix(suffix).rsplit('/', 1)[-1]}.idx next to it, which holds where "
             "its documents are; put it there (a bare array of ids can be read as .npy)"
         )
-    return found
+    return index
 
 
 @dataclass(frozen=True)
 class _Index:
-    """An open index: the type and number of the ids in the `.bin`, and the arrays of the index."""
+    """An open index: type and number of the ids in the `.bin`, and the arrays of the index."""
 
     dtype: np.dtype
     num_ids: int
@@ -190,8 +183,12 @@ class _Index:
     pointers: _NumberArray
     documents: _NumberArray
 
+    @property
+    def num_documents(self) -> int:
+        return max(0, self.documents.size - 1)
+
     def edges(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Edges in ids, int64[stop - start + 1], of documents `[start, stop)`."""
+        """Read the edges in ids, int64[stop - start + 1], of documents `[start, stop)`."""
         in_sequences = self.documents.read(start, stop + 1)
         if in_sequences[0] < 0 or in_sequences[-1] > self.lengths.size or (np.diff(in_sequences) < 0).any():
             raise DamagedError(f"the sequences of documents {start} to {stop} do not follow each other")
@@ -237,62 +234,57 @@ def _open_index(source: _OpenFile, bin_bytes: int | None) -> _Index:
 
 
 @dataclass(frozen=True)
-class NpyReader(RecordReader):
-    """Reader of a `.npy` of format "memmap".
-
-    Args:
-        document_end_id: as in `DataConfig`.
-    """
+class NpyReader(_TokenReader):
+    """Read a `.npy` of format "memmap"; `document_end_id` as in `DataConfig`."""
 
     document_end_id: int | None
+    damage = "the token file is damaged"
 
-    def read(self, file: SourceFile, part: FilePart, offset: int | None) -> Iterator[Record]:
-        edges_file, end_id = file.sibling(".npy", ".idx.npy"), self.document_end_id
-        if edges_file is None and end_id is None:
+    def documents(self, stack: ExitStack, part: FilePart, offset: int | None) -> Iterator[Record]:
+        name, edges_file = self.file.name, self.file.sibling(".npy", ".idx.npy")
+        if edges_file is None and self.document_end_id is None:
             raise DataError(
-                f"{file.name}: nothing marks where its documents end; set data.document_end_id to the id that ends "
-                f"them, or put their edges next to it as {file.name.removesuffix('.npy').rsplit('/', 1)[-1]}.idx.npy"
+                f"{name}: nothing marks where its documents end; set data.document_end_id to the id that ends them, or "
+                f"put their edges next to it as {name.removesuffix('.npy').rsplit('/', 1)[-1]}.idx.npy"
             )
-        at, opened = offset or 0, False
-        with ExitStack() as stack:
-            try:
-                array = _find_array(stack.enter_context(_opened(file)), file.name)
-                if edges_file is None:
-                    records = _read_by_end(array, end_id or 0, part, offset)
-                else:
-                    edges_source = stack.enter_context(_opened(edges_file))
-                    edges = _find_edges(edges_source, edges_file.name, array.size)
-                    records = _read_by_edges(array, edges, part, at)
-                opened = True
-                for record in records:
-                    at = record.next_offset
-                    yield record
-            except DamagedError as err:
-                if opened or part.index == 0:
-                    yield Record(at, FILE_END, None, f"the token file is damaged: {err}")
+        ids = _open_array(stack.enter_context(_opened(self.file)), name)
+        if edges_file is None:
+            return _records_by_end(ids, self.document_end_id or 0, part, offset)
+        edges = _open_array(stack.enter_context(_opened(edges_file)), edges_file.name)
+        first, last = (int(edges.read(at, at + 1)[0]) if edges.size else 0 for at in (0, edges.size - 1))
+        if (first, last) != (0, ids.size):
+            raise DamagedError(f"{edges_file.name} goes from {first} to {last}, the file has {ids.size} tokens")
 
-    def summary(self, file: SourceFile) -> FileSummary:
-        if (edges_file := file.sibling(".npy", ".idx.npy")) is not None:
-            with _opened(edges_file) as source, suppress(DamagedError):  # which its reader reports
-                return FileSummary(num_records=max(0, _find_array(source, edges_file.name).size - 1))
+        def edges_of(start: int, stop: int) -> NDArray[np.int64]:
+            values = edges.read(start, stop + 1).astype(np.int64)
+            if (np.diff(values) < 0).any() or values[0] < 0 or values[-1] > ids.size:
+                raise DamagedError(f"the edges do not ascend from document {start} on")
+            return values
+
+        return _records_by_edges(ids, part.range_of(max(0, edges.size - 1)), offset or 0, edges_of)
+
+    def summary(self) -> FileSummary:
+        if (edges_file := self.file.sibling(".npy", ".idx.npy")) is not None:
+            with _opened(edges_file) as source, suppress(DamagedError):  # which `read` reports
+                return FileSummary(num_records=max(0, _open_array(source, edges_file.name).size - 1))
         return FileSummary()
 
-    def origin(self, file: SourceFile, offset: int) -> str:
-        if self.document_end_id is None or file.sibling(".npy", ".idx.npy") is not None:
-            return f"{file.name}:document {offset + 1}"
-        number = 1
+    def origin(self, offset: int) -> str:
+        if self.document_end_id is None or self.file.sibling(".npy", ".idx.npy") is not None:
+            return super().origin(offset)
+        number = 0
         try:
-            with _opened(file) as source:
-                array = _find_array(source, file.name)
+            with _opened(self.file) as source:
+                array = _open_array(source, self.file.name)
                 for start in range(0, offset, _SCAN_TOKENS):
                     ids = array.read(start, min(offset, start + _SCAN_TOKENS))
                     number += int(np.count_nonzero(ids == self.document_end_id))
         except DamagedError:
-            return f"{file.name}, token {offset}"
-        return f"{file.name}:document {number}"
+            return f"{self.file.name}, token {offset}"
+        return super().origin(number)
 
 
-def _find_array(source: _OpenFile, name: str) -> _NumberArray:
+def _open_array(source: _OpenFile, name: str) -> _NumberArray:
     head = io.BytesIO(source.read(0, _HEAD_BYTES))
     try:
         # Later versions of the format do not hold plain numbers.
@@ -308,29 +300,10 @@ def _find_array(source: _OpenFile, name: str) -> _NumberArray:
     return array
 
 
-def _find_edges(source: _OpenFile, name: str, num_tokens: int) -> _NumberArray:
-    edges = _find_array(source, name)
-    ends = [int(edges.read(at, at + 1)[0]) for at in (0, edges.size - 1)] if edges.size else [0, 0]
-    if ends != [0, num_tokens]:
-        raise DamagedError(f"{name} goes from {ends[0]} to {ends[1]}, the file has {num_tokens} tokens")
-    return edges
-
-
-def _read_by_edges(array: _NumberArray, edges: _NumberArray, part: FilePart, document: int) -> Iterator[Record]:
-    def edges_of(start: int, stop: int) -> NDArray[np.int64]:
-        found = edges.read(start, stop + 1).astype(np.int64)
-        if (np.diff(found) < 0).any() or found[0] < 0 or found[-1] > array.size:
-            raise DamagedError(f"the edges do not ascend from document {start} on")
-        return found
-
-    documents = part.range_of(max(0, edges.size - 1))
-    return _records_by_edges(array, range(max(document, documents.start), documents.stop), edges_of)
-
-
-def _read_by_end(array: _NumberArray, end_id: int, part: FilePart, offset: int | None) -> Iterator[Record]:
+def _records_by_end(array: _NumberArray, end_id: int, part: FilePart, offset: int | None) -> Iterator[Record]:
     span = part.range_of(array.size)
     start, stop = span.start, span.stop
-    # A document begins behind every end; the id before the part shows whether one does at its first.
+    # A document begins after every end; the id before the part shows whether one does at its first.
     at = offset
     if at is None:
         at = start if start in (0, array.size) else _next_begin(array, end_id, start - 1)
@@ -338,7 +311,7 @@ def _read_by_end(array: _NumberArray, end_id: int, part: FilePart, offset: int |
     while at < stop:
         ids = array.read(at, min(array.size, at + window))
         begins = np.flatnonzero(ids == end_id) + 1
-        # Documents that begin behind the part belong to the next one.
+        # Documents that begin after the part belong to the next one.
         begins = begins[: int(np.searchsorted(begins, stop - at)) + 1]
         is_end = at + len(ids) == array.size
         if is_end and (not len(begins) or begins[-1] < min(len(ids), stop - at)):
@@ -351,14 +324,12 @@ def _read_by_end(array: _NumberArray, end_id: int, part: FilePart, offset: int |
             yield Record(at, after, None, f"no id {end_id} ends a document within {window} tokens")
             at = after
             continue
-        edges = [0, *begins.tolist()]
-        yield from _token_records(ids[: edges[-1]], edges, [at + edge for edge in edges])
-        at += edges[-1]
+        yield from _token_records(ids[: begins[-1]], np.append(0, begins), at, by_token=True)
+        at += int(begins[-1])
         window = _SCAN_TOKENS
 
 
 def _next_begin(array: _NumberArray, end_id: int, at: int) -> int:
-    """Where the first document behind the next end begins."""
     for start in range(at, array.size, _SCAN_TOKENS):
         ids = array.read(start, min(array.size, start + _SCAN_TOKENS))
         ends = np.flatnonzero(ids == end_id)

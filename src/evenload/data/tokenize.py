@@ -1,14 +1,14 @@
-"""Tokenisers behind one protocol: plain bytes, or a Hugging Face `tokenizer.json` through the `tokenizers` library.
+"""Tokenise with plain bytes, or with a Hugging Face `tokenizer.json` through the `tokenizers` library.
 
-Truncation and padding that a `tokenizer.json` may carry are switched off: how long a document may be is decided by
-`DataConfig.overlong`. No special tokens are added; encoders put what a post-processor writes before a text there
-(`opening_ids`), and the end-of-document token after it. Text that spells a special token becomes that token.
+Truncation and padding of a file are switched off, and no special tokens are added: encoders put what a post-processor
+writes before a text there (`opening_ids`), and the end-of-document token after it. Text that spells a special token
+becomes that token.
 
 Files next to `tokenizer.json` may add tokens. They are read as `TokenizersBackend` of transformers 5 reads them, so
 that ids agree: `added_tokens_decoder` of `tokenizer_config.json`; where that has none, `added_tokens.json`, and
 `special_tokens_map.json` goes before it; then every special token that is not there yet. New tokens get the next free
-ids, whatever ids the files give them. What other classes of transformers do with `add_prefix_space`, `do_lower_case`,
-`legacy` and the like is not known here: a run compares ids before it starts (`runtime.model.export_files`).
+ids. What other classes of transformers do is not known here: a run compares ids before it starts
+(`runtime.model.export_files`).
 """
 
 import hashlib
@@ -29,13 +29,13 @@ from evenload.data.hub import local_path
 from evenload.errors import ConfigError
 
 NAMED_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
-"""Special tokens that all tokenisers of transformers have, in the order in which it adds them."""
+"""Special tokens of all tokenisers of transformers, in the order in which it adds them."""
 TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP = "tokenizer_config.json", "special_tokens_map.json"
 _DECODER, _EXTRA, _OLD_EXTRA = "added_tokens_decoder", "extra_special_tokens", "additional_special_tokens"
 
 
 def read_settings(file: Path) -> dict[str, Any]:
-    """A JSON object next to a tokeniser; empty where there is no such file, a `ConfigError` where it is no object."""
+    """Read a JSON object next to a tokeniser, empty where there is no file; `ConfigError` where it is no object."""
     if not file.is_file():
         return {}
     try:
@@ -45,7 +45,7 @@ def read_settings(file: Path) -> dict[str, Any]:
 
 
 def special_settings(directory: Path) -> dict[str, Any]:
-    """`tokenizer_config.json` of a directory, with what transformers takes from `special_tokens_map.json`."""
+    """Read `tokenizer_config.json` of a directory, with what transformers takes from `special_tokens_map.json`."""
     own = read_settings(directory / TOKENIZER_CONFIG)
     special = {} if _DECODER in own else read_settings(directory / SPECIAL_TOKENS_MAP)
     named = {}
@@ -59,20 +59,14 @@ def special_settings(directory: Path) -> dict[str, Any]:
 
 
 def special_token_text(value: Any) -> str | None:
-    """A special token as `tokenizer_config.json` writes it: text, or an object with `content`."""
+    """Return the text of a special token that is given as text, or as an object with `content`."""
     content = value.get("content") if isinstance(value, dict) else value
     return content if isinstance(content, str) else None
 
 
 def add_tokens_of_files(tokenizer: tokenizers.Tokenizer, directory: Path, settings: Mapping[str, Any]) -> bool:
-    """Add to a tokeniser what transformers adds because of the files next to it, in its order; whether that changed it.
-
-    Args:
-        settings: `special_settings` of the directory.
-
-    Raises:
-        ConfigError: a token that is neither text nor an object with `content`.
-    """
+    """Add the tokens that transformers adds because of the files next to a tokeniser, in its order; return whether that
+    changed it. `settings` are `special_settings` of the directory; `ConfigError` for what is no token."""
     own = tokenizer.get_added_tokens_decoder()
     # Others that end so are switches, such as add_bos_token.
     keys = [*NAMED_TOKENS, *(key for key in settings if key.endswith("_token") and key not in NAMED_TOKENS)]
@@ -85,20 +79,20 @@ def add_tokens_of_files(tokenizer: tokenizers.Tokenizer, directory: Path, settin
         for text, index in read_settings(directory / "added_tokens.json").items():
             listed[index] = AddedToken(text, normalized=text not in known, special=text in known)
         listed |= own
-    found = [listed[index] for index in sorted(listed)]
-    there = {token.content for token in (*own.values(), *found)}
+    added = [listed[index] for index in sorted(listed)]
+    present = {token.content for token in (*own.values(), *added)}
     # One text may come twice with different flags; then the last counts.
-    found += {repr(token): token for token in special if token.content not in there}.values()
-    for token in found:
+    added += {repr(token): token for token in special if token.content not in present}.values()
+    for token in added:
         token.special = token.special or token.content in named
-    tokenizer.add_tokens(found)
+    tokenizer.add_tokens(added)
     return repr(tokenizer.get_added_tokens_decoder()) != repr(own)
 
 
 def _token(value: Any, directory: Path) -> AddedToken:
     if not special_token_text(value):
         raise ConfigError(
-            f"next to tokenizer '{directory}' is {value!r}, must be a token: text or an object with content; repair it"
+            f"next to tokenizer '{directory}' is {value!r}, must be a token: text or an object with content"
         )
     fields: dict[str, Any] = {"content": value, "special": True} if isinstance(value, str) else value
     return AddedToken(**{key: field for key, field in fields.items() if key != "__type"})
@@ -108,19 +102,19 @@ END_OF_TEXT = "<|endoftext|>"
 _USUAL_EOS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "<|end▁of▁sentence|>")
 _BYTE_VALUES = 256
 MAX_BYTE_VOCABULARY = 320
-"""Ids that a vocabulary of bytes may have: 256 values and an end of document, rounded up to a multiple of 64. No
-published tokeniser is that small."""
+"""Most ids of a vocabulary of bytes: 256 values and an end of document, rounded up to a multiple of 64. No published
+tokeniser is that small."""
 BYTES = "bytes"
-"""`DataConfig.tokenizer` of plain bytes."""
+"""`DataConfig.tokenizer` for plain bytes."""
 
 
 class TokensWithOffsets(NamedTuple):
-    """Tokens of a text and where they stand in it.
+    """Tokens of a text and their places in it.
 
     Args:
         tokens: int32[num_tokens].
-        offsets: int32[num_tokens, 2]: a token is made of the characters `[start, stop)` of the text. Tokens that make
-            up one character together all have its range; neither starts nor stops ever descend.
+        offsets: int32[num_tokens, 2]: characters `[start, stop)` of each token, neither descending. Tokens that make up
+            one character together all have its range.
     """
 
     tokens: NDArray[np.int32]
@@ -131,7 +125,7 @@ class DocumentTokenizer(Protocol):
     """What the loader needs of a tokeniser.
 
     Args:
-        name: identifies the tokeniser and its content; equal names give equal tokens.
+        name: equal names give equal tokens.
         vocab_size: token ids are in `[0, vocab_size)`.
         eos_id: id of the end-of-document token; None where there is none.
     """
@@ -141,12 +135,10 @@ class DocumentTokenizer(Protocol):
     eos_id: int | None
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
-        """int32[num_tokens] of each text, without the end-of-document token; on all cores."""
-        ...
+        """Tokenise texts to int32[num_tokens] each, without the end-of-document token; on all cores."""
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[TokensWithOffsets]:
-        """As `encode_batch`, with the place of every token in its text."""
-        ...
+        """Tokenise as `encode_batch`, with the place of every token in its text."""
 
 
 class ByteTokenizer:
@@ -157,32 +149,30 @@ class ByteTokenizer:
     eos_id: int | None = _BYTE_VALUES
 
     def encode(self, text: str) -> NDArray[np.int32]:
-        """int32[number of UTF-8 bytes]."""
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int32)
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
         return [self.encode(text) for text in texts]
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[TokensWithOffsets]:
-        found = []
+        located = []
         for tokens in self.encode_batch(texts):
             # All bytes of a character but the first are 0b10xxxxxx.
             character = np.cumsum((tokens & 0xC0) != 0x80, dtype=np.int32) - 1
-            found.append(TokensWithOffsets(tokens, np.stack([character, character + 1], axis=1)))
-        return found
+            located.append(TokensWithOffsets(tokens, np.stack([character, character + 1], axis=1)))
+        return located
 
     def decode(self, tokens: NDArray[np.integer]) -> str:
-        """Inverse of `encode`; end-of-document tokens are left out, broken UTF-8 is replaced."""
+        """Decode tokens; end-of-document tokens are left out, broken UTF-8 is replaced."""
         return bytes(tokens[tokens < _BYTE_VALUES].astype(np.uint8)).decode("utf-8", errors="replace")
 
 
 class FileTokenizer:
     """A `tokenizer.json`.
 
-    `path` is the file and `kind` its algorithm, such as BPE; `opening_ids` are what it writes before a text itself
-    where special tokens are asked for, and `bos_id` is the token that begins a document, None where no file names it.
-    `added_tokens` are those that are no part of the algorithm's vocabulary; `has_settings` is whether a
-    `tokenizer_config.json` lies next to it.
+    `path` is the file, `kind` its algorithm, such as BPE; `opening_ids` are what its post-processor writes before a
+    text; `bos_id` begins a document, None where no file names it. `added_tokens` are not in the algorithm's vocabulary;
+    `has_settings` = a `tokenizer_config.json` lies next to it.
 
     Args:
         path: the file, or a directory that holds `tokenizer.json`.
@@ -190,8 +180,7 @@ class FileTokenizer:
             next to the file, else the one usual name among the special tokens.
 
     Raises:
-        ConfigError: no such file, not a tokeniser, or `eos_token` is not in its vocabulary; files next to it that are
-            not what they should be.
+        ConfigError: no such file, not a tokeniser, or `eos_token` is not in its vocabulary; wrong files next to it.
     """
 
     def __init__(self, path: str | Path, eos_token: str | None = None) -> None:
@@ -216,17 +205,15 @@ class FileTokenizer:
         self.added_tokens = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
         # Ids may have gaps, so the largest one counts, not the number of entries.
         self.vocab_size: int = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
-        named = eos_token if eos_token is not None else special_token_text(settings.get("eos_token"))
-        self.eos_id: int | None = self._find_eos(file, named)
-        self.bos_id: int | None = self._tokenizer.token_to_id(special_token_text(settings.get("bos_token")) or "")
         self.path = file
+        self.eos_id = self._find_eos(special_token_text(settings.get("eos_token")) if eos_token is None else eos_token)
+        self.bos_id: int | None = self._tokenizer.token_to_id(special_token_text(settings.get("bos_token")) or "")
         self.kind: str = type(self._tokenizer.model).__name__
         if is_changed or splits:
             content += repr((self._tokenizer.get_added_tokens_decoder(), splits)).encode()
         self.name = f"{file.name} {hashlib.sha256(content).hexdigest()[:16]}"
 
     def encode(self, text: str) -> NDArray[np.int32]:
-        """int32[num_tokens]."""
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
@@ -245,37 +232,33 @@ class FileTokenizer:
         ]
 
     def decode(self, tokens: NDArray[np.integer]) -> str:
-        """Text of the tokens, special tokens left out."""
+        """Return the text of the tokens, special tokens left out."""
         return self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
 
     def token_text(self, token: int) -> str | None:
-        """How the vocabulary spells a token; None where there is no such id."""
+        """Return how the vocabulary spells a token; None where there is no such id."""
         return self._tokenizer.id_to_token(token)
 
     def special_tokens(self) -> dict[str, int]:
-        """The special tokens and their ids, ascending by id."""
         added = self._tokenizer.get_added_tokens_decoder()
         return {added[index].content: index for index in sorted(added) if added[index].special}
 
-    def _find_eos(self, file: Path, named: str | None) -> int | None:
-        if named is not None:
-            index = self._tokenizer.token_to_id(named)
-            if index is None:
-                raise ConfigError(
-                    f"end-of-document token '{named}' is not in tokenizer '{file}'; "
-                    f"its special tokens are {list(self.special_tokens())}: set data.eos_token to one of them"
-                )
-            return index
-        usual = [index for token, index in self.special_tokens().items() if token in _USUAL_EOS]
-        return usual[0] if len(usual) == 1 else None
+    def _find_eos(self, named: str | None) -> int | None:
+        special = self.special_tokens()
+        if named is None:
+            usual = [index for token, index in special.items() if token in _USUAL_EOS]
+            return usual[0] if len(usual) == 1 else None
+        if (index := self._tokenizer.token_to_id(named)) is None:
+            raise ConfigError(
+                f"end-of-document token '{named}' is not in tokenizer '{self.path}'; "
+                f"its special tokens are {list(special)}: set data.eos_token to one of them"
+            )
+        return index
 
 
 def open_tokenizer(tokenizer: str | None, eos_token: str | None = None) -> ByteTokenizer | FileTokenizer:
-    """The tokeniser that `DataConfig.tokenizer` names; None is bytes, because no model is known here.
-
-    Raises:
-        ConfigError: see `FileTokenizer`; or `eos_token` was set for bytes.
-    """
+    """Open the tokeniser that `DataConfig.tokenizer` names (None = bytes); `ConfigError` as of `FileTokenizer`, or if
+    `eos_token` is set for bytes."""
     if tokenizer not in (None, BYTES):
         return FileTokenizer(local_path(tokenizer, "data.tokenizer", "tokenizer"), eos_token)
     if eos_token is not None:
@@ -284,7 +267,7 @@ def open_tokenizer(tokenizer: str | None, eos_token: str | None = None) -> ByteT
 
 
 def describe_tokenizer(tokenizer: DocumentTokenizer, origin: str = "") -> str:
-    """Where a tokeniser comes from (`origin`, else its file), its kind and size, for first lines and reports."""
+    """Describe a tokeniser: where it comes from (`origin`, else its file), its kind and size."""
     size = f"{tokenizer.vocab_size:,} ids"
     if isinstance(tokenizer, ByteTokenizer):
         return f"plain bytes and an end of document, {size}"
@@ -294,7 +277,7 @@ def describe_tokenizer(tokenizer: DocumentTokenizer, origin: str = "") -> str:
 
 
 def required_eos(tokenizer: DocumentTokenizer) -> int:
-    """The end-of-document id; a `ConfigError` where there is none, or the file names no single one."""
+    """Return the end-of-document id; `ConfigError` where no file names a single one."""
     if tokenizer.eos_id is None:
         special = list(tokenizer.special_tokens()) if isinstance(tokenizer, FileTokenizer) else []
         raise ConfigError(
@@ -305,7 +288,7 @@ def required_eos(tokenizer: DocumentTokenizer) -> int:
 
 
 def required_opening(tokenizer: DocumentTokenizer, prepend_bos: bool | None) -> tuple[int, ...]:
-    """The ids that `DataConfig.prepend_bos` puts before a text; a `ConfigError` where no file names them."""
+    """Return the ids that `DataConfig.prepend_bos` puts before a text; `ConfigError` where no file names them."""
     is_file = isinstance(tokenizer, FileTokenizer)
     own, bos_id = (tokenizer.opening_ids, tokenizer.bos_id) if is_file else ((), None)
     if not prepend_bos or own:
@@ -322,9 +305,8 @@ def train_byte_pair_tokenizer(texts: Iterable[str], vocab_size: int, path: str |
     """Train a byte-level BPE tokeniser and write its `tokenizer.json`; the same texts give the same file.
 
     Args:
-        texts: read once, not kept.
         vocab_size: at most; small texts may give fewer merges.
-        path: written whole or not at all, so that several processes may train the same one at the same time.
+        path: written whole or not at all, so that several processes may train the same one at once.
 
     Raises:
         ConfigError: fewer than 257 tokens (all bytes and the end of a document).
@@ -351,7 +333,7 @@ def train_byte_pair_tokenizer(texts: Iterable[str], vocab_size: int, path: str |
 
 
 def written_around(tokenizer: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What the post-processor writes before and after any text, found by one of which some token is left."""
+    """Return what the post-processor writes before and after any text."""
     for text in tokenizer.get_vocab() if tokenizer.num_special_tokens_to_add(False) else ():
         ids, is_written = (encoding := tokenizer.encode(text)).ids, encoding.special_tokens_mask
         if not all(is_written):

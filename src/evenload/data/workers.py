@@ -1,11 +1,11 @@
-"""`BlockService`: reads the blocks of this rank's streams ahead, in a thread or in worker processes.
+"""Read the blocks of this rank's streams in the background (`BlockService`), in a thread or in worker processes.
 
 Every stream belongs to one worker, so that its open files stay with it. A request names stream, epoch and cursor and
-needs nothing else, so a process that dies is replaced and given its request again. Memory is bounded by what is
-requested: the loader requests one block of a stream beyond the one it takes documents from.
+needs nothing else, so a process that dies is replaced and gets its request again. Memory is bounded by what is
+requested: one block of a stream beyond the one that documents are taken from.
 
 Processes are started as programs, not by the pools of the standard library: those import the training script again in
-every worker (`spawn`), cannot be used by daemonic ranks, outlive a parent that was killed, and hold up the exit of one
+every worker (`spawn`), cannot be used by daemonic ranks, outlive a parent that was killed, and delay the exit of one
 whose source stalls. Such a process ends when its connection does.
 """
 
@@ -21,7 +21,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from multiprocessing.connection import Connection
 
 from evenload.data.blocks import BlockReader, BlockRequest, DocumentBlock
@@ -31,14 +31,14 @@ from evenload.data.part_files import PartFiles
 from evenload.errors import ConfigError, DataError, EvenloadError
 
 START_TIMEOUT_S = 300.0
-"""How long a process may take to start, whatever the source does; where `data.stall_timeout_s` is longer, that long."""
+"""How long a process may take to start, unless `data.stall_timeout_s` is longer."""
 
 _MOST_DEATHS = 3
-"""A process that ends more often without delivering a block in between is not started again."""
+"""A process that ends more often without a block in between is not started again."""
 _POLL_S = 0.1
 
 ReadingJob = tuple[tuple[DataConfig, PartFiles, DocumentEncoder], ...]
-"""All that a worker needs: per part of the mixture its settings, files and encoder. Can be pickled."""
+"""What a worker needs, by part of the mixture; can be pickled."""
 
 Outcome = DocumentBlock | EvenloadError
 
@@ -46,12 +46,8 @@ _log = logging.getLogger("evenload.data")
 
 
 class BlockService:
-    """Reads blocks in the background. Starts at the first request, and again at the first one after `close`.
-
-    Args:
-        num_workers: processes; 0 = a thread of this one.
-        stall_timeout_s: how long a worker may neither open a file nor deliver a block while one is waited for.
-    """
+    """Read blocks in the background, from the first request on, and again from the first one after `close`, in so many
+    processes (0 = a thread of this one), which may make no progress for `stall_timeout_s` while one is waited for."""
 
     def __init__(self, job: ReadingJob, num_workers: int, stall_timeout_s: float) -> None:
         self._job, self._num_workers, self._stall_timeout_s = job, num_workers, stall_timeout_s
@@ -64,33 +60,23 @@ class BlockService:
             self._blocks[request] = self._worker_of(request).submit(request)
 
     def take(self, request: BlockRequest) -> DocumentBlock:
-        """Request a block and wait for it.
-
-        Raises:
-            DataError: what reading it raised; the worker does not start, or gives no sign of life for
-                `stall_timeout_s`; its process dies again and again.
-        """
+        """Request a block and wait for it. Raises `DataError`: what reading it raised; the worker does not start, or
+        makes no progress for `stall_timeout_s`; its process dies again and again."""
         self.request(request)
         worker, block = self._worker_of(request), self._blocks.pop(request)
-        num_signs, since_s = worker.num_signs, time.monotonic()
-        while True:
-            try:
-                outcome = block.result(_POLL_S)
-                break
-            except TimeoutError:
-                if worker.num_signs != num_signs:
-                    num_signs, since_s = worker.num_signs, time.monotonic()
-                self._refuse_stall(worker, request, time.monotonic() - since_s)
-        if isinstance(outcome, EvenloadError):
+        progress, since_s = worker.progress, time.monotonic()
+        while not wait([block], _POLL_S).done:
+            if worker.progress != progress:
+                progress, since_s = worker.progress, time.monotonic()
+            self._refuse_stall(worker, request, time.monotonic() - since_s)
+        if isinstance(outcome := block.result(), EvenloadError):
             raise outcome
         return outcome
 
     def worker_pids(self) -> list[int]:
-        """Process ids of the workers that are processes."""
         return [worker.process.pid for worker in self._workers if isinstance(worker, _ProcessWorker)]
 
     def close(self) -> None:
-        """End threads and processes. Blocks that were requested and not taken are dropped."""
         workers, self._workers = self._workers, []
         for worker in workers:
             worker.close()
@@ -108,26 +94,24 @@ class BlockService:
             return
         if worker.has_started:
             raise DataError(
-                f"the data source gave nothing for {limit_s:g} s; it was reading {worker.reading or 'no file yet'} "
-                f"(stream {request.key.stream}, block {request.cursor.block}); check the storage, or raise "
-                "data.stall_timeout_s"
+                f"the data source gave nothing for {limit_s:g} s, reading {worker.reading or 'no file yet'} (stream "
+                f"{request.key.stream}, block {request.cursor.block}); check the storage, or raise data.stall_timeout_s"
             )
         raise DataError(
-            f"data worker {worker.index} has not started within {limit_s:g} s: its process is still importing Python "
-            "modules or receiving its settings, and no file was opened; check whether the machine is overloaded or "
-            "its disk slow, set data.workers = 0 to read in the training process, or raise data.stall_timeout_s"
+            f"data worker {worker.index} has not started within {limit_s:g} s and opened no file; check whether the "
+            "machine is overloaded or its disk slow, set data.workers = 0, or raise data.stall_timeout_s"
         )
 
 
 class _ThreadWorker:
-    """Reads in a thread of this process: a daemon, since a source that hangs must not hold up the process's end.
+    """Read in a daemon thread: a source that hangs must not delay the end of the process.
 
-    `num_signs` counts its signs of life, files opened and blocks delivered.
+    `progress` counts opened files and delivered blocks, `reading` is the last file opened.
     """
 
     def __init__(self, job: ReadingJob, index: int = 0, has_started: bool = True) -> None:
-        self.index, self.has_started, self.num_signs, self.reading = index, has_started, 0, ""
-        self._readers = _make_readers(job, self._note_open)
+        self.index, self.has_started, self.progress, self.reading = index, has_started, 0, ""
+        self._readers = _make_readers(job, self._record_open)
         self._requests: queue.SimpleQueue[tuple[BlockRequest, Future[Outcome]] | None] = queue.SimpleQueue()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=f"evenload-read-{index}", daemon=True)
@@ -139,7 +123,6 @@ class _ThreadWorker:
         return block
 
     def close(self) -> None:
-        """Stop after the block that is being read."""
         self._closed = True
         self._requests.put(None)
 
@@ -147,18 +130,18 @@ class _ThreadWorker:
         while not self._closed and (item := self._requests.get()) is not None:
             request, block = item
             block.set_result(self._read(request))
-            self.num_signs += 1
+            self.progress += 1
 
     def _read(self, request: BlockRequest) -> Outcome:
         return _read_block(self._readers, request)
 
-    def _note_open(self, name: str) -> None:
+    def _record_open(self, name: str) -> None:
         self.reading = name
-        self.num_signs += 1
+        self.progress += 1
 
 
 class _ProcessWorker(_ThreadWorker):
-    """Reads in a process, to which a thread of this one hands the requests; starts another one if it dies."""
+    """Read in a process, to which a thread passes the requests; start another one if it dies."""
 
     def __init__(self, job: ReadingJob, index: int) -> None:
         try:
@@ -189,10 +172,10 @@ class _ProcessWorker(_ThreadWorker):
                     self._connection.send_bytes(self._job)  # waits until the process has started where it is large
                     self._connection.recv()
                     self.has_started = True
-                    self.num_signs += 1
+                    self.progress += 1
                 self._connection.send(request)
                 while isinstance(answer := self._connection.recv(), str):
-                    self._note_open(answer)
+                    self._record_open(answer)
                 return answer
             except (EOFError, OSError):
                 num_deaths += 1
@@ -200,7 +183,6 @@ class _ProcessWorker(_ThreadWorker):
         return self._failure
 
     def _replace(self, num_deaths: int, request: BlockRequest) -> None:
-        """Start another process, unless the worker is closed or too many have died."""
         code = self.process.wait()
         with self._lock:
             self.has_started = False
@@ -214,22 +196,18 @@ class _ProcessWorker(_ThreadWorker):
                     "data.workers = 0 to see the error itself, or read the system's log"
                 )
             else:
-                _log.warning(
-                    "data worker %d (process %d) died with exit code %d; another one continues where it was",
-                    self.index,
-                    self.process.pid,
-                    code,
-                )
+                message = "data worker %d (process %d) died with exit code %d; another one continues where it was"
+                _log.warning(message, self.index, self.process.pid, code)
                 self._connection.close()
                 self.process, self._connection = _start_process()
-                self.num_signs += 1
+                self.progress += 1
 
 
 def _start_process() -> tuple[subprocess.Popen[bytes], Connection]:
     ours, theirs = socket.socketpair()
     with theirs:
         program = f"from evenload.data import workers; workers.serve({theirs.fileno()})"
-        # Its working directory may lack the package that this process found through its own path.
+        # This process may know the package through a path of its own.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
         process = subprocess.Popen(
             [sys.executable, "-c", program], pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, env=environment
@@ -238,11 +216,8 @@ def _start_process() -> tuple[subprocess.Popen[bytes], Connection]:
 
 
 def serve(handle: int) -> None:
-    """Be a worker process: receive a job, then answer each request with a block or an error, until the other side ends.
-
-    Args:
-        handle: file descriptor of the connection. The names of files that are opened go through it, too.
-    """
+    """Run a worker process: receive a job, then answer each request with a block or an error, until the other side
+    ends. `handle` is the file descriptor of the connection, through which the names of opened files go, too."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the training process
     connection = Connection(handle)
     try:
@@ -260,7 +235,7 @@ def _make_readers(job: ReadingJob, on_open: Callable[[str], None]) -> list[Block
 
 def _read_block(readers: Sequence[BlockReader], request: BlockRequest) -> Outcome:
     try:
-        return readers[request.key.part].read(request.key.stream, request.epoch, request.cursor)
+        return readers[request.key.part].read(request)
     except EvenloadError as error:
         return error
     except Exception:

@@ -1,4 +1,13 @@
-"""Compute details of a chosen plan: its timeline, its step time by cause, and its packs slowed by collectives."""
+"""Compute what is shown of a chosen plan: its timeline in detail, its step time by cause, and seconds of packs as
+measured.
+
+`detailed_timeline` adds to the simulation the critical path, recomputed fronts of backwards, copies to and from the
+host (which fit inside their action, for it lasts as long as the longer of compute and copy), transfers between stages,
+reductions, gathers and the update (`schedule.step_ends`), and memory by kind. Some milliseconds a replica.
+
+`split_step_time` splits the mean device's step time by cause, exactly: busy time by `cost.pack_split`, idle time by
+`schedule.critical_path`, then waiting for the slowest replica, and the end of the step. O(slices + actions) numpy.
+"""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -14,22 +23,20 @@ from evenload.cost.pipeline_tasks import gather_seconds
 from evenload.plan.planner import Proposal
 from evenload.plan.problem import Candidate, ReplicaChoice
 from evenload.schedule.critical_path import Bubble, critical_path, p2p_transfers, split_bubble
-from evenload.schedule.simulate import join_timelines, memory_ledger, simulate, to_timeline
+from evenload.schedule.simulate import Simulation, join_timelines, memory_ledger, simulate, to_timeline
 from evenload.schedule.step_ends import SimulatedReplica, StepEnd, step_end
 from evenload.stepplan.plan_tasks import replica_columns, tasks_of_columns, timed_tasks
 from evenload.stepplan.rank_rows import ranked_where_shared
 from evenload.types.columns import SliceColumns
 from evenload.types.document import Direction, PackSharding
 from evenload.types.layout import ParallelLayout
-from evenload.types.pipeline import PipelineTasks, action_columns
+from evenload.types.pipeline import ActionColumns, PipelineTasks, action_columns
 from evenload.types.plan import PackTimes, StepPlan
 from evenload.types.timeline import KINDS, SideTasks, Timeline, TimeSplit, side_tasks
 
 
 def detailed_timeline(plan: StepPlan, costs: PackCosts) -> Timeline:
-    """Return the timeline of all replicas of a plan: the simulation with its critical path, recomputing at the start of
-    backwards, copies to and from the host (inside their action, which lasts as long as the longer of compute and copy),
-    transfers between stages, reductions, gathers and the update (`schedule.step_ends`), and memory by kind.
+    """Return the timeline of all replicas of a plan.
 
     Args:
         costs: with which it was planned.
@@ -40,21 +47,21 @@ def detailed_timeline(plan: StepPlan, costs: PackCosts) -> Timeline:
     parts: list[Timeline] = []
     sides: list[SideTasks] = []
     critical, kinds, replicas = [], [], []
-    for dp_rank in range(plan.layout.dp):
-        packs = replica_columns(plan, dp_rank)
-        replica = _simulated(plan, dp_rank, packs, tasks_of_columns(plan, dp_rank, costs.model, packs))
-        tasks, actions, simulation = replica.tasks, replica.actions, replica.simulation
-        replicas.append(replica)
+    for dp_rank, schedule in enumerate(plan.schedules):
+        columns, actions = replica_columns(plan, dp_rank), action_columns(schedule)
+        tasks = tasks_of_columns(plan, dp_rank, costs.model, columns)
+        simulation = simulate(tasks, actions)
+        replicas.append(SimulatedReplica(columns.forward, columns.backward, tasks, actions, simulation))
         on_path = np.zeros(len(actions.kind), bool)
         on_path[critical_path(tasks, actions, simulation).actions] = True
         parts.append(to_timeline(tasks, actions, simulation, dp_rank, plan.predicted.step_time_s))
         critical.append(on_path)
-        kinds.append(memory_ledger(bytes_by_kind(costs.model, plan.layout, tasks, packs), actions))
-        sides += _inside_packs(costs, packs, replica, dp_rank)
-        sides += _between_stages(replica, dp_rank)
+        kinds.append(memory_ledger(bytes_by_kind(costs.model, plan.layout, tasks, columns), actions))
+        sides += _inside(costs, columns, tasks, actions, simulation, dp_rank)
+        sides += _between_stages(tasks, actions, simulation, dp_rank)
     end = step_end(costs, replicas)
     for dp_rank in range(len(parts)):
-        sides += _collectives_and_update(end, plan.layout, dp_rank)
+        sides += _beside_and_after_packs(end, plan.layout, dp_rank)
     names = [field.name for field in dataclasses.fields(SideTasks)]
     return join_timelines(
         parts,
@@ -65,12 +72,7 @@ def detailed_timeline(plan: StepPlan, costs: PackCosts) -> Timeline:
     )
 
 
-def _simulated(plan: StepPlan, dp_rank: int, columns: ReplicaPacks, tasks: PipelineTasks) -> SimulatedReplica:
-    actions = action_columns(plan.schedules[dp_rank])
-    return SimulatedReplica(columns.forward, columns.backward, tasks, actions, simulate(tasks, actions))
-
-
-def _collectives_and_update(end: StepEnd, layout: ParallelLayout, dp_rank: int) -> Iterator[SideTasks]:
+def _beside_and_after_packs(end: StepEnd, layout: ParallelLayout, dp_rank: int) -> Iterator[SideTasks]:
     ranks = np.arange(len(end.reductions))
     stages = np.array([layout.stages_of_rank(rank)[0] for rank in ranks.tolist()])
 
@@ -90,16 +92,20 @@ def _collectives_and_update(end: StepEnd, layout: ParallelLayout, dp_rank: int) 
         yield side_tasks("gather", dp_rank, ranks, stages, -1, end.updated_s, end.end_s)
 
 
-def _inside_packs(
-    costs: PackCosts, columns: ReplicaPacks, replica: SimulatedReplica, dp_rank: int
+def _inside(
+    costs: PackCosts,
+    columns: ReplicaPacks,
+    tasks: PipelineTasks,
+    actions: ActionColumns,
+    simulation: Simulation,
+    dp_rank: int,
 ) -> Iterator[SideTasks]:
     if columns.policy is None:
         return
-    actions, simulation = replica.actions, replica.simulation
     _, ranked = ranked_where_shared(costs, columns.forward, columns.backward, columns.shardings)
-    split = split_pack_seconds(costs, columns.backward, "backward", columns.policy, ranked)
+    again = split_pack_seconds(costs, columns.backward, "backward", columns.policy, ranked)
     for kinds, name, seconds in (
-        ("BI", "recompute", split.recompute_s),
+        ("BI", "recompute", again.recompute_s),
         ("F", "offload", _copy_seconds(costs, columns, 0)),
         ("BI", "reload", _copy_seconds(costs, columns, 1)),
     ):
@@ -113,16 +119,17 @@ def _inside_packs(
 
 
 def _copy_seconds(costs: PackCosts, columns: ReplicaPacks, direction: int) -> NDArray[np.float64]:
-    """Return seconds of copies of every pack on every stage, the mean over ranks that hold different documents."""
+    """Return the copies of every pack on every stage, the mean over ranks that hold different documents."""
     by_rank, ranks = columns.by_rank(costs.layout.cp), 1 if columns.owners is None else costs.layout.cp
     assert by_rank.policy is not None, "called for offloaded documents only"
     seconds = costs.copy_seconds((by_rank.forward, by_rank.backward)[direction], by_rank.policy)
     return seconds.reshape(ranks, len(seconds) // ranks, -1).mean(axis=0)
 
 
-def _between_stages(replica: SimulatedReplica, dp_rank: int) -> Iterator[SideTasks]:
-    actions = replica.actions
-    producer, consumer, start_s, end_s = p2p_transfers(replica.tasks, actions, replica.simulation)
+def _between_stages(
+    tasks: PipelineTasks, actions: ActionColumns, simulation: Simulation, dp_rank: int
+) -> Iterator[SideTasks]:
+    producer, consumer, start_s, end_s = p2p_transfers(tasks, actions, simulation)
     is_forward = actions.kind[consumer] == KINDS.index("F")
     for name, of_kind in (("send_forward", is_forward), ("send_backward", ~is_forward)):
         chosen = of_kind & (end_s > start_s)
@@ -135,24 +142,22 @@ _DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
 
 def split_proposal(proposal: Proposal) -> TimeSplit:
-    """Split a step with the seconds of a change of layout before it."""
+    """With the seconds of a change of layout before the step."""
     split = split_step_time(proposal.costs, proposal.choices)
     return msgspec.structs.replace(split, switch_s=proposal.switch_s)
 
 
 def split_step_time(costs: PackCosts, choices: Sequence[ReplicaChoice]) -> TimeSplit:
-    """Split the mean device's step time by cause, exactly: busy time by `cost.pack_split`, idle time by
-    `schedule.critical_path`, then waiting for the slowest replica, and the end of the step. O(slices + actions)."""
-    replicas = [choice.candidate for choice in choices]
-    groups = len(replicas) * costs.layout.pipeline_ranks
-    parts = _split_packs(costs, replicas, [len(choice.documents) for choice in choices])
+    found = [choice.candidate for choice in choices]
+    groups = len(found) * costs.layout.pipeline_ranks
+    parts = _split_packs(costs, found, [len(choice.documents) for choice in choices])
     work_s = {
         name: sum(float(getattr(part, name).sum()) for part in parts) / groups for name in PackSplit.__annotations__
     }
-    work_s["tp_communication_s"] += sum(_regathered_s(costs, one) for one in replicas) / groups
-    bubbles = [split_bubble(one.tasks, one.actions, one.simulation) for one in replicas]
-    makespan_s = np.array([one.makespan_s for one in replicas])
-    end = step_end(costs, [one.simulated() for one in replicas])
+    work_s["tp_communication_s"] += sum(_gathered_again_s(costs, one) for one in found) / groups
+    bubbles = [split_bubble(one.tasks, one.actions, one.simulation) for one in found]
+    makespan_s = np.array([one.makespan_s for one in found])
+    end = step_end(costs, [one.simulated() for one in found])
     return TimeSplit(
         **work_s,
         **{name: sum(getattr(bubble, name) for bubble in bubbles) / groups for name in Bubble._fields},
@@ -164,25 +169,26 @@ def split_step_time(costs: PackCosts, choices: Sequence[ReplicaChoice]) -> TimeS
 
 def split_planned_step(plan: StepPlan, costs: PackCosts) -> TimeSplit:
     """Split as `split_step_time`, from a plan alone."""
+    documents = np.arange(len(plan.documents))
     choices = []
-    for dp_rank in range(plan.layout.dp):
-        packs = replica_columns(plan, dp_rank)
-        run = _simulated(plan, dp_rank, packs, tasks_of_columns(plan, dp_rank, costs.model, packs))
-        candidate = Candidate("", packs, run.tasks, run.actions, run.simulation, shardings=packs.shardings)
-        choices.append(ReplicaChoice(np.arange(len(plan.documents)), candidate))
+    for dp_rank, schedule in enumerate(plan.schedules):
+        packs, actions = replica_columns(plan, dp_rank), action_columns(schedule)
+        tasks = tasks_of_columns(plan, dp_rank, costs.model, packs)
+        found = Candidate("", packs, tasks, actions, simulate(tasks, actions), shardings=packs.shardings)
+        choices.append(ReplicaChoice(documents, found))
     return split_step_time(costs, choices)
 
 
-def _split_packs(costs: PackCosts, replicas: Sequence[Candidate], num_documents: Sequence[int]) -> list[PackSplit]:
-    """Split all replicas' packs of each direction at once: numpy calls cost more than their work here."""
+def _split_packs(costs: PackCosts, found: Sequence[Candidate], num_documents: Sequence[int]) -> list[PackSplit]:
+    """All replicas' packs of each direction at once: numpy calls cost more than their work here."""
     first_doc = np.cumsum([0, *num_documents[:-1]]).tolist()
-    sides = [SliceColumns.concat([getattr(one.packs, way) for one in replicas], first_doc) for way in _DIRECTIONS]
-    policies, policy = [one.packs.policy for one in replicas], None
+    sides = [SliceColumns.concat([getattr(one.packs, way) for one in found], first_doc) for way in _DIRECTIONS]
+    policies, policy = [one.packs.policy for one in found], None
     if any(own is not None for own in policies):
         pairs = zip(policies, num_documents, strict=True)
         policy = np.concatenate([np.zeros(count, np.int8) if own is None else own for own, count in pairs])
     shardings: list[PackSharding] = [
-        sharding for one in replicas for sharding in (one.shardings or ("",) * one.packs.forward.num_packs)
+        sharding for one in found for sharding in (one.shardings or ("",) * one.packs.forward.num_packs)
     ]
     ranked = ranked_where_shared(costs, sides[0], sides[1], shardings)
     return [
@@ -191,27 +197,29 @@ def _split_packs(costs: PackCosts, replicas: Sequence[Candidate], num_documents:
     ]
 
 
-def _regathered_s(costs: PackCosts, replica: Candidate) -> float:
-    """Return what backwards that run as I and W take on top."""
-    weights = replica.actions.kind == KINDS.index("W")
-    gather_s = gather_seconds(costs, replica.packs.backward)
-    return float(gather_s[replica.actions.pack[weights], replica.actions.stage[weights]].sum())
+def _gathered_again_s(costs: PackCosts, found: Candidate) -> float:
+    """What its backwards take on top because they run as I and W."""
+    weights = found.actions.kind == KINDS.index("W")
+    again_s = gather_seconds(costs, found.packs.backward)
+    return float(again_s[found.actions.pack[weights], found.actions.stage[weights]].sum())
 
+
+# Predicted seconds of a plan's packs, with what overlapped transfers take from them: what measured packs are held
+# against. A plan's own times are those of packs alone, for searches compare packs by them. Price: that of a `step_end`.
 
 _FIELDS = dict(zip("FBIW", ("forward_s", "backward_s", "input_s", "weight_s"), strict=True))
 
 
 def times_beside_transfers(plan: StepPlan, costs: PackCosts) -> tuple[PackTimes, ...]:
-    """Return predicted seconds of every replica's packs with what collectives take from them, to compare with measured
-    ones; a plan's own times are of packs alone. Whole backwards of a schedule that splits them stay as planned.
+    """Return the times of every replica's packs; whole backwards of a schedule that splits them stay as planned.
 
     Args:
         costs: with which it was planned.
     """
-    replicas = [
-        _simulated(plan, dp_rank, replica_columns(plan, dp_rank), timed_tasks(plan, dp_rank))
-        for dp_rank in range(plan.layout.dp)
-    ]
+    replicas = []
+    for dp_rank, schedule in enumerate(plan.schedules):
+        columns, actions, tasks = replica_columns(plan, dp_rank), action_columns(schedule), timed_tasks(plan, dp_rank)
+        replicas.append(SimulatedReplica(columns.forward, columns.backward, tasks, actions, simulate(tasks, actions)))
     end = step_end(costs, replicas)
     return tuple(_times(times, replica, end) for times, replica in zip(plan.times, end.replicas, strict=True))
 
@@ -227,7 +235,7 @@ def _times(planned: PackTimes, replica: SimulatedReplica, end: StepEnd) -> PackT
             of_kind = actions.kind[own] == KINDS.index(kind)
             seconds[field][actions.pack[own][of_kind], actions.stage[own][of_kind]] = took_s[of_kind]
     return PackTimes(
-        **{field: tuple(map(tuple, rows.tolist())) for field, rows in seconds.items()},
+        **{field: tuple(map(tuple, found.tolist())) for field, found in seconds.items()},
         p2p_forward_s=planned.p2p_forward_s,
         p2p_backward_s=planned.p2p_backward_s,
     )

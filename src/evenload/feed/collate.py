@@ -15,6 +15,7 @@ Price: one indexed copy of every token and target (about 10 ns a token), and abo
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,17 +30,19 @@ PADDING_TOKEN = 0
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PackBatch:
-    """One pack, ready to run. S slices, T tokens with padding.
+    """Holds one pack, ready to run. S slices, T tokens with padding.
 
     Args:
         doc_ids, starts, stops: int64[S]; token range of each slice, its padding included.
         token_ids: int64[T]; padding is 0.
         targets: int64[T]; -100 = no loss.
         positions: int64[T] within the document; padding continues them.
+        num_padding_tokens: of T.
+
+    Attributes:
         cu_seqlens_q, cu_seqlens_k: int32[S + 1], from 0.
         max_seqlen_q, max_seqlen_k: host integers, so that no kernel has to wait for the device.
-        num_label_tokens: targets that carry a loss.
-        num_padding_tokens: computed for nothing.
+        num_tokens: T, the computed tokens, padding included.
     """
 
     doc_ids: NDArray[np.int64]
@@ -48,21 +51,35 @@ class PackBatch:
     token_ids: NDArray[np.int64]
     targets: NDArray[np.int64]
     positions: NDArray[np.int64]
-    cu_seqlens_q: NDArray[np.int32]
-    cu_seqlens_k: NDArray[np.int32]
-    max_seqlen_q: int
-    max_seqlen_k: int
-    num_label_tokens: int
     num_padding_tokens: int
+
+    def __post_init__(self) -> None:
+        if (keys := int(self.stops.sum())) > np.iinfo(np.int32).max:
+            raise InvalidPlanError(f"a pack has {keys} keys, more than cu_seqlens (int32) can hold; use smaller packs")
+
+    @cached_property
+    def cu_seqlens_q(self) -> NDArray[np.int32]:
+        return _edges(self.stops - self.starts).astype(np.int32)
+
+    @cached_property
+    def cu_seqlens_k(self) -> NDArray[np.int32]:
+        return _edges(self.stops).astype(np.int32)
+
+    @property
+    def max_seqlen_q(self) -> int:
+        return int((self.stops - self.starts).max())
+
+    @property
+    def max_seqlen_k(self) -> int:
+        return int(self.stops.max())
 
     @property
     def num_tokens(self) -> int:
-        """T: computed tokens, padding included."""
         return len(self.token_ids)
 
 
 def collate_pack(pack: MicroPack, documents: Mapping[int, NDArray[np.int32]]) -> PackBatch:
-    """The arrays of one pack, of either direction.
+    """Return the arrays of one pack, of either direction.
 
     Args:
         documents: of every document in the pack the tokens, int32[num_tokens]; as a `TokenTable`, the labels too.
@@ -79,12 +96,6 @@ def collate_pack(pack: MicroPack, documents: Mapping[int, NDArray[np.int32]]) ->
     starts = np.fromiter((piece.start for piece in pack.slices), np.int64, num_slices)
     real_stops = np.fromiter((piece.stop for piece in pack.slices), np.int64, num_slices)
     stops = starts + pack.pad_to if pack.pad_to else real_stops
-    edges_q, edges_k = _edges(stops - starts), _edges(stops)
-    if edges_k[-1] > np.iinfo(np.int32).max:
-        raise InvalidPlanError(
-            f"{pack.direction} pack {pack.index} has {edges_k[-1]} keys, more than cu_seqlens (int32) can hold; "
-            "use smaller packs"
-        )
     rows = table.rows(doc_ids)
     sizes = np.where(rows < 0, 0, table.edges[rows + 1] - table.edges[rows])
     wrong = np.flatnonzero(~((starts >= 0) & (starts < real_stops) & (real_stops <= sizes) & (real_stops <= stops)))
@@ -102,11 +113,6 @@ def collate_pack(pack: MicroPack, documents: Mapping[int, NDArray[np.int32]]) ->
         token_ids=token_ids,
         targets=targets,
         positions=positions,
-        cu_seqlens_q=edges_q.astype(np.int32),
-        cu_seqlens_k=edges_k.astype(np.int32),
-        max_seqlen_q=int((stops - starts).max()),
-        max_seqlen_k=int(stops.max()),
-        num_label_tokens=int(np.count_nonzero(targets != IGNORE_INDEX)),
         num_padding_tokens=int((stops - real_stops).sum()),
     )
 
@@ -118,18 +124,12 @@ def collate_ranges(
     documents: Mapping[int, NDArray[np.int32]],
     real_stops: NDArray[np.int64] | None = None,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Token ids, targets and positions of token ranges, one after the other.
+    """Return token ids, targets and positions of token ranges, one after the other; int64[rows] each.
 
     Args:
         starts, stops: int64[n].
-        documents: as in `collate_pack`.
+        documents: as in `collate_pack`. A document without tokens is an `InvalidPlanError`.
         real_stops: int64[n], where the padding of each range begins; default: at the end of its document.
-
-    Returns:
-        int64[rows] each.
-
-    Raises:
-        InvalidPlanError: a document without tokens.
     """
     table = table_of(documents)
     rows = table.rows(doc_ids)
@@ -143,7 +143,9 @@ def collate_ranges(
     source = row + np.repeat(table.edges[rows] + starts - edges[:-1], lengths)
     # Rows without a token are padding; a document's last token has no next one.
     real = np.minimum(stops, sizes if real_stops is None else real_stops)
-    padding = _rows_between(edges[:-1] + np.maximum(real - starts, 0), edges[1:])
+    begins = edges[:-1] + np.maximum(real - starts, 0)
+    padded = np.flatnonzero(begins < edges[1:]).tolist()
+    padding = np.concatenate([np.zeros(0, np.int64), *(np.arange(begins[at], edges[at + 1]) for at in padded)])
     is_last = (starts < sizes) & (real == sizes)
     unlabelled = np.concatenate([padding, (edges[:-1] + sizes - starts - 1)[is_last]])
     source[padding] = 0
@@ -157,17 +159,10 @@ def collate_ranges(
     return token_ids, targets, positions
 
 
-def _rows_between(first: NDArray[np.int64], stops: NDArray[np.int64]) -> NDArray[np.int64]:
-    """All rows of the ranges `[first, stop)`, most of which are empty."""
-    found = np.flatnonzero(first < stops).tolist()
-    spans = [np.arange(int(first[index]), int(stops[index])) for index in found]
-    return np.concatenate([np.zeros(0, np.int64), *spans])
-
-
 def collate_packs(
     packs: PackPlan, documents: Mapping[int, NDArray[np.int32]]
 ) -> tuple[tuple[PackBatch, ...], tuple[PackBatch, ...]]:
-    """Forward and backward packs of one replica; raises as `collate_pack`."""
+    """Return the forward and the backward packs of one replica; raises as `collate_pack`."""
     table = table_of(documents)
     forward = tuple(collate_pack(pack, table) for pack in packs.forward)
     return forward, tuple(collate_pack(pack, table) for pack in packs.backward)

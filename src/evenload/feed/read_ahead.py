@@ -1,8 +1,8 @@
 """`ReadAhead`: items made by a thread before they are needed, at most `depth` ahead.
 
-The thread's own work may be collective (`StepMaker`), so it never stops in the middle: after `close` it still makes the
-items that it was allowed to. As every rank allows equally many, all ranks make the same calls and none waits for one
-that has left, provided that all close after the same item.
+The thread's work may be collective (`StepMaker`), so it never stops in the middle: after `close` it still makes the
+items that it was allowed to. As every rank allows equally many, all ranks make the same calls, provided that all close
+after the same item.
 """
 
 import contextlib
@@ -20,10 +20,10 @@ when the interpreter is gone aborts the process; one that waits for a dead peer 
 
 
 class ReadAhead(Generic[Item]):
-    """Items in order.
+    """Gives items in the order in which they are made.
 
     Args:
-        make: gives the next item; None = there are no more. Called by one thread only. If it holds this object, or
+        make: returns the next item; None = there are no more. Called by one thread only. If it holds this object, or
             one that does, only `close` or the end of the items ends the thread.
         depth: items made ahead; 0 = when they are needed, by the caller's thread.
         name: of the thread.
@@ -44,43 +44,39 @@ class ReadAhead(Generic[Item]):
             channels = (make, self._permits, self._ready)
             self._thread = threading.Thread(target=_make_ahead, args=channels, name=name, daemon=True)
             self._thread.start()
-            # The thread knows nothing of this object, nor does what it calls on: so dropping this object ends it, and
-            # then lets go of all that `make` holds. The interpreter's exit does the same.
+            # Nothing that the thread calls refers to this object: dropping it, as the interpreter's exit does, ends the
+            # thread, which then releases all that `make` holds.
             weakref.finalize(self, _end, self._permits, self._thread)
 
     def peek(self) -> Item | None:
-        """The item that `next` would give, if it is made by now; None where it is not, or there is none. Never waits.
-        For the thread that calls `next`."""
+        """Return the item that `next` would give; None where it is not made yet, or there is none. Never waits. For the
+        thread that calls `next`."""
         if not self._seen and not self._ended:
             with contextlib.suppress(queue.Empty):
                 self._seen.append(self._ready.get_nowait())
         return None if not self._seen or isinstance(self._seen[0], BaseException) else self._seen[0]
 
     def has_next(self) -> bool:
-        """Whether `next` will give an item, or raise. Waits until that is known, so the same on all ranks."""
-        if self._ended:
-            return False
-        if not self._seen:
+        """Return whether `next` will give an item, or raise; waits until that is known, so it is alike on all ranks."""
+        if not self._seen and not self._ended:
             self._seen.append(_make_one(self._make) if self._thread is None else self._ready.get())
-        return self._seen[0] is not None
+        return not self._ended and self._seen[0] is not None
 
     def next(self) -> Item | None:
-        """The next item; None at the end, and ever after. Raises what making it raised, and then has ended."""
-        if self._ended:
-            return None
-        if self._thread is None:
-            item = self._seen.pop() if self._seen else _make_one(self._make)
-        else:
-            item = self._seen.pop() if self._seen else self._ready.get()
-            self._permits.put(True)
-        if item is None or isinstance(item, BaseException):
+        """Return the next item, None at the end and ever after; raise what making it raised, which is the end too."""
+        if not self.has_next():
             self._ended = True
+            return None
+        item = self._seen.pop()
         if isinstance(item, BaseException):
+            self._ended = True
             raise item
+        if self._thread is not None:
+            self._permits.put(True)
         return item
 
     def close(self) -> None:
-        """Stop: what was being made ahead is made, and dropped."""
+        """End the thread; what it was allowed to make is made, and dropped."""
         self._ended = True
         if self._thread is not None:
             self._permits.put(False)

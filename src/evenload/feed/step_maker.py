@@ -1,14 +1,14 @@
-"""`StepMaker`: global batch → plan → tokens on the ranks that train them → account; one step after the other.
+"""`StepMaker`: global batch → plan → tokens on the ranks that train them → ledger; one step after the other.
 
-    next_batch, lengths of coming ones ─► plan (rank 0) ─► broadcast ─► validate ─► note_step ─► exchange ─► PlannedStep
+    next_batch, lengths of coming ones ─► plan (rank 0) ─► broadcast ─► validate ─► ledger ─► exchange ─► PlannedStep
 
-Every call is collective. Rank 0 plans because a plan may depend on the machine (`fixed_exact`'s solver); all ranks get
-its bytes and check them against their digest. An error on rank 0 is raised on every rank. What decides the steps after
-a step travels with it (`loader_state`, `planner_state`), so steps may be made ahead and states saved behind.
+Every call is collective. Rank 0 plans, because a plan may depend on the machine (`fixed_exact`'s solver); all ranks get
+its bytes and check them against their digest. An error on rank 0 is raised on every rank. A step holds the state that
+decides those after it (`loader_state`, `planner_state`), so steps may be made ahead and states saved behind.
 
-Every rank has read some of the documents, and a plan names the documents that each rank trains: one all-to-all brings
-them there. Who sends what follows from plan and batch alone, so no sizes travel. Price: 4 bytes a token and rank that
-needs it (8 where labels travel too), one message per pair of ranks.
+Every rank has read some of the documents; one all-to-all brings them to the ranks that train them. Who sends what
+follows from plan and batch alone, so no sizes travel. Price: 4 bytes a token and rank that needs it (8 where labels
+travel too), one message per pair of ranks.
 """
 
 import functools
@@ -41,12 +41,12 @@ class Planner(Protocol[State]):
 
     @property
     def known_steps(self) -> int:
-        """Steps whose lengths it wants to know, the coming one included."""
+        """Return how many steps' lengths it reads, the coming one included."""
         ...
 
     @property
     def state_type(self) -> type[State]:
-        """What it carries from step to step; made without arguments before the first step."""
+        """Return the type of what it carries from step to step; made without arguments before the first step."""
         ...
 
     def plan_step(
@@ -58,16 +58,13 @@ class Planner(Protocol[State]):
         coming: Sequence[tuple[Document, ...]],
         is_last: bool,
     ) -> tuple[StepPlan, State, LayoutDecision | None]:
-        """Plan a step.
+        """Return the plan, the state after it, and how its layout was decided (None where it cannot change).
 
         Args:
             documents: those that plans of earlier steps deferred, then the new ones.
             state: after the step before.
             coming: documents of the batches that follow, as many as are known.
             is_last: the data has ended, so nothing may be deferred.
-
-        Returns:
-            The plan, the state after it, and how its layout was decided (None where the layout cannot change).
 
         Raises:
             ConfigError, DataError, InfeasiblePlanError: there is no such plan.
@@ -77,15 +74,15 @@ class Planner(Protocol[State]):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PlannedStep(Generic[State]):
-    """One step, its tokens at hand.
+    """Holds one step with its tokens.
 
     Args:
-        epoch: of its new documents; a last step of documents that waited belongs to the last epoch.
+        epoch: of its new documents; a last step of deferred documents belongs to the last epoch.
         tokens: of the documents of this rank's replica.
         loader_state, planner_state: to go on after this step.
-        ledger_lines: the account after this step.
-        origin: names the place where a document of the step was read; part_of: its part of the mixture, by number.
-        plan_time_s: seconds rank 0 spent planning.
+        ledger_lines: what became of all documents and tokens, after this step.
+        plan_time_s: seconds that rank 0 spent planning.
+        origin: returns the place where a document was read; part_of: the number of its part of the mixture.
         decision: about the layout; None where it cannot change.
     """
 
@@ -101,8 +98,8 @@ class PlannedStep(Generic[State]):
     decision: LayoutDecision | None = None
 
 
-class _Answer(Frozen):
-    """What rank 0 broadcasts: a plan and the encoded state after it, or an error of `evenload.errors` by name."""
+class _Reply(Frozen):
+    """Holds what rank 0 broadcasts: a plan and the encoded state after it, or an error of `evenload.errors` by name."""
 
     plan: bytes = b""
     state: bytes = b""
@@ -113,11 +110,10 @@ class _Answer(Frozen):
 
 
 class StepMaker(Generic[State]):
-    """Makes steps of one run.
+    """Makes the steps of one run.
 
     Args:
-        replicas: of every rank of the loader's peers, the replica whose documents it wants in a plan's layout; None =
-            none.
+        replicas: returns, for every rank of the loader's peers, the replica that it trains in a layout; None = none.
         max_pack_tokens: limit that every plan is checked against.
         waiting: entered around every wait for other ranks, with what is waited for; names them where they fail.
     """
@@ -133,11 +129,11 @@ class StepMaker(Generic[State]):
     ) -> None:
         self.loader, self.planner = loader, planner
         self.planner_state = planner.state_type()
-        """After the last step made; to be set where a run is resumed."""
+        """The state after the last step made; to be set where a run is resumed."""
         self._waiting, self._replicas, self._max_pack_tokens = waiting, replicas, max_pack_tokens
 
     def next(self, steps_left: int | None = None) -> PlannedStep[State] | None:
-        """The next step; None when the data has ended. Collective.
+        """Return the next step; None when the data has ended. Collective.
 
         Args:
             steps_left: of the run, this one included; later batches decide nothing. None = all.
@@ -155,8 +151,8 @@ class StepMaker(Generic[State]):
             with self._waiting("the lengths of coming steps"):
                 coming = self.loader.coming(num_coming)
         with self._waiting(f"the plan of step {batch.step}"):
-            answer = self._shared_answer(batch, coming)
-        plan = decode_plan(answer.plan)
+            reply = self._plan(batch, coming)
+        plan = decode_plan(reply.plan)
         validate_plan(plan, max_pack_tokens=self._max_pack_tokens)
         # Also checks that the plan is of this batch: who sends what to whom follows from both.
         self.loader.note_step(batch, plan)
@@ -165,7 +161,7 @@ class StepMaker(Generic[State]):
         with self._waiting(f"the tokens of step {batch.step}"):
             tokens = exchange_tokens(batch, wanted, self.loader.peers)
         self.loader.check_ledger()
-        self.planner_state = msgspec.msgpack.decode(answer.state, type=self.planner.state_type)
+        self.planner_state = msgspec.msgpack.decode(reply.state, type=self.planner.state_type)
         return PlannedStep(
             epoch=batch.epoch - 1 if batch.is_last else batch.epoch,
             plan=plan,
@@ -173,42 +169,42 @@ class StepMaker(Generic[State]):
             loader_state=self.loader.state(),
             planner_state=self.planner_state,
             ledger_lines=tuple(self.loader.summary()),
-            plan_time_s=answer.plan_time_s,
+            plan_time_s=reply.plan_time_s,
             origin=functools.partial(self.loader.origin, batch.place),
             part_of=lambda doc_id: batch.place(doc_id).part,
-            decision=answer.decision,
+            decision=reply.decision,
         )
 
-    def _shared_answer(self, batch: GlobalBatch, coming: tuple[tuple[Document, ...], ...]) -> _Answer:
-        peers, answer, bug = self.loader.peers, _Answer(), None
+    def _plan(self, batch: GlobalBatch, coming: tuple[tuple[Document, ...], ...]) -> _Reply:
+        peers, reply, bug = self.loader.peers, _Reply(), None
         if peers.rank == 0:
             start_s, documents = time.perf_counter(), batch.carried + batch.documents
             try:
                 plan, state, decision = self.planner.plan_step(
                     batch.step, documents, self.planner_state, coming=coming, is_last=batch.is_last
                 )
-                answer = _Answer(
+                reply = _Reply(
                     plan=encode_plan(plan),
                     state=msgspec.msgpack.encode(state),
                     decision=decision,
                     plan_time_s=time.perf_counter() - start_s,
                 )
             except EvenloadError as error:
-                answer = _Answer(error=type(error).__name__, text=str(error))
+                reply = _Reply(error=type(error).__name__, text=str(error))
             except Exception as error:
-                # The others wait for an answer; without one they would wait for their time limit.
+                # The other ranks wait for a reply, without one until their time limit.
                 text = f"planning step {batch.step} failed on rank 0: {error!r}; please report this as a bug"
-                answer, bug = _Answer(error="EvenloadError", text=text), error
-        answer = msgspec.msgpack.decode(peers.broadcast(msgspec.msgpack.encode(answer)), type=_Answer)
+                reply, bug = _Reply(error="EvenloadError", text=text), error
+        reply = msgspec.msgpack.decode(peers.broadcast(msgspec.msgpack.encode(reply)), type=_Reply)
         if bug is not None:
             raise bug
-        if answer.error:
-            raise getattr(errors, answer.error)(answer.text)
-        return answer
+        if reply.error:
+            raise getattr(errors, reply.error)(reply.text)
+        return reply
 
 
 def documents_by_replica(plan: StepPlan) -> tuple[tuple[int, ...], ...]:
-    """The documents with a slice in each replica's packs, ascending."""
+    """Return the doc_ids with a slice in each replica's packs, ascending."""
     return tuple(
         tuple(sorted({piece.doc_id for pack in (*packs.forward, *packs.backward) for piece in pack.slices}))
         for packs in plan.pack_plans
@@ -216,10 +212,9 @@ def documents_by_replica(plan: StepPlan) -> tuple[tuple[int, ...], ...]:
 
 
 def exchange_tokens(batch: GlobalBatch, wanted: Sequence[Sequence[int]], peers: Peers) -> TokenTable:
-    """This rank's documents, where `wanted` are the doc_ids of every rank of `peers`, each once. Collective."""
+    """Return this rank's documents, where `wanted` are the doc_ids of every rank of `peers`, each once. Collective."""
     if peers.size == 1:
-        everything = len(wanted[0]) == len(batch.tokens)
-        return batch.tokens if everything else batch.tokens.select(wanted[0])
+        return batch.tokens if len(wanted[0]) == len(batch.tokens) else batch.tokens.select(wanted[0])
     lengths = {document.doc_id: document.num_tokens for document in batch.documents + batch.carried}
     rank = peers.rank
     tables = [batch.tokens.select([doc_id for doc_id in documents if doc_id in batch.tokens]) for documents in wanted]
@@ -229,9 +224,9 @@ def exchange_tokens(batch: GlobalBatch, wanted: Sequence[Sequence[int]], peers: 
         incoming[owner].append(doc_id)
     copies = 2 if batch.has_labels else 1  # all tokens, then all labels
     sizes = [copies * sum(lengths[doc_id] for doc_id in documents) for documents in incoming]
-    outgoing = [table.tokens for table in tables]
-    if batch.has_labels:
-        outgoing = [np.concatenate([table.tokens, all_labels(table)]) for table in tables]
+    outgoing = [
+        np.concatenate([table.tokens, all_labels(table)]) if batch.has_labels else table.tokens for table in tables
+    ]
     received = peers.exchange(outgoing, sizes)
     arrived: list[TokenTable] = []
     for documents, content in zip(incoming, received, strict=True):

@@ -1,39 +1,35 @@
-"""A pack in the names of each ecosystem: same arrays, other keys, other label convention.
+"""`format_pack`: a pack in the names of each ecosystem; same arrays, other keys, other label convention.
 
-| format | made for | labels |
-|---|---|---|
-| `hf` | transformers models, Trainer, TRL, Accelerate, DeepSpeed | not shifted, -100 at the first token of a document |
-| `varlen` | `torch.nn.attention.varlen.varlen_attn`, flash-attn | `targets`: shifted, -100 at the last token |
-| `torchtitan` | torchtitan 0.3.0: `(inputs, labels)`, `VarlenMetadata` as masks | shifted, -100 at the last token |
-| `megatron` | Megatron-Core, fields of `PackedSeqParams` | shifted, 0 with `loss_mask` 0 where there is no loss |
-| `pack` | everything else | the `PackBatch` itself |
+    hf           transformers, Trainer, TRL, Accelerate, DeepSpeed
+    varlen       torch.nn.attention.varlen, flash-attn
+    torchtitan   torchtitan 0.3.0: inputs, with `VarlenMetadata` as masks, and labels
+    megatron     Megatron-Core, with the fields of `PackedSeqParams`
+    pack         everything else: the `PackBatch` itself
 
-Every format marks where documents begin: cumulative lengths in int32 from 0, the longest as host integers (so that no
-kernel waits for the device), positions from 0 in every document. No attention mask is made. T = tokens of the pack, all
-on the CPU; everything but the labels shares the pack's memory.
+docs/loader.md lists the keys. Tokens, labels and positions are int64[1, T] (`varlen`: [T]) on the CPU, cumulative
+lengths int32[documents + 1] from 0, the longest as host integers, so that no kernel waits for the device. Positions
+begin at 0 in every document; there is no attention mask. Labels of `hf` are not shifted, -100 at a document's first
+token; all others are, -100 at its last. All but the labels share the pack's memory.
 """
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from evenload.data.encoders import IGNORE_INDEX
 from evenload.errors import ConfigError
 from evenload.feed.collate import PackBatch
 
 BatchFormat = Literal["hf", "varlen", "torchtitan", "megatron", "pack"]
-BATCH_FORMATS: tuple[BatchFormat, ...] = get_args(BatchFormat)
 PREFIX_FORMATS: tuple[BatchFormat, ...] = ("varlen", "pack")
-"""Those in which attention may have more keys than queries."""
+"""Formats in which attention may have more keys than queries."""
 
 
 class VarlenMetadata(NamedTuple):
-    """Holds torchtitan's tuple of this name: int32[documents + 1] twice, then host integers.
-
-    `cu_seq_q_host` holds the values of `cu_seq_q` for kernels that want them on the host.
-    """
+    """Holds torchtitan's tuple of this name; `cu_seq_q_host` has the values of `cu_seq_q` on the host."""
 
     cu_seq_q: torch.Tensor
     cu_seq_k: torch.Tensor
@@ -44,139 +40,93 @@ class VarlenMetadata(NamedTuple):
 
 def require_format(format: str) -> None:
     """Raise a `ConfigError` for a format that does not exist."""
-    if format not in BATCH_FORMATS:
-        raise ConfigError(f"format is '{format}'; choose one of {', '.join(BATCH_FORMATS)}")
+    if format not in _MAKERS:
+        raise ConfigError(f"format is '{format}'; choose one of {', '.join(_MAKERS)}")
 
 
 def format_pack(pack: PackBatch, format: BatchFormat, num_label_tokens: int) -> Any:
-    """Return the pack in a format.
+    """Return the pack in a format; a `ConfigError` for one that does not exist.
 
     Args:
         num_label_tokens: of the whole global batch on all ranks: what the sum of the losses is divided by.
-
-    Raises:
-        ConfigError: no such format.
     """
     require_format(format)
     return _MAKERS[format](pack, num_label_tokens)
 
 
+def _row(values: NDArray[Any]) -> torch.Tensor:
+    return torch.from_numpy(values)[None]
+
+
+def _edges(pack: PackBatch, *names: str) -> dict[str, Any]:
+    """Name the cumulative lengths of queries and keys and the longest of each."""
+    edges = torch.from_numpy(pack.cu_seqlens_q), torch.from_numpy(pack.cu_seqlens_k)
+    return dict(zip(names, (*edges, pack.max_seqlen_q, pack.max_seqlen_k), strict=True))
+
+
 def hf_batch(pack: PackBatch, num_label_tokens: int) -> dict[str, Any]:
     """Make the keyword arguments of a transformers causal model: `model(**batch).loss`.
 
-    Returns:
-        `input_ids`, `labels`, `position_ids`: int64[1, T]; `cu_seq_lens_q`, `cu_seq_lens_k`: int32[documents + 1];
-        `max_length_q`, `max_length_k`: int; `num_items_in_batch`: int64[]; `use_cache`: False, because with a cache
-        the models ignore restarting positions, and the documents of a pack would attend to each other.
+    With a cache the models ignore that positions restart, and the documents of a pack would attend to each other.
     """
     labels = np.full_like(pack.targets, IGNORE_INDEX)
     # The target of a document's last token is -100, so that of the token before a document's first one is.
     labels[1:] = pack.targets[:-1]
-    return {
-        "input_ids": torch.from_numpy(pack.token_ids)[None],
-        "labels": torch.from_numpy(labels)[None],
-        "position_ids": torch.from_numpy(pack.positions)[None],
-        "cu_seq_lens_q": torch.from_numpy(pack.cu_seqlens_q),
-        "cu_seq_lens_k": torch.from_numpy(pack.cu_seqlens_k),
-        "max_length_q": pack.max_seqlen_q,
-        "max_length_k": pack.max_seqlen_k,
-        "num_items_in_batch": torch.tensor(max(1, num_label_tokens)),
-        "use_cache": False,
-    }
+    rows = {"input_ids": _row(pack.token_ids), "labels": _row(labels), "position_ids": _row(pack.positions)}
+    edges = _edges(pack, "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+    return rows | edges | {"num_items_in_batch": torch.tensor(max(1, num_label_tokens)), "use_cache": False}
 
 
-def varlen_batch(pack: PackBatch, num_label_tokens: int) -> dict[str, Any]:
-    """Make flat arrays for kernels of variable length.
-
-    Returns:
-        `input_ids`, `targets`, `positions`: int64[T]; `cu_seq_q`, `cu_seq_k`: int32[slices + 1]; `max_q`, `max_k`: int;
-        `num_label_tokens`: int, at least 1.
-    """
-    return {
-        "input_ids": torch.from_numpy(pack.token_ids),
-        "targets": torch.from_numpy(pack.targets),
-        "positions": torch.from_numpy(pack.positions),
-        "cu_seq_q": torch.from_numpy(pack.cu_seqlens_q),
-        "cu_seq_k": torch.from_numpy(pack.cu_seqlens_k),
-        "max_q": pack.max_seqlen_q,
-        "max_k": pack.max_seqlen_k,
-        "num_label_tokens": max(1, num_label_tokens),
-    }
+def _varlen_batch(pack: PackBatch, num_label_tokens: int) -> dict[str, Any]:
+    columns = {"input_ids": pack.token_ids, "targets": pack.targets, "positions": pack.positions}
+    batch: dict[str, Any] = {name: torch.from_numpy(column) for name, column in columns.items()}
+    edges = _edges(pack, "cu_seq_q", "cu_seq_k", "max_q", "max_k")
+    return batch | edges | {"num_label_tokens": max(1, num_label_tokens)}
 
 
-def torchtitan_batch(pack: PackBatch, num_label_tokens: int) -> tuple[dict[str, Any], torch.Tensor]:
-    """Make inputs and labels, as torchtitan's data loaders yield them.
-
-    Returns:
-        `{"input": int64[1, T], "positions": int64[1, T], "attention_masks": VarlenMetadata}` and labels int64[1, T].
-    """
-    inputs = {
-        "input": torch.from_numpy(pack.token_ids)[None],
-        "positions": torch.from_numpy(pack.positions)[None],
-        "attention_masks": VarlenMetadata(
-            torch.from_numpy(pack.cu_seqlens_q),
-            torch.from_numpy(pack.cu_seqlens_k),
-            pack.max_seqlen_q,
-            pack.max_seqlen_k,
-            tuple(pack.cu_seqlens_q.tolist()),
-        ),
-    }
-    return inputs, torch.from_numpy(pack.targets)[None]
+def _torchtitan_batch(pack: PackBatch, num_label_tokens: int) -> tuple[dict[str, Any], torch.Tensor]:
+    edges = _edges(pack, "cu_seq_q", "cu_seq_k", "max_q", "max_k")
+    masks = VarlenMetadata(**edges, cu_seq_q_host=tuple(pack.cu_seqlens_q.tolist()))
+    inputs = {"input": _row(pack.token_ids), "positions": _row(pack.positions), "attention_masks": masks}
+    return inputs, _row(pack.targets)
 
 
 def megatron_batch(pack: PackBatch, num_label_tokens: int) -> dict[str, Any]:
-    """Make what a Megatron-Core `forward_step` hands to `GPTModel`.
-
-    Returns:
-        `tokens`, `labels`, `position_ids`: int64[1, T]; `loss_mask`: float32[1, T]; `attention_mask`: None;
-        `packed_seq_params`: the fields of `PackedSeqParams` as a dictionary (`megatron_packed_seq_params` makes the
-        object); `num_label_tokens`: int, at least 1.
-    """
+    """Make what a Megatron-Core `forward_step` hands to `GPTModel`; a token without a loss has label 0 and mask 0."""
     has_loss = pack.targets != IGNORE_INDEX
+    edges = _edges(pack, "cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv")
     return {
-        "tokens": torch.from_numpy(pack.token_ids)[None],
-        "labels": torch.from_numpy(np.where(has_loss, pack.targets, 0))[None],
-        "loss_mask": torch.from_numpy(has_loss.astype(np.float32))[None],
-        "position_ids": torch.from_numpy(pack.positions)[None],
+        "tokens": _row(pack.token_ids),
+        "labels": _row(np.where(has_loss, pack.targets, 0)),
+        "loss_mask": _row(has_loss.astype(np.float32)),
+        "position_ids": _row(pack.positions),
         "attention_mask": None,
-        "packed_seq_params": {
-            "qkv_format": "thd",
-            "cu_seqlens_q": torch.from_numpy(pack.cu_seqlens_q),
-            "cu_seqlens_kv": torch.from_numpy(pack.cu_seqlens_k),
-            "max_seqlen_q": pack.max_seqlen_q,
-            "max_seqlen_kv": pack.max_seqlen_k,
-        },
+        "packed_seq_params": {"qkv_format": "thd"} | edges,
         "num_label_tokens": max(1, num_label_tokens),
     }
 
 
-_MAKERS: dict[BatchFormat, Callable[[PackBatch, int], Any]] = {
+_MAKERS: dict[str, Callable[[PackBatch, int], Any]] = {
     "hf": hf_batch,
-    "varlen": varlen_batch,
-    "torchtitan": torchtitan_batch,
+    "varlen": _varlen_batch,
+    "torchtitan": _torchtitan_batch,
     "megatron": megatron_batch,
     "pack": lambda pack, _: pack,
 }
 
 
 def megatron_packed_seq_params(batch: dict[str, Any]) -> Any:
-    """Make Megatron-Core's own `PackedSeqParams` of a batch, its tensors where they are.
-
-    Raises:
-        ConfigError: megatron-core is not installed.
-    """
+    """Make Megatron-Core's `PackedSeqParams` of a batch; a `ConfigError` where megatron-core is not installed."""
     try:
         from megatron.core.packed_seq_params import PackedSeqParams  # type: ignore[missing-import]
     except ImportError as err:
-        raise ConfigError(
-            "PackedSeqParams needs megatron-core, which is not installed; install it, or read the fields in "
-            'batch["packed_seq_params"]'
-        ) from err
+        fix = 'install it, or read the fields in batch["packed_seq_params"]'
+        raise ConfigError(f"PackedSeqParams needs megatron-core, which is not installed; {fix}") from err
     return PackedSeqParams(**batch["packed_seq_params"])
 
 
 def move_batch(batch: Any, device: torch.device | str) -> Any:
-    """Return the batch with its tensors on a device; cumulative lengths too, host integers stay."""
+    """Return the batch with its tensors on a device, cumulative lengths too; host integers stay."""
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, VarlenMetadata):

@@ -24,14 +24,8 @@ EndReason = Literal["finished", "stopped", "failed"]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RunStart:
-    """Describes a run, or a start of it.
-
-    Args:
-        config: as resolved; model: as the cost model sees it.
-        layout: in which training begins, such as "dp=2 pp=2".
-        num_ranks: processes of the run.
-        steps_done: before this start; 0 = the run begins.
-    """
+    """Describes a start of a run: its resolved configuration, the layout in which it begins ("dp=2 pp=2"), its
+    processes, and the steps done before."""
 
     config: TrainConfig
     model: ModelSpec
@@ -47,10 +41,9 @@ class RunStart:
 
 @dataclass(frozen=True, kw_only=True)
 class RunEnd:
-    """Describes how this start of a run ended.
+    """Describes how this start of a run ended, after `steps_done` steps in all.
 
     Args:
-        steps_done: in all.
         reason: "finished" all steps, "stopped" by a signal with a checkpoint, or "failed" with an error.
     """
 
@@ -65,14 +58,13 @@ class Callback:
         """Run when training begins, or goes on."""
 
     def on_step(self, report: "StepReport") -> None:
-        """Run after a step; `report` has its row of metrics.jsonl, the plan, and the timeline of all ranks
-        (`measured`)."""
+        """Run after a step; `report` has its row of metrics.jsonl, its plan and all ranks' timeline (`measured`)."""
 
     def on_validation(self, validation: Validation) -> None:
         """Run after the validation of a step, after its `on_step`; `validation.metrics()` has the losses by name."""
 
     def on_checkpoint(self, path: Path) -> None:
-        """Run when a checkpoint is complete: where it is written during training, after the step that completes it."""
+        """Run when a checkpoint is complete; one that is written during training, after the step that completes it."""
 
     def on_end(self, end: RunEnd) -> None:
         """Run when training ends here, for whatever reason; once for every `on_start`."""
@@ -81,47 +73,29 @@ class Callback:
 STEP = "train/global_step"
 """The axis of all other metrics."""
 _NAMES = {
-    "loss": "train/loss",
-    "grad_norm": "train/grad_norm",
+    **{key: f"train/{key}" for key in ("loss", "grad_norm", "total_tokens", "total_label_tokens", "tokens")},
+    **{key: f"train/{key}" for key in ("documents", "deferred_documents")},
+    **{key: f"perf/{key}" for key in ("tokens_per_s", "mfu", "mfu_of_data_sheet", "bubble_fraction")},
+    **{key: f"perf/{key}" for key in ("imbalance_forward", "imbalance_backward", "imbalance_dp", "pack_efficiency")},
+    **{f"{key}_s": f"time/{key}_s" for key in ("data_wait", "reduction", "gather", "elapsed")},
     "lr": "train/learning_rate",
-    "total_tokens": "train/total_tokens",
-    "total_label_tokens": "train/total_label_tokens",
-    "tokens": "train/tokens",
-    "documents": "train/documents",
-    "deferred_documents": "train/deferred_documents",
-    "tokens_per_s": "perf/tokens_per_s",
-    "mfu": "perf/mfu",
-    "mfu_of_data_sheet": "perf/mfu_of_data_sheet",
-    "bubble_fraction": "perf/bubble_fraction",
-    "imbalance_forward": "perf/imbalance_forward",
-    "imbalance_backward": "perf/imbalance_backward",
-    "imbalance_dp": "perf/imbalance_dp",
-    "pack_efficiency": "perf/pack_efficiency",
     "step_time_s": "time/step_s",
     "predicted_step_time_s": "time/predicted_step_s",
-    "data_wait_s": "time/data_wait_s",
     "plan_time_s": "time/plan_s",
-    "reduction_s": "time/reduction_s",
-    "gather_s": "time/gather_s",
-    "elapsed_s": "time/elapsed_s",
     "peak_memory_bytes": "memory/peak_bytes",
     "predicted_peak_memory_bytes": "memory/predicted_peak_bytes",
 }
-"""Keys of `metrics.jsonl`, and the names that people know from other trainers, which stay; trackers log only these."""
+"""Keys of `metrics.jsonl` that trackers log, and the names that people know from other trainers."""
 
 
 def _reported_metrics(report: "StepReport") -> dict[str, float]:
-    """What trackers log of a step and, where its weights were validated, of the losses.
+    """Return what trackers log of a step and, where its weights were validated, of the losses.
 
-    What does not exist is left out, a loss that is not finite is not.
+    Unknown values are left out, and infinite ones but for losses and the like.
     """
-    found = {name: float(value) for key, name in _NAMES.items() if (value := report.row[key]) is not None}
-    found = {name: value for name, value in found.items() if math.isfinite(value) or name.startswith("train/")}
-    return found | ({} if report.validation is None else report.validation.metrics())
-
-
-TENSORBOARD_DIRECTORY = "tensorboard"
-_FLUSH_EVERY_S = 10
+    metrics = {name: float(value) for key, name in _NAMES.items() if (value := report.row[key]) is not None}
+    metrics = {name: value for name, value in metrics.items() if math.isfinite(value) or name.startswith("train/")}
+    return metrics | ({} if report.validation is None else report.validation.metrics())
 
 
 class TensorBoardLog(Callback):
@@ -137,12 +111,12 @@ class TensorBoardLog(Callback):
         """Open a file."""
         from torch.utils.tensorboard.writer import SummaryWriter
 
-        directory = run.output_dir / TENSORBOARD_DIRECTORY
+        directory = run.output_dir / "tensorboard"
         if run.steps_done == 0 and directory.is_dir():
             # The run begins anew in its directory, as its metrics do.
             for file in directory.glob("events.out.tfevents.*"):
                 file.unlink()
-        self._writer = SummaryWriter(str(directory), purge_step=run.steps_done or None, flush_secs=_FLUSH_EVERY_S)
+        self._writer = SummaryWriter(str(directory), purge_step=run.steps_done or None, flush_secs=10)
 
     def on_step(self, report: "StepReport") -> None:
         """Log its row."""
@@ -157,15 +131,12 @@ class TensorBoardLog(Callback):
             self._writer = None
 
 
-IDENTITY_FILE = "wandb.json"
-
-
 class WandbLog(Callback):
     """Writes a run's steps to one run of Weights & Biases, whatever number of starts ours has.
 
     Its identity is kept in `wandb.json` in the output directory. Steps are an axis of their own (`train/global_step`),
-    because those since the last checkpoint are trained again after a resume, and Weights & Biases takes its own steps
-    in rising order only. `WANDB_MODE=offline` and other settings of theirs hold.
+    because some are trained again after a resume, and Weights & Biases takes its own steps in rising order only.
+    `WANDB_MODE=offline` and other settings of theirs hold.
     """
 
     def __init__(self) -> None:
@@ -175,9 +146,9 @@ class WandbLog(Callback):
         """Open the run, or go on with it."""
         wandb: Any = import_module("wandb")
 
-        log, file = run.config.log, run.output_dir / IDENTITY_FILE
+        log, file = run.config.log, run.output_dir / "wandb.json"
         run.output_dir.mkdir(parents=True, exist_ok=True)
-        # A run that begins anew in the same directory is another one.
+        # A run that begins anew in the same directory is a new one.
         known = msgspec.json.decode(file.read_bytes())["id"] if run.steps_done and file.is_file() else None
         self._run = wandb.init(
             project=log.project,

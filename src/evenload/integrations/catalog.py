@@ -1,14 +1,242 @@
-"""The engines that train Evenload's plans, a typed record each, and `LOOP`: any loop over a `PackedLoader`.
+"""The engines that train Evenload's plans: a typed record each (`EngineProfile`), and the refusals that follow from it.
 
-docs/engines.md names the source of each fact. A new engine is a record here, a file with its adapter in this folder, a
-test of the conformance suite and a section of that page.
+Planning, projection and price read these facts; none of them reads an engine's name. docs/engines.md names the source
+of each fact. A new engine is a record here, a file with its adapter in this folder, a test of the conformance suite and
+a section of that page.
 """
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Literal, NoReturn
 
 from evenload.errors import ConfigError
-from evenload.integrations.engine_profile import EngineProfile, Topic
-from evenload.types.base import did_you_mean
+from evenload.plan.problem import CHOOSE, PlanOptions
+from evenload.plan.strategies.registry import STRATEGIES, strategy_named
+from evenload.plan.strategies.strategy import LeftOutStrategy
+from evenload.types.base import Frozen, did_you_mean
+from evenload.types.layout import ParallelLayout
+from evenload.types.model import ModelSpec
+
+BEST = "auto"
+"""Under an engine: the fastest, by its price, of all strategies that it can run (`planner.EnginePlanner`)."""
+
+Topic = Literal["slices", "sharing", "layouts", "pipeline", "virtual", "context", "mixed_context", "counts", "tensor"]
+"""What a plan or a loader may need that an engine, or Evenload's adapter to it, lacks."""
+
+_WHOLE = "Choose balanced, best_fit, fixed_greedy or wlb, or auto for the fastest of them by this engine's price"
+_OF_EVERY_ENGINE: Mapping[Topic, str] = {
+    "slices": "It keeps no keys and values of an earlier micro-batch, so a document has to be whole",
+    "sharing": "Its data-parallel ranks have no collective in attention, so none of them sees another's tokens",
+    "layouts": "Its ranks and stages are set up once, at its start",
+    "virtual": "Its interleaved schedule needs a pipeline of several ranks",
+}
+_INSTEAD: Mapping[Topic, str] = {
+    "slices": f"{_WHOLE}; 'evenload train' runs slices",
+    "sharing": f"{_WHOLE}; a context-parallel group or 'evenload train' shares long documents",
+    "layouts": "Plan in one even layout (evenload plan --search-layout finds one); 'evenload train' changes layouts",
+    "pipeline": "Use a layout with pp=1, or engine megatron, or 'evenload train'",
+    "virtual": "Use virtual=1, or 'evenload train'",
+    "context": "Use cp=1; 'evenload train' shares long documents",
+    "mixed_context": "Choose balanced, best_fit or wlb",
+    "counts": "Leave equal_micro_batches out: ranks short of work get micro-batches of padding, whose gradient is 0",
+    "tensor": "Use tp=1, or 'evenload train'",
+}
+
+
+class Limitation(Frozen):
+    """Describes what an adapter refuses to run (`topic`), why, and what works instead."""
+
+    topic: Topic
+    why: str
+    instead: str
+
+
+class EngineProfile(Frozen):
+    """Describes one engine, in one way of using it.
+
+    Args:
+        name: `--engine NAME`, `PackedLoader(engine=NAME)`.
+        title: engine and versions that the facts were read from.
+        formats: those of `batch_formats` that its model takes, the usual one first.
+        equal_counts: data-parallel ranks run equally many micro-batches a step; ranks short of work get empty ones.
+        constant_counts: every step of a run has as many micro-batches as any other; the user gives the number.
+        static_pipeline: in a pipeline, `constant_counts` holds and all micro-batches of a step have one length.
+        context_parallel: "fixed": a group cuts every document into equal chunks; "heads": a group splits the rows of
+            every micro-batch outside of attention and the heads inside (Ulysses); "none".
+        document_chunks: chunks of a document on every rank of the group, under "fixed".
+        schedules: names of `schedule.registry` in whose order it runs a pipeline; () = it has none.
+        gathers: when sharded weights are all-gathered: "never" (ranks hold all), "step" (after the update), "pass"
+            (unit by unit in every forward and backward, so that ranks wait for each other in every micro-batch).
+        reduces: when gradients are reduced: "step" (once), "pass" (after every backward, where ranks wait).
+        overlaps_reduction: the reduction runs during the backward, unit by unit; else after it.
+        reduction_bucket: parameters that are reduced at once in every pass; 0 = unit by unit.
+        blocking_sends: a rank computes nothing while it sends activations, and sends their shape first.
+        sharded_update: a rank updates its share of the weights; else every rank updates all of them.
+        slices: it can run packs of parts of documents.
+        cannot: why it cannot run what a user may request.
+        not_adapted: what the engine runs and is priced for, but Evenload's adapter refuses, and why.
+    """
+
+    name: str
+    title: str
+    formats: tuple[str, ...]
+    equal_counts: bool
+    constant_counts: bool = False
+    static_pipeline: bool = False
+    context_parallel: Literal["none", "fixed", "heads"] = "none"
+    document_chunks: int = 1
+    schedules: tuple[str, ...] = ()
+    gathers: Literal["never", "step", "pass"]
+    reduces: Literal["step", "pass"] = "step"
+    overlaps_reduction: bool = False
+    reduction_bucket: int = 0
+    blocking_sends: bool = False
+    sharded_update: bool = True
+    slices: bool = False
+    cannot: Mapping[Topic, str] = {}
+    not_adapted: Mapping[Topic, str] = {}
+
+    def not_adapted_in(self, layout: ParallelLayout) -> tuple[Limitation, ...]:
+        """Return what the adapter refuses to run in this layout, though the engine would."""
+        needed = {
+            "pipeline": layout.num_stages > 1,
+            "virtual": layout.num_stages > layout.pp,
+            "context": layout.cp > 1,
+            "tensor": layout.tp > 1,
+        }
+        return tuple(
+            Limitation(topic=topic, why=why, instead=_INSTEAD[topic])
+            for topic, why in self.not_adapted.items()
+            if needed[topic]
+        )
+
+    def gathers_in(self, layout: ParallelLayout) -> Literal["never", "step", "pass"]:
+        """Return when sharded weights are gathered; a pipeline keeps them between micro-batches."""
+        return "step" if self.gathers == "pass" and layout.num_stages > 1 else self.gathers
+
+    def reduces_in(self, layout: ParallelLayout) -> Literal["step", "pass"]:
+        """Return when gradients are reduced; a pipeline reduces them after its last micro-batch."""
+        return "step" if layout.num_stages > 1 else self.reduces
+
+    def waits_in(self, layout: ParallelLayout) -> bool:
+        """Return whether ranks wait for each other in every micro-batch."""
+        return "pass" in (self.gathers_in(layout), self.reduces_in(layout)) and layout.dp * layout.cp > 1
+
+    def pads_in(self, layout: ParallelLayout) -> bool:
+        """Return whether all micro-batches of a step have equally many tokens."""
+        return self.static_pipeline and layout.num_stages > 1
+
+    def is_constant_in(self, layout: ParallelLayout) -> bool:
+        """Return whether every step has as many micro-batches as any other."""
+        return self.constant_counts or self.pads_in(layout)
+
+    def count_multiple_in(self, layout: ParallelLayout) -> int:
+        """Return of what a rank's micro-batches are a multiple: with virtual stages, of the pipeline's ranks."""
+        return layout.pp if layout.num_stages > layout.pp > 1 else 1
+
+    def refuse(self, topic: Topic, request: str) -> NoReturn:
+        """Raise a `ConfigError` that names the request, why the engine cannot, and the nearest thing that works."""
+        why = self.cannot.get(topic) or _OF_EVERY_ENGINE.get(topic, "")
+        raise ConfigError(f"engine {self.name}: {request}. {why}. {_INSTEAD[topic]}")
+
+
+def require_layout(profile: EngineProfile, layout: ParallelLayout) -> None:
+    """Raise a `ConfigError` for a layout that the engine does not have."""
+    name = f"layout {layout.describe()}"
+    if layout.has_wide_stages:
+        profile.refuse("layouts", f"{name} has stages with different numbers of devices")
+    if layout.num_stages > 1 and not profile.schedules:
+        profile.refuse("pipeline", f"{name} has a pipeline of {layout.num_stages} stages")
+    if layout.num_stages > layout.pp and (layout.pp == 1 or "interleaved" not in profile.schedules):
+        profile.refuse("virtual", f"{name} has {layout.num_stages} virtual stages on {layout.pp} pipeline ranks")
+    if layout.cp > 1 and profile.context_parallel == "none":
+        profile.refuse("context", f"{name} shares documents among {layout.cp} context-parallel ranks")
+
+
+def require_heads(profile: EngineProfile, model: ModelSpec, layout: ParallelLayout) -> None:
+    """Raise a `ConfigError` where ranks that share heads would have none or unequally many."""
+    heads, kv_heads, ranks = model.num_heads, model.num_kv_heads, layout.cp * layout.tp
+    if profile.context_parallel == "heads" and (heads % ranks or (kv_heads % ranks and ranks % kv_heads)):
+        raise ConfigError(
+            f"engine {profile.name}: layout {layout.describe()} shares heads among {ranks} ranks, and {model.name} has "
+            f"{heads} query heads and {kv_heads} key/value heads. Use as many ranks as divide both, or a multiple of "
+            f"{kv_heads} that divides {heads}"
+        )
+
+
+def require_strategy(profile: EngineProfile, name: str, options: PlanOptions, layout: ParallelLayout) -> None:
+    """Raise a `ConfigError` for a strategy, layout, schedule or option that the engine does not have."""
+    require_layout(profile, layout)
+    _require_options(profile, options, layout)
+    if name == BEST:
+        return
+    strategy = strategy_named(name)
+    if strategy.changes_layout:
+        profile.refuse("layouts", f"strategy {name} changes the layout between steps")
+    if strategy.cuts_documents and not profile.slices:
+        profile.refuse("slices", f"strategy {name} cuts documents into slices")
+    if strategy.shares_documents:
+        profile.refuse("sharing", f"strategy {name} shares documents among replicas")
+    if strategy.assigns_ranks and layout.cp > 1:
+        request = f"strategy {name} keeps some documents of a micro-batch whole on one rank of {layout.cp}"
+        profile.refuse("mixed_context", request)
+    strategy.require_layout(layout)
+
+
+def _require_options(profile: EngineProfile, options: PlanOptions, layout: ParallelLayout) -> None:
+    def refuse(option: str, why: str) -> NoReturn:
+        raise ConfigError(f"engine {profile.name}: plan.options.{option} is '{getattr(options, option)}'{why}")
+
+    schedule = options.schedule
+    if profile.context_parallel != "none" and options.cp_sharding not in ("mixed", "per_document"):
+        refuse("cp_sharding", ". Its context-parallel group shares every document equally; set 'per_document'")
+    if schedule != CHOOSE and schedule not in profile.schedules:
+        if not profile.schedules:
+            profile.refuse("pipeline", f"plan.options.schedule is '{schedule}'")
+        refuse("schedule", f", which it does not have. Use one of {', '.join(profile.schedules)}, or leave it out")
+    if schedule != CHOOSE and (schedule == "interleaved") != (layout.num_stages > layout.pp):
+        why = "Ranks with several virtual stages run interleaved, others do not"
+        refuse("schedule", f" on layout {layout.describe()}. {why}. Leave the schedule out, or change virtual")
+    if options.policy not in ("choose", "replay"):
+        refuse("policy", ". Plans do not change what it keeps; leave it out, and set the engine's checkpointing")
+
+
+def require_auto(profile: EngineProfile, options: PlanOptions) -> None:
+    """Raise a `ConfigError` for what an engine's `auto` ignores: it plans every global batch by itself."""
+    if options.window > 1:
+        raise ConfigError(
+            f"engine {profile.name}: plan.options.window is {options.window} with strategy {BEST}, which plans every "
+            "batch by itself. Name fixed_greedy, which packs over several, or leave it out"
+        )
+
+
+def runnable(
+    profile: EngineProfile, options: PlanOptions, layout: ParallelLayout
+) -> tuple[tuple[str, ...], tuple[LeftOutStrategy, ...]]:
+    """Return the strategies that the engine can run in this layout, and why not the others.
+
+    Exact solvers, which take their time limit in every step, run only where they are named. Raises a `ConfigError`
+    where nothing runs, for want of the layout or schedule.
+    """
+    require_strategy(profile, BEST, options, layout)
+    names: list[str] = []
+    left_out: list[LeftOutStrategy] = []
+    for one in STRATEGIES.values():
+        if one.name == BEST:
+            continue
+        if one.solver_limit_s is not None:
+            limit_s = one.solver_limit_s(options)
+            why = f"its solver takes up to {limit_s:g} s for every step; --strategy {one.name} runs it"
+            left_out.append(LeftOutStrategy(name=one.name, why=why))
+            continue
+        try:
+            require_strategy(profile, one.name, options, layout)
+        except ConfigError as error:
+            why = str(error).removeprefix(f"engine {profile.name}: ").removeprefix(f"strategy {one.name}").lstrip(": ")
+            left_out.append(LeftOutStrategy(name=one.name, why=why))
+        else:
+            names.append(one.name)
+    return tuple(names), tuple(left_out)
+
 
 _GATHERS = (
     "gathers a unit's weights in every forward and backward, so a rank with fewer micro-batches would let the others "
@@ -46,7 +274,6 @@ _ENGINES = (
         title="Megatron-Core 0.16.1",
         formats=("megatron",),
         equal_counts=False,
-        virtual_count_multiple=True,
         context_parallel="fixed",
         document_chunks=2,
         schedules=("1f1b", "interleaved"),
@@ -67,7 +294,6 @@ _ENGINES = (
         formats=("torchtitan",),
         equal_counts=True,
         static_pipeline=True,
-        virtual_count_multiple=True,
         schedules=("1f1b", "interleaved", "gpipe"),
         # Its Trainer never turns FSDP2's set_requires_gradient_sync off; the stages of a pipeline do.
         gathers="pass",

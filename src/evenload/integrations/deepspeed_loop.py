@@ -5,13 +5,14 @@ number that DeepSpeed divides gradients by, because it takes a mean. Gradients a
 once a step (`engine.coalesce_grad_reduction()`), which keeps whole gradients on every rank until then. Each parameter
 needs a gradient on all ranks or on none: a rank without documents runs a pack without a loss.
 
-Under Ulysses the ranks of a group share every pack: each has its rows of embedding, norms, feed-forward blocks and
-loss, and between two all-to-alls some heads of all rows. Groups and all-to-alls are DeepSpeed's; attention is
-`document_attention`, because `sdpa` runs the pack as one causal sequence.
+Under Ulysses the ranks of a group share every pack: each has some rows outside of attention, and between two
+all-to-alls some heads of all rows. Groups and all-to-alls are DeepSpeed's; attention is `document_attention`, because
+`sdpa` runs the pack as one causal sequence.
 """
 
 import importlib.metadata
 from collections.abc import Iterator
+from contextlib import nullcontext
 from os import PathLike
 from pathlib import Path
 from pickle import UnpicklingError
@@ -21,20 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from evenload.data.encoders import IGNORE_INDEX
 from evenload.errors import CheckpointError, ConfigError
-from evenload.integrations.batch_formats import format_pack, move_batch
-from evenload.integrations.engine_loop import (
-    EngineLoop,
-    PackLoss,
-    document_attention,
-    from_rank_zero,
-    host_edges,
-    model_inputs,
-    sum_over_ranks,
-    token_loss,
-)
-from evenload.integrations.packed_loader import PackedLoader, PackedStep, zero_weight_pack
+from evenload.integrations.engine_loop import EngineLoop, PackLoss, document_attention, from_rank_zero, shifted_labels
+from evenload.integrations.packed_loader import PackedLoader, PackedStep
 from evenload.types.text import counted
 
 LOADER_STATE = "evenload_loader"
@@ -43,7 +33,7 @@ _NUM_STEPS = "evenload_num_steps"
 DOCUMENTS = "evenload_documents"
 """Name of Evenload's attention among transformers' (`attn_implementation`)."""
 _OTHER_ATTENTION = ("dropout", "sliding_window", "softcap", "s_aux")
-"""What transformers may hand to attention, and `document_attention` does not have."""
+"""Settings of attention in transformers that `document_attention` does not have."""
 
 
 class DeepSpeedLoop(EngineLoop):
@@ -52,8 +42,7 @@ class DeepSpeedLoop(EngineLoop):
     Args:
         engine: of `deepspeed.initialize`, all ranks data-parallel or in sequence groups (`share_sequences`).
         loader: with `equal_micro_batches` under ZeRO-3 and where gradients are reduced after every micro-batch.
-        loss: of one micro-batch; default: `hf_pack_loss`. In a sequence group of the rank's share (`sequence_share`);
-            default: `share_loss`.
+        loss: of one micro-batch, in a sequence group of the rank's share (`sequence_share`); default: `hf_pack_loss`.
         reduce_every_pack: reduce gradients after every micro-batch; default: under ZeRO-3, and under ZeRO-2 where all
             ranks run equally many.
 
@@ -72,11 +61,11 @@ class DeepSpeedLoop(EngineLoop):
         for message in _unfit(engine):
             raise ConfigError(message)
         ranks = engine.sequence_parallel_size
-        super().__init__(engine.module, loader, loss, engine="DeepSpeed", sequence_ranks=ranks)
+        super().__init__(engine.module, loader, loss, engine="DeepSpeed", device=engine.device, sequence_ranks=ranks)
         self.engine, self._sequence_ranks, self._sequence_rank = engine, ranks, 0
         if ranks > 1:
             _require_documents_apart(getattr(engine.module, "config", None))
-            self._sequence_rank, self._loss = _place_among(engine, ranks), loss or share_loss
+            self._sequence_rank = _place_among(engine, ranks)
         self._averaged_over = _averaged_over(engine)
         stage = int(engine.zero_optimization_stage())
         if reduce_every_pack is None:
@@ -92,38 +81,24 @@ class DeepSpeedLoop(EngineLoop):
             )
         self._reduce_every_pack = reduce_every_pack
 
-    def accumulate(self, step: PackedStep) -> torch.Tensor:
+    def accumulate(self, step: PackedStep) -> Tensor:
         """Run forward and backward of one global batch, and return its loss. Collective."""
-        if self._reduce_every_pack:
-            return sum_over_ranks(self._run(step))
-        with self.engine.coalesce_grad_reduction():
-            total = self._run(step)
-        return sum_over_ranks(total)
+        with nullcontext() if self._reduce_every_pack else self.engine.coalesce_grad_reduction():
+            return super().accumulate(step)
 
-    def _run(self, step: PackedStep) -> torch.Tensor:
-        device = self.engine.device
-        total = torch.zeros((), device=device)
-        # A rank without any gradient would leave out the reductions that the others wait in.
-        options = self.loader.options
-        batches = step.batches
-        if not batches:
-            pack = zero_weight_pack(options.row_multiple)
-            batches = (format_pack(pack, options.batch_format, step.num_label_tokens),)
-        for index, batch in enumerate(batches):
-            if self._reduce_every_pack:
-                self.engine.set_gradient_accumulation_boundary(index == len(batches) - 1)
-            if self._sequence_ranks > 1:
-                batch = sequence_share(batch, self._sequence_rank, self._sequence_ranks)
-            loss = self._loss(self.engine, move_batch(batch, device))
-            self.engine.backward(loss * self._averaged_over)
-            total = total + loss.detach()
-        return total
+    def _run(self, batch: Any, is_last: bool) -> Tensor:
+        if self._reduce_every_pack:
+            self.engine.set_gradient_accumulation_boundary(is_last)
+        if self._sequence_ranks > 1:
+            batch = sequence_share(batch, self._sequence_rank, self._sequence_ranks)
+        loss = self._loss(self.engine, batch)
+        self.engine.backward(loss * self._averaged_over)
+        return loss
 
     def update(self) -> bool:
-        """Apply the gradients, clipped and scaled as the engine's configuration says, and forget them. Collective.
+        """Apply the gradients, clipped and scaled as the engine is configured, and forget them. Collective.
 
-        Returns:
-            False where DeepSpeed left the update out, because gradients overflowed in fp16.
+        Returns False where DeepSpeed left the update out, because gradients overflowed in fp16.
         """
         self.engine.step()
         return bool(self.engine.was_step_applied())
@@ -136,8 +111,8 @@ class DeepSpeedLoop(EngineLoop):
     def load(self, directory: str | PathLike[str], tag: str | None = None) -> None:
         """Go on from a checkpoint. Collective.
 
-        With another number of ranks from one that DeepSpeed's `ds_to_universal` has made universal (Adam only), by an
-        engine with `"checkpoint": {"load_universal": true}` in its configuration.
+        With another number of ranks it has to be universal (DeepSpeed's `ds_to_universal`, Adam only), and the engine's
+        configuration to have `"checkpoint": {"load_universal": true}`.
 
         Raises:
             CheckpointError: no such checkpoint, of another number of ranks, or one without a loader's state.
@@ -147,116 +122,86 @@ class DeepSpeedLoop(EngineLoop):
         path, client_state = self.engine.load_checkpoint(str(directory), tag=tag)
         missing = {LOADER_STATE, _NUM_STEPS} - set(client_state or {})
         if path is None or missing:
-            raise CheckpointError(
-                f"'{directory}' is no checkpoint of this loop (found: {path}, missing: {sorted(missing)}); give the "
-                "folder that save wrote"
-            )
+            what = f"is no checkpoint of this loop (read: {path}, missing: {sorted(missing)})"
+            raise CheckpointError(f"'{directory}' {what}; give the folder that save wrote")
         self.loader.load_state_dict(client_state[LOADER_STATE])
         self.num_steps = client_state[_NUM_STEPS]
 
 
 def require_same_ranks(directory: Path, tag: str | None, ranks: int) -> None:
-    """Raise a `CheckpointError` where a checkpoint is of another number of ranks. Collective.
+    """Raise a `CheckpointError` where a checkpoint (without a tag the newest) is of other ranks, by what it states:
+    files of other ranks may lie on the disks of other nodes. Collective."""
 
-    Args:
-        tag: None = that of the newest one.
-    """
-    folder, saved = from_rank_zero(lambda: _folder_and_ranks(directory, tag), f"'{directory}' cannot be read")
-    if saved is not None and saved != ranks:
-        raise CheckpointError(
-            f"'{folder}' was saved by {counted(saved, 'rank')}, and there are {ranks}; make it universal: python -m "
-            f"deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder {folder} --output_folder "
-            f'{folder}-universal, and set "checkpoint": {{"load_universal": true}} in the engine\'s configuration'
-        )
-
-
-def _folder_and_ranks(directory: Path, tag: str | None) -> tuple[Path, int | None]:
-    """A checkpoint's folder and the number of ranks in it; None where DeepSpeed will find none itself.
-
-    The files of the other ranks are not counted: they may lie on the disks of other nodes.
-    """
-    latest = directory / "latest"
-    folder = directory / (tag or (latest.read_text().strip() if latest.is_file() else ""))
-    # Of ZeRO-1 and 2, and of ZeRO-3.
-    for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
-        if (folder / name).is_file():
+    def check() -> None:
+        latest = directory / "latest"
+        folder = directory / (tag or (latest.read_text().strip() if latest.is_file() else ""))
+        # Of ZeRO-1 and 2, and of ZeRO-3.
+        for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
+            if not (folder / name).is_file():
+                continue
             try:
-                # DeepSpeed unpickles it next in any case; so, weights stay on the disk.
+                # DeepSpeed unpickles it next in any case. With mmap, weights stay on the disk.
                 state = torch.load(folder / name, map_location="cpu", mmap=True, weights_only=False)
             except (RuntimeError, EOFError, UnpicklingError) as error:
                 raise CheckpointError(f"'{folder / name}' cannot be read: {error}; give another tag") from error
-            return folder, state.get("dp_world_size")
-    return folder, None
+            if (saved := state.get("dp_world_size")) not in (None, ranks):
+                raise CheckpointError(
+                    f"'{folder}' was saved by {counted(saved, 'rank')}, and there are {ranks}; make it universal: "
+                    "python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder "
+                    f'{folder} --output_folder {folder}-universal, and set "checkpoint": '
+                    '{"load_universal": true} in the engine\'s configuration'
+                )
+
+    from_rank_zero(check, f"'{directory}' cannot be read")
 
 
 def _unfit(engine: Any) -> Iterator[str]:
-    """Why the engine would train something else, or wait for ever."""
+    """Yield why the engine would train something else, or wait for ever."""
     for name in ("coalesce_grad_reduction", "zero_optimization_stage", "gradient_accumulation_steps"):
         if not hasattr(engine, name):
-            yield (
-                f"{type(engine).__name__} has no {name}: give the engine of deepspeed.initialize, of DeepSpeed 0.19.2 "
-                "or later"
-            )
+            yield f"{type(engine).__name__} has no {name}; give deepspeed.initialize's engine, of 0.19.2 or later"
     if getattr(engine, "pipeline_parallelism", False):
         yield "a PipelineModule makes micro-batches of one shape; train without it, or with 'evenload train'"
     if (stage := int(engine.zero_optimization_stage())) not in (1, 2, 3):
-        yield (
-            f"ZeRO stage is {stage}: without ZeRO the engine cannot defer the sum of gradients; set "
-            '"zero_optimization": {"stage": 1} (or 2, 3)'
-        )
+        yield f'ZeRO stage is {stage}, which cannot defer reductions; set "zero_optimization": {{"stage": 1}} (or 2, 3)'
     if not getattr(engine, "gradient_average", True):
         yield 'gradient_allreduce_op is "sum", and the loss is multiplied for a mean; set it to "mean"'
     if not getattr(engine, "managed_gradient_accumulation", lambda: True)():
         yield "managed_gradient_accumulation is False, so the engine never learns the end of a step; leave it out"
     if (steps := engine.gradient_accumulation_steps()) != 1:
-        yield (
-            f"gradient_accumulation_steps is {steps}, by which DeepSpeed would divide gradients that are divided by "
-            "label tokens; set it to 1 (the plan has the number of micro-batches)"
-        )
+        yield f"gradient_accumulation_steps is {steps}; set it to 1, as the plan has the number of micro-batches"
     # With sequence groups the engine shards, sums and counts over both dimensions.
     if (size := engine.seq_dp_world_size) != dist.get_world_size():
         yield (
-            f"gradients are summed over {size} ranks of {dist.get_world_size()}: tensor and expert parallel ranks, and "
-            "sequence_parallel_size in the configuration, are not tested with packs; leave all ranks data-parallel, or "
-            "use mpu = share_sequences(model, ranks)"
+            f"gradients are summed over {size} ranks of {dist.get_world_size()}, and tensor, expert and other sequence "
+            "parallel ranks are not tested; leave all data-parallel, or use mpu = share_sequences(model, ranks)"
         )
 
 
 def _place_among(engine: Any, ranks: int) -> int:
-    """This rank's place in its sequence group; a `ConfigError` where the loader gives other groups the same packs."""
+    """Return this rank's place in its sequence group; a `ConfigError` where the loader gives other ranks its packs."""
     members, rank = dist.get_process_group_ranks(engine.get_sequence_parallel_group()), dist.get_rank()
-    first = rank // ranks * ranks
-    if members != [*range(first, first + ranks)]:
-        raise ConfigError(
-            f"rank {rank} shares sequences with the ranks {members}, and the loader gives the same packs to "
-            f"{[*range(first, first + ranks)]}; make groups of neighbours, as share_sequences does"
-        )
-    return rank - first
+    neighbours = [*range(rank // ranks * ranks, (rank // ranks + 1) * ranks)]
+    if members != neighbours:
+        raise ConfigError(f"rank {rank} shares sequences with {members}; groups are of neighbours, here {neighbours}")
+    return rank % ranks
 
 
 def _averaged_over(engine: Any) -> int:
-    """By what DeepSpeed divides the sum of all ranks' gradients.
+    """Return the number by which DeepSpeed divides the sum of all ranks' gradients.
 
-    With sequence groups that is not one number under ZeRO-3: `__avg_scatter_grads` (zero/stage3.py), which reduces
-    and scatters, divides by all ranks, `__avg_scatter_contiguous_grads` by all ranks over those of a group.
-
-    Raises:
-        ConfigError: ZeRO-3 with sequence groups where it may take the other way, or in a version not read.
+    Under ZeRO-3 with sequence groups, `__avg_scatter_grads` (zero/stage3.py) divides by all ranks, and
+    `__avg_scatter_contiguous_grads` by the groups: a `ConfigError` where the latter may run, or in a version not read.
     """
     world_size, ranks = dist.get_world_size(), engine.sequence_parallel_size
     if ranks == 1 or int(engine.zero_optimization_stage()) != 3:
         return world_size // ranks
     version = importlib.metadata.version("deepspeed")
     if not engine.zero_reduce_scatter():
-        raise ConfigError(
-            "reduce_scatter is false under ZeRO-3 with sequence groups, where DeepSpeed divides large and small "
-            "parameters' gradients by different numbers; leave it out, or use ZeRO-2"
-        )
+        raise ConfigError("reduce_scatter is false under ZeRO-3 with sequence groups; leave it out, or use ZeRO-2")
     if not version.startswith("0.19."):
-        raise ConfigError(
-            f"DeepSpeed {version} under ZeRO-3 with sequence groups may divide gradients by another number than 0.19; "
-            "install deepspeed==0.19.8, or use ZeRO-2"
-        )
+        fix = "install deepspeed==0.19.8, or use ZeRO-2"
+        raise ConfigError(f"DeepSpeed {version} is not tested under ZeRO-3 with sequence groups; {fix}")
     return world_size
 
 
@@ -268,17 +213,11 @@ class SequenceGroups:
 
     def __init__(self, groups: Any) -> None:
         self._groups = groups
+        self.get_tensor_model_parallel_world_size = lambda: 1
+        self.get_tensor_model_parallel_rank = lambda: 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._groups, name)
-
-    def get_tensor_model_parallel_world_size(self) -> int:
-        """Return 1."""
-        return 1
-
-    def get_tensor_model_parallel_rank(self) -> int:
-        """Return 0."""
-        return 0
 
 
 def share_sequences(model: Any, ranks: int) -> SequenceGroups | None:
@@ -286,8 +225,7 @@ def share_sequences(model: Any, ranks: int) -> SequenceGroups | None:
     after `deepspeed.init_distributed()`, before `deepspeed.initialize(..., mpu=)`; sets the model's attention.
 
     Args:
-        model: a transformers causal model whose query heads `ranks` divides, and whose key heads it divides or is a
-            multiple of.
+        model: a transformers causal model; `ranks` divides its query heads, and divides its key heads or is a multiple.
         ranks: of a group; 1 = nothing is shared or changed, and None is returned.
 
     Raises:
@@ -305,10 +243,7 @@ def share_sequences(model: Any, ranks: int) -> SequenceGroups | None:
         AttentionInterface.register(DOCUMENTS, _transformers_attention)
     model.set_attn_implementation(DOCUMENTS)
     if model.config._attn_implementation != DOCUMENTS:
-        raise ConfigError(
-            f"the attention of {type(model).__name__} cannot be set; use a model of transformers that has "
-            "set_attn_implementation, or sequence_ranks=1"
-        )
+        raise ConfigError(f"the attention of {type(model).__name__} cannot be set; use sequence_ranks=1")
     try:
         groups = UlyssesSPAttentionHF.register_with_transformers(model, DOCUMENTS, ranks, micro_batch_size=1)
     except (AssertionError, RuntimeError, ValueError) as error:
@@ -330,15 +265,12 @@ def sequence_share(batch: dict[str, Any], rank: int, ranks: int) -> dict[str, An
     """Return a rank's rows of an `hf` batch.
 
     Args:
-        batch: of T tokens, which `ranks` divides.
-        rank: of the sequence group.
+        batch: of T tokens; a `ConfigError` where `ranks` does not divide them.
+        rank: in the sequence group.
 
     Returns:
         The batch with `input_ids` and `position_ids` [1, T / ranks], `shift_labels` [1, T / ranks] in the place of
         `labels` (row i has the label of token i + 1, which may lie on the next rank), and all else as it was.
-
-    Raises:
-        ConfigError: ranks that do not divide T.
     """
     tokens = batch["input_ids"].shape[1]
     if tokens % ranks:
@@ -346,44 +278,24 @@ def sequence_share(batch: dict[str, Any], rank: int, ranks: int) -> dict[str, An
             f"a pack of {tokens} tokens cannot be shared by {ranks} ranks; make the loader with sequence_ranks={ranks}"
         )
     rows = slice(rank * tokens // ranks, (rank + 1) * tokens // ranks)
-    shifted = nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORE_INDEX)
-    columns = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "shift_labels": shifted}
-    rest = {key: value for key, value in batch.items() if key not in (*columns, "labels")}
-    return {key: column[:, rows].contiguous() for key, column in columns.items()} | rest
-
-
-def share_loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
-    """Return the loss of a rank's share, as `hf_pack_loss`; those of a group add up to the pack's.
-
-    Args:
-        batch: of `sequence_share`.
-    """
-    return token_loss(model(**model_inputs(batch)).logits[0], batch["shift_labels"][0], batch)
+    share = {key: value for key, value in batch.items() if key != "labels"} | {"shift_labels": shifted_labels(batch)}
+    own = {key: share[key][:, rows].contiguous() for key in ("input_ids", "position_ids", "shift_labels")}
+    return share | own
 
 
 def _transformers_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **settings: Any
 ) -> tuple[Tensor, None]:
-    """Run an attention of transformers' `AttentionInterface`.
-
-    Args:
-        query: [1, H, T, D]; key, value: [1, G, T, D].
-        settings: of them `scaling` and `cu_seq_lens_q` of the T rows.
-
-    Returns:
-        [1, T, H, D], and no weights.
-    """
+    """Attend as transformers' `AttentionInterface` wants it: query [1, H, T, D], key and value [1, G, T, D] →
+    [1, T, H, D], and no weights."""
     unknown = [name for name in _OTHER_ATTENTION if isinstance(settings.get(name), Tensor) or settings.get(name)]
     if unknown:
-        raise ConfigError(
-            f"{type(module).__name__} attends with {', '.join(unknown)}, which attention '{DOCUMENTS}' does not have; "
-            "train without it, or with sequence_ranks=1"
-        )
+        what = f"{type(module).__name__} attends with {', '.join(unknown)}"
+        raise ConfigError(f"{what}, which attention '{DOCUMENTS}' does not have; use sequence_ranks=1")
     edges = settings.get("cu_seq_lens_q")
     if edges is None or attention_mask is not None or query.shape[0] != 1:
         raise ConfigError(
-            f"attention '{DOCUMENTS}' trains packs only: batches of a PackedLoader with format='hf', and no "
-            "attention_mask"
+            f"attention '{DOCUMENTS}' trains packs of a PackedLoader with format='hf' only, without attention_mask"
         )
     q, k, v = (part[0].transpose(0, 1).contiguous() for part in (query, key, value))
-    return document_attention(q, k, v, host_edges(edges), settings["scaling"])[None], None
+    return document_attention(q, k, v, edges, settings["scaling"])[None], None

@@ -1,7 +1,4 @@
-"""What loops over engines share: `EngineLoop`, the loss of a pack, attention of documents, values read by rank 0.
-
-    for trained in loop.train(1000):
-        print(trained.number, trained.loss.item())
+"""What adapters to engines share: `EngineLoop`, the loss of a pack, attention inside documents, what rank 0 reads.
 
 A global batch becomes one update with the gradient of its documents one by one, so neither ranks nor packs nor the
 strategy change what is trained.
@@ -21,16 +18,16 @@ from evenload.attention.backends import select_backend
 from evenload.attention.range_attention import KeyRange, RangeAttention, Scoring
 from evenload.data.encoders import IGNORE_INDEX
 from evenload.errors import CheckpointError, ConfigError
-from evenload.integrations.packed_loader import PackedLoader, PackedStep
+from evenload.integrations.batch_formats import format_pack, move_batch
+from evenload.integrations.packed_loader import PackedLoader, PackedStep, zero_weight_pack
 from evenload.integrations.planner import model_spec_of
 from evenload.plan.strategies.registry import whole_strategies
 from evenload.types.model import ModelSpec
 
 PackLoss = Callable[[nn.Module, Any], Tensor]
-"""`loss(model, batch)`: a scalar with a graph; the model is to be called once, as `model(...)`.
-
-It is the sum over the micro-batch's label tokens, divided by those of the whole global batch, so that the sum over all
-micro-batches of all ranks is the mean over the global batch, whatever packed it."""
+"""`loss(model, batch)`: a scalar with a graph, from one call of the model: the sum over the micro-batch's label tokens,
+divided by those of the global batch, so that all micro-batches of all ranks add up to the mean over the global
+batch."""
 
 Value = TypeVar("Value")
 _log = logging.getLogger("evenload.loader")
@@ -40,11 +37,10 @@ class TrainedStep(NamedTuple):
     """Describes one update.
 
     Args:
-        number: of updates made, from 1, counted over resumes.
+        number: of updates made, counted over resumes.
         loss: float[], on the device: mean over the label tokens of the global batch, before the update.
-        num_label_tokens: of the global batch.
-        num_micro_batches: that this rank ran, those without work included.
-        was_updated: False where gradients overflowed in fp16; `number` is then that of the step before, once more.
+        num_micro_batches: that this rank ran, those of padding alone included.
+        was_updated: False where gradients overflowed in fp16; `number` is then that of the step before.
     """
 
     number: int
@@ -55,37 +51,52 @@ class TrainedStep(NamedTuple):
 
 
 class EngineLoop(ABC):
-    """Trains the steps of a loader; a subclass sums and applies gradients, and writes checkpoints.
+    """Trains the steps of a loader; a subclass runs micro-batches, applies gradients and writes checkpoints.
 
     Args:
-        model: that is trained; packs are balanced for its `config` where the loader was made without a model.
-        loader: of this rank; whole documents, `format="hf"` unless `loss` is given.
+        model: packs are balanced for its `config` where the loader was made without a model.
+        loader: of this rank; whole documents, `format="hf"` unless `loss` is given. A `ConfigError` for one from which
+            the engine would train something else, or wait for ever.
         loss: of one micro-batch; default: `hf_pack_loss`.
-        engine: its name, for messages; sequence_ranks: of its groups that share every pack.
+        engine: its name, for messages; device: where batches go; sequence_ranks: of its groups that share every pack.
 
     Attributes:
         num_steps: updates made, over resumes.
-
-    Raises:
-        ConfigError: a loader from which the engine would train something else, or would wait for ever.
     """
 
     def __init__(
-        self, model: Any, loader: PackedLoader, loss: PackLoss | None, *, engine: str, sequence_ranks: int = 1
+        self,
+        model: Any,
+        loader: PackedLoader,
+        loss: PackLoss | None,
+        *,
+        engine: str,
+        device: torch.device,
+        sequence_ranks: int = 1,
     ) -> None:
         _refuse_loader(loader, loss, engine, sequence_ranks)
         balance_for_trained(loader, lambda: model_spec_of(getattr(model, "config", None)))
-        self.loader, self._engine_name = loader, engine
+        self.loader, self._engine_name, self._device = loader, engine, device
         self._loss: PackLoss = loss or hf_pack_loss
         self.num_steps = 0
 
-    @abstractmethod
     def accumulate(self, step: PackedStep) -> Tensor:
-        """Run forward and backward of one global batch. Collective.
+        """Run forward and backward of one global batch, and return its loss, float[]; gradients wait for `update`.
+        Collective."""
+        options, total = self.loader.options, torch.zeros((), device=self._device)
+        # A rank without any gradient would leave out the reductions that the others wait in.
+        padding = zero_weight_pack(options.row_multiple)
+        batches = step.batches or (format_pack(padding, options.format, step.num_label_tokens),)
+        for index, batch in enumerate(batches):
+            loss = self._run(move_batch(batch, self._device), index == len(batches) - 1)
+            total = total + loss.detach()
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(total)
+        return total
 
-        Returns:
-            The loss of the global batch, float[]; its gradients are where the engine's optimizer takes them from.
-        """
+    @abstractmethod
+    def _run(self, batch: Any, is_last: bool) -> Tensor:
+        """Run forward and backward of a micro-batch on the device, and return its loss."""
 
     @abstractmethod
     def update(self) -> bool:
@@ -98,28 +109,16 @@ class EngineLoop(ABC):
         """
         while self.num_steps < num_steps and not self.loader.has_ended:
             for step in self.loader.steps():
-                loss = self.accumulate(step)
-                was_updated = self.update()
+                loss, was_updated = self.accumulate(step), self.update()
                 self.num_steps += was_updated
-                # A rank without documents runs one without work.
-                num_micro_batches = max(1, len(step))
-                yield TrainedStep(self.num_steps, loss, step.num_label_tokens, num_micro_batches, was_updated)
+                yield TrainedStep(self.num_steps, loss, step.num_label_tokens, max(1, len(step)), was_updated)
                 if self.num_steps >= num_steps:
                     break
 
     def _require_equal_counts(self, reason: str) -> None:
         if self.loader.world_size > 1 and not self.loader.options.has_equal_counts:
-            raise ConfigError(
-                f"equal_micro_batches is off, but {self._engine_name} {reason}, so ranks would wait for ever for one "
-                "with fewer micro-batches; leave it on"
-            )
-
-
-def sum_over_ranks(value: Tensor) -> Tensor:
-    """Return the sum over all processes; alone, the value itself."""
-    if dist.is_available() and dist.is_initialized():
-        dist.all_reduce(value)
-    return value
+            why = f"{self._engine_name} {reason}, so ranks would wait for ever for one with fewer micro-batches"
+            raise ConfigError(f"equal_micro_batches is off, but {why}; leave it on")
 
 
 def _refuse_loader(loader: PackedLoader, loss: PackLoss | None, engine: str, sequence_ranks: int) -> None:
@@ -129,35 +128,33 @@ def _refuse_loader(loader: PackedLoader, loss: PackLoss | None, engine: str, seq
     if not options.keeps_whole:
         raise ConfigError(
             f"strategy '{options.strategy}' cuts documents, and {engine} would miss keys of earlier slices; choose one "
-            f"of {', '.join(whole_strategies())}, or train with 'evenload train'"
+            f"of {', '.join(whole_strategies())}"
         )
     if loss is None and options.format != "hf":
-        raise ConfigError(
-            f'the loader has format "{options.format}", the loop\'s own loss reads "hf"; make it with format="hf", or '
-            "give loss=function(model, batch)"
-        )
+        fix = 'make it with format="hf", or give loss=function(model, batch)'
+        raise ConfigError(f"the loader has format '{options.format}', which the loop's own loss does not read; {fix}")
     if shared != sequence_ranks:
-        raise ConfigError(
-            f"the loader's sequence_ranks is {shared}, and {engine} has sequence groups of {sequence_ranks}; give both "
-            "the same number, on DeepSpeed by mpu = share_sequences(model, ranks); other loops share no sequences"
-        )
+        fix = "give both the same, on DeepSpeed by mpu = share_sequences(model, ranks)"
+        groups = f"{engine} has sequence groups of {sequence_ranks}"
+        raise ConfigError(f"the loader's sequence_ranks is {shared}, and {groups}; {fix}")
     is_alone = not (dist.is_available() and dist.is_initialized())
     rank, world_size = (0, 1) if is_alone else (dist.get_rank(), dist.get_world_size())
-    if (loader.rank, loader.world_size * shared) != (rank // shared, world_size):
-        raise ConfigError(
-            f"the loader is rank {loader.rank} of {loader.world_size}, torch.distributed has {rank} of {world_size}"
-            + (f", {shared} of which share sequences" if shared > 1 else "")
-            + "; make the loader after the process group, without rank, world_size and group. Tensor, context, expert "
-            f"and pipeline parallel ranks are not tested with {engine}"
-        )
+    fix = f"make it after the process group, without a place. Model-parallel ranks are not tested with {engine}"
+    require_place(loader, rank // shared, world_size // shared, "torch.distributed has", fix)
+
+
+def require_place(loader: PackedLoader, rank: int, world_size: int, other: str, fix: str) -> None:
+    """Raise a `ConfigError` where the loader has another place than the engine."""
+    if (loader.rank, loader.world_size) != (rank, world_size):
+        own = f"the loader is rank {loader.rank} of {loader.world_size}"
+        raise ConfigError(f"{own}, {other} {rank} of {world_size}; {fix}")
 
 
 def balance_for_trained(loader: PackedLoader, describe: Callable[[], ModelSpec]) -> None:
     """Balance the packs of a loader that was made without a model for the one that is trained. Collective.
 
     Args:
-        describe: returns what the cost model reads of the model, or raises a `ConfigError`, which is logged as a
-            warning.
+        describe: returns what the cost model reads of the model, or raises a `ConfigError`, which becomes a warning.
     """
     if not loader.model_is_assumed:
         return
@@ -171,22 +168,22 @@ def balance_for_trained(loader: PackedLoader, describe: Callable[[], ModelSpec])
 
 
 def hf_pack_loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
-    """Return the cross-entropy of an `hf` batch from a transformers causal model's logits, in float32 at least.
-
-    The model's own loss may take no `num_items_in_batch`. Auxiliary losses (routers of MoE) are not in it.
+    """Return the cross-entropy of a transformers causal model's logits (`PackLoss`), in float32 at least, without
+    auxiliary losses (routers of MoE). The model's own loss may take no `num_items_in_batch`.
 
     Args:
-        batch: of `batch_formats.hf_batch`, on the model's device.
+        batch: of format `hf`, on the model's device; or a rank's share of one, whose losses add up to the batch's.
     """
-    return token_loss(model(**model_inputs(batch)).logits[0, :-1], batch["labels"][0, 1:], batch)
-
-
-def token_loss(logits: Tensor, labels: Tensor, batch: dict[str, Any]) -> Tensor:
-    """Return the sum of the cross-entropies of logits [n, V] and labels [n], in float32 at least, over the label tokens
-    of the batch's global batch."""
+    logits = model(**model_inputs(batch)).logits[0]
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    labels = batch["shift_labels"][0] if "shift_labels" in batch else shifted_labels(batch)[0]
     total = nn.functional.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
     return total / batch["num_items_in_batch"]
+
+
+def shifted_labels(batch: dict[str, Any]) -> Tensor:
+    """Return the labels of an `hf` batch, int64[1, T], at the token that predicts each; -100 at the last."""
+    return nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORE_INDEX)
 
 
 def model_inputs(batch: dict[str, Any]) -> dict[str, Any]:
@@ -194,25 +191,28 @@ def model_inputs(batch: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in batch.items() if key not in ("labels", "shift_labels", "num_items_in_batch")}
 
 
-def document_attention(q: Tensor, k: Tensor, v: Tensor, edges: Sequence[int], scale: float) -> Tensor:
+def document_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float) -> Tensor:
     """Return causal attention of each document of a pack to itself, with gradients, by Evenload's backends.
 
     Args:
         q: [T, H, D]; k, v: [T, G, D], H a multiple of G.
-        edges: where documents begin, on the host: 0, ..., T.
+        cu_seqlens: where documents begin: 0, ..., T; read from the device once a pack, not once a layer.
         scale: factor of q·k.
 
     Returns:
         [T, H, D].
     """
+    if not hasattr(cu_seqlens, "evenload_edges"):
+        cu_seqlens.evenload_edges = tuple(cu_seqlens.tolist())  # type: ignore[missing-attribute]
+    edges: Sequence[int] = cu_seqlens.evenload_edges  # type: ignore[missing-attribute]
     backend = select_backend("auto", q.device.type, dtype=q.dtype, head_dim=q.shape[-1])
-    return _DocumentAttention.apply(q, k, v, tuple(edges), backend, Scoring(scale))  # type: ignore[bad-return]
+    return _DocumentAttention.apply(q, k, v, edges, backend, Scoring(scale))  # type: ignore[bad-return]
 
 
 class _DocumentAttention(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[bad-override]
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, edges: tuple[int, ...], backend: RangeAttention, scoring: Scoring
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, edges: Sequence[int], backend: RangeAttention, scoring: Scoring
     ) -> Tensor:
         out, lse = backend.forward(q, _documents(k, v, edges), scoring)
         ctx.save_for_backward(q, k, v, out, lse)
@@ -223,50 +223,34 @@ class _DocumentAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[bad-override]
         q, k, v, out, lse = ctx.saved_tensors
         edges, backend, scoring = ctx.settings
-        made = backend.backward(grad.contiguous(), q, _documents(k, v, edges), out, lse, scoring)
-        dq, dk, dv = (torch.cat(parts) for parts in zip(*made, strict=True))
+        gradients = backend.backward(grad.contiguous(), q, _documents(k, v, edges), out, lse, scoring)
+        dq, dk, dv = (torch.cat(parts) for parts in zip(*gradients, strict=True))
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
 
 
-def _documents(k: Tensor, v: Tensor, edges: tuple[int, ...]) -> list[KeyRange]:
-    return [
-        KeyRange(slice(start, stop), k[start:stop], v[start:stop])
-        for start, stop in itertools.pairwise(edges)
-        if stop > start
-    ]
-
-
-def host_edges(cu_seqlens: Tensor) -> tuple[int, ...]:
-    """Return cumulative lengths on the host; it waits for the device once a pack and not once a layer."""
-    if not hasattr(cu_seqlens, "evenload_edges"):
-        cu_seqlens.evenload_edges = tuple(cu_seqlens.tolist())  # type: ignore[missing-attribute]
-    return cu_seqlens.evenload_edges  # type: ignore[missing-attribute]
+def _documents(k: Tensor, v: Tensor, edges: Sequence[int]) -> list[KeyRange]:
+    ranges = (slice(start, stop) for start, stop in itertools.pairwise(edges) if stop > start)
+    return [KeyRange(rows, k[rows], v[rows]) for rows in ranges]
 
 
 def from_rank_zero(read: Callable[[], Value], failure: str) -> Value:
-    """Return on all ranks what `read` returns on rank 0, the only one that calls it. Collective; without a process
-    group, alone. Ranks that each read for themselves could find different things, and wait for ever for those that
-    raise.
+    """Return on all ranks what `read` returns on rank 0, the only one that calls it, or raise its `CheckpointError`,
+    with `failure` before the text of an `OSError`. Collective, if there is a process group.
 
-    Args:
-        read: of something that can be pickled.
-        failure: what could not be done, for messages.
-
-    Raises:
-        CheckpointError: on all ranks, where `read` raises one or an `OSError` on rank 0.
+    Ranks that each read for themselves could see different files, and wait for ever for those that raise.
     """
     is_alone = not (dist.is_available() and dist.is_initialized())
-    answer: list[Any] = [None, None]
+    reply: list[Any] = [None, None]
     if is_alone or dist.get_rank() == 0:
         try:
-            answer[0] = read()
+            reply[0] = read()
         except CheckpointError as error:
-            answer[1] = str(error)
+            reply[1] = str(error)
         except OSError as error:
-            answer[1] = f"{failure}: {error}"
+            reply[1] = f"{failure}: {error}"
     if not is_alone:
-        dist.broadcast_object_list(answer, src=0)
-    value, message = answer
+        dist.broadcast_object_list(reply, src=0)
+    value, message = reply
     if message is not None:
         raise CheckpointError(message)
     return value

@@ -1,7 +1,6 @@
-"""One row a strategy: what `evenload plan --engine` predicts of an engine, and of Evenload's runtime on the same plan.
+"""`evaluate_engine`: what `evenload plan --engine` predicts of every strategy, on the engine and on Evenload's runtime.
 
-Where all steps of a run have as many micro-batches as any other, that number is the one of the step that needs most;
-where shapes are fixed, every micro-batch has `max_pack_tokens` tokens: as `PackedLoader` makes them.
+Where all steps of a run need equally many micro-batches, they have those of the step that needs most.
 """
 
 from collections import Counter
@@ -14,7 +13,7 @@ import numpy as np
 
 from evenload.errors import ConfigError
 from evenload.explore.batches import OnProgress, SampledBatch, no_progress, planned_steps
-from evenload.integrations.engine_profile import BEST, Limitation, require_strategy, runnable
+from evenload.integrations.catalog import BEST, Limitation, require_strategy, runnable
 from evenload.integrations.planner import PLANNING_ERRORS, EnginePlanner
 from evenload.integrations.price import EnginePrice
 from evenload.plan.planner import Proposal
@@ -28,12 +27,10 @@ class EngineResult(Frozen):
     """Holds the figures of one strategy on an engine, means over the steps; None where it could not be planned.
 
     Args:
-        why: it could not be planned; "" = it could.
+        why: why it could not be planned; "" = it could.
         planned_by: under `auto` the strategy that was fastest in most steps, "" elsewhere.
-        step_time_s, mean_step_time_s: of every step, and their mean.
-        own_step_time_s: what Evenload's runtime takes for the same plans.
-        end_s, idle_fraction, padding_fraction, micro_batches, empty_micro_batches: as `EnginePrice`.
-        max_padded_tokens: of the longest micro-batch of all steps.
+        own_step_time_s: of the same plans on Evenload's runtime.
+        end_s, idle_fraction, padding_fraction, micro_batches, empty_micro_batches, max_padded_tokens: as `EnginePrice`.
         micro_batches_per_rank: where every step needs equally many: that number; else None.
     """
 
@@ -54,13 +51,13 @@ class EngineResult(Frozen):
 
 @dataclass(frozen=True, eq=False)
 class EngineEvaluation:
-    """Holds all strategies on the same batches on one engine.
+    """Holds the results of all strategies on the same batches.
 
     Args:
         engine, title: of the profile.
         results: in the order of the request; best: the fastest, "" where none could be planned.
-        left_out: what the engine cannot run, where all strategies were requested.
-        not_adapted: of the plans in this layout what Evenload's adapter to the engine refuses to run.
+        left_out: strategies that the engine cannot run, where all were requested.
+        not_adapted: what Evenload's adapter to the engine refuses to run of these plans.
     """
 
     engine: str
@@ -72,7 +69,7 @@ class EngineEvaluation:
 
 
 class _Run(NamedTuple):
-    """Plans of all steps with their prices; `count` micro-batches in every step, None where steps differ."""
+    """Holds the plans of all steps with their prices; `count` is None where steps may differ in micro-batches."""
 
     proposals: Sequence[Proposal]
     prices: Sequence[EnginePrice]
@@ -92,11 +89,8 @@ def evaluate_engine(
     """Plan every batch with every strategy, and price the plans on the engine.
 
     Args:
-        strategies: None = all that the engine can run, and `auto`.
+        strategies: None = all that the engine can run, and `auto`. A named one that it cannot run is a `ConfigError`.
         on_progress: called before each strategy.
-
-    Raises:
-        ConfigError: a strategy was named that the engine cannot run.
     """
     planner = planner.remembering()
     profile, left_out = planner.profile, ()
@@ -136,15 +130,14 @@ def _evaluate(planner: EnginePlanner, batches: Sequence[SampledBatch], name: str
 
 
 def _fastest_count(planner: EnginePlanner, batches: Sequence[SampledBatch]) -> _Run:
-    """The run of `auto` at the one number of micro-batches with which it is fastest.
+    """Return the run of `auto` at the one number of micro-batches with which it is fastest.
 
-    What a step would choose alone may need so many micro-batches that all other steps pay for padding. So every number
-    that a strategy's run needs is tried, and in each of these runs every step chooses at that number: never slower than
-    a strategy that defers nothing to later steps.
+    One step may choose so many micro-batches that all others pay for padding. So `auto` runs at every number
+    that a strategy's run needs: it is never slower than a strategy that defers nothing.
     """
     counts: set[int] = set()
     for name in runnable(planner.profile, planner.options, planner.layout)[0]:
-        with suppress(*PLANNING_ERRORS):  # its own row has the reason
+        with suppress(*PLANNING_ERRORS):  # the strategy's own result has the reason
             counts.add(_priced(planner, batches, name).count or 1)
     runs: list[_Run] = []
     failed: list[Exception] = []
@@ -152,7 +145,7 @@ def _fastest_count(planner: EnginePlanner, batches: Sequence[SampledBatch]) -> _
         try:
             runs.append(_priced(planner.at_count(count), batches, BEST))
         except PLANNING_ERRORS as error:
-            failed.append(error)  # a step needs more of them under every strategy
+            failed.append(error)  # some step needs more under every strategy
     if not runs:
         raise failed[0] if failed else ConfigError(f"engine {planner.profile.name}: no strategy has a plan for the run")
     return min(runs, key=lambda run: sum(run.seconds))
@@ -160,13 +153,12 @@ def _fastest_count(planner: EnginePlanner, batches: Sequence[SampledBatch]) -> _
 
 def _priced(planner: EnginePlanner, batches: Sequence[SampledBatch], name: str) -> _Run:
     proposals, _, _ = planned_steps(planner, batches, name)
-    profile, layout = planner.profile, planner.layout
     count = None
-    if profile.is_constant_in(layout):
+    if planner.profile.is_constant_in(planner.layout):
         count = planner.shape.micro_batches
         if count is None:
             most = max(len(packs.forward) for proposal in proposals for packs in proposal.plan.pack_plans)
-            multiple = profile.count_multiple_in(layout)
+            multiple = planner.profile.count_multiple_in(planner.layout)
             count = max(1, -(-most // multiple)) * multiple
             planner = planner.at_count(count)
     return _Run(proposals, [planner.price(proposal) for proposal in proposals], count)

@@ -7,12 +7,11 @@ instead of taking the mean. A rank gathers a layer's parameters in every forward
 many passes. Gradients are kept whole (4 bytes a parameter and rank in float32) and reduced once a step; with
 `reduce_every_pack` they stay sharded and are reduced after every micro-batch.
 
-Each checkpoint is written to a folder of its own, and then named in `latest`, replaced by one rename. A run that is
-killed while it saves goes on from the one before; the next save removes what it left.
+A checkpoint gets its name by one rename when it is whole, and then the one before goes. A run that is killed while it
+saves goes on from the one before; the next save removes what it left (`runtime.checkpoint.directory`).
 """
 
-import re
-import shutil
+import json
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
@@ -26,17 +25,22 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from evenload.errors import CheckpointError, ConfigError
-from evenload.integrations.batch_formats import move_batch
-from evenload.integrations.engine_loop import EngineLoop, PackLoss, from_rank_zero, sum_over_ranks
-from evenload.integrations.packed_loader import PackedLoader, PackedStep
-from evenload.runtime.checkpoint.directory import sync
-
-LATEST = "latest"
-_PLACE = re.compile(r"step-\d+(-again)?")
+from evenload.integrations.engine_loop import EngineLoop, PackLoss, from_rank_zero
+from evenload.integrations.packed_loader import PackedLoader
+from evenload.runtime.checkpoint.directory import (
+    PROGRESS_FILE,
+    checkpoint_path,
+    complete_checkpoints,
+    latest_checkpoint,
+    partial_path,
+    put_in_place,
+    remove_leftovers,
+    sync,
+)
 
 
 class Fsdp2Loop(EngineLoop):
-    """Trains a sharded model. It changes how the model's FSDP2 modules reduce gradients: sums, no mean.
+    """Trains a sharded model; its FSDP2 modules then sum gradients over ranks, instead of taking the mean.
 
     Args:
         model: with `fully_shard` on all of its parameters, over all ranks.
@@ -66,35 +70,29 @@ class Fsdp2Loop(EngineLoop):
         reduce_every_pack: bool = False,
         stateful: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__(model, loader, loss, engine="FSDP2")
+        super().__init__(model, loader, loss, engine="FSDP2", device=next(model.parameters()).device)
         self._require_equal_counts("gathers parameters in every forward pass")
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ConfigError(f"max_grad_norm is {max_grad_norm}, must be above 0, or None for no limit")
         _require_sharded(model, loader.world_size)
-        taken = {"model", "optimizer", "loader", "num_steps"} & set(stateful or {})
-        if taken:
+        if taken := {"model", "optimizer", "loader", "num_steps"} & set(stateful or {}):
             raise ConfigError(f"stateful has {sorted(taken)}, which the loop saves itself; choose other names")
         self.model, self.optimizer = model, optimizer
         self.grad_norm: torch.Tensor | None = None
         self._max_grad_norm, self._reduce_every_pack = max_grad_norm, reduce_every_pack
         self._stateful = dict(stateful or {})
-        self._device = next(model.parameters()).device
-        for module in _fsdp_modules(model):
-            # Both take this module only, and leave those below it.
+        # Each setter concerns one module, and not those below it.
+        self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        for module in self._modules:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 
-    def accumulate(self, step: PackedStep) -> torch.Tensor:
-        """Run forward and backward of one global batch, and return its loss. Collective."""
-        total = torch.zeros((), device=self._device)
-        for index, batch in enumerate(step):
-            is_last = index == len(step) - 1
-            for module in _fsdp_modules(self.model):
-                module.set_requires_gradient_sync(is_last or self._reduce_every_pack, recurse=False)
-            loss = self._loss(self.model, move_batch(batch, self._device))
-            loss.backward()
-            total = total + loss.detach()
-        return sum_over_ranks(total)
+    def _run(self, batch: Any, is_last: bool) -> torch.Tensor:
+        for module in self._modules:
+            module.set_requires_gradient_sync(is_last or self._reduce_every_pack, recurse=False)
+        loss = self._loss(self.model, batch)
+        loss.backward()
+        return loss
 
     def update(self) -> bool:
         """Apply the gradients, scaled down where they pass `max_grad_norm`, and forget them. Collective."""
@@ -108,17 +106,31 @@ class Fsdp2Loop(EngineLoop):
     def save(self, directory: str | PathLike[str]) -> None:
         """Write a distributed checkpoint (DCP): model, optimizer, loader, number of steps, `stateful`. Collective.
 
-        The last one of this folder stays until the new one is whole, and then goes.
+        The last one in this folder, which all ranks have to reach, stays until the new one is whole, and then goes.
 
         Raises:
             CheckpointError: it could not be written; the one before is intact.
         """
-        place = new_place(Path(directory), self.num_steps)
+        if "://" in str(directory):
+            raise ConfigError(f"'{directory}' is an address; give a folder that all ranks reach")
+        folder = Path(directory)
+        partial, place = partial_path(folder, self.num_steps), checkpoint_path(folder, self.num_steps)
+
+        def finish() -> None:
+            (partial / PROGRESS_FILE).write_text(json.dumps({"num_steps": self.num_steps}))
+            sync(partial / PROGRESS_FILE)
+            put_in_place(partial, place)
+            for other in complete_checkpoints(folder):
+                if other != place:
+                    other.rename(other.with_name(f".{other.name}.removed"))
+            remove_leftovers(folder)
+
+        from_rank_zero(lambda: remove_leftovers(folder), f"'{folder}' cannot be read")
         try:
-            dcp.save(self._state(), checkpoint_id=place)
+            dcp.save(self._state(), checkpoint_id=partial)
         except (dcp.api.CheckpointException, OSError) as err:
             raise CheckpointError(f"'{place}' could not be written: {err}; an earlier checkpoint is intact") from err
-        name_latest(place)
+        from_rank_zero(finish, f"'{place}' was written, but could not get its name")
 
     def load(self, directory: str | PathLike[str]) -> None:
         """Go on from the folder that `save` wrote, with any number of ranks. Collective.
@@ -127,16 +139,17 @@ class Fsdp2Loop(EngineLoop):
             CheckpointError: no whole checkpoint there, or of another model.
             ConfigError: of another loader.
         """
-        place, state = latest_place(Path(directory)), self._state()
+        fix, state = "give the folder that save wrote", self._state()
+        place = from_rank_zero(lambda: latest_checkpoint(Path(directory)), f"'{directory}' cannot be read")
+        if place is None:
+            raise CheckpointError(f"'{directory}' holds no whole checkpoint; {fix}")
         try:
             dcp.load(state, checkpoint_id=place)
         except ConfigError:
             raise
         except (dcp.api.CheckpointException, OSError, KeyError, ValueError) as err:
-            raise CheckpointError(
-                f"'{directory}' is no checkpoint of this model, optimizer and loader: {err}; give the folder that "
-                "save wrote"
-            ) from err
+            what = "is no checkpoint of this model, optimizer and loader"
+            raise CheckpointError(f"'{directory}' {what}: {err}; {fix}") from err
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         self.num_steps = state["num_steps"]
 
@@ -144,10 +157,6 @@ class Fsdp2Loop(EngineLoop):
         model, optimizer = get_state_dict(self.model, self.optimizer)
         own = {"model": model, "optimizer": optimizer, "loader": self.loader, "num_steps": self.num_steps}
         return own | self._stateful
-
-
-def _fsdp_modules(model: nn.Module) -> list[FSDPModule]:
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def _require_sharded(model: nn.Module, world_size: int) -> None:
@@ -159,18 +168,13 @@ def _require_sharded(model: nn.Module, world_size: int) -> None:
         if not parameter.requires_grad:
             continue
         if not isinstance(parameter, DTensor):
-            raise ConfigError(
-                f"parameter '{name}' is not sharded, so its gradient would not be summed over ranks; leave "
-                "ignored_params out of fully_shard"
-            )
+            raise ConfigError(f"parameter '{name}' is not sharded; leave ignored_params out of fully_shard")
         mesh = parameter.device_mesh
         if mesh.size() != world_size:
-            raise ConfigError(
-                f"parameter '{name}' is sharded over {mesh.size()} ranks, the loader has {world_size}; give "
-                "fully_shard a mesh of all ranks"
-            )
-        # One dimension of shards, those before it replicas (HSDP): what fully_shard makes. A further one is somebody's
-        # tensor parallelism, whose ranks need the same packs.
+            sizes = f"over {mesh.size()} ranks, the loader has {world_size}"
+            raise ConfigError(f"parameter '{name}' is sharded {sizes}; give fully_shard a mesh of all ranks")
+        # fully_shard makes one dimension of shards, behind those of replicas (HSDP). Another one is of tensor-parallel
+        # ranks, which need the same packs.
         *replicas, shards = parameter.placements
         if not shards.is_shard() or not all(one.is_replicate() for one in replicas):
             raise ConfigError(
@@ -182,66 +186,3 @@ def _require_sharded(model: nn.Module, world_size: int) -> None:
                 f"parameter '{name}' lies on {parameter.device.type}, its mesh is of {mesh.device_type} devices: "
                 "offload is not tested; leave CPUOffloadPolicy out, and give weights to a model made on 'meta' first"
             )
-
-
-def new_place(directory: Path, num_steps: int) -> Path:
-    """Return a folder for the next checkpoint, which is not that of the last one. Collective.
-
-    Raises:
-        CheckpointError: rank 0 cannot read there; on all ranks.
-        ConfigError: an address in place of a folder.
-    """
-    if "://" in str(directory):
-        raise ConfigError(f"'{directory}' is an address; give a folder that all ranks reach")
-
-    def free_name() -> str:
-        name = f"step-{num_steps}"
-        free = f"{name}-again" if _latest_name(directory) == name else name
-        # What a killed run left there would be mixed with what is written now.
-        shutil.rmtree(directory / free, ignore_errors=True)
-        return free
-
-    return directory / from_rank_zero(free_name, f"'{directory}' cannot be read")
-
-
-def name_latest(place: Path) -> None:
-    """Name the checkpoint that all ranks have written the last one, and remove earlier ones. Collective.
-
-    Raises:
-        CheckpointError: rank 0 could not write its name; on all ranks. The one before is still the last one.
-    """
-
-    def write_name() -> None:
-        # The name is on the disk before the earlier checkpoint goes, and what it names before the name.
-        sync(place)
-        part = place.with_name(f"{LATEST}.part")
-        part.write_text(place.name)
-        sync(part)
-        part.replace(place.with_name(LATEST))
-        sync(place.parent)
-
-    from_rank_zero(write_name, f"'{place}' was written, but could not be named the last checkpoint")
-    from_rank_zero(lambda: _remove_others(place), f"'{place}' is the last checkpoint, but earlier ones still lie there")
-
-
-def latest_place(directory: Path) -> Path:
-    """Return the folder of the last whole checkpoint, by what rank 0 reads. Collective.
-
-    Raises:
-        CheckpointError: there is none, or rank 0 cannot read there; on all ranks.
-    """
-    name = from_rank_zero(lambda: _latest_name(directory), f"'{directory}' cannot be read")
-    if not name:
-        raise CheckpointError(f"'{directory}' holds no whole checkpoint; give the folder that save wrote")
-    return directory / name
-
-
-def _remove_others(place: Path) -> None:
-    for other in place.parent.iterdir():
-        if other.name != place.name and _PLACE.fullmatch(other.name):
-            shutil.rmtree(other, ignore_errors=True)
-
-
-def _latest_name(directory: Path) -> str:
-    file = directory / LATEST
-    return file.read_text().strip() if file.is_file() else ""

@@ -1,7 +1,9 @@
-"""How a `PackedLoader` packs (`LoaderOptions`), and which rank it serves (`LoaderPlace`).
+"""What a `PackedLoader` is given: how it packs (`LoaderOptions`), its rank's place, its data and tokeniser.
 
 A caller's loop runs forward and backward of a whole micro-batch and knows documents only. So strategies that cut
-documents are refused unless the caller declares that its attention reads the keys of earlier slices.
+documents are refused unless the caller declares that its attention reads the keys of earlier slices. A fast tokeniser
+of transformers is written out and read back as `tokenizer.json`, so content, end of document and chat template are
+those that transformers would load.
 
 | the caller gives | ranks that share a global batch | reading |
 |---|---|---|
@@ -15,26 +17,31 @@ With `sequence_ranks`, so many neighbouring ranks share every micro-batch: they 
 
 import functools
 import math
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import msgspec
 import torch.distributed as dist
 
 from evenload.config.keys import plan_options
 from evenload.cost.coefficients import CostCoefficients
 from evenload.data.batches import Alone, Peers
-from evenload.data.config import DataConfig
+from evenload.data.config import DataConfig, trains_given_ids
+from evenload.data.hf_dataset import is_iterable_dataset
+from evenload.data.tokenize import BYTES, MAX_BYTE_VOCABULARY, DocumentTokenizer, describe_tokenizer
 from evenload.errors import ConfigError
 from evenload.integrations.batch_formats import PREFIX_FORMATS, BatchFormat, require_format
-from evenload.integrations.catalog import LOOP, engine_named
-from evenload.integrations.engine_profile import BEST, EngineProfile, require_auto, require_strategy
-from evenload.integrations.projection import StepShape
+from evenload.integrations.catalog import BEST, LOOP, EngineProfile, engine_named, require_auto, require_strategy
+from evenload.integrations.price import StepShape
 from evenload.plan.problem import PlanOptions
 from evenload.plan.strategies.registry import strategy_named, whole_strategies
 from evenload.runtime.comm.collectives import TorchPeers
+from evenload.types.base import did_you_mean
 from evenload.types.layout import even_layout
 from evenload.types.text import counted
 
@@ -45,33 +52,27 @@ class LoaderOptions:
 
     Args:
         max_tokens: most tokens of a pack; also of a document, unless a `DataConfig` has less.
-        tokenizer: "bytes", a `tokenizer.json` or its directory, a fast tokeniser of transformers, or one of ours.
-            Default: that of a `DataConfig`, else bytes. Required where `model` is the caller's own and records are
-                tokenised.
+        tokenizer: "bytes", a `tokenizer.json` or its directory, a fast tokeniser of transformers, or a
+            `DocumentTokenizer`; default: a `DataConfig`'s, else bytes. Required where texts are for the caller's model.
         strategy: `balanced` (equal predicted time), `best_fit` (fullest packs), `fixed_greedy`, `fixed_exact`, `wlb`
             (may defer documents), `padded` (for comparison).
         micro_batches: packs of every rank and step, exactly (a Trainer's `gradient_accumulation_steps`); None = as many
             as the plan needs.
-        equal_micro_batches: where `micro_batches` is None, ranks short of work get packs of padding without a loss, so
-            that all ranks make equally many passes. Default: yes, or as the engine needs.
-        pack_multiple: the tokens of every pack are padded to a multiple of it: the tensor-parallel ranks where the loop
-            splits sequences over them (Megatron-Core's sequence parallelism).
-        sequence_ranks: neighbouring ranks that share every pack, each 1 / sequence_ranks of its tokens (DeepSpeed's
-            Ulysses).
+        equal_micro_batches: ranks short of work get packs of padding, so that all make equally many passes; default:
+            yes, or as the engine needs.
+        pack_multiple: packs are padded to a multiple of so many tokens (ranks of Megatron-Core's sequence parallelism).
+        sequence_ranks: neighbouring ranks that share the tokens of every pack (DeepSpeed's Ulysses).
         fixed_shapes: every pack is padded to `max_tokens` tokens (what a pipeline of torch.distributed needs).
-        engine: the engine that trains the batches, a name of `catalog`: sets what is left out here, refuses the rest,
-            and balances packs for how it runs them; `strategy="auto"` is then the fastest by its price. None = unknown.
-        format: of the batches, see `batch_formats`. Default: the engine's, else "hf".
-        model, costs: cost model for the balance, see `planner.make_planner`; without a model `ASSUMED_MODEL`. Token ids
-            beyond the vocabulary of the caller's own model are corrupt records.
-        plan_options: further options of planning, as `[plan.options]` of a training configuration:
-            `{"window": 4}`, `{"wlb": {"release": "queues"}}`.
+        engine: the engine that trains the batches, a name of `catalog`: sets what is left out here, refuses what it
+            cannot run, and balances packs for how it runs them; `strategy="auto"` is then the fastest by its price.
+        format: of the batches, see `batch_formats`; default: the engine's, else "hf".
+        model, costs: cost model for the balance, see `planner.make_planner`. Token ids beyond the vocabulary of the
+            caller's own model are corrupt records.
+        plan_options: as `[plan.options]` of a training configuration: `{"window": 4, "wlb": {"release": "queues"}}`.
         accept_slices: the loop can run slices that attend to keys of earlier packs.
         evaluation: everything exactly once an iteration, in order; the last batch is short.
-        rank, world_size: place among the ranks that share a global batch. Default: `torch.distributed`'s, if it is
-            initialised, else alone. Given, each rank reads all data by itself.
-        group: the ranks that share a global batch, such as the data-parallel group; they read together.
-        peer_timeout_s: how long a rank waits for another.
+        rank, world_size, group: of the ranks that share a global batch, see the table of this module.
+        peer_timeout_s: seconds that a rank waits for another.
 
     Raises:
         ConfigError: a value out of its range, or a strategy that the caller's loop cannot run.
@@ -86,7 +87,7 @@ class LoaderOptions:
     sequence_ranks: int = 1
     fixed_shapes: bool = False
     engine: str | None = None
-    format: BatchFormat | None = None
+    format: BatchFormat = None  # type: ignore[bad-assignment]
     model: Any = None
     costs: CostCoefficients | str | Path | None = None
     plan_options: dict[str, Any] | None = None
@@ -101,12 +102,11 @@ class LoaderOptions:
         if self.engine is not None:
             self._check_engine(self.profile)
         self.format = self.format or self.profile.formats[0]  # type: ignore[bad-assignment]
-        require_format(self.batch_format)
+        require_format(self.format)
         if self.equal_micro_batches is None:
             self.equal_micro_batches = self.engine is None or self.profile.equal_counts
         for name in ("max_tokens", "micro_batches", "pack_multiple", "sequence_ranks"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
+            if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigError(f"{name} is {value}, must be at least 1")
         if self.max_tokens % self.row_multiple:
             raise ConfigError(
@@ -121,14 +121,8 @@ class LoaderOptions:
 
     @functools.cached_property
     def profile(self) -> EngineProfile:
-        """Return the engine's profile; `LOOP` where none is named. A `ConfigError` for an unknown name."""
+        """Return the engine's profile, `LOOP` where none is named; a `ConfigError` for an unknown name."""
         return LOOP if self.engine is None else engine_named(self.engine)
-
-    @property
-    def batch_format(self) -> BatchFormat:
-        """Return `format`, which is set when the options are made."""
-        assert self.format is not None
-        return self.format
 
     @property
     def shape(self) -> StepShape:
@@ -165,30 +159,26 @@ class LoaderOptions:
         return -(-num_tokens // self.row_multiple) * self.row_multiple
 
     def check_data(self, config: DataConfig, place: "LoaderPlace") -> None:
-        """Refuse data settings and a place that contradict the options: a `ConfigError` with the values and the fix."""
+        """Raise a `ConfigError` for data settings or a place that contradict the options."""
         if config.max_document_tokens > self.max_tokens and self.keeps_whole:
-            raise ConfigError(
-                f"max_document_tokens is {config.max_document_tokens}, max_tokens of a pack {self.max_tokens}: such a "
-                "document fits no pack; raise max_tokens, or lower max_document_tokens and choose overlong"
-            )
+            lengths = f"max_document_tokens is {config.max_document_tokens}, max_tokens of a pack {self.max_tokens}"
+            raise ConfigError(f"{lengths}: such a document fits no pack; change one of them, and choose overlong")
         if self.micro_batches is not None and config.batch_tokens is not None:
-            room = self.micro_batches * place.world_size * self.max_tokens
-            if config.batch_tokens > room:
+            most = self.micro_batches * place.world_size * self.max_tokens
+            if config.batch_tokens > most:
                 raise ConfigError(
                     f"batch_tokens is {config.batch_tokens}, but {counted(place.world_size, 'rank')} x "
-                    f"{self.micro_batches} micro_batches x {self.max_tokens} max_tokens hold {room}; lower "
+                    f"{self.micro_batches} micro_batches x {self.max_tokens} max_tokens hold {most}; lower "
                     "batch_tokens (packs of whole documents are seldom full), or raise one of the others"
                 )
         if strategy_named(self.strategy).needs_solver and place.reads_alone and place.world_size > 1:
             raise ConfigError(
-                f"strategy '{self.strategy}' depends on the time its solver takes, and ranks that do not communicate "
-                "(rank and world_size given) would plan differently; use fixed_greedy, or group"
+                f"strategy '{self.strategy}' depends on the time its solver takes, so ranks that read alone (rank and "
+                "world_size given) would plan differently; use fixed_greedy, or group"
             )
         if self.evaluation and (self.micro_batches is not None or not self.equal_micro_batches):
-            raise ConfigError(
-                f"evaluation=True with micro_batches = {self.micro_batches}, equal_micro_batches = "
-                f"{self.equal_micro_batches}; every rank runs as many as the rank with the most: leave both out"
-            )
+            given = f"micro_batches = {self.micro_batches}, equal_micro_batches = {self.equal_micro_batches}"
+            raise ConfigError(f"evaluation=True with {given}; all ranks run equally many: leave both out")
 
     def _check_engine(self, engine: EngineProfile) -> None:
         planning = self.planning()
@@ -200,10 +190,8 @@ class LoaderOptions:
         if self.accept_slices:
             engine.refuse("slices", "accept_slices is True")
         if self.format is not None and self.format not in engine.formats:
-            raise ConfigError(
-                f"engine {engine.name}: format is '{self.format}', its models take {' or '.join(engine.formats)}; "
-                "leave format out"
-            )
+            takes = " or ".join(engine.formats)
+            raise ConfigError(f"engine {engine.name}: format is '{self.format}', its models take {takes}; leave it out")
         if self.equal_micro_batches is False and engine.equal_counts:
             engine.refuse("counts", "equal_micro_batches is False")
         if engine.constant_counts and self.micro_batches is None and not self.evaluation:
@@ -215,8 +203,8 @@ class LoaderOptions:
             self.profile.refuse("context", request)
         if self.profile.context_parallel != "heads":
             raise ConfigError(
-                f"engine {self.profile.name}: {request}. Its context-parallel ranks cut documents, not a pack's rows. "
-                "Give group = the data-parallel ranks, or train on engine deepspeed (Ulysses)"
+                f"engine {self.profile.name}: {request}, and its context-parallel ranks cut documents, not a pack's "
+                "rows. Give group = the data-parallel ranks, or train on engine deepspeed (Ulysses)"
             )
         if self.format != "hf":
             raise ConfigError(
@@ -225,17 +213,14 @@ class LoaderOptions:
 
     def _check_strategy(self) -> None:
         if strategy_named(self.strategy).changes_layout:
-            raise ConfigError(
-                f"strategy '{self.strategy}' changes the pipeline's layout; a loader alone has none to change"
-            )
+            raise ConfigError(f"strategy '{self.strategy}' changes the pipeline's layout, and a loader alone has none")
         if self.keeps_whole:
             return
         cuts, whole = f"strategy '{self.strategy}' cuts documents", ", ".join(whole_strategies())
         if self.pack_multiple > 1 or self.fixed_shapes:
             raise ConfigError(
                 f"pack_multiple is {self.pack_multiple}, fixed_shapes {self.fixed_shapes}, and {cuts}, so that later "
-                "packs attend to tokens of earlier ones; packs can be padded only where documents stay whole: choose "
-                f"one of {whole}, or leave both out"
+                f"packs attend to earlier ones; padding goes only where documents stay whole: choose one of {whole}"
             )
         if not self.accept_slices:
             raise ConfigError(
@@ -244,22 +229,17 @@ class LoaderOptions:
                 "them and follows step.plan"
             )
         if self.format not in PREFIX_FORMATS:
-            raise ConfigError(
-                f"{cuts}, and format '{self.format}' cannot express that a slice attends to more keys than it has "
-                f"queries; use format {' or '.join(PREFIX_FORMATS)}"
-            )
+            fix = f"use format {' or '.join(PREFIX_FORMATS)}"
+            raise ConfigError(f"{cuts}, and format '{self.format}' cannot express keys of earlier packs; {fix}")
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class LoaderPlace:
-    """Holds a rank's place.
+class LoaderPlace(NamedTuple):
+    """Holds a rank's place among the shares of a global batch, which ranks of a sequence group have in common.
 
     Args:
-        rank, world_size: among the shares of a global batch; ranks of a sequence group have the same.
-        peers: those that read together.
-        replicas: of every one of `peers`, the place whose packs it wants.
+        peers: the ranks that read together; replicas: the place whose packs each of them trains.
         reads_alone: this rank does not communicate with the others.
-        is_first: of all ranks, the one that logs.
+        is_first: of all ranks, this one logs.
     """
 
     rank: int
@@ -271,11 +251,10 @@ class LoaderPlace:
 
 
 def find_place(options: LoaderOptions) -> LoaderPlace:
-    """Return this process's place. Collective: ranks that read together get a group of their own with a CPU backend,
-    because a thread uses it while training communicates.
+    """Return this process's place; a `ConfigError` for half of one, two of them, or a sequence group that is not whole.
 
-    Raises:
-        ConfigError: half of a place, two of them, or a sequence group that is not whole.
+    Collective: ranks that read together get a group of their own with a CPU backend, because a thread uses it while
+    training communicates.
     """
     rank, world_size, group = options.rank, options.world_size, options.group
     is_distributed = dist.is_available() and dist.is_initialized()
@@ -301,10 +280,7 @@ def find_place(options: LoaderOptions) -> LoaderPlace:
         rank, world_size = peers.rank, peers.size
     shared = options.sequence_ranks
     if world_size % shared:
-        raise ConfigError(
-            f"sequence_ranks is {shared}, which does not divide {counted(world_size, 'rank')}; every rank belongs to a "
-            "group of so many"
-        )
+        raise ConfigError(f"sequence_ranks is {shared}, which does not divide {counted(world_size, 'rank')}; change it")
     return LoaderPlace(
         rank=rank // shared,
         world_size=world_size // shared,
@@ -313,3 +289,150 @@ def find_place(options: LoaderOptions) -> LoaderPlace:
         reads_alone=reads_alone,
         is_first=rank == 0,
     )
+
+
+DATASET_NAME = "dataset"
+"""Source name of a data set object."""
+
+_NAMES_ELSEWHERE = {
+    "strategy": "packing_strategy",
+    "max_tokens": "max_length max_seq_length sequence_len cutoff_len",
+    "batch_documents or batch_tokens, over all ranks,": "batch_size",
+    "workers": "num_workers",
+    "prefetch_steps": "prefetch_factor",
+    "shuffle_window (1 keeps the order)": "shuffle",
+    "format": "collate_fn",
+    'loss_on = "completion"': "completion_only_loss assistant_only_loss",
+    "text_column": "dataset_text_field",
+}
+"""Settings, and what other loaders call them."""
+_ALWAYS_SO = ("packing", "sample_packing", "padding_free", "neat_packing", "drop_last")
+_KIND_COLUMNS = {
+    "tokens": {"input_ids"},
+    "messages": {"messages"},
+    "prompt_completion": {"prompt", "completion"},
+    "text": {"text"},
+}
+"""Kinds of records, by the columns that identify them."""
+_EVALUATION_ALLOWS = {
+    "shuffle_window": (1,),
+    "epochs": (None,),
+    "overlong": ("error", "split"),
+    "on_corrupt": ("error",),
+    "mixture_end": ("once",),
+}
+
+
+def data_config(
+    data: Any, settings: dict[str, Any], options: LoaderOptions, world_size: int
+) -> tuple[DataConfig, dict[str, Any]]:
+    """Return the data settings, and the data set objects that they name.
+
+    Args:
+        settings: fields of `DataConfig`; those of a configuration are replaced.
+        world_size: shares of a global batch; one of evaluation has a pack's tokens for each, unless its size is set.
+
+    Raises:
+        ConfigError: unknown or contradicting settings; a data set whose columns do not show what a record is.
+    """
+    for name in settings:
+        if name in _ALWAYS_SO:
+            raise ConfigError(f"PackedLoader has no '{name}': it packs whole documents, and drops none; leave it out")
+        for own, names in _NAMES_ELSEWHERE.items():
+            if name in names.split():
+                raise ConfigError(f"PackedLoader has no '{name}': it is called {own} here")
+        if name not in DataConfig.__struct_fields__:
+            hint = did_you_mean(name, DataConfig.__struct_fields__)
+            raise ConfigError(f"PackedLoader has no '{name}'; {hint}its settings are LoaderOptions and DataConfig")
+    base: dict[str, Any] = {"max_document_tokens": options.max_tokens}
+    datasets: dict[str, Any] = {}
+    if isinstance(data, DataConfig):
+        base = {field: getattr(data, field) for field in data.__struct_fields__}
+        for one, other in (("batch_documents", "batch_tokens"), ("batch_tokens", "batch_documents")):
+            if settings.get(one) is not None:
+                base[other] = None
+    elif any(kind.__module__.startswith("datasets.") for kind in type(data).__mro__):
+        is_iterable_dataset(data)  # refuses what is neither kind, such as a dictionary of splits
+        base |= {"sources": (DATASET_NAME,)} | _record_kind(data, settings)
+        datasets = {DATASET_NAME: data}
+    elif isinstance(data, str | Path):
+        base["sources"] = (str(data),)
+    elif isinstance(data, Sequence) and all(isinstance(source, str | Path) for source in data):
+        base["sources"] = tuple(str(source) for source in data)
+    else:
+        kinds = "a path or URL, a list of them, a DataConfig, or a Hugging Face Dataset or IterableDataset"
+        raise ConfigError(f"data is a {type(data).__name__}; give {kinds}")
+    if options.evaluation:
+        base |= _evaluation_settings(data, base | settings, settings, options.max_tokens * world_size)
+    return DataConfig(**(base | settings)), datasets
+
+
+def _record_kind(data: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+    if "record" in settings or data.column_names is None:
+        return {}
+    columns = set(data.column_names)
+    kinds = [kind for kind, needed in _KIND_COLUMNS.items() if needed <= columns]
+    if len(kinds) == 1:
+        return {"record": kinds[0]}
+    matches, kinds = ", ".join(kinds) or "none of the kinds", ", ".join(_KIND_COLUMNS)
+    raise ConfigError(f"columns {sorted(columns)} could be records of {matches}; set record to one of {kinds}")
+
+
+def _evaluation_settings(
+    data: Any, given: Mapping[str, Any], settings: Mapping[str, Any], batch_tokens: int
+) -> dict[str, Any]:
+    for name, allowed in _EVALUATION_ALLOWS.items():
+        # The order and the epochs of a configuration are those of training; what it leaves out counts here too.
+        counts = isinstance(data, DataConfig) and name in ("overlong", "on_corrupt", "mixture_end")
+        if (name in settings or counts) and given[name] not in allowed:
+            why = "evaluation leaves nothing out and keeps the order"
+            must = " or ".join(map(repr, allowed))
+            raise ConfigError(f"evaluation=True with {name} = {given[name]!r}; {why}, so it must be {must}")
+    fixed: dict[str, Any] = {"shuffle_window": 1, "streams": None, "epochs": None}
+    if given.get("batch_documents") is None and given.get("batch_tokens") is None:
+        fixed["batch_tokens"] = batch_tokens
+    return fixed
+
+
+@contextmanager
+def tokenizer_settings(config: DataConfig, tokenizer: Any) -> Iterator[tuple[DataConfig, DocumentTokenizer | None]]:
+    """Yield data settings that name the tokeniser, whose files may exist inside the `with` block only, and the
+    tokeniser where settings cannot name it. Raises a `ConfigError` for a slow tokeniser and for what is none."""
+    if tokenizer is None:
+        yield config, None
+    elif isinstance(tokenizer, str | Path):
+        yield msgspec.structs.replace(config, tokenizer=str(tokenizer)), None
+    elif all(hasattr(tokenizer, name) for name in ("encode_with_offsets", "encode_batch", "eos_id")):
+        yield config, tokenizer
+    elif hasattr(tokenizer, "save_pretrained"):
+        if getattr(tokenizer, "backend_tokenizer", None) is None:
+            name, fix = type(tokenizer).__name__, "load it with use_fast=True, or give the path of its tokenizer.json"
+            raise ConfigError(f"tokenizer {name} is a slow one, without a tokenizer.json; {fix}")
+        with tempfile.TemporaryDirectory() as directory:
+            tokenizer.save_pretrained(directory)
+            yield msgspec.structs.replace(config, tokenizer=directory), None
+    else:
+        kinds = '"bytes", a tokenizer.json or its directory, a fast tokeniser of transformers, or a DocumentTokenizer'
+        raise ConfigError(f"tokenizer is a {type(tokenizer).__name__}; give {kinds}")
+
+
+def require_choice(config: DataConfig, tokenizer: Any, vocab_size: int | None) -> None:
+    """Raise a `ConfigError` for bytes that nobody chose, where the caller's model has another vocabulary."""
+    if tokenizer is not None or config.tokenizer is not None or vocab_size is None or trains_given_ids(config):
+        return
+    if vocab_size > MAX_BYTE_VOCABULARY:
+        raise ConfigError(
+            f"tokenizer is not given, and the model's vocabulary of {vocab_size:,} ids is not one of bytes; give the "
+            f'model\'s tokeniser or its directory, or give tokenizer="{BYTES}" to train a model from scratch on bytes'
+        )
+
+
+def tokenizer_fact(config: DataConfig, given: Any, opened: DocumentTokenizer, vocab_size: int | None) -> str:
+    """Describe the tokeniser in use (`opened`) for the log, and whether the caller chose it."""
+    if trains_given_ids(config):
+        checked = "not checked, as the model is not known" if vocab_size is None else f"checked: below {vocab_size:,}"
+        return f"none: records hold token ids, {checked}"
+    chosen = ", because none was given" if given is None and config.tokenizer is None else ""
+    is_loaded = hasattr(given, "save_pretrained")
+    origin = str(getattr(given, "name_or_path", "") or type(given).__name__) if is_loaded else ""
+    return describe_tokenizer(opened, origin) + chosen

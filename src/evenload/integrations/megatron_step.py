@@ -4,17 +4,16 @@
     for step in loader.steps():
         report = train_step(step)
 
-Megatron-Core takes all that a plan of whole documents needs: numbers of micro-batches that differ from replica to
-replica, lengths that differ (`variable_seq_lengths`), documents inside a pack (`PackedSeqParams`), and a loss that is a
-sum (`calculate_per_token_loss`), which `finalize_model_grads` divides by the label tokens of all replicas. Every rank
-of a replica (pipeline, tensor) needs the same packs: make the loader with `group=` the data-parallel group.
+Megatron-Core runs what a plan of whole documents needs: micro-batches that differ in number from replica to replica and
+in length (`variable_seq_lengths`), documents inside a pack (`PackedSeqParams`), and a loss that is a sum
+(`calculate_per_token_loss`), which `finalize_model_grads` divides by the label tokens of all replicas. Every rank of a
+replica (pipeline, tensor) needs the same packs: make the loader with `group=` the data-parallel group.
 """
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from evenload.errors import ConfigError, DataError
 from evenload.integrations.batch_formats import megatron_batch, megatron_packed_seq_params, move_batch
-from evenload.integrations.engine_loop import balance_for_trained, document_attention, host_edges
+from evenload.integrations.engine_loop import balance_for_trained, document_attention, require_place
 from evenload.integrations.loader_options import LoaderOptions
 from evenload.integrations.packed_loader import PackedLoader, PackedStep, zero_weight_pack
 from evenload.types.model import ModelSpec
@@ -37,19 +36,17 @@ _PLAIN_ATTENTION = {
     "softmax_type": "vanilla",
     "qk_clip": False,
 }
-"""Settings of a `TransformerConfig` that change attention, with the values under which it is that of these layers."""
+"""Settings of a `TransformerConfig` that change attention, with the values that `document_layer_spec` supports."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class MegatronReport:
-    """Describes one step, the same on every rank but `num_micro_batches` and `num_without_work`.
+class MegatronReport(NamedTuple):
+    """Describes one step, the same on every rank but `num_micro_batches`.
 
     Args:
         loss: mean over the label tokens of the global batch, before the update.
-        num_label_tokens: of the global batch.
         was_updated: False where Megatron left the update out, because gradients overflowed in fp16.
         grad_norm: of all parameters, before clipping; None where the optimizer does not compute it.
-        num_micro_batches, num_without_work: that this replica ran, and of these packs of padding.
+        num_micro_batches: that this replica ran, those of padding alone included.
     """
 
     loss: float
@@ -57,72 +54,57 @@ class MegatronReport:
     was_updated: bool
     grad_norm: float | None
     num_micro_batches: int
-    num_without_work: int
 
 
 class MegatronTrainStep:
     """Trains the steps of a loader on Megatron-Core; collective in all its calls.
 
-    Completes the model's configuration where nothing is set, as Megatron's own training script does: `grad_scale_func`
-    (the optimizer divides by its loss scale) and, with `overlap_grad_reduce`, `no_sync_func` (gradients are summed in
-    the last micro-batch only).
+    Completes the model's configuration as Megatron's own training script does: `grad_scale_func` (the optimizer divides
+    by its loss scale) and, with `overlap_grad_reduce`, `no_sync_func` (gradients are summed in the last micro-batch).
 
     Args:
         model: as Megatron-Core's `DistributedDataParallel` wraps it.
         optimizer: of `megatron.core.optimizer.get_megatron_optimizer`.
-        loader: with `engine="megatron"`, made on the data-parallel group; made without a model, it is balanced for
-        this.
+        loader: with `engine="megatron"`, on the data-parallel group; without a model it is balanced for this one.
         forward_step: in place of `gpt_forward_step`. Its loss function returns what `sum_of_losses` returns.
 
     Raises:
-        ConfigError: settings that `require_runnable` refuses; a loader of another place than this rank's among
-        replicas.
+        ConfigError: settings that `require_runnable` refuses; a loader of another data-parallel rank.
     """
 
     def __init__(
         self, model: torch.nn.Module, optimizer: Any, loader: PackedLoader, *, forward_step: ForwardStep | None = None
     ) -> None:
+        from megatron.core import parallel_state  # type: ignore[missing-import]
         from megatron.core.utils import get_model_config  # type: ignore[missing-import]
 
-        self._model: Any = model
+        self._model = wrapped = cast(Any, model)
         self._optimizer, self._forward_step = optimizer, forward_step or gpt_forward_step
-        self._config = get_model_config(model)
-        require_runnable(self._config, loader.options)
-        _require_place(loader)
-        balance_for_trained(loader, lambda: model_of(model, self._config))
-        if self._config.grad_scale_func is None:
-            self._config.grad_scale_func = optimizer.scale_loss
+        self._config = config = get_model_config(model)
+        require_runnable(config, loader.options)
+        fix = "make it with PackedLoader(group=parallel_state.get_data_parallel_group())"
+        place = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+        require_place(loader, *place, "Megatron-Core's data-parallel rank is", fix)
+        balance_for_trained(loader, lambda: model_of(model, config))
+        if config.grad_scale_func is None:
+            config.grad_scale_func = optimizer.scale_loss
         # Without it Megatron sums a bucket over replicas after as many micro-batches as the first step had.
-        wrapped: Any = model
-        if wrapped.ddp_config.overlap_grad_reduce and self._config.no_sync_func is None:
-            self._config.no_sync_func = wrapped.no_sync
+        if wrapped.ddp_config.overlap_grad_reduce and config.no_sync_func is None:
+            config.no_sync_func = wrapped.no_sync
 
     def __call__(self, step: PackedStep) -> MegatronReport:
         """Make one update: gradients of the global batch, summed over replicas, and the optimizer's step."""
         loss = self.accumulate(step)
         was_updated, grad_norm = self.update()
-        return MegatronReport(
-            loss=loss,
-            num_label_tokens=step.num_label_tokens,
-            was_updated=was_updated,
-            grad_norm=grad_norm,
-            num_micro_batches=max(1, len(step)),
-            num_without_work=step.num_zero_weight if len(step) else 1,
-        )
+        return MegatronReport(loss, step.num_label_tokens, was_updated, grad_norm, max(1, len(step)))
 
     def accumulate(self, step: PackedStep) -> float:
-        """Run forward and backward of all packs of this replica, and sum over replicas.
-
-        Returns:
-            The loss of the global batch; its gradients are in every parameter's `main_grad`.
-
-        Raises:
-            DataError: the label tokens that the losses counted are not those of the plan.
-        """
+        """Run forward and backward of all packs, sum over replicas, and return the loss of the global batch; gradients
+        are in every parameter's `main_grad`. Raises a `DataError` for losses of other label tokens than the plan's."""
         from megatron.core.pipeline_parallel import get_forward_backward_func  # type: ignore[missing-import]
 
-        without_work = megatron_batch(zero_weight_pack(rows_multiple(self._config)), step.num_label_tokens)
-        batches = step.batches or (without_work,)
+        padding = zero_weight_pack(rows_multiple(self._config))
+        batches = step.batches or (megatron_batch(padding, step.num_label_tokens),)
         self._model.zero_grad_buffer()
         self._optimizer.zero_grad()
         results = get_forward_backward_func()(
@@ -130,7 +112,7 @@ class MegatronTrainStep:
             data_iterator=iter(batches),
             model=self._model,
             num_microbatches=len(batches),
-            # Not read where neighbours send each other shapes; without a pipeline there are none.
+            # Stages that send each other shapes do not read it.
             seq_length=max(batch["tokens"].shape[1] for batch in batches),
             micro_batch_size=1,
             forward_only=False,
@@ -144,33 +126,20 @@ class MegatronTrainStep:
 
 
 def gpt_forward_step(batches: Iterator[dict[str, Any]], model: torch.nn.Module) -> tuple[Tensor, Callable]:
-    """Run one pack through a `GPTModel` stage: what the schedules of Megatron-Core call.
-
-    Args:
-        batches: of `format="megatron"`.
-
-    Returns:
-        Hidden states [T, 1, width] for the next stage, or the losses of all tokens [1, T]; and what makes the loss.
-    """
+    """Run one pack of format `megatron` through a `GPTModel` stage, as the schedules of Megatron-Core call it. Returns
+    hidden states [T, 1, width] for the next stage, or the losses of all tokens [1, T]; and `sum_of_losses`."""
     batch = move_batch(next(batches), _device_of(model))
-    output = model(
-        batch["tokens"],
-        batch["position_ids"],
-        batch["attention_mask"],
-        labels=batch["labels"],
-        packed_seq_params=megatron_packed_seq_params(batch),
-    )
+    packed = megatron_packed_seq_params(batch)
+    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=packed)
     return output, partial(sum_of_losses, loss_mask=batch["loss_mask"])
 
 
 def sum_of_losses(losses: Tensor, *, loss_mask: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return the loss of a pack as `calculate_per_token_loss` wants it.
+    """Return the loss of a pack as `calculate_per_token_loss` wants it: the sum over label tokens; their number,
+    int32[]; both as float64[2].
 
     Args:
         losses: [1, T] of tokens; loss_mask: [1, T], 0 where a token has no label.
-
-    Returns:
-        The sum over label tokens; their number, int32[]; both as float64[2], for the report of the step.
     """
     total, count = (losses * loss_mask).sum(), loss_mask.sum()
     sums = torch.stack([total.detach().double(), count.double()])
@@ -178,10 +147,10 @@ def sum_of_losses(losses: Tensor, *, loss_mask: Tensor) -> tuple[Tensor, Tensor,
 
 
 def _global_loss(results: list[dict[str, Tensor]], step: PackedStep, device: torch.device) -> float:
-    """Mean loss of the global batch on every rank, from what the last stages returned for their packs."""
+    """Return the mean loss of the global batch on every rank, from the results of the last stages' packs."""
     from megatron.core import parallel_state  # type: ignore[missing-import]
 
-    # Sum and number of losses, and packs without them: only the last stages know, all have to stop.
+    # Sum and number of losses, and packs without them: the last stages count them, and all ranks have to stop.
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     if parallel_state.is_pipeline_last_stage():
         for entry in results:
@@ -194,10 +163,7 @@ def _global_loss(results: list[dict[str, Tensor]], step: PackedStep, device: tor
     dist.all_reduce(sums, group=parallel_state.get_pipeline_model_parallel_group())
     total, count, missing = sums.tolist()
     if missing:
-        raise ConfigError(
-            f"the loss function of forward_step returned no '{_LOSS}' for {missing:.0f} packs; return what "
-            "megatron_step.sum_of_losses returns"
-        )
+        raise ConfigError(f"forward_step returned no '{_LOSS}' for {missing:.0f} packs; return that of sum_of_losses")
     if count != step.num_label_tokens:
         raise DataError(
             f"step {step.plan.step}: the losses are of {count:.0f} label tokens, the plan has {step.num_label_tokens}; "
@@ -206,29 +172,12 @@ def _global_loss(results: list[dict[str, Tensor]], step: PackedStep, device: tor
     return total / max(1, count)
 
 
-def _require_place(loader: PackedLoader) -> None:
-    """All ranks of a replica train the same packs, and replicas different ones."""
-    from megatron.core import parallel_state  # type: ignore[missing-import]
-
-    place = (parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size())
-    if (loader.rank, loader.world_size) != place:
-        raise ConfigError(
-            f"the loader is rank {loader.rank} of {loader.world_size}, Megatron-Core's data-parallel rank is "
-            f"{place[0]} of {place[1]}; make it with PackedLoader(group=parallel_state.get_data_parallel_group())"
-        )
-
-
 def _device_of(model: torch.nn.Module) -> torch.device:
     return next(model.parameters()).device
 
 
 def require_runnable(config: Any, options: LoaderOptions) -> None:
-    """Refuse, by a `ConfigError` with what works instead, settings that Megatron-Core would run wrong, or for ever.
-
-    Args:
-        config: the model's `TransformerConfig`.
-        options: of the loader; it has refused strategies that cut documents itself.
-    """
+    """Raise a `ConfigError` for settings of the `TransformerConfig` that Megatron-Core would run wrong, or for ever."""
     for message in _unrunnable(config, options):
         raise ConfigError(message)
 
@@ -249,42 +198,27 @@ def _unrunnable(config: Any, options: LoaderOptions) -> Iterator[str]:
             "label tokens; set it to megatron.core.distributed.finalize_model_grads"
         )
     if (stages := config.pipeline_model_parallel_size) > 1 and not config.variable_seq_lengths:
-        yield (
-            f"variable_seq_lengths is False with pipeline_model_parallel_size {stages}: stages would expect packs of "
-            "one length; set it to True"
-        )
-    if config.context_parallel_size > 1:
-        yield (
-            f"context_parallel_size is {config.context_parallel_size}, and every rank would train whole packs as if "
-            "they were its part; set it to 1, or train with 'evenload train'"
-        )
+        yield f"variable_seq_lengths is False, so {stages} stages would expect packs of one length; set it to True"
+    if (ranks := config.context_parallel_size) > 1:
+        yield f"context_parallel_size is {ranks}, which packs are not cut for; use 1, or train with 'evenload train'"
     if options.pack_multiple % (multiple := rows_multiple(config)):
         yield (
             f"sequence_parallel divides the rows of a pack among {multiple} tensor-parallel ranks, and pack_multiple "
             f"of the loader is {options.pack_multiple}; give PackedLoader pack_multiple={multiple}"
         )
-    if config.num_moe_experts is not None:
-        yield (
-            f"num_moe_experts is {config.num_moe_experts}: a router counts the tokens of a micro-batch, so gradients "
-            "depend on packing; train a dense model here, mixtures of experts with 'evenload train'"
-        )
+    if (experts := config.num_moe_experts) is not None:
+        yield f"num_moe_experts is {experts}, whose router depends on packing; train experts with 'evenload train'"
     if (virtual := config.virtual_pipeline_model_parallel_size) is not None:
-        yield (
-            f"virtual_pipeline_model_parallel_size is {virtual}, whose schedule waits for ever for shapes; leave it "
-            "out, so that 1F1B runs"
-        )
+        yield f"virtual_pipeline_model_parallel_size is {virtual}, which waits for ever; leave it out, for 1F1B"
 
 
 def model_of(model: Any, config: Any) -> ModelSpec:
     """Return what the cost model reads of a dense `GPTModel`, of all its stages.
 
     Args:
-        model: a stage, wrapped or not; config: its `TransformerConfig`.
-
-    Raises:
-        ConfigError: another kind of model, or layers of a kind that is not priced.
+        model: a stage, wrapped or not; config: its `TransformerConfig`. A `ConfigError` where layers are not priced.
     """
-    # Below Megatron's wrappers (`DistributedDataParallel`, `Float16Module`).
+    # Megatron's wrappers are `DistributedDataParallel` and `Float16Module`.
     while hasattr(model, "module"):
         model = model.module
     fix = "name the model for which packs are balanced: PackedLoader(model=...)"
@@ -315,17 +249,12 @@ def document_layer_spec(config: Any) -> Any:
     """Return a `ModuleSpec` of layers whose attention reads `PackedSeqParams`: `GPTModel(transformer_layer_spec=...)`.
 
     Args:
-        config: the model's `TransformerConfig`.
-
-    Raises:
-        ConfigError: a setting of attention that these layers do not have.
+        config: the model's `TransformerConfig`; a `ConfigError` where these layers lack a setting of its attention.
     """
     for name, plain in _PLAIN_ATTENTION.items():
         if getattr(config, name) != plain:
-            raise ConfigError(
-                f"{name} is {getattr(config, name)}, and document_layer_spec has no such attention; set it to {plain}, "
-                "or use Transformer Engine's layers"
-            )
+            fix = f"set it to {plain}, or use Transformer Engine's layers"
+            raise ConfigError(f"{name} is {getattr(config, name)}, which document_layer_spec does not have; {fix}")
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # type: ignore[missing-import]
 
     spec: Any = get_gpt_layer_local_spec(
@@ -354,18 +283,14 @@ class DocumentAttention(torch.nn.Module):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **settings: Any
     ) -> Tensor:
-        """Return the attention of one pack, [T, H · D].
+        """Return the attention of one pack, [T, H · D]; a `ConfigError` where the batch is none.
 
         Args:
             query: [T, H, D]; key, value: [T, G, D]. settings: of them `packed_seq_params` with cumulative lengths.
-
-        Raises:
-            ConfigError: the batch is not a pack.
         """
         packed = settings.get("packed_seq_params")
         if packed is None or packed.qkv_format != "thd" or attention_mask is not None:
             raise ConfigError(
-                "document_layer_spec trains packs only; hand packed_seq_params of a batch to the model, and no "
-                "attention_mask"
+                "document_layer_spec trains packs only; give the model packed_seq_params, and no attention_mask"
             )
-        return document_attention(query, key, value, host_edges(packed.cu_seqlens_q), self.scale).flatten(1)
+        return document_attention(query, key, value, packed.cu_seqlens_q, self.scale).flatten(1)

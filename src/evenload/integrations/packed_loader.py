@@ -2,9 +2,9 @@
 
     source ─► tokens ─► global batch ─► plan of all ranks ─► exchange ─► packs ─► batches in the loop's own names
 
-All of it happens ahead of the loop, in a thread and in worker processes. The global batch is fixed before anything is
-packed, so strategy, ranks and micro-batches only rearrange inside a step: divide the *sum* of the losses by
-`num_label_tokens` of the step, and loss and gradients are those of one document after the other.
+A thread and worker processes do it before the loop needs it. The global batch is fixed before anything is packed, so
+strategy, ranks and micro-batches only rearrange inside a step: divide the *sum* of the losses by `num_label_tokens` of
+the step, and loss and gradients are those of one document after the other.
 
     loader = PackedLoader("corpus", tokenizer="model", max_tokens=8192, batch_tokens=65536)
     for step in loader.steps():
@@ -12,7 +12,7 @@ packed, so strategy, ranks and micro-batches only rearrange inside a step: divid
             model(**batch).loss.backward()
         optimizer.step(); optimizer.zero_grad()
 
-One iteration is one epoch; an iteration that was left goes on where it was.
+One iteration is one epoch; the next one goes on where an iteration was left.
 """
 
 import logging
@@ -36,11 +36,18 @@ from evenload.feed.collate import PADDING_TOKEN, PackBatch, collate_packs
 from evenload.feed.read_ahead import ReadAhead
 from evenload.feed.step_maker import PlannedStep, StepMaker
 from evenload.integrations.batch_formats import format_pack
-from evenload.integrations.engine_profile import BEST
-from evenload.integrations.loader_inputs import data_config, require_choice, tokenizer_fact, tokenizer_settings
-from evenload.integrations.loader_options import LoaderOptions, LoaderPlace, find_place
+from evenload.integrations.catalog import BEST
+from evenload.integrations.loader_options import (
+    LoaderOptions,
+    LoaderPlace,
+    data_config,
+    find_place,
+    require_choice,
+    tokenizer_fact,
+    tokenizer_settings,
+)
 from evenload.integrations.planner import ENGINES_AUTO, known_vocabulary, make_planner
-from evenload.integrations.projection import project
+from evenload.integrations.price import project
 from evenload.plan.deferral import DelayState
 from evenload.plan.planner import RunPlanner
 from evenload.plan.strategies.registry import strategy_named
@@ -54,21 +61,19 @@ _log = logging.getLogger("evenload.loader")
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PackedStep:
-    """Holds one optimizer step of this rank. Iterating gives the micro-batches.
+    """Holds one optimizer step of this rank; iterating gives the micro-batches.
 
     Args:
-        planned: plan of all ranks, account and states after this step.
-        packs: forward packs of this rank in the order in which they are trained, those without work last.
+        planned: plan of all ranks, ledger and states after this step.
+        packs: forward packs of this rank in the order in which they are trained, those of padding alone last.
         backward_packs: other cuts of the same documents where the strategy cuts; else the same objects.
         batches: `packs` in the loader's format.
-        num_zero_weight: packs without work.
     """
 
     planned: PlannedStep
     packs: tuple[PackBatch, ...]
     backward_packs: tuple[PackBatch, ...]
     batches: tuple[Any, ...]
-    num_zero_weight: int
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.batches)
@@ -88,7 +93,7 @@ class PackedStep:
 
 
 class _MidStep(NamedTuple):
-    """Micro-batches given of a step, and the plan that it must have to go on there; none, between two steps."""
+    """Holds the micro-batches given of a step, and the plan that it must have to go on; none, between two steps."""
 
     given: int = 0
     plan_digest: str = ""
@@ -100,20 +105,18 @@ class PackedLoader:
     Args:
         data: a path, directory, glob or fsspec URL, or a list of them; a `DataConfig` (mixtures); a Hugging Face
             `Dataset` or `IterableDataset`.
-        max_tokens: most tokens of a pack.
         settings: all other `LoaderOptions`, and fields of `DataConfig`: `batch_documents` or `batch_tokens` (of the
             global batch), `seed`, `epochs`, `shuffle_window`, `overlong`, `workers`, `prefetch_steps`, `record`, ...
 
     Attributes:
         options: as given; `format` resolved.
         config: the data settings, as resolved.
-        rank, world_size: of this loader among those that share a global batch; ranks of a sequence group
-            (`sequence_ranks`) have the same.
+        rank, world_size: among those that share a global batch; ranks of a sequence group have the same.
         model_is_assumed: packs are balanced for `ASSUMED_MODEL`, because no model was given.
         start_lines: what was logged at the start.
-        epoch: of the current iteration, or of the next one if none has begun or the last one ended.
-        has_ended: all `epochs` were given out.
-        ledger_lines: what became of all documents and tokens, after the last step that was given out.
+        epoch: of the current iteration, else of the next one.
+        has_ended: all `epochs` were given.
+        ledger_lines: what became of all documents and tokens, after the last step that was given.
 
     Raises:
         ConfigError: settings that cannot work, with the reason. Collective where ranks read together.
@@ -123,13 +126,7 @@ class PackedLoader:
         named = {field.name: settings.pop(field.name) for field in fields(LoaderOptions) if field.name in settings}
         self.options = options = LoaderOptions(max_tokens=max_tokens, **named)
         self._place = place = find_place(options)
-        config, datasets = data_config(
-            data,
-            settings,
-            max_tokens=max_tokens,
-            default_batch_tokens=max_tokens * place.world_size,
-            evaluation=options.evaluation,
-        )
+        config, datasets = data_config(data, settings, options, place.world_size)
         options.check_data(config, place)
         model, tokenizer = options.model, options.tokenizer
         vocab_size = known_vocabulary(model)
@@ -144,16 +141,15 @@ class PackedLoader:
             ends = getattr(getattr(model, "generation_config", model), "eos_token_id", None)
             unstopped = stop_warnings(resolved, opened, ends)
         planner = _planner_of(model, options, place)
-        self._maker = StepMaker(
-            self._loader, planner, replicas=lambda layout: place.replicas, max_pack_tokens=max_tokens
-        )
+        replicas = place.replicas
+        self._maker = StepMaker(self._loader, planner, replicas=lambda _: replicas, max_pack_tokens=max_tokens)
         self.config = self._loader.config
         self.rank, self.world_size = place.rank, place.world_size
         self.model_is_assumed = model is None
         self.ledger_lines: tuple[str, ...] = ()
         self._ahead: ReadAhead[PackedStep] | None = None
         self._has_logged = False
-        self._stand_at(self._loader.state(), DelayState(), 0)
+        self._go_on(self._loader.state(), DelayState(), 0)
         fact = tokenizer_fact(config, tokenizer, opened, vocab_size)
         self.start_lines: Sequence[str] = _start_lines(config, fact, options, place, planner.planner.costs)
         if place.is_first:
@@ -163,23 +159,12 @@ class PackedLoader:
                 _log.warning("%s", line)
 
     def balance_for(self, model: Any) -> None:
-        """Balance packs by the times of this model, from the first step on. Collective: all ranks, the same model.
-
-        Args:
-            model: as the constructor's.
-
-        Raises:
-            ConfigError: not a model; no tokeniser was given, and the model's vocabulary is not one of bytes; steps were
-                made already.
-        """
+        """Balance packs by the times of this model, given as to the constructor, from the first step on. Collective.
+        Raises a `ConfigError` for what is none or needs a tokeniser, and after the first step."""
         require_choice(self.config, self.options.tokenizer, known_vocabulary(model))
         if self._ahead is not None:
-            raise ConfigError(
-                "balance_for(model) after steps were made for another one; call it before the first iteration, or give "
-                "PackedLoader(model=...)"
-            )
-        planner = _planner_of(model, self.options, self._place)
-        self._maker.planner = planner
+            raise ConfigError("balance_for(model) after steps were made for another one; call it before the first step")
+        self._maker.planner = planner = _planner_of(model, self.options, self._place)
         self.model_is_assumed = False
         line = _balance_line(planner.planner.costs, assumed=False)
         self.start_lines = [line, *self.start_lines[1:]]
@@ -194,20 +179,15 @@ class PackedLoader:
                 yield step.batches[self._given - 1]
 
     def steps(self) -> Iterator[PackedStep]:
-        """Iterate over the steps of an epoch, or of the rest of one that was left, from its next micro-batch on.
-
-        `state_dict` in the loop's body is that after the step.
-        """
+        """Iterate over the steps of an epoch, or of the rest of one that was left, from its next micro-batch on. In the
+        loop's body `state_dict` is that after the step."""
         while (step := self._current_step()) is not None:
             given, self._given = self._given, len(step)
             yield replace(step, packs=step.packs[given:], batches=step.batches[given:]) if given else step
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch that the next iteration reads; do nothing where it is that one already.
-
-        Raises:
-            ConfigError: no such epoch, or an epoch is in its middle, the rest of which would be left out.
-        """
+        """Choose the epoch of the next iteration. Raises a `ConfigError` for no such epoch, and inside of another one,
+        the rest of which would be left out."""
         if epoch == self.epoch:
             return
         if epoch < 0 or (self.config.epochs is not None and epoch >= self.config.epochs):
@@ -217,17 +197,13 @@ class PackedLoader:
         loader, planner = self._after
         untouched = self._open is None and not any(part.documents for part in loader.parts)
         if not (untouched or self._peeked is not None or self.has_ended):
-            raise ConfigError(
-                f"set_epoch({epoch}) in the middle of epoch {self.epoch} would leave out the rest of it; iterate to "
-                "the end, or make a new loader"
-            )
+            where = f"set_epoch({epoch}) in the middle of epoch {self.epoch}"
+            raise ConfigError(f"{where} would leave out the rest of it; iterate to the end, or make a new loader")
         self._go_on(state_at_epoch(loader, epoch), planner, epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the loader stands, as plain values: the same on all ranks at the end of a step.
-
-        Between two steps it may be loaded with any number of ranks; inside a step with the same number only.
-        """
+        """Return where the loader is, as plain values, the same on all ranks at the end of a step. With another number
+        of ranks it can be loaded between two steps only."""
         mid = self._mid_step
         if not mid.given and self._open is not None and self._given < len(self._open):
             mid = _MidStep(self._given, self._open.plan.digest)
@@ -242,33 +218,25 @@ class PackedLoader:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on exactly where a state was made. Reads nothing yet.
-
-        Raises:
-            ConfigError: not a state of this loader; other data or settings (named); a state inside a step under another
-                number of ranks.
-        """
+        """Go on exactly where a state was made; reads nothing yet. Raises a `ConfigError` for what is no state, and for
+        one of other data or settings, or inside a step of another number of ranks."""
         missing = {"version", "epoch", "loader", "planner", "given", "world_size", "plan_digest"} - set(state_dict)
         if missing or state_dict["version"] != STATE_VERSION:
-            raise ConfigError(
-                f"not a state of PackedLoader (version {state_dict.get('version')}, this one reads {STATE_VERSION}; "
-                f"missing: {sorted(missing)})"
-            )
+            version = f"version {state_dict.get('version')}, this one reads {STATE_VERSION}"
+            raise ConfigError(f"not a state of PackedLoader ({version}; missing: {sorted(missing)})")
         given = int(state_dict["given"])
         if given and state_dict["world_size"] != self.world_size:
-            raise ConfigError(
-                f"the state was saved inside a step, after {counted(given, 'micro-batch')}, with "
-                f"{counted(state_dict['world_size'], 'rank')}; now there are {self.world_size}. Save between two steps "
-                "to go on with another number"
-            )
+            place = f"after {counted(given, 'micro-batch')}, with {counted(state_dict['world_size'], 'rank')}"
+            fix = f"now there are {self.world_size}; save between two steps to go on with another number"
+            raise ConfigError(f"the state was saved inside a step, {place}; {fix}")
         planner = msgspec.json.decode(state_dict["planner"], type=DelayState)
         self._go_on(decode_state(state_dict["loader"].encode()), planner, int(state_dict["epoch"]))
         self._mid_step = _MidStep(given, state_dict["plan_digest"] if given else "")
 
     def close(self) -> None:
-        """End threads and worker processes; iterating again goes on where the loader stands. Collective where ranks
-        read together, after the same step."""
-        # Steps that were made ahead are lost with the thread, so the state is where to read again.
+        """End threads and worker processes; iterating again goes on where the loader is. Collective where ranks read
+        together, after the same step."""
+        # Steps made early are lost with the thread, so they are read again from the state.
         self.load_state_dict(self.state_dict())
 
     def __enter__(self) -> "PackedLoader":
@@ -283,9 +251,6 @@ class PackedLoader:
             self._ahead = None
         self._loader.load_state(loader)
         self._maker.planner_state = planner
-        self._stand_at(loader, planner, epoch)
-
-    def _stand_at(self, loader: LoaderState, planner: DelayState, epoch: int) -> None:
         self._before = self._after = (loader, planner)
         self._open: PackedStep | None = None
         self._peeked: PackedStep | None = None
@@ -294,7 +259,7 @@ class PackedLoader:
         self.epoch, self.has_ended = epoch, False
 
     def _current_step(self) -> PackedStep | None:
-        """The step that has micro-batches left, or the next one of this epoch; None at the epoch's end."""
+        """Return the step that has micro-batches left, or the next one of this epoch; None at the epoch's end."""
         if self._open is not None and self._given < len(self._open):
             return self._open
         step, self._peeked = self._peeked or self._next_step(), None
@@ -315,12 +280,9 @@ class PackedLoader:
                 _log.warning("%s", untaught)
         self._has_logged = True
         if not step.num_label_tokens:
-            _log.warning(
-                "step %d has no token with a loss, so its gradient is 0 (documents %s ...); check the labels of the "
-                "source",
-                step.plan.step,
-                [document.doc_id for document in step.plan.documents[:5]],
-            )
+            documents = [document.doc_id for document in step.plan.documents[:5]]
+            text = "step %d has no token with a loss (documents %s ...), so its gradient is 0; check the labels"
+            _log.warning(text, step.plan.step, documents)
         return step
 
     def _next_step(self) -> PackedStep | None:
@@ -339,20 +301,19 @@ class PackedLoader:
         try:
             return self._ahead.next()
         except BaseException:
-            # The thread has ended with its error; the next call starts another one where this one stood.
+            # The thread has ended with its error; the next call starts another one at the same step.
             mid = self._mid_step
             self._go_on(*self._after, self.epoch)
             self._mid_step = mid
             raise
 
     def _skipped(self, step: PackedStep) -> int:
-        """Micro-batches of the step that were given out before its state was saved."""
+        """Return how many micro-batches of the step were given before its state was saved."""
         mid, self._mid_step = self._mid_step, _MidStep()
         if mid.given and (mid.plan_digest != step.plan.digest or mid.given > len(step)):
             raise DataError(
-                f"step {step.plan.step} was planned anew as {step.plan.digest}, when its state was saved as "
-                f"{mid.plan_digest}; strategy, max_tokens, micro_batches, model and the sources must be those of the "
-                "saved run to go on inside a step"
+                f"step {step.plan.step} was planned anew as {step.plan.digest}, and saved as {mid.plan_digest}; to go "
+                "on inside a step, strategy, max_tokens, micro_batches, model and sources must be the same"
             )
         return mid.given
 
@@ -366,8 +327,8 @@ def _planner_of(model: Any, options: LoaderOptions, place: LoaderPlace) -> RunPl
 
 
 def _pack_step(step: PlannedStep, options: LoaderOptions, place: LoaderPlace) -> PackedStep:
-    """This rank's micro-batches of a step; on every rank a `ConfigError` where one needs more than `micro_batches`."""
-    _require_room(step.plan, options)
+    """Make this rank's micro-batches; a `ConfigError` on every rank where one needs more than `micro_batches`."""
+    _require_count(step.plan, options)
     micro_batches = project(step.plan, options.profile, options.shape)[place.rank]
     forward, backward = collate_packs(step.plan.pack_plans[place.rank], step.tokens)
     packs = tuple(
@@ -378,42 +339,32 @@ def _pack_step(step: PlannedStep, options: LoaderOptions, place: LoaderPlace) ->
         planned=step,
         packs=packs,
         backward_packs=backward,
-        batches=tuple(format_pack(pack, options.batch_format, step.plan.num_label_tokens) for pack in packs),
-        num_zero_weight=sum(not one.doc_ids for one in micro_batches),
+        batches=tuple(format_pack(pack, options.format, step.plan.num_label_tokens) for pack in packs),
     )
 
 
-def _require_room(plan: StepPlan, options: LoaderOptions) -> None:
+def _require_count(plan: StepPlan, options: LoaderOptions) -> None:
     counts = [len(packs.forward) for packs in plan.pack_plans]
     if (limit := options.micro_batches) is None or max(counts) <= limit:
         return
     tokens, ranks, longest = sum(document.num_tokens for document in plan.documents), len(counts), options.max_tokens
     raise ConfigError(
         f"step {plan.step}: rank {counts.index(max(counts))} needs {max(counts)} packs of at most max_tokens = "
-        f"{longest}, micro_batches is {limit}. The batch has {tokens} tokens in {len(plan.documents)} documents; "
-        f"{ranks} ranks x {limit} x {longest} hold at most {limit * ranks * longest}, and less where whole documents "
-        "leave gaps. Lower batch_tokens or batch_documents, or raise max_tokens or micro_batches"
+        f"{longest}, micro_batches is {limit}. The batch has {tokens} tokens, and {ranks} ranks x {limit} x {longest} "
+        f"hold at most {limit * ranks * longest}, less where whole documents leave gaps. Lower batch_tokens or "
+        "batch_documents, or raise max_tokens or micro_batches"
     )
 
 
 def zero_weight_pack(num_tokens: int = 1) -> PackBatch:
-    """Return one document of padding tokens without a loss.
-
-    It makes a forward and a backward pass like any other, so collectives inside a model meet; its gradient is 0.
-    """
-    edges = np.array([0, num_tokens], np.int32)
+    """Return one document of padding tokens without a loss: it runs like any other, and its gradient is 0."""
     return PackBatch(
         doc_ids=np.array([-1], np.int64),
         starts=np.zeros(1, np.int64),
-        stops=np.full(1, num_tokens, np.int64),
+        stops=np.array([num_tokens], np.int64),
         token_ids=np.full(num_tokens, PADDING_TOKEN, np.int64),
         targets=np.full(num_tokens, IGNORE_INDEX, np.int64),
         positions=np.arange(num_tokens, dtype=np.int64),
-        cu_seqlens_q=edges,
-        cu_seqlens_k=edges,
-        max_seqlen_q=num_tokens,
-        max_seqlen_k=num_tokens,
-        num_label_tokens=0,
         num_padding_tokens=num_tokens,
     )
 
@@ -426,26 +377,16 @@ def pad_pack(pack: PackBatch, num_tokens: int) -> PackBatch:
     padding = zero_weight_pack(missing)
     columns = ("doc_ids", "starts", "stops", "token_ids", "targets", "positions")
     joined: dict[str, Any] = {name: np.concatenate([getattr(pack, name), getattr(padding, name)]) for name in columns}
-    return replace(
-        pack,
-        **joined,
-        cu_seqlens_q=np.append(pack.cu_seqlens_q, pack.cu_seqlens_q[-1:] + missing),
-        cu_seqlens_k=np.append(pack.cu_seqlens_k, pack.cu_seqlens_k[-1:] + missing),
-        max_seqlen_q=max(pack.max_seqlen_q, missing),
-        max_seqlen_k=max(pack.max_seqlen_k, missing),
-        num_padding_tokens=pack.num_padding_tokens + missing,
-    )
+    return PackBatch(**joined, num_padding_tokens=pack.num_padding_tokens + missing)
 
 
 def _start_lines(
     config: DataConfig, tokenizer: str, options: LoaderOptions, place: LoaderPlace, costs: PackCosts
 ) -> list[str]:
-    """What the loader does and does not do, a line a subject, `_balance_line` first."""
+    """Describe what the loader does and does not do, a line a subject, `_balance_line` first."""
     planning, strategy = options.planning(), strategy_named(options.strategy)
     is_engines_auto = options.engine is not None and options.strategy == BEST
     delays = strategy.delays(planning) and not is_engines_auto
-    # Other strategies that defer documents do not read the window.
-    packs_windows = delays and not strategy.delays(msgspec.structs.replace(planning, window=1))
     batch = f"up to {config.batch_tokens} tokens"
     if config.batch_documents:
         batch = counted(config.batch_documents, "document")
@@ -462,55 +403,51 @@ def _start_lines(
     order = "as in the files"
     if config.shuffle_window > 1:
         order = f"shuffled within {counted(config.shuffle_window, 'document')}, seed {config.seed}"
-    if packs_windows:
+    # Other strategies that defer documents do not read the window.
+    if delays and not strategy.delays(msgspec.structs.replace(planning, window=1)):
         order += f", packed over {counted(planning.window, 'batch')}"
     reading = "alone" if place.reads_alone else f"together with {place.peers.size - 1} others"
     workers = counted(config.workers, "process") if config.workers else "a thread"
     not_done = [
         "no document attends to another" + (", and none is cut" if options.keeps_whole else ""),
-        "no attention mask is made",
-        "no special tokens but the end of a document",
-        "tensors stay on the CPU",
+        "no attention mask is made, no special tokens but the end of a document, tensors stay on the CPU",
     ]
     if delays and not options.evaluation and config.epochs is None:
         not_done.append("documents that wait when you stop are not trained (set epochs)")
-    lines = [
-        _balance_line(costs, assumed=options.model is None),
-        *([] if options.engine is None else [f"engine        {options.engine}: {options.profile.title}"]),
-        f"strategy      {options.strategy}: {ENGINES_AUTO if is_engines_auto else strategy.description}"
+    lines = {
+        "engine": f"{options.engine}: {options.profile.title}" if options.engine else "",
+        "strategy": f"{options.strategy}: {ENGINES_AUTO if is_engines_auto else strategy.description}"
         + ("" if options.keeps_whole else "; the loop must follow step.plan"),
-        f"global batch  {batch}, rank {place.rank} of {place.world_size}, {packs}",
-        f"tokenizer     {tokenizer}",
-        f"boundaries    format {options.format}: positions and cumulative lengths of documents, no attention_mask",
-        f"order         {order}",
-        f"reading       {reading}, {workers}, {counted(config.prefetch_steps, 'step')} ahead; longer documents: "
+        "global batch": f"{batch}, rank {place.rank} of {place.world_size}, {packs}",
+        "tokenizer": tokenizer,
+        "boundaries": f"format {options.format}: positions and cumulative lengths of documents, no attention_mask",
+        "order": order,
+        "reading": f"{reading}, {workers}, {counted(config.prefetch_steps, 'step')} ahead; longer documents: "
         f"{config.overlong}",
-        f"not done      {'; '.join(not_done)}",
-    ]
-    if options.evaluation:
-        lines.append("evaluation    every document once an iteration, none dropped, the last batch short")
-    return lines
+        "not done": "; ".join(not_done),
+        "evaluation": "every document once an iteration, none dropped, the last batch short" * options.evaluation,
+    }
+    balance = _balance_line(costs, assumed=options.model is None)
+    return [balance, *(f"{name:<14}{text}" for name, text in lines.items() if text)]
 
 
 def _balance_line(costs: PackCosts, *, assumed: bool) -> str:
-    line = f"balance       packs of equal time for {costs.model.name}"
-    if assumed:
-        line += ", which is assumed: give the model you train as PackedLoader(model=...), since the share of attention"
-        line += " in a document's time depends on it"
-    return f"{line}; times from {costs.coefficients.source} ({costs.coefficients.device})"
+    why = ", which is assumed: give the model you train as PackedLoader(model=...), since the share of attention in a "
+    why += "document's time depends on it"
+    model, coefficients = costs.model.name + why * assumed, costs.coefficients
+    return f"balance       packs of equal time for {model}; times from {coefficients.source} ({coefficients.device})"
 
 
 def _first_step_line(step: PackedStep, options: LoaderOptions) -> str:
-    """How well the first step's packs are filled and balanced."""
+    """Describe how well the first step's packs are filled and balanced."""
     plan = step.plan
     packs = [pack for packs in plan.pack_plans for pack in packs.forward]
     tokens = sum(pack.num_tokens for pack in packs)
     computed = sum(options.computed_tokens(pack.num_tokens + pack.num_padding_tokens) for pack in packs)
     times = [sum(sum(row) for row in (*times.forward_s, *times.backward_s)) for times in plan.times]
-    mean_s = sum(times) / len(times)
-    uneven = max(times) / mean_s if mean_s else 1.0
+    slowest = max(times) * len(times) / sum(times) if any(times) else 1.0
     return (
         f"first step    {counted(len(plan.documents), 'document')}, {tokens} tokens in {counted(len(packs), 'pack')} "
-        f"({tokens / (len(packs) * options.max_tokens):.0%} of max_tokens), {tokens / computed:.1%} not "
-        f"padding, slowest rank {uneven:.3f} of the mean by prediction"
+        f"({tokens / (len(packs) * options.max_tokens):.0%} of max_tokens), {tokens / computed:.1%} not padding, "
+        f"slowest rank {slowest:.3f} of the mean by prediction"
     )

@@ -1,10 +1,10 @@
 """Planners of whole micro-batches: `EnginePlanner` for an engine, and `make_planner` for a `PackedLoader`.
 
-The strategies are Evenload's own, under what the engine can run: whole documents, nothing shared among replicas, one
-layout, all activations stored. An engine's `auto` is not the strategy of that name, which searches for Evenload's
-runtime: every strategy that the engine can run plans the step, `balanced` also with more micro-batches than it would
-take, and the fastest by the engine's own price is kept. Memory is not among the limits: what an engine holds depends on
-its own settings; `max_pack_tokens` bounds what a micro-batch holds.
+The strategies are Evenload's own, within what the engine can run: whole documents, nothing shared among replicas, one
+layout, all activations stored. Under an engine `auto` does not search as for Evenload's runtime: every strategy that
+the engine can run plans the step, `balanced` also with more micro-batches than it would take, and the fastest by the
+engine's price is kept. Memory is not limited, as it depends on the engine's settings; `max_pack_tokens` bounds a
+micro-batch.
 """
 
 import copy
@@ -21,7 +21,7 @@ from evenload.cost.coefficients import CostCoefficients, read_coefficients
 from evenload.cost.validity import completed_from_cluster, in_measured_precision
 from evenload.data.hub import model_from
 from evenload.errors import ConfigError, DataError, InfeasiblePlanError
-from evenload.integrations.engine_profile import (
+from evenload.integrations.catalog import (
     BEST,
     EngineProfile,
     require_auto,
@@ -29,8 +29,7 @@ from evenload.integrations.engine_profile import (
     require_strategy,
     runnable,
 )
-from evenload.integrations.price import EnginePrice, engine_price
-from evenload.integrations.projection import StepShape
+from evenload.integrations.price import EnginePrice, StepShape, engine_price
 from evenload.plan.planner import AskedStep, Proposal, StepPlanner
 from evenload.plan.problem import CHOOSE, PlanOptions
 from evenload.plan.strategies.baselines import BALANCED
@@ -40,13 +39,13 @@ from evenload.types.layout import ParallelLayout, even_layout
 from evenload.types.model import MODELS, ModelSpec, model_from_hf_config
 
 ENGINES_AUTO = "every global batch by the strategy that is fastest by this engine's price, of those that it can run"
-"""Description of `auto` under an engine; that of Evenload's own runtime searches for something else."""
+"""Describes `auto` under an engine."""
 MORE_MICRO_BATCHES = (1.25, 1.5, 2, 3)
-"""Times the micro-batches of a rank that `balanced` takes: what `auto` also tries."""
+"""Multiples of the micro-batches of a rank under `balanced` that `auto` also tries."""
 ASSUMED_MODEL = "llama-7b"
-"""For which packs are balanced until somebody names the model: the *ratio* of attention to linear work counts."""
+"""The model that packs are balanced for until one is named: only its ratio of attention to linear work counts."""
 PLANNING_ERRORS = (ConfigError, DataError, InfeasiblePlanError)
-"""Of one strategy that does not apply, which must not hide the others."""
+"""Raised by a strategy that does not apply, which must not hide the others."""
 
 _log = logging.getLogger("evenload.loader")
 
@@ -55,12 +54,11 @@ class EnginePlanner(StepPlanner):
     """Plans steps that an engine trains.
 
     Args:
-        profile: of the engine.
         model, coefficients, layout, options: as `StepPlanner`.
         shape: what the run fixes of micro-batches.
 
     Raises:
-        ConfigError: the engine does not have the layout. Call `require_heads` where the model is the one to be trained.
+        ConfigError: the engine does not have the layout. `require_heads` checks the model that is to be trained.
     """
 
     def __init__(
@@ -73,8 +71,8 @@ class EnginePlanner(StepPlanner):
         shape: StepShape | None = None,
     ) -> None:
         require_strategy(profile, BEST, options, layout)
-        # The engine decides: no sharing among replicas, everything stored, its own order, and where one context group
-        # shares everything, every document in equal chunks.
+        # Replicas share nothing, activations are stored, the engine orders its pipeline, and a context group shares
+        # every document.
         changes: dict[str, object] = {"dp_merge": False, "policy": "replay", "schedule": CHOOSE}
         if profile.context_parallel != "none":
             changes["cp_sharding"] = "per_document"
@@ -84,7 +82,7 @@ class EnginePlanner(StepPlanner):
         self._made: dict[Hashable, Proposal] | None = None
 
     def remembering(self) -> "EnginePlanner":
-        """Return a copy that plans nothing twice and holds all that it has planned; copies of it remember together."""
+        """Return a copy that keeps all plans and makes none twice; copies of it share them."""
         other = copy.copy(self)
         other._made = {}
         return other
@@ -100,7 +98,7 @@ class EnginePlanner(StepPlanner):
         return engine_price(proposal.plan, self.profile, self.costs, self.shape, self.schedule)
 
     def _propose(self, asked: AskedStep) -> Proposal:
-        """As `StepPlanner.propose`; the plan's own prediction stays that of Evenload's runtime."""
+        # The plan's own prediction stays that of Evenload's runtime.
         require_strategy(self.profile, asked.strategy, self.options, self.layout)
         if asked.strategy == BEST:
             require_auto(self.profile, self.options)
@@ -108,10 +106,10 @@ class EnginePlanner(StepPlanner):
         return self._proposed(self, asked)
 
     def _proposed(self, planner: StepPlanner, asked: AskedStep) -> Proposal:
-        """By `planner`, this one or one of other options; as it was made before, where it was."""
+        """Propose a plan by `planner`, this one or one of other options; return the earlier one where there is one."""
         if self._made is None:
             return StepPlanner._propose(planner, asked)
-        # A strategy that defers nothing reads neither what waits nor what comes, so every caller gets the same.
+        # A strategy that defers nothing plans alike whatever waits and follows.
         delays = strategy_named(asked.strategy).delays(planner.options)
         of_state = (asked.state, asked.is_last) if delays else asked.state is None
         key = planner.options.micro_batches, asked.strategy, asked.step, asked.documents, asked.left_out, of_state
@@ -120,15 +118,15 @@ class EnginePlanner(StepPlanner):
         return self._made[key]
 
     def _fastest(self, asked: AskedStep) -> Proposal:
-        """The fastest by the engine's price, the first of equals; nothing is deferred to later steps."""
-        found: list[tuple[float, Proposal]] = []
+        """Propose the plan that is fastest by the engine's price, the first of equals; it defers nothing."""
+        priced: list[tuple[float, Proposal]] = []
         failed: list[Exception] = []
         count = 0
 
         def try_one(planner: StepPlanner, name: str) -> Proposal | None:
             try:
                 proposal = self._proposed(planner, asked._replace(strategy=name, is_last=True))
-                found.append((self.price(proposal).step_time_s, proposal))
+                priced.append((self.price(proposal).step_time_s, proposal))
             except PLANNING_ERRORS as error:
                 failed.append(error)
                 return None
@@ -138,17 +136,16 @@ class EnginePlanner(StepPlanner):
             proposal = try_one(self, name)
             if name == BALANCED.name and proposal is not None:
                 count = max(len(packs.forward) for packs in proposal.plan.pack_plans)
-        # Not where the user fixed the number, or one holds for all steps, which a single step cannot choose.
+        # A step cannot choose a number that the user fixed or that holds for all steps.
         if self.options.micro_batches is None and count and not self.profile.is_constant_in(self.layout):
             for more in sorted({math.ceil(factor * count) for factor in MORE_MICRO_BATCHES} - {count}):
                 if more * self.layout.dp <= len(asked.documents):
                     options = msgspec.structs.replace(self.options, micro_batches=more)
-                    costs = self.costs
-                    planner = StepPlanner(costs.model, costs.coefficients, self.layout, None, options, host=self.host)
-                    try_one(planner, BALANCED.name)
-        if not found:
+                    sizes = self.costs.model, self.costs.coefficients, self.layout
+                    try_one(StepPlanner(*sizes, None, options, host=self.host), BALANCED.name)
+        if not priced:
             raise failed[0]
-        return min(found, key=lambda one: one[0])[1]
+        return min(priced, key=lambda one: one[0])[1]
 
 
 def make_planner(
@@ -164,15 +161,14 @@ def make_planner(
     """Return a planner of whole micro-batches on `dp` replicas of `cp` ranks that share every pack.
 
     Args:
-        model: a built-in name, a `config.json` or its directory, a `ModelSpec`, or an object with a transformers
-            configuration; None = `ASSUMED_MODEL`, whose heads do not decide whether ranks can share the model's.
-        costs: measured coefficients (`cost.json`); None = a data sheet's of H100s. Links that a file lacks are an H100
-            node's: they count in predicted step times, not in the balance.
-        engine, shape: that trains the steps, and what the loader fixes of them; None = an unknown loop.
+        model: as `model_spec_of`; None = `ASSUMED_MODEL`, whose heads decide nothing.
+        costs: measured coefficients (`cost.json`); None = those of an H100's data sheet. Links that a file lacks are an
+            H100 node's: they count in predicted step times, not in the balance.
+        engine: that trains the steps; None = an unknown loop.
+        shape: what the loader fixes of micro-batches.
 
     Raises:
-        ConfigError: not a model, or a cost file of another one; a model whose heads the engine cannot share among the
-            ranks of a group.
+        ConfigError: not a model, a cost file of another one, or heads that the ranks of a group cannot share.
     """
     spec = model_spec_of(ASSUMED_MODEL if model is None else model)
     world_size = dp * cp
@@ -182,9 +178,9 @@ def make_planner(
     if isinstance(costs, str | Path):
         origin, costs = f"cost file {costs}", read_coefficients(costs)
         spec = in_measured_precision(spec, costs)
-        costs, notes = completed_from_cluster(costs, spec, layout, cluster, origin)
-        for note in notes:
-            _log.info("%s", note)
+        costs, messages = completed_from_cluster(costs, spec, layout, cluster, origin)
+        for message in messages:
+            _log.info("%s", message)
     if costs is None:
         costs = analytic_coefficients(spec, cluster, layout)
     if engine is None:
@@ -195,7 +191,7 @@ def make_planner(
 
 
 def known_vocabulary(model: Any) -> int | None:
-    """Return the ids of the caller's model; None without one, and for a built-in name, which may stand for another."""
+    """Return the ids of the caller's model; None without one, and for a built-in name, which only balances."""
     if model is None:
         return None
     spec = model_spec_of(model)
@@ -203,7 +199,11 @@ def known_vocabulary(model: Any) -> int | None:
 
 
 def model_spec_of(model: Any) -> ModelSpec:
-    """Return what the cost model reads of a model, given as to `make_planner`; a `ConfigError` for anything else."""
+    """Return what the cost model reads of a model; a `ConfigError` for what is none.
+
+    Args:
+        model: a built-in name, a `config.json` or its directory, a `ModelSpec`, a transformers model or configuration.
+    """
     if isinstance(model, ModelSpec):
         return model
     if isinstance(model, str | Path):
@@ -211,7 +211,7 @@ def model_spec_of(model: Any) -> ModelSpec:
     config = getattr(model, "config", model)
     if hasattr(config, "to_dict"):
         return model_from_hf_config(config.to_dict(), config.to_dict().get("model_type") or type(model).__name__)
-    raise ConfigError(
-        f"model is a {type(model).__name__}; give a built-in name such as '{ASSUMED_MODEL}', a config.json or its "
-        "directory, a ModelSpec, or a transformers model or configuration"
+    kinds = (
+        f"a built-in name such as '{ASSUMED_MODEL}', a config.json or its directory, a ModelSpec, a transformers model"
     )
+    raise ConfigError(f"model is a {type(model).__name__}; give {kinds}")

@@ -1,16 +1,20 @@
 """`engine_price`: seconds of a step on an engine, by the simulator and the cost model of Evenload's own runtime.
 
-    StepPlan ─► project ─► packs as the engine pads them ─► seconds ─► its order ─► its waiting ─► its step's end
+    StepPlan ─► `project`: packs ─► order ─► empty micro-batches ─► padded lengths
+             ─► seconds ─► the engine's order ─► its waiting ─► its step's end
 
-What is the engine's own: micro-batches and their lengths (`projection`), the order in which a pipeline runs them,
-whether a rank computes while it sends, whether ranks wait for each other in every micro-batch, when gradients are
-reduced and weights gathered, and who updates what. Seconds of compute are those of Evenload's runtime with all
-activations stored; docs/engines.md lists what that leaves out. O(documents + micro-batches · stages).
+A projection trains every document of the plan once, and every rank makes it alike from the plan alone. The engine
+decides the lengths and numbers of micro-batches, the order in which a pipeline runs them, whether a rank computes while
+it sends, where ranks wait for each other, when gradients are reduced and weights gathered, and who updates what.
+Compute takes what Evenload's runtime takes with all activations stored; docs/engines.md lists what that leaves out.
+O(documents + micro-batches · stages).
 """
 
 import itertools
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -21,17 +25,131 @@ from evenload.cost.memory import ReplicaPacks, trained_parameters_per_rank
 from evenload.cost.pack_cost import PackCosts, weighted
 from evenload.cost.pipeline_tasks import pipeline_tasks
 from evenload.cost.units import pack_features, stage_units, unit_seconds, unit_transfers
-from evenload.integrations.engine_profile import EngineProfile
-from evenload.integrations.projection import EngineMicroBatch, StepShape, project
+from evenload.errors import ConfigError
+from evenload.integrations.catalog import EngineProfile, require_layout
 from evenload.plan.problem import CHOOSE
 from evenload.schedule.registry import SCHEDULES
 from evenload.schedule.simulate import simulate
 from evenload.schedule.step_ends import SimulatedReplica, step_end
 from evenload.types.base import Frozen
 from evenload.types.columns import SliceColumns
-from evenload.types.document import Direction
+from evenload.types.document import Direction, PackPlan
 from evenload.types.pipeline import PipelineTasks
 from evenload.types.plan import StepPlan
+
+
+class StepShape(Frozen):
+    """Holds what a run fixes of a step's micro-batches, in addition to what the engine needs.
+
+    Args:
+        micro_batches: of every rank, exactly; None = as many as the plan and the engine need.
+        pack_multiple: padded lengths are a multiple of it.
+        pack_tokens: length of all micro-batches; None = each its own, or the longest's where an engine's are all equal.
+        equal_counts: on all ranks; None = as the engine needs.
+    """
+
+    micro_batches: int | None = None
+    pack_multiple: int = 1
+    pack_tokens: int | None = None
+    equal_counts: bool | None = None
+
+
+class EngineMicroBatch(Frozen, gc=False):
+    """Holds what a replica computes in one forward and backward; its context-parallel ranks share all of it.
+
+    Args:
+        doc_ids: in order; () = padding alone, whose gradient is 0.
+        document_tokens: rows of every document, its own padding included.
+        padded_tokens: rows of all documents and of the padding behind them.
+        pack: index of the replica's forward pack; -1 = without documents.
+    """
+
+    doc_ids: tuple[int, ...] = ()
+    document_tokens: tuple[int, ...] = ()
+    padded_tokens: int = 0
+    pack: int = -1
+
+
+def project(plan: StepPlan, profile: EngineProfile, shape: StepShape) -> tuple[tuple[EngineMicroBatch, ...], ...]:
+    """Return the micro-batches of every replica, in order, as the engine runs them.
+
+    Raises:
+        ConfigError: the plan holds what the engine cannot run (slices, documents shared among replicas or whole on one
+            rank of a context group, a pipeline); or `shape` allows too few micro-batches or tokens.
+    """
+    require_layout(profile, plan.layout)
+    # A context-parallel group shares rows by a multiple of it; a document needs padding only where it is cut itself.
+    group_rows = profile.document_chunks * plan.layout.cp if plan.layout.cp > 1 else 1
+    chunk = group_rows if profile.context_parallel == "fixed" else 1
+    replicas = [_micro_batches(plan, packs, profile, chunk) for packs in plan.pack_plans]
+    counts = _counts([len(replica) for replica in replicas], plan, profile, shape)
+    length = shape.pack_tokens
+    longest = max((one.padded_tokens for replica in replicas for one in replica), default=0)
+    if length is None and profile.pads_in(plan.layout):
+        length = max(1, longest)
+    if length is not None and longest > length:
+        at = f"engine {profile.name}: step {plan.step}"
+        raise ConfigError(
+            f"{at} has a micro-batch of {longest} tokens, and all have {length}; lower max_pack_tokens to it"
+        )
+    multiple = math.lcm(shape.pack_multiple, group_rows)
+
+    def padded(one: EngineMicroBatch) -> EngineMicroBatch:
+        tokens = max(1, one.padded_tokens) if length is None else length
+        return msgspec.structs.replace(one, padded_tokens=-(-tokens // multiple) * multiple)
+
+    return tuple(
+        tuple(map(padded, [*replica, *[EngineMicroBatch()] * (count - len(replica))]))
+        for replica, count in zip(replicas, counts, strict=True)
+    )
+
+
+def _micro_batches(plan: StepPlan, packs: PackPlan, profile: EngineProfile, chunk: int) -> list[EngineMicroBatch]:
+    """Return a replica's micro-batches in order, without the padding behind their documents."""
+    if not profile.slices:
+        _require_whole(plan, packs, profile)
+    ordered = list(packs.forward)
+    if profile.waits_in(plan.layout):
+        # The ranks' first micro-batches wait for each other, then their second: equally long ones belong together.
+        times = plan.times[packs.dp_rank]
+        seconds = [sum(times.forward_s[at]) + sum(times.backward_s[at]) for at in range(len(ordered))]
+        ordered = [ordered[at] for at in sorted(range(len(ordered)), key=lambda at: -seconds[at])]
+    micro_batches = []
+    for pack in ordered:
+        tokens = tuple(-(-(pack.pad_to or piece.num_tokens) // chunk) * chunk for piece in pack.slices)
+        doc_ids = tuple(piece.doc_id for piece in pack.slices)
+        at = pack.index if doc_ids else -1
+        one = EngineMicroBatch(doc_ids=doc_ids, document_tokens=tokens, padded_tokens=sum(tokens), pack=at)
+        micro_batches.append(one)
+    return micro_batches
+
+
+def _require_whole(plan: StepPlan, packs: PackPlan, profile: EngineProfile) -> None:
+    num_tokens = {document.doc_id: document.num_tokens for document in plan.documents}
+    name = f"step {plan.step} of strategy {plan.strategy}"
+    for pack in packs.forward:
+        for piece in pack.slices:
+            if piece.num_tokens != (whole := num_tokens[piece.doc_id]):
+                part = f"tokens [{piece.start}, {piece.stop}) of document {piece.doc_id}, which has {whole}"
+                profile.refuse("slices", f"{name} holds {part}")
+            if piece.cp > plan.layout.cp:
+                profile.refuse("sharing", f"{name} shares document {piece.doc_id} among replicas")
+        if plan.layout.cp > 1 and isinstance(pack.sharding, tuple) and max(pack.sharding, default=-1) >= 0:
+            profile.refuse("mixed_context", f"{name} has documents whole on one rank of a context group")
+
+
+def _counts(counts: list[int], plan: StepPlan, profile: EngineProfile, shape: StepShape) -> list[int]:
+    multiple = profile.count_multiple_in(plan.layout)
+    rounded = [-(-count // multiple) * multiple for count in counts]
+    if (fixed := shape.micro_batches) is not None:
+        if max(rounded) > fixed or fixed % multiple:
+            raise ConfigError(
+                f"engine {profile.name}: step {plan.step} needs {max(rounded)} micro-batches on a rank, micro_batches "
+                f"is {fixed} and must be a multiple of {multiple} and at least as many; raise it or max_pack_tokens"
+            )
+        return [fixed] * len(counts)
+    is_equal = profile.equal_counts if shape.equal_counts is None else shape.equal_counts
+    return [max(rounded)] * len(counts) if is_equal else rounded
 
 
 class EnginePrice(Frozen):
@@ -40,11 +158,11 @@ class EnginePrice(Frozen):
     Args:
         step_time_s: `packs_s` and `end_s`.
         packs_s: until the slowest rank has computed its last micro-batch.
-        end_s: what comes after: reductions that nothing hides, update, gather of weights.
+        end_s: for what comes after: reductions that nothing hides, update, all-gather of weights.
         idle_fraction: share of all ranks' step time in which no micro-batch is computed.
         padding_fraction: share of the computed tokens that are padding.
-        micro_batches, empty_micro_batches: of all replicas; of these, without documents.
-        max_padded_tokens: of the longest micro-batch.
+        micro_batches, empty_micro_batches: counts over all replicas; the latter have no documents.
+        max_padded_tokens: length of the longest micro-batch.
     """
 
     step_time_s: float
@@ -57,8 +175,7 @@ class EnginePrice(Frozen):
     max_padded_tokens: int
 
 
-@dataclass(frozen=True, eq=False)
-class _Replica:
+class _Replica(NamedTuple):
     columns: SliceColumns
     tasks: PipelineTasks
 
@@ -73,8 +190,7 @@ def engine_price(
         shape: what the run fixes of micro-batches; None = nothing.
         schedule: of the engine's pipeline; "choose" = interleaved where ranks have several stages, else 1F1B.
 
-    Raises:
-        ConfigError: the engine cannot run the plan (`project`).
+    Raises a `ConfigError` as `project`.
     """
     projected = project(plan, profile, shape or StepShape())
     costs, layout = engine_costs(profile, costs), costs.layout
@@ -116,7 +232,7 @@ def engine_costs(profile: EngineProfile, costs: PackCosts) -> PackCosts:
 
 
 def _with_coefficients(costs: PackCosts, **changes: object) -> PackCosts:
-    """With other coefficients. Engines cut every document of a shared micro-batch, short ones too."""
+    """Replace coefficients. Engines cut every document of a shared micro-batch, short ones too."""
     coefficients = msgspec.structs.replace(costs.coefficients, **changes)
     return PackCosts(costs.model, coefficients, costs.layout, keeps_short_whole=False)
 
@@ -137,44 +253,38 @@ def _replica(profile: EngineProfile, costs: PackCosts, micro_batches: Sequence[E
     )
     tasks = pipeline_tasks(costs, ReplicaPacks(columns, columns, stop))
     if profile.context_parallel == "heads" and costs.layout.cp > 1 and columns.num_packs:
-        tasks = replace(
-            tasks,
-            forward_s=_shared_heads_seconds(costs, columns, "forward"),
-            backward_s=_shared_heads_seconds(costs, columns, "backward"),
-        )
+        forward_s, backward_s = (_shared_heads_seconds(costs, columns, way) for way in ("forward", "backward"))
+        tasks = replace(tasks, forward_s=forward_s, backward_s=backward_s)
     return _Replica(columns, tasks)
 
 
 def _slowest(profile: EngineProfile, costs: PackCosts, replicas: Sequence[_Replica]) -> _Replica:
-    """All replicas that wait for each other in every micro-batch, as one that takes the longest of each."""
-    moved = [replace(one, tasks=_with_pass_transfers(costs, one.columns, one.tasks, profile)) for one in replicas]
+    """Join replicas that wait for each other in every micro-batch to one that takes the longest of each."""
+    moved = [one._replace(tasks=_with_pass_transfers(costs, *one, profile)) for one in replicas]
     slowest = max(moved, key=lambda one: float(one.tasks.forward_s.sum() + one.tasks.backward_s.sum()))
     columns = ("forward_s", "backward_s", "p2p_forward_s", "p2p_backward_s")
     longest = {name: np.max([getattr(one.tasks, name) for one in moved], axis=0) for name in columns}
-    return replace(slowest, tasks=replace(moved[0].tasks, **longest))
+    return slowest._replace(tasks=replace(moved[0].tasks, **longest))
 
 
 def _simulated(profile: EngineProfile, costs: PackCosts, one: _Replica, schedule: str) -> SimulatedReplica:
-    tasks, layout = one.tasks, costs.layout
+    (columns, tasks), layout = one, costs.layout
     if profile.blocking_sends and layout.num_stages > 1:
-        # The sender's seconds contain the transfer and that of its shape; the receiver may begin when they end.
+        # A sender computes for as long as it sends, the shape first; the receiver may begin when that ends.
         shapes_s = costs.coefficients.p2p_latency_s
         forward_s, backward_s = tasks.forward_s.copy(), tasks.backward_s.copy()
         forward_s[:, :-1] += (tasks.p2p_forward_s + shapes_s)[:, None]
         backward_s[:, 1:] += (tasks.p2p_backward_s + shapes_s)[:, None]
-        sends = {
-            "p2p_forward_s": np.zeros_like(tasks.p2p_forward_s),
-            "p2p_backward_s": np.zeros_like(tasks.p2p_backward_s),
-        }
-        tasks = replace(tasks, forward_s=forward_s, backward_s=backward_s, **sends)
+        no_s = np.zeros(columns.num_packs)
+        tasks = replace(tasks, forward_s=forward_s, backward_s=backward_s, p2p_forward_s=no_s, p2p_backward_s=no_s)
     usual = "interleaved" if layout.num_stages > layout.pp else "1f1b"
     actions = SCHEDULES.named(usual if schedule == CHOOSE else schedule).actions(tasks, None)
-    return SimulatedReplica(one.columns, one.columns, tasks, actions, simulate(tasks, actions))
+    return SimulatedReplica(columns, columns, tasks, actions, simulate(tasks, actions))
 
 
 def _step_end(profile: EngineProfile, costs: PackCosts, simulated: Sequence[SimulatedReplica]) -> tuple[float, float]:
-    """End of the last micro-batch, and what comes after it."""
-    # Weights that are gathered in every pass are in its seconds, and not once more at the first packs of a step.
+    """Return the end of the last micro-batch, and the seconds of what comes after it."""
+    # Weights gathered in every pass are in its seconds, and not once more at the first packs of a step.
     end = step_end(_with_coefficients(costs, overlap_gather=False), simulated)
     if profile.sharded_update:
         end_s = costs.optimizer_seconds()
@@ -189,20 +299,17 @@ def _step_end(profile: EngineProfile, costs: PackCosts, simulated: Sequence[Simu
     return end.packs_s, end_s
 
 
-# Weights gathered and gradients reduced in every pass (FSDP2, ZeRO-3):
-#
-#     forward    gather   0 | 1   | 2     | 3            backward   gather   3 | 2   | 1     | 0
-#                compute    | 0   | 1     | 2   | 3                 compute    | 3   | 2     | 1     | 0
-#                                                                   reduce           | 3     | 2     | 1   | 0
-#
-# The gather of the next unit and the reduction of the one before overlap a unit's compute, one after the other; nothing
-# hides the first gather of a pass and the last reduction of a backward. All weights of a unit are gathered, those too
-# that LoRA does not train; gradients are of trained ones only.
-
-
 def _with_pass_transfers(
     costs: PackCosts, columns: SliceColumns, tasks: PipelineTasks, profile: EngineProfile
 ) -> PipelineTasks:
+    """Add to each pass the all-gathers and reductions of its units that compute does not hide (FSDP2, ZeRO-3).
+
+        forward    gather   0 | 1   | 2     | 3            backward   gather   3 | 2   | 1     | 0
+                   compute    | 0   | 1     | 2   | 3                 compute    | 3   | 2     | 1     | 0
+                                                                      reduce           | 3     | 2     | 1   | 0
+
+    The gather of the next unit and the reduction of the last one overlap a unit's compute, one after the other.
+    """
     if not columns.num_packs:
         return tasks
     features = pack_features(costs, [(columns, pack) for pack in range(columns.num_packs)])
@@ -217,12 +324,12 @@ def _with_pass_transfers(
         unit_s *= np.divide(pack_s, total_s, out=np.ones_like(pack_s), where=total_s > 0)[:, None]
         gathers_s = [gather_s.get(unit, 0.0) for unit in units]
         reductions_s = [reduce_s.get(unit, 0.0) if direction == "backward" else 0.0 for unit in units]
-        found = np.full(len(pack_s), gathers_s[0] + reductions_s[-1])
+        pass_s = np.full(len(pack_s), gathers_s[0] + reductions_s[-1])
         overlapping = zip([*gathers_s[1:], 0.0], [0.0, *reductions_s[:-1]], strict=True)
         for at, (next_s, last_s) in enumerate(overlapping):
             transfers = (next_s, coefficients.gather_overlap), (last_s, coefficients.reduction_overlap)
-            found += overlapped_seconds(unit_s[:, at], transfers)
-        return found
+            pass_s += overlapped_seconds(unit_s[:, at], transfers)
+        return pass_s
 
     forward_s = seconds("forward", stage_units(costs, 0, "forward"), tasks.forward_s[:, 0])
     backward_s = seconds("backward", stage_units(costs, 0), tasks.backward_s[:, 0])
@@ -230,35 +337,35 @@ def _with_pass_transfers(
 
 
 def _unit_gathers(costs: PackCosts) -> dict[int, float]:
-    """Seconds in which all weights of each unit of the one stage are gathered, by the unit's number."""
-    model, found = costs.model, {}
-    # As if all were trained: what a unit holds without its adapters; then the adapters.
+    """Return the seconds that gather all weights of a unit of the one stage, trained or not, by the unit's number."""
+    model, gather_s = costs.model, {}
+    # First as if all were trained, without adapters; then the adapters.
     whole = msgspec.structs.replace(model, adapter_parameters_per_layer=0)
     for spec in (whole, model) if model.adapter_parameters_per_layer else (whole,):
         transfers = unit_transfers(spec, costs.coefficients, costs.layout, 0)
         for unit, seconds in zip(transfers.unit.tolist(), transfers.gather_s.tolist(), strict=True):
-            found[unit] = found.get(unit, 0.0) + seconds
-    return found
+            gather_s[unit] = gather_s.get(unit, 0.0) + seconds
+    return gather_s
 
 
 def _bucket_reductions(costs: PackCosts, bucket_parameters: int) -> dict[int, float]:
-    """Seconds in which gradients are reduced, at the unit of a bucket that comes last in a backward.
+    """Return the seconds that reduce a bucket of gradients, by the last of its units in a backward.
 
-    A bucket is reduced when the next unit does not fit into it (DeepSpeed's `reduce_bucket_size`), and what is left
-    after the last one's backward. Each unit's own latencies stay in it. 0 = unit by unit.
+    A bucket is reduced when the next unit does not fit into it (DeepSpeed's `reduce_bucket_size`), the last one at the
+    end. Each unit's latencies stay in it. 0 = unit by unit.
     """
     transfers = unit_transfers(costs.model, costs.coefficients, costs.layout, 0)
     sum_s = dict(zip(transfers.unit.tolist(), transfers.sum_s.tolist(), strict=True))
     parameters = dict(zip(transfers.unit.tolist(), transfers.parameters.tolist(), strict=True))
-    found: dict[int, float] = {}
+    reduce_s: dict[int, float] = {}
     held, held_s = 0, 0.0
     units = [unit for unit in stage_units(costs, 0) if unit in sum_s]
     for unit, after in itertools.zip_longest(units, units[1:]):
         held, held_s = held + parameters[unit], held_s + sum_s[unit]
         if after is None or held + parameters[after] > bucket_parameters:
-            found[unit] = held_s
+            reduce_s[unit] = held_s
             held, held_s = 0, 0.0
-    return found
+    return reduce_s
 
 
 def overlapped_seconds(
@@ -267,9 +374,8 @@ def overlapped_seconds(
     """Return when compute and transfers that begin together have all ended, the transfers one after the other.
 
     Args:
-        compute_s: float64[n], alone.
-        transfers: seconds alone, and what each and compute cost each other; None, or where overlapping does not pay:
-            compute waits for it.
+        compute_s: float64[n], without transfers.
+        transfers: seconds without compute, and what overlapping costs; None, or where it does not pay: compute waits.
     """
     left_s, now_s = compute_s.copy(), np.zeros_like(compute_s)
     for transfer_s, overlap in transfers:
@@ -294,13 +400,12 @@ _POSITION_BYTES = 8
 
 
 def _shared_heads_seconds(costs: PackCosts, columns: SliceColumns, direction: Direction) -> NDArray[np.float64]:
-    """Seconds of every pack whose ranks share heads (Ulysses); float64[num_packs, P].
+    """Return the seconds of every pack whose ranks share heads (Ulysses); float64[num_packs, P].
 
-    A rank computes its share of tokens and of whole documents' attention, and all that a document and a pack take
-    anyhow. On every layer, overlapped with nothing, as DeepSpeed waits for each (`UlyssesSPAttentionHF`): all-to-alls,
-    each of which sends (n-1)/n of what a rank has over its link, and in forward an all-gather of positions. Key heads
-    are repeated until every rank has one. Across nodes an all-to-all takes more of the network than a ring, which is
-    not priced.
+    A rank computes its share of tokens and of attention, and the whole fixed costs of documents and packs. On every
+    layer, overlapped with nothing (`UlyssesSPAttentionHF` waits for each): all-to-alls, each of which sends (n-1)/n of
+    what a rank has over its link, and in forward an all-gather of positions. Key heads are repeated until every rank
+    has one. That an all-to-all across nodes takes more of the network than a ring is not priced.
     """
     model, layout = costs.model, costs.layout
     ranks = layout.cp

@@ -7,10 +7,10 @@
 
     torchrun ... -m torchtitan.train --module my_package.configs --config my_model
 
-A step makes as many micro-batches as its plan has, equally many on all ranks, each a pack of its own length. torchtitan
+A step has as many micro-batches as its plan, equally many on all ranks, each a pack of its own length. torchtitan
 divides the *sum* of the losses by the label tokens of all data-parallel ranks, so loss and gradients are those of one
-document after the other. Attention learns the boundaries from `positions`, which begin at 0 in every document. A step
-in which a rank has nothing with a loss logs nan as `global_max_loss`. Tested with torchtitan 0.3.0.
+document after the other. Attention reads where documents begin from `positions`. A step in which a rank has nothing
+with a loss logs nan as `global_max_loss`. Tested with torchtitan 0.3.0.
 """
 
 import json
@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from evenload.errors import ConfigError, DataError
-from evenload.integrations.engine_loop import balance_for_trained
+from evenload.integrations.engine_loop import balance_for_trained, require_place
 from evenload.integrations.packed_loader import PackedLoader, PackedStep
 from evenload.types.model import ModelSpec
 
@@ -59,8 +59,6 @@ class PackedDataLoader(BaseDataLoader):
     """Gives the micro-batches of this data-parallel rank, epoch after epoch.
 
     Args:
-        config: see `Config`.
-        dp_world_size, dp_rank: as torchtitan has them.
         tokenizer: torchtitan's; its directory is the default tokeniser of `config.loader`.
         sizes: of torchtitan's batches, of which `seq_len` is read.
 
@@ -83,32 +81,25 @@ class PackedDataLoader(BaseDataLoader):
     def __init__(self, config: Any, *, dp_world_size: int, dp_rank: int, tokenizer: Any = None, **sizes: Any) -> None:
         settings = _loader_settings(config.loader, tokenizer, sizes)
         together = dist.is_initialized() and dp_world_size == dist.get_world_size()
-        # With tensor or pipeline ranks nobody hands us the group that shares a batch: each reads by itself then.
+        # With tensor or pipeline ranks the group that shares a batch is not known, so each rank reads by itself.
         place: dict[str, Any] = {} if together else {"rank": dp_rank, "world_size": dp_world_size}
         self.loader = PackedLoader(**(settings | place))
-        if (self.loader.rank, self.loader.world_size) != (dp_rank, dp_world_size):
-            raise ConfigError(
-                f"torchtitan calls this data-parallel rank {dp_rank} of {dp_world_size}, torch.distributed rank "
-                f"{self.loader.rank} of {self.loader.world_size}; this mesh is not supported"
-            )
+        require_place(self.loader, dp_rank, dp_world_size, "torchtitan's mesh has", "this mesh is not supported")
         self._step: PackedStep | None = None
         self._given = 0
 
     def begin_step(self) -> int:
         """Make the next step ready; return how many micro-batches it has left, the same on all ranks.
 
-        Raises:
-            DataloaderExhaustedError: no step is left.
-            DataError: nothing in the step has a loss, so that torchtitan would divide by 0.
+        Raises a `DataloaderExhaustedError` at the end of the data, a `DataError` where nothing in the step has a loss.
         """
         step = self._next_step()
         if step is None:
             raise DataloaderExhaustedError
         if not step.num_label_tokens:
             raise DataError(
-                f"step {step.plan.step} has no token with a loss, and torchtitan divides by their number (documents "
-                f"{[document.doc_id for document in step.plan.documents[:5]]} ...); check the labels of the source, "
-                "or make batches larger"
+                f"step {step.plan.step} has no token with a loss, by whose number torchtitan divides (documents "
+                f"{[document.doc_id for document in step.plan.documents[:5]]} ...); check the labels of the source"
             )
         return len(step) - self._given
 
@@ -116,29 +107,21 @@ class PackedDataLoader(BaseDataLoader):
         while (step := self._next_step()) is not None:
             inputs, labels = step.batches[self._given]
             self._given += 1
-            # Of its own: torchtitan writes the tensors on the device back into it.
+            # A new dictionary, because torchtitan writes the tensors on the device back into it.
             yield {"input": inputs["input"], "positions": inputs["positions"]}, labels
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the loader stands between two steps, in one string; the same on all ranks."""
         if self._step is not None and self._given < len(self._step):
-            raise ConfigError(
-                f"state_dict() inside step {self._step.plan.step}, after {self._given} of {len(self._step)} "
-                "micro-batches; save between two steps"
-            )
+            place = f"step {self._step.plan.step}, after {self._given} of {len(self._step)} micro-batches"
+            raise ConfigError(f"state_dict() in {place}; save between two steps")
         return {_STATE: json.dumps(self.loader.state_dict())}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where the state was made, also under another number of ranks.
-
-        Raises:
-            ConfigError: a state of torchtitan's own loaders, or of other data.
-        """
+        """Go on where the state was made, also with other ranks; a `ConfigError` for one of other data or loaders."""
         if _STATE not in state_dict:
-            raise ConfigError(
-                f"the checkpoint's loader has keys {sorted(state_dict)}, so it is none of ours; to train on from its "
-                'weights alone set checkpoint.exclude_from_loading = ["dataloader"]'
-            )
+            fix = 'to train on from its weights alone set checkpoint.exclude_from_loading = ["dataloader"]'
+            raise ConfigError(f"the checkpoint's loader has keys {sorted(state_dict)}, so it is none of ours; {fix}")
         self.loader.load_state_dict(json.loads(state_dict[_STATE]))
         self._step, self._given = None, 0
 
@@ -147,7 +130,7 @@ class PackedDataLoader(BaseDataLoader):
         self.loader.close()
 
     def _next_step(self) -> PackedStep | None:
-        """The step that has micro-batches left, or the next one."""
+        """Return the step that has micro-batches left, or the next one."""
         if self._step is None or self._given >= len(self._step):
             self._step, self._given = next(self.loader.steps(), None), 0
             if self._step is None and not self.loader.has_ended:
@@ -156,7 +139,7 @@ class PackedDataLoader(BaseDataLoader):
 
 
 def _loader_settings(given: dict[str, Any], tokenizer: Any, sizes: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of the `PackedLoader`, without its place."""
+    """Return the arguments of the `PackedLoader` but for its place."""
     for name, reason in _OF_TORCHTITAN.items():
         if name in given:
             raise ConfigError(f"loader[{name!r}] is not yours to set: {reason}; leave it out")
@@ -166,9 +149,9 @@ def _loader_settings(given: dict[str, Any], tokenizer: Any, sizes: dict[str, Any
         raise ConfigError(f"this torchtitan builds its loader with {sorted(sizes)}, without seq_len; install 0.3.0")
     settings: dict[str, Any] = {"max_tokens": longest, "engine": "torchtitan"} | given
     if settings["max_tokens"] > longest:
+        longer = settings["max_tokens"]
         raise ConfigError(
-            f"max_tokens is {settings['max_tokens']}, torchtitan's sequence length {longest}: its rotary embedding has "
-            f"no positions beyond; set training.seq_len = {settings['max_tokens']}, or lower max_tokens"
+            f"max_tokens is {longer}, torchtitan has {longest} positions; set training.seq_len = {longer}"
         )
     if (path := getattr(tokenizer, "tokenizer_path", None)) is not None:
         settings.setdefault("tokenizer", path)
@@ -179,15 +162,13 @@ class PackedTrainer(Trainer):
     """Trains torchtitan's models on the packs of a `PackedDataLoader`.
 
     Args:
-        config: its `dataloader` is a `PackedDataLoader.Config`; `packed_config` makes one of any of torchtitan's.
-
-    Raises:
-        ConfigError: a setting under which packs would not train, or train something else, with the fix.
+        config: its `dataloader` is a `PackedDataLoader.Config`; `packed_config` makes one of any of torchtitan's. A
+            `ConfigError` for a setting under which packs would not train, or train something else.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
-        """torchtitan's, under a name of its own, because torchtitan builds the class in which `Config` stands."""
+        """Names torchtitan's configuration anew, because torchtitan builds the class in which `Config` is."""
 
     def __init__(self, config: Any) -> None:
         refuse_config(config)
@@ -196,7 +177,7 @@ class PackedTrainer(Trainer):
         balance_for_trained(self.dataloader.loader, lambda: model_of(spec.name, spec.model))
 
     def train_step(self, data_iterator: Any) -> None:
-        """Run one optimizer step of as many micro-batches as the plan has."""
+        """Run one optimizer step with the micro-batches of its plan."""
         self.gradient_accumulation_steps = self.dataloader.begin_step()
         super().train_step(data_iterator)
 
@@ -205,25 +186,18 @@ def packed_config(config: Any, loader: dict[str, Any]) -> Any:
     """Return one of torchtitan's trainer configurations with a `PackedDataLoader`.
 
     Args:
-        config: a `Trainer.Config`, or a `PackedTrainer.Config` or one derived from it.
+        config: a `Trainer.Config`, or a `PackedTrainer.Config` or one derived from it, whose type then stays. A
+            `ConfigError` for the configuration of another trainer, which `PackedTrainer` would replace.
         loader: arguments of `PackedLoader`. The default of `pack_multiple` is the number of chunks into which
             torchtitan's `ChunkedLossWrapper` cuts the tokens.
-
-    Returns:
-        `PackedTrainer.Config`, or of the type that was given; all else as it was.
-
-    Raises:
-        ConfigError: the configuration of another trainer, which `PackedTrainer` would replace.
     """
     settings = {"pack_multiple": _loss_chunks(config)} | loader
     if isinstance(config, PackedTrainer.Config):
         own: Any = config  # its fields are torchtitan's
         return replace(own, dataloader=PackedDataLoader.Config(loader=settings))
     if type(config) is not Trainer.Config:
-        raise ConfigError(
-            f"{type(config).__qualname__} is the configuration of another trainer than torchtitan's Trainer; derive "
-            "that trainer from PackedTrainer, and its Config from PackedTrainer.Config"
-        )
+        name, fix = type(config).__qualname__, "derive it and its Config from PackedTrainer and its Config"
+        raise ConfigError(f"{name} is the configuration of another trainer; {fix}")
     values = {field.name: getattr(config, field.name) for field in fields(config)}
     return PackedTrainer.Config(**values | {"dataloader": PackedDataLoader.Config(loader=settings)})
 
@@ -235,16 +209,13 @@ def refuse_config(config: Any) -> None:
 
 
 def _loss_chunks(config: Any) -> int:
-    """Equal parts into which the loss cuts the tokens of a micro-batch."""
+    """Return into how many equal parts the loss cuts the tokens of a micro-batch."""
     return config.loss.num_chunks if isinstance(config.loss, ChunkedLossWrapper.Config) else 1
 
 
 def _untrainable(config: Any) -> Iterator[str]:
     if not isinstance(config.dataloader, PackedDataLoader.Config):
-        yield (
-            f"dataloader is a {type(config.dataloader).__qualname__}; give PackedDataLoader.Config(loader={{...}}), or "
-            "make the configuration with packed_config"
-        )
+        yield f"dataloader is a {type(config.dataloader).__qualname__}; make the configuration with packed_config"
         return
     training = config.training
     if not hasattr(training, "local_batch_size"):
@@ -252,16 +223,14 @@ def _untrainable(config: Any) -> Iterator[str]:
         return
     if training.local_batch_size != 1 or training.global_batch_size != -1:
         yield (
-            f"training.local_batch_size is {training.local_batch_size} and global_batch_size "
-            f"{training.global_batch_size}; a micro-batch is one pack, and the plan has their number: set "
-            "local_batch_size = 1, leave global_batch_size at -1, and give loader={'batch_tokens': ...}"
+            f"training.local_batch_size is {training.local_batch_size}, global_batch_size "
+            f"{training.global_batch_size}; a micro-batch is one pack: set local_batch_size = 1, leave "
+            "global_batch_size at -1, and give loader={'batch_tokens': ...}"
         )
     multiple, chunks = config.dataloader.loader.get("pack_multiple", 1), _loss_chunks(config)
     if multiple % chunks:
-        yield (
-            f"loader['pack_multiple'] is {multiple}, and ChunkedLossWrapper cuts a pack into {chunks} equal parts; set "
-            f"loader['pack_multiple'] = {chunks}, or take the loss that it wraps"
-        )
+        cut = f"ChunkedLossWrapper cuts a pack into {chunks} equal parts"
+        yield f"loader['pack_multiple'] is {multiple}, and {cut}; set loader['pack_multiple'] = {chunks}"
     if not training.disable_cuda_graphs and torch.cuda.is_available():
         yield "training.disable_cuda_graphs is off: a CUDA graph replays one shape, and packs differ in length; set it"
     for name, reason in _PARALLEL.items():
@@ -271,54 +240,41 @@ def _untrainable(config: Any) -> Iterator[str]:
     fix = 'take a decoder with attn_backend "flex" or "varlen" in all layers'
     layers = getattr(model_spec.model, "layers", None) or ()
     if not layers:
-        yield (
-            f"{model_spec.name} ({type(model_spec.model).__qualname__}) has no layers that could be checked, so "
-            f"documents of a pack might see each other; {fix}"
-        )
+        yield f"{model_spec.name} has no layers that could be checked: documents might see each other; {fix}"
     for index, layer in enumerate(layers):
         inner = getattr(getattr(layer, "attention", None), "inner_attention", None)
         if not isinstance(inner, FlexAttention.Config | VarlenAttention.Config):
             kind = "no attention that is known" if inner is None else type(inner).__qualname__
-            yield (
-                f"layer {index} of {model_spec.name} has {kind}, which knows no documents, so that those of a pack "
-                f"would see each other; {fix}"
-            )
+            yield f"layer {index} of {model_spec.name} has {kind}: documents of a pack would see each other; {fix}"
 
 
 def model_of(name: str, config: Any) -> ModelSpec:
-    """Return what the cost model reads of a dense decoder.
+    """Return what the cost model reads of a dense decoder; a `ConfigError` for another kind of model.
 
     Args:
         name: shown to users.
         config: torchtitan's `Decoder.Config`; layers all alike, with grouped-query attention and a gated block.
-
-    Raises:
-        ConfigError: another kind of model.
     """
     fix = 'name the model for which packs are balanced: loader={"model": ...}'
     try:
-        layers = {_layer_of(layer, config.dim) for layer in config.layers}
+        shapes = {
+            (one.attention.n_heads, one.attention.n_kv_heads, one.attention.head_dim, one.feed_forward.w1.out_features)
+            for one in config.layers
+        }
         vocab_size, tied = config.vocab_size, config.enable_weight_tying
     except AttributeError as err:
         raise ConfigError(f"torchtitan's {name} is no dense decoder of alike layers ({err}); {fix}") from err
-    if len(layers) != 1:
-        raise ConfigError(f"the layers of torchtitan's {name} differ: {sorted(layers)}; {fix}")
-    num_heads, num_kv_heads, head_dim, ffn_hidden_size = layers.pop()
+    if len(shapes) != 1:
+        raise ConfigError(f"torchtitan's {name} has layers of heads, key heads, widths {shapes}; {fix}")
+    num_heads, num_kv_heads, head_dim, ffn_hidden_size = shapes.pop()
     return ModelSpec(
         name=name,
         num_layers=len(config.layers),
         hidden_size=config.dim,
         num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
+        num_kv_heads=num_kv_heads or num_heads,
+        head_dim=head_dim or config.dim // num_heads,
         ffn_hidden_size=ffn_hidden_size,
         vocab_size=vocab_size,
         tied_embeddings=tied,
     )
-
-
-def _layer_of(layer: Any, hidden_size: int) -> tuple[int, int, int, int]:
-    """Heads, key/value heads, width of a head, inner width of the feed-forward block."""
-    attention, width = layer.attention, layer.feed_forward.w1.out_features
-    heads = attention.n_heads
-    return heads, attention.n_kv_heads or heads, attention.head_dim or hidden_size // heads, width

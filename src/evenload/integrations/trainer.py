@@ -5,8 +5,8 @@
 
 The loader has distributed the data, so Accelerate does not; the loss is divided by the label tokens of the *global*
 batch; a checkpoint holds the loader's state; evaluation is the mean over all label tokens. Options that would do
-nothing, that draw random numbers, or whose effect depends on what else is in a row, are refused at start. Whether the
-model, with the attention that it was loaded with, keeps the documents of a row apart is tried before the first step.
+nothing, draw random numbers, or depend on what else is in a row are refused at start. Before the first step two
+documents are run, to see whether the model keeps them apart.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput
 
 from evenload.errors import CheckpointError, ConfigError, UnsupportedModelError
-from evenload.integrations.engine_loop import balance_for_trained
+from evenload.integrations.engine_loop import balance_for_trained, require_place
 from evenload.integrations.packed_loader import PackedLoader
 from evenload.integrations.planner import model_spec_of
 from evenload.runtime.model.supported import rope_settings
@@ -49,7 +49,7 @@ _OTHERWISE: Mapping[str, str] = {
     "label_smoothing_factor": "not tested with packs",
     "neftune_noise_alpha": "its noise is random, and weaker the longer the row is",
 }
-"""Options that would do nothing, or something else than for a row of one document, and why."""
+"""Options that would do nothing, or something else than for a row of one document, and what to do or why."""
 
 
 class PackedTrainerMixin:
@@ -58,10 +58,8 @@ class PackedTrainerMixin:
     Args:
         train_loader: with `format="hf"` and `micro_batches = args.gradient_accumulation_steps`.
         eval_loader: with `evaluation=True`; makes `evaluate()` the mean loss over its label tokens.
-        arguments, settings: those of the Trainer; data sets, collator and batch sizes have no meaning.
-
-    Raises:
-        ConfigError: a combination that would train something else, named with the fix.
+        arguments, settings: those of the Trainer, but for data sets, collator and batch sizes. A `ConfigError` for
+            what would train something else.
     """
 
     def __init__(
@@ -71,7 +69,7 @@ class PackedTrainerMixin:
         eval_loader: PackedLoader | None = None,
         **settings: Any,
     ) -> None:
-        self._train_loader, self._eval_loader, self._is_tried = train_loader, eval_loader, False
+        self._train_loader, self._eval_loader, self._is_checked = train_loader, eval_loader, False
         args: Any = settings.get("args") or (arguments[1] if len(arguments) > 1 else None)
         _refuse_settings(args, train_loader, eval_loader, settings)
         if hasattr(args, "dataset_kwargs"):
@@ -98,8 +96,7 @@ class PackedTrainerMixin:
         """Return the evaluation loader's batches; a `ConfigError` where there is none, or another data set is given."""
         if self._eval_loader is None or eval_dataset not in (None, self.eval_dataset):  # type: ignore[missing-attribute]
             raise ConfigError(
-                f"evaluate({'' if eval_dataset is None else '...'}): give the data to PackedTrainer as "
-                "eval_loader=PackedLoader(..., evaluation=True)"
+                "evaluate() has no data; give PackedTrainer eval_loader=PackedLoader(..., evaluation=True)"
             )
         return self._eval_loader
 
@@ -115,22 +112,21 @@ class PackedTrainerMixin:
         counts = [sample.pop(_COUNT) for sample in samples]
         if len({int(count) for count in counts}) > 1 or len(samples) != num_batches:
             raise ConfigError(
-                f"the Trainer requested {num_batches} micro-batches and got {len(samples)}, of steps with "
-                f"{[int(count) for count in counts]} label tokens: it has lost its place between two steps. Resume "
-                "from a checkpoint that was saved after a step"
+                f"the Trainer requested {num_batches} micro-batches and got {len(samples)}, inside a step; resume from "
+                "a checkpoint that was saved after one"
             )
         return samples, counts[0].to(rest[0] if rest else self.args.device)  # type: ignore[missing-attribute]
 
     def training_step(self, model: Any, inputs: dict[str, Any], *rest: Any, **settings: Any) -> Any:
-        """Run the Trainer's step; before the first one the model is tried on two documents."""
-        inputs = self._tried(model, inputs)
+        """Run the Trainer's step, and before the first one check the model on two documents."""
+        inputs = self._checked(model, inputs)
         return super().training_step(model, inputs, *rest, **settings)  # type: ignore[missing-attribute]
 
-    def _tried(self, model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    def _checked(self, model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
         inputs = self._prepare_inputs(inputs)  # type: ignore[missing-attribute]
-        if not self._is_tried:
+        if not self._is_checked:
             _require_apart(self, model, inputs["input_ids"])
-        self._is_tried = True
+        self._is_checked = True
         return inputs
 
     def _inner_training_loop(
@@ -141,10 +137,8 @@ class PackedTrainerMixin:
             try:
                 state = json.loads(file.read_text())
             except (OSError, ValueError) as err:
-                raise CheckpointError(
-                    f"checkpoint has no readable loader state '{file}': {err}; resume from another one, or train from "
-                    "its weights without resume_from_checkpoint"
-                ) from err
+                fix = "resume from another one, or train from its weights without resume_from_checkpoint"
+                raise CheckpointError(f"checkpoint has no readable loader state '{file}': {err}; {fix}") from err
             self._train_loader.load_state_dict(state)
         return super()._inner_training_loop(  # type: ignore[missing-attribute]
             batch_size, args, resume_from_checkpoint, *rest, **settings
@@ -166,9 +160,9 @@ class PackedTrainerMixin:
             num_documents += len(step.plan.documents)
             num_tokens += step.num_label_tokens
             for batch in step:
-                inputs = self._tried(model, {key: value for key, value in batch.items() if key != _COUNT})
+                inputs = self._checked(model, {key: value for key, value in batch.items() if key != _COUNT})
                 with torch.no_grad(), trainer.compute_loss_context_manager():
-                    # The sum over the batch's tokens: divided by 1. It is multiplied as gradients want it.
+                    # The sum over the batch's tokens, which compute_loss multiplies by the ranks, as gradients need.
                     loss = trainer.compute_loss(model, inputs, num_items_in_batch=1)
                     total += loss.double() / trainer.accelerator.num_processes
                 trainer.control = trainer.callback_handler.on_prediction_step(
@@ -176,34 +170,27 @@ class PackedTrainerMixin:
                 )
         model.train(was_training)
         loss_sum = trainer.accelerator.reduce(total, "sum").item()
+        metrics = {"loss": loss_sum / max(1, num_tokens), "label_tokens": num_tokens}
         return EvalLoopOutput(
             predictions=None,  # type: ignore[bad-argument-type]
             label_ids=None,
-            metrics={
-                f"{metric_key_prefix}_loss": loss_sum / max(1, num_tokens),
-                f"{metric_key_prefix}_label_tokens": num_tokens,
-            },
+            metrics={f"{metric_key_prefix}_{name}": value for name, value in metrics.items()},
             num_samples=num_documents,
         )
 
 
 class _TrainBatches:
-    """What the Trainer iterates over: an epoch each time.
-
-    It has no `set_epoch`: after a resume the Trainer counts epochs from 0, and the loader knows better.
-    """
+    """Gives the Trainer an epoch each time. Without `set_epoch`, as the Trainer counts from 0 after a resume."""
 
     def __init__(self, loader: PackedLoader) -> None:
         self._loader = loader
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        is_empty = True
-        for batch in self._loader:
-            is_empty = False
-            yield batch
-        if is_empty and not self._loader.has_ended:
+        batches = iter(self._loader)
+        if (first := next(batches, None)) is None and not self._loader.has_ended:
             # Resumed at the very end of an epoch; the Trainer takes an empty epoch for the end of the data.
-            yield from self._loader
+            batches = iter(self._loader)
+        yield from batches if first is None else itertools.chain((first,), batches)
 
 
 class _SaveLoader(TrainerCallback):
@@ -211,7 +198,7 @@ class _SaveLoader(TrainerCallback):
         self._loader = loader
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """The Trainer has just written `checkpoint-<step>`."""
+        """Write the loader's state into `checkpoint-<step>`, which the Trainer has just written."""
         if not args.should_save:
             return
         file = Path(args.output_dir) / f"checkpoint-{state.global_step}" / LOADER_STATE
@@ -235,15 +222,13 @@ def _refuse_settings(
             raise ConfigError(f"{name} has no meaning with train_loader and eval_loader; leave it out")
     steps, micro_batches = args.gradient_accumulation_steps, train_loader.options.micro_batches
     if micro_batches != steps:
-        raise ConfigError(
-            f"gradient_accumulation_steps is {steps}, the loader makes {micro_batches or 'any number of'} "
-            f"micro-batches a step; make it with micro_batches={steps}"
-        )
+        made = f"the loader makes {micro_batches or 'any number of'} micro-batches a step"
+        raise ConfigError(f"gradient_accumulation_steps is {steps}, {made}; make it with micro_batches={steps}")
     if args.max_steps <= 0:
         raise ConfigError("the steps of an epoch are not known before it is read; set max_steps, not num_train_epochs")
     for option in dataclasses.fields(args):
         value, why = getattr(args, option.name), _OTHERWISE.get(option.name)
-        # TRL's own max_length is 1024 where nobody has set it.
+        # TRL's default of max_length is 1024.
         is_met = option.name == "max_length" and value and value >= train_loader.config.max_document_tokens
         if why is not None and value not in (option.default, None) and not is_met:
             raise ConfigError(f"{option.name} is {value}: {why}; leave it out")
@@ -254,34 +239,26 @@ def _refuse_trainer(trainer: Any, loader: PackedLoader) -> None:
     ranks = accelerator.num_processes
     if args.n_gpu > 1:
         raise ConfigError(f"one process has {args.n_gpu} GPUs (DataParallel); start one process a GPU with torchrun")
-    if (loader.rank, loader.world_size) != (accelerator.process_index, ranks):
-        raise ConfigError(
-            f"the loader is rank {loader.rank} of {loader.world_size}, the Trainer {accelerator.process_index} of "
-            f"{ranks}; make the loader after TrainingArguments, or give it rank and world_size. Tensor, context and "
-            "sequence parallel ranks are not supported here"
-        )
+    fix = "make it after TrainingArguments, or give rank and world_size; model-parallel ranks do not work"
+    require_place(loader, accelerator.process_index, ranks, "the Trainer", fix)
     for size in ("get_tp_size", "get_cp_size", "get_sp_size"):
         if hasattr(trainer, size) and getattr(trainer, size)() > 1:
             raise ConfigError(f"{size[4:6]} = {getattr(trainer, size)()} is not tested with packs; leave it at 1")
     if not trainer.model_accepts_loss_kwargs:
-        raise ConfigError(
-            f"{type(trainer.model).__name__} takes no num_items_in_batch, so its loss would be a mean of means; use a "
-            "model whose forward takes loss keyword arguments"
-        )
+        name = type(trainer.model).__name__
+        raise ConfigError(f"{name} takes no num_items_in_batch, so its loss would be a mean of means; use another")
     if ranks > 1 and not args.average_tokens_across_devices:
         raise ConfigError(f"average_tokens_across_devices is off: gradients would be {ranks} times too small; set it")
 
 
 def _refuse_model(model: Any, loader: PackedLoader) -> None:
-    """Refuse a model that draws random numbers, or whose result for a document depends on what else is in its row."""
+    """Refuse a model that draws random numbers, or whose result for a document depends on the rest of its row."""
     for path, module in model.named_modules():
         is_dropout = isinstance(module, torch.nn.modules.dropout._DropoutNd)
         for key, value in vars(module).items():
             if type(value) in (int, float) and value > 0 and (is_dropout or re.search("drop|jitter|noise", key)):
-                raise UnsupportedModelError(
-                    f"{key} of {path or 'the model'} ({type(module).__name__}) is {value}: losses would be random; set "
-                    "it to 0 in the configuration of model or adapter"
-                )
+                where = f"{path or 'the model'} ({type(module).__name__})"
+                raise UnsupportedModelError(f"{key} of {where} is {value}: losses would be random; set it to 0")
     if not hasattr(config := getattr(model, "config", None), "get_text_config"):
         return
     config = config.get_text_config()
@@ -290,10 +267,9 @@ def _refuse_model(model: Any, loader: PackedLoader) -> None:
         if not re.search("dynamic|longrope", kind := str(rope.get("rope_type"))):
             continue
         if longest > (known := rope.get("original_max_position_embeddings") or config.max_position_embeddings):
-            raise UnsupportedModelError(
-                f"rope_type '{kind}' turns a whole pack by its longest document beyond {known} tokens, and documents "
-                f"may have {longest}; make the loader with max_document_tokens = {known}"
-            )
+            why = f"turns a whole pack by its longest document beyond {known} tokens"
+            fix = f"documents may have {longest}: make the loader with max_document_tokens = {known}"
+            raise UnsupportedModelError(f"rope_type '{kind}' {why}; {fix}")
     if getattr(config, "attn_temperature_tuning", None) and loader.options.max_tokens >= config.floor_scale:
         raise UnsupportedModelError(
             f"attn_temperature_tuning scales attention by places in the pack, from floor_scale = {config.floor_scale} "
@@ -316,7 +292,7 @@ def _require_apart(trainer: Any, model: Any, token_ids: torch.Tensor) -> None:
     with torch.no_grad(), trainer.compute_loss_context_manager():
         outputs = [model(input_ids=one, **pack, max_length_q=16, max_length_k=16).logits for one in (ids, other)]
     first, second = (logits[0, 8:].float() for logits in outputs)
-    # Equal shapes give equal bits, but that other rows may go to the same expert, or share the scale of an FP8 tensor.
+    # Equal shapes give equal bits, unless other rows go to the same expert or share the scale of an FP8 tensor.
     config = getattr(trainer.model, "config", None)
     experts = any(getattr(config, key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
     limit = 0.05 if experts or trainer.accelerator.mixed_precision == "fp8" else 1e-4
@@ -329,7 +305,7 @@ def _require_apart(trainer: Any, model: Any, token_ids: torch.Tensor) -> None:
 
 
 def _placeholder() -> Any:
-    """A data set that is never read, which the Trainer requires, and TRL of its own kind."""
+    """Return a data set that is never read: the Trainer requires one, and TRL of this kind."""
     from datasets import Dataset
 
     return Dataset.from_list([{"input_ids": [0, 0], "labels": [-100, -100]}])

@@ -8,13 +8,13 @@ from typing import Any
 
 class _CallablePackage(ModuleType):
     def __call__(self, *arguments: Any, **settings: Any) -> Any:
-        from evenload.cli.plan_call import plan
+        from evenload.cli.plan import plan
 
         return plan(*arguments, **settings)
 
     @property
     def __signature__(self) -> Signature:
-        from evenload.cli.plan_call import plan
+        from evenload.cli.plan import plan
 
         return signature(plan)
 

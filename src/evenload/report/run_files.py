@@ -133,18 +133,18 @@ def append_rows(path: str | os.PathLike[str], rows: Iterable[msgspec.Struct]) ->
 def read_validations(path: str | os.PathLike[str]) -> tuple[Validation, ...]:
     """Read `validation.jsonl` by ascending step, the last of passes that a resumed run repeated; `DataError` where a
     whole line is none."""
-    latest = {(one.step, one.of_average): one for one in _read_rows(path, Validation, "pass over validation data")}
+    latest = {(one.step, one.of_average): one for one in read_rows(path, Validation, "pass over validation data")}
     return tuple(latest[key] for key in sorted(latest))
 
 
 def read_decisions(path: str | os.PathLike[str]) -> tuple[LayoutDecision, ...]:
     """Read `layouts.jsonl` by ascending step, the last of decisions that a resumed run repeated; `DataError` where a
     whole line is none."""
-    latest = {one.step: one for one in _read_rows(path, LayoutDecision, "decision about a layout")}
+    latest = {one.step: one for one in read_rows(path, LayoutDecision, "decision about a layout")}
     return tuple(latest[step] for step in sorted(latest))
 
 
-def _read_rows(path: str | os.PathLike[str], kind: type[Row], what: str) -> list[Row]:
+def read_rows(path: str | os.PathLike[str], kind: type[Row], what: str) -> list[Row]:
     """Read the structs of a file, none where there is no file."""
     rows = []
     for number, line in enumerate(_whole_lines(path) if os.path.exists(path) else (), start=1):

@@ -1,16 +1,16 @@
-"""`Executor`: follows one rank's actions of a prepared step. It never plans, simulates, reorders or negotiates.
+"""`Executor` runs one rank's actions of a prepared step. It never plans, simulates, reorders or negotiates.
 
     F   receive hidden states, run the forward pack, send hidden states on
     B   receive the gradient, run the backward pack, send the gradient on
-    I   as B, but the weight gradients of linear layers wait, with what they need, until W
+    I   as B, but the weight gradients of linear layers wait until W
     W   add them; nothing is received or sent
 
-What lies in host memory for a backward starts to come back before its gradient is waited for. The reduction is called
-for every unit as soon as no action will add to it. Updated weights may still be on their way when a step begins: a
-forward waits for those of its own units, the first backward for all.
+A backward starts to fetch its offloaded tensors before it waits for its gradient. Every unit's reduction may start as
+soon as no action will add to the unit's gradients. Updated weights may still be gathered when a step begins: a forward
+waits for those of its own units, the first backward for all.
 
-`forward_losses` walks a plan without backwards (`stepplan.plan_file`) through the same channels, groups and packs,
-under every layout that trains. Price: about a third of a step.
+`forward_losses` runs a plan without backwards (`stepplan.plan_file`) through the same channels, groups and packs, in
+every layout that trains. Price: about a third of a step.
 """
 
 import functools
@@ -28,10 +28,10 @@ from evenload.runtime.comm.channels import Carried, Channels
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.device import HostClock, step_clock, to_device
 from evenload.runtime.optim.data_parallel import WeightGathers
-from evenload.runtime.replay.held_bytes import STORE_KINDS, HeldBytes, StoreKind
+from evenload.runtime.replay.held_bytes import STORE_KINDS, HeldBytes
 from evenload.runtime.replay.host_copies import host_copies
 from evenload.runtime.replay.rank_packs import RankStep
-from evenload.runtime.replay.stage import OnFinal, PipelineStage
+from evenload.runtime.replay.stage import OnFinal, PipelineStage, ignore_unit
 from evenload.runtime.replay.store import ActivationStore, ForwardStore
 from evenload.types.document import Range
 from evenload.types.layout import Channel
@@ -41,7 +41,7 @@ from evenload.types.timeline import KINDS
 
 @dataclass(frozen=True, eq=False)
 class RankTrace:
-    """Records what one rank did in a step; seconds on its own monotonic clock. kind: uint8[n], index into `KINDS`;
+    """Records one rank's actions of a step, in seconds on its own monotonic clock. kind: uint8[n], index into `KINDS`;
     stage, pack: int32[n]; start_s, end_s: float64[n]; memory_bytes: int64[n], activations held when each action ended;
     memory_kind_bytes: int64[n, kinds], by kind of `held_bytes.STORE_KINDS`."""
 
@@ -55,8 +55,7 @@ class RankTrace:
 
 
 class HeadOutput(NamedTuple):
-    """Holds what a last stage's head gave for one backward pack: this rank's share of the loss, fp64 scalar, and the
-    sums of the gradient's rows, [rows]."""
+    """Holds a head's output for a backward pack: this rank's loss share (fp64) and the gradient's row sums, [rows]."""
 
     pack: int
     ranges: tuple[Range, ...]
@@ -66,11 +65,10 @@ class HeadOutput(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class RankRun:
-    """Result of one rank's part of a step.
+    """Holds the result of one rank's part of a step.
 
     Args:
-        peak_bytes: the most the activation stores held; peak_by_kind: of each kind, at different times.
-        peak_host_bytes: the most that was offloaded to host memory.
+        held: bytes that the activation stores held at most, on the device and in host memory.
         most_sends_kept: sent tensors that any one channel kept at once.
         context_bytes: received from ranks that share documents with this one.
         heads: of every backward pack, on last stages.
@@ -78,26 +76,24 @@ class RankRun:
 
     loss_sum: Tensor
     read_trace: Callable[[], RankTrace]
-    peak_bytes: int
-    peak_by_kind: dict[StoreKind, int]
-    peak_host_bytes: int
+    held: HeldBytes
     most_sends_kept: int
     context_bytes: int
     heads: tuple[HeadOutput, ...]
 
     @property
     def loss(self) -> float:
-        """This rank's share of the global mean loss (0 except on last stages). Waits for a GPU."""
+        """Return this rank's share of the global mean loss (0 except on last stages). Waits for a GPU."""
         return float(self.loss_sum)
 
     @property
     def trace(self) -> RankTrace:
-        """When its actions ran. Waits for a GPU; read before the next run."""
+        """Return when its actions ran. Waits for a GPU; read it before the next run."""
         return self.read_trace()
 
 
 class Executor:
-    """Runs plans on one rank, which has virtual stages by index; none where it is idle in the mesh's layout."""
+    """Runs plans on one rank, with its virtual stages by index; none where it is idle in the mesh's layout."""
 
     def __init__(self, stages: Mapping[int, PipelineStage], mesh: Mesh) -> None:
         self.move_to(stages, mesh)
@@ -106,24 +102,23 @@ class Executor:
         self._copies = host_copies(mesh.device)
 
     def move_to(self, stages: Mapping[int, PipelineStage], mesh: Mesh) -> None:
-        """The next steps run in another layout: its mesh, and what this rank holds in it."""
+        """Run the next steps in another layout: its mesh, and this rank's stages in it."""
         self._stages, self._mesh = stages, mesh
 
     def idle(self) -> RankRun:
-        """The result of a step on a rank that is idle in it."""
+        """Return the result of a step on a rank that is idle in it."""
         nothing = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
-        empty = HeldBytes()
-        return RankRun(nothing, functools.partial(_trace, [], self._clock), 0, empty.peak_by_kind, 0, 0, 0, ())
+        return RankRun(nothing, functools.partial(_trace, [], self._clock), HeldBytes(), 0, 0, ())
 
     def run(
         self,
         step: RankStep,
         before_action: Callable[[], None] = lambda: None,
-        on_final: OnFinal = lambda unit: None,
+        on_final: OnFinal = ignore_unit,
         weights: WeightGathers | None = None,
     ) -> RankRun:
-        """Run this rank's actions of a step; gradients are added to `main_grad`. `on_final` is called with every unit
-        whose gradients are complete; `weights` are still gathered, and all there on return."""
+        """Run this rank's actions of a step and add gradients to `main_grad`. `on_final` is called with every unit
+        whose gradients are complete; `weights` may still be gathered, and are complete on return."""
         plan, mine = step.plan, step.packs
         packs = plan.pack_plans[self._mesh.dp_rank]
         actions = plan.schedules[self._mesh.dp_rank].ranks[self._mesh.pp_rank]
@@ -160,7 +155,7 @@ class Executor:
                 grad = channels.receive_grad(action.stage, action.pack)
                 start = self._clock.mark()
                 products = store.defer_weights(action.pack) if action.kind == "I" else None
-                release = on_final if completing.get(at) == (action.stage,) else lambda unit: None
+                release = on_final if completing.get(at) == (action.stage,) else ignore_unit
                 grad, share = stage.backward(batch, grad, store, plan.num_label_tokens, products, release)
                 loss += share
                 if stage.head_row_sums is not None:
@@ -173,20 +168,13 @@ class Executor:
         if weights is not None:
             weights.finish()  # also of stages without packs in this step
         channels.close()
-        self._check_empty(stores.values(), held)
-        return RankRun(
-            loss,
-            functools.partial(_trace, rows, self._clock),
-            held.peak_bytes,
-            held.peak_by_kind,
-            held.peak_host_bytes,
-            channels.most_kept,
-            self._context_bytes() - before_bytes,
-            tuple(heads),
-        )
+        _check_empty(stores.values(), held)
+        assert not self._copies.arena.live_bytes, "tensors in host memory were not freed"
+        read_trace, context_bytes = functools.partial(_trace, rows, self._clock), self._context_bytes() - before_bytes
+        return RankRun(loss, read_trace, held, channels.most_kept, context_bytes, tuple(heads))
 
     def _open_stores(self, step: RankStep, held: HeldBytes) -> dict[int, ActivationStore]:
-        """By stage; all count what they hold together."""
+        """Make the stores by stage, which share one count of bytes."""
         self._copies.begin_step()
         packs, mine = step.plan.pack_plans[self._mesh.dp_rank], step.packs
         backward_packs = [mine.ranges(pack) for pack in packs.backward]
@@ -203,14 +191,14 @@ class Executor:
             for number, stage in self._stages.items()
         }
 
-    def _check_empty(self, stores: Iterable[ActivationStore], held: HeldBytes) -> None:
-        for store in stores:
-            store.check_empty()
-        assert held.held_bytes == held.host_bytes == 0, f"{held.held_by_kind} bytes are counted as held by no document"
-        assert not self._copies.arena.live_bytes, "tensors in host memory were not freed"
-
     def _context_bytes(self) -> int:
         return sum(group.moved_bytes for group in self._mesh.context.values())
+
+
+def _check_empty(stores: Iterable[ActivationStore], held: HeldBytes) -> None:
+    for store in stores:
+        store.check_empty()
+    assert held.held_bytes == held.host_bytes == 0, f"{held.held_by_kind} bytes are counted as held by no document"
 
 
 def open_channels(
@@ -220,9 +208,9 @@ def open_channels(
     mesh: Mesh,
     stream: torch.cuda.Stream | None,
 ) -> Channels:
-    """For these actions of a rank; `stream` as of `Carried`."""
+    """Open the channels for these actions of a rank; `stream` as of `Carried`."""
     packs, mine = step.plan.pack_plans[mesh.dp_rank], step.packs
-    rows: dict[Channel, dict[int, int]] = {channel: {} for channel in mesh.lines}
+    rows: dict[Channel, dict[int, int]] = {channel: {} for channel in mesh.channel_groups}
     for action in actions:
         if action.kind == "W":
             continue
@@ -292,17 +280,10 @@ def forward_losses(
         if stage.model.is_last:
             losses = stage.losses(batch, hidden)
             if reports and batch.ranges:
-                sums.index_add_(0, _documents_of_rows(batch.ranges, place, mesh.device), losses.double())
+                documents = np.repeat([place[r.doc_id] for r in batch.ranges], [r.stop - r.start for r in batch.ranges])
+                sums.index_add_(0, to_device(torch.from_numpy(documents), mesh.device), losses.double())
         channels.send_hidden(action.stage, action.pack, hidden)
         store.end_pack(action.pack)
     channels.close()
-    for store in stores.values():
-        store.check_empty()
-    assert held.held_bytes == 0, f"{held.held_by_kind} bytes are counted as held by no document"
+    _check_empty(stores.values(), held)
     return sums.cpu()
-
-
-def _documents_of_rows(ranges: tuple[Range, ...], place: Mapping[int, int], device: torch.device) -> Tensor:
-    """Return for every row of a pack the place of its document in the plan; int64[T]."""
-    documents = np.array([place[r.doc_id] for r in ranges], np.int64)
-    return to_device(torch.from_numpy(np.repeat(documents, [r.stop - r.start for r in ranges])), device)

@@ -1,9 +1,8 @@
-"""`StepReport`: what happened in a step, with its measured `Timeline` and its row of `metrics.jsonl`.
+"""Make a step's `StepReport`: its measured `Timeline` and its row of `metrics.jsonl`.
 
 Each rank's times count from its own exit of the barrier at the step's start, so clocks need not be synchronised. Of
 context ranks, which run the same packs together, the timeline shows the one with the most seconds in packs and the
-memory of the fullest. Tokens are without padding; FLOPs count useful attention work alone, so neither packing nor
-padding can inflate them.
+memory of the fullest. Tokens are without padding; FLOPs count useful attention work alone.
 """
 
 from collections import defaultdict
@@ -32,7 +31,7 @@ from evenload.types.timeline import SideTasks, Timeline, pack_times, replica_imb
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StepReport:
-    """Holds what happened in a step; made on rank 0.
+    """Reports a step; made on rank 0.
 
     Args:
         row: the fixed keys of metrics.jsonl.
@@ -40,7 +39,6 @@ class StepReport:
         ledger_lines: documents and tokens so far.
         saved: the checkpoint that was completed meanwhile.
         failed_save: why one was not, where `train.on_failed_checkpoint` lets training go on.
-        warning: what else should be seen, such as a batch without labels.
         switch, decision: the change of the layout before the step, and how it was decided; None where there is none.
         validation, samples: of the weights after the step, where they were due.
     """
@@ -60,13 +58,12 @@ class StepReport:
 
 @dataclass(frozen=True, kw_only=True)
 class RankEnd:
-    """Holds what one rank reports at the end of a step. Whether to stop and to save travels with it, so all decide
-    alike.
+    """Holds what one rank reports at the end of a step, also whether to stop and to save, so that all decide alike.
 
     Args:
-        step_time_s, barrier_s: what the step, and the barrier at its start, took on its clock.
+        step_time_s, barrier_s: of the step, and of the barrier at its start, on the rank's clock.
         peak_bytes: of tensors.
-        data_wait_s: that it waited for the step before.
+        data_wait_s: that the rank waited for the step before.
         stop_signal: why it is to end after the step; 0 = it is not.
         process_bytes: the most that the process held; fixed_bytes: of it without tensors; 0 = not known.
     """
@@ -81,7 +78,7 @@ class RankEnd:
     fixed_bytes: int
 
     def joined(self, mesh: Mesh) -> "RankEnd":
-        """Return the largest value of any rank of each field, but the shortest barrier, of the last. Collective."""
+        """Return the largest value of any rank of each field, but the shortest barrier. Collective."""
         names = [field.name for field in fields(self)]
         signs = torch.tensor([-1.0 if name == "barrier_s" else 1.0 for name in names], dtype=torch.float64)
         values = signs * torch.tensor([float(getattr(self, name)) for name in names], dtype=torch.float64)
@@ -92,20 +89,20 @@ class RankEnd:
 
 @dataclass(frozen=True)
 class DevicePeaks:
-    """Holds what matrix products reach, and what the data sheet promises; None = there is none."""
+    """Holds the FLOP/s that matrix products reach, and those of the data sheet; None = there is none."""
 
     measured_flops_per_s: float
     data_sheet_flops_per_s: float | None
 
     @staticmethod
     def of(coefficients: CostCoefficients, model: ModelSpec, num_devices: int) -> "DevicePeaks":
-        """Return the peaks of so many devices as coefficients are of, in the model's precision."""
+        """Return the peaks of so many of the coefficients' devices, in the model's precision."""
         sheet = data_sheet_flops_per_s(coefficients.device) if model.bytes_per_element == 2 else None
         return DevicePeaks(coefficients.peak_flops_per_s * num_devices, sheet and sheet * num_devices)
 
 
 _Spans = dict[str, NDArray[np.float64]]
-"""By kind of what was overlapped with one rank's packs, starts and ends, [2, n], from the step's start."""
+"""Starts and ends [2, n] of one rank's overlapped transfers and waits by kind, from the step's start."""
 
 
 def gather_timeline(
@@ -161,7 +158,7 @@ def gather_timeline(
 
 
 def _together(kind: str, dp_rank: int, pp_rank: int, stage: int, spans: list[NDArray[np.float64]]) -> SideTasks:
-    """Transfers of ranks with the same layers: one begins when all have come and the one before is done."""
+    """Return transfers of ranks with the same layers: one begins when all ranks wait and the one before is done."""
     start_s, end_s = np.maximum.reduce(spans)
     start_s[1:] = np.maximum(start_s[1:], end_s[:-1])
     return side_tasks(kind, dp_rank, np.full(len(end_s), pp_rank), stage, -1, start_s, end_s)
@@ -214,7 +211,7 @@ def step_row(
     Args:
         peaks: of all devices of the run together, idle ones included.
         end: of all ranks.
-        exchange_s: in which ranks meet before the step and exchange behind it what they measured; in no prediction.
+        exchange_s: of the barrier before the step and the exchange of measurements after it; in no prediction.
         predicted_process_bytes: of the fullest process; None = not known.
     """
     lengths = np.array([d.num_tokens for d in plan.documents], dtype=np.int64)

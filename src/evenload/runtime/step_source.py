@@ -1,6 +1,5 @@
-"""`StepSource`: steps planned, read and collated for this rank, made while earlier ones train: `data.prefetch_steps`
-ahead, by a thread on a process group of its own. States travel with their step: a checkpoint holds what was trained,
-not what was made ahead."""
+"""`StepSource` plans, reads and collates the steps of this rank while earlier ones train: `data.prefetch_steps` ahead,
+in a thread with a process group of its own. Every step carries its states, so a checkpoint holds what was trained."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from evenload.types.plan import StepPlan
 def prepare_step(
     plan: StepPlan, tokens: Mapping[int, NDArray[np.int32]], mesh: Mesh, exchange: Exchange = "all_gather"
 ) -> RankStep:
-    """Make this rank's part of a step from its replica's tokens. `InvalidPlanError`: of another layout or model."""
+    """Make this rank's part of a step from its replica's tokens. `InvalidPlanError` for another layout or model."""
     if plan.layout.arrangement != mesh.layout:
         raise InvalidPlanError(
             f"step {plan.step} is planned for {plan.layout.describe()}, this run is {mesh.layout.describe()}"
@@ -37,32 +36,32 @@ def prepare_step(
 
 @dataclass(frozen=True, eq=False)
 class PreparedStep:
-    """One step: what was planned, and this rank's part, ready to run; None where it is idle in the plan's layout."""
+    """Holds a planned step and this rank's part, ready to run; None where it is idle in the plan's layout."""
 
     planned: PlannedStep
     step: RankStep | None
 
 
 def replicas_share_packs(plan: StepPlan) -> bool:
-    """Replicas share packs of a plan (DP-Merge)."""
+    """Say whether replicas share packs of a plan (DP-Merge)."""
     packs = (pack for part in plan.pack_plans for pack in part.backward)
     return any(piece.cp > plan.layout.cp for pack in packs for piece in pack.slices)
 
 
 def prepared_step(planned: PlannedStep, meshes: Meshes, exchange: Exchange) -> PreparedStep:
-    """For the plan's own layout, which need not be the one that runs now."""
+    """Prepare a step for its plan's own layout, which need not be the one that runs now."""
     mesh = meshes.of(planned.plan.layout)
     return PreparedStep(planned, None if mesh.is_idle else prepare_step(planned.plan, planned.tokens, mesh, exchange))
 
 
 class StepSource:
-    """The steps of a run, in order.
+    """Makes the steps of a run, in order.
 
     Args:
         max_pack_tokens: limit that every plan is checked against.
         to_make: steps to make at most; None = until the data ends.
-        of_run: steps of the whole run that are left, also those that are not made because it will be stopped: decisions
-            use their lengths, so that a stopped and resumed run takes those of one that was not.
+        of_run: steps of the whole run that are left, also those after it will be stopped: layout decisions use their
+            lengths, so that a stopped and resumed run decides like one that was not.
         planner_state: after the step before the first.
     """
 
@@ -92,8 +91,9 @@ class StepSource:
 
         def make() -> PreparedStep | None:  # without `self`, so that dropping it ends the thread
             nonlocal made
-            is_asked_for = to_make is None or made < to_make
-            planned = maker.next(None if of_run is None else of_run - made) if is_asked_for else None
+            planned = None
+            if to_make is None or made < to_make:
+                planned = maker.next(None if of_run is None else of_run - made)
             if planned is None:
                 loader.close()
                 return None
@@ -104,10 +104,10 @@ class StepSource:
         self.has_next = self._ahead.has_next
         """Whether another step comes. Waits until it is made; the same on all ranks."""
         self.next = self._ahead.next
-        """Gives the next step, None at the end; raises what making it raised."""
+        """Returns the next step, None at the end; raises what making it raised."""
 
     def close(self) -> None:
-        """Stop early: what is being made ahead is made, and dropped. At the same step on every rank."""
+        """Stop early, at the same step on every rank; a step that is being made is finished, and dropped."""
         self._ahead.close()
         self._loader.close()
 

@@ -1,8 +1,8 @@
-"""`StepTrainer`: one step on one rank, from the barrier at its start to what all ranks exchange at its end.
+"""`StepTrainer` trains one step on one rank, from the barrier at its start to the exchange of measurements at its end.
 
-**Steps that are not finite** (`NonFiniteSteps`) stop the run, or are left out and counted. That is decided from sums
-over all ranks, so all decide alike, and before the optimizer changes anything. Price: for every row of a last stage one
-sum over the hidden size, 4 bytes a row until the step ends.
+`NonFiniteSteps` stops the run at a step that is not finite, or leaves the step out and counts it. That is decided from
+sums over all ranks, so all decide alike, before the optimizer changes anything. Price: for every row of a last stage
+one sum over the hidden size, 4 bytes a row until the step ends.
 """
 
 import time
@@ -25,15 +25,16 @@ from evenload.feed.step_maker import PlannedStep
 from evenload.runtime.checkpoint.writer import Saves
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.device import (
-    forget_peak_bytes,
-    forget_peak_process_bytes,
     measured_peak_bytes,
     peak_process_bytes,
+    reset_peak_bytes,
+    reset_peak_process_bytes,
     resident_bytes,
     seconds_now,
 )
-from evenload.runtime.executor import HeadOutput, RankRun
-from evenload.runtime.stages.live_stages import Switch
+from evenload.runtime.executor import HeadOutput
+from evenload.runtime.replay.context_attention import rows_of
+from evenload.runtime.replay.store import num_rows
 from evenload.runtime.stages.rank_state import RankState, StepGradients
 from evenload.runtime.step_metrics import (
     DevicePeaks,
@@ -51,7 +52,7 @@ from evenload.types.plan import StepPlan
 from evenload.types.timeline import Timeline
 
 MAX_SKIPPED_IN_A_ROW = 10
-"""More steps without any update are no training: the weights themselves must be broken."""
+"""After more steps without an update the weights themselves must be broken."""
 
 DROPPED_REASON = "not finite"
 
@@ -61,11 +62,9 @@ _MAX_NAMED = 4
 class NonFiniteSteps:
     """Stops a run at a step whose loss or gradient is not finite, or leaves the step out and counts it."""
 
-    def __init__(self, on_nonfinite: Literal["stop", "skip"], mesh: Mesh) -> None:
+    def __init__(self, on_nonfinite: Literal["stop", "skip"]) -> None:
         self.num_skipped = 0
         """Steps without an update since the run began."""
-        self.mesh = mesh
-        """Mesh of the layout that runs."""
         self._may_skip = on_nonfinite == "skip"
         self._in_a_row = 0
         self._skipped, self._masked, self._untaught = Tally(), 0, 0  # since the loader's account was loaded
@@ -74,25 +73,19 @@ class NonFiniteSteps:
         self._in_a_row = 0
 
     def skip_or_stop(
-        self,
-        planned: PlannedStep,
-        run: RankRun,
-        loss: float,
-        grad_norm: float,
-        before_giving_up: Callable[[], Path | None],
+        self, planned: PlannedStep, gradients: StepGradients, mesh: Mesh, newest: Callable[[], Path | None]
     ) -> str:
-        """Count a step's documents as dropped and return a warning, or raise `NonFiniteStepError`, on every rank;
-        before that `before_giving_up` is called, which gives the newest checkpoint. Collective."""
-        plan = planned.plan
-        text = _account(plan, run, loss, grad_norm, planned.origin, self.mesh)
+        """Count a step's documents as dropped and return a warning, or raise `NonFiniteStepError`, on every rank.
+        `newest` returns the newest checkpoint. Collective."""
+        text, documents = _describe(planned, gradients, mesh), planned.plan.documents
         self._in_a_row += 1
         if self._may_skip and self._in_a_row < MAX_SKIPPED_IN_A_ROW:
-            masked, untaught = masked_and_untaught(plan.documents)
-            self._skipped += tally_of(plan.documents)
+            masked, untaught = masked_and_untaught(documents)
+            self._skipped += tally_of(documents)
             self._masked, self._untaught = self._masked + masked, self._untaught + untaught
             self.num_skipped += 1
             return f"{text}. The update was not applied; its documents count as dropped ({DROPPED_REASON})"
-        last = before_giving_up()
+        last = newest()
         advice = (
             "Lower optimizer.learning_rate or lengthen optimizer.warmup_steps, take the document out of the data, or "
             "leave such steps out with train.on_nonfinite=skip"
@@ -108,7 +101,7 @@ class NonFiniteSteps:
         )
 
     def account(self, state: LoaderState) -> LoaderState:
-        """The loader's state with these steps as dropped: it ran ahead, and has counted them as trained."""
+        """Return the loader's state with these steps as dropped; it ran ahead and has counted them as trained."""
         if not self._skipped.documents:
             return state
         ledger = with_skipped(state.ledger, DROPPED_REASON, self._skipped, self._masked, self._untaught)
@@ -121,51 +114,43 @@ class NonFiniteSteps:
 
 
 class _Suspect(NamedTuple):
-    """A pack whose loss or gradient is not finite, and its documents of which that is so."""
+    """Names a pack whose loss or gradient is not finite, and its documents with such rows."""
 
     replica: int
     pack: int
     doc_ids: tuple[int, ...]
 
 
-def _account(
-    plan: StepPlan, run: RankRun, loss: float, grad_norm: float, origin: Callable[[int], str], mesh: Mesh
-) -> str:
-    """Describe what is not finite and where it is from; the same on every rank. Collective over the control group."""
-    mine = ([_Suspect(mesh.dp_rank, *found) for output in run.heads if (found := _suspect(output))], len(run.heads))
+def _describe(planned: PlannedStep, gradients: StepGradients, mesh: Mesh) -> str:
+    """Describe what is not finite and where it comes from, alike on every rank. Collective over the control group."""
+    heads = gradients.run.heads
+    mine = ([one for output in heads if (one := _suspect(output, mesh.dp_rank)) is not None], len(heads))
     everyone: list[tuple[list[_Suspect], int]] = [([], 0)] * mesh.num_ranks
     dist.all_gather_object(everyone, mine, group=mesh.control)
     suspects = sorted({suspect for found, _ in everyone for suspect in found})
     num_packs = sum(count for _, count in everyone)
-    text = f"step {plan.step}: the loss is {loss:g} and the gradient norm {grad_norm:g}"
+    plan, loss, norm = planned.plan, gradients.loss, gradients.grad_norm
+    text = f"step {plan.step}: the loss is {loss:g} and the gradient norm {norm:g}"
     if not suspects:
         return f"{text}; the loss of every pack is finite, so a number became too large on the way back"
     if num_packs > 1 and sum(len(found) for found, _ in everyone) == num_packs:
         text += ", in every pack, so the weights are more likely the cause than a document"
-    named = [_described(suspect, plan, origin) for suspect in suspects[:_MAX_NAMED]]
+    named = [_describe_pack(suspect, plan, planned.origin) for suspect in suspects[:_MAX_NAMED]]
     more = f", and {len(suspects) - _MAX_NAMED} packs more" if len(suspects) > _MAX_NAMED else ""
     return f"{text}. It comes from {'; '.join(named)}{more}"
 
 
-def _suspect(output: HeadOutput) -> tuple[int, tuple[int, ...]] | None:
+def _suspect(output: HeadOutput, replica: int) -> _Suspect | None:
     is_bad = ~torch.isfinite(output.row_sums)
     if bool(torch.isfinite(output.loss)) and not bool(is_bad.any()):
         return None
-    edges = [0]
-    for _, start, stop in output.ranges:
-        edges.append(edges[-1] + stop - start)
-    everything = tuple(sorted({doc_id for doc_id, _, _ in output.ranges}))
-    if edges[-1] != len(is_bad):
-        return output.pack, everything  # A tensor-parallel rank has other rows than the pack.
-    bad = {
-        doc_id
-        for (doc_id, _, _), low, high in zip(output.ranges, edges[:-1], edges[1:], strict=True)
-        if bool(is_bad[low:high].any())
-    }
-    return output.pack, tuple(sorted(bad)) or everything
+    documents = {r.doc_id for r in output.ranges}
+    if num_rows(output.ranges) == len(is_bad):  # else a tensor-parallel rank has other rows than the pack
+        documents = {r.doc_id for rows, r in rows_of(output.ranges) if bool(is_bad[rows].any())} or documents
+    return _Suspect(replica, output.pack, tuple(sorted(documents)))
 
 
-def _described(suspect: _Suspect, plan: StepPlan, origin: Callable[[int], str]) -> str:
+def _describe_pack(suspect: _Suspect, plan: StepPlan, origin: Callable[[int], str]) -> str:
     lengths = {document.doc_id: document.num_tokens for document in plan.documents}
     documents = [
         f"document {doc_id} ({lengths[doc_id]:,} tokens, {origin(doc_id)})" for doc_id in suspect.doc_ids[:_MAX_NAMED]
@@ -175,7 +160,7 @@ def _described(suspect: _Suspect, plan: StepPlan, origin: Callable[[int], str]) 
 
 
 class TrainedStep(NamedTuple):
-    """Holds what became of a step: rank 0's report, None elsewhere, and what ranks report of it together."""
+    """Holds the result of a step: rank 0's report, None elsewhere, and what ranks report together."""
 
     report: StepReport | None
     agreed: RankEnd
@@ -183,23 +168,22 @@ class TrainedStep(NamedTuple):
 
 
 class StepTrainer:
-    """Trains steps on one rank of a run; `saves` follow the state into another layout."""
+    """Trains steps on one rank of a run."""
 
     def __init__(self, run: RunConfig, model: ModelSpec, state: RankState, saves: Saves) -> None:
         self.settings = run
         self.memory_cap_bytes = 0
-        """Limit of this process; a switch is prepared in what a step leaves of it."""
-        self.non_finite = NonFiniteSteps(run.on_nonfinite, state.mesh)
+        """Limit of this process; a switch of layouts is prepared in the memory that a step leaves free."""
+        self.non_finite = NonFiniteSteps(run.on_nonfinite)
         self._model, self._state, self._saves = model, state, saves
         self._fixed_bytes: int | None = None
         """Main memory of this process before the first step without tensors: interpreter, libraries, process groups,
         loader. 0 where it is not known, or tensors are on a GPU; None = no step has begun."""
         self._process_bytes = 0
-        """Of the fullest process, as predicted so far."""
+        """Predicted so far of the fullest process."""
 
     @property
     def _mesh(self) -> Mesh:
-        """Mesh of the layout that runs now."""
         return self._state.mesh
 
     def run(
@@ -219,8 +203,8 @@ class StepTrainer:
             learning_rate: 0 leaves the weights as they are (the optimizer's moments change).
             data_wait_s: that this rank waited for the step.
             stop_signal: of this rank; all ranks learn of it.
-            goes_on: another step follows, so updated weights may still be on their way on return; who reads them
-                otherwise takes them from `state`, which waits.
+            goes_on: another step follows, so updated weights may still be gathered on return; `state` waits for them
+                before it gives them to other readers.
             coming_layout: of the next step, once it is known; called often.
         """
         planned, plan = prepared.planned, prepared.planned.plan
@@ -230,36 +214,37 @@ class StepTrainer:
         with watch.waiting("the barrier at the start"):
             dist.barrier(group=self._mesh.control)
         zero_s = seconds_now(self._mesh.device)
-        self._forget_peaks(self._mesh.device)
+        self._reset_peaks(self._mesh.device)
         if plan.layout != self._state.layout:
             self._state.change_layout(plan.layout, coefficients)
-            self.non_finite.mesh = self._mesh
         mesh, state = self._mesh, self._state
         look_ahead = state.looking_ahead(coming_layout, self._headroom_bytes(plan))
         look_ahead()
         # Replicas that share packs wait for each other inside of them, so sums may make a circle (docs/decisions/03).
         can_sum = coefficients.reduction_overlap is not None and not replicas_share_packs(plan)
         can_gather = coefficients.gather_overlap is not None and goes_on
-        found = state.gradients(prepared.step, look_ahead, is_overlapped=can_sum and self.settings.overlap_reduction)
-        switch, warning = self.settle(), ""
-        if found.is_finite:
+        gradients = state.gradients(
+            prepared.step, look_ahead, is_overlapped=can_sum and self.settings.overlap_reduction
+        )
+        switch, warning = state.settle(), ""
+        if gradients.is_finite:
             self.non_finite.record_finite()
-            ended = state.update(found, learning_rate, is_overlapped=can_gather and self.settings.overlap_gather)
-            found = replace(found, gathers=[*found.gathers, *ended])
+            ended = state.update(gradients, learning_rate, is_overlapped=can_gather and self.settings.overlap_gather)
+            gradients = replace(gradients, gathers=[*gradients.gathers, *ended])
         else:
-            warning = self.non_finite.skip_or_stop(planned, found.run, found.loss, found.grad_norm, self._saves.newest)
+            warning = self.non_finite.skip_or_stop(planned, gradients, mesh, self._saves.newest)
         if not plan.num_label_tokens:
             warning = no_label_warning(plan)
         elif plan.step == 0 and not warning:
             warning = untaught_warning(plan.documents, planned.origin)
-        end, measured = self._exchange(found, came_s, zero_s, data_wait_s, stop_signal)
+        end, measured = self._exchange(gradients, came_s, zero_s, data_wait_s, stop_signal)
         if measured is None:
-            return TrainedStep(None, end, not found.is_finite)
+            return TrainedStep(None, end, not gradients.is_finite)
         row = step_row(
             plan,
             measured,
             self._model,
-            update=UpdateValues(found.loss, found.grad_norm, learning_rate),
+            update=UpdateValues(gradients.loss, gradients.grad_norm, learning_rate),
             peaks=DevicePeaks.of(coefficients, self._model, mesh.num_ranks),
             end=end,
             exchange_s=end.barrier_s + max(0.0, time.perf_counter() - zero_s - measured.step_time_s),
@@ -268,15 +253,15 @@ class StepTrainer:
         )
         lines = self.non_finite.ledger_lines(planned)
         report = StepReport(row=row, plan=plan, measured=measured, ledger_lines=lines, warning=warning, switch=switch)
-        return TrainedStep(report, end, not found.is_finite)
+        return TrainedStep(report, end, not gradients.is_finite)
 
-    def _forget_peaks(self, device: torch.device) -> None:
-        """From now on peaks are those of this step."""
-        forget_peak_bytes(device)
+    def _reset_peaks(self, device: torch.device) -> None:
+        """Reset the peaks to those of this step."""
+        reset_peak_bytes(device)
         if self._fixed_bytes is None:
             resident = None if device.type == "cuda" else resident_bytes()
             self._fixed_bytes = 0 if resident is None else max(0, resident - self._state.static_bytes())
-        forget_peak_process_bytes(device)
+        reset_peak_process_bytes(device)
 
     def _predicted_process_bytes(self, plan: StepPlan, fixed_bytes: int) -> int | None:
         if not fixed_bytes:
@@ -285,17 +270,10 @@ class StepTrainer:
         return self._process_bytes
 
     def _headroom_bytes(self, plan: StepPlan) -> int:
-        """Return what a step leaves for a switch that is prepared while it runs."""
         return self.memory_cap_bytes - plan.predicted.peak_memory_bytes
 
-    def settle(self) -> Switch | None:
-        """`RankState.settle`, and checkpoints are of that state from now on."""
-        if (switch := self._state.settle()) is not None:
-            self._saves.move_to(self._state.buffers, self._state.optimizer, self._mesh)
-        return switch
-
     def _exchange(
-        self, found: StepGradients, came_s: float, zero_s: float, data_wait_s: float, stop_signal: int
+        self, gradients: StepGradients, came_s: float, zero_s: float, data_wait_s: float, stop_signal: int
     ) -> tuple[RankEnd, Timeline | None]:
         """Return what all ranks report of a step together, and its timeline on rank 0. Collective."""
         mesh, static_bytes = self._mesh, self._state.static_bytes()
@@ -303,7 +281,7 @@ class StepTrainer:
             step_time_s=seconds_now(mesh.device) - zero_s,
             barrier_s=zero_s - came_s,
             # On a CPU the store's own count, without temporary buffers.
-            peak_bytes=measured_peak_bytes(mesh.device) or static_bytes + found.run.peak_bytes,
+            peak_bytes=measured_peak_bytes(mesh.device) or static_bytes + gradients.run.held.peak_bytes,
             data_wait_s=data_wait_s,
             stop_signal=stop_signal,
             # By the clock of rank 0; the others follow it.
@@ -314,9 +292,9 @@ class StepTrainer:
         with mesh.watch.waiting("the loss and the timeline"):
             end = own.joined(mesh)
             measured = gather_timeline(
-                found.run.trace,
-                found.sums,
-                found.gathers,
+                gradients.run.trace,
+                gradients.sums,
+                gradients.gathers,
                 zero_s=zero_s,
                 step_time_s=end.step_time_s,
                 static_bytes=static_bytes,

@@ -1,6 +1,5 @@
-"""`Trainer`: one rank's training loop. Steps come from `StepSource`, `StepTrainer` trains them, and between them are
-checkpoints, losses of the validation data and samples. What to train comes in the plan; the caller gets a `StepReport`
-per step on rank 0 and decides what to show and write."""
+"""`Trainer` is one rank's training loop: `StepSource` makes the steps, `StepTrainer` trains them, and between them come
+checkpoints, validation losses and samples. The caller gets a `StepReport` a step on rank 0, to show and to write."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -24,14 +23,14 @@ from evenload.plan.strategies.registry import require_trainable
 from evenload.runtime.checkpoint.checkpoint import Progress, RunPosition, checkpoint_for_all, load_checkpoint
 from evenload.runtime.checkpoint.directory import checkpoints_of
 from evenload.runtime.checkpoint.hf_export import export_run
-from evenload.runtime.checkpoint.writer import CheckpointWriter, Saves
+from evenload.runtime.checkpoint.writer import Saves
 from evenload.runtime.comm.collectives import TorchPeers
 from evenload.runtime.comm.mesh import Mesh, Meshes
 from evenload.runtime.device import measured_peak_bytes
 from evenload.runtime.model.configured import model_spec
 from evenload.runtime.replay.context_attention import require_no_window
 from evenload.runtime.replay.stage import PipelineStage
-from evenload.runtime.stages.evaluation import EvaluatedRun, Evaluation, Validator, run_sampler
+from evenload.runtime.stages.evaluation import EvaluatedRun, Evaluation, Sampler, Validator
 from evenload.runtime.stages.live_stages import LiveStages, Monitor
 from evenload.runtime.stages.rank_state import RankState
 from evenload.runtime.step_metrics import StepReport
@@ -66,7 +65,6 @@ class Trainer:
         self.tokenizer_warnings = tokenizer_warnings(config.data, tokenizer, config.model.path)
         self._tokenizer = tokenizer
         self.loader = self.new_loader()
-        """Reads the run's data."""
         self._checkpoints = checkpoints_of(config.train.output_dir)
         validator = sampler = None
         if config.validation is not None:
@@ -80,7 +78,7 @@ class Trainer:
                 exchange=config.parallel.cp_exchange,
             )
         if config.samples is not None:
-            sampler = run_sampler(config.samples, config.data, tokenizer, self.model.position_rows or None, layouts)
+            sampler = Sampler(config.samples, config.data, tokenizer, self.model.position_rows or None)
         self._evaluation = Evaluation(
             validator, sampler, keep_best=config.train.keep_best, checkpoints=self._checkpoints
         )
@@ -90,45 +88,36 @@ class Trainer:
         self._planner_state = PlannerState()
         self._layouts_known: tuple[KnownAfter, ...] = ()
         self.coefficients: CostCoefficients | None = None
-        writer = CheckpointWriter(
-            self._checkpoints,
-            self.state.buffers,
-            self.state.optimizer,
-            mesh,
-            keep=config.train.keep_checkpoints,
-            keep_best=config.train.keep_best,
-        )
-        self._saves = Saves(config.train, writer, self._position)
+        self._saves = Saves(config.train, self.state, self._position)
         self.step_trainer = StepTrainer(config.train, self.model, self.state, self._saves)
         self.saved_strategy = ""
-        """That planned the last steps of the checkpoint that was resumed; "" = none was."""
+        """Strategy of the last steps of the resumed checkpoint; "" = no run was resumed."""
         self.resume_warning = ""
-        """What people should know of the checkpoint that was resumed."""
         self.stop_signal = 0
-        """The signal because of which all ranks agreed to end after the last step; 0 = none."""
+        """Signal because of which all ranks agreed to end after the last step; 0 = none."""
 
     @property
     def mesh(self) -> Mesh:
-        """Mesh of the layout that runs now."""
+        """Return the mesh of the layout that runs now."""
         return self.state.mesh
 
     @property
     def layout(self) -> ParallelLayout:
-        """That runs now; its generation is that of the last plan."""
+        """Return the layout that runs now; its generation is that of the last plan."""
         return self.state.layout
 
     @property
     def stages(self) -> Mapping[int, PipelineStage]:
-        """This rank's virtual stages by index."""
+        """Return this rank's virtual stages by index."""
         return self.state.stages
 
     @property
     def live(self) -> LiveStages | None:
-        """What changes the layout; None where the run has one."""
+        """Return the stages that can change layout; None where the run has one layout."""
         return self.state.live
 
     def new_loader(self) -> GlobalBatchLoader:
-        """A loader of the run's data that stands at its beginning. All ranks read together."""
+        """Make a loader at the start of the run's data. All ranks read together."""
         peers = TorchPeers(self.mesh.planning)
         return GlobalBatchLoader(self.config.data, self._tokenizer, peers=peers, vocab_size=self.model.vocab_size)
 
@@ -138,7 +127,7 @@ class Trainer:
         path = checkpoint_for_all(self._checkpoints, self.mesh, may_resume=self.config.train.resume)
         if path is None:
             return None
-        position = load_checkpoint(path, self.state.buffers, self.state.optimizer, self.mesh)
+        position = load_checkpoint(path, self.state)
         self.loader.load_state(decode_state(position.loader))
         self.steps_done, self.totals = position.progress.steps_done, position.progress.totals
         self._loader_state = self.loader.state()
@@ -159,27 +148,26 @@ class Trainer:
         stop_requested: Callable[[], int] = lambda: 0,
         on_late_pass: Callable[[Validation], None] = lambda validation: None,
     ) -> Iterator[StepReport | None]:
-        """Run the remaining steps; yields after every step, a report on rank 0 and None elsewhere. Consume the iterator
-        to its end: ranks prepare steps ahead, together. Collective.
+        """Run the remaining steps; yield a report after each on rank 0, None elsewhere. Consume the iterator to
+        the end: ranks prepare coming steps together. Collective.
 
         Args:
             coefficients: of the cost model; the same on every rank.
             memory_cap_bytes: of one process.
             stop_after: stop when so many steps are done in all, although the configured run is longer.
-            stop_requested: number of a signal after which this rank shall stop, or 0; called once a step, and before
-                every batch of validation data, the rest of which is then left out. When any rank got one, all end, and
-                `stop_signal` says which it was.
+            stop_requested: number of a signal that this rank got, or 0; called once a step, and before every batch of
+                validation data, the rest of which is then left out. When any rank got one, all end, and `stop_signal`
+                is that signal.
             on_late_pass: called on rank 0, before the first step, with a validation pass that an earlier start missed.
 
         Raises:
             NonFiniteStepError: a step is not finite and `train.on_nonfinite` is "stop", or ten in a row were not.
             CheckpointError: a checkpoint in the background failed and `train.on_failed_checkpoint` is "stop".
             RankLostError: another rank died or is stuck.
-            InfeasiblePlanError: a resumed run's way back into the layout of its checkpoint has no room.
+            InfeasiblePlanError: a resumed run has no memory for the switch back into the layout of its checkpoint.
         """
         self.coefficients, self.step_trainer.memory_cap_bytes = coefficients, memory_cap_bytes
-        planner = self.planner(coefficients, memory_cap_bytes)
-        flex = self.flex_planner(planner)
+        planner, flex = self.planners(coefficients, memory_cap_bytes)
         monitor, measured_of = None, lambda step: MeasuredLayouts()
         if flex is not None:
             monitor = Monitor(flex, self.layout, self.config.data.prefetch_steps, self._layouts_known)
@@ -224,7 +212,7 @@ class Trainer:
             self.stop_signal = agreed.stop_signal
             self.totals = self.totals.after(prepared.planned.plan, ended_s - before_s, is_skipped=is_skipped)
             if report is not None:
-                report = self._noted(report, prepared.planned, monitor)
+                report = self._with_decision(report, prepared.planned, monitor)
             self.steps_done += 1
             self._loader_state = self.step_trainer.non_finite.account(prepared.planned.loader_state)
             self._planner_state = prepared.planned.planner_state
@@ -233,7 +221,6 @@ class Trainer:
         source.close()
 
     def _source(self, planner: FlexRunPlanner, last_step: int | None) -> StepSource:
-        """Make the source of the steps from here on."""
         run_steps = self.config.train.steps
         return StepSource(
             self.loader,
@@ -247,12 +234,12 @@ class Trainer:
         )
 
     def _run_late_pass(self, run: EvaluatedRun, on_late_pass: Callable[[Validation], None]) -> None:
-        """Make the pass over the validation data that an earlier start left out, before the first step. Collective."""
+        """Make the validation pass that an earlier start left out, before the first step. Collective."""
         evaluated = self._evaluation.run_if_due(self.steps_done, run)
         self.stop_signal = evaluated.stop_signal
         if evaluated.validation is None:
             return
-        if run.is_last():  # no later save says that it was made
+        if run.is_last():  # no later save records it
             self._saves.save(self.steps_done, again=True)
         elif evaluated.is_best:
             self.save()
@@ -266,7 +253,7 @@ class Trainer:
         try:
             evaluated = self._evaluation.after_step(self.steps_done, run, is_stopping=bool(self.stop_signal))
         except (DataError, ConfigError, InfeasiblePlanError, InvalidPlanError):
-            # Of the validation data, on every rank: the steps that were trained are whole.
+            # From the validation data, on every rank: the trained steps are complete.
             self.save()
             raise
         self.stop_signal = self.stop_signal or evaluated.stop_signal
@@ -277,13 +264,13 @@ class Trainer:
         )
 
     def _is_last(self, source: StepSource, last_step: int | None) -> bool:
-        """No step of the run comes after those that are done. Of one that leaves off at `last_step` nobody knows."""
+        """Say whether no step of the run comes after those that are done; unknown, thus False, at `last_step`."""
         run_steps = self.config.train.steps
         if run_steps is not None and self.steps_done >= run_steps:
             return True
         return (last_step is None or self.steps_done < last_step) and not source.has_next()
 
-    def _noted(self, report: StepReport, planned: PlannedStep, monitor: Monitor | None) -> StepReport:
+    def _with_decision(self, report: StepReport, planned: PlannedStep, monitor: Monitor | None) -> StepReport:
         decision = None
         if monitor is not None:
             # A CPU's count has no temporary buffers, which predictions have.
@@ -292,19 +279,18 @@ class Trainer:
             self._layouts_known = monitor.known()
         return replace(report, row=report.row | self.totals.metrics(), decision=decision)
 
-    def planner(self, coefficients: CostCoefficients, memory_cap_bytes: int) -> StepPlanner:
-        """Make what plans this run's steps in the layout in which it starts; arguments as `train`."""
+    def planners(self, coefficients: CostCoefficients, memory_cap_bytes: int) -> tuple[StepPlanner, FlexPlanner | None]:
+        """Make the planner of the layout in which the run starts, and that of a run whose layout may change."""
         mesh = self.meshes.start
-        return run_planner(self.config, self.model, mesh.layout, coefficients, memory_cap_bytes, mesh.ranks_per_machine)
-
-    def flex_planner(self, planner: StepPlanner) -> FlexPlanner | None:
-        """Make what plans the steps of a run whose layout may change; None where it has one."""
+        planner = run_planner(
+            self.config, self.model, mesh.layout, coefficients, memory_cap_bytes, mesh.ranks_per_machine
+        )
         if self.live is None:
-            return None
-        return run_flex_planner(self.config, planner, self.meshes.layouts, self.live.moved)
+            return planner, None
+        return planner, run_flex_planner(self.config, planner, self.meshes.layouts, self.live.moved)
 
     def save(self) -> Path:
-        """Have a complete checkpoint of the steps done, or `CheckpointError`. Collective."""
+        """Write a complete checkpoint of the steps done, or raise `CheckpointError`. Collective."""
         return self._saves.save(self.steps_done)
 
     def _position(self) -> RunPosition:

@@ -1,6 +1,6 @@
-"""Turn a StepPlan back into simulator input (`tasks_of_columns`), for re-simulation and timelines.
+"""`tasks_of_columns`: a StepPlan's own numbers back as simulator input, for re-simulation and timelines.
 
-Durations come from the plan; bytes, which a plan does not store, follow from its slices and the model.
+Durations come from the plan, bytes from the model: a plan stores no bytes, but they follow from its slices.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from evenload.types.plan import StepPlan
 
 
 def replica_columns(plan: StepPlan, dp_rank: int) -> ReplicaPacks:
-    """Return one replica's packs as columns, whose `doc` are indices of the whole plan's documents."""
+    """Return one replica's packs as columns, whose `doc` counts the documents of the whole plan."""
     packs = plan.pack_plans[dp_rank]
     index = {document.doc_id: position for position, document in enumerate(plan.documents)}
     return ReplicaPacks(
@@ -34,7 +34,7 @@ def replica_columns(plan: StepPlan, dp_rank: int) -> ReplicaPacks:
 
 
 def tasks_of_columns(plan: StepPlan, dp_rank: int, model: ModelSpec, packs: ReplicaPacks) -> PipelineTasks:
-    """Return the tasks of one replica, equal to those that the planner simulated."""
+    """Return the tasks of one replica, equal to those the planner simulated."""
     timed = timed_tasks(plan, dp_rank)
     tasks = dataclasses.replace(timed, held=pipeline_bytes(model, plan.layout, packs), split=None)
     if timed.split is None:
@@ -44,7 +44,7 @@ def tasks_of_columns(plan: StepPlan, dp_rank: int, model: ModelSpec, packs: Repl
 
 
 def timed_tasks(plan: StepPlan, dp_rank: int) -> PipelineTasks:
-    """Return the tasks of one replica without bytes, which need the model."""
+    """The predicted seconds of a replica and what its packs wait for, without bytes, which need the model."""
     packs, times = plan.pack_plans[dp_rank], plan.times[dp_rank]
 
     def grid(rows: Sequence[Sequence[float]]) -> NDArray[np.float64]:
@@ -63,6 +63,7 @@ def timed_tasks(plan: StepPlan, dp_rank: int) -> PipelineTasks:
 
 
 def _owners(packs: PackPlan, layout_cp: int) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
+    """Of forward and backward slices; None where all ranks of the layout share every slice."""
     owner_of = {
         piece.doc_id: owner
         for pack in packs.forward

@@ -18,8 +18,9 @@ numbers). A rank reads only its own stage. Saving is in `writer.py`.
 import hashlib
 from collections import defaultdict
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 import torch
@@ -72,7 +73,7 @@ class Progress(Frozen):
         layouts_known: what trained steps showed of layouts, after each of the last steps.
         best: passes over the validation data with the smallest losses, best first.
         validated_steps: steps done when the validation data was last gone through; 0 = never.
-        validation_digest: of the settings under which losses in `best` were found; "" = there is no validation.
+        validation_digest: of the settings under which losses in `best` were computed; "" = there is no validation.
         loader_digest: SHA-256 of `loader.json`; set when it is written.
     """
 
@@ -92,11 +93,26 @@ class Progress(Frozen):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RunPosition:
-    """Everything of a checkpoint that is not a tensor; no coefficients = the run has none yet."""
+    """Holds everything of a checkpoint that is not a tensor; no coefficients = the run has none yet."""
 
     progress: Progress
     loader: bytes
     coefficients: CostCoefficients | None
+
+
+class TensorState(Protocol):
+    """One rank's part of what is trained, in the layout that runs (`RankState`)."""
+
+    @property
+    def mesh(self) -> Mesh: ...
+
+    @property
+    def buffers(self) -> list[FlatBuffer]:
+        """Trained parameters, whole."""
+        ...
+
+    @property
+    def optimizer(self) -> ShardedOptimizer: ...
 
 
 def checkpoint_for_all(directory: Path, mesh: Mesh, *, may_resume: bool) -> Path | None:
@@ -109,17 +125,16 @@ def checkpoint_for_all(directory: Path, mesh: Mesh, *, may_resume: bool) -> Path
     return directory / name[0] if name[0] else None
 
 
-def load_checkpoint(path: Path, buffers: list[FlatBuffer], optimizer: ShardedOptimizer, mesh: Mesh) -> RunPosition:
+def load_checkpoint(path: Path, state: TensorState) -> RunPosition:
     """Read a checkpoint into parameters, optimizer and, at the same layout, random states. Collective. `ConfigError`
     where it is not complete, was changed, or is of another version or model."""
-    position = _read_position(path)
+    position, mesh = _read_position(path), state.mesh
     metadata = read_metadata(path)
-    tensors = run_tensors(buffers, optimizer, mesh)
-    _require_same_state(path, tensors, metadata.state_dict_metadata)
+    saved, tensors = metadata.state_dict_metadata, run_tensors(state)
+    _require_same_state(path, tensors, saved)
     random_states = {}
     if position.progress.layout == mesh.layout.describe():
-        saved = metadata.state_dict_metadata
-        random_states = {name: state for name, state in random_tensors(mesh).items() if name in saved}
+        random_states = {name: part for name, part in random_tensors(mesh).items() if name in saved}
     steps = torch.zeros(1, dtype=torch.int64)
     try:
         load(
@@ -132,13 +147,14 @@ def load_checkpoint(path: Path, buffers: list[FlatBuffer], optimizer: ShardedOpt
         raise ConfigError(
             f"checkpoint {path} is damaged or does not fit the configured model: {first_failure(error)}"
         ) from error
-    _require_same_steps(path, position.progress.steps_done, int(steps), "its tensors")
-    optimizer.set_num_steps(position.progress.steps_done - position.progress.skipped_steps)
-    for name, state in random_states.items():
+    _require_same_steps(path, position.progress.steps_done, int(steps), "its tensors say")
+    state.optimizer.set_num_steps(position.progress.steps_done - position.progress.skipped_steps)
+    for name, part in random_states.items():
+        (local,) = part.pieces.values()
         if name.endswith(".cuda"):
-            torch.cuda.set_rng_state(state.pieces[0].local, mesh.device)
+            torch.cuda.set_rng_state(local, mesh.device)
         else:
-            torch.set_rng_state(state.pieces[0].local)
+            torch.set_rng_state(local)
     return position
 
 
@@ -172,33 +188,34 @@ def _kinds_of_state(names: Collection[str]) -> dict[str, set[str]]:
     return dict(kinds)
 
 
-def run_tensors(buffers: list[FlatBuffer], optimizer: ShardedOptimizer, mesh: Mesh) -> dict[str, TensorPieces]:
-    """All tensors of this rank's stages by name; views of live storage, so loading fills the run in place."""
+def run_tensors(state: TensorState) -> dict[str, TensorPieces]:
+    """Return all tensors of this rank's stages by name; views of live storage, so loading fills the run in place."""
     tensors: dict[str, TensorPieces] = {}
-    for buffer in buffers:
-        elsewhere = _is_written_elsewhere(buffer, mesh)
-        for name, whole in whole_pieces(buffer):
-            tensors[f"model.{name}"] = replace(whole, is_replicated=True, is_written_elsewhere=elsewhere)
-    for kind, buffer, shard in optimizer.state_tensors():
-        tensors |= {f"optimizer.{name}.{kind}": part for name, part in shard_pieces(buffer, shard, mesh)}
+    for buffer in state.buffers:
+        elsewhere = _is_written_elsewhere(buffer, state.mesh)
+        for name, parameter, _ in _parameters(buffer):
+            local, split = parameter.detach(), tensor_split(parameter)
+            tensors[f"model.{name}"] = pieces_of_range(
+                local.flatten(), 0, local.shape, split, is_replicated=True, is_written_elsewhere=elsewhere
+            )
+    for kind, buffer, shard in state.optimizer.state_tensors():
+        elsewhere, first = _is_written_elsewhere(buffer, state.mesh), state.mesh.data_rank * shard.numel()
+        for name, parameter, start in _parameters(buffer):
+            low, high = (min(max(at - start, 0), parameter.numel()) for at in (first, first + shard.numel()))
+            values = shard[max(start - first, 0) :][: high - low]
+            tensors[f"optimizer.{name}.{kind}"] = pieces_of_range(
+                values, low, parameter.shape, tensor_split(parameter), is_written_elsewhere=elsewhere
+            )
     return tensors
 
 
-def shard_pieces(buffer: FlatBuffer, shard: Tensor, mesh: Mesh) -> Iterator[tuple[str, TensorPieces]]:
-    """By parameter's name the elements that this replica owns, views of a shard of the buffer or of what is as long."""
-    elsewhere, first = _is_written_elsewhere(buffer, mesh), mesh.data_rank * shard.numel()
-    for name, parameter, start in _placed(buffer):
-        low, high = (min(max(at - start, 0), parameter.numel()) for at in (first, first + shard.numel()))
-        values = shard[max(start - first, 0) :][: high - low]
-        shape, pieces = pieces_of_range(values, low, parameter.shape, tensor_split(parameter))
-        yield name, TensorPieces(shape, pieces, False, elsewhere)
-
-
-def whole_pieces(buffer: FlatBuffer) -> Iterator[tuple[str, TensorPieces]]:
-    """By name the parameters of a buffer as this rank has them, views of them."""
-    for name, parameter, _ in _placed(buffer):
-        local = parameter.detach()
-        yield name, TensorPieces(*pieces_of_range(local.flatten(), 0, local.shape, tensor_split(parameter)))
+def _parameters(buffer: FlatBuffer) -> Iterator[tuple[str, Tensor, int]]:
+    """Yield (name in the checkpoint, parameter, its first element in the buffer)."""
+    start = 0
+    for name, parameter in zip(buffer.names, buffer.parameters, strict=True):
+        # A tied head is the embedding; the first stage saves it for both, and both load it.
+        yield buffer.tied_name if buffer.tied else name, parameter, start
+        start += parameter.numel()
 
 
 def _is_written_elsewhere(buffer: FlatBuffer, mesh: Mesh) -> bool:
@@ -223,7 +240,7 @@ def tensors_to_write(tensors: dict[str, TensorPieces], mesh: Mesh) -> dict[str, 
 
 
 def random_tensors(mesh: Mesh) -> dict[str, TensorPieces]:
-    """Copies of this process's random states, uint8, by rank."""
+    """Return copies of this process's random states, uint8, by rank."""
     states = {f"random.{mesh.rank}.cpu": whole_tensor(torch.get_rng_state())}
     if mesh.device.type == "cuda":
         states[f"random.{mesh.rank}.cuda"] = whole_tensor(torch.cuda.get_rng_state(mesh.device))
@@ -231,7 +248,7 @@ def random_tensors(mesh: Mesh) -> dict[str, TensorPieces]:
 
 
 def first_failure(error: CheckpointException) -> str:
-    """What went wrong on the first rank that failed, in one line."""
+    """Describe what went wrong on the first rank that failed, in one line."""
     rank, (cause, _) = min(error.failures.items())
     return f"rank {rank}: {type(cause).__name__}: {' '.join(str(cause).split())}"
 
@@ -248,7 +265,7 @@ def _read_position(path: Path) -> RunPosition:
             "it, or start anew in another train.output_dir"
         ) from error
     if is_step_name(path.name):
-        _require_same_steps(path, progress.steps_done, steps_in_name(path), "its name")
+        _require_same_steps(path, progress.steps_done, steps_in_name(path), "its name says")
     if progress.loader_digest != hashlib.sha256(loader).hexdigest():
         raise ConfigError(
             f"checkpoint {path} was changed after it was saved: {LOADER_FILE} is not the one that {PROGRESS_FILE} "
@@ -265,15 +282,6 @@ def _require_same_steps(path: Path, steps_done: int, others: int, where: str) ->
     if steps_done != others:
         raise ConfigError(
             f"checkpoint {path} was changed after it was saved: {PROGRESS_FILE} tells of "
-            f"{counted(steps_done, 'step')}, {where} {'say' if where.endswith('s') else 'says'} {others}; "
-            "restore it, or remove this checkpoint to go on from the one before"
+            f"{counted(steps_done, 'step')}, {where} {others}; restore it, or remove this checkpoint to go on from the "
+            "one before"
         )
-
-
-def _placed(buffer: FlatBuffer) -> Iterator[tuple[str, Tensor, int]]:
-    """(name in the checkpoint, parameter, its first element in the buffer)."""
-    start = 0
-    for name, parameter in zip(buffer.names, buffer.parameters, strict=True):
-        # A tied head is the embedding; the first stage saves it for both, and both load it.
-        yield buffer.tied_name if buffer.tied else name, parameter, start
-        start += parameter.numel()

@@ -6,8 +6,8 @@
     .step-00000004.removed      has lost its name, its files are going
     best.json                   names the checkpoint with the smallest validation loss
 
-Whenever the machine ends, the old one or the new one is found. Passes over the validation data with the smallest losses
-travel in every `progress.json`; a pass counts while its checkpoint is there. Needs no torch.
+Wherever the machine ends, the old checkpoint or the new one is whole. Passes over the validation data with the smallest
+losses travel in every `progress.json`; a pass counts while its checkpoint is there. Needs no torch.
 """
 
 import math
@@ -33,28 +33,27 @@ def checkpoints_of(output_dir: str) -> Path:
 
 
 def latest_checkpoint(directory: Path) -> Path | None:
-    """The complete checkpoint of the most steps, or None."""
-    found = complete_checkpoints(directory)
-    return found[-1] if found else None
+    """Return the complete checkpoint of the most steps, or None."""
+    return next(reversed(complete_checkpoints(directory)), None)
 
 
 def checkpoint_to_resume(directory: Path, *, may_resume: bool) -> Path | None:
-    """Return the latest checkpoint, None = there is none; `ConfigError` where `train.resume` is off."""
-    found = latest_checkpoint(directory)
-    if found is not None and not may_resume:
+    """Return the latest checkpoint, or None; `ConfigError` where there is one and `train.resume` is off."""
+    newest = latest_checkpoint(directory)
+    if newest is not None and not may_resume:
         raise ConfigError(
-            f"train.resume is off, but {found} is a checkpoint of an earlier run; go on with train.resume=true, choose "
-            "another train.output_dir, or remove the old checkpoints"
+            f"train.resume is off, but {newest} is a checkpoint of an earlier run; go on with train.resume=true, "
+            "choose another train.output_dir, or remove the old checkpoints"
         )
-    return found
+    return newest
 
 
 def complete_checkpoints(directory: Path) -> list[Path]:
-    """All complete ones, fewest steps first; one a number of steps."""
+    """Return all complete checkpoints, fewest steps first; one a number of steps."""
     # Of a step that is written again, what has its name counts, if it is whole.
     both = (*_replaced_checkpoints(directory), *_named_checkpoints(directory))
-    found = {steps_in_name(path): path for path in both if _is_complete(path)}
-    return [found[steps_done] for steps_done in sorted(found)]
+    complete = {steps_in_name(path): path for path in both if _is_complete(path)}
+    return [complete[steps_done] for steps_done in sorted(complete)]
 
 
 def _named_checkpoints(directory: Path) -> list[Path]:
@@ -71,19 +70,19 @@ def _is_complete(path: Path) -> bool:
 
 
 def is_step_name(name: str) -> bool:
-    """A checkpoint is called so, complete or not."""
+    """Say whether a checkpoint, complete or not, has such a name."""
     return _STEP_NAME.fullmatch(name) is not None
 
 
 def steps_in_name(path: Path) -> int:
-    """Steps that a directory with such a name should hold."""
+    """Return the steps that a directory with such a name should hold."""
     named = _STEP_NAME.fullmatch(path.name)
     assert named is not None, path
     return int(named["final"] or named["replaced"])
 
 
 def skipped_checkpoints(directory: Path, taken: Path | None) -> list[str]:
-    """Why directories that are named like newer checkpoints than `taken`, which is resumed from, are not."""
+    """Say why directories named like newer checkpoints than `taken`, from which the run resumes, are passed over."""
     instead = f"going on from {taken.name}" if taken is not None else "starting from the beginning"
     return [
         f"{path} is not a complete checkpoint (no {PROGRESS_FILE}, which is written last) and is passed over; {instead}"
@@ -93,12 +92,11 @@ def skipped_checkpoints(directory: Path, taken: Path | None) -> list[str]:
 
 
 def checkpoint_path(directory: Path, steps_done: int) -> Path:
-    """Where the checkpoint after so many steps lies."""
     return directory / f"step-{steps_done:08d}"
 
 
 def partial_path(directory: Path, steps_done: int) -> Path:
-    """Where it is written before it is complete."""
+    """Return where a checkpoint is written before it is complete."""
     return directory / f".step-{steps_done:08d}.partial"
 
 
@@ -112,7 +110,7 @@ def put_in_place(partial: Path, final: Path) -> None:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Delete what interrupted saves left behind; a checkpoint that was not replaced gets its name back."""
+    """Delete what interrupted saves left; a checkpoint that was not replaced gets its name back."""
     for path in _replaced_checkpoints(directory):
         final = checkpoint_path(directory, steps_in_name(path))
         if not _is_complete(path) or _is_complete(final):
@@ -121,9 +119,8 @@ def remove_leftovers(directory: Path) -> None:
         if final.exists():
             _remove(final)
         path.rename(final)
-    for pattern in (".step-*.partial", ".step-*.removed"):
-        for path in directory.glob(pattern):
-            shutil.rmtree(path)
+    for path in (*directory.glob(".step-*.partial"), *directory.glob(".step-*.removed")):
+        shutil.rmtree(path)
 
 
 def prune_checkpoints(directory: Path, keep: int, best_steps: Collection[int] = ()) -> None:
@@ -146,7 +143,7 @@ def sync(path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """A checkpoint loses its name before its files, so that half of one is never taken for a whole one."""
+    # A checkpoint loses its name before its files, so that half of one is never taken for a whole one.
     removed = path.with_name(f".{path.name.strip('.').removesuffix('.replaced')}.removed")
     if removed.exists():  # of a removal that was interrupted
         shutil.rmtree(removed)
@@ -167,26 +164,28 @@ class BestPass(Frozen):
 def with_pass(
     saved: Iterable[BestPass], steps_done: int, loss: float | None, keep: int
 ) -> tuple[tuple[BestPass, ...], bool]:
-    """Add a pass whose checkpoint is still to be written to those saved, best first; return them and whether it is
-    among the best `keep`; of equal losses the earlier counts. If it is, the one that it drives out stays on the list,
-    as its checkpoint is the best one again where the new one's cannot be written. A pass after as many steps is
-    replaced."""
-    found = [one for one in saved if one.steps_done != steps_done]
+    """Add a pass whose checkpoint is still to be written to those saved, in place of one after as many steps.
+
+    Returns:
+        The passes, best first, of equal losses the earlier one, and whether the new one is among the best `keep`. If
+        so, the pass that it drives out stays on the list: it counts again where the new checkpoint cannot be written.
+    """
+    passes = [one for one in saved if one.steps_done != steps_done]
     if loss is not None and math.isfinite(loss):
-        found.append(BestPass(steps_done=steps_done, loss=loss))
-    ordered = tuple(sorted(found, key=lambda one: (one.loss, one.steps_done)))
+        passes.append(BestPass(steps_done=steps_done, loss=loss))
+    ordered = tuple(sorted(passes, key=lambda one: (one.loss, one.steps_done)))
     is_best = any(one.steps_done == steps_done for one in ordered[:keep])
     return (ordered if is_best else ordered[:keep]), is_best
 
 
 def saved_passes(directory: Path, best: Iterable[BestPass], keep: int) -> tuple[BestPass, ...]:
-    """The first `keep` of the passes whose checkpoints are there and complete."""
+    """Return the first `keep` of the passes whose checkpoints are complete."""
     there = {steps_in_name(path) for path in complete_checkpoints(directory)}
     return tuple(one for one in best if one.steps_done in there)[:keep]
 
 
-def note_best(directory: Path, saved: Sequence[BestPass]) -> None:
-    """Write `best.json` for the first of the passes, whose checkpoints are there; without any there is no such file."""
+def write_best(directory: Path, saved: Sequence[BestPass]) -> None:
+    """Write `best.json` for the first of the passes, whose checkpoints are there; remove it where there is none."""
     if not saved:
         (directory / BEST_FILE).unlink(missing_ok=True)
         return

@@ -3,7 +3,7 @@
 Optimizer state is cut twice: a tensor-parallel rank has a part of a matrix, and a data-parallel rank a range of
 elements of the flat buffer of all its parts. A range of a row-major tensor is at most 2 * ndim - 1 boxes, so every
 tensor is saved under its parameter's name in boxes of the whole tensor, which any layout can read (`DTensor` cannot say
-that). Price: reading compares every pair of a wanted and a stored box of a tensor.
+that).
 
 `.metadata` is a pickle, which torch reads with plain `pickle.load`: whatever the file names is run. `read_metadata`
 makes only the few classes that such an index consists of, and refuses files outside of the checkpoint's directory.
@@ -28,15 +28,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    LoadItemType,
-    LoadPlan,
-    ReadItem,
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from evenload.errors import ConfigError
 from evenload.runtime.model.tensor_weights import TensorSplit
@@ -70,11 +63,16 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def read_metadata(path: Path) -> Metadata:
-    """`ConfigError` where it is missing, damaged, or holds anything but an index of tensors in this directory."""
+    """Read a checkpoint's index of tensors. `ConfigError` where it is missing, damaged, or holds anything else."""
     try:
         with (path / METADATA_FILE).open("rb") as file:
             metadata = _IndexUnpickler(file).load()
-        _check(metadata)
+        if not isinstance(metadata, Metadata):
+            raise ConfigError(f"it holds a {type(metadata).__name__}")
+        for place in (metadata.storage_data or {}).values():
+            name = place.relative_path
+            if not isinstance(name, str) or Path(name).name != name:
+                raise ConfigError(f"it names the file '{name}' outside of the checkpoint")
     except ConfigError as error:
         raise ConfigError(
             f"checkpoint {path} is not read: {METADATA_FILE} is no index of tensors, {error}. Evenload did not write "
@@ -86,15 +84,6 @@ def read_metadata(path: Path) -> Metadata:
             f"{error}); remove this checkpoint to go on from the one before"
         ) from error
     return metadata
-
-
-def _check(metadata: Any) -> None:
-    if not isinstance(metadata, Metadata):
-        raise ConfigError(f"it holds a {type(metadata).__name__}")
-    for place in (metadata.storage_data or {}).values():
-        name = place.relative_path
-        if not isinstance(name, str) or Path(name).name != name:
-            raise ConfigError(f"it names the file '{name}' outside of the checkpoint")
 
 
 class CheckedReader(FileSystemReader):
@@ -112,50 +101,52 @@ class CheckedReader(FileSystemReader):
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
-    """A box that begins at `offsets` of the whole tensor; `local` are its values, a view of live storage."""
-
-    offsets: tuple[int, ...]
-    local: Tensor
-
-
-@dataclass(frozen=True, eq=False)
 class TensorPieces:
-    """One tensor of the checkpoint, of this whole shape, as this rank holds it. Every replica may hold the same pieces,
-    so that one of them writes; or another rank writes them."""
+    """One tensor of the checkpoint as this rank holds it.
+
+    Args:
+        shape: of the whole tensor.
+        pieces: boxes by their offsets in the whole tensor; views of live storage.
+        is_replicated: every replica holds these pieces, so that one of them writes.
+        is_written_elsewhere: another rank writes them.
+    """
 
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: Mapping[tuple[int, ...], Tensor]
     is_replicated: bool = False
     is_written_elsewhere: bool = False
 
     @property
     def num_bytes(self) -> int:
-        return sum(piece.local.nbytes for piece in self.pieces)
+        return sum(piece.nbytes for piece in self.pieces.values())
+
+    @property
+    def chunks(self) -> list[ChunkStorageMetadata]:
+        """Pieces as torch describes them."""
+        return [ChunkStorageMetadata(torch.Size(at), piece.shape) for at, piece in self.pieces.items()]
 
 
 def whole_tensor(tensor: Tensor) -> TensorPieces:
-    return TensorPieces(tuple(tensor.shape), (Piece((0,) * tensor.ndim, tensor),))
+    return TensorPieces(tuple(tensor.shape), {(0,) * tensor.ndim: tensor})
 
 
 def pieces_of_range(
-    values: Tensor, first: int, local_shape: Sequence[int], split: TensorSplit | None
-) -> tuple[tuple[int, ...], tuple[Piece, ...]]:
-    """Return a whole tensor's shape and, as boxes, elements `[first, first + n)` of this rank's part of it."""
+    values: Tensor, first: int, local_shape: Sequence[int], split: TensorSplit | None, **flags: bool
+) -> TensorPieces:
+    """Return elements `[first, first + n)` of this rank's part of a tensor as boxes of the whole tensor."""
     shape, base = list(local_shape), [0] * len(local_shape)
     if split is not None:
         shape[split.dim], base[split.dim] = split.whole_size, split.start
-    pieces, row = [], 0
+    pieces, row = {}, 0
     for offsets, sizes in _boxes(tuple(local_shape), first, first + values.numel()):
         count = math.prod(sizes)
-        at = tuple(a + b for a, b in zip(base, offsets, strict=True))
-        pieces.append(Piece(at, values[row : row + count].view(sizes)))
+        pieces[tuple(a + b for a, b in zip(base, offsets, strict=True))] = values[row : row + count].view(sizes)
         row += count
-    return tuple(shape), tuple(pieces)
+    return TensorPieces(tuple(shape), pieces, **flags)
 
 
 def _boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(offsets, sizes) of the boxes of row-major elements `[start, stop)`, in their order."""
+    """Yield (offsets, sizes) of the boxes of row-major elements `[start, stop)`, in their order."""
     if start >= stop:
         return
     if len(shape) == 1:
@@ -175,32 +166,23 @@ def _boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tupl
 
 
 class PieceSavePlanner(DefaultSavePlanner):
-    """Saves `TensorPieces` by name."""
+    """Saves `TensorPieces` by name; make it with `flatten_state_dict` and `flatten_sharded_tensors` off."""
 
     state_dict: Mapping[str, TensorPieces]  # type: ignore[bad-override-mutable-attribute]
-
-    def set_up_planner(
-        self, state_dict: Mapping, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
-    ) -> None:
-        self.state_dict, self.is_coordinator = state_dict, is_coordinator
-        self.flatten_state_dict = False
 
     def create_local_plan(self) -> SavePlan:
         items = []
         for name, tensor in self.state_dict.items():
-            for index, piece in enumerate(tensor.pieces):
-                data = TensorWriteData(
-                    chunk=ChunkStorageMetadata(torch.Size(piece.offsets), piece.local.shape),
-                    properties=TensorProperties.create_from_tensor(piece.local),
-                    size=torch.Size(tensor.shape),
-                )
-                at = MetadataIndex(name, torch.Size(piece.offsets), index)
+            for index, (chunk, piece) in enumerate(zip(tensor.chunks, tensor.pieces.values(), strict=True)):
+                properties = TensorProperties.create_from_tensor(piece)
+                data = TensorWriteData(chunk=chunk, properties=properties, size=torch.Size(tensor.shape))
+                at = MetadataIndex(name, chunk.offsets, index)
                 items.append(WriteItem(index=at, type=WriteItemType.SHARD, tensor_data=data))
         self.plan = SavePlan(items)
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return _find(self.state_dict, index)
+        return _piece(self.state_dict, index)
 
 
 class PieceLoadPlanner(DefaultLoadPlanner):
@@ -214,7 +196,7 @@ class PieceLoadPlanner(DefaultLoadPlanner):
         self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
 
     def create_local_plan(self) -> LoadPlan:
-        """`ValueError` where a tensor is not there, or has another shape."""
+        """Plan reads of every piece; `ValueError` where a tensor is not there, or has another shape."""
         assert self.metadata is not None
         items = []
         for name, tensor in self.state_dict.items():
@@ -223,42 +205,13 @@ class PieceLoadPlanner(DefaultLoadPlanner):
                 raise ValueError(f"it has no tensor '{name}'")
             if tuple(stored.size) != tensor.shape:
                 raise ValueError(f"'{name}' has shape {tuple(stored.size)} there, the model needs {tensor.shape}")
-            for index, piece in enumerate(tensor.pieces):
-                items += _reads(MetadataIndex(name, torch.Size(piece.offsets), index), piece, stored.chunks)
+            items += create_read_items_for_chunk_list(name, stored, tensor.chunks)
         return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return _find(self.state_dict, index)
+        return _piece(self.state_dict, index)
 
 
-def _find(tensors: Mapping[str, TensorPieces], index: MetadataIndex) -> Tensor:
+def _piece(tensors: Mapping[str, TensorPieces], index: MetadataIndex) -> Tensor:
     # The planners' number of a piece is a hint that torch renumbers; where it begins is its name.
-    found = (piece.local for piece in tensors[index.fqn].pieces if piece.offsets == tuple(index.offset or ()))
-    return next(found)
-
-
-def _reads(into: MetadataIndex, piece: Piece, chunks: Sequence[ChunkStorageMetadata]) -> Iterator[ReadItem]:
-    """What of each stored box belongs into a piece."""
-    for number, chunk in enumerate(chunks):
-        shared = overlap(piece.offsets, piece.local.shape, chunk.offsets, chunk.sizes)
-        if shared is None:
-            continue
-        low, lengths = shared
-        yield ReadItem(
-            type=LoadItemType.TENSOR,
-            dest_index=into,
-            dest_offsets=torch.Size(at - a for at, a in zip(low, piece.offsets, strict=True)),
-            storage_index=MetadataIndex(into.fqn, chunk.offsets, number),
-            storage_offsets=torch.Size(at - b for at, b in zip(low, chunk.offsets, strict=True)),
-            lengths=torch.Size(lengths),
-        )
-
-
-def overlap(
-    offsets: Sequence[int], sizes: Sequence[int], other_offsets: Sequence[int], other_sizes: Sequence[int]
-) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Where the common part of two boxes of a tensor begins, and its sizes; None = they have none."""
-    low = tuple(max(a, b) for a, b in zip(offsets, other_offsets, strict=True))
-    ends = zip(offsets, sizes, other_offsets, other_sizes, strict=True)
-    lengths = tuple(min(a + n, b + m) - at for at, (a, n, b, m) in zip(low, ends, strict=True))
-    return None if min(lengths, default=1) <= 0 else (low, lengths)
+    return tensors[index.fqn].pieces[tuple(index.offset or ())]

@@ -1,9 +1,9 @@
-"""`Saves`: when a run saves, and what becomes of it; `CheckpointWriter`: saves while training goes on.
+"""`Saves`: saves a run while training goes on.
 
-*Staging*, in the training loop, copies this rank's part of weights and optimizer into host buffers that every save
-uses. *Writing*, in a thread with a process group of its own: `torch.distributed.checkpoint` writes the copies, rank 0
-adds the small files, and when every rank has written the directory is renamed and older checkpoints are removed. One
-save at a time. When any rank fails, all ranks learn which and why, what was written is removed, and every earlier
+*Staging*, in the training loop, copies this rank's part of weights and optimizer state into host buffers that every
+save uses. *Writing*, in a thread with a process group of its own: `torch.distributed.checkpoint` writes the copies,
+rank 0 adds the small files, and when every rank has written the directory is renamed and older checkpoints are removed.
+One save at a time. When any rank fails, all ranks raise the same error, what was written is removed, and every earlier
 checkpoint is as it was.
 
 Price: the loop waits for one copy in memory (`stall_s`); host memory holds weights / replicas + AdamW state once more.
@@ -14,7 +14,6 @@ import contextlib
 import hashlib
 import os
 import shutil
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from evenload.runtime.checkpoint.checkpoint import (
     LOADER_FILE,
     STEPS_TENSOR,
     RunPosition,
+    TensorState,
     first_failure,
     random_tensors,
     run_tensors,
@@ -45,18 +45,17 @@ from evenload.runtime.checkpoint.directory import (
     checkpoint_path,
     checkpoints_of,
     latest_checkpoint,
-    note_best,
     partial_path,
     prune_checkpoints,
     put_in_place,
     remove_leftovers,
     saved_passes,
     sync,
+    write_best,
 )
-from evenload.runtime.checkpoint.pieces import METADATA_FILE, Piece, PieceSavePlanner, TensorPieces, whole_tensor
+from evenload.runtime.checkpoint.pieces import METADATA_FILE, PieceSavePlanner, TensorPieces, whole_tensor
 from evenload.runtime.comm.mesh import Mesh
-from evenload.runtime.optim.optimizer import ShardedOptimizer
-from evenload.runtime.optim.parameter_units import FlatBuffer
+from evenload.runtime.comm.watch import Background
 
 _PROBE_BYTES = 4_000_000
 
@@ -72,203 +71,30 @@ class SavedCheckpoint:
     write_s: float
 
 
-class CheckpointWriter:
-    """Saves one run; every rank makes the same calls at the same steps. `keep` complete checkpoints stay, 0 = all."""
-
-    def __init__(
-        self,
-        directory: Path,
-        buffers: list[FlatBuffer],
-        optimizer: ShardedOptimizer,
-        mesh: Mesh,
-        *,
-        keep: int,
-        keep_best: int,
-    ) -> None:
-        self._directory, self._mesh, self._keep, self._keep_best = directory, mesh, keep, keep_best
-        self._buffers, self._optimizer = buffers, optimizer
-        self._staged: dict[str, TensorPieces] = {}
-        self._thread: threading.Thread | None = None
-        self._outcome: SavedCheckpoint | BaseException | None = None
-
-    def move_to(self, buffers: list[FlatBuffer], optimizer: ShardedOptimizer, mesh: Mesh) -> None:
-        """The next saves are of another layout; one that is under way has its copies."""
-        self._buffers, self._optimizer, self._mesh = buffers, optimizer, mesh
-        self._staged = {}
-
-    def start(self, position: RunPosition, from_s: float) -> None:
-        """Copy what is to be saved and write it in the background; `wait` first. Training stopped at `from_s`."""
-        assert self._thread is None, "one save at a time"
-        tensors = self._stage(position.progress.steps_done)
-        stall_s = time.perf_counter() - from_s
-        # A daemon: when training fails, the process must end although this thread may wait for a dead rank.
-        self._thread = threading.Thread(
-            target=self._run, args=(position, tensors, stall_s), name="evenload-checkpoint", daemon=True
-        )
-        self._thread.start()
-
-    def wait(self, *, only_if_done: bool = False) -> SavedCheckpoint | None:
-        """Return the save that ended, None = there is none. `CheckpointError` where it failed."""
-        if self._thread is None or (only_if_done and self._thread.is_alive()):
-            return None
-        self._thread.join()
-        self._thread, outcome, self._outcome = None, self._outcome, None
-        if isinstance(outcome, BaseException):
-            raise outcome
-        return outcome
-
-    def _stage(self, steps_done: int) -> dict[str, TensorPieces]:
-        """Copies of this rank's part, in buffers that stay."""
-        self._optimizer.gathers.finish()  # replicas write parts of whole weights
-        mine = tensors_to_write(run_tensors(self._buffers, self._optimizer, self._mesh), self._mesh)
-        mine |= random_tensors(self._mesh)
-        if self._mesh.rank == 0:
-            mine[STEPS_TENSOR] = whole_tensor(torch.tensor([steps_done]))
-        is_pinned = self._mesh.device.type == "cuda"
-        for name, part in mine.items():
-            if name not in self._staged:
-                copies = (
-                    Piece(piece.offsets, torch.empty_like(piece.local, device="cpu", pin_memory=is_pinned))
-                    for piece in part.pieces
-                )
-                self._staged[name] = TensorPieces(part.shape, tuple(copies))
-            for piece, copy in zip(part.pieces, self._staged[name].pieces, strict=True):
-                copy.local.copy_(piece.local, non_blocking=True)
-        if is_pinned:
-            torch.cuda.current_stream(self._mesh.device).synchronize()
-        return dict(self._staged)
-
-    def _run(self, position: RunPosition, tensors: dict[str, TensorPieces], stall_s: float) -> None:
-        try:
-            from_s, steps_done = time.perf_counter(), position.progress.steps_done
-            num_bytes = self._write(position, tensors)
-            path, write_s = checkpoint_path(self._directory, steps_done), time.perf_counter() - from_s
-            self._outcome = SavedCheckpoint(path, steps_done, num_bytes, stall_s, write_s)
-        except BaseException as error:
-            self._outcome = error
-
-    def _write(self, position: RunPosition, tensors: dict[str, TensorPieces]) -> int:
-        partial = partial_path(self._directory, position.progress.steps_done)
-        local_bytes = sum(tensor.num_bytes for tensor in tensors.values())
-        num_bytes = sum(self._together(lambda: self._make_room(partial), partial, local_bytes, 0))
-        try:
-            save(tensors, checkpoint_id=partial, planner=PieceSavePlanner(), process_group=self._mesh.saving)
-        except CheckpointException as error:
-            self._give_up(first_failure(error), partial, num_bytes)
-        except RuntimeError as error:
-            raise CheckpointError(
-                f"checkpoint {partial} was not completed, because a rank died or took longer than "
-                f"train.checkpoint_timeout_s ({' '.join(str(error).split())}); the next run starts from "
-                f"{latest_checkpoint(self._directory) or 'the beginning'}"
-            ) from error
-        self._together(lambda: self._complete(position, partial), partial, 0, num_bytes)
-        self._together(lambda: self._prune(position.progress.best), None, 0, num_bytes)
-        return num_bytes
-
-    def _make_room(self, partial: Path) -> None:
-        self._directory.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(self._directory)
-        partial.mkdir()
-
-    def _complete(self, position: RunPosition, partial: Path) -> None:
-        """The small files, the one that makes it a checkpoint last, and the name."""
-        (partial / LOADER_FILE).write_bytes(position.loader)
-        if position.coefficients is not None:
-            write_coefficients(partial / COST_FILE, position.coefficients)
-        for name in (LOADER_FILE, COST_FILE, METADATA_FILE):
-            if (partial / name).is_file():
-                sync(partial / name)
-        progress = msgspec.structs.replace(position.progress, loader_digest=hashlib.sha256(position.loader).hexdigest())
-        (partial / PROGRESS_FILE).write_bytes(msgspec.json.encode(progress))
-        sync(partial / PROGRESS_FILE)
-        sync(partial)
-        put_in_place(partial, checkpoint_path(self._directory, position.progress.steps_done))
-
-    def _prune(self, best: tuple[BestPass, ...]) -> None:
-        saved = saved_passes(self._directory, best, self._keep_best)
-        note_best(self._directory, saved)
-        prune_checkpoints(self._directory, self._keep, {one.steps_done for one in saved})
-
-    def _together(self, work: Callable[[], None], partial: Path | None, local_bytes: int, num_bytes: int) -> list[int]:
-        """Rank 0 does `work`; all ranks learn whether it failed. Returns `local_bytes` of every rank."""
-        answer = (local_bytes, "")
-        if self._mesh.rank == 0:
-            try:
-                work()
-            except OSError as error:
-                answer = (local_bytes, f"rank 0: {type(error).__name__}: {error}")
-        answers: list[tuple[int, str]] = [(0, "")] * self._mesh.num_ranks
-        dist.all_gather_object(answers, answer, group=self._mesh.saving)
-        sizes = [size for size, _ in answers]
-        if answers[0][1]:
-            self._give_up(answers[0][1], partial, num_bytes or sum(sizes))
-        return sizes
-
-    def _give_up(self, cause: str, partial: Path | None, num_bytes: int) -> None:
-        """On every rank raise rank 0's account of the failure, after it has removed what was written."""
-        message = [""]
-        refused: list[str] = [""] * self._mesh.num_ranks
-        if partial is not None:
-            mine = _refusal(partial, self._mesh.rank)
-            dist.all_gather_object(refused, mine, group=self._mesh.saving)
-        if self._mesh.rank == 0:
-            message = [self._account("; ".join([cause, *filter(None, refused)]), partial, num_bytes)]
-            if partial is not None:
-                # What cannot be removed now is removed before the next save.
-                shutil.rmtree(partial, ignore_errors=True)
-        dist.broadcast_object_list(message, src=0, group=self._mesh.saving)
-        raise CheckpointError(message[0])
-
-    def _account(self, cause: str, partial: Path | None, num_bytes: int) -> str:
-        last = latest_checkpoint(self._directory)
-        if partial is None:
-            return (
-                f"older checkpoints in {self._directory} could not be removed ({cause}); the newest, {last}, is "
-                "complete. Remove them, or set train.keep_checkpoints = 0"
-            )
-        place = next(path for path in (partial, *partial.absolute().parents) if path.exists())
-        return (
-            f"checkpoint {partial.name.removeprefix('.').removesuffix('.partial')} of {num_bytes / 1e6:,.1f} MB could "
-            f"not be written to {self._directory}, where {shutil.disk_usage(place).free / 1e6:,.1f} MB are free "
-            f"({cause}); {f'the one before, {last}, is intact' if last else 'there is no earlier one'}. Free space, "
-            "lower train.keep_checkpoints, or choose another train.output_dir"
-        )
-
-
-def _refusal(directory: Path, rank: int) -> str:
-    """What the system says to a small file there, or "": torch keeps the reason of a short write to itself."""
-    try:
-        with (directory / f"probe-{rank}").open("wb") as file:
-            file.write(bytes(_PROBE_BYTES))
-            os.fsync(file.fileno())
-    except OSError as error:
-        return f"rank {rank} cannot write {_PROBE_BYTES / 1e6:.0f} MB there: {error.strerror}"
-    return ""
-
-
 class Saves:
-    """Saves a run on one rank; `position` is called when a save starts."""
+    """Saves a run on one rank; every rank makes the same calls at the same steps. `position` is called when a save
+    starts."""
 
-    def __init__(self, settings: RunConfig, writer: CheckpointWriter, position: Callable[[], RunPosition]) -> None:
-        self._settings, self._writer, self._position = settings, writer, position
+    def __init__(self, settings: RunConfig, state: TensorState, position: Callable[[], RunPosition]) -> None:
+        self._settings, self._state, self._position = settings, state, position
         self._directory = checkpoints_of(settings.output_dir)
+        self._staged: dict[str, TensorPieces] = {}
+        self._staged_in: Mesh | None = None
+        self._writing: Background[SavedCheckpoint] | None = None
+        self._settled: tuple[SavedCheckpoint | None, str] | None = None
         self._saved_steps = -1
         self._saved_at_s = time.monotonic()
-        self._settled: tuple[SavedCheckpoint | None, str] | None = None
 
     def note_resumed(self, steps_done: int) -> None:
-        """A checkpoint holds the steps done."""
+        """Record that a checkpoint holds the steps done."""
         self._saved_steps = steps_done
 
-    def move_to(self, buffers: list[FlatBuffer], optimizer: ShardedOptimizer, mesh: Mesh) -> None:
-        """Saves are of that state from now on."""
-        self._writer.move_to(buffers, optimizer, mesh)
-
     def begin(self) -> None:
+        """Start the clock of `is_time`."""
         self._saved_at_s = time.monotonic()
 
     def is_time(self) -> bool:
-        """`train.checkpoint_every_s` has passed on this rank's clock since the last save."""
+        """Say whether `train.checkpoint_every_s` has passed on this rank's clock since the last save."""
         interval_s = self._settings.checkpoint_interval_s
         return bool(interval_s) and time.monotonic() - self._saved_at_s >= interval_s
 
@@ -286,22 +112,33 @@ class Saves:
         self._settled = self._end()
 
     def save(self, steps_done: int, *, again: bool = False) -> Path:
-        """Have a complete checkpoint of the steps done, written `again` if asked, or `CheckpointError`. Collective."""
+        """Have a complete checkpoint of the steps done, in any case a new one if `again`. `CheckpointError` where it
+        fails. Collective."""
         self._end()
         if again or self._saved_steps != steps_done:
             self._start(time.perf_counter())
-            self._writer.wait()
+            self._wait()
         return checkpoint_path(self._directory, steps_done)
 
     def newest(self) -> Path | None:
-        """The newest checkpoint, once the one under way has ended; for a run that gives up for another reason."""
+        """Return the newest checkpoint, once the one under way has ended; for a run that ends for another reason."""
         with contextlib.suppress(CheckpointError):  # the error that counts is why the run ends
             self._end()
         return latest_checkpoint(self._directory)
 
     def _start(self, from_s: float) -> None:
+        """Copy what is to be saved and write it in the background. Training stopped at `from_s`."""
+        assert self._writing is None, "one save at a time"
         position = self._position()
-        self._writer.start(position, from_s)
+        tensors, mesh = self._stage(position.progress.steps_done), self._state.mesh
+        stall_s = time.perf_counter() - from_s
+
+        def write() -> SavedCheckpoint:
+            from_s, path = time.perf_counter(), checkpoint_path(self._directory, position.progress.steps_done)
+            num_bytes = self._write(position, tensors, mesh)
+            return SavedCheckpoint(path, position.progress.steps_done, num_bytes, stall_s, time.perf_counter() - from_s)
+
+        self._writing = Background(write, "evenload-checkpoint")
         self._saved_steps, self._saved_at_s = position.progress.steps_done, time.monotonic()
 
     def _end(self, *, only_if_done: bool = False) -> tuple[SavedCheckpoint | None, str]:
@@ -309,9 +146,134 @@ class Saves:
             outcome, self._settled = self._settled, None
             return outcome
         try:
-            return self._writer.wait(only_if_done=only_if_done), ""
+            return self._wait(only_if_done=only_if_done), ""
         except CheckpointError as error:
             self._saved_steps = -1
             if self._settings.on_failed_checkpoint == "stop":
                 raise
             return None, str(error)
+
+    def _wait(self, *, only_if_done: bool = False) -> SavedCheckpoint | None:
+        if self._writing is None or (only_if_done and self._writing.is_alive()):
+            return None
+        writing, self._writing = self._writing, None
+        return writing.result()
+
+    def _stage(self, steps_done: int) -> dict[str, TensorPieces]:
+        """Copy this rank's part into buffers that stay as long as the layout does."""
+        mesh = self._state.mesh
+        if mesh is not self._staged_in:
+            self._staged, self._staged_in = {}, mesh
+        mine = tensors_to_write(run_tensors(self._state), mesh) | random_tensors(mesh)
+        if mesh.rank == 0:
+            mine[STEPS_TENSOR] = whole_tensor(torch.tensor([steps_done]))
+        is_pinned = mesh.device.type == "cuda"
+        for name, part in mine.items():
+            if name not in self._staged:
+                copies = {
+                    at: torch.empty_like(piece, device="cpu", pin_memory=is_pinned) for at, piece in part.pieces.items()
+                }
+                self._staged[name] = TensorPieces(part.shape, copies)
+            for at, piece in part.pieces.items():
+                self._staged[name].pieces[at].copy_(piece, non_blocking=True)
+        if is_pinned:
+            torch.cuda.current_stream(mesh.device).synchronize()
+        return dict(self._staged)
+
+    def _write(self, position: RunPosition, tensors: dict[str, TensorPieces], mesh: Mesh) -> int:
+        """Write a checkpoint; return the bytes of all ranks. Collective, in the thread that writes."""
+        partial = partial_path(self._directory, position.progress.steps_done)
+        total = torch.tensor([sum(tensor.num_bytes for tensor in tensors.values())])
+        dist.all_reduce(total, group=mesh.saving)
+        num_bytes = int(total)
+        self._on_rank_zero(lambda: self._make_room(partial), mesh, partial, num_bytes)
+        planner = PieceSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        try:
+            save(tensors, checkpoint_id=partial, planner=planner, process_group=mesh.saving)
+        except CheckpointException as error:
+            self._give_up(first_failure(error), mesh, partial, num_bytes)
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"checkpoint {partial} was not completed, because a rank died or took longer than "
+                f"train.checkpoint_timeout_s ({' '.join(str(error).split())}); the next run starts from "
+                f"{latest_checkpoint(self._directory) or 'the beginning'}"
+            ) from error
+        self._on_rank_zero(lambda: self._complete(position, partial), mesh, partial, num_bytes)
+        self._on_rank_zero(lambda: self._prune(position.progress.best), mesh, None, num_bytes)
+        return num_bytes
+
+    def _make_room(self, partial: Path) -> None:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(self._directory)
+        partial.mkdir()
+
+    def _complete(self, position: RunPosition, partial: Path) -> None:
+        """Write the small files, the one that makes it a checkpoint last, and rename."""
+        (partial / LOADER_FILE).write_bytes(position.loader)
+        if position.coefficients is not None:
+            write_coefficients(partial / COST_FILE, position.coefficients)
+        for name in (LOADER_FILE, COST_FILE, METADATA_FILE):
+            if (partial / name).is_file():
+                sync(partial / name)
+        progress = msgspec.structs.replace(position.progress, loader_digest=hashlib.sha256(position.loader).hexdigest())
+        (partial / PROGRESS_FILE).write_bytes(msgspec.json.encode(progress))
+        sync(partial / PROGRESS_FILE)
+        sync(partial)
+        put_in_place(partial, checkpoint_path(self._directory, position.progress.steps_done))
+
+    def _prune(self, best: tuple[BestPass, ...]) -> None:
+        saved = saved_passes(self._directory, best, self._settings.keep_best)
+        write_best(self._directory, saved)
+        prune_checkpoints(self._directory, self._settings.keep_checkpoints, {one.steps_done for one in saved})
+
+    def _on_rank_zero(self, work: Callable[[], None], mesh: Mesh, partial: Path | None, num_bytes: int) -> None:
+        """Have rank 0 do `work`; raise `CheckpointError` on every rank where it failed."""
+        cause = [""]
+        if mesh.rank == 0:
+            try:
+                work()
+            except OSError as error:
+                cause = [f"rank 0: {type(error).__name__}: {error}"]
+        dist.broadcast_object_list(cause, src=0, group=mesh.saving)
+        if cause[0]:
+            self._give_up(cause[0], mesh, partial, num_bytes)
+
+    def _give_up(self, cause: str, mesh: Mesh, partial: Path | None, num_bytes: int) -> None:
+        """Raise rank 0's description of the failure on every rank, after it has removed what was written."""
+        message = [""]
+        refused: list[str] = [""] * mesh.num_ranks
+        if partial is not None:
+            dist.all_gather_object(refused, _refusal(partial, mesh.rank), group=mesh.saving)
+        if mesh.rank == 0:
+            message = [self._describe_failure("; ".join([cause, *filter(None, refused)]), partial, num_bytes)]
+            if partial is not None:
+                # What cannot be removed now is removed before the next save.
+                shutil.rmtree(partial, ignore_errors=True)
+        dist.broadcast_object_list(message, src=0, group=mesh.saving)
+        raise CheckpointError(message[0])
+
+    def _describe_failure(self, cause: str, partial: Path | None, num_bytes: int) -> str:
+        last = latest_checkpoint(self._directory)
+        if partial is None:
+            return (
+                f"older checkpoints in {self._directory} could not be removed ({cause}); the newest, {last}, is "
+                "complete. Remove them, or set train.keep_checkpoints = 0"
+            )
+        place = next(path for path in (partial, *partial.absolute().parents) if path.exists())
+        return (
+            f"checkpoint {partial.name.removeprefix('.').removesuffix('.partial')} of {num_bytes / 1e6:,.1f} MB could "
+            f"not be written to {self._directory}, where {shutil.disk_usage(place).free / 1e6:,.1f} MB are free "
+            f"({cause}); {f'the one before, {last}, is intact' if last else 'there is no earlier one'}. Free space, "
+            "lower train.keep_checkpoints, or choose another train.output_dir"
+        )
+
+
+def _refusal(directory: Path, rank: int) -> str:
+    """Return why the system refuses a small file there, or "": torch hides the reason of a short write."""
+    try:
+        with (directory / f"probe-{rank}").open("wb") as file:
+            file.write(bytes(_PROBE_BYTES))
+            os.fsync(file.fileno())
+    except OSError as error:
+        return f"rank {rank} cannot write {_PROBE_BYTES / 1e6:.0f} MB there: {error.strerror}"
+    return ""

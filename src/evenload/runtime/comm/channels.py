@@ -14,7 +14,7 @@ Price: the memory of open receives. Directed: two packs a channel. Queued: what 
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -42,7 +42,7 @@ class Carried:
 
 
 @dataclass(frozen=True, eq=False)
-class Line:
+class ChannelEnd:
     """One channel's end: what it carries, the process group and the other rank."""
 
     channel: Channel
@@ -54,8 +54,8 @@ class Line:
         what = f"{before}{_NAMES[self.channel[0]]} pack {pack}"
         return self.carried.watch.waiting(what, f"rank {self.peer}")
 
-    def post_receive(self, pack: int, rows: int) -> "PostedReceive":
-        """Let a pack's tensor come. Does not wait for it."""
+    def post_receive(self, pack: int, rows: int) -> Callable[[], Tensor]:
+        """Post the receive of a pack's tensor, without waiting; the result waits for it."""
         carried = self.carried
         tensor = torch.empty(rows, carried.hidden_size, dtype=carried.dtype, device=carried.device)
         where = nullcontext()
@@ -66,38 +66,29 @@ class Line:
         with where, self.waiting(pack, "a connection for "):
             work = dist.irecv(tensor, self.peer, group=self.group)
         assert work is not None
-        return PostedReceive(self, pack, tensor, work)
 
+        def arrive() -> Tensor:
+            with self.waiting(pack):
+                work.wait()
+            return tensor
 
-@dataclass(frozen=True, eq=False)
-class PostedReceive:
-    """A tensor on its way."""
-
-    line: Line
-    pack: int
-    tensor: Tensor
-    work: dist.Work
-
-    def wait(self) -> Tensor:
-        with self.line.waiting(self.pack):
-            self.work.wait()
-        return self.tensor
+        return arrive
 
 
 @dataclass(eq=False)
 class Sender:
     """Sends of one channel and what of them may still be on its way."""
 
-    line: Line
+    end: ChannelEnd
     kept: deque[tuple[int, Tensor, dist.Work]] = field(default_factory=deque)
     num_sent: int = 0
     most_kept: int = 0
 
     def send(self, pack: int, tensor: Tensor) -> None:
-        """Let a tensor go to the peer. Does not wait for its receipt."""
-        line, tensor = self.line, tensor.contiguous()
-        with line.waiting(pack, "a connection for "):
-            work = dist.isend(tensor, line.peer, group=line.group)
+        """Send a pack's tensor to the peer. Does not wait for its receipt."""
+        end, tensor = self.end, tensor.contiguous()
+        with end.waiting(pack, "a connection for "):
+            work = dist.isend(tensor, end.peer, group=end.group)
         assert work is not None
         self.kept.append((pack, tensor, work))
         self.num_sent += 1
@@ -107,7 +98,7 @@ class Sender:
         """Wait for the first `count` sends of the step and free their tensors."""
         while self.num_sent - len(self.kept) < count:
             pack, _, work = self.kept.popleft()
-            with self.line.waiting(pack, "the receipt of "):
+            with self.end.waiting(pack, "the receipt of "):
                 work.wait()
 
 
@@ -120,47 +111,53 @@ class Channels:
     """Sends and receives for the executor, action by action; `RankLostError` where a neighbour died or is stuck."""
 
     def __init__(self, order: TransferOrder, mesh: Mesh, rows: Rows, carried: Carried) -> None:
-        self._num_stages = mesh.layout.num_stages
-        incoming: dict[Channel, Line] = {}
+        self._order, self._rows = order, rows
+        self._num_stages, self._channel = mesh.layout.num_stages, mesh.channel
+        self._incoming: dict[Channel, ChannelEnd] = {}
         self._senders: dict[Channel, Sender] = {}
-        self._channel = mesh.channel
-        for channel, group in mesh.lines.items():
-            line = Line(channel, group, mesh.other_end(channel), carried)
+        for channel, group in mesh.channel_groups.items():
+            end = ChannelEnd(channel, group, mesh.other_end(channel), carried)
             if mesh.receives_on(channel):
-                incoming[channel] = line
+                self._incoming[channel] = end
             else:
-                self._senders[channel] = Sender(line)
-        self._receives, self._frees = _Receives(incoming, rows, order.receives), order.frees
+                self._senders[channel] = Sender(end)
         self._handed_over: dict[tuple[Channel, int], Tensor] = {}
+        self._posted: dict[Receive, Callable[[], Tensor]] = {}
+        # Directed channels always have their next receives open.
+        self._due = {channel: iter(rows[channel]) for channel in self._incoming} if order.receives is None else {}
+        for channel in self._due:
+            for _ in range(_POSTED_AHEAD):
+                self._post_next(channel)
 
     def before_action(self, at: int) -> None:
         """Post receives that are due, and free sends that have arrived, before the rank's action number `at`."""
-        self._receives.before_action(at)
-        for channel, count in self._frees[at]:
+        for channel, pack in self._order.receives[at] if self._order.receives is not None else ():
+            self._post(channel, pack)
+        for channel, count in self._order.frees[at]:
             self._senders[channel].free(count)
 
     def receive_hidden(self, stage: int, pack: int) -> Tensor | None:
-        """Hidden states of a forward pack for a stage; None on the first stage."""
+        """Return hidden states of a forward pack for a stage; None on the first stage."""
         return self._receive(self._channel("F", stage, pack), pack) if stage > 0 else None
 
     def receive_grad(self, stage: int, pack: int) -> Tensor | None:
-        """Gradient of a backward pack for a stage; None on the last stage."""
+        """Return the gradient of a backward pack for a stage; None on the last stage."""
         return self._receive(self._channel("B", stage, pack), pack) if stage < self._num_stages - 1 else None
 
     def send_hidden(self, stage: int, pack: int, hidden: Tensor) -> None:
-        """From a stage to the next one, if there is one."""
+        """Send from a stage to the next one, if there is one."""
         if stage < self._num_stages - 1:
             self._send(self._channel("F", stage + 1, pack), pack, hidden)
 
     def send_grad(self, stage: int, pack: int, grad: Tensor | None) -> None:
-        """From a stage to the one before, if there is one."""
+        """Send from a stage to the one before, if there is one."""
         if stage > 0:
             assert grad is not None
             self._send(self._channel("B", stage - 1, pack), pack, grad)
 
     @property
     def most_kept(self) -> int:
-        """Sent tensors that any one channel kept at once."""
+        """The most sent tensors that any one channel kept at once."""
         return max((sender.most_kept for sender in self._senders.values()), default=0)
 
     def close(self) -> None:
@@ -169,52 +166,29 @@ class Channels:
         for sender in self._senders.values():
             sender.free(sender.num_sent)
 
-    def _receive(self, channel: Channel, pack: int) -> Tensor:
-        if channel in self._receives.channels:
-            return self._receives.take(channel, pack)
-        return self._handed_over.pop((channel, pack))
-
     def _send(self, channel: Channel, pack: int, tensor: Tensor) -> None:
         if channel in self._senders:
             self._senders[channel].send(pack, tensor)
         else:
             self._handed_over[channel, pack] = tensor
 
-
-class _Receives:
-    """One rank's receives in a step, by the ends of its incoming channels; `before` are the receives to post before
-    each of its actions, None = channels are directed."""
-
-    def __init__(self, lines: Mapping[Channel, Line], rows: Rows, before: Sequence[Sequence[Receive]] | None) -> None:
-        self.channels = lines.keys()
-        self._lines, self._rows, self._before = lines, rows, before
-        self._posted: dict[Receive, PostedReceive] = {}
-        self._due = {channel: iter(rows[channel]) for channel in lines} if before is None else {}
-        for channel in self._due:
-            for _ in range(_POSTED_AHEAD):
-                self._post_next(channel)
-
-    def before_action(self, at: int) -> None:
-        """Post what has to be posted before the rank's action number `at`. Waits for nothing."""
-        for channel, pack in self._before[at] if self._before is not None else ():
-            self._post(channel, pack)
-
-    def take(self, channel: Channel, pack: int) -> Tensor:
-        """A pack's tensor, when it is there; `InvalidPlanError` where waiting would last for ever."""
-        receive = self._posted.pop((channel, pack), None)
-        if receive is None:
+    def _receive(self, channel: Channel, pack: int) -> Tensor:
+        """Wait for a pack's tensor; `InvalidPlanError` where that would last for ever."""
+        if channel not in self._incoming:
+            return self._handed_over.pop((channel, pack))
+        arrive = self._posted.pop((channel, pack), None)
+        if arrive is None:
             raise InvalidPlanError(
                 f"the order of transfers has no receive of pack {pack} on channel {channel[0]}{channel[1]} before the "
                 "action that needs it; its sender has to come first in the plan"
             )
-        tensor = receive.wait()
+        tensor = arrive()
         self._post_next(channel)
         return tensor
 
     def _post_next(self, channel: Channel) -> None:
-        for pack in self._due.get(channel, ()):
+        if (pack := next(self._due.get(channel, iter(())), None)) is not None:
             self._post(channel, pack)
-            return
 
     def _post(self, channel: Channel, pack: int) -> None:
-        self._posted[channel, pack] = self._lines[channel].post_receive(pack, self._rows[channel][pack])
+        self._posted[channel, pack] = self._incoming[channel].post_receive(pack, self._rows[channel][pack])

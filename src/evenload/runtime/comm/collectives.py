@@ -1,8 +1,8 @@
 """Collectives over one tensor for all ranks, and a queue that runs them while the model computes.
 
-A `CollectiveQueue` runs calls one after the other, in the order in which they were put: at once, on a GPU in a stream
-of their own, or in a thread, because gloo's collectives block their caller. Only one group's collectives may be in a
-queue: then their order is that of all its ranks.
+A `CollectiveQueue` runs calls in the order in which they were put: at once, on a GPU in a stream of their own, or in a
+thread, because gloo's collectives block their caller. Only one group's collectives may be in a queue: then their order
+is that of all its ranks.
 """
 
 import queue
@@ -51,7 +51,7 @@ class CollectiveQueue:
         """Wait until a call is done, on a GPU for what is computed next; raise what it, or one before it, raised."""
 
     def seal(self) -> None:
-        """No more calls come."""
+        """Say that no more calls come."""
 
     def wait(self) -> list[Span]:
         """Wait until all calls are done, on a GPU for whatever is computed next; raise what one of them raised."""
@@ -63,7 +63,7 @@ class CollectiveQueue:
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 """One a device for the whole process: torch has a pool of 32, and a new one every step would soon be that of receives
-or of copies to the host, behind which sums must not stand."""
+or of copies to the host, behind which reduce-scatters must not stand."""
 
 
 class StreamQueue(CollectiveQueue):
@@ -126,7 +126,7 @@ class ThreadQueue(CollectiveQueue):
 
     @property
     def has_failed(self) -> bool:
-        """A call has raised, so those behind it never run; `wait` says what."""
+        """Whether a call has raised, so that those behind it never run; `wait` raises it."""
         return self._error is not None
 
     def close(self) -> None:
@@ -164,31 +164,19 @@ class TorchPeers:
         self.size = dist.get_world_size(group)
 
     def gather(self, data: bytes) -> list[bytes]:
-        """Every rank's bytes: one gather of sizes, one of bytes padded to the longest."""
-        sizes = torch.zeros(self.size, dtype=torch.int64)
-        all_gather_single(sizes, torch.tensor([len(data)]), group=self._group)
-        longest = int(sizes.max())
-        if not longest:
-            return [b""] * self.size
-        own = torch.zeros(longest, dtype=torch.uint8)
-        own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else own[:0]
-        everyone = torch.zeros(self.size * longest, dtype=torch.uint8)
-        all_gather_single(everyone, own, group=self._group)
-        rows = everyone.view(self.size, longest).numpy()
-        return [rows[rank, : int(size)].tobytes() for rank, size in enumerate(sizes)]
+        """Return every rank's bytes."""
+        everyone = [b""] * self.size
+        dist.all_gather_object(everyone, data, group=self._group)
+        return everyone
 
     def broadcast(self, data: bytes) -> bytes:
-        """Rank 0's bytes: their number, then they."""
-        size = torch.tensor([len(data)])
-        dist.broadcast(size, group=self._group, group_src=0)
-        content = torch.zeros(int(size), dtype=torch.uint8)
-        if self.rank == 0 and data:
-            content = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        dist.broadcast(content, group=self._group, group_src=0)
-        return content.numpy().tobytes()
+        """Return rank 0's bytes."""
+        content = [data]
+        dist.broadcast_object_list(content, group=self._group, group_src=0)
+        return content[0]
 
     def exchange(self, outgoing: Sequence[NDArray[np.int32]], incoming: Sequence[int]) -> list[NDArray[np.int32]]:
-        """One all-to-all of the sizes that both sides know."""
+        """Send every rank its part, and receive parts of the `incoming` lengths, in one all-to-all."""
         sent = torch.from_numpy(np.concatenate(outgoing).astype(np.int32, copy=False))
         received = torch.empty(sum(incoming), dtype=torch.int32)
         dist.all_to_all_single(received, sent, list(incoming), [len(part) for part in outgoing], group=self._group)

@@ -1,8 +1,8 @@
-"""Groups of ranks that share documents: static context parallelism and DP-Merge.
+"""`RankGroup`: a process group whose transfers are asynchronous and named in errors; `ContextGroup`: ranks that share
+documents, by static context parallelism or DP-Merge.
 
-A group is a block of replicas (first, number) with all their context ranks, on one pipeline rank. Blocks are aligned,
-of every size that divides the replicas; all are made once at start, and a plan only chooses among them. Transfers are
-asynchronous, and counted in bytes that this rank receives, padding included.
+A context group is a block of replicas (first, number) with all their context ranks, on one pipeline rank. Blocks are
+aligned, of every size that divides the replicas; all are made once at start, and a plan only chooses among them.
 """
 
 import itertools
@@ -39,48 +39,31 @@ class Transfer:
         return self.result
 
 
-class ContextGroup:
-    """This rank's view of one group."""
+class RankGroup:
+    """This rank's view of a group. `moved_bytes` counts what this rank received, padding included."""
 
     def __init__(self, group: dist.ProcessGroup, watch: RankWatch) -> None:
-        self.process_group = group
-        self._watch = watch
+        self.process_group, self._watch = group, watch
         self.ranks = tuple(dist.get_process_group_ranks(group))
-        self.rank = dist.get_rank(group)
+        self.rank, self.size = dist.get_rank(group), len(self.ranks)
         self.moved_bytes = 0
-
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
+        others = [str(rank) for index, rank in enumerate(self.ranks) if index != self.rank]
+        self._others = f"rank{'s' if len(others) > 1 else ''} {', '.join(others)}"
 
     def all_gather(self, rows: Tensor, what: str) -> Transfer:
-        """[n, ...] of every rank -> [size · n, ...], in rank order."""
+        """Start to gather [n, ...] of every rank into [size · n, ...], in rank order."""
         result = rows.new_empty((self.size * rows.shape[0], *rows.shape[1:]))
-        self.moved_bytes += (self.size - 1) * rows.nbytes
-        return self._start_collective(what, rows, result, all_gather_single)
-
-    def reduce_scatter(self, rows: Tensor, what: str) -> Transfer:
-        """[size · n, ...] -> this rank's n rows, summed over ranks."""
-        result = rows.new_empty((rows.shape[0] // self.size, *rows.shape[1:]))
-        self.moved_bytes += (self.size - 1) * result.nbytes
-        return self._start_collective(what, rows, result, reduce_scatter_single)
-
-    def pass_on(self, rows: Tensor, what: str) -> Transfer:
-        """Send to the next rank of the ring, receive as much from the one before. Leave `rows` alone until then."""
-        result = torch.empty_like(rows)
-        self.moved_bytes += result.nbytes
-        to, source = self.ranks[(self.rank + 1) % self.size], self.ranks[self.rank - 1]
-        send = dist.P2POp(dist.isend, rows, to, self.process_group)
-        receive = dist.P2POp(dist.irecv, result, source, self.process_group)
-        return self._start(what, rows, result, lambda: dist.batch_isend_irecv([send, receive]))
+        return self._start_collective(what, rows, result, all_gather_single, (self.size - 1) * rows.nbytes)
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
-        """Around a wait for the others; `RankLostError` where one of them died or is stuck."""
-        others = ", ".join(str(rank) for index, rank in enumerate(self.ranks) if index != self.rank)
-        return self._watch.waiting(what, f"rank{'s' if self.size > 2 else ''} {others}")
+        """Surround a wait for the others; `RankLostError` where one of them died or is stuck."""
+        return self._watch.waiting(what, self._others)
 
-    def _start_collective(self, what: str, sent: Tensor, result: Tensor, collective: Callable[..., object]) -> Transfer:
-        group = self.process_group
+    def _start_collective(
+        self, what: str, rows: Tensor, result: Tensor, collective: Callable[..., object], num_bytes: int
+    ) -> Transfer:
+        self.moved_bytes += num_bytes
+        sent, group = rows.contiguous(), self.process_group
         return self._start(what, sent, result, lambda: collective(result, sent, group=group, async_op=True))
 
     def _start(self, what: str, sent: Tensor, result: Tensor, start: Callable[[], object]) -> Transfer:
@@ -90,8 +73,27 @@ class ContextGroup:
         return Transfer(result, works, sent, self.waiting, what)  # type: ignore[arg-type]
 
 
+class ContextGroup(RankGroup):
+    """Ranks that may share documents."""
+
+    def reduce_scatter(self, rows: Tensor, what: str) -> Transfer:
+        """Start to sum [size · n, ...] over ranks into this rank's n rows."""
+        result = rows.new_empty((rows.shape[0] // self.size, *rows.shape[1:]))
+        return self._start_collective(what, rows, result, reduce_scatter_single, (self.size - 1) * result.nbytes)
+
+    def pass_on(self, rows: Tensor, what: str) -> Transfer:
+        """Start to send to the next rank of the ring, and receive as much from the one before. Leave `rows` alone until
+        then."""
+        result = torch.empty_like(rows)
+        self.moved_bytes += result.nbytes
+        to, source = self.ranks[(self.rank + 1) % self.size], self.ranks[self.rank - 1]
+        send = dist.P2POp(dist.isend, rows, to, self.process_group)
+        receive = dist.P2POp(dist.irecv, result, source, self.process_group)
+        return self._start(what, rows, result, lambda: dist.batch_isend_irecv([send, receive]))
+
+
 def rank_grid(layout: ParallelLayout) -> NDArray[np.int64]:
-    """Global ranks by place: [pipeline rank, dp, cp, tp], in the order of `ParallelLayout.global_rank`."""
+    """Return global ranks by place: [pipeline rank, dp, cp, tp], in the order of `ParallelLayout.global_rank`."""
     return np.arange(layout.world_size).reshape(layout.pipeline_ranks, layout.dp, layout.cp, layout.tp)
 
 
@@ -101,7 +103,7 @@ def create_context_groups(
     new_group: Callable[[list[int]], dist.ProcessGroup],
     watch: RankWatch,
 ) -> dict[ReplicaBlock, ContextGroup]:
-    """The groups of `rank` by block. Collective over all ranks: each makes every group of the layout."""
+    """Make every context group of the layout; return those of `rank` by block. Collective over all ranks."""
     grid, mine = rank_grid(layout), {}
     for size in (1, *block_sizes(layout.dp)):
         if size * layout.cp == 1:

@@ -1,4 +1,4 @@
-"""`Mesh`: this rank's place in a layout and the process groups it talks through; `Meshes`: of all layouts of a run.
+"""`Mesh`: this rank's place in a layout and its process groups; `Meshes`: those of all layouts of a run.
 
 Groups are made once at start, for all layouts, in the same order on every rank. Every directed channel between two
 virtual stages on different ranks has a group of its own, so no channel waits for another (docs/architecture.md, "Why
@@ -36,20 +36,19 @@ CHANNEL_CTAS = 4
 """Blocks of threads of one transfer of a channel on a GPU, each on a processor of its own (an H100 has 132). Not
 measured yet."""
 
-
 _Key = tuple[tuple[int, ...], bool]
 """Ranks, and whether a group of theirs has the options of channels."""
 
 
 class GroupPool:
-    """Groups by ranks. Every rank makes the same calls in the same order, members or not."""
+    """Makes groups and finds them again by their ranks. Every rank makes the same calls in the same order."""
 
     def __init__(self, backend: str, timeout: timedelta) -> None:
         self._backend, self._timeout = backend, timeout
         self._made: dict[_Key, list[dist.ProcessGroup]] = {}
         self._taken: Counter[_Key] = Counter()
         self.num_groups = 0
-        """Made so far, on all ranks together."""
+        """Groups made so far, on all ranks together."""
 
     def begin_layout(self) -> None:
         """Allow the next layout to take what earlier ones took."""
@@ -70,10 +69,8 @@ class GroupPool:
     ) -> dist.ProcessGroup:
         """Make a group that no layout takes; `options` are those of its backend."""
         self.num_groups += 1
-        made = dist.new_group(
-            ranks, timeout=timeout or self._timeout, backend=backend or self._backend, pg_options=options
-        )
-        return made  # type: ignore[return-value]
+        timeout, backend = timeout or self._timeout, backend or self._backend
+        return dist.new_group(ranks, timeout=timeout, backend=backend, pg_options=options)  # type: ignore[return-value]
 
 
 def channel_options(timeout: timedelta) -> Any:
@@ -95,8 +92,8 @@ class Mesh:
             checkpoints.
         moving: all ranks, on their devices, for what moves between two layouts; None = the layout never changes.
         data: ranks that hold the same weights, all context ranks of all replicas. Of an idle rank itself alone.
-        lines: by channel of this rank, hidden states first, a group of both ends; none where one rank holds both
-            stages.
+        channel_groups: by channel of this rank, hidden states first, a group of both ends; none where one rank holds
+            both stages.
         context: by block of replicas, this rank's groups that may share documents (`cp_groups`).
         tensor: ranks that hold the other parts of the same matrices; None without tensor parallelism.
         tie: all ranks of the first and the last stage (tied embeddings); None elsewhere, or where one rank holds both.
@@ -116,7 +113,7 @@ class Mesh:
     saving: dist.ProcessGroup
     moving: dist.ProcessGroup | None
     data: dist.ProcessGroup
-    lines: Mapping[Channel, dist.ProcessGroup]
+    channel_groups: Mapping[Channel, dist.ProcessGroup]
     channels: ChannelMode
     context: Mapping[ReplicaBlock, ContextGroup]
     tensor: TensorGroup | None
@@ -126,7 +123,7 @@ class Mesh:
 
     @property
     def is_idle(self) -> bool:
-        """The layout has fewer ranks than the run, and none for this one."""
+        """Whether the layout, of fewer ranks than the run, has no place for this one."""
         return self.pp_rank < 0
 
     @property
@@ -136,7 +133,7 @@ class Mesh:
 
     @property
     def place(self) -> str:
-        """How errors call this rank, such as "rank 3 (dp 1, stage 1)"."""
+        """This rank's name in errors, such as "rank 3 (dp 1, stage 1)"."""
         if self.is_idle:
             return f"rank {self.rank} (idle)"
         sizes = (("dp", self.dp_rank, 0), ("cp", self.cp_rank, self.layout.cp), ("tp", self.tp_rank, self.layout.tp))
@@ -145,17 +142,17 @@ class Mesh:
 
     @property
     def pipeline_stage(self) -> int:
-        """Its place in the pipeline, which several ranks may share; -1 where it is idle."""
+        """This rank's place in the pipeline, which several ranks may share; -1 where it is idle."""
         return self.layout.stages_of_rank(self.pp_rank)[0] if not self.is_idle else -1
 
     @property
     def is_last_stage(self) -> bool:
-        """This rank holds the head."""
+        """Whether this rank holds the head."""
         return self.pp_rank in self.layout.ranks_of_stage(self.layout.num_stages - 1)
 
     @property
     def data_size(self) -> int:
-        """Ranks of `data`: each owns a shard of gradients and optimizer state."""
+        """Number of ranks of `data`: each owns a shard of gradients and optimizer state."""
         return 1 if self.is_idle else self.layout.data_sizes[self.pp_rank]
 
     @property
@@ -164,19 +161,19 @@ class Mesh:
         return self.layout.data_rank(pp_rank=self.pp_rank, dp_rank=self.dp_rank, cp_rank=self.cp_rank)
 
     def rank_of_stage(self, stage: int, pack: int = 0) -> int:
-        """Global rank of a virtual stage of this rank's pipeline; that which runs a pack, where it has several."""
+        """Return the global rank of a stage of this rank's pipeline; of several, that which runs a pack."""
         return self._global_rank(self.layout.rank_of_pack(stage, pack))
 
     def channel(self, kind: str, stage: int, pack: int) -> Channel:
-        """On which this rank sends or receives a pack's tensor for a stage."""
+        """Return the channel on which this rank sends or receives a pack's tensor for a stage."""
         return channel_of(self.layout, self.pp_rank, kind, stage, pack)
 
     def receives_on(self, channel: Channel) -> bool:
-        """Whether this rank is the receiving end of one of its channels."""
+        """Say whether this rank is the receiving end of one of its channels."""
         return channel[1] in self.layout.stages_of_rank(self.pp_rank)
 
     def other_end(self, channel: Channel) -> int:
-        """The global rank that this rank meets on one of its channels."""
+        """Return the global rank of the other end of one of this rank's channels."""
         if len(channel) == 3:
             return self._global_rank(channel[2])
         kind, stage = channel
@@ -191,16 +188,15 @@ class Mesh:
 
 
 class Meshes:
-    """The meshes of all layouts that a run may take, of one rank; the first is that in which the run starts."""
+    """One rank's meshes of all layouts that a run may take; the first is that in which the run starts."""
 
     def __init__(self, meshes: Sequence[Mesh], num_groups: int = 0) -> None:
-        self.start = meshes[0]
-        self.num_groups = num_groups
+        self.start, self.num_groups = meshes[0], num_groups
         self._by_layout = {mesh.layout.arrangement: mesh for mesh in meshes}
 
     @property
     def layouts(self) -> tuple[ParallelLayout, ...]:
-        """The first is that in which the run starts."""
+        """Layouts; the first is that in which the run starts."""
         return tuple(self._by_layout)
 
     @property
@@ -209,14 +205,13 @@ class Meshes:
         return any(max(layout.data_sizes) > 1 for layout in self._by_layout)
 
     def of(self, layout: ParallelLayout) -> Mesh:
-        """The mesh of a layout, whatever its generation; `InvalidPlanError` where the run has none."""
-        found = self._by_layout.get(layout.arrangement)
-        if found is None:
+        """Return the mesh of a layout, whatever its generation; `InvalidPlanError` where the run has none."""
+        if (mesh := self._by_layout.get(layout.arrangement)) is None:
             raise InvalidPlanError(
                 f"a plan is made for {layout.describe()}, this run may take "
                 f"{', '.join(one.describe() for one in self._by_layout)} (parallel.*, plan.layouts)"
             )
-        return found
+        return mesh
 
 
 def create_meshes(
@@ -233,8 +228,7 @@ def create_meshes(
 
     Args:
         layouts: the run starts in the first, which has a place for every process; others may leave ranks idle.
-        timeout_s: how long a rank waits for another before it gives up; saving_timeout_s: while a checkpoint is
-            written.
+        timeout_s, saving_timeout_s: how long a rank waits for another, in general and while a checkpoint is written.
         signs: a store of all ranks in which they show that they live; used by nothing else.
         ranks_per_machine: None = all ranks are on this machine.
         backend: of tensors on the device; None = NCCL for GPUs, gloo for CPUs.
@@ -266,10 +260,7 @@ def create_meshes(
     }
     meshes = []
     for layout in layouts:
-        if layout.world_size > world_size:
-            raise ConfigError(
-                f"layout {layout.describe()} has {counted(layout.world_size, 'rank')}, {world_size} are running"
-            )
+        assert layout.world_size <= world_size, "`layouts_of` refuses larger ones than the first"
         pool.begin_layout()
         meshes.append(_mesh_of(layout.arrangement, shared, pool))
     meshes[0].watch.name = meshes[0].place
@@ -277,26 +268,25 @@ def create_meshes(
 
 
 def _mesh_of(layout: ParallelLayout, shared: dict[str, Any], pool: GroupPool) -> Mesh:
-    """One layout's mesh; `shared` are the fields that all have in common. Collective."""
+    """Make one layout's mesh; `shared` are the fields that all have in common. Collective."""
     rank, watch, grid = shared["rank"], shared["watch"], rank_grid(layout)
     is_idle = rank >= layout.world_size
     pp_rank, dp_rank, cp_rank, tp_rank = (
         (-1, -1, 0, rank % layout.tp) if is_idle else (int(place) for place in np.unravel_index(rank, grid.shape))
     )
-    # By the first of the pipeline ranks with the same layers, which are neighbours.
-    twins = {
-        first: list(ranks) for first, ranks in itertools.groupby(range(grid.shape[0]), layout.leading_ranks.__getitem__)
-    }
+    # Pipeline ranks with the same layers are neighbours; the first stands for them.
+    same = itertools.groupby(range(grid.shape[0]), layout.leading_ranks.__getitem__)
     data = {
-        (p, t): pool.take(grid[ranks, :, :, t].ravel().tolist())
-        for (p, ranks), t in itertools.product(twins.items(), range(layout.tp))
+        (first, t): pool.take(grid[ranks, :, :, t].ravel().tolist())
+        for first, ranks in [(first, list(ranks)) for first, ranks in same]
+        for t in range(layout.tp)
     }
     alone = {idle: pool.take([idle]) for idle in range(layout.world_size, dist.get_world_size())}
     tensor = None
     for place in np.ndindex(*grid.shape[:3]) if layout.tp > 1 else ():
         made = pool.take(grid[place].tolist())
         tensor = TensorGroup(made, watch) if place == (pp_rank, dp_rank, cp_rank) else tensor
-    lines, tie = _stage_groups(layout, rank, pool, shared["channels"])
+    channel_groups, tie = _stage_groups(layout, rank, pool, shared["channels"])
     return Mesh(
         **shared,
         layout=layout,
@@ -305,7 +295,7 @@ def _mesh_of(layout: ParallelLayout, shared: dict[str, Any], pool: GroupPool) ->
         cp_rank=cp_rank,
         tp_rank=tp_rank,
         data=alone[rank] if is_idle else data[layout.leading_ranks[pp_rank], tp_rank],
-        lines=lines,
+        channel_groups=channel_groups,
         context=create_context_groups(layout, rank, pool.take, watch),
         tensor=tensor,
         tie=tie,
@@ -349,11 +339,10 @@ def _stage_groups(
     return forward | backward, tie
 
 
-def warm_up(meshes: Mesh | Meshes) -> int:
+def warm_up(meshes: Meshes) -> int:
     """Use every group of this rank once; return how many. Collective; `RankLostError`: a rank does not come."""
-    of_layouts = [meshes] if isinstance(meshes, Mesh) else [meshes.of(layout) for layout in meshes.layouts]
     used: set[dist.ProcessGroup] = set()
-    for mesh in of_layouts:
+    for mesh in map(meshes.of, meshes.layouts):
         one = torch.ones(1, device=mesh.device)
         groups = [mesh.data] if mesh.data_size > 1 and not mesh.is_idle else []
         groups += [] if mesh.tensor is None else [mesh.tensor.process_group]
@@ -370,11 +359,11 @@ def warm_up(meshes: Mesh | Meshes) -> int:
 
 
 def _warm_channels(mesh: Mesh, one: torch.Tensor, used: set[dist.ProcessGroup]) -> None:
-    """Those that earlier layouts have not `used`, which grows."""
+    """Use those that are not in `used` yet, and add them."""
     for stage in range(mesh.layout.num_stages - 1):
         # Of both directions between `stage` and the next; to several ranks in their order.
         for wanted in (("F", stage + 1), ("B", stage)):
-            for channel, group in mesh.lines.items():
+            for channel, group in mesh.channel_groups.items():
                 if channel[:2] != wanted or group in used:
                     continue
                 if mesh.receives_on(channel):
@@ -385,12 +374,7 @@ def _warm_channels(mesh: Mesh, one: torch.Tensor, used: set[dist.ProcessGroup]) 
 
 
 def most_of_ranks(value: float, mesh: Mesh) -> float:
-    """Return the largest that any rank has; whole numbers to 2^53 stay exact. Collective over the control group."""
+    """Return the largest value of any rank; whole numbers to 2^53 stay exact. Collective over the control group."""
     reduced = torch.tensor([value], dtype=torch.float64)
     dist.all_reduce(reduced, op=dist.ReduceOp.MAX, group=mesh.control)
     return float(reduced)
-
-
-def least_of_ranks(value: float, mesh: Mesh) -> float:
-    """As `most_of_ranks`, the smallest."""
-    return -most_of_ranks(-value, mesh)

@@ -1,10 +1,10 @@
-"""`TensorGroup`: the ranks that hold parts of the same matrices, and how rows of packs lie on them.
+"""`TensorGroup`: the ranks that hold parts of the same matrices; `RowExchange`: how rows of packs lie on them.
 
 Inside attention and feed-forward blocks every rank has all rows of a pack and some columns; between blocks it has whole
 rows of some tokens (sequence parallelism, Korthikanti et al. 2022).
 
     gather       rows of all ranks -> all rows, in pack order; one all-gather, padded to the fullest rank
-    sum_scatter  all rows of every rank -> own rows, summed; one all-to-all, summed here in at least fp32 and in rank
+    sum_scatter  all rows of every rank -> own rows, summed; one all-to-all, added here in at least fp32 and in rank
                  order: one rounding in bf16 instead of tp - 1, and the same bits whatever the transport does
 
 Both also in chunks of a pack's rows (`RowExchange.chunks`), so that the product of one chunk runs while the next is
@@ -16,7 +16,6 @@ ranks alternate.
 """
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -29,8 +28,7 @@ from torch import Tensor
 
 from evenload.attention.range_attention import work_dtype
 from evenload.cost.groups import TENSOR_CHUNKS
-from evenload.runtime.comm.collectives import all_gather_single
-from evenload.runtime.comm.cp_groups import Transfer
+from evenload.runtime.comm.cp_groups import RankGroup, Transfer
 from evenload.runtime.comm.watch import RankWatch
 from evenload.runtime.device import to_device
 from evenload.types.document import Range
@@ -50,63 +48,44 @@ class RowShard:
         return sum(self.rows_before(doc_id, stop) - self.rows_before(doc_id, start) for doc_id, start, stop in ranges)
 
     def rows_before(self, doc_id: int, position: int) -> int:
-        """Own rows among a document's tokens `[0, position)`."""
+        """Count own rows among a document's tokens `[0, position)`."""
         return (position - (self.rank - doc_id) % self.size + self.size - 1) // self.size
 
 
 def row_owners(ranges: Iterable[Range], size: int) -> NDArray[np.int64]:
-    """The rank that has each row of token ranges; int64[T]."""
+    """Return the rank that has each row of token ranges; int64[T]."""
     owners = [np.arange(start, stop, dtype=np.int64) + doc_id for doc_id, start, stop in ranges]
     return np.concatenate([*owners, np.zeros(0, np.int64)]) % size
 
 
-class TensorGroup:
-    """This rank's view of its group; chunks have at least `chunk_rows` of a pack's rows, alike on all ranks."""
+class TensorGroup(RankGroup):
+    """Ranks with parts of the same matrices; chunks have at least `chunk_rows` of a pack's rows, alike on all ranks."""
 
     chunk_rows = CHUNK_ROWS
 
     def __init__(self, group: dist.ProcessGroup, watch: RankWatch) -> None:
-        self.process_group = self._group = group
-        self._watch = watch
-        self.shard = RowShard(dist.get_rank(group), dist.get_world_size(group))
-        ranks = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
-        self._others = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        super().__init__(group, watch)
+        self.shard = RowShard(self.rank, self.size)
 
-    def all_gather(self, rows: Tensor, what: str) -> Tensor:
-        """[n, ...] of every rank -> [size · n, ...], in rank order."""
-        return self.start_all_gather(rows, what).wait()
-
-    def start_all_gather(self, rows: Tensor, what: str) -> Transfer:
-        """As `all_gather`, without waiting."""
-        gathered, rows = rows.new_empty((self.shard.size * rows.shape[0], *rows.shape[1:])), rows.contiguous()
-        with self.waiting(what):
-            work = all_gather_single(gathered, rows, group=self._group, async_op=True)
-        return Transfer(gathered, (work,), rows, self.waiting, what)
-
-    def start_all_to_all(self, rows: Tensor, counts: list[int], what: str) -> Transfer:
-        """counts[r] rows for every rank r, in rank order -> [size · counts[own], ...] from all ranks, in rank order,
-        without waiting."""
-        own = counts[self.shard.rank]
-        received, rows = rows.new_empty((self.shard.size * own, *rows.shape[1:])), rows.contiguous()
-        sizes = [own] * self.shard.size
-        with self.waiting(what):
-            work = dist.all_to_all_single(received, rows, sizes, counts, group=self._group, async_op=True)
-        assert work is not None
-        return Transfer(received, (work,), rows, self.waiting, what)
+    def all_to_all(self, rows: Tensor, counts: list[int], what: str) -> Transfer:
+        """Start to send counts[r] rows to every rank r; [size · counts[own], ...] come. Both in rank order."""
+        own, sent = counts[self.rank], rows.contiguous()
+        received, sizes = rows.new_empty((self.size * own, *rows.shape[1:])), [own] * self.size
+        exchange = dist.all_to_all_single
+        return self._start(
+            what, sent, received, lambda: exchange(received, sent, sizes, counts, self.process_group, async_op=True)
+        )
 
     def all_reduce(self, tensor: Tensor, what: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+        """Reduce a tensor in place over all ranks, and wait."""
         with self.waiting(what):
-            dist.all_reduce(tensor, op=op, group=self._group)
+            dist.all_reduce(tensor, op=op, group=self.process_group)
         return tensor
-
-    def waiting(self, what: str) -> AbstractContextManager[None]:
-        """Around a transfer; `RankLostError` where another rank of the group died or is stuck."""
-        return self._watch.waiting(what, self._others)
 
 
 @dataclass(frozen=True, eq=False)
 class RowChunk:
-    """A run of a pack's T rows whose transfers are made together, and which of this rank's rows these are."""
+    """A run of a pack's T rows that is exchanged at once, and which of this rank's rows these are."""
 
     rows: slice
     own: slice
@@ -129,17 +108,17 @@ class RowExchange:
 
     @property
     def num_own(self) -> int:
-        return self._counts[self._group.shard.rank]
+        return self._counts[self._group.rank]
 
     @property
     def num_rows(self) -> int:
-        """T, of all ranks."""
+        """Number of rows of all ranks, T."""
         return len(self._owners)
 
     @cached_property
     def chunks(self) -> tuple[RowChunk, ...]:
-        """Runs of about as many rows each; the same on every rank."""
-        total, rank = self.num_rows, self._group.shard.rank
+        """The pack's rows in runs of about as many each; the same on every rank."""
+        total, rank = self.num_rows, self._group.rank
         count = min(TENSOR_CHUNKS, total // self._group.chunk_rows)
         if count < 2:
             return (RowChunk(slice(0, total), slice(0, self.num_own), self),)
@@ -155,31 +134,31 @@ class RowExchange:
         )
 
     def gather(self, own: Tensor) -> Tensor:
-        """[num_own, ...] -> [T, ...] in row order. Collective, as all of these."""
-        return self._group.all_gather(self._pad(own), self._what)[self._place]
+        """Gather [num_own, ...] into [T, ...] in row order. Collective, as all of these."""
+        return self._group.all_gather(self._pad(own), self._what).wait()[self._place]
 
     def start_gather(self, own: Tensor) -> Callable[[Tensor], None]:
-        """As `gather`, without waiting; the result waits and fills a tensor [T, ...]."""
-        transfer = self._group.start_all_gather(self._pad(own), self._what)
+        """Start a `gather`; the result waits and fills a tensor [T, ...]."""
+        transfer = self._group.all_gather(self._pad(own), self._what)
         return lambda rows: torch.index_select(transfer.wait(), 0, self._place, out=rows)  # type: ignore[return-value]
 
     def sum_scatter(self, partial: Tensor) -> Tensor:
-        """[T, ...] of every rank -> [num_own, ...], the sum over ranks of own rows, in the dtype of `partial`."""
+        """Sum [T, ...] over ranks; return own rows [num_own, ...] in the dtype of `partial`."""
         return self.start_sum_scatter(partial)()
 
     def start_sum_scatter(self, partial: Tensor) -> Callable[[], Tensor]:
-        """As `sum_scatter`, without waiting; the result waits."""
-        transfer = self._group.start_all_to_all(partial[self._order], self._counts, self._what)
+        """Start a `sum_scatter`; the result waits."""
+        transfer = self._group.all_to_all(partial[self._order], self._counts, self._what)
 
         def arrive() -> Tensor:
-            parts = transfer.wait().view(self._group.shard.size, self.num_own, *partial.shape[1:])
+            parts = transfer.wait().view(self._group.size, self.num_own, *partial.shape[1:])
             return parts.sum(0, dtype=work_dtype(partial)).to(partial.dtype)
 
         return arrive
 
     def divide(self, chosen: NDArray[np.bool_]) -> tuple["RowExchange", Tensor, Tensor]:
-        """An exchange of the chosen rows (bool[T]) only; which of this rank's rows they are, and which the others."""
-        own = chosen[self._owners == self._group.shard.rank]
+        """Return an exchange of the chosen rows (bool[T]) only, and which of this rank's rows are and are not."""
+        own = chosen[self._owners == self._group.rank]
         part = RowExchange(self._group, self._owners[chosen], self._device, self._what)
         return part, self._on_device(np.flatnonzero(own)), self._on_device(np.flatnonzero(~own))
 
@@ -192,4 +171,4 @@ class RowExchange:
 
 
 def exchange_ranges(group: TensorGroup, ranges: Iterable[Range], device: torch.device, what: str) -> RowExchange:
-    return RowExchange(group, row_owners(ranges, group.shard.size), device, what)
+    return RowExchange(group, row_owners(ranges, group.size), device, what)

@@ -8,8 +8,9 @@ wait; one small write a rank and second; four seconds after a failure.
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Generic, TypeVar
 
 import msgspec
 import torch.distributed as dist
@@ -23,9 +24,35 @@ _PATIENCE = 4.0  # Signs that a live rank cannot miss, also on a machine with mo
 _ANSWER_S = 5.0  # For two rounds of questions to a store that is there.
 _NAMES = {"F": "forward", "B": "backward", "I": "input gradients of backward", "W": "weight gradients of backward"}
 
+T = TypeVar("T")
+
+
+class Background(threading.Thread, Generic[T]):
+    """Runs a call in a daemon thread: when training fails, the process ends although the call waits for a dead rank."""
+
+    def __init__(self, call: Callable[[], T], name: str) -> None:
+        super().__init__(name=name, daemon=True)
+        self._call = call
+        self._returned: list[T] = []
+        self._error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._returned.append(self._call())
+        except BaseException as error:  # whatever it is, who waits raises it
+            self._error = error
+
+    def result(self) -> T:
+        """Wait for the call; return what it returned, or raise what it raised."""
+        self.join()
+        if self._error is not None:
+            raise self._error
+        return self._returned[0]
+
 
 class _Sign(msgspec.Struct, array_like=True):
-    """What a rank shows: grows while it lives; what it does and for how long; it has given up."""
+    """A count that grows while a rank lives, what it does and for how long, and whether it has given up."""
 
     count: int
     doing: str
@@ -34,8 +61,11 @@ class _Sign(msgspec.Struct, array_like=True):
 
 
 class RankWatch:
-    """Knows what this rank is doing, for its own errors and, where ranks share `store`, for those of the others; calls
-    it by `name`, which may change with the layout."""
+    """Records what this rank is doing, for its own errors and, where ranks share `store`, for those of the others.
+
+    Args:
+        name: of this rank in errors; may change with the layout.
+    """
 
     def __init__(
         self,
@@ -46,21 +76,17 @@ class RankWatch:
     ) -> None:
         self.step = -1
         self.name = name
-        self._rank, self._world_size = rank, world_size
-        self._store = store
+        self._rank, self._world_size, self._store = rank, world_size, store
         self._interval_s = max(1.0, world_size / 100)
         self._doing: tuple[str | Action, float] = ("the start", time.monotonic())
         self._waiting: dict[int, tuple[str, float]] = {}
         self._main = threading.get_ident()
-        self._count = 0
-        self._gave_up = False
-        self._lock = threading.Lock()
-        self._closed = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._count, self._gave_up = 0, False
+        self._lock, self._closed = threading.Lock(), threading.Event()
+        self._thread: Background[None] | None = None
         if store is not None:
             self._show()
-            self._thread = threading.Thread(target=self._show_signs, name="evenload-signs", daemon=True)
-            self._thread.start()
+            self._thread = Background(self._show_signs, "evenload-signs")
 
     def record(self, what: str | Action) -> None:
         """Record what the main thread starts; it becomes text only when it is shown."""
@@ -90,7 +116,7 @@ class RankWatch:
                 self._waiting[thread] = outer
 
     def close(self) -> None:
-        """The run ends well: no more signs."""
+        """Show no more signs: the run ends well."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join(_ANSWER_S)  # it ends with the process, too
@@ -116,30 +142,28 @@ class RankWatch:
 
     def _read(self) -> dict[int, _Sign]:
         assert self._store is not None
-        never = _Sign(0, "nothing yet", 0.0, False)
         signs = {}
         with self._lock:
             for rank in range(self._world_size):
                 key = f"sign/{rank}"
                 if rank != self._rank:
-                    there = self._store.check([key])
-                    signs[rank] = msgspec.json.decode(self._store.get(key), type=_Sign) if there else never
+                    never = _Sign(0, "nothing yet", 0.0, False)
+                    is_there = self._store.check([key])
+                    signs[rank] = msgspec.json.decode(self._store.get(key), type=_Sign) if is_there else never
         return signs
 
     def _diagnosis(self) -> str:
-        """Return a sentence about the other ranks, or nothing where the store does not answer.
+        """Return a sentence about the other ranks, "" where there is no store or it is gone.
 
         In a thread: a store whose machine is cut off answers when TCP gives up, in a quarter of an hour or never."""
         if self._store is None:
             return ""
         self._gave_up = True
-        answers: list[str] = []
-        thread = threading.Thread(
-            target=lambda: answers.append(self._read_twice()), name="evenload-diagnosis", daemon=True
-        )
-        thread.start()
-        thread.join(_PATIENCE * self._interval_s + _ANSWER_S)
-        return answers[0] if answers else "The store through which ranks met does not answer either. "
+        reading = Background(self._read_twice, "evenload-diagnosis")
+        reading.join(_PATIENCE * self._interval_s + _ANSWER_S)
+        if reading.is_alive():
+            return "The store through which ranks met does not answer either. "
+        return reading.result()
 
     def _read_twice(self) -> str:
         try:
@@ -149,14 +173,13 @@ class RankWatch:
             after = self._read()
         except RuntimeError:
             return ""
-        still = {r: sign for r, sign in after.items() if not sign.gave_up and sign.count == before[r].count}
-        if still:
-            return _sentence("no sign of life from", still, "last seen at")
-        busy = {r: sign for r, sign in after.items() if not sign.gave_up and not sign.doing.startswith(_WAIT)}
-        if busy:
-            return _sentence("all ranks are alive, and not waiting is", busy, "now at")
-        gone = {r: sign for r, sign in after.items() if sign.gave_up}
-        return _sentence("gave up before:", gone, "while") if gone else ""
+        live = {rank: sign for rank, sign in after.items() if not sign.gave_up}
+        if still := {rank: sign for rank, sign in live.items() if sign.count == before[rank].count}:
+            return _sentence("No sign of life from", still, "last seen at")
+        if busy := {rank: sign for rank, sign in live.items() if not sign.doing.startswith(_WAIT)}:
+            return _sentence("All ranks are alive, and not waiting is", busy, "now at")
+        gone = {rank: sign for rank, sign in after.items() if sign.gave_up}
+        return _sentence("Gave up before:", gone, "while") if gone else ""
 
 
 def _sentence(start: str, signs: dict[int, _Sign], when: str) -> str:
@@ -165,11 +188,11 @@ def _sentence(start: str, signs: dict[int, _Sign], when: str) -> str:
         for rank, sign in sorted(signs.items())[:_MAX_NAMED]
     ]
     more = f" and {len(signs) - _MAX_NAMED} more" if len(signs) > _MAX_NAMED else ""
-    return f"{start[0].upper()}{start[1:]} {', '.join(named)}{more} "
+    return f"{start} {', '.join(named)}{more} "
 
 
 def comes_of_transport(error: BaseException) -> bool:
-    """Whether an error, or one that it was raised from, is that of a transfer between ranks."""
+    """Say whether an error, or one that it was raised from, is that of a transfer between ranks."""
     at: BaseException | None = error
     while at is not None:
         if isinstance(at, RuntimeError) and _is_transport_error(at):

@@ -1,6 +1,5 @@
-"""The configured model's `config.json`, or that of a built-in name (`evenload plan --model`), as transformers and the
-cost model read it. A built-in shape says all that random weights, which are only timed, need.
-"""
+"""Read the `config.json` of the configured model, or of a built-in name (`evenload plan --model`), for transformers and
+the cost model."""
 
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,9 @@ from evenload.types.model import MODEL_TYPES, MODELS, ModelSpec, model_from_hf_c
 
 
 def config_from(name_or_path: str) -> PretrainedConfig:
-    """Return the configuration of a built-in model, a `config.json` or its folder; a `ConfigError` where it is neither,
-    an `UnsupportedModelError` for an architecture or option that the runtime does not train."""
-    model_from(name_or_path)  # says best what is wrong with a name
+    """Return the configuration of a built-in model, a `config.json` or its folder; raise `ConfigError` where it is
+    neither, `UnsupportedModelError` for an architecture or option that the runtime does not train."""
+    model_from(name_or_path)  # its errors name what is wrong
     return _of_built_in(name_or_path) if name_or_path in MODELS else load_config(name_or_path)
 
 
@@ -44,7 +43,7 @@ def _of_built_in(name: str) -> PretrainedConfig:
     if any(model.windows):
         sizes["sliding_window"] = max(model.windows)
     if model.num_experts:
-        # Mixtral's and Qwen's names of the same numbers.
+        # Mixtral and Qwen name the same numbers differently.
         sizes |= {"num_experts": model.num_experts, "num_local_experts": model.num_experts}
         sizes |= {"moe_intermediate_size": model.ffn_hidden_size, "num_experts_per_tok": model.experts_per_token}
     config = AutoConfig.for_model(
@@ -55,8 +54,7 @@ def _of_built_in(name: str) -> PretrainedConfig:
 
 
 def with_few_layers(config: PretrainedConfig, windows: tuple[int, ...], stages: int, most: int) -> PretrainedConfig:
-    """A copy with the same layers, but at most `most` a stage, alike on every stage, one of each attention window
-    (0 = full) first."""
+    """Return a copy with at most `most` layers a stage, alike on every stage, with one of each attention window."""
     first_of_kind = [windows.index(window) for window in dict.fromkeys(windows)]
     others = [layer for layer in range(len(windows)) if layer not in first_of_kind]
     chosen = sorted((first_of_kind + others)[: max(len(first_of_kind), min(most, len(windows) // stages))])
@@ -64,7 +62,6 @@ def with_few_layers(config: PretrainedConfig, windows: tuple[int, ...], stages: 
     tree[check_supported(config).layers_key] = len(chosen) * stages
     if tree.get("layer_types"):
         tree["layer_types"] = [tree["layer_types"][layer] for layer in chosen] * stages
-    # How many layers have a window; the kinds of layers say it already.
     if tree.get("max_window_layers") is not None:
         tree["max_window_layers"] = len(chosen) * stages
     return type(config).from_dict(tree)
@@ -75,8 +72,8 @@ def spec_of(config: PretrainedConfig, name: str, bytes_per_element: int) -> Mode
 
 
 def load_config(path: str) -> PretrainedConfig:
-    """Return the model's configuration from a directory, a `config.json`, or a name on the Hub; a `ConfigError` where
-    there is none, an `UnsupportedModelError` for an architecture or option that replay does not run exactly."""
+    """Read the model's configuration from a directory, a `config.json`, or a name on the Hub; raise `ConfigError` where
+    there is none, `UnsupportedModelError` for an architecture or option that replay does not run exactly."""
     local = Path(local_path(path, "model.path"))
     file = local / "config.json" if local.is_dir() else local
     if not file.is_file():
@@ -85,7 +82,7 @@ def load_config(path: str) -> PretrainedConfig:
             "name on the Hub such as 'Qwen/Qwen3-0.6B'"
         )
     try:
-        # Code that a directory brings along is never run.
+        # Code in a model's directory is never run.
         config = AutoConfig.from_pretrained(
             file.parent if file.name == "config.json" else file, trust_remote_code=False
         )
@@ -98,8 +95,8 @@ def load_config(path: str) -> PretrainedConfig:
 
 
 def model_spec(config: TrainConfig) -> ModelSpec:
-    """Return the configured model as the cost model sees it; errors as `load_config`, and a `ConfigError` for documents
-    longer than its learned positions, or adapters that fit nowhere."""
+    """Return the configured model for the cost model; errors as `load_config`, and `ConfigError` for documents longer
+    than its learned positions, or adapters that fit nowhere."""
     hf = load_config(config.model.path)
     require_positions(hf, config.data.max_document_tokens)
     if config.model.lora is not None:
@@ -107,5 +104,5 @@ def model_spec(config: TrainConfig) -> ModelSpec:
     path = Path(config.model.path)
     name = path.parent.name if path.name == "config.json" else path.stem if path.suffix == ".json" else path.name
     name = config.model.path if is_hub_name(config.model.path) else name
-    found = model_from_hf_config(hf.to_dict(), name, BYTES_PER_ELEMENT[config.model.dtype])
-    return with_adapters(config.with_run_memory(found), config.model.lora)
+    spec = model_from_hf_config(hf.to_dict(), name, BYTES_PER_ELEMENT[config.model.dtype])
+    return with_adapters(config.with_run_memory(spec), config.model.lora)

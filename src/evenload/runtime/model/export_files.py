@@ -1,4 +1,4 @@
-"""What an exported model's directory needs besides the index: tensor files that others may read, and the tokeniser."""
+"""Write the files of an exported model besides its index: tensors that others may read, and the tokeniser."""
 
 import json
 import os
@@ -49,8 +49,8 @@ def save_tensors(tensors: dict[str, Tensor], file: Path) -> None:
 
 
 def tokenizer_source(data: DataConfig, model_path: str) -> Path | None:
-    """The `tokenizer.json` that belongs to a trained model; None where the run used plain bytes, or there is none.
-    Records of token ids were made by the model's own tokeniser, as far as anybody knows."""
+    """Return the `tokenizer.json` of a trained model; None where the run used plain bytes, or there is none. Records of
+    token ids were presumably made by the model's own tokeniser."""
     if data.tokenizer in (None, BYTES) and not trains_given_ids(data):
         return None
     named = None if data.tokenizer in (None, BYTES) else local_path(data.tokenizer, "data.tokenizer", "tokenizer")
@@ -62,7 +62,7 @@ def tokenizer_source(data: DataConfig, model_path: str) -> Path | None:
 
 
 def tokenizer_note(directory: Path, data: DataConfig, model_path: str) -> str:
-    """What lies beside an exported model, for a log; also where transformers would load other tokens than trained."""
+    """Describe an exported model's tokeniser, for a log, with a warning where transformers would load another one."""
     source = tokenizer_source(data, model_path)
     if source is not None:
         return f"with the tokeniser of {source.parent}{_difference(directory, FileTokenizer(source), data)}"
@@ -72,11 +72,8 @@ def tokenizer_note(directory: Path, data: DataConfig, model_path: str) -> str:
 
 
 def require_same_ids(tokenizer: DocumentTokenizer) -> None:
-    """Refuse settings next to a `tokenizer.json` by which transformers makes other ids than we do, by a `ConfigError`.
-
-    Its class `PreTrainedTokenizerFast` takes the file as it is, as we do; others build parts of it anew, from
-    `add_prefix_space`, `do_lower_case`, `legacy` and what they know of their models.
-    """
+    """Raise `ConfigError` for settings by which transformers makes other ids than `tokenizer.json` says. Its class
+    `PreTrainedTokenizerFast` takes the file as it is, as we do; others rebuild parts of it from their own settings."""
     if not isinstance(tokenizer, FileTokenizer) or not tokenizer.has_settings or tokenizer.path.name != TOKENIZER_FILE:
         return
     directory = tokenizer.path.parent
@@ -96,8 +93,7 @@ def require_same_ids(tokenizer: DocumentTokenizer) -> None:
 
 
 def _compared(ours: FileTokenizer, opening: tuple[int, ...], loader: Any, directory: Path) -> tuple[Any, bool]:
-    """The tokeniser that transformers loads from a directory, and whether it makes our ids of the probe text with every
-    added token of both, after `opening`."""
+    """Load a directory's tokeniser with transformers; say whether it makes our ids of a probe text after `opening`."""
     loaded = loader.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
     added = sorted(ours.added_tokens | set(loaded.get_added_vocab()))
     text = _PROBE + "".join(f"a{token}b {token} c" for token in added)
@@ -109,8 +105,7 @@ def _compared(ours: FileTokenizer, opening: tuple[int, ...], loader: Any, direct
 
 
 def _difference(directory: Path, trained: FileTokenizer, data: DataConfig) -> str:
-    """For some kinds of models transformers has classes that split text by rules of their own, whatever the file
-    says."""
+    """Return a warning where transformers' class for the model splits text differently, whatever the file says."""
     try:
         opening = required_opening(trained, data.prepend_bos)
         loaded, is_same = _compared(trained, opening, AutoTokenizer, directory)
@@ -158,7 +153,7 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _write_settings(directory: Path, data: DataConfig) -> None:
-    """The end of a document, and what a text begins with, where the data settings change them."""
+    """Write the end of a document, and the beginning of a text, where the data settings change them."""
     tokenizer = FileTokenizer(directory, data.eos_token)
     own = read_settings(directory / TOKENIZER_CONFIG)
     # transformers chooses a class by the model where no file says that `tokenizer.json` is all there is.
@@ -181,8 +176,7 @@ def _write_settings(directory: Path, data: DataConfig) -> None:
 
 
 def _write_end(directory: Path, eos_id: int) -> None:
-    """Generation ends with this id, and with those that ended it before. Where there is no generation_config.json,
-    transformers takes it from config.json."""
+    """Add an end of generation to the known ones, in generation_config.json and in config.json, its fallback."""
     for name in (MODEL_FILE, GENERATION_FILE):
         known = (before := read_settings(directory / name)).get("eos_token_id")
         ends = known if isinstance(known, list) else [known]

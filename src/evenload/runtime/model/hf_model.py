@@ -1,4 +1,4 @@
-"""Unmodified Hugging Face decoders, cut into the units a pipeline stage owns.
+"""Cut unmodified Hugging Face decoders into the units that a pipeline stage owns.
 
 A *unit* is the embedding, one layer, or the head (final norm and output projection): the granularity of stages,
 optimizer shards, checkpoints and live moves. The model is built without memory, cut to the stage's units, and only
@@ -40,14 +40,14 @@ from evenload.types.layout import ParallelLayout
 
 @dataclass(eq=False)
 class StageModel:
-    """The part of a decoder that one stage runs.
+    """Holds the part of a decoder that one stage runs.
 
     Args:
         layers: by global layer index.
         rotary: makes rotary positions; None = the model learns a table, `positions`, which the first stage has.
         embedding: on the first stage (and on the last when tied), else None.
         norm, head: on the last stage, else None.
-        router_aux_loss_coef: factor of the routers' load-balancing loss; 0 = not trained.
+        router_aux_loss_coef: factor of the load-balancing loss; 0 = not trained.
     """
 
     config: PretrainedConfig
@@ -62,29 +62,39 @@ class StageModel:
     is_last: bool
     router_aux_loss_coef: float = 0.0
 
-    def unit_parameters(self) -> Iterator[list[tuple[str, nn.Parameter]]]:
-        """Of every unit its *trained* (Hugging Face parameter name, parameter) pairs, in model order."""
+    @property
+    def modules(self) -> list[nn.Module]:
+        """Modules of all units."""
+        units = (self.embedding, self.positions, *self.layers.values(), self.norm, self.head)
+        return [module for module in units if module is not None]
+
+    def named_units(self) -> Iterator[list[tuple[str, nn.Parameter]]]:
+        """Yield (Hugging Face parameter name, parameter) pairs of every unit, in model order."""
         names = self.architecture.names
         if self.is_first:
-            positions = [] if self.positions is None else _trained(names.positions_path, self.positions)
-            yield _trained(names.embedding_path, self.embedding) + positions
+            yield _named(names.embedding_path, self.embedding) + _named(names.positions_path, self.positions)
         for index, layer in self.layers.items():
-            yield _trained(names.layer_path(index), layer)
+            yield _named(names.layer_path(index), layer)
         if self.is_last:
             # Embedding and head may be one parameter on this stage.
             is_tied = self.is_first and bool(self.config.tie_word_embeddings)
-            yield _trained(names.norm_path, self.norm) + ([] if is_tied else _trained("lm_head", self.head))
+            yield _named(names.norm_path, self.norm) + ([] if is_tied else _named("lm_head", self.head))
+
+    def unit_parameters(self) -> Iterator[list[tuple[str, nn.Parameter]]]:
+        """Yield the *trained* pairs of `named_units`."""
+        for named in self.named_units():
+            yield [(name, parameter) for name, parameter in named if parameter.requires_grad]
 
     @property
     def units(self) -> tuple[int, ...]:
-        """Numbers of its units in the order of `unit_parameters`: 0 = embedding, then layers, then the head."""
+        """Return the numbers of its units in the order of `unit_parameters`: 0 = embedding, then layers, head."""
         first = (0,) if self.is_first else ()
         last = (1 + self.config.num_hidden_layers,) if self.is_last else ()
         return (*first, *(1 + index for index in self.layers), *last)
 
     def position_embeddings(self, like: Tensor, positions: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
-        """Rotary cosines and sines by layer index, for positions int64[1, T]; `like` [1, T, hidden] is of the compute
-        precision and device. Empty where positions are learned."""
+        """Return rotary cosines and sines by layer index, for positions int64[1, T]; `like` [1, T, hidden] has the
+        compute precision and device. Empty where positions are learned."""
         if self.rotary is None:
             return {}
         kinds: tuple[str, ...] | None = getattr(self.rotary, "layer_types", None)
@@ -113,18 +123,16 @@ class StageModel:
         return attention.q_proj.out_features // dim, attention.k_proj.out_features // dim, dim
 
     def frozen_parameters(self) -> Iterator[nn.Parameter]:
-        for module in (self.embedding, self.positions, *self.layers.values(), self.norm, self.head):
-            if module is not None:
-                yield from (parameter for parameter in module.parameters() if not parameter.requires_grad)
+        for module in self.modules:
+            yield from (parameter for parameter in module.parameters() if not parameter.requires_grad)
 
 
-def _trained(prefix: str, module: nn.Module | None) -> list[tuple[str, nn.Parameter]]:
-    assert module is not None
-    return [(name, p) for name, p in module.named_parameters(prefix=prefix) if p.requires_grad]
+def _named(prefix: str, module: nn.Module | None) -> list[tuple[str, nn.Parameter]]:
+    return [] if module is None else list(module.named_parameters(prefix=prefix))
 
 
 def empty_model(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """The whole model without memory; `ConfigError` where transformers cannot make it from this configuration."""
+    """Make the whole model without memory; `ConfigError` where transformers cannot make it of this configuration."""
     pad, vocab_size = getattr(config, "pad_token_id", None), config.vocab_size
     if pad is not None and not -vocab_size <= pad < vocab_size:
         raise ConfigError(
@@ -140,7 +148,7 @@ def empty_model(config: PretrainedConfig, dtype: torch.dtype = torch.float32) ->
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, dtype=dtype)
-    except Exception as error:  # whatever a module does with a number it cannot use
+    except Exception as error:  # transformers has no common class
         raise ConfigError(
             f"config.json: transformers cannot make a {type(config).__name__.removesuffix('Config')} of it "
             f"({type(error).__name__}: {' '.join(str(error).split())}); compare it with the published one"
@@ -148,7 +156,7 @@ def empty_model(config: PretrainedConfig, dtype: torch.dtype = torch.float32) ->
 
 
 def require_model(config: PretrainedConfig, weights: str | None) -> None:
-    """Refuse a configuration that makes no model, and weights that are not exactly the model's, see `weight_files`."""
+    """Refuse a configuration that makes no model, and weights that are not exactly the model's (`weight_files`)."""
     whole = empty_model(config)
     if weights is not None:
         _fitting_weights(config, whole, Path(weights))
@@ -212,14 +220,14 @@ def build_stage_model(
         is_last=is_last,
         router_aux_loss_coef=router_aux_loss_coef,
     )
-    units = list(_numbered_units(stage))
+    units = list(numbered_units(stage))
     for number, name, unit in units:
         if number == HEAD and tied_copy:
             assert stage.embedding is not None
             unit.weight = stage.embedding.weight
             continue
-        # One unit after the other, so that no more than one is whole where each is cut.
-        # Random weights are made on the CPU, so that every device starts from the same ones.
+        # Units are filled one by one, so that only one is whole under tp. Random weights are made on the CPU, so that
+        # every device starts from the same ones.
         unit.to_empty(device="cpu" if weights is None else device)
         if weights is None:
             initialise_weights(whole, number, unit, seed)
@@ -237,8 +245,8 @@ def build_stage_model(
     return stage
 
 
-def _numbered_units(stage: StageModel) -> Iterator[tuple[int, str, nn.Module]]:
-    """What is filled by itself: the number of its seed, its name in the whole model, the module."""
+def numbered_units(stage: StageModel) -> Iterator[tuple[int, str, nn.Module]]:
+    """Yield the modules that are filled one by one: the number of a seed, a name in the whole model, the module."""
     names = stage.architecture.names
     for index, layer in stage.layers.items():
         yield LAYERS + index, names.layer_path(index), layer
@@ -255,7 +263,7 @@ def _numbered_units(stage: StageModel) -> Iterator[tuple[int, str, nn.Module]]:
 def build_rank_models(
     config: PretrainedConfig, layout: ParallelLayout, pp_rank: int, build: Callable[..., StageModel]
 ) -> dict[int, StageModel]:
-    """Models of a pipeline rank's virtual stages, ascending, each made by `build(layers=, tp=)`. A tied embedding whose
+    """Make the models of a pipeline rank's virtual stages, ascending, by `build(layers=, tp=)`. A tied embedding whose
     first and last stage lie on one rank is one parameter there, as in the whole model."""
     models = {
         stage: build(config, layers=layers, tp=layout.tp)

@@ -1,4 +1,4 @@
-"""LoRA adapters by `peft` on an unmodified decoder (Hu et al. 2022): only they are trained, checkpointed and exported.
+"""Add LoRA adapters by `peft` to an unmodified decoder (Hu et al. 2022): only they are trained, saved and exported.
 
 `peft` wraps a linear W as  W·x + (alpha / rank)·B·(A·x).  Replay records W·x as for a plain linear and computes the two
 thin products again in backward, under autograd; W itself has no gradient, weight product or optimizer state.
@@ -48,11 +48,11 @@ def add_adapters(whole: nn.Module, layers: Mapping[int, nn.Module], lora: LoraCo
     inject_adapters(whole, next(iter(layers.values())), lora)
     for index, layer in layers.items():
         prefix = f"model.layers.{index}"
-        found = {f"{prefix}.{name}": p for name, p in layer.named_parameters() if is_adapter(name)}
+        adapters = {f"{prefix}.{name}": p for name, p in layer.named_parameters() if is_adapter(name)}
         if lora.path is None:
-            _initialise(found, unit_seed(LAYERS + index, seed))
+            _initialise(adapters, unit_seed(LAYERS + index, seed))
         else:
-            _load(found, Path(lora.path), lora, len(whole.model.layers))  # type: ignore[bad-argument-type]
+            _load(adapters, Path(lora.path), lora, len(whole.model.layers))  # type: ignore[bad-argument-type]
 
 
 def inject_adapters(whole: nn.Module, some_layer: nn.Module, lora: LoraConfig) -> None:
@@ -134,7 +134,7 @@ def _load(parameters: dict[str, nn.Parameter], directory: Path, lora: LoraConfig
 
 
 def _refuse_other_adapters(saved: dict[str, Any], directory: Path) -> None:
-    """Variants that compute something else than W·x + (alpha / rank)·B·(A·x)."""
+    """Refuse variants that compute something else than W·x + (alpha / rank)·B·(A·x)."""
     plain: dict[str, tuple[object, ...]] = {
         "peft_type": ("LORA",),
         "bias": ("none", None),
@@ -149,7 +149,7 @@ def _refuse_other_adapters(saved: dict[str, Any], directory: Path) -> None:
 
 
 def peft_name(name: str) -> str:
-    """A parameter's name in a PEFT file, which leaves the adapter's name out."""
+    """Return a parameter's name in a PEFT file, which leaves the adapter's name out."""
     return _PEFT_PREFIX + name.replace(f".{_ADAPTER}.", ".")
 
 

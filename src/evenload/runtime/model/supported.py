@@ -1,5 +1,5 @@
-"""Which models and options are trained exactly; all others are refused by name: they might mix tokens of different
-documents, draw random numbers, or depend on the length of the pack, and would then be trained wrong without a sign."""
+"""Refuse, by name, models and options that are not trained exactly: they might mix tokens of different documents, draw
+random numbers, or depend on the length of the pack, and would then be trained wrong without a sign."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -14,7 +14,7 @@ _FIXED_ROPE = {"default", "linear", "llama3", "yarn"}
 
 
 def check_supported(config: PretrainedConfig) -> Architecture:
-    """What is known of the model's architecture; `UnsupportedModelError` names it, or the option that is not."""
+    """Return the model's architecture; raise `UnsupportedModelError` for one, or an option, that is not supported."""
     architecture = TRAINED.get(_causal_class(config))
     if architecture is None:
         raise UnsupportedModelError(
@@ -63,7 +63,7 @@ def _untrained(config: PretrainedConfig, architecture: Architecture) -> Iterator
 
 
 def require_adapters(config: PretrainedConfig) -> None:
-    """`UnsupportedModelError` for an architecture whose linears get no adapters."""
+    """Raise `UnsupportedModelError` for an architecture whose linears get no adapters."""
     if why := check_supported(config).unadapted:
         raise UnsupportedModelError(
             f"model.lora is set and {_causal_class(config)} {why}; remove [model.lora] to train all weights"
@@ -71,7 +71,7 @@ def require_adapters(config: PretrainedConfig) -> None:
 
 
 def require_positions(config: PretrainedConfig, max_document_tokens: int) -> None:
-    """`ConfigError` where documents may be longer than a model's table of learned positions."""
+    """Raise `ConfigError` where documents may be longer than a model's table of learned positions."""
     architecture = check_supported(config)
     if not architecture.names.positions or max_document_tokens <= config.max_position_embeddings:
         return
@@ -86,7 +86,7 @@ def require_positions(config: PretrainedConfig, max_document_tokens: int) -> Non
 
 
 def position_warning(config: PretrainedConfig, max_document_tokens: int) -> str:
-    """What to say where documents may be longer than what rotary positions are made for; "" where they are not."""
+    """Return a warning where documents may be longer than the model's rotary positions reach; "" = they are not."""
     known = getattr(config, "max_position_embeddings", None)
     if not known or check_supported(config).names.positions:
         return ""
@@ -110,12 +110,12 @@ def attention_soft_cap(config: PretrainedConfig) -> float:
 
 
 def router_aux_loss_coef(config: PretrainedConfig, chosen: float | None) -> float:
-    """The factor of the load-balancing loss; 0 for a model without experts, and where it is not to be trained.
+    """Return the factor of the load-balancing loss; 0 for a model without experts, and where it is not trained.
     `chosen` is `model.router_aux_loss_coef`; None = as transformers would train the model.
 
     Raises:
-        ConfigError: the model has no router, or nobody decided: transformers trains without the loss unless config.json
-            asks for router logits, which is easily missed.
+        ConfigError: the model has no router, or neither side decides: transformers trains without the loss unless
+            config.json sets `output_router_logits`, which is easily missed.
     """
     if check_supported(config).experts is None:
         if chosen:
@@ -144,7 +144,7 @@ def _causal_class(config: PretrainedConfig) -> str:
 
 
 def rope_settings(config: PretrainedConfig) -> list[dict[str, Any]]:
-    """Rotary settings of the whole model, or of every kind of layer where they differ (Gemma 3)."""
+    """Return the rotary settings of the model, or of every kind of layer where they differ (Gemma 3)."""
     parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     kinds = [value for value in parameters.values() if isinstance(value, dict)]
     return kinds or [parameters]

@@ -1,12 +1,13 @@
-"""Which part of every weight a tensor-parallel rank holds, and which models can be cut at all.
+"""Cut weights to the parts of a tensor-parallel rank, and refuse models that cannot be cut.
 
-    cut by output (rows)     q k v, gate, up, their biases; embedding and head by words
+    cut by output (rows)     q k v, gate, up, their biases; embedding and head by token ids
     cut by input (columns)   o, down
-    whole on every rank      norms, biases behind a sum over ranks
+    whole on every rank      norms, biases after a sum over ranks
     adapters (LoRA)          B of what is cut by output, A of what is cut by input; the other one is whole
 
-A parameter that is cut carries a `TensorSplit`. Weights are filled whole, unit by unit, and cut at once: so every tp
-starts from the same weights. Words that do not divide give the last ranks fewer, as `torch.distributed.tensor.Shard`.
+A parameter that is cut carries a `TensorSplit`. Weights are filled whole, unit by unit, and cut at once, so every tp
+starts from the same weights. A vocabulary that does not divide gives the last ranks fewer token ids, as
+`torch.distributed.tensor.Shard`.
 """
 
 from collections.abc import Iterable
@@ -25,8 +26,8 @@ from evenload.types.architectures import Architecture
 
 @dataclass(frozen=True)
 class TensorSplit:
-    """A part of a tensor: `[start, start + size)` of dimension `dim`, which has `whole_size` in all; all ranks but the
-    last, which may have fewer, have `part` rows or columns."""
+    """Describes a part of a tensor: `[start, start + size)` of dimension `dim`, which has `whole_size` in all; every
+    rank has `part` rows or columns, the last ones perhaps fewer."""
 
     dim: int
     start: int
@@ -40,8 +41,8 @@ def tensor_split(parameter: Tensor) -> TensorSplit | None:
 
 
 def require_tensor_parallel(config: PretrainedConfig, tp: int) -> None:
-    """`ConfigError` for heads or feed-forward columns that do not divide, `UnsupportedModelError` for an architecture
-    whose blocks mix what lies on different ranks."""
+    """Raise `ConfigError` for heads or feed-forward columns that do not divide by `tp`, `UnsupportedModelError` for an
+    architecture whose blocks mix what lies on different ranks."""
     if tp == 1:
         return
     if why := check_supported(config).uncut:
@@ -69,8 +70,8 @@ def require_tensor_parallel(config: PretrainedConfig, tp: int) -> None:
 def split_weights(
     modules: Iterable[tuple[str, nn.Module]], architecture: Architecture, rank: int, tp: int, *, filled: bool = True
 ) -> None:
-    """Cut every named module and all modules inside it, in place, to what a tensor-parallel rank holds of it; without
-    `filled` weights have no values, and their memory stays untouched."""
+    """Cut named modules and all modules inside them, in place, to a tensor-parallel rank's parts. Without `filled`
+    weights have no values, and their memory stays untouched."""
     for prefix, unit in modules:
         for name, module in unit.named_modules(prefix=prefix):
             for parameter_name, parameter in module.named_parameters(recurse=False):
@@ -82,18 +83,18 @@ def split_weights(
 
 
 def linear_kind(name: str) -> str:
-    """The last name of a module, which an adapter may be wrapped around."""
+    """Return the last part of a module's name, which an adapter may be wrapped around."""
     return name.removesuffix(".base_layer").rsplit(".", 1)[-1]
 
 
 def adapter_of(name: str, part: str, linears: tuple[str, ...]) -> bool:
-    """Whether a module is this matrix ("lora_A", "lora_B") of an adapter of such a linear."""
+    """Say whether a module is this matrix ("lora_A", "lora_B") of an adapter of one of these linears."""
     parts = name.split(".")
     return len(parts) > 2 and parts[-2] == part and parts[-3] in linears
 
 
 def _split_dim(name: str, parameter_name: str, architecture: Architecture) -> int | None:
-    """The dimension of a module's parameter that is cut; None = every rank holds it whole."""
+    """Return the dimension of a module's parameter that is cut; None = every rank holds it whole."""
     columns, rows = architecture.column_linears, architecture.row_linears
     if is_adapter(name):
         # The first matrix of an adapter whose linear is cut by input makes partial sums, too.
@@ -117,11 +118,11 @@ def _cut(parameter: nn.Parameter, dim: int, rank: int, tp: int, *, filled: bool)
 
 
 def join_parts(local: Tensor, split: TensorSplit | None, group: TensorGroup | None) -> Tensor:
-    """A whole tensor from the parts of a group, on every rank of it. Collective; nothing to do where it is whole."""
+    """Join the parts of a group into the whole tensor, on every rank. Collective where it is cut."""
     if split is None or group is None:
         return local
     rows = local.movedim(split.dim, 0)
     padded = rows.new_zeros(split.part, *rows.shape[1:])
     padded[: split.size] = rows
-    whole = group.all_gather(padded, "parts of a tensor")[: split.whole_size]
+    whole = group.all_gather(padded, "parts of a tensor").wait()[: split.whole_size]
     return whole.movedim(0, split.dim).contiguous()

@@ -1,9 +1,9 @@
-"""The tensors of a Hugging Face directory, by the headers of its files, and whether they are the configured model's.
+"""Check the tensors of a Hugging Face directory against the configured model, and load them.
 
 A safetensors file begins with a JSON header that names every tensor with its type, shape and place, so damage,
 quantised weights, and tensors that the model lacks or has no place for are found without reading a weight. What
 transformers would only warn about is refused: training from half of a model looks like training. A tensor that the
-model computes, or ties, itself is read and compared. Price: one short read a file.
+model computes or ties itself is read and compared. Price: one short read a file.
 """
 
 import json
@@ -28,7 +28,7 @@ _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _COMPUTED = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|attn\.(bias|masked_bias))")
-"""Rotary frequencies and GPT-2's causal masks, which old versions of transformers stored and which are computed."""
+"""Rotary frequencies and GPT-2's causal masks, which the model computes and old versions of transformers stored."""
 _HEAD = "lm_head.weight"
 LEFT_OUT = "evenload_left_out"
 """Key of an index's metadata: names of tensors that its files hold and that are not the model's."""
@@ -36,8 +36,7 @@ LEFT_OUT = "evenload_left_out"
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor is stored, and its name there ("" = that by which it is looked up); type as safetensors calls
-    it."""
+    """Locates a stored tensor; `name` in its file, "" = as it is looked up; dtype as safetensors names it."""
 
     file: str
     dtype: str
@@ -46,7 +45,7 @@ class StoredTensor:
 
 
 def stored_weights(directory: Path) -> dict[str, StoredTensor]:
-    """All tensors of a directory by name, from the index or from the one file; `ConfigError` for none, or damaged."""
+    """Return all tensors of a directory by name; `ConfigError` where there are none, or files are damaged."""
     index, adapter = directory / INDEX_FILE, directory / "adapter_config.json"
     if adapter.is_file():
         raise ConfigError(f"{adapter}: transformers would load it too; name it in model.lora.path, or move it away")
@@ -81,19 +80,19 @@ def _indexed_weights(index: Path) -> dict[str, StoredTensor]:
         raise ConfigError(f"{index} names other files than {SINGLE_FILE}, which transformers reads; remove one of both")
     metadata = content.get("metadata")
     left_out = metadata.get(LEFT_OUT, ()) if isinstance(metadata, dict) else ()
-    found: dict[str, StoredTensor] = {}
+    stored: dict[str, StoredTensor] = {}
     # transformers reads whole files, so a tensor that the index does not name counts as well.
     for tensors in headers.values():
         for name, tensor in tensors.items():
-            if name in found:
-                raise ConfigError(f"{index.parent}: '{name}' is in {found[name].file} and {tensor.file}; remove one")
+            if name in stored:
+                raise ConfigError(f"{index.parent}: '{name}' is in {stored[name].file} and {tensor.file}; remove one")
             if name not in left_out:
-                found[name] = tensor
-    return found
+                stored[name] = tensor
+    return stored
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """The tensors of one safetensors file by name; `ConfigError` where it is not a whole one."""
+    """Return the tensors of one safetensors file by name; `ConfigError` where the file is not a complete one."""
     size_bytes = file.stat().st_size
     try:
         with file.open("rb") as stream:
@@ -102,7 +101,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
                 raise ValueError(f"a header of {length:,} bytes")
             header = json.loads(stream.read(length))
         tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        found = {
+        stored = {
             name: StoredTensor(file.name, entry["dtype"], tuple(entry["shape"])) for name, entry in tensors.items()
         }
         stop = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
@@ -114,7 +113,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         raise ConfigError(
             f"{file} is damaged: it has {size_bytes:,} bytes and its header says {needed_bytes:,}; fetch it again"
         )
-    return found
+    return stored
 
 
 def require_fitting(
@@ -189,7 +188,7 @@ def _require_computed(
 
 
 def require_plain(tensor: StoredTensor, name: str, directory: Path) -> None:
-    """`UnsupportedModelError` for a tensor whose numbers mean something else without a scale beside them."""
+    """Raise `UnsupportedModelError` for a tensor whose numbers need a scale."""
     if tensor.dtype not in _FLOATS:
         raise UnsupportedModelError(
             f"{directory / tensor.file}: '{name}' is stored as {tensor.dtype}, so the weights are quantised; only "
@@ -201,8 +200,8 @@ def require_plain(tensor: StoredTensor, name: str, directory: Path) -> None:
 def stored_parts(
     stored: Mapping[str, Any], name: str, tensor: Tensor, experts: ExpertNames | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name in this directory, view) of the parts of a parameter; fused as in transformers' modules, or one by one.
-    Directories that were saved without the head (the published GPT-2) leave the decoder's name out."""
+    """Yield (name in this directory, view) of the parts of a parameter; fused as in transformers' modules, or one by
+    one. Directories that were saved without the head (the published GPT-2) leave the decoder's name out."""
     without_decoder = name.partition(".")[2]
     if name in stored:
         yield name, tensor
@@ -213,7 +212,7 @@ def stored_parts(
 
 
 def stored_tensors(name: str, tensor: Tensor, experts: ExpertNames | None) -> Iterator[tuple[str, Tensor]]:
-    """(name in files, view) of the parts of a parameter; itself for all but experts and what stands beside them."""
+    """Yield (name in files, view) of the parts of a parameter; itself for all but a block with experts."""
     if experts is None or ".mlp." not in name:
         yield name, tensor
         return
@@ -231,7 +230,7 @@ def stored_tensors(name: str, tensor: Tensor, experts: ExpertNames | None) -> It
 
 
 POSITIONS, EMBEDDING, NORM, HEAD, LAYERS = range(-1, 4)
-"""Numbers of what has a seed of its own; layers follow from the last one on."""
+"""Numbers of the modules that have a seed of their own; layers count on from the last."""
 
 
 def initialise_weights(whole: Any, number: int, unit: nn.Module, seed: int) -> None:
@@ -249,7 +248,7 @@ def unit_seed(number: int, seed: int) -> int:
 def load_weights(
     prefix: str, unit: nn.Module, directory: Path, stored: Mapping[str, StoredTensor], experts: ExpertNames | None
 ) -> None:
-    """Copy the tensors that a Hugging Face directory has, after `require_fitting`, into a unit."""
+    """Copy the tensors of a Hugging Face directory into a unit, after `require_fitting`."""
     by_file: dict[str, list[tuple[str, Tensor]]] = {}
     for name, parameter in unit.named_parameters(prefix=prefix):
         for part, view in stored_parts(stored, name, parameter.detach(), experts):
@@ -262,6 +261,6 @@ def load_weights(
 
 
 def fill_constants(unit: nn.Module) -> None:
-    """Buffers that are in no file, and that a model built without memory has lost: Gemma's factor of embeddings."""
+    """Fill buffers that no file holds and that a model built without memory has lost: Gemma's factor of embeddings."""
     if isinstance(getattr(unit, "embed_scale", None), Tensor):
         unit.embed_scale.fill_(unit.scalar_embed_scale)  # type: ignore[operator]

@@ -1,23 +1,24 @@
-"""`ShardedOptimizer`: AdamW, fused, or Muon on this rank's shard of every flat buffer (ZeRO-1, cut by unit).
+"""`ShardedOptimizer` runs fused AdamW, or Muon, on this rank's shard of every flat buffer (ZeRO-1, cut by unit).
 
-Muon updates the matrices of layers; everything else has AdamW. With `train.ema_decay` every shard has a moving average
-with its weights. bf16 parameters have fp32 master weights. Units are updated from the start of the model to its end,
-and the other shards of a unit are gathered as soon as its own is updated (`WeightGathers`).
+bf16 parameters have fp32 master weights; with `train.ema_decay` every shard has a moving average of its weights. Units
+are updated from the start of the model to its end, and each is gathered as soon as it is updated (`WeightGathers`).
 
-**Muon** (Jordan et al. 2024; Liu et al. 2025, section 2). Momentum lies in shards as AdamW's moments do. What is to be
-orthogonalised is gathered once a buffer, and every rank orthogonalises the matrices of which it owns some elements.
+**Muon** (Jordan et al. 2024; Liu et al. 2025, section 2) updates the matrices of layers; everything else has AdamW.
+Momentum is sharded as AdamW's moments are. The directions of a buffer are gathered once, and every rank orthogonalises
+the matrices of which it owns some elements.
 
     momentum <- lerp(gradient, 1 - m)    direction = lerp(gradient, momentum, m)    (Nesterov, as `torch.optim.Muon`)
     update of a matrix = 0.2 sqrt(max(rows, columns)) NewtonSchulz(direction)       (as large as AdamW's)
 
-Newton-Schulz runs in bfloat16, in float64 for float64 models. Price: one more gather of gradients' size a step, which
-nothing hides, and fifteen products of every matrix of which this rank owns a part.
+Newton-Schulz runs in bfloat16, in float64 for float64 models. Price: one more, exposed gather of gradients' size a
+step, and fifteen products of every matrix of which this rank owns a part.
 """
 
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -36,34 +37,28 @@ _AS_LARGE_AS_ADAMW = 0.2
 
 @torch.no_grad()
 def muon_update(buffer: FlatBuffer, gradient: Tensor, momentum: Tensor, decay: float, mesh: Mesh) -> Tensor:
-    """Return what the learning rate is multiplied with, [shard] like the gradient; `momentum` changes. Collective."""
+    """Return the direction that the learning rate scales, [shard] like the gradient; `momentum` changes. Collective."""
     momentum.lerp_(gradient, 1 - decay)
     direction = gradient.lerp(momentum, decay)
     whole = direction
     if mesh.data_size > 1:
         whole = direction.new_empty(mesh.data_size * direction.numel())
         all_gather_single(whole, direction, group=mesh.data)
-    first = mesh.data_rank * direction.numel()
+    first, stop = mesh.data_rank * direction.numel(), 0
     update = torch.zeros_like(direction)
-    for start, shape in _matrices(buffer):
-        low, high = (min(max(at - first, 0), direction.numel()) for at in (start, start + shape.numel()))
+    for shape in (parameter.shape for parameter in buffer.parameters):
+        start, stop = stop, stop + shape.numel()
+        low, high = (min(max(at - first, 0), direction.numel()) for at in (start, stop))
         if low == high:
             continue
-        matrix = orthogonalised(whole[start : start + shape.numel()].view(shape))
+        matrix = orthogonalised(whole[start:stop].view(shape))
         scale = _AS_LARGE_AS_ADAMW * math.sqrt(max(shape))
         update[low:high] = matrix.flatten()[first + low - start :][: high - low] * scale
     return update
 
 
-def _matrices(buffer: FlatBuffer) -> Iterator[tuple[int, torch.Size]]:
-    start = 0
-    for parameter in buffer.parameters:
-        yield start, parameter.shape
-        start += parameter.numel()
-
-
 def orthogonalised(matrix: Tensor) -> Tensor:
-    """Return about U Vᵀ of a matrix [rows, columns] = U S Vᵀ, by Newton-Schulz in bfloat16, for float64 in it."""
+    """Return about U Vᵀ of a matrix [rows, columns] = U S Vᵀ, by Newton-Schulz in bfloat16, or float64 for float64."""
     a, b, c = _COEFFICIENTS
     work = matrix.double() if matrix.dtype == torch.float64 else matrix.bfloat16()
     is_tall = work.shape[0] > work.shape[1]
@@ -76,12 +71,23 @@ def orthogonalised(matrix: Tensor) -> Tensor:
 
 
 AVERAGE = "average"
-"""As `state_tensors` calls the moving average of the weights."""
+"""Name of the moving average of the weights in `state_tensors`."""
+
+
+@dataclass(eq=False)
+class _Part:
+    """Holds one buffer's shards on this rank: weights in the precision of gradients, state by name, moving average."""
+
+    buffer: FlatBuffer
+    has_muon: bool
+    master: Tensor
+    state: dict[str, Tensor]
+    average: Tensor | None
 
 
 class ShardedOptimizer:
-    """Optimizer state of one rank, for the buffers of `flatten_units`, after `num_steps` updates; `state` has every
-    buffer's shards by the names of `state_tensors`, None = the run begins."""
+    """Holds the optimizer state of one rank, for the buffers of `flatten_units`, after `num_steps` updates; `state` has
+    every buffer's shards by the names of `state_tensors`, None = the run begins."""
 
     def __init__(
         self,
@@ -92,120 +98,104 @@ class ShardedOptimizer:
         num_steps: int = 0,
         average_decay: float | None = None,
     ) -> None:
-        self._buffers, self._mesh, self._config = buffers, mesh, config
+        self._mesh, self._config, self._average_decay = mesh, config, average_decay
         self.num_steps = num_steps
         """Updates done so far; the same on every rank."""
         self.gathers = WeightGathers(mesh)
         """Of the last update."""
-        self._masters: list[Tensor] = []
         given: Sequence[Mapping[str, Tensor]] = [{} for _ in buffers] if state is None else state
-        for buffer, known in zip(buffers, given, strict=True):
-            master = self._shard(buffer)
-            if buffer.has_master:
-                master = known["master"] if known else master.to(buffer.grads.dtype)
-            self._masters.append(master)
         # State exists from the start, so that a checkpoint of step 0 and a load have the same shape.
-        self._states = [
-            {"step": torch.full((), float(num_steps), dtype=torch.float32, device=master.device)}
-            | {name: known[name] if known else torch.zeros_like(master) for name in self._moments(buffer)}
-            for buffer, master, known in zip(buffers, self._masters, given, strict=True)
+        self._parts = [self._new_part(buffer, known) for buffer, known in zip(buffers, given, strict=True)]
+        # Buffers are in the order in which a first forward reads them, the same on all ranks that hold them.
+        units = [list(parts) for _, parts in itertools.groupby(self._parts, key=lambda part: part.buffer.unit)]
+        self._units = [(parts, self._new_adamw(parts)) for parts in units]
+
+    def _new_part(self, buffer: FlatBuffer, known: Mapping[str, Tensor]) -> _Part:
+        master = self._shard(buffer)
+        if buffer.has_master:
+            master = known["master"] if known else master.to(buffer.grads.dtype)
+        has_muon = self._config.name == "muon" and buffer.decays and buffer.is_of_layer
+        state = {"step": torch.full((), float(self.num_steps), dtype=torch.float32, device=master.device)}
+        for name in ("momentum",) if has_muon else ("exp_avg", "exp_avg_sq"):
+            state[name] = known[name] if known else torch.zeros_like(master)
+        return _Part(buffer, has_muon, master, state, None if self._average_decay is None else master.clone())
+
+    def _new_adamw(self, parts: Sequence[_Part]) -> torch.optim.AdamW | None:
+        """Make what updates the parts without Muon; None where there are none."""
+        config, parts = self._config, [part for part in parts if not part.has_muon]
+        if not parts:
+            return None
+        groups = [
+            {"params": [part.master], "weight_decay": config.weight_decay if part.buffer.decays else 0.0}
+            for part in parts
         ]
-        self._average_decay = average_decay
-        self._averages = [] if average_decay is None else [master.clone() for master in self._masters]
-        # In the order in which a first forward reads them, and the same on all ranks that hold them.
-        self._units = {unit: self._of_unit(unit) for unit in sorted({buffer.unit for buffer in buffers})}
+        adamw = torch.optim.AdamW(
+            groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), eps=config.eps, fused=True
+        )
+        for part in parts:
+            adamw.state[part.master] = part.state
+        return adamw
 
     @torch.no_grad()
     def step(
         self, shards: list[Tensor], grad_norm: float, learning_rate: float, *, is_overlapped: bool = False
     ) -> None:
-        """Clip, update shards, gather the rest, still under way where `is_overlapped`. Collective (data group)."""
+        """Clip, update shards and gather the rest, which may still run on return (`is_overlapped`). Collective."""
         self.gathers.finish()
         self.gathers = WeightGathers(self._mesh, is_overlapped=is_overlapped)
         self.num_steps += 1
-        limit = self._config.clip_norm
+        config, limit = self._config, self._config.clip_norm
         scale = limit / (grad_norm + 1e-6) if limit and grad_norm > limit else 1.0
-        if scale != 1.0:
-            for shard in shards:
+        for part, shard in zip(self._parts, shards, strict=True):
+            if scale != 1.0:
                 shard.mul_(scale)
-        self._make_muon_updates(shards)
-        for numbers, adamw in self._units.values():
+            if part.has_muon:
+                update = muon_update(part.buffer, shard, part.state["momentum"], config.momentum, self._mesh)
+                part.master.mul_(1 - learning_rate * config.weight_decay).add_(update, alpha=-learning_rate)
+            else:
+                part.master.grad = shard
+        for parts, adamw in self._units:
             if adamw is not None:
-                with_adamw = [at for at in numbers if not self._has_muon(self._buffers[at])]
-                for at, group in zip(with_adamw, adamw.param_groups, strict=True):
+                for group in adamw.param_groups:
                     group["lr"] = learning_rate
-                    self._masters[at].grad = shards[at]
                 adamw.step()
-            for at in numbers:
-                buffer, master = self._buffers[at], self._masters[at]
-                master.grad = None
-                if self._has_muon(buffer):
-                    master.mul_(1 - learning_rate * self._config.weight_decay).add_(shards[at], alpha=-learning_rate)
-                if self._average_decay is not None:
-                    self._averages[at].lerp_(master, 1 - self._average_decay)
-                if buffer.has_master:
-                    self._shard(buffer).copy_(master)
-                self.gathers.put(buffer)
+            for part in parts:
+                part.master.grad = None
+                if part.average is not None and self._average_decay is not None:
+                    part.average.lerp_(part.master, 1 - self._average_decay)
+                if part.buffer.has_master:
+                    self._shard(part.buffer).copy_(part.master)
+                self.gathers.put(part.buffer)
         self.gathers.seal()
 
-    def _has_muon(self, buffer: FlatBuffer) -> bool:
-        return self._config.name == "muon" and buffer.decays and buffer.is_of_layer
-
-    def _moments(self, buffer: FlatBuffer) -> tuple[str, ...]:
-        return ("momentum",) if self._has_muon(buffer) else ("exp_avg", "exp_avg_sq")
-
-    def _make_muon_updates(self, shards: list[Tensor]) -> None:
-        """Of gradients that Muon takes, in their place; in the order of units, the same on all ranks that hold them."""
-        for at in itertools.chain.from_iterable(numbers for numbers, _ in self._units.values()):
-            if self._has_muon(self._buffers[at]):
-                momentum, decay = self._states[at]["momentum"], self._config.momentum
-                shards[at].copy_(muon_update(self._buffers[at], shards[at], momentum, decay, self._mesh))
-
-    def _of_unit(self, unit: int) -> tuple[list[int], torch.optim.AdamW | None]:
-        """Which of the buffers are a unit's, and what updates those without Muon; None where there are none."""
-        config, numbers = self._config, [at for at, buffer in enumerate(self._buffers) if buffer.unit == unit]
-        groups = [
-            {"params": [self._masters[at]], "weight_decay": config.weight_decay if self._buffers[at].decays else 0.0}
-            for at in numbers
-            if not self._has_muon(self._buffers[at])
-        ]
-        if not groups:
-            return numbers, None
-        adamw = torch.optim.AdamW(
-            groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), eps=config.eps, fused=True
-        )
-        for at in numbers:
-            if not self._has_muon(self._buffers[at]):
-                adamw.state[self._masters[at]] = self._states[at]
-        return numbers, adamw
-
     def state_tensors(self) -> Iterator[tuple[str, FlatBuffer, Tensor]]:
-        """(name, buffer, this rank's shard) of everything a checkpoint must hold except the parameters."""
-        for at, (buffer, master, state) in enumerate(zip(self._buffers, self._masters, self._states, strict=True)):
-            for name in self._moments(buffer):
-                yield name, buffer, state[name]
-            if buffer.has_master:
-                yield "master", buffer, master
-            if self._average_decay is not None:
-                yield AVERAGE, buffer, self._averages[at]
+        """Yield (name, buffer, this rank's shard) of everything that a checkpoint holds except the parameters."""
+        for part in self._parts:
+            for name, tensor in part.state.items():
+                if name != "step":
+                    yield name, part.buffer, tensor
+            if part.buffer.has_master:
+                yield "master", part.buffer, part.master
+            if part.average is not None:
+                yield AVERAGE, part.buffer, part.average
 
     @contextmanager
     def average_as_weights(self) -> Iterator[None]:
-        """Have all ranks' weights be the moving average inside, restored to the bit afterwards. Collective."""
-        assert self._average_decay is not None, "there is a moving average with train.ema_decay alone"
+        """Make all ranks' weights the moving average inside, and restore them to the bit afterwards. Collective."""
         self.gathers.finish()
-        kept = [self._shard(buffer).clone() for buffer in self._buffers]
-        self._put_whole(self._averages)
+        kept = [self._shard(part.buffer).clone() for part in self._parts]
+        self._set_weights([part.average for part in self._parts])
         try:
             yield
         finally:
-            self._put_whole(kept)
+            self._set_weights(kept)
 
-    def _put_whole(self, shards: Sequence[Tensor]) -> None:
+    def _set_weights(self, shards: Sequence[Tensor | None]) -> None:
         gathers = WeightGathers(self._mesh)
-        for at in itertools.chain.from_iterable(numbers for numbers, _ in self._units.values()):
-            self._shard(self._buffers[at]).copy_(shards[at])
-            gathers.put(self._buffers[at])
+        for part, shard in zip(self._parts, shards, strict=True):
+            assert shard is not None, "there is a moving average with train.ema_decay alone"
+            self._shard(part.buffer).copy_(shard)
+            gathers.put(part.buffer)
         gathers.seal()
         gathers.finish()
 
@@ -213,17 +203,17 @@ class ShardedOptimizer:
         return buffer.shard(buffer.values, self._mesh.data_rank, self._mesh.data_size)
 
     def close(self) -> None:
-        """Let go of all tensors: they go on elsewhere, and this object is of no use any more."""
+        """Drop all tensors, which live on elsewhere; this object is of no use any more."""
         self.gathers.finish()
-        self._buffers, self._masters, self._states, self._averages, self._units = [], [], [], [], {}
+        self._parts, self._units = [], []
 
     def set_num_steps(self, num_steps: int) -> None:
         """Set the updates done so far, after a resume (AdamW's bias correction)."""
         self.num_steps = num_steps
-        for state in self._states:
-            state["step"].fill_(num_steps)
+        for part in self._parts:
+            part.state["step"].fill_(num_steps)
 
     def static_bytes(self) -> int:
-        """Weights, gradients and optimizer state held on this rank."""
-        total = sum(b.values.nbytes + b.grads.nbytes for b in self._buffers)
+        """Return the bytes of weights, gradients and optimizer state on this rank."""
+        total = sum(part.buffer.values.nbytes + part.buffer.grads.nbytes for part in self._parts)
         return total + sum(tensor.nbytes for _, _, tensor in self.state_tensors())

@@ -1,8 +1,8 @@
-"""Parameters of units as flat buffers, cut into data-parallel shards.
+"""Flatten the parameters of units into buffers that are cut into data-parallel shards.
 
 Parameters become views of a flat buffer in compute precision, gradients (`parameter.main_grad`) views of a flat fp32
-buffer (fp64 for fp64). Buffers are cut by unit, because a change of stages moves whole units, and by whether they have
-weight decay (matrices) or not (norms, biases).
+buffer (fp64 for fp64). Buffers are separate by unit, because a change of stages moves whole units, and by whether they
+have weight decay (matrices) or not (norms, biases).
 """
 
 import itertools
@@ -21,15 +21,15 @@ from evenload.types.architectures import Architecture
 
 @dataclass(eq=False)
 class BufferGroup:
-    """Parameters of one unit and one weight-decay group, which share a flat buffer.
+    """Describes parameters of one unit and one weight-decay group, which share a flat buffer.
 
     Args:
         names: Hugging Face parameter names, in order.
-        is_part: of matrices that are cut over a tensor-parallel group, this rank's parts; else all ranks of the group
-            hold the same.
-        unit: its number (`StageModel.units`).
-        tied: it is the embedding/head weight that another rank holds too, and nothing else.
-        tied_name: what a tied weight is called in checkpoints: as the embedding.
+        is_part: this rank's parts of matrices that are cut over a tensor-parallel group; else all its ranks hold the
+            same.
+        unit: number of the unit (`StageModel.units`).
+        tied: only the embedding/head weight that another rank holds too.
+        tied_name: name of a tied weight in checkpoints: that of the embedding.
     """
 
     names: tuple[str, ...]
@@ -42,30 +42,30 @@ class BufferGroup:
 
     @property
     def num_elements(self) -> int:
-        """Real elements, without padding."""
+        """Return the number of elements without padding."""
         return sum(p.numel() for p in self.parameters)
 
     def in_memory(self, values: Tensor, grads: Tensor, dp: int) -> "FlatBuffer":
-        """Return the buffer in the first elements of this memory, cut for `dp` ranks."""
+        """Make the buffer in the first elements of this memory, cut for `dp` ranks."""
         padded = padded_size(self.num_elements, dp)
         return FlatBuffer(**vars(self), values=values[:padded], grads=grads[:padded])
 
 
 @dataclass(eq=False, kw_only=True)
 class FlatBuffer(BufferGroup):
-    """A group in memory: `values` in compute precision, `grads` in fp32 or fp64; flat, [padded to dp]."""
+    """Holds a group in memory: `values` in compute precision, `grads` in fp32 or fp64; flat, [padded to dp]."""
 
     values: Tensor
     grads: Tensor
 
     @property
     def is_of_layer(self) -> bool:
-        """Whether it is of a layer, and not of the embedding, positions or the head."""
+        """Say whether it is of a layer, not of the embedding, positions or the head."""
         return self.unit > 0 and not self.tied and "lm_head.weight" not in self.names
 
     @property
     def has_master(self) -> bool:
-        """Whether the optimizer keeps weights in the precision of gradients, too."""
+        """Say whether the optimizer keeps weights in the precision of gradients, too."""
         return self.values.dtype != self.grads.dtype
 
     def shard(self, flat: Tensor, dp_rank: int, dp: int) -> Tensor:
@@ -81,7 +81,16 @@ def flatten_units(stages: StageModel | Sequence[StageModel], dp: int, others: Se
     stages = [stages] if isinstance(stages, StageModel) else stages
     buffers = []
     for group in buffer_groups(stages):
-        values, grads = _flatten(group.parameters, group.num_elements, padded_size(group.num_elements, dp, *others))
+        like, shapes = group.parameters[0], [parameter.shape for parameter in group.parameters]
+        padded = padded_size(group.num_elements, dp, *others)
+        values = torch.zeros(padded, dtype=like.dtype, device=like.device)
+        grads = torch.zeros_like(values, dtype=work_dtype(values))
+        parts = values[: group.num_elements].split([shape.numel() for shape in shapes])
+        for parameter, part in zip(group.parameters, parts, strict=True):
+            part.copy_(parameter.detach().flatten())
+            parameter.data = part  # frees its memory before the next one is copied
+            add_gradients_of_autograd(parameter)
+        attach(group.parameters, shapes, values, grads)
         buffers.append(group.in_memory(values, grads, dp))
     return buffers
 
@@ -100,7 +109,7 @@ def buffer_groups(stages: Sequence[StageModel]) -> Iterator[BufferGroup]:
 
 
 def tied_names(config: PretrainedConfig, architecture: Architecture) -> tuple[str, ...]:
-    """Return the names of a tied embedding, as a first and as a last stage call it; none where it is not tied."""
+    """Return the names of a tied embedding on a first and on a last stage; none where it is not tied."""
     return (f"{architecture.names.embedding_path}.weight", "lm_head.weight") if config.tie_word_embeddings else ()
 
 
@@ -118,12 +127,12 @@ def unit_groups(named: Sequence[tuple[str, nn.Parameter]], tied: Sequence[str], 
 
 
 def padded_size(num_elements: int, *data_sizes: int) -> int:
-    """Elements of a buffer that can be cut into equal shards for any of these numbers of ranks."""
+    """Return the elements of a buffer that can be cut into equal shards for any of these numbers of ranks."""
     return max(-(-num_elements // size) * size for size in data_sizes)
 
 
 def frozen_bytes(stages: Sequence[StageModel]) -> int:
-    """Weights that one rank holds without gradient or optimizer state."""
+    """Return the bytes of weights that one rank holds without gradient or optimizer state."""
     return sum({id(p): p.nbytes for stage in stages for p in stage.frozen_parameters()}.values())
 
 
@@ -141,17 +150,20 @@ def _flatten(parameters: Sequence[nn.Parameter], num_elements: int, padded: int)
     return values, grads
 
 
-def attach(parameters: Sequence[nn.Parameter], shapes: Sequence[torch.Size], values: Tensor, grads: Tensor) -> None:
-    """Parameters and their `main_grad` become views of flat buffers, one after the other."""
+def attach(
+    parameters: Sequence[nn.Parameter], shapes: Sequence[torch.Size], values: Tensor, grads: Tensor | None
+) -> None:
+    """Make parameters, and their `main_grad` where they are trained, views of flat buffers, one after the other."""
     sizes = [shape.numel() for shape in shapes]
-    parts, grad_parts = (flat[: sum(sizes)].split(sizes) for flat in (values, grads))
-    for parameter, shape, part, grad in zip(parameters, shapes, parts, grad_parts, strict=True):
+    for parameter, shape, part in zip(parameters, shapes, values[: sum(sizes)].split(sizes), strict=True):
         parameter.data = part.view(shape)
-        parameter.main_grad = grad.view(shape)  # type: ignore[attr-defined]
+    if grads is not None:
+        for parameter, shape, part in zip(parameters, shapes, grads[: sum(sizes)].split(sizes), strict=True):
+            parameter.main_grad = part.view(shape)  # type: ignore[attr-defined]
 
 
 def add_gradients_of_autograd(parameter: nn.Parameter) -> None:
-    """From now on what autograd gives a parameter is added to its `main_grad`."""
+    """Make autograd add a parameter's gradients to its `main_grad`."""
     parameter.register_post_accumulate_grad_hook(_add_to_main_grad)
 
 

@@ -1,27 +1,25 @@
-"""Attention of one rank's rows of a pack that a context-parallel group shares (WLB §5, Skrull §4.1, SlimPack §4.1.1).
+"""Compute attention of one rank's rows of a pack that a group shares (WLB §5, Skrull §4.1, SlimPack §4.1.1).
 
     forward    start the all-gather ─► local documents ─► wait ─► shared documents, range by range
     backward   start the all-gather of documents never cut ─► local ─► wait ─► shared ─► start the reduce-scatter of dK
                and dV (fp32) ─► local ─► wait
 
-Any set of rows will do: each of a rank's token ranges is one call of range attention against its document's prefix.
-K and V of all ranks' rows of shared slices travel in one all-gather, and go to the positions that the plan gives them;
-a reduce-scatter sums dK and dV of the slices for the ranks that own the rows. Of a document that is cut in forward or
-backward every rank keeps all K and V and accumulates dK and dV of its own queries; of one that is never cut a rank
-keeps its own rows and gathers the others again in backward. Documents that lie whole on one rank are computed while the
-transfers of the others run (Skrull §4.1). Price: (cp - 1) · rows of the fullest rank · 2·Hkv·D elements received a
-layer and transfer, and a copy of the gathered rows.
+Each of a rank's token ranges is one range attention against its document's prefix. One all-gather carries K and V of
+all ranks' rows of shared slices, which go to the positions of the plan; a reduce-scatter sums dK and dV for the ranks
+that own the rows. Of a document that is cut in forward or backward every rank keeps all K and V and accumulates dK and
+dV of its own queries; of one that is never cut a rank keeps its own rows and gathers the others again in backward.
+Documents that lie whole on one rank overlap with the transfers (Skrull §4.1). Price: (cp - 1) · rows of the fullest
+rank · 2·Hkv·D elements received a layer and transfer, and a copy of the gathered rows.
 
-**In a ring** (`RingAttention`; Liu et al. 2023) keys and values travel round the group, so that no rank ever holds all
-of a document's.
+`RingAttention` (Liu et al. 2023) sends keys and values round the group, so that no rank holds all of a document's:
 
     forward    round h of cp: attention of own rows against the keys of rank r - h, merged by log-sum-exp, while they
-               travel on to rank r + 1
-    backward   the same with [keys, values]; their gradients travel behind them and are home after cp rounds
+               are sent on to rank r + 1
+    backward   the same with [keys, values]; their gradients follow them and arrive at their rank after cp rounds
 
-The rows of a rank that are visible to one of its own ranges are a prefix of another rank's rows of the document, so a
-round is one call without a mask a range, and the own rows one causal call; a sliding window is refused. A slice's
-rounds carry its document's whole prefix, so what travels grows with the number of slices.
+The rows of another rank that one of a rank's ranges sees are a prefix of its rows of the document, so a round is one
+call without a mask a range, and the own rows one causal call; a sliding window is refused. A slice's rounds carry its
+document's whole prefix, so transfers grow with the number of slices.
 """
 
 from abc import ABC, abstractmethod
@@ -44,14 +42,14 @@ from evenload.attention.range_attention import (
 from evenload.errors import ConfigError
 from evenload.runtime.comm.cp_groups import ContextGroup, Transfer
 from evenload.runtime.device import to_device
-from evenload.runtime.replay.store import ActivationStore
+from evenload.runtime.replay.store import ActivationStore, num_rows
 from evenload.stepplan.rank_rows import PackRows, SharedSlice
 from evenload.types.document import Range
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionCall:
-    """One layer's attention in one pass."""
+    """Describes one layer's attention in one pass."""
 
     backend: RangeAttention
     store: ActivationStore
@@ -69,30 +67,45 @@ class AttentionCall:
 
 
 class PackAttention(ABC):
-    """Attention of one rank's rows of a shared pack; T rows, H query heads, G key/value heads."""
+    """Computes attention of one rank's rows of a shared pack; T rows, H query heads, G key/value heads."""
 
     def __init__(self, rows: PackRows, group: ContextGroup, label: str) -> None:
         self.group, self._label, self._slices = group, label, rows.shared
+        self._ranges: list[list[tuple[slice, Range]]] = []
+        """Of each shared slice this rank's token ranges, with their rows of the pack."""
+        self._rows: list[slice] = []
+        """Rows of each shared slice; those of local documents follow."""
+        row = 0
+        for piece in rows.shared:
+            own = piece.ranges[group.rank]
+            self._ranges.append(list(rows_of(own, row)))
+            self._rows.append(slice(row, row + num_rows(own)))
+            row = self._rows[-1].stop
+        self._shared_rows = slice(0, row)
+        self._local = LocalAttention(tuple(rows_of(rows.local[group.rank], row)))
 
     @property
     def documents(self) -> tuple[int, ...]:
-        """Of the shared slices, in the same order on every rank of the group; one may come twice."""
+        """Return those of the shared slices, in the same order on every rank of the group; one may come twice."""
         return tuple(piece.document.doc_id for piece in self._slices)
 
     @abstractmethod
     def forward(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """q [T, H, D], k and v [T, G, D] of own rows -> output [T, H, D] and log-sum-exp [T, H]. Collective."""
+        """Return output [T, H, D] and log-sum-exp [T, H] of own rows' q [T, H, D], k and v [T, G, D]. Collective."""
 
     @abstractmethod
     def backward(
         self, call: AttentionCall, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k and v of own rows; those of k and v summed over all rows that see them. Collective."""
+        """Return own rows' gradients of q, k and v; those of k and v summed over all rows that see them. Collective."""
+
+    def _what(self, call: AttentionCall, *, gradients: bool = False) -> str:
+        return f"the {'gradients of ' if gradients else ''}keys and values of {self._label} (layer {call.layer})"
 
 
 @dataclass(frozen=True, eq=False)
 class LocalAttention:
-    """The local part of a pack: slices of documents that lie whole on this rank, with their rows of the pack."""
+    """Computes attention of documents that lie whole on this rank: `ranges` of them with their rows of the pack."""
 
     ranges: tuple[tuple[slice, Range], ...] = ()
 
@@ -116,7 +129,7 @@ class LocalAttention:
     def add_gradients(
         self, call: AttentionCall, parts: Iterable[RangeGradients], gradients: tuple[Tensor, Tensor, Tensor]
     ) -> None:
-        """Put a backward's parts, one a range, into the rows of a pack's gradients of q, k and v."""
+        """Write a backward's parts, one a range, into the rows of a pack's gradients of q, k and v."""
         dq, dk, dv = gradients
         for (rows, (doc_id, start, stop)), (part_q, part_k, part_v) in zip(self.ranges, parts, strict=True):
             dq[rows] = part_q
@@ -128,24 +141,20 @@ class LocalAttention:
         return all(store.is_whole(r) for _, r in self.ranges)
 
     def split(self, share: float) -> tuple["LocalAttention", "LocalAttention"]:
-        """The first ranges, with about this share of the rows, and the others."""
-        total = sum(rows.stop - rows.start for rows, _ in self.ranges)
-        row, count = 0, 0
-        for rows, _ in self.ranges:
-            row += rows.stop - rows.start
-            if row > share * total:
-                break
-            count += 1
+        """Return the first ranges, with about this share of the rows, and the others."""
+        if not self.ranges:
+            return self, self
+        first, last = self.ranges[0][0].start, self.ranges[-1][0].stop
+        count = sum(rows.stop - first <= share * (last - first) for rows, _ in self.ranges)
         return LocalAttention(self.ranges[:count]), LocalAttention(self.ranges[count:])
 
 
 @dataclass(frozen=True, eq=False)
 class _Exchange:
-    """Where rows of some shared slices (indices) stand in a gathered buffer: this rank's rows of the pack, rows that
-    every rank sends, as many as the fullest has, and per slice the gathered row of every token, int64[stop - start]."""
+    """Places rows of some shared slices (indices) in a gathered buffer: the rows that every rank sends (as many as the
+    fullest has), and per slice the gathered row of every token, int64[stop - start]."""
 
     slices: tuple[int, ...]
-    rows: slice
     padded: int
     places: tuple[Tensor, ...]
 
@@ -156,28 +165,22 @@ class _Exchange:
 
 
 class GatherAttention(PackAttention):
-    """All-gather of keys and values (see the module)."""
+    """All-gathers keys and values (see the module)."""
 
     def __init__(self, rows: PackRows, group: ContextGroup, label: str, device: torch.device) -> None:
         super().__init__(rows, group, label)
-        self._ranges: list[list[tuple[slice, Range]]] = []
-        row = 0
-        for piece in self._slices:
-            self._ranges.append(list(rows_of(piece.ranges[group.rank], row)))
-            row += _own_rows(piece, group.rank)
-        self._local = LocalAttention(tuple(rows_of(rows.local[group.rank], row)))
-        # Their rows travel again in backward.
+        # Their rows are gathered again in backward.
         self._never_cut = [index for index, piece in enumerate(self._slices) if not piece.document.is_cut]
         self._all = self._exchange(dict(enumerate(self._slices)), device)
         self._again = self._exchange({index: self._slices[index] for index in self._never_cut}, device)
 
     def forward(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        mine = self._all.rows
-        under_way = self._gather(self._all, k[mine], v[mine], call)
+        mine = self._shared_rows
+        gather = self._gather(self._all, k[mine], v[mine], call)
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=work_dtype(q))
         self._local.forward(call, q, k, v, out, lse)
         self._keep_own(call, k, v)
-        gathered = under_way.wait()
+        gathered = gather.wait()
         seen: list[KeyRange] = []
         for index, places in zip(self._all.slices, self._all.places, strict=True):
             keys, values = self._placed(call, index, places, gathered)
@@ -191,21 +194,20 @@ class GatherAttention(PackAttention):
         self, call: AttentionCall, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         no_keys, _ = call.store.keys_and_values(self.documents[0], call.layer, 0, 0)
-        under_way = self._gather_again(call)
+        gather = self._gather_again(call)
         like = lse.new_empty(no_keys.shape)
         dq, dk, dv = torch.empty_like(q), *(like.new_empty((q.shape[0], *like.shape[1:])) for _ in range(2))
-        # Local documents hide the all-gather and the reduce-scatter, by what each moves.
-        gathered_bytes = 0 if under_way is None else under_way.sent.nbytes
+        # Local documents overlap with the all-gather and the reduce-scatter, by the bytes of each.
+        gathered_bytes = 0 if gather is None else gather.sent.nbytes
         scattered_bytes = like.element_size() * 2 * self._all.padded * like.shape[1:].numel()
         first_local, then_local = self._local.split(gathered_bytes / (gathered_bytes + scattered_bytes))
         first_local.backward(call, grad, q, out, lse, (dq, dk, dv))
-        gathered = None if under_way is None else under_way.wait()
+        gathered = None if gather is None else gather.wait()
         sums = self._backward_shared(call, gathered, (grad, q, out, lse), dq, like)
-        what = f"the gradients of keys and values of {self._label} (layer {call.layer})"
-        scattered = self.group.reduce_scatter(sums, what)
+        scatter = self.group.reduce_scatter(sums, self._what(call, gradients=True))
         then_local.backward(call, grad, q, out, lse, (dq, dk, dv))
-        mine = self._all.rows
-        own = scattered.wait()[: mine.stop]
+        mine = self._shared_rows
+        own = scatter.wait()[mine]
         dk[mine], dv[mine] = own[:, 0], own[:, 1]
         return dq, dk.to(q.dtype), dv.to(q.dtype)
 
@@ -218,7 +220,7 @@ class GatherAttention(PackAttention):
         like: Tensor,
     ) -> Tensor:
         """Fill the shared rows of `dq` [T, H, D] from `given` gradient, q, output and log-sum-exp, and K and V gathered
-        again; gradients of K and V as they travel, [n, 2, G, D], in the precision of `like` [_, G, D]."""
+        again; return the gradients of K and V to scatter, [n, 2, G, D], in the precision of `like` [_, G, D]."""
         store, layer, (grad, q, out, lse) = call.store, call.layer, given
         places = dict(zip(self._again.slices, self._again.places, strict=True))
         shape = like.shape[1:]
@@ -237,8 +239,8 @@ class GatherAttention(PackAttention):
                 KeyRange(rows, keys[low:stop], values[low:stop])
                 for (rows, _), (low, stop) in zip(self._ranges[index], visible, strict=True)
             ]
-            found = call.backend.backward(grad, q, seen, out, lse, call.scoring)
-            for (rows, _, _), (low, stop), (part_q, part_k, part_v) in zip(seen, visible, found, strict=True):
+            parts = call.backend.backward(grad, q, seen, out, lse, call.scoring)
+            for (rows, _, _), (low, stop), (part_q, part_k, part_v) in zip(seen, visible, parts, strict=True):
                 dq[rows] = part_q
                 total_k[low - first : stop - first] += part_k
                 total_v[low - first : stop - first] += part_v
@@ -251,8 +253,7 @@ class GatherAttention(PackAttention):
 
     def _exchange(self, slices: Mapping[int, SharedSlice], device: torch.device) -> _Exchange:
         size = self.group.size
-        counts = [[_own_rows(piece, rank) for piece in slices.values()] for rank in range(size)]
-        padded = max(map(sum, counts))
+        padded = max(sum(num_rows(piece.ranges[rank]) for piece in slices.values()) for rank in range(size))
         places = []
         at = [rank * padded for rank in range(size)]
         for piece in slices.values():
@@ -262,28 +263,25 @@ class GatherAttention(PackAttention):
                     place[start - piece.start : stop - piece.start] = np.arange(at[rank], at[rank] + stop - start)
                     at[rank] += stop - start
             places.append(to_device(torch.from_numpy(place), device))
-        return _Exchange(tuple(slices), slice(0, sum(counts[self.group.rank])), padded, tuple(places))
+        return _Exchange(tuple(slices), padded, tuple(places))
 
     def _gather(self, exchange: _Exchange, k: Tensor, v: Tensor, call: AttentionCall) -> Transfer:
-        rows = exchange.pad(torch.stack([k, v], dim=1))
-        what = f"the keys and values of {self._label} (layer {call.layer})"
-        return self.group.all_gather(rows, what)
+        return self.group.all_gather(exchange.pad(torch.stack([k, v], dim=1)), self._what(call))
 
     def _gather_again(self, call: AttentionCall) -> Transfer | None:
         if not self._again.slices:
             return None
         own = [
-            call.store.keys_and_values(piece.document.doc_id, call.layer, 0, _own_rows(piece, self.group.rank))
+            call.store.keys_and_values(piece.document.doc_id, call.layer, 0, num_rows(piece.ranges[self.group.rank]))
             for piece in (self._slices[index] for index in self._again.slices)
         ]
         keys, values = (torch.cat(pieces) for pieces in zip(*own, strict=True))
         return self._gather(self._again, keys, values, call)
 
     def _keep_own(self, call: AttentionCall, k: Tensor, v: Tensor) -> None:
-        """This rank's rows of documents that are never cut; of others it keeps all that arrive."""
+        """Keep this rank's rows of documents that are never cut; of others it keeps all that arrive."""
         for index in self._never_cut:
-            own, piece = self._ranges[index], self._slices[index]
-            mine = slice(own[0][0].start, own[-1][0].stop) if own else slice(0, 0)
+            mine, piece = self._rows[index], self._slices[index]
             first = piece.document.rows_before(self.group.rank, piece.start)
             call.store.record_keys(piece.document.doc_id, call.layer, first, k[mine], v[mine])
 
@@ -311,14 +309,10 @@ def rows_of(ranges: Sequence[Range], first_row: int = 0) -> Iterator[tuple[slice
         row = stop
 
 
-def _own_rows(piece: SharedSlice, rank: int) -> int:
-    return sum(stop - start for _, start, stop in piece.ranges[rank])
-
-
 @dataclass(frozen=True, eq=False)
 class _Visit:
-    """Rows of one of this rank's ranges, and the keys in another rank's travelling buffer that they see all of; in the
-    own one the last `keys` are those of `rows`."""
+    """Names rows of one of this rank's ranges, and the keys in a rank's sent buffer that all of them see; in the own
+    buffer the last `keys` are those of `rows`."""
 
     rows: slice
     keys: slice
@@ -328,11 +322,11 @@ class _Visit:
 
 
 class RingAttention(PackAttention):
-    """Keys and values travel round (see the module)."""
+    """Sends keys and values round the group (see the module)."""
 
     def __init__(self, rows: PackRows, group: ContextGroup, label: str) -> None:
         super().__init__(rows, group, label)
-        # Per rank and slice the rows of its document up to the slice's end: what travels.
+        # Per rank and slice the rows of its document up to the slice's end, which are sent.
         carried = [
             [piece.document.rows_before(rank, piece.stop) for piece in rows.shared] for rank in range(group.size)
         ]
@@ -340,25 +334,17 @@ class RingAttention(PackAttention):
         self._new = [piece.document.rows_before(group.rank, piece.start) for piece in rows.shared]
         self._padded = max(map(sum, carried))
         self._visits: list[list[_Visit]] = [[] for _ in range(group.size)]
-        row = 0
-        self._first_rows = []
         for index, piece in enumerate(rows.shared):
-            self._first_rows.append(row)
-            mine = piece.ranges[group.rank]
-            for own, (_, start, stop) in rows_of(mine, row):
+            for own, (_, start, stop) in self._ranges[index]:
                 for rank in range(group.size):
                     before = piece.document.rows_before(rank, stop if rank == group.rank else start)
                     at = sum(carried[rank][:index])
                     if before:
                         self._visits[rank].append(_Visit(own, slice(at, at + before)))
-            row += sum(stop - start for _, start, stop in mine)
-        self._num_shared = row
-        self._local = LocalAttention(tuple(rows_of(rows.local[group.rank], row)))
 
     def forward(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         require_no_window(call.scoring.window)
-        for piece, first, new in zip(self._slices, self._first_rows, self._new, strict=True):
-            mine = slice(first, first + sum(stop - start for _, start, stop in piece.ranges[self.group.rank]))
+        for piece, mine, new in zip(self._slices, self._rows, self._new, strict=True):
             call.store.record_keys(piece.document.doc_id, call.layer, new, k[mine], v[mine])
         out, lse = torch.zeros_like(q, dtype=work_dtype(q)), q.new_full(q.shape[:2], float("-inf"), dtype=work_dtype(q))
         for rank, held in self._rounds(call, lambda: self._local.forward(call, q, k, v, out, lse)):
@@ -373,8 +359,7 @@ class RingAttention(PackAttention):
         own = self._own_rows(call)
         dq = torch.zeros_like(q, dtype=lse.dtype)
         dk, dv = (lse.new_empty((q.shape[0], *own.shape[2:])) for _ in range(2))
-        what = f"the gradients of keys and values of {self._label} (layer {call.layer})"
-        travelling = None
+        transfer = None
         for rank, held in self._rounds(
             call, lambda: self._local.backward(call, grad, q, out, lse, (dq, dk, dv)), own=own
         ):
@@ -386,41 +371,37 @@ class RingAttention(PackAttention):
                 dq[visit.rows] += part_q
                 sums[visit.keys, 0] += part_k
                 sums[visit.keys, 1] += part_v
-            if travelling is not None:
-                sums += travelling.wait()
-            travelling = self.group.pass_on(sums, what)
-        assert travelling is not None
-        home = travelling.wait()
+            if transfer is not None:
+                sums += transfer.wait()
+            transfer = self.group.pass_on(sums, self._what(call, gradients=True))
+        assert transfer is not None
+        home = transfer.wait()
         at = 0
-        for piece, first, new, carried in zip(self._slices, self._first_rows, self._new, self._carried, strict=True):
+        for piece, mine, new, carried in zip(self._slices, self._rows, self._new, self._carried, strict=True):
             part = home[at : at + carried]
             at += carried
-            mine = slice(first, first + carried - new)
             dk[mine], dv[mine] = call.store.add_key_grads(
                 piece.document.doc_id, call.layer, 0, part[:, 0], part[:, 1], new, carried
             )
         return tuple(total.to(q.dtype) for total in (dq, dk, dv))  # type: ignore[return-value]
 
     def _rounds(self, call: AttentionCall, local, own: Tensor | None = None) -> Iterator[tuple[int, Tensor]]:
-        """(rank, its rows) of every round, the own ones first; the next ones are under way meanwhile."""
+        """Yield (rank, its rows) of every round, the own ones first, while the next ones are sent."""
         held = self._own_rows(call) if own is None else own
         for turn in range(self.group.size):
-            under_way = None
-            if turn < self.group.size - 1:
-                what = f"the keys and values of {self._label} (layer {call.layer})"
-                under_way = self.group.pass_on(held, what)
+            transfer = self.group.pass_on(held, self._what(call)) if turn < self.group.size - 1 else None
             if turn == 0:
                 local()
             yield (self.group.rank - turn) % self.group.size, held
-            if under_way is not None:
-                held = under_way.wait()
+            if transfer is not None:
+                held = transfer.wait()
 
     def _scoring(self, call: AttentionCall, rank: int) -> Scoring:
-        """Against the own rows causal; another rank's visible ones are a prefix, so without a mask."""
+        """Return causal scoring for own rows; another rank's visible rows are a prefix, so without a mask."""
         return Scoring(call.scoring.scale, is_causal=rank == self.group.rank)
 
     def _own_rows(self, call: AttentionCall) -> Tensor:
-        """K and V of this rank's rows up to the end of every slice; [padded, 2, G, D]."""
+        """Return K and V of this rank's rows up to the end of every slice; [padded, 2, G, D]."""
         parts = [
             torch.stack(call.store.keys_and_values(piece.document.doc_id, call.layer, 0, carried), dim=1)
             for piece, carried in zip(self._slices, self._carried, strict=True)

@@ -1,14 +1,13 @@
-"""Embedding, head and loss, also of a vocabulary that is divided over a tensor-parallel group.
+"""Compute embedding, head and loss, also of a vocabulary that is divided over a tensor-parallel group.
 
-Loss: the fp32 copy of the logits becomes the gradient in place, where `torch.nn.functional.cross_entropy` under
-autograd keeps probabilities as well (16 bytes a logit in fp32, here e + 8). Targets of -100 carry no loss.
+The head runs in the backward of the last stage, about `HEAD_ROWS` rows at a time. The exponentials of the logits become
+the gradient in place: e + 8 bytes a logit, where `torch.nn.functional.cross_entropy` under autograd takes 16 in fp32.
+Targets of -100 carry no loss.
 
-Divided over a group. Embedding: every rank looks up the words it has, and zeros for others; sums go to the rows' ranks.
-Head: a block of normed rows is gathered, every rank computes the logits of its words, and the cross entropy needs three
+Divided over a group, every rank embeds the token ids it has, and zeros for others, and sums go to the rows' ranks. The
+head gathers a block of normed rows, every rank computes the logits of its token ids, and the cross entropy needs three
 numbers a row from the group: the largest logit, the sum of exponentials and the target's logit (Shoeybi et al. 2019,
-§3). The head runs in the backward of the last stage, about `HEAD_ROWS` rows at a time.
-
-Price: two transfers of the rows' hidden states and 12 bytes a row and rank (24 in float64).
+§3). Price: two transfers of the rows' hidden states and 12 bytes a row and rank (24 in float64).
 """
 
 from collections.abc import Iterator
@@ -31,15 +30,15 @@ from evenload.types.document import Range
 
 
 def embed(model: StageModel, token_ids: Tensor, positions: Tensor, rows: RowExchange | None) -> Tensor:
-    """Embeddings [n, hidden] of own rows from tokens and positions int64[T] of a pack; collective where `rows` says
-    that the vocabulary is divided over a group."""
+    """Return embeddings [n, hidden] of own rows from token ids and positions int64[T] of a pack. Collective with
+    `rows`, the exchange of a divided vocabulary's group."""
     embedding = model.embedding
     assert embedding is not None
     if rows is None:
-        words = embedding(token_ids)
-        return words if model.positions is None else words + model.positions(positions)
+        hidden = embedding(token_ids)
+        return hidden if model.positions is None else hidden + model.positions(positions)
     assert model.positions is None, "tensor parallelism of learned positions was refused"
-    local, is_local = _local_words(embedding.weight, token_ids)
+    local, is_local = _local_ids(token_ids, _first_id(embedding.weight), embedding.weight.shape[0])
     own = rows.sum_scatter(nn.functional.embedding(local, embedding.weight) * is_local[:, None])
     return own if model.embedding_factor is None else own * model.embedding_factor
 
@@ -47,7 +46,7 @@ def embed(model: StageModel, token_ids: Tensor, positions: Tensor, rows: RowExch
 def add_embedding_gradient(
     model: StageModel, token_ids: Tensor, positions: Tensor, grad: Tensor, rows: RowExchange | None
 ) -> None:
-    """Add the gradient [n, hidden] of own rows to `main_grad`, with `rows` of the ranks that have their words."""
+    """Add the gradient [n, hidden] of own rows to `main_grad`, with `rows` of the ranks that have their token ids."""
     embedding = model.embedding
     assert embedding is not None
     if is_frozen(embedding.weight):
@@ -58,11 +57,10 @@ def add_embedding_gradient(
     if model.embedding_factor is not None:
         grad = grad * model.embedding_factor
     padding = -1 if embedding.padding_idx is None else embedding.padding_idx
-    local, is_left_out = token_ids, token_ids == padding
     if rows is not None:
         grad = rows.gather(grad)
-        local, is_local = _local_words(embedding.weight, token_ids)
-        is_left_out = ~is_local | is_left_out
+    local, is_local = _local_ids(token_ids, _first_id(embedding.weight), embedding.weight.shape[0])
+    is_left_out = ~is_local | (token_ids == padding)
     total: Tensor = embedding.weight.main_grad  # type: ignore[attr-defined]
     total.index_add_(0, local, grad.to(total.dtype).masked_fill(is_left_out[:, None], 0))
 
@@ -70,8 +68,7 @@ def add_embedding_gradient(
 def head_blocks(
     targets: Tensor, ranges: tuple[Range, ...], group: TensorGroup | None
 ) -> Iterator[tuple[slice, RowExchange | None, slice | Tensor]]:
-    """The rows of a pack as the head takes them, block by block: own rows, how they and those of other ranks come
-    together, and which of the pack's rows all of them are."""
+    """Yield blocks of a pack's rows: own rows, their exchange, and the rows that all ranks have in the block."""
     if group is None:
         for start in range(0, len(targets), HEAD_ROWS):
             block = slice(start, start + HEAD_ROWS)
@@ -97,8 +94,8 @@ def head_gradient(
     ranges: tuple[Range, ...],
     group: TensorGroup | None,
 ) -> tuple[Tensor, Tensor]:
-    """Gradient [n, hidden] of the final hidden states of own rows, and the pack's loss (fp64 scalar); adds to the
-    `main_grad` of final norm and head. Collective with a group, of which every rank then knows the loss.
+    """Return the gradient [n, hidden] of own rows' final hidden states, and the pack's loss (fp64 scalar, the same on
+    all ranks of `group`); add to the `main_grad` of final norm and head. Collective with a group.
 
     Args:
         targets: int64[T] of the pack, -100 = no loss.
@@ -111,17 +108,13 @@ def head_gradient(
     # A batch without any label has a zero loss and zero gradients, not 0/0.
     scale = 1 / max(1, num_label_tokens)
     for own, exchange, block in head_blocks(targets, ranges, group):
-        block_targets = targets[block]
         rows = hidden[own].detach().requires_grad_()
         with torch.enable_grad():
             normed = norm(rows) if exchange is None else gather_rows(norm(rows), exchange)
             with torch.no_grad():
                 logits = nn.functional.linear(normed, head.weight, head.bias)
             logits = model.cap_logits(linear_with_known_output(normed, head.weight, head.bias, logits))
-        if group is None:
-            loss, grad = cross_entropy_and_gradient(logits, block_targets, scale)
-        else:
-            loss, grad = divided_cross_entropy(logits, head.weight, block_targets, scale, group)
+        loss, grad = cross_entropy_and_gradient(logits, targets[block], scale, _first_id(head.weight), group)
         logits.backward(grad)
         assert rows.grad is not None
         grads.append(rows.grad)
@@ -129,77 +122,67 @@ def head_gradient(
     return torch.cat(grads), total
 
 
-def _local_words(weight: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
-    """Row of each token id in this rank's part, and whether it is there (else the row is 0)."""
+def _first_id(weight: Tensor) -> int:
+    """Return the first token id of this rank's part of an embedding's or head's weight."""
     split = tensor_split(weight)
-    assert split is not None
-    is_local = (words >= split.start) & (words < split.start + split.size)
-    return torch.where(is_local, words - split.start, 0), is_local
+    return 0 if split is None else split.start
+
+
+def _local_ids(token_ids: Tensor, first: int, size: int) -> tuple[Tensor, Tensor]:
+    """Return the row of each token id in `[first, first + size)`, and whether it is there (else the row is 0)."""
+    is_local = (token_ids >= first) & (token_ids < first + size)
+    return torch.where(is_local, token_ids - first, 0), is_local
 
 
 @torch.no_grad()
-def cross_entropy_and_gradient(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Scaled sum of the losses of rows with a target (fp64 scalar), and its gradient [T, vocab] in the precision of the
-    logits, computed in fp32 (fp64 for fp64). `targets` int64[T], -100 = no loss."""
-    work = work_dtype(logits)
-    exact = logits.detach().to(work, copy=True)
-    labelled = targets >= 0
-    words = targets.clamp(min=0)[:, None]
-    weights = labelled.to(work) * scale
-    lse = torch.logsumexp(exact, dim=-1, keepdim=True)
-    losses = (lse - exact.gather(1, words))[:, 0]
-    loss = (losses * weights).sum(dtype=torch.float64)
-    exact.sub_(lse).exp_()
-    exact.scatter_add_(1, words, exact.new_full((), -1.0).expand_as(words))
-    return loss, exact.mul_(weights[:, None]).to(logits.dtype)
-
-
-@torch.no_grad()
-def divided_cross_entropy(
-    logits: Tensor, weight: Tensor, targets: Tensor, scale: float, group: TensorGroup
+def cross_entropy_and_gradient(
+    logits: Tensor, targets: Tensor, scale: float, first_id: int = 0, group: TensorGroup | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As `cross_entropy_and_gradient`, of the logits [R, words of this rank] of a head whose weight is a part.
-    Collective; the loss is the same on every rank."""
-    has_label = targets >= 0
-    losses, exponentials, sums, local, is_local = _divided_losses(logits, weight, targets, group)
-    loss = (torch.where(has_label, losses, 0).sum() * scale).double()
+    """Return the scaled sum of the losses of rows with a target (fp64 scalar, the same on all ranks), and its gradient
+    in the precision of the logits, computed in fp32 (fp64 for fp64). Collective with a group.
+
+    Args:
+        logits: [T, token ids of this rank, from `first_id` on]; targets: int64[T], -100 = no loss.
+    """
+    losses, exponentials, sums, local, is_local = _losses(logits, targets, first_id, group)
+    weights = (targets >= 0).to(losses.dtype) * scale
+    loss = (losses * weights).sum(dtype=torch.float64)
     gradient = exponentials.div_(sums[:, None])
     gradient.scatter_add_(1, local[:, None], -is_local[:, None].to(gradient.dtype))
-    return loss, gradient.mul_((has_label.to(gradient.dtype) * scale)[:, None]).to(logits.dtype)
+    return loss, gradient.mul_(weights[:, None]).to(logits.dtype)
 
 
 @torch.no_grad()
 def row_losses(
     model: StageModel, hidden: Tensor, targets: Tensor, ranges: tuple[Range, ...], group: TensorGroup | None
 ) -> Tensor:
-    """The loss of every row of a pack, [T] in fp32 (fp64), 0 without a target; no gradient. `hidden` [n, hidden] are
-    own rows' final states. Collective with a group, of which every rank then knows all."""
+    """Return the loss of every row of a pack, [T] in fp32 (fp64), 0 without a target, on all ranks of `group`. `hidden`
+    [n, hidden] are own rows' final states. Collective with a group."""
     norm, head = model.norm, model.head
     assert norm is not None
     assert head is not None
-    found = hidden.new_zeros(len(targets), dtype=work_dtype(hidden))
+    losses = hidden.new_zeros(len(targets), dtype=work_dtype(hidden))
     for own, exchange, block in head_blocks(targets, ranges, group):
         normed = norm(hidden[own]) if exchange is None else exchange.gather(norm(hidden[own]))
         logits = model.cap_logits(nn.functional.linear(normed, head.weight, head.bias))
-        words = targets[block]
-        if group is None:
-            rows = logits.to(work_dtype(logits))
-            losses = torch.logsumexp(rows, dim=-1) - rows.gather(1, words.clamp(min=0)[:, None])[:, 0]
-        else:
-            losses = _divided_losses(logits, head.weight, words, group)[0]
-        found[block] = torch.where(words >= 0, losses, 0)
-    return found
+        of_block = _losses(logits, targets[block], _first_id(head.weight), group)[0]
+        losses[block] = torch.where(targets[block] >= 0, of_block, 0)
+    return losses
 
 
-def _divided_losses(
-    logits: Tensor, weight: Tensor, targets: Tensor, group: TensorGroup
+def _losses(
+    logits: Tensor, targets: Tensor, first_id: int, group: TensorGroup | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Of logits [R, words of this rank]: losses [R], also without a target; exponentials [R, words], their sums over
-    all words [R]; the target's row in this rank's part, and whether it is there. Collective."""
-    local, is_local = _local_words(weight, targets)
-    rows = logits.detach().to(work_dtype(logits))
-    largest = group.all_reduce(rows.amax(1), "the largest logits", dist.ReduceOp.MAX)
+    """Return, of logits [R, ids of this rank]: losses [R], meaningless without a target; exponentials [R, ids], their
+    sums over all ids [R]; the target's column in this rank's part, and whether it is there. Collective with a group."""
+    local, is_local = _local_ids(targets, first_id, logits.shape[1])
+    rows = logits.detach().to(work_dtype(logits), copy=True)
+    largest = rows.amax(1)
+    if group is not None:
+        group.all_reduce(largest, "the largest logits", dist.ReduceOp.MAX)
     exponentials = (rows - largest[:, None]).exp_()
     at_target = torch.where(is_local, rows.gather(1, local[:, None])[:, 0], 0)
-    sums = group.all_reduce(torch.stack([exponentials.sum(1), at_target]), "the sums of exponentials")
+    sums = torch.stack([exponentials.sum(1), at_target])
+    if group is not None:
+        group.all_reduce(sums, "the sums of exponentials")
     return sums[0].log() + largest - sums[1], exponentials, sums[0], local, is_local

@@ -1,7 +1,6 @@
-"""`HeldBytes`: what one rank holds for coming backwards, by kind, counted where it is allocated and freed.
+"""`HeldBytes` counts what one rank holds for coming backwards, by kind, where it is allocated and freed.
 
-The virtual stages of a rank share one count. `cost/memory.py` predicts the same kinds by the same rules. Temporary
-tensors inside a layer are not counted.
+`cost/memory.py` predicts the same kinds by the same rules. Temporary tensors inside a layer are not counted.
 """
 
 from typing import Literal, get_args
@@ -18,28 +17,25 @@ StoreKind = Literal[
     "weight_gradient_inputs",
     "offload_buffers",
 ]
-"""Recorded tensors by activation policy of their document, keys and values of documents, their gradients under way,
+"""Recorded tensors by activation policy of their document, keys and values of documents, their accumulated gradients,
 what an I leaves for its W, and offloaded tensors that are on the device for the running pack."""
 STORE_KINDS: tuple[StoreKind, ...] = get_args(StoreKind)
 
 
 def own_memory(rows: Tensor) -> Tensor:
-    """The tensor, or a copy where it is a part of a larger one, so that what is counted is what is held."""
+    """Return the tensor, or a copy where it is a part of a larger one, so that what is counted is what is held."""
     if rows.untyped_storage().nbytes() == rows.nbytes:
         return rows
     return rows.clone(memory_format=torch.contiguous_format)
 
 
 class HeldBytes:
-    """Bytes held now and at most, on the device and in host memory; peaks of kinds are at different times."""
+    """Counts bytes held now and at most, on the device and in host memory; peaks of kinds are at different times."""
 
     def __init__(self) -> None:
-        self.held_bytes = 0
-        self.peak_bytes = 0
+        self.held_bytes = self.peak_bytes = self.host_bytes = self.peak_host_bytes = 0
         self.held_by_kind: dict[StoreKind, int] = dict.fromkeys(STORE_KINDS, 0)
         self.peak_by_kind = dict(self.held_by_kind)
-        self.host_bytes = 0
-        self.peak_host_bytes = 0
 
     def count(self, kind: StoreKind, num_bytes: int) -> None:
         self.held_bytes += num_bytes

@@ -1,25 +1,18 @@
-"""Asynchronous copies of offloaded tensors to host memory and back, while the device computes.
+"""Copy offloaded tensors to host memory and back while the device computes.
 
-`CudaHostCopies` runs them on a stream of its own, in page-locked memory, without stopping the host. A copy out waits
-for the kernels that write the tensor; whoever uses a tensor that came back makes its stream wait for the copy. A copy
-holds its device tensor until the computing stream has been ordered behind it, and only then is the memory free for what
-is computed next: the allocator reuses it at once, in stream order. `ThreadHostCopies` is the same on a device without
-streams: one thread copies, in order, so that plans with offloading run, and are tested, everywhere.
+`CudaHostCopies` uses a stream of its own and page-locked memory, and the host never waits. A copy out waits for the
+kernels that write the tensor; the reader of a fetched tensor makes its stream wait for the copy. A copy holds its
+device tensor until the computing stream has been ordered behind it; then the allocator may reuse the memory at once, in
+stream order. `ThreadHostCopies` does the same on a device without streams, with one thread that copies in order.
 
-**The arena** (`HostArena`) has host memory in segments that are taken once and handed out again and again. Rows are
-freed as soon as the last copy that reads them has been *queued*: the stream, or the thread, is the only one to touch
-host memory, in order, so whatever is copied next to the same place is written after the last read. A tensor gets the
-smallest hole that holds it; where none does, it is cut between rows over the largest holes, and only what these have no
-room for makes the arena grow, by whole segments. So beyond the most that tensors ever took at once it holds little:
+`HostArena` takes host memory in segments and hands it out again and again. Rows are freed as soon as the last copy that
+reads them is *queued*, because one stream, or thread, touches host memory in order. A tensor gets the smallest hole
+that holds it; where none does, it is cut between rows over the largest holes, and the arena grows by whole segments for
+what is left, so that it holds little more than tensors ever took at once:
 
     held_bytes < peak_live_bytes + segment_bytes + holes * max(smallest_piece_bytes, bytes of a row)
 
-Price: 35 µs a tensor in Python, most of it for views; holes are found by bisection.
-
-**Page-locked memory** (`PageLockedMemory`) is memory of this process that `cudaHostRegister` page-locks; torch's own
-(`pin_memory=True`) rounds every tensor up to a power of two. `Tensor.copy_(non_blocking=True)` is asynchronous for
-page-locked memory of any origin. Forked children do not inherit it: a page that a fork shares is copied at the next
-write, and a device would go on writing to the old one.
+Price: 35 µs a tensor in Python, most of it for views.
 """
 
 import mmap
@@ -40,23 +33,24 @@ from evenload.errors import ConfigError
 from evenload.types.text import format_bytes
 
 ALIGNMENT_BYTES = 512
-"""Of a piece's first byte in its segment; more than any type or a cache line asks for."""
+"""Of a piece's first byte in its segment; more than any type or a cache line needs."""
 SEGMENT_BYTES = 256 * 2**20
 """Eight ranks of a node waste less than 2 GiB in their last segments, and 200 GiB are 800 calls to page-lock memory."""
 SMALLEST_PIECE_BYTES = 2**20
-"""Cut smaller, a copy over PCIe takes less time than asking for it."""
+"""A smaller copy over PCIe takes less time than queueing it."""
 
 
 class PageLockedMemory:
-    """Segments of page-locked memory until it is closed."""
+    """Makes segments of page-locked memory; torch's `pin_memory=True` rounds every tensor up to a power of two."""
 
     def __init__(self) -> None:
         self._cuda: Any = torch.cuda.cudart()
         self._segments: list[Tensor] = []
 
     def new_segment(self, num_bytes: int) -> Tensor:
-        """uint8[num_bytes]; `ConfigError` where CUDA did not page-lock it."""
+        """Return uint8[num_bytes]; raise `ConfigError` where CUDA does not page-lock it."""
         pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # The next write to a page that a fork shares copies it, and a device would go on writing to the old one.
         pages.madvise(mmap.MADV_DONTFORK)
         segment = torch.frombuffer(pages, dtype=torch.uint8)
         code = int(self._cuda.cudaHostRegister(segment.data_ptr(), num_bytes, 0))
@@ -83,7 +77,7 @@ class PageLockedMemory:
 
 
 class _Span(NamedTuple):
-    """Bytes of a segment; sorts by size."""
+    """Names bytes of a segment; sorts by size."""
 
     num_bytes: int
     segment: int
@@ -96,25 +90,24 @@ class _Span(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class HostRows:
-    """A tensor [n, ...] in the arena: pieces [n_i, ...] of its rows in order, one where it lies in one place."""
+    """Holds a tensor [n, ...] in the arena as pieces [n_i, ...] of its rows in order."""
 
     pieces: tuple[Tensor, ...]
     spans: tuple[_Span, ...]
 
     def rows(self, wanted: slice) -> list[Tensor]:
-        """Some of its rows, piece by piece; one piece without rows where none are wanted."""
-        found, first = [], 0
+        """Return some of its rows, piece by piece; one piece without rows where none are wanted."""
+        parts, first = [], 0
         for piece in self.pieces:
             start, stop = max(wanted.start - first, 0), min(wanted.stop - first, piece.shape[0])
             first += piece.shape[0]
             if start < stop:
-                found.append(piece if stop - start == piece.shape[0] else piece[start:stop])
-        return found or [self.pieces[0][:0]]
+                parts.append(piece if stop - start == piece.shape[0] else piece[start:stop])
+        return parts or [self.pieces[0][:0]]
 
 
 class HostArena:
-    """Takes and frees tensors in segments of host memory (uint8, a multiple of `segment_bytes`); tensors may be cut
-    into pieces of `smallest_piece_bytes`."""
+    """Allocates tensors in segments of host memory (uint8), in pieces of at least `smallest_piece_bytes`."""
 
     def __init__(
         self,
@@ -127,22 +120,19 @@ class HostArena:
         self._new_segment = new_segment
         self._segment_bytes, self._smallest_piece_bytes = segment_bytes, smallest_piece_bytes
         self._segments: list[Tensor] = []
+        # Holes by size, and by where they start and end.
         self._holes: list[_Span] = []
-        """By size."""
         self._starting: dict[tuple[int, int], _Span] = {}
         self._ending: dict[tuple[int, int], _Span] = {}
-        """Holes by where they start and end."""
         self._live: set[_Span] = set()
-        self.held_bytes = 0
-        self.live_bytes = 0
-        self.peak_live_bytes = 0
+        self.held_bytes = self.live_bytes = self.peak_live_bytes = 0
 
     @property
     def num_holes(self) -> int:
         return len(self._holes)
 
     def take(self, shape: torch.Size, dtype: torch.dtype) -> HostRows:
-        """Memory for a tensor [n, ...], whatever it held; where `new_segment` raises nothing is taken."""
+        """Allocate a tensor [n, ...] without values; nothing is taken where `new_segment` raises."""
         row_bytes = shape[1:].numel() * dtype.itemsize
         if not shape[0] * row_bytes:
             return HostRows((torch.empty(shape, dtype=dtype),), ())
@@ -166,7 +156,7 @@ class HostArena:
         return HostRows(tuple(pieces), tuple(spans))
 
     def free(self, rows: HostRows) -> None:
-        """What is taken from now on may lie where these rows lie."""
+        """Free rows; what is taken next may lie in their place."""
         for span in rows.spans:
             self._live.remove(span)
             self.live_bytes -= span.num_bytes
@@ -176,7 +166,7 @@ class HostArena:
         self.free(HostRows((), tuple(self._live)))
 
     def _hole_for(self, num_rows: int, row_bytes: int) -> tuple[_Span | None, int]:
-        """Where the next piece of so many rows goes, and how many of them; None where that is not worth it."""
+        """Return a hole for the next piece of so many rows, and how many fit; None = the arena must grow."""
         at = bisect_left(self._holes, (_aligned(num_rows * row_bytes),))
         if at < len(self._holes):
             return self._holes[at], num_rows
@@ -184,8 +174,8 @@ class HostArena:
             return None, 0
         largest = self._holes[-1]
         fitting = largest.num_bytes // row_bytes
-        is_worth_it = fitting and fitting * row_bytes >= self._smallest_piece_bytes
-        return (largest, fitting) if is_worth_it else (None, 0)
+        is_used = fitting and fitting * row_bytes >= self._smallest_piece_bytes
+        return (largest, fitting) if is_used else (None, 0)
 
     def _grow(self, missing_bytes: int) -> None:
         num_bytes = -(-missing_bytes // self._segment_bytes) * self._segment_bytes
@@ -224,30 +214,25 @@ def _aligned(num_bytes: int) -> int:
 
 Moves = Sequence[tuple[Tensor, Tensor]]
 """(into, from) of equal shapes."""
-
-
-class Copy(NamedTuple):
-    """A copy under way: `wait` orders what is computed from now on behind it, `release` makes sure that its source,
-    which is needed no more, may be reused by what is computed from now on."""
-
-    wait: Callable[[], object]
-    release: Callable[[], object]
+Wait = Callable[[], object]
+"""Orders what is computed next behind a copy: it may read the target, and reuse the memory of a source that is needed
+no more."""
 
 
 class HostCopies(ABC):
-    """Copies of tensors to host memory and back; see the module."""
+    """Copies tensors to host memory and back; see the module."""
 
     def __init__(self, arena: HostArena) -> None:
         self.arena = arena
 
-    def to_host(self, tensor: Tensor) -> tuple[HostRows, Copy]:
-        """Rows in host memory and the copy that fills them. `tensor` [n, ...] must not be changed."""
+    def to_host(self, tensor: Tensor) -> tuple[HostRows, Wait]:
+        """Start to copy `tensor` [n, ...], which must not be changed; return its rows in host memory."""
         host = self.arena.take(tensor.shape, tensor.dtype)
         sizes = [piece.shape[0] for piece in host.pieces]
         return host, self._copy(tuple(zip(host.pieces, tensor.split(sizes), strict=True)), device_side=tensor)
 
-    def to_device(self, pieces: Sequence[Tensor], device: torch.device) -> tuple[Tensor, Copy]:
-        """A device tensor of rows in host memory, one piece after the other, and the copy that fills it."""
+    def to_device(self, pieces: Sequence[Tensor], device: torch.device) -> tuple[Tensor, Wait]:
+        """Start to copy rows in host memory, one piece after the other; return the device tensor of them."""
         sizes = [piece.shape[0] for piece in pieces]
         buffer = torch.empty(sum(sizes), *pieces[0].shape[1:], dtype=pieces[0].dtype, device=device)
         return buffer, self._copy(tuple(zip(buffer.split(sizes), pieces, strict=True)), device_side=buffer)
@@ -259,23 +244,22 @@ class HostCopies(ABC):
         self.arena.free_all()
 
     @abstractmethod
-    def _copy(self, moves: Moves, device_side: Tensor) -> Copy: ...
+    def _copy(self, moves: Moves, device_side: Tensor) -> Wait: ...
 
 
 class ThreadHostCopies(HostCopies):
-    """One thread; a copy starts when the one before has ended."""
+    """Copies in one thread, in order."""
 
     def __init__(self, arena: HostArena | None = None) -> None:
         super().__init__(arena or HostArena(_plain_memory))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="evenload-offload")
 
-    def _copy(self, moves: Moves, device_side: Tensor) -> Copy:
-        done = self._thread.submit(_copy_rows, moves)
-        return Copy(done.result, done.result)
+    def _copy(self, moves: Moves, device_side: Tensor) -> Wait:
+        return self._thread.submit(_copy_rows, moves).result
 
 
 class CudaHostCopies(HostCopies):
-    """On a side stream and in page-locked memory."""
+    """Copies on a side stream, to and from page-locked memory."""
 
     def __init__(self, device: torch.device, arena: HostArena | None = None) -> None:
         self._stream = torch.cuda.Stream(device)
@@ -284,7 +268,7 @@ class CudaHostCopies(HostCopies):
         # Not at the end of the process: the system does it there, and a stream may wait for a rank that is lost.
         weakref.finalize(self, _close, self._stream, memory).atexit = False  # type: ignore[attr-defined]
 
-    def _copy(self, moves: Moves, device_side: Tensor) -> Copy:
+    def _copy(self, moves: Moves, device_side: Tensor) -> Wait:
         device = device_side.device
         # A tensor may still be written, and a new buffer's memory read, by kernels queued before.
         self._stream.wait_stream(torch.cuda.current_stream(device))
@@ -294,11 +278,11 @@ class CudaHostCopies(HostCopies):
         done.record(self._stream)
         held = [device_side]
 
-        def order_behind() -> None:
+        def wait() -> None:
             torch.cuda.current_stream(device).wait_event(done)
             held.clear()
 
-        return Copy(order_behind, order_behind)
+        return wait
 
 
 def host_copies(device: torch.device) -> HostCopies:
@@ -311,7 +295,7 @@ def _copy_rows(moves: Moves) -> None:
 
 
 def _plain_memory(num_bytes: int) -> Tensor:
-    # numpy's: the system gives pages when they are first written, and torch's would be filled in deterministic runs.
+    # numpy's memory gets pages when it is first written; torch's would be filled in deterministic runs.
     return torch.from_numpy(np.empty(num_bytes, np.uint8))
 
 

@@ -1,8 +1,8 @@
-"""`RankPacks`: a plan's packs as one rank computes them: its rows, their tokens, and how they attend.
+"""`RankPacks` holds a plan's packs as one rank computes them: its rows, their tokens, and how they attend.
 
 Where a replica's rank runs a pack alone, its rows are the pack's slices. Where a group shares it (`parallel.cp`,
 DP-Merge), they are the token ranges of `stepplan.rank_rows`, and attention goes through the group. Price: about 10 ns a
-token and direction for ids, targets and positions, which may be made in another thread before the step (`collate`).
+token and direction for ids, targets and positions, which another thread may make before the step (`collate`).
 """
 
 from collections.abc import Container, Iterable, Mapping
@@ -28,7 +28,7 @@ from evenload.types.plan import StepPlan
 
 @dataclass(frozen=True, eq=False)
 class PackTokens:
-    """Token data of a pack, as the first and the last stage need it.
+    """Holds the tokens of a pack, as the first and the last stage need them.
 
     Args:
         token_ids, targets, positions: int64[T]; target -100 carries no loss.
@@ -49,12 +49,12 @@ class PackTokens:
 
 
 Exchange = Literal["all_gather", "ring"]
-"""How keys and values of shared documents reach the ranks that need them."""
+"""How ranks exchange keys and values of shared documents."""
 
 
 @dataclass(frozen=True, eq=False)
 class RankStep:
-    """One rank's part of a step, prepared (`runtime.step_source`); good for one run."""
+    """Holds one rank's prepared part of a step (`runtime.step_source`), for one run."""
 
     plan: StepPlan
     packs: "RankPacks"
@@ -62,8 +62,7 @@ class RankStep:
 
 
 class RankPacks:
-    """One step's packs on one rank; `InvalidPlanError` for a pack shared by a group that there is not, or a sharding
-    that cannot be run."""
+    """Holds one step's packs on one rank; `InvalidPlanError` for an unknown group, or a sharding that cannot run."""
 
     def __init__(
         self,
@@ -74,15 +73,13 @@ class RankPacks:
         device: torch.device,
     ) -> None:
         self._packs = plan.pack_plans[dp_rank]
-        self._groups = groups
-        self._exchange: Exchange = exchange
-        self._device = device
-        everything = (*self._packs.forward, *self._packs.backward)
+        self._groups, self._exchange, self._device = groups, exchange, device
+        all_packs = (*self._packs.forward, *self._packs.backward)
         self._rows: ReplicaRows | None = None
-        self._ready: dict[tuple[Direction, int], PackTokens] = {}
-        if plan.layout.cp > 1 or any(piece.cp > 1 for pack in everything for piece in pack.slices):
+        self._collated: dict[tuple[Direction, int], PackTokens] = {}
+        if plan.layout.cp > 1 or any(piece.cp > 1 for pack in all_packs for piece in pack.slices):
             self._rows = replica_rows(plan, dp_rank)
-            for pack in everything:
+            for pack in all_packs:
                 if (shared := self._rows.of_pack(pack)) is None or shared.block in groups:
                     continue
                 raise InvalidPlanError(
@@ -92,12 +89,12 @@ class RankPacks:
                 )
 
     def ranges(self, pack: MicroPack) -> tuple[Range, ...]:
-        """The token ranges this rank computes, padding included, in row order."""
+        """Return the token ranges that this rank computes, padding included, in row order."""
         shared = self._shared(pack)
         return pack_ranges(pack) if shared is None else shared.ranges(self._rank_in(shared))
 
     def stored_tokens(self) -> dict[int, int]:
-        """Rows of keys and values that this rank stores of every document."""
+        """Return how many tokens' keys and values this rank stores of every document."""
         stored: dict[int, int] = {}
         for pack in self._packs.forward:
             shared = self._shared(pack)
@@ -114,19 +111,18 @@ class RankPacks:
         return stored
 
     def collate(self, tokens: Mapping[int, NDArray[np.int32]], only: Container[int] | None = None) -> "RankPacks":
-        """Make all packs, or those of some indices, ready from the tokens of every document of the replica: ids,
-        targets and positions, and where the rows of shared ones travel. Returns itself."""
+        """Make the tokens of all packs, or those of some indices, from the replica's documents; return itself."""
         documents = table_of(tokens)
         for pack in (*self._packs.forward, *self._packs.backward):
             if only is None or pack.index in only:
-                self._ready[pack.direction, pack.index] = self._collated(pack, documents)
+                self._collated[pack.direction, pack.index] = self._pack_tokens(pack, documents)
         return self
 
     def load(self, pack: MicroPack) -> PackTokens:
-        """This rank's rows of a collated pack, ready to run once; every virtual stage loads it."""
-        return self._ready[pack.direction, pack.index]
+        """Return this rank's rows of a collated pack, to run once; every virtual stage loads it."""
+        return self._collated[pack.direction, pack.index]
 
-    def _collated(self, pack: MicroPack, documents: TokenTable) -> PackTokens:
+    def _pack_tokens(self, pack: MicroPack, documents: TokenTable) -> PackTokens:
         shared = self._shared(pack)
         if shared is None:
             batch = collate_pack(pack, documents)
@@ -140,19 +136,18 @@ class RankPacks:
             np.array([stop for _, _, stop in ranges], dtype=np.int64),
             documents,
         )
-        attention = self._attention(pack, shared) if shared.shared else None
+        attention: PackAttention | None = None
+        if shared.shared:
+            group, label = self._groups[shared.block], f"{pack.direction} pack {pack.index}"
+            if self._exchange == "ring":
+                attention = RingAttention(shared, group, label)
+            else:
+                attention = GatherAttention(shared, group, label, self._device)
         return PackTokens(ranges, *self._on_device(columns), shared=attention, closes=shared.held(rank))
 
-    def _on_device(self, columns: Iterable[NDArray[np.int64]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _on_device(self, columns: Iterable[NDArray[np.int64]]) -> tuple[Tensor, Tensor, Tensor]:
         ids, targets, positions = (to_device(torch.from_numpy(column), self._device) for column in columns)
         return ids, targets, positions
-
-    def _attention(self, pack: MicroPack, shared: PackRows) -> PackAttention:
-        group = self._groups[shared.block]
-        label = f"{pack.direction} pack {pack.index}"
-        if self._exchange == "ring":
-            return RingAttention(shared, group, label)
-        return GatherAttention(shared, group, label, self._device)
 
     def _shared(self, pack: MicroPack) -> PackRows | None:
         return None if self._rows is None else self._rows.of_pack(pack)

@@ -3,20 +3,19 @@
 In the forward pack every linear (`nn.Linear`, GPT-2's `Conv1D`) and the attention of a layer record their outputs per
 token. A backward pack runs the same layer again on its own ranges with the recorded outputs in place of matrix products
 and attention, so only norms, rotary embedding and activations are recomputed; autograd then walks this cheap graph.
-Weight gradients go straight into the fp32 (fp64) buffer `weight.main_grad`, or are deferred to a later action
-(`weight_products.py`). Documents under the policy `recompute` have no recorded products of linears: the backward pack
-makes these again, for their rows only. Attention is recorded under every policy. The closest published relative is
-SlimPack's regrouping of slices in backward (§4.2).
+Weight gradients go into the fp32 (fp64) buffer `weight.main_grad`, or wait for a later action (`weight_products.py`).
+For documents under the policy `recompute` the backward pack repeats the products of linears; attention is recorded
+under every policy. The closest published relative is SlimPack's regrouping of slices in backward (§4.2).
 
-**Experts.** The router's logits are recorded and given back to transformers' own router in backward: in other company a
-matrix product may differ in its last bit, and a token near a tie would go back through experts it never came from. A
-token's k experts leave k rows of gate and up projections, recorded in the token's row. Backward needs nothing else:
-with g the gradient of the block's output and a = act(gate)·up of one of the k,
+**Experts.** Backward gives the recorded logits to transformers' own router: among other rows a matrix product may
+differ in its last bit, and a token near a tie would go back through experts that it never came from. A token's k rows
+of gate and up projections are recorded in the token's row. With g the gradient of the block's output and a =
+act(gate)·up of one of the k,
 
     d weight_k = <Wdownᵀ g, a>    d a = weight_k · Wdownᵀ g    dWdown += (weight_k g) aᵀ
 
-so no matrix product is repeated. Tokens are sorted by expert; one product per expert that has tokens. On a GPU the host
-waits once a layer and pass for the experts' numbers of tokens (docs/decisions/14-gpu-path.md).
+so no matrix product is repeated. Tokens are sorted by expert, with one product for each expert that has tokens. On a
+GPU the host waits once a layer and pass for the experts' numbers of tokens (docs/decisions/14-gpu-path.md).
 """
 
 import functools
@@ -36,7 +35,6 @@ from evenload.runtime.replay.weight_products import (
     WeightProducts,
     add_now_or_later,
     add_product,
-    add_transposed_gradient,
     add_weight_gradient,
     known_output,
 )
@@ -47,101 +45,85 @@ ATTENTION_NAME = "evenload_range"
 
 
 class _RecordedLinear:
-    """A linear whose output is recorded and read back, made by changing the class of the model's own module, so that
+    """Records the output of a linear and reads it back. Made by changing the class of the model's own module, so that
     parameters, names and hooks stay untouched."""
 
     replay: ReplayState
     site: tuple[int, str]
+    weight: nn.Parameter
+    bias: nn.Parameter | None
     output_unused: bool
     has_own_rows = False
+    is_transposed = False
+    """Whether `weight` is [in, out], not [out, in]."""
 
     def forward(self, input: Tensor) -> Tensor:
         """[1, T, in] -> [1, T, out]."""
         state = self.replay
-        assert state.store is not None
-        if state.mode == "record":
+        if state.direction == "forward":
             output = self.product(input[0])
             if not self.output_unused:
                 state.store.record_product(self.site, output, is_own_rows=self.has_own_rows)
             return output[None]
         if self.output_unused:
             # Nothing in the layer's backward reads this value, only its shape.
-            output = input.new_zeros(()).expand(self.num_rows(input), self.num_columns)
+            output = input.new_zeros(()).expand(self.num_rows(input), self.weight.shape[1 if self.is_transposed else 0])
         else:
-            output = self.read_or_remake(input[0].detach())
+            output = self.read_or_recompute(input[0].detach())
         return self.known(input, output[None])
 
     def num_rows(self, input: Tensor) -> int:
         return input.shape[1]
 
-    @property
-    def num_columns(self) -> int:
-        raise NotImplementedError
-
     def product(self, rows: Tensor) -> Tensor:
         """[T, in] -> [T, out]."""
-        raise NotImplementedError
-
-    def read_or_remake(self, rows: Tensor) -> Tensor:
-        return self.replay.read_or_remake(self.site, self.product, rows)
-
-    def known(self, input: Tensor, output: Tensor) -> Tensor:
-        """The output of a backward pack, for autograd."""
-        raise NotImplementedError
-
-
-class ReplayLinear(_RecordedLinear, nn.Linear):
-    """An `nn.Linear` under replay."""
-
-    @property
-    def num_columns(self) -> int:
-        return self.out_features
-
-    def product(self, rows: Tensor) -> Tensor:
         return nn.functional.linear(rows, self.weight, self.bias)
 
+    def read_or_recompute(self, rows: Tensor) -> Tensor:
+        return self.replay.read_or_recompute(self.site, self.product, rows)
+
     def known(self, input: Tensor, output: Tensor) -> Tensor:
-        return linear_with_known_output(input, self.weight, self.bias, output, self.replay.products)
+        """Return the output of a backward pack, for autograd."""
+        products, is_transposed = self.replay.products, self.is_transposed
+        return linear_with_known_output(input, self.weight, self.bias, output, products, is_transposed=is_transposed)
+
+
+class ReplayLinear(_RecordedLinear, nn.Linear):  # type: ignore[inconsistent-inheritance]
+    """Runs an `nn.Linear` under replay."""
 
 
 class ReplayConv1D(_RecordedLinear, Conv1D):  # type: ignore[inconsistent-inheritance]
-    """transformers' `Conv1D`, a linear whose weight is [in, out], under replay."""
+    """Runs transformers' `Conv1D` under replay."""
 
-    @property
-    def num_columns(self) -> int:
-        return self.nf
+    is_transposed = True
 
     def product(self, rows: Tensor) -> Tensor:
+        assert self.bias is not None
         return torch.addmm(self.bias, rows, self.weight)
-
-    def known(self, input: Tensor, output: Tensor) -> Tensor:
-        weight, bias, products, rows = self.weight, self.bias, self.replay.products, input.detach()
-
-        def backward(grad: Tensor) -> Tensor:
-            add = functools.partial(add_transposed_gradient, weight, bias)
-            add_now_or_later(products, weight, add, rows.flatten(0, -2), grad.flatten(0, -2))
-            return grad @ weight.t()
-
-        return known_output(output, backward, input)
 
 
 def linear_with_known_output(
-    input: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor, products: WeightProducts | None = None
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    output: Tensor,
+    products: WeightProducts | None = None,
+    *,
+    is_transposed: bool = False,
 ) -> Tensor:
-    """`output` as if it were computed from `input`, for autograd; weight gradients go to `main_grad`, or wait for W in
-    `products`."""
+    """Return `output` as if computed from `input`, for autograd; weight gradients wait in `products`, if given."""
     rows = input.detach()
 
     def backward(grad: Tensor) -> Tensor:
-        add = functools.partial(add_weight_gradient, weight, bias)
+        add = functools.partial(add_weight_gradient, weight, bias, is_transposed=is_transposed)
         add_now_or_later(products, weight, add, rows.flatten(0, -2), grad.flatten(0, -2))
-        return grad @ weight
+        return grad @ (weight.t() if is_transposed else weight)
 
     return known_output(output, backward, input)
 
 
 class ReplayRouter(nn.Module):
-    """Mixed into transformers' router by changing the class of the model's own module."""
+    """Runs transformers' router under replay; mixed in by changing the class of the model's own module."""
 
     replay: ReplayState
     site: tuple[int, str]
@@ -152,38 +134,33 @@ class ReplayRouter(nn.Module):
         state = self.replay
         with _Logits(self):
             logits, weights, chosen = super().forward(hidden_states)
-        if state.mode == "record" and state.balance is not None:
+        if state.direction == "forward" and state.balance is not None:
             state.balance.count(self.site[0], state.ranges, chosen)
         return logits, weights, chosen
 
 
 class _Logits(TorchFunctionMode):
-    """While transformers' router runs, the product with its weight is ours; all else stays as it is."""
+    """Replaces the product with a router's weight by ours while transformers' router runs."""
 
     def __init__(self, router: ReplayRouter) -> None:
         super().__init__()
         self._router = router
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is nn.functional.linear and args[1] is self._router.weight:
-            return _router_logits(self._router, args[0])
-        return func(*args, **(kwargs or {}))
-
-
-def _router_logits(router: ReplayRouter, rows: Tensor) -> Tensor:
-    state, store = router.replay, router.replay.store
-    assert store is not None
-    if state.mode == "record":
-        logits = nn.functional.linear(rows, router.weight)
-        store.record(router.site, logits)
-        return logits
-    recorded = store.read(router.site, state.ranges)
-    logits = linear_with_known_output(rows, router.weight, None, recorded, state.products)
-    return logits if state.balance is None else state.balance.add_to(router.site[0], state.ranges, logits)
+        router, state = self._router, self._router.replay
+        if func is not nn.functional.linear or args[1] is not router.weight:
+            return func(*args, **(kwargs or {}))
+        if state.direction == "forward":
+            logits = nn.functional.linear(args[0], router.weight)
+            state.store.record(router.site, logits)
+            return logits
+        recorded = state.store.read(router.site, state.ranges)
+        logits = linear_with_known_output(args[0], router.weight, None, recorded, state.products)
+        return logits if state.balance is None else state.balance.add_to(router.site[0], state.ranges, logits)
 
 
 class ReplayExperts(nn.Module):
-    """Mixed into transformers' experts by changing the class of the model's own module."""
+    """Runs transformers' experts under replay; mixed in by changing the class of the model's own module."""
 
     replay: ReplayState
     site: tuple[int, str]
@@ -192,12 +169,10 @@ class ReplayExperts(nn.Module):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """[T, hidden], indices [T, k], weights [T, k] -> [T, hidden]."""
-        state, store = self.replay, self.replay.store
-        assert store is not None
-        order = _Order(top_k_index, self.gate_up_proj.shape[0])
-        if state.mode == "record":
+        state, order = self.replay, _Order(top_k_index, self.gate_up_proj.shape[0])
+        if state.direction == "forward":
             gate_up = order.products(hidden_states[order.token], self.gate_up_proj)
-            store.record_product(self.site, order.by_token(gate_up))
+            state.store.record_product(self.site, order.by_token(gate_up))
             product = order.products(self._gated(gate_up), self.down_proj)
             weighted = product * top_k_weights.flatten()[order.entry, None]
             return order.sum_by_token(weighted).to(hidden_states.dtype)
@@ -208,7 +183,7 @@ class ReplayExperts(nn.Module):
             part = order if rows is every_row else _Order(top_k_index[rows], self.gate_up_proj.shape[0])
             return part.by_token(part.products(hidden_states[rows][part.token], self.gate_up_proj))
 
-        recorded = state.read_or_remake(self.site, make, every_row)
+        recorded = state.read_or_recompute(self.site, make, every_row)
         recorded = recorded.reshape(top_k_index.numel(), -1)[order.entry]
         gate_up = self._known_gate_up(hidden_states, order, recorded)
         return self._unused_down(self._gated(gate_up), top_k_weights.flatten()[order.entry], order)
@@ -217,7 +192,7 @@ class ReplayExperts(nn.Module):
         return self._apply_gate(gate_up)  # type: ignore[operator]
 
     def _known_gate_up(self, hidden: Tensor, order: "_Order", output: Tensor) -> Tensor:
-        """Sorted gate and up projections [T·k, 2·ffn] as if they were computed from the hidden states [T, hidden]."""
+        """Return sorted gate and up projections [T·k, 2·ffn] as if computed from the hidden states [T, hidden]."""
         weights, products, rows = self.gate_up_proj, self.replay.products, hidden.detach()
 
         def backward(grad: Tensor) -> Tensor:
@@ -229,7 +204,7 @@ class ReplayExperts(nn.Module):
         return known_output(output, backward, hidden)
 
     def _unused_down(self, gated: Tensor, routing: Tensor, order: "_Order") -> Tensor:
-        """The block's output [T, hidden] from gated rows and routing weights; nobody reads its value."""
+        """Return the block's output [T, hidden], whose value is never read, from gated rows and routing weights."""
         weights, products = self.down_proj, self.replay.products
         rows, share = gated.detach(), routing.detach()
 
@@ -246,7 +221,7 @@ class ReplayExperts(nn.Module):
 
 
 class _Order:
-    """The T·k (token, expert) pairs sorted by expert: their places in the unsorted [T, k], their tokens, int64[T·k]
+    """Sorts the T·k (token, expert) pairs by expert: their places in the unsorted [T, k], their tokens, int64[T·k]
     each, and (expert, rows of the sorted pairs) of every expert that has any."""
 
     def __init__(self, top_k_index: Tensor, num_experts: int) -> None:
@@ -260,34 +235,32 @@ class _Order:
         self.parts = [(e, slice(a, b)) for e, (a, b) in enumerate(zip(starts, stops, strict=True)) if b > a]
 
     def products(self, rows: Tensor, weights: Tensor) -> Tensor:
-        """Sorted rows [T·k, in] times their expert's weight of [E, out, in] -> [T·k, out]."""
+        """Multiply sorted rows [T·k, in] by their expert's weight of [E, out, in] -> [T·k, out]."""
         return self.products_back(rows, weights.transpose(1, 2))
 
     def products_back(self, rows: Tensor, weights: Tensor) -> Tensor:
-        """Sorted rows [T·k, out] times their expert's weight of [E, out, in], from the other side -> [T·k, in]."""
+        """Multiply sorted rows [T·k, out] by their expert's weight of [E, out, in] -> [T·k, in]."""
         out = rows.new_empty(rows.shape[0], weights.shape[2])
         for expert, part in self.parts:
             out[part] = rows[part] @ weights[expert]
         return out
 
     def add_weight_gradients(self, weights: Tensor, input_rows: Tensor, grad_rows: Tensor, *, by_token: bool) -> None:
-        """Add to `main_grad` [E, out, in] from input rows, sorted [T·k, in] or by token [T, in], and sorted gradients
-        [T·k, out]."""
+        """Add to `main_grad` from input rows, [T·k, in] sorted or [T, in] by token, and sorted gradients [T·k, out]."""
         if by_token:
             input_rows = input_rows[self.token]
         total: Tensor = weights.main_grad  # type: ignore[attr-defined]
         for expert, part in self.parts:
-            grad, input = grad_rows[part], input_rows[part]
-            add_product(total[expert], grad, input)
+            add_product(total[expert], grad_rows[part], input_rows[part])
 
     def by_token(self, rows: Tensor) -> Tensor:
-        """Sorted rows [T·k, n] as [T, k·n], the pairs of a token side by side."""
+        """Return sorted rows [T·k, n] as [T, k·n], the pairs of a token side by side."""
         out = torch.empty_like(rows)
         out[self.entry] = rows
         return out.view(self.num_tokens, -1)
 
     def sum_by_token(self, rows: Tensor) -> Tensor:
-        """Sorted rows [T·k, n] summed over the pairs of every token -> [T, n], in at least fp32."""
+        """Sum sorted rows [T·k, n] over the pairs of every token -> [T, n], in at least fp32."""
         out = rows.new_zeros(self.num_tokens, rows.shape[1], dtype=work_dtype(rows))
         return out.index_add_(0, self.token, rows.to(out.dtype))
 
@@ -297,11 +270,10 @@ _RECORDED: dict[type, type[nn.Module]] = {nn.Linear: ReplayLinear, Conv1D: Repla
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, state: ReplayState, layer: int, scoring: Scoring) -> Tensor:
-    """q [T, H, D], k and v [T, G, D] of all ranges of a pack -> output [T, H, D]."""
+    """Attend in all ranges of a pack: q [T, H, D], k and v [T, G, D] -> output [T, H, D]."""
     store, attention, shared = state.store, state.attention, state.shared
-    assert store is not None
     call = AttentionCall(state.backend, store, layer, scoring)
-    if state.mode == "record":
+    if state.direction == "forward":
         if shared is not None:
             out, lse = shared.forward(call, q, k, v)
         else:
@@ -319,7 +291,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, state: ReplayState, layer: int, sco
             return shared.backward(call, grad, queries, out, lse)
         parts = call.backend.backward(grad, queries, call.key_ranges(attention.ranges), out, lse, scoring)
         if isinstance(parts, PackedGradients) and attention.is_whole(store):
-            # Keys are the pack's own rows, in its order, and nobody else adds to their gradients.
+            # Keys are the pack's own rows, in its order, and no other pack adds to their gradients.
             return parts.q, parts.keys, parts.values
         dq, dk, dv = torch.empty_like(queries), *(lse.new_empty(key_shape) for _ in range(2))
         attention.add_gradients(call, parts, (dq, dk, dv))
@@ -340,7 +312,7 @@ def _hf_attention(
     softcap: float | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: query [1, H, T, D], key and value [1, G, T, D] -> [1, T, H, D]."""
+    """Attend as transformers' attention interface: query [1, H, T, D], key and value [1, G, T, D] -> [1, T, H, D]."""
     state: ReplayState = module.replay  # type: ignore[assignment]
     assert attention_mask is None, "document boundaries come from the plan, never from a mask"
     assert dropout == 0.0, "refused when the model was loaded"

@@ -1,4 +1,4 @@
-"""`PipelineStage`: forward and backward of packs on one stage's layers.
+"""`PipelineStage` runs forward and backward of packs on one stage's layers.
 
 Final norm, head and loss run inside the *backward* of the last stage, where the cost model charges them.
 """
@@ -22,14 +22,13 @@ from evenload.runtime.replay.store import ActivationStore, num_rows
 from evenload.runtime.replay.tensor_parallel import make_tensor_parallel
 from evenload.runtime.replay.weight_products import WeightProducts
 from evenload.types.architectures import Architecture
-from evenload.types.document import Range
+from evenload.types.document import Direction, Range
 
 
 def make_layers_replayable(
     layers: Mapping[int, nn.Module], state: ReplayState, architecture: Architecture, tensor: TensorGroup | None
 ) -> None:
-    """Turn decoder layers, by index, into those that stages run; once, in place. Layers of a rank may share a state,
-    because one pass runs at a time."""
+    """Make decoder layers replayable, once, in place. One pass runs at a time, so a rank's layers may share a state."""
     for index, layer in layers.items():
         make_replayable(layer, index, state, architecture)
         if tensor is not None:
@@ -40,21 +39,17 @@ OnFinal = Callable[[int], None]
 """Receives the number of a unit (`StageModel.units`) whose gradients of the step are complete; takes no time."""
 
 
-def _tell_nobody(unit: int) -> None:
-    """Gradients come on top in later packs."""
-
-
-def _are_there(unit: int) -> None:
-    """No updated weights are on their way."""
+def ignore_unit(unit: int) -> None:
+    """Do nothing: the unit's gradients are not complete yet, or none of its weights are being gathered."""
 
 
 class PipelineStage:
     """Runs packs on a `StageModel` whose parameters have `main_grad` (see parameter_units.py).
 
     Args:
-        tensor: ranks that hold the other parts of the model's matrices; None = there are none. With it, hidden states
+        tensor: group of the ranks that hold parts of the model's matrices; None = there is none. With it, hidden states
             between layers and stages and their gradients have this rank's rows of a pack only (`RowShard`).
-        state: that of layers which are replayable already (`make_layers_replayable`); None = they become so here.
+        state: of layers that are replayable already (`make_layers_replayable`); None = they become so here.
     """
 
     def __init__(
@@ -68,8 +63,8 @@ class PipelineStage:
         self._like = next(next(iter(model.layers.values())).parameters())
         self._tensor = tensor
         self.head_row_sums: Tensor | None = None
-        """On a last stage, sums over every row of the gradient that the last backward pack's head gave."""
-        self._await_weights: Callable[[int], None] = _are_there
+        """On a last stage, the sum over each row of the gradient of the last backward pack's head."""
+        self._await_weights: Callable[[int], None] = ignore_unit
         self._balance: RouterBalance | None = None
         if model.architecture.experts is not None and model.router_aux_loss_coef:
             self._balance = RouterBalance(
@@ -85,10 +80,6 @@ class PipelineStage:
     def with_layers(self, layers: Iterable[int]) -> "PipelineStage":
         kept = {index: self.model.layers[index] for index in layers}
         return PipelineStage(replace(self.model, layers=kept), self.backend, self._tensor, self._state)
-
-    @property
-    def backend_name(self) -> str:
-        return self._state.backend.name
 
     @property
     def backend(self) -> RangeAttention:
@@ -113,17 +104,17 @@ class PipelineStage:
     def num_rows(self, ranges: Iterable[Range]) -> int:
         return num_rows(ranges) if self._tensor is None else self._tensor.shard.num_rows(ranges)
 
-    def begin_step(self, num_tokens: dict[int, int], await_weights: Callable[[int], None] = _are_there) -> None:
-        """Before a step's first pack; `num_tokens` of every document of the global batch, without padding. Forwards
-        call `await_weights` before they read a unit's weights; it returns when these are there."""
+    def begin_step(self, num_tokens: dict[int, int], await_weights: Callable[[int], None] = ignore_unit) -> None:
+        """Begin a step; `num_tokens` of every document of the global batch, without padding. Forwards call
+        `await_weights` before they read a unit's weights; it returns when these are complete."""
         self._await_weights = await_weights
         if self._balance is not None:
             self._balance.begin_step(num_tokens)
 
     @torch.no_grad()
     def forward(self, pack: PackTokens, hidden: Tensor | None, store: ActivationStore) -> Tensor:
-        """Run a forward pack on hidden states [T, hidden] of the stage before (None on the first); those for the next
-        stage (on the last: the input of the final norm)."""
+        """Run a forward pack on hidden states [T, hidden] of the stage before (None on the first); return those for the
+        next stage (on the last: the input of the final norm)."""
         if hidden is None:
             self._await_weights(self.model.units[0])
             rows = self._exchange(pack, "embeddings of a forward pack") if pack.ranges else None
@@ -135,27 +126,22 @@ class PipelineStage:
 
     @torch.no_grad()
     def forward_layers(self, pack: PackTokens, hidden: Tensor, store: ActivationStore) -> Tensor:
-        """The layers' part of `forward`: [T, hidden] -> [T, hidden]."""
-        if not pack.ranges:
-            store.open_pack(pack.ranges)
-            for layer in self.model.layers if pack.shared is not None else ():
-                self._join_forward(pack, layer, store, hidden)
-        else:
-            hidden = self._record(pack, hidden, store)
-        if self._balance is not None:  # tell the ranks that share the pack which experts its tokens chose
-            self._balance.end_pack(pack.shared, self.device)
-        return hidden
-
-    def _record(self, pack: PackTokens, hidden: Tensor, store: ActivationStore) -> Tensor:
+        """Run the layers' part of `forward`: [T, hidden] -> [T, hidden]."""
         store.open_pack(pack.ranges)
-        with self._pass("record", pack, store):
-            arguments = self._layer_arguments(hidden, pack.positions)
-            for index, layer in self.model.layers.items():
-                self._await_weights(1 + index)
-                store.record((index, "input"), hidden, is_own_rows=True)
-                hidden = layer(hidden[None], **arguments[index])[0]
-                store.end_layer(index)
-        store.close_pack()
+        if pack.ranges:
+            with self._pass("forward", pack, store):
+                arguments = self._layer_arguments(hidden, pack.positions)
+                for index, layer in self.model.layers.items():
+                    self._await_weights(1 + index)
+                    store.record((index, "input"), hidden, is_own_rows=True)
+                    hidden = layer(hidden[None], **arguments[index])[0]
+                    store.end_layer(index)
+            store.close_pack()
+        else:
+            for index in self.model.layers:
+                self._join_transfers("forward", pack, index, store, hidden)
+        if self._balance is not None:
+            self._balance.end_pack(pack.shared, self.device)
         return hidden
 
     def announce_backward(self, pack: PackTokens, store: ActivationStore) -> None:
@@ -168,31 +154,31 @@ class PipelineStage:
         store: ActivationStore,
         num_label_tokens: int,
         products: WeightProducts | None = None,
-        on_final: OnFinal = _tell_nobody,
+        on_final: OnFinal = ignore_unit,
     ) -> tuple[Tensor | None, Tensor]:
         """Run a backward pack and add to every parameter's `main_grad`.
 
         Args:
             grad: [T, hidden] from the stage after; None on the last.
             num_label_tokens: of the whole global batch, the loss's denominator.
-            products: the weight gradients of the layers' linears wait here (I; `add_all` is W); None = they are added
-                now, as those of norms, embedding and head are in any case.
-            on_final: of the stage's last pack, called unit by unit from the head to the embedding.
+            products: where weight gradients of the layers' linears wait (I; `add_all` is W); None = they are added now,
+                as those of norms, embedding and head always are.
+            on_final: called unit by unit from the head to the embedding.
 
         Returns:
             Gradient [T, hidden] for the stage before (None on the first), and this pack's share of the global mean loss
-            (fp64 scalar; on other stages than the last that of the routers' balance, if any).
+            (fp64 scalar; on stages before the last that of the load-balancing loss, if any).
         """
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         self.head_row_sums = None
-        if self.model.is_last and not pack.ranges:
-            grad = torch.zeros(0, self.hidden_size, dtype=self.dtype, device=self.device)
-        elif self.model.is_last:
-            grad, loss = self.head(store.read("final", pack.ranges), pack.targets, num_label_tokens, pack.ranges)
-            self.head_row_sums = grad.sum(dim=-1)
-        assert grad is not None
         if self.model.is_last:
+            if pack.ranges:
+                grad, loss = self.head(store.read("final", pack.ranges), pack.targets, num_label_tokens, pack.ranges)
+                self.head_row_sums = grad.sum(dim=-1)
+            else:
+                grad = torch.zeros(0, self.hidden_size, dtype=self.dtype, device=self.device)
             on_final(self.model.units[-1])
+        assert grad is not None
         grad = self.backward_layers(pack, grad, store, products, on_final)
         if self._balance is not None:
             loss = loss + self._balance.take_loss()
@@ -210,30 +196,18 @@ class PipelineStage:
         grad: Tensor,
         store: ActivationStore,
         products: WeightProducts | None = None,
-        on_final: OnFinal = _tell_nobody,
+        on_final: OnFinal = ignore_unit,
     ) -> Tensor:
-        """The layers' part of `backward`: gradient [T, hidden] of their output -> of their input."""
+        """Run the layers' part of `backward`: gradient [T, hidden] of their output -> of their input."""
         if not pack.ranges:
             # Layer by layer as where there are rows: transfers of the layers and sums of gradients have one order.
-            for layer in reversed(self.model.layers):
-                if pack.shared is not None:
-                    self._join_backward(pack, layer, store, grad)
-                on_final(1 + layer)
-        else:
-            self.announce_backward(pack, store)
-            grad = self._replay(pack, grad, store, products, on_final)
-        store.close_backward(pack.ended)
-        return grad
-
-    def _replay(
-        self,
-        pack: PackTokens,
-        grad: Tensor,
-        store: ActivationStore,
-        products: WeightProducts | None,
-        on_final: OnFinal = _tell_nobody,
-    ) -> Tensor:
-        with self._pass("replay", pack, store, products):
+            for index in reversed(self.model.layers):
+                self._join_transfers("backward", pack, index, store, grad)
+                on_final(1 + index)
+            store.close_backward(pack.ended)
+            return grad
+        self.announce_backward(pack, store)
+        with self._pass("backward", pack, store, products):
             arguments = self._layer_arguments(grad, pack.positions)
             for index in reversed(self.model.layers):
                 store.enter_layer(index)
@@ -247,39 +221,35 @@ class PipelineStage:
                 output.backward(grad[None])
                 assert hidden.grad is not None
                 grad = hidden.grad[0]
-                # What the layer's graph held of offloaded tensors goes with it.
+                # The layer's graph holds offloaded tensors.
                 del hidden, output
                 store.leave_layer(index)
                 on_final(1 + index)
+        store.close_backward(pack.ended)
         return grad
 
-    def _join_forward(self, pack: PackTokens, layer: int, store: ActivationStore, like: Tensor) -> None:
-        """Take part in a layer's transfers of a forward pack of which this rank computes no rows."""
-        assert pack.shared is not None
-        q, k = self._no_rows(layer, like)
-        pack.shared.forward(AttentionCall(self.backend, store, layer, Scoring(1.0)), q, k, k)
-
-    def _join_backward(self, pack: PackTokens, layer: int, store: ActivationStore, like: Tensor) -> None:
-        assert pack.shared is not None
-        q, _ = self._no_rows(layer, like)
-        lse = q.new_empty(q.shape[:2], dtype=work_dtype(q))
-        pack.shared.backward(AttentionCall(self.backend, store, layer, Scoring(1.0)), q, q, q, lse)
-
-    def _no_rows(self, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries [0, H, D] and keys [0, G, D], of the heads that this rank has."""
+    def _join_transfers(
+        self, direction: Direction, pack: PackTokens, layer: int, store: ActivationStore, like: Tensor
+    ) -> None:
+        """Take part in a layer's transfers of a shared pack of which this rank computes no rows."""
+        if pack.shared is None:
+            return
         heads, kv_heads, dim = self.model.attention_heads(layer)
-        return like.new_empty(0, heads, dim), like.new_empty(0, kv_heads, dim)
+        q, k = like.new_empty(0, heads, dim), like.new_empty(0, kv_heads, dim)
+        call = AttentionCall(self.backend, store, layer, Scoring(1.0))
+        if direction == "forward":
+            pack.shared.forward(call, q, k, k)
+        else:
+            pack.shared.backward(call, q, q, q, q.new_empty(q.shape[:2], dtype=work_dtype(q)))
 
     def losses(self, pack: PackTokens, hidden: Tensor) -> Tensor:
-        """The loss of every row of a forward pack, [T] in fp32 (fp64), from its final hidden states. Last stage
-        only."""
+        """Return every row's loss of a forward pack, [T] in fp32 (fp64), from final hidden states. Last stage only."""
         if not pack.ranges:
             return hidden.new_zeros(0)
-        with torch.no_grad():
-            return row_losses(self.model, hidden, pack.targets, pack.ranges, self._tensor)
+        return row_losses(self.model, hidden, pack.targets, pack.ranges, self._tensor)
 
     def next_logits(self, hidden: Tensor) -> Tensor:
-        """Of final hidden states [T, hidden], [T, vocab]; on a last stage with the whole head."""
+        """Return logits [T, vocab] of final hidden states [T, hidden]; on a last stage with the whole head."""
         assert self.model.norm is not None
         assert self.model.head is not None
         return self.model.cap_logits(self.model.head(self.model.norm(hidden)))
@@ -287,11 +257,11 @@ class PipelineStage:
     def head(
         self, hidden: Tensor, targets: Tensor, num_label_tokens: int, ranges: tuple[Range, ...]
     ) -> tuple[Tensor, Tensor]:
-        """Gradient of the final hidden states [T, hidden], and this rank's share of the loss. Last stage only."""
+        """Return the gradient of final hidden states [T, hidden] and this rank's loss share. Last stage only."""
         grad, loss = head_gradient(self.model, hidden, targets, num_label_tokens, ranges, self._tensor)
         # All ranks of a group know the loss, and one reports it.
-        is_told = self._tensor is None or self._tensor.shard.rank == 0
-        return grad, loss if is_told else torch.zeros_like(loss)
+        is_reporter = self._tensor is None or self._tensor.shard.rank == 0
+        return grad, loss if is_reporter else torch.zeros_like(loss)
 
     def _exchange(self, pack: PackTokens, what: str) -> RowExchange | None:
         return None if self._tensor is None else exchange_ranges(self._tensor, pack.ranges, self.device, what)
@@ -300,25 +270,28 @@ class PipelineStage:
         rows = positions[None]
         rotary = self.model.position_embeddings(like[None], rows)
         shared = {"attention_mask": None, "position_ids": rows, "use_cache": False}
-        if not rotary:
-            return {index: shared for index in self.model.layers}  # noqa: C420 (fromkeys loses the type)
-        return {index: shared | {"position_embeddings": rotary[index]} for index in self.model.layers}
+        layers = self.model.layers
+        return {index: shared | {"position_embeddings": rotary[index]} if rotary else shared for index in layers}
 
     @contextmanager
     def _pass(
-        self, mode, pack: PackTokens, store: ActivationStore, products: WeightProducts | None = None
+        self, direction: Direction, pack: PackTokens, store: ActivationStore, products: WeightProducts | None = None
     ) -> Iterator[None]:
         state = self._state
-        state.mode, state.ranges, state.store, state.products = mode, pack.ranges, store, products
+        state.direction, state.ranges, state.store, state.products = direction, pack.ranges, store, products
         state.shared, state.balance = pack.shared, self._balance
         state.attention = LocalAttention(tuple(rows_of(pack.ranges)))
         state.divide_rows(self.device)
-        exchange = self._exchange(pack, f"hidden states of a {'forward' if mode == 'record' else 'backward'} pack")
-        state.tensor_rows = None if exchange is None else TensorRows(exchange, pack.ranges)
+        exchange = self._exchange(pack, f"hidden states of a {direction} pack")
+        if exchange is not None:
+            state.tensor_rows = TensorRows(exchange, pack.ranges)
         # The configuration is shared with the user's model object, so it is changed only while a pass runs.
         before, self.model.config._attn_implementation = self.model.config._attn_implementation, ATTENTION_NAME
         try:
             yield
         finally:
             self.model.config._attn_implementation = before
-            state.store, state.ranges, state.products, state.shared, state.tensor_rows = None, (), None, None, None
+            state.ranges, state.products, state.shared = (), None, None
+            del state.store
+            if exchange is not None:
+                del state.tensor_rows

@@ -1,9 +1,8 @@
-"""`ReplayState`: what the running pass of a stage is, which every replaced module of its layers reads."""
+"""`ReplayState` describes the running pass of a stage to the replaced modules of its layers."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 import torch
@@ -16,12 +15,12 @@ from evenload.runtime.device import to_device
 from evenload.runtime.replay.context_attention import LocalAttention, PackAttention
 from evenload.runtime.replay.store import ActivationStore
 from evenload.runtime.replay.weight_products import WeightProducts, known_output
-from evenload.types.document import Range
+from evenload.types.document import Direction, Range
 
 
 @dataclass(eq=False)
 class RouterBalance:
-    """Switch Transformer's load-balancing loss over one stage's layers (Fedus et al. 2021, eq. 4-6).
+    """Computes Switch Transformer's load-balancing loss over one stage's layers (Fedus et al. 2021, eq. 4-6).
 
     For document d of n_d tokens on layer l, f = share of its tokens that chose expert e (k chosen, so the shares add
     up to k), P = mean probability of e over its tokens, both over whole documents without padding:
@@ -29,8 +28,8 @@ class RouterBalance:
         loss = coefficient · Σ_d (n_d / N) · mean over the model's layers l of  E · Σ_e f·P
 
     with N the tokens of the global batch. f is a count and has no gradient. A document's counts are complete before its
-    first backward slice, so the gradient is exact under every plan (docs/decisions/15). Ranks that share a document add
-    its counts up after each of its forward packs, once for all `layers` of a stage; `num_layers` is of the model.
+    first backward slice, so the gradient is exact under every plan (docs/decisions/15). Ranks that share a document sum
+    its counts after each of its forward packs, once for all `layers` of a stage; `num_layers` is of the model.
     """
 
     coefficient: float
@@ -49,14 +48,13 @@ class RouterBalance:
         self._loss = 0.0
 
     def count(self, layer: int, ranges: Sequence[Range], chosen: Tensor) -> None:
-        """Count the experts [T, k] that the running forward pack's tokens chose."""
+        """Count the experts [T, k] that tokens of the running forward pack chose."""
         for (doc_id, _, _), rows in _real_rows(ranges, self.num_tokens):
             _add(self._of_pack, (layer, doc_id), count_values(chosen[rows].flatten(), self.num_experts))
 
     def end_pack(self, shared: PackAttention | None, device: torch.device) -> None:
-        """After a forward pack's last layer. Collective over the ranks that share it, if any do."""
-        documents = tuple(dict.fromkeys(shared.documents)) if shared is not None else ()
-        if shared is not None and documents:
+        """End a forward pack after its last layer. Collective over the ranks that share it, if any do."""
+        if shared is not None and (documents := tuple(dict.fromkeys(shared.documents))):
             nothing = torch.zeros(self.num_experts, dtype=torch.int64, device=device)
             keys = [(layer, doc_id) for layer in self.layers for doc_id in documents]
             mine = torch.stack([self._of_pack.pop(key, nothing) for key in keys])
@@ -68,7 +66,7 @@ class RouterBalance:
         self._of_pack.clear()
 
     def add_to(self, layer: int, ranges: Sequence[Range], logits: Tensor) -> Tensor:
-        """The logits [T, E] of a backward pack, behind which the loss's gradient is added; counts their share of it."""
+        """Return a backward pack's logits [T, E] such that autograd adds the loss's gradient; add to the loss."""
         work = work_dtype(logits)
         weights = torch.zeros(logits.shape, dtype=work, device=logits.device)
         scale = self.coefficient * logits.shape[1] / (self.num_layers * sum(self.num_tokens.values()))
@@ -88,7 +86,7 @@ class RouterBalance:
 
 
 def count_values(values: Tensor, size: int) -> Tensor:
-    """How often each of 0..size-1 comes; int64[size]. As `bincount`, which lets the host wait for a GPU."""
+    """Count each of 0..size-1, int64[size], as `bincount`, for which the host would wait for a GPU."""
     return values.new_zeros(size).scatter_add_(0, values, torch.ones_like(values))
 
 
@@ -97,7 +95,7 @@ def _add(totals: dict[tuple[int, int], Tensor], key: tuple[int, int], counts: Te
 
 
 def _real_rows(ranges: Sequence[Range], num_tokens: Mapping[int, int]):
-    """Ranges with the rows of a pack that hold their tokens and no padding."""
+    """Yield ranges with the rows of a pack that hold their tokens and no padding."""
     row = 0
     for doc_id, start, stop in ranges:
         yield (doc_id, start, stop), slice(row, row + max(0, min(stop, num_tokens[doc_id]) - start))
@@ -112,32 +110,32 @@ class GatherOnce:
         self._last: tuple[object, Tensor] | None = None
 
     def __call__(self, own: Tensor, key: object) -> Tensor:
-        """`key` names the rows. The tensor cannot: where a rank has no rows, all its tensors are alike, and it would
-        leave out transfers that the others make."""
+        """Gather rows that `key` names. The tensor cannot name them: where a rank has no rows, all its tensors are
+        alike, and it would leave out transfers that the others make."""
         if self._last is None or self._last[0] is not key:
             self._last = key, self._rows.gather(own)
         return self._last[1]
 
 
 class BlockInput:
-    """The input of a block of a tensor-parallel layer, all rows of which are on their way.
+    """Gathers the input of a block of a tensor-parallel layer, chunk by chunk.
 
     Attributes:
         own: rows of this rank, [n, hidden]; `key` names them (`GatherOnce`).
         rows: those of all ranks, [T, hidden], which `arrive` fills.
-        weight_gradients: what adds those of the linears that read the input, once their own gradients are known.
+        weight_gradients: calls that add the weight gradients of the linears that read the input.
     """
 
     def __init__(self, own: Tensor, rows: RowExchange) -> None:
         self.own, self.key = own, object()
         self.rows = own.new_empty((rows.num_rows, *own.shape[1:]))
         self.weight_gradients: list[Callable[[], None]] = []
-        self._under_way = deque((chunk.rows, chunk.exchange.start_gather(own[chunk.own])) for chunk in rows.chunks)
+        self._transfers = deque((chunk.rows, chunk.exchange.start_gather(own[chunk.own])) for chunk in rows.chunks)
 
     def arrive(self) -> Iterator[slice]:
-        """Wait for the chunks that are not there yet, one by one: which rows each has."""
-        while self._under_way:
-            chunk, fill = self._under_way.popleft()
+        """Wait for the remaining chunks one by one; yield the rows of each."""
+        while self._transfers:
+            chunk, fill = self._transfers.popleft()
             fill(self.rows[chunk])
             yield chunk
 
@@ -147,91 +145,88 @@ class BlockInput:
         return self.rows
 
     @property
-    def is_there(self) -> bool:
-        return not self._under_way
+    def is_complete(self) -> bool:
+        return not self._transfers
 
 
 @dataclass(eq=False)
 class TensorRows:
-    """Rows of the running pack on a tensor-parallel group; `block` is the input of the block that is running, and
-    `again` gathers rows in W."""
+    """Describes the running pack's rows on a tensor-parallel group; `block` runs now, `again` gathers rows in W."""
 
     rows: RowExchange
     ranges: tuple[Range, ...]
-    block: "BlockInput | None" = None
+    block: BlockInput = field(init=False)
     again: GatherOnce = field(init=False)
-    _remade: tuple[RowExchange, Tensor, Tensor] | None = None
+    _recomputed: tuple[RowExchange, Tensor, Tensor] | None = None
 
     def __post_init__(self) -> None:
         self.again = GatherOnce(self.rows)
 
-    def remade(self, store: ActivationStore) -> tuple[RowExchange, Tensor, Tensor]:
-        """Rows of documents whose products are made again: their exchange, and which of own rows are (not) theirs."""
-        if self._remade is None:
-            self._remade = self.rows.divide(_is_remade(store, self.ranges))
-        return self._remade
+    def recomputed(self, store: ActivationStore) -> tuple[RowExchange, Tensor, Tensor]:
+        """Return the exchange of rows whose products are recomputed, and which of own rows are these, and are not."""
+        if self._recomputed is None:
+            self._recomputed = self.rows.divide(_is_recomputed(store, self.ranges))
+        return self._recomputed
 
 
-def _is_remade(store: ActivationStore, ranges: tuple[Range, ...]) -> NDArray[np.bool_]:
-    """bool[T], of every row whether its document's products are made again."""
+def _is_recomputed(store: ActivationStore, ranges: tuple[Range, ...]) -> NDArray[np.bool_]:
+    """Return bool[T]: whether the products of each row's document are recomputed."""
     again = [store.policy(doc_id) == "recompute" for doc_id, _, _ in ranges]
     return np.repeat(np.array(again, bool), [stop - start for _, start, stop in ranges])
 
 
 @dataclass(eq=False)
 class ReplayState:
-    """What the running pass is; shared by the replaced modules of one stage.
+    """Describes the running pass; shared by the replaced modules of one stage.
 
     Args:
-        mode: "record" in forward packs, "replay" in backward packs.
+        direction: of the running pack.
         ranges: of the running pack, in row order; attention: of the rows that no other rank has.
-        remade: int64[n], rows of the running backward pack whose products are made again; None = no rows of it. `kept`
+        store: set only while a pass runs; so are tensor_rows, with tensor parallelism.
+        recomputed: int64[n], rows of the running backward pack whose products are recomputed; None = no rows. `kept`
             are the other rows, of `kept_ranges`.
         products: where weight gradients of the running backward pack wait; None = they are added at once.
         shared: attention of the running pack where other ranks have rows of it too; None = this rank has them all.
     """
 
     backend: RangeAttention
-    mode: Literal["record", "replay"] = "record"
+    direction: Direction = "forward"
     ranges: tuple[Range, ...] = ()
     attention: LocalAttention = field(default_factory=LocalAttention)
-    store: ActivationStore | None = None
-    remade: Tensor | None = None
+    store: ActivationStore = field(init=False)
+    recomputed: Tensor | None = None
     kept: Tensor | None = None
     kept_ranges: tuple[Range, ...] = ()
     products: WeightProducts | None = None
     balance: RouterBalance | None = None
     shared: PackAttention | None = None
-    tensor_rows: TensorRows | None = None
+    tensor_rows: TensorRows = field(init=False)
 
-    def makes_again(self, site: tuple[int, str]) -> bool:
-        assert self.store is not None
-        return self.remade is not None or self.store.recomputes(site)
+    def recomputes(self, site: tuple[int, str]) -> bool:
+        return self.recomputed is not None or self.store.recomputes(site)
 
     def divide_rows(self, device: torch.device) -> None:
         """Find the rows of the running pack whose products are not stored."""
-        assert self.store is not None
-        self.remade, self.kept, self.kept_ranges = None, None, ()
-        if self.mode == "record":
+        self.recomputed, self.kept, self.kept_ranges = None, None, ()
+        if self.direction == "forward":
             return
-        is_remade = _is_remade(self.store, self.ranges)
-        if not is_remade.any():
+        is_recomputed = _is_recomputed(self.store, self.ranges)
+        if not is_recomputed.any():
             return
-        self.remade = to_device(torch.from_numpy(np.flatnonzero(is_remade)), device)
-        if not is_remade.all():
-            self.kept = to_device(torch.from_numpy(np.flatnonzero(~is_remade)), device)
+        self.recomputed = to_device(torch.from_numpy(np.flatnonzero(is_recomputed)), device)
+        if not is_recomputed.all():
+            self.kept = to_device(torch.from_numpy(np.flatnonzero(~is_recomputed)), device)
             self.kept_ranges = tuple(r for r in self.ranges if self.store.policy(r[0]) != "recompute")
 
-    def read_or_remake(self, site: tuple[int, str], make: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
-        """The product [T, out] of `input` [T, in] at a site of the backward pack; `make` gives it of any rows."""
-        assert self.store is not None
+    def read_or_recompute(self, site: tuple[int, str], make: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
+        """Return the product [T, out] of `input` [T, in] at a site of the backward pack; `make` computes it."""
         recomputes = self.store.recomputes(site)
-        if not recomputes and self.remade is None:
+        if not recomputes and self.recomputed is None:
             return self.store.read(site, self.ranges)
         with torch.no_grad():
             if recomputes or self.kept is None:
                 return make(input)
-            made, stored = make(input[self.remade]), self.store.read(site, self.kept_ranges)
+            made, stored = make(input[self.recomputed]), self.store.read(site, self.kept_ranges)
             output = made.new_empty(input.shape[0], *made.shape[1:])
-            output[self.remade], output[self.kept] = made, stored
+            output[self.recomputed], output[self.kept] = made, stored
             return output

@@ -1,24 +1,20 @@
-"""`ActivationStore`: what a stage keeps between a slice's forward and its backward.
+"""`ActivationStore` keeps the activations of a stage from a slice's forward to its backward.
 
-Recorded tensors of a forward pack live in *blocks* (`BlockIndex`): runs of slices with one activation policy whose
-first tokens come back in one backward pack, so that they are freed at the same moment. A pack that is one block is kept
-uncut, so recording and reading copy nothing. Keys and values of a document that is cut in forward are one buffer,
-because a later slice reads the whole prefix; those of the other documents of a block are one tensor a layer. What a
-block keeps depends on the activation policy of its document (`cost/layer_counts.py`):
+Tensors of a forward pack are kept in *blocks* (`BlockIndex`): runs of slices with one activation policy whose first
+tokens come back in one backward pack, so that they are freed together. A pack that is one block is kept uncut, so
+recording and reading copy nothing. The keys and values of a document that is cut in forward are one buffer, because a
+later slice reads the whole prefix; those of a block's other documents are one tensor a layer. Policies:
 
-    replay     everything that is recorded
-    recompute  all but the products of linear layers, which the backward makes again; so do recomputed layers of a
-               stage for all documents
-    offload    everything but final hidden states, in host memory: when a layer of a forward pack ends its tensors are
-               copied out while the next layer runs; in the backward pack they come back (`ReturningRows`), one layer
-               ahead of their use. So at most two layers of a pack's offloaded documents are on the device
+    replay     keep everything that is recorded
+    recompute  keep all but the products of linear layers (layers that a stage recomputes do so for all documents)
+    offload    keep everything but final hidden states in host memory: a layer's tensors are copied out while the next
+               layer runs, and in backward come back one layer before their use (`ReturningRows`), so at most two
+               layers of a pack's offloaded documents are on the device
 
-Every byte held is counted by kind where it is allocated and freed; the peaks are what the plan's memory prediction is
-tested against (cost/memory.py mirrors these rules). Price: a slice costs Python when a pack is opened, looked up and
-closed, not for every tensor of every layer.
+Bytes are counted by kind where they are allocated and freed; `cost/memory.py` predicts the peaks by the same rules.
+Price: a slice costs Python when its pack is opened, looked up and closed, not for every tensor of every layer.
 
-A `ForwardStore` (evaluation) keeps only what rows still to come will read: of a document that lies in one forward pack
-keys and values of the running layer, of one that is cut those of all layers until its last pack is done.
+`ForwardStore` (evaluation) keeps only the keys and values that later rows will read.
 """
 
 import itertools
@@ -34,11 +30,10 @@ from torch import Tensor
 from evenload.attention.range_attention import work_dtype
 from evenload.runtime.comm.tensor_group import RowShard
 from evenload.runtime.replay.held_bytes import HeldBytes, StoreKind, own_memory
-from evenload.runtime.replay.host_copies import Copy, HostCopies, HostRows, host_copies
+from evenload.runtime.replay.host_copies import HostCopies, HostRows, Wait, host_copies
 from evenload.runtime.replay.weight_products import WeightProducts
 from evenload.types.document import ActivationPolicy, Range
 
-_NO_POLICIES: Mapping[int, ActivationPolicy] = {}
 _ACTIVATIONS: dict[ActivationPolicy, StoreKind] = {
     "replay": "activations_replay",
     "recompute": "activations_recompute",
@@ -48,11 +43,11 @@ _ACTIVATIONS: dict[ActivationPolicy, StoreKind] = {
 
 @dataclass(eq=False)
 class StoredBlock:
-    """Recorded tensors of the rows of `ranges`, freed when the last of them is done.
+    """Holds the recorded tensors of the rows of `ranges`; freed when the last of them is done.
 
     Args:
-        rows, own_rows: in the forward pack; own rows are those of a tensor-parallel rank, of others all.
-        host: by layer; leaving: of the layer being recorded, on its way to the host.
+        rows, own_rows: places in the forward pack, of all rows and of those of this tensor-parallel rank.
+        host: offloaded tensors by layer; leaving: those of the layer that is being recorded.
     """
 
     ranges: tuple[Range, ...]
@@ -68,20 +63,20 @@ class StoredBlock:
 
 
 class Part(NamedTuple):
-    """Rows of a block, of all its rows and of its own rows."""
+    """Names rows of a block, among all its rows and among its own rows."""
 
     block: StoredBlock
     rows: slice
     own_rows: slice
 
-    def of(self, tensor: Tensor, *, own: bool) -> Tensor:
-        """These rows of a tensor of the block; the tensor itself where they are all."""
-        rows = self.own_rows if own else self.rows
-        return tensor if rows.stop - rows.start == tensor.shape[0] else tensor[rows]
-
     def num_rows(self, *, own: bool) -> int:
         rows = self.own_rows if own else self.rows
         return rows.stop - rows.start
+
+    def of(self, tensor: Tensor, *, own: bool) -> Tensor:
+        """Return these rows of a tensor of the block; the tensor itself where they are all."""
+        rows = self.own_rows if own else self.rows
+        return tensor if rows.stop - rows.start == tensor.shape[0] else tensor[rows]
 
 
 class _Place(NamedTuple):
@@ -92,7 +87,7 @@ class _Place(NamedTuple):
 
 
 class BlockIndex:
-    """The blocks of one stage during one step; ranges that are in no backward pack are blocks of their own."""
+    """Finds the blocks of one stage during one step; ranges that are in no backward pack are blocks of their own."""
 
     def __init__(
         self,
@@ -130,7 +125,7 @@ class BlockIndex:
         return blocks
 
     def parts(self, ranges: tuple[Range, ...]) -> list[Part]:
-        """Where ranges were recorded, in row order; neighbours in a block are one part."""
+        """Return where ranges were recorded, in row order; neighbours in a block are one part."""
         if ranges not in self._parts:
             parts: list[Part] = []
             for part in (part for r in ranges for part in self._parts_of(r)):
@@ -144,7 +139,7 @@ class BlockIndex:
         return self._parts[ranges]
 
     def close(self, ranges: Iterable[Range]) -> list[StoredBlock]:
-        """A backward of these ranges is over: the blocks that nobody needs any more."""
+        """End the backward of these ranges; return the blocks that no later one needs."""
         self._parts.clear()
         done = []
         for doc_id, start, _ in ranges:
@@ -165,7 +160,7 @@ class BlockIndex:
         return {doc_id for doc_id, places in self._places.items() if places}
 
     def _freed_by(self, doc_id: int, token: int) -> int | None:
-        """The backward pack with a slice's first token."""
+        """Return the backward pack with a slice's first token."""
         starts = self._backward.get(doc_id, ())
         at = bisect_right(starts, token, key=lambda entry: entry[0])
         return starts[at - 1][1] if at else None
@@ -185,17 +180,8 @@ class BlockIndex:
                 yield Part(block, rows, slice(own_start, own_stop))
 
 
-@dataclass(eq=False)
-class _Layer:
-    """Tensors of one layer, on the device or on their way there."""
-
-    tensors: dict[Hashable, Tensor] = field(default_factory=dict)
-    copies: list[Copy] = field(default_factory=list)
-    num_bytes: int = 0
-
-
 class ReturningRows:
-    """The offloaded rows of some ranges, layer by layer in the order in which layers will be entered.
+    """Fetches the offloaded rows of some ranges, layer by layer in the order in which layers will be entered.
 
     Args:
         own_rows_keys: keys of which a tensor-parallel rank has own rows only.
@@ -216,23 +202,24 @@ class ReturningRows:
         self._order = deque(layers)
         self._index, self._own_rows_keys = index, own_rows_keys
         self._copies, self._device, self._held = copies, device, held
-        self._there: dict[int, _Layer] = {}
+        self._fetched: dict[int, dict[Hashable, tuple[Tensor, Wait]]] = {}
+        """By layer and key; copies may be under way."""
         self._start_next()
 
     def __contains__(self, r: Range) -> bool:
         return r in self._known
 
     def enter(self, layer: int) -> None:
-        for copy in self._there[layer].copies:
-            copy.wait()
+        for _, wait in self._fetched[layer].values():
+            wait()
         self._start_next()
 
     def leave(self, layer: int) -> None:
-        self._held.count("offload_buffers", -self._there.pop(layer).num_bytes)
+        self._held.count("offload_buffers", -sum(rows.nbytes for rows, _ in self._fetched.pop(layer).values()))
 
     def find(self, key: Hashable) -> Tensor | None:
-        """All rows that were recorded under a key; None where it is of no layer that is here, or never left."""
-        return next((layer.tensors[key] for layer in self._there.values() if key in layer.tensors), None)
+        """Return all rows that were recorded under a key; None where none of its layers is fetched."""
+        return next((layer[key][0] for layer in self._fetched.values() if key in layer), None)
 
     def _start_next(self) -> None:
         if not self._order:
@@ -242,42 +229,35 @@ class ReturningRows:
         for part in self._index.parts(self.ranges):
             for key, host in part.block.host[number].items():
                 pieces[key] += host.rows(part.own_rows if key in self._own_rows_keys else part.rows)
-        layer = self._there[number] = _Layer()
-        for key, parts in pieces.items():
-            layer.tensors[key], copy = self._copies.to_device(parts, self._device)
-            layer.copies.append(copy)
-            layer.num_bytes += layer.tensors[key].nbytes
-        self._held.count("offload_buffers", layer.num_bytes)
+        layer = {key: self._copies.to_device(parts, self._device) for key, parts in pieces.items()}
+        self._fetched[number] = layer
+        self._held.count("offload_buffers", sum(rows.nbytes for rows, _ in layer.values()))
 
 
 Site = tuple[int, str]
-"""Of a product: its layer, and the name of its module in it."""
+"""Names a product: its layer, and its module in the layer."""
+KeysAndValues = tuple[Tensor, Tensor]
+"""Keys and values, or their gradients, [tokens, G, D] each."""
 
 
 def num_rows(ranges: Iterable[Range]) -> int:
     return sum(stop - start for _, start, stop in ranges)
 
 
-@dataclass(eq=False)
-class _DocumentBuffers:
-    """Keys and values of a document by layer and, while a cut backward is under way, their gradients."""
-
-    num_tokens: int
-    kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    grads: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    num_bytes: dict[StoreKind, int] = field(default_factory=lambda: {"keys_and_values": 0, "key_value_gradients": 0})
+def _num_bytes(layers: Mapping[int, KeysAndValues]) -> int:
+    return sum(keys.nbytes + values.nbytes for keys, values in layers.values())
 
 
 class ActivationStore:
-    """Activations of one stage during one step.
+    """Keeps the activations of one stage during one step.
 
     Args:
-        num_tokens: tokens of every document the replica trains (padded length where it is padded).
+        num_tokens: stored tokens of every document of the replica, padding included.
         backward_packs: their ranges, by which slices of a forward pack are kept together.
         policies: of documents that do not use `replay`.
         recomputed_layers: whose products no document keeps; then no document has a policy of its own.
         held: where bytes are counted; the stages of a rank share one.
-        copies: to and from the host; made for the device at the first offloaded tensor where it is not given.
+        copies: to and from the host; None = made at the first offloaded tensor.
     """
 
     def __init__(
@@ -285,23 +265,23 @@ class ActivationStore:
         num_tokens: dict[int, int],
         backward_packs: Sequence[tuple[Range, ...]],
         *,
-        policies: Mapping[int, ActivationPolicy] = _NO_POLICIES,
+        policies: Mapping[int, ActivationPolicy] | None = None,
         recomputed_layers: Collection[int] = (),
         held: HeldBytes | None = None,
         copies: HostCopies | None = None,
         shard: RowShard | None = None,
     ) -> None:
         self._own_rows_keys: set[Hashable] = set()
-        self._num_tokens = num_tokens
-        self._policies = policies
-        self._recomputed_layers = recomputed_layers
+        self._num_tokens, self._policies, self._recomputed_layers = num_tokens, policies or {}, recomputed_layers
         self._index = BlockIndex(backward_packs, self.policy, shard)
         self._copies = copies
         self._device: torch.device | None = None
-        self._buffers: dict[int, _DocumentBuffers] = {}
-        self.open_blocks: list[StoredBlock] = []
+        # By document and layer; gradients only while a cut backward is under way.
+        self._keys: dict[int, dict[int, KeysAndValues]] = defaultdict(dict)
+        self._key_grads: dict[int, dict[int, KeysAndValues]] = defaultdict(dict)
+        self._open_blocks: list[StoredBlock] = []
         """Of the forward pack whose rows are recorded."""
-        self._leaving: deque[tuple[list[Copy], int]] = deque()
+        self._leaving: deque[tuple[list[Wait], int]] = deque()
         self._returning: ReturningRows | None = None
         self._weight_products: dict[Hashable, WeightProducts] = {}
         self.held = HeldBytes() if held is None else held
@@ -315,10 +295,10 @@ class ActivationStore:
     # ---- forward -------------------------------------------------------------------------------
 
     def open_pack(self, ranges: tuple[Range, ...]) -> None:
-        self.open_blocks = self._index.open_pack(ranges)
+        self._open_blocks = self._index.open_pack(ranges)
 
     def record_product(self, site: Site, rows: Tensor, *, is_own_rows: bool = False) -> None:
-        """Keep the output of a linear layer, or of experts, where it is not made again; see `record`."""
+        """Keep the output of a linear layer, or of experts, where backward does not recompute it; see `record`."""
         if not self.recomputes(site):
             self.record(site, rows, is_product=True, is_own_rows=is_own_rows)
 
@@ -335,8 +315,9 @@ class ActivationStore:
         must not change them afterwards. Recomputed documents do not keep products."""
         if is_own_rows:
             self._own_rows_keys.add(key)
-        for block in self.open_blocks:
-            own = rows if len(self.open_blocks) == 1 else rows[block.own_rows if is_own_rows else block.rows]
+        is_whole = len(self._open_blocks) == 1
+        for block in self._open_blocks:
+            own = rows if is_whole else rows[block.own_rows if is_own_rows else block.rows]
             if block.policy == "recompute" and is_product:
                 continue
             if block.policy == "offload" and not stays_on_device:
@@ -344,45 +325,44 @@ class ActivationStore:
                 self.held.count("offload_buffers", own.nbytes)
                 continue
             # A copy, so that freeing one document's block frees its bytes, not only a view of the pack.
-            block.tensors[key] = own if len(self.open_blocks) == 1 else own.clone()
+            block.tensors[key] = own if is_whole else own.clone()
             block.num_bytes += own.nbytes
             self.held.count(_ACTIVATIONS[block.policy], own.nbytes)
 
     def end_layer(self, layer: int) -> None:
-        """A layer of the open pack is recorded: its offloaded tensors leave while the next layer runs."""
-        copies, num_bytes = [], 0
-        for block in self.open_blocks:
+        """End a layer of the open pack: its offloaded tensors are copied out while the next layer runs."""
+        waits, num_bytes = [], 0
+        for block in self._open_blocks:
             for key, rows in block.leaving.items():
                 self._device = rows.device
                 if self._copies is None:
                     self._copies = host_copies(rows.device)
-                host, copy = self._copies.to_host(rows)
+                host, wait = self._copies.to_host(rows)
                 block.host.setdefault(layer, {})[key] = host
-                copies.append(copy)
+                waits.append(wait)
                 block.num_host_bytes += rows.nbytes
                 num_bytes += rows.nbytes
             block.leaving.clear()
-        if not copies:
+        if not waits:
             return
         self.held.count_host(num_bytes)
-        self._leaving.append((copies, num_bytes))
+        self._leaving.append((waits, num_bytes))
         if len(self._leaving) > 1:
-            for copy in self._oldest_leaving():
-                copy.wait()
+            self._await_oldest()
 
     def close_pack(self) -> None:
         while self._leaving:
-            for copy in self._oldest_leaving():
-                copy.release()
+            self._await_oldest()
 
-    def _oldest_leaving(self) -> list[Copy]:
-        copies, num_bytes = self._leaving.popleft()
+    def _await_oldest(self) -> None:
+        waits, num_bytes = self._leaving.popleft()
         self.held.count("offload_buffers", -num_bytes)
-        return copies
+        for wait in waits:
+            wait()
 
     def record_pack_keys(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Keep K and V [T, G, D] of all slices of the open pack, of which no other rank has rows."""
-        for block in self.open_blocks:
+        for block in self._open_blocks:
             row = block.rows.start
             for is_whole, run in itertools.groupby(block.ranges, self.is_whole):
                 ranges = tuple(run)
@@ -402,32 +382,25 @@ class ActivationStore:
         return r[1] == 0 and r[2] == self._num_tokens[r[0]]
 
     def _record_whole(self, layer: int, ranges: tuple[Range, ...], keys: Tensor, values: Tensor) -> None:
-        """K and V of neighbouring whole documents of a block, which are freed at the same moment: one tensor each."""
+        """Keep K and V of a block's neighbouring whole documents, which are freed together, as one tensor each."""
         sizes = [stop for _, _, stop in ranges]
         for (doc_id, _, _), own_k, own_v in zip(ranges, keys.split(sizes), values.split(sizes), strict=True):
-            buffers = self._buffers_of(doc_id)
-            buffers.kept[layer] = own_k, own_v
-            buffers.num_bytes["keys_and_values"] += own_k.nbytes + own_v.nbytes
+            self._keys[doc_id][layer] = own_k, own_v
         self.held.count("keys_and_values", keys.nbytes + values.nbytes)
-
-    def _buffers_of(self, doc_id: int) -> _DocumentBuffers:
-        if doc_id not in self._buffers:
-            self._buffers[doc_id] = _DocumentBuffers(self._num_tokens[doc_id])
-        return self._buffers[doc_id]
 
     def record_keys(self, doc_id: int, layer: int, start: int, keys: Tensor, values: Tensor) -> None:
         """Keep K and V [n, G, D] of a document's tokens from `start` on; its buffers are made at its first slice."""
-        buffers = self._buffers_of(doc_id)
-        if layer not in buffers.kept:
-            all_k, all_v = (like.new_empty(buffers.num_tokens, *like.shape[1:]) for like in (keys, values))
-            buffers.kept[layer] = all_k, all_v
-            self._count_document(buffers, "keys_and_values", all_k.nbytes + all_v.nbytes)
-        for kept, rows in zip(buffers.kept[layer], (keys, values), strict=True):
-            kept[start : start + rows.shape[0]] = rows
+        kept = self._keys[doc_id]
+        if layer not in kept:
+            all_k, all_v = (like.new_empty(self._num_tokens[doc_id], *like.shape[1:]) for like in (keys, values))
+            kept[layer] = all_k, all_v
+            self.held.count("keys_and_values", all_k.nbytes + all_v.nbytes)
+        for buffer, rows in zip(kept[layer], (keys, values), strict=True):
+            buffer[start : start + rows.shape[0]] = rows
 
-    def keys_and_values(self, doc_id: int, layer: int, first: int, stop: int) -> tuple[Tensor, Tensor]:
-        """K and V of a document's tokens `[first, stop)`, [stop - first, G, D] each."""
-        keys, values = self._buffers[doc_id].kept[layer]
+    def keys_and_values(self, doc_id: int, layer: int, first: int, stop: int) -> KeysAndValues:
+        """Return K and V of a document's tokens `[first, stop)`, [stop - first, G, D] each."""
+        keys, values = self._keys[doc_id][layer]
         if first == 0 and stop == keys.shape[0]:
             return keys, values
         return keys[first:stop], values[first:stop]
@@ -435,12 +408,12 @@ class ActivationStore:
     # ---- backward ------------------------------------------------------------------------------
 
     def open_backward(self, ranges: tuple[Range, ...], layers: Sequence[int]) -> None:
-        """Announce a backward pack, so that offloaded tensors of its first layer start to come back; layers in the
-        order in which they will be entered. May be called ahead of it; a second call does nothing."""
+        """Start to fetch the offloaded tensors of a backward pack's first layer; `layers` in the order in which they
+        will be entered. A second call before `close_backward` does nothing."""
         offloaded = tuple(r for r in ranges if self.policy(r[0]) == "offload")
         if not offloaded or self._returning is not None:
             return
-        assert self._device is not None, "rows to fetch were sent away from some device"
+        assert self._device is not None, "rows to fetch were copied out from some device"
         assert self._copies is not None
         self._returning = ReturningRows(
             offloaded, layers, self._index, self._own_rows_keys, self._copies, self._device, self.held
@@ -455,7 +428,7 @@ class ActivationStore:
             self._returning.leave(layer)
 
     def read(self, key: Hashable, ranges: tuple[Range, ...]) -> Tensor:
-        """Rows [T, ...] recorded under `key` for other ranges than they were recorded in."""
+        """Return the rows [T, ...] that were recorded under `key`, of any ranges."""
         own = key in self._own_rows_keys
         back = self._returning
         fetched = None if back is None or not any(r in back for r in ranges) else back.find(key)
@@ -477,19 +450,20 @@ class ActivationStore:
 
     def add_key_grads(
         self, doc_id: int, layer: int, first: int, grad_k: Tensor, grad_v: Tensor, start: int, stop: int
-    ) -> tuple[Tensor, Tensor]:
-        """Add a range's gradients of K and V `[first, stop)`, and return the now final ones of `[start, stop)`: ranges
+    ) -> KeysAndValues:
+        """Add a range's gradients of K and V `[first, stop)`; return the now final ones of `[start, stop)`, as ranges
         of a document come last-first. A document whose backward is one range needs no accumulator."""
-        buffers = self._buffers[doc_id]
-        if start == 0 and stop == buffers.num_tokens and layer not in buffers.grads:
+        num_tokens, grads = self._num_tokens[doc_id], self._key_grads[doc_id]
+        if start == 0 and stop == num_tokens and layer not in grads:
             return grad_k, grad_v
-        if layer not in buffers.grads:
-            shape = (buffers.num_tokens, *buffers.kept[layer][0].shape[1:])
+        if layer not in grads:
             # fp32 whatever the compute precision: 32 slices in a bf16 accumulator double the error of dK.
-            work = work_dtype(grad_k)
-            buffers.grads[layer] = grad_k.new_zeros(shape, dtype=work), grad_k.new_zeros(shape, dtype=work)
-            self._count_document(buffers, "key_value_gradients", 2 * buffers.grads[layer][0].nbytes)
-        all_k, all_v = buffers.grads[layer]
+            all_k, all_v = grad_k.new_zeros(
+                (2, num_tokens, *self._keys[doc_id][layer][0].shape[1:]), dtype=work_dtype(grad_k)
+            )
+            grads[layer] = all_k, all_v
+            self.held.count("key_value_gradients", all_k.nbytes + all_v.nbytes)
+        all_k, all_v = grads[layer]
         all_k[first:stop] += grad_k
         all_v[first:stop] += grad_v
         return all_k[start:stop], all_v[start:stop]
@@ -508,16 +482,13 @@ class ActivationStore:
             block.tensors.clear()
             self.held.count(_ACTIVATIONS[block.policy], -block.num_bytes)
             self._free_host(block)
-        freed: dict[StoreKind, int] = defaultdict(int)
         for doc_id, start, _ in ranges:
             if start == 0:
-                for kind, num_bytes in self._buffers.pop(doc_id).num_bytes.items():
-                    freed[kind] += num_bytes
-        for kind, num_bytes in freed.items():
-            self.held.count(kind, -num_bytes)
+                self.held.count("keys_and_values", -_num_bytes(self._keys.pop(doc_id)))
+                self.held.count("key_value_gradients", -_num_bytes(self._key_grads.pop(doc_id, {})))
 
     def _free_host(self, block: StoredBlock) -> None:
-        """All packs that read any of its rows are over, so the last copy of each has been asked for."""
+        """Free a block's host memory; every copy from it has been queued, as all packs that read it are over."""
         for layer in block.host.values():
             assert self._copies is not None, "rows are in host memory"
             for rows in layer.values():
@@ -526,19 +497,19 @@ class ActivationStore:
         self.held.count_host(-block.num_host_bytes)
 
     def check_empty(self) -> None:
-        """After a step nothing may be left: a leak here is a plan that does not cover its documents."""
-        left = sorted(self._index.unfinished() | set(self._buffers))
+        """Assert that nothing is left after a step: a leak is a plan that does not cover its documents."""
+        left = sorted(self._index.unfinished() | set(self._keys) | set(self._key_grads))
         assert not left, f"documents {left} are not finished"
         assert not self._weight_products, f"weight gradients of packs {list(self._weight_products)} are not added"
 
-    def _count_document(self, buffers: _DocumentBuffers, kind: StoreKind, num_bytes: int) -> None:
-        buffers.num_bytes[kind] += num_bytes
-        self.held.count(kind, num_bytes)
-
 
 class ForwardStore(ActivationStore):
-    """Keys and values of one stage during one step's forwards; `packs`: by document the forward packs of the stage that
-    have rows of it on this rank, ascending."""
+    """Keeps keys and values of one stage during one step's forwards: of a document that lies in one forward pack those
+    of the running layer, of one that is cut those of all layers until its last pack is done.
+
+    Args:
+        packs: by document the forward packs of the stage that have rows of it on this rank, ascending.
+    """
 
     def __init__(
         self,
@@ -556,32 +527,18 @@ class ForwardStore(ActivationStore):
 
     def open_pack(self, ranges: tuple[Range, ...]) -> None:
         rows = slice(0, num_rows(ranges))
-        self.open_blocks = [StoredBlock(ranges, "replay", rows, rows, len(ranges))]
+        self._open_blocks = [StoredBlock(ranges, "replay", rows, rows, len(ranges))]
 
-    def record(
-        self,
-        key: Hashable,
-        rows: Tensor,
-        *,
-        is_product: bool = False,
-        is_own_rows: bool = False,
-        stays_on_device: bool = False,
-    ) -> None:
-        """Nobody will read it."""
+    def record(self, key: Hashable, rows: Tensor, **options: bool) -> None:
+        """Keep nothing: there is no backward."""
 
     def end_layer(self, layer: int) -> None:
-        """Whole documents of the open pack have been read by all rows that there are."""
-        freed, ranges = 0, (r for block in self.open_blocks for r in block.ranges)
-        for doc_id in {r[0] for r in ranges if r[0] in self._in_one_pack and self.is_whole(r)}:
-            buffers = self._buffers.get(doc_id)
-            if buffers is not None and layer in buffers.kept:
-                keys, values = buffers.kept.pop(layer)
-                buffers.num_bytes["keys_and_values"] -= keys.nbytes + values.nbytes
-                freed += keys.nbytes + values.nbytes
-        self.held.count("keys_and_values", -freed)
+        """Free whole documents of the open pack: no later row reads them."""
+        for doc_id in {r[0] for r in self._open_blocks[0].ranges if r[0] in self._in_one_pack and self.is_whole(r)}:
+            if (kept := self._keys[doc_id].pop(layer, None)) is not None:
+                self.held.count("keys_and_values", -_num_bytes({layer: kept}))
 
     def end_pack(self, pack: int) -> None:
-        """After a forward pack: let go of the documents that have no rows in later ones."""
+        """Free the documents that have no rows in packs after this one."""
         for doc_id in self._ending.get(pack, ()):
-            if (buffers := self._buffers.pop(doc_id, None)) is not None:
-                self.held.count("keys_and_values", -buffers.num_bytes["keys_and_values"])
+            self.held.count("keys_and_values", -_num_bytes(self._keys.pop(doc_id, {})))

@@ -1,23 +1,23 @@
 """Tensor parallelism of unmodified decoder layers: linears on a rank's part of their weights, under replay.
 
     norm, residual     own rows (sequence parallel)
-    q k v, gate up     gather the block's input ─► all rows, own columns (weights cut by output)
+    q k v, gate up     all-gather the block's input ─► all rows, own columns (weights cut by output)
     attention          all rows, own heads
-    o, down            all rows, own inputs (weights cut by input) ─► sum and scatter ─► own rows
+    o, down            all rows, own inputs (weights cut by input) ─► reduce-scatter ─► own rows
 
 Forward moves a layer's hidden states 4 times; backward 6 times, because a block's input is gathered again for the
-weight gradients instead of being kept (Korthikanti et al. 2022, §4.2). What hides the transfers:
+weight gradients instead of being kept (Korthikanti et al. 2022, §4.2). Transfers overlap with compute:
 
-    forward    gather a block's input in chunks      the first product (q, gate) of the chunk before
-               sum and scatter in chunks             the product (o, down) of the next chunk
-    backward   gather o's and down's gradients       as in forward, in chunks
-               gather a block's input                all that comes before its weight gradients
-               sum and scatter the input's gradient  the block's weight gradients (q k v, gate up)
+    forward    all-gather a block's input in chunks  the first product (q, gate) of the chunk before
+               reduce-scatter in chunks              the product (o, down) of the next chunk
+    backward   all-gather o's and down's gradients   as in forward, in chunks
+               all-gather a block's input            all that comes before its weight gradients
+               reduce-scatter the input's gradient   the block's weight gradients (q k v, gate up)
 
-Chunks are runs of a pack's rows, so every row has the same product as without. Nothing hides what W of a split backward
-gathers again. Layers stay transformers' own: the two blocks of a layer get a hook that gathers, and the linears
-recorded by replay become `ColumnLinear` or `RowLinear` by their names. Gradients of what every rank holds whole (norms,
-biases behind a sum) are partial; `data_parallel` sums them over the group. Why not DTensor: docs/decisions/0020.
+Chunks are runs of a pack's rows, so no row's product changes. What W of a split backward gathers again is exposed.
+Layers stay transformers' own: the two blocks of a layer get a hook that gathers, and the linears recorded by replay
+become `ColumnLinear` or `RowLinear` by their names. Gradients of what every rank holds whole (norms, biases behind a
+sum) are partial; `data_parallel` sums them over the group. Why not DTensor: docs/decisions/07-tensor-parallel.md.
 """
 
 import functools
@@ -30,13 +30,13 @@ from evenload.runtime.comm.tensor_group import RowExchange
 from evenload.runtime.model.lora import is_adapter
 from evenload.runtime.model.tensor_weights import adapter_of, linear_kind
 from evenload.runtime.replay.replayable import ReplayLinear
-from evenload.runtime.replay.state import BlockInput, ReplayState, TensorRows
+from evenload.runtime.replay.state import BlockInput, ReplayState
 from evenload.runtime.replay.weight_products import add_weight_gradient, is_frozen, known_output
 from evenload.types.architectures import Architecture
 
 
 def make_tensor_parallel(layer: nn.Module, layer_index: int, state: ReplayState, architecture: Architecture) -> None:
-    """Turn a replayable layer's linears into those of a part of their weights, in place. Every linear's name is known:
+    """Make a replayable layer's linears compute with a part of their weights, in place. Every linear's name is known:
     `tensor_weights.require_tensor_parallel` has refused other models."""
     for name, module in layer.named_modules():
         if isinstance(module, ReplayLinear):
@@ -63,14 +63,13 @@ def _gather_input(
     *,
     has_adapters: bool,
 ) -> tuple[tuple, dict]:
-    """Give a block all rows of its input [1, n, hidden] -> [1, T, hidden]. In record the first of `readers` waits for
-    them; in replay their weight gradients do. Adapters, and products that are made again, need them at once."""
+    """Give a block all rows of its input [1, n, hidden] -> [1, T, hidden]. In forward the first of `readers` waits for
+    them; in backward their weight gradients do. Adapters and recomputed products need them at once."""
     pack = state.tensor_rows
-    assert pack is not None
     own: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
     block = pack.block = BlockInput(own.detach()[0], pack.rows)
-    is_read_later = state.mode == "record" or (
-        state.products is None and not state.makes_again(site) and not all(is_frozen(one.weight) for one in readers)
+    is_read_later = state.direction == "forward" or (
+        state.products is None and not state.recomputes(site) and not all(is_frozen(one.weight) for one in readers)
     )
     if has_adapters or not is_read_later:
         block.whole()
@@ -78,11 +77,11 @@ def _gather_input(
     rows = pack.rows
 
     def backward(grad: Tensor) -> Tensor:
-        arrive = rows.start_sum_scatter(grad)
+        finish = rows.start_sum_scatter(grad)
         for add in block.weight_gradients:
             add()
         block.weight_gradients.clear()
-        return arrive()
+        return finish()
 
     gathered = known_output(block.rows, backward, own.squeeze(0))[None]
     if "hidden_states" in kwargs:
@@ -91,20 +90,17 @@ def _gather_input(
 
 
 def _scatter_output(state: ReplayState, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
-    """An adapter's thin product [1, T, rank], partial sums, -> own rows [1, n, rank], as those of its linear."""
-    assert state.tensor_rows is not None
+    """Sum an adapter's partial products [1, T, rank] -> own rows [1, n, rank], as those of its linear."""
     partial, rows = output.squeeze(0), state.tensor_rows.rows
     return known_output(rows.sum_scatter(partial.detach()), rows.gather, partial)[None]
 
 
 class ColumnLinear(ReplayLinear):
-    """All rows times own columns of the output."""
+    """Computes own columns of the output, of all rows."""
 
     def product(self, rows: Tensor) -> Tensor:
-        assert self.replay.tensor_rows is not None
         block = self.replay.tensor_rows.block
-        assert block is not None
-        if block.is_there:
+        if block.is_complete:
             return super().product(rows)
         output = rows.new_empty(rows.shape[0], self.weight.shape[0])
         for chunk in block.arrive():
@@ -113,8 +109,6 @@ class ColumnLinear(ReplayLinear):
 
     def known(self, input: Tensor, output: Tensor) -> Tensor:
         pack, weight, bias, products = self.replay.tensor_rows, self.weight, self.bias, self.replay.products
-        assert pack is not None
-        assert pack.block is not None
         block, again, key = pack.block, pack.again, pack.block.key
 
         def add_later(own_rows: Tensor, grad_rows: Tensor) -> None:
@@ -133,31 +127,30 @@ class ColumnLinear(ReplayLinear):
 
 
 class RowLinear(ReplayLinear):
-    """Own inputs of all rows [1, T, in / tp] -> [1, n, out]: summed over the group, every rank keeps its rows."""
+    """Multiplies own inputs of all rows [1, T, in / tp] -> [1, n, out]: sums over the group, and keeps own rows."""
 
     has_own_rows = True
 
     def num_rows(self, input: Tensor) -> int:
-        return self._pack.rows.num_own
+        return self.replay.tensor_rows.rows.num_own
 
     def product(self, rows: Tensor) -> Tensor:
-        return self._sum_product(rows, self._pack.rows)
+        return self._sum_product(rows, self.replay.tensor_rows.rows)
 
     @torch.no_grad()
-    def read_or_remake(self, rows: Tensor) -> Tensor:
-        state, pack = self.replay, self._pack
-        assert state.store is not None
-        if state.remade is None or state.kept is None:
-            return super().read_or_remake(rows)
-        exchange, own_remade, own_kept = pack.remade(state.store)
-        made = self._sum_product(rows[state.remade], exchange)
+    def read_or_recompute(self, rows: Tensor) -> Tensor:
+        state, pack = self.replay, self.replay.tensor_rows
+        if state.recomputed is None or state.kept is None:
+            return super().read_or_recompute(rows)
+        exchange, own_recomputed, own_kept = pack.recomputed(state.store)
+        made = self._sum_product(rows[state.recomputed], exchange)
         output = made.new_empty(pack.rows.num_own, made.shape[1])
-        output[own_remade], output[own_kept] = made, state.store.read(self.site, state.kept_ranges)
+        output[own_recomputed], output[own_kept] = made, state.store.read(self.site, state.kept_ranges)
         return output
 
     def known(self, input: Tensor, output: Tensor) -> Tensor:
-        weight, bias, products = self.weight, self.bias, self.replay.products
-        rows, exchange, again, key = input.detach()[0], self._pack.rows, self._pack.again, object()
+        weight, bias, products, pack = self.weight, self.bias, self.replay.products, self.replay.tensor_rows
+        rows, exchange, again, key = input.detach()[0], pack.rows, pack.again, object()
 
         def add_later(input_rows: Tensor, own_grad: Tensor) -> None:
             add_weight_gradient(weight, None, input_rows, again(own_grad, key))
@@ -182,21 +175,16 @@ class RowLinear(ReplayLinear):
         return known_output(output, backward, input)
 
     def _sum_product(self, rows: Tensor, exchange: RowExchange) -> Tensor:
-        arriving = [
+        transfers = [
             chunk.exchange.start_sum_scatter(nn.functional.linear(rows[chunk.rows], self.weight))
             for chunk in exchange.chunks
         ]
-        parts = [arrive() for arrive in arriving]
+        parts = [finish() for finish in transfers]
         output = parts[0] if len(parts) == 1 else torch.cat(parts)
-        # Once a row, behind the sum.
+        # Once a row, after the sum.
         return output if self.bias is None else output + self.bias
-
-    @property
-    def _pack(self) -> TensorRows:
-        assert self.replay.tensor_rows is not None
-        return self.replay.tensor_rows
 
 
 def gather_rows(own: Tensor, rows: RowExchange) -> Tensor:
-    """Own rows -> all rows, for autograd: each rank uses all rows for its own columns, so gradients of a row add up."""
+    """Gather own rows -> all rows, for autograd: ranks use all rows for their own columns, so gradients add up."""
     return known_output(rows.gather(own.detach()), rows.sum_scatter, own)

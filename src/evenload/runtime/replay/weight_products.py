@@ -1,9 +1,9 @@
-"""Weight gradients of linear layers, at once or deferred to a later action (zero bubble: I and W; Qi et al. 2023, §2).
+"""Add weight gradients of linear layers, at once or in a later action (zero bubble: I and W; Qi et al. 2023, §2).
 
 A linear layer's backward is two products of the same size: the gradient of its input, which the layer below waits for,
-and that of its weight, which nobody waits for before the optimizer. `WeightProducts` keeps the operands of the second
-one for a whole backward pack: the linear's input and the gradient of its output, shared by layers with one input (q, k
-and v; gate and up). `known_output` is the one function that replay gives to autograd.
+and that of its weight, which only the optimizer waits for. `WeightProducts` keeps the operands of the second one for a
+whole backward pack: the linear's input, once for linears that share it (q, k and v; gate and up), and the gradient of
+its output. `known_output` is the one function that replay gives to autograd.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,8 +18,8 @@ _WIDE_SUM = "aten::addmm.dtype_out"
 
 
 def known_output(output: Tensor, backward: Callable[[Tensor], Any], *inputs: Tensor) -> Tensor:
-    """`output` as if it were computed from `inputs`, for autograd. `backward` maps its gradient to those of the inputs
-    (one, or a sequence), runs once, and must hold the inputs detached; gradients of weights are its own to add."""
+    """Return `output` as if it were computed from `inputs`, for autograd. `backward` maps its gradient to those of the
+    inputs (one, or a sequence), runs once, must hold the inputs detached, and adds gradients of weights itself."""
     return _KnownOutput.apply(output, backward, *inputs)  # type: ignore[return-value]
 
 
@@ -40,16 +40,15 @@ AddRows = Callable[[Tensor, Tensor], None]
 """Adds a weight gradient from (input rows, rows of the output's gradient)."""
 
 
-def add_weight_gradient(weight: Tensor, bias: Tensor | None, input_rows: Tensor, grad_rows: Tensor) -> None:
-    """Add to `main_grad` of weight [out, in] and bias [out], from input [T, in] and the output's gradient [T, out]."""
-    add_product(weight.main_grad, grad_rows, input_rows)  # type: ignore[attr-defined]
-    _add_bias_gradient(bias, grad_rows)
-
-
-def add_transposed_gradient(weight: Tensor, bias: Tensor | None, input_rows: Tensor, grad_rows: Tensor) -> None:
-    """As `add_weight_gradient`, of a weight [in, out]."""
-    add_product(weight.main_grad, input_rows, grad_rows)  # type: ignore[attr-defined]
-    _add_bias_gradient(bias, grad_rows)
+def add_weight_gradient(
+    weight: Tensor, bias: Tensor | None, input_rows: Tensor, grad_rows: Tensor, *, is_transposed: bool = False
+) -> None:
+    """Add to `main_grad` of weight [out, in] ([in, out] where transposed) and bias [out], from input [T, in] and the
+    output's gradient [T, out]."""
+    left, right = (input_rows, grad_rows) if is_transposed else (grad_rows, input_rows)
+    add_product(weight.main_grad, left, right)  # type: ignore[attr-defined]
+    if bias is not None:
+        bias.main_grad += grad_rows.sum(0, dtype=bias.main_grad.dtype)  # type: ignore[attr-defined]
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -68,18 +67,13 @@ def _sums_wider(device_type: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(_WIDE_SUM, key)
 
 
-def _add_bias_gradient(bias: Tensor | None, grad_rows: Tensor) -> None:
-    if bias is not None:
-        bias.main_grad += grad_rows.sum(0, dtype=bias.main_grad.dtype)  # type: ignore[attr-defined]
-
-
 def is_frozen(weight: Tensor) -> bool:
-    """Not trained (the model's own weights under LoRA): it has no `main_grad`."""
+    """Say whether a weight is not trained (the model's own under LoRA): it has no `main_grad`."""
     return getattr(weight, "main_grad", None) is None
 
 
 class WeightProducts:
-    """The products one backward pack has deferred."""
+    """Keeps the products that one backward pack has deferred."""
 
     def __init__(self, held: HeldBytes) -> None:
         self._held = held
@@ -88,8 +82,7 @@ class WeightProducts:
         self._kept: dict[tuple, Tensor] = {}
 
     def defer(self, add: AddRows, input_rows: Tensor, grad_rows: Tensor) -> None:
-        """Call `add(input_rows, grad_rows)` later. The caller must not change the rows afterwards, and `add` holds no
-        activations itself: they would not be counted."""
+        """Call `add(input_rows, grad_rows)` later; rows must not change, and `add` must hold no activations itself."""
         self._products.append((add, self._keep(input_rows), self._keep(grad_rows)))
 
     @torch.no_grad()

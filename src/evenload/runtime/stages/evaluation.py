@@ -1,5 +1,4 @@
-"""What reads the weights after a step and trains nothing: losses of the validation data, and samples. All ranks come to
-`Evaluation` together after every step; results are rank 0's to show.
+"""Evaluate the weights after a step: losses of the validation data, and samples. Collective; rank 0 shows results.
 
 **Validation** (`Validator`).
 
@@ -63,16 +62,15 @@ def require_whole_model(data: DataConfig, layouts: Sequence[ParallelLayout]) -> 
 
 
 class Sampler:
-    """Writes the samples of a run with `[samples]`; its texts, and so the prompts, begin with the ids `opening`."""
+    """Writes the samples of a run with `[samples]`. `ConfigError`: a prompt has no token, or no position is left."""
 
     def __init__(
-        self,
-        settings: SamplesConfig,
-        tokenizer: ByteTokenizer | FileTokenizer,
-        longest: int | None,
-        opening: tuple[int, ...] = (),
+        self, settings: SamplesConfig, data: DataConfig, tokenizer: DocumentTokenizer | None, longest: int | None
     ) -> None:
+        assert isinstance(tokenizer, ByteTokenizer | FileTokenizer), "refused at start where there is none"
         self.settings, self._tokenizer = settings, tokenizer
+        has_texts = any(part.record != "messages" for part in mixture_configs(data))
+        opening = required_opening(tokenizer, data.prepend_bos) if has_texts else ()
         self._prompts = [with_opening(tokenizer.encode(prompt), opening) for prompt in settings.prompts]
         for prompt, tokens in zip(settings.prompts, self._prompts, strict=True):
             if not len(tokens):
@@ -88,33 +86,17 @@ class Sampler:
 
     def run(self, step: int, stage: PipelineStage) -> tuple[Sample, ...]:
         """Write on from every prompt after a step."""
-        found = []
-        for prompt, tokens in zip(self.settings.prompts, self._prompts, strict=True):
-            written = greedy_tokens(stage, tokens, self.settings.max_new_tokens, self._tokenizer.eos_id)
-            found.append(Sample(step=step, prompt=prompt, text=self._tokenizer.decode(written)))
-        return tuple(found)
-
-
-def run_sampler(
-    settings: SamplesConfig,
-    data: DataConfig,
-    tokenizer: DocumentTokenizer,
-    longest: int | None,
-    layouts: Sequence[ParallelLayout],
-) -> Sampler:
-    """Make the sampler of a run. `ConfigError` as `require_whole_model`, or where prompts are no tokens."""
-    require_whole_model(data, layouts)
-    assert isinstance(tokenizer, ByteTokenizer | FileTokenizer), "refused above where there is none"
-    texts = any(part.record != "messages" for part in mixture_configs(data))
-    opening = required_opening(tokenizer, data.prepend_bos) if texts else ()
-    return Sampler(settings, tokenizer, longest, opening)
+        most, end_id = self.settings.max_new_tokens, self._tokenizer.eos_id
+        texts = (self._tokenizer.decode(greedy_tokens(stage, tokens, most, end_id)) for tokens in self._prompts)
+        prompts = zip(self.settings.prompts, texts, strict=True)
+        return tuple(Sample(step=step, prompt=prompt, text=text) for prompt, text in prompts)
 
 
 @torch.no_grad()
 def greedy_tokens(
     stage: PipelineStage, prompt: NDArray[np.int32], max_new_tokens: int, end_id: int | None
 ) -> NDArray[np.int64]:
-    """The likeliest tokens after a prompt, at most so many; int64[n], without the token that ends it."""
+    """Return the likeliest tokens after a prompt, at most so many; int64[n], without the token that ends it."""
     total = len(prompt) + max_new_tokens
     store = ForwardStore({0: total}, {0: [0, 1]})
     stage.begin_step({0: total})
@@ -156,13 +138,10 @@ class Validator:
         peers = TorchPeers(meshes.start.control)
         self._loader = GlobalBatchLoader(own, tokenizer, peers=peers, vocab_size=vocab_size)
         self._begin = self._loader.state()
-        with meshes.start.watch.waiting("the first validation documents"):
-            self._require_documents()
-
-    def _require_documents(self) -> None:
-        """Before the first step: a mistake that a pass would find costs nothing yet."""
+        # Before the first step, where a mistake that a pass would find costs nothing yet.
         try:
-            first = self._loader.next_batch()
+            with meshes.start.watch.waiting("the first validation documents"):
+                first = self._loader.next_batch()
         except DataError as error:
             raise DataError(f"[validation]: {error}") from error
         finally:
@@ -184,8 +163,8 @@ class Validator:
 
         Args:
             planner: that plans steps in the layout that runs.
-            stop_requested: signal that this rank got, or 0; called before every batch, when all abandon the pass if any
-                got one, and at the end.
+            stop_requested: called before every batch and at the end; the signal that this rank got, or 0. All abandon
+                the pass where any got one.
 
         Returns:
             The losses, None where the pass was abandoned, and the signal that any rank got until then, 0 = none.
@@ -198,13 +177,13 @@ class Validator:
         self._loader.load_state(self._begin)
         with state.optimizer.average_as_weights() if self.settings.of_average else nullcontext():
             try:
-                found, stop_signal = self._batches(maker, state, stop_requested)
+                batches, stop_signal = self._batches(maker, state, stop_requested)
                 account = self._loader.ledger.state
             finally:
                 self._loader.close()
-        if found is None:
+        if batches is None:
             return None, stop_signal
-        columns = _BatchLosses(*(np.concatenate(parts) for parts in zip(*found, strict=True)))
+        columns = _BatchLosses(*(np.concatenate(parts) for parts in zip(*batches, strict=True)))
         validation = Validation(
             step=step,
             whole=columns.loss_of("all", np.ones(len(columns.losses), np.bool_)),
@@ -219,14 +198,14 @@ class Validator:
     def _batches(
         self, maker: StepMaker, state: RankState, stop_requested: Callable[[], int]
     ) -> tuple[list["_BatchLosses"] | None, int]:
-        found: list[_BatchLosses] = []
-        while self.settings.batches is None or len(found) < self.settings.batches:
+        losses: list[_BatchLosses] = []
+        while self.settings.batches is None or len(losses) < self.settings.batches:
             if (planned := maker.next()) is None:
                 break
             if stop_signal := _agreed(stop_requested(), state.mesh):
                 return None, stop_signal
-            found.append(self._losses(planned, state))
-        return found, _agreed(stop_requested(), state.mesh)
+            losses.append(self._losses(planned, state))
+        return losses, _agreed(stop_requested(), state.mesh)
 
     def _maker(self, planner: StepPlanner, mesh: Mesh) -> StepMaker:
         options = msgspec.structs.replace(planner.options, policy="replay")
@@ -286,7 +265,7 @@ def _agreed(stop_signal: int, mesh: Mesh) -> int:
 
 
 class EvaluationResult(NamedTuple):
-    """Holds what an evaluation after a step gave; no validation = no pass was due, or it was abandoned."""
+    """Result of an evaluation after a step; no validation = no pass was due, or it was abandoned."""
 
     validation: Validation | None = None
     is_best: bool = False
@@ -299,9 +278,9 @@ class EvaluatedRun:
     """Holds what evaluations take from the run.
 
     Args:
-        planner_of: that plans steps in a layout.
-        is_last: no step of the run comes after those done; called where that decides.
-        stop_requested: the signal that this rank got, or 0; all abandon a pass where any got one.
+        planner_of: returns what plans steps in a layout.
+        is_last: says whether no step of the run comes after those done; called where that decides.
+        stop_requested: returns the signal that this rank got, or 0; all abandon a pass where any got one.
         settle_saves: waits until no checkpoint is being written; collective.
     """
 
@@ -323,13 +302,12 @@ class Evaluation:
         self.digest = "" if validator is None else validator.digest
         """Digest of the settings that decide losses of the validation data; "" = there are none."""
         self.best: tuple[BestPass, ...] = ()
-        """Passes over the validation data with the smallest losses, best first. Where the last one is among the best
-        `keep_best`, also the one that it drives out as soon as its checkpoint is there."""
+        """Passes over the validation data with the smallest losses, as `with_pass` orders them."""
         self.validated_steps = 0
         """Steps done when the validation data was last gone through; 0 = never."""
 
     def resume(self, progress: Progress) -> str:
-        """Go on from a resumed checkpoint; return what people should know of it, or ""."""
+        """Go on from a resumed checkpoint; return a warning, or ""."""
         self.validated_steps = progress.validated_steps
         if not progress.best or not self._keep_best:
             return ""
@@ -345,7 +323,7 @@ class Evaluation:
         )
 
     def validates_after(self, steps_done: int) -> bool:
-        """Whether weights are read after so many steps, whether or not they are the last."""
+        """Say whether weights are read after so many steps, whether or not they are the last."""
         return self._validator is not None and self._validator.settings.is_due(steps_done)
 
     def after_step(self, steps_done: int, run: EvaluatedRun, *, is_stopping: bool) -> EvaluationResult:
@@ -356,7 +334,7 @@ class Evaluation:
         return self.run_if_due(steps_done, run)._replace(samples=samples)
 
     def run_if_due(self, steps_done: int, run: EvaluatedRun) -> EvaluationResult:
-        """Make the pass that is due after so many steps and was not made yet, also by an earlier start. Collective."""
+        """Make the pass that is due after so many steps, unless it was made, also by an earlier start. Collective."""
         if self._validator is None or steps_done in (0, self.validated_steps):
             return EvaluationResult()
         settings = self._validator.settings
@@ -371,7 +349,7 @@ class Evaluation:
         return EvaluationResult(validation, is_best, stop_signal=stop_signal)
 
     def _record_pass(self, steps_done: int, loss: float | None, run: EvaluatedRun) -> bool:
-        """Whether the pass is among the best whose checkpoints are there. Collective."""
+        """Record a pass; return whether it is among the best whose checkpoints are there. Collective."""
         run.settle_saves()  # a save may write or remove one of them
         passes, mesh = [self.best], run.state.mesh
         if mesh.rank == 0:
@@ -385,7 +363,7 @@ class Evaluation:
         if self._sampler is None or steps_done % self._sampler.settings.every_steps:
             return ()
         mesh, stages = state.mesh, state.stages  # which waits for weights on every rank
-        found = self._sampler.run(steps_done - 1, stages[0]) if mesh.rank == 0 else ()
+        samples = self._sampler.run(steps_done - 1, stages[0]) if mesh.rank == 0 else ()
         with mesh.watch.waiting("the samples that rank 0 writes"):
             dist.barrier(group=mesh.control)
-        return found
+        return samples

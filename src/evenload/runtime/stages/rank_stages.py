@@ -1,19 +1,18 @@
-"""`RankStages`: what one rank holds of the configured model, as stages that run packs and buffers that are summed.
+"""`RankStages`: what one rank holds of the configured model, as stages that run packs and flat buffers.
 
-A run whose layout changes makes all modules at its start (`UnitModules`); those of units that the rank does not hold
-are shells, whose parameters have no elements until the unit comes (`live_pieces`). So a switch builds no modules.
+A run whose layout changes makes all modules at its start (`unit_modules`); those of units that the rank does not hold
+are shells, whose parameters have no elements until the unit comes (`twin_layer`). So a switch builds no modules.
 Price: kilobytes a layer, milliseconds at start.
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from transformers import PretrainedConfig
 
 from evenload.attention.backends import select_backend
@@ -24,147 +23,103 @@ from evenload.data.hub import local_path
 from evenload.errors import ConfigError
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.model.configured import load_config
-from evenload.runtime.model.hf_model import StageModel, build_rank_models, build_stage_model, empty_model
+from evenload.runtime.model.hf_model import (
+    StageModel,
+    build_rank_models,
+    build_stage_model,
+    empty_model,
+    numbered_units,
+)
 from evenload.runtime.model.lora import inject_adapters
 from evenload.runtime.model.supported import attention_soft_cap, router_aux_loss_coef
 from evenload.runtime.model.tensor_weights import split_weights
 from evenload.runtime.model.weight_files import fill_constants
 from evenload.runtime.optim.parameter_units import FlatBuffer, flatten_units, frozen_bytes
 from evenload.runtime.replay.stage import PipelineStage
-from evenload.types.architectures import Architecture
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
 
 
 def require_same_revision(path: str, folder: str, mesh: Mesh) -> None:
     """Raise `ConfigError` on all ranks where their `folder`s are of different revisions of `path`. Collective."""
-    # A folder of a cache is called as the revision is.
-    mine = None if folder == path else Path(folder).name
+    mine = None if folder == path else Path(folder).name  # a folder of a cache is called as the revision is
     everyone: list[str | None] = [None] * mesh.num_ranks
     dist.all_gather_object(everyone, mine, group=mesh.control)
     if len(set(everyone)) == 1:
         return
-    found = "; ".join(
+    named = "; ".join(
         f"{one or 'a folder of that name'} on ranks {[rank for rank, other in enumerate(everyone) if other == one]}"
         for one in dict.fromkeys(everyone)
     )
     first = next(one for one in everyone if one is not None)
     raise ConfigError(
-        f"model.path '{path}' is not the same on all ranks: {found}; name one revision, such as model.path = "
+        f"model.path '{path}' is not the same on all ranks: {named}; name one revision, such as model.path = "
         f'"{path.partition("@")[0]}@{first}", or give a folder that all machines reach'
     )
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class UnitModules:
-    """All units; of a tied model embedding and head have one weight. `held`: ids of parameters with values."""
-
-    config: PretrainedConfig
-    architecture: Architecture
-    layers: dict[int, nn.Module]
-    rotary: nn.Module | None
-    embedding: nn.Embedding
-    positions: nn.Embedding | None
-    norm: nn.Module
-    head: nn.Linear
-    router_aux_loss_coef: float
-    held: frozenset[int]
-
-    @property
-    def modules(self) -> list[nn.Module]:
-        """Modules of all units."""
-        found = (self.embedding, self.positions, *self.layers.values(), self.norm, self.head)
-        return [module for module in found if module is not None]
-
-    def named_units(self) -> list[list[tuple[str, nn.Parameter]]]:
-        """Return every unit's pairs of Hugging Face name and parameter; a tied matrix is the embedding's."""
-        names = self.architecture.names
-        positions = [] if self.positions is None else _named(names.positions_path, self.positions)
-        head = [] if self.config.tie_word_embeddings else _named("lm_head", self.head)
-        return [
-            _named(names.embedding_path, self.embedding) + positions,
-            *(_named(names.layer_path(index), layer) for index, layer in self.layers.items()),
-            _named(names.norm_path, self.norm) + head,
-        ]
-
-    def stage_models(self, layout: ParallelLayout, pp_rank: int) -> dict[int, StageModel]:
-        """Return the virtual stages of a pipeline rank in a layout, as `build_rank_models` makes them."""
-        models: dict[int, StageModel] = {}
-        for stage in layout.stages_of_rank(pp_rank):
-            layers = layout.stage_layers[stage]
-            is_first, is_last = stage == 0, stage == layout.num_stages - 1
-            has_tied_copy = is_last and self.config.tie_word_embeddings and 0 not in models
-            models[stage] = StageModel(
-                config=self.config,
-                architecture=self.architecture,
-                layers={index: self.layers[index] for index in range(*layers)},
-                rotary=self.rotary,
-                embedding=self.embedding if is_first or has_tied_copy else None,
-                positions=self.positions if is_first else None,
-                norm=self.norm if is_last else None,
-                head=self.head if is_last else None,
-                is_first=is_first,
-                is_last=is_last,
-                router_aux_loss_coef=self.router_aux_loss_coef,
-            )
-        return models
-
-
 def unit_modules(
-    models: Collection[StageModel],
-    *,
-    dtype: torch.dtype,
-    lora: LoraConfig | None,
-    tp_rank: int,
-    tp: int,
-) -> UnitModules:
-    """Return the units of a rank's stages as they are, and shells of all others."""
+    models: Collection[StageModel], *, dtype: torch.dtype, lora: LoraConfig | None, tp_rank: int, tp: int
+) -> tuple[StageModel, frozenset[int]]:
+    """Return the whole model, with the units of a rank's stages as they are and shells for all others, and the ids of
+    parameters with values. Of a tied model embedding and head have one weight."""
     some = next(iter(models))
-    config, architecture = some.config, some.architecture
-    whole = empty_model(config, dtype)
-    names = architecture.names
-    decoder: Any = getattr(whole, names.decoder)
-    layers = getattr(decoder, names.layers)
-    units: dict[str, Any] = {names.layer_path(index): layer for index, layer in enumerate(layers)}
-    units |= {names.embedding_path: getattr(decoder, names.embedding), names.norm_path: getattr(decoder, names.norm)}
-    units |= {names.positions_path: getattr(decoder, names.positions)} if names.positions else {}
-    units["lm_head"] = whole.lm_head  # behind the embedding, whose matrix may be its own
-    held: dict[str, nn.Module] = {}
-    for model in models:
-        held |= {names.layer_path(index): layer for index, layer in model.layers.items()}
-        ends = {names.embedding_path: model.embedding, names.norm_path: model.norm, "lm_head": model.head}
-        ends |= {names.positions_path: model.positions}
-        held |= {name: unit for name, unit in ends.items() if unit is not None}
+    names, model = some.architecture.names, empty_model(some.config, dtype)
+    decoder: Any = getattr(model, names.decoder)
+    whole = replace(
+        some,
+        layers=dict(enumerate(getattr(decoder, names.layers))),
+        embedding=getattr(decoder, names.embedding),
+        positions=getattr(decoder, names.positions) if names.positions else None,
+        norm=getattr(decoder, names.norm),
+        head=model.lm_head,
+        is_first=True,
+        is_last=True,
+    )
+    units: dict[str, Any] = {name: unit for _, name, unit in numbered_units(whole)}
+    held = {name: unit for stage in models for _, name, unit in numbered_units(stage)}
     shells = {name: unit for name, unit in units.items() if name not in held}
-    # Memory that nothing touches is not taken: sizes come from it, then it goes (`live_pieces`). A GPU's would be.
+    # Memory that nothing touches is not taken: sizes come from it, then it goes (`twin_layer`). A GPU's would be.
     for unit in shells.values():
         unit.to_empty(device="cpu")
     if lora is not None:
         with torch.random.fork_rng(devices=[]):
-            inject_adapters(whole, layers[0], lora)
+            inject_adapters(model, whole.layers[0], lora)
     units |= held
-    if config.tie_word_embeddings:
+    if some.config.tie_word_embeddings:
         units["lm_head"].weight = units[names.embedding_path].weight
     if tp > 1:
-        split_weights(shells.items(), architecture, tp_rank, tp, filled=False)
+        split_weights(shells.items(), some.architecture, tp_rank, tp, filled=False)
     for unit in shells.values():
         fill_constants(unit)
-    return UnitModules(
-        config=config,
-        architecture=architecture,
-        layers={index: units[names.layer_path(index)] for index in range(config.num_hidden_layers)},
-        rotary=some.rotary,
+    whole = replace(
+        whole,
+        layers={index: units[names.layer_path(index)] for index in whole.layers},
         embedding=units[names.embedding_path],
         positions=units.get(names.positions_path),
         norm=units[names.norm_path],
         head=units["lm_head"],
-        router_aux_loss_coef=some.router_aux_loss_coef,
-        held=frozenset(id(parameter) for unit in held.values() for parameter in unit.parameters()),
     )
+    return whole, frozenset(id(parameter) for unit in held.values() for parameter in unit.parameters())
 
 
-def _named(prefix: str, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return list(module.named_parameters(prefix=prefix))
+def stage_models(whole: StageModel, layout: ParallelLayout, pp_rank: int) -> dict[int, StageModel]:
+    """Return the virtual stages of a pipeline rank in a layout, as `build_rank_models` makes them."""
+    models: dict[int, StageModel] = {}
+    for stage in layout.stages_of_rank(pp_rank):
+        is_first, is_last = stage == 0, stage == layout.num_stages - 1
+        has_tied_copy = is_last and whole.config.tie_word_embeddings and 0 not in models
+        models[stage] = replace(
+            whole,
+            layers={index: whole.layers[index] for index in range(*layout.stage_layers[stage])},
+            embedding=whole.embedding if is_first or has_tied_copy else None,
+            positions=whole.positions if is_first else None,
+            norm=whole.norm if is_last else None,
+            head=whole.head if is_last else None,
+            is_first=is_first,
+            is_last=is_last,
+        )
+    return models
 
 
 Stage = TypeVar("Stage", bound=PipelineStage)

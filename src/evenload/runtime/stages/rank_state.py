@@ -1,6 +1,6 @@
-"""`RankState`: what a rank holds of the model in the layout that runs, and what trains it: it runs a step's packs, sums
-their gradients and updates its weights. Where a run has several layouts, `LiveStages` moves weights and optimizer state
-between steps, and everything that refers to them is exchanged here, at once."""
+"""`RankState`: what a rank holds of the model and its optimizer in the layout that runs. It runs a step's packs,
+reduces their gradients and updates the weights. Where a run has several layouts, `LiveStages` moves weights and
+optimizer state between steps, and everything that refers to them is exchanged here."""
 
 import functools
 import math
@@ -47,7 +47,7 @@ class StepGradients:
 
 
 class RankState:
-    """Holds one rank's part. `ConfigError`, `UnsupportedModelError`: model or options cannot be trained like this."""
+    """One rank's part. `ConfigError`, `UnsupportedModelError`: model or options cannot be trained like this."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class RankState:
         state = None if self.live is None else self.live.initial_state()
         self.optimizer = ShardedOptimizer(self.held.buffers, self.mesh, optimizer, state, average_decay=run.ema_decay)
         self.layout = self.mesh.layout
-        """That runs now; its generation is that of the last plan."""
+        """Layout that runs now; its generation is that of the last plan."""
 
     @property
     def stages(self) -> Mapping[int, PipelineStage]:
@@ -81,7 +81,7 @@ class RankState:
         return self.held.buffers
 
     def static_bytes(self) -> int:
-        """Weights, gradients and optimizer state."""
+        """Return the bytes of weights, gradients and optimizer state."""
         return self.optimizer.static_bytes() + self.held.frozen_bytes
 
     def gradients(
@@ -119,10 +119,12 @@ class RankState:
             dist.all_reduce(sums, group=self.mesh.control)
         return sums
 
-    def update(self, found: StepGradients, learning_rate: float, *, is_overlapped: bool = False) -> list[GatherTrace]:
-        """Update all weights; return the gathers that are done, none where `is_overlapped`. Collective."""
+    def update(
+        self, gradients: StepGradients, learning_rate: float, *, is_overlapped: bool = False
+    ) -> list[GatherTrace]:
+        """Update all weights; return the all-gathers that are done, none where `is_overlapped`. Collective."""
         with self.mesh.watch.waiting("the updated weights", self._replicas):
-            self.optimizer.step(found.shards, found.grad_norm, learning_rate, is_overlapped=is_overlapped)
+            self.optimizer.step(gradients.shards, gradients.grad_norm, learning_rate, is_overlapped=is_overlapped)
         return [] if is_overlapped else self.optimizer.gathers.take_traces(self.mesh)
 
     @property
@@ -130,8 +132,8 @@ class RankState:
         return f"the ranks that hold stage {self.mesh.pipeline_stage}"
 
     def looking_ahead(self, coming: Callable[[], ParallelLayout | None], headroom_bytes: int) -> Callable[[], None]:
-        """Return what to call often in a step: it prepares a coming change of layout in so many bytes."""
-        return (lambda: None) if self.live is None else functools.partial(self.live.look_ahead, coming, headroom_bytes)
+        """Return a function to call often in a step: it prepares a coming change of layout in so many bytes."""
+        return (lambda: None) if self.live is None else functools.partial(self.live.preallocate, coming, headroom_bytes)
 
     def change_layout(self, layout: ParallelLayout, coefficients: CostCoefficients) -> None:
         """Go on in another layout or generation. `InvalidPlanError`: another layout in one generation. Collective."""
@@ -150,9 +152,9 @@ class RankState:
         self.layout = layout
 
     def settle(self) -> Switch | None:
-        """Before a step's update, take the layout's optimizer; return what a switch took, on all ranks. Collective."""
-        found = None if self.live is None else self.live.settle(self._settings)
-        if found is None:
+        """Take the layout's optimizer before a step's update; return what a switch took, on all ranks. Collective."""
+        settled = None if self.live is None else self.live.settle(self._settings)
+        if settled is None:
             return None
-        self.optimizer, switch = found
+        self.optimizer, switch = settled
         return joined_switch(switch, self.mesh)

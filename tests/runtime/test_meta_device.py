@@ -1,23 +1,21 @@
-"""Stages in bf16 with a GPU's attention calls on the meta device: every shape and dtype, no value and no GPU.
+"""Stages in bf16 with a GPU's attention on the meta device: every shape, dtype and kernel, without a GPU.
 
-The meta device computes shapes, strides and dtypes alone, by the meta kernels that torch keeps beside the GPU's, those
-of `aten::_flash_attention_forward` included. Whatever looks at a value (`.item()`, a mask as an index) raises there: on
-a GPU the host would have to wait for it.
+The meta device computes shapes, strides and dtypes alone. Whatever reads a value (`.item()`, a mask as an index) raises
+there: on a GPU the host would have to wait for it. And no kernel is of a single document: a host needs some
+microseconds a kernel, so a pack of many short documents would wait for its host. Views launch nothing.
 """
 
 from collections import Counter
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from evenload.attention.varlen_cuda import VarlenCudaAttention
-from evenload.runtime.model.hf_model import build_stage_model
-from evenload.runtime.optim.parameter_units import flatten_units
-from evenload.runtime.replay.stage import PipelineStage
 from evenload.runtime.replay.store import ActivationStore
 from evenload.runtime.replay.weight_products import WeightProducts
 from reference_training import make_tokens, tiny_config
-from single_stage import pack_tokens, packs_of
+from single_stage import pack_tokens, packs_of, stage_of
 from sweeps import sweep
 from wide_sums import wide_sums
 
@@ -88,7 +86,7 @@ def test_every_stage_keeps_shapes_and_precisions(kind, packs, split, policy):
     forward = packs_of(LENGTHS, [] if packs == "whole" else [0.3, 0.75], 64, last_first=False)
     backward = forward if packs == "whole" else packs_of(LENGTHS, [0.5], 50, last_first=True)
     attention = CheckedVarlen(config)
-    stages = [on_meta(config, layers, attention) for layers in STAGES]
+    stages = [stage_of(config, BF16, layers=layers, device="meta", backend=attention)[0] for layers in STAGES]
     policies = {doc: policy for doc in range(len(LENGTHS)) if doc % 2 == 0} if policy != "replay" else {}
     stores = [
         ActivationStore(dict(enumerate(LENGTHS)), [tuple(pack) for pack in backward], policies=policies) for _ in stages
@@ -114,7 +112,7 @@ def test_every_stage_keeps_shapes_and_precisions(kind, packs, split, policy):
             assert grad.shape == (len(given.token_ids), config.hidden_size)
     for stage, store in zip(stages, stores, strict=True):
         store.check_empty()
-        for name, parameter in named(stage):
+        for name, parameter in (pair for unit in stage.model.unit_parameters() for pair in unit):
             assert parameter.dtype == BF16, name
             assert (parameter.main_grad.dtype, parameter.main_grad.shape) == (torch.float32, parameter.shape), name
     made = attention.calls
@@ -126,11 +124,60 @@ def test_every_stage_keeps_shapes_and_precisions(kind, packs, split, policy):
     assert bool(made["grouped"]) == (kind != "gpt2")
 
 
-def named(stage):
-    return [pair for unit in stage.model.unit_parameters() for pair in unit]
+TOKENS = 96
+NO_KERNEL = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "detach", "_unsafe_view")
 
 
-def on_meta(config, layers, attention):
-    model = build_stage_model(config, layers=layers, dtype=BF16, device=META, weights=None, seed=3)
-    flatten_units(model, dp=1)
-    return PipelineStage(model, attention)
+class Launches(TorchDispatchMode):
+    """Operators by name, but for views and memory without values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        returned = func._schema.returns
+        is_view = bool(returned) and all(one.alias_info and not one.alias_info.is_write for one in returned)
+        name = func._schema.name.removeprefix("aten::").removeprefix("evenload::")
+        if not is_view and name not in NO_KERNEL:
+            self.counts[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def launches(kind, num_documents, layers):
+    """Operators of a forward and a backward pack of equal documents on a middle stage of so many layers."""
+    config, length = tiny_config(kind, num_hidden_layers=layers + 2), TOKENS // num_documents
+    stage, _ = stage_of(config, BF16, layers=(1, layers + 1), device="meta", backend=VarlenCudaAttention())
+    tokens = make_tokens([length] * num_documents, config.vocab_size)
+    ranges = [(doc, 0, length) for doc in range(num_documents)]
+    pack = pack_tokens(ranges, tokens, META)
+    store = ActivationStore(dict.fromkeys(range(num_documents), length), [pack.ranges])
+    hidden = torch.zeros(TOKENS, config.hidden_size, dtype=BF16, device=META)
+    counted = []
+    for run in (lambda: stage.forward(pack, hidden, store), lambda: stage.backward(pack, hidden, store, 10)):
+        with Launches() as mode:
+            run()
+        counted.append(mode.counts)
+    return counted
+
+
+# Of those that torch names where its deterministic kernels are asked for; `_flash_attention_backward` and `index_add`
+# have such kernels.
+FAILS_IF_DETERMINISTIC = {
+    *("_scaled_dot_product_efficient_attention_backward", "_efficient_attention_backward", "bincount"),
+    *("histc", "kthvalue", "median", "nll_loss2d_forward", "put_", "scatter_reduce", "_embedding_bag"),
+}
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "gemma3", "gpt2"])
+def test_layers_run_where_kernels_have_to_be_deterministic(kind):
+    """`train.deterministic`: torch refuses others on a GPU."""
+    used = {name for counts in launches(kind, 2, 1) for name in counts}
+    assert "_flash_attention_backward" in used
+    assert not used & FAILS_IF_DETERMINISTIC
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "gemma3", "gpt2"])
+def test_documents_add_no_kernels(kind):
+    few, many = launches(kind, 2, 2), launches(kind, 32, 2)
+    assert many == few

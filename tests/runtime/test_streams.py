@@ -1,16 +1,24 @@
-"""Order of streams and events of offload copies, on streams that the test runs as unfavourably as their order allows
-(`fake_streams`)."""
+"""Copies to the host, posted receives and optimizer state in streams of their own, on streams that the test runs as
+unfavourably as their order allows (`fake_streams`): what is read comes after what writes it, and memory is used again
+after its last reader."""
 
 import weakref
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from evenload.errors import ConfigError
+from evenload.plan.layouts.moves import Piece
+from evenload.runtime.comm.channels import Carried, ChannelEnd
 from evenload.runtime.replay import host_copies
 from evenload.runtime.replay.host_copies import SEGMENT_BYTES, CudaHostCopies
 from evenload.runtime.replay.store import ActivationStore
+from evenload.runtime.stages.twin_layer import StateArrival, TwinLayer
 from evenload.types.document import Range
+from evenload.types.layout import even_layout
 from fake_streams import Device
 
 
@@ -31,9 +39,9 @@ def test_what_comes_back_is_what_kernels_wrote_before_it_left(device):
     device.compute.queue(lambda: tensor.copy_(torch.arange(12.0).view(6, 2)))
     parts = [copies.to_host(part) for part in (tensor[:4], tensor[4:])]
     for _, copy in parts:
-        copy.release()
+        copy()
     back, copy = copies.to_device([piece for host, _ in parts for piece in host.pieces], CPU)
-    copy.wait()
+    copy()
     device.compute.queue(lambda: seen.append(back.clone()))
     device.end()
     assert torch.equal(seen[0], torch.arange(12.0).view(6, 2))
@@ -47,15 +55,14 @@ def test_a_buffer_is_filled_after_the_last_kernel_that_reads_its_memory(device, 
     host, _ = copies.to_host(torch.zeros(3, 2))
     monkeypatch.setattr(torch, "empty", lambda *shape, **_: memory)
     _, copy = copies.to_device(host.pieces, CPU)
-    copy.wait()
+    copy()
     device.compute.queue(lambda: seen.append(memory.clone()))
     device.end()
     assert torch.equal(seen[0], torch.ones(3, 2))
     assert torch.equal(seen[1], torch.zeros(3, 2))
 
 
-@pytest.mark.parametrize("way", ["wait", "release"])
-def test_memory_on_the_device_is_free_when_later_kernels_come_behind_its_copy(monkeypatch, way):
+def test_memory_on_the_device_is_free_when_later_kernels_come_behind_its_copy(monkeypatch):
     """Not before, or they would write what is being copied; and not only when the copy has run, or a host that is far
     ahead of the device takes new memory for every layer. So the allocator is told of no second stream."""
     device = Device(copies_at_once=True).replace(monkeypatch)
@@ -67,7 +74,7 @@ def test_memory_on_the_device_is_free_when_later_kernels_come_behind_its_copy(mo
     del tensor
     assert held() is not None
     assert device.compute.entries == []
-    getattr(copy, way)()
+    copy()
     assert held() is None
     assert len(device.compute.entries) == 1
     assert device.recorded == []
@@ -103,13 +110,13 @@ def test_host_memory_is_written_again_after_the_last_copy_that_reads_it(device):
     for value in range(4):
         host, out = copies.to_host(torch.full((5, 3), float(value)))
         places.append(host.pieces[0].data_ptr())
-        out.release()
+        out()
         back, copy = copies.to_device(host.pieces, CPU)
         copies.free(host)
         backs.append((back, copy))
     assert len(set(places)) == 1
     for _, copy in backs:
-        copy.wait()
+        copy()
     device.end()
     assert [back.unique().tolist() for back, _ in backs] == [[0.0], [1.0], [2.0], [3.0]]
 
@@ -123,3 +130,90 @@ def test_memory_that_cuda_does_not_lock_is_an_error_that_says_what_to_do(device)
     for part in ("ulimit -l", "plan.host_memory_bytes", 'plan.options.policy = "recompute"'):
         assert part in str(refusal.value)
     assert copies.arena.live_bytes == 512
+
+
+@pytest.fixture
+def line(device, monkeypatch):
+    """A line whose pack number n arrives as a tensor of n."""
+
+    def irecv(tensor, peer, group):
+        stream = device.current_stream(CPU)
+        packs = next(numbers)
+        stream.queue(lambda: tensor.fill_(packs))
+        return SimpleNamespace(wait=lambda: device.compute.wait_stream(stream))
+
+    numbers = iter(range(100))
+    monkeypatch.setattr(dist, "irecv", irecv)
+    watch = SimpleNamespace(waiting=lambda *_: nullcontext())
+    carried = Carried(hidden_size=2, dtype=torch.float64, device=CPU, watch=watch, stream=device.Stream(CPU))
+    return ChannelEnd(("F", 1), None, 0, carried)
+
+
+def test_a_receive_is_read_behind_its_transfer_and_written_behind_the_last_reader_of_its_memory(
+    device, line, monkeypatch
+):
+    memory, seen = torch.full((3, 2), -1.0, dtype=torch.float64), []
+    device.compute.queue(lambda: seen.append(memory.clone()))
+    monkeypatch.setattr(torch, "empty", lambda *shape, **_: memory)
+    tensor = line.post_receive(0, 3)()
+    device.compute.queue(lambda: seen.append(tensor.clone()))
+    device.end()
+    assert [float(one.mean()) for one in seen] == [-1.0, 0.0]
+
+
+def test_received_tensors_go_when_the_host_lets_them_go(device, line):
+    """The allocator is told of no second stream, for which it would keep memory until the device is there."""
+    alive, posted = [], [line.post_receive(pack, 3) for pack in range(2)]
+    for pack in range(2, 8):
+        tensor = posted.pop(0)()
+        alive.append(weakref.ref(tensor))
+        del tensor
+        posted.append(line.post_receive(pack, 3))
+    # What the stand-ins for transfers hold goes with them.
+    device.end()
+    device.copying.entries.clear()
+    assert [one() for one in alive] == [None] * 6
+    assert device.recorded == []
+
+
+def mesh(dp: int) -> SimpleNamespace:
+    watch = SimpleNamespace(waiting=lambda what: nullcontext())
+    gpu = SimpleNamespace(type="cuda")
+    return SimpleNamespace(
+        layout=even_layout(2, dp=dp), rank=0, pp_rank=0, data_rank=0, data_size=dp, device=gpu, watch=watch, moving=None
+    )
+
+
+def test_state_waits_for_the_update_before_and_not_for_the_step_behind_which_it_moves(device, monkeypatch):
+    old, seen = torch.full((4,), torch.nan), []
+
+    def keep(arrival, after) -> None:
+        kept = after[0]["exp_avg"]
+        device.current_stream(arrival._new.device).queue(lambda: kept.copy_(old[: len(kept)]))
+
+    monkeypatch.setattr(StateArrival, "_keep_all", keep)
+    live = SimpleNamespace(
+        piece=Piece(unit=0, num_elements=4, weight_bytes=4, state_bytes=4),
+        is_held=True,
+        is_trained=True,
+        shared=None,
+        state_names=("exp_avg",),
+        buffer=SimpleNamespace(grads=torch.zeros(4)),
+        share_in=lambda mesh: (0, 4 // mesh.data_size),
+    )
+    device.compute.queue(lambda: old.copy_(torch.arange(4.0)))
+    arrival = StateArrival(TwinLayer([live], None), (), mesh(1), mesh(2), {0: {"exp_avg": old}}, 0)
+    arrival.thread.join()
+    ordered_behind = len(device.compute.entries)
+    device.compute.queue(lambda: seen.append("step"))
+    device.copying.run()
+    # All of the second stream ran; of the first, no more than what was there before.
+    assert device.compute.num_done == ordered_behind == 1
+    after, _ = arrival.wait()
+    device.compute.queue(lambda: seen.append(after[0]["exp_avg"].clone()))
+    device.end()
+    assert seen[0] == "step"
+    assert seen[1].tolist() == [0.0, 1.0]
+    assert [(tensor is after[0]["exp_avg"], stream) for tensor, stream, _ in device.recorded] == [
+        (True, device.compute)
+    ]

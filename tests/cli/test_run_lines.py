@@ -1,8 +1,13 @@
+"""What a run prints: what is on, the first plan, and how well predictions held."""
+
+import pytest
+
 from evenload.cli.run_lines import (
     context_line,
     data_line,
     first_plan_line,
     interval_line,
+    prediction_line,
     reduction_line,
     strategy_line,
 )
@@ -25,16 +30,16 @@ def test_every_strategy_says_what_it_does():
 def test_a_run_says_when_gradients_are_reduced():
     assert reduction_line([1], None) == ""
     assert reduction_line([4], None).endswith("4 ranks after the last backward (train.overlap_reduction = false)")
-    beside = reduction_line([4], OverlapCost(communication_slowdown=1.5, compute_slowdown=0.25))
-    assert "beside the last backward" in beside
-    assert "1.50 times" in beside
-    assert "25%" in beside
+    during = reduction_line([4], OverlapCost(communication_slowdown=1.5, compute_slowdown=0.25))
+    assert "during the last backward" in during
+    assert "1.50 times" in during
+    assert "25%" in during
     assert "over up to 4 ranks (by layout) unit by unit" in reduction_line([2, 4, 4], OverlapCost())
     # Silent before, where the first layout has no replicas.
     assert "over up to 4 ranks (by layout, in those with replicas)" in reduction_line([1, 4], None)
     assert reduction_line([1, 1], None) == ""
     costly = reduction_line([4], OverlapCost(communication_slowdown=2.5, compute_slowdown=0.9))
-    assert "4 ranks after the last backward: beside it they last 2.50 times as long as alone" in costly
+    assert "4 ranks after the last backward: during it they last 2.50 times as long as alone" in costly
 
 
 def test_a_run_says_how_keys_and_values_travel():
@@ -83,3 +88,27 @@ def test_a_run_ends_with_how_well_its_predictions_held():
         "steps after the first took 1.10 times their predicted time; 3 of 4 lie in the 90 % interval"
     )
     assert line.endswith("of 0.90 to 1.20 times")
+
+
+@pytest.mark.parametrize(
+    ("ratios", "words"),
+    [
+        ((0.66, 0.7, 0.68), ("0.68 times", "was busier when")),
+        ((1.5, 2.0, 1.3), ("1.50 times", "busier or slower now")),
+    ],
+    ids=["faster", "slower"],
+)
+def test_predictions_that_are_off_for_every_step_are_told(ratios, words) -> None:
+    line = prediction_line(ratios, "a CPU", None, lambda: 0.0)
+    for word in (*words, "(a CPU)", "train.recalibrate=true"):
+        assert word in line
+
+
+def test_a_machine_that_is_busy_now_is_the_reason_and_not_measured_anew() -> None:
+    line = prediction_line((1.5, 2.0, 1.83), "a CPU", None, lambda: 0.4)
+    assert line.startswith(
+        "steps take 1.83 times their predicted time: other programs held cores that this run needed for 40%"
+    )
+    assert "recalibrate" not in line
+    # Steps that are faster than predicted have another reason.
+    assert "was busier when costs were measured" in prediction_line((0.66, 0.7, 0.68), "a CPU", None, lambda: 0.4)

@@ -1,0 +1,430 @@
+"""`Comparison`: the result of `evenload plan`, as text, table, JSON, page and trace. Needs no torch."""
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from html import escape
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from rich.console import Console
+
+from evenload.cli.options import indented_json, print_lines, write_output
+from evenload.cli.plan_layout import SearchedLayouts
+from evenload.cost.pack_cost import PackCosts
+from evenload.data.lengths import profile_lengths
+from evenload.errors import ConfigError, InfeasiblePlanError
+from evenload.explore.batches import SampledBatch
+from evenload.explore.evaluate import Evaluation, StrategyResult, headline
+from evenload.explore.layout_search import LayoutResult
+from evenload.explore.prediction_interval import PredictionInterval
+from evenload.explore.timelines import detailed_timeline
+from evenload.explore.worst_batch import WorstBatch
+from evenload.integrations.evaluate import EngineEvaluation
+from evenload.plan.strategies.baselines import BEST_FIT
+from evenload.plan.strategies.strategy import LeftOutStrategy
+from evenload.report.chrome_trace import label_packs, write_chrome_trace
+from evenload.report.html import strategies_table, write_report
+from evenload.report.run_report import RunReport, RunSection, StepView
+from evenload.report.table import ComparisonTable, EngineTable, LayoutTable, is_feasible, shown_columns
+from evenload.report.units import (
+    format_interval,
+    format_layout,
+    format_percent,
+    format_power_of_two,
+    format_seconds,
+)
+from evenload.stepplan.plan_file import encode_plan_file
+from evenload.types.plan import StepPlan
+from evenload.types.text import LengthUnit, counted, format_bytes, in_unit
+from evenload.types.timeline import Timeline
+
+SHOWN_WIDTH = 140
+"""Columns of `str(comparison)`."""
+# A notebook has no style for the table of a page.
+_STYLE = (
+    "<style>.evenload th, .evenload td {text-align: right} .evenload th:first-child, .evenload .text {text-align: left}"
+    " .evenload .best {font-weight: bold}</style>"
+)
+_SAME = 0.0005
+"""Factors that print alike."""
+_FORMATS = {
+    "layout": format_layout,
+    "memory_cap_bytes": format_bytes,
+    "host_memory_cap_bytes_per_node": format_bytes,
+    "parameters": "{:,}".format,
+    "active_parameters": "{:,}".format,
+}
+
+
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
+class Comparison:
+    """Compares strategies on the same global batches: `print` shows what `evenload plan` shows, a notebook a table.
+
+    Everything but measured planning times is the same for the same lengths, settings and seed.
+
+    Args:
+        inputs: everything that decides the figures, under the names of `evenload plan --json`.
+        unit: of lengths: "tokens", or "bytes" of documents that were counted without a tokeniser.
+        batches: the global batches that were planned.
+        evaluation: figures and planned steps of the strategies.
+        left_out: strategies that "all" does not plan here, and why.
+        searched: with `search_layout=True` the layouts of every strategy; else None.
+        worst: with `worst=N` the batches that need most memory; else None.
+        engine: with `engine=NAME` what the plans take there; else None.
+        interval: within which factors of a predicted step time nine of ten measured ones lie, and its basis.
+        memory_cap_bytes: what a device offers.
+        fitting_layouts: names layouts that fit where no strategy does; else "".
+    """
+
+    inputs: dict[str, Any]
+    unit: LengthUnit
+    batches: tuple[SampledBatch, ...]
+    evaluation: Evaluation
+    left_out: tuple[LeftOutStrategy, ...]
+    searched: SearchedLayouts | None
+    worst: tuple[WorstBatch, ...] | None
+    engine: EngineEvaluation | None
+    interval: PredictionInterval
+    memory_cap_bytes: int
+    fitting_layouts: str = ""
+
+    @property
+    def strategies(self) -> tuple[StrategyResult, ...]:
+        """One row each, in the order requested; of those that cannot run `feasible` is false and `why` says why."""
+        return self.evaluation.results
+
+    @property
+    def best(self) -> str | None:
+        """The strategy with the shortest mean step among those that fit memory; None where none does."""
+        return self.evaluation.best
+
+    @property
+    def factor(self) -> float | None:
+        """Predicted speed of the best strategy relative to the baseline; None where one of both cannot run."""
+        return None if self.best is None else self[self.best].speedup_over_baseline
+
+    @property
+    def baseline(self) -> StrategyResult | None:
+        """`best_fit` in the windows that suit it best, of `window_tokens`; None where it was not compared or fits
+        memory in none."""
+        return self.evaluation.baseline
+
+    @cached_property
+    def headline(self) -> str:
+        """The outcome in a sentence; "" where no strategy fits memory."""
+        return in_unit(_headline_message(self.evaluation), self.unit)
+
+    @cached_property
+    def rows(self) -> list[dict[str, Any]]:
+        """Rows of tables: the strategies, and behind `best_fit` the baseline where its windows are others."""
+        rows = []
+        for result in self.strategies:
+            rows.append(msgspec.to_builtins(result))
+            row = _baseline_row(self.evaluation) if result.name == BEST_FIT.name else None
+            if row is not None and row["name"] != BEST_FIT.name:
+                rows.append(row)
+        return _rows_in_unit(rows, self.unit)
+
+    @property
+    def layouts(self) -> tuple[LayoutResult, ...]:
+        """With `search_layout=True` all layouts of the fastest strategy, the best first; else none."""
+        return self.searched.fastest.layouts if self.searched else ()
+
+    def __getitem__(self, strategy: str) -> StrategyResult:
+        """Return the row of a strategy; `ConfigError` where it was not planned."""
+        for row in self.strategies:
+            if row.name == strategy:
+                return row
+        raise ConfigError(
+            f"strategy '{strategy}' is not in this comparison, which has "
+            f"{', '.join(row.name for row in self.strategies)}; name it in strategy=..."
+        )
+
+    def plans(self, strategy: str | None = None) -> tuple[StepPlan, ...]:
+        """Return the planned steps of a strategy, by default the best one's; () where it cannot be planned at all.
+        `ConfigError` where it was not planned, or on a part of a large cluster only, or nothing fits and none is
+        named."""
+        name = strategy or self.best
+        if name is None:
+            raise ConfigError("no strategy fits memory, so there is no best one; name the strategy")
+        if self.searched:
+            self.searched.require_whole(self[name].name, f"plans of {name}")
+        return tuple(proposal.plan for proposal in self.evaluation.proposals[self[name].name])
+
+    def require_feasible(self) -> None:
+        """Raise `InfeasiblePlanError` where `evenload plan` ends with exit code 3: no strategy fits memory (the message
+        names layouts that do), or not with a batch in `worst`."""
+        # What an engine holds depends on its settings, so memory refuses plans for Evenload's own runtime only.
+        if self.best is None and not (self.engine and self.engine.best):
+            closest = min(self.rows, key=lambda row: row["peak_memory_bytes"] or float("inf"))
+            hint = f"; {self.fitting_layouts}" if self.fitting_layouts else ""
+            raise InfeasiblePlanError(f"no strategy fits; the closest: {closest['why']}{hint}")
+        if exceeding := [one.strategy for one in self.worst or () if not one.fits]:
+            raise InfeasiblePlanError(
+                f"the lengths hold global batches that exceed memory under {', '.join(exceeding)} (the lines above "
+                "name one for each); train with a policy that fits, in another layout, or on smaller batches"
+            )
+
+    def show(self, console: Console) -> None:
+        """Print everything that `evenload plan` prints after its inputs."""
+        print_lines(console, self.headline)
+        if any(result.feasible for result in self.strategies):
+            console.print(ComparisonTable(self.rows, self.best or "", unit=self.unit))
+        else:
+            print_lines(console, *(f"{row['name']}: not feasible: {row['why']}" for row in self.rows))
+        print_lines(console, *(f"left out of --strategy all: {one.name}: {one.why}" for one in self.left_out))
+        if self.best:
+            print_lines(console, self.interval.describe(), _bound_message(self.evaluation))
+        print_lines(console, *(f"{row['name']}: {row['note']}" for row in self.rows if row["note"]))
+        for result in self.strategies:
+            if result.layout_decisions:
+                title = f"{result.name}: layout of every step, predicted"
+                console.print(LayoutTable(result.layout_decisions, title))
+        print_lines(console, *(_worst_message(one, self.memory_cap_bytes, self.unit) for one in self.worst or ()))
+        if self.engine is not None:
+            rows = _rows_in_unit(msgspec.to_builtins(self.engine.results), self.unit)
+            title = f"on {self.engine.engine} ({self.engine.title}), predicted"
+            console.print(EngineTable(rows, self.engine.best, title))
+            print_lines(console, *_engine_messages(self.engine, self.evaluation, self.unit))
+
+    def to_json(self) -> bytes:
+        """Return all figures, as `evenload plan --json` writes them."""
+        figures = headline(self.evaluation)
+        content: dict[str, Any] = {
+            "version": version("evenload"),
+            "inputs": self.inputs,
+            "headline": figures and {"text": self.headline, **msgspec.to_builtins(figures)},
+            "strategies": _rows_in_unit(msgspec.to_builtins(self.strategies), self.unit),
+            "best": self.best,
+            "baseline": _baseline_row(self.evaluation),
+            "step_time_interval": self.interval,
+            "left_out": self.left_out,
+        }
+        if (engine := self.engine) is not None:
+            content["engine"] = {
+                "name": engine.engine,
+                "title": engine.title,
+                "strategies": engine.results,
+                "best": engine.best or None,
+                "left_out": engine.left_out,
+                "not_adapted": engine.not_adapted,
+            }
+        if self.worst is not None:
+            content["worst"] = self.worst
+        if self.searched is not None:
+            content |= {"layouts": self.layouts, "search": self.searched.content()}
+        return indented_json(content)
+
+    def plan_file(self) -> bytes:
+        """Return the planned steps of all strategies, as `evenload plan --emit-plan` writes them."""
+        of_strategies = self.evaluation.proposals.values()
+        return encode_plan_file([proposal.plan for proposals in of_strategies for proposal in proposals])
+
+    def write_html(self, path: str | Path) -> None:
+        """Write the page of `evenload plan --html`; `ConfigError` where it cannot be written."""
+        path = Path(path).expanduser()
+        write_output(path, b"")
+        write_report(path, self._report())
+
+    def write_trace(self, path: str | Path) -> None:
+        """Write the first step of the best strategy, or of any that could be planned, for Perfetto; `ConfigError` where
+        the file cannot be written, or the strategy was planned on a part of a large cluster only,
+        `InfeasiblePlanError` where nothing could be planned."""
+        path = Path(path).expanduser()
+        planned = [name for name, proposals in self.evaluation.proposals.items() if proposals]
+        if not planned:
+            raise InfeasiblePlanError(f"--trace {path}: no strategy could be planned, so there is no timeline to write")
+        name = self.best or planned[0]
+        if self.searched:
+            self.searched.require_whole(name, f"trace {path}")
+        write_output(path, b"")
+        proposal = self.evaluation.proposals[name][0]
+        timeline = detailed_timeline(proposal.plan, proposal.costs)
+        write_chrome_trace(path, {"predicted": timeline}, label_packs(proposal.plan))
+
+    def _report(self) -> RunReport:
+        notes: dict[str, tuple[str, ...]] = {row["name"]: (row["note"],) for row in self.rows if row["note"]}
+        for one in self.worst or ():
+            message = _worst_message(one, self.memory_cap_bytes, self.unit)
+            notes[one.strategy] = (*notes.get(one.strategy, ()), message)
+        lengths = np.array([document.num_tokens for batch in self.batches for document in batch.documents], np.int64)
+        facts = [
+            (
+                in_unit(name.replace("_bytes", "").replace("_", " "), self.unit),
+                _FORMATS.get(name, str)(value),
+            )
+            for name, value in self.inputs.items()
+            if value is not None
+        ]
+        facts.append(("predicted step times", self.interval.describe()))
+        if self.engine is not None:
+            messages = _engine_messages(self.engine, self.evaluation, self.unit)
+            facts.append((f"on engine {self.engine.engine}", " · ".join(messages)))
+        return RunReport(
+            title=f"Evenload plan: {self.inputs['model']} on {self.inputs['cluster']}",
+            headline=self.headline,
+            facts=tuple(facts),
+            sections=tuple(
+                RunSection(
+                    name=result.name,
+                    steps=tuple(step_view(one.plan, one.costs) for one in self.evaluation.proposals[result.name]),
+                    time_split=result.time_split,
+                    memory_limit_bytes=self.memory_cap_bytes,
+                    notes=notes.get(result.name, ()),
+                    layout_decisions=result.layout_decisions,
+                )
+                for result in self.strategies
+                if self.evaluation.proposals[result.name]
+            ),
+            comparison=tuple(self.rows),
+            best=self.best or "",
+            lengths=profile_lengths(lengths, ()) if len(lengths) else None,
+            unit=self.unit,
+        )
+
+    def __str__(self) -> str:
+        text = io.StringIO()
+        self.show(Console(file=text, width=SHOWN_WIDTH, color_system=None))
+        return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+    def __repr__(self) -> str:
+        return f"Comparison({counted(len(self.strategies), 'strategy')}, best={self.best!r}, factor={self.factor})"
+
+    def _repr_html_(self) -> str:
+        """Return a table for notebooks: strategies that fit, the best one marked, then why the others do not."""
+        rows = [row for row in self.rows if is_feasible(row)]
+        lines = [f"<p>{escape(self.headline)}</p>"] if self.headline else []
+        table = strategies_table(rows, (), shown_columns(rows, self.unit), self.best)
+        lines.append(f'{_STYLE}<div class="evenload">{table}</div>')
+        lines += [
+            f"<p>{escape(row['name'])}: not feasible: {escape(row['why'])}</p>"
+            for row in self.rows
+            if not is_feasible(row)
+        ]
+        if self.best is not None:
+            lines.append(f"<p>{escape(self.interval.describe())}</p>")
+        return "\n".join(lines)
+
+
+def step_view(plan: StepPlan, costs: PackCosts, measured: Timeline | None = None) -> StepView:
+    """Return a step for a page: as predicted, and as measured where it was."""
+    return StepView(step=plan.step, predicted=detailed_timeline(plan, costs), measured=measured, plan=plan)
+
+
+def _bound_message(evaluation: Evaluation) -> str:
+    """Say what bounds the best strategy's slowest step: the critical path, by rank and kind."""
+    assert evaluation.best is not None, "only of a best strategy"
+    proposals = evaluation.proposals[evaluation.best]
+    proposal = max(proposals, key=lambda one: one.plan.predicted.step_time_s)
+    dp_rank, path = proposal.critical_path()
+    replica = f" of replica {dp_rank}" if proposal.plan.layout.dp > 1 else ""
+    step = f" of step {proposal.plan.step}" if len(proposals) > 1 else ""
+    after_s = proposal.plan.predicted.step_time_s - proposal.switch_s - path.makespan_s
+    switch = f"switch of layout {format_seconds(proposal.switch_s)}, then " if proposal.switch_s else ""
+    return (
+        f"{evaluation.best}: critical path{step}: {switch}pipeline{replica} {format_seconds(path.makespan_s)}, "
+        f"{path.describe()}; then reduction and optimizer {format_seconds(after_s)}"
+    )
+
+
+def _headline_message(evaluation: Evaluation) -> str:
+    """State the outcome in one sentence; "" where nothing fits memory."""
+    figures = headline(evaluation)
+    if figures is None:
+        return ""
+    interval = f" (90 % of steps: {format_interval(figures.interval_s)})" if figures.interval_s else ""
+    differ = figures.baseline_layout not in (None, figures.layout)
+    best_in = f" in {format_layout(figures.layout)}" if differ else ""
+    baseline_in = f" in {format_layout(figures.baseline_layout)}" if differ else ""
+    step = f"{format_seconds(figures.step_time_s)} a step{interval}"
+    message = f"{figures.best}{best_in} is the fastest by prediction: {step}"
+    if figures.factor is None or figures.baseline_window_tokens is None:
+        names = [result.name for result in evaluation.results]
+        why = "best_fit does not fit memory" if BEST_FIT.name in names else "best_fit was not compared"
+        return f"{message}; {why}, so there is no factor"
+    window = format_power_of_two(figures.baseline_window_tokens)
+    if figures.best == BEST_FIT.name and figures.factor > 1 - _SAME:
+        return f"{message}, and no other windows suit it better than its {window} tokens"
+    bound = f"no plan in its layout takes less than {format_percent(figures.fraction_of_layout_bound)} of that"
+    if figures.factor < 1 - _SAME:
+        faster_s = format_seconds(figures.factor * figures.step_time_s)
+        return (
+            f"{figures.best}{best_in} is the fastest of those asked for by prediction: {step}; {bound}. best_fit in "
+            f"windows of {window} tokens{baseline_in} (--set best_fit.window_tokens={figures.baseline_window_tokens}) "
+            f"is faster: {faster_s} a step, {1 / figures.factor:.2f} times as fast"
+        )
+    message += f", {figures.factor:.2f} times as fast as best_fit in the windows that suit it best, {window} tokens"
+    message += baseline_in
+    if figures.reasons:
+        lost = " and ".join(
+            f"{one.cause} ({format_percent(one.baseline_share)} of its step, here {format_percent(one.best_share)})"
+            for one in figures.reasons
+        )
+        message += f", which loses more to {lost}"
+    return f"{message}; {bound}"
+
+
+def _baseline_row(evaluation: Evaluation) -> dict[str, Any] | None:
+    """Return `best_fit` in the windows that suit it best, its name with their tokens where they were not requested."""
+    if (baseline := evaluation.baseline) is None or baseline.window_tokens is None:
+        return None
+    requested = next(result for result in evaluation.results if result.name == BEST_FIT.name)
+    row = msgspec.to_builtins(baseline)
+    if baseline.step_time_s == requested.step_time_s:
+        return row
+    return row | {"name": f"{BEST_FIT.name} {format_power_of_two(baseline.window_tokens)}"}
+
+
+def _worst_message(worst: WorstBatch, memory_cap_bytes: int, unit: LengthUnit) -> str:
+    """Say how much memory the worst batch of a search needs, and which documents it holds."""
+    longest = ", ".join(f"{length:,}" for length in worst.longest)
+    more = ", ..." if worst.documents > len(worst.longest) else ""
+    policies = ", ".join(f"{policy} {count:,}" for policy, count in worst.policies.items())
+    verdict = "fits" if worst.fits else f"does not fit: {worst.why}"
+    if worst.fitting_policy:
+        verdict += f"; --policy {worst.fitting_policy} fits it"
+    if worst.leaves_out_deferred:
+        verdict += (
+            f". Documents that {worst.strategy} has put off in earlier steps may come on top; they are not counted"
+        )
+    return in_unit(
+        f"{worst.strategy}: the worst of {counted(worst.searched, 'global batch')} searched ({worst.drawn}: "
+        f"{worst.documents:,} documents of {longest}{more} tokens, {worst.tokens:,} in all) takes "
+        f"{format_bytes(worst.peak_memory_bytes)} of {format_bytes(memory_cap_bytes)} with {policies} and {verdict}",
+        unit,
+    )
+
+
+def _engine_messages(engine: EngineEvaluation, own: Evaluation, unit: LengthUnit) -> tuple[str, ...]:
+    """Say what the engine's table does not: the assumptions, the best of both, and what was left out."""
+    messages = [
+        f"{engine.engine}: predicted from the cost model of Evenload's runtime and the engine's order, padding and "
+        "waiting; not measured on GPUs, its memory is not predicted (docs/engines.md)"
+    ]
+    messages += [
+        f"{engine.engine}: Evenload's adapter does not run these plans: {one.why}. {one.instead}"
+        for one in engine.not_adapted
+    ]
+    if engine.best:
+        best = next(result for result in engine.results if result.name == engine.best)
+        message = f"{engine.engine}: fastest {engine.best}"
+        message += f" (as {best.planned_by})" if best.planned_by else ""
+        message += f", {format_seconds(best.mean_step_time_s)} a step"
+        if best.micro_batches_per_rank is not None:
+            message += f", {counted(best.micro_batches_per_rank, 'micro-batch')} on every rank in every step"
+        ours = next((result for result in own.results if result.name == own.best), None)
+        if ours is not None and ours.mean_step_time_s is not None:
+            message += f"; Evenload's own runtime: {ours.name}, {format_seconds(ours.mean_step_time_s)}"
+        messages.append(message)
+    messages += [f"left out on {engine.engine}: {one.name}: {one.why}" for one in engine.left_out]
+    return tuple(in_unit(message, unit) for message in messages)
+
+
+def _rows_in_unit(rows: Sequence[dict[str, Any]], unit: LengthUnit) -> list[dict[str, Any]]:
+    """Return rows of a comparison whose sentences name the unit that was counted."""
+    return [row | {name: in_unit(row[name], unit) for name in ("why", "note") if name in row} for row in rows]

@@ -1,0 +1,323 @@
+"""Measured costs: `evenload plan --cost`, this machine where no cluster is named, and `train.cost_file`. Those of
+another model are refused, and what they lack, or another device, is named."""
+
+import json
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from commands import MODEL, refused, run
+from dist_training import COSTS
+from evenload.cli import plan_inputs
+from evenload.cli.plan_inputs import cost_file_warnings, measured_message, other_device_message
+from evenload.config.planner import machine_memory_bytes
+from evenload.cost.analytic import analytic_coefficients
+from evenload.cost.coefficients import (
+    CopySpec,
+    CostCoefficients,
+    FitError,
+    MeasuredOn,
+    Noise,
+    OverlapCost,
+    Profile,
+    digest_of,
+    read_coefficients,
+    write_coefficients,
+)
+from evenload.data.hub import model_from
+from evenload.types.cluster import cluster_from
+from evenload.types.layout import even_layout
+from evenload.types.model import MODELS, ModelSpec
+from small_run import write_small_run
+
+SMALL = MODELS["qwen2.5-0.5b"]
+
+
+def measured_on_one_device(model: ModelSpec) -> CostCoefficients:
+    """As a calibration leaves them where there is one device: without links."""
+    analytic = analytic_coefficients(model, cluster_from("h100x1"), even_layout(model.num_layers))
+    return msgspec.structs.replace(
+        analytic,
+        source="calibrated",
+        device="slow",
+        p2p_bandwidth_bytes_per_s=None,
+        reduce_bandwidth_bytes_per_s=None,
+        intra_node=None,
+        inter_node=None,
+        devices_per_node=1,
+        host_link=None,
+        measured_on=MeasuredOn(model=model, dp=1, cp=1, pp=1, tp=1),
+    )
+
+
+def test_links_that_were_not_measured_are_the_clusters_and_said(table, tmp_path, capsys) -> None:
+    """`auto` was infeasible for want of a link, and the reduction of gradients cost nothing."""
+    write_coefficients(tmp_path / "cost.json", measured_on_one_device(SMALL))
+    common = [table, "--model", SMALL.name, "--cluster", "h100x8", "--layout", "dp=4,pp=2", "--documents", "30"]
+    common += ["--strategy", "best_fit,auto"]
+    assert run("plan", *common, "--cost", str(tmp_path / "cost.json"), "--json", str(tmp_path / "measured.json")) == 0
+    shown = capsys.readouterr().out
+    assert "cost: measured on slow, model qwen2.5-0.5b in bfloat16, layout dp=1,cp=1,pp=1,tp=1" in shown
+    assert "the seconds were measured on slow and are taken as they are; cluster h100x8 has H100-80GB" in shown
+    assert "reduction of gradients over 4 devices was not measured" in shown
+    assert "taken from cluster h100x8, 400 GB/s" in shown
+    assert run("plan", *common, "--json", str(tmp_path / "sheet.json")) == 0
+    measured, sheet = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("measured", "sheet"))
+    for one, other in zip(measured["strategies"], sheet["strategies"], strict=True):
+        assert one["feasible"]
+        assert one["step_time_s"] == pytest.approx(other["step_time_s"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("waited_share", "words"),
+    [(0.0, "there 0.88 to 1.16; here processes stood without a core for 0% of the time"), (0.4, "no 90 % interval of")],
+    ids=["quiet", "busy"],
+)
+def test_costs_of_a_busy_machine_give_no_interval_anywhere(table, tmp_path, capsys, waited_share, words) -> None:
+    """Neither in the line, nor in the sentence and column of the strategies, nor in the files."""
+    costs = measured_on_one_device(SMALL)
+    assert costs.measured_on is not None
+    noise = Noise(waited_share=waited_share, spread=0.0)
+    where = msgspec.structs.replace(costs.measured_on, noise=noise)
+    write_coefficients(tmp_path / "cost.json", msgspec.structs.replace(costs, measured_on=where))
+    names = {"cost": "cost.json", "json": "plan.json", "html": "page"}
+    files = [word for name, file in names.items() for word in (f"--{name}", str(tmp_path / file))]
+    common = [table, "--model", SMALL.name, "--cluster", "h100x1", "--documents", "20", "--strategy", "best_fit"]
+    assert run("plan", *common, *files) == 0
+    shown, found = capsys.readouterr().out, json.loads((tmp_path / "plan.json").read_text())
+    assert words in shown
+    assert words in (tmp_path / "page").read_text()
+    is_quiet = not waited_share
+    assert ("90 % of steps" in shown) == is_quiet
+    assert (found["step_time_interval"]["low"] is not None) == is_quiet
+    assert (found["strategies"][0]["step_time_interval_s"] is not None) == is_quiet
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (SMALL, "was measured on model qwen2.5-0.5b and this is llama-7b"),
+        (None, "does not say on which model and layout it was measured"),
+    ],
+    ids=["another model", "no model"],
+)
+def test_a_file_of_another_model_is_refused(table, tmp_path, capsys, model, message) -> None:
+    costs = measured_on_one_device(SMALL)
+    if model is None:
+        costs = msgspec.structs.replace(costs, measured_on=None)
+    write_coefficients(tmp_path / "cost.json", costs)
+    arguments = (table, "--model", "llama-7b", "--cluster", "h100x8", "--cost", str(tmp_path / "cost.json"))
+    assert message in refused(capsys, "plan", *arguments)
+
+
+LAYOUT = even_layout(4, dp=2, pp=2)
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch) -> Path:
+    """Of a run of two by two processes on the CPU, over rows of tokens."""
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    rows = [json.dumps({"input_ids": [1] * n}) for n in np.random.default_rng(0).integers(5, 400, 60).tolist()]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    file = tmp_path / "run.toml"
+    file.write_text(
+        """
+        [model]
+        path = "config.json"
+        random_init = true
+        dtype = "float32"
+        [data]
+        sources = ["rows.jsonl"]
+        record = "tokens"
+        max_document_tokens = 512
+        batch_documents = 16
+        [parallel]
+        dp = 2
+        pp = 2
+        [train]
+        output_dir = "run"
+        steps = 5
+        """
+    )
+    monkeypatch.chdir(tmp_path)
+    return file
+
+
+def write_costs(file: Path, **changes) -> None:
+    """As a calibration of the run on this machine leaves them."""
+    model = msgspec.structs.replace(model_from("config.json"), bytes_per_element=4)
+    found = analytic_coefficients(model, cluster_from("h100x4"), LAYOUT)
+    measured = MeasuredOn(model=model, dp=2, cp=1, pp=2, tp=1)
+    changes = {"source": "calibrated", "device": "slow CPU, 1 thread a process", "measured_on": measured} | changes
+    file.parent.mkdir(exist_ok=True)
+    write_coefficients(file, msgspec.structs.replace(found, **changes))
+
+
+def test_a_run_that_was_started_once_is_planned_in_its_own_seconds(config, tmp_path, capsys) -> None:
+    """Its cost.json says how fast the machine is; each of four processes has a quarter of the memory."""
+    write_costs(tmp_path / "run" / "cost.json")
+    assert run("plan", "run.toml", "--strategy", "best_fit,auto", "--json", "out.json") == 0, capsys.readouterr().err
+    shown, found = capsys.readouterr().out, json.loads(Path("out.json").read_text())
+    assert "cluster this machine, layout dp=2 pp=2, 16 documents a step" in shown.splitlines()[0]
+    assert "cost: measured on slow CPU, 1 thread a process, model" in shown
+    assert "and are taken as they are" not in shown, "it is the same device"
+    inputs = found["inputs"]
+    assert (inputs["cluster"], inputs["devices"], inputs["cost"]) == ("this machine", 4, str(Path("run") / "cost.json"))
+    assert inputs["memory_cap_bytes"] == int(machine_memory_bytes() * 0.8 / 4)
+    assert found["headline"]["best"] == found["best"]
+
+
+def test_a_cost_file_of_the_run_wins_over_what_it_left_and_an_asked_one_over_both(config, tmp_path) -> None:
+    write_costs(tmp_path / "run" / "cost.json")
+    for name in ("mine.json", "asked.json"):
+        write_costs(tmp_path / name)
+    config.write_text(config.read_text() + 'cost_file = "mine.json"\n')
+    for asked, expected in (((), "mine.json"), (("--cost", "asked.json"), "asked.json")):
+        assert run("plan", "run.toml", "--strategy", "best_fit", *asked, "--json", "out.json") == 0
+        assert json.loads(Path("out.json").read_text())["inputs"]["cost"] == expected
+
+
+def test_gpus_are_those_that_the_driver_names(config, tmp_path, capsys, monkeypatch) -> None:
+    config.write_text(config.read_text() + 'device = "cuda"\n')
+    monkeypatch.setattr(plan_inputs, "_DRIVER", tmp_path / "gpus")
+    asked = ("run.toml", "--strategy", "best_fit", "--json", "out.json")
+    assert "the run computes on GPUs, and NVIDIA's driver tells of none here" in refused(capsys, "plan", *asked)
+    for place in range(4):
+        (tmp_path / "gpus" / f"0000:{place}").mkdir(parents=True)
+        (tmp_path / "gpus" / f"0000:{place}" / "information").write_text("Model: \t NVIDIA H200\nIRQ: 3\n")
+    assert run("plan", *asked) == 0, capsys.readouterr().err
+    inputs = json.loads(Path("out.json").read_text())["inputs"]
+    assert (inputs["devices"], inputs["cost"]) == (4, "analytic")
+    assert inputs["memory_cap_bytes"] == cluster_from("h200x4").device.usable_bytes
+    (tmp_path / "gpus" / "0000:3" / "information").write_text("Model: \t NVIDIA L4\n")
+    error = refused(capsys, "plan", *asked)
+    assert "this machine has NVIDIA H200, NVIDIA L4, of which not all are one of the built-in" in error
+
+
+@pytest.mark.parametrize(
+    ("asked", "changes", "message"),
+    [
+        (("rows.jsonl", "--model", "config.json"), None, "--cluster is missing; name one such as h100x8, or give the"),
+        (("run.toml",), None, "how fast this one is was not measured; run evenload profile or the run itself"),
+        (("run.toml",), {"tp": 2}, "tp=2"),
+        (("run.toml",), {"links": None}, "knows no link, and the layout has 4 processes; measure it with evenload"),
+    ],
+)
+def test_what_nothing_says_is_refused(config, tmp_path, capsys, asked, changes, message) -> None:
+    if changes and "tp" in changes:
+        model = msgspec.structs.replace(model_from("config.json"), bytes_per_element=4)
+        write_costs(tmp_path / "run" / "cost.json", measured_on=MeasuredOn(model=model, dp=1, cp=1, pp=2, tp=2))
+    elif changes:
+        none = dict.fromkeys(("p2p_bandwidth_bytes_per_s", "reduce_bandwidth_bytes_per_s", "intra_node", "inter_node"))
+        write_costs(tmp_path / "run" / "cost.json", **none)
+    assert message in refused(capsys, "plan", *asked)
+
+
+SETTINGS = """
+max_document_tokens = 512
+batch_documents = 4
+[parallel]
+pp = 2
+[train]
+steps = 1
+cost_file = "cost.json"
+"""
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_ranks: None) -> ModelSpec:
+    """Of a run on two stages, whose ranks must not start; checks run in this process, which has imported it all."""
+    write_small_run(tmp_path, ["a text " * 20] * 4, SETTINGS)
+    monkeypatch.chdir(tmp_path)
+    return msgspec.structs.replace(model_from("model"), bytes_per_element=4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "of_model", "message"),
+    [
+        ({}, {"intermediate": True}, "was measured on model llama-7b and this is model, whose layers differ"),
+        ({}, {"bytes_per_element": 2}, "bytes_per_element 2 there and 4 here"),
+        ({"tp": 2}, {}, "was measured under tp=2"),
+        ({"pp": 1}, {}, "the transfer between pipeline stages was not measured between so many devices"),
+    ],
+    ids=["another model", "another precision", "another tp", "fewer devices"],
+)
+def test_costs_of_something_else_are_refused(model, capsys, changes, of_model, message):
+    measured = MODELS["llama-7b"] if "intermediate" in of_model else msgspec.structs.replace(model, **of_model)
+    where = MeasuredOn(model=measured, **{"dp": 1, "cp": 1, "pp": 2, "tp": 1, **changes})
+    write_coefficients("cost.json", msgspec.structs.replace(COSTS, measured_on=where))
+    assert message in refused(capsys, "train", "config.toml")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot be read"),
+        (b'{"source": "calibrated", ', "is not valid"),
+        (b'{"source": "guessed"}', "is not valid"),
+    ],
+    ids=["none", "cut off", "another form"],
+)
+def test_a_file_that_is_no_cost_file_is_refused(model, capsys, content, message):
+    if content is not None:
+        Path("cost.json").write_bytes(content)
+    error = refused(capsys, "train", "config.toml")
+    assert "cost.json" in error
+    assert message in error
+
+
+def profiled(model: ModelSpec):
+    """Costs with a record, as `evenload profile` leaves them."""
+    error = FitError(packs=20, folds=5, median=0.03, p90=0.08)
+    record = Profile(
+        date="2026-11-22T21:00:00+00:00", versions={"evenload": "1", "torch": "2"}, dtype="float32",
+        attention="cpu_flash", layers=4, passes=9, seconds=120.0, outliers=3, timings=400,
+        forward=error, backward=error, packs=(),
+        activation_bytes={"replay": 8}, held_bytes=3, counted_bytes=2,
+    )  # fmt: skip
+    where = MeasuredOn(model=model, dp=1, cp=1, pp=2, tp=1)
+    costs = msgspec.structs.replace(COSTS, measured_on=where, profile=record)
+    return msgspec.structs.replace(costs, profile=msgspec.structs.replace(record, digest=digest_of(costs)))
+
+
+def test_what_a_file_says_about_itself(tmp_path):
+    """The line of `evenload plan`; a change by hand shows after any number of readings, a run's choice of exchange is
+    none, and another device is named."""
+    write_coefficients(tmp_path / "cost.json", profiled(MODELS["llama-7b"]))
+    costs = read_coefficients(tmp_path / "cost.json")
+    line = measured_message(costs)
+    for words in (
+        "model llama-7b in bfloat16", "layout dp=1,cp=1,pp=2,tp=1", "on 2026-11-22 by evenload 1",
+        "20 packs x 9 passes in 2.0 min", "3 of 400 timings far off", "3.0 % (median) 8.0 % (90 % of them) forward",
+    ):  # fmt: skip
+        assert words in line
+    assert "CHANGED" not in line
+    assert cost_file_warnings(costs, "cost.json", costs.device) == []
+    assert not msgspec.structs.replace(costs, context_exchange="ring").is_changed
+    assert not msgspec.structs.replace(costs, overlap=OverlapCost()).is_changed, "a run measured it"
+    assert costs.profile is not None
+    kept = msgspec.structs.replace(costs.profile, has_overlap=True)
+    measured = msgspec.structs.replace(costs, profile=kept, overlap=OverlapCost(compute_slowdown=0.25))
+    measured = msgspec.structs.replace(measured, profile=msgspec.structs.replace(kept, digest=digest_of(measured)))
+    assert not measured.is_changed
+    assert not msgspec.structs.replace(measured, overlap_reduction=False).is_changed, "a run reduces after its packs"
+    assert msgspec.structs.replace(measured, overlap=OverlapCost(compute_slowdown=0.5)).is_changed
+    copies = CopySpec(rank_bytes_per_s=2e9, machine_bytes_per_s=3e9, taken_bytes_per_s=1e9, fixed_s=1e-3)
+    assert not msgspec.structs.replace(costs, copies=copies).is_changed, "a run measured them"
+    assert costs.profile is not None
+    assert costs.profile.held_bytes == 1.5 * costs.profile.counted_bytes
+
+    changed = msgspec.structs.replace(costs, optimizer_s_per_parameter=1e-12)
+    assert "CHANGED after it was measured" in measured_message(changed)
+    (told,) = cost_file_warnings(changed, "cost.json", costs.device)
+    assert "was changed after evenload profile had measured it" in told
+    (told,) = cost_file_warnings(costs, "cost.json", "a faster one")
+    assert "this is a faster one: predicted seconds are of the former" in told
+
+    assert "cluster h100x8 has H100-80GB" in other_device_message(costs, cluster_from("h100x8"))
+    of_gpu = msgspec.structs.replace(costs, device="NVIDIA H100 80GB HBM3")
+    assert other_device_message(of_gpu, cluster_from("h100x8")) == ""
+    of_run = measured_message(msgspec.structs.replace(costs, profile=None))
+    assert "in seconds at the start of a run (evenload profile takes minutes" in of_run
