@@ -20,7 +20,7 @@ import numpy as np
 from evenload.cost.analytic import analytic_coefficients
 from evenload.data.hub import model_from
 from evenload.data.lengths import read_lengths
-from evenload.explore.batches import BatchRule, SampledBatch, planned_steps
+from evenload.explore.batches import BatchRule, SampledBatch, plan_steps
 from evenload.integrations.catalog import ENGINES, require_heads
 from evenload.integrations.evaluate import evaluate_engine
 from evenload.integrations.planner import EnginePlanner
@@ -48,7 +48,7 @@ def own_seconds(batches: Sequence[SampledBatch], sizes: dict[str, int]) -> float
     model, layout = model_from(MODEL), layout_of(sizes)
     coefficients = analytic_coefficients(model, cluster_from(CLUSTER), layout)
     options = PlanOptions(max_pack_tokens=CONTEXT, policy="replay", dp_merge=True)
-    proposals, _, _ = planned_steps(
+    proposals, _, _ = plan_steps(
         StepPlanner(model, coefficients, layout, None, options, host="unlimited"), batches, "auto"
     )
     return float(np.mean([proposal.plan.predicted.step_time_s for proposal in proposals]))

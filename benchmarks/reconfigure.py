@@ -31,9 +31,9 @@ import torch.multiprocessing
 
 from cpu_ranks import COSTS, llama, spawn_ranks, write_run
 from evenload.config.layouts import layouts_of
-from evenload.config.planner import run_planner
+from evenload.config.planner import make_planner
 from evenload.config.train_config import load_train_config
-from evenload.cost.validity import completed_between_layouts
+from evenload.cost.validity import fill_between_layouts
 from evenload.feed.step_maker import PlannedStep, StepMaker
 from evenload.plan.layouts.measured_layouts import MeasuredLayouts
 from evenload.plan.planner import RunPlanner
@@ -87,14 +87,14 @@ class Rank:
         if meshes.start.rank == 0:
             print(copies, flush=True)
         measured = msgspec.structs.replace(COSTS, devices_per_node=WORLD, copies=copies)
-        self.costs = completed_between_layouts(measured, meshes.layouts[1])[0]
+        self.costs = fill_between_layouts(measured, meshes.layouts[1])[0]
         self._planned = [self._step(index) for index in range(len(meshes.layouts))]
 
     def _step(self, index: int) -> PlannedStep:
         """The first batch, planned for a layout."""
         trainer, mesh = self.trainer, self.trainer.mesh
         loader = trainer.new_loader()
-        planner = run_planner(trainer.config, trainer.model, trainer.meshes.layouts[index], self.costs, MEMORY_BYTES)
+        planner = make_planner(trainer.config, trainer.model, trainer.meshes.layouts[index], self.costs, MEMORY_BYTES)
         maker = StepMaker(
             loader,
             RunPlanner(planner, trainer.config.plan.strategy),

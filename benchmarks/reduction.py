@@ -34,7 +34,7 @@ from rich.console import Console
 
 from cpu_ranks import llama, spawn_ranks, write_token_run
 from evenload.cli.worker_setup import run_coefficients, started_rank
-from evenload.config.planner import run_planner
+from evenload.config.planner import make_planner
 from evenload.config.train_config import TrainConfig, layout_of, load_train_config
 from evenload.cost.coefficients import CostCoefficients, OverlapCost
 from evenload.feed.step_maker import PlannedStep, StepMaker
@@ -73,7 +73,7 @@ class BenchRank:
     def planned_step(self, costs: CostCoefficients, config: TrainConfig | None = None) -> PlannedStep:
         """The first global batch, with its tokens, planned under these costs."""
         config, trainer, mesh = config or self.config, self.trainer, self.trainer.mesh
-        planner = run_planner(config, trainer.model, mesh.layout, costs, self.memory_cap_bytes, mesh.ranks_per_machine)
+        planner = make_planner(config, trainer.model, mesh.layout, costs, self.memory_cap_bytes, mesh.ranks_per_machine)
         source = trainer.new_loader()
         maker = StepMaker(
             source,

@@ -73,7 +73,7 @@ def main() -> None:
 
 def first_screen(result: BenchResult, config: TrainConfig, seconds: float) -> list[str]:
     """Five lines, the result first; nothing that the spread of what was measured does not support."""
-    interval, held = result.held_to_interval()
+    interval, held = result.compare_with_interval()
     predicted_s = {one.strategy: one.predicted_s for one in result.runs}
     (ratio,) = result.ratios
     if held:

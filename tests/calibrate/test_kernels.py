@@ -7,7 +7,7 @@ import torch
 
 from cost_samples import sample_model
 from evenload.attention.reference import ReferenceAttention
-from evenload.calibrate.kernels import activation_bytes, deterministic_price
+from evenload.calibrate.kernels import activation_bytes, deterministic_slowdown
 from evenload.cost.layer_counts import POLICIES, activation_bytes_per_token
 from evenload.runtime.device import use_deterministic_kernels
 from evenload.types.model import model_from_hf_config
@@ -35,7 +35,7 @@ def test_both_ways_are_timed_by_turns_and_one_order_stays(kernels_as_before):
             return iter(parts)
 
     stage = SimpleNamespace(backend=Slower(), device=torch.device("cpu"), dtype=torch.float32)
-    price = deterministic_price(stage, sample_model(num_heads=4, head_dim=32), 1, rows=256)
+    price = deterministic_slowdown(stage, sample_model(num_heads=4, head_dim=32), 1, rows=256)
     assert seen == [False, True] * (len(seen) // 2)
     assert price > 2
     assert torch.are_deterministic_algorithms_enabled()

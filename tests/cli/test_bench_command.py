@@ -92,7 +92,7 @@ QUIET, BUSY = Noise(waited_share=0.0, spread=0.0), Noise(waited_share=0.4, sprea
 )
 def test_steps_are_held_against_an_interval_where_it_holds(capsys, load, noise, seconds, held, words):
     result = noisy_result(MachineLoad(demand=1.0, waited_share=load), noise, *seconds)
-    assert result.held_to_interval()[1] == held
+    assert result.compare_with_interval()[1] == held
     show_result(result, 1.0)
     out = capsys.readouterr().out
     assert words in out

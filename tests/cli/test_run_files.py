@@ -8,7 +8,7 @@ from cost_samples import sample_coefficients, sample_model
 from evenload.cli import run_files
 from evenload.cli.run_files import RunFacts, StepFile, read_run, read_steps
 from evenload.cost.coefficients import MeasuredOn, write_coefficients
-from evenload.cost.validity import completed_between_layouts
+from evenload.cost.validity import fill_between_layouts
 from evenload.errors import DataError
 from evenload.plan.planner import StepPlanner
 from evenload.report.run_files import append_rows, drop_torn_line
@@ -99,7 +99,7 @@ def test_a_step_in_another_layout_is_priced_with_the_links_that_its_planner_had(
         reduce_latency_s=0.0,
         measured_on=MeasuredOn(model=MODEL, dp=1, cp=1, pp=2, tp=1),
     )
-    completed, _ = completed_between_layouts(measured, two_replicas)
+    completed, _ = fill_between_layouts(measured, two_replicas)
     documents = tuple(Document(doc_id=i, num_tokens=9 + i, num_label_tokens=8 + i) for i in range(4))
     plan = StepPlanner(MODEL, completed, two_replicas, None, host="unlimited").plan(0, documents, "balanced")
     write_coefficients(tmp_path / "cost.json", measured)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from evenload.cli.worker_setup import require_runnable
-from evenload.config.tokenizer import require_tokenizer, tokenizer_fact
+from evenload.config.tokenizer import require_tokenizer, run_tokenizer_text
 from evenload.config.train_config import TrainConfig, load_train_config
 from evenload.data.tokenize import train_byte_pair_tokenizer
 from evenload.errors import ConfigError
@@ -59,7 +59,8 @@ def test_the_default_is_the_model_directorys_tokeniser(project, path, random_ini
     tokenizer = opened(config)
     assert tokenizer.vocab_size == 270
     assert (
-        tokenizer_fact(config.data, tokenizer, VOCABULARY) == f"{project / 'model' / 'tokenizer.json'} (BPE, 270 ids)"
+        run_tokenizer_text(config.data, tokenizer, VOCABULARY)
+        == f"{project / 'model' / 'tokenizer.json'} (BPE, 270 ids)"
     )
 
 
@@ -72,7 +73,7 @@ def test_a_configured_tokeniser_goes_before_the_models(project):
 
 def test_random_weights_without_a_tokeniser_train_on_bytes_and_say_so(project):
     config = configured(project, "model.random_init=true")
-    fact = tokenizer_fact(config.data, opened(config), VOCABULARY)
+    fact = run_tokenizer_text(config.data, opened(config), VOCABULARY)
     assert fact == "plain bytes and an end of document, 257 ids"
 
 
@@ -90,7 +91,7 @@ def test_pretrained_weights_are_never_trained_on_bytes(project, setting, cause):
 
 def test_token_ids_need_no_tokeniser(project):
     config = configured(project, "data.record=tokens")
-    assert tokenizer_fact(config.data, opened(config), 330) == (
+    assert run_tokenizer_text(config.data, opened(config), 330) == (
         "none: records hold token ids, checked against the model's vocabulary of 330"
     )
     add_tokenizer(project / "model")

@@ -14,10 +14,10 @@ from evenload.cost.coefficients import (
 )
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.validity import (
-    completed_between_layouts,
-    completed_from_cluster,
+    fill_between_layouts,
+    fill_from_cluster,
     missing_costs,
-    require_covered,
+    require_complete,
 )
 from evenload.data.hub import model_from
 from evenload.errors import ConfigError
@@ -117,21 +117,21 @@ def test_links_that_are_not_known_are_refused_rather_than_free() -> None:
 def test_another_model_is_refused_with_both_names_and_the_fields() -> None:
     other = msgspec.structs.replace(MODEL, name="big", hidden_size=16, bytes_per_element=4)
     with pytest.raises(ConfigError) as error:
-        require_covered(measured(), other, layout(), "cost file x.json")
+        require_complete(measured(), other, layout(), "cost file x.json")
     for part in ("x.json", "tiny", "big", "hidden_size 8 there and 16 here", "bytes_per_element 2 there and 4 here"):
         assert part in str(error.value)
 
 
 def test_a_layout_that_is_not_covered_is_refused_with_what_is_missing() -> None:
     with pytest.raises(ConfigError, match=r"one device.*dp=4 pp=2.*between pipeline stages and the reduction"):
-        require_covered(measured(), MODEL, layout(dp=4, pp=2), "cost file x.json")
+        require_complete(measured(), MODEL, layout(dp=4, pp=2), "cost file x.json")
     with pytest.raises(ConfigError, match="measured under tp=2"):
-        require_covered(measured(tp=2), MODEL, layout(), "cost file x.json")
+        require_complete(measured(tp=2), MODEL, layout(), "cost file x.json")
 
 
 def test_missing_links_are_the_clusters_and_said_by_name() -> None:
     wide = layout(dp=8, pp=4)
-    found, notes = completed_from_cluster(measured(), MODEL, wide, CLUSTER, "cost file x.json")
+    found, notes = fill_from_cluster(measured(), MODEL, wide, CLUSTER, "cost file x.json")
     assert found.forward == measured().forward
     assert (found.p2p_bandwidth_bytes_per_s, found.reduce_bandwidth_bytes_per_s) == (42e9, 400e9)
     assert (found.intra_node, found.inter_node) == (CLUSTER.intra_node, CLUSTER.inter_node)
@@ -149,7 +149,7 @@ def test_links_between_the_same_processes_stand_for_each_other_and_say_so() -> N
         measured(pp=4), p2p_bandwidth_bytes_per_s=500.0, p2p_latency_s=0.125, reduce_bandwidth_bytes_per_s=None,
         intra_node=None, devices_per_node=1,
     )  # fmt: skip
-    found, notes = completed_between_layouts(costs, layout(dp=2, pp=2))
+    found, notes = fill_between_layouts(costs, layout(dp=2, pp=2))
     assert (found.reduce_bandwidth_bytes_per_s, found.reduce_latency_s) == (500.0, 0.125)
     assert found.device_link(leaves_node=False) == LinkSpec(bandwidth_bytes_per_s=500.0, latency_s=0.125)
     assert found.devices_per_node == 4
@@ -160,9 +160,9 @@ def test_links_between_the_same_processes_stand_for_each_other_and_say_so() -> N
     # What was measured stays.
     assert (found.p2p_bandwidth_bytes_per_s, found.forward) == (500.0, costs.forward)
     whole = msgspec.structs.replace(costs, reduce_bandwidth_bytes_per_s=7.0, intra_node=LINK)
-    assert completed_between_layouts(whole, layout(dp=4)) == (whole, ())
+    assert fill_between_layouts(whole, layout(dp=4)) == (whole, ())
     ring = msgspec.structs.replace(costs, p2p_bandwidth_bytes_per_s=None, reduce_bandwidth_bytes_per_s=7.0)
-    assert completed_between_layouts(ring, layout(pp=4))[0].p2p_bandwidth_bytes_per_s == 7.0
+    assert fill_between_layouts(ring, layout(pp=4))[0].p2p_bandwidth_bytes_per_s == 7.0
 
 
 def test_analytic_coefficients_equal_hand_arithmetic_for_llama_7b() -> None:

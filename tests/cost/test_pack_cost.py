@@ -327,7 +327,7 @@ def test_no_plan_is_faster_than_its_layout_allows(layout: ParallelLayout) -> Non
         layout_bound_seconds(planner.costs, tokens),
     ]
     assert bounds_s == sorted(bounds_s)
-    for strategy in ("balanced",) if layout.has_wide_stages else ("best_fit", "slimpack", "auto"):
+    for strategy in ("balanced",) if layout.has_replicated_stages else ("best_fit", "slimpack", "auto"):
         step_s = planner.plan(0, batch.documents, strategy).predicted.step_time_s
         assert step_s > bounds_s[-1], strategy
 

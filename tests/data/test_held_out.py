@@ -27,7 +27,7 @@ def read(config: DataConfig, num_ranks: int = 1) -> tuple[Counter, GlobalBatchLo
         loader, found = GlobalBatchLoader(config, peers=peers), Counter()
         while (batch := loader.next_batch()) is not None:
             found.update(tuple(tokens.tolist()) for tokens in batch.tokens.values())
-            loader.note_step(batch, plan_for(batch))
+            loader.record_step(batch, plan_for(batch))
         loader.check_ledger()
         loader.close()
         return found, loader

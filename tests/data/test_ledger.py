@@ -1,7 +1,7 @@
 import msgspec
 import pytest
 
-from evenload.data.ledger import Ledger, LedgerState, Tally, untaught_warning, with_skipped
+from evenload.data.ledger import Ledger, LedgerState, Tally, account_skipped, warn_without_loss
 from evenload.errors import DataError, InvalidPlanError
 from evenload.types.document import Document
 from evenload.types.layout import even_layout
@@ -30,18 +30,18 @@ def tally(documents, tokens):
 def test_every_token_ends_up_in_one_row():
     ledger = Ledger()
     for num_tokens in (10, 20, 30, 40, 50):
-        ledger.note_read(tally(1, num_tokens))
-    ledger.note_dropped("overlong", tally(1, 50))
+        ledger.add_read(tally(1, num_tokens))
+    ledger.add_dropped("overlong", tally(1, 50))
     ledger.check(tally(4, 100))
-    ledger.note_handed_out(tally(3, 60), tally(0, 0))
+    ledger.add_handed_out(tally(3, 60), tally(0, 0))
     ledger.check(tally(1, 40))
-    ledger.note_step(make_plan([(0, 10)], [(1, 20, "deferred"), (2, 30, "too_long")]))
+    ledger.record_step(make_plan([(0, 10)], [(1, 20, "deferred"), (2, 30, "too_long")]))
     ledger.check(tally(1, 40))
     state = ledger.state
     assert (state.trained, state.deferred, state.in_flight) == (tally(1, 10), tally(1, 20), tally(0, 0))
     assert state.dropped == {"overlong": tally(1, 50), "too_long": tally(1, 30)}
-    ledger.note_handed_out(tally(1, 40), tally(1, 20))  # the deferred document comes again
-    ledger.note_step(make_plan([(1, 20), (3, 40)]))
+    ledger.add_handed_out(tally(1, 40), tally(1, 20))  # the deferred document comes again
+    ledger.record_step(make_plan([(1, 20), (3, 40)]))
     ledger.check(tally(0, 0))
     assert (ledger.state.trained, ledger.state.deferred) == (tally(3, 70), tally(0, 0))
     assert [line.split()[0] for line in ledger.state.lines()] == [
@@ -53,24 +53,24 @@ def test_every_token_ends_up_in_one_row():
 def test_documents_without_any_label_are_counted_and_told():
     ledger = Ledger()
     for num_tokens in (10, 20, 1, 30):
-        ledger.note_read(tally(1, num_tokens))
-    ledger.note_handed_out(tally(4, 61), tally(0, 0))
+        ledger.add_read(tally(1, num_tokens))
+    ledger.add_handed_out(tally(4, 61), tally(0, 0))
     lengths = {0: (10, 9), 1: (20, 0), 2: (1, 0), 3: (30, 0)}
     documents = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=m) for i, (n, m) in lengths.items())
-    ledger.note_step(msgspec.structs.replace(make_plan([]), documents=documents))
+    ledger.record_step(msgspec.structs.replace(make_plan([]), documents=documents))
     assert (ledger.state.masked, ledger.state.untaught) == (52, 3)
     lines = ledger.state.lines()
     assert "4 documents" in lines[1]
     assert "52 of them masked" in lines[1]
     assert lines[2].split() == ["3", "of", "these", "documents", "taught", "nothing:", "no", "loss", "at", "all"]
-    skipped = with_skipped(ledger.state, "nonfinite", tally(2, 50), 50, 2)
+    skipped = account_skipped(ledger.state, "nonfinite", tally(2, 50), 50, 2)
     assert (skipped.trained, skipped.masked, skipped.untaught) == (tally(2, 11), 2, 1)
-    warning = untaught_warning(documents, lambda doc_id: f"place {doc_id}")
+    warning = warn_without_loss(documents, lambda doc_id: f"place {doc_id}")
     # One token has nothing before it that it could be predicted from, which is no fault of the data's.
     assert warning.startswith(
         "2 of the first 4 documents have no token with a loss and teach nothing, such as place 1:"
     )
-    assert untaught_warning(documents[:1] + documents[2:3], str) == ""
+    assert warn_without_loss(documents[:1] + documents[2:3], str) == ""
     assert not any("taught" in line for line in LedgerState(trained=tally(1, 5)).lines())
     old = msgspec.json.decode(b'{"read": [2, 11], "trained": [2, 11], "masked": 2}', type=LedgerState)
     assert old.untaught == 0, "a state from before the count goes on"
@@ -78,7 +78,7 @@ def test_documents_without_any_label_are_counted_and_told():
 
 def test_lost_or_doubled_tokens_are_found():
     ledger = Ledger()
-    ledger.note_read(tally(1, 10))
+    ledger.add_read(tally(1, 10))
     with pytest.raises(DataError, match="read 1 documents of 10 tokens, accounted for 0 of 0"):
         ledger.check(tally(0, 0))
     with pytest.raises(DataError, match="accounted for 1 of 11"):
@@ -87,10 +87,10 @@ def test_lost_or_doubled_tokens_are_found():
 
 def test_noting_a_step_twice_is_refused_and_changes_nothing():
     ledger = Ledger()
-    ledger.note_read(tally(1, 10))
-    ledger.note_handed_out(tally(1, 10), tally(0, 0))
-    ledger.note_step(make_plan([(0, 10)]))
+    ledger.add_read(tally(1, 10))
+    ledger.add_handed_out(tally(1, 10), tally(0, 0))
+    ledger.record_step(make_plan([(0, 10)]))
     before = ledger.state
     with pytest.raises(InvalidPlanError, match="step 3"):
-        ledger.note_step(make_plan([(0, 10)]))
+        ledger.record_step(make_plan([(0, 10)]))
     assert ledger.state == before

@@ -137,7 +137,7 @@ def test_overlong_documents_are_accounted(tmp_path, overlong, documents, dropped
     assert [bytes(document).decode() for batch in batches for document in documents_of(batch)] == documents
     assert {reason: (t.documents, t.tokens) for reason, t in loader.ledger.state.dropped.items()} == dropped
     for batch in batches:
-        loader.note_step(batch, plan_for(batch))
+        loader.record_step(batch, plan_for(batch))
     loader.check_ledger()
     assert loader.ledger.state.trained.tokens == sum(map(len, documents))
     assert loader.ledger.state.read.tokens == 12
@@ -147,12 +147,12 @@ def test_deferred_documents_come_again_until_they_are_trained(tmp_path):
     root = write_corpus(tmp_path, "jsonl", list("abcdef"), num_files=1)
     loader = GlobalBatchLoader(data_config(root, batch_documents=3, shuffle_window=1))
     first = loader.next_batch()
-    loader.note_step(first, plan_for(first, deferred={1, 2}))
+    loader.record_step(first, plan_for(first, deferred={1, 2}))
     second = loader.next_batch()
     assert [document.doc_id for document in second.carried] == [1, 2]
     assert second.tokens[1].tolist() == [98, 256]
     assert [document.doc_id for document in second.documents] == [3, 4, 5]
-    loader.note_step(second, plan_for(second, deferred={2, 5}, dropped={1}))
+    loader.record_step(second, plan_for(second, deferred={2, 5}, dropped={1}))
     loader.check_ledger()
     assert loader.ledger.state.deferred.documents == 2
     last = loader.next_batch()
@@ -160,8 +160,8 @@ def test_deferred_documents_come_again_until_they_are_trained(tmp_path):
     assert last.documents == ()
     assert [document.doc_id for document in last.carried] == [2, 5]
     with pytest.raises(InvalidPlanError, match="last batch"):
-        loader.note_step(last, plan_for(last, deferred={5}))
-    loader.note_step(last, plan_for(last))
+        loader.record_step(last, plan_for(last, deferred={5}))
+    loader.record_step(last, plan_for(last))
     assert loader.next_batch() is None
     loader.check_ledger()
     assert (loader.ledger.state.trained.documents, loader.ledger.state.deferred.documents) == (5, 0)
@@ -173,11 +173,11 @@ def test_a_plan_for_another_batch_is_refused(tmp_path):
     loader = GlobalBatchLoader(data_config(root))
     first, second = loader.next_batch(), loader.next_batch()
     with pytest.raises(InvalidPlanError, match=r"missing \[0, 1, 2\], unknown \[3, 4, 5\]"):
-        loader.note_step(first, plan_for(second))
+        loader.record_step(first, plan_for(second))
     plan = plan_for(first)
     longer = msgspec.structs.replace(plan.documents[0], num_tokens=9)
     with pytest.raises(InvalidPlanError, match="gives document 0 9 tokens, the batch 2"):
-        loader.note_step(first, msgspec.structs.replace(plan, documents=(longer, *plan.documents[1:])))
+        loader.record_step(first, msgspec.structs.replace(plan, documents=(longer, *plan.documents[1:])))
 
 
 def test_a_failing_record_loses_nothing(tmp_path):

@@ -70,7 +70,7 @@ def test_a_record_that_cannot_be_read_stops_its_own_batch_not_those_before(damag
         def train():
             while (batch := loader.next_batch()) is not None:
                 known.append(len(loader.coming(ahead)))
-                loader.note_step(batch, plan_for(batch))
+                loader.record_step(batch, plan_for(batch))
 
         with pytest.raises(DataError, match="no text under key"):
             train()
@@ -100,7 +100,7 @@ def test_a_record_that_cannot_be_read_is_read_again_only_when_its_batch_is_asked
     def train():
         while (batch := loader.next_batch()) is not None:
             loader.coming(200)
-            loader.note_step(batch, plan_for(batch))
+            loader.record_step(batch, plan_for(batch))
             asked.append(len(drawn))
 
     with pytest.raises(DataError, match="no text under key"):

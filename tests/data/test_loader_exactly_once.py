@@ -40,7 +40,7 @@ class Run:
                 table = exchange_tokens(batch, wanted, peers)
                 plan = plan_for(batch, deferred=delayed(batch) if self.delays else set())
                 trained = {d.doc_id for d in plan.documents}
-                loader.note_step(batch, plan)
+                loader.record_step(batch, plan)
                 loader.check_ledger()
                 content = {doc_id: tuple(tokens.tolist()) for doc_id, tokens in table.items() if doc_id in trained}
                 steps.append((batch.step, batch.epoch, batch.documents, batch.carried, content))
@@ -128,7 +128,7 @@ def test_worker_processes_give_the_same_batches(tmp_path, workers):
         loader = GlobalBatchLoader(data_config(root, **changes, workers=count))
         batches[count] = []
         while (batch := loader.next_batch()) is not None:
-            loader.note_step(batch, plan_for(batch))
+            loader.record_step(batch, plan_for(batch))
             batches[count].append((fingerprint_of(batch), encode_state(loader.state())))
     assert batches[workers] == batches[0]
 

@@ -45,7 +45,7 @@ def test_state_holds_no_text_and_does_not_grow(tmp_path):
     sizes = []
     for _ in range(200):
         batch = loader.next_batch()
-        loader.note_step(batch, plan_for(batch))
+        loader.record_step(batch, plan_for(batch))
         sizes.append(len(encode_state(loader.state())))
     assert b"secret" not in encode_state(loader.state())
     assert max(sizes) < 3000
@@ -118,7 +118,7 @@ def test_changed_content_of_the_same_size_is_noticed_where_it_matters(tmp_path, 
     config = data_config(str(tmp_path), batch_documents=4 if deferred else 3, shuffle_window=4, streams=1)
     loader = GlobalBatchLoader(config)
     batch = loader.next_batch()
-    loader.note_step(batch, plan_for(batch, deferred=deferred))
+    loader.record_step(batch, plan_for(batch, deferred=deferred))
     path.write_text(path.read_text().replace("2", "x"))
     resumed = GlobalBatchLoader(config)
     resumed.load_state(loader.state())

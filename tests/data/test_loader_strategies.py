@@ -55,7 +55,7 @@ def train(config, strategy, dp, states=None, num_steps=None):
             wanted = documents_by_replica(plan)
             table = exchange_tokens(batch, wanted, peers)
             assert sorted(table) == sorted(wanted[rank])
-            loader.note_step(batch, plan)
+            loader.record_step(batch, plan)
             loader.check_ledger()
             for packs, into in zip(collate_packs(plan.pack_plans[rank], table), (forward, backward), strict=True):
                 for pack in packs:

@@ -38,9 +38,9 @@ def checkpoints(tmp_path: Path) -> list[str]:
     return sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
 
 
-@pytest.mark.parametrize("asked_rank", [0, 1])
-def test_all_ranks_stop_after_the_step_in_which_one_was_asked(gloo_pool, config_file, asked_rank):
-    ended = gloo_pool.run(2, stop_when_one_rank_is_asked, str(config_file), PIPELINE, asked_rank)
+@pytest.mark.parametrize("requested_rank", [0, 1])
+def test_all_ranks_stop_after_the_step_in_which_one_was_asked(gloo_pool, config_file, requested_rank):
+    ended = gloo_pool.run(2, stop_when_one_rank_is_asked, str(config_file), PIPELINE, requested_rank)
     assert ended == [(2, signal.SIGTERM)] * 2
 
 

@@ -5,18 +5,18 @@ import pytest
 
 from context_cases import covered_rows
 from context_plans import RULES, context_plan
-from evenload.cost.pack_split import RankedPacks
+from evenload.cost.pack_split import PerRankPacks
 from evenload.stepplan.plan_tasks import replica_columns
 from evenload.stepplan.rank_rows import ranked_packs
 from evenload.types.plan import StepPlan, encode_plan
 
 
-def both_directions(plan: StepPlan, dp_rank: int) -> tuple[RankedPacks, RankedPacks]:
+def both_directions(plan: StepPlan, dp_rank: int) -> tuple[PerRankPacks, PerRankPacks]:
     columns = replica_columns(plan, dp_rank)
     return ranked_packs(columns.forward, columns.backward, columns.shardings, plan.layout.cp)
 
 
-def rows_as_priced(ranked: RankedPacks, pack: int, rank: int) -> tuple[int, int]:
+def rows_as_priced(ranked: PerRankPacks, pack: int, rank: int) -> tuple[int, int]:
     """(rows behind whose attention transfers hide, others) of a rank; where nothing travels, nothing hides."""
     at = int(ranked.first_rank[pack]) + rank
     own = slice(*ranked.rows.pack_offset[at : at + 2].tolist())

@@ -37,7 +37,7 @@ class Told(NamedTuple):
     early: int
 
 
-def run_told(plans: list[bytes], batch: dict, kind: str, changes: dict) -> list[Told]:
+def run_with_output(plans: list[bytes], batch: dict, kind: str, changes: dict) -> list[Told]:
     """Each plan twice: sums after its packs, while gradients that are told complete are kept; and beside them."""
     found = []
     for encoded in plans:
@@ -93,7 +93,9 @@ ROWS = {
 def test_what_is_summed_early_is_complete_and_equal_to_the_bit(gloo_pool, name):
     row = ROWS[name]
     plan, case = plan_of(row), case_of(row)
-    ranks = gloo_pool.run(plan.layout.world_size, run_told, [encode_plan(plan)], case.batch(), case.kind, case.changes)
+    ranks = gloo_pool.run(
+        plan.layout.world_size, run_with_output, [encode_plan(plan)], case.batch(), case.kind, case.changes
+    )
     for (told,) in ranks:
         assert told.changed == ()
         assert told.equal
@@ -109,7 +111,7 @@ def test_replicas_may_do_what_they_like(gloo_pool, pp, dp, count):
     for plan in plans:
         batch = make_tokens([document.num_tokens for document in plan.documents], 64, seed=1)
         batch = dict(zip((document.doc_id for document in plan.documents), batch.values(), strict=True))
-        ranks = gloo_pool.run(pp * dp, run_told, [encode_plan(plan)], batch, "llama", {"num_hidden_layers": 4})
+        ranks = gloo_pool.run(pp * dp, run_with_output, [encode_plan(plan)], batch, "llama", {"num_hidden_layers": 4})
         orders = [ranks[rank][0].order for rank in range(pp * dp)]
         for (told,) in ranks:
             assert told.changed == ()

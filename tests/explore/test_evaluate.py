@@ -6,7 +6,7 @@ import pytest
 
 from cost_samples import sample_coefficients, sample_model
 from evenload.errors import ConfigError
-from evenload.explore.batches import BatchRule, planned_steps
+from evenload.explore.batches import BatchRule, plan_steps
 from evenload.explore.evaluate import (
     Evaluation,
     StrategyPlanners,
@@ -100,7 +100,7 @@ def test_misspelt_strategy_is_an_error() -> None:
 
 
 def mean_s(planner: StepPlanner, window_tokens: int) -> float:
-    proposals, _, _ = planned_steps(with_window(planner, window_tokens), batches(context=4096), "best_fit")
+    proposals, _, _ = plan_steps(with_window(planner, window_tokens), batches(context=4096), "best_fit")
     return float(np.mean([one.plan.predicted.step_time_s for one in proposals]))
 
 

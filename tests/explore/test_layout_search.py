@@ -15,7 +15,7 @@ from evenload.explore.layout_search import (
     FINALISTS,
     LayoutSearch,
     Part,
-    fair_planners,
+    best_baseline_planners,
     layout_sizes,
     layouts_of,
     part_coefficients,
@@ -110,7 +110,7 @@ def test_every_strategy_is_judged_in_the_layout_that_suits_it() -> None:
         assert (one.not_looked_at, one.planned + one.too_large + one.ruled_out) == (0, len(one.layouts))
         assert one.too_large == sum(result.why.startswith("weights and optimizer alone") for result in one.layouts)
     own = {one.strategy: search.planners(one.best) for one in found}
-    baseline = fair_planners(found[1].layouts, search.planners, search.batches)
+    baseline = best_baseline_planners(found[1].layouts, search.planners, search.batches)
     judged = evaluate_strategies(
         StrategyPlanners(planner=own["auto"].planner, own=own, baseline=baseline), search.batches, strategies
     )

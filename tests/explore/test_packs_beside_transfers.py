@@ -5,7 +5,7 @@ import pytest
 
 from cost_samples import sample_coefficients, sample_model
 from evenload.cost.coefficients import OverlapCost
-from evenload.explore.timelines import times_beside_transfers
+from evenload.explore.timelines import overlapped_pack_times
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem import PlanOptions
 from evenload.types.document import Document
@@ -26,7 +26,7 @@ def planned(strategy, beside, schedule="choose", **sizes):
 def added_seconds(plan, costs):
     """{(replica, stage): {kind: seconds on top of the plan's own}} and which packs they are."""
     found = {}
-    for replica, (before, after) in enumerate(zip(plan.times, times_beside_transfers(plan, costs), strict=True)):
+    for replica, (before, after) in enumerate(zip(plan.times, overlapped_pack_times(plan, costs), strict=True)):
         assert (after.p2p_forward_s, after.p2p_backward_s) == (before.p2p_forward_s, before.p2p_backward_s)
         for kind in KINDS:
             added = np.array(getattr(after, kind)) - np.array(getattr(before, kind))

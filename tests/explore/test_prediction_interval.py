@@ -11,14 +11,14 @@ from evenload.explore.prediction_interval import ANY_LAYOUT, KindInterval, predi
 from evenload.types.layout import even_layout
 
 
-def measured_beside(waited_share: float, spread: float):
+def measured_overlap(waited_share: float, spread: float):
     """Costs of a CPU whose calibration was disturbed by as much."""
     noise = Noise(waited_share=waited_share, spread=spread)
     where = MeasuredOn(model=sample_model(), dp=1, cp=1, pp=2, tp=1, noise=noise)
     return sample_coefficients(device="AMD EPYC, 1 thread a process", measured_on=where)
 
 
-CPU = measured_beside(0.0, 0.0)
+CPU = measured_overlap(0.0, 0.0)
 OF_ALL = KindInterval(device="AMD EPYC", layout=ANY_LAYOUT, low=0.9, high=1.2, rows=90, cases=9)
 OF_PIPELINES = KindInterval(device="AMD EPYC", layout="pp", low=0.95, high=1.05, rows=50, cases=5)
 
@@ -57,13 +57,13 @@ def test_measured_costs_without_rows_say_so(ledger):
 def test_what_disturbed_the_calibration_widens_the_interval(ledger):
     """Half widths add by their squares, in logarithms and around the middle; more of either noise is more."""
     ledger(OF_ALL)
-    low, high = prediction_interval(measured_beside(0.0, 0.4), even_layout(4)).of(1.0) or (0.0, 0.0)
+    low, high = prediction_interval(measured_overlap(0.0, 0.4), even_layout(4)).of(1.0) or (0.0, 0.0)
     middle, half = math.sqrt(0.9 * 1.2), math.log(1.2 / 0.9) / 2
     factor = math.exp(math.sqrt(half**2 + math.log(1.4) ** 2))
     assert (low, high) == pytest.approx((middle / factor, middle * factor))
     widths = []
     for waited_share, spread in ((0.0, 0.0), (0.0, 0.1), (0.1, 0.1), (0.1, 0.3), (0.15, 0.5)):
-        found = prediction_interval(measured_beside(waited_share, spread), even_layout(4))
+        found = prediction_interval(measured_overlap(waited_share, spread), even_layout(4))
         assert found.low is not None
         assert found.high is not None
         widths.append(found.high / found.low)
@@ -77,7 +77,7 @@ def test_what_disturbed_the_calibration_widens_the_interval(ledger):
 def test_a_busy_machine_has_no_interval(ledger, waited_share, spread, rows):
     """Neither learnt nor published, and nothing is counted inside it."""
     ledger(*rows)
-    found = prediction_interval(measured_beside(waited_share, spread), even_layout(4))
+    found = prediction_interval(measured_overlap(waited_share, spread), even_layout(4))
     assert (found.low, found.high, found.of(1.0), found.count_inside([1.0])) == (None, None, None, "")
     assert found.describe().startswith(
         "no 90 % interval of step times: the machine was busy while its costs were measured: processes stood without a "

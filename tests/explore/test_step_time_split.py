@@ -3,7 +3,7 @@ import pytest
 
 from cost_samples import sample_coefficients, sample_model
 from evenload.config.keys import plan_options
-from evenload.explore.timelines import split_planned_step, split_step_time
+from evenload.explore.timelines import split_step_of_plan, split_step_time
 from evenload.plan.planner import StepPlanner
 from evenload.plan.strategies.registry import STRATEGIES
 from evenload.types.cluster import LinkSpec
@@ -57,7 +57,7 @@ def test_causes_add_up_to_the_step_time(layout, strategy, policy) -> None:
         assert split.total_s() == pytest.approx(step_s, rel=1e-9)
         for cause, seconds in split.parts():
             assert seconds >= -1e-9 * step_s, cause
-        again = split_planned_step(proposal.plan, planner.costs)
+        again = split_step_of_plan(proposal.plan, planner.costs)
         for field in again.__struct_fields__:
             assert getattr(again, field) == pytest.approx(getattr(split, field), abs=1e-9 * step_s), field
         assert split.useful_s == pytest.approx(planner.costs.lower_bound_seconds(np.array(lengths)), rel=1e-9)

@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 
-from evenload.feed.read_ahead import ReadAhead
+from evenload.feed.read_ahead import Prefetcher
 
 
 class Counter:
@@ -33,14 +33,14 @@ def settled(counter, want):
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
 def test_items_come_in_order_and_none_ever_after(depth):
-    ahead = ReadAhead(Counter(5), depth, "test")
+    ahead = Prefetcher(Counter(5), depth, "test")
     assert [ahead.next() for _ in range(8)] == [0, 1, 2, 3, 4, None, None, None]
     ahead.close()
 
 
 def test_no_more_are_made_ahead_than_allowed():
     counter = Counter()
-    ahead = ReadAhead(counter, 3, "test")
+    ahead = Prefetcher(counter, 3, "test")
     assert settled(counter, 3) == 3
     ahead.next()
     assert settled(counter, 4) == 4
@@ -58,7 +58,7 @@ def test_close_makes_all_that_was_allowed_so_that_ranks_make_equally_many_calls(
         made.append(len(made))
         return made[-1]
 
-    ahead = ReadAhead(make, 4, "test")
+    ahead = Prefetcher(make, 4, "test")
     closing = threading.Thread(target=ahead.close)
     closing.start()
     gate.set()
@@ -69,7 +69,7 @@ def test_close_makes_all_that_was_allowed_so_that_ranks_make_equally_many_calls(
 
 @pytest.mark.parametrize("depth", [0, 2])
 def test_an_error_comes_in_its_place_and_ends_the_items(depth):
-    ahead = ReadAhead(Counter(fail_at=2), depth, "test")
+    ahead = Prefetcher(Counter(fail_at=2), depth, "test")
     assert [ahead.next(), ahead.next()] == [0, 1]
     with pytest.raises(ValueError, match="at 2"):
         ahead.next()
@@ -78,7 +78,7 @@ def test_an_error_comes_in_its_place_and_ends_the_items(depth):
 
 
 def test_a_dropped_reader_ends_its_thread():
-    ahead = ReadAhead(Counter(), 2, "evenload-dropped")
+    ahead = Prefetcher(Counter(), 2, "evenload-dropped")
     ahead.next()
     del ahead
     deadline_s = time.monotonic() + 120
@@ -93,7 +93,7 @@ def test_what_makes_items_is_let_go_with_the_last_reference(depth, to_the_end):
     """Process groups and workers hang on it: those of every run would stay, with their threads."""
     counter = Counter(5)
     alive = weakref.ref(counter)
-    ahead = ReadAhead(counter, depth, "test")
+    ahead = Prefetcher(counter, depth, "test")
     assert [ahead.next() for _ in range(8 if to_the_end else 2)][:2] == [0, 1]
     threads = [thread for thread in threading.enumerate() if thread.name == "test"]
     del counter, ahead
@@ -106,14 +106,14 @@ def test_the_process_ends_after_what_is_being_made():
     """A thread inside a collective when the interpreter goes away aborted the process ("terminate called ...")."""
     code = """
 import time
-from evenload.feed.read_ahead import ReadAhead
+from evenload.feed.read_ahead import Prefetcher
 
 def make():
     time.sleep(0.3)
     print("made", flush=True)
     return 1
 
-ahead = ReadAhead(make, 2, "test")
+ahead = Prefetcher(make, 2, "test")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
     assert done.stdout.split() == ["made", "made"]
@@ -122,7 +122,7 @@ ahead = ReadAhead(make, 2, "test")
 def test_peeking_takes_nothing_away_and_waits_for_nothing():
     """Also at the end, and where making failed."""
     counter = Counter(2)
-    reader = ReadAhead(counter, 1, "test")
+    reader = Prefetcher(counter, 1, "test")
     settled(counter, 1)
     assert [reader.peek(), reader.peek(), reader.next()] == [0, 0, 0]
     settled(counter, 2)
@@ -130,11 +130,11 @@ def test_peeking_takes_nothing_away_and_waits_for_nothing():
     settled(counter, 3)
     assert [reader.peek(), reader.next(), reader.peek(), reader.next()] == [None] * 4
 
-    failing = ReadAhead(Counter(fail_at=0), 1, "test")
+    failing = Prefetcher(Counter(fail_at=0), 1, "test")
     deadline_s = time.monotonic() + 120
     while failing._ready.empty() and time.monotonic() < deadline_s:
         time.sleep(0.001)
     assert failing.peek() is None
     with pytest.raises(ValueError, match="at 0"):
         failing.next()
-    assert ReadAhead(Counter(), 0, "test").peek() is None
+    assert Prefetcher(Counter(), 0, "test").peek() is None

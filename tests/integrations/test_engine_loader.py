@@ -19,7 +19,7 @@ def test_the_engine_sets_what_is_left_out(tmp_path, engine, format, is_equal):
     write_texts(tmp_path)
     loader = loader_of(tmp_path, engine=engine, rank=0, world_size=2)
     assert (loader.options.format, loader.options.equal_micro_batches) == (format, is_equal)
-    assert loader.start_lines[1].startswith(f"engine        {engine}: ")
+    assert loader.start_messages[1].startswith(f"engine        {engine}: ")
 
 
 @pytest.mark.parametrize(
@@ -61,11 +61,11 @@ def test_unequal_counts_where_the_engine_allows_them(tmp_path):
 def test_only_strategies_that_read_the_window_are_said_to_pack_over_batches(tmp_path, strategy, is_over_batches):
     write_texts(tmp_path)
     loader = loader_of(tmp_path, strategy=strategy, plan_options={"window": 4})
-    assert ("packed over 4 batches" in "\n".join(loader.start_lines)) == is_over_batches
+    assert ("packed over 4 batches" in "\n".join(loader.start_messages)) == is_over_batches
 
 
 def test_an_engines_auto_is_described_as_what_it_is(tmp_path):
     write_texts(tmp_path)
-    lines = "\n".join(loader_of(tmp_path, engine="deepspeed", strategy="auto").start_lines)
+    lines = "\n".join(loader_of(tmp_path, engine="deepspeed", strategy="auto").start_messages)
     assert "auto: every global batch by the strategy that is fastest by this engine's price" in lines
     assert "that wait when you stop" not in lines

@@ -114,7 +114,7 @@ def test_slow_tokenisers_are_refused(tmp_path):
 
 
 def tokenizer_line(loader: PackedLoader) -> str:
-    (line,) = (line for line in loader.start_lines if line.startswith("tokenizer"))
+    (line,) = (line for line in loader.start_messages if line.startswith("tokenizer"))
     return line.removeprefix("tokenizer").strip()
 
 

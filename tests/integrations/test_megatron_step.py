@@ -176,7 +176,7 @@ def test_what_is_not_priced_is_named(model, changes, message):
 def test_packs_are_balanced_for_the_model_below_its_wrappers(tmp_path, caplog):
     write_texts(tmp_path)
     loader = loader_of(tmp_path, engine="megatron", rank=0, world_size=2)
-    assert "llama-7b, which is assumed" in loader.start_lines[0]
+    assert "llama-7b, which is assumed" in loader.start_messages[0]
     with caplog.at_level(logging.WARNING, "evenload.loader"):
         balance_for_trained(loader, lambda: model_of(SimpleNamespace(module=SimpleNamespace()), shape_config()))
     assert "not balanced for the model" in caplog.text
@@ -184,7 +184,7 @@ def test_packs_are_balanced_for_the_model_below_its_wrappers(tmp_path, caplog):
     balance_for_trained(
         loader, lambda: model_of(SimpleNamespace(module=SimpleNamespace(module=stage())), shape_config())
     )
-    assert "equal time for megatron;" in loader.start_lines[0]
+    assert "equal time for megatron;" in loader.start_messages[0]
     named = loader_of(tmp_path, engine="megatron", rank=0, world_size=2, model="llama-13b")
     balance_for_trained(named, lambda: model_of(stage(), shape_config()))
-    assert "llama-13b" in named.start_lines[0]
+    assert "llama-13b" in named.start_messages[0]

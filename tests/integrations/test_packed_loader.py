@@ -212,7 +212,7 @@ def test_a_model_that_nobody_named_is_said_first(tmp_path, caplog):
     write_texts(tmp_path)
     loader = loader_of(tmp_path)
     assert loader.model_is_assumed
-    assert "llama-7b, which is assumed: give the model you train" in loader.start_lines[0]
+    assert "llama-7b, which is assumed: give the model you train" in loader.start_messages[0]
     assert not caplog.records
     list(itertools.islice(loader, 3))
     # Without any setting of logging: a warning, once.
@@ -228,7 +228,7 @@ def test_a_model_given_later_is_the_one_that_packs_are_balanced_for(tmp_path, ca
     assumed = loader_of(tmp_path, batch_documents=30, rank=0, world_size=2)
     given.balance_for(tiny_model())
     assert not given.model_is_assumed
-    assert given.start_lines[0] == named.start_lines[0]
+    assert given.start_messages[0] == named.start_messages[0]
     steps = [next(loader.steps()) for loader in (named, given, assumed)]
     assert steps[0].plan.digest == steps[1].plan.digest != steps[2].plan.digest
     assert sum("assumed" in record.message for record in caplog.records) == 1
@@ -256,7 +256,7 @@ def test_packs_of_certain_lengths(tmp_path, settings, lengths, line):
     for document in padding:
         del found[document]
     assert found == Counter(map(tokens_of, texts))
-    assert line in "\n".join(loader.start_lines)
+    assert line in "\n".join(loader.start_messages)
 
 
 @pytest.mark.parametrize(

@@ -152,10 +152,10 @@ def test_packs_are_balanced_for_the_model_that_is_trained(corpus, tmp_path, capl
     PackedTrainer(tiny_model(), arguments(tmp_path), train_loader=train, eval_loader=evaluation)
     for loader in (train, evaluation):
         assert not loader.model_is_assumed
-        assert "packs of equal time for llama;" in loader.start_lines[0]
+        assert "packs of equal time for llama;" in loader.start_messages[0]
     named = loader_of(corpus, micro_batches=4, model="qwen2.5-0.5b")
     PackedTrainer(tiny_model(), arguments(tmp_path), train_loader=named)
-    assert "qwen2.5-0.5b" in named.start_lines[0]
+    assert "qwen2.5-0.5b" in named.start_messages[0]
 
 
 def test_bytes_that_nobody_asked_for_are_refused_for_the_trainers_model(corpus, tmp_path):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from cost_samples import documents, sample_coefficients, sample_model
 from evenload.errors import InvalidPlanError
 from evenload.plan.dp_merge import merge_documents
-from evenload.plan.planner import AskedStep, Proposal, StepPlanner
+from evenload.plan.planner import Proposal, StepPlanner, StepRequest
 from evenload.plan.problem import PlanOptions
 from evenload.plan.search import search_merged
 from evenload.plan.strategies.registry import decide_dp_merge
@@ -84,7 +84,7 @@ def test_members_meet_at_every_shared_pack_at_the_same_time(short, long, dp, pp)
         return
     found = search_merged(problem, merge, slimpack_rules(problem), 0.9)
     assert found is not None
-    asked = AskedStep(0, documents([*short, *long]), "slimpack")
+    asked = StepRequest(0, documents([*short, *long]), "slimpack")
     plan = step._step_plan(asked, problem, found.choices(), np.zeros(len(asked.documents), np.int64))
     validate_plan(plan, max_pack_tokens=1024)
     timeline = predicted_timeline(plan, sample_model())

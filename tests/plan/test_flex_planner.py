@@ -341,12 +341,12 @@ def test_a_resumed_run_goes_to_the_layout_of_its_checkpoint_where_that_has_room(
     takes = switch_memory(SENT, even_layout(4, pp=4), flat)
     needed = max(takes.switch_bytes, plan.predicted.peak_memory_bytes + takes.left_bytes)
     assert needed > plan.predicted.peak_memory_bytes
-    make(1, 4, needed).require_room(even_layout(4, pp=4), plan)
+    make(1, 4, needed).require_headroom(even_layout(4, pp=4), plan)
     with pytest.raises(InfeasiblePlanError, match="processes start in pp=4 and step 0 is planned for dp=4") as told:
-        make(1, 4, needed - 1).require_room(even_layout(4, pp=4), plan)
+        make(1, 4, needed - 1).require_headroom(even_layout(4, pp=4), plan)
     assert "start in dp=4 ([parallel])" in str(told.value)
     # Where it runs already nothing changes.
-    make(4, 1, plan.predicted.peak_memory_bytes).require_room(even_layout(4, dp=4), plan)
+    make(4, 1, plan.predicted.peak_memory_bytes).require_headroom(even_layout(4, dp=4), plan)
 
 
 def test_the_first_step_behind_a_switch_makes_room_for_what_it_leaves() -> None:

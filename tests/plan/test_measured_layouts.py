@@ -7,8 +7,8 @@ from evenload.plan.layouts.measured_layouts import (
     FADE,
     KEPT_RATIOS,
     WARM_UP_STEPS,
-    KnownAfter,
-    LayoutTrack,
+    LayoutMonitor,
+    MeasuredAfter,
     MeasuredLayouts,
 )
 from evenload.types.layout import even_layout
@@ -76,7 +76,7 @@ def test_memory_has_the_median_and_only_takes_room() -> None:
         known = known.with_peak(ratio)
     assert known.memory_factor() == 1.1
     assert known.with_peak(0.7).with_peak(0.7).memory_factor() == 1.0
-    track = LayoutTrack(0)
+    track = LayoutMonitor(0)
     track.note(
         msgspec.structs.replace(
             plan_of(0), predicted=Prediction(step_time_s=1.0, per_replica_s=(), peak_memory_bytes=100)
@@ -90,7 +90,7 @@ def test_memory_has_the_median_and_only_takes_room() -> None:
 def test_a_step_is_planned_with_what_was_trained_before_it_could_be() -> None:
     """Always exactly that, however far the training thread has come."""
     for ahead in (0, 2):
-        track = LayoutTrack(ahead)
+        track = LayoutMonitor(ahead)
         states = []
         for step in range(10):
             before = [track.for_step(later) for later in range(step, step + ahead + 1)]
@@ -103,7 +103,7 @@ def test_a_step_is_planned_with_what_was_trained_before_it_could_be() -> None:
 
 
 def test_the_first_steps_in_a_layout_say_nothing_and_switches_are_taken() -> None:
-    track = LayoutTrack(0)
+    track = LayoutMonitor(0)
     for step in range(3):
         track.note(plan_of(step), 3.0)
     other = msgspec.structs.replace(DEEP, generation=1)
@@ -116,11 +116,11 @@ def test_the_first_steps_in_a_layout_say_nothing_and_switches_are_taken() -> Non
 
 def test_a_resumed_run_knows_what_the_stopped_one_knew() -> None:
     for ahead in (0, 3):
-        track = LayoutTrack(ahead)
+        track = LayoutMonitor(ahead)
         for step in range(8):
             track.note(plan_of(step), 2.0 + step)
         data = msgspec.json.encode(track.known())
-        again = LayoutTrack(ahead, msgspec.json.decode(data, type=tuple[KnownAfter, ...]))
+        again = LayoutMonitor(ahead, msgspec.json.decode(data, type=tuple[MeasuredAfter, ...]))
         assert len(track.known()) == ahead + 2
         for step in range(8, 9 + ahead):
             assert again.for_step(step) == track.for_step(step)

@@ -12,9 +12,9 @@ from cost_samples import documents, reduction_seconds, sample_coefficients, samp
 from evenload.cost.memory import static_bytes
 from evenload.cost.pack_cost import PackCosts
 from evenload.errors import ConfigError, InvalidPlanError
-from evenload.explore.timelines import detailed_timeline, split_planned_step, split_proposal
+from evenload.explore.timelines import detailed_timeline, split_proposal, split_step_of_plan
 from evenload.plan.layouts.flex_planner import FlexPlanner
-from evenload.plan.layouts.hbsa import DealtCosts, best_dealt_mapping
+from evenload.plan.layouts.hbsa import ReplicatedStageCosts, best_replicated_mapping
 from evenload.plan.layouts.mapping_cost import BatchCosts, BatchLengths, MappingCosts, layer_costs
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem import PlanOptions
@@ -68,7 +68,7 @@ def test_plans_are_valid_and_every_device_has_its_turns(strategy, policy) -> Non
 def test_where_its_time_goes_adds_up_and_its_timeline_has_a_row_a_device() -> None:
     planner = planner_of()
     proposal = planner.propose(0, BATCH, "balanced")
-    for split in (split_proposal(proposal), split_planned_step(proposal.plan, planner.costs)):
+    for split in (split_proposal(proposal), split_step_of_plan(proposal.plan, planner.costs)):
         assert sum(msgspec.structs.asdict(split).values()) == pytest.approx(proposal.plan.predicted.step_time_s)
     timeline = detailed_timeline(proposal.plan, planner.costs)
     assert set(timeline.rank.tolist()) == {0, 1, 2, 3}
@@ -96,7 +96,7 @@ def test_gradients_are_reduced_and_shards_cut_by_stage() -> None:
 
 def test_other_strategies_and_schedules_are_refused() -> None:
     for name, strategy in STRATEGIES.items():
-        if not strategy.deals_packs:
+        if not strategy.runs_replicated_stages:
             with pytest.raises(ConfigError, match=r"only balanced and flexpipe deal packs|has a pipeline and"):
                 planner_of().propose(0, BATCH, name)
     for schedule in ("gpipe", "zb_h1", "static", "list", "interleaved"):
@@ -126,9 +126,11 @@ GAP = 0.05
 """Most by which a mapping that the search leaves out may be better."""
 
 
-def price_of(lengths: list[int], depth: int, count: int, cap_bytes: int | None = None, **changes) -> DealtCosts:
+def price_of(
+    lengths: list[int], depth: int, count: int, cap_bytes: int | None = None, **changes
+) -> ReplicatedStageCosts:
     batch = batch_costs(lengths, **changes)
-    return DealtCosts(batch, SLOW, depth=depth, micro_batches=count, cap_bytes=cap_bytes)
+    return ReplicatedStageCosts(batch, SLOW, depth=depth, micro_batches=count, cap_bytes=cap_bytes)
 
 
 def batch_costs(lengths: list[int], **changes) -> BatchCosts:
@@ -153,21 +155,21 @@ def test_what_is_found_is_near_the_best_of_all_mappings_of_its_devices(
         return
     price = price_of(lengths, depth, devices, cap_bytes, tied_embeddings=tied)
     fitting = [
-        price.dealt_seconds(edges, of_stages)
+        price.replicated_seconds(edges, of_stages)
         for edges in all_splits(LAYERS, depth)
         for of_stages in itertools.product(range(1, devices), repeat=depth)
         if sum(of_stages) == devices
         and max(of_stages) - min(of_stages) <= 1
-        and not price.dealt_excess_bytes(edges, of_stages)
+        and not price.replicated_excess_bytes(edges, of_stages)
     ]
-    found = best_dealt_mapping(price, devices)
+    found = best_replicated_mapping(price, devices)
     assert (found is None) == (not fitting)
     if found is not None:
         assert sum(found.devices) == devices
         assert (found.edges[0], found.edges[-1]) == (0, LAYERS)
-        assert not price.dealt_excess_bytes(found.edges, found.devices)
-        seconds = price.dealt_seconds(found.edges, found.devices)
-        assert seconds >= price.least_dealt_seconds(found.devices)
+        assert not price.replicated_excess_bytes(found.edges, found.devices)
+        seconds = price.replicated_seconds(found.edges, found.devices)
+        assert seconds >= price.least_replicated_seconds(found.devices)
         assert seconds <= min(fitting) * (1 + GAP)
 
 
@@ -178,7 +180,7 @@ def test_one_device_a_stage_is_the_pipeline_of_equal_stages(count) -> None:
     dealt = price_of(lengths, 3, count, 10**6)
     usual = MappingCosts(batch_costs(lengths), SLOW, depth=3, dp=1, micro_batches=count, cap_bytes=10**6)
     for edges in all_splits(LAYERS, 3):
-        assert dealt.dealt_seconds(edges, (1, 1, 1)) == pytest.approx(usual.step_seconds(edges))
+        assert dealt.replicated_seconds(edges, (1, 1, 1)) == pytest.approx(usual.step_seconds(edges))
         for stage, (first, last) in enumerate(itertools.pairwise(edges)):
             held = dealt.static_stage_bytes(first, last, 1) + (last - first) * dealt.in_flight_bytes(1, 2 - stage)
             assert held == pytest.approx(usual.stage_bytes(stage, first, last))
@@ -202,7 +204,7 @@ def test_flexpipe_searches_them_and_plans_in_them() -> None:
     best = found.mappings[0]
     assert (best.depth, best.devices, best.edges, best.excess_bytes) == (2, (2, 1), (0, 3, 4), 0)
     assert best.step_s < min(one.step_s for one in found.mappings[1:] if not one.excess_bytes)
-    (chosen,) = (one for one in flex.candidates.worth_planning([found], flex.layout)[:1])
+    (chosen,) = (one for one in flex.candidates.promising_layouts([found], flex.layout)[:1])
     assert chosen == split_layout([3, 1], pp=2, devices=[2, 1], generation=1)
     proposals = {
         layout.describe(): flex.planner_of(layout).propose(0, documents(batch), "flexpipe")
@@ -223,6 +225,6 @@ def test_a_declared_layout_of_them_is_estimated_as_the_search_does() -> None:
     declared = FlexPlanner(flex.start, flex.candidates.coefficients_of, flex.options, layouts=(flex.layout, wide))
     mapping = next(one for one in declared.search(batch, flex.layout).mappings if one.devices)
     assert mapping == flex.search(batch, flex.layout).mappings[0]
-    assert declared.candidates.worth_planning([declared.search(batch, flex.layout)], flex.layout)[0] == (
+    assert declared.candidates.promising_layouts([declared.search(batch, flex.layout)], flex.layout)[0] == (
         msgspec.structs.replace(wide, generation=1)
     )

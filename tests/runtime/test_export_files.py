@@ -19,7 +19,12 @@ from evenload.data.config import DataConfig
 from evenload.data.open_encoder import open_encoder
 from evenload.data.tokenize import FileTokenizer, train_byte_pair_tokenizer
 from evenload.errors import ConfigError
-from evenload.runtime.model.export_files import copy_tokenizer, require_same_ids, save_tensors, tokenizer_note
+from evenload.runtime.model.export_files import (
+    copy_tokenizer,
+    exported_tokenizer_note,
+    require_same_token_ids,
+    save_tensors,
+)
 from reference_training import tiny_config
 
 TEXT = "a text,  with spaces\nand <|endoftext|>"
@@ -72,7 +77,7 @@ def test_the_tokeniser_lies_beside_the_model_and_loads(base, exported, named):
     assert (loaded.eos_token, loaded.pad_token, loaded.chat_template) == ("<|endoftext|>", "!", "{{ messages }}")
     assert json.loads((exported / "generation_config.json").read_text()) == {"eos_token_id": 0}
     assert not (exported / "private.txt").exists()
-    assert tokenizer_note(exported, data, str(base)) == f"with the tokeniser of {base}"
+    assert exported_tokenizer_note(exported, data, str(base)) == f"with the tokeniser of {base}"
 
 
 def test_a_tokeniser_alone_gets_the_settings_that_load_it(base, exported, tmp_path):
@@ -92,7 +97,7 @@ def test_other_tokens_than_were_trained_are_told(base, exported):
     train_byte_pair_tokenizer([" 12: 2048"] * 3, 270, base / "tokenizer.json")
     data = data_of(tokenizer=str(base))
     copy_tokenizer(exported, data, str(base))
-    note = tokenizer_note(exported, data, str(base))
+    note = exported_tokenizer_note(exported, data, str(base))
     assert "warning: AutoTokenizer takes Qwen2Tokenizer for this kind of model and makes other tokens" in note
     loaded = PreTrainedTokenizerFast.from_pretrained(exported)
     assert loaded("in 2048", add_special_tokens=False)["input_ids"] == FileTokenizer(base).encode("in 2048").tolist()
@@ -161,7 +166,7 @@ def test_an_exported_tokeniser_begins_a_text_as_it_was_trained(base, exported, o
     assert [*ids, 0][: len(document.tokens)] == document.tokens.tolist()
     assert (ids[-1] == 0) is own, "what the tokeniser writes after a text stays"
     assert (ids[0] == trained.eos_id) is (own if setting is None else setting)
-    assert tokenizer_note(exported, data, str(base)) == f"with the tokeniser of {base}"
+    assert exported_tokenizer_note(exported, data, str(base)) == f"with the tokeniser of {base}"
 
 
 @pytest.mark.parametrize(
@@ -179,17 +184,17 @@ def test_a_class_that_makes_other_ids_is_refused_with_both_ways_out(base, tmp_pa
     )
     train_byte_pair_tokenizer([" 12: 2048"] * 3, 270, base / "tokenizer.json")  # Qwen2's class splits numbers
     (base / "tokenizer_config.json").unlink()
-    require_same_ids(FileTokenizer(base))
+    require_same_token_ids(FileTokenizer(base))
     write("PreTrainedTokenizerFast")
-    require_same_ids(FileTokenizer(base))
+    require_same_token_ids(FileTokenizer(base))
     write(name)
     with pytest.raises(ConfigError, match=rf"as {name} .*other ids.*PreTrainedTokenizerFast.*OTHER"):
-        require_same_ids(FileTokenizer(base))
+        require_same_token_ids(FileTokenizer(base))
     if name in ("GPT2Tokenizer", "Qwen2Tokenizer"):  # the vocabulary lacks what the others need to read a text at all
         loaded = AutoTokenizer.from_pretrained(base)
         loaded.save_pretrained(tmp_path / "other")
         other = FileTokenizer(tmp_path / "other")
-        require_same_ids(other)
+        require_same_token_ids(other)
         text = f"{TEXT} 2048"
         assert other.encode(text).tolist() == loaded(text, add_special_tokens=False)["input_ids"]
         assert other.encode(text).tolist() != FileTokenizer(base).encode(text).tolist()

@@ -11,7 +11,7 @@ from evenload.plan.planner import StepPlanner
 from evenload.runtime.comm.mesh import create_meshes
 from evenload.runtime.executor import RankTrace
 from evenload.runtime.optim.data_parallel import GatherTrace, ReductionTrace
-from evenload.runtime.step_metrics import DevicePeaks, RankEnd, UpdateValues, gather_timeline, step_row
+from evenload.runtime.step_metrics import DevicePeaks, RankStepReport, UpdateValues, gather_timeline, step_row
 from evenload.types.document import Document
 from evenload.types.layout import even_layout
 from evenload.types.timeline import KINDS, SIDE_KINDS
@@ -29,7 +29,7 @@ SUMS = {
     (1, 1): ((3.25, 4.0), (3.75, 5.25)),
 }
 GATHERS = {(0, 0): (-0.5, 0.75), (1, 0): (-0.25, 0.5), (0, 1): (-1.0, 0.25), (1, 1): (-1.0, 0.125)}
-END = RankEnd(
+END = RankStepReport(
     step_time_s=4.0,
     peak_bytes=100,
     data_wait_s=0.0,

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from evenload.errors import ConfigError
 from evenload.plan.layouts.moves import Piece
-from evenload.runtime.comm.channels import Carried, ChannelEnd
+from evenload.runtime.comm.channels import ChannelEnd, TransferSettings
 from evenload.runtime.replay import host_copies
 from evenload.runtime.replay.host_copies import SEGMENT_BYTES, CudaHostCopies
 from evenload.runtime.replay.store import ActivationStore
@@ -145,7 +145,7 @@ def line(device, monkeypatch):
     numbers = iter(range(100))
     monkeypatch.setattr(dist, "irecv", irecv)
     watch = SimpleNamespace(waiting=lambda *_: nullcontext())
-    carried = Carried(hidden_size=2, dtype=torch.float64, device=CPU, watch=watch, stream=device.Stream(CPU))
+    carried = TransferSettings(hidden_size=2, dtype=torch.float64, device=CPU, watch=watch, stream=device.Stream(CPU))
     return ChannelEnd(("F", 1), None, 0, carried)
 
 

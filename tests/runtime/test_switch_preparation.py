@@ -45,7 +45,7 @@ def test_memory_is_taken_ahead_in_what_the_step_leaves():
     live = SimpleNamespace(preallocate=lambda coming, headroom_bytes: asked.append((coming(), headroom_bytes)))
     here = SimpleNamespace(memory_cap_bytes=1000)
     plan = SimpleNamespace(predicted=SimpleNamespace(peak_memory_bytes=600))
-    RankState.looking_ahead(SimpleNamespace(live=live), lambda: None, StepTrainer._headroom_bytes(here, plan))()
+    RankState.preallocating(SimpleNamespace(live=live), lambda: None, StepTrainer._headroom_bytes(here, plan))()
     assert asked == [(None, 400)]
 
 

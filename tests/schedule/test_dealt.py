@@ -18,7 +18,7 @@ from pipeline_cases import check_order, columns_of, equal_packs
 from reference.simulation import reference_simulation
 
 
-def dealt_tasks(devices: list[int], num_packs: int, seed: int | None = None) -> PipelineTasks:
+def replicated_tasks(devices: list[int], num_packs: int, seed: int | None = None) -> PipelineTasks:
     """Packs on stages of so many ranks; equal ones, or of random seconds and bytes."""
     firsts = [0, *itertools.accumulate(devices[:-1])]
     tasks = equal_packs(num_packs, len(devices), stage_to_rank=firsts)
@@ -34,7 +34,7 @@ def dealt_tasks(devices: list[int], num_packs: int, seed: int | None = None) -> 
 
 def test_one_two_one_by_hand():
     """tF = 1, tB = 2 on narrow stages; the middle stage takes twice as long, and its two ranks share the packs."""
-    tasks = dealt_tasks([1, 2, 1], 4)
+    tasks = replicated_tasks([1, 2, 1], 4)
     actions = one_f_one_b(tasks)
     assert actions.to_schedule().grid().splitlines() == [
         "rank 0: 0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3",
@@ -51,7 +51,7 @@ def test_one_two_one_by_hand():
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=5), st.integers(1, 14), st.integers(0, 2**31))
 def test_every_dealt_schedule_runs_to_its_end_as_core_and_graph_say(devices, num_packs, seed):
     """Whatever packs take: no deadlock, the core and the explicit graph agree to the bit."""
-    tasks = dealt_tasks(devices, num_packs, seed)
+    tasks = replicated_tasks(devices, num_packs, seed)
     actions = one_f_one_b(tasks)
     check_order(tasks, actions)
     found, expected = simulate(tasks, actions), reference_simulation(tasks, actions)
@@ -63,7 +63,7 @@ def test_every_dealt_schedule_runs_to_its_end_as_core_and_graph_say(devices, num
 @given(st.lists(st.integers(1, 4), min_size=2, max_size=4), st.integers(2, 9), st.integers(0, 2**31))
 def test_core_and_graph_agree_on_orders_that_wait_for_each_other(devices, num_packs, seed):
     """Backwards of every rank moved forward at random: some such orders end, some do not."""
-    tasks, rng = dealt_tasks(devices, num_packs, seed), np.random.default_rng(seed)
+    tasks, rng = replicated_tasks(devices, num_packs, seed), np.random.default_rng(seed)
     usual, rows = one_f_one_b(tasks), []
     for rank in range(tasks.num_ranks):
         own = usual.of_rank(rank)
@@ -112,7 +112,7 @@ def test_faults_are_named(rows, message):
 
 
 def test_other_schedules_and_cut_documents_are_refused():
-    tasks = dealt_tasks([1, 2], 4)
+    tasks = replicated_tasks([1, 2], 4)
     for rule in SCHEDULES.values():
         if rule.name != "1f1b" and not rule.splits_backward:
             with pytest.raises(ConfigError, match="it knows one rank a stage; use 1f1b"):

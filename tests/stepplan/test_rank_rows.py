@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from context_plans import RULES, context_plan, merged_plan
-from evenload.cost.pack_split import RankedPacks
+from evenload.cost.pack_split import PerRankPacks
 from evenload.errors import InvalidPlanError
 from evenload.stepplan.plan_tasks import replica_columns
 from evenload.stepplan.rank_rows import PackRows, ranked_packs, replica_rows
@@ -141,7 +141,7 @@ def require_equal_rows(plan: StepPlan) -> None:
                     require_equal_pack(ranked, index, expected, doc_ids)
 
 
-def require_equal_pack(ranked: RankedPacks, index: int, expected: PackRows, doc_ids: list[int]) -> None:
+def require_equal_pack(ranked: PerRankPacks, index: int, expected: PackRows, doc_ids: list[int]) -> None:
     ranks = len(expected.local)
     assert ranked.num_ranks()[index] == ranks
     for rank in range(ranks):
@@ -153,7 +153,7 @@ def require_equal_pack(ranked: RankedPacks, index: int, expected: PackRows, doc_
         assert tokens[index] == sum(sent)
 
 
-def of_rank(ranked: RankedPacks, pack: int, rank: int, doc_ids: list[int]) -> list[tuple[int, int, int, bool]]:
+def of_rank(ranked: PerRankPacks, pack: int, rank: int, doc_ids: list[int]) -> list[tuple[int, int, int, bool]]:
     """(document, start, stop, whole on the rank) of its ranges, sorted."""
     rows, at = ranked.rows, int(ranked.first_rank[pack]) + rank
     chosen = slice(*rows.pack_offset[at : at + 2].tolist())

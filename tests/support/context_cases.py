@@ -11,7 +11,7 @@ from evenload.attention.range_attention import Scoring, work_dtype
 from evenload.runtime.comm.cp_groups import ContextGroup, Transfer, create_context_groups
 from evenload.runtime.comm.watch import RankWatch
 from evenload.runtime.replay.context_attention import AttentionCall, LocalAttention, rows_of
-from evenload.runtime.replay.rank_packs import RankPacks
+from evenload.runtime.replay.rank_packs import RankPackTokens
 from evenload.runtime.replay.store import ActivationStore
 from evenload.types.plan import decode_plan
 
@@ -41,7 +41,7 @@ def attend_shared_packs(
     for plan in decoded:
         before = sum(group.moved_bytes for group in groups.values())
         dp_rank = rank // plan.layout.cp
-        packs = RankPacks(plan, dp_rank, groups, exchange, torch.device("cpu"))  # type: ignore[arg-type]
+        packs = RankPackTokens(plan, dp_rank, groups, exchange, torch.device("cpu"))  # type: ignore[arg-type]
         of_replica = plan.pack_plans[dp_rank]
         store = ActivationStore(packs.stored_tokens(), [packs.ranges(pack) for pack in of_replica.backward])
         lengths = {document.doc_id: document.num_tokens for document in plan.documents}
@@ -122,7 +122,7 @@ def covered_rows(plan: bytes, exchange: str) -> list[list[tuple[int, int]]]:
         group.__class__ = _RecordedGroup
         group.recorder = recorder  # type: ignore[attr-defined]
     dp_rank = rank // decoded.layout.cp
-    packs = RankPacks(decoded, dp_rank, groups, exchange, torch.device("cpu"))  # type: ignore[arg-type]
+    packs = RankPackTokens(decoded, dp_rank, groups, exchange, torch.device("cpu"))  # type: ignore[arg-type]
     of_replica = decoded.pack_plans[dp_rank]
     store = ActivationStore(packs.stored_tokens(), [packs.ranges(pack) for pack in of_replica.backward])
     lengths = {document.doc_id: document.num_tokens for document in decoded.documents}

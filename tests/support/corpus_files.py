@@ -93,7 +93,7 @@ def train_steps(loader: GlobalBatchLoader, stop: int | None = None, ahead: int =
             return
         known = loader.coming(ahead)
         deferred = {document.doc_id for document in batch.documents if document.doc_id % 3 == 1}
-        loader.note_step(batch, plan_for(batch, deferred=deferred))
+        loader.record_step(batch, plan_for(batch, deferred=deferred))
         loader.check_ledger()
         yield fingerprint_of(batch), encode_state(loader.state()), loader.summary(), known
 

@@ -20,11 +20,11 @@ from evenload.runtime.trainer import Trainer
 from quick_calibration import quick_calibration
 
 
-def stop_when_one_rank_is_asked(config_file: str, overrides: list[str], asked_rank: int) -> tuple[int, int]:
+def stop_when_one_rank_is_asked(config_file: str, overrides: list[str], requested_rank: int) -> tuple[int, int]:
     """The rank is asked while its second step runs; (steps done, signal) of this rank."""
     trainer = make_trainer(config_file, overrides)
     mesh = trainer.mesh
-    is_asked = lambda: int(signal.SIGTERM) if mesh.rank == asked_rank and trainer.steps_done == 1 else 0  # noqa: E731
+    is_asked = lambda: int(signal.SIGTERM) if mesh.rank == requested_rank and trainer.steps_done == 1 else 0  # noqa: E731
     for _ in trainer.train(COSTS, 2**34, stop_requested=is_asked):
         pass
     return trainer.steps_done, trainer.stop_signal

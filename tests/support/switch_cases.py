@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from dist_training import COSTS, Outcome, make_trainer, outcome_of, whole_state
-from evenload.config.planner import run_planner
+from evenload.config.planner import make_planner
 from evenload.errors import InvalidPlanError
 from evenload.plan.layouts.moves import moved_bytes, plan_moves
 from evenload.plan.planner import Proposal, StepPlanner
@@ -47,7 +47,7 @@ class ScriptedTrainer(Trainer):
 
     def planners(self, coefficients, memory_cap_bytes):
         planners = [
-            run_planner(self.config, self.model, layout, coefficients, memory_cap_bytes)
+            make_planner(self.config, self.model, layout, coefficients, memory_cap_bytes)
             for layout in self.meshes.layouts
         ]
         return ScriptedPlanner(planners, self.script), None

@@ -7,7 +7,7 @@ import torch
 
 
 @contextmanager
-def wide_sums(key):
+def wide_gradients(key):
     """On devices of that dispatch key, "CPU" or "Meta": torch 2.11's own meta kernel of it fails."""
 
     def addmm(total, left, right, out_dtype, *, beta=1, alpha=1, out):

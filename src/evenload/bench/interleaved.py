@@ -21,11 +21,11 @@ from evenload.bench.runs import (
     task_seconds,
 )
 from evenload.calibrate.fit import CoreWaits
-from evenload.config.planner import run_planner
+from evenload.config.planner import make_planner
 from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.pack_cost import PackCosts
 from evenload.errors import ConfigError, DataError, InfeasiblePlanError
-from evenload.explore.timelines import detailed_timeline, times_beside_transfers
+from evenload.explore.timelines import detailed_timeline, overlapped_pack_times
 from evenload.feed.step_maker import PlannedStep, StepMaker
 from evenload.plan.planner import RunPlanner
 from evenload.plan.strategies.strategy import LeftOutStrategy
@@ -126,7 +126,7 @@ def _planned(
     """Plan the batches under one strategy and read their tokens."""
     config, mesh = trainer.config, trainer.mesh
     config = msgspec.structs.replace(config, plan=msgspec.structs.replace(config.plan, strategy=strategy))
-    planner = run_planner(config, trainer.model, mesh.layout, coefficients, memory_cap_bytes, mesh.ranks_per_machine)
+    planner = make_planner(config, trainer.model, mesh.layout, coefficients, memory_cap_bytes, mesh.ranks_per_machine)
     source = trainer.new_loader()
     try:
         maker = StepMaker(
@@ -168,7 +168,7 @@ def _batch_run(trainer: Trainer, batch: int, reports: Sequence[StepReport], coef
         num_packs=max(len(packs.forward) for packs in plan.pack_plans),
         measured_s=tuple(one.measured.step_time_s for one in reports),
         predicted_s=plan.predicted.step_time_s,
-        packs=pack_errors(times_beside_transfers(plan, costs), report.measured, rounds_s),
+        packs=pack_errors(overlapped_pack_times(plan, costs), report.measured, rounds_s),
         measured_peak_bytes=max(int(one.row["peak_memory_bytes"] or 0) for one in reports),
         predicted_peak_bytes=_predicted_peak_bytes(trainer, plan, costs),
         loss=float(report.row["loss"] or 0.0),

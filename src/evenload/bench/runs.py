@@ -254,7 +254,7 @@ class BenchResult(Frozen):
         fastest = min(self.runs, key=lambda one: one.measured_s)
         return tuple(measured_ratio(one, fastest, len(self.runs) - 1) for one in self.runs if one is not fastest)
 
-    def held_to_interval(self) -> tuple[PredictionInterval, str]:
+    def compare_with_interval(self) -> tuple[PredictionInterval, str]:
         """Return the interval of predicted step times, and how many strategies lie inside, such as "2 of 2"; "" where
         there is none, or the machine was too busy for it."""
         interval = prediction_interval(self.coefficients, self.inputs.layout)

@@ -131,7 +131,7 @@ _ROWS = 4096
 _PRICE_REPEATS = 11
 
 
-def deterministic_price(stage: PipelineStage, model: ModelSpec, tp: int, rows: int = _ROWS) -> float:
+def deterministic_slowdown(stage: PipelineStage, model: ModelSpec, tp: int, rows: int = _ROWS) -> float:
     """Return attention's backward seconds with deterministic kernels over those without, medians of interleaved
     repeats. Leaves deterministic kernels switched on."""
     backend, dim, scoring = stage.backend, model.head_dim, Scoring(model.head_dim**-0.5)

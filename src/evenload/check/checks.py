@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from evenload.check.runner import STEPS, Scope, Seen, StepRunner, Verdict, exact_casts, judged, skipped
-from evenload.config.planner import run_host, run_options, run_planner
+from evenload.config.planner import host_memory_of_run, make_planner, options_of_run
 from evenload.config.train_config import TrainConfig, layout_of
 from evenload.cost.coefficients import CostCoefficients
 from evenload.data.blocks import TokenTable
@@ -351,7 +351,7 @@ def survey_batches(
     memory_cap_bytes: int,
 ) -> Survey:
     """Read, plan and account for batches until the limits; at least one."""
-    planner = run_planner(config, model, layout, coefficients, memory_cap_bytes)
+    planner = make_planner(config, model, layout, coefficients, memory_cap_bytes)
     survey, state, trained = Survey(), DelayState(), 0
     until_s = time.perf_counter() + _MAX_S
     data = msgspec.structs.replace(config.data, epochs=1, mixture_end="once")
@@ -378,7 +378,7 @@ def survey_batches(
             trained += sum(document.num_tokens for document in plan.documents)
             survey.tokens += sum(len(batch.tokens[document.doc_id]) for document in batch.documents)
             survey.documents += len(batch.documents)
-            loader.note_step(batch, plan)
+            loader.record_step(batch, plan)
             loader.check_ledger()
             survey.steps += 1
         if loader.ledger.state.trained.tokens != trained:
@@ -440,7 +440,7 @@ def run_checks(
         memory_cap_bytes, users_cap_bytes: of a process of this run, and of the user's.
         on_start: called with a check's name before it.
     """
-    options = run_options(scope.config, mesh.layout, coefficients)
+    options = options_of_run(scope.config, mesh.layout, coefficients)
     smaller = msgspec.structs.replace(scope.config, plan=msgspec.structs.replace(scope.config.plan, options=options))
     vocab_size = model_spec(smaller).vocab_size
     loader = GlobalBatchLoader(smaller.data, vocab_size=vocab_size)
@@ -485,7 +485,7 @@ def _shared_plans(
         longest = max(document.num_tokens for document in documents)
         limit = max(options.min_slice_tokens, longest // 3, 16)
         short = msgspec.structs.replace(options, max_pack_tokens=limit).with_own(SlimpackOptions(cuts="asymmetric"))
-        host = run_host(config.plan, mesh.ranks_per_machine)
+        host = host_memory_of_run(config.plan, mesh.ranks_per_machine)
         wanted = [(name, name, options) for name in dict.fromkeys((config.plan.strategy, *_COMPARED))]
         plans, left_out = shared[0]
         for title, strategy, chosen in (*wanted, (_SHORT_SLICES, SLIMPACK.name, short)):

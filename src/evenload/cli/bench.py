@@ -112,7 +112,7 @@ def _messages(result: BenchResult) -> list[str]:
             for one in result.ratios
         ),
     ]
-    interval, held = result.held_to_interval()
+    interval, held = result.compare_with_interval()
     busy = (
         f"not held against it, for this machine was busy while steps were measured: no core for "
         f"{format_percent(result.load.waited_share)} of the time, rounds differ by "

@@ -34,16 +34,16 @@ from evenload.cli.worker_setup import (
     run_coefficients,
     started_rank,
 )
-from evenload.config.planner import run_host
+from evenload.config.planner import host_memory_of_run
 from evenload.config.sections import RunConfig
-from evenload.config.tokenizer import tokenizer_fact, tokenizer_warnings
+from evenload.config.tokenizer import run_tokenizer_text, tokenizer_warnings
 from evenload.config.train_config import BYTES_PER_ELEMENT, TrainConfig, layout_of
 from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.pack_cost import PackCosts
 from evenload.data.hub import model_from
 from evenload.data.tokenize import open_tokenizer
 from evenload.errors import ConfigError
-from evenload.explore.timelines import split_planned_step
+from evenload.explore.timelines import split_step_of_plan
 from evenload.plan.problem import PlanOptions
 from evenload.plan.strategies.baselines import BEST_FIT
 from evenload.plan.strategies.registry import require_layouts, require_trainable
@@ -120,7 +120,7 @@ def bench_rank(
             ("layout", layout.describe()),
             ("device", costs.device),
             ("costs", costs.source),
-            ("tokenizer", trainer.tokenizer_fact),
+            ("tokenizer", trainer.run_tokenizer_text),
             ("versions", f"evenload {version('evenload')}, torch {version('torch')}"),
         )
         print_lines(setup.console, " | ".join(f"{key} {value}" for key, value in facts))
@@ -154,7 +154,7 @@ def bench_rank(
                 ),
                 memory_cap_bytes=setup.memory_cap_bytes,
                 batches=measured.batches,
-                host=run_host(config.plan, setup.mesh.ranks_per_machine),
+                host=host_memory_of_run(config.plan, setup.mesh.ranks_per_machine),
             ),
         )
         answer.write_bytes(msgspec.json.encode(result))
@@ -178,11 +178,11 @@ def _bench_section(
     one: StrategyRuns, steps: Sequence[StepReport], costs: PackCosts, result: BenchResult
 ) -> tuple[RunSection, dict[str, Any]]:
     """Return a strategy's section of the page and its row of the comparison; `steps` has a typical one per batch."""
-    busy = "" if result.held_to_interval()[1] else ", on a machine too busy to hold predictions against it"
+    busy = "" if result.compare_with_interval()[1] else ", on a machine too busy to hold predictions against it"
     section = RunSection(
         name=one.strategy,
         steps=tuple(step_view(step.plan, costs, step.measured) for step in steps),
-        time_split=mean_time_split([split_planned_step(step.plan, costs) for step in steps]),
+        time_split=mean_time_split([split_step_of_plan(step.plan, costs) for step in steps]),
         memory_limit_bytes=result.inputs.memory_cap_bytes,
         notes=(f"the predicted step time differs from the measured one by {format_change(one.error)}{busy}",),
     )
@@ -216,7 +216,7 @@ def check_task(answer: Path, config: TrainConfig, cache: Path) -> tuple[tuple, i
     )
     lines = (
         f"checking {config.model.path} on layout {layout.describe()}{smaller}",
-        f"tokenizer {tokenizer_fact(config.data, tokenizer, model_spec(config).vocab_size)}",
+        f"tokenizer {run_tokenizer_text(config.data, tokenizer, model_spec(config).vocab_size)}",
         *(f"evenload: warning: {warning}" for warning in warnings if warning),
     )
     return (answer, config, scope, lines, cache), layout.world_size

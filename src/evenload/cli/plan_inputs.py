@@ -23,7 +23,7 @@ from evenload.config.train_config import BYTES_PER_ELEMENT, TrainConfig, layout_
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.coefficients import CostCoefficients, OverlapCost, read_coefficients
 from evenload.cost.host_memory import HostMemory, host_memory, host_memory_of_node
-from evenload.cost.validity import completed_from_cluster, in_measured_precision, require_measured_on
+from evenload.cost.validity import fill_from_cluster, in_measured_precision, require_measured_on
 from evenload.data.hub import model_from
 from evenload.errors import ConfigError
 from evenload.explore.batches import BatchRule
@@ -92,7 +92,7 @@ class PlanCosts:
 
     def _completed(self, layout: ParallelLayout) -> tuple[CostCoefficients, tuple[str, ...]]:
         assert self.measured is not None
-        return completed_from_cluster(self.measured, self.model, layout, self.cluster, f"cost file {self.cost_file}")
+        return fill_from_cluster(self.measured, self.model, layout, self.cluster, f"cost file {self.cost_file}")
 
 
 @dataclass(frozen=True, kw_only=True)

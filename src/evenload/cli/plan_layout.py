@@ -13,7 +13,13 @@ from evenload.cli.plan_inputs import PlanInputs
 from evenload.errors import ConfigError, InfeasiblePlanError
 from evenload.explore.batches import OnProgress, SampledBatch, no_progress
 from evenload.explore.evaluate import StrategyPlanners
-from evenload.explore.layout_search import LARGE_CLUSTER, LayoutResult, LayoutSearch, StrategyLayouts, fair_planners
+from evenload.explore.layout_search import (
+    LARGE_CLUSTER,
+    LayoutResult,
+    LayoutSearch,
+    StrategyLayouts,
+    best_baseline_planners,
+)
 from evenload.explore.stage_layers import balanced_layout, default_layout
 from evenload.plan.layouts.flex_planner import FlexPlanner
 from evenload.plan.planner import StepPlanner
@@ -140,7 +146,7 @@ class SearchedLayouts:
         own = {one.strategy: planners_of(one.best) for one in self.results}
         baseline = None
         if BEST_FIT.name in own:
-            baseline = fair_planners(self.of(BEST_FIT.name).layouts, planners_of, batches)
+            baseline = best_baseline_planners(self.of(BEST_FIT.name).layouts, planners_of, batches)
         return replace(own[self.fastest.strategy], own=own, baseline=baseline)
 
 

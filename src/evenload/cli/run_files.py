@@ -42,9 +42,9 @@ from evenload.cli.options import indented_json, print_lines
 from evenload.cli.run_lines import batch_size
 from evenload.cost.coefficients import CostCoefficients, read_coefficients, write_coefficients
 from evenload.cost.pack_cost import PackCosts
-from evenload.cost.validity import completed_between_layouts
+from evenload.cost.validity import fill_between_layouts
 from evenload.errors import DataError
-from evenload.explore.timelines import split_planned_step
+from evenload.explore.timelines import split_step_of_plan
 from evenload.report.chrome_trace import label_packs, write_chrome_trace
 from evenload.report.html import write_report
 from evenload.report.run_files import (
@@ -58,7 +58,7 @@ from evenload.report.run_files import (
     read_validations,
 )
 from evenload.report.run_report import RunReport, RunSection
-from evenload.runtime.model.export_files import tokenizer_note
+from evenload.runtime.model.export_files import exported_tokenizer_note
 from evenload.runtime.step_metrics import StepReport
 from evenload.runtime.trainer import Trainer
 from evenload.stepplan.plan_file import decode_plan_file, encode_plan_file
@@ -167,7 +167,7 @@ class RunWriter:
         self, trainer: Trainer, costs: CostCoefficients, memory_cap_bytes: int, *, resumed: Path | None
     ) -> None:
         self._config, self._model, self._costs = trainer.config, trainer.model, costs
-        self._memory_cap_bytes, self._tokenizer = memory_cap_bytes, trainer.tokenizer_fact
+        self._memory_cap_bytes, self._tokenizer = memory_cap_bytes, trainer.run_tokenizer_text
         self._directory = Path(trainer.config.train.output_dir)
         self._resumed = resumed
         self._steps: StepFile | None = None
@@ -285,7 +285,7 @@ def read_run(directory: Path, newest: int | None = None) -> tuple[RunSection, Ru
     def costs_in(layout: ParallelLayout) -> PackCosts:
         if layout not in costs:
             # Measured in the layout in which the run starts; completed as the planner of the other layouts has them.
-            completed = completed_between_layouts(coefficients, layout)[0] if decisions else coefficients
+            completed = fill_between_layouts(coefficients, layout)[0] if decisions else coefficients
             costs[layout] = PackCosts(facts.model, completed, layout)
         return costs[layout]
 
@@ -298,7 +298,7 @@ def read_run(directory: Path, newest: int | None = None) -> tuple[RunSection, Ru
         steps=tuple(
             step_view(one, costs_in(one.layout), measured) for one, measured in steps[-(newest or len(steps)) :]
         ),
-        time_split=split_planned_step(plan, costs_in(plan.layout)),
+        time_split=split_step_of_plan(plan, costs_in(plan.layout)),
         memory_limit_bytes=facts.memory_cap_bytes,
         validations=read_validations(directory / "validation.jsonl"),
         layout_decisions=decisions,
@@ -347,7 +347,7 @@ def leave_finished(
         exported = trainer.export()
         note = ""
         if is_first_rank and not is_adapter:
-            note = f", {tokenizer_note(exported, config.data, config.model.path)}"
+            note = f", {exported_tokenizer_note(exported, config.data, config.model.path)}"
         print_lines(console, f"{'PEFT adapter' if is_adapter else 'Hugging Face model'} {exported}{note}")
         if (average := trainer.export_average()) is not None:
             print_lines(console, f"its moving average (train.ema_decay) {average}")

@@ -16,7 +16,7 @@ from rich.console import Console
 from evenload.bench.runs import QUIET_WAITED_SHARE
 from evenload.cli.options import print_lines, progress_bar
 from evenload.cost.coefficients import CostCoefficients, OverlapCost
-from evenload.cost.validity import completed_between_layouts
+from evenload.cost.validity import fill_between_layouts
 from evenload.data.config import DataConfig
 from evenload.explore.prediction_interval import PredictionInterval
 from evenload.plan.strategies.registry import strategy_named
@@ -302,7 +302,7 @@ def other_layouts_lines(costs: CostCoefficients, layouts: Sequence[ParallelLayou
     """Say what was not measured and is taken from something else where the layout changes."""
     if len(layouts) == 1:
         return ()
-    notes = [note for layout in layouts for note in completed_between_layouts(costs, layout)[1]]
+    notes = [note for layout in layouts for note in fill_between_layouts(costs, layout)[1]]
     return tuple(f"costs of other layouts: {note}" for note in dict.fromkeys(notes))
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from evenload.calibrate.fit import CoreWaits
-from evenload.calibrate.kernels import deterministic_price
+from evenload.calibrate.kernels import deterministic_slowdown
 from evenload.cli.launch import StopRequest, print_error
 from evenload.cli.options import print_lines
 from evenload.cli.run_files import RunWriter, leave_finished, show_stopped
@@ -256,7 +256,7 @@ def _start_lines(
     )
     if mesh.device.type == "cuda":
         if config.train.deterministic:
-            times = deterministic_price(stage, model, layout.tp)
+            times = deterministic_slowdown(stage, model, layout.tp)
             yield f"deterministic kernels: attention's backward takes {times:.2f} times as long"
         if model.bytes_per_element == 2 and data_sheet_flops_per_s(costs.device) is None:
             yield (
@@ -274,7 +274,7 @@ def _start_lines(
     if trainer.live is not None:
         yield twins_line(trainer.live.twins, config.plan.twin_bytes)
     yield from other_layouts_lines(costs, trainer.meshes.layouts)
-    yield f"tokenizer {trainer.tokenizer_fact}"
+    yield f"tokenizer {trainer.run_tokenizer_text}"
     files = [file for part in trainer.loader.parts for file in part.files]
     yield data_line(config.data, len(files), sum(file.size_bytes or 0 for file in files))
     yield from (f"source {line}" for line in trainer.loader.source_lines())

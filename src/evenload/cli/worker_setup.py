@@ -31,7 +31,7 @@ from evenload.config.sections import RunConfig, validation_data
 from evenload.config.tokenizer import require_tokenizer
 from evenload.config.train_config import TrainConfig
 from evenload.cost.coefficients import CostCoefficients, OverlapCost, read_coefficients
-from evenload.cost.validity import missing_costs, require_covered
+from evenload.cost.validity import missing_costs, require_complete
 from evenload.data.config import mixture_configs
 from evenload.data.hub import local_path
 from evenload.data.part_files import open_part
@@ -41,7 +41,7 @@ from evenload.plan.strategies.registry import require_layouts, require_trainable
 from evenload.runtime.comm.mesh import Mesh, Meshes, create_meshes, most_of_ranks, warm_up
 from evenload.runtime.device import rank_device, require_device, use_deterministic_kernels
 from evenload.runtime.model.configured import load_config, model_spec
-from evenload.runtime.model.export_files import require_same_ids
+from evenload.runtime.model.export_files import require_same_token_ids
 from evenload.runtime.model.hf_model import require_model
 from evenload.runtime.model.supported import attention_soft_cap
 from evenload.runtime.model.tensor_weights import require_tensor_parallel
@@ -72,13 +72,13 @@ def require_runnable(config: TrainConfig) -> ParallelLayout:
         require_trainable(config.plan.strategy, one, options, config.data.max_document_tokens)
     if config.train.cost_file is not None:
         file = config.train.cost_file
-        require_covered(read_coefficients(file), spec, layout, f"train.cost_file {file}")
+        require_complete(read_coefficients(file), spec, layout, f"train.cost_file {file}")
     if config.parallel.cp_exchange == "ring":
         require_no_window(max(spec.windows))
     tokenizer = require_tokenizer(
         config.data, model_path=config.model.path, random_init=config.model.random_init, vocab_size=spec.vocab_size
     )
-    require_same_ids(tokenizer)
+    require_same_token_ids(tokenizer)
     config.optimizer.rate(config.optimizer.warmup_steps, config.train.steps)  # finds and runs a user's function
     if config.train.device == "cpu":  # a GPU's kernels are checked on the GPU
         select_backend(config.train.attention, "cpu", attention_soft_cap(hf_config))
@@ -243,7 +243,7 @@ def _known_or_measured(
     dist.broadcast_object_list(known, src=0, group=mesh.control)
     if known[0] is not None:
         if configured is not None:
-            require_covered(known[0], trainer.model, mesh.layout, f"train.cost_file {configured}")
+            require_complete(known[0], trainer.model, mesh.layout, f"train.cost_file {configured}")
             warnings = cost_file_warnings(known[0], configured, name)
             print_lines(console, *(f"evenload: warning: {warning}" for warning in warnings))
         return known[0]

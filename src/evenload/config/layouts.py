@@ -38,7 +38,7 @@ def layouts_of(config: TrainConfig, num_layers: int) -> tuple[ParallelLayout, ..
         options = config.plan.options.own(FlexOptions)
         layouts += enumerated_layouts(start, options.most_layouts, options.most_groups)
     for layout in layouts:
-        if layout.has_wide_stages and config.parallel.channels == "fifo":
+        if layout.has_replicated_stages and config.parallel.channels == "fifo":
             raise ConfigError(
                 f"layout {layout.describe()} has stages with different numbers of devices, and parallel.channels = "
                 '"fifo" gives every pair of ranks one queue; that is not tested with them: leave one of both out'
@@ -153,7 +153,7 @@ def _largest_named(
             pp=layout.pp,
             virtual=layout.num_stages // layout.pp,
             stage_layers=None if layout.is_even else layout.stage_counts,
-            stage_devices=layout.devices if layout.has_wide_stages else None,
+            stage_devices=layout.devices if layout.has_replicated_stages else None,
         )
         if layout_of(parallel, num_layers) == layout and not _refusal(config.plan, parallel, num_layers):
             largest, chosen = layout.world_size, parallel

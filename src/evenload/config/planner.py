@@ -9,7 +9,7 @@ import msgspec
 from evenload.config.train_config import PlanConfig, TrainConfig
 from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.host_memory import HostMemory, host_memory_of_node
-from evenload.cost.validity import completed_between_layouts
+from evenload.cost.validity import fill_between_layouts
 from evenload.plan.layouts.flex_planner import FlexPlanner
 from evenload.plan.layouts.moves import SwitchPieces
 from evenload.plan.planner import StepPlanner
@@ -19,18 +19,18 @@ from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
 
 
-def run_options(config: TrainConfig, layout: ParallelLayout, coefficients: CostCoefficients) -> PlanOptions:
+def options_of_run(config: TrainConfig, layout: ParallelLayout, coefficients: CostCoefficients) -> PlanOptions:
     """Return `plan.options`, completed by what the run decides: the limit of packs, and DP-Merge."""
     options = msgspec.structs.replace(config.plan.options, max_pack_tokens=config.max_pack_tokens)
     return decide_dp_merge(options, config.plan.strategy, layout, coefficients)[0]
 
 
-def run_host(plan: PlanConfig, num_ranks: int) -> HostMemory:
+def host_memory_of_run(plan: PlanConfig, num_ranks: int) -> HostMemory:
     """Return what a machine of so many ranks offers for offloading, by `plan.host_memory_bytes` or its memory."""
     return host_memory_of_node(num_ranks, plan.host_memory_bytes or machine_memory_bytes())
 
 
-def run_planner(
+def make_planner(
     config: TrainConfig,
     model: ModelSpec,
     layout: ParallelLayout,
@@ -44,12 +44,12 @@ def run_planner(
         memory_cap_bytes: of one process.
         ranks_per_machine: share its main memory for what they offload; None = all ranks of the layout.
     """
-    options = run_options(config, layout, coefficients)
-    host = run_host(config.plan, ranks_per_machine or layout.world_size)
+    options = options_of_run(config, layout, coefficients)
+    host = host_memory_of_run(config.plan, ranks_per_machine or layout.world_size)
     return StepPlanner(model, coefficients, layout, memory_cap_bytes, options, host=host)
 
 
-def run_flex_planner(
+def make_flex_planner(
     config: TrainConfig, planner: StepPlanner, layouts: Sequence[ParallelLayout], moved: SwitchPieces | None = None
 ) -> FlexPlanner:
     """Make the planner of a run whose layout may change between steps.
@@ -62,13 +62,13 @@ def run_flex_planner(
         ConfigError: no link between processes was measured, so that other layouts have no price.
     """
     # Links of all processes: a switch to a smaller layout crosses some that this layout does not use.
-    completed = completed_between_layouts(planner.costs.coefficients, planner.layout)[0]
+    completed = fill_between_layouts(planner.costs.coefficients, planner.layout)[0]
     return FlexPlanner(
         planner,
         lambda layout: completed,
         strategy=config.plan.strategy,
         layouts=layouts,
-        options_of=lambda layout, coefficients: run_options(config, layout, coefficients),
+        options_of=lambda layout, coefficients: options_of_run(config, layout, coefficients),
         moved=moved,
     )
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from evenload.data.config import DataConfig, mixture_configs, trains_given_ids
+from evenload.data.config import DataConfig, mixture_configs, reads_token_ids
 from evenload.data.hub import is_hub_name, local_path
 from evenload.data.open_encoder import open_encoder, stop_warnings
 from evenload.data.tokenize import (
@@ -32,7 +32,7 @@ def model_directory(model_path: str) -> Path | None:
 
 def with_default_tokenizer(data: DataConfig, model_path: str) -> DataConfig:
     """Name the model's tokeniser where none is named and text is to be tokenised; looks up nothing on the Hub."""
-    if data.tokenizer is not None or trains_given_ids(data):
+    if data.tokenizer is not None or reads_token_ids(data):
         return data
     if is_hub_name(model_path):
         return msgspec.structs.replace(data, tokenizer=model_path)
@@ -48,7 +48,7 @@ def require_tokenizer(data: DataConfig, *, model_path: str, random_init: bool, v
     weights; see also `open_encoder`."""
     tokenizer = open_tokenizer(data.tokenizer, data.eos_token)
     mean_nothing = not random_init and vocab_size > MAX_BYTE_VOCABULARY
-    if mean_nothing and isinstance(tokenizer, ByteTokenizer) and not trains_given_ids(data):
+    if mean_nothing and isinstance(tokenizer, ByteTokenizer) and not reads_token_ids(data):
         unset = f"data.tokenizer is not set and {model_path} holds no {TOKENIZER_FILE}"
         cause = f'data.tokenizer is "{BYTES}"' if data.tokenizer == BYTES else unset
         raise ConfigError(
@@ -71,8 +71,8 @@ def tokenizer_warnings(data: DataConfig, tokenizer: DocumentTokenizer, model_pat
     return stop_warnings(data, tokenizer, ends)
 
 
-def tokenizer_fact(data: DataConfig, tokenizer: DocumentTokenizer, vocab_size: int) -> str:
+def run_tokenizer_text(data: DataConfig, tokenizer: DocumentTokenizer, vocab_size: int) -> str:
     """Describe a run's tokeniser, for its first lines and its report."""
-    if trains_given_ids(data):
+    if reads_token_ids(data):
         return f"none: records hold token ids, checked against the model's vocabulary of {vocab_size:,}"
     return describe_tokenizer(tokenizer)

@@ -1,4 +1,4 @@
-"""Price shared packs rank by rank (`RankedPacks`), and split the seconds of packs by cause (`PackSplit`).
+"""Price shared packs rank by rank (`PerRankPacks`), and split the seconds of packs by cause (`PackSplit`).
 
 A rank takes the seconds of its own rows as a pack of its own, and what K and V of shared documents cost beyond the
 attention of its local ones; a pack takes those of its slowest rank, for ranks wait for each other in every layer's
@@ -28,7 +28,7 @@ from evenload.types.document import Direction
 
 
 @dataclass(frozen=True, eq=False)
-class RankedPacks:
+class PerRankPacks:
     """Hold all packs of one replica and direction, rank by rank.
 
     Args:
@@ -67,7 +67,7 @@ class RankedPacks:
 
 
 def rank_seconds(
-    costs: PackCosts, ranked: RankedPacks, direction: Direction, policy: NDArray[np.int8] | None = None
+    costs: PackCosts, ranked: PerRankPacks, direction: Direction, policy: NDArray[np.int8] | None = None
 ) -> NDArray[np.float64]:
     """Price every rank of every pack on every virtual stage; float64[packs of `ranked.rows`, P].
 
@@ -81,7 +81,7 @@ def rank_seconds(
     return seconds if policy is None else costs.under_policy(seconds, ranked.rows, direction, policy)
 
 
-def rank_waiting_seconds(costs: PackCosts, ranked: RankedPacks, direction: Direction) -> NDArray[np.float64]:
+def rank_waiting_seconds(costs: PackCosts, ranked: PerRankPacks, direction: Direction) -> NDArray[np.float64]:
     """Return, of `rank_seconds`, what K and V of shared documents cost; float64[packs of `ranked.rows`, P]."""
     ranks = ranked.num_ranks()
     whole_tokens, cut_tokens = np.repeat(ranked.whole_tokens, ranks), np.repeat(ranked.cut_tokens, ranks)
@@ -112,7 +112,7 @@ def split_pack_seconds(
     columns: SliceColumns,
     direction: Direction,
     policy: NDArray[np.int8] | None = None,
-    ranked: RankedPacks | None = None,
+    ranked: PerRankPacks | None = None,
 ) -> PackSplit:
     """Split the seconds of every pack on every virtual stage by cause.
 

@@ -82,7 +82,7 @@ def missing_costs(coefficients: CostCoefficients, layout: ParallelLayout) -> tup
     return tuple(missing)
 
 
-def require_covered(coefficients: CostCoefficients, model: ModelSpec, layout: ParallelLayout, origin: str) -> None:
+def require_complete(coefficients: CostCoefficients, model: ModelSpec, layout: ParallelLayout, origin: str) -> None:
     """Refuse costs that are of another model or do not cover the layout.
 
     Raises:
@@ -101,7 +101,7 @@ def require_covered(coefficients: CostCoefficients, model: ModelSpec, layout: Pa
     )
 
 
-def completed_from_cluster(
+def fill_from_cluster(
     coefficients: CostCoefficients, model: ModelSpec, layout: ParallelLayout, cluster: ClusterSpec, origin: str
 ) -> tuple[CostCoefficients, tuple[str, ...]]:
     """Return costs whose missing links are the cluster's, and which links these are, one sentence each.
@@ -148,7 +148,7 @@ def completed_from_cluster(
     return msgspec.structs.replace(coefficients, **changes), tuple(notes)
 
 
-def completed_between_layouts(
+def fill_between_layouts(
     coefficients: CostCoefficients, layout: ParallelLayout
 ) -> tuple[CostCoefficients, tuple[str, ...]]:
     """Return costs of another layout of the processes that were measured, and which link stands for which, one sentence

@@ -47,7 +47,7 @@ class Peers(Protocol):
         """Send `outgoing[r]` to rank r and receive int32[incoming[r]] from it; by rank."""
 
 
-class Alone:
+class SingleRank:
     """A single rank."""
 
     rank, size = 0, 1

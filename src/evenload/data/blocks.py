@@ -104,7 +104,7 @@ def make_table(doc_ids: Sequence[int], documents: Sequence[EncodedDocument]) -> 
     return TokenTable(np.asarray(doc_ids, dtype=np.int64), edges, tokens, labels)
 
 
-def table_of(documents: Mapping[int, NDArray[np.int32]]) -> TokenTable:
+def as_token_table(documents: Mapping[int, NDArray[np.int32]]) -> TokenTable:
     """Make a table of documents that are given by their tokens, every token but the first a label; a table stays."""
     if isinstance(documents, TokenTable):
         return documents

@@ -224,7 +224,7 @@ class DataConfig(Frozen):
         return self.streams or max(1, min(_MOST_STREAMS, self.shuffle_window // _STREAM_DOCUMENTS))
 
 
-def trains_given_ids(config: DataConfig) -> bool:
+def reads_token_ids(config: DataConfig) -> bool:
     """Tell whether all records hold token ids, so that no tokeniser is used."""
     return all(part.record == "tokens" for part in mixture_configs(config))
 

@@ -81,13 +81,13 @@ class LedgerState(Frozen):
         return lines
 
 
-def masked_and_untaught(documents: Collection[Document]) -> tuple[int, int]:
+def count_without_loss(documents: Collection[Document]) -> tuple[int, int]:
     """Count tokens without a loss of their own, and documents without any loss."""
     masked = sum(document.num_tokens - document.num_label_tokens for document in documents)
     return masked, sum(not document.num_label_tokens for document in documents)
 
 
-def untaught_warning(documents: Collection[Document], origin: Callable[[int], str]) -> str:
+def warn_without_loss(documents: Collection[Document], origin: Callable[[int], str]) -> str:
     """Warn where documents of a first batch have no loss although they have tokens for one; else return "". `origin`
     names the place where a document was read."""
     untaught = [document for document in documents if not document.num_label_tokens and document.num_tokens > 1]
@@ -100,7 +100,7 @@ def untaught_warning(documents: Collection[Document], origin: Callable[[int], st
     )
 
 
-def with_skipped(state: LedgerState, reason: str, skipped: Tally, masked: int, untaught: int) -> LedgerState:
+def account_skipped(state: LedgerState, reason: str, skipped: Tally, masked: int, untaught: int) -> LedgerState:
     """Return the account after steps whose update was not applied: their documents were dropped, not trained."""
     return msgspec.structs.replace(
         state.with_dropped(reason, skipped),
@@ -116,23 +116,23 @@ class Ledger:
     def __init__(self, state: LedgerState | None = None) -> None:
         self.state = state or LedgerState()
 
-    def note_read(self, read: Tally) -> None:
+    def add_read(self, read: Tally) -> None:
         self.state = msgspec.structs.replace(self.state, read=self.state.read + read)
 
-    def note_dropped(self, reason: str, dropped: Tally) -> None:
+    def add_dropped(self, reason: str, dropped: Tally) -> None:
         """Count what will never be trained; 0 documents where only tokens are cut off."""
         self.state = self.state.with_dropped(reason, dropped)
 
-    def note_handed_out(self, new: Tally, carried: Tally) -> None:
+    def add_handed_out(self, new: Tally, carried: Tally) -> None:
         """Count the new documents of a global batch that left the loader, and deferred ones that come again."""
         in_flight, deferred = self.state.in_flight + new + carried, self.state.deferred - carried
         self.state = msgspec.structs.replace(self.state, in_flight=in_flight, deferred=deferred)
 
-    def note_step(self, plan: StepPlan) -> None:
+    def record_step(self, plan: StepPlan) -> None:
         """Count a batch as trained by its plan; `InvalidPlanError` where that has more than is in flight."""
         state, trained = self.state, tally_of(plan.documents)
         planned = trained + tally_of(plan.left_out)
-        masked, untaught = masked_and_untaught(plan.documents)
+        masked, untaught = count_without_loss(plan.documents)
         rest = state.in_flight - planned
         if rest.documents < 0 or rest.tokens < 0:
             raise InvalidPlanError(
@@ -150,7 +150,7 @@ class Ledger:
         )
         for doc in plan.left_out:
             if doc.reason != DEFERRED:
-                self.note_dropped(doc.reason, tally_of([doc]))
+                self.add_dropped(doc.reason, tally_of([doc]))
 
     def check(self, held: Tally) -> None:
         """Raise a `DataError` where tokens were lost or counted twice, given what is held."""

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.data.blocks import HoldOut, corrupt_record
-from evenload.data.config import DataConfig, mixture_configs, trains_given_ids
+from evenload.data.config import DataConfig, mixture_configs, reads_token_ids
 from evenload.data.open_encoder import open_encoder
 from evenload.data.part_files import open_part
 from evenload.data.records import naming
@@ -96,7 +96,7 @@ def count_documents(config: DataConfig, origin: str) -> LengthTable:
     tokenizer = open_tokenizer(config.tokenizer, config.eos_token)
     parts = mixture_configs(config)
     lengths = np.fromiter((length for part in parts for length in _count(part, tokenizer)), dtype=np.int64)
-    is_ids = trains_given_ids(config)
+    is_ids = reads_token_ids(config)
     return LengthTable(
         lengths=checked_lengths(lengths, origin),
         unit="bytes" if isinstance(tokenizer, ByteTokenizer) and not is_ids else "tokens",

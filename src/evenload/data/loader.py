@@ -9,7 +9,7 @@ streams. Every rank reads its share of the streams and knows every document's le
     while (batch := loader.next_batch()) is not None:
         plan = ...                       # of batch.documents (and batch.carried)
         ...                              # exchange, train
-        loader.note_step(batch, plan)    # ledger, and documents that the plan deferred
+        loader.record_step(batch, plan)    # ledger, and documents that the plan deferred
         saved = loader.state()           # after this step
 
 `next_batch` and `coming` are collective. Parts of the mixture take turns so that their *tokens* keep to the weights:
@@ -32,7 +32,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.data.batches import (
-    Alone,
     Deferral,
     DeferredDocument,
     DocumentPlace,
@@ -42,6 +41,7 @@ from evenload.data.batches import (
     PartState,
     Peers,
     SampledDocuments,
+    SingleRank,
     StreamState,
     check_fingerprint,
     config_fingerprint,
@@ -222,9 +222,9 @@ class StreamSampler:
     def _count(self, opened: OpenBlock) -> Tally:
         """Count a block as read, and what it dropped as dropped; return its documents."""
         documents = Tally(documents=len(opened.lengths), tokens=int(opened.lengths.sum()))
-        self._ledger.note_read(sum(opened.header.dropped.values(), documents))
+        self._ledger.add_read(sum(opened.header.dropped.values(), documents))
         for reason, dropped in opened.header.dropped.items():
-            self._ledger.note_dropped(reason, dropped)
+            self._ledger.add_dropped(reason, dropped)
         return documents
 
     def _open_blocks(self) -> None:
@@ -435,7 +435,7 @@ class GlobalBatchLoader:
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer or open_tokenizer(config.tokenizer, config.eos_token)
-        self.peers: Peers = peers or Alone()
+        self.peers: Peers = peers or SingleRank()
         configs = mixture_configs(config)
         self.parts = tuple(open_part(part, _dataset_of(part, datasets or {})) for part in configs)
         encoders = tuple(open_encoder(part, self.tokenizer, vocab_size) for part in configs)
@@ -486,7 +486,7 @@ class GlobalBatchLoader:
         or one cannot be read, which `next_batch` raises in its turn. Collective. State and account do not change."""
         return tuple(batch.documents for batch in self._drawn.peek(count, self._check_epoch))
 
-    def note_step(self, batch: GlobalBatch, plan: StepPlan) -> None:
+    def record_step(self, batch: GlobalBatch, plan: StepPlan) -> None:
         """Account for a trained step, and keep the documents that its plan deferred for the next batch. Raises
         `InvalidPlanError`: the plan does not cover exactly the batch's documents, or defers from the last batch."""
         known = {document.doc_id: document for document in batch.documents + batch.carried}
@@ -506,7 +506,7 @@ class GlobalBatchLoader:
         deferred = [left.doc_id for left in plan.left_out if left.reason == DEFERRED]
         if deferred and batch.is_last:
             raise InvalidPlanError(f"plan of step {plan.step} defers {deferred[:5]} of the last batch; train them")
-        self.ledger.note_step(plan)
+        self.ledger.record_step(plan)
         for doc_id in deferred:
             content = None
             if doc_id in batch.tokens:
@@ -598,7 +598,7 @@ class GlobalBatchLoader:
             deferrals=carried,
             is_last=not documents,
         )
-        self.ledger.note_handed_out(sampled.tally(), tally_of(batch.carried))
+        self.ledger.add_handed_out(sampled.tally(), tally_of(batch.carried))
         self._deferred = {}
         self._step += 1
         return batch

@@ -199,7 +199,7 @@ class FileTokenizer:
         self.has_settings = (file.parent / TOKENIZER_CONFIG).is_file()
         is_changed = add_tokens_of_files(self._tokenizer, file.parent, settings)
         splits = self._tokenizer.encode_special_tokens = bool(settings.get("split_special_tokens"))
-        self.opening_ids: tuple[int, ...] = written_around(self._tokenizer)[0]
+        self.opening_ids: tuple[int, ...] = post_processor_ids(self._tokenizer)[0]
         # It would cut white space out of offsets, and add special tokens, which are not the text's.
         self._tokenizer.post_processor = None  # type: ignore[missing-attribute]
         self.added_tokens = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
@@ -332,7 +332,7 @@ def train_byte_pair_tokenizer(texts: Iterable[str], vocab_size: int, path: str |
     return FileTokenizer(path)
 
 
-def written_around(tokenizer: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def post_processor_ids(tokenizer: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return what the post-processor writes before and after any text."""
     for text in tokenizer.get_vocab() if tokenizer.num_special_tokens_to_add(False) else ():
         ids, is_written = (encoding := tokenizer.encode(text)).ids, encoding.special_tokens_mask

@@ -138,7 +138,7 @@ def no_progress(done: int, total: int, what: str) -> None:
     """Ignore progress."""
 
 
-def planned_steps(
+def plan_steps(
     planner: StepPlanner, batches: Sequence[SampledBatch], name: str
 ) -> tuple[list[Proposal], list[float], int]:
     """Plan every step in one layout; return the proposals, the seconds that each took, and the tokens deferred. Raises

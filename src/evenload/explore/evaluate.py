@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from evenload.cost.units import layout_bound_seconds, physical_bound_seconds
 from evenload.errors import ConfigError, DataError, InfeasiblePlanError
-from evenload.explore.batches import OnProgress, SampledBatch, no_progress, planned_steps
+from evenload.explore.batches import OnProgress, SampledBatch, no_progress, plan_steps
 from evenload.explore.prediction_interval import prediction_interval
 from evenload.explore.timelines import split_proposal
 from evenload.plan.layouts.flex_planner import FlexPlanner, FlexProposal
@@ -200,7 +200,7 @@ def _evaluate(
             proposals, deferred_tokens = [one.proposal for one in flexed], 0
             layout, note, decisions = _most_used(flexed), _switch_note(flexed), tuple(one.told for one in flexed)
         else:
-            proposals, plan_time_s, deferred_tokens = planned_steps(planner, batches, name)
+            proposals, plan_time_s, deferred_tokens = plan_steps(planner, batches, name)
     except (ConfigError, DataError, InfeasiblePlanError) as error:
         # One strategy that does not apply (slices of a bidirectional model, a document beyond the window) must
         # not hide the others; its row says why.
@@ -497,7 +497,7 @@ def _by_time(one: TriedWindow) -> tuple[float, int]:
 
 def _mean_seconds(planner: StepPlanner, batches: Sequence[SampledBatch]) -> float:
     try:
-        proposals, _, _ = planned_steps(planner, batches, BEST_FIT.name)
+        proposals, _, _ = plan_steps(planner, batches, BEST_FIT.name)
     except (ConfigError, DataError, InfeasiblePlanError):
         return float("inf")
     if not all(proposal.feasible for proposal in proposals):

@@ -406,7 +406,7 @@ class LayoutSearch:
         return f"pipeline rank {rank} needs {format_bytes(held_bytes[rank])}, {over} over"
 
 
-def fair_planners(
+def best_baseline_planners(
     layouts: Sequence[LayoutResult],
     planners_of: Callable[[LayoutResult], StrategyPlanners],
     batches: Sequence[SampledBatch],
@@ -477,7 +477,7 @@ def _fast_before(found: Iterable[StrategyLayouts]) -> list[dict[str, int]]:
 
 
 def _stride(layout: ParallelLayout, documents: int) -> int:
-    if layout.world_size <= LARGE_CLUSTER or layout.has_wide_stages:
+    if layout.world_size <= LARGE_CLUSTER or layout.has_replicated_stages:
         return 1
     most = min(layout.dp // LEAST_REPLICAS, documents // LEAST_DOCUMENTS)
     return max((stride for stride in range(1, most + 1) if layout.dp % stride == 0), default=1)

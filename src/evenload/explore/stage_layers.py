@@ -78,7 +78,7 @@ def balanced_layout(
         ConfigError: sizes that the model does not support.
     """
     tokens, virtual = np.asarray(num_tokens, np.int64), even.num_stages // even.pp
-    if even.pp == 1 or len(tokens) == 0 or even.has_wide_stages:
+    if even.pp == 1 or len(tokens) == 0 or even.has_replicated_stages:
         return even
     problem = _problem(model, coefficients, tokens, even, num_steps, memory_bytes)
     counts = problem.solve(virtual)

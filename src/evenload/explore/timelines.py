@@ -26,7 +26,7 @@ from evenload.schedule.critical_path import Bubble, critical_path, p2p_transfers
 from evenload.schedule.simulate import Simulation, join_timelines, memory_ledger, simulate, to_timeline
 from evenload.schedule.step_ends import SimulatedReplica, StepEnd, step_end
 from evenload.stepplan.plan_tasks import replica_columns, tasks_of_columns, timed_tasks
-from evenload.stepplan.rank_rows import ranked_where_shared
+from evenload.stepplan.rank_rows import ranked_if_shared
 from evenload.types.columns import SliceColumns
 from evenload.types.document import Direction, PackSharding
 from evenload.types.layout import ParallelLayout
@@ -102,7 +102,7 @@ def _inside(
 ) -> Iterator[SideTasks]:
     if columns.policy is None:
         return
-    _, ranked = ranked_where_shared(costs, columns.forward, columns.backward, columns.shardings)
+    _, ranked = ranked_if_shared(costs, columns.forward, columns.backward, columns.shardings)
     again = split_pack_seconds(costs, columns.backward, "backward", columns.policy, ranked)
     for kinds, name, seconds in (
         ("BI", "recompute", again.recompute_s),
@@ -167,7 +167,7 @@ def split_step_time(costs: PackCosts, choices: Sequence[ReplicaChoice]) -> TimeS
     )
 
 
-def split_planned_step(plan: StepPlan, costs: PackCosts) -> TimeSplit:
+def split_step_of_plan(plan: StepPlan, costs: PackCosts) -> TimeSplit:
     """Split as `split_step_time`, from a plan alone."""
     documents = np.arange(len(plan.documents))
     choices = []
@@ -190,7 +190,7 @@ def _split_packs(costs: PackCosts, found: Sequence[Candidate], num_documents: Se
     shardings: list[PackSharding] = [
         sharding for one in found for sharding in (one.shardings or ("",) * one.packs.forward.num_packs)
     ]
-    ranked = ranked_where_shared(costs, sides[0], sides[1], shardings)
+    ranked = ranked_if_shared(costs, sides[0], sides[1], shardings)
     return [
         split_pack_seconds(costs, columns, direction, policy, of_ranks)
         for columns, direction, of_ranks in zip(sides, _DIRECTIONS, ranked, strict=True)
@@ -210,7 +210,7 @@ def _gathered_again_s(costs: PackCosts, found: Candidate) -> float:
 _FIELDS = dict(zip("FBIW", ("forward_s", "backward_s", "input_s", "weight_s"), strict=True))
 
 
-def times_beside_transfers(plan: StepPlan, costs: PackCosts) -> tuple[PackTimes, ...]:
+def overlapped_pack_times(plan: StepPlan, costs: PackCosts) -> tuple[PackTimes, ...]:
     """Return the times of every replica's packs; whole backwards of a schedule that splits them stay as planned.
 
     Args:

@@ -20,7 +20,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.data.blocks import table_of
+from evenload.data.blocks import as_token_table
 from evenload.data.encoders import IGNORE_INDEX
 from evenload.errors import InvalidPlanError
 from evenload.types.document import MicroPack, PackPlan
@@ -88,7 +88,7 @@ def collate_pack(pack: MicroPack, documents: Mapping[int, NDArray[np.int32]]) ->
         InvalidPlanError: an empty pack or slice, a slice outside its document, a document without tokens,
             more than 2**31 - 1 keys.
     """
-    table = table_of(documents)
+    table = as_token_table(documents)
     num_slices = len(pack.slices)
     if not num_slices:
         raise InvalidPlanError(f"{pack.direction} pack {pack.index} has no slices")
@@ -131,7 +131,7 @@ def collate_ranges(
         documents: as in `collate_pack`. A document without tokens is an `InvalidPlanError`.
         real_stops: int64[n], where the padding of each range begins; default: at the end of its document.
     """
-    table = table_of(documents)
+    table = as_token_table(documents)
     rows = table.rows(doc_ids)
     if len(rows) and rows.min() < 0:
         missing = doc_ids[int(np.argmin(rows))]
@@ -163,7 +163,7 @@ def collate_packs(
     packs: PackPlan, documents: Mapping[int, NDArray[np.int32]]
 ) -> tuple[tuple[PackBatch, ...], tuple[PackBatch, ...]]:
     """Return the forward and the backward packs of one replica; raises as `collate_pack`."""
-    table = table_of(documents)
+    table = as_token_table(documents)
     forward = tuple(collate_pack(pack, table) for pack in packs.forward)
     return forward, tuple(collate_pack(pack, table) for pack in packs.backward)
 

@@ -1,4 +1,4 @@
-"""`ReadAhead`: items made by a thread before they are needed, at most `depth` ahead.
+"""`Prefetcher`: items made by a thread before they are needed, at most `depth` ahead.
 
 The thread's work may be collective (`StepMaker`), so it never stops in the middle: after `close` it still makes the
 items that it was allowed to. As every rank allows equally many, all ranks make the same calls, provided that all close
@@ -19,7 +19,7 @@ _END_S = 5.0
 when the interpreter is gone aborts the process; one that waits for a dead peer must not hold up the end of this one."""
 
 
-class ReadAhead(Generic[Item]):
+class Prefetcher(Generic[Item]):
     """Gives items in the order in which they are made.
 
     Args:

@@ -155,7 +155,7 @@ class StepMaker(Generic[State]):
         plan = decode_plan(reply.plan)
         validate_plan(plan, max_pack_tokens=self._max_pack_tokens)
         # Also checks that the plan is of this batch: who sends what to whom follows from both.
-        self.loader.note_step(batch, plan)
+        self.loader.record_step(batch, plan)
         by_replica = documents_by_replica(plan)
         wanted = [() if replica is None else by_replica[replica] for replica in self._replicas(plan.layout)]
         with self._waiting(f"the tokens of step {batch.step}"):

@@ -142,7 +142,7 @@ class EngineProfile(Frozen):
 def require_layout(profile: EngineProfile, layout: ParallelLayout) -> None:
     """Raise a `ConfigError` for a layout that the engine does not have."""
     name = f"layout {layout.describe()}"
-    if layout.has_wide_stages:
+    if layout.has_replicated_stages:
         profile.refuse("layouts", f"{name} has stages with different numbers of devices")
     if layout.num_stages > 1 and not profile.schedules:
         profile.refuse("pipeline", f"{name} has a pipeline of {layout.num_stages} stages")

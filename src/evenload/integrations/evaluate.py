@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from evenload.errors import ConfigError
-from evenload.explore.batches import OnProgress, SampledBatch, no_progress, planned_steps
+from evenload.explore.batches import OnProgress, SampledBatch, no_progress, plan_steps
 from evenload.integrations.catalog import BEST, Limitation, require_strategy, runnable
 from evenload.integrations.planner import PLANNING_ERRORS, EnginePlanner
 from evenload.integrations.price import EnginePrice
@@ -152,7 +152,7 @@ def _fastest_count(planner: EnginePlanner, batches: Sequence[SampledBatch]) -> _
 
 
 def _priced(planner: EnginePlanner, batches: Sequence[SampledBatch], name: str) -> _Run:
-    proposals, _, _ = planned_steps(planner, batches, name)
+    proposals, _, _ = plan_steps(planner, batches, name)
     count = None
     if planner.profile.is_constant_in(planner.layout):
         count = planner.shape.micro_batches

@@ -30,8 +30,8 @@ import torch.distributed as dist
 
 from evenload.config.keys import plan_options
 from evenload.cost.coefficients import CostCoefficients
-from evenload.data.batches import Alone, Peers
-from evenload.data.config import DataConfig, trains_given_ids
+from evenload.data.batches import Peers, SingleRank
+from evenload.data.config import DataConfig, reads_token_ids
 from evenload.data.hf_dataset import is_iterable_dataset
 from evenload.data.tokenize import BYTES, MAX_BYTE_VOCABULARY, DocumentTokenizer, describe_tokenizer
 from evenload.errors import ConfigError
@@ -265,7 +265,7 @@ def find_place(options: LoaderOptions) -> LoaderPlace:
     if group is not None and not is_distributed:
         raise ConfigError("group is given, but torch.distributed is not initialised")
     reads_alone = rank is not None or not is_distributed
-    peers: Peers = Alone()
+    peers: Peers = SingleRank()
     if reads_alone:
         if rank is None or world_size is None:
             rank, world_size = 0, 1
@@ -418,7 +418,7 @@ def tokenizer_settings(config: DataConfig, tokenizer: Any) -> Iterator[tuple[Dat
 
 def require_choice(config: DataConfig, tokenizer: Any, vocab_size: int | None) -> None:
     """Raise a `ConfigError` for bytes that nobody chose, where the caller's model has another vocabulary."""
-    if tokenizer is not None or config.tokenizer is not None or vocab_size is None or trains_given_ids(config):
+    if tokenizer is not None or config.tokenizer is not None or vocab_size is None or reads_token_ids(config):
         return
     if vocab_size > MAX_BYTE_VOCABULARY:
         raise ConfigError(
@@ -427,9 +427,9 @@ def require_choice(config: DataConfig, tokenizer: Any, vocab_size: int | None) -
         )
 
 
-def tokenizer_fact(config: DataConfig, given: Any, opened: DocumentTokenizer, vocab_size: int | None) -> str:
+def run_tokenizer_text(config: DataConfig, given: Any, opened: DocumentTokenizer, vocab_size: int | None) -> str:
     """Describe the tokeniser in use (`opened`) for the log, and whether the caller chose it."""
-    if trains_given_ids(config):
+    if reads_token_ids(config):
         checked = "not checked, as the model is not known" if vocab_size is None else f"checked: below {vocab_size:,}"
         return f"none: records hold token ids, {checked}"
     chosen = ", because none was given" if given is None and config.tokenizer is None else ""

@@ -27,13 +27,13 @@ from evenload.cost.pack_cost import PackCosts
 from evenload.data.batches import LoaderState, decode_state, encode_state, state_at_epoch
 from evenload.data.config import DataConfig
 from evenload.data.encoders import IGNORE_INDEX
-from evenload.data.ledger import untaught_warning
+from evenload.data.ledger import warn_without_loss
 from evenload.data.loader import GlobalBatchLoader
 from evenload.data.open_encoder import stop_warnings
 from evenload.data.tokenize import FileTokenizer
 from evenload.errors import ConfigError, DataError
 from evenload.feed.collate import PADDING_TOKEN, PackBatch, collate_packs
-from evenload.feed.read_ahead import ReadAhead
+from evenload.feed.read_ahead import Prefetcher
 from evenload.feed.step_maker import PlannedStep, StepMaker
 from evenload.integrations.batch_formats import format_pack
 from evenload.integrations.catalog import BEST
@@ -43,7 +43,7 @@ from evenload.integrations.loader_options import (
     data_config,
     find_place,
     require_choice,
-    tokenizer_fact,
+    run_tokenizer_text,
     tokenizer_settings,
 )
 from evenload.integrations.planner import ENGINES_AUTO, known_vocabulary, make_planner
@@ -113,7 +113,7 @@ class PackedLoader:
         config: the data settings, as resolved.
         rank, world_size: among those that share a global batch; ranks of a sequence group have the same.
         model_is_assumed: packs are balanced for `ASSUMED_MODEL`, because no model was given.
-        start_lines: what was logged at the start.
+        start_messages: what was logged at the start.
         epoch: of the current iteration, else of the next one.
         has_ended: all `epochs` were given.
         ledger_lines: what became of all documents and tokens, after the last step that was given.
@@ -135,9 +135,11 @@ class PackedLoader:
             self._loader = GlobalBatchLoader(resolved, own, peers=place.peers, datasets=datasets, vocab_size=vocab_size)
             opened = self._loader.tokenizer
             if isinstance(opened, FileTokenizer) and not hasattr(tokenizer, "save_pretrained") and opened.has_settings:
-                from evenload.runtime.model.export_files import require_same_ids  # transformers takes seconds to import
+                from evenload.runtime.model.export_files import (
+                    require_same_token_ids,  # transformers takes seconds to import
+                )
 
-                require_same_ids(opened)
+                require_same_token_ids(opened)
             ends = getattr(getattr(model, "generation_config", model), "eos_token_id", None)
             unstopped = stop_warnings(resolved, opened, ends)
         planner = _planner_of(model, options, place)
@@ -147,14 +149,17 @@ class PackedLoader:
         self.rank, self.world_size = place.rank, place.world_size
         self.model_is_assumed = model is None
         self.ledger_lines: tuple[str, ...] = ()
-        self._ahead: ReadAhead[PackedStep] | None = None
+        self._ahead: Prefetcher[PackedStep] | None = None
         self._has_logged = False
         self._go_on(self._loader.state(), DelayState(), 0)
-        fact = tokenizer_fact(config, tokenizer, opened, vocab_size)
-        self.start_lines: Sequence[str] = _start_lines(config, fact, options, place, planner.planner.costs)
+        fact = run_tokenizer_text(config, tokenizer, opened, vocab_size)
+        self.start_messages: Sequence[str] = _start_lines(config, fact, options, place, planner.planner.costs)
         if place.is_first:
-            self.start_lines = [*self.start_lines, *(f"source        {line}" for line in self._loader.source_lines())]
-            _log.info("PackedLoader\n  %s", "\n  ".join(self.start_lines))
+            self.start_messages = [
+                *self.start_messages,
+                *(f"source        {line}" for line in self._loader.source_lines()),
+            ]
+            _log.info("PackedLoader\n  %s", "\n  ".join(self.start_messages))
             for line in (*unstopped, *self._loader.label_warnings()):
                 _log.warning("%s", line)
 
@@ -167,7 +172,7 @@ class PackedLoader:
         self._maker.planner = planner = _planner_of(model, self.options, self._place)
         self.model_is_assumed = False
         line = _balance_line(planner.planner.costs, assumed=False)
-        self.start_lines = [line, *self.start_lines[1:]]
+        self.start_messages = [line, *self.start_messages[1:]]
         if self._place.is_first:
             _log.info("PackedLoader\n  %s", line)
 
@@ -276,7 +281,7 @@ class PackedLoader:
         self.ledger_lines = planned.ledger_lines
         if not self._has_logged and self._place.is_first:
             _log.info(_first_step_line(step, self.options))
-            if step.num_label_tokens and (untaught := untaught_warning(planned.plan.documents, planned.origin)):
+            if step.num_label_tokens and (untaught := warn_without_loss(planned.plan.documents, planned.origin)):
                 _log.warning("%s", untaught)
         self._has_logged = True
         if not step.num_label_tokens:
@@ -290,14 +295,14 @@ class PackedLoader:
             return None
         if self._ahead is None:
             if self.model_is_assumed and not self._has_logged and self._place.is_first:
-                _log.warning("%s", self.start_lines[0])
+                _log.warning("%s", self.start_messages[0])
             maker, options, place = self._maker, self.options, self._place
 
             def make() -> PackedStep | None:  # without `self`, so that dropping it ends the thread
                 planned = maker.next()
                 return None if planned is None else _pack_step(planned, options, place)
 
-            self._ahead = ReadAhead(make, self.config.prefetch_steps, "evenload-prepare")
+            self._ahead = Prefetcher(make, self.config.prefetch_steps, "evenload-prepare")
         try:
             return self._ahead.next()
         except BaseException:

@@ -18,7 +18,7 @@ import msgspec
 
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.coefficients import CostCoefficients, read_coefficients
-from evenload.cost.validity import completed_from_cluster, in_measured_precision
+from evenload.cost.validity import fill_from_cluster, in_measured_precision
 from evenload.data.hub import model_from
 from evenload.errors import ConfigError, DataError, InfeasiblePlanError
 from evenload.integrations.catalog import (
@@ -30,7 +30,7 @@ from evenload.integrations.catalog import (
     runnable,
 )
 from evenload.integrations.price import EnginePrice, StepShape, engine_price
-from evenload.plan.planner import AskedStep, Proposal, StepPlanner
+from evenload.plan.planner import Proposal, StepPlanner, StepRequest
 from evenload.plan.problem import CHOOSE, PlanOptions
 from evenload.plan.strategies.baselines import BALANCED
 from evenload.plan.strategies.registry import strategy_named
@@ -97,7 +97,7 @@ class EnginePlanner(StepPlanner):
         """Predict what the plan takes on the engine."""
         return engine_price(proposal.plan, self.profile, self.costs, self.shape, self.schedule)
 
-    def _propose(self, asked: AskedStep) -> Proposal:
+    def _propose(self, asked: StepRequest) -> Proposal:
         # The plan's own prediction stays that of Evenload's runtime.
         require_strategy(self.profile, asked.strategy, self.options, self.layout)
         if asked.strategy == BEST:
@@ -105,7 +105,7 @@ class EnginePlanner(StepPlanner):
             return self._fastest(asked)
         return self._proposed(self, asked)
 
-    def _proposed(self, planner: StepPlanner, asked: AskedStep) -> Proposal:
+    def _proposed(self, planner: StepPlanner, asked: StepRequest) -> Proposal:
         """Propose a plan by `planner`, this one or one of other options; return the earlier one where there is one."""
         if self._made is None:
             return StepPlanner._propose(planner, asked)
@@ -117,7 +117,7 @@ class EnginePlanner(StepPlanner):
             self._made[key] = StepPlanner._propose(planner, asked)
         return self._made[key]
 
-    def _fastest(self, asked: AskedStep) -> Proposal:
+    def _fastest(self, asked: StepRequest) -> Proposal:
         """Propose the plan that is fastest by the engine's price, the first of equals; it defers nothing."""
         priced: list[tuple[float, Proposal]] = []
         failed: list[Exception] = []
@@ -178,7 +178,7 @@ def make_planner(
     if isinstance(costs, str | Path):
         origin, costs = f"cost file {costs}", read_coefficients(costs)
         spec = in_measured_precision(spec, costs)
-        costs, messages = completed_from_cluster(costs, spec, layout, cluster, origin)
+        costs, messages = fill_from_cluster(costs, spec, layout, cluster, origin)
         for message in messages:
             _log.info("%s", message)
     if costs is None:

@@ -36,13 +36,13 @@ from numpy.typing import NDArray
 from evenload import _native
 from evenload.cost.memory import ReplicaPacks
 from evenload.cost.pack_cost import PackCosts
-from evenload.cost.pack_split import RankedPacks, rank_seconds
+from evenload.cost.pack_split import PerRankPacks, rank_seconds
 from evenload.cost.pipeline_tasks import gather_seconds, weight_seconds
 from evenload.plan.packing import longest_first
 from evenload.plan.problem import Candidate, ReplicaChoice, StepProblem
 from evenload.schedule.simulate import simulate
 from evenload.schedule.tasks import split_arrays, task_arrays
-from evenload.stepplan.rank_rows import ranked_where_shared
+from evenload.stepplan.rank_rows import ranked_if_shared
 from evenload.types.columns import SliceColumns
 from evenload.types.document import PackSharding
 from evenload.types.pipeline import ActionColumns, PipelineTasks, SplitBackward
@@ -194,10 +194,12 @@ def _as_shared(problem: StepProblem, found: Candidate, shardings: Shardings) -> 
     return problem.reordered(found, actions, tasks)
 
 
-def _slowest_ranks(costs: PackCosts, found: Candidate) -> tuple[PipelineTasks, tuple[RankedPacks, RankedPacks] | None]:
+def _slowest_ranks(
+    costs: PackCosts, found: Candidate
+) -> tuple[PipelineTasks, tuple[PerRankPacks, PerRankPacks] | None]:
     """Price shared packs by their slowest ranks, and return both directions rank by rank; None where nobody shares."""
     packs = found.packs
-    forward, backward = ranked_where_shared(costs, packs.forward, packs.backward, found.shardings or ())
+    forward, backward = ranked_if_shared(costs, packs.forward, packs.backward, found.shardings or ())
     if forward is None or backward is None or not packs.forward.num_packs:  # an idle replica has none
         return found.tasks, None
     forward_s = forward.slowest(rank_seconds(costs, forward, "forward", packs.policy))
@@ -205,7 +207,7 @@ def _slowest_ranks(costs: PackCosts, found: Candidate) -> tuple[PipelineTasks, t
     return tasks, (forward, backward)
 
 
-def _phases(cp: int, ranked: RankedPacks) -> NDArray[np.int64]:
+def _phases(cp: int, ranked: PerRankPacks) -> NDArray[np.int64]:
     """Number the phase that every pack belongs to, 0 = that of the largest blocks."""
     sizes = np.maximum(1, ranked.num_ranks() // cp)
     return np.searchsorted(np.unique(-sizes), -sizes)
@@ -221,7 +223,7 @@ def _rows_of(
 
 
 def _with_slowest_backward(
-    costs: PackCosts, tasks: PipelineTasks, backward: RankedPacks, policy: NDArray[np.int8] | None
+    costs: PackCosts, tasks: PipelineTasks, backward: PerRankPacks, policy: NDArray[np.int8] | None
 ) -> PipelineTasks:
     """Give backwards the seconds of their slowest ranks; where they are split, I and W are that rank's."""
     rank_s = rank_seconds(costs, backward, "backward", policy)

@@ -83,7 +83,7 @@ class Proposal:
         return self.plan
 
 
-class AskedStep(NamedTuple):
+class StepRequest(NamedTuple):
     """Hold the arguments of `StepPlanner.propose`."""
 
     step: int
@@ -156,9 +156,9 @@ class StepPlanner:
                 and is not among the documents.
             InfeasiblePlanError: every candidate exceeds the token limit.
         """
-        return self._propose(AskedStep(step, documents, strategy, left_out, state, is_last))
+        return self._propose(StepRequest(step, documents, strategy, left_out, state, is_last))
 
-    def _propose(self, asked: AskedStep) -> Proposal:
+    def _propose(self, asked: StepRequest) -> Proposal:
         step, documents, state = asked.step, asked.documents, asked.state
         chosen = strategy_named(asked.strategy)
         first = self._problem(step, documents)
@@ -205,7 +205,7 @@ class StepPlanner:
         return StepProblem(doc_ids, num_tokens, self.costs, cap, self.options, host_device_bytes=host_bytes)
 
     def _step_plan(
-        self, asked: AskedStep, problem: StepProblem, choices: tuple[ReplicaChoice, ...], age_steps: np.ndarray
+        self, asked: StepRequest, problem: StepProblem, choices: tuple[ReplicaChoice, ...], age_steps: np.ndarray
     ) -> StepPlan:
         documents, left_out = asked.documents, asked.left_out
         pack_plans, schedules, times = [], [], []

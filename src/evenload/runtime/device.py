@@ -56,7 +56,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def wait_for(device: torch.device) -> None:
+def synchronize_device(device: torch.device) -> None:
     """Wait until everything queued is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evenload.runtime.comm.channels import Carried, Channels
+from evenload.runtime.comm.channels import Channels, TransferSettings
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.device import HostClock, step_clock, to_device
 from evenload.runtime.optim.data_parallel import WeightGathers
@@ -219,7 +219,7 @@ def open_channels(
         if channel in rows:
             rows[channel][action.pack] = stages[action.stage].num_rows(mine.ranges(of_kind[action.pack]))
     like = next(iter(stages.values()))
-    carried = Carried(
+    carried = TransferSettings(
         hidden_size=like.hidden_size, dtype=like.dtype, device=like.device, watch=mesh.watch, stream=stream
     )
     return Channels(step.order, mesh, rows, carried)

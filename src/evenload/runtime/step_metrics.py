@@ -57,7 +57,7 @@ class StepReport:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankEnd:
+class RankStepReport:
     """Holds what one rank reports at the end of a step, also whether to stop and to save, so that all decide alike.
 
     Args:
@@ -77,14 +77,14 @@ class RankEnd:
     process_bytes: int
     fixed_bytes: int
 
-    def joined(self, mesh: Mesh) -> "RankEnd":
+    def joined(self, mesh: Mesh) -> "RankStepReport":
         """Return the largest value of any rank of each field, but the shortest barrier. Collective."""
         names = [field.name for field in fields(self)]
         signs = torch.tensor([-1.0 if name == "barrier_s" else 1.0 for name in names], dtype=torch.float64)
         values = signs * torch.tensor([float(getattr(self, name)) for name in names], dtype=torch.float64)
         dist.all_reduce(values, op=dist.ReduceOp.MAX, group=mesh.control)
         of_all = zip(names, (values * signs).tolist(), strict=True)
-        return RankEnd(**{name: type(getattr(self, name))(value) for name, value in of_all})
+        return RankStepReport(**{name: type(getattr(self, name))(value) for name, value in of_all})
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ def step_row(
     *,
     update: UpdateValues,
     peaks: DevicePeaks,
-    end: RankEnd,
+    end: RankStepReport,
     exchange_s: float,
     plan_s: float,
     predicted_process_bytes: int | None,

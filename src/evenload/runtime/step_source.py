@@ -9,11 +9,11 @@ from numpy.typing import NDArray
 
 from evenload.data.loader import GlobalBatchLoader
 from evenload.errors import InvalidPlanError
-from evenload.feed.read_ahead import ReadAhead
+from evenload.feed.read_ahead import Prefetcher
 from evenload.feed.step_maker import PlannedStep, Planner, StepMaker
 from evenload.plan.layouts.flex_planner import PlannerState
 from evenload.runtime.comm.mesh import Mesh, Meshes
-from evenload.runtime.replay.rank_packs import Exchange, RankPacks, RankStep
+from evenload.runtime.replay.rank_packs import Exchange, RankPackTokens, RankStep
 from evenload.stepplan.transfer_order import transfer_order
 from evenload.types.layout import ParallelLayout
 from evenload.types.plan import StepPlan
@@ -28,9 +28,9 @@ def prepare_step(
             f"step {plan.step} is planned for {plan.layout.describe()}, this run is {mesh.layout.describe()}"
         )
     own = None
-    if plan.layout.has_wide_stages:
+    if plan.layout.has_replicated_stages:
         own = {action.pack for action in plan.schedules[mesh.dp_rank].ranks[mesh.pp_rank]}
-    packs = RankPacks(plan, mesh.dp_rank, mesh.context, exchange, mesh.device).collate(tokens, own)
+    packs = RankPackTokens(plan, mesh.dp_rank, mesh.context, exchange, mesh.device).collate(tokens, own)
     return RankStep(plan, packs, transfer_order(plan, mesh.dp_rank, mesh.pp_rank, mesh.channels))
 
 
@@ -100,7 +100,7 @@ class StepSource:
             made += 1
             return prepared_step(planned, meshes, exchange)
 
-        self._ahead = ReadAhead(make, loader.config.prefetch_steps, "evenload-prepare")
+        self._ahead = Prefetcher(make, loader.config.prefetch_steps, "evenload-prepare")
         self.has_next = self._ahead.has_next
         """Whether another step comes. Waits until it is made; the same on all ranks."""
         self.next = self._ahead.next

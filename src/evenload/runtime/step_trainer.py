@@ -19,7 +19,7 @@ from evenload.config.sections import RunConfig
 from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.host_memory import process_bytes
 from evenload.data.batches import LoaderState
-from evenload.data.ledger import Tally, masked_and_untaught, tally_of, untaught_warning, with_skipped
+from evenload.data.ledger import Tally, account_skipped, count_without_loss, tally_of, warn_without_loss
 from evenload.errors import NonFiniteStepError
 from evenload.feed.step_maker import PlannedStep
 from evenload.runtime.checkpoint.writer import Saves
@@ -38,7 +38,7 @@ from evenload.runtime.replay.store import num_rows
 from evenload.runtime.stages.rank_state import RankState, StepGradients
 from evenload.runtime.step_metrics import (
     DevicePeaks,
-    RankEnd,
+    RankStepReport,
     StepReport,
     UpdateValues,
     gather_timeline,
@@ -80,7 +80,7 @@ class NonFiniteSteps:
         text, documents = _describe(planned, gradients, mesh), planned.plan.documents
         self._in_a_row += 1
         if self._may_skip and self._in_a_row < MAX_SKIPPED_IN_A_ROW:
-            masked, untaught = masked_and_untaught(documents)
+            masked, untaught = count_without_loss(documents)
             self._skipped += tally_of(documents)
             self._masked, self._untaught = self._masked + masked, self._untaught + untaught
             self.num_skipped += 1
@@ -104,7 +104,7 @@ class NonFiniteSteps:
         """Return the loader's state with these steps as dropped; it ran ahead and has counted them as trained."""
         if not self._skipped.documents:
             return state
-        ledger = with_skipped(state.ledger, DROPPED_REASON, self._skipped, self._masked, self._untaught)
+        ledger = account_skipped(state.ledger, DROPPED_REASON, self._skipped, self._masked, self._untaught)
         return msgspec.structs.replace(state, ledger=ledger)
 
     def ledger_lines(self, planned: PlannedStep) -> tuple[str, ...]:
@@ -163,7 +163,7 @@ class TrainedStep(NamedTuple):
     """Holds the result of a step: rank 0's report, None elsewhere, and what ranks report together."""
 
     report: StepReport | None
-    agreed: RankEnd
+    agreed: RankStepReport
     is_skipped: bool
 
 
@@ -218,7 +218,7 @@ class StepTrainer:
         if plan.layout != self._state.layout:
             self._state.change_layout(plan.layout, coefficients)
         mesh, state = self._mesh, self._state
-        look_ahead = state.looking_ahead(coming_layout, self._headroom_bytes(plan))
+        look_ahead = state.preallocating(coming_layout, self._headroom_bytes(plan))
         look_ahead()
         # Replicas that share packs wait for each other inside of them, so sums may make a circle (docs/decisions/03).
         can_sum = coefficients.reduction_overlap is not None and not replicas_share_packs(plan)
@@ -236,7 +236,7 @@ class StepTrainer:
         if not plan.num_label_tokens:
             warning = no_label_warning(plan)
         elif plan.step == 0 and not warning:
-            warning = untaught_warning(plan.documents, planned.origin)
+            warning = warn_without_loss(plan.documents, planned.origin)
         end, measured = self._exchange(gradients, came_s, zero_s, data_wait_s, stop_signal)
         if measured is None:
             return TrainedStep(None, end, not gradients.is_finite)
@@ -274,10 +274,10 @@ class StepTrainer:
 
     def _exchange(
         self, gradients: StepGradients, came_s: float, zero_s: float, data_wait_s: float, stop_signal: int
-    ) -> tuple[RankEnd, Timeline | None]:
+    ) -> tuple[RankStepReport, Timeline | None]:
         """Return what all ranks report of a step together, and its timeline on rank 0. Collective."""
         mesh, static_bytes = self._mesh, self._state.static_bytes()
-        own = RankEnd(
+        own = RankStepReport(
             step_time_s=seconds_now(mesh.device) - zero_s,
             barrier_s=zero_s - came_s,
             # On a CPU the store's own count, without temporary buffers.

@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 
 from evenload.config.layouts import require_optimizer
-from evenload.config.planner import run_flex_planner, run_planner
-from evenload.config.tokenizer import require_tokenizer, tokenizer_fact, tokenizer_warnings
+from evenload.config.planner import make_flex_planner, make_planner
+from evenload.config.tokenizer import require_tokenizer, run_tokenizer_text, tokenizer_warnings
 from evenload.config.train_config import TrainConfig
 from evenload.cost.coefficients import CostCoefficients
 from evenload.data.batches import decode_state, encode_state
@@ -17,7 +17,7 @@ from evenload.data.loader import GlobalBatchLoader
 from evenload.errors import ConfigError, DataError, InfeasiblePlanError, InvalidPlanError
 from evenload.feed.step_maker import PlannedStep
 from evenload.plan.layouts.flex_planner import FlexPlanner, FlexRunPlanner, PlannerState, resumed_flex
-from evenload.plan.layouts.measured_layouts import KnownAfter, MeasuredLayouts
+from evenload.plan.layouts.measured_layouts import MeasuredAfter, MeasuredLayouts
 from evenload.plan.planner import RunPlanner, StepPlanner
 from evenload.plan.strategies.registry import require_trainable
 from evenload.runtime.checkpoint.checkpoint import Progress, RunPosition, checkpoint_for_all, load_checkpoint
@@ -61,7 +61,7 @@ class Trainer:
             random_init=config.model.random_init,
             vocab_size=self.model.vocab_size,
         )
-        self.tokenizer_fact = tokenizer_fact(config.data, tokenizer, self.model.vocab_size)
+        self.run_tokenizer_text = run_tokenizer_text(config.data, tokenizer, self.model.vocab_size)
         self.tokenizer_warnings = tokenizer_warnings(config.data, tokenizer, config.model.path)
         self._tokenizer = tokenizer
         self.loader = self.new_loader()
@@ -86,7 +86,7 @@ class Trainer:
         self.totals = RunTotals()
         self._loader_state = self.loader.state()
         self._planner_state = PlannerState()
-        self._layouts_known: tuple[KnownAfter, ...] = ()
+        self._layouts_known: tuple[MeasuredAfter, ...] = ()
         self.coefficients: CostCoefficients | None = None
         self._saves = Saves(config.train, self.state, self._position)
         self.step_trainer = StepTrainer(config.train, self.model, self.state, self._saves)
@@ -137,7 +137,7 @@ class Trainer:
         self._layouts_known, self.saved_strategy = progress.layouts_known, progress.strategy
         self.resume_warning = self._evaluation.resume(progress)
         self.step_trainer.non_finite.num_skipped = progress.skipped_steps
-        self._saves.note_resumed(self.steps_done)
+        self._saves.record_resumed(self.steps_done)
         return path
 
     def train(
@@ -197,7 +197,7 @@ class Trainer:
             data_wait_s = time.perf_counter() - wait_from_s
             step = prepared.planned.plan.step
             if is_first and flex is not None:
-                flex.require_room(self.layout, prepared.planned.plan)
+                flex.require_headroom(self.layout, prepared.planned.plan)
             is_first = False
             report, agreed, is_skipped = self.step_trainer.run(
                 prepared,
@@ -282,12 +282,12 @@ class Trainer:
     def planners(self, coefficients: CostCoefficients, memory_cap_bytes: int) -> tuple[StepPlanner, FlexPlanner | None]:
         """Make the planner of the layout in which the run starts, and that of a run whose layout may change."""
         mesh = self.meshes.start
-        planner = run_planner(
+        planner = make_planner(
             self.config, self.model, mesh.layout, coefficients, memory_cap_bytes, mesh.ranks_per_machine
         )
         if self.live is None:
             return planner, None
-        return planner, run_flex_planner(self.config, planner, self.meshes.layouts, self.live.moved)
+        return planner, make_flex_planner(self.config, planner, self.meshes.layouts, self.live.moved)
 
     def save(self) -> Path:
         """Write a complete checkpoint of the steps done, or raise `CheckpointError`. Collective."""

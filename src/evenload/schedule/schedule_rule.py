@@ -27,7 +27,7 @@ class ScheduleRule:
         needs_equal_packs: backward packs have to be the forward packs, in the same order.
         one_stage_per_rank: virtual stages are refused.
         reads_times: the order depends on durations or memory, not only on the number of packs and their dependencies.
-        deals_packs: supports stages of several ranks, which take packs in turn (`ParallelLayout.stage_devices`).
+        runs_replicated_stages: supports stages of several ranks that take packs in turn (`stage_devices`).
         tried_by_auto: `auto` also runs its packs under this rule.
     """
 
@@ -38,13 +38,13 @@ class ScheduleRule:
     needs_equal_packs: bool = False
     one_stage_per_rank: bool = False
     reads_times: bool = False
-    deals_packs: bool = False
+    runs_replicated_stages: bool = False
     tried_by_auto: bool = False
 
     def actions(self, tasks: PipelineTasks, cap_bytes: NDArray[np.int64] | None) -> ActionColumns:
         """Order any packs, also none, within int64[R] bytes (None = no limit); `ConfigError` where packs or stages do
         not suit the rule."""
-        if tasks.num_ranks > tasks.num_stages and not self.deals_packs:
+        if tasks.num_ranks > tasks.num_stages and not self.runs_replicated_stages:
             raise ConfigError(
                 f"schedule {self.name}: stages have {tasks.widths.tolist()} ranks, and it knows one rank a stage; use "
                 "1f1b"

@@ -101,7 +101,7 @@ ONE_F_ONE_B = ScheduleRule(
     name="1f1b",
     description="one forward, one backward, after as many forwards as there are later stages",
     order=lambda tasks, cap_bytes: one_f_one_b(tasks),
-    deals_packs=True,
+    runs_replicated_stages=True,
 )
 
 

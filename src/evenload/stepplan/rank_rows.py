@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.cost.pack_cost import PackCosts
-from evenload.cost.pack_split import RankedPacks
+from evenload.cost.pack_split import PerRankPacks
 from evenload.errors import InvalidPlanError
 from evenload.stepplan.plan_tasks import replica_columns
 from evenload.types.columns import SliceColumns
@@ -158,7 +158,7 @@ def ranked_packs(
     layout_cp: int,
     *,
     prefix_travels: bool = False,
-) -> tuple[RankedPacks, RankedPacks]:
+) -> tuple[PerRankPacks, PerRankPacks]:
     """Divide both directions of one replica's packs among their ranks.
 
     Args:
@@ -179,9 +179,9 @@ def ranked_packs(
     )
 
 
-def ranked_where_shared(
+def ranked_if_shared(
     costs: PackCosts, forward: SliceColumns, backward: SliceColumns, shardings: Sequence[PackSharding]
-) -> tuple[RankedPacks, RankedPacks] | tuple[None, None]:
+) -> tuple[PerRankPacks, PerRankPacks] | tuple[None, None]:
     """Divide packs as `ranked_packs`, as these costs run them; None twice where no packs are shared."""
     cp = costs.layout.cp
     if cp == 1 and not (forward.cp > 1).any():
@@ -265,7 +265,7 @@ def _backward_rows(shared: _SharedRows) -> RankRanges:
 
 def _ranked(
     side: _Side, rows: RankRanges, is_local: NDArray[np.bool_], is_cut: NDArray[np.bool_], prefix_travels: bool
-) -> RankedPacks:
+) -> PerRankPacks:
     columns = side.columns
     first_rank = np.concatenate([[0], np.cumsum(side.ranks)])
     alone = np.flatnonzero(~side.in_group)
@@ -285,7 +285,7 @@ def _ranked(
     sent = side.stop if prefix_travels else side.stop - columns.start
     sent = np.where(side.in_group & ~is_local[columns.doc], sent, 0)
     whole, cut = (columns.pack_sums(np.where(is_cut[columns.doc] == of_cut, sent, 0)) for of_cut in (False, True))
-    return RankedPacks(ranged, first_rank, is_local[ranged.doc], is_cut[ranged.doc], whole, cut)
+    return PerRankPacks(ranged, first_rank, is_local[ranged.doc], is_cut[ranged.doc], whole, cut)
 
 
 @dataclass(frozen=True, eq=False)

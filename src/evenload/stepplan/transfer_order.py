@@ -89,7 +89,7 @@ def received_runs(layout: ParallelLayout, actions: ActionColumns, channel: Chann
     """Choose the actions that receive what a pipeline rank sends on a channel; bool[n]."""
     kind, stage = channel[:2]
     chosen = runs_of(actions, kind, stage)
-    if layout.has_wide_stages:
+    if layout.has_replicated_stages:
         (sending,) = layout.stages_of_rank(pp_rank)
         width, first = layout.devices[sending], layout.stage_to_rank[sending]
         chosen = chosen & (actions.rank == channel[-1]) & (actions.pack % width == pp_rank - first)
@@ -133,7 +133,7 @@ def transfer_order(plan: StepPlan, dp_rank: int, pp_rank: int, channels: Channel
 
 def queued_order(plan: StepPlan, dp_rank: int, pp_rank: int) -> TransferOrder:
     """Do the same where all transfers of a rank share a queue, in layouts without stages of several ranks."""
-    assert not plan.layout.has_wide_stages, "refused at the start of a run (`config.layouts`)"
+    assert not plan.layout.has_replicated_stages, "refused at the start of a run (`config.layouts`)"
     actions, ranks = action_columns(plan.schedules[dp_rank]), plan.layout.stage_to_rank
     places = action_places(plan, dp_rank)
     own = places[actions.of_rank(pp_rank)]

@@ -290,7 +290,7 @@ def _offences(plan: StepPlan, max_pack_tokens: int | None) -> Iterator[str]:
     yield from _slice_offences(plan, max_pack_tokens)
     for dp_rank in range(dp):
         yield from _times_offences(plan, dp_rank)
-    if plan.layout.has_wide_stages:
+    if plan.layout.has_replicated_stages:
         yield from _replicated_stage_offences(plan)
 
 

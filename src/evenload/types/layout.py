@@ -61,7 +61,7 @@ class ParallelLayout(Frozen):
             if start != edge or stop <= start:
                 raise ConfigError(f"layout: stage layers {self.stage_layers} are not consecutive non-empty ranges")
             edge = stop
-        if self.has_wide_stages:
+        if self.has_replicated_stages:
             self._check_devices()
         elif sorted(set(self.stage_to_rank)) != list(range(self.pp)):
             raise ConfigError(f"layout: stages go to ranks {self.stage_to_rank}, expected each of 0..{self.pp - 1}")
@@ -110,7 +110,7 @@ class ParallelLayout(Frozen):
             )
 
     @property
-    def has_wide_stages(self) -> bool:
+    def has_replicated_stages(self) -> bool:
         """Whether stages have different numbers of devices."""
         return self.stage_devices is not msgspec.UNSET
 
@@ -147,20 +147,20 @@ class ParallelLayout(Frozen):
     @property
     def leading_ranks(self) -> tuple[int, ...]:
         """The first pipeline rank with the same layers as each: itself, unless its stage has several devices."""
-        if not self.has_wide_stages:
+        if not self.has_replicated_stages:
             return tuple(range(self.pp))
         return tuple(first for first, count in zip(self.stage_to_rank, self.devices, strict=True) for _ in range(count))
 
     @property
     def data_sizes(self) -> tuple[int, ...]:
         """How many ranks hold the same weights as each pipeline rank; each owns a shard of the optimizer's state."""
-        if not self.has_wide_stages:
+        if not self.has_replicated_stages:
             return (self.dp * self.cp,) * self.pp
         return tuple(count * self.dp * self.cp for count in self.devices for _ in range(count))
 
     def data_rank(self, *, pp_rank: int, dp_rank: int, cp_rank: int = 0) -> int:
         """Return a rank's place among those that hold the same weights."""
-        twin = pp_rank - self.leading_ranks[pp_rank] if self.has_wide_stages and pp_rank >= 0 else 0
+        twin = pp_rank - self.leading_ranks[pp_rank] if self.has_replicated_stages and pp_rank >= 0 else 0
         return (twin * self.dp + dp_rank) * self.cp + cp_rank
 
     @property
@@ -202,7 +202,7 @@ class ParallelLayout(Frozen):
     @property
     def is_even(self) -> bool:
         """Whether stages hold as many layers as `even_layout` gives them."""
-        devices = self.devices if self.has_wide_stages else None
+        devices = self.devices if self.has_replicated_stages else None
         return self.stage_counts == even_layout(self.num_layers, pp=self.num_stages, devices=devices).stage_counts
 
     def describe(self) -> str:
@@ -212,7 +212,7 @@ class ParallelLayout(Frozen):
         if virtual > 1:
             parts.append(f"virtual={virtual}")
         for name, counts, is_shown in (
-            ("devices", self.devices, self.has_wide_stages),
+            ("devices", self.devices, self.has_replicated_stages),
             ("layers", self.stage_counts, not self.is_even),
             ("recomputed", self.recomputed_counts, any(self.recomputed_counts)),
         ):
@@ -386,7 +386,7 @@ def channel_mode(choice: ChannelChoice, device: DeviceKind, layouts: Iterable[Pa
     have different numbers of devices, for which there is no one order."""
     if choice != "auto":
         return choice
-    return "fifo" if device == "cuda" and not any(layout.has_wide_stages for layout in layouts) else "directed"
+    return "fifo" if device == "cuda" and not any(layout.has_replicated_stages for layout in layouts) else "directed"
 
 
 def sending_channels(layout: ParallelLayout, pp_rank: int) -> list[Channel]:
@@ -396,7 +396,7 @@ def sending_channels(layout: ParallelLayout, pp_rank: int) -> list[Channel]:
         for kind, to in (("F", stage + 1), ("B", stage - 1)):
             if not 0 <= to < layout.num_stages or pp_rank in layout.ranks_of_stage(to):
                 continue
-            if not layout.has_wide_stages:
+            if not layout.has_replicated_stages:
                 channels.append((kind, to))
                 continue
             pairs = layout.linked_ranks(min(stage, to))
@@ -408,7 +408,7 @@ def sending_channels(layout: ParallelLayout, pp_rank: int) -> list[Channel]:
 def channel_of(layout: ParallelLayout, pp_rank: int, kind: str, stage: int, pack: int) -> Channel:
     """Return the channel on which a pipeline rank sends or receives a pack's tensor; `kind` is "F" or "B", `stage` the
     one that receives."""
-    if not layout.has_wide_stages:
+    if not layout.has_replicated_stages:
         return kind, stage
     other = stage
     if pp_rank in layout.ranks_of_stage(stage):

@@ -26,7 +26,7 @@ from evenload.plan.layouts.layout_plans import LayoutOutcome, LayoutPlans, Optio
 from evenload.plan.layouts.measured_layouts import MeasuredLayouts
 from evenload.plan.layouts.moves import SwitchPieces
 from evenload.plan.layouts.switch_prices import SwitchPrices
-from evenload.plan.planner import AskedStep, Proposal, RunPlanner, StepPlanner
+from evenload.plan.planner import Proposal, RunPlanner, StepPlanner, StepRequest
 from evenload.plan.strategies.flexpipe import FLEXPIPE, FlexOptions
 from evenload.plan.strategies.registry import strategy_named
 from evenload.types.base import Frozen
@@ -77,7 +77,11 @@ class FlexPlanner:
         self.options = options or planner.options.own(FlexOptions)
         self.start, self.strategy = planner, strategy
         self.candidates = LayoutCandidates(
-            planner, coefficients_of, self.options, layouts, deals_packs=strategy_named(strategy).deals_packs
+            planner,
+            coefficients_of,
+            self.options,
+            layouts,
+            runs_replicated_stages=strategy_named(strategy).runs_replicated_stages,
         )
         for layout in layouts or ():
             strategy_named(strategy).require_layout(layout)
@@ -139,8 +143,8 @@ class FlexPlanner:
         """
         state, measured = state or self.initial_state(), measured or MeasuredLayouts()
         known = [documents, *coming[: self.options.known_steps - 1]]
-        request = AskedStep(step, documents, self.strategy, left_out, delay if self._delays else None, is_last)
-        ahead = [AskedStep(step + 1 + at, batch, self.strategy) for at, batch in enumerate(known[1:])]
+        request = StepRequest(step, documents, self.strategy, left_out, delay if self._delays else None, is_last)
+        ahead = [StepRequest(step + 1 + at, batch, self.strategy) for at, batch in enumerate(known[1:])]
         self._plans.forget_before(step)
         searches, keep = self._searched(known, state.layout), self._outcome(state.layout, request, ahead, measured)
         others, without_memory = self._others(searches, state.layout, request, ahead, measured)
@@ -166,7 +170,7 @@ class FlexPlanner:
         return FlexProposal(proposal, after, decision, record)
 
     def _outcome(
-        self, layout: ParallelLayout, request: AskedStep, ahead: Sequence[AskedStep], measured: MeasuredLayouts
+        self, layout: ParallelLayout, request: StepRequest, ahead: Sequence[StepRequest], measured: MeasuredLayouts
     ) -> LayoutOutcome:
         """Plan the known steps in a layout, with times and memory corrected by measured steps."""
         plans, cap_bytes = self._plans.of_step(layout, request), self.start.memory_cap_bytes
@@ -188,15 +192,15 @@ class FlexPlanner:
         self,
         searches: Sequence[MappingSearch],
         current: ParallelLayout,
-        request: AskedStep,
-        ahead: Sequence[AskedStep],
+        request: StepRequest,
+        ahead: Sequence[StepRequest],
         measured: MeasuredLayouts,
     ) -> tuple[list[LayoutOutcome], list[str]]:
         """Plan promising layouts up to the last finalist; return those whose switch fits memory, with its seconds, and
         the names of those that hold the step, but not the switch."""
         others: list[LayoutOutcome] = []
         without_memory: list[str] = []
-        for layout in self.candidates.worth_planning(searches, current):
+        for layout in self.candidates.promising_layouts(searches, current):
             planned = self._outcome(layout, request, ahead, measured)
             there: LayoutOutcome | None = planned
             if planned.proposal.feasible and not self._fits_switch(current, planned.proposal.plan):
@@ -211,7 +215,7 @@ class FlexPlanner:
         return others, without_memory
 
     def _within_what_is_left(
-        self, current: ParallelLayout, there: LayoutOutcome, request: AskedStep, measured: MeasuredLayouts
+        self, current: ParallelLayout, there: LayoutOutcome, request: StepRequest, measured: MeasuredLayouts
     ) -> LayoutOutcome | None:
         """Plan a layout's first step within what a switch leaves of memory; None where it does not fit."""
         takes, cap_bytes = self._switches.memory(current, there.layout), self.start.memory_cap_bytes
@@ -250,7 +254,7 @@ class FlexPlanner:
         takes = self._switches.memory(old, plan.layout)
         return max(takes.switch_bytes, plan.predicted.peak_memory_bytes + takes.left_bytes)
 
-    def require_room(self, old: ParallelLayout, plan: StepPlan) -> None:
+    def require_headroom(self, old: ParallelLayout, plan: StepPlan) -> None:
         """Raise `InfeasiblePlanError` where a switch does not fit memory by prediction: from the layout in which
         processes start to that of the first step of a resumed run."""
         if not self._fits_switch(old, plan):

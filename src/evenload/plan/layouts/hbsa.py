@@ -237,14 +237,14 @@ def _end_layers(price: MappingCosts, layer: int) -> int:
     return -int(-max(by_work, more / inner if inner else 0.0, 0.0) // 1)
 
 
-class DealtMapping(NamedTuple):
+class ReplicatedStageMapping(NamedTuple):
     """Hold the layers and devices of stages."""
 
     edges: tuple[int, ...]
     devices: tuple[int, ...]
 
 
-class DealtCosts(MappingCosts):
+class ReplicatedStageCosts(MappingCosts):
     """Price mappings of one depth and number of micro-batches whose stages have different numbers of devices.
 
     Args:
@@ -272,13 +272,13 @@ class DealtCosts(MappingCosts):
         count = self.micro_batches
         return (math.ceil(count / devices) - 1) / (count - 1) if count > 1 else 0.0
 
-    def least_dealt_seconds(self, devices: Iterable[int]) -> float:
+    def least_replicated_seconds(self, devices: Iterable[int]) -> float:
         """Return a lower bound of mappings to stages of so many devices: work spread evenly, nothing to reduce."""
         shares = [self.share(count) for count in devices]
         spread = 0.0 if not all(shares) else self._whole_rest_s / sum(1 / share for share in shares)
         return self.seconds_of(spread, 0)
 
-    def dealt_seconds(self, edges: tuple[int, ...], devices: tuple[int, ...]) -> float:
+    def replicated_seconds(self, edges: tuple[int, ...], devices: tuple[int, ...]) -> float:
         stages = [(first, last, count) for (first, last), count in zip(pairwise(edges), devices, strict=True)]
         rest_s = max(self.share(count) * (self.rest_s[last] - self.rest_s[first]) for first, last, count in stages)
         return self.seconds_of(rest_s, 0) + max(self.after_seconds(*stage) for stage in stages)
@@ -292,7 +292,7 @@ class DealtCosts(MappingCosts):
         )
         return ring_s + links.optimizer_s_per_parameter * parameters / devices
 
-    def dealt_excess_bytes(self, edges: tuple[int, ...], devices: tuple[int, ...]) -> float:
+    def replicated_excess_bytes(self, edges: tuple[int, ...], devices: tuple[int, ...]) -> float:
         if self.cap_bytes is None:
             return 0.0
         fullest = 0.0
@@ -314,7 +314,7 @@ class DealtCosts(MappingCosts):
         return held + self.trained_parameters(first, last) * trained_bytes + self._temp_bytes + logits
 
 
-def best_dealt_mapping(price: DealtCosts, devices: int) -> DealtMapping | None:
+def best_replicated_mapping(price: ReplicatedStageCosts, devices: int) -> ReplicatedStageMapping | None:
     """Choose which stages of a depth get one device more than the others, and their layers; None where nothing fits
     memory. `devices`, of all stages, are more than the depth, and not a multiple of it."""
     depth, layers = price.depth, price.num_layers
@@ -350,13 +350,13 @@ def best_dealt_mapping(price: DealtCosts, devices: int) -> DealtMapping | None:
         of_stages.append(least + now - before)
         edges.append(layer_before)
         now, layer = before, layer_before
-    return DealtMapping(tuple(reversed(edges)), tuple(reversed(of_stages)))
+    return ReplicatedStageMapping(tuple(reversed(edges)), tuple(reversed(of_stages)))
 
 
 class _StageTable:
     """Price a stage of so many devices by its first and last layer; infinite beyond memory."""
 
-    def __init__(self, price: DealtCosts, devices: int) -> None:
+    def __init__(self, price: ReplicatedStageCosts, devices: int) -> None:
         layers, rest_s = price.num_layers, np.array(price.rest_s)
         self._price, self._devices = price, devices
         # Both are linear in layers but for the ends, so a few prices make all of them.

@@ -26,9 +26,9 @@ from evenload.errors import ConfigError
 from evenload.plan.activation_policy import policies_in_order
 from evenload.plan.layouts.hbsa import (
     HOPELESS,
-    DealtCosts,
     MappingSearch,
-    best_dealt_mapping,
+    ReplicatedStageCosts,
+    best_replicated_mapping,
     mapping_order,
     priced_mapping,
     search_mappings,
@@ -107,7 +107,7 @@ class LayoutCandidates:
     Args:
         start: planner of the layout in which the run starts; its devices, cp and tp stay.
         given: the layouts that the run may take, generation 0; None = any.
-        deals_packs: also search layouts whose stages have different numbers of devices.
+        runs_replicated_stages: also search layouts whose stages have different numbers of devices.
 
     Raises:
         ConfigError: a given layout has other cp or tp, more devices, or another number of layers.
@@ -120,9 +120,9 @@ class LayoutCandidates:
         options: FlexOptions,
         given: Sequence[ParallelLayout] | None = None,
         *,
-        deals_packs: bool = False,
+        runs_replicated_stages: bool = False,
     ) -> None:
-        self._deals_packs = deals_packs and options.part_pipelines
+        self._deals_packs = runs_replicated_stages and options.part_pipelines
         self._start, self._options = start, options
         self._model, self._layout = start.costs.model, start.layout
         self._devices = start.layout.dp * start.layout.pipeline_ranks
@@ -144,12 +144,12 @@ class LayoutCandidates:
             self._require_takeable(layout)
 
     def coefficients(self, layout: ParallelLayout) -> CostCoefficients:
-        key = layout.dp, layout.pp, *(layout.devices if layout.has_wide_stages else ())
+        key = layout.dp, layout.pp, *(layout.devices if layout.has_replicated_stages else ())
         if key not in self._coefficients:
             self._coefficients[key] = self.coefficients_of(layout)
         return self._coefficients[key]
 
-    def worth_planning(self, found: Sequence[MappingSearch], current: ParallelLayout) -> list[ParallelLayout]:
+    def promising_layouts(self, found: Sequence[MappingSearch], current: ParallelLayout) -> list[ParallelLayout]:
         """List layouts other than the current one, with the generation of a switch, the most promising first: the best
         of every known batch, then the second, …; all that may fit, or else the closest few."""
         cap, generation = self._start.memory_cap_bytes, current.generation + 1
@@ -188,7 +188,7 @@ class LayoutCandidates:
         )
         if not self._deals_packs or self._options.least_depth_only or self._layout.cp * self._layout.tp > 1:
             return found
-        return self._with_dealt(found, batches, current, weight)
+        return self._with_replicated(found, batches, current, weight)
 
     def prices(self, batch: BatchCosts, depth: int, dp: int | None = None) -> list[MappingCosts]:
         """Return the costs of mappings of one depth, one for every number of micro-batches that is tried; by default as
@@ -210,7 +210,7 @@ class LayoutCandidates:
             self._receive[even] = ReceiveSeconds(self._model, self.coefficients(even), current, even)
         return self._receive[even]
 
-    def _with_dealt(
+    def _with_replicated(
         self, found: MappingSearch, batches: Sequence[Callable[[], BatchCosts]], current: ParallelLayout, weight: float
     ) -> MappingSearch:
         """Add mappings of depths that would leave devices idle, were all stages to have as many of them."""
@@ -221,12 +221,12 @@ class LayoutCandidates:
             if devices % depth == 0:
                 continue
             for policy, batch in enumerate(batches):
-                prices = self._dealt_prices(batch(), depth, devices, best_s)
+                prices = self._replicated_prices(batch(), depth, devices, best_s)
                 hopeful = [price for bound_s, price in prices if bound_s < best_s]
-                searched = ((price, best_dealt_mapping(price, devices)) for price in hopeful)
+                searched = ((price, best_replicated_mapping(price, devices)) for price in hopeful)
                 fits = next(((price, one) for price, one in searched if one is not None), None)
                 if fits is not None:
-                    mapping = self._dealt_mapping(fits[0], fits[1].edges, fits[1].devices, policy, current)
+                    mapping = self._replicated_mapping(fits[0], fits[1].edges, fits[1].devices, policy, current)
                     best_s = min(best_s, mapping.step_s + weight * mapping.switch_s)
                     more.append(mapping)
                 if fits is not None or not hopeful:
@@ -234,25 +234,30 @@ class LayoutCandidates:
         order = sorted((*found.mappings, *more), key=lambda one: mapping_order(one, weight))
         return MappingSearch(tuple(order), found.num_priced + len(more))
 
-    def _dealt_prices(
+    def _replicated_prices(
         self, batch: BatchCosts, depth: int, devices: int, limit_s: float = float("inf")
-    ) -> list[tuple[float, DealtCosts]]:
+    ) -> list[tuple[float, ReplicatedStageCosts]]:
         """Return the costs of mappings of one depth over so many devices, one for every number of micro-batches that is
         tried, each with its least seconds; the most promising first. None where these are hopeless within a limit."""
         options, (least, wide) = self._start.options, divmod(devices, depth)
         of_stages = (*(least + 1,) * wide, *(least,) * (depth - wide))
         coefficients, cap_bytes = self.coefficients(self._dealt_layout(of_stages)), self._start.memory_cap_bytes
         counts = pack_counts(batch.whole_tokens, devices, options.candidates, options.max_pack_tokens)
-        found: list[tuple[float, DealtCosts]] = []
+        found: list[tuple[float, ReplicatedStageCosts]] = []
         for count in sorted({min(count, batch.num_documents) for count in counts}, reverse=True):
-            price = DealtCosts(batch, coefficients, depth=depth, micro_batches=count, cap_bytes=cap_bytes)
-            found.append((price.least_dealt_seconds(of_stages), price))
+            price = ReplicatedStageCosts(batch, coefficients, depth=depth, micro_batches=count, cap_bytes=cap_bytes)
+            found.append((price.least_replicated_seconds(of_stages), price))
             if found[0][0] >= HOPELESS * limit_s:
                 return []  # with the most micro-batches devices have the evenest shares
         return sorted(found, key=lambda pair: pair[0])
 
-    def _dealt_mapping(
-        self, price: DealtCosts, edges: tuple[int, ...], devices: tuple[int, ...], policy: int, current: ParallelLayout
+    def _replicated_mapping(
+        self,
+        price: ReplicatedStageCosts,
+        edges: tuple[int, ...],
+        devices: tuple[int, ...],
+        policy: int,
+        current: ParallelLayout,
     ) -> Mapping:
         layout = split_layout([b - a for a, b in pairwise(edges)], pp=price.depth, devices=devices)
         receive = ReceiveSeconds(self._model, self.coefficients(layout), current, layout)
@@ -261,8 +266,8 @@ class LayoutCandidates:
             1,
             price.micro_batches,
             policy,
-            price.dealt_seconds(edges, devices),
-            price.dealt_excess_bytes(edges, devices),
+            price.replicated_seconds(edges, devices),
+            price.replicated_excess_bytes(edges, devices),
             max(receive.of_stage(stage, *pair) for stage, pair in enumerate(pairwise(edges))),
             devices,
         )
@@ -290,9 +295,9 @@ class LayoutCandidates:
     def _priced(
         self, layout: ParallelLayout, edges: tuple[int, ...], batch: BatchCosts, policy: int, current: ParallelLayout
     ) -> Iterator[Mapping]:
-        if layout.has_wide_stages:
-            for _, price in self._dealt_prices(batch, layout.pp, layout.pipeline_ranks):
-                yield self._dealt_mapping(price, edges, layout.devices, policy, current)
+        if layout.has_replicated_stages:
+            for _, price in self._replicated_prices(batch, layout.pp, layout.pipeline_ranks):
+                yield self._replicated_mapping(price, edges, layout.devices, policy, current)
             return
         receive = self.receive_seconds(layout.pp, current, layout.dp)
         for price in self.prices(batch, layout.pp, layout.dp):

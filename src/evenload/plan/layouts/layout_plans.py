@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.layer_counts import REPLAY, activation_bytes_per_token, kv_bytes_per_token, recomputed_width
 from evenload.plan.layouts.layout_candidates import CoefficientsOf
-from evenload.plan.planner import AskedStep, Proposal, StepPlanner
+from evenload.plan.planner import Proposal, StepPlanner, StepRequest
 from evenload.plan.problem import PlanOptions, PolicyOption
 from evenload.plan.strategies.flexpipe import FlexOptions
 from evenload.plan.strategies.registry import strategy_named
@@ -131,7 +131,7 @@ class LayoutPlans:
     def planner_of(self, layout: ParallelLayout) -> StepPlanner:
         return self._planner(layout, self._start.options.policy)
 
-    def of_step(self, layout: ParallelLayout, step: AskedStep) -> MemoryPlans:
+    def of_step(self, layout: ParallelLayout, step: StepRequest) -> MemoryPlans:
         """Plan a step in a layout; where it depends on its documents alone, the plans are kept."""
         if step.state is not None or step.left_out:
             return self._planned(layout, step)
@@ -140,7 +140,7 @@ class LayoutPlans:
             self._kept[key] = self._planned(layout, step)
         return self._kept[key]
 
-    def _planned(self, layout: ParallelLayout, step: AskedStep) -> MemoryPlans:
+    def _planned(self, layout: ParallelLayout, step: StepRequest) -> MemoryPlans:
 
         def propose(planner: StepPlanner) -> Proposal:
             return planner.propose(*step[:4], state=step.state, is_last=step.is_last)

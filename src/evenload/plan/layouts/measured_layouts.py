@@ -4,7 +4,7 @@ All are kept as the last few ratios, of which the median counts, so that one dis
 never ran take what all others have in common (a slow machine is slow in every layout), and what is known of a layout
 fades towards that while it does not run.
 
-`LayoutTrack` is the Monitor of a run (FlexPipe §3.2). Steps are planned ahead of their training and plans are kept:
+`LayoutMonitor` is the Monitor of a run (FlexPipe §3.2). Steps are planned ahead of their training and plans are kept:
 what step n shows decides from step n + 1 + steps_ahead on, always exactly that, whatever threads do. So what is known
 after the last steps is kept until it has been used, and goes into checkpoints: a resumed run decides as this one would
 have.
@@ -90,18 +90,18 @@ class MeasuredLayouts(Frozen):
         return max(1.0, statistics.median(self.memory_ratios)) if self.memory_ratios else 1.0
 
 
-class KnownAfter(Frozen):
+class MeasuredAfter(Frozen):
     """Hold what was known after a step."""
 
     step: int
     measured: MeasuredLayouts
 
 
-class LayoutTrack:
+class LayoutMonitor:
     """Track one run; `note` is called by the thread that trains, `for_step` by the one that plans, which is up to
     `steps_ahead` steps ahead of it; `known` is of a checkpoint."""
 
-    def __init__(self, steps_ahead: int, known: Sequence[KnownAfter] = ()) -> None:
+    def __init__(self, steps_ahead: int, known: Sequence[MeasuredAfter] = ()) -> None:
         self.steps_ahead = steps_ahead
         self._after = {one.step: one.measured for one in known}
         self._newest = known[-1].measured if known else MeasuredLayouts()
@@ -142,5 +142,5 @@ class LayoutTrack:
         known = [at for at in after if at <= step - 1 - self.steps_ahead]
         return after[max(known)] if known else MeasuredLayouts()
 
-    def known(self) -> tuple[KnownAfter, ...]:
-        return tuple(KnownAfter(step=step, measured=measured) for step, measured in sorted(self._after.items()))
+    def known(self) -> tuple[MeasuredAfter, ...]:
+        return tuple(MeasuredAfter(step=step, measured=measured) for step, measured in sorted(self._after.items()))

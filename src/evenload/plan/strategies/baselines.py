@@ -250,5 +250,5 @@ BALANCED = Strategy(
     description="whole documents, packs of equal predicted seconds",
     plan=plan_balanced,
     ignores_memory=True,
-    deals_packs=True,
+    runs_replicated_stages=True,
 )

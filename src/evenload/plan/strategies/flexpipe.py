@@ -65,5 +65,5 @@ FLEXPIPE = Strategy(
     options=FlexOptions,
     changes_layout=True,
     ignores_memory=True,
-    deals_packs=True,
+    runs_replicated_stages=True,
 )

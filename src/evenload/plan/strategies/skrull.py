@@ -22,7 +22,7 @@ from evenload.plan.dacp import SHARED, Groups, MicroBatch, StepDocuments, assign
 from evenload.plan.problem import ReplicaChoice, StepProblem, StrategyOptions
 from evenload.plan.strategies.strategy import Strategy
 from evenload.schedule.static_schedules import ONE_F_ONE_B
-from evenload.stepplan.rank_rows import ranked_where_shared
+from evenload.stepplan.rank_rows import ranked_if_shared
 from evenload.types.columns import whole_document_columns
 from evenload.types.document import Direction
 from evenload.types.pipeline import PipelineTasks
@@ -122,7 +122,7 @@ def _choices(problem: StepProblem, step: StepDocuments, replicas: list[Groups]) 
         costs.pack_seconds(columns, direction, policy)
         if packs is None
         else packs.slowest(rank_seconds(costs, packs, direction, policy))
-        for packs, direction in zip(ranked_where_shared(costs, columns, columns, shardings), _DIRECTIONS, strict=True)
+        for packs, direction in zip(ranked_if_shared(costs, columns, columns, shardings), _DIRECTIONS, strict=True)
     )
     packs = ReplicaPacks(columns, columns, problem.num_tokens, policy, (owned.owner, owned.owner))
     held = pipeline_bytes(costs.model, costs.layout, packs)

@@ -56,7 +56,7 @@ class Strategy:
         ignores_memory: its packs do not depend on the memory limit, or are chosen among by time: never faster with a
             limit than without.
         tries_others: plans with the other strategies, too, and is as fast as the fastest.
-        deals_packs: plans layouts whose stages have different numbers of devices, round which the packs go.
+        runs_replicated_stages: plans layouts whose stages have different numbers of devices, round which the packs go.
     """
 
     name: str
@@ -77,7 +77,7 @@ class Strategy:
     follows_layouts: bool = False
     ignores_memory: bool = False
     tries_others: bool = False
-    deals_packs: bool = False
+    runs_replicated_stages: bool = False
 
     def __post_init__(self) -> None:
         if (self.plan is None) == (self.search is None):
@@ -144,7 +144,7 @@ class Strategy:
                 f"strategy {self.name}: layout {layout.describe()} has a pipeline and {self.name} has none; "
                 "use pp=1 (with cp for long documents), or slimpack"
             )
-        if layout.has_wide_stages and not self.deals_packs:
+        if layout.has_replicated_stages and not self.runs_replicated_stages:
             raise ConfigError(
                 f"strategy {self.name}: the stages of layout {layout.describe()} have different numbers of devices, to "
                 f"which only balanced and flexpipe deal packs; use one of these, or as many devices for every stage"
@@ -162,7 +162,7 @@ class Strategy:
                 f"strategy {self.name} cuts documents, so its backward packs are not its forward packs, which this "
                 "schedule needs; use list, or a strategy of whole documents"
             )
-        elif layout.has_wide_stages and not rule.deals_packs:
+        elif layout.has_replicated_stages and not rule.runs_replicated_stages:
             why = f"it is of one rank a stage, layout {layout.describe()} has several; use 1f1b"
         elif rule.one_stage_per_rank and layout.num_stages > layout.pp:
             why = f"it is of one stage a rank, layout {layout.describe()} has several; use list_split, or virtual=1"

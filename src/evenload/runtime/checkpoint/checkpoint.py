@@ -33,7 +33,7 @@ from evenload.cost.coefficients import CostCoefficients, read_coefficients
 from evenload.errors import ConfigError
 from evenload.plan.deferral import DelayState
 from evenload.plan.layouts.fmop import FlexState
-from evenload.plan.layouts.measured_layouts import KnownAfter
+from evenload.plan.layouts.measured_layouts import MeasuredAfter
 from evenload.runtime.checkpoint.directory import (
     PROGRESS_FILE,
     BestPass,
@@ -42,8 +42,8 @@ from evenload.runtime.checkpoint.directory import (
     steps_in_name,
 )
 from evenload.runtime.checkpoint.pieces import (
-    CheckedReader,
     PieceLoadPlanner,
+    SafeIndexReader,
     TensorPieces,
     pieces_of_range,
     read_metadata,
@@ -84,7 +84,7 @@ class Progress(Frozen):
     totals: RunTotals = RunTotals()
     planner: DelayState = DelayState()
     flex: FlexState | None = None
-    layouts_known: tuple[KnownAfter, ...] = ()
+    layouts_known: tuple[MeasuredAfter, ...] = ()
     best: tuple[BestPass, ...] = ()
     validated_steps: int = 0
     validation_digest: str = ""
@@ -139,7 +139,7 @@ def load_checkpoint(path: Path, state: TensorState) -> RunPosition:
     try:
         load(
             tensors | random_states | {STEPS_TENSOR: whole_tensor(steps)},
-            storage_reader=CheckedReader(path, metadata),
+            storage_reader=SafeIndexReader(path, metadata),
             planner=PieceLoadPlanner(),
             process_group=mesh.control,
         )

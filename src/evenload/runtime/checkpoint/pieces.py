@@ -86,7 +86,7 @@ def read_metadata(path: Path) -> Metadata:
     return metadata
 
 
-class CheckedReader(FileSystemReader):
+class SafeIndexReader(FileSystemReader):
     """torch's reader of tensors, with an index that `read_metadata` has read."""
 
     def __init__(self, path: Path, metadata: Metadata) -> None:

@@ -85,7 +85,7 @@ class Saves:
         self._saved_steps = -1
         self._saved_at_s = time.monotonic()
 
-    def note_resumed(self, steps_done: int) -> None:
+    def record_resumed(self, steps_done: int) -> None:
         """Record that a checkpoint holds the steps done."""
         self._saved_steps = steps_done
 

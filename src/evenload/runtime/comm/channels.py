@@ -31,7 +31,7 @@ _NAMES = {"F": "the hidden states of forward", "B": "the gradient of backward"}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Carried:
+class TransferSettings:
     """What all transfers of a rank have in common; receives are posted on `stream`, None = there is none."""
 
     hidden_size: int
@@ -48,7 +48,7 @@ class ChannelEnd:
     channel: Channel
     group: dist.ProcessGroup
     peer: int
-    carried: Carried
+    carried: TransferSettings
 
     def waiting(self, pack: int, before: str = "") -> AbstractContextManager[None]:
         what = f"{before}{_NAMES[self.channel[0]]} pack {pack}"
@@ -110,7 +110,7 @@ _POSTED_AHEAD = 2
 class Channels:
     """Sends and receives for the executor, action by action; `RankLostError` where a neighbour died or is stuck."""
 
-    def __init__(self, order: TransferOrder, mesh: Mesh, rows: Rows, carried: Carried) -> None:
+    def __init__(self, order: TransferOrder, mesh: Mesh, rows: Rows, carried: TransferSettings) -> None:
         self._order, self._rows = order, rows
         self._num_stages, self._channel = mesh.layout.num_stages, mesh.channel
         self._incoming: dict[Channel, ChannelEnd] = {}

@@ -27,7 +27,7 @@ from evenload.errors import ConfigError, InvalidPlanError
 from evenload.runtime.comm.cp_groups import ContextGroup, create_context_groups, rank_grid
 from evenload.runtime.comm.tensor_group import TensorGroup
 from evenload.runtime.comm.watch import RankWatch
-from evenload.runtime.device import wait_for
+from evenload.runtime.device import synchronize_device
 from evenload.types.document import ReplicaBlock
 from evenload.types.layout import Channel, ChannelMode, ParallelLayout, channel_of
 from evenload.types.text import counted
@@ -327,7 +327,7 @@ def _stage_groups(
                     continue
                 to: Channel = ("F", stage + 1)
                 back: Channel = ("B", stage)
-                if layout.has_wide_stages:
+                if layout.has_replicated_stages:
                     other = ends[pair.index(rank) - 1]
                     to, back = ("F", stage + 1, other), ("B", stage, other)
                 forward[to], backward[back] = groups
@@ -354,7 +354,7 @@ def warm_up(meshes: Meshes) -> int:
                     dist.all_reduce(one.clone(), group=group)
                     used.add(group)
             _warm_channels(mesh, one, used)
-            wait_for(mesh.device)
+            synchronize_device(mesh.device)
     return len(used)
 
 

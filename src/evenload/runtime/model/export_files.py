@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from evenload.config.tokenizer import GENERATION_FILE, MODEL_FILE, TOKENIZER_FILE, model_directory
-from evenload.data.config import DataConfig, trains_given_ids
+from evenload.data.config import DataConfig, reads_token_ids
 from evenload.data.hub import local_path
 from evenload.data.tokenize import (
     BYTES,
@@ -22,9 +22,9 @@ from evenload.data.tokenize import (
     ByteTokenizer,
     DocumentTokenizer,
     FileTokenizer,
+    post_processor_ids,
     read_settings,
     required_opening,
-    written_around,
 )
 from evenload.errors import ConfigError
 
@@ -51,7 +51,7 @@ def save_tensors(tensors: dict[str, Tensor], file: Path) -> None:
 def tokenizer_source(data: DataConfig, model_path: str) -> Path | None:
     """Return the `tokenizer.json` of a trained model; None where the run used plain bytes, or there is none. Records of
     token ids were presumably made by the model's own tokeniser."""
-    if data.tokenizer in (None, BYTES) and not trains_given_ids(data):
+    if data.tokenizer in (None, BYTES) and not reads_token_ids(data):
         return None
     named = None if data.tokenizer in (None, BYTES) else local_path(data.tokenizer, "data.tokenizer", "tokenizer")
     path = model_directory(model_path) if named is None else Path(named)
@@ -61,17 +61,17 @@ def tokenizer_source(data: DataConfig, model_path: str) -> Path | None:
     return file if file.is_file() else None
 
 
-def tokenizer_note(directory: Path, data: DataConfig, model_path: str) -> str:
+def exported_tokenizer_note(directory: Path, data: DataConfig, model_path: str) -> str:
     """Describe an exported model's tokeniser, for a log, with a warning where transformers would load another one."""
     source = tokenizer_source(data, model_path)
     if source is not None:
         return f"with the tokeniser of {source.parent}{_difference(directory, FileTokenizer(source), data)}"
     return "without a tokeniser: " + (
-        "records hold token ids" if trains_given_ids(data) else "it trained on plain bytes"
+        "records hold token ids" if reads_token_ids(data) else "it trained on plain bytes"
     )
 
 
-def require_same_ids(tokenizer: DocumentTokenizer) -> None:
+def require_same_token_ids(tokenizer: DocumentTokenizer) -> None:
     """Raise `ConfigError` for settings by which transformers makes other ids than `tokenizer.json` says. Its class
     `PreTrainedTokenizerFast` takes the file as it is, as we do; others rebuild parts of it from their own settings."""
     if not isinstance(tokenizer, FileTokenizer) or not tokenizer.has_settings or tokenizer.path.name != TOKENIZER_FILE:
@@ -136,7 +136,7 @@ def copy_tokenizer(directory: Path, data: DataConfig, model_path: str) -> None:
             _write_settings(directory, data)
         ended = ByteTokenizer() if source is None else FileTokenizer(directory, data.eos_token)
         # Records of ids were ended by someone else.
-        if ended.eos_id is not None and (data.eos_token is not None or not trains_given_ids(data)):
+        if ended.eos_id is not None and (data.eos_token is not None or not reads_token_ids(data)):
             _write_end(directory, ended.eos_id)
         if data.chat_template is not None:
             _copy(Path(data.chat_template), directory / _TEMPLATE_FILE)
@@ -168,7 +168,7 @@ def _write_settings(directory: Path, data: DataConfig) -> None:
         backend = tokenizers.Tokenizer.from_file(str(tokenizer.path))
         before, after = (
             [(tokenizer.token_text(index) or "", index) for index in ids]
-            for ids in (opening, written_around(backend)[1])
+            for ids in (opening, post_processor_ids(backend)[1])
         )
         pieces = [*(text for text, _ in before), "$A", *(text for text, _ in after)]
         backend.post_processor = TemplateProcessing(single=pieces, special_tokens=[*before, *after])

@@ -53,10 +53,10 @@ class GradientReduction:
     def __init__(self, buffers: Sequence[FlatBuffer], mesh: Mesh, *, is_overlapped: bool = False) -> None:
         self._buffers, self._mesh = buffers, mesh
         self._is_overlapped = is_overlapped
-        self._has_wide_stages = mesh.layout.has_wide_stages
+        self._has_replicated_stages = mesh.layout.has_replicated_stages
         self._shards = [buffer.shard(buffer.grads, mesh.data_rank, mesh.data_size) for buffer in buffers]
         # From the end of the model to its start. Tied ends of wide stages are summed at once in `finish`.
-        summed = [at for at, buffer in enumerate(buffers) if not (buffer.tied and self._has_wide_stages)]
+        summed = [at for at, buffer in enumerate(buffers) if not (buffer.tied and self._has_replicated_stages)]
         self._left = sorted(summed if mesh.data_size > 1 else [], key=lambda at: -buffers[at].unit)
         self._queued: list[int] = []  # units
         self._released: set[int] = set()
@@ -85,7 +85,7 @@ class GradientReduction:
             if buffer.tied:
                 assert mesh.tie is not None
                 # Ends with different numbers of ranks have other shards: sum the whole weight.
-                tied = buffer.grads[: buffer.num_elements] if self._has_wide_stages else shard
+                tied = buffer.grads[: buffer.num_elements] if self._has_replicated_stages else shard
                 dist.all_reduce(tied, op=dist.ReduceOp.SUM, group=mesh.tie)
         whole = [shard for buffer, shard in zip(buffers, shards, strict=True) if not buffer.is_part]
         if mesh.tensor is not None and whole:

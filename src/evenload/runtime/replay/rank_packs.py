@@ -1,4 +1,4 @@
-"""`RankPacks` holds a plan's packs as one rank computes them: its rows, their tokens, and how they attend.
+"""`RankPackTokens` holds a plan's packs as one rank computes them: its rows, their tokens, and how they attend.
 
 Where a replica's rank runs a pack alone, its rows are the pack's slices. Where a group shares it (`parallel.cp`,
 DP-Merge), they are the token ranges of `stepplan.rank_rows`, and attention goes through the group. Price: about 10 ns a
@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evenload.data.blocks import TokenTable, table_of
+from evenload.data.blocks import TokenTable, as_token_table
 from evenload.errors import InvalidPlanError
 from evenload.feed.collate import collate_pack, collate_ranges
 from evenload.runtime.comm.cp_groups import ContextGroup
@@ -57,11 +57,11 @@ class RankStep:
     """Holds one rank's prepared part of a step (`runtime.step_source`), for one run."""
 
     plan: StepPlan
-    packs: "RankPacks"
+    packs: "RankPackTokens"
     order: TransferOrder
 
 
-class RankPacks:
+class RankPackTokens:
     """Holds one step's packs on one rank; `InvalidPlanError` for an unknown group, or a sharding that cannot run."""
 
     def __init__(
@@ -110,9 +110,9 @@ class RankPacks:
                     stored[doc_id] = rows.num_tokens if holds_all else rows.rows_before(rank, rows.num_tokens)
         return stored
 
-    def collate(self, tokens: Mapping[int, NDArray[np.int32]], only: Container[int] | None = None) -> "RankPacks":
+    def collate(self, tokens: Mapping[int, NDArray[np.int32]], only: Container[int] | None = None) -> "RankPackTokens":
         """Make the tokens of all packs, or those of some indices, from the replica's documents; return itself."""
-        documents = table_of(tokens)
+        documents = as_token_table(tokens)
         for pack in (*self._packs.forward, *self._packs.backward):
             if only is None or pack.index in only:
                 self._collated[pack.direction, pack.index] = self._pack_tokens(pack, documents)

@@ -209,7 +209,7 @@ class Validator:
 
     def _maker(self, planner: StepPlanner, mesh: Mesh) -> StepMaker:
         options = msgspec.structs.replace(planner.options, policy="replay")
-        assert options.max_pack_tokens is not None, "`run_planner` decides it"
+        assert options.max_pack_tokens is not None, "`make_planner` decides it"
         planner = StepPlanner(
             planner.costs.model, planner.costs.coefficients, planner.layout, None, options, host=planner.host
         )

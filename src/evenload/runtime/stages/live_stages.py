@@ -30,16 +30,16 @@ from evenload.config.optimizer import OptimizerConfig
 from evenload.config.sections import RunConfig
 from evenload.config.train_config import ModelConfig
 from evenload.cost.coefficients import CopySpec, CostCoefficients
-from evenload.cost.validity import completed_between_layouts
+from evenload.cost.validity import fill_between_layouts
 from evenload.errors import ConfigError
 from evenload.feed.step_maker import PlannedStep
 from evenload.plan.layouts.flex_planner import FlexPlanner
-from evenload.plan.layouts.measured_layouts import KnownAfter, LayoutTrack
+from evenload.plan.layouts.measured_layouts import LayoutMonitor, MeasuredAfter
 from evenload.plan.layouts.moves import Moves, SwitchPieces, pipeline_ranks, shared_bytes, shared_pieces
 from evenload.plan.layouts.switch_prices import stall_seconds, state_seconds
 from evenload.runtime.comm.mesh import Mesh, Meshes, most_of_ranks
 from evenload.runtime.comm.watch import Background
-from evenload.runtime.device import wait_for
+from evenload.runtime.device import synchronize_device
 from evenload.runtime.model.hf_model import StageModel
 from evenload.runtime.optim.optimizer import ShardedOptimizer
 from evenload.runtime.optim.parameter_units import BufferGroup, buffer_groups, flatten_units, frozen_bytes
@@ -271,7 +271,7 @@ class LiveStages:
         assert self._arrival is None, "optimizer state of the switch before has not been waited for"
         old, moves = self.mesh, self._moves_to(mesh)
         largest = max(old.layout, mesh.layout, key=lambda layout: layout.world_size)
-        links = completed_between_layouts(coefficients, largest)[0]
+        links = fill_between_layouts(coefficients, largest)[0]
         self._num_steps = optimizer.num_steps
         before: dict[int, dict[str, Tensor]] = {}
         for name, buffer, shard in optimizer.state_tensors():
@@ -293,7 +293,7 @@ class LiveStages:
         memory = [self._pieces[index].drop() for index in lost]
         self.mesh = mesh  # whose tensor-parallel group the new stages take: a rank that was idle had none
         self.held = self._arranged(mesh)
-        wait_for(mesh.device)
+        synchronize_device(mesh.device)
         self._switch = Switch(
             before=old.layout.describe(),
             after=mesh.layout.describe(),
@@ -454,12 +454,12 @@ class Monitor:
     """Follows the layouts of one run from `start` on; plans may be made `steps_ahead` of training."""
 
     def __init__(
-        self, planner: FlexPlanner, start: ParallelLayout, steps_ahead: int, known: Sequence[KnownAfter]
+        self, planner: FlexPlanner, start: ParallelLayout, steps_ahead: int, known: Sequence[MeasuredAfter]
     ) -> None:
         self._planner, self._layout = planner, start
-        self.track = LayoutTrack(steps_ahead, known) if planner.options.follow_measured else None
+        self.track = LayoutMonitor(steps_ahead, known) if planner.options.follow_measured else None
 
-    def known(self) -> tuple[KnownAfter, ...]:
+    def known(self) -> tuple[MeasuredAfter, ...]:
         """Return what a checkpoint keeps."""
         return () if self.track is None else self.track.known()
 

@@ -131,7 +131,7 @@ class RankState:
     def _replicas(self) -> str:
         return f"the ranks that hold stage {self.mesh.pipeline_stage}"
 
-    def looking_ahead(self, coming: Callable[[], ParallelLayout | None], headroom_bytes: int) -> Callable[[], None]:
+    def preallocating(self, coming: Callable[[], ParallelLayout | None], headroom_bytes: int) -> Callable[[], None]:
         """Return a function to call often in a step: it prepares a coming change of layout in so many bytes."""
         return (lambda: None) if self.live is None else functools.partial(self.live.preallocate, coming, headroom_bytes)
 
