@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from evenload.bench.runs import BenchResult
+from evenload.bench.results import BenchResult
 from harness import Row, run
 from setups import ROOT
 

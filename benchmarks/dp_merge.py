@@ -25,7 +25,7 @@ from cpu_ranks import cpu_rank, leave, llama, spawn_ranks, write_run
 from evenload.calibrate.calibrate import calibrate
 from evenload.config.train_config import layout_of, load_train_config
 from evenload.runtime.comm.mesh import create_meshes
-from evenload.runtime.model.configured import model_spec
+from evenload.runtime.model.model_config import model_spec
 from evenload.runtime.step_metrics import StepReport
 from evenload.runtime.trainer import Trainer
 from harness import Row, median_ratio, run

@@ -35,7 +35,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from cpu_ranks import write_token_run
-from evenload.bench.runs import BenchResult
+from evenload.bench.results import BenchResult
 from harness import Row, commit_name, run
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))

@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 from transformers import LlamaConfig
 
-from evenload.bench.runs import BenchResult
+from evenload.bench.results import BenchResult
 from evenload.errors import ConfigError
 from evenload.plan.strategies.registry import strategy_named
 from evenload.report.units import format_change, format_seconds

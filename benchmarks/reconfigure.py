@@ -38,7 +38,7 @@ from evenload.feed.step_maker import PlannedStep, StepMaker
 from evenload.plan.layouts.measured_layouts import MeasuredLayouts
 from evenload.plan.planner import RunPlanner
 from evenload.runtime.comm.mesh import create_meshes, warm_up
-from evenload.runtime.model.configured import model_spec
+from evenload.runtime.model.model_config import model_spec
 from evenload.runtime.stages.live_stages import Switch
 from evenload.runtime.step_source import prepared_step
 from evenload.runtime.trainer import Trainer

@@ -34,7 +34,7 @@ from evenload.config.layouts import layouts_of
 from evenload.config.train_config import TrainConfig, load_train_config
 from evenload.cost.coefficients import CostCoefficients
 from evenload.runtime.comm.mesh import Meshes, create_meshes, warm_up
-from evenload.runtime.model.configured import model_spec
+from evenload.runtime.model.model_config import model_spec
 from evenload.runtime.trainer import Trainer
 from evenload.types.base import Frozen
 from harness import Row, median_ratio, run

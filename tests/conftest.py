@@ -35,7 +35,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def float64_throughout():
     """Let float64 models compute without transformers' roundings to float32, which differ from processor to processor,
     in this process and in all ranks (`exact_ranks`)."""
-    from evenload.check.runner import exact_casts
+    from evenload.check.smaller_run import exact_casts
 
     with exact_casts():
         yield

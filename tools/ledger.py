@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from evenload.bench.runs import BatchRun, BenchInputs, BenchResult, MachineLoad
+from evenload.bench.results import BatchRun, BenchInputs, BenchResult, MachineLoad
 from evenload.config.keys import plan_options
 from evenload.cost.coefficients import CostCoefficients, read_coefficients
 from evenload.errors import ConfigError, DataError, unreadable

@@ -14,7 +14,7 @@ from statistics import mean, median
 
 import numpy as np
 
-from evenload.bench.runs import QUIET_SPREAD, QUIET_WAITED_SHARE
+from evenload.bench.results import QUIET_SPREAD, QUIET_WAITED_SHARE
 from evenload.explore.prediction_interval import DATA_SHEET_ERROR, MEASURED_ERROR, encode_intervals
 from evenload.plan.strategies.registry import strategy_named
 from ledger import LedgerRow, current_rows, read_ledger

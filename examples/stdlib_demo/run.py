@@ -24,7 +24,7 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
-from evenload.bench.runs import BenchResult
+from evenload.bench.results import BenchResult
 from evenload.config.train_config import TrainConfig, load_train_config
 from evenload.data.tokenize import train_byte_pair_tokenizer
 from evenload.types.text import counted

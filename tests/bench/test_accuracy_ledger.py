@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from bench_samples import batch_run, ledger_row, result_of, runs
-from evenload.bench.runs import BenchResult, recorded_batch
+from evenload.bench.results import BenchResult, recorded_batch
 from evenload.errors import ConfigError, DataError
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem import PlanOptions

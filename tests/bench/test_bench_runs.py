@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from bench_samples import batch_run, result_of, runs
-from evenload.bench.runs import measured_ratio, pack_errors, task_seconds
+from evenload.bench.results import measured_ratio, pack_errors, task_seconds
 from evenload.types.plan import PackTimes
 from report_samples import make_timeline
 

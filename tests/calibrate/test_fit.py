@@ -16,7 +16,7 @@ from evenload.calibrate.kernels import TOKENS
 from evenload.calibrate.profile import _best_tile
 from evenload.calibrate.rounds import GRID, QUICK_ROUNDS, Sample, pack_features, rounds_up_to
 from evenload.cost.coefficients import Noise
-from evenload.cost.groups import WEIGHT_RINGS
+from evenload.cost.group_transfers import WEIGHT_RINGS
 from evenload.types.cluster import LinkSpec
 from evenload.types.layout import even_layout
 

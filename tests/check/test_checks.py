@@ -19,9 +19,9 @@ from check_cases import (
 )
 from dist_training import COSTS
 from evenload.check.checks import check_ledger, check_memory, survey_batches
-from evenload.check.runner import Verdict, checked_scope, exact_casts, exit_code
+from evenload.check.smaller_run import Verdict, checked_scope, exact_casts, exit_code
 from evenload.config.train_config import layout_of, load_train_config
-from evenload.runtime.model.configured import load_config, model_spec
+from evenload.runtime.model.model_config import load_config, model_spec
 from evenload.runtime.model.weight_files import stored_weights
 from evenload.types.text import format_bytes
 from other_rounding import rounded_up

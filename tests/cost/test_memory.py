@@ -21,7 +21,7 @@ from evenload.cost.layer_counts import (
 )
 from evenload.cost.memory import ReplicaPacks, parameters_per_rank, pipeline_bytes, static_bytes
 from evenload.cost.pack_cost import PackCosts
-from evenload.cost.pipeline_tasks import pipeline_tasks
+from evenload.cost.pack_pricing import pipeline_tasks
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem import PlanOptions
 from evenload.types.cluster import LinkSpec

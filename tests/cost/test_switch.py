@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cost_samples import sample_coefficients, sample_model
+from evenload.cost.layout_switch import ReceiveSeconds, _holds, _missing_bytes, _state_of, _weights_of, switch_seconds
 from evenload.cost.memory import embedding_parameters, layer_parameters, optimizer_bytes_per_parameter
-from evenload.cost.switch import ReceiveSeconds, _holds, _missing_bytes, _state_of, _weights_of, switch_seconds
 from evenload.errors import ConfigError
 from evenload.types.cluster import LinkSpec
 from evenload.types.layout import ParallelLayout, split_layout

@@ -8,7 +8,7 @@ from tokenizers import processors
 from transformers import AutoTokenizer
 
 from chat_cases import MISTRAL, encoder_config, train_chat_tokenizer
-from evenload.data.open_encoder import open_encoder
+from evenload.data.chat_encoding import open_encoder
 from evenload.data.tokenize import FileTokenizer
 from evenload.errors import ConfigError
 

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from chat_cases import CHATML, FORGETFUL, LLAMA, MISTRAL, TEMPLATES, chat, encoder_config, train_chat_tokenizer
+from evenload.data.chat_encoding import Chats, ChatTemplate, open_encoder, read_messages
 from evenload.data.encoders import RecordProblem
-from evenload.data.open_encoder import Chats, ChatTemplate, open_encoder, read_messages
 from evenload.data.tokenize import ByteTokenizer, FileTokenizer
 from evenload.errors import ConfigError
 

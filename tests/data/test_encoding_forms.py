@@ -6,8 +6,8 @@ import pickle
 import pytest
 
 from chat_cases import CHATML, LLAMA, MISTRAL, chat, encoder_config
+from evenload.data.chat_encoding import Chats, ChatTemplate, open_encoder, read_messages
 from evenload.data.encoders import RecordProblem
-from evenload.data.open_encoder import Chats, ChatTemplate, open_encoder, read_messages
 from evenload.data.tokenize import ByteTokenizer
 
 ARGUMENTS = {"city": "Köln", "days": [1, 2.5], "unit": None}

@@ -6,8 +6,8 @@ from hypothesis import find, given, settings
 from hypothesis import strategies as st
 
 from chat_cases import CHATML, chat, encoder_config, train_chat_tokenizer
+from evenload.data.chat_encoding import open_encoder
 from evenload.data.encoders import RecordProblem
-from evenload.data.open_encoder import open_encoder
 from evenload.data.tokenize import ByteTokenizer, FileTokenizer
 
 texts = st.text(alphabet=st.sampled_from("anod \n三😀"), max_size=8)

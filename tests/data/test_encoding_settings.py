@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chat_cases import CHATML, LLAMA, MISTRAL, chat, encoder_config, train_chat_tokenizer
+from evenload.data.chat_encoding import open_chat_template, open_encoder
 from evenload.data.encoders import RecordProblem
-from evenload.data.open_encoder import open_chat_template, open_encoder
 from evenload.data.tokenize import FileTokenizer, open_tokenizer, train_byte_pair_tokenizer
 from evenload.errors import ConfigError
 

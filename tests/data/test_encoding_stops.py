@@ -8,7 +8,7 @@ import tokenizers
 
 from chat_cases import CHATML, TEMPLATES, chat, encoder_config, train_chat_tokenizer
 from evenload import PackedLoader
-from evenload.data.open_encoder import stop_warnings
+from evenload.data.chat_encoding import stop_warnings
 from evenload.data.tokenize import ByteTokenizer, FileTokenizer
 from evenload.errors import ConfigError
 

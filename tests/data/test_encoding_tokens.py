@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from chat_cases import encoder_config, train_chat_tokenizer
+from evenload.data.chat_encoding import open_encoder
 from evenload.data.encoders import RecordProblem, TokenIds, tokens_in
-from evenload.data.open_encoder import open_encoder
 from evenload.data.records import Column, ValueProblem, convert_value
 
 IDS = Column("input_ids", "tokens", "data.tokens_column")

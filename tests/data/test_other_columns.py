@@ -8,10 +8,10 @@ from datasets import Dataset
 
 from chat_cases import CHATML
 from corpus_files import data_config
+from evenload.data.chat_encoding import open_encoder
 from evenload.data.config import DataConfig
 from evenload.data.encoders import RecordProblem
 from evenload.data.loader import GlobalBatchLoader
-from evenload.data.open_encoder import open_encoder
 from evenload.data.part_files import open_part
 from evenload.data.records import OtherColumnError, record_columns
 from evenload.errors import DataError

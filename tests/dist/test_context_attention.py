@@ -9,7 +9,7 @@ from context_cases import DIM, GROUPS, HEADS, attend_shared_packs, document_tens
 from context_plans import RULES, context_plan, merged_plan
 from cost_samples import sample_coefficients
 from evenload.cost.pack_cost import PackCosts
-from evenload.stepplan.plan_tasks import replica_columns
+from evenload.stepplan.resimulation import replica_columns
 from evenload.stepplan.validate import validate_plan
 from evenload.types.cluster import LinkSpec
 from evenload.types.layout import even_layout

@@ -17,8 +17,8 @@ from dist_training import train_steps
 from evenload.config.train_config import load_train_config
 from evenload.data.loader import GlobalBatchLoader
 from evenload.errors import ConfigError
-from evenload.runtime.model.configured import load_config
 from evenload.runtime.model.hf_model import build_stage_model
+from evenload.runtime.model.model_config import load_config
 from reference_training import tiny_config
 from training_cases import loss_of, write_training_config
 

@@ -14,8 +14,8 @@ from evenload.cli.worker_setup import require_runnable
 from evenload.config.train_config import TrainConfig, layout_of, load_train_config
 from evenload.errors import ConfigError
 from evenload.runtime.comm.mesh import create_meshes
-from evenload.runtime.model.configured import load_config, model_spec
 from evenload.runtime.model.hf_model import build_stage_model
+from evenload.runtime.model.model_config import load_config, model_spec
 from evenload.runtime.optim.optimizer import ShardedOptimizer, orthogonalised
 from evenload.runtime.optim.parameter_units import flatten_units
 from gloo_pool import TIMEOUT_S

@@ -18,7 +18,7 @@ from evenload.data.batches import decode_state
 from evenload.data.loader import GlobalBatchLoader
 from evenload.errors import ConfigError
 from evenload.runtime.checkpoint.checkpoint import Progress
-from evenload.runtime.model.configured import load_config
+from evenload.runtime.model.model_config import load_config
 from quick_calibration import quick_calibration
 from sweeps import sweep
 from training_cases import STEPS, UNEVEN_TEXTS, loss_of, plain_losses, write_training_config

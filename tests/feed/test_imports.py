@@ -38,7 +38,7 @@ def test_a_loader_imports_the_planner_and_the_data_room_only(tmp_path):
 def test_feed_imports_no_planner():
     program = """
         import sys
-        import evenload.feed.step_maker, evenload.feed.collate, evenload.feed.read_ahead
+        import evenload.feed.step_maker, evenload.feed.collate, evenload.feed.prefetcher
         print(*{name.split(".")[1] for name in sys.modules if name.startswith("evenload.")})
     """
     assert "plan" not in run(program)

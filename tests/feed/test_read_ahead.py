@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 
-from evenload.feed.read_ahead import Prefetcher
+from evenload.feed.prefetcher import Prefetcher
 
 
 class Counter:
@@ -106,7 +106,7 @@ def test_the_process_ends_after_what_is_being_made():
     """A thread inside a collective when the interpreter goes away aborted the process ("terminate called ...")."""
     code = """
 import time
-from evenload.feed.read_ahead import Prefetcher
+from evenload.feed.prefetcher import Prefetcher
 
 def make():
     time.sleep(0.3)

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from bench_samples import batch_run, result_of, runs
-from evenload.bench.runs import MachineLoad
+from evenload.bench.results import MachineLoad
 from evenload.config.train_config import layout_of, load_train_config
-from evenload.runtime.model.configured import model_spec
+from evenload.runtime.model.model_config import model_spec
 
 ROOT = Path(__file__).parents[2]
 

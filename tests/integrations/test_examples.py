@@ -11,7 +11,7 @@ import pytest
 from engine_examples import losses, write_pages
 from evenload.config.train_config import layout_of, load_train_config
 from evenload.data.hub import model_from
-from evenload.runtime.model.configured import load_config, model_spec
+from evenload.runtime.model.model_config import load_config, model_spec
 from evenload.types.model import MODELS
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

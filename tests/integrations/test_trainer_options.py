@@ -13,7 +13,7 @@ from test_loader_inputs import tokenizer  # noqa: F401
 from test_trainer import WEIGHTS, reference_run, sft  # noqa: F401
 from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
 
-from evenload.check.runner import Float64Casts
+from evenload.check.smaller_run import Float64Casts
 from evenload.errors import ConfigError, UnsupportedModelError
 from evenload.integrations.trainer import _OTHERWISE
 from packed_cases import documents_of, loader_of, reference_gradient, tiny_model, tokens_of, write_texts

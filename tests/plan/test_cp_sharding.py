@@ -15,7 +15,7 @@ from evenload.cost.pack_split import rank_seconds
 from evenload.plan.cp_sharding import possible_shardings
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem import PlanOptions
-from evenload.stepplan.rank_rows import RankRanges, joined, ranges_by_owner, ranges_per_sequence, ranked_packs
+from evenload.stepplan.cp_rows import RankRanges, joined, ranges_by_owner, ranges_per_sequence, ranked_packs
 from evenload.types.cluster import LinkSpec
 from evenload.types.columns import SliceColumns, WorkCurve
 from evenload.types.document import PackSharding

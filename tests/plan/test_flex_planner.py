@@ -5,13 +5,13 @@ import numpy as np
 import pytest
 
 from cost_samples import documents, reduction_seconds, sample_coefficients, sample_model
-from evenload.cost.switch import switch_seconds
+from evenload.cost.layout_switch import switch_seconds
 from evenload.errors import ConfigError, InfeasiblePlanError
 from evenload.explore.batches import SampledBatch
 from evenload.explore.evaluate import StrategyPlanners, evaluate_strategies
 from evenload.explore.timelines import split_proposal
 from evenload.plan.layouts.flex_planner import FlexPlanner
-from evenload.plan.layouts.fmop import FlexState
+from evenload.plan.layouts.layout_decision import FlexState
 from evenload.plan.layouts.measured_layouts import MeasuredLayouts
 from evenload.plan.layouts.moves import SwitchPieces, model_pieces
 from evenload.plan.layouts.switch_prices import switch_memory

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenload.errors import ConfigError
-from evenload.plan.layouts.fmop import Decision, FlexState, Outlook, decide, state_after
+from evenload.plan.layouts.layout_decision import Decision, FlexState, Outlook, decide, state_after
 from evenload.plan.layouts.layout_plans import LayoutOutcome
 from evenload.plan.strategies.flexpipe import FlexOptions
 from evenload.types.layout import even_layout

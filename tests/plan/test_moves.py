@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from cost_samples import sample_coefficients, sample_model
 from evenload.cost.coefficients import CopySpec
+from evenload.cost.layout_switch import _holds, _missing_bytes, _state_of, _weights_of, switch_seconds
 from evenload.cost.memory import embedding_parameters, layer_parameters, optimizer_bytes_per_parameter, static_bytes
-from evenload.cost.switch import _holds, _missing_bytes, _state_of, _weights_of, switch_seconds
 from evenload.errors import ConfigError
 from evenload.plan.layouts.moves import (
     Move,

@@ -13,7 +13,7 @@ from cost_samples import BACKWARD, FORWARD, sample_coefficients, sample_model
 from evenload.cost.layer_counts import OFFLOAD
 from evenload.cost.memory import ReplicaPacks
 from evenload.cost.pack_cost import PackCosts
-from evenload.cost.pipeline_tasks import pipeline_tasks
+from evenload.cost.pack_pricing import pipeline_tasks
 from evenload.errors import ConfigError
 from evenload.types.cluster import LinkSpec
 from evenload.types.columns import SliceColumns

@@ -14,8 +14,8 @@ from evenload.cost.pack_cost import PackCosts
 from evenload.errors import ConfigError, InvalidPlanError
 from evenload.explore.timelines import detailed_timeline, split_proposal, split_step_of_plan
 from evenload.plan.layouts.flex_planner import FlexPlanner
-from evenload.plan.layouts.hbsa import ReplicatedStageCosts, best_replicated_mapping
 from evenload.plan.layouts.mapping_cost import BatchCosts, BatchLengths, MappingCosts, layer_costs
+from evenload.plan.layouts.mapping_search import ReplicatedStageCosts, best_replicated_mapping
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem import PlanOptions
 from evenload.plan.strategies.registry import STRATEGIES

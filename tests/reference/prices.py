@@ -7,13 +7,13 @@ from numpy.typing import NDArray
 
 from evenload.cost.memory import ReplicaPacks, pipeline_bytes
 from evenload.cost.pack_cost import PackCosts
-from evenload.cost.pipeline_tasks import divide_backward, gather_seconds, weight_seconds
+from evenload.cost.pack_pricing import divide_backward, gather_seconds, weight_seconds
 from evenload.types.columns import SliceColumns
 from evenload.types.pipeline import PipelineTasks, SplitBackward
 
 
 def pipeline_tasks(costs: PackCosts, packs: ReplicaPacks, *, split: bool = False) -> PipelineTasks:
-    """Price as `evenload.cost.pipeline_tasks`."""
+    """Price as `evenload.cost.pack_pricing`."""
     forward, backward, num_tokens, policy = packs.forward, packs.backward, packs.num_tokens, packs.policy
     held = pipeline_bytes(costs.model, costs.layout, packs)
     is_cut = np.zeros(len(num_tokens), bool)

@@ -3,7 +3,7 @@
 import pytest
 
 from evenload.errors import ConfigError, UnsupportedModelError
-from evenload.runtime.model.configured import config_from, spec_of, with_few_layers
+from evenload.runtime.model.model_config import config_from, spec_of, with_few_layers
 from evenload.types.architectures import TRAINED
 from evenload.types.model import MODEL_TYPES, MODELS
 from reference_training import tiny_config

@@ -15,8 +15,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from evenload.data.chat_encoding import open_encoder
 from evenload.data.config import DataConfig
-from evenload.data.open_encoder import open_encoder
 from evenload.data.tokenize import FileTokenizer, train_byte_pair_tokenizer
 from evenload.errors import ConfigError
 from evenload.runtime.model.export_files import (

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 from evenload.config.train_config import load_train_config
 from evenload.cost.memory import parameters_per_rank, static_kinds
 from evenload.errors import ConfigError, UnsupportedModelError
-from evenload.runtime.model.configured import load_config, model_spec
 from evenload.runtime.model.hf_model import build_rank_models, build_stage_model, require_model
+from evenload.runtime.model.model_config import load_config, model_spec
 from evenload.runtime.model.supported import position_warning, require_positions
 from evenload.runtime.model.tensor_weights import require_tensor_parallel
 from evenload.runtime.optim.parameter_units import flatten_units

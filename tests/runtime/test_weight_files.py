@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from evenload.errors import ConfigError, EvenloadError, UnsupportedModelError
-from evenload.runtime.model.configured import load_config
 from evenload.runtime.model.hf_model import build_stage_model, require_model
+from evenload.runtime.model.model_config import load_config
 from evenload.runtime.model.weight_files import INDEX_FILE, SINGLE_FILE, stored_weights
 from reference_training import make_tokens, tiny_config
 from single_stage import packs_of, run_single_stage

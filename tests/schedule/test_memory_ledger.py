@@ -5,7 +5,7 @@ import numpy as np
 from cost_samples import sample_coefficients, sample_model
 from evenload.cost.memory import ReplicaPacks, bytes_by_kind
 from evenload.cost.pack_cost import PackCosts
-from evenload.cost.pipeline_tasks import pipeline_tasks
+from evenload.cost.pack_pricing import pipeline_tasks
 from evenload.schedule.packflow import packflow_static
 from evenload.schedule.simulate import memory_ledger, simulate, to_timeline
 from evenload.types.columns import SliceColumns

@@ -13,8 +13,8 @@ from evenload.explore.timelines import detailed_timeline, split_proposal
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem import PlanOptions
 from evenload.schedule.simulate import simulate
-from evenload.schedule.step_ends import SimulatedReplica, _completing_places, run_collectives, run_reductions
-from evenload.stepplan.plan_tasks import timed_tasks
+from evenload.schedule.step_collectives import SimulatedReplica, _completing_places, run_collectives, run_reductions
+from evenload.stepplan.resimulation import timed_tasks
 from evenload.types.columns import SliceColumns
 from evenload.types.document import Document
 from evenload.types.layout import even_layout

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from context_plans import RULES, context_plan, merged_plan
 from evenload.cost.pack_split import PerRankPacks
 from evenload.errors import InvalidPlanError
-from evenload.stepplan.plan_tasks import replica_columns
-from evenload.stepplan.rank_rows import PackRows, ranked_packs, replica_rows
+from evenload.stepplan.cp_rows import PackRows, ranked_packs, replica_rows
+from evenload.stepplan.resimulation import replica_columns
 from evenload.stepplan.validate import validate_plan
 from evenload.types.plan import StepPlan, seal
 

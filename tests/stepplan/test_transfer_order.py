@@ -15,7 +15,7 @@ from context_plans import merged_plan
 from evenload.errors import InvalidPlanError
 from evenload.schedule.simulate import simulate
 from evenload.schedule.static_schedules import gpipe, interleaved_one_f_one_b, one_f_one_b
-from evenload.stepplan.plan_tasks import timed_tasks
+from evenload.stepplan.resimulation import timed_tasks
 from evenload.stepplan.transfer_order import LAG, action_places, freed_sends
 from evenload.types.document import Slice
 from evenload.types.layout import even_layout, sending_channels

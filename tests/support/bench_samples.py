@@ -1,7 +1,7 @@
 """Small hand-made results of a comparison."""
 
 from cost_samples import sample_coefficients, sample_model
-from evenload.bench.runs import (
+from evenload.bench.results import (
     BatchRun,
     BenchInputs,
     BenchResult,

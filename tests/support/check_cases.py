@@ -11,11 +11,11 @@ from torch import nn
 from dist_training import COSTS
 from evenload.attention.backends import select_backend
 from evenload.check.checks import _shared_plans, check_invariance, check_isolation, check_resume
-from evenload.check.runner import StepRunner, Verdict, checked_scope
+from evenload.check.smaller_run import StepRunner, Verdict, checked_scope
 from evenload.config.train_config import TrainConfig, layout_of, load_train_config
 from evenload.data.loader import GlobalBatchLoader
 from evenload.runtime.comm.mesh import Mesh, create_meshes
-from evenload.runtime.model.configured import model_spec
+from evenload.runtime.model.model_config import model_spec
 from evenload.runtime.trainer import Trainer
 from gloo_pool import TIMEOUT_S
 from other_rounding import rounded_up

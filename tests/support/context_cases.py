@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from evenload.attention.backends import select_backend
 from evenload.attention.range_attention import Scoring, work_dtype
-from evenload.runtime.comm.cp_groups import ContextGroup, Transfer, create_context_groups
+from evenload.runtime.comm.rank_groups import ContextGroup, Transfer, create_context_groups
 from evenload.runtime.comm.watch import RankWatch
 from evenload.runtime.replay.context_attention import AttentionCall, LocalAttention, rows_of
 from evenload.runtime.replay.rank_packs import RankPackTokens

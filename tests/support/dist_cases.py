@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from dist_training import COSTS
-from evenload.check.runner import gathered_gradients
+from evenload.check.smaller_run import gathered_gradients
 from evenload.config.optimizer import OptimizerConfig
 from evenload.config.sections import LoraConfig, RunConfig
 from evenload.config.train_config import ModelConfig

@@ -13,7 +13,7 @@ from evenload.config.train_config import load_train_config
 from evenload.cost.coefficients import CostCoefficients, OverlapCost, PassCoefficients
 from evenload.runtime.checkpoint.checkpoint import TensorState, run_tensors
 from evenload.runtime.comm.mesh import create_meshes
-from evenload.runtime.model.configured import model_spec
+from evenload.runtime.model.model_config import model_spec
 from evenload.runtime.stages.live_stages import Switch
 from evenload.runtime.step_metrics import StepReport
 from evenload.runtime.trainer import Trainer

@@ -16,7 +16,7 @@ from evenload.config.train_config import layout_of, load_train_config
 from evenload.errors import EvenloadError
 from evenload.plan.planner import StepPlanner
 from evenload.runtime.comm.mesh import create_meshes
-from evenload.runtime.model.configured import model_spec
+from evenload.runtime.model.model_config import model_spec
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.runtime.trainer import Trainer
 

@@ -4,7 +4,7 @@
 """
 
 from evenload.schedule.simulate import join_timelines, simulate, to_timeline
-from evenload.stepplan.plan_tasks import replica_columns, tasks_of_columns
+from evenload.stepplan.resimulation import replica_columns, tasks_of_columns
 from evenload.types.model import ModelSpec
 from evenload.types.pipeline import action_columns
 from evenload.types.plan import StepPlan

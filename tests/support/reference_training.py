@@ -1,6 +1,6 @@
 """Plain training with transformers' own attention, document by document: what everything must equal.
 
-Plain training and ours both run under `evenload.check.runner` (tests/conftest.py), so that in float64 nothing but
+Plain training and ours both run under `evenload.check.smaller_run` (tests/conftest.py), so that in float64 nothing but
 float64's own rounding is left.
 """
 

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from evenload.config.train_config import TrainConfig
 from evenload.data.loader import GlobalBatchLoader
-from evenload.runtime.model.configured import load_config
 from evenload.runtime.model.hf_model import build_stage_model
+from evenload.runtime.model.model_config import load_config
 from reference_training import tiny_config
 
 STEPS = 4

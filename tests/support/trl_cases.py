@@ -7,7 +7,7 @@ from unittest import mock
 import trl
 from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 
-from evenload.check.runner import Float64Casts
+from evenload.check.smaller_run import Float64Casts
 from evenload.integrations.trainer import PackedTrainerMixin
 from trainer_cases import PLAIN
 from trainer_engine_cases import Recording

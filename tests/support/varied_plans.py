@@ -11,7 +11,7 @@ from evenload.cost.memory import bytes_by_kind
 from evenload.schedule.packflow import packflow_list
 from evenload.schedule.simulate import memory_ledger
 from evenload.schedule.static_schedules import zero_bubble_h1
-from evenload.stepplan.plan_tasks import replica_columns, tasks_of_columns
+from evenload.stepplan.resimulation import replica_columns, tasks_of_columns
 from evenload.stepplan.validate import validate_plan
 from evenload.types.layout import ParallelLayout, even_layout
 from evenload.types.model import ModelSpec

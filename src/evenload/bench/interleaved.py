@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 import numpy as np
 
-from evenload.bench.runs import (
+from evenload.bench.results import (
     BatchRun,
     MachineLoad,
     RecordedBatch,

@@ -52,7 +52,7 @@ from evenload.cost.coefficients import (
     read_coefficients,
     write_coefficients,
 )
-from evenload.cost.groups import weight_gather_seconds
+from evenload.cost.group_transfers import weight_gather_seconds
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.types.cluster import LinkSpec

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from evenload.check.runner import STEPS, Scope, Seen, StepRunner, Verdict, exact_casts, judged, skipped
+from evenload.check.smaller_run import STEPS, Scope, Seen, StepRunner, Verdict, exact_casts, judged, skipped
 from evenload.config.planner import host_memory_of_run, make_planner, options_of_run
 from evenload.config.train_config import TrainConfig, layout_of
 from evenload.cost.coefficients import CostCoefficients
@@ -47,8 +47,8 @@ from evenload.plan.planner import StepPlanner
 from evenload.plan.strategies.baselines import BALANCED, BEST_FIT, PADDED
 from evenload.plan.strategies.slimpack import SLIMPACK, SlimpackOptions
 from evenload.runtime.comm.mesh import Mesh
-from evenload.runtime.model.configured import load_config, model_spec
 from evenload.runtime.model.hf_model import build_stage_model
+from evenload.runtime.model.model_config import load_config, model_spec
 from evenload.runtime.model.supported import attention_soft_cap
 from evenload.runtime.trainer import Trainer
 from evenload.stepplan.validate import validate_plan

@@ -9,7 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from evenload.bench.runs import BenchResult
+from evenload.bench.results import BenchResult
 from evenload.cli import launch
 from evenload.cli.options import (
     ConfigOptions,

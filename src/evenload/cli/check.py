@@ -15,7 +15,7 @@ from evenload.cli.options import ConfigOptions, calibration_cache, command_of
 from evenload.errors import require_train_extra
 
 if TYPE_CHECKING:
-    from evenload.check.runner import Verdict
+    from evenload.check.smaller_run import Verdict
 
 _STYLES = {"pass": "bold green", "fail": "bold red", "skipped": "yellow"}
 
@@ -32,7 +32,7 @@ def run_check(request: ConfigOptions) -> None:
     launch.require_own_launch("evenload check")
     started_s = time.perf_counter()
     content = launch.measure("evenload check", "check", request.load(), calibration_cache())
-    from evenload.check.runner import Verdict, exit_code
+    from evenload.check.smaller_run import Verdict, exit_code
 
     verdicts = msgspec.json.decode(content, type=list[Verdict])
     _show(verdicts, time.perf_counter() - started_s)

@@ -16,10 +16,10 @@ from transformers import PretrainedConfig
 
 from evenload.attention.backends import select_backend
 from evenload.bench.interleaved import run_interleaved
-from evenload.bench.runs import BenchInputs, BenchResult, StrategyRuns, loss_difference, option_tables_of
+from evenload.bench.results import BenchInputs, BenchResult, StrategyRuns, loss_difference, option_tables_of
 from evenload.calibrate.profile import ProfileTask, partial_path, profile
 from evenload.check.checks import run_checks
-from evenload.check.runner import Scope, checked_scope
+from evenload.check.smaller_run import Scope, checked_scope
 from evenload.cli.bench import BenchRequest
 from evenload.cli.comparison import step_view
 from evenload.cli.options import parse_layout, print_lines, progress_bar
@@ -52,8 +52,8 @@ from evenload.report.html import write_report
 from evenload.report.run_report import RunReport, RunSection
 from evenload.report.units import format_change
 from evenload.runtime.device import require_device, resident_bytes
-from evenload.runtime.model.configured import config_from, load_config, model_spec, spec_of, with_few_layers
 from evenload.runtime.model.hf_model import build_rank_models, build_stage_model
+from evenload.runtime.model.model_config import config_from, load_config, model_spec, spec_of, with_few_layers
 from evenload.runtime.model.supported import attention_soft_cap, position_warning
 from evenload.runtime.model.tensor_weights import require_tensor_parallel
 from evenload.runtime.optim.parameter_units import flatten_units

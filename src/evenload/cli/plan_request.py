@@ -18,9 +18,9 @@ from rich.markup import escape
 from evenload.cli.options import COUNTS, argument, option, parse_tokens
 from evenload.config.keys import set_options
 from evenload.config.train_config import TrainConfig, load_train_config
+from evenload.data.chat_encoding import open_encoder
 from evenload.data.config import DataConfig, OnCorrupt, Overlong, RecordKind
 from evenload.data.lengths import LengthTable, count_documents, holds_numbers, read_length_table
-from evenload.data.open_encoder import open_encoder
 from evenload.data.tokenize import open_tokenizer
 from evenload.errors import ConfigError
 from evenload.integrations.catalog import ENGINES

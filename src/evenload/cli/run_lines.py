@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from evenload.bench.runs import QUIET_WAITED_SHARE
+from evenload.bench.results import QUIET_WAITED_SHARE
 from evenload.cli.options import print_lines, progress_bar
 from evenload.cost.coefficients import CostCoefficients, OverlapCost
 from evenload.cost.validity import fill_between_layouts

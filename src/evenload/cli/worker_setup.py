@@ -40,9 +40,9 @@ from evenload.plan.candidates import usable_cores
 from evenload.plan.strategies.registry import require_layouts, require_trainable
 from evenload.runtime.comm.mesh import Mesh, Meshes, create_meshes, most_of_ranks, warm_up
 from evenload.runtime.device import rank_device, require_device, use_deterministic_kernels
-from evenload.runtime.model.configured import load_config, model_spec
 from evenload.runtime.model.export_files import require_same_token_ids
 from evenload.runtime.model.hf_model import require_model
+from evenload.runtime.model.model_config import load_config, model_spec
 from evenload.runtime.model.supported import attention_soft_cap
 from evenload.runtime.model.tensor_weights import require_tensor_parallel
 from evenload.runtime.replay.context_attention import require_no_window

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import msgspec
 
+from evenload.data.chat_encoding import open_encoder, stop_warnings
 from evenload.data.config import DataConfig, mixture_configs, reads_token_ids
 from evenload.data.hub import is_hub_name, local_path
-from evenload.data.open_encoder import open_encoder, stop_warnings
 from evenload.data.tokenize import (
     BYTES,
     MAX_BYTE_VOCABULARY,

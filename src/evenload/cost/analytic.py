@@ -16,7 +16,7 @@ Of memory-bound kernels only the optimizer, the embedding and dK/dV are counted.
 import msgspec
 
 from evenload.cost.coefficients import CostCoefficients, OverlapCost, PassCoefficients
-from evenload.cost.groups import TENSOR_CHUNKS, TENSOR_RINGS, tensor_ring_seconds
+from evenload.cost.group_transfers import TENSOR_CHUNKS, TENSOR_RINGS, tensor_ring_seconds
 from evenload.cost.layer_counts import (
     BACKWARD_ATTENTION_RATIO,
     backward_linear_ratio,

@@ -23,7 +23,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from evenload import _native
 from evenload.cost.coefficients import CostCoefficients
-from evenload.cost.groups import (
+from evenload.cost.group_transfers import (
     TENSOR_RINGS,
     context_seconds,
     context_traffic,

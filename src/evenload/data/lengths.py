@@ -27,8 +27,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.data.blocks import HoldOut, corrupt_record
+from evenload.data.chat_encoding import open_encoder
 from evenload.data.config import DataConfig, mixture_configs, reads_token_ids
-from evenload.data.open_encoder import open_encoder
 from evenload.data.part_files import open_part
 from evenload.data.records import naming
 from evenload.data.tokenize import ByteTokenizer, DocumentTokenizer, describe_tokenizer, open_tokenizer

@@ -49,10 +49,10 @@ from evenload.data.batches import (
     own_tokens,
 )
 from evenload.data.blocks import BlockHeader, BlockReader, BlockRequest, DocumentBlock, StreamKey
+from evenload.data.chat_encoding import open_encoder
 from evenload.data.config import DataConfig, mixture_configs
 from evenload.data.encoders import EncodedDocument
 from evenload.data.ledger import Ledger, LedgerState, Tally, tally_of
-from evenload.data.open_encoder import open_encoder
 from evenload.data.part_files import label_warnings, open_part, source_lines
 from evenload.data.sources import files_digest
 from evenload.data.tokenize import DocumentTokenizer, open_tokenizer

@@ -18,15 +18,15 @@ from numpy.typing import NDArray
 
 from evenload.cost.memory import ReplicaPacks, bytes_by_kind
 from evenload.cost.pack_cost import PackCosts
+from evenload.cost.pack_pricing import gather_seconds
 from evenload.cost.pack_split import PackSplit, split_pack_seconds
-from evenload.cost.pipeline_tasks import gather_seconds
 from evenload.plan.planner import Proposal
 from evenload.plan.problem import Candidate, ReplicaChoice
 from evenload.schedule.critical_path import Bubble, critical_path, p2p_transfers, split_bubble
 from evenload.schedule.simulate import Simulation, join_timelines, memory_ledger, simulate, to_timeline
-from evenload.schedule.step_ends import SimulatedReplica, StepEnd, step_end
-from evenload.stepplan.plan_tasks import replica_columns, tasks_of_columns, timed_tasks
-from evenload.stepplan.rank_rows import ranked_if_shared
+from evenload.schedule.step_collectives import SimulatedReplica, StepEnd, step_end
+from evenload.stepplan.cp_rows import ranked_if_shared
+from evenload.stepplan.resimulation import replica_columns, tasks_of_columns, timed_tasks
 from evenload.types.columns import SliceColumns
 from evenload.types.document import Direction, PackSharding
 from evenload.types.layout import ParallelLayout

@@ -25,15 +25,15 @@ import numpy as np
 
 from evenload.cost.pack_cost import PackCosts
 from evenload.data.batches import LoaderState, decode_state, encode_state, state_at_epoch
+from evenload.data.chat_encoding import stop_warnings
 from evenload.data.config import DataConfig
 from evenload.data.encoders import IGNORE_INDEX
 from evenload.data.ledger import warn_without_loss
 from evenload.data.loader import GlobalBatchLoader
-from evenload.data.open_encoder import stop_warnings
 from evenload.data.tokenize import FileTokenizer
 from evenload.errors import ConfigError, DataError
 from evenload.feed.collate import PADDING_TOKEN, PackBatch, collate_packs
-from evenload.feed.read_ahead import Prefetcher
+from evenload.feed.prefetcher import Prefetcher
 from evenload.feed.step_maker import PlannedStep, StepMaker
 from evenload.integrations.batch_formats import format_pack
 from evenload.integrations.catalog import BEST

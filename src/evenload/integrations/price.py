@@ -23,14 +23,14 @@ from numpy.typing import NDArray
 from evenload.cost.coefficients import OverlapCost
 from evenload.cost.memory import ReplicaPacks, trained_parameters_per_rank
 from evenload.cost.pack_cost import PackCosts, weighted
-from evenload.cost.pipeline_tasks import pipeline_tasks
+from evenload.cost.pack_pricing import pipeline_tasks
 from evenload.cost.units import pack_features, stage_units, unit_seconds, unit_transfers
 from evenload.errors import ConfigError
 from evenload.integrations.catalog import EngineProfile, require_layout
 from evenload.plan.problem import CHOOSE
 from evenload.schedule.registry import SCHEDULES
 from evenload.schedule.simulate import simulate
-from evenload.schedule.step_ends import SimulatedReplica, step_end
+from evenload.schedule.step_collectives import SimulatedReplica, step_end
 from evenload.types.base import Frozen
 from evenload.types.columns import SliceColumns
 from evenload.types.document import Direction, PackPlan

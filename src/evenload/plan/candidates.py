@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 
 from evenload import _native
 from evenload.cost.layer_counts import RECOMPUTE
-from evenload.cost.pipeline_tasks import pipeline_tasks, require_links_of_group
+from evenload.cost.pack_pricing import pipeline_tasks, require_links_of_group
 from evenload.plan.problem import CHOOSE, Candidate, StepProblem, imbalance
 from evenload.schedule.packflow import LIST, LIST_SPLIT, STATIC, packflow_list, packflow_static
 from evenload.schedule.registry import SCHEDULES

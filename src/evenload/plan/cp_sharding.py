@@ -36,13 +36,13 @@ from numpy.typing import NDArray
 from evenload import _native
 from evenload.cost.memory import ReplicaPacks
 from evenload.cost.pack_cost import PackCosts
+from evenload.cost.pack_pricing import gather_seconds, weight_seconds
 from evenload.cost.pack_split import PerRankPacks, rank_seconds
-from evenload.cost.pipeline_tasks import gather_seconds, weight_seconds
 from evenload.plan.packing import longest_first
 from evenload.plan.problem import Candidate, ReplicaChoice, StepProblem
+from evenload.schedule.native_input import split_arrays, task_arrays
 from evenload.schedule.simulate import simulate
-from evenload.schedule.tasks import split_arrays, task_arrays
-from evenload.stepplan.rank_rows import ranked_if_shared
+from evenload.stepplan.cp_rows import ranked_if_shared
 from evenload.types.columns import SliceColumns
 from evenload.types.document import PackSharding
 from evenload.types.pipeline import ActionColumns, PipelineTasks, SplitBackward

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.cost.memory import ReplicaPacks
-from evenload.cost.pipeline_tasks import pipeline_tasks
+from evenload.cost.pack_pricing import pipeline_tasks
 from evenload.plan.packing import longest_first
 from evenload.plan.problem import Candidate, ReplicaChoice, StepProblem
 from evenload.types.columns import SliceColumns, whole_document_columns

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload import _native
-from evenload.cost.pipeline_tasks import pipeline_tasks
+from evenload.cost.pack_pricing import pipeline_tasks
 from evenload.errors import ConfigError, InfeasiblePlanError
 from evenload.plan.problem import ReplicaChoice, StepProblem
 from evenload.schedule.static_schedules import ONE_F_ONE_B

@@ -22,7 +22,7 @@ from evenload.plan.host_memory import plan_within_host
 from evenload.plan.problem import PlanOptions, ReplicaChoice, StepProblem, imbalance, with_times_that_run
 from evenload.plan.strategies.registry import STRATEGIES, strategy_named
 from evenload.schedule.critical_path import CriticalPath, critical_path
-from evenload.schedule.step_ends import step_end
+from evenload.schedule.step_collectives import step_end
 from evenload.types.columns import SliceColumns
 from evenload.types.document import ActivationPolicy, Document, PackPlan
 from evenload.types.layout import ParallelLayout

@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 
 from evenload.cost.memory import ReplicaPacks
 from evenload.cost.pack_cost import PackCosts
-from evenload.cost.pipeline_tasks import pipeline_tasks
+from evenload.cost.pack_pricing import pipeline_tasks
 from evenload.errors import ConfigError, DataError
 from evenload.schedule.registry import SCHEDULES
 from evenload.schedule.schedule_rule import ScheduleRule
 from evenload.schedule.simulate import Simulation, simulate
-from evenload.schedule.step_ends import SimulatedReplica
+from evenload.schedule.step_collectives import SimulatedReplica
 from evenload.types.base import Frozen
 from evenload.types.columns import SliceColumns
 from evenload.types.document import PackSharding

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from evenload.data.loader import GlobalBatchLoader
 from evenload.errors import InvalidPlanError
-from evenload.feed.read_ahead import Prefetcher
+from evenload.feed.prefetcher import Prefetcher
 from evenload.feed.step_maker import PlannedStep, Planner, StepMaker
 from evenload.plan.layouts.flex_planner import PlannerState
 from evenload.runtime.comm.mesh import Mesh, Meshes

@@ -27,7 +27,7 @@ from evenload.runtime.checkpoint.writer import Saves
 from evenload.runtime.comm.collectives import TorchPeers
 from evenload.runtime.comm.mesh import Mesh, Meshes
 from evenload.runtime.device import measured_peak_bytes
-from evenload.runtime.model.configured import model_spec
+from evenload.runtime.model.model_config import model_spec
 from evenload.runtime.replay.context_attention import require_no_window
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.runtime.stages.evaluation import EvaluatedRun, Evaluation, Sampler, Validator

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from evenload import _native
 from evenload.errors import ConfigError, ScheduleDeadlockError
-from evenload.schedule.tasks import split_arrays, stuck_grid, task_arrays
+from evenload.schedule.native_input import split_arrays, stuck_grid, task_arrays
 from evenload.types.pipeline import ActionColumns, PipelineTasks
 from evenload.types.timeline import Timeline
 

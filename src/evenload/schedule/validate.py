@@ -11,7 +11,7 @@ import numpy as np
 
 from evenload import _native
 from evenload.errors import InvalidPlanError, ScheduleDeadlockError
-from evenload.schedule.tasks import split_arrays, stuck_grid, task_arrays
+from evenload.schedule.native_input import split_arrays, stuck_grid, task_arrays
 from evenload.types.pipeline import ActionColumns, PipelineTasks, action_columns
 from evenload.types.plan import Schedule
 from evenload.types.timeline import KINDS

@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 
 from evenload.errors import InvalidPlanError
 from evenload.schedule.simulate import simulate
-from evenload.stepplan.plan_tasks import timed_tasks
+from evenload.stepplan.resimulation import timed_tasks
 from evenload.types.document import ReplicaBlock
 from evenload.types.layout import (
     Channel,

@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 
 from evenload.errors import InfeasiblePlanError
 from evenload.plan.deferral import DelayState
-from evenload.plan.layouts.fmop import Decision, FlexState, Outlook, decide, layout_decision, state_after
-from evenload.plan.layouts.hbsa import MappingSearch
 from evenload.plan.layouts.layout_candidates import CoefficientsOf, LayoutCandidates
+from evenload.plan.layouts.layout_decision import Decision, FlexState, Outlook, decide, layout_decision, state_after
 from evenload.plan.layouts.layout_plans import LayoutOutcome, LayoutPlans, OptionsOf
+from evenload.plan.layouts.mapping_search import MappingSearch
 from evenload.plan.layouts.measured_layouts import MeasuredLayouts
 from evenload.plan.layouts.moves import SwitchPieces
 from evenload.plan.layouts.switch_prices import SwitchPrices

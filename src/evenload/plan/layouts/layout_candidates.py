@@ -21,18 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.cost.coefficients import CostCoefficients
-from evenload.cost.switch import ReceiveSeconds
+from evenload.cost.layout_switch import ReceiveSeconds
 from evenload.errors import ConfigError
 from evenload.plan.activation_policy import policies_in_order
-from evenload.plan.layouts.hbsa import (
-    HOPELESS,
-    MappingSearch,
-    ReplicatedStageCosts,
-    best_replicated_mapping,
-    mapping_order,
-    priced_mapping,
-    search_mappings,
-)
 from evenload.plan.layouts.mapping_cost import (
     ESTIMATE_TOLERANCE,
     BatchCosts,
@@ -40,6 +31,15 @@ from evenload.plan.layouts.mapping_cost import (
     Mapping,
     MappingCosts,
     layer_costs,
+)
+from evenload.plan.layouts.mapping_search import (
+    HOPELESS,
+    MappingSearch,
+    ReplicatedStageCosts,
+    best_replicated_mapping,
+    mapping_order,
+    priced_mapping,
+    search_mappings,
 )
 from evenload.plan.packing import pack_counts
 from evenload.plan.planner import StepPlanner

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from evenload.cost.coefficients import CopySpec, CostCoefficients
-from evenload.cost.switch import switch_seconds
+from evenload.cost.layout_switch import switch_seconds
 from evenload.plan.layouts.moves import (
     Move,
     Moves,

@@ -34,7 +34,7 @@ from evenload.plan.strategies.strategy import Planned, Strategy
 from evenload.schedule.packflow import LIST
 from evenload.schedule.registry import SCHEDULES
 from evenload.schedule.static_schedules import ONE_F_ONE_B
-from evenload.schedule.step_ends import step_end
+from evenload.schedule.step_collectives import step_end
 
 PROBE_SHARE = 0.5  # Of the budget: what the first replica may use to find good trials for all
 SLOWEST_SHARE = 0.5  # Of what is left: what one search of the slowest replica may use at a time

@@ -27,7 +27,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.cost.pipeline_tasks import pipeline_tasks
+from evenload.cost.pack_pricing import pipeline_tasks
 from evenload.errors import ConfigError
 from evenload.plan.packing import assign_in_turn, assign_replicas, best_fit_decreasing, longest_first, pack_counts
 from evenload.plan.problem import CHOOSE, Candidate, PlanOptions, ReplicaChoice, StepProblem, StrategyOptions

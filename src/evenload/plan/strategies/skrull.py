@@ -22,7 +22,7 @@ from evenload.plan.dacp import SHARED, Groups, MicroBatch, StepDocuments, assign
 from evenload.plan.problem import ReplicaChoice, StepProblem, StrategyOptions
 from evenload.plan.strategies.strategy import Strategy
 from evenload.schedule.static_schedules import ONE_F_ONE_B
-from evenload.stepplan.rank_rows import ranked_if_shared
+from evenload.stepplan.cp_rows import ranked_if_shared
 from evenload.types.columns import whole_document_columns
 from evenload.types.document import Direction
 from evenload.types.pipeline import PipelineTasks

@@ -40,10 +40,10 @@ from evenload.attention.range_attention import (
     work_dtype,
 )
 from evenload.errors import ConfigError
-from evenload.runtime.comm.cp_groups import ContextGroup, Transfer
+from evenload.runtime.comm.rank_groups import ContextGroup, Transfer
 from evenload.runtime.device import to_device
 from evenload.runtime.replay.store import ActivationStore, num_rows
-from evenload.stepplan.rank_rows import PackRows, SharedSlice
+from evenload.stepplan.cp_rows import PackRows, SharedSlice
 from evenload.types.document import Range
 
 

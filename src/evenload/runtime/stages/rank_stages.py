@@ -22,7 +22,6 @@ from evenload.config.train_config import ModelConfig
 from evenload.data.hub import local_path
 from evenload.errors import ConfigError
 from evenload.runtime.comm.mesh import Mesh
-from evenload.runtime.model.configured import load_config
 from evenload.runtime.model.hf_model import (
     StageModel,
     build_rank_models,
@@ -31,6 +30,7 @@ from evenload.runtime.model.hf_model import (
     numbered_units,
 )
 from evenload.runtime.model.lora import inject_adapters
+from evenload.runtime.model.model_config import load_config
 from evenload.runtime.model.supported import attention_soft_cap, router_aux_loss_coef
 from evenload.runtime.model.tensor_weights import split_weights
 from evenload.runtime.model.weight_files import fill_constants

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from evenload.cost.layer_counts import POLICIES
 from evenload.cost.memory import ReplicaPacks, pipeline_bytes
-from evenload.cost.pipeline_tasks import divide_backward
+from evenload.cost.pack_pricing import divide_backward
 from evenload.types.columns import SliceColumns
 from evenload.types.document import MicroPack, PackPlan
 from evenload.types.model import ModelSpec

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.pack_split import PerRankPacks
 from evenload.errors import InvalidPlanError
-from evenload.stepplan.plan_tasks import replica_columns
+from evenload.stepplan.resimulation import replica_columns
 from evenload.types.columns import SliceColumns
 from evenload.types.document import MicroPack, PackSharding, Range, ReplicaBlock
 from evenload.types.plan import StepPlan, block_of

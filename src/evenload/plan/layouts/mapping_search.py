@@ -38,7 +38,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.cost.coefficients import CostCoefficients
-from evenload.cost.switch import ReceiveSeconds
+from evenload.cost.layout_switch import ReceiveSeconds
 from evenload.plan.layouts.mapping_cost import BatchCosts, Mapping, MappingCosts
 
 # Mappings slower than the best of the depths before by this factor are not searched: estimates are not that far off.

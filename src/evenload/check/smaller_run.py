@@ -35,7 +35,7 @@ from evenload.data.hub import local_path
 from evenload.runtime.comm.collectives import all_gather_single
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.executor import Executor
-from evenload.runtime.model.configured import load_config, model_spec
+from evenload.runtime.model.model_config import load_config, model_spec
 from evenload.runtime.model.supported import check_supported
 from evenload.runtime.model.tensor_weights import join_parts, tensor_split
 from evenload.runtime.model.weight_files import INDEX_FILE, LEFT_OUT, stored_weights

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload import _native
-from evenload.cost.groups import weight_gather_seconds
+from evenload.cost.group_transfers import weight_gather_seconds
 from evenload.cost.layer_counts import OFFLOAD, weight_elements_per_token
 from evenload.cost.memory import ReplicaPacks
 from evenload.cost.pack_cost import PackCosts
