@@ -201,9 +201,7 @@ def waiting(quick: bool) -> Iterator[Row]:
             count = int(dp * WAITING_PP * WINDOW // lengths.mean())
             for release in ("balance", "queues"):
                 options = PlanOptions(
-                    max_pack_tokens=4 * WINDOW,
-                    micro_batches=WAITING_PP,
-                    strategies=(WlbOptions(release=release),),
+                    max_pack_tokens=4 * WINDOW, micro_batches=WAITING_PP, strategies=(WlbOptions(release=release),)
                 )
                 sizes = {"dp": dp, "pp": WAITING_PP}
                 planner = planner_for("llama-7b", f"h100x{dp * WAITING_PP}", sizes, options, limited=False)

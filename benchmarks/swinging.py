@@ -49,10 +49,7 @@ QUICK_PHASES = (("short", 3), ("long", 3))
 VOCABULARY, HIDDEN, LAYERS = 16_384, 256, 2
 ROUNDS, QUICK_ROUNDS = 4, 1
 MEMORY_BYTES = 2**33
-STATIC = {
-    "dp=2": ("parallel.dp=2",),
-    "pp=2": ("parallel.pp=2",),
-}
+STATIC = {"dp=2": ("parallel.dp=2",), "pp=2": ("parallel.pp=2",)}
 FLEXIBLE = "flexpipe"
 VARIANTS = {name: (*settings, "plan.strategy=balanced") for name, settings in STATIC.items()} | {
     FLEXIBLE: (

@@ -77,12 +77,7 @@ if rank == 0:
     print("\n".join(loader.ledger_lines))
     options.output.mkdir(parents=True, exist_ok=True)
     torch.save(
-        {
-            "step": done,
-            "model": model.state_dict(),
-            "optimizer": optimizer.state_dict(),
-            "loader": loader.state_dict(),
-        },
+        {"step": done, "model": model.state_dict(), "optimizer": optimizer.state_dict(), "loader": loader.state_dict()},
         checkpoint,
     )
 loader.close()

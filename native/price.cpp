@@ -18,7 +18,7 @@ std::vector<uint8_t> cut_documents(const PackView& forward, const PackView& back
     return cut;
 }
 
-// I and W of every backward, as cost/pipeline_tasks.py defines them.
+// I and W of every backward, as cost/pack_pricing.py defines them.
 void price_split(const CostTable& table, const PackView& backward, const std::vector<double>& copy_s, Priced& out) {
     const int64_t P = table.num_stages, m_b = backward.num_packs();
     out.input_s.resize(m_b * P);

@@ -20,7 +20,7 @@ struct Link {
     double latency_s = 0.0;
 };
 
-// What a token of a shared slice moves on one layer (cost/groups.py).
+// What a token of a shared slice moves on one layer (cost/group_transfers.py).
 struct ContextTraffic {
     double token_bytes = 0.0, rings = 0.0, placed_bytes = 0.0;
 };
@@ -58,7 +58,7 @@ struct CostTable {
     // Workspace of attention's backward (cost/layer_counts.py): a slice, a key before one, a key that one sees.
     int64_t slice_temp_bytes = 0, prefix_key_bytes = 0;
     int64_t grouped_key_bytes = 0, grouped_key_head_bytes = 0, grouped_key_most_bytes = 0;
-    // Split backward (cost/pipeline_tasks.py).
+    // Split backward (cost/pack_pricing.py).
     double weight_token_s = 0.0, weight_pack_s = 0.0, weight_share = 0.0;
     double weight_gather_token_s = 0.0, weight_gather_pack_s = 0.0;  // tensor-parallel transfers that W makes again
     std::vector<int64_t> weight_held_bytes, weight_new_bytes;        // [stages] per token

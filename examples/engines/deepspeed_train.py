@@ -53,10 +53,7 @@ config = {
     "gradient_clipping": 1.0,
     "zero_optimization": {"stage": options.stage},
     "bf16": {"enabled": model.dtype == torch.bfloat16},
-    "optimizer": {
-        "type": "AdamW",
-        "params": {"lr": 3e-3 if options.model is None else 1e-5, "torch_adam": True},
-    },
+    "optimizer": {"type": "AdamW", "params": {"lr": 3e-3 if options.model is None else 1e-5, "torch_adam": True}},
 }
 engine, *_ = deepspeed.initialize(model=model, config=config, mpu=share_sequences(model, options.sequence_ranks))
 

@@ -34,7 +34,7 @@ def assign_owners(
     algorithm_1_only: bool,
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]: ...
 
-# `tasks` below: the columns of PipelineTasks in field order, from schedule/tasks.py.
+# `tasks` below: the columns of PipelineTasks in field order, from schedule/native_input.py.
 # schedule/packflow.py: (kind uint8[n], stage int32[n], pack int32[n], rank_offset int64[ranks + 1])
 def list_schedule(
     tasks: tuple[NDArray[Any], ...],
@@ -137,7 +137,7 @@ class CostTable:
     weight_held_bytes: list[int]
     weight_new_bytes: list[int]
 
-# cost/pipeline_tasks.py: columns of PipelineTasks that depend on packs, in field order, then SplitBackward's or None
+# cost/pack_pricing.py: columns of PipelineTasks that depend on packs, in field order, then SplitBackward's or None
 def price_packs(
     table: CostTable,
     forward: tuple[NDArray[Any], ...],

@@ -10,15 +10,7 @@ from evenload.bench.results import BenchResult, recorded_batch
 from evenload.errors import ConfigError, DataError
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem import PlanOptions
-from ledger import (
-    COLUMNS,
-    append_result,
-    current_rows,
-    plan_again,
-    read_inputs,
-    read_ledger,
-    require_ledger,
-)
+from ledger import COLUMNS, append_result, current_rows, plan_again, read_inputs, read_ledger, require_ledger
 
 
 def result(*strategies: str, **changes) -> BenchResult:

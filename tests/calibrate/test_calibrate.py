@@ -95,8 +95,7 @@ def test_cached_costs_are_found_again_only_for_the_same_device_and_layout(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("kind", "lora", "balance"),
-    [("gemma3", None, 0.0), ("mixtral", None, 0.1), ("gemma2", LoraConfig(rank=2), 0.0)],
+    ("kind", "lora", "balance"), [("gemma3", None, 0.0), ("mixtral", None, 0.1), ("gemma2", LoraConfig(rank=2), 0.0)]
 )
 def test_packs_of_every_kind_of_model_are_timed(kind, lora, balance):
     """Balance needs a step's documents, adapters have no gradient of the base, capped scores have another backend."""

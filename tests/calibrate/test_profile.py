@@ -7,14 +7,7 @@ import pytest
 import torch
 
 from evenload.attention.cpu_flash import CpuFlashAttention
-from evenload.calibrate.profile import (
-    MIN_PASSES,
-    PartialProfile,
-    ProfileTask,
-    partial_path,
-    profile,
-    read_partial,
-)
+from evenload.calibrate.profile import MIN_PASSES, PartialProfile, ProfileTask, partial_path, profile, read_partial
 from evenload.cost.coefficients import CostCoefficients, read_coefficients, write_coefficients
 from evenload.cost.layer_counts import POLICIES, activation_bytes_per_token
 from evenload.runtime.comm.mesh import create_meshes

@@ -11,12 +11,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
-from check_cases import (
-    invariance_among_processors,
-    invariance_verdict,
-    isolation_verdict,
-    resume_verdict,
-)
+from check_cases import invariance_among_processors, invariance_verdict, isolation_verdict, resume_verdict
 from dist_training import COSTS
 from evenload.check.checks import check_ledger, check_memory, survey_batches
 from evenload.check.smaller_run import Verdict, checked_scope, exact_casts, exit_code

@@ -226,11 +226,7 @@ def test_every_option_of_planning_can_be_set(tmp_path, capsys) -> None:
 
 @pytest.mark.parametrize(
     ("plan", "is_said"),
-    [
-        ('layouts = ["dp=4"]', True),
-        ('layouts = ["dp=4"]\ntwin_bytes = 0', False),
-        ("", False),
-    ],
+    [('layouts = ["dp=4"]', True), ('layouts = ["dp=4"]\ntwin_bytes = 0', False), ("", False)],
     ids=["copies", "everything sent", "one layout"],
 )
 def test_switches_of_a_cpu_run_that_were_not_measured_are_said(project, capsys, plan, is_said):

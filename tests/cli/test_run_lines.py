@@ -92,10 +92,7 @@ def test_a_run_ends_with_how_well_its_predictions_held():
 
 @pytest.mark.parametrize(
     ("ratios", "words"),
-    [
-        ((0.66, 0.7, 0.68), ("0.68 times", "was busier when")),
-        ((1.5, 2.0, 1.3), ("1.50 times", "busier or slower now")),
-    ],
+    [((0.66, 0.7, 0.68), ("0.68 times", "was busier when")), ((1.5, 2.0, 1.3), ("1.50 times", "busier or slower now"))],
     ids=["faster", "slower"],
 )
 def test_predictions_that_are_off_for_every_step_are_told(ratios, words) -> None:

@@ -95,10 +95,7 @@ def test_a_run_of_several_processes_tells_callbacks_on_rank_0(project):
         evenload.train(
             "config.toml", callbacks=[Notes(project / "more", fails_at=3)], overrides=[*where, "train.steps=5"]
         )
-    assert (project / "more").read_text().splitlines() == [
-        "start pp=2 2 3 run 4",
-        "end 4 failed",
-    ]
+    assert (project / "more").read_text().splitlines() == ["start pp=2 2 3 run 4", "end 4 failed"]
 
 
 def test_what_cannot_be_told_is_refused_before_anything_starts(project):

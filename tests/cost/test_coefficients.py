@@ -13,12 +13,7 @@ from evenload.cost.coefficients import (
     write_coefficients,
 )
 from evenload.cost.pack_cost import PackCosts
-from evenload.cost.validity import (
-    fill_between_layouts,
-    fill_from_cluster,
-    missing_costs,
-    require_complete,
-)
+from evenload.cost.validity import fill_between_layouts, fill_from_cluster, missing_costs, require_complete
 from evenload.data.hub import model_from
 from evenload.errors import ConfigError
 from evenload.types.cluster import LinkSpec, cluster_from

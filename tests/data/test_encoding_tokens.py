@@ -59,9 +59,7 @@ def test_many_records_together_are_what_each_is_alone(records, vocab_size):
         assert all(document.labels is None for document in alone + together)
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 99), st.sampled_from([-100, -99, -1, 0, 5, 99, 100])), max_size=6),
-)
+@given(st.lists(st.tuples(st.integers(0, 99), st.sampled_from([-100, -99, -1, 0, 5, 99, 100])), max_size=6))
 def test_labels_may_be_any_id_or_none(pairs):
     ids, labels = int32([index for index, _ in pairs]), [label for _, label in pairs]
     assume(not labels or not set(labels) <= {0, 1})  # a mask

@@ -108,11 +108,7 @@ def kill_with_ranks(agent: subprocess.Popen) -> None:
 
 def test_agents_that_keep_their_store_are_refused(config_file, monkeypatch) -> None:
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "2"}
-    torchrun = {
-        "TORCHELASTIC_RUN_ID": "one",
-        "TORCHELASTIC_MAX_RESTARTS": "3",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
+    torchrun = {"TORCHELASTIC_RUN_ID": "one", "TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     for name, value in (place | torchrun).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=r"--max-restarts is 3, .* set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):

@@ -41,8 +41,7 @@ def test_a_deterministic_run_goes_on_to_the_bit(tmp_path):
 
 @NEEDS_TWO
 @pytest.mark.parametrize(
-    "layout",
-    ["pp=2", "dp=2", "cp=2", "tp=2", "pp=2 virtual=2 channels=directed", "pp=2 virtual=2 channels=fifo"],
+    "layout", ["pp=2", "dp=2", "cp=2", "tp=2", "pp=2 virtual=2 channels=directed", "pp=2 virtual=2 channels=fifo"]
 )
 def test_two_gpus_train_the_same(tmp_path, layout):
     """NCCL groups, their first transfers, receives on a stream of their own; with virtual stages the same two ranks are

@@ -23,15 +23,7 @@ from evenload.integrations.deepspeed_loop import DeepSpeedLoop, require_same_ran
 from evenload.integrations.engine_loop import balance_for_trained, hf_pack_loss
 from evenload.integrations.fsdp2_loop import Fsdp2Loop
 from evenload.integrations.planner import model_spec_of
-from packed_cases import (
-    all_documents,
-    batch_fingerprint,
-    epoch_of_ranks,
-    loader_of,
-    tiny_model,
-    tokens_of,
-    write_texts,
-)
+from packed_cases import all_documents, batch_fingerprint, epoch_of_ranks, loader_of, tiny_model, tokens_of, write_texts
 from sweeps import sweep
 
 pytestmark = pytest.mark.skipif(

@@ -86,10 +86,7 @@ UNEVEN = [[51, 5, 2, 1, 8, 4, 4, 6, 11], [56, 15, 2], [12, 49, 44, 7, 11]]
 
 
 @settings(max_examples=15, deadline=None)
-@given(
-    batches=BATCHES,
-    engine=st.sampled_from([("trainer", 1), ("torchtitan", 2)]),
-)
+@given(batches=BATCHES, engine=st.sampled_from([("trainer", 1), ("torchtitan", 2)]))
 @example(batches=UNEVEN, engine=("trainer", 1))
 def test_auto_at_one_number_of_micro_batches_is_never_slower_over_a_run(batches, engine):
     """What is the fastest of a step alone may be the slowest of a run in which all steps have as many."""

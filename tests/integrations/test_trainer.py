@@ -118,10 +118,7 @@ def test_two_processes_train_and_evaluate_as_one(corpus, tmp_path):
 def test_what_the_trainer_would_do_otherwise_is_refused(corpus, tmp_path, changes, settings, message):
     with pytest.raises(ConfigError, match=message):
         PackedTrainer(
-            tiny_model(),
-            arguments(tmp_path, **changes),
-            train_loader=loader_of(corpus, micro_batches=4),
-            **settings,
+            tiny_model(), arguments(tmp_path, **changes), train_loader=loader_of(corpus, micro_batches=4), **settings
         )
 
 

@@ -87,8 +87,7 @@ def test_a_switch_that_gains_most_later_waits_and_needs_no_patience_then() -> No
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"known_steps": 0}, {"finalists": 0}, {"patience_steps": 0}, {"overhead_s": -0.1}, {"margin": 1.0}],
+    "options", [{"known_steps": 0}, {"finalists": 0}, {"patience_steps": 0}, {"overhead_s": -0.1}, {"margin": 1.0}]
 )
 def test_options_that_nothing_can_satisfy_are_refused(options) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
@@ -120,10 +119,7 @@ def test_the_best_of_all_ways_to_switch_once_comes_first(steps, keep_holds, hold
     """Brute force: run the current layout for some steps, then the other one."""
     keep_s, one_s, other_s = zip(*steps, strict=True)
     keep = outcome(keep_s, min(keep_holds, len(steps)))
-    found = [
-        outcome(one_s, min(holds_one, len(steps)), switch_s),
-        outcome(other_s, min(holds_other, len(steps)), 1.0),
-    ]
+    found = [outcome(one_s, min(holds_one, len(steps)), switch_s), outcome(other_s, min(holds_other, len(steps)), 1.0)]
 
     def least(one):
         """Seconds over those of staying, and the first point that gives them."""

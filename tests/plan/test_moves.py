@@ -168,7 +168,7 @@ def test_equal_holders_send_as_evenly_as_any_choice_could(num_pieces, holders, t
 
 @given(switches(), st.booleans())
 def test_predicted_bytes_are_those_that_move(case, tied) -> None:
-    """`cost.switch` counts shares as fractions, what runs pads every buffer: at most a few elements a rank apart."""
+    """`cost.layout_switch` counts shares as fractions, what runs pads buffers: at most a few elements a rank apart."""
     old, new, _, ranks_per_node, _ = case
     model = sample_model(num_layers=old.num_layers, num_heads=2, num_kv_heads=2, tied_embeddings=tied)
     embedding, layer = embedding_parameters(model, old.tp), layer_parameters(model, old.tp)

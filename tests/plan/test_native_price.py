@@ -79,11 +79,7 @@ def priced_inputs(draw: st.DrawFn) -> tuple[PackCosts, SliceColumns, SliceColumn
     # Of a host that is never late, one that is late for small packs, and one for all.
     host = {"host_slice_s": draw(st.sampled_from([0.0, 7.0])), "host_pack_s": draw(st.sampled_from([0.0, 50.0, 1e5]))}
     passes = {
-        name: msgspec.structs.replace(
-            one,
-            **host,
-        )
-        for name, one in (("forward", FORWARD), ("backward", BACKWARD))
+        name: msgspec.structs.replace(one, **host) for name, one in (("forward", FORWARD), ("backward", BACKWARD))
     }
     coefficients = sample_coefficients(
         **links,

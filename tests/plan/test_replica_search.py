@@ -78,11 +78,7 @@ def test_cuts_equal_their_reference(num_tokens: list[int], setting: Setting, cha
 
 
 TRIALS = st.builds(
-    Trial,
-    setting=SETTINGS,
-    order=st.sampled_from(Order),
-    lookahead=st.sampled_from([None, 0, 3]),
-    split=st.booleans(),
+    Trial, setting=SETTINGS, order=st.sampled_from(Order), lookahead=st.sampled_from([None, 0, 3]), split=st.booleans()
 ).filter(lambda trial: not (trial.order.is_static and trial.split))
 
 

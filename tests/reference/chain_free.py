@@ -49,10 +49,7 @@ def chain_free_columns(
             return None
         room = max(1, num_packs - slim_packs)
         groups = longest_first(
-            rest_work[rests],
-            room,
-            num_tokens=None if max_pack_tokens is None else sizes,
-            capacity=max_pack_tokens,
+            rest_work[rests], room, num_tokens=None if max_pack_tokens is None else sizes, capacity=max_pack_tokens
         )
         groups = [rests[group].tolist() for group in groups if group]
     if max_pack_tokens is not None and any(np.diff(edges).max() > max_pack_tokens for edges in cuts.values()):

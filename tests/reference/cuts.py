@@ -53,10 +53,7 @@ def _packs(
     forward, backward = curves
     if setting.cut == "whole":
         return _whole(rules, num_tokens, setting.num_packs, (forward, backward))
-    limits = {
-        "min_slice_tokens": rules.min_slice_tokens,
-        "max_pack_tokens": rules.max_pack_tokens,
-    }
+    limits = {"min_slice_tokens": rules.min_slice_tokens, "max_pack_tokens": rules.max_pack_tokens}
     if setting.cut == "symmetric":
         align = _align(rules, num_tokens, setting.num_packs, forward, backward)
         return chain_free_columns(num_tokens, (forward, backward), setting.num_packs, align=align, **limits)

@@ -77,10 +77,6 @@ def test_slices_are_one_block_only_if_freed_together_under_one_policy():
     backward = [((0, 0, 2), (1, 3, 6)), ((1, 0, 3), (2, 0, 2), (3, 0, 2), (4, 0, 2))]
     index = BlockIndex(backward, lambda doc: "recompute" if doc == 4 else "replay", None)
     blocks = index.open_pack(((0, 0, 2), (1, 0, 2), (2, 0, 2), (3, 0, 2), (4, 0, 2)))
-    assert [block.ranges for block in blocks] == [
-        ((0, 0, 2),),
-        ((1, 0, 2), (2, 0, 2), (3, 0, 2)),
-        ((4, 0, 2),),
-    ]
+    assert [block.ranges for block in blocks] == [((0, 0, 2),), ((1, 0, 2), (2, 0, 2), (3, 0, 2)), ((4, 0, 2),)]
     (part,) = index.parts(((2, 0, 2), (3, 0, 1)))
     assert (part.block, part.rows) == (blocks[1], slice(2, 5))

@@ -8,12 +8,7 @@ import pytest
 import tokenizers
 import torch
 from tokenizers.processors import TemplateProcessing
-from transformers import (
-    AutoConfig,
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from evenload.data.chat_encoding import open_encoder
 from evenload.data.config import DataConfig

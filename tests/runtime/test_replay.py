@@ -15,10 +15,7 @@ LENGTHS = [61, 30, 1, 7, 2, 1, 19]
 SMALL = ["llama", "qwen2", "qwen3", "mistral"]
 OTHERS = ["gpt2", "gemma", "gemma2", "gemma3", "olmo2", "mixtral", "qwen3_moe"]
 CUTS = {
-    "many": (
-        packs_of(LENGTHS, [0.1, 0.2, 0.6], 9, last_first=False),
-        packs_of(LENGTHS, [0.9], 11, last_first=True),
-    ),
+    "many": (packs_of(LENGTHS, [0.1, 0.2, 0.6], 9, last_first=False), packs_of(LENGTHS, [0.9], 11, last_first=True)),
     "sliced": sliced_packs(LENGTHS),
     "whole": (packs_of(LENGTHS, [], 70, last_first=False), packs_of(LENGTHS, [], 70, last_first=True)),
 }

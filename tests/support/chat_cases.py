@@ -7,12 +7,7 @@ import tokenizers
 from evenload.data.config import DataConfig
 from evenload.data.tokenize import train_byte_pair_tokenizer
 
-TEXTS = [
-    "Hello, how are you today?",
-    "def add(a, b):\n    return a + b\n",
-    "naïve café 三 😀",
-    "and so\n\n",
-] * 20
+TEXTS = ["Hello, how are you today?", "def add(a, b):\n    return a + b\n", "naïve café 三 😀", "and so\n\n"] * 20
 CHAT_TOKENS = [
     "<s>", "</s>", "[INST]", "[/INST]", "<|im_start|>", "<|im_end|>",
     "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",

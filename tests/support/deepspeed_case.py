@@ -13,15 +13,7 @@ from unittest.mock import Mock
 import torch
 import torch.distributed as dist
 
-from engine_records import (
-    EngineCase,
-    Perturbed,
-    RankRecord,
-    TrainOrder,
-    perturb_by_hand,
-    small_model,
-    train_by_hand,
-)
+from engine_records import EngineCase, Perturbed, RankRecord, TrainOrder, perturb_by_hand, small_model, train_by_hand
 from evenload.errors import CheckpointError, ConfigError
 from evenload.integrations.deepspeed_loop import DeepSpeedLoop, sequence_share, share_sequences
 from evenload.integrations.engine_loop import model_inputs

@@ -19,12 +19,7 @@ from evenload.types.layout import ParallelLayout
 from evenload.types.plan import decode_plan
 from gloo_pool import TIMEOUT_S
 from matrix import MODELS
-from reference_training import (
-    make_tokens,
-    plain_document_losses,
-    plain_loss_and_gradients,
-    tiny_config,
-)
+from reference_training import make_tokens, plain_document_losses, plain_loss_and_gradients, tiny_config
 
 
 class MatrixCase(NamedTuple):

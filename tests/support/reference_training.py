@@ -126,10 +126,7 @@ def plain_loss_and_gradients(
 
 
 def plain_error(
-    config: PretrainedConfig,
-    weights: dict[str, torch.Tensor],
-    tokens: dict[int, torch.Tensor],
-    dtype: torch.dtype,
+    config: PretrainedConfig, weights: dict[str, torch.Tensor], tokens: dict[int, torch.Tensor], dtype: torch.dtype
 ) -> float:
     """What a precision alone costs, on this processor: the largest relative error of a parameter's gradient of plain
     training in it, against float64. Ours sums in another order, so it may be off from plain training by twice this."""

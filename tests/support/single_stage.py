@@ -106,9 +106,7 @@ def assert_bf16_as_good_as_plain(kind, backend, device="cpu"):
     forward = packs_of(lengths, [0.3, 0.6], 90, last_first=False)
     backward = packs_of(lengths, [0.5], 110, last_first=True)
     loss, gradients, weights, _ = run_single_stage(
-        *(config, torch.bfloat16, tokens, forward, backward),
-        device=device,
-        backend=backend,
+        *(config, torch.bfloat16, tokens, forward, backward), device=device, backend=backend
     )
     weights = {name: value.cpu() for name, value in weights.items()}
     exact_loss, exact = plain_loss_and_gradients(

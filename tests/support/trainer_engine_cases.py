@@ -12,15 +12,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from transformers import Trainer, TrainerCallback
 
-from engine_records import (
-    EngineCase,
-    Perturbed,
-    RankRecord,
-    TrainOrder,
-    perturb_by_hand,
-    small_model,
-    train_by_hand,
-)
+from engine_records import EngineCase, Perturbed, RankRecord, TrainOrder, perturb_by_hand, small_model, train_by_hand
 from evenload.integrations.engine_loop import model_inputs
 from evenload.integrations.trainer import PackedTrainerMixin
 from packed_cases import documents_of

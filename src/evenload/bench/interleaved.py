@@ -117,11 +117,7 @@ def run_interleaved(
 
 
 def _planned(
-    trainer: Trainer,
-    coefficients: CostCoefficients,
-    memory_cap_bytes: int,
-    strategy: str,
-    num_batches: int,
+    trainer: Trainer, coefficients: CostCoefficients, memory_cap_bytes: int, strategy: str, num_batches: int
 ) -> list[PlannedStep]:
     """Plan the batches under one strategy and read their tokens."""
     config, mesh = trainer.config, trainer.mesh

@@ -144,12 +144,7 @@ def coefficients_of(
         copy_s_per_byte=float(np.median([rank.copy_s_per_byte for rank in ranks])),
         overlap=median_overlap([rank.overlap for rank in ranks]),
         measured_on=MeasuredOn(
-            model=model,
-            dp=layout.dp,
-            cp=layout.cp,
-            pp=layout.pipeline_ranks,
-            tp=layout.tp,
-            noise=max_noise(ranks),
+            model=model, dp=layout.dp, cp=layout.cp, pp=layout.pipeline_ranks, tp=layout.tp, noise=max_noise(ranks)
         ),
     )
     hidden_share = 0.0 if is_cpu else fitted.context_hidden_share

@@ -14,12 +14,7 @@ import torch
 from evenload.attention.range_attention import KeyRange, Scoring
 from evenload.calibrate.fit import median_seconds, timed
 from evenload.calibrate.rounds import PackClock, Packs, num_tokens_of, pack_tokens, time_round, whole
-from evenload.cost.layer_counts import (
-    POLICIES,
-    activation_bytes_per_token,
-    kv_bytes_per_token,
-    local_kv_heads,
-)
+from evenload.cost.layer_counts import POLICIES, activation_bytes_per_token, kv_bytes_per_token, local_kv_heads
 from evenload.errors import EvenloadError
 from evenload.runtime.device import reset_peak_bytes, resident_bytes, use_deterministic_kernels
 from evenload.runtime.replay.head import add_embedding_gradient, embed

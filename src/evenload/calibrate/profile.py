@@ -29,13 +29,7 @@ from evenload.calibrate.fit import CoreWaits, CrossValidation, cross_validate, n
 from evenload.calibrate.kernels import activation_bytes, held_and_counted, matmul_flops_per_s, time_weights
 from evenload.calibrate.links import GRID_BYTES, TransferWork, link_from, overlap_cost, transfers_of
 from evenload.calibrate.rounds import GRID, Sample, choose_rounds, pack_clock, round_flops, time_round, windows_of
-from evenload.cost.coefficients import (
-    CostCoefficients,
-    Noise,
-    Profile,
-    TimedPack,
-    digest_of,
-)
+from evenload.cost.coefficients import CostCoefficients, Noise, Profile, TimedPack, digest_of
 from evenload.runtime.comm.mesh import Mesh, most_of_ranks
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.types.base import Frozen

@@ -62,11 +62,7 @@ _NOISE_FACTOR, _MOST_NOISE = 4.0, 1e-2
 
 
 def check_isolation(
-    runner: StepRunner,
-    plans: Sequence[StepPlan],
-    tokens: Mapping[int, NDArray[np.int32]],
-    vocab_size: int,
-    mesh: Mesh,
+    runner: StepRunner, plans: Sequence[StepPlan], tokens: Mapping[int, NDArray[np.int32]], vocab_size: int, mesh: Mesh
 ) -> Verdict:
     """Run a plan with packs of several documents, again, and with other tokens. Collective."""
     packs_of = [(plan, [pack for packs in plan.pack_plans for pack in packs.forward]) for plan in plans]
@@ -344,11 +340,7 @@ class Survey:
 
 
 def survey_batches(
-    config: TrainConfig,
-    model: ModelSpec,
-    layout: ParallelLayout,
-    coefficients: CostCoefficients,
-    memory_cap_bytes: int,
+    config: TrainConfig, model: ModelSpec, layout: ParallelLayout, coefficients: CostCoefficients, memory_cap_bytes: int
 ) -> Survey:
     """Read, plan and account for batches until the limits; at least one."""
     planner = make_planner(config, model, layout, coefficients, memory_cap_bytes)

@@ -31,13 +31,7 @@ from evenload.report.chrome_trace import label_packs, write_chrome_trace
 from evenload.report.html import strategies_table, write_report
 from evenload.report.run_report import RunReport, RunSection, StepView
 from evenload.report.table import ComparisonTable, EngineTable, LayoutTable, is_feasible, shown_columns
-from evenload.report.units import (
-    format_interval,
-    format_layout,
-    format_percent,
-    format_power_of_two,
-    format_seconds,
-)
+from evenload.report.units import format_interval, format_layout, format_percent, format_power_of_two, format_seconds
 from evenload.stepplan.plan_file import encode_plan_file
 from evenload.types.plan import StepPlan
 from evenload.types.text import LengthUnit, counted, format_bytes, in_unit
@@ -254,10 +248,7 @@ class Comparison:
             notes[one.strategy] = (*notes.get(one.strategy, ()), message)
         lengths = np.array([document.num_tokens for batch in self.batches for document in batch.documents], np.int64)
         facts = [
-            (
-                in_unit(name.replace("_bytes", "").replace("_", " "), self.unit),
-                _FORMATS.get(name, str)(value),
-            )
+            (in_unit(name.replace("_bytes", "").replace("_", " "), self.unit), _FORMATS.get(name, str)(value))
             for name, value in self.inputs.items()
             if value is not None
         ]

@@ -54,12 +54,7 @@ def layout_of_plan(
         return layout
     lengths = [document.num_tokens for batch in batches for document in batch.documents]
     return balanced_layout(
-        model,
-        costs.of(layout),
-        layout,
-        lengths,
-        num_steps=len(batches),
-        memory_bytes=inputs.memory_cap_bytes,
+        model, costs.of(layout), layout, lengths, num_steps=len(batches), memory_bytes=inputs.memory_cap_bytes
     )
 
 

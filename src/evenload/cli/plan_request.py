@@ -204,8 +204,7 @@ class PlanRequest(DocumentOptions):
         "config.toml.",
     )
     layout: str | None = option(
-        _MODEL,
-        "For example dp=4,pp=8. Also virtual=2. Default: the shallowest that fits. Stages get layers by cost.",
+        _MODEL, "For example dp=4,pp=8. Also virtual=2. Default: the shallowest that fits. Stages get layers by cost."
     )
     documents: int | None = option(_DATA, f"Documents of a global batch (default {DEFAULT_DOCUMENTS}).")
     tokens: str | None = option(_DATA, f"Tokens of a global batch, instead of --documents. {COUNTS}", metavar="TOKENS")
@@ -248,9 +247,7 @@ class PlanRequest(DocumentOptions):
         "--set flexpipe.margin=... and others: docs/configuration.md).",
     )
     steps: int = option(
-        _DATA,
-        "Global batches to plan; wlb needs many to put documents off, flexpipe to switch layouts.",
-        default=1,
+        _DATA, "Global batches to plan; wlb needs many to put documents off, flexpipe to switch layouts.", default=1
     )
     seed: int = option(_DATA, "Of the batches sampled from the lengths.", default=0)
     worst: int | None = option(

@@ -377,8 +377,7 @@ def _show_nothing_left(console: Console, trainer: Trainer, command: str, *, is_w
     if saved not in ("", strategy):
         other = shlex.quote(f"{train.output_dir.rstrip('/')}-{strategy}")
         print_lines(
-            console,
-            f"no step was trained under {strategy}. To compare the two:\n  {command} train.output_dir={other}",
+            console, f"no step was trained under {strategy}. To compare the two:\n  {command} train.output_dir={other}"
         )
     if not is_whole:
         print_lines(console, "the start that trained it ended before everything was written; that is done now")

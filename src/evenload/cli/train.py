@@ -31,12 +31,7 @@ from evenload.config.train_config import TrainConfig, load_train_config, read_tr
 from evenload.errors import ConfigError, needs_train_extra, require_train_extra
 from evenload.integrations.callback import Callback
 from evenload.report.run_files import latest_per_step, read_metrics
-from evenload.runtime.checkpoint.directory import (
-    checkpoint_to_resume,
-    checkpoints_of,
-    latest_checkpoint,
-    steps_in_name,
-)
+from evenload.runtime.checkpoint.directory import checkpoint_to_resume, checkpoints_of, latest_checkpoint, steps_in_name
 from evenload.types.text import counted
 
 _WORKER = "evenload.cli.train_worker"

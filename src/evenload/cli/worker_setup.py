@@ -125,10 +125,7 @@ def started_rank(config: TrainConfig, *layouts: ParallelLayout) -> AbstractConte
 
 @contextmanager
 def joined_rank(
-    run: RunConfig,
-    layouts: Sequence[ParallelLayout],
-    channels: ChannelChoice = "auto",
-    memory_bytes: int | None = None,
+    run: RunConfig, layouts: Sequence[ParallelLayout], channels: ChannelChoice = "auto", memory_bytes: int | None = None
 ) -> Iterator[RankSetup]:
     """As `started_rank`; `memory_bytes` is what one process may hold, None = its share of what there is."""
     local_world = int(os.environ["LOCAL_WORLD_SIZE"])

@@ -10,7 +10,7 @@ a stage is a column of seconds a feature; seconds are one small matrix product. 
   one near the start and one near the end; a shorter one stays whole on some rank where the sharding allows it. Features
   are the mean over ranks, which searches compare; plans promise the slowest rank by its own rows (`cost.pack_split`).
 - The first stage carries the embedding in both directions, the last stage's BACKWARD the head. Tensor parallelism
-  divides seconds of tokens and pairs by tp and adds its exposed transfers (`cost.groups`).
+  divides seconds of tokens and pairs by tp and adds its exposed transfers (`cost.group_transfers`).
 - Recomputed layers add to what a token and a pack cost in backward; a recomputed document pays the products that are
   made again; an offloaded one makes a pack last at least as long as its copies to or from the host.
 """
@@ -246,7 +246,7 @@ class PackCosts:
 
     @functools.cached_property
     def native(self) -> _native.CostTable:
-        """Return the same numbers for the core (`cost.pipeline_tasks`)."""
+        """Return the same numbers for the core (`cost.pack_pricing`)."""
         model, coefficients, layout = self.model, self.coefficients, self.layout
         table = _native.CostTable()
         table.num_stages, table.num_ranks = layout.num_stages, layout.pipeline_ranks
@@ -377,7 +377,7 @@ class PackCosts:
         float64[num_packs, P].
 
         Args:
-            ranks, whole_tokens, cut_tokens: of every pack, as `cost.groups.context_seconds` takes them.
+            ranks, whole_tokens, cut_tokens: of every pack, as `cost.group_transfers.context_seconds` takes them.
             is_local: bool[num_slices], of documents that lie whole on the rank.
         """
         tokens = ranks, whole_tokens, cut_tokens

@@ -7,7 +7,7 @@ bit. About 50 ns a slice and 10 ns a pack and stage.
 W (zero bubble; Qi et al. 2023) is one of the two equal products of every linear layer's backward, dW, and its part
 of their constants: the measured share of these seconds, else half. Attention, norms, embedding and head stay in I:
 keeping logits for W would cost vocab·(e + 4) bytes a token. Under tensor parallelism W gathers rows again
-(`cost.groups.WEIGHT_RINGS`), so I and W together take longer than the whole backward.
+(`cost.group_transfers.WEIGHT_RINGS`), so I and W together take longer than the whole backward.
 
 From I to W stay, per token and layer (`runtime/replay/weight_products.py`), on top of the forward's chunk until I ends:
 

@@ -3,7 +3,7 @@
 A rank takes the seconds of its own rows as a pack of its own, and what K and V of shared documents cost beyond the
 attention of its local ones; a pack takes those of its slowest rank, for ranks wait for each other in every layer's
 transfers. All layers count as alike: where windows make other ranks the slowest, a pack takes longer than this.
-`stepplan.rank_rows` decides who computes which rows. O(ranges + packs · ranks · stages) numpy.
+`stepplan.cp_rows` decides who computes which rows. O(ranges + packs · ranks · stages) numpy.
 
 Causes add up to `PackCosts.pack_seconds`. One after the other is taken away, and each difference is its share:
 

@@ -3,7 +3,7 @@ measured.
 
 `detailed_timeline` adds to the simulation the critical path, recomputed fronts of backwards, copies to and from the
 host (which fit inside their action, for it lasts as long as the longer of compute and copy), transfers between stages,
-reductions, gathers and the update (`schedule.step_ends`), and memory by kind. Some milliseconds a replica.
+reductions, gathers and the update (`schedule.step_collectives`), and memory by kind. Some milliseconds a replica.
 
 `split_step_time` splits the mean device's step time by cause, exactly: busy time by `cost.pack_split`, idle time by
 `schedule.critical_path`, then waiting for the slowest replica, and the end of the step. O(slices + actions) numpy.

@@ -51,12 +51,7 @@ class DeepSpeedLoop(EngineLoop):
     """
 
     def __init__(
-        self,
-        engine: Any,
-        loader: PackedLoader,
-        *,
-        loss: PackLoss | None = None,
-        reduce_every_pack: bool | None = None,
+        self, engine: Any, loader: PackedLoader, *, loss: PackLoss | None = None, reduce_every_pack: bool | None = None
     ) -> None:
         for message in _unfit(engine):
             raise ConfigError(message)

@@ -21,14 +21,7 @@ from evenload.cost.coefficients import CostCoefficients, read_coefficients
 from evenload.cost.validity import fill_from_cluster, in_measured_precision
 from evenload.data.hub import model_from
 from evenload.errors import ConfigError, DataError, InfeasiblePlanError
-from evenload.integrations.catalog import (
-    BEST,
-    EngineProfile,
-    require_auto,
-    require_heads,
-    require_strategy,
-    runnable,
-)
+from evenload.integrations.catalog import BEST, EngineProfile, require_auto, require_heads, require_strategy, runnable
 from evenload.integrations.price import EnginePrice, StepShape, engine_price
 from evenload.plan.planner import Proposal, StepPlanner, StepRequest
 from evenload.plan.problem import CHOOSE, PlanOptions

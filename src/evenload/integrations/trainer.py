@@ -63,11 +63,7 @@ class PackedTrainerMixin:
     """
 
     def __init__(
-        self,
-        *arguments: Any,
-        train_loader: PackedLoader,
-        eval_loader: PackedLoader | None = None,
-        **settings: Any,
+        self, *arguments: Any, train_loader: PackedLoader, eval_loader: PackedLoader | None = None, **settings: Any
     ) -> None:
         self._train_loader, self._eval_loader, self._is_checked = train_loader, eval_loader, False
         args: Any = settings.get("args") or (arguments[1] if len(arguments) > 1 else None)

@@ -2,7 +2,7 @@
 
 Rules, decided when a plan is made (WLB §5):
 
-    per_sequence, per_document   as `stepplan.rank_rows` has them
+    per_sequence, per_document   as `stepplan.cp_rows` has them
     adaptive                     of every pack the faster of the two (WLB §5.3)
     mixed                        long slices per document, short ones whole on one rank, longest first to the least
                                  loaded; where long begins, and whether one of the two above is faster, is tried

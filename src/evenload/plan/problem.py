@@ -166,7 +166,7 @@ class Candidate:
 def with_times_that_run(found: Candidate, tp: int) -> Candidate:
     """Let I and W of every backward add up to the whole in a candidate's times, as plans promise.
 
-    Under tensor parallelism parts that run take longer than the whole (`cost.pipeline_tasks`); on each stage the
+    Under tensor parallelism parts that run take longer than the whole (`cost.pack_pricing`); on each stage the
     seconds of the way that does not run follow those of the way that does.
     """
     tasks, split = found.tasks, found.tasks.split

@@ -84,7 +84,7 @@ def nested_sizes(dp: int) -> list[int]:
 Direction = Literal["forward", "backward"]
 ActivationPolicy = Literal["replay", "recompute", "offload"]
 PackSharding = Literal["", "per_sequence", "per_document"] | tuple[int, ...]
-"""Which ranks of a context-parallel group compute a pack: a rule of `stepplan.rank_rows`, or for every slice the rank
+"""Which ranks of a context-parallel group compute a pack: a rule of `stepplan.cp_rows`, or for every slice the rank
 that computes it whole, -1 = all of them; "" = no group shares the pack."""
 
 

@@ -147,7 +147,7 @@ def moving_seconds(
     moves: Sequence[Move], pieces: Sequence[Piece], coefficients: CostCoefficients, *, of_state: bool
 ) -> float:
     """Predict the seconds until all is there, of the busiest rank's busier side; links inside and between nodes work at
-    once, as `cost.switch` counts them."""
+    once, as `cost.layout_switch` counts them."""
     seconds = 0.0
     for leaves_node in (False, True):
         sent, received, messages = Counter[int](), Counter[int](), Counter[int]()

@@ -98,10 +98,7 @@ def rank_grid(layout: ParallelLayout) -> NDArray[np.int64]:
 
 
 def create_context_groups(
-    layout: ParallelLayout,
-    rank: int,
-    new_group: Callable[[list[int]], dist.ProcessGroup],
-    watch: RankWatch,
+    layout: ParallelLayout, rank: int, new_group: Callable[[list[int]], dist.ProcessGroup], watch: RankWatch
 ) -> dict[ReplicaBlock, ContextGroup]:
     """Make every context group of the layout; return those of `rank` by block. Collective over all ranks."""
     grid, mine = rank_grid(layout), {}

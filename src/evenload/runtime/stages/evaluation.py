@@ -153,11 +153,7 @@ class Validator:
             )
 
     def run(
-        self,
-        step: int,
-        state: RankState,
-        planner: StepPlanner,
-        stop_requested: Callable[[], int] = lambda: 0,
+        self, step: int, state: RankState, planner: StepPlanner, stop_requested: Callable[[], int] = lambda: 0
     ) -> tuple[Validation | None, int]:
         """Compute the losses after a step, the same on every rank. Collective.
 

@@ -101,12 +101,7 @@ class RankState:
         with mesh.watch.waiting("the gradient norm"):
             grad_norm, loss = sums.norm_and_loss(run.loss_sum)
         return StepGradients(
-            run=run,
-            shards=shards,
-            grad_norm=grad_norm,
-            loss=loss,
-            sums=sums.trace(),
-            gathers=gathers.take_traces(mesh),
+            run=run, shards=shards, grad_norm=grad_norm, loss=loss, sums=sums.trace(), gathers=gathers.take_traces(mesh)
         )
 
     def losses(self, step: RankStep | None, num_documents: int) -> Tensor:

@@ -179,11 +179,7 @@ class TwinMemory:
     `pieces` are the shared ones by index."""
 
     def __init__(
-        self,
-        own: SparseMemory,
-        others: Mapping[int, OthersMemory],
-        pieces: Mapping[int, PieceMemory],
-        num_pieces: int,
+        self, own: SparseMemory, others: Mapping[int, OthersMemory], pieces: Mapping[int, PieceMemory], num_pieces: int
     ) -> None:
         self.pieces, self._others = pieces, others
         self._marks = own.tensor(0, num_pieces, torch.int64)
