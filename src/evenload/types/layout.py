@@ -93,8 +93,7 @@ class ParallelLayout(Frozen):
         written = "+".join(map(str, devices))
         if len(devices) != self.pp or min(devices) < 1:
             raise ConfigError(
-                f"layout: devices={written} must be {self.pp} numbers of at least 1, one for each of the pp={self.pp} "
-                "stages"
+                f"layout: devices={written} must be a number of at least 1 for each of pp={self.pp} stages"
             )
         if len(set(devices)) == 1:
             raise ConfigError(f"layout: devices={written} are as many for every stage; write dp={devices[0]} instead")
@@ -234,7 +233,6 @@ def even_layout(
     pp: int = 1,
     tp: int = 1,
     virtual: int = 1,
-    generation: int = 0,
     devices: Sequence[int] | None = None,
 ) -> ParallelLayout:
     """Split layers as evenly as possible, a device where stages have different numbers of `devices`; earlier stages
@@ -248,7 +246,7 @@ def even_layout(
     counts = [base + (stage < extra) for stage in range(stages)]
     if devices is not None and len(devices) == stages and min(devices) > 0:
         counts = _even_by_device(num_layers, devices)
-    return split_layout(counts, dp=dp, cp=cp, pp=pp, tp=tp, generation=generation, devices=devices)
+    return split_layout(counts, dp=dp, cp=cp, pp=pp, tp=tp, devices=devices)
 
 
 def _even_by_device(num_layers: int, devices: Sequence[int]) -> list[int]:
@@ -266,7 +264,6 @@ def split_layout(
     cp: int = 1,
     pp: int = 1,
     tp: int = 1,
-    generation: int = 0,
     devices: Sequence[int] | None = None,
 ) -> ParallelLayout:
     """Give every virtual stage so many layers; stages go round the pipeline's ranks, or have `devices` each.
@@ -280,7 +277,6 @@ def split_layout(
         stage_to_rank=tuple(stage % pp for stage in range(len(stage_counts)))
         if devices is None or len(devices) != len(stage_counts)
         else first_ranks(devices),
-        generation=generation,
         stage_devices=msgspec.UNSET if devices is None else tuple(devices),
     )
 
@@ -290,14 +286,8 @@ _OF_STAGES = ("layers", "devices")
 
 
 class LayoutText(Frozen):
-    """A layout as written.
-
-    Args:
-        text: for messages.
-        sizes: of the axes that are named.
-        layers: of every virtual stage; None = split evenly.
-        devices: of every stage; None = dp x cp x tp each.
-    """
+    """A layout as written: sizes of the axes that are named, layers of every virtual stage (None = split evenly), and
+    devices of every stage (None = dp x cp x tp each)."""
 
     text: str
     sizes: dict[str, int]
@@ -369,12 +359,8 @@ FreedSends = tuple[tuple[tuple[Channel, int], ...], ...]
 
 @dataclass(frozen=True, eq=False)
 class TransferOrder:
-    """One rank's transfers, an entry for each of its actions.
-
-    Args:
-        receives: to post before the action, in this order; None = every channel posts its receives early by itself.
-        frees: sends to free before the action.
-    """
+    """One rank's receives to post, in this order (None = every channel posts its own early), and sends to free before
+    each of its actions."""
 
     receives: tuple[tuple[Receive, ...], ...] | None
     frees: FreedSends
