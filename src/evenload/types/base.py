@@ -37,8 +37,7 @@ def write_out_home(settings: Frozen) -> None:
             msgspec.structs.force_setattr(settings, name, path)
 
 
-LEAST_SIMILARITY = 0.4
-"""Of 1; among few choices a name that shares half of its letters is usually what was meant."""
+LEAST_SIMILARITY = 0.4  # of 1; among few choices a name that shares half of its letters is usually what was meant
 
 
 def nearest_name(name: str, known: Iterable[str], similarity: float = LEAST_SIMILARITY) -> str | None:

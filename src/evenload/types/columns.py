@@ -10,8 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 from evenload.errors import ConfigError
 from evenload.types.document import Direction, MicroPack, PackSharding, Slice
 
-PackSlices = tuple[tuple[Slice, ...], ...]
-"""The slices of every pack."""
+PackSlices = tuple[tuple[Slice, ...], ...]  # the slices of every pack
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,10 +166,8 @@ def _offsets(counts: ArrayLike) -> NDArray[np.int64]:
 
 
 def causal_pairs(start: ArrayLike, stop: ArrayLike, window: int = 0) -> NDArray[np.float64]:
-    """Count (query, key) pairs of the queries `[start, stop)` of causal documents, arrays of one shape.
-
-    Query t sees `min(t + 1, window)` keys; `window` 0 = all. Exact below 2**53.
-    """
+    """Count (query, key) pairs of the queries `[start, stop)` of causal documents, arrays of one shape; query t sees
+    `min(t + 1, window)` keys, `window` 0 = all. Exact below 2**53."""
     return _pairs_below(np.asarray(stop, np.float64), window) - _pairs_below(np.asarray(start, np.float64), window)
 
 

@@ -2,12 +2,8 @@
 
 Global rank order, slowest to fastest: pipeline, data, context, tensor rank, so tensor and context groups are neighbours
 on a node. Stages of one pipeline may have different numbers of devices (FlexPipe's part-pipeline data parallelism):
-each is a pipeline rank of its own, and all devices of a stage hold its layers and take its packs in turn. With 1 + 2 +
-1:
-
-    stage      0    1     2
-    rank       0   1 2    3
-    pack k     0   1+k%2  3
+each is a pipeline rank of its own, and all devices of a stage hold its layers and take its packs in turn: with 1 + 2 +
+1 devices pack k runs on ranks 0, 1 + k % 2 and 3.
 """
 
 import itertools

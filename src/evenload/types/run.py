@@ -238,9 +238,8 @@ class LengthProfile(Frozen):
 
     Args:
         documents, tokens: totals; attention_pairs: causal pairs, n (n + 1) / 2 of a document of n tokens.
-        shortest, median, p90, p99, longest: tokens; a quantile q is the least length that at least q of the
+        shortest, median, mean, p90, p99, longest: tokens; a quantile q is the least length that at least q of the
             documents do not exceed.
-        mean: tokens.
         half_of_tokens, half_of_attention: the longest documents that hold half of it.
         classes: ascending and without gaps, from the first to the last with documents.
         cumulative: ascending, up to the longest length with shares of 1.
