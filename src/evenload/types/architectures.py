@@ -217,7 +217,7 @@ _ALL = (
     Architecture(
         model_type="mixtral",
         classes="Mixtral",
-        experts=ExpertNames("block_sparse_moe", "w1", "w3", "w2"),
+        experts=ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2"),
         uncut=EXPERTS_UNCUT,
     ),
     Architecture(model_type="olmo"),

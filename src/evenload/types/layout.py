@@ -89,7 +89,7 @@ class ParallelLayout(Frozen):
         written = "+".join(map(str, devices))
         if len(devices) != self.pp or min(devices) < 1:
             raise ConfigError(
-                f"layout: devices={written} must be a number of at least 1 for each of pp={self.pp} stages"
+                f"layout: devices={written} must be {self.pp} numbers of at least 1, one for each of pp={self.pp} stages"
             )
         if len(set(devices)) == 1:
             raise ConfigError(f"layout: devices={written} are as many for every stage; write dp={devices[0]} instead")
