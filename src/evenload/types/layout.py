@@ -88,9 +88,7 @@ class ParallelLayout(Frozen):
         devices = self.devices
         written = "+".join(map(str, devices))
         if len(devices) != self.pp or min(devices) < 1:
-            raise ConfigError(
-                f"layout: devices={written} must be {self.pp} numbers of at least 1, one for each of pp={self.pp} stages"
-            )
+            raise ConfigError(f"layout: devices={written} must be {self.pp} numbers of at least 1, one for each stage")
         if len(set(devices)) == 1:
             raise ConfigError(f"layout: devices={written} are as many for every stage; write dp={devices[0]} instead")
         if self.num_stages != self.pp or max(self.dp, self.cp, self.tp) > 1:
