@@ -38,8 +38,8 @@ class TokenTable(Mapping[int, NDArray[np.int32]]):
         doc_ids: int64[D], each once, in any order.
         edges: int64[D + 1]; document i has tokens `[edges[i], edges[i + 1])`.
         tokens: int32[N].
-        labels: int32[N], the id to be predicted at each token (not shifted), -100 = no loss, as at every first token of a
-            document; None = every token but the first is its own label.
+        labels: int32[N], the id to be predicted at each token (not shifted), -100 = no loss, as at every first token;
+            None = every token but the first is its own label.
     """
 
     doc_ids: NDArray[np.int64]

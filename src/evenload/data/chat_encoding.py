@@ -1,28 +1,19 @@
 """Make the encoder of the settings (`open_encoder`); render conversations, with loss on what the assistant says.
 
 `ChatTemplate` renders a Hugging Face chat template with jinja2 in a sandbox (which keeps it from files and processes,
-not from running for ever). `{% generation %}` blocks mark what the assistant says: a rendering with spans puts a
-private character on both sides of such a block and takes them out again, counting characters. Where a template has no
-blocks, the text of the assistant's message i is found by rendering parts of the conversation:
+not from running for ever). A rendering with spans puts a private character on both sides of `{% generation %}` blocks
+and takes them out again, counting characters. Where a template has no blocks, the text of the assistant's message i is
+what lies between two renderings of parts of the conversation:
 
     messages[:i], generation prompt   <|user|>Hi<|end|><|assistant|>
     messages[:i + 1]                  <|user|>Hi<|end|><|assistant|>Hello<|end|>
-    all messages                      <|user|>Hi<|end|><|assistant|>Hello<|end|><|user|>Bye<|end|> ...
-                                                                    ─────────── loss
 
 This holds only if each rendering begins the next one; else the record is refused. Price: 20 to 100 µs a rendering; 2
-renderings for each of the assistant's messages, which grows with the square of the turns; 1 with blocks or loss on all.
+renderings for each of the assistant's messages, 1 with blocks or loss on all.
 
-As in transformers' `apply_chat_template`, keys of messages without a value are left out, and thoughts are also given
-under the names that templates read. Content is text or parts of text, arguments of a tool call an object or JSON text,
-and a template that expects the other form writes it wrong without an error. So a short conversation is rendered in both
-forms, once a template and role; where exactly one comes out right, messages are given in that one.
-
-The template is the file `data.chat_template`; else `chat_template.jinja` in the tokeniser's directory; else
-`chat_template` in its `tokenizer_config.json`, text or a list of named ones of which "default" is taken.
-
-A prompt and a completion are two strings, tokenised together and followed by the end-of-document token, as in TRL; or
-two lists of messages: one conversation with loss on what the assistant says in the completion.
+Content is text or parts of text, arguments of a tool call an object or JSON text, and a template that expects the other
+form writes it wrong without an error. So a short conversation is rendered in both forms, once a template and role;
+where exactly one comes out right, messages are given in that one.
 """
 
 import datetime
@@ -82,7 +73,6 @@ _GIVEN = {"messages", "tools", "add_generation_prompt", _BLOCKS}
 _FIX = 'use a template with {% generation %} blocks (data.chat_template), or set data.loss_on = "all"'
 _IGNORE = "repair the record, or pass over the key by data.ignore_columns"
 
-
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _OTHER_NAMES = {"human": "user", "gpt": "assistant", "bot": "assistant", "chatbot": "assistant", "model": "assistant"}
 _TEXT, _USER = "Qz7", {"role": "user", "content": "q"}
@@ -113,8 +103,8 @@ class _GenerationBlocks(Extension):
 
 
 class ChatTemplate:
-    """A compiled template; can be pickled. Of its text, the `variables` that it sees besides the messages, such as
-    `bos_token`, and its name in messages; `ConfigError` for no template, or a `{% generation %}` block in a macro."""
+    """A compiled template of text `source`; can be pickled. `variables` are what it sees besides the messages, such as
+    `bos_token`; `ConfigError` for no template, or a `{% generation %}` block in a macro."""
 
     def __init__(self, source: str, variables: Mapping[str, str], origin: str) -> None:
         self.source, self.variables, self.origin = source, dict(variables), origin
@@ -144,8 +134,7 @@ class ChatTemplate:
         return self._render(messages, add_generation_prompt, None)
 
     def render_with_spans(self, messages: Sequence[Message]) -> tuple[str, tuple[CharSpan, ...]]:
-        """Render messages; also return the characters inside `{% generation %}` blocks, ascending and disjoint.
-        `RecordProblem` as of `render`, or where the messages hold the characters that mark blocks."""
+        """Render messages; also return the characters inside `{% generation %}` blocks, ascending and disjoint."""
         blocks = itertools.count()
         pieces = _MARKS.split(self._render(messages, False, blocks))
         # Two marks a block, and each mark stands between two pieces of text.
@@ -164,7 +153,7 @@ class ChatTemplate:
 
     def for_record(self, tools: Any = None, chat_template_kwargs: Any = None) -> "ChatTemplate":
         """Return the template with a record's tools (a list of JSON schemas, or JSON text of one) and further
-        variables, as transformers' `apply_chat_template` takes them; `RecordProblem` where they are something else."""
+        variables; `RecordProblem` where they are something else."""
         if tools is None and not chat_template_kwargs:
             return self
         try:
@@ -325,7 +314,6 @@ def _calls(arguments: Any) -> list[dict[str, Any]]:
 
 
 def _with_arguments(call: Any, form: str | None) -> Any:
-    """Return the call with its arguments in that form, where they have the other one."""
     if isinstance(call, dict) and isinstance(call.get("function"), dict):
         return call | {"function": _with_arguments(call["function"], form)}
     arguments = call.get("arguments") if isinstance(call, dict) else None
@@ -407,15 +395,9 @@ class PromptCompletion(Chats):
 def render_chat(
     template: ChatTemplate, messages: Sequence[Message], first: int | None, ignored: Collection[str]
 ) -> RenderedText:
-    """Render a conversation with loss on what the assistant says in `messages[first:]`, except with a weight of 0.
-
-    Args:
-        first: None = loss on every token after the first.
-        ignored: keys of messages that are skipped.
-
-    Raises:
-        RecordProblem: the template does not take the messages, or what the assistant says in them is not known.
-    """
+    """Render a conversation with loss on what the assistant says in `messages[first:]` (None = on every token after the
+    first), except with a weight of 0; `ignored` keys of messages are skipped. Raises `RecordProblem`: the template does
+    not take the messages, or what the assistant says in them is not known."""
     untrained = [index for index, message in enumerate(messages) if _is_untrained(message, index, ignored)]
     for index, message in enumerate(messages):
         for key in (*_PARTS, *(call for call in _CALLS if call not in template.source)):
@@ -461,9 +443,8 @@ def _is_untrained(message: Message, index: int, ignored: Collection[str]) -> boo
 
 
 def read_messages(value: Any, column: str, template: ChatTemplate) -> list[Message]:
-    """Read messages as new dictionaries, in the forms that their template writes right. Raises `RecordProblem`: not a
-    list; a message without role, or without content and tool calls; a role that the template knows by another name;
-    content that is neither text nor parts of text."""
+    """Read messages as new dictionaries, in the forms that their template writes right; `RecordProblem` for other
+    values."""
     if not isinstance(value, list | tuple):
         held = "nothing" if value is None else f"a value of type {type(value).__name__}"
         raise RecordProblem(f"column '{column}' holds {held} instead of a list of messages")
@@ -533,14 +514,11 @@ def open_encoder(
     """Make the encoder of a configuration without mixture (see `mixture_configs`).
 
     Args:
-        tokenizer: instead of the one that `config.tokenizer` names, next to which the chat template and special tokens
-            are still looked up.
+        tokenizer: instead of the one that `config.tokenizer` names, next to which templates are still looked up.
         vocab_size: rows of the model's embedding, which every id must be below; None = no model is known.
 
-    Raises:
-        ConfigError: a tokeniser with more ids than the model; settings that contradict each other; no chat template
-            where one is needed; `append_eos` without an end-of-document token; see also `open_tokenizer` and
-            `open_chat_template`.
+    Raises: ConfigError: a tokeniser with more ids than the model; settings that contradict each other; no chat template
+    or end-of-document token where one is needed; see also `open_tokenizer`.
     """
     for problem in _contradictions(config):
         raise ConfigError(problem)

@@ -1,16 +1,10 @@
 """Encode the values of a record as tokens and labels (`DocumentEncoder`): texts (`TextEncoder`) and ids (`TokenIds`).
 
-A `Renderer` turns the values of one kind of record into text, and says which of its characters are to be predicted.
-Each text is tokenised in one go; the characters are mapped to tokens through the tokeniser's offsets. A token may hold
-characters from both sides of a border:
-
-- between a prompt and what follows it, a token that begins in the prompt counts as prompt: at inference the prompt ends
-  with other tokens there.
-- at `{% generation %}` blocks of a chat template, a token that touches one counts, as in transformers. (It leaves out
-  all but the first of several tokens that make up the last character.)
-
-Price: the tokeniser, which shares a block of records among its threads. Offsets make a document of 150 tokens cost 94
-µs instead of 52, so they are computed only where there is a mask.
+A text is tokenised in one go; the characters to be predicted are mapped to tokens through the tokeniser's offsets. A
+token with characters of a prompt and of what follows counts as prompt: at inference the prompt ends with other tokens
+there. A token that touches a `{% generation %}` block counts, as in transformers (which leaves out all but the first of
+several tokens that make up the last character). Price: the tokeniser, on several threads; offsets make a document of
+150 tokens cost 94 µs instead of 52, so they are computed only where there is a mask.
 """
 
 import re
@@ -34,12 +28,10 @@ class RecordProblem(DataError):
 
 
 class EncodedDocument(NamedTuple):
-    """Tokens of a record and what is to be predicted.
+    """Tokens of a record, int32[num_tokens], none where it holds nothing; may share memory with the record.
 
-    Args:
-        tokens: int32[num_tokens]; empty where the record holds nothing. May share memory with the record.
-        labels: int32[num_tokens], not shifted: `labels[i]` is predicted from the tokens before token i;
-            `IGNORE_INDEX`, as always at 0, = nothing is. None = every token after the first is its own label.
+    `labels[i]`, int32[num_tokens], is predicted from the tokens before token i; `IGNORE_INDEX`, as always at 0, =
+    nothing is. None = every token after the first is its own label.
     """
 
     tokens: NDArray[np.int32]
@@ -47,8 +39,8 @@ class EncodedDocument(NamedTuple):
 
 
 class DocumentEncoder(ABC):
-    """Turn records of one kind into documents. Can be pickled. A reader must fetch the `columns`, in the order of
-    `encode`'s values; encoders of equal name give equal documents."""
+    """Turn the values of `columns`, in their order, into documents; can be pickled. Equal names give equal
+    documents."""
 
     columns: tuple[str, ...]
     name: str
@@ -122,7 +114,6 @@ class PlainText:
 
 
 def check_text(value: Any, column: str) -> str:
-    """Return the value, a string; `RecordProblem` where it is none."""
     if isinstance(value, str):
         return value
     held = "nothing" if value is None else f"a value of type {type(value).__name__}"
@@ -274,6 +265,5 @@ class TokenIds(DocumentEncoder):
 
 
 def _are_shifted(labels: NDArray[np.int32], tokens: NDArray[np.int32]) -> bool:
-    """Tell whether every label is the token after its own; the last one has none."""
     has_label = labels[:-1] != IGNORE_INDEX
     return bool(has_label.any() and (labels[:-1] == tokens[1:])[has_label].all())

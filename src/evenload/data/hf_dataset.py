@@ -1,11 +1,9 @@
 """Read Hugging Face data sets that are passed in Python: a `Dataset` by rows, an `IterableDataset` by shards.
 
-A `Dataset` is read in Arrow batches, in the order of its `select` or `shuffle`; one with a transform (`set_transform`)
-is read through that, row by row. Offsets are rows. An `IterableDataset` is read shard by shard; offsets are shard and
-example, and a start inside a shard generates and skips its examples up to there. Both are pickled for worker processes,
-so a generator must be a function that can be imported.
-
-Price: one batch in memory. A shuffled `Dataset` gathers its rows one by one (some µs each).
+A `Dataset` is read in Arrow batches, in the order of its `select` or `shuffle`; one with a transform is read through
+that, row by row. Offsets are rows. An `IterableDataset` is read shard by shard; offsets are shard and example, and a
+start inside a shard generates and skips its examples up to there. Both are pickled for worker processes, so a generator
+must be a function that can be imported. Price: one batch in memory; a shuffled `Dataset` gathers its rows one by one.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -103,8 +101,7 @@ class DatasetReader(_DatasetReader):
 
 @dataclass(frozen=True, eq=False)
 class IterableDatasetReader(_DatasetReader):
-    """Read a `datasets.IterableDataset`, which must give the same examples in the same order every time; an epoch of
-    its own shuffling does not change."""
+    """Read a `datasets.IterableDataset`, which must give the same examples in the same order every time."""
 
     dataset: "IterableDataset"
     columns: tuple[Column, ...]

@@ -2,7 +2,7 @@
 
 A path that exists is that path; files in the Hub's local cache are taken from there without the network; only then they
 are downloaded into that cache. A name whose first part is a folder here is a mistyped path, and is never sent to the
-Hub. Settings are small files: config.json, the tokeniser, chat templates. Weights are fetched where they are wanted.
+Hub. Settings are small files; weights are fetched where they are wanted.
 """
 
 import json
@@ -43,8 +43,8 @@ def is_hub_name(path: str) -> bool:
 
 
 def local_path(path: str, setting: str, wanted: Wanted = "settings") -> str:
-    """Return a path as it is; for a name on the Hub the folder of its files. `ConfigError` where it is in no cache here
-    and cannot be downloaded; `setting` says where the name was given ("model.path")."""
+    """Return a path as it is; for a name on the Hub the folder of its files, downloaded where no cache has them.
+    `setting` names it in messages ("model.path")."""
     named = _NAME.fullmatch(path)
     if named is None or not is_hub_name(path):
         return path

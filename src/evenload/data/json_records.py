@@ -78,7 +78,6 @@ class JsonlReader(RecordReader):
             yield Record(position, FILE_END, None, damaged_compression(self.file, err))
 
     def summary(self) -> FileSummary:
-        """Summarise its first `_COUNT_BYTES`."""
         try:
             with self.file.open() as stream:
                 begin = stream.read(_COUNT_BYTES)

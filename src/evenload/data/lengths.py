@@ -2,11 +2,10 @@
 
 Files of numbers are .npy, .npz, .txt, .csv, .tsv, .json, .jsonl, also with .gz. A table must have one column of whole
 numbers, or one by a usual name (`USUAL_NAMES`); anything else is refused: read as a document, it would give one length
-that looks right. Only .jsonl may hold documents, too; its first record decides. Price: the file in memory.
+that looks right. Only .jsonl may hold documents, too; its first record decides.
 
-Counting tokenises every document once, in file order, before anything is split, cut or dropped; 8 bytes per document.
-Sums of squares leave int64 soon, so a profile sums over the different lengths in Python's integers. Price: O(n log n)
-to sort, then a few operations for each different length.
+Counting tokenises every document once, before anything is split, cut or dropped. Sums of squares leave int64 soon, so a
+profile sums over the different lengths in Python's integers. Price: 8 bytes and O(log n) a document.
 """
 
 import csv
@@ -43,7 +42,7 @@ TOKEN_IDS = "none: the records hold token ids"
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LengthTable:
     """Lengths of documents, int64[num_documents], each at least 1, and what they count: "bytes" where documents were
-    counted without a tokeniser, end of document included. `tokenizer` is described, None for a file of numbers."""
+    counted without a tokeniser. `tokenizer` is described, None for a file of numbers."""
 
     lengths: NDArray[np.int64]
     unit: LengthUnit
@@ -51,7 +50,6 @@ class LengthTable:
 
 
 def read_lengths(source: str, config: DataConfig | None = None) -> NDArray[np.int64]:
-    """Read the lengths of `read_length_table`, int64[num_documents]."""
     return read_length_table(source, config).lengths
 
 
@@ -62,9 +60,8 @@ def read_length_table(source: str, config: DataConfig | None = None) -> LengthTa
         source: a file of numbers, or a text source (file, directory, glob, fsspec URL) whose documents are counted.
         config: how a text source is read; its `sources` are not used. Default: bytes with an end-of-document token.
 
-    Raises:
-        ConfigError: the source does not exist; a tokeniser for a file of numbers.
-        DataError: not integers, not one-dimensional, a length below 1, or no lengths at all.
+    Raises: ConfigError: the source does not exist; a tokeniser for a file of numbers. DataError: not integers, not
+    one-dimensional, a length below 1, or no lengths at all.
     """
     base = config or DataConfig(sources=(source,), batch_documents=1, max_document_tokens=1)
     # A .npy of token ids, and a file whose format is named, are documents.
@@ -81,13 +78,8 @@ def read_length_table(source: str, config: DataConfig | None = None) -> LengthTa
 
 
 def count_documents(config: DataConfig, origin: str) -> LengthTable:
-    """Count the lengths of the documents that a run reads in an epoch; `origin` names the data in messages.
-
-    Raises:
-        ConfigError: parts of a mixture that are repeated by weight; sources without files, a tokeniser that cannot be
-            used.
-        DataError: a record that cannot be read, or no documents.
-    """
+    """Count the lengths of the documents that a run reads in an epoch; `origin` names the data in messages. Raises
+    `ConfigError` for settings that cannot be counted or read, `DataError` for a bad record or no documents."""
     if config.mixture_end == "repeat":
         raise ConfigError(
             f'{origin} repeats the parts of its mixture by weight (data.mixture_end = "repeat"), so its lengths are no '
@@ -105,7 +97,6 @@ def count_documents(config: DataConfig, origin: str) -> LengthTable:
 
 
 def checked_lengths(lengths: NDArray[np.int64], source: str) -> NDArray[np.int64]:
-    """Return the lengths; `DataError` where there are none, or one is below 1."""
     if not len(lengths):
         raise DataError(f"{source} holds no lengths; give at least one document")
     if lengths.min() < 1:
@@ -148,12 +139,8 @@ def holds_numbers(source: str) -> bool:
 
 
 def read_numbers(source: str) -> NDArray[np.int64] | None:
-    """Read the lengths of a file of numbers; None of a .jsonl whose records are documents.
-
-    Raises:
-        ConfigError: the file does not exist.
-        DataError: it cannot be read, or holds no list or column of whole numbers that is plainly meant.
-    """
+    """Read the lengths of a file of numbers; None of a .jsonl whose records are documents. Raises `ConfigError`: there
+    is no such file; `DataError`: it holds no list or column of whole numbers that is plainly meant."""
     name = source.removesuffix(".gz")
     if name.endswith((".jsonl", ".ndjson")) and not _begins_with_numbers(source):
         return None
@@ -301,15 +288,8 @@ _CUMULATIVE_POINTS_PER_OCTAVE = 16
 
 
 def profile_lengths(lengths: NDArray[np.int64], windows: Sequence[int] = DEFAULT_WINDOWS) -> LengthProfile:
-    """Compute quantiles, length classes and window cuts of lengths.
-
-    Args:
-        lengths: int64[n], at least 1 each and at least one of them.
-        windows: context windows in tokens, in any order; repeated ones count once.
-
-    Raises:
-        ConfigError: a window below 1, or other lengths.
-    """
+    """Compute quantiles, length classes and window cuts of lengths, int64[n], at least 1 each and at least one of them.
+    `windows` are context windows in tokens, in any order. Raises `ConfigError`: a window below 1, or other lengths."""
     require_windows(windows)
     if not len(lengths) or lengths.min() < 1:
         raise ConfigError("a length profile needs at least one document, and every document at least 1 token")

@@ -1,11 +1,9 @@
 """Open what one part of the mixture is read from: files, their readers, and segments that streams share (`PartFiles`).
 
 Segments are shares of files, assigned to streams anew in every epoch. Files are cut by size before anything is opened,
-so a data set of any size is ready after one listing, and one large file feeds all streams. What a stream reads depends
-on files, seed and epoch only. Price: O(segments) per epoch; at most 64 MiB a segment, so 10 TB are 160,000 of them.
-
-Permutations are counter-based (Philox), so any rank can make any of them again. numpy keeps the raw Philox stream
-stable over versions, its distributions not.
+so a data set of any size is ready after one listing, and one large file feeds all streams. Permutations are
+counter-based (Philox), so any rank can make any of them again; numpy keeps the raw Philox stream stable over versions,
+its distributions not. Price: O(segments) per epoch; at most 64 MiB a segment, so 10 TB are 160,000 of them.
 """
 
 from collections import Counter
@@ -59,7 +57,6 @@ def open_reader(file: SourceFile, config: DataConfig, dataset: Any = None) -> Re
 
 
 def dataset_file(dataset: Any, name: str = "dataset") -> SourceFile:
-    """Make the stand-in of a Hugging Face data set among the files; messages use the name."""
     size_bytes, rows = None, ""
     if not is_iterable_dataset(dataset):
         size_bytes, rows = dataset_bytes(dataset), f" of {len(dataset)} rows"
@@ -102,8 +99,8 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PartFiles:
-    """Readers of the files of one part of the mixture in their fixed order, and their segments in file order;
-    `listings` has the same files by source."""
+    """Readers of the files of one part of the mixture, and their segments, in file order; `listings` has the same
+    files."""
 
     listings: tuple[SourceListing, ...]
     readers: tuple[RecordReader, ...]
@@ -111,11 +108,9 @@ class PartFiles:
 
     @property
     def files(self) -> tuple[SourceFile, ...]:
-        """Return the files in their fixed order."""
         return tuple(reader.file for reader in self.readers)
 
     def by_source(self) -> Iterator[tuple[SourceListing, list[RecordReader]]]:
-        """Yield every source with the readers of its files."""
         readers = iter(self.readers)
         for listing in self.listings:
             yield listing, list(islice(readers, len(listing.files)))
@@ -144,11 +139,8 @@ _SAMPLED = 64
 
 
 def source_lines(config: DataConfig, part: PartFiles) -> Iterator[str]:
-    """Report what is read of every source of a part of the mixture and what is not, a line each.
-
-    Inspects at most `_INSPECTED_FILES` files a source; the number of records then is an estimate. Raises a `DataError`
-    for a file that cannot be opened.
-    """
+    """Report what is read of every source of a part of the mixture and what is not, a line each; the number of records
+    is an estimate where it has more than `_INSPECTED_FILES` files."""
     columns = record_columns(config)
     known, values = {column.name for column in columns}, value_names(columns)
     for listing, readers in part.by_source():
@@ -173,10 +165,7 @@ def source_lines(config: DataConfig, part: PartFiles) -> Iterator[str]:
 
 
 def label_warnings(config: DataConfig, part: PartFiles, encoder: DocumentEncoder) -> Iterator[str]:
-    """Warn of token records whose labels are other ids than their tokens, by the first records of every source.
-
-    Raises a `DataError` for a file that cannot be read, or a column that would change what is trained.
-    """
+    """Warn of token records whose labels are other ids than their tokens, by the first records of every source."""
     for listing, (reader, *_) in part.by_source() if config.record == "tokens" else ():
         documents = encoder.encode_records(list(islice(reader.records(FilePart()), _SAMPLED)))
         others = 0

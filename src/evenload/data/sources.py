@@ -1,11 +1,9 @@
 """List sources (files, directories, globs, fsspec URLs) as sorted files (`list_sources`), and open them (`SourceFile`).
 
-Files are sorted by their path below the source, sources keep their order. Links are followed; a directory that contains
-itself through a link is entered once. What only describes data files next to it (`README.md`, `dataset_info.json`) is
-left out and reported; another file without the name of a data file is refused there: it would be trained as a text.
-Names that begin with "." are hidden. Price: one listing per source.
-
-A file is known by its path below the source and its size, so a data set may move between save and resume.
+Files are sorted by their path below the source, sources keep their order. A directory that contains itself through a
+link is entered once. What only describes data files next to it (`README.md`, `dataset_info.json`) is left out and
+reported; another file without the name of a data file is refused there: it would be trained as a text. A file is known
+by its path below the source and its size, so a data set may move between save and resume.
 """
 
 import hashlib
@@ -45,15 +43,9 @@ _DECOMPRESSORS: dict[Any, Any] = compr
 
 @dataclass(frozen=True, kw_only=True)
 class SourceFile:
-    """One file of a source.
-
-    Args:
-        name: the source as given and the path below it, for messages.
-        path: in the terms of `filesystem`; "" for a data set.
-        key: source index and path below the source: stays equal when the data set moves.
-        size_bytes: None where the file system does not know.
-        compression: fsspec's name; None = plain.
-    """
+    """One file of a source: `name` is for messages, `path` in the terms of `filesystem` ("" for a data set), `key` the
+    source's index and the path below it; `size_bytes` is None where the file system does not know, `compression`
+    fsspec's name or None."""
 
     name: str
     path: str
@@ -65,7 +57,6 @@ class SourceFile:
 
     @property
     def is_local(self) -> bool:
-        """Whether the file can be mapped into memory."""
         return isinstance(self.filesystem, LocalFileSystem)
 
     def sibling(self, suffix: str, other_suffix: str) -> "SourceFile | None":
@@ -85,9 +76,8 @@ class SourceFile:
 
     @contextmanager
     def open(self) -> Iterator[IO[bytes]]:
-        """Open the decompressed bytes, seekable. A failed read of a remote file is repeated, see `_RemoteStream`.
-        Raises `DataError`: the file cannot be opened; when read: a remote file failed for good. Damaged compression
-        raises what its library has for it (`damaged_compression`)."""
+        """Open the decompressed bytes, seekable; a failed read of a remote file is repeated (`_RemoteStream`). Raises
+        `DataError`; damaged compression raises what its library has for it (`damaged_compression`)."""
         if self.is_local:
             try:
                 stream: IO[bytes] = open(self.path, "rb")  # noqa: SIM115 (closed below)
@@ -104,12 +94,9 @@ class SourceFile:
 
 
 class _RemoteStream(io.RawIOBase):
-    """Bytes of a remote file, opened when first read.
-
-    Not all of fsspec's file systems try again (HTTP does not), and a read that ends early looks like the end of the
-    data. So a read that fails, or ends before the file does, opens the file again at the same byte; attempts are
-    counted anew after every success.
-    """
+    """Bytes of a remote file, opened when first read. Not all of fsspec's file systems try again (HTTP does not), and a
+    read that ends early looks like the end of the data. So a read that fails, or ends before the file does, opens the
+    file again at the same byte; attempts are counted anew after every success."""
 
     def __init__(self, file: SourceFile) -> None:
         self._file = file
@@ -248,8 +235,7 @@ class _Entry(NamedTuple):
 
 def list_sources(config: DataConfig) -> tuple[SourceListing, ...]:
     """List all files of every source, in their fixed order. Raises `ConfigError`: a source without files, a file that
-    would be trained twice or is no data, a link to nothing, a protocol or compression whose package is not installed.
-    """
+    would be trained twice or is no data, a link to nothing, a protocol or compression without its package."""
     listings: list[SourceListing] = []
     seen: dict[str, str] = {}
     for index, source in enumerate(config.sources):
@@ -296,7 +282,6 @@ def _suffix(path: str) -> str:
 
 
 def _expand(source: str, include: Sequence[str]) -> tuple[AbstractFileSystem, str, list[_Entry]]:
-    """Return file system, directory as the user wrote it, and its files sorted."""
     try:
         filesystem, root = fsspec.url_to_fs(source)
         # A web server has no directories (fsspec would take a page with links for one), and "?" is no wildcard.
@@ -462,7 +447,6 @@ def _without_indexes(entries: list[_Entry], source: str, format: Format) -> list
 
 
 def _chosen(entries: Iterator[_Entry], include: Sequence[str]) -> Iterator[_Entry]:
-    """Yield the entries, where there are patterns those that match one, with that pattern."""
     for entry in entries:
         name = entry.relative.rsplit("/", 1)[-1]
         pattern = next((each for each in include if fnmatch(entry.relative if "/" in each else name, each)), "")

@@ -5,13 +5,12 @@ Offsets are documents, and parts hold equally many, except in a `.npy` without e
 
 Megatron's `<name>.bin` holds ids, its `<name>.idx`: 9 bytes of magic, version (u64, 1), code of the ids' type (u8),
 number of sequences S and of document edges D + 1 (both u64); then the sequences' lengths (i32[S]), their first bytes in
-the `.bin` (i64[S]), and the documents' edges in sequences (i64[D + 1]). What may follow is not read. Source:
-Megatron-LM, `megatron/core/datasets/indexed_dataset.py`.
+the `.bin` (i64[S]), and the documents' edges in sequences (i64[D + 1]). Source: Megatron-LM,
+`megatron/core/datasets/indexed_dataset.py`.
 
 A `.npy` is a one-dimensional array of ids. Either `<name>.idx.npy` holds the edges of its documents in tokens (whole
-numbers [D + 1], ascending from 0 to the number of tokens; they count where both are given). Or
-`DataConfig.document_end_id` ends a document and belongs to it; then offsets are tokens, and a document belongs to the
-part in whose tokens it begins. Price: one comparison an id (1 ns); a run of `_SCAN_TOKENS` in memory, or a document.
+numbers [D + 1], ascending from 0 to the number of tokens). Or `DataConfig.document_end_id` ends a document and belongs
+to it; then offsets are tokens, and a document belongs to the part in whose tokens it begins.
 """
 
 import io
@@ -87,7 +86,6 @@ class _NumberArray:
         return self.at_bytes + self.size * self.dtype.itemsize
 
     def read(self, start: int, stop: int) -> NDArray[Any]:
-        """Read numbers `[start, stop)`; raise `DamagedError` where the file ends before."""
         at, wanted = self.at_bytes + start * self.dtype.itemsize, (stop - start) * self.dtype.itemsize
         content = self.source.read(at, wanted)
         if len(content) != wanted:

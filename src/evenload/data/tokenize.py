@@ -6,9 +6,8 @@ becomes that token.
 
 Files next to `tokenizer.json` may add tokens. They are read as `TokenizersBackend` of transformers 5 reads them, so
 that ids agree: `added_tokens_decoder` of `tokenizer_config.json`; where that has none, `added_tokens.json`, and
-`special_tokens_map.json` goes before it; then every special token that is not there yet. New tokens get the next free
-ids. What other classes of transformers do is not known here: a run compares ids before it starts
-(`runtime.model.export_files`).
+`special_tokens_map.json` goes before it; then every special token that is not there yet. A run compares ids before it
+starts (`runtime.model.export_files`).
 """
 
 import hashlib
@@ -109,26 +108,16 @@ BYTES = "bytes"
 
 
 class TokensWithOffsets(NamedTuple):
-    """Tokens of a text and their places in it.
-
-    Args:
-        tokens: int32[num_tokens].
-        offsets: int32[num_tokens, 2]: characters `[start, stop)` of each token, neither descending. Tokens that make up
-            one character together all have its range.
-    """
+    """Tokens of a text, int32[num_tokens], and the characters `[start, stop)` of each, int32[num_tokens, 2], neither
+    descending. Tokens that make up one character together all have its range."""
 
     tokens: NDArray[np.int32]
     offsets: NDArray[np.int32]
 
 
 class DocumentTokenizer(Protocol):
-    """What the loader needs of a tokeniser.
-
-    Args:
-        name: equal names give equal tokens.
-        vocab_size: token ids are in `[0, vocab_size)`.
-        eos_id: id of the end-of-document token; None where there is none.
-    """
+    """What the loader needs of a tokeniser: equal names give equal tokens; ids are in `[0, vocab_size)`; `eos_id` ends
+    a document, None where there is none."""
 
     name: str
     vocab_size: int
@@ -163,24 +152,16 @@ class ByteTokenizer:
         return located
 
     def decode(self, tokens: NDArray[np.integer]) -> str:
-        """Decode tokens; end-of-document tokens are left out, broken UTF-8 is replaced."""
         return bytes(tokens[tokens < _BYTE_VALUES].astype(np.uint8)).decode("utf-8", errors="replace")
 
 
 class FileTokenizer:
-    """A `tokenizer.json`.
+    """A `tokenizer.json`, or a directory with one.
 
-    `path` is the file, `kind` its algorithm, such as BPE; `opening_ids` are what its post-processor writes before a
-    text; `bos_id` begins a document, None where no file names it. `added_tokens` are not in the algorithm's vocabulary;
-    `has_settings` = a `tokenizer_config.json` lies next to it.
-
-    Args:
-        path: the file, or a directory that holds `tokenizer.json`.
-        eos_token: text of the end-of-document token. Default: `eos_token` in a `tokenizer_config.json`
-            next to the file, else the one usual name among the special tokens.
-
-    Raises:
-        ConfigError: no such file, not a tokeniser, or `eos_token` is not in its vocabulary; wrong files next to it.
+    `kind` is its algorithm, such as BPE; `opening_ids` are what its post-processor writes before a text; `bos_id`
+    begins a document, None where no file names it. `eos_token` is the text of the end-of-document token; by default
+    that of `tokenizer_config.json` next to the file, else the one usual name among the special tokens. Raises
+    `ConfigError`: no such file, no tokeniser, `eos_token` is not in its vocabulary, or wrong files next to it.
     """
 
     def __init__(self, path: str | Path, eos_token: str | None = None) -> None:
@@ -232,11 +213,9 @@ class FileTokenizer:
         ]
 
     def decode(self, tokens: NDArray[np.integer]) -> str:
-        """Return the text of the tokens, special tokens left out."""
         return self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
 
     def token_text(self, token: int) -> str | None:
-        """Return how the vocabulary spells a token; None where there is no such id."""
         return self._tokenizer.id_to_token(token)
 
     def special_tokens(self) -> dict[str, int]:
@@ -302,15 +281,8 @@ def required_opening(tokenizer: DocumentTokenizer, prepend_bos: bool | None) -> 
 
 
 def train_byte_pair_tokenizer(texts: Iterable[str], vocab_size: int, path: str | Path) -> FileTokenizer:
-    """Train a byte-level BPE tokeniser and write its `tokenizer.json`; the same texts give the same file.
-
-    Args:
-        vocab_size: at most; small texts may give fewer merges.
-        path: written whole or not at all, so that several processes may train the same one at once.
-
-    Raises:
-        ConfigError: fewer than 257 tokens (all bytes and the end of a document).
-    """
+    """Train a byte-level BPE tokeniser of at most `vocab_size` tokens (at least 257) and write its `tokenizer.json`,
+    whole or not at all, so that several processes may train one at once; the same texts give the same file."""
     if vocab_size < _BYTE_VALUES + 1:
         raise ConfigError(f"vocab_size is {vocab_size}; a byte-level tokenizer needs at least {_BYTE_VALUES + 1}")
     tokenizer = tokenizers.Tokenizer(models.BPE())

@@ -1,8 +1,7 @@
 """Read the blocks of this rank's streams in the background (`BlockService`), in a thread or in worker processes.
 
 Every stream belongs to one worker, so that its open files stay with it. A request names stream, epoch and cursor and
-needs nothing else, so a process that dies is replaced and gets its request again. Memory is bounded by what is
-requested: one block of a stream beyond the one that documents are taken from.
+needs nothing else, so a process that dies is replaced and gets its request again. Memory: what is requested.
 
 Processes are started as programs, not by the pools of the standard library: those import the training script again in
 every worker (`spawn`), cannot be used by daemonic ranks, outlive a parent that was killed, and delay the exit of one
@@ -55,13 +54,12 @@ class BlockService:
         self._blocks: dict[BlockRequest, Future[Outcome]] = {}
 
     def request(self, request: BlockRequest) -> None:
-        """Request a block, unless that was done already; return at once."""
         if request not in self._blocks:
             self._blocks[request] = self._worker_of(request).submit(request)
 
     def take(self, request: BlockRequest) -> DocumentBlock:
-        """Request a block and wait for it. Raises `DataError`: what reading it raised; the worker does not start, or
-        makes no progress for `stall_timeout_s`; its process dies again and again."""
+        """Wait for a block. Raises `DataError`: what reading it raised, or the worker does not start, stalls or dies
+        repeatedly."""
         self.request(request)
         worker, block = self._worker_of(request), self._blocks.pop(request)
         progress, since_s = worker.progress, time.monotonic()
@@ -217,8 +215,8 @@ def _start_process() -> tuple[subprocess.Popen[bytes], Connection]:
 
 
 def serve(handle: int) -> None:
-    """Run a worker process: receive a job, then answer each request with a block or an error, until the other side
-    ends. `handle` is the file descriptor of the connection, through which the names of opened files go, too."""
+    """Run a worker process on a file descriptor: receive a job, then answer each request with a block or an error,
+    until the other side ends. The names of opened files go the same way."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the training process
     connection = Connection(handle)
     try:
