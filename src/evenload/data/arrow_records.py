@@ -73,15 +73,11 @@ def check_schema(schema: pa.Schema, columns: Sequence[Column], name: str) -> lis
             )
         if len(schema.get_all_field_indices(column.name)) > 1:
             raise DataError(f"{name} has several columns '{column.name}'; rename all but one")
-        field = schema.field(column.name)
+        field, where = schema.field(column.name), f"{name}: column '{column.name}'"
         if column.is_required and _held_by(field.type) not in (column.kind, "any", *_ALSO_HOLD.get(column.kind, ())):
-            raise DataError(
-                f"{name}: column '{column.name}' is {field.type}, not {KIND_WORDS[column.kind]}; set {column.setting}"
-            )
+            raise DataError(f"{where} is {field.type}, not {KIND_WORDS[column.kind]}; set {column.setting}")
         if unknown := next(_unknown_extensions(field), None):
-            raise DataError(
-                f"{name}: column '{column.name}' holds values of the extension type '{unknown}'; write plain ones"
-            )
+            raise DataError(f"{where} holds values of the extension type '{unknown}'; write plain ones")
         present.append(column.name)
     return present
 

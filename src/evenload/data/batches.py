@@ -153,9 +153,7 @@ def check_fingerprint(state: LoaderState, fingerprint: dict[str, str]) -> None:
         if state.fingerprint.get(name) != fingerprint.get(name)
     ]
     if differences:
-        raise ConfigError(
-            f"the loader state was made with other data settings: {'; '.join(differences)}. Restore them, or start anew"
-        )
+        raise ConfigError(f"the loader state has other data settings: {'; '.join(differences)}; restore or leave it")
 
 
 def state_at_epoch(state: LoaderState, epoch: int) -> LoaderState:
@@ -169,7 +167,7 @@ def encode_state(state: LoaderState) -> bytes:
 
 
 def decode_state(data: bytes) -> LoaderState:
-    """Decode bytes of `encode_state`; `ConfigError` where they are no loader state."""
+    """Decode bytes of `encode_state`; `ConfigError` where they are none."""
     try:
         return msgspec.json.decode(data, type=LoaderState)
     except msgspec.DecodeError as err:
@@ -187,9 +185,6 @@ class OpenBlock:
     lengths: NDArray[np.int32]
     num_labels: NDArray[np.int32]
     block: DocumentBlock | None
-
-    def place(self, row: int) -> DocumentPlace:
-        return DocumentPlace(block=self.request, index=row, checksum=self.header.checksum)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -261,7 +256,8 @@ class GlobalBatch:
         if doc_id in self.deferrals:
             return self.deferrals[doc_id].saved.place
         at = doc_id - self.documents[0].doc_id
-        return self.sampled.blocks[self.sampled.block_of[at]].place(int(self.sampled.rows[at]))
+        block = self.sampled.blocks[self.sampled.block_of[at]]
+        return DocumentPlace(block=block.request, index=int(self.sampled.rows[at]), checksum=block.header.checksum)
 
     def owners(self, doc_ids: Sequence[int]) -> NDArray[np.int64]:
         """Return the ranks that have read the documents, int64[n]."""

@@ -280,9 +280,7 @@ def open_chat_template(config: DataConfig, tokenizer: DocumentTokenizer) -> Chat
 
 def _find_source(config: DataConfig, directory: Path | None, settings: dict[str, Any]) -> tuple[str, str]:
     if directory is None and config.chat_template is None:
-        raise ConfigError(
-            "records hold messages, and plain bytes have no chat template; set data.chat_template to a file with one"
-        )
+        raise ConfigError("records hold messages, and plain bytes have no chat template; set data.chat_template")
     home = directory or Path()
     file = Path(config.chat_template or home / "chat_template.jinja")
     if config.chat_template is not None or file.is_file():
@@ -294,8 +292,7 @@ def _find_source(config: DataConfig, directory: Path | None, settings: dict[str,
     template = settings.get("chat_template")
     if isinstance(template, list):
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
-        if template is None:
+        if (template := named.get("default")) is None:
             names = sorted(map(str, named))
             raise ConfigError(f"'{origin}' has chat templates {names} and no default; set data.chat_template to a file")
     if template is None:
@@ -370,16 +367,16 @@ class Chats:
             raise RecordProblem(f"column '{empty[0]}' holds no message; prompt and completion need at least one each")
         prompt = [message for messages in before for message in messages]
         if prompt and prompt[-1]["role"] == last[0]["role"] == "assistant":
+            first, second = (column for column, _ in parts)
             raise RecordProblem(
-                f"the last message of '{parts[0][0]}' is the assistant's, as the next is; move it to '{parts[1][0]}'"
+                f"the last message of '{first}' is the assistant's, as the next is; move it to '{second}'"
             )
         template = self.template.for_record(**dict(zip(self.columns[len(parts) :], others, strict=False)))
         return render_chat(template, [*prompt, *last], len(prompt) if self.has_spans else None, self.ignored)
 
 
-@dataclass(frozen=True)
 class PromptCompletion(Chats):
-    """`Renderer` of kind "prompt_completion": `columns` are those of prompt and completion, then as of `Chats`."""
+    """`Renderer` of kind "prompt_completion": two strings, tokenised together, or two lists of messages."""
 
     def render(self, values: tuple[Any, ...]) -> RenderedText:
         prompt, completion, *others = values
@@ -495,14 +492,12 @@ def _assistant_spans(
             continue
         if index == 0:
             raise RecordProblem(f"the conversation begins with the assistant, which no prompt comes before; {_FIX}")
-        prompt = template.render(messages[:index], add_generation_prompt=True)
-        start = len(_beginning(prompt, whole, template, index))
+        start = len(_beginning(template.render(messages[:index], True), whole, template, index))
         upto = whole if index == len(messages) - 1 else template.render(messages[: index + 1])
         if not whole.startswith(upto):
             raise RecordProblem(
                 f"chat template '{template.origin}' writes message {index} differently once other messages follow "
-                f"(such as without its thoughts), so what the assistant says is not known; {_FIX}, or end the "
-                "conversation there"
+                f"(such as without its thoughts); {_FIX}, or end the conversation there"
             )
         spans.append((start, len(upto)))
     return spans
@@ -517,8 +512,9 @@ def open_encoder(
         tokenizer: instead of the one that `config.tokenizer` names, next to which templates are still looked up.
         vocab_size: rows of the model's embedding, which every id must be below; None = no model is known.
 
-    Raises: ConfigError: a tokeniser with more ids than the model; settings that contradict each other; no chat template
-    or end-of-document token where one is needed; see also `open_tokenizer`.
+    Raises:
+        ConfigError: a tokeniser with more ids than the model; settings that contradict each other; no chat template
+            or end-of-document token where one is needed; see also `open_tokenizer`.
     """
     for problem in _contradictions(config):
         raise ConfigError(problem)

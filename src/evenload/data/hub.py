@@ -59,7 +59,7 @@ def local_path(path: str, setting: str, wanted: Wanted = "settings") -> str:
         folder = _cached(hub, request, wanted) or hub.snapshot_download(**request)
         # Without a network this is what is in the cache, whole or not.
         if _is_usable(Path(folder), wanted):
-            if _lacks_settings(Path(folder), wanted):
+            if wanted == "tokenizer" and not Path(folder, _TOKENIZER_SETTINGS).is_file():
                 _log.warning(
                     "'%s' (revision %s) has no %s: the Hub has none, or cannot be reached. It names the token that "
                     "ends a document, which is guessed from the usual names; set data.eos_token to be sure",
@@ -88,12 +88,9 @@ def _cached(hub: Any, request: dict[str, Any], wanted: Wanted) -> str | None:
         folder = hub.snapshot_download(**request, local_files_only=True)
     except import_module("huggingface_hub.errors").LocalEntryNotFoundError:
         return None
-    return folder if _is_usable(Path(folder), wanted) and not _lacks_settings(Path(folder), wanted) else None
-
-
-def _lacks_settings(folder: Path, wanted: Wanted) -> bool:
-    """Tell whether a file is missing that most tokenisers have, so that it is requested from the Hub."""
-    return wanted == "tokenizer" and not (folder / _TOKENIZER_SETTINGS).is_file()
+    # Most tokenisers have settings, so where there are none they are requested from the Hub.
+    lacks_settings = wanted == "tokenizer" and not Path(folder, _TOKENIZER_SETTINGS).is_file()
+    return folder if _is_usable(Path(folder), wanted) and not lacks_settings else None
 
 
 def _is_usable(folder: Path, wanted: Wanted) -> bool:

@@ -111,13 +111,6 @@ class Ledger:
     def __init__(self, state: LedgerState | None = None) -> None:
         self.state = state or LedgerState()
 
-    def add_read(self, read: Tally) -> None:
-        self.state = msgspec.structs.replace(self.state, read=self.state.read + read)
-
-    def add_dropped(self, reason: str, dropped: Tally) -> None:
-        """Count what will never be trained; 0 documents where only tokens are cut off."""
-        self.state = self.state.with_dropped(reason, dropped)
-
     def add_handed_out(self, new: Tally, carried: Tally) -> None:
         in_flight, deferred = self.state.in_flight + new + carried, self.state.deferred - carried
         self.state = msgspec.structs.replace(self.state, in_flight=in_flight, deferred=deferred)
@@ -144,7 +137,7 @@ class Ledger:
         )
         for doc in plan.left_out:
             if doc.reason != DEFERRED:
-                self.add_dropped(doc.reason, tally_of([doc]))
+                self.state = self.state.with_dropped(doc.reason, tally_of([doc]))
 
     def check(self, held: Tally) -> None:
         """Raise a `DataError` where tokens were lost or counted twice, given what is held."""

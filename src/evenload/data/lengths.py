@@ -60,21 +60,21 @@ def read_length_table(source: str, config: DataConfig | None = None) -> LengthTa
         source: a file of numbers, or a text source (file, directory, glob, fsspec URL) whose documents are counted.
         config: how a text source is read; its `sources` are not used. Default: bytes with an end-of-document token.
 
-    Raises: ConfigError: the source does not exist; a tokeniser for a file of numbers. DataError: not integers, not
-    one-dimensional, a length below 1, or no lengths at all.
+    Raises:
+        ConfigError: the source does not exist; a tokeniser for a file of numbers.
+        DataError: not integers, not one-dimensional, a length below 1, or no lengths at all.
     """
     base = config or DataConfig(sources=(source,), batch_documents=1, max_document_tokens=1)
     # A .npy of token ids, and a file whose format is named, are documents.
-    if holds_numbers(source) and base.format == "auto" and base.record == "text":
-        lengths = read_numbers(source)
-        if lengths is not None:
-            if base.tokenizer is not None:
-                raise ConfigError(
-                    f"{source} holds lengths, which no tokeniser is needed for, and the tokeniser is "
-                    f"'{base.tokenizer}'; leave --tokenizer out, or name the documents themselves"
-                )
-            return LengthTable(lengths=checked_lengths(lengths, source), unit="tokens", tokenizer=None)
-    return count_documents(msgspec.structs.replace(base, sources=(source,)), source)
+    may_be_numbers = holds_numbers(source) and base.format == "auto" and base.record == "text"
+    if not may_be_numbers or (lengths := read_numbers(source)) is None:
+        return count_documents(msgspec.structs.replace(base, sources=(source,)), source)
+    if base.tokenizer is not None:
+        raise ConfigError(
+            f"{source} holds lengths, which no tokeniser is needed for, and the tokeniser is '{base.tokenizer}'; leave "
+            "--tokenizer out, or name the documents themselves"
+        )
+    return LengthTable(lengths=checked_lengths(lengths, source), unit="tokens", tokenizer=None)
 
 
 def count_documents(config: DataConfig, origin: str) -> LengthTable:
@@ -201,11 +201,9 @@ def _npy_numbers(content: bytes, source: str) -> NDArray[Any]:
         if "Object arrays" in str(err):
             raise DataError(
                 f"{source} holds pickled Python objects, which could run code when they are read, and no numbers; save "
-                "the lengths as an array of integers: numpy.save(path, numpy.array(lengths, numpy.int64))"
+                "numpy.array(lengths, numpy.int64)"
             ) from err
-        raise DataError(
-            f"{source} is not a numpy array file of numbers; write int32 or int64 with numpy.save(path, lengths)"
-        ) from err
+        raise DataError(f"{source} is not a numpy array file; save int32 or int64 with numpy.save") from err
     if loaded.dtype.kind not in "iu":
         raise DataError(f"{source} has dtype {loaded.dtype}; lengths are integers, so save it as int32 or int64")
     if loaded.ndim != 1:

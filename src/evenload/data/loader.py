@@ -203,9 +203,9 @@ class StreamSampler:
     def _count(self, opened: OpenBlock) -> Tally:
         """Count a block as read, and what it dropped as dropped; return its documents."""
         documents = Tally(documents=len(opened.lengths), tokens=int(opened.lengths.sum()))
-        self._ledger.add_read(sum(opened.header.dropped.values(), documents))
-        for reason, dropped in opened.header.dropped.items():
-            self._ledger.add_dropped(reason, dropped)
+        dropped = opened.header.dropped
+        read = LedgerState(read=sum(dropped.values(), documents), dropped=dropped)
+        self._ledger.state = self._ledger.state.with_read(read)
         return documents
 
     def _open_blocks(self) -> None:
@@ -450,7 +450,22 @@ class GlobalBatchLoader:
         if not drawn.documents and not self._deferred:
             self.close()
             return None
-        return self._hand_out(drawn)
+        sampled, documents, carried = drawn.sampled, drawn.documents, dict(sorted(self._deferred.items()))
+        batch = GlobalBatch(
+            step=self._step,
+            epoch=drawn.epoch,
+            documents=documents,
+            tokens=own_tokens(sampled, documents[0].doc_id if documents else 0, carried),
+            sampled=sampled,
+            has_labels=any(block.header.has_labels for block in sampled.blocks)
+            or any(entry.saved.has_labels for entry in carried.values()),
+            deferrals=carried,
+            is_last=not documents,
+        )
+        self.ledger.add_handed_out(sampled.tally(), tally_of(batch.carried))
+        self._deferred = {}
+        self._step += 1
+        return batch
 
     def coming(self, count: int) -> tuple[tuple[Document, ...], ...]:
         """Return the new documents of the next `count` batches, fewer as in `DrawnBatches.peek`. Collective. State and
@@ -493,14 +508,11 @@ class GlobalBatchLoader:
         file = BlockReader(*self._job[place.part], part=place.part).first_file(place.block)
         return f"number {place.index + 1} of the block that begins in {file}"
 
-    def held(self) -> Tally:
-        return self._at.held()
-
     def check_ledger(self) -> None:
-        self.ledger.check(self.held())
+        self.ledger.check(self._at.held())
 
     def summary(self) -> list[str]:
-        return self.ledger.state.lines(self.held())
+        return self.ledger.state.lines(self._at.held())
 
     def state(self) -> LoaderState:
         """Return the state after the last batch handed out, the same on all ranks; a batch without `record_step` stays
@@ -547,25 +559,6 @@ class GlobalBatchLoader:
                 "data.on_corrupt and validation.share"
             )
         Ledger(account).check(held)
-
-    def _hand_out(self, drawn: DrawnBatch) -> GlobalBatch:
-        sampled, documents = drawn.sampled, drawn.documents
-        carried = dict(sorted(self._deferred.items()))
-        batch = GlobalBatch(
-            step=self._step,
-            epoch=drawn.epoch,
-            documents=documents,
-            tokens=own_tokens(sampled, documents[0].doc_id if documents else 0, carried),
-            sampled=sampled,
-            has_labels=any(block.header.has_labels for block in sampled.blocks)
-            or any(entry.saved.has_labels for entry in carried.values()),
-            deferrals=carried,
-            is_last=not documents,
-        )
-        self.ledger.add_handed_out(sampled.tally(), tally_of(batch.carried))
-        self._deferred = {}
-        self._step += 1
-        return batch
 
     def _reload_deferred(self) -> None:
         """Read the deferred documents of a state again, each on the rank that reads its stream. Collective."""

@@ -114,8 +114,10 @@ def other_values(columns: Sequence[Column], values: Sequence[Any], num_tokens: i
     """Convert the values of other columns that are read (None where a record has none), in the order of `value_names`,
     without `None` at the end; `num_tokens` is set where the record holds ids.
 
-    Raises: OtherColumnError: a column that is only checked would change what is trained. This is no damage of one
-    record, so it always stops the run. ValueProblem: another value is not what its column must hold.
+    Raises:
+        OtherColumnError: a column that is only checked would change what is trained. This is no damage of one record,
+            so it always stops the run.
+        ValueProblem: another value is not what its column must hold.
     """
     if all(value is None for value in values):
         return ()
