@@ -61,8 +61,8 @@ def batch_rows(num_rows: int, num_bytes: int) -> int:
 
 
 def check_schema(schema: pa.Schema, columns: Sequence[Column], name: str) -> list[str]:
-    """Return the names of those columns that a schema has. Raises `DataError`: a required one is missing or cannot hold
-    its kind, one comes twice or has an unknown extension type; names the file."""
+    """Return the names of the columns that a schema has; `DataError` for a required one that it lacks, or a wrong
+    type."""
     present = []
     for column in columns:
         if column.name not in schema.names:
@@ -94,8 +94,7 @@ def _unknown_extensions(field: pa.Field) -> Iterator[str]:
 
 
 def arrow_records(arrays: Mapping[str, pa.Array], columns: Sequence[Column], first_row: int) -> Iterator[Record]:
-    """Make records of the rows of a batch: `arrays` are columns by name, of equal length, with types as `check_schema`
-    allows; other columns may be missing. The offset of the first row is `first_row`."""
+    """Make records of the rows of a batch; `arrays` by column name are of types as `check_schema` allows."""
     num_rows = len(next(iter(arrays.values())))
     if not num_rows:
         return iter(())
@@ -173,8 +172,7 @@ def _values(array: pa.Array, column: Column) -> tuple[Sequence[Any], dict[int, s
 
 
 def _plain_values(array: pa.Array, column: Column) -> tuple[list[Any], dict[int, str]]:
-    """Return the rows as Python values, and what is wrong by row: JSON is decoded, null keys of structs are left
-    out."""
+    """Return the rows as Python values without null keys of structs, and what is wrong by row."""
     if _held_by(array.type) in ("tokens", "mask"):
         flat, edges = _flat_lists(array)
         numbers = flat.to_numpy(zero_copy_only=False)

@@ -36,8 +36,7 @@ class TokenTable(Mapping[int, NDArray[np.int32]]):
 
     Args:
         doc_ids: int64[D], each once, in any order.
-        edges: int64[D + 1]; document i has tokens `[edges[i], edges[i + 1])`.
-        tokens: int32[N].
+        edges: int64[D + 1]; document i has `tokens`, int32[N], `[edges[i], edges[i + 1])`.
         labels: int32[N], the id to be predicted at each token (not shifted), -100 = no loss, as at every first token;
             None = every token but the first is its own label.
     """
@@ -170,7 +169,6 @@ class BlockHeader(Frozen, array_like=True):
     Args:
         next_cursor: of the stream's next block; None = the stream ends for this epoch.
         lengths, num_labels: int32[num_documents] as bytes, in sampling order.
-        has_labels: some document's labels differ from its tokens.
         checksum: CRC-32 of tokens and labels, to notice a source that changed between save and resume.
         dropped: what was read for this block and is in no document, by reason.
     """
@@ -259,8 +257,7 @@ class BlockReader:
         self._ordered: tuple[int, Sequence[Segment]] = (-1, ())
 
     def read(self, request: BlockRequest) -> DocumentBlock:
-        """Read a block; `DataError` for a file that cannot be read, or a corrupt or over-long record where that is an
-        error."""
+        """Read a block; `DataError` for a file that cannot be read, or a record that is an error by the settings."""
         key, epoch, cursor = request
         following, steps = self._open.pop(key, (None, iter(())))
         if following != request:

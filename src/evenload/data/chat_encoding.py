@@ -333,13 +333,10 @@ _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 
 @dataclass(frozen=True)
 class Chats:
-    """`Renderer` of kind "messages".
+    """`Renderer` of kind "messages": `columns` are the messages, then those of `ChatTemplate.for_record`.
 
-    Args:
-        columns: of the messages, then those of `ChatTemplate.for_record`.
-        template: a string is the reason why there is none.
-        has_spans: loss on the assistant's messages only; else on every token after the first.
-        ignored: keys of messages that are skipped although they mark which messages have a loss.
+    A `template` that is a string is the reason why there is none; `has_spans` = loss on what the assistant says only;
+    `ignored` are keys of messages that are skipped although they mark which messages have a loss.
     """
 
     columns: tuple[str, ...]
@@ -393,8 +390,7 @@ def render_chat(
     template: ChatTemplate, messages: Sequence[Message], first: int | None, ignored: Collection[str]
 ) -> RenderedText:
     """Render a conversation with loss on what the assistant says in `messages[first:]` (None = on every token after the
-    first), except with a weight of 0; `ignored` keys of messages are skipped. Raises `RecordProblem`: the template does
-    not take the messages, or what the assistant says in them is not known."""
+    first), except with a weight of 0; `ignored` keys of messages are skipped. Raises `RecordProblem`."""
     untrained = [index for index, message in enumerate(messages) if _is_untrained(message, index, ignored)]
     for index, message in enumerate(messages):
         for key in (*_PARTS, *(call for call in _CALLS if call not in template.source)):
@@ -440,8 +436,7 @@ def _is_untrained(message: Message, index: int, ignored: Collection[str]) -> boo
 
 
 def read_messages(value: Any, column: str, template: ChatTemplate) -> list[Message]:
-    """Read messages as new dictionaries, in the forms that their template writes right; `RecordProblem` for other
-    values."""
+    """Read messages as new dictionaries, in the forms that their template writes right; else raise `RecordProblem`."""
     if not isinstance(value, list | tuple):
         held = "nothing" if value is None else f"a value of type {type(value).__name__}"
         raise RecordProblem(f"column '{column}' holds {held} instead of a list of messages")
@@ -508,13 +503,10 @@ def open_encoder(
 ) -> DocumentEncoder:
     """Make the encoder of a configuration without mixture (see `mixture_configs`).
 
-    Args:
-        tokenizer: instead of the one that `config.tokenizer` names, next to which templates are still looked up.
-        vocab_size: rows of the model's embedding, which every id must be below; None = no model is known.
-
-    Raises:
-        ConfigError: a tokeniser with more ids than the model; settings that contradict each other; no chat template
-            or end-of-document token where one is needed; see also `open_tokenizer`.
+    `tokenizer` is taken instead of the one that `config.tokenizer` names, next to which templates are still looked up.
+    Every id must be below `vocab_size`, the rows of the model's embedding (None = not known). Raises `ConfigError`: a
+    tokeniser with more ids, settings that contradict each other, no chat template or end-of-document token where one is
+    needed.
     """
     for problem in _contradictions(config):
         raise ConfigError(problem)

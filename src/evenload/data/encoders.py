@@ -28,19 +28,16 @@ class RecordProblem(DataError):
 
 
 class EncodedDocument(NamedTuple):
-    """Tokens of a record, int32[num_tokens], none where it holds nothing; may share memory with the record.
-
-    `labels[i]`, int32[num_tokens], is predicted from the tokens before token i; `IGNORE_INDEX`, as always at 0, =
-    nothing is. None = every token after the first is its own label.
-    """
+    """Tokens of a record, int32[num_tokens], none where it holds nothing. `labels[i]` is predicted from the tokens
+    before token i; `IGNORE_INDEX`, as always at 0, = nothing is; None = every token after the first is its own
+    label."""
 
     tokens: NDArray[np.int32]
     labels: NDArray[np.int32] | None = None
 
 
 class DocumentEncoder(ABC):
-    """Turn the values of `columns`, in their order, into documents; can be pickled. Equal names give equal
-    documents."""
+    """Turn the values of `columns`, in order, into documents; can be pickled. Equal names give equal documents."""
 
     columns: tuple[str, ...]
     name: str
@@ -73,13 +70,11 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class RenderedText(NamedTuple):
-    """A record as text.
+    """A record as text, "" = it holds nothing.
 
     Args:
-        text: what is tokenised; "" = the record holds nothing.
         spans: characters to be predicted, ascending and disjoint; None = all, and so of every record of its kind.
-        is_bare: no template surrounds it, so the tokens that begin and end a document are added, unless it spells them
-            itself; the end then is predicted.
+        is_bare: no template surrounds it, so the tokens that begin and end a document are added, unless it spells them.
         counts_touching: a token that is only partly in a span is predicted.
     """
 
@@ -200,8 +195,7 @@ _INT32_VALUES = 1 << 31
 
 
 class TokenIds(DocumentEncoder):
-    """`DocumentEncoder` of kind "tokens": a column of ids, then of labels and `masks`, which a record may lack; ids and
-    labels are below `vocab_size` (None = not known)."""
+    """`DocumentEncoder` of kind "tokens": a column of ids, then of labels and `masks`, which a record may lack."""
 
     def __init__(self, columns: tuple[str, ...], masks: Collection[str], vocab_size: int | None) -> None:
         self.columns = columns

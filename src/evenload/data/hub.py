@@ -43,8 +43,8 @@ def is_hub_name(path: str) -> bool:
 
 
 def local_path(path: str, setting: str, wanted: Wanted = "settings") -> str:
-    """Return a path as it is; for a name on the Hub the folder of its files, downloaded where no cache has them.
-    `setting` names it in messages ("model.path")."""
+    """Return a path as it is; for a name on the Hub the folder of its files. `setting` is for messages
+    ("model.path")."""
     named = _NAME.fullmatch(path)
     if named is None or not is_hub_name(path):
         return path

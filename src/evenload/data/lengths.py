@@ -54,7 +54,7 @@ def read_lengths(source: str, config: DataConfig | None = None) -> NDArray[np.in
 
 
 def read_length_table(source: str, config: DataConfig | None = None) -> LengthTable:
-    """Read the lengths of documents; empty ones are left out.
+    """Read the lengths of documents that are not empty.
 
     Args:
         source: a file of numbers, or a text source (file, directory, glob, fsspec URL) whose documents are counted.
@@ -78,8 +78,7 @@ def read_length_table(source: str, config: DataConfig | None = None) -> LengthTa
 
 
 def count_documents(config: DataConfig, origin: str) -> LengthTable:
-    """Count the lengths of the documents that a run reads in an epoch; `origin` names the data in messages. Raises
-    `ConfigError` for settings that cannot be counted or read, `DataError` for a bad record or no documents."""
+    """Count the lengths of the documents that a run reads in an epoch; `origin` names the data in messages."""
     if config.mixture_end == "repeat":
         raise ConfigError(
             f'{origin} repeats the parts of its mixture by weight (data.mixture_end = "repeat"), so its lengths are no '
@@ -139,8 +138,8 @@ def holds_numbers(source: str) -> bool:
 
 
 def read_numbers(source: str) -> NDArray[np.int64] | None:
-    """Read the lengths of a file of numbers; None of a .jsonl whose records are documents. Raises `ConfigError`: there
-    is no such file; `DataError`: it holds no list or column of whole numbers that is plainly meant."""
+    """Read the lengths of a file of numbers; None of a .jsonl of documents, `DataError` where no list or column is
+    meant."""
     name = source.removesuffix(".gz")
     if name.endswith((".jsonl", ".ndjson")) and not _begins_with_numbers(source):
         return None

@@ -109,8 +109,7 @@ class StreamSampler:
         self, num_documents: int | None, num_tokens: int | None, *, at_least_one: bool
     ) -> SampledDocuments | None:
         """Sample at most `num_documents` of at most `num_tokens`, as far as the open blocks go; none where the next one
-        alone is larger, unless `at_least_one`; None at the end of the epoch. Collective. Raises `DataError`: what
-        reading raised, on every rank, and again by the next call."""
+        alone is larger, unless `at_least_one`; None at the end of the epoch. Collective; `DataError` on every rank."""
         while (next_part := self._next_part()) is not None:
             part, is_only = next_part
             streams = self._ready_streams(part)
@@ -329,8 +328,7 @@ class DrawnBatches:
         return state.with_read(self._read.state), held
 
     def peek(self, count: int, at_epoch_end: EpochEnd) -> list[DrawnBatch]:
-        """Return the next `count` batches, which stay here; fewer before the end of the data, or before a batch that
-        cannot be read, which `take` raises. Collective."""
+        """Return the next `count` batches, which stay here; fewer where the data ends or `take` raises. Collective."""
         try:
             while len(self._waiting) < count and not self._has_failed:
                 if self._waiting and not self._waiting[-1].documents:
@@ -391,16 +389,12 @@ def _tally(members: Sequence[SampledDocuments]) -> Tally:
 
 
 class GlobalBatchLoader:
-    """Load the global batches of `config`.
+    """Load the global batches of `config`; every rank of `peers` makes its own loader of equal settings.
 
     Args:
         tokenizer: instead of the one that `config.tokenizer` names.
-        peers: the ranks that read together; each makes its own loader of equal settings.
         datasets: Hugging Face data sets by source name, read instead of files (see `open_part`).
         vocab_size: of the model that is trained; token ids beyond it are corrupt records. None = not known.
-
-    Raises:
-        ConfigError: sources without files, a tokeniser or template that cannot be used.
     """
 
     def __init__(
@@ -468,8 +462,7 @@ class GlobalBatchLoader:
         return batch
 
     def coming(self, count: int) -> tuple[tuple[Document, ...], ...]:
-        """Return the new documents of the next `count` batches, fewer as in `DrawnBatches.peek`. Collective. State and
-        account do not change."""
+        """Return the new documents of the next `count` batches, fewer as in `DrawnBatches.peek`. Collective."""
         return tuple(batch.documents for batch in self._drawn.peek(count, self._check_epoch))
 
     def record_step(self, batch: GlobalBatch, plan: StepPlan) -> None:
@@ -515,8 +508,7 @@ class GlobalBatchLoader:
         return self.ledger.state.lines(self._at.held())
 
     def state(self) -> LoaderState:
-        """Return the state after the last batch handed out, the same on all ranks; a batch without `record_step` stays
-        in flight in the ledger."""
+        """Return the state after the last batch handed out, the same on all ranks; one not recorded stays in flight."""
         return LoaderState(
             step=self._step,
             epoch=self._at.epoch,
@@ -528,8 +520,7 @@ class GlobalBatchLoader:
         )
 
     def load_state(self, state: LoaderState) -> None:
-        """Go on from a state, also of another process or parallel layout; `ConfigError` names other data settings or
-        files."""
+        """Go on from a state, also of another parallel layout; `ConfigError` names other data settings or files."""
         check_fingerprint(state, self._fingerprint)
         self.background.close()
         self.ledger = Ledger(state.ledger)

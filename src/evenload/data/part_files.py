@@ -33,8 +33,8 @@ _HELD = {"text": ("text", "data.format or data.include"), "memmap": ("tokens", '
 
 
 def open_reader(file: SourceFile, config: DataConfig, dataset: Any = None) -> RecordReader:
-    """Make the reader of a file, or of the data set that it stands for, without opening it; `ConfigError` for a format
-    that cannot hold records of kind `config.record`, or not inside that compression."""
+    """Make the reader of a file or data set, unopened; `ConfigError` for a format that cannot hold records of this
+    kind."""
     if file.format in _OWN_COMPRESSION and file.compression is not None:
         raise ConfigError(f"{file.name} is a {file.format} file inside {file.compression}; decompress it")
     columns = record_columns(config)
@@ -99,8 +99,7 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PartFiles:
-    """Readers of the files of one part of the mixture, and their segments, in file order; `listings` has the same
-    files."""
+    """Readers of the files of one part of the mixture, and their segments, in file order."""
 
     listings: tuple[SourceListing, ...]
     readers: tuple[RecordReader, ...]
@@ -139,8 +138,7 @@ _SAMPLED = 64
 
 
 def source_lines(config: DataConfig, part: PartFiles) -> Iterator[str]:
-    """Report what is read of every source of a part of the mixture and what is not, a line each; the number of records
-    is an estimate where it has more than `_INSPECTED_FILES` files."""
+    """Report, a line each, what is read of every source and what is not; records are estimated where files are many."""
     columns = record_columns(config)
     known, values = {column.name for column in columns}, value_names(columns)
     for listing, readers in part.by_source():

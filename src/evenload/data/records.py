@@ -74,11 +74,8 @@ _OTHER_COLUMNS: dict[str, tuple[tuple[str, ColumnKind, str], ...]] = {
 
 
 class Column(NamedTuple):
-    """A column that a run may read; `setting` is the `DataConfig` field that holds `name`, or that skips it.
-
-    A column that is not required is an other column, which a record may lack; `problem` is what is wrong where one that
-    is only checked does not hold its kind. Values of kind "tokens" are int32[num_tokens], of "mask" bool[num_tokens].
-    """
+    """A column that a run may read; `setting` is the `DataConfig` field that names it, or that skips it. One that is
+    not required may be lacking; `problem` is what is wrong where one that is only checked does not hold its kind."""
 
     name: str
     kind: ColumnKind
@@ -112,13 +109,9 @@ def value_names(columns: Sequence[Column]) -> tuple[str, ...]:
 
 def other_values(columns: Sequence[Column], values: Sequence[Any], num_tokens: int | None = None) -> tuple[Any, ...]:
     """Convert the values of other columns that are read (None where a record has none), in the order of `value_names`,
-    without `None` at the end; `num_tokens` is set where the record holds ids.
-
-    Raises:
-        OtherColumnError: a column that is only checked would change what is trained. This is no damage of one record,
-            so it always stops the run.
-        ValueProblem: another value is not what its column must hold.
-    """
+    without `None` at the end; `num_tokens` is set where the record holds ids. Raises `ValueProblem`, or
+    `OtherColumnError` where a column would change what is trained, which is no damage of one record, so it always stops
+    the run."""
     if all(value is None for value in values):
         return ()
     converted = []
@@ -240,7 +233,7 @@ class FilePart:
 
 class Record(NamedTuple):
     """A record of one file, and where it and the next one of the part begin, in the reader's terms (or `FILE_END`); one
-    value per column that is read, in order; None and a problem where the record cannot be read."""
+    value per column that is read, None and a problem where the record cannot be read."""
 
     offset: int
     next_offset: int
@@ -261,8 +254,8 @@ def make_records(
 
 
 class FileSummary(NamedTuple):
-    """What a short inspection shows of a file: its columns, or keys of its first records; the number of its records
-    (None = not known without reading it), and whether that was counted, not estimated."""
+    """What a short inspection shows of a file: columns or keys, and records (None = not known), counted or
+    estimated."""
 
     columns: tuple[str, ...] = ()
     num_records: int | None = None
@@ -286,8 +279,7 @@ class RecordReader(ABC):
 
     def records(self, part: FilePart, offset: int | None = None) -> Iterator[Record]:
         """Yield the part's records from an offset on (None = its beginning), in bounded memory. Raises `DataError`: the
-        file cannot be read, a column is missing, has another type or would change what is trained, or documents have no
-        end."""
+        file cannot be read, lacks a column, or has one of another type or that would change what is trained."""
         if offset == FILE_END or (part.index > 0 and not self.can_share()):
             return
         with naming(self.file):

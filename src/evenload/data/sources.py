@@ -44,8 +44,7 @@ _DECOMPRESSORS: dict[Any, Any] = compr
 @dataclass(frozen=True, kw_only=True)
 class SourceFile:
     """One file of a source: `name` is for messages, `path` in the terms of `filesystem` ("" for a data set), `key` the
-    source's index and the path below it; `size_bytes` is None where the file system does not know, `compression`
-    fsspec's name or None."""
+    source's index and the path below it; `size_bytes` and `compression` are None where unknown or none."""
 
     name: str
     path: str
@@ -60,8 +59,7 @@ class SourceFile:
         return isinstance(self.filesystem, LocalFileSystem)
 
     def sibling(self, suffix: str, other_suffix: str) -> "SourceFile | None":
-        """Return the file of the same name with another suffix, such as an index, or None; `DataError` where the
-        storage does not answer."""
+        """Return the file of the same name with another suffix, such as an index, or None."""
         path = self.path.removesuffix(suffix) + other_suffix
         name = self.name.removesuffix(suffix) + other_suffix
 
@@ -76,8 +74,7 @@ class SourceFile:
 
     @contextmanager
     def open(self) -> Iterator[IO[bytes]]:
-        """Open the decompressed bytes, seekable; a failed read of a remote file is repeated (`_RemoteStream`). Raises
-        `DataError`; damaged compression raises what its library has for it (`damaged_compression`)."""
+        """Open the decompressed bytes, seekable; failed reads of a remote file are repeated, then raise `DataError`."""
         if self.is_local:
             try:
                 stream: IO[bytes] = open(self.path, "rb")  # noqa: SIM115 (closed below)
@@ -94,9 +91,9 @@ class SourceFile:
 
 
 class _RemoteStream(io.RawIOBase):
-    """Bytes of a remote file, opened when first read. Not all of fsspec's file systems try again (HTTP does not), and a
-    read that ends early looks like the end of the data. So a read that fails, or ends before the file does, opens the
-    file again at the same byte; attempts are counted anew after every success."""
+    """Bytes of a remote file. Not all of fsspec's file systems try again (HTTP does not), and a read that ends early
+    looks like the end of the data. So a read that fails, or ends before the file does, opens the file again at the same
+    byte."""
 
     def __init__(self, file: SourceFile) -> None:
         self._file = file
@@ -149,8 +146,8 @@ class _RemoteStream(io.RawIOBase):
 
 
 def _with_retries(call: Callable[[], T], name: str, what: str, clean_up: Callable[[], object] = lambda: None) -> T:
-    """Call repeatedly, with the pauses of `RETRY_WAITS_S`; then raise a `DataError` that file `name` cannot be `what`.
-    `clean_up` is called after every failed attempt."""
+    """Call with the pauses of `RETRY_WAITS_S`, after every failure `clean_up`; then raise that `name` cannot be
+    `what`."""
     waits_s = iter(RETRY_WAITS_S)
     while True:
         try:
@@ -234,8 +231,8 @@ class _Entry(NamedTuple):
 
 
 def list_sources(config: DataConfig) -> tuple[SourceListing, ...]:
-    """List all files of every source, in their fixed order. Raises `ConfigError`: a source without files, a file that
-    would be trained twice or is no data, a link to nothing, a protocol or compression without its package."""
+    """List all files of every source, in order; `ConfigError` for one without files, twice the same, or that is no
+    data."""
     listings: list[SourceListing] = []
     seen: dict[str, str] = {}
     for index, source in enumerate(config.sources):

@@ -64,8 +64,8 @@ def special_token_text(value: Any) -> str | None:
 
 
 def add_tokens_of_files(tokenizer: tokenizers.Tokenizer, directory: Path, settings: Mapping[str, Any]) -> bool:
-    """Add the tokens that transformers adds because of the files next to a tokeniser, in its order; return whether that
-    changed it. `settings` are `special_settings` of the directory; `ConfigError` for what is no token."""
+    """Add the tokens that transformers adds because of the files next to a tokeniser; return whether that changed
+    it."""
     own = tokenizer.get_added_tokens_decoder()
     # Others that end so are switches, such as add_bos_token.
     keys = [*NAMED_TOKENS, *(key for key in settings if key.endswith("_token") and key not in NAMED_TOKENS)]
@@ -116,8 +116,7 @@ class TokensWithOffsets(NamedTuple):
 
 
 class DocumentTokenizer(Protocol):
-    """What the loader needs of a tokeniser: equal names give equal tokens; ids are in `[0, vocab_size)`; `eos_id` ends
-    a document, None where there is none."""
+    """What the loader needs of a tokeniser: equal names give equal tokens; ids are in `[0, vocab_size)`."""
 
     name: str
     vocab_size: int
@@ -156,12 +155,10 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """A `tokenizer.json`, or a directory with one.
+    """A `tokenizer.json`, or a directory with one; `ConfigError` where it cannot be read, or `eos_token` is not in it.
 
-    `kind` is its algorithm, such as BPE; `opening_ids` are what its post-processor writes before a text; `bos_id`
-    begins a document, None where no file names it. `eos_token` is the text of the end-of-document token; by default
-    that of `tokenizer_config.json` next to the file, else the one usual name among the special tokens. Raises
-    `ConfigError`: no such file, no tokeniser, `eos_token` is not in its vocabulary, or wrong files next to it.
+    `opening_ids` are what its post-processor writes before a text; `bos_id` begins a document, None where no file names
+    it. By default `eos_token` is that of `tokenizer_config.json`, else the one usual name among the special tokens.
     """
 
     def __init__(self, path: str | Path, eos_token: str | None = None) -> None:
@@ -236,8 +233,7 @@ class FileTokenizer:
 
 
 def open_tokenizer(tokenizer: str | None, eos_token: str | None = None) -> ByteTokenizer | FileTokenizer:
-    """Open the tokeniser that `DataConfig.tokenizer` names (None = bytes); `ConfigError` as of `FileTokenizer`, or if
-    `eos_token` is set for bytes."""
+    """Open the tokeniser that `DataConfig.tokenizer` names; None = bytes, which have no `eos_token`."""
     if tokenizer not in (None, BYTES):
         return FileTokenizer(local_path(tokenizer, "data.tokenizer", "tokenizer"), eos_token)
     if eos_token is not None:
@@ -281,8 +277,8 @@ def required_opening(tokenizer: DocumentTokenizer, prepend_bos: bool | None) -> 
 
 
 def train_byte_pair_tokenizer(texts: Iterable[str], vocab_size: int, path: str | Path) -> FileTokenizer:
-    """Train a byte-level BPE tokeniser of at most `vocab_size` tokens (at least 257) and write its `tokenizer.json`,
-    whole or not at all, so that several processes may train one at once; the same texts give the same file."""
+    """Train a byte-level BPE tokeniser of at most `vocab_size` tokens and write its `tokenizer.json`, whole or not at
+    all, so that several processes may train one at once; the same texts give the same file."""
     if vocab_size < _BYTE_VALUES + 1:
         raise ConfigError(f"vocab_size is {vocab_size}; a byte-level tokenizer needs at least {_BYTE_VALUES + 1}")
     tokenizer = tokenizers.Tokenizer(models.BPE())

@@ -45,8 +45,7 @@ _log = logging.getLogger("evenload.data")
 
 
 class BlockService:
-    """Read blocks in the background, from the first request on, and again from the first one after `close`, in so many
-    processes (0 = a thread of this one), which may make no progress for `stall_timeout_s` while one is waited for."""
+    """Read blocks in the background, in so many processes (0 = a thread of this one); works again after `close`."""
 
     def __init__(self, job: ReadingJob, num_workers: int, stall_timeout_s: float) -> None:
         self._job, self._num_workers, self._stall_timeout_s = job, num_workers, stall_timeout_s
@@ -58,7 +57,7 @@ class BlockService:
             self._blocks[request] = self._worker_of(request).submit(request)
 
     def take(self, request: BlockRequest) -> DocumentBlock:
-        """Wait for a block. Raises `DataError`: what reading it raised, or the worker does not start, stalls or dies
+        """Wait for a block; `DataError` for what reading it raised, or a worker that does not start, stalls or dies
         repeatedly."""
         self.request(request)
         worker, block = self._worker_of(request), self._blocks.pop(request)
@@ -102,10 +101,7 @@ class BlockService:
 
 
 class _ThreadWorker:
-    """Read in a daemon thread: a source that hangs must not delay the end of the process.
-
-    `progress` counts opened files and delivered blocks, `reading` is the last file opened.
-    """
+    """Read in a daemon thread: a source that hangs must not delay the end of the process."""
 
     def __init__(self, job: ReadingJob, index: int = 0, has_started: bool = True) -> None:
         self.index, self.has_started, self.progress, self.reading = index, has_started, 0, ""
@@ -215,8 +211,8 @@ def _start_process() -> tuple[subprocess.Popen[bytes], Connection]:
 
 
 def serve(handle: int) -> None:
-    """Run a worker process on a file descriptor: receive a job, then answer each request with a block or an error,
-    until the other side ends. The names of opened files go the same way."""
+    """Run a worker process: receive a job, then answer each request with names of opened files and a block or an
+    error."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the training process
     connection = Connection(handle)
     try:
