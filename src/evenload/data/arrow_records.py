@@ -50,10 +50,8 @@ BATCH_BYTES = 1 << 22
 
 _MOST_ROWS = 4096
 _JSON = "arrow.json"
-# Their values are plain ones.
 _KNOWN_EXTENSIONS = (_JSON, "arrow.bool8", "arrow.uuid")
 _ALSO_HOLD: dict[ColumnKind, tuple[ColumnKind, ...]] = {"text_or_messages": ("text", "messages"), "mask": ("tokens",)}
-"""What columns may hold instead of their kind."""
 
 
 def batch_rows(num_rows: int, num_bytes: int) -> int:

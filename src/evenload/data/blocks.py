@@ -190,7 +190,6 @@ class DocumentBlock(NamedTuple):
 
 
 HELD_OUT = "held out for validation"
-"""Reason in the ledger."""
 _HASH_BYTES = 8
 
 
@@ -223,9 +222,8 @@ _CHUNK_RECORDS, _CHUNK_TOKENS = 64, 1 << 16
 
 
 _Dropped = tuple[str, int, int]
-"""Reason, documents, tokens."""
 _Outcome = EncodedDocument | str | _Dropped | None
-"""Of a record: its document, its problem, what is held out of it, or None = not read."""
+"""Of a record: its document, problem, what is dropped (reason, documents, tokens), or None = not read."""
 
 
 class _Step(NamedTuple):

@@ -116,8 +116,7 @@ class ChatTemplate:
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols]
         )
         environment.filters["tojson"] = _to_json
-        functions: dict[str, Any] = {"raise_exception": _raise_exception, "strftime_now": TEMPLATE_DAY.strftime}
-        environment.globals |= functions
+        environment.globals.update(raise_exception=_raise_exception, strftime_now=TEMPLATE_DAY.strftime)
         try:
             syntax = environment.parse(source)
             self._template = environment.from_string(syntax)
@@ -296,10 +295,7 @@ def _find_source(config: DataConfig, directory: Path | None, settings: dict[str,
             names = sorted(map(str, named))
             raise ConfigError(f"'{origin}' has chat templates {names} and no default; set data.chat_template to a file")
     if template is None:
-        raise ConfigError(
-            f"the records hold messages, and there is no chat template in '{origin}' and no chat_template.jinja "
-            "next to it; set data.chat_template to a file with one"
-        )
+        raise ConfigError(f"no chat template in '{origin}', no chat_template.jinja next to it; set data.chat_template")
     if not isinstance(template, str):
         raise ConfigError(f"chat_template in '{origin}' is of type {type(template).__name__}, must be text")
     return origin, template

@@ -63,7 +63,6 @@ class DocumentEncoder(ABC):
 
 
 CharSpan = tuple[int, int]
-"""Characters `[start, stop)` of a text."""
 
 _Encoded = TypeVar("_Encoded")
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -142,13 +141,13 @@ class TextEncoder(DocumentEncoder):
     def _labelled(self, record: RenderedText, located: TokensWithOffsets) -> EncodedDocument:
         mask = tokens_in(record.spans or (), located.offsets, touching=record.counts_touching)
         tokens, before = self._framed(located.tokens) if record.is_bare else (located.tokens, 0)
-        mask = np.pad(mask, (before, 0))
-        mask = np.pad(mask, (0, len(tokens) - len(mask)), constant_values=True)
-        return EncodedDocument(tokens, masked_labels(tokens, mask))
+        mask = np.pad(np.pad(mask, (before, 0)), (0, len(tokens) - len(mask) - before), constant_values=True)
+        labels = np.where(mask, tokens, np.int32(IGNORE_INDEX))
+        labels[:1] = IGNORE_INDEX
+        return EncodedDocument(tokens, labels)
 
     def _framed(self, tokens: NDArray[np.int32]) -> tuple[NDArray[np.int32], int]:
         """Add what begins and ends a document, unless it is there; also return how many ids were added before."""
-        # An empty text stays empty: an end-of-document token alone teaches nothing.
         framed = with_opening(tokens, self._opening)
         before = len(framed) - len(tokens)
         if len(tokens) and len(self._end) and tokens[-1] != self._end[0]:
@@ -179,16 +178,8 @@ def tokens_in(spans: Sequence[CharSpan], offsets: NDArray[np.int32], *, touching
     and are disjoint, offsets int32[num_tokens, 2]."""
     filled = np.array([span for span in spans if span[0] < span[1]], dtype=np.int32).reshape(-1, 2)
     last = np.maximum(offsets[:, 1] - 1, offsets[:, 0]) if touching else offsets[:, 0]
-    # The 0 stands for "before the first span".
-    stops = np.concatenate([np.zeros(1, dtype=np.int32), filled[:, 1]])
+    stops = np.append(0, filled[:, 1])  # 0 = before the first span
     return offsets[:, 0] < stops[np.searchsorted(filled[:, 0], last, side="right")]
-
-
-def masked_labels(tokens: NDArray[np.int32], mask: NDArray[np.bool_]) -> NDArray[np.int32]:
-    """Return int32[num_tokens]: the token where the mask is set, no loss elsewhere and at the first token."""
-    labels = np.where(mask, tokens, np.int32(IGNORE_INDEX))
-    labels[:1] = IGNORE_INDEX
-    return labels
 
 
 _INT32_VALUES = 1 << 31

@@ -83,7 +83,6 @@ def local_path(path: str, setting: str, wanted: Wanted = "settings") -> str:
 
 
 def _cached(hub: Any, request: dict[str, Any], wanted: Wanted) -> str | None:
-    """Return the folder in the local cache, where it has everything that a download would bring."""
     try:
         folder = hub.snapshot_download(**request, local_files_only=True)
     except import_module("huggingface_hub.errors").LocalEntryNotFoundError:

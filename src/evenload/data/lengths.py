@@ -275,11 +275,10 @@ def _decoded(content: bytes, source: str) -> Any:
 
 
 def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return type(value) is int
 
 
 DEFAULT_WINDOWS = tuple(2**k for k in range(12, 21))
-"""4K to 1M tokens."""
 # Enough for a smooth curve at any zoom, and a page of a few hundred numbers.
 _CUMULATIVE_POINTS_PER_OCTAVE = 16
 
@@ -291,7 +290,6 @@ def profile_lengths(lengths: NDArray[np.int64], windows: Sequence[int] = DEFAULT
     if not len(lengths) or lengths.min() < 1:
         raise ConfigError("a length profile needs at least one document, and every document at least 1 token")
     values, counts = np.unique(lengths, return_counts=True)
-    # Python's integers: exact at any size.
     length, count = values.astype(object), counts.astype(object)
     totals = np.stack([count, length * count, _pairs(length) * count], axis=1)
     # Documents, tokens and pairs of the lengths before each, and at the end in all.

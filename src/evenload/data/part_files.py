@@ -72,7 +72,6 @@ def dataset_file(dataset: Any, name: str = "dataset") -> SourceFile:
 
 
 SEGMENTS, BLOCKS = 1, 2
-"""Purposes of permutations, kept apart in the counter."""
 
 
 def permutation(size: int, seed: int, epoch: int, purpose: int, user: int, index: int) -> list[int]:
@@ -84,8 +83,7 @@ def permutation(size: int, seed: int, epoch: int, purpose: int, user: int, index
     return np.argsort(numbers, kind="stable").tolist()
 
 
-# Small enough that a stream gets several segments of a small data set; large enough that opening a file at an offset (a
-# request to a remote store) stays rare.
+# A stream gets several segments of a small data set, and opening a file at an offset stays rare.
 _SEGMENTS_PER_STREAM = 4
 _SMALLEST_BYTES, _LARGEST_BYTES = 1 << 18, 1 << 26
 

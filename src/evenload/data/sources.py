@@ -32,7 +32,6 @@ FileFormat = Literal["text", "jsonl", "json", "parquet", "arrow", "memmap", "dat
 """`DataConfig.format` resolved; "dataset" = no file but a Hugging Face data set passed in Python."""
 
 RETRY_WAITS_S = (0.1, 0.5, 2.0)
-"""Waits before each new attempt to read from remote storage."""
 
 T = TypeVar("T")
 _BUFFER_BYTES = 1 << 18
@@ -190,7 +189,6 @@ _SUFFIXES: dict[FileFormat, str] = {
     "memmap": ".bin .idx .npy",
 }  # fmt: skip
 _SUFFIX_FORMATS = {suffix: format for format, suffixes in _SUFFIXES.items() for suffix in suffixes.split()}
-# An index is read with its token file.
 _INDEX_SUFFIXES = {".idx.npy": ".npy", ".idx": ".bin"}
 _COMPRESSION_SUFFIXES = (".gz", ".bz2", ".xz", ".lzma", ".zst", ".zstd", ".lz4", ".snappy")
 # They hold records or archives, which nobody means as one text a file.
@@ -458,8 +456,7 @@ def _magic_root(pattern: str) -> str:
 
 
 def _compression(path: str, name: str) -> str | None:
-    inferred = infer_compression(path)
-    suffix = os.path.splitext(path.lower())[1]
+    inferred, suffix = infer_compression(path), os.path.splitext(path.lower())[1]
     # The package zstandard takes the end of a truncated file for the end of the data.
     if suffix in (".zst", ".zstd") and getattr(_DECOMPRESSORS.get("zstd"), "__name__", "") != "ZstdFile":
         raise ConfigError(f"{name} is compressed as {suffix}; install evenload[zstd], or decompress the file")

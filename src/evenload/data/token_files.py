@@ -93,13 +93,6 @@ class _NumberArray:
         return np.frombuffer(content, dtype=self.dtype)
 
 
-def _token_records(ids: NDArray[Any], edges: NDArray[np.int64], first: int, by_token: bool = False) -> Iterator[Record]:
-    """Make records of the documents between edges; their offsets count documents from `first` on, or tokens."""
-    tokens, problems = cut_ids(ids, edges)
-    offsets = (first + edges).tolist() if by_token else range(first, first + len(edges))
-    return make_records(offsets, [(row,) for row in tokens], problems)
-
-
 class _TokenReader(RecordReader):
     """Read documents from token files; `damage` is how messages begin where the file is damaged."""
 
@@ -139,7 +132,8 @@ def _records_by_edges(
         most = edges[0] + CHUNK_BYTES // ids.dtype.itemsize
         count = max(1, int(np.searchsorted(edges, most, side="right")) - 1)
         chunk = ids.read(int(edges[0]), int(edges[count]))
-        yield from _token_records(chunk, edges[: count + 1] - edges[0], document)
+        tokens, problems = cut_ids(chunk, edges[: count + 1] - edges[0])
+        yield from make_records(range(document, document + count + 1), [(row,) for row in tokens], problems)
         document += count
 
 
@@ -322,7 +316,8 @@ def _records_by_end(array: _NumberArray, end_id: int, part: FilePart, offset: in
             yield Record(at, after, None, f"no id {end_id} ends a document within {window} tokens")
             at = after
             continue
-        yield from _token_records(ids[: begins[-1]], np.append(0, begins), at, by_token=True)
+        tokens, problems = cut_ids(ids[: begins[-1]], edges := np.append(0, begins))
+        yield from make_records((at + edges).tolist(), [(row,) for row in tokens], problems)
         at += int(begins[-1])
         window = _SCAN_TOKENS
 

@@ -203,7 +203,6 @@ class FileTokenizer:
         return [
             TokensWithOffsets(
                 np.array(encoding.ids, dtype=np.int32),
-                # Faster than making an array of the list of pairs.
                 np.fromiter(chain.from_iterable(encoding.offsets), np.int32, 2 * len(encoding)).reshape(-1, 2),
             )
             for encoding in self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
@@ -264,8 +263,7 @@ def required_eos(tokenizer: DocumentTokenizer) -> int:
 
 def required_opening(tokenizer: DocumentTokenizer, prepend_bos: bool | None) -> tuple[int, ...]:
     """Return the ids that `DataConfig.prepend_bos` puts before a text; `ConfigError` where no file names them."""
-    is_file = isinstance(tokenizer, FileTokenizer)
-    own, bos_id = (tokenizer.opening_ids, tokenizer.bos_id) if is_file else ((), None)
+    own, bos_id = (tokenizer.opening_ids, tokenizer.bos_id) if isinstance(tokenizer, FileTokenizer) else ((), None)
     if not prepend_bos or own:
         return own if prepend_bos is not False else ()
     if bos_id is None:
