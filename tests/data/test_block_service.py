@@ -2,10 +2,8 @@
 
 import contextlib
 import gc
-import http.server
 import os
 import signal
-import threading
 import time
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from evenload.data.loader import GlobalBatchLoader
 from evenload.errors import ConfigError, DataError
 from odd_tokenizers import BuggyTokenizer, DeadlyTokenizer, LargeTokenizer, LateTokenizer, SlowTokenizer
 from rank_threads import run_ranks
+from remote_servers import serve_http
 
 TEXTS = [f"{'word ' * (number % 13)}{number}" for number in range(300)]
 
@@ -59,36 +58,20 @@ def test_a_stalled_reader_is_an_error_that_names_the_file(tmp_path, workers):
         loader.next_batch()
 
 
-def test_a_server_that_stops_answering_is_an_error_that_names_the_file():
+def test_a_server_that_stops_answering_is_an_error_that_names_the_file(tmp_path):
     """Even where starting the worker takes longer than the server may."""
-    hold = threading.Event()
-
-    class Silent(http.server.BaseHTTPRequestHandler):
-        def do_HEAD(self):
-            self.send_response(200)
-            self.send_header("Content-Length", "100")
-            self.send_header("Accept-Ranges", "bytes")
-            self.end_headers()
-
-        def do_GET(self):
-            hold.wait()
-
-        def log_message(self, format, *args):
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Silent) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_address[1]}/docs.jsonl"
-        loader = GlobalBatchLoader(data_config(url, workers=1, stall_timeout_s=1.5), LateTokenizer(2.0))
+    (tmp_path / "docs.jsonl").write_text('{"text": "a"}\n' * 9)
+    with serve_http(tmp_path) as server:
+        server.fail("hang", 100)
+        config = data_config(f"{server.url}/docs.jsonl", workers=1, stall_timeout_s=1.5)
+        loader = GlobalBatchLoader(config, LateTokenizer(2.0))
         with pytest.raises(DataError, match=r"nothing for 1\.5 s.*docs\.jsonl"):
             loader.next_batch()
         loader.close()
-        hold.set()
-        server.shutdown()
+        server.released.set()
 
 
 def test_a_worker_that_never_starts_is_an_error_that_says_so(tmp_path, monkeypatch):
-    """However much is on its way to it."""
     monkeypatch.setattr(data_workers, "START_TIMEOUT_S", 0.5)
     root = write_corpus(tmp_path, "jsonl", ["a"])
     loader = GlobalBatchLoader(data_config(root, workers=1, stall_timeout_s=0.1), LargeTokenizer())

@@ -1,6 +1,7 @@
 """Damaged files of every format: a problem that names the place, or an error that names the file; never more."""
 
 import contextlib
+import gc
 import os
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from format_files import (
     read_all,
     tokens_source,
     values_of,
+    write_megatron,
     write_rows,
     write_table,
     write_tokens,
@@ -220,9 +222,15 @@ def test_wide_and_narrow_ids_of_every_arrow_type_become_int32(tmp_path):
             assert values_of(read_all(tokens_source(str(path)))) == [[1, 2], [3, 100]]
 
 
-def test_int32_ids_of_a_mapped_arrow_file_are_not_copied(tmp_path):
-    reader = tokens_source(write_tokens(tmp_path, "file.arrow", DOCUMENTS))
-    for record in read_all(reader):
-        assert not record.values[0].flags.owndata
-        assert not record.values[0].flags.writeable
-        assert isinstance(record.values[0], np.ndarray)
+@pytest.mark.parametrize("format", ["file.arrow", "bin"])
+def test_int32_ids_of_a_mapped_file_are_not_copied_and_outlive_the_reader(tmp_path, format):
+    is_arrow = format == "file.arrow"
+    source = (
+        write_tokens(tmp_path, format, DOCUMENTS) if is_arrow else write_megatron(tmp_path / "a", DOCUMENTS, "int32")
+    )
+    reader = tokens_source(source)
+    values = [record.values[0] for record in read_all(reader)]
+    assert not any(value.flags.owndata or value.flags.writeable for value in values)
+    del reader
+    gc.collect()
+    assert [value.tolist() for value in values] == DOCUMENTS

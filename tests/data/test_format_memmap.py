@@ -1,6 +1,5 @@
 """Token files beyond what all formats have in common."""
 
-import gc
 import struct
 from pathlib import Path
 
@@ -10,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenload.data import token_files
-from evenload.data.records import FilePart
 from evenload.errors import ConfigError, DataError
 from format_files import (
     END_ID,
@@ -199,13 +197,3 @@ def test_what_token_files_cannot_hold_is_refused(tmp_path):
     (tmp_path / "c.txt").write_text("words")
     with pytest.raises(ConfigError, match=r'c\.txt is read as text, .* data.record is "messages"'):
         open_source(str(tmp_path / "c.txt"), record="messages")
-
-
-def test_int32_ids_of_a_mapped_file_are_not_copied_and_outlive_the_reader(tmp_path):
-    source = write_megatron(tmp_path / "a", DOCUMENTS, "int32")
-    reader = tokens_source(source)
-    values = [record.values[0] for record in reader.records(FilePart()) if record.values]
-    assert not any(value.flags.owndata or value.flags.writeable for value in values)
-    del reader
-    gc.collect()
-    assert [value.tolist() for value in values] == DOCUMENTS

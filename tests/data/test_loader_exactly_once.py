@@ -2,12 +2,14 @@
 
 from collections import Counter
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from corpus_files import data_config, fingerprint_of, naive_documents, plan_for, write_corpus
 from evenload.data.batches import decode_state, encode_state
+from evenload.data.config import DataConfig
 from evenload.data.loader import GlobalBatchLoader
 from evenload.feed.step_maker import exchange_tokens
 from rank_threads import run_ranks
@@ -93,12 +95,8 @@ def test_kills_and_resumes_under_any_number_of_ranks_train_everything_once(tmp_p
     expected = Counter(naive_documents(texts, limit, overlong))
     if not expected:
         return
-    batching = data.draw(
-        st.one_of(
-            st.builds(lambda n: {"batch_documents": n}, st.integers(1, 7)),
-            st.builds(lambda n: {"batch_tokens": n}, st.integers(1, 90)),
-        )
-    )
+    documents, tokens = ({name: st.integers(1, most)} for name, most in (("batch_documents", 7), ("batch_tokens", 90)))
+    batching = data.draw(st.fixed_dictionaries(documents) | st.fixed_dictionaries(tokens))
     config = data_config(root, **changes, **batching)
     whole = Run(config)
     whole.go_on(1, None)
@@ -180,15 +178,5 @@ def test_repeating_parts_keep_their_weights_for_ever(tmp_path):
 
 
 def mixture_config(mixture, **changes):
-    import msgspec
-
-    from evenload.data.config import DataConfig
-
-    settings = {
-        "mixture": mixture,
-        "batch_documents": 9,
-        "max_document_tokens": 64,
-        "shuffle_window": 8,
-        "workers": 0,
-    } | changes
-    return msgspec.convert(settings, DataConfig)
+    settings = {"batch_documents": 9, "max_document_tokens": 64, "shuffle_window": 8, "workers": 0}
+    return msgspec.convert(settings | {"mixture": mixture} | changes, DataConfig)

@@ -94,14 +94,11 @@ def test_end_token_can_be_set_and_is_asked_for_when_unknown(trained, tmp_path):
         open_tokenizer("bytes", "<stop>")
 
 
-def test_missing_or_foreign_files_are_named(tmp_path):
+def test_missing_or_foreign_files_and_too_small_vocabularies_are_named(tmp_path):
     with pytest.raises(ConfigError, match="nothing"):
         open_tokenizer(str(tmp_path / "nothing.json"))
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"not a tokenizer\.json"):
         open_tokenizer(str(tmp_path))
-
-
-def test_too_small_a_vocabulary_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"256.*257"):
         train_byte_pair_tokenizer(TEXTS, 256, tmp_path / "tokenizer.json")
