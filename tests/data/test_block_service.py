@@ -89,7 +89,6 @@ def test_an_unexpected_failure_arrives_with_its_cause(tmp_path, workers):
 
 
 def test_an_error_on_one_rank_reaches_every_rank(tmp_path):
-    """Other ranks must not wait for a rank that has stopped."""
     write_corpus(tmp_path, "jsonl", TEXTS[:40], num_files=4)
     (tmp_path / "2.jsonl").write_text('{"text": "ok"}\n{"text"\n')
     config = data_config(str(tmp_path), shuffle_window=16, streams=4)
@@ -133,7 +132,7 @@ def test_a_closed_loader_goes_on_where_it_was(tmp_path):
     whole, closed = GlobalBatchLoader(config), GlobalBatchLoader(config)
     expected = [fingerprint_of(batch) for batch in all_batches(whole)]
     batches = []
-    while (batch := closed.next_batch()) is not None:
+    for batch in iter(closed.next_batch, None):
         batches.append(fingerprint_of(batch))
         if len(batches) % 20 == 3:
             closed.close()

@@ -58,7 +58,6 @@ def their_tokenizers(directory):
 
 
 def their_encoding(tokenizer, case, messages):
-    """Ids and assistant mask by transformers."""
     found = tokenizer.apply_chat_template(
         messages,
         chat_template=case.tagged,
@@ -96,7 +95,6 @@ def test_generation_blocks_give_the_tokens_and_mask_of_transformers(encoders, th
 @settings(deadline=None)
 @given(data=st.data())
 def test_prefix_renderings_find_what_generation_blocks_mark(encoders, case, data):
-    """The published template alone must train the same tokens as one written for training."""
     messages = data.draw(conversations(plain_contents, case.system))
     tagged = encoders[case, True].encode((messages,))
     plain = encoders[case, False].encode((messages,))
@@ -116,9 +114,8 @@ def test_masks_hold_where_transformers_loses_tokens(directory, answer, file, agr
     trained = document.labels[document.labels >= 0]
     assert FileTokenizer(directory / file).decode(trained) == answer
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(directory / file))
-    found = tokenizer.apply_chat_template(
-        messages, chat_template=source, return_dict=True, return_assistant_tokens_mask=True
-    )
+    options = {"return_dict": True, "return_assistant_tokens_mask": True}
+    found = tokenizer.apply_chat_template(messages, chat_template=source, **options)
     assert found["input_ids"] == document.tokens.tolist()
     assert (sum(found["assistant_masks"]) == len(trained)) is agree
 

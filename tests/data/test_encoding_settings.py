@@ -24,8 +24,6 @@ def tokenizer_file(tmp_path_factory):
 
 @pytest.fixture
 def model(tokenizer_file, tmp_path):
-    """Writes a model directory with these files; objects become JSON."""
-
     def write(files):
         (tmp_path / "tokenizer.json").write_bytes(tokenizer_file.read_bytes())
         for name, content in files.items():

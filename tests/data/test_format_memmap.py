@@ -73,7 +73,6 @@ def test_an_index_that_contradicts_itself_is_a_problem(tmp_path, at, value, why)
 
 
 def test_a_bin_of_another_size_than_its_index_says_is_a_problem(tmp_path):
-    """An index of another file would cut documents at random places."""
     source = write_megatron(tmp_path / "a", DOCUMENTS)
     content = Path(source).read_bytes()
     for other in (content + b"\0\0", content[:-2], b""):
@@ -150,7 +149,6 @@ def test_edges_that_do_not_fit_are_one_problem(tmp_path, edges, why):
 @settings(max_examples=60, deadline=None)
 @given(ids=st.lists(st.integers(0, 3), max_size=60), count=st.integers(1, 8), window=st.sampled_from([1, 3, 8]))
 def test_ends_are_found_across_windows_and_parts(tmp_path_factory, ids, count, window):
-    """Documents are cut behind every end; how much is scanned at once must not show."""
     documents, document = [], []
     for token in ids:
         document.append(token)

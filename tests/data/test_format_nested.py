@@ -19,7 +19,6 @@ LEFT_OUT = {"role": "user", "content": "q"}
 
 
 def read_records(data, **settings):
-    """Records of a path or data set."""
     is_path = isinstance(data, str)
     config = format_config(data if is_path else "dataset", **{"record": "messages"} | settings)
     part = open_part(config, None if is_path else data)
@@ -27,7 +26,6 @@ def read_records(data, **settings):
 
 
 def all_ways(tmp_path, dataset):
-    """A data set as it is, streamed, and as files of every format."""
     dataset.to_parquet(tmp_path / "a.parquet")
     dataset.save_to_disk(tmp_path / "disk")
     write_table(tmp_path / "stream.arrow", "stream.arrow", dataset.with_format("arrow")[:])

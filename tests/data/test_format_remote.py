@@ -117,7 +117,6 @@ def test_a_remote_file_that_vanishes_is_an_error_at_once(served):
 
 
 def test_a_remote_file_that_became_shorter_is_an_error(served):
-    """Its end would look like the end of the data."""
     reader = remote_texts(served)
     content = (served.root / "rows.jsonl").read_bytes()
     (served.root / "rows.jsonl").write_bytes(content[: content.index(b"\n", 70_000) + 1])
@@ -141,7 +140,6 @@ def test_lines_of_a_remote_file_are_named(served):
 
 @pytest.fixture(scope="module")
 def bucket():
-    """An S3 bucket of a server in this process, as the environment of a user names it."""
     from moto.server import ThreadedMotoServer
 
     moto = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)

@@ -37,7 +37,6 @@ def read(config: DataConfig, num_ranks: int = 1) -> tuple[Counter, GlobalBatchLo
 
 
 def both_sides(source: str, share: float, num_ranks: int = 1, **changes) -> tuple[Counter, Counter]:
-    """What is trained, and what validates."""
     configs = (data_config(source, held_out_share=share, reads=side, **changes) for side in ("training", "held_out"))
     trained, held_out = (read(config, num_ranks)[0] for config in configs)
     return trained, held_out
@@ -76,7 +75,6 @@ def test_every_document_is_trained_or_validates_and_the_ledger_has_both(tmp_path
     format=st.sampled_from(FORMATS),
 )
 def test_the_choice_depends_on_nothing_but_the_data(tmp_path_factory, changes, num_ranks, format):
-    """Not on the order, nor on who reads; pieces of one record stay together."""
     root = write_corpus(tmp_path_factory.mktemp("corpus"), format, TEXTS)
     plain = both_sides(root, 0.2)
     trained, held_out = both_sides(root, 0.2, num_ranks, **changes)

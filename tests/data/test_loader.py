@@ -22,7 +22,6 @@ batchings = st.one_of(
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_every_token_of_every_epoch_comes_exactly_once(tmp_path_factory, format, data):
-    """Documents lost, doubled, cut or mixed by any combination of format, length rule, batching and window."""
     texts = data.draw(texts_of)
     overlong = data.draw(st.sampled_from(["split", "truncate", "drop"]))
     limit = data.draw(st.integers(1, 40))
@@ -181,7 +180,6 @@ def test_a_plan_for_another_batch_is_refused(tmp_path):
 
 
 def test_a_failing_record_loses_nothing(tmp_path):
-    """The documents drawn before the failure must come once the file is repaired."""
     path = tmp_path / "a.jsonl"
     good = b"".join(b'{"text": "%d"}\n' % number for number in range(5))
     path.write_bytes(good + b'{"text"; "5"}\n')

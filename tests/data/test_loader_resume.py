@@ -52,7 +52,6 @@ def test_state_holds_no_text_and_does_not_grow(tmp_path):
 
 
 def test_resume_reads_only_what_the_loader_held(tmp_path, monkeypatch):
-    """Resume must not take longer at step 1000 than at step 1."""
     root = write_corpus(tmp_path, "jsonl", [f"text {number}" for number in range(400)], num_files=2)
     config = data_config(root, shuffle_window=5, batch_documents=10)
     loader = GlobalBatchLoader(config)

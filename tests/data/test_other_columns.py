@@ -47,7 +47,6 @@ CHANGES_SOMETHING = {
 
 
 def documents_of(tmp_path, way, rows, **settings):
-    """Tokens and labels of all documents of rows that are stored in a way."""
     datasets = {}
     if way in ("dataset", "stream", "transform"):
         dataset = Dataset.from_list(rows)
@@ -125,7 +124,6 @@ def test_other_columns_that_say_where_the_loss_is_are_refused_beside_a_named_one
 
 
 def test_masks_and_shifted_ids_are_no_labels():
-    """Their ids would be trained: 0 and 1, or of every token the one after it."""
     config = data_config("x", record="tokens", labels_column="labels")
     encoder, ids = open_encoder(config), np.array(IDS, np.int32)
     with pytest.raises(OtherColumnError, match=r"nothing but 0 and 1, as a mask does.*set data.mask_column"):

@@ -69,7 +69,6 @@ def test_truncation_and_padding_inside_the_file_are_switched_off(trained, tmp_pa
 
 
 def write_variant(trained, tmp_path, token, config=None):
-    """The trained file with its special token renamed."""
     content = trained[0].read_text().replace("<|endoftext|>", token)
     (tmp_path / "tokenizer.json").write_text(content)
     if config is not None:

@@ -79,9 +79,7 @@ def fingerprint_of(batch: GlobalBatch) -> tuple:
 def train_steps(loader: GlobalBatchLoader, stop: int | None = None, ahead: int = 0) -> Iterator[tuple]:
     """Train `stop` batches (None = all), deferring every third document once; yield batch, state, account and what is
     known of the `ahead` batches that follow."""
-    for _ in itertools.count() if stop is None else range(stop):
-        if (batch := loader.next_batch()) is None:
-            return
+    for batch in itertools.islice(iter(loader.next_batch, None), stop):
         known = loader.coming(ahead)
         deferred = {document.doc_id for document in batch.documents if document.doc_id % 3 == 1}
         loader.record_step(batch, plan_for(batch, deferred=deferred))
