@@ -20,6 +20,10 @@ from remote_servers import serve_http
 TEXTS = [f"{'word ' * (number % 13)}{number}" for number in range(300)]
 
 
+def worker_pids(loader):
+    return [worker.process.pid for worker in loader.background._workers]
+
+
 def wait_until_gone(pids):
     deadline_s = time.monotonic() + 120
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
@@ -36,7 +40,7 @@ def test_a_killed_worker_is_replaced_and_nothing_is_lost_or_repeated(tmp_path):
     while (batch := loader.next_batch()) is not None:
         batches.append(fingerprint_of(batch))
         if len(batches) in (1, 2, 9):
-            for pid in loader.background.worker_pids():
+            for pid in worker_pids(loader):
                 # It may just have been replaced by itself: its predecessor's death is noticed in another thread.
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -115,7 +119,7 @@ def test_what_cannot_be_sent_to_a_worker_is_refused_with_the_way_out(tmp_path):
 def test_no_worker_outlives_its_loader(tmp_path, how):
     loader = GlobalBatchLoader(data_config(write_corpus(tmp_path, "jsonl", TEXTS), max_document_tokens=99, workers=2))
     loader.next_batch()
-    pids = loader.background.worker_pids()
+    pids = worker_pids(loader)
     assert len(pids) == 2
     if how == "close":
         loader.close()

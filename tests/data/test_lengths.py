@@ -103,7 +103,7 @@ def test_pickled_arrays_are_refused_without_advice_to_unpickle(tmp_path):
     with pytest.raises(DataError, match="pickled Python objects, which could run code") as error:
         read_lengths(str(tmp_path / "a.npy"))
     assert "allow_pickle" not in str(error.value)
-    with pytest.raises(DataError, match="not a numpy array file; save int32 or int64 with numpy.save"):
+    with pytest.raises(DataError, match=r"not a numpy array file; save int32 or int64 with numpy\.save$"):
         read_lengths(str(tmp_path / "b.npy"))
 
 

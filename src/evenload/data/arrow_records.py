@@ -3,10 +3,9 @@
 A batch of a column is converted at once and cut: a record's ids are a slice of them. Arrow gives every struct all keys
 of all structs, so a key that is null, at any depth, is left out; values of `arrow.json` keep their nulls.
 
-Arrow IPC: an offset is a record batch and a row in it. A part of a file is a share of its batches. Of a stream, batches
-are skipped from the beginning (some 10 µs each), and one belongs to the part in whose bytes it begins. Buffers are
-checked before they are used, so damaged offsets cannot lead outside them. Price: one batch in memory where it is
-compressed or remote, its mapped pages otherwise.
+Arrow IPC: an offset is a record batch and a row in it; a part of a file is a share of its batches. Of a stream, a batch
+belongs to the part in whose bytes it begins, and those before it are skipped (some 10 µs each). Buffers are checked
+before they are used, so damaged offsets cannot lead outside them. Price: one batch in memory, or its mapped pages.
 
 Parquet: offsets are rows of the file, part i of n holds consecutive row groups. Damage ends the part it lies in. Price:
 one batch, and a page of every column that is read; starting inside a row group decodes it up to there.

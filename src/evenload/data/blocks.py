@@ -236,18 +236,16 @@ class _Step(NamedTuple):
     dropped: _Dropped | None = None
 
 
+ReadingSource = tuple[DataConfig, PartFiles, DocumentEncoder]
+"""What a part of the mixture is read with; can be pickled."""
+
+
 class BlockReader:
     """Read blocks of one part of the mixture, number `part`; `on_open` is called with the name of every opened file."""
 
-    def __init__(
-        self,
-        config: DataConfig,
-        files: PartFiles,
-        encoder: DocumentEncoder,
-        part: int,
-        on_open: Callable[[str], object] = lambda name: None,
-    ) -> None:
-        self._config, self._files, self._encoder, self._part, self._on_open = config, files, encoder, part, on_open
+    def __init__(self, source: ReadingSource, part: int, on_open: Callable[[str], object] = lambda name: None) -> None:
+        self._config, self._files, self._encoder = source
+        self._part, self._on_open, config = part, on_open, self._config
         self._shuffled = config.shuffle_window > 1
         self._most = max(1, config.shuffle_window // config.num_streams) if self._shuffled else _UNSHUFFLED_DOCUMENTS
         self._open: dict[StreamKey, tuple[BlockRequest, Iterator[_Step]]] = {}
@@ -353,9 +351,8 @@ class BlockReader:
         match config.overlong:
             case "error":
                 raise DataError(
-                    f"{reader.origin(record.offset)} has {size} tokens, more than max_document_tokens "
-                    f'({limit}); raise it, or set data.overlong to "split" (consecutive documents of at most '
-                    f'{limit} tokens), "truncate" (keep the first {limit}) or "drop" (leave it out) instead of "error"'
+                    f"{reader.origin(record.offset)} has {size} tokens, more than max_document_tokens ({limit}); raise "
+                    'it, or set data.overlong to "split", "truncate" or "drop" instead of "error"'
                 )
             case "drop":
                 yield _Step(None, rank, after, dropped=("overlong", 1, size))

@@ -2,14 +2,13 @@
 
 `ChatTemplate` renders a Hugging Face chat template with jinja2 in a sandbox (which keeps it from files and processes,
 not from running for ever). A rendering with spans puts a private character on both sides of `{% generation %}` blocks
-and takes them out again, counting characters. Where a template has no blocks, the text of the assistant's message i is
-what lies between two renderings of parts of the conversation:
+and counts characters. Where a template has no blocks, the text of the assistant's message i is what lies between two
+renderings of parts of the conversation; each must begin the next one, else the record is refused:
 
     messages[:i], generation prompt   <|user|>Hi<|end|><|assistant|>
     messages[:i + 1]                  <|user|>Hi<|end|><|assistant|>Hello<|end|>
 
-This holds only if each rendering begins the next one; else the record is refused. Price: 20 to 100 µs a rendering; 2
-renderings for each of the assistant's messages, 1 with blocks or loss on all.
+Price: 20 to 100 µs a rendering; 2 for each of the assistant's messages, 1 with blocks or loss on all.
 
 Content is text or parts of text, arguments of a tool call an object or JSON text, and a template that expects the other
 form writes it wrong without an error. So a short conversation is rendered in both forms, once a template and role;
@@ -37,9 +36,9 @@ from evenload.data.config import DataConfig, mixture_configs
 from evenload.data.encoders import (
     CharSpan,
     DocumentEncoder,
-    PlainText,
     RecordProblem,
     RenderedText,
+    Renderer,
     TextEncoder,
     TokenIds,
     check_text,
@@ -63,7 +62,6 @@ from evenload.errors import ConfigError
 Message = dict[str, Any]
 
 TEMPLATE_DAY = datetime.datetime(2024, 7, 26)
-"""What `strftime_now` formats."""
 
 # Noncharacters: Unicode keeps them for use inside a program.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
@@ -116,7 +114,8 @@ class ChatTemplate:
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols]
         )
         environment.filters["tojson"] = _to_json
-        environment.globals.update(raise_exception=_raise_exception, strftime_now=TEMPLATE_DAY.strftime)
+        functions: dict[str, Any] = {"raise_exception": _raise_exception, "strftime_now": TEMPLATE_DAY.strftime}
+        environment.globals |= functions
         try:
             syntax = environment.parse(source)
             self._template = environment.from_string(syntax)
@@ -328,14 +327,13 @@ _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 
 
 @dataclass(frozen=True)
-class Chats:
+class Chats(Renderer):
     """`Renderer` of kind "messages": `columns` are the messages, then those of `ChatTemplate.for_record`.
 
     A `template` that is a string is the reason why there is none; `has_spans` = loss on what the assistant says only;
     `ignored` are keys of messages that are skipped although they mark which messages have a loss.
     """
 
-    columns: tuple[str, ...]
     template: ChatTemplate | str
     has_spans: bool
     ignored: frozenset[str] = frozenset()
@@ -465,7 +463,6 @@ def _read_message(value: Any, where: str, template: ChatTemplate) -> Message:
 
 
 def _beginning(prompt: str, whole: str, template: ChatTemplate, index: int) -> str:
-    """Return what comes before message `index`, after checking that `whole`, all messages, begins with it."""
     if not whole.startswith(prompt):
         raise RecordProblem(
             f"with chat template '{template.origin}' the prompt for message {index} is not how the whole "
@@ -525,7 +522,7 @@ def open_encoder(
     opening = required_opening(tokenizer, config.prepend_bos)
     end_id = required_eos(tokenizer) if config.append_eos else None
     if config.record == "text":
-        return TextEncoder(PlainText(config.text_column), tokenizer, end_id, opening)
+        return TextEncoder(Renderer((config.text_column,)), tokenizer, end_id, opening)
     try:
         template: ChatTemplate | str = open_chat_template(config, tokenizer)
     except ConfigError as err:

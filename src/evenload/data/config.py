@@ -178,25 +178,20 @@ class DataConfig(Frozen):
         if len(names) != len(set(names)):
             raise ConfigError(f"data.mixture names are {names}; every part needs a name of its own")
         if (self.batch_documents is None) == (self.batch_tokens is None):
-            raise ConfigError(
-                f"data.batch_documents is {self.batch_documents} and data.batch_tokens is {self.batch_tokens}; "
-                "set exactly one of them"
-            )
+            sizes = f"data.batch_documents is {self.batch_documents} and data.batch_tokens is {self.batch_tokens}"
+            raise ConfigError(f"{sizes}; set exactly one of them")
         sizes = ("batch_documents", "batch_tokens", "shuffle_window", "streams", "epochs", "max_document_tokens")
         require_least("data", self, "at least 1", 1, *sizes)
         require_least("data", self, "at least 0", 0, "prefetch_steps")
         require_least("data", self, "0 (a thread) or more", 0, "workers")
-        share = self.held_out_share
         require_value("data", self, "stall_timeout_s", self.stall_timeout_s > 0, "above 0")
         require_value("data", self, "seed", 0 <= self.seed < 2**63, "in 0 .. 2**63 - 1")
-        require_value("data", self, "held_out_share", 0 <= share < 1, "at least 0 (nothing is held out) and below 1")
+        require_value("data", self, "held_out_share", 0 <= self.held_out_share < 1, "at least 0 and below 1")
         if self.reads == "held_out" and not self.held_out_share:
             raise ConfigError('data.reads is "held_out", but data.held_out_share is 0, so nothing is; set a share')
         if self.mixture_end == "repeat" and (not self.mixture or self.epochs is not None):
-            raise ConfigError(
-                f'data.mixture_end is "repeat" with {len(self.mixture)} mixture parts and data.epochs '
-                f"{self.epochs}; it needs a mixture, and a run that ends by train.steps instead of epochs"
-            )
+            given = f"{len(self.mixture)} mixture parts and data.epochs {self.epochs}"
+            raise ConfigError(f'data.mixture_end is "repeat" with {given}; it needs a mixture, and train.steps instead')
         if self.streams is not None and self.streams > self.shuffle_window:
             raise ConfigError(
                 f"data.streams is {self.streams} with a data.shuffle_window of {self.shuffle_window} documents, of "

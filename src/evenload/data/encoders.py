@@ -10,7 +10,8 @@ several tokens that make up the last character). Price: the tokeniser, on severa
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -83,27 +84,18 @@ class RenderedText(NamedTuple):
     counts_touching: bool = False
 
 
-class Renderer(Protocol):
-    """Render the values of one kind of record as text; `columns` and `name` as of `DocumentEncoder`."""
+@dataclass(frozen=True)
+class Renderer:
+    """Render records of kind "text"; other kinds derive from it. `columns` and `name` as of `DocumentEncoder`."""
+
+    columns: tuple[str, ...]
 
     @property
-    def columns(self) -> tuple[str, ...]: ...
-
-    @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        return f"text of '{self.columns[0]}'"
 
     def render(self, values: tuple[Any, ...]) -> RenderedText:
         """Render a record; `RecordProblem` where the values are not what its kind holds."""
-
-
-class PlainText:
-    """`Renderer` of kind "text": every token after the first is predicted, and the end-of-document token."""
-
-    def __init__(self, column: str) -> None:
-        self.columns: tuple[str, ...] = (column,)
-        self.name = f"text of '{column}'"
-
-    def render(self, values: tuple[Any, ...]) -> RenderedText:
         return RenderedText(check_text(values[0], self.columns[0]), is_bare=True)
 
 
@@ -232,10 +224,9 @@ class TokenIds(DocumentEncoder):
         others = trained != tokens[has_label]
         if others.any():
             if has_label.all() and trained.max() <= 1:
-                raise OtherColumnError(
-                    f"column '{column}' holds nothing but 0 and 1, as a mask does; set data.mask_column instead"
-                )
-            if len(tokens) > 2 and _are_shifted(given, tokens):
+                raise OtherColumnError(f"'{column}' holds nothing but 0 and 1, as a mask does; set data.mask_column")
+            is_next = (given[:-1] == tokens[1:])[has_label[:-1]]
+            if len(tokens) > 2 and len(is_next) and is_next.all():
                 raise OtherColumnError(
                     f"column '{column}' holds the next token at every place, and labels are not shifted here; store "
                     "the token itself, or -100"
@@ -247,8 +238,3 @@ class TokenIds(DocumentEncoder):
         known = f"the vocabulary's {self._limit}" if self._limit < _INT32_VALUES else "2**31"
         also = f", or {IGNORE_INDEX} for no loss" if column != self.columns[0] else ""
         raise RecordProblem(f"column '{column}' holds {wrong}, must be in 0 .. below {known}{also}")
-
-
-def _are_shifted(labels: NDArray[np.int32], tokens: NDArray[np.int32]) -> bool:
-    has_label = labels[:-1] != IGNORE_INDEX
-    return bool(has_label.any() and (labels[:-1] == tokens[1:])[has_label].all())

@@ -137,7 +137,6 @@ def _make_record(
     offset: int,
     types: Mapping[str, pa.DataType] = MappingProxyType({}),
 ) -> Record:
-    """Make the record of an example; `types` are those of its columns, where they are known."""
     given = []
     for column in columns:
         if column.is_required and column.name not in example:

@@ -77,8 +77,7 @@ def local_path(path: str, setting: str, wanted: Wanted = "settings") -> str:
     raise ConfigError(
         f"{setting} '{path}' is no file or folder here; as a name on the Hugging Face Hub it is not in the local cache "
         f"({cache}) with its {wanted}, and cannot be downloaded ({why}). Where there is a network: hf download "
-        f"{named['repo']}{revision} (hf auth login first, if its owner requires that); then copy the cache here and "
-        "set HF_HOME, or give the folder"
+        f"{named['repo']}{revision} (hf auth login first, where required); then copy the cache here and set HF_HOME"
     ) from cause
 
 

@@ -123,9 +123,8 @@ class Ledger:
         rest = state.in_flight - planned
         if rest.documents < 0 or rest.tokens < 0:
             raise InvalidPlanError(
-                f"plan of step {plan.step} accounts for {planned.documents} documents of "
-                f"{planned.tokens} tokens, but only {state.in_flight.documents} of "
-                f"{state.in_flight.tokens} are in flight; note every step once, with the plan of its batch"
+                f"plan of step {plan.step} has {planned.documents} documents of {planned.tokens} tokens, but only "
+                f"{state.in_flight.documents} of {state.in_flight.tokens} are in flight; record every step once"
             )
         self.state = msgspec.structs.replace(
             state,

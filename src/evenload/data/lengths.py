@@ -2,10 +2,8 @@
 
 Files of numbers are .npy, .npz, .txt, .csv, .tsv, .json, .jsonl, also with .gz. A table must have one column of whole
 numbers, or one by a usual name (`USUAL_NAMES`); anything else is refused: read as a document, it would give one length
-that looks right. Only .jsonl may hold documents, too; its first record decides.
-
-Counting tokenises every document once, before anything is split, cut or dropped. Sums of squares leave int64 soon, so a
-profile sums over the different lengths in Python's integers. Price: 8 bytes and O(log n) a document.
+that looks right. Only .jsonl may hold documents, too; its first record decides. Sums of squares leave int64 soon, so a
+profile sums over the different lengths in Python's integers.
 """
 
 import csv
@@ -54,15 +52,11 @@ def read_lengths(source: str, config: DataConfig | None = None) -> NDArray[np.in
 
 
 def read_length_table(source: str, config: DataConfig | None = None) -> LengthTable:
-    """Read the lengths of documents that are not empty.
+    """Read the lengths of documents that are not empty; `ConfigError` or `DataError` where `source` holds none.
 
     Args:
         source: a file of numbers, or a text source (file, directory, glob, fsspec URL) whose documents are counted.
         config: how a text source is read; its `sources` are not used. Default: bytes with an end-of-document token.
-
-    Raises:
-        ConfigError: the source does not exist; a tokeniser for a file of numbers.
-        DataError: not integers, not one-dimensional, a length below 1, or no lengths at all.
     """
     base = config or DataConfig(sources=(source,), batch_documents=1, max_document_tokens=1)
     # A .npy of token ids, and a file whose format is named, are documents.
@@ -199,8 +193,7 @@ def _npy_numbers(content: bytes, source: str) -> NDArray[Any]:
     except Exception as err:  # numpy parses the head as Python and raises whatever that raises
         if "Object arrays" in str(err):
             raise DataError(
-                f"{source} holds pickled Python objects, which could run code when they are read, and no numbers; save "
-                "numpy.array(lengths, numpy.int64)"
+                f"{source} holds pickled Python objects, which could run code when they are read; save them as int64"
             ) from err
         raise DataError(f"{source} is not a numpy array file; save int32 or int64 with numpy.save") from err
     if loaded.dtype.kind not in "iu":

@@ -72,7 +72,6 @@ class _Part:
     weight: float
     streams: list[_Stream]
     at: PartState = field(default_factory=PartState)
-    """Of which `streams` is not used."""
 
     @property
     def has_ended(self) -> bool:
@@ -237,9 +236,8 @@ class StreamSampler:
             header, block = headers[stream.key], own.get(stream.key)
             if stream.at.taken and stream.at.checksum != header.checksum:
                 raise DataError(
-                    f"block {header.cursor.block} of stream {stream.key.stream} of data.{part.name} holds other "
-                    f"documents than when the loader's state was saved ({stream.at.taken} of them were trained "
-                    "already); the sources must not change between save and resume"
+                    f"block {header.cursor.block} of stream {stream.key.stream} of data.{part.name} has changed since "
+                    "the loader's state was saved; the sources must not change between save and resume"
                 )
             lengths, num_labels = (np.frombuffer(column, np.int32) for column in (header.lengths, header.num_labels))
             stream.opened = OpenBlock(request, stream.owner, header, lengths, num_labels, block)
@@ -498,7 +496,7 @@ class GlobalBatchLoader:
     def origin(self, place_of: Callable[[int], DocumentPlace], doc_id: int) -> str:
         """Say where a document was read: its number in the shuffled block, and the file in which that begins."""
         place = place_of(doc_id)
-        file = BlockReader(*self._job[place.part], part=place.part).first_file(place.block)
+        file = BlockReader(self._job[place.part], place.part).first_file(place.block)
         return f"number {place.index + 1} of the block that begins in {file}"
 
     def check_ledger(self) -> None:
@@ -545,9 +543,8 @@ class GlobalBatchLoader:
             files = sum(len(part.files) for part in self.parts)
             named = list(self.config.sources) or [part.name for part in self.config.mixture]
             raise DataError(
-                f"epoch {epoch} of {counted(files, 'file')} in {named} has no document "
-                f"to train ({'; '.join(account.lines(held))}); check data.sources, data.overlong, "
-                "data.on_corrupt and validation.share"
+                f"epoch {epoch} of {counted(files, 'file')} in {named} has no document to train "
+                f"({'; '.join(account.lines(held))}); check data.sources, data.overlong and data.on_corrupt"
             )
         Ledger(account).check(held)
 
@@ -565,9 +562,8 @@ class GlobalBatchLoader:
                         blocks[request] = self.background.take(request)
                     if blocks[request].header.checksum != place.checksum:
                         raise DataError(
-                            f"deferred document {lost.document.doc_id} of {lost.document.num_tokens} tokens stands in "
-                            f"block {request.cursor.block} of stream {request.key.stream}, which holds other documents "
-                            "than when the loader's state was saved; sources must not change between save and resume"
+                            f"block {request.cursor.block} of stream {request.key.stream} with deferred document "
+                            f"{lost.document.doc_id} has changed; sources must not change between save and resume"
                         )
                     content = blocks[request].table.at(place.index)
                 entries[lost.document.doc_id] = Deferral(lost, owner, content)
@@ -582,8 +578,5 @@ class GlobalBatchLoader:
 def _dataset_of(config: DataConfig, datasets: dict[str, Any]) -> Any:
     named = [source for source in config.sources if source in datasets]
     if named and len(config.sources) > 1:
-        raise ConfigError(
-            f"data source '{named[0]}' is a data set object, next to {len(config.sources) - 1} others; give "
-            "every object a part of data.mixture of its own"
-        )
+        raise ConfigError(f"data source '{named[0]}' is a data set object, next to others; make it a part of a mixture")
     return datasets[named[0]] if named else None

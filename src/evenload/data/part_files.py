@@ -60,15 +60,7 @@ def dataset_file(dataset: Any, name: str = "dataset") -> SourceFile:
     size_bytes, rows = None, ""
     if not is_iterable_dataset(dataset):
         size_bytes, rows = dataset_bytes(dataset), f" of {len(dataset)} rows"
-    return SourceFile(
-        name=name,
-        path="",
-        key=f"0:{name}{rows}",
-        size_bytes=size_bytes,
-        format="dataset",
-        compression=None,
-        filesystem=LocalFileSystem(),
-    )
+    return SourceFile(name, "", f"0:{name}{rows}", size_bytes, "dataset", None, LocalFileSystem())
 
 
 SEGMENTS, BLOCKS = 1, 2
@@ -164,11 +156,8 @@ def label_warnings(config: DataConfig, part: PartFiles, encoder: DocumentEncoder
     """Warn of token records whose labels are other ids than their tokens, by the first records of every source."""
     for listing, (reader, *_) in part.by_source() if config.record == "tokens" else ():
         documents = encoder.encode_records(list(islice(reader.records(FilePart()), _SAMPLED)))
-        others = 0
-        for document in documents:
-            if isinstance(document, EncodedDocument) and (labels := document.labels) is not None:
-                others += bool(np.any((labels != document.tokens) & (labels != IGNORE_INDEX)))
-        if others:
+        labelled = [one for one in documents if isinstance(one, EncodedDocument) and one.labels is not None]
+        if others := sum(np.any((one.labels != one.tokens) & (one.labels != IGNORE_INDEX)) for one in labelled):
             yield (
                 f"{listing.source}: in {others} of its first {counted(len(documents), 'record')} some labels are "
                 f"neither {IGNORE_INDEX} nor the token at their place, and are trained as they are"

@@ -40,7 +40,7 @@ _FINAL_ERRORS = (FileNotFoundError, PermissionError, IsADirectoryError)
 _DECOMPRESSORS: dict[Any, Any] = compr
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class SourceFile:
     """One file of a source: `name` is for messages, `path` in the terms of `filesystem` ("" for a data set), `key` the
     source's index and the path below it; `size_bytes` and `compression` are None where unknown or none."""
@@ -252,17 +252,8 @@ def list_sources(config: DataConfig) -> tuple[SourceListing, ...]:
                     "in data.sources, or leave one out by data.include"
                 )
             seen[unique] = name
-            files.append(
-                SourceFile(
-                    name=name,
-                    path=path,
-                    key=f"{index}:{relative or os.path.basename(path)}",
-                    size_bytes=size_bytes,
-                    format=file_format(path, config.format),
-                    compression=_compression(path, name),
-                    filesystem=filesystem,
-                )
-            )
+            key, format = f"{index}:{relative or os.path.basename(path)}", file_format(path, config.format)
+            files.append(SourceFile(name, path, key, size_bytes, format, _compression(path, name), filesystem))
         listings.append(SourceListing(source, tuple(files), left_out))
     return tuple(listings)
 
@@ -362,9 +353,8 @@ def _data_files(
         for entry in entries:
             if (suffix := _suffix(entry.path)) in _UNREAD_SUFFIXES:
                 raise ConfigError(
-                    f"data source '{source}'{f' holds {entry.relative}, which' if entry.relative else ''} is a "
-                    f"{suffix} file, of which no records are read; write them as .jsonl or .parquet, leave it out by "
-                    'data.include, or set data.format = "text" to train it as one text'
+                    f"data source '{source}'{f' holds {entry.relative}, which' if entry.relative else ''} is a {suffix} "
+                    "file, of which no records are read; write them as .jsonl or .parquet, or leave it out by data.include"
                 )
     if format == "text" or (len(entries) == 1 and not entries[0].relative):
         return entries, ()
@@ -403,9 +393,8 @@ def _refuse_splits(entries: Sequence[_Entry], source: str, format: Format) -> No
             splits.setdefault(_SPLIT_NAMES[match[1]], entry.relative)
     if len(splits) > 1:
         raise ConfigError(
-            f"data source '{source}' holds the splits {', '.join(sorted(splits))} of a data set "
-            f"({next(iter(splits.values()))}, ...), which would all be trained; name one of them in data.sources, or "
-            "its files by a pattern such as 'train-*' in data.include"
+            f"data source '{source}' holds the splits {', '.join(sorted(splits))} of a data set; name one of them in "
+            f"data.sources, or its files ({next(iter(splits.values()))}, ...) by a pattern in data.include"
         )
 
 

@@ -1,16 +1,15 @@
-"""Read token files, format "memmap": documents that lie one after the other in an array of token ids.
+"""Read token files, format "memmap": documents that lie one after the other in an array of token ids, in runs of 4 MB.
 
-Offsets are documents, and parts hold equally many, except in a `.npy` without edges. Ids become int32 in runs of about
-4 MB, and documents are slices of a run. Price: one run in memory.
+Offsets are documents, and parts hold equally many, except in a `.npy` without edges.
 
 Megatron's `<name>.bin` holds ids, its `<name>.idx`: 9 bytes of magic, version (u64, 1), code of the ids' type (u8),
 number of sequences S and of document edges D + 1 (both u64); then the sequences' lengths (i32[S]), their first bytes in
 the `.bin` (i64[S]), and the documents' edges in sequences (i64[D + 1]). Source: Megatron-LM,
 `megatron/core/datasets/indexed_dataset.py`.
 
-A `.npy` is a one-dimensional array of ids. Either `<name>.idx.npy` holds the edges of its documents in tokens (whole
-numbers [D + 1], ascending from 0 to the number of tokens). Or `DataConfig.document_end_id` ends a document and belongs
-to it; then offsets are tokens, and a document belongs to the part in whose tokens it begins.
+A `.npy` is an array of ids. Either `<name>.idx.npy` holds the edges of its documents in tokens (whole numbers [D + 1],
+from 0 to the number of tokens). Or `DataConfig.document_end_id` ends a document and belongs to it; then offsets are
+tokens, and a document belongs to the part in whose tokens it begins.
 """
 
 import io

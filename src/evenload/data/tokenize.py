@@ -225,8 +225,8 @@ class FileTokenizer:
             return usual[0] if len(usual) == 1 else None
         if (index := self._tokenizer.token_to_id(named)) is None:
             raise ConfigError(
-                f"end-of-document token '{named}' is not in tokenizer '{self.path}'; "
-                f"its special tokens are {list(special)}: set data.eos_token to one of them"
+                f"end-of-document token '{named}' is not in tokenizer '{self.path}'; its special tokens are "
+                f"{list(special)}: set data.eos_token to one of them"
             )
         return index
 

@@ -1,11 +1,9 @@
 """Read the blocks of this rank's streams in the background (`BlockService`), in a thread or in worker processes.
 
-Every stream belongs to one worker, so that its open files stay with it. A request names stream, epoch and cursor and
-needs nothing else, so a process that dies is replaced and gets its request again. Memory: what is requested.
-
-Processes are started as programs, not by the pools of the standard library: those import the training script again in
-every worker (`spawn`), cannot be used by daemonic ranks, outlive a parent that was killed, and delay the exit of one
-whose source stalls. Such a process ends when its connection does.
+Every stream belongs to one worker, so that its open files stay with it. A request needs nothing else, so a process that
+dies is replaced and gets its request again. Processes are started as programs, not by the pools of the standard
+library: those import the training script again in every worker (`spawn`), cannot be used by daemonic ranks, outlive a
+parent that was killed, and delay the exit of one whose source stalls.
 """
 
 import logging
@@ -23,10 +21,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from multiprocessing.connection import Connection
 
-from evenload.data.blocks import BlockReader, BlockRequest, DocumentBlock
-from evenload.data.config import DataConfig
-from evenload.data.encoders import DocumentEncoder
-from evenload.data.part_files import PartFiles
+from evenload.data.blocks import BlockReader, BlockRequest, DocumentBlock, ReadingSource
 from evenload.errors import ConfigError, DataError, EvenloadError
 
 START_TIMEOUT_S = 300.0
@@ -36,8 +31,8 @@ _MOST_DEATHS = 3
 """A process that ends more often without a block in between is not started again."""
 _POLL_S = 0.1
 
-ReadingJob = tuple[tuple[DataConfig, PartFiles, DocumentEncoder], ...]
-"""What a worker needs, by part of the mixture; can be pickled."""
+ReadingJob = tuple[ReadingSource, ...]
+"""What a worker needs, by part of the mixture."""
 
 Outcome = DocumentBlock | EvenloadError
 
@@ -69,9 +64,6 @@ class BlockService:
         if isinstance(outcome := block.result(), EvenloadError):
             raise outcome
         return outcome
-
-    def worker_pids(self) -> list[int]:
-        return [worker.process.pid for worker in self._workers if isinstance(worker, _ProcessWorker)]
 
     def close(self) -> None:
         workers, self._workers = self._workers, []
@@ -225,7 +217,7 @@ def serve(handle: int) -> None:
 
 
 def _make_readers(job: ReadingJob, on_open: Callable[[str], None]) -> list[BlockReader]:
-    return [BlockReader(config, files, encoder, part, on_open) for part, (config, files, encoder) in enumerate(job)]
+    return [BlockReader(source, part, on_open) for part, source in enumerate(job)]
 
 
 def _read_block(readers: Sequence[BlockReader], request: BlockRequest) -> Outcome:
