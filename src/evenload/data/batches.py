@@ -1,9 +1,8 @@
 """Define the documents of one optimizer step (`GlobalBatch`), a loader's state (`LoaderState`), and ranks that read
 together (`Peers`).
 
-A loader's state is small, independent of the layout, and holds no text or tokens. Restoring reads again only the open
-block of each stream and the blocks of deferred documents; it is exact to the bit if sources and data settings are the
-same, which the fingerprint checks.
+A state is small, independent of the layout, and holds no text or tokens. Restoring reads again only open blocks and
+those of deferred documents; it is exact if sources and settings are the same, which the fingerprint checks.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -353,8 +353,9 @@ def _data_files(
         for entry in entries:
             if (suffix := _suffix(entry.path)) in _UNREAD_SUFFIXES:
                 raise ConfigError(
-                    f"data source '{source}'{f' holds {entry.relative}, which' if entry.relative else ''} is a {suffix} "
-                    "file, of which no records are read; write them as .jsonl or .parquet, or leave it out by data.include"
+                    f"data source '{source}'{f' holds {entry.relative}, which' if entry.relative else ''} is a "
+                    f"{suffix} file, of which no records are read; write them as .jsonl or .parquet, leave it out by "
+                    'data.include, or set data.format = "text" to train it as one text'
                 )
     if format == "text" or (len(entries) == 1 and not entries[0].relative):
         return entries, ()

@@ -2,10 +2,8 @@
 
 Truncation and padding of a file are switched off, and no special tokens are added: encoders put what a post-processor
 writes before a text there (`opening_ids`), and the end-of-document token after it. Text that spells a special token
-becomes that token.
-
-Files next to `tokenizer.json` may add tokens. They are read as `TokenizersBackend` of transformers 5 reads them, so
-that ids agree: `added_tokens_decoder` of `tokenizer_config.json`; where that has none, `added_tokens.json`, and
+becomes that token. Files next to `tokenizer.json` may add tokens; they are read as `TokenizersBackend` of transformers
+5 reads them: `added_tokens_decoder` of `tokenizer_config.json`; where that has none, `added_tokens.json`, and
 `special_tokens_map.json` goes before it; then every special token that is not there yet. A run compares ids before it
 starts (`runtime.model.export_files`).
 """
