@@ -20,14 +20,13 @@ def int32(values):
 def test_ids_pass_where_every_one_is_in_the_vocabulary(ids, vocab_size):
     encoder = TokenIds(("input_ids",), (), vocab_size)
     limit = 2**31 if vocab_size is None else vocab_size
-    if all(0 <= index < limit for index in ids.tolist()):
-        document = encoder.encode((ids,))
-        assert document.labels is None
-        assert document.tokens.tolist() == ids.tolist()
-    else:
-        wrong = next(index for index in ids.tolist() if not 0 <= index < limit)
-        with pytest.raises(RecordProblem, match=rf"'input_ids' holds {wrong}, must be in 0"):
+    wrong = [index for index in ids.tolist() if not 0 <= index < limit]
+    if wrong:
+        with pytest.raises(RecordProblem, match=rf"'input_ids' holds {wrong[0]}, must be in 0"):
             encoder.encode((ids,))
+        return
+    document = encoder.encode((ids,))
+    assert (document.labels, document.tokens.tolist()) == (None, ids.tolist())
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64])
@@ -75,10 +74,8 @@ def test_labels_may_be_any_id_or_none(pairs):
 
 
 def test_int32_arrays_are_not_copied_and_not_written():
-    ids = np.arange(5, dtype=np.int32)
-    ids.flags.writeable = False
-    labels = np.arange(5, dtype=np.int32)
-    labels.flags.writeable = False
+    ids, labels = np.arange(5, dtype=np.int32), np.arange(5, dtype=np.int32)
+    ids.flags.writeable = labels.flags.writeable = False
     document = TokenIds(("input_ids", "labels"), (), 10).encode((ids, labels))
     assert np.shares_memory(document.tokens, ids)
     assert document.labels.tolist() == [-100, 1, 2, 3, 4]

@@ -57,17 +57,11 @@ def test_missing_sources_and_packages_are_named(tmp_path, monkeypatch, source):
         list_files(data_config(str(tmp_path), include=("*.rs",)))
 
 
+JSONL = dict.fromkeys(("a.jsonl", "a.JSONL.gz", "a.ndjson"), "jsonl")
+
+
 @pytest.mark.parametrize(
-    ("path", "format"),
-    [
-        ("a.jsonl", "jsonl"),
-        ("a.JSONL.gz", "jsonl"),
-        ("a.ndjson", "jsonl"),
-        ("a.parquet", "parquet"),
-        ("a.py", "text"),
-        ("README", "text"),
-        ("a.json", "json"),
-    ],
+    ("path", "format"), (JSONL | {"a.parquet": "parquet", "a.py": "text", "README": "text", "a.json": "json"}).items()
 )
 def test_format_goes_by_name_unless_set(path, format):
     assert file_format(path, "auto") == format

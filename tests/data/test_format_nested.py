@@ -51,10 +51,9 @@ def test_the_same_chats_are_read_from_every_format(tmp_path, stored):
             call = {"function": {"name": Value("string"), "arguments": Json()}}
             message = {"role": Value("string"), "content": Value("string"), "tool_calls": List(call)}
             dataset = Dataset.from_dict({"messages": messages}, features=Features({"messages": List(message)}))
-        case "messages are json":
-            dataset = Dataset.from_dict({"messages": messages}, features=Features({"messages": List(Json())}))
-        case "all is json":
-            dataset = Dataset.from_dict({"messages": messages}, features=Features({"messages": Json()}))
+        case "messages are json" | "all is json":
+            kind = Json() if stored == "all is json" else List(Json())
+            dataset = Dataset.from_dict({"messages": messages}, features=Features({"messages": kind}))
     for data in [*all_ways(tmp_path, dataset), *as_json(tmp_path)]:
         assert [record.values for record in read_records(data)] == [(each,) for each in messages], (stored, data)
 

@@ -57,8 +57,7 @@ def documents_of(tmp_path, way, rows, **settings):
     else:
         source = write_rows(tmp_path, way, rows)
     settings = {"record": "tokens", "shuffle_window": 1, "batch_documents": len(rows)} | settings
-    loader = GlobalBatchLoader(data_config(source, **settings), datasets=datasets)
-    batch = loader.next_batch()
+    batch = GlobalBatchLoader(data_config(source, **settings), datasets=datasets).next_batch()
     table = batch.tokens
     return [(table[each.doc_id].tolist(), table.labels_of(each.doc_id).tolist()) for each in batch.documents]
 
@@ -156,8 +155,7 @@ def test_the_start_says_what_is_used_and_what_is_not(tmp_path, way):
     kind = {"file.arrow": "arrow"}.get(way, way)
     assert line == (
         f"{tmp_path}: 1 {kind} file, 7 records | used: input_ids | checked to change nothing: attention_mask | "
-        "not used: id, url | "
-        "files left out: README.md"
+        "not used: id, url | files left out: README.md"
     )
 
 

@@ -4,6 +4,7 @@ import sys
 
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -59,8 +60,6 @@ def test_training_is_the_same_in_another_process(trained, tmp_path):
 
 def test_truncation_and_padding_inside_the_file_are_switched_off(trained, tmp_path):
     """Many published files carry max_length 512, which would cut documents without a word."""
-    import tokenizers
-
     tokenizer = tokenizers.Tokenizer.from_file(str(trained[0]))
     tokenizer.enable_truncation(4)
     tokenizer.enable_padding(length=64)
