@@ -543,8 +543,8 @@ class GlobalBatchLoader:
             files = sum(len(part.files) for part in self.parts)
             named = list(self.config.sources) or [part.name for part in self.config.mixture]
             raise DataError(
-                f"epoch {epoch} of {counted(files, 'file')} in {named} has no document to train "
-                f"({'; '.join(account.lines(held))}); check data.sources, data.overlong and data.on_corrupt"
+                f"epoch {epoch} of {counted(files, 'file')} in {named} has no document to train ("
+                f"{'; '.join(account.lines(held))}); check data: sources, overlong, on_corrupt, and validation.share"
             )
         Ledger(account).check(held)
 
