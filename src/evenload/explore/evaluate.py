@@ -224,13 +224,7 @@ def _evaluate(
     planned = [sum(tokens) for tokens in tokens_of]
     delays = [proposal.plan.mean_token_delay_steps for proposal in proposals]
     late = sum(num_tokens * delay for num_tokens, delay in zip(planned, delays, strict=True))
-    notes = [next((proposal.note for proposal in proposals if proposal.note), "")]
-    if stride > 1:
-        notes.insert(
-            0,
-            f"estimated on one of {stride} replicas and documents; packs and deferred tokens are the part's times "
-            f"{stride}, plan time and timelines the part's",
-        )
+    own_note = next((proposal.note for proposal in proposals if proposal.note), "")
     return StrategyResult(
         name=name,
         feasible=all(proposal.feasible for proposal in proposals),
@@ -263,7 +257,7 @@ def _evaluate(
         cuts=_most_steps(_cuts_of(proposal) for proposal in proposals),
         schedule=_most_steps(_schedule_of(proposal) for proposal in proposals),
         sharding=_most_steps(_sharding_of(proposal) for proposal in proposals),
-        note=note or "; ".join(filter(None, notes)),
+        note=note or "; ".join(filter(None, (_part_note(stride), own_note))),
         time_split=mean_time_split([split_proposal(proposal) for proposal in proposals]),
         layout_decisions=decisions,
     ), tuple(proposals)
@@ -286,6 +280,17 @@ def _flexed(flexible: FlexPlanner, batches: Sequence[SampledBatch]) -> tuple[lis
         proposals.append(proposal)
         state = proposal.state
     return proposals, plan_time_s
+
+
+def _part_note(stride: int) -> str:
+    return (
+        ""
+        if stride == 1
+        else (
+            f"estimated on one of {stride} replicas and documents; packs and deferred tokens are the part's times "
+            f"{stride}, plan time and timelines the part's"
+        )
+    )
 
 
 def _sizes(layout: ParallelLayout) -> dict[str, int]:
