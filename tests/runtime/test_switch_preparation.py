@@ -1,4 +1,4 @@
-"""What a run measures of switches at its start, and for which of them it takes memory ahead."""
+"""What a run measures of switches at its start, and the memory that pieces take."""
 
 from types import SimpleNamespace
 
@@ -10,9 +10,7 @@ from evenload.plan.layouts.moves import Piece
 from evenload.runtime.optim.parameter_units import BufferGroup
 from evenload.runtime.stages import live_stages
 from evenload.runtime.stages.live_stages import LiveStages, Reading
-from evenload.runtime.stages.rank_state import RankState
 from evenload.runtime.stages.twin_layer import LivePiece, place_pieces
-from evenload.runtime.step_trainer import StepTrainer
 from taken_memory import taken_bytes
 
 PIECES = [
@@ -38,15 +36,6 @@ def test_ranks_of_a_machine_on_which_nothing_is_shared_read_nothing(rank, source
     one.run()
     assert one.num_bytes == (0 if source is None else 120)
     assert read == ([] if source is None else [(0, source)] * 3)
-
-
-def test_memory_is_taken_ahead_in_what_the_step_leaves():
-    asked = []
-    live = SimpleNamespace(preallocate=lambda coming, headroom_bytes: asked.append((coming(), headroom_bytes)))
-    here = SimpleNamespace(memory_cap_bytes=1000)
-    plan = SimpleNamespace(predicted=SimpleNamespace(peak_memory_bytes=600))
-    RankState.preallocating(SimpleNamespace(live=live), lambda: None, StepTrainer._headroom_bytes(here, plan))()
-    assert asked == [(None, 400)]
 
 
 def test_optimizer_state_that_is_shared_takes_its_memory_before_the_first_step():

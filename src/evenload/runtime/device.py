@@ -42,9 +42,9 @@ def rank_device(kind: DeviceKind, local_rank: int) -> torch.device:
     return device
 
 
-def use_deterministic_kernels(wanted: bool = True) -> None:
+def use_deterministic_kernels() -> None:
     """Make torch add in one order on GPUs too; cuBLAS also wants `CUBLAS_WORKSPACE_CONFIG` before it starts."""
-    torch.use_deterministic_algorithms(wanted)
+    torch.use_deterministic_algorithms(True)
     # Torch would also fill every uninitialised tensor; we write all of them before they are read.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[bad-assignment]
 

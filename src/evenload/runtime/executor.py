@@ -110,13 +110,7 @@ class Executor:
         nothing = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         return RankRun(nothing, functools.partial(_trace, [], self._clock), HeldBytes(), 0, 0, ())
 
-    def run(
-        self,
-        step: RankStep,
-        before_action: Callable[[], None] = lambda: None,
-        on_final: OnFinal = ignore_unit,
-        weights: WeightGathers | None = None,
-    ) -> RankRun:
+    def run(self, step: RankStep, on_final: OnFinal = ignore_unit, weights: WeightGathers | None = None) -> RankRun:
         """Run this rank's actions of a step and add gradients to `main_grad`. `on_final` is called with every unit
         whose gradients are complete; `weights` may still be gathered, and are complete on return."""
         plan, mine = step.plan, step.packs
@@ -135,7 +129,6 @@ class Executor:
         completing = completing_actions((action.kind, action.stage) for action in actions)
         self._clock.start()
         for at, action in enumerate(actions):
-            before_action()
             self._mesh.watch.record(action)
             channels.before_action(at)
             stage, store = self._stages[action.stage], stores[action.stage]

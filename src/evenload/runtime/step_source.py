@@ -15,7 +15,6 @@ from evenload.plan.layouts.flex_planner import PlannerState
 from evenload.runtime.comm.mesh import Mesh, Meshes
 from evenload.runtime.replay.rank_packs import Exchange, RankPackTokens, RankStep
 from evenload.stepplan.transfer_order import transfer_order
-from evenload.types.layout import ParallelLayout
 from evenload.types.plan import StepPlan
 
 
@@ -110,8 +109,3 @@ class StepSource:
         """Stop early, at the same step on every rank; a step that is being made is finished, and dropped."""
         self._ahead.close()
         self._loader.close()
-
-    def coming_layout(self) -> ParallelLayout | None:
-        """Return the layout of the step that `next` would give, if it is made by now. Never waits."""
-        coming = self._ahead.peek()
-        return None if coming is None else coming.planned.plan.layout

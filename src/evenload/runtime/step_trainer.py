@@ -46,7 +46,6 @@ from evenload.runtime.step_metrics import (
     step_row,
 )
 from evenload.runtime.step_source import PreparedStep, replicas_share_packs
-from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
 from evenload.types.plan import StepPlan
 from evenload.types.timeline import Timeline
@@ -172,8 +171,6 @@ class StepTrainer:
 
     def __init__(self, run: RunConfig, model: ModelSpec, state: RankState, saves: Saves) -> None:
         self.settings = run
-        self.memory_cap_bytes = 0
-        """Limit of this process; a switch of layouts is prepared in the memory that a step leaves free."""
         self.non_finite = NonFiniteSteps(run.on_nonfinite)
         self._model, self._state, self._saves = model, state, saves
         self._fixed_bytes: int | None = None
@@ -195,7 +192,6 @@ class StepTrainer:
         data_wait_s: float = 0.0,
         stop_signal: int = 0,
         goes_on: bool = False,
-        coming_layout: Callable[[], ParallelLayout | None] = lambda: None,
     ) -> TrainedStep:
         """Train one step. Collective. Raises as `Trainer.train`.
 
@@ -205,7 +201,6 @@ class StepTrainer:
             stop_signal: of this rank; all ranks learn of it.
             goes_on: another step follows, so updated weights may still be gathered on return; `state` waits for them
                 before it gives them to other readers.
-            coming_layout: of the next step, once it is known; called often.
         """
         planned, plan = prepared.planned, prepared.planned.plan
         watch = self._mesh.watch
@@ -218,14 +213,10 @@ class StepTrainer:
         if plan.layout != self._state.layout:
             self._state.change_layout(plan.layout, coefficients)
         mesh, state = self._mesh, self._state
-        look_ahead = state.preallocating(coming_layout, self._headroom_bytes(plan))
-        look_ahead()
         # Replicas that share packs wait for each other inside of them, so sums may make a circle (docs/decisions/03).
         can_sum = coefficients.reduction_overlap is not None and not replicas_share_packs(plan)
         can_gather = coefficients.gather_overlap is not None and goes_on
-        gradients = state.gradients(
-            prepared.step, look_ahead, is_overlapped=can_sum and self.settings.overlap_reduction
-        )
+        gradients = state.gradients(prepared.step, is_overlapped=can_sum and self.settings.overlap_reduction)
         switch, warning = state.settle(), ""
         if gradients.is_finite:
             self.non_finite.record_finite()
@@ -268,9 +259,6 @@ class StepTrainer:
             return None
         self._process_bytes = max(self._process_bytes, process_bytes(self._model, plan, fixed_bytes))
         return self._process_bytes
-
-    def _headroom_bytes(self, plan: StepPlan) -> int:
-        return self.memory_cap_bytes - plan.predicted.peak_memory_bytes
 
     def _exchange(
         self, gradients: StepGradients, came_s: float, zero_s: float, data_wait_s: float, stop_signal: int

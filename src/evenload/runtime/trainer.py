@@ -166,7 +166,7 @@ class Trainer:
             RankLostError: another rank died or is stuck.
             InfeasiblePlanError: a resumed run has no memory for the switch back into the layout of its checkpoint.
         """
-        self.coefficients, self.step_trainer.memory_cap_bytes = coefficients, memory_cap_bytes
+        self.coefficients = coefficients
         planner, flex = self.planners(coefficients, memory_cap_bytes)
         monitor, measured_of = None, lambda step: MeasuredLayouts()
         if flex is not None:
@@ -206,7 +206,6 @@ class Trainer:
                 data_wait_s=data_wait_s,
                 stop_signal=stop_requested(),
                 goes_on=step + 1 != last_step and not self._evaluation.validates_after(step + 1),
-                coming_layout=source.coming_layout,
             )
             before_s, ended_s = ended_s, time.perf_counter()
             self.stop_signal = agreed.stop_signal

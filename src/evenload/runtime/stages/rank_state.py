@@ -2,10 +2,9 @@
 reduces their gradients and updates the weights. Where a run has several layouts, `LiveStages` moves weights and
 optimizer state between steps, and everything that refers to them is exchanged here."""
 
-import functools
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -84,9 +83,7 @@ class RankState:
         """Return the bytes of weights, gradients and optimizer state."""
         return self.optimizer.static_bytes() + self.held.frozen_bytes
 
-    def gradients(
-        self, step: RankStep | None, before_action: Callable[[], None] = lambda: None, *, is_overlapped: bool = False
-    ) -> StepGradients:
+    def gradients(self, step: RankStep | None, *, is_overlapped: bool = False) -> StepGradients:
         """Run this rank's part of a step, None where it is idle, and sum gradients. Collective."""
         buffers, mesh, gathers = self.held.buffers, self.mesh, self.optimizer.gathers
         for buffer in buffers:
@@ -94,7 +91,7 @@ class RankState:
         with GradientReduction(buffers, mesh, is_overlapped=is_overlapped) as sums:
             run = self.executor.idle()
             if step is not None:
-                run = self.executor.run(step, before_action, sums.release, gathers)
+                run = self.executor.run(step, sums.release, gathers)
             gathers.finish()  # in a layout in which the rank is idle, too
             with mesh.watch.waiting("the sum of gradients", self._replicas):
                 shards = sums.finish()
@@ -125,10 +122,6 @@ class RankState:
     @property
     def _replicas(self) -> str:
         return f"the ranks that hold stage {self.mesh.pipeline_stage}"
-
-    def preallocating(self, coming: Callable[[], ParallelLayout | None], headroom_bytes: int) -> Callable[[], None]:
-        """Return a function to call often in a step: it prepares a coming change of layout in so many bytes."""
-        return (lambda: None) if self.live is None else functools.partial(self.live.preallocate, coming, headroom_bytes)
 
     def change_layout(self, layout: ParallelLayout, coefficients: CostCoefficients) -> None:
         """Go on in another layout or generation. `InvalidPlanError`: another layout in one generation. Collective."""

@@ -146,10 +146,6 @@ class PieceMemory:
         count = (self.capacity if stop is None else stop) - start
         return self.own.tensor(self.offset(part, start), count, self.dtypes[part])
 
-    def touch(self, part: str, start: int, stop: int) -> None:
-        """Take the memory of elements of a part; their values are lost."""
-        touch(self.tensor(part, start, stop))
-
     def release(self, part: str, start: int = 0, stop: int | None = None) -> None:
         """Give back the memory of elements of a part."""
         stop = self.capacity if stop is None else stop
@@ -268,7 +264,6 @@ class LivePiece:
         self._shapes = [parameter.shape for parameter in parameters]
         self._values: Tensor | None = None
         self._grads: Tensor | None = None
-        self._taken: tuple[Tensor, Tensor | None] | None = None
         self.state_names: tuple[str, ...] = ()
         if group is not None:
             self.state_names = (*STATE_NAMES, *([MASTER_NAME] if self._work != self._dtype else []))
@@ -298,21 +293,15 @@ class LivePiece:
         return bool(self.state_names)
 
     @property
-    def held_bytes(self) -> int:
-        """Bytes of its weights and gradients, where it is held."""
-        return self.capacity * (self.piece.weight_bytes + (self._work.itemsize if self.is_trained else 0))
-
-    @property
     def dtypes(self) -> dict[str, torch.dtype]:
         """Types of its weights, and of its optimizer's tensors."""
         return {WEIGHTS: self._dtype} | dict.fromkeys(self.state_names, self._work)
 
     @property
     def weights(self) -> Tensor:
-        """Its weights, flat and in place, [num_elements]: of a piece that is held, or whose memory is taken."""
-        values = self._values if self._taken is None else self._taken[0]
-        assert values is not None
-        return values[: self.piece.num_elements]
+        """Its weights, flat and in place, [num_elements], of a piece that is held."""
+        assert self._values is not None
+        return self._values[: self.piece.num_elements]
 
     def updates_after(self, num_updates: int) -> int:
         """Return the updates that its weights are of after so many: frozen ones never see any."""
@@ -341,25 +330,12 @@ class LivePiece:
         if self.buffer is not None:
             self.buffer.values = values[: self.buffer.values.numel()]  # in place: the optimizer has it, too
 
-    def take(self) -> None:
-        """Take and touch the memory that `gain` will need. In any thread; the piece is not held."""
-        taken = self._fresh()
-        for flat in taken:
-            if flat is not None:
-                touch(flat)
-        self._taken = taken
-
-    def give_back(self) -> None:
-        """Give back what `take` took."""
-        self._taken = None
-        if self.shared is not None:
-            self.shared.release(WEIGHTS)
-
     def gain(self) -> None:
         """Take memory; values are to be received, those of padding are zeros."""
         assert not self.is_held
-        values, grads = self._taken or self._fresh()
-        self.is_held, self._taken = True, None
+        self.is_held = True
+        values = self._empty(self._dtype) if self.shared is None else self.shared.tensor(WEIGHTS)
+        grads = self._empty(self._work) if self.is_trained else None
         for flat in (values, grads):
             if flat is not None:
                 flat[self.piece.num_elements :].zero_()
@@ -383,10 +359,6 @@ class LivePiece:
 
     def _flat_weights(self) -> Tensor:
         return torch.cat([parameter.detach().flatten() for parameter in self.parameters])
-
-    def _fresh(self) -> tuple[Tensor, Tensor | None]:
-        values = self.shared.tensor(WEIGHTS) if self.shared is not None else self._empty(self._dtype)
-        return values, self._empty(self._work) if self.is_trained else None
 
     def _empty(self, dtype: torch.dtype) -> Tensor:
         return torch.empty(self.capacity, dtype=dtype, device=self._device)
@@ -453,9 +425,8 @@ class TwinLayer:
             with mesh.watch.waiting(what):
                 dist.barrier(group=group)
 
-    def bring_weights(self, moves: Moves, mesh: Mesh, num_updates: int, there: Collection[int] = ()) -> int:
-        """Bring weights into place; return the bytes received. Pieces `there` were read before. Collective;
-        `RankLostError`: a rank is lost."""
+    def bring_weights(self, moves: Moves, mesh: Mesh, num_updates: int) -> int:
+        """Bring weights into place; return the bytes received. Collective. `RankLostError`: a rank is lost."""
         what, received_bytes = f"weights of layout {mesh.layout.describe()}", 0
         all_moves = (*moves.weights, *moves.relayed)
         # What comes to a machine once is relayed there, when it has come.
@@ -464,7 +435,7 @@ class TwinLayer:
         for now, without_values in phases:
             self.mark_held(num_updates, {move.piece for move in without_values if move.target == mesh.rank})
             self.wait_for_all(mesh, what, mesh.control)
-            received_bytes += self.transfer(now, mesh, num_updates, what, self._weights, self._weights, there=there)
+            received_bytes += self.transfer(now, mesh, num_updates, what, self._weights, self._weights)
         self.mark_held(num_updates)
         return received_bytes
 
@@ -480,11 +451,10 @@ class TwinLayer:
         incoming: Callable[[Move], Shards],
         outgoing: Callable[[Move], Shards],
         *,
-        there: Collection[int] = (),
         meanwhile: Callable[[], None] = lambda: None,
     ) -> int:
         """Make this rank's moves, by reading where both ends share memory, else by sending; return the bytes received.
-        Pieces `there` were read before. Collective."""
+        Collective."""
         received_bytes, ops, reads = 0, list[dist.P2POp](), list[tuple[Move, Shards]]()
         for move in moves:
             if mesh.rank not in (move.source, move.target):
@@ -499,7 +469,7 @@ class TwinLayer:
             if not is_read:
                 way = dist.irecv if is_target else dist.isend
                 ops += [dist.P2POp(way, part, other, mesh.moving) for part in parts.values()]
-            elif move.piece not in there:
+            else:
                 reads.append((move, parts))
         with mesh.watch.waiting(what):
             works = dist.batch_isend_irecv(ops) if ops else []
