@@ -108,7 +108,7 @@ SHARED = {
 
 @pytest.mark.parametrize("name", sweep(list(SHARED), 2))
 def test_no_bit_changes_whatever_is_shared(gloo_pool, tmp_path, name):
-    """Sent, read, and what comes to a machine once and is relayed there; with frozen weights, which are read ahead."""
+    """Sent, read, and what comes to a machine once and is relayed there; with frozen weights."""
     limit, ranks_per_machine = SHARED[name]
     chosen = ["parallel.pp=4", f"plan.layouts={LAYOUTS}", "plan.strategy=balanced", limit, "model.dtype=float32"]
     lora = ["model.lora.rank=2", "model.lora.alpha=4.0"]

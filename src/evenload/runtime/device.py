@@ -57,7 +57,6 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def synchronize_device(device: torch.device) -> None:
-    """Wait until everything queued is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -85,7 +84,6 @@ _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def resident_bytes() -> int | None:
-    """Return the main memory of this process; None where the system does not say."""
     return _status_bytes("VmRSS")
 
 
@@ -105,9 +103,7 @@ def reset_peak_process_bytes(device: torch.device) -> None:
 
 
 def _status_bytes(field: str) -> int | None:
-    if not _STATUS.is_file():
-        return None
-    for line in _STATUS.read_text().splitlines():
+    for line in _STATUS.read_text().splitlines() if _STATUS.is_file() else ():
         name, _, value = line.partition(":")
         if name == field:
             return int(value.split()[0]) * 1024
@@ -115,10 +111,9 @@ def _status_bytes(field: str) -> int | None:
 
 
 class HostClock:
-    """Measures times inside a step; marks are the host's seconds."""
+    """Measures times inside a step, which begins with `start`; marks are the host's seconds."""
 
-    def start(self) -> None:
-        """Start before a step's first mark."""
+    def start(self) -> None: ...
 
     def mark(self) -> Any:
         return time.perf_counter()

@@ -42,7 +42,6 @@ class PreparedStep:
 
 
 def replicas_share_packs(plan: StepPlan) -> bool:
-    """Say whether replicas share packs of a plan (DP-Merge)."""
     packs = (pack for part in plan.pack_plans for pack in part.backward)
     return any(piece.cp > plan.layout.cp for pack in packs for piece in pack.slices)
 

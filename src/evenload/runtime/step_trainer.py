@@ -1,8 +1,7 @@
 """`StepTrainer` trains one step on one rank, from the barrier at its start to the exchange of measurements at its end.
 
-`NonFiniteSteps` stops the run at a step that is not finite, or leaves the step out and counts it. That is decided from
-sums over all ranks, so all decide alike, before the optimizer changes anything. Price: for every row of a last stage
-one sum over the hidden size, 4 bytes a row until the step ends.
+Whether a step is finite is decided from sums over all ranks, so all decide alike, before the optimizer changes
+anything. Price: 4 bytes a row of a last stage until the step ends.
 """
 
 import time
@@ -37,10 +36,10 @@ from evenload.runtime.replay.context_attention import rows_of
 from evenload.runtime.replay.store import num_rows
 from evenload.runtime.stages.rank_state import RankState, StepGradients
 from evenload.runtime.step_metrics import (
-    DevicePeaks,
     RankStepReport,
     StepReport,
     UpdateValues,
+    device_peaks,
     gather_timeline,
     no_label_warning,
     step_row,
@@ -64,12 +63,10 @@ class NonFiniteSteps:
     def __init__(self, on_nonfinite: Literal["stop", "skip"]) -> None:
         self.num_skipped = 0
         """Steps without an update since the run began."""
+        self.num_in_a_row = 0
+        """Of them, up to the last step."""
         self._may_skip = on_nonfinite == "skip"
-        self._in_a_row = 0
         self._skipped, self._masked, self._untaught = Tally(), 0, 0  # since the loader's account was loaded
-
-    def record_finite(self) -> None:
-        self._in_a_row = 0
 
     def skip_or_stop(
         self, planned: PlannedStep, gradients: StepGradients, mesh: Mesh, newest: Callable[[], Path | None]
@@ -77,8 +74,8 @@ class NonFiniteSteps:
         """Count a step's documents as dropped and return a warning, or raise `NonFiniteStepError`, on every rank.
         `newest` returns the newest checkpoint. Collective."""
         text, documents = _describe(planned, gradients, mesh), planned.plan.documents
-        self._in_a_row += 1
-        if self._may_skip and self._in_a_row < MAX_SKIPPED_IN_A_ROW:
+        self.num_in_a_row += 1
+        if self._may_skip and self.num_in_a_row < MAX_SKIPPED_IN_A_ROW:
             masked, untaught = count_without_loss(documents)
             self._skipped += tally_of(documents)
             self._masked, self._untaught = self._masked + masked, self._untaught + untaught
@@ -199,8 +196,7 @@ class StepTrainer:
             learning_rate: 0 leaves the weights as they are (the optimizer's moments change).
             data_wait_s: that this rank waited for the step.
             stop_signal: of this rank; all ranks learn of it.
-            goes_on: another step follows, so updated weights may still be gathered on return; `state` waits for them
-                before it gives them to other readers.
+            goes_on: another step follows, so updated weights may still be gathered on return.
         """
         planned, plan = prepared.planned, prepared.planned.plan
         watch = self._mesh.watch
@@ -219,7 +215,7 @@ class StepTrainer:
         gradients = state.gradients(prepared.step, is_overlapped=can_sum and self.settings.overlap_reduction)
         switch, warning = state.settle(), ""
         if gradients.is_finite:
-            self.non_finite.record_finite()
+            self.non_finite.num_in_a_row = 0
             ended = state.update(gradients, learning_rate, is_overlapped=can_gather and self.settings.overlap_gather)
             gradients = replace(gradients, gathers=[*gradients.gathers, *ended])
         else:
@@ -236,7 +232,7 @@ class StepTrainer:
             measured,
             self._model,
             update=UpdateValues(gradients.loss, gradients.grad_norm, learning_rate),
-            peaks=DevicePeaks.of(coefficients, self._model, mesh.num_ranks),
+            peaks=device_peaks(coefficients, self._model, mesh.num_ranks),
             end=end,
             exchange_s=end.barrier_s + max(0.0, time.perf_counter() - zero_s - measured.step_time_s),
             plan_s=planned.plan_time_s,
@@ -247,7 +243,6 @@ class StepTrainer:
         return TrainedStep(report, end, not gradients.is_finite)
 
     def _reset_peaks(self, device: torch.device) -> None:
-        """Reset the peaks to those of this step."""
         reset_peak_bytes(device)
         if self._fixed_bytes is None:
             resident = None if device.type == "cuda" else resident_bytes()

@@ -98,7 +98,6 @@ class Trainer:
 
     @property
     def mesh(self) -> Mesh:
-        """Return the mesh of the layout that runs now."""
         return self.state.mesh
 
     @property
@@ -108,7 +107,6 @@ class Trainer:
 
     @property
     def stages(self) -> Mapping[int, PipelineStage]:
-        """Return this rank's virtual stages by index."""
         return self.state.stages
 
     @property
@@ -137,7 +135,7 @@ class Trainer:
         self._layouts_known, self.saved_strategy = progress.layouts_known, progress.strategy
         self.resume_warning = self._evaluation.resume(progress)
         self.step_trainer.non_finite.num_skipped = progress.skipped_steps
-        self._saves.record_resumed(self.steps_done)
+        self._saves.saved_steps = self.steps_done
         return path
 
     def train(
@@ -156,8 +154,7 @@ class Trainer:
             memory_cap_bytes: of one process.
             stop_after: stop when so many steps are done in all, although the configured run is longer.
             stop_requested: number of a signal that this rank got, or 0; called once a step, and before every batch of
-                validation data, the rest of which is then left out. When any rank got one, all end, and `stop_signal`
-                is that signal.
+                validation data. When any rank got one, all end, and `stop_signal` is that signal.
             on_late_pass: called on rank 0, before the first step, with a validation pass that an earlier start missed.
 
         Raises:

@@ -11,8 +11,7 @@ A checkpoint is a directory `step-<n>` with
 
 Every tensor is written once: a parameter, which all replicas of a stage hold, by the replica that has least to write so
 far; AdamW state by its owner; what a tensor-parallel group holds whole by its first rank. Resuming at the same layout
-is exact to the bit; at another, up to summation order, and random states start anew (nothing in a step draws random
-numbers). A rank reads only its own stage. Saving is in `writer.py`.
+is exact to the bit; at another, up to summation order, and random states start anew. A rank reads only its own stage.
 """
 
 import hashlib
@@ -107,9 +106,7 @@ class TensorState(Protocol):
     def mesh(self) -> Mesh: ...
 
     @property
-    def buffers(self) -> list[FlatBuffer]:
-        """Trained parameters, whole."""
-        ...
+    def buffers(self) -> list[FlatBuffer]: ...
 
     @property
     def optimizer(self) -> ShardedOptimizer: ...
@@ -248,7 +245,6 @@ def random_tensors(mesh: Mesh) -> dict[str, TensorPieces]:
 
 
 def first_failure(error: CheckpointException) -> str:
-    """Describe what went wrong on the first rank that failed, in one line."""
     rank, (cause, _) = min(error.failures.items())
     return f"rank {rank}: {type(cause).__name__}: {' '.join(str(cause).split())}"
 
@@ -272,10 +268,8 @@ def _read_position(path: Path) -> RunPosition:
             "belongs to, so documents would be repeated or left out; restore both, or remove this checkpoint to go on "
             "from the one before"
         )
-    costs = path / COST_FILE
-    return RunPosition(
-        progress=progress, loader=loader, coefficients=read_coefficients(costs) if costs.is_file() else None
-    )
+    coefficients = read_coefficients(path / COST_FILE) if (path / COST_FILE).is_file() else None
+    return RunPosition(progress=progress, loader=loader, coefficients=coefficients)
 
 
 def _require_same_steps(path: Path, steps_done: int, others: int, where: str) -> None:

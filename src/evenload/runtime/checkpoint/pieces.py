@@ -2,8 +2,7 @@
 
 Optimizer state is cut twice: a tensor-parallel rank has a part of a matrix, and a data-parallel rank a range of
 elements of the flat buffer of all its parts. A range of a row-major tensor is at most 2 * ndim - 1 boxes, so every
-tensor is saved under its parameter's name in boxes of the whole tensor, which any layout can read (`DTensor` cannot say
-that).
+tensor is saved under its parameter's name in boxes of the whole tensor, which any layout can read.
 
 `.metadata` is a pickle, which torch reads with plain `pickle.load`: whatever the file names is run. `read_metadata`
 makes only the few classes that such an index consists of, and refuses files outside of the checkpoint's directory.
@@ -122,7 +121,6 @@ class TensorPieces:
 
     @property
     def chunks(self) -> list[ChunkStorageMetadata]:
-        """Pieces as torch describes them."""
         return [ChunkStorageMetadata(torch.Size(at), piece.shape) for at, piece in self.pieces.items()]
 
 

@@ -7,7 +7,6 @@ One save at a time. When any rank fails, all ranks raise the same error, what wa
 checkpoint is as it was.
 
 Price: the loop waits for one copy in memory (`stall_s`); host memory holds weights / replicas + AdamW state once more.
-Why not `async_save`: docs/decisions/16-checkpoints-stops-and-losses.md.
 """
 
 import contextlib
@@ -82,12 +81,9 @@ class Saves:
         self._staged_in: Mesh | None = None
         self._writing: Background[SavedCheckpoint] | None = None
         self._settled: tuple[SavedCheckpoint | None, str] | None = None
-        self._saved_steps = -1
+        self.saved_steps = -1
+        """Steps done of the newest checkpoint; -1 = there is none."""
         self._saved_at_s = time.monotonic()
-
-    def record_resumed(self, steps_done: int) -> None:
-        """Record that a checkpoint holds the steps done."""
-        self._saved_steps = steps_done
 
     def begin(self) -> None:
         """Start the clock of `is_time`."""
@@ -115,7 +111,7 @@ class Saves:
         """Have a complete checkpoint of the steps done, in any case a new one if `again`. `CheckpointError` where it
         fails. Collective."""
         self._end()
-        if again or self._saved_steps != steps_done:
+        if again or self.saved_steps != steps_done:
             self._start(time.perf_counter())
             self._wait()
         return checkpoint_path(self._directory, steps_done)
@@ -139,7 +135,7 @@ class Saves:
             return SavedCheckpoint(path, position.progress.steps_done, num_bytes, stall_s, time.perf_counter() - from_s)
 
         self._writing = Background(write, "evenload-checkpoint")
-        self._saved_steps, self._saved_at_s = position.progress.steps_done, time.monotonic()
+        self.saved_steps, self._saved_at_s = position.progress.steps_done, time.monotonic()
 
     def _end(self, *, only_if_done: bool = False) -> tuple[SavedCheckpoint | None, str]:
         if self._settled is not None:
@@ -148,7 +144,7 @@ class Saves:
         try:
             return self._wait(only_if_done=only_if_done), ""
         except CheckpointError as error:
-            self._saved_steps = -1
+            self.saved_steps = -1
             if self._settings.on_failed_checkpoint == "stop":
                 raise
             return None, str(error)

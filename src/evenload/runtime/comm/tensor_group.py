@@ -7,8 +7,7 @@ rows of some tokens (sequence parallelism, Korthikanti et al. 2022).
     sum_scatter  all rows of every rank -> own rows, summed; one all-to-all, added here in at least fp32 and in rank
                  order: one rounding in bf16 instead of tp - 1, and the same bits whatever the transport does
 
-Both also in chunks of a pack's rows (`RowExchange.chunks`), so that the product of one chunk runs while the next is
-under way (`runtime/replay/tensor_parallel.py`).
+Both also in chunks of a pack's rows, so that the product of one chunk runs while the next is under way.
 
 Token p of document d belongs to rank (d + p) mod tp (`RowShard`), whatever its pack: a backward pack needs other ranges
 than were recorded, and no recorded row ever moves. Price: a copy of the rows with the transfer, as rows of different
@@ -77,7 +76,6 @@ class TensorGroup(RankGroup):
         )
 
     def all_reduce(self, tensor: Tensor, what: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-        """Reduce a tensor in place over all ranks, and wait."""
         with self.waiting(what):
             dist.all_reduce(tensor, op=op, group=self.process_group)
         return tensor
@@ -112,7 +110,6 @@ class RowExchange:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows of all ranks, T."""
         return len(self._owners)
 
     @cached_property

@@ -63,12 +63,9 @@ def tokenizer_source(data: DataConfig, model_path: str) -> Path | None:
 
 def exported_tokenizer_note(directory: Path, data: DataConfig, model_path: str) -> str:
     """Describe an exported model's tokeniser, for a log, with a warning where transformers would load another one."""
-    source = tokenizer_source(data, model_path)
-    if source is not None:
+    if (source := tokenizer_source(data, model_path)) is not None:
         return f"with the tokeniser of {source.parent}{_difference(directory, FileTokenizer(source), data)}"
-    return "without a tokeniser: " + (
-        "records hold token ids" if reads_token_ids(data) else "it trained on plain bytes"
-    )
+    return f"without a tokeniser: {'records hold token ids' if reads_token_ids(data) else 'it trained on plain bytes'}"
 
 
 def require_same_token_ids(tokenizer: DocumentTokenizer) -> None:

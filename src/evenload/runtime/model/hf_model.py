@@ -1,8 +1,8 @@
 """Cut unmodified Hugging Face decoders into the units that a pipeline stage owns.
 
-A *unit* is the embedding, one layer, or the head (final norm and output projection): the granularity of stages,
-optimizer shards, checkpoints and live moves. The model is built without memory, cut to the stage's units, and only
-those are filled: from safetensors, or from a seed that depends on the unit and not on the layout.
+A *unit* is the embedding, one layer, or the head (final norm and output projection). The model is built without memory,
+cut to the stage's units, and only those are filled: from safetensors, or from a seed that depends on the unit and not
+on the layout.
 """
 
 import difflib
@@ -63,8 +63,13 @@ class StageModel:
     router_aux_loss_coef: float = 0.0
 
     @property
+    def final_modules(self) -> tuple[nn.Module, nn.Linear]:
+        assert self.norm is not None
+        assert self.head is not None
+        return self.norm, self.head
+
+    @property
     def modules(self) -> list[nn.Module]:
-        """Modules of all units."""
         units = (self.embedding, self.positions, *self.layers.values(), self.norm, self.head)
         return [module for module in units if module is not None]
 
@@ -187,7 +192,6 @@ def build_stage_model(
     Args:
         layers: half-open range of layer indices.
         weights: directory with safetensors, or None to initialise from `seed`.
-        lora: train adapters and freeze everything else.
         tp_rank, tp: which part of every matrix to keep (`tensor_weights`).
 
     Raises:

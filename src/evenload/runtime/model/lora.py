@@ -20,8 +20,6 @@ from evenload.runtime.model.export_files import save_tensors
 from evenload.runtime.model.weight_files import LAYERS, read_header, require_plain, unit_seed
 
 ADAPTER_PARTS = ("lora_A", "lora_B")
-"""Names of the modules that hold an adapter's two matrices."""
-
 _ADAPTER = "default"
 _CONFIG_FILE, _WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 # Keys that do not change what an adapter computes, or that its tensors tell. All others are refused where they are set.
@@ -39,8 +37,7 @@ def add_adapters(whole: nn.Module, layers: Mapping[int, nn.Module], lora: LoraCo
 
     Args:
         whole: the model that the layers belong to; its other layers may be without memory.
-        layers: filled layers by index; theirs are the adapters that get values: A from a seed that depends on the layer
-            and not on the layout, B zeros.
+        layers: filled layers by index, whose adapters get values: A from a seed of the layer, B zeros.
 
     Raises:
         ConfigError: `peft` is missing, a target module that no layer has, or an adapter file that does not fit.

@@ -5,9 +5,8 @@
     whole on every rank      norms, biases after a sum over ranks
     adapters (LoRA)          B of what is cut by output, A of what is cut by input; the other one is whole
 
-A parameter that is cut carries a `TensorSplit`. Weights are filled whole, unit by unit, and cut at once, so every tp
-starts from the same weights. A vocabulary that does not divide gives the last ranks fewer token ids, as
-`torch.distributed.tensor.Shard`.
+Weights are filled whole, unit by unit, and cut at once, so every tp starts from the same weights. A vocabulary that
+does not divide gives the last ranks fewer token ids.
 """
 
 from collections.abc import Iterable

@@ -1,9 +1,8 @@
 """Check the tensors of a Hugging Face directory against the configured model, and load them.
 
-A safetensors file begins with a JSON header that names every tensor with its type, shape and place, so damage,
-quantised weights, and tensors that the model lacks or has no place for are found without reading a weight. What
-transformers would only warn about is refused: training from half of a model looks like training. A tensor that the
-model computes or ties itself is read and compared. Price: one short read a file.
+Headers of safetensors files name every tensor with its type, shape and place, so damage, quantised weights, and tensors
+that the model lacks or has no place for are found without reading a weight. What transformers would only warn about is
+refused. A tensor that the model computes or ties itself is read and compared.
 """
 
 import json
@@ -24,8 +23,7 @@ from evenload.types.architectures import ExpertNames, ModuleNames
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 _LENGTH_BYTES = 8
-# safetensors' own limit of a header.
-_MAX_HEADER_BYTES = 100_000_000
+_MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _COMPUTED = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|attn\.(bias|masked_bias))")
 """Rotary frequencies and GPT-2's causal masks, which the model computes and old versions of transformers stored."""

@@ -1,11 +1,9 @@
 """`ShardedOptimizer` runs fused AdamW, or Muon, on this rank's shard of every flat buffer (ZeRO-1, cut by unit).
 
-bf16 parameters have fp32 master weights; with `train.ema_decay` every shard has a moving average of its weights. Units
-are updated from the start of the model to its end, and each is gathered as soon as it is updated (`WeightGathers`).
+bf16 parameters have fp32 master weights; with `train.ema_decay` every shard has a moving average of its weights.
 
-**Muon** (Jordan et al. 2024; Liu et al. 2025, section 2) updates the matrices of layers; everything else has AdamW.
-Momentum is sharded as AdamW's moments are. The directions of a buffer are gathered once, and every rank orthogonalises
-the matrices of which it owns some elements.
+**Muon** (Jordan et al. 2024; Liu et al. 2025, section 2) updates the matrices of layers; everything else has AdamW. The
+directions of a buffer are gathered once, and every rank orthogonalises the matrices of which it owns some elements.
 
     momentum <- lerp(gradient, 1 - m)    direction = lerp(gradient, momentum, m)    (Nesterov, as `torch.optim.Muon`)
     update of a matrix = 0.2 sqrt(max(rows, columns)) NewtonSchulz(direction)       (as large as AdamW's)
@@ -203,7 +201,7 @@ class ShardedOptimizer:
         return buffer.shard(buffer.values, self._mesh.data_rank, self._mesh.data_size)
 
     def close(self) -> None:
-        """Drop all tensors, which live on elsewhere; this object is of no use any more."""
+        """Drop all tensors, which live on elsewhere."""
         self.gathers.finish()
         self._parts, self._units = [], []
 
@@ -214,6 +212,5 @@ class ShardedOptimizer:
             part.state["step"].fill_(num_steps)
 
     def static_bytes(self) -> int:
-        """Return the bytes of weights, gradients and optimizer state on this rank."""
         total = sum(part.buffer.values.nbytes + part.buffer.grads.nbytes for part in self._parts)
         return total + sum(tensor.nbytes for _, _, tensor in self.state_tensors())

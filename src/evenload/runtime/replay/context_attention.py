@@ -4,12 +4,10 @@
     backward   start the all-gather of documents never cut ─► local ─► wait ─► shared ─► start the reduce-scatter of dK
                and dV (fp32) ─► local ─► wait
 
-Each of a rank's token ranges is one range attention against its document's prefix. One all-gather carries K and V of
-all ranks' rows of shared slices, which go to the positions of the plan; a reduce-scatter sums dK and dV for the ranks
-that own the rows. Of a document that is cut in forward or backward every rank keeps all K and V and accumulates dK and
-dV of its own queries; of one that is never cut a rank keeps its own rows and gathers the others again in backward.
-Documents that lie whole on one rank overlap with the transfers (Skrull §4.1). Price: (cp - 1) · rows of the fullest
-rank · 2·Hkv·D elements received a layer and transfer, and a copy of the gathered rows.
+Each of a rank's token ranges is one range attention against its document's prefix. Of a document that is cut in forward
+or backward every rank keeps all K and V and accumulates dK and dV of its own queries; of one that is never cut a rank
+keeps its own rows and gathers the others again in backward. Documents that lie whole on one rank overlap with the
+transfers (Skrull §4.1). Price: (cp - 1) · rows of the fullest rank · 2·Hkv·D elements received a layer and transfer.
 
 `RingAttention` (Liu et al. 2023) sends keys and values round the group, so that no rank holds all of a document's:
 
@@ -18,8 +16,7 @@ rank · 2·Hkv·D elements received a layer and transfer, and a copy of the gath
     backward   the same with [keys, values]; their gradients follow them and arrive at their rank after cp rounds
 
 The rows of another rank that one of a rank's ranges sees are a prefix of its rows of the document, so a round is one
-call without a mask a range, and the own rows one causal call; a sliding window is refused. A slice's rounds carry its
-document's whole prefix, so transfers grow with the number of slices.
+call without a mask a range, and the own rows one causal call. A slice's rounds carry its document's whole prefix.
 """
 
 from abc import ABC, abstractmethod
@@ -129,7 +126,6 @@ class LocalAttention:
     def add_gradients(
         self, call: AttentionCall, parts: Iterable[RangeGradients], gradients: tuple[Tensor, Tensor, Tensor]
     ) -> None:
-        """Write a backward's parts, one a range, into the rows of a pack's gradients of q, k and v."""
         dq, dk, dv = gradients
         for (rows, (doc_id, start, stop)), (part_q, part_k, part_v) in zip(self.ranges, parts, strict=True):
             dq[rows] = part_q
@@ -175,8 +171,7 @@ class GatherAttention(PackAttention):
         self._again = self._exchange({index: self._slices[index] for index in self._never_cut}, device)
 
     def forward(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        mine = self._shared_rows
-        gather = self._gather(self._all, k[mine], v[mine], call)
+        gather = self._gather(self._all, k[self._shared_rows], v[self._shared_rows], call)
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=work_dtype(q))
         self._local.forward(call, q, k, v, out, lse)
         self._keep_own(call, k, v)

@@ -1,8 +1,7 @@
 """`RankPackTokens` holds a plan's packs as one rank computes them: its rows, their tokens, and how they attend.
 
 Where a replica's rank runs a pack alone, its rows are the pack's slices. Where a group shares it (`parallel.cp`,
-DP-Merge), they are the token ranges of `stepplan.cp_rows`, and attention goes through the group. Price: about 10 ns a
-token and direction for ids, targets and positions, which another thread may make before the step (`collate`).
+DP-Merge), they are the token ranges of `stepplan.cp_rows`, and attention goes through the group.
 """
 
 from collections.abc import Container, Iterable, Mapping

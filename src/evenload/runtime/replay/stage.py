@@ -49,7 +49,7 @@ class PipelineStage:
     Args:
         tensor: group of the ranks that hold parts of the model's matrices; None = there is none. With it, hidden states
             between layers and stages and their gradients have this rank's rows of a pack only (`RowShard`).
-        state: of layers that are replayable already (`make_layers_replayable`); None = they become so here.
+        state: of layers that are replayable already; None = they become so here.
     """
 
     def __init__(
@@ -250,9 +250,8 @@ class PipelineStage:
 
     def next_logits(self, hidden: Tensor) -> Tensor:
         """Return logits [T, vocab] of final hidden states [T, hidden]; on a last stage with the whole head."""
-        assert self.model.norm is not None
-        assert self.model.head is not None
-        return self.model.cap_logits(self.model.head(self.model.norm(hidden)))
+        norm, head = self.model.final_modules
+        return self.model.cap_logits(head(norm(hidden)))
 
     def head(
         self, hidden: Tensor, targets: Tensor, num_label_tokens: int, ranges: tuple[Range, ...]

@@ -1,17 +1,13 @@
 """`LiveStages`: what a rank holds of the model in the layout that runs now, and how it becomes that of another.
 
-Between two steps, on every rank, from the same plan of moves (`plan.layouts.moves`):
+Between two steps every rank makes the same plan of moves (`plan.layouts.moves`):
 
     the stall:       weights into place (`twin_layer`) ─► stages, buffers
     the step after:  free old weights, optimizer state while the step runs (`twin_layer`)
 
-Units that stay keep their memory, modules and buffers; only how buffers are cut into shards changes. On a CPU shared
-pieces lie in memory that the ranks of a machine read, the rest is sent. All ranks post their transfers in the order of
-the moves before they wait for one, so no circle of waits is possible. Every bit of weights and optimizer state arrives
-as it was. Price: the stall is taking memory for the weights that a rank lacks, and their copy.
-
-`measured_copies` measures what a switch costs here; `Monitor` gives what was measured of such a run to its planner
-(FlexPipe section 3.2), on rank 0.
+Units that stay keep their memory, modules and buffers; only how buffers are cut into shards changes. All ranks post
+their transfers in the order of the moves before they wait for one, so no circle of waits is possible. Price: the stall
+takes memory for the weights that a rank lacks, and copies them.
 """
 
 import statistics
@@ -106,8 +102,8 @@ class Switch:
     """A change of the layout before a step, on this rank; `joined_switch` joins those of all ranks.
 
     Args:
-        stall_s: seconds until the weights were in place and the step could begin.
-        wait_s: seconds for which the optimizer waited for its state.
+        stall_s: until the weights were in place and the step could begin.
+        wait_s: for which the optimizer waited for its state.
         weight_bytes, state_bytes: received.
         predicted_stall_s, predicted_state_s: by `plan.layouts.switch_prices`; the step hides the latter.
     """
@@ -182,15 +178,10 @@ class LiveStages:
             states.append(state)
         return states
 
-    @property
-    def shares_memory(self) -> bool:
-        """Whether some piece is read, and not sent, inside a machine."""
-        return bool(self.moved.shared)
-
     def move_to(self, mesh: Mesh, optimizer: ShardedOptimizer, coefficients: CostCoefficients, from_s: float) -> None:
         """Become the layout of `mesh`, up to `settle`. Collective. `RankLostError` where a rank does not come."""
         assert self._arrival is None, "optimizer state of the switch before has not been waited for"
-        old, moves = self.mesh, self._moves_to(mesh)
+        old, moves = self.mesh, self.moved.moves(self.mesh.layout, mesh.layout, mesh.tp_rank)
         largest = max(old.layout, mesh.layout, key=lambda layout: layout.world_size)
         links = fill_between_layouts(coefficients, largest)[0]
         self._num_steps = optimizer.num_steps
@@ -284,16 +275,13 @@ class LiveStages:
 
     def _arrange_only(self, mesh: Mesh) -> None:
         """Do what a switch does except moving."""
-        self._moves_to(mesh)
+        self.moved.moves(self.mesh.layout, mesh.layout, mesh.tp_rank)
         self._layer.bring_weights(Moves(weights=(), state=()), self.mesh, 0)
         models = tuple(stage_models(self._whole, mesh.layout, mesh.pp_rank).values())
         for model in models:
             self._stage(model)
         list(buffer_groups(models))
         frozen_bytes(models)
-
-    def _moves_to(self, mesh: Mesh) -> Moves:
-        return self.moved.moves(self.mesh.layout, mesh.layout, mesh.tp_rank)
 
     def _live_of(self, group: BufferGroup) -> LivePiece:
         return self._pieces[self._index_of[id(group.parameters[0])]]
@@ -313,14 +301,10 @@ class LiveStages:
 
 
 _REPEATS = 5
-_ARRANGINGS = 9
-"""Milliseconds each, and how ranks come to their cores differs from one to the next."""
-_LEAST_BYTES, _MOST_BYTES = 2**26, 2**28
-"""A rank reads at least so much, if it has to read the same again, as less is noise; and not more, if its pieces let
-it."""
+_ARRANGINGS = 9  # milliseconds each, which vary
+_LEAST_BYTES, _MOST_BYTES = 2**26, 2**28  # that a rank reads: less is noise, and pieces may force more
 _TRAINED_ON_S = 0.02
-_COMPUTED = 128
-"""Rows of a product that takes a tenth of a millisecond."""
+_COMPUTED = 128  # rows of a product that takes a tenth of a millisecond
 
 
 class Reading:

@@ -1,14 +1,15 @@
-"""`RankState`: what a rank holds of the model and its optimizer in the layout that runs. It runs a step's packs,
-reduces their gradients and updates the weights. Where a run has several layouts, `LiveStages` moves weights and
-optimizer state between steps, and everything that refers to them is exchanged here."""
+"""`RankState`: what a rank holds of the model and its optimizer in the layout that runs, on which steps are run."""
 
 import math
 import time
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from evenload.config.optimizer import OptimizerConfig
@@ -18,7 +19,7 @@ from evenload.cost.coefficients import CostCoefficients
 from evenload.errors import InvalidPlanError
 from evenload.runtime.comm.mesh import Mesh, Meshes
 from evenload.runtime.executor import Executor, RankRun, forward_losses
-from evenload.runtime.optim.data_parallel import GatherTrace, GradientReduction, ReductionTrace
+from evenload.runtime.optim.data_parallel import GatherTrace, GradientReduction
 from evenload.runtime.optim.optimizer import ShardedOptimizer
 from evenload.runtime.optim.parameter_units import FlatBuffer
 from evenload.runtime.replay.rank_packs import RankStep
@@ -31,13 +32,14 @@ from evenload.types.model import ModelSpec
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StepGradients:
-    """Holds one rank's gradients of a step before its update; norm and loss are of the whole step."""
+    """Holds one rank's gradients of a step before its update; norm and loss are of the whole step. `sums` are starts
+    and ends of its reduce-scatters, [2, n]."""
 
     run: RankRun
     shards: list[Tensor]
     grad_norm: float
     loss: float
-    sums: ReductionTrace
+    sums: NDArray[np.float64]
     gathers: list[GatherTrace]
 
     @property
@@ -80,7 +82,6 @@ class RankState:
         return self.held.buffers
 
     def static_bytes(self) -> int:
-        """Return the bytes of weights, gradients and optimizer state."""
         return self.optimizer.static_bytes() + self.held.frozen_bytes
 
     def gradients(self, step: RankStep | None, *, is_overlapped: bool = False) -> StepGradients:
@@ -88,7 +89,7 @@ class RankState:
         buffers, mesh, gathers = self.held.buffers, self.mesh, self.optimizer.gathers
         for buffer in buffers:
             buffer.grads.zero_()
-        with GradientReduction(buffers, mesh, is_overlapped=is_overlapped) as sums:
+        with closing(GradientReduction(buffers, mesh, is_overlapped=is_overlapped)) as sums:
             run = self.executor.idle()
             if step is not None:
                 run = self.executor.run(step, sums.release, gathers)

@@ -7,17 +7,16 @@ that it may ever hold, at the same offsets on all ranks:
     marks | weights of piece 0 | exp_avg of piece 0 | exp_avg_sq of piece 0 | weights of piece 1 | ...
 
 Pages come with the first touch; `release` gives them back and keeps the place. Other processes open it through
-`/proc/PID/fd` and read with `preadv`, one copy. The kernel frees the pages when the last process that has it open has
-ended, however it ended; the size of `/dev/shm` does not matter. A rank *marks* what it holds with the number of updates
-that it is of, and readers check the mark: a twin is of exactly this step, or it is not read. What is not shared, or is
-on another machine, is sent.
+`/proc/PID/fd` and read with `preadv`, one copy; pages are freed when the last process that has it open ends. A rank
+*marks* what it holds with the number of updates that it is of, and readers check the mark. What is not shared, or is on
+another machine, is sent.
 
 **Weights** (`TwinLayer.bring_weights`), before the first step of the layout, straight to where they stay:
 
     marks -> barrier -> sends and receives are posted -> reads -> waits -> (several machines: barrier -> relayed reads)
 
 **Optimizer state** (`StateArrival`), in a thread while the step already runs in the new layout; only its update waits
-for it. On a GPU all of it is queued on a stream of its own, behind what made the old state.
+for it. On a GPU it is queued on a stream of its own, behind what made the old state.
 
     all have their weights (barrier) -> free old weights -> state -> all have theirs (barrier) -> free old state
 """
@@ -138,7 +137,6 @@ class PieceMemory:
     dtypes: Mapping[str, torch.dtype]
 
     def offset(self, part: str, start: int) -> int:
-        """Return the byte offset of an element of a part."""
         return self.offsets[part] + start * self.dtypes[part].itemsize
 
     def tensor(self, part: str, start: int = 0, stop: int | None = None) -> Tensor:
@@ -147,7 +145,6 @@ class PieceMemory:
         return self.own.tensor(self.offset(part, start), count, self.dtypes[part])
 
     def release(self, part: str, start: int = 0, stop: int | None = None) -> None:
-        """Give back the memory of elements of a part."""
         stop = self.capacity if stop is None else stop
         self.own.release(self.offset(part, start), self.offset(part, stop))
 
@@ -237,9 +234,8 @@ def gather_from_all(mine: object, mesh: Mesh) -> list:
 class LivePiece:
     """A piece of the model (`plan.layouts.moves.Piece`) on one rank, flat in memory while it is held.
 
-    Parameters are the same objects for the whole run; those of a piece that is not held have no elements. Buffers are
-    large enough for every number of data-parallel ranks of the run's layouts, so a piece that stays is cut anew without
-    being moved.
+    Parameters are the same objects for the whole run; those of a piece that is not held have no elements. Buffers fit
+    every number of data-parallel ranks of the run's layouts, so a piece that stays is cut anew without being moved.
 
     Args:
         group: of a trained piece; None = it is frozen.
@@ -289,7 +285,6 @@ class LivePiece:
 
     @property
     def is_trained(self) -> bool:
-        """Whether it has gradients and optimizer state."""
         return bool(self.state_names)
 
     @property
@@ -531,7 +526,10 @@ class StateArrival:
         layer, new, what = self._layer, self._new, "optimizer state of the new layout"
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             layer.wait_for_all(new, "the weights of all ranks in the new layout", new.moving)
-            self._free_weights()
+            self._memory.clear()
+            for index in self._lost:
+                if (shared := layer.pieces[index].shared) is not None:
+                    shared.release(WEIGHTS)
             after = {
                 index: self._target(live, index)
                 for index, live in enumerate(layer.pieces)
@@ -549,12 +547,6 @@ class StateArrival:
             layer.wait_for_all(new, what, new.moving)
             self._free_state()
         return after
-
-    def _free_weights(self) -> None:
-        self._memory.clear()
-        for index in self._lost:
-            if (shared := self._layer.pieces[index].shared) is not None:
-                shared.release(WEIGHTS)
 
     def _free_state(self) -> None:
         """Free shared state that is owned no more; private memory goes with the last view of it."""
