@@ -31,8 +31,7 @@ def losses(pool, config_file: Path, name: str, *, sharing: int = 1, **settings) 
 
 
 def test_runs_that_share_documents_equal_runs_that_do_not(gloo_pool, config_file):
-    """Skrull, WLB's sharding and others with context ranks, SlimPack and auto with DP-Merge, in a pipeline and by both
-    exchanges: the same batches, losses and updates as one process, to 1e-9."""
+    """The same batches, losses and updates as one process, to 1e-9, in a pipeline and by both exchanges."""
     alone = losses(gloo_pool, config_file, "alone", more={"plan.strategy": "balanced"})
     assert len(set(alone)) == STEPS
     apart = {"plan.options.dp_merge": "false"}  # on by default

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from dist_training import Outcome, assert_same_training, run_outcome
-from flex_training import write_phases
-from training_cases import write_training_config
+from training_cases import write_phases, write_training_config
 
 PHASES = "ssllssls"
 CAP_BYTES = 6_000_000

@@ -172,8 +172,7 @@ def as_bf16(bits: np.ndarray) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", ["muon", "adamw"])
 def test_updates_of_bf16_weights_are_torch_s_of_fp32_masters(gloo_pool, config_file, name):
-    """With gradients that are given, so that nothing but the update can differ; two ranks own parts of matrices. Not
-    clipped: a last bit of the norm is a bit of bfloat16 in some products of Newton-Schulz."""
+    """Gradients are given; not clipped: a last bit of the norm is a bit of bfloat16 in products of Newton-Schulz."""
     settings = [*BF16, "parallel.dp=2", f"optimizer.name={name}", "optimizer.weight_decay=0.1"]
     settings.append("optimizer.clip_norm=1e9")
     found, same = gloo_pool.run(2, updated_in_bf16, str(config_file), settings)
@@ -194,7 +193,6 @@ def test_updates_of_bf16_weights_are_torch_s_of_fp32_masters(gloo_pool, config_f
 
 
 def initial_weights(config_file: Path) -> dict[str, torch.Tensor]:
-    """Before the first step, by name."""
     found: dict[str, torch.Tensor] = {}
     still = load_train_config(config_file, ["train.steps=1", "optimizer.learning_rate=1e-30"])
     plain_losses(still, lambda model: found.update({n: p.detach().clone() for n, p in model.named_parameters()}))

@@ -1,5 +1,4 @@
-"""A document of twenty times the mean that replicas share, under every activation policy: plain training's gradients,
-and the bytes that the plan says."""
+"""A document of twenty times the mean that replicas share: plain training's gradients, and the planned bytes."""
 
 import msgspec
 import numpy as np
@@ -50,8 +49,7 @@ def outlier_plan(policy: str, dp: int, pp: int) -> StepPlan:
 
 @pytest.mark.parametrize(("dp", "pp", "tolerance"), [(2, 1, 0.0), (2, 2, 0.1)])
 def test_a_shared_outlier_trains_and_takes_the_planned_bytes(gloo_pool, dp, pp, tolerance):
-    """To the byte where the outlier is not cut. Where it is, its rows are freed by the cell and not by the slice, and
-    cells may each have a row more. Peaks fall with the policy as predicted, on every rank."""
+    """To the byte where the outlier is not cut; where it is, rows are freed by the cell, which may have a row more."""
     plans = [outlier_plan(policy, dp, pp) for policy in POLICIES]
     is_cut = any(s.start for plan in plans for packs in plan.pack_plans for pack in packs.forward for s in pack.slices)
     assert is_cut == (tolerance > 0), "another cut: choose costs that leave the outlier whole"

@@ -52,8 +52,7 @@ FEW_PACKS = msgspec.structs.replace(
     ],
 )
 def test_rolled_back_plans_equal_plain_training(gloo_pool, dp, cp, lengths, bucket):
-    """A bucket of memory so small that a document fits nowhere, not even shared, until a rank gives up another one,
-    which all ranks then share (Skrull §4.1)."""
+    """A document fits nowhere, not even shared, until a rank gives up another one, which all share (Skrull §4.1)."""
     model = model_from_hf_config(tiny_config("llama").to_dict(), "llama", 8)
     layout = even_layout(model.num_layers, dp=dp, cp=cp)
     step = documents(lengths)
@@ -75,8 +74,7 @@ def test_rolled_back_plans_equal_plain_training(gloo_pool, dp, cp, lengths, buck
 
 
 def is_rolled_back(problem, pack):
-    """Whether Algorithm 1 cannot place some document of the micro-batch without giving up another, and the plan is what
-    it found then."""
+    """Whether Algorithm 1 places some document only by giving up another, and the plan is what it found then."""
     columns = step_documents(problem, bucket_tokens(problem)).columns
     batch = chosen(columns, [piece.doc_id for piece in pack.slices])
     owner = list(pack.sharding)

@@ -121,5 +121,3 @@ def test_adapters_and_tensor_parallelism_are_refused_by_name(run):
         model_spec(run({}, "data.max_document_tokens=512", "model.lora={rank=3}"))
     with pytest.raises(UnsupportedModelError, match=r"parallel\.tp is 2 .* one matrix"):
         require_tensor_parallel(tiny_config("gpt2"), 2)
-    with pytest.raises(UnsupportedModelError, match=r"attn_pdrop is 0\.1"):
-        model_spec(run({"attn_pdrop": 0.1}, "data.max_document_tokens=512"))

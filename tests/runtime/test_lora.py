@@ -50,8 +50,7 @@ def test_adapter_gradients_equal_peft(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "qwen3_moe"])
 def test_static_bytes_are_those_of_adapters(kind):
-    """The cost model's weights, gradients and optimizer state against what is allocated; narrow norms are not
-    counted by it."""
+    """Weights, gradients and optimizer state; the cost model does not count narrow norms."""
     config = tiny_config(kind)
     model = build_with_adapters(config, LORA)
     buffers = flatten_units(model, dp=1)

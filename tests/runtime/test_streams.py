@@ -63,8 +63,7 @@ def test_a_buffer_is_filled_after_the_last_kernel_that_reads_its_memory(device, 
 
 
 def test_memory_on_the_device_is_free_when_later_kernels_come_behind_its_copy(monkeypatch):
-    """Not before, or they would write what is being copied; and not only when the copy has run, or a host that is far
-    ahead of the device takes new memory for every layer. So the allocator is told of no second stream."""
+    """Not before, or they would write what is being copied; and not only when the copy has run."""
     device = Device(copies_at_once=True).replace(monkeypatch)
     monkeypatch.setattr(host_copies, "_copy_rows", lambda moves: None)
     copies = CudaHostCopies(CPU)

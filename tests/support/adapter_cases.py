@@ -33,10 +33,10 @@ def all_tensors(model) -> dict[str, torch.Tensor]:
     }
 
 
-def peft_model(config, tensors, directory, lora=LORA, dtype=torch.float64) -> peft.PeftModel:
+def peft_model(config, tensors, directory, dtype) -> peft.PeftModel:
     """transformers' model of the base tensors with the adapter that we exported."""
     adapters = {n: t for n, t in tensors.items() if ".lora_" in n}
-    write_adapter(directory, adapters, lora, "somewhere")
+    write_adapter(directory, adapters, LORA, "somewhere")
     base = plain_model(config, {n: t for n, t in tensors.items() if n not in adapters}, dtype)
     return peft.PeftModel.from_pretrained(base, directory, is_trainable=True, autocast_adapter_dtype=False)
 
@@ -59,7 +59,7 @@ def adapter_tensors(config, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 def adapter_loss_and_gradients(config, tensors, directory: Path, tokens: dict[int, torch.Tensor], dtype: torch.dtype):
     """Adapters written to `directory`, and the loss and gradients of peft's training of them, document by document."""
-    plain = peft_model(config, tensors, directory, dtype=dtype)
+    plain = peft_model(config, tensors, directory, dtype)
     labels = max(1, sum(len(t) - 1 for t in tokens.values()))
     loss = sum(
         nn.functional.cross_entropy(plain(t[None]).logits[0, :-1], t[1:], reduction="sum") / labels

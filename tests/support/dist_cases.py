@@ -82,8 +82,7 @@ def gradients_of_plans(
 
 
 class RankUnderTest:
-    """One rank's part of a tiny model in a layout, as a `Trainer` has it; where the meshes start in another layout, the
-    run has changed to this one."""
+    """One rank's part of a tiny model in a layout, to which the run has changed where its meshes start in another."""
 
     def __init__(
         self,

@@ -23,8 +23,7 @@ from reference_training import make_tokens, plain_document_losses, plain_loss_an
 
 
 class MatrixCase(NamedTuple):
-    """A model, by its name in `MODELS`, with so many layers, and the lengths of the documents that it is trained on:
-    the same for plain training whatever else a row has."""
+    """A model, by its name in `MODELS`, with so many layers, and the lengths of its batch's documents."""
 
     model: str
     num_layers: int
@@ -128,7 +127,6 @@ class Expected(NamedTuple):
 
 
 def adapter_path(directory: Path, case: MatrixCase, dtype: torch.dtype) -> Path:
-    """Where the case's adapter in a precision lies."""
     return directory / str(case.num_layers) / str(dtype).removeprefix("torch.")
 
 

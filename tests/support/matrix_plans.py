@@ -15,6 +15,7 @@ import numpy as np
 
 from context_plans import one_after_the_other
 from cost_samples import documents
+from dist_training import STEEP_COSTS as COSTS
 from evenload.config.sections import with_adapters
 from evenload.cost.coefficients import CostCoefficients
 from evenload.errors import InfeasiblePlanError
@@ -32,7 +33,6 @@ from evenload.types.pipeline import ActionColumns, PipelineTasks, action_columns
 from evenload.types.plan import PackTimes, Schedule, StepPlan, block_of, seal
 from matrix import NONE, Row, shares_documents, sizes_before
 from matrix_cases import MatrixCase
-from steep_costs import STEEP_COSTS
 from varied_plans import tasks_of_one_byte
 
 LENGTHS = (64, 1, 9, 30, 1, 17, 5, 2, 26, 12, 1, 20)
@@ -54,31 +54,26 @@ HOST_LINKS = (1e9, 1e8, 1e7, 3e6, 1e6)
 """Limits of memory, on the way from everything offloaded to everything stored, and bytes a second to the host, under
 which "choose" is asked to mix policies."""
 
-COSTS = STEEP_COSTS
-
 
 def lengths_of(row: Row) -> tuple[int, ...]:
-    """Of the row's batch."""
     return MERGED_LENGTHS if row.dp_merge == "on" else LENGTHS
 
 
 def case_of(row: Row) -> MatrixCase:
-    """The row's model and batch."""
     return MatrixCase(row.model, row.num_layers, lengths_of(row))
 
 
 def layout_of(row: Row) -> ParallelLayout:
-    """The row's layout."""
     return even_layout(row.num_layers, virtual=int(row.virtual), **row.sizes)
 
 
 def layout_before(row: Row) -> ParallelLayout | None:
-    """From which the row's run changes to its own; None = it does not."""
+    """None = the run does not change."""
     return even_layout(row.num_layers, **sizes_before(row.layout)) if row.switch == "on" else None
 
 
 def model_of(row: Row) -> ModelSpec:
-    """The row's model as the planner sees it."""
+    """As the planner sees it."""
     from adapter_cases import LORA
 
     case = case_of(row)
@@ -102,7 +97,6 @@ def plan_of(row: Row) -> StepPlan:
 
 
 def _is_asked(row: Row) -> bool:
-    """The planner itself is asked for the schedule."""
     return row.schedule not in ("own", "list_split") and not STRATEGIES[row.strategy].needs_one_stage
 
 
@@ -232,7 +226,6 @@ def _missing_of_sharing(row: Row, plan: StepPlan) -> Iterator[str]:
 
 
 def _rescheduled(plan: StepPlan, name: str) -> StepPlan:
-    """The same packs in another order."""
     found = [_reschedule(plan, dp_rank, name) for dp_rank in range(plan.layout.dp)]
     return seal(
         msgspec.structs.replace(

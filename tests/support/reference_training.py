@@ -161,8 +161,7 @@ def document_balance(config: PretrainedConfig, router_logits: tuple[torch.Tensor
 
 
 def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Norm of the difference over the norm of the reference; absolute where the true gradient is zero
-    (for example of q and k when a row sees one key, which rounding leaves at 1e-17)."""
+    """Norm of the difference over that of the reference; absolute where the true gradient is zero."""
     norm = theirs.double().norm().item()
     difference = (ours.double() - theirs.double()).norm().item()
     return difference / norm if norm > 1e-12 else difference

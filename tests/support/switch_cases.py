@@ -52,25 +52,20 @@ class ScriptedTrainer(Trainer):
         return ScriptedPlanner(planners, self.script), None
 
 
-def scripted_run(
-    config_file: str, overrides: list[str], script: Sequence[int], stop_after: int, export: bool = False
-) -> Outcome | None:
+def scripted_run(config_file: str, overrides: list[str], script: Sequence[int], stop_after: int) -> Outcome | None:
     """Resume if there is a checkpoint, train until `stop_after` steps are done, save."""
     trainer = make_trainer(config_file, overrides, ScriptedTrainer)
     trainer.script = script
     trainer.resume()
     reports = [report for report in trainer.train(COSTS, 2**34, stop_after) if report is not None]
     trainer.save()
-    if export:
-        trainer.export()
     return outcome_of(trainer, reports)
 
 
 def changed_by_moving(
     config_file: str, overrides: list[str], order: Sequence[int], steps: int, ranks_per_machine: int | None = None
 ) -> list[str]:
-    """Train some steps, then go from layout to layout without training; names of tensors that are not what they were,
-    to the bit, after any of the changes. Ends with a step in the last layout."""
+    """Names of tensors that going from layout to layout without training changes; then a step is trained."""
     trainer = make_trainer(config_file, overrides, ScriptedTrainer, ranks_per_machine)
     trainer.script = (*[0] * steps, order[-1])
     for _ in trainer.train(COSTS, 2**34, steps):

@@ -1,7 +1,7 @@
 """A short training run, as a configuration file and as plain transformers and AdamW."""
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -66,6 +66,16 @@ def write_training_config(directory: Path, sources: Path | Iterable[str], data: 
         """
     )
     return file
+
+
+def write_phases(directory: Path, phases: Sequence[str]) -> Path:
+    """A corpus whose batches of eight documents are short ("s") or hold two long ones ("l"), in this order."""
+    directory.mkdir()
+    for step, phase in enumerate(phases):
+        for at in range(8):
+            letters = 230 if phase == "l" and at < 2 else 12 + at
+            (directory / f"{step:03}-{at}.txt").write_text("".join(chr(97 + (i * 7 + at) % 26) for i in range(letters)))
+    return directory
 
 
 def plain_losses(

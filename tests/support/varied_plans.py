@@ -1,5 +1,4 @@
-"""Random plans with activation policies, split backwards and virtual stages, under every kind of schedule; and the
-memory the simulator expects of them."""
+"""Random plans with policies, split backwards and virtual stages, under every schedule; their expected memory."""
 
 import random
 
