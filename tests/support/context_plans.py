@@ -7,7 +7,7 @@ import msgspec
 from evenload.types.document import MicroPack, PackPlan, Slice, nested_sizes
 from evenload.types.layout import even_layout
 from evenload.types.plan import Schedule, StepPlan, seal
-from plan_building import greedy_packs, pack_plan, step_plan
+from plan_building import greedy_packs, pack_plan, random_schedule, step_plan
 
 RULES = ["per_sequence", "per_document", "owners", "dacp"]
 """How packs are shared: by a rule, with an owner or -1 for every slice, or with documents whole on a rank (DACP)."""

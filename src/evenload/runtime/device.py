@@ -6,6 +6,7 @@ is the same interface where calls are synchronous.
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from evenload.errors import ConfigError
 from evenload.types.cluster import DeviceKind
+from evenload.types.text import counted
 
 
 def require_device(kind: DeviceKind, processes_here: int) -> None:
@@ -27,9 +29,8 @@ def require_device(kind: DeviceKind, processes_here: int) -> None:
         )
     if (found := torch.cuda.device_count()) < processes_here:
         raise ConfigError(
-            f"train.device is 'cuda' and {processes_here} processes start on this machine, which shows {found} "
-            f"GPU{'s' if found > 1 else ''}; a process needs one of its own: lower parallel.dp / cp / pp / tp, or "
-            "start with torchrun on more machines"
+            f"train.device is 'cuda' and {processes_here} processes start on this machine, which shows "
+            f"{counted(found, 'GPU')}; lower parallel.dp / cp / pp / tp, or start with torchrun on more machines"
         )
 
 
@@ -94,12 +95,9 @@ def peak_process_bytes(device: torch.device) -> int | None:
 
 def reset_peak_process_bytes(device: torch.device) -> None:
     """Reset the peak, where the system allows it. `reset_peak_bytes` does so for a GPU."""
-    if device.type == "cuda" or not _CLEAR_REFS.exists():
-        return
-    try:
-        _CLEAR_REFS.write_text("5")
-    except OSError:
-        return  # not allowed in this container
+    if device.type != "cuda" and _CLEAR_REFS.exists():
+        with suppress(OSError):  # not allowed in this container
+            _CLEAR_REFS.write_text("5")
 
 
 def _status_bytes(field: str) -> int | None:

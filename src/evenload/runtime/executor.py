@@ -196,10 +196,8 @@ def open_channels(
         if channel in rows:
             rows[channel][action.pack] = stages[action.stage].num_rows(mine.ranges(of_kind[action.pack]))
     like = next(iter(stages.values()))
-    carried = TransferSettings(
-        hidden_size=like.hidden_size, dtype=like.dtype, device=like.device, watch=mesh.watch, stream=stream
-    )
-    return Channels(step.order, mesh, rows, carried)
+    tensors = {"hidden_size": like.hidden_size, "dtype": like.dtype, "device": like.device}
+    return Channels(step.order, mesh, rows, TransferSettings(**tensors, watch=mesh.watch, stream=stream))
 
 
 class _Row(NamedTuple):
@@ -238,11 +236,9 @@ def forward_losses(
         for piece in packs.forward[action.pack].slices:
             packs_of[action.stage][piece.doc_id].append(action.pack)
     held, stored = HeldBytes(), mine.stored_tokens()
-    stores = {
-        number: ForwardStore(stored, packs_of[number], held=held, shard=stage.row_shard)
-        for number, stage in stages.items()
-    }
-    for stage in stages.values():
+    stores: dict[int, ForwardStore] = {}
+    for number, stage in stages.items():
+        stores[number] = ForwardStore(stored, packs_of[number], held=held, shard=stage.row_shard)
         stage.begin_step(document_tokens)
     sums = torch.zeros(len(plan.documents), dtype=torch.float64, device=mesh.device)
     # All ranks of a tensor-parallel group know the losses, and one reports them.

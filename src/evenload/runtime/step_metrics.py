@@ -109,20 +109,11 @@ def gather_timeline(
 ) -> Timeline | None:
     """Join all ranks' traces as one timeline on rank 0, None elsewhere; `zero_s` is this rank's clock at the step's
     start, `gathers` became whole in it. Collective."""
-    mine = replace(
-        trace,
-        start_s=trace.start_s - zero_s,
-        end_s=trace.end_s - zero_s,
-        memory_bytes=trace.memory_bytes + static_bytes,
-    )
-    overlaps = {
-        "reduction": [sums],
-        "gather": [one.gathers for one in gathers],
-        "weight_wait": [one.waits for one in gathers],
-    }
-    spans: _Spans = {
-        kind: np.concatenate([np.zeros((2, 0)), *parts], axis=1) - zero_s for kind, parts in overlaps.items()
-    }
+    memory_bytes = trace.memory_bytes + static_bytes
+    mine = replace(trace, start_s=trace.start_s - zero_s, end_s=trace.end_s - zero_s, memory_bytes=memory_bytes)
+    none, waits = np.zeros((2, 0)), [one.waits for one in gathers]
+    overlaps = {"reduction": [sums], "gather": [one.gathers for one in gathers], "weight_wait": waits}
+    spans: _Spans = {kind: np.concatenate([none, *parts], axis=1) - zero_s for kind, parts in overlaps.items()}
     own = (mesh.dp_rank, mesh.pp_rank, mine, spans)
     everyone = [own] * mesh.num_ranks
     dist.gather_object(own, everyone if mesh.rank == 0 else None, dst=0, group=mesh.control)
@@ -158,10 +149,8 @@ def _together(kind: str, dp_rank: int, pp_rank: int, stage: int, spans: list[NDA
 
 def _columns(dp_rank: int, pp_rank: int, traces: list[RankTrace]) -> dict[str, np.ndarray]:
     busiest = max(traces, key=lambda trace: float((trace.end_s - trace.start_s).sum()))
-    place = {
-        "dp_rank": np.full(len(busiest.kind), dp_rank, np.int32),
-        "rank": np.full(len(busiest.kind), pp_rank, np.int32),
-    }
+    count = len(busiest.kind)
+    place = {"dp_rank": np.full(count, dp_rank, np.int32), "rank": np.full(count, pp_rank, np.int32)}
     tasks = {name: getattr(busiest, name) for name in ("stage", "kind", "pack", "start_s", "end_s")}
     memory = {f"memory_{name}": column for name, column in place.items()} | {
         "memory_time_s": busiest.end_s,
@@ -171,7 +160,6 @@ def _columns(dp_rank: int, pp_rank: int, traces: list[RankTrace]) -> dict[str, n
 
 
 def no_label_warning(plan: StepPlan) -> str:
-    """Return the warning about a step of which no token has a loss."""
     return (
         f"step {plan.step}: none of its {len(plan.documents):,} documents has a token with a loss, so loss and "
         "gradient are 0, and only momentum and weight decay moved the weights; see data.record and data.loss_on"

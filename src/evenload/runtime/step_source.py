@@ -23,9 +23,8 @@ def prepare_step(
 ) -> RankStep:
     """Make this rank's part of a step from its replica's tokens. `InvalidPlanError` for another layout or model."""
     if plan.layout.arrangement != mesh.layout:
-        raise InvalidPlanError(
-            f"step {plan.step} is planned for {plan.layout.describe()}, this run is {mesh.layout.describe()}"
-        )
+        planned, ours = plan.layout.describe(), mesh.layout.describe()
+        raise InvalidPlanError(f"step {plan.step} is planned for {planned}, this run is {ours}")
     own = None
     if plan.layout.has_replicated_stages:
         own = {action.pack for action in plan.schedules[mesh.dp_rank].ranks[mesh.pp_rank]}

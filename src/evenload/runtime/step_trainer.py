@@ -148,9 +148,8 @@ def _suspect(output: HeadOutput, replica: int) -> _Suspect | None:
 
 def _describe_pack(suspect: _Suspect, plan: StepPlan, origin: Callable[[int], str]) -> str:
     lengths = {document.doc_id: document.num_tokens for document in plan.documents}
-    documents = [
-        f"document {doc_id} ({lengths[doc_id]:,} tokens, {origin(doc_id)})" for doc_id in suspect.doc_ids[:_MAX_NAMED]
-    ]
+    chosen = suspect.doc_ids[:_MAX_NAMED]
+    documents = [f"document {doc_id} ({lengths[doc_id]:,} tokens, {origin(doc_id)})" for doc_id in chosen]
     more = f" and {len(suspect.doc_ids) - _MAX_NAMED} more" if len(suspect.doc_ids) > _MAX_NAMED else ""
     return f"backward pack {suspect.pack} of replica {suspect.replica} with {', '.join(documents)}{more}"
 

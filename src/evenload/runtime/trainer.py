@@ -51,9 +51,8 @@ class Trainer:
         require_optimizer(config, self.model, len(layouts))
         if config.parallel.cp_exchange == "ring":
             require_no_window(max(self.model.windows))
-        self.state = RankState(
-            config.model, config.optimizer, config.train, self.model, self.meshes, config.plan.twin_bytes
-        )
+        twin_bytes = config.plan.twin_bytes
+        self.state = RankState(config.model, config.optimizer, config.train, self.model, self.meshes, twin_bytes)
         self.hf_config = self.state.held.hf_config
         tokenizer = require_tokenizer(
             config.data,
@@ -79,9 +78,8 @@ class Trainer:
             )
         if config.samples is not None:
             sampler = Sampler(config.samples, config.data, tokenizer, self.model.position_rows or None)
-        self._evaluation = Evaluation(
-            validator, sampler, keep_best=config.train.keep_best, checkpoints=self._checkpoints
-        )
+        keep_best = config.train.keep_best
+        self._evaluation = Evaluation(validator, sampler, keep_best=keep_best, checkpoints=self._checkpoints)
         self.steps_done = 0
         self.totals = RunTotals()
         self._loader_state = self.loader.state()
@@ -277,13 +275,12 @@ class Trainer:
 
     def planners(self, coefficients: CostCoefficients, memory_cap_bytes: int) -> tuple[StepPlanner, FlexPlanner | None]:
         """Make the planner of the layout in which the run starts, and that of a run whose layout may change."""
-        mesh = self.meshes.start
-        planner = make_planner(
-            self.config, self.model, mesh.layout, coefficients, memory_cap_bytes, mesh.ranks_per_machine
-        )
+        mesh, config = self.meshes.start, self.config
+        ranks = mesh.ranks_per_machine
+        planner = make_planner(config, self.model, mesh.layout, coefficients, memory_cap_bytes, ranks)
         if self.live is None:
             return planner, None
-        return planner, make_flex_planner(self.config, planner, self.meshes.layouts, self.live.moved)
+        return planner, make_flex_planner(config, planner, self.meshes.layouts, self.live.moved)
 
     def save(self) -> Path:
         """Write a complete checkpoint of the steps done, or raise `CheckpointError`. Collective."""

@@ -56,18 +56,18 @@ def complete_checkpoints(directory: Path) -> list[Path]:
 
 
 def _named_checkpoints(directory: Path) -> list[Path]:
-    return sorted((path for path in directory.glob("step-*") if is_step_name(path.name)), key=steps_in_name)
+    return sorted((path for path in directory.glob("step-*") if _is_step_name(path.name)), key=steps_in_name)
 
 
 def _replaced_checkpoints(directory: Path) -> list[Path]:
-    return [path for path in directory.glob(".step-*.replaced") if is_step_name(path.name)]
+    return [path for path in directory.glob(".step-*.replaced") if _is_step_name(path.name)]
 
 
 def _is_complete(path: Path) -> bool:
     return (path / PROGRESS_FILE).is_file()
 
 
-def is_step_name(name: str) -> bool:
+def _is_step_name(name: str) -> bool:
     return _STEP_NAME.fullmatch(name) is not None
 
 

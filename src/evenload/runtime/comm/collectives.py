@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from evenload.runtime.comm.watch import Background
 from evenload.runtime.device import step_clock
 
 # torch 2.13 calls these what 2.11 and 2.12 call `all_gather_into_tensor` and `reduce_scatter_tensor`.
@@ -97,9 +98,7 @@ class ThreadQueue(CollectiveQueue):
         self._is_closed = False
         self._num_put = 0
         self._has_ended = threading.Condition()
-        # A daemon: a collective whose other ranks are gone must not keep the process.
-        self._thread = threading.Thread(target=self._run, name="evenload-collectives", daemon=True)
-        self._thread.start()
+        self._thread = Background(self._run, "evenload-collectives")
 
     def put(self, call: Callable[[], object]) -> int:
         self._calls.put(call)

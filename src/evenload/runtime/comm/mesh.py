@@ -175,9 +175,8 @@ class Mesh:
         return self.rank_of_stage(stage)
 
     def _global_rank(self, pp_rank: int) -> int:
-        return self.layout.global_rank(
-            pp_rank=pp_rank, dp_rank=self.dp_rank, cp_rank=self.cp_rank, tp_rank=self.tp_rank
-        )
+        own = {"dp_rank": self.dp_rank, "cp_rank": self.cp_rank, "tp_rank": self.tp_rank}
+        return self.layout.global_rank(pp_rank=pp_rank, **own)
 
 
 class Meshes:
@@ -216,7 +215,7 @@ def create_meshes(
     ranks_per_machine: int | None = None,
     backend: str | None = None,
 ) -> Meshes:
-    """Make the groups of all layouts of a run. Collective: every process of the default group calls it.
+    """Make the groups of all layouts of a run. Collective. `ConfigError`: the number of processes does not fit.
 
     Args:
         layouts: the run starts in the first, which has a place for every process; others may leave ranks idle.
@@ -224,15 +223,12 @@ def create_meshes(
         signs: a store of all ranks in which they show that they live; used by nothing else.
         ranks_per_machine: None = all ranks are on this machine.
         backend: of tensors on the device; None = NCCL for GPUs, gloo for CPUs.
-
-    Raises:
-        ConfigError: the number of processes does not fit.
     """
     start, world_size = layouts[0], dist.get_world_size()
     if world_size != start.world_size:
         raise ConfigError(
-            f"layout {start.describe()} needs {counted(start.world_size, 'process')}, {world_size} are running; "
-            f"start with --nproc {start.world_size} (or torchrun) or change parallel.dp / cp / pp / tp"
+            f"layout {start.describe()} needs {counted(start.world_size, 'process')}, {world_size} are running; start "
+            f"with --nproc {start.world_size} (or torchrun) or change parallel.dp / cp / pp / tp"
         )
     # Of tensors on the device; what only the host sees (control, planning, saving) goes through gloo in any case.
     pool = GroupPool(backend or ("nccl" if device.type == "cuda" else "gloo"), timedelta(seconds=timeout_s))

@@ -182,10 +182,8 @@ class RankWatch:
 
 
 def _sentence(start: str, signs: dict[int, _Sign], when: str) -> str:
-    named = [
-        f"rank {rank} ({when} {sign.doing}, for {sign.for_s:.0f} s)"
-        for rank, sign in sorted(signs.items())[:_MAX_NAMED]
-    ]
+    shown = sorted(signs.items())[:_MAX_NAMED]
+    named = [f"rank {rank} ({when} {sign.doing}, for {sign.for_s:.0f} s)" for rank, sign in shown]
     more = f" and {len(signs) - _MAX_NAMED} more" if len(signs) > _MAX_NAMED else ""
     return f"{start} {', '.join(named)}{more} "
 

@@ -49,8 +49,7 @@ def save_tensors(tensors: dict[str, Tensor], file: Path) -> None:
 
 
 def tokenizer_source(data: DataConfig, model_path: str) -> Path | None:
-    """Return the `tokenizer.json` of a trained model; None where the run used plain bytes, or there is none. Records of
-    token ids were presumably made by the model's own tokeniser."""
+    """Return the `tokenizer.json` of a trained model, of token ids the model's own; None = there is none."""
     if data.tokenizer in (None, BYTES) and not reads_token_ids(data):
         return None
     named = None if data.tokenizer in (None, BYTES) else local_path(data.tokenizer, "data.tokenizer", "tokenizer")
@@ -117,9 +116,8 @@ def _difference(directory: Path, trained: FileTokenizer, data: DataConfig) -> st
 
 
 def copy_tokenizer(directory: Path, data: DataConfig, model_path: str) -> None:
-    """Copy the run's tokeniser, its chat template and the model's generation settings to an exported model, so that
-    `AutoTokenizer.from_pretrained(directory)` gives the tokens that were trained and generation ends with the token
-    that ended documents. Raises `ConfigError` where a file cannot be copied any more."""
+    """Copy the run's tokeniser, its chat template and the model's generation settings to an exported model, whose
+    generation ends with the token that ended documents. `ConfigError`: a file cannot be copied any more."""
     source, home = tokenizer_source(data, model_path), model_directory(model_path)
     try:
         if home is not None:

@@ -140,10 +140,7 @@ def empty_model(config: PretrainedConfig, dtype: torch.dtype = torch.float32) ->
     """Make the whole model without memory; `ConfigError` where transformers cannot make it of this configuration."""
     pad, vocab_size = getattr(config, "pad_token_id", None), config.vocab_size
     if pad is not None and not -vocab_size <= pad < vocab_size:
-        raise ConfigError(
-            f"config.json: pad_token_id is {pad}, must be below the vocab_size of {vocab_size}, or null; documents are "
-            "never padded, so nothing else depends on it"
-        )
+        raise ConfigError(f"config.json: pad_token_id is {pad}, must be below the vocab_size of {vocab_size}, or null")
     for key in ("hidden_act", "hidden_activation", "activation_function"):
         function = getattr(config, key, None)
         if isinstance(function, str) and function not in ACT2FN:
@@ -267,8 +264,8 @@ def numbered_units(stage: StageModel) -> Iterator[tuple[int, str, nn.Module]]:
 def build_rank_models(
     config: PretrainedConfig, layout: ParallelLayout, pp_rank: int, build: Callable[..., StageModel]
 ) -> dict[int, StageModel]:
-    """Make the models of a pipeline rank's virtual stages, ascending, by `build(layers=, tp=)`. A tied embedding whose
-    first and last stage lie on one rank is one parameter there, as in the whole model."""
+    """Make the models of a pipeline rank's virtual stages, ascending, by `build(layers=, tp=)`. Tied embeddings on one
+    rank are one parameter."""
     models = {
         stage: build(config, layers=layers, tp=layout.tp)
         for stage, layers in enumerate(layout.stage_layers)

@@ -114,9 +114,7 @@ def _load(parameters: dict[str, nn.Parameter], directory: Path, lora: LoraConfig
     for name, tensor in sorted(stored.items()):
         layer = re.search(r"\.layers\.(\d+)\.", name)
         if name not in wanted and (layer is None or layer.group(1) in here or int(layer.group(1)) >= num_layers):
-            raise ConfigError(
-                f"{directory}: '{name}' is not among the configured model.lora.target_modules of {num_layers} layers"
-            )
+            raise ConfigError(f"{directory}: '{name}' is not among model.lora.target_modules of {num_layers} layers")
         require_plain(tensor, name, directory)
     with safe_open(directory / _WEIGHTS_FILE, framework="pt") as tensors, torch.no_grad():
         for name, parameter in wanted.items():
@@ -124,9 +122,8 @@ def _load(parameters: dict[str, nn.Parameter], directory: Path, lora: LoraConfig
                 raise ConfigError(f"{directory}: no tensor '{name}'; does model.lora.target_modules fit this adapter?")
             tensor = tensors.get_tensor(name)
             if tensor.shape != parameter.shape:
-                raise ConfigError(
-                    f"{directory}: '{name}' has shape {tuple(tensor.shape)}, the model needs {tuple(parameter.shape)}"
-                )
+                ours = tuple(parameter.shape)
+                raise ConfigError(f"{directory}: '{name}' has shape {tuple(tensor.shape)}, the model needs {ours}")
             parameter.copy_(tensor)
 
 
@@ -140,9 +137,7 @@ def _refuse_other_adapters(saved: dict[str, Any], directory: Path) -> None:
     }
     for key, value in saved.items():
         if value not in plain[key] if key in plain else bool(value) and key not in _HARMLESS:
-            raise UnsupportedModelError(
-                f"{directory / _CONFIG_FILE}: {key} is {value}; only plain LoRA of linear layers is trained"
-            )
+            raise UnsupportedModelError(f"{directory / _CONFIG_FILE}: {key} is {value}; only plain LoRA is trained")
 
 
 def peft_name(name: str) -> str:

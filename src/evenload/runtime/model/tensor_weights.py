@@ -45,9 +45,7 @@ def require_tensor_parallel(config: PretrainedConfig, tp: int) -> None:
     if tp == 1:
         return
     if why := check_supported(config).uncut:
-        raise UnsupportedModelError(
-            f"parallel.tp is {tp} and the model {why}; use parallel.dp, parallel.pp or parallel.cp"
-        )
+        raise UnsupportedModelError(f"parallel.tp is {tp} and the model {why}; use parallel.dp, pp or cp")
     sizes = {
         "num_attention_heads": config.num_attention_heads,
         "num_key_value_heads": config.num_key_value_heads,

@@ -23,14 +23,9 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evenload.runtime.comm.collectives import (
-    CollectiveQueue,
-    Span,
-    all_gather_single,
-    collective_queue,
-    reduce_scatter_single,
-)
+from evenload.runtime.comm.collectives import Span, all_gather_single, collective_queue, reduce_scatter_single
 from evenload.runtime.comm.mesh import Mesh
+from evenload.runtime.device import HostClock
 from evenload.runtime.optim.parameter_units import FlatBuffer
 
 
@@ -96,9 +91,8 @@ class GradientReduction:
         return float(total[0].sqrt()), float(total[1])
 
     def trace(self) -> NDArray[np.float64]:
-        """Return starts and ends of the sums, after `finish`, in seconds on this rank's clock, [2, n]. Waits for a
-        GPU."""
-        return _seconds(self._queue, self._spans)
+        """Return starts and ends of the sums after `finish`, seconds on this rank's clock, [2, n]. Waits for a GPU."""
+        return _seconds(self._queue.clock, self._spans)
 
     def _put_released(self) -> None:
         while self._left and self._buffers[self._left[0]].unit in self._released:
@@ -119,9 +113,9 @@ def _square_sum(shard: Tensor) -> Tensor:
     return torch.linalg.vector_norm(shard, dtype=torch.float64).square()
 
 
-def _seconds(queue: CollectiveQueue, spans: Sequence[Span]) -> NDArray[np.float64]:
+def _seconds(clock: HostClock, spans: Sequence[Span]) -> NDArray[np.float64]:
     """Return starts and ends in seconds, [2, n]."""
-    return np.array([queue.clock.seconds(span) for span in spans], np.float64).reshape(-1, 2).T
+    return np.array([clock.seconds(span) for span in spans], np.float64).reshape(-1, 2).T
 
 
 class GatherTrace(NamedTuple):
@@ -173,7 +167,8 @@ class WeightGathers:
         if self._is_taken or mesh is not self._mesh:
             return []
         self._is_taken = True
-        return [GatherTrace(_seconds(self._queue, self._queue.wait()), _seconds(self._queue, self._waits))]
+        clock = self._queue.clock
+        return [GatherTrace(_seconds(clock, self._queue.wait()), _seconds(clock, self._waits))]
 
     @contextmanager
     def _waiting(self, what: str) -> Iterator[None]:

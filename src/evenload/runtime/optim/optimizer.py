@@ -123,21 +123,16 @@ class ShardedOptimizer:
         config, parts = self._config, [part for part in parts if not part.has_muon]
         if not parts:
             return None
-        groups = [
-            {"params": [part.master], "weight_decay": config.weight_decay if part.buffer.decays else 0.0}
-            for part in parts
-        ]
-        adamw = torch.optim.AdamW(
-            groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), eps=config.eps, fused=True
-        )
+        decay = config.weight_decay
+        groups = [{"params": [part.master], "weight_decay": decay if part.buffer.decays else 0.0} for part in parts]
+        betas = config.beta1, config.beta2
+        adamw = torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.eps, fused=True)
         for part in parts:
             adamw.state[part.master] = part.state
         return adamw
 
     @torch.no_grad()
-    def step(
-        self, shards: list[Tensor], grad_norm: float, learning_rate: float, *, is_overlapped: bool = False
-    ) -> None:
+    def step(self, shards: list[Tensor], grad_norm: float, rate: float, *, is_overlapped: bool = False) -> None:
         """Clip, update shards and gather the rest, which may still run on return (`is_overlapped`). Collective."""
         self.gathers.finish()
         self.gathers = WeightGathers(self._mesh, is_overlapped=is_overlapped)
@@ -149,13 +144,13 @@ class ShardedOptimizer:
                 shard.mul_(scale)
             if part.has_muon:
                 update = muon_update(part.buffer, shard, part.state["momentum"], config.momentum, self._mesh)
-                part.master.mul_(1 - learning_rate * config.weight_decay).add_(update, alpha=-learning_rate)
+                part.master.mul_(1 - rate * config.weight_decay).add_(update, alpha=-rate)
             else:
                 part.master.grad = shard
         for parts, adamw in self._units:
             if adamw is not None:
                 for group in adamw.param_groups:
-                    group["lr"] = learning_rate
+                    group["lr"] = rate
                 adamw.step()
             for part in parts:
                 part.master.grad = None

@@ -66,10 +66,9 @@ class PageLockedMemory:
         limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         allowed = "unlimited" if limit == resource.RLIM_INFINITY else format_bytes(limit)
         return (
-            f"CUDA did not page-lock {format_bytes(num_bytes)} more host memory for offloaded activations; this "
-            f"process has {format_bytes(held)} (cudaHostRegister: CUDA error {code}; ulimit -l: {allowed}). Lower "
-            "plan.host_memory_bytes to what the machine has free, raise ulimit -l, or set plan.options.policy = "
-            '"recompute"'
+            f"CUDA did not page-lock {format_bytes(num_bytes)} more host memory for offloading; this process has "
+            f"{format_bytes(held)} (cudaHostRegister: CUDA error {code}; ulimit -l: {allowed}). Lower "
+            'plan.host_memory_bytes, raise ulimit -l, or set plan.options.policy = "recompute"'
         )
 
 

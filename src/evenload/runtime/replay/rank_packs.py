@@ -129,12 +129,8 @@ class RankPackTokens:
             return PackTokens(pack_ranges(pack), *columns)
         rank = self._rank_in(shared)
         ranges = shared.ranges(rank)
-        columns = collate_ranges(
-            [doc_id for doc_id, _, _ in ranges],
-            np.array([start for _, start, _ in ranges], dtype=np.int64),
-            np.array([stop for _, _, stop in ranges], dtype=np.int64),
-            documents,
-        )
+        edges = np.array([(start, stop) for _, start, stop in ranges], dtype=np.int64).reshape(-1, 2)
+        columns = collate_ranges([doc_id for doc_id, _, _ in ranges], edges[:, 0], edges[:, 1], documents)
         attention: PackAttention | None = None
         if shared.shared:
             group, label = self._groups[shared.block], f"{pack.direction} pack {pack.index}"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from evenload.attention.range_attention import RangeAttention, Scoring, work_dtype
-from evenload.runtime.comm.tensor_group import RowExchange, RowShard, TensorGroup, exchange_ranges
+from evenload.runtime.comm.tensor_group import RowExchange, RowShard, TensorGroup, row_owners
 from evenload.runtime.model.hf_model import StageModel
 from evenload.runtime.replay.context_attention import AttentionCall, LocalAttention, rows_of
 from evenload.runtime.replay.head import add_embedding_gradient, embed, head_gradient, row_losses
@@ -263,7 +263,9 @@ class PipelineStage:
         return grad, loss if is_reporter else torch.zeros_like(loss)
 
     def _exchange(self, pack: PackTokens, what: str) -> RowExchange | None:
-        return None if self._tensor is None else exchange_ranges(self._tensor, pack.ranges, self.device, what)
+        if self._tensor is None:
+            return None
+        return RowExchange(self._tensor, row_owners(pack.ranges, self._tensor.size), self.device, what)
 
     def _layer_arguments(self, like: Tensor, positions: Tensor) -> dict[int, dict]:
         rows = positions[None]

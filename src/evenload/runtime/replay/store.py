@@ -169,10 +169,8 @@ class BlockIndex:
                 if self._shard is None:
                     yield Part(block, rows, rows)
                     continue
-                own_start, own_stop = (
-                    own_row + self._shard.num_rows((Range(doc_id, lo, position),)) for position in (first, last)
-                )
-                yield Part(block, rows, slice(own_start, own_stop))
+                own = (own_row + self._shard.num_rows((Range(doc_id, lo, at),)) for at in (first, last))
+                yield Part(block, rows, slice(*own))
 
 
 class ReturningRows:
@@ -403,9 +401,8 @@ class ActivationStore:
             return
         assert self._device is not None, "rows to fetch were copied out from some device"
         assert self._copies is not None
-        self._returning = ReturningRows(
-            offloaded, layers, self._index, self._own_rows_keys, self._copies, self._device, self.held
-        )
+        where = self._copies, self._device, self.held
+        self._returning = ReturningRows(offloaded, layers, self._index, self._own_rows_keys, *where)
 
     def enter_layer(self, layer: int) -> None:
         if self._returning is not None:
@@ -446,9 +443,8 @@ class ActivationStore:
             return grad_k, grad_v
         if layer not in grads:
             # fp32 whatever the compute precision: 32 slices in a bf16 accumulator double the error of dK.
-            all_k, all_v = grad_k.new_zeros(
-                (2, num_tokens, *self._keys[doc_id][layer][0].shape[1:]), dtype=work_dtype(grad_k)
-            )
+            shape = self._keys[doc_id][layer][0].shape[1:]
+            all_k, all_v = grad_k.new_zeros((2, num_tokens, *shape), dtype=work_dtype(grad_k))
             grads[layer] = all_k, all_v
             self.held.count("key_value_gradients", all_k.nbytes + all_v.nbytes)
         all_k, all_v = grads[layer]

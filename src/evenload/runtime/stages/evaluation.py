@@ -74,8 +74,8 @@ class Sampler:
         for prompt, tokens in zip(settings.prompts, self._prompts, strict=True):
             if not len(tokens):
                 raise ConfigError(
-                    f"samples: prompt {prompt!r} is no token of tokenizer '{tokenizer.name}', and a model writes on "
-                    "from at least one; give another text in samples.prompts"
+                    f"samples: prompt {prompt!r} is no token of tokenizer '{tokenizer.name}'; give another text in "
+                    "samples.prompts"
                 )
             if longest is not None and len(tokens) + settings.max_new_tokens > longest:
                 raise ConfigError(
@@ -92,16 +92,14 @@ class Sampler:
 
 
 @torch.no_grad()
-def greedy_tokens(
-    stage: PipelineStage, prompt: NDArray[np.int32], max_new_tokens: int, end_id: int | None
-) -> NDArray[np.int64]:
+def greedy_tokens(stage: PipelineStage, prompt: NDArray[np.int32], most: int, end_id: int | None) -> NDArray[np.int64]:
     """Return the likeliest tokens after a prompt, at most so many; int64[n], without the token that ends it."""
-    total = len(prompt) + max_new_tokens
+    total = len(prompt) + most
     store = ForwardStore({0: total}, {0: [0, 1]})
     stage.begin_step({0: total})
     written: list[int] = []
     coming, start = torch.from_numpy(prompt.astype(np.int64)).to(stage.device), 0
-    while len(written) < max_new_tokens:
+    while len(written) < most:
         stop = start + len(coming)
         positions = torch.arange(start, stop, device=stage.device)
         pack = PackTokens((Range(0, start, stop),), coming, torch.full_like(coming, -100), positions)
@@ -202,9 +200,8 @@ class Validator:
     def _maker(self, planner: StepPlanner, mesh: Mesh) -> StepMaker:
         options = msgspec.structs.replace(planner.options, policy="replay")
         assert options.max_pack_tokens is not None, "`make_planner` decides it"
-        planner = StepPlanner(
-            planner.costs.model, planner.costs.coefficients, planner.layout, None, options, host=planner.host
-        )
+        costs = planner.costs
+        planner = StepPlanner(costs.model, costs.coefficients, planner.layout, None, options, host=planner.host)
         return StepMaker(
             self._loader,
             RunPlanner(planner, self._strategy, may_delay=False),

@@ -112,12 +112,10 @@ class RankState:
             dist.all_reduce(sums, group=self.mesh.control)
         return sums
 
-    def update(
-        self, gradients: StepGradients, learning_rate: float, *, is_overlapped: bool = False
-    ) -> list[GatherTrace]:
+    def update(self, gradients: StepGradients, rate: float, *, is_overlapped: bool = False) -> list[GatherTrace]:
         """Update all weights; return the all-gathers that are done, none where `is_overlapped`. Collective."""
         with self.mesh.watch.waiting("the updated weights", self._replicas):
-            self.optimizer.step(gradients.shards, gradients.grad_norm, learning_rate, is_overlapped=is_overlapped)
+            self.optimizer.step(gradients.shards, gradients.grad_norm, rate, is_overlapped=is_overlapped)
         return [] if is_overlapped else self.optimizer.gathers.take_traces(self.mesh)
 
     @property

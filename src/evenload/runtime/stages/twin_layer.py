@@ -149,10 +149,11 @@ class PieceMemory:
         self.own.release(self.offset(part, start), self.offset(part, stop))
 
 
-def place_pieces(
-    parts: Sequence[Mapping[str, torch.dtype] | None], capacities: Sequence[int]
-) -> tuple[SparseMemory, dict[int, PieceMemory]]:
-    """Make memory with places for parts of pieces of so many elements, None of `parts` = not shared."""
+Parts = Sequence[Mapping[str, torch.dtype] | None]  # of every piece, by name; None = it is not shared
+
+
+def place_pieces(parts: Parts, capacities: Sequence[int]) -> tuple[SparseMemory, dict[int, PieceMemory]]:
+    """Make memory with places for parts of pieces of so many elements."""
     end = _pages(len(parts) * torch.int64.itemsize)
     offsets: dict[int, dict[str, int]] = {}
     for index, (dtypes, capacity) in enumerate(zip(parts, capacities, strict=True)):
@@ -199,9 +200,7 @@ class TwinMemory:
         other.read(self.pieces[piece].offset(part, start), into)
 
 
-def open_twins(
-    parts: Sequence[Mapping[str, torch.dtype] | None], capacities: Sequence[int], mesh: Mesh
-) -> TwinMemory | str:
+def open_twins(parts: Parts, capacities: Sequence[int], mesh: Mesh) -> TwinMemory | str:
     """Make this rank's memory and open those of its machine; the reason where some rank cannot. Arguments as of
     `place_pieces`. Collective."""
     others: dict[int, OthersMemory] = {}
@@ -277,9 +276,8 @@ class LivePiece:
                 add_gradients_of_autograd(parameter)
             self.drop()
         elif buffer is not None:
-            self._values, self._grads = (
-                flat.as_strided((self.capacity,), (1,), 0) for flat in (buffer.values, buffer.grads)
-            )
+            both = buffer.values, buffer.grads
+            self._values, self._grads = (flat.as_strided((self.capacity,), (1,), 0) for flat in both)
         else:
             self._attach(self._flat_weights(), None)
 
@@ -289,7 +287,6 @@ class LivePiece:
 
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
-        """Types of its weights, and of its optimizer's tensors."""
         return {WEIGHTS: self._dtype} | dict.fromkeys(self.state_names, self._work)
 
     @property
@@ -530,11 +527,8 @@ class StateArrival:
             for index in self._lost:
                 if (shared := layer.pieces[index].shared) is not None:
                     shared.release(WEIGHTS)
-            after = {
-                index: self._target(live, index)
-                for index, live in enumerate(layer.pieces)
-                if live.is_held and live.is_trained
-            }
+            pieces = enumerate(layer.pieces)
+            after = {at: self._target(live, at) for at, live in pieces if live.is_held and live.is_trained}
             self.received_bytes = layer.transfer(
                 self._moves,
                 new,
