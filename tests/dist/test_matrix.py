@@ -205,9 +205,8 @@ def test_rows_equal_plain_training(gloo_pool, adapter, place):
     for index, (row, plan) in enumerate(zip(rows, plans, strict=True)):
         results = [rank[index] for rank in ranks]
         expected, of_ranks = expected_of(case_of(row), adapter), [result[:3] for result in results]
-        assert_ranks_equal(
-            row.describe(), case_of(row).config(), of_ranks, expected.loss, expected.gradients, limit=1e-10
-        )
+        config = case_of(row).config()
+        assert_ranks_equal(row.describe(), config, of_ranks, expected.loss, expected.gradients, limit=1e-10)
         assert_losses_equal(row, plan, results, expected)
         stored = [result.stored for result in results]
         is_shared = shares_documents(row.layout, row.dp_merge)

@@ -16,9 +16,8 @@ from transformers import AutoModelForCausalLM
 from dist_training import train_steps
 from evenload.config.train_config import load_train_config
 from evenload.data.loader import GlobalBatchLoader
-from evenload.runtime.model.hf_model import build_stage_model
 from evenload.runtime.model.model_config import load_config
-from reference_training import tiny_config
+from reference_training import stage_model, tiny_config
 from training_cases import loss_of, write_training_config
 
 # peft asks transformers by an old name.
@@ -87,12 +86,7 @@ def test_fused_experts_are_read_too(tmp_path, kind):
     fused.mkdir()
     save_file({n: p.detach().clone() for n, p in model.named_parameters()}, fused / "model.safetensors")
     config = load_config(str(tmp_path / "original"))
-    found = [
-        build_stage_model(
-            config, layers=(1, 3), dtype=torch.float64, device=torch.device("cpu"), weights=str(d), seed=0
-        )
-        for d in (tmp_path / "original", fused)
-    ]
+    found = [stage_model(config, layers=(1, 3), weights=str(one)) for one in (tmp_path / "original", fused)]
     expected = dict(model.named_parameters())
     for stage in found:
         for named in stage.unit_parameters():
@@ -137,9 +131,8 @@ def test_adapters_train_like_peft_resume_and_come_back(gloo_pool, config_file, t
     config = load_train_config(config_file, base)
     expected, plain = plain_adapter_losses(config, tmp_path / "start" / "adapter", 4)
     layout = [*base, "parallel.pp=2", "parallel.dp=2"]
-    whole = gloo_pool.run(
-        4, train_steps, str(config_file), [*layout, f"train.output_dir={tmp_path / 'whole'}"], 4, True
-    )[0]
+    there = [*layout, f"train.output_dir={tmp_path / 'whole'}"]
+    whole = gloo_pool.run(4, train_steps, str(config_file), there, 4, True)[0]
     assert whole == pytest.approx(expected, rel=1e-9)
     assert whole[-1] < whole[0]
     resumed = []

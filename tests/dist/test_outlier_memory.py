@@ -23,9 +23,8 @@ LENGTHS = [*SHORT[:17], sum(SHORT), *SHORT[17:]]
 POLICIES = ("replay", "recompute", "offload")
 MODEL = model_from_hf_config(tiny_config("llama").to_dict(), "llama", 8)
 # Constants small enough that what documents cost decides.
-PASSES = {
-    name: msgspec.structs.replace(getattr(COSTS, name), slice_s=1e-5, pack_s=3e-5) for name in ("forward", "backward")
-}
+CHEAP = {"slice_s": 1e-5, "pack_s": 3e-5}
+PASSES = {name: msgspec.structs.replace(getattr(COSTS, name), **CHEAP) for name in ("forward", "backward")}
 
 
 def outlier_plan(policy: str, dp: int, pp: int) -> StepPlan:

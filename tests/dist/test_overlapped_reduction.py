@@ -94,9 +94,8 @@ ROWS = {
 def test_what_is_summed_early_is_complete_and_equal_to_the_bit(gloo_pool, name):
     row = ROWS[name]
     plan, case = plan_of(row), case_of(row)
-    ranks = gloo_pool.run(
-        plan.layout.world_size, run_with_output, [encode_plan(plan)], case.batch(), case.kind, case.changes
-    )
+    arguments = [encode_plan(plan)], case.batch(), case.kind, case.changes
+    ranks = gloo_pool.run(plan.layout.world_size, run_with_output, *arguments)
     for (told,) in ranks:
         assert told.changed == ()
         assert told.equal

@@ -19,7 +19,6 @@ from evenload.types.model import model_from_hf_config
 from reference.dacp import algorithm_1, chosen
 from reference_training import tiny_config
 
-LENGTHS = [64, 1, 9, 30, 1, 17, 5, 2, 41, 12, 1, 25]
 COSTS = CostCoefficients(
     source="analytic",
     device="test",
@@ -43,13 +42,12 @@ FEW_PACKS = msgspec.structs.replace(
 )
 
 
+TWO_REPLICAS = [33, 24, 18, 2, 7, 30, 18, 30, 40]
+
+
 @pytest.mark.parametrize(
     ("dp", "cp", "lengths", "bucket"),
-    [
-        (1, 2, [12, 41, 40, 10, 5, 10, 5], 64),
-        (1, 4, [3, 2, 6, 9, 37, 2], 18),
-        (2, 2, [33, 24, 18, 2, 7, 30, 18, 30, 40], 50),
-    ],
+    [(1, 2, [12, 41, 40, 10, 5, 10, 5], 64), (1, 4, [3, 2, 6, 9, 37, 2], 18), (2, 2, TWO_REPLICAS, 50)],
 )
 def test_rolled_back_plans_equal_plain_training(gloo_pool, dp, cp, lengths, bucket):
     """A document fits nowhere, not even shared, until a rank gives up another one, which all share (Skrull §4.1)."""

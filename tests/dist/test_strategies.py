@@ -71,9 +71,7 @@ def assert_peaks_match_the_memory_model(plan, measured):
             assert {name: int(column.max()) for name, column in predicted.items()} == stored.peak_by_kind
 
 
-@pytest.mark.parametrize(
-    "lengths", [[1, 1, 1], [1, 1, 40], [50]], ids=["no labels at all", "one rank without", "one document"]
-)
+@pytest.mark.parametrize("lengths", [[1, 1, 1], [1, 1, 40], [50]], ids=["no labels", "one rank without", "one"])
 def test_ranks_without_labels_or_documents(gloo_pool, lengths):
     """0/0 on one rank is NaN everywhere after the reduction (notes: users row 19); a replica may have nothing to do."""
     plans = [planned(strategy, lengths) for strategy in ("padded", "sequential", "slimpack", "wlb")]

@@ -7,19 +7,10 @@ import torch
 from torch import nn
 
 from evenload.config.sections import LoraConfig
-from evenload.runtime.model.hf_model import build_stage_model
 from evenload.runtime.model.lora import write_adapter
-from reference_training import plain_model
+from reference_training import plain_model, stage_model
 
 LORA = LoraConfig(rank=3, alpha=6.0)
-
-
-def build_with_adapters(config, lora, dtype=torch.float64, weights=None):
-    """A stage that holds the whole model."""
-    layers = (0, config.num_hidden_layers)
-    return build_stage_model(
-        config, layers=layers, dtype=dtype, device=torch.device("cpu"), weights=weights, seed=3, lora=lora
-    )
 
 
 def all_tensors(model) -> dict[str, torch.Tensor]:
@@ -52,7 +43,7 @@ def make_adapters_matter(model):
 
 def adapter_tensors(config, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """A model with adapters that matter, by name."""
-    model = build_with_adapters(config, LORA, dtype)
+    model = stage_model(config, dtype, lora=LORA)
     make_adapters_matter(model)
     return all_tensors(model)
 

@@ -78,9 +78,8 @@ def save_while_everything_changes(config_file: str, overrides: list[str]) -> lis
     dist.barrier(group=mesh.control)
     trainer.save()
     load_checkpoint(trainer._checkpoints / "step-00000001", trainer.state)
-    return [
-        name for (name, at), local in tensors.items() if mesh.rank == 0 and not torch.equal(local, before[name, at])
-    ]
+    changed = [key for key, local in tensors.items() if not torch.equal(local, before[key])]
+    return [name for name, _ in changed] if mesh.rank == 0 else []
 
 
 def resume_error(config_file: str, overrides: list[str]) -> str:

@@ -45,10 +45,10 @@ def attend_shared_packs(
         store = ActivationStore(packs.stored_tokens(), [packs.ranges(pack) for pack in of_replica.backward])
         lengths = {document.doc_id: document.num_tokens for document in plan.documents}
         given = {doc: document_tensors(n, doc, dtype) for doc, n in lengths.items()}
-        names = ("out", "q", "k", "v")
+        # Output is as the gradient that is given of it.
+        as_found = {"grad": "out", "q": "q", "k": "k", "v": "v"}
         found = {
-            doc: {n: torch.full_like(t["q" if n == "out" else n], float("nan")) for n in names}
-            for doc, t in given.items()
+            doc: {as_found[n]: torch.full_like(t, torch.nan) for n, t in own.items()} for doc, own in given.items()
         }
         packs.collate({doc: np.zeros(n, np.int32) for doc, n in lengths.items()})
         for pack in (*of_replica.forward, *of_replica.backward):

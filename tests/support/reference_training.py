@@ -22,6 +22,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from evenload.runtime.model.hf_model import StageModel, build_stage_model
 from evenload.types.architectures import ARCHITECTURES
 
 _COMMON = {
@@ -40,6 +41,7 @@ _COMMON = {
 
 _HEADS_OF_16 = {"head_dim": 16}
 _GEMMA = {**_HEADS_OF_16, "query_pre_attn_scalar": 20, "sliding_window": 9}
+_MOE = {"moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True}
 _OWN: dict[str, tuple[type[PretrainedConfig], dict]] = {
     "llama": (LlamaConfig, {}),
     "gpt2": (GPT2Config, {"n_positions": 512, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}),
@@ -54,8 +56,11 @@ _OWN: dict[str, tuple[type[PretrainedConfig], dict]] = {
     "qwen3_moe": (
         Qwen3MoeConfig,
         {
-            **_HEADS_OF_16,
-            **{"moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True},
+            "head_dim": 16,
+            "moe_intermediate_size": 24,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
         },
     ),
 }
@@ -100,6 +105,14 @@ def make_tokens(lengths: list[int], vocab_size: int, seed: int = 0) -> dict[int,
     """Random tokens per document id; int64[length] each."""
     generator = torch.Generator().manual_seed(seed)
     return {i: torch.randint(0, vocab_size, (n,), generator=generator) for i, n in enumerate(lengths)}
+
+
+def stage_model(
+    config, dtype=torch.float64, *, layers=None, device="cpu", weights=None, seed=3, **options
+) -> StageModel:
+    """Of some layers, default all, with random weights or those of a directory."""
+    given = {"layers": layers or (0, config.num_hidden_layers), "device": torch.device(device)}
+    return build_stage_model(config, **given, dtype=dtype, weights=weights, seed=seed, **more)
 
 
 def plain_loss_and_gradients(

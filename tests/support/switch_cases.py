@@ -45,11 +45,8 @@ class ScriptedTrainer(Trainer):
     script: Sequence[int] = (0,)
 
     def planners(self, coefficients, memory_cap_bytes):
-        planners = [
-            make_planner(self.config, self.model, layout, coefficients, memory_cap_bytes)
-            for layout in self.meshes.layouts
-        ]
-        return ScriptedPlanner(planners, self.script), None
+        make = lambda layout: make_planner(self.config, self.model, layout, coefficients, memory_cap_bytes)  # noqa: E731
+        return ScriptedPlanner([make(layout) for layout in self.meshes.layouts], self.script), None
 
 
 def scripted_run(config_file: str, overrides: list[str], script: Sequence[int], stop_after: int) -> Outcome | None:

@@ -11,9 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from evenload.config.train_config import TrainConfig
 from evenload.data.loader import GlobalBatchLoader
-from evenload.runtime.model.hf_model import build_stage_model
 from evenload.runtime.model.model_config import load_config
-from reference_training import tiny_config
+from reference_training import stage_model, tiny_config
 
 STEPS = 4
 
@@ -124,10 +123,7 @@ def plain_model(config: TrainConfig, precision: torch.dtype) -> nn.Module:
     """transformers' model with the weights that a run begins with, whose own precision they have, in another one."""
     hf = load_config(config.model.path)
     own = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float64
-    ours = build_stage_model(
-        hf, layers=(0, hf.num_hidden_layers), dtype=own, device=torch.device("cpu"), weights=None, seed=0
-    )
-    weights = {n: p.detach() for named in ours.unit_parameters() for n, p in named}
+    weights = {n: p.detach() for named in stage_model(hf, own, seed=0).unit_parameters() for n, p in named}
     hf._attn_implementation = "sdpa"
     if precision == torch.bfloat16:  # `to` would round the frequencies of positions, too
         model = AutoModelForCausalLM.from_config(hf, dtype=precision)
