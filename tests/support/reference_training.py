@@ -42,6 +42,7 @@ _COMMON = {
 _HEADS_OF_16 = {"head_dim": 16}
 _GEMMA = {**_HEADS_OF_16, "query_pre_attn_scalar": 20, "sliding_window": 9}
 _MOE = {"moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True}
+_EXPERTS = {"moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True}
 _OWN: dict[str, tuple[type[PretrainedConfig], dict]] = {
     "llama": (LlamaConfig, {}),
     "gpt2": (GPT2Config, {"n_positions": 512, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}),
@@ -53,16 +54,7 @@ _OWN: dict[str, tuple[type[PretrainedConfig], dict]] = {
     "gemma3": (Gemma3TextConfig, {**_GEMMA, "sliding_window_pattern": 3}),
     "olmo2": (Olmo2Config, {}),
     "mixtral": (MixtralConfig, {"intermediate_size": 24, "num_local_experts": 5, "num_experts_per_tok": 2}),
-    "qwen3_moe": (
-        Qwen3MoeConfig,
-        {
-            "head_dim": 16,
-            "moe_intermediate_size": 24,
-            "num_experts": 6,
-            "num_experts_per_tok": 2,
-            "norm_topk_prob": True,
-        },
-    ),
+    "qwen3_moe": (Qwen3MoeConfig, {**_HEADS_OF_16, **_EXPERTS}),
 }
 KINDS = tuple(_OWN)
 """GQA; learned positions, biases everywhere, one matrix for q, k and v; bias; qk-norm; window; embedding factor; capped
@@ -107,9 +99,7 @@ def make_tokens(lengths: list[int], vocab_size: int, seed: int = 0) -> dict[int,
     return {i: torch.randint(0, vocab_size, (n,), generator=generator) for i, n in enumerate(lengths)}
 
 
-def stage_model(
-    config, dtype=torch.float64, *, layers=None, device="cpu", weights=None, seed=3, **options
-) -> StageModel:
+def stage_model(config, dtype=torch.float64, *, layers=None, device="cpu", weights=None, seed=3, **more) -> StageModel:
     """Of some layers, default all, with random weights or those of a directory."""
     given = {"layers": layers or (0, config.num_hidden_layers), "device": torch.device(device)}
     return build_stage_model(config, **given, dtype=dtype, weights=weights, seed=seed, **more)
