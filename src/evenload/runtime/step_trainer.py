@@ -175,10 +175,6 @@ class StepTrainer:
         self._process_bytes = 0
         """Predicted so far of the fullest process."""
 
-    @property
-    def _mesh(self) -> Mesh:
-        return self._state.mesh
-
     def run(
         self,
         prepared: PreparedStep,
@@ -198,16 +194,16 @@ class StepTrainer:
             goes_on: another step follows, so updated weights may still be gathered on return.
         """
         planned, plan = prepared.planned, prepared.planned.plan
-        watch = self._mesh.watch
-        watch.step = plan.step
+        state, mesh = self._state, self._state.mesh
+        mesh.watch.step = plan.step
         came_s = time.perf_counter()
-        with watch.waiting("the barrier at the start"):
-            dist.barrier(group=self._mesh.control)
-        zero_s = seconds_now(self._mesh.device)
-        self._reset_peaks(self._mesh.device)
-        if plan.layout != self._state.layout:
-            self._state.change_layout(plan.layout, coefficients)
-        mesh, state = self._mesh, self._state
+        with mesh.watch.waiting("the barrier at the start"):
+            dist.barrier(group=mesh.control)
+        zero_s = seconds_now(mesh.device)
+        self._reset_peaks(mesh.device)
+        if plan.layout != state.layout:
+            state.change_layout(plan.layout, coefficients)
+            mesh = state.mesh
         # Replicas that share packs wait for each other inside of them, so sums may make a circle (docs/decisions/03).
         can_sum = coefficients.reduction_overlap is not None and not replicas_share_packs(plan)
         can_gather = coefficients.gather_overlap is not None and goes_on
@@ -258,7 +254,7 @@ class StepTrainer:
         self, gradients: StepGradients, came_s: float, zero_s: float, data_wait_s: float, stop_signal: int
     ) -> tuple[RankStepReport, Timeline | None]:
         """Return what all ranks report of a step together, and its timeline on rank 0. Collective."""
-        mesh, static_bytes = self._mesh, self._state.static_bytes()
+        mesh, static_bytes = self._state.mesh, self._state.static_bytes()
         own = RankStepReport(
             step_time_s=seconds_now(mesh.device) - zero_s,
             barrier_s=zero_s - came_s,

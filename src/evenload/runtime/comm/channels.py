@@ -91,8 +91,7 @@ class ChannelEnd:
                 work.wait()
 
 
-Rows = Mapping[Channel, Mapping[int, int]]
-"""By channel of a rank's stages, rows of hidden states by pack, in the order in which packs are received."""
+Rows = Mapping[Channel, Mapping[int, int]]  # rows of hidden states by pack, in the order in which packs are received
 _POSTED_AHEAD = 2
 
 

@@ -68,8 +68,7 @@ def orthogonalised(matrix: Tensor) -> Tensor:
     return (work.T if is_tall else work).to(matrix.dtype)
 
 
-AVERAGE = "average"
-"""Name of the moving average of the weights in `state_tensors`."""
+AVERAGE = "average"  # name of the weights' moving average in `state_tensors`
 
 
 @dataclass(eq=False)
