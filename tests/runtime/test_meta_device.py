@@ -88,9 +88,8 @@ def test_every_stage_keeps_shapes_and_precisions(kind, packs, split, policy):
     attention = CheckedVarlen(config)
     stages = [stage_of(config, BF16, layers=layers, device="meta", backend=attention)[0] for layers in STAGES]
     policies = {doc: policy for doc in range(len(LENGTHS)) if doc % 2 == 0} if policy != "replay" else {}
-    stores = [
-        ActivationStore(dict(enumerate(LENGTHS)), [tuple(pack) for pack in backward], policies=policies) for _ in stages
-    ]
+    lengths, of_packs = dict(enumerate(LENGTHS)), [tuple(pack) for pack in backward]
+    stores = [ActivationStore(lengths, of_packs, policies=policies) for _ in stages]
     for pack in forward:
         given, hidden = pack_tokens(pack, tokens, META), None
         for stage, store in zip(stages, stores, strict=True):

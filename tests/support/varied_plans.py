@@ -1,5 +1,4 @@
-"""Random plans with activation policies, split backwards and virtual stages, under every kind of schedule; and the
-memory the simulator expects of them."""
+"""Random plans with policies, split backwards and virtual stages, under every schedule; their expected memory."""
 
 import dataclasses
 import random
@@ -59,9 +58,8 @@ def varied_plan(
         cuts = [[] if whole else [rng.random() for _ in range(rng.randint(0, 4))] for _ in range(2)]
         budget = rng.randint(1, max_budget)
         budgets = budget, budget if whole else rng.randint(1, max_budget)
-        sides = [
-            greedy_packs(mine, c, b, last_first=last) for c, b, last in zip(cuts, budgets, (False, True), strict=True)
-        ]
+        given = zip(cuts, budgets, (False, True), strict=True)
+        sides = [greedy_packs(mine, cut, most, last_first=last) for cut, most, last in given]
         packs = pack_plan(dp_rank, *sides)
         chosen = {doc: rng.choice(POLICY_SETS[policies]) for doc in mine}
         packs = msgspec.structs.replace(packs, policies={d: p for d, p in chosen.items() if p != "replay"})
@@ -78,9 +76,8 @@ def varied_plan(
 def _random_tasks(packs, layout, numbers: np.random.Generator) -> PipelineTasks:
     m_f, m_b, stages = len(packs.forward), len(packs.backward), layout.num_stages
     seconds = numbers.uniform(0.5, 2, (m_f, stages)), numbers.uniform(1, 4, (m_b, stages))
-    return tasks_of_one_byte(
-        layout, *seconds, numbers.uniform(0, 0.2, m_f), numbers.uniform(0, 0.2, m_b), packs.forwards_needed()
-    )
+    p2p_s = numbers.uniform(0, 0.2, m_f), numbers.uniform(0, 0.2, m_b)
+    return tasks_of_one_byte(layout, *seconds, *p2p_s, packs.forwards_needed())
 
 
 def tasks_of_one_byte(

@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
-from evenload.attention.range_attention import KeyRange, Scoring
-from evenload.calibrate.fit import median_seconds, timed
+from evenload.calibrate.fit import median_seconds
 from evenload.calibrate.rounds import PackClock, Packs, num_tokens_of, pack_tokens, time_round, whole
-from evenload.cost.layer_counts import POLICIES, activation_bytes_per_token, kv_bytes_per_token, local_kv_heads
+from evenload.cost.layer_counts import POLICIES, activation_bytes_per_token, kv_bytes_per_token
 from evenload.errors import EvenloadError
-from evenload.runtime.device import reset_peak_bytes, resident_bytes, use_deterministic_kernels
+from evenload.runtime.device import reset_peak_bytes, resident_bytes
 from evenload.runtime.replay.head import add_embedding_gradient, embed
 from evenload.runtime.replay.held_bytes import STORE_KINDS
 from evenload.runtime.replay.stage import PipelineStage
@@ -118,34 +117,6 @@ def time_weights(stage: PipelineStage, clock: PackClock) -> float:
     stage.forward_layers(pack, hidden, store)
     stage.backward_layers(pack, grad, store, store.defer_weights(0))
     return clock.time("weight gradients", functools.partial(store.add_deferred_weights, 0)).device_s
-
-
-_ROWS = 4096
-_PRICE_REPEATS = 11
-
-
-def deterministic_slowdown(stage: PipelineStage, model: ModelSpec, tp: int, rows: int = _ROWS) -> float:
-    """Return attention's backward seconds with deterministic kernels over those without, medians of interleaved
-    repeats. Leaves deterministic kernels switched on."""
-    backend, dim, scoring = stage.backend, model.head_dim, Scoring(model.head_dim**-0.5)
-    make = functools.partial(torch.randn, dtype=stage.dtype, device=stage.device)
-    q, (k, v) = make(rows, model.num_heads // tp, dim), make(2, rows, local_kv_heads(model, tp), dim)
-    ranges = (KeyRange(slice(0, rows), k, v),)
-    out, lse = backend.forward(q, ranges, scoring)
-
-    @torch.no_grad()
-    def backward() -> None:
-        for _ in backend.backward(out, q, ranges, out, lse, scoring):
-            pass
-
-    seconds: dict[bool, list[float]] = {False: [], True: []}
-    for repeat in range(_PRICE_REPEATS + 1):
-        for wanted in seconds:
-            use_deterministic_kernels(wanted)
-            took_s = timed(backward, stage.device)
-            if repeat:  # the first one warms up
-                seconds[wanted].append(took_s)
-    return statistics.median(seconds[True]) / statistics.median(seconds[False])
 
 
 _TOKENS = 256

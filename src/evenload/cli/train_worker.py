@@ -9,7 +9,6 @@ from pathlib import Path
 from rich.console import Console
 
 from evenload.calibrate.fit import CoreWaits
-from evenload.calibrate.kernels import deterministic_slowdown
 from evenload.cli.launch import StopRequest, print_error
 from evenload.cli.options import print_lines
 from evenload.cli.run_files import RunWriter, leave_finished, show_stopped
@@ -254,15 +253,8 @@ def _start_lines(
             f"memory limit {format_bytes(memory_cap_bytes)} a process",
         )
     )
-    if mesh.device.type == "cuda":
-        if config.train.deterministic:
-            times = deterministic_slowdown(stage, model, layout.tp)
-            yield f"deterministic kernels: attention's backward takes {times:.2f} times as long"
-        if model.bytes_per_element == 2 and data_sheet_flops_per_s(costs.device) is None:
-            yield (
-                f"mfu_of_data_sheet stays empty: the peak of {costs.device} is not known here; mfu is of the measured "
-                "peak"
-            )
+    if mesh.device.type == "cuda" and model.bytes_per_element == 2 and data_sheet_flops_per_s(costs.device) is None:
+        yield f"mfu_of_data_sheet stays empty: the peak of {costs.device} is not known; mfu is of the measured peak"
     _, merging = decide_dp_merge(config.plan.options, config.plan.strategy, layout, costs)
     yield strategy_line(config.plan.strategy, layout.cp, merging)
     copies = [max(one.data_sizes) for one in trainer.meshes.layouts]

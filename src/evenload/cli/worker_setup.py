@@ -198,7 +198,7 @@ def run_coefficients(
     """
     costs = _known_or_measured(trainer, cache, threads, console, max_document_tokens)
     copies = costs.copies
-    if trainer.live is None or not trainer.live.shares_memory:
+    if trainer.live is None or not trainer.live.moved.shared:
         copies = None  # those of a checkpoint, say
     elif copies is None or copies.num_ranks != trainer.mesh.num_ranks:
         copies = trainer.live.measured_copies()
