@@ -214,14 +214,7 @@ def test_every_option_of_planning_can_be_set(tmp_path, capsys) -> None:
     (row,) = found["strategies"]
     assert row["num_packs_forward"] == 8  # of single documents: fewer than 2 replicas x 6
     assert row["max_pack_tokens"] <= 900
-    for wrong, said in (
-        ("wlb.relase=queues", "did you mean 'plan.options.wlb.release'?"),
-        ("wlb.release=que", "plan.options.wlb.release is 'que'; did you mean 'queues'? choices: balance, queues"),
-        ("outlier_queues=3", "did you mean 'plan.options.wlb.outlier_queues'?"),
-        ("wlb.outlier_queues=0", "wlb.outlier_queues is 0, must be at least 1"),
-        ("wlb.release", "is not of the form section.key=value"),
-    ):
-        assert said in refused(capsys, *arguments, "--set", wrong)
+    assert "did you mean 'plan.options.wlb.release'?" in refused(capsys, *arguments, "--set", "wlb.relase=queues")
 
 
 @pytest.mark.parametrize(
