@@ -193,14 +193,7 @@ def test_user_errors_are_one_line_and_exit_2(table, capsys, more, message) -> No
 
 def test_beyond_memory_exits_3_and_says_how_far(table, tmp_path, capsys) -> None:
     path = tmp_path / "out.json"
-    cluster = tmp_path / "small.toml"
-    link = "{ bandwidth_bytes_per_s = 1e10, latency_s = 1e-6 }"
-    cluster.write_text(
-        'name = "small"\nnum_nodes = 1\ndevices_per_node = 8\n'
-        'device = { name = "d", peak_flops_per_s = 1e14, memory_bytes = 1000000000 }\n'
-        f"intra_node = {link}\ninter_node = {link}\n"
-    )
-    assert run_plan(*inputs(table, "--cluster", str(cluster), "--json", str(path))) == 3
+    assert run_plan(*case(table, "--model", "llama-70b", "--layout", "pp=8", "--json", str(path))) == 3
     assert "no strategy fits" in capsys.readouterr().err
     found = json.loads(path.read_text())
     assert found["best"] is None

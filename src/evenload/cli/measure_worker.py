@@ -310,7 +310,7 @@ def _few_layers(config: PretrainedConfig, model: ModelSpec, setup: RankSetup) ->
     # The first stage has the embedding, the last the head; on one rank both, or one that is tied.
     outer = (2 if stages == per_rank and not model.tied_embeddings else 1) * model.embedding_parameters
     outer_bytes = element_bytes * outer // tp
-    usable_bytes = int(0.35 * setup.memory_cap_bytes)  # the rest is for activations and optimizer state
+    usable_bytes = int(0.35 * setup.memory_cap_bytes)  # what weights and gradients may take
     needed = len(set(model.windows))
     if usable_bytes - outer_bytes < needed * layer_bytes:
         raise ConfigError(

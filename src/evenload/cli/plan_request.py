@@ -43,9 +43,7 @@ class DocumentOptions:
     tokenizer: str | None = option(_DATA, "A tokenizer.json or its folder, which counts documents; else bytes count.")
     record: RecordKind | None = option(_DATA, "What a record of the documents holds (data.record). Default: text.")
     include: list[str] | None = option(_DATA, "Names of files to read, such as '*.py'; may be repeated (default all).")
-    on_corrupt: OnCorrupt | None = option(
-        _DATA, "Stop at a record that cannot be read, or skip it (default error)."
-    )
+    on_corrupt: OnCorrupt | None = option(_DATA, "Stop at a record that cannot be read, or skip it (default error).")
 
     def data_settings(self) -> dict[str, Any]:
         """Return the settings of `[data]` that were given."""
