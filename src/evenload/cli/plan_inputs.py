@@ -246,17 +246,11 @@ def _costs(cost_file: Path | None, model: ModelSpec, cluster: ClusterSpec, run: 
     costs = PlanCosts(model=model, cluster=cluster, measured=measured, cost_file=cost_file)
     if run is None:
         return costs
+    choices = {name: getattr(run.train, name) for name in ("overlap_reduction", "overlap_gather")}
+    choices["context_exchange"] = run.parallel.cp_exchange
     may_copy = run.train.device == "cpu" and run.plan.twin_bytes != 0
-    return replace(
-        costs,
-        attention=run.train.attention,
-        run_choices={
-            "context_exchange": run.parallel.cp_exchange,
-            "overlap_reduction": run.train.overlap_reduction,
-            "overlap_gather": run.train.overlap_gather,
-        },
-        copies_switches=may_copy and len(layouts_of(run, model.num_layers)) > 1,
-    )
+    copies_switches = may_copy and len(layouts_of(run, model.num_layers)) > 1
+    return replace(costs, attention=run.train.attention, run_choices=choices, copies_switches=copies_switches)
 
 
 THIS_MACHINE = "this machine"
