@@ -193,8 +193,9 @@ def test_gpus_are_those_that_the_driver_names(config, tmp_path, capsys, monkeypa
 def test_what_nothing_says_is_refused(config, tmp_path, capsys, asked, changes, message) -> None:
     if changes:
         model = msgspec.structs.replace(model_from("model"), bytes_per_element=4)
-        where = MeasuredOn(model=model, dp=2, cp=1, pp=2, **{"tp": 1, **changes})
-        none = dict.fromkeys(("p2p_bandwidth_bytes_per_s", "reduce_bandwidth_bytes_per_s", "intra_node", "inter_node"))
+        where = MeasuredOn(model=model, dp=2, cp=1, pp=2, **changes)
+        links = ("p2p_bandwidth_bytes_per_s", "reduce_bandwidth_bytes_per_s", "intra_node", "inter_node")
+        none = dict.fromkeys(links if changes["tp"] == 1 else ())
         write_costs(tmp_path / "run" / "cost.json", measured_on=where, **none)
     assert message in refused(capsys, "plan", *asked)
 
