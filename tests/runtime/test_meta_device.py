@@ -10,7 +10,6 @@ from collections import Counter
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from wide_gradients import wide_gradients
 
 from evenload.attention.varlen_cuda import VarlenCudaAttention
 from evenload.runtime.replay.store import ActivationStore
@@ -18,6 +17,7 @@ from evenload.runtime.replay.weight_products import WeightProducts
 from reference_training import make_tokens, tiny_config
 from single_stage import pack_tokens, packs_of, stage_of
 from sweeps import sweep
+from wide_gradients import wide_gradients
 
 LENGTHS = [61, 30, 1, 7, 2, 19]
 STAGES = ((0, 1), (1, 3), (3, 4))
