@@ -60,12 +60,6 @@ def running_need(packs: PackPlan) -> list[int]:
     return list(itertools.accumulate(packs.forwards_needed(), max))
 
 
-def random_schedule(rng: random.Random, packs: PackPlan, pp: int) -> Schedule:
-    f = [min(need + rng.choice([0, 0, 1, 2]), len(packs.forward)) for need in running_need(packs)]
-    f = [max(f[: j + 1]) for j in range(len(f))]
-    return word_schedule(packs, pp, f, sorted((rng.randint(0, 2 * pp) for _ in range(pp)), reverse=True))
-
-
 def step_plan(
     layout: ParallelLayout, lengths: dict[int, int], pack_plans: list[PackPlan], schedules: list[Schedule]
 ) -> StepPlan:
