@@ -2,18 +2,13 @@
 
 A rank holds a forward's offloaded rows from its start until the backward with a chunk's first token ends, as on the
 device. The memory is page-locked and kept within a run (`runtime/replay/host_copies.py`), so a node needs the sum of
-its ranks' peaks. `OFFLOAD_SHARE` of a node's memory is for this; the rest is for processes, checkpoints and the system.
+its ranks' peaks.
 
-A process on a CPU, as a system monitor shows it and a container limits it:
-
-    fixed       interpreter, libraries, process groups, loader: measured by the run before its first step
-    static      weights, gradients and optimizer state (`cost.memory`), all touched before the first step
-    first use   what kernels load when they first run
-    step        activations and buffers at their simulated peak, and what the C library's allocator holds beyond it
-    update      gloo's copy of the largest unit's gradients, and the norm's fp64 copy of a shard: above the allocator's
-                threshold on top of what is kept of the step, below it out of that
-
-The allocator's share and the first use are measured (`benchmarks/process_memory.py`, with glibc).
+A process on a CPU, as a system monitor shows it and a container limits it, holds what the run measured before its first
+step, static bytes (`cost.memory`), what kernels load when they first run, activations and buffers at their simulated
+peak with what the C library's allocator holds beyond it, and in the update gloo's copy of the largest unit's gradients
+and the norm's fp64 copy of a shard: above the allocator's threshold on top of what is kept of the step, below it out of
+that. The allocator's share and the first use are measured (`benchmarks/process_memory.py`, with glibc).
 """
 
 from collections.abc import Sequence

@@ -10,12 +10,9 @@ receive:
                 adapters alone where the model's own weights are frozen (LoRA)
 
 A tied embedding is the embedding's unit alone, which the first and the last stage both hold with a whole optimizer
-state. Gradients are zero between steps and do not move. A link takes bytes / bandwidth on the busiest device, NVLink
-and network at once, both ways at once. Weights move before the step, optimizer state during it
-(`runtime.stages.twin_layer`): T(switch) is the sum of both waits. Switches by copies (`CopySpec`) are priced from
-their moves (`plan.layouts.switch_prices`). O(devices · units) numpy.
-
-Unlike the paper: no copies of what other nodes hold and no cost of making groups, which a run makes at its start.
+state. A link takes bytes / bandwidth on the busiest device, NVLink and network at once, both ways at once. Weights move
+before the step, optimizer state during it (`runtime.stages.twin_layer`): T(switch) is the sum of both waits. Switches
+by copies (`CopySpec`) are priced from their moves (`plan.layouts.switch_prices`). O(devices · units) numpy.
 """
 
 from typing import NamedTuple

@@ -9,14 +9,12 @@ Kept between forward and backward (e = bytes per element, L = layers of the stag
               Freed when the backward slice with the chunk's FIRST token ends: a chunk is one tensor.
     K and V   whole document, T·L·e·2·Hkv·D, from its first forward slice until the backward slice with start 0 ends.
     dK and dV whole document, T·L·4·2·Hkv·D (8 when e is 8), only for documents cut in BACKWARD, from the first
-              backward slice until the slice with start 0 ends: fp32 sums over slices.
+              backward slice until the slice with start 0 ends: negative `backward_freed_bytes` of the pack that
+              allocates them, and in its `backward_temp_bytes`.
 
-dK/dV are allocated by a backward and outlive it: they count as negative `backward_freed_bytes` of that pack and in
-its `backward_temp_bytes`. Padded packs count `pad_to` tokens a document. Temporaries are estimates:
-
-    forward   the pack's layer input, norm output, attention input/output and the gated product of one layer
-    backward  one layer's recomputed activations and gradients; on the last stage logits in compute precision and their
-              fp32 softmax and gradient, min(T, HEAD_ROWS)·vocab·(e + 8); attention's workspace (`cost.layer_counts`)
+Padded packs count `pad_to` tokens a document. Temporaries are estimates: of a forward one layer's input, norm output,
+attention input/output and gated product; of a backward one layer's recomputed activations and gradients, attention's
+workspace (`cost.layer_counts`), on the last stage logits and their fp32 softmax and gradient, min(T, HEAD_ROWS)·vocab.
 
 Static bytes of a rank: weights e·N, fp32 gradients max(e,4)·N, and AdamW's state sharded over dp·cp: fp32 master
 (only where e < 4) and two moments, max(e,4) bytes each. With LoRA adapters only those have gradients and state.
@@ -24,8 +22,8 @@ Static bytes of a rank: weights e·N, fp32 gradients max(e,4)·N, and AdamW's st
 A recomputed document keeps a smaller chunk and its backward holds one layer's recomputed tensors; an offloaded one
 keeps no chunk but two layers' buffers while a pack runs. Context parallelism (DP-Merge too) divides a pack's tokens
 over its ranks: of K and V a rank keeps its share of documents that are never cut and gathers one layer at a time; of
-a cut document it keeps all, gathered, and all of dK and dV. Where some slices lie whole on one rank (DACP) a pack
-counts what the fullest rank holds: exact where packs are freed before the next starts (pp = 1), else an upper bound.
+a cut document it keeps all, and all of dK and dV. Where some slices lie whole on one rank (DACP) a pack counts what
+the fullest rank holds: exact where packs are freed before the next starts (pp = 1), else an upper bound.
 """
 
 import dataclasses

@@ -11,8 +11,8 @@ a stage is a column of seconds a feature; seconds are one small matrix product. 
   are the mean over ranks, which searches compare; plans promise the slowest rank by its own rows (`cost.pack_split`).
 - The first stage carries the embedding in both directions, the last stage's BACKWARD the head. Tensor parallelism
   divides seconds of tokens and pairs by tp and adds its exposed transfers (`cost.group_transfers`).
-- Recomputed layers add to what a token and a pack cost in backward; a recomputed document pays the products that are
-  made again; an offloaded one makes a pack last at least as long as its copies to or from the host.
+- Recomputed layers and documents pay the products that are made again in backward; an offloaded document makes a pack
+  last at least as long as its copies to or from the host.
 """
 
 import functools

@@ -2,16 +2,16 @@
 
 A rank takes the seconds of its own rows as a pack of its own, and what K and V of shared documents cost beyond the
 attention of its local ones; a pack takes those of its slowest rank, for ranks wait for each other in every layer's
-transfers. All layers count as alike: where windows make other ranks the slowest, a pack takes longer than this.
-`stepplan.cp_rows` decides who computes which rows. O(ranges + packs · ranks · stages) numpy.
+transfers. All layers count as alike. `stepplan.cp_rows` decides who computes which rows. O(ranges + packs · ranks ·
+stages) numpy.
 
 Causes add up to `PackCosts.pack_seconds`. One after the other is taken away, and each difference is its share:
 
     as planned ─ copies to the host ─ recompute ─ waiting for K and V ─ tensor-parallel transfers
                ─ tiles, constants and waiting for the host ─ padding = useful work
 
-Causes of a shared pack are means over its ranks; what the slowest takes beyond the mean is `cp_imbalance_s`.
-O(slices + packs · stages) numpy, seven times the price of `pack_seconds`.
+Causes of a shared pack are means over its ranks; what the slowest takes beyond the mean is `cp_imbalance_s`. Seven
+times the price of `pack_seconds`.
 """
 
 import dataclasses

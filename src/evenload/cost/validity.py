@@ -2,10 +2,8 @@
 
 Seconds a layer belong to one shape of layer in one precision. Measured with matrices split over tp devices they
 include that group's transfers and hold for that tp alone; measured on whole matrices (tp 1) they hold for any tp. A
-link is known between as many devices as took part in the measurement.
-
-A run measures what is missing; a plan without devices takes links from its cluster. Where a run may change its layout,
-one measured link stands for those that another layout of the same processes needs.
+link is known between as many devices as took part in the measurement. Where a run may change its layout, one measured
+link stands for those that another layout of the same processes needs.
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,17 +1,9 @@
 """Choose which documents store, recompute or offload their activations (FlexPipe §5's memory options).
 
-`choose` starts with `replay`, the fastest, and only where that does not fit memory tries the policies below; the
-fastest that fits is kept, else the one that misses memory by the least. Long documents go first because they alone
-decide the peak: their first backward waits for their last forward, however they are cut.
-
-    offload the longest      documents that hold 1/4, 1/2, 3/4 of the tokens; long attention hides their copies
-    recompute the longest    the same
-    recompute all
-    offload the longest half, recompute the others
-    offload all
-
-Each is one column for the whole global batch. `plan_under_policies` plans under every policy in turn; `rank_policies`
-instead predicts by a few trials which will be best, for `slimpack` and `auto`, whose search costs far more.
+`choose` starts with `replay`, the fastest, and only where that does not fit memory tries offloading or recomputing the
+longest documents, which alone decide the peak, or all (`policies_in_order`); the fastest that fits is kept, else the
+one that misses memory by the least. A policy is one column for the whole global batch. `plan_under_policies` plans
+under every policy in turn; `rank_policies` predicts by a few trials which will be best, for `slimpack` and `auto`.
 """
 
 from collections.abc import Callable, Sequence

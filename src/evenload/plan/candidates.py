@@ -1,23 +1,17 @@
 """Make candidate packs and schedules of one replica's documents: a `Trial` is a point of the space that is searched.
 
-    cut               symmetric, asymmetric or whole, see below
+    cut               how documents become packs, each by the work of the slowest stage (`types.columns.WorkCurve`):
+        asymmetric    SlimPack §4.1: all work lies on one line, documents longest first; a pack ends at the document
+                      edge or cut nearest to its target, so that all carry the same work; forward and backward apart
+        symmetric     backward packs are the forward packs, slices reversed inside documents; a document of several
+                      targets gives packs of one slice each, rests and short documents go longest first into the others
+        whole         documents as they are, longest first (LPT)
     num_packs         packs aimed at, before tapering
-    token_weight      what a token's linear work counts when cutting: 2 evens out tokens, hence memory (λ)
+    token_weight      what a token's linear work counts when cutting: 2 evens out tokens, hence memory
     taper             halvings of the first forward and of the last backward pack: fill and drain of a pipeline cost
                       (P - 1) times these
     order             an `Order` that the core knows, or any other registered schedule, which is rated in Python
     lookahead, split  of the list schedule (`schedule.packflow`); `split` is set, too, where a schedule splits backwards
-
-Three ways to cut, each by work, forward and backward seconds of the slowest stage (`types.columns`):
-
-    asymmetric  SlimPack §4.1: long documents are cut into slices, short ones packed whole, so that every pack carries
-                the same work; forward and backward packs by their own curves. All work lies on one line, documents
-                longest first; a pack ends at the boundary nearest to its target: before a document, after it, or at a
-                cut. Backward takes each document from its end. In a fixed order this equals SlimPack's MILP.
-    symmetric   backward packs are the forward packs, slices reversed inside documents. A document of several targets
-                gives packs of one slice each; rests and short documents go longest first into the others, so no
-                document waits for the middle of another. O(n log n)
-    whole       documents as they are, longest first (LPT)
 
 The core cuts, prices, schedules and simulates many trials of many replicas in one call on several threads
 (`native/trials.cpp`), about 60 us a trial of 64 documents, 64 packs and 4 stages; only the chosen trial is made again

@@ -1,25 +1,19 @@
 """Defer documents to later steps: the state between steps, and which documents a step of `wlb` trains.
 
-A strategy normally rearranges one global batch. `wlb` and the `fixed_*` strategies with a window of several batches
-defer documents; those come back with the next batch and are trained within `max_delay_steps`. The state between steps
-is small, serialisable, and holds no tokens.
+`wlb` and the `fixed_*` strategies with a window of several batches defer documents; those come back with the next batch
+and are trained within `max_delay_steps`. The state between steps is small, serialisable, and holds no tokens.
 
-**Balanced release** (ours). WLB's queues release N outliers at a time, so that the longest micro-batch is no longer
-than the mean. This rule aims at that directly: the longest documents wait, and how many is decided every step.
-
-    all documents at hand, longest first    | 1 2 3 4 | 5 6 7 8 9 …
-                                              wait      trained now
-
-The first place for the bar (the fewest wait) is taken at which the degree max·N / total is within a limit, else the one
-of least degree; so documents of any length gather until they fill N micro-batches together. The limit is looser beyond
-a recent delay of `EASY_DELAY_STEPS`, so delay settles near half a step. And for a document too rare to gather company,
-which is trained at `max_delay_steps` anyway, the steps before save up to `RESERVE_SHARE` of a batch's work each.
-Degrees are first estimated for all places at once from sums, a few are then packed. O(n log n).
+**Balanced release** (ours): of all documents at hand the fewest longest ones wait at which the degree max·N / total of
+the others is within a limit, else as many as give the least degree; so documents of any length gather until they fill N
+micro-batches together. The limit is looser beyond a recent delay of `EASY_DELAY_STEPS`, so delay settles near half a
+step. For a document too rare to gather company, which is trained at `max_delay_steps` anyway, the steps before save up
+to `RESERVE_SHARE` of a batch's work each. Degrees are estimated for all numbers at once from sums, a few are then
+packed. O(n log n).
 
 **Queues** (WLB §4.2, Algorithm 1): the lengths `L_1 < L_2 < …` from which documents are outliers, tuned on a sample of
 lengths: of candidates that leave certain shares of the tokens above them, simulated over drawn batches, those of least
-imbalance (WLB Table 2) whose mean token delay is at most `TARGET_DELAY_STEPS`. Documents below a hundredth of the mean
-micro-batch fill up the least loaded ones. About 2 ms per candidate and 32 micro-batches; draws have a fixed seed.
+imbalance (WLB Table 2) whose mean token delay is at most `TARGET_DELAY_STEPS`. About 2 ms per candidate and 32
+micro-batches; draws have a fixed seed.
 """
 
 import heapq

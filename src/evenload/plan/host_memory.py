@@ -1,14 +1,11 @@
 """Plan steps whose offloaded activations fit the memory of their nodes.
 
 How much lies in host memory at once follows from the schedule, so it is known after planning (`cost.host_memory`). What
-exceeds it is first reordered: the same list rules (`schedule.packflow`) with host bytes in the place of the device's
-run fewer forwards ahead, which costs a fraction of a percent where offloading fewer documents costs several. Other
-orders, and phases of documents that replicas share, stay as they are; each device has an even share of its node's
-memory. Where no order is good enough the step is planned again without the policies that offload as many tokens or
-more, and with some that offload what fits (`policies_within_host`).
-
-Price: six list schedules where a replica holds too much, twelve where its backwards may be split; a search more each
-time that no order is good enough.
+exceeds it is first reordered: the list rules (`schedule.packflow`), with host bytes in the place of the device's, run
+fewer forwards ahead. Other orders, and phases of documents that replicas share, stay as they are; each device has an
+even share of its node's memory. Where no order is good enough the step is planned again without the policies that
+offload as many tokens or more, and with some that offload what fits (`policies_within_host`). Price: six list schedules
+where a replica holds too much, twelve where backwards may be split; and a search each time no order is good enough.
 """
 
 import itertools

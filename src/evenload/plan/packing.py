@@ -4,11 +4,8 @@ Best-fit decreasing fills windows as Megatron-LM's baseline does (Krell et al. 2
 Graham's LPT (1969): at most 4/3 - 1/(3k) of the best makespan; O(n log n), and O(n k) where most groups are full under
 a token capacity. `pack_greedily` is the inner loop of WLB's Algorithm 1: each document, in the order given, goes to the
 group with the least work; where that would exceed the token limit to the group with the fewest tokens; where that would
-too it is left over. Replicas are such groups, too (SlimPack phase 1, §4.1.1), balanced by predicted seconds.
-
-All packs of a step are priced at once, because numpy's cost is by the call; replicas with equally many packs share one
-schedule. Evenly shared, no replica has more than ceil(packs / dp) packs, the longest first: pipelines drain on short
-ones.
+too it is left over. Replicas are such groups, too (SlimPack §4.1.1), balanced by predicted seconds. All packs of a step
+are priced at once, because numpy's cost is by the call; replicas with equally many packs share one schedule.
 """
 
 import itertools

@@ -1,7 +1,7 @@
 """Plan steps: `StepPlanner` turns a global batch into one sealed `StepPlan`, the only planning call of the runtime.
 
-Pure and deterministic: the same documents, options and coefficients give the same plan, bit for bit, on every
-rank. Planning works on numpy columns; objects are made once, for the chosen candidates.
+The same documents, options and coefficients give the same plan, bit for bit, on every rank. Planning works on numpy
+columns; objects are made once, for the chosen candidates.
 """
 
 from collections.abc import Sequence

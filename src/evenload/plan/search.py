@@ -5,9 +5,9 @@
     2  every other replica, which holds nearly equal work, rates the best few of those
     3  replicas are evened out: short documents move from the slowest to the fastest, by simulated time
 
-Documents that groups of replicas share (`plan.dp_merge`) come before, each block's in its own search. Each way of
-sharing is first rated by a few trials (`rate_merges`) of the heaviest block of each size and the heaviest replica; the
-others take time by their work. Effort is counted in trials, so plans are deterministic.
+Documents that groups of replicas share (`plan.dp_merge`) come before, each block's in its own search; a way of sharing
+is first rated by a few trials of its heaviest searches (`rate_merges`). Effort is counted in trials, so plans are
+deterministic.
 """
 
 from collections.abc import Callable, Sequence

@@ -4,10 +4,9 @@
     measured steps and switches ────────────────────────────────────────────────────────┼─► FMOP ─► StepPlan, next state
                                current layout ─► planned and simulated ─────────────────┘
 
-The search estimates, simulation decides: the conditions' time and memory are those of complete plans, planned inside a
-layout by any strategy. A layout of another generation in the next StepPlan is the order to switch, whose seconds are
-part of that step. Plans of steps known ahead are kept, so a step costs a plan of the current layout and of `finalists`
-others, and HBSA (milliseconds).
+The search only estimates; decisions are taken on complete plans, made inside a layout by any strategy. A layout of
+another generation in the next StepPlan is the order to switch, whose seconds are part of that step. Plans of steps
+known ahead are kept, so a step costs a plan of the current layout and of `finalists` others, and HBSA (milliseconds).
 """
 
 from collections.abc import Callable, Sequence

@@ -1,8 +1,7 @@
 """Choose the layouts to plan for the coming batches, the most promising first.
 
 Layouts that a run declares (`plan.layouts`) are estimated one by one; without such a list HBSA searches all depths over
-all devices, also with different numbers of devices a stage where the strategy deals packs to them. The estimate only
-orders them: complete plans are what a decision is taken on.
+all devices, also with different numbers of devices a stage where the strategy deals packs to them.
 
 A run that declares none may take a few depths of its processes, within a number of process groups, which are made
 before anything is measured or read (`enumerated_layouts`): layers split evenly, one stage a rank, first the depths that

@@ -2,9 +2,9 @@
 
 Where a layout does not hold a step as it is, the faster of two memory plans that fits is taken: documents that
 recompute or offload in all stages, which every `StepPlanner` chooses by itself, and layers that recompute for all
-documents, as few in every stage as memory asks for (FlexPipe's O_plan, §5.1; also Sun et al., AdaPipe). Optimizer state
-stays on the device, so T_swap of the latter is 0. A stage's peak falls nearly linearly with its recomputed layers: a
-first guess, then the slope that a plan shows, gives the next number. Price: at most `MOST_PLANS` plans.
+documents, as few in every stage as memory asks for (FlexPipe's O_plan, §5.1; also Sun et al., AdaPipe). A stage's peak
+falls nearly linearly with its recomputed layers: a first guess, then the slope that a plan shows, gives the next
+number. Price: at most `MOST_PLANS` plans.
 """
 
 from collections.abc import Callable

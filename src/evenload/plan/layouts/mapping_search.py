@@ -10,21 +10,19 @@ what embedding or head weigh in layers, elsewhere as many more. `Search` places 
     the mapping so far plus an even spread of the rest is no faster than the best known one (the even split at first)
     another branch came to the same layer with no more of anything that counts
 
-The last two lose nothing. A step's estimate depends on a mapping only through three maxima over stages (work,
-parameters, bytes received), so few branches are left: polynomial where the paper's recursion is not. Beyond the paper,
-which takes the least depth that fits, we search every deeper one too, because gradient reduction across nodes can cost
-more than a deeper pipeline, and a depth that does not fit may recompute or offload.
+The last two lose nothing: a step's estimate depends on a mapping only through three maxima over stages (work,
+parameters, bytes received). Unlike the paper we search every depth, not the least that fits: gradient reduction across
+nodes can cost more than a deeper pipeline, and a depth that does not fit may recompute or offload.
 
-**Stages with different numbers of devices**, such as (1, 1, 2, 1, 1, 1, 1) (§5.1). A depth that does not divide the
-devices leaves up to P - 1 of them idle; here each goes to one stage. The pipeline is then one, whose packs every stage
-takes to its devices in turn; a device of a stage with g of them runs ceil(n / g) of n micro-batches:
+**Stages with different numbers of devices**, such as (1, 1, 2, 1, 1, 1, 1) (§5.1), where a depth does not divide the
+devices. The pipeline is then one, whose packs every stage takes to its devices in turn; a device of a stage with g of
+them runs ceil(n / g) of n micro-batches:
 
     T = sum_i u_i + max_i c_i (W_i - u_i) + max_i (reduction and optimizer of stage i)
 
 with c_i = (ceil(n / g_i) - 1) / (n - 1), in the terms of `mapping_cost`. Which stages are replicated and where they are
-cut is found by dynamic programming over (stage, replicated ones so far, layer): the least maximum over stages of rest,
-reduction and optimizer together, within memory. Left out are numbers of devices that differ by more than one, and that
-the two maxima may lie on different stages. O(depth · replicated stages · layers²) a depth.
+cut is found by dynamic programming over (stage, replicated ones so far, layer), with both maxima on one stage and
+numbers of devices that differ by one at most. O(depth · replicated stages · layers²) a depth.
 """
 
 import math

@@ -1,13 +1,11 @@
 """Correct predictions of layouts by trained steps and switches: ratios of measured to predicted seconds, and bytes.
 
-All are kept as the last few ratios, of which the median counts, so that one disturbed step says nothing. Layouts that
-never ran take what all others have in common (a slow machine is slow in every layout), and what is known of a layout
-fades towards that while it does not run.
+The median of the last few ratios counts, so that one disturbed step says nothing. Layouts that never ran take what all
+others have in common, and what is known of a layout fades towards that while it does not run.
 
-`LayoutMonitor` is the Monitor of a run (FlexPipe §3.2). Steps are planned ahead of their training and plans are kept:
-what step n shows decides from step n + 1 + steps_ahead on, always exactly that, whatever threads do. So what is known
-after the last steps is kept until it has been used, and goes into checkpoints: a resumed run decides as this one would
-have.
+`LayoutMonitor` is the Monitor of a run (FlexPipe §3.2). Steps are planned ahead of their training: what step n shows
+decides from step n + 1 + steps_ahead on, always exactly that, whatever threads do. So what is known after the last
+steps is kept until it has been used, and goes into checkpoints: a resumed run decides as this one would have.
 """
 
 import statistics

@@ -7,15 +7,13 @@ one piece that both the first and the last stage hold, each with a whole optimiz
 
 Weights are sent as whole pieces to ranks that do not hold them, optimizer state as the overlaps of old and new shares:
 the fewest bytes possible. Of several ranks that have what is needed one of the same node sends it, of those the one
-with least to send so far. Only ranks with the same place in their tensor-parallel groups exchange anything; cp and tp
-never change. Every rank plans the same, so ranks post moves in their order without negotiation. Price: O(pieces ·
-ranks) in plain Python, about a millisecond for a hundred pieces on four ranks.
+with least to send so far. Only ranks with the same place in their tensor-parallel groups exchange anything. Every rank
+plans the same, so ranks post moves in their order without negotiation. O(pieces · ranks) in plain Python, about a
+millisecond for a hundred pieces on four ranks.
 
-Twins (FlexPipe §4, TwinLayer): FlexPipe keeps a copy of every layer of a machine in its host memory, from which a
-device that gains a layer reads it. Where devices compute in host memory the layer itself can lie there, without a copy,
-and a budget bounds how much of a machine's memory is shared. A piece is shared whole, in the order of the model while
-the budget lasts; others are sent between processes. Shared pieces come to a node once: the first of its ranks fetches,
-and the others take it from there, *relayed*.
+Twins (FlexPipe §4, TwinLayer): where devices compute in host memory, ranks of a machine read the layers that they gain
+from each other's memory, within a budget; pieces beyond it are sent. Shared pieces come to a node once: the first of
+its ranks fetches, and the others take it from there, *relayed*.
 """
 
 import itertools

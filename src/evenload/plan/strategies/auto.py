@@ -1,17 +1,14 @@
 """Plan by `auto`: one optimiser over all strategies, scored by simulated time within memory.
 
     1  `slimpack`'s search by time alone, even cuts or not, with and without documents that replicas share
-    2  where several activation policies come close, each of the best is refined:
-         the heaviest replica improves (other schedules and tapered ends of its best packs, then neighbours of its best
-         trials: look-ahead, tapers, token weight, pack count, cut); the others rate the best few of those
-         replicas are evened out again
-         what is left of the budget goes to the slowest replica, for which the step waits
-         last, the packs of the slowest under the other schedules
+    2  under each of the activation policies that come close, the heaviest replica is improved (tapered ends of its best
+       packs, then neighbours of its best trials), the others rate the best few of those, replicas are evened out again,
+       and what is left of the budget goes to the slowest replica, at last under the other schedules, too
     3  every other strategy that plans a step by itself, unless it cannot win: its plan is a candidate as it is
 
 The best of each is then repriced, rank by rank where ranks share packs, and the fastest taken, so `auto` is never worse
-than any of them. Strategies solved by an exact solver are left out: they take seconds. The budget is a number of
-simulations (`max_candidates`), so plans are deterministic unless `time_budget_s` ends the search by the clock.
+than any of them. Strategies of an exact solver are left out: they take seconds. The budget is a number of simulations
+(`max_candidates`), so plans are deterministic unless `time_budget_s` ends the search by the clock.
 """
 
 import math
