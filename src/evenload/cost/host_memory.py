@@ -38,12 +38,7 @@ OFFLOAD_SHARE = 0.85  # Of a node's memory, for offloaded activations
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Hold what a node offers to offloaded activations.
-
-    Args:
-        devices_per_node: ranks that share it.
-        limit_bytes: None = not limited.
-    """
+    """Hold what a node of so many devices offers to offloaded activations; `limit_bytes` None = not limited."""
 
     devices_per_node: int
     limit_bytes: int | None
@@ -109,11 +104,8 @@ def peak_host_bytes(
 
 
 def fullest_node_bytes(layout: ParallelLayout, peaks: Sequence[NDArray[np.int64]], devices_per_node: int) -> int:
-    """Return the bytes of the node whose ranks hold most.
-
-    Args:
-        peaks: int64[R] of every replica, of one of its context and tensor ranks, which hold alike.
-    """
+    """Return the bytes of the node whose ranks hold most; `peaks` int64[R] of every replica, of one of its context and
+    tensor ranks, which hold alike."""
     of_devices = np.repeat(np.stack(peaks, axis=1).ravel(), layout.cp * layout.tp)
     padded = np.zeros(-(-len(of_devices) // devices_per_node) * devices_per_node, np.int64)
     padded[: len(of_devices)] = of_devices
@@ -127,11 +119,8 @@ MAPPED_BYTES = 32 * 2**20
 
 
 def process_bytes(model: ModelSpec, plan: StepPlan, fixed_bytes: int) -> int:
-    """Predict the peak bytes of the fullest process while it runs a plan, alone or after lighter ones.
-
-    Args:
-        fixed_bytes: resident bytes before the first step without weights, gradients and optimizer state.
-    """
+    """Predict the peak bytes of the fullest process while it runs a plan, alone or after lighter ones; `fixed_bytes`:
+    resident before the first step, without weights, gradients and optimizer state."""
     layout = plan.layout
     static = int(static_bytes(model, layout).max())
     activations = plan.predicted.peak_memory_bytes - static

@@ -78,10 +78,8 @@ def forward_flops(model: ModelSpec, num_tokens: ArrayLike) -> NDArray[np.float64
 
 
 def training_flops(model: ModelSpec, num_tokens: ArrayLike) -> NDArray[np.float64]:
-    """Count the model FLOPs of forward and backward of whole documents; the numerator of MFU.
-
-    3x forward; with LoRA adapters 3x forward less dW of the frozen matrices.
-    """
+    """Count the model FLOPs of forward and backward of whole documents, less dW of frozen matrices; the numerator of
+    MFU."""
     flops = 3.0 * forward_flops(model, num_tokens)
     if model.adapter_parameters_per_layer:
         frozen = 2.0 * model.linear_parameters_per_layer * model.num_layers + 2.0 * model.embedding_parameters
@@ -136,10 +134,8 @@ def accumulator_bytes(model: ModelSpec) -> int:
 
 def weight_elements_per_token(model: ModelSpec, tp: int = 1) -> int:
     """Count the elements that one token keeps on ONE layer of one device from I to W: inputs, and gradients of outputs.
-
-    Every chosen expert has rows of its own, but for the inputs, which the router shares with them. Frozen matrices
-    (LoRA) keep nothing, and the weight gradients of adapters are added in I.
-    """
+    Every chosen expert has rows of its own, but for the inputs. Frozen matrices (LoRA) keep nothing; adapters finish in
+    I."""
     if model.adapter_parameters_per_layer:
         return 0
     hidden, chosen = -(-model.hidden_size // tp), max(1, model.experts_per_token)

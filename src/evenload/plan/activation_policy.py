@@ -98,13 +98,9 @@ def plan_under_policies(
     can_fit: Callable[[StepProblem], bool] | None,
     enough_s: float = 0.0,
 ) -> tuple[StepProblem, DelayedChoice]:
-    """Return the best answer over policies: within memory, then the fastest.
-
-    Args:
-        problems: the step under every policy, all stored first; at least one.
-        can_fit: False where a problem is known to exceed memory: planned only where no policy fits.
-        enough_s: a plan within memory that takes no longer is as good as any.
-    """
+    """Return the best answer over policies (`problems`, all stored first): within memory, then the fastest; one within
+    memory that takes `enough_s` at most ends the choice. What cannot fit (`can_fit`) is planned only where no policy
+    fits."""
     best: tuple[StepProblem, DelayedChoice] | None = None
     promising = [problem for problem in problems if can_fit is None or can_fit(problem)]
     for problem in promising or problems:

@@ -72,6 +72,9 @@ class Order(StrEnum):
         return STATIC.name if self.is_static else LIST.name
 
 
+ORDERS: tuple[object, ...] = tuple(Order)
+
+
 class Setting(NamedTuple):
     """Describe how packs are cut."""
 
@@ -127,9 +130,6 @@ def trial_under(setting: Setting, order: Order | ScheduleRule) -> Trial:
     return Trial(setting, order, split=isinstance(order, ScheduleRule) and order.splits_backward)
 
 
-_NUMBERS: dict[object, int] = {order: number for number, order in enumerate(Order)}
-
-
 def trial_rows(trials: Sequence[Trial]) -> NDArray[np.int64]:
     """Encode trials for the core: cut, count, token weight, tapers, order, look-ahead, split; int64[trials, 8]."""
     rows = [
@@ -138,7 +138,7 @@ def trial_rows(trials: Sequence[Trial]) -> NDArray[np.int64]:
             trial.setting.num_packs,
             trial.setting.token_weight,
             *trial.setting.taper,
-            _NUMBERS[trial.order],
+            ORDERS.index(trial.order),
             UNLIMITED_LOOKAHEAD if trial.lookahead is None else trial.lookahead,
             int(trial.split),
         )
@@ -186,8 +186,8 @@ class CutRules:
 
     def native_curves(self) -> tuple[tuple, tuple]:
         forward, backward = self.forward, self.backward
-        backward_curve = backward.linear_s, backward.attention_s, backward.slice_s
-        return (forward.linear_s, forward.attention_s, forward.slice_s), backward_curve
+        forward_curve = forward.linear_s, forward.attention_s, forward.slice_s
+        return forward_curve, (backward.linear_s, backward.attention_s, backward.slice_s)
 
     def native_limits(self) -> tuple[int, int, int]:
         limit = NO_TOKEN_LIMIT if self.max_pack_tokens is None else self.max_pack_tokens
@@ -242,15 +242,11 @@ def by_time(score: TrialScore) -> tuple[int, float]:
 
 
 class ReplicaSearch:
-    """Rate trials of some documents (int64[k], indices into the problem's arrays), and rank them.
+    """Rate trials of some documents (int64[k], indices into the problem's arrays), whose slices `ranks` share (default:
+    the layout's cp), and rank them by `score_key`, smaller is better.
 
     Searches of one problem share scores: `slimpack` and `auto` rate nearly the same trials, and a step that exceeds
-    host memory is searched again under policies that were rated before.
-
-    Args:
-        ranks: that share every slice; default: the context-parallel ranks of the layout.
-        score_key: how trials are ranked, smaller is better.
-    """
+    host memory is searched again under policies that were rated before."""
 
     def __init__(
         self,
@@ -387,12 +383,11 @@ def _score_in_core(jobs: list[tuple[ReplicaSearch, list[Trial]]]) -> None:
     rules, empty = cut_rules(problem), np.empty(0, np.int8)
     for search, _ in jobs:
         require_links_of_group(problem.costs, search.ranks, search.policy)
-    policies = (empty if search.policy is None else np.ascontiguousarray(search.policy) for search, _ in jobs)
     found = _native.score_trials(
         problem.costs.native,
         [
-            (search.num_tokens, policy, search.ranks, trial_rows(trials))
-            for (search, trials), policy in zip(jobs, policies, strict=True)
+            (search.num_tokens, empty if search.policy is None else search.policy, search.ranks, trial_rows(trials))
+            for search, trials in jobs
         ],
         *rules.native_curves(),
         np.empty(0, np.int64) if problem.cap_bytes is None else problem.cap_bytes,

@@ -73,11 +73,8 @@ def _mixed(costs: PackCosts, packs: SliceColumns, ranks: NDArray[np.int64]) -> l
             for rank, members in enumerate(longest_first(seconds[short], int(ranks[index]))):
                 owner[short[members]] = rank
         listed = owner.tolist()
-        found.append(
-            tuple(
-                tuple(listed[edges[at] : edges[at + 1]]) if many > 1 else "" for at, many in enumerate(ranks.tolist())
-            )
-        )
+        shared = enumerate((ranks > 1).tolist())
+        found.append(tuple(tuple(listed[edges[at] : edges[at + 1]]) if is_shared else "" for at, is_shared in shared))
     return found
 
 
@@ -88,10 +85,9 @@ def run_ahead(
     phase_of_backward: NDArray[np.int64],
     cap_bytes: NDArray[np.int64] | None,
 ) -> ActionColumns:
-    """Order the same actions with later phases in the gaps of earlier ones.
+    """Order actions, phase after phase on every rank, with later phases in the gaps of earlier ones.
 
     Args:
-        actions: phase after phase on every rank.
         phase_of_forward, phase_of_backward: of every pack, not falling; int64[m_f], int64[m_b].
         cap_bytes: int64[R] that ranks may hold, None = not limited.
 

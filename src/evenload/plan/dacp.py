@@ -48,13 +48,9 @@ class MicroBatch:
 
 @dataclass(frozen=True, eq=False)
 class OwnedGroups:
-    """Hold the owners of the documents of several micro-batches.
-
-    Args:
-        owner: int64[documents], group after group; `SHARED` = all ranks. Meaningless in a group without an answer.
-        seconds: float64[groups], eq. 2 on the slowest rank; infinite where no owners were found that fit.
-        members: int64[documents]; offset: int64[groups + 1], where each group begins in `owner` and `members`.
-    """
+    """Hold owners of the documents of several micro-batches: `members` and `owner` (int64[documents], `SHARED` = all
+    ranks) group after group from `offset` (int64[groups + 1]), and `seconds` (float64[groups], eq. 2 on the slowest
+    rank), infinite where no owners were found that fit."""
 
     owner: NDArray[np.int64]
     seconds: NDArray[np.float64]
@@ -132,9 +128,8 @@ def _longest_first(step: StepDocuments, documents: NDArray[np.int64]) -> Groups:
     shares, listed = step.columns.share_tokens()[documents], documents.tolist()
     # Shares rounded up under the bucket: all documents shared then fit.
     bucket = max(int(shares.max()), min(step.columns.bucket_tokens, step.limit_tokens // step.columns.cp))
-    groups = longest_first(
-        step.columns.local_s[documents], _fewest(step, documents), num_tokens=shares, capacity=bucket
-    )
+    local_s, count = step.columns.local_s[documents], _fewest(step, documents)
+    groups = longest_first(local_s, count, num_tokens=shares, capacity=bucket)
     return [[listed[index] for index in group] for group in groups if group]
 
 

@@ -62,9 +62,8 @@ def ordered_within_host(problem: StepProblem, choice: ReplicaChoice) -> ReplicaC
 
 
 def _held(problem: StepProblem, found: Candidate) -> PacksInHostMemory | None:
-    if problem.host_device_bytes is None:
-        return None
-    return host_bytes_of_packs(problem.costs.model, problem.layout, found.packs)
+    is_limited = problem.host_device_bytes is not None
+    return host_bytes_of_packs(problem.costs.model, problem.layout, found.packs) if is_limited else None
 
 
 def _excess(problem: StepProblem, held: PacksInHostMemory, actions: ActionColumns) -> int:
@@ -89,15 +88,9 @@ def plan_within_host(
     host_bytes: Callable[[Sequence[ReplicaChoice]], int],
     host: HostMemory,
 ) -> tuple[StepProblem, DelayedChoice, str]:
-    """Plan a step so that its offloaded activations fit their node; the last plan where none does.
-
-    Args:
-        problems: the step under every policy that may be chosen; at least one.
-        plan_step: the best of problems, and its answer; host_bytes: of an answer, on the fullest node.
-
-    Returns:
-        Problem and answer, and a message where host memory was too little for the first ("" = it was not).
-    """
+    """Plan a step under one of its policies so that its offloaded activations fit their node, else the last plan;
+    return problem and answer, and a message where host memory was too little for the first ("" = it was not).
+    `plan_step` gives the best of problems and its answer, `host_bytes` those of an answer on the fullest node."""
     message, times_tried = "", 0
     ordered: tuple[StepProblem, DelayedChoice] | None = None
     while True:

@@ -82,11 +82,9 @@ def search_mappings(
     switch_weight: float = 1.0,
     least_depth_only: bool = False,
 ) -> MappingSearch:
-    """Search the best mapping of every depth.
+    """Search the best mapping of every depth, over `groups` = devices / (cp·tp), under policies, the fastest first.
 
     Args:
-        groups: devices / (cp·tp).
-        num_policies: tried in order, the fastest first.
         receive_of: depth to the seconds a stage's devices receive; None = nothing to move from.
         switch_weight: of switch seconds against step seconds; 1 / n where the gain counts for n steps.
         least_depth_only: stop at the first depth that fits, as published.
@@ -235,19 +233,9 @@ def _end_layers(price: MappingCosts, layer: int) -> int:
     return -int(-max(by_work, more / inner if inner else 0.0, 0.0) // 1)
 
 
-class ReplicatedStageMapping(NamedTuple):
-    """Hold the layers and devices of stages."""
-
-    edges: tuple[int, ...]
-    devices: tuple[int, ...]
-
-
 class ReplicatedStageCosts(MappingCosts):
-    """Price mappings of one depth and number of micro-batches whose stages have different numbers of devices.
-
-    Args:
-        coefficients: of any layout of as many devices, for the links; micro_batches: of the one pipeline.
-    """
+    """Price mappings of one depth and number of micro-batches whose stages have different numbers of devices;
+    `coefficients` of any layout of as many devices, for the links."""
 
     def __init__(
         self,
@@ -312,9 +300,11 @@ class ReplicatedStageCosts(MappingCosts):
         return held + self.trained_parameters(first, last) * trained_bytes + self._temp_bytes + logits
 
 
-def best_replicated_mapping(price: ReplicatedStageCosts, devices: int) -> ReplicatedStageMapping | None:
-    """Choose which stages of a depth get one device more than the others, and their layers; None where nothing fits
-    memory. `devices`, of all stages, are more than the depth, and not a multiple of it."""
+def best_replicated_mapping(
+    price: ReplicatedStageCosts, devices: int
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Choose which stages of a depth get one device more than the others; return the edges of their layers and their
+    devices, None where nothing fits memory. `devices` in all are more than the depth, and not a multiple of it."""
     depth, layers = price.depth, price.num_layers
     least, wide = divmod(devices, depth)
     tables = [_StageTable(price, least + more) for more in (0, 1)]
@@ -348,7 +338,7 @@ def best_replicated_mapping(price: ReplicatedStageCosts, devices: int) -> Replic
         of_stages.append(least + now - before)
         edges.append(layer_before)
         now, layer = before, layer_before
-    return ReplicatedStageMapping(tuple(reversed(edges)), tuple(reversed(of_stages)))
+    return tuple(reversed(edges)), tuple(reversed(of_stages))
 
 
 class _StageTable:

@@ -48,14 +48,10 @@ class MeasuredLayouts(Frozen):
     memory_ratios: tuple[float, ...] = ()
 
     def with_step(self, step: int, layout: ParallelLayout, ratio: float) -> "MeasuredLayouts":
-        key = layout.arrangement
-        before = next((one.ratios for one in self.layouts if one.layout == key), ())
-        newest = LayoutRatios(layout=key, ratios=(*before, ratio)[-KEPT_RATIOS:], last_step=step)
-        if before:
-            layouts = tuple(newest if one.layout == key else one for one in self.layouts)
-        else:
-            layouts = (*self.layouts, newest)
-        return msgspec.structs.replace(self, layouts=layouts)
+        key, kept = layout.arrangement, {one.layout: one for one in self.layouts}
+        before = kept[key].ratios if key in kept else ()
+        kept[key] = LayoutRatios(layout=key, ratios=(*before, ratio)[-KEPT_RATIOS:], last_step=step)
+        return msgspec.structs.replace(self, layouts=tuple(kept.values()))
 
     def with_switch(self, kind: SwitchKind, ratio: float) -> "MeasuredLayouts":
         kept = {one.kind: one.ratios for one in self.switches}
@@ -113,7 +109,7 @@ class LayoutMonitor:
         switch: tuple[SwitchKind, float] | None = None,
         peak_bytes: int | None = None,
     ) -> None:
-        """Record a trained step. Every step, in order.
+        """Record a trained step; every step, in order.
 
         Args:
             step_time_s: measured; of the first step in a layout, which does not count, with the switch before it.

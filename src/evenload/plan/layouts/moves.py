@@ -21,8 +21,8 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
 
 from evenload.cost.coefficients import CostCoefficients
+from evenload.cost.layout_switch import require_switchable
 from evenload.cost.memory import optimizer_bytes_per_parameter, unit_parameters
-from evenload.errors import ConfigError
 from evenload.types.base import Frozen
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
@@ -33,9 +33,7 @@ class Piece(Frozen):
 
     Args:
         unit: 0 = embedding, 1 + l = layer l, 1 + layers = final norm and head.
-        num_elements: of the weights.
-        weight_bytes: of one element.
-        state_bytes: of one element's optimizer state, fp32 master weights included; 0 = not trained.
+        weight_bytes: of one element; state_bytes: its optimizer state, fp32 master weights included; 0 = not trained.
         at_both_ends: a tied embedding, which the last stage holds too.
     """
 
@@ -78,19 +76,9 @@ def plan_moves(
     tp_rank: int = 0,
     shared: Collection[int] = (),
 ) -> Moves:
-    """Plan what ranks with this place in their tensor-parallel groups send each other.
-
-    Args:
-        pieces: of one such rank; shared: indices of those that ranks of a node read from each other's memory.
-
-    Raises:
-        ConfigError: cp, tp or the number of layers change.
-    """
-    if (old.cp, old.tp, old.num_layers) != (new.cp, new.tp, new.num_layers):
-        raise ConfigError(
-            f"switch from {old.describe()} to {new.describe()}: only pp, dp and the layers of stages may change, "
-            "cp and tp may not"
-        )
+    """Plan what ranks with this place in their tensor-parallel groups send each other: `pieces` of one such rank, of
+    which those at the indices `shared` are read from memory inside a node. Raises as `require_switchable`."""
+    require_switchable(old, new)
     weights, state = _Senders(ranks_per_node), _Senders(ranks_per_node)
     weight_moves: list[Move] = []
     relayed: list[Move] = []

@@ -116,12 +116,8 @@ def switch_memory(moved: SwitchPieces, old: ParallelLayout, new: ParallelLayout)
 
 
 class SwitchPrices:
-    """Price the switches of one run between layouts of any generation.
-
-    Args:
-        coefficients: of any of its layouts.
-        moved: of a run that trains; None = the model's units, all shared where copies were measured.
-    """
+    """Price the switches of one run between layouts of any generation, of which the coefficients are of one. `moved`:
+    of a run that trains; None = the model's units, all shared where copies were measured."""
 
     def __init__(
         self, model: ModelSpec, start: ParallelLayout, coefficients: CostCoefficients, moved: SwitchPieces | None = None

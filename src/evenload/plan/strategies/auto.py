@@ -123,10 +123,8 @@ class _Refinement:
             for search in self._slowest():
                 if search.is_near_bound():
                     continue
-                best = search.best()
-                for other in [
-                    trial_under(trial.setting, rule) for trial in best_packs(search) for rule in self._others
-                ]:
+                best, packs = search.best(), best_packs(search)
+                for other in [trial_under(trial.setting, rule) for trial in packs for rule in self._others]:
                     made = score_of(search.build(other))
                     # What is the same to rounding stays as it was.
                     if made is not None and by_time(made) < (best.excess_bytes, WORTH_IT * best.makespan_s):
@@ -161,9 +159,7 @@ def plan_auto(problems: Sequence[StepProblem], others: Sequence[Strategy]) -> Pl
     """Plan a step by `slimpack`'s search and by `others`, but those that need a solver or choose a layout. Where
     nothing can plan the step, the error is the last strategy's."""
     # Repriced, because that is what others are compared with.
-    plans: list[Planned] = [
-        (problem, _repriced(problem, found.choices())) for problem, found in _searched(problems)[:1]
-    ]
+    plans: list[Planned] = [(problem, _repriced(problem, one.choices())) for problem, one in _searched(problems)[:1]]
     failure: Exception | None = None
     if problems[0].costs.model.causal:
         try:
@@ -225,12 +221,9 @@ def _promising(problems: Sequence[StepProblem], found: tuple[ReplicaChoice, ...]
 
 
 def _least_seconds(rival: Strategy, problems: Sequence[StepProblem], found: tuple[ReplicaChoice, ...]) -> float | None:
-    """Bound the seconds of a strategy's plans, 0 = not known; None where none can be faster than the plan `found`.
-
-    No plan of whole documents is faster than the longest one through all stages and back (where backwards are split,
-    only I passes, so that is no bound). And where memory does not bind, a strategy that searches for time alone is as
-    fast as it gets: policies that save memory only add to the time of every pack.
-    """
+    """Bound the seconds of a strategy's plans, 0 = not known; None where none can be faster than the plan `found`: no
+    plan of whole documents is faster than the longest one through all stages and back (but where only I passes), and
+    where memory does not bind, a strategy that searches for time alone is as fast as it gets."""
     excess, summed_s = step_score(found)[0], _summed_s(problems[0], found)
     if excess:
         return 0.0
@@ -261,9 +254,7 @@ def _tapered(trial: Trial, search: ReplicaSearch) -> list[Trial]:
     setting, pp = trial.setting, search.problem.layout.pp
     if setting.cut == "whole":
         return []
-    counts = dict.fromkeys(
-        max(pp, count // pp * pp) for count in (setting.num_packs * part // 4 for part in (3, 4, 5, 6))
-    )
+    counts = dict.fromkeys(max(pp, setting.num_packs * part // 4 // pp * pp) for part in (3, 4, 5, 6))
     return [
         Trial(setting._replace(num_packs=count, token_weight=weight, taper=taper), Order.LIST, split=True)
         for count in counts

@@ -61,12 +61,11 @@ def exact_groups(
     start: list[list[int]],
     time_limit_s: float = 60.0,
 ) -> ExactGroups:
-    """Put items into as many groups as `start` has, so that the largest group has the least work.
+    """Put items into as many groups as `start` has (a known grouping within the capacity, groups may be empty), so that
+    the largest group has the least work; never worse than `start`.
 
     Args:
         work: float64[n], finite, not negative; num_tokens: int64[n], of which a group may hold `capacity`.
-        start: a known grouping within the capacity, groups may be empty; the answer is never worse.
-        time_limit_s: the solver stops here with the best it has.
 
     Raises:
         ConfigError: highspy is not installed.
@@ -172,10 +171,8 @@ class FixedExactOptions(StrategyOptions, tag="fixed_exact"):
     solver_time_limit_s: float = 10.0
 
     def __post_init__(self) -> None:
-        if not self.solver_time_limit_s > 0:
-            raise ConfigError(
-                f"plan options: fixed_exact.solver_time_limit_s is {self.solver_time_limit_s}, must be above 0"
-            )
+        if not (limit_s := self.solver_time_limit_s) > 0:
+            raise ConfigError(f"plan options: fixed_exact.solver_time_limit_s is {limit_s}, must be above 0")
 
 
 # (problem, attention work, windows wanted) to (documents of every window, note).

@@ -86,10 +86,8 @@ def bucket_tokens(problem: StepProblem) -> int:
     while low < high:  # the most that fits lies in low..high; as many parts as are cheap to price at once
         tried = np.unique(np.linspace(low, high, BUCKETS_TRIED + 1).astype(np.int64)[1:])
         fitting = int((_peak_bytes(problem, tried) <= cap).sum())  # bytes grow with tokens
-        low, high = (
-            int(tried[fitting - 1]) if fitting else low,
-            int(tried[fitting]) - 1 if fitting < len(tried) else high,
-        )
+        low = int(tried[fitting - 1]) if fitting else low
+        high = int(tried[fitting]) - 1 if fitting < len(tried) else high
     return low
 
 

@@ -221,9 +221,8 @@ def search_with_merging(problem: StepProblem, rules: SearchRules) -> SearchResul
     others = [*other_merges(problem, merge), *long_merges(problem)] if merge else long_merges(problem)
     rated = sorted(zip(rate_merges(problem, others, rules), range(len(others)), strict=True))
     score_key = None if best is None else best.score_key()[:2]
-    promising = [
-        others[at] for (excess, seconds), at in rated if score_key is None or (excess, PROMISING * seconds) < score_key
-    ]
+    keys = [((excess, PROMISING * seconds), at) for (excess, seconds), at in rated]
+    promising = [others[at] for key, at in keys if score_key is None or key < score_key]
     # Documents move only in the best of them: that takes as many trials as a search, and gains little.
     tried = _search_merges(problem, promising[:MOST_MERGES], replace(rules, even_out=False), apart)
     found = _better(None, tried)

@@ -16,8 +16,7 @@ from evenload.schedule.registry import SCHEDULES
 from evenload.types.base import Frozen
 from evenload.types.layout import ParallelLayout
 
-Planned = tuple[StepProblem, tuple[ReplicaChoice, ...]]
-"""A step under the activation policies that were chosen, and one choice a replica."""
+Planned = tuple[StepProblem, tuple[ReplicaChoice, ...]]  # A step under the chosen policies, one choice a replica
 DelayingPlanner = Callable[[StepProblem, Arrivals], DelayedChoice]
 
 
