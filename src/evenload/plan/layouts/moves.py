@@ -17,7 +17,7 @@ its ranks fetches, and the others take it from there, *relayed*.
 """
 
 import itertools
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 
 from evenload.cost.coefficients import CostCoefficients
@@ -79,7 +79,7 @@ def plan_moves(
     """Plan what ranks with this place in their tensor-parallel groups send each other: `pieces` of one such rank, of
     which those at the indices `shared` are read from memory inside a node. Raises as `require_switchable`."""
     require_switchable(old, new)
-    weights, state = _Senders(ranks_per_node), _Senders(ranks_per_node)
+    weights, state = Counter[int](), Counter[int]()
     weight_moves: list[Move] = []
     relayed: list[Move] = []
     state_moves: list[Move] = []
@@ -93,7 +93,8 @@ def plan_moves(
                 if node in fetched:
                     relayed.append(Move(piece=index, source=fetched[node], target=target, **whole))
                 else:
-                    source = weights.choose(before, target, piece.num_elements * piece.weight_bytes)
+                    num_bytes = piece.num_elements * piece.weight_bytes
+                    source = _sender(before, target, num_bytes, weights, ranks_per_node)
                     weight_moves.append(Move(piece=index, source=source, target=target, **whole))
                     if index in shared and node not in nodes:
                         fetched[node] = target
@@ -101,7 +102,8 @@ def plan_moves(
                 has = {rank: state_share(old, piece, *held) for rank, held in before.items()}
                 wanted = state_share(new, piece, *place)
                 for start, stop, sources in _lacking(wanted, has, target):
-                    source = state.choose(sources, target, (stop - start) * piece.state_bytes)
+                    num_bytes = (stop - start) * piece.state_bytes
+                    source = _sender(sources, target, num_bytes, state, ranks_per_node)
                     state_moves.append(Move(piece=index, source=source, target=target, start=start, stop=stop))
     return Moves(weights=tuple(weight_moves), state=tuple(state_moves), relayed=tuple(relayed))
 
@@ -151,16 +153,14 @@ def moving_seconds(
     return seconds
 
 
-class _Senders:
-    def __init__(self, ranks_per_node: int) -> None:
-        self._ranks_per_node = ranks_per_node
-        self._bytes: dict[int, int] = defaultdict(int)
-
-    def choose(self, holders: Collection[int], target: int, num_bytes: int) -> int:
-        node = target // self._ranks_per_node
-        source = min(holders, key=lambda rank: (rank // self._ranks_per_node != node, self._bytes[rank], rank))
-        self._bytes[source] += num_bytes
-        return source
+def _sender(
+    holders: Collection[int], target: int, num_bytes: int, sent_bytes: Counter[int], ranks_per_node: int
+) -> int:
+    """Choose, and count, the holder that sends so many bytes: of the target's node if there is one, then the idlest."""
+    node = target // ranks_per_node
+    source = min(holders, key=lambda rank: (rank // ranks_per_node != node, sent_bytes[rank], rank))
+    sent_bytes[source] += num_bytes
+    return source
 
 
 def holders(layout: ParallelLayout, piece: Piece, tp_rank: int = 0) -> dict[int, tuple[int, int]]:
