@@ -1,5 +1,6 @@
 """Layouts that a run may take, as they are written, and what is refused."""
 
+import msgspec
 import pytest
 
 from evenload.config.layouts import layouts_of
@@ -77,7 +78,8 @@ def test_flexpipe_without_declared_layouts_takes_depths_of_the_same_processes(tm
 
 
 def test_generations_differ_and_arrangements_do_not() -> None:
-    first, later = even_layout(NUM_LAYERS, pp=2), even_layout(NUM_LAYERS, pp=2, generation=3)
+    first = even_layout(NUM_LAYERS, pp=2)
+    later = msgspec.structs.replace(first, generation=3)
     assert first != later
     assert first.arrangement == later.arrangement == first
     assert even_layout(NUM_LAYERS, pp=2, dp=2).arrangement != first

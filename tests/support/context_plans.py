@@ -7,7 +7,7 @@ import msgspec
 from evenload.types.document import MicroPack, PackPlan, Slice, nested_sizes
 from evenload.types.layout import even_layout
 from evenload.types.plan import Schedule, StepPlan, seal
-from plan_building import greedy_packs, pack_plan, running_need, step_plan, word_schedule
+from plan_building import greedy_packs, pack_plan, random_schedule, step_plan
 
 RULES = ["per_sequence", "per_document", "owners", "dacp"]
 """How packs are shared: by a rule, with an owner or -1 for every slice, or with documents whole on a rank (DACP)."""
@@ -54,7 +54,7 @@ def context_plan(
         ]
         packs = _shared(rng, pack_plan(dp_rank, *sides), cp, rule, owner)
         pack_plans.append(packs)
-        schedules.append(_schedule(rng, packs, pp))
+        schedules.append(random_schedule(rng, packs, pp))
     return step_plan(layout, lengths, pack_plans, schedules)
 
 
@@ -90,7 +90,7 @@ def merged_plan(
             packs = pack_plan(0, *sides)
             if size * cp > 1:
                 packs = _shared(rng, packs, size * cp, rule, owner, cp_of_local=cp if size == 1 else size * cp)
-            phases[first, size] = packs, _schedule(rng, packs, pp)
+            phases[first, size] = packs, random_schedule(rng, packs, pp)
     pack_plans, schedules = [], []
     for dp_rank in range(dp):
         mine = [phases[dp_rank // size * size, size] for size in reversed(sizes)]
@@ -134,12 +134,6 @@ def _shared(
     return msgspec.structs.replace(
         packs, forward=tuple(map(shared, packs.forward)), backward=tuple(map(shared, packs.backward))
     )
-
-
-def _schedule(rng: random.Random, packs: PackPlan, pp: int) -> Schedule:
-    f = [min(need + rng.choice([0, 0, 1, 2]), len(packs.forward)) for need in running_need(packs)]
-    f = [max(f[: j + 1]) for j in range(len(f))]
-    return word_schedule(packs, pp, f, sorted((rng.randint(0, 2 * pp) for _ in range(pp)), reverse=True))
 
 
 def _renumbered(packs: list[MicroPack]) -> tuple[MicroPack, ...]:

@@ -12,7 +12,7 @@ from evenload.types.timeline import Timeline
 
 
 def predicted_timeline(plan: StepPlan, model: ModelSpec) -> Timeline:
-    """Simulate a plan from its own durations; the model decides the bytes, which a plan does not store. O(actions)."""
+    """Simulate a plan from its own durations; the model decides the bytes, which a plan does not store."""
     parts = []
     for dp_rank, schedule in enumerate(plan.schedules):
         tasks = tasks_of_columns(plan, dp_rank, model, replica_columns(plan, dp_rank))

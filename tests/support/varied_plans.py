@@ -1,6 +1,7 @@
 """Random plans with activation policies, split backwards and virtual stages, under every kind of schedule; and the
 memory the simulator expects of them."""
 
+import dataclasses
 import random
 
 import msgspec
@@ -15,7 +16,7 @@ from evenload.stepplan.resimulation import replica_columns, tasks_of_columns
 from evenload.stepplan.validate import validate_plan
 from evenload.types.layout import ParallelLayout, even_layout
 from evenload.types.model import ModelSpec
-from evenload.types.pipeline import PackBytes, PipelineTasks, action_columns
+from evenload.types.pipeline import PipelineTasks, action_columns
 from evenload.types.plan import PackTimes, Schedule, StepPlan, seal
 from evenload.types.timeline import MEMORY_KINDS
 from pipeline_cases import with_split
@@ -46,12 +47,8 @@ def varied_plan(
     num_documents: int = 7,
     max_budget: int = 60,
 ) -> StepPlan:
-    """Random documents, cuts, seconds and policies; a legal schedule of the kind asked for.
-
-    Args:
-        whole: documents are not cut, and backward packs are the forward packs.
-        max_budget: most tokens of a pack (a slice may have more).
-    """
+    """Random documents, cuts (`whole`: none, and the same packs backward), seconds and policies; a legal schedule of
+    the kind asked for; packs of at most `max_budget` tokens, but for larger slices."""
     rng, numbers = random.Random(seed), np.random.default_rng(seed)
     layout = even_layout(num_layers, dp=dp, pp=pp, tp=tp, virtual=virtual)
     lengths = {doc: rng.randint(1, max_tokens) for doc in range(rng.randint(1, num_documents))}
@@ -90,24 +87,16 @@ def tasks_of_one_byte(
     layout: ParallelLayout, forward_s, backward_s, p2p_forward_s, p2p_backward_s, forwards_needed
 ) -> PipelineTasks:
     """Of some packs; a forward keeps one byte, so that a limit of bytes is one of packs."""
-    zeros = [np.zeros(seconds.shape, np.int64) for seconds in (forward_s, backward_s)]
-    return with_split(
-        PipelineTasks(
-            forward_s=forward_s,
-            backward_s=backward_s,
-            p2p_forward_s=p2p_forward_s,
-            p2p_backward_s=p2p_backward_s,
-            forwards_needed=np.array(forwards_needed, np.int32),
-            stage_to_rank=np.array(layout.stage_to_rank, np.int32),
-            held=PackBytes(
-                static_bytes=np.zeros(layout.pp, np.int64),
-                forward_kept_bytes=zeros[0] + 1,
-                forward_temp_bytes=zeros[0],
-                backward_freed_bytes=zeros[1],
-                backward_temp_bytes=zeros[1],
-            ),
-        )
+    tasks = PipelineTasks.without_bytes(
+        forward_s=forward_s,
+        backward_s=backward_s,
+        p2p_forward_s=p2p_forward_s,
+        p2p_backward_s=p2p_backward_s,
+        forwards_needed=forwards_needed,
+        stage_to_rank=layout.stage_to_rank,
     )
+    held = dataclasses.replace(tasks.held, forward_kept_bytes=np.ones(forward_s.shape, np.int64))
+    return with_split(dataclasses.replace(tasks, held=held))
 
 
 def _schedule(packs, tasks: PipelineTasks, name: str, pp: int, rng: random.Random) -> Schedule:
