@@ -26,15 +26,12 @@ def test_cost_file_round_trips(tmp_path) -> None:
     assert read_coefficients(path) == sample_coefficients(attention_tile=128)
 
 
-def test_cost_file_with_unknown_field_is_refused(tmp_path) -> None:
+def test_cost_files_with_unknown_fields_and_missing_ones_are_refused(tmp_path) -> None:
     """A misspelt coefficient must not silently become its default 0."""
     path = tmp_path / "cost.json"
     path.write_bytes(msgspec.json.encode({**msgspec.to_builtins(sample_coefficients()), "head_s": 1.0}))
     with pytest.raises(ConfigError, match="head_s"):
         read_coefficients(path)
-
-
-def test_missing_cost_file_is_a_config_error(tmp_path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.json"):
         read_coefficients(tmp_path / "nowhere.json")
 

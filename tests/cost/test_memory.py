@@ -31,7 +31,6 @@ from evenload.types.layout import even_layout
 from evenload.types.model import ModelSpec
 from evenload.types.pipeline import PackBytes
 from evenload.types.plan import StepPlan
-from reference.prices import split_backward
 
 # Per token and layer, bf16: 2·(8 input + (8 + 2·4) qkv + 8 attention + 8 o_proj + 32 gate, up) + 2·4 lse = 152
 ACTIVATION, KV, KV_GRADIENT = 152, 2 * 2 * 4, 4 * 2 * 4
@@ -151,16 +150,6 @@ def test_bytes_are_those_of_the_fullest_rank(lengths, cp, packs, mixed, data) ->
     for field in dataclasses.fields(PackBytes):
         expected = np.max([getattr(one, field.name) for one in held], axis=0)
         assert getattr(found, field.name).tolist() == expected.tolist(), field.name
-
-
-LINK = LinkSpec(bandwidth_bytes_per_s=1e6, latency_s=0.1)
-
-
-def priced(layout, forward, backward, num_tokens, policy=None, *, split=False):
-    coefficients = sample_coefficients(intra_node=LINK, inter_node=LINK, host_link=LINK, devices_per_node=64)
-    costs = PackCosts(sample_model(), coefficients, layout)
-    tasks = pipeline_tasks(costs, ReplicaPacks(forward, backward, num_tokens, policy))
-    return dataclasses.replace(tasks, split=split_backward(costs, tasks, backward, policy)) if split else tasks
 
 
 @given(st.integers(0, 60), st.integers(0, 60), st.integers(0, 40))

@@ -27,6 +27,7 @@ PIECES = st.lists(st.tuples(st.integers(0, 300), st.integers(1, 400)), min_size=
 RANKS = st.sampled_from([1, 2, 3, 4, 8])
 RULES = ("per_sequence", "per_document", "adaptive", "mixed")
 FREE = LinkSpec(bandwidth_bytes_per_s=1e18, latency_s=0.0)
+NO_ENDS = {"embedding_s_per_token": 0.0, "head_s_per_token": 0.0, "head_pack_s": 0.0}
 
 
 def columns(pieces) -> tuple[np.ndarray, np.ndarray]:
@@ -45,8 +46,7 @@ def costs_of(cp: int, work: WorkCurve = WORK, tile: int = 8) -> PackCosts:
         ),
         "backward": PassCoefficients(linear_s_per_token=0.0, attention_s_per_pair=0.0),
     }
-    free = {"embedding_s_per_token": 0.0, "head_s_per_token": 0.0, "head_pack_s": 0.0}
-    coefficients = sample_coefficients(attention_tile=tile, intra_node=FREE, devices_per_node=8, **passes, **free)
+    coefficients = sample_coefficients(attention_tile=tile, intra_node=FREE, devices_per_node=8, **passes, **NO_ENDS)
     model = sample_model(num_layers=len(windows), sliding_windows=windows)
     return PackCosts(model, coefficients, even_layout(len(windows), cp=cp))
 
@@ -73,10 +73,6 @@ def rank_s(sharding: PackSharding, pieces, cp: int, costs: PackCosts) -> np.ndar
     return rank_seconds(costs, forward, "forward").sum(axis=1)
 
 
-def rank_tokens(found: RankRanges, cp: int) -> np.ndarray:
-    return np.bincount(found.rank, weights=found.stop - found.start, minlength=cp)
-
-
 def assert_covers_once(found: RankRanges, start, stop) -> None:
     for piece, (lo, hi) in enumerate(zip(start, stop, strict=True)):
         mine = found.piece == piece
@@ -94,7 +90,7 @@ def test_every_token_is_computed_by_one_rank(pieces, cp, rule) -> None:
         found = ranges_of(sharding, start, stop, cp)
         assert_covers_once(found, start, stop)
         if isinstance(sharding, str):
-            tokens = rank_tokens(found, cp)
+            tokens = np.bincount(found.rank, weights=found.stop - found.start, minlength=cp)
             assert tokens.max() - tokens.min() <= 1
         assert 0 <= found.rank.min() <= found.rank.max() < cp
 
@@ -209,8 +205,7 @@ def planner(cp: int, rule: str, link: LinkSpec = FREE, prefix_s: float = 0.0, **
         )
         for name, factor in (("forward", 1.0), ("backward", 2.0))
     }
-    free = {"embedding_s_per_token": 0.0, "head_s_per_token": 0.0, "head_pack_s": 0.0}
-    coefficients = sample_coefficients(intra_node=link, devices_per_node=8, **passes, **free, **changes)
+    coefficients = sample_coefficients(intra_node=link, devices_per_node=8, **passes, **NO_ENDS, **changes)
     options = PlanOptions(cp_sharding=rule, policy="replay", max_pack_tokens=1000)  # type: ignore[arg-type]
     return StepPlanner(sample_model(num_layers=1), coefficients, even_layout(1, cp=cp), None, options, host="unlimited")
 
@@ -220,7 +215,7 @@ def planner(cp: int, rule: str, link: LinkSpec = FREE, prefix_s: float = 0.0, **
 def test_a_pack_takes_what_its_slowest_rank_takes_under_the_rule_and_the_best_is_chosen(lengths, cp, prefix_s):
     """WLB's imbalance is in the predicted time, and packs that nobody waits for have the best of it each."""
     seconds = {}
-    for rule in ("per_sequence", "per_document", "adaptive", "mixed"):
+    for rule in RULES:
         [choice] = planner(cp, rule, prefix_s=prefix_s).propose(0, documents(lengths), "best_fit").choices
         tasks = choice.candidate.tasks
         seconds[rule] = (tasks.forward_s + tasks.backward_s)[:, 0]

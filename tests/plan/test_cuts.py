@@ -114,12 +114,6 @@ def test_cut_is_the_nearest_boundary():
 CURVES = (WorkCurve(1.0, ((0.01, 0),)), WorkCurve(2.0, ((0.025, 0), (0.5, 7)), 0.1))
 
 
-def pieces(columns: SliceColumns) -> list[list[tuple[int, int, int]]]:
-    rows = list(zip(columns.doc.tolist(), columns.start.tolist(), columns.stop.tolist(), strict=True))
-    edges = columns.pack_offset.tolist()
-    return [rows[lo:hi] for lo, hi in itertools.pairwise(edges)]
-
-
 @settings(max_examples=200, deadline=None)
 @given(
     st.lists(st.one_of(st.integers(1, 20), st.integers(1, 3000)), min_size=1, max_size=12),
@@ -138,7 +132,7 @@ def test_packs_are_symmetric_ordered_and_without_chains(
     if found is None:
         assert cap is not None
         return
-    forward, backward = map(pieces, found)
+    forward, backward = map(rows, found)
     assert sorted(map(sorted, forward)) == sorted(map(sorted, backward))  # the same packs in both directions
     edge = dict.fromkeys(range(len(lengths)), 0)
     for pack in forward:

@@ -87,33 +87,29 @@ def adversarial_batches(seed: int, steps: int) -> list[list[int]]:
     return [kinds[generator.integers(len(kinds))]().tolist() for _ in range(steps)]
 
 
+def queues(max_delay_steps: int, *lengths: int, **options) -> dict:
+    own = {"release": "queues", **({"outlier_lengths": lengths} if lengths else {})}
+    return {"wlb": own, "max_delay_steps": max_delay_steps, **options}
+
+
 CASES = {
-    "wlb": ("wlb", {"max_delay_steps": 5}),
-    "wlb, short documents never wait": ("wlb", {"wlb": {"outlier_lengths": (100,)}, "max_delay_steps": 3}),
-    "wlb, few micro-batches": ("wlb", {"micro_batches": 1, "max_delay_steps": 2}),
-    "wlb, tuned queues": ("wlb", {"wlb": {"release": "queues"}, "max_delay_steps": 5}),
-    "wlb, three queues": (
-        "wlb",
-        {"wlb": {"release": "queues", "outlier_lengths": (60, 120, 250)}, "max_delay_steps": 3},
-    ),
-    "wlb, everything an outlier": (
-        "wlb",
-        {"wlb": {"release": "queues", "outlier_lengths": (1,)}, "max_delay_steps": 4},
-    ),
-    "wlb, queues, few micro-batches": (
-        "wlb",
-        {"wlb": {"release": "queues", "outlier_lengths": (100,)}, "micro_batches": 1, "max_delay_steps": 2},
-    ),
-    "fixed_greedy": ("fixed_greedy", {"window": 4, "max_delay_steps": 6}),
-    "fixed_exact": ("fixed_exact", {"window": 2, "max_delay_steps": 3}),
+    "wlb": {"max_delay_steps": 5},
+    "wlb, short documents never wait": {"wlb": {"outlier_lengths": (100,)}, "max_delay_steps": 3},
+    "wlb, few micro-batches": {"micro_batches": 1, "max_delay_steps": 2},
+    "wlb, tuned queues": queues(5),
+    "wlb, three queues": queues(3, 60, 120, 250),
+    "wlb, everything an outlier": queues(4, 1),
+    "wlb, queues, few micro-batches": queues(2, 100, micro_batches=1),
+    "fixed_greedy": {"window": 4, "max_delay_steps": 6},
+    "fixed_exact": {"window": 2, "max_delay_steps": 3},
 }
 
 
 @pytest.mark.parametrize("case", list(CASES))
 def test_every_document_is_trained_once_in_time_and_within_the_limit(case) -> None:
     """Printed Algorithm 1 starves a full-length document for ever and lets queues grow."""
-    strategy, options = CASES[case]
-    planner = small_planner(**options)
+    strategy = case.partition(",")[0]
+    planner = small_planner(**CASES[case])
     steps = 60 if strategy == "fixed_exact" else STEPS
     batches = adversarial_batches(len(case), steps)
     since: dict[int, int] = {}
@@ -159,15 +155,11 @@ def test_waiting_document_that_does_not_come_back_is_an_error() -> None:
         small_planner().propose(1, (document,), "wlb", state=state)
 
 
-def wlb_like_lengths(n: int) -> np.ndarray:
-    """WLB Fig. 3: most documents short, longest = the window, documents below 64K hold 77 % of the tokens."""
-    lengths = np.random.default_rng(0).lognormal(np.log(1200), 1.756, n)
-    return np.clip(lengths.astype(np.int64), 16, WINDOW_128K)
-
-
 def table_128k(name: str, n: int) -> np.ndarray:
     if name == "wlb like":
-        return wlb_like_lengths(n)
+        # WLB Fig. 3: most documents short, longest = the window, documents below 64K hold 77 % of the tokens.
+        lengths = np.random.default_rng(0).lognormal(np.log(1200), 1.756, n)
+        return np.clip(lengths.astype(np.int64), 16, WINDOW_128K)
     table = read_lengths(str(Path(__file__).parents[2] / "examples" / "lengths" / f"{name}.npy.gz"))
     return np.minimum(np.random.default_rng(0).choice(table, n).astype(np.int64), WINDOW_128K)
 

@@ -4,7 +4,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from cost_samples import documents, reduction_seconds, sample_coefficients, sample_model
+from cost_samples import documents, reduction_seconds, sample_model
 from evenload.cost.layout_switch import switch_seconds
 from evenload.errors import ConfigError, InfeasiblePlanError
 from evenload.explore.batches import SampledBatch
@@ -16,7 +16,6 @@ from evenload.plan.layouts.measured_layouts import MeasuredLayouts
 from evenload.plan.layouts.moves import SwitchPieces, model_pieces
 from evenload.plan.layouts.switch_prices import switch_memory
 from evenload.plan.planner import StepPlanner
-from evenload.plan.problem import PlanOptions
 from evenload.plan.strategies.flexpipe import FlexOptions
 from evenload.plan.strategies.registry import STRATEGIES, require_layouts
 from evenload.report.table import format_action, format_conditions
@@ -154,16 +153,6 @@ def test_plans_are_valid_deterministic_and_can_be_written() -> None:
     assert decode_plan_file(encode_plan_file(plans)) == tuple(plans)
 
 
-def test_unknown_links_are_refused_by_name() -> None:
-    """Measured cost files of one device know no links; a switch must not count as free then."""
-    coefficients = sample_coefficients()
-    planner = StepPlanner(
-        sample_model(num_layers=4), coefficients, even_layout(4, dp=2, pp=2), None, PlanOptions(), host="unlimited"
-    )
-    with pytest.raises(ConfigError, match="know no link"):
-        FlexPlanner(planner, lambda _: coefficients).propose(0, documents(SHORT))
-
-
 def test_row_counts_switches_and_their_seconds() -> None:
     flex = make(4, 1, NARROW, overhead_s=0.5)
     batches = [SampledBatch(documents(lengths), (), 0) for lengths in (LONG, LONG, SHORT)]
@@ -241,13 +230,9 @@ def test_auto_plans_inside_layouts_that_change() -> None:
     alone = make(4, 1, ROOM).start.propose(0, documents(SHORT), "auto").plan.predicted.step_time_s
     assert plan.predicted.step_time_s == pytest.approx(alone + found.proposal.switch_s)
     batches = [SampledBatch(documents(SHORT), (), 0)] * 2
-    rows = {
-        row.name: row
-        for row in evaluate_strategies(
-            StrategyPlanners(planner=flex.start, flexible=given), batches, ["auto", "flexpipe"]
-        ).results
-    }
-    assert [one.action for one in rows["auto"].layout_decisions] == ["shrink", "stay"]
+    planners = StrategyPlanners(planner=flex.start, flexible=given)
+    auto, _ = evaluate_strategies(planners, batches, ["auto", "flexpipe"]).results
+    assert [one.action for one in auto.layout_decisions] == ["shrink", "stay"]
 
 
 def test_what_was_planned_ahead_changes_nothing() -> None:
@@ -255,12 +240,11 @@ def test_what_was_planned_ahead_changes_nothing() -> None:
     batches = [SHORT, LONG, MIDDLE, SHORT, SHORT, LONG]
     whole, state = make(2, 2, NARROW, known_steps=3), None
     for step, lengths in enumerate(batches):
-        arguments = {
-            "state": state,
-            "coming": [documents(later, 100 * (step + 1 + at)) for at, later in enumerate(batches[step + 1 :])],
-        }
-        found = whole.propose(step, documents(lengths, 100 * step), **arguments)
-        fresh = make(2, 2, NARROW, known_steps=3).propose(step, documents(lengths, 100 * step), **arguments)
+        coming = [documents(later, 100 * (step + 1 + at)) for at, later in enumerate(batches[step + 1 :])]
+        fresh = make(2, 2, NARROW, known_steps=3)
+        found, fresh = (
+            one.propose(step, documents(lengths, 100 * step), state=state, coming=coming) for one in (whole, fresh)
+        )
         assert found.proposal.plan == fresh.proposal.plan
         assert (found.told, found.state) == (fresh.told, fresh.state)
         state = found.state

@@ -32,17 +32,23 @@ LENGTHS = [250, 240, 230, *[20] * 30]
 LINK = LinkSpec(bandwidth_bytes_per_s=1e6, latency_s=1e-3)
 
 
-def propose(policy: str, host: HostMemory, cap: int | None = None, strategy: str = "slimpack") -> Proposal:
-    planner = StepPlanner(
-        MODEL,
-        sample_coefficients(host_link=LINK),
-        even_layout(3, dp=2),
-        cap,
-        PlanOptions(max_pack_tokens=256, candidates=3, policy=policy),
-        host=host,
-    )
-    step = documents(LENGTHS)
-    return planner.propose(0, step, strategy)
+def planned(
+    policy: str,
+    host: HostMemory | Unlimited | None,
+    cap: int | None = None,
+    strategy: str = "slimpack",
+    *,
+    pp: int = 1,
+    limit: int = 256,
+) -> tuple[StepPlanner, Proposal]:
+    options = PlanOptions(max_pack_tokens=limit, candidates=3, policy=policy)
+    costs, layout = sample_coefficients(host_link=LINK), even_layout(3, dp=2, pp=pp)
+    planner = StepPlanner(MODEL, costs, layout, cap, options, host=host)
+    return planner, planner.propose(0, documents(LENGTHS), strategy)
+
+
+def propose(policy: str, host: HostMemory | None, *arguments) -> Proposal:
+    return planned(policy, host, *arguments)[1]
 
 
 def test_a_rank_holds_offloaded_rows_from_a_forward_to_the_backward_of_its_first_token() -> None:
@@ -103,22 +109,9 @@ def test_what_host_memory_there_is_is_used() -> None:
     assert bound_s > 0.87 * found.step_time_s
 
 
-def in_pipeline(policy: str, host: HostMemory | Unlimited, strategy: str) -> tuple[StepPlanner, Proposal]:
-    planner = StepPlanner(
-        MODEL,
-        sample_coefficients(host_link=LINK),
-        even_layout(3, dp=2, pp=3),
-        None,
-        PlanOptions(max_pack_tokens=128, candidates=3, policy=policy),
-        host=host,
-    )
-    step = documents(LENGTHS)
-    return planner, planner.propose(0, step, strategy)
-
-
 def under_limit(policy: str, limit: int | None) -> tuple[StepProblem, tuple[ReplicaChoice, ...]]:
     """A step whose devices may offload so much, and what `slimpack` makes of it without a limit."""
-    planner, found = in_pipeline(policy, "unlimited", "slimpack")
+    planner, found = planned(policy, "unlimited", pp=3, limit=128)
     codes = np.full(len(LENGTHS), POLICIES.index(policy), np.int8)
     places, lengths = np.arange(len(LENGTHS)), np.array(LENGTHS)
     problem = StepProblem(places, lengths, planner.costs, None, planner.options, policy=codes, host_device_bytes=limit)
@@ -159,7 +152,7 @@ def test_an_order_that_holds_less_keeps_the_packs() -> None:
 
 @pytest.mark.parametrize("strategy", ["best_fit", "balanced", "slimpack", "auto"])
 def test_another_policy_is_chosen_where_offloaded_activations_do_not_fit(strategy) -> None:
-    least = propose("recompute", None, strategy=strategy).plan.predicted.peak_memory_bytes
+    least = propose("recompute", None, None, strategy).plan.predicted.peak_memory_bytes
     free = propose("choose", HostMemory(2, None), least, strategy)
     limit = free.plan.predicted.peak_host_bytes_per_node // 2
     found = propose("choose", HostMemory(2, limit), least, strategy)

@@ -17,7 +17,7 @@ from evenload.types.plan import Prediction, StepPlan
 DEEP, WIDE, FLAT = even_layout(4, dp=1, pp=4), even_layout(4, dp=2, pp=2), even_layout(4, dp=4)
 
 
-def plan_of(step: int, layout=WIDE, predicted_s: float = 2.0) -> StepPlan:
+def plan_of(step: int, layout=WIDE, predicted_s: float = 2.0, peak_bytes: int = 0) -> StepPlan:
     return StepPlan(
         step=step,
         strategy="flexpipe",
@@ -27,7 +27,7 @@ def plan_of(step: int, layout=WIDE, predicted_s: float = 2.0) -> StepPlan:
         pack_plans=(),
         schedules=(),
         times=(),
-        predicted=Prediction(step_time_s=predicted_s, per_replica_s=(), peak_memory_bytes=0),
+        predicted=Prediction(step_time_s=predicted_s, per_replica_s=(), peak_memory_bytes=peak_bytes),
         left_out=(),
     )
 
@@ -77,13 +77,7 @@ def test_memory_has_the_median_and_only_takes_room() -> None:
     assert known.memory_factor() == 1.1
     assert known.with_peak(0.7).with_peak(0.7).memory_factor() == 1.0
     track = LayoutMonitor(0)
-    track.note(
-        msgspec.structs.replace(
-            plan_of(0), predicted=Prediction(step_time_s=1.0, per_replica_s=(), peak_memory_bytes=100)
-        ),
-        1.0,
-        peak_bytes=130,
-    )
+    track.note(plan_of(0, peak_bytes=100), 1.0, peak_bytes=130)
     assert track.for_step(1).memory_factor() == 1.3
 
 

@@ -64,11 +64,10 @@ TOY_RULE = dataclasses.replace(GPIPE, name="toy_rule", description="GPipe by ano
 """
 
 
-def plan(*arguments: str, code: str = "", folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+def plan(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """`evenload plan` in a process of its own."""
-    program = f"import sys\n{textwrap.dedent(code)}\nfrom evenload.cli.main import main\nmain(sys.argv[1:])"
-    path = "" if folder is None else f"import sys; sys.path.insert(0, {str(folder)!r})\n"
-    command = [sys.executable, "-c", path + program, "plan", str(LENGTHS), "--model", "llama-7b", "--cluster", "h100x8"]
+    program = f"import sys; sys.path.insert(0, {str(folder)!r})\nfrom evenload.cli.main import main\nmain(sys.argv[1:])"
+    command = [sys.executable, "-c", program, "plan", str(LENGTHS), "--model", "llama-7b", "--cluster", "h100x8"]
     command += ["--layout", "dp=2,pp=4", "--context", "8k", "--overlong", "truncate", "--documents", "32", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 

@@ -165,11 +165,12 @@ def test_what_is_found_is_near_the_best_of_all_mappings_of_its_devices(
     found = best_replicated_mapping(price, devices)
     assert (found is None) == (not fitting)
     if found is not None:
-        assert sum(found.devices) == devices
-        assert (found.edges[0], found.edges[-1]) == (0, LAYERS)
-        assert not price.replicated_excess_bytes(found.edges, found.devices)
-        seconds = price.replicated_seconds(found.edges, found.devices)
-        assert seconds >= price.least_replicated_seconds(found.devices)
+        edges, of_stages = found
+        assert sum(of_stages) == devices
+        assert (edges[0], edges[-1]) == (0, LAYERS)
+        assert not price.replicated_excess_bytes(edges, of_stages)
+        seconds = price.replicated_seconds(edges, of_stages)
+        assert seconds >= price.least_replicated_seconds(of_stages)
         assert seconds <= min(fitting) * (1 + GAP)
 
 

@@ -1,16 +1,14 @@
 """Symmetric, chain-free slices: backward packs are the forward packs, slices reversed inside documents.
 
-    target τ = total work / m
-    a document of work w gives floor(w/τ) *slim* packs of exactly τ, one slice each, and a rest below τ
-    rests and whole short documents go by LPT into the remaining packs
-
-Forward runs a pack of rests after all slim packs of its documents; backward runs it before them:
+With the target τ = total work / m a document of work w gives floor(w/τ) *slim* packs of exactly τ, one slice each, and
+a rest below τ; rests and whole short documents go by LPT into the remaining packs. Forward runs a pack of rests after
+all slim packs of its documents; backward runs it before them:
 
     forward   A0 A1 [A2 c d] B0 [B1 e] [f g] [h i]
     backward  [A2 c d] A1 A0 [B1 e] B0 [f g] [h i]
 
-A pack with slim slices of one document holds nothing else, so no document waits for the middle of another (a *chain*).
-Work is forward + backward time: the same slices serve both directions. O(n log n).
+So no document waits for the middle of another (a *chain*). Work is forward + backward time: the same slices serve both
+directions. O(n log n).
 """
 
 import numpy as np

@@ -18,39 +18,25 @@ def cut_packs(
     rules: CutRules, num_tokens: NDArray[np.int64], setting: Setting, ranks: int = 1
 ) -> tuple[SliceColumns, SliceColumns] | None:
     """As `evenload.plan.candidates.trial_packs`."""
-    packs = _tapered(rules, num_tokens, setting)
+    packs = _packs(rules, num_tokens, setting)
     if packs is None:
         return None
-    forward, backward = (replace(columns, cp=np.full(columns.num_slices, ranks, np.int64)) for columns in packs)
-    return forward, backward
-
-
-def _tapered(
-    rules: CutRules, num_tokens: NDArray[np.int64], setting: Setting
-) -> tuple[SliceColumns, SliceColumns] | None:
-    packs = _packs(rules, num_tokens, setting)
-    if packs is None or setting.taper == (0, 0):
-        return packs
     forward, backward = packs
-    first, last = setting.taper
-    may_cut, low = setting.cut != "whole", rules.min_slice_tokens
-    for _ in range(first):
-        halved = halve_pack(forward, 0, rules.forward, backward=False, min_slice_tokens=low, may_cut=may_cut)
-        forward = halved or forward
-    for _ in range(last):
+    limits = {"min_slice_tokens": rules.min_slice_tokens, "may_cut": setting.cut != "whole"}
+    for _ in range(setting.taper[0]):
+        forward = halve_pack(forward, 0, rules.forward, backward=False, **limits) or forward
+    for _ in range(setting.taper[1]):
         at = backward.num_packs - 1
-        halved = halve_pack(backward, at, rules.backward, backward=True, min_slice_tokens=low, may_cut=may_cut)
-        backward = halved or backward
+        backward = halve_pack(backward, at, rules.backward, backward=True, **limits) or backward
+    forward, backward = (replace(one, cp=np.full(one.num_slices, ranks, np.int64)) for one in (forward, backward))
     return forward, backward
 
 
 def _packs(
     rules: CutRules, num_tokens: NDArray[np.int64], setting: Setting
 ) -> tuple[SliceColumns, SliceColumns] | None:
-    curves = [
-        replace(curve, linear_s=setting.token_weight * curve.linear_s) for curve in (rules.forward, rules.backward)
-    ]
-    forward, backward = curves
+    curves = rules.forward, rules.backward
+    forward, backward = (replace(curve, linear_s=setting.token_weight * curve.linear_s) for curve in curves)
     if setting.cut == "whole":
         return _whole(rules, num_tokens, setting.num_packs, (forward, backward))
     limits = {"min_slice_tokens": rules.min_slice_tokens, "max_pack_tokens": rules.max_pack_tokens}

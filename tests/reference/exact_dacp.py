@@ -11,13 +11,12 @@
     bucket · u and limit · u in place of the bucket and beside it, for the tokens of a rank and of a micro-batch
 
 Ranks, micro-batches and replicas are interchangeable, so the k-th longest document lies in the first k of each. A
-replica needs at most `1 + 2 · tokens / min(bucket, limit)` micro-batches: of two whose ranks are at most half full and
-that hold half of the limit, the union fits and takes no longer. NP-hard; DACP is proved for tens of documents, GDS for
-about ten, in seconds. A solver that stops early says so (`is_optimal`, `gap`).
+replica needs at most `1 + 2 · tokens / min(bucket, limit)` micro-batches: of two that are at most half full the union
+fits and takes no longer. NP-hard: tens of documents for DACP, about ten for GDS, in seconds; `is_optimal` says so.
 """
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import highspy
@@ -51,10 +50,7 @@ class Exact:
 
 def exact_owners(batch: MicroBatch, *, time_limit_s: float = 60.0, start: NDArray[np.int64] | None = None) -> Exact:
     """Owners of the documents of one micro-batch so that the slowest rank takes the least; never worse than `start`.
-
-    Raises:
-        InfeasiblePlanError: no owners fit the bucket, or none was found within the time limit.
-    """
+    Raises as `_Model.solve`."""
     step = StepDocuments(batch, 1, int(batch.num_tokens.sum()))
     model = _Model(step, slots=1)
     values, bound = model.solve(time_limit_s, None if start is None else [[(np.arange(len(start)), start)]])
@@ -72,11 +68,8 @@ def exact_micro_batches(step: StepDocuments, *, time_limit_s: float = 60.0, star
     smallest = max(1, min(step.columns.bucket_tokens, step.limit_tokens))
     slots = min(len(tokens), 1 + 2 * int(tokens.sum()) // smallest)
     model = _Model(step, max(slots, *(len(groups) for groups in start or ([],))))
-    known = None
-    if start is not None:
-        known = [
-            [(np.array(group), assign_owners(step.columns, [group]).owner) for group in groups] for groups in start
-        ]
+    by_group = lambda group: (np.array(group), assign_owners(step.columns, [group]).owner)  # noqa: E731
+    known = None if start is None else [list(map(by_group, groups)) for groups in start]
     values, bound = model.solve(time_limit_s, known)
     answers = [model.owners(values), *([known] if known is not None else [])]
     best = min(answers, key=lambda answer: _step_seconds(step, answer))
@@ -109,140 +102,87 @@ def _step_seconds(step: StepDocuments, answer: Owned) -> float:
     )
 
 
-@dataclass
-class _Rows:
-    """Constraints, row by row."""
-
-    index: list[NDArray[np.int64]] = field(default_factory=list)
-    value: list[NDArray[np.float64]] = field(default_factory=list)
-    low: list[float] = field(default_factory=list)
-    high: list[float] = field(default_factory=list)
-
-    def add(self, terms: list[tuple[Any, Any]], low: float, high: float) -> None:
-        """`low <= sum of values · columns <= high`; terms are (columns, values), broadcast."""
-        index = [np.atleast_1d(np.asarray(columns, np.int64)) for columns, _ in terms]
-        value = [
-            np.broadcast_to(np.asarray(values, np.float64), part.shape)
-            for part, (_, values) in zip(index, terms, strict=True)
-        ]
-        self.index.append(np.concatenate(index))
-        self.value.append(np.concatenate(value))
-        self.low.append(low)
-        self.high.append(high)
-
-
 class _Model:
     """Columns: whole[k, i, b, j], shared[k, i, b], used[i, b] (binary), slowest[i, b], then T; longest document first.
-
-    Seconds are divided by `scale`, tokens by the bucket, so that the solver sees numbers near 1.
-    """
+    Seconds are divided by `scale`, tokens by the bucket, so that the solver sees numbers near 1."""
 
     def __init__(self, step: StepDocuments, slots: int) -> None:
         self.step, self.slots = step, slots
-        batch = step.columns
-        self.order = np.argsort(-batch.local_s, kind="stable")
-        n, dp, cp = len(self.order), step.dp, batch.cp
-        sizes = [n * dp * slots * cp, n * dp * slots, dp * slots, dp * slots, 1]
-        edges = np.cumsum([0, *sizes])
-        whole, shared, used, slowest, total = itertools.starmap(np.arange, itertools.pairwise(edges.tolist()))
-        self.whole = whole.reshape(n, dp, slots, cp)
-        self.shared = shared.reshape(n, dp, slots)
+        self.order = np.argsort(-step.columns.local_s, kind="stable")
+        n, dp, cp = len(self.order), step.dp, step.columns.cp
+        edges = np.cumsum([0, n * dp * slots * cp, n * dp * slots, dp * slots, dp * slots, 1]).tolist()
+        whole, shared, used, slowest, total = itertools.starmap(np.arange, itertools.pairwise(edges))
+        self.whole, self.shared = whole.reshape(n, dp, slots, cp), shared.reshape(n, dp, slots)
         self.used, self.slowest = used.reshape(dp, slots), slowest.reshape(dp, slots)
-        self.total, self.columns = int(total[0]), int(edges[-1])
+        self.total, self.columns = int(total[0]), edges[-1]
         self.scale = max(lower_bound_s(step), 1e-30)
-        self.rows = _Rows()
+        self.solver = highspy.Highs()
+        self.solver.setOptionValue("output_flag", False)
+        first = np.arange(n)[:, None, None, None]
+        in_slot = (np.arange(dp)[:, None, None] <= first) & (np.arange(slots)[:, None] <= first)
+        lower, upper = np.zeros(self.columns), np.full(self.columns, highspy.kHighsInf)
+        upper[self.whole], upper[self.shared] = in_slot & (np.arange(cp) <= first), in_slot[..., 0]
+        upper[self.used] = 1.0
+        lower[self.total] = lower_bound_s(step) / self.scale * (1 - 1e-12)
+        self.solver.addVars(self.columns, lower, upper)
+        self.solver.changeColCost(self.total, 1.0)
+        for column in range(int(slowest[0])):
+            self.solver.changeColIntegrality(column, highspy.HighsVarType.kInteger)
         self._add_rows()
 
+    def _add(self, terms: list[tuple[Any, Any]], low: float, high: float) -> None:
+        """Require `low <= sum of values · columns <= high`; terms are (columns, values), broadcast."""
+        pairs = [np.broadcast_arrays(*term) for term in terms]
+        index, value = (np.concatenate([pair[at].ravel() for pair in pairs]) for at in (0, 1))
+        self.solver.addRow(low, high, len(index), index.astype(np.int32), value.astype(np.float64))
+
     def _add_rows(self) -> None:
-        step, batch, rows, unlimited = self.step, self.step.columns, self.rows, np.inf
-        sorted_ = chosen(batch, self.order)
-        local, shared, gather = (
-            column / self.scale for column in (sorted_.local_s, sorted_.shared_s, sorted_.gather_s)
-        )
-        bucket = max(1, batch.bucket_tokens)
-        tokens, shares = batch.num_tokens[self.order] / bucket, batch.share_tokens()[self.order] / bucket
+        step, batch, unlimited = self.step, self.step.columns, highspy.kHighsInf
+        ordered, bucket = chosen(batch, self.order), max(1, batch.bucket_tokens)
+        local, shared, gather = (part / self.scale for part in (ordered.local_s, ordered.shared_s, ordered.gather_s))
+        tokens, shares = ordered.num_tokens / bucket, ordered.share_tokens() / bucket
         for k in range(len(self.order)):
-            rows.add([(self.whole[k].ravel(), 1.0), (self.shared[k].ravel(), 1.0)], 1.0, 1.0)
+            self._add([(self.whole[k], 1.0), (self.shared[k], 1.0)], 1.0, 1.0)
         for i in range(step.dp):
-            rows.add(
-                [(self.total, 1.0), (self.slowest[i], -1.0), (self.used[i], -step.pack_s / self.scale)]
-                + [(self.shared[:, i, b], -shared) for b in range(self.slots)],
-                0.0,
-                unlimited,
-            )
+            of_slots = [(self.slowest[i], -1.0), (self.used[i], -step.pack_s / self.scale)]
+            self._add([(self.total, 1.0), *of_slots, (self.shared[:, i], -shared[:, None])], 0.0, unlimited)
             for b in range(self.slots):
-                rows.add([(self.slowest[i, b], 1.0), (self.shared[:, i, b], -gather)], 0.0, unlimited)
-                in_slot = [(self.whole[:, i, b, j], tokens) for j in range(batch.cp)] + [(self.shared[:, i, b], tokens)]
-                rows.add([*in_slot, (self.used[i, b], -step.limit_tokens / bucket)], -unlimited, 0.0)
+                self._add([(self.slowest[i, b], 1.0), (self.shared[:, i, b], -gather)], 0.0, unlimited)
+                in_slot = [(self.whole[:, i, b], tokens[:, None]), (self.shared[:, i, b], tokens)]
+                self._add([*in_slot, (self.used[i, b], -step.limit_tokens / bucket)], -unlimited, 0.0)
                 for j in range(batch.cp):
-                    rows.add([(self.slowest[i, b], 1.0), (self.whole[:, i, b, j], -local)], 0.0, unlimited)
+                    self._add([(self.slowest[i, b], 1.0), (self.whole[:, i, b, j], -local)], 0.0, unlimited)
                     held = [(self.whole[:, i, b, j], tokens), (self.shared[:, i, b], shares)]
-                    rows.add([*held, (self.used[i, b], -batch.bucket_tokens / bucket)], -unlimited, 0.0)
+                    self._add([*held, (self.used[i, b], -batch.bucket_tokens / bucket)], -unlimited, 0.0)
                 if b:
-                    rows.add([(self.used[i, b - 1], 1.0), (self.used[i, b], -1.0)], 0.0, unlimited)
+                    self._add([(self.used[i, b - 1], 1.0), (self.used[i, b], -1.0)], 0.0, unlimited)
 
     def solve(self, time_limit_s: float, start: Owned | None) -> tuple[NDArray[np.float64], float]:
-        """The best values of all columns, and a bound; `start` is a known answer.
-
-        Raises:
-            InfeasiblePlanError: there is none, or none was found within the time limit.
-        """
-        solver = highspy.Highs()
+        """Return the best values of all columns, from a known answer, and a bound; raise `InfeasiblePlanError` where
+        there are none, or none was found within the time limit."""
         # One thread and no clock but the limit: the same answer every time unless the limit stops it.
         for option, value in (
-            ("output_flag", False), ("threads", 1), ("time_limit", float(time_limit_s)),
+            ("threads", 1), ("time_limit", float(time_limit_s)),
             ("mip_rel_gap", OPTIMAL_GAP / 2), ("mip_feasibility_tolerance", 1e-9),
         ):  # fmt: skip
-            solver.setOptionValue(option, value)
-        solver.passModel(self._highs_model())
+            self.solver.setOptionValue(option, value)
         if start is not None:
             solution = highspy.HighsSolution()
             solution.col_value = self._values(start).tolist()
-            solver.setSolution(solution)
-        solver.run()
-        info = solver.getInfo()
+            self.solver.setSolution(solution)
+        self.solver.run()
+        info = self.solver.getInfo()
         if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
-            raise InfeasiblePlanError(f"exact: {solver.getModelStatus()}")
-        return np.array(solver.getSolution().col_value), float(info.mip_dual_bound) * self.scale
-
-    def _highs_model(self) -> Any:
-        first = np.arange(len(self.order))
-        upper = np.full(self.columns, highspy.kHighsInf)
-        dp_ok = np.arange(self.step.dp)[None, :] <= first[:, None]
-        slot_ok = np.arange(self.slots)[None, :] <= first[:, None]
-        rank_ok = np.arange(self.step.columns.cp)[None, :] <= first[:, None]
-        in_slot = dp_ok[:, :, None] & slot_ok[:, None, :]
-        upper[self.shared] = in_slot
-        upper[self.whole] = in_slot[..., None] & rank_ok[:, None, None, :]
-        upper[self.used] = 1.0
-        model = highspy.HighsLp()
-        rows = self.rows
-        model.num_col_, model.num_row_ = self.columns, len(rows.index)
-        cost = np.zeros(self.columns)
-        cost[self.total] = 1.0
-        lower = np.zeros(self.columns)
-        lower[self.total] = lower_bound_s(self.step) / self.scale * (1 - 1e-12)
-        model.col_cost_, model.col_lower_, model.col_upper_ = cost, lower, upper
-        model.row_lower_, model.row_upper_ = np.array(rows.low), np.array(rows.high)
-        model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-        model.a_matrix_.start_ = np.cumsum([0, *map(len, rows.index)]).astype(np.int32)
-        model.a_matrix_.index_ = np.concatenate(rows.index).astype(np.int32)
-        model.a_matrix_.value_ = np.concatenate(rows.value)
-        binary = int(self.used.max()) + 1
-        whole, real = highspy.HighsVarType.kInteger, highspy.HighsVarType.kContinuous
-        model.integrality_ = [whole] * binary + [real] * (self.columns - binary)
-        return model
+            raise InfeasiblePlanError(f"exact: {self.solver.getModelStatus()}")
+        return np.array(self.solver.getSolution().col_value), float(info.mip_dual_bound) * self.scale
 
     def _values(self, start: Owned) -> NDArray[np.float64]:
         """A known answer as columns, everything numbered by its longest document (the symmetry rule)."""
         values = np.zeros(self.columns)
-        place = np.empty(len(self.order), np.int64)
-        place[self.order] = np.arange(len(self.order))
-        first = [
-            min((int(place[documents].min()) for documents, _ in replica), default=len(place)) for replica in start
-        ]
-        for i, replica in enumerate(sorted(range(len(start)), key=first.__getitem__)):
-            groups = sorted(start[replica], key=lambda group: int(place[group[0]].min()))
+        place = np.argsort(self.order)
+        replicas = [sorted(replica, key=lambda group: int(place[group[0]].min())) for replica in start]
+        replicas.sort(key=lambda groups: int(place[groups[0][0]].min()) if groups else len(place))
+        for i, groups in enumerate(replicas):
             for b, (documents, owner) in enumerate(groups):
                 rank_of: dict[int, int] = {}
                 for document, rank in sorted(zip(place[documents].tolist(), owner.tolist(), strict=True)):
@@ -259,14 +199,12 @@ class _Model:
 
     def owners(self, values: NDArray[np.float64]) -> Owned:
         """The answer that column values stand for."""
-        found: Owned = []
-        for i in range(self.step.dp):
-            found.append([])
-            for b in range(self.slots):
-                kinds = np.concatenate([values[self.whole[:, i, b]], values[self.shared[:, i, b]][:, None]], axis=1)
-                mine = np.flatnonzero(kinds.max(axis=1) > 0.5)
-                if len(mine):
-                    mine = mine[np.argsort(self.order[mine])]
-                    kind = kinds[mine].argmax(axis=1)
-                    found[-1].append((self.order[mine], np.where(kind == self.step.columns.cp, SHARED, kind)))
+        found: Owned = [[] for _ in range(self.step.dp)]
+        for i, b in np.ndindex(self.step.dp, self.slots):
+            kinds = np.concatenate([values[self.whole[:, i, b]], values[self.shared[:, i, b]][:, None]], axis=1)
+            mine = np.flatnonzero(kinds.max(axis=1) > 0.5)
+            if len(mine):
+                mine = mine[np.argsort(self.order[mine])]
+                kind = kinds[mine].argmax(axis=1)
+                found[i].append((self.order[mine], np.where(kind == self.step.columns.cp, SHARED, kind)))
         return found

@@ -9,19 +9,15 @@ then by rank. Deciding at time t, over the stages of the rank:
   next backward needs it (the escape, k < running maximum of D), or it is within `lookahead` and live bytes
   + what it keeps + the larger of its own and the rank's largest backward temporary buffer stay within
   the cap; of several the lowest pack, then the highest stage;
-- a ready backward goes first; with `alternate`, a ready forward goes first right after a backward.
+- a ready backward goes first; with `alternate`, a ready forward goes first right after a backward;
+- with `split` a chosen backward runs as I if that fits the cap, else, with no W left, whole; the rank's oldest W
+  runs when it would idle, and before anything that does not fit the cap (zero bubble; Qi et al. 2023).
 
-With `split` a backward runs as I, for which the stage before waits, and later W (zero bubble; Qi et al. 2023):
-
-- a chosen backward runs as I if that fits the cap, else, with no W left, whole;
-- the rank's oldest W runs when it would idle, and before anything that does not fit the cap: W frees memory.
-
-Never stuck: take the least unfinished backward j and the highest stage s that misses it. Its gradient is
-there, so a forward k < D[j] is missing on s. That forward is admissible on s and on every stage before
-it, since those miss j too; so stage 0 can start its next forward or the input is on its way.
-Peak with one stage a rank: an admissible forward leaves at most the cap; an escaping forward k runs after
-exactly the forwards 0..k-1 and all backwards before the first that needs k, the least any schedule with
-these orders holds (with `split` no W is left then, so nothing more is held). O(actions (ranks + stages a rank)).
+Never stuck: take the least unfinished backward j and the highest stage s that misses it. Its gradient is there, so a
+forward k < D[j] is missing on s. That forward is admissible on s and on every stage before it, since those miss j too;
+so stage 0 can start its next forward or the input is on its way. Peak with one stage a rank: an admissible forward
+leaves at most the cap; an escaping forward k runs after exactly the forwards 0..k-1 and all backwards before the first
+that needs k, the least any schedule with these orders holds. O(actions (ranks + stages a rank)).
 """
 
 import math

@@ -1,13 +1,11 @@
-"""Halving one pack of a finished partition: the move that tapers the ends of a pipeline.
-
-The fill of a pipeline costs (P - 1) forwards of the first pack, the drain (P - 1) backwards of the last one, so
-smaller packs there pay although every pack costs a constant. Any pack may be halved: its
-slices belong to different documents, so a cut between them keeps every order, and a slice cut inside gives two
-that follow each other forward and precede each other backward. O(slices).
+"""Halving one pack of a finished partition: the move that tapers the ends of a pipeline, whose fill costs (P - 1)
+forwards of the first pack and whose drain (P - 1) backwards of the last one. Slices of a pack belong to different
+documents, so a cut between them keeps every order. O(slices).
 """
 
+import itertools
+
 import numpy as np
-from numpy.typing import NDArray
 
 from evenload.types.columns import SliceColumns, WorkCurve
 from reference.chain_free import work_below
@@ -17,35 +15,25 @@ from reference.slice_work import slice_work_s
 def halve_pack(
     columns: SliceColumns, pack: int, curve: WorkCurve, *, backward: bool, min_slice_tokens: int, may_cut: bool
 ) -> SliceColumns | None:
-    """The same packs with `pack` in two of nearly equal work; None where it cannot be divided.
-
-    Args:
-        curve: work of the direction.
-        backward: later tokens of a document come first.
-        may_cut: slices may be cut; else only between slices.
-    """
-    lo, hi = int(columns.pack_offset[pack]), int(columns.pack_offset[pack + 1])
-    start, stop = columns.start[lo:hi], columns.stop[lo:hi]
-    work = work_below((curve,), stop) - work_below((curve,), start)
-    if hi - lo >= 2:
-        done = np.cumsum(work)
-        at = lo + 1 + int(np.abs(done[:-1] - done[-1] / 2).argmin())
-        return _replace(columns, np.insert(columns.pack_offset, pack + 1, at), columns.doc, columns.start, columns.stop)
-    first, last = int(start[0]), int(stop[0])
-    if not may_cut or last - first < 2 * min_slice_tokens:
-        return None
-    cut = _half(curve, first, last, min_slice_tokens)
-    pieces = [(first, cut), (cut, last)]
-    if backward:
-        pieces.reverse()
-    offset = np.concatenate([columns.pack_offset[: pack + 1], [lo + 1], columns.pack_offset[pack + 1 :] + 1])
-    return _replace(
-        columns,
-        offset,
-        np.insert(columns.doc, lo, columns.doc[lo]),
-        np.concatenate([columns.start[:lo], [piece[0] for piece in pieces], columns.start[hi:]]),
-        np.concatenate([columns.stop[:lo], [piece[1] for piece in pieces], columns.stop[hi:]]),
-    )
+    """The same packs with `pack` in two of nearly equal work of one direction (`backward`: later tokens of a document
+    first), cut between slices or, if it `may_cut`, inside one; None where it cannot be divided."""
+    rows = list(zip(columns.doc.tolist(), columns.start.tolist(), columns.stop.tolist(), strict=True))
+    packs = [rows[lo:hi] for lo, hi in itertools.pairwise(columns.pack_offset.tolist())]
+    own = packs[pack]
+    if len(own) >= 2:
+        _, start, stop = np.array(own, np.int64).T
+        done = np.cumsum(work_below((curve,), stop) - work_below((curve,), start))
+        at = 1 + int(np.abs(done[:-1] - done[-1] / 2).argmin())
+        halves = [own[:at], own[at:]]
+    else:
+        [(doc, first, last)] = own
+        if not may_cut or last - first < 2 * min_slice_tokens:
+            return None
+        cut = _half(curve, first, last, min_slice_tokens)
+        halves = [[(doc, first, cut)], [(doc, cut, last)]]
+        if backward:
+            halves.reverse()
+    return SliceColumns.from_ranges([*packs[:pack], *halves, *packs[pack + 1 :]])
 
 
 def _half(curve: WorkCurve, start: int, stop: int, min_slice_tokens: int) -> int:
@@ -59,20 +47,3 @@ def _half(curve: WorkCurve, start: int, stop: int, min_slice_tokens: int) -> int
         else:
             low = middle + 1
     return low
-
-
-def _replace(
-    columns: SliceColumns,
-    pack_offset: NDArray[np.int64],
-    doc: NDArray[np.int32],
-    start: NDArray[np.int64],
-    stop: NDArray[np.int64],
-) -> SliceColumns:
-    return SliceColumns(
-        doc=doc.astype(np.int32),
-        start=start.astype(np.int64),
-        stop=stop.astype(np.int64),
-        pack_offset=pack_offset.astype(np.int64),
-        pad_to=np.zeros(len(pack_offset) - 1, np.int64),
-        cp=np.ones(len(doc), np.int64),
-    )

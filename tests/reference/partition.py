@@ -29,32 +29,17 @@ def partition_by_work(
     max_pack_tokens: int | None = None,
     last_first: bool = False,
 ) -> SliceColumns:
-    """Fill packs of equal work in document order; at most `num_packs` unless the token cap forces more.
+    """Fill packs of equal work in document order (int32 indices); at most `num_packs` unless the token cap forces more.
 
-    Args:
-        num_tokens: int64[n]; order: int32[<= n], document indices in fill order.
-        align: cuts lie on multiples of this; min_slice_tokens: of both pieces of a cut.
-        max_pack_tokens: hard cap; also cuts documents longer than it.
-        last_first: take a document's slices from its end towards 0 (FILO, backward packs).
-
-    Raises:
-        ConfigError: a cap so small that a longer document cannot be cut legally.
-    """
+    Cuts lie on multiples of `align`; both pieces of one have `min_slice_tokens`. `last_first` takes a document's slices
+    from its end (FILO, backward packs). Raises `ConfigError` for a cap so small that no legal cut makes such packs."""
     lengths = np.ascontiguousarray(num_tokens, dtype=np.int64)
     sequence = np.ascontiguousarray(order, dtype=np.int32)
     cap = np.iinfo(np.int64).max if max_pack_tokens is None else max_pack_tokens
     if lengths[sequence].max(initial=0) > cap and cap < 2 * min_slice_tokens + align - 2:
         raise ConfigError(f"partition: no legal cut makes packs of {cap} tokens")
     rule = _CutRule(work=work, align=align, min_slice_tokens=min_slice_tokens, last_first=last_first)
-    doc, start, stop, offset = _fill(lengths.tolist(), sequence.tolist(), rule, num_packs, int(cap))
-    return SliceColumns(
-        doc=np.asarray(doc, dtype=np.int32),
-        start=np.asarray(start, dtype=np.int64),
-        stop=np.asarray(stop, dtype=np.int64),
-        pack_offset=np.asarray(offset, dtype=np.int64),
-        pad_to=np.zeros(len(offset) - 1, dtype=np.int64),
-        cp=np.ones(len(doc), np.int64),
-    )
+    return SliceColumns.from_ranges(_fill(lengths.tolist(), sequence.tolist(), rule, num_packs, int(cap)))
 
 
 @dataclass(frozen=True)
@@ -101,11 +86,8 @@ class _CutRule:
 
 def _fill(
     num_tokens: list[int], order: list[int], rule: _CutRule, num_packs: int, cap: int
-) -> tuple[list[int], list[int], list[int], list[int]]:
-    doc: list[int] = []
-    start: list[int] = []
-    stop: list[int] = []
-    offset = [0]
+) -> list[list[tuple[int, int, int]]]:
+    packs: list[list[tuple[int, int, int]]] = [[]]
     total_s = 0.0
     for index in order:
         total_s += slice_work_s(rule.work, 0, num_tokens[index])
@@ -126,16 +108,14 @@ def _fill(
             # The cap, not the target, closes the pack when even a full pack ends before the target.
             capped = not fits and base_s + rule.dealt_s(n, taken + room) < target_s
             if upto > taken:
-                doc.append(index)
-                start.append(n - upto if rule.last_first else taken)
-                stop.append(n - taken if rule.last_first else upto)
+                packs[-1].append((index, *((n - upto, n - taken) if rule.last_first else (taken, upto))))
                 room -= upto - taken
             taken = upto
             at_s = base_s + rule.dealt_s(n, taken)
             # The last pack takes everything that the cap lets it take.
             if taken < n or (at_s >= target_s and packs_left > 1):
-                if len(doc) > offset[-1]:
-                    offset.append(len(doc))
+                if packs[-1]:
+                    packs.append([])
                 room = cap
                 packs_left = max(packs_left - 1, 1)
                 if capped:
@@ -143,6 +123,4 @@ def _fill(
                     packs_left = max(packs_left, math.ceil((total_s - at_s) / share_s - 1e-9))
                 target_s = total_s if packs_left == 1 else at_s + (total_s - at_s) / packs_left
         base_s = end_s
-    if len(doc) > offset[-1]:
-        offset.append(len(doc))
-    return doc, start, stop, offset
+    return packs if packs[-1] else packs[:-1]

@@ -55,13 +55,7 @@ def forwards_needed(forward: SliceColumns, backward: SliceColumns, num_tokens: N
 def split_backward(
     costs: PackCosts, tasks: PipelineTasks, backward: SliceColumns, policy: NDArray[np.int8] | None = None
 ) -> SplitBackward:
-    """How the backward packs of `tasks` divide. O(slices + packs·stages).
-
-    Args:
-        tasks: priced packs, whole backwards.
-        backward: the same packs.
-        policy: int8[num_documents] with which they were priced; None = all replay.
-    """
+    """How the backward packs of `tasks`, priced whole under a policy (int8[num_documents]), divide."""
     copy_s = None if policy is None else costs.copy_seconds(backward, policy)
     weight_s = weight_seconds(costs, backward.rank_tokens(), tasks.backward_s, copy_s)
     input_s, weight_s = tasks.backward_s - weight_s, weight_s + gather_seconds(costs, backward)

@@ -27,13 +27,8 @@ _BACKWARD, _INPUT, _WEIGHT = (KINDS.index(name) for name in "BIW")
 
 @dataclass(frozen=True, eq=False)
 class ReferenceSimulation:
-    """Times and memory.
-
-    Args:
-        start_s, end_s: float64[n], aligned with the action columns; 0 for actions that never run.
-        peak_bytes: int64[R].
-        done: int64[R], actions that ran on each rank; fewer than it has means deadlock.
-    """
+    """Times of actions (float64[n], 0 for those that never run), peak bytes of ranks (int64[R]), and how many actions
+    ran on each rank (int64[R]); fewer than it has means deadlock."""
 
     start_s: NDArray[np.float64]
     end_s: NDArray[np.float64]
@@ -108,6 +103,10 @@ def _predecessors(tasks: PipelineTasks, actions: ActionColumns) -> list[list[tup
 
 def _peak(tasks: PipelineTasks, actions: ActionColumns, rank: int, done: int) -> int:
     """Most bytes the rank holds while its first `done` actions run."""
+    columns = {_BACKWARD: (tasks.held.backward_temp_bytes, tasks.held.backward_freed_bytes)}
+    if tasks.split is not None:
+        columns[_INPUT] = tasks.split.input_temp_bytes, tasks.split.input_freed_bytes
+        columns[_WEIGHT] = np.zeros_like(tasks.split.weight_freed_bytes), tasks.split.weight_freed_bytes
     live = peak = int(tasks.held.static_bytes[rank])
     lo = int(actions.rank_offset[rank])
     for i in range(lo, lo + done):
@@ -116,18 +115,8 @@ def _peak(tasks: PipelineTasks, actions: ActionColumns, rank: int, done: int) ->
             live += int(tasks.held.forward_kept_bytes[pack, stage])
             peak = max(peak, live + int(tasks.held.forward_temp_bytes[pack, stage]))
         else:
-            temporary, freed = _backward_bytes(tasks, int(actions.kind[i]))
-            peak = max(peak, live + (0 if temporary is None else int(temporary[pack, stage])))
+            temporary, freed = columns[int(actions.kind[i])]
+            peak = max(peak, live + int(temporary[pack, stage]))
             live -= int(freed[pack, stage])
             peak = max(peak, live)
     return peak
-
-
-def _backward_bytes(tasks: PipelineTasks, kind: int) -> tuple[NDArray[np.int64] | None, NDArray[np.int64]]:
-    """(temporary bytes, bytes given back) of B, I or W."""
-    if kind == _BACKWARD:
-        return tasks.held.backward_temp_bytes, tasks.held.backward_freed_bytes
-    assert tasks.split is not None  # checked with the kinds
-    if kind == _INPUT:
-        return tasks.split.input_temp_bytes, tasks.split.input_freed_bytes
-    return None, tasks.split.weight_freed_bytes

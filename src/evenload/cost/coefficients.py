@@ -96,13 +96,8 @@ class FitError(Frozen):
 
 
 class TimedPack(Frozen):
-    """Hold one pack of the grid on one layer.
-
-    Args:
-        slices: (start, stop, how many documents have this slice).
-        measured_s: median over passes and ranks.
-        left_out_s: predicted by a fit without this pack.
-    """
+    """Hold one pack of the grid on one layer: its slices as (start, stop, how many documents have this slice), the
+    median over passes and ranks, and what a fit without this pack predicts."""
 
     direction: Literal["forward", "backward"]
     slices: tuple[tuple[int, int, int], ...]
@@ -202,11 +197,8 @@ class CopySpec(Frozen):
         return self.fixed_s + self.layer_s * num_layers + self.gained_s * num_gained + self.left_s * num_left
 
     def seconds(self, read_bytes: Mapping[int, float], ranks_per_machine: int, tp: int) -> float:
-        """Return the seconds until every rank has read what it lacks; without `arranging_seconds`.
-
-        Args:
-            read_bytes: by rank, of one tensor-parallel rank; each of the `tp` reads as much at the same time.
-        """
+        """Return the seconds until every rank has read what it lacks (bytes by rank, of one tensor-parallel rank; each
+        of the `tp` reads as much at the same time), without `arranging_seconds`."""
         machines: dict[int, float] = {}
         for rank, count in read_bytes.items():
             machines[rank // ranks_per_machine] = machines.get(rank // ranks_per_machine, 0.0) + count
@@ -357,10 +349,6 @@ class CostCoefficients(Frozen):
                 holds, range_ = value >= 0, ">= 0 seconds"
             if not holds:
                 raise ConfigError(f"cost coefficients of {self.device}: {field} is {value}, must be {range_}")
-
-    def of_pass(self, direction: Literal["forward", "backward"]) -> PassCoefficients:
-        """Return the coefficients of one direction."""
-        return self.forward if direction == "forward" else self.backward
 
     @property
     def noise(self) -> Noise | None:

@@ -3,16 +3,14 @@
 Tensor parallelism with sequence parallelism (Korthikanti et al. 2022): hidden states are all-gathered before
 attention and before the feed-forward block and reduce-scattered after each: 4 rings forward; backward the same 4 for
 gradients and 2 more all-gathers for weight gradients. `tensor_exposed_share` of their bytes does not hide behind
-matrix products; their latency does not hide. Recomputing scatters the output of attention again, and that of the
-feed-forward block where it is kept. W of a split backward gathers the inputs of both blocks and the gradients of
-both outputs again: 4 more.
+matrix products; their latency does not hide. W of a split backward gathers inputs and gradients again: 4 more.
 
 Context parallelism: K and V of a pack are all-gathered before attention, dK and dV reduce-scattered in backward,
-where K and V are gathered again of documents that are never cut; of others every rank keeps them. Copies into place
-(`copy_s_per_byte`) hide behind nothing; transfers hide behind `context_hidden_share` of the attention of *local*
-documents, those that lie whole on one rank. A ring (Liu et al. 2023, `context_exchange`) passes K and V on in n - 1
-transfers of 1/n each, and in backward their gradients in n, the last of which hides behind nothing. The others hide
-behind local attention and (n - 1)/n of that of the rounds. A slice's transfers carry its document's whole prefix.
+where K and V are gathered again of documents that are never cut; of others every rank keeps them. Transfers hide behind
+`context_hidden_share` of the attention of *local* documents, those that lie whole on one rank, copies into place
+(`copy_s_per_byte`) behind nothing. A ring (Liu et al. 2023, `context_exchange`) passes K and V on in n - 1 transfers of
+1/n each, and in backward their gradients in n, the last of which hides behind nothing. The others hide behind local
+attention and (n - 1)/n of that of the rounds. A slice's transfers carry its document's whole prefix.
 
 All functions of seconds raise a `ConfigError` where the coefficients know no link for the group.
 """
@@ -35,13 +33,8 @@ WEIGHT_RINGS = 4  # All-gathers of a layer's hidden states that W makes on top o
 
 
 class ContextTraffic(NamedTuple):
-    """Hold what a token of a shared slice moves on one layer in one direction.
-
-    Args:
-        token_bytes: that are sent.
-        rings: collectives that carry them, each of n - 1 transfers from neighbour to neighbour.
-        placed_bytes: copied into their place.
-    """
+    """Hold the bytes of a token of a shared slice that are sent on one layer in one direction, the collectives that
+    carry them (`rings`), each of n - 1 transfers from neighbour to neighbour, and the bytes copied into their place."""
 
     token_bytes: int
     rings: int
@@ -49,12 +42,8 @@ class ContextTraffic(NamedTuple):
 
 
 class ContextSeconds(NamedTuple):
-    """Hold the seconds of K and V of shared slices on one layer of every pack; float64[num_packs] each.
-
-    Args:
-        transfer_s: transfers that attention may hide.
-        plain_s: copies, and transfers that nothing hides.
-    """
+    """Hold the seconds of K and V of shared slices on one layer of every pack, float64[num_packs] each: transfers that
+    attention may hide, and copies and transfers that nothing hides."""
 
     transfer_s: NDArray[np.float64]
     plain_s: NDArray[np.float64]
@@ -92,13 +81,9 @@ def context_seconds(
     cut_tokens: NDArray[np.float64],
     direction: Direction,
 ) -> ContextSeconds:
-    """Return the seconds of K and V of every pack on one layer, before anything hides them.
-
-    Args:
-        ranks: int64[num_packs], ranks that share the pack.
-        whole_tokens, cut_tokens: float64[num_packs], tokens of the whole pack whose K and V are exchanged, of
-            documents that are never cut and of others; in a ring with their prefixes.
-    """
+    """Return the seconds of K and V of every pack on one layer, before anything hides them: of the tokens of the whole
+    pack whose K and V its `ranks` exchange, of documents that are never cut and of others (num_packs each), in a ring
+    with their prefixes."""
     whole, cut = (context_traffic(model, coefficients, tp, direction, is_cut=is_cut) for is_cut in (False, True))
     home_bytes, home_hops = ring_home(model, coefficients, tp, direction)
     seconds = ContextSeconds(np.zeros(len(ranks)), np.zeros(len(ranks)))

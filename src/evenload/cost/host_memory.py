@@ -2,18 +2,13 @@
 
 A rank holds a forward's offloaded rows from its start until the backward with a chunk's first token ends, as on the
 device. The memory is page-locked and kept within a run (`runtime/replay/host_copies.py`), so a node needs the sum of
-its ranks' peaks. `OFFLOAD_SHARE` of a node's memory is for this; the rest is for processes, checkpoints and the system.
+its ranks' peaks.
 
-A process on a CPU, as a system monitor shows it and a container limits it:
-
-    fixed       interpreter, libraries, process groups, loader: measured by the run before its first step
-    static      weights, gradients and optimizer state (`cost.memory`), all touched before the first step
-    first use   what kernels load when they first run
-    step        activations and buffers at their simulated peak, and what the C library's allocator holds beyond it
-    update      gloo's copy of the largest unit's gradients, and the norm's fp64 copy of a shard: above the allocator's
-                threshold on top of what is kept of the step, below it out of that
-
-The allocator's share and the first use are measured (`benchmarks/process_memory.py`, with glibc).
+A process on a CPU, as a system monitor shows it and a container limits it, holds what the run measured before its first
+step, static bytes (`cost.memory`), what kernels load when they first run, activations and buffers at their simulated
+peak with what the C library's allocator holds beyond it, and in the update gloo's copy of the largest unit's gradients
+and the norm's fp64 copy of a shard: above the allocator's threshold on top of what is kept of the step, below it out of
+that. The allocator's share and the first use are measured (`benchmarks/process_memory.py`, with glibc).
 """
 
 from collections.abc import Sequence
@@ -43,12 +38,7 @@ OFFLOAD_SHARE = 0.85  # Of a node's memory, for offloaded activations
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Hold what a node offers to offloaded activations.
-
-    Args:
-        devices_per_node: ranks that share it.
-        limit_bytes: None = not limited.
-    """
+    """Hold what a node of so many devices offers to offloaded activations; `limit_bytes` None = not limited."""
 
     devices_per_node: int
     limit_bytes: int | None
@@ -114,11 +104,8 @@ def peak_host_bytes(
 
 
 def fullest_node_bytes(layout: ParallelLayout, peaks: Sequence[NDArray[np.int64]], devices_per_node: int) -> int:
-    """Return the bytes of the node whose ranks hold most.
-
-    Args:
-        peaks: int64[R] of every replica, of one of its context and tensor ranks, which hold alike.
-    """
+    """Return the bytes of the node whose ranks hold most; `peaks` int64[R] of every replica, of one of its context and
+    tensor ranks, which hold alike."""
     of_devices = np.repeat(np.stack(peaks, axis=1).ravel(), layout.cp * layout.tp)
     padded = np.zeros(-(-len(of_devices) // devices_per_node) * devices_per_node, np.int64)
     padded[: len(of_devices)] = of_devices
@@ -132,11 +119,8 @@ MAPPED_BYTES = 32 * 2**20
 
 
 def process_bytes(model: ModelSpec, plan: StepPlan, fixed_bytes: int) -> int:
-    """Predict the peak bytes of the fullest process while it runs a plan, alone or after lighter ones.
-
-    Args:
-        fixed_bytes: resident bytes before the first step without weights, gradients and optimizer state.
-    """
+    """Predict the peak bytes of the fullest process while it runs a plan, alone or after lighter ones; `fixed_bytes`:
+    resident before the first step, without weights, gradients and optimizer state."""
     layout = plan.layout
     static = int(static_bytes(model, layout).max())
     activations = plan.predicted.peak_memory_bytes - static

@@ -1,8 +1,7 @@
 """Count what a token costs on one layer, whatever the device: FLOPs, attention pairs, and bytes by activation policy.
 
 FLOPs are for MFU alone: 2 a weight of a matrix product, 4·heads·head_dim a (query, key) pair inside causal mask and
-window; backward 2x forward for both (attention's seconds are 2.5x, for kernels recompute scores), 1x for frozen
-matrices (LoRA). Embedding look-ups, norms and activations are not counted.
+window; backward 2x forward for both, 1x for frozen matrices (LoRA). Look-ups, norms and activations are not counted.
 
     replay     every linear layer's output (the runtime's default): nothing is computed twice but norms
     recompute  layer input, attention output and log-sum-exp only; backward repeats the layer's matrix products, not
@@ -16,15 +15,13 @@ the feed-forward block; hidden states are split over tokens; key/value heads few
 
 Workspace of attention's backward, as FlashAttention 2's kernels in torch make it (`mha_varlen_bwd` of torch 2.13),
 of one layer of one backward pack with T rows in n slices that see K keys; H query heads, G key heads of dimension D,
-e bytes an element:
+e bytes an element. It is an estimate: windows are not counted, and packs of a context-parallel group hold less.
 
     sums of dQ and of dO·O      4·(T + 128·n)·H·(D + 1)    fp32; every document is rounded up to a block of rows
       added in one order        4·(T + 128·n)·D·S more     of every processor of S apart (`train.deterministic`)
     keys of prefixes            4·e·G·D a key              K and V copied into one tensor, and their gradients
     gradients of grouped keys   2·e·H·D a key              where H > G; above `KEY_GRADIENT_BYTES` they are made for
                                                            some key heads at a time (`attention.varlen_cuda`)
-
-It is an estimate: windows are not counted, and packs of a context-parallel group hold less.
 """
 
 from dataclasses import dataclass
@@ -81,10 +78,8 @@ def forward_flops(model: ModelSpec, num_tokens: ArrayLike) -> NDArray[np.float64
 
 
 def training_flops(model: ModelSpec, num_tokens: ArrayLike) -> NDArray[np.float64]:
-    """Count the model FLOPs of forward and backward of whole documents; the numerator of MFU.
-
-    3x forward; with LoRA adapters 3x forward less dW of the frozen matrices.
-    """
+    """Count the model FLOPs of forward and backward of whole documents, less dW of frozen matrices; the numerator of
+    MFU."""
     flops = 3.0 * forward_flops(model, num_tokens)
     if model.adapter_parameters_per_layer:
         frozen = 2.0 * model.linear_parameters_per_layer * model.num_layers + 2.0 * model.embedding_parameters
@@ -139,10 +134,8 @@ def accumulator_bytes(model: ModelSpec) -> int:
 
 def weight_elements_per_token(model: ModelSpec, tp: int = 1) -> int:
     """Count the elements that one token keeps on ONE layer of one device from I to W: inputs, and gradients of outputs.
-
-    Every chosen expert has rows of its own, but for the inputs, which the router shares with them. Frozen matrices
-    (LoRA) keep nothing, and the weight gradients of adapters are added in I.
-    """
+    Every chosen expert has rows of its own, but for the inputs. Frozen matrices (LoRA) keep nothing; adapters finish in
+    I."""
     if model.adapter_parameters_per_layer:
         return 0
     hidden, chosen = -(-model.hidden_size // tp), max(1, model.experts_per_token)

@@ -10,12 +10,9 @@ receive:
                 adapters alone where the model's own weights are frozen (LoRA)
 
 A tied embedding is the embedding's unit alone, which the first and the last stage both hold with a whole optimizer
-state. Gradients are zero between steps and do not move. A link takes bytes / bandwidth on the busiest device, NVLink
-and network at once, both ways at once. Weights move before the step, optimizer state during it
-(`runtime.stages.twin_layer`): T(switch) is the sum of both waits. Switches by copies (`CopySpec`) are priced from
-their moves (`plan.layouts.switch_prices`). O(devices · units) numpy.
-
-Unlike the paper: no copies of what other nodes hold and no cost of making groups, which a run makes at its start.
+state. A link takes bytes / bandwidth on the busiest device, NVLink and network at once, both ways at once. Weights move
+before the step, optimizer state during it (`runtime.stages.twin_layer`): T(switch) is the sum of both waits. Switches
+by copies (`CopySpec`) are priced from their moves (`plan.layouts.switch_prices`). O(devices · units) numpy.
 """
 
 from typing import NamedTuple
@@ -84,12 +81,8 @@ def _moving_seconds(
 
 class ReceiveSeconds:
     """Price the weights that a stage's devices receive, by its range of layers, for a search over mappings: without
-    the senders' side, latency and optimizer state, so never above `switch_seconds`. Where copies were measured, inside
-    a node at their rate.
-
-    Args:
-        new: gives the sizes of the dimensions; its layers do not matter.
-    """
+    the senders' side, latency and optimizer state, so never above `switch_seconds`. Of `new` only sizes matter, not its
+    layers. Where copies were measured, inside a node at their rate."""
 
     def __init__(
         self, model: ModelSpec, coefficients: CostCoefficients, old: ParallelLayout, new: ParallelLayout
@@ -119,8 +112,16 @@ class ReceiveSeconds:
         return self._known[key]
 
 
+def require_switchable(old: ParallelLayout, new: ParallelLayout) -> None:
+    """Refuse, by a `ConfigError`, a switch that changes cp, tp or the number of layers."""
+    if (old.cp, old.tp, old.num_layers) != (new.cp, new.tp, new.num_layers):
+        raise ConfigError(
+            f"switch from {old.describe()} to {new.describe()}: only pp, dp and the layers of stages may change, "
+            "cp and tp may not"
+        )
+
+
 def _link(coefficients: CostCoefficients, *, leaves_node: bool) -> LinkSpec:
-    """Return the link between devices of one node, or of different nodes."""
     if not leaves_node and (copies := coefficients.copies) is not None:
         return LinkSpec(bandwidth_bytes_per_s=copies.rank_bytes_per_s, latency_s=0.0)
     return coefficients.device_link(leaves_node=leaves_node)
@@ -172,11 +173,7 @@ def _missing_bytes(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Count what every device of `new` would lack of every unit on its stage, from its node and from others;
     float64[D, U] each."""
-    if (old.cp, old.tp) != (new.cp, new.tp):
-        raise ConfigError(
-            f"switch from {old.describe()} to {new.describe()}: only pp, dp and the layers of stages may change, "
-            "cp and tp may not"
-        )
+    require_switchable(old, new)
     devices = new.world_size
     held = _holds(old, model, devices)
     weights = units.weights * ~held

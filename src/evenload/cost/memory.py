@@ -9,14 +9,12 @@ Kept between forward and backward (e = bytes per element, L = layers of the stag
               Freed when the backward slice with the chunk's FIRST token ends: a chunk is one tensor.
     K and V   whole document, T·L·e·2·Hkv·D, from its first forward slice until the backward slice with start 0 ends.
     dK and dV whole document, T·L·4·2·Hkv·D (8 when e is 8), only for documents cut in BACKWARD, from the first
-              backward slice until the slice with start 0 ends: fp32 sums over slices.
+              backward slice until the slice with start 0 ends: negative `backward_freed_bytes` of the pack that
+              allocates them, and in its `backward_temp_bytes`.
 
-dK/dV are allocated by a backward and outlive it: they count as negative `backward_freed_bytes` of that pack and in
-its `backward_temp_bytes`. Padded packs count `pad_to` tokens a document. Temporaries are estimates:
-
-    forward   the pack's layer input, norm output, attention input/output and the gated product of one layer
-    backward  one layer's recomputed activations and gradients; on the last stage logits in compute precision and their
-              fp32 softmax and gradient, min(T, HEAD_ROWS)·vocab·(e + 8); attention's workspace (`cost.layer_counts`)
+Padded packs count `pad_to` tokens a document. Temporaries are estimates: of a forward one layer's input, norm output,
+attention input/output and gated product; of a backward one layer's recomputed activations and gradients, attention's
+workspace (`cost.layer_counts`), on the last stage logits and their fp32 softmax and gradient, min(T, HEAD_ROWS)·vocab.
 
 Static bytes of a rank: weights e·N, fp32 gradients max(e,4)·N, and AdamW's state sharded over dp·cp: fp32 master
 (only where e < 4) and two moments, max(e,4) bytes each. With LoRA adapters only those have gradients and state.
@@ -24,8 +22,8 @@ Static bytes of a rank: weights e·N, fp32 gradients max(e,4)·N, and AdamW's st
 A recomputed document keeps a smaller chunk and its backward holds one layer's recomputed tensors; an offloaded one
 keeps no chunk but two layers' buffers while a pack runs. Context parallelism (DP-Merge too) divides a pack's tokens
 over its ranks: of K and V a rank keeps its share of documents that are never cut and gathers one layer at a time; of
-a cut document it keeps all, gathered, and all of dK and dV. Where some slices lie whole on one rank (DACP) a pack
-counts what the fullest rank holds: exact where packs are freed before the next starts (pp = 1), else an upper bound.
+a cut document it keeps all, and all of dK and dV. Where some slices lie whole on one rank (DACP) a pack counts what
+the fullest rank holds: exact where packs are freed before the next starts (pp = 1), else an upper bound.
 """
 
 import dataclasses
@@ -66,8 +64,8 @@ class ReplicaPacks:
     Args:
         num_tokens: int64[n] of the documents that `SliceColumns.doc` counts, without padding.
         policy: int8[n], indices into `cost.layer_counts.POLICIES`; None = all replay.
-        owners: int64[num_slices] of forward and backward, the rank that holds a slice whole, -1 = all ranks share it;
-            None = all slices are shared.
+        owners: int64[num_slices] of forward and backward, the rank that holds a slice whole, -1 = all share it; None =
+            all.
         shardings: `MicroPack.sharding` of every forward pack; () = nobody shares any.
     """
 
@@ -95,30 +93,26 @@ class ReplicaPacks:
 
 
 def parameters_per_rank(model: ModelSpec, layout: ParallelLayout) -> NDArray[np.int64]:
-    """Count the stored parameters of every pipeline rank; int64[R].
-
-    A tied head on another rank than the embedding is a second copy, as in the runtime.
-    """
-    parameters = np.zeros(layout.pipeline_ranks, np.int64)
-    layer, embedding = layer_parameters(model, layout.tp), embedding_parameters(model, layout.tp)
-    for (first, last), rank in zip(layout.stage_layers, layout.stage_to_rank, strict=True):
-        parameters[rank] += (last - first) * layer
-    first_rank, last_rank = layout.stage_to_rank[0], layout.stage_to_rank[-1]
-    parameters[first_rank] += embedding + model.position_parameters
-    parameters[last_rank] += model.norm_parameters
-    if not (model.tied_embeddings and first_rank == last_rank):
-        parameters[last_rank] += embedding
-    return parameters[list(layout.leading_ranks)]
+    """Count the stored parameters of every pipeline rank; int64[R]."""
+    return _units_per_rank(model, layout, unit_parameters(model, layout.tp)[0])
 
 
 def trained_parameters_per_rank(model: ModelSpec, layout: ParallelLayout) -> NDArray[np.int64]:
     """Count the parameters of every pipeline rank that have gradients and optimizer state; int64[R]."""
-    if not model.adapter_parameters_per_layer:
-        return parameters_per_rank(model, layout)
-    trained = np.zeros(layout.pipeline_ranks, np.int64)
+    return _units_per_rank(model, layout, unit_parameters(model, layout.tp)[1])
+
+
+def _units_per_rank(model: ModelSpec, layout: ParallelLayout, units: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Sum the parameters of units (`unit_parameters`) over the stages of every pipeline rank."""
+    parameters = np.zeros(layout.pipeline_ranks, np.int64)
     for (first, last), rank in zip(layout.stage_layers, layout.stage_to_rank, strict=True):
-        trained[rank] += (last - first) * model.adapter_parameters_per_layer
-    return trained[list(layout.leading_ranks)]
+        parameters[rank] += units[1 + first : 1 + last].sum()
+    first_rank, last_rank = layout.stage_to_rank[0], layout.stage_to_rank[-1]
+    parameters[first_rank] += units[0]
+    parameters[last_rank] += units[-1]
+    if model.tied_embeddings and first_rank != last_rank:
+        parameters[last_rank] += units[0]  # a tied head on another rank is a second copy
+    return parameters[list(layout.leading_ranks)]
 
 
 def trained_unit_parameters(model: ModelSpec, layout: ParallelLayout, rank: int) -> dict[int, int]:
@@ -211,10 +205,9 @@ class TokenCounts:
     """Count tokens of packs as one rank sees them, by what is kept of them.
 
     Args:
-        kept_chunks, freed_chunks: int64[m_f or m_b, policies], recorded in a forward, given back in a backward.
-        kept_kv, freed_kv: int64[m_f], int64[m_b], of documents whose K and V come and go.
-        opened, closed: int64[m_b], of documents whose dK and dV come and go.
-        computed: int64[m_b, policies], of backward packs.
+        kept_chunks, freed_chunks, computed: int64[m_f or m_b, policies], recorded in a forward, given back and computed
+            in a backward.
+        kept_kv, freed_kv, opened, closed: int64[m_f or m_b], of documents whose K and V, dK and dV come and go.
         gathered_forward, gathered_backward: int64[m_f], int64[m_b], whose K and V other ranks send.
         pieces, prefix_keys, keys: int64[m_b], slices of backward packs, keys before them, and keys that they see.
     """
@@ -290,12 +283,11 @@ def bytes_at_rates(rates: "ByteRates", tokens: TokenCounts) -> PackBytes:
 
 @dataclass(frozen=True, eq=False)
 class ByteRates:
-    """Hold bytes a token, by activation policy and stage, which `pipeline_bytes` and the core multiply counts with.
+    """Hold bytes a token, which `pipeline_bytes` and the core multiply counts with.
 
     Args:
         static_bytes: int64[R].
-        chunk, forward_temp, backward_temp: int64[policies, P] a token of a pack.
-        kv, kv_gradient: int64[P] a token of a document.
+        chunk, forward_temp, backward_temp: int64[policies, P], of a pack; kv, kv_gradient: int64[P], of a document.
         logits_per_row: int64[P], rows up to `HEAD_ROWS` a pack.
         gathered_forward, gathered_backward: a token whose keys and values other ranks send.
         attention: its workspace in backward; that of rows is in `backward_temp`.
@@ -356,12 +348,8 @@ def byte_rates(model: ModelSpec, layout: ParallelLayout) -> ByteRates:
 def backward_temp_estimate(
     model: ModelSpec, layout: ParallelLayout, pack_tokens: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Estimate the temporaries of backward packs of one whole document each, or of none, the part common to all
-    policies; int64[num_packs, P].
-
-    Args:
-        pack_tokens: int64[num_packs] tokens as one rank computes them, padding included.
-    """
+    """Estimate the temporaries of backward packs of one whole document each, or of none, which all policies have alike;
+    int64[num_packs, P]. `pack_tokens` int64[num_packs] are of one rank, with padding."""
     rates = byte_rates(model, layout)
     workspace = rates.attention.of_grouped_keys(pack_tokens) + (pack_tokens > 0) * rates.attention.piece
     return (
@@ -415,13 +403,8 @@ def _backward_pack_of_first_token(
 
 
 def bytes_by_kind(model: ModelSpec, layout: ParallelLayout, tasks: PipelineTasks, packs: ReplicaPacks) -> PipelineTasks:
-    """Return the same tasks with an axis of kinds at the end of every column of bytes, K = len(MEMORY_KINDS):
-    `held.static_bytes` int64[R, K], the others, those of `split` too, int64[packs, P, K]. Kinds add up to the bytes.
-
-    Args:
-        tasks: the packs as priced; of their bytes only what I leaves for W is taken from there, as the kind
-            "weight_gradient_inputs".
-    """
+    """Return priced tasks with an axis of kinds at the end of every column of bytes, K = len(MEMORY_KINDS):
+    `held.static_bytes` int64[R, K], the others, those of `split` too, int64[packs, P, K]. Kinds add up to the bytes."""
     views = 1 if packs.owners is None else layout.cp
     columns = {
         name: np.zeros((views, *getattr(tasks.held, name).shape, len(MEMORY_KINDS)), np.int64)

@@ -11,8 +11,8 @@ a stage is a column of seconds a feature; seconds are one small matrix product. 
   are the mean over ranks, which searches compare; plans promise the slowest rank by its own rows (`cost.pack_split`).
 - The first stage carries the embedding in both directions, the last stage's BACKWARD the head. Tensor parallelism
   divides seconds of tokens and pairs by tp and adds its exposed transfers (`cost.group_transfers`).
-- Recomputed layers add to what a token and a pack cost in backward; a recomputed document pays the products that are
-  made again; an offloaded one makes a pack last at least as long as its copies to or from the host.
+- Recomputed layers and documents pay the products that are made again in backward; an offloaded document makes a pack
+  last at least as long as its copies to or from the host.
 """
 
 import functools
@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from evenload import _native
-from evenload.cost.coefficients import CostCoefficients
+from evenload.cost.coefficients import CostCoefficients, PassCoefficients
 from evenload.cost.group_transfers import (
     TENSOR_RINGS,
     context_seconds,
@@ -68,11 +68,8 @@ class SliceFeatures:
     keeps_short_whole: bool
 
     def of_packs(self, columns: SliceColumns, chosen: NDArray[np.bool_] | None = None) -> NDArray[np.float64]:
-        """Return the features of packs, on one of the ranks that share each; float64[num_packs, num_columns].
-
-        Args:
-            chosen: bool[num_slices] that count; None = all.
-        """
+        """Return the features of packs, on one of the ranks that share each, of the slices that are `chosen`
+        (bool[num_slices]; None = all); float64[num_packs, num_columns]."""
         pack = columns.pack_of_slice()
         stop = columns.start + columns.slice_tokens()
         slices = self.of_slices(columns.start, stop, columns.cp)
@@ -88,17 +85,13 @@ class SliceFeatures:
     def of_slices(
         self, start: NDArray, stop: NDArray, ranks: NDArray[np.int64] | None = None, tile: int | None = None
     ) -> NDArray[np.float64]:
-        """Return the features of slices; column 2 is left 1 for the pack constant; float64[num_slices, num_columns].
-
-        Args:
-            ranks: int64[num_slices] that share each slice; None = 1.
-            tile: other than this model's attention has.
-        """
+        """Return the features of slices, each shared by `ranks` (int64[num_slices]; None = 1), with another attention
+        `tile` than the model's if given; column 2 is left 1 for the pack constant; float64[num_slices, num_columns]."""
         if ranks is not None and (ranks > 1).any():
             return self._of_shared_slices(start, stop, ranks)
         tile = self.tile if tile is None else tile
         rows = stop - start
-        out = np.ones((len(rows), num_columns(len(self.windows))))
+        out = np.ones((len(rows), pairs_column(len(self.windows))))
         out[:, 0] = rows
         missing_rows = -rows % tile
         for index, window in enumerate(self.windows):
@@ -117,7 +110,7 @@ class SliceFeatures:
         rows = stop - start
         sharded = self.is_sharded(rows, ranks)
         share = 1.0 / ranks
-        out = np.ones((len(rows), num_columns(len(self.windows))))
+        out = np.ones((len(rows), pairs_column(len(self.windows))))
         out[:, 0] = rows * share
         out[:, 1] = np.where(sharded, 2.0, share)
         chunk = -(-rows // (2 * ranks))
@@ -156,12 +149,8 @@ def weighted(features: NDArray[np.float64], matrix: NDArray[np.float64]) -> NDAr
     return total
 
 
-def num_columns(num_windows: int) -> int:
-    return pairs_column(num_windows)
-
-
 def pairs_column(window_index: int) -> int:
-    """Return the column of a window's pairs."""
+    """Return the column of a window's pairs; of the number of windows, how many columns there are."""
     return 3 + 2 * window_index
 
 
@@ -175,14 +164,9 @@ def _link(link: LinkSpec | None) -> _native.Link:
 
 
 class PackCosts:
-    """Costs of one (model, coefficients, layout); immutable.
-
-    Args:
-        keeps_short_whole: short slices of a shared pack stay whole on one rank; planners of steps price them as cut.
-
-    Raises:
-        ConfigError: the layout is not supported yet or belongs to another model.
-    """
+    """Costs of one (model, coefficients, layout); immutable. `keeps_short_whole`: short slices of a shared pack stay
+    whole on one rank; planners of steps price them as cut. Raises `ConfigError` where the layout does not suit the
+    model."""
 
     def __init__(
         self,
@@ -220,8 +204,9 @@ class PackCosts:
 
     def _stage_rates(self, direction: Direction, tp: int) -> NDArray[np.float64]:
         """Return the seconds per feature; float64[features, P]. `tp` 1 gives the whole work, without transfers."""
-        layer, stages, layers = self.coefficients.of_pass(direction), self.layout.stage_layers, self.layers()
-        matrix = np.zeros((num_columns(len(self.windows)), len(stages)))
+        layer: PassCoefficients = getattr(self.coefficients, direction)
+        stages, layers = self.layout.stage_layers, self.layers()
+        matrix = np.zeros((pairs_column(len(self.windows)), len(stages)))
         token_s, pack_s = exposed_ring_seconds(self.model, self.coefficients, tp, TENSOR_RINGS[direction])
         matrix[0] = layers * (layer.linear_s_per_token / tp + token_s)
         matrix[1] = layers * layer.slice_s
@@ -282,10 +267,8 @@ class PackCosts:
         table.logits_bytes_per_row = rates.logits_per_row.tolist()
         table.head_rows = HEAD_ROWS
         table.slice_temp_bytes, table.prefix_key_bytes = rates.attention.piece, rates.attention.prefix_key
-        table.grouped_key_bytes, table.grouped_key_head_bytes = (
-            rates.attention.grouped_key,
-            rates.attention.grouped_key_head,
-        )
+        table.grouped_key_bytes = rates.attention.grouped_key
+        table.grouped_key_head_bytes = rates.attention.grouped_key_head
         table.grouped_key_most_bytes = KEY_GRADIENT_BYTES
         table.gathered_forward_bytes, table.gathered_backward_bytes = rates.gathered_forward, rates.gathered_backward
         table.weight_token_s = coefficients.backward.linear_s_per_token / layout.tp
@@ -373,13 +356,9 @@ class PackCosts:
         cut_tokens: NDArray[np.float64],
         is_local: NDArray[np.bool_],
     ) -> NDArray[np.float64]:
-        """Price K and V of shared documents: transfers that attention of local documents does not hide, and copies;
-        float64[num_packs, P].
-
-        Args:
-            ranks, whole_tokens, cut_tokens: of every pack, as `cost.group_transfers.context_seconds` takes them.
-            is_local: bool[num_slices], of documents that lie whole on the rank.
-        """
+        """Price K and V of shared documents: transfers that attention of local documents (`is_local`, bool[num_slices])
+        does not hide, and copies; float64[num_packs, P]. `ranks`, `whole_tokens` and `cut_tokens` of every pack as
+        `cost.group_transfers.context_seconds` takes them."""
         tokens = ranks, whole_tokens, cut_tokens
         layer = context_seconds(self.model, self.coefficients, self.layout.tp, *tokens, direction)
         local_s = self._attention_seconds(self._features(columns, is_local), direction)
@@ -427,10 +406,7 @@ class PackCosts:
 
     def work_curve(self, direction: Direction, stage: int | None = None, recomputed_share: float = 0.0) -> WorkCurve:
         """Return the work of a token range on one virtual stage, for exact cuts; default: the stage slowest per token.
-
-        Args:
-            recomputed_share: of a backward's tokens, those whose documents are recomputed; a curve knows no documents.
-        """
+        Of a backward's tokens `recomputed_share` are recomputed; a curve knows no documents."""
         matrix = self.stage_seconds[direction]
         linear = matrix[0] + recomputed_share * self.linear_again_s[0] if recomputed_share else matrix[0]
         chosen, cp = int(linear.argmax()) if stage is None else stage, self.layout.cp

@@ -41,13 +41,8 @@ def gather_seconds(costs: PackCosts, backward: SliceColumns) -> NDArray[np.float
 def weight_seconds(
     costs: PackCosts, tokens: NDArray[np.int64], backward_s: NDArray[np.float64], copy_s: NDArray[np.float64] | None
 ) -> NDArray[np.float64]:
-    """Return what W defers of every backward; float64[m_b, P].
-
-    Args:
-        tokens: int64[m_b], of the rank.
-        backward_s: float64[m_b, P], whole backwards.
-        copy_s: float64[m_b, P], of what comes back from the host; None = nothing does.
-    """
+    """Return what W defers of every backward of so many tokens of the rank (int64[m_b]); `backward_s` whole, `copy_s`
+    of what comes back from the host (None = nothing); float64[m_b, P] each."""
     share, per_layer = costs.coefficients.split_share(costs.model), costs.coefficients.backward
     layer_s = tokens * (per_layer.linear_s_per_token / costs.layout.tp) + per_layer.pack_s
     weight_s = share * np.outer(layer_s, costs.layers().astype(np.float64))
@@ -65,11 +60,7 @@ def divide_backward(
     input_s: NDArray[np.float64],
     weight_s: NDArray[np.float64],
 ) -> SplitBackward:
-    """Divide the bytes of backwards between I and W, whose seconds are known.
-
-    Args:
-        input_s, weight_s: float64[m_b, P].
-    """
+    """Divide the bytes of backwards between I and W, whose seconds are known; float64[m_b, P] each."""
     tokens, layers = backward.rank_tokens(), np.array(layout.stage_counts, np.int64)
     element = model.bytes_per_element
     held = np.outer(tokens, layers * (element * weight_elements_per_token(model, layout.tp)))

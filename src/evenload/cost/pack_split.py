@@ -2,16 +2,16 @@
 
 A rank takes the seconds of its own rows as a pack of its own, and what K and V of shared documents cost beyond the
 attention of its local ones; a pack takes those of its slowest rank, for ranks wait for each other in every layer's
-transfers. All layers count as alike: where windows make other ranks the slowest, a pack takes longer than this.
-`stepplan.cp_rows` decides who computes which rows. O(ranges + packs · ranks · stages) numpy.
+transfers. All layers count as alike. `stepplan.cp_rows` decides who computes which rows. O(ranges + packs · ranks ·
+stages) numpy.
 
 Causes add up to `PackCosts.pack_seconds`. One after the other is taken away, and each difference is its share:
 
     as planned ─ copies to the host ─ recompute ─ waiting for K and V ─ tensor-parallel transfers
                ─ tiles, constants and waiting for the host ─ padding = useful work
 
-Causes of a shared pack are means over its ranks; what the slowest takes beyond the mean is `cp_imbalance_s`.
-O(slices + packs · stages) numpy, seven times the price of `pack_seconds`.
+Causes of a shared pack are means over its ranks; what the slowest takes beyond the mean is `cp_imbalance_s`. Seven
+times the price of `pack_seconds`.
 """
 
 import dataclasses
@@ -32,13 +32,10 @@ class PerRankPacks:
     """Hold all packs of one replica and direction, rank by rank.
 
     Args:
-        rows: the token ranges of every pack and rank, as slices of packs of their own: pack p of rank r is
-            `first_rank[p] + r`.
-        first_rank: int64[num_packs + 1]; a pack has `first_rank[p + 1] - first_rank[p]` ranks.
-        is_local, is_cut: bool[ranges of `rows`], of documents that lie whole on one rank, and of those that are cut
-            in this direction or in the other.
-        whole_tokens, cut_tokens: float64[num_packs], tokens whose K and V are exchanged, of documents that are never
-            cut and of others.
+        rows: the token ranges of every pack and rank, as slices of packs: pack p of rank r is `first_rank[p] + r`.
+        first_rank: int64[num_packs + 1], where the ranks of every pack begin, and the end.
+        is_local, is_cut: bool[ranges of `rows`], of documents whole on one rank, and of those cut in any direction.
+        whole_tokens, cut_tokens: float64[num_packs] whose K and V are exchanged, of documents never cut and of others.
     """
 
     rows: SliceColumns
@@ -69,14 +66,8 @@ class PerRankPacks:
 def rank_seconds(
     costs: PackCosts, ranked: PerRankPacks, direction: Direction, policy: NDArray[np.int8] | None = None
 ) -> NDArray[np.float64]:
-    """Price every rank of every pack on every virtual stage; float64[packs of `ranked.rows`, P].
-
-    Args:
-        policy: int8[num_documents], indices into `cost.layer_counts.POLICIES`; None = all replay.
-
-    Raises:
-        ConfigError: as `PackCosts.pack_seconds`.
-    """
+    """Price every rank of every pack on every virtual stage under activation policies (int8[num_documents]; None = all
+    replay); float64[packs of `ranked.rows`, P]. Raises as `PackCosts.pack_seconds`."""
     seconds = costs.compute_seconds(ranked.rows, direction) + rank_waiting_seconds(costs, ranked, direction)
     return seconds if policy is None else costs.under_policy(seconds, ranked.rows, direction, policy)
 
@@ -114,12 +105,9 @@ def split_pack_seconds(
     policy: NDArray[np.int8] | None = None,
     ranked: PerRankPacks | None = None,
 ) -> PackSplit:
-    """Split the seconds of every pack on every virtual stage by cause.
-
-    Args:
-        policy: int8[num_documents], indices into `cost.layer_counts.POLICIES`; None = all replay.
-        ranked: the same packs rank by rank; None = nobody shares them, or the mean that searches compare.
-    """
+    """Split the seconds of every pack on every virtual stage by cause, under activation policies (int8[num_documents];
+    None = all replay). `ranked`: the same packs rank by rank; None = nobody shares them, or the mean that searches
+    compare."""
     coefficients, layout = costs.coefficients, costs.layout
     without_tp = msgspec.structs.replace(coefficients, tensor_exposed_share=0.0)
     passes = {

@@ -8,12 +8,9 @@ reads them in the order embedding, layers upwards.
 Lower bounds of a step's time:
 
     physical      model FLOPs of all tokens / (devices · peak FLOP/s); MFU is the share of it that a step reaches
-    of the layout the busiest pipeline rank computes its share of all documents at the cost model's rates, or reduces
-                  its gradients if that takes longer; then the update
-    of the sizes  the same for every split of the model's layers over the pipeline's ranks: some rank has the most
-                  expensive layer; at least the mean of all ranks; and as many layers as an even split's fullest
-
-O(documents + units).
+    of the layout the busiest pipeline rank computes its share of all documents, or reduces its gradients; then updates
+    of the sizes  the same for every split of the layers: some rank has the most expensive layer, at least the mean of
+                  all ranks, and as many layers as an even split's fullest
 """
 
 from collections.abc import Sequence
@@ -33,12 +30,8 @@ from evenload.types.model import ModelSpec
 
 
 class UnitTransfers(NamedTuple):
-    """Hold the transfers of one pipeline rank's units, from the start of the model to its end.
-
-    Args:
-        unit: int64[n], as `cost.memory.trained_unit_parameters` numbers them.
-        parameters: int64[n]; sum_s, gather_s: float64[n], of reduce-scatters and all-gathers that overlap nothing.
-    """
+    """Hold the transfers of one pipeline rank's units (`cost.memory.trained_unit_parameters`), from start to end of the
+    model: int64[n] numbers and parameters, float64[n] seconds of reduce-scatters and all-gathers alone."""
 
     unit: NDArray[np.int64]
     parameters: NDArray[np.int64]
@@ -96,11 +89,7 @@ def unit_shares(
     costs: PackCosts, features: NDArray[np.float64], stage: int, direction: Direction
 ) -> NDArray[np.float64]:
     """Return the share of each pack's backward that is left when a unit's gradients are complete, or of its forward
-    that is over when a unit's weights are read; float64[n, `stage_units`].
-
-    Args:
-        features: of the packs (`pack_features`).
-    """
+    that is over when a unit's weights are read, from `pack_features`; float64[n, `stage_units`]."""
     seconds = unit_seconds(costs, features, stage_units(costs, stage, direction), direction)
     total_s, done_s = seconds.sum(axis=1, keepdims=True), np.cumsum(seconds, axis=1)
     wanted_s = np.maximum(0.0, total_s - done_s) if direction == "backward" else done_s - seconds
@@ -153,11 +142,8 @@ def layout_bound_seconds(costs: PackCosts, num_tokens: ArrayLike) -> float:
 def sizes_bound_seconds(
     model: ModelSpec, coefficients: CostCoefficients, layout: ParallelLayout, num_tokens: ArrayLike
 ) -> float:
-    """Bound the time of a step with documents of these lengths (int64[n]) in any layout of the same dp, cp, pp and tp.
-
-    Args:
-        coefficients: of layouts of these sizes.
-    """
+    """Bound the time of a step with documents of these lengths (int64[n]) in any layout of the same dp, cp, pp and tp,
+    of which the coefficients are."""
     ranks, layers = layout.pp, model.num_layers
     if ranks == 1:
         return layout_bound_seconds(PackCosts(model, coefficients, layout), num_tokens)

@@ -2,10 +2,8 @@
 
 Seconds a layer belong to one shape of layer in one precision. Measured with matrices split over tp devices they
 include that group's transfers and hold for that tp alone; measured on whole matrices (tp 1) they hold for any tp. A
-link is known between as many devices as took part in the measurement.
-
-A run measures what is missing; a plan without devices takes links from its cluster. Where a run may change its layout,
-one measured link stands for those that another layout of the same processes needs.
+link is known between as many devices as took part in the measurement. Where a run may change its layout, one measured
+link stands for those that another layout of the same processes needs.
 """
 
 from collections.abc import Iterator, Mapping
@@ -36,14 +34,8 @@ _LINK_OF: Mapping[Missing, str] = {
 
 
 def require_measured_on(coefficients: CostCoefficients, model: ModelSpec, origin: str) -> MeasuredOn:
-    """Refuse costs of another model.
-
-    Args:
-        origin: where the costs come from, for messages, such as "cost file cost.json".
-
-    Raises:
-        ConfigError: they do not say what they were measured on, or layers of another shape or precision were measured.
-    """
+    """Refuse costs of another model, or of no known one, by a `ConfigError`; return what they were measured on.
+    `origin` says in messages where they come from, such as "cost file cost.json"."""
     measured = coefficients.measured_on
     if measured is None:
         raise ConfigError(
@@ -83,11 +75,8 @@ def missing_costs(coefficients: CostCoefficients, layout: ParallelLayout) -> tup
 
 
 def require_complete(coefficients: CostCoefficients, model: ModelSpec, layout: ParallelLayout, origin: str) -> None:
-    """Refuse costs that are of another model or do not cover the layout.
-
-    Raises:
-        ConfigError: names the model and the differing fields, or what is missing.
-    """
+    """Refuse costs of another model, or that do not cover the layout, by a `ConfigError` that names the fields or
+    links."""
     measured = require_measured_on(coefficients, model, origin)
     missing = missing_costs(coefficients, layout)
     if not missing:
@@ -104,13 +93,9 @@ def require_complete(coefficients: CostCoefficients, model: ModelSpec, layout: P
 def fill_from_cluster(
     coefficients: CostCoefficients, model: ModelSpec, layout: ParallelLayout, cluster: ClusterSpec, origin: str
 ) -> tuple[CostCoefficients, tuple[str, ...]]:
-    """Return costs whose missing links are the cluster's, and which links these are, one sentence each.
-
-    Links known between fewer devices than the layout has stand for all that lie in one node of the cluster.
-
-    Raises:
-        ConfigError: another model, or seconds of layers under another tp.
-    """
+    """Return costs whose missing links are the cluster's, and which links these are, one sentence each. Links known
+    between fewer devices than the layout has stand for all that lie in one node. Raises `ConfigError` for another model
+    or tp."""
     measured = require_measured_on(coefficients, model, origin)
     if "layers" in missing_costs(coefficients, layout):
         raise ConfigError(_other_tp(measured, layout, origin))
@@ -152,10 +137,8 @@ def fill_between_layouts(
     coefficients: CostCoefficients, layout: ParallelLayout
 ) -> tuple[CostCoefficients, tuple[str, ...]]:
     """Return costs of another layout of the processes that were measured, and which link stands for which, one sentence
-    each.
-
-    A message from a process to another takes the same time whatever it is for: the transfer between stages, or where
-    there are none a step of the ring of gradients, or one inside a group, stands for those that were not measured.
+    each: a message takes the same time whatever it is for, so the transfer between stages, or else a step of the ring
+    of gradients, or one inside a group, stands for those that were not measured.
 
     Raises:
         ConfigError: nothing was sent between processes when the costs were measured, or they are of fewer processes.

@@ -1,17 +1,9 @@
 """Choose which documents store, recompute or offload their activations (FlexPipe §5's memory options).
 
-`choose` starts with `replay`, the fastest, and only where that does not fit memory tries the policies below; the
-fastest that fits is kept, else the one that misses memory by the least. Long documents go first because they alone
-decide the peak: their first backward waits for their last forward, however they are cut.
-
-    offload the longest      documents that hold 1/4, 1/2, 3/4 of the tokens; long attention hides their copies
-    recompute the longest    the same
-    recompute all
-    offload the longest half, recompute the others
-    offload all
-
-Each is one column for the whole global batch. `plan_under_policies` plans under every policy in turn; `rank_policies`
-instead predicts by a few trials which will be best, for `slimpack` and `auto`, whose search costs far more.
+`choose` starts with `replay`, the fastest, and only where that does not fit memory tries offloading or recomputing the
+longest documents, which alone decide the peak, or all (`policies_in_order`); the fastest that fits is kept, else the
+one that misses memory by the least. A policy is one column for the whole global batch. `plan_under_policies` plans
+under every policy in turn; `rank_policies` predicts by a few trials which will be best, for `slimpack` and `auto`.
 """
 
 from collections.abc import Callable, Sequence
@@ -106,13 +98,9 @@ def plan_under_policies(
     can_fit: Callable[[StepProblem], bool] | None,
     enough_s: float = 0.0,
 ) -> tuple[StepProblem, DelayedChoice]:
-    """Return the best answer over policies: within memory, then the fastest.
-
-    Args:
-        problems: the step under every policy, all stored first; at least one.
-        can_fit: False where a problem is known to exceed memory: planned only where no policy fits.
-        enough_s: a plan within memory that takes no longer is as good as any.
-    """
+    """Return the best answer over policies (`problems`, all stored first): within memory, then the fastest; one within
+    memory that takes `enough_s` at most ends the choice. What cannot fit (`can_fit`) is planned only where no policy
+    fits."""
     best: tuple[StepProblem, DelayedChoice] | None = None
     promising = [problem for problem in problems if can_fit is None or can_fit(problem)]
     for problem in promising or problems:

@@ -1,23 +1,17 @@
 """Make candidate packs and schedules of one replica's documents: a `Trial` is a point of the space that is searched.
 
-    cut               symmetric, asymmetric or whole, see below
+    cut               how documents become packs, each by the work of the slowest stage (`types.columns.WorkCurve`):
+        asymmetric    SlimPack §4.1: all work lies on one line, documents longest first; a pack ends at the document
+                      edge or cut nearest to its target, so that all carry the same work; forward and backward apart
+        symmetric     backward packs are the forward packs, slices reversed inside documents; a document of several
+                      targets gives packs of one slice each, rests and short documents go longest first into the others
+        whole         documents as they are, longest first (LPT)
     num_packs         packs aimed at, before tapering
-    token_weight      what a token's linear work counts when cutting: 2 evens out tokens, hence memory (λ)
+    token_weight      what a token's linear work counts when cutting: 2 evens out tokens, hence memory
     taper             halvings of the first forward and of the last backward pack: fill and drain of a pipeline cost
                       (P - 1) times these
     order             an `Order` that the core knows, or any other registered schedule, which is rated in Python
     lookahead, split  of the list schedule (`schedule.packflow`); `split` is set, too, where a schedule splits backwards
-
-Three ways to cut, each by work, forward and backward seconds of the slowest stage (`types.columns`):
-
-    asymmetric  SlimPack §4.1: long documents are cut into slices, short ones packed whole, so that every pack carries
-                the same work; forward and backward packs by their own curves. All work lies on one line, documents
-                longest first; a pack ends at the boundary nearest to its target: before a document, after it, or at a
-                cut. Backward takes each document from its end. In a fixed order this equals SlimPack's MILP.
-    symmetric   backward packs are the forward packs, slices reversed inside documents. A document of several targets
-                gives packs of one slice each; rests and short documents go longest first into the others, so no
-                document waits for the middle of another. O(n log n)
-    whole       documents as they are, longest first (LPT)
 
 The core cuts, prices, schedules and simulates many trials of many replicas in one call on several threads
 (`native/trials.cpp`), about 60 us a trial of 64 documents, 64 packs and 4 stages; only the chosen trial is made again
@@ -78,6 +72,9 @@ class Order(StrEnum):
         return STATIC.name if self.is_static else LIST.name
 
 
+ORDERS: tuple[object, ...] = tuple(Order)
+
+
 class Setting(NamedTuple):
     """Describe how packs are cut."""
 
@@ -133,9 +130,6 @@ def trial_under(setting: Setting, order: Order | ScheduleRule) -> Trial:
     return Trial(setting, order, split=isinstance(order, ScheduleRule) and order.splits_backward)
 
 
-_NUMBERS: dict[object, int] = {order: number for number, order in enumerate(Order)}
-
-
 def trial_rows(trials: Sequence[Trial]) -> NDArray[np.int64]:
     """Encode trials for the core: cut, count, token weight, tapers, order, look-ahead, split; int64[trials, 8]."""
     rows = [
@@ -144,7 +138,7 @@ def trial_rows(trials: Sequence[Trial]) -> NDArray[np.int64]:
             trial.setting.num_packs,
             trial.setting.token_weight,
             *trial.setting.taper,
-            _NUMBERS[trial.order],
+            ORDERS.index(trial.order),
             UNLIMITED_LOOKAHEAD if trial.lookahead is None else trial.lookahead,
             int(trial.split),
         )
@@ -192,8 +186,8 @@ class CutRules:
 
     def native_curves(self) -> tuple[tuple, tuple]:
         forward, backward = self.forward, self.backward
-        backward_curve = backward.linear_s, backward.attention_s, backward.slice_s
-        return (forward.linear_s, forward.attention_s, forward.slice_s), backward_curve
+        forward_curve = forward.linear_s, forward.attention_s, forward.slice_s
+        return forward_curve, (backward.linear_s, backward.attention_s, backward.slice_s)
 
     def native_limits(self) -> tuple[int, int, int]:
         limit = NO_TOKEN_LIMIT if self.max_pack_tokens is None else self.max_pack_tokens
@@ -248,15 +242,11 @@ def by_time(score: TrialScore) -> tuple[int, float]:
 
 
 class ReplicaSearch:
-    """Rate trials of some documents (int64[k], indices into the problem's arrays), and rank them.
+    """Rate trials of some documents (int64[k], indices into the problem's arrays), whose slices `ranks` share (default:
+    the layout's cp), and rank them by `score_key`, smaller is better.
 
     Searches of one problem share scores: `slimpack` and `auto` rate nearly the same trials, and a step that exceeds
-    host memory is searched again under policies that were rated before.
-
-    Args:
-        ranks: that share every slice; default: the context-parallel ranks of the layout.
-        score_key: how trials are ranked, smaller is better.
-    """
+    host memory is searched again under policies that were rated before."""
 
     def __init__(
         self,
@@ -393,12 +383,11 @@ def _score_in_core(jobs: list[tuple[ReplicaSearch, list[Trial]]]) -> None:
     rules, empty = cut_rules(problem), np.empty(0, np.int8)
     for search, _ in jobs:
         require_links_of_group(problem.costs, search.ranks, search.policy)
-    policies = (empty if search.policy is None else np.ascontiguousarray(search.policy) for search, _ in jobs)
     found = _native.score_trials(
         problem.costs.native,
         [
-            (search.num_tokens, policy, search.ranks, trial_rows(trials))
-            for (search, trials), policy in zip(jobs, policies, strict=True)
+            (search.num_tokens, empty if search.policy is None else search.policy, search.ranks, trial_rows(trials))
+            for search, trials in jobs
         ],
         *rules.native_curves(),
         np.empty(0, np.int64) if problem.cap_bytes is None else problem.cap_bytes,

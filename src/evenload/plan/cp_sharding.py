@@ -1,28 +1,20 @@
 """Choose how the ranks of a context-parallel group share each pack, and reprice candidates as their ranks run them.
 
-Rules, decided when a plan is made (WLB §5):
-
     per_sequence, per_document   as `stepplan.cp_rows` has them
     adaptive                     of every pack the faster of the two (WLB §5.3)
     mixed                        long slices per document, short ones whole on one rank, longest first to the least
                                  loaded; where long begins, and whether one of the two above is faster, is tried
 
-A plan records the decision (`MicroPack.sharding`). Skrull's owners (DACP) come from `plan.dacp`.
+A plan records the decision (`MicroPack.sharding`). Skrull's owners (DACP) come from `plan.dacp`. Searches compare
+packings by the mean over the ranks that share a pack; what runs waits for the slowest. So the packs of a chosen
+candidate are priced rank by rank and the pipeline is simulated again (`repriced`): about 2 ms for 512 documents, two to
+three times as much where a rule chooses, nothing where no rank shares anything.
 
-Searches compare packings by the mean over the ranks that share a pack; what runs waits for the slowest. So before
-candidates of different kinds are compared, and before a plan promises a time, shared packs are given their sharding and
-repriced rank by rank, and the pipeline is simulated again (`repriced`): about 2 ms for 512 documents, two to three
-times as much where a rule chooses, nothing where no rank shares anything.
-
-What a replica runs alone begins in the gaps that packs shared with other replicas leave (`run_ahead`):
-
-    rank 0   F F F F . . . B . B . B . B f f f f . . .        one after the other
-    rank 0   F F F F f f f B f B . B . B . . .                in the gaps
-
-Members of a block must meet at every shared pack without waiting for each other, and replicas are simulated apart. So a
-shared action never moves: an action is put before one only where it ends before that one starts, within memory, and
-never before shared packs of its own stage and direction, because packs pass every channel in index order. So no two
-actions can wait for each other in a circle, whatever they really take. O(actions · phases) in the core.
+What a replica runs alone begins in the gaps that packs shared with other replicas leave (`run_ahead`). Members of a
+block meet at every shared pack and are simulated apart, so a shared action never moves: an action is put before one
+only where it ends before that one starts, within memory, and never before shared packs of its own stage and direction,
+because packs pass every channel in index order. So no two actions can wait for each other in a circle, whatever they
+really take. O(actions · phases) in the core.
 """
 
 import itertools
@@ -81,11 +73,8 @@ def _mixed(costs: PackCosts, packs: SliceColumns, ranks: NDArray[np.int64]) -> l
             for rank, members in enumerate(longest_first(seconds[short], int(ranks[index]))):
                 owner[short[members]] = rank
         listed = owner.tolist()
-        found.append(
-            tuple(
-                tuple(listed[edges[at] : edges[at + 1]]) if many > 1 else "" for at, many in enumerate(ranks.tolist())
-            )
-        )
+        shared = enumerate((ranks > 1).tolist())
+        found.append(tuple(tuple(listed[edges[at] : edges[at + 1]]) if is_shared else "" for at, is_shared in shared))
     return found
 
 
@@ -96,10 +85,9 @@ def run_ahead(
     phase_of_backward: NDArray[np.int64],
     cap_bytes: NDArray[np.int64] | None,
 ) -> ActionColumns:
-    """Order the same actions with later phases in the gaps of earlier ones.
+    """Order actions, phase after phase on every rank, with later phases in the gaps of earlier ones.
 
     Args:
-        actions: phase after phase on every rank.
         phase_of_forward, phase_of_backward: of every pack, not falling; int64[m_f], int64[m_b].
         cap_bytes: int64[R] that ranks may hold, None = not limited.
 

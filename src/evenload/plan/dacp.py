@@ -1,20 +1,15 @@
 """Schedule by Skrull's two levels: documents into micro-batches (GDS), and owners inside a micro-batch (DACP).
 
-DACP (§4.1, Algorithm 1): which documents of a micro-batch stay whole on one rank, which are shared by all, so that the
+DACP (§4.1) decides which documents of a micro-batch stay whole on one rank and which all ranks share, so that the
 slowest rank's `max(transfers, local work) + shared work` (eq. 1-2) is least and no rank holds more than a bucket (eq.
-7).
+7). Algorithm 1 places documents in ascending length on the rank with the least work that can hold them, else the
+emptiest, else shares them; if even a share does not fit, the fullest rank gives up its LARGEST local document to ALL
+ranks, again while any is overfull (the paper gives up the smallest, to one rank only; schedules then exceed buckets).
+Ours on top: longest first, shared if a document would keep its rank busy beyond a ceiling, for 33 ceilings from
+Algorithm 1's time down to nothing. O(n · cp) for each ceiling, O(n² · cp) for roll-backs; native/dacp.cpp.
 
-1. Algorithm 1, in ascending length: a document goes whole to the rank with the least work that can hold it, else to the
-   emptiest, else it is shared. If even a share does not fit, *roll-back*: the fullest rank gives up its LARGEST local
-   document, which is shared by ALL ranks, again while any rank is overfull. (The paper gives up the smallest and books
-   the share on one rank only; 20 % of random schedules then exceed a bucket.)
-2. Ours: longest first, whole on the rank with the least work that can hold it, shared if that would keep the rank busy
-   beyond a ceiling; for 33 ceilings from Algorithm 1's time down to nothing.
-
-The fastest of all is kept. O(n · cp) for each ceiling, O(n² · cp) for roll-backs; native/dacp.cpp.
-
-GDS (§4.2, eq. 8-11): the slowest replica's sum of `pack_s` + DACP's time over its micro-batches, each of at most
-bucket · cp tokens. Documents go to replicas by time, longest first; per replica the fastest of three ways is kept:
+GDS (§4.2, eq. 8-11) minimises the slowest replica's sum of `pack_s` + DACP's time over its micro-batches, each of at
+most bucket · cp tokens. Documents go to replicas by time, longest first; per replica the fastest of three ways is kept:
 
     interleaved     ascending, n micro-batches `Subset[j::n]`, which pairs long and short; the least n that fits (the
                     right reading of Algorithm 2, which as printed never stops on success)
@@ -53,13 +48,9 @@ class MicroBatch:
 
 @dataclass(frozen=True, eq=False)
 class OwnedGroups:
-    """Hold the owners of the documents of several micro-batches.
-
-    Args:
-        owner: int64[documents], group after group; `SHARED` = all ranks. Meaningless in a group without an answer.
-        seconds: float64[groups], eq. 2 on the slowest rank; infinite where no owners were found that fit.
-        members: int64[documents]; offset: int64[groups + 1], where each group begins in `owner` and `members`.
-    """
+    """Hold owners of the documents of several micro-batches: `members` and `owner` (int64[documents], `SHARED` = all
+    ranks) group after group from `offset` (int64[groups + 1]), and `seconds` (float64[groups], eq. 2 on the slowest
+    rank), infinite where no owners were found that fit."""
 
     owner: NDArray[np.int64]
     seconds: NDArray[np.float64]
@@ -137,9 +128,8 @@ def _longest_first(step: StepDocuments, documents: NDArray[np.int64]) -> Groups:
     shares, listed = step.columns.share_tokens()[documents], documents.tolist()
     # Shares rounded up under the bucket: all documents shared then fit.
     bucket = max(int(shares.max()), min(step.columns.bucket_tokens, step.limit_tokens // step.columns.cp))
-    groups = longest_first(
-        step.columns.local_s[documents], _fewest(step, documents), num_tokens=shares, capacity=bucket
-    )
+    local_s, count = step.columns.local_s[documents], _fewest(step, documents)
+    groups = longest_first(local_s, count, num_tokens=shares, capacity=bucket)
     return [[listed[index] for index in group] for group in groups if group]
 
 

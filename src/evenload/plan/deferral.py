@@ -1,25 +1,19 @@
 """Defer documents to later steps: the state between steps, and which documents a step of `wlb` trains.
 
-A strategy normally rearranges one global batch. `wlb` and the `fixed_*` strategies with a window of several batches
-defer documents; those come back with the next batch and are trained within `max_delay_steps`. The state between steps
-is small, serialisable, and holds no tokens.
+`wlb` and the `fixed_*` strategies with a window of several batches defer documents; those come back with the next batch
+and are trained within `max_delay_steps`. The state between steps is small, serialisable, and holds no tokens.
 
-**Balanced release** (ours). WLB's queues release N outliers at a time, so that the longest micro-batch is no longer
-than the mean. This rule aims at that directly: the longest documents wait, and how many is decided every step.
-
-    all documents at hand, longest first    | 1 2 3 4 | 5 6 7 8 9 …
-                                              wait      trained now
-
-The first place for the bar (the fewest wait) is taken at which the degree max·N / total is within a limit, else the one
-of least degree; so documents of any length gather until they fill N micro-batches together. The limit is looser beyond
-a recent delay of `EASY_DELAY_STEPS`, so delay settles near half a step. And for a document too rare to gather company,
-which is trained at `max_delay_steps` anyway, the steps before save up to `RESERVE_SHARE` of a batch's work each.
-Degrees are first estimated for all places at once from sums, a few are then packed. O(n log n).
+**Balanced release** (ours): of all documents at hand the fewest longest ones wait at which the degree max·N / total of
+the others is within a limit, else as many as give the least degree; so documents of any length gather until they fill N
+micro-batches together. The limit is looser beyond a recent delay of `EASY_DELAY_STEPS`, so delay settles near half a
+step. For a document too rare to gather company, which is trained at `max_delay_steps` anyway, the steps before save up
+to `RESERVE_SHARE` of a batch's work each. Degrees are estimated for all numbers at once from sums, a few are then
+packed. O(n log n).
 
 **Queues** (WLB §4.2, Algorithm 1): the lengths `L_1 < L_2 < …` from which documents are outliers, tuned on a sample of
 lengths: of candidates that leave certain shares of the tokens above them, simulated over drawn batches, those of least
-imbalance (WLB Table 2) whose mean token delay is at most `TARGET_DELAY_STEPS`. Documents below a hundredth of the mean
-micro-batch fill up the least loaded ones. About 2 ms per candidate and 32 micro-batches; draws have a fixed seed.
+imbalance (WLB Table 2) whose mean token delay is at most `TARGET_DELAY_STEPS`. About 2 ms per candidate and 32
+micro-batches; draws have a fixed seed.
 """
 
 import heapq
@@ -66,8 +60,7 @@ class DelayState(Frozen):
 
     Args:
         waiting: documents that were deferred, oldest first.
-        outlier_lengths: `wlb`'s thresholds `L_1 < L_2 < …`, as tuned so far.
-        sample: lengths seen so far, until there are enough for the last tuning.
+        outlier_lengths, sample: `wlb`'s thresholds as tuned so far, and lengths seen until there are enough to tune.
         waited_tokens, arrived_tokens: deferred, once for every step, and come; older steps fade by `FADE`.
     """
 
@@ -162,13 +155,8 @@ def mean_token_delay_steps(age_steps: NDArray[np.int64], num_tokens: NDArray[np.
 
 @dataclass(frozen=True, eq=False)
 class AtHand:
-    """Hold the documents that a step may train.
-
-    Args:
-        work_s: float64[n] seconds; age_steps: int64[n]; must, may_wait: bool[n].
-        new_work_s: seconds of the documents that came with this step.
-        num_micro_batches: N.
-    """
+    """Hold the documents that a step may train: `work_s` float64[n] seconds, `age_steps` int64[n], `must`, `may_wait`
+    bool[n], and `new_work_s`, the seconds of those that came with this step."""
 
     work_s: NDArray[np.float64]
     age_steps: NDArray[np.int64]
@@ -280,9 +268,8 @@ def tune_outlier_lengths(
     best: tuple[float, float, tuple[int, ...]] | None = None
     for size in range(num_queues + 1):
         for chosen in itertools.combinations(levels, size):
-            imbalance, delay = simulate_queues(
-                lengths[draws], work_s[draws], chosen, num_micro_batches, max_delay_steps
-            )
+            batches = lengths[draws], work_s[draws]
+            imbalance, delay = simulate_queues(*batches, chosen, num_micro_batches, max_delay_steps)
             if delay <= TARGET_DELAY_STEPS and (best is None or (imbalance, delay, chosen) < best):
                 best = (imbalance, delay, chosen)
     assert best is not None  # no threshold, no delay
@@ -312,7 +299,9 @@ def simulate_queues(
         late += int(((step - since) * tokens)[due].sum())
         held_work, held_since, held_tokens = work[~due], since[~due], tokens[~due]
         if step >= WARM_UP_STEPS:
-            degrees.append(_queue_degree(work[due], n, filler_s))
+            now, total_s = work[due], float(work[due].sum())
+            longest_s = max(_longest_first_loads(now[now > filler_s], n))
+            degrees.append(max(longest_s, total_s / n) * n / total_s if total_s > 0 else 1.0)
     late += int(((steps - held_since) * held_tokens).sum())
     return float(np.mean(degrees)), late / float(lengths.sum())
 
@@ -324,11 +313,8 @@ def due_documents(
     num_micro_batches: int,
     max_delay_steps: int,
 ) -> NDArray[np.bool_]:
-    """Choose the documents, given oldest first, that a step trains: bool[n]. O(n log n).
-
-    All that are in no queue (-1), floor(len / N)·N of every queue, all overdue, and waiting documents that make no
-    micro-batch the longest, because one is as long anyway.
-    """
+    """Choose the documents, given oldest first, that a step trains (bool[n]): all in no queue (-1), floor(len / N)·N of
+    every queue, all overdue, and waiting ones that make no micro-batch the longest. O(n log n)."""
     n = num_micro_batches
     due = (queue < 0) | (age_steps >= max_delay_steps)
     for level in range(int(queue.max(initial=-1)) + 1):
@@ -352,14 +338,6 @@ def due_documents(
             total += work
             due[index] = True
     return due
-
-
-def _queue_degree(work_s: NDArray[np.float64], num_groups: int, filler_s: float) -> float:
-    total = float(work_s.sum())
-    if total <= 0:
-        return 1.0
-    longest = max(_longest_first_loads(work_s[work_s > filler_s], num_groups))
-    return max(longest, total / num_groups) * num_groups / total
 
 
 def _longest_first_loads(work_s: NDArray[np.float64], num_groups: int) -> list[float]:

@@ -1,16 +1,14 @@
 """DP-Merge: replicas that join as a context-parallel group for documents too long for one (SlimPack §4.1.1, Fig. 7).
 
 A document of forward + backward time f goes to a group of g replicas, the least of a chain of sizes that divide each
-other (2, 4, 8, ...) for which its time on each of them is at most `threshold` of the mean replica's. The paper merges
-at f/g <= 1.0, which leaves 10-25 % imbalance; 0.4 leaves below 1 % in simulations. Groups are aligned blocks of
-replicas: longest first, each document takes the block whose fullest member has the least work; the others then go
-longest first to the least loaded replica. Where memory binds, all documents that a pipeline cannot hold one a stage of
-are outliers, too (`long_merges`), in groups of one size.
+other (2, 4, 8, ...) for which its time on each of them is at most `threshold` of the mean replica's: 0.4 leaves below
+1 % imbalance in simulations, the paper's 1.0 leaves 10-25 %. Groups are aligned blocks of replicas: longest first, each
+document takes the block whose fullest member has the least work; the others then go longest first to the least loaded
+replica. Where memory binds, documents that a pipeline cannot hold one a stage of are shared, too (`long_merges`).
 
 Every replica runs the documents of its largest group first, then of the next smaller one, then its own, and finishes
 each phase on every pipeline rank before the next, so members of a group meet at every collective and no two can wait
 for each other in a circle (the printed rule has no order, and hangs). The price is one drain of the pipeline a phase.
-O(n log n + merged · dp).
 """
 
 import dataclasses

@@ -1,14 +1,11 @@
 """Plan steps whose offloaded activations fit the memory of their nodes.
 
 How much lies in host memory at once follows from the schedule, so it is known after planning (`cost.host_memory`). What
-exceeds it is first reordered: the same list rules (`schedule.packflow`) with host bytes in the place of the device's
-run fewer forwards ahead, which costs a fraction of a percent where offloading fewer documents costs several. Other
-orders, and phases of documents that replicas share, stay as they are; each device has an even share of its node's
-memory. Where no order is good enough the step is planned again without the policies that offload as many tokens or
-more, and with some that offload what fits (`policies_within_host`).
-
-Price: six list schedules where a replica holds too much, twelve where its backwards may be split; a search more each
-time that no order is good enough.
+exceeds it is first reordered: the list rules (`schedule.packflow`), with host bytes in the place of the device's, run
+fewer forwards ahead. Other orders, and phases of documents that replicas share, stay as they are; each device has an
+even share of its node's memory. Where no order is good enough the step is planned again without the policies that
+offload as many tokens or more, and with some that offload what fits (`policies_within_host`). Price: six list schedules
+where a replica holds too much, twelve where backwards may be split; and a search each time no order is good enough.
 """
 
 import itertools
@@ -65,9 +62,8 @@ def ordered_within_host(problem: StepProblem, choice: ReplicaChoice) -> ReplicaC
 
 
 def _held(problem: StepProblem, found: Candidate) -> PacksInHostMemory | None:
-    if problem.host_device_bytes is None:
-        return None
-    return host_bytes_of_packs(problem.costs.model, problem.layout, found.packs)
+    is_limited = problem.host_device_bytes is not None
+    return host_bytes_of_packs(problem.costs.model, problem.layout, found.packs) if is_limited else None
 
 
 def _excess(problem: StepProblem, held: PacksInHostMemory, actions: ActionColumns) -> int:
@@ -92,15 +88,9 @@ def plan_within_host(
     host_bytes: Callable[[Sequence[ReplicaChoice]], int],
     host: HostMemory,
 ) -> tuple[StepProblem, DelayedChoice, str]:
-    """Plan a step so that its offloaded activations fit their node; the last plan where none does.
-
-    Args:
-        problems: the step under every policy that may be chosen; at least one.
-        plan_step: the best of problems, and its answer; host_bytes: of an answer, on the fullest node.
-
-    Returns:
-        Problem and answer, and a message where host memory was too little for the first ("" = it was not).
-    """
+    """Plan a step under one of its policies so that its offloaded activations fit their node, else the last plan;
+    return problem and answer, and a message where host memory was too little for the first ("" = it was not).
+    `plan_step` gives the best of problems and its answer, `host_bytes` those of an answer on the fullest node."""
     message, times_tried = "", 0
     ordered: tuple[StepProblem, DelayedChoice] | None = None
     while True:

@@ -4,11 +4,8 @@ Best-fit decreasing fills windows as Megatron-LM's baseline does (Krell et al. 2
 Graham's LPT (1969): at most 4/3 - 1/(3k) of the best makespan; O(n log n), and O(n k) where most groups are full under
 a token capacity. `pack_greedily` is the inner loop of WLB's Algorithm 1: each document, in the order given, goes to the
 group with the least work; where that would exceed the token limit to the group with the fewest tokens; where that would
-too it is left over. Replicas are such groups, too (SlimPack phase 1, §4.1.1), balanced by predicted seconds.
-
-All packs of a step are priced at once, because numpy's cost is by the call; replicas with equally many packs share one
-schedule. Evenly shared, no replica has more than ceil(packs / dp) packs, the longest first: pipelines drain on short
-ones.
+too it is left over. Replicas are such groups, too (SlimPack §4.1.1), balanced by predicted seconds. All packs of a step
+are priced at once, because numpy's cost is by the call; replicas with equally many packs share one schedule.
 """
 
 import itertools
@@ -31,13 +28,8 @@ NO_LIMIT = 2**62  # Tokens that no group reaches
 
 
 def best_fit_decreasing(num_tokens: NDArray[np.int64], capacity: int) -> list[list[int]]:
-    """Place documents, longest first, into the fullest bin that can hold them; equal lengths and bins by index.
-
-    Args:
-        num_tokens: int64[n], each at least 1; `capacity`: tokens of a bin.
-
-    Returns:
-        Per bin its document indices in the order of placement.
+    """Place documents (int64[n] tokens, each at least 1), longest first, into the fullest bin of `capacity` tokens that
+    can hold them; equal lengths and bins by index. Return per bin its document indices in the order of placement.
 
     Raises:
         ConfigError, InfeasiblePlanError: a length below 1, or longer than `capacity`.
@@ -55,15 +47,12 @@ def longest_first(
 ) -> list[list[int]]:
     """Place items in descending work into the group with the least work that can hold them; equal ones by index. With a
     capacity, a new group opens where none can hold an item, so more than `num_groups` may come back; with fewer items
-    than groups the last come back empty.
+    than groups the last come back empty. Return per group its item indices in the order of placement.
 
     Args:
         work_s: float64[n] seconds, finite and not negative.
         num_tokens: int64[n] and `capacity`: token limit of every group; both or neither.
         load_s: float64[num_groups], the work that groups begin with, not negative; None = nothing.
-
-    Returns:
-        Per group its item indices in the order of placement.
 
     Raises:
         ConfigError, InfeasiblePlanError: values out of range; an item of more than `capacity` tokens.
@@ -126,16 +115,9 @@ def pack_counts(total_tokens: int, pp: int, candidates: int, max_pack_tokens: in
 def pack_greedily(
     work_s: NDArray[np.float64], num_tokens: NDArray[np.int64], num_groups: int, capacity: int | None
 ) -> NDArray[np.int64]:
-    """Place documents in the order given and return the group of each; int64[n], `LEFT_OVER` = none.
-
-    Args:
-        work_s: float64[n] seconds, finite, not negative.
-        num_tokens: int64[n], at least 1 each.
-        capacity: most tokens of a group (`<=`); None = no limit.
-
-    Raises:
-        ConfigError: columns of different lengths, a bad work, length or group count.
-    """
+    """Place documents of so much work (float64[n], finite, not negative) and so many tokens (int64[n], at least 1 each)
+    in the order given, into groups of at most `capacity` tokens (None = no limit); return the group of each, int64[n],
+    `LEFT_OVER` = none. Raises `ConfigError` for columns of different lengths, a bad work, length or group count."""
     work, sizes = _checked_work("pack_greedily", work_s, num_groups), np.ascontiguousarray(num_tokens, np.int64)
     if work.shape != sizes.shape or (len(sizes) and sizes.min() < 1):
         raise ConfigError(f"pack_greedily: {len(work)} works need as many lengths, each at least 1")

@@ -1,7 +1,7 @@
 """Plan steps: `StepPlanner` turns a global batch into one sealed `StepPlan`, the only planning call of the runtime.
 
-Pure and deterministic: the same documents, options and coefficients give the same plan, bit for bit, on every
-rank. Planning works on numpy columns; objects are made once, for the chosen candidates.
+The same documents, options and coefficients give the same plan, bit for bit, on every rank. Planning works on numpy
+columns; objects are made once, for the chosen candidates.
 """
 
 from collections.abc import Sequence
@@ -210,13 +210,11 @@ class StepPlanner:
         documents, left_out = asked.documents, asked.left_out
         pack_plans, schedules, times = [], [], []
         for dp_rank, choice in enumerate(choices):
-            found, packs = choice.candidate, choice.candidate.packs
+            found, packs, tasks = choice.candidate, choice.candidate.packs, choice.candidate.tasks
             doc_ids = problem.doc_ids[choice.documents]
             slices = packs.forward.pack_slices(doc_ids)
             backward_slices = slices if packs.backward is packs.forward else packs.backward.pack_slices(doc_ids)
-            forward_s, backward_s = (
-                s.max(axis=1, initial=0.0) for s in (found.tasks.forward_s, found.tasks.backward_s)
-            )
+            forward_s, backward_s = (s.max(axis=1, initial=0.0) for s in (tasks.forward_s, tasks.backward_s))
             pack_plans.append(
                 PackPlan(
                     dp_rank=dp_rank,
@@ -312,9 +310,8 @@ class StepPlanner:
 def _policies(doc_ids: np.ndarray, policy: np.ndarray | None) -> dict[int, ActivationPolicy]:
     if policy is None:
         return {}
-    return {
-        doc_id: POLICIES[code] for doc_id, code in zip(doc_ids.tolist(), policy.tolist(), strict=True) if code != REPLAY
-    }
+    coded = zip(doc_ids.tolist(), policy.tolist(), strict=True)
+    return {doc_id: POLICIES[code] for doc_id, code in coded if code != REPLAY}
 
 
 def _imbalance(packs: SliceColumns, pack_s: np.ndarray) -> float:

@@ -164,11 +164,9 @@ class Candidate:
 
 
 def with_times_that_run(found: Candidate, tp: int) -> Candidate:
-    """Let I and W of every backward add up to the whole in a candidate's times, as plans promise.
-
-    Under tensor parallelism parts that run take longer than the whole (`cost.pack_pricing`); on each stage the
-    seconds of the way that does not run follow those of the way that does.
-    """
+    """Let I and W of every backward add up to the whole in a candidate's times, as plans promise: under tensor
+    parallelism parts that run take longer than the whole (`cost.pack_pricing`), and on each stage the seconds of the
+    way that does not run follow those of the way that does."""
     tasks, split = found.tasks, found.tasks.split
     if tp == 1 or split is None:
         return found
@@ -194,11 +192,10 @@ def _rows(seconds: NDArray[np.float64]) -> tuple[tuple[float, ...], ...]:
 
 @dataclass(frozen=True, eq=False)
 class StepProblem:
-    """Hold one global batch to be planned.
+    """Hold one global batch to be planned; its costs also carry the model and the layout.
 
     Args:
         doc_ids, num_tokens: int64[n], in arrival order.
-        costs: seconds; also carries the model and the layout.
         cap_bytes: int64[R], memory of every pipeline rank; None = no limit.
         policy: int8[n], activation policy of every document (`cost.layer_counts.POLICIES`); None = all replay.
         host_device_bytes: of host memory, what each device may offload to; None = not limited.
@@ -295,12 +292,8 @@ class StepProblem:
 
 @dataclass(frozen=True, eq=False)
 class ReplicaChoice:
-    """Hold the chosen candidate of one replica.
-
-    Args:
-        documents: int64[k], indices into the problem's arrays; `SliceColumns.doc` of the candidate counts these.
-        note: what a reader of the result must know about how it was found; "" = nothing.
-    """
+    """Hold the chosen candidate of one replica, its documents (int64[k], indices into the problem's arrays, which the
+    candidate's `SliceColumns.doc` counts), and what a reader must know about how it was found ("" = nothing)."""
 
     documents: NDArray[np.int64]
     candidate: Candidate

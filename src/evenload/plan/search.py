@@ -5,9 +5,9 @@
     2  every other replica, which holds nearly equal work, rates the best few of those
     3  replicas are evened out: short documents move from the slowest to the fastest, by simulated time
 
-Documents that groups of replicas share (`plan.dp_merge`) come before, each block's in its own search. Each way of
-sharing is first rated by a few trials (`rate_merges`) of the heaviest block of each size and the heaviest replica; the
-others take time by their work. Effort is counted in trials, so plans are deterministic.
+Documents that groups of replicas share (`plan.dp_merge`) come before, each block's in its own search; a way of sharing
+is first rated by a few trials of its heaviest searches (`rate_merges`). Effort is counted in trials, so plans are
+deterministic.
 """
 
 from collections.abc import Callable, Sequence
@@ -49,9 +49,8 @@ class SearchRules:
     """Set how far to search.
 
     Args:
-        first: trials that representative replicas rate; fallback: those for a replica that nothing else fits into
-            memory.
-        variants: of a trial, the same packs under other schedules.
+        first: trials that representative replicas rate; variants: of a trial, the same packs under other schedules.
+        fallback: trials for a replica that nothing else fits into memory.
         shared: best trials of the representative replica that every replica rates.
     """
 
@@ -208,41 +207,15 @@ def _slower(starts: Sequence[float], searches: tuple[ReplicaSearch, ReplicaSearc
     )
 
 
-def search_step(problem: StepProblem, replicas: Sequence[NDArray[np.int64]], rules: SearchRules) -> SearchResult | None:
-    """Search the best trials of documents assigned to replicas; None where no trial of theirs is possible."""
-    return _search(problem, list(replicas), {}, rules)
-
-
-def search_merged(problem: StepProblem, merge: Merge, rules: SearchRules, pipeline_share: float) -> SearchResult | None:
-    """Search as `search_step`, where blocks of replicas share some documents; replicas' own ones are assigned by the
-    time that those leave of `pipeline_share`, the share of a pipeline's time that computes."""
-    blocks = {block: rules.search(problem, documents, block.size) for block, documents in merge.blocks.items()}
-    if not _rate_blocks(blocks, rules):
-        return None
-    load_s = starts_s(blocks, problem.layout.dp) * problem.layout.pp
-    own = merge.deal_own(problem.document_s / pipeline_share, load_s)
-    return _search(problem, own, blocks, rules)
-
-
-def _rate_blocks(blocks: dict[ReplicaBlock, ReplicaSearch], rules: SearchRules) -> bool:
-    """Rate blocks, of one size by the one with most work; return whether all have a trial."""
-    for size in dict.fromkeys(block.size for block in blocks):
-        alike = [search for block, search in blocks.items() if block.size == size]
-        representative = max(alike, key=lambda search: search.work_s)
-        if not rate_by_representative(
-            representative, [search for search in alike if search is not representative], [representative], rules
-        ):
-            return False
-    return True
-
-
-def _search(
+def search_step(
     problem: StepProblem,
-    replicas: list[NDArray[np.int64]],
-    blocks: dict[ReplicaBlock, ReplicaSearch],
+    replicas: Sequence[NDArray[np.int64]],
     rules: SearchRules,
+    blocks: dict[ReplicaBlock, ReplicaSearch] | None = None,
 ) -> SearchResult | None:
-    found = SearchResult([rules.search(problem, documents) for documents in replicas], blocks)
+    """Search the best trials of documents assigned to replicas, behind `blocks` that were rated; None where no trial of
+    theirs is possible."""
+    found = SearchResult([rules.search(problem, documents) for documents in replicas], blocks or {})
     busy = [search for search in found.own if len(search.documents)]
     if not busy:
         return found
@@ -259,6 +232,28 @@ def _search(
         if rules.even_out:
             even_out(found)
     return found
+
+
+def search_merged(problem: StepProblem, merge: Merge, rules: SearchRules, pipeline_share: float) -> SearchResult | None:
+    """Search as `search_step`, where blocks of replicas share some documents; replicas' own ones are assigned by the
+    time that those leave of `pipeline_share`, the share of a pipeline's time that computes."""
+    blocks = {block: rules.search(problem, documents, block.size) for block, documents in merge.blocks.items()}
+    if not _rate_blocks(blocks, rules):
+        return None
+    load_s = starts_s(blocks, problem.layout.dp) * problem.layout.pp
+    own = merge.deal_own(problem.document_s / pipeline_share, load_s)
+    return search_step(problem, own, rules, blocks)
+
+
+def _rate_blocks(blocks: dict[ReplicaBlock, ReplicaSearch], rules: SearchRules) -> bool:
+    """Rate blocks, of one size by the one with most work; return whether all have a trial."""
+    for size in dict.fromkeys(block.size for block in blocks):
+        alike = [search for block, search in blocks.items() if block.size == size]
+        representative = max(alike, key=lambda search: search.work_s)
+        others = [search for search in alike if search is not representative]
+        if not rate_by_representative(representative, others, [representative], rules):
+            return False
+    return True
 
 
 Estimate = tuple[int, float]  # Bytes beyond memory, seconds

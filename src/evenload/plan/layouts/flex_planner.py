@@ -4,14 +4,14 @@
     measured steps and switches ────────────────────────────────────────────────────────┼─► FMOP ─► StepPlan, next state
                                current layout ─► planned and simulated ─────────────────┘
 
-The search estimates, simulation decides: the conditions' time and memory are those of complete plans, planned inside a
-layout by any strategy. A layout of another generation in the next StepPlan is the order to switch, whose seconds are
-part of that step. Plans of steps known ahead are kept, so a step costs a plan of the current layout and of `finalists`
-others, and HBSA (milliseconds).
+The search only estimates; decisions are taken on complete plans, made inside a layout by any strategy. A layout of
+another generation in the next StepPlan is the order to switch, whose seconds are part of that step. Plans of steps
+known ahead are kept, so a step costs a plan of the current layout and of `finalists` others, and HBSA (milliseconds).
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -53,10 +53,9 @@ class FlexPlanner:
     Args:
         planner: in the layout in which the run starts; its devices, cp and tp stay.
         coefficients_of: costs of a layout, for example `analytic_coefficients`.
-        options: default: those of the planner's.
+        options, options_of: of decisions, and of planning in a layout; None = the planner's.
         strategy: plans every step inside its layout.
         layouts: that the run may take; None = any.
-        options_of: options of planning in a layout; None = the planner's in all of them.
         moved: pieces that switches of a run move and share; None = the model's units, as costs say.
 
     Raises:
@@ -105,16 +104,9 @@ class FlexPlanner:
     def with_strategy(self, strategy: str) -> "FlexPlanner":
         if strategy == self.strategy:
             return self
-        candidates = self.candidates
-        return FlexPlanner(
-            self.start,
-            candidates.coefficients_of,
-            self.options,
-            strategy=strategy,
-            layouts=candidates.given,
-            options_of=self._plans.options_of,
-            moved=self._switches.given,
-        )
+        kept: dict[str, Any] = {"layouts": self.candidates.given, "moved": self._switches.given}
+        kept |= {"options": self.options, "options_of": self._plans.options_of}
+        return FlexPlanner(self.start, self.candidates.coefficients_of, strategy=strategy, **kept)
 
     def initial_state(self) -> FlexState:
         return FlexState(layout=self.start.layout)
@@ -136,10 +128,8 @@ class FlexPlanner:
         Args:
             state: of the step before; None = the run starts.
             coming: documents of the steps that follow, as far as known; `known_steps - 1` of them count.
-            delay, is_last: as of `StepPlanner.propose`; measured: what trained steps say of layouts.
-
-        Raises:
-            ConfigError, DataError: links that a switch needs are not known; as `StepPlanner.propose`.
+            delay, is_last: as of `StepPlanner.propose`, which raises the same; measured: what trained steps say of
+                layouts.
         """
         state, measured = state or self.initial_state(), measured or MeasuredLayouts()
         known = [documents, *coming[: self.options.known_steps - 1]]
@@ -273,13 +263,11 @@ class FlexPlanner:
         closest = min(outcomes, key=lambda one: one.excess_bytes).proposal
         layout = closest.plan.layout
         depths = sorted({one.layout.pp for one in outcomes})
-        but = (
-            f"; {', '.join(without_memory)} would, but not what a change to it holds at once" if without_memory else ""
-        )
+        but = f"; {', '.join(without_memory)} would, but not what a change to it holds at once"
         return replace(
             closest,
             why=f"no layout of {self.start.layout.world_size} devices holds the batch (pp {depths[0]} to {depths[-1]} "
-            f"tried); the closest, {layout.describe()}: {closest.why}{but}",
+            f"tried); the closest, {layout.describe()}: {closest.why}{but if without_memory else ''}",
         )
 
 
@@ -330,11 +318,8 @@ class PlannerState(Frozen):
 
 @dataclass(frozen=True, eq=False)
 class FlexRunPlanner:
-    """Plan the steps of a run (`feed.step_maker.Planner`) whose layout may change, or stays.
-
-    Args:
-        measured_of: what trained steps say of layouts when a step is planned; called once a step.
-    """
+    """Plan the steps of a run (`feed.step_maker.Planner`) whose layout may change, or stays; `measured_of` gives what
+    trained steps say of layouts when a step is planned, and is called once a step."""
 
     planner: RunPlanner | FlexPlanner
     measured_of: Callable[[int], MeasuredLayouts] = lambda step: MeasuredLayouts()

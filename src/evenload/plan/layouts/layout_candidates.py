@@ -1,8 +1,7 @@
 """Choose the layouts to plan for the coming batches, the most promising first.
 
 Layouts that a run declares (`plan.layouts`) are estimated one by one; without such a list HBSA searches all depths over
-all devices, also with different numbers of devices a stage where the strategy deals packs to them. The estimate only
-orders them: complete plans are what a decision is taken on.
+all devices, also with different numbers of devices a stage where the strategy deals packs to them.
 
 A run that declares none may take a few depths of its processes, within a number of process groups, which are made
 before anything is measured or read (`enumerated_layouts`): layers split evenly, one stage a rank, first the depths that
@@ -13,7 +12,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from itertools import pairwise
 
 import msgspec
@@ -99,15 +98,12 @@ def _groups_of(layout: ParallelLayout, processes: int) -> list[tuple[int, ...]]:
 
 
 CoefficientsOf = Callable[[ParallelLayout], CostCoefficients]
+_KEPT_RECEIVES = 256  # Depths of a few layouts to switch from
 
 
 class LayoutCandidates:
-    """Search layouts for the batches of one run.
-
-    Args:
-        start: planner of the layout in which the run starts; its devices, cp and tp stay.
-        given: the layouts that the run may take, generation 0; None = any.
-        runs_replicated_stages: also search layouts whose stages have different numbers of devices.
+    """Search layouts for the batches of one run that starts in the layout of a planner, whose devices, cp and tp stay,
+    and may take those `given` (generation 0; None = any), or ones whose stages have different numbers of devices.
 
     Raises:
         ConfigError: a given layout has other cp or tp, more devices, or another number of layers.
@@ -129,16 +125,12 @@ class LayoutCandidates:
         self.coefficients_of, self._coefficients = coefficients_of, dict[tuple[int, ...], CostCoefficients]()
         self._layer_costs = layer_costs(self._model, start.costs.coefficients, cp=self._layout.cp, tp=self._layout.tp)
         # Made once: search asks for the same layouts hundreds of times.
-        self._dealt_layout = cache(
-            lambda devices: even_layout(self._model.num_layers, pp=len(devices), devices=devices)
+        layers, cp, tp = self._model.num_layers, self._layout.cp, self._layout.tp
+        self._dealt_layout = cache(lambda devices: even_layout(layers, pp=len(devices), devices=devices))
+        self._even = cache(lambda depth, dp: even_layout(layers, dp=dp, pp=depth, cp=cp, tp=tp))
+        self._receive = lru_cache(_KEPT_RECEIVES)(
+            lambda even, current: ReceiveSeconds(self._model, self.coefficients(even), current, even)
         )
-        self._even = cache(
-            lambda depth, dp: even_layout(
-                self._model.num_layers, dp=dp, pp=depth, cp=self._layout.cp, tp=self._layout.tp
-            )
-        )
-        self._receive_from: ParallelLayout | None = None
-        self._receive: dict[ParallelLayout, ReceiveSeconds] = {}
         self.given = None if given is None else tuple(dict.fromkeys(given))
         for layout in self.given or ():
             self._require_takeable(layout)
@@ -204,11 +196,7 @@ class LayoutCandidates:
 
     def receive_seconds(self, depth: int, current: ParallelLayout, dp: int | None = None) -> ReceiveSeconds:
         even = self._even(depth, self._devices // depth if dp is None else dp)
-        if current != self._receive_from:
-            self._receive_from, self._receive = current, {}
-        if even not in self._receive:
-            self._receive[even] = ReceiveSeconds(self._model, self.coefficients(even), current, even)
-        return self._receive[even]
+        return self._receive(even, current)  # type: ignore[bad-argument-type]  # frozen structs hash
 
     def _with_replicated(
         self, found: MappingSearch, batches: Sequence[Callable[[], BatchCosts]], current: ParallelLayout, weight: float
@@ -226,7 +214,7 @@ class LayoutCandidates:
                 searched = ((price, best_replicated_mapping(price, devices)) for price in hopeful)
                 fits = next(((price, one) for price, one in searched if one is not None), None)
                 if fits is not None:
-                    mapping = self._replicated_mapping(fits[0], fits[1].edges, fits[1].devices, policy, current)
+                    mapping = self._replicated_mapping(fits[0], *fits[1], policy, current)
                     best_s = min(best_s, mapping.step_s + weight * mapping.switch_s)
                     more.append(mapping)
                 if fits is not None or not hopeful:

@@ -17,8 +17,8 @@ is made then; the steps it waits count for patience.
 """
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 from evenload.plan.layouts.layout_plans import LayoutOutcome, MemoryPlans
 from evenload.plan.strategies.flexpipe import FlexOptions
@@ -41,13 +41,9 @@ class FlexState(Frozen):
 
 @dataclass(frozen=True)
 class Outlook:
-    """Hold the seconds of the known steps; infinite where the coming batch does not fit.
-
-    Args:
-        keep_s, save_s: T(current) without, and with a memory plan for the coming step.
-        new_s, switch_s: T(new) of the best other mapping, and T(switch).
-        later_steps: after so many of the known steps a switch gains most; 0 = before the coming one.
-    """
+    """Hold the seconds of the known steps, infinite where the coming batch does not fit: T(current) without and with a
+    memory plan for the coming step, T(new) of the best other mapping, and T(switch), which gains most after
+    `later_steps` of them."""
 
     keep_s: float
     save_s: float
@@ -92,8 +88,8 @@ def decide(outlook: Outlook, state: FlexState, options: FlexOptions) -> Decision
 def state_after(decision: Decision, step: int, state: FlexState, switched_to: ParallelLayout | None) -> FlexState:
     if switched_to is not None:
         return FlexState(layout=switched_to, switched_at=step)
-    is_put_off = decision.is_patient or decision.later_steps > 0  # a switch would pay, and is not made yet
-    paying_steps = state.paying_steps + 1 if is_put_off else 0
+    would_pay = decision.is_patient or decision.later_steps > 0
+    paying_steps = state.paying_steps + 1 if would_pay else 0
     return FlexState(layout=state.layout, switched_at=state.switched_at, paying_steps=paying_steps)
 
 
@@ -107,13 +103,9 @@ def layout_decision(
     patience: tuple[int, int],
     fits_by_prediction: bool,
 ) -> LayoutDecision:
-    """Record what was decided before a step.
-
-    Args:
-        keep: the current layout; target: the best other one that holds the coming batch, None = none does.
-        patience: steps in a row at which a switch has paid, this one included, and how many it takes.
-        fits_by_prediction: the plan of the step fits as predicted, whatever measured steps say of memory.
-    """
+    """Record what was decided before a step about `keep`, the current layout, and `target`, the best other one that
+    holds the coming batch. `patience`: steps in a row at which a switch has paid, with this one, and how many it takes;
+    `fits_by_prediction`: the plan of the step fits, whatever measured steps say of memory."""
     before = after = keep.layout
     saves = decision.action == "save memory"
     action: LayoutAction = "save memory" if saves else "stay"
@@ -121,19 +113,14 @@ def layout_decision(
     if decision.action == "switch" and target is not None:
         after, case = target.layout, 4 if decision.fits else 3
         action = switch_kind(before, after)
+    conditions: dict[str, Any] = asdict(decision) | {"action": action}
     unknown = _PREDICTED.format(after.describe()) if fits_by_prediction else "no layout holds the batch"
     return LayoutDecision(
         step=step,
         layout=after.describe(),
         before=before.describe(),
-        action=action,
         case=case,
-        fits=decision.fits,
-        switching_is_slower=decision.switching_is_slower,
-        fits_saving=decision.fits_saving,
-        switching_is_slower_than_saving=decision.switching_is_slower_than_saving,
-        is_patient=decision.is_patient,
-        later_steps=decision.later_steps,
+        **conditions,
         other="" if target is None else target.layout.describe(),
         known_steps=outlook.known_steps,
         keep_s=_known(outlook.keep_s),

@@ -2,9 +2,9 @@
 
 Where a layout does not hold a step as it is, the faster of two memory plans that fits is taken: documents that
 recompute or offload in all stages, which every `StepPlanner` chooses by itself, and layers that recompute for all
-documents, as few in every stage as memory asks for (FlexPipe's O_plan, §5.1; also Sun et al., AdaPipe). Optimizer state
-stays on the device, so T_swap of the latter is 0. A stage's peak falls nearly linearly with its recomputed layers: a
-first guess, then the slope that a plan shows, gives the next number. Price: at most `MOST_PLANS` plans.
+documents, as few in every stage as memory asks for (FlexPipe's O_plan, §5.1; also Sun et al., AdaPipe). A stage's peak
+falls nearly linearly with its recomputed layers: a first guess, then the slope that a plan shows, gives the next
+number. Price: at most `MOST_PLANS` plans.
 """
 
 from collections.abc import Callable
@@ -145,10 +145,11 @@ class LayoutPlans:
         def propose(planner: StepPlanner) -> Proposal:
             return planner.propose(*step[:4], state=step.state, is_last=step.is_last)
 
-        usual = propose(self.planner_of(layout))
-        is_stored = not self._saves_memory(usual)
-        cap_bytes = self._start.memory_cap_bytes
-        if (usual.feasible and is_stored) or self._start.options.policy != "choose" or cap_bytes is None:
+        usual, cap_bytes = propose(self.planner_of(layout)), self._start.memory_cap_bytes
+        may_choose = self._start.options.policy == "choose"
+        policies = [choice.candidate.packs.policy for choice in usual.choices if may_choose]
+        is_stored = not any(policy is not None and (policy != REPLAY).any() for policy in policies)
+        if (usual.feasible and is_stored) or not may_choose or cap_bytes is None:
             return MemoryPlans(usual, is_stored)
         wanted, by_layers = self._options.memory_plans, None
         # A strategy that searches chooses policies itself, and a search for every number of layers takes too long.
@@ -184,20 +185,13 @@ class LayoutPlans:
         options = msgspec.structs.replace(self.options_of(layout.arrangement, coefficients), policy=policy)
         return StepPlanner(start.costs.model, coefficients, layout, start.memory_cap_bytes, options, host=start.host)
 
-    def _saves_memory(self, proposal: Proposal) -> bool:
-        if self._start.options.policy != "choose":
-            return False
-        policies = (choice.candidate.packs.policy for choice in proposal.choices)
-        return any(policy is not None and bool((policy != REPLAY).any()) for policy in policies)
-
 
 @dataclass(frozen=True, eq=False)
 class LayoutOutcome:
-    """Hold what the known steps take in a layout.
+    """Hold what the known steps take in a layout, with the generation that it has or would have.
 
     Args:
-        layout: with the generation that it has or would have.
-        proposal: of the coming step; its layout may recompute some layers. `plans`: that it was chosen from.
+        proposal: of the coming step, chosen from `plans`; its layout may recompute some layers.
         step_s, switch_s: predicted seconds of every known step, and of a switch to it, corrected by measured ones.
         holds: known steps that fit, up to the first that does not.
     """

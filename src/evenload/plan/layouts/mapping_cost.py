@@ -46,11 +46,10 @@ ESTIMATE_TOLERANCE = 0.1  # Of a device's memory: mappings whose estimate is bey
 
 @dataclass(frozen=True)
 class Mapping:
-    """Hold layers of stages, replicas, micro-batches of a replica and the number of a policy (`policies_in_order`).
+    """Hold layers of stages, replicas, micro-batches, the number of a policy (`policies_in_order`), and estimates.
 
     Args:
-        edges: layers where stages begin, and the end; `len(edges) - 1` stages.
-        step_s, excess_bytes, switch_s: estimated; excess above the memory of the fullest device.
+        edges: layers where stages begin, and the end; excess_bytes: above the memory of the fullest device.
         devices: of every stage, where they differ in number; () = `dp` times cp·tp each.
     """
 
@@ -74,14 +73,12 @@ def layer_costs(model: ModelSpec, coefficients: CostCoefficients, *, cp: int = 1
 
 
 class BatchLengths:
-    """Hold what of a batch (int64[n], at least one document) is the same under all policies; computed when needed.
-
-    Args:
-        costs: of every layer as a stage (`layer_costs`).
-    """
+    """Hold what of a batch (int64[n], at least one document) is the same under all policies, computed when needed, by
+    the costs of every layer as a stage (`layer_costs`)."""
 
     def __init__(self, costs: PackCosts, num_tokens: NDArray[np.int64]) -> None:
         self.costs, self.num_tokens = costs, num_tokens
+        self.longest_tokens = -(-int(num_tokens.max()) // costs.layout.cp)
         self._packs: dict[int, tuple[SliceColumns, NDArray[np.float64], NDArray[np.float64]]] = {}
 
     def packs(self, heaviest: int) -> tuple[SliceColumns, NDArray[np.float64], NDArray[np.float64]]:
@@ -93,10 +90,6 @@ class BatchLengths:
             forward_s = self.costs.pack_seconds(columns, "forward")
             self._packs[heaviest] = columns, forward_s, self.costs.pack_seconds(columns, "backward")
         return self._packs[heaviest]
-
-    @cached_property
-    def longest_tokens(self) -> int:
-        return -(-int(self.num_tokens.max()) // self.costs.layout.cp)
 
     @cached_property
     def temp_bytes(self) -> NDArray[np.int64]:
@@ -149,13 +142,8 @@ class BatchCosts:
 
 
 class MappingCosts:
-    """Price mappings of one depth, dp and number of micro-batches for one batch under one policy.
-
-    Args:
-        coefficients: of that depth and dp, for the links.
-        micro_batches: of a replica, at least 1.
-        cap_bytes: of a device; None = no limit.
-    """
+    """Price mappings of one depth, dp and number of micro-batches (of a replica, at least 1) for one batch under one
+    policy; `coefficients` of that depth and dp, for the links."""
 
     def __init__(
         self,

@@ -10,21 +10,19 @@ what embedding or head weigh in layers, elsewhere as many more. `Search` places 
     the mapping so far plus an even spread of the rest is no faster than the best known one (the even split at first)
     another branch came to the same layer with no more of anything that counts
 
-The last two lose nothing. A step's estimate depends on a mapping only through three maxima over stages (work,
-parameters, bytes received), so few branches are left: polynomial where the paper's recursion is not. Beyond the paper,
-which takes the least depth that fits, we search every deeper one too, because gradient reduction across nodes can cost
-more than a deeper pipeline, and a depth that does not fit may recompute or offload.
+The last two lose nothing: a step's estimate depends on a mapping only through three maxima over stages (work,
+parameters, bytes received). Unlike the paper we search every depth, not the least that fits: gradient reduction across
+nodes can cost more than a deeper pipeline, and a depth that does not fit may recompute or offload.
 
-**Stages with different numbers of devices**, such as (1, 1, 2, 1, 1, 1, 1) (§5.1). A depth that does not divide the
-devices leaves up to P - 1 of them idle; here each goes to one stage. The pipeline is then one, whose packs every stage
-takes to its devices in turn; a device of a stage with g of them runs ceil(n / g) of n micro-batches:
+**Stages with different numbers of devices**, such as (1, 1, 2, 1, 1, 1, 1) (§5.1), where a depth does not divide the
+devices. The pipeline is then one, whose packs every stage takes to its devices in turn; a device of a stage with g of
+them runs ceil(n / g) of n micro-batches:
 
     T = sum_i u_i + max_i c_i (W_i - u_i) + max_i (reduction and optimizer of stage i)
 
 with c_i = (ceil(n / g_i) - 1) / (n - 1), in the terms of `mapping_cost`. Which stages are replicated and where they are
-cut is found by dynamic programming over (stage, replicated ones so far, layer): the least maximum over stages of rest,
-reduction and optimizer together, within memory. Left out are numbers of devices that differ by more than one, and that
-the two maxima may lie on different stages. O(depth · replicated stages · layers²) a depth.
+cut is found by dynamic programming over (stage, replicated ones so far, layer), with both maxima on one stage and
+numbers of devices that differ by one at most. O(depth · replicated stages · layers²) a depth.
 """
 
 import math
@@ -84,11 +82,9 @@ def search_mappings(
     switch_weight: float = 1.0,
     least_depth_only: bool = False,
 ) -> MappingSearch:
-    """Search the best mapping of every depth.
+    """Search the best mapping of every depth, over `groups` = devices / (cp·tp), under policies, the fastest first.
 
     Args:
-        groups: devices / (cp·tp).
-        num_policies: tried in order, the fastest first.
         receive_of: depth to the seconds a stage's devices receive; None = nothing to move from.
         switch_weight: of switch seconds against step seconds; 1 / n where the gain counts for n steps.
         least_depth_only: stop at the first depth that fits, as published.
@@ -237,19 +233,9 @@ def _end_layers(price: MappingCosts, layer: int) -> int:
     return -int(-max(by_work, more / inner if inner else 0.0, 0.0) // 1)
 
 
-class ReplicatedStageMapping(NamedTuple):
-    """Hold the layers and devices of stages."""
-
-    edges: tuple[int, ...]
-    devices: tuple[int, ...]
-
-
 class ReplicatedStageCosts(MappingCosts):
-    """Price mappings of one depth and number of micro-batches whose stages have different numbers of devices.
-
-    Args:
-        coefficients: of any layout of as many devices, for the links; micro_batches: of the one pipeline.
-    """
+    """Price mappings of one depth and number of micro-batches whose stages have different numbers of devices;
+    `coefficients` of any layout of as many devices, for the links."""
 
     def __init__(
         self,
@@ -314,9 +300,11 @@ class ReplicatedStageCosts(MappingCosts):
         return held + self.trained_parameters(first, last) * trained_bytes + self._temp_bytes + logits
 
 
-def best_replicated_mapping(price: ReplicatedStageCosts, devices: int) -> ReplicatedStageMapping | None:
-    """Choose which stages of a depth get one device more than the others, and their layers; None where nothing fits
-    memory. `devices`, of all stages, are more than the depth, and not a multiple of it."""
+def best_replicated_mapping(
+    price: ReplicatedStageCosts, devices: int
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Choose which stages of a depth get one device more than the others; return the edges of their layers and their
+    devices, None where nothing fits memory. `devices` in all are more than the depth, and not a multiple of it."""
     depth, layers = price.depth, price.num_layers
     least, wide = divmod(devices, depth)
     tables = [_StageTable(price, least + more) for more in (0, 1)]
@@ -350,7 +338,7 @@ def best_replicated_mapping(price: ReplicatedStageCosts, devices: int) -> Replic
         of_stages.append(least + now - before)
         edges.append(layer_before)
         now, layer = before, layer_before
-    return ReplicatedStageMapping(tuple(reversed(edges)), tuple(reversed(of_stages)))
+    return tuple(reversed(edges)), tuple(reversed(of_stages))
 
 
 class _StageTable:

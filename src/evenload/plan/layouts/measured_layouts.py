@@ -1,13 +1,11 @@
 """Correct predictions of layouts by trained steps and switches: ratios of measured to predicted seconds, and bytes.
 
-All are kept as the last few ratios, of which the median counts, so that one disturbed step says nothing. Layouts that
-never ran take what all others have in common (a slow machine is slow in every layout), and what is known of a layout
-fades towards that while it does not run.
+The median of the last few ratios counts, so that one disturbed step says nothing. Layouts that never ran take what all
+others have in common, and what is known of a layout fades towards that while it does not run.
 
-`LayoutMonitor` is the Monitor of a run (FlexPipe §3.2). Steps are planned ahead of their training and plans are kept:
-what step n shows decides from step n + 1 + steps_ahead on, always exactly that, whatever threads do. So what is known
-after the last steps is kept until it has been used, and goes into checkpoints: a resumed run decides as this one would
-have.
+`LayoutMonitor` is the Monitor of a run (FlexPipe §3.2). Steps are planned ahead of their training: what step n shows
+decides from step n + 1 + steps_ahead on, always exactly that, whatever threads do. So what is known after the last
+steps is kept until it has been used, and goes into checkpoints: a resumed run decides as this one would have.
 """
 
 import statistics
@@ -50,14 +48,10 @@ class MeasuredLayouts(Frozen):
     memory_ratios: tuple[float, ...] = ()
 
     def with_step(self, step: int, layout: ParallelLayout, ratio: float) -> "MeasuredLayouts":
-        key = layout.arrangement
-        before = next((one.ratios for one in self.layouts if one.layout == key), ())
-        newest = LayoutRatios(layout=key, ratios=(*before, ratio)[-KEPT_RATIOS:], last_step=step)
-        if before:
-            layouts = tuple(newest if one.layout == key else one for one in self.layouts)
-        else:
-            layouts = (*self.layouts, newest)
-        return msgspec.structs.replace(self, layouts=layouts)
+        key, kept = layout.arrangement, {one.layout: one for one in self.layouts}
+        before = kept[key].ratios if key in kept else ()
+        kept[key] = LayoutRatios(layout=key, ratios=(*before, ratio)[-KEPT_RATIOS:], last_step=step)
+        return msgspec.structs.replace(self, layouts=tuple(kept.values()))
 
     def with_switch(self, kind: SwitchKind, ratio: float) -> "MeasuredLayouts":
         kept = {one.kind: one.ratios for one in self.switches}
@@ -115,7 +109,7 @@ class LayoutMonitor:
         switch: tuple[SwitchKind, float] | None = None,
         peak_bytes: int | None = None,
     ) -> None:
-        """Record a trained step. Every step, in order.
+        """Record a trained step; every step, in order.
 
         Args:
             step_time_s: measured; of the first step in a layout, which does not count, with the switch before it.

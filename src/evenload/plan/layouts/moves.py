@@ -7,24 +7,22 @@ one piece that both the first and the last stage hold, each with a whole optimiz
 
 Weights are sent as whole pieces to ranks that do not hold them, optimizer state as the overlaps of old and new shares:
 the fewest bytes possible. Of several ranks that have what is needed one of the same node sends it, of those the one
-with least to send so far. Only ranks with the same place in their tensor-parallel groups exchange anything; cp and tp
-never change. Every rank plans the same, so ranks post moves in their order without negotiation. Price: O(pieces ·
-ranks) in plain Python, about a millisecond for a hundred pieces on four ranks.
+with least to send so far. Only ranks with the same place in their tensor-parallel groups exchange anything. Every rank
+plans the same, so ranks post moves in their order without negotiation. O(pieces · ranks) in plain Python, about a
+millisecond for a hundred pieces on four ranks.
 
-Twins (FlexPipe §4, TwinLayer): FlexPipe keeps a copy of every layer of a machine in its host memory, from which a
-device that gains a layer reads it. Where devices compute in host memory the layer itself can lie there, without a copy,
-and a budget bounds how much of a machine's memory is shared. A piece is shared whole, in the order of the model while
-the budget lasts; others are sent between processes. Shared pieces come to a node once: the first of its ranks fetches,
-and the others take it from there, *relayed*.
+Twins (FlexPipe §4, TwinLayer): where devices compute in host memory, ranks of a machine read the layers that they gain
+from each other's memory, within a budget; pieces beyond it are sent. Shared pieces come to a node once: the first of
+its ranks fetches, and the others take it from there, *relayed*.
 """
 
 import itertools
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 
 from evenload.cost.coefficients import CostCoefficients
+from evenload.cost.layout_switch import require_switchable
 from evenload.cost.memory import optimizer_bytes_per_parameter, unit_parameters
-from evenload.errors import ConfigError
 from evenload.types.base import Frozen
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
@@ -35,9 +33,7 @@ class Piece(Frozen):
 
     Args:
         unit: 0 = embedding, 1 + l = layer l, 1 + layers = final norm and head.
-        num_elements: of the weights.
-        weight_bytes: of one element.
-        state_bytes: of one element's optimizer state, fp32 master weights included; 0 = not trained.
+        weight_bytes: of one element; state_bytes: its optimizer state, fp32 master weights included; 0 = not trained.
         at_both_ends: a tied embedding, which the last stage holds too.
     """
 
@@ -80,20 +76,10 @@ def plan_moves(
     tp_rank: int = 0,
     shared: Collection[int] = (),
 ) -> Moves:
-    """Plan what ranks with this place in their tensor-parallel groups send each other.
-
-    Args:
-        pieces: of one such rank; shared: indices of those that ranks of a node read from each other's memory.
-
-    Raises:
-        ConfigError: cp, tp or the number of layers change.
-    """
-    if (old.cp, old.tp, old.num_layers) != (new.cp, new.tp, new.num_layers):
-        raise ConfigError(
-            f"switch from {old.describe()} to {new.describe()}: only pp, dp and the layers of stages may change, "
-            "cp and tp may not"
-        )
-    weights, state = _Senders(ranks_per_node), _Senders(ranks_per_node)
+    """Plan what ranks with this place in their tensor-parallel groups send each other: `pieces` of one such rank, of
+    which those at the indices `shared` are read from memory inside a node. Raises as `require_switchable`."""
+    require_switchable(old, new)
+    weights, state = Counter[int](), Counter[int]()
     weight_moves: list[Move] = []
     relayed: list[Move] = []
     state_moves: list[Move] = []
@@ -107,7 +93,8 @@ def plan_moves(
                 if node in fetched:
                     relayed.append(Move(piece=index, source=fetched[node], target=target, **whole))
                 else:
-                    source = weights.choose(before, target, piece.num_elements * piece.weight_bytes)
+                    num_bytes = piece.num_elements * piece.weight_bytes
+                    source = _sender(before, target, num_bytes, weights, ranks_per_node)
                     weight_moves.append(Move(piece=index, source=source, target=target, **whole))
                     if index in shared and node not in nodes:
                         fetched[node] = target
@@ -115,7 +102,8 @@ def plan_moves(
                 has = {rank: state_share(old, piece, *held) for rank, held in before.items()}
                 wanted = state_share(new, piece, *place)
                 for start, stop, sources in _lacking(wanted, has, target):
-                    source = state.choose(sources, target, (stop - start) * piece.state_bytes)
+                    num_bytes = (stop - start) * piece.state_bytes
+                    source = _sender(sources, target, num_bytes, state, ranks_per_node)
                     state_moves.append(Move(piece=index, source=source, target=target, start=start, stop=stop))
     return Moves(weights=tuple(weight_moves), state=tuple(state_moves), relayed=tuple(relayed))
 
@@ -165,16 +153,14 @@ def moving_seconds(
     return seconds
 
 
-class _Senders:
-    def __init__(self, ranks_per_node: int) -> None:
-        self._ranks_per_node = ranks_per_node
-        self._bytes: dict[int, int] = defaultdict(int)
-
-    def choose(self, holders: Collection[int], target: int, num_bytes: int) -> int:
-        node = target // self._ranks_per_node
-        source = min(holders, key=lambda rank: (rank // self._ranks_per_node != node, self._bytes[rank], rank))
-        self._bytes[source] += num_bytes
-        return source
+def _sender(
+    holders: Collection[int], target: int, num_bytes: int, sent_bytes: Counter[int], ranks_per_node: int
+) -> int:
+    """Choose, and count, the holder that sends so many bytes: of the target's node if there is one, then the idlest."""
+    node = target // ranks_per_node
+    source = min(holders, key=lambda rank: (rank // ranks_per_node != node, sent_bytes[rank], rank))
+    sent_bytes[source] += num_bytes
+    return source
 
 
 def holders(layout: ParallelLayout, piece: Piece, tp_rank: int = 0) -> dict[int, tuple[int, int]]:

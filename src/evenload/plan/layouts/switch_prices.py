@@ -6,10 +6,9 @@
     the switch      bytes: weights and gradients of the pieces of both layouts, and the optimizer state of both shares
     the first step  bytes: its own peak, and the optimizer state that other devices still read, until their update
 
-Reading is priced by what ranks of a machine measured of it (`CopySpec`), sending by links. Without measured copies what
-would be read is priced as if it were sent, and seconds follow from closed forms (`cost.layout_switch`). A piece, or an
-element of optimizer state, that a device has in both layouts counts once, but twice where a share that is not shared
-memory is cut anew. Price: O(pieces · devices) in plain Python, below a millisecond for forty layers on sixteen devices.
+Reading is priced by what ranks of a machine measured of it (`CopySpec`), sending by links; without measured copies
+seconds follow from closed forms (`cost.layout_switch`). What a device has in both layouts counts once, but optimizer
+state twice where a share that is not shared memory is cut anew. O(pieces · devices) in plain Python.
 """
 
 from collections import Counter
@@ -111,12 +110,8 @@ def switch_memory(moved: SwitchPieces, old: ParallelLayout, new: ParallelLayout)
 
 
 class SwitchPrices:
-    """Price the switches of one run between layouts of any generation.
-
-    Args:
-        coefficients: of any of its layouts.
-        moved: of a run that trains; None = the model's units, all shared where copies were measured.
-    """
+    """Price the switches of one run between layouts of any generation, of which the coefficients are of one. `moved`:
+    of a run that trains; None = the model's units, all shared where copies were measured."""
 
     def __init__(
         self, model: ModelSpec, start: ParallelLayout, coefficients: CostCoefficients, moved: SwitchPieces | None = None

@@ -1,17 +1,14 @@
 """Plan by `auto`: one optimiser over all strategies, scored by simulated time within memory.
 
     1  `slimpack`'s search by time alone, even cuts or not, with and without documents that replicas share
-    2  where several activation policies come close, each of the best is refined:
-         the heaviest replica improves (other schedules and tapered ends of its best packs, then neighbours of its best
-         trials: look-ahead, tapers, token weight, pack count, cut); the others rate the best few of those
-         replicas are evened out again
-         what is left of the budget goes to the slowest replica, for which the step waits
-         last, the packs of the slowest under the other schedules
+    2  under each of the activation policies that come close, the heaviest replica is improved (tapered ends of its best
+       packs, then neighbours of its best trials), the others rate the best few of those, replicas are evened out again,
+       and what is left of the budget goes to the slowest replica, at last under the other schedules, too
     3  every other strategy that plans a step by itself, unless it cannot win: its plan is a candidate as it is
 
 The best of each is then repriced, rank by rank where ranks share packs, and the fastest taken, so `auto` is never worse
-than any of them. Strategies solved by an exact solver are left out: they take seconds. The budget is a number of
-simulations (`max_candidates`), so plans are deterministic unless `time_budget_s` ends the search by the clock.
+than any of them. Strategies of an exact solver are left out: they take seconds. The budget is a number of simulations
+(`max_candidates`), so plans are deterministic unless `time_budget_s` ends the search by the clock.
 """
 
 import math
@@ -126,10 +123,8 @@ class _Refinement:
             for search in self._slowest():
                 if search.is_near_bound():
                     continue
-                best = search.best()
-                for other in [
-                    trial_under(trial.setting, rule) for trial in best_packs(search) for rule in self._others
-                ]:
+                best, packs = search.best(), best_packs(search)
+                for other in [trial_under(trial.setting, rule) for trial in packs for rule in self._others]:
                     made = score_of(search.build(other))
                     # What is the same to rounding stays as it was.
                     if made is not None and by_time(made) < (best.excess_bytes, WORTH_IT * best.makespan_s):
@@ -164,9 +159,7 @@ def plan_auto(problems: Sequence[StepProblem], others: Sequence[Strategy]) -> Pl
     """Plan a step by `slimpack`'s search and by `others`, but those that need a solver or choose a layout. Where
     nothing can plan the step, the error is the last strategy's."""
     # Repriced, because that is what others are compared with.
-    plans: list[Planned] = [
-        (problem, _repriced(problem, found.choices())) for problem, found in _searched(problems)[:1]
-    ]
+    plans: list[Planned] = [(problem, _repriced(problem, one.choices())) for problem, one in _searched(problems)[:1]]
     failure: Exception | None = None
     if problems[0].costs.model.causal:
         try:
@@ -228,12 +221,9 @@ def _promising(problems: Sequence[StepProblem], found: tuple[ReplicaChoice, ...]
 
 
 def _least_seconds(rival: Strategy, problems: Sequence[StepProblem], found: tuple[ReplicaChoice, ...]) -> float | None:
-    """Bound the seconds of a strategy's plans, 0 = not known; None where none can be faster than the plan `found`.
-
-    No plan of whole documents is faster than the longest one through all stages and back (where backwards are split,
-    only I passes, so that is no bound). And where memory does not bind, a strategy that searches for time alone is as
-    fast as it gets: policies that save memory only add to the time of every pack.
-    """
+    """Bound the seconds of a strategy's plans, 0 = not known; None where none can be faster than the plan `found`: no
+    plan of whole documents is faster than the longest one through all stages and back (but where only I passes), and
+    where memory does not bind, a strategy that searches for time alone is as fast as it gets."""
     excess, summed_s = step_score(found)[0], _summed_s(problems[0], found)
     if excess:
         return 0.0
@@ -264,9 +254,7 @@ def _tapered(trial: Trial, search: ReplicaSearch) -> list[Trial]:
     setting, pp = trial.setting, search.problem.layout.pp
     if setting.cut == "whole":
         return []
-    counts = dict.fromkeys(
-        max(pp, count // pp * pp) for count in (setting.num_packs * part // 4 for part in (3, 4, 5, 6))
-    )
+    counts = dict.fromkeys(max(pp, setting.num_packs * part // 4 // pp * pp) for part in (3, 4, 5, 6))
     return [
         Trial(setting._replace(num_packs=count, token_weight=weight, taper=taper), Order.LIST, split=True)
         for count in counts

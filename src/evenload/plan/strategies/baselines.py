@@ -1,25 +1,19 @@
 """Plan by strategies of windows and documents that other trainers use: `padded`, `sequential`, `best_fit`, `balanced`.
 
 padded      consecutive documents in a batch padded to their longest, as a plain data loader with a padding collator
-            does. A batch takes the next document while `(count + 1) · longest <= max_pack_tokens`. Batches go round
+            does: a batch takes the next document while `(count + 1) · longest <= max_pack_tokens`. Batches go round
             robin to replicas, 1F1B. O(n).
-sequential  documents one after the other, cut at the window; what common loaders do.
-
-                arrival   A A A B B C C C C C D | windows of 4:   [A A A B0] [B1 C0 C0 C0] [C1 C1 D]
-
-            Here a piece is a slice: its attention sees its document from the start, so training equals plain training.
-            Forward packs are the windows. Backward packs hold the same slices, documents in order and slices
-            last-first, filled up to the window again. Replicas get consecutive documents, cut where the tokens are
-            nearest to equal. 1F1B; the list schedule where that exceeds memory. O(n + windows).
+sequential  documents one after the other, cut at the window, as common loaders do; but a piece is a slice whose
+            attention sees its document from the start. Backward packs hold the same slices, documents in order and
+            slices last-first, filled up to the window again. Replicas get consecutive documents, cut where the tokens
+            are nearest to equal. 1F1B; the list schedule where that exceeds memory. O(n + windows).
 best_fit    best-fit decreasing by tokens into windows of `max_pack_tokens` over the whole global batch, round robin to
             replicas, 1F1B; SlimPack's Megatron-LM baseline. It fills windows almost perfectly and ignores work. Smaller
             windows (`window_tokens`) are more micro-batches; a longer document is a pack of its own. O(n log n).
 balanced    micro-batches of equal predicted time, with a token limit, 1F1B: what verl, slime and prime-rl do. Documents
             go to replicas by LPT on forward + backward time, then to micro-batches of their replica the same way; of a
-            few multiples of pp as their number the fastest by simulation within memory is kept. A document longer than
-            a fair share stays whole and makes its micro-batch late: what slicing cures. `options.micro_batches` fixes
-            the number instead: then the token limit binds first, and where LPT by time opens more micro-batches, best
-            fit by tokens packs them as tightly as can be.
+            few multiples of pp as their number the fastest by simulation within memory is kept. `micro_batches` fixes
+            the number: then the token limit binds first, and where LPT by time opens more, best fit by tokens packs.
 """
 
 from itertools import pairwise

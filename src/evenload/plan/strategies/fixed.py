@@ -1,22 +1,19 @@
 """Plan by `fixed_greedy` and `fixed_exact`: fixed-length windows of equal attention work (WLB §3.2, eq. 1).
 
-Every micro-batch is a window of at most `max_pack_tokens`; as few windows as the tokens need, a multiple of dp;
-documents are spread so that the largest window has the least attention work.
+Every micro-batch is a window of at most `max_pack_tokens`; as few windows as the tokens need, a multiple of dp.
 
     fixed_greedy   longest attention work first into the window with the least that can hold it; O(n log n)
-    fixed_exact    the MILP of eq. 1 from the greedy answer, within `solver_time_limit_s`; the result's note has the gap
-                   where it stops there
+    fixed_exact    the MILP of eq. 1 from the greedy answer, solved by HiGHS (`pip install evenload[exact]`) within
+                   `solver_time_limit_s`; the result's note has the gap where it stops there. NP-hard: tens of documents
+                   in seconds, hundreds only as far as the time limit goes
 
 `window` = W > 1 packs over W global batches (WLB Fig. 6): each step packs all documents that wait together with the new
-ones and trains the W-th part of the windows, those that waited longest by tokens, with their neighbours in work. The
-pool settles at W batches; mean delay is about W - 1 steps, never more than `max_delay_steps`.
-
-The MILP, solved by HiGHS (`pip install evenload[exact]`):
+ones and trains the W-th part of the windows, those that waited longest by tokens, with their neighbours in work. Mean
+delay is about W - 1 steps, never more than `max_delay_steps`.
 
     minimise t    x[i, j] binary, sum_j x[i, j] = 1, sum_i work[i] x[i, j] <= t, sum_i tokens[i] x[i, j] <= capacity
 
-Groups are interchangeable, so the document of the k-th most work may lie in the first k groups only. NP-hard (number
-partition): tens of documents in seconds, hundreds only as far as the time limit goes.
+Groups are interchangeable, so the document of the k-th most work may lie in the first k groups only.
 """
 
 from collections.abc import Callable
@@ -64,12 +61,11 @@ def exact_groups(
     start: list[list[int]],
     time_limit_s: float = 60.0,
 ) -> ExactGroups:
-    """Put items into as many groups as `start` has, so that the largest group has the least work.
+    """Put items into as many groups as `start` has (a known grouping within the capacity, groups may be empty), so that
+    the largest group has the least work; never worse than `start`.
 
     Args:
         work: float64[n], finite, not negative; num_tokens: int64[n], of which a group may hold `capacity`.
-        start: a known grouping within the capacity, groups may be empty; the answer is never worse.
-        time_limit_s: the solver stops here with the best it has.
 
     Raises:
         ConfigError: highspy is not installed.
@@ -175,10 +171,8 @@ class FixedExactOptions(StrategyOptions, tag="fixed_exact"):
     solver_time_limit_s: float = 10.0
 
     def __post_init__(self) -> None:
-        if not self.solver_time_limit_s > 0:
-            raise ConfigError(
-                f"plan options: fixed_exact.solver_time_limit_s is {self.solver_time_limit_s}, must be above 0"
-            )
+        if not (limit_s := self.solver_time_limit_s) > 0:
+            raise ConfigError(f"plan options: fixed_exact.solver_time_limit_s is {limit_s}, must be above 0")
 
 
 # (problem, attention work, windows wanted) to (documents of every window, note).

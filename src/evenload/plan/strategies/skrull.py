@@ -1,12 +1,9 @@
 """Plan by `skrull`: global data scheduling and distributed-aware context parallelism, without a pipeline (Skrull §4).
 
-    1. bucket: tokens that one rank may hold, from the memory model; exact where Skrull fits a line (C.1)
-    2. documents to replicas and micro-batches of at most bucket · cp tokens (GDS, eq. 8-11)
-    3. in every micro-batch documents whole on one rank or shared by all, within the bucket (DACP, eq. 1-7)
-
-2 and 3 are `plan.dacp`. A micro-batch costs `max(transfers, local) + shared` on its slowest rank (eq. 2), forward and
-backward each. Where a document does not fit a micro-batch of its own, the step is planned with the least bucket that
-can hold it and reported as beyond memory.
+A rank's bucket of tokens follows from the memory model (Skrull fits a line, C.1); `plan.dacp` forms micro-batches of at
+most bucket · cp tokens and decides which documents of each are shared. A micro-batch costs `max(transfers, local) +
+shared` on its slowest rank (eq. 2), forward and backward each. Where a document does not fit a micro-batch of its own,
+the step is planned with the least bucket that can hold it and reported as beyond memory.
 """
 
 import dataclasses
@@ -89,10 +86,8 @@ def bucket_tokens(problem: StepProblem) -> int:
     while low < high:  # the most that fits lies in low..high; as many parts as are cheap to price at once
         tried = np.unique(np.linspace(low, high, BUCKETS_TRIED + 1).astype(np.int64)[1:])
         fitting = int((_peak_bytes(problem, tried) <= cap).sum())  # bytes grow with tokens
-        low, high = (
-            int(tried[fitting - 1]) if fitting else low,
-            int(tried[fitting]) - 1 if fitting < len(tried) else high,
-        )
+        low = int(tried[fitting - 1]) if fitting else low
+        high = int(tried[fitting]) - 1 if fitting < len(tried) else high
     return low
 
 

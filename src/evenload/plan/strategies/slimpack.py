@@ -5,13 +5,12 @@
               symmetric cuts (`plan.candidates`)
     order     PackFlow's static order with and without the injected forward (§4.2), and the memory-capped list
               schedule; or the one that the options name
-    choose    by simulated makespan among the candidates within memory (§4.3); where the options leave the schedule
-              open, each is searched alone, the static one where a few trials put it near, and the faster step is taken
+    choose    by simulated makespan among the candidates within memory (§4.3); each schedule is searched alone, the
+              static one where a few trials put it near
 
-Where we differ from the paper: exact boundaries instead of a MILP (the same optimum: work is monotone in the cut); time
-instead of FLOPs; the list schedule, because memory grows under "one extra forward". Without a pipeline, and for
-documents that replicas share, packs of whole documents are tried too; DP-Merge (`plan.dp_merge`) where the options
-allow it and the step is faster. The search over replicas is `plan.search`.
+Unlike the paper: exact boundaries instead of a MILP (the same optimum: work is monotone in the cut); time instead of
+FLOPs; the list schedule, because memory grows under "one extra forward"; packs of whole documents without a pipeline,
+and for documents that replicas share (`plan.dp_merge`). The search over replicas is `plan.search`.
 """
 
 from collections.abc import Callable, Sequence
@@ -222,9 +221,8 @@ def search_with_merging(problem: StepProblem, rules: SearchRules) -> SearchResul
     others = [*other_merges(problem, merge), *long_merges(problem)] if merge else long_merges(problem)
     rated = sorted(zip(rate_merges(problem, others, rules), range(len(others)), strict=True))
     score_key = None if best is None else best.score_key()[:2]
-    promising = [
-        others[at] for (excess, seconds), at in rated if score_key is None or (excess, PROMISING * seconds) < score_key
-    ]
+    keys = [((excess, PROMISING * seconds), at) for (excess, seconds), at in rated]
+    promising = [others[at] for key, at in keys if score_key is None or key < score_key]
     # Documents move only in the best of them: that takes as many trials as a search, and gains little.
     tried = _search_merges(problem, promising[:MOST_MERGES], replace(rules, even_out=False), apart)
     found = _better(None, tried)

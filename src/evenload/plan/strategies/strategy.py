@@ -1,9 +1,8 @@
 """Describe one way to plan a step in one frozen record, `Strategy`.
 
-A strategy has one of three plan functions. `plan` maps a step under given activation policies to one choice a replica;
-it is called under every policy in order until the step fits memory. `delay` does the same and may move documents to
-later steps, where a state is carried from step to step. `search` chooses the policies, too. The rest of the program
-reads the traits below, never the name.
+`plan` maps a step under given activation policies to one choice a replica; it is called under every policy in order
+until the step fits memory. `delay` does the same and may move documents to later steps. `search`, in the place of
+`plan`, chooses the policies, too. The rest of the program reads the traits below, never the name.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,8 +16,7 @@ from evenload.schedule.registry import SCHEDULES
 from evenload.types.base import Frozen
 from evenload.types.layout import ParallelLayout
 
-Planned = tuple[StepProblem, tuple[ReplicaChoice, ...]]
-"""A step under the activation policies that were chosen, and one choice a replica."""
+Planned = tuple[StepProblem, tuple[ReplicaChoice, ...]]  # A step under the chosen policies, one choice a replica
 DelayingPlanner = Callable[[StepProblem, Arrivals], DelayedChoice]
 
 

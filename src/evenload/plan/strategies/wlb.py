@@ -5,14 +5,10 @@
     left over from the last step ───────────────────────────────────────┘        │
                                                          does not fit ◄──────────┘ left over, first next step
 
-Greedy: left-over documents first, then longest first; each into the micro-batch with the least predicted time, if that
-would exceed S_max = `max_pack_tokens` into the one with the fewest tokens, else it is left over. O(n log n) per step.
-
-Which outliers are trained is decided by `plan.deferral`: balanced release (ours), or the paper's queues: length in
-[L_i, L_{i+1}) ─► queue i ─► N at a time, one for each micro-batch.
-
-N = dp·`micro_batches`, by default the least multiple of dp·pp whose tokens fit S_max; then also 2N and 4N micro-batches
-are tried, of which the fastest by simulation within memory is kept.
+Greedy (`packing.pack_greedily`): left-over documents first, then longest first. Which outliers are trained is decided
+by `plan.deferral`: balanced release (ours), or the paper's queues: length in [L_i, L_{i+1}) ─► queue i ─► N at a time.
+N = dp·`micro_batches`, by default the least multiple of dp·pp whose tokens fit `max_pack_tokens`; then also 2N and 4N
+micro-batches are tried, of which the fastest by simulation within memory is kept.
 
 Right readings where the printed algorithm fails: a document fits when the sum is `<= S_max`, not `<`; a queue gives
 floor(len / N)·N, not N, or it grows for ever; left-over documents are sorted too; all queues are flushed at the end of
