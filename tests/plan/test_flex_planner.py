@@ -320,7 +320,7 @@ def test_a_layout_that_takes_more_memory_than_predicted_is_left_where_another_ha
 def test_a_resumed_run_goes_to_the_layout_of_its_checkpoint_where_that_has_room() -> None:
     """Processes start in one replica of four stages, the checkpoint's steps ran in four of one. The step fits there to
     the byte; what the ranks leave behind lies beside it."""
-    flat = even_layout(4, dp=4, generation=1)
+    flat = msgspec.structs.replace(even_layout(4, dp=4), generation=1)
     plan = make(4, 1, None).propose(0, documents(SHORT), state=FlexState(layout=flat)).proposal.plan
     takes = switch_memory(SENT, even_layout(4, pp=4), flat)
     needed = max(takes.switch_bytes, plan.predicted.peak_memory_bytes + takes.left_bytes)
