@@ -1,8 +1,7 @@
-"""Proof that plans stay the same while the code moves: record them in two trees, compare; and time planning in both.
+"""Prove that plans stay the same while the code moves: record them in two trees, and compare.
 
     TREE/.venv/bin/python tools/compare_plans.py record OUT.json
     python tools/compare_plans.py diff BEFORE.json AFTER.json
-    python tools/compare_plans.py time BEFORE_TREE AFTER_TREE [--alternations 7]
 
 `record` plans with the `evenload` that its interpreter imports. Only the command line is called (the function that the
 tree's pyproject.toml names, in this process), because commands and files are fixed while modules move. Of every case of
@@ -13,10 +12,6 @@ and written in a temporary folder. Takes one to three minutes of one core.
 
 `diff` prints every difference (case, field, both values) and exits with 1 if there is one. Floats may differ by 1e-9 of
 their size, everything else must be equal.
-
-`time` starts both trees once, each with its own .venv where it has one, and lets them plan the same batch in turns, so
-that other work on the machine meets both. A time is `plan_time_s` of `--json`, the best of three; the table has the
-medians over the alternations and the median and quartiles of their ratios (after / before).
 """
 
 import argparse
@@ -28,8 +23,6 @@ import json
 import math
 import os
 import re
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -106,9 +99,9 @@ def recorded(main: Callable[[list[str]], object], case: Case) -> dict[str, Any]:
             arguments += [option, str(path)]
     code, out, err = call(main, arguments)
     # Lines of tables begin with a space; their figures are those of the JSON and planning times.
-    said = [line for line in out.splitlines() if line.strip() and not line.startswith(" ")]
-    said[:1] = [re.sub(r"^evenload \S+ ", "", line) for line in said[:1]]
-    found: dict[str, Any] = {"exit": code, "err": err, "out": "\n".join(said)}
+    messages = [line for line in out.splitlines() if line.strip() and not line.startswith(" ")]
+    messages[:1] = [re.sub(r"^evenload \S+ ", "", line) for line in messages[:1]]
+    found: dict[str, Any] = {"exit": code, "err": err, "out": "\n".join(messages)}
     if files["--json"].exists():
         found |= flat(json.loads(files["--json"].read_bytes()))
     if files["--emit-plan"].exists():
@@ -130,12 +123,12 @@ def record(out: Path) -> None:
             found[case.name] = recorded(main, case)
             seconds[case.name] = time.process_time() - started
     out.write_text(json.dumps(found, indent=0) + "\n")
-    say(f"{len(cases)} cases, {sum(map(len, found.values())):,} fields, {sum(seconds.values()):.0f} s of CPU: {out}")
+    show(f"{len(cases)} cases, {sum(map(len, found.values())):,} fields, {sum(seconds.values()):.0f} s of CPU: {out}")
     plans = sum(field.endswith("/digest") for fields in found.values() for field in fields)
     codes = {code: sum(fields["exit"] == code for fields in found.values()) for code in (0, 1, 2, 3)}
-    say(f"{plans:,} plans; cases by exit code: {codes}")
+    show(f"{plans:,} plans; cases by exit code: {codes}")
     for name in sorted(seconds, key=seconds.__getitem__)[-5:]:
-        say(f"slow: {seconds[name]:.1f} s {name}")
+        show(f"slow: {seconds[name]:.1f} s {name}")
 
 
 def same(one: Any, other: Any) -> bool:
@@ -157,92 +150,12 @@ def diff(before: Path, after: Path) -> int:
             if not same(*values):
                 count += 1
                 differing.add(case)
-                say(f"{case}\n  {field}\n    {values[0]!r}\n    {values[1]!r}")
-    say(f"{count:,} of {compared:,} fields differ, in {len(differing)} of {len(one.keys() | other.keys())} cases")
+                show(f"{case}\n  {field}\n    {values[0]!r}\n    {values[1]!r}")
+    show(f"{count:,} of {compared:,} fields differ, in {len(differing)} of {len(one.keys() | other.keys())} cases")
     return count
 
 
-TIMED = {
-    f"{name}, {documents:,} documents, {cluster}": "window.npy --model llama-7b --layout dp=8,pp=4 --context 32k "
-    f"--cluster {cluster} --documents {documents} --strategy {name} --json out.json"
-    for cluster, names, sizes in (
-        ("b200x32", ("slimpack", "auto", "wlb", "best_fit"), (512, 2_048)),  # memory does not bind
-        ("h100x32", ("slimpack", "auto"), (512,)),  # it does
-    )
-    for name in names
-    for documents in sizes
-}
-
-
-def serve() -> None:
-    """One tree of `time`: plans the case named on a line of stdin, answers with seconds."""
-    main, answer = command_line(), sys.stdout
-    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-        write_inputs()
-        answer.write(f"{importlib.import_module('evenload').__file__}\n")
-        answer.flush()
-        for line in sys.stdin:
-            times = []
-            for _ in range(3):
-                code, _, err = call(main, ["plan", *TIMED[line.rstrip("\n")].split()])
-                assert code == 0, err
-                times.append(json.loads(Path("out.json").read_bytes())["strategies"][0]["plan_time_s"])
-            answer.write(f"{min(times)}\n")
-            answer.flush()
-
-
-def start(tree: Path) -> subprocess.Popen[str]:
-    """A process that plans with a tree."""
-    python = tree / ".venv" / "bin" / "python"
-    command = [str(python if python.exists() else sys.executable), str(Path(__file__).resolve()), "serve"]
-    environment = os.environ | {"PYTHONPATH": str(tree / "src")}
-    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
-    imported = ask(child, None)
-    if not Path(imported).resolve().is_relative_to(tree / "src"):
-        stop(child)
-        sys.exit(f"{tree}: its interpreter imports {imported}; make TREE/.venv import TREE/src")
-    return child
-
-
-def ask(child: subprocess.Popen[str], line: str | None) -> str:
-    """A line of a child's, after one for it."""
-    assert child.stdin is not None
-    assert child.stdout is not None
-    if line is not None:
-        child.stdin.write(f"{line}\n")
-        child.stdin.flush()
-    return child.stdout.readline().strip() or sys.exit("a tree's process ended; its message stands above")
-
-
-def stop(child: subprocess.Popen[str]) -> None:
-    """End a child by ending its input."""
-    assert child.stdin is not None
-    child.stdin.close()
-    child.wait()
-
-
-def compare_times(before: Path, after: Path, alternations: int) -> None:
-    """Print planning times of two trees and their ratios."""
-    children = [start(before.resolve()), start(after.resolve())]
-    for case in TIMED:
-        for child in children:
-            ask(child, case)  # the first call pays for imports and caches
-    times: dict[str, list[tuple[float, float]]] = {case: [] for case in TIMED}
-    for turn in range(alternations):
-        for case in TIMED:
-            order = (0, 1) if turn % 2 == 0 else (1, 0)
-            taken = {index: float(ask(children[index], case)) for index in order}
-            times[case].append((taken[0], taken[1]))
-    for child in children:
-        stop(child)
-    say(f"{'':<38} {'before':>10} {'after':>10} {'ratio':>7}   quartiles")
-    for case, pairs in times.items():
-        first, second = (1e3 * statistics.median(column) for column in zip(*pairs, strict=True))
-        low, middle, high = statistics.quantiles([after_s / before_s for before_s, after_s in pairs], n=4)
-        say(f"{case:<38} {first:>7.1f} ms {second:>7.1f} ms {middle:>7.3f}   {low:.3f} .. {high:.3f}")
-
-
-def say(line: str) -> None:
+def show(line: str) -> None:
     """A line on stdout."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
@@ -253,21 +166,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("record", help="plan the grid").add_argument("out", type=Path)
-    for name, what in (("diff", "compare two records"), ("time", "compare planning times of two trees")):
-        command = commands.add_parser(name, help=what)
-        command.add_argument("before", type=Path)
-        command.add_argument("after", type=Path)
-    command.add_argument("--alternations", type=int, default=7)
-    commands.add_parser("serve", help="used by time")
-    asked = parser.parse_args()
-    if asked.command == "record":
-        record(asked.out)
-    elif asked.command == "diff":
-        sys.exit(diff(asked.before, asked.after) > 0)
-    elif asked.command == "time":
-        compare_times(asked.before, asked.after, asked.alternations)
+    two = commands.add_parser("diff", help="compare two records")
+    two.add_argument("before", type=Path)
+    two.add_argument("after", type=Path)
+    arguments = parser.parse_args()
+    if arguments.command == "record":
+        record(arguments.out)
     else:
-        serve()
+        sys.exit(diff(arguments.before, arguments.after) > 0)
 
 
 if __name__ == "__main__":

@@ -38,13 +38,11 @@ API: Mapping[str, tuple[str, tuple[str, ...]]] = {
             "evenload/plan/strategies/registry.py", "evenload/schedule/registry.py",
         ),
     ),
-    "types": ("Data that crosses package borders", ("evenload/types/*.py", "evenload/types/architectures/*.py")),
+    "types": ("Data that crosses package borders", ("evenload/types/*.py",)),
     "settings": (
         "Settings of data and runs",
         (
-            "evenload/data/config.py", "evenload/config/train_config.py",
-            "evenload/config/sections.py", "evenload/config/sections.py",
-            "evenload/config/sections.py",
+            "evenload/data/config.py", "evenload/config/train_config.py", "evenload/config/sections.py",
         ),
     ),
     "errors": ("Errors", ("evenload/errors.py",)),

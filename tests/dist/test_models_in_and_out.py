@@ -124,11 +124,11 @@ def plain_adapter_losses(config, directory: Path, steps: int) -> tuple[list[floa
     adamw = torch.optim.AdamW(trained, betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay, fused=True)
     losses = []
     for step, batch in enumerate(batches_of(config, steps)):
-        total = torch.zeros((), dtype=torch.float64)
+        total, labels = torch.zeros((), dtype=torch.float64), sum(one.num_label_tokens for one in batch.documents)
         for tokens in batch.tokens.values():
             row = torch.from_numpy(tokens).long()
             logits = model(row[None]).logits[0, :-1]
-            total = total + nn.functional.cross_entropy(logits, row[1:], reduction="sum") / batch.num_label_tokens
+            total = total + nn.functional.cross_entropy(logits, row[1:], reduction="sum") / labels
         adamw.zero_grad()
         total.backward()
         nn.utils.clip_grad_norm_(trained, o.clip_norm)

@@ -146,7 +146,7 @@ def loss_of(model: nn.Module, batch) -> float:
     rows = [torch.from_numpy(tokens).long() for tokens in batch.tokens.values()]
     logits = [model(row[None]).logits[0, :-1] for row in rows]
     losses = [nn.functional.cross_entropy(one, row[1:], reduction="sum") for one, row in zip(logits, rows, strict=True)]
-    return sum(loss.item() for loss in losses) / batch.num_label_tokens
+    return sum(loss.item() for loss in losses) / sum(one.num_label_tokens for one in batch.documents)
 
 
 def plain_optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.Optimizer]:

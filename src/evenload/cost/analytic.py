@@ -4,9 +4,9 @@
     attention_s_per_pair  4·heads·head_dim / (peak · attention_efficiency)   backward 2.5x the work (SlimPack §2.2.2)
     prefix_s_per_token    backward: fp32 dK and dV of the prefix read and written once per slice; forward: 0
     pack_s                kernel_s + linear_s_per_token / tp · matmul_half_tokens
-    tensor_exposed_share  1 - hidden share: of a layer's 10 transfers (`cost.group_transfers`) 6 are in 4 chunks, all but the
-                          first of which products hide, and 4 hide whole behind weight gradients; a hidden second
-                          costs the products 0.2 (`OverlapCost`). Half of the products hide something at most
+    tensor_exposed_share  1 - hidden share: of a layer's 10 transfers (`cost.group_transfers`) 6 are in 4 chunks, all
+                          but the first of which products hide, and 4 hide whole behind weight gradients; a hidden
+                          second costs the products 0.2 (`OverlapCost`). Half of the products hide something at most
     head_s_per_token      3 · 2·hidden·vocab / (peak · matmul_efficiency): logits, dX, dW, all in the backward
 
 All but the constants of a pack are of one device that computes whole layers; `cost.pack_cost` divides by tp and cp.

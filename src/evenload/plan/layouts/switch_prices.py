@@ -8,8 +8,8 @@
 
 Reading is priced by what ranks of a machine measured of it (`CopySpec`), sending by links. Without measured copies what
 would be read is priced as if it were sent, and seconds follow from closed forms (`cost.layout_switch`). A piece, or an
-element of optimizer state, that a device has in both layouts counts once, but twice where a share that is not shared memory is
-cut anew. Price: O(pieces · devices) in plain Python, below a millisecond for forty layers on sixteen devices.
+element of optimizer state, that a device has in both layouts counts once, but twice where a share that is not shared
+memory is cut anew. Price: O(pieces · devices) in plain Python, below a millisecond for forty layers on sixteen devices.
 """
 
 from collections import Counter
