@@ -107,7 +107,8 @@ class LoaderOptions:
         if self.max_tokens % self.row_multiple:
             given = f"pack_multiple {self.pack_multiple}, sequence_ranks {self.sequence_ranks}"
             fix = f"set max_tokens to a multiple, such as {self.computed_tokens(self.max_tokens)}"
-            raise ConfigError(f"max_tokens is {self.max_tokens}, {given}: a full pack would pass max_tokens; {fix}")
+            why = f"{given}: a full pack padded to a multiple would pass max_tokens"
+            raise ConfigError(f"max_tokens is {self.max_tokens}, {why}; {fix}")
         if self.sequence_ranks > 1:
             self._check_shared()
         if self.engine is None:
