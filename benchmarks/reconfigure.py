@@ -79,7 +79,6 @@ class Rank:
         meshes = create_meshes(layouts_of(config, 8), torch.device("cpu"), timeout_s=300)
         warm_up(meshes)
         self.trainer = Trainer(config, meshes.start, meshes)
-        self.trainer.step_trainer.memory_cap_bytes = MEMORY_BYTES
         alone = msgspec.structs.replace(config, plan=msgspec.structs.replace(config.plan, twin_bytes=0))
         self.without_twins = Trainer(alone, meshes.start, meshes)
         assert self.trainer.live is not None
@@ -106,9 +105,8 @@ class Rank:
         loader.close()
         return planned
 
-    def train(self, index: int, then: int) -> Switch | None:
-        """A step in a layout, switching before it where another runs, when it is known in which the next one runs;
-        what that took, on rank 0."""
+    def train(self, index: int) -> Switch | None:
+        """A step in a layout, switching before it where another runs; what that took, on rank 0."""
         trainer, planned = self.trainer, self._planned[index]
         layout = planned.plan.layout
         if layout.arrangement != trainer.layout.arrangement:
@@ -117,8 +115,7 @@ class Rank:
             layout = trainer.layout
         planned = replace(planned, plan=seal(msgspec.structs.replace(planned.plan, layout=layout)))
         prepared = prepared_step(planned, trainer.meshes, "all_gather")
-        coming = trainer.meshes.layouts[then]
-        trained = trainer.step_trainer.run(prepared, self.costs, learning_rate=0.0, coming_layout=lambda: coming)
+        trained = trainer.step_trainer.run(prepared, self.costs, learning_rate=0.0)
         return None if trained.report is None else trained.report.switch
 
     def stop_and_transfer(self, index: int) -> float:
@@ -144,11 +141,11 @@ def run_rank(rank: int, directory: str, rounds: int) -> None:
     names = ("live_s", "waited_s", "predicted_s", "corrected_s", "stopped_s")
     found: dict[str, dict[str, list[float]]] = {name: {} for name in names}
     known = MeasuredLayouts()
-    here.train(0, ROUND[0])
+    here.train(0)
     for turn in range(rounds + 1):
-        for number, index in enumerate(ROUND):
+        for index in ROUND:
             kind = switch_kind(here.trainer.layout, here.trainer.meshes.layouts[index])
-            switch = here.train(index, ROUND[(number + 1) % len(ROUND)])
+            switch = here.train(index)
             stopped_s = here.stop_and_transfer(index)
             if switch is None:
                 continue

@@ -100,7 +100,7 @@ class Variant:
     def run(self) -> Measured | None:
         """Train all steps; what was measured, on rank 0."""
         trainer, costs = Trainer(self.config, self.meshes.start, self.meshes), self.costs
-        if trainer.live is not None and trainer.live.shares_memory:
+        if trainer.live is not None and trainer.live.moved.shared:
             # As at the start of a run: what reading the weights of other ranks costs.
             costs = msgspec.structs.replace(costs, copies=trainer.live.measured_copies())
         dist.barrier()

@@ -61,11 +61,13 @@ def assert_slices_equal(backend, qkv, grad, expected, scoring, forward, backward
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
-def test_unknown_backend_and_wrong_device_are_refused():
+def test_unknown_backend_wrong_device_and_missing_soft_cap_are_refused():
     with pytest.raises(ConfigError, match="unknown attention backend 'flash9'"):
         select_backend("flash9", "cpu")
     with pytest.raises(ConfigError, match="CPU only"):
         select_backend("cpu_flash", "cuda")
+    with pytest.raises(ConfigError, match=r"cpu_flash has no soft cap of scores, the model's is 50\.0"):
+        select_backend("cpu_flash", "cpu", 50.0)
     assert select_backend("auto", "cpu").name == "cpu_flash"
 
 
@@ -89,8 +91,3 @@ def test_capped_scores_equal_the_formula_by_autograd(window):
     assert backend.soft_cap == cap
     cuts = [(0, 100), (100, 301)], [(40, 301), (0, 40)]
     assert_slices_equal(backend, (q, k, v), grad, expected, Scoring(scale, window), *cuts)
-
-
-def test_a_backend_without_soft_cap_is_refused_for_a_model_that_has_one():
-    with pytest.raises(ConfigError, match=r"cpu_flash has no soft cap of scores, the model's is 50\.0"):
-        select_backend("cpu_flash", "cpu", 50.0)

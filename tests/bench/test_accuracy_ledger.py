@@ -44,14 +44,8 @@ def test_newer_rows_supersede_older_ones_unless_the_machine_was_busy():
     assert [one.date for one in current_rows((quiet, busy))] == ["1"]
     assert [one.date for one in current_rows((quiet, busy, ledger_row(date="3")))] == ["3"]
     assert [one.date for one in current_rows((busy, ledger_row(date="4", spread=0.3)))] == ["4"]
-    assert (
-        len(
-            current_rows(
-                (quiet, ledger_row(batch=1), ledger_row(strategy="y"), ledger_row(layout="z"), ledger_row(case="w"))
-            )
-        )
-        == 5
-    )
+    others = [ledger_row(batch=1), ledger_row(strategy="y"), ledger_row(layout="z"), ledger_row(case="w")]
+    assert len(current_rows((quiet, *others))) == 5
 
 
 def test_what_plans_were_made_from_lies_beside_and_makes_them_again(tmp_path):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from bench_samples import batch_run, result_of, runs
-from evenload.bench.results import measured_ratio, pack_errors, task_seconds
+from evenload.bench.results import measured_ratio, pack_errors
 from evenload.types.plan import PackTimes
 from report_samples import make_timeline
 
@@ -28,7 +28,7 @@ def test_batches_are_averaged_and_rounds_are_compared_as_wholes():
 def test_pack_errors_compare_every_pack_on_every_stage(split):
     """Predicted 10 % short of every forward, right on every backward, where parts of a backward are apart or not."""
     timeline = make_timeline(num_dp=2, num_ranks=2, num_packs=3, split=split)
-    seconds = task_seconds(timeline)
+    seconds = timeline.end_s - timeline.start_s
     times = []
     for dp_rank in range(2):
         by_kind = [np.zeros((3, 2)) for _ in range(4)]

@@ -87,14 +87,10 @@ DEVICE = {
 
 
 def device_seconds(truth, ranges, windows=(0,)):
-    rates = (
-        truth.linear_s_per_token,
-        truth.slice_s,
-        truth.pack_s,
-        truth.attention_s_per_pair,
-        truth.prefix_s_per_token,
+    per_slice = truth.linear_s_per_token, truth.slice_s, truth.pack_s
+    return float(
+        np.dot(pack_features(ranges, windows), (*per_slice, truth.attention_s_per_pair, truth.prefix_s_per_token))
     )
-    return float(np.dot(pack_features(ranges, windows), rates))
 
 
 def sample(direction, ranges, windows, *, is_apart):

@@ -73,11 +73,7 @@ def test_large_packs_of_a_large_model_are_timed_on_one_layer(monkeypatch):
 
 
 class Machine:
-    """A host that queues kernels on one stream; both only move forward in time.
-
-    Args:
-        monkeypatch: whose `torch.cuda` and clock are replaced.
-    """
+    """A host that queues kernels on one stream; both only move forward in time."""
 
     def __init__(self, monkeypatch):
         self.now_s = self.device_s = 0.0

@@ -1,9 +1,27 @@
 """Commands from this process, whose ranks start with everything imported."""
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 
 from commands import run, write_lengths
 from rank_server import rank_context
+from small_run import LONG_TAILED_TEXTS, write_small_costs, write_small_run
+
+
+@pytest.fixture
+def small_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """Writes a tiny model, documents, config.toml and cost.json of a layout into the working directory."""
+
+    def write(settings: str, **layout: int) -> Path:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        monkeypatch.chdir(tmp_path)
+        write_small_run(tmp_path, LONG_TAILED_TEXTS, settings, tied=True)
+        write_small_costs(tmp_path, **layout)
+        return tmp_path
+
+    return write
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """`evenload bench` as a user runs it: real processes, the same batches under every strategy."""
 
 import re
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -12,7 +11,6 @@ from evenload.bench.results import BenchResult, MachineLoad
 from evenload.cli.bench import show_result
 from evenload.cost.coefficients import MeasuredOn, Noise
 from ledger import plan_again
-from small_run import LONG_TAILED_TEXTS, write_small_costs, write_small_run
 
 SETTINGS = """
 max_document_tokens = 1024
@@ -27,17 +25,10 @@ cost_file = "cost.json"
 """
 
 
-@pytest.fixture
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    write_small_run(tmp_path, LONG_TAILED_TEXTS, SETTINGS)
-    write_small_costs(tmp_path, pp=2)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 @pytest.mark.long
-def test_the_same_batches_are_measured_under_every_strategy(project, monkeypatch, command_here):
+def test_the_same_batches_are_measured_under_every_strategy(small_project, monkeypatch, command_here):
     """Losses equal, memory as predicted, plans and predictions that can be made again; nothing else is written."""
+    project = small_project(SETTINGS, pp=2)
     before = {path.name for path in project.iterdir()}
     monkeypatch.setenv("COLUMNS", "80")
     code, output, errors = command_here(
@@ -70,13 +61,6 @@ def test_the_same_batches_are_measured_under_every_strategy(project, monkeypatch
     assert "losses of the strategies differ by at most" in output
 
 
-def noisy_result(load: MachineLoad, noise: Noise, *seconds: float) -> BenchResult:
-    """Of one strategy, with costs that were measured under a noise."""
-    where = MeasuredOn(model=sample_model(), dp=1, cp=1, pp=2, tp=1, noise=noise)
-    costs = sample_coefficients(device="never seen, 1 thread a process", measured_on=where)
-    return result_of(runs("slimpack", batch_run(seconds)), load=load, coefficients=costs)
-
-
 QUIET, BUSY = Noise(waited_share=0.0, spread=0.0), Noise(waited_share=0.4, spread=0.4)
 
 
@@ -91,7 +75,10 @@ QUIET, BUSY = Noise(waited_share=0.0, spread=0.0), Noise(waited_share=0.4, sprea
     ],
 )
 def test_steps_are_held_against_an_interval_where_it_holds(capsys, load, noise, seconds, held, words):
-    result = noisy_result(MachineLoad(demand=1.0, waited_share=load), noise, *seconds)
+    where = MeasuredOn(model=sample_model(), dp=1, cp=1, pp=2, tp=1, noise=noise)
+    costs = sample_coefficients(device="never seen, 1 thread a process", measured_on=where)
+    machine = MachineLoad(demand=1.0, waited_share=load)
+    result = result_of(runs("slimpack", batch_run(seconds)), load=machine, coefficients=costs)
     assert result.compare_with_interval()[1] == held
     show_result(result, 1.0)
     out = capsys.readouterr().out

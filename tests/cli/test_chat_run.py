@@ -1,14 +1,13 @@
 """`evenload train` on chats: what is said of masks that teach nothing, and what the exported model ends with."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from chat_cases import CHATML, chat, train_chat_tokenizer
+from commands import start_train
 from evenload.config.train_config import load_train_config
 from evenload.data.tokenize import FileTokenizer
 from evenload.errors import ConfigError
@@ -48,16 +47,11 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def train(project: Path, *overrides: str) -> str:
-    command = [sys.executable, "-m", "evenload.cli.main", "train", "config.toml", *overrides]
-    done = subprocess.run(command, check=False, cwd=project, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr
-    return done.stdout + done.stderr
-
-
 @pytest.mark.long
 def test_a_run_says_what_teaches_nothing_and_exports_the_end_of_its_documents(project):
-    said = train(project)
+    process = start_train(project)
+    said, _ = process.communicate(timeout=500)
+    assert process.returncode == 0, said
     assert "evenload: warning: after what the assistant says, the chat template teaches none of the tokens" in said
     assert "set data.eos_token to the special token that the template writes there (<|im_end|>)" in said
     assert "evenload: warning: 3 of the first 6 documents have no token with a loss and teach nothing" in said

@@ -5,10 +5,9 @@ import json
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pytest
 
-from commands import MODEL, refused, run
+from commands import refused, run
 from dist_training import COSTS
 from evenload.cli import plan_inputs
 from evenload.cli.plan_inputs import cost_file_warnings, measured_message, other_device_message
@@ -30,7 +29,6 @@ from evenload.data.hub import model_from
 from evenload.types.cluster import cluster_from
 from evenload.types.layout import even_layout
 from evenload.types.model import MODELS, ModelSpec
-from small_run import write_small_run
 
 SMALL = MODELS["qwen2.5-0.5b"]
 
@@ -77,11 +75,10 @@ def test_links_that_were_not_measured_are_the_clusters_and_said(table, tmp_path,
 )
 def test_costs_of_a_busy_machine_give_no_interval_anywhere(table, tmp_path, capsys, waited_share, words) -> None:
     """Neither in the line, nor in the sentence and column of the strategies, nor in the files."""
-    costs = measured_on_one_device(SMALL)
-    assert costs.measured_on is not None
     noise = Noise(waited_share=waited_share, spread=0.0)
-    where = msgspec.structs.replace(costs.measured_on, noise=noise)
-    write_coefficients(tmp_path / "cost.json", msgspec.structs.replace(costs, measured_on=where))
+    where = MeasuredOn(model=SMALL, dp=1, cp=1, pp=1, tp=1, noise=noise)
+    costs = msgspec.structs.replace(measured_on_one_device(SMALL), measured_on=where)
+    write_coefficients(tmp_path / "cost.json", costs)
     names = {"cost": "cost.json", "json": "plan.json", "html": "page"}
     files = [word for name, file in names.items() for word in (f"--{name}", str(tmp_path / file))]
     common = [table, "--model", SMALL.name, "--cluster", "h100x1", "--documents", "20", "--strategy", "best_fit"]
@@ -112,43 +109,27 @@ def test_a_file_of_another_model_is_refused(table, tmp_path, capsys, model, mess
     assert message in refused(capsys, "plan", *arguments)
 
 
-LAYOUT = even_layout(4, dp=2, pp=2)
+SETTINGS = """
+max_document_tokens = 1024
+batch_documents = 16
+[parallel]
+dp = 2
+pp = 2
+[train]
+steps = 5
+"""
 
 
 @pytest.fixture
-def config(tmp_path: Path, monkeypatch) -> Path:
-    """Of a run of two by two processes on the CPU, over rows of tokens."""
-    (tmp_path / "config.json").write_text(json.dumps(MODEL))
-    rows = [json.dumps({"input_ids": [1] * n}) for n in np.random.default_rng(0).integers(5, 400, 60).tolist()]
-    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
-    file = tmp_path / "run.toml"
-    file.write_text(
-        """
-        [model]
-        path = "config.json"
-        random_init = true
-        dtype = "float32"
-        [data]
-        sources = ["rows.jsonl"]
-        record = "tokens"
-        max_document_tokens = 512
-        batch_documents = 16
-        [parallel]
-        dp = 2
-        pp = 2
-        [train]
-        output_dir = "run"
-        steps = 5
-        """
-    )
-    monkeypatch.chdir(tmp_path)
-    return file
+def config(small_project) -> Path:
+    """Of a run of two by two processes on the CPU."""
+    return small_project(SETTINGS, dp=2, pp=2) / "config.toml"
 
 
 def write_costs(file: Path, **changes) -> None:
     """As a calibration of the run on this machine leaves them."""
-    model = msgspec.structs.replace(model_from("config.json"), bytes_per_element=4)
-    found = analytic_coefficients(model, cluster_from("h100x4"), LAYOUT)
+    model = msgspec.structs.replace(model_from("model"), bytes_per_element=4)
+    found = analytic_coefficients(model, cluster_from("h100x4"), even_layout(4, dp=2, pp=2))
     measured = MeasuredOn(model=model, dp=2, cp=1, pp=2, tp=1)
     changes = {"source": "calibrated", "device": "slow CPU, 1 thread a process", "measured_on": measured} | changes
     file.parent.mkdir(exist_ok=True)
@@ -158,13 +139,17 @@ def write_costs(file: Path, **changes) -> None:
 def test_a_run_that_was_started_once_is_planned_in_its_own_seconds(config, tmp_path, capsys) -> None:
     """Its cost.json says how fast the machine is; each of four processes has a quarter of the memory."""
     write_costs(tmp_path / "run" / "cost.json")
-    assert run("plan", "run.toml", "--strategy", "best_fit,auto", "--json", "out.json") == 0, capsys.readouterr().err
+    assert run("plan", "config.toml", "--strategy", "best_fit,auto", "--json", "out.json") == 0, capsys.readouterr().err
     shown, found = capsys.readouterr().out, json.loads(Path("out.json").read_text())
     assert "cluster this machine, layout dp=2 pp=2, 16 documents a step" in shown.splitlines()[0]
     assert "cost: measured on slow CPU, 1 thread a process, model" in shown
     assert "and are taken as they are" not in shown, "it is the same device"
     inputs = found["inputs"]
-    assert (inputs["cluster"], inputs["devices"], inputs["cost"]) == ("this machine", 4, str(Path("run") / "cost.json"))
+    assert (inputs["cluster"], inputs["devices"], inputs["cost"]) == (
+        "this machine",
+        4,
+        str(tmp_path / "run" / "cost.json"),
+    )
     assert inputs["memory_cap_bytes"] == int(machine_memory_bytes() * 0.8 / 4)
     assert found["headline"]["best"] == found["best"]
 
@@ -175,14 +160,14 @@ def test_a_cost_file_of_the_run_wins_over_what_it_left_and_an_asked_one_over_bot
         write_costs(tmp_path / name)
     config.write_text(config.read_text() + 'cost_file = "mine.json"\n')
     for asked, expected in (((), "mine.json"), (("--cost", "asked.json"), "asked.json")):
-        assert run("plan", "run.toml", "--strategy", "best_fit", *asked, "--json", "out.json") == 0
+        assert run("plan", "config.toml", "--strategy", "best_fit", *asked, "--json", "out.json") == 0
         assert json.loads(Path("out.json").read_text())["inputs"]["cost"] == expected
 
 
 def test_gpus_are_those_that_the_driver_names(config, tmp_path, capsys, monkeypatch) -> None:
     config.write_text(config.read_text() + 'device = "cuda"\n')
     monkeypatch.setattr(plan_inputs, "_DRIVER", tmp_path / "gpus")
-    asked = ("run.toml", "--strategy", "best_fit", "--json", "out.json")
+    asked = ("config.toml", "--strategy", "best_fit", "--json", "out.json")
     assert "the run computes on GPUs, and NVIDIA's driver tells of none here" in refused(capsys, "plan", *asked)
     for place in range(4):
         (tmp_path / "gpus" / f"0000:{place}").mkdir(parents=True)
@@ -199,39 +184,20 @@ def test_gpus_are_those_that_the_driver_names(config, tmp_path, capsys, monkeypa
 @pytest.mark.parametrize(
     ("asked", "changes", "message"),
     [
-        (("rows.jsonl", "--model", "config.json"), None, "--cluster is missing; name one such as h100x8, or give the"),
-        (("run.toml",), None, "how fast this one is was not measured; run evenload profile or the run itself"),
-        (("run.toml",), {"tp": 2}, "tp=2"),
-        (("run.toml",), {"links": None}, "knows no link, and the layout has 4 processes; measure it with evenload"),
+        (("corpus", "--model", "model"), None, "--cluster is missing; name one such as h100x8, or give the"),
+        (("config.toml",), None, "how fast this one is was not measured; run evenload profile or the run itself"),
+        (("config.toml",), {"tp": 2}, "tp=2"),
+        (("config.toml",), {"tp": 1}, "knows no link, and the layout has 4 processes; measure it with evenload"),
     ],
 )
 def test_what_nothing_says_is_refused(config, tmp_path, capsys, asked, changes, message) -> None:
-    if changes and "tp" in changes:
-        model = msgspec.structs.replace(model_from("config.json"), bytes_per_element=4)
-        write_costs(tmp_path / "run" / "cost.json", measured_on=MeasuredOn(model=model, dp=1, cp=1, pp=2, tp=2))
-    elif changes:
-        none = dict.fromkeys(("p2p_bandwidth_bytes_per_s", "reduce_bandwidth_bytes_per_s", "intra_node", "inter_node"))
-        write_costs(tmp_path / "run" / "cost.json", **none)
+    if changes:
+        model = msgspec.structs.replace(model_from("model"), bytes_per_element=4)
+        where = MeasuredOn(model=model, dp=2, cp=1, pp=2, **changes)
+        links = ("p2p_bandwidth_bytes_per_s", "reduce_bandwidth_bytes_per_s", "intra_node", "inter_node")
+        none = dict.fromkeys(links if changes["tp"] == 1 else ())
+        write_costs(tmp_path / "run" / "cost.json", measured_on=where, **none)
     assert message in refused(capsys, "plan", *asked)
-
-
-SETTINGS = """
-max_document_tokens = 512
-batch_documents = 4
-[parallel]
-pp = 2
-[train]
-steps = 1
-cost_file = "cost.json"
-"""
-
-
-@pytest.fixture
-def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_ranks: None) -> ModelSpec:
-    """Of a run on two stages, whose ranks must not start; checks run in this process, which has imported it all."""
-    write_small_run(tmp_path, ["a text " * 20] * 4, SETTINGS)
-    monkeypatch.chdir(tmp_path)
-    return msgspec.structs.replace(model_from("model"), bytes_per_element=4)
 
 
 @pytest.mark.parametrize(
@@ -244,11 +210,13 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_ranks: None) -> Mo
     ],
     ids=["another model", "another precision", "another tp", "fewer devices"],
 )
-def test_costs_of_something_else_are_refused(model, capsys, changes, of_model, message):
+@pytest.mark.usefixtures("no_ranks", "config")
+def test_costs_of_something_else_are_refused(capsys, changes, of_model, message):
+    model = msgspec.structs.replace(model_from("model"), bytes_per_element=4)
     measured = MODELS["llama-7b"] if "intermediate" in of_model else msgspec.structs.replace(model, **of_model)
     where = MeasuredOn(model=measured, **{"dp": 1, "cp": 1, "pp": 2, "tp": 1, **changes})
     write_coefficients("cost.json", msgspec.structs.replace(COSTS, measured_on=where))
-    assert message in refused(capsys, "train", "config.toml")
+    assert message in refused(capsys, "train", "config.toml", "parallel.dp=1", "train.cost_file=cost.json")
 
 
 @pytest.mark.parametrize(
@@ -260,10 +228,12 @@ def test_costs_of_something_else_are_refused(model, capsys, changes, of_model, m
     ],
     ids=["none", "cut off", "another form"],
 )
-def test_a_file_that_is_no_cost_file_is_refused(model, capsys, content, message):
+@pytest.mark.usefixtures("no_ranks", "config")
+def test_a_file_that_is_no_cost_file_is_refused(capsys, content, message):
+    Path("cost.json").unlink()
     if content is not None:
         Path("cost.json").write_bytes(content)
-    error = refused(capsys, "train", "config.toml")
+    error = refused(capsys, "train", "config.toml", "train.cost_file=cost.json")
     assert "cost.json" in error
     assert message in error
 
@@ -306,7 +276,6 @@ def test_what_a_file_says_about_itself(tmp_path):
     assert msgspec.structs.replace(measured, overlap=OverlapCost(compute_slowdown=0.5)).is_changed
     copies = CopySpec(rank_bytes_per_s=2e9, machine_bytes_per_s=3e9, taken_bytes_per_s=1e9, fixed_s=1e-3)
     assert not msgspec.structs.replace(costs, copies=copies).is_changed, "a run measured them"
-    assert costs.profile is not None
     assert costs.profile.held_bytes == 1.5 * costs.profile.counted_bytes
 
     changed = msgspec.structs.replace(costs, optimizer_s_per_parameter=1e-12)

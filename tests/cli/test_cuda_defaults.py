@@ -3,7 +3,7 @@
 import pytest
 
 from evenload.cli.worker_setup import set_cuda_defaults, what_is_timed
-from evenload.config.train_config import load_train_config
+from evenload.config.train_config import read_train_config
 
 QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 GROWING = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
@@ -27,23 +27,13 @@ def test_streams_get_queues_memory_can_grow_and_what_a_user_has_set_stays(given,
     assert found == given | expected
 
 
-def test_costs_of_a_gpu_are_kept_for_runs_with_packs_as_large(tmp_path):
+def test_costs_of_a_gpu_are_kept_for_runs_with_packs_as_large():
     """Those of a small trial know nothing of the packs of the run behind it."""
-    file = tmp_path / "config.toml"
-    file.write_text("""
-[model]
-path = "model"
-[data]
-sources = ["corpus"]
-max_document_tokens = 4096
-batch_documents = 6
-[train]
-output_dir = "run"
-steps = 5
-""")
+    data = {"sources": ["corpus"], "max_document_tokens": 4096, "batch_documents": 6}
+    tree = {"model": {"path": "model"}, "data": data, "train": {"output_dir": "run", "steps": 5}}
 
     def name(*overrides: str) -> str:
-        return what_is_timed(load_train_config(file, list(overrides)))
+        return what_is_timed(read_train_config(tree, overrides))
 
     on_gpu, larger = "train.device=cuda", "plan.options.max_pack_tokens"
     assert name() == name(f"{larger}=131072") == "auto"

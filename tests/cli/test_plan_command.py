@@ -22,8 +22,12 @@ def run_plan(*arguments: str) -> int:
     return run("plan", *arguments)
 
 
+def case(table: str, *more: str) -> list[str]:
+    return [table, "--model", "llama-7b", "--cluster", "h100x8", "--documents", "40", *more]
+
+
 def inputs(table: str, *more: str) -> list[str]:
-    return [table, "--model", "llama-7b", "--cluster", "h100x8", "--layout", "dp=2,pp=4", "--documents", "40", *more]
+    return case(table, "--layout", "dp=2,pp=4", *more)
 
 
 def test_plan_writes_table_json_plan_page_and_trace(table, tmp_path, capsys) -> None:
@@ -154,7 +158,7 @@ def test_layers_of_stages_that_are_not_even_are_shown_and_written(table, tmp_pat
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--search-layout"], "--search-layout looks for the layout, --layout"),
+        (["--search-layout", "--layout", "pp=8"], "--search-layout looks for the layout, --layout"),
         (["--tokens", "5"], "exclude each other"),
         (["--strategy", ","], "names no strategy"),
         (["--layout", "dp=1,pp=1,tp=5"], "do not divide over tp=5"),
@@ -166,22 +170,30 @@ def test_layers_of_stages_that_are_not_even_are_shown_and_written(table, tmp_pat
         (["--context", "100"], "--overlong"),
         (["--steps", "0"], "steps is 0"),
         (["--cost", "nowhere.json"], "nowhere.json"),
+        (["--search-seconds", "5"], "--search-seconds limits --search-layout, which is not given"),
+        (["--search-layout", "--search-seconds", "0"], "--search-seconds is 0, must be above 0"),
+        (
+            ["--search-layout", "--cluster", "h100x1024", "--worst", "2"],
+            "--worst, --emit-plan and --trace are of whole",
+        ),
+        (["--search-layout", "--cluster", "h100x1024", "--trace", "/dev/null"], "--worst, --emit-plan and --trace are"),
+        (
+            ["--search-layout", "--cluster", "h100x1024", "--strategy", "auto,flexpipe"],
+            "--strategy flexpipe with --search-layout: it changes the layout of whole clusters",
+        ),
+        (("--engine", "megatron", "--layout", "dp=2,pp=4", "--strategy", "slimpack"), "strategy slimpack cuts"),
+        (("--engine", "fsdp2", "--layout", "dp=2,pp=4"), "fully_shard alone has no pipeline"),
+        (("--engine", "megatrn"), "did you mean 'megatron'"),
+        (("--engine", "megatron", "--search-layout"), "ranks layouts for Evenload's own runtime"),
     ],
 )
 def test_user_errors_are_one_line_and_exit_2(table, capsys, more, message) -> None:
-    assert message in refused(capsys, "plan", *inputs(table, *more))
+    assert message in refused(capsys, "plan", *case(table, *more))
 
 
 def test_beyond_memory_exits_3_and_says_how_far(table, tmp_path, capsys) -> None:
     path = tmp_path / "out.json"
-    cluster = tmp_path / "small.toml"
-    link = "{ bandwidth_bytes_per_s = 1e10, latency_s = 1e-6 }"
-    cluster.write_text(
-        'name = "small"\nnum_nodes = 1\ndevices_per_node = 8\n'
-        'device = { name = "d", peak_flops_per_s = 1e14, memory_bytes = 1000000000 }\n'
-        f"intra_node = {link}\ninter_node = {link}\n"
-    )
-    assert run_plan(*inputs(table, "--cluster", str(cluster), "--json", str(path))) == 3
+    assert run_plan(*case(table, "--model", "llama-70b", "--layout", "pp=8", "--json", str(path))) == 3
     assert "no strategy fits" in capsys.readouterr().err
     found = json.loads(path.read_text())
     assert found["best"] is None
@@ -249,18 +261,14 @@ def test_worst_finds_the_batch_that_does_not_fit_where_a_sampled_one_does(table,
     assert "put off" not in best_fit
 
 
-def engine_inputs(table: str, *more: str) -> list[str]:
-    return [table, "--model", "llama-7b", "--cluster", "h100x8", "--documents", "40", *more]
-
-
 def test_an_engine_is_compared_beside_the_own_runtime(table, tmp_path, capsys) -> None:
     names = "best_fit,balanced,wlb"
     pipeline = ("--layout", "dp=2,pp=4", "--steps", "2", "--strategy", names, "--json")
-    assert run_plan(*engine_inputs(table, *pipeline, str(tmp_path / "own.json"))) == 0
+    assert run_plan(*case(table, *pipeline, str(tmp_path / "own.json"))) == 0
     capsys.readouterr()
     page = tmp_path / "page.html"
     engine = ("--engine", "megatron", "--html", str(page))
-    assert run_plan(*engine_inputs(table, *pipeline, str(tmp_path / "engine.json"), *engine)) == 0
+    assert run_plan(*case(table, *pipeline, str(tmp_path / "engine.json"), *engine)) == 0
     shown = capsys.readouterr().out
     assert "on megatron (Megatron-Core 0.16.1), predicted" in shown
     assert "not measured on GPUs" in shown
@@ -280,7 +288,7 @@ def test_an_engine_is_compared_beside_the_own_runtime(table, tmp_path, capsys) -
 def test_auto_of_an_engine_is_the_fastest_that_it_runs(table, tmp_path) -> None:
     file = tmp_path / "found.json"
     options = ("--strategy", "best_fit,balanced,fixed_greedy,auto", "--set", "auto.max_candidates=1")
-    assert run_plan(*engine_inputs(table, "--engine", "trainer", "--steps", "2", *options, "--json", str(file))) == 0
+    assert run_plan(*case(table, "--engine", "trainer", "--steps", "2", *options, "--json", str(file))) == 0
     found = json.loads(file.read_text())
     assert found["inputs"]["layout"] == {"dp": 8, "cp": 1, "pp": 1, "tp": 1, "virtual": 1}
     rows = {row["name"]: row for row in found["engine"]["strategies"]}
@@ -289,27 +297,3 @@ def test_auto_of_an_engine_is_the_fastest_that_it_runs(table, tmp_path) -> None:
     for row in rows.values():
         # gradient_accumulation_steps: the same on every rank in every step.
         assert row["micro_batches"] == 8 * row["micro_batches_per_rank"]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--search-seconds", "5"], "--search-seconds limits --search-layout, which is not given"),
-        (["--search-layout", "--search-seconds", "0"], "--search-seconds is 0, must be above 0"),
-        (
-            ["--search-layout", "--cluster", "h100x1024", "--worst", "2"],
-            "--worst, --emit-plan and --trace are of whole",
-        ),
-        (["--search-layout", "--cluster", "h100x1024", "--trace", "/dev/null"], "--worst, --emit-plan and --trace are"),
-        (
-            ["--search-layout", "--cluster", "h100x1024", "--strategy", "auto,flexpipe"],
-            "--strategy flexpipe with --search-layout: it changes the layout of whole clusters",
-        ),
-        (("--engine", "megatron", "--layout", "dp=2,pp=4", "--strategy", "slimpack"), "strategy slimpack cuts"),
-        (("--engine", "fsdp2", "--layout", "dp=2,pp=4"), "fully_shard alone has no pipeline"),
-        (("--engine", "megatrn"), "did you mean 'megatron'"),
-        (("--engine", "megatron", "--search-layout"), "ranks layouts for Evenload's own runtime"),
-    ],
-)
-def test_searches_and_engines_that_cannot_be_are_refused_at_start(table, capsys, options, message) -> None:
-    assert message in refused(capsys, "plan", *engine_inputs(table, *options))

@@ -63,9 +63,8 @@ def test_a_training_configuration_says_what_is_planned(project, capsys, monkeypa
         monkeypatch.setitem(sys.modules, name, None)
     assert run(*PLAN, "--json", "out.json") == 0, capsys.readouterr().err
     found = json.loads(Path("out.json").read_text())["inputs"]
-    assert found["model"] == "model"
+    assert (found["model"], found["stage_layers"]) == ("model", [1, 3])
     assert found["layout"] == {"dp": 2, "cp": 1, "pp": 2, "tp": 1, "virtual": 1}
-    assert found["stage_layers"] == [1, 3]
     assert (found["documents"], found["tokens"], found["context"], found["overlong"]) == (6, None, 512, "truncate")
     assert (found["policy"], found["memory_cap_bytes"]) == ("replay", 2_000_000_000)
     assert found["unit"] == "tokens"
@@ -102,10 +101,9 @@ def test_explicit_options_win_over_the_configuration(project, capsys) -> None:
 
 
 def test_documents_without_a_tokeniser_are_bytes_everywhere(project, capsys) -> None:
-    files = ["--json", "out.json", "--html", "out.html"]
     arguments = ["--model", "model", "--cluster", "h100x8", "--layout", "dp=2", "--documents", "8"]
-    assert run("plan", "corpus", *arguments, "--strategy", "best_fit,padded", "--overlong", "drop", "--context", "100",
-               *files) == 0  # fmt: skip
+    more = ["--strategy", "best_fit,padded", "--overlong", "drop", "--context", "100", "--json", "out.json"]
+    assert run("plan", "corpus", *arguments, *more, "--html", "out.html") == 0
     shown = capsys.readouterr().out
     assert "counted in bytes" in shown
     assert "bytes/s" in shown
@@ -214,14 +212,7 @@ def test_every_option_of_planning_can_be_set(tmp_path, capsys) -> None:
     (row,) = found["strategies"]
     assert row["num_packs_forward"] == 8  # of single documents: fewer than 2 replicas x 6
     assert row["max_pack_tokens"] <= 900
-    for wrong, said in (
-        ("wlb.relase=queues", "did you mean 'plan.options.wlb.release'?"),
-        ("wlb.release=que", "plan.options.wlb.release is 'que'; did you mean 'queues'? choices: balance, queues"),
-        ("outlier_queues=3", "did you mean 'plan.options.wlb.outlier_queues'?"),
-        ("wlb.outlier_queues=0", "wlb.outlier_queues is 0, must be at least 1"),
-        ("wlb.release", "is not of the form section.key=value"),
-    ):
-        assert said in refused(capsys, *arguments, "--set", wrong)
+    assert "did you mean 'plan.options.wlb.release'?" in refused(capsys, *arguments, "--set", "wlb.relase=queues")
 
 
 @pytest.mark.parametrize(

@@ -18,16 +18,9 @@ CLUSTER = """
 name = "this"
 num_nodes = 1
 devices_per_node = 2
-[device]
-name = "cpu"
-peak_flops_per_s = 1e11
-memory_bytes = 8000000000
-[intra_node]
-bandwidth_bytes_per_s = 1e9
-latency_s = 1e-4
-[inter_node]
-bandwidth_bytes_per_s = 1e9
-latency_s = 1e-4
+device = { name = "cpu", peak_flops_per_s = 1e11, memory_bytes = 8000000000 }
+intra_node = { bandwidth_bytes_per_s = 1e9, latency_s = 1e-4 }
+inter_node = { bandwidth_bytes_per_s = 1e9, latency_s = 1e-4 }
 """
 
 

@@ -94,11 +94,8 @@ def test_a_torn_last_line_is_left_out_and_cut_off_and_other_lines_are_errors(tmp
 def test_a_step_in_another_layout_is_priced_with_the_links_that_its_planner_had(tmp_path):
     """The run starts as a pipeline, so nobody measured the reduction of gradients that replicas need."""
     two_replicas = even_layout(3, dp=2)
-    measured = sample_coefficients(
-        reduce_bandwidth_bytes_per_s=None,
-        reduce_latency_s=0.0,
-        measured_on=MeasuredOn(model=MODEL, dp=1, cp=1, pp=2, tp=1),
-    )
+    where = MeasuredOn(model=MODEL, dp=1, cp=1, pp=2, tp=1)
+    measured = sample_coefficients(reduce_bandwidth_bytes_per_s=None, reduce_latency_s=0.0, measured_on=where)
     completed, _ = fill_between_layouts(measured, two_replicas)
     documents = tuple(Document(doc_id=i, num_tokens=9 + i, num_label_tokens=8 + i) for i in range(4))
     plan = StepPlanner(MODEL, completed, two_replicas, None, host="unlimited").plan(0, documents, "balanced")
@@ -108,17 +105,10 @@ def test_a_step_in_another_layout_is_priced_with_the_links_that_its_planner_had(
     facts = RunFacts(model=MODEL, memory_cap_bytes=2**30, facts=(), ledger=())
     (tmp_path / "run.json").write_bytes(msgspec.json.encode(facts))
     (tmp_path / "metrics.jsonl").write_bytes(b"")
-    grown = LayoutDecision(
-        step=0,
-        layout=two_replicas.describe(),
-        before="pp=2",
-        action="shrink",
-        case=4,
-        fits=True,
-        switching_is_slower=False,
-        fits_saving=True,
-        switching_is_slower_than_saving=False,
-    )
+    conditions = {"fits": True, "fits_saving": True}
+    conditions |= {"switching_is_slower": False, "switching_is_slower_than_saving": False}
+    layout = two_replicas.describe()
+    grown = LayoutDecision(step=0, layout=layout, before="pp=2", action="shrink", case=4, **conditions)
     append_rows(tmp_path / "layouts.jsonl", [grown])
 
     section, _ = read_run(tmp_path)

@@ -11,7 +11,7 @@ from callback_cases import Notes
 from evenload.errors import CallbackError, ConfigError
 from evenload.report.run_files import METRIC_KEYS
 from rank_server import rank_context
-from small_run import LONG_TAILED_TEXTS, write_small_costs, write_small_run
+from small_run import write_small_costs
 
 SETTINGS = """
 max_document_tokens = 1024
@@ -26,16 +26,12 @@ cost_file = "cost.json"
 
 
 @pytest.fixture
-def project(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.chdir(tmp_path)
-    write_small_run(tmp_path, LONG_TAILED_TEXTS, SETTINGS, tied=True)
-    return tmp_path
+def project(small_project):
+    return small_project(SETTINGS)
 
 
 def test_a_run_of_one_process_is_trained_here_and_a_failing_callback_stops_it(project, capfd):
     """Callbacks may be anything; the environment and torch.distributed are as before, also after an error."""
-    write_small_costs(project)
     told, before = [], dict(os.environ)
 
     class Watch(evenload.Callback):

@@ -7,19 +7,16 @@ import signal
 import time
 from pathlib import Path
 
-import msgspec
 import pytest
 
 import commands
 from commands import refused, start_train, wait_for_rows
 from dist_training import COSTS
-from evenload.cost.coefficients import MeasuredOn, write_coefficients
+from evenload.cost.coefficients import write_coefficients
 from evenload.report.run_files import METRIC_KEYS, read_metrics
-from evenload.types.model import MODELS
 from evenload.types.text import counted
 from process_tree import ranks_of
 from rank_server import rank_context
-from small_run import LONG_TAILED_TEXTS, write_small_costs, write_small_run
 
 SETTINGS = """
 max_document_tokens = 1024
@@ -35,31 +32,18 @@ cost_file = "cost.json"
 
 
 @pytest.fixture
-def project(tmp_path: Path, monkeypatch) -> Path:
-    """A directory with a tiny model, documents and config.toml for two pipeline stages.
-
-    With costs and without processes that read, because measuring and starting take longer than all that these tests are
-    about; `evenload check` measures, and the run that is killed reads as runs do by default."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    write_small_run(tmp_path, LONG_TAILED_TEXTS, SETTINGS, tied=True)
-    write_small_costs(tmp_path, pp=2)
-    return tmp_path
-
-
-def run(project: Path, *arguments: str, **options) -> tuple[int, str]:
-    process = start_train(project, *arguments, **options)
-    output, _ = process.communicate(timeout=500)
-    return process.returncode, output
+def project(small_project) -> Path:
+    """Two pipeline stages, with costs and without processes that read, which would take longer than these tests."""
+    return small_project(SETTINGS, pp=2)
 
 
 @pytest.fixture
-def run_here(project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """As `run`, from this process, whose ranks start with everything imported; gives what the launcher itself says
-    after its first line."""
+def run_here(project: Path, capsys: pytest.CaptureFixture[str]):
+    """Trains from this process, whose ranks start with everything imported; gives what the launcher itself says after
+    its first line."""
 
     def run(*arguments: str) -> tuple[int, str]:
         rank_context()
-        monkeypatch.chdir(project)
         code = commands.run("train", "config.toml", *arguments)
         first, _, more = capsys.readouterr().err.partition("\n")
         assert first.startswith("evenload ")
@@ -149,8 +133,9 @@ def test_ctrl_c_saves_and_says_how_to_go_on_and_what_is_left_is_done_then(projec
     assert not (project / "run" / "model").exists()
 
     config = (project / "run" / "config.json").read_bytes()
-    code, output = run(project, f"train.steps={steps}", "plan.strategy=best_fit")
-    assert code == 0, output
+    process = start_train(project, f"train.steps={steps}", "plan.strategy=best_fit")
+    output, _ = process.communicate(timeout=500)
+    assert process.returncode == 0, output
     words = " ".join(output.split())
     assert f"resumed from {project}/run/checkpoints/step-{steps:08d} after {counted(steps, 'step')}" in words
     assert "plan.strategy changes from slimpack to best_fit: this goes on with the same run" in words
@@ -169,61 +154,38 @@ def test_an_error_in_one_rank_is_shown_as_one_line(project, run_here):
     assert len(output.splitlines()) == 1
     assert "huge.txt" in output
     assert "1,024" in output or "1024" in output
-    for choice in ("split", "truncate", "drop"):
-        assert choice in output
+    assert all(choice in output for choice in ("split", "truncate", "drop"))
 
 
 @pytest.mark.parametrize(
     ("command", "arguments", "expected"),
     [
-        ("train", ["train.setps=4"], "unknown configuration key 'train.setps'; did you mean 'train.steps'?"),
         ("train", ["parallel.pp=9"], "4 layers cannot fill 9 stages"),
         ("train", ["--nproc", "3"], "--nproc is 3, but layout pp=2 needs 2 processes"),
-        ("train", ["plan.strategy=slimpak"], "did you mean 'slimpack'"),
         ("train", ["plan.strategy=flexpipe", "parallel.pp=1"], "and there is one process alone"),
-        ("train", ["data.sources=corpus"], "data.sources"),
         ("train", ["model.path=nowhere"], "no config.json there"),
         ("train", ["parallel.tp=3"], "parallel.tp is 3, but num_attention_heads of the model is 4"),
         ("train", ["optimizer.decay=cosine", "data.epochs=1", "train.steps=0"], "train.steps is 0"),
-        ("train", ["train.device=tpu"], "train.device is 'tpu'; did you mean 'cpu'? choices: cpu, cuda"),
-        ("train", ["model.dtype=bf16"], "did you mean 'bfloat16'?"),
-        ("train", ["optimizer.lr=1e-3"], "did you mean 'optimizer.learning_rate'?"),
         ("train", ["train.attention=flash"], "unknown attention backend 'flash'"),
         ("train", ["data.sources=['nowhere']"], "nowhere"),
         ("train", ["data.sources=['corpus']", "data.include=['*.py']"], "'corpus' has no files with a name like *.py"),
-        ("train", ["data.tokenizer=nowhere"], "tokenizer 'nowhere' is not a file"),
         ("train", ["data.record=messages"], "records hold messages, and plain bytes have no chat template"),
         ("train", ["data.record=prompt_completion"], 'holds records of kind "text"'),
         ("train", ["train.output_dir=config.toml/run"], "train.output_dir is config.toml/run, but"),
         ("train", ["train.output_dir=/proc/run"], "nothing can be written to /proc"),
         ("train", ["train.stop_grace_s=0"], "train.stop_grace_s is 0"),
-        (
-            "train",
-            ["train.recalibrate=true", "train.cost_file=run/cost.json"],
-            "train.recalibrate is true, but train.cost_file",
-        ),
+        ("train", ["train.recalibrate=true"], "train.recalibrate is true, but train.cost_file = 'cost.json'"),
         ("bench", ["--strategy", "slimpak"], "slimpack"),
         ("bench", ["--strategy", "best_fit,flexpipe"], "changes the layout between steps"),
         ("bench", ["--json", "nowhere/result.json"], "its folder does not exist"),
         ("bench", ["--html", "nowhere/page.html"], "its folder does not exist"),
-        ("bench", ["train.stepz=3"], "train.steps"),
         ("check", ["train.cost_file=of_nothing.json"], "does not say on which model and layout it was measured"),
-        (
-            "check",
-            ["train.cost_file=of_another.json"],
-            "train.cost_file of_another.json was measured on model llama-7b",
-        ),
-        ("check", ["train.setps=4"], "did you mean 'train.steps'?"),
         ("check", ["parallel.pp=9"], "4 layers cannot fill 9 stages"),
-        ("check", ["plan.strategy=slimpak"], "did you mean 'slimpack'"),
     ],
 )
 @pytest.mark.usefixtures("no_ranks")
-def test_mistakes_are_refused_before_ranks_start(project, monkeypatch, capsys, command, arguments, expected):
-    monkeypatch.chdir(project)
+def test_mistakes_are_refused_before_ranks_start(project, capsys, command, arguments, expected):
     write_coefficients(project / "of_nothing.json", COSTS)
-    of_another = MeasuredOn(model=MODELS["llama-7b"], dp=1, cp=1, pp=2, tp=1)
-    write_coefficients(project / "of_another.json", msgspec.structs.replace(COSTS, measured_on=of_another))
     assert expected in refused(capsys, command, "config.toml", *arguments)
 
 
@@ -235,9 +197,8 @@ def test_a_plan_that_cannot_fit_is_refused_with_its_numbers_and_exit_code(run_he
 
 
 @pytest.mark.usefixtures("no_ranks")
-def test_resume_off_refuses_to_mix_with_an_earlier_run(project, monkeypatch, capsys):
+def test_resume_off_refuses_to_mix_with_an_earlier_run(project, capsys):
     """Before ranks start, too."""
-    monkeypatch.chdir(project)
     checkpoint = project / "run" / "checkpoints" / "step-00000001"
     checkpoint.mkdir(parents=True)
     (checkpoint / "progress.json").touch()

@@ -9,7 +9,7 @@ import pytest
 
 from commands import refused, start_train, wait_for_rows
 from evenload.report.run_files import read_metrics
-from small_run import LONG_TAILED_TEXTS, write_small_costs, write_small_run
+from small_run import write_small_run
 
 SETTINGS = """
 max_document_tokens = 1024
@@ -36,15 +36,12 @@ cost_file = "cost.json"
 @pytest.mark.skipif(
     not (find_spec("wandb") and find_spec("tensorboard")), reason="wandb and tensorboard are not installed"
 )
-def test_trackers_profile_and_log_of_a_run_that_is_stopped_and_goes_on(tmp_path, monkeypatch):
+def test_trackers_profile_and_log_of_a_run_that_is_stopped_and_goes_on(small_project, tmp_path, monkeypatch):
     """SIGTERM after some steps: a checkpoint, exit code 143; the same command goes on in the same run everywhere."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    write_small_run(tmp_path, LONG_TAILED_TEXTS, SETTINGS, tied=True)
-    write_small_costs(tmp_path, pp=2)
-    run = tmp_path / "run"
+    run = small_project(SETTINGS, pp=2) / "run"
 
     process = start_train(tmp_path, command=("-m", "evenload"))
     wait_for_rows(run, 4, process)

@@ -8,7 +8,7 @@ import pytest
 
 from commands import refused
 from evenload.report.run_files import read_metrics, read_validations
-from small_run import LONG_TAILED_TEXTS, write_small_costs, write_small_run
+from small_run import LONG_TAILED_TEXTS
 
 SETTINGS = """
 max_document_tokens = 256
@@ -34,15 +34,13 @@ RATES = "def then_far_too_much(step, steps):\n    return 1.0 if step < 2 else 30
 
 
 @pytest.fixture
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    write_small_run(tmp_path, LONG_TAILED_TEXTS, SETTINGS, tied=True)
-    write_small_costs(tmp_path, dp=2)
-    (tmp_path / "held_out").mkdir()
+def project(small_project) -> Path:
+    directory = small_project(SETTINGS, dp=2)
+    (directory / "held_out").mkdir()
     for at, text in enumerate(LONG_TAILED_TEXTS[:5]):
-        (tmp_path / "held_out" / f"{at}.txt").write_text(text[::-1])
-    (tmp_path / "ruinous_rates.py").write_text(RATES)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+        (directory / "held_out" / f"{at}.txt").write_text(text[::-1])
+    (directory / "ruinous_rates.py").write_text(RATES)
+    return directory
 
 
 @pytest.mark.long
@@ -76,7 +74,6 @@ def kept(project: Path) -> list[int]:
     ("arguments", "expected"),
     [
         (["validation.sources=['nowhere']"], "nowhere"),
-        (["validation.evry_steps=3"], "did you mean 'validation.every_steps'"),
         (["validation.eval_steps=3"], "did you mean 'validation.every_steps'"),
         (["validation.sources=[]"], "validation.sources is [] and validation.mixture has 0 parts"),
         (["validation.share=0.1"], "set exactly one of them: a share of [data], which is then not trained, or other"),

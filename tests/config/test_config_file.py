@@ -1,7 +1,5 @@
-"""The file of a run: what is wrong in it is said with what was probably meant, and reading it needs no torch."""
+"""The file of a run: what is wrong in it is said with what was probably meant."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -34,7 +32,6 @@ def config_file(tmp_path: Path) -> Path:
     ("override", "message"),
     [
         ("model.dtype=bf16", "model.dtype is 'bf16'; did you mean 'bfloat16'? choices: float32, bfloat16, float64"),
-        ("model.dtype=fp32", "did you mean 'float32'?"),
         ("train.device=gpu", "train.device is 'gpu'; did you mean 'cuda'? choices: cpu, cuda"),
         ("data.overlong=trunc", "data.overlong is 'trunc'; did you mean 'truncate'? choices: error, split"),
         ("data.record=message", "data.record is 'message'; did you mean 'messages'?"),
@@ -43,13 +40,9 @@ def config_file(tmp_path: Path) -> Path:
             "plan.options.cuts=symmetric",
             "unknown configuration key 'plan.options.cuts'; did you mean 'plan.options.slimpack.cuts'?",
         ),
-        ("plan.options.outlier_queues=3", "did you mean 'plan.options.wlb.outlier_queues'?"),
         ("plan.options.wlb.relase=queues", "did you mean 'plan.options.wlb.release'?"),
         ("plan.options.wlb.outlier_queues=0", "wlb.outlier_queues is 0, must be at least 1"),
-        (
-            "plan.options.wlb.outlier_queues=many",
-            "configuration key 'plan.options.wlb.outlier_queues' must be a whole number",
-        ),
+        ("plan.options.wlb.outlier_queues=many", "'plan.options.wlb.outlier_queues' must be a whole number"),
         ("plan.options.strategies=[]", "unknown configuration key 'plan.options.strategies'"),
         ("plan.options=3", "configuration key 'plan.options' must be a table, is a whole number"),
         ("train.steps=many", "'train.steps' must be a whole number or left out, is a text"),
@@ -57,15 +50,10 @@ def config_file(tmp_path: Path) -> Path:
         ("data.sources=docs", "'data.sources' must be a list, is a text"),
         ("data.sources=[1]", "'data.sources[0]' must be a text, is a whole number"),
         ("batch_documents=3", "is not of the form section.key=value, such as data.batch_documents=3"),
-        ("plan.options.policy=recomputation", "did you mean 'recompute'?"),
-        ("parallel.cp_exchange=allgather", "did you mean 'all_gather'?"),
         ("train.on_failed_checkpoint=ignore", "choices: stop, continue"),
         ("optimizer.lr=1e-3", "unknown configuration key 'optimizer.lr'; did you mean 'optimizer.learning_rate'?"),
-        ("optimizer.gradient_clipping=1", "did you mean 'optimizer.clip_norm'?"),
         ("train.batch_size=8", "did you mean 'data.batch_documents'?"),
         ("train.bf16=true", "did you mean 'model.dtype'?"),
-        ("data.max_seq_length=4096", "did you mean 'data.max_document_tokens'?"),
-        ("train.warmup_steps=10", "did you mean 'optimizer.warmup_steps'?"),
         ("model.lora.r=8", "did you mean 'model.lora.rank'?"),
         ("data.mixture=[{name='a', weight=1, sources=['x'], wieght=2}]", "'data.mixture[0].wieght'; did you mean"),
         ("lr=1e-3", "is not of the form section.key=value, such as optimizer.learning_rate=1e-3"),
@@ -90,17 +78,6 @@ def test_names_of_other_trainers_lead_to_settings_that_exist_and_are_none_of_our
 
 def test_a_word_with_free_text_beside_its_choices_is_left_to_its_own_check() -> None:
     require_known({"train": {"attention": "anything"}}, TrainConfig)
-
-
-def test_reading_the_file_needs_no_torch(config_file) -> None:
-    """`evenload plan config.toml` runs on a laptop without the extra."""
-    code = (
-        "import sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"
-        "from pathlib import Path\n"
-        "from evenload.config.train_config import load_train_config\n"
-        f"assert load_train_config(Path({str(config_file)!r}), []).train.steps == 5\n"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 @pytest.mark.parametrize(

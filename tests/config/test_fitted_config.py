@@ -28,17 +28,6 @@ def described(config: TrainConfig) -> list[str]:
     return [layout.describe() for layout in layouts_of(config, NUM_LAYERS)]
 
 
-def test_all_ranks_leave_the_settings_as_they_are():
-    config = config_of(("pp=4",), pp=2, dp=2)
-    assert fitted_config(config, NUM_LAYERS, 4) is config
-
-
-def test_without_named_layouts_the_rule_decides():
-    fitted = fitted_config(config_of(pp=2, dp=2), NUM_LAYERS, 3)
-    assert described(fitted) == ["pp=3 layers=3+3+2"] or described(fitted) == ["pp=3"]
-    assert fitted.train.cost_file is None, "measured in another layout"
-
-
 @pytest.mark.parametrize(
     ("ranks", "start", "others"),
     [
@@ -49,7 +38,9 @@ def test_without_named_layouts_the_rule_decides():
 )
 def test_of_named_layouts_the_largest_that_fits_is_taken(ranks, start, others):
     config = config_of(("pp=4", "pp=2", "pp=3,layers=2+3+3", "pp=2,dp=1"), pp=2, dp=2)
-    assert described(fitted_config(config, NUM_LAYERS, ranks)) == [start, *others]
+    fitted = fitted_config(config, NUM_LAYERS, ranks)
+    assert described(fitted) == [start, *others]
+    assert fitted.train.cost_file is None, "measured in another layout"
 
 
 def test_replicas_that_are_not_named_are_as_many_as_are_left():
@@ -61,9 +52,7 @@ def test_replicas_that_are_not_named_are_as_many_as_are_left():
 
 def test_virtual_stages_and_uneven_layers_of_a_named_layout_are_kept():
     config = config_of(("pp=2,virtual=2,layers=1+2+2+3",), pp=4)
-    fitted = fitted_config(config, NUM_LAYERS, 2)
-    assert fitted.parallel.virtual == 2
-    assert described(fitted) == ["pp=2 virtual=2 layers=1+2+2+3"]
+    assert described(fitted_config(config, NUM_LAYERS, 2)) == ["pp=2 virtual=2 layers=1+2+2+3"]
 
 
 def test_stages_with_different_numbers_of_ranks():

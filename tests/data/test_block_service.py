@@ -2,10 +2,8 @@
 
 import contextlib
 import gc
-import http.server
 import os
 import signal
-import threading
 import time
 from pathlib import Path
 
@@ -17,8 +15,13 @@ from evenload.data.loader import GlobalBatchLoader
 from evenload.errors import ConfigError, DataError
 from odd_tokenizers import BuggyTokenizer, DeadlyTokenizer, LargeTokenizer, LateTokenizer, SlowTokenizer
 from rank_threads import run_ranks
+from remote_servers import serve_http
 
 TEXTS = [f"{'word ' * (number % 13)}{number}" for number in range(300)]
+
+
+def worker_pids(loader):
+    return [worker.process.pid for worker in loader.background._workers]
 
 
 def wait_until_gone(pids):
@@ -37,7 +40,7 @@ def test_a_killed_worker_is_replaced_and_nothing_is_lost_or_repeated(tmp_path):
     while (batch := loader.next_batch()) is not None:
         batches.append(fingerprint_of(batch))
         if len(batches) in (1, 2, 9):
-            for pid in loader.background.worker_pids():
+            for pid in worker_pids(loader):
                 # It may just have been replaced by itself: its predecessor's death is noticed in another thread.
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -59,36 +62,20 @@ def test_a_stalled_reader_is_an_error_that_names_the_file(tmp_path, workers):
         loader.next_batch()
 
 
-def test_a_server_that_stops_answering_is_an_error_that_names_the_file():
+def test_a_server_that_stops_answering_is_an_error_that_names_the_file(tmp_path):
     """Even where starting the worker takes longer than the server may."""
-    hold = threading.Event()
-
-    class Silent(http.server.BaseHTTPRequestHandler):
-        def do_HEAD(self):
-            self.send_response(200)
-            self.send_header("Content-Length", "100")
-            self.send_header("Accept-Ranges", "bytes")
-            self.end_headers()
-
-        def do_GET(self):
-            hold.wait()
-
-        def log_message(self, format, *args):
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Silent) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_address[1]}/docs.jsonl"
-        loader = GlobalBatchLoader(data_config(url, workers=1, stall_timeout_s=1.5), LateTokenizer(2.0))
+    (tmp_path / "docs.jsonl").write_text('{"text": "a"}\n' * 9)
+    with serve_http(tmp_path) as server:
+        server.fail("hang", 100)
+        config = data_config(f"{server.url}/docs.jsonl", workers=1, stall_timeout_s=1.5)
+        loader = GlobalBatchLoader(config, LateTokenizer(2.0))
         with pytest.raises(DataError, match=r"nothing for 1\.5 s.*docs\.jsonl"):
             loader.next_batch()
         loader.close()
-        hold.set()
-        server.shutdown()
+        server.released.set()
 
 
 def test_a_worker_that_never_starts_is_an_error_that_says_so(tmp_path, monkeypatch):
-    """However much is on its way to it."""
     monkeypatch.setattr(data_workers, "START_TIMEOUT_S", 0.5)
     root = write_corpus(tmp_path, "jsonl", ["a"])
     loader = GlobalBatchLoader(data_config(root, workers=1, stall_timeout_s=0.1), LargeTokenizer())
@@ -106,7 +93,6 @@ def test_an_unexpected_failure_arrives_with_its_cause(tmp_path, workers):
 
 
 def test_an_error_on_one_rank_reaches_every_rank(tmp_path):
-    """Other ranks must not wait for a rank that has stopped."""
     write_corpus(tmp_path, "jsonl", TEXTS[:40], num_files=4)
     (tmp_path / "2.jsonl").write_text('{"text": "ok"}\n{"text"\n')
     config = data_config(str(tmp_path), shuffle_window=16, streams=4)
@@ -133,7 +119,7 @@ def test_what_cannot_be_sent_to_a_worker_is_refused_with_the_way_out(tmp_path):
 def test_no_worker_outlives_its_loader(tmp_path, how):
     loader = GlobalBatchLoader(data_config(write_corpus(tmp_path, "jsonl", TEXTS), max_document_tokens=99, workers=2))
     loader.next_batch()
-    pids = loader.background.worker_pids()
+    pids = worker_pids(loader)
     assert len(pids) == 2
     if how == "close":
         loader.close()
@@ -150,7 +136,7 @@ def test_a_closed_loader_goes_on_where_it_was(tmp_path):
     whole, closed = GlobalBatchLoader(config), GlobalBatchLoader(config)
     expected = [fingerprint_of(batch) for batch in all_batches(whole)]
     batches = []
-    while (batch := closed.next_batch()) is not None:
+    for batch in iter(closed.next_batch, None):
         batches.append(fingerprint_of(batch))
         if len(batches) % 20 == 3:
             closed.close()

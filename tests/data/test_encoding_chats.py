@@ -5,7 +5,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from chat_cases import CHATML, FORGETFUL, LLAMA, MISTRAL, TEMPLATES, chat, encoder_config, train_chat_tokenizer
+from chat_cases import (
+    CHATML,
+    FORGETFUL,
+    LLAMA,
+    MISTRAL,
+    TEMPLATES,
+    chat,
+    chat_encoder,
+    encoder_config,
+    train_chat_tokenizer,
+)
 from evenload.data.chat_encoding import Chats, ChatTemplate, open_encoder, read_messages
 from evenload.data.encoders import RecordProblem
 from evenload.data.tokenize import ByteTokenizer, FileTokenizer
@@ -48,7 +58,6 @@ def their_tokenizers(directory):
 
 
 def their_encoding(tokenizer, case, messages):
-    """Ids and assistant mask by transformers."""
     found = tokenizer.apply_chat_template(
         messages,
         chat_template=case.tagged,
@@ -86,7 +95,6 @@ def test_generation_blocks_give_the_tokens_and_mask_of_transformers(encoders, th
 @settings(deadline=None)
 @given(data=st.data())
 def test_prefix_renderings_find_what_generation_blocks_mark(encoders, case, data):
-    """The published template alone must train the same tokens as one written for training."""
     messages = data.draw(conversations(plain_contents, case.system))
     tagged = encoders[case, True].encode((messages,))
     plain = encoders[case, False].encode((messages,))
@@ -101,16 +109,13 @@ def test_prefix_renderings_find_what_generation_blocks_mark(encoders, case, data
 def test_masks_hold_where_transformers_loses_tokens(directory, answer, file, agree):
     """A last character of several tokens, and a first space that the tokeniser cuts out of offsets."""
     source = "{% for m in messages %}{{ m.role }}:{% generation %}{{ m.content }}{% endgeneration %};{% endfor %}"
-    (directory / "bare.jinja").write_text(source)
     messages = chat("a", answer)[1:]
-    settings = {"chat_template": str(directory / "bare.jinja"), "tokenizer": str(directory / file)}
-    document = open_encoder(encoder_config(record="messages", **settings)).encode((messages,))
+    document = chat_encoder(directory, source, tokenizer=str(directory / file)).encode((messages,))
     trained = document.labels[document.labels >= 0]
     assert FileTokenizer(directory / file).decode(trained) == answer
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(directory / file))
-    found = tokenizer.apply_chat_template(
-        messages, chat_template=source, return_dict=True, return_assistant_tokens_mask=True
-    )
+    options = {"return_dict": True, "return_assistant_tokens_mask": True}
+    found = tokenizer.apply_chat_template(messages, chat_template=source, **options)
     assert found["input_ids"] == document.tokens.tolist()
     assert (sum(found["assistant_masks"]) == len(trained)) is agree
 
@@ -130,8 +135,7 @@ def test_thoughts_reach_the_template_under_any_of_their_names(their_tokenizers, 
 
 @pytest.mark.parametrize("tagged", [False, True])
 def test_bytes_of_the_assistant_alone_are_labels(tmp_path, tagged):
-    (tmp_path / "chat.jinja").write_text(CHATML.tagged if tagged else CHATML.plain)
-    encoder = open_encoder(encoder_config(record="messages", chat_template=str(tmp_path / "chat.jinja")))
+    encoder = chat_encoder(tmp_path, CHATML.tagged if tagged else CHATML.plain)
     document = encoder.encode((chat("Grüße", "三 😀", "", "ok", system="<|im_end|>"),))
     trained = document.labels[document.labels >= 0]
     assert ByteTokenizer().decode(trained) == "三 😀<|im_end|>\nok<|im_end|>\n"
@@ -144,22 +148,13 @@ def test_a_token_over_the_border_is_prompt_unless_the_template_marks_it(director
     messages = chat("Hi", "\n")
     expected = {}
     for tagged in (False, True):
-        encoder = our_encoder(directory, CHATML, tagged)
-        document = encoder.encode((messages,))
+        document = our_encoder(directory, CHATML, tagged).encode((messages,))
         expected[tagged] = FileTokenizer(directory / "tokenizer.json").decode(document.labels[document.labels >= 0])
     assert expected == {False: "\n", True: "\n\n\n"}
 
 
 def test_loss_on_all_needs_no_spans(directory):
-    (directory / "forgetful.jinja").write_text(FORGETFUL)
-    encoder = open_encoder(
-        encoder_config(
-            record="messages",
-            tokenizer=str(directory / "chatml"),
-            chat_template=str(directory / "forgetful.jinja"),
-            loss_on="all",
-        )
-    )
+    encoder = chat_encoder(directory, FORGETFUL, tokenizer=str(directory / "chatml"), loss_on="all")
     thoughtful = [message | {"thinking": "hm"} for message in chat("a", "b", "c", "d")]
     document = encoder.encode((thoughtful,))
     assert document.labels is None
@@ -167,10 +162,7 @@ def test_loss_on_all_needs_no_spans(directory):
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused_where_it_does(directory):
-    (directory / "forgetful.jinja").write_text(FORGETFUL)
-    encoder = open_encoder(
-        encoder_config(record="messages", chat_template=str(directory / "forgetful.jinja"), tokenizer="bytes")
-    )
+    encoder = chat_encoder(directory, FORGETFUL)
     thoughts = {"reasoning_content": "hm"}
     first, answer, second, last = chat("a", "b", "c", "d")
     fine = encoder.encode(([first, answer, second, last | thoughts],))
@@ -180,12 +172,8 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_where_it_does(directo
 
 
 def test_a_generation_prompt_that_the_answer_does_not_begin_with_is_refused():
-    template = ChatTemplate(
-        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-        "{% if add_generation_prompt %}<assistant><think>{% endif %}",
-        {},
-        "t",
-    )
+    source = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    template = ChatTemplate(source + "{% if add_generation_prompt %}<assistant><think>{% endif %}", {}, "t")
     with pytest.raises(RecordProblem, match=r"prompt for message 1 .*data\.chat_template"):
         Chats(("messages",), template, True).render((chat("a", "b"),))
 
@@ -203,10 +191,8 @@ def test_columns_filled_with_null_are_not_seen_by_the_template(directory):
     source = (
         "{% for m in messages %}{{ m.role }}{% if m.tool_calls is defined %}!{% endif %}{{ m.content }}{% endfor %}"
     )
-    (directory / "keys.jinja").write_text(source)
-    encoder = open_encoder(encoder_config(record="messages", chat_template=str(directory / "keys.jinja")))
     with_null = [message | {"tool_calls": None} for message in chat("a", "b")]
-    assert ByteTokenizer().decode(encoder.encode((with_null,)).tokens) == "useraassistantb"
+    assert ByteTokenizer().decode(chat_encoder(directory, source).encode((with_null,)).tokens) == "useraassistantb"
 
 
 @pytest.mark.parametrize(
@@ -268,10 +254,9 @@ def test_templates_have_what_published_ones_use():
 
 
 def test_templates_cannot_reach_python():
-    with pytest.raises(RecordProblem):
-        ChatTemplate("{{ messages.__class__.__mro__ }}", {}, "t").render(chat("a"))
-    with pytest.raises(RecordProblem):
-        ChatTemplate("{{ messages.append(1) }}", {}, "t").render(chat("a"))
+    for source in ("{{ messages.__class__.__mro__ }}", "{{ messages.append(1) }}"):
+        with pytest.raises(RecordProblem):
+            ChatTemplate(source, {}, "t").render(chat("a"))
 
 
 def test_encoders_name_all_that_decides_their_tokens(directory):

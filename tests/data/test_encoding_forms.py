@@ -5,8 +5,8 @@ import pickle
 
 import pytest
 
-from chat_cases import CHATML, LLAMA, MISTRAL, chat, encoder_config
-from evenload.data.chat_encoding import Chats, ChatTemplate, open_encoder, read_messages
+from chat_cases import CHATML, LLAMA, MISTRAL, chat, chat_encoder
+from evenload.data.chat_encoding import Chats, ChatTemplate, read_messages
 from evenload.data.encoders import RecordProblem
 from evenload.data.tokenize import ByteTokenizer
 
@@ -147,10 +147,9 @@ def test_roles_that_the_template_itself_names_are_its_own_affair():
 
 
 def test_encoders_use_the_forms_and_travel_to_workers(tmp_path):
-    (tmp_path / "chat.jinja").write_text(LOOP.replace("BODY", CALLS.replace("CALL", OBJECT["qwen"])))
-    options = {"chat_template": str(tmp_path / "chat.jinja"), "tokenizer": "bytes"}
+    source = LOOP.replace("BODY", CALLS.replace("CALL", OBJECT["qwen"]))
     question, answer = {"role": "user", "content": parts("q")}, call_of('{"a": 1}')[0] | {"content": parts("see")}
     for record, values in (("messages", ([question, answer],)), ("prompt_completion", ([question], [answer]))):
-        encoder = pickle.loads(pickle.dumps(open_encoder(encoder_config(record=record, **options))))
+        encoder = pickle.loads(pickle.dumps(chat_encoder(tmp_path, source, record=record)))
         assert ByteTokenizer().decode(encoder.encode(values).tokens) == '<user>q<assistant>seeweather({"a": 1})'
     assert Chats(("messages",), template_of(), True).render(([question],)).text == "<user>q"

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import find, given, settings
 from hypothesis import strategies as st
 
-from chat_cases import CHATML, chat, encoder_config, train_chat_tokenizer
+from chat_cases import CHATML, chat, chat_encoder, encoder_config, train_chat_tokenizer
 from evenload.data.chat_encoding import open_encoder
 from evenload.data.encoders import RecordProblem
 from evenload.data.tokenize import ByteTokenizer, FileTokenizer
@@ -18,7 +18,6 @@ def directory(tmp_path_factory):
     root = tmp_path_factory.mktemp("prompts")
     train_chat_tokenizer(root)
     (root / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "bos_token": "<s>"}))
-    (root / "chatml.jinja").write_text(CHATML.plain)
     return root
 
 
@@ -87,9 +86,7 @@ def test_without_end_token_or_mask_the_text_is_taken_as_it_stands(directory, tok
 
 
 def test_lists_of_messages_go_through_the_template(directory):
-    encoder = open_encoder(
-        encoder_config(record="prompt_completion", chat_template=str(directory / "chatml.jinja"), tokenizer="bytes")
-    )
+    encoder = chat_encoder(directory, CHATML.plain, record="prompt_completion")
     *prompt, answer, question, last = chat("a", "b", "c", "d", system="s")
     decode = ByteTokenizer().decode
     one = encoder.encode(([*prompt, answer, question], [last]))
@@ -115,9 +112,8 @@ def test_lists_of_messages_go_through_the_template(directory):
     ],
 )
 def test_values_that_are_no_prompt_and_completion_are_told_apart(directory, prompt, completion, what):
-    template = str(directory / "chatml.jinja")
     for tokenizer in ("bytes", str(directory)):
-        encoder = open_encoder(encoder_config(record="prompt_completion", chat_template=template, tokenizer=tokenizer))
+        encoder = chat_encoder(directory, CHATML.plain, record="prompt_completion", tokenizer=tokenizer)
         with pytest.raises(RecordProblem, match=what):
             encoder.encode((prompt, completion))
 
@@ -129,20 +125,17 @@ TOOL = {"role": "tool", "content": "5 degrees", "tool_call_id": "abcdefghi", "na
 @settings(deadline=None)
 @given(data=st.data())
 def test_a_conversation_cut_anywhere_has_the_labels_of_the_whole_one(directory, tagged, data):
-    """From the cut on: the same labels as record kind "messages" gives it, whatever tools and users say there."""
     turn = st.lists(texts.map(lambda text: f"x{text}y"), min_size=2, max_size=3)
     messages = []
     for question, answer, *second in data.draw(st.lists(turn, min_size=1, max_size=3)):
         messages += chat(question, answer) + ([TOOL, chat("", second[0])[1]] if second else [])
     cut = data.draw(st.integers(1, len(messages) - 1))
-    (directory / "tagged.jinja").write_text(CHATML.tagged)
-    template = str(directory / ("tagged.jinja" if tagged else "chatml.jinja"))
-    options = {"chat_template": template, "tokenizer": str(directory)}
-    whole = open_encoder(encoder_config(record="messages", **options)).encode((messages,))
-    encoder = open_encoder(encoder_config(record="prompt_completion", **options))
+    template = CHATML.tagged if tagged else CHATML.plain
+    of_messages = chat_encoder(directory, template, tokenizer=str(directory))
+    whole, before = of_messages.encode((messages,)), of_messages.encode((messages[:cut],))
+    encoder = chat_encoder(directory, template, record="prompt_completion", tokenizer=str(directory))
     document = encoder.encode((messages[:cut], messages[cut:]))
     assert document.tokens.tolist() == whole.tokens.tolist()
-    before = open_encoder(encoder_config(record="messages", **options)).encode((messages[:cut],))
     start = int(np.count_nonzero(before.labels >= 0))
     labelled = np.flatnonzero(whole.labels >= 0)
     expected = np.full_like(whole.labels, -100)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chat_cases import CHATML, LLAMA, MISTRAL, chat, encoder_config, train_chat_tokenizer
+from chat_cases import CHATML, LLAMA, MISTRAL, chat, chat_encoder, encoder_config, train_chat_tokenizer
 from evenload.data.chat_encoding import open_chat_template, open_encoder
 from evenload.data.encoders import RecordProblem
 from evenload.data.tokenize import FileTokenizer, open_tokenizer, train_byte_pair_tokenizer
@@ -24,8 +24,6 @@ def tokenizer_file(tmp_path_factory):
 
 @pytest.fixture
 def model(tokenizer_file, tmp_path):
-    """Writes a model directory with these files; objects become JSON."""
-
     def write(files):
         (tmp_path / "tokenizer.json").write_bytes(tokenizer_file.read_bytes())
         for name, content in files.items():
@@ -93,17 +91,18 @@ def test_settings_that_cannot_work_are_refused_at_the_start(settings, what):
         open_encoder(encoder_config(**settings))
 
 
-@pytest.mark.parametrize(("record", "needs_end"), [("text", True), ("prompt_completion", True), ("messages", False)])
-def test_only_records_that_get_an_end_token_need_one(model, record, needs_end):
+@pytest.mark.parametrize("record", ["text", "prompt_completion", "messages"])
+def test_only_records_that_get_an_end_token_need_one(model, record):
     path = model({"chat_template.jinja": CHATML.plain, "tokenizer_config.json": {"eos_token": None}})
     tokenizer = FileTokenizer(path)
     tokenizer.eos_id = None
-    if needs_end:
+    if record != "messages":
         with pytest.raises(ConfigError, match="append_eos"):
             open_encoder(encoder_config(record=record, tokenizer=path), tokenizer)
-        open_encoder(encoder_config(record=record, tokenizer=path, append_eos=False), tokenizer)
-    else:
-        open_encoder(encoder_config(record=record, tokenizer=path), tokenizer)
+    open_encoder(encoder_config(record=record, tokenizer=path, append_eos=record == "messages"), tokenizer)
+
+
+NAMED = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": "{{ messages }}"}]
 
 
 def template_of(path, **settings):
@@ -120,12 +119,7 @@ def test_templates_are_looked_up_in_the_order_of_transformers(model, tmp_path):
     assert template_of(path).source == CHATML.plain
     (tmp_path / "own.txt").write_text(LLAMA.plain)
     assert template_of(path, chat_template=str(tmp_path / "own.txt")).source == LLAMA.plain
-
-
-NAMED = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": "{{ messages }}"}]
-
-
-def test_of_named_templates_the_default_is_taken(model):
+    (tmp_path / "chat_template.jinja").unlink()
     assert template_of(model({"tokenizer_config.json": {"chat_template": NAMED}})).source == "{{ messages }}"
 
 
@@ -169,22 +163,16 @@ def test_the_one_usual_end_token_of_a_bare_file_is_the_templates_too(tmp_path):
 
 
 def test_bytes_have_no_special_tokens_to_write(tmp_path):
-    (tmp_path / "t.jinja").write_text(MISTRAL.plain)
     with pytest.raises(ConfigError, match="writes bos_token, eos_token, but bytes have no such tokens"):
-        open_encoder(encoder_config(record="messages", chat_template=str(tmp_path / "t.jinja")))
+        chat_encoder(tmp_path, MISTRAL.plain)
 
 
 @pytest.mark.parametrize("record", ["text", "messages", "prompt_completion", "tokens"])
 def test_every_encoder_can_go_to_another_process(tmp_path, record):
-    (tmp_path / "t.jinja").write_text(CHATML.plain)
-    encoder = open_encoder(encoder_config(record=record, chat_template=str(tmp_path / "t.jinja")))
-    (tmp_path / "t.jinja").unlink()
+    encoder = chat_encoder(tmp_path, CHATML.plain, record=record)
+    (tmp_path / "template.jinja").unlink()
     again = pickle.loads(pickle.dumps(encoder))
-    values = {
-        "text": ("a",),
-        "messages": (chat("a", "b"),),
-        "prompt_completion": ("a", "b"),
-        "tokens": (np.array([1, 2], np.int32),),
-    }[record]
+    values = {"messages": (chat("a", "b"),), "prompt_completion": ("a", "b"), "tokens": (np.array([1, 2], np.int32),)}
+    values = values.get(record, ("a",))
     assert again.encode(values).tokens.tolist() == encoder.encode(values).tokens.tolist()
     assert (again.name, again.columns) == (encoder.name, encoder.columns)

@@ -88,12 +88,8 @@ def test_a_loader_says_both_what_does_not_stop_and_what_teaches_nothing(director
     (directory / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (directory / "chat.jinja").write_text(CHATML.plain)
     options = {"record": "messages", "chat_template": str(directory / "chat.jinja"), "workers": 0, "epochs": 1}
-    with (
-        caplog.at_level(logging.WARNING),
-        PackedLoader(
-            str(directory / "rows.jsonl"), tokenizer=str(directory), max_tokens=256, batch_documents=4, **options
-        ) as loader,
-    ):
+    options |= {"tokenizer": str(directory), "max_tokens": 256, "batch_documents": 4}
+    with caplog.at_level(logging.WARNING), PackedLoader(str(directory / "rows.jsonl"), **options) as loader:
         assert "none of the tokens with which generation ends ('</s>')" in caplog.text
         assert len(list(loader.steps())) == 1
         lines = loader.ledger_lines
@@ -106,10 +102,9 @@ def test_a_loader_refuses_settings_that_change_ids(directory):
     (directory / "text.txt").write_text("a text")
     settings = {"tokenizer_class": "GPT2Tokenizer", "eos_token": "</s>", "add_prefix_space": True}
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    options = {"tokenizer": str(directory), "max_tokens": 256, "batch_documents": 1, "workers": 0}
     with pytest.raises(ConfigError, match=r"GPT2Tokenizer .*makes other ids"):
-        PackedLoader(
-            str(directory / "text.txt"), tokenizer=str(directory), max_tokens=256, batch_documents=1, workers=0
-        )
+        PackedLoader(str(directory / "text.txt"), **options)
 
 
 def test_a_tokeniser_that_writes_nothing_itself_need_not_take_every_text(directory):

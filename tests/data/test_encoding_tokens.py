@@ -20,14 +20,13 @@ def int32(values):
 def test_ids_pass_where_every_one_is_in_the_vocabulary(ids, vocab_size):
     encoder = TokenIds(("input_ids",), (), vocab_size)
     limit = 2**31 if vocab_size is None else vocab_size
-    if all(0 <= index < limit for index in ids.tolist()):
-        document = encoder.encode((ids,))
-        assert document.labels is None
-        assert document.tokens.tolist() == ids.tolist()
-    else:
-        wrong = next(index for index in ids.tolist() if not 0 <= index < limit)
-        with pytest.raises(RecordProblem, match=rf"'input_ids' holds {wrong}, must be in 0"):
+    wrong = [index for index in ids.tolist() if not 0 <= index < limit]
+    if wrong:
+        with pytest.raises(RecordProblem, match=rf"'input_ids' holds {wrong[0]}, must be in 0"):
             encoder.encode((ids,))
+        return
+    document = encoder.encode((ids,))
+    assert (document.labels, document.tokens.tolist()) == (None, ids.tolist())
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64])
@@ -46,7 +45,6 @@ def test_readers_give_ids_of_any_width_as_int32(dtype, given_as):
 
 @given(st.lists(hnp.arrays(np.int32, st.integers(0, 4), elements=st.integers(-1, 4)), max_size=5), st.integers(3, 6))
 def test_many_records_together_are_what_each_is_alone(records, vocab_size):
-    """One bad id among good documents must be found where they are checked in one pass."""
     encoder = TokenIds(("input_ids",), (), vocab_size)
     try:
         alone = [encoder.encode((ids,)) for ids in records]
@@ -76,10 +74,8 @@ def test_labels_may_be_any_id_or_none(pairs):
 
 
 def test_int32_arrays_are_not_copied_and_not_written():
-    ids = np.arange(5, dtype=np.int32)
-    ids.flags.writeable = False
-    labels = np.arange(5, dtype=np.int32)
-    labels.flags.writeable = False
+    ids, labels = np.arange(5, dtype=np.int32), np.arange(5, dtype=np.int32)
+    ids.flags.writeable = labels.flags.writeable = False
     document = TokenIds(("input_ids", "labels"), (), 10).encode((ids, labels))
     assert np.shares_memory(document.tokens, ids)
     assert document.labels.tolist() == [-100, 1, 2, 3, 4]
@@ -96,7 +92,6 @@ def test_values_that_are_no_ids_are_told_apart(value):
 
 
 def test_the_vocabulary_is_that_of_a_tokenizer_that_was_named(tmp_path):
-    """ "bytes" is what the setting is when nobody says anything."""
     train_chat_tokenizer(tmp_path)
     anyone = open_encoder(encoder_config(record="tokens"))
     assert anyone.encode((int32([5000]),)).tokens.tolist() == [5000]
@@ -108,14 +103,12 @@ def test_the_vocabulary_is_that_of_a_tokenizer_that_was_named(tmp_path):
 
 
 def test_the_models_vocabulary_is_a_limit_of_ids_and_labels():
-    """Embedding rows beyond it do not exist, whatever made the ids."""
     encoder = open_encoder(encoder_config(record="tokens", labels_column="targets"), vocab_size=50)
     (document,) = encoder.encode_many([(int32([1, 49]), int32([-100, 49]))])
     assert document.tokens.tolist() == [1, 49]
     for record, column in ((([1, 50], [1, 1]), "input_ids"), (([1, 2], [1, 50]), "targets")):
-        with pytest.raises(
-            RecordProblem, match=f"column '{column}' holds 50, must be in 0 .. below the vocabulary's 50"
-        ):
+        why = f"column '{column}' holds 50, must be in 0 .. below the vocabulary's 50"
+        with pytest.raises(RecordProblem, match=why):
             encoder.encode(tuple(map(int32, record)))
 
 
@@ -124,9 +117,7 @@ spans_and_offsets = st.tuples(
     st.lists(st.integers(0, 20), max_size=8).map(lambda borders: list(zip(*[iter(sorted(borders))] * 2, strict=False))),
     # Starts and stops never descend; several tokens may stand for one character, and some for none.
     st.lists(st.tuples(st.integers(0, 20), st.integers(0, 3)), max_size=12).map(
-        lambda tokens: list(
-            zip(sorted(start for start, _ in tokens), sorted(start + size for start, size in tokens), strict=True)
-        )
+        lambda tokens: list(zip(sorted(at for at, _ in tokens), sorted(at + size for at, size in tokens), strict=True))
     ),
 )
 

@@ -33,7 +33,6 @@ def relative_paths(files):
     ],
 )
 def test_directories_are_read_recursively_in_order_without_hidden_files(tmp_path, include, expected):
-    """Patterns match names, or paths where they hold a slash."""
     root = make_tree(tmp_path, "b.py", "a/z.py", "a/y.md", ".git/config.py", "c/.hidden.py")
     assert relative_paths(list_files(data_config(str(root), include=include))) == expected
 
@@ -43,12 +42,8 @@ def test_glob_and_several_sources_keep_source_order(tmp_path):
     files = list_files(data_config("", sources=(str(tmp_path / "two/*.txt"), str(tmp_path / "one"))))
     assert [os.path.basename(file.path) for file in files] == ["a.txt", "b.txt", "d.txt"]
     assert files[0].name == str(tmp_path / "two/a.txt")
-
-
-def test_a_file_with_wildcard_signs_in_its_name_is_a_file(tmp_path):
-    make_tree(tmp_path, "part[1].txt", "part1.txt")
-    files = list_files(data_config(str(tmp_path / "part[1].txt")))
-    assert [os.path.basename(file.path) for file in files] == ["part[1].txt"]
+    make_tree(tmp_path, "part[1].txt", "part1.txt")  # wildcard signs in a name
+    assert relative_paths(list_files(data_config(str(tmp_path / "part[1].txt")))) == ["part[1].txt"]
 
 
 @pytest.mark.parametrize("source", ["nothing", "*.nothing", "zzz://bucket/a", "http://127.0.0.1:9/a.jsonl"])
@@ -62,17 +57,11 @@ def test_missing_sources_and_packages_are_named(tmp_path, monkeypatch, source):
         list_files(data_config(str(tmp_path), include=("*.rs",)))
 
 
+JSONL = dict.fromkeys(("a.jsonl", "a.JSONL.gz", "a.ndjson"), "jsonl")
+
+
 @pytest.mark.parametrize(
-    ("path", "format"),
-    [
-        ("a.jsonl", "jsonl"),
-        ("a.JSONL.gz", "jsonl"),
-        ("a.ndjson", "jsonl"),
-        ("a.parquet", "parquet"),
-        ("a.py", "text"),
-        ("README", "text"),
-        ("a.json", "json"),
-    ],
+    ("path", "format"), (JSONL | {"a.parquet": "parquet", "a.py": "text", "README": "text", "a.json": "json"}).items()
 )
 def test_format_goes_by_name_unless_set(path, format):
     assert file_format(path, "auto") == format
@@ -80,7 +69,6 @@ def test_format_goes_by_name_unless_set(path, format):
 
 
 def test_unreadable_compression_is_named_before_reading(tmp_path, monkeypatch):
-    """Compressed bytes must never be trained as text."""
     make_tree(tmp_path, "a.jsonl.zst", "b.jsonl.lz4")
     monkeypatch.delitem(fsspec.compression.compr, "zstd", raising=False)
     for _ in range(2):
@@ -133,7 +121,6 @@ def test_a_directory_that_contains_itself_is_read_once(tmp_path):
 
 
 def test_a_file_named_twice_or_reached_by_two_links_is_refused(tmp_path):
-    """It would silently be trained twice an epoch."""
     root = make_tree(tmp_path, "a.txt", "below/b.txt")
     with pytest.raises(ConfigError, match="twice"):
         list_files(data_config("", sources=(str(root), str(root / "*.txt"))))
@@ -182,14 +169,12 @@ def test_what_only_describes_data_is_left_out_and_told(tmp_path, beside):
         assert relative_paths(asked.files) == [beside]
 
 
-def test_a_readme_among_texts_is_a_text(tmp_path):
-    (listing,) = list_sources(data_config(str(make_tree(tmp_path, "README.md", "a.txt"))))
-    assert relative_paths(listing.files) == ["README.md", "a.txt"]
-    assert not listing.left_out
-
-
 def test_other_files_beside_data_are_text_only_if_asked_for(tmp_path):
-    make_tree(tmp_path, "a.jsonl", "notes.txt", "loader.py")
+    (listing,) = list_sources(data_config(str(make_tree(tmp_path / "texts", "README.md", "a.txt"))))
+    assert (relative_paths(listing.files), listing.left_out) == (["README.md", "a.txt"], ())
+    (tmp_path / "texts" / "a.txt").rename(tmp_path / "notes.txt")
+    (tmp_path / "texts" / "README.md").unlink()
+    make_tree(tmp_path, "a.jsonl", "loader.py")
     with pytest.raises(ConfigError, match=r"1 data file, and next to them loader\.py, notes\.txt.*\[\"\*\.jsonl\"\]"):
         list_files(data_config(str(tmp_path)))
     assert relative_paths(list_files(data_config(str(tmp_path), include=("*.jsonl",)))) == ["a.jsonl"]
@@ -206,14 +191,6 @@ def test_tables_and_archives_are_refused(tmp_path, name):
         with pytest.raises(ConfigError, match=r"of which no records are read; write them as \.jsonl or \.parquet"):
             list_files(data_config(str(source)))
     assert len(list_files(data_config(str(tmp_path), include=("*.txt",)))) == 1
-
-
-def test_names_that_are_not_utf8_are_files_like_others(tmp_path):
-    with open(os.path.join(os.fsencode(tmp_path), b"a\xff.txt"), "w") as file:
-        file.write("a")
-    (listed,) = list_files(data_config(str(tmp_path)))
-    assert os.fsencode(listed.path).endswith(b"a\xff.txt")
-    assert files_digest([listed]).startswith("1 files of 1 bytes")
 
 
 def test_what_lies_below_a_matched_directory_was_not_asked_for_by_its_name(tmp_path):
@@ -259,8 +236,11 @@ def test_pointers_of_git_lfs_are_not_trained_as_texts(tmp_path):
         GlobalBatchLoader(data_config(str(tmp_path))).next_batch()
 
 
-def test_problems_in_files_whose_names_are_not_utf8_are_told(tmp_path):
+def test_names_that_are_not_utf8_are_files_like_others_and_their_problems_are_told(tmp_path):
     with open(os.path.join(os.fsencode(tmp_path), b"a\xff.jsonl"), "w") as file:
         file.write("{broken\n")
+    (listed,) = list_files(data_config(str(tmp_path)))
+    assert os.fsencode(listed.path).endswith(b"a\xff.jsonl")
+    assert files_digest([listed]).startswith("1 files of 8 bytes")
     with pytest.raises(DataError, match=r"a\\udcff\.jsonl:1: the line is not JSON"):
         GlobalBatchLoader(data_config(str(tmp_path))).next_batch()

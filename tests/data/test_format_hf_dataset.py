@@ -6,7 +6,7 @@ import pytest
 
 from evenload.data.part_files import dataset_file, open_reader
 from evenload.errors import ConfigError, DataError
-from format_files import check_parts_and_offsets, format_config, read_all, values_of
+from format_files import check_parts_and_offsets, format_config, read_all, tokens_source, values_of
 
 datasets = pytest.importorskip("datasets")
 
@@ -64,8 +64,6 @@ def test_a_dataset_on_disk_is_read_from_its_memory_map(rows, tmp_path):
     check_parts_and_offsets(reader, 3, TOKENS)
     # Its cache file is a source as well.
     (cache,) = (tmp_path / "saved").glob("*.arrow")
-    from format_files import tokens_source
-
     assert values_of(read_all(tokens_source(str(cache)))) == TOKENS
 
 

@@ -90,17 +90,14 @@ def test_a_line_without_end_is_a_problem_and_not_memory(tmp_path, monkeypatch):
 
 @pytest.fixture(params=["gz", "bz2", "xz", "zst", "lz4"])
 def packed(request):
-    """Every compression: its suffix and how to compress."""
     packages = {"gz": "gzip", "bz2": "bz2", "xz": "lzma", "zst": "backports.zstd", "lz4": "lz4.frame"}
     return request.param, pytest.importorskip(packages[request.param]).compress
 
 
 def test_compressed_lines_are_read_from_every_offset(tmp_path, packed):
     suffix, compress = packed
-    source = write(
-        tmp_path, compress(b"".join(b'{"text": "line %d"}\n' % line for line in range(50))), f"a.jsonl.{suffix}"
-    )
-    reader = open_source(source)
+    lines = b"".join(b'{"text": "line %d"}\n' % line for line in range(50))
+    reader = open_source(write(tmp_path, compress(lines), f"a.jsonl.{suffix}"))
     records = read_all(reader, 3)
     assert values_of(records) == [f"line {line}" for line in range(50)]
     for at in (0, 1, 30, 49):
@@ -108,7 +105,6 @@ def test_compressed_lines_are_read_from_every_offset(tmp_path, packed):
 
 
 def test_lines_before_damaged_compression_are_read_and_the_damage_is_named(tmp_path, packed):
-    """A truncated archive must not look like a shorter data set."""
     suffix, compress = packed
     random = np.random.default_rng(0)
     texts = ["".join(map(chr, row)) for row in random.integers(97, 123, (4000, 100)).tolist()]

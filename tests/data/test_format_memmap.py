@@ -1,6 +1,5 @@
 """Token files beyond what all formats have in common."""
 
-import gc
 import struct
 from pathlib import Path
 
@@ -10,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenload.data import token_files
-from evenload.data.records import FilePart
 from evenload.errors import ConfigError, DataError
 from format_files import (
     END_ID,
@@ -75,7 +73,6 @@ def test_an_index_that_contradicts_itself_is_a_problem(tmp_path, at, value, why)
 
 
 def test_a_bin_of_another_size_than_its_index_says_is_a_problem(tmp_path):
-    """An index of another file would cut documents at random places."""
     source = write_megatron(tmp_path / "a", DOCUMENTS)
     content = Path(source).read_bytes()
     for other in (content + b"\0\0", content[:-2], b""):
@@ -152,7 +149,6 @@ def test_edges_that_do_not_fit_are_one_problem(tmp_path, edges, why):
 @settings(max_examples=60, deadline=None)
 @given(ids=st.lists(st.integers(0, 3), max_size=60), count=st.integers(1, 8), window=st.sampled_from([1, 3, 8]))
 def test_ends_are_found_across_windows_and_parts(tmp_path_factory, ids, count, window):
-    """Documents are cut behind every end; how much is scanned at once must not show."""
     documents, document = [], []
     for token in ids:
         document.append(token)
@@ -199,13 +195,3 @@ def test_what_token_files_cannot_hold_is_refused(tmp_path):
     (tmp_path / "c.txt").write_text("words")
     with pytest.raises(ConfigError, match=r'c\.txt is read as text, .* data.record is "messages"'):
         open_source(str(tmp_path / "c.txt"), record="messages")
-
-
-def test_int32_ids_of_a_mapped_file_are_not_copied_and_outlive_the_reader(tmp_path):
-    source = write_megatron(tmp_path / "a", DOCUMENTS, "int32")
-    reader = tokens_source(source)
-    values = [record.values[0] for record in reader.records(FilePart()) if record.values]
-    assert not any(value.flags.owndata or value.flags.writeable for value in values)
-    del reader
-    gc.collect()
-    assert [value.tolist() for value in values] == DOCUMENTS

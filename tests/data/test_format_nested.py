@@ -7,11 +7,10 @@ import pyarrow as pa
 import pytest
 from datasets import Dataset, Features, Json, List, Value
 
-from evenload.data.config import DataConfig
 from evenload.data.part_files import open_part
 from evenload.data.records import FilePart
 from evenload.errors import DataError
-from format_files import write_table
+from format_files import format_config, open_source, values_of, write_table
 
 ARGUMENTS = [{"city": "Bonn"}, {"expression": "1 + 1", "steps": [{"deep": True}, {}]}]
 NESTED = [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": each}}]} for each in ARGUMENTS]
@@ -20,18 +19,13 @@ LEFT_OUT = {"role": "user", "content": "q"}
 
 
 def read_records(data, **settings):
-    """Records of a path or data set."""
     is_path = isinstance(data, str)
-    config = DataConfig(
-        sources=(data if is_path else "dataset",),
-        **({"record": "messages", "batch_documents": 1, "max_document_tokens": 9} | settings),
-    )
+    config = format_config(data if is_path else "dataset", **{"record": "messages"} | settings)
     part = open_part(config, None if is_path else data)
     return [record for reader in part.readers for record in reader.records(FilePart())]
 
 
 def all_ways(tmp_path, dataset):
-    """A data set as it is, streamed, and as files of every format."""
     dataset.to_parquet(tmp_path / "a.parquet")
     dataset.save_to_disk(tmp_path / "disk")
     write_table(tmp_path / "stream.arrow", "stream.arrow", dataset.with_format("arrow")[:])
@@ -40,10 +34,10 @@ def all_ways(tmp_path, dataset):
 
 
 def as_json(tmp_path):
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    (tmp_path / "list.json").write_text(json.dumps(ROWS, indent=1))
-    (tmp_path / "lines.json").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    return [str(tmp_path / name) for name in ("rows.jsonl", "list.json", "lines.json")]
+    lines = "".join(json.dumps(row) + "\n" for row in ROWS)
+    for name in ("rows.jsonl", "lines.json", "list.json"):
+        (tmp_path / name).write_text(json.dumps(ROWS, indent=1) if name == "list.json" else lines)
+        yield str(tmp_path / name)
 
 
 @pytest.mark.parametrize("stored", ["structs", "json below messages", "messages are json", "all is json"])
@@ -57,10 +51,9 @@ def test_the_same_chats_are_read_from_every_format(tmp_path, stored):
             call = {"function": {"name": Value("string"), "arguments": Json()}}
             message = {"role": Value("string"), "content": Value("string"), "tool_calls": List(call)}
             dataset = Dataset.from_dict({"messages": messages}, features=Features({"messages": List(message)}))
-        case "messages are json":
-            dataset = Dataset.from_dict({"messages": messages}, features=Features({"messages": List(Json())}))
-        case "all is json":
-            dataset = Dataset.from_dict({"messages": messages}, features=Features({"messages": Json()}))
+        case "messages are json" | "all is json":
+            kind = Json() if stored == "all is json" else List(Json())
+            dataset = Dataset.from_dict({"messages": messages}, features=Features({"messages": kind}))
     for data in [*all_ways(tmp_path, dataset), *as_json(tmp_path)]:
         assert [record.values for record in read_records(data)] == [(each,) for each in messages], (stored, data)
 
@@ -91,10 +84,8 @@ def test_a_json_value_of_another_kind_is_a_problem_of_its_row(tmp_path):
     write_table(tmp_path / "a.parquet", "parquet", pa.table({"text": values}))
     found = read_records(str(tmp_path / "a.parquet"), record="text")
     assert [record.values for record in found] == [("fine",), None, None, None, ("fine too",)]
-    assert [
-        next(why for why in ("list [1] is not text", "not JSON", "is null") if why in record.problem)
-        for record in found[1:4]
-    ] == ["list [1] is not text", "not JSON", "is null"]
+    for record, why in zip(found[1:4], ("list [1] is not text", "not JSON", "is null"), strict=True):
+        assert why in record.problem
 
 
 def test_plain_extension_types_are_their_values_and_others_are_refused(tmp_path):
@@ -132,11 +123,8 @@ def test_plain_extension_types_are_their_values_and_others_are_refused(tmp_path)
 
 
 def test_maps_are_objects_and_keys_of_other_rows_are_left_out_at_every_depth(tmp_path):
-    kind = pa.list_(
-        pa.struct(
-            [("role", pa.string()), ("map", pa.map_(pa.string(), pa.struct([("a", pa.int64()), ("b", pa.int64())])))]
-        )
-    )
+    numbers = pa.map_(pa.string(), pa.struct([("a", pa.int64()), ("b", pa.int64())]))
+    kind = pa.list_(pa.struct([("role", pa.string()), ("map", numbers)]))
     chats = pa.array([[{"role": "user", "map": [("x", {"a": 1}), ("y", {"b": 2})]}], [{"role": "user"}]], kind)
     write_table(tmp_path / "a.parquet", "parquet", pa.table({"messages": chats}))
     assert [record.values[0] for record in read_records(str(tmp_path / "a.parquet"))] == [
@@ -149,10 +137,7 @@ def test_maps_are_objects_and_keys_of_other_rows_are_left_out_at_every_depth(tmp
     ("content", "why"),
     [
         (b'[{"text": "a"}, {"text"', "JSON list is damaged"),
-        (
-            b'{"data": [{"text": "a"}],\n "version": 1}',
-            "one JSON object over several lines, with the keys 'data', 'version'",
-        ),
+        (b'{"data": [{"text": "a"}],\n "version": 1}', "one JSON object over several lines, with the keys 'data', 've"),
         (b'{"text": "a"\n', "not JSON"),
         (b'["a", "b"]', "Expected `object`, got `str`"),
     ],
@@ -166,12 +151,8 @@ def test_json_that_holds_no_records_says_what_it_holds(tmp_path, content, why):
 def test_items_of_a_json_list_are_read_from_every_offset_and_named(tmp_path):
     rows = [{"text": f"t{index}"} for index in range(5)]
     (tmp_path / "a.json").write_bytes(b"\xef\xbb\xbf \n" + json.dumps(rows).encode())
-    config = DataConfig(sources=(str(tmp_path),), batch_documents=1, max_document_tokens=9)
-    part = open_part(config)
-    (reader,) = part.readers
+    reader = open_source(str(tmp_path))
     assert reader.num_parts(1) == 1
     for offset in range(6):
-        assert [record.values[0] for record in reader.records(FilePart(), offset)] == [
-            row["text"] for row in rows[offset:]
-        ]
+        assert values_of(list(reader.records(FilePart(), offset))) == [row["text"] for row in rows[offset:]]
     assert reader.origin(2) == f"{reader.file.name}:item 3"

@@ -40,6 +40,11 @@ def short_waits(monkeypatch):
     monkeypatch.setattr(sources, "RETRY_WAITS_S", (0.01, 0.02, 0.03))
 
 
+def remote_texts(served):
+    write_rows(served.root, "jsonl", [{"text": text} for text in TEXTS])
+    return open_source(f"{served.url}/rows.jsonl")
+
+
 @pytest.fixture
 def served(server):
     for path in server.root.iterdir():
@@ -89,8 +94,7 @@ def test_a_connection_that_always_fails_is_an_error_that_names_file_and_byte(ser
 
 def test_failures_that_come_again_and_again_are_survived_as_long_as_bytes_arrive(served):
     """The number of attempts bounds a standstill, not the failures of a run of weeks."""
-    write_rows(served.root, "jsonl", [{"text": text} for text in TEXTS])
-    reader = open_source(f"{served.url}/rows.jsonl")
+    reader = remote_texts(served)
     served.fail("short", 20, good_bytes=5000)
     assert values_of(read_all(reader)) == TEXTS
     assert served.num_failures == 0
@@ -98,8 +102,7 @@ def test_failures_that_come_again_and_again_are_survived_as_long_as_bytes_arrive
 
 def test_a_server_without_ranges_is_read_from_the_beginning_only(served):
     served.has_ranges = False
-    write_rows(served.root, "jsonl", [{"text": text} for text in TEXTS])
-    reader = open_source(f"{served.url}/rows.jsonl")
+    reader = remote_texts(served)
     whole = read_all(reader)
     assert values_of(whole) == TEXTS
     with pytest.raises(DataError, match=r"rows\.jsonl cannot be read at byte \d+: .*appear to support range"):
@@ -107,17 +110,14 @@ def test_a_server_without_ranges_is_read_from_the_beginning_only(served):
 
 
 def test_a_remote_file_that_vanishes_is_an_error_at_once(served):
-    write_rows(served.root, "jsonl", [{"text": "a"}])
-    reader = open_source(f"{served.url}/rows.jsonl")
+    reader = remote_texts(served)
     (served.root / "rows.jsonl").unlink()
     with pytest.raises(DataError, match=r"rows\.jsonl cannot be opened"):
         read_all(reader)
 
 
 def test_a_remote_file_that_became_shorter_is_an_error(served):
-    """Its end would look like the end of the data."""
-    write_rows(served.root, "jsonl", [{"text": text} for text in TEXTS])
-    reader = open_source(f"{served.url}/rows.jsonl")
+    reader = remote_texts(served)
     content = (served.root / "rows.jsonl").read_bytes()
     (served.root / "rows.jsonl").write_bytes(content[: content.index(b"\n", 70_000) + 1])
     with pytest.raises(DataError, match=r"rows\.jsonl cannot be read at byte 7\d{4}"):
@@ -133,29 +133,23 @@ def test_a_part_of_a_large_remote_file_does_not_fetch_what_lies_before_it(served
 
 
 def test_lines_of_a_remote_file_are_named(served):
-    write_rows(served.root, "jsonl", [{"text": text} for text in TEXTS])
-    reader = open_source(f"{served.url}/rows.jsonl")
+    reader = remote_texts(served)
     records = read_all(reader)
     assert reader.origin(records[150].offset) == f"{served.url}/rows.jsonl:151"
 
 
 @pytest.fixture(scope="module")
 def bucket():
-    """An S3 bucket of a server in this process, as the environment of a user names it."""
     from moto.server import ThreadedMotoServer
 
     moto = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     moto.start()
     host, port = moto.get_host_and_port()
-    settings = {
-        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
-        "AWS_ACCESS_KEY_ID": "testing",
-        "AWS_SECRET_ACCESS_KEY": "testing",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }
+    settings = {"ENDPOINT_URL": f"http://{host}:{port}", "DEFAULT_REGION": "us-east-1"}
+    settings |= {"ACCESS_KEY_ID": "testing", "SECRET_ACCESS_KEY": "testing"}
     with pytest.MonkeyPatch.context() as patch:
         for key, value in settings.items():
-            patch.setenv(key, value)
+            patch.setenv(f"AWS_{key}", value)
         filesystem = fsspec.filesystem("s3", skip_instance_cache=True)
         filesystem.mkdir("corpus")
         yield filesystem

@@ -37,12 +37,8 @@ def read(config: DataConfig, num_ranks: int = 1) -> tuple[Counter, GlobalBatchLo
 
 
 def both_sides(source: str, share: float, num_ranks: int = 1, **changes) -> tuple[Counter, Counter]:
-    """What is trained, and what validates."""
-    sides = (
-        read(data_config(source, held_out_share=share, reads=side, **changes), num_ranks)[0]
-        for side in ("training", "held_out")
-    )
-    trained, held_out = sides
+    configs = (data_config(source, held_out_share=share, reads=side, **changes) for side in ("training", "held_out"))
+    trained, held_out = (read(config, num_ranks)[0] for config in configs)
     return trained, held_out
 
 
@@ -79,17 +75,12 @@ def test_every_document_is_trained_or_validates_and_the_ledger_has_both(tmp_path
     format=st.sampled_from(FORMATS),
 )
 def test_the_choice_depends_on_nothing_but_the_data(tmp_path_factory, changes, num_ranks, format):
-    """Not on the order, nor on who reads; pieces of one record stay together."""
     root = write_corpus(tmp_path_factory.mktemp("corpus"), format, TEXTS)
     plain = both_sides(root, 0.2)
     trained, held_out = both_sides(root, 0.2, num_ranks, **changes)
     limit = changes["max_document_tokens"]
-    assert held_out == sum((Counter(_pieces(document, limit)) for document in plain[1]), Counter())
-    assert trained == sum((Counter(_pieces(document, limit)) for document in plain[0]), Counter())
-
-
-def _pieces(document: tuple[int, ...], limit: int) -> list[tuple[int, ...]]:
-    return [document[at : at + limit] for at in range(0, len(document), limit)]
+    for side, whole in zip((trained, held_out), plain, strict=True):
+        assert side == Counter(text[at : at + limit] for text in whole for at in range(0, len(text), limit))
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -135,10 +126,9 @@ def test_a_resumed_loader_goes_on_alike_and_refuses_another_share(tmp_path, read
         assert documents_of(again.next_batch()) == documents_of(batch)
     assert again.next_batch() is None
     for other in ({"held_out_share": 0.3}, {"held_out_share": 0.0, "reads": "training"}):
+        loader = GlobalBatchLoader(data_config(root, **{"reads": reads} | other, batch_documents=5))
         with pytest.raises(ConfigError, match=r"data.held_out_share: saved with 0.4, now (0.3|None)"):
-            GlobalBatchLoader(data_config(root, **{"reads": reads} | other, batch_documents=5)).load_state(
-                stopped.state()
-            )
+            loader.load_state(stopped.state())
 
 
 @pytest.mark.parametrize("format", ["text", "jsonl", "parquet"])

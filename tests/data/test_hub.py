@@ -80,20 +80,10 @@ def test_what_is_not_there_is_said_with_what_to_do(name, wanted, lacks):
 
 
 def test_paths_stay_paths(tmp_path, monkeypatch):
-    """What lies here is never asked for elsewhere, nor what was mistyped beside it."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models" / "small").mkdir(parents=True)
-    for path in (
-        "models/small",
-        "models/smal",
-        "nowhere",
-        "a/b/c",
-        "a/config.json",
-        "/a/b",
-        "./a/b",
-        "../a",
-        "run.toml",
-    ):
+    paths = "models/small", "models/smal", "nowhere", "a/b/c", "a/config.json", "/a/b", "./a/b", "../a", "run.toml"
+    for path in paths:
         assert not is_hub_name(path), path
         assert local_path(path, "model.path") == path
     assert is_hub_name("some-org/small")

@@ -28,10 +28,7 @@ def tally(documents, tokens):
 
 
 def test_every_token_ends_up_in_one_row():
-    ledger = Ledger()
-    for num_tokens in (10, 20, 30, 40, 50):
-        ledger.add_read(tally(1, num_tokens))
-    ledger.add_dropped("overlong", tally(1, 50))
+    ledger = Ledger(LedgerState(read=tally(5, 150), dropped={"overlong": tally(1, 50)}))
     ledger.check(tally(4, 100))
     ledger.add_handed_out(tally(3, 60), tally(0, 0))
     ledger.check(tally(1, 40))
@@ -51,9 +48,7 @@ def test_every_token_ends_up_in_one_row():
 
 
 def test_documents_without_any_label_are_counted_and_told():
-    ledger = Ledger()
-    for num_tokens in (10, 20, 1, 30):
-        ledger.add_read(tally(1, num_tokens))
+    ledger = Ledger(LedgerState(read=tally(4, 61)))
     ledger.add_handed_out(tally(4, 61), tally(0, 0))
     lengths = {0: (10, 9), 1: (20, 0), 2: (1, 0), 3: (30, 0)}
     documents = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=m) for i, (n, m) in lengths.items())
@@ -77,8 +72,7 @@ def test_documents_without_any_label_are_counted_and_told():
 
 
 def test_lost_or_doubled_tokens_are_found():
-    ledger = Ledger()
-    ledger.add_read(tally(1, 10))
+    ledger = Ledger(LedgerState(read=tally(1, 10)))
     with pytest.raises(DataError, match="read 1 documents of 10 tokens, accounted for 0 of 0"):
         ledger.check(tally(0, 0))
     with pytest.raises(DataError, match="accounted for 1 of 11"):
@@ -86,8 +80,7 @@ def test_lost_or_doubled_tokens_are_found():
 
 
 def test_noting_a_step_twice_is_refused_and_changes_nothing():
-    ledger = Ledger()
-    ledger.add_read(tally(1, 10))
+    ledger = Ledger(LedgerState(read=tally(1, 10)))
     ledger.add_handed_out(tally(1, 10), tally(0, 0))
     ledger.record_step(make_plan([(0, 10)]))
     before = ledger.state

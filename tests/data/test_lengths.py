@@ -28,7 +28,6 @@ def test_documents_of_a_source_are_counted_as_the_loader_would_read_them(tmp_pat
 
 
 def test_a_glob_of_text_files_is_a_text_source(tmp_path):
-    """The error about a .txt that holds no numbers sends users here."""
     write_corpus(tmp_path, "text", ["abc", "de"])
     assert read_lengths(str(tmp_path / "*.txt")).tolist() == [4, 3]
 
@@ -104,9 +103,8 @@ def test_pickled_arrays_are_refused_without_advice_to_unpickle(tmp_path):
     with pytest.raises(DataError, match="pickled Python objects, which could run code") as error:
         read_lengths(str(tmp_path / "a.npy"))
     assert "allow_pickle" not in str(error.value)
-    with pytest.raises(DataError, match="not a numpy array file") as error:
+    with pytest.raises(DataError, match=r"not a numpy array file; save int32 or int64 with numpy\.save$"):
         read_lengths(str(tmp_path / "b.npy"))
-    assert "allow_pickle" not in str(error.value)
 
 
 def test_documents_say_whether_bytes_or_tokens_were_counted(tmp_path):

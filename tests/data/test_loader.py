@@ -22,11 +22,8 @@ batchings = st.one_of(
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_every_token_of_every_epoch_comes_exactly_once(tmp_path_factory, format, data):
-    """Documents lost, doubled, cut or mixed by any combination of format, length rule, batching and window."""
-    texts = data.draw(texts_of)
-    overlong = data.draw(st.sampled_from(["split", "truncate", "drop"]))
-    limit = data.draw(st.integers(1, 40))
-    epochs = data.draw(st.integers(1, 3))
+    texts, overlong = data.draw(texts_of), data.draw(st.sampled_from(["split", "truncate", "drop"]))
+    limit, epochs = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 3))
     changes = data.draw(batchings) | {
         "overlong": overlong,
         "max_document_tokens": limit,
@@ -156,8 +153,7 @@ def test_deferred_documents_come_again_until_they_are_trained(tmp_path):
     loader.check_ledger()
     assert loader.ledger.state.deferred.documents == 2
     last = loader.next_batch()
-    assert last.is_last
-    assert last.documents == ()
+    assert (last.is_last, last.documents) == (True, ())
     assert [document.doc_id for document in last.carried] == [2, 5]
     with pytest.raises(InvalidPlanError, match="last batch"):
         loader.record_step(last, plan_for(last, deferred={5}))
@@ -181,7 +177,6 @@ def test_a_plan_for_another_batch_is_refused(tmp_path):
 
 
 def test_a_failing_record_loses_nothing(tmp_path):
-    """The documents drawn before the failure must come once the file is repaired."""
     path = tmp_path / "a.jsonl"
     good = b"".join(b'{"text": "%d"}\n' % number for number in range(5))
     path.write_bytes(good + b'{"text"; "5"}\n')
@@ -239,10 +234,8 @@ def test_undecodable_file_is_named_or_skipped_into_the_ledger(tmp_path, name, co
 
 
 def test_empty_texts_are_dropped_by_name(tmp_path):
-    (tmp_path / "a.txt").write_text("")
-    (tmp_path / "b.txt").write_text("b")
-    (tmp_path / "c.jsonl").write_text('{"text": ""}\n')
-    (tmp_path / "d.jsonl").write_text("")
+    for name, content in (("a.txt", ""), ("b.txt", "b"), ("c.jsonl", '{"text": ""}\n'), ("d.jsonl", "")):
+        (tmp_path / name).write_text(content)
     loader = GlobalBatchLoader(data_config(str(tmp_path), include=("*",)))
     (batch,) = all_batches(loader)
     assert documents_of(batch) == [(98, 256)]

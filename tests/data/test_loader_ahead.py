@@ -54,7 +54,6 @@ def test_several_ranks_draw_alike(tmp_path):
 
 @pytest.fixture
 def damaged(tmp_path):
-    """Settings of a source whose record 333 cannot be read."""
     rows = [f'{{"text": "{number}"}}\n' for number in range(400)]
     rows[333] = '{"text": 3}\n'
     (tmp_path / "a.jsonl").write_text("".join(rows))
@@ -62,7 +61,6 @@ def damaged(tmp_path):
 
 
 def test_a_record_that_cannot_be_read_stops_its_own_batch_not_those_before(damaged):
-
     def trained(ahead):
         """Batches before the error, what was known behind each, and the loader afterwards."""
         loader, known = GlobalBatchLoader(damaged), []
@@ -87,7 +85,6 @@ def test_a_record_that_cannot_be_read_stops_its_own_batch_not_those_before(damag
 
 
 def test_a_record_that_cannot_be_read_is_read_again_only_when_its_batch_is_asked_for(damaged, monkeypatch):
-    """Every step that knows coming batches would else read up to it anew."""
     drawn, sample = [], StreamSampler.sample
 
     def counted(self, *arguments, **names):
@@ -111,7 +108,6 @@ def test_a_record_that_cannot_be_read_is_read_again_only_when_its_batch_is_asked
 
 
 def test_a_dropped_loader_is_gone_at_once(tmp_path):
-    """What reads for it ends with it, not when the garbage collector comes."""
     loader = GlobalBatchLoader(data_config(write_corpus(tmp_path, "jsonl", TEXTS), batch_documents=2))
     loader.next_batch()
     loader.coming(2)

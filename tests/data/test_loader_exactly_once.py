@@ -1,13 +1,16 @@
 """Exactly once, whoever reads: ranks, workers, strategies with delay, kills and resumes under another layout."""
 
+import itertools
 from collections import Counter
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from corpus_files import data_config, fingerprint_of, naive_documents, plan_for, write_corpus
+from corpus_files import data_config, naive_documents, plan_for, train_steps, write_corpus
 from evenload.data.batches import decode_state, encode_state
+from evenload.data.config import DataConfig
 from evenload.data.loader import GlobalBatchLoader
 from evenload.feed.step_maker import exchange_tokens
 from rank_threads import run_ranks
@@ -30,10 +33,8 @@ class Run:
             if self.state is not None:
                 loader.load_state(decode_state(self.state))
             steps, state = [], self.state
-            while num_steps is None or len(steps) < num_steps + prefetched:
-                batch = loader.next_batch()
-                if batch is None:
-                    break
+            most = None if num_steps is None else num_steps + prefetched
+            for batch in itertools.islice(iter(loader.next_batch, None), most):
                 documents = batch.documents + batch.carried
                 # Everyone trains every rank's documents once: document d belongs to rank d % ranks.
                 wanted = [[d.doc_id for d in documents if d.doc_id % num_ranks == r] for r in range(num_ranks)]
@@ -56,9 +57,7 @@ class Run:
         for step in zip(*(steps for steps, _, _ in results), strict=True):
             assert len({(s[0], s[1], s[2], s[3]) for s in step}) == 1, "ranks disagree about the batch"
             self.steps.append((*step[0][:4], {k: v for s in step for k, v in s[4].items()}))
-        done = len(self.steps) == 0 or self.state == results[0][1]
         self.state, self.ledger = results[0][1], results[0][2]
-        return done
 
 
 def delayed(batch):
@@ -84,7 +83,6 @@ configs = st.fixed_dictionaries(
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), changes=configs)
 def test_kills_and_resumes_under_any_number_of_ranks_train_everything_once(tmp_path_factory, data, changes):
-    """Data lost, repeated or reordered by a resume, a change of ranks, prefetching or delay."""
     texts = data.draw(st.lists(st.text("abä", max_size=30), min_size=1, max_size=30))
     root = write_corpus(
         tmp_path_factory.mktemp("corpus"), data.draw(st.sampled_from(["jsonl", "parquet", "text"])), texts
@@ -93,12 +91,8 @@ def test_kills_and_resumes_under_any_number_of_ranks_train_everything_once(tmp_p
     expected = Counter(naive_documents(texts, limit, overlong))
     if not expected:
         return
-    batching = data.draw(
-        st.one_of(
-            st.builds(lambda n: {"batch_documents": n}, st.integers(1, 7)),
-            st.builds(lambda n: {"batch_tokens": n}, st.integers(1, 90)),
-        )
-    )
+    documents, tokens = ({name: st.integers(1, most)} for name, most in (("batch_documents", 7), ("batch_tokens", 90)))
+    batching = data.draw(st.fixed_dictionaries(documents) | st.fixed_dictionaries(tokens))
     config = data_config(root, **changes, **batching)
     whole = Run(config)
     whole.go_on(1, None)
@@ -126,10 +120,7 @@ def test_worker_processes_give_the_same_batches(tmp_path, workers):
     batches = {}
     for count in (0, workers):
         loader = GlobalBatchLoader(data_config(root, **changes, workers=count))
-        batches[count] = []
-        while (batch := loader.next_batch()) is not None:
-            loader.record_step(batch, plan_for(batch))
-            batches[count].append((fingerprint_of(batch), encode_state(loader.state())))
+        batches[count] = list(train_steps(loader))
     assert batches[workers] == batches[0]
 
 
@@ -159,12 +150,9 @@ def test_weights_of_a_mixture_hold_until_a_part_ends_and_nothing_is_lost(tmp_pat
 
 
 def test_repeating_parts_keep_their_weights_for_ever(tmp_path):
-    small = write_corpus(tmp_path / "small", "jsonl", [f"s{number}" for number in range(7)], num_files=1)
-    large = write_corpus(tmp_path / "large", "jsonl", [f"l{number:03}" for number in range(500)], num_files=1)
-    mixture = (
-        {"name": "small", "weight": 1.0, "sources": (small,)},
-        {"name": "large", "weight": 1.0, "sources": (large,)},
-    )
+    texts = {"small": [f"s{number}" for number in range(7)], "large": [f"l{number:03}" for number in range(500)]}
+    sources = {name: (write_corpus(tmp_path / name, "jsonl", part, num_files=1),) for name, part in texts.items()}
+    mixture = tuple({"name": name, "weight": 1.0, "sources": source} for name, source in sources.items())
     config = mixture_config(mixture, mixture_end="repeat", epochs=None)
     whole, resumed = Run(config, delays=False), Run(config, delays=False)
     whole.go_on(1, 60)
@@ -180,15 +168,5 @@ def test_repeating_parts_keep_their_weights_for_ever(tmp_path):
 
 
 def mixture_config(mixture, **changes):
-    import msgspec
-
-    from evenload.data.config import DataConfig
-
-    settings = {
-        "mixture": mixture,
-        "batch_documents": 9,
-        "max_document_tokens": 64,
-        "shuffle_window": 8,
-        "workers": 0,
-    } | changes
-    return msgspec.convert(settings, DataConfig)
+    settings = {"batch_documents": 9, "max_document_tokens": 64, "shuffle_window": 8, "workers": 0}
+    return msgspec.convert(settings | {"mixture": mixture} | changes, DataConfig)

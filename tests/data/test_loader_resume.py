@@ -42,17 +42,14 @@ def test_batches_are_bit_identical_after_a_restart_at_every_step(tmp_path, forma
 def test_state_holds_no_text_and_does_not_grow(tmp_path):
     root = write_corpus(tmp_path, "jsonl", ["secret words " * 3] * 50)
     loader = GlobalBatchLoader(data_config(root, epochs=None, shuffle_window=8))
-    sizes = []
     for _ in range(200):
         batch = loader.next_batch()
         loader.record_step(batch, plan_for(batch))
-        sizes.append(len(encode_state(loader.state())))
+        assert len(encode_state(loader.state())) < 3000
     assert b"secret" not in encode_state(loader.state())
-    assert max(sizes) < 3000
 
 
 def test_resume_reads_only_what_the_loader_held(tmp_path, monkeypatch):
-    """Resume must not take longer at step 1000 than at step 1."""
     root = write_corpus(tmp_path, "jsonl", [f"text {number}" for number in range(400)], num_files=2)
     config = data_config(root, shuffle_window=5, batch_documents=10)
     loader = GlobalBatchLoader(config)

@@ -1,5 +1,6 @@
 """Every strategy trains every token of the source once an epoch, through loader, planner, exchange and packs."""
 
+import itertools
 from collections import Counter, defaultdict
 
 import pytest
@@ -25,14 +26,8 @@ LIMIT = 120
 def train(config, strategy, dp, states=None, num_steps=None):
     """Run some steps with `dp` ranks of one stage; (documents by id with the tokens and targets of their slices,
     loader and planner state, ledger)."""
-    planner = StepPlanner(
-        sample_model(),
-        sample_coefficients(),
-        even_layout(3, dp=dp),
-        None,
-        PlanOptions(max_pack_tokens=LIMIT),
-        host="unlimited",
-    )
+    options, layout = PlanOptions(max_pack_tokens=LIMIT), even_layout(3, dp=dp)
+    planner = StepPlanner(sample_model(), sample_coefficients(), layout, None, options, host="unlimited")
 
     def rank_run(rank, peers):
         loader = GlobalBatchLoader(config, peers=peers)
@@ -40,11 +35,7 @@ def train(config, strategy, dp, states=None, num_steps=None):
         if saved is not None:
             loader.load_state(decode_state(saved))
         forward, backward = defaultdict(dict), defaultdict(dict)
-        done = 0
-        while num_steps is None or done < num_steps:
-            batch = loader.next_batch()
-            if batch is None:
-                break
+        for batch in itertools.islice(iter(loader.next_batch, None), num_steps):
             step, documents = batch.step, batch.carried + batch.documents
             if rank == 0:
                 proposal = planner.propose(step, documents, strategy, state=delay, is_last=batch.is_last)
@@ -66,7 +57,6 @@ def train(config, strategy, dp, states=None, num_steps=None):
                         if position < len(table[int(doc)]):
                             assert position not in into[doc]
                             into[doc][position] = (token, target)
-            done += 1
         return forward, backward, (encode_state(loader.state()), delay), loader.ledger.state
 
     results = run_ranks(dp, rank_run)

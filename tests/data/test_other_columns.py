@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
-from chat_cases import CHATML
+from chat_cases import CHATML, chat, chat_encoder
 from corpus_files import data_config
 from evenload.data.chat_encoding import open_encoder
 from evenload.data.config import DataConfig
@@ -14,6 +14,7 @@ from evenload.data.encoders import RecordProblem
 from evenload.data.loader import GlobalBatchLoader
 from evenload.data.part_files import open_part
 from evenload.data.records import OtherColumnError, record_columns
+from evenload.data.tokenize import ByteTokenizer
 from evenload.errors import DataError
 from format_files import write_rows
 
@@ -46,7 +47,6 @@ CHANGES_SOMETHING = {
 
 
 def documents_of(tmp_path, way, rows, **settings):
-    """Tokens and labels of all documents of rows that are stored in a way."""
     datasets = {}
     if way in ("dataset", "stream", "transform"):
         dataset = Dataset.from_list(rows)
@@ -57,8 +57,7 @@ def documents_of(tmp_path, way, rows, **settings):
     else:
         source = write_rows(tmp_path, way, rows)
     settings = {"record": "tokens", "shuffle_window": 1, "batch_documents": len(rows)} | settings
-    loader = GlobalBatchLoader(data_config(source, **settings), datasets=datasets)
-    batch = loader.next_batch()
+    batch = GlobalBatchLoader(data_config(source, **settings), datasets=datasets).next_batch()
     table = batch.tokens
     return [(table[each.doc_id].tolist(), table.labels_of(each.doc_id).tolist()) for each in batch.documents]
 
@@ -89,9 +88,8 @@ def test_a_neighbour_that_would_change_what_is_trained_stops_the_run_until_it_is
     harmless = CHANGES_NOTHING.get(name, [0, 0, 0, 0])
     rows = [{"input_ids": IDS, name: [harmless] if np.ndim(value) > 1 else harmless}, {"input_ids": IDS, name: value}]
     for on_corrupt in ("error", "skip"):
-        with pytest.raises(
-            DataError, match=rf"(rows\.|dataset).*: '{name}' .*set data.ignore_columns = \[\"{name}\"\]"
-        ):
+        why = rf"(rows\.|dataset).*: '{name}' .*set data.ignore_columns = \[\"{name}\"\]"
+        with pytest.raises(DataError, match=why):
             documents_of(tmp_path, way, rows, on_corrupt=on_corrupt)
     ignored = documents_of(tmp_path, way, rows, ignore_columns=(name,))
     assert ignored == [(IDS, [-100, 6, 7, 8])] * 2
@@ -112,15 +110,8 @@ def test_neighbours_of_chats_are_refused_until_ignored(tmp_path, record, name):
 
 
 def test_other_columns_that_say_where_the_loss_is_are_refused_beside_a_named_one(tmp_path):
-    rows = [
-        {
-            "input_ids": IDS,
-            "labels": IDS,
-            "targets": [-100, 6, -100, -100],
-            "loss_mask": [1, 1, 0, 1],
-            "mine": [0, 1, 1, 1],
-        }
-    ]
+    own = {"targets": [-100, 6, -100, -100], "mine": [0, 1, 1, 1]}
+    rows = [{"input_ids": IDS, "labels": IDS, "loss_mask": [1, 1, 0, 1]} | own]
     with pytest.raises(DataError, match=r"'labels' says where the loss is, and \"targets\" was named instead"):
         documents_of(tmp_path, "jsonl", rows, labels_column="targets")
     with pytest.raises(DataError, match=r"'loss_mask' says where the loss is, and \"mine\" was named instead"):
@@ -132,27 +123,21 @@ def test_other_columns_that_say_where_the_loss_is_are_refused_beside_a_named_one
 
 
 def test_masks_and_shifted_ids_are_no_labels():
-    """Their ids would be trained: 0 and 1, or of every token the one after it."""
     config = data_config("x", record="tokens", labels_column="labels")
     encoder, ids = open_encoder(config), np.array(IDS, np.int32)
     with pytest.raises(OtherColumnError, match=r"nothing but 0 and 1, as a mask does.*set data.mask_column"):
         encoder.encode((ids, np.array([0, 0, 1, 1], np.int32)))
-    with pytest.raises(OtherColumnError, match="holds the next token at every place"):
-        encoder.encode((ids, np.array([6, 7, 8, -100], np.int32)))
-    with pytest.raises(OtherColumnError, match="holds the next token at every place"):
-        encoder.encode((ids, np.array([-100, 7, 8, 9], np.int32)))
+    for shifted in ([6, 7, 8, -100], [-100, 7, 8, 9]):
+        with pytest.raises(OtherColumnError, match="holds the next token at every place"):
+            encoder.encode((ids, np.array(shifted, np.int32)))
     assert encoder.encode((ids, np.array([-100, 9, 7, 8], np.int32))).labels.tolist() == [-100, 9, 7, 8]
 
 
-@pytest.mark.parametrize("mask", [[1, 1, 2, 1], [[1], [1]], [0.5, 1, 1, 1], "1111", [1, None, 1, 1]])
-def test_a_mask_that_is_none_is_a_problem(tmp_path, mask):
-    with pytest.raises(DataError, match=r"'mine'|list of 0 and 1"):
-        documents_of(tmp_path, "jsonl", [{"input_ids": IDS, "mine": mask}], mask_column="mine")
-
-
-def test_every_record_needs_a_column_that_was_named(tmp_path):
-    with pytest.raises(DataError, match="'mine'"):
-        documents_of(tmp_path, "jsonl", [{"input_ids": IDS}], mask_column="mine")
+@pytest.mark.parametrize("mask", [[1, 1, 2, 1], [[1], [1]], [0.5, 1, 1, 1], "1111", [1, None, 1, 1], "missing"])
+def test_a_mask_that_is_none_or_missing_is_a_problem(tmp_path, mask):
+    row = {"input_ids": IDS} | ({} if mask == "missing" else {"mine": mask})
+    with pytest.raises(DataError, match="'mine'" if mask == "missing" else r"'mine'|list of 0 and 1"):
+        documents_of(tmp_path, "jsonl", [row], mask_column="mine")
 
 
 def test_no_neighbour_has_the_name_of_a_wanted_column():
@@ -170,17 +155,13 @@ def test_the_start_says_what_is_used_and_what_is_not(tmp_path, way):
     kind = {"file.arrow": "arrow"}.get(way, way)
     assert line == (
         f"{tmp_path}: 1 {kind} file, 7 records | used: input_ids | checked to change nothing: attention_mask | "
-        "not used: id, url | "
-        "files left out: README.md"
+        "not used: id, url | files left out: README.md"
     )
 
 
 def test_labels_that_are_other_ids_are_told_at_the_start(tmp_path):
-    rows = [
-        {"input_ids": IDS, "labels": [-100, 6, 9, 8]},
-        {"input_ids": IDS, "labels": [-100, 6, -100, 8]},
-        {"input_ids": IDS},
-    ]
+    labels = {"labels": [-100, 6, 9, 8]}, {"labels": [-100, 6, -100, 8]}, {}
+    rows = [{"input_ids": IDS} | one for one in labels]
     for name, content in (("a", rows), ("b", rows[1:])):
         (tmp_path / name).mkdir()
         write_rows(tmp_path / name, "jsonl", content)
@@ -199,29 +180,14 @@ def test_records_of_many_files_are_estimated(tmp_path):
     assert abs(int(line.split("about ")[1].split(" ")[0]) - 140) <= 12
 
 
-TALK = [
-    {"role": "user", "content": "one"},
-    {"role": "assistant", "content": "two"},
-    {"role": "user", "content": "three"},
-    {"role": "assistant", "content": "four"},
-]
+TALK = chat("one", "two", "three", "four")
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"city": {"type": "string"}}}}]
 WITH_TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}{% if mood %}<{{ mood }}>{% endif %}" + CHATML.plain
 
 
-def chat_encoder(tmp_path, template, **settings):
-    (tmp_path / "template.jinja").write_text(template)
-    settings = {"record": "messages", "chat_template": str(tmp_path / "template.jinja")} | settings
-    return open_encoder(data_config("x", **settings))
-
-
 def trained_text(document):
     labels = document.tokens if document.labels is None else document.labels
-    return bytes(label for label in labels.tolist() if 0 <= label < 256).decode()
-
-
-def whole_text(document):
-    return bytes(token for token in document.tokens.tolist() if token < 256).decode()
+    return ByteTokenizer().decode(labels[labels >= 0])
 
 
 @pytest.mark.parametrize("template", [CHATML.plain, CHATML.tagged], ids=["prefixes", "blocks"])
@@ -245,11 +211,7 @@ def test_messages_with_weight_0_have_no_loss(tmp_path, template, key, split):
         ({"role": "assistant", "content": "", "tool_calls": [{"a": 1}]}, {}, "has tool_calls, which chat template"),
         ({"role": "assistant", "content": "a", "train_detail": [1]}, {}, "has train_detail, which is not read"),
         ({"role": "assistant", "content": "a", "weight": 0.5}, {}, r"message 1 has weight 0\.5, must be 0 or 1"),
-        (
-            {"role": "user", "content": "a", "train": True},
-            {},
-            "role 'user' has train True, and only what the assistant",
-        ),
+        ({"role": "user", "content": "a", "train": True}, {}, "role 'user' has train True, and only what the assi"),
         ({"role": "assistant", "content": "a", "weight": 0}, {"loss_on": "all"}, "has no loss by its weight"),
     ],
 )
@@ -271,10 +233,10 @@ def test_tools_and_variables_of_a_record_reach_its_template(tmp_path, way, as_te
     (tmp_path / "template.jinja").write_text(WITH_TOOLS)
     settings = {"record": "messages", "chat_template": str(tmp_path / "template.jinja"), "max_document_tokens": 999}
     first, second = documents_of(tmp_path, way, rows, **settings)
-    begin = bytes(token for token in first[0] if token < 256).decode().partition("<sunny><|im_start|>user\none")
+    begin = ByteTokenizer().decode(np.array(first[0])).partition("<sunny><|im_start|>user\none")
     assert json.loads(begin[0]) == TOOLS
     assert begin[1]
-    assert bytes(token for token in second[0] if token < 256).decode().startswith("<|im_start|>user\none")
+    assert ByteTokenizer().decode(np.array(second[0])).startswith("<|im_start|>user\none")
     assert [label for label in first[1] if label != -100] == [label for label in second[1] if label != -100]
     ignored = documents_of(tmp_path, way, rows, ignore_columns=("tools", "chat_template_kwargs"), **settings)
     assert ignored[0] == ignored[1] == second
@@ -289,7 +251,8 @@ def test_tools_that_no_template_writes_are_refused(tmp_path):
     with pytest.raises(RecordProblem, match="has tools, and its prompt is a text"):
         texts.encode(("a", "b", TOOLS))
     knows = chat_encoder(tmp_path, WITH_TOOLS)
-    assert whole_text(knows.encode((TALK, [json.dumps(TOOLS[0])]))) == whole_text(knows.encode((TALK, TOOLS)))
+    as_text, as_objects = (knows.encode((TALK, tools)).tokens.tolist() for tools in ([json.dumps(TOOLS[0])], TOOLS))
+    assert as_text == as_objects
     for tools in (["search"], [None], [TOOLS]):
         with pytest.raises(RecordProblem, match=r"must be a list of objects|not JSON"):
             knows.encode((TALK, tools))

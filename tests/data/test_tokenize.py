@@ -4,6 +4,7 @@ import sys
 
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -59,8 +60,6 @@ def test_training_is_the_same_in_another_process(trained, tmp_path):
 
 def test_truncation_and_padding_inside_the_file_are_switched_off(trained, tmp_path):
     """Many published files carry max_length 512, which would cut documents without a word."""
-    import tokenizers
-
     tokenizer = tokenizers.Tokenizer.from_file(str(trained[0]))
     tokenizer.enable_truncation(4)
     tokenizer.enable_padding(length=64)
@@ -69,7 +68,6 @@ def test_truncation_and_padding_inside_the_file_are_switched_off(trained, tmp_pa
 
 
 def write_variant(trained, tmp_path, token, config=None):
-    """The trained file with its special token renamed."""
     content = trained[0].read_text().replace("<|endoftext|>", token)
     (tmp_path / "tokenizer.json").write_text(content)
     if config is not None:
@@ -94,14 +92,11 @@ def test_end_token_can_be_set_and_is_asked_for_when_unknown(trained, tmp_path):
         open_tokenizer("bytes", "<stop>")
 
 
-def test_missing_or_foreign_files_are_named(tmp_path):
+def test_missing_or_foreign_files_and_too_small_vocabularies_are_named(tmp_path):
     with pytest.raises(ConfigError, match="nothing"):
         open_tokenizer(str(tmp_path / "nothing.json"))
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"not a tokenizer\.json"):
         open_tokenizer(str(tmp_path))
-
-
-def test_too_small_a_vocabulary_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"256.*257"):
         train_byte_pair_tokenizer(TEXTS, 256, tmp_path / "tokenizer.json")

@@ -17,7 +17,6 @@ TEXT = " the cat <tool_call>sat<think>\n  <|im_end|> on <|image|> mats<|endoftex
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    """A tokeniser that knows one added token of its own, with flags."""
     root = tmp_path_factory.mktemp("beside")
     train_byte_pair_tokenizer(["the cat sat on the mat"] * 20, 280, root / "tokenizer.json")
     tokenizer = tokenizers.Tokenizer.from_file(str(root / "tokenizer.json"))
@@ -30,7 +29,6 @@ FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 
 
 def opened(directory, config=None, special=None, added=None):
-    """Ours and transformers' ids of the text, after the files were written."""
     for name, content in zip(FILES, (config, special, added), strict=True):
         (directory / name).unlink(missing_ok=True)
         if content is not None:

@@ -1,5 +1,6 @@
-"""Checkpoints written while training goes on: what they hold, and what happens when they cannot be written."""
+"""Checkpoints written while training goes on: what they hold; what cannot be written, or was changed later."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 
 from checkpoint_cases import (
     random_numbers_after_resume,
+    resume_error,
     save_while_everything_changes,
     steps_resumed_from,
     train_with_a_full_disk,
@@ -14,12 +16,7 @@ from checkpoint_cases import (
 from dist_training import train_steps
 from evenload.config.train_config import load_train_config
 from evenload.errors import ConfigError
-from evenload.runtime.checkpoint.directory import (
-    complete_checkpoints,
-    latest_checkpoint,
-    prune_checkpoints,
-    remove_leftovers,
-)
+from evenload.runtime.checkpoint.directory import complete_checkpoints, latest_checkpoint, prune_checkpoints
 from small_run import write_small_run
 
 STEPS = 5
@@ -50,11 +47,10 @@ def test_a_checkpoint_in_the_background_holds_its_own_step(gloo_pool, config_fil
     whole = gloo_pool.run(4, train_steps, str(config_file), every, STEPS)[0]
     written = tmp_path / "run" / "checkpoints"
     assert names(written) == [f"step-{step:08d}" for step in range(1, STEPS + 1)]
-    for step in (2,):
-        again = tmp_path / f"from-{step}"
-        shutil.copytree(written / f"step-{step:08d}", again / "checkpoints" / f"step-{step:08d}")
-        rest = gloo_pool.run(4, train_steps, str(config_file), [*every, f"train.output_dir={again}"], STEPS)[0]
-        assert whole[step:] == rest
+    again = tmp_path / "from-2"
+    shutil.copytree(written / "step-00000002", again / "checkpoints" / "step-00000002")
+    rest = gloo_pool.run(4, train_steps, str(config_file), [*every, f"train.output_dir={again}"], STEPS)[0]
+    assert whole[2:] == rest
 
 
 def test_what_changes_after_the_copy_is_not_written(gloo_pool, config_file):
@@ -130,11 +126,42 @@ def test_the_last_checkpoint_has_to_succeed(gloo_pool, config_file):
 
 
 def test_random_states_and_cost_file_come_back(gloo_pool, config_file):
-    for expected, found, has_costs in gloo_pool.run(
-        2, random_numbers_after_resume, str(config_file), ["parallel.dp=2"], None
-    ):
+    for expected, found, has_costs in gloo_pool.run(2, random_numbers_after_resume, str(config_file), LAYOUT[1:]):
         assert found == expected
         assert has_costs
+
+
+def test_what_does_not_belong_together_is_refused(gloo_pool, config_file, tmp_path):
+    """Steps edited, a directory renamed, a loader state of another step, damaged tensors."""
+    gloo_pool.run(1, train_steps, str(config_file), [], 2)
+    saved = tmp_path / "run" / "checkpoints" / "step-00000002"
+
+    def error_of(change, steps: int = 2) -> str:
+        other = tmp_path / "other"
+        shutil.rmtree(other, ignore_errors=True)
+        copy = other / "checkpoints" / f"step-{steps:08d}"
+        shutil.copytree(saved, copy)
+        change(copy)
+        return gloo_pool.run(1, resume_error, str(config_file), [f"train.output_dir={other}"])[0]
+
+    def edit(name: str, **changes):
+        def change(copy: Path) -> None:
+            content = json.loads((copy / name).read_text()) | changes
+            (copy / name).write_text(json.dumps(content))
+
+        return change
+
+    def cut(copy: Path) -> None:
+        (file,) = copy.glob("*.distcp")
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+    assert error_of(lambda copy: None) == ""
+    edited = error_of(edit("progress.json", steps_done=400))
+    assert "progress.json tells of 400 steps, its name says 2" in edited
+    renamed = error_of(edit("progress.json", steps_done=400), steps=400)
+    assert "progress.json tells of 400 steps, its tensors say 2" in renamed
+    assert "loader.json is not the one that progress.json belongs to" in error_of(edit("loader.json", step=1))
+    assert "is damaged or does not fit the configured model: rank 0" in error_of(cut)
 
 
 def complete(directory: Path, *steps: int) -> None:
@@ -155,16 +182,6 @@ def test_pruning_counts_complete_checkpoints_only_and_keeps_the_newest(tmp_path)
     prune_checkpoints(tmp_path, 1)
     assert latest_checkpoint(tmp_path) == tmp_path / "step-100000000"
     assert (tmp_path / "step-of-mine").is_dir()
-
-
-def test_leftovers_of_a_killed_save_are_removed_and_never_resumed_from(tmp_path):
-    complete(tmp_path, 3)
-    for name in (".step-00000004.partial", ".step-00000001.removed"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "progress.json").write_text("{}")
-    assert latest_checkpoint(tmp_path) == tmp_path / "step-00000003"
-    remove_leftovers(tmp_path)
-    assert names(tmp_path) == ["step-00000003"]
 
 
 @pytest.mark.parametrize(

@@ -45,9 +45,8 @@ def assert_equals_whole(pool, plans: list[StepPlan], exchange, *, window=0, back
     for plan in plans:
         validate_plan(plan)
     world = plans[0].layout.dp * plans[0].layout.cp
-    ranks = pool.run(
-        world, attend_shared_packs, [encode_plan(p) for p in plans], exchange, torch.float64, window, backend
-    )
+    encoded = [encode_plan(plan) for plan in plans]
+    ranks = pool.run(world, attend_shared_packs, encoded, exchange, torch.float64, window, backend)
     for index, plan in enumerate(plans):
         for document in plan.documents:
             ours = merged([rank[index][0] for rank in ranks], document.doc_id)

@@ -31,19 +31,14 @@ def losses(pool, config_file: Path, name: str, *, sharing: int = 1, **settings) 
 
 
 def test_runs_that_share_documents_equal_runs_that_do_not(gloo_pool, config_file):
-    """Skrull, WLB's sharding and others with context ranks, SlimPack and auto with DP-Merge, in a pipeline and by both
-    exchanges: the same batches, losses and updates as one process, to 1e-9."""
-    alone = losses(gloo_pool, config_file, "alone", more={"plan.strategy": "balanced"})
+    """The same batches, losses and updates as one process, to 1e-9, in a pipeline and by both exchanges."""
+    balanced = {"plan.strategy": "balanced"}
+    alone = losses(gloo_pool, config_file, "alone", more=balanced)
     assert len(set(alone)) == STEPS
     apart = {"plan.options.dp_merge": "false"}  # on by default
     runs = {
         "skrull": {"sharing": 2, "cp": 2, "more": {"plan.strategy": "skrull"}},
-        "adaptive": {
-            "sharing": 2,
-            "cp": 2,
-            "pp": 2,
-            "more": {"plan.strategy": "balanced", "plan.options.cp_sharding": "adaptive"},
-        },
+        "adaptive": {"sharing": 2, "cp": 2, "pp": 2, "more": {"plan.options.cp_sharding": "adaptive", **balanced}},
         "ring": {"sharing": 3, "cp": 3, "more": {"plan.strategy": "slimpack", "parallel.cp_exchange": "ring"}},
         "per_document": {"sharing": 2, "cp": 2, "dp": 2, "more": {"plan.options.cp_sharding": "per_document", **apart}},
         "slimpack": {"sharing": 2, "dp": 2, "pp": 2, "more": {"plan.strategy": "slimpack"}},

@@ -5,13 +5,11 @@ from pathlib import Path
 import pytest
 
 from dist_training import Outcome, assert_same_training, run_outcome
-from flex_training import write_phases
-from training_cases import write_training_config
+from training_cases import write_phases, write_training_config
 
 PHASES = "ssllssls"
 CAP_BYTES = 6_000_000
 """Long batches take 7.2 MB in four replicas and 5.0 MB in two pipelines of two; short ones 2.5 MB at most."""
-"""For a long batch in two pipelines, and not for what a change to them leaves beside it."""
 RELY_ON_PREDICTIONS = "plan.options.flexpipe={known_steps=2, margin=0.0, patience_steps=1, follow_measured=false}"
 
 
@@ -20,9 +18,8 @@ def config_file(tmp_path: Path) -> str:
     corpus = write_phases(tmp_path / "corpus", PHASES)
     data = "prefetch_steps = 2\nstreams = 1"
     file = write_training_config(tmp_path, corpus, data, num_layers=4)
-    file.write_text(
-        file.read_text().replace("batch_documents = 7", "batch_documents = 8").replace("window = 16", "window = 1")
-    )
+    text = file.read_text().replace("batch_documents = 7", "batch_documents = 8")
+    file.write_text(text.replace("window = 16", "window = 1"))
     return str(file)
 
 

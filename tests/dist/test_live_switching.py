@@ -72,6 +72,7 @@ def run_file(tmp_path: Path, kind: str = "llama", **model: object) -> str:
     return str(write_small_run(tmp_path, texts, lines, kind, **model))
 
 
+LORA = ["model.lora.rank=2", "model.lora.alpha=4.0"]
 MOVED = {
     "bf16 with fp32 masters, tied": ("llama", {"tied": True}, ["model.dtype=bfloat16"], LAYOUTS),
     "learned positions, tied": ("gpt2", {"tied": True}, ["model.dtype=float64"], LAYOUTS),
@@ -81,12 +82,7 @@ MOVED = {
         ["model.dtype=float32", "model.router_aux_loss_coef=0.01"],
         ["pp=2,dp=2", "dp=4", "pp=2,virtual=2"],
     ),
-    "adapters, tied": (
-        "llama",
-        {"tied": True},
-        ["model.dtype=float32", "model.lora.rank=2", "model.lora.alpha=4.0"],
-        LAYOUTS,
-    ),
+    "adapters, tied": ("llama", {"tied": True}, ["model.dtype=float32", *LORA], LAYOUTS),
 }
 
 
@@ -108,11 +104,10 @@ SHARED = {
 
 @pytest.mark.parametrize("name", sweep(list(SHARED), 2))
 def test_no_bit_changes_whatever_is_shared(gloo_pool, tmp_path, name):
-    """Sent, read, and what comes to a machine once and is relayed there; with frozen weights, which are read ahead."""
+    """Sent, read, and what comes to a machine once and is relayed there; with frozen weights."""
     limit, ranks_per_machine = SHARED[name]
     chosen = ["parallel.pp=4", f"plan.layouts={LAYOUTS}", "plan.strategy=balanced", limit, "model.dtype=float32"]
-    lora = ["model.lora.rank=2", "model.lora.alpha=4.0"]
-    arguments = run_file(tmp_path, tied=True), [*chosen, *lora], [1, 2, 3, 2, 0], 2, ranks_per_machine
+    arguments = run_file(tmp_path, tied=True), [*chosen, *LORA], [1, 2, 3, 2, 0], 2, ranks_per_machine
     assert gloo_pool.run(4, changed_by_moving, *arguments) == [[]] * 4
 
 

@@ -30,6 +30,7 @@ def config_file(tmp_path: Path) -> Path:
     return write_small_run(tmp_path, (f"document {i} " * (1 + (i * 7) % 5) for i in range(40)), settings)
 
 
+SUMS = "the (sum of gradients|keys and values)"
 CONTEXT = "the keys and values of forward pack .* from rank 1"
 
 
@@ -51,14 +52,7 @@ class Case(NamedTuple):
 CASES = (
     # Its neighbour may be some actions behind, in a backward pack.
     Case(FOUR, 4, "transfer", 0, signal.SIGKILL, {2: "the (hidden states of forward|gradient of backward) pack"}),
-    Case(
-        FOUR,
-        4,
-        "transfer",
-        3,
-        signal.SIGSTOP,
-        {1: "the gradient of backward pack", 2: "the (sum of gradients|keys and values)"},
-    ),
+    Case(FOUR, 4, "transfer", 3, signal.SIGSTOP, {1: "the gradient of backward pack", 2: SUMS}),
     Case(FOUR, 4, "planning", 0, STUCK, dict.fromkeys((1, 2, 3), "the plan of step")),
     Case((*TWO, "parallel.cp_exchange=ring"), 2, "transfer", 1, signal.SIGKILL, {0: CONTEXT}),
     Case((*TWO, "parallel.cp_exchange=all_gather"), 2, "transfer", 1, signal.SIGSTOP, {0: CONTEXT}),
@@ -79,9 +73,8 @@ def test_every_rank_that_is_left_names_what_it_waited_for_and_who_is_gone(config
         processes += [start(target=run_rank, args=(rank, *arguments)) for rank in range(case.num_ranks)]
     for process in processes:
         process.start()
-    expected = [
-        tmp_path / str(number) / f"error-{rank}.txt" for number, case in enumerate(CASES) for rank in case.others
-    ]
+    lefts = [(number, rank) for number, case in enumerate(CASES) for rank in case.others]
+    expected = [tmp_path / str(number) / f"error-{rank}.txt" for number, rank in lefts]
     deadline_s = time.monotonic() + 300
     try:
         while missing := [file for file in expected if not file.is_file()]:

@@ -1,5 +1,4 @@
-"""The one matrix: every pair of features in some step that a real planner planned, run by the real executor on up to
-four processes, equal to plain transformers; or refused at start, saying why. Axes, rules: tests/support/matrix.py."""
+"""Every pair of features in some planned step, equal to plain transformers, or refused at start (axes: matrix.py)."""
 
 import itertools
 from pathlib import Path
@@ -52,7 +51,7 @@ OVERLAPS = ("reduction", "gather")
 
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory):
-    """Where the adapter of models that have one lies; written when plain training is asked for."""
+    """Where the adapter of models that have one lies."""
     return tmp_path_factory.mktemp("adapter")
 
 
@@ -74,7 +73,6 @@ def test_every_value_is_trained_in_bf16_too():
 
 
 def test_the_axes_hold_everything_that_training_accepts():
-    """A new strategy or architecture without a row is untested."""
     assert set(AXES["strategy"]) == {one.name for one in STRATEGIES.values()}
     assert {tiny_config(case.kind).model_type for case in MODELS.values()} == {
         architecture.model_type for architecture in TRAINED.values()
@@ -148,7 +146,6 @@ def start(config_file, values):
 
 
 def test_what_is_tested_is_not_refused(config_file):
-    """A rule of the product that is wider than the table would take features away."""
     for row in matrix_rows():
         settings = row._asdict()
         if row.sharding == "dacp":
@@ -208,9 +205,8 @@ def test_rows_equal_plain_training(gloo_pool, adapter, place):
     for index, (row, plan) in enumerate(zip(rows, plans, strict=True)):
         results = [rank[index] for rank in ranks]
         expected, of_ranks = expected_of(case_of(row), adapter), [result[:3] for result in results]
-        assert_ranks_equal(
-            row.describe(), case_of(row).config(), of_ranks, expected.loss, expected.gradients, limit=1e-10
-        )
+        config = case_of(row).config()
+        assert_ranks_equal(row.describe(), config, of_ranks, expected.loss, expected.gradients, limit=1e-10)
         assert_losses_equal(row, plan, results, expected)
         stored = [result.stored for result in results]
         is_shared = shares_documents(row.layout, row.dp_merge)
@@ -224,7 +220,6 @@ def test_rows_equal_plain_training(gloo_pool, adapter, place):
 
 
 def assert_losses_equal(row, plan, results, expected):
-    """Of forwards alone, as validation runs them: the losses of every document."""
     found = sum(result.document_losses for result in results)
     if expected.document_losses is None:
         assert found.sum() == pytest.approx(expected.loss * plan.num_label_tokens, rel=1e-10), row.describe()

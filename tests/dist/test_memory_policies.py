@@ -1,5 +1,4 @@
-"""Plans as planners emit them where time or memory is short: recomputed and offloaded documents, backwards split into
-I and W, several stages on a rank; alone and together, through the real executor."""
+"""Plans where time or memory is short: recomputed and offloaded documents, split backwards, several stages a rank."""
 
 import msgspec
 import numpy as np

@@ -62,12 +62,7 @@ def test_groups_of_layouts_are_as_many_as_counted(gloo_pool):
     """What every run makes beside those of its layouts is the same for all sets of several layouts."""
     first = (even_layout(8, dp=4), even_layout(8, dp=2, pp=2))
     others = (
-        (
-            even_layout(8, pp=4),
-            even_layout(8, dp=2, pp=2),
-            even_layout(8, dp=4),
-            even_layout(8, pp=3, devices=[1, 2, 1]),
-        ),
+        (even_layout(8, pp=4), *first, even_layout(8, pp=3, devices=[1, 2, 1])),
         (even_layout(8, pp=2, tp=2), even_layout(8, dp=2, tp=2)),
         (even_layout(8, dp=2, cp=2), even_layout(8, pp=2, cp=2), even_layout(8, pp=2, cp=2, virtual=2)),
     )

@@ -14,11 +14,11 @@ from evenload.cli.worker_setup import require_runnable
 from evenload.config.train_config import TrainConfig, layout_of, load_train_config
 from evenload.errors import ConfigError
 from evenload.runtime.comm.mesh import create_meshes
-from evenload.runtime.model.hf_model import build_stage_model
 from evenload.runtime.model.model_config import load_config, model_spec
 from evenload.runtime.optim.optimizer import ShardedOptimizer, orthogonalised
 from evenload.runtime.optim.parameter_units import flatten_units
 from gloo_pool import TIMEOUT_S
+from reference_training import stage_model
 from training_cases import STEPS, UNEVEN_TEXTS, plain_losses, plain_model, plain_optimizers, write_training_config
 from validation_cases import averaged_export, plain_validation
 
@@ -33,13 +33,9 @@ def updated_in_bf16(config_file: str, overrides: list[str]) -> dict[str, np.ndar
     """All tensors after the configured steps; of data-parallel ranks. bf16 as its bits."""
     config = load_train_config(Path(config_file), overrides)
     hf = load_config(config.model.path)
-    mesh = create_meshes(
-        [layout_of(config.parallel, model_spec(config).num_layers)], torch.device("cpu"), TIMEOUT_S
-    ).start
-    stage = build_stage_model(
-        hf, layers=(0, hf.num_hidden_layers), dtype=torch.bfloat16, device=mesh.device, weights=None, seed=0
-    )
-    buffers = flatten_units(stage, mesh.data_size)
+    layout = layout_of(config.parallel, model_spec(config).num_layers)
+    mesh = create_meshes([layout], torch.device("cpu"), TIMEOUT_S).start
+    buffers = flatten_units(stage_model(hf, torch.bfloat16, seed=0), mesh.data_size)
     optimizer = ShardedOptimizer(buffers, mesh, config.optimizer, average_decay=config.train.ema_decay)
     for step in range(config.train.steps or 0):
         for buffer in buffers:
@@ -144,9 +140,8 @@ def test_the_average_of_weights_is_in_checkpoints_validated_and_exported(gloo_po
     assert first.losses + rest.losses == whole.losses == pytest.approx(expected, rel=1e-9)
     for name, value in whole.state.items():
         assert np.array_equal(value, rest.state[name]), f"{name} survives a checkpoint to the bit"
-    found = {
-        n.removeprefix("optimizer.").removesuffix(".average"): v for n, v in whole.state.items() if ".average" in n
-    }
+    averaged_state = {name: value for name, value in whole.state.items() if ".average" in name}
+    found = {n.removeprefix("optimizer.").removesuffix(".average"): value for n, value in averaged_state.items()}
     for name, value in found.items():
         assert value == pytest.approx(averages[name].numpy(), rel=1e-9, abs=1e-12), name
     assert len(found) == len(averages)
@@ -172,8 +167,7 @@ def as_bf16(bits: np.ndarray) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", ["muon", "adamw"])
 def test_updates_of_bf16_weights_are_torch_s_of_fp32_masters(gloo_pool, config_file, name):
-    """With gradients that are given, so that nothing but the update can differ; two ranks own parts of matrices. Not
-    clipped: a last bit of the norm is a bit of bfloat16 in some products of Newton-Schulz."""
+    """Gradients are given; not clipped: a last bit of the norm is a bit of bfloat16 in products of Newton-Schulz."""
     settings = [*BF16, "parallel.dp=2", f"optimizer.name={name}", "optimizer.weight_decay=0.1"]
     settings.append("optimizer.clip_norm=1e9")
     found, same = gloo_pool.run(2, updated_in_bf16, str(config_file), settings)
@@ -182,19 +176,16 @@ def test_updates_of_bf16_weights_are_torch_s_of_fp32_masters(gloo_pool, config_f
         assert {n for n in found if n.endswith(f".{kind}")} == {f"optimizer.{n}.{kind}" for n in expected}
         for n, value in expected.items():
             assert found[f"optimizer.{n}.{kind}"] == pytest.approx(value.numpy(), rel=1e-6, abs=1e-7), (kind, n)
-    for n in masters:
-        weights = as_bf16(found[f"model.{n}"])
-        assert torch.equal(weights, torch.from_numpy(found[f"optimizer.{n}.master"]).bfloat16()), n
-    assert any(
-        not np.array_equal(found[f"optimizer.{n}.master"], as_bf16(found[f"model.{n}"]).float()) for n in masters
-    )
+    kept = {n: (torch.from_numpy(found[f"optimizer.{n}.master"]), as_bf16(found[f"model.{n}"])) for n in masters}
+    for n, (master, weights) in kept.items():
+        assert torch.equal(weights, master.bfloat16()), n
+    assert any(not torch.equal(master, weights.float()) for master, weights in kept.values())
     moments = {n.rpartition(".")[2] for n in found if ".layers.0.mlp" in n and n.startswith("optimizer.")}
     assert moments == {"master", "average"} | ({"momentum"} if name == "muon" else {"exp_avg", "exp_avg_sq"})
     assert all(np.array_equal(found[n], same[n]) for n in found), "ranks agree to the bit"
 
 
 def initial_weights(config_file: Path) -> dict[str, torch.Tensor]:
-    """Before the first step, by name."""
     found: dict[str, torch.Tensor] = {}
     still = load_train_config(config_file, ["train.steps=1", "optimizer.learning_rate=1e-30"])
     plain_losses(still, lambda model: found.update({n: p.detach().clone() for n, p in model.named_parameters()}))

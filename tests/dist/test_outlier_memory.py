@@ -1,5 +1,4 @@
-"""A document of twenty times the mean that replicas share, under every activation policy: plain training's gradients,
-and the bytes that the plan says."""
+"""A document of twenty times the mean that replicas share: plain training's gradients, and the planned bytes."""
 
 import msgspec
 import numpy as np
@@ -24,9 +23,8 @@ LENGTHS = [*SHORT[:17], sum(SHORT), *SHORT[17:]]
 POLICIES = ("replay", "recompute", "offload")
 MODEL = model_from_hf_config(tiny_config("llama").to_dict(), "llama", 8)
 # Constants small enough that what documents cost decides.
-PASSES = {
-    name: msgspec.structs.replace(getattr(COSTS, name), slice_s=1e-5, pack_s=3e-5) for name in ("forward", "backward")
-}
+CHEAP = {"slice_s": 1e-5, "pack_s": 3e-5}
+PASSES = {name: msgspec.structs.replace(getattr(COSTS, name), **CHEAP) for name in ("forward", "backward")}
 
 
 def outlier_plan(policy: str, dp: int, pp: int) -> StepPlan:
@@ -50,8 +48,7 @@ def outlier_plan(policy: str, dp: int, pp: int) -> StepPlan:
 
 @pytest.mark.parametrize(("dp", "pp", "tolerance"), [(2, 1, 0.0), (2, 2, 0.1)])
 def test_a_shared_outlier_trains_and_takes_the_planned_bytes(gloo_pool, dp, pp, tolerance):
-    """To the byte where the outlier is not cut. Where it is, its rows are freed by the cell and not by the slice, and
-    cells may each have a row more. Peaks fall with the policy as predicted, on every rank."""
+    """To the byte where the outlier is not cut; where it is, rows are freed by the cell, which may have a row more."""
     plans = [outlier_plan(policy, dp, pp) for policy in POLICIES]
     is_cut = any(s.start for plan in plans for packs in plan.pack_plans for pack in packs.forward for s in pack.slices)
     assert is_cut == (tolerance > 0), "another cut: choose costs that leave the outlier whole"

@@ -1,5 +1,6 @@
 """Gradients summed beside packs: only what is complete, in one order, equal to the bit."""
 
+from contextlib import closing
 from typing import NamedTuple
 
 import numpy as np
@@ -51,7 +52,7 @@ def run_with_output(plans: list[bytes], batch: dict, kind: str, changes: dict) -
         def keep(unit: int, rank=rank, told=told) -> None:
             told.setdefault(unit, [buffer.grads.clone() for buffer in rank.buffers if buffer.unit == unit])
 
-        with GradientReduction(rank.buffers, mesh) as after:
+        with closing(GradientReduction(rank.buffers, mesh)) as after:
             rank.run_prepared(step, keep)
             changed = tuple(
                 unit
@@ -60,7 +61,7 @@ def run_with_output(plans: list[bytes], batch: dict, kind: str, changes: dict) -
                 if not torch.equal(buffer.grads, then)
             )
             expected = [shard.clone() for shard in after.finish()]
-        with GradientReduction(rank.buffers, mesh, is_overlapped=True) as beside:
+        with closing(GradientReduction(rank.buffers, mesh, is_overlapped=True)) as beside:
             rank.run_prepared(step, beside.release)
             early = len(beside._queued)
             shards = beside.finish()
@@ -69,7 +70,7 @@ def run_with_output(plans: list[bytes], batch: dict, kind: str, changes: dict) -
                 units=tuple(told),
                 changed=changed,
                 equal=all(torch.equal(one, other) for one, other in zip(shards, expected, strict=True)),
-                order=tuple(beside.trace().unit.tolist()),
+                order=tuple(beside._queued),
                 early=early,
             )
         )
@@ -93,9 +94,8 @@ ROWS = {
 def test_what_is_summed_early_is_complete_and_equal_to_the_bit(gloo_pool, name):
     row = ROWS[name]
     plan, case = plan_of(row), case_of(row)
-    ranks = gloo_pool.run(
-        plan.layout.world_size, run_with_output, [encode_plan(plan)], case.batch(), case.kind, case.changes
-    )
+    arguments = [encode_plan(plan)], case.batch(), case.kind, case.changes
+    ranks = gloo_pool.run(plan.layout.world_size, run_with_output, *arguments)
     for (told,) in ranks:
         assert told.changed == ()
         assert told.equal

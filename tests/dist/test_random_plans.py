@@ -51,10 +51,9 @@ class Case(NamedTuple):
 def varied(count: int = 1, *, num_layers: int = 4, virtual: int = 1, **options) -> list[StepPlan]:
     """Under every schedule that the stages allow; some documents are never cut."""
     schedules = SCHEDULES if virtual == 1 else ("list", "list_split")
+    options |= {"num_layers": num_layers, "virtual": virtual}
     plans = [
-        varied_plan(
-            7919 * seed + 131 * at, num_layers=num_layers, virtual=virtual, schedule=name, whole=seed == 1, **options
-        )
+        varied_plan(7919 * seed + 131 * at, schedule=name, whole=seed == 1, **options)
         for seed, (at, name) in itertools.product(range(count), enumerate(schedules))
     ]
     assert virtual > 1 or any("I" in plan.schedules[0].grid() for plan in plans), "backwards are really split"
@@ -118,9 +117,7 @@ CASES = {
     "dp4, merged": Case(lambda: merged(dp=4), is_held=False),
     "dp2 cp2, merged, ring": Case(lambda: merged(dp=2, cp=2), exchange="ring", is_held=False),
     "pp2 dp2, merged, fifo": Case(lambda: merged(dp=2, pp=2), channels="fifo", is_held=False),
-    "pp2 cp2, experts, ring": Case(
-        lambda: shared(pp=2, cp=2)[:1], BALANCED, "qwen3_moe", exchange="ring", is_held=False
-    ),
+    "pp2 cp2, experts, ring": Case(lambda: shared(pp=2, cp=2)[:1], BALANCED, "qwen3_moe", "ring", is_held=False),
     **{
         f"pp2 virtual2, {kind}": Case(lambda: varied(pp=2, virtual=2, max_tokens=30, num_documents=5), TIED, kind)
         for kind in spread(KINDS, 4)

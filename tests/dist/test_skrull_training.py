@@ -19,7 +19,6 @@ from evenload.types.model import model_from_hf_config
 from reference.dacp import algorithm_1, chosen
 from reference_training import tiny_config
 
-LENGTHS = [64, 1, 9, 30, 1, 17, 5, 2, 41, 12, 1, 25]
 COSTS = CostCoefficients(
     source="analytic",
     device="test",
@@ -43,17 +42,15 @@ FEW_PACKS = msgspec.structs.replace(
 )
 
 
+TWO_REPLICAS = [33, 24, 18, 2, 7, 30, 18, 30, 40]
+
+
 @pytest.mark.parametrize(
     ("dp", "cp", "lengths", "bucket"),
-    [
-        (1, 2, [12, 41, 40, 10, 5, 10, 5], 64),
-        (1, 4, [3, 2, 6, 9, 37, 2], 18),
-        (2, 2, [33, 24, 18, 2, 7, 30, 18, 30, 40], 50),
-    ],
+    [(1, 2, [12, 41, 40, 10, 5, 10, 5], 64), (1, 4, [3, 2, 6, 9, 37, 2], 18), (2, 2, TWO_REPLICAS, 50)],
 )
 def test_rolled_back_plans_equal_plain_training(gloo_pool, dp, cp, lengths, bucket):
-    """A bucket of memory so small that a document fits nowhere, not even shared, until a rank gives up another one,
-    which all ranks then share (Skrull §4.1)."""
+    """A document fits nowhere, not even shared, until a rank gives up another one, which all share (Skrull §4.1)."""
     model = model_from_hf_config(tiny_config("llama").to_dict(), "llama", 8)
     layout = even_layout(model.num_layers, dp=dp, cp=cp)
     step = documents(lengths)
@@ -75,8 +72,7 @@ def test_rolled_back_plans_equal_plain_training(gloo_pool, dp, cp, lengths, buck
 
 
 def is_rolled_back(problem, pack):
-    """Whether Algorithm 1 cannot place some document of the micro-batch without giving up another, and the plan is what
-    it found then."""
+    """Whether Algorithm 1 places some document only by giving up another, and the plan is what it found then."""
     columns = step_documents(problem, bucket_tokens(problem)).columns
     batch = chosen(columns, [piece.doc_id for piece in pack.slices])
     owner = list(pack.sharding)

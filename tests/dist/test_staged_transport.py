@@ -1,5 +1,4 @@
-"""The transport of tests on one GPU, here on a CPU: the executor of several ranks over groups that are not torch's own,
-every kind of transfer. tests/gpu/test_ranks_on_one_gpu.py is the same on a GPU."""
+"""The transport of tests on one GPU (tests/gpu/test_ranks_on_one_gpu.py), here on a CPU: every kind of transfer."""
 
 import pytest
 

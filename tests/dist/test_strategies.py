@@ -1,11 +1,11 @@
-"""Every strategy in one pipeline, to the byte of its detailed timeline; slices of every cut and order; ranks without
-labels or documents. (Strategies with everything else: test_matrix.)"""
+"""Every strategy in one pipeline, to the byte of its detailed timeline; ranks without labels or documents."""
 
 import msgspec
 import pytest
 
 from cost_samples import documents
 from dist_equality import assert_plans_equal_plain
+from dist_training import STEEP_COSTS
 from evenload.cost.pack_cost import PackCosts
 from evenload.explore.timelines import detailed_timeline
 from evenload.plan.planner import StepPlanner
@@ -17,7 +17,6 @@ from evenload.types.layout import even_layout
 from evenload.types.model import model_from_hf_config
 from evenload.types.timeline import MEMORY_KINDS
 from reference_training import tiny_config
-from steep_costs import STEEP_COSTS
 
 STRATEGIES = ["padded", "best_fit", "balanced", "slimpack", "auto", "sequential", "fixed_greedy", "fixed_exact", "wlb"]
 LIMIT = 64
@@ -30,7 +29,7 @@ COSTS = msgspec.structs.replace(STEEP_COSTS, intra_node=None, host_link=None, de
 
 
 def planned(strategy, lengths, options=None, costs=COSTS):
-    """The strategy's own plan of these documents, on two replicas of two stages."""
+    """On two replicas of two stages."""
     layout = even_layout(MODEL.num_layers, dp=2, pp=2)
     planner = StepPlanner(MODEL, costs, layout, None, options or PlanOptions(max_pack_tokens=LIMIT), host="unlimited")
     step = documents(lengths)
@@ -57,8 +56,7 @@ def test_every_strategy_equals_plain_training_and_its_detailed_timeline(gloo_poo
 
 
 def assert_peaks_match_the_memory_model(plan, measured):
-    """The simulator's bytes without its estimates of temporaries are the store's bytes, to the byte: the peak, what is
-    held after every action, and the peak of every kind."""
+    """The simulator's bytes without temporaries are the store's: at the peak, after every action, and of every kind."""
     timeline = detailed_timeline(plan, PackCosts(MODEL, COSTS, plan.layout))
     for dp_rank in range(plan.layout.dp):
         for pp_rank in range(plan.layout.pp):
@@ -73,9 +71,7 @@ def assert_peaks_match_the_memory_model(plan, measured):
             assert {name: int(column.max()) for name, column in predicted.items()} == stored.peak_by_kind
 
 
-@pytest.mark.parametrize(
-    "lengths", [[1, 1, 1], [1, 1, 40], [50]], ids=["no labels at all", "one rank without", "one document"]
-)
+@pytest.mark.parametrize("lengths", [[1, 1, 1], [1, 1, 40], [50]], ids=["no labels", "one rank without", "one"])
 def test_ranks_without_labels_or_documents(gloo_pool, lengths):
     """0/0 on one rank is NaN everywhere after the reduction (notes: users row 19); a replica may have nothing to do."""
     plans = [planned(strategy, lengths) for strategy in ("padded", "sequential", "slimpack", "wlb")]

@@ -1,5 +1,4 @@
-"""Tensor parallelism with sequence parallelism: plans through the real executor equal plain training, in every company;
-what is stored is what the memory model says; what cannot be cut right is refused."""
+"""Tensor parallelism with sequence parallelism: transfers are as charged; what cannot be cut right is refused."""
 
 import itertools
 
@@ -26,8 +25,7 @@ TOKENS = 24
 
 
 def hidden_transfers_by_action(num_layers: int, recomputed: int = 0) -> dict[str, float]:
-    """F, B, I, W -> transfers a layer, in units of all rows' hidden states, with a first document of so many recomputed
-    tokens."""
+    """F, B, I, W -> transfers a layer, in units of all rows' hidden states."""
     meshes = create_meshes([even_layout(num_layers, tp=2)], torch.device("cpu"), timeout_s=TIMEOUT_S)
     rank = RankUnderTest(meshes, meshes.start.layout, "llama", {}, torch.float64)
     (stage,) = rank.stages.values()

@@ -11,9 +11,8 @@ import pytest
 from dist_training import Outcome, assert_same_training, run_outcome
 from evenload.config.train_config import load_train_config
 from evenload.types.run import LossOf, Validation
-from flex_training import write_phases
 from sweeps import sweep
-from training_cases import plain_losses, write_training_config
+from training_cases import plain_losses, write_phases, write_training_config
 from validation_cases import PlainLoss, left_out_passes, plain_validation, start_error
 
 STEPS = 4

@@ -5,12 +5,11 @@ import itertools
 import numpy as np
 import pytest
 
-from cost_samples import sample_coefficients, sample_model
+from cost_samples import documents, sample_coefficients, sample_model
 from evenload.explore.batches import BatchRule
 from evenload.explore.worst_batch import find_worst
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem import PlanOptions
-from evenload.types.document import Document
 from evenload.types.layout import even_layout
 
 TABLE = np.array([200, 150, 90, 90, 40, 12, 5, 3], np.int64)
@@ -22,8 +21,7 @@ def make_planner(cap: int | None = None, policy: str = "replay") -> StepPlanner:
 
 
 def peak_bytes(planner: StepPlanner, lengths) -> int:
-    documents = tuple(Document(doc_id=i, num_tokens=int(n), num_label_tokens=int(n) - 1) for i, n in enumerate(lengths))
-    return planner.propose(0, documents, "best_fit").plan.predicted.peak_memory_bytes
+    return planner.propose(0, documents(lengths), "best_fit").plan.predicted.peak_memory_bytes
 
 
 def test_it_is_the_worst_of_all_batches_that_a_small_table_can_draw():
@@ -67,8 +65,7 @@ def test_where_policies_are_chosen_the_batch_that_memory_holds_least_of_is_the_w
     found = find_worst(planner, TABLE, rule, "best_fit", 60, seed=0)
 
     def tokens_not_stored(lengths) -> int:
-        documents = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n - 1) for i, n in enumerate(lengths))
-        (packs,) = planner.propose(0, documents, "best_fit").plan.pack_plans
+        (packs,) = planner.propose(0, documents(lengths), "best_fit").plan.pack_plans
         return sum(lengths[doc_id] for doc_id in packs.policies)
 
     every = [tokens_not_stored(lengths) for lengths in itertools.permutations(TABLE.tolist(), 4)]

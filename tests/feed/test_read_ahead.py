@@ -117,24 +117,3 @@ ahead = Prefetcher(make, 2, "test")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
     assert done.stdout.split() == ["made", "made"]
-
-
-def test_peeking_takes_nothing_away_and_waits_for_nothing():
-    """Also at the end, and where making failed."""
-    counter = Counter(2)
-    reader = Prefetcher(counter, 1, "test")
-    settled(counter, 1)
-    assert [reader.peek(), reader.peek(), reader.next()] == [0, 0, 0]
-    settled(counter, 2)
-    assert [reader.peek(), reader.next()] == [1, 1]
-    settled(counter, 3)
-    assert [reader.peek(), reader.next(), reader.peek(), reader.next()] == [None] * 4
-
-    failing = Prefetcher(Counter(fail_at=0), 1, "test")
-    deadline_s = time.monotonic() + 120
-    while failing._ready.empty() and time.monotonic() < deadline_s:
-        time.sleep(0.001)
-    assert failing.peek() is None
-    with pytest.raises(ValueError, match="at 0"):
-        failing.next()
-    assert Prefetcher(Counter(), 0, "test").peek() is None

@@ -43,9 +43,8 @@ def test_a_pass_among_the_best_stands_before_the_one_that_it_drives_out(steps_do
     ],
 )
 def test_a_checkpoint_of_other_state_is_refused_with_the_setting_that_differs(tmp_path, wanted, saved, cause):
+    ours, theirs = ([f"optimizer.w.{kind}" for kind in kinds] for kinds in (wanted, saved))
     with pytest.raises(ConfigError) as refused:
-        _require_same_state(
-            tmp_path, [f"optimizer.w.{kind}" for kind in wanted], ["model.w", *(f"optimizer.w.{k}" for k in saved)]
-        )
+        _require_same_state(tmp_path, ours, ["model.w", *theirs])
     causes = ["another model.dtype", "train.ema_decay is set in one", "another optimizer.name"]
     assert [one for one in causes if one in str(refused.value)] == [cause]

@@ -1,5 +1,4 @@
-"""Groups of channels on NCCL: options, and that nothing else takes them. Without a GPU no such group can be made, so
-the pool is asked what it would make."""
+"""Groups of channels on NCCL: their options, and that nothing else takes them, by what the pool would make."""
 
 from datetime import timedelta
 

@@ -124,9 +124,7 @@ def written(directory, name):
     ids=["one", "several", "no file"],
 )
 @pytest.mark.parametrize("special_map", [False, True])
-def test_the_end_that_was_trained_is_in_the_tokeniser_and_in_generation(
-    base, exported, generation, generated, special_map
-):
+def test_the_end_that_was_trained_is_exported_everywhere(base, exported, generation, generated, special_map):
     eos_id = with_token(base, "<stop>").eos_id
     (base / "generation_config.json").unlink()
     if generation is not None:

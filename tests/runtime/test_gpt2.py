@@ -12,23 +12,16 @@ from transformers import AutoModelForCausalLM
 from evenload.config.train_config import load_train_config
 from evenload.cost.memory import parameters_per_rank, static_kinds
 from evenload.errors import ConfigError, UnsupportedModelError
-from evenload.runtime.model.hf_model import build_rank_models, build_stage_model, require_model
+from evenload.runtime.model.hf_model import build_rank_models, require_model
 from evenload.runtime.model.model_config import load_config, model_spec
 from evenload.runtime.model.supported import position_warning, require_positions
 from evenload.runtime.model.tensor_weights import require_tensor_parallel
 from evenload.runtime.optim.parameter_units import flatten_units
 from evenload.types.layout import even_layout
 from evenload.types.model import model_from_hf_config
-from reference_training import tiny_config
+from reference_training import stage_model, tiny_config
 
 LENGTHS = [61, 1, 33]
-
-
-def built(config, layers=None, weights=None, tp=1):
-    return build_stage_model(
-        config, layers=layers or (0, config.num_hidden_layers), dtype=torch.float64, device=torch.device("cpu"),
-        weights=weights, seed=3, tp=tp,
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -37,12 +30,9 @@ def test_ranks_hold_exactly_what_the_cost_model_counts(sizes, tied):
     config = tiny_config("gpt2", tied=tied)
     spec, layout = model_from_hf_config(config.to_dict(), "tiny", 8), even_layout(4, **sizes)
 
-    def build(config, *, layers, tp):
-        return built(config, layers, tp=tp)
-
     held = []
     for pp_rank in range(layout.pp):
-        buffers = flatten_units(tuple(build_rank_models(config, layout, pp_rank, build).values()), dp=1)
+        buffers = flatten_units(tuple(build_rank_models(config, layout, pp_rank, stage_model).values()), dp=1)
         held.append(sum(buffer.num_elements for buffer in buffers))
         assert sum(buffer.tied for buffer in buffers) == (tied and layout.pp > 1)
     assert parameters_per_rank(spec, layout).tolist() == held
@@ -52,7 +42,7 @@ def test_ranks_hold_exactly_what_the_cost_model_counts(sizes, tied):
 def test_random_weights_follow_the_scheme_of_transformers():
     """Matrices in front of a residual sum begin smaller by the root of the number of sums."""
     config = tiny_config("gpt2", n_embd=192, n_inner=768)
-    layer = built(config, (1, 2)).layers[1]
+    layer = stage_model(config, layers=(1, 2)).layers[1]
     assert isinstance(layer, nn.Module)
     found = {name: parameter.std().item() for name, parameter in layer.named_parameters() if parameter.ndim == 2}
     for name, deviation in found.items():
@@ -76,7 +66,7 @@ def test_the_published_files_load(tmp_path: Path):
     require_model(config, str(tmp_path))
     expected = dict(original.named_parameters())
     for layers in ((0, 2), (2, 4)):
-        for named in built(config, layers, str(tmp_path)).unit_parameters():
+        for named in stage_model(config, layers=layers, weights=str(tmp_path)).unit_parameters():
             for name, parameter in named:
                 assert torch.equal(parameter, expected["transformer.wte.weight" if name == "lm_head.weight" else name])
 
@@ -104,12 +94,8 @@ def run(tmp_path):
 def test_documents_beyond_the_table_are_refused_with_the_setting_that_cuts_them(run):
     with pytest.raises(ConfigError) as error:
         model_spec(run({}))
-    for part in (
-        "up to 513 tokens",
-        "position for 512 tokens only (n_positions",
-        "data.max_document_tokens = 512 with",
-    ):
-        assert part in str(error.value)
+    parts = "up to 513 tokens", "position for 512 tokens only (n_positions", "data.max_document_tokens = 512 with"
+    assert all(part in str(error.value) for part in parts)
     config = run({}, "data.max_document_tokens=512")
     assert model_spec(config).position_rows == 512
     require_positions(tiny_config("llama", max_position_embeddings=8), 513)  # rotary positions go on: a warning
@@ -121,5 +107,3 @@ def test_adapters_and_tensor_parallelism_are_refused_by_name(run):
         model_spec(run({}, "data.max_document_tokens=512", "model.lora={rank=3}"))
     with pytest.raises(UnsupportedModelError, match=r"parallel\.tp is 2 .* one matrix"):
         require_tensor_parallel(tiny_config("gpt2"), 2)
-    with pytest.raises(UnsupportedModelError, match=r"attn_pdrop is 0\.1"):
-        model_spec(run({"attn_pdrop": 0.1}, "data.max_document_tokens=512"))

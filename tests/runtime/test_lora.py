@@ -5,17 +5,16 @@ import json
 import pytest
 import torch
 
-from adapter_cases import LORA, adapter_loss_and_gradients, all_tensors, build_with_adapters, make_adapters_matter
+from adapter_cases import LORA, adapter_loss_and_gradients, all_tensors, make_adapters_matter
 from evenload.config.sections import LoraConfig, with_adapters
 from evenload.cost.memory import parameters_per_rank, static_bytes
 from evenload.errors import ConfigError, UnsupportedModelError
-from evenload.runtime.model.hf_model import build_stage_model
 from evenload.runtime.model.lora import write_adapter
 from evenload.runtime.optim.parameter_units import flatten_units, frozen_bytes
 from evenload.runtime.replay.store import ActivationStore
 from evenload.types.layout import even_layout
 from evenload.types.model import model_from_hf_config
-from reference_training import KINDS, make_tokens, relative_error, tiny_config
+from reference_training import KINDS, make_tokens, relative_error, stage_model, tiny_config
 from single_stage import pack_tokens, sliced_packs, stage_of, trained
 
 # peft asks transformers by an old name.
@@ -50,10 +49,9 @@ def test_adapter_gradients_equal_peft(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "qwen3_moe"])
 def test_static_bytes_are_those_of_adapters(kind):
-    """The cost model's weights, gradients and optimizer state against what is allocated; narrow norms are not
-    counted by it."""
+    """Weights, gradients and optimizer state; the cost model does not count narrow norms."""
     config = tiny_config(kind)
-    model = build_with_adapters(config, LORA)
+    model = stage_model(config, lora=LORA)
     buffers = flatten_units(model, dp=1)
     spec = model_from_hf_config(config.to_dict(), kind, 8)
     lora_spec = with_adapters(spec, LORA)
@@ -68,10 +66,8 @@ def test_static_bytes_are_those_of_adapters(kind):
 
 def test_layouts_start_from_the_same_adapters():
     config = tiny_config("llama")
-    whole = all_tensors(build_with_adapters(config, LORA))
-    part = build_stage_model(
-        config, layers=(2, 4), dtype=torch.float64, device=torch.device("cpu"), weights=None, seed=3, lora=LORA
-    )
+    whole = all_tensors(stage_model(config, lora=LORA))
+    part = stage_model(config, layers=(2, 4), lora=LORA)
     for named in part.unit_parameters():
         for name, parameter in named:
             assert torch.equal(parameter, whole[name])
@@ -80,7 +76,7 @@ def test_layouts_start_from_the_same_adapters():
 @pytest.fixture
 def saved(tmp_path):
     """A tiny Llama's tensors with adapters, and these as a PEFT directory that `model.lora.path` names."""
-    model = build_with_adapters(tiny_config("llama"), LORA)
+    model = stage_model(tiny_config("llama"), lora=LORA)
     make_adapters_matter(model)
     tensors = all_tensors(model)
     write_adapter(tmp_path, {n: t for n, t in tensors.items() if ".lora_" in n}, LORA, "somewhere")
@@ -89,7 +85,7 @@ def saved(tmp_path):
 
 def test_an_adapter_goes_on_from_its_peft_directory(saved):
     tensors, lora = saved
-    again = all_tensors(build_with_adapters(tiny_config("llama"), lora))
+    again = all_tensors(stage_model(tiny_config("llama"), lora=lora))
     assert all(torch.equal(again[n], t) for n, t in tensors.items())
 
 
@@ -109,7 +105,7 @@ def test_other_adapters_are_refused_by_name(saved, tmp_path, change, error, mess
     file = tmp_path / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     with pytest.raises(error, match=message):
-        build_with_adapters(tiny_config("llama"), saved[1])
+        stage_model(tiny_config("llama"), lora=saved[1])
 
 
 @pytest.mark.parametrize(
@@ -136,4 +132,4 @@ def test_settings_that_cannot_be_trained_are_refused(settings, message):
 def test_a_damaged_adapter_is_refused(saved, tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=message):
-        build_with_adapters(tiny_config("llama"), saved[1])
+        stage_model(tiny_config("llama"), lora=saved[1])

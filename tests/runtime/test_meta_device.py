@@ -10,7 +10,6 @@ from collections import Counter
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from wide_gradients import wide_gradients
 
 from evenload.attention.varlen_cuda import VarlenCudaAttention
 from evenload.runtime.replay.store import ActivationStore
@@ -18,6 +17,7 @@ from evenload.runtime.replay.weight_products import WeightProducts
 from reference_training import make_tokens, tiny_config
 from single_stage import pack_tokens, packs_of, stage_of
 from sweeps import sweep
+from wide_gradients import wide_gradients
 
 LENGTHS = [61, 30, 1, 7, 2, 19]
 STAGES = ((0, 1), (1, 3), (3, 4))
@@ -88,9 +88,8 @@ def test_every_stage_keeps_shapes_and_precisions(kind, packs, split, policy):
     attention = CheckedVarlen(config)
     stages = [stage_of(config, BF16, layers=layers, device="meta", backend=attention)[0] for layers in STAGES]
     policies = {doc: policy for doc in range(len(LENGTHS)) if doc % 2 == 0} if policy != "replay" else {}
-    stores = [
-        ActivationStore(dict(enumerate(LENGTHS)), [tuple(pack) for pack in backward], policies=policies) for _ in stages
-    ]
+    lengths, of_packs = dict(enumerate(LENGTHS)), [tuple(pack) for pack in backward]
+    stores = [ActivationStore(lengths, of_packs, policies=policies) for _ in stages]
     for pack in forward:
         given, hidden = pack_tokens(pack, tokens, META), None
         for stage, store in zip(stages, stores, strict=True):

@@ -68,6 +68,5 @@ def test_a_switch_to_where_a_checkpoint_was_is_no_decision_of_the_step():
     planned, measured = planned_step(flex, state)
     told = Monitor(flex, flex.layout, 0, ()).note(planned, measured, SWITCH, None)
     assert (told.action, told.measured_switch_s, told.moved_bytes) == ("stay", None, None)
-    assert switch_line(0, SWITCH, told).endswith(
-        "; processes start in pp=4, the steps before the checkpoint ran in dp=4"
-    )
+    text = switch_line(0, SWITCH, told)
+    assert text.endswith("; processes start in pp=4, the steps before the checkpoint ran in dp=4")

@@ -52,8 +52,7 @@ class LateHostCopies:
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "qwen3_moe"])
 @pytest.mark.parametrize("unfavourable", [LateHostCopies, SpoiledHostCopies])
 def test_copies_that_come_late_and_memory_that_is_spoiled_at_once_change_nothing(unfavourable, kind, whole, policies):
-    """No tensor is read before it arrives or used after it left; freed host memory may be overwritten at once, and
-    tensors may lie in pieces."""
+    """Nothing is read before it arrives or used after it left; tensors may lie in pieces."""
     config, copies = tiny_config(kind), unfavourable()
     tokens = make_tokens(LENGTHS, config.vocab_size)
     stage, buffers = stage_of(config)

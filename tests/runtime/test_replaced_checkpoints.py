@@ -60,7 +60,6 @@ def write(path: Path, content: str) -> None:
 
 
 def save(directory: Path, content: str, keep: int) -> None:
-    """As a writer does, beside the tensors."""
     remove_leftovers(directory)
     write(partial_path(directory, STEP), content)
     put_in_place(partial_path(directory, STEP), checkpoint_path(directory, STEP))
@@ -84,8 +83,7 @@ def remove_file_by_file(path: Path) -> None:
 
 @pytest.mark.parametrize("keep", [1, 2])
 def test_wherever_a_save_ends_a_whole_checkpoint_is_found(tmp_path, keep, monkeypatch):
-    """At every line of ours, and between any two files that are removed; then in the next save as well; after a last
-    one nothing else is left."""
+    """At every line of ours, and between any two files that are removed; then in the next save as well."""
     monkeypatch.setattr(checkpoint_directory.shutil, "rmtree", remove_file_by_file)
     modules = checkpoint_directory, sys.modules[__name__]
     for line in itertools.count():

@@ -4,10 +4,12 @@ import multiprocessing
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from evenload.runtime.stages.live_stages import LiveStages
 from evenload.runtime.stages.twin_layer import (
     PAGE_BYTES,
     WEIGHTS,
@@ -18,7 +20,6 @@ from evenload.runtime.stages.twin_layer import (
     place_pieces,
     touch,
 )
-from taken_memory import taken_bytes
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -26,6 +27,11 @@ SHARED_MEMORY = Path("/dev/shm")
 def shared_files() -> set[Path]:
     """Without semaphores, which processes of other tests make and remove meanwhile."""
     return {path for path in SHARED_MEMORY.iterdir() if not path.name.startswith("sem.")}
+
+
+def taken_bytes(memory: SparseMemory) -> int:
+    """Of pages that were touched and not released."""
+    return os.fstat(memory.address[1]).st_blocks * 512
 
 
 def test_pages_are_taken_where_they_are_touched_and_given_back_whole():
@@ -117,3 +123,21 @@ def test_places_do_not_overlap_and_only_shared_pieces_have_one(two_ranks):
     assert not first.reaches(0, 2)
     starts = sorted(first.pieces[0].offsets.values())
     assert starts == [PAGE_BYTES, 2 * PAGE_BYTES]
+
+
+def test_optimizer_state_that_is_shared_takes_its_memory_before_the_first_step():
+    """What the process holds beside its tensors is what it holds then without them (`ProcessMemory`)."""
+    count, names = 2**16, ("exp_avg", "exp_avg_sq")
+    own, places = place_pieces([dict.fromkeys(names, torch.float32)], [count])
+    live = SimpleNamespace(state_names=names, shared=places[0], share_in=lambda mesh: (0, count))
+    values = torch.ones(count)
+    buffer = SimpleNamespace(values=values, grads=torch.zeros(1), shard=lambda values, rank, size: values)
+    here = SimpleNamespace(
+        held=SimpleNamespace(buffers=[buffer]),
+        mesh=SimpleNamespace(data_rank=0, data_size=1),
+        _live_of=lambda group: live,
+    )
+    (state,) = LiveStages.initial_state(here)
+    assert taken_bytes(own) == 2 * 4 * count
+    assert set(state) == set(names)
+    assert not any(tensor.any() for tensor in state.values())

@@ -10,8 +10,8 @@ from cost_samples import sample_coefficients, sample_model
 from evenload.plan.planner import StepPlanner
 from evenload.runtime.comm.mesh import create_meshes
 from evenload.runtime.executor import RankTrace
-from evenload.runtime.optim.data_parallel import GatherTrace, ReductionTrace
-from evenload.runtime.step_metrics import DevicePeaks, RankStepReport, UpdateValues, gather_timeline, step_row
+from evenload.runtime.optim.data_parallel import GatherTrace
+from evenload.runtime.step_metrics import RankStepReport, UpdateValues, gather_timeline, step_row
 from evenload.types.document import Document
 from evenload.types.layout import even_layout
 from evenload.types.timeline import KINDS, SIDE_KINDS
@@ -46,7 +46,6 @@ def _gathered(traces):
     mesh = create_meshes([LAYOUT], torch.device("cpu"), TIMEOUT_S).start
     place, zero_s = (mesh.dp_rank, mesh.pp_rank), ZERO_S[mesh.rank]
     packs, sums, gather = (np.array(one[place]) + zero_s for one in traces)
-    none = np.zeros(0)
     trace = RankTrace(
         kind=np.array([KINDS.index("F")], np.uint8),
         stage=np.array([place[1]], np.int32),
@@ -58,8 +57,8 @@ def _gathered(traces):
     )
     found = gather_timeline(
         trace,
-        ReductionTrace(np.array([3, 2], np.int32), sums[:, 0], sums[:, 1]),
-        [GatherTrace(gather[:1], gather[1:], none, none)],
+        sums.T,
+        [GatherTrace(gather[:, None], np.zeros((2, 0)))],
         zero_s=zero_s,
         step_time_s=9.0,
         static_bytes=1000,
@@ -119,7 +118,7 @@ def test_a_step_takes_what_ranks_tell_each_other_too(gloo_pool):
             timeline,
             model,
             update=UpdateValues(loss=1.0, grad_norm=1.0, learning_rate=0.1),
-            peaks=DevicePeaks(1e6, 2e6),
+            peaks=(1e6, 2e6),
             end=dataclasses.replace(END, data_wait_s=2.0),
             exchange_s=exchange_s,
             plan_s=0.0,

@@ -63,8 +63,7 @@ def test_a_buffer_is_filled_after_the_last_kernel_that_reads_its_memory(device, 
 
 
 def test_memory_on_the_device_is_free_when_later_kernels_come_behind_its_copy(monkeypatch):
-    """Not before, or they would write what is being copied; and not only when the copy has run, or a host that is far
-    ahead of the device takes new memory for every layer. So the allocator is told of no second stream."""
+    """Not before, or they would write what is being copied; and not only when the copy has run."""
     device = Device(copies_at_once=True).replace(monkeypatch)
     monkeypatch.setattr(host_copies, "_copy_rows", lambda moves: None)
     copies = CudaHostCopies(CPU)
@@ -149,9 +148,7 @@ def line(device, monkeypatch):
     return ChannelEnd(("F", 1), None, 0, carried)
 
 
-def test_a_receive_is_read_behind_its_transfer_and_written_behind_the_last_reader_of_its_memory(
-    device, line, monkeypatch
-):
+def test_a_receive_is_read_behind_its_transfer_and_written_behind_the_last_reader(device, line, monkeypatch):
     memory, seen = torch.full((3, 2), -1.0, dtype=torch.float64), []
     device.compute.queue(lambda: seen.append(memory.clone()))
     monkeypatch.setattr(torch, "empty", lambda *shape, **_: memory)
@@ -214,6 +211,5 @@ def test_state_waits_for_the_update_before_and_not_for_the_step_behind_which_it_
     device.end()
     assert seen[0] == "step"
     assert seen[1].tolist() == [0.0, 1.0]
-    assert [(tensor is after[0]["exp_avg"], stream) for tensor, stream, _ in device.recorded] == [
-        (True, device.compute)
-    ]
+    ((tensor, stream, _),) = device.recorded
+    assert (tensor is after[0]["exp_avg"], stream) == (True, device.compute)

@@ -1,4 +1,4 @@
-"""What a run measures of switches at its start, and for which of them it takes memory ahead."""
+"""What a run measures of switches at its start, and the memory that pieces take."""
 
 from types import SimpleNamespace
 
@@ -9,11 +9,8 @@ from torch import nn
 from evenload.plan.layouts.moves import Piece
 from evenload.runtime.optim.parameter_units import BufferGroup
 from evenload.runtime.stages import live_stages
-from evenload.runtime.stages.live_stages import LiveStages, Reading
-from evenload.runtime.stages.rank_state import RankState
-from evenload.runtime.stages.twin_layer import LivePiece, place_pieces
-from evenload.runtime.step_trainer import StepTrainer
-from taken_memory import taken_bytes
+from evenload.runtime.stages.live_stages import Reading
+from evenload.runtime.stages.twin_layer import LivePiece
 
 PIECES = [
     SimpleNamespace(
@@ -38,33 +35,6 @@ def test_ranks_of_a_machine_on_which_nothing_is_shared_read_nothing(rank, source
     one.run()
     assert one.num_bytes == (0 if source is None else 120)
     assert read == ([] if source is None else [(0, source)] * 3)
-
-
-def test_memory_is_taken_ahead_in_what_the_step_leaves():
-    asked = []
-    live = SimpleNamespace(preallocate=lambda coming, headroom_bytes: asked.append((coming(), headroom_bytes)))
-    here = SimpleNamespace(memory_cap_bytes=1000)
-    plan = SimpleNamespace(predicted=SimpleNamespace(peak_memory_bytes=600))
-    RankState.preallocating(SimpleNamespace(live=live), lambda: None, StepTrainer._headroom_bytes(here, plan))()
-    assert asked == [(None, 400)]
-
-
-def test_optimizer_state_that_is_shared_takes_its_memory_before_the_first_step():
-    """What the process holds beside its tensors is what it holds then without them (`ProcessMemory`)."""
-    count, names = 2**16, ("exp_avg", "exp_avg_sq")
-    own, places = place_pieces([dict.fromkeys(names, torch.float32)], [count])
-    live = SimpleNamespace(state_names=names, shared=places[0], share_in=lambda mesh: (0, count))
-    values = torch.ones(count)
-    buffer = SimpleNamespace(values=values, grads=torch.zeros(1), shard=lambda values, rank, size: values)
-    here = SimpleNamespace(
-        held=SimpleNamespace(buffers=[buffer]),
-        mesh=SimpleNamespace(data_rank=0, data_size=1),
-        _live_of=lambda group: live,
-    )
-    (state,) = LiveStages.initial_state(here)
-    assert taken_bytes(own) == 2 * 4 * count
-    assert set(state) == set(names)
-    assert not any(tensor.any() for tensor in state.values())
 
 
 def test_a_stand_in_comes_and_goes_as_its_piece_does_and_leaves_it_alone():

@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from evenload.errors import ConfigError, EvenloadError, UnsupportedModelError
-from evenload.runtime.model.hf_model import build_stage_model, require_model
+from evenload.runtime.model.hf_model import require_model
 from evenload.runtime.model.model_config import load_config
 from evenload.runtime.model.weight_files import INDEX_FILE, SINGLE_FILE, stored_weights
-from reference_training import make_tokens, tiny_config
+from reference_training import make_tokens, stage_model, tiny_config
 from single_stage import packs_of, run_single_stage
 
 NORM = "model.layers.0.input_layernorm.weight"
@@ -68,10 +68,7 @@ def refusal(model: Path) -> str:
 
 def test_a_whole_directory_passes_and_loads(model):
     assert refusal(model) == ""
-    stage = build_stage_model(
-        load_config(str(model)), layers=(0, 2), dtype=torch.float32, device=torch.device("cpu"), weights=str(model),
-        seed=0,
-    )  # fmt: skip
+    stage = stage_model(load_config(str(model)), torch.float32, weights=str(model))
     expected = load_file(model / SINGLE_FILE)
     found = {name: parameter for named in stage.unit_parameters() for name, parameter in named}
     assert found.keys() == expected.keys()

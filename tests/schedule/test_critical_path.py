@@ -26,16 +26,27 @@ def random_case(rng: np.random.Generator) -> tuple[PipelineTasks, ActionColumns]
     return tasks, packflow_static(tasks, inject=bool(rng.integers(2)))
 
 
-def test_path_of_the_hand_computed_timeline():
-    """The drawing of test_simulate: stage 1 is the bottleneck until its last backward, then the drain."""
+def test_path_and_split_of_the_hand_computed_timeline():
+    """The drawing of test_simulate, ranks * makespan = 26: stage 1 is the bottleneck until its last backward.
+
+    stage 0: busy 9; gap 3..6 before B0, produced at 5.5: 2.5 waiting for stage 1, 0.5 for the hop;
+             gap 10..11 before B2, produced at 10.5: 0.5 and 0.5
+    stage 1: starts at 1.5, busy 9 without a gap, ends at 10.5: cool-down 2.5
+    """
     tasks = uniform_tasks([2, 2, 3], 3, 2, p2p_s=0.5)
     actions = columns_of("0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1B0 1B1 1F2 1B2")
-    path = critical_path(tasks, actions, simulate(tasks, actions))
+    simulation = simulate(tasks, actions)
+    path = critical_path(tasks, actions, simulation)
     assert path_names(path, actions) == "0F0 1F0 1F1 1B0 1B1 1F2 1B2 0B2"
     assert path.p2p_s.tolist() == [0, 0.5, 0, 0, 0, 0, 0, 0.5]
     assert path.compute_s.tolist() == [[1, 2, 0, 0], [3, 6, 0, 0]]
     assert (path.makespan_s, path.p2p_s.sum()) == (13.0, 1.0)
     assert path.describe() == "rank 1 computes 69.2 % of it (F 23.1, B 46.2), rank 0 23.1 %, p2p 7.7 %"
+    bubble = split_bubble(tasks, actions, simulation)
+    assert (busy_seconds(simulation), bubble.warmup_s, bubble.cooldown_s) == (18.0, 1.5, 2.5)
+    assert (bubble.p2p_s, bubble.dependency_s) == (1.0, 3.0)
+    assert (bubble.stage_imbalance_s, bubble.imbalance_s) == (0.0, 0.0)
+    assert sum(bubble) == pytest.approx(8)
 
 
 def test_path_explains_the_whole_makespan_to_the_bit():
@@ -51,23 +62,6 @@ def test_path_explains_the_whole_makespan_to_the_bit():
 
 def busy_seconds(simulation: Simulation) -> float:
     return float((simulation.end_s - simulation.start_s).sum())
-
-
-def test_hand_computed_split():
-    """The drawing of test_simulate, ranks * makespan = 26:
-
-    stage 0: busy 9; gap 3..6 before B0, produced at 5.5: 2.5 waiting for stage 1, 0.5 for the hop;
-             gap 10..11 before B2, produced at 10.5: 0.5 and 0.5
-    stage 1: starts at 1.5, busy 9 without a gap, ends at 10.5: cool-down 2.5
-    """
-    tasks = uniform_tasks([2, 2, 3], 3, 2, p2p_s=0.5)
-    actions = columns_of("0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1B0 1B1 1F2 1B2")
-    simulation = simulate(tasks, actions)
-    bubble = split_bubble(tasks, actions, simulation)
-    assert (busy_seconds(simulation), bubble.warmup_s, bubble.cooldown_s) == (18.0, 1.5, 2.5)
-    assert (bubble.p2p_s, bubble.dependency_s) == (1.0, 3.0)
-    assert (bubble.stage_imbalance_s, bubble.imbalance_s) == (0.0, 0.0)
-    assert sum(bubble) == pytest.approx(8)
 
 
 def test_1f1b_fraction_is_the_textbook_one():

@@ -67,20 +67,12 @@ def test_core_and_graph_agree_on_orders_that_wait_for_each_other(devices, num_pa
     usual, rows = one_f_one_b(tasks), []
     for rank in range(tasks.num_ranks):
         own = usual.of_rank(rank)
-        stage, width = int(usual.stage[own.start]) if own.stop > own.start else 0, 0
-        width = int(tasks.widths[stage])
         packs = np.unique(usual.pack[own])
         count = len(packs)
-        # A backward needs its own forward before it, no more.
-        places = np.maximum.accumulate(np.maximum(rng.integers(0, count + 1, count), np.arange(count) + 1))
-        kinds, order = [], []
-        forward = 0
-        for at, pack in enumerate(packs.tolist()):
-            while forward < places[at]:
-                kinds, order, forward = [*kinds, 0], [*order, int(packs[forward])], forward + 1
-            kinds, order = [*kinds, 1], [*order, pack]
-        assert all(pack % width == packs[0] % width for pack in order)
-        rows.append((kinds, [stage] * len(kinds), order))
+        # A backward comes behind so many forwards: it needs its own before it, no more.
+        behind = np.maximum.accumulate(np.maximum(rng.integers(0, count + 1, count), np.arange(count) + 1))
+        order = np.argsort(np.concatenate([np.arange(count), behind - 0.5]), kind="stable")
+        rows.append((np.repeat([0, 1], count)[order], usual.stage[own], np.tile(packs, 2)[order]))
     actions = ActionColumns.of_ranks(rows)
     ends = reference_simulation(tasks, actions).done.sum() == len(actions.kind)
     if ends:

@@ -7,7 +7,16 @@ from evenload.errors import ConfigError
 from evenload.schedule.packflow import packflow_list
 from evenload.schedule.simulate import simulate
 from evenload.types.pipeline import PipelineTasks
-from pipeline_cases import caps, check_order, equal_packs, names_of, random_ranks, random_tasks, uniform_tasks
+from pipeline_cases import (
+    caps,
+    check_order,
+    equal_packs,
+    names_of,
+    random_ranks,
+    random_tasks,
+    uniform_tasks,
+    with_split,
+)
 from reference.list_schedule import list_schedule
 
 UNLIMITED = 2**60
@@ -56,20 +65,29 @@ def test_alternate_and_lookahead_change_the_order():
         assert warmup == 1 + 1 + ahead, "needed + the 1F1B word's run-ahead + lookahead"
 
 
-def test_no_cap_deadlocks_and_the_reference_agrees():
-    """Thousands of plans, caps from 0 up, one or several stages a rank."""
-    rng = np.random.default_rng(0)
-    for trial in range(2500):
-        tasks = random_tasks(rng, ranks=random_ranks(rng) if rng.random() < 0.3 else None, whole_seconds=trial % 2 == 0)
+@pytest.mark.parametrize(("split", "trials"), [(False, 2500), (True, 900)])
+def test_no_cap_deadlocks_and_the_reference_agrees(split, trials):
+    """Thousands of plans, caps from 0 up, one or several stages a rank, whole and split backwards."""
+    rng, kinds = np.random.default_rng(0), np.zeros(4, int)
+    for trial in range(trials):
+        tasks = random_tasks(rng, ranks=random_ranks(rng) if rng.random() < 0.4 else None, whole_seconds=trial % 2 == 0)
+        tasks = with_split(tasks, rng) if split else tasks
         cap = int(rng.choice([0, rng.integers(1, 400), UNLIMITED]))
         rule = random_rule(rng, tasks, cap)
-        actions = packflow_list(tasks, **rule)
+        actions = packflow_list(tasks, split=split, **rule)
         check_order(tasks, actions)
+        kinds += np.bincount(actions.kind, minlength=4)
         if trial % 3 == 0:
-            reference = list_schedule(tasks, **rule)
+            reference = list_schedule(tasks, split=split, **rule)
             for name in ("kind", "stage", "pack", "rank_offset"):
                 assert np.array_equal(getattr(actions, name), getattr(reference, name)), name
                 assert getattr(actions, name).dtype == getattr(reference, name).dtype
+        if split and tasks.num_ranks == tasks.num_stages:
+            # What whole backwards hold at least where the cap is 0: I and W add nothing to it.
+            least = simulate(tasks, packflow_list(tasks, cap_bytes=caps(tasks, 0), lookahead=0)).peak_bytes
+            assert (simulate(tasks, actions).peak_bytes <= np.maximum(cap, least)).all()
+    assert kinds[1] > 1000
+    assert (kinds[2:] > 1000).all() if split else not kinds[2:].any()
 
 
 def test_peak_is_at_most_the_cap_or_what_any_order_must_hold():

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cost_samples import sample_coefficients, sample_model
+from cost_samples import documents, sample_coefficients, sample_model
 from evenload.cost.coefficients import OverlapCost
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.units import pack_features, stage_units, unit_shares
@@ -16,7 +16,6 @@ from evenload.schedule.simulate import simulate
 from evenload.schedule.step_collectives import SimulatedReplica, _completing_places, run_collectives, run_reductions
 from evenload.stepplan.resimulation import timed_tasks
 from evenload.types.columns import SliceColumns
-from evenload.types.document import Document
 from evenload.types.layout import even_layout
 from evenload.types.pipeline import action_columns
 from evenload.types.plan import completing_actions
@@ -41,17 +40,24 @@ def test_a_sum_waits_for_its_gradients_and_for_the_sum_before() -> None:
     st.sampled_from([(1.0, 0.0), (2.0, 0.5), (1.0, 0.5), (1.5, 0.25), (1.0, 1.0)]),
 )
 def test_reductions_are_those_of_a_plain_clock(units, more, rates) -> None:
-    """A loop over small ticks, in which compute and one sum go on at their rates."""
     released = np.cumsum([gap for gap, _ in units]).tolist()
     alone, compute_end = [seconds for _, seconds in units], float(max(released, default=0) + more)
     beside = OverlapCost(communication_slowdown=rates[0], compute_slowdown=rates[1])
-    start, end, compute = sums(released, alone, compute_end, beside)
-    tick, now, computed, at, left = 2**-8, 0.0, 0.0, 0, None
-    ended, starts, ends = None, [], []
-    while ended is None or at < len(alone):
-        if ended is None and computed >= compute_end - 1e-9:
-            ended = now
-        while at < len(alone) and computed >= released[at] - 1e-9:
+    found = sums(released, alone, compute_end, beside)
+    idle = (compute_end, np.inf)
+    *expected, _ = plain_clock(released, [np.inf] * len(alone), alone, idle, beside, until=compute_end)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine == pytest.approx(theirs, abs=0.1)
+
+
+def plain_clock(ready, needed, alone, idle, overlap, until):
+    """Compute and one transfer go on at their rates, tick by tick; return starts and ends of transfers, when compute
+    comes to what is idle, and what it loses until `until`."""
+    tick, now, computed, at, left, starts, ends, idle_from = 2**-8, 0.0, 0.0, 0, None, [], [], None
+    while at < len(alone) or computed < until - 1e-9:
+        if idle_from is None and computed >= idle[0] - 1e-9:
+            idle_from = now
+        while at < len(alone) and computed >= ready[at] - 1e-9:
             if left is None:
                 starts.append(now)
                 left = float(alone[at])
@@ -59,15 +65,20 @@ def test_reductions_are_those_of_a_plain_clock(units, more, rates) -> None:
                 break
             ends.append(now)
             at, left = at + 1, None
+        is_stalled = any(computed >= need - 1e-9 for need in needed[at:])
+        is_idle = idle[0] - 1e-9 <= computed < idle[1] - 1e-9 and now < idle[1] - 1e-9
+        if idle[0] - 1e-9 <= computed < idle[1] - 1e-9 and not is_idle:
+            computed = idle[1]
+            continue
         runs = left is not None
-        if ended is None:
-            computed += tick * (1 - beside.compute_slowdown if runs else 1)
         if runs:
-            left -= tick / (beside.communication_slowdown if ended is None else 1)
+            left -= tick / (1 if is_stalled or is_idle else overlap.communication_slowdown)
+        if is_idle:
+            computed = max(computed, min(now, idle[1])) + tick if now + tick < idle[1] else idle[1]
+        elif not is_stalled:
+            computed += tick * (1 - overlap.compute_slowdown if runs else 1)
         now += tick
-    assert start == pytest.approx(starts, abs=0.1)
-    assert end == pytest.approx(ends, abs=0.1)
-    assert compute == pytest.approx(ended, abs=0.1)
+    return starts, ends, now if idle_from is None else idle_from, max(0.0, now - computed)
 
 
 @pytest.mark.parametrize(
@@ -123,33 +134,7 @@ def planner_of(sizes, **overlap):
     return StepPlanner(sample_model(num_layers=4), coefficients, layout, None, options, host="unlimited")
 
 
-BATCH = tuple(Document(doc_id=at, num_tokens=8 + 5 * at, num_label_tokens=7) for at in range(8))
-
-
-@pytest.mark.parametrize("sizes", [{"dp": 2}, {"dp": 2, "pp": 2}, {"dp": 2, "pp": 2, "virtual": 2}])
-@pytest.mark.parametrize("strategy", ["slimpack", "balanced"])
-def test_a_plan_says_what_it_hides(strategy, sizes) -> None:
-    """Step time, causes, timeline and account agree; without sums beside compute nothing is hidden."""
-    steps = {}
-    for name, beside in (("after", None), ("free", FREE), ("slow", OverlapCost(compute_slowdown=1.0))):
-        planner = planner_of(sizes, overlap=beside, overlap_gather=False)
-        proposal = planner.propose(0, BATCH, strategy)
-        predicted = steps[name] = proposal.plan.predicted
-        assert split_proposal(proposal).total_s() == pytest.approx(predicted.step_time_s)
-        timeline = detailed_timeline(proposal.plan, planner.costs)
-        told = timeline.reduction_seconds()
-        assert told[0] == pytest.approx(predicted.reduction_s)
-        if name != "slow":  # its packs end later than the simulation of packs alone says
-            assert told[1] == pytest.approx(predicted.reduction_hidden_s, abs=1e-9)
-        assert float(timeline.side.end_s.max()) == pytest.approx(predicted.step_time_s)
-    assert steps["after"].reduction_hidden_s == 0
-    assert 0 < steps["free"].reduction_hidden_s <= steps["free"].reduction_s
-    assert steps["free"].reduction_s == pytest.approx(steps["after"].reduction_s)
-    assert steps["free"].step_time_s < steps["after"].step_time_s
-    assert steps["slow"].step_time_s == pytest.approx(steps["after"].step_time_s)
-
-
-COSTLY = OverlapCost(communication_slowdown=2.5, compute_slowdown=0.9)
+BATCH = documents(8 + 5 * at for at in range(8))
 
 
 def gathers(updated, needed, alone, idle=(0, 0), beside=FREE):
@@ -169,39 +154,17 @@ def test_a_gather_waits_for_its_update_and_for_the_gather_before_and_a_forward_f
     st.sampled_from([(1.0, 0.0), (2.0, 0.25), (1.0, 0.5), (1.5, 0.5)]),
 )
 def test_gathers_are_those_of_a_plain_clock(units, idle_s, rates):
-    """A loop over small ticks: update, idle, forwards; compute and one gather go on at their rates."""
+    """Update, idle, forwards."""
     beside = OverlapCost(communication_slowdown=rates[0], compute_slowdown=rates[1])
     updated = np.cumsum([update for update, _, _ in units]).astype(float)
     idle = (float(updated[-1]), float(updated[-1] + idle_s))
     needed = (idle[1] + np.cumsum([gap for _, gap, _ in units])).astype(float)
     alone = [float(seconds) for _, _, seconds in units]
     start, end, _, lost = run_collectives(updated, needed, np.array(alone), idle, beside)
-    tick, now, computed, at, left, starts, ends = 2**-8, 0.0, 0.0, 0, None, [], []
-    while at < len(units) or computed < needed[-1] - 1e-9:
-        while at < len(units) and computed >= updated[at] - 1e-9:
-            if left is None:
-                starts.append(now)
-                left = alone[at]
-            if left > 1e-9:
-                break
-            ends.append(now)
-            at, left = at + 1, None
-        is_stalled = any(computed >= need - 1e-9 for need in needed[at:])
-        is_idle = idle[0] - 1e-9 <= computed < idle[1] - 1e-9 and now < idle[1] - 1e-9
-        if idle[0] - 1e-9 <= computed < idle[1] - 1e-9 and not is_idle:
-            computed = idle[1]
-            continue
-        runs = left is not None
-        if runs:
-            left -= tick / (1 if is_stalled or is_idle else beside.communication_slowdown)
-        if is_idle:
-            computed = max(computed, min(now, idle[1])) + tick if now + tick < idle[1] else idle[1]
-        elif not is_stalled:
-            computed += tick * (1 - beside.compute_slowdown if runs else 1)
-        now += tick
+    starts, ends, _, expected_lost = plain_clock(updated, needed, alone, idle, beside, until=needed[-1])
     assert start == pytest.approx(starts, abs=0.15)
     assert end == pytest.approx(ends, abs=0.15)
-    assert lost == pytest.approx(max(0.0, now - computed), abs=0.15)
+    assert lost == pytest.approx(expected_lost, abs=0.15)
 
 
 def test_units_are_read_from_the_embedding_upwards():
@@ -214,19 +177,34 @@ def test_units_are_read_from_the_embedding_upwards():
     assert unit_shares(costs, features, 2, "forward")[0].tolist() == [0]
 
 
+SLOW = OverlapCost(compute_slowdown=1.0)
+COSTLY = OverlapCost(communication_slowdown=2.5, compute_slowdown=0.9)
+
+
 @pytest.mark.parametrize("sizes", [{"dp": 2}, {"dp": 2, "pp": 2}, {"dp": 2, "pp": 2, "virtual": 2}])
 @pytest.mark.parametrize("strategy", ["slimpack", "balanced"])
-def test_a_plan_says_which_gathers_it_hides(strategy, sizes):
-    """Step time, causes, timeline and account agree; where a gather costs more than it hides it comes after."""
-    steps = {}
-    for name, beside in (("after", None), ("free", FREE), ("costly", COSTLY)):
-        planner = planner_of(sizes, overlap=beside, overlap_reduction=False)
+@pytest.mark.parametrize(("kind", "other", "costly"), [("reduction", "gather", SLOW), ("gather", "reduction", COSTLY)])
+def test_a_plan_says_what_it_hides(strategy, sizes, kind, other, costly) -> None:
+    """Step time, causes, timeline and account agree; without transfers beside compute nothing is hidden, and where a
+    gather costs more than it hides it comes after."""
+    steps, seconds = {}, {}
+    for name, beside in (("after", None), ("free", FREE), ("costly", costly)):
+        planner = planner_of(sizes, overlap=beside, **{f"overlap_{other}": False})
         proposal = planner.propose(0, BATCH, strategy)
         predicted = steps[name] = proposal.plan.predicted
+        seconds[name] = tuple(getattr(predicted, f"{kind}{part}_s") for part in ("", "_hidden"))
         assert split_proposal(proposal).total_s() == pytest.approx(predicted.step_time_s)
-        told = detailed_timeline(proposal.plan, planner.costs).gather_seconds()
-        assert told == pytest.approx((predicted.gather_s, predicted.gather_hidden_s))
-    assert steps["after"].gather_hidden_s == 0
-    assert 0 < steps["free"].gather_hidden_s <= steps["free"].gather_s
+        timeline = detailed_timeline(proposal.plan, planner.costs)
+        told = getattr(timeline, f"{kind}_seconds")()
+        assert told[0] == pytest.approx(seconds[name][0])
+        if beside is not SLOW:  # its packs end later than the simulation of packs alone says
+            assert told[1] == pytest.approx(seconds[name][1], abs=1e-9)
+        assert float(timeline.side.end_s.max()) == pytest.approx(predicted.step_time_s)
+    assert seconds["after"][1] == 0
+    assert 0 < seconds["free"][1] <= seconds["free"][0]
     assert steps["free"].step_time_s < steps["after"].step_time_s
-    assert steps["costly"] == steps["after"]
+    if kind == "gather":
+        assert steps["costly"] == steps["after"]
+    else:
+        assert seconds["free"][0] == pytest.approx(seconds["after"][0])
+        assert steps["costly"].step_time_s == pytest.approx(steps["after"].step_time_s)

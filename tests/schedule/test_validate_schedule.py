@@ -1,5 +1,6 @@
 """What the check of schedules, the simulator and plain graphs call broken or stuck."""
 
+from collections import Counter
 from contextlib import nullcontext
 
 import numpy as np
@@ -110,8 +111,7 @@ def test_refused_are_those_with_a_fault_or_in_a_circle():
 
 def random_interleaving(rng: np.random.Generator, tasks: PipelineTasks) -> ActionColumns:
     """The static order with noise in its keys: every rank keeps pack order per stage and direction."""
-    kinds, stages, packs, offset = [], [], [], [0]
-    noise = rng.choice([0.5, 1.0, 2.0, 8.0])
+    rows, noise = [], rng.choice([0.5, 1.0, 2.0, 8.0])
     needed = np.maximum.accumulate(tasks.forwards_needed).tolist()
     for rank in range(tasks.num_ranks):
         keys = []
@@ -119,27 +119,20 @@ def random_interleaving(rng: np.random.Generator, tasks: PipelineTasks) -> Actio
             ahead = tasks.num_stages - 1 - stage
             keys += [(k - ahead + noise * rng.random(), 0, stage) for k in range(tasks.num_forward)]
             keys += [(f - 0.5 + noise * rng.random(), 1, stage) for f in needed]
-        seen: dict[tuple[int, int], int] = {}
-        for _, kind, stage in sorted(keys):
-            kinds.append(kind)
-            stages.append(stage)
-            packs.append(seen.setdefault((kind, stage), 0))
-            seen[kind, stage] += 1
-        offset.append(len(kinds))
-    return ActionColumns(
-        kind=np.array(kinds, dtype=np.uint8),
-        stage=np.array(stages, dtype=np.int32),
-        pack=np.array(packs, dtype=np.int32),
-        rank_offset=np.array(offset, dtype=np.int64),
-    )
+        order, seen = [key[1:] for key in sorted(keys)], Counter()
+        packs = []
+        for name in order:
+            packs.append(seen[name])
+            seen[name] += 1
+        rows.append(([kind for kind, _ in order], [stage for _, stage in order], packs))
+    return ActionColumns.of_ranks(rows)
 
 
 def test_simulator_check_and_graph_agree_on_what_deadlocks():
     rng = np.random.default_rng(0)
     circles = 0
     for _ in range(800):
-        ranks = random_ranks(rng) if rng.random() < 0.3 else None
-        tasks = random_tasks(rng, ranks=ranks)
+        tasks = random_tasks(rng, ranks=random_ranks(rng) if rng.random() < 0.3 else None)
         actions = random_interleaving(rng, tasks)
         circle = reference_simulation(tasks, actions).done.sum() < len(actions.kind)
         circles += circle

@@ -1,6 +1,7 @@
 """Order of transfers: no plan deadlocks, however strictly transfers wait for each other, and few tensors are kept."""
 
 import graphlib
+from collections import defaultdict
 from collections.abc import Iterable
 
 import msgspec
@@ -227,7 +228,7 @@ def sends_on(action, channel) -> bool:
 SENDING_LAYOUTS = [(2, 1), (3, 1), (4, 1), (2, 2), (3, 2), (2, 3), (1, 3)]
 
 
-def receives_of(plan: StepPlan, channel, dp_rank: int = 0) -> list[tuple[int, int]]:
+def receives_of(plan: StepPlan, channel, dp_rank: int) -> list[tuple[int, int]]:
     """(rank, place in its list) of every action that receives on a channel, in pack order."""
     kind, stage = channel
     rank = plan.layout.stage_to_rank[stage]
@@ -244,9 +245,6 @@ def receives_of(plan: StepPlan, channel, dp_rank: int = 0) -> list[tuple[int, in
     st.integers(1, 40),
 )
 def test_waits_for_sends_never_close_a_circle(seed, layout, schedule, num_documents):
-    """Order on a rank, data, and every wait for a send: one order of all actions obeys them all, so whatever the real
-    durations are, some rank can always go on. A send is over when its receiver has done all that stands before the
-    receiving action."""
     pp, virtual = layout
     if virtual > 1 and schedule in ("zb_h1", "static"):
         schedule = "list"
@@ -254,49 +252,40 @@ def test_waits_for_sends_never_close_a_circle(seed, layout, schedule, num_docume
         seed, num_layers=12, pp=pp, virtual=virtual, schedule=schedule, max_tokens=4, num_documents=num_documents,
         max_budget=6,
     )  # fmt: skip
-    needs: dict[tuple[int, int], set[tuple[int, int]]] = {}
-    for rank, row in enumerate(plan.schedules[0].ranks):
-        for at in range(len(row)):
-            needs[rank, at] = {(rank, at - 1)} if at else set()
-        frees = freed_sends(plan, 0, rank)
-        assert len(frees) == len(row)
-        for at, waits in enumerate(frees):
-            for channel, count in waits:
-                receiver, place = receives_of(plan, channel)[count - 1]
-                needs[rank, at] |= {(receiver, place - 1)} if place else set()
-                sent = [i for i, a in enumerate(row) if sends_on(a, channel)]
-                assert sent[count - 1] < at, "only what has been sent is waited for"
-    for rank in range(pp):
-        for kind, stage in sending_channels(plan.layout, rank):
-            sends = [(rank, i) for i, a in enumerate(plan.schedules[0].ranks[rank]) if sends_on(a, (kind, stage))]
-            for send, receive in zip(sends, receives_of(plan, (kind, stage)), strict=True):
-                needs[receive].add(send)
+    require_no_circle(plan)
+
+
+def require_no_circle(plan: StepPlan) -> int:
+    """Order on a rank, data, and every wait for a send: one order of all actions obeys them all, so whatever the real
+    durations are, some rank can always go on. A send is over when its receiver has done all that stands before the
+    receiving action; a shared action is one action of all members. Returns the number of waits."""
+    waited, needs = 0, defaultdict(set)
+    for dp_rank, schedule in enumerate(plan.schedules):
+        names = node_names(plan, dp_rank)
+        for rank, row in enumerate(schedule.ranks):
+            channels = sending_channels(plan.layout, rank)
+            sends = {
+                channel: [at for at, action in enumerate(row) if sends_on(action, channel)] for channel in channels
+            }
+            for at, waits in zip(range(len(row)), freed_sends(plan, dp_rank, rank), strict=True):
+                before = needs[names[rank, at]]
+                before |= {names[rank, at - 1]} if at else set()
+                for channel, count in waits:
+                    waited += 1
+                    receiver, place = receives_of(plan, channel, dp_rank)[count - 1]
+                    before |= {names[receiver, place - 1]} if place else set()
+                    assert sends[channel][count - 1] < at, "only what has been sent is waited for"
+            for channel, sent in sends.items():
+                for at, receive in zip(sent, receives_of(plan, channel, dp_rank), strict=True):
+                    needs[names[receive]].add(names[rank, at])
     graphlib.TopologicalSorter(needs).prepare()  # raises CycleError
+    return waited
 
 
 def test_waits_close_no_circle_through_packs_that_replicas_share(monkeypatch):
     """A shared action is one action of all members: they meet in its transfers."""
     monkeypatch.setattr(freed_sends_module, "LAG", 0)  # small plans, and the least slack that is still right
-    waited = 0
-    for seed in range(60):
-        plan = merged_plan(seed, dp=4, pp=3)
-        needs: dict[tuple, set[tuple]] = {}
-        for dp_rank in range(plan.layout.dp):
-            names = node_names(plan, dp_rank)
-            for rank, row in enumerate(plan.schedules[dp_rank].ranks):
-                for at, waits in enumerate(freed_sends(plan, dp_rank, rank)):
-                    before = needs.setdefault(names[rank, at], set())
-                    before |= {names[rank, at - 1]} if at else set()
-                    for channel, count in waits:
-                        waited += 1
-                        receiver, place = receives_of(plan, channel, dp_rank)[count - 1]
-                        before |= {names[receiver, place - 1]} if place else set()
-                for kind, stage in sending_channels(plan.layout, rank):
-                    sends = [names[rank, i] for i, a in enumerate(row) if sends_on(a, (kind, stage))]
-                    for send, receive in zip(sends, receives_of(plan, (kind, stage), dp_rank), strict=True):
-                        needs.setdefault(names[receive], set()).add(send)
-        graphlib.TopologicalSorter(needs).prepare()  # raises CycleError
-    assert waited > 100
+    assert sum(require_no_circle(merged_plan(seed, dp=4, pp=3)) for seed in range(60)) > 100
 
 
 def test_replicas_that_predict_different_times_of_shared_packs_wait_for_no_send(monkeypatch):

@@ -24,9 +24,7 @@ def make_plan(strategy: str = "slimpack", **options) -> StepPlan:
         plan_options({"max_pack_tokens": 300, "slimpack": {"cuts": "asymmetric"}, **options}),
         host="unlimited",
     )
-    lengths = [200, 150, 40, 30, 20, 10]
-    step = documents(lengths)
-    return planner.plan(0, step, strategy)
+    return planner.plan(0, documents([200, 150, 40, 30, 20, 10]), strategy)
 
 
 def with_packs(plan: StepPlan, direction: str, packs) -> StepPlan:

@@ -7,19 +7,10 @@ import torch
 from torch import nn
 
 from evenload.config.sections import LoraConfig
-from evenload.runtime.model.hf_model import build_stage_model
 from evenload.runtime.model.lora import write_adapter
-from reference_training import plain_model
+from reference_training import plain_model, stage_model
 
 LORA = LoraConfig(rank=3, alpha=6.0)
-
-
-def build_with_adapters(config, lora, dtype=torch.float64, weights=None):
-    """A stage that holds the whole model."""
-    layers = (0, config.num_hidden_layers)
-    return build_stage_model(
-        config, layers=layers, dtype=dtype, device=torch.device("cpu"), weights=weights, seed=3, lora=lora
-    )
 
 
 def all_tensors(model) -> dict[str, torch.Tensor]:
@@ -33,10 +24,10 @@ def all_tensors(model) -> dict[str, torch.Tensor]:
     }
 
 
-def peft_model(config, tensors, directory, lora=LORA, dtype=torch.float64) -> peft.PeftModel:
+def peft_model(config, tensors, directory, dtype) -> peft.PeftModel:
     """transformers' model of the base tensors with the adapter that we exported."""
     adapters = {n: t for n, t in tensors.items() if ".lora_" in n}
-    write_adapter(directory, adapters, lora, "somewhere")
+    write_adapter(directory, adapters, LORA, "somewhere")
     base = plain_model(config, {n: t for n, t in tensors.items() if n not in adapters}, dtype)
     return peft.PeftModel.from_pretrained(base, directory, is_trainable=True, autocast_adapter_dtype=False)
 
@@ -52,14 +43,14 @@ def make_adapters_matter(model):
 
 def adapter_tensors(config, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """A model with adapters that matter, by name."""
-    model = build_with_adapters(config, LORA, dtype)
+    model = stage_model(config, dtype, lora=LORA)
     make_adapters_matter(model)
     return all_tensors(model)
 
 
 def adapter_loss_and_gradients(config, tensors, directory: Path, tokens: dict[int, torch.Tensor], dtype: torch.dtype):
     """Adapters written to `directory`, and the loss and gradients of peft's training of them, document by document."""
-    plain = peft_model(config, tensors, directory, dtype=dtype)
+    plain = peft_model(config, tensors, directory, dtype)
     labels = max(1, sum(len(t) - 1 for t in tokens.values()))
     loss = sum(
         nn.functional.cross_entropy(plain(t[None]).logits[0, :-1], t[1:], reduction="sum") / labels

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import tokenizers
 
+from evenload.data.chat_encoding import open_encoder
 from evenload.data.config import DataConfig
 from evenload.data.tokenize import train_byte_pair_tokenizer
 
@@ -108,11 +109,8 @@ FORGETFUL = """{%- for message in messages %}
 
 
 def train_chat_tokenizer(directory):
-    """Write a `tokenizer.json` that knows the chat tokens of all templates, and `exact.json` beside it.
-
-    The first cuts white space out of offsets, as published files do. transformers then finds no token for a space that
-    an answer begins with and leaves out the rest of the mask, so it is compared with on the second.
-    """
+    """Write a `tokenizer.json` with the chat tokens of all templates, and `exact.json`. The first cuts white space out
+    of offsets, as published files do, in which transformers loses the mask of an answer that begins with a space."""
     path = directory / "tokenizer.json"
     train_byte_pair_tokenizer(TEXTS, 400, path)
     tokenizer = tokenizers.Tokenizer.from_file(str(path))
@@ -122,14 +120,17 @@ def train_chat_tokenizer(directory):
     tokenizer.save(str(path))
 
 
+def chat_encoder(directory, template, **settings):
+    """Open an encoder with this chat template, which the directory gets as a file; by default of bytes."""
+    file = directory / "template.jinja"
+    file.write_text(template)
+    return open_encoder(encoder_config(**{"record": "messages", "chat_template": str(file)} | settings))
+
+
 def encoder_config(**settings):
     return DataConfig(**{"sources": ("corpus",), "batch_documents": 1, "max_document_tokens": 1 << 20} | settings)
 
 
 def chat(*contents, system=None):
-    """User and assistant take turns."""
-    first = [] if system is None else [{"role": "system", "content": system}]
-    turns = [
-        {"role": "assistant" if index % 2 else "user", "content": content} for index, content in enumerate(contents)
-    ]
-    return first + turns
+    turns = [{"role": ("user", "assistant")[at % 2], "content": content} for at, content in enumerate(contents)]
+    return turns if system is None else [{"role": "system", "content": system}, *turns]

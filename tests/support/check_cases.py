@@ -52,10 +52,8 @@ def small_run(config_file: str, overrides: list[str]) -> tuple[TrainConfig, Mesh
     directory = Path(config_file).parent / "check"
     directory.mkdir(exist_ok=True)
     smaller = checked_scope(config, directory).config
-    mesh = create_meshes(
-        [layout_of(smaller.parallel, model_spec(smaller).num_layers)], torch.device("cpu"), TIMEOUT_S
-    ).start
-    return smaller, mesh
+    layout = layout_of(smaller.parallel, model_spec(smaller).num_layers)
+    return smaller, create_meshes([layout], torch.device("cpu"), TIMEOUT_S).start
 
 
 def isolation_verdict(config_file: str, overrides: list[str], leaky: bool) -> Verdict:
@@ -93,9 +91,5 @@ def resume_verdict(config_file: str, overrides: list[str], forgets_loader: bool)
         trainer.loader.load_state(fresh)
         return found
 
-    if forgets_loader:
-        Trainer.resume = resume_without_the_loader
-    try:
+    with mock.patch.object(Trainer, "resume", resume_without_the_loader if forgets_loader else resume):
         return check_resume(config, COSTS, CAP_BYTES, mesh)
-    finally:
-        Trainer.resume = resume

@@ -31,8 +31,7 @@ def document_tensors(num_tokens: int, doc_id: int, dtype: torch.dtype) -> dict[s
 def attend_shared_packs(
     plans: list[bytes], exchange: str, dtype: torch.dtype, window: int, backend: str
 ) -> list[tuple[dict, int]]:
-    """Per plan what this rank computed of every document, `name -> [n, heads, D]` with NaN where another rank did, and
-    the bytes that it received."""
+    """Per plan what this rank computed of every document, [n, heads, D], NaN elsewhere, and the bytes it received."""
     rank = dist.get_rank()
     watch = RankWatch(rank, f"rank {rank}", dist.get_world_size())
     decoded = [decode_plan(plan) for plan in plans]
@@ -46,10 +45,10 @@ def attend_shared_packs(
         store = ActivationStore(packs.stored_tokens(), [packs.ranges(pack) for pack in of_replica.backward])
         lengths = {document.doc_id: document.num_tokens for document in plan.documents}
         given = {doc: document_tensors(n, doc, dtype) for doc, n in lengths.items()}
-        names = ("out", "q", "k", "v")
+        # Output is as the gradient that is given of it.
+        as_found = {"grad": "out", "q": "q", "k": "k", "v": "v"}
         found = {
-            doc: {n: torch.full_like(t["q" if n == "out" else n], float("nan")) for n in names}
-            for doc, t in given.items()
+            doc: {as_found[n]: torch.full_like(t, torch.nan) for n, t in own.items()} for doc, own in given.items()
         }
         packs.collate({doc: np.zeros(n, np.int32) for doc, n in lengths.items()})
         for pack in (*of_replica.forward, *of_replica.backward):
@@ -95,8 +94,6 @@ class _RecordedGroup(ContextGroup):
 
 
 class _RecordedBackend:
-    """A backend that tells the recorder what it attends to."""
-
     def __init__(self, backend, recorder: _Recorder) -> None:
         self._backend, self._recorder = backend, recorder
 
@@ -113,8 +110,7 @@ class _RecordedBackend:
 
 
 def covered_rows(plan: bytes, exchange: str) -> list[list[tuple[int, int]]]:
-    """Per direction and pack the rows that this rank attended to while keys, values or their gradients travelled, and
-    those while nothing did; a row of a ring counts once for every rank whose keys it sees."""
+    """Per direction and pack the rows attended to while something travelled (a ring's by rank of keys), and others."""
     decoded, rank, dtype, recorder = decode_plan(plan), dist.get_rank(), torch.float64, _Recorder()
     watch = RankWatch(rank, f"rank {rank}", dist.get_world_size())
     groups = create_context_groups(decoded.layout, rank, dist.new_group, watch)

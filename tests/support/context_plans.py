@@ -4,10 +4,10 @@ import random
 
 import msgspec
 
-from evenload.types.document import MicroPack, PackPlan, Slice, nested_sizes
+from evenload.types.document import ActivationPolicy, MicroPack, PackPlan, Slice, nested_sizes
 from evenload.types.layout import even_layout
 from evenload.types.plan import Schedule, StepPlan, seal
-from plan_building import greedy_packs, pack_plan, running_need, step_plan, word_schedule
+from plan_building import greedy_packs, pack_plan, random_schedule, step_plan
 
 RULES = ["per_sequence", "per_document", "owners", "dacp"]
 """How packs are shared: by a rule, with an owner or -1 for every slice, or with documents whole on a rank (DACP)."""
@@ -54,7 +54,7 @@ def context_plan(
         ]
         packs = _shared(rng, pack_plan(dp_rank, *sides), cp, rule, owner)
         pack_plans.append(packs)
-        schedules.append(_schedule(rng, packs, pp))
+        schedules.append(random_schedule(rng, packs, pp))
     return step_plan(layout, lengths, pack_plans, schedules)
 
 
@@ -70,8 +70,7 @@ def with_context(plan: StepPlan, *, cp: int, rule: str) -> StepPlan:
 def merged_plan(
     seed: int, *, dp: int, pp: int = 1, cp: int = 1, tp: int = 1, rule: str = "per_document", num_layers: int = 4
 ) -> StepPlan:
-    """Documents of every aligned block of replicas, larger blocks first, then every replica's own: one phase each,
-    finished on every pipeline rank before the next."""
+    """Documents of every aligned block of replicas, larger blocks first, then every replica's own, phase by phase."""
     rng = random.Random(seed)
     layout = even_layout(num_layers, dp=dp, cp=cp, pp=pp, tp=tp)
     lengths: dict[int, int] = {}
@@ -90,7 +89,7 @@ def merged_plan(
             packs = pack_plan(0, *sides)
             if size * cp > 1:
                 packs = _shared(rng, packs, size * cp, rule, owner, cp_of_local=cp if size == 1 else size * cp)
-            phases[first, size] = packs, _schedule(rng, packs, pp)
+            phases[first, size] = packs, random_schedule(rng, packs, pp)
     pack_plans, schedules = [], []
     for dp_rank in range(dp):
         mine = [phases[dp_rank // size * size, size] for size in reversed(sizes)]
@@ -103,16 +102,13 @@ def merged_plan(
         )
         schedules.append(one_after_the_other(mine, pp))
     policies = {doc: rng.choice(["replay", "recompute", "offload"]) for doc in lengths}
-    pack_plans = [
-        msgspec.structs.replace(
-            packs,
-            policies={
-                s.doc_id: policies[s.doc_id] for p in packs.forward for s in p.slices if policies[s.doc_id] != "replay"
-            },
-        )
-        for packs in pack_plans
-    ]
+    pack_plans = [with_policies(packs, policies) for packs in pack_plans]
     return step_plan(layout, lengths, pack_plans, schedules)
+
+
+def with_policies(packs: PackPlan, policies: dict[int, ActivationPolicy]) -> PackPlan:
+    chosen = {piece.doc_id: policies[piece.doc_id] for pack in packs.forward for piece in pack.slices}
+    return msgspec.structs.replace(packs, policies={doc: one for doc, one in chosen.items() if one != "replay"})
 
 
 def _shared(
@@ -127,19 +123,12 @@ def _shared(
         if rule in ("owners", "dacp"):
             drawn = [rng.randrange(-1, ranks) for _ in slices]
             found = tuple(drawn if rule == "owners" else [owner[piece.doc_id] for piece in slices])
-        return msgspec.structs.replace(
-            pack, slices=tuple(slices), sharding=found if pack.direction == "forward" else ""
-        )
+        found = found if pack.direction == "forward" else ""
+        return msgspec.structs.replace(pack, slices=tuple(slices), sharding=found)
 
     return msgspec.structs.replace(
         packs, forward=tuple(map(shared, packs.forward)), backward=tuple(map(shared, packs.backward))
     )
-
-
-def _schedule(rng: random.Random, packs: PackPlan, pp: int) -> Schedule:
-    f = [min(need + rng.choice([0, 0, 1, 2]), len(packs.forward)) for need in running_need(packs)]
-    f = [max(f[: j + 1]) for j in range(len(f))]
-    return word_schedule(packs, pp, f, sorted((rng.randint(0, 2 * pp) for _ in range(pp)), reverse=True))
 
 
 def _renumbered(packs: list[MicroPack]) -> tuple[MicroPack, ...]:

@@ -56,7 +56,6 @@ def naive_documents(texts: list[str], limit: int, overlong: str) -> list[tuple[i
 
 
 def data_config(source: str, **changes: object) -> DataConfig:
-    """Settings with small defaults: one epoch, three documents a batch."""
     settings: dict = {"sources": (source,), "max_document_tokens": 64, "epochs": 1, "shuffle_window": 4, "workers": 0}
     if "batch_tokens" not in changes:
         settings["batch_documents"] = 3
@@ -64,33 +63,23 @@ def data_config(source: str, **changes: object) -> DataConfig:
 
 
 def all_batches(loader: GlobalBatchLoader) -> list[GlobalBatch]:
-    """Every batch that is left, none of them noted."""
-    batches = []
-    while (batch := loader.next_batch()) is not None:
-        batches.append(batch)
-    return batches
+    return list(iter(loader.next_batch, None))
 
 
 def documents_of(batch: GlobalBatch) -> list[tuple[int, ...]]:
-    """Tokens of the new documents, in order."""
     return [tuple(batch.tokens[document.doc_id].tolist()) for document in batch.documents]
 
 
 def fingerprint_of(batch: GlobalBatch) -> tuple:
-    """Everything about a batch that has to be equal after a resume."""
     tokens = {doc_id: (values.dtype.str, values.tobytes()) for doc_id, values in batch.tokens.items()}
     places = [batch.place(document.doc_id) for document in batch.documents + batch.carried]
     return (batch.step, batch.epoch, batch.documents, batch.carried, batch.is_last, places, tokens)
 
 
 def train_steps(loader: GlobalBatchLoader, stop: int | None = None, ahead: int = 0) -> Iterator[tuple]:
-    """Train `stop` batches (None = to the end), deferring every third document once.
-
-    Yields batch and state as what can be compared, the account, and the documents of the `ahead` batches that follow.
-    """
-    for _ in itertools.count() if stop is None else range(stop):
-        if (batch := loader.next_batch()) is None:
-            return
+    """Train `stop` batches (None = all), deferring every third document once; yield batch, state, account and what is
+    known of the `ahead` batches that follow."""
+    for batch in itertools.islice(iter(loader.next_batch, None), stop):
         known = loader.coming(ahead)
         deferred = {document.doc_id for document in batch.documents if document.doc_id % 3 == 1}
         loader.record_step(batch, plan_for(batch, deferred=deferred))
@@ -102,6 +91,13 @@ def plan_for(batch: GlobalBatch, deferred: set[int] = frozenset(), dropped: set[
     """A plan that trains everything but the documents named (its packs are left out: the loader ignores them)."""
     documents: tuple[Document, ...] = batch.documents + batch.carried
     out = deferred | dropped
+    left_out = tuple(
+        LeftOut(
+            doc_id=one.doc_id, num_tokens=one.num_tokens, reason="deferred" if one.doc_id in deferred else "too_long"
+        )
+        for one in documents
+        if one.doc_id in out
+    )
     return StepPlan(
         step=batch.step,
         strategy="test",
@@ -112,13 +108,5 @@ def plan_for(batch: GlobalBatch, deferred: set[int] = frozenset(), dropped: set[
         schedules=(),
         times=(),
         predicted=Prediction(step_time_s=0.0, per_replica_s=(), peak_memory_bytes=0),
-        left_out=tuple(
-            LeftOut(
-                doc_id=document.doc_id,
-                num_tokens=document.num_tokens,
-                reason="deferred" if document.doc_id in deferred else "too_long",
-            )
-            for document in documents
-            if document.doc_id in out
-        ),
+        left_out=left_out,
     )

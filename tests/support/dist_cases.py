@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Mapping
+from contextlib import closing
 from typing import NamedTuple
 
 import msgspec
@@ -81,8 +82,7 @@ def gradients_of_plans(
 
 
 class RankUnderTest:
-    """One rank's part of a tiny model in a layout, as a `Trainer` has it; where the meshes start in another layout, the
-    run has changed to this one."""
+    """One rank's part of a tiny model in a layout, to which the run has changed where its meshes start in another."""
 
     def __init__(
         self,
@@ -124,7 +124,8 @@ class RankUnderTest:
         """
         mesh = self._mesh
         tokens = {doc_id: ids.numpy().astype(np.int32) for doc_id, ids in batch.items()}
-        with GradientReduction(self.buffers, mesh, is_overlapped=is_overlapped) as reduction:
+        before_bytes = self._context_bytes()
+        with closing(GradientReduction(self.buffers, mesh, is_overlapped=is_overlapped)) as reduction:
             prepared = prepare_step(plan, tokens, mesh, exchange)  # type: ignore[arg-type]
             run = self.run_prepared(prepared, reduction.release, self._arriving_weights() if is_overlapped else None)
             shards = reduction.finish()
@@ -135,9 +136,12 @@ class RankUnderTest:
         after = run.trace.memory_bytes.tolist()
         stored = StoredBytes(
             *(run.held.peak_bytes, run.held.peak_by_kind, after, by_kind),
-            *(run.held.peak_host_bytes, run.most_sends_kept, run.context_bytes),
+            *(run.held.peak_host_bytes, run.most_sends_kept, self._context_bytes() - before_bytes),
         )
-        return run.loss, gradients, norm, stored
+        return float(run.loss_sum), gradients, norm, stored
+
+    def _context_bytes(self) -> int:
+        return sum(group.moved_bytes for group in self._mesh.context.values())
 
     def losses(self, plan: StepPlan, batch: dict, exchange: str) -> np.ndarray:
         """This rank's share of the label losses of every document, by the plan's forwards alone; float64[n]."""

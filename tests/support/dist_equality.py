@@ -40,9 +40,8 @@ def assert_plans_equal_plain(
         `StoredBytes`, [plan][rank].
     """
     config = tiny_config(kind, **(changes or {}))
-    tokens = [
-        make_tokens([d.num_tokens for d in plan.documents], config.vocab_size, seed) for seed, plan in enumerate(plans)
-    ]
+    lengths = [[document.num_tokens for document in plan.documents] for plan in plans]
+    tokens = [make_tokens(of_plan, config.vocab_size, seed) for seed, of_plan in enumerate(lengths)]
     layout = plans[0].layout
     encoded = [encode_plan(p) for p in plans]
     case = kind, changes or {}, encoded, tokens, dtype, exchange, channels, staged_on, before

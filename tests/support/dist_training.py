@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -38,6 +39,15 @@ COSTS = CostCoefficients(
     devices_per_node=64,
     overlap=OverlapCost(),
 )
+STEEP_COSTS = msgspec.structs.replace(
+    COSTS,
+    forward=msgspec.structs.replace(COSTS.forward, attention_s_per_pair=1e-4, pack_s=2e-2),
+    backward=msgspec.structs.replace(COSTS.backward, attention_s_per_pair=2.5e-4, pack_s=4e-2),
+    intra_node=LinkSpec(bandwidth_bytes_per_s=1e9, latency_s=1e-6),
+    host_link=LinkSpec(bandwidth_bytes_per_s=1e9, latency_s=0.0),
+    overlap=None,
+)
+"""Balanced cuts differ between forward and backward, and transfers are cheap enough to share documents."""
 
 
 def shared_steps(config_file: str, overrides: list[str], stop_after: int) -> list[tuple[float, int]]:
@@ -60,7 +70,7 @@ class StepMemory(NamedTuple):
 
 
 def memory_steps(config_file: str, overrides: list[str], stop_after: int) -> list[StepMemory]:
-    """As `train_steps`; under `plan.memory_bytes` where it is set."""
+    """As `train_steps`."""
     return _train(config_file, overrides, stop_after, _memory)
 
 
@@ -88,7 +98,6 @@ class TrainedRun(NamedTuple):
 
 
 def make_trainer(config_file: str, overrides: list[str], kind=Trainer, ranks_per_machine: int | None = None):
-    """A trainer of this kind with the meshes of all layouts of the run."""
     config = load_train_config(Path(config_file), overrides)
     layouts = layouts_of(config, model_spec(config).num_layers)
     meshes = create_meshes(layouts, torch.device("cpu"), TIMEOUT_S, ranks_per_machine=ranks_per_machine)
@@ -98,7 +107,7 @@ def make_trainer(config_file: str, overrides: list[str], kind=Trainer, ranks_per
 def trained_to(
     stop_after: int, config_file: str, overrides: list[str], memory_cap_bytes: int | None = None
 ) -> TrainedRun:
-    """Resume if there is a checkpoint, train until `stop_after` steps are done, save; in all layouts of the run."""
+    """Resume if there is a checkpoint, train until `stop_after` steps are done, save."""
     trainer = make_trainer(config_file, overrides)
     trainer.resume()
     memory_cap_bytes = memory_cap_bytes or trainer.config.plan.memory_bytes or 2**34
@@ -120,7 +129,7 @@ class Outcome(NamedTuple):
     Args:
         losses, norms, layouts, decisions: by step.
         state: all tensors of a checkpoint at the end, whole.
-        num_groups: process groups that were made; num_known: steps after which something is known of layouts.
+        num_known: steps after which something is known of layouts.
     """
 
     losses: list[float]
@@ -131,7 +140,6 @@ class Outcome(NamedTuple):
     validations: list[Validation]
     samples: list[Sample]
     state: dict[str, np.ndarray]
-    num_groups: int
     num_known: int
 
 
@@ -146,7 +154,6 @@ def assert_same_training(found: Outcome, expected: Outcome, tolerance: float) ->
 
 
 def run_outcome(config_file: str, overrides: list[str], memory_cap_bytes: int, stop_after: int) -> Outcome | None:
-    """As `trained_to`."""
     return outcome_of(*trained_to(stop_after, config_file, overrides, memory_cap_bytes))
 
 
@@ -164,7 +171,6 @@ def outcome_of(trainer: Trainer, reports: list[StepReport]) -> Outcome | None:
         validations=[report.validation for report in reports if report.validation is not None],
         samples=[sample for report in reports for sample in report.samples],
         state=state,
-        num_groups=trainer.meshes.num_groups,
         num_known=len(trainer._layouts_known),
     )
 

@@ -3,6 +3,8 @@
 import gzip
 import json
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +28,6 @@ ARROW_TYPES = {
 
 
 def list_files(config: DataConfig) -> tuple[SourceFile, ...]:
-    """All files of all sources."""
     return tuple(file for listing in list_sources(config) for file in listing.files)
 
 
@@ -47,11 +48,9 @@ def write_table(path: Path, format: str, table: pa.Table, rows_at_once: int = 3)
     match format:
         case "parquet":
             pq.write_table(table, path, row_group_size=rows_at_once)
-        case "stream.arrow":
-            with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
-                writer.write_table(table, max_chunksize=rows_at_once)
-        case "file.arrow":
-            with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        case "stream.arrow" | "file.arrow":
+            opened = pa.ipc.new_stream if format == "stream.arrow" else pa.ipc.new_file
+            with pa.OSFile(str(path), "wb") as sink, opened(sink, table.schema) as writer:
                 writer.write_table(table, max_chunksize=rows_at_once)
         case "feather":
             pyarrow.feather.write_feather(table, str(path), compression="lz4", chunksize=rows_at_once)
@@ -76,11 +75,7 @@ def write_tokens(root: Path, format: str, documents: list[list[int]]) -> str:
 def write_megatron(
     prefix: Path, documents: list[list[int]], dtype: str = "uint16", sentences: dict[int, list[int]] | None = None
 ) -> str:
-    """A `.bin` and its `.idx`; returns the path of the first.
-
-    Args:
-        sentences: lengths of the sequences of a document, by document; by default every document is one.
-    """
+    """Write a `.bin` and its `.idx`; `sentences` are lengths of the sequences of a document, by default one."""
     lengths, edges = [], [0]
     for index, document in enumerate(documents):
         lengths += (sentences or {}).get(index, [len(document)])
@@ -103,13 +98,20 @@ def write_megatron_index(prefix: Path, lengths: list[int], edges: list[int], dty
     )
 
 
+def printed_by(code: str, *arguments: str) -> str:
+    """Run Python code in a process of its own, given this one's path and the arguments."""
+    command = [sys.executable, "-c", code, ":".join(sys.path), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
 def format_config(source: str, **changes: object) -> DataConfig:
     settings: dict = {"sources": (source,), "max_document_tokens": 8, "batch_documents": 1}
     return DataConfig(**(settings | changes))
 
 
 def open_source(source: str, **changes: object) -> RecordReader:
-    """The reader of the only file of a source."""
     config = format_config(source, **changes)
     (file,) = list_files(config)
     return open_reader(file, config)
@@ -120,18 +122,15 @@ def tokens_source(source: str) -> RecordReader:
 
 
 def read_all(reader: RecordReader, count: int = 1) -> list[Record]:
-    """All records, part after part."""
     return [record for index in range(count) for record in reader.records(FilePart(index, count))]
 
 
 def plain(record: Record) -> tuple:
-    """A record that can be compared."""
-    values = record.values
-    if values is not None:
-        values = tuple(
-            ("int32", *value.tolist()) if isinstance(value, np.ndarray) and value.dtype == np.int32 else value
-            for value in values
-        )
+    """Make a record comparable."""
+    values = record.values and tuple(
+        ("int32", *value.tolist()) if isinstance(value, np.ndarray) and value.dtype == np.int32 else value
+        for value in record.values
+    )
     return (record.offset, record.next_offset, values, record.problem)
 
 

@@ -16,11 +16,7 @@ SMALL = {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 1
 def write_run(
     directory: Path, lengths: list[int], *, layers: int = 6, vocab_size: int = 32_000, batch_documents: int, steps: int
 ) -> Path:
-    """A run's configuration; documents are `lengths`, in order of a shuffle.
-
-    Args:
-        layers: of a model with the widths of `SMALL`.
-    """
+    """A run's configuration, of a model with the widths of `SMALL`; documents are `lengths`, in order of a shuffle."""
     config = Qwen2Config(
         **SMALL,
         vocab_size=vocab_size,
@@ -32,14 +28,7 @@ def write_run(
 
 
 def train(config: Path, *overrides: str, output: Path | None = None) -> list[dict]:
-    """Rows of metrics.jsonl of a finished run.
-
-    Args:
-        output: of the run; default: a new directory beside the configuration.
-
-    Raises:
-        AssertionError: with what the run printed, where it failed.
-    """
+    """Rows of metrics.jsonl of a finished run, by default in a new directory beside the configuration."""
     output = output or config.parent / f"run-{len(list(config.parent.glob('run*')))}"
     arguments = [str(config), *overrides, f'train.output_dir="{output}"']
     command = [sys.executable, "-m", "evenload.cli.main", "train", *arguments]

@@ -42,7 +42,6 @@ class Outcome(NamedTuple):
     error: str
     warnings: list[str]
     updated: list[bool]
-    losses: list[float]
     ledger: list[str]
     adamw_steps: int
 
@@ -54,7 +53,7 @@ def train_with_a_poisoned_token(config_file: str, overrides: list[str], token: i
     trainer.resume()
     if mesh.rank == 0:
         _parameter(trainer, "model.embed_tokens.weight").data[token] = float("nan")
-    warnings, updated, losses, ledger, error = [], [], [], [], ""
+    warnings, updated, ledger, error = [], [], [], ""
     before = _layers(trainer)
     try:
         for report in trainer.train(COSTS, 2**34, stop_after):
@@ -63,7 +62,6 @@ def train_with_a_poisoned_token(config_file: str, overrides: list[str], token: i
             before = now
             if report is not None:
                 warnings += [report.warning] if report.warning else []
-                losses.append(float(report.row["loss"]))  # type: ignore[arg-type]
                 ledger = list(report.ledger_lines)
         trainer.save()
     except NonFiniteStepError as stopped:
@@ -71,7 +69,7 @@ def train_with_a_poisoned_token(config_file: str, overrides: list[str], token: i
     optimizer = trainer.state.optimizer
     counted = {int(part.state["step"]) for part in optimizer._parts}
     assert len(counted) == 1
-    return Outcome(error, warnings, updated, losses, ledger, counted.pop())
+    return Outcome(error, warnings, updated, ledger, counted.pop())
 
 
 def _parameter(trainer: Trainer, name: str) -> torch.Tensor:

@@ -83,8 +83,7 @@ class Row(NamedTuple):
 
     @property
     def num_layers(self) -> int:
-        """A layer a stage, two where there are fewer stages: no fewer have windows by turns, and more are more of the
-        same."""
+        """A layer a stage, and two at least: no fewer have windows by turns."""
         return max(2, self.sizes.get("pp", 1) * int(self.virtual))
 
     @property
@@ -93,7 +92,6 @@ class Row(NamedTuple):
         return LAYOUTS[self.layout]
 
     def describe(self) -> str:
-        """For messages."""
         return ", ".join(f"{axis} {value}" for axis, value in zip(self._fields, self, strict=True))
 
 
@@ -135,7 +133,6 @@ def sizes_before(layout: str) -> Mapping[str, int]:
 
 
 def has_others(layout: str) -> bool:
-    """Whether there is such a layout."""
     return bool({"pp", "dp"} & LAYOUTS[layout].keys())
 
 
@@ -300,7 +297,7 @@ ABSENCES: tuple[Absence, ...] = (
 
 
 def may_run(values: Mapping[str, str]) -> bool:
-    """Whether no rule that speaks of the given values alone forbids them; not all axes need to be given."""
+    """Whether no rule that speaks of the given values alone forbids them."""
     rules = (*REFUSALS, *ABSENCES)
     return not any(
         rule.of(*(values[axis] for axis in rule.axes)) for rule in rules if all(axis in values for axis in rule.axes)
@@ -319,8 +316,7 @@ def matrix_rows() -> tuple[Row, ...]:
 
 @cache
 def rows_in_bf16() -> frozenset[Row]:
-    """Rows that are trained in bfloat16 too: every value twice, where so many rows hold it. Not those with experts: a
-    rounding sends a token to other experts, in plain training at another place."""
+    """Rows trained in bfloat16 too, every value twice; experts not: a rounding sends a token to other ones."""
     held: Counter[tuple[str, str]] = Counter()
     chosen = set()
     for row in matrix_rows():

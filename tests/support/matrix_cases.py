@@ -14,17 +14,15 @@ from dist_cases import RankUnderTest, StoredBytes
 from evenload.config.sections import LoraConfig
 from evenload.runtime.comm.mesh import ChannelMode, Meshes, create_meshes
 from evenload.runtime.comm.tensor_group import CHUNK_ROWS
-from evenload.runtime.model.hf_model import build_stage_model
 from evenload.types.layout import ParallelLayout
 from evenload.types.plan import decode_plan
 from gloo_pool import TIMEOUT_S
 from matrix import MODELS
-from reference_training import make_tokens, plain_document_losses, plain_loss_and_gradients, tiny_config
+from reference_training import make_tokens, plain_document_losses, plain_loss_and_gradients, stage_model, tiny_config
 
 
 class MatrixCase(NamedTuple):
-    """A model, by its name in `MODELS`, with so many layers, and the lengths of the documents that it is trained on:
-    the same for plain training whatever else a row has."""
+    """A model, by its name in `MODELS`, with so many layers, and the lengths of its batch's documents."""
 
     model: str
     num_layers: int
@@ -128,7 +126,6 @@ class Expected(NamedTuple):
 
 
 def adapter_path(directory: Path, case: MatrixCase, dtype: torch.dtype) -> Path:
-    """Where the case's adapter in a precision lies."""
     return directory / str(case.num_layers) / str(dtype).removeprefix("torch.")
 
 
@@ -165,10 +162,7 @@ def expected_in_bf16(case: MatrixCase, adapter: Path) -> tuple[Expected, Expecte
 
 def _weights(config, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Every layout's random weights are those of one rank."""
-    layers = (0, config.num_hidden_layers)
-    model = build_stage_model(
-        config, layers=layers, dtype=dtype, device=torch.device("cpu"), weights=None, seed=3, router_aux_loss_coef=0.0
-    )
+    model = stage_model(config, dtype)
     weights = {name: p.detach().clone() for named in model.unit_parameters() for name, p in named}
     if config.tie_word_embeddings:
         weights.pop("lm_head.weight", None)

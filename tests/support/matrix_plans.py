@@ -13,8 +13,9 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 
-from context_plans import one_after_the_other
+from context_plans import one_after_the_other, with_policies
 from cost_samples import documents
+from dist_training import STEEP_COSTS as COSTS
 from evenload.config.sections import with_adapters
 from evenload.cost.coefficients import CostCoefficients
 from evenload.errors import InfeasiblePlanError
@@ -32,7 +33,6 @@ from evenload.types.pipeline import ActionColumns, PipelineTasks, action_columns
 from evenload.types.plan import PackTimes, Schedule, StepPlan, block_of, seal
 from matrix import NONE, Row, shares_documents, sizes_before
 from matrix_cases import MatrixCase
-from steep_costs import STEEP_COSTS
 from varied_plans import tasks_of_one_byte
 
 LENGTHS = (64, 1, 9, 30, 1, 17, 5, 2, 26, 12, 1, 20)
@@ -54,31 +54,26 @@ HOST_LINKS = (1e9, 1e8, 1e7, 3e6, 1e6)
 """Limits of memory, on the way from everything offloaded to everything stored, and bytes a second to the host, under
 which "choose" is asked to mix policies."""
 
-COSTS = STEEP_COSTS
-
 
 def lengths_of(row: Row) -> tuple[int, ...]:
-    """Of the row's batch."""
     return MERGED_LENGTHS if row.dp_merge == "on" else LENGTHS
 
 
 def case_of(row: Row) -> MatrixCase:
-    """The row's model and batch."""
     return MatrixCase(row.model, row.num_layers, lengths_of(row))
 
 
 def layout_of(row: Row) -> ParallelLayout:
-    """The row's layout."""
     return even_layout(row.num_layers, virtual=int(row.virtual), **row.sizes)
 
 
 def layout_before(row: Row) -> ParallelLayout | None:
-    """From which the row's run changes to its own; None = it does not."""
+    """None = the run does not change."""
     return even_layout(row.num_layers, **sizes_before(row.layout)) if row.switch == "on" else None
 
 
 def model_of(row: Row) -> ModelSpec:
-    """The row's model as the planner sees it."""
+    """As the planner sees it."""
     from adapter_cases import LORA
 
     case = case_of(row)
@@ -102,7 +97,6 @@ def plan_of(row: Row) -> StepPlan:
 
 
 def _is_asked(row: Row) -> bool:
-    """The planner itself is asked for the schedule."""
     return row.schedule not in ("own", "list_split") and not STRATEGIES[row.strategy].needs_one_stage
 
 
@@ -138,26 +132,13 @@ def _mixed_by_hand(plan: StepPlan) -> StepPlan:
     """Where no limit makes the planner mix policies: everything that `skrull` plans fits, or nothing but one policy."""
     turns = itertools.cycle(("recompute", "replay", "offload"))
     chosen = {document.doc_id: policy for document, policy in zip(plan.documents, turns, strict=False)}
-    packs = [
-        msgspec.structs.replace(
-            one,
-            policies={
-                piece.doc_id: chosen[piece.doc_id]
-                for pack in one.forward
-                for piece in pack.slices
-                if chosen[piece.doc_id] != "replay"
-            },
-        )
-        for one in plan.pack_plans
-    ]
-    return seal(msgspec.structs.replace(plan, pack_plans=tuple(packs)))
+    packs = tuple(with_policies(one, chosen) for one in plan.pack_plans)
+    return seal(msgspec.structs.replace(plan, pack_plans=packs))
 
 
 def _plan(row: Row, options: PlanOptions, memory_bytes: int | None, costs: CostCoefficients = COSTS) -> StepPlan:
-    step = documents(lengths_of(row))
-    return StepPlanner(model_of(row), costs, layout_of(row), memory_bytes, options, host="unlimited").plan(
-        0, step, row.strategy
-    )
+    planner = StepPlanner(model_of(row), costs, layout_of(row), memory_bytes, options, host="unlimited")
+    return planner.plan(0, documents(lengths_of(row)), row.strategy)
 
 
 def _policies(plan: StepPlan) -> set[str]:
@@ -232,13 +213,8 @@ def _missing_of_sharing(row: Row, plan: StepPlan) -> Iterator[str]:
 
 
 def _rescheduled(plan: StepPlan, name: str) -> StepPlan:
-    """The same packs in another order."""
-    found = [_reschedule(plan, dp_rank, name) for dp_rank in range(plan.layout.dp)]
-    return seal(
-        msgspec.structs.replace(
-            plan, schedules=tuple(schedule for schedule, _ in found), times=tuple(times for _, times in found)
-        )
-    )
+    schedules, times = zip(*(_reschedule(plan, dp_rank, name) for dp_rank in range(plan.layout.dp)), strict=True)
+    return seal(msgspec.structs.replace(plan, schedules=schedules, times=times))
 
 
 def _reschedule(plan: StepPlan, dp_rank: int, name: str) -> tuple[Schedule, PackTimes]:
@@ -257,10 +233,8 @@ def _reschedule(plan: StepPlan, dp_rank: int, name: str) -> tuple[Schedule, Pack
             np.array(times.p2p_backward_s[rows[1]], np.float64),
             needed[rows[1]] - forwards,
         )
-        schedule = _scheduled(tasks, name).to_schedule()
-        phases.append(
-            (PackPlan(dp_rank=dp_rank, forward=packs.forward[rows[0]], backward=packs.backward[rows[1]]), schedule)
-        )
+        phase = PackPlan(dp_rank=dp_rank, forward=packs.forward[rows[0]], backward=packs.backward[rows[1]])
+        phases.append((phase, _scheduled(tasks, name).to_schedule()))
         forwards, backwards = rows[0].stop, rows[1].stop
     if name in ("list_split", "zb_h1"):
         half = tuple(tuple(seconds / 2 for seconds in row) for row in times.backward_s)

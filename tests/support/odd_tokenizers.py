@@ -7,8 +7,6 @@ from evenload.data.tokenize import ByteTokenizer
 
 
 class DeadlyTokenizer(ByteTokenizer):
-    """Ends its process at the text "poison", as the system does when memory runs out."""
-
     def encode_batch(self, texts):
         if "poison" in texts:
             os._exit(9)
@@ -16,8 +14,6 @@ class DeadlyTokenizer(ByteTokenizer):
 
 
 class SlowTokenizer(ByteTokenizer):
-    """Takes its time over the text "slow"."""
-
     def encode_batch(self, texts):
         if "slow" in texts:
             time.sleep(2)
@@ -47,7 +43,5 @@ def _never(content):
 
 
 class BuggyTokenizer(ByteTokenizer):
-    """Raises what no one expects."""
-
     def encode_batch(self, texts):
         raise ZeroDivisionError("a bug")

@@ -57,14 +57,9 @@ def commands_in(text: str) -> Iterator[str]:
 
 
 def reader_in(folder: Path, *, quick: bool = False) -> dict[str, str]:
-    """The repository's root as a reader sees it, without writing there; gives the environment of commands.
-
-    Recipes train on `docs`, and a run whose sources changed does not go on: that folder is a copy, so that somebody who
-    edits a page meanwhile does not fail the test.
-
-    Args:
-        quick: commands calibrate in a fraction of the time (`quick_commands`).
-    """
+    """The repository's root as a reader sees it, without writing there; gives the environment of commands, which
+    calibrate in a fraction of the time where they are `quick`. Recipes train on a copy of `docs`, so that somebody who
+    edits a page meanwhile does not fail the test."""
     shutil.copytree(ROOT / "docs", folder / "docs", ignore=shutil.ignore_patterns("pictures"))
     (folder / "examples").symlink_to(ROOT / "examples")
     programs = folder / ".programs"
@@ -93,12 +88,7 @@ FOLLOWED = tuple(page for page in PAGES if any(block.is_done for block in blocks
 
 
 class Reader:
-    """Somebody at a terminal: a shell, and a session of Python.
-
-    Args:
-        folder: where they are, as `reader_in` made it.
-        environment: of what they start.
-    """
+    """Somebody at a terminal in a folder that `reader_in` made: a shell, and a session of Python."""
 
     def __init__(self, folder: Path, environment: dict[str, str]) -> None:
         self.folder, self.environment = folder, environment
@@ -115,11 +105,8 @@ class Reader:
 
 
 class ReaderHere(Reader):
-    """The same in this process, which has imported everything, as have the ranks that it starts.
-
-    Args:
-        commands: of a program's name, what runs it with the other words of a line and gives its exit code.
-    """
+    """The same in this process, which has imported everything, as have the ranks that it starts; `commands` run a
+    program with the other words of a line and give its exit code."""
 
     def __init__(
         self, folder: Path, environment: dict[str, str], commands: dict[str, Callable[[list[str]], int]]
@@ -143,11 +130,7 @@ class ReaderHere(Reader):
 
 
 def follow(blocks: Iterable[Block], reader: Reader) -> list[str]:
-    """Save, type and run everything that a page asks for, in order; gives what was done.
-
-    Raises:
-        AssertionError: a command fails; what the Python of a block raises.
-    """
+    """Save, type and run everything that a page asks for, in order; gives what was done."""
     done = []
     for block in blocks:
         if not block.is_done:

@@ -93,11 +93,7 @@ OWN_SIZE = ("README.md", "docs/tutorial.md", *(name for name in SMALLER if name.
 
 
 def smaller(name: str, words: Words | None = None) -> list[Block]:
-    """The blocks of a page with other words, by default those of the table.
-
-    Raises:
-        AssertionError: a word stands in no block that a reader does something with.
-    """
+    """The blocks of a page with other words, by default those of the table, each of which must be in some block."""
     blocks = list(blocks_of(ROOT / name))
     for old, new in SMALLER[name] if words is None else words:
         assert any(old in block.text for block in blocks if block.is_done), f"no block of {name} has: {old}"

@@ -57,11 +57,13 @@ def word_schedule(packs: PackPlan, pp: int, f: list[int], w: list[int]) -> Sched
 
 def running_need(packs: PackPlan) -> list[int]:
     """The least legal f."""
-    f, most = [], 0
-    for need in packs.forwards_needed():
-        most = max(most, need)
-        f.append(most)
-    return f
+    return list(itertools.accumulate(packs.forwards_needed(), max))
+
+
+def random_schedule(rng: random.Random, packs: PackPlan, pp: int) -> Schedule:
+    f = [min(need + rng.choice([0, 0, 1, 2]), len(packs.forward)) for need in running_need(packs)]
+    f = [max(f[: j + 1]) for j in range(len(f))]
+    return word_schedule(packs, pp, f, sorted((rng.randint(0, 2 * pp) for _ in range(pp)), reverse=True))
 
 
 def step_plan(
@@ -108,13 +110,13 @@ def random_plan(seed: int, *, num_layers: int, pp: int, dp: int, max_tokens: int
             )
             for last_first in (False, True)
         ]
-        packs = pack_plan(dp_rank, *sides)
-        f = running_need(packs)
-        for j in range(len(f)):
-            f[j] = max(f[j], f[j - 1] if j else 0) + rng.choice([0, 0, 0, 1, 2])
-            f[j] = min(f[j], len(packs.forward))
-        f = [max(f[: j + 1]) for j in range(len(f))]
-        slack = sorted((rng.randint(0, 2 * pp) for _ in range(pp)), reverse=True)
-        pack_plans.append(packs)
-        schedules.append(word_schedule(packs, pp, f, slack))
+        pack_plans.append(pack_plan(dp_rank, *sides))
+        schedules.append(random_schedule(rng, pack_plans[-1], pp))
     return step_plan(layout, lengths, pack_plans, schedules)
+
+
+def random_schedule(rng: random.Random, packs: PackPlan, pp: int) -> Schedule:
+    """A legal order with random f and w."""
+    f = [min(need + rng.choice([0, 0, 1, 2]), len(packs.forward)) for need in running_need(packs)]
+    f = [max(f[: j + 1]) for j in range(len(f))]
+    return word_schedule(packs, pp, f, sorted((rng.randint(0, 2 * pp) for _ in range(pp)), reverse=True))

@@ -12,16 +12,10 @@ from evenload.types.timeline import Timeline
 
 
 def predicted_timeline(plan: StepPlan, model: ModelSpec) -> Timeline:
-    """Simulate a plan from its own durations; O(actions).
-
-    Args:
-        model: decides the bytes, which a plan does not store.
-    """
+    """Simulate a plan from its own durations; the model decides the bytes, which a plan does not store."""
     parts = []
     for dp_rank, schedule in enumerate(plan.schedules):
-        tasks, actions = (
-            tasks_of_columns(plan, dp_rank, model, replica_columns(plan, dp_rank)),
-            action_columns(schedule),
-        )
+        tasks = tasks_of_columns(plan, dp_rank, model, replica_columns(plan, dp_rank))
+        actions = action_columns(schedule)
         parts.append(to_timeline(tasks, actions, simulate(tasks, actions), dp_rank, plan.predicted.step_time_s))
     return join_timelines(parts, step_time_s=plan.predicted.step_time_s)

@@ -22,6 +22,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from evenload.runtime.model.hf_model import StageModel, build_stage_model
 from evenload.types.architectures import ARCHITECTURES
 
 _COMMON = {
@@ -40,6 +41,8 @@ _COMMON = {
 
 _HEADS_OF_16 = {"head_dim": 16}
 _GEMMA = {**_HEADS_OF_16, "query_pre_attn_scalar": 20, "sliding_window": 9}
+_MOE = {"moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True}
+_EXPERTS = {"moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True}
 _OWN: dict[str, tuple[type[PretrainedConfig], dict]] = {
     "llama": (LlamaConfig, {}),
     "gpt2": (GPT2Config, {"n_positions": 512, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}),
@@ -51,13 +54,7 @@ _OWN: dict[str, tuple[type[PretrainedConfig], dict]] = {
     "gemma3": (Gemma3TextConfig, {**_GEMMA, "sliding_window_pattern": 3}),
     "olmo2": (Olmo2Config, {}),
     "mixtral": (MixtralConfig, {"intermediate_size": 24, "num_local_experts": 5, "num_experts_per_tok": 2}),
-    "qwen3_moe": (
-        Qwen3MoeConfig,
-        {
-            **_HEADS_OF_16,
-            **{"moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True},
-        },
-    ),
+    "qwen3_moe": (Qwen3MoeConfig, {**_HEADS_OF_16, **_EXPERTS}),
 }
 KINDS = tuple(_OWN)
 """GQA; learned positions, biases everywhere, one matrix for q, k and v; bias; qk-norm; window; embedding factor; capped
@@ -100,6 +97,12 @@ def make_tokens(lengths: list[int], vocab_size: int, seed: int = 0) -> dict[int,
     """Random tokens per document id; int64[length] each."""
     generator = torch.Generator().manual_seed(seed)
     return {i: torch.randint(0, vocab_size, (n,), generator=generator) for i, n in enumerate(lengths)}
+
+
+def stage_model(config, dtype=torch.float64, *, layers=None, device="cpu", weights=None, seed=3, **more) -> StageModel:
+    """Of some layers, default all, with random weights or those of a directory."""
+    given = {"layers": layers or (0, config.num_hidden_layers), "device": torch.device(device)}
+    return build_stage_model(config, **given, dtype=dtype, weights=weights, seed=seed, **more)
 
 
 def plain_loss_and_gradients(
@@ -161,8 +164,7 @@ def document_balance(config: PretrainedConfig, router_logits: tuple[torch.Tensor
 
 
 def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Norm of the difference over the norm of the reference; absolute where the true gradient is zero
-    (for example of q and k when a row sees one key, which rounding leaves at 1e-17)."""
+    """Norm of the difference over that of the reference; absolute where the true gradient is zero."""
     norm = theirs.double().norm().item()
     difference = (ours.double() - theirs.double()).norm().item()
     return difference / norm if norm > 1e-12 else difference

@@ -1,102 +1,77 @@
-"""Real servers on this machine: HTTP with range requests that can be told to fail, and S3."""
+"""An HTTP server on this machine with range requests that can be made to fail."""
 
-import asyncio
+import http.server
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from aiohttp import web
 
-
-class FlakyServer:
-    """Serves a directory over HTTP with range requests.
+class FlakyServer(http.server.ThreadingHTTPServer):
+    """Serves a directory over HTTP.
 
     Args:
         failure: how the next `num_failures` GET requests with a body of more than `good_bytes` go wrong: "cut" closes
             the connection after that many bytes, "short" sends no more as if the range ended there, "error" answers
-            503.
+            503, "hang" nothing until `released`.
     """
 
+    failure, num_failures, good_bytes, has_ranges, num_bytes_sent = "", 0, 10, True, 0
+
     def __init__(self, root: Path) -> None:
-        self.root = root
-        self.url = ""
-        self.failure = ""
-        self.num_failures = 0
-        self.good_bytes = 0
-        self.has_ranges = True
-        self.num_bytes_sent = 0
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.root, self.url, self.released = root, f"http://127.0.0.1:{self.server_port}", threading.Event()
 
     def fail(self, failure: str, num_failures: int, good_bytes: int = 10) -> None:
         self.failure, self.num_failures, self.good_bytes = failure, num_failures, good_bytes
 
-    async def answer(self, request: web.Request) -> web.StreamResponse:
-        path = self.root / request.match_info["path"]
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: FlakyServer
+
+    def do_GET(self) -> None:
+        server, path = self.server, self.server.root / self.path.lstrip("/")
         if not path.is_file():
-            raise web.HTTPNotFound
+            return self.send_error(404)
         content = path.read_bytes()
-        start, stop, status = 0, len(content), 200
-        if self.has_ranges and request.http_range.start is not None:
-            start, stop = request.http_range.start, min(request.http_range.stop or len(content), len(content))
-            status = 206
-        body = content[start:stop]
-        headers = {"Accept-Ranges": "bytes"} if self.has_ranges else {}
-        fails = request.method == "GET" and self.num_failures and len(body) > self.good_bytes
-        if fails:
-            self.num_failures -= 1
-            if self.failure == "error":
-                raise web.HTTPServiceUnavailable
-            if self.failure == "short":
-                body, stop = body[: self.good_bytes], start + self.good_bytes
-        if status == 206:
-            headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(content)}"
-        response = web.StreamResponse(status=status, headers=headers)
-        response.content_length = len(body)
-        await response.prepare(request)
-        if request.method == "GET":
-            cut = fails and self.failure == "cut"
-            await response.write(body[: self.good_bytes] if cut else body)
-            self.num_bytes_sent += len(body)
-            if cut:
-                assert request.transport is not None
-                request.transport.close()
-                return response
-        await response.write_eof()
-        return response
+        start, stop = 0, len(content)
+        is_range = server.has_ranges and (wanted := re.match(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")))
+        if is_range:
+            start, stop = int(wanted[1]), min(int(wanted[2] or len(content)) + 1, len(content))
+        failure = ""
+        if self.command == "GET" and server.num_failures and stop - start > server.good_bytes:
+            server.num_failures -= 1
+            failure = server.failure
+        if failure == "hang":
+            server.released.wait()
+        if failure == "error":
+            return self.send_error(503)
+        if failure == "short":
+            stop = start + server.good_bytes
+        self.send_response(206 if is_range else 200)
+        if server.has_ranges:
+            self.send_header("Accept-Ranges", "bytes")
+        if is_range:
+            self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{len(content)}")
+        self.send_header("Content-Length", str(stop - start))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content[start : start + server.good_bytes if failure == "cut" else stop])
+            server.num_bytes_sent += stop - start
+            self.close_connection = failure == "cut"
+        return None
+
+    do_HEAD = do_GET
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
 
 
 @contextmanager
 def serve_http(root: Path) -> Iterator[FlakyServer]:
-    server = FlakyServer(root)
-    loop = asyncio.new_event_loop()
-    started = threading.Event()
-
-    async def start() -> web.AppRunner:
-        app = web.Application()
-        app.router.add_get("/{path:.*}", server.answer)
-        runner = web.AppRunner(app, access_log=None)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        return runner
-
-    runner: web.AppRunner | None = None
-
-    def serve() -> None:
-        nonlocal runner
-        asyncio.set_event_loop(loop)
-        runner = loop.run_until_complete(start())
-        started.set()
-        loop.run_forever()
-        loop.run_until_complete(runner.cleanup())
-        loop.close()
-
-    thread = threading.Thread(target=serve, daemon=True)
-    thread.start()
-    assert started.wait(10)
-    try:
+    with FlakyServer(root) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
-    finally:
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(10)
+        server.shutdown()

@@ -3,7 +3,6 @@
 import torch
 
 from evenload.attention.backends import select_backend
-from evenload.runtime.model.hf_model import build_stage_model
 from evenload.runtime.model.supported import attention_soft_cap
 from evenload.runtime.optim.parameter_units import flatten_units
 from evenload.runtime.replay.rank_packs import PackTokens
@@ -11,7 +10,14 @@ from evenload.runtime.replay.stage import PipelineStage
 from evenload.runtime.replay.store import ActivationStore
 from evenload.types.document import Range
 from plan_building import greedy_packs
-from reference_training import balance_factor, plain_error, plain_loss_and_gradients, relative_error, tiny_config
+from reference_training import (
+    balance_factor,
+    plain_error,
+    plain_loss_and_gradients,
+    relative_error,
+    stage_model,
+    tiny_config,
+)
 
 
 def head_dim(config):
@@ -26,9 +32,8 @@ def pack_tokens(ranges, tokens, device="cpu"):
             ids.append(tokens[doc][t].item() if t < len(tokens[doc]) else 0)
             targets.append(tokens[doc][t + 1].item() if t + 1 < len(tokens[doc]) else -100)
             positions.append(t)
-    return PackTokens(
-        tuple(Range(*r) for r in ranges), *(torch.tensor(x, device=device) for x in (ids, targets, positions))
-    )
+    columns = (torch.tensor(column, device=device) for column in (ids, targets, positions))
+    return PackTokens(tuple(Range(*r) for r in ranges), *columns)
 
 
 def packs_of(lengths, cuts, budget, *, last_first):
@@ -46,21 +51,9 @@ def trained(buffers):
     return {name: p for buffer in buffers for name, p in zip(buffer.names, buffer.parameters, strict=True)}
 
 
-def stage_of(config, dtype=torch.float64, *, layers=None, device="cpu", weights=None, seed=3, backend=None, **options):
-    """A stage of some layers, default all, with random weights or those of a directory, and its buffers.
-
-    Args:
-        backend: of attention; default: what `auto` takes.
-    """
-    model = build_stage_model(
-        config,
-        layers=layers or (0, config.num_hidden_layers),
-        dtype=dtype,
-        device=torch.device(device),
-        weights=weights,
-        seed=seed,
-        **options,
-    )
+def stage_of(config, dtype=torch.float64, *, device="cpu", backend=None, **options):
+    """A stage (options: `stage_model`) and its buffers; `backend` of attention: default: what `auto` takes."""
+    model = stage_model(config, dtype, device=device, **options)
     buffers = flatten_units(model, dp=1)
     if backend is None:
         backend = select_backend("auto", device, attention_soft_cap(config), dtype=dtype, head_dim=head_dim(config))
@@ -109,9 +102,8 @@ def assert_bf16_as_good_as_plain(kind, backend, device="cpu"):
         *(config, torch.bfloat16, tokens, forward, backward), device=device, backend=backend
     )
     weights = {name: value.cpu() for name, value in weights.items()}
-    exact_loss, exact = plain_loss_and_gradients(
-        config, {n: w.double() for n, w in weights.items()}, tokens, torch.float64
-    )
+    doubles = {name: value.double() for name, value in weights.items()}
+    exact_loss, exact = plain_loss_and_gradients(config, doubles, tokens, torch.float64)
     plain_loss, plain = plain_loss_and_gradients(config, weights, tokens, torch.bfloat16)
 
     def error(found):

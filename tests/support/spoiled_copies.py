@@ -6,8 +6,7 @@ from evenload.runtime.replay.host_copies import HostArena, HostRows, ThreadHostC
 
 
 class SpoiledHostCopies(ThreadHostCopies):
-    """What is freed is overwritten by the copying thread as soon as the next one to take it may do so, and tensors are
-    cut into pieces of a few rows. 255 in every byte is NaN in every floating type."""
+    """Freed memory is overwritten (255 = NaN in every type) as soon as it may be taken; tensors are cut into pieces."""
 
     def __init__(self) -> None:
         super().__init__(HostArena(_spoiled_segment, segment_bytes=8192, smallest_piece_bytes=512))

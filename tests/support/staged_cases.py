@@ -1,5 +1,4 @@
-"""Plans of two and four ranks whose transfers are of every kind: pipeline neighbours in one order and in many, sums and
-gathers over replicas, shared documents both ways, parts of matrices."""
+"""Plans of two and four ranks whose transfers are of every kind."""
 
 from context_plans import merged_plan
 from varied_plans import varied_plan

@@ -36,13 +36,11 @@ class StagedGroup(dist.ProcessGroup):
     def __init__(self, store, rank, size, timeout) -> None:
         super().__init__(rank, size)
         self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
-        self.moved_tensors = 0
 
     def getBackendName(self) -> str:
         return NAME
 
     def _to_host(self, tensors):
-        self.moved_tensors += len(tensors)
         return [tensor.detach().to("cpu", copy=True) for tensor in tensors]
 
     def _inner(self, *names):

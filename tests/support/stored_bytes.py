@@ -19,9 +19,8 @@ def assert_bytes_match_the_memory_model(plan: StepPlan, model: ModelSpec, measur
     for dp_rank in range(layout.dp):
         num_slices = sum(len(pack.slices) for pack in plan.pack_plans[dp_rank].forward)
         for pp_rank, predicted in enumerate(predicted_kind_bytes(plan, model, dp_rank)):
-            ranks = [
-                measured[layout.global_rank(pp_rank=pp_rank, dp_rank=dp_rank, tp_rank=t)] for t in range(layout.tp)
-            ]
+            place = {"pp_rank": pp_rank, "dp_rank": dp_rank}
+            ranks = [measured[layout.global_rank(**place, tp_rank=t)] for t in range(layout.tp)]
             for name in STORE_KINDS:
                 after, running = predicted[name]["after"], predicted[name]["running"]
                 together = [sum(held) for held in zip(*(rank.after_kinds[name] for rank in ranks), strict=True)]
@@ -31,9 +30,8 @@ def assert_bytes_match_the_memory_model(plan: StepPlan, model: ModelSpec, measur
                 assert all(abs(rank.peak_by_kind[name] - highest) <= slack for rank in ranks), (pp_rank, name)
             if layout.tp == 1:
                 assert ranks[0].peak_host == predicted_host_bytes(plan, model, dp_rank)[pp_rank]
-                total = np.sum(
-                    [[*predicted[name]["running"], *predicted[name]["after"]] for name in STORE_KINDS], axis=0
-                )
+                kinds = [predicted[name] for name in STORE_KINDS]
+                total = np.sum([[*one["running"], *one["after"]] for one in kinds], axis=0)
                 # A forward's final hidden states come after its offloaded layers have left, so its peak may be lower.
                 is_offloaded = ranks[0].peak_host > 0
                 assert ranks[0].peak == total.max(initial=0) or (is_offloaded and ranks[0].peak < total.max())

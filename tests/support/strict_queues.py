@@ -4,12 +4,13 @@ A rank has a queue of posted transfers (one, or one for each peer). A transfer e
 on both ends, sent on one and received on the other. Posting waits for nothing; nothing else ever lets a rank go on.
 """
 
-from collections import deque
-from collections.abc import Callable, Hashable
+import itertools
+from collections import defaultdict, deque
+from collections.abc import Hashable
 from typing import NamedTuple
 
 from evenload.stepplan.transfer_order import queued_order
-from evenload.types.layout import Channel, TransferOrder
+from evenload.types.layout import Channel
 from evenload.types.plan import StepPlan, block_of, completing_actions
 
 Rank = tuple[int, int]
@@ -32,17 +33,16 @@ class Event(NamedTuple):
     what: Hashable
 
 
-def rank_events(plan: StepPlan, rank: Rank, order: TransferOrder, *, sums: str = "") -> list[Event]:
-    """The events of a rank that follows `order`.
+def rank_events(plan: StepPlan, rank: Rank, sums: str) -> list[Event]:
+    """The events of a rank.
 
     Args:
         sums: "downwards": gradients of a stage are summed over all replicas where its last backward completes them,
             those of the highest stage first; "as complete": in each rank's own order; "behind": after the rank's last
-            action, as where replicas share packs. In the rank's queue a sum stands
-            behind all transfers posted before it and in front of all after it; the rank waits for it here, as if it
-            could do nothing meanwhile.
+            action, as where replicas share packs. A sum stands behind all transfers posted before it and in front of
+            all after it; the rank waits for it here, as if it could do nothing meanwhile.
     """
-    names = node_names(plan, rank[0])
+    names, order = node_names(plan, rank[0]), queued_order(plan, *rank)
     dp_rank, pp_rank = rank
     ranks, num_stages = plan.layout.stage_to_rank, plan.layout.num_stages
     events: list[Event] = []
@@ -90,15 +90,10 @@ def incoming(plan: StepPlan, rank: Rank, channel: Channel, pack: int) -> Transfe
     return Transfer((rank[0], source), rank, channel, pack)
 
 
-def plan_events(
-    plan: StepPlan, order_of: Callable[[StepPlan, int, int], TransferOrder] = queued_order, *, sums: str = ""
-) -> dict[Rank, list[Event]]:
-    """All ranks, as the runtime runs them with `parallel.channels = "fifo"` or in another order."""
-    return {
-        (dp_rank, pp_rank): rank_events(plan, (dp_rank, pp_rank), order_of(plan, dp_rank, pp_rank), sums=sums)
-        for dp_rank in range(plan.layout.dp)
-        for pp_rank in range(plan.layout.pp)
-    }
+def plan_events(plan: StepPlan, *, sums: str = "") -> dict[Rank, list[Event]]:
+    """All ranks, as the runtime runs them with `parallel.channels = "fifo"`."""
+    ranks = itertools.product(range(plan.layout.dp), range(plan.layout.pp))
+    return {rank: rank_events(plan, rank, sums) for rank in ranks}
 
 
 def node_names(plan: StepPlan, dp_rank: int) -> dict[tuple[int, int], tuple]:
@@ -120,8 +115,10 @@ def stuck_ranks(events: dict[Rank, list[Event]], *, one_queue: bool) -> list[Ran
     """
     queues: dict[Rank, dict[Rank | None, deque[tuple[Transfer, bool]]]] = {rank: {} for rank in events}
     ended: set[Hashable] = set()
-    members = _members(events)
-    met: dict[Hashable, set[Rank]] = {}
+    members, met = defaultdict(set), defaultdict(set)
+    for rank, mine in events.items():
+        for event in mine:
+            members[event.what].add(rank)
     done = dict.fromkeys(events, 0)
 
     def end_transfers(rank: Rank) -> None:
@@ -157,18 +154,9 @@ def stuck_ranks(events: dict[Rank, list[Event]], *, one_queue: bool) -> list[Ran
                     if what not in ended:
                         break
                 else:
-                    met.setdefault(what, set()).add(rank)
+                    met[what].add(rank)
                     if met[what] != members[what]:
                         break
                 done[rank] += 1
                 moved = True
     return [rank for rank, count in done.items() if count < len(events[rank])]
-
-
-def _members(events: dict[Rank, list[Event]]) -> dict[Hashable, set[Rank]]:
-    members: dict[Hashable, set[Rank]] = {}
-    for rank, mine in events.items():
-        for does, what in mine:
-            if does == "meet":
-                members.setdefault(what, set()).add(rank)
-    return members

@@ -1,6 +1,5 @@
 """Runs whose layout changes between steps as a script says, as one rank of a `GlooPool`."""
 
-import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
@@ -46,35 +45,24 @@ class ScriptedTrainer(Trainer):
     script: Sequence[int] = (0,)
 
     def planners(self, coefficients, memory_cap_bytes):
-        planners = [
-            make_planner(self.config, self.model, layout, coefficients, memory_cap_bytes)
-            for layout in self.meshes.layouts
-        ]
-        return ScriptedPlanner(planners, self.script), None
+        make = lambda layout: make_planner(self.config, self.model, layout, coefficients, memory_cap_bytes)  # noqa: E731
+        return ScriptedPlanner([make(layout) for layout in self.meshes.layouts], self.script), None
 
 
-def scripted_run(
-    config_file: str, overrides: list[str], script: Sequence[int], stop_after: int, export: bool = False
-) -> Outcome | None:
+def scripted_run(config_file: str, overrides: list[str], script: Sequence[int], stop_after: int) -> Outcome | None:
     """Resume if there is a checkpoint, train until `stop_after` steps are done, save."""
     trainer = make_trainer(config_file, overrides, ScriptedTrainer)
     trainer.script = script
     trainer.resume()
     reports = [report for report in trainer.train(COSTS, 2**34, stop_after) if report is not None]
     trainer.save()
-    if export:
-        trainer.export()
     return outcome_of(trainer, reports)
 
 
 def changed_by_moving(
     config_file: str, overrides: list[str], order: Sequence[int], steps: int, ranks_per_machine: int | None = None
 ) -> list[str]:
-    """Train some steps, then go from layout to layout without training; names of tensors that are not what they were,
-    to the bit, after any of the changes. Ends with a step in the last layout.
-
-    Every other change is prepared ahead, and one of those for another layout than comes.
-    """
+    """Names of tensors that going from layout to layout without training changes; then a step is trained."""
     trainer = make_trainer(config_file, overrides, ScriptedTrainer, ranks_per_machine)
     trainer.script = (*[0] * steps, order[-1])
     for _ in trainer.train(COSTS, 2**34, steps):
@@ -82,9 +70,6 @@ def changed_by_moving(
     before, changed = whole_state(trainer.state), []
     for generation, index in enumerate(order, start=1):
         layout = msgspec.structs.replace(trainer.meshes.layouts[index], generation=generation)
-        if generation % 2:
-            announced = trainer.meshes.layouts[order[0]] if generation == 3 else layout
-            trainer.live.preallocate(functools.partial(lambda coming: coming, announced), 2**40)
         planned = planned_bytes(trainer, layout)
         trainer.state.change_layout(layout, COSTS)
         switch = trainer.state.settle()

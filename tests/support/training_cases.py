@@ -1,7 +1,7 @@
 """A short training run, as a configuration file and as plain transformers and AdamW."""
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from evenload.config.train_config import TrainConfig
 from evenload.data.loader import GlobalBatchLoader
-from evenload.runtime.model.hf_model import build_stage_model
 from evenload.runtime.model.model_config import load_config
-from reference_training import tiny_config
+from reference_training import stage_model, tiny_config
 
 STEPS = 4
 
@@ -68,6 +67,16 @@ def write_training_config(directory: Path, sources: Path | Iterable[str], data: 
     return file
 
 
+def write_phases(directory: Path, phases: Sequence[str]) -> Path:
+    """A corpus whose batches of eight documents are short ("s") or hold two long ones ("l"), in this order."""
+    directory.mkdir()
+    for step, phase in enumerate(phases):
+        for at in range(8):
+            letters = 230 if phase == "l" and at < 2 else 12 + at
+            (directory / f"{step:03}-{at}.txt").write_text("".join(chr(97 + (i * 7 + at) % 26) for i in range(letters)))
+    return directory
+
+
 def plain_losses(
     config: TrainConfig,
     after_step: Callable[[nn.Module], None] = lambda model: None,
@@ -114,10 +123,7 @@ def plain_model(config: TrainConfig, precision: torch.dtype) -> nn.Module:
     """transformers' model with the weights that a run begins with, whose own precision they have, in another one."""
     hf = load_config(config.model.path)
     own = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float64
-    ours = build_stage_model(
-        hf, layers=(0, hf.num_hidden_layers), dtype=own, device=torch.device("cpu"), weights=None, seed=0
-    )
-    weights = {n: p.detach() for named in ours.unit_parameters() for n, p in named}
+    weights = {n: p.detach() for named in stage_model(hf, own, seed=0).unit_parameters() for n, p in named}
     hf._attn_implementation = "sdpa"
     if precision == torch.bfloat16:  # `to` would round the frequencies of positions, too
         model = AutoModelForCausalLM.from_config(hf, dtype=precision)

@@ -47,8 +47,7 @@ def plain_validation(config_file: Path, overrides: Iterable[str], state: dict[st
 
 
 def averaged_export(config_file: str, overrides: list[str]) -> tuple[str, bool]:
-    """Of a run that goes on from its checkpoint: where the moving average is exported, and whether weights and state
-    are the same to the bit afterwards."""
+    """Where a run that goes on exports its moving average, and whether its state is the same to the bit afterwards."""
     trainer = make_trainer(config_file, overrides)
     trainer.resume()
     before = whole_state(trainer.state)

@@ -1,6 +1,6 @@
-"""Random plans with activation policies, split backwards and virtual stages, under every kind of schedule; and the
-memory the simulator expects of them."""
+"""Random plans with policies, split backwards and virtual stages, under every schedule; their expected memory."""
 
+import dataclasses
 import random
 
 import msgspec
@@ -15,7 +15,7 @@ from evenload.stepplan.resimulation import replica_columns, tasks_of_columns
 from evenload.stepplan.validate import validate_plan
 from evenload.types.layout import ParallelLayout, even_layout
 from evenload.types.model import ModelSpec
-from evenload.types.pipeline import PackBytes, PipelineTasks, action_columns
+from evenload.types.pipeline import PipelineTasks, action_columns
 from evenload.types.plan import PackTimes, Schedule, StepPlan, seal
 from evenload.types.timeline import MEMORY_KINDS
 from pipeline_cases import with_split
@@ -46,12 +46,8 @@ def varied_plan(
     num_documents: int = 7,
     max_budget: int = 60,
 ) -> StepPlan:
-    """Random documents, cuts, seconds and policies; a legal schedule of the kind asked for.
-
-    Args:
-        whole: documents are not cut, and backward packs are the forward packs.
-        max_budget: most tokens of a pack (a slice may have more).
-    """
+    """Random documents, cuts (`whole`: none, and the same packs backward), seconds and policies; a legal schedule of
+    the kind asked for; packs of at most `max_budget` tokens, but for larger slices."""
     rng, numbers = random.Random(seed), np.random.default_rng(seed)
     layout = even_layout(num_layers, dp=dp, pp=pp, tp=tp, virtual=virtual)
     lengths = {doc: rng.randint(1, max_tokens) for doc in range(rng.randint(1, num_documents))}
@@ -62,9 +58,8 @@ def varied_plan(
         cuts = [[] if whole else [rng.random() for _ in range(rng.randint(0, 4))] for _ in range(2)]
         budget = rng.randint(1, max_budget)
         budgets = budget, budget if whole else rng.randint(1, max_budget)
-        sides = [
-            greedy_packs(mine, c, b, last_first=last) for c, b, last in zip(cuts, budgets, (False, True), strict=True)
-        ]
+        given = zip(cuts, budgets, (False, True), strict=True)
+        sides = [greedy_packs(mine, cut, most, last_first=last) for cut, most, last in given]
         packs = pack_plan(dp_rank, *sides)
         chosen = {doc: rng.choice(POLICY_SETS[policies]) for doc in mine}
         packs = msgspec.structs.replace(packs, policies={d: p for d, p in chosen.items() if p != "replay"})
@@ -81,33 +76,24 @@ def varied_plan(
 def _random_tasks(packs, layout, numbers: np.random.Generator) -> PipelineTasks:
     m_f, m_b, stages = len(packs.forward), len(packs.backward), layout.num_stages
     seconds = numbers.uniform(0.5, 2, (m_f, stages)), numbers.uniform(1, 4, (m_b, stages))
-    return tasks_of_one_byte(
-        layout, *seconds, numbers.uniform(0, 0.2, m_f), numbers.uniform(0, 0.2, m_b), packs.forwards_needed()
-    )
+    p2p_s = numbers.uniform(0, 0.2, m_f), numbers.uniform(0, 0.2, m_b)
+    return tasks_of_one_byte(layout, *seconds, *p2p_s, packs.forwards_needed())
 
 
 def tasks_of_one_byte(
     layout: ParallelLayout, forward_s, backward_s, p2p_forward_s, p2p_backward_s, forwards_needed
 ) -> PipelineTasks:
     """Of some packs; a forward keeps one byte, so that a limit of bytes is one of packs."""
-    zeros = [np.zeros(seconds.shape, np.int64) for seconds in (forward_s, backward_s)]
-    return with_split(
-        PipelineTasks(
-            forward_s=forward_s,
-            backward_s=backward_s,
-            p2p_forward_s=p2p_forward_s,
-            p2p_backward_s=p2p_backward_s,
-            forwards_needed=np.array(forwards_needed, np.int32),
-            stage_to_rank=np.array(layout.stage_to_rank, np.int32),
-            held=PackBytes(
-                static_bytes=np.zeros(layout.pp, np.int64),
-                forward_kept_bytes=zeros[0] + 1,
-                forward_temp_bytes=zeros[0],
-                backward_freed_bytes=zeros[1],
-                backward_temp_bytes=zeros[1],
-            ),
-        )
+    tasks = PipelineTasks.without_bytes(
+        forward_s=forward_s,
+        backward_s=backward_s,
+        p2p_forward_s=p2p_forward_s,
+        p2p_backward_s=p2p_backward_s,
+        forwards_needed=forwards_needed,
+        stage_to_rank=layout.stage_to_rank,
     )
+    held = dataclasses.replace(tasks.held, forward_kept_bytes=np.ones(forward_s.shape, np.int64))
+    return with_split(dataclasses.replace(tasks, held=held))
 
 
 def _schedule(packs, tasks: PipelineTasks, name: str, pp: int, rng: random.Random) -> Schedule:

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cost_samples import documents
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.host_memory import host_memory
 from evenload.data.hub import model_from
@@ -12,7 +13,6 @@ from evenload.errors import ConfigError
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem import PlanOptions
 from evenload.types.cluster import BUILT_IN, ClusterSpec, DeviceSpec, cluster_from
-from evenload.types.document import Document
 from evenload.types.layout import even_layout
 from evenload.types.model import MODELS
 
@@ -45,11 +45,7 @@ def test_experts_are_active_in_the_published_number(name: str, billions: float) 
 
 @pytest.mark.parametrize("device", BUILT_IN)
 def test_every_built_in_model_is_planned_on_every_built_in_cluster(device: str) -> None:
-    random = np.random.default_rng(0)
-    documents = tuple(
-        Document(doc_id=index, num_tokens=tokens, num_label_tokens=tokens)
-        for index, tokens in enumerate(random.integers(50, 3000, 24).tolist())
-    )
+    step = documents(np.random.default_rng(0).integers(50, 3000, 24))
     cluster = cluster_from(f"{device}x8")
     for name, spec in MODELS.items():
         layout = even_layout(spec.num_layers, dp=2, pp=2, tp=2)
@@ -62,7 +58,7 @@ def test_every_built_in_model_is_planned_on_every_built_in_cluster(device: str) 
             host=host_memory(cluster),
         )
         # The largest do not fit eight devices, but what they would take is planned all the same.
-        proposal = planner.propose(0, documents, "best_fit")
+        proposal = planner.propose(0, step, "best_fit")
         assert proposal.feasible or spec.num_parameters > 5e9, name
         assert proposal.plan.predicted.step_time_s > 0, name
 
@@ -73,10 +69,8 @@ def test_unknown_model_offers_the_nearest_name() -> None:
 
 
 def test_model_from_config_json_or_its_folder(tmp_path) -> None:
-    config = {
-        "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 128,
-        "vocab_size": 100, "model_type": "llama",
-    }  # fmt: skip
+    config = {"num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 128, "vocab_size": 100}
+    config |= {"hidden_size": 64, "model_type": "llama"}
     folder = tmp_path / "my-model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))

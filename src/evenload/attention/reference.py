@@ -1,7 +1,5 @@
 """Plain matrix-product attention for any dtype and device: what other backends are tested against, and what runs models
-that cap attention scores (Gemma 2), because no kernel does. Rows go in blocks, each against the keys that any of its
-rows sees, so memory is O(rows of a block · s).
-"""
+that cap attention scores (Gemma 2). Rows go in blocks, each against the keys that any of its rows sees."""
 
 from collections.abc import Iterator, Sequence
 

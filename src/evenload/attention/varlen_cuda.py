@@ -7,10 +7,7 @@ One kernel call a layer and direction for a whole pack. `aten::_flash_attention_
 queries and s keys, row i sees keys up to s - n + i, which is exactly a range of a document against its prefix. Backward
 is called by hand, so it takes any output and log-sum-exp. With fewer key heads than query heads the kernel holds
 gradients of keys as wide as the queries; where these exceed `KEY_GRADIENT_BYTES`, key heads go in several calls.
-
-Price: a copy of the pack's keys and values where they do not lie one behind the other (documents that are cut). Lengths
-of a pack go to the device once, for all its layers, from pinned memory, so the host never waits. FlashAttention 3 and 4
-take the place of version 2 behind the same operators where their packages are installed.
+Lengths of a pack go to the device once, for all its layers, from pinned memory, so the host never waits.
 """
 
 import functools
@@ -36,8 +33,7 @@ IMPLEMENTATIONS = {"varlen_cuda": None, "varlen_cuda_fa3": "FA3", "varlen_cuda_f
 
 _MAX_HEAD_DIM = 256
 _MIN_CAPABILITY = 8  # Ampere
-# Lengths of this many packs stay on the device: full and windowed layers of a forward and a backward pack.
-_KEPT_LENGTHS = 8
+_KEPT_LENGTHS = 8  # of so many packs: full and windowed layers of a forward and a backward pack
 
 
 class _Lengths(NamedTuple):
@@ -83,8 +79,7 @@ class VarlenCudaAttention:
         if not ranges:
             return ()
         keys, values = _packed([r.keys for r in ranges]), _packed([r.values for r in ranges])
-        rows = rows_of_all(ranges)
-        lengths = self._lengths(*range_sizes(ranges), q.device)
+        rows, lengths = rows_of_all(ranges), self._lengths(*range_sizes(ranges), q.device)
         whole = _Inputs(grad[rows], q[rows], keys, values, out[rows], lse[rows])
         (num_heads, dim), (num_keys, kv_heads) = q.shape[1:], keys.shape[:2]
         at_once = _key_heads_at_once(num_keys * num_heads * dim * keys.element_size(), num_heads, kv_heads)
@@ -197,11 +192,10 @@ def _dense_rows(rows: Tensor) -> Tensor:
 
 
 def _cumulative_lengths(num_rows: tuple[int, ...], num_keys: tuple[int, ...], device: torch.device) -> _Lengths:
-    pinned = device.type == "cuda"
     cu_q, cu_k = (
         torch.tensor([0, *sizes], dtype=torch.int64).cumsum(0, dtype=torch.int32) for sizes in (num_rows, num_keys)
     )
-    if pinned:
+    if device.type == "cuda":
         cu_q, cu_k = (lengths.pin_memory().to(device, non_blocking=True) for lengths in (cu_q, cu_k))
     # With one query a sequence FlashAttention 2 lays heads out in another way (its decoding path), which is wrong
     # where only the longest of several has one; a larger bound keeps it away.

@@ -11,15 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 import numpy as np
 
-from evenload.bench.results import (
-    BatchRun,
-    MachineLoad,
-    RecordedBatch,
-    StrategyRuns,
-    pack_errors,
-    recorded_batch,
-    task_seconds,
-)
+from evenload.bench.results import BatchRun, MachineLoad, RecordedBatch, StrategyRuns, pack_errors, recorded_batch
 from evenload.calibrate.fit import CoreWaits
 from evenload.config.planner import make_planner
 from evenload.cost.coefficients import CostCoefficients
@@ -68,10 +60,8 @@ def run_interleaved(
     Args:
         trainer: whose weights are used and stay what they are; its optimizer's moments do not.
         memory_cap_bytes: of one process.
-        num_batches: global batches; fewer where the data has fewer.
-        num_rounds: that count, after one that does not.
+        num_batches: fewer where the data has fewer; num_rounds: that count, after one that does not.
         demand: threads that ranks compute with for each core of the machine.
-        on_step: called after every step.
 
     Raises:
         ConfigError, DataError, InfeasiblePlanError: no strategy can run.
@@ -155,7 +145,7 @@ def _batch_run(trainer: Trainer, batch: int, reports: Sequence[StepReport], coef
     """Compare one batch under one strategy, round after round, with its prediction."""
     report, plan = reports[-1], reports[-1].plan
     costs = PackCosts(trainer.model, coefficients, plan.layout)
-    rounds_s = np.array([task_seconds(one.measured) for one in reports])
+    rounds_s = np.array([one.measured.end_s - one.measured.start_s for one in reports])  # tasks are in one order
     return BatchRun(
         batch=batch,
         plan_digest=plan.digest,

@@ -26,8 +26,7 @@ from evenload.types.timeline import KINDS, Timeline
 QUIET_WAITED_SHARE, QUIET_SPREAD = 0.05, 0.35
 """At most these where nothing else disturbed a measurement: share of the time without a core, and (slowest - fastest) /
 median of rounds."""
-CLOSE = 0.05
-"""Strategies whose measured step times differ by less are as fast as each other."""
+CLOSE = 0.05  # strategies whose measured step times differ by less are as fast as each other
 
 
 class PackErrors(Frozen):
@@ -126,8 +125,7 @@ class MachineLoad(Frozen):
     """What the machine had to do while steps were measured.
 
     Args:
-        demand: threads that compute for each core that they may use; above 1, ranks take cores from each other, which
-            no simulation of devices knows of.
+        demand: threads that compute for each core that they may use; above 1, ranks take cores from each other.
         waited_share: share of the time in which a rank's busiest thread stood ready without a core beyond that; of the
             rank that waited longest. A quiet machine stays near 0.
     """
@@ -279,19 +277,9 @@ class BenchResult(Frozen):
         return text + (waited if self.load.waited_share > QUIET_WAITED_SHARE else "")
 
 
-def task_seconds(timeline: Timeline) -> NDArray[np.float64]:
-    """Return the seconds of every task; float64[num_tasks]. Tasks of several runs of one plan are in the same order."""
-    return timeline.end_s - timeline.start_s
-
-
 def pack_errors(times: tuple[PackTimes, ...], timeline: Timeline, rounds_s: NDArray[np.float64]) -> PackErrors:
-    """Compare predicted with measured pack seconds.
-
-    Args:
-        times: of a plan, by replica, with what overlapped transfers take.
-        timeline: a measured one of the plan, from which places of tasks are read.
-        rounds_s: float64[num_rounds, num_tasks], above 0; a pack's measured seconds are its median over the rounds.
-    """
+    """Compare a plan's pack seconds by replica, with what overlapped transfers take, with those of the tasks of a
+    measured timeline, float64[rounds, tasks], above 0, of which the median over the rounds counts."""
     columns = zip(*(getattr(timeline, name).tolist() for name in ("dp_rank", "kind", "pack", "stage")), strict=True)
     assert KINDS == "FBIW"
     seconds = [(one.forward_s, one.backward_s, one.input_s, one.weight_s) for one in times]

@@ -1,11 +1,9 @@
 """Calibrate the cost model for some seconds at the start of training.
 
 All ranks time their own stage's layers at once, as a step shares the machine too, on a handful of packs: whole
-documents, many short ones, slices with a prefix. Rank 0 fits the coefficients by non-negative least squares on relative
-errors and broadcasts them; a cost file is cached by everything that changes the seconds. A noisy measurement
-(`calibrate.fit`) is repeated once, and the quieter one counts. On a GPU larger packs follow, through one layer of every
-window. Price: at most 20 packs of up to 4,096 tokens forward and backward, on a GPU larger ones too, for some seconds
-to warm up and then while the time budget lasts.
+documents, many short ones, slices with a prefix. Coefficients are fitted by non-negative least squares on relative
+errors; a cost file is cached by everything that changes the seconds. A noisy measurement (`calibrate.fit`) is repeated
+once, and the quieter one counts. On a GPU larger packs follow, through one layer of every window.
 """
 
 import hashlib
@@ -68,14 +66,10 @@ class RankMeasurement:
     """Holds the measurements of one rank.
 
     Args:
-        packs: seconds of one layer.
-        head: (rows, seconds); empty where the rank has no head.
-        peak_flops_per_s: of matrix products.
-        optimizer_s: of one parameter.
-        copy_s_per_byte: of rows put in place by an index.
-        links: of the transfers that the rank takes part in.
-        overlap: None = not measured.
+        packs: seconds of one layer; head: (rows, seconds), empty where the rank has no head.
+        optimizer_s: of one parameter; copy_s_per_byte: of rows put in place by an index.
         weight_s: of the weight gradients of `kernels.TOKENS` tokens on one layer.
+        links: of the transfers that the rank takes part in; overlap: None = not measured.
     """
 
     noise: Noise
@@ -104,12 +98,8 @@ def coefficients_of(
     *,
     is_cpu: bool = False,
 ) -> CostCoefficients:
-    """Fit one set of coefficients to all ranks' timings.
-
-    Args:
-        tile: query rows of one attention block.
-        is_cpu: gloo's threads share the cores that compute, so no transfer of K and V counts as hidden.
-    """
+    """Fit one set of coefficients to all ranks' timings, with attention blocks of `tile` query rows. On a CPU gloo's
+    threads share the cores that compute, so no transfer of K and V counts as hidden."""
     tp = layout.tp
     head = [point for rank in ranks for point in rank.head]
     head_s_per_token, head_pack_s = fit_relative([(float(rows), 1.0) for rows, _ in head], [s for _, s in head])
@@ -173,7 +163,11 @@ def pass_timings(
 def _pass(ranks: Sequence[RankMeasurement], direction: Direction, tile: int, tp: int) -> PassCoefficients:
     features, seconds, samples = pass_timings(ranks, direction, tile)
     tokens, slices, packs, pairs, prefix = fit_relative(features, seconds)
-    host_slice_s, host_pack_s = _host_seconds(samples)
+    # Of a host; 0 where devices are their own hosts.
+    host = [(float(len(one.ranges)), 1.0, one.host_s) for one in samples if one.host_s]
+    host_slice_s, host_pack_s = (
+        fit_relative([row[:2] for row in host], [row[2] for row in host]) if host else (0.0, 0.0)
+    )
     return PassCoefficients(
         # Measured on a part of every matrix; coefficients are of whole ones.
         linear_s_per_token=tokens * tp,
@@ -184,15 +178,6 @@ def _pass(ranks: Sequence[RankMeasurement], direction: Direction, tile: int, tp:
         host_slice_s=host_slice_s,
         host_pack_s=host_pack_s,
     )
-
-
-def _host_seconds(samples: Sequence[Sample]) -> tuple[float, float]:
-    """Fit a host's seconds of a slice and of a pack; 0 where devices are their own hosts."""
-    queued = [sample for sample in samples if sample.host_s]
-    if not queued:
-        return 0.0, 0.0
-    slices, packs = fit_relative([(float(len(one.ranges)), 1.0) for one in queued], [one.host_s for one in queued])
-    return slices, packs
 
 
 # Raise when calibration measures or fits differently.
@@ -219,13 +204,10 @@ def write_cached(path: Path, coefficients: CostCoefficients) -> None:
 
 
 _TIME_BUDGET_S = 4.0
-# While a process first takes memory of its system, packs are up to 10 % slower.
-_WARM_UP_S = 4.0
-_MIN_REPEATS = 2
-_MAX_REPEATS = 30
+_WARM_UP_S = 4.0  # while a process first takes memory of its system, packs are up to 10 % slower
+_MIN_REPEATS, _MAX_REPEATS = 2, 30
 _MAX_ATTEMPTS = 2
-# Of a GPU's memory, which holds weights, gradients and optimizer state already.
-_MEMORY_SHARE = 0.2
+_MEMORY_SHARE = 0.2  # of a GPU's memory, which holds weights, gradients and optimizer state already
 
 
 class TimedRound(NamedTuple):
@@ -255,7 +237,7 @@ def calibrate(
     """Measure and fit; every rank returns the same. Adds to gradients: zero them before training. Collective.
 
     Args:
-        stages: of this rank; layers of the first are timed, on a GPU a few of them, as layers of a model are alike.
+        stages: of this rank; layers of the first are timed, on a GPU a few of them.
         max_document_tokens: no longer documents are timed.
         demand: threads that ranks compute with for each core of the machine (`CoreWaits`).
         max_pack_tokens: of the run; GPUs, which small packs do not keep busy, are timed with packs of up to so many.

@@ -65,10 +65,8 @@ def cross_validate(
 
 
 _FAR_DEVIATIONS = 5.0
-# A median absolute deviation of a normal distribution is this share of its standard deviation.
-_NORMAL = 0.6745
-# Clocks and interrupts: differences below this share of the median are never far.
-_LEAST_FAR_SHARE = 0.05
+_NORMAL = 0.6745  # a normal distribution's median absolute deviation, as a share of its standard deviation
+_LEAST_FAR_SHARE = 0.05  # clocks and interrupts: differences below this share of the median are never far
 
 
 def num_outliers(seconds: Sequence[float]) -> int:
@@ -92,12 +90,8 @@ def timed(work: Callable[[], object], device: torch.device) -> float:
 
 
 class CoreWaits:
-    """Measures how long threads wait for cores, from when it is made.
-
-    Args:
-        demand: threads that this machine's ranks compute with, for each core they may use; above 1, ranks wait for each
-            other in training too.
-    """
+    """Measures how long threads wait for cores, from when it is made; `demand` is threads that this machine's ranks
+    compute with, for each core they may use: above 1, ranks wait for each other in training too."""
 
     def __init__(self, demand: float) -> None:
         self._own_share = 1 - 1 / max(1.0, demand)

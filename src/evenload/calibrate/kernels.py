@@ -1,8 +1,7 @@
 """Time kernels apart from packs through layers, and count the bytes that layers keep.
 
 `..._work` functions make their tensors once and return a call to time again and again. Weight gradients (W of a split
-backward) are timed on a pack of short documents whose backward defers them: they are less than half of the linears'
-backward, as elementwise work stays in I.
+backward) are timed on a pack of short documents whose backward defers them.
 """
 
 import functools
@@ -11,21 +10,17 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
-from evenload.attention.range_attention import KeyRange, Scoring
-from evenload.calibrate.fit import median_seconds, timed
+from evenload.calibrate.fit import median_seconds
 from evenload.calibrate.rounds import PackClock, Packs, num_tokens_of, pack_tokens, time_round, whole
-from evenload.cost.layer_counts import POLICIES, activation_bytes_per_token, kv_bytes_per_token, local_kv_heads
+from evenload.cost.layer_counts import POLICIES, activation_bytes_per_token, kv_bytes_per_token
 from evenload.errors import EvenloadError
-from evenload.runtime.device import reset_peak_bytes, resident_bytes, use_deterministic_kernels
+from evenload.runtime.device import reset_peak_bytes, resident_bytes
 from evenload.runtime.replay.head import add_embedding_gradient, embed
 from evenload.runtime.replay.held_bytes import STORE_KINDS
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.runtime.replay.store import ActivationStore
 from evenload.types.document import Range
 from evenload.types.model import ModelSpec
-
-Work = Mapping[int, Callable[[], object]]
-"""Work by its size, such as rows."""
 
 HEAD_ROWS = (16, 64, 256, 512, 1024, 2048)
 QUICK_HEAD_ROWS = (64, 512, 2048)
@@ -38,7 +33,9 @@ def head_rows(model: ModelSpec, tp: int, most_flops: float) -> list[int]:
     return [rows for rows in HEAD_ROWS if rows in HEAD_ROWS[:2] or rows * row_flops <= most_flops]
 
 
-def head_work(stage: PipelineStage, vocab_size: int, rows: Iterable[int] = QUICK_HEAD_ROWS) -> Work:
+def head_work(
+    stage: PipelineStage, vocab_size: int, rows: Iterable[int] = QUICK_HEAD_ROWS
+) -> Mapping[int, Callable[[], object]]:
     """Make work of final norm, logits, loss and their gradient, by rows. Last stage only."""
 
     def of(rows: int) -> Callable[[], object]:
@@ -122,34 +119,6 @@ def time_weights(stage: PipelineStage, clock: PackClock) -> float:
     return clock.time("weight gradients", functools.partial(store.add_deferred_weights, 0)).device_s
 
 
-_ROWS = 4096
-_PRICE_REPEATS = 11
-
-
-def deterministic_slowdown(stage: PipelineStage, model: ModelSpec, tp: int, rows: int = _ROWS) -> float:
-    """Return attention's backward seconds with deterministic kernels over those without, medians of interleaved
-    repeats. Leaves deterministic kernels switched on."""
-    backend, dim, scoring = stage.backend, model.head_dim, Scoring(model.head_dim**-0.5)
-    make = functools.partial(torch.randn, dtype=stage.dtype, device=stage.device)
-    q, (k, v) = make(rows, model.num_heads // tp, dim), make(2, rows, local_kv_heads(model, tp), dim)
-    ranges = (KeyRange(slice(0, rows), k, v),)
-    out, lse = backend.forward(q, ranges, scoring)
-
-    @torch.no_grad()
-    def backward() -> None:
-        for _ in backend.backward(out, q, ranges, out, lse, scoring):
-            pass
-
-    seconds: dict[bool, list[float]] = {False: [], True: []}
-    for repeat in range(_PRICE_REPEATS + 1):
-        for wanted in seconds:
-            use_deterministic_kernels(wanted)
-            took_s = timed(backward, stage.device)
-            if repeat:  # the first one warms up
-                seconds[wanted].append(took_s)
-    return statistics.median(seconds[True]) / statistics.median(seconds[False])
-
-
 _TOKENS = 256
 
 
@@ -165,12 +134,11 @@ def activation_bytes(stage: PipelineStage, model: ModelSpec, tp: int) -> dict[st
         hidden = torch.randn(stage.num_rows(ranges), stage.hidden_size, dtype=stage.dtype, device=stage.device)
         stage.forward_layers(pack_tokens(ranges, stage), hidden, store)
         held = store.held.held_by_kind
-        of_keys = held["keys_and_values"]
         # Offloaded tensors that are on the device for a moment count as buffers.
         kept = sum(held[kind] for kind in STORE_KINDS if kind == f"activations_{policy}")
         for what, held_bytes, predicted in (
             (f"activations under policy {policy}", kept, activation_bytes_per_token(model, policy, tp)),
-            ("keys and values", of_keys, kv_bytes_per_token(model, tp)),
+            ("keys and values", held["keys_and_values"], kv_bytes_per_token(model, tp)),
         ):
             if held_bytes != predicted * rows:
                 raise EvenloadError(
@@ -183,12 +151,8 @@ def activation_bytes(stage: PipelineStage, model: ModelSpec, tp: int) -> dict[st
 
 def held_and_counted(stage: PipelineStage, packs: Packs, before_bytes: int, static_bytes: int) -> tuple[int, int]:
     """Return the bytes held at the peak of one round, and those its tensors needed: on a GPU reserved and allocated, on
-    a CPU the growth of the process (0 = not known) and the counted bytes, without temporary tensors.
-
-    Args:
-        before_bytes: resident before the model was made; 0 = not known.
-        static_bytes: of weights and gradients.
-    """
+    a CPU the growth of the process since `before_bytes` were resident (0 = not known) and the counted bytes, with
+    `static_bytes` of weights and gradients, without temporary tensors."""
     reset_peak_bytes(stage.device)
     if stage.device.type == "cuda":
         for _ in time_round(stage, packs, PackClock(stage.device)):

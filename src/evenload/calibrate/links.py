@@ -28,24 +28,16 @@ from evenload.types.cluster import LinkSpec
 
 TransferKind = Literal["pipeline", "reduction", "gather", "context", "tensor", "host"]
 
-QUICK_BYTES = (64, 1 << 20, 4 << 20)
-"""Sizes at the start of a run."""
-GRID_BYTES = (64, 1 << 10, 1 << 13, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
-"""Sizes of `evenload profile`."""
+QUICK_BYTES = (64, 1 << 20, 4 << 20)  # sizes at the start of a run
+GRID_BYTES = (64, 1 << 10, 1 << 13, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)  # sizes of `evenload profile`
 _ELEMENT_BYTES = 4
-# Share of the largest transfer's seconds that its bytes must take for a bandwidth to be read from it.
-_LEAST_SEEN_SHARE = 0.01
+_LEAST_SEEN_SHARE = 0.01  # of the largest transfer's seconds, that its bytes must take to show a bandwidth
 
 
 @dataclass(frozen=True, eq=False)
 class TransferWork:
-    """Describes one kind of transfer that this rank takes part in.
-
-    Args:
-        ranks: of the group.
-        hops: transfers from a rank to the next, one after the other, in one call.
-        call: makes buffers for so many bytes a hop and returns the call to time.
-    """
+    """Describes one kind of transfer that this rank takes part in: ranks of the group, transfers from a rank to the
+    next, one after the other, in one call, and what makes buffers for so many bytes a hop and returns the call."""
 
     kind: TransferKind
     ranks: int
@@ -115,12 +107,8 @@ def _pipeline(mesh: Mesh) -> TransferWork | None:
 
 def _there_and_back(tensor: torch.Tensor, group: dist.ProcessGroup, me: int) -> None:
     peer = dist.get_global_rank(group, 1 - me)
-    if me == 0:
-        dist.send(tensor, peer, group=group)
-        dist.recv(tensor, peer, group=group)
-    else:
-        dist.recv(tensor, peer, group=group)
-        dist.send(tensor, peer, group=group)
+    for transfer in (dist.send, dist.recv) if me == 0 else (dist.recv, dist.send):
+        transfer(tensor, peer, group=group)
 
 
 def _context(group: ContextGroup, device: torch.device) -> TransferWork:
@@ -182,8 +170,7 @@ def _zeros(num_bytes: int, mesh: Mesh) -> torch.Tensor:
     return torch.zeros(num_bytes // _ELEMENT_BYTES, device=mesh.device)
 
 
-_ELEMENTS = 1 << 19
-"""float32 of one transfer, over all ranks of its group."""
+_ELEMENTS = 1 << 19  # float32 of one transfer, over all ranks of its group
 _NUM_CALLS, _NUM_TRIALS, _PRODUCT_SIZE = 6, 7, 256
 
 

@@ -6,10 +6,9 @@
              left-out packs best
     record   residuals, versions and counted bytes (`cost.coefficients.Profile`)
 
-Price: at most the given minutes, but at least three passes over what coefficients need. A pass holds seconds by name:
-`pack:<round>:<number>` in the order of `time_round`, on a GPU `queue:<round>:<number>` of its host, `weights`,
-`head:<rows>`, `reduction:<ranks>:<bytes>` and so on, each on the ranks that take part. Passes are kept in a JSON file
-next to the cost file, from which a second call of the same task goes on.
+A pass holds seconds by name: `pack:<round>:<number>` in the order of `time_round`, on a GPU `queue:<round>:<number>` of
+its host, `weights`, `head:<rows>`, `reduction:<ranks>:<bytes>` and so on, each on the ranks that take part. Passes are
+kept in a JSON file next to the cost file, from which a second call of the same task goes on.
 """
 
 import statistics
@@ -36,21 +35,13 @@ from evenload.types.base import Frozen
 from evenload.types.document import Direction, Range
 from evenload.types.model import ModelSpec
 
-Pass = dict[str, float]
-"""Seconds of one rank's pass by what was timed."""
-TIMINGS = 5
-"""Version of what a pass times; a file with another belongs to another task."""
+Pass = dict[str, float]  # seconds of one rank's pass by what was timed
+TIMINGS = 5  # version of what a pass times; a file with another belongs to another task
 
 
 class PartialProfile(Frozen):
-    """Holds the passes of an unfinished profile.
-
-    Args:
-        task: what is measured, as text; a file of another task is not used.
-        rounds: of the grid, by index; chosen once, so that all passes time the same.
-        seconds: spent so far.
-        passes: by pass and rank.
-    """
+    """Holds the passes of an unfinished profile by pass and rank, the seconds spent so far, what is measured, as text
+    (a file of another task is not used), and rounds of the grid, chosen once, so that all passes time the same."""
 
     task: str
     rounds: tuple[int, ...] = ()
@@ -86,13 +77,7 @@ EMBEDDED_ROWS = 2048
 
 
 class PassWork:
-    """Times one rank's share of a pass.
-
-    Args:
-        stage, last: whose layers are timed, and whose head, if it has one.
-        model: of the layers that are timed.
-        rounds: indices into `GRID`.
-    """
+    """Times one rank's share of a pass: layers of a stage and the head of the last, with rounds of `GRID`."""
 
     def __init__(
         self, stage: PipelineStage, last: PipelineStage, model: ModelSpec, mesh: Mesh, rounds: Sequence[int]
@@ -139,8 +124,7 @@ def transfer_name(work: TransferWork, num_bytes: int) -> str:
     return f"{work.kind}:{work.ranks}:{num_bytes}"
 
 
-Repeats = dict[str, list[float]]
-"""Seconds of one rank's passes by what was timed."""
+Repeats = dict[str, list[float]]  # seconds of one rank's passes by what was timed
 
 
 def _measurement(
@@ -175,10 +159,8 @@ def _order(index: int) -> list[tuple[Direction, tuple[Range, ...]]]:
 
 
 MIN_PASSES, MAX_PASSES = 3, 25
-TILES = (1, 16, 32, 64, 128, 256)
-"""Candidates for the query rows of an attention block."""
-# A tile other than 1 must lower the error by this share; else it explains noise.
-_TILE_GAIN = 0.1
+TILES = (1, 16, 32, 64, 128, 256)  # candidates for the query rows of an attention block
+_TILE_GAIN = 0.1  # a tile other than 1 must lower the error by this share; else it explains noise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,12 +171,10 @@ class ProfileTask:
         model: in the precision that is timed; timed: the same with the layers that were made, so many a stage.
         longest: tokens of the longest document that is timed.
         budget_s: of all calls together.
-        free_bytes: of the device, without weights.
-        before_bytes: resident memory of the process before the model was made; static_bytes: of its weights and
-            gradients.
+        free_bytes: of the device, without weights; before_bytes: resident before the model was made; static_bytes: of
+            its weights and gradients.
         demand: threads that ranks compute with for each core (`CoreWaits`).
         partial: file of the passes until all are done.
-        versions: of libraries, by name.
     """
 
     model: ModelSpec
@@ -277,9 +257,9 @@ def profile(
 def _begin(
     stage: PipelineStage, last: PipelineStage, task: ProfileTask, mesh: Mesh, say: Callable[[str], None]
 ) -> tuple[PartialProfile, PassWork]:
-    began: list[tuple[PartialProfile, str]] = [(PartialProfile(task=""), "")]
-    if mesh.rank == 0:
-        began[0] = read_partial(task.partial, task.describe(mesh, stage))
+    began = [
+        read_partial(task.partial, task.describe(mesh, stage)) if mesh.rank == 0 else (PartialProfile(task=""), "")
+    ]
     dist.broadcast_object_list(began, src=0, group=mesh.control)
     partial, message = began[0]
     if message:

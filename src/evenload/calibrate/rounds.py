@@ -1,13 +1,11 @@
 """Time rounds of packs through the layers of a stage, with a clock that separates a device's seconds from its host's.
 
 A round is a few documents, each cut alike: all packs forward, then backward in reverse order. Together rounds vary
-tokens, slices, pairs and prefix independently, which the fit needs. `QUICK_ROUNDS` are those of the start of a run, up
-to 4,096 tokens; `GRID` those of `evenload profile`, up to 32,768, with mixed lengths and rows that fill no tile.
+tokens, slices, pairs and prefix independently, which the fit needs.
 
 On a GPU the host queues a pack's kernels. The time between two CUDA events is the device's own only if it never waited
 for the next kernel, so matrix products keep it busy a little longer than the host took before. Few layers are timed at
-once, as a device's queue holds 1,024 kernels. In layers whose host reads from the device (experts) all seconds count as
-the device's. Price: about twice the host's seconds a pack.
+once, as a device's queue holds 1,024 kernels.
 """
 
 import functools
@@ -32,10 +30,8 @@ from evenload.types.model import ModelSpec
 
 _PRODUCT_SIZE = 8192  # few of them last long, so that they leave the device's queue to the pack
 _TIMED_PRODUCTS = 10
-_HEAD_START = 1.5
-"""Factor of the seconds that the host took before."""
-_LONGEST_HEAD_START_S = 0.2
-"""A first call that compiles or loads kernels takes seconds, the next one does not."""
+_HEAD_START = 1.5  # factor of the seconds that the host took before
+_LONGEST_HEAD_START_S = 0.2  # a first call that compiles or loads kernels takes seconds, the next one does not
 
 
 class PackSeconds(NamedTuple):
@@ -72,7 +68,7 @@ class QueueClock(PackClock):
         self,
         device: torch.device,
         keep_busy: Callable[[float], object],
-        meet: Callable[[], object] = lambda: None,
+        meet: Callable[[], object] | None = None,
         *,
         host_reads: bool = False,
     ) -> None:
@@ -87,7 +83,8 @@ class QueueClock(PackClock):
         seconds_now(self._device)
         if before_s is not None:
             self._keep_busy(min(_HEAD_START * before_s, _LONGEST_HEAD_START_S))
-        self._meet()
+        if self._meet is not None:
+            self._meet()
         start.record(stream)
         from_s = time.perf_counter()
         work()
@@ -106,11 +103,7 @@ def pack_clock(stage: PipelineStage, mesh: Mesh) -> PackClock:
     if device.type != "cuda":
         return PackClock(device)
     flag = torch.zeros(1, device=device)
-    meet = (
-        (lambda: None)
-        if tensor is None
-        else functools.partial(tensor.all_reduce, flag, "calibration", dist.ReduceOp.MAX)
-    )
+    meet = None if tensor is None else functools.partial(tensor.all_reduce, flag, "calibration", dist.ReduceOp.MAX)
     return QueueClock(device, _busy_products(device), meet, host_reads=stage.model.architecture.experts is not None)
 
 
@@ -289,12 +282,8 @@ def pack_tokens(ranges: tuple[Range, ...], stage: PipelineStage) -> PackTokens:
 
 
 def pack_features(ranges: Sequence[Range], windows: Sequence[int], tile: int = 1) -> Features:
-    """Return the features of one pack, as `cost.pack_cost` counts them.
-
-    Args:
-        windows: of every layer that was timed, 0 = full.
-        tile: query rows of one attention block; an incomplete one costs a whole one.
-    """
+    """Return the features of one pack, as `cost.pack_cost` counts them, on layers with these windows (0 = full) and
+    attention blocks of `tile` query rows, of which an incomplete one costs a whole one."""
     start, stop = (np.array([r[i] for r in ranges], dtype=np.int64) for i in (1, 2))
     missing_rows = -(stop - start) % tile
     pairs, prefix = [], []
@@ -306,23 +295,16 @@ def pack_features(ranges: Sequence[Range], windows: Sequence[int], tile: int = 1
     return (float(tokens), float(len(start)), 1.0, float(np.mean(pairs)), float(np.mean(prefix)))
 
 
-# Of the budget, for one pass, so that medians are over several.
-_PASS_SHARE = 0.12
-# Of the free memory, for what layers keep; the rest is for tensors inside a layer.
-_MEMORY_SHARE = 0.4
+_PASS_SHARE = 0.12  # of the budget, for one pass, so that medians are over several
+_MEMORY_SHARE = 0.4  # of the free memory, for what layers keep; the rest is for tensors inside a layer
 
 
 def choose_rounds(
     stage: PipelineStage, model: ModelSpec, mesh: Mesh, longest: int, budget_s: float, free_bytes: int
 ) -> list[int]:
-    """Choose rounds, as ascending indices into `GRID`, and time each once, which warms caches and allocators up.
-    Collective.
-
-    Args:
-        longest: no longer documents are timed, but where a coefficient needs them.
-        budget_s: of the whole profile.
-        free_bytes: of the device, without weights.
-    """
+    """Choose rounds, as ascending indices into `GRID`, and time each once, which warms caches and allocators up: with
+    documents of at most `longest` tokens, but where a coefficient needs longer ones, within a share of the whole
+    profile's budget and of the device's bytes free of weights. Collective."""
     order = sorted(
         range(len(GRID)), key=lambda index: (GRID[index] not in NEEDED_ROUNDS, round_flops(GRID[index], model))
     )

@@ -156,13 +156,8 @@ def check_invariance(
     tokens: Mapping[int, NDArray[np.int32]],
     mesh: Mesh,
 ) -> Verdict:
-    """Run every plan and the reference. Collective.
-
-    Args:
-        plans: with a title each, of the same documents.
-        left_out: plans that could not be made, with the reason.
-        tokens: of every document.
-    """
+    """Run every plan, with a title each, of the same documents, and the reference; `left_out` could not be planned.
+    Collective."""
     name = "invariance"
     if config.model.lora is not None:
         return skipped(name, "", "plain training of adapters is compared in the tests only (peft)")
@@ -220,12 +215,8 @@ def _errors(
 def plain_step(
     config: TrainConfig, tokens: TokenTable | Mapping[int, NDArray[np.int32]], dtype: torch.dtype, mesh: Mesh
 ) -> tuple[float, dict[str, Tensor]]:
-    """Train a step plainly; return its loss and every parameter's gradient, on every rank. Collective.
-
-    Args:
-        tokens: of all documents, with labels where they have some.
-        dtype: to compute in; weights are those of the configured precision.
-    """
+    """Train a step plainly, with weights of the configured precision and in another; return its loss and every
+    parameter's gradient, on every rank. Collective."""
     model = _plain_model(config, dtype)
     rows = {doc: tokens.labels_of(doc) if isinstance(tokens, TokenTable) else tokens[doc] for doc in sorted(tokens)}
     labels = {doc: torch.from_numpy(np.array(row)).long() for doc, row in rows.items()}
@@ -325,7 +316,6 @@ class Survey:
         steps, documents, tokens: planned; tokens counted from the documents themselves.
         whole_epoch: the data ended.
         peaks: (predicted bytes of the fullest process, step, longest document), of steps that fit or not.
-        ledger_lines: the loader's account.
         ledger_error, memory_error: why training would stop; "" = it would not.
     """
 
@@ -413,7 +403,6 @@ def check_memory(survey: Survey, memory_cap_bytes: int, strategy: str) -> Verdic
 
 
 _COMPARED = tuple(one.name for one in (PADDED, BEST_FIT, BALANCED, SLIMPACK))
-_SHORT_SLICES = "slimpack in short slices"
 
 
 def run_checks(
@@ -425,13 +414,8 @@ def run_checks(
     users_cap_bytes: int,
     on_start: Callable[[str], None],
 ) -> list[Verdict]:
-    """Run all checks in order and return their verdicts, the same on every rank. Collective.
-
-    Args:
-        config: the user's.
-        memory_cap_bytes, users_cap_bytes: of a process of this run, and of the user's.
-        on_start: called with a check's name before it.
-    """
+    """Run all checks in order and return their verdicts, the same on every rank; the limits are of a process of this
+    run, and of the user's, and `on_start` is called with a check's name before it. Collective."""
     options = options_of_run(scope.config, mesh.layout, coefficients)
     smaller = msgspec.structs.replace(scope.config, plan=msgspec.structs.replace(scope.config.plan, options=options))
     vocab_size = model_spec(smaller).vocab_size
@@ -480,7 +464,7 @@ def _shared_plans(
         host = host_memory_of_run(config.plan, mesh.ranks_per_machine)
         wanted = [(name, name, options) for name in dict.fromkeys((config.plan.strategy, *_COMPARED))]
         plans, left_out = shared[0]
-        for title, strategy, chosen in (*wanted, (_SHORT_SLICES, SLIMPACK.name, short)):
+        for title, strategy, chosen in (*wanted, ("slimpack in short slices", SLIMPACK.name, short)):
             planner = StepPlanner(model_spec(config), coefficients, mesh.layout, cap_bytes, chosen, host=host)
             try:
                 plans.append((title, encode_plan(planner.plan(0, documents, strategy))))

@@ -15,7 +15,7 @@ import re
 import shutil
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -299,10 +299,10 @@ class StepRunner:
             stage.seen = {}
         # As the configuration says, whether or not it would pay: what is proved is that it changes nothing.
         is_overlapped = self._overlaps_reduction and not replicas_share_packs(plan)
-        with GradientReduction(self._buffers, mesh, is_overlapped=is_overlapped) as sums:
+        with closing(GradientReduction(self._buffers, mesh, is_overlapped=is_overlapped)) as sums:
             run = self._executor.run(prepare_step(plan, tokens, mesh, self._exchange), on_final=sums.release)
             shards = sums.finish()
-        loss = torch.tensor([run.loss], dtype=torch.float64)
+        loss = torch.tensor([float(run.loss_sum)], dtype=torch.float64)
         dist.all_reduce(loss, group=mesh.control)
         seen = {key: rows for stage in self._stages.values() for key, rows in stage.seen.items()}
         return StepOutcome(float(loss), gathered_gradients(self._buffers, shards, mesh), seen)

@@ -1,6 +1,7 @@
 """`evenload bench`: strategies measured against each other on the user's machine, model and data."""
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -100,25 +101,23 @@ def show_result(result: BenchResult, seconds: float) -> None:
     console.print(f"({seconds:.0f} s)")
 
 
-def _messages(result: BenchResult) -> list[str]:
+def _messages(result: BenchResult) -> Iterator[str]:
     runs, batches = result.runs, result.runs[0].batches
     predicted_s = {one.strategy: one.predicted_s for one in runs}
-    messages = [
+    yield (
         f"means of {counted(len(batches), 'global batch')} "
         f"({counted(sum(run.documents for run in batches), 'document')}, "
-        f"{sum(run.tokens for run in batches):,} tokens), medians of {counted(len(batches[0].measured_s), 'round')}",
-        *(
-            f"measured: {one.describe()}; predicted: {predicted_s[one.one] / predicted_s[one.other]:.2f}"
-            for one in result.ratios
-        ),
-    ]
-    interval, held = result.compare_with_interval()
-    busy = (
-        f"not held against it, for this machine was busy while steps were measured: no core for "
-        f"{format_percent(result.load.waited_share)} of the time, rounds differ by "
-        f"{format_percent(max(one.spread for one in runs))}"
+        f"{sum(run.tokens for run in batches):,} tokens), medians of {counted(len(batches[0].measured_s), 'round')}"
     )
-    messages.append(interval.describe() + (f"; here {held or busy}" if interval.of(1.0) else ""))
+    for one in result.ratios:
+        yield f"measured: {one.describe()}; predicted: {predicted_s[one.one] / predicted_s[one.other]:.2f}"
+    interval, held = result.compare_with_interval()
+    if not held:
+        held = (
+            "not held against it, for this machine was busy while steps were measured: no core for "
+            f"{format_percent(result.load.waited_share)} of the time, rounds differ by "
+            f"{format_percent(max(one.spread for one in runs))}"
+        )
+    yield interval.describe() + (f"; here {held}" if interval.of(1.0) else "")
     if len(runs) > 1:
-        messages.append(f"losses of the strategies differ by at most {result.loss_difference:.1e} (relative)")
-    return messages
+        yield f"losses of the strategies differ by at most {result.loss_difference:.1e} (relative)"

@@ -1,11 +1,13 @@
 """`Comparison`: the result of `evenload plan`, as text, table, JSON, page and trace. Needs no torch."""
 
 import io
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -116,12 +118,10 @@ class Comparison:
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
         """Rows of tables: the strategies, and behind `best_fit` the baseline where its windows are others."""
-        rows = []
-        for result in self.strategies:
-            rows.append(msgspec.to_builtins(result))
-            row = _baseline_row(self.evaluation) if result.name == BEST_FIT.name else None
-            if row is not None and row["name"] != BEST_FIT.name:
-                rows.append(row)
+        rows = [msgspec.to_builtins(result) for result in self.strategies]
+        baseline, names = _baseline_row(self.evaluation), [result.name for result in self.strategies]
+        if baseline is not None and baseline["name"] != BEST_FIT.name:
+            rows.insert(names.index(BEST_FIT.name) + 1, baseline)
         return _rows_in_unit(rows, self.unit)
 
     @property
@@ -131,13 +131,12 @@ class Comparison:
 
     def __getitem__(self, strategy: str) -> StrategyResult:
         """Return the row of a strategy; `ConfigError` where it was not planned."""
-        for row in self.strategies:
-            if row.name == strategy:
-                return row
-        raise ConfigError(
-            f"strategy '{strategy}' is not in this comparison, which has "
-            f"{', '.join(row.name for row in self.strategies)}; name it in strategy=..."
-        )
+        rows = {row.name: row for row in self.strategies}
+        if strategy not in rows:
+            raise ConfigError(
+                f"strategy '{strategy}' is not in this comparison, which has {', '.join(rows)}; name it in strategy=..."
+            )
+        return rows[strategy]
 
     def plans(self, strategy: str | None = None) -> tuple[StepPlan, ...]:
         """Return the planned steps of a strategy, by default the best one's; () where it cannot be planned at all.
@@ -200,24 +199,20 @@ class Comparison:
             "left_out": self.left_out,
         }
         if (engine := self.engine) is not None:
-            content["engine"] = {
-                "name": engine.engine,
-                "title": engine.title,
-                "strategies": engine.results,
-                "best": engine.best or None,
-                "left_out": engine.left_out,
-                "not_adapted": engine.not_adapted,
-            }
+            content["engine"] = {"name": engine.engine, "strategies": engine.results, "best": engine.best or None}
+            content["engine"] |= {name: getattr(engine, name) for name in ("title", "left_out", "not_adapted")}
         if self.worst is not None:
             content["worst"] = self.worst
         if self.searched is not None:
-            content |= {"layouts": self.layouts, "search": self.searched.content()}
+            by_strategy = {one.strategy: one for one in self.searched.results}
+            content["layouts"] = self.layouts
+            content["search"] = {"limit_s": self.searched.limit_s, "strategies": by_strategy}
         return indented_json(content)
 
     def plan_file(self) -> bytes:
         """Return the planned steps of all strategies, as `evenload plan --emit-plan` writes them."""
-        of_strategies = self.evaluation.proposals.values()
-        return encode_plan_file([proposal.plan for proposals in of_strategies for proposal in proposals])
+        proposals = chain.from_iterable(self.evaluation.proposals.values())
+        return encode_plan_file([proposal.plan for proposal in proposals])
 
     def write_html(self, path: str | Path) -> None:
         """Write the page of `evenload plan --html`; `ConfigError` where it cannot be written."""
@@ -226,9 +221,8 @@ class Comparison:
         write_report(path, self._report())
 
     def write_trace(self, path: str | Path) -> None:
-        """Write the first step of the best strategy, or of any that could be planned, for Perfetto; `ConfigError` where
-        the file cannot be written, or the strategy was planned on a part of a large cluster only,
-        `InfeasiblePlanError` where nothing could be planned."""
+        """Write the first step of the best strategy, or of any that could be planned, for Perfetto. `ConfigError`: the
+        file cannot be written, or a part of a cluster was planned; `InfeasiblePlanError`: nothing could be planned."""
         path = Path(path).expanduser()
         planned = [name for name, proposals in self.evaluation.proposals.items() if proposals]
         if not planned:
@@ -242,10 +236,9 @@ class Comparison:
         write_chrome_trace(path, {"predicted": timeline}, label_packs(proposal.plan))
 
     def _report(self) -> RunReport:
-        notes: dict[str, tuple[str, ...]] = {row["name"]: (row["note"],) for row in self.rows if row["note"]}
+        notes = defaultdict(list, {row["name"]: [row["note"]] for row in self.rows if row["note"]})
         for one in self.worst or ():
-            message = _worst_message(one, self.memory_cap_bytes, self.unit)
-            notes[one.strategy] = (*notes.get(one.strategy, ()), message)
+            notes[one.strategy].append(_worst_message(one, self.memory_cap_bytes, self.unit))
         lengths = np.array([document.num_tokens for batch in self.batches for document in batch.documents], np.int64)
         facts = [
             (in_unit(name.replace("_bytes", "").replace("_", " "), self.unit), _FORMATS.get(name, str)(value))
@@ -266,7 +259,7 @@ class Comparison:
                     steps=tuple(step_view(one.plan, one.costs) for one in self.evaluation.proposals[result.name]),
                     time_split=result.time_split,
                     memory_limit_bytes=self.memory_cap_bytes,
-                    notes=notes.get(result.name, ()),
+                    notes=tuple(notes[result.name]),
                     layout_decisions=result.layout_decisions,
                 )
                 for result in self.strategies
@@ -289,17 +282,12 @@ class Comparison:
     def _repr_html_(self) -> str:
         """Return a table for notebooks: strategies that fit, the best one marked, then why the others do not."""
         rows = [row for row in self.rows if is_feasible(row)]
-        lines = [f"<p>{escape(self.headline)}</p>"] if self.headline else []
         table = strategies_table(rows, (), shown_columns(rows, self.unit), self.best)
-        lines.append(f'{_STYLE}<div class="evenload">{table}</div>')
-        lines += [
-            f"<p>{escape(row['name'])}: not feasible: {escape(row['why'])}</p>"
-            for row in self.rows
-            if not is_feasible(row)
-        ]
+        texts = [f"{row['name']}: not feasible: {row['why']}" for row in self.rows if not is_feasible(row)]
         if self.best is not None:
-            lines.append(f"<p>{escape(self.interval.describe())}</p>")
-        return "\n".join(lines)
+            texts.append(self.interval.describe())
+        head = f"<p>{escape(self.headline)}</p>" if self.headline else ""
+        return f'{head}{_STYLE}<div class="evenload">{table}</div>' + "".join(f"<p>{escape(one)}</p>" for one in texts)
 
 
 def step_view(plan: StepPlan, costs: PackCosts, measured: Timeline | None = None) -> StepView:
@@ -308,7 +296,7 @@ def step_view(plan: StepPlan, costs: PackCosts, measured: Timeline | None = None
 
 
 def _bound_message(evaluation: Evaluation) -> str:
-    """Say what bounds the best strategy's slowest step: the critical path, by rank and kind."""
+    """Return what bounds the best strategy's slowest step: the critical path, by rank and kind."""
     assert evaluation.best is not None, "only of a best strategy"
     proposals = evaluation.proposals[evaluation.best]
     proposal = max(proposals, key=lambda one: one.plan.predicted.step_time_s)
@@ -329,9 +317,9 @@ def _headline_message(evaluation: Evaluation) -> str:
     if figures is None:
         return ""
     interval = f" (90 % of steps: {format_interval(figures.interval_s)})" if figures.interval_s else ""
-    differ = figures.baseline_layout not in (None, figures.layout)
-    best_in = f" in {format_layout(figures.layout)}" if differ else ""
-    baseline_in = f" in {format_layout(figures.baseline_layout)}" if differ else ""
+    best_in = baseline_in = ""
+    if figures.baseline_layout not in (None, figures.layout):
+        best_in, baseline_in = (f" in {format_layout(one)}" for one in (figures.layout, figures.baseline_layout))
     step = f"{format_seconds(figures.step_time_s)} a step{interval}"
     message = f"{figures.best}{best_in} is the fastest by prediction: {step}"
     if figures.factor is None or figures.baseline_window_tokens is None:
@@ -349,15 +337,14 @@ def _headline_message(evaluation: Evaluation) -> str:
             f"windows of {window} tokens{baseline_in} (--set best_fit.window_tokens={figures.baseline_window_tokens}) "
             f"is faster: {faster_s} a step, {1 / figures.factor:.2f} times as fast"
         )
-    message += f", {figures.factor:.2f} times as fast as best_fit in the windows that suit it best, {window} tokens"
-    message += baseline_in
-    if figures.reasons:
-        lost = " and ".join(
-            f"{one.cause} ({format_percent(one.baseline_share)} of its step, here {format_percent(one.best_share)})"
-            for one in figures.reasons
-        )
-        message += f", which loses more to {lost}"
-    return f"{message}; {bound}"
+    lost = " and ".join(
+        f"{one.cause} ({format_percent(one.baseline_share)} of its step, here {format_percent(one.best_share)})"
+        for one in figures.reasons
+    )
+    return (
+        f"{message}, {figures.factor:.2f} times as fast as best_fit in the windows that suit it best, {window} tokens"
+        f"{baseline_in}{f', which loses more to {lost}' if lost else ''}; {bound}"
+    )
 
 
 def _baseline_row(evaluation: Evaluation) -> dict[str, Any] | None:
@@ -380,9 +367,8 @@ def _worst_message(worst: WorstBatch, memory_cap_bytes: int, unit: LengthUnit) -
     if worst.fitting_policy:
         verdict += f"; --policy {worst.fitting_policy} fits it"
     if worst.leaves_out_deferred:
-        verdict += (
-            f". Documents that {worst.strategy} has put off in earlier steps may come on top; they are not counted"
-        )
+        left_out = f"Documents that {worst.strategy} has put off in earlier steps"
+        verdict += f". {left_out} may come on top; they are not counted"
     return in_unit(
         f"{worst.strategy}: the worst of {counted(worst.searched, 'global batch')} searched ({worst.drawn}: "
         f"{worst.documents:,} documents of {longest}{more} tokens, {worst.tokens:,} in all) takes "
@@ -393,26 +379,23 @@ def _worst_message(worst: WorstBatch, memory_cap_bytes: int, unit: LengthUnit) -
 
 def _engine_messages(engine: EngineEvaluation, own: Evaluation, unit: LengthUnit) -> tuple[str, ...]:
     """Say what the engine's table does not: the assumptions, the best of both, and what was left out."""
+    name, refused = engine.engine, engine.not_adapted
     messages = [
-        f"{engine.engine}: predicted from the cost model of Evenload's runtime and the engine's order, padding and "
-        "waiting; not measured on GPUs, its memory is not predicted (docs/engines.md)"
-    ]
-    messages += [
-        f"{engine.engine}: Evenload's adapter does not run these plans: {one.why}. {one.instead}"
-        for one in engine.not_adapted
+        f"{name}: predicted from the cost model of Evenload's runtime and the engine's order, padding and waiting; not "
+        "measured on GPUs, its memory is not predicted (docs/engines.md)",
+        *(f"{name}: Evenload's adapter does not run these plans: {one.why}. {one.instead}" for one in refused),
     ]
     if engine.best:
         best = next(result for result in engine.results if result.name == engine.best)
-        message = f"{engine.engine}: fastest {engine.best}"
-        message += f" (as {best.planned_by})" if best.planned_by else ""
-        message += f", {format_seconds(best.mean_step_time_s)} a step"
+        planned_by = f" (as {best.planned_by})" if best.planned_by else ""
+        message = f"{name}: fastest {engine.best}{planned_by}, {format_seconds(best.mean_step_time_s)} a step"
         if best.micro_batches_per_rank is not None:
             message += f", {counted(best.micro_batches_per_rank, 'micro-batch')} on every rank in every step"
-        ours = next((result for result in own.results if result.name == own.best), None)
-        if ours is not None and ours.mean_step_time_s is not None:
+        if own.best is not None:
+            ours = next(result for result in own.results if result.name == own.best)
             message += f"; Evenload's own runtime: {ours.name}, {format_seconds(ours.mean_step_time_s)}"
         messages.append(message)
-    messages += [f"left out on {engine.engine}: {one.name}: {one.why}" for one in engine.left_out]
+    messages += [f"left out on {name}: {one.name}: {one.why}" for one in engine.left_out]
     return tuple(in_unit(message, unit) for message in messages)
 
 

@@ -2,16 +2,12 @@
 
     launcher -- starts --> fork server -- forks --> what is checked before the run; ranks
 
-The elastic launcher is the one that `torchrun` uses, so a run started here and one started by `torchrun` are the same
-run: ranks see the same environment and get stop signals as signals (`StopRequest`). What is ours is how they start, the
-time that they have after a signal, and that a failure is one line.
+The elastic launcher is `torchrun`'s, so ranks see the same environment and get stop signals as signals (`StopRequest`).
+What is ours is how they start, the time that they have after a signal, and that a failure is one line.
 
 Processes come from a fork server that has imported torch, transformers and our modules once, which takes seconds of a
-core. The server only imports and forks: no thread pool of torch's and nothing of CUDA is started there, which a child
-could not use. A child has the environment of its launcher's start, as a spawned one would.
-
-Children end with the launcher, however that ends: each watches a pipe that multiprocessing keeps open in its parent
-(`parent_process`), which is the launcher and not the server. The server ends by itself after launcher and children.
+core. It only imports and forks: it starts no thread pool of torch's and nothing of CUDA, which a child could not use.
+Children end with the launcher, however that ends: each watches its pipe (`parent_process`).
 """
 
 import logging
@@ -23,23 +19,21 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from multiprocessing import forkserver
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from evenload import errors
 from evenload.errors import ConfigError, EvenloadError, needs_train_extra
 
-_P = ParamSpec("_P")
 _R = TypeVar("_R")
 _MOST_BYTES = 103 - len("/pymp-12345678/listener-12345678")  # of a socket's path on macOS; Linux takes 4 more
 _SHORT_DIRECTORIES = ("/tmp", "/var/tmp", "/dev/shm")
-_MEASURING = "evenload.cli.measure_worker"
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 SAME_REQUEST_S = 2.0
 
@@ -64,24 +58,27 @@ def measure(command: str, name: str, *request: Any) -> bytes:
     """Check a request in a child process, run its ranks on this machine, and return what rank 0 wrote. Under torchrun
     this process is one of the ranks, and other ones than 0 return b"".
 
-    Args:
-        name: of two functions of `measure_worker`: `{name}_task` turns the answer's path and the request into the
-            arguments of `{name}_rank`, which runs one rank, and the number of ranks.
+    `{name}_task` of `measure_worker` turns the answer's path and the request into the arguments of `{name}_rank`, which
+    runs one rank, and the number of ranks.
     """
-    if not under_torchrun():
-        start_fork_server(_MEASURING)
-    with tempfile.TemporaryDirectory(prefix=f"evenload-{name}-") as directory:
+    task_of, rank = f"evenload.cli.measure_worker:{name}_task", f"evenload.cli.measure_worker:{name}_rank"
+    with tempfile.TemporaryDirectory(prefix=f"evenload-{name}-") as directory, needs_train_extra(command):
         answer = Path(directory) / "answer.json"
-        with needs_train_extra(command):
-            if under_torchrun():
-                task, _ = call(f"{_MEASURING}:{name}_task", answer, *request)
-                call(f"{_MEASURING}:{name}_rank", *task)
-                return answer.read_bytes() if answer.is_file() else b""
-            import torch.distributed.launcher.api  # noqa: F401  # while the server imports the rest
-
-            task, num_ranks = call_in_child(call, f"{_MEASURING}:{name}_task", answer, *request)
-        run_local(call, (f"{_MEASURING}:{name}_rank", *task), num_ranks)
+        if under_torchrun():
+            task, _ = call(task_of, answer, *request)
+            call(rank, *task)
+            return answer.read_bytes() if answer.is_file() else b""
+        task, num_ranks = checked_in_child(task_of, answer, *request)
+        run_local(call, (rank, *task), num_ranks)
         return answer.read_bytes()
+
+
+def checked_in_child(target: str, *arguments: Any) -> Any:
+    """Return what "module:function" returns in a child process, whose server imports the module meanwhile."""
+    start_fork_server(target.partition(":")[0])
+    import torch.distributed.launcher.api  # noqa: F401  # while the server imports the rest
+
+    return call_in_child(call, target, *arguments)
 
 
 def start_fork_server(*modules: str) -> None:
@@ -100,34 +97,24 @@ def start_fork_server(*modules: str) -> None:
         tempfile.tempdir = own
 
 
-def call_in_child(function: Callable[_P, _R], *arguments: _P.args, **options: _P.kwargs) -> _R:
-    """Call a function in a process that has imported everything already, and return its result.
-
-    It, its arguments and what it returns are importable by name, and not large. Raises what the function raises, and
-    `EvenloadError` where the process was killed.
-    """
+def call_in_child(function: Callable[..., _R], *arguments: Any) -> _R:
+    """Call a function in a process that has imported everything already, and return its result. Raises what the
+    function raises, and `EvenloadError` where the process was killed."""
     context = multiprocessing.get_context("forkserver")
     try:
         with ProcessPoolExecutor(1, mp_context=context, initializer=_begin_check) as pool:
-            return pool.submit(function, *arguments, **options).result()
+            return pool.submit(function, *arguments).result()
     except BrokenProcessPool as error:
         raise EvenloadError(f"the process that checks the settings ended before it had an answer ({error})") from error
 
 
 def run_local(function: Callable[..., int], arguments: tuple, num_processes: int, *, grace_s: float = 0.0) -> None:
-    """Run `function(*arguments)` in that many processes with the environment of `torchrun`.
+    """Run `function(*arguments)` in that many processes with the environment of `torchrun`; it returns the number of
+    the signal that ended it early, or 0.
 
-    SIGTERM, SIGHUP and Ctrl-C go to the ranks, and end this process with exit code 128 + signal after them. Where a
-    rank fails the others are stopped, and killed after the 30 s of torch.
-
-    Args:
-        function: importable by name in a new process. Returns the number of the signal because of which it ended
-            early, or 0.
-        grace_s: seconds that ranks have after the first signal before they are killed.
-
-    Raises:
-        EvenloadError: the first failing process's error, with its rank.
-        SystemExit: after a signal.
+    SIGTERM, SIGHUP and Ctrl-C go to the ranks, which are killed `grace_s` seconds later, and then end this process with
+    exit code 128 + signal (`SystemExit`). Where a rank fails the others are stopped, and killed 30 s later.
+    Raises `EvenloadError`: the first failing process's error, with its rank.
     """
     start_fork_server("torch.distributed.elastic.multiprocessing.api")
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -151,7 +138,7 @@ def run_local(function: Callable[..., int], arguments: tuple, num_processes: int
     )
     signals = _LauncherSignals(grace_s, SignalException)
     try:
-        with _handling(signals.on_signal, {signal.SIGALRM: signals.on_alarm}):
+        with _handling(dict.fromkeys(STOP_SIGNALS, signals.on_signal) | {signal.SIGALRM: signals.on_alarm}):
             try:
                 returned = elastic_launch(config, _run_rank)(function, arguments)
             finally:
@@ -178,9 +165,8 @@ def signal_name(number: int) -> str:
 
 
 @contextmanager
-def _handling(on_stop: Callable, others: dict[int, Callable] | None = None) -> Iterator[None]:
-    """Handle stop signals, and others, in here. Main thread only."""
-    handlers = dict.fromkeys(STOP_SIGNALS, on_stop) | (others or {})
+def _handling(handlers: Mapping[signal.Signals, Callable]) -> Iterator[None]:
+    """Handle signals in here. Main thread only."""
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
@@ -190,10 +176,8 @@ def _handling(on_stop: Callable, others: dict[int, Callable] | None = None) -> I
 
 
 class _LauncherSignals:
-    """Passes the first stop signal on to the ranks, and kills them at the second, or when the grace is over.
-
-    All of it happens in signal handlers, on the main thread, which alone handles the child processes.
-    """
+    """Passes the first stop signal on to the ranks, and kills them at the second, or when the grace is over, always in
+    signal handlers, on the main thread, which alone handles the child processes."""
 
     def __init__(self, grace_s: float, ended: type[Exception]) -> None:
         self.first = 0
@@ -220,9 +204,7 @@ class _LauncherSignals:
                 os.kill(rank.pid or 0, number)
 
     def on_alarm(self, number: int, frame: object) -> None:
-        print_error(
-            f"no checkpoint within train.stop_grace_s = {self._grace_s:.0f}: killed; the one before is complete"
-        )
+        print_error(f"no checkpoint within train.stop_grace_s = {self._grace_s:.0f}: killed; the last one is complete")
         self._kill(self.first)
 
     def _kill(self, number: int) -> None:
@@ -232,12 +214,9 @@ class _LauncherSignals:
 
 
 class StopRequest:
-    """Records in a rank a signal that requests the run to end after the running step.
-
-    Training reads it at the end of a step, all ranks agree there, and a checkpoint is saved. A signal that comes
-    `SAME_REQUEST_S` or more after the first ends the process at once. Closer ones are the same request: a terminal, a
-    scheduler, `timeout` and a launcher may each send a process one stop.
-    """
+    """Records in a rank a signal that requests the run to end after the running step. One that comes `SAME_REQUEST_S`
+    or more after the first ends the process at once; closer ones are the same request, as a terminal, a scheduler,
+    `timeout` and a launcher may each send one."""
 
     def __init__(self) -> None:
         self.signal = 0
@@ -249,7 +228,7 @@ class StopRequest:
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Record signals in here instead of ending by them. Main thread only."""
-        with _handling(self._record):
+        with _handling(dict.fromkeys(STOP_SIGNALS, self._record)):
             yield
 
     def _record(self, number: int, frame: object) -> None:
@@ -283,10 +262,9 @@ def _begin_check() -> None:
 
 
 def _end_with_launcher() -> None:
-    launcher = multiprocessing.parent_process()
-    assert launcher is not None
-
     def watch() -> None:
+        launcher = multiprocessing.parent_process()
+        assert launcher is not None
         launcher.join()
         # Not an exception: the main thread may wait for another rank, and nobody is left to read it.
         os._exit(1)
@@ -296,9 +274,9 @@ def _end_with_launcher() -> None:
 
 def _as_evenload_error(rank: int, failure: Any) -> EvenloadError:
     message = failure.message if isinstance(failure.message, str) else failure.message["message"]
-    name, colon, text = message.partition(": ")
+    name, _, text = message.partition(": ")
     kind = getattr(errors, name, None)
-    if colon and isinstance(kind, type) and issubclass(kind, EvenloadError):
+    if isinstance(kind, type) and issubclass(kind, EvenloadError):
         return kind(f"{text} (rank {rank})")
     if failure.exitcode < 0:
         return EvenloadError(

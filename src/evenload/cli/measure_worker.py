@@ -62,18 +62,14 @@ from evenload.runtime.step_metrics import StepReport
 from evenload.runtime.trainer import Trainer
 from evenload.types.layout import ParallelLayout, even_layout
 from evenload.types.model import ModelSpec
-from evenload.types.text import format_bytes
+from evenload.types.text import counted, format_bytes
 from evenload.types.timeline import mean_time_split
 
 
 def bench_task(
     answer: Path, request: BenchRequest, config: TrainConfig, names: tuple[str, ...] | None, cache: Path
 ) -> tuple[tuple, int]:
-    """Check a comparison; `names` are of strategies, None = all that train.
-
-    Raises:
-        ConfigError, UnsupportedModelError: as `require_runnable`, for every strategy.
-    """
+    """Check a comparison as `require_runnable`, for every strategy; `names` None = all that train."""
     # Options that only one of the strategies reads may be set: all are compared under one set of options.
     shared = PlanOptions(schedule=config.plan.options.schedule)
     first = names[0] if names is not None else BEST_FIT.name
@@ -102,12 +98,7 @@ def bench_rank(
     left_out: tuple[LeftOutStrategy, ...],
     cache: Path,
 ) -> int:
-    """Run one rank of a comparison; the answer is a `BenchResult`.
-
-    Args:
-        left_out: strategies that are not tried though all were requested.
-        cache: where measured costs are kept between runs.
-    """
+    """Run one rank of a comparison; the answer is a `BenchResult`."""
     layout = layout_of(config.parallel, model_spec(config).num_layers)
     with started_rank(config, layout) as setup:
         trainer = Trainer(config, setup.mesh)
@@ -139,6 +130,7 @@ def bench_rank(
             )
         if measured is None:  # on other ranks than 0
             return 0
+        options = msgspec.structs.replace(config.plan.options, max_pack_tokens=config.max_pack_tokens)
         result = BenchResult(
             facts=facts,
             runs=measured.runs,
@@ -149,9 +141,7 @@ def bench_rank(
             inputs=BenchInputs(
                 model=trainer.model,
                 layout=layout,
-                options=option_tables_of(
-                    msgspec.structs.replace(config.plan.options, max_pack_tokens=config.max_pack_tokens)
-                ),
+                options=option_tables_of(options),
                 memory_cap_bytes=setup.memory_cap_bytes,
                 batches=measured.batches,
                 host=host_memory_of_run(config.plan, setup.mesh.ranks_per_machine),
@@ -161,13 +151,14 @@ def bench_rank(
         if request.html_path is not None:
             pack_costs = PackCosts(trainer.model, costs, layout)
             parts = [_bench_section(one, measured.typical[one.strategy], pack_costs, result) for one in result.runs]
+            sections, rows = zip(*parts, strict=True)
             others = ({"name": one.name, "feasible": False, "why": one.why} for one in result.left_out)
             report = RunReport(
                 title=f"Evenload bench: {', '.join(strategies)} on the same batches",
                 headline=f"Measured: {result.outcome}",
                 facts=facts,
-                sections=tuple(section for section, _ in parts),
-                comparison=(*(row for _, row in parts), *others),
+                sections=sections,
+                comparison=(*rows, *others),
                 best=result.winner,
             )
             write_report(request.html_path, report)
@@ -186,19 +177,17 @@ def _bench_section(
         memory_limit_bytes=result.inputs.memory_cap_bytes,
         notes=(f"the predicted step time differs from the measured one by {format_change(one.error)}{busy}",),
     )
-    row = {
+    row: dict[str, Any] = {
         "name": one.strategy,
         "feasible": True,
         "measured_step_time_s": one.measured_s,
         "mean_step_time_s": one.predicted_s,
         "measured_tokens_per_s": one.tokens_per_s,
-        **{
-            key: mean(float(step.row[key] or 0) for step in steps)
-            for key in ("bubble_fraction", "imbalance_forward", "imbalance_backward", "imbalance_dp")
-        },
         "peak_memory_bytes": max(run.measured_peak_bytes for run in one.batches),
         "layout": steps[0].row["layout"],
     }
+    for key in ("bubble_fraction", "imbalance_forward", "imbalance_backward", "imbalance_dp"):
+        row[key] = mean(float(step.row[key] or 0) for step in steps)
     return section, row
 
 
@@ -233,24 +222,12 @@ def check_rank(answer: Path, config: TrainConfig, scope: Scope, lines: tuple[str
         longest = config.data.max_document_tokens
         costs = run_coefficients(trainer, cache, setup.threads, setup.console, longest)
         del trainer
-        verdicts = run_checks(
-            config,
-            scope,
-            setup.mesh,
-            costs,
-            setup.memory_cap_bytes,
-            users_cap_bytes,
-            lambda name: setup.console.print(f"checking {name}"),
-        )
+        caps = setup.memory_cap_bytes, users_cap_bytes
+        on_start = functools.partial(setup.console.print, "checking")
+        verdicts = run_checks(config, scope, setup.mesh, costs, *caps, on_start)
         if setup.mesh.rank == 0:
             answer.write_bytes(msgspec.json.encode(verdicts))
     return 0
-
-
-# More layers of a stage than these say nothing new; fewer fit caches that a model's do not.
-_MOST_LAYERS = 4
-# Of a process's memory that weights and gradients of the layers may take.
-_WEIGHT_SHARE = 0.35
 
 
 def _resolved(request: ProfileRequest) -> tuple[PretrainedConfig, ModelSpec, ParallelLayout]:
@@ -263,12 +240,7 @@ def _resolved(request: ProfileRequest) -> tuple[PretrainedConfig, ModelSpec, Par
 
 
 def profile_task(answer: Path, request: ProfileRequest) -> tuple[tuple[Path, ProfileRequest], int]:
-    """Check options that go together.
-
-    Raises:
-        ConfigError, UnsupportedModelError: no such model, one that is not trained, or a layout that it or this machine
-            cannot have.
-    """
+    """Check options that go together: a model that is trained, in a layout that it and this machine can have."""
     config, _, layout = _resolved(request)
     require_tensor_parallel(config, layout.tp)
     require_device(request.device, int(os.environ.get("LOCAL_WORLD_SIZE", layout.world_size)))
@@ -323,22 +295,14 @@ def _profiled(
     )
     described = task.describe(mesh, stages[min(stages)])
     print_lines(setup.console, f"profiling {described}: at most about {request.minutes:g} min (--minutes)")
+    say = functools.partial(print_lines, setup.console)
     with progress_bar(setup.console) as move:
-        return profile(
-            stages,
-            task,
-            mesh,
-            say=lambda text: print_lines(setup.console, text),
-            on_pass=lambda done, total: move(done, total, "passes"),
-        )
+        return profile(stages, task, mesh, say=say, on_pass=lambda done, total: move(done, total, "passes"))
 
 
 def _few_layers(config: PretrainedConfig, model: ModelSpec, setup: RankSetup) -> PretrainedConfig:
-    """Return a configuration with as many layers as memory allows, up to four a stage.
-
-    Raises:
-        ConfigError: not even one layer of each kind fits.
-    """
+    """Return a configuration with as many layers as memory allows, up to four a stage: more say nothing new, fewer fit
+    caches that a model's do not. Raises `ConfigError`: not even one layer of each kind fits."""
     tp, stages = setup.mesh.layout.tp, setup.mesh.layout.num_stages
     per_rank = stages // setup.mesh.layout.pp
     element_bytes = model.bytes_per_element + max(4, model.bytes_per_element)
@@ -346,14 +310,12 @@ def _few_layers(config: PretrainedConfig, model: ModelSpec, setup: RankSetup) ->
     # The first stage has the embedding, the last the head; on one rank both, or one that is tied.
     outer = (2 if stages == per_rank and not model.tied_embeddings else 1) * model.embedding_parameters
     outer_bytes = element_bytes * outer // tp
-    usable_bytes = int(_WEIGHT_SHARE * setup.memory_cap_bytes)
+    usable_bytes = int(0.35 * setup.memory_cap_bytes)  # what weights and gradients may take
     needed = len(set(model.windows))
     if usable_bytes - outer_bytes < needed * layer_bytes:
         raise ConfigError(
-            f"{needed} layer{'s' if needed > 1 else ''} of {model.name} a stage and its embedding take "
+            f"{counted(needed, 'layer')} of {model.name} a stage and its embedding take "
             f"{format_bytes(needed * layer_bytes + outer_bytes)} with their gradients, and a process may use "
-            f"{format_bytes(usable_bytes)} for them; split matrices with --layout tp=..., or take a machine with more "
-            "memory"
+            f"{format_bytes(usable_bytes)} for them; split matrices with --layout tp=..., or use more memory"
         )
-    most = min(_MOST_LAYERS, (usable_bytes - outer_bytes) // layer_bytes)
-    return with_few_layers(config, model.windows, stages, most)
+    return with_few_layers(config, model.windows, stages, min(4, (usable_bytes - outer_bytes) // layer_bytes))

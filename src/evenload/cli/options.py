@@ -46,18 +46,12 @@ def parse_layout(text: str, num_layers: int, num_devices: int) -> ParallelLayout
     written = read_layout_text(text)
     if "dp" in written.sizes:
         return written.layout(num_layers)
-    rest = written.ranks_per_replica
-    if written.devices is not None:
-        if rest != num_devices:
-            raise ConfigError(
-                f"layout '{text}' takes {counted(rest, 'device')}, there are {num_devices}; it has no replicas"
-            )
-        return written.layout(num_layers)
-    if num_devices % rest:
-        raise ConfigError(
-            f"layout '{text}' takes {counted(rest, 'device')} a replica, which does not divide {num_devices}"
-        )
-    return written.layout(num_layers, dp=num_devices // rest)
+    rest, has_devices = written.ranks_per_replica, written.devices is not None
+    if num_devices % rest or (has_devices and rest != num_devices):
+        which = f", there are {num_devices}; it has no replicas"
+        which = which if has_devices else f" a replica, which does not divide {num_devices}"
+        raise ConfigError(f"layout '{text}' takes {counted(rest, 'device')}{which}")
+    return written.layout(num_layers, **({} if has_devices else {"dp": num_devices // rest}))
 
 
 def argument(metavar: str, help: str, default: Any = MISSING) -> Any:
@@ -78,17 +72,15 @@ def command_of(request: type[_Request], run: Callable[[_Request], None]) -> Call
     def command(**values: Any) -> None:
         run(request(**values))
 
-    parameters = [
-        inspect.Parameter(
-            one.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=inspect.Parameter.empty if one.default is MISSING else one.default,
-            annotation=Annotated[hints[one.name], one.metadata["typer"]],
-        )
-        for one in sorted(fields(request), key=lambda one: one.name not in request.__annotations__)  # type: ignore[arg-type]
-    ]
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    own_first = sorted(fields(request), key=lambda one: one.name not in request.__annotations__)  # type: ignore[arg-type]
+    command.__annotations__ = {one.name: Annotated[hints[one.name], one.metadata["typer"]] for one in own_first}
+    defaults = {one.name: inspect.Parameter.empty if one.default is MISSING else one.default for one in own_first}
+    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=annotation)
+            for name, annotation in command.__annotations__.items()
+        ]
+    )
     paragraphs = (inspect.getdoc(run) or "").split("\n\n")
     command.__doc__ = "\n\n".join(one if one.startswith("    ") else " ".join(one.splitlines()) for one in paragraphs)
     return command
@@ -120,15 +112,13 @@ def shown_name(path: str) -> str:
 def require_writable(*paths: Path | None) -> None:
     """Check output files by opening them; None stands for an option that was not given. Files keep what they hold."""
     for path in filter(None, paths):
-        try:
+        with _writing(path):
             if path.is_dir() or not path.absolute().parent.is_dir():
                 raise ConfigError(f"cannot write {path}: its folder does not exist or it is a folder")
             existed = path.exists()
             path.open("ab").close()
             if not existed:
                 path.resolve().unlink()  # what a link leads to
-        except OSError as error:
-            raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def require_writable_directory(path: Path, setting: str) -> None:
@@ -159,8 +149,14 @@ def indented_json(content: Any) -> bytes:
 
 def write_output(path: Path, content: bytes) -> None:
     """Write a file that the user named; `ConfigError` where it cannot be written."""
-    try:
+    with _writing(path):
         path.write_bytes(content)
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
 

@@ -31,13 +31,12 @@ from evenload.cost.coefficients import CostCoefficients
 from evenload.data.config import DataConfig, OnCorrupt, Overlong, RecordKind
 from evenload.data.lengths import LengthTable, checked_lengths
 from evenload.errors import ConfigError, DataError, InfeasiblePlanError
-from evenload.explore.batches import SampledBatch
-from evenload.explore.evaluate import Evaluation, StrategyPlanners, evaluate_strategies
+from evenload.explore.evaluate import evaluate_strategies
 from evenload.explore.layout_search import LARGE_CLUSTER, layout_sizes
 from evenload.explore.prediction_interval import prediction_interval
-from evenload.explore.worst_batch import WorstBatch, find_worst
+from evenload.explore.worst_batch import find_worst
 from evenload.integrations.catalog import BEST, engine_named, require_heads, require_strategy
-from evenload.integrations.evaluate import EngineEvaluation, evaluate_engine
+from evenload.integrations.evaluate import evaluate_engine
 from evenload.integrations.planner import EnginePlanner
 from evenload.integrations.price import StepShape
 from evenload.plan.strategies.flexpipe import FlexOptions
@@ -150,12 +149,8 @@ def _given_lengths(lengths: Any) -> LengthSource:
 
 
 def compare(request: PlanRequest, console: Console, source: LengthSource | None = None) -> Comparison:
-    """Plan global batches with every strategy.
-
-    Args:
-        console: shows the inputs, and layouts of a search, before strategies are planned.
-        source: of lengths that are there already; default: what `request.lengths` names.
-    """
+    """Plan global batches with every strategy, of lengths that `source` holds, by default what `request.lengths` names;
+    the console shows the inputs, and layouts of a search, before that."""
     # Everything that can be wrong without looking into a document is refused first.
     strategies = parse_strategies(request.strategy)
     if request.worst is not None and request.worst < 1:
@@ -186,11 +181,31 @@ def compare(request: PlanRequest, console: Console, source: LengthSource | None 
     shown = _inputs_content(request, inputs, shown_name(source.name), table, layout)
     print_lines(console, _inputs_message(shown, table, layout, coefficients), unit_message(table))
     print_lines(console, *(f"cost: {message}" for message in inputs.costs.messages(layout)))
-    print_lines(console, "" if request.engine else _host_message(inputs, coefficients))
+    can_offload = coefficients.host_link is not None and inputs.options.policy in ("choose", "offload")
+    if inputs.host.limit_bytes is None and can_offload and not request.engine:
+        print_lines(
+            console,
+            f"host memory: cluster {inputs.cluster.name} says no host_memory_bytes, so activations are offloaded as if "
+            "its nodes had room for all",
+        )
     planners = searched.planners(inputs, batches) if searched else planners_of_layout(inputs, layout)
     with progress_bar() as on_progress:
         evaluation = evaluate_strategies(planners, batches, names, on_progress=on_progress)
-    engine = _engine_evaluation(request.engine, inputs, layout, batches, strategies) if request.engine else None
+    engine = worst = None
+    if request.engine:
+        planner = _engine_planner(request.engine, inputs, layout)
+        with progress_bar() as on_progress:
+            engine = evaluate_engine(planner, batches, strategies, on_progress=on_progress)
+    if request.worst is not None:
+        searched_for = strategies or filter(None, [evaluation.best])
+        search = functools.partial(find_worst, lengths=table.lengths, rule=inputs.batches, seed=request.seed)
+        with progress_bar() as on_progress:
+            worst = tuple(
+                search(planners.of(name).planner, strategy=name, count=request.worst, on_progress=on_progress)
+                for name in searched_for
+                # One that changes the layout has no one limit.
+                if evaluation.best and evaluation.proposals[name] and not STRATEGIES.named(name).changes_layout
+            )
     has_none = evaluation.best is None and not (engine and engine.best)
     return Comparison(
         inputs=shown,
@@ -199,7 +214,7 @@ def compare(request: PlanRequest, console: Console, source: LengthSource | None 
         evaluation=evaluation,
         left_out=left_out,
         searched=searched,
-        worst=_worst(request, inputs, planners, table, strategies, evaluation),
+        worst=worst,
         engine=engine,
         interval=prediction_interval(coefficients, layout),
         memory_cap_bytes=inputs.memory_cap_bytes,
@@ -207,45 +222,14 @@ def compare(request: PlanRequest, console: Console, source: LengthSource | None 
     )
 
 
-def _worst(
-    request: PlanRequest,
-    inputs: PlanInputs,
-    planners: StrategyPlanners,
-    table: LengthTable,
-    strategies: tuple[str, ...] | None,
-    evaluation: Evaluation,
-) -> tuple[WorstBatch, ...] | None:
-    """Search for strategies requested by name, else for the best; those that change the layout have no one limit."""
-    if request.worst is None:
-        return None
-    if evaluation.best is None:
-        return ()
-    planned = [name for name in strategies or (evaluation.best,) if evaluation.proposals[name]]
-    search = functools.partial(find_worst, lengths=table.lengths, rule=inputs.batches, seed=request.seed)
-    with progress_bar() as on_progress:
-        return tuple(
-            search(planners.of(name).planner, strategy=name, count=request.worst, on_progress=on_progress)
-            for name in planned
-            if not STRATEGIES.named(name).changes_layout
-        )
-
-
-def _engine_evaluation(
-    engine: str,
-    inputs: PlanInputs,
-    layout: ParallelLayout,
-    batches: Sequence[SampledBatch],
-    strategies: tuple[str, ...] | None,
-) -> EngineEvaluation:
-    """Predict every requested strategy on the engine, with micro-batches as `PackedLoader` makes them for it."""
+def _engine_planner(engine: str, inputs: PlanInputs, layout: ParallelLayout) -> EnginePlanner:
+    """Plan on the engine, with micro-batches as `PackedLoader` makes them for it."""
     profile, costs, options = engine_named(engine), inputs.costs, inputs.options
     shape = StepShape(
         micro_batches=options.micro_batches if profile.is_constant_in(layout) else None,
         pack_tokens=options.max_pack_tokens if profile.pads_in(layout) else None,
     )
-    planner = EnginePlanner(profile, costs.model, costs.of(layout), layout, options, shape)
-    with progress_bar() as on_progress:
-        return evaluate_engine(planner, batches, strategies, on_progress=on_progress)
+    return EnginePlanner(profile, costs.model, costs.of(layout), layout, options, shape)
 
 
 def _inputs_content(
@@ -295,17 +279,6 @@ def _inputs_message(
         f"layout {layout.describe()}{devices}, {size} a step, {counted(inputs['steps'], 'step')}, "
         f"context {inputs['context']:,}, overlong {inputs['overlong']}, seed {inputs['seed']}, "
         f"{coefficients.source} costs"
-    )
-
-
-def _host_message(inputs: PlanInputs, coefficients: CostCoefficients) -> str:
-    """Say that nothing limits what is offloaded, where the cluster's description leaves it out; "" = irrelevant."""
-    can_offload = coefficients.host_link is not None and inputs.options.policy in ("choose", "offload")
-    if inputs.host.limit_bytes is not None or not can_offload:
-        return ""
-    return (
-        f"host memory: cluster {inputs.cluster.name} says no host_memory_bytes, so activations are offloaded as if "
-        "its nodes had room for all"
     )
 
 

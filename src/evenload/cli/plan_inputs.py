@@ -1,9 +1,5 @@
-"""`plan_inputs`: what `evenload plan` plans for, from its options and the training configuration they may start from,
-on the cluster that is named or on this machine.
-
-Everything a user can get wrong without reading a document is refused here. An explicit option wins over the
-configuration, which wins over the default.
-"""
+"""`plan_inputs`: what `evenload plan` plans for, on the cluster that is named or on this machine. All that a user can
+get wrong without reading a document is refused. Options win over a configuration, which wins over the defaults."""
 
 import re
 from collections.abc import Mapping
@@ -42,9 +38,7 @@ class PlanCosts:
     """Costs of a model on a cluster, for any layout.
 
     Args:
-        model: in the precision that was measured, where something was.
         measured: read from `cost_file`; None = costs come from the cluster's data sheet.
-        attention: backend of the run.
         run_choices: fields of costs that a run decides.
         copies_switches: a run changes its layout by copies in a machine's memory, which it measures at its start.
     """
@@ -78,9 +72,8 @@ class PlanCosts:
             messages += self._completed(layout)[1]
         if self.copies_switches and (costs is None or costs.copies is None):
             messages.append(
-                "what a change of the layout takes was not measured: it is priced as if links carried all that moves; "
-                "the run copies it in the machine's memory and measures that at its start; --cost "
-                "RUN/checkpoints/step-.../cost.json has what a run measured"
+                "what a change of the layout takes was not measured: it is priced as if links carried all that the run "
+                "copies in the machine's memory; --cost RUN/checkpoints/step-.../cost.json has what a run measured"
             )
         return tuple(filter(None, messages))
 
@@ -100,11 +93,9 @@ class PlanInputs:
     """What is planned for.
 
     Args:
-        model_name, cluster_name: as the user gave them.
         layout: None = the default one, or a search.
         run_layouts: that a run may take, the one in which it starts, `layout`, first; () = `layout` is no run's, and
             layers of its stages are balanced by cost.
-        batches: how a global batch is drawn from the lengths.
         host: what a node offers to offloaded activations.
     """
 
@@ -137,28 +128,28 @@ def plan_inputs(request: PlanRequest, source: LengthSource) -> PlanInputs:
     _require_compatible(request)
     run = source.run
     model_name, model = _model(request.model, run)
-    cost_file = cost_file_of(run, request.cost, is_here=request.cluster is None)
+    cost_file = _cost_file(run, request.cost, is_here=request.cluster is None)
     if request.cluster is not None:
         cluster = cluster_from(request.cluster)
     else:
-        cluster = this_machine(run, cost_file, _processes(request, run, model))
-    if (
-        request.search_layout
-        and cluster.num_devices > LARGE_CLUSTER
-        and (request.worst or request.emit_plan or request.trace)
-    ):
+        cluster = _this_machine(run, cost_file, request.layout, model)
+    is_large = cluster.num_devices > LARGE_CLUSTER
+    if is_large and request.search_layout and (request.worst or request.emit_plan or request.trace):
         raise ConfigError(
             f"--search-layout judges clusters of more than {LARGE_CLUSTER} devices on a part of a step, "
             "--worst, --emit-plan and --trace are of whole steps; give --layout for these"
         )
+    host = host_memory(cluster)
     if run is not None:
         random_init = run.model.random_init
         require_tokenizer(source.data, model_path=run.model.path, random_init=random_init, vocab_size=model.vocab_size)
-    if run is not None and run.plan.memory_bytes:
-        device = msgspec.structs.replace(
-            cluster.device, memory_bytes=run.plan.memory_bytes, reserved_bytes=0, fragmentation_share=0.0
-        )
-        cluster = msgspec.structs.replace(cluster, device=device)
+        if run.plan.memory_bytes:
+            device = msgspec.structs.replace(
+                cluster.device, memory_bytes=run.plan.memory_bytes, reserved_bytes=0, fragmentation_share=0.0
+            )
+            cluster = msgspec.structs.replace(cluster, device=device)
+        if run.plan.host_memory_bytes is not None:
+            host = host_memory_of_node(cluster.devices_per_node, run.plan.host_memory_bytes)
     costs = _costs(cost_file, model, cluster, run)
     layout, run_layouts = _layout(request, run, costs.model, cluster)
     if layout is not None:
@@ -167,9 +158,6 @@ def plan_inputs(request: PlanRequest, source: LengthSource) -> PlanInputs:
     if documents is None and tokens is None:
         documents, tokens = (run.data.batch_documents, run.data.batch_tokens) if run else (DEFAULT_DOCUMENTS, None)
     longest = run.data.max_document_tokens if run else DEFAULT_CONTEXT
-    host = host_memory(cluster)
-    if run is not None and run.plan.host_memory_bytes is not None:
-        host = host_memory_of_node(cluster.devices_per_node, run.plan.host_memory_bytes)
     return PlanInputs(
         model_name=model_name,
         cluster_name=request.cluster or THIS_MACHINE,
@@ -207,14 +195,6 @@ def _require_compatible(request: PlanRequest) -> None:
         raise ConfigError(f"--documents {request.documents} and --tokens {request.tokens} exclude each other; give one")
 
 
-def _processes(request: PlanRequest, run: TrainConfig | None, model: ModelSpec) -> int:
-    """Count the run's processes on this machine, in its layout or the requested one."""
-    if run is None:
-        return 1
-    own = layout_of(run.parallel, model.num_layers).world_size
-    return parse_layout(request.layout, model.num_layers, own).world_size if request.layout else own
-
-
 def _model(name: str | None, run: TrainConfig | None) -> tuple[str, ModelSpec]:
     if run is None:
         if name is None:
@@ -246,8 +226,7 @@ def _layout(
 def _options(request: PlanRequest, run: TrainConfig | None, context: int | None) -> PlanOptions:
     # A run's configuration was read with the settings.
     options = run.plan.options if run else options_of_settings(request.settings)
-    most = run.max_pack_tokens if run else DEFAULT_CONTEXT
-    most = most if context is None else context
+    most = context if context is not None else run.max_pack_tokens if run else DEFAULT_CONTEXT
     if any(setting.partition("=")[0].strip() == "max_pack_tokens" for setting in request.settings):
         most = options.max_pack_tokens
     # Strategies share documents where replicas can: the default of `evenload train`, too.
@@ -267,24 +246,12 @@ def _costs(cost_file: Path | None, model: ModelSpec, cluster: ClusterSpec, run: 
     costs = PlanCosts(model=model, cluster=cluster, measured=measured, cost_file=cost_file)
     if run is None:
         return costs
+    choices = {name: getattr(run.train, name) for name in ("overlap_reduction", "overlap_gather")}
+    choices["context_exchange"] = run.parallel.cp_exchange
     may_copy = run.train.device == "cpu" and run.plan.twin_bytes != 0
-    return replace(
-        costs,
-        attention=run.train.attention,
-        run_choices={
-            "context_exchange": run.parallel.cp_exchange,
-            "overlap_reduction": run.train.overlap_reduction,
-            "overlap_gather": run.train.overlap_gather,
-        },
-        copies_switches=may_copy and len(layouts_of(run, model.num_layers)) > 1,
-    )
+    copies_switches = may_copy and len(layouts_of(run, model.num_layers)) > 1
+    return replace(costs, attention=run.train.attention, run_choices=choices, copies_switches=copies_switches)
 
-
-# `this_machine`: what `evenload plan config.toml` plans for where no cluster is named: the machine that it runs on.
-#
-# GPUs are known by what NVIDIA's driver says of them in /proc, without torch, and must be of a built-in kind. Processes
-# on the CPU have no data sheet: their seconds and links are those of a cost file, which `evenload profile` or a run
-# leaves, their memory is each one's share of the machine's, as in `evenload train`.
 
 THIS_MACHINE = "this machine"
 _DRIVER = Path("/proc/driver/nvidia/gpus")
@@ -299,7 +266,7 @@ _BUILT_IN_GPUS = (
 )
 
 
-def cost_file_of(run: TrainConfig | None, given: Path | None, *, is_here: bool) -> Path | None:
+def _cost_file(run: TrainConfig | None, given: Path | None, *, is_here: bool) -> Path | None:
     """Return the cost file that was given, else the run's; on this machine also what the run left in its folder."""
     if given is not None or run is None:
         return given
@@ -309,16 +276,10 @@ def cost_file_of(run: TrainConfig | None, given: Path | None, *, is_here: bool) 
     return left if is_here and left.is_file() else None
 
 
-def this_machine(run: TrainConfig | None, cost_file: Path | None, processes: int) -> ClusterSpec:
-    """Describe this machine as a cluster of one node.
-
-    Args:
-        cost_file: of seconds measured here; `processes`: of the layout.
-
-    Raises:
-        ConfigError: no run's configuration says on which devices, its GPUs are not built in, or nothing measured says
-            how fast its CPU is.
-    """
+def _this_machine(run: TrainConfig | None, cost_file: Path | None, layout: str | None, model: ModelSpec) -> ClusterSpec:
+    """Describe this machine as a cluster of one node. GPUs are known by what NVIDIA's driver says in /proc, and must be
+    of a built-in kind. Processes on the CPU (of the run, or of the requested `layout`) have no data sheet: seconds and
+    links are those of a cost file measured here, and memory is each one's share of the machine's."""
     if run is None:
         raise ConfigError(
             "--cluster is missing; name one such as h100x8, or give the config.toml of a run on this machine"
@@ -328,9 +289,11 @@ def this_machine(run: TrainConfig | None, cost_file: Path | None, processes: int
     if cost_file is None:
         raise ConfigError(
             "--cluster is missing, the run computes on the CPU, and how fast this one is was not measured; run "
-            "evenload profile or the run itself, which leaves cost.json in its output_dir, and give --cost, or name a "
-            "--cluster"
+            "evenload profile or the run itself (cost.json in its output_dir) and give --cost, or name a --cluster"
         )
+    processes = layout_of(run.parallel, model.num_layers).world_size
+    if layout:
+        processes = parse_layout(layout, model.num_layers, processes).world_size
     costs = read_coefficients(cost_file)
     device = DeviceSpec(
         name=costs.device,
@@ -352,7 +315,9 @@ def this_machine(run: TrainConfig | None, cost_file: Path | None, processes: int
 
 
 def _gpus() -> ClusterSpec:
-    names = [_gpu_name(file) for file in sorted(_DRIVER.glob("*/information"))]
+    texts = (file.read_text(encoding="utf-8") for file in sorted(_DRIVER.glob("*/information")))
+    models = [re.search(r"^Model:\s*(.+?)\s*$", text, flags=re.MULTILINE) for text in texts]
+    names = [match[1] if match else "a GPU without a name" for match in models]
     if not names:
         raise ConfigError(
             f"--cluster is missing, the run computes on GPUs, and NVIDIA's driver tells of none here ({_DRIVER}); name "
@@ -362,16 +327,10 @@ def _gpus() -> ClusterSpec:
     if len(kinds) > 1 or None in kinds:
         raise ConfigError(
             f"--cluster is missing, and this machine has {', '.join(sorted(set(names)))}, of which not all are one of "
-            f"the built-in {', '.join(BUILT_IN)}, all SXM (PCIe and NVL cards have other speeds and links); describe "
-            "the machine in a TOML file (docs/guide.md) and give it as --cluster"
+            f"the built-in {', '.join(BUILT_IN)} (all SXM); describe it in a TOML file (docs/guide.md) for --cluster"
         )
     (kind,) = kinds
     return cluster_from(f"{kind}x{len(names)}")
-
-
-def _gpu_name(file: Path) -> str:
-    match = re.search(r"^Model:\s*(.+?)\s*$", file.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    return match[1] if match else "a GPU without a name"
 
 
 def _link(costs: CostCoefficients, cost_file: Path, processes: int) -> LinkSpec:
@@ -389,20 +348,15 @@ def _link(costs: CostCoefficients, cost_file: Path, processes: int) -> LinkSpec:
     return LinkSpec(bandwidth_bytes_per_s=float("inf"), latency_s=0.0)
 
 
-_PRECISIONS = {size: name for name, size in BYTES_PER_ELEMENT.items()}
-
-
 def measured_message(costs: CostCoefficients) -> str:
     """Say what costs were measured on, how, and how far off they were."""
     measured, profile = costs.measured_on, costs.profile
     assert measured is not None, "read by `cost.validity.require_measured_on`"
     sizes = ",".join(f"{axis}={getattr(measured, axis)}" for axis in ("dp", "cp", "pp", "tp"))
-    precision = _PRECISIONS[measured.model.bytes_per_element]
+    precision = next(name for name, size in BYTES_PER_ELEMENT.items() if size == measured.model.bytes_per_element)
     message = f"measured on {costs.device}, model {measured.model.name} in {precision}, layout {sizes}"
     if profile is None:
-        return (
-            f"{message}, in seconds at the start of a run (evenload profile takes minutes and says how far it is off)"
-        )
+        return f"{message}, in seconds at the start of a run (evenload profile takes minutes, and states its errors)"
     errors = " and ".join(
         f"{format_percent(error.median)} (median) {format_percent(error.p90)} (90 % of them) {direction}"
         for direction, error in (("forward", profile.forward), ("backward", profile.backward))
@@ -430,14 +384,10 @@ def other_device_message(costs: CostCoefficients, cluster: ClusterSpec) -> str:
 
 def cost_file_warnings(costs: CostCoefficients, file: str, device_name: str) -> list[str]:
     """Warn of what may make predictions of a run wrong though its `train.cost_file` is of its model and layout."""
-    warnings = []
-    if costs.device != device_name:
-        warnings.append(
-            f"costs measured on {costs.device} (train.cost_file {file}), this is {device_name}: predicted seconds are "
-            "of the former"
-        )
-    if costs.is_changed:
-        warnings.append(
-            f"train.cost_file {file} was changed after evenload profile had measured it: its errors may no longer hold"
-        )
-    return warnings
+    warnings = {
+        f"costs measured on {costs.device} (train.cost_file {file}), this is {device_name}: predicted seconds are of "
+        "the former": costs.device != device_name,
+        f"train.cost_file {file} was changed after evenload profile had measured it: its errors may no longer "
+        "hold": costs.is_changed,
+    }
+    return [text for text, is_so in warnings.items() if is_so]

@@ -1,8 +1,7 @@
 """The layout that `evenload plan` plans in: given, a run's, the default one or the best of a search."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -40,11 +39,8 @@ _NUMBERS_WIDTH, _MIN_PLAN_WIDTH = 70, 20
 def layout_of_plan(
     inputs: PlanInputs, batches: Sequence[SampledBatch], names: tuple[str, ...] | None
 ) -> ParallelLayout:
-    """Choose the layout without a search, layers of stages by cost unless a run says them.
-
-    Args:
-        names: of strategies, for an error, which names layouts that fit them; None = all.
-    """
+    """Choose the layout without a search, layers of stages by cost unless a run says them; an error names layouts that
+    fit the strategies `names` (None = all)."""
     model, costs = inputs.costs.model, inputs.costs
     try:
         layout = inputs.layout or default_layout(model, inputs.cluster)
@@ -60,10 +56,8 @@ def layout_of_plan(
 
 def planners_of_layout(inputs: PlanInputs, layout: ParallelLayout) -> StrategyPlanners:
     """Plan all strategies in one layout."""
-    costs = inputs.costs
-    planner = StepPlanner(
-        costs.model, costs.of(layout), layout, inputs.memory_cap_bytes, inputs.options, host=inputs.host
-    )
+    costs, options = inputs.costs, inputs.options
+    planner = StepPlanner(costs.model, costs.of(layout), layout, inputs.memory_cap_bytes, options, host=inputs.host)
     return StrategyPlanners(planner=planner, flexible=FlexPlanner(planner, costs.of, layouts=inputs.switch_layouts))
 
 
@@ -91,41 +85,33 @@ class SearchedLayouts:
                 f"layout instead of a search: --layout {_option(best)}"
             )
 
-    def summary(self) -> tuple[str, ...]:
+    def summary(self) -> Iterator[str]:
         """Name every strategy's layout, and say what was planned and what was not."""
+        results = self.results
         named = "; ".join(
             f"{one.strategy} {_option(one.best)} ({format_seconds(one.best.mean_step_time_s)})"
             if one.best.feasible
             else f"{one.strategy} none"
-            for one in self.results
+            for one in results
         )
-        planned, too_large, ruled_out = (
-            sum(getattr(one, name) for one in self.results) for name in ("planned", "too_large", "ruled_out")
+        yield f"layout of each strategy: {named}"
+        yield (
+            f"layouts planned: {sum(one.planned for one in results)}; too large in weights and optimizer alone: "
+            f"{sum(one.too_large for one in results)}; not needed, because no plan in them can be among the best: "
+            f"{sum(one.ruled_out for one in results)}"
         )
-        lines = [
-            f"layout of each strategy: {named}",
-            f"layouts planned: {planned}; too large in weights and optimizer alone: {too_large}; not needed, because "
-            f"no plan in them can be among the best: {ruled_out}",
-        ]
-        late = [
-            f"{one.strategy} {one.not_looked_at} of {len(one.layouts)}" for one in self.results if one.not_looked_at
-        ]
+        late = [f"{one.strategy} {one.not_looked_at} of {len(one.layouts)}" for one in results if one.not_looked_at]
         if late:
-            lines.append(
+            yield (
                 f"not looked at, because the {self.limit_s:g} s of --search-seconds were up: {', '.join(late)}; more "
                 "time may find faster layouts"
             )
-        if any(one.best.stride > 1 for one in self.results):
-            strides = ", ".join(f"{one.strategy} {one.best.stride}" for one in self.results)
-            lines.append(
+        if any(one.best.stride > 1 for one in results):
+            strides = ", ".join(f"{one.strategy} {one.best.stride}" for one in results)
+            yield (
                 f"estimates: more than {LARGE_CLUSTER} devices are judged on a part, every so many-th replica and "
                 f"document ({strides}); --layout {_option(self.fastest.best)} plans the whole"
             )
-        return tuple(lines)
-
-    def content(self) -> dict[str, Any]:
-        """Return `search` of `--json`."""
-        return {"limit_s": self.limit_s, "strategies": {one.strategy: one for one in self.results}}
 
     def planners(self, inputs: PlanInputs, batches: Sequence[SampledBatch]) -> StrategyPlanners:
         """Plan every strategy in its own best layout; `best_fit` in other windows in the one that is best for it."""
@@ -179,8 +165,8 @@ def _layout_search(
 
 def layouts_that_fit(inputs: PlanInputs, batches: Sequence[SampledBatch], names: tuple[str, ...] | None) -> str:
     """Name layouts of the cluster that hold the first batch, of a few that are planned; `names` are the strategies."""
+    strategy = names[0] if names is not None and len(names) == 1 else AUTO.name
     with progress_bar() as on_progress:
-        strategy = names[0] if names is not None and len(names) == 1 else AUTO.name
         result = _layout_search(inputs, batches, on_progress).fitting(strategy)
     if not result.num_tried:
         return (
@@ -204,9 +190,7 @@ def _option(result: LayoutResult) -> str:
 def _layout_table(results: Sequence[LayoutResult], width: int, strategy: str) -> Table:
     """List the fastest layouts of a strategy, then why others are out; `width` columns wide."""
     table = Table(box=box.SIMPLE, title=f"layouts, fastest first, under {strategy}")
-    for name in ("dp", "cp", "pp", "tp", "virtual"):
-        table.add_column(name, justify="right")
-    for name in ("step time", "of bound", "peak memory"):
+    for name in ("dp", "cp", "pp", "tp", "virtual", "step time", "of bound", "peak memory"):
         table.add_column(name, justify="right", no_wrap=True)
     # One line a layout: in a narrow terminal the last column is cut off, --json has it whole.
     plan_width = max(_MIN_PLAN_WIDTH, width - _NUMBERS_WIDTH)
@@ -214,9 +198,13 @@ def _layout_table(results: Sequence[LayoutResult], width: int, strategy: str) ->
     fitting = [result for result in results if result.feasible]
     others = [result for result in results if not result.feasible]
     most_batches = max((result.num_batches for result in results), default=0)
+    notes = {}
     for result in fitting[:_SHOWN]:
-        star = "*" if result.num_batches < most_batches else ""
-        star += "~" if result.stride > 1 else ""
+        star = ""
+        if result.num_batches < most_batches:
+            star, notes["*"] = "*", "of the first batch only, where others were faster"
+        if result.stride > 1:
+            star, notes["~"] = f"{star}~", "of a part of the replicas and documents"
         layers = "" if result.parallel_layout().is_even else f"; layers {'+'.join(map(str, result.stage_layers))}"
         table.add_row(
             *map(str, result.layout.values()),
@@ -227,13 +215,9 @@ def _layout_table(results: Sequence[LayoutResult], width: int, strategy: str) ->
         )
     for result in others[:_SHOWN]:
         table.add_row(*map(str, result.layout.values()), "-", "-", format_bytes(result.peak_memory_bytes), result.why)
-    notes = []
-    if any(result.num_batches < most_batches for result in fitting[:_SHOWN]):
-        notes.append("* of the first batch only, where others were faster")
-    if any(result.stride > 1 for result in fitting[:_SHOWN]):
-        notes.append("~ of a part of the replicas and documents")
+    caption = [f"{star} {note}" for star, note in sorted(notes.items())]
     hidden = max(0, len(fitting) - _SHOWN), max(0, len(others) - _SHOWN)
     if any(hidden):
-        notes.append(f"not shown: {hidden[0]} that fit and {hidden[1]} that do not (--json lists all)")
-    table.caption = "\n".join(notes) or None
+        caption.append(f"not shown: {hidden[0]} that fit and {hidden[1]} that do not (--json lists all)")
+    table.caption = "\n".join(caption) or None
     return table

@@ -1,12 +1,8 @@
 """`PlanRequest`: the arguments and options of `evenload plan`, and sources of document lengths (`LengthSource`), which
-`evenload lengths` shares.
-
-A training configuration stands for the documents that it trains, read as it reads them; options of the command line
-win, as in `evenload train config.toml data.tokenizer=...`.
-"""
+`evenload lengths` shares. A training configuration stands for the documents that it trains; options win over it."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -26,7 +22,7 @@ from evenload.errors import ConfigError
 from evenload.integrations.catalog import ENGINES
 from evenload.plan.problem import PlanOptions
 from evenload.plan.strategies.registry import STRATEGIES, strategy_named
-from evenload.plan.strategies.strategy import LeftOutStrategy, Strategy
+from evenload.plan.strategies.strategy import LeftOutStrategy
 from evenload.types.cluster import BUILT_IN
 from evenload.types.layout import ParallelLayout
 
@@ -37,24 +33,17 @@ SOURCE_HELP = (
 )
 
 
-_MODEL, _DATA, _HOW = "Model and cluster", "Documents", "Strategies"
-_SEARCH, _FILES = "Searches", "Files to write"
+_MODEL, _DATA, _HOW, _SEARCH, _FILES = "Model and cluster", "Documents", "Strategies", "Searches", "Files to write"
 
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentOptions:
     """Options of documents whose tokens are counted; None = not given."""
 
-    tokenizer: str | None = option(
-        _DATA, "Counts documents: a tokenizer.json or its folder. Without it documents are counted in bytes."
-    )
+    tokenizer: str | None = option(_DATA, "A tokenizer.json or its folder, which counts documents; else bytes count.")
     record: RecordKind | None = option(_DATA, "What a record of the documents holds (data.record). Default: text.")
-    include: list[str] | None = option(
-        _DATA, "File names of a folder that are read, such as '*.py'; repeat for several. Default: all."
-    )
-    on_corrupt: OnCorrupt | None = option(
-        _DATA, "Stop at a record that cannot be read, or leave it out. Default: error."
-    )
+    include: list[str] | None = option(_DATA, "Names of files to read, such as '*.py'; may be repeated (default all).")
+    on_corrupt: OnCorrupt | None = option(_DATA, "Stop at a record that cannot be read, or skip it (default error).")
 
     def data_settings(self) -> dict[str, Any]:
         """Return the settings of `[data]` that were given."""
@@ -64,11 +53,8 @@ class DocumentOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LengthSource:
-    """Where lengths come from, before anything of it is read.
-
-    Args:
-        run: the training configuration that was named; table: lengths given instead of a name.
-    """
+    """Where lengths come from, before anything is read: `run` is the configuration that was named, `table` lengths that
+    were given."""
 
     name: str
     data: DataConfig
@@ -87,10 +73,8 @@ class LengthSource:
 def length_source(
     source: str, options: DocumentOptions, model: str | None = None, settings: Sequence[str] = ()
 ) -> LengthSource:
-    """Resolve a source of lengths, and check it as far as it can be without reading documents.
-
-    A `model` that is a path replaces the configuration's; `settings` are of its `plan.options`, as `key=value`.
-    """
+    """Resolve a source of lengths, and check it as far as it can be without reading documents. A `model` that is a path
+    replaces the configuration's; `settings` are of its `plan.options`, as `key=value`."""
     given = options.data_settings()
     if source.endswith(".toml"):
         overrides = [f"data.{name}={json.dumps(value)}" for name, value in given.items()]
@@ -122,15 +106,13 @@ def unit_message(table: LengthTable) -> str:
     )
 
 
-def _built_in(trait: Callable[[Strategy], bool]) -> str:
-    return ", ".join(one.name for one in STRATEGIES.built_in.values() if trait(one))
-
-
 # Without those of other packages: a help text must not fail because a package does.
-STRATEGY_HELP = (
-    f"'all', or names with commas: {_built_in(lambda one: True)}, and those that other packages add. 'all' leaves out "
-    f"{_built_in(lambda one: one.needs_solver)}, which takes its solver's time limit, and "
-    f"{_built_in(lambda one: one.needs_one_stage)} where the layout has a pipeline."
+_BUILT_IN_STRATEGIES = STRATEGIES.built_in.values()
+_STRATEGY_HELP = (
+    f"'all', or names with commas: {', '.join(one.name for one in _BUILT_IN_STRATEGIES)}, and those that packages "
+    f"add. 'all' leaves out {', '.join(one.name for one in _BUILT_IN_STRATEGIES if one.needs_solver)}, which takes its "
+    f"solver's time limit, and {', '.join(one.name for one in _BUILT_IN_STRATEGIES if one.needs_one_stage)} where the "
+    "layout has a pipeline."
 )
 _WHOLE_CLUSTERS = "it changes the layout of whole clusters, and this one is judged on a part; --layout plans it"
 
@@ -150,33 +132,28 @@ def parse_strategies(text: str) -> tuple[str, ...] | None:
 def chosen_strategies(
     names: tuple[str, ...] | None, layout: ParallelLayout | None, options: PlanOptions, *, in_part: bool = False
 ) -> tuple[tuple[str, ...], tuple[LeftOutStrategy, ...]]:
-    """Return the strategies that are planned in a layout, and those left out where all were requested.
-
-    Args:
-        names: that were requested; None = all.
-        layout: None = each strategy in its own.
-        in_part: a part of a large cluster stands for the whole, in which changes of its layout cannot be planned.
-    """
+    """Return the strategies that are planned in a layout (None = each in its own), and those left out where all were
+    requested (`names` None). `in_part`: a part of a large cluster is planned, in which no layout can be changed."""
     if names is not None:
         if in_part and (changing := [name for name in names if strategy_named(name).changes_layout]):
             raise ConfigError(f"--strategy {', '.join(changing)} with --search-layout: {_WHOLE_CLUSTERS}")
         return names, ()
-    left_out: dict[str, str] = {}
-    for one in sorted(STRATEGIES.values(), key=lambda one: one.solver_limit_s is not None):
+    chosen, left_out = [], []
+    for one in STRATEGIES.values():
+        why = ""
         if in_part and one.changes_layout:
-            left_out[one.name] = _WHOLE_CLUSTERS
+            why = _WHOLE_CLUSTERS
         elif layout is not None and one.needs_one_stage and layout.num_stages > 1:
-            left_out[one.name] = (
-                f"it knows no pipeline, and layout {layout.describe()} has {layout.num_stages} stages; a layout with "
-                "pp=1 includes it"
-            )
+            stages = f"layout {layout.describe()} has {layout.num_stages} stages"
+            why = f"it knows no pipeline, and {stages}; a layout with pp=1 includes it"
         elif one.solver_limit_s is not None:
             limit_s = one.solver_limit_s(options)
-            left_out[one.name] = f"its solver takes up to {limit_s:g} s for every step; --strategy {one.name} runs it"
-    return (
-        tuple(name for name in STRATEGIES if name not in left_out),
-        tuple(LeftOutStrategy(name=name, why=why) for name, why in left_out.items()),
-    )
+            why = f"its solver takes up to {limit_s:g} s for every step; --strategy {one.name} runs it"
+        if why:
+            left_out.append(LeftOutStrategy(name=one.name, why=why))
+        else:
+            chosen.append(one.name)
+    return tuple(chosen), tuple(left_out)
 
 
 DEFAULT_DOCUMENTS = 512
@@ -214,7 +191,7 @@ class PlanRequest(DocumentOptions):
         metavar="TOKENS",
     )
     overlong: Overlong | None = option(_DATA, "What happens to longer documents (default error).")
-    strategy: str = option(_HOW, STRATEGY_HELP, default="all")
+    strategy: str = option(_HOW, _STRATEGY_HELP, default="all")
     engine: str | None = option(
         _HOW,
         f"Also predict an engine that trains the plans: {', '.join(ENGINES)}. Strategies that it cannot run are "
@@ -246,9 +223,7 @@ class PlanRequest(DocumentOptions):
         "Coming batches whose lengths flexpipe knows: over them a switch of layout must pay (default 8; "
         "--set flexpipe.margin=... and others: docs/configuration.md).",
     )
-    steps: int = option(
-        _DATA, "Global batches to plan; wlb needs many to put documents off, flexpipe to switch layouts.", default=1
-    )
+    steps: int = option(_DATA, "Global batches to plan; wlb (delays) and flexpipe (switches) need many.", default=1)
     seed: int = option(_DATA, "Of the batches sampled from the lengths.", default=0)
     worst: int | None = option(
         _SEARCH,

@@ -10,13 +10,10 @@
     finished.json   written last of all: without it, or with other steps than the checkpoint, the run was killed after
                     its last checkpoint, and the same command exports and finishes the report
 
-Pictures are made from these files alone, so runs can be compared later. All of them are written again and again while
-the run goes on, so that a run that is killed has them.
-
-A line of `steps.jsonl` holds the plan as in `plan.json`, compressed, and the timeline as in `measured.npz`. A page
-holds what a browser opens at once: from 12,000 tasks or 200 steps on only every second, fourth, eighth ... step stays,
-and the file is written anew without the others. Price: some hundred bytes a task on disk; at most `MOST_TASKS` are in a
-page, 20 bytes each in large steps, 100 in small ones.
+All of them are written again and again while the run goes on, so that a run that is killed has them; pictures are made
+from these files alone. A line of `steps.jsonl` holds the plan as in `plan.json`, compressed, and the timeline as in
+`measured.npz`. A page holds what a browser opens at once: from 12,000 tasks or 200 steps on only every second, fourth,
+eighth ... step stays.
 """
 
 import base64
@@ -107,19 +104,17 @@ class StepFile:
         )
         append_rows(self._path, [line])
         self._tasks[line.step] = line.tasks
-        if not self._is_too_large():
-            return
-        while self._is_too_large():
+        every = self._every
+        while sum(self._tasks.values()) > MOST_TASKS or len(self._tasks) > MOST_STEPS:
             self._every *= 2
             self._tasks = {step: tasks for step, tasks in self._tasks.items() if step % self._every == 0}
+        if self._every == every:
+            return
         latest = {line.step: line for line in _step_lines(self._path) if line.step in self._tasks}
         new = self._path.with_name(f".{self._path.name}.new")
         new.write_bytes(b"")
         append_rows(new, [latest[step] for step in sorted(latest)])
         os.replace(new, self._path)
-
-    def _is_too_large(self) -> bool:
-        return sum(self._tasks.values()) > MOST_TASKS or len(self._tasks) > MOST_STEPS
 
 
 def read_steps(path: Path, newest: int | None = None) -> Iterator[tuple[StepPlan, Timeline]]:
@@ -149,19 +144,9 @@ class RunFacts(Frozen):
     ledger: tuple[str, ...]
 
 
-# Writing may take this share of the run's time.
-_WRITING_SHARE = 0.02
-# Every step of a page is simulated again, so while the run goes on its page has the last ones; at the end it has all.
-_STEPS_MEANWHILE = 8
-
-
 class RunWriter:
-    """Writes one run's files.
-
-    Args:
-        resumed: the checkpoint from which an earlier run is continued; steps after it are trained again and have a row
-            for each time. None = files of an earlier run are replaced.
-    """
+    """Writes one run's files. Where it goes on from a checkpoint (`resumed`), steps after that are trained again and
+    have a row for each time; else files of an earlier run are replaced."""
 
     def __init__(
         self, trainer: Trainer, costs: CostCoefficients, memory_cap_bytes: int, *, resumed: Path | None
@@ -187,9 +172,10 @@ class RunWriter:
         every_s = self._config.train.report_every_s
         if every_s and time.monotonic() >= self._next_s:
             from_s = time.monotonic()
-            self.write(report, newest=_STEPS_MEANWHILE)
+            # Every step of a page is simulated again, so until the end it has a few alone.
+            self.write(report, newest=8)
             now_s = time.monotonic()
-            self._next_s = now_s + max(every_s, (now_s - from_s) / _WRITING_SHARE)
+            self._next_s = now_s + max(every_s, (now_s - from_s) / 0.02)  # writing takes 2 % of the time at most
 
     def late_validation(self, validation: Validation) -> None:
         """Append a pass that was made before the first step of this start, so after one of an earlier start."""
@@ -210,17 +196,10 @@ class RunWriter:
         write_coefficients(directory / "cost.json", self._costs)
 
     def write(self, last: StepReport, newest: int | None = None) -> None:
-        """Write everything about the last step, and the pictures. A reader finds whole files, old or new.
-
-        Args:
-            newest: how many steps the page gets; all that are kept if None.
-        """
-        run = RunFacts(
-            model=self._model,
-            memory_cap_bytes=self._memory_cap_bytes,
-            facts=self._facts(last.plan.layout),
-            ledger=last.ledger_lines,
-        )
+        """Write everything about the last step, and the pictures, with so many steps on the page (None = all that are
+        kept). A reader finds whole files, old or new."""
+        facts, cap_bytes = self._facts(last.plan.layout), self._memory_cap_bytes
+        run = RunFacts(model=self._model, memory_cap_bytes=cap_bytes, facts=facts, ledger=last.ledger_lines)
         with _replaced_together(self._directory) as new:
             write_timeline(new / "measured.npz", last.measured)
             (new / "plan.json").write_bytes(encode_plan_file((last.plan,)))
@@ -243,12 +222,10 @@ class RunWriter:
 
     def _facts(self, layout: ParallelLayout) -> tuple[tuple[str, str], ...]:
         config, data, model = self._config, self._config.data, self._model
+        sizes = f"{model.num_layers} layers, hidden {model.hidden_size}, vocabulary {model.vocab_size:,}"
         versions = f"evenload {version('evenload')}, torch {version('torch')}, Python {platform.python_version()}"
         return (
-            (
-                "model",
-                f"{model.name}: {model.num_layers} layers, hidden {model.hidden_size}, vocabulary {model.vocab_size:,}",
-            ),
+            ("model", f"{model.name}: {sizes}"),
             ("tokenizer", self._tokenizer),
             ("precision", config.model.dtype),
             ("data", ", ".join(data.sources)),
@@ -280,33 +257,26 @@ def read_run(directory: Path, newest: int | None = None) -> tuple[RunSection, Ru
     except FileNotFoundError as error:
         raise DataError(f"{directory} does not hold a finished run: no {Path(error.filename).name}") from error
     coefficients, decisions = read_coefficients(directory / "cost.json"), read_decisions(directory / "layouts.jsonl")
-    costs: dict[ParallelLayout, PackCosts] = {}
-
-    def costs_in(layout: ParallelLayout) -> PackCosts:
-        if layout not in costs:
-            # Measured in the layout in which the run starts; completed as the planner of the other layouts has them.
-            completed = fill_between_layouts(coefficients, layout)[0] if decisions else coefficients
-            costs[layout] = PackCosts(facts.model, completed, layout)
-        return costs[layout]
 
     # The last step is in files of its own, written together; later ones, if any, are not shown.
     steps = [one for one in read_steps(directory / "steps.jsonl", newest) if one[0].step < plan.step]
     steps.append((plan, read_timeline(directory / "measured.npz")))
+    costs: dict[ParallelLayout, PackCosts] = {}
+    for layout in dict.fromkeys(one.layout for one, _ in steps):
+        # Measured in the layout in which the run starts; completed as the planner of the other layouts has them.
+        completed = fill_between_layouts(coefficients, layout)[0] if decisions else coefficients
+        costs[layout] = PackCosts(facts.model, completed, layout)
+    shown = steps[-(newest or len(steps)) :]
     section = RunSection(
         name=plan.strategy,
         metrics=tuple(latest_per_step(read_metrics(directory / "metrics.jsonl"))),
-        steps=tuple(
-            step_view(one, costs_in(one.layout), measured) for one, measured in steps[-(newest or len(steps)) :]
-        ),
-        time_split=split_step_of_plan(plan, costs_in(plan.layout)),
+        steps=tuple(step_view(one, costs[one.layout], measured) for one, measured in shown),
+        time_split=split_step_of_plan(plan, costs[plan.layout]),
         memory_limit_bytes=facts.memory_cap_bytes,
         validations=read_validations(directory / "validation.jsonl"),
         layout_decisions=decisions,
     )
     return section, facts
-
-
-FINISHED_FILE = "finished.json"
 
 
 class FinishedRun(Frozen):
@@ -317,8 +287,7 @@ class FinishedRun(Frozen):
 
 
 def show_stopped(console: Console, trainer: Trainer, command: str) -> None:
-    name = signal_name(trainer.stop_signal)
-    done = counted(trainer.steps_done, "step")
+    name, done = signal_name(trainer.stop_signal), counted(trainer.steps_done, "step")
     print_lines(console, f"stopped by {name} after {done}; nothing is lost. Go on with:\n  {command}")
 
 
@@ -331,29 +300,24 @@ def leave_finished(
     if not has_trained:
         done = [_read_finished(directory) if is_first_rank else None]
         dist.broadcast_object_list(done, src=0, group=trainer.mesh.control)
-        finished = done[0]
-        is_whole = (
-            finished is not None
-            and finished.steps_done == trainer.steps_done
-            and (finished.is_exported or not config.train.export_hf)
-        )
+        finished = done[0] or FinishedRun(steps_done=-1, is_exported=False)
+        is_whole = finished.steps_done == trainer.steps_done and (finished.is_exported or not config.train.export_hf)
         _show_nothing_left(console, trainer, command, is_whole=is_whole)
         if is_whole:
             return
         if is_first_rank:
             files.write_pictures()
     if config.train.export_hf:
-        is_adapter = config.model.lora is not None
         exported = trainer.export()
-        note = ""
-        if is_first_rank and not is_adapter:
-            note = f", {exported_tokenizer_note(exported, config.data, config.model.path)}"
-        print_lines(console, f"{'PEFT adapter' if is_adapter else 'Hugging Face model'} {exported}{note}")
+        what = f"PEFT adapter {exported}"
+        if config.model.lora is None and is_first_rank:
+            what = f"Hugging Face model {exported}, {exported_tokenizer_note(exported, config.data, config.model.path)}"
+        print_lines(console, what)
         if (average := trainer.export_average()) is not None:
             print_lines(console, f"its moving average (train.ema_decay) {average}")
     if is_first_rank:
         finished = FinishedRun(steps_done=trainer.steps_done, is_exported=config.train.export_hf)
-        (directory / FINISHED_FILE).write_bytes(msgspec.json.encode(finished) + b"\n")
+        (directory / "finished.json").write_bytes(msgspec.json.encode(finished) + b"\n")
     if last is not None:
         print_lines(console, "\nledger of documents and tokens", *last.ledger_lines)
     report, trace = directory / "report.html", directory / "trace.json"
@@ -362,7 +326,7 @@ def leave_finished(
 
 def _read_finished(directory: Path) -> FinishedRun | None:
     try:
-        return msgspec.json.decode((directory / FINISHED_FILE).read_bytes(), type=FinishedRun)
+        return msgspec.json.decode((directory / "finished.json").read_bytes(), type=FinishedRun)
     except (FileNotFoundError, msgspec.MsgspecError):
         return None
 

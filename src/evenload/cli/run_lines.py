@@ -1,9 +1,5 @@
-"""The lines that a run prints: what is on and why, what the first plan made of it, steps, validation, changes of
-layout, predictions that do not hold.
-
-Silent no-op options are what users of packing trainers suffer from (is it on? why is it slower?), so everything that
-decides speed or data order stands here, with its value.
-"""
+"""The lines that a run prints: everything that decides speed or data order, with its value, what the first plan made of
+it, steps, validation, changes of layout, predictions that do not hold."""
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -25,7 +21,7 @@ from evenload.report.table import format_action, progress_text, step_line
 from evenload.report.units import format_count, format_plain, format_seconds
 from evenload.types.layout import ParallelLayout
 from evenload.types.plan import StepPlan
-from evenload.types.run import LayoutDecision, LossOf, Validation
+from evenload.types.run import LayoutDecision, Validation
 from evenload.types.text import counted, format_bytes
 
 if TYPE_CHECKING:
@@ -39,24 +35,20 @@ _FACTOR = 1.2
 
 
 def strategy_line(name: str, context_ranks: int, merging: str = "") -> str:
-    """Say what the strategy does, and whether ranks or replicas share documents."""
+    """State what the strategy does, and whether ranks or replicas share documents."""
     shared = f"{context_ranks} ranks share every pack" if context_ranks > 1 else ""
     return "; ".join(filter(None, (f"strategy {name}: {strategy_named(name).description}", shared, merging)))
 
 
 def reduction_line(copies: Collection[int], overlap: OverlapCost | None) -> str:
-    """Say when gradients are reduced.
-
-    Args:
-        copies: ranks with the same weights, in each layout of the run; "" is returned where there is one in all.
-        overlap: None = none is configured.
-    """
+    """State when gradients are reduced over `copies`, ranks with the same weights in each layout of the run; "" where
+    there is one in all. `overlap` None = none is configured."""
     when = "after the last backward", "during it", "during the last backward"
     return _collective_line("gradients are reduced over", *when, "train.overlap_reduction", copies, overlap)
 
 
 def gather_line(copies: Collection[int], overlap: OverlapCost | None) -> str:
-    """Say when updated weights are gathered; arguments as `reduction_line`."""
+    """State when updated weights are gathered; arguments as `reduction_line`."""
     when = "before the next step", "during its packs", "during the next step's first packs"
     return _collective_line("updated weights are gathered from", *when, "train.overlap_gather", copies, overlap)
 
@@ -82,8 +74,7 @@ def _collective_line(
 
 
 def context_line(largest_group: int, exchange: str) -> str:
-    """Say how keys and values travel in a run whose largest group that may share documents has so many ranks; "" where
-    no ranks may."""
+    """State how keys and values travel between the ranks that may share documents; "" for one."""
     if largest_group == 1:
         return ""
     if exchange == "ring":
@@ -92,7 +83,7 @@ def context_line(largest_group: int, exchange: str) -> str:
 
 
 def batch_size(documents: int | None, tokens: int | None) -> str:
-    """Say the size of a global batch, of which one is given."""
+    """Return the size of a global batch, of which one is given."""
     return f"{tokens:,} tokens" if documents is None else counted(documents, "document")
 
 
@@ -105,14 +96,14 @@ _OVERLONG = {
 
 
 def data_line(config: DataConfig, num_files: int, num_bytes: int) -> str:
-    """Say what is read, in which order, how much a step trains, and how far ahead it is read."""
+    """State what is read, in which order, how much a step trains, and how far ahead it is read."""
     order = "in the order of the files"
     if config.shuffle_window > 1:
         window, streams = counted(config.shuffle_window, "document"), counted(config.num_streams, "stream")
         order = f"shuffled over {window} in {streams}, seed {config.seed}"
     if config.held_out_share:
         order += f", {config.held_out_share:.3g} of the documents held out for validation"
-    readers = f"{config.workers} worker process{'es' if config.workers > 1 else ''}" if config.workers else "a thread"
+    readers = counted(config.workers, "worker process") if config.workers else "a thread"
     ahead = "when the step asks, so steps wait for data (data.prefetch_steps = 0)"
     if config.prefetch_steps:
         ahead = f"{counted(config.prefetch_steps, 'step')} ahead"
@@ -125,18 +116,18 @@ def data_line(config: DataConfig, num_files: int, num_bytes: int) -> str:
 
 
 def resumed_line(checkpoint: str, steps_done: int, saved_strategy: str, strategy: str) -> str:
-    """Say which run this start goes on with; a `saved_strategy` of "" is not known."""
+    """State which run this start goes on with; a `saved_strategy` of "" is not known."""
     text = f"resumed from {checkpoint} after {counted(steps_done, 'step')}"
     if saved_strategy in ("", strategy):
         return text
     return (
-        f"{text} | plan.strategy changes from {saved_strategy} to {strategy}: this goes on with the same run, it does "
-        "not begin another one. To compare strategies, give each its own train.output_dir"
+        f"{text} | plan.strategy changes from {saved_strategy} to {strategy}: this goes on with the same run. To "
+        "compare strategies, give each its own train.output_dir"
     )
 
 
 def first_plan_line(plan: StepPlan, max_pack_tokens: int, interval: PredictionInterval) -> str:
-    """Say what the first plan makes of its documents, and what it is predicted to take."""
+    """State what the first plan makes of its documents, and what it is predicted to take."""
     packs = [pack for replica in plan.pack_plans for pack in replica.forward]
     num_backward = sum(len(replica.backward) for replica in plan.pack_plans)
     tokens = sum(document.num_tokens for document in plan.documents)
@@ -158,12 +149,8 @@ def first_plan_line(plan: StepPlan, max_pack_tokens: int, interval: PredictionIn
 
 
 def interval_line(ratios: Sequence[float], interval: PredictionInterval, waited_share: float) -> str:
-    """Say how well predictions held; "" where there are no ratios.
-
-    Args:
-        ratios: measured over predicted seconds of the steps after the first.
-        waited_share: of the time, in which this rank stood without a core (`cost.coefficients.Noise`).
-    """
+    """State how well predictions held: `ratios` of measured over predicted seconds of the steps after the first, while
+    this rank stood without a core for `waited_share` of the time; "" where there are no ratios."""
     if not ratios:
         return ""
     message = f"steps after the first took {median(ratios):.2f} times their predicted time"
@@ -184,39 +171,27 @@ def _busy(waited_share: float) -> str:
 def prediction_line(
     ratios: Sequence[float], device: str, cost_file: str | None, waited_share: Callable[[], float]
 ) -> str:
-    """Warn where a run's steps consistently take another time than predicted; else "".
-
-    Costs that were measured on a busy machine, or on one that has become busy since, are off for every step alike; the
-    planner then still compares plans by them, but step times and what justifies its overhead are wrong. `device` is
-    where costs were measured; other arguments as for `interval_line`: costs that were measured anew on a busy machine
-    would be no better.
-    """
+    """Warn where the first steps all take more, or all less, than predicted from costs that were measured on `device`;
+    else "". On a machine that is busy now (`waited_share`) costs that were measured anew would be no better."""
     if len(ratios) != _NUM_STEPS:
         return ""
-    is_slower, is_faster = min(ratios) > _FACTOR, max(ratios) < 1 / _FACTOR
-    if not (is_slower or is_faster):
+    is_slower = min(ratios) > _FACTOR
+    if not is_slower and max(ratios) >= 1 / _FACTOR:
         return ""
     times = f"steps take {median(ratios):.2f} times their predicted time"
     if is_slower and (waited := waited_share()) > QUIET_WAITED_SHARE:
         return times + _busy(waited)
-    reason = (
-        f"the machine is busier or slower now than when costs were measured ({device})"
-        if is_slower
-        else f"the machine was busier when costs were measured ({device}), or was a slower one"
-    )
+    reason = f"was busier when costs were measured ({device}), or was a slower one"
+    if is_slower:
+        reason = f"is busier or slower now than when costs were measured ({device})"
     advice = "train.recalibrate=true measures them anew"
     if cost_file is not None:
         advice = f"leave out train.cost_file {cost_file} to have them measured here"
-    return f"{times}: {reason}; {advice}"
+    return f"{times}: the machine {reason}; {advice}"
 
 
 class StepLines:
-    """The lines of steps in one start of a run.
-
-    Args:
-        every_s: seconds between two lines; 0 = every step has one.
-        total: steps of the run; None = unknown.
-    """
+    """Prints the lines of steps in one start of a run, one in `every_s` seconds (0 = all), of `total` steps."""
 
     def __init__(self, console: Console, every_s: float, steps_done: int, total: int | None) -> None:
         self._console, self._every_s = console, every_s
@@ -255,7 +230,7 @@ def groups_line(meshes: "Meshes", *, are_declared: bool) -> str:
 
 
 def twins_line(twins: "Twins | None", budget_bytes: int | None) -> str:
-    """Say what of the model lies in shared memory; "" where ranks have nothing to share."""
+    """State what of the model lies in shared memory; "" where ranks have nothing to share."""
     if twins is None:
         return ""
     if twins.reason:
@@ -286,51 +261,36 @@ def layout_line(decision: LayoutDecision) -> str:
     """Explain a switch; "" where the layout stays."""
     if not decision.is_switch:
         return ""
-    message = (
+    forced, gain = "; forced by memory, whatever it costs", ""
+    if decision.gain_s is not None:
+        steps = counted(decision.known_steps, "known step")
+        forced, gain = "", f", {format_seconds(decision.gain_s)} gained over {steps}"
+    return (
         f"layout {decision.before} -> {decision.layout} before step {decision.step}, {format_action(decision)}: "
-        f"{decision.why}"
+        f"{decision.why}{forced}; predicted: {format_seconds(decision.switch_s)} for the switch{gain}"
     )
-    switch_s = format_seconds(decision.switch_s)
-    if decision.gain_s is None:
-        return f"{message}; forced by memory, whatever it costs; predicted: {switch_s} for the switch"
-    steps = f"{decision.known_steps} known step{'s' if decision.known_steps > 1 else ''}"
-    gain = f"{format_seconds(decision.gain_s)} gained over {steps}"
-    return f"{message}; predicted: {switch_s} for the switch, {gain}"
 
 
 def other_layouts_lines(costs: CostCoefficients, layouts: Sequence[ParallelLayout]) -> tuple[str, ...]:
-    """Say what was not measured and is taken from something else where the layout changes."""
+    """State what was not measured and is taken from something else where the layout changes."""
     if len(layouts) == 1:
         return ()
     notes = [note for layout in layouts for note in fill_between_layouts(costs, layout)[1]]
     return tuple(f"costs of other layouts: {note}" for note in dict.fromkeys(notes))
 
 
-def validation_lines(validation: Validation, *, shows_left_out: bool) -> list[str]:
-    """Give the losses in one line, and one each by length and by source where there are several.
-
-    Args:
-        shows_left_out: what reading left out, too.
-    """
+def validation_lines(validation: Validation, *, shows_left_out: bool) -> Iterator[str]:
+    """Give the losses in one line, one each by length and by source where there are several, and what was left out."""
     whole = validation.whole
     name = "validation of the average" if validation.of_average else "validation"
-    lines = [
+    yield (
         f"{name} after step {validation.step} | loss {format_plain(whole.loss, '.4f')} | perplexity "
         f"{format_plain(whole.perplexity, '.4g')} | {counted(whole.documents, 'document')}, {whole.tokens:,} tokens in "
         f"{format_seconds(validation.seconds)} ({format_count(whole.tokens / max(validation.seconds, 1e-9))} tokens/s)"
-    ]
-    lines += [
-        f"  loss by {kind}: {_losses(parts)}"
-        for kind, parts in (("length", validation.by_length), ("source", validation.by_source))
-        if len(parts) > 1
-    ]
-    if shows_left_out:
-        lines += [
-            f"  left out of the validation data: {counted(documents, 'document')}, {tokens:,} tokens ({reason})"
-            for reason, documents, tokens in validation.left_out
-        ]
-    return lines
-
-
-def _losses(parts: Sequence[LossOf]) -> str:
-    return ", ".join(f"{one.name} {format_plain(one.loss, '.4f')}" for one in parts)
+    )
+    for kind, parts in (("length", validation.by_length), ("source", validation.by_source)):
+        if len(parts) > 1:
+            losses = ", ".join(f"{one.name} {format_plain(one.loss, '.4f')}" for one in parts)
+            yield f"  loss by {kind}: {losses}"
+    for reason, documents, tokens in validation.left_out if shows_left_out else ():
+        yield f"  left out of the validation data: {counted(documents, 'document')}, {tokens:,} tokens ({reason})"

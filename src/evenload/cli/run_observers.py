@@ -90,8 +90,7 @@ class CallbackCalls:
             last = traceback.extract_tb(error.__traceback__)[-1]
             raise CallbackError(
                 f"callback {type(one).__name__}.{name} raised {type(error).__name__}: {error} ({last.filename}, line "
-                f"{last.lineno}), after {counted(self._trainer.steps_done, 'step')}; training stops, and goes on from "
-                "the last checkpoint once that is mended"
+                f"{last.lineno}), after {counted(self._trainer.steps_done, 'step')}; training stops"
             ) from error
 
 
@@ -99,15 +98,8 @@ DIRECTORY = "profile"
 
 
 class StepProfile:
-    """Records what this rank does from the end of the step before the first to the end of the last. The file is written
-    on exit, also where training ends before; it is named by the steps that ended.
-
-    Args:
-        steps: first and end, as `log.profile_steps`; None = nothing is recorded.
-        directory: of the run.
-        rank: of the process, in the file's name.
-        steps_done: before training begins here; steps of an earlier start are not recorded again.
-    """
+    """Records what this rank does in `steps` (first and end, as `log.profile_steps`), of those after `steps_done`. The
+    file in the run's directory is written on exit, also where training fails, and named by the steps that ended."""
 
     def __init__(
         self, steps: tuple[int, int] | None, directory: Path, *, is_cuda: bool, rank: int, steps_done: int
@@ -138,10 +130,8 @@ class StepProfile:
             if error is None:
                 raise
             # What fails now must not hide what failed first.
-            print_error(
-                f"warning: the profile of rank {self._rank} could not be written after the error that ends training: "
-                f"{type(second).__name__}: {second}"
-            )
+            text = f"the profile of rank {self._rank} could not be written after the error that ends training"
+            print_error(f"warning: {text}: {type(second).__name__}: {second}")
 
     def _begin_at(self, step: int) -> None:
         self._steps_done = step

@@ -1,13 +1,8 @@
-"""`evenload train`, and `evenload.train` as a function.
+"""`evenload train`, and `evenload.train` as a function: under torchrun in every process, which is one rank; else the
+function trains a run of one process in this one, and other runs start their processes here and wait.
 
-Where the processes come from:
-
-    under torchrun                 this process is one rank; call the function in every one
-    a run of one process           the function trains in this process
-    other runs                     they are started here, and this one waits
-
-Processes that are started import what callbacks are made of, so these have to be importable there: classes of a module,
-or of the script itself if its call stands under `if __name__ == "__main__":`; not classes of a notebook's cells.
+Processes that are started import the classes of callbacks: of a module, or of the script itself if its call stands
+under `if __name__ == "__main__":`; not of a notebook's cells.
 """
 
 import multiprocessing
@@ -57,8 +52,7 @@ class TrainedRun:
     @property
     def steps_done(self) -> int:
         """In that checkpoint."""
-        newest = self.checkpoint
-        return 0 if newest is None else steps_in_name(newest)
+        return steps_in_name(self.checkpoint) if self.checkpoint else 0
 
     @property
     def rows(self) -> tuple[Mapping[str, int | float | str | None], ...]:
@@ -152,21 +146,17 @@ def train_run(
     nproc: int | None = None,
     one_in_place: bool = False,
 ) -> int:
-    """Train; returns the number of the signal because of which the run stopped, or 0.
+    """Train; returns the number of the signal because of which the run stopped, or 0; raises `SystemExit` (128 +
+    signal) where it stopped processes that were started here.
 
     Args:
-        name: of the configuration, for the first line.
-        command: that goes on with this run.
+        name: of the configuration, for the first line; `command` goes on with this run.
         nproc: processes that the user expects to be started here.
         one_in_place: a run of one process is trained in this one.
-
-    Raises:
-        SystemExit: 128 + signal, where processes were started here and a signal stopped them.
     """
     prepare_environment()
     require_trackers(settings.log)
     if os.environ.get("RANK", "0") == "0":
-        # Importing torch takes seconds, in which nobody should have to wonder.
         sys.stderr.write(
             f"evenload {version('evenload')} train {name} -> {settings.train.output_dir} | checking settings, then "
             "starting processes (importing PyTorch takes some seconds)\n"
@@ -191,11 +181,8 @@ def train_run(
             with _only_rank():
                 return launch.call(*rank)
     # Everything a user can get wrong is checked here, once, before ranks start.
-    launch.start_fork_server(_WORKER)
     with needs_train_extra("evenload train"):
-        import torch.distributed.launcher.api  # noqa: F401  # while the server imports the rest
-
-        layout = launch.call_in_child(launch.call, f"{_WORKER}:start_layout", settings)
+        layout = launch.checked_in_child(f"{_WORKER}:start_layout", settings)
     if nproc is not None and nproc != layout.world_size:
         raise ConfigError(
             f"--nproc is {nproc}, but layout {layout.describe()} needs {counted(layout.world_size, 'process')}; "
@@ -216,15 +203,8 @@ def _only_rank() -> Iterator[None]:
             "call torch.distributed.destroy_process_group() before, or train in a process of its own: evenload train"
         )
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # type: ignore[reportPrivateImportUsage]
-    place = {
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "1",
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": str(True),
-    }
+    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    place |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     before = {name: os.environ[name] for name in place if name in os.environ}
     os.environ.update(place)
     try:
@@ -238,17 +218,10 @@ def _only_rank() -> Iterator[None]:
 
 
 def resume_command(arguments: Sequence[str], *, is_resumed: bool) -> str:
-    """Return the same command once more, with `train.resume` turned on where it is off.
-
-    Args:
-        arguments: of this process, the interpreter first (`sys.orig_argv`).
-    """
-    words = list(arguments)
-    scripts = [at for at, word in enumerate(words[:3]) if Path(word).name == "evenload"]
-    if scripts:
-        # The interpreter in front of an installed script is not what anybody types.
-        words = words[scripts[0] :]
-    return shlex.join(words if is_resumed else [*words, "train.resume=true"])
+    """Return the command of `sys.orig_argv` once more, with `train.resume` turned on where it is off."""
+    # The interpreter in front of an installed script is not what anybody types.
+    script = next((at for at, word in enumerate(arguments[:3]) if Path(word).name == "evenload"), 0)
+    return shlex.join([*arguments[script:], *(() if is_resumed else ("train.resume=true",))])
 
 
 @dataclass(frozen=True, kw_only=True)

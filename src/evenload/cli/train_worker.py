@@ -3,13 +3,11 @@
 import os
 import sys
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
 from evenload.calibrate.fit import CoreWaits
-from evenload.calibrate.kernels import deterministic_slowdown
 from evenload.cli.launch import StopRequest, print_error
 from evenload.cli.options import print_lines
 from evenload.cli.run_files import RunWriter, leave_finished, show_stopped
@@ -61,18 +59,12 @@ def start_layout(config: TrainConfig) -> ParallelLayout:
 
 
 def run_worker(config: TrainConfig, cache: Path, command: str, callbacks: tuple[Callback, ...] = ()) -> int:
-    """Train with this process as one rank; rank 0 shows and writes. Returns the signal that stopped the run, or 0.
+    """Train with this process as one rank; rank 0 shows, writes and calls callbacks. Returns the signal that stopped
+    the run, which `command` goes on with, or 0. Measured costs are kept in `cache` between runs.
 
     Under a torchrun that restarts processes (`--max-restarts`) the layout is fitted to the ranks that it has started,
-    and a rank that loses another one ends at once, so that its agent acts.
-
-    Args:
-        cache: where measured costs are kept between runs.
-        command: goes on with this run.
-        callbacks: called on rank 0.
-
-    Raises:
-        ConfigError: settings that do not go together, or another number of ranks than the layout has.
+    and a rank that loses another one ends at once, so that its agent acts. Raises `ConfigError`: settings that do not
+    go together, or another number of ranks than the layout has.
     """
     may_restart = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
     num_layers = model_spec(config).num_layers
@@ -94,13 +86,9 @@ def run_worker(config: TrainConfig, cache: Path, command: str, callbacks: tuple[
 
 
 def _fitted_to_started_ranks(config: TrainConfig, num_layers: int) -> TrainConfig:
-    """Return the settings in which as many ranks train as torchrun has started; rank 0 says where these are fewer.
-
-    Raises:
-        ConfigError: no layout fits them, or torchrun keeps one store for all starts: ranks that are started again
-            would find in it what the lost ones left, and agents keep its address when its machine is gone (torch 2.13,
-            `DynamicRendezvousHandler.next_rendezvous`).
-    """
+    """Return the settings in which as many ranks train as torchrun has started; rank 0 warns where these are fewer.
+    `ConfigError`: no layout fits them, or torchrun keeps one store for all starts, and agents keep its address when its
+    machine is gone (torch 2.13, `DynamicRendezvousHandler.next_rendezvous`)."""
     here = os.environ
     num_ranks, full = int(here["WORLD_SIZE"]), layout_of(config.parallel, num_layers)
     if int(here["GROUP_WORLD_SIZE"]) > 1 and here.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
@@ -173,22 +161,17 @@ def _run_steps(
     has_validated = False
     ratios: list[float] = []
     interval = prediction_interval(costs, trainer.mesh.layout)
-    run, log = trainer.config.train, trainer.config.log
-    lines = StepLines(console, log.lines_every_s, trainer.steps_done, run.steps)
-    recorded = StepProfile(
-        log.profile_steps,
-        Path(run.output_dir),
-        is_cuda=run.device == "cuda",
-        rank=trainer.mesh.rank,
-        steps_done=trainer.steps_done,
-    )
+    run, log, done, rank = trainer.config.train, trainer.config.log, trainer.steps_done, trainer.mesh.rank
+    lines, is_cuda = StepLines(console, log.lines_every_s, done, run.steps), run.device == "cuda"
+    recorded = StepProfile(log.profile_steps, Path(run.output_dir), is_cuda=is_cuda, rank=rank, steps_done=done)
+
+    def on_late_pass(validation: Validation) -> None:
+        print_lines(console, *validation_lines(validation, shows_left_out=True))
+        for observer in observers:
+            observer.late_validation(validation)
+
     with lines.moving(), recorded as profile:
-        steps = trainer.train(
-            costs,
-            memory_cap_bytes,
-            stop_requested=lambda: stop.signal,
-            on_late_pass=partial(_after_late_pass, observers, console),
-        )
+        steps = trainer.train(costs, memory_cap_bytes, stop_requested=lambda: stop.signal, on_late_pass=on_late_pass)
         for report in steps:
             profiled = profile.after_step(trainer.steps_done)
             if report is not None:
@@ -201,18 +184,10 @@ def _run_steps(
                 lines.show(report.row, trainer.steps_done)
                 print_lines(console, *_event_lines(report, is_first_validation=not has_validated), profiled)
                 has_validated |= report.validation is not None
-                slower = prediction_line(ratios, costs.device, run.cost_file, waits.share)
-                print_lines(console, *_warnings(slower))
+                print_lines(console, *_warnings(prediction_line(ratios, costs.device, run.cost_file, waits.share)))
             last = report
     print_lines(console, interval_line(ratios, interval, waits.share()))
     return last
-
-
-def _after_late_pass(observers: tuple[RunWriter, CallbackCalls], console: Console, validation: Validation) -> None:
-    """Record a validation pass that an earlier start left out."""
-    print_lines(console, *validation_lines(validation, shows_left_out=True))
-    for observer in observers:
-        observer.late_validation(validation)
 
 
 def _warnings(*texts: str) -> list[str]:
@@ -220,7 +195,7 @@ def _warnings(*texts: str) -> list[str]:
 
 
 def _event_lines(report: StepReport, *, is_first_validation: bool) -> Iterator[str]:
-    """Say what a user should see of a step, and what became of a checkpoint in the background."""
+    """Yield what a user should see of a step, and what became of a checkpoint in the background."""
     yield from _warnings(report.warning)
     if report.decision is not None:
         yield layout_line(report.decision)
@@ -241,7 +216,7 @@ def _event_lines(report: StepReport, *, is_first_validation: bool) -> Iterator[s
 def _start_lines(
     trainer: Trainer, costs: CostCoefficients, memory_cap_bytes: int, resumed: Path | None
 ) -> Iterator[str]:
-    """Say everything that decides speed or data order."""
+    """Yield everything that decides speed or data order."""
     config, model, mesh = trainer.config, trainer.model, trainer.mesh
     layout, stage = mesh.layout, next(iter(trainer.stages.values()))
     is_fifo = mesh.channels == "fifo" and bool(mesh.channel_groups)
@@ -254,15 +229,8 @@ def _start_lines(
             f"memory limit {format_bytes(memory_cap_bytes)} a process",
         )
     )
-    if mesh.device.type == "cuda":
-        if config.train.deterministic:
-            times = deterministic_slowdown(stage, model, layout.tp)
-            yield f"deterministic kernels: attention's backward takes {times:.2f} times as long"
-        if model.bytes_per_element == 2 and data_sheet_flops_per_s(costs.device) is None:
-            yield (
-                f"mfu_of_data_sheet stays empty: the peak of {costs.device} is not known here; mfu is of the measured "
-                "peak"
-            )
+    if mesh.device.type == "cuda" and model.bytes_per_element == 2 and data_sheet_flops_per_s(costs.device) is None:
+        yield f"mfu_of_data_sheet stays empty: the peak of {costs.device} is not known; mfu is of the measured peak"
     _, merging = decide_dp_merge(config.plan.options, config.plan.strategy, layout, costs)
     yield strategy_line(config.plan.strategy, layout.cp, merging)
     copies = [max(one.data_sizes) for one in trainer.meshes.layouts]

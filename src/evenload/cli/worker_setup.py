@@ -1,9 +1,7 @@
 """What every process of a run does before its first step: refuse settings that do not go together (`require_runnable`),
 join the others (`joined_rank`), and read or measure the costs (`run_coefficients`).
 
-Each rule stands with what it protects, where it is checked again when the run builds its parts (under torchrun
-processes have started already). tests/support/matrix.py lists the pairs that are refused; all others are trained in
-tests/dist/test_matrix.py.
+tests/support/matrix.py lists the pairs of settings that are refused; others are trained in tests/dist/test_matrix.py.
 """
 
 import os
@@ -13,6 +11,7 @@ from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -49,6 +48,7 @@ from evenload.runtime.replay.context_attention import require_no_window
 from evenload.runtime.stages.evaluation import require_whole_model
 from evenload.runtime.trainer import Trainer
 from evenload.types.layout import ChannelChoice, ParallelLayout, channel_mode
+from evenload.types.text import counted
 
 
 def require_runnable(config: TrainConfig) -> ParallelLayout:
@@ -90,14 +90,6 @@ def require_runnable(config: TrainConfig) -> ParallelLayout:
     return layout
 
 
-# Of a GPU, for CUDA, NCCL's buffers and what the allocator cannot use in one piece.
-_FREE_DEVICE_SHARE = 0.1
-# The thread that plans coming steps lets the one that feeds a GPU go on after so long; Python's own 5 ms are a thousand
-# launches.
-_SWITCH_INTERVAL_S = 2e-4
-_ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RankSetup:
     """One process as a rank, with its threads, what it may hold, and a console that is quiet but on rank 0."""
@@ -115,7 +107,7 @@ class RankSetup:
     @property
     def demand(self) -> float:
         """Threads that this machine's ranks compute with, for each core that they may use."""
-        return computing_demand(self.threads)
+        return _computing_demand(self.threads)
 
 
 def started_rank(config: TrainConfig, *layouts: ParallelLayout) -> AbstractContextManager[RankSetup]:
@@ -132,7 +124,8 @@ def joined_rank(
     threads = run.threads_per_process or max(1, usable_cores() // local_world)
     torch.set_num_threads(threads)
     if run.device == "cuda":
-        sys.setswitchinterval(_SWITCH_INTERVAL_S)
+        # The thread that plans lets the one that feeds a GPU go on; Python's own 5 ms are a thousand launches.
+        sys.setswitchinterval(2e-4)
         # Before anything asks CUDA for its devices.
         set_cuda_defaults(os.environ, deterministic=run.deterministic)
         if run.deterministic:
@@ -168,16 +161,13 @@ def joined_rank(
 
 
 def set_cuda_defaults(environment: MutableMapping[str, str], *, deterministic: bool = False) -> None:
-    """Set what CUDA, its libraries and torch's allocator read when a process first uses its GPU, unless the user has.
-
-    Queues to the device: eight by default, and streams that share one wait for each other. Packs of every step have
-    other sizes, which an allocator of fixed segments answers with memory that fits nothing; growing segments do not.
-    cuBLAS adds in one order if its workspace is always the same.
-    """
-    if deterministic:
+    """Set what CUDA, its libraries and torch's allocator read at the first use of the GPU, unless the user has."""
+    if deterministic:  # cuBLAS adds in one order if its workspace is always the same
         environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # Of eight queues to the device, the default, streams share some and wait for each other.
     environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    if not any(name in environment for name in _ALLOCATOR_SETTINGS):
+    # Packs have other sizes in every step, for which segments that cannot grow leave memory that fits nothing.
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(environment):
         environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
@@ -187,18 +177,13 @@ def run_coefficients(
     """Return the checkpoint's costs after a resume (so that plans stay the same) where they cover the layout, else the
     configured cost file, else cached costs, else measured ones; with the run's choice of exchanges and overlaps.
 
-    With `train.recalibrate` always measured. What a switch of layout costs is measured at every start, if the costs do
-    not say, or say it of another number of ranks (those before a loss, say), which share a machine in other parts.
-    Likewise how collectives and compute slow each other, as costs of a layout without reductions do not say it; on a
-    GPU it is assumed. Collective.
-
-    Args:
-        cache: where measured costs are kept between runs.
-        max_document_tokens: no longer ones are timed; default: the configured longest.
+    With `train.recalibrate` always measured. What a switch of layout costs between so many ranks, and how collectives
+    and compute slow each other (on a GPU assumed), is measured if the costs do not have it. No documents longer than
+    `max_document_tokens` (default: the configured longest) are timed. Collective.
     """
     costs = _known_or_measured(trainer, cache, threads, console, max_document_tokens)
     copies = costs.copies
-    if trainer.live is None or not trainer.live.shares_memory:
+    if trainer.live is None or not trainer.live.moved.shared:
         copies = None  # those of a checkpoint, say
     elif copies is None or copies.num_ranks != trainer.mesh.num_ranks:
         copies = trainer.live.measured_copies()
@@ -219,15 +204,14 @@ def _known_or_measured(
     trainer: Trainer, cache: Path, threads: int, console: Console, max_document_tokens: int | None
 ) -> CostCoefficients:
     mesh, config = trainer.mesh, trainer.config
-    configured = config.train.cost_file
+    configured, say = config.train.cost_file, partial(print_lines, console)
     if trainer.coefficients is not None and not config.train.recalibrate:
         missing = missing_costs(trainer.coefficients, mesh.layout)
         if not missing:
             return trainer.coefficients
-        print_lines(
-            console,
+        say(
             f"the costs in the checkpoint do not cover layout {mesh.layout.describe()} ({', '.join(missing)}): costs "
-            "of this layout are used from here on",
+            "of this layout are used from here on"
         )
     name = device_name(mesh.device, threads)
     path = cached_path(cache, trainer.model, mesh.layout, name, threads, what_is_timed(config))
@@ -241,44 +225,37 @@ def _known_or_measured(
     if known[0] is not None:
         if configured is not None:
             require_complete(known[0], trainer.model, mesh.layout, f"train.cost_file {configured}")
-            warnings = cost_file_warnings(known[0], configured, name)
-            print_lines(console, *(f"evenload: warning: {warning}" for warning in warnings))
+            say(*(f"evenload: warning: {warning}" for warning in cost_file_warnings(known[0], configured, name)))
         return known[0]
-    print_lines(console, "calibrating: timing this model's layers on this machine (seconds; cached for the next run)")
+    say("calibrating: timing this model's layers on this machine (seconds; cached for the next run)")
     longest = max_document_tokens or config.data.max_document_tokens
-    most, demand = config.max_pack_tokens, computing_demand(threads)
+    most, demand = config.max_pack_tokens, _computing_demand(threads)
     measured = calibrate(trainer.stages, trainer.model, mesh, longest, name, demand, most)
     if mesh.device.type == "cuda" and 2 * measured.largest_pack_tokens <= most:
-        print_lines(
-            console,
+        say(
             f"packs of up to {measured.largest_pack_tokens:,} tokens were timed, as time and memory allowed; the run's "
-            f"may have {most:,}, whose seconds are extrapolated",
+            f"may have {most:,}, whose seconds are extrapolated"
         )
     noise = measured.coefficients.noise
     if noise is not None and noise.is_noisy:
-        print_lines(
-            console,
-            f"calibration was disturbed: {noise.describe()}. Predicted seconds may be too long. These costs are used "
-            "for this run and not kept for the next; once the machine is quiet, train.recalibrate=true measures again",
+        say(
+            f"calibration was disturbed: {noise.describe()}. Predicted seconds may be too long. These costs are not "
+            "kept for the next run; once the machine is quiet, train.recalibrate=true measures again"
         )
     elif mesh.rank == 0:
         try:
             write_cached(path, measured.coefficients)
         except OSError as error:  # such as of a home that is no directory of the user's
-            print_lines(
-                console,
+            say(
                 f"these costs are not kept for the next run: {path.parent} cannot be written ({error.strerror}); set "
-                "HOME or XDG_CACHE_HOME",
+                "HOME or XDG_CACHE_HOME"
             )
     return measured.coefficients
 
 
 def what_is_timed(config: TrainConfig) -> str:
-    """Name what changes measured seconds besides model, layout and device: costs are kept for runs that have the
-    same."""
-    name = config.train.attention
-    if config.train.deterministic:
-        name += ", deterministic"
+    """Name what changes measured seconds besides model, layout and device: costs are kept for runs with the same."""
+    name = config.train.attention + (", deterministic" if config.train.deterministic else "")
     if config.train.device == "cuda":
         # Packs of 2, 4, 8, ... times as many tokens are timed up to these.
         pack, document = (1 << (n.bit_length() - 1) for n in (config.max_pack_tokens, config.data.max_document_tokens))
@@ -286,15 +263,15 @@ def what_is_timed(config: TrainConfig) -> str:
     return name
 
 
-def computing_demand(threads: int) -> float:
-    """Return the threads that this machine's ranks compute with, for each core that they may use."""
+def _computing_demand(threads: int) -> float:
     return threads * int(os.environ["LOCAL_WORLD_SIZE"]) / usable_cores()
 
 
 def memory_for_rank(device: torch.device, local_world: int) -> int:
     """Return the bytes for one process: of its GPU, of the machine, or of the container where one is limited."""
     if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory * (1 - _FREE_DEVICE_SHARE))
+        # The rest is for CUDA, NCCL's buffers and what the allocator cannot use in one piece.
+        return int(torch.cuda.get_device_properties(device).total_memory * 0.9)
     return process_memory_bytes(local_world)
 
 
@@ -302,9 +279,7 @@ def device_name(device: torch.device, threads: int) -> str:
     """Name what measured seconds are of: a GPU, or the processor and how many threads a process has."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    processor, info = platform.processor() or platform.machine(), Path("/proc/cpuinfo")
-    for line in info.read_text().splitlines() if info.is_file() else ():
-        if line.startswith("model name"):
-            processor = line.partition(":")[2].strip()
-            break
-    return f"{processor}, {threads} thread{'s' if threads > 1 else ''} a process"
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return f"{next(names, platform.processor() or platform.machine())}, {counted(threads, 'thread')} a process"

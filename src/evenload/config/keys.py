@@ -1,10 +1,5 @@
-"""Check every key and every value with fixed choices of a configuration file before it is read (`require_known`); apply
-what a command line sets in it (`apply_override`); read its `[plan.options]` (`plan_options`).
-
-People come from other trainers, where the same setting has another name that no spelling distance finds ("lr"), so
-those names are a table here. Packages add strategies and their options when a program runs, so tables of
-`[plan.options]` are read here and not by the type of a field.
-"""
+"""Check keys and choices of a configuration file before it is read (`require_known`), apply what a command line sets in
+it (`apply_override`), and read `[plan.options]` (`plan_options`), whose tables packages add to when a program runs."""
 
 import re
 import tomllib
@@ -69,7 +64,7 @@ _NAMES_ELSEWHERE = {
     "train.attention": "attn_implementation attn_impl",
 }
 OTHER_NAMES: dict[str, str] = {name: ours for ours, names in _NAMES_ELSEWHERE.items() for name in names.split()}
-"""Names of settings in other trainers → ours with its section."""
+"""Names of settings in other trainers, which no spelling distance finds, → ours with its section."""
 
 _GONE = {
     "plan.feedback": "plans do not follow the speed of single ranks",
@@ -89,22 +84,13 @@ _OTHER_VALUES = dict.fromkeys(("bf16", "fp16", "float16", "half"), "bfloat16") |
 }  # fmt: skip
 """Values in other trainers → the nearest of ours, where spelling does not show it."""
 
-# There are many keys, so one that is only half alike is seldom what was meant.
-_KEY_SIMILARITY = 0.6
-
 
 def require_known(
     tree: Mapping[str, Any], kind: type[msgspec.Struct], prefix: str = "", every: Sequence[str] | None = None
 ) -> None:
-    """Check the keys of a table, its values with fixed choices, and all tables inside it.
-
-    Args:
-        prefix: of its keys in messages, such as "data.".
-        every: all settings of the whole file; default: of `kind`.
-
-    Raises:
-        ConfigError: an unknown key or choice; names the one that was probably meant.
-    """
+    """Check the keys of a table, its values with fixed choices, and all tables inside it. `ConfigError` names what an
+    unknown key or choice probably means, among `every` setting of the file (default: of `kind`); `prefix` is of keys,
+    such as "data."."""
     hints, every = settings_of(kind), every or list(setting_paths(kind, prefix))
     for key, value in tree.items():
         if f"{prefix}{key}" in _GONE:
@@ -145,11 +131,8 @@ _KINDS = {
 
 
 def converted(tree: Mapping[str, Any], kind: type[Table], prefix: str = "", needed: str = "") -> Table:
-    """Convert a table to its struct; `ConfigError` for a value of another type, or one that the struct refuses.
-
-    Args:
-        needed: lists all keys that must be there, for the error about a missing one.
-    """
+    """Convert a table to its struct; `ConfigError` for a value of another type, or one that the struct refuses. The
+    error about a missing key ends with `needed`, which lists all that must be there."""
     try:
         return msgspec.convert(tree, kind)
     except msgspec.ValidationError as error:
@@ -161,24 +144,17 @@ def converted(tree: Mapping[str, Any], kind: type[Table], prefix: str = "", need
         if missing := re.fullmatch(r"Object missing required field `(\w+)`", what):
             key = f"{key}.{missing[1]}" if key else missing[1]
             raise ConfigError(f"configuration key '{key}' is missing{needed and f'; {needed}'}") from error
-        what = _described(what)
+        match = re.fullmatch(r"Expected `([a-z |]+)`, got `([a-z]+)`", what)
+        if match and {*(kinds := match[1].split(" | ")), match[2]} <= set(_KINDS):
+            what = f"must be {' or '.join(_KINDS[one] for one in kinds)}, is {_KINDS[match[2]]}"
+        else:
+            what = f"is wrong: {what}"
         raise ConfigError(f"configuration key '{key}' {what}" if key else f"configuration: {what}") from error
 
 
-def _described(what: str) -> str:
-    """Turn "Expected `int | null`, got `str`" into "must be a whole number or left out, is a text"."""
-    match = re.fullmatch(r"Expected `([a-z |]+)`, got `([a-z]+)`", what)
-    if match is None or not {*match[1].split(" | "), match[2]} <= set(_KINDS):
-        return f"is wrong: {what}"
-    return f"must be {' or '.join(_KINDS[one] for one in match[1].split(' | '))}, is {_KINDS[match[2]]}"
-
-
 def apply_override(tree: dict[str, Any], override: str, every: Sequence[str] = ()) -> None:
-    """Set `section.key=value` in place; the value is read as TOML, else as a string. `ConfigError` for another form.
-
-    Args:
-        every: all settings with their sections, to suggest one for a key without.
-    """
+    """Set `section.key=value` in place; the value is read as TOML, else as a string. `ConfigError` for another form; a
+    key without section gets one of `every` setting suggested."""
     name, equals, text = override.partition("=")
     *sections, key = name.strip().split(".")
     if not equals or not sections or not key:
@@ -231,11 +207,10 @@ def setting_paths(kind: type[msgspec.Struct], prefix: str = "") -> Iterator[str]
 
 
 def _meant(key: str, prefix: str, known: Mapping[str, Any], every: Sequence[str]) -> str:
-    meant = OTHER_NAMES.get(key.lower())
-    if meant is None:  # perhaps one of ours, in another section
-        meant = next((path for path in every if path.rpartition(".")[2] == key), None)
-    near = nearest_name(key, known, _KEY_SIMILARITY)
-    if meant is None and near is not None:
+    in_other_section = (path for path in every if path.rpartition(".")[2] == key)
+    meant = OTHER_NAMES.get(key.lower()) or next(in_other_section, None)
+    # Of many keys one that is only half alike is seldom what was meant.
+    if meant is None and (near := nearest_name(key, known, 0.6)):
         meant = f"{prefix}{near}"
     return f"did you mean '{meant}'?" if meant else f"known: {', '.join(sorted(known))}"
 

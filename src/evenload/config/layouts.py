@@ -72,13 +72,8 @@ def shrunk_parallel(
     """Choose `[parallel]` of a run that has so many ranks left; itself where they are enough.
 
     Of the layouts with as many tensor- and context-parallel ranks as before, one that uses most ranks; of these the one
-    whose number of stages is nearest to before, and then the deeper one. Its stages have equally many ranks.
-
-    Args:
-        refusal: returns why no run starts in a layout; "" = it may.
-
-    Raises:
-        ConfigError: one replica of one stage needs more ranks, or no run starts in any layout of so many.
+    whose number of stages is nearest to before, and then the deeper one. Its stages have equally many ranks. `refusal`
+    returns why no run starts in a layout, or "". Raises `ConfigError`: no run starts in any layout of so many ranks.
     """
     inner = parallel.cp * parallel.tp
     if num_ranks >= inner * parallel.dp * sum(parallel.stage_devices or [1] * parallel.pp):
@@ -90,14 +85,11 @@ def shrunk_parallel(
         )
     free, even = num_ranks // inner, {"virtual": 1, "stage_layers": None, "stage_devices": None}
     keeps_stages = parallel.pp if parallel.stage_devices is None else 0
-    choices = sorted(
-        (
-            msgspec.structs.replace(parallel, pp=pp, dp=free // pp, **({} if pp == keeps_stages else even))
-            for pp in range(1, min(free, num_layers) + 1)
-        ),
-        key=lambda one: (one.pp * one.dp, -abs(one.pp - parallel.pp), one.pp),
-        reverse=True,
-    )
+    choices = [
+        msgspec.structs.replace(parallel, pp=pp, dp=free // pp, **({} if pp == keeps_stages else even))
+        for pp in range(1, min(free, num_layers) + 1)
+    ]
+    choices.sort(key=lambda one: (one.pp * one.dp, -abs(one.pp - parallel.pp), one.pp), reverse=True)
     for one in choices:
         if not refusal(one):
             return one
@@ -111,12 +103,8 @@ def fitted_config(config: TrainConfig, num_layers: int, num_ranks: int) -> Train
     """Fit the settings of a run to so many ranks; the same object where they are enough.
 
     The layout is the first of `plan.layouts` which takes most of the ranks, else that of `shrunk_parallel`; other
-    entries that still fit stay. Pure, so that every rank computes the same settings. Leaves out `train.cost_file`,
-    whose costs are of another layout.
-
-    Raises:
-        ConfigError: no layout with as many `cp` and `tp` ranks is small enough, the strategy trains in none, or an
-            entry of `plan.layouts` is wrong.
+    entries that still fit stay. Leaves out `train.cost_file`, whose costs are of another layout. Raises `ConfigError`:
+    the strategy trains in no layout small enough that has as many `cp` and `tp` ranks, or `plan.layouts` is wrong.
     """
     start = layout_of(config.parallel, num_layers)
     if num_ranks >= start.world_size:
@@ -171,19 +159,18 @@ def _refusal(plan: PlanConfig, parallel: ParallelConfig, num_layers: int) -> str
 
 def require_optimizer(config: TrainConfig, model: ModelSpec, num_layouts: int) -> None:
     """Raise `ConfigError` for what no test trains together with Muon or a moving average of weights."""
-    changes = "and the layout may change while the run trains, which moves AdamW's state alone; leave one of both out"
-    if config.train.ema_decay is not None and num_layouts > 1:
-        raise ConfigError(f"train.ema_decay is {config.train.ema_decay}, {changes}")
-    adamw = "use optimizer.name = 'adamw'"
+    is_muon, changes = config.optimizer.name == "muon", num_layouts > 1
+    if changes and (is_muon or config.train.ema_decay is not None):
+        setting = "optimizer.name is 'muon'" if is_muon else f"train.ema_decay is {config.train.ema_decay}"
+        raise ConfigError(
+            f"{setting}, and the layout may change while the run trains, which moves AdamW's state alone; leave one of "
+            "both out"
+        )
     refused = {
-        f"and parallel.tp is {config.parallel.tp}: it orthogonalises whole matrices, of which ranks of a "
-        f"tensor-parallel group hold parts; use dp, cp or pp, or {adamw.removeprefix('use ')}": config.parallel.tp > 1,
-        f"and {model.name} has experts, whose matrices lie in one tensor that it does not take apart; {adamw}": bool(
-            model.num_experts
-        ),
-        f"and adapters (model.lora) are trained, which is not tested; {adamw}": config.model.lora is not None,
-        changes: num_layouts > 1,
+        f"parallel.tp is {config.parallel.tp}: it orthogonalises whole matrices, of which ranks of a tensor-parallel "
+        "group hold parts; use dp, cp or pp": config.parallel.tp > 1,
+        f"{model.name} has experts, whose matrices lie in one tensor that it does not take apart": model.num_experts,
+        "adapters (model.lora) are trained, which is not tested": config.model.lora is not None,
     }
-    for why, is_set in refused.items():
-        if is_set and config.optimizer.name == "muon":
-            raise ConfigError(f"optimizer.name is 'muon', {why}")
+    if why := next((why for why, is_set in refused.items() if is_set and is_muon), ""):
+        raise ConfigError(f"optimizer.name is 'muon', and {why}; or use optimizer.name = 'adamw'")

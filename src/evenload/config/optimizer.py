@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Callable
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,8 +20,6 @@ _EIGHT_BITS = (
     "state of 8 bits is quantised in blocks, which shards and checkpoints of other layouts do not keep whole, and no "
     "library's is tested here; more dp makes AdamW's state as small; "
 )
-_NOT_OFFERED = dict.fromkeys(("adamw8bit", "adam8bit", "pagedadamw8bit"), _EIGHT_BITS)
-"""Names in other trainers, and why they are not offered."""
 _DECAY_SHARE = 0.1
 """Of the steps of a run in which WSD decays by default (MiniCPM, Hu et al. 2024)."""
 
@@ -68,10 +67,8 @@ class OptimizerConfig(Frozen):
 
     def __post_init__(self) -> None:
         if self.name not in _NAMES:
-            why = _NOT_OFFERED.get(self.name.lower().replace("_", "").replace("-", ""), "")
-            raise ConfigError(
-                f"optimizer.name is '{self.name}'; {why or did_you_mean(self.name, _NAMES)}choices: {', '.join(_NAMES)}"
-            )
+            why = _EIGHT_BITS if "8bit" in self.name.lower() else did_you_mean(self.name, _NAMES)
+            raise ConfigError(f"optimizer.name is '{self.name}'; {why}choices: {', '.join(_NAMES)}")
         share = self.decay_share
         for field, is_right, what in (
             ("momentum", 0 <= self.momentum < 1, "from 0 to below 1"),
@@ -102,19 +99,19 @@ class OptimizerConfig(Frozen):
                 'and decay = "custom" belong together'
             )
 
-    def decaying_steps(self, total_steps: int) -> int:
+    def _decaying_steps(self, total_steps: int) -> int:
         """Return in how many steps "wsd" decays."""
-        share = _DECAY_SHARE if self.decay_share is None else self.decay_share
-        return self.decay_steps or max(1, round(share * total_steps))
+        return self.decay_steps or max(1, round((self.decay_share or _DECAY_SHARE) * total_steps))
 
     def require_steps(self, total_steps: int | None) -> None:
         """Raise `ConfigError` where the schedule does not fit into so many steps; None = it ends with its data."""
-        if self.decay not in ("constant", "custom") and total_steps is None:
+        if self.decay in ("constant", "custom"):
+            return
+        if total_steps is None:
             raise ConfigError(
                 f"optimizer.decay is '{self.decay}', which ends at train.steps, but train.steps is not set"
             )
-        decaying = self.decaying_steps(total_steps) if self.decay == "wsd" and total_steps else 0
-        if total_steps is not None and decaying and self.warmup_steps + decaying > total_steps:
+        if self.decay == "wsd" and self.warmup_steps + (decaying := self._decaying_steps(total_steps)) > total_steps:
             raise ConfigError(
                 f"optimizer.warmup_steps {self.warmup_steps} and the {decaying} steps in which 'wsd' decays are more "
                 f"than train.steps {total_steps}; lower one of them, or raise train.steps"
@@ -129,15 +126,10 @@ class OptimizerConfig(Frozen):
         if self.schedule is not None:
             return self.learning_rate * custom_factor(self.schedule, step, total_steps)
         assert total_steps is not None, "`require_steps` refuses it"
+        shape, num_decaying = self.decay, total_steps - self.warmup_steps
         if self.decay == "wsd":
-            decaying = self.decaying_steps(total_steps)
-            return self._decayed(self.decay_shape or "linear", (step - (total_steps - decaying)) / decaying)
-        done = (step - self.warmup_steps) / max(1, total_steps - self.warmup_steps)
-        return self._decayed(self.decay, done)
-
-    def _decayed(self, shape: str, done: float) -> float:
-        """Return the learning rate when this part of a decay is done."""
-        done = min(1.0, max(0.0, done))
+            shape, num_decaying = self.decay_shape or "linear", self._decaying_steps(total_steps)
+        done = min(1.0, max(0.0, (step - (total_steps - num_decaying)) / max(1, num_decaying)))
         if shape == "exponential":
             return self.learning_rate * self.final_ratio**done
         shares = {"cosine": 0.5 * (1 + math.cos(math.pi * done)), "linear": 1 - done, "sqrt": 1 - math.sqrt(done)}
@@ -147,11 +139,9 @@ class OptimizerConfig(Frozen):
 @cache
 def custom_schedule(name: str) -> Callable[[int, int | None], float]:
     """Import the function of that name, from the working directory first; `ConfigError` where there is none."""
-    module, colon, path = name.partition(":")
-    if not (module and colon and path):
-        raise ConfigError(
-            f"optimizer.schedule is '{name}', not of the form module:function, such as schedules:sawtooth"
-        )
+    module, _, path = name.partition(":")
+    if not (module and path):
+        raise ConfigError(f"optimizer.schedule is '{name}', not of the form module:function, such as rates:sawtooth")
     here = str(Path.cwd())
     sys.path.insert(0, here)
     try:
@@ -163,10 +153,10 @@ def custom_schedule(name: str) -> Callable[[int, int | None], float]:
         ) from error
     finally:
         sys.path.remove(here)
-    for part in path.split("."):
-        if not hasattr(schedule, part):
-            raise ConfigError(f"optimizer.schedule is '{name}', but '{module}' has no '{path}'")
-        schedule = getattr(schedule, part)
+    try:
+        schedule = attrgetter(path)(schedule)
+    except AttributeError as error:
+        raise ConfigError(f"optimizer.schedule is '{name}', but '{module}' has no '{path}'") from error
     if not callable(schedule):
         raise ConfigError(f"optimizer.schedule is '{name}', which is a {type(schedule).__name__} and no function")
     return schedule

@@ -38,12 +38,8 @@ def make_planner(
     memory_cap_bytes: int,
     ranks_per_machine: int | None = None,
 ) -> StepPlanner:
-    """Make the planner of a run in one layout.
-
-    Args:
-        memory_cap_bytes: of one process.
-        ranks_per_machine: share its main memory for what they offload; None = all ranks of the layout.
-    """
+    """Make the planner of a run in one layout, for processes of `memory_cap_bytes`; `ranks_per_machine` (None = all
+    of the layout) share a machine's memory for what they offload."""
     options = options_of_run(config, layout, coefficients)
     host = host_memory_of_run(config.plan, ranks_per_machine or layout.world_size)
     return StepPlanner(model, coefficients, layout, memory_cap_bytes, options, host=host)
@@ -52,15 +48,8 @@ def make_planner(
 def make_flex_planner(
     config: TrainConfig, planner: StepPlanner, layouts: Sequence[ParallelLayout], moved: SwitchPieces | None = None
 ) -> FlexPlanner:
-    """Make the planner of a run whose layout may change between steps.
-
-    Args:
-        planner: of the layout in which the run starts.
-        moved: what its switches move; None = the model's units.
-
-    Raises:
-        ConfigError: no link between processes was measured, so that other layouts have no price.
-    """
+    """Make the planner of a run whose layout may change between steps, from that of the layout in which it starts; its
+    switches move `moved`, or the model's units. `ConfigError`: no link was measured, so other layouts have no price."""
     # Links of all processes: a switch to a smaller layout crosses some that this layout does not use.
     completed = fill_between_layouts(planner.costs.coefficients, planner.layout)[0]
     return FlexPlanner(
@@ -76,13 +65,10 @@ def make_flex_planner(
 _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 """Of cgroup v2 and v1; "max" or a huge number where there is none."""
 
-_FREE_SHARE = 0.2
-"""Kept for the interpreter, libraries and the operating system when the memory limit is not configured."""
-
 
 def process_memory_bytes(processes: int) -> int:
-    """Return what one of so many processes of a run may hold."""
-    return int(machine_memory_bytes() * (1 - _FREE_SHARE) / processes)
+    """Return what one of so many processes of a run may hold: a fifth is for libraries and the operating system."""
+    return int(machine_memory_bytes() * 0.8 / processes)
 
 
 def machine_memory_bytes() -> int:

@@ -14,9 +14,6 @@ from evenload.types.base import Frozen, PathText, write_out_home
 from evenload.types.cluster import DeviceKind
 from evenload.types.model import ModelSpec
 
-# What a killed run may lose by default; a save itself costs training a copy in memory.
-_CHECKPOINT_EVERY_S = 600.0
-
 
 class RunConfig(Frozen):
     """The run itself.
@@ -114,7 +111,7 @@ class RunConfig(Frozen):
         """Return the most seconds of training between two checkpoints, up to a step; 0 = not by time."""
         if self.checkpoint_every_s is not None:
             return self.checkpoint_every_s
-        return 0.0 if self.checkpoint_every_steps else _CHECKPOINT_EVERY_S
+        return 0.0 if self.checkpoint_every_steps else 600.0
 
 
 Tracker = Literal["wandb", "tensorboard"]
@@ -141,8 +138,7 @@ class LogConfig(Frozen):
     profile_steps: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
-        if len(set(self.to)) < len(self.to):
-            raise ConfigError(f"log.to is {list(self.to)}, which names one twice; name each once")
+        require_value("log", self, "to", len(set(self.to)) == len(self.to), "without repetition")
         require_least("log", self, "0 (every step) or more", 0, "lines_every_s")
         if self.profile_steps is not None and not 0 <= self.profile_steps[0] < self.profile_steps[1]:
             raise ConfigError(
@@ -150,9 +146,9 @@ class LogConfig(Frozen):
                 "such as [3, 5] for steps 3 and 4"
             )
 
-    def require_steps(self, steps: int) -> None:
-        """Raise `ConfigError` where a run of so many steps has none that is profiled."""
-        if self.profile_steps is not None and self.profile_steps[0] >= steps:
+    def require_steps(self, steps: int | None) -> None:
+        """Raise `ConfigError` where a run of so many steps (None = unknown) has none that is profiled."""
+        if self.profile_steps is not None and steps is not None and self.profile_steps[0] >= steps:
             raise ConfigError(
                 f"log.profile_steps is {list(self.profile_steps)}, but train.steps is {steps}, so the last step is "
                 f"{steps - 1}; name steps before it"
@@ -208,20 +204,19 @@ def linear_sizes(model: ModelSpec) -> dict[str, tuple[int, int]]:
     hidden, query, key_value = model.hidden_size, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     sizes = {"q_proj": (hidden, query), "k_proj": (hidden, key_value), "v_proj": (hidden, key_value)}
     sizes["o_proj"] = (query, hidden)
-    if not model.num_experts:
-        sizes |= dict.fromkeys(("gate_proj", "up_proj"), (hidden, model.ffn_hidden_size))
-        sizes["down_proj"] = (model.ffn_hidden_size, hidden)
-    return sizes
+    if model.num_experts:
+        return sizes
+    inner = model.ffn_hidden_size
+    return sizes | {"gate_proj": (hidden, inner), "up_proj": (hidden, inner), "down_proj": (inner, hidden)}
 
 
 def target_linears(known: Mapping[str, object], lora: LoraConfig) -> list[str]:
     """Return the linears of `known` that get adapters; `ConfigError` where `target_modules` names something else."""
-    for name in lora.target_modules:
-        if name not in known:
-            raise ConfigError(
-                f"model.lora.target_modules has '{name}'; a layer of this model has the linears "
-                f"{', '.join(known)} (experts, embedding and head cannot have adapters)"
-            )
+    if name := next((one for one in lora.target_modules if one not in known), None):
+        raise ConfigError(
+            f"model.lora.target_modules has '{name}'; a layer of this model has the linears {', '.join(known)} "
+            "(experts, embedding and head cannot have adapters)"
+        )
     return [name for name in known if not lora.target_modules or name in lora.target_modules]
 
 
@@ -295,21 +290,18 @@ class ValidationConfig(RecordSettings):
                 "other documents"
             )
         if self.share is not None:
-            self._require_plain_share(self.share)
+            require_value("validation", self, "share", 0 < self.share < 1, "above 0 and below 1, such as 0.01")
+            for field in msgspec.structs.fields(type(self)):
+                if field.name not in _OF_SHARE and getattr(self, field.name) != field.default:
+                    raise ConfigError(
+                        f"validation.share is {self.share} and validation.{field.name} is set, but documents of [data] "
+                        "are read as it says; leave one of both out"
+                    )
         if self.batch_documents is not None and self.batch_tokens is not None:
             raise ConfigError(
                 f"validation.batch_documents is {self.batch_documents} and validation.batch_tokens is "
                 f"{self.batch_tokens}; set one of them, or none"
             )
-
-    def _require_plain_share(self, share: float) -> None:
-        require_value("validation", self, "share", 0 < share < 1, "above 0 and below 1, such as 0.01")
-        for field in msgspec.structs.fields(type(self)):
-            if field.name not in _OF_SHARE and getattr(self, field.name) != field.default:
-                raise ConfigError(
-                    f"validation.share is {share} and validation.{field.name} is set, but documents of [data] are read "
-                    "as it says; leave one of both out"
-                )
 
     def is_due(self, steps_done: int) -> bool:
         """Tell whether to validate after so many steps, whether or not they are the last."""

@@ -52,11 +52,10 @@ def require_tokenizer(data: DataConfig, *, model_path: str, random_init: bool, v
         unset = f"data.tokenizer is not set and {model_path} holds no {TOKENIZER_FILE}"
         cause = f'data.tokenizer is "{BYTES}"' if data.tokenizer == BYTES else unset
         raise ConfigError(
-            f"{cause}, so pretrained weights with a vocabulary of {vocab_size:,} ids would be trained on plain bytes, "
-            "which mean nothing to them; set data.tokenizer to the model's tokeniser (one without a "
-            f"{TOKENIZER_FILE} gets it by AutoTokenizer.from_pretrained(DIRECTORY).save_pretrained(DIRECTORY)), or set "
-            "model.random_init = true to train from scratch. Bytes fit pretrained weights only where vocab_size is at "
-            f"most {MAX_BYTE_VOCABULARY}"
+            f"{cause}, so pretrained weights with a vocabulary of {vocab_size:,} ids (bytes fit at most "
+            f"{MAX_BYTE_VOCABULARY}) would be trained on plain bytes, which mean nothing to them; set data.tokenizer "
+            "to the model's tokeniser (AutoTokenizer.from_pretrained(DIRECTORY).save_pretrained(DIRECTORY) writes a "
+            f"{TOKENIZER_FILE}), or model.random_init = true to train from scratch"
         )
     for part in mixture_configs(data):
         open_encoder(part, tokenizer, vocab_size)

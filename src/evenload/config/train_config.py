@@ -158,7 +158,7 @@ class TrainConfig(Frozen):
                 f"plan.twin_bytes is {self.plan.twin_bytes} and train.device '{self.train.device}': GPUs of a machine "
                 "send what moves between layouts over their own links; leave plan.twin_bytes out"
             )
-        # Whoever reads the data, and however this was made, trains nothing of what validates.
+        # No reader of the data trains what validates.
         msgspec.structs.force_setattr(self, "data", with_held_out(self.data, self.validation))
         if self.validation is not None:
             validation_data(self.data, self.validation)  # refuses what does not go together
@@ -174,23 +174,20 @@ class TrainConfig(Frozen):
             )
         if self.train.deterministic:
             self._require_plans_of_data_alone()
-        if self.log.profile_steps is not None and self.train.steps is not None:
-            self.log.require_steps(self.train.steps)
+        self.log.require_steps(self.train.steps)
         if self.train.steps is None and self.data.epochs is None:
             raise ConfigError("train.steps and data.epochs are both unset, so the run would never end; set one of them")
         self.optimizer.require_steps(self.train.steps)
 
     def _require_plans_of_data_alone(self) -> None:
-        by_clock = [
-            f"plan.options.{one.__struct_config__.tag}.time_budget_s"
-            for one in self.plan.options.strategies
-            if getattr(one, "time_budget_s", None) is not None
-        ]
         measured = {
             "plan.layouts": bool(self.plan.layouts),
             'plan.strategy = "flexpipe"': self.plan.strategy == "flexpipe",
             "train.recalibrate": self.train.recalibrate,
-        } | dict.fromkeys(by_clock, True)
+        }
+        for one in self.plan.options.strategies:
+            name = f"plan.options.{one.__struct_config__.tag}.time_budget_s"
+            measured[name] = getattr(one, "time_budget_s", None) is not None
         if setting := next((setting for setting, is_set in measured.items() if is_set), None):
             raise ConfigError(
                 f"train.deterministic is set, and with {setting} plans depend on measured seconds, which no run has "
@@ -246,11 +243,12 @@ def layout_of(parallel: ParallelConfig, num_layers: int) -> ParallelLayout:
     """Return the configured layout; layers are split evenly where `parallel.stage_layers` is not set. Raises
     `ConfigError`: more stages than layers, stages that do not hold all layers, or untested devices of stages."""
     p, layers = parallel, parallel.stage_layers
+    sizes = {"dp": p.dp, "cp": p.cp, "pp": p.pp, "tp": p.tp}
     if layers is None:
-        return even_layout(num_layers, dp=p.dp, cp=p.cp, pp=p.pp, tp=p.tp, virtual=p.virtual, devices=p.stage_devices)
+        return even_layout(num_layers, **sizes, virtual=p.virtual, devices=p.stage_devices)
     if sum(layers) != num_layers:
         raise ConfigError(
             f"parallel.stage_layers {list(layers)} hold {sum(layers)} layers, the model has {num_layers}; give every "
             "layer to a stage, or leave stage_layers out for an even split"
         )
-    return split_layout(layers, dp=p.dp, cp=p.cp, pp=p.pp, tp=p.tp, devices=p.stage_devices)
+    return split_layout(layers, **sizes, devices=p.stage_devices)

@@ -1,13 +1,11 @@
 """Read Arrow tables as records: Arrow IPC files and streams (`datasets` caches, Feather), and parquet files.
 
-A batch of a column is converted at once and cut: a record's ids are a slice of them, a view where they are int32. Arrow
-gives every struct all keys of all structs, so a key that is null, at any depth, is left out; values of the extension
-type `arrow.json` keep their nulls, other extension types are refused.
+A batch of a column is converted at once and cut: a record's ids are a slice of them. Arrow gives every struct all keys
+of all structs, so a key that is null, at any depth, is left out; values of `arrow.json` keep their nulls.
 
-Arrow IPC: an offset is a record batch and a row in it. A part of a file is a share of its batches. Of a stream, batches
-are skipped from the beginning (some 10 µs each), and one belongs to the part in whose bytes it begins. A remote file is
-one part. Buffers are checked before they are used, so damaged offsets cannot lead outside them. Price: one batch in
-memory where it is compressed or remote, its mapped pages otherwise.
+Arrow IPC: an offset is a record batch and a row in it; a part of a file is a share of its batches. Of a stream, a batch
+belongs to the part in whose bytes it begins, and those before it are skipped (some 10 µs each). Buffers are checked
+before they are used, so damaged offsets cannot lead outside them. Price: one batch in memory, or its mapped pages.
 
 Parquet: offsets are rows of the file, part i of n holds consecutive row groups. Damage ends the part it lies in. Price:
 one batch, and a page of every column that is read; starting inside a row group decodes it up to there.
@@ -51,20 +49,17 @@ BATCH_BYTES = 1 << 22
 
 _MOST_ROWS = 4096
 _JSON = "arrow.json"
-# Their values are plain ones.
 _KNOWN_EXTENSIONS = (_JSON, "arrow.bool8", "arrow.uuid")
 _ALSO_HOLD: dict[ColumnKind, tuple[ColumnKind, ...]] = {"text_or_messages": ("text", "messages"), "mask": ("tokens",)}
-"""What columns may hold instead of their kind."""
 
 
 def batch_rows(num_rows: int, num_bytes: int) -> int:
-    """Return the rows of a batch of about `BATCH_BYTES`, where `num_rows` take `num_bytes`."""
     return max(1, min(_MOST_ROWS, BATCH_BYTES * num_rows // max(1, num_bytes)))
 
 
 def check_schema(schema: pa.Schema, columns: Sequence[Column], name: str) -> list[str]:
-    """Return the names of those columns that a schema has. Raises `DataError`: a required one is missing or cannot hold
-    its kind, one comes twice or has an unknown extension type; names the file."""
+    """Return the names of the columns that a schema has; `DataError` for a required one that it lacks, or a wrong
+    type."""
     present = []
     for column in columns:
         if column.name not in schema.names:
@@ -75,15 +70,11 @@ def check_schema(schema: pa.Schema, columns: Sequence[Column], name: str) -> lis
             )
         if len(schema.get_all_field_indices(column.name)) > 1:
             raise DataError(f"{name} has several columns '{column.name}'; rename all but one")
-        field = schema.field(column.name)
+        field, where = schema.field(column.name), f"{name}: column '{column.name}'"
         if column.is_required and _held_by(field.type) not in (column.kind, "any", *_ALSO_HOLD.get(column.kind, ())):
-            raise DataError(
-                f"{name}: column '{column.name}' is {field.type}, not {KIND_WORDS[column.kind]}; set {column.setting}"
-            )
+            raise DataError(f"{where} is {field.type}, not {KIND_WORDS[column.kind]}; set {column.setting}")
         if unknown := next(_unknown_extensions(field), None):
-            raise DataError(
-                f"{name}: column '{column.name}' holds values of the extension type '{unknown}'; write plain ones"
-            )
+            raise DataError(f"{where} holds values of the extension type '{unknown}'; write plain ones")
         present.append(column.name)
     return present
 
@@ -100,13 +91,7 @@ def _unknown_extensions(field: pa.Field) -> Iterator[str]:
 
 
 def arrow_records(arrays: Mapping[str, pa.Array], columns: Sequence[Column], first_row: int) -> Iterator[Record]:
-    """Make records of the rows of a batch.
-
-    Args:
-        arrays: columns by name, of equal length; types as `check_schema` allows.
-        columns: as of `record_columns`; other ones may be missing from `arrays`.
-        first_row: offset of the first row; every row is one further.
-    """
+    """Make records of the rows of a batch; `arrays` by column name are of types as `check_schema` allows."""
     num_rows = len(next(iter(arrays.values())))
     if not num_rows:
         return iter(())
@@ -184,10 +169,7 @@ def _values(array: pa.Array, column: Column) -> tuple[Sequence[Any], dict[int, s
 
 
 def _plain_values(array: pa.Array, column: Column) -> tuple[list[Any], dict[int, str]]:
-    """Return the rows as Python values, and what is wrong by row.
-
-    JSON is decoded, null keys of structs are left out, lists of numbers are arrays.
-    """
+    """Return the rows as Python values without null keys of structs, and what is wrong by row."""
     if _held_by(array.type) in ("tokens", "mask"):
         flat, edges = _flat_lists(array)
         numbers = flat.to_numpy(zero_copy_only=False)
@@ -225,7 +207,6 @@ def _holds_ones(array: pa.Array, lengths: NDArray[np.int64] | None) -> bool:
 
 
 def _flat_lists(array: Any) -> tuple[pa.Array, NDArray[Any]]:
-    """Return the items [N] of all lists, and the edges [D + 1] of the lists in them."""
     if pa.types.is_fixed_size_list(array.type):
         array = array.cast(pa.list_(array.type.value_type))
     edges: NDArray[Any] = array.offsets.to_numpy()

@@ -1,9 +1,8 @@
 """Define the documents of one optimizer step (`GlobalBatch`), a loader's state (`LoaderState`), and ranks that read
 together (`Peers`).
 
-A loader's state is small, global, independent of the layout, and holds no text or tokens. Restoring reads again only
-the open block of each stream and the blocks of deferred documents. It is exact to the bit if sources and data settings
-are the same, which the fingerprint checks (`epochs` and the number of reading processes may change).
+A state is small, independent of the layout, and holds no text or tokens. Restoring reads again only open blocks and
+those of deferred documents; it is exact if sources and settings are the same, which the fingerprint checks.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -81,13 +80,12 @@ class DocumentPlace(Frozen, array_like=True):
 
     @property
     def part(self) -> int:
-        """Return the number of its part of the mixture."""
         return self.block.key.part
 
 
 class StreamState(Frozen, array_like=True):
-    """A stream between two documents: the cursor of the open or next block (None = the stream has ended),
-    documents of the open block that were taken, the rest, which counts as read, and the block's checksum."""
+    """A stream between two documents: cursor of the open or next block (None = the stream has ended), documents of the
+    open block that were taken, the rest, which counts as read, and the block's checksum."""
 
     cursor: BlockCursor | None = BlockCursor()
     taken: int = 0
@@ -115,8 +113,8 @@ class DeferredDocument(Frozen):
 
 
 class LoaderState(Frozen):
-    """Everything that decides the coming batches: number of the next one, id of the next new document, the place in the
-    streams of every part of the mixture, data settings and sources by name (`config_fingerprint`)."""
+    """All that decides the coming batches: number of the next one, id of the next new document, place in the streams of
+    every part of the mixture, data settings and sources by name (`config_fingerprint`)."""
 
     version: int = STATE_VERSION
     step: int
@@ -132,9 +130,8 @@ def config_fingerprint(
     config: DataConfig, files_digests: Sequence[str], encoder_names: Sequence[str]
 ) -> dict[str, str]:
     """Return what must be equal to resume exactly, by name. Of files names and sizes count, not where they lie."""
-    decisive = [field for field in config.__struct_fields__ if field not in _FREE_FIELDS] + list(
-        _HELD_OUT_FIELDS if config.held_out_share else ()
-    )
+    decisive = [field for field in config.__struct_fields__ if field not in _FREE_FIELDS]
+    decisive += _HELD_OUT_FIELDS if config.held_out_share else ()
     fields = {f"data.{field}": str(getattr(config, field)) for field in decisive}
     fields["data.streams"] = str(config.num_streams)
     for index, (digest, encoder) in enumerate(zip(files_digests, encoder_names, strict=True)):
@@ -155,15 +152,11 @@ def check_fingerprint(state: LoaderState, fingerprint: dict[str, str]) -> None:
         if state.fingerprint.get(name) != fingerprint.get(name)
     ]
     if differences:
-        raise ConfigError(
-            f"the loader state was made with other data settings: {'; '.join(differences)}. Restore them, or start the "
-            "data anew without the state"
-        )
+        raise ConfigError(f"the loader state has other data settings: {'; '.join(differences)}; restore or leave it")
 
 
 def state_at_epoch(state: LoaderState, epoch: int) -> LoaderState:
-    """Return a state between two epochs (inside one, the account would miss what was read and not sampled) at the
-    beginning of another epoch; steps and account continue."""
+    """Return a state between two epochs at the beginning of another epoch; steps and account continue."""
     parts = tuple(PartState(epoch=epoch, streams=(StreamState(),) * len(part.streams)) for part in state.parts)
     return msgspec.structs.replace(state, epoch=epoch, parts=parts)
 
@@ -173,7 +166,7 @@ def encode_state(state: LoaderState) -> bytes:
 
 
 def decode_state(data: bytes) -> LoaderState:
-    """Decode bytes of `encode_state`; `ConfigError` where they are no loader state."""
+    """Decode bytes of `encode_state`; `ConfigError` where they are none."""
     try:
         return msgspec.json.decode(data, type=LoaderState)
     except msgspec.DecodeError as err:
@@ -192,14 +185,10 @@ class OpenBlock:
     num_labels: NDArray[np.int32]
     block: DocumentBlock | None
 
-    def place(self, row: int) -> DocumentPlace:
-        return DocumentPlace(block=self.request, index=row, checksum=self.header.checksum)
-
 
 @dataclass(frozen=True, eq=False, slots=True)
 class SampledDocuments:
-    """Documents in the order in which they were sampled, consecutive rows of every block: block and row int64[n],
-    lengths and numbers of labels int32[n]."""
+    """Documents in sampling order, consecutive rows of every block; block and row int64[n], the others int32[n]."""
 
     blocks: tuple[OpenBlock, ...]
     block_of: NDArray[np.int64]
@@ -240,15 +229,11 @@ class Deferral:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class GlobalBatch:
-    """The documents of one optimizer step.
+    """The documents of one optimizer step: `documents` are new, in stream order; `tokens` of those that were read here.
 
     Args:
-        epoch: of the new documents.
-        documents: new in this batch, in stream order.
-        tokens: of those of `documents` and `carried` that this rank has read.
-        sampled: where the new documents come from, in their order.
         has_labels: some document's labels differ from its tokens.
-        deferrals: where the documents of `carried` come from.
+        deferrals: documents that earlier plans deferred, by id.
         is_last: the data has ended and only carried documents are left: the plan must not defer again.
     """
 
@@ -270,17 +255,15 @@ class GlobalBatch:
         if doc_id in self.deferrals:
             return self.deferrals[doc_id].saved.place
         at = doc_id - self.documents[0].doc_id
-        return self.sampled.blocks[self.sampled.block_of[at]].place(int(self.sampled.rows[at]))
+        block = self.sampled.blocks[self.sampled.block_of[at]]
+        return DocumentPlace(block=block.request, index=int(self.sampled.rows[at]), checksum=block.header.checksum)
 
     def owners(self, doc_ids: Sequence[int]) -> NDArray[np.int64]:
         """Return the ranks that have read the documents, int64[n]."""
         first = self.documents[0].doc_id if self.documents else 0
-        by_block = np.array([block.owner for block in self.sampled.blocks], np.int64)
-        own = by_block[self.sampled.block_of] if len(by_block) else by_block
-        carried = self.deferrals
-        return np.fromiter(
-            (carried[d].owner if d in carried else own[d - first] for d in doc_ids), np.int64, len(doc_ids)
-        )
+        blocks, block_of, carried = self.sampled.blocks, self.sampled.block_of.tolist(), self.deferrals
+        owners = (carried[d].owner if d in carried else blocks[block_of[d - first]].owner for d in doc_ids)
+        return np.fromiter(owners, np.int64, len(doc_ids))
 
 
 def own_tokens(sampled: SampledDocuments, first: int, carried: Mapping[int, Deferral]) -> TokenTable:

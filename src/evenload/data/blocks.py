@@ -1,15 +1,13 @@
 """Read blocks of streams (`BlockReader`): records → documents within the length limit → shuffled block.
 
 A block is a pure function of settings, epoch, stream and cursor: any process, before or after a resume, reads the same
-documents in the same order. So the state of a stream is its open block's cursor and the number of its documents that
-were taken. A block ends after its number of documents or tokens; the first ones of a stream are small and double in
-size, so that the first batch needs few documents however large the window is. Price: every record is read and encoded
+documents in the same order. It ends after its number of documents or tokens; the first ones of a stream are small and
+double in size, so that the first batch comes soon however large the window is. Price: every record is read and encoded
 once; a resume reads the open block of each stream again. Memory: one block and one chunk of records a stream.
 
 A record is held out for validation where a hash of its file's key and its offset falls below the share: by the data
-alone, so a data set that moves keeps the choice, and a larger share holds out all that a smaller one does. A reader
-that trains encodes what is held out, too, and counts it in the ledger; one that validates skips the rest unencoded.
-Price: a hash a record, about 1 µs.
+alone, so a data set that moves keeps the choice, and a larger share holds out all that a smaller one does. Price: 1 µs
+a record.
 """
 
 import zlib
@@ -38,10 +36,9 @@ class TokenTable(Mapping[int, NDArray[np.int32]]):
 
     Args:
         doc_ids: int64[D], each once, in any order.
-        edges: int64[D + 1]; document i has tokens `[edges[i], edges[i + 1])`.
-        tokens: int32[N].
-        labels: int32[N], the id to be predicted at each token (not shifted), -100 = no loss, as at every first token of
-            a document; None = every token but the first is its own label.
+        edges: int64[D + 1]; document i has `tokens`, int32[N], `[edges[i], edges[i + 1])`.
+        labels: int32[N], the id to be predicted at each token (not shifted), -100 = no loss, as at every first token;
+            None = every token but the first is its own label.
     """
 
     doc_ids: NDArray[np.int64]
@@ -64,14 +61,9 @@ class TokenTable(Mapping[int, NDArray[np.int32]]):
         return doc_id in self._rows
 
     def __getitem__(self, doc_id: int) -> NDArray[np.int32]:
-        return self.document(doc_id).tokens
-
-    def document(self, doc_id: int) -> EncodedDocument:
-        """Return a document's tokens and labels, as views."""
-        return self.at(self._rows[doc_id])
+        return self.at(self._rows[doc_id]).tokens
 
     def at(self, row: int) -> EncodedDocument:
-        """Return the tokens and labels of a row, as views."""
         start, stop = self.edges[row], self.edges[row + 1]
         return EncodedDocument(self.tokens[start:stop], None if self.labels is None else self.labels[start:stop])
 
@@ -83,7 +75,7 @@ class TokenTable(Mapping[int, NDArray[np.int32]]):
 
     def labels_of(self, doc_id: int) -> NDArray[np.int32]:
         """Return a document's labels, int32[num_tokens], -100 at its first token."""
-        return _labels_of(self.document(doc_id))
+        return _labels_of(self.at(self._rows[doc_id]))
 
     def rows(self, doc_ids: Sequence[int]) -> NDArray[np.int64]:
         """Return the rows of documents, int64[n]; -1 for one that is not in the table."""
@@ -92,7 +84,7 @@ class TokenTable(Mapping[int, NDArray[np.int32]]):
 
     def select(self, doc_ids: Sequence[int]) -> "TokenTable":
         """Copy these documents, in this order; a `KeyError` where one is not in the table."""
-        return make_table(doc_ids, [self.document(doc_id) for doc_id in doc_ids])
+        return make_table(doc_ids, [self.at(self._rows[doc_id]) for doc_id in doc_ids])
 
 
 def make_table(doc_ids: Sequence[int], documents: Sequence[EncodedDocument]) -> TokenTable:
@@ -147,14 +139,8 @@ def _join(parts: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
 
 
 class BlockCursor(Frozen, array_like=True):
-    """Where a block begins in its stream.
-
-    Args:
-        block: its number in the stream and epoch.
-        segment: position in the stream's list of segments.
-        offset: of the next record there, in the reader's terms; None = the segment's beginning.
-        part: documents that were taken of that record, which is split into several.
-    """
+    """Where a block begins in its stream: its number in the stream and epoch, the segment, the offset of the next
+    record there (None = its beginning), and documents that were taken of that record, which is split into several."""
 
     block: int = 0
     segment: int = 0
@@ -183,7 +169,6 @@ class BlockHeader(Frozen, array_like=True):
     Args:
         next_cursor: of the stream's next block; None = the stream ends for this epoch.
         lengths, num_labels: int32[num_documents] as bytes, in sampling order.
-        has_labels: some document's labels differ from its tokens.
         checksum: CRC-32 of tokens and labels, to notice a source that changed between save and resume.
         dropped: what was read for this block and is in no document, by reason.
     """
@@ -205,20 +190,18 @@ class DocumentBlock(NamedTuple):
 
 
 HELD_OUT = "held out for validation"
-"""Reason in the ledger."""
 _HASH_BYTES = 8
 
 
 @dataclass(frozen=True)
 class HoldOut:
-    """Holds out a `share` of all records; a reader `takes` those, or else the rest."""
+    """Hold out a `share` of all records; a reader `takes` those, or else the rest."""
 
     share: float
     takes: bool
 
     @staticmethod
     def of(config: DataConfig) -> "HoldOut | None":
-        """Return the settings' rule; None where nothing is held out."""
         return HoldOut(config.held_out_share, config.reads == "held_out") if config.held_out_share else None
 
     def is_held_out(self, key: str, offset: int) -> bool:
@@ -239,7 +222,8 @@ _CHUNK_RECORDS, _CHUNK_TOKENS = 64, 1 << 16
 
 
 _Dropped = tuple[str, int, int]
-"""Reason, documents, tokens."""
+_Outcome = EncodedDocument | str | _Dropped | None
+"""Of a record: its document, problem, what is dropped (reason, documents, tokens), or None = not read."""
 
 
 class _Step(NamedTuple):
@@ -252,18 +236,16 @@ class _Step(NamedTuple):
     dropped: _Dropped | None = None
 
 
+ReadingSource = tuple[DataConfig, PartFiles, DocumentEncoder]
+"""What a part of the mixture is read with; can be pickled."""
+
+
 class BlockReader:
     """Read blocks of one part of the mixture, number `part`; `on_open` is called with the name of every opened file."""
 
-    def __init__(
-        self,
-        config: DataConfig,
-        files: PartFiles,
-        encoder: DocumentEncoder,
-        part: int,
-        on_open: Callable[[str], object] = lambda name: None,
-    ) -> None:
-        self._config, self._files, self._encoder, self._part, self._on_open = config, files, encoder, part, on_open
+    def __init__(self, source: ReadingSource, part: int, on_open: Callable[[str], object] = lambda name: None) -> None:
+        self._config, self._files, self._encoder = source
+        self._part, self._on_open, config = part, on_open, self._config
         self._shuffled = config.shuffle_window > 1
         self._most = max(1, config.shuffle_window // config.num_streams) if self._shuffled else _UNSHUFFLED_DOCUMENTS
         self._open: dict[StreamKey, tuple[BlockRequest, Iterator[_Step]]] = {}
@@ -271,8 +253,7 @@ class BlockReader:
         self._ordered: tuple[int, Sequence[Segment]] = (-1, ())
 
     def read(self, request: BlockRequest) -> DocumentBlock:
-        """Read a block. Raises `DataError`: a file that cannot be read, or a corrupt or over-long record where that is
-        an error."""
+        """Read a block; `DataError` for a file that cannot be read, or a record that is an error by the settings."""
         key, epoch, cursor = request
         following, steps = self._open.pop(key, (None, iter(())))
         if following != request:
@@ -340,8 +321,7 @@ class BlockReader:
                     size = min(max(1, _CHUNK_TOKENS * len(chunk) // max(1, num_tokens)), 2 * size, _CHUNK_RECORDS)
             start, skip = None, 0
 
-    def _outcomes(self, chunk: list[Record], key: str) -> Sequence[EncodedDocument | str | _Dropped | None]:
-        """Encode records of the file with this key: document, problem, what is held out, or None = not read."""
+    def _outcomes(self, chunk: list[Record], key: str) -> Sequence[_Outcome]:
         chosen = self._hold_out
         if chosen is None:
             return self._encoder.encode_records(chunk)
@@ -355,14 +335,7 @@ class BlockReader:
             for one, out in zip(self._encoder.encode_records(chunk), held_out, strict=True)
         ]
 
-    def _pieces(
-        self,
-        reader: RecordReader,
-        rank: int,
-        record: Record,
-        outcome: EncodedDocument | str | _Dropped | None,
-        skip: int,
-    ) -> Iterator[_Step]:
+    def _pieces(self, reader: RecordReader, rank: int, record: Record, outcome: _Outcome, skip: int) -> Iterator[_Step]:
         """Yield what becomes of a record that is no document as it stands, from its `skip`-th piece on."""
         config, after = self._config, record.next_offset
         if isinstance(outcome, str):
@@ -378,9 +351,8 @@ class BlockReader:
         match config.overlong:
             case "error":
                 raise DataError(
-                    f"{reader.origin(record.offset)} has {size} tokens, more than max_document_tokens "
-                    f'({limit}); raise it, or set data.overlong to "split" (consecutive documents of at most '
-                    f'{limit} tokens), "truncate" (keep the first {limit}) or "drop" (leave it out) instead of "error"'
+                    f"{reader.origin(record.offset)} has {size} tokens, more than max_document_tokens ({limit}); raise "
+                    'it, or set data.overlong to "split", "truncate" or "drop" instead of "error"'
                 )
             case "drop":
                 yield _Step(None, rank, after, dropped=("overlong", 1, size))

@@ -1,28 +1,18 @@
 """Make the encoder of the settings (`open_encoder`); render conversations, with loss on what the assistant says.
 
 `ChatTemplate` renders a Hugging Face chat template with jinja2 in a sandbox (which keeps it from files and processes,
-not from running for ever). `{% generation %}` blocks mark what the assistant says: a rendering with spans puts a
-private character on both sides of such a block and takes them out again, counting characters. Where a template has no
-blocks, the text of the assistant's message i is found by rendering parts of the conversation:
+not from running for ever). A rendering with spans puts a private character on both sides of `{% generation %}` blocks
+and counts characters. Where a template has no blocks, the text of the assistant's message i is what lies between two
+renderings of parts of the conversation; each must begin the next one, else the record is refused:
 
     messages[:i], generation prompt   <|user|>Hi<|end|><|assistant|>
     messages[:i + 1]                  <|user|>Hi<|end|><|assistant|>Hello<|end|>
-    all messages                      <|user|>Hi<|end|><|assistant|>Hello<|end|><|user|>Bye<|end|> ...
-                                                                    ─────────── loss
 
-This holds only if each rendering begins the next one; else the record is refused. Price: 20 to 100 µs a rendering; 2
-renderings for each of the assistant's messages, which grows with the square of the turns; 1 with blocks or loss on all.
+Price: 20 to 100 µs a rendering; 2 for each of the assistant's messages, 1 with blocks or loss on all.
 
-As in transformers' `apply_chat_template`, keys of messages without a value are left out, and thoughts are also given
-under the names that templates read. Content is text or parts of text, arguments of a tool call an object or JSON text,
-and a template that expects the other form writes it wrong without an error. So a short conversation is rendered in both
-forms, once a template and role; where exactly one comes out right, messages are given in that one.
-
-The template is the file `data.chat_template`; else `chat_template.jinja` in the tokeniser's directory; else
-`chat_template` in its `tokenizer_config.json`, text or a list of named ones of which "default" is taken.
-
-A prompt and a completion are two strings, tokenised together and followed by the end-of-document token, as in TRL; or
-two lists of messages: one conversation with loss on what the assistant says in the completion.
+Content is text or parts of text, arguments of a tool call an object or JSON text, and a template that expects the other
+form writes it wrong without an error. So a short conversation is rendered in both forms, once a template and role;
+where exactly one comes out right, messages are given in that one.
 """
 
 import datetime
@@ -46,9 +36,9 @@ from evenload.data.config import DataConfig, mixture_configs
 from evenload.data.encoders import (
     CharSpan,
     DocumentEncoder,
-    PlainText,
     RecordProblem,
     RenderedText,
+    Renderer,
     TextEncoder,
     TokenIds,
     check_text,
@@ -72,7 +62,6 @@ from evenload.errors import ConfigError
 Message = dict[str, Any]
 
 TEMPLATE_DAY = datetime.datetime(2024, 7, 26)
-"""What `strftime_now` formats."""
 
 # Noncharacters: Unicode keeps them for use inside a program.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
@@ -81,7 +70,6 @@ _BLOCKS = "_evenload_generation_blocks"
 _GIVEN = {"messages", "tools", "add_generation_prompt", _BLOCKS}
 _FIX = 'use a template with {% generation %} blocks (data.chat_template), or set data.loss_on = "all"'
 _IGNORE = "repair the record, or pass over the key by data.ignore_columns"
-
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _OTHER_NAMES = {"human": "user", "gpt": "assistant", "bot": "assistant", "chatbot": "assistant", "model": "assistant"}
@@ -113,8 +101,8 @@ class _GenerationBlocks(Extension):
 
 
 class ChatTemplate:
-    """A compiled template; can be pickled. Of its text, the `variables` that it sees besides the messages, such as
-    `bos_token`, and its name in messages; `ConfigError` for no template, or a `{% generation %}` block in a macro."""
+    """A compiled template of text `source`; can be pickled. `variables` are what it sees besides the messages, such as
+    `bos_token`; `ConfigError` for no template, or a `{% generation %}` block in a macro."""
 
     def __init__(self, source: str, variables: Mapping[str, str], origin: str) -> None:
         self.source, self.variables, self.origin = source, dict(variables), origin
@@ -144,8 +132,7 @@ class ChatTemplate:
         return self._render(messages, add_generation_prompt, None)
 
     def render_with_spans(self, messages: Sequence[Message]) -> tuple[str, tuple[CharSpan, ...]]:
-        """Render messages; also return the characters inside `{% generation %}` blocks, ascending and disjoint.
-        `RecordProblem` as of `render`, or where the messages hold the characters that mark blocks."""
+        """Render messages; also return the characters inside `{% generation %}` blocks, ascending and disjoint."""
         blocks = itertools.count()
         pieces = _MARKS.split(self._render(messages, False, blocks))
         # Two marks a block, and each mark stands between two pieces of text.
@@ -164,7 +151,7 @@ class ChatTemplate:
 
     def for_record(self, tools: Any = None, chat_template_kwargs: Any = None) -> "ChatTemplate":
         """Return the template with a record's tools (a list of JSON schemas, or JSON text of one) and further
-        variables, as transformers' `apply_chat_template` takes them; `RecordProblem` where they are something else."""
+        variables; `RecordProblem` where they are something else."""
         if tools is None and not chat_template_kwargs:
             return self
         try:
@@ -291,9 +278,7 @@ def open_chat_template(config: DataConfig, tokenizer: DocumentTokenizer) -> Chat
 
 def _find_source(config: DataConfig, directory: Path | None, settings: dict[str, Any]) -> tuple[str, str]:
     if directory is None and config.chat_template is None:
-        raise ConfigError(
-            "records hold messages, and plain bytes have no chat template; set data.chat_template to a file with one"
-        )
+        raise ConfigError("records hold messages, and plain bytes have no chat template; set data.chat_template")
     home = directory or Path()
     file = Path(config.chat_template or home / "chat_template.jinja")
     if config.chat_template is not None or file.is_file():
@@ -305,15 +290,11 @@ def _find_source(config: DataConfig, directory: Path | None, settings: dict[str,
     template = settings.get("chat_template")
     if isinstance(template, list):
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
-        if template is None:
+        if (template := named.get("default")) is None:
             names = sorted(map(str, named))
             raise ConfigError(f"'{origin}' has chat templates {names} and no default; set data.chat_template to a file")
     if template is None:
-        raise ConfigError(
-            f"the records hold messages, and there is no chat template in '{origin}' and no chat_template.jinja "
-            "next to it; set data.chat_template to a file with one"
-        )
+        raise ConfigError(f"no chat template in '{origin}', no chat_template.jinja next to it; set data.chat_template")
     if not isinstance(template, str):
         raise ConfigError(f"chat_template in '{origin}' is of type {type(template).__name__}, must be text")
     return origin, template
@@ -325,7 +306,6 @@ def _calls(arguments: Any) -> list[dict[str, Any]]:
 
 
 def _with_arguments(call: Any, form: str | None) -> Any:
-    """Return the call with its arguments in that form, where they have the other one."""
     if isinstance(call, dict) and isinstance(call.get("function"), dict):
         return call | {"function": _with_arguments(call["function"], form)}
     arguments = call.get("arguments") if isinstance(call, dict) else None
@@ -347,17 +327,13 @@ _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 
 
 @dataclass(frozen=True)
-class Chats:
-    """`Renderer` of kind "messages".
+class Chats(Renderer):
+    """`Renderer` of kind "messages": `columns` are the messages, then those of `ChatTemplate.for_record`.
 
-    Args:
-        columns: of the messages, then those of `ChatTemplate.for_record`.
-        template: a string is the reason why there is none.
-        has_spans: loss on the assistant's messages only; else on every token after the first.
-        ignored: keys of messages that are skipped although they mark which messages have a loss.
+    A `template` that is a string is the reason why there is none; `has_spans` = loss on what the assistant says only;
+    `ignored` are keys of messages that are skipped although they mark which messages have a loss.
     """
 
-    columns: tuple[str, ...]
     template: ChatTemplate | str
     has_spans: bool
     ignored: frozenset[str] = frozenset()
@@ -382,16 +358,16 @@ class Chats:
             raise RecordProblem(f"column '{empty[0]}' holds no message; prompt and completion need at least one each")
         prompt = [message for messages in before for message in messages]
         if prompt and prompt[-1]["role"] == last[0]["role"] == "assistant":
+            first, second = (column for column, _ in parts)
             raise RecordProblem(
-                f"the last message of '{parts[0][0]}' is the assistant's, as the next is; move it to '{parts[1][0]}'"
+                f"the last message of '{first}' is the assistant's, as the next is; move it to '{second}'"
             )
         template = self.template.for_record(**dict(zip(self.columns[len(parts) :], others, strict=False)))
         return render_chat(template, [*prompt, *last], len(prompt) if self.has_spans else None, self.ignored)
 
 
-@dataclass(frozen=True)
 class PromptCompletion(Chats):
-    """`Renderer` of kind "prompt_completion": `columns` are those of prompt and completion, then as of `Chats`."""
+    """`Renderer` of kind "prompt_completion": two strings, tokenised together, or two lists of messages."""
 
     def render(self, values: tuple[Any, ...]) -> RenderedText:
         prompt, completion, *others = values
@@ -407,15 +383,8 @@ class PromptCompletion(Chats):
 def render_chat(
     template: ChatTemplate, messages: Sequence[Message], first: int | None, ignored: Collection[str]
 ) -> RenderedText:
-    """Render a conversation with loss on what the assistant says in `messages[first:]`, except with a weight of 0.
-
-    Args:
-        first: None = loss on every token after the first.
-        ignored: keys of messages that are skipped.
-
-    Raises:
-        RecordProblem: the template does not take the messages, or what the assistant says in them is not known.
-    """
+    """Render a conversation with loss on what the assistant says in `messages[first:]` (None = on every token after the
+    first), except with a weight of 0; `ignored` keys of messages are skipped. Raises `RecordProblem`."""
     untrained = [index for index, message in enumerate(messages) if _is_untrained(message, index, ignored)]
     for index, message in enumerate(messages):
         for key in (*_PARTS, *(call for call in _CALLS if call not in template.source)):
@@ -461,9 +430,7 @@ def _is_untrained(message: Message, index: int, ignored: Collection[str]) -> boo
 
 
 def read_messages(value: Any, column: str, template: ChatTemplate) -> list[Message]:
-    """Read messages as new dictionaries, in the forms that their template writes right. Raises `RecordProblem`: not a
-    list; a message without role, or without content and tool calls; a role that the template knows by another name;
-    content that is neither text nor parts of text."""
+    """Read messages as new dictionaries, in the forms that their template writes right; else raise `RecordProblem`."""
     if not isinstance(value, list | tuple):
         held = "nothing" if value is None else f"a value of type {type(value).__name__}"
         raise RecordProblem(f"column '{column}' holds {held} instead of a list of messages")
@@ -496,7 +463,6 @@ def _read_message(value: Any, where: str, template: ChatTemplate) -> Message:
 
 
 def _beginning(prompt: str, whole: str, template: ChatTemplate, index: int) -> str:
-    """Return what comes before message `index`, after checking that `whole`, all messages, begins with it."""
     if not whole.startswith(prompt):
         raise RecordProblem(
             f"with chat template '{template.origin}' the prompt for message {index} is not how the whole "
@@ -514,14 +480,12 @@ def _assistant_spans(
             continue
         if index == 0:
             raise RecordProblem(f"the conversation begins with the assistant, which no prompt comes before; {_FIX}")
-        prompt = template.render(messages[:index], add_generation_prompt=True)
-        start = len(_beginning(prompt, whole, template, index))
+        start = len(_beginning(template.render(messages[:index], True), whole, template, index))
         upto = whole if index == len(messages) - 1 else template.render(messages[: index + 1])
         if not whole.startswith(upto):
             raise RecordProblem(
                 f"chat template '{template.origin}' writes message {index} differently once other messages follow "
-                f"(such as without its thoughts), so what the assistant says is not known; {_FIX}, or end the "
-                "conversation there"
+                f"(such as without its thoughts); {_FIX}, or end the conversation there"
             )
         spans.append((start, len(upto)))
     return spans
@@ -532,15 +496,10 @@ def open_encoder(
 ) -> DocumentEncoder:
     """Make the encoder of a configuration without mixture (see `mixture_configs`).
 
-    Args:
-        tokenizer: instead of the one that `config.tokenizer` names, next to which the chat template and special tokens
-            are still looked up.
-        vocab_size: rows of the model's embedding, which every id must be below; None = no model is known.
-
-    Raises:
-        ConfigError: a tokeniser with more ids than the model; settings that contradict each other; no chat template
-            where one is needed; `append_eos` without an end-of-document token; see also `open_tokenizer` and
-            `open_chat_template`.
+    `tokenizer` is taken instead of the one that `config.tokenizer` names, next to which templates are still looked up.
+    Every id must be below `vocab_size`, the rows of the model's embedding (None = not known). Raises `ConfigError`: a
+    tokeniser with more ids, settings that contradict each other, no chat template or end-of-document token where one is
+    needed.
     """
     for problem in _contradictions(config):
         raise ConfigError(problem)
@@ -563,7 +522,7 @@ def open_encoder(
     opening = required_opening(tokenizer, config.prepend_bos)
     end_id = required_eos(tokenizer) if config.append_eos else None
     if config.record == "text":
-        return TextEncoder(PlainText(config.text_column), tokenizer, end_id, opening)
+        return TextEncoder(Renderer((config.text_column,)), tokenizer, end_id, opening)
     try:
         template: ChatTemplate | str = open_chat_template(config, tokenizer)
     except ConfigError as err:

@@ -1,8 +1,9 @@
 """Define which documents are read, how they become tokens, and what makes a global batch (`DataConfig`)."""
 
-from typing import Literal, get_args
+from typing import Literal, get_args, get_origin
 
 import msgspec
+from msgspec.structs import fields
 
 from evenload.errors import ConfigError
 from evenload.types.base import Frozen, PathText, did_you_mean, write_out_home
@@ -12,18 +13,7 @@ RecordKind = Literal["text", "messages", "prompt_completion", "tokens"]
 LossOn = Literal["auto", "all", "completion"]
 Overlong = Literal["error", "split", "truncate", "drop"]
 OnCorrupt = Literal["error", "skip"]
-MixtureEnd = Literal["once", "repeat"]
-Reads = Literal["training", "held_out"]
 
-_CHOICES = {
-    "format": get_args(Format),
-    "record": get_args(RecordKind),
-    "loss_on": get_args(LossOn),
-    "overlong": get_args(Overlong),
-    "on_corrupt": get_args(OnCorrupt),
-    "mixture_end": get_args(MixtureEnd),
-    "reads": get_args(Reads),
-}
 _MOST_STREAMS, _STREAM_DOCUMENTS = 16, 4  # of the default number of streams
 _NAMED_COLUMNS = ("text_column", "messages_column", "prompt_column", "completion_column", "tokens_column")
 
@@ -143,7 +133,7 @@ class DataConfig(Frozen):
 
     sources: tuple[str, ...] = ()
     mixture: tuple[MixturePart, ...] = ()
-    mixture_end: MixtureEnd = "once"
+    mixture_end: Literal["once", "repeat"] = "once"
     format: Format = "auto"
     record: RecordKind = "text"
     text_column: str = "text"
@@ -168,7 +158,7 @@ class DataConfig(Frozen):
     streams: int | None = None
     seed: int = 0
     held_out_share: float = 0.0
-    reads: Reads = "training"
+    reads: Literal["training", "held_out"] = "training"
     epochs: int | None = None
     max_document_tokens: int
     overlong: Overlong = "error"
@@ -188,30 +178,24 @@ class DataConfig(Frozen):
         if len(names) != len(set(names)):
             raise ConfigError(f"data.mixture names are {names}; every part needs a name of its own")
         if (self.batch_documents is None) == (self.batch_tokens is None):
-            raise ConfigError(
-                f"data.batch_documents is {self.batch_documents} and data.batch_tokens is {self.batch_tokens}; "
-                "set exactly one of them"
-            )
+            sizes = f"data.batch_documents is {self.batch_documents} and data.batch_tokens is {self.batch_tokens}"
+            raise ConfigError(f"{sizes}; set exactly one of them")
         sizes = ("batch_documents", "batch_tokens", "shuffle_window", "streams", "epochs", "max_document_tokens")
         require_least("data", self, "at least 1", 1, *sizes)
         require_least("data", self, "at least 0", 0, "prefetch_steps")
         require_least("data", self, "0 (a thread) or more", 0, "workers")
-        share = self.held_out_share
         require_value("data", self, "stall_timeout_s", self.stall_timeout_s > 0, "above 0")
         require_value("data", self, "seed", 0 <= self.seed < 2**63, "in 0 .. 2**63 - 1")
-        require_value("data", self, "held_out_share", 0 <= share < 1, "at least 0 (nothing is held out) and below 1")
+        require_value("data", self, "held_out_share", 0 <= self.held_out_share < 1, "at least 0 and below 1")
         if self.reads == "held_out" and not self.held_out_share:
             raise ConfigError('data.reads is "held_out", but data.held_out_share is 0, so nothing is; set a share')
         if self.mixture_end == "repeat" and (not self.mixture or self.epochs is not None):
-            raise ConfigError(
-                f'data.mixture_end is "repeat" with {len(self.mixture)} mixture parts and data.epochs '
-                f"{self.epochs}; it needs a mixture, and a run that ends by train.steps instead of epochs"
-            )
+            given = f"{len(self.mixture)} mixture parts and data.epochs {self.epochs}"
+            raise ConfigError(f'data.mixture_end is "repeat" with {given}; it needs a mixture, and train.steps instead')
         if self.streams is not None and self.streams > self.shuffle_window:
             raise ConfigError(
                 f"data.streams is {self.streams} with a data.shuffle_window of {self.shuffle_window} documents, of "
-                "which every stream holds a share; lower data.streams, or raise the window (a window of 1 keeps the "
-                "order of the data, which streams would interleave)"
+                "which every stream holds a share; lower data.streams, or raise the window"
             )
         _check_choices(self, "data.")
         for field in _NAMED_COLUMNS:
@@ -229,13 +213,15 @@ def reads_token_ids(config: DataConfig) -> bool:
     return all(part.record == "tokens" for part in mixture_configs(config))
 
 
+_CHOICES = {one.name: get_args(one.type) for one in fields(DataConfig) if get_origin(one.type) is Literal}
+
+
 def _check_choices(config: DataConfig | MixturePart, where: str) -> None:
     for field, allowed in _CHOICES.items():
         value = getattr(config, field, None)
         if value is not None and value not in allowed:
-            raise ConfigError(
-                f"{where}{field} is '{value}'; {did_you_mean(value, allowed)}choices: {', '.join(allowed)}"
-            )
+            near = did_you_mean(value, allowed)
+            raise ConfigError(f"{where}{field} is '{value}'; {near}choices: {', '.join(allowed)}")
 
 
 def mixture_configs(config: DataConfig) -> tuple[DataConfig, ...]:

@@ -1,22 +1,17 @@
 """Encode the values of a record as tokens and labels (`DocumentEncoder`): texts (`TextEncoder`) and ids (`TokenIds`).
 
-A `Renderer` turns the values of one kind of record into text, and says which of its characters are to be predicted.
-Each text is tokenised in one go; the characters are mapped to tokens through the tokeniser's offsets. A token may hold
-characters from both sides of a border:
-
-- between a prompt and what follows it, a token that begins in the prompt counts as prompt: at inference the prompt ends
-  with other tokens there.
-- at `{% generation %}` blocks of a chat template, a token that touches one counts, as in transformers. (It leaves out
-  all but the first of several tokens that make up the last character.)
-
-Price: the tokeniser, which shares a block of records among its threads. Offsets make a document of 150 tokens cost 94
-µs instead of 52, so they are computed only where there is a mask.
+A text is tokenised in one go; the characters to be predicted are mapped to tokens through the tokeniser's offsets. A
+token with characters of a prompt and of what follows counts as prompt: at inference the prompt ends with other tokens
+there. A token that touches a `{% generation %}` block counts, as in transformers (which leaves out all but the first of
+several tokens that make up the last character). Price: the tokeniser, on several threads; offsets make a document of
+150 tokens cost 94 µs instead of 52, so they are computed only where there is a mask.
 """
 
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,21 +29,16 @@ class RecordProblem(DataError):
 
 
 class EncodedDocument(NamedTuple):
-    """Tokens of a record and what is to be predicted.
-
-    Args:
-        tokens: int32[num_tokens]; empty where the record holds nothing. May share memory with the record.
-        labels: int32[num_tokens], not shifted: `labels[i]` is predicted from the tokens before token i;
-            `IGNORE_INDEX`, as always at 0, = nothing is. None = every token after the first is its own label.
-    """
+    """Tokens of a record, int32[num_tokens], none where it holds nothing. `labels[i]` is predicted from the tokens
+    before token i; `IGNORE_INDEX`, as always at 0, = nothing is; None = every token after the first is its own
+    label."""
 
     tokens: NDArray[np.int32]
     labels: NDArray[np.int32] | None = None
 
 
 class DocumentEncoder(ABC):
-    """Turn records of one kind into documents. Can be pickled. A reader must fetch the `columns`, in the order of
-    `encode`'s values; encoders of equal name give equal documents."""
+    """Turn the values of `columns`, in order, into documents; can be pickled. Equal names give equal documents."""
 
     columns: tuple[str, ...]
     name: str
@@ -74,20 +64,17 @@ class DocumentEncoder(ABC):
 
 
 CharSpan = tuple[int, int]
-"""Characters `[start, stop)` of a text."""
 
 _Encoded = TypeVar("_Encoded")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class RenderedText(NamedTuple):
-    """A record as text.
+    """A record as text, "" = it holds nothing.
 
     Args:
-        text: what is tokenised; "" = the record holds nothing.
         spans: characters to be predicted, ascending and disjoint; None = all, and so of every record of its kind.
-        is_bare: no template surrounds it, so the tokens that begin and end a document are added, unless it spells them
-            itself; the end then is predicted.
+        is_bare: no template surrounds it, so the tokens that begin and end a document are added, unless it spells them.
         counts_touching: a token that is only partly in a span is predicted.
     """
 
@@ -97,32 +84,22 @@ class RenderedText(NamedTuple):
     counts_touching: bool = False
 
 
-class Renderer(Protocol):
-    """Render the values of one kind of record as text; `columns` and `name` as of `DocumentEncoder`."""
+@dataclass(frozen=True)
+class Renderer:
+    """Render records of kind "text"; other kinds derive from it. `columns` and `name` as of `DocumentEncoder`."""
+
+    columns: tuple[str, ...]
 
     @property
-    def columns(self) -> tuple[str, ...]: ...
-
-    @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        return f"text of '{self.columns[0]}'"
 
     def render(self, values: tuple[Any, ...]) -> RenderedText:
         """Render a record; `RecordProblem` where the values are not what its kind holds."""
-
-
-class PlainText:
-    """`Renderer` of kind "text": every token after the first is predicted, and the end-of-document token."""
-
-    def __init__(self, column: str) -> None:
-        self.columns: tuple[str, ...] = (column,)
-        self.name = f"text of '{column}'"
-
-    def render(self, values: tuple[Any, ...]) -> RenderedText:
         return RenderedText(check_text(values[0], self.columns[0]), is_bare=True)
 
 
 def check_text(value: Any, column: str) -> str:
-    """Return the value, a string; `RecordProblem` where it is none."""
     if isinstance(value, str):
         return value
     held = "nothing" if value is None else f"a value of type {type(value).__name__}"
@@ -156,13 +133,13 @@ class TextEncoder(DocumentEncoder):
     def _labelled(self, record: RenderedText, located: TokensWithOffsets) -> EncodedDocument:
         mask = tokens_in(record.spans or (), located.offsets, touching=record.counts_touching)
         tokens, before = self._framed(located.tokens) if record.is_bare else (located.tokens, 0)
-        mask = np.pad(mask, (before, 0))
-        mask = np.pad(mask, (0, len(tokens) - len(mask)), constant_values=True)
-        return EncodedDocument(tokens, masked_labels(tokens, mask))
+        mask = np.pad(np.pad(mask, (before, 0)), (0, len(tokens) - len(mask) - before), constant_values=True)
+        labels = np.where(mask, tokens, np.int32(IGNORE_INDEX))
+        labels[:1] = IGNORE_INDEX
+        return EncodedDocument(tokens, labels)
 
     def _framed(self, tokens: NDArray[np.int32]) -> tuple[NDArray[np.int32], int]:
         """Add what begins and ends a document, unless it is there; also return how many ids were added before."""
-        # An empty text stays empty: an end-of-document token alone teaches nothing.
         framed = with_opening(tokens, self._opening)
         before = len(framed) - len(tokens)
         if len(tokens) and len(self._end) and tokens[-1] != self._end[0]:
@@ -193,24 +170,15 @@ def tokens_in(spans: Sequence[CharSpan], offsets: NDArray[np.int32], *, touching
     and are disjoint, offsets int32[num_tokens, 2]."""
     filled = np.array([span for span in spans if span[0] < span[1]], dtype=np.int32).reshape(-1, 2)
     last = np.maximum(offsets[:, 1] - 1, offsets[:, 0]) if touching else offsets[:, 0]
-    # The 0 stands for "before the first span".
-    stops = np.concatenate([np.zeros(1, dtype=np.int32), filled[:, 1]])
+    stops = np.append(0, filled[:, 1])  # 0 = before the first span
     return offsets[:, 0] < stops[np.searchsorted(filled[:, 0], last, side="right")]
-
-
-def masked_labels(tokens: NDArray[np.int32], mask: NDArray[np.bool_]) -> NDArray[np.int32]:
-    """Return int32[num_tokens]: the token where the mask is set, no loss elsewhere and at the first token."""
-    labels = np.where(mask, tokens, np.int32(IGNORE_INDEX))
-    labels[:1] = IGNORE_INDEX
-    return labels
 
 
 _INT32_VALUES = 1 << 31
 
 
 class TokenIds(DocumentEncoder):
-    """`DocumentEncoder` of kind "tokens": a column of ids, then of labels and `masks`, which a record may lack; ids and
-    labels are below `vocab_size` (None = not known)."""
+    """`DocumentEncoder` of kind "tokens": a column of ids, then of labels and `masks`, which a record may lack."""
 
     def __init__(self, columns: tuple[str, ...], masks: Collection[str], vocab_size: int | None) -> None:
         self.columns = columns
@@ -256,10 +224,9 @@ class TokenIds(DocumentEncoder):
         others = trained != tokens[has_label]
         if others.any():
             if has_label.all() and trained.max() <= 1:
-                raise OtherColumnError(
-                    f"column '{column}' holds nothing but 0 and 1, as a mask does; set data.mask_column instead"
-                )
-            if len(tokens) > 2 and _are_shifted(given, tokens):
+                raise OtherColumnError(f"'{column}' holds nothing but 0 and 1, as a mask does; set data.mask_column")
+            is_next = (given[:-1] == tokens[1:])[has_label[:-1]]
+            if len(tokens) > 2 and len(is_next) and is_next.all():
                 raise OtherColumnError(
                     f"column '{column}' holds the next token at every place, and labels are not shifted here; store "
                     "the token itself, or -100"
@@ -271,9 +238,3 @@ class TokenIds(DocumentEncoder):
         known = f"the vocabulary's {self._limit}" if self._limit < _INT32_VALUES else "2**31"
         also = f", or {IGNORE_INDEX} for no loss" if column != self.columns[0] else ""
         raise RecordProblem(f"column '{column}' holds {wrong}, must be in 0 .. below {known}{also}")
-
-
-def _are_shifted(labels: NDArray[np.int32], tokens: NDArray[np.int32]) -> bool:
-    """Tell whether every label is the token after its own; the last one has none."""
-    has_label = labels[:-1] != IGNORE_INDEX
-    return bool(has_label.any() and (labels[:-1] == tokens[1:])[has_label].all())

@@ -1,11 +1,9 @@
 """Read Hugging Face data sets that are passed in Python: a `Dataset` by rows, an `IterableDataset` by shards.
 
-A `Dataset` is read in Arrow batches, in the order of its `select` or `shuffle`; one with a transform (`set_transform`)
-is read through that, row by row. Offsets are rows. An `IterableDataset` is read shard by shard; offsets are shard and
-example, and a start inside a shard generates and skips its examples up to there. Both are pickled for worker processes,
-so a generator must be a function that can be imported.
-
-Price: one batch in memory. A shuffled `Dataset` gathers its rows one by one (some µs each).
+A `Dataset` is read in Arrow batches, in the order of its `select` or `shuffle`; one with a transform is read through
+that, row by row. Offsets are rows. An `IterableDataset` is read shard by shard; offsets are shard and example, and a
+start inside a shard generates and skips its examples up to there. Both are pickled for worker processes, so a generator
+must be a function that can be imported. Price: one batch in memory; a shuffled `Dataset` gathers its rows one by one.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -103,8 +101,7 @@ class DatasetReader(_DatasetReader):
 
 @dataclass(frozen=True, eq=False)
 class IterableDatasetReader(_DatasetReader):
-    """Read a `datasets.IterableDataset`, which must give the same examples in the same order every time; an epoch of
-    its own shuffling does not change."""
+    """Read a `datasets.IterableDataset`, which must give the same examples in the same order every time."""
 
     dataset: "IterableDataset"
     columns: tuple[Column, ...]
@@ -140,7 +137,6 @@ def _make_record(
     offset: int,
     types: Mapping[str, pa.DataType] = MappingProxyType({}),
 ) -> Record:
-    """Make the record of an example; `types` are those of its columns, where they are known."""
     given = []
     for column in columns:
         if column.is_required and column.name not in example:
@@ -157,8 +153,8 @@ def _make_record(
 
 
 def _without_nulls(value: Any, kind: pa.DataType | None) -> Any:
-    """Leave out keys of objects that are None, at any depth: Arrow gives them to rows that lack them. Of a known type
-    (`kind`), JSON keeps the keys that it spells."""
+    """Leave out keys of objects that are None, at any depth: Arrow gives them to rows that lack them; `arrow.json` does
+    not."""
     if isinstance(value, dict):
         types = {field.name: field.type for field in kind} if kind is not None and pa.types.is_struct(kind) else {}
         if kind is not None and not types:

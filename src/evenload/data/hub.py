@@ -2,7 +2,7 @@
 
 A path that exists is that path; files in the Hub's local cache are taken from there without the network; only then they
 are downloaded into that cache. A name whose first part is a folder here is a mistyped path, and is never sent to the
-Hub. Settings are small files: config.json, the tokeniser, chat templates. Weights are fetched where they are wanted.
+Hub. Settings are small files; weights are fetched where they are wanted.
 """
 
 import json
@@ -43,8 +43,8 @@ def is_hub_name(path: str) -> bool:
 
 
 def local_path(path: str, setting: str, wanted: Wanted = "settings") -> str:
-    """Return a path as it is; for a name on the Hub the folder of its files. `ConfigError` where it is in no cache here
-    and cannot be downloaded; `setting` says where the name was given ("model.path")."""
+    """Return a path as it is; for a name on the Hub the folder of its files. `setting` is for messages
+    ("model.path")."""
     named = _NAME.fullmatch(path)
     if named is None or not is_hub_name(path):
         return path
@@ -59,7 +59,7 @@ def local_path(path: str, setting: str, wanted: Wanted = "settings") -> str:
         folder = _cached(hub, request, wanted) or hub.snapshot_download(**request)
         # Without a network this is what is in the cache, whole or not.
         if _is_usable(Path(folder), wanted):
-            if _lacks_settings(Path(folder), wanted):
+            if wanted == "tokenizer" and not Path(folder, _TOKENIZER_SETTINGS).is_file():
                 _log.warning(
                     "'%s' (revision %s) has no %s: the Hub has none, or cannot be reached. It names the token that "
                     "ends a document, which is guessed from the usual names; set data.eos_token to be sure",
@@ -77,23 +77,18 @@ def local_path(path: str, setting: str, wanted: Wanted = "settings") -> str:
     raise ConfigError(
         f"{setting} '{path}' is no file or folder here; as a name on the Hugging Face Hub it is not in the local cache "
         f"({cache}) with its {wanted}, and cannot be downloaded ({why}). Where there is a network: hf download "
-        f"{named['repo']}{revision} (hf auth login first, if its owner requires that); then copy the cache here and "
-        "set HF_HOME, or give the folder"
+        f"{named['repo']}{revision} (hf auth login first, where required); then copy the cache here and set HF_HOME"
     ) from cause
 
 
 def _cached(hub: Any, request: dict[str, Any], wanted: Wanted) -> str | None:
-    """Return the folder in the local cache, where it has everything that a download would bring."""
     try:
         folder = hub.snapshot_download(**request, local_files_only=True)
     except import_module("huggingface_hub.errors").LocalEntryNotFoundError:
         return None
-    return folder if _is_usable(Path(folder), wanted) and not _lacks_settings(Path(folder), wanted) else None
-
-
-def _lacks_settings(folder: Path, wanted: Wanted) -> bool:
-    """Tell whether a file is missing that most tokenisers have, so that it is requested from the Hub."""
-    return wanted == "tokenizer" and not (folder / _TOKENIZER_SETTINGS).is_file()
+    # Most tokenisers have settings, so where there are none they are requested from the Hub.
+    lacks_settings = wanted == "tokenizer" and not Path(folder, _TOKENIZER_SETTINGS).is_file()
+    return folder if _is_usable(Path(folder), wanted) and not lacks_settings else None
 
 
 def _is_usable(folder: Path, wanted: Wanted) -> bool:

@@ -2,8 +2,7 @@
 
 Strict JSON: `NaN`, lone surrogates, bytes that are not UTF-8 and missing keys make a line corrupt. Offsets are bytes,
 and a line belongs to the part in which its first byte lies; a compressed file, or one of unknown size, is one part.
-Price: one line in memory, at most `MAX_LINE_BYTES`; a seek to begin (in a compressed file, everything before it is
-read). In a list, offsets are items; it is one part and is held in memory while it is read.
+Price: one line in memory; a seek to begin. In a list, offsets are items; it is one part and is held in memory.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -78,7 +77,6 @@ class JsonlReader(RecordReader):
             yield Record(position, FILE_END, None, damaged_compression(self.file, err))
 
     def summary(self) -> FileSummary:
-        """Summarise its first `_COUNT_BYTES`."""
         try:
             with self.file.open() as stream:
                 begin = stream.read(_COUNT_BYTES)

@@ -1,11 +1,10 @@
 """Account for every document and token that was read (`Ledger`).
 
     read = trained + dropped (by reason) + deferred + waiting
-    trained = with a loss + masked
 
-where waiting = held by the loader (shuffle window, pending document) + in flight (in a global batch whose plan was not
-noted yet). The loader counts what it holds itself, so `check` compares two independent counts. A record that could not
-be read counts as a document of 0 tokens.
+where waiting = held by the loader (shuffle window, pending document) + in flight (in a global batch without
+`record_step` yet). The loader counts what it holds itself, so `check` compares two independent counts. A record that
+could not be read counts as a document of 0 tokens.
 """
 
 from collections.abc import Callable, Collection
@@ -49,23 +48,20 @@ class LedgerState(Frozen):
     dropped: dict[str, Tally] = msgspec.field(default_factory=dict)
 
     def with_dropped(self, reason: str, dropped: Tally) -> "LedgerState":
-        """Return the account with more dropped; reasons stay sorted."""
         total = self.dropped.get(reason, Tally()) + dropped
         return msgspec.structs.replace(self, dropped=dict(sorted((self.dropped | {reason: total}).items())))
 
     def with_read(self, other: "LedgerState") -> "LedgerState":
-        """Return the account with what another one has as read and dropped."""
         state = msgspec.structs.replace(self, read=self.read + other.read)
         for reason, dropped in other.dropped.items():
             state = state.with_dropped(reason, dropped)
         return state
 
     def accounted(self) -> Tally:
-        """Sum up all that is trained, deferred, dropped or in flight."""
         return sum(self.dropped.values(), self.trained + self.deferred + self.in_flight)
 
     def lines(self, held: Tally | None = None) -> list[str]:
-        """Format the account for the end of a run; what the loader holds (default: the difference) is waiting."""
+        """Format the account for the end of a run; what the loader holds is by default the difference."""
         held = self.read - self.accounted() if held is None else held
         rows = [("read", self.read), ("trained", self.trained)]
         rows += [(f"dropped ({reason})", self.dropped[reason]) for reason in sorted(self.dropped)]
@@ -88,8 +84,7 @@ def count_without_loss(documents: Collection[Document]) -> tuple[int, int]:
 
 
 def warn_without_loss(documents: Collection[Document], origin: Callable[[int], str]) -> str:
-    """Warn where documents of a first batch have no loss although they have tokens for one; else return "". `origin`
-    names the place where a document was read."""
+    """Warn where documents of a first batch have no loss although they have tokens for one; else return ""."""
     untaught = [document for document in documents if not document.num_label_tokens and document.num_tokens > 1]
     if not untaught:
         return ""
@@ -111,20 +106,12 @@ def account_skipped(state: LedgerState, reason: str, skipped: Tally, masked: int
 
 
 class Ledger:
-    """Running account of documents and tokens: `state` is where it stands."""
+    """Running account of documents and tokens."""
 
     def __init__(self, state: LedgerState | None = None) -> None:
         self.state = state or LedgerState()
 
-    def add_read(self, read: Tally) -> None:
-        self.state = msgspec.structs.replace(self.state, read=self.state.read + read)
-
-    def add_dropped(self, reason: str, dropped: Tally) -> None:
-        """Count what will never be trained; 0 documents where only tokens are cut off."""
-        self.state = self.state.with_dropped(reason, dropped)
-
     def add_handed_out(self, new: Tally, carried: Tally) -> None:
-        """Count the new documents of a global batch that left the loader, and deferred ones that come again."""
         in_flight, deferred = self.state.in_flight + new + carried, self.state.deferred - carried
         self.state = msgspec.structs.replace(self.state, in_flight=in_flight, deferred=deferred)
 
@@ -136,9 +123,8 @@ class Ledger:
         rest = state.in_flight - planned
         if rest.documents < 0 or rest.tokens < 0:
             raise InvalidPlanError(
-                f"plan of step {plan.step} accounts for {planned.documents} documents of "
-                f"{planned.tokens} tokens, but only {state.in_flight.documents} of "
-                f"{state.in_flight.tokens} are in flight; note every step once, with the plan of its batch"
+                f"plan of step {plan.step} has {planned.documents} documents of {planned.tokens} tokens, but only "
+                f"{state.in_flight.documents} of {state.in_flight.tokens} are in flight; record every step once"
             )
         self.state = msgspec.structs.replace(
             state,
@@ -150,7 +136,7 @@ class Ledger:
         )
         for doc in plan.left_out:
             if doc.reason != DEFERRED:
-                self.add_dropped(doc.reason, tally_of([doc]))
+                self.state = self.state.with_dropped(doc.reason, tally_of([doc]))
 
     def check(self, held: Tally) -> None:
         """Raise a `DataError` where tokens were lost or counted twice, given what is held."""

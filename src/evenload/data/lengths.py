@@ -2,11 +2,8 @@
 
 Files of numbers are .npy, .npz, .txt, .csv, .tsv, .json, .jsonl, also with .gz. A table must have one column of whole
 numbers, or one by a usual name (`USUAL_NAMES`); anything else is refused: read as a document, it would give one length
-that looks right. Only .jsonl may hold documents, too; its first record decides. Price: the file in memory.
-
-Counting tokenises every document once, in file order, before anything is split, cut or dropped; 8 bytes per document.
-Sums of squares leave int64 soon, so a profile sums over the different lengths in Python's integers. Price: O(n log n)
-to sort, then a few operations for each different length.
+that looks right. Only .jsonl may hold documents, too; its first record decides. Sums of squares leave int64 soon, so a
+profile sums over the different lengths in Python's integers.
 """
 
 import csv
@@ -43,7 +40,7 @@ TOKEN_IDS = "none: the records hold token ids"
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LengthTable:
     """Lengths of documents, int64[num_documents], each at least 1, and what they count: "bytes" where documents were
-    counted without a tokeniser, end of document included. `tokenizer` is described, None for a file of numbers."""
+    counted without a tokeniser. `tokenizer` is described, None for a file of numbers."""
 
     lengths: NDArray[np.int64]
     unit: LengthUnit
@@ -51,43 +48,31 @@ class LengthTable:
 
 
 def read_lengths(source: str, config: DataConfig | None = None) -> NDArray[np.int64]:
-    """Read the lengths of `read_length_table`, int64[num_documents]."""
     return read_length_table(source, config).lengths
 
 
 def read_length_table(source: str, config: DataConfig | None = None) -> LengthTable:
-    """Read the lengths of documents; empty ones are left out.
+    """Read the lengths of documents that are not empty; `ConfigError` or `DataError` where `source` holds none.
 
     Args:
         source: a file of numbers, or a text source (file, directory, glob, fsspec URL) whose documents are counted.
         config: how a text source is read; its `sources` are not used. Default: bytes with an end-of-document token.
-
-    Raises:
-        ConfigError: the source does not exist; a tokeniser for a file of numbers.
-        DataError: not integers, not one-dimensional, a length below 1, or no lengths at all.
     """
     base = config or DataConfig(sources=(source,), batch_documents=1, max_document_tokens=1)
     # A .npy of token ids, and a file whose format is named, are documents.
-    if holds_numbers(source) and base.format == "auto" and base.record == "text":
-        lengths = read_numbers(source)
-        if lengths is not None:
-            if base.tokenizer is not None:
-                raise ConfigError(
-                    f"{source} holds lengths, which no tokeniser is needed for, and the tokeniser is "
-                    f"'{base.tokenizer}'; leave --tokenizer out, or name the documents themselves"
-                )
-            return LengthTable(lengths=checked_lengths(lengths, source), unit="tokens", tokenizer=None)
-    return count_documents(msgspec.structs.replace(base, sources=(source,)), source)
+    may_be_numbers = holds_numbers(source) and base.format == "auto" and base.record == "text"
+    if not may_be_numbers or (lengths := read_numbers(source)) is None:
+        return count_documents(msgspec.structs.replace(base, sources=(source,)), source)
+    if base.tokenizer is not None:
+        raise ConfigError(
+            f"{source} holds lengths, which no tokeniser is needed for, and the tokeniser is '{base.tokenizer}'; leave "
+            "--tokenizer out, or name the documents themselves"
+        )
+    return LengthTable(lengths=checked_lengths(lengths, source), unit="tokens", tokenizer=None)
 
 
 def count_documents(config: DataConfig, origin: str) -> LengthTable:
-    """Count the lengths of the documents that a run reads in an epoch; `origin` names the data in messages.
-
-    Raises:
-        ConfigError: parts of a mixture that are repeated by weight; sources without files, a tokeniser that cannot be
-            used.
-        DataError: a record that cannot be read, or no documents.
-    """
+    """Count the lengths of the documents that a run reads in an epoch; `origin` names the data in messages."""
     if config.mixture_end == "repeat":
         raise ConfigError(
             f'{origin} repeats the parts of its mixture by weight (data.mixture_end = "repeat"), so its lengths are no '
@@ -105,7 +90,6 @@ def count_documents(config: DataConfig, origin: str) -> LengthTable:
 
 
 def checked_lengths(lengths: NDArray[np.int64], source: str) -> NDArray[np.int64]:
-    """Return the lengths; `DataError` where there are none, or one is below 1."""
     if not len(lengths):
         raise DataError(f"{source} holds no lengths; give at least one document")
     if lengths.min() < 1:
@@ -148,12 +132,8 @@ def holds_numbers(source: str) -> bool:
 
 
 def read_numbers(source: str) -> NDArray[np.int64] | None:
-    """Read the lengths of a file of numbers; None of a .jsonl whose records are documents.
-
-    Raises:
-        ConfigError: the file does not exist.
-        DataError: it cannot be read, or holds no list or column of whole numbers that is plainly meant.
-    """
+    """Read the lengths of a file of numbers; None of a .jsonl of documents, `DataError` where no list or column is
+    meant."""
     name = source.removesuffix(".gz")
     if name.endswith((".jsonl", ".ndjson")) and not _begins_with_numbers(source):
         return None
@@ -213,12 +193,9 @@ def _npy_numbers(content: bytes, source: str) -> NDArray[Any]:
     except Exception as err:  # numpy parses the head as Python and raises whatever that raises
         if "Object arrays" in str(err):
             raise DataError(
-                f"{source} holds pickled Python objects, which could run code when they are read, and no numbers; save "
-                "the lengths as an array of integers: numpy.save(path, numpy.array(lengths, numpy.int64))"
+                f"{source} holds pickled Python objects, which could run code when they are read; save them as int64"
             ) from err
-        raise DataError(
-            f"{source} is not a numpy array file of numbers; write int32 or int64 with numpy.save(path, lengths)"
-        ) from err
+        raise DataError(f"{source} is not a numpy array file; save int32 or int64 with numpy.save") from err
     if loaded.dtype.kind not in "iu":
         raise DataError(f"{source} has dtype {loaded.dtype}; lengths are integers, so save it as int32 or int64")
     if loaded.ndim != 1:
@@ -291,30 +268,21 @@ def _decoded(content: bytes, source: str) -> Any:
 
 
 def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return type(value) is int
 
 
 DEFAULT_WINDOWS = tuple(2**k for k in range(12, 21))
-"""4K to 1M tokens."""
 # Enough for a smooth curve at any zoom, and a page of a few hundred numbers.
 _CUMULATIVE_POINTS_PER_OCTAVE = 16
 
 
 def profile_lengths(lengths: NDArray[np.int64], windows: Sequence[int] = DEFAULT_WINDOWS) -> LengthProfile:
-    """Compute quantiles, length classes and window cuts of lengths.
-
-    Args:
-        lengths: int64[n], at least 1 each and at least one of them.
-        windows: context windows in tokens, in any order; repeated ones count once.
-
-    Raises:
-        ConfigError: a window below 1, or other lengths.
-    """
+    """Compute quantiles, length classes and window cuts of lengths, int64[n], at least 1 each and at least one of them.
+    `windows` are context windows in tokens, in any order. Raises `ConfigError`: a window below 1, or other lengths."""
     require_windows(windows)
     if not len(lengths) or lengths.min() < 1:
         raise ConfigError("a length profile needs at least one document, and every document at least 1 token")
     values, counts = np.unique(lengths, return_counts=True)
-    # Python's integers: exact at any size.
     length, count = values.astype(object), counts.astype(object)
     totals = np.stack([count, length * count, _pairs(length) * count], axis=1)
     # Documents, tokens and pairs of the lengths before each, and at the end in all.

@@ -1,24 +1,15 @@
-"""Load global batches (`GlobalBatchLoader`): source → tokenise → shuffle → batch, by all ranks together, exactly
-resumable.
+"""Load global batches (`GlobalBatchLoader`), by all ranks together, exactly resumable.
 
-A global batch is fixed before anything is planned: by number of documents or by tokens, in the seeded order of the
-streams. Every rank reads its share of the streams and knows every document's length from block headers;
-`feed.step_maker` brings the tokens to the ranks that train them.
+    while (batch := loader.next_batch()) is not None:  # collective, as is `coming`
+        plan = ...                                     # of batch.documents and batch.carried; exchange, train
+        loader.record_step(batch, plan)                # ledger, and documents that the plan deferred
 
-    loader = GlobalBatchLoader(config)
-    while (batch := loader.next_batch()) is not None:
-        plan = ...                       # of batch.documents (and batch.carried)
-        ...                              # exchange, train
-        loader.record_step(batch, plan)    # ledger, and documents that the plan deferred
-        saved = loader.state()           # after this step
-
-`next_batch` and `coming` are collective. Parts of the mixture take turns so that their *tokens* keep to the weights:
-next is the part that is furthest behind its share; inside a part the streams take turns (`StreamSampler`). Batches may
-be drawn before their turn (`DrawnBatches`); each carries the position after it and its part of the account, which count
-only when it is handed out, so a state is the same however many were drawn.
-
-Price: a few microseconds a document besides reading it (some 20 µs where parts take turns document by document); in
-memory are the open block of every stream that this rank reads, the next one, and those of drawn batches.
+Every rank reads its share of the streams and knows every document's length from block headers; `feed.step_maker` brings
+the tokens to the ranks that train them. The part of the mixture that is furthest behind its share of *tokens* is next;
+inside a part the streams take turns (`StreamSampler`). Batches may be drawn before their turn (`DrawnBatches`); each
+carries the position after it and its part of the account, which count only when it is handed out, so a state is the
+same however many were drawn. Price: a few microseconds a document (some 20 µs in a mixture); in memory are the open
+block of every stream that this rank reads, the next one, and those of drawn batches.
 """
 
 import weakref
@@ -81,7 +72,6 @@ class _Part:
     weight: float
     streams: list[_Stream]
     at: PartState = field(default_factory=PartState)
-    """Of which `streams` is not used."""
 
     @property
     def has_ended(self) -> bool:
@@ -98,8 +88,7 @@ def owner_of(key: StreamKey, num_ranks: int) -> int:
 
 
 class StreamSampler:
-    """Sample documents. `config` names the parts of the mixture, their weights and streams; `service` reads the blocks
-    of the streams that this rank owns; `ledger` counts every block that is opened."""
+    """Sample documents; `service` reads the streams that this rank owns, `ledger` counts every opened block."""
 
     def __init__(self, config: DataConfig, service: BlockService, peers: Peers, ledger: Ledger) -> None:
         self._repeats = config.mixture_end == "repeat"
@@ -118,16 +107,8 @@ class StreamSampler:
     def sample(
         self, num_documents: int | None, num_tokens: int | None, *, at_least_one: bool
     ) -> SampledDocuments | None:
-        """Sample at most `num_documents` of at most `num_tokens`, as far as the open blocks go; the next call goes on.
-        Collective.
-
-        Returns:
-            No documents where the next one alone has more than `num_tokens`, unless `at_least_one`; None at the end of
-            the epoch.
-
-        Raises:
-            DataError: what reading raised, on every rank; the next call raises the same again.
-        """
+        """Sample at most `num_documents` of at most `num_tokens`, as far as the open blocks go; none where the next one
+        alone is larger, unless `at_least_one`; None at the end of the epoch. Collective; `DataError` on every rank."""
         while (next_part := self._next_part()) is not None:
             part, is_only = next_part
             streams = self._ready_streams(part)
@@ -155,14 +136,12 @@ class StreamSampler:
             part.restart(PartState(epoch=epoch))
 
     def state(self) -> tuple[PartState, ...]:
-        """Return where every stream stands; the same on all ranks."""
         return tuple(
             msgspec.structs.replace(part.at, streams=tuple(stream.at for stream in part.streams))
             for part in self._parts
         )
 
     def load_state(self, states: Sequence[PartState]) -> None:
-        """Go on from a state, before anything was sampled. Open blocks are read again when needed."""
         for part, state in zip(self._parts, states, strict=True):
             part.at = state
             for stream, at in zip(part.streams, state.streams, strict=True):
@@ -186,7 +165,7 @@ class StreamSampler:
         return max(left, key=lambda part: part.weight * (total + 1) - part.at.tokens), False
 
     def _ready_streams(self, part: _Part) -> list[_Stream]:
-        """Return the streams that have not ended, from the one whose turn it is, each with documents left to take."""
+        """Return the streams that have not ended, each with documents left to take, from the one whose turn it is."""
         ready: list[_Stream] = []
         for stream in part.streams[part.at.turn :] + part.streams[: part.at.turn]:
             while stream.at.cursor is not None:
@@ -222,9 +201,9 @@ class StreamSampler:
     def _count(self, opened: OpenBlock) -> Tally:
         """Count a block as read, and what it dropped as dropped; return its documents."""
         documents = Tally(documents=len(opened.lengths), tokens=int(opened.lengths.sum()))
-        self._ledger.add_read(sum(opened.header.dropped.values(), documents))
-        for reason, dropped in opened.header.dropped.items():
-            self._ledger.add_dropped(reason, dropped)
+        dropped = opened.header.dropped
+        read = LedgerState(read=sum(dropped.values(), documents), dropped=dropped)
+        self._ledger.state = self._ledger.state.with_read(read)
         return documents
 
     def _open_blocks(self) -> None:
@@ -257,9 +236,8 @@ class StreamSampler:
             header, block = headers[stream.key], own.get(stream.key)
             if stream.at.taken and stream.at.checksum != header.checksum:
                 raise DataError(
-                    f"block {header.cursor.block} of stream {stream.key.stream} of data.{part.name} holds other "
-                    f"documents than when the loader's state was saved ({stream.at.taken} of them were trained "
-                    "already); the sources must not change between save and resume"
+                    f"block {header.cursor.block} of stream {stream.key.stream} of data.{part.name} has changed since "
+                    "the loader's state was saved; the sources must not change between save and resume"
                 )
             lengths, num_labels = (np.frombuffer(column, np.int32) for column in (header.lengths, header.num_labels))
             stream.opened = OpenBlock(request, stream.owner, header, lengths, num_labels, block)
@@ -303,8 +281,7 @@ class DrawPosition:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class DrawnBatch:
-    """One batch of new documents of an epoch; without documents where the data has ended. `read` is what reading it
-    added to the account, `after` where the next batch begins."""
+    """New documents of an epoch, none where the data has ended; `read` is what reading them added to the account."""
 
     epoch: int
     documents: tuple[Document, ...]
@@ -319,7 +296,7 @@ EpochEnd = Callable[[int, int], None]
 
 @dataclass(eq=False)
 class DrawnBatches:
-    """Draw batches of the size that `config` sets; `service` reads the streams that this rank owns."""
+    """Draw batches of the size that `config` sets, before their turn too."""
 
     config: DataConfig
     service: BlockService
@@ -349,8 +326,7 @@ class DrawnBatches:
         return state.with_read(self._read.state), held
 
     def peek(self, count: int, at_epoch_end: EpochEnd) -> list[DrawnBatch]:
-        """Return the next `count` batches, which stay here; fewer before the end of the data or before a batch that
-        cannot be read, whose error `take` raises when its turn comes. Collective."""
+        """Return the next `count` batches, which stay here; fewer where the data ends or `take` raises. Collective."""
         try:
             while len(self._waiting) < count and not self._has_failed:
                 if self._waiting and not self._waiting[-1].documents:
@@ -361,9 +337,8 @@ class DrawnBatches:
         return [batch for batch in list(self._waiting)[:count] if batch.documents]
 
     def take(self, at_epoch_end: EpochEnd) -> DrawnBatch:
-        """Return the next batch. Collective. Raises `DataError`: a record that is an error by the settings, an epoch
-        without any document, or an account of an epoch that does not balance; on every rank, and again by the next
-        call."""
+        """Return the next batch. Collective. Raises `DataError`, on every rank and again by the next call: a record
+        that is an error by the settings, an epoch without documents or with an account that does not balance."""
         if self._waiting:
             return self._waiting.popleft()
         self._has_failed = False
@@ -412,16 +387,12 @@ def _tally(members: Sequence[SampledDocuments]) -> Tally:
 
 
 class GlobalBatchLoader:
-    """Load the global batches of `config`.
+    """Load the global batches of `config`; every rank of `peers` makes its own loader of equal settings.
 
     Args:
         tokenizer: instead of the one that `config.tokenizer` names.
-        peers: the ranks that read together; each makes its own loader of equal settings.
         datasets: Hugging Face data sets by source name, read instead of files (see `open_part`).
         vocab_size: of the model that is trained; token ids beyond it are corrupt records. None = not known.
-
-    Raises:
-        ConfigError: sources without files, a tokeniser or template that cannot be used.
     """
 
     def __init__(
@@ -455,22 +426,14 @@ class GlobalBatchLoader:
         self._step = 0
 
     def source_lines(self) -> list[str]:
-        """Report what is read of every source and what is not, a line each; `DataError` for an unreadable file."""
         return [line for config, part, _ in self._job for line in source_lines(config, part)]
 
     def label_warnings(self) -> list[str]:
-        """Warn of labels that are other ids than their tokens, by the first records of every source; `DataError` for a
-        file that cannot be read, or a column that would change what is trained."""
         return [line for config, part, encoder in self._job for line in label_warnings(config, part, encoder)]
 
     def next_batch(self) -> GlobalBatch | None:
-        """Return the next global batch; None after the last epoch. Collective.
-
-        Documents that plans deferred are its `carried`, at the end of the data alone.
-
-        Raises:
-            DataError: as `DrawnBatches.take`, on every rank. The loader stays where it was.
-        """
+        """Return the next global batch, at the end of the data one of carried documents alone; None after that.
+        Collective. Raises `DataError` as `DrawnBatches.take`; the loader stays where it was."""
         if self._lost:
             self._reload_deferred()
         drawn = self._drawn.take(self._check_epoch)
@@ -479,11 +442,25 @@ class GlobalBatchLoader:
         if not drawn.documents and not self._deferred:
             self.close()
             return None
-        return self._hand_out(drawn)
+        sampled, documents, carried = drawn.sampled, drawn.documents, dict(sorted(self._deferred.items()))
+        batch = GlobalBatch(
+            step=self._step,
+            epoch=drawn.epoch,
+            documents=documents,
+            tokens=own_tokens(sampled, documents[0].doc_id if documents else 0, carried),
+            sampled=sampled,
+            has_labels=any(block.header.has_labels for block in sampled.blocks)
+            or any(entry.saved.has_labels for entry in carried.values()),
+            deferrals=carried,
+            is_last=not documents,
+        )
+        self.ledger.add_handed_out(sampled.tally(), tally_of(batch.carried))
+        self._deferred = {}
+        self._step += 1
+        return batch
 
     def coming(self, count: int) -> tuple[tuple[Document, ...], ...]:
-        """Return the new documents of the next `count` batches, with their final ids; fewer batches where the data ends
-        or one cannot be read, which `next_batch` raises in its turn. Collective. State and account do not change."""
+        """Return the new documents of the next `count` batches, fewer as in `DrawnBatches.peek`. Collective."""
         return tuple(batch.documents for batch in self._drawn.peek(count, self._check_epoch))
 
     def record_step(self, batch: GlobalBatch, plan: StepPlan) -> None:
@@ -519,26 +496,17 @@ class GlobalBatchLoader:
     def origin(self, place_of: Callable[[int], DocumentPlace], doc_id: int) -> str:
         """Say where a document was read: its number in the shuffled block, and the file in which that begins."""
         place = place_of(doc_id)
-        reader = BlockReader(*self._job[place.part], part=place.part)
-        file = reader.first_file(place.block)
+        file = BlockReader(self._job[place.part], place.part).first_file(place.block)
         return f"number {place.index + 1} of the block that begins in {file}"
 
-    def held(self) -> Tally:
-        """Count what was read and is in no batch, up to the last batch handed out."""
-        return self._at.held()
-
     def check_ledger(self) -> None:
-        """Raise a `DataError` unless every token that was read is trained, dropped, deferred or waiting."""
-        self.ledger.check(self.held())
+        self.ledger.check(self._at.held())
 
     def summary(self) -> list[str]:
-        return self.ledger.state.lines(self.held())
+        return self.ledger.state.lines(self._at.held())
 
     def state(self) -> LoaderState:
-        """Return the state, the same on all ranks: restored, it continues after the last batch handed out.
-
-        A batch that was handed out and not noted stays in flight in the ledger.
-        """
+        """Return the state after the last batch handed out, the same on all ranks; one not recorded stays in flight."""
         return LoaderState(
             step=self._step,
             epoch=self._at.epoch,
@@ -550,8 +518,7 @@ class GlobalBatchLoader:
         )
 
     def load_state(self, state: LoaderState) -> None:
-        """Go on from a state, also of another process or parallel layout; `next_batch` reads open blocks and deferred
-        documents again. Raises `ConfigError`: the state was made with other data settings or files; names them."""
+        """Go on from a state, also of another parallel layout; `ConfigError` names other data settings or files."""
         check_fingerprint(state, self._fingerprint)
         self.background.close()
         self.ledger = Ledger(state.ledger)
@@ -561,11 +528,9 @@ class GlobalBatchLoader:
         self._step, self._deferred, self._lost = state.step, {}, state.deferred
 
     def close(self) -> None:
-        """End the background readers; the next request for a batch starts them again."""
         self.background.close()
 
     def _check_epoch(self, epoch: int, num_sampled: int) -> None:
-        """Check that an epoch gave documents, and that all that was read of it is accounted for."""
         account, held = self._drawn.account(self.ledger.state)
         if not num_sampled and self.config.reads == "held_out" and not account.read.documents:
             shares = (share for part in self.parts for share in part.segments)
@@ -578,30 +543,10 @@ class GlobalBatchLoader:
             files = sum(len(part.files) for part in self.parts)
             named = list(self.config.sources) or [part.name for part in self.config.mixture]
             raise DataError(
-                f"epoch {epoch} of {counted(files, 'file')} in {named} has no document "
-                f"to train ({'; '.join(account.lines(held))}); check data.sources, data.overlong, "
-                "data.on_corrupt and validation.share"
+                f"epoch {epoch} of {counted(files, 'file')} in {named} has no document to train ("
+                f"{'; '.join(account.lines(held))}); check data: sources, overlong, on_corrupt, and validation.share"
             )
         Ledger(account).check(held)
-
-    def _hand_out(self, drawn: DrawnBatch) -> GlobalBatch:
-        sampled, documents = drawn.sampled, drawn.documents
-        carried = {doc_id: self._deferred[doc_id] for doc_id in sorted(self._deferred)}
-        batch = GlobalBatch(
-            step=self._step,
-            epoch=drawn.epoch,
-            documents=documents,
-            tokens=own_tokens(sampled, documents[0].doc_id if documents else 0, carried),
-            sampled=sampled,
-            has_labels=any(block.header.has_labels for block in sampled.blocks)
-            or any(entry.saved.has_labels for entry in carried.values()),
-            deferrals=carried,
-            is_last=not documents,
-        )
-        self.ledger.add_handed_out(sampled.tally(), tally_of(batch.carried))
-        self._deferred = {}
-        self._step += 1
-        return batch
 
     def _reload_deferred(self) -> None:
         """Read the deferred documents of a state again, each on the rank that reads its stream. Collective."""
@@ -617,9 +562,8 @@ class GlobalBatchLoader:
                         blocks[request] = self.background.take(request)
                     if blocks[request].header.checksum != place.checksum:
                         raise DataError(
-                            f"deferred document {lost.document.doc_id} of {lost.document.num_tokens} tokens stands in "
-                            f"block {request.cursor.block} of stream {request.key.stream}, which holds other documents "
-                            "than when the loader's state was saved; sources must not change between save and resume"
+                            f"block {request.cursor.block} of stream {request.key.stream} with deferred document "
+                            f"{lost.document.doc_id} has changed; sources must not change between save and resume"
                         )
                     content = blocks[request].table.at(place.index)
                 entries[lost.document.doc_id] = Deferral(lost, owner, content)
@@ -634,8 +578,5 @@ class GlobalBatchLoader:
 def _dataset_of(config: DataConfig, datasets: dict[str, Any]) -> Any:
     named = [source for source in config.sources if source in datasets]
     if named and len(config.sources) > 1:
-        raise ConfigError(
-            f"data source '{named[0]}' is a data set object, next to {len(config.sources) - 1} others; give "
-            "every object a part of data.mixture of its own"
-        )
+        raise ConfigError(f"data source '{named[0]}' is a data set object, next to others; make it a part of a mixture")
     return datasets[named[0]] if named else None

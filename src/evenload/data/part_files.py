@@ -1,11 +1,9 @@
 """Open what one part of the mixture is read from: files, their readers, and segments that streams share (`PartFiles`).
 
 Segments are shares of files, assigned to streams anew in every epoch. Files are cut by size before anything is opened,
-so a data set of any size is ready after one listing, and one large file feeds all streams. What a stream reads depends
-on files, seed and epoch only. Price: O(segments) per epoch; at most 64 MiB a segment, so 10 TB are 160,000 of them.
-
-Permutations are counter-based (Philox), so any rank can make any of them again. numpy keeps the raw Philox stream
-stable over versions, its distributions not.
+so a data set of any size is ready after one listing, and one large file feeds all streams. Permutations are
+counter-based (Philox), so any rank can make any of them again; numpy keeps the raw Philox stream stable over versions,
+its distributions not. Price: O(segments) per epoch; at most 64 MiB a segment, so 10 TB are 160,000 of them.
 """
 
 from collections import Counter
@@ -35,8 +33,8 @@ _HELD = {"text": ("text", "data.format or data.include"), "memmap": ("tokens", '
 
 
 def open_reader(file: SourceFile, config: DataConfig, dataset: Any = None) -> RecordReader:
-    """Make the reader of a file, or of the data set that it stands for, without opening it; `ConfigError` for a format
-    that cannot hold records of kind `config.record`, or not inside that compression."""
+    """Make the reader of a file or data set, unopened; `ConfigError` for a format that cannot hold records of this
+    kind."""
     if file.format in _OWN_COMPRESSION and file.compression is not None:
         raise ConfigError(f"{file.name} is a {file.format} file inside {file.compression}; decompress it")
     columns = record_columns(config)
@@ -59,23 +57,13 @@ def open_reader(file: SourceFile, config: DataConfig, dataset: Any = None) -> Re
 
 
 def dataset_file(dataset: Any, name: str = "dataset") -> SourceFile:
-    """Make the stand-in of a Hugging Face data set among the files; messages use the name."""
     size_bytes, rows = None, ""
     if not is_iterable_dataset(dataset):
         size_bytes, rows = dataset_bytes(dataset), f" of {len(dataset)} rows"
-    return SourceFile(
-        name=name,
-        path="",
-        key=f"0:{name}{rows}",
-        size_bytes=size_bytes,
-        format="dataset",
-        compression=None,
-        filesystem=LocalFileSystem(),
-    )
+    return SourceFile(name, "", f"0:{name}{rows}", size_bytes, "dataset", None, LocalFileSystem())
 
 
 SEGMENTS, BLOCKS = 1, 2
-"""Purposes of permutations, kept apart in the counter."""
 
 
 def permutation(size: int, seed: int, epoch: int, purpose: int, user: int, index: int) -> list[int]:
@@ -87,8 +75,7 @@ def permutation(size: int, seed: int, epoch: int, purpose: int, user: int, index
     return np.argsort(numbers, kind="stable").tolist()
 
 
-# Small enough that a stream gets several segments of a small data set; large enough that opening a file at an offset (a
-# request to a remote store) stays rare.
+# A stream gets several segments of a small data set, and opening a file at an offset stays rare.
 _SEGMENTS_PER_STREAM = 4
 _SMALLEST_BYTES, _LARGEST_BYTES = 1 << 18, 1 << 26
 
@@ -102,8 +89,7 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PartFiles:
-    """Readers of the files of one part of the mixture in their fixed order, and their segments in file order;
-    `listings` has the same files by source."""
+    """Readers of the files of one part of the mixture, and their segments, in file order."""
 
     listings: tuple[SourceListing, ...]
     readers: tuple[RecordReader, ...]
@@ -111,11 +97,9 @@ class PartFiles:
 
     @property
     def files(self) -> tuple[SourceFile, ...]:
-        """Return the files in their fixed order."""
         return tuple(reader.file for reader in self.readers)
 
     def by_source(self) -> Iterator[tuple[SourceListing, list[RecordReader]]]:
-        """Yield every source with the readers of its files."""
         readers = iter(self.readers)
         for listing in self.listings:
             yield listing, list(islice(readers, len(listing.files)))
@@ -144,11 +128,7 @@ _SAMPLED = 64
 
 
 def source_lines(config: DataConfig, part: PartFiles) -> Iterator[str]:
-    """Report what is read of every source of a part of the mixture and what is not, a line each.
-
-    Inspects at most `_INSPECTED_FILES` files a source; the number of records then is an estimate. Raises a `DataError`
-    for a file that cannot be opened.
-    """
+    """Report, a line each, what is read of every source and what is not; records are estimated where files are many."""
     columns = record_columns(config)
     known, values = {column.name for column in columns}, value_names(columns)
     for listing, readers in part.by_source():
@@ -173,17 +153,11 @@ def source_lines(config: DataConfig, part: PartFiles) -> Iterator[str]:
 
 
 def label_warnings(config: DataConfig, part: PartFiles, encoder: DocumentEncoder) -> Iterator[str]:
-    """Warn of token records whose labels are other ids than their tokens, by the first records of every source.
-
-    Raises a `DataError` for a file that cannot be read, or a column that would change what is trained.
-    """
+    """Warn of token records whose labels are other ids than their tokens, by the first records of every source."""
     for listing, (reader, *_) in part.by_source() if config.record == "tokens" else ():
         documents = encoder.encode_records(list(islice(reader.records(FilePart()), _SAMPLED)))
-        others = 0
-        for document in documents:
-            if isinstance(document, EncodedDocument) and (labels := document.labels) is not None:
-                others += bool(np.any((labels != document.tokens) & (labels != IGNORE_INDEX)))
-        if others:
+        labelled = [one for one in documents if isinstance(one, EncodedDocument) and one.labels is not None]
+        if others := sum(np.any((one.labels != one.tokens) & (one.labels != IGNORE_INDEX)) for one in labelled):
             yield (
                 f"{listing.source}: in {others} of its first {counted(len(documents), 'record')} some labels are "
                 f"neither {IGNORE_INDEX} nor the token at their place, and are trained as they are"

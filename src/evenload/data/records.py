@@ -1,8 +1,8 @@
 """Define the columns that a run reads, the conversion of their values, and the interface of readers (`RecordReader`).
 
 An *other column* is named by no setting, but in the field's libraries its name decides what is trained: it is used
-(labels, masks, tools), or checked record by record to change nothing; a record in which it would change something is
-refused. `data.ignore_columns` skips it.
+(labels, masks, tools), or checked record by record to change nothing, else refused, unless `data.ignore_columns` skips
+it.
 
 A file is read in *parts*: part i of n holds a fixed share of its records, reachable without reading the others. An
 *offset* in the format's own terms (bytes, rows, documents) is all it takes to resume inside a part.
@@ -74,15 +74,8 @@ _OTHER_COLUMNS: dict[str, tuple[tuple[str, ColumnKind, str], ...]] = {
 
 
 class Column(NamedTuple):
-    """A column that a run may read.
-
-    Args:
-        name: key (jsonl) or column.
-        kind: "text" values are str; "messages" list[dict]; "tokens" int32[num_tokens]; "mask" bool[num_tokens].
-        setting: the `DataConfig` field that holds `name`, or that skips it.
-        is_required: every record must have it; else it is an other column, which a record may lack.
-        problem: what is wrong where a column that is only checked does not hold its kind.
-    """
+    """A column that a run may read; `setting` is the `DataConfig` field that names it, or that skips it. One that is
+    not required may be lacking; `problem` is what is wrong where one that is only checked does not hold its kind."""
 
     name: str
     kind: ColumnKind
@@ -115,17 +108,10 @@ def value_names(columns: Sequence[Column]) -> tuple[str, ...]:
 
 
 def other_values(columns: Sequence[Column], values: Sequence[Any], num_tokens: int | None = None) -> tuple[Any, ...]:
-    """Convert the values of other columns that are read, in the order of `value_names`, without `None` at the end.
-
-    Args:
-        values: one a column; None where a record has none.
-        num_tokens: number of ids of the record, where it holds ids.
-
-    Raises:
-        OtherColumnError: a column that is only checked would change what is trained. This is no damage of one record,
-            so it always stops the run.
-        ValueProblem: another value is not what its column must hold.
-    """
+    """Convert the values of other columns that are read (None where a record has none), in the order of `value_names`,
+    without `None` at the end; `num_tokens` is set where the record holds ids. Raises `ValueProblem`, or
+    `OtherColumnError` where a column would change what is trained, which is no damage of one record, so it always stops
+    the run."""
     if all(value is None for value in values):
         return ()
     converted = []
@@ -141,7 +127,6 @@ def other_values(columns: Sequence[Column], values: Sequence[Any], num_tokens: i
 
 
 def _holds(kind: ColumnKind, value: Any, num_tokens: int | None) -> bool:
-    """Check that a value of a column that is only checked changes nothing."""
     if kind == "empty":
         return isinstance(value, str | list | dict) and not value
     try:
@@ -204,7 +189,6 @@ def convert_value(column: Column, value: Any) -> Any:
 
 
 def _plain_array(value: Any) -> NDArray[Any] | None:
-    """Return a list as an array of one dimension; None where it is none."""
     try:
         array = np.asarray(value) if isinstance(value, list | tuple | np.ndarray) else None
     except (ValueError, OverflowError):  # lists of unequal lengths, numbers beyond 64 bits
@@ -213,15 +197,8 @@ def _plain_array(value: Any) -> NDArray[Any] | None:
 
 
 def cut_ids(ids: NDArray[Any], edges: NDArray[Any]) -> tuple[list[NDArray[np.int32]], dict[int, str]]:
-    """Cut token ids into rows of int32, as views where the ids are int32 already.
-
-    Args:
-        ids: numbers [N] of any type.
-        edges: integers [D + 1], ascending; row i holds ids `[edges[i], edges[i + 1])`.
-
-    Returns:
-        The rows, and by row index the problem of those with an id that int32 does not hold exactly.
-    """
+    """Cut token ids [N] into rows of int32, as views where they are int32 already; row i has ids `[edges[i], edges[i +
+    1])`. Also returns, by row, the problem of those with an id that int32 does not hold exactly."""
     tokens, problems = ids, {}
     if ids.dtype != np.int32:
         with np.errstate(invalid="ignore"):
@@ -251,18 +228,12 @@ class FilePart:
     count: int = 1
 
     def range_of(self, size: int) -> range:
-        """Return this part's share of `size` bytes, rows or documents."""
         return range(size * self.index // self.count, size * (self.index + 1) // self.count)
 
 
 class Record(NamedTuple):
-    """A record of one file.
-
-    Args:
-        offset, next_offset: where it and the next one of the part begin, in the reader's terms; or `FILE_END`.
-        values: one value per column that is read, in order; None where the record cannot be read.
-        problem: why it cannot.
-    """
+    """A record of one file, and where it and the next one of the part begin, in the reader's terms (or `FILE_END`); one
+    value per column that is read, None and a problem where the record cannot be read."""
 
     offset: int
     next_offset: int
@@ -273,8 +244,7 @@ class Record(NamedTuple):
 def make_records(
     offsets: Sequence[int], values: Sequence[tuple[Any, ...]], problems: Mapping[int, str]
 ) -> Iterator[Record]:
-    """Make many records quickly. `offsets` are of every record and after the last, `problems` of those that cannot be
-    read, by index."""
+    """Make many records quickly; `offsets` are of every record and after the last, `problems` by index."""
     readable: Sequence[tuple[Any, ...] | None] = values
     reasons: Iterable[str] = repeat("")
     if problems:
@@ -284,8 +254,8 @@ def make_records(
 
 
 class FileSummary(NamedTuple):
-    """What a short inspection shows of a file: names of its columns, or keys of its first records; the number of its
-    records (None = not known without reading it), and whether that was counted, not estimated."""
+    """What a short inspection shows of a file: columns or keys, and records (None = not known), counted or
+    estimated."""
 
     columns: tuple[str, ...] = ()
     num_records: int | None = None
@@ -305,13 +275,11 @@ class RecordReader(ABC):
         return True
 
     def num_parts(self, part_bytes: int) -> int:
-        """Return how many parts of about that size the file has, without opening it; 1 where it cannot be shared."""
         return max(1, -(-(self.file.size_bytes or 0) // part_bytes)) if self.can_share() else 1
 
     def records(self, part: FilePart, offset: int | None = None) -> Iterator[Record]:
         """Yield the part's records from an offset on (None = its beginning), in bounded memory. Raises `DataError`: the
-        file or its index cannot be read, a column is missing or has another type, an other column would change what is
-        trained, or nothing marks where documents end."""
+        file cannot be read, lacks a column, or has one of another type or that would change what is trained."""
         if offset == FILE_END or (part.index > 0 and not self.can_share()):
             return
         with naming(self.file):

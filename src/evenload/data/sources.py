@@ -1,11 +1,9 @@
 """List sources (files, directories, globs, fsspec URLs) as sorted files (`list_sources`), and open them (`SourceFile`).
 
-Files are sorted by their path below the source, sources keep their order. Links are followed; a directory that contains
-itself through a link is entered once. What only describes data files next to it (`README.md`, `dataset_info.json`) is
-left out and reported; another file without the name of a data file is refused there: it would be trained as a text.
-Names that begin with "." are hidden. Price: one listing per source.
-
-A file is known by its path below the source and its size, so a data set may move between save and resume.
+Files are sorted by their path below the source, sources keep their order. A directory that contains itself through a
+link is entered once. What only describes data files next to it (`README.md`, `dataset_info.json`) is left out and
+reported; another file without the name of a data file is refused there: it would be trained as a text. A file is known
+by its path below the source and its size, so a data set may move between save and resume.
 """
 
 import hashlib
@@ -34,7 +32,6 @@ FileFormat = Literal["text", "jsonl", "json", "parquet", "arrow", "memmap", "dat
 """`DataConfig.format` resolved; "dataset" = no file but a Hugging Face data set passed in Python."""
 
 RETRY_WAITS_S = (0.1, 0.5, 2.0)
-"""Waits before each new attempt to read from remote storage."""
 
 T = TypeVar("T")
 _BUFFER_BYTES = 1 << 18
@@ -43,17 +40,10 @@ _FINAL_ERRORS = (FileNotFoundError, PermissionError, IsADirectoryError)
 _DECOMPRESSORS: dict[Any, Any] = compr
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class SourceFile:
-    """One file of a source.
-
-    Args:
-        name: the source as given and the path below it, for messages.
-        path: in the terms of `filesystem`; "" for a data set.
-        key: source index and path below the source: stays equal when the data set moves.
-        size_bytes: None where the file system does not know.
-        compression: fsspec's name; None = plain.
-    """
+    """One file of a source: `name` is for messages, `path` in the terms of `filesystem` ("" for a data set), `key` the
+    source's index and the path below it; `size_bytes` and `compression` are None where unknown or none."""
 
     name: str
     path: str
@@ -65,12 +55,10 @@ class SourceFile:
 
     @property
     def is_local(self) -> bool:
-        """Whether the file can be mapped into memory."""
         return isinstance(self.filesystem, LocalFileSystem)
 
     def sibling(self, suffix: str, other_suffix: str) -> "SourceFile | None":
-        """Return the file of the same name with another suffix, such as an index, or None; `DataError` where the
-        storage does not answer."""
+        """Return the file of the same name with another suffix, such as an index, or None."""
         path = self.path.removesuffix(suffix) + other_suffix
         name = self.name.removesuffix(suffix) + other_suffix
 
@@ -85,9 +73,7 @@ class SourceFile:
 
     @contextmanager
     def open(self) -> Iterator[IO[bytes]]:
-        """Open the decompressed bytes, seekable. A failed read of a remote file is repeated, see `_RemoteStream`.
-        Raises `DataError`: the file cannot be opened; when read: a remote file failed for good. Damaged compression
-        raises what its library has for it (`damaged_compression`)."""
+        """Open the decompressed bytes, seekable; failed reads of a remote file are repeated, then raise `DataError`."""
         if self.is_local:
             try:
                 stream: IO[bytes] = open(self.path, "rb")  # noqa: SIM115 (closed below)
@@ -104,12 +90,9 @@ class SourceFile:
 
 
 class _RemoteStream(io.RawIOBase):
-    """Bytes of a remote file, opened when first read.
-
-    Not all of fsspec's file systems try again (HTTP does not), and a read that ends early looks like the end of the
-    data. So a read that fails, or ends before the file does, opens the file again at the same byte; attempts are
-    counted anew after every success.
-    """
+    """Bytes of a remote file. Not all of fsspec's file systems try again (HTTP does not), and a read that ends early
+    looks like the end of the data. So a read that fails, or ends before the file does, opens the file again at the same
+    byte."""
 
     def __init__(self, file: SourceFile) -> None:
         self._file = file
@@ -162,8 +145,8 @@ class _RemoteStream(io.RawIOBase):
 
 
 def _with_retries(call: Callable[[], T], name: str, what: str, clean_up: Callable[[], object] = lambda: None) -> T:
-    """Call repeatedly, with the pauses of `RETRY_WAITS_S`; then raise a `DataError` that file `name` cannot be `what`.
-    `clean_up` is called after every failed attempt."""
+    """Call with the pauses of `RETRY_WAITS_S`, after every failure `clean_up`; then raise that `name` cannot be
+    `what`."""
     waits_s = iter(RETRY_WAITS_S)
     while True:
         try:
@@ -206,7 +189,6 @@ _SUFFIXES: dict[FileFormat, str] = {
     "memmap": ".bin .idx .npy",
 }  # fmt: skip
 _SUFFIX_FORMATS = {suffix: format for format, suffixes in _SUFFIXES.items() for suffix in suffixes.split()}
-# An index is read with its token file.
 _INDEX_SUFFIXES = {".idx.npy": ".npy", ".idx": ".bin"}
 _COMPRESSION_SUFFIXES = (".gz", ".bz2", ".xz", ".lzma", ".zst", ".zstd", ".lz4", ".snappy")
 # They hold records or archives, which nobody means as one text a file.
@@ -247,9 +229,8 @@ class _Entry(NamedTuple):
 
 
 def list_sources(config: DataConfig) -> tuple[SourceListing, ...]:
-    """List all files of every source, in their fixed order. Raises `ConfigError`: a source without files, a file that
-    would be trained twice or is no data, a link to nothing, a protocol or compression whose package is not installed.
-    """
+    """List all files of every source, in order; `ConfigError` for one without files, twice the same, or that is no
+    data."""
     listings: list[SourceListing] = []
     seen: dict[str, str] = {}
     for index, source in enumerate(config.sources):
@@ -271,17 +252,8 @@ def list_sources(config: DataConfig) -> tuple[SourceListing, ...]:
                     "in data.sources, or leave one out by data.include"
                 )
             seen[unique] = name
-            files.append(
-                SourceFile(
-                    name=name,
-                    path=path,
-                    key=f"{index}:{relative or os.path.basename(path)}",
-                    size_bytes=size_bytes,
-                    format=file_format(path, config.format),
-                    compression=_compression(path, name),
-                    filesystem=filesystem,
-                )
-            )
+            key, format = f"{index}:{relative or os.path.basename(path)}", file_format(path, config.format)
+            files.append(SourceFile(name, path, key, size_bytes, format, _compression(path, name), filesystem))
         listings.append(SourceListing(source, tuple(files), left_out))
     return tuple(listings)
 
@@ -296,7 +268,6 @@ def _suffix(path: str) -> str:
 
 
 def _expand(source: str, include: Sequence[str]) -> tuple[AbstractFileSystem, str, list[_Entry]]:
-    """Return file system, directory as the user wrote it, and its files sorted."""
     try:
         filesystem, root = fsspec.url_to_fs(source)
         # A web server has no directories (fsspec would take a page with links for one), and "?" is no wildcard.
@@ -423,9 +394,8 @@ def _refuse_splits(entries: Sequence[_Entry], source: str, format: Format) -> No
             splits.setdefault(_SPLIT_NAMES[match[1]], entry.relative)
     if len(splits) > 1:
         raise ConfigError(
-            f"data source '{source}' holds the splits {', '.join(sorted(splits))} of a data set "
-            f"({next(iter(splits.values()))}, ...), which would all be trained; name one of them in data.sources, or "
-            "its files by a pattern such as 'train-*' in data.include"
+            f"data source '{source}' holds the splits {', '.join(sorted(splits))} of a data set; name one of them in "
+            f"data.sources, or its files ({next(iter(splits.values()))}, ...) by a pattern in data.include"
         )
 
 
@@ -462,7 +432,6 @@ def _without_indexes(entries: list[_Entry], source: str, format: Format) -> list
 
 
 def _chosen(entries: Iterator[_Entry], include: Sequence[str]) -> Iterator[_Entry]:
-    """Yield the entries, where there are patterns those that match one, with that pattern."""
     for entry in entries:
         name = entry.relative.rsplit("/", 1)[-1]
         pattern = next((each for each in include if fnmatch(entry.relative if "/" in each else name, each)), "")
@@ -477,8 +446,7 @@ def _magic_root(pattern: str) -> str:
 
 
 def _compression(path: str, name: str) -> str | None:
-    inferred = infer_compression(path)
-    suffix = os.path.splitext(path.lower())[1]
+    inferred, suffix = infer_compression(path), os.path.splitext(path.lower())[1]
     # The package zstandard takes the end of a truncated file for the end of the data.
     if suffix in (".zst", ".zstd") and getattr(_DECOMPRESSORS.get("zstd"), "__name__", "") != "ZstdFile":
         raise ConfigError(f"{name} is compressed as {suffix}; install evenload[zstd], or decompress the file")

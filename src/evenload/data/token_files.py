@@ -1,17 +1,15 @@
-"""Read token files, format "memmap": documents that lie one after the other in an array of token ids.
+"""Read token files, format "memmap": documents that lie one after the other in an array of token ids, in runs of 4 MB.
 
-Offsets are documents, and parts hold equally many, except in a `.npy` without edges. Ids become int32 in runs of about
-4 MB, and documents are slices of a run. Price: one run in memory.
+Offsets are documents, and parts hold equally many, except in a `.npy` without edges.
 
 Megatron's `<name>.bin` holds ids, its `<name>.idx`: 9 bytes of magic, version (u64, 1), code of the ids' type (u8),
 number of sequences S and of document edges D + 1 (both u64); then the sequences' lengths (i32[S]), their first bytes in
-the `.bin` (i64[S]), and the documents' edges in sequences (i64[D + 1]). What may follow is not read. Source:
-Megatron-LM, `megatron/core/datasets/indexed_dataset.py`.
+the `.bin` (i64[S]), and the documents' edges in sequences (i64[D + 1]). Source: Megatron-LM,
+`megatron/core/datasets/indexed_dataset.py`.
 
-A `.npy` is a one-dimensional array of ids. Either `<name>.idx.npy` holds the edges of its documents in tokens (whole
-numbers [D + 1], ascending from 0 to the number of tokens; they count where both are given). Or
-`DataConfig.document_end_id` ends a document and belongs to it; then offsets are tokens, and a document belongs to the
-part in whose tokens it begins. Price: one comparison an id (1 ns); a run of `_SCAN_TOKENS` in memory, or a document.
+A `.npy` is an array of ids. Either `<name>.idx.npy` holds the edges of its documents in tokens (whole numbers [D + 1],
+from 0 to the number of tokens). Or `DataConfig.document_end_id` ends a document and belongs to it; then offsets are
+tokens, and a document belongs to the part in whose tokens it begins.
 """
 
 import io
@@ -87,19 +85,11 @@ class _NumberArray:
         return self.at_bytes + self.size * self.dtype.itemsize
 
     def read(self, start: int, stop: int) -> NDArray[Any]:
-        """Read numbers `[start, stop)`; raise `DamagedError` where the file ends before."""
         at, wanted = self.at_bytes + start * self.dtype.itemsize, (stop - start) * self.dtype.itemsize
         content = self.source.read(at, wanted)
         if len(content) != wanted:
             raise DamagedError(f"it ends at byte {at + len(content)}")
         return np.frombuffer(content, dtype=self.dtype)
-
-
-def _token_records(ids: NDArray[Any], edges: NDArray[np.int64], first: int, by_token: bool = False) -> Iterator[Record]:
-    """Make records of the documents between edges; their offsets count documents from `first` on, or tokens."""
-    tokens, problems = cut_ids(ids, edges)
-    offsets = (first + edges).tolist() if by_token else range(first, first + len(edges))
-    return make_records(offsets, [(row,) for row in tokens], problems)
 
 
 class _TokenReader(RecordReader):
@@ -141,7 +131,8 @@ def _records_by_edges(
         most = edges[0] + CHUNK_BYTES // ids.dtype.itemsize
         count = max(1, int(np.searchsorted(edges, most, side="right")) - 1)
         chunk = ids.read(int(edges[0]), int(edges[count]))
-        yield from _token_records(chunk, edges[: count + 1] - edges[0], document)
+        tokens, problems = cut_ids(chunk, edges[: count + 1] - edges[0])
+        yield from make_records(range(document, document + count + 1), [(row,) for row in tokens], problems)
         document += count
 
 
@@ -324,7 +315,8 @@ def _records_by_end(array: _NumberArray, end_id: int, part: FilePart, offset: in
             yield Record(at, after, None, f"no id {end_id} ends a document within {window} tokens")
             at = after
             continue
-        yield from _token_records(ids[: begins[-1]], np.append(0, begins), at, by_token=True)
+        tokens, problems = cut_ids(ids[: begins[-1]], edges := np.append(0, begins))
+        yield from make_records((at + edges).tolist(), [(row,) for row in tokens], problems)
         at += int(begins[-1])
         window = _SCAN_TOKENS
 

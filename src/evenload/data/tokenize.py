@@ -2,13 +2,10 @@
 
 Truncation and padding of a file are switched off, and no special tokens are added: encoders put what a post-processor
 writes before a text there (`opening_ids`), and the end-of-document token after it. Text that spells a special token
-becomes that token.
-
-Files next to `tokenizer.json` may add tokens. They are read as `TokenizersBackend` of transformers 5 reads them, so
-that ids agree: `added_tokens_decoder` of `tokenizer_config.json`; where that has none, `added_tokens.json`, and
-`special_tokens_map.json` goes before it; then every special token that is not there yet. New tokens get the next free
-ids. What other classes of transformers do is not known here: a run compares ids before it starts
-(`runtime.model.export_files`).
+becomes that token. Files next to `tokenizer.json` may add tokens; they are read as `TokenizersBackend` of transformers
+5 reads them: `added_tokens_decoder` of `tokenizer_config.json`; where that has none, `added_tokens.json`, and
+`special_tokens_map.json` goes before it; then every special token that is not there yet. A run compares ids before it
+starts (`runtime.model.export_files`).
 """
 
 import hashlib
@@ -65,8 +62,8 @@ def special_token_text(value: Any) -> str | None:
 
 
 def add_tokens_of_files(tokenizer: tokenizers.Tokenizer, directory: Path, settings: Mapping[str, Any]) -> bool:
-    """Add the tokens that transformers adds because of the files next to a tokeniser, in its order; return whether that
-    changed it. `settings` are `special_settings` of the directory; `ConfigError` for what is no token."""
+    """Add the tokens that transformers adds because of the files next to a tokeniser; return whether that changed
+    it."""
     own = tokenizer.get_added_tokens_decoder()
     # Others that end so are switches, such as add_bos_token.
     keys = [*NAMED_TOKENS, *(key for key in settings if key.endswith("_token") and key not in NAMED_TOKENS)]
@@ -109,26 +106,15 @@ BYTES = "bytes"
 
 
 class TokensWithOffsets(NamedTuple):
-    """Tokens of a text and their places in it.
-
-    Args:
-        tokens: int32[num_tokens].
-        offsets: int32[num_tokens, 2]: characters `[start, stop)` of each token, neither descending. Tokens that make up
-            one character together all have its range.
-    """
+    """Tokens of a text, int32[num_tokens], and the characters `[start, stop)` of each, int32[num_tokens, 2], neither
+    descending. Tokens that make up one character together all have its range."""
 
     tokens: NDArray[np.int32]
     offsets: NDArray[np.int32]
 
 
 class DocumentTokenizer(Protocol):
-    """What the loader needs of a tokeniser.
-
-    Args:
-        name: equal names give equal tokens.
-        vocab_size: token ids are in `[0, vocab_size)`.
-        eos_id: id of the end-of-document token; None where there is none.
-    """
+    """What the loader needs of a tokeniser: equal names give equal tokens; ids are in `[0, vocab_size)`."""
 
     name: str
     vocab_size: int
@@ -163,24 +149,14 @@ class ByteTokenizer:
         return located
 
     def decode(self, tokens: NDArray[np.integer]) -> str:
-        """Decode tokens; end-of-document tokens are left out, broken UTF-8 is replaced."""
         return bytes(tokens[tokens < _BYTE_VALUES].astype(np.uint8)).decode("utf-8", errors="replace")
 
 
 class FileTokenizer:
-    """A `tokenizer.json`.
+    """A `tokenizer.json`, or a directory with one; `ConfigError` where it cannot be read, or `eos_token` is not in it.
 
-    `path` is the file, `kind` its algorithm, such as BPE; `opening_ids` are what its post-processor writes before a
-    text; `bos_id` begins a document, None where no file names it. `added_tokens` are not in the algorithm's vocabulary;
-    `has_settings` = a `tokenizer_config.json` lies next to it.
-
-    Args:
-        path: the file, or a directory that holds `tokenizer.json`.
-        eos_token: text of the end-of-document token. Default: `eos_token` in a `tokenizer_config.json`
-            next to the file, else the one usual name among the special tokens.
-
-    Raises:
-        ConfigError: no such file, not a tokeniser, or `eos_token` is not in its vocabulary; wrong files next to it.
+    `opening_ids` are what its post-processor writes before a text; `bos_id` begins a document, None where no file names
+    it. By default `eos_token` is that of `tokenizer_config.json`, else the one usual name among the special tokens.
     """
 
     def __init__(self, path: str | Path, eos_token: str | None = None) -> None:
@@ -225,18 +201,15 @@ class FileTokenizer:
         return [
             TokensWithOffsets(
                 np.array(encoding.ids, dtype=np.int32),
-                # Faster than making an array of the list of pairs.
                 np.fromiter(chain.from_iterable(encoding.offsets), np.int32, 2 * len(encoding)).reshape(-1, 2),
             )
             for encoding in self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         ]
 
     def decode(self, tokens: NDArray[np.integer]) -> str:
-        """Return the text of the tokens, special tokens left out."""
         return self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
 
     def token_text(self, token: int) -> str | None:
-        """Return how the vocabulary spells a token; None where there is no such id."""
         return self._tokenizer.id_to_token(token)
 
     def special_tokens(self) -> dict[str, int]:
@@ -250,15 +223,14 @@ class FileTokenizer:
             return usual[0] if len(usual) == 1 else None
         if (index := self._tokenizer.token_to_id(named)) is None:
             raise ConfigError(
-                f"end-of-document token '{named}' is not in tokenizer '{self.path}'; "
-                f"its special tokens are {list(special)}: set data.eos_token to one of them"
+                f"end-of-document token '{named}' is not in tokenizer '{self.path}'; its special tokens are "
+                f"{list(special)}: set data.eos_token to one of them"
             )
         return index
 
 
 def open_tokenizer(tokenizer: str | None, eos_token: str | None = None) -> ByteTokenizer | FileTokenizer:
-    """Open the tokeniser that `DataConfig.tokenizer` names (None = bytes); `ConfigError` as of `FileTokenizer`, or if
-    `eos_token` is set for bytes."""
+    """Open the tokeniser that `DataConfig.tokenizer` names; None = bytes, which have no `eos_token`."""
     if tokenizer not in (None, BYTES):
         return FileTokenizer(local_path(tokenizer, "data.tokenizer", "tokenizer"), eos_token)
     if eos_token is not None:
@@ -289,8 +261,7 @@ def required_eos(tokenizer: DocumentTokenizer) -> int:
 
 def required_opening(tokenizer: DocumentTokenizer, prepend_bos: bool | None) -> tuple[int, ...]:
     """Return the ids that `DataConfig.prepend_bos` puts before a text; `ConfigError` where no file names them."""
-    is_file = isinstance(tokenizer, FileTokenizer)
-    own, bos_id = (tokenizer.opening_ids, tokenizer.bos_id) if is_file else ((), None)
+    own, bos_id = (tokenizer.opening_ids, tokenizer.bos_id) if isinstance(tokenizer, FileTokenizer) else ((), None)
     if not prepend_bos or own:
         return own if prepend_bos is not False else ()
     if bos_id is None:
@@ -302,15 +273,8 @@ def required_opening(tokenizer: DocumentTokenizer, prepend_bos: bool | None) -> 
 
 
 def train_byte_pair_tokenizer(texts: Iterable[str], vocab_size: int, path: str | Path) -> FileTokenizer:
-    """Train a byte-level BPE tokeniser and write its `tokenizer.json`; the same texts give the same file.
-
-    Args:
-        vocab_size: at most; small texts may give fewer merges.
-        path: written whole or not at all, so that several processes may train the same one at once.
-
-    Raises:
-        ConfigError: fewer than 257 tokens (all bytes and the end of a document).
-    """
+    """Train a byte-level BPE tokeniser of at most `vocab_size` tokens and write its `tokenizer.json`, whole or not at
+    all, so that several processes may train one at once; the same texts give the same file."""
     if vocab_size < _BYTE_VALUES + 1:
         raise ConfigError(f"vocab_size is {vocab_size}; a byte-level tokenizer needs at least {_BYTE_VALUES + 1}")
     tokenizer = tokenizers.Tokenizer(models.BPE())

@@ -1,12 +1,9 @@
 """Read the blocks of this rank's streams in the background (`BlockService`), in a thread or in worker processes.
 
-Every stream belongs to one worker, so that its open files stay with it. A request names stream, epoch and cursor and
-needs nothing else, so a process that dies is replaced and gets its request again. Memory is bounded by what is
-requested: one block of a stream beyond the one that documents are taken from.
-
-Processes are started as programs, not by the pools of the standard library: those import the training script again in
-every worker (`spawn`), cannot be used by daemonic ranks, outlive a parent that was killed, and delay the exit of one
-whose source stalls. Such a process ends when its connection does.
+Every stream belongs to one worker, so that its open files stay with it. A request needs nothing else, so a process that
+dies is replaced and gets its request again. Processes are started as programs, not by the pools of the standard
+library: those import the training script again in every worker (`spawn`), cannot be used by daemonic ranks, outlive a
+parent that was killed, and delay the exit of one whose source stalls.
 """
 
 import logging
@@ -24,10 +21,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from multiprocessing.connection import Connection
 
-from evenload.data.blocks import BlockReader, BlockRequest, DocumentBlock
-from evenload.data.config import DataConfig
-from evenload.data.encoders import DocumentEncoder
-from evenload.data.part_files import PartFiles
+from evenload.data.blocks import BlockReader, BlockRequest, DocumentBlock, ReadingSource
 from evenload.errors import ConfigError, DataError, EvenloadError
 
 START_TIMEOUT_S = 300.0
@@ -37,8 +31,8 @@ _MOST_DEATHS = 3
 """A process that ends more often without a block in between is not started again."""
 _POLL_S = 0.1
 
-ReadingJob = tuple[tuple[DataConfig, PartFiles, DocumentEncoder], ...]
-"""What a worker needs, by part of the mixture; can be pickled."""
+ReadingJob = tuple[ReadingSource, ...]
+"""What a worker needs, by part of the mixture."""
 
 Outcome = DocumentBlock | EvenloadError
 
@@ -46,8 +40,7 @@ _log = logging.getLogger("evenload.data")
 
 
 class BlockService:
-    """Read blocks in the background, from the first request on, and again from the first one after `close`, in so many
-    processes (0 = a thread of this one), which may make no progress for `stall_timeout_s` while one is waited for."""
+    """Read blocks in the background, in so many processes (0 = a thread of this one); works again after `close`."""
 
     def __init__(self, job: ReadingJob, num_workers: int, stall_timeout_s: float) -> None:
         self._job, self._num_workers, self._stall_timeout_s = job, num_workers, stall_timeout_s
@@ -55,13 +48,12 @@ class BlockService:
         self._blocks: dict[BlockRequest, Future[Outcome]] = {}
 
     def request(self, request: BlockRequest) -> None:
-        """Request a block, unless that was done already; return at once."""
         if request not in self._blocks:
             self._blocks[request] = self._worker_of(request).submit(request)
 
     def take(self, request: BlockRequest) -> DocumentBlock:
-        """Request a block and wait for it. Raises `DataError`: what reading it raised; the worker does not start, or
-        makes no progress for `stall_timeout_s`; its process dies again and again."""
+        """Wait for a block; `DataError` for what reading it raised, or a worker that does not start, stalls or dies
+        repeatedly."""
         self.request(request)
         worker, block = self._worker_of(request), self._blocks.pop(request)
         progress, since_s = worker.progress, time.monotonic()
@@ -72,9 +64,6 @@ class BlockService:
         if isinstance(outcome := block.result(), EvenloadError):
             raise outcome
         return outcome
-
-    def worker_pids(self) -> list[int]:
-        return [worker.process.pid for worker in self._workers if isinstance(worker, _ProcessWorker)]
 
     def close(self) -> None:
         workers, self._workers = self._workers, []
@@ -104,10 +93,7 @@ class BlockService:
 
 
 class _ThreadWorker:
-    """Read in a daemon thread: a source that hangs must not delay the end of the process.
-
-    `progress` counts opened files and delivered blocks, `reading` is the last file opened.
-    """
+    """Read in a daemon thread: a source that hangs must not delay the end of the process."""
 
     def __init__(self, job: ReadingJob, index: int = 0, has_started: bool = True) -> None:
         self.index, self.has_started, self.progress, self.reading = index, has_started, 0, ""
@@ -217,8 +203,8 @@ def _start_process() -> tuple[subprocess.Popen[bytes], Connection]:
 
 
 def serve(handle: int) -> None:
-    """Run a worker process: receive a job, then answer each request with a block or an error, until the other side
-    ends. `handle` is the file descriptor of the connection, through which the names of opened files go, too."""
+    """Run a worker process: receive a job, then answer each request with names of opened files and a block or an
+    error."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the training process
     connection = Connection(handle)
     try:
@@ -231,7 +217,7 @@ def serve(handle: int) -> None:
 
 
 def _make_readers(job: ReadingJob, on_open: Callable[[str], None]) -> list[BlockReader]:
-    return [BlockReader(config, files, encoder, part, on_open) for part, (config, files, encoder) in enumerate(job)]
+    return [BlockReader(source, part, on_open) for part, source in enumerate(job)]
 
 
 def _read_block(readers: Sequence[BlockReader], request: BlockRequest) -> Outcome:

@@ -1,7 +1,6 @@
 """Sample global batches from a table of lengths, for planning without data (`evenload plan`).
 
-The table is shuffled by seed and read on; at its end it is shuffled again, so step k is the same for any number of
-steps. O(n) per step.
+The table is shuffled by seed, again at its end, so step k is the same for any number of steps. O(n) per step.
 """
 
 import itertools

@@ -4,7 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -191,14 +191,15 @@ def _evaluate(
     stride = planners.stride
     lengths = [np.array([d.num_tokens for d in batch.documents], dtype=np.int64) for batch in batches]
     lower_bound_s = [planner.costs.lower_bound_seconds(tokens) for tokens in lengths]
-    layout = {axis: getattr(planners.stands_for or planner.layout, axis) for axis in ("dp", "cp", "pp", "tp")}
+    layout = _sizes(planners.stands_for or planner.layout)
     dropped = sum(batch.dropped_tokens for batch in batches)
     note, decisions = "", ()
     try:
         if flexible is not None and flexible.changes_layout_of(name):
             flexed, plan_time_s = _flexed(flexible.with_strategy(name), batches)
             proposals, deferred_tokens = [one.proposal for one in flexed], 0
-            layout, note, decisions = _most_used(flexed), _switch_note(flexed), tuple(one.told for one in flexed)
+            layout = dict(_most_steps(tuple(_sizes(proposal.plan.layout).items()) for proposal in proposals))
+            note, decisions = _switch_note(flexed), tuple(one.told for one in flexed)
         else:
             proposals, plan_time_s, deferred_tokens = plan_steps(planner, batches, name)
     except (ConfigError, DataError, InfeasiblePlanError) as error:
@@ -220,6 +221,9 @@ def _evaluate(
     )
     interval = prediction_interval(planner.costs.coefficients, planner.layout)
     trained = sum(int(tokens.sum()) for tokens in lengths)
+    planned = [sum(tokens) for tokens in tokens_of]
+    delays = [proposal.plan.mean_token_delay_steps for proposal in proposals]
+    late = sum(num_tokens * delay for num_tokens, delay in zip(planned, delays, strict=True))
     own_note = next((proposal.note for proposal in proposals if proposal.note), "")
     return StrategyResult(
         name=name,
@@ -248,7 +252,7 @@ def _evaluate(
         plan_time_s=float(np.mean(plan_time_s)),
         deferred_tokens=deferred_tokens * stride,
         dropped_tokens=dropped,
-        mean_token_delay_steps=_mean_token_delay_steps(proposals),
+        mean_token_delay_steps=late / sum(planned) if sum(planned) else 0.0,
         layout=layout,
         cuts=_most_steps(_cuts_of(proposal) for proposal in proposals),
         schedule=_most_steps(_schedule_of(proposal) for proposal in proposals),
@@ -261,15 +265,6 @@ def _evaluate(
 
 def _mean(proposals: Sequence[Proposal], field: str) -> float:
     return float(np.mean([getattr(proposal, field) for proposal in proposals]))
-
-
-def _part_note(stride: int) -> str:
-    if stride == 1:
-        return ""
-    return (
-        f"estimated on one of {stride} replicas and documents; packs and deferred tokens are the part's times "
-        f"{stride}, plan time and timelines the part's"
-    )
 
 
 def _flexed(flexible: FlexPlanner, batches: Sequence[SampledBatch]) -> tuple[list[FlexProposal], list[float]]:
@@ -287,11 +282,19 @@ def _flexed(flexible: FlexPlanner, batches: Sequence[SampledBatch]) -> tuple[lis
     return proposals, plan_time_s
 
 
-def _most_used(proposals: Sequence[FlexProposal]) -> dict[str, int]:
-    """Return the sizes of the layout of most steps, the first of equals."""
-    layouts = [one.proposal.plan.layout for one in proposals]
-    dp, pp = Counter((layout.dp, layout.pp) for layout in layouts).most_common(1)[0][0]
-    return {"dp": dp, "cp": layouts[0].cp, "pp": pp, "tp": layouts[0].tp}
+def _part_note(stride: int) -> str:
+    return (
+        ""
+        if stride == 1
+        else (
+            f"estimated on one of {stride} replicas and documents; packs and deferred tokens are the part's times "
+            f"{stride}, plan time and timelines the part's"
+        )
+    )
+
+
+def _sizes(layout: ParallelLayout) -> dict[str, int]:
+    return {axis: getattr(layout, axis) for axis in ("dp", "cp", "pp", "tp")}
 
 
 def _switch_note(proposals: Sequence[FlexProposal]) -> str:
@@ -306,7 +309,11 @@ def _switch_note(proposals: Sequence[FlexProposal]) -> str:
     )
 
 
-def _most_steps(values: Iterable[str]) -> str:
+_Value = TypeVar("_Value")
+
+
+def _most_steps(values: Iterable[_Value]) -> _Value:
+    """Return the value of most steps, the first of equals."""
     return Counter(values).most_common(1)[0][0]
 
 
@@ -338,12 +345,6 @@ def _sharding_of(proposal: Proposal) -> str:
         shared = [pack for pack in packs.forward if any(piece.cp > 1 for piece in pack.slices)]
         rules |= {pack.sharding if isinstance(pack.sharding, str) else by_rank for pack in shared}
     return " + ".join(sorted(rules))
-
-
-def _mean_token_delay_steps(proposals: Sequence[Proposal]) -> float:
-    tokens = [sum(document.num_tokens for document in proposal.plan.documents) for proposal in proposals]
-    late = sum(n * proposal.plan.mean_token_delay_steps for n, proposal in zip(tokens, proposals, strict=True))
-    return late / sum(tokens) if sum(tokens) else 0.0
 
 
 def _mean_packs(proposals: Sequence[Proposal], direction: str) -> float:
@@ -430,8 +431,7 @@ def _reasons(best: StrategyResult, baseline: StrategyResult) -> tuple[Reason, ..
 
 
 _MOST_HALVINGS = 8
-_SLOWER_HALVINGS = 2
-"""Halvings in a row that are slower than the best, after which no more are tried."""
+_SLOWER_HALVINGS = 2  # halvings in a row that are slower than the best, after which no more are tried
 
 
 class TriedWindow(NamedTuple):
@@ -451,11 +451,10 @@ def with_window(planner: StepPlanner, window_tokens: int) -> StepPlanner:
 
 
 def best_window(planner: StepPlanner, batches: Sequence[SampledBatch]) -> TriedWindow | None:
-    """Return the window with which `best_fit` is fastest, so that others are compared with the best of it; None where
-    it fits memory with none, or has no window.
+    """Return the window with which `best_fit` is fastest; None where it fits memory with none, or has no window.
 
-    Smaller windows, which are more micro-batches, often shorten a pipeline's ends. Half, a quarter and so on, the
-    user's own, and those between the best one and its neighbours are planned on all steps. O(windows) plans of each.
+    Smaller windows often shorten a pipeline's ends. Half, a quarter and so on, the user's own, and those between the
+    best one and its neighbours are planned on all steps.
     """
     limit = planner.options.max_pack_tokens
     if limit is None:
@@ -500,6 +499,5 @@ def _mean_seconds(planner: StepPlanner, batches: Sequence[SampledBatch]) -> floa
         proposals, _, _ = plan_steps(planner, batches, BEST_FIT.name)
     except (ConfigError, DataError, InfeasiblePlanError):
         return float("inf")
-    if not all(proposal.feasible for proposal in proposals):
-        return float("inf")
-    return float(np.mean([proposal.plan.predicted.step_time_s for proposal in proposals]))
+    fits = all(proposal.feasible for proposal in proposals)
+    return float(np.mean([one.plan.predicted.step_time_s for one in proposals])) if fits else float("inf")

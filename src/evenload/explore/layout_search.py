@@ -10,8 +10,7 @@ s) + finalists × batches × a plan.
 
 Layouts come by the least time of any plan in them (`cost.units`), then with most replicas; before all those in which
 another strategy was fast. One is left out unplanned only where that least time is more than as many others take as go
-on, or where time is up. Layers go to stages by cost (`explore.stage_layers`), evenly where that does not fit. Refused
-layouts say why.
+on, or where time is up. Layers go to stages by cost (`explore.stage_layers`), evenly where that does not fit.
 
 Above `LARGE_CLUSTER` devices layouts are rated on every k-th replica and, of documents sorted by length, the middle one
 of every k, with the longest: replicas are much alike. Only `dp` is small: the rest of a rank's memory, and the seconds
@@ -47,28 +46,17 @@ from evenload.types.layout import ParallelLayout, even_layout, split_layout
 from evenload.types.model import ModelSpec
 from evenload.types.text import format_bytes
 
-QUICK_CANDIDATES = 24
-"""Schedules of the first pass; enough to tell layouts apart by a few percent."""
-FINALISTS = 8
-"""Layouts with one stage a rank that are planned on all batches, and as many with several."""
-FINAL_CANDIDATES = 768
-"""Schedules of the second pass, at least: a layout is chosen once for a run."""
-RATING_SHARE = 0.6
-"""Of a limited time, for rating layouts with one stage a rank."""
-DEEPER_SHARE = 0.75
-"""Of it, until those with several are rated too; the rest is for the finalists."""
-BOUND_STEP = 0.02
-"""Of the least bound: bounds that are closer do not tell which layout is faster."""
-MOST_VIRTUAL_STAGES = 12
-"""Stages a rank that the best layouts are tried with, at most."""
-BASELINE_LAYOUTS = 3
-"""Of the layouts that suit `best_fit` best, in which its windows are tried."""
-MOST_FITTING_TRIED = 12
-"""Layouts that are planned to find some that fit."""
-LARGE_CLUSTER = 512
-"""Devices up to which layouts are rated on whole batches."""
-LEAST_REPLICAS, LEAST_DOCUMENTS = 16, 64
-"""That stand for those of a large cluster."""
+QUICK_CANDIDATES = 24  # schedules of the first pass; enough to tell layouts apart by a few percent
+FINALISTS = 8  # layouts with one stage a rank that are planned on all batches, and as many with several
+FINAL_CANDIDATES = 768  # schedules of the second pass, at least: a layout is chosen once for a run
+RATING_SHARE = 0.6  # of a limited time, for rating layouts with one stage a rank
+DEEPER_SHARE = 0.75  # of it, until those with several are rated too; the rest is for the finalists
+BOUND_STEP = 0.02  # of the least bound: bounds that are closer do not tell which layout is faster
+MOST_VIRTUAL_STAGES = 12  # stages a rank that the best layouts are tried with, at most
+BASELINE_LAYOUTS = 3  # of the layouts that suit `best_fit` best, in which its windows are tried
+MOST_FITTING_TRIED = 12  # layouts that are planned to find some that fit
+LARGE_CLUSTER = 512  # devices up to which layouts are rated on whole batches
+LEAST_REPLICAS, LEAST_DOCUMENTS = 16, 64  # that stand for those of a large cluster
 NOT_LOOKED_AT = "not looked at: the time for the search was up"
 
 
@@ -141,13 +129,9 @@ class FittingLayouts(Frozen):
 
 
 class Part(NamedTuple):
-    """Every `stride`-th replica and document of a layout; the whole where that is 1.
-
-    Args:
-        coefficients: with the whole's seconds of reductions, gathers and updates.
-        raised_bytes: what a rank holds more than in the whole, because fewer replicas share the optimizer's state; it
-            has as much more memory, and memory is reported without it.
-    """
+    """Every `stride`-th replica and document of a layout (1 = the whole), with the whole's seconds of reductions,
+    gathers and updates; and what a rank holds more than in the whole, because fewer replicas share the optimizer's
+    state: it has as much more memory, and memory is reported without it."""
 
     layout: ParallelLayout
     batches: tuple[SampledBatch, ...]
@@ -158,15 +142,8 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LayoutSearch:
-    """Ranks the layouts of a cluster on sampled batches.
-
-    Args:
-        cluster: all its devices are used.
-        batches: at least one; most layouts are rated on the first alone.
-        coefficients_of: costs of a layout.
-        memory_bytes: that a device offers.
-        host: what a node offers to offloaded activations.
-    """
+    """Ranks the layouts of all devices of a cluster on sampled batches, most on the first alone, with the costs of
+    every layout, and what a device and, to offloaded activations, a node offers."""
 
     model: ModelSpec
     cluster: ClusterSpec
@@ -184,15 +161,11 @@ class LayoutSearch:
     def strategies(
         self, names: Sequence[str], *, limit_s: float, clock: Callable[[], float] = time.monotonic
     ) -> tuple[StrategyLayouts, ...]:
-        """Rank layouts for every strategy, in the order of `names`.
+        """Rank layouts for every strategy, in the order of `names`, within `limit_s` seconds of a clock.
 
         Strategies whose plans are cheap come first; every one may use its even share of the time that is left, and
         begins with the layouts that were fast before. A plan that has begun is ended, and at least one layout that fits
         is looked for.
-
-        Args:
-            limit_s: for all strategies together; layouts that were not looked at for it are counted.
-            clock: seconds that only rise.
         """
         end_s = clock() + limit_s
         found: dict[str, StrategyLayouts] = {}
@@ -231,9 +204,7 @@ class LayoutSearch:
         """Rate all layouts under one strategy, the fastest that fit first, then those that are out.
 
         Args:
-            spent: the share of its time that the search has used; at `RATING_SHARE` no more layouts are rated, at
-                `DEEPER_SHARE` none with more stages a rank, and at 1 no more finalists are planned. Something that fits
-                is looked for anyway.
+            spent: the share of its time that the search has used; it stops after something that fits.
             first: sizes of layouts that are rated first, because others were fast in them.
         """
         rated = self._rated(strategy, spent, first)
@@ -467,13 +438,9 @@ def _order(result: LayoutResult) -> tuple[bool, float, float]:
 
 
 def _fast_before(found: Iterable[StrategyLayouts]) -> list[dict[str, int]]:
-    times_s: dict[tuple[int, ...], float] = {}
-    sizes: dict[tuple[int, ...], dict[str, int]] = {}
-    for result in (result for one in found for result in one.layouts if result.feasible):
-        key = tuple(result.layout.values())
-        sizes[key] = result.layout
-        times_s[key] = min(times_s.get(key, float("inf")), result.mean_step_time_s or float("inf"))
-    return [sizes[key] for key in sorted(times_s, key=times_s.__getitem__)]
+    feasible = [result for one in found for result in one.layouts if result.feasible]
+    fastest_first = sorted(feasible, key=lambda result: result.mean_step_time_s or float("inf"))
+    return [dict(sizes) for sizes in dict.fromkeys(tuple(result.layout.items()) for result in fastest_first)]
 
 
 def _stride(layout: ParallelLayout, documents: int) -> int:

@@ -21,8 +21,7 @@ from evenload.types.layout import ParallelLayout
 
 DATA_SHEET_ERROR, MEASURED_ERROR = 0.218, 0.135
 """Largest published |predicted / measured - 1| of comparable simulators."""
-ANY_LAYOUT = "any layout"
-"""The kind of layout that stands for all."""
+ANY_LAYOUT = "any layout"  # the kind of layout that stands for all
 _FILE = Path(__file__).with_name("prediction_errors.json")
 # The end of a CPU's name in measured costs (`cli.worker_setup`); GPUs have no threads.
 _CPU = re.compile(r", \d+ threads? a process$")

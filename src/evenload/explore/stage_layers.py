@@ -6,9 +6,8 @@ optimizer of the fullest rank, without constants of packs and slices.
 
 With one stage a rank it is exact: for falling limits on a rank's trained parameters, dynamic programming over (stages,
 layers) finds the least bottleneck; of the best limit's splits the one with the least sum of squares is taken, then the
-one with fewer layers on early stages. O(limits · pp · L²) numpy, 1-20 ms. With more stages a rank it is steepest
-descent, one layer from any stage to any other, from that split and from the even one; O(moves · stages²), at most 5 %
-above the optimum. A rank may grow beyond the even split's fullest only within `STATIC_SHARE` of a device.
+one with fewer layers on early stages. O(limits · pp · L²). With more stages a rank it is steepest descent, one layer
+from any stage to any other, from that split and from the even one; O(moves · stages²), at most 5 % above the optimum.
 """
 
 from dataclasses import dataclass
@@ -32,8 +31,7 @@ from evenload.types.layout import ParallelLayout, even_layout, split_layout
 from evenload.types.model import ModelSpec
 from evenload.types.text import format_bytes
 
-STATIC_SHARE = 0.5
-"""Of a device's memory; the rest is for activations."""
+STATIC_SHARE = 0.5  # of a device's memory; the rest is for activations
 
 
 def default_layout(model: ModelSpec, cluster: ClusterSpec) -> ParallelLayout:
@@ -53,8 +51,7 @@ def default_layout(model: ModelSpec, cluster: ClusterSpec) -> ParallelLayout:
     )
 
 
-TICKS = 2**28
-"""Seconds of all layers, as whole numbers: equal layers are exactly equal, and squares fit 64 bits."""
+TICKS = 2**28  # seconds of all layers, as whole numbers: equal layers are exactly equal, and squares fit 64 bits
 
 
 def balanced_layout(
@@ -66,16 +63,13 @@ def balanced_layout(
     num_steps: int = 1,
     memory_bytes: int | None = None,
 ) -> ParallelLayout:
-    """Split layers so that the slowest rank has the least to do.
+    """Split layers so that the slowest rank has the least to do; `ConfigError` where the model does not support the
+    sizes.
 
     Args:
-        coefficients: of a layout of these sizes.
-        even: the layout with layers split evenly (`even_layout`).
+        even: the layout with layers split evenly (`even_layout`); coefficients: of a layout of these sizes.
         num_tokens: int[n], lengths of the documents of all replicas in `num_steps` steps; none gives the even split.
         memory_bytes: of a device; None = no limit.
-
-    Raises:
-        ConfigError: sizes that the model does not support.
     """
     tokens, virtual = np.asarray(num_tokens, np.int64), even.num_stages // even.pp
     if even.pp == 1 or len(tokens) == 0 or even.has_replicated_stages:
@@ -93,15 +87,9 @@ def balanced_layout(
 
 @dataclass(frozen=True, eq=False)
 class _SplitProblem:
-    """What decides a split.
-
-    Args:
-        running: int64[L + 1], ticks of the first layers; embedding and head are in the first and the last layer.
-        trained: parameters.
-        held: bytes of weights, gradients and optimizer state, times the ranks that share the latter, to be whole.
-        ticks_per_parameter: after the pipeline, of the rank that trains the most.
-        max_held: limit of a rank, which the even split keeps.
-    """
+    """What decides a split: int64[L + 1] ticks of the first layers (embedding and head are in the first and the last);
+    trained parameters; bytes of weights, gradients and optimizer state, times the ranks that share the latter, to be
+    whole, and their limit on a rank, which the even split keeps; ticks after the pipeline of a trained parameter."""
 
     pp: int
     running: NDArray[np.int64]
@@ -225,24 +213,12 @@ def _problem(
     if memory_bytes is not None:
         evenly = np.array([even.stage_counts], np.int64)
         max_held = max(int(held.of_ranks(evenly, even.pp).max()), int(STATIC_SHARE * memory_bytes * copies))
-    return _SplitProblem(
-        pp=even.pp,
-        running=running,
-        trained=trained,
-        held=held,
-        ticks_per_parameter=after_s * ticks_per_s,
-        max_held=max_held,
-    )
+    return _SplitProblem(even.pp, running, trained, held, after_s * ticks_per_s, max_held)
 
 
 def _cheapest_path(cost: NDArray[np.float64], join: np.ufunc) -> tuple[float, NDArray[np.int64]]:
     """Return the least cost of stages from no layer to all, and their layers, int64[pp]; of equals, late stages take
-    the most layers.
-
-    Args:
-        cost: float64[pp, L + 1, L + 1] of stage s with layers from i to j.
-        join: of a path's cost and the next stage's, not falling in either.
-    """
+    the most layers. `cost` is float64[pp, L + 1, L + 1] of stage s with layers from i to j, `join` adds a stage's."""
     pp, ends, _ = cost.shape
     best = cost[0, 0]
     came_from = np.zeros((pp, ends), np.int64)

@@ -2,8 +2,7 @@
 measured.
 
 `detailed_timeline` adds to the simulation the critical path, recomputed fronts of backwards, copies to and from the
-host (which fit inside their action, for it lasts as long as the longer of compute and copy), transfers between stages,
-reductions, gathers and the update (`schedule.step_collectives`), and memory by kind. Some milliseconds a replica.
+host, transfers between stages, reductions, gathers and the update (`schedule.step_collectives`), and memory by kind.
 
 `split_step_time` splits the mean device's step time by cause, exactly: busy time by `cost.pack_split`, idle time by
 `schedule.critical_path`, then waiting for the slowest replica, and the end of the step. O(slices + actions) numpy.
@@ -23,42 +22,35 @@ from evenload.cost.pack_split import PackSplit, split_pack_seconds
 from evenload.plan.planner import Proposal
 from evenload.plan.problem import Candidate, ReplicaChoice
 from evenload.schedule.critical_path import Bubble, critical_path, p2p_transfers, split_bubble
-from evenload.schedule.simulate import Simulation, join_timelines, memory_ledger, simulate, to_timeline
+from evenload.schedule.simulate import join_timelines, memory_ledger, simulate, to_timeline
 from evenload.schedule.step_collectives import SimulatedReplica, StepEnd, step_end
 from evenload.stepplan.cp_rows import ranked_if_shared
-from evenload.stepplan.resimulation import replica_columns, tasks_of_columns, timed_tasks
+from evenload.stepplan.resimulation import replica_columns, tasks_of_columns
 from evenload.types.columns import SliceColumns
 from evenload.types.document import Direction, PackSharding
 from evenload.types.layout import ParallelLayout
-from evenload.types.pipeline import ActionColumns, PipelineTasks, action_columns
+from evenload.types.pipeline import action_columns
 from evenload.types.plan import PackTimes, StepPlan
 from evenload.types.timeline import KINDS, SideTasks, Timeline, TimeSplit, side_tasks
 
 
 def detailed_timeline(plan: StepPlan, costs: PackCosts) -> Timeline:
-    """Return the timeline of all replicas of a plan.
-
-    Args:
-        costs: with which it was planned.
-
-    Raises:
-        ConfigError: the costs cannot price the plan, for example because the link to the host is not known.
-    """
+    """Return the timeline of all replicas of a plan, by the costs with which it was made; `ConfigError` where these
+    cannot price it, for example because the link to the host is not known."""
     parts: list[Timeline] = []
     sides: list[SideTasks] = []
     critical, kinds, replicas = [], [], []
-    for dp_rank, schedule in enumerate(plan.schedules):
-        columns, actions = replica_columns(plan, dp_rank), action_columns(schedule)
-        tasks = tasks_of_columns(plan, dp_rank, costs.model, columns)
-        simulation = simulate(tasks, actions)
-        replicas.append(SimulatedReplica(columns.forward, columns.backward, tasks, actions, simulation))
+    for dp_rank in range(plan.layout.dp):
+        columns, replica = _simulated(plan, dp_rank, costs)
+        tasks, actions, simulation = replica.tasks, replica.actions, replica.simulation
+        replicas.append(replica)
         on_path = np.zeros(len(actions.kind), bool)
         on_path[critical_path(tasks, actions, simulation).actions] = True
         parts.append(to_timeline(tasks, actions, simulation, dp_rank, plan.predicted.step_time_s))
         critical.append(on_path)
         kinds.append(memory_ledger(bytes_by_kind(costs.model, plan.layout, tasks, columns), actions))
-        sides += _inside(costs, columns, tasks, actions, simulation, dp_rank)
-        sides += _between_stages(tasks, actions, simulation, dp_rank)
+        sides += _inside(costs, columns, replica, dp_rank)
+        sides += _between_stages(replica, dp_rank)
     end = step_end(costs, replicas)
     for dp_rank in range(len(parts)):
         sides += _beside_and_after_packs(end, plan.layout, dp_rank)
@@ -70,6 +62,12 @@ def detailed_timeline(plan: StepPlan, costs: PackCosts) -> Timeline:
         side=SideTasks(**{name: np.concatenate([getattr(side, name) for side in sides]) for name in names}),
         memory_kind_bytes=np.concatenate(kinds),
     )
+
+
+def _simulated(plan: StepPlan, dp_rank: int, costs: PackCosts) -> tuple[ReplicaPacks, SimulatedReplica]:
+    packs, actions = replica_columns(plan, dp_rank), action_columns(plan.schedules[dp_rank])
+    tasks = tasks_of_columns(plan, dp_rank, costs.model, packs)
+    return packs, SimulatedReplica(packs.forward, packs.backward, tasks, actions, simulate(tasks, actions))
 
 
 def _beside_and_after_packs(end: StepEnd, layout: ParallelLayout, dp_rank: int) -> Iterator[SideTasks]:
@@ -92,16 +90,10 @@ def _beside_and_after_packs(end: StepEnd, layout: ParallelLayout, dp_rank: int) 
         yield side_tasks("gather", dp_rank, ranks, stages, -1, end.updated_s, end.end_s)
 
 
-def _inside(
-    costs: PackCosts,
-    columns: ReplicaPacks,
-    tasks: PipelineTasks,
-    actions: ActionColumns,
-    simulation: Simulation,
-    dp_rank: int,
-) -> Iterator[SideTasks]:
+def _inside(costs: PackCosts, columns: ReplicaPacks, replica: SimulatedReplica, dp_rank: int) -> Iterator[SideTasks]:
     if columns.policy is None:
         return
+    actions, simulation = replica.actions, replica.simulation
     _, ranked = ranked_if_shared(costs, columns.forward, columns.backward, columns.shardings)
     again = split_pack_seconds(costs, columns.backward, "backward", columns.policy, ranked)
     for kinds, name, seconds in (
@@ -126,10 +118,9 @@ def _copy_seconds(costs: PackCosts, columns: ReplicaPacks, direction: int) -> ND
     return seconds.reshape(ranks, len(seconds) // ranks, -1).mean(axis=0)
 
 
-def _between_stages(
-    tasks: PipelineTasks, actions: ActionColumns, simulation: Simulation, dp_rank: int
-) -> Iterator[SideTasks]:
-    producer, consumer, start_s, end_s = p2p_transfers(tasks, actions, simulation)
+def _between_stages(replica: SimulatedReplica, dp_rank: int) -> Iterator[SideTasks]:
+    actions = replica.actions
+    producer, consumer, start_s, end_s = p2p_transfers(replica.tasks, actions, replica.simulation)
     is_forward = actions.kind[consumer] == KINDS.index("F")
     for name, of_kind in (("send_forward", is_forward), ("send_backward", ~is_forward)):
         chosen = of_kind & (end_s > start_s)
@@ -171,10 +162,9 @@ def split_step_of_plan(plan: StepPlan, costs: PackCosts) -> TimeSplit:
     """Split as `split_step_time`, from a plan alone."""
     documents = np.arange(len(plan.documents))
     choices = []
-    for dp_rank, schedule in enumerate(plan.schedules):
-        packs, actions = replica_columns(plan, dp_rank), action_columns(schedule)
-        tasks = tasks_of_columns(plan, dp_rank, costs.model, packs)
-        found = Candidate("", packs, tasks, actions, simulate(tasks, actions), shardings=packs.shardings)
+    for dp_rank in range(plan.layout.dp):
+        packs, one = _simulated(plan, dp_rank, costs)
+        found = Candidate("", packs, one.tasks, one.actions, one.simulation, shardings=packs.shardings)
         choices.append(ReplicaChoice(documents, found))
     return split_step_time(costs, choices)
 
@@ -205,22 +195,15 @@ def _gathered_again_s(costs: PackCosts, found: Candidate) -> float:
 
 
 # Predicted seconds of a plan's packs, with what overlapped transfers take from them: what measured packs are held
-# against. A plan's own times are those of packs alone, for searches compare packs by them. Price: that of a `step_end`.
+# against. A plan's own times are those of packs alone.
 
 _FIELDS = dict(zip("FBIW", ("forward_s", "backward_s", "input_s", "weight_s"), strict=True))
 
 
 def overlapped_pack_times(plan: StepPlan, costs: PackCosts) -> tuple[PackTimes, ...]:
-    """Return the times of every replica's packs; whole backwards of a schedule that splits them stay as planned.
-
-    Args:
-        costs: with which it was planned.
-    """
-    replicas = []
-    for dp_rank, schedule in enumerate(plan.schedules):
-        columns, actions, tasks = replica_columns(plan, dp_rank), action_columns(schedule), timed_tasks(plan, dp_rank)
-        replicas.append(SimulatedReplica(columns.forward, columns.backward, tasks, actions, simulate(tasks, actions)))
-    end = step_end(costs, replicas)
+    """Return the times of every replica's packs, by the costs with which the plan was made; whole backwards of a
+    schedule that splits them stay as planned."""
+    end = step_end(costs, [_simulated(plan, dp_rank, costs)[1] for dp_rank in range(plan.layout.dp)])
     return tuple(_times(times, replica, end) for times, replica in zip(plan.times, end.replicas, strict=True))
 
 

@@ -19,8 +19,7 @@ from evenload.plan.planner import Proposal, StepPlanner
 from evenload.plan.strategies.registry import strategy_named
 from evenload.types.base import Frozen
 
-_EXCHANGED = 8
-"""Most documents by which a neighbour differs."""
+_EXCHANGED = 8  # most documents by which a neighbour differs
 Order = NDArray[np.int64]
 """Entries of the table; a batch is drawn from its beginning, again and again where the table is smaller."""
 
@@ -29,11 +28,8 @@ class WorstBatch(Frozen):
     """The batch of a search that needs most memory under one strategy.
 
     Args:
-        searched: batches planned.
-        drawn: how the batch was drawn.
+        searched: batches planned; drawn: how this one was drawn.
         longest: tokens of its longest documents, at most eight.
-        documents, tokens: of the batch.
-        peak_memory_bytes: predicted, of the fullest rank.
         policies: number of documents by activation policy.
         fits: within the limit; why: it does not.
         fitting_policy: with which it would fit; "" = none, or it fits.
@@ -79,13 +75,8 @@ def find_worst(
     seed: int,
     on_progress: OnProgress = no_progress,
 ) -> WorstBatch:
-    """Search `count` global batches for the one that needs most memory; documents are not deferred.
-
-    Args:
-        lengths: int64[n], the table.
-        rule: of drawing a batch.
-        count: at least 1.
-        seed: of the neighbours.
+    """Search `count` global batches, at least one, drawn by a rule from a table of lengths, int64[n], for the one that
+    needs most memory; `seed` is of the neighbours, and documents are not deferred.
 
     Raises:
         ConfigError, DataError, InfeasiblePlanError: the strategy has no plan for a batch, within memory or not.

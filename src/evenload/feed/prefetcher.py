@@ -5,7 +5,6 @@ items that it was allowed to. As every rank allows equally many, all ranks make 
 after the same item.
 """
 
-import contextlib
 import queue
 import threading
 import weakref
@@ -47,13 +46,6 @@ class Prefetcher(Generic[Item]):
             # Nothing that the thread calls refers to this object: dropping it, as the interpreter's exit does, ends the
             # thread, which then releases all that `make` holds.
             weakref.finalize(self, _end, self._permits, self._thread)
-
-    def peek(self) -> Item | None:
-        """Return the item that `next` would give, None where none is made yet; for the thread that calls `next`."""
-        if not self._seen and not self._ended:
-            with contextlib.suppress(queue.Empty):
-                self._seen.append(self._ready.get_nowait())
-        return None if not self._seen or isinstance(self._seen[0], BaseException) else self._seen[0]
 
     def has_next(self) -> bool:
         """Return whether `next` will give an item, or raise; waits until that is known, so it is alike on all ranks."""

@@ -6,6 +6,7 @@ is the same interface where calls are synchronous.
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from evenload.errors import ConfigError
 from evenload.types.cluster import DeviceKind
+from evenload.types.text import counted
 
 
 def require_device(kind: DeviceKind, processes_here: int) -> None:
@@ -27,9 +29,8 @@ def require_device(kind: DeviceKind, processes_here: int) -> None:
         )
     if (found := torch.cuda.device_count()) < processes_here:
         raise ConfigError(
-            f"train.device is 'cuda' and {processes_here} processes start on this machine, which shows {found} "
-            f"GPU{'s' if found > 1 else ''}; a process needs one of its own: lower parallel.dp / cp / pp / tp, or "
-            "start with torchrun on more machines"
+            f"train.device is 'cuda' and {processes_here} processes start on this machine, which shows "
+            f"{counted(found, 'GPU')}; lower parallel.dp / cp / pp / tp, or start with torchrun on more machines"
         )
 
 
@@ -42,9 +43,9 @@ def rank_device(kind: DeviceKind, local_rank: int) -> torch.device:
     return device
 
 
-def use_deterministic_kernels(wanted: bool = True) -> None:
+def use_deterministic_kernels() -> None:
     """Make torch add in one order on GPUs too; cuBLAS also wants `CUBLAS_WORKSPACE_CONFIG` before it starts."""
-    torch.use_deterministic_algorithms(wanted)
+    torch.use_deterministic_algorithms(True)
     # Torch would also fill every uninitialised tensor; we write all of them before they are read.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[bad-assignment]
 
@@ -57,7 +58,6 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def synchronize_device(device: torch.device) -> None:
-    """Wait until everything queued is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -85,7 +85,6 @@ _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def resident_bytes() -> int | None:
-    """Return the main memory of this process; None where the system does not say."""
     return _status_bytes("VmRSS")
 
 
@@ -96,18 +95,13 @@ def peak_process_bytes(device: torch.device) -> int | None:
 
 def reset_peak_process_bytes(device: torch.device) -> None:
     """Reset the peak, where the system allows it. `reset_peak_bytes` does so for a GPU."""
-    if device.type == "cuda" or not _CLEAR_REFS.exists():
-        return
-    try:
-        _CLEAR_REFS.write_text("5")
-    except OSError:
-        return  # not allowed in this container
+    if device.type != "cuda" and _CLEAR_REFS.exists():
+        with suppress(OSError):  # not allowed in this container
+            _CLEAR_REFS.write_text("5")
 
 
 def _status_bytes(field: str) -> int | None:
-    if not _STATUS.is_file():
-        return None
-    for line in _STATUS.read_text().splitlines():
+    for line in _STATUS.read_text().splitlines() if _STATUS.is_file() else ():
         name, _, value = line.partition(":")
         if name == field:
             return int(value.split()[0]) * 1024
@@ -115,10 +109,9 @@ def _status_bytes(field: str) -> int | None:
 
 
 class HostClock:
-    """Measures times inside a step; marks are the host's seconds."""
+    """Measures times inside a step, which begins with `start`; marks are the host's seconds."""
 
-    def start(self) -> None:
-        """Start before a step's first mark."""
+    def start(self) -> None: ...
 
     def mark(self) -> Any:
         return time.perf_counter()

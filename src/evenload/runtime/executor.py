@@ -7,10 +7,7 @@
 
 A backward starts to fetch its offloaded tensors before it waits for its gradient. Every unit's reduction may start as
 soon as no action will add to the unit's gradients. Updated weights may still be gathered when a step begins: a forward
-waits for those of its own units, the first backward for all.
-
-`forward_losses` runs a plan without backwards (`stepplan.plan_file`) through the same channels, groups and packs, in
-every layout that trains. Price: about a third of a step.
+waits for those of its own units, the first backward for all. `forward_losses` runs a plan without backwards.
 """
 
 import functools
@@ -68,9 +65,9 @@ class RankRun:
     """Holds the result of one rank's part of a step.
 
     Args:
+        loss_sum: this rank's share of the global mean loss, on its device; 0 except on last stages.
         held: bytes that the activation stores held at most, on the device and in host memory.
         most_sends_kept: sent tensors that any one channel kept at once.
-        context_bytes: received from ranks that share documents with this one.
         heads: of every backward pack, on last stages.
     """
 
@@ -78,13 +75,7 @@ class RankRun:
     read_trace: Callable[[], RankTrace]
     held: HeldBytes
     most_sends_kept: int
-    context_bytes: int
     heads: tuple[HeadOutput, ...]
-
-    @property
-    def loss(self) -> float:
-        """Return this rank's share of the global mean loss (0 except on last stages). Waits for a GPU."""
-        return float(self.loss_sum)
 
     @property
     def trace(self) -> RankTrace:
@@ -106,17 +97,10 @@ class Executor:
         self._stages, self._mesh = stages, mesh
 
     def idle(self) -> RankRun:
-        """Return the result of a step on a rank that is idle in it."""
         nothing = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
-        return RankRun(nothing, functools.partial(_trace, [], self._clock), HeldBytes(), 0, 0, ())
+        return RankRun(nothing, functools.partial(_trace, [], self._clock), HeldBytes(), 0, ())
 
-    def run(
-        self,
-        step: RankStep,
-        before_action: Callable[[], None] = lambda: None,
-        on_final: OnFinal = ignore_unit,
-        weights: WeightGathers | None = None,
-    ) -> RankRun:
+    def run(self, step: RankStep, on_final: OnFinal = ignore_unit, weights: WeightGathers | None = None) -> RankRun:
         """Run this rank's actions of a step and add gradients to `main_grad`. `on_final` is called with every unit
         whose gradients are complete; `weights` may still be gathered, and are complete on return."""
         plan, mine = step.plan, step.packs
@@ -126,7 +110,6 @@ class Executor:
         for stage in self._stages.values():
             stage.begin_step(document_tokens, *([] if weights is None else [weights.await_unit]))
         held = HeldBytes()
-        before_bytes = self._context_bytes()
         stores = self._open_stores(step, held)
         channels = open_channels(step, actions, self._stages, self._mesh, self.receives)
         rows: list[_Row] = []
@@ -135,7 +118,6 @@ class Executor:
         completing = completing_actions((action.kind, action.stage) for action in actions)
         self._clock.start()
         for at, action in enumerate(actions):
-            before_action()
             self._mesh.watch.record(action)
             channels.before_action(at)
             stage, store = self._stages[action.stage], stores[action.stage]
@@ -170,11 +152,9 @@ class Executor:
         channels.close()
         _check_empty(stores.values(), held)
         assert not self._copies.arena.live_bytes, "tensors in host memory were not freed"
-        read_trace, context_bytes = functools.partial(_trace, rows, self._clock), self._context_bytes() - before_bytes
-        return RankRun(loss, read_trace, held, channels.most_kept, context_bytes, tuple(heads))
+        return RankRun(loss, functools.partial(_trace, rows, self._clock), held, channels.most_kept, tuple(heads))
 
     def _open_stores(self, step: RankStep, held: HeldBytes) -> dict[int, ActivationStore]:
-        """Make the stores by stage, which share one count of bytes."""
         self._copies.begin_step()
         packs, mine = step.plan.pack_plans[self._mesh.dp_rank], step.packs
         backward_packs = [mine.ranges(pack) for pack in packs.backward]
@@ -191,9 +171,6 @@ class Executor:
             for number, stage in self._stages.items()
         }
 
-    def _context_bytes(self) -> int:
-        return sum(group.moved_bytes for group in self._mesh.context.values())
-
 
 def _check_empty(stores: Iterable[ActivationStore], held: HeldBytes) -> None:
     for store in stores:
@@ -208,7 +185,7 @@ def open_channels(
     mesh: Mesh,
     stream: torch.cuda.Stream | None,
 ) -> Channels:
-    """Open the channels for these actions of a rank; `stream` as of `Carried`."""
+    """Open the channels for these actions of a rank; `stream` as of `TransferSettings`."""
     packs, mine = step.plan.pack_plans[mesh.dp_rank], step.packs
     rows: dict[Channel, dict[int, int]] = {channel: {} for channel in mesh.channel_groups}
     for action in actions:
@@ -219,10 +196,8 @@ def open_channels(
         if channel in rows:
             rows[channel][action.pack] = stages[action.stage].num_rows(mine.ranges(of_kind[action.pack]))
     like = next(iter(stages.values()))
-    carried = TransferSettings(
-        hidden_size=like.hidden_size, dtype=like.dtype, device=like.device, watch=mesh.watch, stream=stream
-    )
-    return Channels(step.order, mesh, rows, carried)
+    tensors = {"hidden_size": like.hidden_size, "dtype": like.dtype, "device": like.device}
+    return Channels(step.order, mesh, rows, TransferSettings(**tensors, watch=mesh.watch, stream=stream))
 
 
 class _Row(NamedTuple):
@@ -261,11 +236,9 @@ def forward_losses(
         for piece in packs.forward[action.pack].slices:
             packs_of[action.stage][piece.doc_id].append(action.pack)
     held, stored = HeldBytes(), mine.stored_tokens()
-    stores = {
-        number: ForwardStore(stored, packs_of[number], held=held, shard=stage.row_shard)
-        for number, stage in stages.items()
-    }
-    for stage in stages.values():
+    stores: dict[int, ForwardStore] = {}
+    for number, stage in stages.items():
+        stores[number] = ForwardStore(stored, packs_of[number], held=held, shard=stage.row_shard)
         stage.begin_step(document_tokens)
     sums = torch.zeros(len(plan.documents), dtype=torch.float64, device=mesh.device)
     # All ranks of a tensor-parallel group know the losses, and one reports them.

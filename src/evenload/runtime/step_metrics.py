@@ -20,7 +20,7 @@ from evenload.cost.layer_counts import training_flops
 from evenload.runtime.checkpoint.writer import SavedCheckpoint
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.executor import RankTrace
-from evenload.runtime.optim.data_parallel import GatherTrace, ReductionTrace
+from evenload.runtime.optim.data_parallel import GatherTrace
 from evenload.runtime.stages.live_stages import Switch
 from evenload.types.cluster import data_sheet_flops_per_s
 from evenload.types.model import ModelSpec
@@ -61,7 +61,7 @@ class RankStepReport:
     """Holds what one rank reports at the end of a step, also whether to stop and to save, so that all decide alike.
 
     Args:
-        step_time_s, barrier_s: of the step, and of the barrier at its start, on the rank's clock.
+        barrier_s: of the barrier at the step's start, on the rank's clock.
         peak_bytes: of tensors.
         data_wait_s: that the rank waited for the step before.
         stop_signal: why it is to end after the step; 0 = it is not.
@@ -87,18 +87,10 @@ class RankStepReport:
         return RankStepReport(**{name: type(getattr(self, name))(value) for name, value in of_all})
 
 
-@dataclass(frozen=True)
-class DevicePeaks:
-    """Holds the FLOP/s that matrix products reach, and those of the data sheet; None = there is none."""
-
-    measured_flops_per_s: float
-    data_sheet_flops_per_s: float | None
-
-    @staticmethod
-    def of(coefficients: CostCoefficients, model: ModelSpec, num_devices: int) -> "DevicePeaks":
-        """Return the peaks of so many of the coefficients' devices, in the model's precision."""
-        sheet = data_sheet_flops_per_s(coefficients.device) if model.bytes_per_element == 2 else None
-        return DevicePeaks(coefficients.peak_flops_per_s * num_devices, sheet and sheet * num_devices)
+def device_peaks(coefficients: CostCoefficients, model: ModelSpec, num_devices: int) -> tuple[float, float | None]:
+    """Return the FLOP/s that matrix products reach on so many devices, and those of the data sheet, if known."""
+    sheet = data_sheet_flops_per_s(coefficients.device) if model.bytes_per_element == 2 else None
+    return coefficients.peak_flops_per_s * num_devices, sheet and sheet * num_devices
 
 
 _Spans = dict[str, NDArray[np.float64]]
@@ -107,7 +99,7 @@ _Spans = dict[str, NDArray[np.float64]]
 
 def gather_timeline(
     trace: RankTrace,
-    sums: ReductionTrace,
+    sums: NDArray[np.float64],
     gathers: Sequence[GatherTrace],
     *,
     zero_s: float,
@@ -117,20 +109,11 @@ def gather_timeline(
 ) -> Timeline | None:
     """Join all ranks' traces as one timeline on rank 0, None elsewhere; `zero_s` is this rank's clock at the step's
     start, `gathers` became whole in it. Collective."""
-    mine = replace(
-        trace,
-        start_s=trace.start_s - zero_s,
-        end_s=trace.end_s - zero_s,
-        memory_bytes=trace.memory_bytes + static_bytes,
-    )
-    overlaps = {
-        "reduction": [np.stack([sums.start_s, sums.end_s])],
-        "gather": [np.stack([one.start_s, one.end_s]) for one in gathers],
-        "weight_wait": [np.stack([one.wait_start_s, one.wait_end_s]) for one in gathers],
-    }
-    spans: _Spans = {
-        kind: np.concatenate([np.zeros((2, 0)), *parts], axis=1) - zero_s for kind, parts in overlaps.items()
-    }
+    memory_bytes = trace.memory_bytes + static_bytes
+    mine = replace(trace, start_s=trace.start_s - zero_s, end_s=trace.end_s - zero_s, memory_bytes=memory_bytes)
+    none, waits = np.zeros((2, 0)), [one.waits for one in gathers]
+    overlaps = {"reduction": [sums], "gather": [one.gathers for one in gathers], "weight_wait": waits}
+    spans: _Spans = {kind: np.concatenate([none, *parts], axis=1) - zero_s for kind, parts in overlaps.items()}
     own = (mesh.dp_rank, mesh.pp_rank, mine, spans)
     everyone = [own] * mesh.num_ranks
     dist.gather_object(own, everyone if mesh.rank == 0 else None, dst=0, group=mesh.control)
@@ -166,10 +149,8 @@ def _together(kind: str, dp_rank: int, pp_rank: int, stage: int, spans: list[NDA
 
 def _columns(dp_rank: int, pp_rank: int, traces: list[RankTrace]) -> dict[str, np.ndarray]:
     busiest = max(traces, key=lambda trace: float((trace.end_s - trace.start_s).sum()))
-    place = {
-        "dp_rank": np.full(len(busiest.kind), dp_rank, np.int32),
-        "rank": np.full(len(busiest.kind), pp_rank, np.int32),
-    }
+    count = len(busiest.kind)
+    place = {"dp_rank": np.full(count, dp_rank, np.int32), "rank": np.full(count, pp_rank, np.int32)}
     tasks = {name: getattr(busiest, name) for name in ("stage", "kind", "pack", "start_s", "end_s")}
     memory = {f"memory_{name}": column for name, column in place.items()} | {
         "memory_time_s": busiest.end_s,
@@ -179,7 +160,6 @@ def _columns(dp_rank: int, pp_rank: int, traces: list[RankTrace]) -> dict[str, n
 
 
 def no_label_warning(plan: StepPlan) -> str:
-    """Return the warning about a step of which no token has a loss."""
     return (
         f"step {plan.step}: none of its {len(plan.documents):,} documents has a token with a loss, so loss and "
         "gradient are 0, and only momentum and weight decay moved the weights; see data.record and data.loss_on"
@@ -200,7 +180,7 @@ def step_row(
     model: ModelSpec,
     *,
     update: UpdateValues,
-    peaks: DevicePeaks,
+    peaks: tuple[float, float | None],
     end: RankStepReport,
     exchange_s: float,
     plan_s: float,
@@ -209,7 +189,7 @@ def step_row(
     """Make a step's row of `metrics.jsonl`.
 
     Args:
-        peaks: of all devices of the run together, idle ones included.
+        peaks: `device_peaks` of all devices of the run together, idle ones included.
         end: of all ranks.
         exchange_s: of the barrier before the step and the exchange of measurements after it; in no prediction.
         predicted_process_bytes: of the fullest process; None = not known.
@@ -221,7 +201,6 @@ def step_row(
     reduction_s, reduction_hidden_s = timeline.reduction_seconds()
     gather_s, gather_hidden_s = timeline.gather_seconds()
     step_time_s = timeline.step_time_s + exchange_s
-    deferred = [left for left in plan.left_out if left.reason == DEFERRED]
     return {
         "step": plan.step,
         "loss": update.loss,
@@ -243,8 +222,8 @@ def step_row(
         "predicted_gather_s": plan.predicted.gather_s,
         "predicted_gather_hidden_s": plan.predicted.gather_hidden_s,
         "tokens_per_s": tokens / (step_time_s + end.data_wait_s),
-        "mfu": flops / step_time_s / peaks.measured_flops_per_s,
-        "mfu_of_data_sheet": peaks.data_sheet_flops_per_s and flops / step_time_s / peaks.data_sheet_flops_per_s,
+        "mfu": flops / step_time_s / peaks[0],
+        "mfu_of_data_sheet": peaks[1] and flops / step_time_s / peaks[1],
         "bubble_fraction": timeline.bubble_fraction(),
         "imbalance_forward": pack_times(timeline, "forward").imbalance(),
         "imbalance_backward": pack_times(timeline, "backward").imbalance(),
@@ -256,7 +235,7 @@ def step_row(
         "predicted_peak_memory_bytes": plan.predicted.peak_memory_bytes,
         "peak_process_bytes": end.process_bytes or None,
         "predicted_process_bytes": predicted_process_bytes,
-        "deferred_documents": len(deferred),
+        "deferred_documents": sum(left.reason == DEFERRED for left in plan.left_out),
         "mean_token_delay_steps": plan.mean_token_delay_steps,
         "layout": plan.layout.describe(),
     }

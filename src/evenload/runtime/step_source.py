@@ -15,7 +15,6 @@ from evenload.plan.layouts.flex_planner import PlannerState
 from evenload.runtime.comm.mesh import Mesh, Meshes
 from evenload.runtime.replay.rank_packs import Exchange, RankPackTokens, RankStep
 from evenload.stepplan.transfer_order import transfer_order
-from evenload.types.layout import ParallelLayout
 from evenload.types.plan import StepPlan
 
 
@@ -24,9 +23,8 @@ def prepare_step(
 ) -> RankStep:
     """Make this rank's part of a step from its replica's tokens. `InvalidPlanError` for another layout or model."""
     if plan.layout.arrangement != mesh.layout:
-        raise InvalidPlanError(
-            f"step {plan.step} is planned for {plan.layout.describe()}, this run is {mesh.layout.describe()}"
-        )
+        planned, ours = plan.layout.describe(), mesh.layout.describe()
+        raise InvalidPlanError(f"step {plan.step} is planned for {planned}, this run is {ours}")
     own = None
     if plan.layout.has_replicated_stages:
         own = {action.pack for action in plan.schedules[mesh.dp_rank].ranks[mesh.pp_rank]}
@@ -43,7 +41,6 @@ class PreparedStep:
 
 
 def replicas_share_packs(plan: StepPlan) -> bool:
-    """Say whether replicas share packs of a plan (DP-Merge)."""
     packs = (pack for part in plan.pack_plans for pack in part.backward)
     return any(piece.cp > plan.layout.cp for pack in packs for piece in pack.slices)
 
@@ -110,8 +107,3 @@ class StepSource:
         """Stop early, at the same step on every rank; a step that is being made is finished, and dropped."""
         self._ahead.close()
         self._loader.close()
-
-    def coming_layout(self) -> ParallelLayout | None:
-        """Return the layout of the step that `next` would give, if it is made by now. Never waits."""
-        coming = self._ahead.peek()
-        return None if coming is None else coming.planned.plan.layout

@@ -1,8 +1,7 @@
 """`StepTrainer` trains one step on one rank, from the barrier at its start to the exchange of measurements at its end.
 
-`NonFiniteSteps` stops the run at a step that is not finite, or leaves the step out and counts it. That is decided from
-sums over all ranks, so all decide alike, before the optimizer changes anything. Price: for every row of a last stage
-one sum over the hidden size, 4 bytes a row until the step ends.
+Whether a step is finite is decided from sums over all ranks, so all decide alike, before the optimizer changes
+anything. Price: 4 bytes a row of a last stage until the step ends.
 """
 
 import time
@@ -37,16 +36,15 @@ from evenload.runtime.replay.context_attention import rows_of
 from evenload.runtime.replay.store import num_rows
 from evenload.runtime.stages.rank_state import RankState, StepGradients
 from evenload.runtime.step_metrics import (
-    DevicePeaks,
     RankStepReport,
     StepReport,
     UpdateValues,
+    device_peaks,
     gather_timeline,
     no_label_warning,
     step_row,
 )
 from evenload.runtime.step_source import PreparedStep, replicas_share_packs
-from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
 from evenload.types.plan import StepPlan
 from evenload.types.timeline import Timeline
@@ -65,12 +63,10 @@ class NonFiniteSteps:
     def __init__(self, on_nonfinite: Literal["stop", "skip"]) -> None:
         self.num_skipped = 0
         """Steps without an update since the run began."""
+        self.num_in_a_row = 0
+        """Of them, up to the last step."""
         self._may_skip = on_nonfinite == "skip"
-        self._in_a_row = 0
         self._skipped, self._masked, self._untaught = Tally(), 0, 0  # since the loader's account was loaded
-
-    def record_finite(self) -> None:
-        self._in_a_row = 0
 
     def skip_or_stop(
         self, planned: PlannedStep, gradients: StepGradients, mesh: Mesh, newest: Callable[[], Path | None]
@@ -78,8 +74,8 @@ class NonFiniteSteps:
         """Count a step's documents as dropped and return a warning, or raise `NonFiniteStepError`, on every rank.
         `newest` returns the newest checkpoint. Collective."""
         text, documents = _describe(planned, gradients, mesh), planned.plan.documents
-        self._in_a_row += 1
-        if self._may_skip and self._in_a_row < MAX_SKIPPED_IN_A_ROW:
+        self.num_in_a_row += 1
+        if self._may_skip and self.num_in_a_row < MAX_SKIPPED_IN_A_ROW:
             masked, untaught = count_without_loss(documents)
             self._skipped += tally_of(documents)
             self._masked, self._untaught = self._masked + masked, self._untaught + untaught
@@ -152,9 +148,8 @@ def _suspect(output: HeadOutput, replica: int) -> _Suspect | None:
 
 def _describe_pack(suspect: _Suspect, plan: StepPlan, origin: Callable[[int], str]) -> str:
     lengths = {document.doc_id: document.num_tokens for document in plan.documents}
-    documents = [
-        f"document {doc_id} ({lengths[doc_id]:,} tokens, {origin(doc_id)})" for doc_id in suspect.doc_ids[:_MAX_NAMED]
-    ]
+    chosen = suspect.doc_ids[:_MAX_NAMED]
+    documents = [f"document {doc_id} ({lengths[doc_id]:,} tokens, {origin(doc_id)})" for doc_id in chosen]
     more = f" and {len(suspect.doc_ids) - _MAX_NAMED} more" if len(suspect.doc_ids) > _MAX_NAMED else ""
     return f"backward pack {suspect.pack} of replica {suspect.replica} with {', '.join(documents)}{more}"
 
@@ -172,8 +167,6 @@ class StepTrainer:
 
     def __init__(self, run: RunConfig, model: ModelSpec, state: RankState, saves: Saves) -> None:
         self.settings = run
-        self.memory_cap_bytes = 0
-        """Limit of this process; a switch of layouts is prepared in the memory that a step leaves free."""
         self.non_finite = NonFiniteSteps(run.on_nonfinite)
         self._model, self._state, self._saves = model, state, saves
         self._fixed_bytes: int | None = None
@@ -181,10 +174,6 @@ class StepTrainer:
         loader. 0 where it is not known, or tensors are on a GPU; None = no step has begun."""
         self._process_bytes = 0
         """Predicted so far of the fullest process."""
-
-    @property
-    def _mesh(self) -> Mesh:
-        return self._state.mesh
 
     def run(
         self,
@@ -195,7 +184,6 @@ class StepTrainer:
         data_wait_s: float = 0.0,
         stop_signal: int = 0,
         goes_on: bool = False,
-        coming_layout: Callable[[], ParallelLayout | None] = lambda: None,
     ) -> TrainedStep:
         """Train one step. Collective. Raises as `Trainer.train`.
 
@@ -203,32 +191,26 @@ class StepTrainer:
             learning_rate: 0 leaves the weights as they are (the optimizer's moments change).
             data_wait_s: that this rank waited for the step.
             stop_signal: of this rank; all ranks learn of it.
-            goes_on: another step follows, so updated weights may still be gathered on return; `state` waits for them
-                before it gives them to other readers.
-            coming_layout: of the next step, once it is known; called often.
+            goes_on: another step follows, so updated weights may still be gathered on return.
         """
         planned, plan = prepared.planned, prepared.planned.plan
-        watch = self._mesh.watch
-        watch.step = plan.step
+        state, mesh = self._state, self._state.mesh
+        mesh.watch.step = plan.step
         came_s = time.perf_counter()
-        with watch.waiting("the barrier at the start"):
-            dist.barrier(group=self._mesh.control)
-        zero_s = seconds_now(self._mesh.device)
-        self._reset_peaks(self._mesh.device)
-        if plan.layout != self._state.layout:
-            self._state.change_layout(plan.layout, coefficients)
-        mesh, state = self._mesh, self._state
-        look_ahead = state.preallocating(coming_layout, self._headroom_bytes(plan))
-        look_ahead()
+        with mesh.watch.waiting("the barrier at the start"):
+            dist.barrier(group=mesh.control)
+        zero_s = seconds_now(mesh.device)
+        self._reset_peaks(mesh.device)
+        if plan.layout != state.layout:
+            state.change_layout(plan.layout, coefficients)
+            mesh = state.mesh
         # Replicas that share packs wait for each other inside of them, so sums may make a circle (docs/decisions/03).
         can_sum = coefficients.reduction_overlap is not None and not replicas_share_packs(plan)
         can_gather = coefficients.gather_overlap is not None and goes_on
-        gradients = state.gradients(
-            prepared.step, look_ahead, is_overlapped=can_sum and self.settings.overlap_reduction
-        )
+        gradients = state.gradients(prepared.step, is_overlapped=can_sum and self.settings.overlap_reduction)
         switch, warning = state.settle(), ""
         if gradients.is_finite:
-            self.non_finite.record_finite()
+            self.non_finite.num_in_a_row = 0
             ended = state.update(gradients, learning_rate, is_overlapped=can_gather and self.settings.overlap_gather)
             gradients = replace(gradients, gathers=[*gradients.gathers, *ended])
         else:
@@ -245,7 +227,7 @@ class StepTrainer:
             measured,
             self._model,
             update=UpdateValues(gradients.loss, gradients.grad_norm, learning_rate),
-            peaks=DevicePeaks.of(coefficients, self._model, mesh.num_ranks),
+            peaks=device_peaks(coefficients, self._model, mesh.num_ranks),
             end=end,
             exchange_s=end.barrier_s + max(0.0, time.perf_counter() - zero_s - measured.step_time_s),
             plan_s=planned.plan_time_s,
@@ -256,7 +238,6 @@ class StepTrainer:
         return TrainedStep(report, end, not gradients.is_finite)
 
     def _reset_peaks(self, device: torch.device) -> None:
-        """Reset the peaks to those of this step."""
         reset_peak_bytes(device)
         if self._fixed_bytes is None:
             resident = None if device.type == "cuda" else resident_bytes()
@@ -269,14 +250,11 @@ class StepTrainer:
         self._process_bytes = max(self._process_bytes, process_bytes(self._model, plan, fixed_bytes))
         return self._process_bytes
 
-    def _headroom_bytes(self, plan: StepPlan) -> int:
-        return self.memory_cap_bytes - plan.predicted.peak_memory_bytes
-
     def _exchange(
         self, gradients: StepGradients, came_s: float, zero_s: float, data_wait_s: float, stop_signal: int
     ) -> tuple[RankStepReport, Timeline | None]:
         """Return what all ranks report of a step together, and its timeline on rank 0. Collective."""
-        mesh, static_bytes = self._mesh, self._state.static_bytes()
+        mesh, static_bytes = self._state.mesh, self._state.static_bytes()
         own = RankStepReport(
             step_time_s=seconds_now(mesh.device) - zero_s,
             barrier_s=zero_s - came_s,

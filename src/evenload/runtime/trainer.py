@@ -51,9 +51,8 @@ class Trainer:
         require_optimizer(config, self.model, len(layouts))
         if config.parallel.cp_exchange == "ring":
             require_no_window(max(self.model.windows))
-        self.state = RankState(
-            config.model, config.optimizer, config.train, self.model, self.meshes, config.plan.twin_bytes
-        )
+        twin_bytes = config.plan.twin_bytes
+        self.state = RankState(config.model, config.optimizer, config.train, self.model, self.meshes, twin_bytes)
         self.hf_config = self.state.held.hf_config
         tokenizer = require_tokenizer(
             config.data,
@@ -79,9 +78,8 @@ class Trainer:
             )
         if config.samples is not None:
             sampler = Sampler(config.samples, config.data, tokenizer, self.model.position_rows or None)
-        self._evaluation = Evaluation(
-            validator, sampler, keep_best=config.train.keep_best, checkpoints=self._checkpoints
-        )
+        keep_best = config.train.keep_best
+        self._evaluation = Evaluation(validator, sampler, keep_best=keep_best, checkpoints=self._checkpoints)
         self.steps_done = 0
         self.totals = RunTotals()
         self._loader_state = self.loader.state()
@@ -98,7 +96,6 @@ class Trainer:
 
     @property
     def mesh(self) -> Mesh:
-        """Return the mesh of the layout that runs now."""
         return self.state.mesh
 
     @property
@@ -108,7 +105,6 @@ class Trainer:
 
     @property
     def stages(self) -> Mapping[int, PipelineStage]:
-        """Return this rank's virtual stages by index."""
         return self.state.stages
 
     @property
@@ -137,7 +133,7 @@ class Trainer:
         self._layouts_known, self.saved_strategy = progress.layouts_known, progress.strategy
         self.resume_warning = self._evaluation.resume(progress)
         self.step_trainer.non_finite.num_skipped = progress.skipped_steps
-        self._saves.record_resumed(self.steps_done)
+        self._saves.saved_steps = self.steps_done
         return path
 
     def train(
@@ -156,8 +152,7 @@ class Trainer:
             memory_cap_bytes: of one process.
             stop_after: stop when so many steps are done in all, although the configured run is longer.
             stop_requested: number of a signal that this rank got, or 0; called once a step, and before every batch of
-                validation data, the rest of which is then left out. When any rank got one, all end, and `stop_signal`
-                is that signal.
+                validation data. When any rank got one, all end, and `stop_signal` is that signal.
             on_late_pass: called on rank 0, before the first step, with a validation pass that an earlier start missed.
 
         Raises:
@@ -166,7 +161,7 @@ class Trainer:
             RankLostError: another rank died or is stuck.
             InfeasiblePlanError: a resumed run has no memory for the switch back into the layout of its checkpoint.
         """
-        self.coefficients, self.step_trainer.memory_cap_bytes = coefficients, memory_cap_bytes
+        self.coefficients = coefficients
         planner, flex = self.planners(coefficients, memory_cap_bytes)
         monitor, measured_of = None, lambda step: MeasuredLayouts()
         if flex is not None:
@@ -206,7 +201,6 @@ class Trainer:
                 data_wait_s=data_wait_s,
                 stop_signal=stop_requested(),
                 goes_on=step + 1 != last_step and not self._evaluation.validates_after(step + 1),
-                coming_layout=source.coming_layout,
             )
             before_s, ended_s = ended_s, time.perf_counter()
             self.stop_signal = agreed.stop_signal
@@ -281,13 +275,12 @@ class Trainer:
 
     def planners(self, coefficients: CostCoefficients, memory_cap_bytes: int) -> tuple[StepPlanner, FlexPlanner | None]:
         """Make the planner of the layout in which the run starts, and that of a run whose layout may change."""
-        mesh = self.meshes.start
-        planner = make_planner(
-            self.config, self.model, mesh.layout, coefficients, memory_cap_bytes, mesh.ranks_per_machine
-        )
+        mesh, config = self.meshes.start, self.config
+        ranks = mesh.ranks_per_machine
+        planner = make_planner(config, self.model, mesh.layout, coefficients, memory_cap_bytes, ranks)
         if self.live is None:
             return planner, None
-        return planner, make_flex_planner(self.config, planner, self.meshes.layouts, self.live.moved)
+        return planner, make_flex_planner(config, planner, self.meshes.layouts, self.live.moved)
 
     def save(self) -> Path:
         """Write a complete checkpoint of the steps done, or raise `CheckpointError`. Collective."""

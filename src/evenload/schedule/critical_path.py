@@ -19,14 +19,9 @@ from evenload.types.timeline import KINDS
 
 @dataclass(frozen=True, eq=False)
 class CriticalPath:
-    """The actions that set a replica's makespan.
-
-    Args:
-        actions: int64[k], indices into the action columns, first to last; empty without actions.
-        p2p_s: float64[k], seconds of the transfer that ends when the action starts.
-        compute_s: float64[R, 4], seconds on the path by pipeline rank and kind (order of `KINDS`).
-        makespan_s: the sum of transfers and actions.
-    """
+    """The actions that set a replica's makespan, as int64[k] indices into the action columns, first to last; float64[k]
+    seconds of the transfer that ends when each starts; float64[R, 4] seconds on the path by pipeline rank and kind
+    (order of `KINDS`); and the sum of transfers and actions."""
 
     actions: NDArray[np.int64]
     p2p_s: NDArray[np.float64]
@@ -148,10 +143,7 @@ class Bubble(NamedTuple):
 
 
 def split_bubble(tasks: PipelineTasks, actions: ActionColumns, simulation: Simulation) -> Bubble:
-    """Split the idle time of a simulated schedule by cause.
-
-    Takes three simulations, and one numpy pass for every action of the longest chain inside one gap.
-    """
+    """Split the idle time of a simulated schedule by cause, with two more simulations."""
     start, end = simulation.start_s, simulation.end_s
     first = actions.rank_offset[:-1]
     last = actions.rank_offset[1:] - 1

@@ -19,12 +19,8 @@ _UNLIMITED = 2**31 - 1
 
 
 def packflow_static(tasks: PipelineTasks, *, inject: bool) -> ActionColumns:
-    """Order packs statically: stage s runs B_j after `min(m_f, f[j] + P - 1 - s)` forwards.
-
-    Args:
-        inject: at least one new forward for each backward (SlimPack Fig. 9), at the price of its memory; else 1F1B,
-            whose backwards catch up as early as they can.
-    """
+    """Order packs statically: stage s runs B_j after `min(m_f, f[j] + P - 1 - s)` forwards; with `inject` at least one
+    new forward for each backward (SlimPack Fig. 9), at the price of its memory, else 1F1B."""
     if not inject:
         return one_f_one_b(tasks)
     return static_order(tasks, keep_counts(tasks.forwards_needed, tasks.num_forward), one_a_stage(tasks))
@@ -45,20 +41,19 @@ def packflow_list(
     lookahead: int | None = None,
     split: bool = False,
 ) -> ActionColumns:
-    """Schedule by events in simulated time under a memory cap.
+    """Schedule by events in simulated time under a memory cap. O(actions (ranks + stages a rank)).
 
     A rank decides whenever it is free and something may have arrived. It runs the backward whose gradient is there
     (lowest pack, then highest stage), else the next forward whose input is there and that either a backward needs or
-    that fits under the cap. With `split` a backward runs as I, for which the stage before waits, and W runs when its
-    rank would idle or needs the memory (zero bubble; Qi et al. 2023). `tests/reference/list_schedule.py` has the rules
-    in full, and why they never deadlock. O(actions (ranks + stages a rank)).
+    that fits under the cap. `tests/reference/list_schedule.py` has the rules in full, and why they never deadlock.
 
     Args:
         cap_bytes: int64[R], static bytes included. Where packs need more it is exceeded, with one stage a rank as
             little as possible: compare `simulate(...).peak_bytes` with the device.
         alternate: after a backward prefer a forward (holds less for uniform packs), else always backward.
         lookahead: packs a stage may run ahead of 1F1B; None = limited by memory only.
-        split: run backwards as I and later W (zero bubble) wherever memory allows.
+        split: a backward runs as I, for which the stage before waits, and W runs when its rank would idle or needs the
+            memory (zero bubble; Qi et al. 2023).
 
     Raises:
         ConfigError, ValueError: `split` without split columns, columns or values out of range, or a forward pack that

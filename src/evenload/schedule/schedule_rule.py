@@ -58,12 +58,8 @@ class ScheduleRule:
 def static_order(tasks: PipelineTasks, forward_counts: NDArray[np.int64], warmup: NDArray[np.int64]) -> ActionColumns:
     """Order packs by two sequences (docs/architecture.md): stage s runs B_j after `min(m_f, f[j] + w[s])` forwards.
 
-    With the key
-
-        F(k, s) -> (k - w[s], s)          B(j, s) -> (f[j] - 1/2, j, -s)
-
-    every edge goes to a larger key, so nothing deadlocks, whatever actions take, also on ranks with several stages,
-    whose actions are sorted by key. O(actions log actions).
+    With the key (k - w[s], s) of F(k, s) and (f[j] - 1/2, j, -s) of B(j, s) every edge goes to a larger key, so nothing
+    deadlocks, also on ranks with several stages, whose actions are sorted by key. O(actions log actions).
 
     Args:
         forward_counts: int64[m_b], f: forwards of the last stage before its backward j; not falling, `f[j] >= D[j]`.
@@ -101,7 +97,7 @@ def static_order(tasks: PipelineTasks, forward_counts: NDArray[np.int64], warmup
 
 
 def _one_stage_a_rank(m_f: int, forward_counts: NDArray[np.int64], warmup: NDArray[np.int64]) -> ActionColumns:
-    """Do the same without sorting: B_j stands after j backwards and `min(m_f, f[j] + w[s])` forwards."""
+    """Do the same without sorting."""
     num_stages, m_b = len(warmup), len(forward_counts)
     place = np.arange(m_b) + np.minimum(m_f, forward_counts + warmup[:, None])
     kind = np.zeros((num_stages, m_f + m_b), np.uint8)

@@ -24,13 +24,8 @@ from evenload.types.timeline import Timeline
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """Predicted execution of one replica's schedule.
-
-    Args:
-        start_s, end_s: float64[n], aligned with the action columns.
-        makespan_s: end of the last action, 0 without actions.
-        peak_bytes: int64[R], the most each rank holds at any time, static bytes included.
-    """
+    """Predicted execution of one replica's schedule: float64[n] times, aligned with the action columns, the end of the
+    last action, and int64[R] the most each rank holds at any time, static bytes included."""
 
     start_s: NDArray[np.float64]
     end_s: NDArray[np.float64]

@@ -31,13 +31,8 @@ GPIPE = ScheduleRule(
 #
 #     W[last] = 0        W[s] = W[s+1] + g[s+1], rounded up to a multiple of g[s]
 #
-#     stage 0:         0F0 0F1 0F2 0F3 0F4 0B0 0F5 0B1 0F6 0B2 ...      w = 4
-#     stage 1, rank 0: 1F0     1F2         1B0     1F4     1B2 ...      w = 1
-#     stage 1, rank 1:     1F1     1F3             1B1     1F5 ...
-#     stage 2:         2F0 2B0 2F1 2B1 2F2 2B2 ...                      w = 0
-#
-# Nothing deadlocks, whatever actions take: with the key (k, s) for F(k, s) and (j + W[s] + 1/2, -s) for B(j, s), every
-# edge goes to a larger key, because W falls from stage to stage. O(actions).
+# Nothing deadlocks: with the key (k, s) for F(k, s) and (j + W[s] + 1/2, -s) for B(j, s) every edge goes to a larger
+# key, because W falls from stage to stage. O(actions).
 
 
 def _replicated_one_f_one_b(tasks: PipelineTasks) -> ActionColumns:

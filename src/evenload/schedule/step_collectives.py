@@ -1,18 +1,17 @@
 """Time the collectives before, during and after a step's packs: all-gathers of updated weights, reduce-scatters of
 gradients; and the update.
 
-Weights are gathered unit by unit (embedding, layers, head), after the update of the unit and the gather before it, as
-`runtime.optim.data_parallel` does, during the update and the first forwards. A forward waits for the gathers of its own
-units, the first backward for all. Gradients are reduced unit by unit from the head down, as soon as the last replica
-has completed a unit and the reduction before it is done. The update needs the gradient's norm, and so all reductions.
+As in `runtime.optim.data_parallel` weights are gathered unit by unit (embedding, layers, head), after the update of the
+unit and the gather before it. A forward waits for the gathers of its own units, the first backward for all. Gradients
+are reduced unit by unit from the head down, as soon as the last replica has completed a unit and the reduction before
+it is done. The update needs the gradient's norm, and so all reductions.
 
 Times follow two clocks: a collective during compute takes `communication_slowdown` times its seconds, and compute goes
 on at the rate 1 - `compute_slowdown` (`cost.coefficients.OverlapCost`); while nothing is computed it takes its seconds
 alone. What a rank loses to gathers is added to its first forward, and the packs are simulated again.
 
 Not modelled: gathers of a layout other than the step's; the time between two steps, which hides more of them; that a
-rank whose last backward is slowed lets the stage before it wait longer. O(replicas · (actions + stages) + units), a few
-milliseconds for 32 replicas, and one more simulation a replica.
+rank whose last backward is slowed lets the stage before it wait longer. O(replicas · (actions + stages) + units).
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,13 +42,8 @@ class SimulatedReplica:
 
 @dataclass(frozen=True, eq=False)
 class RankGathers:
-    """All-gathers of the weights of one pipeline rank, unit by unit.
-
-    Args:
-        start_s, end_s: float64[n], from the step's start; below 0 during the update before the step.
-        wait_start_s, wait_end_s: float64[m], when forwards wait for them.
-        lost_s: by which the rank's first packs are later.
-    """
+    """All-gathers of the weights of one pipeline rank, unit by unit, float64[n] from the step's start (below 0 during
+    the update before the step); when forwards wait for them, float64[m]; and by how much its first packs are later."""
 
     start_s: NDArray[np.float64]
     end_s: NDArray[np.float64]
@@ -87,7 +81,7 @@ def _delayed(replica: SimulatedReplica, gathers: Sequence[RankGathers]) -> Simul
     """Add what every rank loses to its first forward."""
     actions, num_stages = replica.actions, replica.tasks.forward_s.shape[1]
     forward_s = replica.tasks.forward_s.copy()
-    places = _first_places(actions, "F", num_stages)
+    places = _first_places(actions, num_stages)
     for rank, one in enumerate(gathers):
         first = places[rank][places[rank] >= 0].min(initial=len(actions.kind))
         if one.lost_s > 0 and first < len(actions.kind):
@@ -175,7 +169,7 @@ def _needed_seconds(
     first_s = np.full(layout.pipeline_ranks, np.inf)
     for replica in replicas:
         actions, simulation = replica.actions, replica.simulation
-        forwards = _first_places(actions, "F", layout.num_stages)
+        forwards = _first_places(actions, layout.num_stages)
         packs = np.unique(actions.pack[forwards[forwards >= 0]])
         if not len(packs):
             continue
@@ -197,23 +191,18 @@ def _needed_seconds(
     return needed_s, np.where(np.isfinite(first_s), first_s, 0.0)
 
 
-def _first_places(actions: ActionColumns, kind: str, num_stages: int) -> NDArray[np.int64]:
-    """Return the first action of a kind by rank and stage, -1 = none; int64[ranks, stages]."""
+def _first_places(actions: ActionColumns, num_stages: int) -> NDArray[np.int64]:
+    """Return the first forward by rank and stage, -1 = none; int64[ranks, stages]."""
     places = np.full((actions.num_ranks, num_stages), -1, np.int64)
-    at = np.flatnonzero(actions.kind == KINDS.index(kind))[::-1]
+    at = np.flatnonzero(actions.kind == KINDS.index("F"))[::-1]
     places[actions.rank[at], actions.stage[at]] = at  # of several the first
     return places
 
 
 @dataclass(frozen=True, eq=False)
 class RankReductions:
-    """Reduce-scatters of the gradients of one pipeline rank, unit by unit.
-
-    Args:
-        start_s, end_s: float64[n].
-        compute_end_s: when the last replica has computed its last pack here.
-        slowdown: seconds that compute loses in each second of a reduction.
-    """
+    """Reduce-scatters of the gradients of one pipeline rank, unit by unit, float64[n]; when the last replica has
+    computed its last pack there; and the seconds that compute loses in each second of a reduction."""
 
     start_s: NDArray[np.float64]
     end_s: NDArray[np.float64]
@@ -300,12 +289,9 @@ def step_end(costs: PackCosts, replicas: Sequence[SimulatedReplica]) -> StepEnd:
     packs_end_s = max(replica.simulation.makespan_s for replica in replicas)
     summed_s = max(packs_end_s, *(max(one.compute_end_s, *one.end_s.tolist()) for one in reductions))
     updated_s = summed_s + costs.optimizer_seconds()
-    exposed_s = 0.0 if gathers else max(_gather_seconds(costs, rank) for rank in ranks)
+    of_ranks = (unit_transfers(costs.model, costs.coefficients, costs.layout, rank) for rank in ranks)
+    exposed_s = 0.0 if gathers else max(float(one.gather_s.sum()) for one in of_ranks)
     return StepEnd(reductions, gathers, tuple(replicas), packs_s, summed_s, updated_s, updated_s + exposed_s)
-
-
-def _gather_seconds(costs: PackCosts, rank: int) -> float:
-    return float(unit_transfers(costs.model, costs.coefficients, costs.layout, rank).gather_s.sum())
 
 
 def _rank_reductions(

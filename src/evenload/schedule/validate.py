@@ -31,9 +31,7 @@ def check_schedule(
     that all can run.
 
     Args:
-        num_forward: forward packs, m_f.
-        forwards_needed: D, one entry per backward pack.
-        stage_to_rank: pipeline rank of every virtual stage, the first of several.
+        num_forward, forwards_needed, stage_to_rank: as of `PipelineTasks`.
         num_ranks: pipeline ranks; None = one for every number in `stage_to_rank`.
 
     Raises:
@@ -41,40 +39,34 @@ def check_schedule(
         ScheduleDeadlockError: no rank can go on (a kind of InvalidPlanError).
     """
     actions = action_columns(schedule) if isinstance(schedule, Schedule) else schedule
-    needed = [int(count) for count in forwards_needed]
-    ranks = [int(rank) for rank in stage_to_rank]
-    num_ranks = max(ranks, default=-1) + 1 if num_ranks is None else num_ranks
-    if actions.num_ranks != num_ranks:
-        raise InvalidPlanError(f"the schedule has {actions.num_ranks} ranks, stages are on {num_ranks}")
+    num_backward, num_stages = len(forwards_needed), len(stage_to_rank)
+    seconds = np.zeros((num_backward, num_stages))
+    tasks = PipelineTasks.without_bytes(
+        forward_s=np.zeros((num_forward, num_stages)),
+        backward_s=seconds,
+        p2p_forward_s=np.zeros(num_forward),
+        p2p_backward_s=np.zeros(num_backward),
+        forwards_needed=forwards_needed,
+        stage_to_rank=stage_to_rank,
+        parts_s=(seconds, seconds),
+        num_ranks=num_ranks,
+    )
+    if actions.num_ranks != tasks.num_ranks:
+        raise InvalidPlanError(f"the schedule has {actions.num_ranks} ranks, stages are on {tasks.num_ranks}")
+    needed = tasks.forwards_needed.tolist()
     if any(not 0 <= count <= num_forward for count in needed):
         raise InvalidPlanError(f"forwards_needed {needed} must lie in 0..{num_forward}, the number of forward packs")
-    tasks = _instant_tasks(num_forward, needed, ranks, num_ranks)
     columns = (actions.kind, actions.stage, actions.pack, actions.rank_offset)
     try:
         *_, done = _native.simulate(task_arrays(tasks), *columns, split_arrays(tasks))
     except ValueError as refusal:
         raise InvalidPlanError(_first_fault(actions, tasks) or str(refusal)) from None
-    if int(done.sum()) == len(actions.kind) and _has_all(actions, num_forward, len(needed), len(ranks)):
+    if int(done.sum()) == len(actions.kind) and _has_all(actions, num_forward, num_backward, num_stages):
         return
     fault = _first_fault(actions, tasks)
     if fault is not None:
         raise InvalidPlanError(fault)
     raise ScheduleDeadlockError(stuck_grid(tasks, actions, done))
-
-
-def _instant_tasks(num_forward: int, needed: list[int], ranks: list[int], num_ranks: int) -> PipelineTasks:
-    num_backward, num_stages = len(needed), len(ranks)
-    seconds = np.zeros((num_backward, num_stages))
-    return PipelineTasks.without_bytes(
-        forward_s=np.zeros((num_forward, num_stages)),
-        backward_s=seconds,
-        p2p_forward_s=np.zeros(num_forward),
-        p2p_backward_s=np.zeros(num_backward),
-        forwards_needed=needed,
-        stage_to_rank=ranks,
-        parts_s=(seconds, seconds),
-        num_ranks=num_ranks,
-    )
 
 
 def _has_all(actions: ActionColumns, num_forward: int, num_backward: int, num_stages: int) -> bool:

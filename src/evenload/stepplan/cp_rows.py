@@ -10,13 +10,7 @@
 
 The planner chooses the rule (`plan.cp_sharding`). A token runs backward on the rank on which it ran forward, but
 backward packs are cut elsewhere: forward slices are first cut into cells at their document's backward cuts, and every
-cell is divided by itself:
-
-    forward slices   |-------------------|--------------|
-    backward slices  |-----------|----------------------|
-    cells            |-----------|-------|--------------|    each: rank 0 1 .. cp-1 cp-1 .. 1 0
-
-Slices of both directions are unions of cells, so both are even, in tokens (± 1 over a pack) and in attention;
+cell is divided by itself, so that both directions are even, in tokens (± 1 over a pack) and in attention;
 `per_sequence` keeps its chunks. A document whole on one rank is local and needs no transfer. O(slices · cp) numpy.
 """
 
@@ -62,12 +56,8 @@ def joined(ranges: RankRanges) -> RankRanges:
 def ranges_per_sequence(
     start: NDArray[np.int64], stop: NDArray[np.int64], pack_offset: NDArray[np.int64], cp: int
 ) -> RankRanges:
-    """Divide every pack as one sequence among `cp` ranks.
-
-    Args:
-        start, stop: int64[k], the packs' slices; not empty.
-        pack_offset: int64[p + 1]; pack i holds slices `[pack_offset[i], pack_offset[i + 1])`.
-    """
+    """Divide every pack as one sequence among `cp` ranks, from the packs' slices, int64[k], not empty, of which pack i
+    holds `[pack_offset[i], pack_offset[i + 1])`."""
     # Packs are laid end to end, so that a pack's first token is a border of a chunk.
     ends = np.cumsum(stop - start)
     pack_ends = np.concatenate([[0], ends])[pack_offset]
@@ -120,12 +110,8 @@ def _chunk_tokens(tokens: NDArray[np.int64], offset: NDArray[np.int64], cp: int)
 
 
 class _Side(NamedTuple):
-    """Packs of one direction.
-
-    Args:
-        columns: the packs; ranks: how many share each, int64[num_packs].
-        pack, doc: of every slice; stop: with padding; in_group: whether several ranks share it.
-    """
+    """Packs of one direction, how many ranks share each, and of every slice the pack, the document, the end with
+    padding, and whether several ranks share it."""
 
     columns: SliceColumns
     ranks: NDArray[np.int64]
@@ -136,13 +122,8 @@ class _Side(NamedTuple):
 
 
 class _SharedRows(NamedTuple):
-    """Ranges of the forward packs that groups run, cut wherever a slice of either direction begins.
-
-    Args:
-        doc: document of every range, int64[n].
-        is_cut: bool[documents].
-        scale: more than the tokens of any document: `doc * scale + position` is one sorted key.
-    """
+    """Ranges of the forward packs that groups run, cut wherever a slice of either direction begins, with the document
+    of each, int64[n]; bool[documents] `is_cut`; `doc * scale + position` is one sorted key."""
 
     sides: tuple[_Side, _Side]
     rows: RankRanges
@@ -290,14 +271,8 @@ def _ranked(
 
 @dataclass(frozen=True, eq=False)
 class DocumentRows:
-    """Which ranks have a document's tokens.
-
-    Args:
-        num_tokens: padding included.
-        is_cut: forward or backward, into slices of several packs.
-        owners: (start, stop, rank) of all its tokens, ascending.
-        ranges: tokens of every rank of the group, ascending.
-    """
+    """Which ranks have a document's tokens, padding included: as (start, stop, rank), and as ranges of every rank of
+    the group, ascending; and whether it is cut, forward or backward, into slices of several packs."""
 
     doc_id: int
     num_tokens: int
@@ -344,13 +319,8 @@ class SharedSlice:
 
 @dataclass(frozen=True, eq=False)
 class PackRows:
-    """One pack of a group.
-
-    Args:
-        block: the replicas that run it.
-        shared: slices whose keys and values are exchanged; those of documents that are never cut first.
-        local: slices of documents that every rank has whole.
-    """
+    """One pack of a block of replicas: slices whose keys and values are exchanged, those of documents that are never
+    cut first, and slices of documents that every rank has whole."""
 
     block: ReplicaBlock
     shared: tuple[SharedSlice, ...]

@@ -103,7 +103,15 @@ def _plan_from_json(data: dict[str, Any]) -> StepPlan:
             for document in data["documents"]
         ),
         num_label_tokens=data["num_label_tokens"],
-        pack_plans=tuple(_packs_from_json(replica) for replica in replicas),
+        pack_plans=tuple(
+            PackPlan(
+                dp_rank=replica["dp_rank"],
+                forward=_direction_from_json(replica, "forward"),
+                backward=_direction_from_json(replica, "backward"),
+                policies={int(doc_id): policy for doc_id, policy in replica.get("policies", {}).items()},
+            )
+            for replica in replicas
+        ),
         schedules=tuple(
             Schedule(ranks=tuple(tuple(map(parse_action, row)) for row in replica["schedule"])) for replica in replicas
         ),
@@ -131,18 +139,8 @@ def _times_from_json(replica: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _packs_from_json(replica: dict[str, Any]) -> PackPlan:
-    return PackPlan(
-        dp_rank=replica["dp_rank"],
-        forward=_direction_from_json(replica["forward"], "forward", replica["durations_forward_s"]),
-        backward=_direction_from_json(replica["backward"], "backward", replica["durations_backward_s"]),
-        policies={int(doc_id): policy for doc_id, policy in replica.get("policies", {}).items()},
-    )
-
-
-def _direction_from_json(
-    packs: list[list[dict[str, Any]]], direction: Direction, durations: list[list[float]]
-) -> tuple[MicroPack, ...]:
+def _direction_from_json(replica: dict[str, Any], direction: Direction) -> tuple[MicroPack, ...]:
+    packs, durations = replica[direction], replica[f"durations_{direction}_s"]
     if len(packs) != len(durations):
         raise InvalidPlanError(f"plan file: {len(packs)} {direction} packs but {len(durations)} rows of durations")
     return tuple(

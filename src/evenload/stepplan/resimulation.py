@@ -1,7 +1,5 @@
-"""`tasks_of_columns`: a StepPlan's own numbers back as simulator input, for re-simulation and timelines.
-
-Durations come from the plan, bytes from the model: a plan stores no bytes, but they follow from its slices.
-"""
+"""Make simulator input of a StepPlan, for re-simulation and timelines: durations are the plan's own, bytes follow from
+its slices and the model."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -23,11 +21,14 @@ def replica_columns(plan: StepPlan, dp_rank: int) -> ReplicaPacks:
     """Return one replica's packs as columns, whose `doc` counts the documents of the whole plan."""
     packs = plan.pack_plans[dp_rank]
     index = {document.doc_id: position for position, document in enumerate(plan.documents)}
+    policy = np.zeros(len(index), np.int8)
+    for doc_id, name in packs.policies.items():
+        policy[index[doc_id]] = POLICIES.index(name)
     return ReplicaPacks(
         forward=_columns(packs.forward, index),
         backward=_columns(packs.backward, index),
         num_tokens=np.array([document.num_tokens for document in plan.documents], np.int64),
-        policy=_policy(packs, index),
+        policy=policy if packs.policies else None,
         owners=_owners(packs, plan.layout.cp),
         shardings=tuple(pack.sharding for pack in packs.forward),
     )
@@ -44,7 +45,7 @@ def tasks_of_columns(plan: StepPlan, dp_rank: int, model: ModelSpec, packs: Repl
 
 
 def timed_tasks(plan: StepPlan, dp_rank: int) -> PipelineTasks:
-    """The predicted seconds of a replica and what its packs wait for, without bytes, which need the model."""
+    """Return the predicted seconds of a replica and what its packs wait for, without bytes, which need the model."""
     packs, times = plan.pack_plans[dp_rank], plan.times[dp_rank]
 
     def grid(rows: Sequence[Sequence[float]]) -> NDArray[np.float64]:
@@ -78,15 +79,6 @@ def _owners(packs: PackPlan, layout_cp: int) -> tuple[NDArray[np.int64], NDArray
         for listed in (packs.forward, packs.backward)
     )
     return forward, backward
-
-
-def _policy(packs: PackPlan, index: dict[int, int]) -> NDArray[np.int8] | None:
-    if not packs.policies:
-        return None
-    policy = np.zeros(len(index), np.int8)
-    for doc_id, name in packs.policies.items():
-        policy[index[doc_id]] = POLICIES.index(name)
-    return policy
 
 
 def _columns(packs: tuple[MicroPack, ...], index: dict[int, int]) -> SliceColumns:

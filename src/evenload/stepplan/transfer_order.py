@@ -1,29 +1,22 @@
 """Order a rank's receives, and choose when it waits for its own sends to free their tensors (`transfer_order`).
 
 A send is over when its receiver has posted the receive, which transports do not report, and waiting at a bad moment is
-a deadlock. So both ends follow one order of all actions, the plan's predicted starts (`freed_sends`):
-
-    before an action that starts at t, wait for the sends of a channel whose pack number i is followed by a pack
-    i + LAG that its receiver starts strictly before t
-
+a deadlock. So both ends follow the plan's predicted starts (`freed_sends`): before an action that starts at t, a rank
+waits for the sends of a channel whose pack i is followed by a pack i + LAG that its receiver starts strictly before t.
 Every edge of the schedule goes to an equal or later start and every such wait to a strictly later one, so they form no
-circle, whatever the real durations. Replicas that share packs (DP-Merge) run them first and alike, with predictions
-that agree to the bit; where they do not (plans made by hand), no send is waited for before the end of the step.
+circle, whatever the real durations. Where replicas that share packs (DP-Merge) predict different starts (plans made by
+hand), no send is waited for before the end of the step.
 
 Where all transfers of a rank share one first-in-first-out queue (`queued_order`), two ranks must post what they
-exchange in the same order. Both follow one order of all actions, in which each comes after what it needs:
-
-    a transfer has the place of the action that sends it
-    before an action a rank posts all receives with an earlier place, in their order
-    when a channel has sent LAG more, a rank waits for a send and frees its tensor
+exchange in the same order. Both follow one order of all actions, in which each comes after what it needs, and a
+transfer has the place of the action that sends it: before an action a rank posts all receives with an earlier place, in
+their order, and waits for a send when its channel has sent LAG more.
 
 Nothing deadlocks. Let A be the first action of the order that has not run, on any rank: all that it waits for has an
 earlier place, so it was sent. Of all transfers sent and not arrived take the first, which is before A: its sender
 posted it and all before it; its receiver's next action is A or later, so the receiver did too; so it arrives, and the
-next, until A runs. The order is by predicted ends (Kahn's algorithm with a heap), so that while ranks run as predicted
-no transfer waits for one that is not there yet. Actions of replicas that share packs are placed together.
-
-A rank keeps what is in flight in the prediction plus LAG packs a channel. O(actions log actions).
+next, until A runs. The order is by predicted ends (Kahn's algorithm with a heap). A rank keeps what is in flight in the
+prediction plus LAG packs a channel. O(actions log actions).
 """
 
 import heapq
@@ -69,12 +62,8 @@ def freed_sends(plan: StepPlan, dp_rank: int, pp_rank: int) -> FreedSends:
 
 
 def freed_before(over: Mapping[Channel, NDArray[np.number]], own: NDArray[np.number]) -> FreedSends:
-    """Return the sends to free before each action: all but the last LAG that are over before it.
-
-    Args:
-        over: by channel, when each send is over; not falling.
-        own: when each action of the rank comes, on the same scale; not falling.
-    """
+    """Return the sends to free before each action: all but the last LAG that are over before it, from when each send of
+    a channel is over and each action comes, on one scale, not falling."""
     waits: list[list[tuple[Channel, int]]] = [[] for _ in own]
     for channel, times in over.items():
         before = 0

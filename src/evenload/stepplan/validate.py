@@ -16,8 +16,7 @@
     collectives members of a block run shared packs, larger blocks first, in the same order in both directions, with the
                 same sharding and the same order of actions on every rank
 
-Slices are read into one table, and an invariant is a few numpy operations over it: O(n log n) for n slices, about 1 µs
-each, and O(actions).
+O(n log n) numpy for n slices, about 1 µs each, and O(actions).
 """
 
 import itertools
@@ -74,7 +73,9 @@ def _group_offences(plan: StepPlan) -> Iterator[str]:
                 f"document {doc_id} is shared by replicas {block.first} to {block.replicas[-1]}, "
                 f"but lies on {sorted(homes[doc_id])}"
             )
-    crossing = [pair for pair in itertools.combinations(sorted(blocks), 2) if _cross(*pair)]
+    pairs = itertools.combinations(sorted(blocks), 2)
+    common = ((one, other, len({*one.replicas} & {*other.replicas})) for one, other in pairs)
+    crossing = [(one, other) for one, other, count in common if 0 < count < min(one.size, other.size)]
     for one, other in crossing:
         yield (
             f"replicas {one.first} to {one.replicas[-1]} share packs and so do replicas {other.first} to "
@@ -84,12 +85,6 @@ def _group_offences(plan: StepPlan) -> Iterator[str]:
         return  # members of crossing blocks have no common order
     for block in sorted(blocks):
         yield from _shared_order_offences(plan, block)
-
-
-def _cross(one: ReplicaBlock, other: ReplicaBlock) -> bool:
-    """Whether two blocks have replicas in common, and each some of its own."""
-    both = set(one.replicas) & set(other.replicas)
-    return bool(both) and len(both) < min(one.size, other.size)
 
 
 def _shared_order_offences(plan: StepPlan, block: ReplicaBlock) -> Iterator[str]:

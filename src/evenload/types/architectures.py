@@ -21,15 +21,10 @@ class ExpertNames:
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleNames:
-    """Names of the parts of transformers' whole models, and so of the tensors in files.
-
-    Args:
-        decoder: all but the head, which is "lm_head" everywhere.
-        embedding, positions, layers, norm: in the decoder; positions "" = rotary ones, which have no weights.
-        attention: in a layer.
-        fused: the linear of the attention that makes queries, keys and values at once; "" = one linear for each.
-        last_linear: of a layer; only the residual sum follows.
-    """
+    """Names of the parts of transformers' whole models, and so of the tensors in files: of the decoder (all but the
+    head, which is "lm_head"); in it of embedding, learned positions ("" = rotary ones, without weights), layers and
+    last norm; in a layer of the attention, its linear that makes queries, keys and values at once ("" = one each), and
+    the last linear, after which only the residual sum follows."""
 
     decoder: str = "model"
     embedding: str = "embed_tokens"
@@ -64,13 +59,10 @@ class ModuleNames:
 class Architecture:
     """One `model_type` of Hugging Face configurations.
 
-    Planning reads what config.json leaves out or names in its own way. Layers must be those that `ModelSpec` describes:
-    alike, with attention over keys and values of every head, and one feed-forward block or one block of experts.
-    tests/types compares the weights of every architecture with transformers'.
-
-    Training also needs the names of transformers' classes, because replay runs transformers' layers as they are: an
-    unknown module might mix tokens of different documents, draw random numbers, or depend on the length of the pack.
-    Linears are named as Llama's, or as `names` says. tests/runtime compares gradients with plain training.
+    Layers must be those that `ModelSpec` describes: alike, with attention over keys and values of every head, and one
+    feed-forward block or one block of experts; tests/types compares weights with transformers'. Training also needs the
+    names of transformers' classes, whose layers replay runs as they are: an unknown module might mix documents, draw
+    random numbers, or depend on the length of the pack. tests/runtime compares gradients with plain training.
 
     Args:
         tied: the head shares the embedding's weights where the configuration does not say.

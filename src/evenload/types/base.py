@@ -4,7 +4,7 @@
 import difflib
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 from typing import Annotated, Any, Generic, Protocol, TypeVar, dataclass_transform, get_args, get_type_hints
 
 import msgspec
@@ -37,8 +37,7 @@ def write_out_home(settings: Frozen) -> None:
             msgspec.structs.force_setattr(settings, name, path)
 
 
-LEAST_SIMILARITY = 0.4
-"""Of 1; among few choices a name that shares half of its letters is usually what was meant."""
+LEAST_SIMILARITY = 0.4  # of 1; among few choices a name that shares half of its letters is usually what was meant
 
 
 def nearest_name(name: str, known: Iterable[str], similarity: float = LEAST_SIMILARITY) -> str | None:
@@ -67,11 +66,8 @@ Record = TypeVar("Record", bound=Named)
 
 
 class Registry(Mapping[str, Record], Generic[Record]):
-    """Map names to records: built-in ones, those of installed packages by entry points, which are read once, at the
-    first use, and registered ones.
-
-        [project.entry-points."evenload.strategies"]
-        toy = "toy_package.strategy:TOY"
+    """Map names to records: built-in ones, registered ones, and those of installed packages, by entry points such as
+    `toy = "toy_package.strategy:TOY"`, which are read once, at the first use.
 
     Args:
         what: what messages call a record: "strategy".
@@ -115,19 +111,18 @@ class Registry(Mapping[str, Record], Generic[Record]):
         if self._discovered is None:
             discovered: dict[str, Record] = {}
             for entry in sorted(entry_points(group=self.group), key=lambda entry: entry.name):
-                record = self._loaded(entry)
-                self._require_new(record, self.built_in | discovered, _described(entry))
+                package = f" of package {entry.dist.name}" if entry.dist else ""
+                origin = f"entry point {entry.group}: {entry.name} = {entry.value}{package}"
+                try:
+                    record = entry.load()
+                except (ImportError, AttributeError) as error:
+                    raise ConfigError(
+                        f"{origin} cannot be loaded: {error}; repair the package or uninstall it"
+                    ) from error
+                self._require_new(record, self.built_in | discovered, origin)
                 discovered[record.name] = record
             self._discovered = discovered
         return self.built_in | self._discovered | self._registered
-
-    def _loaded(self, entry: EntryPoint) -> Record:
-        try:
-            return entry.load()
-        except (ImportError, AttributeError) as error:
-            raise ConfigError(
-                f"{_described(entry)} cannot be loaded: {error}; repair the package or uninstall it"
-            ) from error
 
     def _require_new(self, record: object, known: Mapping[str, Record], origin: str) -> None:
         if not isinstance(record, self._kind):
@@ -136,8 +131,3 @@ class Registry(Mapping[str, Record], Generic[Record]):
             )
         if record.name in known:
             raise ConfigError(f"{origin}: {self._what} '{record.name}' exists already; choose another name")
-
-
-def _described(entry: EntryPoint) -> str:
-    package = f" of package {entry.dist.name}" if entry.dist else ""
-    return f"entry point {entry.group}: {entry.name} = {entry.value}{package}"

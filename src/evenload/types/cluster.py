@@ -180,21 +180,18 @@ def device_share(inter_node: LinkSpec, nics_per_node: int, devices_per_node: int
 # 31.5 GB/s) arrives at the host, and of its memory modules: 2 x 8 channels of DDR5-4800 (H100, H200), DDR5-5600 (B200),
 # DDR4-3200 (A100); 2 TB in eight devices' node, 1 TB of DGX A100 320GB.
 #
-# Attention, share of the peak forward and backward, of long causal documents with heads of 128:
-#
-#     FlashAttention 2, which torch ships and the runtime takes by default
-#         A100    62 and 55 %     Dao 2023, abstract and section 4: 50 to 73 % forward, up to 63 % backward
-#         H100    37 and 33 %     Shah et al. 2024 (FlashAttention 3), section 1: 35 %; Dao 2023, section 4: 34 %
-#         B200    16 and 14 %     assumed as fast as on H100: its instructions are those of Ampere
-#     FlashAttention 3, `varlen_cuda_fa3`
-#         H100    68 and 56 %     Shah et al. 2024, abstract: up to 75 % forward; backward 1.5 to 1.75 times FA 2
+# Attention, share of the peak forward and backward, of long causal documents with heads of 128, by FlashAttention 2:
+#     A100    62 and 55 %     Dao 2023, abstract and section 4: 50 to 73 % forward, up to 63 % backward
+#     H100    37 and 33 %     Shah et al. 2024 (FlashAttention 3), section 1: 35 %; Dao 2023, section 4: 34 %
+#     B200    16 and 14 %     assumed as fast as on H100: its instructions are those of Ampere
+# and by FlashAttention 3 (`varlen_cuda_fa3`):
+#     H100    68 and 56 %     Shah et al. 2024, abstract: up to 75 % forward; backward 1.5 to 1.75 times FA 2
 
 DEVICES_PER_NODE = 8
 """Of built-in clusters."""
 
 _H100_OTHERS = {"varlen_cuda_fa3": (0.68, 0.56)}
-_HOST_SHARE = 0.8
-"""Of the bandwidth of the memory modules."""
+_HOST_SHARE = 0.8  # of the bandwidth of the memory modules
 
 
 class _System(NamedTuple):
@@ -276,38 +273,22 @@ def _built_in(name: str, device_name: str, num_devices: int) -> ClusterSpec:
     )
 
 
-_TERA = 1e12
-# Dense bf16 peaks with fp32 sums (GeForce cards are twice as fast without) by torch.cuda.get_device_name. Names are
-# compared whole: cards of one chip have different peaks ("H200", "H200 NVL"), and a part of a card has a longer name.
+# Dense bf16 peaks with fp32 sums (GeForce cards are twice as fast without) by torch.cuda.get_device_name, of data
+# sheets without sparsity. Names are compared whole: cards of one chip have different peaks ("H200", "H200 NVL").
+_A100S = ("A100-SXM4-40GB", "A100-SXM4-80GB", "A100-SXM-80GB", "A100-PCIE-40GB", "A100 80GB PCIe")
 _PEAKS: dict[str, float] = {
-    # NVIDIA A100 data sheet (2021): SXM and PCIe have the same peak, and differ in memory and power.
-    "A100-SXM4-40GB": 312 * _TERA,
-    "A100-SXM4-80GB": 312 * _TERA,
-    "A100-SXM-80GB": 312 * _TERA,
-    "A100-PCIE-40GB": 312 * _TERA,
-    "A100 80GB PCIe": 312 * _TERA,
-    # H100 data sheet (2023 and later), half of what it prints, "with sparsity": 1,979 (SXM), 1,513 (PCIe), 1,671 (NVL).
-    "H100 80GB HBM3": 989 * _TERA,
-    "H100 PCIe": 756 * _TERA,
-    "H100 NVL": 835 * _TERA,
-    # H200 data sheet (2024), half of 1,979 (SXM) and of 1,671 (NVL).
-    "H200": 989 * _TERA,
-    "H200 NVL": 835 * _TERA,
-    # GH200 data sheet (2024), half of 1,979.
-    "GH200 480GB": 989 * _TERA,
-    # DGX B200 data sheet (2024): half of 36,000, over eight GPUs.
-    "B200": 2250 * _TERA,
-    # Data sheets of the A30 (2021), A40 (2021) and A10 (2021), without sparsity.
-    "A30": 165 * _TERA,
-    "A40": 149.7 * _TERA,
-    "A10": 125 * _TERA,
-    # L4 data sheet (2023), half of 242; L40 (2022) and L40S (2023), without sparsity.
-    "L4": 121 * _TERA,
-    "L40": 181.05 * _TERA,
-    "L40S": 362.05 * _TERA,
-    # NVIDIA Ada GPU Architecture V2, table of the RTX 4090 and 3090: bf16 with fp32 accumulate, without sparsity.
-    "GeForce RTX 3090": 71 * _TERA,
-    "GeForce RTX 4090": 165.2 * _TERA,
+    # A100 (2021): SXM and PCIe differ in memory and power only.
+    **dict.fromkeys(_A100S, 312e12),
+    # H100 (2023), H200, GH200 (2024): half of what is printed, "with sparsity": 1,979 (SXM), 1,513 (PCIe), 1,671 (NVL).
+    **dict.fromkeys(("H100 80GB HBM3", "H200", "GH200 480GB"), 989e12),
+    "H100 PCIe": 756e12,
+    **dict.fromkeys(("H100 NVL", "H200 NVL"), 835e12),
+    # DGX B200 (2024): half of 36,000, over eight GPUs.
+    "B200": 2250e12,
+    # A30, A40, A10 (2021); L4 (2023): half of 242; L40 (2022), L40S (2023).
+    **{"A30": 165e12, "A40": 149.7e12, "A10": 125e12, "L4": 121e12, "L40": 181.05e12, "L40S": 362.05e12},
+    # NVIDIA Ada GPU Architecture V2, table of the RTX 4090 and 3090: bf16 with fp32 accumulate.
+    **{"GeForce RTX 3090": 71e12, "GeForce RTX 4090": 165.2e12},
 }
 
 

@@ -10,8 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 from evenload.errors import ConfigError
 from evenload.types.document import Direction, MicroPack, PackSharding, Slice
 
-PackSlices = tuple[tuple[Slice, ...], ...]
-"""The slices of every pack."""
+PackSlices = tuple[tuple[Slice, ...], ...]  # the slices of every pack
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,13 +137,8 @@ class SliceColumns:
         cost_s: NDArray[np.float64],
         shardings: Sequence[PackSharding] = (),
     ) -> tuple[MicroPack, ...]:
-        """Return the packs as objects.
-
-        Args:
-            slices: from `pack_slices`.
-            cost_s: float64[num_packs].
-            shardings: of every pack; () = none is shared, or these are backward packs.
-        """
+        """Return the packs as objects, with `slices` from `pack_slices`, `cost_s` float64[num_packs], and the sharding
+        of every pack; () = none is shared, or these are backward packs."""
         unshared: tuple[PackSharding, ...] = ("",) * self.num_packs
         rows = zip(slices, self.pad_to.tolist(), shardings or unshared, cost_s.tolist(), strict=True)
         return tuple(
@@ -156,14 +150,8 @@ class SliceColumns:
 def whole_document_columns(
     groups: Sequence[Sequence[int]], num_tokens: NDArray[np.int64], cp: int = 1, *, padded: bool = False
 ) -> SliceColumns:
-    """Make packs of whole documents.
-
-    Args:
-        groups: document indices of every pack, in order.
-        num_tokens: int64[num_documents].
-        cp: ranks that share every document.
-        padded: documents are padded to the longest of their pack; no pack is empty then.
-    """
+    """Make packs of whole documents, each shared by `cp` ranks, from the document indices of every pack in order and
+    int64[num_documents] lengths; `padded` to the longest of their pack, no pack is empty."""
     sizes = np.array([len(group) for group in groups], np.int64)
     doc = np.fromiter(chain.from_iterable(groups), np.int32, int(sizes.sum()))
     stop, pack_offset = num_tokens[doc].astype(np.int64), _offsets(sizes)
@@ -178,10 +166,8 @@ def _offsets(counts: ArrayLike) -> NDArray[np.int64]:
 
 
 def causal_pairs(start: ArrayLike, stop: ArrayLike, window: int = 0) -> NDArray[np.float64]:
-    """Count (query, key) pairs of the queries `[start, stop)` of causal documents, arrays of one shape.
-
-    Query t sees `min(t + 1, window)` keys; `window` 0 = all. Exact below 2**53.
-    """
+    """Count (query, key) pairs of the queries `[start, stop)` of causal documents, arrays of one shape; query t sees
+    `min(t + 1, window)` keys, `window` 0 = all. Exact below 2**53."""
     return _pairs_below(np.asarray(stop, np.float64), window) - _pairs_below(np.asarray(start, np.float64), window)
 
 

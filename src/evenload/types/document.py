@@ -95,8 +95,7 @@ class MicroPack(Frozen):
         index: position among the packs of its direction, from 0.
         slices: at most one slice of any document.
         pad_to: every slice is padded to this many tokens (only `padded`; 0 = no padding).
-        sharding: how a context-parallel group shares a forward pack; "" where none does, and in backward packs: a token
-            runs backward on the rank on which it ran forward.
+        sharding: how a context-parallel group shares a forward pack; "" where none does, and in backward packs.
         cost_s: predicted seconds on the slowest stage.
     """
 

@@ -2,12 +2,8 @@
 
 Global rank order, slowest to fastest: pipeline, data, context, tensor rank, so tensor and context groups are neighbours
 on a node. Stages of one pipeline may have different numbers of devices (FlexPipe's part-pipeline data parallelism):
-each is a pipeline rank of its own, and all devices of a stage hold its layers and take its packs in turn. With 1 + 2 +
-1:
-
-    stage      0    1     2
-    rank       0   1 2    3
-    pack k     0   1+k%2  3
+each is a pipeline rank of its own, and all devices of a stage hold its layers and take its packs in turn: with 1 + 2 +
+1 devices pack k runs on ranks 0, 1 + k % 2 and 3.
 """
 
 import itertools
@@ -92,10 +88,7 @@ class ParallelLayout(Frozen):
         devices = self.devices
         written = "+".join(map(str, devices))
         if len(devices) != self.pp or min(devices) < 1:
-            raise ConfigError(
-                f"layout: devices={written} must be {self.pp} numbers of at least 1, one for each of the pp={self.pp} "
-                "stages"
-            )
+            raise ConfigError(f"layout: devices={written} must be {self.pp} numbers of at least 1, one for each stage")
         if len(set(devices)) == 1:
             raise ConfigError(f"layout: devices={written} are as many for every stage; write dp={devices[0]} instead")
         if self.num_stages != self.pp or max(self.dp, self.cp, self.tp) > 1:
@@ -234,7 +227,6 @@ def even_layout(
     pp: int = 1,
     tp: int = 1,
     virtual: int = 1,
-    generation: int = 0,
     devices: Sequence[int] | None = None,
 ) -> ParallelLayout:
     """Split layers as evenly as possible, a device where stages have different numbers of `devices`; earlier stages
@@ -248,7 +240,7 @@ def even_layout(
     counts = [base + (stage < extra) for stage in range(stages)]
     if devices is not None and len(devices) == stages and min(devices) > 0:
         counts = _even_by_device(num_layers, devices)
-    return split_layout(counts, dp=dp, cp=cp, pp=pp, tp=tp, generation=generation, devices=devices)
+    return split_layout(counts, dp=dp, cp=cp, pp=pp, tp=tp, devices=devices)
 
 
 def _even_by_device(num_layers: int, devices: Sequence[int]) -> list[int]:
@@ -266,7 +258,6 @@ def split_layout(
     cp: int = 1,
     pp: int = 1,
     tp: int = 1,
-    generation: int = 0,
     devices: Sequence[int] | None = None,
 ) -> ParallelLayout:
     """Give every virtual stage so many layers; stages go round the pipeline's ranks, or have `devices` each.
@@ -280,7 +271,6 @@ def split_layout(
         stage_to_rank=tuple(stage % pp for stage in range(len(stage_counts)))
         if devices is None or len(devices) != len(stage_counts)
         else first_ranks(devices),
-        generation=generation,
         stage_devices=msgspec.UNSET if devices is None else tuple(devices),
     )
 
@@ -290,14 +280,8 @@ _OF_STAGES = ("layers", "devices")
 
 
 class LayoutText(Frozen):
-    """A layout as written.
-
-    Args:
-        text: for messages.
-        sizes: of the axes that are named.
-        layers: of every virtual stage; None = split evenly.
-        devices: of every stage; None = dp x cp x tp each.
-    """
+    """A layout as written: sizes of the axes that are named, layers of every virtual stage (None = split evenly), and
+    devices of every stage (None = dp x cp x tp each)."""
 
     text: str
     sizes: dict[str, int]
@@ -369,12 +353,8 @@ FreedSends = tuple[tuple[tuple[Channel, int], ...], ...]
 
 @dataclass(frozen=True, eq=False)
 class TransferOrder:
-    """One rank's transfers, an entry for each of its actions.
-
-    Args:
-        receives: to post before the action, in this order; None = every channel posts its receives early by itself.
-        frees: sends to free before the action.
-    """
+    """One rank's receives to post, in this order (None = every channel posts its own early), and sends to free before
+    each of its actions."""
 
     receives: tuple[tuple[Receive, ...], ...] | None
     frees: FreedSends

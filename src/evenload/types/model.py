@@ -154,9 +154,6 @@ class ModelSpec(Frozen):
         return embeddings + self.position_parameters + self.norm_parameters
 
 
-# Unknown architectures and fields that change what a layer costs are refused: a model read wrong would be planned wrong
-# without a sign.
-
 _NESTED = {one.nested_in: one.model_type for one in ARCHITECTURES.values() if one.nested_in}
 
 _COSTLY_FIELDS: Mapping[str, tuple[str, ...]] = {
@@ -220,9 +217,8 @@ def _decoder(config: Mapping[str, Any], name: str) -> tuple[Mapping[str, Any], A
     architecture = ARCHITECTURES.get(str(model_type))
     if architecture is None:
         why = f", and its config.json has {costly}" if costly else ""
-        named = (
-            "names no model_type" if model_type is None else f"has model_type '{model_type}', which is not known{why}"
-        )
+        known = f"has model_type '{model_type}', which is not known{why}"
+        named = "names no model_type" if model_type is None else known
         raise ConfigError(
             f"model {name}: config.json {named}, so its work and memory cannot be told; known: "
             f"{', '.join(sorted({*ARCHITECTURES, *_NESTED}))}. A config.json of your own with the model_type whose "

@@ -145,12 +145,8 @@ class PipelineTasks:
         parts_s: tuple[NDArray[np.float64], NDArray[np.float64]] | None = None,
         num_ranks: int | None = None,
     ) -> "PipelineTasks":
-        """Make packs that hold nothing, where only times matter.
-
-        Args:
-            parts_s: seconds of I and W; None = backwards run whole.
-            num_ranks: pipeline ranks; None = one for every number in `stage_to_rank`.
-        """
+        """Make packs that hold nothing, where only times matter: `parts_s` of I and W (None = backwards run whole), on
+        `num_ranks` pipeline ranks (None = one for every number in `stage_to_rank`)."""
         num_forward, num_stages = forward_s.shape
         num_backward = len(backward_s)
         num_ranks = max(stage_to_rank, default=-1) + 1 if num_ranks is None else num_ranks

@@ -39,12 +39,8 @@ def parse_action(text: str) -> Action:
 
 def completing_actions(actions: Iterable[tuple[str, int]]) -> dict[int, tuple[int, ...]]:
     """Map places among one rank's actions, as (kind, stage), to the stages whose weight gradients are complete when
-    they end.
-
-    With the last action that is no forward, stage by stage. Where a rank has several stages and W's, all stages with
-    the last of them: replicas may complete stages in another order, and transfers that begin there would have none
-    (docs/decisions/03-zero-1-and-overlapped-reduction.md).
-    """
+    they end: with the last action that is no forward, stage by stage; where a rank has several stages and W's, all with
+    the last of them, because replicas may complete them in another order, which transfers must not have."""
     last: dict[int, int] = {}
     has_weights = False
     for at, (kind, stage) in enumerate(actions):
@@ -74,14 +70,9 @@ DEFERRED = "deferred"
 
 
 class PackTimes(Frozen):
-    """Predicted seconds of one replica's packs, enough to re-simulate its schedule.
-
-    Args:
-        forward_s, backward_s: per pack, per virtual stage.
-        p2p_forward_s, p2p_backward_s: per pack, one p2p transfer between neighbouring stages.
-        input_s, weight_s: per backward pack, per virtual stage, where the schedule splits backwards into I and W
-            (their sum is `backward_s` to rounding); else empty.
-    """
+    """Predicted seconds of one replica's packs, enough to re-simulate its schedule: by pack and virtual stage; p2p by
+    pack, of one transfer between neighbouring stages; of I and W, whose sum is `backward_s` to rounding, where the
+    schedule splits backwards, else empty."""
 
     forward_s: tuple[tuple[float, ...], ...]
     backward_s: tuple[tuple[float, ...], ...]
@@ -117,11 +108,7 @@ class Prediction(Frozen):
 
 
 class LeftOut(Frozen):
-    """A document of the global batch that this step does not train.
-
-    Args:
-        reason: `DEFERRED` (comes in a later step) or why it was dropped.
-    """
+    """A document of the global batch that this step does not train, and why: `DEFERRED`, or why it was dropped."""
 
     doc_id: int
     num_tokens: int

@@ -11,12 +11,8 @@ from evenload.types.plan import StepPlan
 
 
 class RunTotals(Frozen):
-    """Totals of a run; steps that a resume trains again count once.
-
-    Args:
-        tokens: trained, without padding; label_tokens: of them, those with a loss.
-        seconds: of steps and between them, such as waiting for data and checkpoints.
-    """
+    """Totals of a run: tokens trained, without padding, those with a loss, and seconds of steps and between them; steps
+    that a resume trains again count once."""
 
     tokens: int = 0
     label_tokens: int = 0
@@ -25,11 +21,11 @@ class RunTotals(Frozen):
     def after(self, plan: StepPlan, seconds: float, *, is_skipped: bool) -> "RunTotals":
         """Return the totals after one more step, with its seconds since the end of the one before; a step that was
         skipped because it was not finite trained nothing."""
-        tokens = 0 if is_skipped else sum(document.num_tokens for document in plan.documents)
+        tokens, labels = sum(document.num_tokens for document in plan.documents), plan.num_label_tokens
+        if is_skipped:
+            tokens = labels = 0
         return RunTotals(
-            tokens=self.tokens + tokens,
-            label_tokens=self.label_tokens + (0 if is_skipped else plan.num_label_tokens),
-            seconds=self.seconds + seconds,
+            tokens=self.tokens + tokens, label_tokens=self.label_tokens + labels, seconds=self.seconds + seconds
         )
 
     def metrics(self) -> dict[str, int | float]:
@@ -219,15 +215,9 @@ class LengthShare(Frozen):
 
 
 class WindowCut(Frozen):
-    """What a context window of `window` tokens would cut.
-
-    Args:
-        longer_documents: documents longer than the window.
-        longer_tokens: all tokens of those documents.
-        tokens_beyond: their tokens after the first `window`, lost where they are truncated.
-        attention_pairs_across: pairs of a query and a key in different pieces of `window` tokens, lost where they are
-            split.
-    """
+    """What a context window of `window` tokens would cut: documents longer than it with all their tokens, those after
+    the first `window`, lost where they are truncated, and pairs of a query and a key in different pieces of `window`
+    tokens, lost where they are split."""
 
     window: int
     longer_documents: int
@@ -248,9 +238,8 @@ class LengthProfile(Frozen):
 
     Args:
         documents, tokens: totals; attention_pairs: causal pairs, n (n + 1) / 2 of a document of n tokens.
-        shortest, median, p90, p99, longest: tokens; a quantile q is the least length that at least q of the
+        shortest, median, mean, p90, p99, longest: tokens; a quantile q is the least length that at least q of the
             documents do not exceed.
-        mean: tokens.
         half_of_tokens, half_of_attention: the longest documents that hold half of it.
         classes: ascending and without gaps, from the first to the last with documents.
         cumulative: ascending, up to the longest length with shares of 1.

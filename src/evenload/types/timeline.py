@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from evenload.errors import DataError
 from evenload.types.base import Frozen
@@ -80,24 +80,17 @@ def side_tasks(
     kind: str,
     dp_rank: int,
     rank: NDArray[np.integer],
-    stage: NDArray[np.integer] | int,
-    pack: NDArray[np.integer] | int,
-    start_s: NDArray[np.float64] | float,
-    end_s: NDArray[np.float64] | float,
-    peer: NDArray[np.integer] | int = -1,
+    stage: ArrayLike,
+    pack: ArrayLike,
+    start_s: ArrayLike,
+    end_s: ArrayLike,
+    peer: ArrayLike = -1,
 ) -> SideTasks:
     """Make tasks of one kind and replica, as many as `rank` has entries; a number stands for all of them."""
-    count = len(rank)
-    return SideTasks(
-        dp_rank=np.full(count, dp_rank, np.int32),
-        rank=rank.astype(np.int32),
-        kind=np.full(count, SIDE_KINDS.index(kind), np.uint8),
-        stage=np.full(count, stage, np.int32),
-        pack=np.full(count, pack, np.int32),
-        peer=np.full(count, peer, np.int32),
-        start_s=np.full(count, start_s, np.float64),
-        end_s=np.full(count, end_s, np.float64),
-    )
+    whole = {"dp_rank": dp_rank, "rank": rank, "stage": stage, "pack": pack, "peer": peer}
+    columns: dict[str, Any] = {name: np.full(len(rank), value, np.int32) for name, value in whole.items()}
+    columns |= {name: np.full(len(rank), s, np.float64) for name, s in (("start_s", start_s), ("end_s", end_s))}
+    return SideTasks(kind=np.full(len(rank), SIDE_KINDS.index(kind), np.uint8), **columns)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -152,8 +145,8 @@ class Timeline:
         return 1.0 - float((self.end_s - self.start_s).sum()) / (num_ranks * self.step_time_s)
 
     def reduction_seconds(self) -> tuple[float, float]:
-        """Return the seconds of reduce-scatters, and those of them before the last pack of the ranks with the same
-        layers ends; means over pipeline ranks. 0 where they are not known."""
+        """Return the seconds of reduce-scatters, and of them those before the last pack of the ranks with the same
+        layers ends; means over pipeline ranks, 0 where not known."""
         return self._overlapped_seconds("reduction")
 
     def gather_seconds(self) -> tuple[float, float]:
@@ -193,8 +186,8 @@ _ALWAYS = tuple(f.name for f in fields(Timeline) if f.name not in (*_OPTIONAL, "
 
 def write_timeline(path: Path | IO[bytes], timeline: Timeline) -> None:
     """Write all columns to a `.npz` file, by path or open."""
-    known = (*_ALWAYS, *(name for name in _OPTIONAL if getattr(timeline, name) is not None))
-    columns: dict[str, Any] = {name: np.asarray(getattr(timeline, name)) for name in known}
+    values = {name: getattr(timeline, name) for name in (*_ALWAYS, *_OPTIONAL)}
+    columns: dict[str, Any] = {name: np.asarray(value) for name, value in values.items() if value is not None}
     if timeline.side is not None:
         columns |= {_SIDE + f.name: getattr(timeline.side, f.name) for f in fields(SideTasks)}
     np.savez_compressed(path, **columns)
@@ -204,9 +197,8 @@ def read_timeline(path: Path | IO[bytes]) -> Timeline:
     """Read what `write_timeline` wrote; `DataError` where it is no such file."""
     try:
         with np.load(path) as columns:
-            values: dict[str, Any] = {
-                name: columns[name] for name in (*_ALWAYS, *(name for name in _OPTIONAL if name in columns))
-            }
+            names = (*_ALWAYS, *(name for name in _OPTIONAL if name in columns))
+            values: dict[str, Any] = {name: columns[name] for name in names}
             side = None
             if _SIDE + "kind" in columns:
                 side = SideTasks(**{f.name: columns[_SIDE + f.name] for f in fields(SideTasks)})

@@ -34,15 +34,9 @@ from evenload.types.model import ModelSpec
 
 
 def stall_seconds(
-    moves: Moves,
-    moved: SwitchPieces,
-    coefficients: CostCoefficients,
-    old: ParallelLayout,
-    new: ParallelLayout,
-    *,
-    is_taken: bool,
+    moves: Moves, moved: SwitchPieces, coefficients: CostCoefficients, old: ParallelLayout, new: ParallelLayout
 ) -> float:
-    """Return the seconds until the step can begin; `is_taken`: the memory was allocated in the step before."""
+    """Return the seconds until the step can begin."""
     copies = coefficients.copies
     both_s = _both_ways(moves.weights, moved, coefficients, of_state=False)
     relayed_s = _both_ways(moves.relayed, moved, coefficients, of_state=False)
@@ -51,7 +45,7 @@ def stall_seconds(
     machines = Counter[int]()
     for rank, count in _received([*moves.weights, *moves.relayed], moved.pieces, of_state=False).items():
         machines[rank // moved.ranks_per_machine] += count * moved.tp
-    taking_s = 0.0 if is_taken else max(machines.values(), default=0) / copies.taken_bytes_per_s
+    taking_s = max(machines.values(), default=0) / copies.taken_bytes_per_s
     return _arranging_seconds(copies, moved.pieces, old, new) + both_s + relayed_s + taking_s
 
 
@@ -154,7 +148,7 @@ class SwitchPrices:
         if (old, new) not in self._seconds:
             moves = self._moved.moves(old, new)
             self._seconds[old, new] = (
-                stall_seconds(moves, self._moved, coefficients, old, new, is_taken=True),
+                stall_seconds(moves, self._moved, coefficients, old, new),
                 state_seconds(moves, self._moved, coefficients),
             )
         stall_s, state_s = self._seconds[old, new]

@@ -11,8 +11,7 @@ A checkpoint is a directory `step-<n>` with
 
 Every tensor is written once: a parameter, which all replicas of a stage hold, by the replica that has least to write so
 far; AdamW state by its owner; what a tensor-parallel group holds whole by its first rank. Resuming at the same layout
-is exact to the bit; at another, up to summation order, and random states start anew (nothing in a step draws random
-numbers). A rank reads only its own stage. Saving is in `writer.py`.
+is exact to the bit; at another, up to summation order, and random states start anew. A rank reads only its own stage.
 """
 
 import hashlib
@@ -34,13 +33,7 @@ from evenload.errors import ConfigError
 from evenload.plan.deferral import DelayState
 from evenload.plan.layouts.layout_decision import FlexState
 from evenload.plan.layouts.measured_layouts import MeasuredAfter
-from evenload.runtime.checkpoint.directory import (
-    PROGRESS_FILE,
-    BestPass,
-    checkpoint_to_resume,
-    is_step_name,
-    steps_in_name,
-)
+from evenload.runtime.checkpoint.directory import PROGRESS_FILE, BestPass, checkpoint_to_resume, steps_in_name
 from evenload.runtime.checkpoint.pieces import (
     PieceLoadPlanner,
     SafeIndexReader,
@@ -107,9 +100,7 @@ class TensorState(Protocol):
     def mesh(self) -> Mesh: ...
 
     @property
-    def buffers(self) -> list[FlatBuffer]:
-        """Trained parameters, whole."""
-        ...
+    def buffers(self) -> list[FlatBuffer]: ...
 
     @property
     def optimizer(self) -> ShardedOptimizer: ...
@@ -144,9 +135,8 @@ def load_checkpoint(path: Path, state: TensorState) -> RunPosition:
             process_group=mesh.control,
         )
     except CheckpointException as error:
-        raise ConfigError(
-            f"checkpoint {path} is damaged or does not fit the configured model: {first_failure(error)}"
-        ) from error
+        why = first_failure(error)
+        raise ConfigError(f"checkpoint {path} is damaged or does not fit the configured model: {why}") from error
     _require_same_steps(path, position.progress.steps_done, int(steps), "its tensors say")
     state.optimizer.set_num_steps(position.progress.steps_done - position.progress.skipped_steps)
     for name, part in random_states.items():
@@ -248,7 +238,6 @@ def random_tensors(mesh: Mesh) -> dict[str, TensorPieces]:
 
 
 def first_failure(error: CheckpointException) -> str:
-    """Describe what went wrong on the first rank that failed, in one line."""
     rank, (cause, _) = min(error.failures.items())
     return f"rank {rank}: {type(cause).__name__}: {' '.join(str(cause).split())}"
 
@@ -264,24 +253,19 @@ def _read_position(path: Path) -> RunPosition:
             f"checkpoint {path} cannot be read by this version of Evenload: {error}; go on with the version that wrote "
             "it, or start anew in another train.output_dir"
         ) from error
-    if is_step_name(path.name):
-        _require_same_steps(path, progress.steps_done, steps_in_name(path), "its name says")
+    _require_same_steps(path, progress.steps_done, steps_in_name(path), "its name says")
     if progress.loader_digest != hashlib.sha256(loader).hexdigest():
         raise ConfigError(
             f"checkpoint {path} was changed after it was saved: {LOADER_FILE} is not the one that {PROGRESS_FILE} "
-            "belongs to, so documents would be repeated or left out; restore both, or remove this checkpoint to go on "
-            "from the one before"
+            "belongs to; restore both, or remove this checkpoint to go on from the one before"
         )
-    costs = path / COST_FILE
-    return RunPosition(
-        progress=progress, loader=loader, coefficients=read_coefficients(costs) if costs.is_file() else None
-    )
+    coefficients = read_coefficients(path / COST_FILE) if (path / COST_FILE).is_file() else None
+    return RunPosition(progress=progress, loader=loader, coefficients=coefficients)
 
 
 def _require_same_steps(path: Path, steps_done: int, others: int, where: str) -> None:
     if steps_done != others:
         raise ConfigError(
-            f"checkpoint {path} was changed after it was saved: {PROGRESS_FILE} tells of "
-            f"{counted(steps_done, 'step')}, {where} {others}; restore it, or remove this checkpoint to go on from the "
-            "one before"
+            f"checkpoint {path} was changed after it was saved: {PROGRESS_FILE} tells of {counted(steps_done, 'step')},"
+            f" {where} {others}; restore it, or remove this checkpoint to go on from the one before"
         )

@@ -22,8 +22,7 @@ import msgspec
 from evenload.errors import ConfigError
 from evenload.types.base import Frozen
 
-PROGRESS_FILE = "progress.json"
-"""Written last; a checkpoint without it is none."""
+PROGRESS_FILE = "progress.json"  # written last
 
 _STEP_NAME = re.compile(r"step-(?P<final>\d{8,})|\.step-(?P<replaced>\d{8,})\.replaced")
 
@@ -57,20 +56,18 @@ def complete_checkpoints(directory: Path) -> list[Path]:
 
 
 def _named_checkpoints(directory: Path) -> list[Path]:
-    named = (path for path in directory.glob("step-*") if is_step_name(path.name))
-    return sorted(named, key=steps_in_name)
+    return sorted((path for path in directory.glob("step-*") if _is_step_name(path.name)), key=steps_in_name)
 
 
 def _replaced_checkpoints(directory: Path) -> list[Path]:
-    return [path for path in directory.glob(".step-*.replaced") if is_step_name(path.name)]
+    return [path for path in directory.glob(".step-*.replaced") if _is_step_name(path.name)]
 
 
 def _is_complete(path: Path) -> bool:
     return (path / PROGRESS_FILE).is_file()
 
 
-def is_step_name(name: str) -> bool:
-    """Say whether a checkpoint, complete or not, has such a name."""
+def _is_step_name(name: str) -> bool:
     return _STEP_NAME.fullmatch(name) is not None
 
 
@@ -96,7 +93,6 @@ def checkpoint_path(directory: Path, steps_done: int) -> Path:
 
 
 def partial_path(directory: Path, steps_done: int) -> Path:
-    """Return where a checkpoint is written before it is complete."""
     return directory / f".step-{steps_done:08d}.partial"
 
 

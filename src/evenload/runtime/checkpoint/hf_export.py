@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from evenload.config.sections import LoraConfig
 from evenload.config.train_config import ModelConfig
 from evenload.data.config import DataConfig
 from evenload.runtime.comm.mesh import Mesh
@@ -32,24 +31,27 @@ def export_run(
     """Write the model, or the adapter, into a directory of `output` with this suffix; return it. Collective."""
     if model.lora is not None:
         directory = output / f"adapter{suffix}"
-        export_adapter(directory, buffers, model.lora, model.path, mesh)
+        everyone: list[dict[str, Tensor]] = [{} for _ in range(mesh.num_ranks)]
+        dist.all_gather_object(everyone, _own_parameters(buffers, mesh), group=mesh.control)
+        if mesh.rank == 0:
+            tensors = {name: tensor for part in everyone for name, tensor in part.items()}
+            write_adapter(directory, tensors, model.lora, model.path)
+        dist.barrier(group=mesh.control)
         return directory
     directory = output / f"model{suffix}"
-    export_hf(directory, hf_config, buffers, mesh)
+    _export_model(directory, hf_config, buffers, mesh)
     if mesh.rank == 0:
         copy_tokenizer(directory, data, model.path)
     return directory
 
 
-def export_hf(directory: Path, config: PretrainedConfig, buffers: list[FlatBuffer], mesh: Mesh) -> None:
-    """Write `directory` so that `AutoModelForCausalLM.from_pretrained(directory)` loads it. Collective."""
+def _export_model(directory: Path, config: PretrainedConfig, buffers: list[FlatBuffer], mesh: Mesh) -> None:
     if mesh.rank == 0:
         directory.mkdir(parents=True, exist_ok=True)
         config.dtype = buffers[0].values.dtype
         config.save_pretrained(directory)
     dist.barrier(group=mesh.control)
-    files = mesh.layout.pp
-    name = f"model-{mesh.pipeline_stage + 1:05d}-of-{files:05d}.safetensors"
+    name = f"model-{mesh.pipeline_stage + 1:05d}-of-{mesh.layout.pp:05d}.safetensors"
     experts = check_supported(config).experts
     tensors = {
         stored: view.clone().contiguous()
@@ -68,16 +70,6 @@ def export_hf(directory: Path, config: PretrainedConfig, buffers: list[FlatBuffe
             "weight_map": {n: file for n, (file, _) in sorted(merged.items())},
         }
         (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-    dist.barrier(group=mesh.control)
-
-
-def export_adapter(directory: Path, buffers: list[FlatBuffer], lora: LoraConfig, model_path: str, mesh: Mesh) -> None:
-    """Write `directory` so that `peft.PeftModel.from_pretrained(base, directory)` loads it. Collective."""
-    everyone: list[dict[str, Tensor]] = [{} for _ in range(mesh.num_ranks)]
-    own = {name: parameter.cpu() for name, parameter in _own_parameters(buffers, mesh).items()}
-    dist.all_gather_object(everyone, own, group=mesh.control)
-    if mesh.rank == 0:
-        write_adapter(directory, {n: t for part in everyone for n, t in part.items()}, lora, model_path)
     dist.barrier(group=mesh.control)
 
 

@@ -2,8 +2,7 @@
 
 Optimizer state is cut twice: a tensor-parallel rank has a part of a matrix, and a data-parallel rank a range of
 elements of the flat buffer of all its parts. A range of a row-major tensor is at most 2 * ndim - 1 boxes, so every
-tensor is saved under its parameter's name in boxes of the whole tensor, which any layout can read (`DTensor` cannot say
-that).
+tensor is saved under its parameter's name in boxes of the whole tensor, which any layout can read.
 
 `.metadata` is a pickle, which torch reads with plain `pickle.load`: whatever the file names is run. `read_metadata`
 makes only the few classes that such an index consists of, and refuses files outside of the checkpoint's directory.
@@ -35,29 +34,22 @@ from evenload.errors import ConfigError
 from evenload.runtime.model.tensor_weights import TensorSplit
 
 METADATA_FILE = ".metadata"
-_METADATA_CLASSES = frozenset(
-    {
-        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
-        "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
-    }
+_METADATA_CLASSES = (
+    "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
+    "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
 )  # fmt: skip
-_OTHER_CLASSES = frozenset(
-    {
-        ("torch", "Size"),
-        ("torch.serialization", "_get_layout"),
-        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-        ("pathlib", "PosixPath"),
-        ("pathlib._local", "PosixPath"),
-    }
-)
+_CLASSES = {
+    *(f"torch.distributed.checkpoint.metadata.{name}" for name in _METADATA_CLASSES),
+    *("torch.Size", "torch.serialization._get_layout", "torch.distributed.checkpoint.filesystem._StorageInfo"),
+    *("pathlib.PosixPath", "pathlib._local.PosixPath"),
+}
 
 
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module_name: str, global_name: str) -> Any:
         if module_name == "torch" and isinstance(getattr(torch, global_name, None), torch.dtype):
             return getattr(torch, global_name)
-        is_metadata = module_name == "torch.distributed.checkpoint.metadata" and global_name in _METADATA_CLASSES
-        if not is_metadata and (module_name, global_name) not in _OTHER_CLASSES:
+        if f"{module_name}.{global_name}" not in _CLASSES:
             raise ConfigError(f"it asks for '{module_name}.{global_name}', which no index of tensors consists of")
         return super().find_class(module_name, global_name)
 
@@ -122,7 +114,6 @@ class TensorPieces:
 
     @property
     def chunks(self) -> list[ChunkStorageMetadata]:
-        """Pieces as torch describes them."""
         return [ChunkStorageMetadata(torch.Size(at), piece.shape) for at, piece in self.pieces.items()]
 
 

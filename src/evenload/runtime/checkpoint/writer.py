@@ -7,10 +7,10 @@ One save at a time. When any rank fails, all ranks raise the same error, what wa
 checkpoint is as it was.
 
 Price: the loop waits for one copy in memory (`stall_s`); host memory holds weights / replicas + AdamW state once more.
-Why not `async_save`: docs/decisions/16-checkpoints-stops-and-losses.md.
 """
 
 import contextlib
+import functools
 import hashlib
 import os
 import shutil
@@ -72,8 +72,7 @@ class SavedCheckpoint:
 
 
 class Saves:
-    """Saves a run on one rank; every rank makes the same calls at the same steps. `position` is called when a save
-    starts."""
+    """Saves a run on one rank; every rank makes the same calls at the same steps."""
 
     def __init__(self, settings: RunConfig, state: TensorState, position: Callable[[], RunPosition]) -> None:
         self._settings, self._state, self._position = settings, state, position
@@ -82,19 +81,15 @@ class Saves:
         self._staged_in: Mesh | None = None
         self._writing: Background[SavedCheckpoint] | None = None
         self._settled: tuple[SavedCheckpoint | None, str] | None = None
-        self._saved_steps = -1
+        self.saved_steps = -1
+        """Steps done of the newest checkpoint; -1 = there is none."""
         self._saved_at_s = time.monotonic()
-
-    def record_resumed(self, steps_done: int) -> None:
-        """Record that a checkpoint holds the steps done."""
-        self._saved_steps = steps_done
 
     def begin(self) -> None:
         """Start the clock of `is_time`."""
         self._saved_at_s = time.monotonic()
 
     def is_time(self) -> bool:
-        """Say whether `train.checkpoint_every_s` has passed on this rank's clock since the last save."""
         interval_s = self._settings.checkpoint_interval_s
         return bool(interval_s) and time.monotonic() - self._saved_at_s >= interval_s
 
@@ -112,10 +107,9 @@ class Saves:
         self._settled = self._end()
 
     def save(self, steps_done: int, *, again: bool = False) -> Path:
-        """Have a complete checkpoint of the steps done, in any case a new one if `again`. `CheckpointError` where it
-        fails. Collective."""
+        """Have a complete checkpoint of the steps done, a new one if `again`; raise `CheckpointError`. Collective."""
         self._end()
-        if again or self._saved_steps != steps_done:
+        if again or self.saved_steps != steps_done:
             self._start(time.perf_counter())
             self._wait()
         return checkpoint_path(self._directory, steps_done)
@@ -139,7 +133,7 @@ class Saves:
             return SavedCheckpoint(path, position.progress.steps_done, num_bytes, stall_s, time.perf_counter() - from_s)
 
         self._writing = Background(write, "evenload-checkpoint")
-        self._saved_steps, self._saved_at_s = position.progress.steps_done, time.monotonic()
+        self.saved_steps, self._saved_at_s = position.progress.steps_done, time.monotonic()
 
     def _end(self, *, only_if_done: bool = False) -> tuple[SavedCheckpoint | None, str]:
         if self._settled is not None:
@@ -148,7 +142,7 @@ class Saves:
         try:
             return self._wait(only_if_done=only_if_done), ""
         except CheckpointError as error:
-            self._saved_steps = -1
+            self.saved_steps = -1
             if self._settings.on_failed_checkpoint == "stop":
                 raise
             return None, str(error)
@@ -168,12 +162,10 @@ class Saves:
         if mesh.rank == 0:
             mine[STEPS_TENSOR] = whole_tensor(torch.tensor([steps_done]))
         is_pinned = mesh.device.type == "cuda"
+        new_copy = functools.partial(torch.empty_like, device="cpu", pin_memory=is_pinned)
         for name, part in mine.items():
             if name not in self._staged:
-                copies = {
-                    at: torch.empty_like(piece, device="cpu", pin_memory=is_pinned) for at, piece in part.pieces.items()
-                }
-                self._staged[name] = TensorPieces(part.shape, copies)
+                self._staged[name] = TensorPieces(part.shape, {at: new_copy(one) for at, one in part.pieces.items()})
             for at, piece in part.pieces.items():
                 self._staged[name].pieces[at].copy_(piece, non_blocking=True)
         if is_pinned:
@@ -194,9 +186,8 @@ class Saves:
             self._give_up(first_failure(error), mesh, partial, num_bytes)
         except RuntimeError as error:
             raise CheckpointError(
-                f"checkpoint {partial} was not completed, because a rank died or took longer than "
-                f"train.checkpoint_timeout_s ({' '.join(str(error).split())}); the next run starts from "
-                f"{latest_checkpoint(self._directory) or 'the beginning'}"
+                f"checkpoint {partial} was not completed: a rank died or took longer than train.checkpoint_timeout_s "
+                f"({' '.join(str(error).split())}); go on from {latest_checkpoint(self._directory) or 'the beginning'}"
             ) from error
         self._on_rank_zero(lambda: self._complete(position, partial), mesh, partial, num_bytes)
         self._on_rank_zero(lambda: self._prune(position.progress.best), mesh, None, num_bytes)

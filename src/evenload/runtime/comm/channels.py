@@ -1,16 +1,13 @@
 """`Channels`: one step's traffic of one rank between neighbouring virtual stages.
 
-Shapes come from the plan; nothing is negotiated. Neighbouring stages have two channels, hidden states forward and
-gradients backward, each with its packs in index order on both sides (of every pair of ranks, where stages have
-several). Stages on the same rank hand tensors over. A sent tensor is kept until `types.layout.TransferOrder` says that
-it is safe to wait for its receipt.
+Shapes come from the plan. Neighbouring stages have two channels, hidden states forward and gradients backward, each
+with its packs in index order on both sides. Stages on the same rank hand tensors over. A sent tensor is kept until
+`types.layout.TransferOrder` says that it is safe to wait for its receipt.
 
-Directed channels do not wait for each other: each has up to `_POSTED_AHEAD` receives open. Where all transfers share a
-queue a receive blocks what is posted behind it, so they are posted when `stepplan.transfer_order` says. On a GPU
-receives are posted on a stream of their own, behind what the computing stream was given before, so that memory is free
-again in the order of one stream.
-
-Price: the memory of open receives. Directed: two packs a channel. Queued: what is under way in the prediction.
+Directed channels have up to `_POSTED_AHEAD` receives open each. Where all transfers share a queue a receive blocks what
+is posted behind it, so they are posted when `stepplan.transfer_order` says. On a GPU receives are posted on a stream of
+their own, behind what the computing stream was given before, so that memory is free again in the order of one stream.
+Price: the memory of open receives.
 """
 
 from collections import deque
@@ -41,14 +38,17 @@ class TransferSettings:
     stream: torch.cuda.Stream | None = None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class ChannelEnd:
-    """One channel's end: what it carries, the process group and the other rank."""
+    """One channel's end: what it carries, the process group, the other rank, and sends that may be on their way."""
 
     channel: Channel
     group: dist.ProcessGroup
     peer: int
     carried: TransferSettings
+    kept: deque[tuple[int, Tensor, dist.Work]] = field(default_factory=deque)
+    num_sent: int = 0
+    most_kept: int = 0
 
     def waiting(self, pack: int, before: str = "") -> AbstractContextManager[None]:
         what = f"{before}{_NAMES[self.channel[0]]} pack {pack}"
@@ -74,21 +74,10 @@ class ChannelEnd:
 
         return arrive
 
-
-@dataclass(eq=False)
-class Sender:
-    """Sends of one channel and what of them may still be on its way."""
-
-    end: ChannelEnd
-    kept: deque[tuple[int, Tensor, dist.Work]] = field(default_factory=deque)
-    num_sent: int = 0
-    most_kept: int = 0
-
     def send(self, pack: int, tensor: Tensor) -> None:
-        """Send a pack's tensor to the peer. Does not wait for its receipt."""
-        end, tensor = self.end, tensor.contiguous()
-        with end.waiting(pack, "a connection for "):
-            work = dist.isend(tensor, end.peer, group=end.group)
+        tensor = tensor.contiguous()
+        with self.waiting(pack, "a connection for "):
+            work = dist.isend(tensor, self.peer, group=self.group)
         assert work is not None
         self.kept.append((pack, tensor, work))
         self.num_sent += 1
@@ -98,12 +87,11 @@ class Sender:
         """Wait for the first `count` sends of the step and free their tensors."""
         while self.num_sent - len(self.kept) < count:
             pack, _, work = self.kept.popleft()
-            with self.end.waiting(pack, "the receipt of "):
+            with self.waiting(pack, "the receipt of "):
                 work.wait()
 
 
-Rows = Mapping[Channel, Mapping[int, int]]
-"""By channel of a rank's stages, rows of hidden states by pack, in the order in which packs are received."""
+Rows = Mapping[Channel, Mapping[int, int]]  # rows of hidden states by pack, in the order in which packs are received
 _POSTED_AHEAD = 2
 
 
@@ -114,13 +102,10 @@ class Channels:
         self._order, self._rows = order, rows
         self._num_stages, self._channel = mesh.layout.num_stages, mesh.channel
         self._incoming: dict[Channel, ChannelEnd] = {}
-        self._senders: dict[Channel, Sender] = {}
+        self._senders: dict[Channel, ChannelEnd] = {}
         for channel, group in mesh.channel_groups.items():
-            end = ChannelEnd(channel, group, mesh.other_end(channel), carried)
-            if mesh.receives_on(channel):
-                self._incoming[channel] = end
-            else:
-                self._senders[channel] = Sender(end)
+            ends = self._incoming if mesh.receives_on(channel) else self._senders
+            ends[channel] = ChannelEnd(channel, group, mesh.other_end(channel), carried)
         self._handed_over: dict[tuple[Channel, int], Tensor] = {}
         self._posted: dict[Receive, Callable[[], Tensor]] = {}
         # Directed channels always have their next receives open.
@@ -145,19 +130,16 @@ class Channels:
         return self._receive(self._channel("B", stage, pack), pack) if stage < self._num_stages - 1 else None
 
     def send_hidden(self, stage: int, pack: int, hidden: Tensor) -> None:
-        """Send from a stage to the next one, if there is one."""
         if stage < self._num_stages - 1:
             self._send(self._channel("F", stage + 1, pack), pack, hidden)
 
     def send_grad(self, stage: int, pack: int, grad: Tensor | None) -> None:
-        """Send from a stage to the one before, if there is one."""
         if stage > 0:
             assert grad is not None
             self._send(self._channel("B", stage - 1, pack), pack, grad)
 
     @property
     def most_kept(self) -> int:
-        """The most sent tensors that any one channel kept at once."""
         return max((sender.most_kept for sender in self._senders.values()), default=0)
 
     def close(self) -> None:

@@ -1,8 +1,7 @@
 """Collectives over one tensor for all ranks, and a queue that runs them while the model computes.
 
 A `CollectiveQueue` runs calls in the order in which they were put: at once, on a GPU in a stream of their own, or in a
-thread, because gloo's collectives block their caller. Only one group's collectives may be in a queue: then their order
-is that of all its ranks.
+thread, because gloo's collectives block their caller. Only one group's collectives may be in a queue.
 """
 
 import queue
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from evenload.runtime.comm.watch import Background
 from evenload.runtime.device import step_clock
 
 # torch 2.13 calls these what 2.11 and 2.12 call `all_gather_into_tensor` and `reduce_scatter_tensor`.
@@ -61,9 +61,8 @@ class CollectiveQueue:
         """Run no more calls; those that have not begun never will. Waits for nothing."""
 
 
+# One a device: torch has a pool of 32, so a new one every step would soon be that of receives or copies to the host.
 _streams: dict[torch.device, torch.cuda.Stream] = {}
-"""One a device for the whole process: torch has a pool of 32, and a new one every step would soon be that of receives
-or of copies to the host, behind which reduce-scatters must not stand."""
 
 
 class StreamQueue(CollectiveQueue):
@@ -99,9 +98,7 @@ class ThreadQueue(CollectiveQueue):
         self._is_closed = False
         self._num_put = 0
         self._has_ended = threading.Condition()
-        # A daemon: a collective whose other ranks are gone must not keep the process.
-        self._thread = threading.Thread(target=self._run, name="evenload-collectives", daemon=True)
-        self._thread.start()
+        self._thread = Background(self._run, "evenload-collectives")
 
     def put(self, call: Callable[[], object]) -> int:
         self._calls.put(call)
@@ -126,7 +123,6 @@ class ThreadQueue(CollectiveQueue):
 
     @property
     def has_failed(self) -> bool:
-        """Whether a call has raised, so that those behind it never run; `wait` raises it."""
         return self._error is not None
 
     def close(self) -> None:
@@ -164,13 +160,11 @@ class TorchPeers:
         self.size = dist.get_world_size(group)
 
     def gather(self, data: bytes) -> list[bytes]:
-        """Return every rank's bytes."""
         everyone = [b""] * self.size
         dist.all_gather_object(everyone, data, group=self._group)
         return everyone
 
     def broadcast(self, data: bytes) -> bytes:
-        """Return rank 0's bytes."""
         content = [data]
         dist.broadcast_object_list(content, group=self._group, group_src=0)
         return content[0]

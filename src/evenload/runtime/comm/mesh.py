@@ -2,14 +2,12 @@
 
 Groups are made once at start, for all layouts, in the same order on every rank. Every directed channel between two
 virtual stages on different ranks has a group of its own, so no channel waits for another (docs/architecture.md, "Why
-nothing deadlocks"); with `channels="fifo"` all channels between two ranks share one. Different layouts never run at the
-same time, so the first, second, ... group of a set of ranks is made once (`GroupPool`). Price on gloo: 1.3 to 1.6 ms a
+nothing deadlocks"); with `channels="fifo"` all channels between two ranks share one. Price on gloo: 1.3 to 1.6 ms a
 group. Ranks beyond a layout are idle in it.
 
 On NCCL a channel's kernels hold processors while they wait for the other end, so groups of channels get few of them,
 and a stream that comes before computation. NCCL makes a communicator at a group's first transfer, which blocks until
-the other rank comes; so every group moves one element at start (`warm_up`), in one total order: collectives by kind,
-then channels from the first stage to the last.
+the other rank comes; so every group moves one element at start (`warm_up`), in one total order.
 """
 
 import itertools
@@ -33,8 +31,7 @@ from evenload.types.layout import Channel, ChannelMode, ParallelLayout, channel_
 from evenload.types.text import counted
 
 CHANNEL_CTAS = 4
-"""Blocks of threads of one transfer of a channel on a GPU, each on a processor of its own (an H100 has 132). Not
-measured yet."""
+"""Processors of a GPU that one transfer of a channel takes (an H100 has 132). Not measured yet."""
 
 _Key = tuple[tuple[int, ...], bool]
 """Ranks, and whether a group of theirs has the options of channels."""
@@ -92,12 +89,11 @@ class Mesh:
             checkpoints.
         moving: all ranks, on their devices, for what moves between two layouts; None = the layout never changes.
         data: ranks that hold the same weights, all context ranks of all replicas. Of an idle rank itself alone.
-        channel_groups: by channel of this rank, hidden states first, a group of both ends; none where one rank holds
-            both stages.
-        context: by block of replicas, this rank's groups that may share documents (`cp_groups`).
+        channel_groups: by channel of this rank, hidden states first, a group of both ends, on different ranks.
+        context: by block of replicas, this rank's groups that may share documents.
         tensor: ranks that hold the other parts of the same matrices; None without tensor parallelism.
         tie: all ranks of the first and the last stage (tied embeddings); None elsewhere, or where one rank holds both.
-        watch: every wait for other ranks runs inside `watch.waiting`, which names them when they fail.
+        watch: every wait for other ranks runs inside `watch.waiting`.
         ranks_per_machine: neighbours in rank order that share a machine.
     """
 
@@ -147,7 +143,6 @@ class Mesh:
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this rank holds the head."""
         return self.pp_rank in self.layout.ranks_of_stage(self.layout.num_stages - 1)
 
     @property
@@ -157,7 +152,6 @@ class Mesh:
 
     @property
     def data_rank(self) -> int:
-        """This rank's place in `data`."""
         return self.layout.data_rank(pp_rank=self.pp_rank, dp_rank=self.dp_rank, cp_rank=self.cp_rank)
 
     def rank_of_stage(self, stage: int, pack: int = 0) -> int:
@@ -169,7 +163,6 @@ class Mesh:
         return channel_of(self.layout, self.pp_rank, kind, stage, pack)
 
     def receives_on(self, channel: Channel) -> bool:
-        """Say whether this rank is the receiving end of one of its channels."""
         return channel[1] in self.layout.stages_of_rank(self.pp_rank)
 
     def other_end(self, channel: Channel) -> int:
@@ -182,9 +175,8 @@ class Mesh:
         return self.rank_of_stage(stage)
 
     def _global_rank(self, pp_rank: int) -> int:
-        return self.layout.global_rank(
-            pp_rank=pp_rank, dp_rank=self.dp_rank, cp_rank=self.cp_rank, tp_rank=self.tp_rank
-        )
+        own = {"dp_rank": self.dp_rank, "cp_rank": self.cp_rank, "tp_rank": self.tp_rank}
+        return self.layout.global_rank(pp_rank=pp_rank, **own)
 
 
 class Meshes:
@@ -196,7 +188,6 @@ class Meshes:
 
     @property
     def layouts(self) -> tuple[ParallelLayout, ...]:
-        """Layouts; the first is that in which the run starts."""
         return tuple(self._by_layout)
 
     @property
@@ -224,7 +215,7 @@ def create_meshes(
     ranks_per_machine: int | None = None,
     backend: str | None = None,
 ) -> Meshes:
-    """Make the groups of all layouts of a run. Collective: every process of the default group calls it.
+    """Make the groups of all layouts of a run. Collective. `ConfigError`: the number of processes does not fit.
 
     Args:
         layouts: the run starts in the first, which has a place for every process; others may leave ranks idle.
@@ -232,15 +223,12 @@ def create_meshes(
         signs: a store of all ranks in which they show that they live; used by nothing else.
         ranks_per_machine: None = all ranks are on this machine.
         backend: of tensors on the device; None = NCCL for GPUs, gloo for CPUs.
-
-    Raises:
-        ConfigError: the number of processes does not fit.
     """
     start, world_size = layouts[0], dist.get_world_size()
     if world_size != start.world_size:
         raise ConfigError(
-            f"layout {start.describe()} needs {counted(start.world_size, 'process')}, {world_size} are running; "
-            f"start with --nproc {start.world_size} (or torchrun) or change parallel.dp / cp / pp / tp"
+            f"layout {start.describe()} needs {counted(start.world_size, 'process')}, {world_size} are running; start "
+            f"with --nproc {start.world_size} (or torchrun) or change parallel.dp / cp / pp / tp"
         )
     # Of tensors on the device; what only the host sees (control, planning, saving) goes through gloo in any case.
     pool = GroupPool(backend or ("nccl" if device.type == "cuda" else "gloo"), timedelta(seconds=timeout_s))

@@ -7,8 +7,7 @@ rows of some tokens (sequence parallelism, Korthikanti et al. 2022).
     sum_scatter  all rows of every rank -> own rows, summed; one all-to-all, added here in at least fp32 and in rank
                  order: one rounding in bf16 instead of tp - 1, and the same bits whatever the transport does
 
-Both also in chunks of a pack's rows (`RowExchange.chunks`), so that the product of one chunk runs while the next is
-under way (`runtime/replay/tensor_parallel.py`).
+Both also in chunks of a pack's rows, so that the product of one chunk runs while the next is under way.
 
 Token p of document d belongs to rank (d + p) mod tp (`RowShard`), whatever its pack: a backward pack needs other ranges
 than were recorded, and no recorded row ever moves. Price: a copy of the rows with the transfer, as rows of different
@@ -17,7 +16,7 @@ ranks alternate.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 
 import numpy as np
@@ -71,13 +70,10 @@ class TensorGroup(RankGroup):
         """Start to send counts[r] rows to every rank r; [size · counts[own], ...] come. Both in rank order."""
         own, sent = counts[self.rank], rows.contiguous()
         received, sizes = rows.new_empty((self.size * own, *rows.shape[1:])), [own] * self.size
-        exchange = dist.all_to_all_single
-        return self._start(
-            what, sent, received, lambda: exchange(received, sent, sizes, counts, self.process_group, async_op=True)
-        )
+        exchange = partial(dist.all_to_all_single, received, sent, sizes, counts, self.process_group, async_op=True)
+        return self._start(what, sent, received, exchange)
 
     def all_reduce(self, tensor: Tensor, what: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-        """Reduce a tensor in place over all ranks, and wait."""
         with self.waiting(what):
             dist.all_reduce(tensor, op=op, group=self.process_group)
         return tensor
@@ -112,7 +108,6 @@ class RowExchange:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows of all ranks, T."""
         return len(self._owners)
 
     @cached_property
@@ -124,14 +119,11 @@ class RowExchange:
             return (RowChunk(slice(0, total), slice(0, self.num_own), self),)
         edges = [total * index // count for index in range(count + 1)]
         own = np.concatenate([[0], np.cumsum(self._owners == rank)])[edges].tolist()
-        return tuple(
-            RowChunk(
-                slice(low, high),
-                slice(first, last),
-                RowExchange(self._group, self._owners[low:high], self._device, self._what),
-            )
-            for (low, high), (first, last) in zip(pairwise(edges), pairwise(own), strict=True)
-        )
+        chunks = []
+        for (low, high), (first, last) in zip(pairwise(edges), pairwise(own), strict=True):
+            exchange = RowExchange(self._group, self._owners[low:high], self._device, self._what)
+            chunks.append(RowChunk(slice(low, high), slice(first, last), exchange))
+        return tuple(chunks)
 
     def gather(self, own: Tensor) -> Tensor:
         """Gather [num_own, ...] into [T, ...] in row order. Collective, as all of these."""
@@ -168,7 +160,3 @@ class RowExchange:
 
     def _on_device(self, index: NDArray[np.int64]) -> Tensor:
         return to_device(torch.from_numpy(index), self._device)
-
-
-def exchange_ranges(group: TensorGroup, ranges: Iterable[Range], device: torch.device, what: str) -> RowExchange:
-    return RowExchange(group, row_owners(ranges, group.size), device, what)

@@ -1,9 +1,8 @@
 """`RankWatch`: an error that names who waited for what, and who gave no sign of life.
 
-Every wait for another rank runs inside `waiting`, whose error says which rank waited for what of which rank, and since
-when. Where ranks share a store, each shows a *sign* in it every second (a count, and what it is doing); a rank that
-gives up reads the signs twice and adds whose count stood still and what the others were doing. Price: a microsecond a
-wait; one small write a rank and second; four seconds after a failure.
+Every wait for another rank runs inside `waiting`. Where ranks share a store, each shows a *sign* in it every second (a
+count, and what it is doing); a rank that gives up reads the signs twice and adds whose count stood still and what the
+others were doing. Price: a microsecond a wait; one small write a rank and second; four seconds after a failure.
 """
 
 import threading
@@ -146,19 +145,19 @@ class RankWatch:
         with self._lock:
             for rank in range(self._world_size):
                 key = f"sign/{rank}"
-                if rank != self._rank:
-                    never = _Sign(0, "nothing yet", 0.0, False)
-                    is_there = self._store.check([key])
-                    signs[rank] = msgspec.json.decode(self._store.get(key), type=_Sign) if is_there else never
+                if rank == self._rank:
+                    continue
+                signs[rank] = _Sign(0, "nothing yet", 0.0, False)
+                if self._store.check([key]):
+                    signs[rank] = msgspec.json.decode(self._store.get(key), type=_Sign)
         return signs
 
     def _diagnosis(self) -> str:
-        """Return a sentence about the other ranks, "" where there is no store or it is gone.
-
-        In a thread: a store whose machine is cut off answers when TCP gives up, in a quarter of an hour or never."""
+        """Return a sentence about the other ranks, "" where there is no store or it is gone."""
         if self._store is None:
             return ""
         self._gave_up = True
+        # In a thread: a store whose machine is cut off answers when TCP gives up, in a quarter of an hour or never.
         reading = Background(self._read_twice, "evenload-diagnosis")
         reading.join(_PATIENCE * self._interval_s + _ANSWER_S)
         if reading.is_alive():
@@ -183,10 +182,8 @@ class RankWatch:
 
 
 def _sentence(start: str, signs: dict[int, _Sign], when: str) -> str:
-    named = [
-        f"rank {rank} ({when} {sign.doing}, for {sign.for_s:.0f} s)"
-        for rank, sign in sorted(signs.items())[:_MAX_NAMED]
-    ]
+    shown = sorted(signs.items())[:_MAX_NAMED]
+    named = [f"rank {rank} ({when} {sign.doing}, for {sign.for_s:.0f} s)" for rank, sign in shown]
     more = f" and {len(signs) - _MAX_NAMED} more" if len(signs) > _MAX_NAMED else ""
     return f"{start} {', '.join(named)}{more} "
 

@@ -49,8 +49,7 @@ def save_tensors(tensors: dict[str, Tensor], file: Path) -> None:
 
 
 def tokenizer_source(data: DataConfig, model_path: str) -> Path | None:
-    """Return the `tokenizer.json` of a trained model; None where the run used plain bytes, or there is none. Records of
-    token ids were presumably made by the model's own tokeniser."""
+    """Return the `tokenizer.json` of a trained model, of token ids the model's own; None = there is none."""
     if data.tokenizer in (None, BYTES) and not reads_token_ids(data):
         return None
     named = None if data.tokenizer in (None, BYTES) else local_path(data.tokenizer, "data.tokenizer", "tokenizer")
@@ -63,12 +62,9 @@ def tokenizer_source(data: DataConfig, model_path: str) -> Path | None:
 
 def exported_tokenizer_note(directory: Path, data: DataConfig, model_path: str) -> str:
     """Describe an exported model's tokeniser, for a log, with a warning where transformers would load another one."""
-    source = tokenizer_source(data, model_path)
-    if source is not None:
+    if (source := tokenizer_source(data, model_path)) is not None:
         return f"with the tokeniser of {source.parent}{_difference(directory, FileTokenizer(source), data)}"
-    return "without a tokeniser: " + (
-        "records hold token ids" if reads_token_ids(data) else "it trained on plain bytes"
-    )
+    return f"without a tokeniser: {'records hold token ids' if reads_token_ids(data) else 'it trained on plain bytes'}"
 
 
 def require_same_token_ids(tokenizer: DocumentTokenizer) -> None:
@@ -120,9 +116,8 @@ def _difference(directory: Path, trained: FileTokenizer, data: DataConfig) -> st
 
 
 def copy_tokenizer(directory: Path, data: DataConfig, model_path: str) -> None:
-    """Copy the run's tokeniser, its chat template and the model's generation settings to an exported model, so that
-    `AutoTokenizer.from_pretrained(directory)` gives the tokens that were trained and generation ends with the token
-    that ended documents. Raises `ConfigError` where a file cannot be copied any more."""
+    """Copy the run's tokeniser, its chat template and the model's generation settings to an exported model, whose
+    generation ends with the token that ended documents. `ConfigError`: a file cannot be copied any more."""
     source, home = tokenizer_source(data, model_path), model_directory(model_path)
     try:
         if home is not None:

@@ -1,8 +1,8 @@
 """Cut unmodified Hugging Face decoders into the units that a pipeline stage owns.
 
-A *unit* is the embedding, one layer, or the head (final norm and output projection): the granularity of stages,
-optimizer shards, checkpoints and live moves. The model is built without memory, cut to the stage's units, and only
-those are filled: from safetensors, or from a seed that depends on the unit and not on the layout.
+A *unit* is the embedding, one layer, or the head (final norm and output projection). The model is built without memory,
+cut to the stage's units, and only those are filled: from safetensors, or from a seed that depends on the unit and not
+on the layout.
 """
 
 import difflib
@@ -63,8 +63,13 @@ class StageModel:
     router_aux_loss_coef: float = 0.0
 
     @property
+    def final_modules(self) -> tuple[nn.Module, nn.Linear]:
+        assert self.norm is not None
+        assert self.head is not None
+        return self.norm, self.head
+
+    @property
     def modules(self) -> list[nn.Module]:
-        """Modules of all units."""
         units = (self.embedding, self.positions, *self.layers.values(), self.norm, self.head)
         return [module for module in units if module is not None]
 
@@ -135,10 +140,7 @@ def empty_model(config: PretrainedConfig, dtype: torch.dtype = torch.float32) ->
     """Make the whole model without memory; `ConfigError` where transformers cannot make it of this configuration."""
     pad, vocab_size = getattr(config, "pad_token_id", None), config.vocab_size
     if pad is not None and not -vocab_size <= pad < vocab_size:
-        raise ConfigError(
-            f"config.json: pad_token_id is {pad}, must be below the vocab_size of {vocab_size}, or null; documents are "
-            "never padded, so nothing else depends on it"
-        )
+        raise ConfigError(f"config.json: pad_token_id is {pad}, must be below the vocab_size of {vocab_size}, or null")
     for key in ("hidden_act", "hidden_activation", "activation_function"):
         function = getattr(config, key, None)
         if isinstance(function, str) and function not in ACT2FN:
@@ -187,7 +189,6 @@ def build_stage_model(
     Args:
         layers: half-open range of layer indices.
         weights: directory with safetensors, or None to initialise from `seed`.
-        lora: train adapters and freeze everything else.
         tp_rank, tp: which part of every matrix to keep (`tensor_weights`).
 
     Raises:
@@ -263,8 +264,8 @@ def numbered_units(stage: StageModel) -> Iterator[tuple[int, str, nn.Module]]:
 def build_rank_models(
     config: PretrainedConfig, layout: ParallelLayout, pp_rank: int, build: Callable[..., StageModel]
 ) -> dict[int, StageModel]:
-    """Make the models of a pipeline rank's virtual stages, ascending, by `build(layers=, tp=)`. A tied embedding whose
-    first and last stage lie on one rank is one parameter there, as in the whole model."""
+    """Make the models of a pipeline rank's virtual stages, ascending, by `build(layers=, tp=)`. Tied embeddings on one
+    rank are one parameter."""
     models = {
         stage: build(config, layers=layers, tp=layout.tp)
         for stage, layers in enumerate(layout.stage_layers)

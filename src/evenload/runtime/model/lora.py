@@ -20,8 +20,6 @@ from evenload.runtime.model.export_files import save_tensors
 from evenload.runtime.model.weight_files import LAYERS, read_header, require_plain, unit_seed
 
 ADAPTER_PARTS = ("lora_A", "lora_B")
-"""Names of the modules that hold an adapter's two matrices."""
-
 _ADAPTER = "default"
 _CONFIG_FILE, _WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 # Keys that do not change what an adapter computes, or that its tensors tell. All others are refused where they are set.
@@ -39,8 +37,7 @@ def add_adapters(whole: nn.Module, layers: Mapping[int, nn.Module], lora: LoraCo
 
     Args:
         whole: the model that the layers belong to; its other layers may be without memory.
-        layers: filled layers by index; theirs are the adapters that get values: A from a seed that depends on the layer
-            and not on the layout, B zeros.
+        layers: filled layers by index, whose adapters get values: A from a seed of the layer, B zeros.
 
     Raises:
         ConfigError: `peft` is missing, a target module that no layer has, or an adapter file that does not fit.
@@ -117,9 +114,7 @@ def _load(parameters: dict[str, nn.Parameter], directory: Path, lora: LoraConfig
     for name, tensor in sorted(stored.items()):
         layer = re.search(r"\.layers\.(\d+)\.", name)
         if name not in wanted and (layer is None or layer.group(1) in here or int(layer.group(1)) >= num_layers):
-            raise ConfigError(
-                f"{directory}: '{name}' is not among the configured model.lora.target_modules of {num_layers} layers"
-            )
+            raise ConfigError(f"{directory}: '{name}' is not among model.lora.target_modules of {num_layers} layers")
         require_plain(tensor, name, directory)
     with safe_open(directory / _WEIGHTS_FILE, framework="pt") as tensors, torch.no_grad():
         for name, parameter in wanted.items():
@@ -127,9 +122,8 @@ def _load(parameters: dict[str, nn.Parameter], directory: Path, lora: LoraConfig
                 raise ConfigError(f"{directory}: no tensor '{name}'; does model.lora.target_modules fit this adapter?")
             tensor = tensors.get_tensor(name)
             if tensor.shape != parameter.shape:
-                raise ConfigError(
-                    f"{directory}: '{name}' has shape {tuple(tensor.shape)}, the model needs {tuple(parameter.shape)}"
-                )
+                ours = tuple(parameter.shape)
+                raise ConfigError(f"{directory}: '{name}' has shape {tuple(tensor.shape)}, the model needs {ours}")
             parameter.copy_(tensor)
 
 
@@ -143,9 +137,7 @@ def _refuse_other_adapters(saved: dict[str, Any], directory: Path) -> None:
     }
     for key, value in saved.items():
         if value not in plain[key] if key in plain else bool(value) and key not in _HARMLESS:
-            raise UnsupportedModelError(
-                f"{directory / _CONFIG_FILE}: {key} is {value}; only plain LoRA of linear layers is trained"
-            )
+            raise UnsupportedModelError(f"{directory / _CONFIG_FILE}: {key} is {value}; only plain LoRA is trained")
 
 
 def peft_name(name: str) -> str:

@@ -16,8 +16,7 @@ from evenload.types.model import MODEL_TYPES, MODELS, ModelSpec, model_from_hf_c
 
 
 def config_from(name_or_path: str) -> PretrainedConfig:
-    """Return the configuration of a built-in model, a `config.json` or its folder; raise `ConfigError` where it is
-    neither, `UnsupportedModelError` for an architecture or option that the runtime does not train."""
+    """Return the configuration of a built-in model, a `config.json` or its folder; errors as `load_config`."""
     model_from(name_or_path)  # its errors name what is wrong
     return _of_built_in(name_or_path) if name_or_path in MODELS else load_config(name_or_path)
 
@@ -46,9 +45,8 @@ def _of_built_in(name: str) -> PretrainedConfig:
         # Mixtral and Qwen name the same numbers differently.
         sizes |= {"num_experts": model.num_experts, "num_local_experts": model.num_experts}
         sizes |= {"moe_intermediate_size": model.ffn_hidden_size, "num_experts_per_tok": model.experts_per_token}
-    config = AutoConfig.for_model(
-        MODEL_TYPES[name], **{architecture.keys.get(key, key): value for key, value in sizes.items()}
-    )
+    renamed = {architecture.keys.get(key, key): value for key, value in sizes.items()}
+    config = AutoConfig.for_model(MODEL_TYPES[name], **renamed)
     check_supported(config)
     return config
 
@@ -83,20 +81,17 @@ def load_config(path: str) -> PretrainedConfig:
         )
     try:
         # Code in a model's directory is never run.
-        config = AutoConfig.from_pretrained(
-            file.parent if file.name == "config.json" else file, trust_remote_code=False
-        )
+        named = file.parent if file.name == "config.json" else file
+        config = AutoConfig.from_pretrained(named, trust_remote_code=False)
     except Exception as error:  # transformers has no common class
-        raise ConfigError(
-            f"model.path '{path}': transformers cannot read {file.name} ({' '.join(str(error).split())})"
-        ) from error
+        why = " ".join(str(error).split())
+        raise ConfigError(f"model.path '{path}': transformers cannot read {file.name} ({why})") from error
     check_supported(config)
     return config
 
 
 def model_spec(config: TrainConfig) -> ModelSpec:
-    """Return the configured model for the cost model; errors as `load_config`, and `ConfigError` for documents longer
-    than its learned positions, or adapters that fit nowhere."""
+    """Return the configured model for the cost model; errors as `load_config` and `require_...` of `supported`."""
     hf = load_config(config.model.path)
     require_positions(hf, config.data.max_document_tokens)
     if config.model.lora is not None:

@@ -1,5 +1,4 @@
-"""Refuse, by name, models and options that are not trained exactly: they might mix tokens of different documents, draw
-random numbers, or depend on the length of the pack, and would then be trained wrong without a sign."""
+"""Refuse, by name, models and options that would be trained wrong without a sign."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -31,8 +30,7 @@ def _untrained(config: PretrainedConfig, architecture: Architecture) -> Iterator
         method = quantised.get("quant_method", "?") if isinstance(quantised, Mapping) else type(quantised).__name__
         yield (
             f"config.json has a quantization_config ({method}): quantised weights are not trained. Dequantise them "
-            "once (transformers: from_pretrained, dequantize(), save_pretrained) and give that directory; for random "
-            "weights remove the key"
+            "once (transformers: from_pretrained, dequantize(), save_pretrained), or remove the key for random ones"
         )
     noise = [(key, "a dropout mask") for key in architecture.dropouts] + [("router_jitter_noise", "the noise")]
     for key, what in noise:
@@ -40,34 +38,25 @@ def _untrained(config: PretrainedConfig, architecture: Architecture) -> Iterator
             yield f"{key} is {value}: {what} would differ between forward and backward; set it to 0 in config.json"
     for rope in rope_settings(config):
         if (kind := rope.get("rope_type", "default")) not in _FIXED_ROPE:
-            yield (
-                f"rope_type '{kind}' changes with the batch's length, so a token would depend on its pack; supported: "
-                f"{', '.join(sorted(_FIXED_ROPE))}"
-            )
+            known = ", ".join(sorted(_FIXED_ROPE))
+            yield f"rope_type '{kind}' changes with the batch's length, so with a token's pack; supported: {known}"
     if getattr(config, "add_cross_attention", None):
-        yield (
-            "add_cross_attention is set: its layers attend to an encoder, which no document has; set it to false in "
-            "config.json"
-        )
+        yield "add_cross_attention is set, and no document has an encoder's output; set it to false in config.json"
     if getattr(config, "use_bidirectional_attention", None):
-        yield (
-            "use_bidirectional_attention is set: tokens would see later ones, which slices of a document do not hold; "
-            "only causal decoders are trained"
-        )
+        yield "use_bidirectional_attention is set: tokens would see later ones; only causal decoders are trained"
     dense, step = getattr(config, "mlp_only_layers", None), getattr(config, "decoder_sparse_step", 1)
     if architecture.experts is not None and (dense or step != 1):
         yield (
             f"mlp_only_layers is {dense or []} and decoder_sparse_step is {step}: some layers have experts and others "
-            "do not, which the cost model cannot describe; supported: experts in every layer"
+            "do not; supported: experts in every layer"
         )
 
 
 def require_adapters(config: PretrainedConfig) -> None:
     """Raise `UnsupportedModelError` for an architecture whose linears get no adapters."""
     if why := check_supported(config).unadapted:
-        raise UnsupportedModelError(
-            f"model.lora is set and {_causal_class(config)} {why}; remove [model.lora] to train all weights"
-        )
+        name = _causal_class(config)
+        raise UnsupportedModelError(f"model.lora is set and {name} {why}; remove [model.lora] to train all weights")
 
 
 def require_positions(config: PretrainedConfig, max_document_tokens: int) -> None:
@@ -98,9 +87,8 @@ def position_warning(config: PretrainedConfig, max_document_tokens: int) -> str:
     return (
         f"documents may have up to {max_document_tokens:,} tokens (data.max_document_tokens), and config.json says "
         f"max_position_embeddings = {config.max_position_embeddings:,}: weights trained so far have seen no later "
-        "position. Training goes on with plain rotary positions; to keep within what the model knows, lower "
-        'data.max_document_tokens with data.overlong = "split", and to lengthen its context, set '
-        "max_position_embeddings (and rope scaling) in config.json"
+        "position. To keep within what the model knows, lower data.max_document_tokens with data.overlong = "
+        '"split"; to lengthen its context, set max_position_embeddings (and rope scaling) in config.json'
     )
 
 
@@ -110,13 +98,8 @@ def attention_soft_cap(config: PretrainedConfig) -> float:
 
 
 def router_aux_loss_coef(config: PretrainedConfig, chosen: float | None) -> float:
-    """Return the factor of the load-balancing loss; 0 for a model without experts, and where it is not trained.
-    `chosen` is `model.router_aux_loss_coef`; None = as transformers would train the model.
-
-    Raises:
-        ConfigError: the model has no router, or neither side decides: transformers trains without the loss unless
-            config.json sets `output_router_logits`, which is easily missed.
-    """
+    """Return the factor of the load-balancing loss, 0 = not trained, of which `chosen` is `model.router_aux_loss_coef`.
+    `ConfigError`: the model has no router, or neither `chosen` nor `output_router_logits` of config.json decides."""
     if check_supported(config).experts is None:
         if chosen:
             raise ConfigError(f"model.router_aux_loss_coef is {chosen}, but {_causal_class(config)} has no experts")

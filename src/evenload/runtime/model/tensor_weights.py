@@ -5,9 +5,8 @@
     whole on every rank      norms, biases after a sum over ranks
     adapters (LoRA)          B of what is cut by output, A of what is cut by input; the other one is whole
 
-A parameter that is cut carries a `TensorSplit`. Weights are filled whole, unit by unit, and cut at once, so every tp
-starts from the same weights. A vocabulary that does not divide gives the last ranks fewer token ids, as
-`torch.distributed.tensor.Shard`.
+Weights are filled whole, unit by unit, and cut at once, so every tp starts from the same weights. A vocabulary that
+does not divide gives the last ranks fewer token ids.
 """
 
 from collections.abc import Iterable
@@ -46,9 +45,7 @@ def require_tensor_parallel(config: PretrainedConfig, tp: int) -> None:
     if tp == 1:
         return
     if why := check_supported(config).uncut:
-        raise UnsupportedModelError(
-            f"parallel.tp is {tp} and the model {why}; use parallel.dp, parallel.pp or parallel.cp"
-        )
+        raise UnsupportedModelError(f"parallel.tp is {tp} and the model {why}; use parallel.dp, pp or cp")
     sizes = {
         "num_attention_heads": config.num_attention_heads,
         "num_key_value_heads": config.num_key_value_heads,

@@ -1,9 +1,8 @@
 """Check the tensors of a Hugging Face directory against the configured model, and load them.
 
-A safetensors file begins with a JSON header that names every tensor with its type, shape and place, so damage,
-quantised weights, and tensors that the model lacks or has no place for are found without reading a weight. What
-transformers would only warn about is refused: training from half of a model looks like training. A tensor that the
-model computes or ties itself is read and compared. Price: one short read a file.
+Headers of safetensors files name every tensor with its type, shape and place, so damage, quantised weights, and tensors
+that the model lacks or has no place for are found without reading a weight. What transformers would only warn about is
+refused. A tensor that the model computes or ties itself is read and compared.
 """
 
 import json
@@ -24,8 +23,7 @@ from evenload.types.architectures import ExpertNames, ModuleNames
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 _LENGTH_BYTES = 8
-# safetensors' own limit of a header.
-_MAX_HEADER_BYTES = 100_000_000
+_MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _COMPUTED = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|attn\.(bias|masked_bias))")
 """Rotary frequencies and GPT-2's causal masks, which the model computes and old versions of transformers stored."""
@@ -52,9 +50,7 @@ def stored_weights(directory: Path) -> dict[str, StoredTensor]:
     if index.is_file():
         return _indexed_weights(index)
     if not (directory / SINGLE_FILE).is_file():
-        raise ConfigError(
-            f"{directory}: neither {SINGLE_FILE} nor {INDEX_FILE}; set model.random_init = true to train from scratch"
-        )
+        raise ConfigError(f"{directory}: neither {SINGLE_FILE} nor {INDEX_FILE}; or set model.random_init = true")
     return read_header(directory / SINGLE_FILE)
 
 
@@ -101,27 +97,23 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
                 raise ValueError(f"a header of {length:,} bytes")
             header = json.loads(stream.read(length))
         tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        stored = {
-            name: StoredTensor(file.name, entry["dtype"], tuple(entry["shape"])) for name, entry in tensors.items()
-        }
+        stored = {name: StoredTensor(file.name, one["dtype"], tuple(one["shape"])) for name, one in tensors.items()}
         stop = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
     except (struct.error, ValueError, LookupError, AttributeError, TypeError) as error:
         what = f"{type(error).__name__}: {error}"
         raise ConfigError(f"{file} is not a safetensors file ({what}); fetch it again") from error
     needed_bytes = _LENGTH_BYTES + length + stop
     if size_bytes != needed_bytes:
-        raise ConfigError(
-            f"{file} is damaged: it has {size_bytes:,} bytes and its header says {needed_bytes:,}; fetch it again"
-        )
+        sizes = f"it has {size_bytes:,} bytes and its header says {needed_bytes:,}"
+        raise ConfigError(f"{file} is damaged: {sizes}; fetch it again")
     return stored
 
 
 def require_fitting(
     stored: dict[str, StoredTensor], whole: Any, directory: Path, names: ModuleNames, experts: ExpertNames | None
 ) -> None:
-    """Refuse weights that are not exactly those of the whole model (without memory): `UnsupportedModelError` for
-    quantised ones, `ConfigError` for a tensor that is missing, has another shape or no place, or is not what the model
-    computes itself. Where only the head of tied embeddings is stored, it is entered in `stored` as the embedding."""
+    """Refuse weights that are not exactly those of the whole model: `UnsupportedModelError` for quantised ones, else
+    `ConfigError`. Where only the head of tied embeddings is stored, it is entered in `stored` as the embedding."""
     embedding, tied = f"{names.embedding_path}.weight", bool(whole.config.tie_word_embeddings)
     source = next(stored_parts(stored, embedding, torch.empty(0), None))[0]
     if tied and _HEAD in stored and source not in stored:
@@ -147,8 +139,8 @@ def require_fitting(
         require_plain(stored[extra[0]], extra[0], directory)
         raise ConfigError(
             f"{directory / stored[extra[0]].file}: the model of config.json has no place for {len(extra)} tensors, "
-            f"such as '{extra[0]}' of shape {stored[extra[0]].shape}; training without them would be training another "
-            "model. Correct config.json (biases, quantisation, tied embeddings), or remove these tensors"
+            f"such as '{extra[0]}' of shape {stored[extra[0]].shape}. Correct config.json (biases, quantisation, tied "
+            "embeddings), or remove these tensors"
         )
     for name in stored:
         if (tied and name == _HEAD) or name not in known:

@@ -1,24 +1,21 @@
 """Overlap data parallelism with compute: reduce-scatter gradients into shards, all-gather updated weights.
 
-`GradientReduction` makes a reduce-scatter a unit. Every rank's loss is already divided by the label count of the global
-batch, so gradients are summed, never averaged. A unit's reduce-scatter is queued as soon as the last pack has added to
-its gradients: the head's first, the embedding's last, in one order on all ranks that hold them. No action waits for
-one, so there is no circle of waits as long as no replica waits for another inside a pack (docs/decisions/03); steps
-whose packs replicas share reduce after the last action. Results are equal to the bit either way. Tied weights of both
-ends of a pipeline, and gradients of norms in a tensor-parallel group, are never overlapped.
+`GradientReduction`: losses are already divided by the label count of the global batch, so gradients are summed, never
+averaged. A unit's reduce-scatter is queued as soon as the last pack has added to its gradients: the head's first, the
+embedding's last, in one order on all ranks that hold them. No action waits for one, so there is no circle of waits as
+long as no replica waits for another inside a pack (docs/decisions/03); steps whose packs replicas share reduce after
+the last action. Results are equal to the bit either way. Tied weights of both ends of a pipeline, and gradients of
+norms in a tensor-parallel group, are never overlapped.
 
-`WeightGathers` makes an all-gather a unit. An update runs from the embedding to the head, as the next forward reads
-them, and queues each unit's gather at once; a forward waits for its own unit alone, other readers of whole weights call
-`finish` first. All gathers are queued before any action of the next step and finished before its first backward, so
-they never wait for an action and always come before the first reduce-scatter.
+`WeightGathers`: an update runs from the embedding to the head, as the next forward reads them, and queues each unit's
+gather at once; a forward waits for its own unit alone, other readers of whole weights call `finish` first. All gathers
+are finished before the next step's first backward, so they come before its first reduce-scatter.
 """
 
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,29 +23,15 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evenload.runtime.comm.collectives import (
-    CollectiveQueue,
-    Span,
-    all_gather_single,
-    collective_queue,
-    reduce_scatter_single,
-)
+from evenload.runtime.comm.collectives import Span, all_gather_single, collective_queue, reduce_scatter_single
 from evenload.runtime.comm.mesh import Mesh
+from evenload.runtime.device import HostClock
 from evenload.runtime.optim.parameter_units import FlatBuffer
-
-
-@dataclass(frozen=True, eq=False)
-class ReductionTrace:
-    """Records when one rank's reduce-scatters ran, in order: units, int32[n], and seconds on its clock, float64[n]."""
-
-    unit: NDArray[np.int32]
-    start_s: NDArray[np.float64]
-    end_s: NDArray[np.float64]
 
 
 class GradientReduction:
     """Sums one step's gradients over replicas, tied weights over both stages that hold them, and norms over a
-    tensor-parallel group. A context manager that ends the queue after an error."""
+    tensor-parallel group. `close` ends the queue after an error."""
 
     def __init__(self, buffers: Sequence[FlatBuffer], mesh: Mesh, *, is_overlapped: bool = False) -> None:
         self._buffers, self._mesh = buffers, mesh
@@ -63,10 +46,7 @@ class GradientReduction:
         self._squares: dict[int, Tensor] = {}
         self._queue = collective_queue(mesh.device, is_overlapped=is_overlapped and bool(self._left))
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def close(self) -> None:
         self._queue.close()
 
     def release(self, unit: int) -> None:
@@ -110,9 +90,9 @@ class GradientReduction:
         dist.all_reduce(total, group=mesh.control)
         return float(total[0].sqrt()), float(total[1])
 
-    def trace(self) -> ReductionTrace:
-        """Return when sums ran, after `finish`. Waits for a GPU."""
-        return ReductionTrace(np.array(self._queued, np.int32), *_seconds(self._queue, self._spans))
+    def trace(self) -> NDArray[np.float64]:
+        """Return starts and ends of the sums after `finish`, seconds on this rank's clock, [2, n]. Waits for a GPU."""
+        return _seconds(self._queue.clock, self._spans)
 
     def _put_released(self) -> None:
         while self._left and self._buffers[self._left[0]].unit in self._released:
@@ -130,23 +110,19 @@ class GradientReduction:
 
 
 def _square_sum(shard: Tensor) -> Tensor:
-    """Sum a gradient's squares, fp64 scalar on the device."""
     return torch.linalg.vector_norm(shard, dtype=torch.float64).square()
 
 
-def _seconds(queue: CollectiveQueue, spans: Sequence[Span]) -> NDArray[np.float64]:
+def _seconds(clock: HostClock, spans: Sequence[Span]) -> NDArray[np.float64]:
     """Return starts and ends in seconds, [2, n]."""
-    return np.array([queue.clock.seconds(span) for span in spans], np.float64).reshape(-1, 2).T
+    return np.array([clock.seconds(span) for span in spans], np.float64).reshape(-1, 2).T
 
 
-@dataclass(frozen=True, eq=False)
-class GatherTrace:
-    """Records when one rank's gathers of an update ran, and when it waited, seconds on its clock, float64."""
+class GatherTrace(NamedTuple):
+    """Records when one rank's gathers of an update ran, and its waits: starts and ends in seconds, [2, n] each."""
 
-    start_s: NDArray[np.float64]
-    end_s: NDArray[np.float64]
-    wait_start_s: NDArray[np.float64]
-    wait_end_s: NDArray[np.float64]
+    gathers: NDArray[np.float64]
+    waits: NDArray[np.float64]
 
 
 class WeightGathers:
@@ -169,7 +145,6 @@ class WeightGathers:
             self._last[buffer.unit] = number
 
     def seal(self) -> None:
-        """End the queue: all buffers are put."""
         self._queue.seal()
 
     def await_unit(self, unit: int) -> None:
@@ -192,7 +167,8 @@ class WeightGathers:
         if self._is_taken or mesh is not self._mesh:
             return []
         self._is_taken = True
-        return [GatherTrace(*_seconds(self._queue, self._queue.wait()), *_seconds(self._queue, self._waits))]
+        clock = self._queue.clock
+        return [GatherTrace(_seconds(clock, self._queue.wait()), _seconds(clock, self._waits))]
 
     @contextmanager
     def _waiting(self, what: str) -> Iterator[None]:

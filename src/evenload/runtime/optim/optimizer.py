@@ -1,11 +1,9 @@
 """`ShardedOptimizer` runs fused AdamW, or Muon, on this rank's shard of every flat buffer (ZeRO-1, cut by unit).
 
-bf16 parameters have fp32 master weights; with `train.ema_decay` every shard has a moving average of its weights. Units
-are updated from the start of the model to its end, and each is gathered as soon as it is updated (`WeightGathers`).
+bf16 parameters have fp32 master weights; with `train.ema_decay` every shard has a moving average of its weights.
 
-**Muon** (Jordan et al. 2024; Liu et al. 2025, section 2) updates the matrices of layers; everything else has AdamW.
-Momentum is sharded as AdamW's moments are. The directions of a buffer are gathered once, and every rank orthogonalises
-the matrices of which it owns some elements.
+**Muon** (Jordan et al. 2024; Liu et al. 2025, section 2) updates the matrices of layers; everything else has AdamW. The
+directions of a buffer are gathered once, and every rank orthogonalises the matrices of which it owns some elements.
 
     momentum <- lerp(gradient, 1 - m)    direction = lerp(gradient, momentum, m)    (Nesterov, as `torch.optim.Muon`)
     update of a matrix = 0.2 sqrt(max(rows, columns)) NewtonSchulz(direction)       (as large as AdamW's)
@@ -70,8 +68,7 @@ def orthogonalised(matrix: Tensor) -> Tensor:
     return (work.T if is_tall else work).to(matrix.dtype)
 
 
-AVERAGE = "average"
-"""Name of the moving average of the weights in `state_tensors`."""
+AVERAGE = "average"  # name of the weights' moving average in `state_tensors`
 
 
 @dataclass(eq=False)
@@ -125,21 +122,16 @@ class ShardedOptimizer:
         config, parts = self._config, [part for part in parts if not part.has_muon]
         if not parts:
             return None
-        groups = [
-            {"params": [part.master], "weight_decay": config.weight_decay if part.buffer.decays else 0.0}
-            for part in parts
-        ]
-        adamw = torch.optim.AdamW(
-            groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), eps=config.eps, fused=True
-        )
+        decay = config.weight_decay
+        groups = [{"params": [part.master], "weight_decay": decay if part.buffer.decays else 0.0} for part in parts]
+        betas = config.beta1, config.beta2
+        adamw = torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.eps, fused=True)
         for part in parts:
             adamw.state[part.master] = part.state
         return adamw
 
     @torch.no_grad()
-    def step(
-        self, shards: list[Tensor], grad_norm: float, learning_rate: float, *, is_overlapped: bool = False
-    ) -> None:
+    def step(self, shards: list[Tensor], grad_norm: float, rate: float, *, is_overlapped: bool = False) -> None:
         """Clip, update shards and gather the rest, which may still run on return (`is_overlapped`). Collective."""
         self.gathers.finish()
         self.gathers = WeightGathers(self._mesh, is_overlapped=is_overlapped)
@@ -151,13 +143,13 @@ class ShardedOptimizer:
                 shard.mul_(scale)
             if part.has_muon:
                 update = muon_update(part.buffer, shard, part.state["momentum"], config.momentum, self._mesh)
-                part.master.mul_(1 - learning_rate * config.weight_decay).add_(update, alpha=-learning_rate)
+                part.master.mul_(1 - rate * config.weight_decay).add_(update, alpha=-rate)
             else:
                 part.master.grad = shard
         for parts, adamw in self._units:
             if adamw is not None:
                 for group in adamw.param_groups:
-                    group["lr"] = learning_rate
+                    group["lr"] = rate
                 adamw.step()
             for part in parts:
                 part.master.grad = None
@@ -203,7 +195,7 @@ class ShardedOptimizer:
         return buffer.shard(buffer.values, self._mesh.data_rank, self._mesh.data_size)
 
     def close(self) -> None:
-        """Drop all tensors, which live on elsewhere; this object is of no use any more."""
+        """Drop all tensors, which live on elsewhere."""
         self.gathers.finish()
         self._parts, self._units = [], []
 
@@ -214,6 +206,5 @@ class ShardedOptimizer:
             part.state["step"].fill_(num_steps)
 
     def static_bytes(self) -> int:
-        """Return the bytes of weights, gradients and optimizer state on this rank."""
         total = sum(part.buffer.values.nbytes + part.buffer.grads.nbytes for part in self._parts)
         return total + sum(tensor.nbytes for _, _, tensor in self.state_tensors())

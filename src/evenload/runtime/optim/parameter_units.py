@@ -42,7 +42,6 @@ class BufferGroup:
 
     @property
     def num_elements(self) -> int:
-        """Return the number of elements without padding."""
         return sum(p.numel() for p in self.parameters)
 
     def in_memory(self, values: Tensor, grads: Tensor, dp: int) -> "FlatBuffer":
@@ -60,7 +59,6 @@ class FlatBuffer(BufferGroup):
 
     @property
     def is_of_layer(self) -> bool:
-        """Say whether it is of a layer, not of the embedding, positions or the head."""
         return self.unit > 0 and not self.tied and "lm_head.weight" not in self.names
 
     @property
@@ -69,7 +67,6 @@ class FlatBuffer(BufferGroup):
         return self.values.dtype != self.grads.dtype
 
     def shard(self, flat: Tensor, dp_rank: int, dp: int) -> Tensor:
-        """Return the view of `flat` that a data-parallel rank owns."""
         size = flat.numel() // dp
         return flat[dp_rank * size : (dp_rank + 1) * size]
 

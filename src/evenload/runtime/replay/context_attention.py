@@ -4,12 +4,10 @@
     backward   start the all-gather of documents never cut ─► local ─► wait ─► shared ─► start the reduce-scatter of dK
                and dV (fp32) ─► local ─► wait
 
-Each of a rank's token ranges is one range attention against its document's prefix. One all-gather carries K and V of
-all ranks' rows of shared slices, which go to the positions of the plan; a reduce-scatter sums dK and dV for the ranks
-that own the rows. Of a document that is cut in forward or backward every rank keeps all K and V and accumulates dK and
-dV of its own queries; of one that is never cut a rank keeps its own rows and gathers the others again in backward.
-Documents that lie whole on one rank overlap with the transfers (Skrull §4.1). Price: (cp - 1) · rows of the fullest
-rank · 2·Hkv·D elements received a layer and transfer, and a copy of the gathered rows.
+Each of a rank's token ranges is one range attention against its document's prefix. Of a document that is cut in forward
+or backward every rank keeps all K and V and accumulates dK and dV of its own queries; of one that is never cut a rank
+keeps its own rows and gathers the others again in backward. Documents that lie whole on one rank overlap with the
+transfers (Skrull §4.1). Price: (cp - 1) · rows of the fullest rank · 2·Hkv·D elements received a layer and transfer.
 
 `RingAttention` (Liu et al. 2023) sends keys and values round the group, so that no rank holds all of a document's:
 
@@ -18,10 +16,10 @@ rank · 2·Hkv·D elements received a layer and transfer, and a copy of the gath
     backward   the same with [keys, values]; their gradients follow them and arrive at their rank after cp rounds
 
 The rows of another rank that one of a rank's ranges sees are a prefix of its rows of the document, so a round is one
-call without a mask a range, and the own rows one causal call; a sliding window is refused. A slice's rounds carry its
-document's whole prefix, so transfers grow with the number of slices.
+call without a mask a range, and the own rows one causal call. A slice's rounds carry its document's whole prefix.
 """
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,6 +43,8 @@ from evenload.runtime.device import to_device
 from evenload.runtime.replay.store import ActivationStore, num_rows
 from evenload.stepplan.cp_rows import PackRows, SharedSlice
 from evenload.types.document import Range
+
+Gradients = tuple[Tensor, Tensor, Tensor]  # of q, k and v
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,9 +94,7 @@ class PackAttention(ABC):
         """Return output [T, H, D] and log-sum-exp [T, H] of own rows' q [T, H, D], k and v [T, G, D]. Collective."""
 
     @abstractmethod
-    def backward(
-        self, call: AttentionCall, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, call: AttentionCall, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         """Return own rows' gradients of q, k and v; those of k and v summed over all rows that see them. Collective."""
 
     def _what(self, call: AttentionCall, *, gradients: bool = False) -> str:
@@ -115,27 +113,17 @@ class LocalAttention:
         attend_into(call, q, call.key_ranges(self.ranges), out, lse)
 
     def backward(
-        self,
-        call: AttentionCall,
-        grad: Tensor,
-        q: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        gradients: tuple[Tensor, Tensor, Tensor],
+        self, call: AttentionCall, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, gradients: Gradients
     ) -> None:
         parts = call.backend.backward(grad, q, call.key_ranges(self.ranges), out, lse, call.scoring)
         self.add_gradients(call, parts, gradients)
 
-    def add_gradients(
-        self, call: AttentionCall, parts: Iterable[RangeGradients], gradients: tuple[Tensor, Tensor, Tensor]
-    ) -> None:
-        """Write a backward's parts, one a range, into the rows of a pack's gradients of q, k and v."""
+    def add_gradients(self, call: AttentionCall, parts: Iterable[RangeGradients], gradients: Gradients) -> None:
         dq, dk, dv = gradients
         for (rows, (doc_id, start, stop)), (part_q, part_k, part_v) in zip(self.ranges, parts, strict=True):
             dq[rows] = part_q
-            dk[rows], dv[rows] = call.store.add_key_grads(
-                doc_id, call.layer, call.first_key(start), part_k, part_v, start, stop
-            )
+            first = call.first_key(start)
+            dk[rows], dv[rows] = call.store.add_key_grads(doc_id, call.layer, first, part_k, part_v, start, stop)
 
     def is_whole(self, store: ActivationStore) -> bool:
         return all(store.is_whole(r) for _, r in self.ranges)
@@ -175,8 +163,7 @@ class GatherAttention(PackAttention):
         self._again = self._exchange({index: self._slices[index] for index in self._never_cut}, device)
 
     def forward(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        mine = self._shared_rows
-        gather = self._gather(self._all, k[mine], v[mine], call)
+        gather = self._gather(self._all, k[self._shared_rows], v[self._shared_rows], call)
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=work_dtype(q))
         self._local.forward(call, q, k, v, out, lse)
         self._keep_own(call, k, v)
@@ -190,9 +177,7 @@ class GatherAttention(PackAttention):
         attend_into(call, q, seen, out, lse)
         return out, lse
 
-    def backward(
-        self, call: AttentionCall, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, call: AttentionCall, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         no_keys, _ = call.store.keys_and_values(self.documents[0], call.layer, 0, 0)
         gather = self._gather_again(call)
         like = lse.new_empty(no_keys.shape)
@@ -227,8 +212,9 @@ class GatherAttention(PackAttention):
         sums = like.new_zeros((self.group.size * self._all.padded, 2, *shape))
         for index, place in zip(self._all.slices, self._all.places, strict=True):
             piece = self._slices[index]
+            doc_id = piece.document.doc_id
             if piece.document.is_cut:
-                keys, values = store.keys_and_values(piece.document.doc_id, layer, 0, piece.stop)
+                keys, values = store.keys_and_values(doc_id, layer, 0, piece.stop)
             else:
                 assert gathered is not None
                 keys, values = (gathered[:, side][places[index]] for side in (0, 1))
@@ -245,9 +231,7 @@ class GatherAttention(PackAttention):
                 total_k[low - first : stop - first] += part_k
                 total_v[low - first : stop - first] += part_v
             if piece.document.is_cut:
-                total_k, total_v = store.add_key_grads(
-                    piece.document.doc_id, layer, first, total_k, total_v, piece.start, piece.stop
-                )
+                total_k, total_v = store.add_key_grads(doc_id, layer, first, total_k, total_v, piece.start, piece.stop)
             sums[place, 0], sums[place, 1] = total_k, total_v
         return sums
 
@@ -327,16 +311,15 @@ class RingAttention(PackAttention):
     def __init__(self, rows: PackRows, group: ContextGroup, label: str) -> None:
         super().__init__(rows, group, label)
         # Per rank and slice the rows of its document up to the slice's end, which are sent.
-        carried = [
-            [piece.document.rows_before(rank, piece.stop) for piece in rows.shared] for rank in range(group.size)
-        ]
+        ranks = range(group.size)
+        carried = [[piece.document.rows_before(rank, piece.stop) for piece in rows.shared] for rank in ranks]
         self._carried = carried[group.rank]
         self._new = [piece.document.rows_before(group.rank, piece.start) for piece in rows.shared]
         self._padded = max(map(sum, carried))
         self._visits: list[list[_Visit]] = [[] for _ in range(group.size)]
         for index, piece in enumerate(rows.shared):
             for own, (_, start, stop) in self._ranges[index]:
-                for rank in range(group.size):
+                for rank in ranks:
                     before = piece.document.rows_before(rank, stop if rank == group.rank else start)
                     at = sum(carried[rank][:index])
                     if before:
@@ -353,16 +336,13 @@ class RingAttention(PackAttention):
                 merge_into(out[visit.rows], lse[visit.rows], *part)
         return out.to(q.dtype), lse
 
-    def backward(
-        self, call: AttentionCall, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, call: AttentionCall, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         own = self._own_rows(call)
         dq = torch.zeros_like(q, dtype=lse.dtype)
         dk, dv = (lse.new_empty((q.shape[0], *own.shape[2:])) for _ in range(2))
         transfer = None
-        for rank, held in self._rounds(
-            call, lambda: self._local.backward(call, grad, q, out, lse, (dq, dk, dv)), own=own
-        ):
+        local = functools.partial(self._local.backward, call, grad, q, out, lse, (dq, dk, dv))
+        for rank, held in self._rounds(call, local, own=own):
             sums = lse.new_zeros(own.shape)
             for visit in self._visits[rank]:
                 [(part_q, part_k, part_v)] = call.backend.backward(
@@ -378,11 +358,9 @@ class RingAttention(PackAttention):
         home = transfer.wait()
         at = 0
         for piece, mine, new, carried in zip(self._slices, self._rows, self._new, self._carried, strict=True):
-            part = home[at : at + carried]
+            doc_id, (keys, values) = piece.document.doc_id, home[at : at + carried].unbind(1)
             at += carried
-            dk[mine], dv[mine] = call.store.add_key_grads(
-                piece.document.doc_id, call.layer, 0, part[:, 0], part[:, 1], new, carried
-            )
+            dk[mine], dv[mine] = call.store.add_key_grads(doc_id, call.layer, 0, keys, values, new, carried)
         return tuple(total.to(q.dtype) for total in (dq, dk, dv))  # type: ignore[return-value]
 
     def _rounds(self, call: AttentionCall, local, own: Tensor | None = None) -> Iterator[tuple[int, Tensor]]:
@@ -413,8 +391,8 @@ class RingAttention(PackAttention):
 def require_no_window(window: int) -> None:
     if window:
         raise ConfigError(
-            f"parallel.cp_exchange 'ring' and sliding windows (here {window} tokens) do not go together: the keys that "
-            "a row sees are no prefix of another rank's rows; use parallel.cp_exchange = 'all_gather'"
+            f"parallel.cp_exchange 'ring' and sliding windows (here {window} tokens) do not go together; use "
+            "parallel.cp_exchange = 'all_gather'"
         )
 
 

@@ -1,11 +1,9 @@
 """Compute embedding, head and loss, also of a vocabulary that is divided over a tensor-parallel group.
 
 The head runs in the backward of the last stage, about `HEAD_ROWS` rows at a time. The exponentials of the logits become
-the gradient in place: e + 8 bytes a logit, where `torch.nn.functional.cross_entropy` under autograd takes 16 in fp32.
-Targets of -100 carry no loss.
+the gradient in place: e + 8 bytes a logit, where torch's cross entropy under autograd takes 16 in fp32.
 
-Divided over a group, every rank embeds the token ids it has, and zeros for others, and sums go to the rows' ranks. The
-head gathers a block of normed rows, every rank computes the logits of its token ids, and the cross entropy needs three
+Divided over a group, every rank embeds the token ids it has, and zeros for others. The cross entropy needs three
 numbers a row from the group: the largest logit, the sum of exponentials and the target's logit (Shoeybi et al. 2019,
 §3). Price: two transfers of the rows' hidden states and 12 bytes a row and rank (24 in float64).
 """
@@ -101,9 +99,7 @@ def head_gradient(
         targets: int64[T] of the pack, -100 = no loss.
         num_label_tokens: of the whole global batch, the loss's denominator.
     """
-    norm, head = model.norm, model.head
-    assert norm is not None
-    assert head is not None
+    norm, head = model.final_modules
     grads, total = [hidden.new_zeros(0, hidden.shape[1])], hidden.new_zeros((), dtype=torch.float64)
     # A batch without any label has a zero loss and zero gradients, not 0/0.
     scale = 1 / max(1, num_label_tokens)
@@ -123,7 +119,6 @@ def head_gradient(
 
 
 def _first_id(weight: Tensor) -> int:
-    """Return the first token id of this rank's part of an embedding's or head's weight."""
     split = tensor_split(weight)
     return 0 if split is None else split.start
 
@@ -158,9 +153,7 @@ def row_losses(
 ) -> Tensor:
     """Return the loss of every row of a pack, [T] in fp32 (fp64), 0 without a target, on all ranks of `group`. `hidden`
     [n, hidden] are own rows' final states. Collective with a group."""
-    norm, head = model.norm, model.head
-    assert norm is not None
-    assert head is not None
+    norm, head = model.final_modules
     losses = hidden.new_zeros(len(targets), dtype=work_dtype(hidden))
     for own, exchange, block in head_blocks(targets, ranges, group):
         normed = norm(hidden[own]) if exchange is None else exchange.gather(norm(hidden[own]))

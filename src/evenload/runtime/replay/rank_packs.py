@@ -1,8 +1,7 @@
 """`RankPackTokens` holds a plan's packs as one rank computes them: its rows, their tokens, and how they attend.
 
 Where a replica's rank runs a pack alone, its rows are the pack's slices. Where a group shares it (`parallel.cp`,
-DP-Merge), they are the token ranges of `stepplan.cp_rows`, and attention goes through the group. Price: about 10 ns a
-token and direction for ids, targets and positions, which another thread may make before the step (`collate`).
+DP-Merge), they are the token ranges of `stepplan.cp_rows`, and attention goes through the group.
 """
 
 from collections.abc import Container, Iterable, Mapping
@@ -130,12 +129,8 @@ class RankPackTokens:
             return PackTokens(pack_ranges(pack), *columns)
         rank = self._rank_in(shared)
         ranges = shared.ranges(rank)
-        columns = collate_ranges(
-            [doc_id for doc_id, _, _ in ranges],
-            np.array([start for _, start, _ in ranges], dtype=np.int64),
-            np.array([stop for _, _, stop in ranges], dtype=np.int64),
-            documents,
-        )
+        edges = np.array([(start, stop) for _, start, stop in ranges], dtype=np.int64).reshape(-1, 2)
+        columns = collate_ranges([doc_id for doc_id, _, _ in ranges], edges[:, 0], edges[:, 1], documents)
         attention: PackAttention | None = None
         if shared.shared:
             group, label = self._groups[shared.block], f"{pack.direction} pack {pack.index}"

@@ -5,17 +5,15 @@ token. A backward pack runs the same layer again on its own ranges with the reco
 and attention, so only norms, rotary embedding and activations are recomputed; autograd then walks this cheap graph.
 Weight gradients go into the fp32 (fp64) buffer `weight.main_grad`, or wait for a later action (`weight_products.py`).
 For documents under the policy `recompute` the backward pack repeats the products of linears; attention is recorded
-under every policy. The closest published relative is SlimPack's regrouping of slices in backward (§4.2).
+under every policy.
 
 **Experts.** Backward gives the recorded logits to transformers' own router: among other rows a matrix product may
-differ in its last bit, and a token near a tie would go back through experts that it never came from. A token's k rows
-of gate and up projections are recorded in the token's row. With g the gradient of the block's output and a =
-act(gate)·up of one of the k,
+differ in its last bit, and a token near a tie would go back through experts that it never came from. With g the
+gradient of the block's output and a = act(gate)·up of one of the token's k experts,
 
     d weight_k = <Wdownᵀ g, a>    d a = weight_k · Wdownᵀ g    dWdown += (weight_k g) aᵀ
 
-so no matrix product is repeated. Tokens are sorted by expert, with one product for each expert that has tokens. On a
-GPU the host waits once a layer and pass for the experts' numbers of tokens (docs/decisions/14-gpu-path.md).
+so no matrix product is repeated. Tokens are sorted by expert, with one product for each expert that has tokens.
 """
 
 import functools
@@ -40,8 +38,7 @@ from evenload.runtime.replay.weight_products import (
 )
 from evenload.types.architectures import Architecture
 
-ATTENTION_NAME = "evenload_range"
-"""Name under which the attention function is registered with transformers."""
+ATTENTION_NAME = "evenload_range"  # of the attention function among those of transformers
 
 
 class _RecordedLinear:
@@ -266,7 +263,6 @@ class _Order:
 
 
 _RECORDED: dict[type, type[nn.Module]] = {nn.Linear: ReplayLinear, Conv1D: ReplayConv1D}
-"""The recording class of a linear."""
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, state: ReplayState, layer: int, scoring: Scoring) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from evenload.attention.range_attention import RangeAttention, Scoring, work_dtype
-from evenload.runtime.comm.tensor_group import RowExchange, RowShard, TensorGroup, exchange_ranges
+from evenload.runtime.comm.tensor_group import RowExchange, RowShard, TensorGroup, row_owners
 from evenload.runtime.model.hf_model import StageModel
 from evenload.runtime.replay.context_attention import AttentionCall, LocalAttention, rows_of
 from evenload.runtime.replay.head import add_embedding_gradient, embed, head_gradient, row_losses
@@ -49,7 +49,7 @@ class PipelineStage:
     Args:
         tensor: group of the ranks that hold parts of the model's matrices; None = there is none. With it, hidden states
             between layers and stages and their gradients have this rank's rows of a pack only (`RowShard`).
-        state: of layers that are replayable already (`make_layers_replayable`); None = they become so here.
+        state: of layers that are replayable already; None = they become so here.
     """
 
     def __init__(
@@ -250,9 +250,8 @@ class PipelineStage:
 
     def next_logits(self, hidden: Tensor) -> Tensor:
         """Return logits [T, vocab] of final hidden states [T, hidden]; on a last stage with the whole head."""
-        assert self.model.norm is not None
-        assert self.model.head is not None
-        return self.model.cap_logits(self.model.head(self.model.norm(hidden)))
+        norm, head = self.model.final_modules
+        return self.model.cap_logits(head(norm(hidden)))
 
     def head(
         self, hidden: Tensor, targets: Tensor, num_label_tokens: int, ranges: tuple[Range, ...]
@@ -264,7 +263,9 @@ class PipelineStage:
         return grad, loss if is_reporter else torch.zeros_like(loss)
 
     def _exchange(self, pack: PackTokens, what: str) -> RowExchange | None:
-        return None if self._tensor is None else exchange_ranges(self._tensor, pack.ranges, self.device, what)
+        if self._tensor is None:
+            return None
+        return RowExchange(self._tensor, row_owners(pack.ranges, self._tensor.size), self.device, what)
 
     def _layer_arguments(self, like: Tensor, positions: Tensor) -> dict[int, dict]:
         rows = positions[None]

@@ -2,8 +2,7 @@
 
 Tensors of a forward pack are kept in *blocks* (`BlockIndex`): runs of slices with one activation policy whose first
 tokens come back in one backward pack, so that they are freed together. A pack that is one block is kept uncut, so
-recording and reading copy nothing. The keys and values of a document that is cut in forward are one buffer, because a
-later slice reads the whole prefix; those of a block's other documents are one tensor a layer. Policies:
+recording and reading copy nothing. The keys and values of a document that is cut in forward are one buffer. Policies:
 
     replay     keep everything that is recorded
     recompute  keep all but the products of linear layers (layers that a stage recomputes do so for all documents)
@@ -12,9 +11,6 @@ later slice reads the whole prefix; those of a block's other documents are one t
                layers of a pack's offloaded documents are on the device
 
 Bytes are counted by kind where they are allocated and freed; `cost/memory.py` predicts the peaks by the same rules.
-Price: a slice costs Python when its pack is opened, looked up and closed, not for every tensor of every layer.
-
-`ForwardStore` (evaluation) keeps only the keys and values that later rows will read.
 """
 
 import itertools
@@ -75,8 +71,7 @@ class Part(NamedTuple):
 
     def of(self, tensor: Tensor, *, own: bool) -> Tensor:
         """Return these rows of a tensor of the block; the tensor itself where they are all."""
-        rows = self.own_rows if own else self.rows
-        return tensor if rows.stop - rows.start == tensor.shape[0] else tensor[rows]
+        return tensor if self.num_rows(own=own) == tensor.shape[0] else tensor[self.own_rows if own else self.rows]
 
 
 class _Place(NamedTuple):
@@ -174,18 +169,13 @@ class BlockIndex:
                 if self._shard is None:
                     yield Part(block, rows, rows)
                     continue
-                own_start, own_stop = (
-                    own_row + self._shard.num_rows((Range(doc_id, lo, position),)) for position in (first, last)
-                )
-                yield Part(block, rows, slice(own_start, own_stop))
+                own = (own_row + self._shard.num_rows((Range(doc_id, lo, at),)) for at in (first, last))
+                yield Part(block, rows, slice(*own))
 
 
 class ReturningRows:
-    """Fetches the offloaded rows of some ranges, layer by layer in the order in which layers will be entered.
-
-    Args:
-        own_rows_keys: keys of which a tensor-parallel rank has own rows only.
-    """
+    """Fetches the offloaded rows of some ranges, layer by layer in the order in which layers will be entered. Of
+    `own_rows_keys` a tensor-parallel rank has own rows only."""
 
     def __init__(
         self,
@@ -202,8 +192,7 @@ class ReturningRows:
         self._order = deque(layers)
         self._index, self._own_rows_keys = index, own_rows_keys
         self._copies, self._device, self._held = copies, device, held
-        self._fetched: dict[int, dict[Hashable, tuple[Tensor, Wait]]] = {}
-        """By layer and key; copies may be under way."""
+        self._fetched: dict[int, dict[Hashable, tuple[Tensor, Wait]]] = {}  # by layer and key
         self._start_next()
 
     def __contains__(self, r: Range) -> bool:
@@ -234,10 +223,8 @@ class ReturningRows:
         self._held.count("offload_buffers", sum(rows.nbytes for rows, _ in layer.values()))
 
 
-Site = tuple[int, str]
-"""Names a product: its layer, and its module in the layer."""
-KeysAndValues = tuple[Tensor, Tensor]
-"""Keys and values, or their gradients, [tokens, G, D] each."""
+Site = tuple[int, str]  # a product's layer, and its module in the layer
+KeysAndValues = tuple[Tensor, Tensor]  # or their gradients, [tokens, G, D] each
 
 
 def num_rows(ranges: Iterable[Range]) -> int:
@@ -279,8 +266,7 @@ class ActivationStore:
         # By document and layer; gradients only while a cut backward is under way.
         self._keys: dict[int, dict[int, KeysAndValues]] = defaultdict(dict)
         self._key_grads: dict[int, dict[int, KeysAndValues]] = defaultdict(dict)
-        self._open_blocks: list[StoredBlock] = []
-        """Of the forward pack whose rows are recorded."""
+        self._open_blocks: list[StoredBlock] = []  # of the forward pack whose rows are recorded
         self._leaving: deque[tuple[list[Wait], int]] = deque()
         self._returning: ReturningRows | None = None
         self._weight_products: dict[Hashable, WeightProducts] = {}
@@ -415,9 +401,8 @@ class ActivationStore:
             return
         assert self._device is not None, "rows to fetch were copied out from some device"
         assert self._copies is not None
-        self._returning = ReturningRows(
-            offloaded, layers, self._index, self._own_rows_keys, self._copies, self._device, self.held
-        )
+        where = self._copies, self._device, self.held
+        self._returning = ReturningRows(offloaded, layers, self._index, self._own_rows_keys, *where)
 
     def enter_layer(self, layer: int) -> None:
         if self._returning is not None:
@@ -458,9 +443,8 @@ class ActivationStore:
             return grad_k, grad_v
         if layer not in grads:
             # fp32 whatever the compute precision: 32 slices in a bf16 accumulator double the error of dK.
-            all_k, all_v = grad_k.new_zeros(
-                (2, num_tokens, *self._keys[doc_id][layer][0].shape[1:]), dtype=work_dtype(grad_k)
-            )
+            shape = self._keys[doc_id][layer][0].shape[1:]
+            all_k, all_v = grad_k.new_zeros((2, num_tokens, *shape), dtype=work_dtype(grad_k))
             grads[layer] = all_k, all_v
             self.held.count("key_value_gradients", all_k.nbytes + all_v.nbytes)
         all_k, all_v = grads[layer]

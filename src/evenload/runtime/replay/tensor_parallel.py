@@ -14,10 +14,9 @@ weight gradients instead of being kept (Korthikanti et al. 2022, §4.2). Transfe
                all-gather a block's input            all that comes before its weight gradients
                reduce-scatter the input's gradient   the block's weight gradients (q k v, gate up)
 
-Chunks are runs of a pack's rows, so no row's product changes. What W of a split backward gathers again is exposed.
-Layers stay transformers' own: the two blocks of a layer get a hook that gathers, and the linears recorded by replay
-become `ColumnLinear` or `RowLinear` by their names. Gradients of what every rank holds whole (norms, biases behind a
-sum) are partial; `data_parallel` sums them over the group. Why not DTensor: docs/decisions/07-tensor-parallel.md.
+Chunks are runs of a pack's rows, so no row's product changes. Layers stay transformers' own: the two blocks of a layer
+get a hook that gathers, and the linears recorded by replay become `ColumnLinear` or `RowLinear` by their names.
+Gradients of what every rank holds whole (norms, biases behind a sum) are partial; `data_parallel` sums them.
 """
 
 import functools

@@ -1,9 +1,8 @@
 """Add weight gradients of linear layers, at once or in a later action (zero bubble: I and W; Qi et al. 2023, §2).
 
-A linear layer's backward is two products of the same size: the gradient of its input, which the layer below waits for,
-and that of its weight, which only the optimizer waits for. `WeightProducts` keeps the operands of the second one for a
-whole backward pack: the linear's input, once for linears that share it (q, k and v; gate and up), and the gradient of
-its output. `known_output` is the one function that replay gives to autograd.
+`WeightProducts` keeps the operands of weight gradients for a whole backward pack: the linear's input, once for linears
+that share it (q, k and v; gate and up), and the gradient of its output. `known_output` is the one function that replay
+gives to autograd.
 """
 
 from collections.abc import Callable, Sequence

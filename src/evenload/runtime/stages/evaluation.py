@@ -4,12 +4,11 @@
 
     read a batch -> plan it as a step of the layout that runs -> drop its backwards -> run the forwards -> add up losses
 
-Strategy and limit of packs are those of training, without a limit of memory, of which forwards need less. The loader is
-its own and begins anew every time; ranks read and plan on the control group, in the training thread. Price: about a
-third of training steps of as many tokens, and their reading and planning, which nothing hides.
+Strategy and limit of packs are those of training, without a limit of memory. The loader begins anew every time; ranks
+read and plan in the training thread. Price: about a third of training steps of as many tokens, and their reading and
+planning, which nothing hides.
 
-**Samples** (`Sampler`): the prompt is one slice of a document, every new token the next slice. Rank 0 writes, the
-others wait. Price: a forward of one row for every new token.
+**Samples** (`Sampler`): the prompt is one slice of a document, every new token the next slice; rank 0 writes.
 """
 
 import time
@@ -75,8 +74,8 @@ class Sampler:
         for prompt, tokens in zip(settings.prompts, self._prompts, strict=True):
             if not len(tokens):
                 raise ConfigError(
-                    f"samples: prompt {prompt!r} is no token of tokenizer '{tokenizer.name}', and a model writes on "
-                    "from at least one; give another text in samples.prompts"
+                    f"samples: prompt {prompt!r} is no token of tokenizer '{tokenizer.name}'; give another text in "
+                    "samples.prompts"
                 )
             if longest is not None and len(tokens) + settings.max_new_tokens > longest:
                 raise ConfigError(
@@ -93,16 +92,14 @@ class Sampler:
 
 
 @torch.no_grad()
-def greedy_tokens(
-    stage: PipelineStage, prompt: NDArray[np.int32], max_new_tokens: int, end_id: int | None
-) -> NDArray[np.int64]:
+def greedy_tokens(stage: PipelineStage, prompt: NDArray[np.int32], most: int, end_id: int | None) -> NDArray[np.int64]:
     """Return the likeliest tokens after a prompt, at most so many; int64[n], without the token that ends it."""
-    total = len(prompt) + max_new_tokens
+    total = len(prompt) + most
     store = ForwardStore({0: total}, {0: [0, 1]})
     stage.begin_step({0: total})
     written: list[int] = []
     coming, start = torch.from_numpy(prompt.astype(np.int64)).to(stage.device), 0
-    while len(written) < max_new_tokens:
+    while len(written) < most:
         stop = start + len(coming)
         positions = torch.arange(start, stop, device=stage.device)
         pack = PackTokens((Range(0, start, stop),), coming, torch.full_like(coming, -100), positions)
@@ -155,15 +152,12 @@ class Validator:
     def run(
         self, step: int, state: RankState, planner: StepPlanner, stop_requested: Callable[[], int] = lambda: 0
     ) -> tuple[Validation | None, int]:
-        """Compute the losses after a step, the same on every rank. Collective.
+        """Return the losses after a step, the same on every rank, and the signal that any rank got until then, 0 =
+        none, which abandons the pass. Collective.
 
         Args:
             planner: that plans steps in the layout that runs.
-            stop_requested: called before every batch and at the end; the signal that this rank got, or 0. All abandon
-                the pass where any got one.
-
-        Returns:
-            The losses, None where the pass was abandoned, and the signal that any rank got until then, 0 = none.
+            stop_requested: returns the signal that this rank got, or 0; called before every batch and at the end.
 
         Raises:
             DataError: a record cannot be read; InfeasiblePlanError: a document does not fit into a pack.
@@ -206,9 +200,8 @@ class Validator:
     def _maker(self, planner: StepPlanner, mesh: Mesh) -> StepMaker:
         options = msgspec.structs.replace(planner.options, policy="replay")
         assert options.max_pack_tokens is not None, "`make_planner` decides it"
-        planner = StepPlanner(
-            planner.costs.model, planner.costs.coefficients, planner.layout, None, options, host=planner.host
-        )
+        costs = planner.costs
+        planner = StepPlanner(costs.model, costs.coefficients, planner.layout, None, options, host=planner.host)
         return StepMaker(
             self._loader,
             RunPlanner(planner, self._strategy, may_delay=False),
@@ -248,7 +241,6 @@ class _BatchLosses(NamedTuple):
         )
 
     def by_length(self) -> Iterable[LossOf]:
-        """By powers of two."""
         classes = np.frexp(self.tokens)[1] - 1
         for one in np.unique(classes).tolist():
             low, high = 2**one, 2 ** (one + 1) - 1
@@ -275,8 +267,8 @@ class EvaluatedRun:
 
     Args:
         planner_of: returns what plans steps in a layout.
-        is_last: says whether no step of the run comes after those done; called where that decides.
-        stop_requested: returns the signal that this rank got, or 0; all abandon a pass where any got one.
+        is_last: says whether no step of the run comes after those done.
+        stop_requested: returns the signal that this rank got, or 0.
         settle_saves: waits until no checkpoint is being written; collective.
     """
 
@@ -314,8 +306,7 @@ class Evaluation:
         return (
             "[validation], or what it takes over from [data], has changed, so losses of earlier passes cannot be "
             f"compared with coming ones and are forgotten: the best was {best.loss:.4f} after "
-            f"{counted(best.steps_done, 'step')}. "
-            "Checkpoints that were kept for them are removed at the next save like any older one"
+            f"{counted(best.steps_done, 'step')}. Checkpoints for them are removed at the next save like any older one"
         )
 
     def validates_after(self, steps_done: int) -> bool:

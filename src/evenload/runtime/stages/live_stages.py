@@ -1,18 +1,13 @@
 """`LiveStages`: what a rank holds of the model in the layout that runs now, and how it becomes that of another.
 
-Between two steps, on every rank, from the same plan of moves (`plan.layouts.moves`):
+Between two steps every rank makes the same plan of moves (`plan.layouts.moves`):
 
-    the step before: take memory (`Preallocated`)
     the stall:       weights into place (`twin_layer`) ─► stages, buffers
     the step after:  free old weights, optimizer state while the step runs (`twin_layer`)
 
-Units that stay keep their memory, modules and buffers; only how buffers are cut into shards changes. On a CPU shared
-pieces lie in memory that the ranks of a machine read, the rest is sent. All ranks post their transfers in the order of
-the moves before they wait for one, so no circle of waits is possible. Every bit of weights and optimizer state arrives
-as it was. Price: the stall is the copy of the weights that a rank lacks.
-
-`measured_copies` measures what a switch costs here; `Monitor` gives what was measured of such a run to its planner
-(FlexPipe section 3.2), on rank 0.
+Units that stay keep their memory, modules and buffers; only how buffers are cut into shards changes. All ranks post
+their transfers in the order of the moves before they wait for one, so no circle of waits is possible. Price: the stall
+takes memory for the weights that a rank lacks, and copies them.
 """
 
 import statistics
@@ -38,7 +33,6 @@ from evenload.plan.layouts.measured_layouts import LayoutMonitor, MeasuredAfter
 from evenload.plan.layouts.moves import Moves, SwitchPieces, pipeline_ranks, shared_bytes, shared_pieces
 from evenload.plan.layouts.switch_prices import stall_seconds, state_seconds
 from evenload.runtime.comm.mesh import Mesh, Meshes, most_of_ranks
-from evenload.runtime.comm.watch import Background
 from evenload.runtime.device import synchronize_device
 from evenload.runtime.model.hf_model import StageModel
 from evenload.runtime.optim.optimizer import ShardedOptimizer
@@ -57,14 +51,11 @@ from evenload.runtime.stages.twin_layer import (
     live_pieces,
     open_twins,
     touch,
-    without,
 )
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
 from evenload.types.run import LayoutDecision, switch_kind
 from evenload.types.timeline import Timeline
-
-Step = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -111,8 +102,8 @@ class Switch:
     """A change of the layout before a step, on this rank; `joined_switch` joins those of all ranks.
 
     Args:
-        stall_s: seconds until the weights were in place and the step could begin.
-        wait_s: seconds for which the optimizer waited for its state.
+        stall_s: until the weights were in place and the step could begin.
+        wait_s: for which the optimizer waited for its state.
         weight_bytes, state_bytes: received.
         predicted_stall_s, predicted_state_s: by `plan.layouts.switch_prices`; the step hides the latter.
     """
@@ -139,42 +130,6 @@ def joined_switch(switch: Switch, mesh: Mesh) -> Switch:
     return replace(switch, **of_all)
 
 
-class Preallocated:
-    """Takes memory for one switch to the layout of `mesh` on one rank, while the step before it still trains: a thread
-    touches all memory that the rank will hold (page faults are half of a switch), and reads frozen pieces. It needs no
-    other rank, so each decides for itself whether there is room.
-
-    Args:
-        steps: pairs of what takes memory and what gives it back.
-        there: indices of pieces that were read, which the steps fill.
-        after: must have ended before any memory is taken, which it may be giving back.
-    """
-
-    def __init__(
-        self, mesh: Mesh, steps: Sequence[tuple[Step, Step]], there: set[int], after: Background | None
-    ) -> None:
-        self.mesh, self.there = mesh, there
-        self._steps, self._after, self._is_unwanted = steps, after, False
-        self._thread = Background(self._take, "evenload-preallocation")
-
-    def finish(self, *, wanted: bool) -> None:
-        """Wait until all is taken, or, where another layout comes, given back. Raises what went wrong."""
-        self._is_unwanted = not wanted
-        self._thread.result()
-        if not wanted:
-            self.there.clear()
-            for _, give_back in self._steps:
-                give_back()
-
-    def _take(self) -> None:
-        if self._after is not None:
-            self._after.join()
-        for take, _ in self._steps:
-            if self._is_unwanted:
-                return
-            take()
-
-
 class LiveStages:
     """One rank's part of the model. `held` is what runs now, in the layout of `mesh`."""
 
@@ -197,8 +152,6 @@ class LiveStages:
         stages = {index: self._stage(part) for index, part in models.items()}
         self.held = RankStages(hf_config, stages, buffers, frozen_bytes(parts))
         self._arrival: StateArrival | None = None
-        self._preallocated: Preallocated | None = None
-        self._expected: Mesh | None = None
         self._switch: Switch | None = None
         self._num_steps = 0
         self.moved = SwitchPieces(
@@ -225,51 +178,10 @@ class LiveStages:
             states.append(state)
         return states
 
-    @property
-    def shares_memory(self) -> bool:
-        """Whether some piece is read, and not sent, inside a machine."""
-        return bool(self.moved.shared)
-
-    def preallocate(self, coming_layout: Callable[[], ParallelLayout | None], headroom_bytes: int) -> None:
-        """Take the memory of the next step's layout, if that is known and the memory there; on a GPU, which has no page
-        faults, nothing."""
-        if self.mesh.device.type != "cpu":
-            return
-        if (layout := coming_layout()) is None or (mesh := self._meshes.of(layout)) in (self.mesh, self._expected):
-            return
-        self._expected, there = mesh, set[int]()
-        sources = {move.piece: move.source for move in self._moves_to(mesh).weights if move.target == mesh.rank}
-        steps, taken_bytes = list[tuple[Step, Step]](), 0
-        for index, live in enumerate(self._pieces):
-            if mesh.pp_rank not in pipeline_ranks(mesh.layout, live.piece):
-                continue
-            if not live.is_held:
-                steps.append((partial(self._take, index, sources.get(index), there), live.give_back))
-                taken_bytes += live.held_bytes
-            if (places := live.shared) is None:
-                continue
-            had = live.share_in(self.mesh) if live.is_held else (0, 0)
-            for start, stop in without(live.share_in(mesh), had):
-                taken_bytes += live.piece.state_bytes * (stop - start)
-                for name in live.state_names:
-                    at = name, start, stop
-                    steps.append((partial(places.touch, *at), partial(places.release, *at)))
-        if taken_bytes <= headroom_bytes:
-            after = None if self._arrival is None else self._arrival.thread
-            self._preallocated = Preallocated(mesh, steps, there, after)
-
-    def _take(self, index: int, source: int | None, there: set[int]) -> None:
-        """Take a piece's memory, and read it where it is frozen."""
-        live, twins = self._pieces[index], self._layer.twins
-        live.take()
-        if twins is not None and not live.is_trained and source is not None and twins.reaches(index, source):
-            twins.read(index, WEIGHTS, source, 0, live.weights, 0)
-            there.add(index)
-
     def move_to(self, mesh: Mesh, optimizer: ShardedOptimizer, coefficients: CostCoefficients, from_s: float) -> None:
         """Become the layout of `mesh`, up to `settle`. Collective. `RankLostError` where a rank does not come."""
         assert self._arrival is None, "optimizer state of the switch before has not been waited for"
-        old, moves = self.mesh, self._moves_to(mesh)
+        old, moves = self.mesh, self.moved.moves(self.mesh.layout, mesh.layout, mesh.tp_rank)
         largest = max(old.layout, mesh.layout, key=lambda layout: layout.world_size)
         links = fill_between_layouts(coefficients, largest)[0]
         self._num_steps = optimizer.num_steps
@@ -277,10 +189,6 @@ class LiveStages:
         for name, buffer, shard in optimizer.state_tensors():
             before.setdefault(self._index_of[id(buffer.parameters[0])], {})[name] = shard
         optimizer.close()
-        preallocated, self._preallocated, self._expected = self._preallocated, None, None
-        if preallocated is not None:
-            preallocated.finish(wanted=preallocated.mesh is mesh)
-        is_taken = preallocated is not None and preallocated.mesh is mesh
         lost = []
         for index, live in enumerate(self._pieces):
             is_needed = mesh.pp_rank in pipeline_ranks(mesh.layout, live.piece)
@@ -288,8 +196,7 @@ class LiveStages:
                 live.gain()
             elif live.is_held and not is_needed:
                 lost.append(index)
-        there = preallocated.there if preallocated is not None else ()
-        weight_bytes = self._layer.bring_weights(moves, mesh, self._num_steps, there)
+        weight_bytes = self._layer.bring_weights(moves, mesh, self._num_steps)
         memory = [self._pieces[index].drop() for index in lost]
         self.mesh = mesh  # whose tensor-parallel group the new stages take: a rank that was idle had none
         self.held = self._arranged(mesh)
@@ -301,7 +208,7 @@ class LiveStages:
             wait_s=0.0,
             weight_bytes=weight_bytes,
             state_bytes=0,
-            predicted_stall_s=stall_seconds(moves, self.moved, links, old.layout, mesh.layout, is_taken=is_taken),
+            predicted_stall_s=stall_seconds(moves, self.moved, links, old.layout, mesh.layout),
             predicted_state_s=state_seconds(moves, self.moved, links),
         )
         self._arrival = StateArrival(self._layer, moves.state, old, mesh, before, self._num_steps, lost, memory)
@@ -320,11 +227,7 @@ class LiveStages:
     def measured_copies(self) -> CopySpec:
         """Measure what a switch costs on this machine, by doing what it does: ranks read each other's memory, all at
         once and one alone, touch fresh memory, and arrange their stages anew. Before the first update, where some piece
-        is shared; every rank returns the same. Collective. Price: about two seconds.
-
-        Measured with cold caches and with ranks that train on the same cores, as in a run; without both, predictions
-        were 1.6 to 1.9 times too short.
-        """
+        is shared; every rank returns the same. Collective. Price: about two seconds."""
         mesh, reading = self.mesh, Reading(self._layer, self.mesh)
         meshes: dict[int, Mesh] = {}
         for layout in self._meshes.layouts:
@@ -332,8 +235,7 @@ class LiveStages:
             most_layers = max(sum(layout.stage_counts[stage] for stage in own) for own in stages)
             meshes[most_layers] = self._meshes.of(layout)
         least, most = min(meshes), max(meshes)
-        layers = range(1, len(self._whole.layers) + 1)
-        stand_ins = [live.stand_in() for live in self._pieces if live.piece.unit in layers]
+        stand_ins = [live.stand_in() for live in self._pieces if 1 <= live.piece.unit <= len(self._whole.layers)]
         is_first = mesh.rank % mesh.ranks_per_machine == 0
         scratch = torch.zeros(_LEAST_BYTES, dtype=torch.uint8)
 
@@ -368,16 +270,13 @@ class LiveStages:
 
     def _arrange_only(self, mesh: Mesh) -> None:
         """Do what a switch does except moving."""
-        self._moves_to(mesh)
+        self.moved.moves(self.mesh.layout, mesh.layout, mesh.tp_rank)
         self._layer.bring_weights(Moves(weights=(), state=()), self.mesh, 0)
         models = tuple(stage_models(self._whole, mesh.layout, mesh.pp_rank).values())
         for model in models:
             self._stage(model)
         list(buffer_groups(models))
         frozen_bytes(models)
-
-    def _moves_to(self, mesh: Mesh) -> Moves:
-        return self.moved.moves(self.mesh.layout, mesh.layout, mesh.tp_rank)
 
     def _live_of(self, group: BufferGroup) -> LivePiece:
         return self._pieces[self._index_of[id(group.parameters[0])]]
@@ -397,14 +296,10 @@ class LiveStages:
 
 
 _REPEATS = 5
-_ARRANGINGS = 9
-"""Milliseconds each, and how ranks come to their cores differs from one to the next."""
-_LEAST_BYTES, _MOST_BYTES = 2**26, 2**28
-"""A rank reads at least so much, if it has to read the same again, as less is noise; and not more, if its pieces let
-it."""
+_ARRANGINGS = 9  # milliseconds each, which vary
+_LEAST_BYTES, _MOST_BYTES = 2**26, 2**28  # that a rank reads: less is noise, and pieces may force more
 _TRAINED_ON_S = 0.02
-_COMPUTED = 128
-"""Rows of a product that takes a tenth of a millisecond."""
+_COMPUTED = 128  # rows of a product that takes a tenth of a millisecond
 
 
 class Reading:
@@ -437,7 +332,7 @@ class Reading:
 
 def _slowest_s(work: Callable[[], object], mesh: Mesh, scratch: Tensor, *, trains_on: bool) -> float:
     """Return seconds from when all ranks begin, with cold caches, to when the last one has done its `work`;
-    `trains_on`: ranks that are ready compute meanwhile."""
+    `trains_on`: ranks that are ready compute meanwhile, as in a run. Without both, predictions are far too short."""
     scratch.add_(1)
     dist.barrier(group=mesh.control)
     from_s = time.perf_counter()

@@ -1,8 +1,7 @@
 """`RankStages`: what one rank holds of the configured model, as stages that run packs and flat buffers.
 
-A run whose layout changes makes all modules at its start (`unit_modules`); those of units that the rank does not hold
-are shells, whose parameters have no elements until the unit comes (`twin_layer`). So a switch builds no modules.
-Price: kilobytes a layer, milliseconds at start.
+A run whose layout changes makes all modules at its start (`unit_modules`), so that a switch builds none; those of units
+that the rank does not hold are shells, whose parameters have no elements until the unit comes (`twin_layer`).
 """
 
 from collections.abc import Collection
@@ -176,5 +175,4 @@ def build_models(
 
 
 def dtype_of(model: ModelConfig) -> torch.dtype:
-    """Return the precision of weights and activations."""
     return getattr(torch, model.dtype)

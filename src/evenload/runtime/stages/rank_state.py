@@ -1,15 +1,15 @@
-"""`RankState`: what a rank holds of the model and its optimizer in the layout that runs. It runs a step's packs,
-reduces their gradients and updates the weights. Where a run has several layouts, `LiveStages` moves weights and
-optimizer state between steps, and everything that refers to them is exchanged here."""
+"""`RankState`: what a rank holds of the model and its optimizer in the layout that runs, on which steps are run."""
 
-import functools
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from evenload.config.optimizer import OptimizerConfig
@@ -19,7 +19,7 @@ from evenload.cost.coefficients import CostCoefficients
 from evenload.errors import InvalidPlanError
 from evenload.runtime.comm.mesh import Mesh, Meshes
 from evenload.runtime.executor import Executor, RankRun, forward_losses
-from evenload.runtime.optim.data_parallel import GatherTrace, GradientReduction, ReductionTrace
+from evenload.runtime.optim.data_parallel import GatherTrace, GradientReduction
 from evenload.runtime.optim.optimizer import ShardedOptimizer
 from evenload.runtime.optim.parameter_units import FlatBuffer
 from evenload.runtime.replay.rank_packs import RankStep
@@ -32,13 +32,14 @@ from evenload.types.model import ModelSpec
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StepGradients:
-    """Holds one rank's gradients of a step before its update; norm and loss are of the whole step."""
+    """Holds one rank's gradients of a step before its update; norm and loss are of the whole step. `sums` are starts
+    and ends of its reduce-scatters, [2, n]."""
 
     run: RankRun
     shards: list[Tensor]
     grad_norm: float
     loss: float
-    sums: ReductionTrace
+    sums: NDArray[np.float64]
     gathers: list[GatherTrace]
 
     @property
@@ -81,20 +82,17 @@ class RankState:
         return self.held.buffers
 
     def static_bytes(self) -> int:
-        """Return the bytes of weights, gradients and optimizer state."""
         return self.optimizer.static_bytes() + self.held.frozen_bytes
 
-    def gradients(
-        self, step: RankStep | None, before_action: Callable[[], None] = lambda: None, *, is_overlapped: bool = False
-    ) -> StepGradients:
+    def gradients(self, step: RankStep | None, *, is_overlapped: bool = False) -> StepGradients:
         """Run this rank's part of a step, None where it is idle, and sum gradients. Collective."""
         buffers, mesh, gathers = self.held.buffers, self.mesh, self.optimizer.gathers
         for buffer in buffers:
             buffer.grads.zero_()
-        with GradientReduction(buffers, mesh, is_overlapped=is_overlapped) as sums:
+        with closing(GradientReduction(buffers, mesh, is_overlapped=is_overlapped)) as sums:
             run = self.executor.idle()
             if step is not None:
-                run = self.executor.run(step, before_action, sums.release, gathers)
+                run = self.executor.run(step, sums.release, gathers)
             gathers.finish()  # in a layout in which the rank is idle, too
             with mesh.watch.waiting("the sum of gradients", self._replicas):
                 shards = sums.finish()
@@ -114,21 +112,15 @@ class RankState:
             dist.all_reduce(sums, group=self.mesh.control)
         return sums
 
-    def update(
-        self, gradients: StepGradients, learning_rate: float, *, is_overlapped: bool = False
-    ) -> list[GatherTrace]:
+    def update(self, gradients: StepGradients, rate: float, *, is_overlapped: bool = False) -> list[GatherTrace]:
         """Update all weights; return the all-gathers that are done, none where `is_overlapped`. Collective."""
         with self.mesh.watch.waiting("the updated weights", self._replicas):
-            self.optimizer.step(gradients.shards, gradients.grad_norm, learning_rate, is_overlapped=is_overlapped)
+            self.optimizer.step(gradients.shards, gradients.grad_norm, rate, is_overlapped=is_overlapped)
         return [] if is_overlapped else self.optimizer.gathers.take_traces(self.mesh)
 
     @property
     def _replicas(self) -> str:
         return f"the ranks that hold stage {self.mesh.pipeline_stage}"
-
-    def preallocating(self, coming: Callable[[], ParallelLayout | None], headroom_bytes: int) -> Callable[[], None]:
-        """Return a function to call often in a step: it prepares a coming change of layout in so many bytes."""
-        return (lambda: None) if self.live is None else functools.partial(self.live.preallocate, coming, headroom_bytes)
 
     def change_layout(self, layout: ParallelLayout, coefficients: CostCoefficients) -> None:
         """Go on in another layout or generation. `InvalidPlanError`: another layout in one generation. Collective."""

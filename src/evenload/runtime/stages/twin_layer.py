@@ -7,17 +7,16 @@ that it may ever hold, at the same offsets on all ranks:
     marks | weights of piece 0 | exp_avg of piece 0 | exp_avg_sq of piece 0 | weights of piece 1 | ...
 
 Pages come with the first touch; `release` gives them back and keeps the place. Other processes open it through
-`/proc/PID/fd` and read with `preadv`, one copy. The kernel frees the pages when the last process that has it open has
-ended, however it ended; the size of `/dev/shm` does not matter. A rank *marks* what it holds with the number of updates
-that it is of, and readers check the mark: a twin is of exactly this step, or it is not read. What is not shared, or is
-on another machine, is sent.
+`/proc/PID/fd` and read with `preadv`, one copy; pages are freed when the last process that has it open ends. A rank
+*marks* what it holds with the number of updates that it is of, and readers check the mark. What is not shared, or is on
+another machine, is sent.
 
 **Weights** (`TwinLayer.bring_weights`), before the first step of the layout, straight to where they stay:
 
     marks -> barrier -> sends and receives are posted -> reads -> waits -> (several machines: barrier -> relayed reads)
 
 **Optimizer state** (`StateArrival`), in a thread while the step already runs in the new layout; only its update waits
-for it. On a GPU all of it is queued on a stream of its own, behind what made the old state.
+for it. On a GPU it is queued on a stream of its own, behind what made the old state.
 
     all have their weights (barrier) -> free old weights -> state -> all have theirs (barrier) -> free old state
 """
@@ -138,7 +137,6 @@ class PieceMemory:
     dtypes: Mapping[str, torch.dtype]
 
     def offset(self, part: str, start: int) -> int:
-        """Return the byte offset of an element of a part."""
         return self.offsets[part] + start * self.dtypes[part].itemsize
 
     def tensor(self, part: str, start: int = 0, stop: int | None = None) -> Tensor:
@@ -146,20 +144,16 @@ class PieceMemory:
         count = (self.capacity if stop is None else stop) - start
         return self.own.tensor(self.offset(part, start), count, self.dtypes[part])
 
-    def touch(self, part: str, start: int, stop: int) -> None:
-        """Take the memory of elements of a part; their values are lost."""
-        touch(self.tensor(part, start, stop))
-
     def release(self, part: str, start: int = 0, stop: int | None = None) -> None:
-        """Give back the memory of elements of a part."""
         stop = self.capacity if stop is None else stop
         self.own.release(self.offset(part, start), self.offset(part, stop))
 
 
-def place_pieces(
-    parts: Sequence[Mapping[str, torch.dtype] | None], capacities: Sequence[int]
-) -> tuple[SparseMemory, dict[int, PieceMemory]]:
-    """Make memory with places for parts of pieces of so many elements, None of `parts` = not shared."""
+Parts = Sequence[Mapping[str, torch.dtype] | None]  # of every piece, by name; None = it is not shared
+
+
+def place_pieces(parts: Parts, capacities: Sequence[int]) -> tuple[SparseMemory, dict[int, PieceMemory]]:
+    """Make memory with places for parts of pieces of so many elements."""
     end = _pages(len(parts) * torch.int64.itemsize)
     offsets: dict[int, dict[str, int]] = {}
     for index, (dtypes, capacity) in enumerate(zip(parts, capacities, strict=True)):
@@ -206,9 +200,7 @@ class TwinMemory:
         other.read(self.pieces[piece].offset(part, start), into)
 
 
-def open_twins(
-    parts: Sequence[Mapping[str, torch.dtype] | None], capacities: Sequence[int], mesh: Mesh
-) -> TwinMemory | str:
+def open_twins(parts: Parts, capacities: Sequence[int], mesh: Mesh) -> TwinMemory | str:
     """Make this rank's memory and open those of its machine; the reason where some rank cannot. Arguments as of
     `place_pieces`. Collective."""
     others: dict[int, OthersMemory] = {}
@@ -241,9 +233,8 @@ def gather_from_all(mine: object, mesh: Mesh) -> list:
 class LivePiece:
     """A piece of the model (`plan.layouts.moves.Piece`) on one rank, flat in memory while it is held.
 
-    Parameters are the same objects for the whole run; those of a piece that is not held have no elements. Buffers are
-    large enough for every number of data-parallel ranks of the run's layouts, so a piece that stays is cut anew without
-    being moved.
+    Parameters are the same objects for the whole run; those of a piece that is not held have no elements. Buffers fit
+    every number of data-parallel ranks of the run's layouts, so a piece that stays is cut anew without being moved.
 
     Args:
         group: of a trained piece; None = it is frozen.
@@ -268,7 +259,6 @@ class LivePiece:
         self._shapes = [parameter.shape for parameter in parameters]
         self._values: Tensor | None = None
         self._grads: Tensor | None = None
-        self._taken: tuple[Tensor, Tensor | None] | None = None
         self.state_names: tuple[str, ...] = ()
         if group is not None:
             self.state_names = (*STATE_NAMES, *([MASTER_NAME] if self._work != self._dtype else []))
@@ -286,33 +276,24 @@ class LivePiece:
                 add_gradients_of_autograd(parameter)
             self.drop()
         elif buffer is not None:
-            self._values, self._grads = (
-                flat.as_strided((self.capacity,), (1,), 0) for flat in (buffer.values, buffer.grads)
-            )
+            both = buffer.values, buffer.grads
+            self._values, self._grads = (flat.as_strided((self.capacity,), (1,), 0) for flat in both)
         else:
             self._attach(self._flat_weights(), None)
 
     @property
     def is_trained(self) -> bool:
-        """Whether it has gradients and optimizer state."""
         return bool(self.state_names)
 
     @property
-    def held_bytes(self) -> int:
-        """Bytes of its weights and gradients, where it is held."""
-        return self.capacity * (self.piece.weight_bytes + (self._work.itemsize if self.is_trained else 0))
-
-    @property
     def dtypes(self) -> dict[str, torch.dtype]:
-        """Types of its weights, and of its optimizer's tensors."""
         return {WEIGHTS: self._dtype} | dict.fromkeys(self.state_names, self._work)
 
     @property
     def weights(self) -> Tensor:
-        """Its weights, flat and in place, [num_elements]: of a piece that is held, or whose memory is taken."""
-        values = self._values if self._taken is None else self._taken[0]
-        assert values is not None
-        return values[: self.piece.num_elements]
+        """Its weights, flat and in place, [num_elements], of a piece that is held."""
+        assert self._values is not None
+        return self._values[: self.piece.num_elements]
 
     def updates_after(self, num_updates: int) -> int:
         """Return the updates that its weights are of after so many: frozen ones never see any."""
@@ -341,25 +322,12 @@ class LivePiece:
         if self.buffer is not None:
             self.buffer.values = values[: self.buffer.values.numel()]  # in place: the optimizer has it, too
 
-    def take(self) -> None:
-        """Take and touch the memory that `gain` will need. In any thread; the piece is not held."""
-        taken = self._fresh()
-        for flat in taken:
-            if flat is not None:
-                touch(flat)
-        self._taken = taken
-
-    def give_back(self) -> None:
-        """Give back what `take` took."""
-        self._taken = None
-        if self.shared is not None:
-            self.shared.release(WEIGHTS)
-
     def gain(self) -> None:
         """Take memory; values are to be received, those of padding are zeros."""
         assert not self.is_held
-        values, grads = self._taken or self._fresh()
-        self.is_held, self._taken = True, None
+        self.is_held = True
+        values = self._empty(self._dtype) if self.shared is None else self.shared.tensor(WEIGHTS)
+        grads = self._empty(self._work) if self.is_trained else None
         for flat in (values, grads):
             if flat is not None:
                 flat[self.piece.num_elements :].zero_()
@@ -383,10 +351,6 @@ class LivePiece:
 
     def _flat_weights(self) -> Tensor:
         return torch.cat([parameter.detach().flatten() for parameter in self.parameters])
-
-    def _fresh(self) -> tuple[Tensor, Tensor | None]:
-        values = self.shared.tensor(WEIGHTS) if self.shared is not None else self._empty(self._dtype)
-        return values, self._empty(self._work) if self.is_trained else None
 
     def _empty(self, dtype: torch.dtype) -> Tensor:
         return torch.empty(self.capacity, dtype=dtype, device=self._device)
@@ -453,9 +417,8 @@ class TwinLayer:
             with mesh.watch.waiting(what):
                 dist.barrier(group=group)
 
-    def bring_weights(self, moves: Moves, mesh: Mesh, num_updates: int, there: Collection[int] = ()) -> int:
-        """Bring weights into place; return the bytes received. Pieces `there` were read before. Collective;
-        `RankLostError`: a rank is lost."""
+    def bring_weights(self, moves: Moves, mesh: Mesh, num_updates: int) -> int:
+        """Bring weights into place; return the bytes received. Collective. `RankLostError`: a rank is lost."""
         what, received_bytes = f"weights of layout {mesh.layout.describe()}", 0
         all_moves = (*moves.weights, *moves.relayed)
         # What comes to a machine once is relayed there, when it has come.
@@ -464,7 +427,7 @@ class TwinLayer:
         for now, without_values in phases:
             self.mark_held(num_updates, {move.piece for move in without_values if move.target == mesh.rank})
             self.wait_for_all(mesh, what, mesh.control)
-            received_bytes += self.transfer(now, mesh, num_updates, what, self._weights, self._weights, there=there)
+            received_bytes += self.transfer(now, mesh, num_updates, what, self._weights, self._weights)
         self.mark_held(num_updates)
         return received_bytes
 
@@ -480,11 +443,10 @@ class TwinLayer:
         incoming: Callable[[Move], Shards],
         outgoing: Callable[[Move], Shards],
         *,
-        there: Collection[int] = (),
         meanwhile: Callable[[], None] = lambda: None,
     ) -> int:
         """Make this rank's moves, by reading where both ends share memory, else by sending; return the bytes received.
-        Pieces `there` were read before. Collective."""
+        Collective."""
         received_bytes, ops, reads = 0, list[dist.P2POp](), list[tuple[Move, Shards]]()
         for move in moves:
             if mesh.rank not in (move.source, move.target):
@@ -499,7 +461,7 @@ class TwinLayer:
             if not is_read:
                 way = dist.irecv if is_target else dist.isend
                 ops += [dist.P2POp(way, part, other, mesh.moving) for part in parts.values()]
-            elif move.piece not in there:
+            else:
                 reads.append((move, parts))
         with mesh.watch.waiting(what):
             works = dist.batch_isend_irecv(ops) if ops else []
@@ -561,12 +523,12 @@ class StateArrival:
         layer, new, what = self._layer, self._new, "optimizer state of the new layout"
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             layer.wait_for_all(new, "the weights of all ranks in the new layout", new.moving)
-            self._free_weights()
-            after = {
-                index: self._target(live, index)
-                for index, live in enumerate(layer.pieces)
-                if live.is_held and live.is_trained
-            }
+            self._memory.clear()
+            for index in self._lost:
+                if (shared := layer.pieces[index].shared) is not None:
+                    shared.release(WEIGHTS)
+            pieces = enumerate(layer.pieces)
+            after = {at: self._target(live, at) for at, live in pieces if live.is_held and live.is_trained}
             self.received_bytes = layer.transfer(
                 self._moves,
                 new,
@@ -579,12 +541,6 @@ class StateArrival:
             layer.wait_for_all(new, what, new.moving)
             self._free_state()
         return after
-
-    def _free_weights(self) -> None:
-        self._memory.clear()
-        for index in self._lost:
-            if (shared := self._layer.pieces[index].shared) is not None:
-                shared.release(WEIGHTS)
 
     def _free_state(self) -> None:
         """Free shared state that is owned no more; private memory goes with the last view of it."""
