@@ -35,6 +35,19 @@ def test_a_loader_imports_the_planner_and_the_data_room_only(tmp_path):
     assert len(found) < MOST_MODULES
 
 
+def test_importing_evenload_and_its_command_imports_no_torch():
+    """The lazy name of the loader must not change that; other names are attribute errors."""
+    program = """
+        import sys, evenload, evenload.cli.main
+        print("torch" in sys.modules)
+        try: evenload.Nothing
+        except AttributeError as error: print(error)
+    """
+    found = run(program)
+    assert found[0] == "False"
+    assert "no attribute 'Nothing'" in " ".join(found)
+
+
 def test_feed_imports_no_planner():
     program = """
         import sys

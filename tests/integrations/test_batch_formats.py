@@ -1,5 +1,7 @@
 """A pack in the names of each ecosystem."""
 
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -86,17 +88,16 @@ def test_names_and_labels_of_a_format(format):
     assert format != "megatron" or batch["loss_mask"].dtype == torch.float32
 
 
-def test_megatron_accepts_the_fields():
+def test_megatron_accepts_the_fields_and_without_it_the_error_says_so(monkeypatch):
+    batch = format_pack(pack_of(DOCUMENTS), "megatron", 5)
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "megatron.core.packed_seq_params", None)
+        with pytest.raises(ConfigError, match="megatron-core, which is not installed"):
+            megatron_packed_seq_params(batch)
     pytest.importorskip("megatron.core.packed_seq_params")
-    params = megatron_packed_seq_params(format_pack(pack_of(DOCUMENTS), "megatron", 5))
+    params = megatron_packed_seq_params(batch)
     assert params.qkv_format == "thd"
     assert params.cu_seqlens_kv.tolist() == [0, 3, 4, 8]
-
-
-def test_without_megatron_the_error_says_so(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "megatron.core.packed_seq_params", None)
-    with pytest.raises(ConfigError, match="megatron-core, which is not installed"):
-        megatron_packed_seq_params(format_pack(pack_of(DOCUMENTS), "megatron", 5))
 
 
 def test_padding_has_no_label_and_stays_in_its_document():
@@ -109,21 +110,15 @@ def test_moving_a_batch_moves_every_tensor_and_no_integer():
     for format in ("hf", "varlen", "torchtitan", "megatron"):
         batch = format_pack(pack_of(DOCUMENTS), format, 5)
         moved = move_batch(batch, "meta")
-        tensors = [value for value in _leaves(moved) if torch.is_tensor(value)]
-        assert tensors
-        assert all(tensor.device.type == "meta" for tensor in tensors)
-        assert [v for v in _leaves(moved) if not torch.is_tensor(v)] == [
-            v for v in _leaves(batch) if not torch.is_tensor(v)
-        ]
+        leaves = list(zip(_leaves(batch), _leaves(moved), strict=True))
+        assert {after.device.type for _, after in leaves if torch.is_tensor(after)} == {"meta"}
+        assert all(torch.is_tensor(after) or after == before for before, after in leaves)
         assert type(moved) is type(batch)
 
 
 def _leaves(batch):
-    if isinstance(batch, dict):
-        return [leaf for part in batch.values() for leaf in _leaves(part)]
-    if isinstance(batch, tuple):
-        return [leaf for part in batch for leaf in _leaves(part)]
-    return [batch]
+    parts = batch.values() if isinstance(batch, dict) else batch
+    return [leaf for part in parts for leaf in _leaves(part)] if isinstance(batch, dict | tuple) else [batch]
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -171,8 +166,3 @@ def test_a_long_padding_starts_at_position_zero():
     assert pack.positions.tolist() == [0, 1, 0, 1, 2, 3, 4, 5]
     assert (pack.max_seqlen_q, pack.max_seqlen_k) == (6, 6)
     assert pack.cu_seqlens_k.dtype == np.int32
-
-
-def test_unknown_formats_are_refused():
-    with pytest.raises(ConfigError, match="choose one of hf, varlen"):
-        format_pack(pack_of(DOCUMENTS), "jax", 1)

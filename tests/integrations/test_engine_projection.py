@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from cost_samples import sample_coefficients, sample_model
 from evenload.config.keys import plan_options
 from evenload.errors import ConfigError
-from evenload.integrations.catalog import ENGINES, LOOP, Topic, engine_named, require_heads, require_strategy, runnable
+from evenload.integrations.catalog import ENGINES, LOOP, Topic, require_heads, require_strategy, runnable
 from evenload.integrations.price import EngineMicroBatch, StepShape, project
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem import PlanOptions
@@ -262,8 +262,3 @@ def test_all_strategies_that_run_and_why_not_the_others():
     assert names == ("padded", "best_fit", "fixed_greedy", "balanced", "wlb", "skrull")
     assert {one.name for one in left_out} == {"sequential", "fixed_exact", "slimpack", "flexpipe"}
     assert "skrull" not in runnable(ENGINES["megatron"], PlanOptions(), even_layout(8, dp=2, pp=2))[0]
-
-
-def test_a_misspelt_engine_is_named():
-    with pytest.raises(ConfigError, match="did you mean 'torchtitan'"):
-        engine_named("torchtitn")

@@ -128,13 +128,9 @@ def test_evaluation_gives_everything_in_order_every_time(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"overlong": "truncate"}, "evaluation leaves nothing out"),
-        ({"overlong": "drop"}, "evaluation leaves nothing out"),
-        ({"on_corrupt": "skip"}, "evaluation leaves nothing out"),
-        ({"shuffle_window": 8}, "evaluation leaves nothing out"),
-        ({"epochs": 2}, "evaluation leaves nothing out"),
-        ({"micro_batches": 2}, "leave both out"),
-        ({"equal_micro_batches": False}, "leave both out"),
+        *(({"overlong": value}, "evaluation leaves nothing out") for value in ("truncate", "drop")),
+        *((one, "leaves nothing out") for one in ({"on_corrupt": "skip"}, {"shuffle_window": 8}, {"epochs": 2})),
+        *((one, "leave both out") for one in ({"micro_batches": 2}, {"equal_micro_batches": False})),
     ],
 )
 def test_evaluation_refuses_what_would_leave_something_out(tmp_path, changes, message):

@@ -150,18 +150,14 @@ def test_packs_are_balanced_for_the_model_that_is_trained(corpus, tmp_path, capl
     for loader in (train, evaluation):
         assert not loader.model_is_assumed
         assert "packs of equal time for llama;" in loader.start_messages[0]
+    # Only the Trainer's model shows that a tokeniser is missing.
+    large = tiny_model(vocab_size=5000)
+    with pytest.raises(ConfigError, match="tokenizer is not given"):
+        PackedTrainer(large, arguments(tmp_path), train_loader=loader_of(corpus, micro_batches=4))
+    PackedTrainer(large, arguments(tmp_path), train_loader=loader_of(corpus, micro_batches=4, tokenizer="bytes"))
     named = loader_of(corpus, micro_batches=4, model="qwen2.5-0.5b")
     PackedTrainer(tiny_model(), arguments(tmp_path), train_loader=named)
     assert "qwen2.5-0.5b" in named.start_messages[0]
-
-
-def test_bytes_that_nobody_asked_for_are_refused_for_the_trainers_model(corpus, tmp_path):
-    """The loader was made without a model, so only the Trainer's shows that a tokeniser is missing."""
-    model = tiny_model(vocab_size=5000)
-    with pytest.raises(ConfigError, match="tokenizer is not given"):
-        PackedTrainer(model, arguments(tmp_path), train_loader=loader_of(corpus, micro_batches=4))
-    loader = loader_of(corpus, micro_batches=4, tokenizer="bytes")
-    PackedTrainer(model, arguments(tmp_path), train_loader=loader)
 
 
 def test_a_model_that_cannot_take_the_count_is_refused(corpus, tmp_path):

@@ -97,6 +97,19 @@ def trainer_of(corpus, output, model, **changes):
     return PackedTrainer(model, arguments(output, **changes), train_loader=loader_of(corpus, micro_batches=4, **loader))
 
 
+def evaluated(corpus, output, model, loader=None, **settings):
+    """A trainer with data for evaluation."""
+    evaluation = loader_of(corpus, evaluation=True, shuffle_window=1, **(loader or {}))
+    loaders = {"train_loader": loader_of(corpus, micro_batches=4), "eval_loader": evaluation}
+    return PackedTrainer(model, arguments(output), **loaders, **settings)
+
+
+def plain_evaluation(corpus, model):
+    """The loss of all documents, one by one."""
+    texts = (corpus / "texts.jsonl").read_text().splitlines()
+    return reference_gradient(model, [tokens_of(text[10:-2]) for text in texts])[0]
+
+
 def test_every_option_of_the_installed_versions_was_looked_at():
     harmless = [name for names in HARMLESS.values() for name in names.split()]
     known = [*CHECKED, *_OTHERWISE, *harmless]
@@ -106,25 +119,13 @@ def test_every_option_of_the_installed_versions_was_looked_at():
     assert set(known) - found == set(), "these are gone"
 
 
+SWITCHES = ("packing", "eval_packing", "padding_free", "shuffle_dataset", "assistant_only_loss", "auto_find_batch_size")
 REFUSED = [
-    ("packing", True),
-    ("packing_strategy", "wrapped"),
-    ("eval_packing", True),
-    ("padding_free", True),
-    ("pad_to_multiple_of", 8),
-    ("max_length", 32),
-    ("truncation_mode", "keep_end"),
-    ("shuffle_dataset", True),
-    ("dataset_text_field", "content"),
-    ("completion_only_loss", True),
-    ("completion_only_loss", False),
-    ("assistant_only_loss", True),
-    ("chat_template_path", "somewhere"),
-    ("eos_token", "</s>"),
-    ("neftune_noise_alpha", 5.0),
-    ("label_smoothing_factor", 0.1),
-    ("train_sampling_strategy", "batch_rebalance"),
-    ("auto_find_batch_size", True),
+    *((name, True) for name in SWITCHES),
+    *(("completion_only_loss", True), ("completion_only_loss", False)),
+    *(("packing_strategy", "wrapped"), ("pad_to_multiple_of", 8), ("max_length", 32), ("truncation_mode", "keep_end")),
+    *(("dataset_text_field", "content"), ("chat_template_path", "somewhere"), ("eos_token", "</s>")),
+    *(("neftune_noise_alpha", 5.0), ("label_smoothing_factor", 0.1), ("train_sampling_strategy", "batch_rebalance")),
 ]
 
 
@@ -134,13 +135,10 @@ def test_options_of_trl_that_would_do_nothing_are_refused(corpus, sft, option, v
         sft(tiny_model(), loader_of(corpus, micro_batches=4), **{option: value})
 
 
-def test_every_refused_option_has_a_case():
+def test_every_refused_option_has_a_case_and_a_limit_that_no_document_passes_is_none(corpus, sft):  # noqa: F811
     assert {option for option, _ in REFUSED} == set(_OTHERWISE)
-
-
-def test_a_limit_that_no_document_passes_is_not_refused(corpus, sft):  # noqa: F811
-    sft(tiny_model(), loader_of(corpus, micro_batches=4), max_length=64)
-    sft(tiny_model(), loader_of(corpus, micro_batches=4), max_length=None)
+    for limit in (64, None):
+        sft(tiny_model(), loader_of(corpus, micro_batches=4), max_length=limit)
 
 
 def test_a_compiled_model_trains_as_documents_one_by_one(corpus, tmp_path):
@@ -182,15 +180,8 @@ def test_evaluation_is_by_the_loss_that_is_trained(corpus, tmp_path):
         logits, targets = outputs.logits[0, :-1], labels[0, 1:]
         return 2 * torch.nn.functional.cross_entropy(logits, targets, reduction="sum") / num_items_in_batch
 
-    evaluation = loader_of(corpus, evaluation=True, shuffle_window=1, batch_tokens=50)
-    train, model = loader_of(corpus, micro_batches=4), tiny_model()
-    trainer = PackedTrainer(
-        model, arguments(tmp_path), train_loader=train, eval_loader=evaluation, compute_loss_func=doubled
-    )
-    found = trainer.evaluate()
-    texts = (corpus / "texts.jsonl").read_text().splitlines()
-    expected, _ = reference_gradient(model, [tokens_of(text[10:-2]) for text in texts])
-    assert found["eval_loss"] == pytest.approx(2 * expected, rel=1e-6)
+    trainer = evaluated(corpus, tmp_path, tiny_model(), compute_loss_func=doubled, loader={"batch_tokens": 50})
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(2 * plain_evaluation(corpus, trainer.model), rel=1e-6)
     with pytest.raises(ConfigError, match="eval_loader=PackedLoader"):
         trainer.evaluate(eval_dataset=[{"input_ids": [1, 2]}])
 
@@ -228,17 +219,12 @@ def test_random_numbers_in_an_adapter_are_refused(corpus, tmp_path, sft):  # noq
 
 
 @pytest.mark.parametrize(
-    "rope",
-    [
-        {"rope_type": "dynamic", "factor": 4.0},
-        {"rope_type": "longrope", "short_factor": [1.0] * 6, "long_factor": [3.0] * 6, "factor": 4.0},
-    ],
-    ids=["dynamic", "longrope"],
+    ("kind", "factors"), [("dynamic", {}), ("longrope", {"short_factor": [1.0] * 6, "long_factor": [3.0] * 6})]
 )
-def test_rotary_positions_of_the_longest_document_are_refused_where_they_differ(corpus, tmp_path, rope):
-    settings = {"rope_theta": 1e4, "original_max_position_embeddings": 32, **rope}
+def test_rotary_positions_of_the_longest_document_are_refused_where_they_differ(corpus, tmp_path, kind, factors):
+    settings = {"rope_type": kind, "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 32, **factors}
     model = tiny_model(rope_parameters=settings, max_position_embeddings=32)
-    with pytest.raises(UnsupportedModelError, match=f"rope_type '{rope['rope_type']}' .*max_document_tokens = 32"):
+    with pytest.raises(UnsupportedModelError, match=f"rope_type '{kind}' .*max_document_tokens = 32"):
         trainer_of(corpus, tmp_path, model)
     trainer_of(corpus, tmp_path, model, max_document_tokens=32, max_steps=1).train()
 
@@ -286,36 +272,18 @@ def test_models_that_mix_the_documents_of_a_pack_are_refused(corpus, tmp_path, k
 
 
 def test_evaluation_tries_the_model_as_well(corpus, tmp_path):
-    trainer = PackedTrainer(
-        small("opt", **OPT), arguments(tmp_path), train_loader=loader_of(corpus, micro_batches=4),
-        eval_loader=loader_of(corpus, evaluation=True, shuffle_window=1),
-    )  # fmt: skip
     with pytest.raises(UnsupportedModelError, match="OPTForCausalLM does not keep"):
-        trainer.evaluate()
+        evaluated(corpus, tmp_path, small("opt", **OPT)).evaluate()
 
 
 CHUNKED = {"attention_chunk_size": 4, "layer_types": ["chunked_attention"] * 2, "no_rope_layers": [1, 1]}
+LLAMA4 = {"attn_temperature_tuning": False, "num_local_experts": 2, "intermediate_size_mlp": 48} | CHUNKED
 
 
 @pytest.mark.parametrize(
-    ("kind", "changes"),
-    [
-        (
-            "llama4_text",
-            {"attn_temperature_tuning": False, "num_local_experts": 2, "intermediate_size_mlp": 48} | CHUNKED,
-        ),
-        ("mixtral", {"num_local_experts": 4}),
-        ("qwen3", {}),
-    ],
+    ("kind", "changes"), [("llama4_text", LLAMA4), ("mixtral", {"num_local_experts": 4}), ("qwen3", {})]
 )
 def test_models_that_keep_documents_apart_give_their_losses(corpus, tmp_path, kind, changes):
     """Chunks of attention begin anew in every document too."""
-    model = small(kind, **changes)
-    evaluation = loader_of(corpus, evaluation=True, shuffle_window=1)
-    trainer = PackedTrainer(
-        model, arguments(tmp_path), train_loader=loader_of(corpus, micro_batches=4), eval_loader=evaluation
-    )
-    found = trainer.evaluate()["eval_loss"]
-    texts = (corpus / "texts.jsonl").read_text().splitlines()
-    expected, _ = reference_gradient(model, [tokens_of(text[10:-2]) for text in texts])
-    assert found == pytest.approx(expected, rel=2e-6)
+    trainer = evaluated(corpus, tmp_path, small(kind, **changes))
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(plain_evaluation(corpus, trainer.model), rel=2e-6)

@@ -13,8 +13,8 @@ from evenload.report.chrome_trace import label_packs, write_chrome_trace
 from evenload.types.document import Document, MicroPack, PackPlan, Slice
 from evenload.types.layout import ParallelLayout
 from evenload.types.plan import Prediction, Schedule, StepPlan
-from evenload.types.timeline import MEMORY_KINDS, SIDE_KINDS, SideTasks
-from report_samples import make_labels, make_timeline
+from evenload.types.timeline import MEMORY_KINDS
+from report_samples import make_labels, make_timeline, side_tasks
 
 
 @pytest.fixture
@@ -109,23 +109,12 @@ def with_details(timeline):
         ("offload", 2, -1, 2, 5, 1e-3, 2e-3),
         ("reduction", 3, -1, -1, -1, timeline.end_s.max(), timeline.step_time_s),
     ]
-    kind, rank, peer, stage, pack, start, end = zip(*rows, strict=True)
-    side = SideTasks(
-        dp_rank=np.zeros(len(rows), np.int32),
-        rank=np.array(rank, np.int32),
-        kind=np.array([SIDE_KINDS.index(name) for name in kind], np.uint8),
-        stage=np.array(stage, np.int32),
-        pack=np.array(pack, np.int32),
-        peer=np.array(peer, np.int32),
-        start_s=np.array(start, np.float64),
-        end_s=np.array(end, np.float64),
-    )
     kinds = np.zeros((len(timeline.memory_bytes), len(MEMORY_KINDS)), np.int64)
     kinds[:, 0] = timeline.memory_bytes.min()
     kinds[:, 3] = timeline.memory_bytes - kinds[:, 0]
     critical = np.zeros(timeline.num_tasks, bool)
     critical[[0, first]] = True
-    return dataclasses.replace(timeline, side=side, memory_kind_bytes=kinds, is_critical=critical)
+    return dataclasses.replace(timeline, side=side_tasks(rows), memory_kind_bytes=kinds, is_critical=critical)
 
 
 def test_side_tasks_have_their_lanes_and_the_critical_path_is_marked(tmp_path):
@@ -159,13 +148,14 @@ def test_memory_kinds_are_counters_that_add_up_with_what_never_changes(tmp_path)
 
 def make_plan() -> StepPlan:
     documents = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n - 1) for i, n in enumerate([10, 20_000, 5]))
-    piece = [Slice(doc_id=0, start=0, stop=10), Slice(doc_id=1, start=0, stop=4096)]
-    rest = [Slice(doc_id=1, start=4096, stop=20_000), Slice(doc_id=2, start=0, stop=5)]
-    forward = (
-        MicroPack(index=0, direction="forward", slices=tuple(piece)),
-        MicroPack(index=1, direction="forward", slices=tuple(rest)),
+    short, begin, rest, last, long = (
+        Slice(doc_id=doc_id, start=start, stop=stop)
+        for doc_id, start, stop in ((0, 0, 10), (1, 0, 4096), (1, 4096, 20_000), (2, 0, 5), (1, 0, 20_000))
     )
-    backward = (MicroPack(index=0, direction="backward", slices=(rest[1], Slice(doc_id=1, start=0, stop=20_000))),)
+    forward, backward = (
+        tuple(MicroPack(index=i, direction=way, slices=slices) for i, slices in enumerate(packs))
+        for way, packs in (("forward", ((short, begin), (rest, last))), ("backward", ((last, long),)))
+    )
     return StepPlan(
         step=0,
         strategy="auto",
@@ -182,18 +172,9 @@ def make_plan() -> StepPlan:
 def test_labels_count_documents_pieces_and_tokens():
     labels = label_packs(make_plan())
     assert set(labels) == {(3, "forward", 0), (3, "forward", 1), (3, "backward", 0)}
-    assert labels[3, "forward", 0] == {
-        "tokens": 4106,
-        "documents": 2,
-        "slices": 1,
-        "content": "doc 0 (10), 1 [0, 4096) of 20.0K",
-    }
-    assert labels[3, "backward", 0] == {
-        "tokens": 20_005,
-        "documents": 2,
-        "slices": 0,
-        "content": "doc 2 (5), 1 (20.0K)",
-    }
+    cut = {"tokens": 4106, "documents": 2, "slices": 1, "content": "doc 0 (10), 1 [0, 4096) of 20.0K"}
+    whole = {"tokens": 20_005, "documents": 2, "slices": 0, "content": "doc 2 (5), 1 (20.0K)"}
+    assert (labels[3, "forward", 0], labels[3, "backward", 0]) == (cut, whole)
 
 
 def test_long_packs_list_only_the_first_documents(monkeypatch):

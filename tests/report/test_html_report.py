@@ -22,31 +22,16 @@ def make_report(text="auto") -> RunReport:
         measured=make_timeline(2, 4, 8, noise=0.2),
         plan=make_plan(2, 8, reason=text),
     )
-    trained = RunSection(
-        name=text,
-        metrics=rows,
-        steps=(view,),
-        time_split=make_split(useful_s=1.0, padding_s=0.25),
-        memory_limit_bytes=80 * 2**30,
-        notes=(text,),
-    )
-    simulated = RunSection(
-        name="best_fit",
-        steps=tuple(StepView(step=step, predicted=make_timeline(2, 4, 8, seed=step)) for step in (1, 2)),
-        time_split=make_split(useful_s=1.0, dependency_s=1.0),
-    )
+    more = {"time_split": make_split(useful_s=1.0, padding_s=0.25), "memory_limit_bytes": 80 * 2**30, "notes": (text,)}
+    trained = RunSection(name=text, metrics=rows, steps=(view,), **more)
+    steps = tuple(StepView(step=step, predicted=make_timeline(2, 4, 8, seed=step)) for step in (1, 2))
+    simulated = RunSection(name="best_fit", steps=steps, time_split=make_split(useful_s=1.0, dependency_s=1.0))
     comparison = (
         {"name": text, "mean_step_time_s": 1.2, "layout": text},
         {"name": "padded", "feasible": False, "why": text},
     )
-    return RunReport(
-        title=text,
-        facts=((text, text),),
-        sections=(trained, simulated),
-        comparison=comparison,
-        best=text,
-        ledger=(text,),
-    )
+    result = {"facts": ((text, text),), "comparison": comparison, "best": text, "ledger": (text,)}
+    return RunReport(title=text, sections=(trained, simulated), **result)
 
 
 class Page(HTMLParser):
@@ -103,14 +88,9 @@ def test_the_data_of_all_steps_travel_and_every_figure_stands_once():
     steps = json.loads(parsed.data["step-view-data"])
     assert [len(section["steps"]) for section in steps["sections"]] == [1, 2]
     blocks = [name for name in parsed.data if name.startswith("block-")]
-    used = [
-        part["block"]
-        for s in steps["sections"]
-        for t in s["steps"]
-        for part in (*t["views"].values(), t["plan"])
-        if part
-    ]
-    assert sorted(used) == sorted(blocks)
+    drawn = [one for section in steps["sections"] for one in section["steps"]]
+    parts = [part for one in drawn for part in (*one["views"].values(), one["plan"]) if part]
+    assert sorted(part["block"] for part in parts) == sorted(blocks)
     assert len(blocks) == 3 + 2
     assert figures(page) == ["all-split", "run-0-time", "run-0-loss", "run-0-speed", "step-view", "all-packs"]
 
@@ -150,24 +130,18 @@ def test_why_strategies_lose_stands_beside_their_names_and_other_columns_are_fol
     assert "1.500" not in first
 
 
-def test_page_says_what_is_predicted_measured_and_missing():
+def test_page_says_what_is_predicted_measured_refused_and_missing():
     text = "".join(Page(render_report(make_report())).text)
-    assert "Step time, predicted and measured" in text
+    # The note of a strategy with its name, and why another is refused.
+    for part in ("Step time, predicted and measured", "auto: auto", "padded", "not feasible: auto"):
+        assert part in text
     rows = [make_row(step) for step in range(1, 6)]
     error = sum(abs(row["predicted_step_time_s"] / row["step_time_s"] - 1) for row in rows) / 5
     assert f"Mean absolute error of the prediction over 5 steps: {100 * error:.1f} %." in text
-    unmeasured = RunSection(
-        name="a", metrics=tuple(rows), steps=(StepView(step=1, predicted=make_timeline(memory=False)),)
-    )
+    step = StepView(step=1, predicted=make_timeline(memory=False))
+    unmeasured = RunSection(name="a", metrics=tuple(rows), steps=(step,))
     text = "".join(Page(render_report(RunReport(title="t", sections=(unmeasured,)))).text)
     assert "Not in this report: measured timeline, predicted memory over time." in text
-
-
-def test_page_says_why_a_strategy_is_refused_and_what_to_know_about_it():
-    text = "".join(Page(render_report(make_report())).text)
-    assert "auto: auto" in text  # name and note
-    assert "padded" in text
-    assert "not feasible: auto" in text
 
 
 def test_a_report_with_a_diverged_loss_or_nothing_at_all_is_still_a_page(tmp_path):
@@ -195,18 +169,13 @@ def test_a_page_says_where_it_has_not_all_steps():
 
 
 def test_pages_are_small_enough_to_be_mailed():
-    """About twice what they have: 21 KB, 129 KB, and 367 KB for the step view of a demo, two strategies over 24 steps,
-    predicted and measured."""
+    """About twice what they have: 21 KB, 129 KB, and 367 KB for a demo, two strategies over 24 steps."""
     assert len(render_report(RunReport(title="t"))) < 40_000
     assert len(render_report(make_report())) < 200_000
+    timelines = [[make_timeline(1, 2, 24, seed=seed, noise=noise) for noise in (0.0, 0.2)] for seed in range(24)]
     views = tuple(
-        StepView(
-            step=step,
-            predicted=make_timeline(1, 2, 24, seed=step),
-            measured=make_timeline(1, 2, 24, seed=step, noise=0.2),
-            plan=make_plan(1, 24),
-        )
-        for step in range(24)
+        StepView(step=step, predicted=predicted, measured=measured, plan=make_plan(1, 24))
+        for step, (predicted, measured) in enumerate(timelines)
     )
     rows = tuple(make_row(step) for step in range(24))
     sections = tuple(RunSection(name=name, steps=views, metrics=rows) for name in ("auto", "best_fit"))

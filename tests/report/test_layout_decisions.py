@@ -20,32 +20,18 @@ from evenload.types.run import LayoutDecision
 
 def decision(step, case=1, layout="dp=4", **changes):
     actions = {1: "stay", 2: "save memory", 3: "grow", 4: "shrink"}
+    has_fit = case in (1, 4)
     usual = {
-        "step": step,
-        "layout": layout,
-        "before": "dp=4",
-        "action": actions[case],
-        "case": case,
-        "fits": case in (1, 4),
-        "switching_is_slower": case == 1,
-        "fits_saving": True,
-        "switching_is_slower_than_saving": case in (1, 2),
-        "other": "dp=2 pp=2",
-        "known_steps": 3,
-        "keep_s": 1.0 if case in (1, 4) else None,
-        "save_s": 1.0 if case in (1, 4) else 2.0,
-        "new_s": 0.9,
-        "switch_s": 0.2,
-        "why": f"because of step {step}",
+        **{"step": step, "layout": layout, "before": "dp=4", "action": actions[case], "case": case, "known_steps": 3},
+        **{"fits": has_fit, "switching_is_slower": case == 1, "fits_saving": True, "other": "dp=2 pp=2"},
+        **{"switching_is_slower_than_saving": case in (1, 2), "why": f"because of step {step}"},
+        **{"keep_s": 1.0 if has_fit else None, "save_s": 1.0 if has_fit else 2.0, "new_s": 0.9, "switch_s": 0.2},
     }
     return LayoutDecision(**(usual | changes))
 
 
 DECISIONS = (
-    decision(0),
-    decision(1),
-    decision(2),
-    decision(3, 2),
+    *(decision(0), decision(1), decision(2), decision(3, 2)),
     decision(4, 3, "dp=2 pp=2", keep_s=None, save_s=None),
     decision(5, 1, "dp=2 pp=2", is_patient=True),
     decision(6, 4),

@@ -98,13 +98,12 @@ def test_packs_that_replicas_share_are_a_set_of_their_own():
     t, plan = make_timeline(1, 1, 6), make_plan(1, 6, num_ranks=1)
     shared = {1, 4}
     (replica,) = plan.pack_plans
+    change = msgspec.structs.replace
     forward = tuple(
-        msgspec.structs.replace(
-            pack, slices=tuple(msgspec.structs.replace(one, cp=2 if pack.index in shared else 1) for one in pack.slices)
-        )
+        change(pack, slices=tuple(change(one, cp=1 + (pack.index in shared)) for one in pack.slices))
         for pack in replica.forward
     )
-    plan = msgspec.structs.replace(plan, pack_plans=(msgspec.structs.replace(replica, forward=forward),))
+    plan = change(plan, pack_plans=(change(replica, forward=forward),))
     seconds = pack_times(t, "forward").seconds
     found = relative_times(t, plan, "forward")
     alone = [k for k in range(6) if k not in shared]
@@ -166,9 +165,7 @@ def test_stacked_parts_add_up_to_the_step_time_and_causes_of_nothing_are_left_ou
     assert "3.50 s predicted, 85.7 % useful" in figure.body
     assert "5.50 s predicted, 54.5 % useful" in figure.body
     assert "padding: 500 ms, 14.3 % of the step" in figure.body
-
-
-def test_every_cause_has_a_colour_of_its_own():
+    # Every cause has a colour of its own.
     figure = time_split_figure({"a": make_split(**dict.fromkeys(CAUSE_LABELS, 1.0))})
     colors = re.findall('<rect [^>]*fill="(#[^"]*)"', figure.body)
     assert len(colors) == len(set(colors)) == len(CAUSE_LABELS)
@@ -213,6 +210,7 @@ def test_the_step_that_warms_up_is_left_out():
     # A step that was trained again counts once, as it was last.
     again = make_row(1, step_time_s=32.0)
     assert typical((*rows, again), "step_time_s") == 21.0
+    assert typical([make_row(1, mfu=None), make_row(2, mfu=None)], "mfu") is None
     # Memory is largest where it warms up.
     assert largest(rows, "peak_memory_bytes") == 5 * 2**30
 
@@ -224,10 +222,6 @@ def test_short_runs_have_a_number_too(count, value, meaning):
     rows = make_section().metrics[:count]
     assert typical(rows, "step_time_s") == value
     assert typical_meaning(rows) == meaning
-
-
-def test_what_no_step_has_is_not_known():
-    assert typical([make_row(1, mfu=None), make_row(2, mfu=None)], "mfu") is None
 
 
 def row_of(section):
@@ -249,11 +243,7 @@ def test_one_step_time_a_strategy_wherever_the_page_speaks_of_the_run():
     assert label is not None
     assert label[1] == "slimpack"
     assert text.count("median of the 4 steps after the first") >= 3
-
-
-def test_predictions_among_measurements_say_so():
-    section = make_section()
-    page = render_report(RunReport(title="demo", sections=(section,), comparison=(row_of(section),)))
+    # Predictions among measurements are named as such.
     assert "Predicted seconds of a step, by cause" in page
     assert "8.44 s predicted, 100.0 % useful" in page
     assert "<b>predicted</b> too, for the last step (slimpack step 4)" in page

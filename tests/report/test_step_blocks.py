@@ -130,24 +130,15 @@ def test_plan_block_holds_every_slice_policy_and_document_left_out():
     plan = make_plan(2, 3, reason="dropped: longer than 5")
     text, meta = plan_block(plan)
     c = unpack(text, meta["columns"])
-    found, at = [], 0
-    for p in range(len(c["packDp"])):
-        for s in range(at, at + int(c["packSlices"][p])):
-            doc = int(c["sliceDoc"][s])
-            start = int(c["sliceStart"][s])
-            found.append(
-                (
-                    int(c["packDp"][p]),
-                    int(c["packDirection"][p]),
-                    int(c["packIndex"][p]),
-                    int(c["docId"][doc]),
-                    int(c["docTokens"][doc]),
-                    start,
-                    start + int(c["sliceLength"][s]),
-                    int(c["sliceCp"][s]),
-                )
-            )
-        at += int(c["packSlices"][p])
+    found, slices = (
+        [],
+        iter(zip(*(c[f"slice{name}"].tolist() for name in ("Doc", "Start", "Length", "Cp")), strict=True)),
+    )
+    packs = zip(*(c[f"pack{name}"].tolist() for name in ("Dp", "Direction", "Index", "Slices")), strict=True)
+    for *pack, count in packs:
+        for doc, start, length, cp in itertools.islice(slices, count):
+            document = int(c["docId"][doc]), int(c["docTokens"][doc])
+            found.append((*pack, *document, start, start + length, cp))
     tokens = {document.doc_id: document.num_tokens for document in plan.documents}
     assert found == [
         (r.dp_rank, d, pack.index, piece.doc_id, tokens[piece.doc_id], piece.start, piece.stop, piece.cp)

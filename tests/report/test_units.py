@@ -37,16 +37,12 @@ def test_numbers_have_three_digits_and_a_fitting_unit(function):
     assert {value: function(value) for value in SHOWN[function]} == SHOWN[function]
 
 
-def test_a_missing_value_never_looks_like_zero():
+def test_a_missing_value_never_looks_like_zero_and_a_diverged_loss_is_shown():
     for function in (format_bytes, format_count, format_seconds, format_percent, format_change, format_ratio):
         assert function(None) == function(math.nan) == MISSING
     assert format_plain(None, ".4f") == MISSING
     assert format_layout(None) == MISSING
-
-
-def test_a_diverged_loss_is_shown():
-    assert format_plain(math.nan, ".4f") == "nan"
-    assert format_plain(math.inf, ".4f") == "inf"
+    assert [format_plain(value, ".4f") for value in (math.nan, math.inf)] == ["nan", "inf"]
 
 
 def test_a_layout_names_its_dimensions_in_one_order():

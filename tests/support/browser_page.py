@@ -68,4 +68,6 @@ def hover_task(page, panel, **wanted):
 
 
 def view(page):
+    """What is shown of the step, once it stands still."""
+    page.wait_for_timeout(200)
     return [float(page.locator("#step-view .stage").get_attribute(f"data-{end}")) for end in ("from", "to")]

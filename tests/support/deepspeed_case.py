@@ -3,7 +3,6 @@
 import itertools
 import os
 from collections import defaultdict
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,11 +13,10 @@ import torch
 import torch.distributed as dist
 
 from engine_records import EngineCase, Perturbed, RankRecord, TrainOrder, perturb_by_hand, small_model, train_by_hand
-from evenload.errors import CheckpointError, ConfigError
 from evenload.integrations.deepspeed_loop import DeepSpeedLoop, sequence_share, share_sequences
 from evenload.integrations.engine_loop import model_inputs
 from evenload.integrations.packed_loader import PackedStep
-from packed_cases import batch_fingerprint, loader_of
+from packed_cases import batch_fingerprint, error_of, loader_of
 
 
 def import_deepspeed() -> Any:
@@ -45,16 +43,11 @@ def deepspeed_engine(case: EngineCase, learning_rate: float, **changes: Any) -> 
         "zero_allow_untested_optimizer": True,
         **changes,
     }
-    optimizer = case.optimizer(model.parameters(), learning_rate)
-    engine, *_ = deepspeed.initialize(
-        model=model, optimizer=optimizer, config=config, mpu=groups, dist_init_required=False
-    )
-    return engine
+    settings = {"optimizer": case.optimizer(model.parameters(), learning_rate), "config": config, "mpu": groups}
+    return deepspeed.initialize(model=model, **settings, dist_init_required=False)[0]
 
 
 class DeepSpeedRun:
-    """One rank's training."""
-
     def __init__(self, case: EngineCase, corpus: Path, learning_rate: float, **changes: Any) -> None:
         self._engine = deepspeed_engine(case, learning_rate, **changes)
         self.loader = case.open_loader(corpus)
@@ -107,10 +100,8 @@ def make_universal(saved: Path) -> None:
 
         tag = (saved / "latest").read_text()
         folders = {"input_folder": str(saved / tag), "output_folder": str(saved / f"{tag}-universal")}
-        workers = {"num_extract_workers": 1, "num_merge_workers": 1}
-        ds_to_universal.main(
-            SimpleNamespace(**folders, **workers, keep_temp_folder=False, strict=True, inject_missing_state=True)
-        )
+        settings = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
+        ds_to_universal.main(SimpleNamespace(**folders, **settings, inject_missing_state=True))
     dist.barrier()
 
 
@@ -136,40 +127,23 @@ def refusals_of_deepspeed(corpus: Path) -> dict[str, str]:
     messages = {}
     for name, (stage, loader, config) in wanted.items():
         engine = deepspeed_engine(deepspeed_case(stage), 0.0, **config)
-        try:
-            DeepSpeedLoop(engine, loader_of(corpus, **loader))
-        except ConfigError as error:
-            messages[name] = str(error)
-        if name == "counts":
-            try:
-                DeepSpeedLoop(engine, loader_of(corpus)).load(corpus)
-            except CheckpointError as error:
-                messages["checkpoint"] = str(error)
-    return messages
+        messages[name] = error_of(DeepSpeedLoop, engine, loader_of(corpus, **loader))
+    return messages | {"checkpoint": error_of(DeepSpeedLoop(engine, loader_of(corpus)).load, corpus)}
 
 
 def refusals_of_ulysses(corpus: Path) -> dict[str, str]:
     """What is said of sequence groups that cannot be made, or would train something else."""
     case = deepspeed_case(1, loader={"engine": "deepspeed", "sequence_ranks": 2})
-    messages = {}
-
-    def try_one(name: str, make: Callable[[], object]) -> None:
-        try:
-            make()
-        except ConfigError as error:
-            messages[name] = str(error)
-
     import_deepspeed()
-    try_one("early", lambda: share_sequences(small_model(), 2))
+    messages = {"early": error_of(share_sequences, small_model(), 2)}
     import_deepspeed().init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
-    try_one("ranks", lambda: share_sequences(small_model(), 3))
+    messages["ranks"] = error_of(share_sequences, small_model(), 3)
     engine = deepspeed_engine(case, 0.0)
-    try_one("loader", lambda: DeepSpeedLoop(engine, loader_of(corpus, engine="deepspeed")))
-    try_one("again", lambda: share_sequences(small_model(), 2))
+    messages["loader"] = error_of(DeepSpeedLoop, engine, loader_of(corpus, engine="deepspeed"))
+    messages["again"] = error_of(share_sequences, small_model(), 2)
     loader = loader_of(corpus, engine="deepspeed", sequence_ranks=2)
     engine.module.set_attn_implementation("sdpa")
-    try_one("sdpa", lambda: DeepSpeedLoop(engine, loader))
-    return messages
+    return messages | {"sdpa": error_of(DeepSpeedLoop, engine, loader)}
 
 
 def updates_that_overflow(corpus: Path) -> list[tuple[int, bool]]:

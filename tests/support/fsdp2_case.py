@@ -8,11 +8,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_module
 
 from engine_records import EngineCase, Perturbed, RankRecord, TrainOrder, perturb_by_hand, small_model, train_by_hand
-from evenload.errors import ConfigError
 from evenload.integrations.engine_loop import model_inputs
 from evenload.integrations.fsdp2_loop import Fsdp2Loop
 from evenload.integrations.packed_loader import PackedStep
-from packed_cases import loader_of
+from packed_cases import error_of, loader_of
 
 
 def sharded_model(dtype: torch.dtype, mesh_shape: tuple[int, ...]) -> torch.nn.Module:
@@ -25,8 +24,6 @@ def sharded_model(dtype: torch.dtype, mesh_shape: tuple[int, ...]) -> torch.nn.M
 
 
 class Fsdp2Run:
-    """One rank's training."""
-
     def __init__(self, case: EngineCase, corpus: Path, learning_rate: float) -> None:
         settings = dict(case.engine)
         dtype = settings.pop("dtype", torch.float64)
@@ -73,17 +70,9 @@ def refusals_of_fsdp2(corpus: Path) -> list[str]:
     of_tensor_ranks = distribute_module(small_model(), mesh["tensor"])
     fully_shard(of_tensor_ranks, mesh=mesh["data"])
     elsewhere = fully_shard(small_model().to("meta"), mesh=init_device_mesh("cpu", (world_size,)))
-    messages = []
-    for model, loader, settings in (
+    wrong = (
         (sharded, {"equal_micro_batches": False}, {}),
-        (partly, {}, {}),
-        (of_tensor_ranks, {}, {}),
-        (elsewhere, {}, {}),
-        (sharded, {}, {"max_grad_norm": 0.0}),
-        (sharded, {}, {"stateful": {"loader": None}}),
-    ):
-        try:
-            Fsdp2Loop(model, None, loader_of(corpus, **loader), **settings)
-        except ConfigError as error:
-            messages.append(str(error))
-    return messages
+        *((model, {}, {}) for model in (partly, of_tensor_ranks, elsewhere)),
+        *((sharded, {}, settings) for settings in ({"max_grad_norm": 0.0}, {"stateful": {"loader": None}})),
+    )
+    return [error_of(Fsdp2Loop, one, None, loader_of(corpus, **of), **more) for one, of, more in wrong]

@@ -2,8 +2,7 @@
 
 import torch.distributed as dist
 
-from evenload.errors import EvenloadError
-from packed_cases import batch_fingerprint, documents_of, loader_of
+from packed_cases import batch_fingerprint, documents_of, error_of, loader_of
 
 
 def read_together(root, settings):
@@ -16,11 +15,7 @@ def read_together(root, settings):
 
 def message_of_error(root, settings):
     """What a loader that fails says on this rank."""
-    try:
-        list(loader_of(root, **settings))
-    except EvenloadError as error:
-        return str(error)
-    return ""
+    return error_of(lambda: list(loader_of(root, **settings)))
 
 
 def read_in_group(root, settings):

@@ -20,12 +20,11 @@ from engine_records import (
     small_model,
     train_by_hand,
 )
-from evenload.errors import ConfigError
 from evenload.integrations.batch_formats import megatron_packed_seq_params
 from evenload.integrations.megatron_step import MegatronTrainStep, document_layer_spec, gpt_forward_step
 from evenload.integrations.packed_loader import PackedStep
 from megatron_shim import megatron_on_cpu
-from packed_cases import loader_of
+from packed_cases import error_of, loader_of
 
 Rows = list[tuple[str, slice]]
 """Parameters of the reference, and their rows in one of Megatron's."""
@@ -43,8 +42,6 @@ def llama_of_plain_norms() -> torch.nn.Module:
 
 
 class MegatronRun:
-    """One rank's training."""
-
     def __init__(self, case: EngineCase, corpus: Path, learning_rate: float) -> None:
         from megatron.core import parallel_state
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -153,7 +150,12 @@ def transformer_config(llama: Any, stages: int, **changes: Any) -> Any:
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.transformer import TransformerConfig
 
+    on = ("gated_linear_unit", "use_cpu_initialization", "variable_seq_lengths", "calculate_per_token_loss")
+    off = ("add_bias_linear", "bias_dropout_fusion", "apply_rope_fusion", "gradient_accumulation_fusion")
     settings = {
+        **dict.fromkeys(on, True),
+        **dict.fromkeys((*off, "persist_layer_norm"), False),
+        **dict.fromkeys(("hidden_dropout", "attention_dropout"), 0.0),
         "num_layers": llama.num_hidden_layers,
         "hidden_size": llama.hidden_size,
         "ffn_hidden_size": llama.intermediate_size,
@@ -163,20 +165,9 @@ def transformer_config(llama: Any, stages: int, **changes: Any) -> Any:
         "normalization": "RMSNorm",
         "layernorm_epsilon": llama.rms_norm_eps,
         "activation_func": torch.nn.functional.silu,
-        "gated_linear_unit": True,
-        "add_bias_linear": False,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "bias_dropout_fusion": False,
-        "apply_rope_fusion": False,
-        "gradient_accumulation_fusion": False,
-        "persist_layer_norm": False,
-        "use_cpu_initialization": True,
         "pipeline_dtype": changes["params_dtype"],
         "pipeline_model_parallel_size": stages,
-        "variable_seq_lengths": True,
         "moe_token_dispatcher_type": "alltoall",  # the default does not go with variable lengths, even without experts
-        "calculate_per_token_loss": True,
         "finalize_model_grads_func": finalize_model_grads,
     }
     return TransformerConfig(**(settings | changes))
@@ -217,11 +208,8 @@ def _rows(name: str, parameter: torch.Tensor, llama: Any, first_layer: int) -> I
         repeat = llama.num_attention_heads // llama.num_key_value_heads
         # Group by group: its query heads, its key head, its value head.
         heads = torch.arange(parameter.shape[0]).view(llama.num_key_value_heads, repeat + 2, width)
-        for of_reference, of_group in (
-            ("q", slice(0, repeat)),
-            ("k", slice(repeat, repeat + 1)),
-            ("v", slice(-1, None)),
-        ):
+        of_groups = {"q": slice(0, repeat), "k": slice(repeat, repeat + 1), "v": slice(-1, None)}
+        for of_reference, of_group in of_groups.items():
             yield f"{layer}self_attn.{of_reference}_proj.weight", heads[:, of_group].flatten()
 
 
@@ -254,19 +242,12 @@ def refusals_of_megatron(corpus: Path) -> list[str]:
         output, loss = gpt_forward_step(batches, model)
         return output, lambda losses: (*loss(losses)[:2], {"another": losses.sum()})
 
-    messages = []
     with _megatron():
         run = MegatronRun(megatron_case({"pp": 2}), corpus, 0.0)
-        try:
-            MegatronTrainStep(run.wrapped, run.optimizer, loader_of(corpus, engine="megatron"))
-        except ConfigError as error:
-            messages.append(str(error))
+        other = loader_of(corpus, engine="megatron")
+        place = error_of(MegatronTrainStep, run.wrapped, run.optimizer, other)
         train_step = MegatronTrainStep(run.wrapped, run.optimizer, run.loader, forward_step=untold)
-        try:
-            train_step(next(iter(run.loader.steps())))
-        except ConfigError as error:
-            messages.append(str(error))
-    return messages
+        return [place, error_of(train_step, next(iter(run.loader.steps())))]
 
 
 def megatron_case(engine: dict | None = None, loader: dict | None = None, **changes) -> EngineCase:

@@ -3,6 +3,7 @@
 import itertools
 import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from evenload import PackedLoader
+from evenload.errors import EvenloadError
 from evenload.integrations.engine_loop import model_inputs
 from reference_training import tiny_config
 
@@ -86,6 +88,15 @@ def plain_loss(model: torch.nn.Module, documents, **settings) -> float:
 def reference_gradient(model: torch.nn.Module, documents) -> tuple[float, torch.Tensor]:
     """Loss and gradient of documents run one by one."""
     return plain_loss(model, documents, use_cache=False), gradient_of(model)
+
+
+def error_of(function: Callable[..., object], *arguments, **settings) -> str:
+    """Type and message of the error of ours that a call raises; "" where it raises none."""
+    try:
+        function(*arguments, **settings)
+    except EvenloadError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def gradient_of(model: torch.nn.Module) -> torch.Tensor:

@@ -49,23 +49,31 @@ def make_timeline(
                     else:
                         tasks.append((dp, rank, rank, kind, pack, start, end))
                     at[rank] += 1
-    dp, rank, stage, kind, pack, start, end = zip(*tasks, strict=True)
-    samples = samples if memory else []
+    columns = columns_of(("dp_rank", "rank", "stage", "kind", "pack", "start_s", "end_s"), tasks)
+    of_memory = ("memory_dp_rank", "memory_rank", "memory_time_s", "memory_bytes")
     return Timeline(
-        dp_rank=np.array(dp, np.int32),
-        rank=np.array(rank, np.int32),
-        stage=np.array(stage, np.int32),
-        kind=np.array([KINDS.index(k) for k in kind], np.uint8),
-        pack=np.array(pack, np.int32),
-        start_s=np.array(start, np.float64),
-        end_s=np.array(end, np.float64),
-        step_time_s=max(end) * 1.01,
-        memory_dp_rank=np.array([s[0] for s in samples], np.int32),
-        memory_rank=np.array([s[1] for s in samples], np.int32),
-        memory_time_s=np.array([s[2] for s in samples], np.float64),
-        memory_bytes=np.array([s[3] for s in samples], np.int64),
+        **columns | {"kind": np.array([KINDS.index(kind) for kind in columns["kind"]], np.uint8)},
+        **columns_of(of_memory, samples if memory else []),
+        step_time_s=float(columns["end_s"].max()) * 1.01,
         is_critical=None if critical is None else np.isin(np.arange(len(tasks)), critical),
     )
+
+
+def columns_of(names, rows) -> dict[str, np.ndarray]:
+    """The columns of rows, in the types of a `Timeline`: "_s" seconds, "_bytes" bytes, else int32 or text."""
+    columns = zip(*rows, strict=True) if rows else ((),) * len(names)
+    types = {"s": np.float64, "bytes": np.int64}
+    return {
+        name: np.array(column, None if name == "kind" else types.get(name.split("_")[-1], np.int32))
+        for name, column in zip(names, columns, strict=True)
+    }
+
+
+def side_tasks(rows) -> SideTasks:
+    """Of replica 0, from rows of (kind, rank, peer, stage, pack, start, end)."""
+    columns = columns_of(("kind", "rank", "peer", "stage", "pack", "start_s", "end_s"), rows)
+    kind = np.array([SIDE_KINDS.index(name) for name in columns["kind"]], np.uint8)
+    return SideTasks(dp_rank=np.zeros(len(rows), np.int32), **columns | {"kind": kind})
 
 
 def _one_f_one_b(rank, num_ranks, num_packs):
@@ -130,32 +138,23 @@ def make_plan(num_dp=1, num_packs=8, num_ranks=4, step=3, reason="") -> StepPlan
 def with_details(t):
     """The timeline as the simulator makes it: samples at 0 and at start and end of every task, kinds, side tasks."""
     lanes = sorted(set(zip(t.dp_rank.tolist(), t.rank.tolist(), strict=True)))
-    columns = {"memory_dp_rank": [], "memory_rank": [], "memory_time_s": []}
+    samples = []
     for dp, rank in lanes:
         own = np.flatnonzero((t.dp_rank == dp) & (t.rank == rank))
         times = [0.0, *np.stack([t.start_s[own], t.end_s[own]], axis=1).ravel()]
-        for name, values in zip(columns, ([dp] * len(times), [rank] * len(times), times), strict=True):
-            columns[name] += values
-    kinds = np.zeros((len(columns["memory_rank"]), len(MEMORY_KINDS)), np.int64)
+        samples += [(dp, rank, time) for time in times]
+    kinds = np.zeros((len(samples), len(MEMORY_KINDS)), np.int64)
     kinds[:, 0] = 5 * 2**30
     kinds[:, 4] = np.arange(len(kinds)) % 7 * 2**20
-    backward = np.flatnonzero(t.kind == 1)[:2]
-    end = np.flatnonzero(t.rank == 0)[:1]
-    chosen = np.concatenate([backward, backward, end])
-    side = SideTasks(
-        dp_rank=t.dp_rank[chosen],
-        rank=t.rank[chosen],
-        kind=np.array(
-            [SIDE_KINDS.index(k) for k in ("recompute", "recompute", "reload", "send_backward", "reduction")], np.uint8
-        ),
-        stage=t.stage[chosen],
-        pack=t.pack[chosen],
-        peer=np.full(5, -1, np.int32),
-        start_s=np.array([*t.start_s[backward], *t.start_s[backward], t.end_s.max()]),
-        end_s=np.array([*t.start_s[backward] + 0.001, *t.start_s[backward] + 0.002, t.step_time_s]),
-    )
-    values = {name: np.array(column) for name, column in columns.items()}
-    return dataclasses.replace(t, **values, memory_bytes=kinds.sum(axis=1), memory_kind_bytes=kinds, side=side)
+    side = [("reduction", 0, -1, 0, 0, t.end_s.max(), t.step_time_s)]
+    first, second = np.flatnonzero(t.kind == 1)[:2]
+    for kind, at, seconds in (
+        *(("recompute", first, 0.001), ("recompute", second, 0.001)),
+        *(("reload", first, 0.002), ("send_backward", second, 0.002)),
+    ):
+        side.append((kind, t.rank[at], -1, t.stage[at], t.pack[at], t.start_s[at], t.start_s[at] + seconds))
+    memory = {"memory_bytes": kinds.sum(axis=1), "memory_kind_bytes": kinds, "side": side_tasks(side)}
+    return dataclasses.replace(t, **columns_of(("memory_dp_rank", "memory_rank", "memory_time_s"), samples), **memory)
 
 
 def make_split(**seconds: float) -> TimeSplit:
@@ -163,32 +162,16 @@ def make_split(**seconds: float) -> TimeSplit:
 
 
 def make_row(step: int, **values):
+    seconds = 1.30 + 0.05 * float(np.sin(step))
     row = dict.fromkeys(METRIC_KEYS, None) | {
-        "step": step,
         "loss": 11.0 / (1 + 0.02 * step) + 0.05 * float(np.sin(step * 1.7)),
-        "grad_norm": 1.25,
-        "lr": 3e-4,
-        "tokens": 65536,
-        "label_tokens": 65000,
-        "padding_tokens": 0,
-        "documents": 64,
-        "step_time_s": 1.30 + 0.05 * float(np.sin(step)),
-        "predicted_step_time_s": 1.25,
-        "reduction_s": 0.2,
-        "reduction_hidden_s": 0.15,
-        "predicted_reduction_s": 0.25,
-        "predicted_reduction_hidden_s": 0.125,
-        "tokens_per_s": 65536 / (1.30 + 0.05 * float(np.sin(step))),
-        "bubble_fraction": 0.073,
-        "imbalance_forward": 1.041,
-        "imbalance_backward": 1.052,
-        "imbalance_dp": 1.003,
-        "data_wait_s": 0.0012,
-        "peak_memory_bytes": 61 * 2**30,
-        "predicted_peak_memory_bytes": 60 * 2**30,
-        "peak_process_bytes": 66 * 2**30,
-        "predicted_process_bytes": 65 * 2**30,
-        "deferred_documents": 0,
-        "layout": "dp=2 pp=4 cp=1 tp=1",
+        **{"step": step, "grad_norm": 1.25, "lr": 3e-4, "layout": "dp=2 pp=4 cp=1 tp=1", "deferred_documents": 0},
+        **{"tokens": 65536, "label_tokens": 65000, "padding_tokens": 0, "documents": 64, "data_wait_s": 0.0012},
+        **{"step_time_s": seconds, "predicted_step_time_s": 1.25, "tokens_per_s": 65536 / seconds},
+        **{"reduction_s": 0.2, "reduction_hidden_s": 0.15},
+        **{"predicted_reduction_s": 0.25, "predicted_reduction_hidden_s": 0.125, "bubble_fraction": 0.073},
+        **{"imbalance_forward": 1.041, "imbalance_backward": 1.052, "imbalance_dp": 1.003},
+        **{"peak_memory_bytes": 61 * 2**30, "predicted_peak_memory_bytes": 60 * 2**30},
+        **{"peak_process_bytes": 66 * 2**30, "predicted_process_bytes": 65 * 2**30},
     }
     return row | values

@@ -27,18 +27,9 @@ class Losses(TrainerCallback):
 
 
 PLAIN = {
-    "max_steps": 5,
-    "gradient_accumulation_steps": 4,
-    "learning_rate": 0.5,
-    "lr_scheduler_type": "constant",
-    "optim": "sgd",
-    "max_grad_norm": 0.0,
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": [],
-    "use_cpu": True,
-    "disable_tqdm": True,
-    "dataloader_pin_memory": False,
+    **{"max_steps": 5, "gradient_accumulation_steps": 4, "learning_rate": 0.5, "lr_scheduler_type": "constant"},
+    **{"optim": "sgd", "max_grad_norm": 0.0, "logging_steps": 1, "save_strategy": "no", "report_to": []},
+    **{"use_cpu": True, "disable_tqdm": True, "dataloader_pin_memory": False},
 }
 """Plain SGD without clipping, so that weights tell the gradient."""
 

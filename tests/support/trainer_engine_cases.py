@@ -59,10 +59,7 @@ def trained(model):
 
 
 def as_launched() -> None:
-    """The environment that torchrun gives, for Accelerate, which shall not remember the case before.
-
-    The process group is there already.
-    """
+    """The environment that torchrun gives, for Accelerate, which shall not remember the case before."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     rank, world_size = str(dist.get_rank()), str(dist.get_world_size())
@@ -98,7 +95,8 @@ def build_trainer(case: EngineCase, order: TrainOrder, output: Path, **changes):
 
 def train(case: EngineCase, order: TrainOrder) -> RankRecord:
     """The Trainer's own `train()`."""
-    num_steps = order.num_steps or _epoch(case, order)
+    epoch = case.open_loader(order.corpus, rank=0, world_size=1, epochs=1)
+    num_steps = order.num_steps or len(list(epoch.steps()))
     saved = "" if order.load_from is None else next(order.load_from.glob("checkpoint-*"))
     changes = {"max_steps": num_steps + (int(saved.name.partition("-")[2]) if saved else 0)}
     if order.save_to is not None:
@@ -134,12 +132,6 @@ def finish(trainer) -> RankRecord:
     return record
 
 
-def _epoch(case: EngineCase, order: TrainOrder) -> int:
-    """Steps of an epoch."""
-    loader = case.open_loader(order.corpus, rank=0, world_size=1, epochs=1)
-    return sum(1 for _ in loader.steps())
-
-
 def perturb(case: EngineCase, corpus: Path) -> Perturbed | None:
     """The model's outputs as the Trainer calls it."""
     trainer = build_trainer(case, TrainOrder(corpus, 0.0), corpus.parent / "output", max_steps=1)
@@ -158,8 +150,6 @@ class _Forward:
 
 
 class AccelerateRun:
-    """A plain loop with Accelerate."""
-
     def __init__(self, case: EngineCase, corpus: Path, learning_rate: float) -> None:
         as_launched()
         self.accelerator = Accelerator(cpu=True)

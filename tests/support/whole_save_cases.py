@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from evenload.errors import CheckpointError, ConfigError
 from evenload.integrations import fsdp2_loop
 from fsdp2_case import Fsdp2Run, fsdp2_case
+from packed_cases import error_of
 
 
 class Saved(NamedTuple):
@@ -38,7 +38,7 @@ def save_again_and_fail(corpus: Path, saved: Path) -> Saved:
 
     if dist.get_rank() == 1:
         dcp.FileSystemWriter.write_data = full
-    message = _error(lambda: loop.save(saved))
+    message = error_of(loop.save, saved)
     dcp.FileSystemWriter.write_data = writing
     loop.load(saved)
     num_steps, loop.num_steps = loop.num_steps, 1
@@ -46,18 +46,10 @@ def save_again_and_fail(corpus: Path, saved: Path) -> Saved:
     loop.save(saved)
     last = _names(saved)
     fsdp2_loop.put_in_place = full
-    unnamed = _error(lambda: loop.save(saved))
+    unnamed = error_of(loop.save, saved)
     fsdp2_loop.put_in_place = naming
     run.loader.close()
     return Saved(first, message, num_steps, last, unnamed)
-
-
-def _error(call: Any) -> str:
-    try:
-        call()
-    except (CheckpointError, ConfigError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def _names(directory: Path) -> list[str]:
@@ -70,11 +62,11 @@ def _names(directory: Path) -> list[str]:
 def errors_of_loading(corpus: Path, saved: Path) -> list[str]:
     """The errors of folders that cannot be saved to, of one without a checkpoint, and of a loader of other batches."""
     run = Fsdp2Run(fsdp2_case(), corpus, 0.0)
-    messages = [_error(lambda: run.loop.save("s3://bucket/run"))]
+    messages = [error_of(run.loop.save, "s3://bucket/run")]
     # Other ranks have a folder of their own, as they would on another machine.
-    messages.append(_error(lambda: run.loop.load(saved / str(dist.get_rank()))))
+    messages.append(error_of(run.loop.load, saved / str(dist.get_rank())))
     run.loop.save(saved)
     run.loader.close()
     other = Fsdp2Run(fsdp2_case(loader={"batch_documents": 4}), corpus, 0.0)
     other.loader.close()
-    return [*messages, _error(lambda: other.loop.load(saved))]
+    return [*messages, error_of(other.loop.load, saved)]

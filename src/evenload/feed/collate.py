@@ -2,8 +2,7 @@
 
 Slices of a pack stand one after the other. Queries of slice i are `[cu_seqlens_q[i], cu_seqlens_q[i+1])`; its keys are
 tokens `[0, stop)` of its document, so `cu_seqlens_k` adds up the stops. The target of a token is the next token of its
-document, also where a cut lies between them; -100 at a document's last token and at padding. So the first label of a
-document is never trained, and no target crosses documents.
+document, also where a cut lies between them; -100 at a document's last token and at padding.
 
 Example, document 7 = [5 6 7 8 9] cut at 3, and document 8 = [1 2] in the second pack:
 
@@ -79,14 +78,10 @@ class PackBatch:
 
 
 def collate_pack(pack: MicroPack, documents: Mapping[int, NDArray[np.int32]]) -> PackBatch:
-    """Return the arrays of one pack, of either direction.
+    """Return the arrays of one pack, of either direction; an `InvalidPlanError` where it does not fit the documents.
 
     Args:
         documents: of every document in the pack the tokens, int32[num_tokens]; as a `TokenTable`, the labels too.
-
-    Raises:
-        InvalidPlanError: an empty pack or slice, a slice outside its document, a document without tokens,
-            more than 2**31 - 1 keys.
     """
     table = as_token_table(documents)
     num_slices = len(pack.slices)
@@ -106,15 +101,9 @@ def collate_pack(pack: MicroPack, documents: Mapping[int, NDArray[np.int32]]) ->
             f"{piece.doc_id} padded to {pack.pad_to}, but the document has {have}; the plan was made for another batch"
         )
     token_ids, targets, positions = collate_ranges(doc_ids, starts, stops, table, real_stops)
-    return PackBatch(
-        doc_ids=np.array(doc_ids, dtype=np.int64),
-        starts=starts,
-        stops=stops,
-        token_ids=token_ids,
-        targets=targets,
-        positions=positions,
-        num_padding_tokens=int((stops - real_stops).sum()),
-    )
+    rows = {"token_ids": token_ids, "targets": targets, "positions": positions}
+    slices = {"doc_ids": np.array(doc_ids, np.int64), "starts": starts, "stops": stops}
+    return PackBatch(**slices, **rows, num_padding_tokens=int((stops - real_stops).sum()))
 
 
 def collate_ranges(
@@ -138,9 +127,8 @@ def collate_ranges(
         raise InvalidPlanError(f"document {missing} has no tokens here; the plan was made for another batch")
     lengths = stops - starts
     edges, sizes = _edges(lengths), table.edges[rows + 1] - table.edges[rows]
-    row = np.arange(edges[-1])
-    positions = row + np.repeat(starts - edges[:-1], lengths)
-    source = row + np.repeat(table.edges[rows] + starts - edges[:-1], lengths)
+    positions = np.arange(edges[-1]) + np.repeat(starts - edges[:-1], lengths)
+    source = positions + np.repeat(table.edges[rows], lengths)
     # Rows without a token are padding; a document's last token has no next one.
     real = np.minimum(stops, sizes if real_stops is None else real_stops)
     begins = edges[:-1] + np.maximum(real - starts, 0)

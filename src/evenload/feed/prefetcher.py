@@ -9,13 +9,13 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 Item = TypeVar("Item")
 
 _END_S = 5.0
-"""How long dropping or exit waits for what is being made. A thread that comes back from C++, say from a collective,
-when the interpreter is gone aborts the process; one that waits for a dead peer must not hold up the end of this one."""
+"""How long dropping or exit waits for what is being made: a thread that comes back from a collective in C++ when the
+interpreter is gone aborts the process; one that waits for a dead peer must not hold up its end."""
 
 
 class Prefetcher(Generic[Item]):
@@ -80,11 +80,7 @@ def _end(permits: "queue.SimpleQueue[bool]", thread: threading.Thread) -> None:
         thread.join(_END_S)
 
 
-def _make_ahead(
-    make: Callable[[], Item | None],
-    permits: "queue.SimpleQueue[bool]",
-    ready: "queue.SimpleQueue[Item | BaseException | None]",
-) -> None:
+def _make_ahead(make: Callable[[], Any], permits: "queue.SimpleQueue[bool]", ready: "queue.SimpleQueue[Any]") -> None:
     while permits.get():
         item = _make_one(make)
         ready.put(item)

@@ -133,14 +133,10 @@ class StepMaker(Generic[State]):
         self._waiting, self._replicas, self._max_pack_tokens = waiting, replicas, max_pack_tokens
 
     def next(self, steps_left: int | None = None) -> PlannedStep[State] | None:
-        """Return the next step; None when the data has ended. Collective.
+        """Return the next step; None when the data has ended. Collective; an error is raised on every rank.
 
         Args:
             steps_left: of the run, this one included; later batches decide nothing. None = all.
-
-        Raises:
-            DataError, ConfigError, InfeasiblePlanError: from reading or planning; on every rank.
-            InvalidPlanError: the plan breaks an invariant; on every rank.
         """
         with self._waiting("the documents of a coming step"):
             batch = self.loader.next_batch()
@@ -183,16 +179,12 @@ class StepMaker(Generic[State]):
                 plan, state, decision = self.planner.plan_step(
                     batch.step, documents, self.planner_state, coming=coming, is_last=batch.is_last
                 )
-                reply = _Reply(
-                    plan=encode_plan(plan),
-                    state=msgspec.msgpack.encode(state),
-                    decision=decision,
-                    plan_time_s=time.perf_counter() - start_s,
-                )
+                plan_time_s = time.perf_counter() - start_s
+                encoded = {"plan": encode_plan(plan), "state": msgspec.msgpack.encode(state)}
+                reply = _Reply(**encoded, decision=decision, plan_time_s=plan_time_s)
             except EvenloadError as error:
                 reply = _Reply(error=type(error).__name__, text=str(error))
-            except Exception as error:
-                # The other ranks wait for a reply, without one until their time limit.
+            except Exception as error:  # the other ranks wait for a reply, without one until their time limit
                 text = f"planning step {batch.step} failed on rank 0: {error!r}; please report this as a bug"
                 reply, bug = _Reply(error="EvenloadError", text=text), error
         reply = msgspec.msgpack.decode(peers.broadcast(msgspec.msgpack.encode(reply)), type=_Reply)
@@ -222,11 +214,10 @@ def exchange_tokens(batch: GlobalBatch, wanted: Sequence[Sequence[int]], peers: 
     incoming: list[list[int]] = [[] for _ in range(peers.size)]
     for doc_id, owner in zip(wanted[rank], owners, strict=True):
         incoming[owner].append(doc_id)
-    copies = 2 if batch.has_labels else 1  # all tokens, then all labels
+    copies, outgoing = 1, [table.tokens for table in tables]
+    if batch.has_labels:  # all tokens, then all labels
+        copies, outgoing = 2, [np.concatenate([table.tokens, all_labels(table)]) for table in tables]
     sizes = [copies * sum(lengths[doc_id] for doc_id in documents) for documents in incoming]
-    outgoing = [
-        np.concatenate([table.tokens, all_labels(table)]) if batch.has_labels else table.tokens for table in tables
-    ]
     received = peers.exchange(outgoing, sizes)
     arrived: list[TokenTable] = []
     for documents, content in zip(incoming, received, strict=True):

@@ -7,9 +7,8 @@
     pack         everything else: the `PackBatch` itself
 
 docs/loader.md lists the keys. Tokens, labels and positions are int64[1, T] (`varlen`: [T]) on the CPU, cumulative
-lengths int32[documents + 1] from 0, the longest as host integers, so that no kernel waits for the device. Positions
-begin at 0 in every document; there is no attention mask. Labels of `hf` are not shifted, -100 at a document's first
-token; all others are, -100 at its last. All but the labels share the pack's memory.
+lengths int32[documents + 1] from 0, the longest as host integers. Labels of `hf` are not shifted, -100 at a document's
+first token; all others are, -100 at its last. All but the labels share the pack's memory.
 """
 
 from collections.abc import Callable
@@ -129,10 +128,9 @@ def move_batch(batch: Any, device: torch.device | str) -> Any:
     """Return the batch with its tensors on a device, cumulative lengths too; host integers stay."""
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
-    if isinstance(batch, VarlenMetadata):
-        return VarlenMetadata(*(move_batch(part, device) for part in batch))
     if isinstance(batch, dict):
         return {key: move_batch(part, device) for key, part in batch.items()}
     if isinstance(batch, tuple):
-        return tuple(move_batch(part, device) for part in batch)
+        parts = (move_batch(part, device) for part in batch)
+        return VarlenMetadata(*parts) if isinstance(batch, VarlenMetadata) else tuple(parts)
     return batch

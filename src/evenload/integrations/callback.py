@@ -24,8 +24,7 @@ EndReason = Literal["finished", "stopped", "failed"]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RunStart:
-    """Describes a start of a run: its resolved configuration, the layout in which it begins ("dp=2 pp=2"), its
-    processes, and the steps done before."""
+    """Describes a start of a run; `layout` is that in which it begins ("dp=2 pp=2"), `config` is resolved."""
 
     config: TrainConfig
     model: ModelSpec
@@ -41,11 +40,8 @@ class RunStart:
 
 @dataclass(frozen=True, kw_only=True)
 class RunEnd:
-    """Describes how this start of a run ended, after `steps_done` steps in all.
-
-    Args:
-        reason: "finished" all steps, "stopped" by a signal with a checkpoint, or "failed" with an error.
-    """
+    """Describes how this start of a run ended, after `steps_done` steps in all: "finished" all, "stopped" by a signal
+    with a checkpoint, or "failed" with an error."""
 
     steps_done: int
     reason: EndReason

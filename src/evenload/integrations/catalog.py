@@ -1,8 +1,7 @@
 """The engines that train Evenload's plans: a typed record each (`EngineProfile`), and the refusals that follow from it.
 
 Planning, projection and price read these facts; none of them reads an engine's name. docs/engines.md names the source
-of each fact. A new engine is a record here, a file with its adapter in this folder, a test of the conformance suite and
-a section of that page.
+of each fact, and what a new engine needs.
 """
 
 from collections.abc import Mapping
@@ -60,12 +59,12 @@ class EngineProfile(Frozen):
         equal_counts: data-parallel ranks run equally many micro-batches a step; ranks short of work get empty ones.
         constant_counts: every step of a run has as many micro-batches as any other; the user gives the number.
         static_pipeline: in a pipeline, `constant_counts` holds and all micro-batches of a step have one length.
-        context_parallel: "fixed": a group cuts every document into equal chunks; "heads": a group splits the rows of
-            every micro-batch outside of attention and the heads inside (Ulysses); "none".
+        context_parallel: "fixed": a group cuts every document into equal chunks; "heads": a group splits rows outside
+            of attention and heads inside (Ulysses); "none".
         document_chunks: chunks of a document on every rank of the group, under "fixed".
         schedules: names of `schedule.registry` in whose order it runs a pipeline; () = it has none.
         gathers: when sharded weights are all-gathered: "never" (ranks hold all), "step" (after the update), "pass"
-            (unit by unit in every forward and backward, so that ranks wait for each other in every micro-batch).
+            (unit by unit in every forward and backward, where ranks wait).
         reduces: when gradients are reduced: "step" (once), "pass" (after every backward, where ranks wait).
         overlaps_reduction: the reduction runs during the backward, unit by unit; else after it.
         reduction_bucket: parameters that are reduced at once in every pass; 0 = unit by unit.
@@ -97,9 +96,10 @@ class EngineProfile(Frozen):
 
     def not_adapted_in(self, layout: ParallelLayout) -> tuple[Limitation, ...]:
         """Return what the adapter refuses to run in this layout, though the engine would."""
+        stages = layout.num_stages
         needed = {
-            "pipeline": layout.num_stages > 1,
-            "virtual": layout.num_stages > layout.pp,
+            "pipeline": stages > 1,
+            "virtual": stages > layout.pp,
             "context": layout.cp > 1,
             "tensor": layout.tp > 1,
         }
@@ -156,11 +156,10 @@ def require_heads(profile: EngineProfile, model: ModelSpec, layout: ParallelLayo
     """Raise a `ConfigError` where ranks that share heads would have none or unequally many."""
     heads, kv_heads, ranks = model.num_heads, model.num_kv_heads, layout.cp * layout.tp
     if profile.context_parallel == "heads" and (heads % ranks or (kv_heads % ranks and ranks % kv_heads)):
-        raise ConfigError(
-            f"engine {profile.name}: layout {layout.describe()} shares heads among {ranks} ranks, and {model.name} has "
-            f"{heads} query heads and {kv_heads} key/value heads. Use as many ranks as divide both, or a multiple of "
-            f"{kv_heads} that divides {heads}"
-        )
+        request = f"layout {layout.describe()} shares heads among {ranks} ranks"
+        has = f"{model.name} has {heads} query heads and {kv_heads} key/value heads"
+        fix = f"Use as many ranks as divide both, or a multiple of {kv_heads} that divides {heads}"
+        raise ConfigError(f"engine {profile.name}: {request}, and {has}. {fix}")
 
 
 def require_strategy(profile: EngineProfile, name: str, options: PlanOptions, layout: ParallelLayout) -> None:
@@ -203,38 +202,31 @@ def _require_options(profile: EngineProfile, options: PlanOptions, layout: Paral
 def require_auto(profile: EngineProfile, options: PlanOptions) -> None:
     """Raise a `ConfigError` for what an engine's `auto` ignores: it plans every global batch by itself."""
     if options.window > 1:
-        raise ConfigError(
-            f"engine {profile.name}: plan.options.window is {options.window} with strategy {BEST}, which plans every "
-            "batch by itself. Name fixed_greedy, which packs over several, or leave it out"
-        )
+        request = f"plan.options.window is {options.window} with strategy {BEST}, which plans every batch by itself"
+        fix = "Name fixed_greedy, which packs over several, or leave it out"
+        raise ConfigError(f"engine {profile.name}: {request}. {fix}")
 
 
 def runnable(
     profile: EngineProfile, options: PlanOptions, layout: ParallelLayout
 ) -> tuple[tuple[str, ...], tuple[LeftOutStrategy, ...]]:
-    """Return the strategies that the engine can run in this layout, and why not the others.
-
-    Exact solvers, which take their time limit in every step, run only where they are named. Raises a `ConfigError`
-    where nothing runs, for want of the layout or schedule.
-    """
+    """Return the strategies that the engine can run in this layout, and why not the others: exact solvers, which take
+    their time limit in every step, run only where they are named. Raises a `ConfigError` where nothing runs."""
     require_strategy(profile, BEST, options, layout)
     names: list[str] = []
     left_out: list[LeftOutStrategy] = []
-    for one in STRATEGIES.values():
-        if one.name == BEST:
-            continue
-        if one.solver_limit_s is not None:
-            limit_s = one.solver_limit_s(options)
-            why = f"its solver takes up to {limit_s:g} s for every step; --strategy {one.name} runs it"
-            left_out.append(LeftOutStrategy(name=one.name, why=why))
+    for name, one in STRATEGIES.items():
+        if name == BEST:
             continue
         try:
-            require_strategy(profile, one.name, options, layout)
+            if one.solver_limit_s is not None:
+                limit = f"its solver takes up to {one.solver_limit_s(options):g} s for every step"
+                raise ConfigError(f"{limit}; --strategy {name} runs it")
+            require_strategy(profile, name, options, layout)
+            names.append(name)
         except ConfigError as error:
-            why = str(error).removeprefix(f"engine {profile.name}: ").removeprefix(f"strategy {one.name}").lstrip(": ")
-            left_out.append(LeftOutStrategy(name=one.name, why=why))
-        else:
-            names.append(one.name)
+            why = str(error).removeprefix(f"engine {profile.name}: ").removeprefix(f"strategy {name}").lstrip(": ")
+            left_out.append(LeftOutStrategy(name=name, why=why))
     return tuple(names), tuple(left_out)
 
 

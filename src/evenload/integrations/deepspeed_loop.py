@@ -59,7 +59,10 @@ class DeepSpeedLoop(EngineLoop):
         super().__init__(engine.module, loader, loss, engine="DeepSpeed", device=engine.device, sequence_ranks=ranks)
         self.engine, self._sequence_ranks, self._sequence_rank = engine, ranks, 0
         if ranks > 1:
-            _require_documents_apart(getattr(engine.module, "config", None))
+            name = getattr(getattr(engine.module, "config", None), "_attn_implementation", None)
+            if name != DOCUMENTS and "flash_attention" not in str(name):
+                why = "which under Ulysses runs a pack as one sequence, so its documents would see each other"
+                raise ConfigError(f"attention is '{name}', {why}; call mpu = share_sequences(model, ranks)")
             self._sequence_rank = _place_among(engine, ranks)
         self._averaged_over = _averaged_over(engine)
         stage = int(engine.zero_optimization_stage())
@@ -70,10 +73,9 @@ class DeepSpeedLoop(EngineLoop):
         elif reduce_every_pack:
             self._require_equal_counts(f"reduces gradients after every micro-batch under ZeRO-{stage}")
         if not reduce_every_pack and not hasattr(engine.optimizer, "_coalesce_grad_reduction"):
-            raise ConfigError(
-                f"the engine's optimizer is a {type(engine.optimizer).__name__}, whose sums of gradients cannot be put "
-                "off to the end of the step; use ZeRO-2, or leave data_types.grad_accum_dtype out"
-            )
+            what = "whose sums of gradients cannot be put off to the end of the step"
+            fix = "use ZeRO-2, or leave data_types.grad_accum_dtype out"
+            raise ConfigError(f"the engine's optimizer is a {type(engine.optimizer).__name__}, {what}; {fix}")
         self._reduce_every_pack = reduce_every_pack
 
     def accumulate(self, step: PackedStep) -> Tensor:
@@ -93,7 +95,7 @@ class DeepSpeedLoop(EngineLoop):
     def update(self) -> bool:
         """Apply the gradients, clipped and scaled as the engine is configured, and forget them. Collective.
 
-        Returns False where DeepSpeed left the update out, because gradients overflowed in fp16.
+        Returns False where gradients overflowed in fp16.
         """
         self.engine.step()
         return bool(self.engine.was_step_applied())
@@ -140,11 +142,11 @@ def require_same_ranks(directory: Path, tag: str | None, ranks: int) -> None:
             except (RuntimeError, EOFError, UnpicklingError) as error:
                 raise CheckpointError(f"'{folder / name}' cannot be read: {error}; give another tag") from error
             if (saved := state.get("dp_world_size")) not in (None, ranks):
+                command = "python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder "
+                command += f"{folder} --output_folder {folder}-universal"
                 raise CheckpointError(
                     f"'{folder}' was saved by {counted(saved, 'rank')}, and there are {ranks}; make it universal: "
-                    "python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder "
-                    f'{folder} --output_folder {folder}-universal, and set "checkpoint": '
-                    '{"load_universal": true} in the engine\'s configuration'
+                    f'{command}, and set "checkpoint": {{"load_universal": true}} in the engine\'s configuration'
                 )
 
     from_rank_zero(check, f"'{directory}' cannot be read")
@@ -167,17 +169,14 @@ def _unfit(engine: Any) -> Iterator[str]:
         yield f"gradient_accumulation_steps is {steps}; set it to 1, as the plan has the number of micro-batches"
     # With sequence groups the engine shards, sums and counts over both dimensions.
     if (size := engine.seq_dp_world_size) != dist.get_world_size():
-        yield (
-            f"gradients are summed over {size} ranks of {dist.get_world_size()}, and tensor, expert and other sequence "
-            "parallel ranks are not tested; leave all data-parallel, or use mpu = share_sequences(model, ranks)"
-        )
+        fix = "leave all data-parallel, or use mpu = share_sequences(model, ranks)"
+        yield f"gradients are summed over {size} ranks of {dist.get_world_size()}, which is not tested; {fix}"
 
 
 def _place_among(engine: Any, ranks: int) -> int:
     """Return this rank's place in its sequence group; a `ConfigError` where the loader gives other ranks its packs."""
     members, rank = dist.get_process_group_ranks(engine.get_sequence_parallel_group()), dist.get_rank()
-    neighbours = [*range(rank // ranks * ranks, (rank // ranks + 1) * ranks)]
-    if members != neighbours:
+    if members != (neighbours := [rank // ranks * ranks + place for place in range(ranks)]):
         raise ConfigError(f"rank {rank} shares sequences with {members}; groups are of neighbours, here {neighbours}")
     return rank % ranks
 
@@ -246,16 +245,6 @@ def share_sequences(model: Any, ranks: int) -> SequenceGroups | None:
     return SequenceGroups(groups)
 
 
-def _require_documents_apart(config: Any) -> None:
-    """Raise a `ConfigError` where documents of a shared pack would see each other."""
-    name = getattr(config, "_attn_implementation", None)
-    if name != DOCUMENTS and "flash_attention" not in str(name):
-        raise ConfigError(
-            f"the model's attention is '{name}', which under Ulysses runs a pack as one sequence, so its documents "
-            "would see each other; call mpu = share_sequences(model, ranks)"
-        )
-
-
 def sequence_share(batch: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
     """Return a rank's rows of an `hf` batch.
 
@@ -267,11 +256,9 @@ def sequence_share(batch: dict[str, Any], rank: int, ranks: int) -> dict[str, An
         The batch with `input_ids` and `position_ids` [1, T / ranks], `shift_labels` [1, T / ranks] in the place of
         `labels` (row i has the label of token i + 1, which may lie on the next rank), and all else as it was.
     """
-    tokens = batch["input_ids"].shape[1]
-    if tokens % ranks:
-        raise ConfigError(
-            f"a pack of {tokens} tokens cannot be shared by {ranks} ranks; make the loader with sequence_ranks={ranks}"
-        )
+    if (tokens := batch["input_ids"].shape[1]) % ranks:
+        fix = f"make the loader with sequence_ranks={ranks}"
+        raise ConfigError(f"a pack of {tokens} tokens cannot be shared by {ranks} ranks; {fix}")
     rows = slice(rank * tokens // ranks, (rank + 1) * tokens // ranks)
     share = {key: value for key, value in batch.items() if key != "labels"} | {"shift_labels": shifted_labels(batch)}
     own = {key: share[key][:, rows].contiguous() for key in ("input_ids", "position_ids", "shift_labels")}
@@ -289,8 +276,7 @@ def _transformers_attention(
         raise ConfigError(f"{what}, which attention '{DOCUMENTS}' does not have; use sequence_ranks=1")
     edges = settings.get("cu_seq_lens_q")
     if edges is None or attention_mask is not None or query.shape[0] != 1:
-        raise ConfigError(
-            f"attention '{DOCUMENTS}' trains packs of a PackedLoader with format='hf' only, without attention_mask"
-        )
+        what = "trains packs of a PackedLoader with format='hf' only, without attention_mask"
+        raise ConfigError(f"attention '{DOCUMENTS}' {what}")
     q, k, v = (part[0].transpose(0, 1).contiguous() for part in (query, key, value))
     return document_attention(q, k, v, edges, settings["scaling"])[None], None

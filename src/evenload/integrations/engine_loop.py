@@ -1,8 +1,4 @@
-"""What adapters to engines share: `EngineLoop`, the loss of a pack, attention inside documents, what rank 0 reads.
-
-A global batch becomes one update with the gradient of its documents one by one, so neither ranks nor packs nor the
-strategy change what is trained.
-"""
+"""What adapters to engines share: `EngineLoop`, the loss of a pack, attention inside documents, what rank 0 reads."""
 
 import itertools
 import logging
@@ -53,10 +49,12 @@ class TrainedStep(NamedTuple):
 class EngineLoop(ABC):
     """Trains the steps of a loader; a subclass runs micro-batches, applies gradients and writes checkpoints.
 
+    A global batch becomes one update with the gradient of its documents one by one, so neither ranks nor packs nor the
+    strategy change what is trained.
+
     Args:
         model: packs are balanced for its `config` where the loader was made without a model.
-        loader: of this rank; whole documents, `format="hf"` unless `loss` is given. A `ConfigError` for one from which
-            the engine would train something else, or wait for ever.
+        loader: of this rank. A `ConfigError` for one from which the engine would train something else, or never end.
         loss: of one micro-batch; default: `hf_pack_loss`.
         engine: its name, for messages; device: where batches go; sequence_ranks: of its groups that share every pack.
 
@@ -134,9 +132,8 @@ def _refuse_loader(loader: PackedLoader, loss: PackLoss | None, engine: str, seq
         fix = 'make it with format="hf", or give loss=function(model, batch)'
         raise ConfigError(f"the loader has format '{options.format}', which the loop's own loss does not read; {fix}")
     if shared != sequence_ranks:
-        fix = "give both the same, on DeepSpeed by mpu = share_sequences(model, ranks)"
-        groups = f"{engine} has sequence groups of {sequence_ranks}"
-        raise ConfigError(f"the loader's sequence_ranks is {shared}, and {groups}; {fix}")
+        groups = f"the loader's sequence_ranks is {shared}, and {engine} has sequence groups of {sequence_ranks}"
+        raise ConfigError(f"{groups}; give both the same, on DeepSpeed by mpu = share_sequences(model, ranks)")
     is_alone = not (dist.is_available() and dist.is_initialized())
     rank, world_size = (0, 1) if is_alone else (dist.get_rank(), dist.get_world_size())
     fix = f"make it after the process group, without a place. Model-parallel ranks are not tested with {engine}"
@@ -234,11 +231,8 @@ def _documents(k: Tensor, v: Tensor, edges: Sequence[int]) -> list[KeyRange]:
 
 
 def from_rank_zero(read: Callable[[], Value], failure: str) -> Value:
-    """Return on all ranks what `read` returns on rank 0, the only one that calls it, or raise its `CheckpointError`,
-    with `failure` before the text of an `OSError`. Collective, if there is a process group.
-
-    Ranks that each read for themselves could see different files, and wait for ever for those that raise.
-    """
+    """Return on all ranks what `read` returns on rank 0, or raise its `CheckpointError`, with `failure` before the text
+    of an `OSError`: ranks that each read could see different files, and wait for those that raise. Collective."""
     is_alone = not (dist.is_available() and dist.is_initialized())
     reply: list[Any] = [None, None]
     if is_alone or dist.get_rank() == 0:
@@ -250,7 +244,6 @@ def from_rank_zero(read: Callable[[], Value], failure: str) -> Value:
             reply[1] = f"{failure}: {error}"
     if not is_alone:
         dist.broadcast_object_list(reply, src=0)
-    value, message = reply
-    if message is not None:
-        raise CheckpointError(message)
-    return value
+    if reply[1] is not None:
+        raise CheckpointError(reply[1])
+    return reply[0]

@@ -29,8 +29,7 @@ class EngineResult(Frozen):
     Args:
         why: why it could not be planned; "" = it could.
         planned_by: under `auto` the strategy that was fastest in most steps, "" elsewhere.
-        own_step_time_s: of the same plans on Evenload's runtime.
-        end_s, idle_fraction, padding_fraction, micro_batches, empty_micro_batches, max_padded_tokens: as `EnginePrice`.
+        own_step_time_s: of the same plans on Evenload's runtime. All below it: as `EnginePrice`.
         micro_batches_per_rank: where every step needs equally many: that number; else None.
     """
 
@@ -130,10 +129,10 @@ def _evaluate(planner: EnginePlanner, batches: Sequence[SampledBatch], name: str
 
 
 def _fastest_count(planner: EnginePlanner, batches: Sequence[SampledBatch]) -> _Run:
-    """Return the run of `auto` at the one number of micro-batches with which it is fastest.
+    """Return the run of `auto` at the one number of micro-batches, of those that strategies need, that is fastest.
 
-    One step may choose so many micro-batches that all others pay for padding. So `auto` runs at every number
-    that a strategy's run needs: it is never slower than a strategy that defers nothing.
+    So it is never slower than a strategy that defers nothing, though one step may choose so many micro-batches that all
+    others pay for padding.
     """
     counts: set[int] = set()
     for name in runnable(planner.profile, planner.options, planner.layout)[0]:
@@ -153,12 +152,10 @@ def _fastest_count(planner: EnginePlanner, batches: Sequence[SampledBatch]) -> _
 
 def _priced(planner: EnginePlanner, batches: Sequence[SampledBatch], name: str) -> _Run:
     proposals, _, _ = plan_steps(planner, batches, name)
-    count = None
-    if planner.profile.is_constant_in(planner.layout):
-        count = planner.shape.micro_batches
-        if count is None:
-            most = max(len(packs.forward) for proposal in proposals for packs in proposal.plan.pack_plans)
-            multiple = planner.profile.count_multiple_in(planner.layout)
-            count = max(1, -(-most // multiple)) * multiple
-            planner = planner.at_count(count)
+    is_constant = planner.profile.is_constant_in(planner.layout)
+    if is_constant and planner.shape.micro_batches is None:
+        most = max(len(packs.forward) for proposal in proposals for packs in proposal.plan.pack_plans)
+        multiple = planner.profile.count_multiple_in(planner.layout)
+        planner = planner.at_count(max(1, -(-most // multiple)) * multiple)
+    count = planner.shape.micro_batches if is_constant else None
     return _Run(proposals, [planner.price(proposal) for proposal in proposals], count)

@@ -3,12 +3,10 @@
     loop = Fsdp2Loop(model, optimizer, loader)  # after fully_shard(layer) ..., fully_shard(model)
 
 Exact gradients: every micro-batch's loss is divided by the label tokens of the global batch, and FSDP2 sums over ranks
-instead of taking the mean. A rank gathers a layer's parameters in every forward and backward, so all ranks make equally
-many passes. Gradients are kept whole (4 bytes a parameter and rank in float32) and reduced once a step; with
-`reduce_every_pack` they stay sharded and are reduced after every micro-batch.
+instead of taking the mean. Gradients are kept whole (4 bytes a parameter and rank in float32) and reduced once a step;
+with `reduce_every_pack` they stay sharded and are reduced after every micro-batch.
 
-A checkpoint gets its name by one rename when it is whole, and then the one before goes. A run that is killed while it
-saves goes on from the one before; the next save removes what it left (`runtime.checkpoint.directory`).
+A checkpoint gets its name by one rename when it is whole; then the one before goes (`runtime.checkpoint.directory`).
 """
 
 import json
@@ -133,19 +131,15 @@ class Fsdp2Loop(EngineLoop):
         from_rank_zero(finish, f"'{place}' was written, but could not get its name")
 
     def load(self, directory: str | PathLike[str]) -> None:
-        """Go on from the folder that `save` wrote, with any number of ranks. Collective.
-
-        Raises:
-            CheckpointError: no whole checkpoint there, or of another model.
-            ConfigError: of another loader.
-        """
+        """Go on from the folder that `save` wrote, with any number of ranks. Collective. Raises a `CheckpointError` for
+        no whole checkpoint, or one of another model, a `ConfigError` for one of another loader."""
         fix, state = "give the folder that save wrote", self._state()
         place = from_rank_zero(lambda: latest_checkpoint(Path(directory)), f"'{directory}' cannot be read")
         if place is None:
             raise CheckpointError(f"'{directory}' holds no whole checkpoint; {fix}")
         try:
             dcp.load(state, checkpoint_id=place)
-        except ConfigError:
+        except ConfigError:  # of the loader, and a ValueError
             raise
         except (dcp.api.CheckpointException, OSError, KeyError, ValueError) as err:
             what = "is no checkpoint of this model, optimizer and loader"
@@ -161,9 +155,8 @@ class Fsdp2Loop(EngineLoop):
 
 def _require_sharded(model: nn.Module, world_size: int) -> None:
     if not isinstance(model, FSDPModule):
-        raise ConfigError(
-            f"{type(model).__name__} is not sharded; call fully_shard on its layers, then fully_shard(model)"
-        )
+        fix = "call fully_shard on its layers, then fully_shard(model)"
+        raise ConfigError(f"{type(model).__name__} is not sharded; {fix}")
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue

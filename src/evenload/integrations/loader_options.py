@@ -1,9 +1,8 @@
 """What a `PackedLoader` is given: how it packs (`LoaderOptions`), its rank's place, its data and tokeniser.
 
-A caller's loop runs forward and backward of a whole micro-batch and knows documents only. So strategies that cut
-documents are refused unless the caller declares that its attention reads the keys of earlier slices. A fast tokeniser
-of transformers is written out and read back as `tokenizer.json`, so content, end of document and chat template are
-those that transformers would load.
+A caller's loop knows whole documents only, so strategies that cut documents are refused unless the caller declares that
+its attention reads the keys of earlier slices. A fast tokeniser of transformers is written out and read back as
+`tokenizer.json`, so content, end of document and chat template are those that transformers would load.
 
 | the caller gives | ranks that share a global batch | reading |
 |---|---|---|
@@ -55,19 +54,16 @@ class LoaderOptions:
         tokenizer: "bytes", a `tokenizer.json` or its directory, a fast tokeniser of transformers, or a
             `DocumentTokenizer`; default: a `DataConfig`'s, else bytes. Required where texts are for the caller's model.
         strategy: `balanced` (equal predicted time), `best_fit` (fullest packs), `fixed_greedy`, `fixed_exact`, `wlb`
-            (may defer documents), `padded` (for comparison).
-        micro_batches: packs of every rank and step, exactly (a Trainer's `gradient_accumulation_steps`); None = as many
-            as the plan needs.
-        equal_micro_batches: ranks short of work get packs of padding, so that all make equally many passes; default:
-            yes, or as the engine needs.
+            (may defer documents), `padded` (for comparison); `auto` under an engine (fastest by its price).
+        micro_batches: packs of every rank and step, exactly; None = as many as the plan needs.
+        equal_micro_batches: ranks short of work get packs of padding; default: yes, or as the engine needs.
         pack_multiple: packs are padded to a multiple of so many tokens (ranks of Megatron-Core's sequence parallelism).
         sequence_ranks: neighbouring ranks that share the tokens of every pack (DeepSpeed's Ulysses).
         fixed_shapes: every pack is padded to `max_tokens` tokens (what a pipeline of torch.distributed needs).
-        engine: the engine that trains the batches, a name of `catalog`: sets what is left out here, refuses what it
-            cannot run, and balances packs for how it runs them; `strategy="auto"` is then the fastest by its price.
+        engine: that trains the batches, a name of `catalog`: sets what is left out here, refuses what it cannot run,
+            and balances packs for how it runs them.
         format: of the batches, see `batch_formats`; default: the engine's, else "hf".
-        model, costs: cost model for the balance, see `planner.make_planner`. Token ids beyond the vocabulary of the
-            caller's own model are corrupt records.
+        model, costs: for the balance, see `planner.make_planner`. Token ids beyond the model's are corrupt records.
         plan_options: as `[plan.options]` of a training configuration: `{"window": 4, "wlb": {"release": "queues"}}`.
         accept_slices: the loop can run slices that attend to keys of earlier packs.
         evaluation: everything exactly once an iteration, in order; the last batch is short.
@@ -109,11 +105,10 @@ class LoaderOptions:
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigError(f"{name} is {value}, must be at least 1")
         if self.max_tokens % self.row_multiple:
-            raise ConfigError(
-                f"max_tokens is {self.max_tokens}, pack_multiple {self.pack_multiple}, sequence_ranks "
-                f"{self.sequence_ranks}: a full pack padded to a multiple would pass max_tokens; set max_tokens to a "
-                f"multiple, such as {self.computed_tokens(self.max_tokens)}"
-            )
+            given = f"pack_multiple {self.pack_multiple}, sequence_ranks {self.sequence_ranks}"
+            fix = f"set max_tokens to a multiple, such as {self.computed_tokens(self.max_tokens)}"
+            why = f"{given}: a full pack padded to a multiple would pass max_tokens"
+            raise ConfigError(f"max_tokens is {self.max_tokens}, {why}; {fix}")
         if self.sequence_ranks > 1:
             self._check_shared()
         if self.engine is None:
@@ -166,16 +161,13 @@ class LoaderOptions:
         if self.micro_batches is not None and config.batch_tokens is not None:
             most = self.micro_batches * place.world_size * self.max_tokens
             if config.batch_tokens > most:
-                raise ConfigError(
-                    f"batch_tokens is {config.batch_tokens}, but {counted(place.world_size, 'rank')} x "
-                    f"{self.micro_batches} micro_batches x {self.max_tokens} max_tokens hold {most}; lower "
-                    "batch_tokens (packs of whole documents are seldom full), or raise one of the others"
-                )
+                packs = f"{counted(place.world_size, 'rank')} x {self.micro_batches} micro_batches"
+                fix = "lower batch_tokens (packs of whole documents are seldom full), or raise one of the others"
+                given = f"batch_tokens is {config.batch_tokens}"
+                raise ConfigError(f"{given}, but {packs} x {self.max_tokens} max_tokens hold {most}; {fix}")
         if strategy_named(self.strategy).needs_solver and place.reads_alone and place.world_size > 1:
-            raise ConfigError(
-                f"strategy '{self.strategy}' depends on the time its solver takes, so ranks that read alone (rank and "
-                "world_size given) would plan differently; use fixed_greedy, or group"
-            )
+            why = "ranks that read alone (rank and world_size given) would plan differently; use fixed_greedy, or group"
+            raise ConfigError(f"strategy '{self.strategy}' depends on the time its solver takes, so {why}")
         if self.evaluation and (self.micro_batches is not None or not self.equal_micro_batches):
             given = f"micro_batches = {self.micro_batches}, equal_micro_batches = {self.equal_micro_batches}"
             raise ConfigError(f"evaluation=True with {given}; all ranks run equally many: leave both out")
@@ -202,14 +194,12 @@ class LoaderOptions:
         if self.profile.context_parallel == "none":
             self.profile.refuse("context", request)
         if self.profile.context_parallel != "heads":
-            raise ConfigError(
-                f"engine {self.profile.name}: {request}, and its context-parallel ranks cut documents, not a pack's "
-                "rows. Give group = the data-parallel ranks, or train on engine deepspeed (Ulysses)"
-            )
+            why = f"{request}, and its context-parallel ranks cut documents, not a pack's rows"
+            fix = "Give group = the data-parallel ranks, or train on engine deepspeed (Ulysses)"
+            raise ConfigError(f"engine {self.profile.name}: {why}. {fix}")
         if self.format != "hf":
-            raise ConfigError(
-                f'{request}, and the loader has format "{self.format}", which is not cut for ranks; leave format out'
-            )
+            why = f'the loader has format "{self.format}", which is not cut for ranks'
+            raise ConfigError(f"{request}, and {why}; leave format out")
 
     def _check_strategy(self) -> None:
         if strategy_named(self.strategy).changes_layout:
@@ -218,16 +208,13 @@ class LoaderOptions:
             return
         cuts, whole = f"strategy '{self.strategy}' cuts documents", ", ".join(whole_strategies())
         if self.pack_multiple > 1 or self.fixed_shapes:
-            raise ConfigError(
-                f"pack_multiple is {self.pack_multiple}, fixed_shapes {self.fixed_shapes}, and {cuts}, so that later "
-                f"packs attend to earlier ones; padding goes only where documents stay whole: choose one of {whole}"
-            )
+            given = f"pack_multiple is {self.pack_multiple}, fixed_shapes {self.fixed_shapes}, and {cuts}"
+            fix = f"padding goes only where documents stay whole: choose one of {whole}"
+            raise ConfigError(f"{given}, so that later packs attend to earlier ones; {fix}")
         if not self.accept_slices:
-            raise ConfigError(
-                f"{cuts}: a micro-batch needs keys and values of an earlier one, which a plain loop does not keep. "
-                f"Choose one of {whole}, train with 'evenload train', or give accept_slices=True if your loop keeps "
-                "them and follows step.plan"
-            )
+            why = "a micro-batch needs keys and values of an earlier one, which a plain loop does not keep"
+            or_keep = "give accept_slices=True if your loop keeps them and follows step.plan"
+            raise ConfigError(f"{cuts}: {why}. Choose one of {whole}, train with 'evenload train', or {or_keep}")
         if self.format not in PREFIX_FORMATS:
             fix = f"use format {' or '.join(PREFIX_FORMATS)}"
             raise ConfigError(f"{cuts}, and format '{self.format}' cannot express keys of earlier packs; {fix}")
@@ -345,7 +332,7 @@ def data_config(
             hint = did_you_mean(name, DataConfig.__struct_fields__)
             raise ConfigError(f"PackedLoader has no '{name}'; {hint}its settings are LoaderOptions and DataConfig")
     base: dict[str, Any] = {"max_document_tokens": options.max_tokens}
-    datasets: dict[str, Any] = {}
+    datasets = {}
     if isinstance(data, DataConfig):
         base = {field: getattr(data, field) for field in data.__struct_fields__}
         for one, other in (("batch_documents", "batch_tokens"), ("batch_tokens", "batch_documents")):
@@ -385,9 +372,8 @@ def _evaluation_settings(
         # The order and the epochs of a configuration are those of training; what it leaves out counts here too.
         counts = isinstance(data, DataConfig) and name in ("overlong", "on_corrupt", "mixture_end")
         if (name in settings or counts) and given[name] not in allowed:
-            why = "evaluation leaves nothing out and keeps the order"
-            must = " or ".join(map(repr, allowed))
-            raise ConfigError(f"evaluation=True with {name} = {given[name]!r}; {why}, so it must be {must}")
+            must = f"evaluation leaves nothing out and keeps the order, so it must be {' or '.join(map(repr, allowed))}"
+            raise ConfigError(f"evaluation=True with {name} = {given[name]!r}; {must}")
     fixed: dict[str, Any] = {"shuffle_window": 1, "streams": None, "epochs": None}
     if given.get("batch_documents") is None and given.get("batch_tokens") is None:
         fixed["batch_tokens"] = batch_tokens
@@ -397,7 +383,7 @@ def _evaluation_settings(
 @contextmanager
 def tokenizer_settings(config: DataConfig, tokenizer: Any) -> Iterator[tuple[DataConfig, DocumentTokenizer | None]]:
     """Yield data settings that name the tokeniser, whose files may exist inside the `with` block only, and the
-    tokeniser where settings cannot name it. Raises a `ConfigError` for a slow tokeniser and for what is none."""
+    tokeniser where settings cannot; a `ConfigError` for a slow tokeniser and for what is none."""
     if tokenizer is None:
         yield config, None
     elif isinstance(tokenizer, str | Path):
@@ -421,10 +407,8 @@ def require_choice(config: DataConfig, tokenizer: Any, vocab_size: int | None) -
     if tokenizer is not None or config.tokenizer is not None or vocab_size is None or reads_token_ids(config):
         return
     if vocab_size > MAX_BYTE_VOCABULARY:
-        raise ConfigError(
-            f"tokenizer is not given, and the model's vocabulary of {vocab_size:,} ids is not one of bytes; give the "
-            f'model\'s tokeniser or its directory, or give tokenizer="{BYTES}" to train a model from scratch on bytes'
-        )
+        why = f"tokenizer is not given, and the model's vocabulary of {vocab_size:,} ids is not one of bytes"
+        raise ConfigError(f'{why}; give the model\'s tokeniser, or tokenizer="{BYTES}" to train from scratch on bytes')
 
 
 def run_tokenizer_text(config: DataConfig, given: Any, opened: DocumentTokenizer, vocab_size: int | None) -> str:

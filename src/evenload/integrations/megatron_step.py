@@ -4,10 +4,9 @@
     for step in loader.steps():
         report = train_step(step)
 
-Megatron-Core runs what a plan of whole documents needs: micro-batches that differ in number from replica to replica and
-in length (`variable_seq_lengths`), documents inside a pack (`PackedSeqParams`), and a loss that is a sum
-(`calculate_per_token_loss`), which `finalize_model_grads` divides by the label tokens of all replicas. Every rank of a
-replica (pipeline, tensor) needs the same packs: make the loader with `group=` the data-parallel group.
+The loss is a sum (`calculate_per_token_loss`), which `finalize_model_grads` divides by the label tokens of all
+replicas. Every rank of a replica (pipeline, tensor) needs the same packs: make the loader with `group=` the
+data-parallel group.
 """
 
 import math
@@ -59,17 +58,14 @@ class MegatronReport(NamedTuple):
 class MegatronTrainStep:
     """Trains the steps of a loader on Megatron-Core; collective in all its calls.
 
-    Completes the model's configuration as Megatron's own training script does: `grad_scale_func` (the optimizer divides
-    by its loss scale) and, with `overlap_grad_reduce`, `no_sync_func` (gradients are summed in the last micro-batch).
+    Completes the model's configuration (`grad_scale_func`, `no_sync_func`) as Megatron's own training script does.
 
     Args:
         model: as Megatron-Core's `DistributedDataParallel` wraps it.
         optimizer: of `megatron.core.optimizer.get_megatron_optimizer`.
-        loader: with `engine="megatron"`, on the data-parallel group; without a model it is balanced for this one.
+        loader: with `engine="megatron"`, on the data-parallel group; without a model it is balanced for this one. A
+            `ConfigError` for one of another rank, and for settings that `require_runnable` refuses.
         forward_step: in place of `gpt_forward_step`. Its loss function returns what `sum_of_losses` returns.
-
-    Raises:
-        ConfigError: settings that `require_runnable` refuses; a loader of another data-parallel rank.
     """
 
     def __init__(
@@ -136,11 +132,7 @@ def gpt_forward_step(batches: Iterator[dict[str, Any]], model: torch.nn.Module) 
 
 def sum_of_losses(losses: Tensor, *, loss_mask: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Return the loss of a pack as `calculate_per_token_loss` wants it: the sum over label tokens; their number,
-    int32[]; both as float64[2].
-
-    Args:
-        losses: [1, T] of tokens; loss_mask: [1, T], 0 where a token has no label.
-    """
+    int32[]; both as float64[2]. `losses` are [1, T], and `loss_mask` [1, T] is 0 where a token has no label."""
     total, count = (losses * loss_mask).sum(), loss_mask.sum()
     sums = torch.stack([total.detach().double(), count.double()])
     return total, count.to(torch.int32), {_LOSS: sums}
@@ -153,11 +145,9 @@ def _global_loss(results: list[dict[str, Tensor]], step: PackedStep, device: tor
     # Sum and number of losses, and packs without them: the last stages count them, and all ranks have to stop.
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     if parallel_state.is_pipeline_last_stage():
-        for entry in results:
-            if _LOSS in entry:
-                sums[:2] += entry[_LOSS]
-            else:
-                sums[2] += 1
+        losses = [entry[_LOSS] for entry in results if _LOSS in entry]
+        sums[:2] += sum(losses)
+        sums[2] = len(results) - len(losses)
         dist.all_reduce(sums, group=parallel_state.get_data_parallel_group())
     # All other stages hold zeros.
     dist.all_reduce(sums, group=parallel_state.get_pipeline_model_parallel_group())
@@ -165,10 +155,9 @@ def _global_loss(results: list[dict[str, Tensor]], step: PackedStep, device: tor
     if missing:
         raise ConfigError(f"forward_step returned no '{_LOSS}' for {missing:.0f} packs; return that of sum_of_losses")
     if count != step.num_label_tokens:
-        raise DataError(
-            f"step {step.plan.step}: the losses are of {count:.0f} label tokens, the plan has {step.num_label_tokens}; "
-            "make the loader with group= the data-parallel group, and mask no further tokens in forward_step"
-        )
+        counts = f"the losses are of {count:.0f} label tokens, the plan has {step.num_label_tokens}"
+        fix = "make the loader with group= the data-parallel group, and mask no further tokens in forward_step"
+        raise DataError(f"step {step.plan.step}: {counts}; {fix}")
     return total / max(1, count)
 
 
@@ -193,19 +182,15 @@ def _unrunnable(config: Any, options: LoaderOptions) -> Iterator[str]:
     if not config.calculate_per_token_loss:
         yield "calculate_per_token_loss is False: the loss would be a mean of micro-batches' means; set it to True"
     if config.finalize_model_grads_func is None:
-        yield (
-            "finalize_model_grads_func is None: gradients would be neither summed over replicas nor divided by the "
-            "label tokens; set it to megatron.core.distributed.finalize_model_grads"
-        )
+        fix = "set it to megatron.core.distributed.finalize_model_grads"
+        yield f"finalize_model_grads_func is None: gradients would not be summed over replicas; {fix}"
     if (stages := config.pipeline_model_parallel_size) > 1 and not config.variable_seq_lengths:
         yield f"variable_seq_lengths is False, so {stages} stages would expect packs of one length; set it to True"
     if (ranks := config.context_parallel_size) > 1:
         yield f"context_parallel_size is {ranks}, which packs are not cut for; use 1, or train with 'evenload train'"
     if options.pack_multiple % (multiple := rows_multiple(config)):
-        yield (
-            f"sequence_parallel divides the rows of a pack among {multiple} tensor-parallel ranks, and pack_multiple "
-            f"of the loader is {options.pack_multiple}; give PackedLoader pack_multiple={multiple}"
-        )
+        why = f"sequence_parallel divides the rows of a pack among {multiple} tensor-parallel ranks"
+        yield f"{why}, and pack_multiple is {options.pack_multiple}; give PackedLoader pack_multiple={multiple}"
     if (experts := config.num_moe_experts) is not None:
         yield f"num_moe_experts is {experts}, whose router depends on packing; train experts with 'evenload train'"
     if (virtual := config.virtual_pipeline_model_parallel_size) is not None:
@@ -290,7 +275,6 @@ class DocumentAttention(torch.nn.Module):
         """
         packed = settings.get("packed_seq_params")
         if packed is None or packed.qkv_format != "thd" or attention_mask is not None:
-            raise ConfigError(
-                "document_layer_spec trains packs only; give the model packed_seq_params, and no attention_mask"
-            )
+            fix = "give the model packed_seq_params, and no attention_mask"
+            raise ConfigError(f"document_layer_spec trains packs only; {fix}")
         return document_attention(query, key, value, packed.cu_seqlens_q, self.scale).flatten(1)

@@ -4,19 +4,11 @@
 
 A thread and worker processes do it before the loop needs it. The global batch is fixed before anything is packed, so
 strategy, ranks and micro-batches only rearrange inside a step: divide the *sum* of the losses by `num_label_tokens` of
-the step, and loss and gradients are those of one document after the other.
-
-    loader = PackedLoader("corpus", tokenizer="model", max_tokens=8192, batch_tokens=65536)
-    for step in loader.steps():
-        for batch in step:
-            model(**batch).loss.backward()
-        optimizer.step(); optimizer.zero_grad()
-
-One iteration is one epoch; the next one goes on where an iteration was left.
+the step, and loss and gradients are those of one document after the other. docs/loader.md has the loop.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -65,8 +57,8 @@ class PackedStep:
 
     Args:
         planned: plan of all ranks, ledger and states after this step.
-        packs: forward packs of this rank in the order in which they are trained, those of padding alone last.
-        backward_packs: other cuts of the same documents where the strategy cuts; else the same objects.
+        packs: this rank's forward packs in the order in which they are trained, those of padding alone last.
+        backward_packs: other cuts of the same documents where the strategy cuts.
         batches: `packs` in the loader's format.
     """
 
@@ -102,15 +94,15 @@ class _MidStep(NamedTuple):
 class PackedLoader:
     """Gives the packed micro-batches of this rank.
 
+    One iteration is one epoch; the next one goes on where an iteration was left.
+
     Args:
         data: a path, directory, glob or fsspec URL, or a list of them; a `DataConfig` (mixtures); a Hugging Face
             `Dataset` or `IterableDataset`.
-        settings: all other `LoaderOptions`, and fields of `DataConfig`: `batch_documents` or `batch_tokens` (of the
-            global batch), `seed`, `epochs`, `shuffle_window`, `overlong`, `workers`, `prefetch_steps`, `record`, ...
+        settings: all other `LoaderOptions`, and fields of `DataConfig`, such as `batch_tokens` (of the global batch).
 
     Attributes:
-        options: as given; `format` resolved.
-        config: the data settings, as resolved.
+        options, config: as resolved.
         rank, world_size: among those that share a global batch; ranks of a sequence group have the same.
         model_is_assumed: packs are balanced for `ASSUMED_MODEL`, because no model was given.
         start_messages: what was logged at the start.
@@ -135,15 +127,13 @@ class PackedLoader:
             self._loader = GlobalBatchLoader(resolved, own, peers=place.peers, datasets=datasets, vocab_size=vocab_size)
             opened = self._loader.tokenizer
             if isinstance(opened, FileTokenizer) and not hasattr(tokenizer, "save_pretrained") and opened.has_settings:
-                from evenload.runtime.model.export_files import (
-                    require_same_token_ids,  # transformers takes seconds to import
-                )
+                # Imports transformers, which takes seconds.
+                from evenload.runtime.model.export_files import require_same_token_ids
 
                 require_same_token_ids(opened)
             ends = getattr(getattr(model, "generation_config", model), "eos_token_id", None)
             unstopped = stop_warnings(resolved, opened, ends)
-        planner = _planner_of(model, options, place)
-        replicas = place.replicas
+        planner, replicas = _planner_of(model, options, place), place.replicas
         self._maker = StepMaker(self._loader, planner, replicas=lambda _: replicas, max_pack_tokens=max_tokens)
         self.config = self._loader.config
         self.rank, self.world_size = place.rank, place.world_size
@@ -153,28 +143,24 @@ class PackedLoader:
         self._has_logged = False
         self._go_on(self._loader.state(), DelayState(), 0)
         fact = run_tokenizer_text(config, tokenizer, opened, vocab_size)
-        self.start_messages: Sequence[str] = _start_lines(config, fact, options, place, planner.planner.costs)
+        self.start_messages: list[str] = _start_lines(config, fact, options, place, planner.planner.costs)
         if place.is_first:
-            self.start_messages = [
-                *self.start_messages,
-                *(f"source        {line}" for line in self._loader.source_lines()),
-            ]
+            self.start_messages += [f"source        {line}" for line in self._loader.source_lines()]
             _log.info("PackedLoader\n  %s", "\n  ".join(self.start_messages))
             for line in (*unstopped, *self._loader.label_warnings()):
                 _log.warning("%s", line)
 
     def balance_for(self, model: Any) -> None:
-        """Balance packs by the times of this model, given as to the constructor, from the first step on. Collective.
-        Raises a `ConfigError` for what is none or needs a tokeniser, and after the first step."""
+        """Balance packs for this model, given as to the constructor. Collective. Raises a `ConfigError` for what is
+        none or needs a tokeniser, and after the first step."""
         require_choice(self.config, self.options.tokenizer, known_vocabulary(model))
         if self._ahead is not None:
             raise ConfigError("balance_for(model) after steps were made for another one; call it before the first step")
         self._maker.planner = planner = _planner_of(model, self.options, self._place)
         self.model_is_assumed = False
-        line = _balance_line(planner.planner.costs, assumed=False)
-        self.start_messages = [line, *self.start_messages[1:]]
+        self.start_messages[0] = _balance_line(planner.planner.costs, assumed=False)
         if self._place.is_first:
-            _log.info("PackedLoader\n  %s", line)
+            _log.info("PackedLoader\n  %s", self.start_messages[0])
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the micro-batches of an epoch, or of the rest of one that was left."""
@@ -184,15 +170,13 @@ class PackedLoader:
                 yield step.batches[self._given - 1]
 
     def steps(self) -> Iterator[PackedStep]:
-        """Iterate over the steps of an epoch, or of the rest of one that was left, from its next micro-batch on. In the
-        loop's body `state_dict` is that after the step."""
+        """Iterate over the steps of an epoch, or its rest. In the loop's body `state_dict` is that after the step."""
         while (step := self._current_step()) is not None:
             given, self._given = self._given, len(step)
             yield replace(step, packs=step.packs[given:], batches=step.batches[given:]) if given else step
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next iteration. Raises a `ConfigError` for no such epoch, and inside of another one,
-        the rest of which would be left out."""
+        """Choose the epoch of the next iteration; a `ConfigError` for no such epoch, and inside of another one."""
         if epoch == self.epoch:
             return
         if epoch < 0 or (self.config.epochs is not None and epoch >= self.config.epochs):
@@ -207,8 +191,7 @@ class PackedLoader:
         self._go_on(state_at_epoch(loader, epoch), planner, epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the loader is, as plain values, the same on all ranks at the end of a step. With another number
-        of ranks it can be loaded between two steps only."""
+        """Return where the loader is, as plain values, between two steps the same on all ranks and for any number."""
         mid = self._mid_step
         if not mid.given and self._open is not None and self._given < len(self._open):
             mid = _MidStep(self._given, self._open.plan.digest)
@@ -223,8 +206,8 @@ class PackedLoader:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on exactly where a state was made; reads nothing yet. Raises a `ConfigError` for what is no state, and for
-        one of other data or settings, or inside a step of another number of ranks."""
+        """Go on exactly where a state was made; reads nothing yet. Raises a `ConfigError` for what is no state of this
+        data, or one inside a step of another number of ranks."""
         missing = {"version", "epoch", "loader", "planner", "given", "world_size", "plan_digest"} - set(state_dict)
         if missing or state_dict["version"] != STATE_VERSION:
             version = f"version {state_dict.get('version')}, this one reads {STATE_VERSION}"
@@ -239,8 +222,7 @@ class PackedLoader:
         self._mid_step = _MidStep(given, state_dict["plan_digest"] if given else "")
 
     def close(self) -> None:
-        """End threads and worker processes; iterating again goes on where the loader is. Collective where ranks read
-        together, after the same step."""
+        """End threads and worker processes; iterating again goes on. Collective, after the same step on all ranks."""
         # Steps made early are lost with the thread, so they are read again from the state.
         self.load_state_dict(self.state_dict())
 
@@ -259,8 +241,7 @@ class PackedLoader:
         self._before = self._after = (loader, planner)
         self._open: PackedStep | None = None
         self._peeked: PackedStep | None = None
-        self._mid_step = _MidStep()
-        self._given = 0
+        self._mid_step, self._given = _MidStep(), 0
         self.epoch, self.has_ended = epoch, False
 
     def _current_step(self) -> PackedStep | None:
@@ -285,9 +266,7 @@ class PackedLoader:
                 _log.warning("%s", untaught)
         self._has_logged = True
         if not step.num_label_tokens:
-            documents = [document.doc_id for document in step.plan.documents[:5]]
-            text = "step %d has no token with a loss (documents %s ...), so its gradient is 0; check the labels"
-            _log.warning(text, step.plan.step, documents)
+            _log.warning("%s, so its gradient is 0; check the labels", without_loss(step.plan))
         return step
 
     def _next_step(self) -> PackedStep | None:
@@ -323,6 +302,12 @@ class PackedLoader:
         return mid.given
 
 
+def without_loss(plan: StepPlan) -> str:
+    """Describe a step without a token with a loss."""
+    documents = [document.doc_id for document in plan.documents[:5]]
+    return f"step {plan.step} has no token with a loss (documents {documents} ...)"
+
+
 def _planner_of(model: Any, options: LoaderOptions, place: LoaderPlace) -> RunPlanner:
     planning, engine = options.planning(), None if options.engine is None else options.profile
     ranks = {"dp": place.world_size, "cp": options.sequence_ranks}
@@ -340,12 +325,8 @@ def _pack_step(step: PlannedStep, options: LoaderOptions, place: LoaderPlace) ->
         pad_pack(forward[one.pack], one.padded_tokens) if one.doc_ids else zero_weight_pack(one.padded_tokens)
         for one in micro_batches
     )
-    return PackedStep(
-        planned=step,
-        packs=packs,
-        backward_packs=backward,
-        batches=tuple(format_pack(pack, options.format, step.plan.num_label_tokens) for pack in packs),
-    )
+    batches = tuple(format_pack(pack, options.format, step.plan.num_label_tokens) for pack in packs)
+    return PackedStep(planned=step, packs=packs, backward_packs=backward, batches=batches)
 
 
 def _require_count(plan: StepPlan, options: LoaderOptions) -> None:
@@ -392,9 +373,8 @@ def _start_lines(
     planning, strategy = options.planning(), strategy_named(options.strategy)
     is_engines_auto = options.engine is not None and options.strategy == BEST
     delays = strategy.delays(planning) and not is_engines_auto
-    batch = f"up to {config.batch_tokens} tokens"
-    if config.batch_documents:
-        batch = counted(config.batch_documents, "document")
+    documents = config.batch_documents
+    batch = counted(documents, "document") if documents else f"up to {config.batch_tokens} tokens"
     packs = "as many packs as needed" + (", equally many on all ranks" if options.equal_micro_batches else "")
     if options.micro_batches is not None:
         packs = f"exactly {counted(options.micro_batches, 'pack')} a rank"

@@ -1,10 +1,8 @@
 """Planners of whole micro-batches: `EnginePlanner` for an engine, and `make_planner` for a `PackedLoader`.
 
-The strategies are Evenload's own, within what the engine can run: whole documents, nothing shared among replicas, one
-layout, all activations stored. Under an engine `auto` does not search as for Evenload's runtime: every strategy that
-the engine can run plans the step, `balanced` also with more micro-batches than it would take, and the fastest by the
-engine's price is kept. Memory is not limited, as it depends on the engine's settings; `max_pack_tokens` bounds a
-micro-batch.
+Under an engine `auto` does not search as for Evenload's runtime: every strategy that the engine can run plans the step,
+`balanced` also with more micro-batches than it would take, and the fastest by the engine's price is kept. Memory is not
+limited, as it depends on the engine's settings; `max_pack_tokens` bounds a micro-batch.
 """
 
 import copy
@@ -44,15 +42,8 @@ _log = logging.getLogger("evenload.loader")
 
 
 class EnginePlanner(StepPlanner):
-    """Plans steps that an engine trains.
-
-    Args:
-        model, coefficients, layout, options: as `StepPlanner`.
-        shape: what the run fixes of micro-batches.
-
-    Raises:
-        ConfigError: the engine does not have the layout. `require_heads` checks the model that is to be trained.
-    """
+    """Plans steps that an engine trains, in a `shape` that the run fixes; else as `StepPlanner`. A `ConfigError` for a
+    layout that the engine does not have; `require_heads` checks the model that is to be trained."""
 
     def __init__(
         self,
@@ -93,10 +84,10 @@ class EnginePlanner(StepPlanner):
     def _propose(self, asked: StepRequest) -> Proposal:
         # The plan's own prediction stays that of Evenload's runtime.
         require_strategy(self.profile, asked.strategy, self.options, self.layout)
-        if asked.strategy == BEST:
-            require_auto(self.profile, self.options)
-            return self._fastest(asked)
-        return self._proposed(self, asked)
+        if asked.strategy != BEST:
+            return self._proposed(self, asked)
+        require_auto(self.profile, self.options)
+        return self._fastest(asked)
 
     def _proposed(self, planner: StepPlanner, asked: StepRequest) -> Proposal:
         """Propose a plan by `planner`, this one or one of other options; return the earlier one where there is one."""
@@ -114,28 +105,25 @@ class EnginePlanner(StepPlanner):
         """Propose the plan that is fastest by the engine's price, the first of equals; it defers nothing."""
         priced: list[tuple[float, Proposal]] = []
         failed: list[Exception] = []
-        count = 0
-
-        def try_one(planner: StepPlanner, name: str) -> Proposal | None:
+        names = runnable(self.profile, self.options, self.layout)[0]
+        tries: list[tuple[StepPlanner, str]] = [(self, name) for name in names]
+        # A step cannot choose a number that the user fixed or that holds for all steps.
+        is_fixed = self.options.micro_batches is not None or self.profile.is_constant_in(self.layout)
+        for planner, name in tries:  # which `balanced` adds to
             try:
                 proposal = self._proposed(planner, asked._replace(strategy=name, is_last=True))
                 priced.append((self.price(proposal).step_time_s, proposal))
             except PLANNING_ERRORS as error:
                 failed.append(error)
-                return None
-            return proposal
-
-        for name in runnable(self.profile, self.options, self.layout)[0]:
-            proposal = try_one(self, name)
-            if name == BALANCED.name and proposal is not None:
-                count = max(len(packs.forward) for packs in proposal.plan.pack_plans)
-        # A step cannot choose a number that the user fixed or that holds for all steps.
-        if self.options.micro_batches is None and count and not self.profile.is_constant_in(self.layout):
+                continue
+            if name != BALANCED.name or planner is not self or is_fixed:
+                continue
+            count = max(len(packs.forward) for packs in proposal.plan.pack_plans)
             for more in sorted({math.ceil(factor * count) for factor in MORE_MICRO_BATCHES} - {count}):
                 if more * self.layout.dp <= len(asked.documents):
                     options = msgspec.structs.replace(self.options, micro_batches=more)
                     sizes = self.costs.model, self.costs.coefficients, self.layout
-                    try_one(StepPlanner(*sizes, None, options, host=self.host), BALANCED.name)
+                    tries.append((StepPlanner(*sizes, None, options, host=self.host), BALANCED.name))
         if not priced:
             raise failed[0]
         return min(priced, key=lambda one: one[0])[1]
@@ -155,8 +143,7 @@ def make_planner(
 
     Args:
         model: as `model_spec_of`; None = `ASSUMED_MODEL`, whose heads decide nothing.
-        costs: measured coefficients (`cost.json`); None = those of an H100's data sheet. Links that a file lacks are an
-            H100 node's: they count in predicted step times, not in the balance.
+        costs: measured coefficients (`cost.json`); None = an H100's data sheet, as are links that a file lacks.
         engine: that trains the steps; None = an unknown loop.
         shape: what the loader fixes of micro-batches.
 
@@ -204,7 +191,5 @@ def model_spec_of(model: Any) -> ModelSpec:
     config = getattr(model, "config", model)
     if hasattr(config, "to_dict"):
         return model_from_hf_config(config.to_dict(), config.to_dict().get("model_type") or type(model).__name__)
-    kinds = (
-        f"a built-in name such as '{ASSUMED_MODEL}', a config.json or its directory, a ModelSpec, a transformers model"
-    )
+    kinds = f"a name such as '{ASSUMED_MODEL}', a config.json or its directory, a ModelSpec, a transformers model"
     raise ConfigError(f"model is a {type(model).__name__}; give {kinds}")

@@ -3,10 +3,8 @@
     StepPlan ─► `project`: packs ─► order ─► empty micro-batches ─► padded lengths
              ─► seconds ─► the engine's order ─► its waiting ─► its step's end
 
-A projection trains every document of the plan once, and every rank makes it alike from the plan alone. The engine
-decides the lengths and numbers of micro-batches, the order in which a pipeline runs them, whether a rank computes while
-it sends, where ranks wait for each other, when gradients are reduced and weights gathered, and who updates what.
-Compute takes what Evenload's runtime takes with all activations stored; docs/engines.md lists what that leaves out.
+A projection trains every document of the plan once, and every rank makes it alike from the plan alone. Compute takes
+what Evenload's runtime takes with all activations stored; docs/engines.md lists what is priced and what is not.
 O(documents + micro-batches · stages).
 """
 
@@ -71,31 +69,23 @@ class EngineMicroBatch(Frozen, gc=False):
 
 
 def project(plan: StepPlan, profile: EngineProfile, shape: StepShape) -> tuple[tuple[EngineMicroBatch, ...], ...]:
-    """Return the micro-batches of every replica, in order, as the engine runs them.
-
-    Raises:
-        ConfigError: the plan holds what the engine cannot run (slices, documents shared among replicas or whole on one
-            rank of a context group, a pipeline); or `shape` allows too few micro-batches or tokens.
-    """
+    """Return the micro-batches of every replica, in order, as the engine runs them. Raises a `ConfigError` for a plan
+    that the engine cannot run, and where `shape` allows too few micro-batches or tokens."""
     require_layout(profile, plan.layout)
     # A context-parallel group shares rows by a multiple of it; a document needs padding only where it is cut itself.
     group_rows = profile.document_chunks * plan.layout.cp if plan.layout.cp > 1 else 1
     chunk = group_rows if profile.context_parallel == "fixed" else 1
     replicas = [_micro_batches(plan, packs, profile, chunk) for packs in plan.pack_plans]
     counts = _counts([len(replica) for replica in replicas], plan, profile, shape)
-    length = shape.pack_tokens
     longest = max((one.padded_tokens for replica in replicas for one in replica), default=0)
-    if length is None and profile.pads_in(plan.layout):
-        length = max(1, longest)
-    if length is not None and longest > length:
-        at = f"engine {profile.name}: step {plan.step}"
-        raise ConfigError(
-            f"{at} has a micro-batch of {longest} tokens, and all have {length}; lower max_pack_tokens to it"
-        )
+    if shape.pack_tokens is not None and longest > shape.pack_tokens:
+        sizes = f"a micro-batch of {longest} tokens, and all have {shape.pack_tokens}"
+        raise ConfigError(f"engine {profile.name}: step {plan.step} has {sizes}; lower max_pack_tokens to it")
+    least = shape.pack_tokens or (longest if profile.pads_in(plan.layout) else 1)
     multiple = math.lcm(shape.pack_multiple, group_rows)
 
     def padded(one: EngineMicroBatch) -> EngineMicroBatch:
-        tokens = max(1, one.padded_tokens) if length is None else length
+        tokens = max(1, least, one.padded_tokens)
         return msgspec.structs.replace(one, padded_tokens=-(-tokens // multiple) * multiple)
 
     return tuple(
@@ -108,14 +98,13 @@ def _micro_batches(plan: StepPlan, packs: PackPlan, profile: EngineProfile, chun
     """Return a replica's micro-batches in order, without the padding behind their documents."""
     if not profile.slices:
         _require_whole(plan, packs, profile)
-    ordered = list(packs.forward)
+    order = list(range(len(packs.forward)))
     if profile.waits_in(plan.layout):
         # The ranks' first micro-batches wait for each other, then their second: equally long ones belong together.
         times = plan.times[packs.dp_rank]
-        seconds = [sum(times.forward_s[at]) + sum(times.backward_s[at]) for at in range(len(ordered))]
-        ordered = [ordered[at] for at in sorted(range(len(ordered)), key=lambda at: -seconds[at])]
+        order.sort(key=lambda at: -sum(times.forward_s[at]) - sum(times.backward_s[at]))
     micro_batches = []
-    for pack in ordered:
+    for pack in (packs.forward[at] for at in order):
         tokens = tuple(-(-(pack.pad_to or piece.num_tokens) // chunk) * chunk for piece in pack.slices)
         doc_ids = tuple(piece.doc_id for piece in pack.slices)
         at = pack.index if doc_ids else -1
@@ -183,14 +172,12 @@ class _Replica(NamedTuple):
 def engine_price(
     plan: StepPlan, profile: EngineProfile, costs: PackCosts, shape: StepShape | None = None, schedule: str = CHOOSE
 ) -> EnginePrice:
-    """Predict what a plan takes on an engine.
+    """Predict what a plan takes on an engine; raises as `project`.
 
     Args:
         costs: of the plan's model and layout.
         shape: what the run fixes of micro-batches; None = nothing.
         schedule: of the engine's pipeline; "choose" = interleaved where ranks have several stages, else 1F1B.
-
-    Raises a `ConfigError` as `project`.
     """
     projected = project(plan, profile, shape or StepShape())
     costs, layout = engine_costs(profile, costs), costs.layout
@@ -216,8 +203,7 @@ def engine_price(
 
 def engine_costs(profile: EngineProfile, costs: PackCosts) -> PackCosts:
     """Return the cost model with what the engine hides of transfers, and how far it has to reduce."""
-    known = costs.coefficients
-    changes: dict[str, object] = {}
+    known, changes = costs.coefficients, dict[str, object]()
     if known.source == "analytic":
         changes["tensor_exposed_share"] = 1.0  # as without userbuffers or asynchronous tensor parallelism
     if not profile.overlaps_reduction:
@@ -351,8 +337,8 @@ def _unit_gathers(costs: PackCosts) -> dict[int, float]:
 def _bucket_reductions(costs: PackCosts, bucket_parameters: int) -> dict[int, float]:
     """Return the seconds that reduce a bucket of gradients, by the last of its units in a backward.
 
-    A bucket is reduced when the next unit does not fit into it (DeepSpeed's `reduce_bucket_size`), the last one at the
-    end. Each unit's latencies stay in it. 0 = unit by unit.
+    A bucket is reduced when the next unit does not fit into it (DeepSpeed's `reduce_bucket_size`; 0 = unit by unit),
+    the last one at the end. Each unit's latencies stay in it.
     """
     transfers = unit_transfers(costs.model, costs.coefficients, costs.layout, 0)
     sum_s = dict(zip(transfers.unit.tolist(), transfers.sum_s.tolist(), strict=True))
@@ -363,8 +349,7 @@ def _bucket_reductions(costs: PackCosts, bucket_parameters: int) -> dict[int, fl
     for unit, after in itertools.zip_longest(units, units[1:]):
         held, held_s = held + parameters[unit], held_s + sum_s[unit]
         if after is None or held + parameters[after] > bucket_parameters:
-            reduce_s[unit] = held_s
-            held, held_s = 0, 0.0
+            reduce_s[unit], held, held_s = held_s, 0, 0.0
     return reduce_s
 
 
@@ -403,9 +388,8 @@ def _shared_heads_seconds(costs: PackCosts, columns: SliceColumns, direction: Di
     """Return the seconds of every pack whose ranks share heads (Ulysses); float64[num_packs, P].
 
     A rank computes its share of tokens and of attention, and the whole fixed costs of documents and packs. On every
-    layer, overlapped with nothing (`UlyssesSPAttentionHF` waits for each): all-to-alls, each of which sends (n-1)/n of
-    what a rank has over its link, and in forward an all-gather of positions. Key heads are repeated until every rank
-    has one. That an all-to-all across nodes takes more of the network than a ring is not priced.
+    layer, overlapped with nothing: all-to-alls, each of which sends (n-1)/n of what a rank has over its link, and in
+    forward an all-gather of positions.
     """
     model, layout = costs.model, costs.layout
     ranks = layout.cp
@@ -415,10 +399,9 @@ def _shared_heads_seconds(costs: PackCosts, columns: SliceColumns, direction: Di
     on_device_s = weighted(features, costs.stage_seconds[direction])
     compute_s = np.maximum(on_device_s, weighted(features[:, 1:3], costs.host_seconds[direction]))
     link = costs.coefficients.group_link(ranks, stride=layout.tp)
-    # Heads of a tensor-parallel rank; those of keys and values at least one for each rank of the group.
-    queries = model.num_heads / layout.tp
-    keys = max(model.num_kv_heads / layout.tp, ranks)
-    token_bytes = 2 * (queries + keys) * model.head_dim * model.bytes_per_element / ranks
+    # Heads of a tensor-parallel rank; those of keys and values are repeated until each rank of the group has one.
+    heads = model.num_heads / layout.tp + max(model.num_kv_heads / layout.tp, ranks)
+    token_bytes = 2 * heads * model.head_dim * model.bytes_per_element / ranks
     hops = float(_ALL_TO_ALLS)
     if direction == "forward":
         token_bytes += _POSITION_BYTES

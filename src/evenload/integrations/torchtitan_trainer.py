@@ -7,10 +7,9 @@
 
     torchrun ... -m torchtitan.train --module my_package.configs --config my_model
 
-A step has as many micro-batches as its plan, equally many on all ranks, each a pack of its own length. torchtitan
-divides the *sum* of the losses by the label tokens of all data-parallel ranks, so loss and gradients are those of one
-document after the other. Attention reads where documents begin from `positions`. A step in which a rank has nothing
-with a loss logs nan as `global_max_loss`. Tested with torchtitan 0.3.0.
+torchtitan divides the *sum* of the losses by the label tokens of all data-parallel ranks, so loss and gradients are
+those of one document after the other. Attention reads where documents begin from `positions`. A step in which a rank
+has nothing with a loss logs nan as `global_max_loss`. Tested with torchtitan 0.3.0.
 """
 
 import json
@@ -23,7 +22,7 @@ import torch.distributed as dist
 
 from evenload.errors import ConfigError, DataError
 from evenload.integrations.engine_loop import balance_for_trained, require_place
-from evenload.integrations.packed_loader import PackedLoader, PackedStep
+from evenload.integrations.packed_loader import PackedLoader, PackedStep, without_loss
 from evenload.types.model import ModelSpec
 
 try:
@@ -56,7 +55,7 @@ _PARALLEL = {
 
 
 class PackedDataLoader(BaseDataLoader):
-    """Gives the micro-batches of this data-parallel rank, epoch after epoch.
+    """Gives the micro-batches of this data-parallel rank, epoch after epoch. Collective in training.
 
     Args:
         tokenizer: torchtitan's; its directory is the default tokeniser of `config.loader`.
@@ -64,9 +63,6 @@ class PackedDataLoader(BaseDataLoader):
 
     Attributes:
         loader: the `PackedLoader`.
-
-    Raises:
-        ConfigError: settings that cannot work, with the reason. Collective in training.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -93,14 +89,10 @@ class PackedDataLoader(BaseDataLoader):
 
         Raises a `DataloaderExhaustedError` at the end of the data, a `DataError` where nothing in the step has a loss.
         """
-        step = self._next_step()
-        if step is None:
+        if (step := self._next_step()) is None:
             raise DataloaderExhaustedError
         if not step.num_label_tokens:
-            raise DataError(
-                f"step {step.plan.step} has no token with a loss, by whose number torchtitan divides (documents "
-                f"{[document.doc_id for document in step.plan.documents[:5]]} ...); check the labels of the source"
-            )
+            raise DataError(f"{without_loss(step.plan)}, by whose number torchtitan divides; check the labels")
         return len(step) - self._given
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
@@ -147,23 +139,18 @@ def _loader_settings(given: dict[str, Any], tokenizer: Any, sizes: dict[str, Any
         raise ConfigError('PackedDataLoader needs loader={"data": ...}, what PackedLoader reads')
     if (longest := sizes.get("seq_len")) is None:
         raise ConfigError(f"this torchtitan builds its loader with {sorted(sizes)}, without seq_len; install 0.3.0")
-    settings: dict[str, Any] = {"max_tokens": longest, "engine": "torchtitan"} | given
-    if settings["max_tokens"] > longest:
-        longer = settings["max_tokens"]
-        raise ConfigError(
-            f"max_tokens is {longer}, torchtitan has {longest} positions; set training.seq_len = {longer}"
-        )
-    if (path := getattr(tokenizer, "tokenizer_path", None)) is not None:
-        settings.setdefault("tokenizer", path)
-    return settings
+    if (longer := given.get("max_tokens", longest)) > longest:
+        fix = f"set training.seq_len = {longer}"
+        raise ConfigError(f"max_tokens is {longer}, torchtitan has {longest} positions; {fix}")
+    path = getattr(tokenizer, "tokenizer_path", None)
+    return {"max_tokens": longest, "engine": "torchtitan"} | ({} if path is None else {"tokenizer": path}) | given
 
 
 class PackedTrainer(Trainer):
     """Trains torchtitan's models on the packs of a `PackedDataLoader`.
 
     Args:
-        config: its `dataloader` is a `PackedDataLoader.Config`; `packed_config` makes one of any of torchtitan's. A
-            `ConfigError` for a setting under which packs would not train, or train something else.
+        config: of `packed_config`; a `ConfigError` where packs would not train, or train something else.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -188,8 +175,7 @@ def packed_config(config: Any, loader: dict[str, Any]) -> Any:
     Args:
         config: a `Trainer.Config`, or a `PackedTrainer.Config` or one derived from it, whose type then stays. A
             `ConfigError` for the configuration of another trainer, which `PackedTrainer` would replace.
-        loader: arguments of `PackedLoader`. The default of `pack_multiple` is the number of chunks into which
-            torchtitan's `ChunkedLossWrapper` cuts the tokens.
+        loader: arguments of `PackedLoader`; default of `pack_multiple`: chunks of torchtitan's `ChunkedLossWrapper`.
     """
     settings = {"pack_multiple": _loss_chunks(config)} | loader
     if isinstance(config, PackedTrainer.Config):
@@ -222,11 +208,9 @@ def _untrainable(config: Any) -> Iterator[str]:
         yield "torchtitan's training has no local_batch_size: its batches are not [1, T]; install torchtitan==0.3.0"
         return
     if training.local_batch_size != 1 or training.global_batch_size != -1:
-        yield (
-            f"training.local_batch_size is {training.local_batch_size}, global_batch_size "
-            f"{training.global_batch_size}; a micro-batch is one pack: set local_batch_size = 1, leave "
-            "global_batch_size at -1, and give loader={'batch_tokens': ...}"
-        )
+        sizes = f"local_batch_size is {training.local_batch_size}, global_batch_size {training.global_batch_size}"
+        fix = "set local_batch_size = 1, leave global_batch_size at -1, and give loader={'batch_tokens': ...}"
+        yield f"training.{sizes}; a micro-batch is one pack: {fix}"
     multiple, chunks = config.dataloader.loader.get("pack_multiple", 1), _loss_chunks(config)
     if multiple % chunks:
         cut = f"ChunkedLossWrapper cuts a pack into {chunks} equal parts"

@@ -3,16 +3,14 @@
     class PackedTrainer(PackedTrainerMixin, Trainer): ...
     trainer = PackedTrainer(model, args, train_loader=loader, eval_loader=evaluation)
 
-The loader has distributed the data, so Accelerate does not; the loss is divided by the label tokens of the *global*
-batch; a checkpoint holds the loader's state; evaluation is the mean over all label tokens. Options that would do
-nothing, draw random numbers, or depend on what else is in a row are refused at start. Before the first step two
-documents are run, to see whether the model keeps them apart.
+The loader has distributed the data, so Accelerate does not; a checkpoint holds the loader's state. Options that would
+do nothing, draw random numbers, or depend on what else is in a row are refused. Before the first step two documents are
+run, to see whether the model keeps them apart.
 """
 
 import dataclasses
 import itertools
 import json
-import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -30,9 +28,7 @@ from evenload.runtime.model.supported import rope_settings
 
 LOADER_STATE = "evenload_loader.json"
 """File in a checkpoint's directory."""
-
 _COUNT = "num_items_in_batch"
-
 _OTHERWISE: Mapping[str, str] = {
     **dict.fromkeys(
         ("packing", "packing_strategy", "eval_packing", "padding_free"), "the loader packs by its strategy"
@@ -78,10 +74,9 @@ class PackedTrainerMixin:
         super().__init__(*arguments, **settings)
         trainer: Any = self
         _refuse_trainer(trainer, train_loader)
-        for loader in (train_loader, eval_loader):
-            if loader is not None:
-                _refuse_model(trainer.model, loader)
-                balance_for_trained(loader, lambda: model_spec_of(getattr(trainer.model, "config", None)))
+        for loader in filter(None, (train_loader, eval_loader)):
+            _refuse_model(trainer.model, loader)
+            balance_for_trained(loader, lambda: model_spec_of(getattr(trainer.model, "config", None)))
         trainer.add_callback(_SaveLoader(train_loader))
 
     def get_train_dataloader(self) -> Any:
@@ -91,9 +86,8 @@ class PackedTrainerMixin:
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Return the evaluation loader's batches; a `ConfigError` where there is none, or another data set is given."""
         if self._eval_loader is None or eval_dataset not in (None, self.eval_dataset):  # type: ignore[missing-attribute]
-            raise ConfigError(
-                "evaluate() has no data; give PackedTrainer eval_loader=PackedLoader(..., evaluation=True)"
-            )
+            fix = "give PackedTrainer eval_loader=PackedLoader(..., evaluation=True)"
+            raise ConfigError(f"evaluate() has no data; {fix}")
         return self._eval_loader
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
@@ -161,18 +155,13 @@ class PackedTrainerMixin:
                     # The sum over the batch's tokens, which compute_loss multiplies by the ranks, as gradients need.
                     loss = trainer.compute_loss(model, inputs, num_items_in_batch=1)
                     total += loss.double() / trainer.accelerator.num_processes
-                trainer.control = trainer.callback_handler.on_prediction_step(
-                    trainer.args, trainer.state, trainer.control
-                )
+                on_step = trainer.callback_handler.on_prediction_step
+                trainer.control = on_step(trainer.args, trainer.state, trainer.control)
         model.train(was_training)
         loss_sum = trainer.accelerator.reduce(total, "sum").item()
         metrics = {"loss": loss_sum / max(1, num_tokens), "label_tokens": num_tokens}
-        return EvalLoopOutput(
-            predictions=None,  # type: ignore[bad-argument-type]
-            label_ids=None,
-            metrics={f"{metric_key_prefix}_{name}": value for name, value in metrics.items()},
-            num_samples=num_documents,
-        )
+        named = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
+        return EvalLoopOutput(None, None, named, num_documents)  # type: ignore[bad-argument-type]
 
 
 class _TrainBatches:
@@ -198,9 +187,8 @@ class _SaveLoader(TrainerCallback):
         if not args.should_save:
             return
         file = Path(args.output_dir) / f"checkpoint-{state.global_step}" / LOADER_STATE
-        part = file.with_suffix(".part")
-        part.write_text(json.dumps(self._loader.state_dict()))
-        os.replace(part, file)
+        file.with_suffix(".part").write_text(json.dumps(self._loader.state_dict()))
+        file.with_suffix(".part").replace(file)
 
 
 def _refuse_settings(
@@ -226,7 +214,7 @@ def _refuse_settings(
         value, why = getattr(args, option.name), _OTHERWISE.get(option.name)
         # TRL's default of max_length is 1024.
         is_met = option.name == "max_length" and value and value >= train_loader.config.max_document_tokens
-        if why is not None and value not in (option.default, None) and not is_met:
+        if why and value not in (option.default, None) and not is_met:
             raise ConfigError(f"{option.name} is {value}: {why}; leave it out")
 
 

@@ -23,8 +23,6 @@ from evenload.types.timeline import KINDS, MEMORY_KINDS, SIDE_KINDS, SideTasks, 
 
 PackKey = tuple[int, Direction, int]
 """(dp rank, direction, pack index): the same for every stage and for predicted and measured."""
-
-
 PackLabel = Mapping[str, int | str]
 """Real `tokens`, `documents`, `slices` that are a piece of their document, and `content`: the first documents by id and
 range."""
@@ -45,11 +43,9 @@ def label_packs(plan: StepPlan) -> dict[PackKey, PackLabel]:
 def _label(pack: MicroPack, num_tokens: dict[int, int]) -> PackLabel:
     texts = []
     for piece in pack.slices[:MAX_DOCUMENTS]:
-        length = num_tokens[piece.doc_id]
-        if piece.num_tokens == length:
-            texts.append(f"{piece.doc_id} ({format_count(length)})")
-        else:
-            texts.append(f"{piece.doc_id} [{piece.start}, {piece.stop}) of {format_count(length)}")
+        length, part = format_count(num_tokens[piece.doc_id]), f"[{piece.start}, {piece.stop}) of "
+        is_whole = piece.num_tokens == num_tokens[piece.doc_id]
+        texts.append(f"{piece.doc_id} ({length})" if is_whole else f"{piece.doc_id} {part}{length}")
     if len(pack.slices) > MAX_DOCUMENTS:
         texts.append(f"{len(pack.slices) - MAX_DOCUMENTS} more")
     return {
@@ -60,7 +56,8 @@ def _label(pack: MicroPack, num_tokens: dict[int, int]) -> PackLabel:
     }
 
 
-_ON_THE_RANK = ("recompute", "optimizer")
+_STREAMS = {"recompute": "", "optimizer": "", "reduction": " sums", "gather": " weights", "weight_wait": " weights"}
+"""Threads of their own, by kind of side task; "" = the rank's."""
 
 
 def write_chrome_trace(
@@ -76,53 +73,38 @@ def write_chrome_trace(
 
 def _events(timelines: Mapping[str, Timeline], labels: Mapping[PackKey, PackLabel]) -> Iterator[dict[str, object]]:
     # Viewers take process 0 and thread 0 for the kernel's idle task, so both count from 1.
-    pid = 0
-    tid = 0
+    pid = tid = 0
     for name, timeline in timelines.items():
         for dp_rank in np.union1d(timeline.dp_rank, timeline.memory_dp_rank).tolist():
             pid += 1
             yield from _name_events("process", pid, 0, f"{name} dp {dp_rank}", pid)
-            threads: dict[int, int] = {}
-            ranks = np.union1d(
-                timeline.rank[timeline.dp_rank == dp_rank], timeline.memory_rank[timeline.memory_dp_rank == dp_rank]
-            )
-            for rank in ranks.tolist():
-                tid += 1
-                threads[rank] = tid
-                yield from _name_events("thread", pid, tid, f"rank {rank}", rank)
+            of_memory = timeline.memory_rank[timeline.memory_dp_rank == dp_rank]
+            ranks = np.union1d(timeline.rank[timeline.dp_rank == dp_rank], of_memory).tolist()
+            threads = {rank: tid + 1 + at for at, rank in enumerate(ranks)}
+            tid += len(threads)
+            for rank, thread in threads.items():
+                yield from _name_events("thread", pid, thread, f"rank {rank}", rank)
             yield from _task_events(timeline, dp_rank, pid, threads, labels)
             if timeline.side is not None:
                 for event in _side_events(timeline.side, dp_rank, pid, threads, tid + 1):
                     tid += event["name"] == "thread_name"
                     yield event
             yield from _memory_events(timeline, dp_rank, pid)
-            yield from _memory_kind_events(timeline, dp_rank, pid)
 
 
 def _task_events(
     timeline: Timeline, dp_rank: int, pid: int, threads: Mapping[int, int], labels: Mapping[PackKey, PackLabel]
 ) -> Iterator[dict[str, object]]:
     chosen = np.flatnonzero(timeline.dp_rank == dp_rank)
-    chosen = chosen[np.argsort(timeline.start_s[chosen], kind="stable")]
-    critical = np.zeros(len(chosen), bool) if timeline.is_critical is None else timeline.is_critical[chosen]
-    for rank, stage, kind, pack, start, end, is_critical in zip(
-        timeline.rank[chosen].tolist(),
-        timeline.stage[chosen].tolist(),
-        timeline.kind[chosen].tolist(),
-        timeline.pack[chosen].tolist(),
-        _nanoseconds(timeline.start_s[chosen]),
-        _nanoseconds(timeline.end_s[chosen]),
-        critical.tolist(),
-        strict=True,
-    ):
-        letter = KINDS[kind]
-        direction = "forward" if letter == "F" else "backward"
+    for row in chosen[np.argsort(timeline.start_s[chosen], kind="stable")].tolist():
+        stage, pack, letter = int(timeline.stage[row]), int(timeline.pack[row]), KINDS[timeline.kind[row]]
+        category = direction = "forward" if letter == "F" else "backward"
         args: dict[str, object] = {"stage": stage, "pack": pack, "direction": direction}
         args |= labels.get((dp_rank, direction, pack), {})
-        if is_critical:
-            args["critical"] = True
-        category = f"{direction},critical" if is_critical else direction
-        yield _task_event(f"{stage}{letter}{pack}", category, pid, threads[rank], start, end, args)
+        if timeline.is_critical is not None and timeline.is_critical[row]:
+            category, args["critical"] = f"{direction},critical", True
+        thread, times_s = threads[int(timeline.rank[row])], (timeline.start_s[row], timeline.end_s[row])
+        yield _task_event(f"{stage}{letter}{pack}", category, pid, thread, times_s, args)
 
 
 def _side_events(
@@ -133,15 +115,8 @@ def _side_events(
     # Gathers that end before the step are not of it.
     for row in np.flatnonzero((side.dp_rank == dp_rank) & (side.end_s > 0)).tolist():
         kind, rank = SIDE_KINDS[side.kind[row]], int(side.rank[row])
-        if kind in _ON_THE_RANK:
-            name = ""
-        elif kind == "reduction":
-            name = f"rank {rank} sums"
-        elif kind in ("gather", "weight_wait"):
-            name = f"rank {rank} weights"
-        else:
-            name = f"rank {rank} copies" if side.peer[row] < 0 else f"rank {rank} to {side.peer[row]}"
-        streams.setdefault(name, []).append(row)
+        name = _STREAMS.get(kind, " copies" if side.peer[row] < 0 else f" to {side.peer[row]}")
+        streams.setdefault(name and f"rank {rank}{name}", []).append(row)
     tid = first_tid
     for row in streams.pop("", []):
         yield _side_event(side, row, pid, threads[int(side.rank[row])])
@@ -158,51 +133,37 @@ def _apart(side: SideTasks, rows: NDArray[np.intp]) -> list[list[int]]:
     """Assign rows to as few threads as keep their events from overlapping."""
     streams: list[list[int]] = []
     free: list[tuple[int, int]] = []  # (end in ns, stream)
-    rows = rows[np.argsort(side.start_s[rows], kind="stable")]
-    times = _nanoseconds(side.start_s[rows]), _nanoseconds(side.end_s[rows])
-    for row, start, end in zip(rows.tolist(), *times, strict=True):
-        if free and free[0][0] <= start:
+    for row in rows[np.argsort(side.start_s[rows], kind="stable")].tolist():
+        if free and free[0][0] <= _nanoseconds(side.start_s[row]):
             stream = heapq.heappop(free)[1]
         else:
             stream = len(streams)
             streams.append([])
         streams[stream].append(row)
-        heapq.heappush(free, (end, stream))
+        heapq.heappush(free, (_nanoseconds(side.end_s[row]), stream))
     return streams
 
 
 def _side_event(side: SideTasks, row: int, pid: int, tid: int) -> dict[str, object]:
-    kind = SIDE_KINDS[side.kind[row]]
-    start, end = _nanoseconds(np.array([max(0.0, side.start_s[row]), side.end_s[row]]))
-    args: dict[str, object] = {}
-    if side.pack[row] >= 0:
-        args = {"stage": int(side.stage[row]), "pack": int(side.pack[row])}
-    name = f"{kind} {side.stage[row]}.{side.pack[row]}" if args else kind
-    return _task_event(name, kind, pid, tid, start, end, args)
+    kind, stage, pack = SIDE_KINDS[side.kind[row]], int(side.stage[row]), int(side.pack[row])
+    name, args = (kind, {}) if pack < 0 else (f"{kind} {stage}.{pack}", {"stage": stage, "pack": pack})
+    return _task_event(name, kind, pid, tid, (max(0.0, side.start_s[row]), side.end_s[row]), args)
 
 
 def _memory_events(timeline: Timeline, dp_rank: int, pid: int) -> Iterator[dict[str, object]]:
-    chosen = np.flatnonzero(timeline.memory_dp_rank == dp_rank)
-    time_ns = _nanoseconds(timeline.memory_time_s[chosen])
-    for rank, time, num_bytes in zip(
-        timeline.memory_rank[chosen].tolist(), time_ns, timeline.memory_bytes[chosen].tolist(), strict=True
-    ):
-        name = f"memory bytes rank {rank}"  # a counter belongs to a process
-        yield {"ph": "C", "name": name, "pid": pid, "ts": time / 1000, "args": {"bytes": num_bytes}}
-
-
-def _memory_kind_events(timeline: Timeline, dp_rank: int, pid: int) -> Iterator[dict[str, object]]:
-    """Return the kinds of memory that change within the step, for each rank; others are in the total."""
-    if timeline.memory_kind_bytes is None:
-        return
+    """Return the memory of each rank: its total, and the kinds that change within the step."""
     for rank in np.unique(timeline.memory_rank[timeline.memory_dp_rank == dp_rank]).tolist():
         chosen = np.flatnonzero((timeline.memory_dp_rank == dp_rank) & (timeline.memory_rank == rank))
-        held = timeline.memory_kind_bytes[chosen]
-        moving = np.flatnonzero(held.max(axis=0) > held.min(axis=0)).tolist()
-        time_ns = _nanoseconds(timeline.memory_time_s[chosen])
-        for time, row in zip(time_ns if moving else (), held[:, moving].tolist(), strict=False):
-            args = {MEMORY_KINDS[kind]: num_bytes for kind, num_bytes in zip(moving, row, strict=True)}
-            yield {"ph": "C", "name": f"memory kinds rank {rank}", "pid": pid, "ts": time / 1000, "args": args}
+        # A counter belongs to a process, so its name has the rank.
+        counters = {f"memory bytes rank {rank}": {"bytes": timeline.memory_bytes[chosen]}}
+        if timeline.memory_kind_bytes is not None:
+            held = timeline.memory_kind_bytes[chosen]
+            moving = np.flatnonzero(held.max(axis=0) > held.min(axis=0)).tolist()
+            counters[f"memory kinds rank {rank}"] = {MEMORY_KINDS[kind]: held[:, kind] for kind in moving}
+        for name, columns in counters.items():
+            for row, time_s in enumerate(timeline.memory_time_s[chosen] if columns else ()):
+                args = {key: int(values[row]) for key, values in columns.items()}
+                yield {"ph": "C", "name": name, "pid": pid, "ts": _nanoseconds(time_s) / 1000, "args": args}
 
 
 def _name_events(what: str, pid: int, tid: int, name: str, place: int) -> Iterator[dict[str, object]]:
@@ -212,11 +173,12 @@ def _name_events(what: str, pid: int, tid: int, name: str, place: int) -> Iterat
 
 
 def _task_event(
-    name: str, category: str, pid: int, tid: int, start_ns: int, end_ns: int, args: dict[str, object]
+    name: str, category: str, pid: int, tid: int, times_s: tuple[float, float], args: Mapping[str, object]
 ) -> dict[str, object]:
-    times = {"ts": start_ns / 1000, "dur": (end_ns - start_ns) / 1000}
+    start, end = map(_nanoseconds, times_s)
+    times = {"ts": start / 1000, "dur": (end - start) / 1000}
     return {"ph": "X", "name": name, "cat": category, "pid": pid, "tid": tid, **times, "args": args}
 
 
-def _nanoseconds(seconds: NDArray[np.float64]) -> list[int]:
-    return np.rint(seconds * 1e9).astype(np.int64).tolist()
+def _nanoseconds(seconds: float) -> int:
+    return round(float(seconds) * 1e9)

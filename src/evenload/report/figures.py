@@ -1,8 +1,6 @@
-"""Draw the pictures of a report: curves of trained runs, layouts over steps, the spread of pack times, and where the
-predicted time of a step goes.
+"""Draw a report's pictures: curves of runs, layouts over steps, the spread of pack times, the parts of a step's time.
 
-Nothing is smoothed. Beyond some thousand steps a line keeps the least and the most of the steps that share a pixel,
-which looks the same. Predicted is dashed and grey; measured is solid.
+Nothing is smoothed; of many steps a line keeps extremes (`outline`). Predicted is dashed and grey; measured is solid.
 """
 
 import itertools
@@ -61,14 +59,11 @@ def loss_figure(
     """Draw the loss over steps, one line for each run, and dashed that of validation data."""
     series = _of_runs(runs, "loss")
     for index, (name, all_passes) in enumerate((validations or {}).items()):
-        color, _ = series_style(index)
-        for of_average, dash in ((False, "dash"), (True, "dot")):
+        for of_average, kind, dash in ((False, "validation", "dash"), (True, "validation of averaged weights", "dot")):
             passes = [one for one in all_passes if one.of_average is of_average]
-            steps = np.array([one.step for one in passes], np.float64)
-            losses = np.array([np.nan if one.loss is None else one.loss for one in passes])
-            label = f"{name}, validation{' of averaged weights' if of_average else ''}"
+            steps, losses = (np.array([getattr(one, key) for one in passes], float) for key in ("step", "loss"))
             if passes:
-                series.append((label, color, dash, steps, losses))
+                series.append((f"{name}, {kind}", series_style(index)[0], dash, steps, losses))
     return _curves(series, "loss per label token", "")
 
 
@@ -80,22 +75,17 @@ def tokens_per_s_figure(runs: Mapping[str, Sequence[MetricRow]]) -> Figure:
 def step_time_figure(rows: Sequence[MetricRow], run: str | None = None) -> Figure:
     """Draw predicted and measured seconds of every step of one run; with its name, a click opens the step view."""
     rows = latest_per_step(rows)
-    series = [
-        (name, color, dash, metric_column(rows, "step"), metric_column(rows, key))
-        for key, name, color, dash in (
-            ("predicted_step_time_s", "predicted", PREDICTED, "dash"),
-            ("step_time_s", "measured", MEASURED, "solid"),
-        )
-    ]
-    known = [one for one in series if not np.isnan(one[-1]).all()]
-    return _curves(known, "step time", "s", from_zero=True, run=run)
+    predicted, measured = (metric_column(rows, key) for key in ("predicted_step_time_s", "step_time_s"))
+    steps = metric_column(rows, "step")
+    both = ("predicted", PREDICTED, "dash", steps, predicted), ("measured", MEASURED, "solid", steps, measured)
+    series = [one for one in both if not np.isnan(one[-1]).all()]
+    return _curves(series, "step time", "s", from_zero=True, run=run)
 
 
 def _of_runs(runs: Mapping[str, Sequence[MetricRow]], key: str) -> list[Series]:
-    latest = {name: latest_per_step(rows) for name, rows in runs.items()}
     return [
         (name, *series_style(index), metric_column(rows, "step"), metric_column(rows, key))
-        for index, (name, rows) in enumerate(latest.items())
+        for index, (name, rows) in enumerate((name, latest_per_step(rows)) for name, rows in runs.items())
     ]
 
 
@@ -118,19 +108,15 @@ def _curve_panel(
     steps = np.unique(np.concatenate([one[3] for one in series]))
     marks, pointed = [], []
     for name, color, dash, at, values in series:
-        kept = outline(values)
-        points = [
-            (axes.x.share(x), axes.y_px(y) if np.isfinite(y) else None)
-            for x, y in zip(at[kept], values[kept], strict=True)
-        ]
+        kept = ((axes.x.share(at[i]), values[i]) for i in outline(values))
+        points = [(x, axes.y_px(y) if np.isfinite(y) else None) for x, y in kept]
         marks.append(line(points, axes.height_px, color, dash))
         if len(at) <= _MAX_STEPS_WITH_MARKERS:
             marks += [dot(x, y, color, radius_px=radius_px) for x, y in points if y is not None]
         whole = np.full(len(steps), np.nan)
         whole[np.searchsorted(steps, at)] = values
         pointed.append((name, color, whole.tolist()))
-    extra = {} if run is None else {"run": run}
-    return panel(axes, marks, label, Curves("step", steps.tolist(), kind, pointed, extra))
+    return panel(axes, marks, label, Curves("step", steps.tolist(), kind, pointed, {} if run is None else {"run": run}))
 
 
 def _axes(series: Sequence[Series], y_title: str, kind: str, *, from_zero: bool, num_ticks: int = 5) -> Axes:
@@ -143,14 +129,8 @@ def _axes(series: Sequence[Series], y_title: str, kind: str, *, from_zero: bool,
     margin = 0.06 * (high - low or abs(high) or 1.0)
     y = Scale(low if from_zero else low - margin, high + margin)
     first, last = (int(steps.min()), int(steps.max())) if len(steps) else (0, 1)
-    return Axes(
-        x=_step_scale(first, last),
-        y=y,
-        x_ticks=step_ticks(first, last),
-        y_ticks=value_ticks(y.low, y.high, kind, num_ticks),
-        x_title="step",
-        y_title=y_title,
-    )
+    ticks = {"x_ticks": step_ticks(first, last), "y_ticks": value_ticks(y.low, y.high, kind, num_ticks)}
+    return Axes(x=_step_scale(first, last), y=y, **ticks, x_title="step", y_title=y_title)
 
 
 def _step_scale(first: int, last: int) -> Scale:
@@ -175,8 +155,7 @@ def outline(values: NDArray[np.float64]) -> NDArray[np.int64]:
 
 
 def typical(rows: Iterable[MetricRow], key: str) -> float | None:
-    """Return the median of a key over the steps after the first, which warms up caches and connections, or of the only
-    step; None where no step has a value."""
+    """Return the median of a key over the steps after the first, which warms up, or of the only one; None = unknown."""
     rows = latest_per_step(rows)
     values = metric_column(rows[1:] or rows, key)
     return None if np.isnan(values).all() else float(np.nanmedian(values))
@@ -207,8 +186,7 @@ _NAMES = {1: "① kept", 2: "② kept, saving memory", 3: "③ switched to fit �
 
 
 def layout_figure(decisions: Sequence[LayoutDecision]) -> Figure:
-    """Draw two panels over the steps: the layout, marked by the case of FlexPipe's Fig. 7; and T of the conditions, for
-    each known step (of which there are fewer towards the end of a run)."""
+    """Draw the layout over the steps, marked by the case of FlexPipe's Fig. 7, and below T for each known step."""
     layouts = list(dict.fromkeys(one.layout for one in decisions))
     first, last = decisions[0].step, decisions[-1].step
     lanes = Axes(
@@ -221,12 +199,12 @@ def layout_figure(decisions: Sequence[LayoutDecision]) -> Figure:
     )
     places = [(lanes.x.share(one.step), lanes.y_px(layouts.index(one.layout))) for one in decisions]
     marks = [line(_halfway(places), lanes.height_px, PREDICTED)]
-    for one, (at, y_px) in zip(decisions, places, strict=True):
+    for one, place in zip(decisions, places, strict=True):
         color, tip = _LAYOUT_COLORS[one.case], _decision_tip(one)
         if one.case in (3, 4):
-            marks.append(triangle(at, y_px, color, up=one.case == 3, tip=tip))
+            marks.append(triangle(*place, color, up=one.case == 3, tip=tip))
         else:
-            marks.append(dot(at, y_px, color, radius_px=3.6 if one.case == 1 else 4.6, tip=tip))
+            marks.append(dot(*place, color, radius_px=3.6 if one.case == 1 else 4.6, tip=tip))
     label = f"layout of steps {first} to {last}: {', '.join(layouts)}"
     cases = [case for case in _NAMES if any(one.case == case for one in decisions)]
     seconds = _seconds(decisions)
@@ -244,15 +222,15 @@ def layout_figure(decisions: Sequence[LayoutDecision]) -> Figure:
 
 def _seconds(decisions: Sequence[LayoutDecision]) -> list[Series]:
     steps, known = (np.array([getattr(one, key) for one in decisions], float) for key in ("step", "known_steps"))
-    new = [None if one.new_s is None else one.new_s + one.switch_s for one in decisions]
-    series = [
-        (name, color, dash, steps, np.array(totals, float) / known)
-        for name, totals, color, dash in (
-            ("T(keep)", [one.keep_s for one in decisions], MEASURED, "solid"),
-            ("T(save)", [one.save_s if one.keep_s is None else None for one in decisions], SERIES[4], "dot"),
-            ("T(new) + T(switch)", new, SERIES[1], "dash"),
-        )
-    ]
+    keep, save, new, switch = (
+        np.array([getattr(one, key) for one in decisions], float) / known
+        for key in ("keep_s", "save_s", "new_s", "switch_s")
+    )
+    series = (
+        ("T(keep)", MEASURED, "solid", steps, keep),
+        ("T(save)", SERIES[4], "dot", steps, np.where(np.isnan(keep), save, np.nan)),
+        ("T(new) + T(switch)", SERIES[1], "dash", steps, new + switch),
+    )
     return [one for one in series if not np.isnan(one[-1]).all()]
 
 
@@ -282,8 +260,7 @@ def _decision_tip(decision: LayoutDecision) -> str:
     return "\n".join([*lines, decision.why])
 
 
-_DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
-_COLORS = {"forward": KIND_STYLES["F"].even, "backward": KIND_STYLES["B"].even}
+_DIRECTIONS: dict[Direction, str] = {"forward": KIND_STYLES["F"].even, "backward": KIND_STYLES["B"].even}
 _ROW_PX = 34
 _HALF_PX = 14.0
 _MOST_DOTS = 40
@@ -309,34 +286,26 @@ def pack_time_figure(sections: Mapping[str, Mapping[str, Steps]]) -> Figure:
     both = len({origin for _, origin in rows}) > 1
     names = [f"{name}, {origin}" if both else name for name, origin in rows]
     ratios = {
-        direction: [
-            [relative_times(timeline, plan, direction) for timeline, plan in sections[name][origin]]
-            for name, origin in rows
-        ]
+        direction: [[relative_times(*step, direction) for step in sections[name][origin]] for name, origin in rows]
         for direction in _DIRECTIONS
     }
     all_steps = [one for of_direction in ratios.values() for steps in of_direction for one in steps if len(one)]
     largest = max((float(one.max()) for one in all_steps), default=1.0)
     scale = Scale(0, min(largest, _MOST_SHOWN) * 1.04)
-    ticks = value_ticks(0, scale.high, "×", 6)
-    parts = []
-    for direction in _DIRECTIONS:
-        shown = []
-        for name, (_, origin), steps in zip(names, rows, ratios[direction], strict=True):
-            is_hollow = both and origin == "predicted"
-            color = PREDICTED if is_hollow else _COLORS[direction]
-            shown.append((name, _marks(np.concatenate(steps), scale, color, is_hollow), _pack_time_note(steps)))
-        label = f"{direction} packs, max over mean: " + "; ".join(f"{name} {note}" for name, _, note in shown)
-        is_last = direction == _DIRECTIONS[-1]
-        title = "time of a pack over the mean pack" if is_last else ""
+    axis = {"x": scale, "ticks": value_ticks(0, scale.high, "×", 6), "names_px": names_width_px(names), "notes_px": 150}
+    parts, notes = [], [names]
+    for direction, color in _DIRECTIONS.items():
+        marks = [
+            _marks(np.concatenate(steps), scale, color, both and origin == "predicted")
+            for (_, origin), steps in zip(rows, ratios[direction], strict=True)
+        ]
+        notes.append([_pack_time_note(steps) for steps in ratios[direction]])
+        label = "; ".join(f"{name} {note}" for name, note in zip(names, notes[-1], strict=True))
+        title = "time of a pack over the mean pack" if direction == "backward" else ""
         parts.append(f'<div class="panel-title">{direction.capitalize()} packs</div>')
-        widths = {"names_px": names_width_px(names), "notes_px": 150}
-        parts.append(rows_chart(shown, _ROW_PX, label, x=scale, ticks=ticks, title=title, **widths))
-    table = [
-        (name, *(_pack_time_note(ratios[direction][row]) for direction in _DIRECTIONS))
-        for row, name in enumerate(names)
-    ]
-    numbers = NumberTable(("max/mean", "forward packs", "backward packs"), tuple(table))
+        shown = zip(names, marks, notes[-1], strict=True)
+        parts.append(rows_chart(shown, _ROW_PX, f"{direction} packs, max over mean: {label}", title=title, **axis))
+    numbers = NumberTable(("max/mean", "forward packs", "backward packs"), tuple(zip(*notes, strict=True)))
     return Figure(body="".join(parts), label="spread of pack times, forward and backward", numbers=numbers)
 
 
@@ -371,34 +340,29 @@ def _pack_time_note(steps: Sequence[NDArray[np.float64]]) -> str:
 
 
 def _marks(ratios: NDArray[np.float64], scale: Scale, color: str, is_hollow: bool) -> str:
-    middle = _ROW_PX / 2
-    mean = upright(scale.share(1), 0, _ROW_PX, "mean")
+    middle, mean = _ROW_PX / 2, upright(scale.share(1), 0, _ROW_PX, "mean")
+    color = PREDICTED if is_hollow else color
     shown = ratios[ratios <= scale.high]
     if len(ratios) <= _MOST_DOTS:
         # Spread by place, not by chance: the same report is the same picture.
         offsets = (np.arange(len(shown)) * 0.618034 % 1 - 0.5) * 2 * _SPREAD_OF_POINTS_PX
-        points = zip(shown.tolist(), offsets.tolist(), strict=True)
-        dots = (
+        return mean + "".join(
             dot(scale.share(at), middle + offset, color, hollow=is_hollow, tip=f"{at:.3f} of the mean pack")
-            for at, offset in points
+            for at, offset in zip(shown.tolist(), offsets.tolist(), strict=True)
         )
-        return mean + "".join(dots)
     if not len(shown):
         return mean
-    at, density = _density(ratios)
-    inside = at <= scale.high
-    at, half = at[inside], _HALF_PX * density[inside] / density.max()
-    upper = [(scale.share(x), middle - h) for x, h in zip(at.tolist(), half.tolist(), strict=True)]
+    places, density = _density(ratios)
+    heights = (_HALF_PX * density / density.max()).tolist()
+    upper = [(scale.share(x), middle - h) for x, h in zip(places.tolist(), heights, strict=True) if x <= scale.high]
     lower = [(x, 2 * middle - y) for x, y in reversed(upper)]
     low, center, high = np.quantile(ratios, (0.25, 0.5, 0.75)).tolist()
     half_of_them = f"half of them take {low:.3f} to {high:.3f} of the mean pack"
     tip = f"{len(ratios):,} packs: {half_of_them}, the slowest {ratios.max():.3f}"
-    marks = [shape([*upper, *lower], _ROW_PX, color, "none" if is_hollow else f"{color}55", tip)]
-    box = scale.share(low), min(1.0, scale.share(high))
-    if box[0] < box[1]:
-        marks.append(rect(box, middle - 2.5, 5, color, tip))
-    marks.append(upright(min(1.0, scale.share(center)), middle - 5, middle + 5, "median"))
-    return mean + "".join(marks)
+    violin = shape([*upper, *lower], _ROW_PX, color, "none" if is_hollow else f"{color}55", tip)
+    span = scale.share(low), min(1.0, scale.share(high))
+    box = rect(span, middle - 2.5, 5, color, tip) if span[0] < span[1] else ""
+    return mean + violin + box + upright(min(1.0, scale.share(center)), middle - 5, middle + 5, "median")
 
 
 def _density(ratios: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -425,24 +389,15 @@ _LEAST_LABELLED_SHARE, _LEAST_ON_NARROW = 0.055, 0.14
 def time_split_figure(splits: Mapping[str, TimeSplit]) -> Figure:
     """Draw the predicted step of every strategy as a stacked bar; causes that cost nothing anywhere are left out."""
     longest_s = max(split.total_s() for split in splits.values()) or 1.0
-    fields = [
-        field
-        for field in CAUSE_LABELS
-        if max(getattr(split, field) for split in splits.values()) >= _LEAST_NAMED_SHARE * longest_s
-    ]
+    least_s = _LEAST_NAMED_SHARE * longest_s
+    fields = [field for field in CAUSE_LABELS if max(getattr(one, field) for one in splits.values()) >= least_s]
     scale = Scale(0, longest_s * 1.01)
-    notes = {name: _time_split_note(split) for name, split in splits.items()}
-    label = "; ".join(f"{name}: {note}" for name, note in notes.items())
-    chart = rows_chart(
-        [(name, _bar(split, fields, scale), notes[name]) for name, split in splits.items()],
-        _ROW_PX,
-        label,
-        x=scale,
-        ticks=[replace(tick, is_minor=bool(i % 2)) for i, tick in enumerate(value_ticks(0, scale.high, "s"))],
-        title="predicted seconds of a step, mean over devices and steps",
-        names_px=names_width_px(splits),
-        notes_px=196,
-    )
+    shown = [(name, _bar(split, fields, scale), _time_split_note(split)) for name, split in splits.items()]
+    label = "; ".join(f"{name}: {note}" for name, _, note in shown)
+    ticks = [replace(tick, is_minor=bool(i % 2)) for i, tick in enumerate(value_ticks(0, scale.high, "s"))]
+    title = "predicted seconds of a step, mean over devices and steps"
+    widths = {"names_px": names_width_px(splits), "notes_px": 196}
+    chart = rows_chart(shown, _ROW_PX, label, x=scale, ticks=ticks, title=title, **widths)
     keys = legend((CAUSE_LABELS[field], CAUSE_COLORS[field], "fill") for field in fields)
     rows = []
     for field in fields:
@@ -454,20 +409,18 @@ def time_split_figure(splits: Mapping[str, TimeSplit]) -> Figure:
 
 
 def _bar(split: TimeSplit, fields: list[str], scale: Scale) -> str:
-    parts = []
-    before_s = 0.0
+    parts, before_s = [], 0.0
     for field in fields:
-        seconds = getattr(split, field)
-        if seconds <= 0:
+        if (seconds := getattr(split, field)) <= 0:
             continue
         span = scale.share(before_s), scale.share(before_s + seconds)
         share = format_percent(seconds / split.total_s())
         tip = f"{CAUSE_LABELS[field]}: {format_seconds(seconds)}, {share} of the step"
         parts.append(rect(span, (_ROW_PX - _BAR_PX) / 2, _BAR_PX, CAUSE_COLORS[field], tip))
         if span[1] - span[0] >= _LEAST_LABELLED_SHARE:
-            middle = (span[0] + span[1]) / 2
             kind = "inside" if span[1] - span[0] >= _LEAST_ON_NARROW else "inside minor"
-            parts.append(text(middle, _ROW_PX / 2 + 4, share, kind=kind, color=text_on(CAUSE_COLORS[field])))
+            place, color = (sum(span) / 2, _ROW_PX / 2 + 4), text_on(CAUSE_COLORS[field])
+            parts.append(text(*place, share, kind=kind, color=color))
         before_s += seconds
     return "".join(parts)
 

@@ -1,8 +1,6 @@
 """Write `report.html`: one page about a run or a comparison, readable anywhere and without a network.
 
-It has the result (a sentence, numbers, the comparison of strategies), where the time goes, curves of trained runs, the
-step view (timelines, memory and documents of any step), pack times, layouts over time, document lengths; settings and
-the token ledger are folded. What is not known is not drawn; the page says what is missing.
+What is not known is not drawn; the page says what is missing.
 """
 
 import os
@@ -54,11 +52,9 @@ def render_report(report: RunReport) -> str:
     if len(set(names)) < len(names):
         raise ConfigError(f"report sections {names}: names must differ, they are the legend")
     parts = [part for part in _parts(report) if part[2]]
-    blocks = [f"<h1>{escape(report.title)}</h1>"]
-    if report.headline:
-        blocks.append(f'<p class="headline">{escape(report.headline)}.</p>')
-    trained = _trained(report)
-    if len(trained) == 1:
+    headline = f'<p class="headline">{escape(report.headline)}.</p>' if report.headline else ""
+    blocks = [f"<h1>{escape(report.title)}</h1>", headline]
+    if len(trained := _trained(report)) == 1:
         blocks.append(tiles_html(trained[0][1]))
     if report.facts:
         facts = ((name, escape(value)) for name, value in report.facts)
@@ -70,17 +66,15 @@ def render_report(report: RunReport) -> str:
         links = (f'<a href="#{identifier}">{escape(heading)}</a>' for identifier, heading, _ in parts)
         blocks.append(f'<nav aria-label="Contents">{"".join(links)}</nav>')
     for identifier, heading, of_part in parts:
-        blocks += [f'<section aria-labelledby="{identifier}"><h2 id="{identifier}">{escape(heading)}</h2>', *of_part]
-        blocks.append("</section>")
+        head = f'<section aria-labelledby="{identifier}"><h2 id="{identifier}">{escape(heading)}</h2>'
+        blocks += [head, *of_part, "</section>"]
     if report.ledger:
         rule = "<p>Every token read is trained, masked, deferred or dropped with a reason.</p>"
         content = escape("\n".join(report.ledger))
         ledger = f'<pre role="region" tabindex="0" aria-label="Token ledger">{content}</pre>'
         blocks.append(folded_html("settings", "Token ledger", rule + ledger))
-    has_steps = any(section.steps for section in report.sections)
-    return page_html(
-        report.title, [block for block in blocks if block], STEP_VIEW_SCRIPTS if has_steps else (), report.unit
-    )
+    scripts = STEP_VIEW_SCRIPTS if any(section.steps for section in report.sections) else ()
+    return page_html(report.title, filter(None, blocks), scripts, report.unit)
 
 
 def _trained(report: RunReport) -> list[tuple[str, RunSection]]:
@@ -90,11 +84,13 @@ def _trained(report: RunReport) -> list[tuple[str, RunSection]]:
 def _parts(report: RunReport) -> list[Part]:
     trained = _trained(report)
     refused = {str(row["name"]) for row in report.comparison if not is_feasible(row)}
+    sections = {f"{one.name} *" if one.name in refused else one.name: one for one in report.sections}
+    remark = " * exceeds memory: what it would take, were there more." if refused else ""
     step_view = step_view_html(report.sections, report.best, refused)
     comparison = [comparison_html(report.comparison, report.best, report.unit)] if report.comparison else []
     parts: list[Part] = [
         ("comparison", "Comparison", comparison),
-        ("time", "Where the time goes", _split(report, refused)),
+        ("time", "Where the time goes", _split(sections, remark)),
     ]
     is_alone = len(trained) == 1
     curves = [] if len(trained) < 2 else shared_curves_html("all", [section for _, section in trained])
@@ -107,61 +103,41 @@ def _parts(report: RunReport) -> list[Part]:
     else:
         parts.append(("curves", "Trained runs" if len(trained) > 1 else "Step by step", curves))
     parts.append(("steps", "Inside a step", [*_left_out_steps(trained), step_view] if step_view else []))
-    parts.append(("packs", "Pack times", _packs(report, refused)))
+    parts.append(("packs", "Pack times", _packs(sections, remark)))
     parts.append(("layouts", "Layouts over time", _layouts(report.sections)))
-    parts.append(("documents", "Documents of these steps", _lengths(report)))
-    return parts
+    lengths = [] if report.lengths is None else length_blocks(report.lengths, report.unit, "Lengths")[:2]
+    return [*parts, ("documents", "Documents of these steps", lengths)]
 
 
 def _left_out_steps(trained: Sequence[tuple[str, RunSection]]) -> list[str]:
     """Say which steps of long runs are in the page."""
     blocks = []
     for _, section in trained:
-        num_steps = len(latest_per_step(section.metrics))
-        if 1 < len(section.steps) < num_steps:
-            name = f"{section.name}: " if len(trained) > 1 else ""
-            shown = f"{len(section.steps):,} of {num_steps:,} steps can be looked at here"
+        shown, num_steps = len(section.steps), len(latest_per_step(section.metrics))
+        if 1 < shown < num_steps:
+            name = f"{escape(section.name)}: " if len(trained) > 1 else ""
             why = "the last ones while a run goes on; at its end all, or so many that the page stays small"
-            blocks.append(f"<p>{escape(name)}{shown}: {why}.</p>")
+            blocks.append(f"<p>{name}{shown:,} of {num_steps:,} steps can be looked at here: {why}.</p>")
     return blocks
 
 
-def _lengths(report: RunReport) -> list[str]:
-    if report.lengths is None:
-        return []
-    return length_blocks(report.lengths, report.unit, "Lengths")[:2]
-
-
-def _names(report: RunReport, refused: set[str]) -> tuple[dict[str, str], str]:
-    """Return the names of the sections in figures, and the remark on those with an asterisk."""
-    names = {one.name: f"{one.name} *" if one.name in refused else one.name for one in report.sections}
-    return names, " * exceeds memory: what it would take, were there more." if refused else ""
-
-
-def _split(report: RunReport, refused: set[str]) -> list[str]:
-    names, remark = _names(report, refused)
-    splits = {names[one.name]: one.time_split for one in report.sections if one.time_split is not None}
+def _split(sections: Mapping[str, RunSection], remark: str) -> list[str]:
+    splits = {name: one.time_split for name, one in sections.items() if one.time_split is not None}
     if not splits:
         return []
-    steps = [
-        f"{escape(one.name)} step {one.steps[-1].step}"
-        for one in report.sections
-        if one.time_split is not None and one.metrics and one.steps
-    ]
+    trained = [one for one in sections.values() if one.time_split is not None and one.metrics and one.steps]
+    steps = ", ".join(f"{escape(one.name)} step {one.steps[-1].step}" for one in trained)
     of_runs = (
-        f" Of trained runs the bars are <b>predicted</b> too, for the last step ({', '.join(steps)}); what it took "
-        "stands below."
+        f" Of trained runs the bars are <b>predicted</b> too, for the last step ({steps}); what it took stands below."
     )
     read = _READ_SPLIT + (of_runs if steps else "") + remark
     return [figure_html("all-split", "Predicted seconds of a step, by cause", read, time_split_figure(splits))]
 
 
-def _packs(report: RunReport, refused: set[str]) -> list[str]:
-    names, remark = _names(report, refused)
-    with_times = {names[section.name]: section.timelines() for section in report.sections if section.steps}
-    if not with_times:
-        return []
-    return [figure_html("all-packs", "How even packs are", _READ_PACKS + remark, pack_time_figure(with_times))]
+def _packs(sections: Mapping[str, RunSection], remark: str) -> list[str]:
+    times = {name: one.timelines() for name, one in sections.items() if one.steps}
+    read = _READ_PACKS + remark
+    return [figure_html("all-packs", "How even packs are", read, pack_time_figure(times))] if times else []
 
 
 def _layouts(sections: Sequence[RunSection]) -> list[str]:
@@ -181,8 +157,7 @@ _FIRST = (
 
 
 def comparison_html(rows: Sequence[Mapping[str, object]], best: str, unit: LengthUnit) -> str:
-    """Return the comparison, the best strategy marked, and below those that cannot run with the reason; further columns
-    are folded."""
+    """Return the comparison, the best strategy marked, those that cannot run last; further columns are folded."""
     feasible = [row for row in rows if is_feasible(row)]
     refused = [row for row in rows if not is_feasible(row)]
     columns = {column.key: column for column in shown_columns(feasible, unit)}
@@ -209,22 +184,19 @@ def strategies_table(
     )
     parts = [f'<table><thead><tr><th scope="col">strategy</th>{heads}</tr></thead><tbody>']
     for row in feasible:
-        cells = "".join(f"<td{_text_class(column.key)}>{_cell(column, row)}</td>" for column in columns)
-        is_best = row["name"] == best
-        name = f"{'▶ ' if is_best else ''}{escape(str(row['name']))}"
-        kind = "best" if is_best else "feasible"
-        parts.append(f'<tr class="{kind}"><th scope="row">{name}</th>{cells}</tr>')
+        cells = ""
+        for column in columns:
+            shown = escape(format_cell(column, row))
+            # One loss a line: they are read one by one.
+            shown = shown.replace(", ", ",<br>") if column.key == "time_split" else shown
+            cells += f"<td{_text_class(column.key)}>{shown}</td>"
+        kind, mark = ("best", "▶ ") if row["name"] == best else ("feasible", "")
+        parts.append(f'<tr class="{kind}"><th scope="row">{mark}{escape(str(row["name"]))}</th>{cells}</tr>')
     for row in refused:
         reason = escape(str(row.get("why") or "no reason given"))
         why = f'<td class="why" colspan="{max(1, len(columns))}">not feasible: {reason}</td>'
         parts.append(f'<tr class="refused"><th scope="row">{escape(str(row["name"]))}</th>{why}</tr>')
     return "\n".join([*parts, "</tbody></table>"])
-
-
-def _cell(column: Column, row: Mapping[str, object]) -> str:
-    shown = escape(format_cell(column, row))
-    # One loss a line: they are read one by one.
-    return shown.replace(", ", ",<br>") if column.key == "time_split" else shown
 
 
 def _text_class(key: str) -> str:

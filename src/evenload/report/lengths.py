@@ -1,8 +1,6 @@
-"""Show document lengths in a terminal, on a page and as one PNG (`evenload lengths`): shares by length class,
-cumulative shares, and what windows cut.
+"""Show document lengths in a terminal, on a page and as one PNG (`evenload lengths`).
 
-Length axes are logarithmic. Documents are blue, tokens orange, attention work green, each on an axis of its own. The
-bar of a class far above all others is broken: one document of ten million tokens holds most of the attention work.
+The bar of a class far above all others is broken: one document of ten million tokens holds most of the attention work.
 """
 
 import itertools
@@ -27,10 +25,9 @@ from evenload.report.svg import (
     Figure,
     NumberTable,
     Scale,
-    class_ticks,
     legend,
-    length_ticks,
     line,
+    named_ticks,
     panel,
     rect,
     stairs,
@@ -93,18 +90,16 @@ def length_classes_figure(profile: LengthProfile) -> Figure:
     """Draw the share of documents, tokens and attention work by length class, a panel each."""
     starts = [format_power_of_two(c.start) for c in profile.classes]
     names = [f"{format_power_of_two(c.start)} to {format_power_of_two(c.stop)}" for c in profile.classes]
-    panels = []
-    cells: list[list[str]] = []
+    panels, columns = [], [names]
     for key, name in COUNTED.items():
         shares, counts = _shares(profile, key), [getattr(one, key) for one in profile.classes]
         is_last, end = key == "attention_pairs", axis_end(shares)
-        title = "length from (tokens; every class ends where the next begins)" if is_last else ""
         axes = Axes(
             x=Scale(-0.5, len(shares) - 0.5),
             y=Scale(0, end),
-            x_ticks=class_ticks(starts if is_last else []),
+            x_ticks=named_ticks(dict(enumerate(starts)), 8) if is_last else (),
             y_ticks=value_ticks(0, end, "%", 3),
-            x_title=title,
+            x_title="length from (tokens; every class ends where the next begins)" if is_last else "",
             height_px=_CLASS_PX,
         )
         marks = []
@@ -113,19 +108,16 @@ def length_classes_figure(profile: LengthProfile) -> Figure:
             marks += _class_bar(axes, i, share, LENGTH_COLORS[key], tip)
         most = max(range(len(shares)), key=shares.__getitem__)
         label = f"share of {name} by length: most, {format_share(shares[most])}, from {names[most]} tokens"
-        heading = f'<div class="panel-title">{name}</div>'
-        panels.append(heading + panel(axes, marks, label))
-        cells.append([f"{count:,}, {format_share(share)}" for count, share in zip(counts, shares, strict=True)])
-    return Figure(
-        body="".join(panels),
-        label="shares of documents, tokens and attention work by length class",
-        numbers=NumberTable(("length (tokens)", *COUNTED.values()), tuple(zip(names, *cells, strict=True))),
-    )
+        panels.append(f'<div class="panel-title">{name}</div>{panel(axes, marks, label)}')
+        columns.append([f"{count:,}, {format_share(share)}" for count, share in zip(counts, shares, strict=True)])
+    numbers = NumberTable(("length (tokens)", *COUNTED.values()), tuple(zip(*columns, strict=True)))
+    return Figure("".join(panels), "shares of documents, tokens and attention work by length class", numbers)
 
 
 def cumulative_lengths_figure(profile: LengthProfile) -> Figure:
     """Draw the share of documents, tokens and attention work in documents up to a length."""
-    ticks = length_ticks(profile.shortest, profile.longest)
+    powers = [2**k for k in range(profile.shortest.bit_length() - 1, profile.longest.bit_length() + 1)]
+    ticks = named_ticks({length: format_power_of_two(length) for length in powers}, 7)
     axes = Axes(
         x=Scale(ticks[0].at, ticks[-1].at, is_log=True),
         y=Scale(0, 1.02),
@@ -149,35 +141,30 @@ def cumulative_lengths_figure(profile: LengthProfile) -> Figure:
 def window_cuts_figure(profile: LengthProfile) -> Figure:
     """Draw what each window cuts: documents longer than it, tokens beyond it, attention across its pieces."""
     windows = [format_power_of_two(cut.window) for cut in profile.windows]
-    columns = [
-        [getattr(cut, key) / getattr(profile, total) for cut in profile.windows] for key, total, _ in WINDOW_CUTS
-    ]
+    cuts = profile.windows
+    columns = [[getattr(cut, key) / getattr(profile, total) for cut in cuts] for key, total, _ in WINDOW_CUTS]
     end = (max(map(max, columns)) or 1.0) * 1.05
     axes = Axes(
         x=Scale(-0.5, len(windows) - 0.5),
         y=Scale(0, end),
-        x_ticks=class_ticks(windows),
+        x_ticks=named_ticks(dict(enumerate(windows)), 8),
         y_ticks=value_ticks(0, end, "%"),
         x_title="context window (tokens)",
         y_title="share cut",
         height_px=_SHARES_PX,
     )
-    marks = []
-    kinds = zip(WINDOW_CUTS, columns, _CUT_MEANINGS, strict=True)
-    for position, ((key, total, _), shares, meaning) in enumerate(kinds):
-        for i, (share, cut) in enumerate(zip(shares, profile.windows, strict=True)):
-            tip = f"window {windows[i]}: {share:.2%} {meaning} ({getattr(cut, key):,})"
+    marks, cells = [], [windows]
+    for position, ((key, total, _), meaning) in enumerate(zip(WINDOW_CUTS, _CUT_MEANINGS, strict=True)):
+        shown = list(zip(windows, columns[position], [getattr(cut, key) for cut in cuts], strict=True))
+        for i, (window, share, count) in enumerate(shown):
+            tip = f"window {window}: {share:.2%} {meaning} ({count:,})"
             low = i - 0.36 + 0.24 * position
             span = axes.x.share(low), axes.x.share(low + 0.23)
             marks.append(rect(span, axes.y_px(share), axes.height_px - axes.y_px(share), LENGTH_COLORS[total], tip))
+        cells.append([f"{count:,}, {format_share(share)}" for _, share, count in shown])
     label = "what each context window cuts: documents, tokens, attention work"
-    rows = []
-    for i, (window, cut) in enumerate(zip(windows, profile.windows, strict=True)):
-        counts = [getattr(cut, key) for key, _, _ in WINDOW_CUTS]
-        cells = (f"{count:,}, {format_share(column[i])}" for count, column in zip(counts, columns, strict=True))
-        rows.append((window, *cells))
     keys = legend((name, LENGTH_COLORS[total], "fill") for _, total, name in WINDOW_CUTS)
-    numbers = NumberTable(("window (tokens)", *(name for _, _, name in WINDOW_CUTS)), tuple(rows))
+    numbers = NumberTable(("window (tokens)", *(name for _, _, name in WINDOW_CUTS)), tuple(zip(*cells, strict=True)))
     return Figure(body=keys + panel(axes, marks, label), label=label, numbers=numbers)
 
 
@@ -189,17 +176,14 @@ def _class_bar(axes: Axes, at: int, share: float, color: str, tip: str) -> list[
     """Draw a bar with its share over it; two gaps show that it is longer than the axis."""
     if not share:
         return []
-    span = axes.x.share(at - 0.4), axes.x.share(at + 0.4)
-    middle = (span[0] + span[1]) / 2
-    is_broken = share > axes.y.high
+    span, is_broken = (axes.x.share(at - 0.4), axes.x.share(at + 0.4)), share > axes.y.high
     top = 16.0 if is_broken else min(axes.y_px(share), axes.height_px - 1)  # at least one pixel is seen
     marks = [rect(span, top, axes.height_px - top, color, tip)]
     if is_broken:
         marks += [rect((span[0] - 0.002, span[1] + 0.002), y, 2.5, "var(--card)") for y in (top + 12, top + 18)]
     number = f"{100 * share:.1f}" if share >= 0.0005 else "<0.1"
-    kind = "on-bar broken" if is_broken else "on-bar"
-    marks.append(text(middle, top - 4, f"{number} %" if is_broken else number, kind=kind))
-    return marks
+    shown, kind = (f"{number} %", "on-bar broken") if is_broken else (number, "on-bar")
+    return [*marks, text(axes.x.share(at), top - 4, shown, kind=kind)]
 
 
 _EIGHTHS = ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")
@@ -210,8 +194,7 @@ _LEAST_BAR, _MOST_BAR = 4, 20
 
 @dataclass(frozen=True)
 class LengthsTable:
-    """Renders totals, a histogram over length classes, and what windows cut; in a narrow terminal the last columns are
-    left out, because a cut number is a wrong one."""
+    """Renders totals, a histogram, and what windows cut; a narrow terminal lacks the last columns."""
 
     profile: LengthProfile
     unit: LengthUnit = "tokens"
@@ -242,9 +225,10 @@ def _totals(profile: LengthProfile) -> Iterator[str]:
     )
     for name, half in (("tokens lie", profile.half_of_tokens), ("attention work lies", profile.half_of_attention)):
         share = format_share(half.documents / profile.documents)
-        is_one = half.documents == 1
-        which = "the longest document" if is_one else f"the {half.documents:,} longest documents"
-        yield f"half of the {name} in {which} ({share}), of {half.shortest:,} tokens{'' if is_one else ' and more'}"
+        which, more = f"the {half.documents:,} longest documents", " and more"
+        if half.documents == 1:
+            which, more = "the longest document", ""
+        yield f"half of the {name} in {which} ({share}), of {half.shortest:,} tokens{more}"
 
 
 def _class_table(profile: LengthProfile, width: int, is_wide: bool, unit: LengthUnit) -> Table:
@@ -273,16 +257,11 @@ def _windows(profile: LengthProfile, unit: LengthUnit) -> Table:
     headings = ("window", *of_docs, *of_tokens, "work across\npieces")
     table = _bare_table([in_unit(heading, unit) for heading in headings])
     for cut in profile.windows:
-        table.add_row(
-            format_power_of_two(cut.window),
-            f"{cut.longer_documents:,}",
-            format_share(cut.longer_documents / profile.documents),
-            format_share(cut.longer_tokens / profile.tokens),
-            format_count(cut.tokens_beyond),
-            format_share(cut.tokens_beyond / profile.tokens),
-            format_share(cut.attention_pairs_across / profile.attention_pairs),
-            style="bright_black" if not cut.longer_documents else None,
-        )
+        longer, tokens = cut.longer_documents / profile.documents, cut.longer_tokens / profile.tokens
+        beyond, across = cut.tokens_beyond / profile.tokens, cut.attention_pairs_across / profile.attention_pairs
+        documents = format_power_of_two(cut.window), f"{cut.longer_documents:,}", format_share(longer)
+        cells = format_share(tokens), format_count(cut.tokens_beyond), format_share(beyond), format_share(across)
+        table.add_row(*documents, *cells, style="bright_black" if not cut.longer_documents else None)
     return table
 
 
@@ -339,10 +318,6 @@ def _tiles(profile: LengthProfile) -> str:
     )
 
 
-_INCHES = (9.0, 9.6)
-_DOTS_PER_INCH = 130
-
-
 def write_lengths_png(
     path: str | os.PathLike[str], title: str, profile: LengthProfile, unit: LengthUnit = "tokens"
 ) -> None:
@@ -351,10 +326,9 @@ def write_lengths_png(
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError(
-            f"a PNG needs matplotlib ({error}); install it with: pip install 'evenload[png]', or use --html"
-        ) from error
-    figure = Figure(figsize=_INCHES, dpi=_DOTS_PER_INCH, layout="constrained")
+        fix = "install it with: pip install 'evenload[png]', or use --html"
+        raise ConfigError(f"a PNG needs matplotlib ({error}); {fix}") from error
+    figure = Figure(figsize=(9.0, 9.6), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     # matplotlib reads "$" as mathematics.
     figure.suptitle(title.replace("$", r"\$"), fontsize=12, fontweight="bold")
@@ -362,15 +336,11 @@ def write_lengths_png(
     of_classes = [(name, key, [getattr(c, key) for c in profile.classes]) for key, name in COUNTED.items()]
     _grouped_bars(classes, [c.start for c in profile.classes], of_classes, profile, unit)
     classes.set_xlabel(in_unit("length from (tokens)", unit))
+    up_to = [point.length for point in profile.cumulative]
     for key, name in COUNTED.items():
-        cumulative.step(
-            [point.length for point in profile.cumulative],
-            [100 * getattr(point, key) for point in profile.cumulative],
-            where="post",
-            color=LENGTH_COLORS[key],
-            linewidth=1.8,
-            label=in_unit(name, unit),
-        )
+        shares = [100 * getattr(point, key) for point in profile.cumulative]
+        style = {"color": LENGTH_COLORS[key], "linewidth": 1.8, "label": in_unit(name, unit)}
+        cumulative.step(up_to, shares, where="post", **style)
     cumulative.set_xscale("log", base=2)
     cumulative.xaxis.set_major_formatter(lambda value, _: format_power_of_two(round(value)) if value >= 1 else "")
     cumulative.set_xlabel(in_unit("up to this length (tokens)", unit))
@@ -398,10 +368,8 @@ def _cut_outlier(axes) -> None:
     axes.set_ylim(top=end)
     for bar in axes.patches:
         if bar.get_height() > end:
-            place = bar.get_x() + bar.get_width() / 2, end
-            axes.annotate(
-                f"▲ {bar.get_height():.1f} %", place, ha="center", va="bottom", fontsize=8, annotation_clip=False
-            )
+            place, style = (bar.get_x() + bar.get_width() / 2, end), {"ha": "center", "va": "bottom", "fontsize": 8}
+            axes.annotate(f"▲ {bar.get_height():.1f} %", place, annotation_clip=False, **style)
 
 
 def _grouped_bars(
@@ -411,8 +379,7 @@ def _grouped_bars(
     width = 0.8 / len(series)
     for position, (name, total, counts) in enumerate(series):
         center = (position - (len(series) - 1) / 2) * width
-        values = [100 * count / getattr(profile, total) for count in counts]
-        at = [i + center for i in range(len(lengths))]
-        axes.bar(at, values, width, label=in_unit(name, unit), color=LENGTH_COLORS[total])
+        bars = {i + center: 100 * count / getattr(profile, total) for i, count in enumerate(counts)}
+        axes.bar(list(bars), list(bars.values()), width, label=in_unit(name, unit), color=LENGTH_COLORS[total])
     labels = [format_power_of_two(length) for length in lengths]
     axes.set_xticks(range(len(labels)), labels, rotation=0 if len(labels) < 20 else 45, fontsize=8)

@@ -1,5 +1,4 @@
-"""Append to and read the files of a run with one JSON object a line: `metrics.jsonl`, a row of fixed keys a step,
-`validation.jsonl`, `samples.jsonl` and `layouts.jsonl`.
+"""Append to and read a run's files of JSON lines: `metrics.jsonl` (fixed keys), `validation.jsonl`, `layouts.jsonl` ...
 
 A run killed in the middle of a write leaves a torn last line, which is left out with a log warning; anywhere else a
 broken line is an error. Appending after a torn line is refused until `drop_torn_line` has cut it off. Non-finite
@@ -39,21 +38,16 @@ _LOG = logging.getLogger(__name__)
 
 
 def append_metrics(path: str | os.PathLike[str], row: MetricRow) -> None:
-    """Append a step to the file, made if needed; `DataError` where keys are missing or unknown, or the file ends in a
-    torn line."""
+    """Append a step to the file, made if needed; `DataError` for missing or unknown keys, or a torn last line."""
     if wrong := _wrong_keys(row.keys()):
-        raise DataError(
-            f"metrics of step {row.get('step', '?')}: {wrong}; give exactly METRIC_KEYS, with None for a value that "
-            "does not exist"
-        )
+        fix = "give exactly METRIC_KEYS, with None for a value that does not exist"
+        raise DataError(f"metrics of step {row.get('step', '?')}: {wrong}; {fix}")
     line = json.dumps({key: _encode_value(row[key]) for key in METRIC_KEYS}, allow_nan=False) + "\n"
     with open(path, "a+b") as file:
         if file.seek(0, os.SEEK_END):
             file.seek(-1, os.SEEK_END)
             if file.read(1) != b"\n":
-                raise DataError(
-                    f"{path} ends in a torn line (a crash while writing); call drop_torn_line before appending to it"
-                )
+                raise DataError(f"{path} ends in a torn line (a crash while writing); call drop_torn_line first")
         file.write(line.encode())
 
 
@@ -103,9 +97,8 @@ def _wrong_keys(keys: Collection[str]) -> str:
 
 
 def _encode_value(value: MetricValue) -> MetricValue:
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if value != value else "Infinity" if value > 0 else "-Infinity"
-    return value
+    is_finite = not isinstance(value, float) or math.isfinite(value)
+    return value if is_finite else {"inf": "Infinity", "-inf": "-Infinity"}.get(str(value), "NaN")
 
 
 def _decode(line: bytes, where: str) -> dict[str, MetricValue]:
@@ -116,10 +109,7 @@ def _decode(line: bytes, where: str) -> dict[str, MetricValue]:
     if wrong := _wrong_keys(row if isinstance(row, dict) else ()):
         raise DataError(f"{where} is not a metrics row: {wrong}; is it a file of another version?")
     # "layout" is the one column of text.
-    return {
-        key: _NON_FINITE.get(value, value) if isinstance(value, str) and key != "layout" else value
-        for key, value in ((key, row[key]) for key in METRIC_KEYS)
-    }
+    return {key: row[key] if key == "layout" else _NON_FINITE.get(row[key], row[key]) for key in METRIC_KEYS}
 
 
 def append_rows(path: str | os.PathLike[str], rows: Iterable[msgspec.Struct]) -> None:
@@ -131,15 +121,13 @@ def append_rows(path: str | os.PathLike[str], rows: Iterable[msgspec.Struct]) ->
 
 
 def read_validations(path: str | os.PathLike[str]) -> tuple[Validation, ...]:
-    """Read `validation.jsonl` by ascending step, the last of passes that a resumed run repeated; `DataError` where a
-    whole line is none."""
+    """Read `validation.jsonl` by ascending step, of repeated passes the last; `DataError` for a line that is none."""
     latest = {(one.step, one.of_average): one for one in read_rows(path, Validation, "pass over validation data")}
     return tuple(latest[key] for key in sorted(latest))
 
 
 def read_decisions(path: str | os.PathLike[str]) -> tuple[LayoutDecision, ...]:
-    """Read `layouts.jsonl` by ascending step, the last of decisions that a resumed run repeated; `DataError` where a
-    whole line is none."""
+    """Read `layouts.jsonl` by ascending step, of repeated steps the last; `DataError` for a line that is none."""
     latest = {one.step: one for one in read_rows(path, LayoutDecision, "decision about a layout")}
     return tuple(latest[step] for step in sorted(latest))
 
@@ -151,7 +139,6 @@ def read_rows(path: str | os.PathLike[str], kind: type[Row], what: str) -> list[
         try:
             rows.append(msgspec.json.decode(line, type=kind))
         except msgspec.MsgspecError as error:
-            raise DataError(
-                f"{path}, line {number} is no {what} ({error}); remove the line or restore the file"
-            ) from error
+            where = f"{path}, line {number}"
+            raise DataError(f"{where} is no {what} ({error}); remove the line or restore the file") from error
     return rows

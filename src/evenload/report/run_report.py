@@ -1,8 +1,7 @@
-"""Hold everything a report page shows (`RunReport`), and make the figures and curves of a trained run."""
+"""Hold everything a report page shows (`RunReport`), and make the figures of a trained run."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 
 import numpy as np
 
@@ -65,11 +64,12 @@ class RunSection:
 
     def timelines(self) -> dict[str, tuple[tuple[Timeline, StepPlan | None], ...]]:
         """Return (timeline, plan) of all steps by origin, predicted before measured."""
-        of_origins = {
+        known = {origin for view in self.steps for origin in view.timelines()}
+        return {
             origin: tuple((view.timelines()[origin], view.plan) for view in self.steps if origin in view.timelines())
             for origin in ("predicted", "measured")
+            if origin in known
         }
-        return {origin: steps for origin, steps in of_origins.items() if steps}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -80,10 +80,9 @@ class RunReport:
         headline: the result in one sentence, without its full stop; "" = none.
         facts: (name, value) pairs: hardware, model, data, layout, strategy, seed, versions.
         sections: one for each strategy or configuration.
-        comparison: one row for each strategy; keys as of `evenload plan --json`, and `measured_step_time_s`,
-            `measured_tokens_per_s` of `evenload bench`.
+        comparison: a row of each strategy, with keys of `evenload plan --json` and `evenload bench`.
         best: name of the row to mark; "" = none.
-        ledger: lines about what became of all tokens.
+        ledger: what became of all tokens.
         lengths: of the documents of all steps.
     """
 
@@ -113,25 +112,17 @@ _READ_LOSS = (
 
 def curves_html(identifier: str, section: RunSection, *, is_alone: bool) -> list[str]:
     """Return figures of predicted and measured step time, and of loss and speed where the run is alone."""
-    blocks = [
-        figure_html(
-            f"{identifier}-time",
-            "Step time, predicted and measured",
-            _READ_STEP_TIME + (_READ_CLICK if section.steps else "") + _prediction_error(section.metrics),
-            step_time_figure(section.metrics, section.name),
-        )
-    ]
+    read = _READ_STEP_TIME + (_READ_CLICK if section.steps else "") + _prediction_error(section.metrics)
+    figure = step_time_figure(section.metrics, section.name)
+    blocks = [figure_html(f"{identifier}-time", "Step time, predicted and measured", read, figure)]
     if is_alone:
         blocks += shared_curves_html(identifier, (section,))
-    missing = [f"{origin} timeline" for origin in ("predicted", "measured") if origin not in section.timelines()]
-    missing += [
-        f"{origin} memory over time"
-        for origin, steps in section.timelines().items()
-        if not any(len(timeline.memory_bytes) for timeline, _ in steps)
-    ]
-    if missing:
-        blocks.append(f"<p>Not in this report: {escape(', '.join(missing))}.</p>")
-    return blocks
+    timelines = section.timelines()
+    missing = [f"{origin} timeline" for origin in ("predicted", "measured") if origin not in timelines]
+    for origin, steps in timelines.items():
+        if not any(len(timeline.memory_bytes) for timeline, _ in steps):
+            missing.append(f"{origin} memory over time")
+    return [*blocks, f"<p>Not in this report: {', '.join(missing)}.</p>"] if missing else blocks
 
 
 def shared_curves_html(identifier: str, sections: Sequence[RunSection]) -> list[str]:
@@ -161,9 +152,8 @@ def tiles_html(section: RunSection) -> str:
         ("memory, peak of all steps", format_bytes(peak), f"predicted {format_bytes(predicted_peak)}"),
         ("data wait", format_seconds(typical(rows, "data_wait_s")), meaning),
     )
-    return definitions_html(
-        "tiles", ((name, f"{value}<small>{small}</small>" if small else value) for name, value, small in tiles)
-    )
+    shown = ((name, f"{value}<small>{small}</small>" if small else value) for name, value, small in tiles)
+    return definitions_html("tiles", shown)
 
 
 def _loss(row: MetricRow) -> str:

@@ -1,8 +1,7 @@
 """Show any strategy, step and replica of a page as timeline, memory and documents, drawn in the browser.
 
-Timelines and plans are packed columns in the page, which are unpacked and drawn when they are chosen, so the page opens
-at once however many steps it holds. Predicted and measured timelines of 16 stages and 512 packs are drawn in 0.4 s and
-add 0.4 MB to the page.
+Timelines and plans are packed columns, which are unpacked and drawn when they are chosen, so the page opens at once
+however many steps it holds. Two timelines of 16 stages and 512 packs are drawn in 0.4 s and add 0.4 MB.
 """
 
 import base64
@@ -55,6 +54,7 @@ def _narrow(column: NDArray) -> NDArray:
 _KIB = 1024
 _MOST_UNITS = 2**31 - 1
 """The largest difference that fits int32, whatever the order of the tasks."""
+_UNITS_S = [float(f"1e{exponent}") for exponent in range(-9, 10)]
 _SIDE_KINDS_IN_ROWS = ("recompute", "offload", "reload")
 _SIDE_KINDS_AT_END = ("reduction", "optimizer", "gather")
 
@@ -85,23 +85,18 @@ def timeline_block(timeline: Timeline) -> DataBlock:
     kinds = _memory_columns(timeline, samples, sample_lane)
     sampled = np.rint(timeline.memory_time_s[samples] / unit_s).astype(np.int64)
     at_tasks = _sampled_at_tasks(sampled, sample_lane, start, end, lane, len(lanes))
-    text, directory = pack_columns(
-        {
-            "laneDp": lanes >> 32,
-            "laneRank": lanes & 0xFFFFFFFF,
-            "laneTasks": np.bincount(lane, minlength=len(lanes)),
-            "gap": start - np.where(is_first, 0, np.concatenate([[0], end[:-1]])) if len(start) else start,
-            "length": end - start,
-            "stage": timeline.stage[order],
-            "kind": timeline.kind[order],
-            "pack": timeline.pack[order],
-            "critical": critical[order].astype(np.uint8),
-            "laneSamples": np.bincount(sample_lane, minlength=len(lanes)),
-            **({} if at_tasks else {"sampleGap": _differences(sampled, sample_lane)}),
-            **side,
-            **kinds,
-        }
-    )
+    columns = {
+        **{"laneDp": lanes >> 32, "laneRank": lanes & 0xFFFFFFFF, "laneTasks": np.bincount(lane, minlength=len(lanes))},
+        "gap": start - np.where(is_first, 0, np.concatenate([[0], end[:-1]])) if len(start) else start,
+        "length": end - start,
+        **{key: getattr(timeline, key)[order] for key in ("stage", "kind", "pack")},
+        "critical": critical[order].astype(np.uint8),
+        "laneSamples": np.bincount(sample_lane, minlength=len(lanes)),
+        **({} if at_tasks else {"sampleGap": _differences(sampled, sample_lane)}),
+        **side,
+        **kinds,
+    }
+    text, directory = pack_columns(columns)
     return text, {
         "columns": directory,
         "unitS": unit_s,
@@ -162,8 +157,7 @@ def _sampled_at_tasks(
     """Whether samples are at 0 and at start and end of every task, as the simulator's: their times can be left out."""
     if len(sampled) != 2 * len(start) + num_lanes:
         return False
-    pairs = np.stack([start, end], axis=1).ravel()
-    expected = np.concatenate([np.zeros(num_lanes, np.int64), pairs])
+    expected = np.concatenate([np.zeros(num_lanes, np.int64), np.stack([start, end], axis=1).ravel()])
     lanes = np.concatenate([np.arange(num_lanes), np.repeat(lane, 2)])
     order = np.argsort(lanes, kind="stable")
     return bool((lanes[order] == sample_lane).all() and (expected[order] == sampled).all())
@@ -176,26 +170,19 @@ def plan_block(plan: StepPlan) -> DataBlock:
         (r.dp_rank, d, pack) for r in plan.pack_plans for d, part in enumerate((r.forward, r.backward)) for pack in part
     ]
     pieces = [piece for _, _, pack in packs for piece in pack.slices]
-    policy_names = sorted({name for replica in plan.pack_plans for name in replica.policies.values()})
-    policy = np.zeros(len(plan.documents), np.uint8)
-    for replica in plan.pack_plans:
-        for doc_id, name in replica.policies.items():
-            policy[index[doc_id]] = 1 + policy_names.index(name)
+    policies = {doc_id: name for replica in plan.pack_plans for doc_id, name in replica.policies.items()}
+    policy_names = sorted(set(policies.values()))
+    numbers = {None: 0} | {name: at for at, name in enumerate(policy_names, start=1)}
+    of_documents = [(one.doc_id, one.num_tokens, numbers[policies.get(one.doc_id)]) for one in plan.documents]
+    of_packs = [(dp, way, pack.index, len(pack.slices), pack.pad_to) for dp, way, pack in packs]
+    of_slices = [(index[one.doc_id], one.start, one.stop - one.start, one.cp) for one in pieces]
+    tables = (
+        (("docId", "docTokens", "docPolicy"), of_documents),
+        (("packDp", "packDirection", "packIndex", "packSlices", "packPadTo"), of_packs),
+        (("sliceDoc", "sliceStart", "sliceLength", "sliceCp"), of_slices),
+    )
     text, directory = pack_columns(
-        {
-            "docId": [document.doc_id for document in plan.documents],
-            "docTokens": [document.num_tokens for document in plan.documents],
-            "docPolicy": policy,
-            "packDp": [dp_rank for dp_rank, _, _ in packs],
-            "packDirection": [direction for _, direction, _ in packs],
-            "packIndex": [pack.index for _, _, pack in packs],
-            "packSlices": [len(pack.slices) for _, _, pack in packs],
-            "packPadTo": [pack.pad_to for _, _, pack in packs],
-            "sliceDoc": [index[piece.doc_id] for piece in pieces],
-            "sliceStart": [piece.start for piece in pieces],
-            "sliceLength": [piece.stop - piece.start for piece in pieces],
-            "sliceCp": [piece.cp for piece in pieces],
-        }
+        {name: [row[at] for row in rows] for names, rows in tables for at, name in enumerate(names)}
     )
     left_out = [f"{left.doc_id} (of length {left.num_tokens:,}): {left.reason}" for left in plan.left_out]
     return text, {"columns": directory, "policies": ["replay", *policy_names], "leftOut": left_out}
@@ -207,13 +194,8 @@ def _lane_key(dp_rank: NDArray[np.int32], rank: NDArray[np.int32]) -> NDArray[np
 
 def _unit_s(timeline: Timeline) -> float:
     """Return the finest power of ten of seconds in which the whole step fits int32."""
-    longest = max(
-        timeline.step_time_s, float(timeline.end_s.max(initial=0)), float(timeline.memory_time_s.max(initial=0))
-    )
-    exponent = -9
-    while longest > _MOST_UNITS * 10.0**exponent:
-        exponent += 1
-    return float(f"1e{exponent}")
+    longest = max(timeline.step_time_s, timeline.end_s.max(initial=0), timeline.memory_time_s.max(initial=0))
+    return next(unit_s for unit_s in _UNITS_S if longest <= _MOST_UNITS * unit_s)
 
 
 def _differences(values: NDArray[np.int64], lane: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -229,8 +211,8 @@ STEP_VIEW_SCRIPTS = (
     *("packed_columns.js", "step_timeline.js", "step_memory.js", "step_documents.js", "step_tips.js"),
     *("step_controls.js", "step_link.js", "step_pointer.js", "step_view.js"),
 )
-_STYLE_KEYS = ("even", "odd", "thin", "textEven", "textOdd", "name")
-"""Fields of `KindStyle` in the page's scripts."""
+_STYLE_KEYS = ("letter", "even", "odd", "thin", "textEven", "textOdd", "name")
+"""A kind's letter and the fields of `KindStyle` in the page's scripts."""
 _READ = (
     "Every row is a pipeline rank, every bar one pack on one stage: <b>blue</b> forward, <b>orange</b> backward, light "
     "and dark in turn so that neighbours show. <b>Grey</b> is time in which the rank computes no pack. All timelines "
@@ -254,15 +236,11 @@ def step_view_html(sections: Sequence[RunSection], best: str = "", refused: Coll
     # The best is compared with the baseline, as everywhere.
     compare = names.index(_BASELINE) if _BASELINE in names and names[first] != _BASELINE else -1
     blocks: list[str] = []
+    tails = {kind: {"name": name, "color": color} for kind, (color, name) in SIDE_STYLES.items()}
     index = {
-        "kinds": [dict(zip(("letter", *_STYLE_KEYS), (letter, *KIND_STYLES[letter]), strict=True)) for letter in KINDS],
-        "sides": [
-            {"name": SIDE_STYLES[kind][1], "color": SIDE_STYLES[kind][0], "inside": kind == "recompute"}
-            if kind in SIDE_STYLES
-            else None
-            for kind in SIDE_KINDS
-        ],
-        "tails": {kind: {"name": name, "color": color} for kind, (color, name) in SIDE_STYLES.items()},
+        "kinds": [dict(zip(_STYLE_KEYS, (letter, *KIND_STYLES[letter]), strict=True)) for letter in KINDS],
+        "sides": [tails[kind] | {"inside": kind == "recompute"} if kind in tails else None for kind in SIDE_KINDS],
+        "tails": tails,
         "memory": {
             kind: {"name": kind.replace("_", " "), "color": MEMORY_COLORS[kind], "counted": kind in COUNTED_KINDS}
             for kind in MEMORY_KINDS
@@ -271,19 +249,16 @@ def step_view_html(sections: Sequence[RunSection], best: str = "", refused: Coll
         "first": first,
         "compare": compare,
     }
-    return "\n".join(
-        [
-            '<figure id="step-view" aria-labelledby="step-view-title">',
-            '<h3 id="step-view-title">Timelines, memory, documents</h3>',
-            '<div class="view"></div>',
-            data_block("step-view-data", json.dumps(index, separators=(",", ":"))),
-            *blocks,
-            "<figcaption>",
-            folded_html("read", "How to read this, and how to zoom", f"<p>{_READ}</p>"),
-            "</figcaption>",
-            "</figure>",
-        ]
-    )
+    parts = [
+        '<figure id="step-view" aria-labelledby="step-view-title">',
+        '<h3 id="step-view-title">Timelines, memory, documents</h3>',
+        '<div class="view"></div>',
+        data_block("step-view-data", json.dumps(index, separators=(",", ":"))),
+        *blocks,
+        f"<figcaption>{folded_html('read', 'How to read this, and how to zoom', f'<p>{_READ}</p>')}</figcaption>",
+        "</figure>",
+    ]
+    return "\n".join(parts)
 
 
 def _section(section: RunSection, blocks: list[str], best: str, refused: Collection[str]) -> dict[str, Any]:
@@ -302,13 +277,12 @@ def _section(section: RunSection, blocks: list[str], best: str, refused: Collect
 
 def _label(section: RunSection, *, is_best: bool, is_refused: bool) -> str:
     """Return the label of a choice. Trained runs have no time here: the view shows single steps."""
-    label = f"{section.name} ★" if is_best else section.name
     remarks = ["does not fit"] if is_refused else []
     if not section.metrics:
         origin, times = next(iter(section.timelines().items()))
         mean_s = sum(timeline.step_time_s for timeline, _ in times) / len(times)
-        remarks.insert(0, f"{format_seconds(mean_s)} {origin}")
-    return f"{label} ({', '.join(remarks)})" if remarks else label
+        remarks = [f"{format_seconds(mean_s)} {origin}", *remarks]
+    return section.name + (" ★" if is_best else "") + (f" ({', '.join(remarks)})" if remarks else "")
 
 
 def _add(blocks: list[str], block: DataBlock) -> dict[str, Any]:

@@ -1,11 +1,11 @@
 """Draw pictures as SVG text: marks, colours, axes, and the panels and rows they form (`Figure`).
 
-Across, a place is a share of the picture's width (0 to 1) and becomes a percentage; down, it is pixels. So bars, dots
-and texts move with the page, without a script, while letters and line widths stay. Lines and shapes, which have no
-percentages in SVG, are in an inner picture that is stretched, with strokes that are not. All texts are escaped here.
-Why no library: docs/decisions/21-documentation-and-reports.md.
+Across, a place is a share of the picture's width (0 to 1); down, it is pixels. So bars, dots and texts move with the
+page, without a script, while letters and line widths stay. Lines and shapes, which have no percentages in SVG, are in
+an inner picture that is stretched. All texts are escaped here.
 """
 
+import itertools
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Any, NamedTuple
 
-from evenload.report.units import SECOND_UNITS, format_count, format_power_of_two
+from evenload.report.units import SECOND_UNITS, format_count
 
 Point = tuple[float, float | None]
 """Share of the width, pixels from the top; None breaks a line."""
@@ -47,8 +47,7 @@ def text(
     x: float, y_px: float, content: str, *, anchor: str = "middle", dx_px: float = 0, kind: str = "", color: str = ""
 ) -> str:
     """Write a text; `anchor` is start, middle or end, `kind` a class of the style sheet."""
-    style = f' class="{kind}"' if kind else ""
-    style += f' style="fill:{color}"' if color else ""
+    style = (f' class="{kind}"' if kind else "") + (f' style="fill:{color}"' if color else "")
     shift = f' dx="{dx_px:g}"' if dx_px else ""
     return f'<text x="{_percent(x)}" y="{y_px:.5g}" text-anchor="{anchor}"{shift}{style}>{escape(content)}</text>'
 
@@ -66,13 +65,8 @@ def upright(x: float, top_px: float, bottom_px: float, kind: str) -> str:
 
 def line(points: Iterable[Point], height_px: int, color: str, dash: str = "solid", width_px: float = 2) -> str:
     """Draw a line through points, broken where one has no height; a point alone becomes a short dash."""
-    parts: list[list[Point]] = [[]]
-    for point in points:
-        if point[1] is None:
-            parts.append([])
-        else:
-            parts[-1].append(point)
-    path = "".join(_path(part) + ("h1" if len(part) == 1 else "") for part in parts if part)
+    parts = [list(part) for known, part in itertools.groupby(points, lambda point: point[1] is not None) if known]
+    path = "".join(_path(part) + ("h1" if len(part) == 1 else "") for part in parts)
     dashes = f' stroke-dasharray="{_DASHES[dash]}"' if _DASHES[dash] else ""
     style = f'fill="none" stroke="{color}" stroke-width="{width_px:g}" stroke-linejoin="round" stroke-linecap="round"'
     return _stretched(f'<path d="{path}" {style}{dashes} vector-effect="non-scaling-stroke"/>', height_px)
@@ -229,6 +223,11 @@ class Tick:
     label: str
     is_minor: bool = False
 
+    @property
+    def kind(self) -> str:
+        """Return the label's class of the style sheet."""
+        return "minor" if self.is_minor else ""
+
 
 def round_ticks(low: float, high: float, count: int = 5) -> list[float]:
     """Return about `count` multiples of 1, 2 or 5 times a power of ten within the bounds."""
@@ -268,17 +267,10 @@ def step_ticks(first: int, last: int) -> list[Tick]:
     return [Tick(value, f"{value:,}", is_minor=bool(i % 2)) for i, value in enumerate(whole)]
 
 
-def length_ticks(shortest: int, longest: int) -> list[Tick]:
-    """Return ticks of powers of two around lengths."""
-    powers = range(shortest.bit_length() - 1, longest.bit_length() + 1)
-    every = max(1, math.ceil(len(powers) / 7))
-    return [Tick(2**k, format_power_of_two(2**k), is_minor=bool(i % every)) for i, k in enumerate(powers)]
-
-
-def class_ticks(labels: Sequence[str]) -> list[Tick]:
-    """Return a tick for each class."""
-    every = max(1, math.ceil(len(labels) / 8))
-    return [Tick(i, label, is_minor=bool(i % every)) for i, label in enumerate(labels)]
+def named_ticks(labels: Mapping[float, str], most: int) -> list[Tick]:
+    """Return a tick for each place with a label, of which at most `most` are not minor."""
+    every = max(1, math.ceil(len(labels) / most))
+    return [Tick(at, label, is_minor=bool(i % every)) for i, (at, label) in enumerate(labels.items())]
 
 
 def _plain(value: float, step: float) -> str:
@@ -342,25 +334,28 @@ class Curves:
 
 def panel(axes: Axes, marks: Iterable[str], label: str, curves: Curves | None = None) -> str:
     """Draw marks within axes; with `curves` they can be pointed at and read by arrow keys."""
-    height = axes.height_px
-    parts = [rule(axes.y_px(tick.at), "grid") for tick in axes.y_ticks]
-    parts += [
-        text(0, axes.y_px(tick.at) + 4, tick.label, anchor="end", dx_px=-8, kind=_tick_kind(tick))
-        for tick in axes.y_ticks
-    ]
-    parts += [text(axes.x.share(tick.at), height + 17, tick.label, kind=_tick_kind(tick)) for tick in axes.x_ticks]
-    parts.append(rule(height, "axis"))
-    parts += marks
+    height, parts = axes.height_px, [rule(axes.y_px(tick.at), "grid") for tick in axes.y_ticks]
+    for tick in axes.y_ticks:
+        parts.append(text(0, axes.y_px(tick.at) + 4, tick.label, anchor="end", dx_px=-8, kind=tick.kind))
+    parts += [text(axes.x.share(tick.at), height + 17, tick.label, kind=tick.kind) for tick in axes.x_ticks]
+    parts += [rule(height, "axis"), *marks]
     title = f'<div class="y-title">{escape(axes.y_title)}</div>' if axes.y_title else ""
-    below = f'<div class="x-title">{escape(axes.x_title)}</div>' if axes.x_title else ""
-    points = f" data-curves='{_attribute(curves.as_json(axes))}' tabindex=\"0\"" if curves else ""
     what = f'role="img" aria-label="{escape(label)}"'
     if curves:
+        # JSON within single quotes.
+        points = curves.as_json(axes).replace("&", "&amp;").replace("'", "&#39;").replace("<", "&lt;")
         what = f'role="group" aria-roledescription="chart" aria-label="{escape(label)}; arrow keys read values"'
-    picture = (
-        f'<svg class="plot" width="100%" height="{height}" overflow="visible" {what}{points}>{"".join(parts)}</svg>'
-    )
-    return f'{title}<div class="panel" style="--left:{axes.left_px}px">{picture}</div>{below}'
+        what += f" data-curves='{points}' tabindex=\"0\""
+    picture = _plot(height, what, "".join(parts))
+    return f'{title}<div class="panel" style="--left:{axes.left_px}px">{picture}</div>{_x_title(axes.x_title)}'
+
+
+def _plot(height_px: int, attributes: str, body: str) -> str:
+    return f'<svg class="plot" width="100%" height="{height_px}" overflow="visible" {attributes}>{body}</svg>'
+
+
+def _x_title(title: str) -> str:
+    return f'<div class="x-title">{escape(title)}</div>' if title else ""
 
 
 def rows_chart(
@@ -376,21 +371,18 @@ def rows_chart(
 ) -> str:
     """Draw rows of (name, marks, note) on one axis; on a narrow page name and note are above the marks."""
     lines = "".join(upright(x.share(tick.at), 0, row_px, "grid") for tick in ticks)
-    parts = []
-    for name, marks, note in rows:
-        picture = f'<svg class="plot" width="100%" height="{row_px}" overflow="visible" aria-hidden="true">'
-        parts.append(
-            f'<div class="row"><span class="name">{escape(name)}</span>{picture}{lines}{marks}</svg>'
-            f'<span class="value">{escape(note)}</span></div>'
-        )
+    shown = [("row", name, _plot(row_px, 'aria-hidden="true"', lines + marks), note) for name, marks, note in rows]
     if ticks:
-        labels = "".join(text(x.share(tick.at), 14, tick.label, kind=_tick_kind(tick)) for tick in ticks)
-        axis = f'<svg class="plot" width="100%" height="20" overflow="visible" aria-hidden="true">{labels}</svg>'
-        parts.append(f'<div class="row ticks"><span class="name"></span>{axis}<span class="value"></span></div>')
-    below = f'<div class="x-title">{escape(title)}</div>' if title else ""
+        labels = "".join(text(x.share(tick.at), 14, tick.label, kind=tick.kind) for tick in ticks)
+        shown.append(("row ticks", "", _plot(20, 'aria-hidden="true"', labels), ""))
+    parts = (
+        f'<div class="{kind}"><span class="name">{escape(name)}</span>{picture}'
+        f'<span class="value">{escape(note)}</span></div>'
+        for kind, name, picture, note in shown
+    )
     style = f"--names:{names_px}px;--notes:{notes_px}px"
     rows_html = f'<div class="rows" role="group" aria-label="{escape(label)}" style="{style}">{"".join(parts)}</div>'
-    return rows_html + below
+    return rows_html + _x_title(title)
 
 
 def legend(entries: Iterable[tuple[str, str, str]]) -> str:
@@ -411,16 +403,7 @@ def names_width_px(names: Iterable[str], most_px: int = 220) -> int:
     return min(most_px, 20 + 7 * max((len(name) for name in names), default=0))
 
 
-def _tick_kind(tick: Tick) -> str:
-    return "minor" if tick.is_minor else ""
-
-
 def _short(value: float | None) -> float | None:
     if value is None or value != value or abs(value) == float("inf"):
         return None
     return float(f"{value:.7g}")
-
-
-def _attribute(json_text: str) -> str:
-    """Within single quotes."""
-    return json_text.replace("&", "&amp;").replace("'", "&#39;").replace("<", "&lt;")

@@ -1,6 +1,6 @@
-"""Show tables in the terminal: strategies side by side, engines, decisions about layouts; and a line for each training
-step. The page shares the columns of the comparison, whose keys are those of `evenload plan --json`, and more of trained
-runs. A column is shown when any row has a value for it.
+"""Show tables in the terminal: strategies side by side, engines, decisions about layouts; and a line for each step.
+
+The page shares the columns of the comparison, whose keys are those of `evenload plan --json`, and more of trained runs.
 """
 
 import itertools
@@ -29,7 +29,7 @@ from evenload.types.run import LayoutDecision
 from evenload.types.text import MISSING, LengthUnit, counted, format_bytes, in_unit
 from evenload.types.timeline import TimeSplit
 
-TEXT_COLUMNS = frozenset({"time_split", "cuts", "schedule", "sharding", "layout"})
+TEXT_COLUMNS = ("time_split", "cuts", "schedule", "sharding", "layout")
 """Keys of columns of text, which are aligned left."""
 
 
@@ -78,21 +78,18 @@ COLUMNS = (
     Column("sharding", "shared\nby", str, "how context-parallel ranks share packs (plan.options.cp_sharding)"),
     Column("layout", "layout", format_layout, "sizes of the parallel dimensions"),
 )
-_SHOWN_ONLY_IF_NOT_ZERO = frozenset({"cap_violations", "deferred_tokens", "dropped_tokens", "peak_host_bytes_per_node"})
+_SHOWN_ONLY_IF_NOT_ZERO = ("cap_violations", "deferred_tokens", "dropped_tokens", "peak_host_bytes_per_node")
 
 
 def shown_columns(rows: Iterable[Mapping[str, object]], unit: LengthUnit = "tokens") -> tuple[Column, ...]:
     """Return the columns for which any row has a value; counts of bad things only when one is not zero."""
-    rows = tuple(rows)
-    return tuple(
-        column._replace(heading=in_unit(column.heading, unit), meaning=in_unit(column.meaning, unit))
-        for column in COLUMNS
-        if any(
-            row.get(column.key) not in (None, "")
-            and (row[column.key] != 0 or column.key not in _SHOWN_ONLY_IF_NOT_ZERO)
-            for row in rows
-        )
-    )
+    rows, shown = tuple(rows), []
+    for column in COLUMNS:
+        hidden = (None, "", 0) if column.key in _SHOWN_ONLY_IF_NOT_ZERO else (None, "")
+        if any(row.get(column.key) not in hidden for row in rows):
+            heading, meaning = in_unit(column.heading, unit), in_unit(column.meaning, unit)
+            shown.append(column._replace(heading=heading, meaning=meaning))
+    return tuple(shown)
 
 
 def format_cell(column: Column, row: Mapping[str, object]) -> str:
@@ -113,11 +110,9 @@ _LEFT_OUT_FIRST = (
     *("peak_host_bytes_per_node", "bubble_fraction", "dropped_tokens", "step_time_interval_s", "cap_violations"),
     *("peak_memory_bytes", "deferred_tokens", "fraction_of_bound"),
 )
-_NEVER_CONSTANT = frozenset(
-    {
-        *("mean_step_time_s", "measured_step_time_s", "speedup_over_baseline"),
-        *("tokens_per_s_per_device", "measured_tokens_per_s", "plan_time_s"),
-    }
+_NEVER_CONSTANT = (
+    *("mean_step_time_s", "measured_step_time_s", "speedup_over_baseline"),
+    *("tokens_per_s_per_device", "measured_tokens_per_s", "plan_time_s"),
 )
 """Keys of results, which stay a column when all values are equal."""
 _MUCH_WAITING = 0.05
@@ -126,13 +121,8 @@ _MUCH_WAITING = 0.05
 
 def _bare_table(title: str, first: str, *headings: str, left: Sequence[str] = ()) -> Table:
     """Make a table without rules between columns, of which the first and `left` are aligned left."""
-    table = Table(
-        title=Text(title) if title else None,
-        title_justify="left",
-        header_style="bold",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-    )
+    shown = Text(title) if title else None
+    table = Table(title=shown, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in (first, *headings):
         table.add_column(heading, justify="left" if heading in (first, *left) else "right", no_wrap=True)
     return table
@@ -146,11 +136,8 @@ def _add_strategy(table: Table, row: Mapping[str, object], best: str, cells: Seq
 
 @dataclass(frozen=True)
 class ComparisonTable:
-    """Renders strategies side by side, the best marked.
-
-    Values that are the same in all rows are in a line above the table. Columns that do not fit the width are named
-    below, then the strategies that cannot run, with the reason.
-    """
+    """Renders strategies side by side, the best marked: above, values that are the same in all rows; below, the columns
+    that do not fit the width, and the strategies that cannot run, with the reason."""
 
     rows: Sequence[Mapping[str, object]]
     best: str = ""
@@ -283,8 +270,8 @@ def format_predicted(seconds: float | None) -> str:
 
 @dataclass(frozen=True)
 class LayoutTable:
-    """Renders decisions about layouts; steps in sequence with the same action and conditions are one row, with the last
-    one's seconds."""
+    """Renders decisions about layouts; neighbours with the same action and conditions are one row with the last one's
+    seconds."""
 
     decisions: Sequence[LayoutDecision]
     title: str = ""
@@ -301,20 +288,13 @@ class LayoutTable:
         for _, rows in itertools.groupby(self.decisions, kind):
             first, *rest = rows
             last = rest[-1] if rest else first
-            switched = last.other and last.measured_switch_s is not None
-            measured = f" ({format_seconds(last.measured_switch_s)} measured)" if switched else ""
-            table.add_row(
-                f"{first.step}" if first is last else f"{first.step}-{last.step}",
-                Text(last.layout),
-                format_conditions(last),
-                format_action(last),
-                format_predicted(last.keep_s),
-                _saving_cell(last),
-                format_predicted(last.new_s) if last.other else "",
-                f"{format_seconds(last.switch_s)}{measured}" if last.other else "",
-                Text(last.why),
-                style="bold" if last.is_switch else None,
-            )
+            steps = f"{first.step}" if first is last else f"{first.step}-{last.step}"
+            new, switch = (format_predicted(last.new_s), format_seconds(last.switch_s)) if last.other else ("", "")
+            if last.other and last.measured_switch_s is not None:
+                switch += f" ({format_seconds(last.measured_switch_s)} measured)"
+            decided = Text(last.layout), format_conditions(last), format_action(last)
+            seconds = format_predicted(last.keep_s), _saving_cell(last), new, switch
+            table.add_row(steps, *decided, *seconds, Text(last.why), style="bold" if last.is_switch else None)
         yield table
         yield Text(
             "A the layout holds the batch, B switching is slower, C it holds it by recomputing or offloading, D "
