@@ -104,17 +104,17 @@ def measure(setting: str, quick: bool) -> Iterator[Row]:
     case = f"{setting.split(',')[0]}, {layout}, {context // 1024}K, {DOCUMENTS} documents, {batches} batches, simulated"
     for idea, change in (SHARING | (PIPELINE if sizes.get("pp", 1) > 1 else {})).items():
         try:
-            found = [plan(setting, change, documents) for documents in drawn]
+            result = [plan(setting, change, documents) for documents in drawn]
         except EvenloadError as error:
             print(f"{case}: {idea}: {error}")
             continue
-        share = statistics.mean(bound_s / one.plan.predicted.step_time_s for one, bound_s in found)
+        share = statistics.mean(bound_s / one.plan.predicted.step_time_s for one, bound_s in result)
         yield Row("ablation", case, idea, share, "", "lower bound")
-        beyond = max(choice.candidate.excess_bytes for one, _ in found for choice in one.choices)
+        beyond = max(choice.candidate.excess_bytes for one, _ in result for choice in one.choices)
         if beyond:
             yield Row("ablation", case, f"{idea}: beyond memory", beyond / 2**30, "GiB")
         if idea == BASE and "pp" in sizes:
-            yield from noise_rows(case, [one for one, _ in found], planner_cap(setting))
+            yield from noise_rows(case, [one for one, _ in result], planner_cap(setting))
 
 
 def planner_cap(setting: str) -> np.ndarray:

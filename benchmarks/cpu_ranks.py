@@ -113,10 +113,10 @@ def cpu_rank() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def leave(directory: str, found: object) -> None:
+def leave(directory: str, result: object) -> None:
     """Write what rank 0 measured where the parent reads it; other ranks leave nothing."""
     if dist.get_rank() == 0:
-        Path(directory, "found.json").write_bytes(msgspec.json.encode(found))
+        Path(directory, "found.json").write_bytes(msgspec.json.encode(result))
 
 
 def rank_stages(config: LlamaConfig, mesh: Mesh) -> dict[int, PipelineStage]:

@@ -62,14 +62,14 @@ def run_rank(rank: int, directory: str, steps: int, longest: int) -> None:
         }
         first = trainers["merged"]
         costs = calibrate(first.stages, first.model, first.mesh, longest, "cpu").coefficients
-        found: dict[str, list[tuple]] = {name: [] for name in trainers}
+        result: dict[str, list[tuple]] = {name: [] for name in trainers}
         runs = {name: trainer.train(costs, MEMORY_BYTES) for name, trainer in trainers.items()}
         for _ in range(steps):
             for name, training in runs.items():
                 report = next(training)
                 if report is not None:
-                    found[name].append(figures(report))
-        leave(directory, found)
+                    result[name].append(figures(report))
+        leave(directory, result)
         for training in runs.values():
             assert next(training, None) is None, "all steps are done, and nothing is prepared any more"
 
@@ -90,9 +90,9 @@ def measure(quick: bool) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as directory:
         write_run(Path(directory), llama(384, 4, heads=6, key_heads=3), lengths, DOCUMENTS, steps, plan)
         spawn_ranks(DP, run_rank, directory, steps, longest)
-        found = msgspec.json.decode(Path(directory, "found.json").read_bytes())
+        result = msgspec.json.decode(Path(directory, "found.json").read_bytes())
     case = f"dp 2, {DOCUMENTS} documents, one {TIMES_THE_MEAN} x the mean, at most {longest} tokens, slimpack"
-    columns = {name: list(zip(*steps_[1:], strict=True)) for name, steps_ in found.items()}
+    columns = {name: list(zip(*steps_[1:], strict=True)) for name, steps_ in result.items()}
     for name, (took_s, predicted_s, uneven, shared_by) in columns.items():
         assert set(shared_by) == {DP if name == "merged" else 1}, "the long document is shared, or not"
         yield Row("dp_merge", f"{case}: {name}", "step time", median_ratio(took_s, predicted_s), "x", "its prediction")

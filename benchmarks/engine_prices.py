@@ -62,11 +62,11 @@ def engine_seconds(engine: str, batches: Sequence[SampledBatch], sizes: dict[str
     shape = StepShape(pack_tokens=CONTEXT if profile.pads_in(layout) else None)
     require_heads(profile, model, layout)
     planner = EnginePlanner(profile, model, coefficients, layout, options, shape)
-    found = {result.name: result for result in evaluate_engine(planner, batches, STRATEGIES).results}
-    why = [result.why for result in found.values() if result.mean_step_time_s is None]
+    results = {result.name: result for result in evaluate_engine(planner, batches, STRATEGIES).results}
+    why = [result.why for result in results.values() if result.mean_step_time_s is None]
     if why:
         raise SystemExit(f"{engine}: {why[0]}")
-    return {name: result.mean_step_time_s or 0.0 for name, result in found.items()}
+    return {name: result.mean_step_time_s or 0.0 for name, result in results.items()}
 
 
 def measure_table(table: str, steps: int, documents: int) -> list[Row]:

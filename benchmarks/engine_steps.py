@@ -83,8 +83,8 @@ def run_rank(rank: int, name: str, directory: str, turns: list[str]) -> None:
     slowest = torch.tensor([step.seconds for step in steps])
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     if rank == 0:
-        found = [step._replace(seconds=seconds) for step, seconds in zip(steps, slowest.tolist(), strict=True)]
-        Path(directory, "found.json").write_bytes(msgspec.json.encode(found))
+        result = [step._replace(seconds=seconds) for step, seconds in zip(steps, slowest.tolist(), strict=True)]
+        Path(directory, "found.json").write_bytes(msgspec.json.encode(result))
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)  # engines leave threads behind, which would wait for each other
@@ -120,7 +120,7 @@ def rows_of(name: str, baseline: list[Trained], ours: list[Trained]) -> list[Row
     measured = [slow.seconds / fast.seconds for slow, fast in zip(baseline, ours, strict=True)]
     low, high = np.quantile(measured, [0.25, 0.75]).tolist()
     predicted = median_ratio([step.predicted_s for step in baseline], [step.predicted_s for step in ours])
-    told = {
+    reported = {
         name: statistics.median(step.predicted_s / step.seconds for step in steps)
         for name, steps in (("baseline", baseline), (OURS, ours))
     }
@@ -129,7 +129,7 @@ def rows_of(name: str, baseline: list[Trained], ours: list[Trained]) -> list[Row
         row(f"{OURS} faster, lower quartile", low, "x", against),
         row(f"{OURS} faster, upper quartile", high, "x", against),
         row(f"{OURS} predicted faster", predicted, "x", against),
-        *(row(f"{variant} predicted over measured", share, "x", "") for variant, share in told.items()),
+        *(row(f"{variant} predicted over measured", share, "x", "") for variant, share in reported.items()),
     ]
 
 

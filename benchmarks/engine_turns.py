@@ -146,11 +146,11 @@ Train = Callable[[Race], list[Trained]]
 
 def by_turns(variants: Mapping[str, Iterator[Trained]], turns: Sequence[str]) -> list[Trained]:
     """A step of every turn; ranks begin it together."""
-    found = []
+    result = []
     for variant in turns:
         dist.barrier()
-        found.append(next(variants[variant]))
-    return found
+        result.append(next(variants[variant]))
+    return result
 
 
 def loop_steps(race: Race, variant: str, make_loop: Callable[[Any], Any], **further: Any) -> Iterator[Trained]:

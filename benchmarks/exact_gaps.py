@@ -76,8 +76,8 @@ def measure_skrull(tokens: NDArray[np.int64], cost: PackCosts) -> list[Gap]:
         batch = _skrull_step(tokens, dp=1, cp=8, share=1 / room).columns
         ours = assign_owners(batch, [range(len(tokens))])
         assert np.isfinite(ours.seconds[0]), "all documents shared fit the bucket"
-        found = exact_owners(batch, time_limit_s=SKRULL_TIME_LIMIT_S, start=ours.owner)
-        gaps.append(_skrull_gap("DACP", float(ours.seconds[0]), found))
+        result = exact_owners(batch, time_limit_s=SKRULL_TIME_LIMIT_S, start=ours.owner)
+        gaps.append(_skrull_gap("DACP", float(ours.seconds[0]), result))
     if len(tokens) <= MOST_GDS:
         step = _skrull_step(tokens, dp=2, cp=4, share=2.0)
         replicas = assign_micro_batches(step)
@@ -199,11 +199,11 @@ def measure(problems: Callable[[NDArray[np.int64], PackCosts], list[Gap]], quick
         lengths = np.minimum(table_lengths(table), WINDOW)
         for count in DOCUMENTS[: 1 if quick else None]:
             generator = np.random.default_rng(count)
-            found: dict[tuple[str, str], list[float | None]] = {}
+            result: dict[tuple[str, str], list[float | None]] = {}
             for _ in range(QUICK_INSTANCES if quick else INSTANCES):
                 for problem, heuristic, gap in problems(generator.choice(lengths, count), cost):
-                    found.setdefault((problem, heuristic), []).append(gap)
-            for (problem, heuristic), gaps in found.items():
+                    result.setdefault((problem, heuristic), []).append(gap)
+            for (problem, heuristic), gaps in result.items():
                 case = f"{problem}; {heuristic}; {count} documents of {table}"
                 proved = [gap for gap in gaps if gap is not None]
                 yield Row("exact gaps", case, "instances", len(gaps), "")

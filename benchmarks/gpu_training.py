@@ -135,19 +135,19 @@ def compare_strategies(case: Case, steps: int) -> list[Row]:
     runs = {name: train(case, steps, f"plan.strategy={strategy}") for name, strategy in STRATEGIES.items()}
     rows = []
     padded = runs["padded"]
-    for name, found in runs.items():
-        if found is None:
+    for name, result in runs.items():
+        if result is None:
             rows.append(Row("gpu", case.name, f"{name} does not fit", 1.0, "", ""))
             continue
         if padded is not None:
-            ratio = _median(found, "tokens_per_s") / _median(padded, "tokens_per_s")
+            ratio = _median(result, "tokens_per_s") / _median(padded, "tokens_per_s")
             rows.append(Row("gpu", case.name, f"{name} tokens/s", ratio, "x", "padded"))
-        rows.append(Row("gpu", case.name, f"{name} MFU", _median(found, "mfu"), "", ""))
-        if found[0]["mfu_of_data_sheet"] is not None:
+        rows.append(Row("gpu", case.name, f"{name} MFU", _median(result, "mfu"), "", ""))
+        if result[0]["mfu_of_data_sheet"] is not None:
             rows.append(
-                Row("gpu", case.name, f"{name} MFU of the data sheet", _median(found, "mfu_of_data_sheet"), "", "")
+                Row("gpu", case.name, f"{name} MFU of the data sheet", _median(result, "mfu_of_data_sheet"), "", "")
             )
-        rows.append(_memory_row(case.name, name, found))
+        rows.append(_memory_row(case.name, name, result))
     return rows
 
 

@@ -143,9 +143,9 @@ def show_packs(result: BenchResult) -> None:
     for one in result.runs:
         packs = [(run.num_packs, run.packs) for run in one.batches]
         shown = "; ".join(
-            f"{count} of {format_seconds(found.measured_s)} (predicted {format_seconds(found.predicted_s)}, "
-            f"all together {format_change(found.total)})"
-            for count, found in packs
+            f"{count} of {format_seconds(results.measured_s)} (predicted {format_seconds(results.predicted_s)}, "
+            f"all together {format_change(results.total)})"
+            for count, results in packs
         )
         print(f"packs of {one.strategy:<9} {shown}")
     load = result.load

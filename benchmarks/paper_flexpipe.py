@@ -128,11 +128,11 @@ def flexible_seconds(
     flex = FlexPlanner(planner, lambda one: analytic_coefficients(planner.costs.model, cluster, one), options)
     state, total_s, switches = flex.initial_state(), 0.0, 0
     for step, batch in enumerate(steps):
-        found = flex.propose(step, batch, state=state, coming=steps[step + 1 :])
-        found.proposal.require_feasible()
-        state = found.state
-        total_s += found.proposal.plan.predicted.step_time_s
-        switches += found.decision.action == "switch"
+        result = flex.propose(step, batch, state=state, coming=steps[step + 1 :])
+        result.proposal.require_feasible()
+        state = result.state
+        total_s += result.proposal.plan.predicted.step_time_s
+        switches += result.decision.action == "switch"
     return total_s, switches
 
 
@@ -180,19 +180,19 @@ def search(quick: bool) -> Iterator[Row]:
         )
         lengths = np.minimum(flan_lengths(256, 0), 16_384)
         seconds = alternate({"HBSA": lambda f=flex, n=lengths, at=layout: f.search(n, at)}, 9)["HBSA"]
-        found = flex.search(lengths, layout)
+        result = flex.search(lengths, layout)
         depths = range(1, min(model.num_layers, cluster.num_devices) + 1)
         splits = sum(math.comb(model.num_layers - 1, depth - 1) for depth in depths)
         case = f"{name} on {cluster_name}"
         yield Row("flexpipe search", case, "HBSA", statistics.median(seconds) * 1e3, "ms")
-        yield Row("flexpipe search", case, "mappings priced", found.num_priced, "")
+        yield Row("flexpipe search", case, "mappings priced", result.num_priced, "")
         yield Row("flexpipe search", case, "splits of layers in all", splits, "")
         if exhaustively and not quick:
             started_s = time.perf_counter()
             least_s = exhaustive_seconds(flex, lengths, layout, depths)
             took_ms = (time.perf_counter() - started_s) * 1e3
             yield Row("flexpipe search", case, "exhaustive", took_ms, "ms")
-            best = found.mappings[0]
+            best = result.mappings[0]
             yield Row("flexpipe search", case, "gap", (best.step_s + best.switch_s) / least_s - 1, "", "exhaustive")
 
 

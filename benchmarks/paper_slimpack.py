@@ -109,17 +109,17 @@ def measure(name: str, quick: bool) -> Iterator[Row]:
             rule = BatchRule(num_documents=128 if quick else DOCUMENTS, context=context, overlong="truncate")
             (batch,) = rule.sample(table_lengths(table), steps=1, seed=0)
             best = run_cell(name, context, batch)
-            for strategy, found in best.items():
-                if found is None:
+            for strategy, result in best.items():
+                if result is None:
                     continue
                 case = f"{name} on {DEVICES[name]} H100; {context // 1024}K; {table}; {strategy}; simulated"
-                yield Row("slimpack", case, "of bound", found.fraction, "", found.layout)
+                yield Row("slimpack", case, "of bound", result.fraction, "", result.layout)
                 for baseline in list(best)[:3]:
                     if (slow := best[baseline]) is not None:
-                        yield Row("slimpack", case, "speed-up", slow.step_s / found.step_s, "x", baseline)
+                        yield Row("slimpack", case, "speed-up", slow.step_s / result.step_s, "x", baseline)
                 if table == "commoncrawl_like" and strategy != "best_fit" and (name, context) in PAPER:
                     yield Row("slimpack", case, "speed-up in the paper", PAPER[name, context], "x", "its Megatron-LM")
-                for cause, share in found.shares.items():
+                for cause, share in result.shares.items():
                     if share > SHOWN:
                         yield Row("slimpack", case, f"share: {cause}", share, "")
 

@@ -94,7 +94,7 @@ class Outcome(NamedTuple):
 
 def window_steps(context: int, count: int, steps: int) -> Steps:
     """Global batches of `count` full windows of a stream; a document that crosses an edge becomes two."""
-    generator, found = np.random.default_rng(0), []
+    generator, result = np.random.default_rng(0), []
     for _ in range(steps):
         pieces: list[int] = []
         room = context
@@ -104,8 +104,8 @@ def window_steps(context: int, count: int, steps: int) -> Steps:
                 taken = min(length, room)
                 pieces.append(taken)
                 length, room = length - taken, room - taken or context
-        found.append(pieces)
-    return found
+        result.append(pieces)
+    return result
 
 
 def run_strategy(planner: StepPlanner, steps: Steps, strategy: str, *, flush: bool = True) -> Outcome:
@@ -153,7 +153,7 @@ def run_way(way: Way, setting: tuple, steps: Steps) -> Outcome:
         EvenloadError: they cannot be planned, or do not fit.
     """
     name, context, (tp, cp, pp, dp) = setting
-    found = []
+    result = []
     for sharding in way.shardings:
         options = PlanOptions(
             max_pack_tokens=context * way.contexts,
@@ -162,8 +162,8 @@ def run_way(way: Way, setting: tuple, steps: Steps) -> Outcome:
             cp_sharding=sharding,
         )
         sizes = {"dp": dp, "cp": cp, "pp": pp, "tp": tp}
-        found.append(run_strategy(planner_for(name, f"h100x{dp * cp * pp * tp}", sizes, options), steps, way.strategy))
-    return min(found, key=lambda outcome: outcome.seconds)
+        result.append(run_strategy(planner_for(name, f"h100x{dp * cp * pp * tp}", sizes, options), steps, way.strategy))
+    return min(result, key=lambda outcome: outcome.seconds)
 
 
 def settings(quick: bool) -> Iterator[Row]:
@@ -205,14 +205,14 @@ def waiting(quick: bool) -> Iterator[Row]:
                 )
                 sizes = {"dp": dp, "pp": WAITING_PP}
                 planner = planner_for("llama-7b", f"h100x{dp * WAITING_PP}", sizes, options, limited=False)
-                found = []
+                result = []
                 for seed in range(1 if quick else SEEDS):
                     drawn = np.random.default_rng(seed).choice(lengths, (3 if quick else WAITING_STEPS, count))
-                    found.append(run_strategy(planner, drawn.tolist(), "wlb", flush=False))
+                    result.append(run_strategy(planner, drawn.tolist(), "wlb", flush=False))
                 case = f"{name}, N={dp * WAITING_PP}, release {release}"
-                uneven = statistics.mean(value for outcome in found for value in outcome.imbalance)
+                uneven = statistics.mean(value for outcome in result for value in outcome.imbalance)
                 yield Row("wlb waiting", case, "imbalance", uneven, "x", "mean micro-batch")
-                delay = statistics.mean(outcome.token_delay_steps for outcome in found)
+                delay = statistics.mean(outcome.token_delay_steps for outcome in result)
                 yield Row("wlb waiting", case, "mean token delay", delay, "steps")
 
 

@@ -58,13 +58,13 @@ def cases(quick: bool) -> Iterator[tuple[str, NDArray[np.int64], int]]:
 
 def load_peers() -> list[tuple[str, Calls]]:
     """Name and version, and calls, of those that are installed; a line for each of the others."""
-    found = []
+    result = []
     for peer in PEERS:
         try:
-            found.append((f"{peer.name} {version(peer.package)}", peer.load()))
+            result.append((f"{peer.name} {version(peer.package)}", peer.load()))
         except (ImportError, PackageNotFoundError) as error:
             print(f"left out: {peer.name}: {peer.package} cannot be imported ({error})")
-    return found
+    return result
 
 
 class Judge:
@@ -91,14 +91,14 @@ class Judge:
         free, within = make(self.free), make(self.limited)
         for proposal in (free, within):
             validate_plan(proposal.plan)
-        found = [choice.candidate for choice in free.choices]
-        busy_s = [one.tasks.forward_s.sum() + one.tasks.backward_s.sum() for one in found]
+        result = [choice.candidate for choice in free.choices]
+        busy_s = [one.tasks.forward_s.sum() + one.tasks.backward_s.sum() for one in result]
         over = sum(
             int((columns.rank_tokens() > self.capacity).sum())
-            for one in found
+            for one in result
             for columns in (one.forward, one.backward)
         )
-        yield "packs", sum(one.forward.num_packs for one in found), ""
+        yield "packs", sum(one.forward.num_packs for one in result), ""
         yield "left", left, ""
         yield "over", over, ""
         yield "DP", max(busy_s) / statistics.mean(busy_s), "x"

@@ -121,10 +121,10 @@ def layout_search(quick: bool) -> Iterator[Row]:
             host=host_memory(cluster),
         )
         strategies = ("best_fit", "balanced", "slimpack", "auto")
-        found = search.strategies(strategies, limit_s=limit_s, clock=time.process_time)
+        result = search.strategies(strategies, limit_s=limit_s, clock=time.process_time)
         case = f"llama-13b on {gpus:,} H100, {gpus:,} documents, at most {limit_s:g} s"
         yield Row("layouts", case, "processor time", time.process_time() - started_s, "s")
-        for one in found:
+        for one in result:
             where = " ".join(f"{axis}={size}" for axis, size in one.best.layout.items() if size > 1)
             looked = f"{one.planned} planned, {one.ruled_out} ruled out, {one.not_looked_at} not looked at"
             share = one.best.fraction_of_bound if one.best.feasible else None

@@ -139,7 +139,7 @@ def run_rank(rank: int, directory: str, rounds: int) -> None:
     dist.init_process_group("gloo")
     here = Rank(directory)
     names = ("live_s", "waited_s", "predicted_s", "corrected_s", "stopped_s")
-    found: dict[str, dict[str, list[float]]] = {name: {} for name in names}
+    results: dict[str, dict[str, list[float]]] = {name: {} for name in names}
     known = MeasuredLayouts()
     here.train(0)
     for turn in range(rounds + 1):
@@ -161,12 +161,12 @@ def run_rank(rank: int, directory: str, rounds: int) -> None:
             change = f"{switch.before} -> {switch.after}"
             row = (switch.stall_s, switch.wait_s, switch.predicted_stall_s, corrected_s, stopped_s)
             for name, seconds in zip(names, row, strict=True):
-                found[name].setdefault(change, []).append(seconds)
+                results[name].setdefault(change, []).append(seconds)
     start_s = time.perf_counter()
     here.trainer.save()
     save_s = time.perf_counter() - start_s
     if rank == 0:
-        result = Found(**found, save_s=save_s)
+        result = Found(**results, save_s=save_s)
         Path(f"{directory}/found.json").write_bytes(msgspec.json.encode(result))
     dist.barrier()
     dist.destroy_process_group()
@@ -196,18 +196,18 @@ def measure(quick: bool) -> Iterator[Row]:
         write_run(Path(directory), llama(QUICK_HIDDEN if quick else HIDDEN, 8, heads=16, key_heads=8, vocabulary=1024),
                   [32] * 64, 4, 100, settings)  # fmt: skip
         spawn_ranks(WORLD, run_rank, directory, QUICK_ROUNDS if quick else ROUNDS)
-        found = msgspec.json.decode(Path(directory, "found.json").read_bytes(), type=Found)
+        result = msgspec.json.decode(Path(directory, "found.json").read_bytes(), type=Found)
         for number, (target, sizes) in enumerate(LAYOUTS.items()):
             start_s = time.time()
             spawn_ranks(WORLD, restart, directory, [*sizes, "plan.layouts=[]"], f"again-{number}")
             restarts[target] = float(Path(directory, f"again-{number}.ready").read_text()) - start_s
-    for change, live_s in found.live_s.items():
+    for change, live_s in result.live_s.items():
         stopped_s, predicted_s, corrected_s = (
-            getattr(found, name)[change] for name in ("stopped_s", "predicted_s", "corrected_s")
+            getattr(result, name)[change] for name in ("stopped_s", "predicted_s", "corrected_s")
         )
-        restart_s = found.save_s + restarts[change.partition(" -> ")[2]]
+        restart_s = result.save_s + restarts[change.partition(" -> ")[2]]
         case = f"4 processes, {'small' if quick else '94 M parameters'}, {change}"
-        both_s = [live + waited for live, waited in zip(live_s, found.waited_s[change], strict=True)]
+        both_s = [live + waited for live, waited in zip(live_s, result.waited_s[change], strict=True)]
         yield Row("reconfigure", case, "stall", median_ratio(live_s, stopped_s), "x", "stop and transfer")
         yield Row("reconfigure", case, "stall and wait", median_ratio(both_s, stopped_s), "x", "stop and transfer")
         yield Row("reconfigure", case, "stall", statistics.median(live_s) / restart_s, "x", "save, restart, load")

@@ -104,7 +104,7 @@ class BenchRank:
             repeats: steps of a variant in a row, of which the last counts.
             goes_on: weights are gathered in the next step.
         """
-        found: dict[str, list[dict[str, Any]]] = {name: [] for name in steps}
+        result: dict[str, list[dict[str, Any]]] = {name: [] for name in steps}
         for turn in range(rounds + 1):
             for name, (config, step) in sorted(steps.items(), reverse=bool(turn % 2)):
                 self.trainer.step_trainer.settings = config.train
@@ -113,8 +113,8 @@ class BenchRank:
                     trained = self.trainer.step_trainer.run(prepared, costs, learning_rate=0.0, goes_on=goes_on)
                     report = trained.report
                     if report is not None and turn and repeat == repeats - 1:
-                        found[name].append({key: report.row[key] for key in keys})
-        return found
+                        result[name].append({key: report.row[key] for key in keys})
+        return result
 
 
 @contextmanager
@@ -141,10 +141,10 @@ def run_rank(rank: int, directory: str, rounds: int) -> None:
             priced = msgspec.structs.replace(costs, overlap_reduction=sums, overlap_gather=gathers)
             steps[name] = chosen, bench.planned_step(priced, chosen)
         # The gathers of a step run in the next one: of two alike the second has those of its kind.
-        found = bench.by_turns(steps, rounds, costs, KEYS, repeats=2, goes_on=True)
+        result = bench.by_turns(steps, rounds, costs, KEYS, repeats=2, goes_on=True)
         bench.trainer.state.optimizer.gathers.finish()
         if rank == 0:
-            Path(directory, "found.json").write_bytes(msgspec.json.encode((found, costs.overlap)))
+            Path(directory, "found.json").write_bytes(msgspec.json.encode((result, costs.overlap)))
 
 
 def pays(overlap: OverlapCost) -> OverlapCost:
@@ -159,14 +159,14 @@ def measure(quick: bool) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as directory:
         write_token_run(Path(directory), model, LENGTHS, f"batch_tokens = {BATCH_TOKENS}", steps=1, device="cpu")
         spawn_ranks(DP, run_rank, directory, QUICK_ROUNDS if quick else ROUNDS)
-        found, overlap = msgspec.json.decode(Path(directory, "found.json").read_bytes())
+        result, overlap = msgspec.json.decode(Path(directory, "found.json").read_bytes())
     case = f"dp={DP}, 2 packs a replica of 512 tokens, {LAYERS} layers, {link_name()}, 1 thread a process"
-    yield from rows_of(case, found, overlap)
+    yield from rows_of(case, result, overlap)
 
 
-def rows_of(case: str, found: dict[str, list[dict]], overlap: dict) -> list[Row]:
+def rows_of(case: str, result: dict[str, list[dict]], overlap: dict) -> list[Row]:
     """Of one case."""
-    column = {name: {key: [row[key] for row in rows] for key in KEYS} for name, rows in found.items()}
+    column = {name: {key: [row[key] for row in rows] for key in KEYS} for name, rows in result.items()}
     late = column["after"]
     assert all(one["loss"] == late["loss"] for one in column.values()), "all variants train the same"
     rows = []
@@ -186,9 +186,9 @@ def rows_of(case: str, found: dict[str, list[dict]], overlap: dict) -> list[Row]
         early = column["both"]
         seconds, hidden = early[f"{kind}_s"], early[f"{kind}_hidden_s"]
         expected, expected_hidden = early[f"predicted_{kind}_s"], early[f"predicted_{kind}_hidden_s"]
-        told = statistics.median(h / s for h, s in zip(hidden, seconds, strict=True))
+        reported = statistics.median(h / s for h, s in zip(hidden, seconds, strict=True))
         rows += [
-            Row("reduction", case, f"{kind} hidden", told, "share", "its seconds"),
+            Row("reduction", case, f"{kind} hidden", reported, "share", "its seconds"),
             Row("reduction", case, f"{kind} hidden, predicted", expected_hidden[0] / expected[0], "share", rates),
             Row("reduction", case, f"{kind} account", median_ratio(seconds, expected), "x", "seconds predicted"),
             Row("reduction", case, f"{kind} account, hidden", median_ratio(hidden, expected_hidden), "x", "predicted"),

@@ -110,15 +110,15 @@ class Variant:
             reports.append(report)
         dist.barrier()
         seconds = time.perf_counter() - from_s
-        told = [report for report in reports if report is not None]
-        if not told:
+        reported = [report for report in reports if report is not None]
+        if not reported:
             return None
-        switches = [report.switch for report in told if report.switch is not None]
+        switches = [report.switch for report in reported if report.switch is not None]
         return Measured(
             seconds=seconds,
-            predicted_s=sum(report.plan.predicted.step_time_s for report in told[1:]),
+            predicted_s=sum(report.plan.predicted.step_time_s for report in reported[1:]),
             switch_s=[switch.stall_s + switch.wait_s for switch in switches],
-            losses=[float(report.row["loss"] or 0.0) for report in told],
+            losses=[float(report.row["loss"] or 0.0) for report in reported],
         )
 
 
@@ -128,7 +128,7 @@ def run_rank(rank: int, directory: str, rounds: int) -> None:
     with cpu_rank():
         quick = rounds == QUICK_ROUNDS
         variants = {name: Variant(directory, settings, quick=quick) for name, settings in VARIANTS.items()}
-        found: dict[str, list[Measured]] = {name: [] for name in variants}
+        result: dict[str, list[Measured]] = {name: [] for name in variants}
         names = list(variants)
         for turn in range(rounds):
             # Each begins a round once, so that none always runs behind the same other one.
@@ -136,8 +136,8 @@ def run_rank(rank: int, directory: str, rounds: int) -> None:
                 measured = variants[name].run()
                 gc.collect()
                 if measured is not None:
-                    found[name].append(measured)
-        leave(directory, found)
+                    result[name].append(measured)
+        leave(directory, result)
 
 
 def measure(quick: bool) -> Iterator[Row]:
@@ -149,17 +149,17 @@ def measure(quick: bool) -> Iterator[Row]:
         limit = f"[plan]\noptions = {{ max_pack_tokens = {LONG * 5 // 2} }}"
         write_run(Path(directory), model, lengths, BATCH, steps, limit)
         spawn_ranks(WORLD, run_rank, directory, rounds)
-        found = msgspec.json.decode(Path(directory, "found.json").read_bytes(), type=dict[str, list[Measured]])
-    losses = [one.losses for runs in found.values() for one in runs]
+        result = msgspec.json.decode(Path(directory, "found.json").read_bytes(), type=dict[str, list[Measured]])
+    losses = [one.losses for runs in result.values() for one in runs]
     drift = max(float(np.abs(np.array(one) / np.array(losses[0]) - 1).max()) for one in losses)
     print(f"losses of all runs are equal to {drift:.1e}")
     case = (
         f"{WORLD} processes, {LAYERS} layers, vocabulary {VOCABULARY}, documents of {SHORT} and {LONG} tokens by turns"
     )
-    ours = found[FLEXIBLE]
+    ours = result[FLEXIBLE]
     for name in STATIC:
         for how, field in (("measured", "seconds"), ("predicted", "predicted_s")):
-            ratio = median_ratio([getattr(one, field) for one in found[name]], [getattr(one, field) for one in ours])
+            ratio = median_ratio([getattr(one, field) for one in result[name]], [getattr(one, field) for one in ours])
             yield Row("swinging", case, f"speed-up over {name}, {how}", ratio, "x", name)
     yield Row("swinging", case, "switches", statistics.median(len(one.switch_s) for one in ours), "")
     share = statistics.median(sum(one.switch_s) / one.seconds for one in ours)

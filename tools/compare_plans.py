@@ -101,13 +101,13 @@ def recorded(main: Callable[[list[str]], object], case: Case) -> dict[str, Any]:
     # Lines of tables begin with a space; their figures are those of the JSON and planning times.
     messages = [line for line in out.splitlines() if line.strip() and not line.startswith(" ")]
     messages[:1] = [re.sub(r"^evenload \S+ ", "", line) for line in messages[:1]]
-    found: dict[str, Any] = {"exit": code, "err": err, "out": "\n".join(messages)}
+    result: dict[str, Any] = {"exit": code, "err": err, "out": "\n".join(messages)}
     if files["--json"].exists():
-        found |= flat(json.loads(files["--json"].read_bytes()))
+        result |= flat(json.loads(files["--json"].read_bytes()))
     if files["--emit-plan"].exists():
         for plan in json.loads(files["--emit-plan"].read_bytes())["plans"]:
-            found |= plan_figures(plan)
-    return found
+            result |= plan_figures(plan)
+    return result
 
 
 def record(out: Path) -> None:
@@ -115,17 +115,17 @@ def record(out: Path) -> None:
     os.environ |= {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
     out, main, cases = out.resolve(), command_line(), list(grid())
     assert len({case.name for case in cases}) == len(cases), "two cases have the same name"
-    found, seconds = {}, {}
+    result, seconds = {}, {}
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         write_inputs()
         for case in cases:
             started = time.process_time()
-            found[case.name] = recorded(main, case)
+            result[case.name] = recorded(main, case)
             seconds[case.name] = time.process_time() - started
-    out.write_text(json.dumps(found, indent=0) + "\n")
-    show(f"{len(cases)} cases, {sum(map(len, found.values())):,} fields, {sum(seconds.values()):.0f} s of CPU: {out}")
-    plans = sum(field.endswith("/digest") for fields in found.values() for field in fields)
-    codes = {code: sum(fields["exit"] == code for fields in found.values()) for code in (0, 1, 2, 3)}
+    out.write_text(json.dumps(result, indent=0) + "\n")
+    show(f"{len(cases)} cases, {sum(map(len, result.values())):,} fields, {sum(seconds.values()):.0f} s of CPU: {out}")
+    plans = sum(field.endswith("/digest") for fields in result.values() for field in fields)
+    codes = {code: sum(fields["exit"] == code for fields in result.values()) for code in (0, 1, 2, 3)}
     show(f"{plans:,} plans; cases by exit code: {codes}")
     for name in sorted(seconds, key=seconds.__getitem__)[-5:]:
         show(f"slow: {seconds[name]:.1f} s {name}")

@@ -190,12 +190,12 @@ def reference_pages() -> dict[str, str]:
 
 def public_modules(name: str) -> list[str]:
     """Modules of a page, in the order of its patterns; packages that hold nothing but others are left out."""
-    found = []
+    result = []
     for pattern in API[name][1]:
         for file in sorted(PACKAGE.glob(pattern)):
             path = file.relative_to(PACKAGE).as_posix()
             is_package = file.name == "__init__.py"
             if is_package and path != "evenload/__init__.py":
                 continue
-            found.append(path.removesuffix("/__init__.py").removesuffix(".py").replace("/", "."))
-    return found
+            result.append(path.removesuffix("/__init__.py").removesuffix(".py").replace("/", "."))
+    return result

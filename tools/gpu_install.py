@@ -23,7 +23,7 @@ def missing() -> list[str]:
     """Names of distributions that are needed and not installed."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     listed = [*project["dependencies"], *project["optional-dependencies"]["train"], *TESTS_NEED]
-    found = []
+    result = []
     for text in listed:
         requirement = Requirement(text)
         if requirement.marker is not None and not requirement.marker.evaluate():
@@ -32,8 +32,8 @@ def missing() -> list[str]:
             version(requirement.name)
         except PackageNotFoundError:
             if requirement.name != project["name"]:
-                found.append(requirement.name)
-    return sorted(set(found))
+                result.append(requirement.name)
+    return sorted(set(result))
 
 
 def main() -> None:

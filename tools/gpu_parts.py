@@ -101,12 +101,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(part.name for part in PARTS))
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu", help="default: runs/gpu")
-    asked = parser.parse_args()
-    if unknown := set(asked.parts) - {part.name for part in PARTS}:
+    request = parser.parse_args()
+    if unknown := set(request.parts) - {part.name for part in PARTS}:
         parser.error(f"no part {', '.join(sorted(unknown))}; choose from {', '.join(part.name for part in PARTS)}")
     if machine()["gpus"] == "none":
         parser.error("torch finds no GPU here (torch.cuda.is_available() is false)")
-    outcomes = run_parts([part for part in PARTS if not asked.parts or part.name in asked.parts], asked.out)
+    outcomes = run_parts([part for part in PARTS if not request.parts or part.name in request.parts], request.out)
     sys.exit(any(one.outcome != "passed" for one in outcomes))
 
 

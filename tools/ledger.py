@@ -142,10 +142,10 @@ def require_ledger(path: Path) -> None:
     if not path.is_file() or not path.stat().st_size:
         return
     with path.open(newline="", errors="replace") as file:
-        found = next(csv.reader(file), [])
-    if tuple(found) != COLUMNS:
+        result = next(csv.reader(file), [])
+    if tuple(result) != COLUMNS:
         raise ConfigError(
-            f"{path} is no ledger of this version: its first line has {len(found)} columns, not the "
+            f"{path} is no ledger of this version: its first line has {len(result)} columns, not the "
             f"{len(COLUMNS)} that start with {', '.join(COLUMNS[:3])}; choose another file"
         )
 
@@ -202,12 +202,12 @@ def plan_again(inputs: BenchInputs, coefficients: CostCoefficients, strategy: st
     """
     options, _ = decide_dp_merge(plan_options(inputs.options), strategy, inputs.layout, coefficients)
     planner = StepPlanner(inputs.model, coefficients, inputs.layout, inputs.memory_cap_bytes, options, host=inputs.host)
-    found = inputs.batches[batch]
+    result = inputs.batches[batch]
     documents = tuple(
         Document(doc_id=doc_id, num_tokens=num_tokens, num_label_tokens=num_label_tokens)
-        for doc_id, num_tokens, num_label_tokens in found.documents
+        for doc_id, num_tokens, num_label_tokens in result.documents
     )
-    return planner.plan(found.step, documents, strategy)
+    return planner.plan(result.step, documents, strategy)
 
 
 def _beside(path: Path, kind: str, name: str) -> Path:

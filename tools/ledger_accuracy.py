@@ -77,19 +77,19 @@ def predicted_again(path: Path, rows: Iterable[LedgerRow]) -> tuple[Again, ...]:
     Raises:
         ConfigError: recorded inputs are missing or of another version.
     """
-    found = []
+    result = []
     for row in rows:
         inputs, coefficients = read_inputs(path, row.inputs)
         try:
             plan = plan_again(inputs, coefficients, row.strategy, row.batch)
         except EvenloadError:
-            found.append(Again(row, None))
+            result.append(Again(row, None))
             continue
         predicted_s = plan.predicted.step_time_s
         # A digest has every last bit of the predicted seconds, which another processor's libraries may round otherwise.
         is_same = plan.digest == row.plan_digest or isclose(predicted_s, row.predicted_step_time_s, rel_tol=ROUNDED)
-        found.append(Again(row, predicted_s if is_same else None))
-    return tuple(found)
+        result.append(Again(row, predicted_s if is_same else None))
+    return tuple(result)
 
 
 def held_to_limits(row: LedgerRow) -> bool:
@@ -97,41 +97,41 @@ def held_to_limits(row: LedgerRow) -> bool:
     return row.is_quiet and row.demand <= 1
 
 
-def drifted(found: Iterable[Again]) -> list[str]:
+def drifted(result: Iterable[Again]) -> list[str]:
     """A sentence for every row whose error is not what was recorded."""
-    said = []
-    for again in found:
+    output = []
+    for again in result:
         if again.predicted_s is None:
             continue
         row, error = again.row, again.error
         if abs(error - row.step_time_error) > DRIFT_LIMIT:
-            said.append(
+            output.append(
                 f"{row.case}, {row.layout}, {row.strategy}, batch {row.batch}: predicted {again.predicted_s:.4f} s, "
                 f"measured {row.step_time_s:.4f} s on {row.date}: error {error:+.1%}, recorded "
                 f"{row.step_time_error:+.1%}; measure it again: python benchmarks/measured.py --case {row.case}"
             )
-    return said
+    return output
 
 
-def beyond_limits(found: Sequence[Again]) -> list[str]:
+def beyond_limits(result: Sequence[Again]) -> list[str]:
     """A sentence for every limit that does not hold."""
-    held = [again for again in found if held_to_limits(again.row)]
-    said = []
+    held = [again for again in result if held_to_limits(again.row)]
+    output = []
     if held and (middle := median(abs(again.error) for again in held)) > MEDIAN_LIMIT:
-        said.append(f"median error of step times {middle:.1%} over {len(held)} rows, limit {MEDIAN_LIMIT:.0%}")
+        output.append(f"median error of step times {middle:.1%} over {len(held)} rows, limit {MEDIAN_LIMIT:.0%}")
     ranking = ranked(held)
     if ranking.share < RANKING_LIMIT:
-        said.append(
+        output.append(
             f"{ranking.right} of {ranking.pairs} pairs of strategies that differ by more than {APART:.0%} predicted "
             f"in the right order, limit {RANKING_LIMIT:.0%}"
         )
-    return said
+    return output
 
 
-def ranked(found: Iterable[Again]) -> Ranking:
+def ranked(result: Iterable[Again]) -> Ranking:
     """Strategies of one case and layout against each other, each by the sum of its batches."""
     right = pairs = 0
-    for runs in _sums(found).values():
+    for runs in _sums(result).values():
         times = list(runs.values())
         for index, one in enumerate(times):
             for other in times[index + 1 :]:
@@ -150,35 +150,35 @@ CaseRatios = dict[str, list[float]]
 
 def ledger_ratios(rows: Iterable[LedgerRow]) -> dict[Kind, CaseRatios]:
     """Of rows that limits hold for, with measured costs."""
-    found: dict[Kind, CaseRatios] = {}
+    result: dict[Kind, CaseRatios] = {}
     for row in rows:
         if held_to_limits(row) and row.costs != "analytic":
-            of_kind = found.setdefault((device_model(row.device), kind_of(row)), {})
+            of_kind = result.setdefault((device_model(row.device), kind_of(row)), {})
             ratio = row.step_time_s / row.predicted_step_time_s
             of_kind.setdefault(f"{row.case}, {row.layout}", []).append(ratio)
-    return found
+    return result
 
 
 def intervals_of(rows: Iterable[LedgerRow]) -> tuple[KindInterval, ...]:
     """What `evenload.explore.prediction_interval` is to know: of kinds of layouts with enough cases, and of all."""
-    found = []
+    result = []
     for (device, layout), ratios in _offered(ledger_ratios(rows)).items():
         interval = case_interval(ratios)
         if interval is not None:
             count = sum(map(len, ratios.values()))
             low, high = (round(factor, 4) for factor in interval)
-            found.append(KindInterval(device=device, layout=layout, low=low, high=high, rows=count, cases=len(ratios)))
-    return tuple(found)
+            result.append(KindInterval(device=device, layout=layout, low=low, high=high, rows=count, cases=len(ratios)))
+    return tuple(result)
 
 
 def coverage(rows: Iterable[LedgerRow]) -> tuple[int, int]:
     """(rows inside, rows) where every case in turn is left out of the interval that it is held against."""
     by_kind = ledger_ratios(rows)
     offered = _offered(by_kind)
-    found = [
+    result = [
         left_out_coverage(ratios, offered.get(kind, offered[kind[0], ANY_LAYOUT])) for kind, ratios in by_kind.items()
     ]
-    return sum(inside for inside, _ in found), sum(total for _, total in found)
+    return sum(inside for inside, _ in result), sum(total for _, total in result)
 
 
 def case_interval(ratios: Mapping[str, Sequence[float]], miss: float = 0.1) -> tuple[float, float] | None:
@@ -214,10 +214,10 @@ def left_out_coverage(
     given; (0, 0) where they give none."""
     inside = total = 0
     for case, values in ratios.items():
-        found = case_interval({name: others for name, others in (among or ratios).items() if name != case})
-        if found is not None:
+        result = case_interval({name: others for name, others in (among or ratios).items() if name != case})
+        if result is not None:
             total += len(values)
-            inside += sum(found[0] <= value <= found[1] for value in values)
+            inside += sum(result[0] <= value <= result[1] for value in values)
     return inside, total
 
 
@@ -229,16 +229,16 @@ def kind_of(row: LedgerRow) -> str:
 
 def _offered(by_kind: dict[Kind, CaseRatios]) -> dict[Kind, CaseRatios]:
     """Ratios of every interval that is given out."""
-    found = {kind: ratios for kind, ratios in by_kind.items() if len(ratios) >= KIND_CASES}
+    result = {kind: ratios for kind, ratios in by_kind.items() if len(ratios) >= KIND_CASES}
     for (device, _), ratios in by_kind.items():
-        found.setdefault((device, ANY_LAYOUT), {}).update(ratios)
-    return found
+        result.setdefault((device, ANY_LAYOUT), {}).update(ratios)
+    return result
 
 
-def _sums(found: Iterable[Again]) -> dict[tuple[str, str], dict[str, tuple[float, float]]]:
+def _sums(result: Iterable[Again]) -> dict[tuple[str, str], dict[str, tuple[float, float]]]:
     """Measured and predicted seconds of all batches, by case and layout and strategy."""
     sums: dict[tuple[str, str], dict[str, tuple[float, float]]] = {}
-    for again in found:
+    for again in result:
         row = again.row
         runs = sums.setdefault((row.case, row.layout), {})
         measured_s, predicted_s = runs.get(row.strategy, (0.0, 0.0))

@@ -136,8 +136,8 @@ def _by_kind(rows: Sequence[LedgerRow]) -> str:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     key = lambda row: (row.costs, kind_of(row), _family(row.strategy))  # noqa: E731
-    for kind, found in groupby(sorted(rows, key=key), key):
-        mine = list(found)
+    for kind, result in groupby(sorted(rows, key=key), key):
+        mine = list(result)
         errors = [row.step_time_error for row in mine]
         lines.append(
             f"| {' | '.join(kind)} | {len(mine)} | {mean(errors):+.1%} | {_median_abs(errors)} | {_p90_abs(errors)} | "
@@ -213,7 +213,7 @@ def _provenance(rows: Sequence[LedgerRow], current: Sequence[LedgerRow]) -> str:
 def picture(rows: Sequence[LedgerRow]) -> str:
     """The SVG: a dot a row by its signed error, a line of dots a kind of layout and family of strategies."""
     key = lambda row: (kind_of(row), _family(row.strategy))  # noqa: E731
-    groups = [(kind, list(found)) for kind, found in groupby(sorted(rows, key=key), key)]
+    groups = [(kind, list(result)) for kind, result in groupby(sorted(rows, key=key), key)]
     height = TOP + ROW * max(1, len(groups)) + 34
     parts = [
         f'<rect class="within" x="{_x(-MEDIAN_LIMIT)}" y="{TOP - 6}" width="{_x(MEDIAN_LIMIT) - _x(-MEDIAN_LIMIT)}" '

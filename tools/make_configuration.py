@@ -63,17 +63,17 @@ def _meanings(kind: type[msgspec.Struct]) -> dict[str, str]:
     """Field -> text of its entry in the docstring's Args; `a, b: text` describes both."""
     block = (kind.__doc__ or "").partition("Args:")[2]
     block = re.split(r"\n\s*\n\s*Raises:", block)[0]
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     names: list[str] = []
     for line in block.splitlines():
         entry = re.match(r" {8}([a-z0-9_]+(?:, [a-z0-9_]+)*): (.*)", line)
         if entry:
             names = entry[1].split(", ")
-            found |= dict.fromkeys(names, entry[2])
+            result |= dict.fromkeys(names, entry[2])
         elif line.strip():
             for name in names:
-                found[name] += f" {line.strip()}"
-    return found
+                result[name] += f" {line.strip()}"
+    return result
 
 
 def _type(hint: Any) -> str:

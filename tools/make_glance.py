@@ -62,7 +62,7 @@ def panels() -> list[Panel]:
     )
     rule = BatchRule(num_documents=DOCUMENTS, context=CONTEXT, overlong="truncate")
     (batch,) = rule.sample(read_lengths(str(LENGTHS)), steps=1, seed=0)
-    found = []
+    result = []
     for strategy in STRATEGIES:
         proposal = planner.propose(0, batch.documents, strategy)
         timeline = detailed_timeline(proposal.plan, proposal.costs)
@@ -71,25 +71,25 @@ def panels() -> list[Panel]:
             (int(timeline.rank[at]), KINDS[timeline.kind[at]], float(timeline.start_s[at]), float(timeline.end_s[at]))
             for at in np.flatnonzero(timeline.dp_rank == last)
         ]
-        found.append(Panel(strategy, proposal.plan.predicted.step_time_s, bars))
-    return found
+        result.append(Panel(strategy, proposal.plan.predicted.step_time_s, bars))
+    return result
 
 
-def picture(found: list[Panel]) -> str:
+def picture(result: list[Panel]) -> str:
     """As SVG; both panels have the axis of the longer step."""
-    longest_s = max(panel.step_s for panel in found)
+    longest_s = max(panel.step_s for panel in result)
     scale = (WIDTH - LEFT - 20) / longest_s
-    height = TOP + len(found) * (PP * ROW + GAP) + 18
-    gain = found[0].step_s / found[-1].step_s
+    height = TOP + len(result) * (PP * ROW + GAP) + 18
+    gain = result[0].step_s / result[-1].step_s
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" '
-        f'font-size="13" role="img" aria-label="The same step takes {found[0].step_s:.1f} seconds under best fit and '
-        f'{found[-1].step_s:.1f} under auto, predicted">',
+        f'font-size="13" role="img" aria-label="The same step takes {result[0].step_s:.1f} seconds under best fit and '
+        f'{result[-1].step_s:.1f} under auto, predicted">',
         f'<rect width="{WIDTH}" height="{height}" fill="#fff"/>',
         f'<text x="{LEFT}" y="22" font-size="15" font-weight="bold">One global batch, the same gradient: '
         f"{gain:.2f} times as fast (predicted)</text>",
     ]
-    for number, panel in enumerate(found):
+    for number, panel in enumerate(result):
         top = TOP + number * (PP * ROW + GAP) + 22
         end = LEFT + panel.step_s * scale
         parts.append(

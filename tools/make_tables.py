@@ -30,8 +30,8 @@ class Rows(list[Row]):
 
     def value(self, metric: str, baseline: str | None = None) -> float | None:
         """Of the last row of a metric; None where there is none."""
-        found = [row for row in self if row["metric"] == metric and baseline in (None, row["baseline"])]
-        return float(found[-1]["value"]) if found else None
+        result = [row for row in self if row["metric"] == metric and baseline in (None, row["baseline"])]
+        return float(result[-1]["value"]) if result else None
 
     def some(self, **columns: str) -> "Rows":
         """Rows whose columns have these values."""
@@ -107,11 +107,11 @@ def _context_ranks() -> str:
 
 def _swinging() -> str:
     rows = newest("swinging")
-    found = []
+    result = []
     for name in ("dp=2", "pp=2"):
         measured, predicted = (rows.value(f"speed-up over {name}, {how}") for how in ("measured", "predicted"))
-        found.append(f"{name} {measured:.2f}× ({predicted:.2f}×)")
-    return ", ".join(found)
+        result.append(f"{name} {measured:.2f}× ({predicted:.2f}×)")
+    return ", ".join(result)
 
 
 def _overlap(kind: str, time: str) -> str:
@@ -220,31 +220,31 @@ def planners(title: str) -> str:
     """One setting: shares of the bound of every planner in some cases, and our lead over the best peer in all."""
     shown = ("lognormal 32K, 512", "github_dirs 32K, 512", "github_dirs 128K, 512")
     rows = newest("planners")
-    found: dict[str, dict[str, Rows]] = {}
+    result: dict[str, dict[str, Rows]] = {}
     for case, own in rows.by_case().items():
         setting, lengths, _ = case.split(", ", 2)
         documents, planner = case.split(", ")[2].split()[0], case.rpartition(", ")[2]
         if setting == title:
-            found.setdefault(f"{lengths}, {documents}", {})[planner] = own
+            result.setdefault(f"{lengths}, {documents}", {})[planner] = own
     heads = ["planner"]
     heads += [f"{name[:-5]}: {metric}" for name in shown for metric in ("plan ms", "of bound", "in 80 GB")]
     lines = []
-    for planner in found[shown[0]]:
+    for planner in result[shown[0]]:
         cells = []
         for name in shown:
-            own = found[name].get(planner, Rows())
+            own = result[name].get(planner, Rows())
             within = own.value("in 80 GB")
             cells += [times(own.value("plan"), 1), percent(own.value("of bound"))]
             cells.append("does not fit" if within == 0 else percent(within))
         lines.append((planner, *cells))
-    return _over_best_peers(found) + "\n" + table(heads, lines) + source(rows, "planners")
+    return _over_best_peers(result) + "\n" + table(heads, lines) + source(rows, "planners")
 
 
-def _over_best_peers(found: Mapping[str, Mapping[str, Rows]]) -> str:
+def _over_best_peers(result: Mapping[str, Mapping[str, Rows]]) -> str:
     sentences = []
     for metric, words in (("of bound", "Memory ignored"), ("in 80 GB", "Within 80 GB")):
         ratios, refused = [], 0
-        for own in found.values():
+        for own in result.values():
             ours = own["evenload auto"].value(metric) or 0.0
             best = max(rows.value(metric) or 0.0 for name, rows in own.items() if not name.startswith("evenload"))
             ratios += [ours / best] if best else []
@@ -307,12 +307,12 @@ def slimpack() -> str:
     fractions = [own["auto"].value("of bound") or 0.0 for own in cells.values()]
     reached = sum(fraction >= 0.92 for fraction in fractions)
     heads = ("model", "context, lengths", "`best_fit`", "`slimpack`", "`auto` (layout)", "× `best_fit`", "× pp ≥ 4")
-    told = (
+    reported = (
         f"\n{reached} of {len(fractions)} cells of `auto` reach 92 %, the mean is {statistics.mean(fractions):.1%}, "
         f"the least {min(fractions):.1%}. Cells with \\* are from older commits, planned and priced as it was then.\n"
     )
     lines_and_heads = table((*heads, "× median layout", "the paper", "lost to"), lines)
-    return lines_and_heads + told + source(rows.some(commit=last), "paper_slimpack")
+    return lines_and_heads + reported + source(rows.some(commit=last), "paper_slimpack")
 
 
 def wlb() -> str:
@@ -336,13 +336,13 @@ def wlb() -> str:
 def waiting() -> str:
     """Imbalance and delay of both release rules of `wlb`."""
     rows = newest("paper_wlb", "wlb waiting")
-    found: dict[tuple[str, str], list[str]] = {}
+    result: dict[tuple[str, str], list[str]] = {}
     for case, own in rows.by_case().items():
         name, _, rest = case.partition(", N=")
         cell = f"{own.value('imbalance'):.3f}, {own.value('mean token delay'):.2f}"
-        found.setdefault((name, rest.split(",")[0]), []).append(cell)
+        result.setdefault((name, rest.split(",")[0]), []).append(cell)
     heads = ("lengths", "N", "`balance`: imbalance, delay", "`queues`: imbalance, delay")
-    return table(heads, ((*key, *own) for key, own in found.items())) + source(rows, "paper_wlb")
+    return table(heads, ((*key, *own) for key, own in result.items())) + source(rows, "paper_wlb")
 
 
 def skrull() -> str:
@@ -419,12 +419,12 @@ def ideas() -> str:
 def gaps() -> str:
     """Heuristics against optima, over all tables of lengths and numbers of documents."""
     rows = newest("exact_gaps")
-    found: dict[tuple[str, str], list[Rows]] = {}
+    result: dict[tuple[str, str], list[Rows]] = {}
     for case, own in rows.by_case().items():
         problem, heuristic, _ = case.split("; ")
-        found.setdefault((problem, heuristic), []).append(own)
+        result.setdefault((problem, heuristic), []).append(own)
     lines = []
-    for key, cells in found.items():
+    for key, cells in result.items():
         proved = [int(own.value("proved") or 0) for own in cells]
         drawn = sum(int(own.value("instances") or 0) for own in cells)
         solved = [(own, count) for own, count in zip(cells, proved, strict=True) if count]
@@ -475,10 +475,10 @@ def training_rates() -> str:
 
 def packed_in_readme() -> str:
     """Sentences of the README: packed against padded training, with TRL's packing."""
-    found = _training()
+    result = _training()
 
     def over(name: str) -> str:
-        return f"{found[name].value('effective tokens per second', 'padded'):.1f}"
+        return f"{result[name].value('effective tokens per second', 'padded'):.1f}"
 
     return (
         "On the most skewed lengths, in one process on a CPU, packed training does\n"
@@ -513,13 +513,13 @@ def engine_steps() -> str:
 def engine_prices() -> str:
     """What engines are predicted to cost over Evenload's runtime: a row an engine, two columns a table of lengths."""
     rows = newest("engine_prices")
-    found: dict[tuple[str, str], dict[str, str]] = {}
+    result: dict[tuple[str, str], dict[str, str]] = {}
     for row in rows:
         engine, lengths, _, layout = row["case"].split(", ")[:4]
         cell = f"{float(row['value']):.3f}×"
-        found.setdefault((f"`{engine}`", layout), {})[f"{lengths}: `{row['metric']}`"] = cell
-    columns = list(dict.fromkeys(column for own in found.values() for column in own))
-    lines = ((*key, *(own.get(column, "") for column in columns)) for key, own in found.items())
+        result.setdefault((f"`{engine}`", layout), {})[f"{lengths}: `{row['metric']}`"] = cell
+    columns = list(dict.fromkeys(column for own in result.values() for column in own))
+    lines = ((*key, *(own.get(column, "") for column in columns)) for key, own in result.items())
     return table(("engine", "layout", *columns), lines) + source(rows, "engine_prices")
 
 

@@ -48,18 +48,18 @@ def commands_agree(folder: Path) -> None:
     script = Path(sys.executable).parent / "evenload"
     attribute = [sys.executable, "-c", "import evenload; print('evenload', evenload.__version__)"]
     for command in ([str(script), "--version"], [sys.executable, "-m", "evenload", "--version"], attribute):
-        said = call(command, folder).stdout.strip()
-        require(said == expected, f"{command} says {said!r}, the distribution is {expected!r}")
+        output = call(command, folder).stdout.strip()
+        require(output == expected, f"{command} says {output!r}, the distribution is {expected!r}")
 
 
 def plans(folder: Path) -> tuple[str, float]:
     """A comparison of strategies on a small table: the best one and its factor over best_fit."""
     (folder / "lengths.txt").write_text("\n".join(map(str, LENGTHS * 20)) + "\n")
     call([sys.executable, "-m", "evenload", "plan", "lengths.txt", *PLAN, "--json", "plan.json"], folder)
-    found = json.loads((folder / "plan.json").read_text())
-    rows = {row["name"]: row for row in found["strategies"]}
+    result = json.loads((folder / "plan.json").read_text())
+    rows = {row["name"]: row for row in result["strategies"]}
     require(set(rows) == {"best_fit", "slimpack", "auto"}, f"strategies planned: {sorted(rows)}")
-    return found["best"], rows[found["best"]]["speedup_over_best_fit"]
+    return result["best"], rows[result["best"]]["speedup_over_best_fit"]
 
 
 def training_says_what_it_needs(folder: Path) -> str:

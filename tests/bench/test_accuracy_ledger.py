@@ -14,8 +14,8 @@ from ledger import COLUMNS, append_result, current_rows, plan_again, read_inputs
 
 
 def result(*strategies: str, **changes) -> BenchResult:
-    found = [runs(name, batch_run((1.0, 1.1), 0.99), batch_run((2.0, 2.0), 2.5, batch=1)) for name in strategies]
-    return result_of(*found, **changes)
+    results = [runs(name, batch_run((1.0, 1.1), 0.99), batch_run((2.0, 2.0), 2.5, batch=1)) for name in strategies]
+    return result_of(*results, **changes)
 
 
 def test_rows_are_appended_under_one_head(tmp_path):
@@ -51,17 +51,17 @@ def test_newer_rows_supersede_older_ones_unless_the_machine_was_busy():
 def test_what_plans_were_made_from_lies_beside_and_makes_them_again(tmp_path):
     """Same digest, same prediction; other costs are another file, and the old one stays."""
     path = tmp_path / "accuracy.csv"
-    found = result("slimpack")
-    append_result(path, found, "tiny")
-    append_result(path, msgspec.structs.replace(found, loss_difference=1.0), "tiny")
-    slower = msgspec.structs.replace(found.coefficients, head_s_per_token=6.0)
+    results = result("slimpack")
+    append_result(path, results, "tiny")
+    append_result(path, msgspec.structs.replace(results, loss_difference=1.0), "tiny")
+    slower = msgspec.structs.replace(results.coefficients, head_s_per_token=6.0)
     append_result(path, result("slimpack", coefficients=slower), "tiny")
     names = list(dict.fromkeys(one.inputs for one in read_ledger(path)))
     assert len(names) == 2
     assert {file.stem for file in (tmp_path / "costs").iterdir()} == set(names)
-    for name, coefficients in zip(names, (found.coefficients, slower), strict=True):
+    for name, coefficients in zip(names, (results.coefficients, slower), strict=True):
         inputs, costs = read_inputs(path, name)
-        assert (inputs, costs) == (found.inputs, coefficients)
+        assert (inputs, costs) == (results.inputs, coefficients)
         again = plan_again(inputs, costs, "slimpack", 0)
         options = PlanOptions(max_pack_tokens=64)
         planner = StepPlanner(

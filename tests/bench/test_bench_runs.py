@@ -17,11 +17,11 @@ def test_errors_are_predicted_over_measured_medians():
 
 
 def test_batches_are_averaged_and_rounds_are_compared_as_wholes():
-    found = runs("a", batch_run(measured_s=(1.0, 3.0, 1.0)), batch_run(measured_s=(5.0, 3.0, 4.0), predicted_s=2.0))
-    assert (found.measured_s, found.predicted_s, found.error) == (2.5, 1.5, pytest.approx(-0.4))
+    result = runs("a", batch_run(measured_s=(1.0, 3.0, 1.0)), batch_run(measured_s=(5.0, 3.0, 4.0), predicted_s=2.0))
+    assert (result.measured_s, result.predicted_s, result.error) == (2.5, 1.5, pytest.approx(-0.4))
     # Rounds took 6, 6 and 5 seconds.
-    assert found.spread == pytest.approx(1 / 6)
-    assert found.tokens_per_s == pytest.approx(200 / 5.0)
+    assert result.spread == pytest.approx(1 / 6)
+    assert result.tokens_per_s == pytest.approx(200 / 5.0)
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -48,14 +48,14 @@ def test_pack_errors_compare_every_pack_on_every_stage(split):
             )
         )
     noisy = np.stack([seconds, 0.8 * seconds, 1.3 * seconds])
-    found = pack_errors(tuple(times), timeline, noisy)
+    result = pack_errors(tuple(times), timeline, noisy)
     forwards = timeline.kind == 0
     expected = np.where(forwards, -0.1, 0.0)
-    assert found.median == pytest.approx(np.median(expected))
-    assert found.median_abs == pytest.approx(np.median(-expected))
-    assert found.p90_abs == pytest.approx(0.1)
+    assert result.median == pytest.approx(np.median(expected))
+    assert result.median_abs == pytest.approx(np.median(-expected))
+    assert result.p90_abs == pytest.approx(0.1)
     # A third of all repeats lies 30 % from the median, so the 90th percentile does.
-    assert found.repeat_p90 == pytest.approx(0.3)
+    assert result.repeat_p90 == pytest.approx(0.3)
 
 
 def strategy(name, *rounds):
@@ -68,28 +68,28 @@ NOISY = strategy("best_fit", 1.0, 1.6, 1.1), strategy("slimpack", 1.4, 0.9, 1.0)
 
 
 def test_a_quiet_machine_tells_which_is_faster_and_by_how_much():
-    found = result_of(*QUIET)
-    (ratio,) = found.ratios
+    result = result_of(*QUIET)
+    (ratio,) = result.ratios
     assert (ratio.one, ratio.other, ratio.is_clear) == ("best_fit", "slimpack", True)
     assert ratio.ratio == pytest.approx(1.32)
     assert ratio.low is not None
     assert ratio.high is not None
     assert 1.29 < ratio.low < 1.32 < ratio.high < 1.35
-    assert found.winner == "slimpack"
+    assert result.winner == "slimpack"
     assert (
-        found.outcome
+        result.outcome
         == f"best_fit takes 1.32 times as long as slimpack (95 % interval {ratio.low:.2f} to {ratio.high:.2f})"
     )
 
 
 def test_a_difference_within_the_spread_of_its_repeats_is_not_claimed():
     """Medians differ by 10 %; the rounds by more."""
-    found = result_of(*NOISY)
-    assert found.ratios[0].ratio == pytest.approx(1.1)
-    assert not found.ratios[0].is_clear
-    assert found.winner == ""
-    assert found.outcome.startswith("this machine is too noisy to tell: best_fit takes 0.")
-    assert "1.10" not in found.outcome
+    result = result_of(*NOISY)
+    assert result.ratios[0].ratio == pytest.approx(1.1)
+    assert not result.ratios[0].is_clear
+    assert result.winner == ""
+    assert result.outcome.startswith("this machine is too noisy to tell: best_fit takes 0.")
+    assert "1.10" not in result.outcome
 
 
 def test_of_several_strategies_the_fastest_wins_where_it_is_told_apart_from_every_other():
@@ -114,6 +114,6 @@ def test_intervals_hold_the_true_ratio_and_equal_strategies_are_rarely_told_apar
             name, *(batch_run(tuple(factor * size * one)) for size, one in zip((1.0, 0.5, 2.0), noises, strict=True))
         )
 
-    found = [measured_ratio(drawn("a", true_ratio), drawn("b", 1.0)) for _ in range(400)]
-    assert sum(one.low <= true_ratio <= one.high for one in found if one.low and one.high) >= 0.93 * 400
-    assert sum(one.is_clear and (one.ratio < 1 or true_ratio == 1) for one in found) <= 0.06 * 400
+    result = [measured_ratio(drawn("a", true_ratio), drawn("b", 1.0)) for _ in range(400)]
+    assert sum(one.low <= true_ratio <= one.high for one in result if one.low and one.high) >= 0.93 * 400
+    assert sum(one.is_clear and (one.ratio < 1 or true_ratio == 1) for one in result) <= 0.06 * 400

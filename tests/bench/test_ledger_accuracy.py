@@ -38,8 +38,8 @@ def as_recorded(*rows):
 def ledger(tmp_path):
     """Rows of a real plan, measured 4 % above what was predicted for it."""
     path = tmp_path / "cpu.csv"
-    found = result_of(runs("slimpack", batch_run()))
-    plan = plan_again(found.inputs, found.coefficients, "slimpack", 0)
+    result = result_of(runs("slimpack", batch_run()))
+    plan = plan_again(result.inputs, result.coefficients, "slimpack", 0)
     predicted_s = plan.predicted.step_time_s
     run = batch_run((1.04 * predicted_s,), predicted_s)
     run = msgspec.structs.replace(run, plan_digest=plan.digest)
@@ -69,8 +69,8 @@ def test_limits_name_what_breaks_them():
     fine = [row(case=case, predicted_s=1.02) for case in "ab"]
     off = [row(case=case, predicted_s=0.85) for case in "cde"]
     assert beyond_limits(as_recorded(*fine, *off[:1])) == []
-    (said,) = beyond_limits(as_recorded(*fine, *off))
-    assert said == "median error of step times 15.0% over 5 rows, limit 8%"
+    (output,) = beyond_limits(as_recorded(*fine, *off))
+    assert output == "median error of step times 15.0% over 5 rows, limit 8%"
     busy = [msgspec.structs.replace(one, waited_share=0.3) for one in off]
     assert beyond_limits(as_recorded(*fine, *busy)) == []
 
@@ -84,9 +84,9 @@ def test_only_pairs_of_the_same_batches_that_differ_are_ranked():
         row(case="other", strategy="slow", measured_s=9.0, predicted_s=0.1),
     ]
     # fast-near is too close; slow-wrong is predicted the other way round; another case is another matter.
-    found = ranked(as_recorded(*rows))
-    assert (found.right, found.pairs) == (4, 5)
-    assert any("4 of 5 pairs" in said for said in beyond_limits(as_recorded(*rows)))
+    result = ranked(as_recorded(*rows))
+    assert (result.right, result.pairs) == (4, 5)
+    assert any("4 of 5 pairs" in output for output in beyond_limits(as_recorded(*rows)))
 
 
 def many(layout: str, cases: int, ratio: float, device: str = "EPYC, 1 thread a process"):
@@ -99,11 +99,11 @@ def many(layout: str, cases: int, ratio: float, device: str = "EPYC, 1 thread a 
 
 def test_kinds_with_enough_cases_have_intervals_of_their_own():
     rows = [*many("pp=2", KIND_CASES, 1.1), *many("dp=2 pp=2", 3, 0.9)]
-    found = {one.layout: one for one in intervals_of(rows)}
-    assert set(found) == {"pp", "any layout"}
-    assert (found["pp"].low, found["pp"].high) == (1.1, 1.1)
-    assert found["any layout"].low < 0.9 + 1e-9
-    assert (found["any layout"].cases, found["any layout"].rows) == (KIND_CASES + 3, 4 * (KIND_CASES + 3))
+    result = {one.layout: one for one in intervals_of(rows)}
+    assert set(result) == {"pp", "any layout"}
+    assert (result["pp"].low, result["pp"].high) == (1.1, 1.1)
+    assert result["any layout"].low < 0.9 + 1e-9
+    assert (result["any layout"].cases, result["any layout"].rows) == (KIND_CASES + 3, 4 * (KIND_CASES + 3))
     inside, total = coverage(rows)
     assert total == len(rows)
     assert inside == len(rows)

@@ -54,8 +54,8 @@ def test_calibration_measures_a_real_stage(gloo_pool):
 
 
 def _overlap_of_a_rank(sizes):
-    found = overlap_cost(create_meshes([even_layout(2, **sizes)], torch.device("cpu"), TIMEOUT_S).start)
-    return None if found is None else (found.communication_slowdown, found.compute_slowdown)
+    result = overlap_cost(create_meshes([even_layout(2, **sizes)], torch.device("cpu"), TIMEOUT_S).start)
+    return None if result is None else (result.communication_slowdown, result.compute_slowdown)
 
 
 @pytest.mark.parametrize("sizes", [{"dp": 2}, {"cp": 2}], ids=str)

@@ -136,10 +136,10 @@ def test_weight_gradients_have_their_share_of_the_linears_seconds():
 def test_both_come_back_and_neither_bends_the_other(is_apart):
     """Small packs would take their host's seconds, and a fit of what they take would be off for all."""
     ranks = [measured(is_apart=is_apart)] * 2
-    found = coefficients_of(ranks, sample_model(), "some GPU", even_layout(3, dp=2))
+    result = coefficients_of(ranks, sample_model(), "some GPU", even_layout(3, dp=2))
     for direction, truth in DEVICE.items():
         expected = truth if is_apart else msgspec.structs.replace(truth, host_slice_s=0.0, host_pack_s=0.0)
-        fields = msgspec.structs.asdict(getattr(found, direction))
+        fields = msgspec.structs.asdict(getattr(result, direction))
         assert fields == {
             name: value if value is None else pytest.approx(value, rel=1e-5)
             for name, value in msgspec.structs.asdict(expected).items()

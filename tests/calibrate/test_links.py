@@ -49,5 +49,5 @@ def test_every_link_of_a_layout_is_timed(gloo_pool):
     assert all(("reduction", 3, 2) in kinds for kinds in gloo_pool.run(3, _kinds_of_a_rank, {"dp": 3}))
     # dp 2 x cp 2: all four may share a document, the largest group.
     four = [("reduction", 4, 3), ("gather", 4, 3), ("context", 4, 6)]
-    found = gloo_pool.run(4, _kinds_of_a_rank, {"dp": 2, "cp": 2})
-    assert [[one for one in kinds if one[0] != "pipeline"] for kinds in found] == [four] * 4
+    result = gloo_pool.run(4, _kinds_of_a_rank, {"dp": 2, "cp": 2})
+    assert [[one for one in kinds if one[0] != "pipeline"] for kinds in result] == [four] * 4

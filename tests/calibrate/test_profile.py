@@ -42,17 +42,17 @@ def profiled(directory, sizes, stop_after=None, kind="llama", **settings):
         longest=256, budget_s=0.1, free_bytes=1 << 30, before_bytes=0, static_bytes=1, demand=100.0,
         partial=partial_path(directory / "cost.json"), versions={"torch": "1"},
     )  # fmt: skip
-    said = []
+    output = []
 
     def on_pass(done, total):
         if done == stop_after:
             raise _StoppedError
 
     try:
-        found = profile(stages, task, mesh, say=said.append, on_pass=on_pass)
+        result = profile(stages, task, mesh, say=output.append, on_pass=on_pass)
     except _StoppedError:
-        return None, said
-    return msgspec.json.encode(found), said
+        return None, output
+    return msgspec.json.encode(result), output
 
 
 def test_a_profile_goes_on_where_it_was_stopped(gloo_pool, tmp_path):
@@ -61,14 +61,14 @@ def test_a_profile_goes_on_where_it_was_stopped(gloo_pool, tmp_path):
     file = partial_path(tmp_path / "cost.json")
     first = msgspec.json.decode(file.read_bytes(), type=PartialProfile)
     assert len(first.passes) == 2
-    ((data, said),) = gloo_pool.run(1, profiled, tmp_path, {})
-    assert any("goes on from" in line and "2 passes" in line for line in said)
+    ((data, output),) = gloo_pool.run(1, profiled, tmp_path, {})
+    assert any("goes on from" in line and "2 passes" in line for line in output)
     second = msgspec.json.decode(file.read_bytes(), type=PartialProfile)
     assert second.passes[:2] == first.passes
     assert second.rounds == first.rounds
-    found = msgspec.json.decode(data, type=CostCoefficients)
-    assert found.profile is not None
-    assert found.profile.passes == len(second.passes) == MIN_PASSES
+    result = msgspec.json.decode(data, type=CostCoefficients)
+    assert result.profile is not None
+    assert result.profile.passes == len(second.passes) == MIN_PASSES
     # Another task begins anew, and says so.
     _, note = read_partial(file, "another model")
     assert "is of another measurement" in note
@@ -80,24 +80,24 @@ def test_a_profile_goes_on_where_it_was_stopped(gloo_pool, tmp_path):
 def test_a_profile_measures_what_a_run_needs(gloo_pool, tmp_path):
     """On one rank: layers, head, embedding, optimizer, copies; bytes as the cost model says; no link is made up."""
     ((data, _),) = gloo_pool.run(1, profiled, tmp_path, {})
-    found = msgspec.json.decode(data, type=CostCoefficients)
-    record = found.profile
+    result = msgspec.json.decode(data, type=CostCoefficients)
+    record = result.profile
     assert record is not None
-    assert found.embedding_s_per_token > 0
-    assert found.head_s_per_token > 0
-    assert found.optimizer_s_per_parameter > 0
-    assert found.copy_s_per_byte > 0
-    assert found.p2p_bandwidth_bytes_per_s is None
-    assert found.intra_node is None
-    assert found.measured_on is not None
-    model = found.measured_on.model
+    assert result.embedding_s_per_token > 0
+    assert result.head_s_per_token > 0
+    assert result.optimizer_s_per_parameter > 0
+    assert result.copy_s_per_byte > 0
+    assert result.p2p_bandwidth_bytes_per_s is None
+    assert result.intra_node is None
+    assert result.measured_on is not None
+    model = result.measured_on.model
     assert record.activation_bytes == {one: activation_bytes_per_token(model, one) for one in POLICIES}
     assert record.forward.packs == record.backward.packs == len(record.packs) // 2
     assert record.timings >= MIN_PASSES * len(record.packs)
     # It can be written, read again, and tells when it was changed.
-    write_coefficients(tmp_path / "cost.json", found)
+    write_coefficients(tmp_path / "cost.json", result)
     again = read_coefficients(tmp_path / "cost.json")
-    assert again == found
+    assert again == result
     assert not again.is_changed
     faster = msgspec.structs.replace(again.forward, linear_s_per_token=1e-9)
     assert msgspec.structs.replace(again, forward=faster).is_changed
@@ -108,6 +108,6 @@ def test_links_of_a_layout_are_measured(gloo_pool, tmp_path, sizes):
     """Every rank returns the same costs, with the links of the transfers that the layout makes and of no others."""
     answers = gloo_pool.run(2, profiled, tmp_path, sizes)
     assert answers[0][0] == answers[1][0]
-    found = msgspec.json.decode(answers[0][0], type=CostCoefficients)
-    assert found.context_hidden_share == 0, "gloo's threads share the cores that compute"
-    assert (found.p2p_bandwidth_bytes_per_s is None) == ("tp" in sizes)
+    result = msgspec.json.decode(answers[0][0], type=CostCoefficients)
+    assert result.context_hidden_share == 0, "gloo's threads share the cores that compute"
+    assert (result.p2p_bandwidth_bytes_per_s is None) == ("tp" in sizes)

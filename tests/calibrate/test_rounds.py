@@ -137,5 +137,5 @@ def test_layers_whose_host_asks_the_device_are_not_told_apart(machine):
 
     clock = QueueClock(torch.device("cuda"), keeps_busy(machine), host_reads=True)
     for _ in range(3):
-        found = clock.time("pack", asks)
-        assert found == (pytest.approx(20 * 50e-6 + 20e-6, rel=0.02), 0.0)
+        result = clock.time("pack", asks)
+        assert result == (pytest.approx(20 * 50e-6 + 20e-6, rel=0.02), 0.0)

@@ -241,11 +241,11 @@ class Narrowed(TorchFunctionMode):
         self.functions: list[str] = []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         given = [value.dtype for value in args if isinstance(value, torch.Tensor)]
-        if isinstance(found, torch.Tensor) and found.dtype is torch.float32 and torch.float32 not in given:
+        if isinstance(result, torch.Tensor) and result.dtype is torch.float32 and torch.float32 not in given:
             self.functions.append(getattr(func, "__name__", str(func)))
-        return found
+        return result
 
 
 @pytest.mark.parametrize(

@@ -50,12 +50,12 @@ def project(tmp_path: Path) -> Path:
 @pytest.mark.long
 def test_a_run_says_what_teaches_nothing_and_exports_the_end_of_its_documents(project):
     process = start_train(project)
-    said, _ = process.communicate(timeout=500)
-    assert process.returncode == 0, said
-    assert "evenload: warning: after what the assistant says, the chat template teaches none of the tokens" in said
-    assert "set data.eos_token to the special token that the template writes there (<|im_end|>)" in said
-    assert "evenload: warning: 3 of the first 6 documents have no token with a loss and teach nothing" in said
-    assert "3 of these documents taught nothing: no loss at all" in said
+    output, _ = process.communicate(timeout=500)
+    assert process.returncode == 0, output
+    assert "evenload: warning: after what the assistant says, the chat template teaches none of the tokens" in output
+    assert "set data.eos_token to the special token that the template writes there (<|im_end|>)" in output
+    assert "evenload: warning: 3 of the first 6 documents have no token with a loss and teach nothing" in output
+    assert "3 of these documents taught nothing: no loss at all" in output
     model = project / "run" / "model"
     eos_id = FileTokenizer(model).special_tokens()["</s>"]
     loaded = AutoTokenizer.from_pretrained(model)

@@ -83,13 +83,13 @@ def test_costs_of_a_busy_machine_give_no_interval_anywhere(table, tmp_path, caps
     files = [word for name, file in names.items() for word in (f"--{name}", str(tmp_path / file))]
     common = [table, "--model", SMALL.name, "--cluster", "h100x1", "--documents", "20", "--strategy", "best_fit"]
     assert run("plan", *common, *files) == 0
-    shown, found = capsys.readouterr().out, json.loads((tmp_path / "plan.json").read_text())
+    shown, result = capsys.readouterr().out, json.loads((tmp_path / "plan.json").read_text())
     assert words in shown
     assert words in (tmp_path / "page").read_text()
     is_quiet = not waited_share
     assert ("90 % of steps" in shown) == is_quiet
-    assert (found["step_time_interval"]["low"] is not None) == is_quiet
-    assert (found["strategies"][0]["step_time_interval_s"] is not None) == is_quiet
+    assert (result["step_time_interval"]["low"] is not None) == is_quiet
+    assert (result["strategies"][0]["step_time_interval_s"] is not None) == is_quiet
 
 
 @pytest.mark.parametrize(
@@ -129,29 +129,29 @@ def config(small_project) -> Path:
 def write_costs(file: Path, **changes) -> None:
     """As a calibration of the run on this machine leaves them."""
     model = msgspec.structs.replace(model_from("model"), bytes_per_element=4)
-    found = analytic_coefficients(model, cluster_from("h100x4"), even_layout(4, dp=2, pp=2))
+    result = analytic_coefficients(model, cluster_from("h100x4"), even_layout(4, dp=2, pp=2))
     measured = MeasuredOn(model=model, dp=2, cp=1, pp=2, tp=1)
     changes = {"source": "calibrated", "device": "slow CPU, 1 thread a process", "measured_on": measured} | changes
     file.parent.mkdir(exist_ok=True)
-    write_coefficients(file, msgspec.structs.replace(found, **changes))
+    write_coefficients(file, msgspec.structs.replace(result, **changes))
 
 
 def test_a_run_that_was_started_once_is_planned_in_its_own_seconds(config, tmp_path, capsys) -> None:
     """Its cost.json says how fast the machine is; each of four processes has a quarter of the memory."""
     write_costs(tmp_path / "run" / "cost.json")
     assert run("plan", "config.toml", "--strategy", "best_fit,auto", "--json", "out.json") == 0, capsys.readouterr().err
-    shown, found = capsys.readouterr().out, json.loads(Path("out.json").read_text())
+    shown, result = capsys.readouterr().out, json.loads(Path("out.json").read_text())
     assert "cluster this machine, layout dp=2 pp=2, 16 documents a step" in shown.splitlines()[0]
     assert "cost: measured on slow CPU, 1 thread a process, model" in shown
     assert "and are taken as they are" not in shown, "it is the same device"
-    inputs = found["inputs"]
+    inputs = result["inputs"]
     assert (inputs["cluster"], inputs["devices"], inputs["cost"]) == (
         "this machine",
         4,
         str(tmp_path / "run" / "cost.json"),
     )
     assert inputs["memory_cap_bytes"] == int(machine_memory_bytes() * 0.8 / 4)
-    assert found["headline"]["best"] == found["best"]
+    assert result["headline"]["best"] == result["best"]
 
 
 def test_a_cost_file_of_the_run_wins_over_what_it_left_and_an_asked_one_over_both(config, tmp_path) -> None:
@@ -159,25 +159,25 @@ def test_a_cost_file_of_the_run_wins_over_what_it_left_and_an_asked_one_over_bot
     for name in ("mine.json", "asked.json"):
         write_costs(tmp_path / name)
     config.write_text(config.read_text() + 'cost_file = "mine.json"\n')
-    for asked, expected in (((), "mine.json"), (("--cost", "asked.json"), "asked.json")):
-        assert run("plan", "config.toml", "--strategy", "best_fit", *asked, "--json", "out.json") == 0
+    for request, expected in (((), "mine.json"), (("--cost", "asked.json"), "asked.json")):
+        assert run("plan", "config.toml", "--strategy", "best_fit", *request, "--json", "out.json") == 0
         assert json.loads(Path("out.json").read_text())["inputs"]["cost"] == expected
 
 
 def test_gpus_are_those_that_the_driver_names(config, tmp_path, capsys, monkeypatch) -> None:
     config.write_text(config.read_text() + 'device = "cuda"\n')
     monkeypatch.setattr(plan_inputs, "_DRIVER", tmp_path / "gpus")
-    asked = ("config.toml", "--strategy", "best_fit", "--json", "out.json")
-    assert "the run computes on GPUs, and NVIDIA's driver tells of none here" in refused(capsys, "plan", *asked)
+    request = ("config.toml", "--strategy", "best_fit", "--json", "out.json")
+    assert "the run computes on GPUs, and NVIDIA's driver tells of none here" in refused(capsys, "plan", *request)
     for place in range(4):
         (tmp_path / "gpus" / f"0000:{place}").mkdir(parents=True)
         (tmp_path / "gpus" / f"0000:{place}" / "information").write_text("Model: \t NVIDIA H200\nIRQ: 3\n")
-    assert run("plan", *asked) == 0, capsys.readouterr().err
+    assert run("plan", *request) == 0, capsys.readouterr().err
     inputs = json.loads(Path("out.json").read_text())["inputs"]
     assert (inputs["devices"], inputs["cost"]) == (4, "analytic")
     assert inputs["memory_cap_bytes"] == cluster_from("h200x4").device.usable_bytes
     (tmp_path / "gpus" / "0000:3" / "information").write_text("Model: \t NVIDIA L4\n")
-    error = refused(capsys, "plan", *asked)
+    error = refused(capsys, "plan", *request)
     assert "this machine has NVIDIA H200, NVIDIA L4, of which not all are one of the built-in" in error
 
 
@@ -190,14 +190,14 @@ def test_gpus_are_those_that_the_driver_names(config, tmp_path, capsys, monkeypa
         (("config.toml",), {"tp": 1}, "knows no link, and the layout has 4 processes; measure it with evenload"),
     ],
 )
-def test_what_nothing_says_is_refused(config, tmp_path, capsys, asked, changes, message) -> None:
+def test_what_nothing_says_is_refused(config, tmp_path, capsys, request, changes, message) -> None:
     if changes:
         model = msgspec.structs.replace(model_from("model"), bytes_per_element=4)
         where = MeasuredOn(model=model, dp=2, cp=1, pp=2, **changes)
         links = ("p2p_bandwidth_bytes_per_s", "reduce_bandwidth_bytes_per_s", "intra_node", "inter_node")
         none = dict.fromkeys(links if changes["tp"] == 1 else ())
         write_costs(tmp_path / "run" / "cost.json", measured_on=where, **none)
-    assert message in refused(capsys, "plan", *asked)
+    assert message in refused(capsys, "plan", *request)
 
 
 @pytest.mark.parametrize(
@@ -280,10 +280,10 @@ def test_what_a_file_says_about_itself(tmp_path):
 
     changed = msgspec.structs.replace(costs, optimizer_s_per_parameter=1e-12)
     assert "CHANGED after it was measured" in measured_message(changed)
-    (told,) = cost_file_warnings(changed, "cost.json", costs.device)
-    assert "was changed after evenload profile had measured it" in told
-    (told,) = cost_file_warnings(costs, "cost.json", "a faster one")
-    assert "this is a faster one: predicted seconds are of the former" in told
+    (reported,) = cost_file_warnings(changed, "cost.json", costs.device)
+    assert "was changed after evenload profile had measured it" in reported
+    (reported,) = cost_file_warnings(costs, "cost.json", "a faster one")
+    assert "this is a faster one: predicted seconds are of the former" in reported
 
     assert "cluster h100x8 has H100-80GB" in other_device_message(costs, cluster_from("h100x8"))
     of_gpu = msgspec.structs.replace(costs, device="NVIDIA H100 80GB HBM3")

@@ -22,9 +22,9 @@ GROWING = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     ],
 )
 def test_streams_get_queues_memory_can_grow_and_what_a_user_has_set_stays(given, deterministic, expected):
-    found = dict(given)
-    set_cuda_defaults(found, deterministic=deterministic)
-    assert found == given | expected
+    result = dict(given)
+    set_cuda_defaults(result, deterministic=deterministic)
+    assert result == given | expected
 
 
 def test_costs_of_a_gpu_are_kept_for_runs_with_packs_as_large():

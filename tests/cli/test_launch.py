@@ -27,9 +27,9 @@ def _launched(case: str, grace_s: float = 3600, *, lines: int = 2) -> Iterator[t
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as launcher:
         assert launcher.stdout is not None
-        said = [launcher.stdout.readline() for _ in range(lines)]
+        output = [launcher.stdout.readline() for _ in range(lines)]
         try:
-            yield launcher, said
+            yield launcher, output
         finally:
             launcher.kill()
 
@@ -38,8 +38,8 @@ def _launched(case: str, grace_s: float = 3600, *, lines: int = 2) -> Iterator[t
 def test_ranks_that_end_in_time_end_the_command_by_the_signals_number(number) -> None:
     """Also where every process gets the signal, as when a terminal is closed: the server outlives the ranks. They began
     as new processes do."""
-    with _launched("ends") as (launcher, said):
-        shown = [line.split() for line in said]
+    with _launched("ends") as (launcher, output):
+        shown = [line.split() for line in output]
         assert [line[:4] for line in shown] == [["listening", "True", "False", str(Path.cwd())]] * 2
         assert shown[0][4] != shown[1][4], "the same random numbers in both"
         family = family_of(launcher.pid)
@@ -66,10 +66,10 @@ def test_ranks_that_do_not_end_within_the_grace_are_killed() -> None:
 @pytest.mark.parametrize(("case", "children"), [("hangs", 2), ("errands", 1)])
 def test_nothing_stays_behind_when_the_launcher_is_killed(case, children) -> None:
     """Neither ranks nor an errand, before which another one was lost, and that was told."""
-    with _launched(case) as (launcher, said):
-        assert said[-1] == "listening\n"
+    with _launched(case) as (launcher, output):
+        assert output[-1] == "listening\n"
         if case == "errands":
-            assert "the process that checks the settings ended before it had an answer" in said[0]
+            assert "the process that checks the settings ended before it had an answer" in output[0]
         family = family_of(launcher.pid)
         assert len(family) == 2 + children, "resource tracker, server, and who works"
         launcher.kill()

@@ -21,11 +21,11 @@ def test_lengths_writes_table_json_page_and_picture(six, tmp_path, capsys) -> No
     assert "6 documents, 34 tokens" in shown
     assert "min 1, median 3, mean 5.7, p90 16, p99 16, max 16" in shown
     assert "half of the tokens lie in the 2 longest documents (33.3 %), of 9 tokens and more" in shown
-    found = json.loads(files["json"].read_text())
-    assert found["inputs"] == {"source": six, "unit": "tokens", "tokenizer": None}
-    assert [found[key] for key in ("documents", "tokens", "attention_pairs", "median")] == [6, 34, 197, 3]
+    result = json.loads(files["json"].read_text())
+    assert result["inputs"] == {"source": six, "unit": "tokens", "tokenizer": None}
+    assert [result[key] for key in ("documents", "tokens", "attention_pairs", "median")] == [6, 34, 197, 3]
     longer = {"longer_documents": 2, "longer_tokens": 25, "tokens_beyond": 17}
-    assert found["windows"][0] == {"window": 4, **longer, "attention_pairs_across": 120}
+    assert result["windows"][0] == {"window": 4, **longer, "attention_pairs_across": 120}
     assert "<html" in files["html"].read_text()[:200].lower()
     assert files["png"].read_bytes().startswith(b"\x89PNG")
 

@@ -142,13 +142,13 @@ def texts_of(kind, prefix=""):
 
 
 def test_every_setting_that_is_a_path_knows_the_home_directory(tmp_path, monkeypatch):
-    found = {
+    result = {
         name: is_path
         for name, is_path in texts_of(TrainConfig)
         if not name.startswith(("data.mixture.", "validation."))
     }
-    paths = {name for name, is_path in found.items() if is_path}
-    assert {name for name in found if name not in NO_PATHS} == paths
+    paths = {name for name, is_path in result.items() if is_path}
+    assert {name for name in result if name not in NO_PATHS} == paths
     assert paths == {
         "model.path", "model.lora.path", "data.tokenizer", "data.chat_template", "train.output_dir", "train.cost_file",
     }  # fmt: skip
@@ -219,11 +219,11 @@ def test_odd_names_are_read_shown_and_written(tmp_path, monkeypatch, capfd, name
         code = commands.run(*arguments)
         shown, error = capfd.readouterr()
         assert code == 0, error
-        told = source.replace(BYTES_NAME, r"by\xe9te")
-        assert f": {told}" in shown
+        reported = source.replace(BYTES_NAME, r"by\xe9te")
+        assert f": {reported}" in shown
         assert (
-            told in str(json.loads(Path(f"./{name}.json").read_bytes())["inputs"].values()).replace("\\\\", "\\")
-            or "\n" in told
+            reported in str(json.loads(Path(f"./{name}.json").read_bytes())["inputs"].values()).replace("\\\\", "\\")
+            or "\n" in reported
         )
         assert Path(page).stat().st_size > 1000
 
@@ -242,11 +242,11 @@ def test_odd_names_are_read_shown_and_written(tmp_path, monkeypatch, capfd, name
     ids=["one", "named", "several", "objects", "2-D", "floats", "none"],
 )
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
-def test_an_npz_with_one_array_holds_lengths(tmp_path, capsys, arrays, said, save):
+def test_an_npz_with_one_array_holds_lengths(tmp_path, capsys, arrays, output, save):
     save(tmp_path / "l.npz", **arrays)
     code, text = commands.run("lengths", str(tmp_path / "l.npz")), "".join(capsys.readouterr())
-    assert code == (0 if "documents" in said else 2)
-    assert re.search(said, text), text
+    assert code == (0 if "documents" in output else 2)
+    assert re.search(output, text), text
 
 
 def test_a_damaged_npz_is_named(tmp_path, capsys):

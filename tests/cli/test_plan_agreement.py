@@ -31,15 +31,15 @@ def outputs(tmp_path_factory):
     with contextlib.redirect_stdout(io.StringIO()) as shown, pytest.raises(SystemExit) as stopped:
         main(arguments)
     assert not stopped.value.code
-    found = json.loads(files["json"].read_text())
+    result = json.loads(files["json"].read_text())
     trace = json.loads(files["trace"].read_text())["traceEvents"]
     plans = json.loads(files["emit-plan"].read_text())["plans"]
-    return shown.getvalue(), found, files["html"].read_text(), trace, plans
+    return shown.getvalue(), result, files["html"].read_text(), trace, plans
 
 
 def test_json_is_the_plan_file(outputs):
-    _, found, _, _, plans = outputs
-    for row in found["strategies"]:
+    _, result, _, _, plans = outputs
+    for row in result["strategies"]:
         own = [plan for plan in plans if plan["strategy"] == row["name"]]
         assert [plan["step"] for plan in own] == list(range(STEPS))
         assert row["step_time_s"] == [plan["predicted"]["step_time_s"] for plan in own]
@@ -51,29 +51,29 @@ def test_json_is_the_plan_file(outputs):
 
 
 def test_json_adds_up(outputs):
-    _, found, *_ = outputs
-    best_fit_s = next(row["mean_step_time_s"] for row in found["strategies"] if row["name"] == "best_fit")
-    for row in found["strategies"]:
+    _, result, *_ = outputs
+    best_fit_s = next(row["mean_step_time_s"] for row in result["strategies"] if row["name"] == "best_fit")
+    for row in result["strategies"]:
         mean_s = row["mean_step_time_s"]
         assert mean_s == pytest.approx(np.mean(row["step_time_s"]), rel=1e-12)
         assert sum(row["time_split"].values()) == pytest.approx(mean_s, rel=1e-9)
         assert row["time_split"]["useful_s"] == pytest.approx(row["lower_bound_s"], rel=1e-9)
         assert row["fraction_of_bound"] == pytest.approx(row["lower_bound_s"] / mean_s)
-        interval = found["step_time_interval"]
+        interval = result["step_time_interval"]
         assert row["step_time_interval_s"] == [mean_s * interval["low"], mean_s * interval["high"]]
         assert row["speedup_over_best_fit"] == pytest.approx(best_fit_s / mean_s)
-    assert found["best"] == min(found["strategies"], key=lambda row: row["mean_step_time_s"])["name"]
+    assert result["best"] == min(result["strategies"], key=lambda row: row["mean_step_time_s"])["name"]
 
 
 def test_table_and_page_show_the_json(outputs):
-    table, found, page, *_ = outputs
+    table, result, page, *_ = outputs
     rows = re.findall(r'<tr class="(?:best|feasible)">(.*?)</tr>', page, flags=re.DOTALL)
     in_page: dict[str, set[str]] = {}  # of the comparison and of its further columns
     for text in rows:
         (name,) = re.findall(r"<th[^>]*>(.*?)</th>", text)
         cells = (re.sub("<[^>]*>", "", cell.replace("<br>", " ")) for cell in re.findall(r"<td.*?>(.*?)</td>", text))
         in_page.setdefault(name.removeprefix("▶ "), set()).update(map(html.unescape, cells))
-    for row in found["strategies"]:
+    for row in result["strategies"]:
         expected = [format_cell(column, row) for column in COLUMNS if row.get(column.key) is not None]
         assert in_page[row["name"]] <= set(expected)
         (line,) = [line for line in table.splitlines() if re.match(rf"\s*▶?\s*{row['name']}\s\s", line)]
@@ -83,9 +83,9 @@ def test_table_and_page_show_the_json(outputs):
             assert format_cell(column, row) in in_page[row["name"]], key
             if key != "num_packs_forward":  # which the table leaves out for width
                 assert format_cell(column, row) in line, key
-    assert f"{found['best']}: critical path" in table
+    assert f"{result['best']}: critical path" in table
     assert "from published errors of comparable simulators, not from our ledger" in table
-    assert found["step_time_interval"]["basis"] in html.unescape(page)
+    assert result["step_time_interval"]["basis"] in html.unescape(page)
 
 
 def unpacked(page: str, block: dict) -> dict[str, np.ndarray]:
@@ -99,10 +99,10 @@ def unpacked(page: str, block: dict) -> dict[str, np.ndarray]:
 
 
 def test_page_draws_the_plans_of_the_json(outputs):
-    _, found, page, _, plans = outputs
+    _, result, page, _, plans = outputs
     (text,) = re.findall(r'<script type="application/json" id="step-view-data">(.*?)</script>', page)
     sections = {section["name"]: section for section in json.loads(text)["sections"]}
-    for row in found["strategies"]:
+    for row in result["strategies"]:
         for step, drawn in enumerate(sections[row["name"]]["steps"]):
             (plan,) = [one for one in plans if one["strategy"] == row["name"] and one["step"] == step]
             view = drawn["views"]["predicted"]
@@ -124,8 +124,8 @@ def test_page_draws_the_plans_of_the_json(outputs):
 
 
 def test_trace_is_the_best_plan(outputs):
-    _, found, _, trace, plans = outputs
-    (plan,) = [one for one in plans if one["strategy"] == found["best"] and one["step"] == 0]
+    _, result, _, trace, plans = outputs
+    (plan,) = [one for one in plans if one["strategy"] == result["best"] and one["step"] == 0]
     processes = {e["pid"]: e["args"]["name"] for e in trace if e["name"] == "process_name"}
     for dp_rank, predicted_s in enumerate(plan["predicted"]["per_replica_s"]):
         (pid,) = [pid for pid, name in processes.items() if name == f"predicted dp {dp_rank}"]

@@ -15,10 +15,10 @@ WHERE = {"model": "llama-7b", "cluster": "h100x8", "layout": "dp=2,pp=4"}
 
 
 def without_clock(content: bytes) -> dict:
-    found = json.loads(content)
-    for row in filter(None, (*found["strategies"], found["baseline"])):
+    result = json.loads(content)
+    for row in filter(None, (*result["strategies"], result["baseline"])):
         del row["plan_time_s"]
-    return found
+    return result
 
 
 def test_the_figures_are_those_of_the_command(table, tmp_path, capsys):
@@ -27,36 +27,36 @@ def test_the_figures_are_those_of_the_command(table, tmp_path, capsys):
     strategies = ["--strategy", ",".join(names), "--set", "candidates=2", "--json", str(tmp_path / "out.json")]
     assert run("plan", table, *options, *strategies) == 0
     shown = capsys.readouterr().out
-    found = evenload.plan(table, **WHERE, tokens="64k", steps=2, strategy=names, set_options=["candidates=2"])
+    result = evenload.plan(table, **WHERE, tokens="64k", steps=2, strategy=names, set_options=["candidates=2"])
     assert capsys.readouterr().out == "", "a function says nothing"
-    assert without_clock(found.to_json()) == without_clock((tmp_path / "out.json").read_bytes())
-    assert found.interval.describe() in shown
-    assert found.interval.describe() in str(found)
+    assert without_clock(result.to_json()) == without_clock((tmp_path / "out.json").read_bytes())
+    assert result.interval.describe() in shown
+    assert result.interval.describe() in str(result)
 
-    assert [row.name for row in found.strategies] == list(names)
-    assert found.best == min(found.strategies, key=lambda row: row.mean_step_time_s or np.inf).name
-    assert found.factor == found[found.best].speedup_over_baseline > 1
-    assert found.baseline.mean_step_time_s == pytest.approx(found.factor * found[found.best].mean_step_time_s)
-    assert found.headline in shown
-    assert found.headline in " ".join(str(found).split())
-    assert found["best_fit"].speedup_over_best_fit == 1
-    low_s, high_s = found[found.best].step_time_interval_s
-    assert low_s < found[found.best].mean_step_time_s < high_s
+    assert [row.name for row in result.strategies] == list(names)
+    assert result.best == min(result.strategies, key=lambda row: row.mean_step_time_s or np.inf).name
+    assert result.factor == result[result.best].speedup_over_baseline > 1
+    assert result.baseline.mean_step_time_s == pytest.approx(result.factor * result[result.best].mean_step_time_s)
+    assert result.headline in shown
+    assert result.headline in " ".join(str(result).split())
+    assert result["best_fit"].speedup_over_best_fit == 1
+    low_s, high_s = result[result.best].step_time_interval_s
+    assert low_s < result[result.best].mean_step_time_s < high_s
     for name in names:
-        plans = found.plans(name)
+        plans = result.plans(name)
         assert [(plan.strategy, plan.step) for plan in plans] == [(name, 0), (name, 1)]
         for plan in plans:
             validate_plan(plan, max_pack_tokens=131_072)
-    assert found.plans() == found.plans(found.best)
+    assert result.plans() == result.plans(result.best)
     with pytest.raises(ConfigError, match="'wlb' is not in this comparison, which has best_fit, balanced, slimpack"):
-        found.plans("wlb")
+        result.plans("wlb")
 
     given = evenload.plan(np.load(table), **WHERE, tokens=65_536, steps=2, strategy=names, set_options=["candidates=2"])
-    assert [row.step_time_s for row in given.strategies] == [row.step_time_s for row in found.strategies]
+    assert [row.step_time_s for row in given.strategies] == [row.step_time_s for row in result.strategies]
     assert given.inputs["lengths"] == "lengths of the caller"
 
     for name, begin in (("page.html", b"<!doctype html>"), ("trace.json", b"{")):
-        write = found.write_html if name == "page.html" else found.write_trace
+        write = result.write_html if name == "page.html" else result.write_trace
         write(tmp_path / name)
         assert (tmp_path / name).read_bytes().lower().startswith(begin)
         with pytest.raises(ConfigError, match="cannot write"):
@@ -65,39 +65,39 @@ def test_the_figures_are_those_of_the_command(table, tmp_path, capsys):
 
 def test_plans_of_a_part_are_not_given_as_those_of_the_cluster(tmp_path):
     search = {"search_layout": True, "search_seconds": 0.001, "strategy": "balanced"}
-    found = evenload.plan([512, 2000] * 100, model="qwen2.5-0.5b", cluster="h100x1024", documents=2000, **search)
-    assert found.layouts[0].stride > 1
-    for call in (found.plans, lambda: found.write_trace(tmp_path / "trace.json")):
+    result = evenload.plan([512, 2000] * 100, model="qwen2.5-0.5b", cluster="h100x1024", documents=2000, **search)
+    assert result.layouts[0].stride > 1
+    for call in (result.plans, lambda: result.write_trace(tmp_path / "trace.json")):
         with pytest.raises(ConfigError, match=r"the search judged balanced on one of \d+ replicas .*--layout dp="):
             call()
     assert not (tmp_path / "trace.json").exists()
 
 
-def texts_of(found):
+def texts_of(result):
     """Text of all cells; fails where a tag is not closed."""
-    page = found._repr_html_().replace("<br>", "<br/>")
+    page = result._repr_html_().replace("<br>", "<br/>")
     return list(ElementTree.fromstring(f"<div>{page}</div>").itertext())
 
 
 def test_a_notebook_shows_a_table_and_says_what_does_not_fit():
     """Nothing is raised where no strategy fits: the object says it, and raises on demand, as the command ends."""
-    found = evenload.plan(
+    result = evenload.plan(
         [4096] * 64, model="llama-70b", cluster="h100x8", layout="pp=8", documents=8, strategy="balanced"
     )
-    assert (found.best, found.factor) == (None, None)
-    why = f"balanced: not feasible: {found['balanced'].why}"
-    assert why in texts_of(found)
-    assert why in " ".join(str(found).split())
+    assert (result.best, result.factor) == (None, None)
+    why = f"balanced: not feasible: {result['balanced'].why}"
+    assert why in texts_of(result)
+    assert why in " ".join(str(result).split())
     with pytest.raises(
         InfeasiblePlanError, match=r"no strategy fits; the closest: .* in all 20 layouts of the cluster .* alone"
     ):
-        found.require_feasible()
+        result.require_feasible()
     with pytest.raises(ConfigError, match="no strategy fits memory"):
-        found.plans()
+        result.plans()
 
-    found = evenload.plan([100, 2000] * 20, **WHERE, documents=16, strategy="balanced")
-    assert "▶ balanced" in texts_of(found)
-    assert repr(found) == "Comparison(1 strategy, best='balanced', factor=None)"
+    result = evenload.plan([100, 2000] * 20, **WHERE, documents=16, strategy="balanced")
+    assert "▶ balanced" in texts_of(result)
+    assert repr(result) == "Comparison(1 strategy, best='balanced', factor=None)"
 
 
 @pytest.mark.parametrize(

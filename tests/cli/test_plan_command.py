@@ -38,13 +38,13 @@ def test_plan_writes_table_json_plan_page_and_trace(table, tmp_path, capsys) -> 
     first_line = shown.splitlines()[0]
     for text in ("llama-7b (6.74B parameters)", "h100x8", "dp=2 pp=4", "40 documents", "2 steps", "seed 0", "error"):
         assert text in first_line
-    found = json.loads(files["json"].read_text())
-    assert set(found) >= {"version", "inputs", "strategies", "best"}
-    assert [row["name"] for row in found["strategies"]] == SHOWN
-    assert all(len(row["step_time_s"]) == 2 for row in found["strategies"])
-    fastest = min(found["strategies"], key=lambda row: row["mean_step_time_s"] if row["feasible"] else np.inf)
-    assert found["best"] == fastest["name"]
-    assert (found["inputs"]["parameters"], found["inputs"]["active_parameters"]) == (6_738_415_616, 6_738_415_616)
+    result = json.loads(files["json"].read_text())
+    assert set(result) >= {"version", "inputs", "strategies", "best"}
+    assert [row["name"] for row in result["strategies"]] == SHOWN
+    assert all(len(row["step_time_s"]) == 2 for row in result["strategies"])
+    fastest = min(result["strategies"], key=lambda row: row["mean_step_time_s"] if row["feasible"] else np.inf)
+    assert result["best"] == fastest["name"]
+    assert (result["inputs"]["parameters"], result["inputs"]["active_parameters"]) == (6_738_415_616, 6_738_415_616)
     assert "slimpack" in shown
     plans = decode_plan_file(files["emit-plan"].read_bytes())
     assert [(plan.strategy, plan.step) for plan in plans] == [(name, step) for name in SHOWN for step in (0, 1)]
@@ -60,19 +60,19 @@ def test_headline_names_the_best_its_factor_and_why(table, tmp_path, capsys) -> 
     options = [text for name, path in files.items() for text in (f"--{name}", str(path))]
     assert run_plan(*inputs(table, "--strategy", "best_fit,auto", *options)) == 0
     shown, content = capsys.readouterr().out.splitlines(), json.loads(files["json"].read_text())
-    said, baseline = content["headline"], content["baseline"]
-    assert shown[1] == said["text"]
+    output, baseline = content["headline"], content["baseline"]
+    assert shown[1] == output["text"]
     best_fit, auto = content["strategies"]
-    assert (said["best"], said["factor"]) == ("auto", auto["speedup_over_baseline"])
-    assert said["factor"] == pytest.approx(baseline["mean_step_time_s"] / auto["mean_step_time_s"])
-    assert said["factor_over_best_fit"] == pytest.approx(best_fit["mean_step_time_s"] / auto["mean_step_time_s"])
+    assert (output["best"], output["factor"]) == ("auto", auto["speedup_over_baseline"])
+    assert output["factor"] == pytest.approx(baseline["mean_step_time_s"] / auto["mean_step_time_s"])
+    assert output["factor_over_best_fit"] == pytest.approx(best_fit["mean_step_time_s"] / auto["mean_step_time_s"])
     # 40 documents of 2,500 tokens are one window of 128K: one replica and three stages wait.
     assert baseline["window_tokens"] < 131_072
-    assert f"{said['factor']:.2f} times as fast as best_fit in the windows that suit it best" in said["text"]
-    assert f"which loses more to {said['reasons'][0]['cause']}" in said["text"]
+    assert f"{output['factor']:.2f} times as fast as best_fit in the windows that suit it best" in output["text"]
+    assert f"which loses more to {output['reasons'][0]['cause']}" in output["text"]
     window = baseline["name"].removeprefix("best_fit ")
     assert any(line.split()[:2] == ["best_fit", window] and "1.00×" in line for line in shown)
-    assert said["text"] in html.unescape(files["html"].read_text())
+    assert output["text"] in html.unescape(files["html"].read_text())
     for row in (best_fit, auto):
         assert row["physical_bound_s"] < row["lower_bound_s"] <= row["layout_bound_s"] < row["mean_step_time_s"]
         assert row["mfu"] == pytest.approx(row["physical_bound_s"] / row["mean_step_time_s"])
@@ -83,24 +83,24 @@ def test_headline_names_the_best_its_factor_and_why(table, tmp_path, capsys) -> 
     ("strategies", "said"),
     [("auto", "; best_fit was not compared, so there is no factor"), ("best_fit", "of those asked for")],
 )
-def test_headline_without_a_factor_or_of_the_baseline_alone(table, capsys, strategies, said) -> None:
+def test_headline_without_a_factor_or_of_the_baseline_alone(table, capsys, strategies, output) -> None:
     assert run_plan(*inputs(table, "--strategy", strategies)) == 0
-    assert said in capsys.readouterr().out.splitlines()[1]
+    assert output in capsys.readouterr().out.splitlines()[1]
 
 
 def test_a_cluster_that_says_no_host_memory_is_told_of(table, tmp_path, capsys) -> None:
     text = (Path(__file__).parents[2] / "examples" / "clusters" / "two_nodes.toml").read_text()
     without = tmp_path / "without.toml"
     without.write_text(re.sub(r"(?m)^host_memory_bytes .*$", "", text))
-    told = "says no host_memory_bytes, so activations are offloaded as if its nodes had room for all"
+    reported = "says no host_memory_bytes, so activations are offloaded as if its nodes had room for all"
     for cluster, policy, is_told in (
         (without, "choose", True),
         (without, "recompute", False),
         ("examples/clusters/two_nodes.toml", "choose", False),
     ):
-        asked = [table, "--model", "qwen2.5-0.5b", "--cluster", str(cluster), "--documents", "8", "--policy", policy]
-        assert run_plan(*asked, "--strategy", "balanced") == 0
-        assert (told in capsys.readouterr().out) == is_told, (cluster, policy)
+        request = [table, "--model", "qwen2.5-0.5b", "--cluster", str(cluster), "--documents", "8", "--policy", policy]
+        assert run_plan(*request, "--strategy", "balanced") == 0
+        assert (reported in capsys.readouterr().out) == is_told, (cluster, policy)
 
 
 def test_every_strategy_is_judged_in_its_own_layout(table, tmp_path, capsys) -> None:
@@ -111,11 +111,11 @@ def test_every_strategy_is_judged_in_its_own_layout(table, tmp_path, capsys) -> 
     assert content["layouts"][0]["layout"] == content["inputs"]["layout"]
     assert "layouts, fastest first" in shown
     for row in content["strategies"]:
-        found = content["search"]["strategies"][row["name"]]
-        assert row["layout"].items() <= found["layouts"][0]["layout"].items()
-        assert row["mean_step_time_s"] == pytest.approx(found["layouts"][0]["mean_step_time_s"])
-        assert found["not_looked_at"] == 0
-        assert found["planned"] + found["too_large"] + found["ruled_out"] == len(found["layouts"])
+        result = content["search"]["strategies"][row["name"]]
+        assert row["layout"].items() <= result["layouts"][0]["layout"].items()
+        assert row["mean_step_time_s"] == pytest.approx(result["layouts"][0]["mean_step_time_s"])
+        assert result["not_looked_at"] == 0
+        assert result["planned"] + result["too_large"] + result["ruled_out"] == len(result["layouts"])
     assert content["baseline"]["mean_step_time_s"] <= content["strategies"][1]["mean_step_time_s"]
     assert "layout of each strategy: padded dp=" in shown
     assert "layouts planned: " in shown
@@ -128,17 +128,18 @@ def test_a_search_that_had_too_little_time_says_what_it_did_not_look_at(table, t
     arguments = ["--model", "qwen2.5-0.5b", "--cluster", "h100x1024", "--documents", "2000", "--strategy", "balanced"]
     assert run_plan(table, *arguments, "--search-layout", "--search-seconds", "0.001", "--json", str(path)) == 0
     content, shown = json.loads(path.read_text()), capsys.readouterr().out
-    found = content["search"]["strategies"]["balanced"]
+    result = content["search"]["strategies"]["balanced"]
     assert content["search"]["limit_s"] == 0.001
-    assert found["not_looked_at"] > 20
+    assert result["not_looked_at"] > 20
     assert (
-        f"not looked at, because the 0.001 s of --search-seconds were up: balanced {found['not_looked_at']} of" in shown
+        f"not looked at, because the 0.001 s of --search-seconds were up: balanced {result['not_looked_at']} of"
+        in shown
     )
-    stride = found["layouts"][0]["stride"]
+    stride = result["layouts"][0]["stride"]
     assert stride > 1
     assert "estimates: more than 512 devices are judged on a part" in shown
     assert f"every so many-th replica and document (balanced {stride})" in shown
-    assert content["strategies"][0]["layout"].items() <= found["layouts"][0]["layout"].items()
+    assert content["strategies"][0]["layout"].items() <= result["layouts"][0]["layout"].items()
 
 
 def test_layers_of_stages_that_are_not_even_are_shown_and_written(table, tmp_path, capsys) -> None:
@@ -195,9 +196,9 @@ def test_beyond_memory_exits_3_and_says_how_far(table, tmp_path, capsys) -> None
     path = tmp_path / "out.json"
     assert run_plan(*case(table, "--model", "llama-70b", "--layout", "pp=8", "--json", str(path))) == 3
     assert "no strategy fits" in capsys.readouterr().err
-    found = json.loads(path.read_text())
-    assert found["best"] is None
-    assert all("GiB" in row["why"] and not row["feasible"] for row in found["strategies"])
+    result = json.loads(path.read_text())
+    assert result["best"] is None
+    assert all("GiB" in row["why"] and not row["feasible"] for row in result["strategies"])
 
 
 @pytest.mark.parametrize("strategy", ["auto", "flexpipe"])
@@ -217,21 +218,21 @@ def test_planning_needs_nothing_that_only_linux_has(table, monkeypatch, strategy
 
 def test_flexpipe_says_what_it_decided_before_every_step(table, tmp_path, capsys) -> None:
     file, page = tmp_path / "out.json", tmp_path / "out.html"
-    asked = ["--strategy", "balanced,flexpipe", "--steps", "3", "--known-steps", "2", "--set", "flexpipe.margin=0"]
-    assert run_plan(*inputs(table, *asked, "--json", str(file), "--html", str(page))) == 0
+    request = ["--strategy", "balanced,flexpipe", "--steps", "3", "--known-steps", "2", "--set", "flexpipe.margin=0"]
+    assert run_plan(*inputs(table, *request, "--json", str(file), "--html", str(page))) == 0
     shown = capsys.readouterr().out
     assert "flexpipe: layout of every step, predicted" in shown
     for text in ("A B C D", "T(keep)", "T(save)", "T(new)", "T(switch)", "why"):
         assert text in shown
-    found = json.loads(file.read_text())
-    rows = {row["name"]: row for row in found["strategies"]}
+    result = json.loads(file.read_text())
+    rows = {row["name"]: row for row in result["strategies"]}
     assert rows["balanced"]["layout_decisions"] == []
     decisions = rows["flexpipe"]["layout_decisions"]
     assert [one["step"] for one in decisions] == [0, 1, 2]
     assert [one["known_steps"] for one in decisions] == [2, 2, 1]
     assert all(one["why"] in " ".join(shown.split()) for one in decisions if one["case"] != 1)
-    assert found["inputs"]["known_steps"] == 2
-    assert found["inputs"]["strategy_options"]["flexpipe"]["margin"] == 0
+    assert result["inputs"]["known_steps"] == 2
+    assert result["inputs"]["strategy_options"]["flexpipe"]["margin"] == 0
     assert "Layouts over time" in page.read_text()
 
 
@@ -244,16 +245,16 @@ def test_planning_never_imports_torch() -> None:
 def test_worst_finds_the_batch_that_does_not_fit_where_a_sampled_one_does(table, tmp_path, capsys) -> None:
     """Packs of 128K tokens: the forty longest documents exceed memory whatever is offloaded. Packs of 8K always fit."""
     file = tmp_path / "out.json"
-    asked = inputs(table, "--strategy", "best_fit", "--worst", "6", "--json", str(file))
-    assert run_plan(*asked) == 3
+    request = inputs(table, "--strategy", "best_fit", "--worst", "6", "--json", str(file))
+    assert run_plan(*request) == 3
     printed, written = capsys.readouterr(), json.loads(file.read_text())
     assert (written["strategies"][0]["feasible"], written["worst"][0]["fits"]) == (True, False)
     assert written["worst"][0]["longest"][0] == np.load(table).max()
     assert "best_fit: the worst of 6 global batches searched (the longest together" in printed.out
     assert "the lengths hold global batches that exceed memory under best_fit" in printed.err
-    assert run_plan(*asked, "--context", "8k") == 0
-    (found,) = json.loads(file.read_text())["worst"]
-    assert (found["strategy"], found["searched"], found["documents"], found["fits"]) == ("best_fit", 6, 40, True)
+    assert run_plan(*request, "--context", "8k") == 0
+    (result,) = json.loads(file.read_text())["worst"]
+    assert (result["strategy"], result["searched"], result["documents"], result["fits"]) == ("best_fit", 6, 40, True)
     capsys.readouterr()
     assert run_plan(*inputs(table, "--strategy", "wlb,best_fit", "--worst", "1", "--context", "8k")) == 0
     wlb, best_fit = (line for line in capsys.readouterr().out.splitlines() if "the worst of 1 global batch " in line)
@@ -272,13 +273,13 @@ def test_an_engine_is_compared_beside_the_own_runtime(table, tmp_path, capsys) -
     shown = capsys.readouterr().out
     assert "on megatron (Megatron-Core 0.16.1), predicted" in shown
     assert "not measured on GPUs" in shown
-    own, found = (json.loads((tmp_path / name).read_text()) for name in ("own.json", "engine.json"))
-    for row in (*own["strategies"], *found["strategies"]):
+    own, result = (json.loads((tmp_path / name).read_text()) for name in ("own.json", "engine.json"))
+    for row in (*own["strategies"], *result["strategies"]):
         del row["plan_time_s"]
-    assert found["strategies"] == own["strategies"]
-    rows = {row["name"]: row for row in found["engine"]["strategies"]}
+    assert result["strategies"] == own["strategies"]
+    rows = {row["name"]: row for row in result["engine"]["strategies"]}
     assert list(rows) == names.split(",")
-    assert found["engine"]["best"] == min(rows, key=lambda name: rows[name]["mean_step_time_s"])
+    assert result["engine"]["best"] == min(rows, key=lambda name: rows[name]["mean_step_time_s"])
     for row in rows.values():
         assert len(row["step_time_s"]) == 2
         assert row["mean_step_time_s"] > row["own_step_time_s"]  # sends that block, a gather that nothing hides
@@ -289,9 +290,9 @@ def test_auto_of_an_engine_is_the_fastest_that_it_runs(table, tmp_path) -> None:
     file = tmp_path / "found.json"
     options = ("--strategy", "best_fit,balanced,fixed_greedy,auto", "--set", "auto.max_candidates=1")
     assert run_plan(*case(table, "--engine", "trainer", "--steps", "2", *options, "--json", str(file))) == 0
-    found = json.loads(file.read_text())
-    assert found["inputs"]["layout"] == {"dp": 8, "cp": 1, "pp": 1, "tp": 1, "virtual": 1}
-    rows = {row["name"]: row for row in found["engine"]["strategies"]}
+    result = json.loads(file.read_text())
+    assert result["inputs"]["layout"] == {"dp": 8, "cp": 1, "pp": 1, "tp": 1, "virtual": 1}
+    rows = {row["name"]: row for row in result["engine"]["strategies"]}
     assert rows["auto"]["mean_step_time_s"] <= min(row["mean_step_time_s"] for row in rows.values()) * (1 + 1e-9)
     assert rows["auto"]["planned_by"] in ("padded", "best_fit", "balanced", "fixed_greedy", "wlb", "skrull")
     for row in rows.values():

@@ -62,13 +62,13 @@ def test_a_training_configuration_says_what_is_planned(project, capsys, monkeypa
     for name in ("torch", "transformers"):
         monkeypatch.setitem(sys.modules, name, None)
     assert run(*PLAN, "--json", "out.json") == 0, capsys.readouterr().err
-    found = json.loads(Path("out.json").read_text())["inputs"]
-    assert (found["model"], found["stage_layers"]) == ("model", [1, 3])
-    assert found["layout"] == {"dp": 2, "cp": 1, "pp": 2, "tp": 1, "virtual": 1}
-    assert (found["documents"], found["tokens"], found["context"], found["overlong"]) == (6, None, 512, "truncate")
-    assert (found["policy"], found["memory_cap_bytes"]) == ("replay", 2_000_000_000)
-    assert found["unit"] == "tokens"
-    assert "model/tokenizer.json (BPE" in found["tokenizer"]
+    result = json.loads(Path("out.json").read_text())["inputs"]
+    assert (result["model"], result["stage_layers"]) == ("model", [1, 3])
+    assert result["layout"] == {"dp": 2, "cp": 1, "pp": 2, "tp": 1, "virtual": 1}
+    assert (result["documents"], result["tokens"], result["context"], result["overlong"]) == (6, None, 512, "truncate")
+    assert (result["policy"], result["memory_cap_bytes"]) == ("replay", 2_000_000_000)
+    assert result["unit"] == "tokens"
+    assert "model/tokenizer.json (BPE" in result["tokenizer"]
     assert "20 documents" in capsys.readouterr().out
 
 
@@ -93,10 +93,10 @@ def test_declared_layouts_are_those_that_strategies_change_to(project) -> None:
 def test_explicit_options_win_over_the_configuration(project, capsys) -> None:
     options = ("--layout", "dp=4", "--tokens", "1k", "--context", "2k", "--overlong", "drop", "--policy", "recompute")
     assert run(*PLAN, *options, "--include", "*.md", "--tokenizer", "bytes", "--json", "out.json") == 0
-    found = json.loads(Path("out.json").read_text())["inputs"]
-    assert (found["layout"]["dp"], found["layout"]["pp"]) == (4, 1)
-    assert (found["documents"], found["tokens"], found["context"], found["overlong"]) == (None, 1024, 2048, "drop")
-    assert (found["policy"], found["unit"]) == ("recompute", "bytes")
+    result = json.loads(Path("out.json").read_text())["inputs"]
+    assert (result["layout"]["dp"], result["layout"]["pp"]) == (4, 1)
+    assert (result["documents"], result["tokens"], result["context"], result["overlong"]) == (None, 1024, 2048, "drop")
+    assert (result["policy"], result["unit"]) == ("recompute", "bytes")
     assert "(1 document, median 9" in capsys.readouterr().out
 
 
@@ -108,9 +108,9 @@ def test_documents_without_a_tokeniser_are_bytes_everywhere(project, capsys) -> 
     assert "counted in bytes" in shown
     assert "bytes/s" in shown
     assert "token" not in shown.replace("tokeniser", "").replace("--tokenizer", "")
-    found = json.loads(Path("out.json").read_text())["inputs"]
-    assert found["unit"] == "bytes"
-    assert "plain bytes" in found["tokenizer"]
+    result = json.loads(Path("out.json").read_text())["inputs"]
+    assert result["unit"] == "bytes"
+    assert "plain bytes" in result["tokenizer"]
     page = Path("out.html").read_text()
     assert 'data-unit="bytes"' in page
     assert "bytes/s" in page
@@ -160,9 +160,9 @@ def test_all_says_what_it_leaves_out(tmp_path, capsys) -> None:
     np.save(tmp_path / "a.npy", np.full(50, 300, np.int64))
     arguments = ["plan", str(tmp_path / "a.npy"), "--model", "llama-7b", "--cluster", "h100x8", "--documents", "8"]
     assert run(*arguments, "--layout", "dp=2,pp=4", "--json", str(tmp_path / "out.json")) == 0
-    found = json.loads((tmp_path / "out.json").read_text())
-    assert {one["name"] for one in found["left_out"]} == {"skrull", "fixed_exact"}
-    assert {row["name"] for row in found["strategies"]} == set(STRATEGIES) - {"skrull", "fixed_exact"}
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert {one["name"] for one in result["left_out"]} == {"skrull", "fixed_exact"}
+    assert {row["name"] for row in result["strategies"]} == set(STRATEGIES) - {"skrull", "fixed_exact"}
     shown = capsys.readouterr().out
     assert "left out of --strategy all: skrull: it knows no pipeline, and layout dp=2 pp=4 has 4 stages" in shown
     assert "left out of --strategy all: fixed_exact: its solver takes up to 10 s" in shown
@@ -204,12 +204,12 @@ def test_every_option_of_planning_can_be_set(tmp_path, capsys) -> None:
     arguments += ["--layout", "dp=2,pp=4", "--strategy", "wlb", "--json", str(tmp_path / "out.json"), "--window", "3"]
     set_ = ["--set", "wlb.release=queues", "--set", "wlb.outlier_lengths=[100, 200]", "--set", "micro_batches=6"]
     assert run(*arguments, *set_, "--set", "max_pack_tokens=900") == 0
-    found = json.loads((tmp_path / "out.json").read_text())
-    own = found["inputs"]["strategy_options"]
+    result = json.loads((tmp_path / "out.json").read_text())
+    own = result["inputs"]["strategy_options"]
     assert own["wlb"]["release"] == "queues"
     assert own["wlb"]["outlier_lengths"] == [100, 200]
-    assert found["inputs"]["window"] == 3
-    (row,) = found["strategies"]
+    assert result["inputs"]["window"] == 3
+    (row,) = result["strategies"]
     assert row["num_packs_forward"] == 8  # of single documents: fewer than 2 replicas x 6
     assert row["max_pack_tokens"] <= 900
     assert "did you mean 'plan.options.wlb.release'?" in refused(capsys, *arguments, "--set", "wlb.relase=queues")

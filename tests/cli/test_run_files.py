@@ -45,9 +45,9 @@ def test_plans_and_timelines_come_back_the_last_of_a_step(tmp_path):
     assert steps_in(path) == []
     fill(path, range(3))
     fill(path, [1, 2], tokens=20)
-    found = list(read_steps(path))
-    assert [plan.step for plan, _ in found] == [0, 1, 2]
-    for plan, measured in found:
+    result = list(read_steps(path))
+    assert [plan.step for plan, _ in result] == [0, 1, 2]
+    for plan, measured in result:
         expected, timeline = step_of(plan.step, tokens=20 if plan.step else 9)
         assert plan == expected
         assert np.array_equal(measured.end_s, timeline.end_s)

@@ -32,16 +32,16 @@ def project(small_project):
 
 def test_a_run_of_one_process_is_trained_here_and_a_failing_callback_stops_it(project, capfd):
     """Callbacks may be anything; the environment and torch.distributed are as before, also after an error."""
-    told, before = [], dict(os.environ)
+    reported, before = [], dict(os.environ)
 
     class Watch(evenload.Callback):
         def on_step(self, report):
-            told.append((report.row["step"], report.measured.step_time_s > 0))
-            if len(told) == 2:
+            reported.append((report.row["step"], report.measured.step_time_s > 0))
+            if len(reported) == 2:
                 raise KeyError("loss is odd")
 
         def on_end(self, end):
-            told.append((end.steps_done, end.reason))
+            reported.append((end.steps_done, end.reason))
             raise RuntimeError("and it cannot be closed")
 
     with pytest.raises(CallbackError) as stopped:
@@ -50,7 +50,7 @@ def test_a_run_of_one_process_is_trained_here_and_a_failing_callback_stops_it(pr
     assert "callback Watch.on_step raised KeyError: 'loss is odd'" in words
     assert "test_train_call.py, line " in words
     assert isinstance(stopped.value.__cause__, KeyError)
-    assert told == [(0, True), (1, True), (2, "failed")]
+    assert reported == [(0, True), (1, True), (2, "failed")]
     assert "Watch.on_end raised RuntimeError: and it cannot be closed" in capfd.readouterr().err
     assert (dict(os.environ), dist.is_initialized()) == (before, False)
 

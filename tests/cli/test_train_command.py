@@ -56,9 +56,9 @@ def run_here(project: Path, capsys: pytest.CaptureFixture[str]):
 def steps_in_page(directory: Path) -> list[int]:
     """What can be looked at, each with its plan and both timelines."""
     page = (directory / "report.html").read_text()
-    found = re.search('id="step-view-data">(.*?)</script>', page, re.DOTALL)
-    assert found is not None
-    (section,) = json.loads(found[1])["sections"]
+    result = re.search('id="step-view-data">(.*?)</script>', page, re.DOTALL)
+    assert result is not None
+    (section,) = json.loads(result[1])["sections"]
     assert all(list(one["views"]) == ["predicted", "measured"] and one["plan"] for one in section["steps"])
     return [one["step"] for one in section["steps"]]
 

@@ -77,9 +77,9 @@ def test_trackers_profile_and_log_of_a_run_that_is_stopped_and_goes_on(small_pro
     events.Reload()
     for name, key in (("train/loss", "loss"), ("train/learning_rate", "lr"), ("perf/tokens_per_s", "tokens_per_s"),
                       ("train/total_tokens", "total_tokens"), ("time/step_s", "step_time_s")):  # fmt: skip
-        found = events.Scalars(name)
-        assert [one.step for one in found] == list(range(stopped_at + 2)), name
-        assert [one.value for one in found] == pytest.approx([row[key] for row in rows], rel=1e-6), name
+        result = events.Scalars(name)
+        assert [one.step for one in result] == list(range(stopped_at + 2)), name
+        assert [one.value for one in result] == pytest.approx([row[key] for row in rows], rel=1e-6), name
 
     at = [step for step in range(stopped_at + 2) if step % 2 or step == stopped_at + 1]
     # A run that is stopped is not validated; the step may have been.

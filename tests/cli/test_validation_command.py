@@ -51,15 +51,15 @@ def test_the_best_and_the_newest_checkpoints_stay_also_in_a_run_that_goes_on(pro
     assert command_here("train", "config.toml", "train.steps=4")[0] == 0
     assert kept(project) == [2, 4]
 
-    found = read_validations(project / "run" / "validation.jsonl")
-    assert [one.step for one in found] == [0, 1, 2, 3]
-    losses = [one.whole.loss for one in found]
+    result = read_validations(project / "run" / "validation.jsonl")
+    assert [one.step for one in result] == [0, 1, 2, 3]
+    losses = [one.whole.loss for one in result]
     assert all(loss is not None and math.isfinite(loss) for loss in losses)
     assert losses.index(min(losses)) == 1
-    assert found[0].whole.documents == 5
-    assert all(one.left_out == found[0].left_out for one in found)
-    assert found[0].metrics()["validation/loss"] == losses[0]
-    assert {f"validation/perplexity/length/{one.name}" for one in found[0].by_length} <= found[0].metrics().keys()
+    assert result[0].whole.documents == 5
+    assert all(one.left_out == result[0].left_out for one in result)
+    assert result[0].metrics()["validation/loss"] == losses[0]
+    assert {f"validation/perplexity/length/{one.name}" for one in result[0].by_length} <= result[0].metrics().keys()
     best = json.loads((project / "run" / "checkpoints" / "best.json").read_text())
     assert best == {"checkpoint": "step-00000002", "steps_done": 2, "validation_loss": losses[1]}
     rates = [row["lr"] for row in read_metrics(project / "run" / "metrics.jsonl")]

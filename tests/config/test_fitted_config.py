@@ -102,8 +102,8 @@ def test_it_always_fits_and_is_the_same_when_it_is_asked_again(texts, ranks):
     ],
 )
 def test_without_names_the_layout_is_as_by_hand(before, ranks, pp, dp):
-    found = shrunk_parallel(ParallelConfig(**before), 8, ranks)
-    assert (found.pp, found.dp) == (pp, dp)
+    result = shrunk_parallel(ParallelConfig(**before), 8, ranks)
+    assert (result.pp, result.dp) == (pp, dp)
 
 
 @given(
@@ -120,10 +120,10 @@ def test_it_fits_uses_most_ranks_and_keeps_what_is_shared(pp, dp, cp, lost, laye
         with pytest.raises(ConfigError, match=r"1 rank left, but parallel\.cp x parallel\.tp is 2"):
             shrunk_parallel(before, layers, ranks)
         return
-    found = shrunk_parallel(before, layers, ranks)
-    assert found.cp == cp
-    assert found.pp <= layers
-    used = found.pp * found.dp * cp
+    result = shrunk_parallel(before, layers, ranks)
+    assert result.cp == cp
+    assert result.pp <= layers
+    used = result.pp * result.dp * cp
     assert used <= ranks
     best = max((ranks // cp) // stages * stages for stages in range(1, layers + 1)) * cp
-    assert used == best if lost else found == before
+    assert used == best if lost else result == before

@@ -29,8 +29,8 @@ def test_linear_falls_from_the_end_of_warm_up_to_its_final_ratio():
     ],
 )
 def test_wsd_warms_up_stays_and_falls_in_its_last_steps(shape, falling):
-    found = rates(10, decay="wsd", warmup_steps=2, decay_steps=4, decay_shape=shape, final_ratio=0.0)
-    assert found == pytest.approx([0.5, 1.0, 1.0, 1.0, 1.0, 1.0, *falling])
+    result = rates(10, decay="wsd", warmup_steps=2, decay_steps=4, decay_shape=shape, final_ratio=0.0)
+    assert result == pytest.approx([0.5, 1.0, 1.0, 1.0, 1.0, 1.0, *falling])
 
 
 @pytest.fixture
@@ -44,8 +44,8 @@ def test_a_function_of_the_user_decides_after_warm_up(here):
         "def sawtooth(step, steps):\n    return 1 - step % 3 / 3\n"
         "class Of:\n    @staticmethod\n    def none(step, steps):\n        return 0.5 if steps is None else 1.0\n"
     )
-    found = rates(6, decay="custom", schedule="own_rates:sawtooth", warmup_steps=1)
-    assert found == pytest.approx([1.0, 2 / 3, 1 / 3, 1.0, 2 / 3, 1 / 3])
+    result = rates(6, decay="custom", schedule="own_rates:sawtooth", warmup_steps=1)
+    assert result == pytest.approx([1.0, 2 / 3, 1 / 3, 1.0, 2 / 3, 1 / 3])
     assert rates(None, 2, decay="custom", schedule="own_rates:Of.none") == [0.5, 0.5]
 
 

@@ -59,11 +59,11 @@ def test_what_no_run_can_take_is_refused_in_words(text, message) -> None:
 
 def test_flexpipe_without_declared_layouts_takes_depths_of_the_same_processes() -> None:
     flex = ("parallel.pp=4", "plan.strategy=flexpipe")
-    found = layouts_with(*flex)
-    assert [one.describe() for one in found] == ["pp=4", "dp=2 pp=2", "dp=4", "pp=3"]
-    assert layouts_with(*flex, "plan.options.flexpipe={most_layouts=2}") == found[:2]
-    assert layouts_with(*flex, 'plan.layouts=["dp=4"]') == (found[0], found[2])
-    assert layouts_with("parallel.pp=4", "plan.strategy=auto") == found[:1]
+    result = layouts_with(*flex)
+    assert [one.describe() for one in result] == ["pp=4", "dp=2 pp=2", "dp=4", "pp=3"]
+    assert layouts_with(*flex, "plan.options.flexpipe={most_layouts=2}") == result[:2]
+    assert layouts_with(*flex, 'plan.layouts=["dp=4"]') == (result[0], result[2])
+    assert layouts_with("parallel.pp=4", "plan.strategy=auto") == result[:1]
     with pytest.raises(ConfigError, match=r"flexpipe.most_layouts is 1, must be at least 2"):
         layouts_with(*flex, "plan.options.flexpipe={most_layouts=1}")
 
@@ -78,8 +78,8 @@ def test_generations_differ_and_arrangements_do_not() -> None:
 
 def test_stages_with_different_numbers_of_devices_may_be_declared_and_started_in() -> None:
     wide = even_layout(NUM_LAYERS, pp=3, devices=[1, 2, 1])
-    found = layouts_with("parallel.pp=4", 'plan.layouts=["pp=3,devices=1+2+1", "pp=2,devices=1+2"]')
-    assert found[1:] == (wide, even_layout(NUM_LAYERS, pp=2, devices=[1, 2]))
+    result = layouts_with("parallel.pp=4", 'plan.layouts=["pp=3,devices=1+2+1", "pp=2,devices=1+2"]')
+    assert result[1:] == (wide, even_layout(NUM_LAYERS, pp=2, devices=[1, 2]))
     start = ("parallel.pp=3", "parallel.stage_devices=[1,2,1]")
     assert layouts_with(*start, 'plan.layouts=["pp=4"]') == (wide, even_layout(NUM_LAYERS, pp=4))
     uneven = split_layout([3, 4, 1], pp=3, devices=[1, 2, 1])

@@ -123,14 +123,14 @@ def test_a_layout_that_is_not_covered_is_refused_with_what_is_missing() -> None:
 
 def test_missing_links_are_the_clusters_and_said_by_name() -> None:
     wide = layout(dp=8, pp=4)
-    found, notes = fill_from_cluster(measured(), MODEL, wide, CLUSTER, "cost file x.json")
-    assert found.forward == measured().forward
-    assert (found.p2p_bandwidth_bytes_per_s, found.reduce_bandwidth_bytes_per_s) == (42e9, 400e9)
-    assert (found.intra_node, found.inter_node) == (CLUSTER.intra_node, CLUSTER.inter_node)
-    assert found.group_link(8, stride=1) == CLUSTER.intra_node
+    result, notes = fill_from_cluster(measured(), MODEL, wide, CLUSTER, "cost file x.json")
+    assert result.forward == measured().forward
+    assert (result.p2p_bandwidth_bytes_per_s, result.reduce_bandwidth_bytes_per_s) == (42e9, 400e9)
+    assert (result.intra_node, result.inter_node) == (CLUSTER.intra_node, CLUSTER.inter_node)
+    assert result.group_link(8, stride=1) == CLUSTER.intra_node
     # Eight adapters of a node at once: what all replicas of two nodes get; one each at tp 8.
-    assert found.group_link(16, stride=1).bandwidth_bytes_per_s == 8 * 42e9
-    assert found.group_link(2, stride=8).bandwidth_bytes_per_s == 42e9
+    assert result.group_link(16, stride=1).bandwidth_bytes_per_s == 8 * 42e9
+    assert result.group_link(2, stride=8).bandwidth_bytes_per_s == 42e9
     assert any("pipeline stages over 32 devices" in note and "42 GB/s" in note for note in notes)
     assert any("reduction of gradients over 8 devices" in note for note in notes)
 
@@ -141,16 +141,16 @@ def test_links_between_the_same_processes_stand_for_each_other_and_say_so() -> N
         measured(pp=4), p2p_bandwidth_bytes_per_s=500.0, p2p_latency_s=0.125, reduce_bandwidth_bytes_per_s=None,
         intra_node=None, devices_per_node=1,
     )  # fmt: skip
-    found, notes = fill_between_layouts(costs, layout(dp=2, pp=2))
-    assert (found.reduce_bandwidth_bytes_per_s, found.reduce_latency_s) == (500.0, 0.125)
-    assert found.device_link(leaves_node=False) == LinkSpec(bandwidth_bytes_per_s=500.0, latency_s=0.125)
-    assert found.devices_per_node == 4
+    result, notes = fill_between_layouts(costs, layout(dp=2, pp=2))
+    assert (result.reduce_bandwidth_bytes_per_s, result.reduce_latency_s) == (500.0, 0.125)
+    assert result.device_link(leaves_node=False) == LinkSpec(bandwidth_bytes_per_s=500.0, latency_s=0.125)
+    assert result.devices_per_node == 4
     assert [note.split(" not measured: taken from ")[0] for note in notes] == [
         "the reduction of gradients", "transfers inside groups and of a switch of layout"
     ]  # fmt: skip
     assert all("taken from transfers between stages" in note for note in notes)
     # What was measured stays.
-    assert (found.p2p_bandwidth_bytes_per_s, found.forward) == (500.0, costs.forward)
+    assert (result.p2p_bandwidth_bytes_per_s, result.forward) == (500.0, costs.forward)
     whole = msgspec.structs.replace(costs, reduce_bandwidth_bytes_per_s=7.0, intra_node=LINK)
     assert fill_between_layouts(whole, layout(dp=4)) == (whole, ())
     ring = msgspec.structs.replace(costs, p2p_bandwidth_bytes_per_s=None, reduce_bandwidth_bytes_per_s=7.0)
@@ -159,18 +159,18 @@ def test_links_between_the_same_processes_stand_for_each_other_and_say_so() -> N
 
 def test_analytic_coefficients_equal_hand_arithmetic_for_llama_7b() -> None:
     model, cluster = model_from("llama-7b"), cluster_from("h100x32")
-    found = analytic_coefficients(model, cluster, even_layout(32, dp=4, pp=8))
+    result = analytic_coefficients(model, cluster, even_layout(32, dp=4, pp=8))
     weights = 4 * 4096 * 4096 + 3 * 4096 * 11008
     matmul = 989e12 * 0.65
-    assert found.forward.linear_s_per_token == pytest.approx(2 * weights / matmul)
-    assert found.backward.linear_s_per_token == pytest.approx(4 * weights / matmul)
-    assert found.forward.attention_s_per_pair == pytest.approx(4 * 4096 / (989e12 * 0.37))
-    assert found.backward.attention_s_per_pair == pytest.approx(10 * 4096 / (989e12 * 0.33))
-    assert found.forward.pack_s == pytest.approx(20e-6 + 256 * 2 * weights / matmul)
-    assert found.head_s_per_token == pytest.approx(6 * 4096 * 32000 / matmul)
+    assert result.forward.linear_s_per_token == pytest.approx(2 * weights / matmul)
+    assert result.backward.linear_s_per_token == pytest.approx(4 * weights / matmul)
+    assert result.forward.attention_s_per_pair == pytest.approx(4 * 4096 / (989e12 * 0.37))
+    assert result.backward.attention_s_per_pair == pytest.approx(10 * 4096 / (989e12 * 0.33))
+    assert result.forward.pack_s == pytest.approx(20e-6 + 256 * 2 * weights / matmul)
+    assert result.head_s_per_token == pytest.approx(6 * 4096 * 32000 / matmul)
     # 32 devices leave a node, so stages talk over the NIC; 4 data ranks are neighbours inside one.
-    assert found.p2p_bandwidth_bytes_per_s == 42e9
-    assert found.reduce_bandwidth_bytes_per_s == 400e9
+    assert result.p2p_bandwidth_bytes_per_s == 42e9
+    assert result.reduce_bandwidth_bytes_per_s == 400e9
 
 
 def test_layout_larger_than_the_cluster_is_refused() -> None:

@@ -41,20 +41,20 @@ def test_ledger_of_two_documents_by_hand() -> None:
     layout = even_layout(3, pp=2)  # 2 + 1 layers; the last also keeps 2·8 bytes of final hidden states a token
     forward = SliceColumns.from_ranges([[(0, 0, 6)], [(0, 6, 10), (1, 0, 3)]])
     backward = SliceColumns.from_ranges([[(0, 8, 10)], [(0, 4, 8)], [(0, 0, 4), (1, 0, 3)]])
-    found = pipeline_bytes(sample_model(), layout, ReplicaPacks(forward, backward, np.array([10, 3])))
+    result = pipeline_bytes(sample_model(), layout, ReplicaPacks(forward, backward, np.array([10, 3])))
     chunk = np.array([2 * ACTIVATION, ACTIVATION + 16])
     kv, gradient = np.array([2, 1]) * KV, np.array([2, 1]) * KV_GRADIENT
-    np.testing.assert_array_equal(found.forward_kept_bytes, [6 * chunk + 10 * kv, 7 * chunk + 3 * kv])
+    np.testing.assert_array_equal(result.forward_kept_bytes, [6 * chunk + 10 * kv, 7 * chunk + 3 * kv])
     # The chunk [6, 10) is freed by the slice with token 6, which is [4, 8); [0, 6) by [0, 4).
     np.testing.assert_array_equal(
-        found.backward_freed_bytes,
+        result.backward_freed_bytes,
         [-10 * gradient, 4 * chunk, 6 * chunk + 10 * kv + 10 * gradient + 3 * chunk + 3 * kv],
     )
     # dK/dV appear inside the first backward pack, so its temporaries cover what `freed` takes back.
     plain = 2 * (6 * 8 + 4 * 16)
     logits = np.array([0, 32 * (2 + 8)])
-    np.testing.assert_array_equal(found.backward_temp_bytes[0], 2 * (plain + logits) + 10 * gradient)
-    np.testing.assert_array_equal(found.backward_temp_bytes[2], 7 * (plain + logits))
+    np.testing.assert_array_equal(result.backward_temp_bytes[0], 2 * (plain + logits) + 10 * gradient)
+    np.testing.assert_array_equal(result.backward_temp_bytes[2], 7 * (plain + logits))
 
 
 def test_static_bytes_by_hand() -> None:
@@ -75,20 +75,20 @@ def test_policies_keep_what_they_say_by_hand() -> None:
     lengths = np.array([10, 4, 6])
     layout = even_layout(3, pp=2)
     plain = pipeline_bytes(sample_model(), layout, ReplicaPacks(packs, packs, lengths))
-    found = pipeline_bytes(sample_model(), layout, ReplicaPacks(packs, packs, lengths, np.array([0, 1, 2], np.int8)))
+    result = pipeline_bytes(sample_model(), layout, ReplicaPacks(packs, packs, lengths, np.array([0, 1, 2], np.int8)))
     layers, final = np.array([2, 1]), np.array([0, 16])
     recomputed = 2 * (8 + 8) + 2 * 4  # layer input, attention output, log-sum-exp
     kept = [
         10 * (layers * ACTIVATION + final) + 4 * (layers * recomputed + final) + 14 * layers * KV,
         6 * final + 6 * layers * KV,
     ]
-    np.testing.assert_array_equal(found.forward_kept_bytes, kept)
-    np.testing.assert_array_equal(found.forward_kept_bytes, found.backward_freed_bytes)
+    np.testing.assert_array_equal(result.forward_kept_bytes, kept)
+    np.testing.assert_array_equal(result.forward_kept_bytes, result.backward_freed_bytes)
     # Backward holds one layer's remade tensors, and two layers' buffers of an offloaded document.
     remade = 2 * (8 + 2 * 4 + 8 + 32)
-    extra = found.backward_temp_bytes - plain.backward_temp_bytes
+    extra = result.backward_temp_bytes - plain.backward_temp_bytes
     np.testing.assert_array_equal(extra, [[4 * remade] * 2, 6 * np.minimum(layers, 2) * ACTIVATION])
-    extra = found.forward_temp_bytes - plain.forward_temp_bytes
+    extra = result.forward_temp_bytes - plain.forward_temp_bytes
     np.testing.assert_array_equal(extra, [[0, 0], 6 * np.minimum(layers, 2) * ACTIVATION])
 
 
@@ -99,9 +99,9 @@ def test_kept_equals_freed_under_every_policy_and_sharing(case, pp: int, cp: int
     policy = np.array(data.draw(st.lists(st.integers(0, 2), min_size=len(lengths), max_size=len(lengths))), np.int8)
     layout = even_layout(3, cp=cp, pp=pp)
     forward, backward = (replace(packs, cp=np.full(packs.num_slices, cp)) for packs in (forward, backward))
-    found = pipeline_bytes(sample_model(), layout, ReplicaPacks(forward, backward, np.array(lengths), policy))
-    np.testing.assert_array_equal(found.forward_kept_bytes.sum(axis=0), found.backward_freed_bytes.sum(axis=0))
-    live = found.forward_kept_bytes.sum(axis=0) - np.cumsum(found.backward_freed_bytes, axis=0)
+    result = pipeline_bytes(sample_model(), layout, ReplicaPacks(forward, backward, np.array(lengths), policy))
+    np.testing.assert_array_equal(result.forward_kept_bytes.sum(axis=0), result.backward_freed_bytes.sum(axis=0))
+    live = result.forward_kept_bytes.sum(axis=0) - np.cumsum(result.backward_freed_bytes, axis=0)
     assert (live >= 0).all()
     assert (live[-1] == 0).all()
 
@@ -109,13 +109,13 @@ def test_kept_equals_freed_under_every_policy_and_sharing(case, pp: int, cp: int
 def test_context_parallel_ranks_hold_their_tokens_and_gathered_keys_of_cut_documents() -> None:
     pieces = [[(0, 0, 6)], [(0, 6, 9), (1, 0, 3)]], [[(0, 0, 9), (1, 0, 3)]]
     shared, whole = ([SliceColumns.from_ranges(packs, cp) for packs in pieces] for cp in (2, 1))
-    found = pipeline_bytes(sample_model(), even_layout(3, cp=2), ReplicaPacks(*shared, np.array([9, 3])))
+    result = pipeline_bytes(sample_model(), even_layout(3, cp=2), ReplicaPacks(*shared, np.array([9, 3])))
     chunk = 3 * ACTIVATION + 16
     # 9 tokens of keys of the cut document, 2 of 3 (rounded up) of the whole one.
-    assert found.forward_kept_bytes[:, 0].tolist() == [3 * chunk + 9 * 3 * KV, (2 + 2) * chunk + 2 * 3 * KV]
+    assert result.forward_kept_bytes[:, 0].tolist() == [3 * chunk + 9 * 3 * KV, (2 + 2) * chunk + 2 * 3 * KV]
     alone = pipeline_bytes(sample_model(), even_layout(3), ReplicaPacks(*whole, np.array([9, 3])))
     gathered = 12 * (KV + KV_GRADIENT)
-    assert found.backward_temp_bytes[0, 0] - gathered == (alone.backward_temp_bytes[0, 0]) // 12 * 7
+    assert result.backward_temp_bytes[0, 0] - gathered == (alone.backward_temp_bytes[0, 0]) // 12 * 7
     # Optimizer state is sharded over context ranks too.
     static = static_bytes(sample_model(), even_layout(3, dp=2, cp=2))
     np.testing.assert_array_equal(static, static_bytes(sample_model(), even_layout(3, dp=4)))
@@ -141,7 +141,7 @@ def test_bytes_are_those_of_the_fullest_rank(lengths, cp, packs, mixed, data) ->
     layout, model = even_layout(3, cp=cp), sample_model()
     columns = whole_document_columns(groups, num_tokens)
     columns = dataclasses.replace(columns, cp=np.where(owner < 0, cp, 1))
-    found = pipeline_bytes(model, layout, ReplicaPacks(columns, columns, num_tokens, policy, (owner, owner)))
+    result = pipeline_bytes(model, layout, ReplicaPacks(columns, columns, num_tokens, policy, (owner, owner)))
     pack, views = columns.pack_of_slice(), []
     for rank in range(cp):
         mine = np.flatnonzero((owner == rank) | (owner < 0))
@@ -149,7 +149,7 @@ def test_bytes_are_those_of_the_fullest_rank(lengths, cp, packs, mixed, data) ->
     held = [pipeline_bytes(model, layout, ReplicaPacks(view, view, num_tokens, policy)) for view in views]
     for field in dataclasses.fields(PackBytes):
         expected = np.max([getattr(one, field.name) for one in held], axis=0)
-        assert getattr(found, field.name).tolist() == expected.tolist(), field.name
+        assert getattr(result, field.name).tolist() == expected.tolist(), field.name
 
 
 @given(st.integers(0, 60), st.integers(0, 60), st.integers(0, 40))
@@ -208,8 +208,8 @@ def test_gradients_of_grouped_keys_do_not_grow_with_the_prefix_as_keys_do():
     """Behind 256K tokens they would be 4.3 GB, 8 times what is charged."""
     rates = workspace_rates(LLAMA, 32, 8)
     assert rates.grouped_key * (1 << 18) == 1 << 32
-    found = rates.of_grouped_keys(np.array([0, 1024, 1 << 15, 1 << 18, 1 << 20]))
-    assert found.tolist() == [0, 1 << 24, KEY_GRADIENT_BYTES, KEY_GRADIENT_BYTES, 1 << 31]
+    result = rates.of_grouped_keys(np.array([0, 1024, 1 << 15, 1 << 18, 1 << 20]))
+    assert result.tolist() == [0, 1 << 24, KEY_GRADIENT_BYTES, KEY_GRADIENT_BYTES, 1 << 31]
 
 
 def test_packs_by_hand():
@@ -219,14 +219,14 @@ def test_packs_by_hand():
     forward = SliceColumns.from_ranges([[(0, 0, 10), (1, 0, 3)]])
     layout, lengths = even_layout(3, pp=2), np.array([10, 3])
     without = pipeline_bytes(sample_model(), layout, ReplicaPacks(forward, packs, lengths))
-    found = pipeline_bytes(TINY, layout, ReplicaPacks(forward, packs, lengths))
+    result = pipeline_bytes(TINY, layout, ReplicaPacks(forward, packs, lengths))
     workspace = [
         264 * (rows + 128 * slices) + 32 * prefix_keys + 32 * keys
         for rows, slices, prefix_keys, keys in ((2, 1, 8, 10), (4, 1, 4, 8), (7, 2, 0, 7))
     ]
-    added = found.backward_temp_bytes - without.backward_temp_bytes
+    added = result.backward_temp_bytes - without.backward_temp_bytes
     assert added.tolist() == [[one, one] for one in workspace]
-    np.testing.assert_array_equal(found.forward_temp_bytes, without.forward_temp_bytes)
+    np.testing.assert_array_equal(result.forward_temp_bytes, without.forward_temp_bytes)
 
 
 @settings(max_examples=50, deadline=None)
@@ -241,8 +241,8 @@ def test_the_core_charges_the_same(case, cp, kv_heads):
     coefficients = sample_coefficients(intra_node=link, inter_node=link, devices_per_node=64)
     costs = PackCosts(model, coefficients, layout)
     packs = ReplicaPacks(forward, backward, num_tokens)
-    found, expected = pipeline_tasks(costs, packs).held, pipeline_bytes(model, layout, packs)
-    np.testing.assert_array_equal(found.backward_temp_bytes, expected.backward_temp_bytes)
+    result, expected = pipeline_tasks(costs, packs).held, pipeline_bytes(model, layout, packs)
+    np.testing.assert_array_equal(result.backward_temp_bytes, expected.backward_temp_bytes)
 
 
 FIXED = 300_000_000

@@ -98,8 +98,8 @@ def test_work_curves_agree_with_pack_seconds(lengths: list[int], pp: int, window
     packs = SliceColumns.from_ranges([[(0, 0, n)] for n in lengths])
     for stage in range(pp):
         layers = costs.layout.stage_layers[stage][1] - costs.layout.stage_layers[stage][0]
-        found = np.array(slice_works_s(costs.work_curve("forward", stage), packs))
-        np.testing.assert_allclose(found + layers * 5.0, costs.pack_seconds(packs, "forward")[:, stage])
+        result = np.array(slice_works_s(costs.work_curve("forward", stage), packs))
+        np.testing.assert_allclose(result + layers * 5.0, costs.pack_seconds(packs, "forward")[:, stage])
 
 
 def test_reduction_and_optimizer_of_the_fullest_rank() -> None:
@@ -142,10 +142,10 @@ def test_offloaded_documents_hide_their_copies_behind_compute_or_wait() -> None:
         link = LinkSpec(bandwidth_bytes_per_s=bandwidth, latency_s=0.5)
         costs = PackCosts(sample_model(), sample_coefficients(host_link=link), even_layout(3))
         for direction in ("forward", "backward"):
-            found = costs.pack_seconds(packs, direction, np.array([2], np.int8))[0, 0]
+            result = costs.pack_seconds(packs, direction, np.array([2], np.int8))[0, 0]
             copy_s, compute_s = bytes_copied / bandwidth + 0.5, costs.pack_seconds(packs, direction)[0, 0]
             assert (copy_s > compute_s) == waits
-            assert found == pytest.approx(max(copy_s, compute_s))
+            assert result == pytest.approx(max(copy_s, compute_s))
     with pytest.raises(ConfigError, match="no host_link"):
         PackCosts(sample_model(), sample_coefficients(), even_layout(3)).pack_seconds(
             packs, "forward", np.array([2], np.int8)
@@ -163,8 +163,8 @@ def test_tensor_parallelism_divides_work_and_adds_its_transfers() -> None:
     ):
         coefficients = sample_coefficients(**LINKS, **changes)
         costs = PackCosts(sample_model(), coefficients, even_layout(3, tp=2))
-        found = costs.pack_seconds(SliceColumns.from_ranges([[(0, 0, 4)]]), "forward")[0, 0]
-        assert found == pytest.approx(3 * (4 * 0.5 + 10 * 0.05 + 0.01 + 5.0 + rings) + 4 * 0.25)
+        result = costs.pack_seconds(SliceColumns.from_ranges([[(0, 0, 4)]]), "forward")[0, 0]
+        assert result == pytest.approx(3 * (4 * 0.5 + 10 * 0.05 + 0.01 + 5.0 + rings) + 4 * 0.25)
     with pytest.raises(ConfigError, match="know no link"):
         PackCosts(sample_model(), sample_coefficients(), even_layout(3, tp=2))
 
@@ -215,12 +215,12 @@ def ring_and_gathered(packs, direction: str, size: int):
     """Seconds of a layer's transfers, where transfers take a second a byte and a million a hop."""
     link = LinkSpec(bandwidth_bytes_per_s=1.0, latency_s=1e6)
     packs = dataclasses.replace(packs, cp=np.full(packs.num_slices, size))
-    found = []
+    result = []
     for exchange in ("ring", "all_gather"):
         coefficients = sample_coefficients(intra_node=link, devices_per_node=8, context_exchange=exchange)
         costs = PackCosts(sample_model(num_layers=1), coefficients, even_layout(1, cp=size))
-        found.append(costs.context_seconds(packs, direction)[0][:, 0].tolist())
-    return found
+        result.append(costs.context_seconds(packs, direction)[0][:, 0].tolist())
+    return result
 
 
 def test_a_ring_carries_the_prefix_of_every_slice() -> None:

@@ -124,12 +124,12 @@ def test_equals_a_count_device_by_device(case) -> None:
         return max(max(float(near) / 4.0, float(far)) for near, far in part.values())
 
     receive = ReceiveSeconds(model, linked(devices_per_node), old, new)
-    found = max(receive.of_stage(rank, *layers) for rank, layers in enumerate(new.stage_layers))
-    assert found == pytest.approx(seconds(received[weights]))
+    result = max(receive.of_stage(rank, *layers) for rank, layers in enumerate(new.stage_layers))
+    assert result == pytest.approx(seconds(received[weights]))
     # Weights leave from all holders of a tensor-parallel place alike, so equal places send alike on average only; so
     # does a tied embedding from both ends.
     total = switch_seconds(model, linked(devices_per_node), old, new)
-    assert total >= found - 1e-9
+    assert total >= result - 1e-9
     if old.tp == 1 and not tied:
         assert total == pytest.approx(
             sum(max(seconds(received[part]), seconds(sent[part])) for part in (weights, states))

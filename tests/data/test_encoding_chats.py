@@ -58,14 +58,14 @@ def their_tokenizers(directory):
 
 
 def their_encoding(tokenizer, case, messages):
-    found = tokenizer.apply_chat_template(
+    result = tokenizer.apply_chat_template(
         messages,
         chat_template=case.tagged,
         return_dict=True,
         return_assistant_tokens_mask=True,
         **({"date_string": "26 Jul 2024"} if case is LLAMA else {}),
     )
-    return found["input_ids"], found["assistant_masks"]
+    return result["input_ids"], result["assistant_masks"]
 
 
 def labels_from_mask(ids, mask):
@@ -115,9 +115,9 @@ def test_masks_hold_where_transformers_loses_tokens(directory, answer, file, agr
     assert FileTokenizer(directory / file).decode(trained) == answer
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(directory / file))
     options = {"return_dict": True, "return_assistant_tokens_mask": True}
-    found = tokenizer.apply_chat_template(messages, chat_template=source, **options)
-    assert found["input_ids"] == document.tokens.tolist()
-    assert (sum(found["assistant_masks"]) == len(trained)) is agree
+    result = tokenizer.apply_chat_template(messages, chat_template=source, **options)
+    assert result["input_ids"] == document.tokens.tolist()
+    assert (sum(result["assistant_masks"]) == len(trained)) is agree
 
 
 @pytest.mark.parametrize("key", ["thinking", "reasoning", "reasoning_content"])

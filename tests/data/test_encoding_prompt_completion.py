@@ -67,10 +67,10 @@ def test_a_token_over_the_border_is_prompt(tokenizer, encoder):
     prompt, completion = find(st.tuples(texts, texts), lambda pair: trl_encoding(tokenizer, *pair) is None)
     for texts_of in ((prompt, completion), ("and so\n", "\n")):
         document = encoder.encode(texts_of)
-        (found,) = tokenizer.encode_with_offsets(["".join(texts_of)])
+        (result,) = tokenizer.encode_with_offsets(["".join(texts_of)])
         border = len(texts_of[0])
-        assert any(start < border < stop for start, stop in found.offsets.tolist())
-        begins = found.offsets[:, 0] >= border
+        assert any(start < border < stop for start, stop in result.offsets.tolist())
+        begins = result.offsets[:, 0] >= border
         assert (document.labels[1:-1] >= 0).tolist() == begins[1:].tolist()
 
 
@@ -93,8 +93,10 @@ def test_lists_of_messages_go_through_the_template(directory):
     assert decode(one.labels[one.labels >= 0]) == "d<|im_end|>\n"
     several = encoder.encode((prompt, [answer, question, last]))
     assert several.tokens.tolist() == one.tokens.tolist()
-    told = decode(several.labels[several.labels >= 0])
-    assert told == "b<|im_end|>\nd<|im_end|>\n", "what the user asks in a completion is no answer of the assistant's"
+    reported = decode(several.labels[several.labels >= 0])
+    assert reported == "b<|im_end|>\nd<|im_end|>\n", (
+        "what the user asks in a completion is no answer of the assistant's"
+    )
     assert 256 not in one.tokens
 
 

@@ -63,12 +63,12 @@ def test_values_that_are_no_text_are_told_apart(tokenizer_file, name, value, wha
 def test_offsets_do_not_depend_on_what_a_file_does_after_tokenising(tokenizer_file):
     """Published files cut white space out of offsets, so a space would belong to no token."""
     text = "and so  三 😀\n\n and"
-    (found,) = FileTokenizer(tokenizer_file).encode_with_offsets([text])
-    covered = {character for start, stop in found.offsets.tolist() for character in range(start, stop)}
+    (result,) = FileTokenizer(tokenizer_file).encode_with_offsets([text])
+    covered = {character for start, stop in result.offsets.tolist() for character in range(start, stop)}
     assert covered == set(range(len(text)))
     (exact,) = FileTokenizer(tokenizer_file.parent / "exact.json").encode_with_offsets([text])
-    assert exact.offsets.tolist() == found.offsets.tolist()
-    assert exact.tokens.tolist() == found.tokens.tolist() == FileTokenizer(tokenizer_file).encode(text).tolist()
+    assert exact.offsets.tolist() == result.offsets.tolist()
+    assert exact.tokens.tolist() == result.tokens.tolist() == FileTokenizer(tokenizer_file).encode(text).tolist()
 
 
 @pytest.mark.parametrize(

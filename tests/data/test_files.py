@@ -165,8 +165,8 @@ def test_what_only_describes_data_is_left_out_and_told(tmp_path, beside):
     assert relative_paths(listing.files) == ["train/a.parquet"]
     assert listing.left_out == (beside,)
     if beside == "README.md":
-        (asked,) = list_sources(data_config(str(tmp_path), include=("*.md",)))
-        assert relative_paths(asked.files) == [beside]
+        (request,) = list_sources(data_config(str(tmp_path), include=("*.md",)))
+        assert relative_paths(request.files) == [beside]
 
 
 def test_other_files_beside_data_are_text_only_if_asked_for(tmp_path):

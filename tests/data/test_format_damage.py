@@ -50,13 +50,13 @@ def test_a_truncated_file_is_one_problem_after_a_whole_beginning(tmp_path, forma
     content = Path(source).read_bytes()
     for size in {0, 1, 5, 20, *range(30, len(content), max(1, len(content) // 23)), len(content) - 1}:
         Path(source).write_bytes(content[:size])
-        found, problems = read_tolerantly(source, count)
-        assert values_of(found) == DOCUMENTS[: len(found)], size
+        result, problems = read_tolerantly(source, count)
+        assert values_of(result) == DOCUMENTS[: len(result)], size
         # Lines may end anywhere, an empty file of them is one, and the footer of an Arrow file is not needed.
-        if format != "jsonl" and (format != "jsonl.gz" or size) and len(found) < len(DOCUMENTS):
+        if format != "jsonl" and (format != "jsonl.gz" or size) and len(result) < len(DOCUMENTS):
             assert len(problems) == 1, (size, problems)
         if format in WHOLE_FILE_PROBLEMS:
-            assert not found
+            assert not result
 
 
 @pytest.mark.parametrize("format", ["bin", "edges.npy"])
@@ -86,8 +86,8 @@ def test_an_arrow_file_that_ends_behind_a_batch_is_truncated(tmp_path, format, c
     assert len(stops) > 5
     for stop in stops[1:]:
         Path(source).write_bytes(content[:stop])
-        found, problems = read_tolerantly(source, count)
-        assert values_of(found) == DOCUMENTS[: len(found)]
+        result, problems = read_tolerantly(source, count)
+        assert values_of(result) == DOCUMENTS[: len(result)]
         assert len(problems) == 1
 
 
@@ -139,8 +139,8 @@ def test_a_list_that_ends_far_behind_its_items_is_a_problem_and_no_crash(tmp_pat
 def test_files_that_are_something_else_are_named(tmp_path, format):
     source = write_tokens(tmp_path, format, DOCUMENTS)
     Path(source).write_bytes(b"just some words, and not few of them, in a file of the wrong name\n" * 3)
-    found, problems = read_tolerantly(source, 4)
-    assert found == []
+    result, problems = read_tolerantly(source, 4)
+    assert result == []
     assert problems
 
 

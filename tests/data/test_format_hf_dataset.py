@@ -53,8 +53,8 @@ def test_formats_do_not_change_what_is_read_and_transforms_do(rows):
     loud = rows.with_transform(lambda batch: {"text": [text.upper() for text in batch["text"]]})
     check_parts_and_offsets(open_dataset(loud), 2, [text.upper() for text in TEXTS])
     ids = rows.with_transform(lambda batch: {"input_ids": [[len(text)] for text in batch["text"]]})
-    found = values_of(read_all(open_dataset(ids, record="tokens")))
-    assert found == [[len(text)] for text in TEXTS]
+    result = values_of(read_all(open_dataset(ids, record="tokens")))
+    assert result == [[len(text)] for text in TEXTS]
 
 
 def test_a_dataset_on_disk_is_read_from_its_memory_map(rows, tmp_path):

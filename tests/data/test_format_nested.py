@@ -75,16 +75,16 @@ def test_columns_of_json_hold_what_their_values_are(tmp_path, column):
     dataset = Dataset.from_dict({key: [item] for key, item in row.items()}, features=features)
     for data in all_ways(tmp_path, dataset):
         (record,) = read_records(data, record=kinds[column])
-        found = record.values[0].tolist() if column == "input_ids" else record.values[0]
-        assert found == value
+        result = record.values[0].tolist() if column == "input_ids" else record.values[0]
+        assert result == value
 
 
 def test_a_json_value_of_another_kind_is_a_problem_of_its_row(tmp_path):
     values = pa.array(['"fine"', "[1]", "{broken", None, '"fine too"'], pa.json_())
     write_table(tmp_path / "a.parquet", "parquet", pa.table({"text": values}))
-    found = read_records(str(tmp_path / "a.parquet"), record="text")
-    assert [record.values for record in found] == [("fine",), None, None, None, ("fine too",)]
-    for record, why in zip(found[1:4], ("list [1] is not text", "not JSON", "is null"), strict=True):
+    result = read_records(str(tmp_path / "a.parquet"), record="text")
+    assert [record.values for record in result] == [("fine",), None, None, None, ("fine too",)]
+    for record, why in zip(result[1:4], ("list [1] is not text", "not JSON", "is null"), strict=True):
         assert why in record.problem
 
 
@@ -144,8 +144,8 @@ def test_maps_are_objects_and_keys_of_other_rows_are_left_out_at_every_depth(tmp
 )
 def test_json_that_holds_no_records_says_what_it_holds(tmp_path, content, why):
     (tmp_path / "a.json").write_bytes(content)
-    found = read_records(str(tmp_path / "a.json"), record="text")
-    assert why in found[0].problem
+    result = read_records(str(tmp_path / "a.json"), record="text")
+    assert why in result[0].problem
 
 
 def test_items_of_a_json_list_are_read_from_every_offset_and_named(tmp_path):

@@ -72,16 +72,16 @@ def test_chats_keep_their_messages_and_null_keys_are_left_out(tmp_path, format):
 def test_several_columns_come_in_the_order_asked_for(tmp_path, format):
     rows = [{"completion": f"c{row}", "other": row, "prompt": f"p{row}"} for row in range(7)]
     reader = open_source(write_rows(tmp_path, format, rows), record="prompt_completion")
-    found = read_all(reader, 2)
-    assert [record.values for record in found] == [(f"p{row}", f"c{row}") for row in range(7)]
+    result = read_all(reader, 2)
+    assert [record.values for record in result] == [(f"p{row}", f"c{row}") for row in range(7)]
 
 
 @pytest.mark.parametrize("format", ROW_FORMATS)
 def test_labels_may_be_negative_and_are_as_long_as_their_tokens(tmp_path, format):
     rows = [{"input_ids": [1, 2, 3], "labels": [-100, -100, 3]}, {"input_ids": [4], "labels": [4]}]
     reader = open_source(write_rows(tmp_path, format, rows), record="tokens", labels_column="labels")
-    found = [plain(record)[2] for record in read_all(reader)]
-    assert found == [(("int32", 1, 2, 3), ("int32", -100, -100, 3)), (("int32", 4), ("int32", 4))]
+    result = [plain(record)[2] for record in read_all(reader)]
+    assert result == [(("int32", 1, 2, 3), ("int32", -100, -100, 3)), (("int32", 4), ("int32", 4))]
 
 
 @pytest.mark.parametrize("format", TOKEN_FORMATS)

@@ -175,5 +175,5 @@ def test_s3_text_files_and_globs_are_listed_in_order(bucket, tmp_path):
     bucket.invalidate_cache()
     config = format_config("s3://corpus/texts/*.txt")
     files = list_files(config)
-    found = [read_all(open_reader(file, config))[0].values for file in files]
-    assert found == [("a.txt",), ("b.txt",)]
+    result = [read_all(open_reader(file, config))[0].values for file in files]
+    assert result == [("a.txt",), ("b.txt",)]

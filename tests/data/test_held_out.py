@@ -24,16 +24,16 @@ def read(config: DataConfig, num_ranks: int = 1) -> tuple[Counter, GlobalBatchLo
     """All documents that loaders of so many ranks give, each once; the first rank's loader, its account checked."""
 
     def live(rank, peers):
-        loader, found = GlobalBatchLoader(config, peers=peers), Counter()
+        loader, result = GlobalBatchLoader(config, peers=peers), Counter()
         while (batch := loader.next_batch()) is not None:
-            found.update(tuple(tokens.tolist()) for tokens in batch.tokens.values())
+            result.update(tuple(tokens.tolist()) for tokens in batch.tokens.values())
             loader.record_step(batch, plan_for(batch))
         loader.check_ledger()
         loader.close()
-        return found, loader
+        return result, loader
 
     ranks = run_ranks(num_ranks, live)
-    return sum((found for found, _ in ranks), Counter()), ranks[0][1]
+    return sum((result for result, _ in ranks), Counter()), ranks[0][1]
 
 
 def both_sides(source: str, share: float, num_ranks: int = 1, **changes) -> tuple[Counter, Counter]:

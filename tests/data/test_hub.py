@@ -38,8 +38,8 @@ def test_a_model_in_the_cache_is_planned_and_read_by_its_name(cache):
     assert local_path("some-org/small", "model.path") == str(cache)
     assert local_path(f"some-org/small@{COMMIT}", "model.path") == str(cache)
     assert model_from("some-org/small").name == "some-org/small"
-    found = evenload.plan(np.full(8, 50), model="some-org/small", cluster="h100x2", documents=4, strategy="best_fit")
-    assert found.inputs["model"] == "some-org/small"
+    result = evenload.plan(np.full(8, 50), model="some-org/small", cluster="h100x2", documents=4, strategy="best_fit")
+    assert result.inputs["model"] == "some-org/small"
     assert open_tokenizer("some-org/small").path == cache / "tokenizer.json"
     tree = {
         "model": {"path": "some-org/small"},

@@ -11,54 +11,54 @@ LENGTHS = np.array([1, 2, 3, 3, 4, 7, 8, 20], np.int64)
 
 
 def test_totals_quantiles_and_halves_by_hand() -> None:
-    found = profile_lengths(LENGTHS)
-    assert (found.documents, found.tokens) == (8, 48)
+    result = profile_lengths(LENGTHS)
+    assert (result.documents, result.tokens) == (8, 48)
     # n (n + 1) / 2: 1 + 3 + 6 + 6 + 10 + 28 + 36 + 210
-    assert found.attention_pairs == 300
-    assert (found.shortest, found.median, found.mean, found.longest) == (1, 3, 6.0, 20)
+    assert result.attention_pairs == 300
+    assert (result.shortest, result.median, result.mean, result.longest) == (1, 3, 6.0, 20)
     # 90 % of 8 is 7.2, so 8 documents; a quantile is always a length that exists.
-    assert (found.p90, found.p99) == (20, 20)
+    assert (result.p90, result.p99) == (20, 20)
     assert profile_lengths(np.arange(1, 101)).p90 == 90
     # Half of 48 tokens: 20 and 8; half of 300 pairs: 210 alone. Of equal documents only as many as are needed.
-    assert found.half_of_tokens == HeaviestHalf(documents=2, shortest=8)
-    assert found.half_of_attention == HeaviestHalf(documents=1, shortest=20)
+    assert result.half_of_tokens == HeaviestHalf(documents=2, shortest=8)
+    assert result.half_of_attention == HeaviestHalf(documents=1, shortest=20)
     assert profile_lengths(np.full(5, 7)).half_of_tokens == HeaviestHalf(documents=3, shortest=7)
 
 
 def test_sums_beyond_int64_stay_exact() -> None:
     """Squares of long lengths leave int64; a wrapped sum would show as a plausible share."""
     length = 2**40
-    found = profile_lengths(np.full(16, length))
-    assert found.attention_pairs == 16 * (length * (length + 1) // 2) > 2**63
-    assert found.windows[0].attention_pairs_across > 2**63
+    result = profile_lengths(np.full(16, length))
+    assert result.attention_pairs == 16 * (length * (length + 1) // 2) > 2**63
+    assert result.windows[0].attention_pairs_across > 2**63
 
 
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=60), st.integers(1, 6000))
 def test_profile_equals_counting_document_by_document(lengths: list[int], window: int) -> None:
-    found = profile_lengths(np.array(lengths), [window])
+    result = profile_lengths(np.array(lengths), [window])
     pairs = [n * (n + 1) // 2 for n in lengths]
-    starts = [one.start for one in found.classes]
+    starts = [one.start for one in result.classes]
     assert starts == [2**k for k in range(min(lengths).bit_length() - 1, max(lengths).bit_length())]
-    for one in found.classes:
+    for one in result.classes:
         inside = [i for i, n in enumerate(lengths) if one.start <= n < one.stop]
         assert one.documents == len(inside)
         assert one.tokens == sum(lengths[i] for i in inside)
         assert one.attention_pairs == sum(pairs[i] for i in inside)
-    assert sum(one.documents for one in found.classes) == len(lengths)
-    for point in found.cumulative:
+    assert sum(one.documents for one in result.classes) == len(lengths)
+    for point in result.cumulative:
         inside = [i for i, n in enumerate(lengths) if n <= point.length]
         assert point.documents == pytest.approx(len(inside) / len(lengths))
         assert point.attention_pairs == pytest.approx(sum(pairs[i] for i in inside) / sum(pairs))
-    assert found.cumulative[-1].tokens == 1
-    assert found.p90 == np.quantile(lengths, 0.9, method="inverted_cdf")
+    assert result.cumulative[-1].tokens == 1
+    assert result.p90 == np.quantile(lengths, 0.9, method="inverted_cdf")
     # Query k sees the keys of its own piece only; those before the piece are lost.
     across = sum(k // window * window for n in lengths for k in range(n))
     assert [one.window for one in profile_lengths(np.array(lengths), [8, 3, 8]).windows] == [3, 8]
-    cut, longer = found.windows[0], [n for n in lengths if n > window]
+    cut, longer = result.windows[0], [n for n in lengths if n > window]
     assert (cut.attention_pairs_across, cut.longer_documents, cut.longer_tokens) == (across, len(longer), sum(longer))
     assert cut.tokens_beyond == sum(n - window for n in longer)
     ordered = sorted(lengths, reverse=True)
-    half = found.half_of_tokens.documents
+    half = result.half_of_tokens.documents
     assert 2 * sum(ordered[:half]) >= sum(lengths) > 2 * sum(ordered[: half - 1])
 
 

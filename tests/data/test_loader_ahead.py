@@ -92,19 +92,19 @@ def test_a_record_that_cannot_be_read_is_read_again_only_when_its_batch_is_asked
         return sample(self, *arguments, **names)
 
     monkeypatch.setattr(StreamSampler, "sample", counted)
-    loader, asked = GlobalBatchLoader(damaged), []
+    loader, request = GlobalBatchLoader(damaged), []
 
     def train():
         while (batch := loader.next_batch()) is not None:
             loader.coming(200)
             loader.record_step(batch, plan_for(batch))
-            asked.append(len(drawn))
+            request.append(len(drawn))
 
     with pytest.raises(DataError, match="no text under key"):
         train()
-    assert len(asked) >= 3
-    assert len(set(asked)) == 1, "once it failed, nothing is drawn until its batch is asked for"
-    assert len(drawn) > asked[-1]
+    assert len(request) >= 3
+    assert len(set(request)) == 1, "once it failed, nothing is drawn until its batch is asked for"
+    assert len(drawn) > request[-1]
 
 
 def test_a_dropped_loader_is_gone_at_once(tmp_path):

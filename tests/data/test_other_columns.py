@@ -105,8 +105,8 @@ def test_neighbours_of_chats_are_refused_until_ignored(tmp_path, record, name):
     with pytest.raises(DataError, match=f"'{name}' .*ignore_columns"):
         list(part.readers[0].records(part.segments[0].part))
     part = open_part(DataConfig(**settings, ignore_columns=(name,)))
-    (found,) = part.readers[0].records(part.segments[0].part)
-    assert len(found.values) == (1 if record == "messages" else 2)
+    (result,) = part.readers[0].records(part.segments[0].part)
+    assert len(result.values) == (1 if record == "messages" else 2)
 
 
 def test_other_columns_that_say_where_the_loss_is_are_refused_beside_a_named_one(tmp_path):

@@ -126,8 +126,8 @@ def test_the_last_checkpoint_has_to_succeed(gloo_pool, config_file):
 
 
 def test_random_states_and_cost_file_come_back(gloo_pool, config_file):
-    for expected, found, has_costs in gloo_pool.run(2, random_numbers_after_resume, str(config_file), LAYOUT[1:]):
-        assert found == expected
+    for expected, result, has_costs in gloo_pool.run(2, random_numbers_after_resume, str(config_file), LAYOUT[1:]):
+        assert result == expected
         assert has_costs
 
 

@@ -33,12 +33,12 @@ def whole_attention(num_tokens, doc_id, window, dtype=torch.float64):
 
 def merged(per_rank, doc_id):
     """All ranks' rows together; every row from exactly one rank."""
-    found = {}
+    result = {}
     for name in ("out", "q", "k", "v"):
         parts = torch.stack([rank[doc_id][name] for rank in per_rank])
         assert ((~parts.isnan()).all(dim=(-1, -2)).sum(0) == 1).all()
-        found[name] = parts.nan_to_num(0.0).sum(0)
-    return found
+        result[name] = parts.nan_to_num(0.0).sum(0)
+    return result
 
 
 def assert_equals_whole(pool, plans: list[StepPlan], exchange, *, window=0, backend="cpu_flash"):

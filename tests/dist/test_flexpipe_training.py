@@ -46,9 +46,9 @@ def test_the_layout_follows_the_lengths_and_a_resumed_run_decides_alike(gloo_poo
     whole = run(gloo_pool, 4, config_file, flexible)
     alone = run(gloo_pool, 1, config_file, settings(tmp_path, "alone", "plan.strategy=balanced"))
 
-    told = [(one.action, one.layout) for one in whole.decisions]
+    reported = [(one.action, one.layout) for one in whole.decisions]
     flat, deep = "dp=4", "dp=2 pp=2"
-    assert told == [
+    assert reported == [
         *(("stay", flat), ("stay", flat), ("grow", deep), ("stay", deep)),
         *(("shrink", flat), ("stay", flat), ("grow", deep), ("shrink", flat)),
     ]
@@ -66,7 +66,7 @@ def test_the_layout_follows_the_lengths_and_a_resumed_run_decides_alike(gloo_poo
     first = run(gloo_pool, 4, config_file, stopped, stop_after=3)
     rest = run(gloo_pool, 4, config_file, stopped)
     resumed = (*first.decisions, *rest.decisions)
-    assert [(one.action, one.layout) for one in resumed] == told
+    assert [(one.action, one.layout) for one in resumed] == reported
     # Where a run will be stopped is no end of its data: what is known of coming steps is the same.
     assert [one.known_steps for one in resumed] == [one.known_steps for one in whole.decisions]
     assert [*first.losses, *rest.losses] == pytest.approx(whole.losses, rel=1e-12)

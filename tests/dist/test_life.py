@@ -113,17 +113,17 @@ def test_a_resume_under_a_layout_that_the_saved_costs_do_not_cover_measures_it(g
     """As from pipelines to tensor parallelism. Costs that cover it stay, so that plans stay the same."""
     tensor, cache = ["parallel.tp=2"], str(tmp_path / "cache")
     without = msgspec.structs.replace(COSTS, intra_node=None)
-    (_, lacks, said, _), *others = gloo_pool.run(2, costs_of_a_resume, str(config_file), tensor, without, cache)
+    (_, lacks, output, _), *others = gloo_pool.run(2, costs_of_a_resume, str(config_file), tensor, without, cache)
     assert lacks == ()
-    assert "do not cover layout tp=2 (group link)" in said
+    assert "do not cover layout tp=2 (group link)" in output
     assert all(missing == () for _, missing, _, _ in others)
-    for kept, _, said, _ in gloo_pool.run(2, costs_of_a_resume, str(config_file), tensor, COSTS, cache):
+    for kept, _, output, _ in gloo_pool.run(2, costs_of_a_resume, str(config_file), tensor, COSTS, cache):
         assert msgspec.json.decode(kept, type=CostCoefficients) == COSTS
-        assert said == ""
+        assert output == ""
 
 
 def test_costs_are_measured_anew_on_demand_and_kept_where_nothing_disturbed_them(gloo_pool, config_file, tmp_path):
     arguments = (str(config_file), ["train.recalibrate=true"], COSTS, str(tmp_path / "cache"))
-    ((found, _, said, num_cached),) = gloo_pool.run(1, costs_of_a_resume, *arguments)
-    assert msgspec.json.decode(found, type=CostCoefficients).source == "calibrated"
-    assert num_cached == (0 if "calibration was disturbed" in said else 1), said
+    ((result, _, output, num_cached),) = gloo_pool.run(1, costs_of_a_resume, *arguments)
+    assert msgspec.json.decode(result, type=CostCoefficients).source == "calibrated"
+    assert num_cached == (0 if "calibration was disturbed" in output else 1), output

@@ -58,11 +58,11 @@ def test_stages_of_unequal_numbers_of_devices_train_what_one_process_trains(gloo
     """Losses, norms, weights and optimizer state of a run that starts in such a layout; two share its packs."""
     wide = ["parallel.pp=3", f"parallel.stage_devices={devices}", "plan.options.micro_batches=4"]
     chosen = settings(tmp_path, "wide", *wide, "data.batch_documents=6", layouts=None)
-    found = gloo_pool.run(4, scripted_run, config_file, chosen, [0], 4)[0]
+    result = gloo_pool.run(4, scripted_run, config_file, chosen, [0], 4)[0]
     fixed = settings(tmp_path, "alone", "data.batch_documents=6", layouts=None)
     alone = gloo_pool.run(1, scripted_run, config_file, fixed, [0], 4)[0]
-    assert found.layouts == [f"pp=3 devices={'+'.join(map(str, devices))}"] * 4
-    assert_same_training(found, alone, 1e-10)
+    assert result.layouts == [f"pp=3 devices={'+'.join(map(str, devices))}"] * 4
+    assert_same_training(result, alone, 1e-10)
 
 
 def run_file(tmp_path: Path, kind: str = "llama", **model: object) -> str:
@@ -150,7 +150,7 @@ def test_a_checkpoint_between_switches_goes_on_there_and_elsewhere(gloo_pool, tm
 
 def test_a_plan_of_a_layout_that_was_not_declared_is_refused(gloo_pool, tmp_path):
     """And one that changes the layout without saying so."""
-    told = gloo_pool.run(2, refused_layouts, run_file(tmp_path), ["parallel.pp=2", 'plan.layouts=["dp=2"]'])
-    for undeclared, unsaid in told:
+    reported = gloo_pool.run(2, refused_layouts, run_file(tmp_path), ["parallel.pp=2", 'plan.layouts=["dp=2"]'])
+    for undeclared, unsaid in reported:
         assert "a plan is made for pp=2 layers=1+3, this run may take pp=2, dp=2" in undeclared
         assert "but pp=2 runs in the same generation (0)" in unsaid

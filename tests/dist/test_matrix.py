@@ -126,7 +126,7 @@ def settings_of(axis: str, value: str, models: Path) -> list[str]:
 @pytest.mark.parametrize("rule", REFUSALS, ids=lambda rule: rule.pairs)
 def test_refused_pairs_are_refused_at_start_with_their_reason(config_file, rule):
     """Not merely left out here: each pair of settings, before any process starts."""
-    pairs = [(one, other) for found, one, other in refused_pairs() if found is rule]
+    pairs = [(one, other) for result, one, other in refused_pairs() if result is rule]
     assert pairs
     for pair in pairs:
         with pytest.raises(EvenloadError, match=rule.message):
@@ -220,17 +220,17 @@ def test_rows_equal_plain_training(gloo_pool, adapter, place):
 
 
 def assert_losses_equal(row, plan, results, expected):
-    found = sum(result.document_losses for result in results)
+    outcome = sum(result.document_losses for result in results)
     if expected.document_losses is None:
-        assert found.sum() == pytest.approx(expected.loss * plan.num_label_tokens, rel=1e-10), row.describe()
+        assert outcome.sum() == pytest.approx(expected.loss * plan.num_label_tokens, rel=1e-10), row.describe()
         return
     wanted = [expected.document_losses[document.doc_id] for document in plan.documents]
-    assert found == pytest.approx(np.array(wanted), rel=1e-10, abs=1e-10), f"{row.describe()}: losses of forwards"
+    assert outcome == pytest.approx(np.array(wanted), rel=1e-10, abs=1e-10), f"{row.describe()}: losses of forwards"
 
 
-def assert_bf16_is_good(row, found, exact, plain):
+def assert_bf16_is_good(row, result, exact, plain):
     tied = case_of(row).config().tie_word_embeddings
-    ours = {n: torch.from_numpy(g) for _, gradients in found for n, g in gradients.items()}
+    ours = {n: torch.from_numpy(g) for _, gradients in result for n, g in gradients.items()}
     if tied:
         ours.pop("lm_head.weight", None)
 
@@ -238,5 +238,5 @@ def assert_bf16_is_good(row, found, exact, plain):
         return sum((gradients[n].double() - exact.gradients[n]).square().sum().item() for n in exact.gradients) ** 0.5
 
     assert 0 < error(ours) <= 2 * error(plain.gradients), row.describe()
-    loss = sum(loss for loss, _ in found)
+    loss = sum(loss for loss, _ in result)
     assert abs(loss - exact.loss) <= 2 * max(abs(plain.loss - exact.loss), 1e-3), row.describe()

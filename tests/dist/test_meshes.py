@@ -32,10 +32,10 @@ def transfers(sizes: dict, channels: ChannelMode = "directed") -> int:
 def test_every_group_is_used_once_and_nobody_waits_for_ever(gloo_pool, sizes, counts):
     """Neighbours that use their channels in different orders would wait for each other."""
     layout = even_layout(8, **sizes)
-    found = gloo_pool.run(layout.world_size, transfers, sizes)
-    assert all(count >= 1 for count in found)
+    result = gloo_pool.run(layout.world_size, transfers, sizes)
+    assert all(count >= 1 for count in result)
     if counts is not None:
-        assert found == counts
+        assert result == counts
 
 
 @pytest.mark.parametrize(
@@ -91,9 +91,9 @@ def told_of_revisions(path: str, folders: tuple[str, ...]) -> str:
     ],
 )
 def test_ranks_that_would_load_other_weights_are_refused(gloo_pool, folders, parts):
-    for told in gloo_pool.run(2, told_of_revisions, "org/model", folders):
-        assert bool(told) == bool(parts)
-        assert all(part in told for part in parts)
+    for reported in gloo_pool.run(2, told_of_revisions, "org/model", folders):
+        assert bool(reported) == bool(parts)
+        assert all(part in reported for part in parts)
 
 
 def memory_of_all(num_bytes: list[int]) -> float:

@@ -86,9 +86,9 @@ def test_fused_experts_are_read_too(tmp_path, kind):
     fused.mkdir()
     save_file({n: p.detach().clone() for n, p in model.named_parameters()}, fused / "model.safetensors")
     config = load_config(str(tmp_path / "original"))
-    found = [stage_model(config, layers=(1, 3), weights=str(one)) for one in (tmp_path / "original", fused)]
+    result = [stage_model(config, layers=(1, 3), weights=str(one)) for one in (tmp_path / "original", fused)]
     expected = dict(model.named_parameters())
-    for stage in found:
+    for stage in result:
         for named in stage.unit_parameters():
             for name, parameter in named:
                 assert torch.equal(parameter, expected[name]), name
@@ -143,13 +143,13 @@ def test_adapters_train_like_peft_resume_and_come_back(gloo_pool, config_file, t
     other = [*base, "parallel.dp=3", f"train.output_dir={tmp_path / 'resumed'}", "train.steps=5"]
     assert len(gloo_pool.run(3, train_steps, str(config_file), other, 5)[0]) == 1
 
-    found = peft.PeftModel.from_pretrained(
+    result = peft.PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float64),
         tmp_path / "whole" / "adapter",
         autocast_adapter_dtype=False,
     )
     tokens = torch.arange(40)[None]
-    torch.testing.assert_close(found(tokens).logits, plain(tokens).logits, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(result(tokens).logits, plain(tokens).logits, rtol=1e-9, atol=1e-9)
     assert not (tmp_path / "whole" / "model").exists()
     metadata = FileSystemReader(tmp_path / "whole" / "checkpoints" / "step-00000004").read_metadata()
     tensors = [name for name in metadata.state_dict_metadata if name.startswith("model.")]

@@ -141,20 +141,20 @@ def test_the_average_of_weights_is_in_checkpoints_validated_and_exported(gloo_po
     for name, value in whole.state.items():
         assert np.array_equal(value, rest.state[name]), f"{name} survives a checkpoint to the bit"
     averaged_state = {name: value for name, value in whole.state.items() if ".average" in name}
-    found = {n.removeprefix("optimizer.").removesuffix(".average"): value for n, value in averaged_state.items()}
-    for name, value in found.items():
+    result = {n.removeprefix("optimizer.").removesuffix(".average"): value for n, value in averaged_state.items()}
+    for name, value in result.items():
         assert value == pytest.approx(averages[name].numpy(), rel=1e-9, abs=1e-12), name
-    assert len(found) == len(averages)
+    assert len(result) == len(averages)
 
     (validation,) = whole.validations
     assert validation.of_average
-    plain = plain_validation(config_file, averaged, {f"model.{name}": value for name, value in found.items()})
+    plain = plain_validation(config_file, averaged, {f"model.{name}": value for name, value in result.items()})
     assert validation.loss == pytest.approx(sum(p.loss for p in plain) / sum(p.labels for p in plain), rel=1e-10)
 
     path, is_same = gloo_pool.run(4, averaged_export, str(config_file), [*averaged, here])[0]
     assert is_same, "the weights are what they were, to the bit"
     exported = AutoModelForCausalLM.from_pretrained(path).state_dict()
-    for name in found:
+    for name in result:
         assert np.array_equal(exported[name].numpy(), rest.state[f"optimizer.{name}.average"]), name
 
 
@@ -170,26 +170,26 @@ def test_updates_of_bf16_weights_are_torch_s_of_fp32_masters(gloo_pool, config_f
     """Gradients are given; not clipped: a last bit of the norm is a bit of bfloat16 in products of Newton-Schulz."""
     settings = [*BF16, "parallel.dp=2", f"optimizer.name={name}", "optimizer.weight_decay=0.1"]
     settings.append("optimizer.clip_norm=1e9")
-    found, same = gloo_pool.run(2, updated_in_bf16, str(config_file), settings)
+    result, same = gloo_pool.run(2, updated_in_bf16, str(config_file), settings)
     masters, averages = plainly_updated(load_train_config(config_file, settings))
     for kind, expected in (("master", masters), ("average", averages)):
-        assert {n for n in found if n.endswith(f".{kind}")} == {f"optimizer.{n}.{kind}" for n in expected}
+        assert {n for n in result if n.endswith(f".{kind}")} == {f"optimizer.{n}.{kind}" for n in expected}
         for n, value in expected.items():
-            assert found[f"optimizer.{n}.{kind}"] == pytest.approx(value.numpy(), rel=1e-6, abs=1e-7), (kind, n)
-    kept = {n: (torch.from_numpy(found[f"optimizer.{n}.master"]), as_bf16(found[f"model.{n}"])) for n in masters}
+            assert result[f"optimizer.{n}.{kind}"] == pytest.approx(value.numpy(), rel=1e-6, abs=1e-7), (kind, n)
+    kept = {n: (torch.from_numpy(result[f"optimizer.{n}.master"]), as_bf16(result[f"model.{n}"])) for n in masters}
     for n, (master, weights) in kept.items():
         assert torch.equal(weights, master.bfloat16()), n
     assert any(not torch.equal(master, weights.float()) for master, weights in kept.values())
-    moments = {n.rpartition(".")[2] for n in found if ".layers.0.mlp" in n and n.startswith("optimizer.")}
+    moments = {n.rpartition(".")[2] for n in result if ".layers.0.mlp" in n and n.startswith("optimizer.")}
     assert moments == {"master", "average"} | ({"momentum"} if name == "muon" else {"exp_avg", "exp_avg_sq"})
-    assert all(np.array_equal(found[n], same[n]) for n in found), "ranks agree to the bit"
+    assert all(np.array_equal(result[n], same[n]) for n in result), "ranks agree to the bit"
 
 
 def initial_weights(config_file: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
+    result: dict[str, torch.Tensor] = {}
     still = load_train_config(config_file, ["train.steps=1", "optimizer.learning_rate=1e-30"])
-    plain_losses(still, lambda model: found.update({n: p.detach().clone() for n, p in model.named_parameters()}))
-    return found
+    plain_losses(still, lambda model: result.update({n: p.detach().clone() for n, p in model.named_parameters()}))
+    return result
 
 
 @pytest.mark.parametrize(
@@ -214,12 +214,12 @@ def test_what_is_not_tested_is_refused_by_name(config_file, settings, message):
 def test_a_checkpoint_of_another_optimizer_is_refused_with_what_it_has(gloo_pool, config_file, tmp_path):
     """Also where the run would drop a part of it."""
     averaged, muon = ["train.ema_decay=0.9"], [MUON]
-    for saved, settings, found, kept in (
+    for saved, settings, result, kept in (
         ([], muon, "'exp_avg'", "'momentum'"),
         ([], averaged, "'exp_avg'", "'average'"),
         (averaged, [], "'average'", "'exp_avg'"),
     ):
         here = f"train.output_dir={tmp_path}/saved{len(saved)}"
         run(gloo_pool, config_file, 1, here, *saved, stop_after=1)
-        with pytest.raises(RuntimeError, match=rf"has \[.*{found}.*\] of .*, this run's optimizer keeps \[.*{kept}"):
+        with pytest.raises(RuntimeError, match=rf"has \[.*{result}.*\] of .*, this run's optimizer keeps \[.*{kept}"):
             run(gloo_pool, config_file, 1, here, *settings, stop_after=2)

@@ -40,23 +40,23 @@ class Told(NamedTuple):
 
 def run_with_output(plans: list[bytes], batch: dict, kind: str, changes: dict) -> list[Told]:
     """Each plan twice: sums after its packs, while gradients that are told complete are kept; and beside them."""
-    found = []
+    result = []
     for encoded in plans:
         plan = decode_plan(encoded)
         meshes = create_meshes([plan.layout], torch.device("cpu"), timeout_s=TIMEOUT_S)
         mesh, rank = meshes.start, RankUnderTest(meshes, plan.layout, kind, changes, torch.float64)
         tokens = {doc_id: ids.numpy().astype(np.int32) for doc_id, ids in batch.items()}
         step = prepare_step(plan, tokens, mesh)
-        told: dict[int, list[torch.Tensor]] = {}
+        reported: dict[int, list[torch.Tensor]] = {}
 
-        def keep(unit: int, rank=rank, told=told) -> None:
-            told.setdefault(unit, [buffer.grads.clone() for buffer in rank.buffers if buffer.unit == unit])
+        def keep(unit: int, rank=rank, reported=reported) -> None:
+            reported.setdefault(unit, [buffer.grads.clone() for buffer in rank.buffers if buffer.unit == unit])
 
         with closing(GradientReduction(rank.buffers, mesh)) as after:
             rank.run_prepared(step, keep)
             changed = tuple(
                 unit
-                for unit, kept in told.items()
+                for unit, kept in reported.items()
                 for buffer, then in zip([b for b in rank.buffers if b.unit == unit], kept, strict=True)
                 if not torch.equal(buffer.grads, then)
             )
@@ -65,16 +65,16 @@ def run_with_output(plans: list[bytes], batch: dict, kind: str, changes: dict) -
             rank.run_prepared(step, beside.release)
             early = len(beside._queued)
             shards = beside.finish()
-        found.append(
+        result.append(
             Told(
-                units=tuple(told),
+                units=tuple(reported),
                 changed=changed,
                 equal=all(torch.equal(one, other) for one, other in zip(shards, expected, strict=True)),
                 order=tuple(beside._queued),
                 early=early,
             )
         )
-    return found
+    return result
 
 
 ROW = Row("slimpack", "dp2", "1", "off", "replay", "own", "qwen2, tied", "none", "none", "directed", "on", "off")
@@ -96,12 +96,12 @@ def test_what_is_summed_early_is_complete_and_equal_to_the_bit(gloo_pool, name):
     plan, case = plan_of(row), case_of(row)
     arguments = [encode_plan(plan)], case.batch(), case.kind, case.changes
     ranks = gloo_pool.run(plan.layout.world_size, run_with_output, *arguments)
-    for (told,) in ranks:
-        assert told.changed == ()
-        assert told.equal
-        assert list(told.order) == sorted(told.order, reverse=True), "from the head to the embedding"
-        assert set(told.order) <= set(told.units)
-        assert told.early == len(told.order) > 0, "nothing waits for the end of the step"
+    for (reported,) in ranks:
+        assert reported.changed == ()
+        assert reported.equal
+        assert list(reported.order) == sorted(reported.order, reverse=True), "from the head to the embedding"
+        assert set(reported.order) <= set(reported.units)
+        assert reported.early == len(reported.order) > 0, "nothing waits for the end of the step"
 
 
 @pytest.mark.parametrize(("pp", "dp", "count"), [(1, 3, 8), (2, 2, 8)])
@@ -113,7 +113,7 @@ def test_replicas_may_do_what_they_like(gloo_pool, pp, dp, count):
         batch = dict(zip((document.doc_id for document in plan.documents), batch.values(), strict=True))
         ranks = gloo_pool.run(pp * dp, run_with_output, [encode_plan(plan)], batch, "llama", {"num_hidden_layers": 4})
         orders = [ranks[rank][0].order for rank in range(pp * dp)]
-        for (told,) in ranks:
-            assert told.changed == ()
-            assert told.equal
+        for (reported,) in ranks:
+            assert reported.changed == ()
+            assert reported.equal
         assert all(len(set(orders[stage * dp : (stage + 1) * dp])) == 1 for stage in range(pp))

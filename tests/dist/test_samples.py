@@ -32,14 +32,14 @@ def config_file(tmp_path: Path) -> Path:
 
 
 def test_samples_are_transformers_own_and_change_nothing(gloo_pool, config_file, tmp_path):
-    settings, found = ["parallel.dp=2"], {}
+    settings, result = ["parallel.dp=2"], {}
     for name, more in (("with", SAMPLES), ("without", [])):
         here = [*settings, *more, f"train.output_dir={tmp_path / name}"]
-        found[name] = gloo_pool.run(2, run_outcome, str(config_file), here, 2**34, 4)[0]
-    assert_same_training(found["with"], found["without"], 0.0)
-    assert [(one.step, one.prompt) for one in found["with"].samples] == [(s, p) for s in (1, 3) for p in PROMPTS]
-    expected = [plain_text(config_file, found["with"].state, prompt) for prompt in PROMPTS]
-    assert [one.text for one in found["with"].samples[-2:]] == expected
+        result[name] = gloo_pool.run(2, run_outcome, str(config_file), here, 2**34, 4)[0]
+    assert_same_training(result["with"], result["without"], 0.0)
+    assert [(one.step, one.prompt) for one in result["with"].samples] == [(s, p) for s in (1, 3) for p in PROMPTS]
+    expected = [plain_text(config_file, result["with"].state, prompt) for prompt in PROMPTS]
+    assert [one.text for one in result["with"].samples[-2:]] == expected
 
 
 @torch.no_grad()

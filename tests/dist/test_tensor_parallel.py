@@ -46,7 +46,7 @@ def hidden_transfers_by_action(num_layers: int, recomputed: int = 0) -> dict[str
     group.all_gather, group.all_to_all = all_gather, all_to_all  # type: ignore[method-assign]
     lengths = {0: recomputed, 1: TOKENS - recomputed} if recomputed else {0: TOKENS}
     policies: dict[int, ActivationPolicy] = {0: "recompute"} if recomputed else {}
-    ranges, found = tuple(Range(doc_id, 0, tokens) for doc_id, tokens in lengths.items()), {}
+    ranges, result = tuple(Range(doc_id, 0, tokens) for doc_id, tokens in lengths.items()), {}
     positions = torch.arange(TOKENS)
     ids, targets = torch.zeros_like(positions), torch.zeros_like(positions)
     pack = PackTokens(ranges, ids, targets, positions)
@@ -54,7 +54,7 @@ def hidden_transfers_by_action(num_layers: int, recomputed: int = 0) -> dict[str
     def count(name: str, action) -> None:
         counted[0] = 0
         action()
-        found[name] = counted[0] / whole / num_layers
+        result[name] = counted[0] / whole / num_layers
 
     for split in (False, True):
         stage.begin_step(lengths)
@@ -65,7 +65,7 @@ def hidden_transfers_by_action(num_layers: int, recomputed: int = 0) -> dict[str
         count("I" if split else "B", lambda g=grad, s=store, p=products: stage.backward_layers(pack, g, s, p))
         if products is not None:
             count("W", products.add_all)
-    return found
+    return result
 
 
 @pytest.mark.parametrize(

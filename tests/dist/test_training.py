@@ -113,8 +113,8 @@ DELAYING = {
 
 
 def progress_after(directory: Path, steps: int) -> Progress:
-    found = directory / "checkpoints" / f"step-{steps:08d}" / "progress.json"
-    return msgspec.json.decode(found.read_bytes(), type=Progress)
+    result = directory / "checkpoints" / f"step-{steps:08d}" / "progress.json"
+    return msgspec.json.decode(result.read_bytes(), type=Progress)
 
 
 @pytest.mark.parametrize("strategy", sweep(list(DELAYING), 1))
@@ -238,20 +238,20 @@ def test_adapters_train_as_on_one_rank(gloo_pool, config_file, tmp_path):
 def calibrated(config_file: str, overrides: list[str]) -> bytes:
     trainer = make_trainer(config_file, overrides)
     with quick_calibration():
-        found = calibrate(trainer.stages, trainer.model, trainer.mesh, 256, "this machine")
-    return msgspec.json.encode(found.coefficients)
+        result = calibrate(trainer.stages, trainer.model, trainer.mesh, 256, "this machine")
+    return msgspec.json.encode(result.coefficients)
 
 
 def test_calibration_measures_parts_and_says_seconds_of_whole_layers(gloo_pool, config_file):
     """All ranks try the same packs, though their clocks differ; transfers are in the layers' seconds, once."""
-    found = {}
+    result = {}
     for tp in (1, 2):
         ranks = gloo_pool.run(tp, calibrated, str(config_file), layout_settings(tp=tp))
         assert len(set(ranks)) == 1
-        found[tp] = msgspec.json.decode(ranks[0], type=CostCoefficients)
-    assert found[2].tensor_exposed_share == 0.0
-    assert found[2].group_link(2, stride=1).bandwidth_bytes_per_s > 0
-    assert found[2].head_s_per_token > 0
+        result[tp] = msgspec.json.decode(ranks[0], type=CostCoefficients)
+    assert result[2].tensor_exposed_share == 0.0
+    assert result[2].group_link(2, stride=1).bandwidth_bytes_per_s > 0
+    assert result[2].head_s_per_token > 0
 
 
 def test_an_epochs_small_last_batch_trains_under_interleaved_stages(gloo_pool, tmp_path):

@@ -74,42 +74,42 @@ def without_validation(config_file: Path) -> Path:
 
 @pytest.mark.parametrize("layout", sweep(list(LAYOUTS), 6))
 def test_losses_are_those_of_the_plain_model_and_the_run_stays_the_same_to_the_bit(gloo_pool, config_file, layout):
-    found = run(gloo_pool, config_file, layout)
-    assert [one.step for one in found.validations] == [2, 3], "every third step, and the last"
-    expected = plain_validation(config_file, LAYOUTS[layout], found.state)
-    assert_equals(found.validations[-1], expected)
+    result = run(gloo_pool, config_file, layout)
+    assert [one.step for one in result.validations] == [2, 3], "every third step, and the last"
+    expected = plain_validation(config_file, LAYOUTS[layout], result.state)
+    assert_equals(result.validations[-1], expected)
     if layout == "live":
-        assert len(set(found.layouts)) > 1, "the layout changed on the way"
+        assert len(set(result.layouts)) > 1, "the layout changed on the way"
 
     plain = run(gloo_pool, without_validation(config_file), layout, f"train.output_dir={config_file.parent / 'plain'}")
-    assert_same_training(found, plain, 0.0)
+    assert_same_training(result, plain, 0.0)
 
 
-def assert_equals(found: Validation, expected: list[PlainLoss]) -> None:
+def assert_equals(result: Validation, expected: list[PlainLoss]) -> None:
     assert len(expected) == 15, "11 files, of which 3 are cut into 2, 2 and 3 documents"
-    assert_loss(found.whole, expected)
+    assert_loss(result.whole, expected)
     classes = {one.name: [e for e in expected if e.tokens.bit_length() == int(one.name.split("-")[0]).bit_length()]
-               for one in found.by_length}  # fmt: skip
+               for one in result.by_length}  # fmt: skip
     assert sum(map(len, classes.values())) == len(expected)
     assert list(classes) == sorted(classes, key=lambda name: int(name.split("-")[0]))
-    for one in found.by_length:
+    for one in result.by_length:
         assert_loss(one, classes[one.name])
-    assert [one.name for one in found.by_source] == ["books", "lines"]
-    for part, one in enumerate(found.by_source):
+    assert [one.name for one in result.by_source] == ["books", "lines"]
+    for part, one in enumerate(result.by_source):
         assert_loss(one, [e for e in expected if e.part == part])
-    assert found.left_out == ()
+    assert result.left_out == ()
 
 
-def assert_loss(found: LossOf, expected: list[PlainLoss]) -> None:
-    assert found.documents == len(expected)
-    assert found.tokens == sum(one.tokens for one in expected)
-    assert found.label_tokens == sum(one.labels for one in expected)
-    if not found.label_tokens:
-        assert (found.loss, found.perplexity) == (None, None)
+def assert_loss(result: LossOf, expected: list[PlainLoss]) -> None:
+    assert result.documents == len(expected)
+    assert result.tokens == sum(one.tokens for one in expected)
+    assert result.label_tokens == sum(one.labels for one in expected)
+    if not result.label_tokens:
+        assert (result.loss, result.perplexity) == (None, None)
         return
-    mean = sum(one.loss for one in expected) / found.label_tokens
-    assert found.loss == pytest.approx(mean, rel=1e-10)
-    assert found.perplexity == pytest.approx(np.exp(mean), rel=1e-9)
+    mean = sum(one.loss for one in expected) / result.label_tokens
+    assert result.loss == pytest.approx(mean, rel=1e-10)
+    assert result.perplexity == pytest.approx(np.exp(mean), rel=1e-9)
 
 
 def test_what_overlong_documents_lose_is_told_and_a_resumed_run_validates_alike(gloo_pool, config_file):
@@ -132,35 +132,35 @@ def test_a_share_of_the_data_validates_and_is_not_trained(gloo_pool, config_file
     """Also in a run that was stopped and goes on."""
     shared = without_validation(config_file)
     shared.write_text(shared.read_text() + "[validation]\nshare = 0.3\nevery_steps = 2\nbatch_tokens = 600\n")
-    found = run(gloo_pool, shared, layout)
-    assert [one.step for one in found.validations] == [1, 3]
-    expected = plain_validation(shared, LAYOUTS[layout], found.state)
-    assert_loss(found.validations[-1].whole, expected)
+    result = run(gloo_pool, shared, layout)
+    assert [one.step for one in result.validations] == [1, 3]
+    expected = plain_validation(shared, LAYOUTS[layout], result.state)
+    assert_loss(result.validations[-1].whole, expected)
     config = load_train_config(shared, LAYOUTS[layout])
     assert config.data.held_out_share == 0.3
     assert 0.1 < len(expected) / len(list((config_file.parent / "corpus").iterdir())) < 0.5
     if layout == "pipeline":
-        assert found.losses == pytest.approx(plain_losses(config), rel=1e-9)
+        assert result.losses == pytest.approx(plain_losses(config), rel=1e-9)
 
     here = f"train.output_dir={config_file.parent / 'resumed'}"
     first = run(gloo_pool, shared, layout, here, stop_after=2)
     rest = run(gloo_pool, shared, layout, here)
-    assert first.losses + rest.losses == found.losses
-    assert [one.whole for one in (*first.validations, *rest.validations)] == [one.whole for one in found.validations]
+    assert first.losses + rest.losses == result.losses
+    assert [one.whole for one in (*first.validations, *rest.validations)] == [one.whole for one in result.validations]
 
 
 def test_a_pass_that_a_stop_or_an_error_leaves_out_is_made_up_and_costs_no_step(gloo_pool, config_file):
     arguments = str(config_file), ["parallel.dp=2"], str(config_file.parent), STEPS
-    found, other = gloo_pool.run(2, left_out_passes, *arguments)
-    assert found.leaving_off == [], "the run goes on, so no step was its last"
-    assert found.in_last_step == []
-    assert found.made_up == [[STEPS - 1], []], "once"
-    assert found.abandoned == (1, 15, [], [0])
+    result, other = gloo_pool.run(2, left_out_passes, *arguments)
+    assert result.leaving_off == [], "the run goes on, so no step was its last"
+    assert result.in_last_step == []
+    assert result.made_up == [[STEPS - 1], []], "once"
+    assert result.abandoned == (1, 15, [], [0])
     assert other.abandoned[:2] == (1, 15), "every rank leaves the pass that one was asked to leave"
-    assert found.failed[1] == 3, "the step before the pass that failed is saved"
-    assert "held_out" in found.failed[0]
-    assert "[validation], or what it takes over from [data], has changed" in found.forgotten
-    assert found.is_forgotten
+    assert result.failed[1] == 3, "the step before the pass that failed is saved"
+    assert "held_out" in result.failed[0]
+    assert "[validation], or what it takes over from [data], has changed" in result.forgotten
+    assert result.is_forgotten
 
 
 def test_validation_data_without_documents_is_refused_before_the_first_step(gloo_pool, config_file):

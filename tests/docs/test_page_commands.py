@@ -45,9 +45,9 @@ def test_every_command_of_the_pages_parses(page, tmp_path, monkeypatch):
     """An option that was renamed, or never was; also of what is not run."""
     monkeypatch.chdir(tmp_path)
     for command in typed(page):
-        found = _STARTS.match(command)
-        if found and "..." not in command:
-            require_parses(words_of(found["arguments"]))
+        result = _STARTS.match(command)
+        if result and "..." not in command:
+            require_parses(words_of(result["arguments"]))
 
 
 def test_a_smaller_word_must_be_on_the_page():

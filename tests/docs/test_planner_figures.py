@@ -32,9 +32,9 @@ def test_a_section_with_figures_names_their_sources(heading, text):
     named = _SOURCES.findall(text)
     assert len(named) == bool(figures_by_hand(text)), figures_by_hand(text)
     for source in (source for line in named for source in line.split("; ")):
-        kind, _, said = source.partition(": ")
+        kind, _, output = source.partition(": ")
         if kind == "once":
-            for commit in said.split(", "):
+            for commit in output.split(", "):
                 assert re.search(rf"on\s+20\d\d-\d\d-\d\d\W+commit `{commit}`", text), commit
         elif kind != "paper":
             assert (ROOT / source).is_file(), source

@@ -51,13 +51,13 @@ def batches(steps: int = 2, context: int = 256):
 
 def test_time_split_adds_up_to_the_mean_step_time_and_holds_the_bound() -> None:
     """Table, bound and loss split speak of the same seconds; `wlb` defers documents, all are trained at the end."""
-    found = evaluated(make_planner(), batches(3), ["padded", "wlb", "slimpack", "auto"])
-    for result in found.results:
+    results = evaluated(make_planner(), batches(3), ["padded", "wlb", "slimpack", "auto"])
+    for result in results.results:
         assert result.time_split is not None
         assert result.time_split.total_s() == pytest.approx(result.mean_step_time_s, rel=1e-9)
         assert result.time_split.useful_s == pytest.approx(result.lower_bound_s, rel=1e-9)
         assert result.time_split.useful_s / result.mean_step_time_s == pytest.approx(result.fraction_of_bound)
-    assert set(msgspec.to_builtins(found.results[0])["time_split"]) == set(TimeSplit.__struct_fields__)
+    assert set(msgspec.to_builtins(results.results[0])["time_split"]) == set(TimeSplit.__struct_fields__)
 
 
 def test_result_has_exactly_the_fixed_keys() -> None:
@@ -65,8 +65,8 @@ def test_result_has_exactly_the_fixed_keys() -> None:
 
 
 def test_figures_are_consistent_with_each_other() -> None:
-    found = evaluated(make_planner(), batches(), ["padded", "best_fit", "slimpack"])
-    by_name = {result.name: result for result in found.results}
+    results = evaluated(make_planner(), batches(), ["padded", "best_fit", "slimpack"])
+    by_name = {result.name: result for result in results.results}
     best_fit, slimpack = by_name["best_fit"], by_name["slimpack"]
     assert best_fit.speedup_over_best_fit == 1.0
     assert slimpack.speedup_over_best_fit == pytest.approx(best_fit.mean_step_time_s / slimpack.mean_step_time_s)
@@ -75,23 +75,23 @@ def test_figures_are_consistent_with_each_other() -> None:
     tokens = sum(d.num_tokens for batch in batches() for d in batch.documents)
     assert slimpack.tokens_per_s_per_device == pytest.approx(tokens / sum(slimpack.step_time_s) / 6)
     assert slimpack.dropped_tokens == sum(batch.dropped_tokens for batch in batches()) > 0
-    assert found.best == min(by_name, key=lambda name: by_name[name].mean_step_time_s)
+    assert results.best == min(by_name, key=lambda name: by_name[name].mean_step_time_s)
     assert msgspec.to_builtins(slimpack)["layout"] == {"dp": 2, "cp": 1, "pp": 3, "tp": 1}
 
 
 def test_beyond_memory_keeps_figures_but_is_not_best() -> None:
-    found = evaluated(make_planner(cap=1000), batches(1), ["padded", "slimpack"])
-    assert found.best is None
-    assert all(not r.feasible and r.why and r.mean_step_time_s for r in found.results)
+    result = evaluated(make_planner(cap=1000), batches(1), ["padded", "slimpack"])
+    assert result.best is None
+    assert all(not r.feasible and r.why and r.mean_step_time_s for r in result.results)
 
 
 def test_strategy_that_does_not_apply_does_not_hide_the_others() -> None:
-    found = evaluated(make_planner(causal=False), batches(1), ["slimpack", "balanced"])
-    slimpack, balanced = found.results
+    result = evaluated(make_planner(causal=False), batches(1), ["slimpack", "balanced"])
+    slimpack, balanced = result.results
     assert (slimpack.feasible, slimpack.step_time_s, slimpack.mean_step_time_s) == (False, (), None)
     assert "bidirectional" in slimpack.why
-    assert found.best == balanced.name == "balanced"
-    assert found.proposals["slimpack"] == ()
+    assert result.best == balanced.name == "balanced"
+    assert result.proposals["slimpack"] == ()
 
 
 def test_misspelt_strategy_is_an_error() -> None:
@@ -128,9 +128,9 @@ def test_the_users_own_window_is_tried() -> None:
 
 
 def test_factors_are_over_the_baseline_and_over_what_was_asked_for() -> None:
-    found = evaluated(make_planner(4096), batches(context=4096), ["best_fit", "auto"])
-    best_fit, auto = found.results
-    baseline = found.baseline
+    result = evaluated(make_planner(4096), batches(context=4096), ["best_fit", "auto"])
+    best_fit, auto = result.results
+    baseline = result.baseline
     assert baseline is not None
     judged = best_window(make_planner(4096), batches(context=4096))
     assert judged is not None
@@ -145,20 +145,22 @@ def test_factors_are_over_the_baseline_and_over_what_was_asked_for() -> None:
 
 
 def test_headline_has_the_best_its_factor_and_what_the_baseline_loses_more_to() -> None:
-    found = evaluated(make_planner(4096), batches(context=4096), ["best_fit", "auto"])
-    said = headline(found)
-    assert said is not None
-    auto, baseline = found.results[1], found.baseline
+    result = evaluated(make_planner(4096), batches(context=4096), ["best_fit", "auto"])
+    output = headline(result)
+    assert output is not None
+    auto, baseline = result.results[1], result.baseline
     assert baseline is not None
     assert baseline.time_split is not None
     assert auto.time_split is not None
-    assert (said.best, said.factor) == ("auto", auto.speedup_over_baseline)
-    assert said.reasons
+    assert (output.best, output.factor) == ("auto", auto.speedup_over_baseline)
+    assert output.reasons
     lost, kept = dict(baseline.time_split.parts()), dict(auto.time_split.parts())
     more = {cause: lost[cause] - kept[cause] for cause in lost if cause != "useful work"}
-    assert [one.cause for one in said.reasons] == sorted(more, key=more.__getitem__, reverse=True)[: len(said.reasons)]
-    for one in said.reasons:
+    assert [one.cause for one in output.reasons] == sorted(more, key=more.__getitem__, reverse=True)[
+        : len(output.reasons)
+    ]
+    for one in output.reasons:
         assert one.baseline_share == pytest.approx(lost[one.cause] / baseline.time_split.total_s())
     nothing_fits = evaluated(make_planner(4096, cap=1000), batches(context=4096), ["best_fit"])
     assert headline(nothing_fits) is None
-    msgspec.json.encode(said)
+    msgspec.json.encode(output)

@@ -95,26 +95,26 @@ def test_what_is_out_says_which_rank_and_how_much() -> None:
 )
 def test_more_stages_a_rank_are_two_and_those_that_hold_as_many_layers(model, pp, counts) -> None:
     spec = model_from(model)
-    found = list(with_virtual_stages(spec, even_layout(spec.num_layers, dp=2, pp=pp)))
-    assert [layout.num_stages // pp for layout in found] == counts
-    assert all(layout.is_even for layout in found[1:])
-    assert {layout.world_size for layout in found} <= {2 * pp}
+    result = list(with_virtual_stages(spec, even_layout(spec.num_layers, dp=2, pp=pp)))
+    assert [layout.num_stages // pp for layout in result] == counts
+    assert all(layout.is_even for layout in result[1:])
+    assert {layout.world_size for layout in result} <= {2 * pp}
 
 
 def test_every_strategy_is_judged_in_the_layout_that_suits_it() -> None:
     strategies, search = ("auto", "best_fit", "padded"), search_on()
-    found = search.strategies(strategies, limit_s=1e9, clock=lambda: 0.0)
-    assert [one.strategy for one in found] == list(strategies)
-    for one in found:
+    results = search.strategies(strategies, limit_s=1e9, clock=lambda: 0.0)
+    assert [one.strategy for one in results] == list(strategies)
+    for one in results:
         assert one.layouts == search.rank(one.strategy)
         assert (one.not_looked_at, one.planned + one.too_large + one.ruled_out) == (0, len(one.layouts))
         assert one.too_large == sum(result.why.startswith("weights and optimizer alone") for result in one.layouts)
-    own = {one.strategy: search.planners(one.best) for one in found}
-    baseline = best_baseline_planners(found[1].layouts, search.planners, search.batches)
+    own = {one.strategy: search.planners(one.best) for one in results}
+    baseline = best_baseline_planners(results[1].layouts, search.planners, search.batches)
     judged = evaluate_strategies(
         StrategyPlanners(planner=own["auto"].planner, own=own, baseline=baseline), search.batches, strategies
     )
-    for one, row in zip(found, judged.results, strict=True):
+    for one, row in zip(results, judged.results, strict=True):
         assert row.layout.items() <= one.best.layout.items()
         if one.strategy != "auto":  # which searches longer in the search
             assert row.mean_step_time_s == pytest.approx(one.best.mean_step_time_s)
@@ -172,9 +172,9 @@ def test_a_part_stands_for_a_large_cluster(monkeypatch) -> None:
 
 def test_layouts_that_fit_are_found_without_a_search() -> None:
     search = dataclasses.replace(search_on(), memory_bytes=40 * 2**30)
-    found = search.fitting("auto")
-    assert found.layouts
-    assert found.num_tried <= found.num_all == len(layouts_of(MODEL, search.cluster))
-    times_s = [one.mean_step_time_s or 0.0 for one in found.layouts]
+    result = search.fitting("auto")
+    assert result.layouts
+    assert result.num_tried <= result.num_all == len(layouts_of(MODEL, search.cluster))
+    times_s = [one.mean_step_time_s or 0.0 for one in result.layouts]
     assert times_s == sorted(times_s)
-    assert all(one.feasible and one.peak_memory_bytes <= search.memory_bytes for one in found.layouts)  # type: ignore[operator]
+    assert all(one.feasible and one.peak_memory_bytes <= search.memory_bytes for one in result.layouts)  # type: ignore[operator]

@@ -32,11 +32,11 @@ def ledger(monkeypatch):
 
 
 def test_data_sheets_carry_the_largest_published_error_and_say_so():
-    found = prediction_interval(sample_coefficients(source="analytic"), even_layout(4))
-    assert (found.low, found.high) == (pytest.approx(1 / 1.218), pytest.approx(1 / 0.782))
-    assert "from published errors of comparable simulators, not from our ledger" in found.describe()
+    result = prediction_interval(sample_coefficients(source="analytic"), even_layout(4))
+    assert (result.low, result.high) == (pytest.approx(1 / 1.218), pytest.approx(1 / 0.782))
+    assert "from published errors of comparable simulators, not from our ledger" in result.describe()
     # A prediction of 1 s at either end is off by just that error.
-    assert [1 / seconds - 1 for seconds in found.of(1.0)] == [pytest.approx(0.218), pytest.approx(-0.218)]
+    assert [1 / seconds - 1 for seconds in result.of(1.0)] == [pytest.approx(0.218), pytest.approx(-0.218)]
 
 
 def test_measured_costs_carry_the_ledgers_interval_of_their_layout(ledger):
@@ -49,9 +49,9 @@ def test_measured_costs_carry_the_ledgers_interval_of_their_layout(ledger):
 
 def test_measured_costs_without_rows_say_so(ledger):
     ledger()
-    found = prediction_interval(CPU, even_layout(4))
-    assert "measured costs of AMD EPYC, too few rows of it in docs/accuracy.md: from published errors" in found.basis
-    assert found.low == pytest.approx(1 / 1.135)
+    result = prediction_interval(CPU, even_layout(4))
+    assert "measured costs of AMD EPYC, too few rows of it in docs/accuracy.md: from published errors" in result.basis
+    assert result.low == pytest.approx(1 / 1.135)
 
 
 def test_what_disturbed_the_calibration_widens_the_interval(ledger):
@@ -63,11 +63,11 @@ def test_what_disturbed_the_calibration_widens_the_interval(ledger):
     assert (low, high) == pytest.approx((middle / factor, middle * factor))
     widths = []
     for waited_share, spread in ((0.0, 0.0), (0.0, 0.1), (0.1, 0.1), (0.1, 0.3), (0.15, 0.5)):
-        found = prediction_interval(measured_overlap(waited_share, spread), even_layout(4))
-        assert found.low is not None
-        assert found.high is not None
-        widths.append(found.high / found.low)
-        assert f"there 0.90 to 1.20; here processes stood without a core for {waited_share:.0%}" in found.describe()
+        result = prediction_interval(measured_overlap(waited_share, spread), even_layout(4))
+        assert result.low is not None
+        assert result.high is not None
+        widths.append(result.high / result.low)
+        assert f"there 0.90 to 1.20; here processes stood without a core for {waited_share:.0%}" in result.describe()
     assert widths == sorted(set(widths))
     assert widths[0] == pytest.approx(1.2 / 0.9)
 
@@ -77,9 +77,9 @@ def test_what_disturbed_the_calibration_widens_the_interval(ledger):
 def test_a_busy_machine_has_no_interval(ledger, waited_share, spread, rows):
     """Neither learnt nor published, and nothing is counted inside it."""
     ledger(*rows)
-    found = prediction_interval(measured_overlap(waited_share, spread), even_layout(4))
-    assert (found.low, found.high, found.of(1.0), found.count_inside([1.0])) == (None, None, None, "")
-    assert found.describe().startswith(
+    result = prediction_interval(measured_overlap(waited_share, spread), even_layout(4))
+    assert (result.low, result.high, result.of(1.0), result.count_inside([1.0])) == (None, None, None, "")
+    assert result.describe().startswith(
         "no 90 % interval of step times: the machine was busy while its costs were measured: processes stood without a "
         f"core for {waited_share:.0%} of the time"
     )

@@ -70,12 +70,12 @@ def test_one_stage_a_rank_is_as_fast_as_brute_force(data) -> None:
         optimizer_s_per_parameter=data.draw(st.sampled_from([0.0, 1e-3, 0.1])),
     )
     lengths = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=5))
-    found = balanced(model, coefficients, lengths, dp=dp, pp=pp)
+    result = balanced(model, coefficients, lengths, dp=dp, pp=pp)
     best_s = min(
         step_seconds(model, coefficients, split_layout(counts, dp=dp, pp=pp), lengths)
         for counts in splits(num_layers, pp)
     )
-    assert step_seconds(model, coefficients, found, lengths) == pytest.approx(best_s, rel=1e-5)
+    assert step_seconds(model, coefficients, result, lengths) == pytest.approx(best_s, rel=1e-5)
 
 
 def test_virtual_stages_of_unequal_layers_are_close_to_brute_force_and_never_worse_than_even() -> None:
@@ -86,7 +86,7 @@ def test_virtual_stages_of_unequal_layers_are_close_to_brute_force_and_never_wor
         model = sample_model(num_layers=num_layers, sliding_windows=tuple(rng.choice([0, 4], num_layers).tolist()))
         coefficients = sample_coefficients(head_s_per_token=float(rng.uniform(0, 40)))
         lengths = rng.integers(1, 40, int(rng.integers(1, 6))).tolist()
-        found, *rest = (
+        result, *rest = (
             step_seconds(model, coefficients, layout, lengths)
             for layout in (
                 balanced(model, coefficients, lengths, pp=2, virtual=2),
@@ -94,8 +94,8 @@ def test_virtual_stages_of_unequal_layers_are_close_to_brute_force_and_never_wor
                 *(split_layout(counts, pp=2) for counts in splits(num_layers, 4)),
             )
         )
-        assert found <= rest[0] * (1 + 1e-6)
-        gaps.append(found / min(rest) - 1)
+        assert result <= rest[0] * (1 + 1e-6)
+        gaps.append(result / min(rest) - 1)
     assert np.mean(gaps) < 0.005
     assert max(gaps) < 0.08
 

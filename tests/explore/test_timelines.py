@@ -103,9 +103,9 @@ def test_copies_fit_into_their_actions_and_stick_out_by_what_the_plan_charges() 
 def task_of(timeline: Timeline, row: int, *kinds: str) -> int:
     side = timeline.side
     assert side is not None
-    found = (timeline.dp_rank == side.dp_rank[row]) & (timeline.pack == side.pack[row])
-    found &= (timeline.stage == side.stage[row]) & np.isin(timeline.kind, [KINDS.index(kind) for kind in kinds])
-    (at,) = np.flatnonzero(found)
+    result = (timeline.dp_rank == side.dp_rank[row]) & (timeline.pack == side.pack[row])
+    result &= (timeline.stage == side.stage[row]) & np.isin(timeline.kind, [KINDS.index(kind) for kind in kinds])
+    (at,) = np.flatnonzero(result)
     return int(at)
 
 
@@ -195,14 +195,14 @@ def planned(strategy, beside, **sizes):
 
 def added_seconds(plan, costs):
     """{(replica, stage): {kind: seconds on top of the plan's own}} and which packs they are."""
-    found = {}
+    result = {}
     for replica, (before, after) in enumerate(zip(plan.times, overlapped_pack_times(plan, costs), strict=True)):
         assert (after.p2p_forward_s, after.p2p_backward_s) == (before.p2p_forward_s, before.p2p_backward_s)
         for kind in SECONDS:
             added = np.array(getattr(after, kind)) - np.array(getattr(before, kind))
             for pack, stage in np.argwhere(np.abs(added) > 1e-9).tolist() if added.size else ():
-                found[replica, stage, kind, pack] = added[pack, stage]
-    return found
+                result[replica, stage, kind, pack] = added[pack, stage]
+    return result
 
 
 @pytest.mark.parametrize("sizes", [{"dp": 2}, {"dp": 2, "pp": 2}, {"pp": 2}])

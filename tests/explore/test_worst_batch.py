@@ -27,29 +27,29 @@ def peak_bytes(planner: StepPlanner, lengths) -> int:
 def test_it_is_the_worst_of_all_batches_that_a_small_table_can_draw():
     planner = make_planner()
     every = [peak_bytes(planner, lengths) for lengths in itertools.permutations(TABLE, 3)]
-    found = find_worst(planner, TABLE, BatchRule(num_documents=3, context=256), "best_fit", 100, seed=0)
-    assert found.peak_memory_bytes == max(every) > min(every)
-    assert (found.searched, found.documents, found.fits, found.policies) == (100, 3, True, {"replay": 3})
+    result = find_worst(planner, TABLE, BatchRule(num_documents=3, context=256), "best_fit", 100, seed=0)
+    assert result.peak_memory_bytes == max(every) > min(every)
+    assert (result.searched, result.documents, result.fits, result.policies) == (100, 3, True, {"replay": 3})
 
 
 @pytest.mark.parametrize("rule", [BatchRule(num_documents=4, context=256), BatchRule(num_tokens=300, context=256)])
 def test_what_is_said_is_of_the_batch_that_was_found(rule):
-    found = find_worst(make_planner(), TABLE, rule, "best_fit", 20, seed=1)
-    assert found.documents == len(found.longest)
-    assert found.tokens == sum(found.longest)
-    assert list(found.longest) == sorted(found.longest, reverse=True)
+    result = find_worst(make_planner(), TABLE, rule, "best_fit", 20, seed=1)
+    assert result.documents == len(result.longest)
+    assert result.tokens == sum(result.longest)
+    assert list(result.longest) == sorted(result.longest, reverse=True)
     # The order of arrival may decide what meets in a pack.
-    assert found.peak_memory_bytes in {
-        peak_bytes(make_planner(), lengths) for lengths in itertools.permutations(found.longest)
+    assert result.peak_memory_bytes in {
+        peak_bytes(make_planner(), lengths) for lengths in itertools.permutations(result.longest)
     }
 
 
 def test_what_does_not_fit_names_a_policy_under_which_it_would():
     rule = BatchRule(num_documents=4, context=256)
     most = find_worst(make_planner(), TABLE, rule, "best_fit", 10, seed=0).peak_memory_bytes
-    found = find_worst(make_planner(cap=int(0.9 * most)), TABLE, rule, "best_fit", 10, seed=0)
-    assert (found.fits, found.fitting_policy) == (False, "choose")
-    assert "needs" in found.why
+    result = find_worst(make_planner(cap=int(0.9 * most)), TABLE, rule, "best_fit", 10, seed=0)
+    assert (result.fits, result.fitting_policy) == (False, "choose")
+    assert "needs" in result.why
     chosen = find_worst(make_planner(cap=int(0.9 * most), policy="choose"), TABLE, rule, "best_fit", 10, seed=0)
     assert (chosen.fits, chosen.fitting_policy) == (True, "")
     assert set(chosen.policies) - {"replay"}
@@ -62,11 +62,11 @@ def test_where_policies_are_chosen_the_batch_that_memory_holds_least_of_is_the_w
     rule = BatchRule(num_documents=4, context=256)
     most = find_worst(make_planner(), TABLE, rule, "best_fit", 10, seed=0).peak_memory_bytes
     planner = make_planner(cap=int(0.9 * most), policy="choose")
-    found = find_worst(planner, TABLE, rule, "best_fit", 60, seed=0)
+    result = find_worst(planner, TABLE, rule, "best_fit", 60, seed=0)
 
     def tokens_not_stored(lengths) -> int:
         (packs,) = planner.propose(0, documents(lengths), "best_fit").plan.pack_plans
         return sum(lengths[doc_id] for doc_id in packs.policies)
 
     every = [tokens_not_stored(lengths) for lengths in itertools.permutations(TABLE.tolist(), 4)]
-    assert max(tokens_not_stored(lengths) for lengths in itertools.permutations(found.longest)) == max(every) > 0
+    assert max(tokens_not_stored(lengths) for lengths in itertools.permutations(result.longest)) == max(every) > 0

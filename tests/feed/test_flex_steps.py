@@ -36,13 +36,13 @@ def maker_of(config, known_steps, states=None, cap=NARROW, **further):
 
 
 def steps_of(maker, count=None):
-    found = []
-    while count is None or len(found) < count:
+    result = []
+    while count is None or len(result) < count:
         step = maker.next()
         if step is None:
             break
-        found.append(step)
-    return found
+        result.append(step)
+    return result
 
 
 def told(step):
@@ -86,13 +86,13 @@ def test_batches_behind_the_end_of_the_run_decide_nothing(tmp_path):
 
 def test_what_was_measured_is_asked_for_once_a_step(tmp_path):
     config = corpus(tmp_path, [SHORT_BATCH] * 3)
-    asked = []
+    request = []
 
     def measured_of(step):
-        asked.append(step)
+        request.append(step)
         return MeasuredLayouts().with_step(0, even_layout(4, dp=4), 2.0)
 
     plain = steps_of(maker_of(config, 1, cap=None))
     slow = steps_of(maker_of(config, 1, cap=None, measured_of=measured_of))
-    assert asked == [0, 1, 2]
+    assert request == [0, 1, 2]
     assert [one.decision.keep_s for one in slow] == [pytest.approx(2 * one.decision.keep_s) for one in plain]

@@ -28,11 +28,11 @@ def test_a_loader_imports_the_planner_and_the_data_room_only(tmp_path):
             next(iter(loader))
         print(*(name for name in sys.modules if name.startswith("evenload")))
     """
-    found = run(program, write_corpus(tmp_path, "jsonl", ["a", "b"]))
+    result = run(program, write_corpus(tmp_path, "jsonl", ["a", "b"]))
     rooms = tuple(f"evenload.{name}" for name in NOT_OF_THE_LOADER)
     assert all(map(importlib.util.find_spec, rooms)), "a room that is gone holds nothing away"
-    assert [name for name in found if f"{name}.".startswith(tuple(f"{room}." for room in rooms))] == []
-    assert len(found) < MOST_MODULES
+    assert [name for name in result if f"{name}.".startswith(tuple(f"{room}." for room in rooms))] == []
+    assert len(result) < MOST_MODULES
 
 
 def test_importing_evenload_and_its_command_imports_no_torch():
@@ -43,9 +43,9 @@ def test_importing_evenload_and_its_command_imports_no_torch():
         try: evenload.Nothing
         except AttributeError as error: print(error)
     """
-    found = run(program)
-    assert found[0] == "False"
-    assert "no attribute 'Nothing'" in " ".join(found)
+    result = run(program)
+    assert result[0] == "False"
+    assert "no attribute 'Nothing'" in " ".join(result)
 
 
 def test_feed_imports_no_planner():

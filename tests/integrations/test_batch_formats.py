@@ -155,9 +155,9 @@ def test_a_padded_pack_has_the_gradients_of_its_documents(num_tokens):
     assert pack.num_tokens == 8
     assert pack.num_padding_tokens == 8 - num_tokens
     assert pack.cu_seqlens_q.tolist() == ([0, 3, num_tokens, 8] if num_tokens < 8 else [0, 3, 8])
-    found = packed_loss(model, hf_batch(pack, num_tokens - 2))
-    found.backward()
-    assert found.item() == pytest.approx(loss, rel=1e-12)
+    result = packed_loss(model, hf_batch(pack, num_tokens - 2))
+    result.backward()
+    assert result.item() == pytest.approx(loss, rel=1e-12)
     torch.testing.assert_close(gradient_of(model), gradient, rtol=1e-10, atol=1e-14)
 
 

@@ -170,8 +170,8 @@ def test_ranks_of_a_group_get_the_same_packs_and_groups_different_ones(tmp_path)
     first, twin, second, last = epoch_of_ranks(tmp_path, 4, **settings)
     for group in ((first, twin), (second, last)):
         assert [[*map(batch_fingerprint, batches)] for batches in group] == [[*map(batch_fingerprint, group[0])]] * 2
-    found = all_documents(first + second)
-    assert Counter({document: times for document, times in found.items() if any(document)}) == Counter(
+    result = all_documents(first + second)
+    assert Counter({document: times for document, times in result.items() if any(document)}) == Counter(
         map(tokens_of, texts)
     )
     assert {batch["input_ids"].shape[1] % 6 for batch in first + second} == {0}

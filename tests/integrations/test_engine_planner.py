@@ -48,10 +48,10 @@ def planner_of(engine: str, *, pp: int = 1, **options) -> EnginePlanner:
 def test_auto_is_never_slower_than_a_strategy_and_trains_everything(lengths, engine, is_delaying):
     planner = planner_of(engine, pp=2 if ENGINES[engine].schedules else 1)
     state = DelayState() if is_delaying else None
-    found = planner.propose(3, documents(lengths), "auto", state=state)
-    validate_plan(found.plan, max_pack_tokens=64)
-    assert {document.doc_id for document in found.plan.documents} == set(range(len(lengths)))
-    best_s = planner.price(found).step_time_s
+    result = planner.propose(3, documents(lengths), "auto", state=state)
+    validate_plan(result.plan, max_pack_tokens=64)
+    assert {document.doc_id for document in result.plan.documents} == set(range(len(lengths)))
+    best_s = planner.price(result).step_time_s
     for name in runnable(planner.profile, planner.options, planner.layout)[0]:
         assert best_s <= planner.price(planner.propose(3, documents(lengths), name)).step_time_s * (1 + 1e-12)
 
@@ -68,8 +68,8 @@ def test_a_strategy_plans_for_an_engine_as_ever(strategy):
 
 def test_the_users_number_of_micro_batches_is_kept():
     planner = planner_of("trainer", micro_batches=3)
-    found = planner.propose(0, documents([60, 33, 20, 20, 9, 3]), "auto")
-    assert max(len(packs.forward) for packs in found.plan.pack_plans) <= 3
+    result = planner.propose(0, documents([60, 33, 20, 20, 9, 3]), "auto")
+    assert max(len(packs.forward) for packs in result.plan.pack_plans) <= 3
 
 
 def test_what_an_engine_cannot_run_is_refused():
@@ -92,11 +92,11 @@ def test_auto_at_one_number_of_micro_batches_is_never_slower_over_a_run(batches,
     """What is the fastest of a step alone may be the slowest of a run in which all steps have as many."""
     name, pp = engine
     sampled = sampled_of(batches)
-    found = evaluate_engine(planner_of(name, pp=pp), sampled, (*STRATEGIES[: 4 if pp > 1 else 5], "auto"))
-    by_name = {result.name: result for result in found.results}
+    results = evaluate_engine(planner_of(name, pp=pp), sampled, (*STRATEGIES[: 4 if pp > 1 else 5], "auto"))
+    by_name = {result.name: result for result in results.results}
     auto = by_name["auto"]
     assert auto.why == ""
-    for result in found.results:
+    for result in results.results:
         if result.mean_step_time_s is not None:
             assert auto.mean_step_time_s <= result.mean_step_time_s * (1 + 1e-12)
 
@@ -121,15 +121,15 @@ def test_what_is_remembered_is_what_would_be_planned_again(batches, engine, wind
 
 
 def test_an_evaluation_plans_no_step_twice_by_one_strategy(monkeypatch):
-    asked = []
+    request = []
     propose = StepPlanner._propose
 
     def counted(self, one):
         if self.options.micro_batches is None:
-            asked.append((one.step, one.strategy))
+            request.append((one.step, one.strategy))
         return propose(self, one)
 
     monkeypatch.setattr(StepPlanner, "_propose", counted)
     evaluate_engine(planner_of("trainer"), sampled_of([[9], [10], [11]]), None)
-    twice = {one for one in asked if asked.count(one) > 1}
+    twice = {one for one in request if request.count(one) > 1}
     assert not {one for one in twice if one[1] != "wlb"}

@@ -31,16 +31,16 @@ AS_OURS = EngineProfile(
 
 def proposed(lengths, strategy="balanced", *, coefficients=None, model=None, sharding="mixed", **sizes) -> Proposal:
     layout = even_layout(4, **{"dp": 2, **sizes})
-    found = coefficients or sample_coefficients(intra_node=LINK, inter_node=LINK, devices_per_node=8)
+    result = coefficients or sample_coefficients(intra_node=LINK, inter_node=LINK, devices_per_node=8)
     fields = {"max_pack_tokens": 64, "candidates": 3, "dp_merge": False, "policy": "replay", "cp_sharding": sharding}
     options = plan_options(fields)
-    planner = StepPlanner(model or sample_model(num_layers=4), found, layout, None, options, host="unlimited")
+    planner = StepPlanner(model or sample_model(num_layers=4), result, layout, None, options, host="unlimited")
     documents = tuple(Document(doc_id=i, num_tokens=int(n), num_label_tokens=int(n) - 1) for i, n in enumerate(lengths))
     return planner.propose(0, documents, strategy)
 
 
-def price(found: Proposal, profile: EngineProfile, shape: StepShape | None = None):
-    return engine_price(found.plan, profile, found.costs, shape)
+def price(result: Proposal, profile: EngineProfile, shape: StepShape | None = None):
+    return engine_price(result.plan, profile, result.costs, shape)
 
 
 def altered(profile: EngineProfile, **facts) -> EngineProfile:
@@ -57,21 +57,21 @@ def altered(profile: EngineProfile, **facts) -> EngineProfile:
 def test_an_engine_that_runs_as_we_do_takes_what_we_predict(lengths, strategy, sizes, beside):
     links = {"intra_node": LINK, "inter_node": LINK, "devices_per_node": 8}
     coefficients = sample_coefficients(**links, overlap=beside, overlap_gather=False)
-    found = proposed(lengths, strategy, coefficients=coefficients, **sizes)
-    ours = price(found, AS_OURS)
-    assert ours.step_time_s == pytest.approx(found.plan.predicted.step_time_s, rel=1e-12)
-    assert ours.idle_fraction == pytest.approx(found.bubble_fraction, abs=1e-12)
-    assert ours.packs_s == pytest.approx(max(found.plan.predicted.per_replica_s), rel=1e-12)
+    result = proposed(lengths, strategy, coefficients=coefficients, **sizes)
+    ours = price(result, AS_OURS)
+    assert ours.step_time_s == pytest.approx(result.plan.predicted.step_time_s, rel=1e-12)
+    assert ours.idle_fraction == pytest.approx(result.bubble_fraction, abs=1e-12)
+    assert ours.packs_s == pytest.approx(max(result.plan.predicted.per_replica_s), rel=1e-12)
 
 
 def test_a_sender_that_computes_nothing_meanwhile():
-    found = proposed([10], dp=1, pp=2)
-    (forward,), (backward,) = found.plan.times[0].forward_s, found.plan.times[0].backward_s
-    (p2p_f,), (p2p_b,) = found.plan.times[0].p2p_forward_s, found.plan.times[0].p2p_backward_s
+    result = proposed([10], dp=1, pp=2)
+    (forward,), (backward,) = result.plan.times[0].forward_s, result.plan.times[0].backward_s
+    (p2p_f,), (p2p_b,) = result.plan.times[0].p2p_forward_s, result.plan.times[0].p2p_backward_s
     # One micro-batch: nothing else could run, so blocking costs nothing; sending the shape costs a latency each way.
     alone_s = sum(forward) + sum(backward) + p2p_f + p2p_b
-    assert price(found, AS_OURS).packs_s == pytest.approx(alone_s)
-    assert price(found, altered(AS_OURS, blocking_sends=True)).packs_s == pytest.approx(alone_s + 2 * 0.5)
+    assert price(result, AS_OURS).packs_s == pytest.approx(alone_s)
+    assert price(result, altered(AS_OURS, blocking_sends=True)).packs_s == pytest.approx(alone_s + 2 * 0.5)
     # Of two, the second waits for a sender that is blocked by the first: more than two shapes late.
     two = proposed([64, 64], "best_fit", dp=1, pp=2)
     assert price(two, altered(AS_OURS, blocking_sends=True)).packs_s > price(two, AS_OURS).packs_s + 2 * 0.5
@@ -80,10 +80,10 @@ def test_a_sender_that_computes_nothing_meanwhile():
 @settings(max_examples=30, deadline=None)
 @given(lengths=st.lists(st.integers(1, 64), min_size=2, max_size=16))
 def test_waiting_for_each_other_in_every_micro_batch_is_never_faster(lengths):
-    found = proposed(lengths, "best_fit", dp=3)
+    result = proposed(lengths, "best_fit", dp=3)
     sharded = altered(AS_OURS, gathers="pass", equal_counts=True)
-    waiting = price(found, sharded)
-    alone = price(found, altered(AS_OURS, gathers="never", equal_counts=True))
+    waiting = price(result, sharded)
+    alone = price(result, altered(AS_OURS, gathers="never", equal_counts=True))
     assert waiting.packs_s >= alone.packs_s * (1 - 1e-12)
     assert waiting.micro_batches == alone.micro_batches
 
@@ -112,39 +112,39 @@ def of_all(seconds: dict[str, float]) -> float:
 
 def test_gathers_of_a_pass_by_hand():
     """Nothing hides a gather here, so every pass takes its compute and the gathers of its units."""
-    found = price(proposed([40, 40], "best_fit", dp=2), SHARDED)
-    assert found.packs_s == pytest.approx(COMPUTE_S + 2 * of_all(GATHER_S) - GATHER_S["head"], rel=1e-9)
-    assert found.step_time_s == pytest.approx(found.packs_s + of_all(SUM_S) + UPDATE_S, rel=1e-9)
+    result = price(proposed([40, 40], "best_fit", dp=2), SHARDED)
+    assert result.packs_s == pytest.approx(COMPUTE_S + 2 * of_all(GATHER_S) - GATHER_S["head"], rel=1e-9)
+    assert result.step_time_s == pytest.approx(result.packs_s + of_all(SUM_S) + UPDATE_S, rel=1e-9)
 
 
 def test_hidden_gathers_of_a_pass_are_paid_once():
     """Not in every pass and beside the first packs of the step again."""
     coefficients = sample_coefficients(overlap=HIDES, overlap_reduction=False)
-    found = price(proposed([40, 40], "best_fit", dp=2, coefficients=coefficients), SHARDED)
-    assert found.packs_s == pytest.approx(COMPUTE_S + GATHER_S["embedding"] + GATHER_S["head"], rel=1e-9)
-    assert found.step_time_s == pytest.approx(found.packs_s + of_all(SUM_S) + UPDATE_S, rel=1e-9)
+    result = price(proposed([40, 40], "best_fit", dp=2, coefficients=coefficients), SHARDED)
+    assert result.packs_s == pytest.approx(COMPUTE_S + GATHER_S["embedding"] + GATHER_S["head"], rel=1e-9)
+    assert result.step_time_s == pytest.approx(result.packs_s + of_all(SUM_S) + UPDATE_S, rel=1e-9)
     # Where they cost compute something, no transfer is in the step that is not in its micro-batches either.
     costly = sample_coefficients(overlap=OverlapCost(communication_slowdown=2.0, compute_slowdown=0.25))
-    found = price(proposed([40, 40], "best_fit", dp=2, coefficients=costly), SHARDED)
-    assert found.end_s == pytest.approx(of_all(SUM_S) + UPDATE_S, rel=1e-9)
+    result = price(proposed([40, 40], "best_fit", dp=2, coefficients=costly), SHARDED)
+    assert result.end_s == pytest.approx(of_all(SUM_S) + UPDATE_S, rel=1e-9)
     hidden_s = 2 * of_all(GATHER_S) - GATHER_S["embedding"] - 2 * GATHER_S["head"]
     first_s = GATHER_S["embedding"] + GATHER_S["head"]
-    assert found.packs_s == pytest.approx(COMPUTE_S + first_s + 2.0 * 0.25 * hidden_s, rel=1e-9)
+    assert result.packs_s == pytest.approx(COMPUTE_S + first_s + 2.0 * 0.25 * hidden_s, rel=1e-9)
 
 
 def test_sums_after_every_micro_batch_by_hand():
     """Two micro-batches on each of two ranks: each pays for its sums, and the end of the step has none left."""
     profile = altered(SHARDED, reduces="pass")
-    found = price(proposed([40] * 4, "best_fit", dp=2), profile)
+    result = price(proposed([40] * 4, "best_fit", dp=2), profile)
     each_s = COMPUTE_S + 2 * of_all(GATHER_S) - GATHER_S["head"] + of_all(SUM_S)
-    assert (found.micro_batches, found.packs_s) == (4, pytest.approx(2 * each_s, rel=1e-9))
-    assert found.end_s == pytest.approx(UPDATE_S, rel=1e-9)
+    assert (result.micro_batches, result.packs_s) == (4, pytest.approx(2 * each_s, rel=1e-9))
+    assert result.end_s == pytest.approx(UPDATE_S, rel=1e-9)
     # Beside compute only the embedding's sum is left, which comes last.
     hiding = sample_coefficients(overlap=HIDES)
-    found = price(proposed([40] * 4, "best_fit", dp=2, coefficients=hiding), altered(profile, overlaps_reduction=True))
+    result = price(proposed([40] * 4, "best_fit", dp=2, coefficients=hiding), altered(profile, overlaps_reduction=True))
     first_s = GATHER_S["embedding"] + GATHER_S["head"]
-    assert found.packs_s == pytest.approx(2 * (COMPUTE_S + first_s + SUM_S["embedding"]), rel=1e-9)
-    assert found.end_s == pytest.approx(UPDATE_S, rel=1e-9)
+    assert result.packs_s == pytest.approx(2 * (COMPUTE_S + first_s + SUM_S["embedding"]), rel=1e-9)
+    assert result.end_s == pytest.approx(UPDATE_S, rel=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -163,20 +163,20 @@ def test_sums_in_buckets_by_hand(bucket_parameters, left):
     """Beside compute, which hides all but the last bucket's."""
     profile = altered(SHARDED, reduces="pass", overlaps_reduction=True, reduction_bucket=bucket_parameters)
     hiding = sample_coefficients(overlap=HIDES)
-    found = price(proposed([40, 40], "best_fit", dp=2, coefficients=hiding), profile)
+    result = price(proposed([40, 40], "best_fit", dp=2, coefficients=hiding), profile)
     first_s = GATHER_S["embedding"] + GATHER_S["head"]
-    assert found.packs_s == pytest.approx(COMPUTE_S + first_s + sum(SUM_S[unit] for unit in left), rel=1e-9)
+    assert result.packs_s == pytest.approx(COMPUTE_S + first_s + sum(SUM_S[unit] for unit in left), rel=1e-9)
 
 
 def test_weights_that_are_not_trained_are_gathered_too():
     """LoRA of 10 weights a layer: all 602 of a layer, embedding and head are gathered; 10 are summed."""
     model = sample_model(num_layers=4, adapter_parameters_per_layer=10)
-    found = price(proposed([40, 40], "best_fit", dp=2, model=model), SHARDED)
+    result = price(proposed([40, 40], "best_fit", dp=2, model=model), SHARDED)
     # The adapters are a buffer of their own.
     layer_s = GATHER_S["layer"] + ring_s(10, 1, 2)
     passes_s = 2 * (GATHER_S["embedding"] + 4 * layer_s) + GATHER_S["head"]
-    assert found.packs_s == pytest.approx(COMPUTE_S + passes_s, rel=1e-9)
-    assert found.end_s == pytest.approx(4 * ring_s(10, 1, 4) + 1e-3 * 4 * 10 / 2, rel=1e-9)
+    assert result.packs_s == pytest.approx(COMPUTE_S + passes_s, rel=1e-9)
+    assert result.end_s == pytest.approx(4 * ring_s(10, 1, 4) + 1e-3 * 4 * 10 / 2, rel=1e-9)
 
 
 def test_transfers_beside_compute_by_hand():
@@ -194,29 +194,29 @@ def test_transfers_beside_compute_by_hand():
 
 
 def test_an_update_that_is_not_sharded_is_whole_on_every_rank_and_sums_move_twice_as_much():
-    found = proposed([40, 40], dp=2)
-    whole = price(found, altered(AS_OURS, gathers="never", sharded_update=False))
-    sharded = price(found, altered(AS_OURS, gathers="never"))
+    result = proposed([40, 40], dp=2)
+    whole = price(result, altered(AS_OURS, gathers="never", sharded_update=False))
+    sharded = price(result, altered(AS_OURS, gathers="never"))
     parameters = 4 * (192 + 384 + 16) + 2 * 256 + 8
     sums_s = sum(
-        engine_costs(AS_OURS, found.costs).coefficients.ring_seconds(4 * n, 2, calls, "sum")
+        engine_costs(AS_OURS, result.costs).coefficients.ring_seconds(4 * n, 2, calls, "sum")
         for n, calls in [(256, 1), *[(592, 2)] * 4, (264, 2)]
     )
     assert whole.end_s - sharded.end_s == pytest.approx(parameters * 1e-3 / 2 + sums_s)
 
 
 def test_the_schedule_that_was_asked_for_is_priced():
-    found = proposed([64, 40, 30, 8], "best_fit", dp=1, pp=2)
+    result = proposed([64, 40, 30, 8], "best_fit", dp=1, pp=2)
     packs_s = {
-        name: engine_price(found.plan, ENGINES["torchtitan"], found.costs, None, name).packs_s
+        name: engine_price(result.plan, ENGINES["torchtitan"], result.costs, None, name).packs_s
         for name in ("choose", "1f1b", "gpipe")
     }
     assert packs_s["1f1b"] == packs_s["choose"] != packs_s["gpipe"]
 
 
 def test_padding_is_paid_and_counted():
-    found = proposed([60, 20], "best_fit", dp=2)
-    free, fixed = price(found, AS_OURS), price(found, AS_OURS, StepShape(pack_tokens=60))
+    result = proposed([60, 20], "best_fit", dp=2)
+    free, fixed = price(result, AS_OURS), price(result, AS_OURS, StepShape(pack_tokens=60))
     assert (free.padding_fraction, fixed.padding_fraction) == (0.0, pytest.approx(40 / 120))
     assert fixed.max_padded_tokens == free.max_padded_tokens == 60
     assert fixed.packs_s == pytest.approx(free.packs_s)  # of the rank with the long one
@@ -231,9 +231,9 @@ def test_padding_is_paid_and_counted():
 def test_every_engine_has_a_price(engine, cp):
     profile, lengths = ENGINES[engine], [60, 33, 20, 20, 9, 3, 1]
     plan = proposed(lengths, sharding="per_document", cp=cp, pp=2 if profile.schedules else 1)
-    found = price(plan, profile)
-    assert found.step_time_s == pytest.approx(found.packs_s + found.end_s)
-    assert 0 <= found.idle_fraction < 1
+    result = price(plan, profile)
+    assert result.step_time_s == pytest.approx(result.packs_s + result.end_s)
+    assert 0 <= result.idle_fraction < 1
 
 
 # Two ranks, of 40 tokens on four layers: of two query heads and two key heads (one, repeated) of 4 numbers in 2 bytes,
@@ -248,11 +248,11 @@ SHARED_BACKWARD_S = 3 * 20 + 11 + 4 * (2 * 20 + 0.25 * 410 + 0.02 + 7) + 0.5 * 2
 
 
 def test_ranks_that_share_heads_by_hand():
-    found = proposed([40], "best_fit", dp=1, cp=2, sharding="per_document")
+    result = proposed([40], "best_fit", dp=1, cp=2, sharding="per_document")
     shared_s = SHARED_FORWARD_S + SHARED_BACKWARD_S + EXCHANGE_FORWARD_S + EXCHANGE_BACKWARD_S
-    assert price(found, ENGINES["deepspeed"]).packs_s == pytest.approx(shared_s, rel=1e-9)
+    assert price(result, ENGINES["deepspeed"]).packs_s == pytest.approx(shared_s, rel=1e-9)
     # ZeRO-3 gathers and sums over the ranks of the group, too, though it is the only one.
-    sharded = price(found, ENGINES["deepspeed-zero3"])
+    sharded = price(result, ENGINES["deepspeed-zero3"])
     transfers_s = 2 * of_all(GATHER_S) - GATHER_S["head"] + of_all(SUM_S)
     assert sharded.packs_s == pytest.approx(shared_s + transfers_s, rel=1e-9)
     assert sharded.end_s == pytest.approx(UPDATE_S, rel=1e-9)
@@ -268,5 +268,5 @@ def test_a_group_that_shares_heads_has_no_imbalance(halves):
     assert len(shared.plan.pack_plans[0].forward) == packs
     constant_s = packs * (4 * (5 + 7) + 11) + len(lengths) * 4 * (0.01 + 0.02)
     exchange_s = 4 * (sum(lengths) * (2 * 16 + 4) / 1000 + packs * 9 * 0.25)
-    alone_s, shared_s = (price(found, ENGINES["deepspeed"]).packs_s for found in (alone, shared))
+    alone_s, shared_s = (price(result, ENGINES["deepspeed"]).packs_s for result in (alone, shared))
     assert shared_s == pytest.approx((alone_s - constant_s) / 2 + constant_s + exchange_s, rel=1e-9)

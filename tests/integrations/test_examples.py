@@ -28,9 +28,9 @@ def test_the_trainer_learns_evaluates_and_resumes(tmp_path, monkeypatch, capsys)
         text = capsys.readouterr().out
         return text, [float(loss) for loss in re.findall(r"'loss': '?([\d.]+)", text)]
 
-    text, found = run(5)
-    assert len(found) == 5
-    assert found[-1] < found[0]
+    text, result = run(5)
+    assert len(result) == 5
+    assert result[-1] < result[0]
     assert "eval_loss" in text
     again, rest = run(6)
     assert len(rest) == 1

@@ -71,13 +71,13 @@ def test_what_ranks_would_wait_for_or_leave_out_is_refused(gloo_pool, tmp_path):
 
 def test_a_save_that_fails_leaves_the_one_before(gloo_pool, tmp_path):
     write_texts(tmp_path / "corpus")
-    for found in gloo_pool.run(2, save_again_and_fail, tmp_path / "corpus", tmp_path / "saved"):
-        assert found.first == ["step-00000000"]
-        assert "could not be written" in found.message
-        assert "an earlier checkpoint is intact" in found.message
-        assert found.num_steps == 0, "what was loaded is the first one"
-        assert found.last == ["step-00000001"], "the next save removes what the failed one left, and the one before"
-        assert "was written, but could not get its name" in found.unnamed, "others would wait for rank 0"
+    for result in gloo_pool.run(2, save_again_and_fail, tmp_path / "corpus", tmp_path / "saved"):
+        assert result.first == ["step-00000000"]
+        assert "could not be written" in result.message
+        assert "an earlier checkpoint is intact" in result.message
+        assert result.num_steps == 0, "what was loaded is the first one"
+        assert result.last == ["step-00000001"], "the next save removes what the failed one left, and the one before"
+        assert "was written, but could not get its name" in result.unnamed, "others would wait for rank 0"
 
 
 def test_folders_and_loaders_that_do_not_fit_are_refused_on_all_ranks(gloo_pool, tmp_path):

@@ -110,8 +110,8 @@ def test_attention_stays_inside_documents():
     assert torch.allclose(out, reference, rtol=0, atol=1e-12)
     grad = torch.randn_like(out)
     made = torch.autograd.grad(out, (q, k, v), grad)
-    for found, wanted in zip(made, torch.autograd.grad(reference, (q, k, v), grad), strict=True):
-        assert torch.allclose(found, wanted, rtol=0, atol=1e-12)
+    for result, wanted in zip(made, torch.autograd.grad(reference, (q, k, v), grad), strict=True):
+        assert torch.allclose(result, wanted, rtol=0, atol=1e-12)
 
 
 def test_attention_without_documents_is_refused():

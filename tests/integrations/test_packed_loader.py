@@ -36,10 +36,10 @@ def write_sizes(root, sizes):
 def test_every_document_comes_exactly_once_an_epoch(tmp_path, engine, strategy, world_size):
     texts = write_texts(tmp_path)
     ranks = epoch_of_ranks(tmp_path, world_size, engine=engine, strategy=strategy, epochs=1)
-    found = all_documents(batch for batches in ranks for batch in batches)
+    result = all_documents(batch for batches in ranks for batch in batches)
     if strategy == "padded":  # padding belongs to the document before it
-        found = Counter(tuple(token for token in document if token) for document in found.elements())
-    assert found == Counter(map(tokens_of, texts))
+        result = Counter(tuple(token for token in document if token) for document in result.elements())
+    assert result == Counter(map(tokens_of, texts))
     if engine != "deepspeed":
         assert len({len(batches) for batches in ranks}) == 1
 
@@ -248,12 +248,12 @@ def test_packs_of_certain_lengths(tmp_path, settings, lengths, line):
     loader = loader_of(tmp_path, epochs=1, **settings)
     batches = list(loader)
     assert {batch["input_ids"].shape[1] for batch in batches} <= lengths
-    found = all_documents(batches)
-    padding = {document for document in found if not any(document)}
+    result = all_documents(batches)
+    padding = {document for document in result if not any(document)}
     assert padding, "no pack was padded"
     for document in padding:
-        del found[document]
-    assert found == Counter(map(tokens_of, texts))
+        del result[document]
+    assert result == Counter(map(tokens_of, texts))
     assert line in "\n".join(loader.start_messages)
 
 

@@ -60,8 +60,8 @@ def test_ranks_that_read_together_give_what_ranks_alone_give(tmp_path, gloo_pool
         alone = loader_of(tmp_path, rank=rank, world_size=2, epochs=1)
         prints = [[gloo_cases.batch_fingerprint(batch) for batch in step] for step in alone.steps()]
         assert together[rank][1] == prints
-    found = Counter(document for rank in together for step in rank[0] for document in step)
-    assert found == Counter(map(tokens_of, texts))
+    result = Counter(document for rank in together for step in rank[0] for document in step)
+    assert result == Counter(map(tokens_of, texts))
     assert together[0][2] == together[1][2], "the state is global"
 
 

@@ -193,8 +193,8 @@ def test_a_trainer_of_others_is_not_replaced(tmp_path):
     values = {field.name: getattr(packed, field.name) for field in fields(packed)}
     with pytest.raises(ConfigError, match=r"Theirs is the configuration of another trainer.*derive"):
         titan.packed_config(Theirs(**values), {"data": "corpus"})
-    found = titan.packed_config(Ours(**values, temperature=2.0), {"data": "corpus"})
-    assert (type(found), found.temperature, found.dataloader.loader["data"]) == (Ours, 2.0, "corpus")
+    result = titan.packed_config(Ours(**values, temperature=2.0), {"data": "corpus"})
+    assert (type(result), result.temperature, result.dataloader.loader["data"]) == (Ours, 2.0, "corpus")
 
 
 def test_the_next_layout_is_refused_with_what_works(tmp_path):
@@ -206,8 +206,8 @@ def test_the_next_layout_is_refused_with_what_works(tmp_path):
 
 def test_packs_are_balanced_for_torchtitans_model():
     spec = titan.torchtitan_trainer.model_of("llama3", titan.tiny_spec().model)
-    found = (spec.num_layers, spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.vocab_size)
-    assert found == (2, 256, 16, 16, 16, 2048)
+    result = (spec.num_layers, spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.vocab_size)
+    assert result == (2, 256, 16, 16, 16, 2048)
     # As many weights as torchtitan's model has, which has no bias.
     model = titan.tiny_spec().model
     matrices = sum(parameter.numel() for parameter in model.build().parameters() if parameter.ndim > 1)

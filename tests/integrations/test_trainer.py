@@ -53,10 +53,10 @@ def test_resume_goes_on_exactly_and_replays_nothing(corpus, tmp_path, monkeypatc
         assert json.loads((checkpoint / LOADER_STATE).read_text())["given"] == 0
         read = []
         monkeypatch.setattr("evenload.data.loader.GlobalBatchLoader.next_batch", _counted(read))
-        rest, found, _ = run(corpus, output, max_steps=7, resume=True)
+        rest, result, _ = run(corpus, output, max_steps=7, resume=True)
         monkeypatch.undo()
         assert rest.train == {step: loss for step, loss in whole.train.items() if step > stop}
-        torch.testing.assert_close(found, weights, rtol=0, atol=0)
+        torch.testing.assert_close(result, weights, rtol=0, atol=0)
         # What was left, and what was made ahead at the end; not the steps before.
         assert len(read) <= 7 - stop + 3
     shutil.move(checkpoint / LOADER_STATE, tmp_path / "elsewhere")
@@ -95,11 +95,11 @@ def test_two_processes_train_and_evaluate_as_one(corpus, tmp_path):
     settings = {"gradient_accumulation_steps": 2, "max_steps": 3}
     both = {"evaluation": {"batch_tokens": 50}, "eval_strategy": "steps", "eval_steps": 3}
     run_as_torchrun(2, run_on_rank, corpus, tmp_path, settings | both)
-    train, evaluation, found = torch.load(tmp_path / "outcome.pt", weights_only=False)
+    train, evaluation, result = torch.load(tmp_path / "outcome.pt", weights_only=False)
     expected, weights = reference_run(corpus, 3)
     for step, loss in expected.items():
         assert train[step] == pytest.approx(loss, abs=2e-4)
-    torch.testing.assert_close(found, weights, rtol=WEIGHTS, atol=WEIGHTS)
+    torch.testing.assert_close(result, weights, rtol=WEIGHTS, atol=WEIGHTS)
     texts = [json.loads(line)["text"] for line in (corpus / "texts.jsonl").read_text().splitlines()]
     model = tiny_model()
     torch.nn.utils.vector_to_parameters(weights, model.parameters())

@@ -44,17 +44,17 @@ def test_training_is_plain_training_and_resumes_with_other_ranks(gloo_pool, tmp_
 def chats(tmp_path):
     """Conversations of one to three turns, answers from a word to a paragraph."""
     words = ["a", "small", "text", "another", "one", "longer", "than", "that", "and", "so", "on"]
-    found = []
+    result = []
     for index in range(24):
         turns = []
         for turn in range(1 + index % 3):
             turns.append({"role": "user", "content": " ".join(words[: 1 + (index + turn) % 4])})
             turns.append({"role": "assistant", "content": " ".join(words[: 1 + (3 * index + turn) % 11])})
-        found.append(turns)
-    lines = [json.dumps({"messages": turns}) + "\n" for turns in found]
+        result.append(turns)
+    lines = [json.dumps({"messages": turns}) + "\n" for turns in result]
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "chats.jsonl").write_text("".join(lines))
-    return found
+    return result
 
 
 def test_chats_train_what_the_assistant_says(tmp_path, chats):
@@ -89,14 +89,14 @@ def test_chats_train_what_the_assistant_says(tmp_path, chats):
     for documents, loss in zip(trainer.record.documents, trainer.record.losses, strict=True):
         expected = train_plainly(reference, documents, masks)
         assert loss == pytest.approx(expected, rel=EXACT)
-    for name, found in trained(trainer.model):
-        torch.testing.assert_close(found, weights[name], rtol=EXACT, atol=EXACT, msg=name)
+    for name, result in trained(trainer.model):
+        torch.testing.assert_close(result, weights[name], rtol=EXACT, atol=EXACT, msg=name)
     # Evaluation is the mean over the same tokens of all chats, once each.
     everything = [document for batch in evaluation for document in documents_of(batch)]
     assert len(everything) == len(chats)
-    found = trainer.evaluate()
-    assert found["eval_label_tokens"] == sum(sum(masks[document]) for document in everything)
-    assert found["eval_loss"] == pytest.approx(train_plainly(reference, everything, masks), rel=EXACT)
+    result = trainer.evaluate()
+    assert result["eval_label_tokens"] == sum(sum(masks[document]) for document in everything)
+    assert result["eval_loss"] == pytest.approx(train_plainly(reference, everything, masks), rel=EXACT)
 
 
 def train_plainly(model, documents, masks):

@@ -114,9 +114,9 @@ def test_every_option_of_the_installed_versions_was_looked_at():
     harmless = [name for names in HARMLESS.values() for name in names.split()]
     known = [*CHECKED, *_OTHERWISE, *harmless]
     assert len(known) == len(set(known)), "an option is in one list only"
-    found = {field.name for options in (TrainingArguments, trl.SFTConfig) for field in dataclasses.fields(options)}
-    assert found - set(known) == set(), "decide what these do to packs"
-    assert set(known) - found == set(), "these are gone"
+    result = {field.name for options in (TrainingArguments, trl.SFTConfig) for field in dataclasses.fields(options)}
+    assert result - set(known) == set(), "decide what these do to packs"
+    assert set(known) - result == set(), "these are gone"
 
 
 SWITCHES = ("packing", "eval_packing", "padding_free", "shuffle_dataset", "assistant_only_loss", "auto_find_batch_size")
@@ -143,8 +143,8 @@ def test_every_refused_option_has_a_case_and_a_limit_that_no_document_passes_is_
 
 def test_a_compiled_model_trains_as_documents_one_by_one(corpus, tmp_path):
     _, weights = reference_run(corpus, 2)
-    _, found, _ = run(corpus, tmp_path, max_steps=2, torch_compile=True, torch_compile_backend="eager")
-    torch.testing.assert_close(found, weights, rtol=WEIGHTS, atol=WEIGHTS)
+    _, result, _ = run(corpus, tmp_path, max_steps=2, torch_compile=True, torch_compile_backend="eager")
+    torch.testing.assert_close(result, weights, rtol=WEIGHTS, atol=WEIGHTS)
 
 
 def test_trl_dft_trains_and_evaluates_documents_one_by_one(corpus, tmp_path, sft):  # noqa: F811

@@ -20,8 +20,8 @@ LINK = LinkSpec(bandwidth_bytes_per_s=1e9, latency_s=0.0)
 
 def row(strategy: str, layout: dict, steps: int = 1, **options):
     costs = sample_coefficients(intra_node=LINK, devices_per_node=8)
-    asked = plan_options({"max_pack_tokens": 256, "candidates": 3, "policy": "replay", **options})
-    planner = StepPlanner(sample_model(), costs, even_layout(3, **layout), None, asked, host="unlimited")
+    request = plan_options({"max_pack_tokens": 256, "candidates": 3, "policy": "replay", **options})
+    planner = StepPlanner(sample_model(), costs, even_layout(3, **layout), None, request, host="unlimited")
     batches = BatchRule(num_documents=48, num_tokens=None, context=256, overlong="error").sample(
         LENGTHS, steps=steps, seed=1
     )
@@ -32,11 +32,11 @@ def row(strategy: str, layout: dict, steps: int = 1, **options):
 
 
 def test_slimpack_runs_asymmetric_cuts_in_the_static_order():
-    found = row("slimpack", {"dp": 2, "pp": 3}, slimpack={"as_published": True})
-    assert (found.cuts, found.schedule, found.sharding) == ("asymmetric", "static", "")
-    assert "as published" in found.note
+    result = row("slimpack", {"dp": 2, "pp": 3}, slimpack={"as_published": True})
+    assert (result.cuts, result.schedule, result.sharding) == ("asymmetric", "static", "")
+    assert "as published" in result.note
     free = row("slimpack", {"dp": 2, "pp": 3})
-    assert free.mean_step_time_s <= found.mean_step_time_s
+    assert free.mean_step_time_s <= result.mean_step_time_s
     assert not free.note
     with pytest.raises(ConfigError, match="cuts forward and backward packs on their own"):
         SlimpackOptions(as_published=True, cuts="symmetric")

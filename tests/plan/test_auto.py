@@ -45,17 +45,17 @@ def tiny_planner(
 def beats_all(planner: StepPlanner, lengths, *, flat: bool = False) -> Proposal:
     """Check `auto` against every other strategy; its proposal."""
     step = documents(lengths)
-    found = planner.propose(0, step, "auto")
-    validate_plan(found.plan, max_pack_tokens=planner.options.max_pack_tokens)
+    result = planner.propose(0, step, "auto")
+    validate_plan(result.plan, max_pack_tokens=planner.options.max_pack_tokens)
     for name in [one.name for one in RIVALS if flat or not one.needs_one_stage]:
         try:
             other = planner.propose(0, step, name)
         except EvenloadError:
             continue  # the strategy does not apply to this step
         if other.feasible:
-            assert found.feasible, name
-            assert found.plan.predicted.step_time_s <= other.plan.predicted.step_time_s, name
-    return found
+            assert result.feasible, name
+            assert result.plan.predicted.step_time_s <= other.plan.predicted.step_time_s, name
+    return result
 
 
 PLACES = [
@@ -102,12 +102,12 @@ def test_never_worse_on_adversarial_lengths_and_always_valid(lengths, dp, stages
     empty = tiny_planner(dp, pp, virtual=virtual).propose(0, (), "padded").plan
     cap = empty.predicted.peak_memory_bytes if is_limited else None
     planner = tiny_planner(dp, pp, virtual=virtual, cap=cap, auto={"split_backward": split})
-    found = beats_all(planner, lengths)
-    (again,) = decode_plan_file(encode_plan_file([found.plan]))
-    assert msgspec.structs.replace(again) == found.plan
-    timeline = predicted_timeline(found.plan, planner.costs.model)
-    assert timeline.peak_bytes() == found.plan.predicted.peak_memory_bytes
-    assert timeline.end_s.max(initial=0.0) == max(found.plan.predicted.per_replica_s)
+    result = beats_all(planner, lengths)
+    (again,) = decode_plan_file(encode_plan_file([result.plan]))
+    assert msgspec.structs.replace(again) == result.plan
+    timeline = predicted_timeline(result.plan, planner.costs.model)
+    assert timeline.peak_bytes() == result.plan.predicted.peak_memory_bytes
+    assert timeline.end_s.max(initial=0.0) == max(result.plan.predicted.per_replica_s)
 
 
 def long_tailed(count: int) -> np.ndarray:

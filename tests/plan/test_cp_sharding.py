@@ -73,13 +73,13 @@ def rank_s(sharding: PackSharding, pieces, cp: int, costs: PackCosts) -> np.ndar
     return rank_seconds(costs, forward, "forward").sum(axis=1)
 
 
-def assert_covers_once(found: RankRanges, start, stop) -> None:
+def assert_covers_once(result: RankRanges, start, stop) -> None:
     for piece, (lo, hi) in enumerate(zip(start, stop, strict=True)):
-        mine = found.piece == piece
-        ranges = sorted(zip(found.start[mine].tolist(), found.stop[mine].tolist(), strict=True))
+        mine = result.piece == piece
+        ranges = sorted(zip(result.start[mine].tolist(), result.stop[mine].tolist(), strict=True))
         assert [a for a, _ in ranges] == [lo, *(b for _, b in ranges[:-1])]
         assert ranges[-1][1] == hi
-    assert (found.stop > found.start).all()
+    assert (result.stop > result.start).all()
 
 
 @settings(max_examples=150, deadline=None)
@@ -87,12 +87,12 @@ def assert_covers_once(found: RankRanges, start, stop) -> None:
 def test_every_token_is_computed_by_one_rank(pieces, cp, rule) -> None:
     start, stop = columns(pieces)
     for (sharding,) in possible_shardings(rule, costs_of(cp), packs_of([pieces], cp)):
-        found = ranges_of(sharding, start, stop, cp)
-        assert_covers_once(found, start, stop)
+        result = ranges_of(sharding, start, stop, cp)
+        assert_covers_once(result, start, stop)
         if isinstance(sharding, str):
-            tokens = np.bincount(found.rank, weights=found.stop - found.start, minlength=cp)
+            tokens = np.bincount(result.rank, weights=result.stop - result.start, minlength=cp)
             assert tokens.max() - tokens.min() <= 1
-        assert 0 <= found.rank.min() <= found.rank.max() < cp
+        assert 0 <= result.rank.min() <= result.rank.max() < cp
 
 
 @settings(max_examples=100)
@@ -100,19 +100,19 @@ def test_every_token_is_computed_by_one_rank(pieces, cp, rule) -> None:
 def test_slices_with_an_owner_stay_whole(pieces, cp, data) -> None:
     start, stop = columns(pieces)
     owner = data.draw(st.lists(st.integers(-1, cp - 1), min_size=len(pieces), max_size=len(pieces)))
-    found = ranges_of(tuple(owner), start, stop, cp)
-    assert_covers_once(found, start, stop)
+    result = ranges_of(tuple(owner), start, stop, cp)
+    assert_covers_once(result, start, stop)
     for piece in np.flatnonzero(np.array(owner) >= 0):
-        assert found.rank[found.piece == piece].tolist() == [owner[piece]]
+        assert result.rank[result.piece == piece].tolist() == [owner[piece]]
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(PIECES, min_size=1, max_size=6), RANKS, st.sampled_from(RULES))
 def test_many_packs_may_be_shared_as_each_alone(packs, cp, rule) -> None:
-    found = possible_shardings(rule, costs_of(cp), packs_of(packs, cp))
+    result = possible_shardings(rule, costs_of(cp), packs_of(packs, cp))
     for pack, pieces in enumerate(packs):
         alone = possible_shardings(rule, costs_of(cp), packs_of([pieces], cp))
-        assert {way[pack] for way in found} >= {way[0] for way in alone}
+        assert {way[pack] for way in result} >= {way[0] for way in alone}
 
 
 def test_rules_offer_what_they_choose_from() -> None:
@@ -137,10 +137,10 @@ def test_rules_offer_what_they_choose_from() -> None:
     assert possible_shardings("mixed", costs_of(1), alone) == [("",)]
 
 
-def row_by_row_seconds(found: RankRanges, cp: int, work: WorkCurve, tile: int) -> np.ndarray:
+def row_by_row_seconds(result: RankRanges, cp: int, work: WorkCurve, tile: int) -> np.ndarray:
     """Compute of every rank, counted one query row at a time. Rows side by side are one range."""
-    seconds, found = np.zeros(cp), joined(found)
-    for rank, start, stop in zip(found.rank.tolist(), found.start.tolist(), found.stop.tolist(), strict=True):
+    seconds, result = np.zeros(cp), joined(result)
+    for rank, start, stop in zip(result.rank.tolist(), result.start.tolist(), result.stop.tolist(), strict=True):
         rows = [*range(start, stop), *[stop - 1] * (-(stop - start) % tile)]  # incomplete tiles at full price
         seconds[rank] += work.slice_s + work.linear_s * (stop - start)
         for coefficient, window in work.attention_s:
@@ -163,8 +163,8 @@ def test_seconds_are_those_of_rows_counted_one_by_one(pieces, cp, tile, work) ->
 
 def test_ranges_and_seconds_by_hand() -> None:
     """10 tokens on 2 ranks: chunks of 3, 3, 2, 2; the two odd tokens go to one rank each."""
-    found = ranges_of("per_document", np.array([0]), np.array([10]), 2)
-    ranges = sorted(zip(found.rank.tolist(), found.start.tolist(), found.stop.tolist(), strict=True))
+    result = ranges_of("per_document", np.array([0]), np.array([10]), 2)
+    ranges = sorted(zip(result.rank.tolist(), result.start.tolist(), result.stop.tolist(), strict=True))
     assert ranges == [(0, 0, 3), (0, 8, 10), (1, 3, 6), (1, 6, 8)]
     pairs = [3 * 4 / 2 + (10 * 11 - 8 * 9) / 2, (8 * 9 - 3 * 4) / 2]
     costs = costs_of(2, WorkCurve(linear_s=1.0, attention_s=((0.1, 0),), slice_s=0.5), tile=1)

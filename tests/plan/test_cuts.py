@@ -126,13 +126,13 @@ def test_packs_are_symmetric_ordered_and_without_chains(
     lengths: list[int], num_packs: int, align: int, min_slice_tokens: int, cap: int | None
 ) -> None:
     """A chain (a document waiting for the middle of another) would force the whole chain into LIFO."""
-    found = chain_free_columns(
+    result = chain_free_columns(
         np.array(lengths), CURVES, num_packs, align=align, min_slice_tokens=min_slice_tokens, max_pack_tokens=cap
     )
-    if found is None:
+    if result is None:
         assert cap is not None
         return
-    forward, backward = map(rows, found)
+    forward, backward = map(rows, result)
     assert sorted(map(sorted, forward)) == sorted(map(sorted, backward))  # the same packs in both directions
     edge = dict.fromkeys(range(len(lengths)), 0)
     for pack in forward:

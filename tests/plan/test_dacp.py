@@ -20,8 +20,8 @@ def micro_batch(lengths, cp: int, bucket: int, gather: float = 0.02, overhead: f
 
 def owned(batch: MicroBatch):
     """Owners and seconds of all documents as one micro-batch."""
-    found = assign_owners(batch, [range(len(batch.num_tokens))])
-    return found.owner, found.seconds[0]
+    result = assign_owners(batch, [range(len(batch.num_tokens))])
+    return result.owner, result.seconds[0]
 
 
 ADVERSARIAL = st.lists(
@@ -206,11 +206,11 @@ def test_owners_equal_brute_force(lengths, cp, room, gather, overhead) -> None:
         with pytest.raises(InfeasiblePlanError, match="Infeasible"):
             exact_owners(batch)
         return
-    found = exact_owners(batch)
-    assert found.seconds == pytest.approx(best_s, rel=2e-6)
-    assert found.is_optimal
-    assert rank_tokens(batch, found.answer).max() <= batch.bucket_tokens
-    assert rank_seconds(batch, found.answer).max() == found.seconds
+    result = exact_owners(batch)
+    assert result.seconds == pytest.approx(best_s, rel=2e-6)
+    assert result.is_optimal
+    assert rank_tokens(batch, result.answer).max() <= batch.bucket_tokens
+    assert rank_seconds(batch, result.answer).max() == result.seconds
 
 
 @pytest.mark.parametrize("sigma", [0.2, 1.0])
@@ -223,11 +223,11 @@ def test_owners_are_within_five_percent_of_exact(count, sigma) -> None:
     batch = micro_batch(lengths, 4, bucket, float(generator.choice([0.0, 0.3, 1.0])), 1.05)
     ours = assign_owners(batch, [range(count)])
     # Up to 12 documents take the solver a fraction of a second: the long limit is for a loaded machine.
-    found = exact_owners(batch, time_limit_s=60 if count <= 12 else 0.2, start=ours.owner)
-    assert found.is_optimal or count > 12
+    result = exact_owners(batch, time_limit_s=60 if count <= 12 else 0.2, start=ours.owner)
+    assert result.is_optimal or count > 12
     # Where the solver stopped early, what it found is held to the same, and its bound must still be below it.
-    assert ours.seconds[0] <= 1.05 * found.seconds
-    assert found.bound <= found.seconds <= ours.seconds[0] * (1 + 1e-9)
+    assert ours.seconds[0] <= 1.05 * result.seconds
+    assert result.bound <= result.seconds <= ours.seconds[0] * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("count", [7, 9, 11, 14])
@@ -237,6 +237,6 @@ def test_micro_batches_are_within_five_percent_of_exact(count) -> None:
     columns = micro_batch(lengths, 2, max(int(lengths.max()) // 2 + 1, int(lengths.sum()) // 3), 0.3, 1.05)
     step = StepDocuments(columns, 1, columns.bucket_tokens * 2, 20.0)
     heuristic = assign_micro_batches(step)
-    found = exact_micro_batches(step, time_limit_s=60 if count <= 11 else 0.2, start=heuristic)
-    assert found.is_optimal or count > 11
-    assert step_seconds(step, heuristic) <= 1.05 * found.seconds
+    result = exact_micro_batches(step, time_limit_s=60 if count <= 11 else 0.2, start=heuristic)
+    assert result.is_optimal or count > 11
+    assert step_seconds(step, heuristic) <= 1.05 * result.seconds

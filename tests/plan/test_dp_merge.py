@@ -82,10 +82,10 @@ def test_members_meet_at_every_shared_pack_at_the_same_time(short, long, dp, pp)
     merge = merge_documents(problem)
     if merge is None:
         return
-    found = search_merged(problem, merge, slimpack_rules(problem), 0.9)
-    assert found is not None
-    asked = StepRequest(0, documents([*short, *long]), "slimpack")
-    plan = step._step_plan(asked, problem, found.choices(), np.zeros(len(asked.documents), np.int64))
+    result = search_merged(problem, merge, slimpack_rules(problem), 0.9)
+    assert result is not None
+    request = StepRequest(0, documents([*short, *long]), "slimpack")
+    plan = step._step_plan(request, problem, result.choices(), np.zeros(len(request.documents), np.int64))
     validate_plan(plan, max_pack_tokens=1024)
     timeline = predicted_timeline(plan, sample_model())
     met: dict[tuple, set[tuple[float, float]]] = {}
@@ -175,19 +175,19 @@ KNOWN = sample_coefficients(intra_node=LINK, devices_per_node=8)
 @pytest.mark.parametrize("dp", [2, 3, 4, 6])
 def test_on_where_replicas_can_share_and_nobody_said_otherwise(strategy, dp) -> None:
     layout = even_layout(3, dp=dp)
-    options, said = decide_dp_merge(PlanOptions(max_pack_tokens=7), strategy, layout, KNOWN)
+    options, output = decide_dp_merge(PlanOptions(max_pack_tokens=7), strategy, layout, KNOWN)
     assert options == PlanOptions(max_pack_tokens=7, dp_merge=True)
-    assert "replicas share" in said
-    kept, said = decide_dp_merge(PlanOptions(dp_merge=False), strategy, layout, KNOWN)
+    assert "replicas share" in output
+    kept, output = decide_dp_merge(PlanOptions(dp_merge=False), strategy, layout, KNOWN)
     assert kept.dp_merge is False
-    assert "one replica (plan.options.dp_merge)" in said
+    assert "one replica (plan.options.dp_merge)" in output
 
 
 def test_off_with_its_reason_where_nothing_can_be_shared() -> None:
     """A default must not refuse runs that went before: costs of one replica know no link."""
-    unknown, said = decide_dp_merge(PlanOptions(), "slimpack", even_layout(3, dp=2), sample_coefficients())
+    unknown, output = decide_dp_merge(PlanOptions(), "slimpack", even_layout(3, dp=2), sample_coefficients())
     assert unknown.dp_merge is False
-    assert "know no link" in said
+    assert "know no link" in output
 
 
 def test_strategies_that_never_share_and_single_replicas_are_left_alone() -> None:

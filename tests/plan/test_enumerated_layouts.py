@@ -33,8 +33,8 @@ def test_layouts_and_groups_are_bounded():
     start = even_layout(16, dp=16)
     assert described(start, most_layouts=3) == described(start)[:2]
     for most_groups in (10, 40, 80, 200):
-        found = enumerated_layouts(start, 100, most_groups)
-        needed = num_groups([start, *found]) - num_groups([start])
+        result = enumerated_layouts(start, 100, most_groups)
+        needed = num_groups([start, *result]) - num_groups([start])
         assert needed <= most_groups
     few = num_groups([start, even_layout(16, dp=8, pp=2)]) - num_groups([start])
     assert described(start, most_groups=few) == ["dp=8 pp=2"]

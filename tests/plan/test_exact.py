@@ -34,11 +34,11 @@ def test_fixed_length_packing_equals_brute_force(lengths, num_groups, slack) -> 
     if not fitting:
         return
     worst, best_s = max(fitting, key=lambda groups: largest(groups, work)), min(largest(g, work) for g in fitting)
-    found = exact_groups(work, np.array(lengths, np.int64), capacity, start=worst)
-    assert found.objective == pytest.approx(best_s, rel=1e-6)
-    assert found.is_optimal
-    assert sorted(itertools.chain(*found.groups)) == list(range(len(lengths)))
-    assert largest(found.groups, lengths) <= capacity
+    result = exact_groups(work, np.array(lengths, np.int64), capacity, start=worst)
+    assert result.objective == pytest.approx(best_s, rel=1e-6)
+    assert result.is_optimal
+    assert sorted(itertools.chain(*result.groups)) == list(range(len(lengths)))
+    assert largest(result.groups, lengths) <= capacity
 
 
 def test_stopping_early_says_so_and_is_never_worse_than_the_start() -> None:
@@ -46,11 +46,11 @@ def test_stopping_early_says_so_and_is_never_worse_than_the_start() -> None:
     tokens = generator.integers(1, 4000, 60)
     work = tokens.astype(float) ** 2
     start = longest_first(work, 13)
-    found = exact_groups(work, tokens, int(tokens.sum()), start=start, time_limit_s=1e-3)
-    assert found.objective <= max(work[group].sum() for group in start)
-    assert found.bound <= found.objective
-    assert found.gap > 0
-    assert not found.is_optimal, "13 groups of 60 squares are not proved in a millisecond"
+    result = exact_groups(work, tokens, int(tokens.sum()), start=start, time_limit_s=1e-3)
+    assert result.objective <= max(work[group].sum() for group in start)
+    assert result.bound <= result.objective
+    assert result.gap > 0
+    assert not result.is_optimal, "13 groups of 60 squares are not proved in a millisecond"
 
 
 def test_without_items_there_is_nothing_to_do() -> None:

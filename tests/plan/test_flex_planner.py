@@ -29,12 +29,12 @@ from predicted_timeline import predicted_timeline
 
 def run(flex: FlexPlanner, batches: list[list[int]]) -> list:
     """All steps, the state handed on as bytes."""
-    found, state = [], flex.initial_state()
+    result, state = [], flex.initial_state()
     for step, lengths in enumerate(batches):
         coming = [documents(later) for later in batches[step + 1 :]]
-        found.append(flex.propose(step, documents(lengths), state=state, coming=coming))
-        state = msgspec.msgpack.decode(msgspec.msgpack.encode(found[-1].state), type=FlexState)
-    return found
+        result.append(flex.propose(step, documents(lengths), state=state, coming=coming))
+        state = msgspec.msgpack.decode(msgspec.msgpack.encode(result[-1].state), type=FlexState)
+    return result
 
 
 def sizes(proposal) -> tuple[int, int]:
@@ -43,47 +43,47 @@ def sizes(proposal) -> tuple[int, int]:
 
 def test_shrinks_where_a_shallower_pipeline_pays_for_the_switch() -> None:
     flex = make(2, 2, ROOM, **PUBLISHED)
-    found = flex.propose(0, documents(SHORT))
-    assert found.decision.action == "switch"
-    assert found.decision.fits
-    assert sizes(found) == (4, 1)
-    plan = found.proposal.plan
+    result = flex.propose(0, documents(SHORT))
+    assert result.decision.action == "switch"
+    assert result.decision.fits
+    assert sizes(result) == (4, 1)
+    plan = result.proposal.plan
     assert plan.layout.generation == 1
-    assert found.state == FlexState(layout=plan.layout, switched_at=0)
+    assert result.state == FlexState(layout=plan.layout, switched_at=0)
     alone = make(4, 1, ROOM).start.propose(0, documents(SHORT), "flexpipe").plan.predicted.step_time_s
     links, hidden_s = flex.start.costs.coefficients, max(plan.predicted.per_replica_s)
     moved_s = switch_seconds(flex.start.costs.model, links, flex.start.layout, plan.layout, hidden_s)
     assert 0 < moved_s < switch_seconds(flex.start.costs.model, links, flex.start.layout, plan.layout)
     assert plan.predicted.step_time_s == pytest.approx(alone + moved_s)
-    assert split_proposal(found.proposal).total_s() == pytest.approx(plan.predicted.step_time_s)
+    assert split_proposal(result.proposal).total_s() == pytest.approx(plan.predicted.step_time_s)
 
 
 def test_saves_memory_where_switching_is_dearer() -> None:
     """Not A, C and D: the long batch needs a memory plan at dp=4, and the links are slow."""
     flex = make(4, 1, TIGHT, 0.05, **PUBLISHED)
-    found = flex.propose(0, documents(LONG))
-    assert (found.told.action, format_conditions(found.told)) == ("save memory", "· · C D")
-    assert sizes(found) == (4, 1)
-    assert found.proposal.feasible
-    assert any(packs.policies for packs in found.proposal.plan.pack_plans)
+    result = flex.propose(0, documents(LONG))
+    assert (result.told.action, format_conditions(result.told)) == ("save memory", "· · C D")
+    assert sizes(result) == (4, 1)
+    assert result.proposal.feasible
+    assert any(packs.policies for packs in result.proposal.plan.pack_plans)
 
 
 def test_grows_where_that_beats_the_memory_plan() -> None:
     """Not A, C, not D."""
-    found = make(4, 1, TIGHT, **PUBLISHED).propose(0, documents(LONG))
-    assert (found.told.action, format_conditions(found.told)) == ("grow", "· · C ·")
-    assert sizes(found)[1] > 1
-    assert not any(packs.policies for packs in found.proposal.plan.pack_plans)
+    result = make(4, 1, TIGHT, **PUBLISHED).propose(0, documents(LONG))
+    assert (result.told.action, format_conditions(result.told)) == ("grow", "· · C ·")
+    assert sizes(result)[1] > 1
+    assert not any(packs.policies for packs in result.proposal.plan.pack_plans)
 
 
 def test_grows_where_no_memory_plan_fits() -> None:
     """Not A, not C: the printed conditions have no answer where D holds by a rounding of infinities."""
-    found = make(4, 1, NARROW, 10.0, **PUBLISHED).propose(0, documents(LONG))
-    assert found.decision.action == "switch"
-    assert not found.decision.fits_saving
-    assert found.proposal.feasible
+    result = make(4, 1, NARROW, 10.0, **PUBLISHED).propose(0, documents(LONG))
+    assert result.decision.action == "switch"
+    assert not result.decision.fits_saving
+    assert result.proposal.feasible
     # The even split does not fit at this depth; HBSA moves a layer.
-    assert sizes(found) == (2, 2)
+    assert sizes(result) == (2, 2)
     assert not make(2, 2, NARROW).start.propose(0, documents(LONG), "flexpipe").feasible
 
 
@@ -102,12 +102,12 @@ def test_phases_of_other_lengths_are_met_at_their_first_step_and_not_before() ->
     flex = FlexPlanner(start, lambda _: slow, FlexOptions(known_steps=5), layouts=[usual.layout, even_layout(4, dp=4)])
     few, many = [4] * 4, SHORT
     batches = [few] * 7 + [many] * 7 + [few] * 7
-    found = run(flex, batches)
-    assert [one.told.layout for one in found] == ["pp=4"] * 7 + ["dp=4"] * 7 + ["pp=4"] * 7
-    assert [one.told.later_steps for one in found[:8]] == [0, 0, 0, 4, 3, 2, 1, 0]
-    assert [one.told.later_steps for one in found[10:15]] == [4, 3, 2, 1, 0]
-    assert found[4].told.why.endswith("gaining most from step 7 on")
-    assert format_action(found[4].told) == "① stay, waits"
+    result = run(flex, batches)
+    assert [one.told.layout for one in result] == ["pp=4"] * 7 + ["dp=4"] * 7 + ["pp=4"] * 7
+    assert [one.told.later_steps for one in result[:8]] == [0, 0, 0, 4, 3, 2, 1, 0]
+    assert [one.told.later_steps for one in result[10:15]] == [4, 3, 2, 1, 0]
+    assert result[4].told.why.endswith("gaining most from step 7 on")
+    assert format_action(result[4].told) == "① stay, waits"
     # No other sequence of layouts takes less: best seconds up to every step, in either layout.
     alone = {
         layout: [flex.planner_of(layout).propose(0, documents(one), "flexpipe").plan for one in batches]
@@ -123,23 +123,23 @@ def test_phases_of_other_lengths_are_met_at_their_first_step_and_not_before() ->
             + alone[here][step].predicted.step_time_s
             for here in best
         }
-    taken_s = sum(one.proposal.plan.predicted.step_time_s for one in found)
+    taken_s = sum(one.proposal.plan.predicted.step_time_s for one in result)
     assert taken_s == pytest.approx(min(best.values()))
 
 
 def test_nothing_fits_is_infeasible_with_stage_and_bytes() -> None:
     flex = make(4, 1, 30_000)
-    found = flex.propose(0, documents(LONG))
-    assert not found.proposal.feasible
+    result = flex.propose(0, documents(LONG))
+    assert not result.proposal.feasible
     message = r"no layout of 4 devices holds the batch .* [1-9].* KiB on pipeline rank \d"
     with pytest.raises(InfeasiblePlanError, match=message):
-        found.proposal.require_feasible()
+        result.proposal.require_feasible()
 
 
 def test_plans_are_valid_deterministic_and_can_be_written() -> None:
     batches = [SHORT, LONG, MIDDLE, SHORT, SHORT, [7], LONG]
-    found, again = (run(make(2, 2, NARROW), batches) for _ in range(2))
-    plans = [one.proposal.plan for one in found]
+    result, again = (run(make(2, 2, NARROW), batches) for _ in range(2))
+    plans = [one.proposal.plan for one in result]
     assert [plan.digest for plan in plans] == [one.proposal.plan.digest for one in again]
     assert len({plan.layout.generation for plan in plans}) > 2
     for plan, lengths in zip(plans, batches, strict=True):
@@ -156,12 +156,12 @@ def test_plans_are_valid_deterministic_and_can_be_written() -> None:
 def test_row_counts_switches_and_their_seconds() -> None:
     flex = make(4, 1, NARROW, overhead_s=0.5)
     batches = [SampledBatch(documents(lengths), (), 0) for lengths in (LONG, LONG, SHORT)]
-    found = evaluate_strategies(StrategyPlanners(planner=flex.start, flexible=flex), batches, ["balanced", "flexpipe"])
-    balanced, flexpipe = found.results
-    steps = found.proposals["flexpipe"]
+    result = evaluate_strategies(StrategyPlanners(planner=flex.start, flexible=flex), batches, ["balanced", "flexpipe"])
+    balanced, flexpipe = result.results
+    steps = result.proposals["flexpipe"]
     assert not balanced.feasible
     assert flexpipe.feasible
-    assert found.best == "flexpipe"
+    assert result.best == "flexpipe"
     assert flexpipe.layout == {"dp": 2, "cp": 1, "pp": 2, "tp": 1}
     assert flexpipe.note.startswith("layout switched 1 time, ")
     assert "dp=2 pp=2 layers=3+1 (3)" in flexpipe.note
@@ -194,15 +194,15 @@ def test_given_layouts_are_the_only_ones_and_many_are_ordered_by_estimate() -> N
     given = [even_layout(4, dp=4), even_layout(4, dp=2, pp=2), even_layout(4, pp=4), even_layout(4, dp=1, pp=3)]
     given += [split_layout(counts, dp=1, pp=2) for counts in ((1, 3), (3, 1), (2, 2))]
     links = flex.candidates.coefficients_of
-    found = FlexPlanner(flex.start, links, FlexOptions(finalists=1, **PUBLISHED), layouts=given)
-    step = found.propose(0, documents(SHORT))
+    result = FlexPlanner(flex.start, links, FlexOptions(finalists=1, **PUBLISHED), layouts=given)
+    step = result.propose(0, documents(SHORT))
     assert sizes(step) == (4, 1)
-    assert found.search(np.array(SHORT), found.layout).num_priced == len(given)
+    assert result.search(np.array(SHORT), result.layout).num_priced == len(given)
     only_deep = FlexPlanner(flex.start, links, FlexOptions(**PUBLISHED), layouts=given[1:])
     assert only_deep.propose(0, documents(SHORT)).told.layout == "dp=2 pp=2"
     alone = FlexPlanner(flex.start, links, FlexOptions(**PUBLISHED), layouts=[flex.start.layout])
-    told = alone.propose(0, documents(SHORT)).told
-    assert (told.other, told.why) == ("", "dp=2 pp=2 holds the batch; no other layout does")
+    reported = alone.propose(0, documents(SHORT)).told
+    assert (reported.other, reported.why) == ("", "dp=2 pp=2 holds the batch; no other layout does")
 
 
 def test_layouts_that_a_run_cannot_change_to_are_refused() -> None:
@@ -222,13 +222,13 @@ def test_auto_plans_inside_layouts_that_change() -> None:
     given = FlexPlanner(flex.start, flex.candidates.coefficients_of, flex.options, layouts=[even_layout(4, dp=4)])
     assert given.changes_layout_of("auto")
     assert not given.changes_layout_of("balanced")
-    found = given.with_strategy("auto").propose(0, documents(SHORT))
-    assert found.decision.action == "switch"
-    plan = found.proposal.plan
+    result = given.with_strategy("auto").propose(0, documents(SHORT))
+    assert result.decision.action == "switch"
+    plan = result.proposal.plan
     assert (plan.strategy, plan.layout.describe(), plan.layout.generation) == ("auto", "dp=4", 1)
     validate_plan(plan, max_pack_tokens=1000)
     alone = make(4, 1, ROOM).start.propose(0, documents(SHORT), "auto").plan.predicted.step_time_s
-    assert plan.predicted.step_time_s == pytest.approx(alone + found.proposal.switch_s)
+    assert plan.predicted.step_time_s == pytest.approx(alone + result.proposal.switch_s)
     batches = [SampledBatch(documents(SHORT), (), 0)] * 2
     planners = StrategyPlanners(planner=flex.start, flexible=given)
     auto, _ = evaluate_strategies(planners, batches, ["auto", "flexpipe"]).results
@@ -242,36 +242,36 @@ def test_what_was_planned_ahead_changes_nothing() -> None:
     for step, lengths in enumerate(batches):
         coming = [documents(later, 100 * (step + 1 + at)) for at, later in enumerate(batches[step + 1 :])]
         fresh = make(2, 2, NARROW, known_steps=3)
-        found, fresh = (
+        result, fresh = (
             one.propose(step, documents(lengths, 100 * step), state=state, coming=coming) for one in (whole, fresh)
         )
-        assert found.proposal.plan == fresh.proposal.plan
-        assert (found.told, found.state) == (fresh.told, fresh.state)
-        state = found.state
+        assert result.proposal.plan == fresh.proposal.plan
+        assert (result.told, result.state) == (fresh.told, fresh.state)
+        state = result.state
 
 
 def test_decisions_are_told_with_conditions_seconds_and_reason() -> None:
-    told = [one.told for one in run(make(4, 1, NARROW), [SHORT, LONG, LONG, SHORT, SHORT])]
-    assert [(one.case, one.action, one.layout) for one in told] == [
+    reported = [one.told for one in run(make(4, 1, NARROW), [SHORT, LONG, LONG, SHORT, SHORT])]
+    assert [(one.case, one.action, one.layout) for one in reported] == [
         (1, "stay", "dp=4"),
         (3, "grow", "dp=2 pp=2 layers=3+1"),
         (2, "save memory", "dp=2 pp=2 layers=3+1"),
         (1, "stay", "dp=2 pp=2 layers=3+1"),
         (4, "shrink", "dp=4"),
     ]
-    assert told[1].why == "dp=4 does not hold the batch, not even by recomputing or offloading"
-    assert (told[1].keep_s, told[1].save_s, told[1].gain_s) == (None, None, None)
-    assert told[2].why == (
+    assert reported[1].why == "dp=4 does not hold the batch, not even by recomputing or offloading"
+    assert (reported[1].keep_s, reported[1].save_s, reported[1].gain_s) == (None, None, None)
+    assert reported[2].why == (
         # Stages of one layer each would hold it, but not what a switch leaves behind beside their first step.
         "dp=2 pp=2 layers=3+1 holds the batch by offloading documents; no other layout does"
     )
-    assert told[3].is_patient
-    assert told[3].why.endswith("less time, for 1 of 2 steps in a row now")
-    assert told[4].why == "dp=4 with the switch takes 30.8 % less time than dp=2 pp=2 layers=3+1"
-    assert told[4].gain_s == pytest.approx(told[4].keep_s - told[4].new_s - told[4].switch_s)
-    assert told[4].gain_s > 0
-    assert [one.is_switch for one in told] == [False, True, False, False, True]
-    assert msgspec.json.decode(msgspec.json.encode(told), type=list[LayoutDecision]) == told
+    assert reported[3].is_patient
+    assert reported[3].why.endswith("less time, for 1 of 2 steps in a row now")
+    assert reported[4].why == "dp=4 with the switch takes 30.8 % less time than dp=2 pp=2 layers=3+1"
+    assert reported[4].gain_s == pytest.approx(reported[4].keep_s - reported[4].new_s - reported[4].switch_s)
+    assert reported[4].gain_s > 0
+    assert [one.is_switch for one in reported] == [False, True, False, False, True]
+    assert msgspec.json.decode(msgspec.json.encode(reported), type=list[LayoutDecision]) == reported
 
 
 SENT = SwitchPieces(pieces=model_pieces(sample_model(num_layers=4), 1), shared=frozenset(), ranks_per_machine=8)
@@ -306,9 +306,9 @@ def test_a_layout_that_takes_more_memory_than_predicted_is_left_where_another_ha
     assert usual.told.action == "stay"
     peak_bytes = usual.proposal.plan.predicted.peak_memory_bytes
     high = MeasuredLayouts().with_peak(1.01 * ROOM / peak_bytes)
-    found = flex.propose(0, documents(SHORT), measured=high)
-    assert (found.told.case, found.told.fits) == (3, False)
-    assert found.proposal.plan.predicted.peak_memory_bytes < peak_bytes
+    result = flex.propose(0, documents(SHORT), measured=high)
+    assert (result.told.case, result.told.fits) == (3, False)
+    assert result.proposal.plan.predicted.peak_memory_bytes < peak_bytes
     # Where none has room, training goes on with what fits by prediction.
     full = flex.propose(0, documents(SHORT), measured=MeasuredLayouts().with_peak(100.0))
     assert full.told.action == "stay"
@@ -326,9 +326,9 @@ def test_a_resumed_run_goes_to_the_layout_of_its_checkpoint_where_that_has_room(
     needed = max(takes.switch_bytes, plan.predicted.peak_memory_bytes + takes.left_bytes)
     assert needed > plan.predicted.peak_memory_bytes
     make(1, 4, needed).require_headroom(even_layout(4, pp=4), plan)
-    with pytest.raises(InfeasiblePlanError, match="processes start in pp=4 and step 0 is planned for dp=4") as told:
+    with pytest.raises(InfeasiblePlanError, match="processes start in pp=4 and step 0 is planned for dp=4") as reported:
         make(1, 4, needed - 1).require_headroom(even_layout(4, pp=4), plan)
-    assert "start in dp=4 ([parallel])" in str(told.value)
+    assert "start in dp=4 ([parallel])" in str(reported.value)
     # Where it runs already nothing changes.
     make(4, 1, plan.predicted.peak_memory_bytes).require_headroom(even_layout(4, dp=4), plan)
 
@@ -338,12 +338,12 @@ def test_the_first_step_behind_a_switch_makes_room_for_what_it_leaves() -> None:
     still read it has less, and saves memory. The steps behind it have all."""
     flex, cap_bytes = make(2, 2, 280_000, 1e9, **PUBLISHED), 280_000
     usual = make(4, 1, cap_bytes).propose(0, documents(MIDDLE)).proposal.plan.predicted
-    found = flex.propose(0, documents(MIDDLE))
-    plan = found.proposal.require_feasible()
-    assert (found.told.action, plan.layout.describe()) == ("shrink", "dp=4")
+    result = flex.propose(0, documents(MIDDLE))
+    plan = result.proposal.require_feasible()
+    assert (result.told.action, plan.layout.describe()) == ("shrink", "dp=4")
     takes = switch_memory(SENT, even_layout(4, dp=2, pp=2), plan.layout)
     assert usual.peak_memory_bytes + takes.left_bytes > cap_bytes
     assert plan.predicted.peak_memory_bytes + takes.left_bytes <= cap_bytes
-    assert plan.predicted.step_time_s - found.proposal.switch_s >= usual.step_time_s
-    behind = flex.propose(1, documents(MIDDLE), state=found.state).proposal.plan
+    assert plan.predicted.step_time_s - result.proposal.switch_s >= usual.step_time_s
+    behind = flex.propose(1, documents(MIDDLE), state=result.state).proposal.plan
     assert behind.predicted == usual

@@ -18,8 +18,8 @@ PUBLISHED = FlexOptions(margin=0.0, patience_steps=1)
 STATE = FlexState(layout=even_layout(4, dp=2, pp=2))
 
 
-def letters_of(found: Decision) -> str:
-    held = (found.fits, found.switching_is_slower, found.fits_saving, found.switching_is_slower_than_saving)
+def letters_of(result: Decision) -> str:
+    held = (result.fits, result.switching_is_slower, result.fits_saving, result.switching_is_slower_than_saving)
     return " ".join(letter if holds else f"not {letter}" for letter, holds in zip("ABCD", held, strict=True))
 
 
@@ -37,9 +37,9 @@ def letters_of(found: Decision) -> str:
     ],
 )
 def test_every_case_of_equation_7(keep_s, save_s, new_s, switch_s, action, letters) -> None:
-    found = decide(Outlook(keep_s, save_s, new_s, switch_s), STATE, PUBLISHED)
-    assert found.action == action
-    assert letters_of(found) == letters
+    result = decide(Outlook(keep_s, save_s, new_s, switch_s), STATE, PUBLISHED)
+    assert result.action == action
+    assert letters_of(result) == letters
 
 
 def test_margin_asks_for_more_than_nothing() -> None:
@@ -56,12 +56,12 @@ def test_only_a_switch_that_pays_several_times_in_a_row_is_made() -> None:
     saving, forced = Outlook(NEVER, 10.0, 1.0, 1.0), Outlook(NEVER, NEVER, 1.0, 1.0)
 
     def actions(outlooks: list[Outlook], state: FlexState) -> list[str]:
-        found = []
+        result = []
         for step, outlook in enumerate(outlooks):
             decision = decide(outlook, state, options)
-            found.append(decision.action)
+            result.append(decision.action)
             state = state_after(decision, step, state, state.layout if decision.action == "switch" else None)
-        return found
+        return result
 
     switched = FlexState(layout=STATE.layout, switched_at=5)
     assert actions([faster, slower] * 3, switched) == ["stay"] * 6
@@ -119,7 +119,7 @@ def test_the_best_of_all_ways_to_switch_once_comes_first(steps, keep_holds, hold
     """Brute force: run the current layout for some steps, then the other one."""
     keep_s, one_s, other_s = zip(*steps, strict=True)
     keep = outcome(keep_s, min(keep_holds, len(steps)))
-    found = [outcome(one_s, min(holds_one, len(steps)), switch_s), outcome(other_s, min(holds_other, len(steps)), 1.0)]
+    result = [outcome(one_s, min(holds_one, len(steps)), switch_s), outcome(other_s, min(holds_other, len(steps)), 1.0)]
 
     def least(one):
         """Seconds over those of staying, and the first point that gives them."""
@@ -131,9 +131,9 @@ def test_the_best_of_all_ways_to_switch_once_comes_first(steps, keep_holds, hold
         return min(ways), ways.index(min(ways))
 
     if not keep.holds:
-        assert [one.later_steps(keep) for one in found] == [0, 0]
+        assert [one.later_steps(keep) for one in result] == [0, 0]
         return
-    for one in found:
+    for one in result:
         seconds, at = least(one)
         assert one.later_steps(keep) == at
         assert one.order(keep) == (0, seconds)

@@ -103,11 +103,11 @@ def test_search_is_near_the_exhaustive_optimum(lengths, groups, cap_bytes, comes
     """Within `GAP` of the best of all mappings, and a mapping that fits wherever any does."""
     current = even_layout(LAYERS, dp=groups) if comes_from else None
     case = Case(lengths, groups, cap_bytes, current, tied_embeddings=tied)
-    found = case.search()
+    result = case.search()
     everything = case.all_mappings()
     fitting = [one for one in everything if not one.excess_bytes]
-    best = found.mappings[0]
-    assert found.num_priced < len(everything) or groups == 1
+    best = result.mappings[0]
+    assert result.num_priced < len(everything) or groups == 1
     if fitting:
         assert not best.excess_bytes
         assert cost_s(best) <= min(map(cost_s, fitting)) * (1 + GAP)
@@ -122,11 +122,11 @@ def test_gap_and_pruning_on_a_seeded_set() -> None:
         groups = int(generator.integers(2, 7))
         cap_bytes = [None, 200_000, 300_000][generator.integers(3)]
         case = Case(lengths.tolist(), groups, cap_bytes, even_layout(LAYERS, pp=groups))
-        found, everything = case.search(), case.all_mappings()
+        result, everything = case.search(), case.all_mappings()
         fitting = [cost_s(one) for one in everything if not one.excess_bytes]
         if fitting:
-            gaps.append(cost_s(found.mappings[0]) / min(fitting) - 1)
-            shares.append(found.num_priced / len(everything))
+            gaps.append(cost_s(result.mappings[0]) / min(fitting) - 1)
+            shares.append(result.num_priced / len(everything))
     assert len(gaps) > 25
     assert max(gaps) < 0.03
     assert np.mean(gaps) < 0.002

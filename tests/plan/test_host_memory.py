@@ -57,10 +57,10 @@ def test_a_rank_holds_offloaded_rows_from_a_forward_to_the_backward_of_its_first
     rate = 3 * activation_bytes_per_token(MODEL, "replay")
     lengths = np.array([10, 6, 4])
     for policy, tokens in (([2, 2, 2], 16), ([2, 0, 2], 10), ([0, 2, 2], 10), ([0, 0, 2], 4), ([0, 1, 0], 0)):
-        found = peak_host_bytes(
+        result = peak_host_bytes(
             MODEL, even_layout(3), ReplicaPacks(packs, packs, lengths, np.array(policy, np.int8)), order
         )
-        assert found.tolist() == [tokens * rate], policy
+        assert result.tolist() == [tokens * rate], policy
     assert peak_host_bytes(MODEL, even_layout(3), ReplicaPacks(packs, packs, lengths), order).tolist() == [0]
 
 
@@ -74,12 +74,12 @@ def test_a_node_holds_what_its_neighbours_in_rank_order_hold() -> None:
 
 
 def test_a_plan_says_what_lies_in_host_memory() -> None:
-    found = propose("offload", HostMemory(1, None))
+    result = propose("offload", HostMemory(1, None))
     rate = 3 * activation_bytes_per_token(MODEL, "replay")
-    assert found.feasible
-    assert found.plan.predicted.peak_host_bytes_per_node >= max(LENGTHS) * rate
+    assert result.feasible
+    assert result.plan.predicted.peak_host_bytes_per_node >= max(LENGTHS) * rate
     assert propose("offload", HostMemory(2, None)).plan.predicted.peak_host_bytes_per_node > (
-        found.plan.predicted.peak_host_bytes_per_node
+        result.plan.predicted.peak_host_bytes_per_node
     )
     assert propose("recompute", HostMemory(1, None)).plan.predicted.peak_host_bytes_per_node == 0
 
@@ -102,20 +102,20 @@ def test_what_host_memory_there_is_is_used() -> None:
     options, host = PlanOptions(max_pack_tokens=65_536, policy="choose", dp_merge=True), host_memory(cluster)
     costs = analytic_coefficients(model, cluster, layout)
     planner = StepPlanner(model, costs, layout, cluster.device.usable_bytes, options, host=host)
-    found = planner.propose(0, batch.documents, "auto").require_feasible().predicted
+    result = planner.propose(0, batch.documents, "auto").require_feasible().predicted
     assert host.limit_bytes is not None
-    assert 0.7 * host.limit_bytes < found.peak_host_bytes_per_node <= host.limit_bytes
+    assert 0.7 * host.limit_bytes < result.peak_host_bytes_per_node <= host.limit_bytes
     bound_s = planner.costs.lower_bound_seconds(np.array([one.num_tokens for one in batch.documents]))
-    assert bound_s > 0.87 * found.step_time_s
+    assert bound_s > 0.87 * result.step_time_s
 
 
 def under_limit(policy: str, limit: int | None) -> tuple[StepProblem, tuple[ReplicaChoice, ...]]:
     """A step whose devices may offload so much, and what `slimpack` makes of it without a limit."""
-    planner, found = planned(policy, "unlimited", pp=3, limit=128)
+    planner, result = planned(policy, "unlimited", pp=3, limit=128)
     codes = np.full(len(LENGTHS), POLICIES.index(policy), np.int8)
     places, lengths = np.arange(len(LENGTHS)), np.array(LENGTHS)
     problem = StepProblem(places, lengths, planner.costs, None, planner.options, policy=codes, host_device_bytes=limit)
-    return problem, found.choices
+    return problem, result.choices
 
 
 def test_an_order_that_holds_less_keeps_the_packs() -> None:
@@ -129,11 +129,11 @@ def test_an_order_that_holds_less_keeps_the_packs() -> None:
         for share in (0.99, 0.9, 0.8, 0.7, 0.6, 0.4, 0.05):
             limited = replace(problem, host_device_bytes=int(share * peak))
             assert host_excess_bytes(limited, before) == peak - int(share * peak)
-            found = ordered_within_host(limited, choice)
-            outcomes.append(found is not None)
-            if found is None:
+            result = ordered_within_host(limited, choice)
+            outcomes.append(result is not None)
+            if result is None:
                 continue
-            after = found.candidate
+            after = result.candidate
             assert host_excess_bytes(limited, after) == 0
             assert after.excess_bytes <= before.excess_bytes
             assert after.packs is before.packs
@@ -155,10 +155,10 @@ def test_another_policy_is_chosen_where_offloaded_activations_do_not_fit(strateg
     least = propose("recompute", None, None, strategy).plan.predicted.peak_memory_bytes
     free = propose("choose", HostMemory(2, None), least, strategy)
     limit = free.plan.predicted.peak_host_bytes_per_node // 2
-    found = propose("choose", HostMemory(2, limit), least, strategy)
-    assert found.feasible
-    assert found.plan.predicted.peak_host_bytes_per_node <= limit
-    assert found.plan.predicted.peak_memory_bytes <= least
+    result = propose("choose", HostMemory(2, limit), least, strategy)
+    assert result.feasible
+    assert result.plan.predicted.peak_host_bytes_per_node <= limit
+    assert result.plan.predicted.peak_memory_bytes <= least
 
 
 def test_devices_share_the_bandwidth_of_their_nodes_memory() -> None:

@@ -48,18 +48,18 @@ def test_few_layers_recompute_and_no_choice_is_much_faster(lengths, dp, pp):
             planned.append(one)
             return planner_of(one, cap_bytes).propose(0, documents(lengths), "flexpipe")
 
-        found = plan_recomputing_layers(model, layout, cap_bytes, plan_with)
+        result = plan_recomputing_layers(model, layout, cap_bytes, plan_with)
         assert len(planned) <= MOST_PLANS
-        assert found is not None
-        assert found.feasible
+        assert result is not None
+        assert result.feasible
         chosen = every if pp < 4 else every[::7]
         others = [planner_of(layout.recomputing(one), cap_bytes).propose(0, documents(lengths), "flexpipe")
                   for one in chosen]  # fmt: skip
         best_s = min(one.plan.predicted.step_time_s for one in others if one.feasible)
-        assert found.plan.predicted.step_time_s <= 1.03 * best_s
+        assert result.plan.predicted.step_time_s <= 1.03 * best_s
         # Under a limit smaller packs may do.
         stored = planner_of(layout, cap_bytes).propose(0, documents(lengths), "flexpipe")
-        assert any(found.plan.layout.recomputed_counts) != stored.feasible
+        assert any(result.plan.layout.recomputed_counts) != stored.feasible
 
 
 def test_what_no_recomputing_saves_has_no_plan():
@@ -112,26 +112,26 @@ def test_plans_with_recomputed_layers_travel_and_no_document_has_a_policy_beside
 
 def test_the_faster_memory_plan_is_the_layouts_and_both_are_told():
     """Stage by stage, or document by document."""
-    told = {}
+    reported = {}
     for memory_plans in (("documents", "layers"), ("documents",), ("layers",), ()):
         flex = make(1, 2, 1, num_layers=LAYERS, memory_plans=memory_plans, **PUBLISHED)
         stored = planner_of(flex.layout, None).propose(0, documents(MIDDLE), "flexpipe")
         cap_bytes = int(0.9 * peaks(stored).max())
         flex = make(1, 2, cap_bytes, 1e-3, num_layers=LAYERS, memory_plans=memory_plans, **PUBLISHED)
-        found = flex.propose(0, documents(MIDDLE))
-        told[memory_plans] = found.told
+        result = flex.propose(0, documents(MIDDLE))
+        reported[memory_plans] = result.told
         if memory_plans:
-            assert found.proposal.feasible
-            assert (found.told.case, found.told.fits, found.told.fits_saving) == (2, False, True)
-            assert found.state.layout == flex.layout
-            seconds = [s for s in (found.told.save_documents_s, found.told.save_layers_s) if s is not None]
-            assert found.proposal.plan.predicted.step_time_s == min(seconds)
-            by_layers = any(found.proposal.plan.layout.recomputed_counts)
-            assert by_layers == (min(seconds) == found.told.save_layers_s)
-            assert by_layers == ("layers of its stages" in found.told.memory_plan)
-            assert found.told.memory_plan in found.told.why
-            validate_plan(found.proposal.plan)
-    both, one, other, none = told.values()
+            assert result.proposal.feasible
+            assert (result.told.case, result.told.fits, result.told.fits_saving) == (2, False, True)
+            assert result.state.layout == flex.layout
+            seconds = [s for s in (result.told.save_documents_s, result.told.save_layers_s) if s is not None]
+            assert result.proposal.plan.predicted.step_time_s == min(seconds)
+            by_layers = any(result.proposal.plan.layout.recomputed_counts)
+            assert by_layers == (min(seconds) == result.told.save_layers_s)
+            assert by_layers == ("layers of its stages" in result.told.memory_plan)
+            assert result.told.memory_plan in result.told.why
+            validate_plan(result.proposal.plan)
+    both, one, other, none = reported.values()
     assert (both.save_documents_s, both.save_layers_s) == (one.save_documents_s, other.save_layers_s)
     assert one.save_layers_s is other.save_documents_s is None
     assert not none.fits_saving

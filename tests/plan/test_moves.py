@@ -33,7 +33,7 @@ from evenload.types.layout import ParallelLayout, even_layout, split_layout
 
 def held(layout: ParallelLayout, pieces: list[Piece], tp_rank: int = 0) -> dict[int, dict[int, set[int]]]:
     """Element by element, by rank and piece: the optimizer state that a rank must have; its keys are the weights."""
-    found: dict[int, dict[int, set[int]]] = {}
+    result: dict[int, dict[int, set[int]]] = {}
     for rank in range(layout.world_size):
         if rank % layout.tp != tp_rank:
             continue
@@ -44,25 +44,25 @@ def held(layout: ParallelLayout, pieces: list[Piece], tp_rank: int = 0) -> dict[
             if low <= owner < low + width
         )
         place = rank // layout.tp - first * layout.dp * layout.cp
-        mine = found[rank] = {}
+        mine = result[rank] = {}
         for index, piece in enumerate(pieces):
             if owner in pipeline_ranks(layout, piece):
                 size = -(-piece.num_elements // (count * layout.dp * layout.cp))
                 own = range(place * size, min((place + 1) * size, piece.num_elements))
                 mine[index] = set(own) if piece.state_bytes else set()
-    return found
+    return result
 
 
 def pieces_of(num_layers: int, sizes: list[int], *, tied: bool = False, frozen: bool = False) -> list[Piece]:
     """Two pieces a layer, as matrices and norms; frozen ones beside trained ones where asked."""
     state = 0 if frozen else 8
-    found = [Piece(unit=0, num_elements=sizes[0], weight_bytes=4, state_bytes=state, at_both_ends=tied)]
+    result = [Piece(unit=0, num_elements=sizes[0], weight_bytes=4, state_bytes=state, at_both_ends=tied)]
     for layer in range(num_layers):
-        found.append(Piece(unit=1 + layer, num_elements=sizes[1], weight_bytes=4, state_bytes=8))
-        found.append(Piece(unit=1 + layer, num_elements=sizes[2], weight_bytes=4, state_bytes=state))
+        result.append(Piece(unit=1 + layer, num_elements=sizes[1], weight_bytes=4, state_bytes=8))
+        result.append(Piece(unit=1 + layer, num_elements=sizes[2], weight_bytes=4, state_bytes=state))
     if not tied:
-        found.append(Piece(unit=num_layers + 1, num_elements=sizes[0], weight_bytes=4, state_bytes=state))
-    return [*found, Piece(unit=num_layers + 1, num_elements=sizes[3], weight_bytes=4, state_bytes=state)]
+        result.append(Piece(unit=num_layers + 1, num_elements=sizes[0], weight_bytes=4, state_bytes=state))
+    return [*result, Piece(unit=num_layers + 1, num_elements=sizes[3], weight_bytes=4, state_bytes=state)]
 
 
 @st.composite
@@ -305,10 +305,10 @@ def prices(shared, ranks_per_machine: int = 4) -> SwitchPrices:
 
 
 def weights_bytes(old, new) -> dict[int, int]:
-    found = dict.fromkeys(range(4), 0)
+    result = dict.fromkeys(range(4), 0)
     for move in moved_of_model((), 4).moves(old, new).weights:
-        found[move.target] += moved_bytes([move], MODEL_PIECES, of_state=False)
-    return found
+        result[move.target] += moved_bytes([move], MODEL_PIECES, of_state=False)
+    return result
 
 
 def test_one_machine_reads_what_is_shared():
@@ -339,8 +339,8 @@ def test_between_machines_a_shared_piece_travels_once():
     assert crossing == whole
     alone = moved_of_model((), 2).moves(stages, DP4)
     assert sum(moved_bytes([move], MODEL_PIECES, of_state=False) for move in alone.weights) == 2 * whole
-    found = SwitchPrices(FOUR_LAYERS, stages, costs(2), here).seconds(costs(2), stages, DP4, 1e9)
-    assert found == pytest.approx(stall_seconds(moves, here, costs(2), stages, DP4))
+    result = SwitchPrices(FOUR_LAYERS, stages, costs(2), here).seconds(costs(2), stages, DP4, 1e9)
+    assert result == pytest.approx(stall_seconds(moves, here, costs(2), stages, DP4))
 
 
 @given(
@@ -353,15 +353,15 @@ def test_between_machines_a_shared_piece_travels_once():
 def test_a_decision_has_the_seconds_that_the_switch_is_told_with(old, new, shared, ranks_per_machine, hidden_s):
     """What `LiveStages.move_to` predicts of its own moves, and what of the state the step does not hide."""
     here, measured = moved_of_model(shared, ranks_per_machine), costs(ranks_per_machine)
-    found = SwitchPrices(FOUR_LAYERS, PP4, measured, here).seconds(
+    result = SwitchPrices(FOUR_LAYERS, PP4, measured, here).seconds(
         measured, old, msgspec.structs.replace(new, generation=3), hidden_s
     )
     if old == new:
-        assert found == 0.0
+        assert result == 0.0
         return
     moves = here.moves(old, new)
     left_s = max(0.0, state_seconds(moves, here, measured) - hidden_s)
-    assert found == pytest.approx(stall_seconds(moves, here, measured, old, new) + left_s)
+    assert result == pytest.approx(stall_seconds(moves, here, measured, old, new) + left_s)
 
 
 def test_without_measured_copies_links_price_all_devices_at_once():
@@ -382,9 +382,9 @@ SHARED = msgspec.structs.replace(SENT, shared=frozenset(range(len(SMALL_PIECES))
 
 def test_a_layout_that_stays_takes_what_it_takes():
     layout = even_layout(LAYERS, pp=2, dp=2)
-    found = switch_memory(SHARED, layout, layout)
-    assert found.left_bytes == 0
-    assert found.switch_bytes == pytest.approx(int(static_bytes(SMALL, layout).max()), rel=1e-3)
+    result = switch_memory(SHARED, layout, layout)
+    assert result.left_bytes == 0
+    assert result.switch_bytes == pytest.approx(int(static_bytes(SMALL, layout).max()), rel=1e-3)
 
 
 def test_one_rank_becomes_two_replicas_and_back():
@@ -402,9 +402,9 @@ def test_one_rank_becomes_two_replicas_and_back():
 def test_without_shared_memory_what_is_kept_is_copied():
     """Alone to two replicas: the half that rank 0 keeps lies twice while it is copied."""
     alone, two = even_layout(LAYERS), even_layout(LAYERS, dp=2)
-    found = switch_memory(SENT, alone, two)
-    assert found.switch_bytes == pytest.approx(WHOLE * (EACH + 1.5 * STATE), rel=1e-3)
-    assert found.left_bytes == pytest.approx(WHOLE * STATE, rel=1e-3)
+    result = switch_memory(SENT, alone, two)
+    assert result.switch_bytes == pytest.approx(WHOLE * (EACH + 1.5 * STATE), rel=1e-3)
+    assert result.left_bytes == pytest.approx(WHOLE * STATE, rel=1e-3)
     still = switch_memory(SENT, two, two)
     assert still == switch_memory(SHARED, two, two)
 
@@ -413,6 +413,6 @@ def test_what_a_budget_leaves_out_is_copied_and_the_rest_is_not():
     """Alone to two replicas, all but the embedding shared: half of its state lies twice."""
     alone, two = even_layout(LAYERS), even_layout(LAYERS, dp=2)
     some = msgspec.structs.replace(SENT, shared=SHARED.shared - {0})
-    found = switch_memory(some, alone, two)
+    result = switch_memory(some, alone, two)
     half = -(-SMALL_PIECES[0].num_elements // 2) * STATE
-    assert found.switch_bytes == switch_memory(SHARED, alone, two).switch_bytes + half
+    assert result.switch_bytes == switch_memory(SHARED, alone, two).switch_bytes + half

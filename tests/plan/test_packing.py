@@ -97,18 +97,18 @@ documents = st.lists(st.tuples(st.integers(1, 40), st.sampled_from([0.0, 0.1, 0.
 def plain_greedy(work: list[float], sizes: list[int], num_groups: int, limit: float) -> list[int]:
     """The definition, O(n · groups): look at every group."""
     load, tokens = [0.0] * num_groups, [0] * num_groups
-    found = []
+    result = []
     for cost, size in zip(work, sizes, strict=True):
         for key in (load, tokens):
             group = min(range(num_groups), key=lambda g, key=key: (key[g], g))
             if tokens[group] + size <= limit:
                 load[group] += cost
                 tokens[group] += size
-                found.append(group)
+                result.append(group)
                 break
         else:
-            found.append(LEFT_OVER)
-    return found
+            result.append(LEFT_OVER)
+    return result
 
 
 @given(documents, st.integers(1, 9), st.one_of(st.none(), st.integers(1, 120)))
@@ -129,12 +129,12 @@ def test_members_keep_the_order_of_placement_and_empty_groups():
 def test_assignment_is_within_the_classic_bound_of_the_optimum(works: list[int], dp: int) -> None:
     """Graham 1969: LPT is at most 4/3 - 1/(3·dp) of the optimum; brute force for n <= 8."""
     work_s = np.array(works, np.float64)
-    found = max(work_s[group].sum() for group in assign_replicas(work_s, dp))
+    result = max(work_s[group].sum() for group in assign_replicas(work_s, dp))
     optimum = min(
         max(sum(w for w, r in zip(works, ranks, strict=True) if r == rank) for rank in range(dp))
         for ranks in itertools.product(range(dp), repeat=len(works))
     )
-    assert found <= optimum * (4 / 3 - 1 / (3 * dp)) + 1e-9
+    assert result <= optimum * (4 / 3 - 1 / (3 * dp)) + 1e-9
 
 
 @given(st.lists(st.floats(0, 10), max_size=30), st.integers(1, 5))

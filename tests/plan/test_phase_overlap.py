@@ -71,9 +71,9 @@ def one_after_the_other(parts: list[PipelineTasks], cap: int, *, split: bool):
 
 
 def times_of(tasks: PipelineTasks, actions: ActionColumns) -> dict[tuple[int, int, int], float]:
-    found = simulate(tasks, actions)
+    result = simulate(tasks, actions)
     names = zip(actions.kind.tolist(), actions.stage.tolist(), actions.pack.tolist(), strict=True)
-    return dict(zip(names, found.start_s.tolist(), strict=True))
+    return dict(zip(names, result.start_s.tolist(), strict=True))
 
 
 def test_the_drain_of_a_shared_phase_is_filled_by_hand() -> None:

@@ -151,11 +151,11 @@ def test_slimpack_is_even_and_fastest_on_a_long_tail(num_documents: int, context
     coefficients = analytic_coefficients(model, cluster_from("h100x32"), layout)
     planner = StepPlanner(model, coefficients, layout, None, PlanOptions(max_pack_tokens=context), host="unlimited")
     step = documents(long_tailed(num_documents, context))
-    found = {name: planner.propose(0, step, name) for name in PIPELINED if not STRATEGIES[name].needs_solver}
-    slimpack = found["slimpack"]
+    result = {name: planner.propose(0, step, name) for name in PIPELINED if not STRATEGIES[name].needs_solver}
+    slimpack = result["slimpack"]
     assert slimpack.imbalance_forward <= 1.05
     assert slimpack.imbalance_backward <= 1.05
     assert slimpack.cap_violations == 0
-    times = {name: proposal.plan.predicted.step_time_s for name, proposal in found.items()}
+    times = {name: proposal.plan.predicted.step_time_s for name, proposal in result.items()}
     assert sorted(times, key=times.__getitem__)[:2] == ["auto", "slimpack"]
     assert times["padded"] > times["best_fit"]

@@ -82,13 +82,13 @@ def test_steps_beyond_memory_fit_with_a_chosen_policy(strategy) -> None:
 
 def test_policies_survive_the_plan_file_and_the_timeline() -> None:
     """Bytes are not stored in a plan; a reader who forgot the policies would draw replay's memory."""
-    found = propose("recompute")
-    (read,) = decode_plan_file(encode_plan_file([found.plan]))
-    assert read == found.plan
+    result = propose("recompute")
+    (read,) = decode_plan_file(encode_plan_file([result.plan]))
+    assert read == result.plan
     assert {name for packs in read.pack_plans for name in packs.policies.values()} == {"recompute"}
     assert sum(len(packs.policies) for packs in read.pack_plans) == len(LENGTHS)
     timeline = predicted_timeline(read, sample_model())
-    assert timeline.memory_bytes.max() == found.plan.predicted.peak_memory_bytes
+    assert timeline.memory_bytes.max() == result.plan.predicted.peak_memory_bytes
     assert timeline.memory_bytes.max() < propose("replay").plan.predicted.peak_memory_bytes
 
 

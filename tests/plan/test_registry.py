@@ -24,15 +24,15 @@ def strategies(*records: Strategy, group: str = "evenload.no_such_group") -> Reg
 
 
 def test_names_are_unique_and_misspelt_ones_get_the_nearest():
-    found = strategies(strategy("even"))
-    found.register(strategy("odd"))
-    assert list(found) == ["even", "odd"]
+    result = strategies(strategy("even"))
+    result.register(strategy("odd"))
+    assert list(result) == ["even", "odd"]
     with pytest.raises(ConfigError, match="strategy 'odd' exists already"):
-        found.register(strategy("odd"))
+        result.register(strategy("odd"))
     with pytest.raises(ConfigError, match=r"unknown strategy 'evn'; did you mean 'even'\? available: even, odd"):
-        found.named("evn")
+        result.named("evn")
     with pytest.raises(ConfigError, match="a function, expected a Strategy"):
-        found.register(strategy)  # type: ignore[arg-type]
+        result.register(strategy)  # type: ignore[arg-type]
     assert strategy_named("wlb") is STRATEGIES["wlb"]
 
 

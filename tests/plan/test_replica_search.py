@@ -106,12 +106,12 @@ def test_scores_equal_their_reference(
     search = ReplicaSearch(problem, np.arange(len(num_tokens)), ranks)
     score([(search, trials)])
     assert set(search.scores) == set(trials)
-    for trial, found in search.scores.items():
+    for trial, result in search.scores.items():
         expected = score_of(search, trial)
-        assert (found is None) == (expected is None)
-        if found and expected:
-            assert found[:2] == expected[:2]
-            assert found[2:] == pytest.approx(expected[2:], rel=1e-12)
+        assert (result is None) == (expected is None)
+        if result and expected:
+            assert result[:2] == expected[:2]
+            assert result[2:] == pytest.approx(expected[2:], rel=1e-12)
 
 
 def test_the_best_trial_is_built_as_it_was_rated() -> None:

@@ -162,10 +162,10 @@ def test_what_is_found_is_near_the_best_of_all_mappings_of_its_devices(
         and max(of_stages) - min(of_stages) <= 1
         and not price.replicated_excess_bytes(edges, of_stages)
     ]
-    found = best_replicated_mapping(price, devices)
-    assert (found is None) == (not fitting)
-    if found is not None:
-        edges, of_stages = found
+    result = best_replicated_mapping(price, devices)
+    assert (result is None) == (not fitting)
+    if result is not None:
+        edges, of_stages = result
         assert sum(of_stages) == devices
         assert (edges[0], edges[-1]) == (0, LAYERS)
         assert not price.replicated_excess_bytes(edges, of_stages)
@@ -193,19 +193,19 @@ def test_static_bytes_are_those_of_the_layout() -> None:
     layout = split_layout([2, 4, 1], pp=3, devices=[1, 2, 1])
     held = static_bytes(sample_model(num_layers=LAYERS), layout)
     for stage, (first, last) in enumerate(layout.stage_layers):
-        found = price.static_stage_bytes(first, last, layout.devices[stage])
+        result = price.static_stage_bytes(first, last, layout.devices[stage])
         rank = layout.stage_to_rank[stage]
-        assert held[rank] - 12 < found < 1.3 * held[rank]
+        assert held[rank] - 12 < result < 1.3 * held[rank]
 
 
 def test_flexpipe_searches_them_and_plans_in_them() -> None:
     """Three devices that hold no replica of four layers: two stages of one device idle the third, 2 + 1 use all."""
     flex, batch = make(1, 3, 50_000, part_pipelines=True), [20] * 24
-    found = flex.search(np.array(batch), flex.layout)
-    best = found.mappings[0]
+    result = flex.search(np.array(batch), flex.layout)
+    best = result.mappings[0]
     assert (best.depth, best.devices, best.edges, best.excess_bytes) == (2, (2, 1), (0, 3, 4), 0)
-    assert best.step_s < min(one.step_s for one in found.mappings[1:] if not one.excess_bytes)
-    (chosen,) = (one for one in flex.candidates.promising_layouts([found], flex.layout)[:1])
+    assert best.step_s < min(one.step_s for one in result.mappings[1:] if not one.excess_bytes)
+    (chosen,) = (one for one in flex.candidates.promising_layouts([result], flex.layout)[:1])
     assert chosen == msgspec.structs.replace(split_layout([3, 1], pp=2, devices=[2, 1]), generation=1)
     proposals = {
         layout.describe(): flex.planner_of(layout).propose(0, documents(batch), "flexpipe")

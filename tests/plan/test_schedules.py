@@ -38,10 +38,10 @@ def propose(
     lengths, strategy: str, schedule: str = "choose", *, cap: int | None = None, pp=8, virtual=1, dp=1, **options
 ):
     layout = even_layout(MODEL.num_layers, dp=dp, pp=pp, virtual=virtual)
-    asked = PlanOptions(**{"max_pack_tokens": 2048, "policy": "replay", "schedule": schedule, **options})
+    request = PlanOptions(**{"max_pack_tokens": 2048, "policy": "replay", "schedule": schedule, **options})
     step = documents(lengths)
     costs = analytic_coefficients(MODEL, cluster_from("h100x8"), layout)
-    return StepPlanner(MODEL, costs, layout, cap, asked, host="unlimited").propose(0, step, strategy)
+    return StepPlanner(MODEL, costs, layout, cap, request, host="unlimited").propose(0, step, strategy)
 
 
 def kinds_of(proposal: Proposal) -> set[str]:
@@ -51,17 +51,17 @@ def kinds_of(proposal: Proposal) -> set[str]:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("strategy", [name for name, one in STRATEGIES.items() if one.search is None])
 def test_strategies_run_the_schedule_that_was_asked_for_or_say_why_not(strategy, schedule):
-    rule, asked = SCHEDULES[schedule], STRATEGIES[strategy]
-    if asked.needs_one_stage or (rule.needs_equal_packs and asked.cuts_documents):
+    rule, request = SCHEDULES[schedule], STRATEGIES[strategy]
+    if request.needs_one_stage or (rule.needs_equal_packs and request.cuts_documents):
         with pytest.raises(ConfigError, match=r"has a pipeline|its backward packs are not its forward packs"):
             propose(EVEN, strategy, schedule, pp=2)
         return
-    found = propose(EVEN, strategy, schedule, pp=2)
-    validate_plan(found.plan)
-    assert {choice.candidate.schedule for choice in found.choices} == {schedule}
-    assert ("W" in kinds_of(found)) == rule.splits_backward
+    result = propose(EVEN, strategy, schedule, pp=2)
+    validate_plan(result.plan)
+    assert {choice.candidate.schedule for choice in result.choices} == {schedule}
+    assert ("W" in kinds_of(result)) == rule.splits_backward
     usual = propose(EVEN, strategy, pp=2)
-    assert len(usual.plan.pack_plans[0].forward) == len(found.plan.pack_plans[0].forward) or strategy in (
+    assert len(usual.plan.pack_plans[0].forward) == len(result.plan.pack_plans[0].forward) or strategy in (
         "balanced", "flexpipe", "wlb",
     )  # fmt: skip
 
@@ -69,9 +69,9 @@ def test_strategies_run_the_schedule_that_was_asked_for_or_say_why_not(strategy,
 @pytest.mark.parametrize("schedule", ["gpipe", "zb_h1", "static", "list", "list_split"])
 @pytest.mark.parametrize("strategy", ["slimpack", "auto"])
 def test_a_search_keeps_to_the_schedule_that_was_asked_for(strategy, schedule):
-    found = propose(UNEVEN[:4], strategy, schedule, pp=2, candidates=2)
-    validate_plan(found.plan)
-    assert {choice.candidate.schedule for choice in found.choices} == {schedule}
+    result = propose(UNEVEN[:4], strategy, schedule, pp=2, candidates=2)
+    validate_plan(result.plan)
+    assert {choice.candidate.schedule for choice in result.choices} == {schedule}
 
 
 def test_zero_bubble_is_refused_where_a_rank_has_two_stages():
@@ -90,16 +90,16 @@ def test_auto_takes_zero_bubble_where_memory_is_tight(monkeypatch):
     published = propose(UNEVEN, "balanced", "zb_h1")
     cap = published.plan.predicted.peak_memory_bytes
     options = {"cap": cap, "min_slice_tokens": 2048}
-    found = propose(UNEVEN, "auto", **options)
-    assert {choice.candidate.schedule for choice in found.choices} == {"zb_h1"}
-    assert found.plan.predicted.step_time_s <= published.plan.predicted.step_time_s
-    assert found.plan.predicted.peak_memory_bytes <= cap
-    validate_plan(found.plan)
+    result = propose(UNEVEN, "auto", **options)
+    assert {choice.candidate.schedule for choice in result.choices} == {"zb_h1"}
+    assert result.plan.predicted.step_time_s <= published.plan.predicted.step_time_s
+    assert result.plan.predicted.peak_memory_bytes <= cap
+    validate_plan(result.plan)
     whole = propose(UNEVEN, "auto", **options, strategies=(AutoOptions(split_backward=False),))
     assert kinds_of(whole) == {"F", "B"}
     monkeypatch.setitem(SCHEDULES.built_in, "zb_h1", dataclasses.replace(ZB_H1, tried_by_auto=False))
     without = propose(UNEVEN, "auto", **options)
-    assert without.plan.predicted.step_time_s > 1.03 * found.plan.predicted.step_time_s
+    assert without.plan.predicted.step_time_s > 1.03 * result.plan.predicted.step_time_s
 
 
 FAST = (AutoOptions(max_candidates=4),)
@@ -148,12 +148,12 @@ def test_no_batch_ends_a_run_that_was_accepted_at_start(strategy):
                     lengths = batch_of(seed)
                     new = (Document(doc_id=first + i, num_tokens=n, num_label_tokens=n) for i, n in enumerate(lengths))
                     documents = (*waiting, *new)
-                    found = planner.propose(step, documents, strategy, state=state, is_last=step == steps - 1)
-                    validate_plan(found.plan, max_pack_tokens=2048)
-                    left, state = {one.doc_id for one in found.plan.left_out}, found.state
+                    result = planner.propose(step, documents, strategy, state=state, is_last=step == steps - 1)
+                    validate_plan(result.plan, max_pack_tokens=2048)
+                    left, state = {one.doc_id for one in result.plan.left_out}, result.state
                     waiting = tuple(document for document in documents if document.doc_id in left)
-                    assert found.feasible
-                    used = {choice.candidate.schedule for choice in found.choices if len(choice.documents)}
+                    assert result.feasible
+                    used = {choice.candidate.schedule for choice in result.choices if len(choice.documents)}
                     assert schedule == "choose" or used <= {schedule}
                 assert not waiting
     assert accepted >= (2 if alone else 8)
@@ -203,7 +203,7 @@ def test_choosing_is_never_slower_than_either_schedule_alone(sizes: dict[str, in
     for kind, count in (("long tail", 128), ("long tail", 60), ("two kinds", 64), ("one giant", 48), ("equal", 64)):
         step = documents(lengths(kind, count))
         for cuts in ("symmetric", "choose"):
-            found, digests = {}, set()
+            result, digests = {}, set()
             for schedule in ("list", "static", "choose", "choose"):
                 options = PlanOptions(
                     max_pack_tokens=LONGEST,
@@ -215,9 +215,9 @@ def test_choosing_is_never_slower_than_either_schedule_alone(sizes: dict[str, in
                     LLAMA, costs, layout, CLUSTER.device.usable_bytes, options, host=host_memory(CLUSTER)
                 )
                 proposal = planner.propose(0, step, "slimpack")
-                found[schedule] = worst_score(proposal.choices)
+                result[schedule] = worst_score(proposal.choices)
                 if schedule == "choose":
                     digests.add(proposal.plan.digest)
             # To the last bit but one: who of two equals is taken is decided before ranks are priced one by one.
-            assert found["choose"] == pytest.approx(min(found["list"], found["static"]), rel=1e-12), (kind, cuts)
+            assert result["choose"] == pytest.approx(min(result["list"], result["static"]), rel=1e-12), (kind, cuts)
             assert len(digests) == 1

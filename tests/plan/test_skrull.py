@@ -40,24 +40,24 @@ def test_steps_stay_within_memory_or_say_that_they_do_not(lengths, cp, dp, room_
     """Eq. 7 and 10 on bytes, the planner's own simulation the judge; every input ends."""
     static = int(static_bytes(sample_model(), even_layout(3, dp=dp, cp=cp)).max())
     cap = static + room_tokens * 1_200
-    found = planner(cap, policy=policy, dp=dp, cp=cp).propose(0, documents(lengths), "skrull")
-    validate_plan(found.plan)
-    assert found.feasible == (found.plan.predicted.peak_memory_bytes <= cap)
+    result = planner(cap, policy=policy, dp=dp, cp=cp).propose(0, documents(lengths), "skrull")
+    validate_plan(result.plan)
+    assert result.feasible == (result.plan.predicted.peak_memory_bytes <= cap)
     if room_tokens > 2 * max(lengths):
-        assert found.feasible
+        assert result.feasible
 
 
 def test_owners_survive_the_plan_file_and_the_timeline() -> None:
     lengths = [400, *[50] * 8]
     static = int(static_bytes(sample_model(), even_layout(3, cp=4)).max())
-    found = planner(static + 300_000, cp=4).propose(0, documents(lengths), "skrull")
-    packs = found.plan.pack_plans[0].forward
+    result = planner(static + 300_000, cp=4).propose(0, documents(lengths), "skrull")
+    packs = result.plan.pack_plans[0].forward
     pieces = [(piece, owner) for p in packs for piece, owner in zip(p.slices, p.sharding, strict=True)]
     assert {piece.cp for piece, _ in pieces} == {1, 4}
     assert all((piece.cp == 4) == (owner == -1) for piece, owner in pieces)
-    (read,) = decode_plan_file(encode_plan_file([found.plan]))
-    assert read == found.plan
-    assert predicted_timeline(read, sample_model()).memory_bytes.max() == found.plan.predicted.peak_memory_bytes
+    (read,) = decode_plan_file(encode_plan_file([result.plan]))
+    assert read == result.plan
+    assert predicted_timeline(read, sample_model()).memory_bytes.max() == result.plan.predicted.peak_memory_bytes
 
 
 @pytest.mark.parametrize("policy", ["replay", "recompute"])

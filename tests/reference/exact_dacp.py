@@ -199,12 +199,12 @@ class _Model:
 
     def owners(self, values: NDArray[np.float64]) -> Owned:
         """The answer that column values stand for."""
-        found: Owned = [[] for _ in range(self.step.dp)]
+        result: Owned = [[] for _ in range(self.step.dp)]
         for i, b in np.ndindex(self.step.dp, self.slots):
             kinds = np.concatenate([values[self.whole[:, i, b]], values[self.shared[:, i, b]][:, None]], axis=1)
             mine = np.flatnonzero(kinds.max(axis=1) > 0.5)
             if len(mine):
                 mine = mine[np.argsort(self.order[mine])]
                 kind = kinds[mine].argmax(axis=1)
-                found[i].append((self.order[mine], np.where(kind == self.step.columns.cp, SHARED, kind)))
-        return found
+                result[i].append((self.order[mine], np.where(kind == self.step.columns.cp, SHARED, kind)))
+        return result

@@ -88,14 +88,14 @@ class _ListSchedule:
 
     def candidates(self, rank: _Rank) -> list[tuple[int, int, int]]:
         """(kind, stage, pack) that the rank may start once the input is there."""
-        found = []
+        result = []
         for stage in rank.stages:
             k, j = self.next[_FORWARD][stage], self.next[_BACKWARD][stage]
             if j < self.m_b and k >= self.needed[j]:
-                found.append((_BACKWARD, stage, j))
+                result.append((_BACKWARD, stage, j))
             if k < self.m_f and self.admissible(rank, stage):
-                found.append((_FORWARD, stage, k))
-        return found
+                result.append((_FORWARD, stage, k))
+        return result
 
     def admissible(self, rank: _Rank, stage: int) -> bool:
         k, j = self.next[_FORWARD][stage], self.next[_BACKWARD][stage]

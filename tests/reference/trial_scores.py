@@ -31,7 +31,7 @@ def score_of(search: ReplicaSearch, trial: Trial) -> TrialScore | None:
             lookahead=trial.lookahead,
             split=trial.split,
         )
-    found = reference_simulation(tasks, actions)
-    excess = 0 if problem.cap_bytes is None else max(0, int((found.peak_bytes - problem.cap_bytes).max()))
-    makespan_s = float(found.end_s.max(initial=0.0))
+    result = reference_simulation(tasks, actions)
+    excess = 0 if problem.cap_bytes is None else max(0, int((result.peak_bytes - problem.cap_bytes).max()))
+    makespan_s = float(result.end_s.max(initial=0.0))
     return TrialScore(excess, makespan_s, imbalance(tasks.forward_s), imbalance(tasks.backward_s))

@@ -60,5 +60,5 @@ def open_page(browser, sample, tmp_path):
     for page in pages:
         page.close()
     # Reading pixels back is what these tests do, not the page.
-    found = [text for text in complaints if not text.startswith("data:") and "willReadFrequently" not in text]
-    assert found == []
+    result = [text for text in complaints if not text.startswith("data:") and "willReadFrequently" not in text]
+    assert result == []

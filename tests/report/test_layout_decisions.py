@@ -75,8 +75,8 @@ def test_the_figure_has_every_step_once_and_breaks_lines_where_nothing_fits():
     marks = re.findall('data-tip="step ([0-9]+): (.)', body)
     assert sorted(int(step) for step, _ in marks) == [one.step for one in DECISIONS]
     assert {case for _, case in marks} == {"①", "②", "③", "④"}
-    (said,) = re.findall("data-curves='([^']*)'", body)
-    lines = {series["name"]: series["values"] for series in json.loads(said)["series"]}
+    (output,) = re.findall("data-curves='([^']*)'", body)
+    lines = {series["name"]: series["values"] for series in json.loads(output)["series"]}
     third = pytest.approx(1.0 / 3)
     assert lines["T(keep)"] == [third, third, third, None, None, third, third, third]
     assert lines["T(save)"] == [None, None, None, pytest.approx(2.0 / 3), None, None, None, None]

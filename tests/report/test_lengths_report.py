@@ -61,8 +61,8 @@ def test_figures_hold_the_shares_of_the_profile() -> None:
     assert classes.numbers.rows[2] == ("4 to 8", "0, ·", "0, ·", "0, ·")
     assert "8 to 16 tokens: 26.47% of tokens (9)" in classes.body
     # The places of the cumulative curve are data for the pointer: shares end at 1.
-    (said,) = re.findall("data-curves='([^']*)'", cumulative_lengths_figure(PROFILE).body)
-    assert [series["values"][-1] for series in json.loads(said)["series"]] == [1, 1, 1]
+    (output,) = re.findall("data-curves='([^']*)'", cumulative_lengths_figure(PROFILE).body)
+    assert [series["values"][-1] for series in json.loads(output)["series"]] == [1, 1, 1]
     cuts = window_cuts_figure(PROFILE).numbers
     assert cuts is not None
     assert cuts.rows == (("4", "2, 33.3 %", "17, 50.0 %", "120, 60.9 %"), ("16", "0, ·", "0, ·", "0, ·"))

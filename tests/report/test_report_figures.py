@@ -29,9 +29,9 @@ from report_samples import make_plan, make_row, make_split, make_timeline
 
 
 def curves(figure):
-    (said,) = re.findall("data-curves='([^']*)'", figure.body)
-    found = json.loads(said.replace("&lt;", "<").replace("&#39;", "'").replace("&amp;", "&"))
-    return found["x"], {series["name"]: series["values"] for series in found["series"]}
+    (output,) = re.findall("data-curves='([^']*)'", figure.body)
+    result = json.loads(output.replace("&lt;", "<").replace("&#39;", "'").replace("&amp;", "&"))
+    return result["x"], {series["name"]: series["values"] for series in result["series"]}
 
 
 def test_curves_are_the_rows_values_with_gaps_and_the_latest_of_a_repeated_step():
@@ -84,13 +84,13 @@ def test_of_many_steps_a_line_keeps_the_extremes_and_the_gaps():
 def test_pack_times_are_relative_to_the_mean_of_their_replica():
     t = make_timeline(3, 4, 8)
     times = pack_times(t, "forward")
-    found = relative_times(t, make_plan(3, 8), "forward")
-    assert len(found) == 24
+    result = relative_times(t, make_plan(3, 8), "forward")
+    assert len(result) == 24
     for replica in range(3):
         seconds = times.seconds[times.dp_rank == replica]
-        assert np.allclose(found[8 * replica : 8 * replica + 8], seconds / seconds.mean())
-    assert found.max() == pytest.approx(times.imbalance())
-    assert np.array_equal(found, relative_times(t, None, "forward"))
+        assert np.allclose(result[8 * replica : 8 * replica + 8], seconds / seconds.mean())
+    assert result.max() == pytest.approx(times.imbalance())
+    assert np.array_equal(result, relative_times(t, None, "forward"))
 
 
 def test_packs_that_replicas_share_are_a_set_of_their_own():
@@ -105,10 +105,10 @@ def test_packs_that_replicas_share_are_a_set_of_their_own():
     )
     plan = change(plan, pack_plans=(change(replica, forward=forward),))
     seconds = pack_times(t, "forward").seconds
-    found = relative_times(t, plan, "forward")
+    result = relative_times(t, plan, "forward")
     alone = [k for k in range(6) if k not in shared]
     expected = [*(seconds[alone] / seconds[alone].mean()), *(seconds[[1, 4]] / seconds[[1, 4]].mean())]
-    assert found == pytest.approx(expected)
+    assert result == pytest.approx(expected)
 
 
 def test_pack_time_shapes_hold_all_packs_of_all_steps_and_the_imbalance():

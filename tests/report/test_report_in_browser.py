@@ -81,10 +81,10 @@ def test_pointing_at_curves_and_bars_says_their_values_also_by_keys(open_page):
     row = make_report().sections[0].metrics[2]
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 40)
     tip = page.locator(".tip")
-    said = tip.inner_text().splitlines()
-    assert said[0] == "step 3"
-    assert said[1].startswith("predicted: ")
-    assert said[2] == f"measured: {row['step_time_s']:.2f} s"
+    output = tip.inner_text().splitlines()
+    assert output[0] == "step 3"
+    assert output[1].startswith("predicted: ")
+    assert output[2] == f"measured: {row['step_time_s']:.2f} s"
     plot.focus()
     page.keyboard.press("Home")
     assert tip.inner_text().startswith("step 1\n")
@@ -109,8 +109,8 @@ def test_axe_finds_no_fault_of_contrast_labels_or_roles(open_page, tmp_path, sch
         if report is None:
             steps(page)
         page.evaluate("document.querySelectorAll('details').forEach((one) => (one.open = true))")
-        found = axe.run(page)
-        assert found.violations_count == 0, found.generate_report()
+        result = axe.run(page)
+        assert result.violations_count == 0, result.generate_report()
 
 
 def test_hostile_names_stay_text_in_the_step_view(open_page):

@@ -37,10 +37,10 @@ def unpack(text, directory):
 )
 def test_columns_come_back_as_they_went(columns):
     named = {f"c{i}": np.array(column, np.int64) for i, column in enumerate(columns)}
-    found = unpack(*pack_columns(named))
-    assert set(found) == set(named)
+    result = unpack(*pack_columns(named))
+    assert set(result) == set(named)
     for name, column in named.items():
-        assert found[name].tolist() == column.tolist()
+        assert result[name].tolist() == column.tolist()
 
 
 def test_columns_take_the_narrowest_type():
@@ -130,7 +130,7 @@ def test_plan_block_holds_every_slice_policy_and_document_left_out():
     plan = make_plan(2, 3, reason="dropped: longer than 5")
     text, meta = plan_block(plan)
     c = unpack(text, meta["columns"])
-    found, slices = (
+    result, slices = (
         [],
         iter(zip(*(c[f"slice{name}"].tolist() for name in ("Doc", "Start", "Length", "Cp")), strict=True)),
     )
@@ -138,9 +138,9 @@ def test_plan_block_holds_every_slice_policy_and_document_left_out():
     for *pack, count in packs:
         for doc, start, length, cp in itertools.islice(slices, count):
             document = int(c["docId"][doc]), int(c["docTokens"][doc])
-            found.append((*pack, *document, start, start + length, cp))
+            result.append((*pack, *document, start, start + length, cp))
     tokens = {document.doc_id: document.num_tokens for document in plan.documents}
-    assert found == [
+    assert result == [
         (r.dp_rank, d, pack.index, piece.doc_id, tokens[piece.doc_id], piece.start, piece.stop, piece.cp)
         for r in plan.pack_plans
         for d, packs in enumerate((r.forward, r.backward))

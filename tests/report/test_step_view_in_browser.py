@@ -20,15 +20,15 @@ def test_the_page_holds_the_timelines_own_numbers(open_page):
     page = open_page(report)
     steps(page)
     for panel, t in enumerate(report.sections[0].steps[0].timelines().values()):
-        found = page.evaluate(
+        result = page.evaluate(
             "p => { const t = document.getElementById('step-view').stepView.panels()[p].timeline;"
             " return [t.kind, t.stage, t.pack, t.start, t.end].map((column) => Array.from(column)); }",
             panel,
         )
         order = np.lexsort((t.start_s, t.rank, t.dp_rank))
-        for column, values in zip(("kind", "stage", "pack"), found[:3], strict=True):
+        for column, values in zip(("kind", "stage", "pack"), result[:3], strict=True):
             assert values == getattr(t, column)[order].tolist()
-        assert np.allclose(found[3:], [t.start_s[order], t.end_s[order]], rtol=0, atol=1e-9)
+        assert np.allclose(result[3:], [t.start_s[order], t.end_s[order]], rtol=0, atol=1e-9)
 
 
 def test_bars_stand_where_their_tasks_are(open_page):

@@ -30,8 +30,8 @@ def steps(best: tuple[BestPass, ...]) -> list[int]:
     ],
 )
 def test_a_pass_among_the_best_stands_before_the_one_that_it_drives_out(steps_done, loss, keep, expected, is_best):
-    best, told = with_pass(SAVED, steps_done, loss, keep)
-    assert (steps(best), told) == (expected, is_best)
+    best, reported = with_pass(SAVED, steps_done, loss, keep)
+    assert (steps(best), reported) == (expected, is_best)
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,14 @@ TIMEOUT = timedelta(seconds=7)
 
 @pytest.fixture
 def made(monkeypatch):
-    found = []
+    result = []
 
     def new_group(ranks, **options):
-        found.append((tuple(ranks), options))
+        result.append((tuple(ranks), options))
         return object()
 
     monkeypatch.setattr(dist, "new_group", new_group)
-    return found
+    return result
 
 
 def test_on_nccl_a_channel_has_groups_of_its_own_kind(made, monkeypatch):

@@ -92,5 +92,7 @@ def test_nothing_else_reads_pickles():
     """But a worker process, from the one that started it, and DeepSpeed's loop, what DeepSpeed unpickles next."""
     sources = Path(evenload.__file__).parent
     pattern = re.compile(r"pickle\.loads?\(|torch\.load\(|allow_pickle=True|weights_only=False|Unpickler\(")
-    found = {file.relative_to(sources).as_posix() for file in sources.rglob("*.py") if pattern.search(file.read_text())}
-    assert found == {*("data/workers.py", "runtime/checkpoint/pieces.py"), "integrations/deepspeed_loop.py"}
+    result = {
+        file.relative_to(sources).as_posix() for file in sources.rglob("*.py") if pattern.search(file.read_text())
+    }
+    assert result == {*("data/workers.py", "runtime/checkpoint/pieces.py"), "integrations/deepspeed_loop.py"}

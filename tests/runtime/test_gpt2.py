@@ -44,8 +44,8 @@ def test_random_weights_follow_the_scheme_of_transformers():
     config = tiny_config("gpt2", n_embd=192, n_inner=768)
     layer = stage_model(config, layers=(1, 2)).layers[1]
     assert isinstance(layer, nn.Module)
-    found = {name: parameter.std().item() for name, parameter in layer.named_parameters() if parameter.ndim == 2}
-    for name, deviation in found.items():
+    result = {name: parameter.std().item() for name, parameter in layer.named_parameters() if parameter.ndim == 2}
+    for name, deviation in result.items():
         expected = 0.2 / (8**0.5 if name.endswith("c_proj.weight") else 1)
         assert deviation == pytest.approx(expected, rel=0.03), name
     assert not layer.mlp.c_fc.bias.any()

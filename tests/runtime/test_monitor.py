@@ -26,11 +26,11 @@ AT_START = LoaderState(step=0, epoch=0, next_doc_id=0, parts=(), deferred=(), le
 
 
 def planned_step(flex, state=None):
-    found = flex.propose(0, documents(SHORT), state=state)
-    plan = found.proposal.plan
+    result = flex.propose(0, documents(SHORT), state=state)
+    plan = result.proposal.plan
     return PlannedStep(
         epoch=0, plan=plan, tokens=NO_TOKENS, loader_state=AT_START, planner_state=PlannerState(),
-        ledger_lines=(), plan_time_s=0.0, origin=str, part_of=int, decision=found.told,
+        ledger_lines=(), plan_time_s=0.0, origin=str, part_of=int, decision=result.told,
     ), predicted_timeline(plan, sample_model(num_layers=4))  # fmt: skip
 
 
@@ -38,10 +38,10 @@ def test_a_switch_that_was_decided_is_told_with_what_it_took():
     flex = make(1, 4, ROOM, **PUBLISHED)
     planned, measured = planned_step(flex)
     monitor = Monitor(flex, flex.layout, 0, ())
-    told = monitor.note(planned, measured, SWITCH, None)
-    assert (told.before, told.layout) == ("pp=4", "dp=4")
-    assert (told.measured_switch_s, told.moved_bytes) == (0.75, 700)
-    assert "the steps before" not in switch_line(0, SWITCH, told)
+    reported = monitor.note(planned, measured, SWITCH, None)
+    assert (reported.before, reported.layout) == ("pp=4", "dp=4")
+    assert (reported.measured_switch_s, reported.moved_bytes) == (0.75, 700)
+    assert "the steps before" not in switch_line(0, SWITCH, reported)
     (known,) = monitor.known()
     predicted_s = flex.switch_seconds(flex.layout, planned.plan)
     (ratios,) = known.measured.switches
@@ -66,7 +66,7 @@ def test_a_switch_to_where_a_checkpoint_was_is_no_decision_of_the_step():
     flat = msgspec.structs.replace(even_layout(4, dp=4), generation=1)
     state = msgspec.structs.replace(flex.initial_state(), layout=flat)
     planned, measured = planned_step(flex, state)
-    told = Monitor(flex, flex.layout, 0, ()).note(planned, measured, SWITCH, None)
-    assert (told.action, told.measured_switch_s, told.moved_bytes) == ("stay", None, None)
-    text = switch_line(0, SWITCH, told)
+    reported = Monitor(flex, flex.layout, 0, ()).note(planned, measured, SWITCH, None)
+    assert (reported.action, reported.measured_switch_s, reported.moved_bytes) == ("stay", None, None)
+    text = switch_line(0, SWITCH, reported)
     assert text.endswith("; processes start in pp=4, the steps before the checkpoint ran in dp=4")

@@ -67,11 +67,11 @@ def save(directory: Path, content: str, keep: int) -> None:
 
 
 def require_one_whole(directory: Path, *contents: str) -> None:
-    found = latest_checkpoint(directory)
-    assert found is not None
-    assert complete_checkpoints(directory)[-1:] == [found]
-    assert {path.name for path in found.iterdir()} == set(FILES)
-    (content,) = {path.read_text() for path in found.iterdir()}
+    result = latest_checkpoint(directory)
+    assert result is not None
+    assert complete_checkpoints(directory)[-1:] == [result]
+    assert {path.name for path in result.iterdir()} == set(FILES)
+    (content,) = {path.read_text() for path in result.iterdir()}
     assert content in contents
 
 

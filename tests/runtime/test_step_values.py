@@ -55,7 +55,7 @@ def _gathered(traces):
         memory_bytes=np.array([10 * place[0] + place[1]]),
         memory_kind_bytes=np.zeros((1, 1), np.int64),
     )
-    found = gather_timeline(
+    result = gather_timeline(
         trace,
         sums.T,
         [GatherTrace(gather[:, None], np.zeros((2, 0)))],
@@ -71,14 +71,14 @@ def _gathered(traces):
         barrier_s=0.5 * (4 - mesh.rank),
         stop_signal=15 * (mesh.rank == 2),
     )
-    return found, own.joined(mesh)
+    return result, own.joined(mesh)
 
 
 def test_traces_of_four_ranks_by_hand(gloo_pool):
     results = gloo_pool.run(4, _gathered, (PACKS, SUMS, GATHERS))
     timeline = results[0][0]
     assert timeline is not None
-    assert all(found is None for found, _ in results[1:])
+    assert all(result is None for result, _ in results[1:])
     assert timeline.step_time_s == 9.0
     of_rank = dict(zip(zip(timeline.dp_rank, timeline.rank, strict=True), range(4), strict=True))
     for place, (start_s, end_s) in PACKS.items():

@@ -24,9 +24,9 @@ from fake_streams import Device
 
 @pytest.fixture(params=[True, False], ids=["copies at once", "copies late"])
 def device(request, monkeypatch):
-    found = Device(copies_at_once=request.param).replace(monkeypatch)
-    monkeypatch.setattr(host_copies, "_copy_rows", found.copy_rows)
-    return found
+    result = Device(copies_at_once=request.param).replace(monkeypatch)
+    monkeypatch.setattr(host_copies, "_copy_rows", result.copy_rows)
+    return result
 
 
 CPU = torch.device("cpu")

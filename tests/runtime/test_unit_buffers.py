@@ -35,11 +35,11 @@ def test_a_unit_has_as_many_buffers_as_the_cost_model_says(name, sizes):
     build = partial(build_stage_model, **BUILT, lora=lora)
     for rank in range(layout.pipeline_ranks):
         models = build_rank_models(config, layout, rank, build)
-        found = Counter(buffer.unit for buffer in flatten_units(tuple(models.values()), dp=2))
+        result = Counter(buffer.unit for buffer in flatten_units(tuple(models.values()), dp=2))
         if "tp" in sizes and name.startswith("qwen2"):
             # Its biases, of three matrices only, are not counted; those of a part of a matrix have a buffer.
-            found -= Counter(range(1, 1 + config.num_hidden_layers))
-        assert found == unit_buffers(spec, layout, rank), (name, rank)
+            result -= Counter(range(1, 1 + config.num_hidden_layers))
+        assert result == unit_buffers(spec, layout, rank), (name, rank)
 
 
 @pytest.mark.skipif(resident_bytes() is None, reason="this system has no /proc/self/status")

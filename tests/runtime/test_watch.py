@@ -19,8 +19,8 @@ def test_a_broken_transfer_is_told_with_its_step() -> None:
     watch.step = 12
     with pytest.raises(RankLostError) as caught, watch.waiting("the gradient of backward pack 7", "rank 1"):
         raise RuntimeError(BROKEN)
-    told = "waited for the gradient of backward pack 7 of step 12 from rank 1: the connection broke. "
-    assert str(caught.value).startswith(f"rank 3 (dp 1, stage 1) {told}")
+    reported = "waited for the gradient of backward pack 7 of step 12 from rank 1: the connection broke. "
+    assert str(caught.value).startswith(f"rank 3 (dp 1, stage 1) {reported}")
 
 
 class CutOffStore(dist.HashStore):

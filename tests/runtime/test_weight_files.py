@@ -70,9 +70,9 @@ def test_a_whole_directory_passes_and_loads(model):
     assert refusal(model) == ""
     stage = stage_model(load_config(str(model)), torch.float32, weights=str(model))
     expected = load_file(model / SINGLE_FILE)
-    found = {name: parameter for named in stage.unit_parameters() for name, parameter in named}
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    result = {name: parameter for named in stage.unit_parameters() for name, parameter in named}
+    assert result.keys() == expected.keys()
+    assert all(torch.equal(result[name], expected[name]) for name in expected)
 
 
 def test_damaged_files_are_told_from_their_headers(model):

@@ -54,10 +54,10 @@ def test_every_dealt_schedule_runs_to_its_end_as_core_and_graph_say(devices, num
     tasks = replicated_tasks(devices, num_packs, seed)
     actions = one_f_one_b(tasks)
     check_order(tasks, actions)
-    found, expected = simulate(tasks, actions), reference_simulation(tasks, actions)
-    assert np.array_equal(found.start_s, expected.start_s)
-    assert np.array_equal(found.end_s, expected.end_s)
-    assert np.array_equal(found.peak_bytes, expected.peak_bytes)
+    result, expected = simulate(tasks, actions), reference_simulation(tasks, actions)
+    assert np.array_equal(result.start_s, expected.start_s)
+    assert np.array_equal(result.end_s, expected.end_s)
+    assert np.array_equal(result.peak_bytes, expected.peak_bytes)
 
 
 @given(st.lists(st.integers(1, 4), min_size=2, max_size=4), st.integers(2, 9), st.integers(0, 2**31))

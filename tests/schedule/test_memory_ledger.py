@@ -27,9 +27,9 @@ def test_hand_ledger_event_by_event():
     tasks = pipeline_tasks(PackCosts(sample_model(), sample_coefficients(), layout), packs)
     actions = columns_of("0F0 0F1 0B0 0B1")
     kinds = bytes_by_kind(sample_model(), layout, tasks, packs)
-    found = memory_ledger(kinds, actions)
+    result = memory_ledger(kinds, actions)
     names = ("activations_replay", "keys_and_values", "key_value_gradients", "layer_buffers", "head_logits")
-    assert found[:, [MEMORY_KINDS.index(name) for name in names]].tolist() == [
+    assert result[:, [MEMORY_KINDS.index(name) for name in names]].tolist() == [
         [0, 0, 0, 0, 0],
         [6 * 472, 480, 0, 6 * 96, 0],
         [6 * 472, 480, 0, 0, 0],
@@ -40,13 +40,13 @@ def test_hand_ledger_event_by_event():
         [9 * 472, 624, 960, 9 * 224, 9 * 320],
         [0, 0, 0, 0, 0],
     ]
-    static = found[:, [MEMORY_KINDS.index(name) for name in ("weights", "gradients", "optimizer_state")]]
+    static = result[:, [MEMORY_KINDS.index(name) for name in ("weights", "gradients", "optimizer_state")]]
     parameters = 3 * 592 + 2 * 256 + 8
     assert (static == [2 * parameters, 4 * parameters, 12 * parameters]).all()
     simulation = simulate(tasks, actions)
     timeline = to_timeline(tasks, actions, simulation, 0, simulation.makespan_s)
-    assert found.sum(axis=1).tolist() == timeline.memory_bytes.tolist()
-    assert found.sum(axis=1).max() == simulation.peak_bytes[0]
+    assert result.sum(axis=1).tolist() == timeline.memory_bytes.tolist()
+    assert result.sum(axis=1).max() == simulation.peak_bytes[0]
 
 
 def test_samples_hold_the_simulated_peak_in_time_order():

@@ -26,8 +26,8 @@ SCHEDULE_OF = {"1f1b": "static"}
 
 
 def sums(released, alone, compute_end, overlap=FREE):
-    found = run_reductions(np.array(released, float), np.array(alone, float), compute_end, overlap)
-    return found.start_s.tolist(), found.end_s.tolist(), found.compute_end_s
+    result = run_reductions(np.array(released, float), np.array(alone, float), compute_end, overlap)
+    return result.start_s.tolist(), result.end_s.tolist(), result.compute_end_s
 
 
 def test_a_sum_waits_for_its_gradients_and_for_the_sum_before() -> None:
@@ -43,10 +43,10 @@ def test_reductions_are_those_of_a_plain_clock(units, more, rates) -> None:
     released = np.cumsum([gap for gap, _ in units]).tolist()
     alone, compute_end = [seconds for _, seconds in units], float(max(released, default=0) + more)
     beside = OverlapCost(communication_slowdown=rates[0], compute_slowdown=rates[1])
-    found = sums(released, alone, compute_end, beside)
+    result = sums(released, alone, compute_end, beside)
     idle = (compute_end, np.inf)
     *expected, _ = plain_clock(released, [np.inf] * len(alone), alone, idle, beside, until=compute_end)
-    for mine, theirs in zip(found, expected, strict=True):
+    for mine, theirs in zip(result, expected, strict=True):
         assert mine == pytest.approx(theirs, abs=0.1)
 
 
@@ -195,10 +195,10 @@ def test_a_plan_says_what_it_hides(strategy, sizes, kind, other, costly) -> None
         seconds[name] = tuple(getattr(predicted, f"{kind}{part}_s") for part in ("", "_hidden"))
         assert split_proposal(proposal).total_s() == pytest.approx(predicted.step_time_s)
         timeline = detailed_timeline(proposal.plan, planner.costs)
-        told = getattr(timeline, f"{kind}_seconds")()
-        assert told[0] == pytest.approx(seconds[name][0])
+        reported = getattr(timeline, f"{kind}_seconds")()
+        assert reported[0] == pytest.approx(seconds[name][0])
         if beside is not SLOW:  # its packs end later than the simulation of packs alone says
-            assert told[1] == pytest.approx(seconds[name][1], abs=1e-9)
+            assert reported[1] == pytest.approx(seconds[name][1], abs=1e-9)
         assert float(timeline.side.end_s.max()) == pytest.approx(predicted.step_time_s)
     assert seconds["after"][1] == 0
     assert 0 < seconds["free"][1] <= seconds["free"][0]

@@ -46,9 +46,9 @@ def test_plan_file_has_the_fixed_shape() -> None:
     for plan in data["plans"]:
         assert {"step", "strategy", "layout", "num_label_tokens", "documents", "replicas", "predicted"} <= set(plan)
         assert {"dp", "cp", "pp", "tp", "stage_layers", "stage_to_rank"} <= set(plan["layout"])
-        said = {"step_time_s", "per_replica_s", "peak_memory_bytes", "peak_host_bytes_per_node"}
+        output = {"step_time_s", "per_replica_s", "peak_memory_bytes", "peak_host_bytes_per_node"}
         of_transfers = {f"{name}{part}_s" for name in ("reduction", "gather") for part in ("", "_hidden")}
-        assert set(plan["predicted"]) == said | of_transfers
+        assert set(plan["predicted"]) == output | of_transfers
         assert all({"doc_id", "num_tokens"} <= set(document) for document in plan["documents"])
         for replica in plan["replicas"]:
             assert {
@@ -94,9 +94,9 @@ def test_plan_file_can_be_re_simulated_without_our_simulator(layout, split) -> N
             columns = (replica[f"durations_{name}_s"] for name in ("backward", "input", "weight"))
             for whole, *parts in zip(*columns, strict=True):
                 assert whole == pytest.approx([sum(pair) for pair in zip(*parts, strict=True)])
-        found = [re_simulate(replica, plan["layout"]["stage_to_rank"]) for replica in plan["replicas"]]
-        assert found == predicted["per_replica_s"], plan["strategy"]
-        assert max(found) <= predicted["step_time_s"]
+        result = [re_simulate(replica, plan["layout"]["stage_to_rank"]) for replica in plan["replicas"]]
+        assert result == predicted["per_replica_s"], plan["strategy"]
+        assert max(result) <= predicted["step_time_s"]
         seen |= {"split" for r in plan["replicas"] for row in r["schedule"] for action in row if "W" in action}
         seen |= {"merged" for r in plan["replicas"] for pack in r["forward"] for p in pack if p["cp"] > layout.cp}
         seen |= {"policies" for replica in plan["replicas"] if "policies" in replica}

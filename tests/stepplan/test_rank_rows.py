@@ -28,12 +28,12 @@ def test_every_token_has_one_rank_and_keeps_it(seed, cp, rule) -> None:
         for listed in (packs.forward, packs.backward):
             owner = {}
             for pack in listed:
-                found = rows.of_pack(pack)
-                assert found is not None
+                result = rows.of_pack(pack)
+                assert result is not None
                 expected = sorted((s.doc_id, t) for s in pack.slices for t in range(s.start, pack.pad_to or s.stop))
                 computed = []
                 for rank in range(cp):
-                    mine = [(doc, t) for doc, start, stop in found.ranges(rank) for t in range(start, stop)]
+                    mine = [(doc, t) for doc, start, stop in result.ranges(rank) for t in range(start, stop)]
                     owner |= dict.fromkeys(mine, rank)
                     computed += mine
                 assert sorted(computed) == expected
@@ -48,9 +48,9 @@ def test_per_document_ranks_differ_by_one_token_per_document(seed, cp) -> None:
     plan = context_plan(seed, cp=cp, rule="per_document")
     rows, packs = replica_rows(plan, 0), plan.pack_plans[0]
     for pack in (*packs.forward, *packs.backward):
-        found = rows.of_pack(pack)
-        assert found is not None
-        for piece in found.shared:
+        result = rows.of_pack(pack)
+        assert result is not None
+        for piece in result.shared:
             counts = [sum(r.stop - r.start for r in ranges) for ranges in piece.ranges]
             edges = [
                 s.start
@@ -128,8 +128,8 @@ def require_equal_rows(plan: StepPlan) -> None:
     for dp_rank, packs in enumerate(plan.pack_plans):
         rows, columns = replica_rows(plan, dp_rank), replica_columns(plan, dp_rank)
         shardings = [pack.sharding for pack in packs.forward]
-        found = ranked_packs(columns.forward, columns.backward, shardings, plan.layout.cp)
-        for ranked, listed in zip(found, (packs.forward, packs.backward), strict=True):
+        result = ranked_packs(columns.forward, columns.backward, shardings, plan.layout.cp)
+        for ranked, listed in zip(result, (packs.forward, packs.backward), strict=True):
             for index, pack in enumerate(listed):
                 expected = rows.of_pack(pack)
                 if expected is None:

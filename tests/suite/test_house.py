@@ -47,9 +47,9 @@ def test_the_whole_can_be_held_in_one_head():
 
 
 def test_no_function_is_over_the_limits():
-    found = {
+    result = {
         f"{path.relative_to(SRC).as_posix()}:{name}"
         for path in SRC.rglob("*.py")
         for name in too_large(path.read_text())
     }
-    assert found == set(), "split these"
+    assert result == set(), "split these"

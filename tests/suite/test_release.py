@@ -47,7 +47,7 @@ def test_the_wheel_is_asked_for_the_stable_abi_in_one_place_and_the_core_uses_it
 
 def test_the_index_page_has_no_relative_link(metadata):
     page = metadata["with_absolute_links"]((ROOT / "README.md").read_text(), HOME, "v1.2.3")
-    targets = [found["target"] for found in metadata["_LINK"].finditer(re.sub(r"```.*?```", "", page, flags=re.S))]
+    targets = [result["target"] for result in metadata["_LINK"].finditer(re.sub(r"```.*?```", "", page, flags=re.S))]
     assert targets
     assert all(re.match(r"https?:|#", target) for target in targets)
 

@@ -87,9 +87,9 @@ def resume_verdict(config_file: str, overrides: list[str], forgets_loader: bool)
 
     def resume_without_the_loader(trainer: Trainer):
         fresh = trainer.loader.state()
-        found = resume(trainer)
+        result = resume(trainer)
         trainer.loader.load_state(fresh)
-        return found
+        return result
 
     with mock.patch.object(Trainer, "resume", resume_without_the_loader if forgets_loader else resume):
         return check_resume(config, COSTS, CAP_BYTES, mesh)

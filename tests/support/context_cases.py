@@ -47,16 +47,16 @@ def attend_shared_packs(
         given = {doc: document_tensors(n, doc, dtype) for doc, n in lengths.items()}
         # Output is as the gradient that is given of it.
         as_found = {"grad": "out", "q": "q", "k": "k", "v": "v"}
-        found = {
+        result = {
             doc: {as_found[n]: torch.full_like(t, torch.nan) for n, t in own.items()} for doc, own in given.items()
         }
         packs.collate({doc: np.zeros(n, np.int32) for doc, n in lengths.items()})
         for pack in (*of_replica.forward, *of_replica.backward):
-            _attend(pack.direction, packs.load(pack), store, given, found, AttentionCall(
+            _attend(pack.direction, packs.load(pack), store, given, result, AttentionCall(
                 select_backend(backend, "cpu"), store, 0, Scoring(DIM**-0.5, window)
             ), dtype)  # fmt: skip
         store.check_empty()
-        results.append((found, sum(group.moved_bytes for group in groups.values()) - before))
+        results.append((result, sum(group.moved_bytes for group in groups.values()) - before))
     return results
 
 
@@ -69,8 +69,8 @@ class _Recorder:
 
     def take(self) -> tuple[int, int]:
         """(covered, not covered) since the last time."""
-        found, self.rows = (self.rows[True], self.rows[False]), {True: 0, False: 0}
-        return found
+        result, self.rows = (self.rows[True], self.rows[False]), {True: 0, False: 0}
+        return result
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,26 +126,26 @@ def covered_rows(plan: bytes, exchange: str) -> list[list[tuple[int, int]]]:
     packs.collate({doc: np.zeros(n, np.int32) for doc, n in lengths.items()})
     backend = _RecordedBackend(select_backend("reference", "cpu"), recorder)
     call = AttentionCall(backend, store, 0, Scoring(DIM**-0.5, 0))  # type: ignore[arg-type]
-    found: list[list[tuple[int, int]]] = []
+    result: list[list[tuple[int, int]]] = []
     for listed in (of_replica.forward, of_replica.backward):
-        found.append([])
+        result.append([])
         for pack in listed:
             _attend(pack.direction, packs.load(pack), store, given, None, call, dtype)
-            found[-1].append(recorder.take())
-    return found
+            result[-1].append(recorder.take())
+    return result
 
 
-def _attend(direction, pack, store, given, found, call, dtype) -> None:
+def _attend(direction, pack, store, given, result, call, dtype) -> None:
     def rows(name):
         heads = GROUPS if name in "kv" else HEADS
         return torch.cat([torch.empty(0, heads, DIM, dtype=dtype), *(given[d][name][a:b] for d, a, b in pack.ranges)])
 
     def spread(name, values):
-        if found is None:
+        if result is None:
             return
         for place, (doc, start, stop) in rows_of(pack.ranges):
-            assert found[doc][name][start:stop].isnan().all(), "computed twice"
-            found[doc][name][start:stop] = values[place]
+            assert result[doc][name][start:stop].isnan().all(), "computed twice"
+            result[doc][name][start:stop] = values[place]
 
     q, k, v = rows("q"), rows("k"), rows("v")
     of_rows = tuple(rows_of(pack.ranges))

@@ -119,12 +119,12 @@ def _shared(
         for piece in pack.slices:
             alone = rule == "dacp" and owner[piece.doc_id] >= 0 and cp_of_local is None
             slices.append(Slice(doc_id=piece.doc_id, start=piece.start, stop=piece.stop, cp=1 if alone else ranks))
-        found = rule
+        result = rule
         if rule in ("owners", "dacp"):
             drawn = [rng.randrange(-1, ranks) for _ in slices]
-            found = tuple(drawn if rule == "owners" else [owner[piece.doc_id] for piece in slices])
-        found = found if pack.direction == "forward" else ""
-        return msgspec.structs.replace(pack, slices=tuple(slices), sharding=found)
+            result = tuple(drawn if rule == "owners" else [owner[piece.doc_id] for piece in slices])
+        result = result if pack.direction == "forward" else ""
+        return msgspec.structs.replace(pack, slices=tuple(slices), sharding=result)
 
     return msgspec.structs.replace(
         packs, forward=tuple(map(shared, packs.forward)), backward=tuple(map(shared, packs.backward))

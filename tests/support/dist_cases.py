@@ -172,10 +172,10 @@ class RankUnderTest:
 
     def weights(self) -> dict:
         """Trained weights by name."""
-        found = {}
+        result = {}
         for buffer in self.buffers:
             for name, parameter in zip(buffer.names, buffer.parameters, strict=True):
                 value = join_parts(parameter.detach(), tensor_split(parameter), self._mesh.tensor)
                 # numpy knows no bfloat16.
-                found[name] = (value.float() if value.dtype == torch.bfloat16 else value).cpu().numpy().copy()
-        return found
+                result[name] = (value.float() if value.dtype == torch.bfloat16 else value).cpu().numpy().copy()
+        return result

@@ -143,13 +143,13 @@ class Outcome(NamedTuple):
     num_known: int
 
 
-def assert_same_training(found: Outcome, expected: Outcome, tolerance: float) -> None:
+def assert_same_training(result: Outcome, expected: Outcome, tolerance: float) -> None:
     """Losses, norms, weights and optimizer state; 0 = to the bit."""
-    assert found.losses == pytest.approx(expected.losses, rel=tolerance, abs=0)
-    assert found.norms == pytest.approx(expected.norms, rel=10 * tolerance, abs=0)
-    assert found.state.keys() == expected.state.keys()
+    assert result.losses == pytest.approx(expected.losses, rel=tolerance, abs=0)
+    assert result.norms == pytest.approx(expected.norms, rel=10 * tolerance, abs=0)
+    assert result.state.keys() == expected.state.keys()
     for name, tensor in expected.state.items():
-        difference = np.linalg.norm(found.state[name] - tensor)
+        difference = np.linalg.norm(result.state[name] - tensor)
         assert difference <= tolerance * max(np.linalg.norm(tensor), 1e-12), name
 
 

@@ -73,9 +73,9 @@ def check_gradients(ranks: Ranks, case: EngineCase, root: Path, world_size: int 
 def check_isolation(ranks: Ranks, case: EngineCase, root: Path, world_size: int = 2) -> None:
     """Another document in a pack changes its own outputs and nobody else's."""
     write_uneven(root)
-    found = [one for one in ranks.run(world_size, case.perturb, case, root) if one is not None]
-    assert found, "no rank had a pack of two documents"
-    for before, after, start, stop in found:
+    result = [one for one in ranks.run(world_size, case.perturb, case, root) if one is not None]
+    assert result, "no rank had a pack of two documents"
+    for before, after, start, stop in result:
         difference = (before - after).abs().amax(-1)
         assert bool((difference[start:stop] > 0).all())
         others = torch.cat([difference[:start], difference[stop:]])
@@ -138,16 +138,16 @@ def _compare(
     _require_close(record.parameters, weights, limit)
 
 
-def _require_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], limit: float) -> float:
+def _require_close(result: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], limit: float) -> float:
     """The relative error of all tensors as one vector, which is within the limit; each one alone is within four times.
 
     Rounding puts an error on a small gradient that is like that of the large ones around it; a gradient that is missing
     or scaled is wrong by far more than four times the limit.
     """
-    assert {name: tensor.shape for name, tensor in found.items()} == {
+    assert {name: tensor.shape for name, tensor in result.items()} == {
         name: tensor.shape for name, tensor in expected.items()
     }
-    differences = {name: torch.linalg.vector_norm(found[name].double() - expected[name]) for name in expected}
+    differences = {name: torch.linalg.vector_norm(result[name].double() - expected[name]) for name in expected}
     lengths = {name: torch.linalg.vector_norm(tensor) for name, tensor in expected.items()}
     errors = {name: (differences[name] / lengths[name]).item() for name in expected}
     worst = max(errors, key=errors.__getitem__)

@@ -33,5 +33,5 @@ def losses(world_size, name, data, output, steps, *more):
     """Train with an example; the loss that it prints of every step."""
     arguments = ["--data", data, "--steps", steps, "--output", output, *more]
     run_as_torchrun(world_size, run_example, name, list(map(str, arguments)), output)
-    found = re.findall(r"step:? *(\d+):? +loss:? +([\d.]+)", output.with_suffix(".0.txt").read_text())
-    return {int(step): float(loss) for step, loss in found}
+    result = re.findall(r"step:? *(\d+):? +loss:? +([\d.]+)", output.with_suffix(".0.txt").read_text())
+    return {int(step): float(loss) for step, loss in result}

@@ -136,15 +136,15 @@ def plain(record: Record) -> tuple:
 
 def values_of(records: list[Record]) -> list:
     """The only column of every record, token arrays as lists; no record may have a problem."""
-    found = []
+    result = []
     for record in records:
         assert record.values is not None, record.problem
         (value,) = record.values
         if isinstance(value, np.ndarray):
             assert value.dtype == np.int32
             value = value.tolist()
-        found.append(value)
-    return found
+        result.append(value)
+    return result
 
 
 def check_parts_and_offsets(reader: RecordReader, count: int, expected: list) -> None:

@@ -105,13 +105,13 @@ def costs_of_a_resume(
     trainer.save()
     again = make_trainer(config_file, overrides)
     again.resume()
-    said = io.StringIO()
+    output = io.StringIO()
     os.environ["LOCAL_WORLD_SIZE"] = str(mesh.layout.world_size)
     try:
         with quick_calibration():
-            found = run_coefficients(again, Path(cache), 1, Console(file=said, width=1000), 64)
+            result = run_coefficients(again, Path(cache), 1, Console(file=output, width=1000), 64)
     finally:
         del os.environ["LOCAL_WORLD_SIZE"]
     dist.barrier(group=mesh.control)
     num_cached = len(list(Path(cache).glob("*.json")))
-    return msgspec.json.encode(found), missing_costs(found, mesh.layout), said.getvalue(), num_cached
+    return msgspec.json.encode(result), missing_costs(result, mesh.layout), output.getvalue(), num_cached

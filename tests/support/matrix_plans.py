@@ -254,10 +254,10 @@ def _scheduled(tasks: PipelineTasks, name: str) -> ActionColumns:
     cap = np.full(tasks.num_ranks, 3 * tasks.num_stages // tasks.num_ranks, np.int64)
     if name == "list":
         return packflow_list(dataclasses.replace(tasks, split=None), cap_bytes=cap)
-    found = packflow_list(tasks, cap_bytes=cap, split=True)
+    result = packflow_list(tasks, cap_bytes=cap, split=True)
     # Where nobody waits the list splits nothing.
-    is_split = all("I" in {action.kind for action in rank} for rank in found.to_schedule().ranks)
-    return found if is_split else _split_by_hand(packflow_list(tasks, cap_bytes=cap))
+    is_split = all("I" in {action.kind for action in rank} for rank in result.to_schedule().ranks)
+    return result if is_split else _split_by_hand(packflow_list(tasks, cap_bytes=cap))
 
 
 def _split_by_hand(actions: ActionColumns) -> ActionColumns:

@@ -11,11 +11,11 @@ def rounded_up(share: int) -> AbstractContextManager[object]:
     rsqrt = torch.rsqrt
 
     def other(values: torch.Tensor) -> torch.Tensor:
-        found = rsqrt(values)
-        if found.dtype != torch.float32:
-            return found
-        is_other = (torch.arange(found.numel()) % share == 0).view(found.shape)
-        ulp = torch.nextafter(found.detach(), torch.tensor(torch.inf)) - found.detach()
-        return found + ulp * is_other
+        result = rsqrt(values)
+        if result.dtype != torch.float32:
+            return result
+        is_other = (torch.arange(result.numel()) % share == 0).view(result.shape)
+        ulp = torch.nextafter(result.detach(), torch.tensor(torch.inf)) - result.detach()
+        return result + ulp * is_other
 
     return mock.patch("torch.rsqrt", other)

@@ -38,9 +38,9 @@ class Block(NamedTuple):
 
 def blocks_of(page: Path) -> Iterator[Block]:
     """Blocks with a language, in order."""
-    for found in _BLOCK.finditer(page.read_text(encoding="utf-8")):
-        said = {found["kind"]: found["said"]}
-        yield Block(found["language"], found["text"], said.get("file"), said.get("not run"))
+    for result in _BLOCK.finditer(page.read_text(encoding="utf-8")):
+        output = {result["kind"]: result["said"]}
+        yield Block(result["language"], result["text"], output.get("file"), output.get("not run"))
 
 
 def name_of(page: Path) -> str:

@@ -133,10 +133,10 @@ def plain_error(
 ) -> float:
     """What a precision alone costs, on this processor: the largest relative error of a parameter's gradient of plain
     training in it, against float64. Ours sums in another order, so it may be off from plain training by twice this."""
-    _, found = plain_loss_and_gradients(config, weights, tokens, dtype)
+    _, result = plain_loss_and_gradients(config, weights, tokens, dtype)
     exact_weights = {name: weight.double() for name, weight in weights.items()}
     _, exact = plain_loss_and_gradients(config, exact_weights, tokens, torch.float64)
-    return max(relative_error(found[name], gradient) for name, gradient in exact.items())
+    return max(relative_error(result[name], gradient) for name, gradient in exact.items())
 
 
 @torch.no_grad()

@@ -106,8 +106,8 @@ def assert_bf16_as_good_as_plain(kind, backend, device="cpu"):
     exact_loss, exact = plain_loss_and_gradients(config, doubles, tokens, torch.float64)
     plain_loss, plain = plain_loss_and_gradients(config, weights, tokens, torch.bfloat16)
 
-    def error(found):
-        off = sum(float((found[n].cpu().double() - exact[n].double()).square().sum()) for n in exact)
+    def error(result):
+        off = sum(float((result[n].cpu().double() - exact[n].double()).square().sum()) for n in exact)
         return (off / sum(float(exact[n].double().square().sum()) for n in exact)) ** 0.5
 
     assert error(gradients) <= 2 * error(plain)

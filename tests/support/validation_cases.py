@@ -36,14 +36,14 @@ def plain_validation(config_file: Path, overrides: Iterable[str], state: dict[st
     assert config.validation is not None
     model = model_of_state(config, state)
     loader = GlobalBatchLoader(validation_data(config.data, config.validation))
-    found = []
+    result = []
     while (batch := loader.next_batch()) is not None:
         for doc_id, tokens in batch.tokens.items():
             labels = torch.from_numpy(batch.tokens.labels_of(doc_id)[1:]).long()
             logits = model(torch.from_numpy(tokens).long()[None]).logits[0, :-1]
             loss = nn.functional.cross_entropy(logits, labels, reduction="sum").item()
-            found.append(PlainLoss(len(tokens), int((labels >= 0).sum()), batch.place(doc_id).part, loss))
-    return found
+            result.append(PlainLoss(len(tokens), int((labels >= 0).sum()), batch.place(doc_id).part, loss))
+    return result
 
 
 def averaged_export(config_file: str, overrides: list[str]) -> tuple[str, bool]:
@@ -90,8 +90,8 @@ def left_out_passes(config_file: str, overrides: list[str], directory: str, last
         made_up: list[Validation] = []
         is_asked = lambda: 15 if trainer.mesh.rank == 1 and trainer.steps_done == asked_in_step else 0  # noqa: E731
         reports = list(trainer.train(COSTS, 2**34, stop_after, is_asked, on_late_pass=made_up.append))
-        found = [report.validation.step for report in reports if report is not None and report.validation is not None]
-        return found, [one.step for one in made_up]
+        result = [report.validation.step for report in reports if report is not None and report.validation is not None]
+        return result, [one.step for one in made_up]
 
     first = start(at_end)
     leaving_off = passes(first, stop_after=last_step - 1)[0]

@@ -132,17 +132,17 @@ def predicted_kind_bytes(plan: StepPlan, model: ModelSpec, dp_rank: int) -> list
     kinds = bytes_by_kind(model, plan.layout, tasks, columns)
     actions = action_columns(plan.schedules[dp_rank])
     ledger = memory_ledger(kinds, actions)
-    found, row = [], 0
+    result, row = [], 0
     for count in np.diff(actions.rank_offset).tolist():
         samples = ledger[row : row + 1 + 2 * count]
         row += len(samples)
-        found.append(
+        result.append(
             {
                 name: {"running": samples[1::2, at].tolist(), "after": samples[2::2, at].tolist()}
                 for at, name in enumerate(MEMORY_KINDS)
             }
         )
-    return found
+    return result
 
 
 def predicted_host_bytes(plan: StepPlan, model: ModelSpec, dp_rank: int) -> list[int]:

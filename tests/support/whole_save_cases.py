@@ -54,9 +54,9 @@ def save_again_and_fail(corpus: Path, saved: Path) -> Saved:
 
 def _names(directory: Path) -> list[str]:
     dist.barrier()
-    found = sorted(one.name for one in directory.iterdir())
+    result = sorted(one.name for one in directory.iterdir())
     dist.barrier()
-    return found
+    return result
 
 
 def errors_of_loading(corpus: Path, saved: Path) -> list[str]:

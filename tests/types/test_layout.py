@@ -76,5 +76,5 @@ WIDE = read_layout_text("pp=3,devices=1+2+1").layout(4)
         ("fifo", "cpu", [EVEN], "fifo"),
     ],
 )
-def test_one_order_is_the_default_where_transfers_may_wait_for_each_other(choice, device, layouts, found):
-    assert channel_mode(choice, device, layouts) == found
+def test_one_order_is_the_default_where_transfers_may_wait_for_each_other(choice, device, layouts, result):
+    assert channel_mode(choice, device, layouts) == result

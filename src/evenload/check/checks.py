@@ -68,8 +68,8 @@ def check_isolation(
     packs_of = [(plan, [pack for packs in plan.pack_plans for pack in packs.forward]) for plan in plans]
     shared = [(plan, packs) for plan, packs in packs_of if any(len(pack.slices) > 1 for pack in packs)]
     if not shared:
-        found = f"{counted(len(tokens), 'document')} under {counted(len(plans), 'plan')}"
-        return skipped("isolation", found, "no pack holds two documents, so none can reach another")
+        result = f"{counted(len(tokens), 'document')} under {counted(len(plans), 'plan')}"
+        return skipped("isolation", result, "no pack holds two documents, so none can reach another")
     plan, packs = shared[0]
     order = list(dict.fromkeys(piece.doc_id for pack in packs for piece in pack.slices))
     shared_packs = sum(len(pack.slices) > 1 for pack in packs)
@@ -92,17 +92,17 @@ def check_isolation(
     # The CPU's kernels are deterministic: whatever differs there was carried from elsewhere.
     allowed = 0.0 if mesh.device.type == "cpu" else min(_NOISE_FACTOR * noise, _MOST_NOISE)
     near = "to the bit" if leak == 0 else f"to {leak:.1e} of the largest value, allowed {allowed:.1e}"
-    found = (
+    result = (
         f"{counted(len(order), 'document')} in {shared_packs} shared packs of {plan.strategy}: outputs and gradients "
         f"unchanged {near} while every other document changes"
     )
     if not max(leak, noise if mesh.device.type == "cpu" else 0.0) <= allowed:
         why = "tokens of one document reach another in the same pack: attention or labels cross a boundary"
-        return judged("isolation", found.replace("unchanged to", "changed by"), why)
+        return judged("isolation", result.replace("unchanged to", "changed by"), why)
     if blind:
         why = f"{blind} of {observed} documents' rows did not change with their tokens: the probe does not see them"
-        return judged("isolation", found, why)
-    return judged("isolation", found)
+        return judged("isolation", result, why)
+    return judged("isolation", result)
 
 
 def _with_other_tokens(
@@ -180,14 +180,14 @@ def check_invariance(
                 f"{title}: loss off by {errors.loss:.1e}, gradient by {errors.gradient:.1e}, most in {parameter} "
                 f"({error:.1e})"
             )
-    found = (
+    result = (
         f"{', '.join(title for title, _ in plans)} in {config.model.dtype} on {mesh.layout.describe()}, "
         f"{counted(len(tokens), 'document')}, {sum(map(len, tokens.values())):,} tokens: loss within {worst_loss:.1e} "
         f"(allowed {limits[0]:.1e}), gradient within {worst_gradient:.1e} (allowed {limits[1]:.1e}) of plain float64"
     )
     if left_out:
-        found += f"; not run: {'; '.join(left_out)}"
-    return judged(name, found, "; ".join(failures))
+        result += f"; not run: {'; '.join(left_out)}"
+    return judged(name, result, "; ".join(failures))
 
 
 def _errors(
@@ -383,23 +383,23 @@ def check_ledger(survey: Survey) -> Verdict:
     lines = (" ".join(line.split()) for line in survey.ledger_lines)
     account = "; ".join(line for line in lines if " 0 documents 0 tokens" not in line)
     steps, documents = counted(survey.steps, "step"), counted(survey.documents, "document")
-    found = f"{extent}, {steps} of {documents}, {survey.tokens:,} tokens: {account}"
+    result = f"{extent}, {steps} of {documents}, {survey.tokens:,} tokens: {account}"
     if not survey.steps and not survey.ledger_error:
-        return skipped("ledger", found, "no step could be planned; see memory")
-    return judged("ledger", found, survey.ledger_error)
+        return skipped("ledger", result, "no step could be planned; see memory")
+    return judged("ledger", result, survey.ledger_error)
 
 
 def check_memory(survey: Survey, memory_cap_bytes: int, strategy: str) -> Verdict:
-    found = f"limit {format_bytes(memory_cap_bytes)} a process"
+    result = f"limit {format_bytes(memory_cap_bytes)} a process"
     if survey.peaks:
         peak, step, longest = max(survey.peaks)
-        found = (
+        result = (
             f"fullest of {len(survey.peaks)} steps of {strategy}: {format_bytes(peak)} predicted in step {step} "
-            f"(longest document {longest:,} tokens), {found}"
+            f"(longest document {longest:,} tokens), {result}"
         )
     if not survey.peaks and not survey.memory_error:
         return skipped("memory", "", "no step could be read; see ledger")
-    return judged("memory", found, survey.memory_error)
+    return judged("memory", result, survey.memory_error)
 
 
 _COMPARED = tuple(one.name for one in (PADDED, BEST_FIT, BALANCED, SLIMPACK))

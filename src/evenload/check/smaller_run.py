@@ -64,13 +64,13 @@ class Verdict(Frozen):
     why: str = ""
 
 
-def judged(name: str, found: str, why: str = "") -> Verdict:
+def judged(name: str, result: str, why: str = "") -> Verdict:
     """Return a verdict that fails where there is a reason."""
-    return Verdict(name=name, outcome="fail" if why else "pass", found=found, why=why)
+    return Verdict(name=name, outcome="fail" if why else "pass", found=result, why=why)
 
 
-def skipped(name: str, found: str, why: str) -> Verdict:
-    return Verdict(name=name, outcome="skipped", found=found, why=why)
+def skipped(name: str, result: str, why: str) -> Verdict:
+    return Verdict(name=name, outcome="skipped", found=result, why=why)
 
 
 def exit_code(verdicts: list[Verdict]) -> int:

@@ -120,16 +120,16 @@ def trained_unit_parameters(model: ModelSpec, layout: ParallelLayout, rank: int)
     comes after the last. They add up to the rank's `trained_parameters_per_rank`."""
     stages = layout.stages_of_rank(rank)
     layers = [layer for stage in stages for layer in range(*layout.stage_layers[stage])]
-    found = dict.fromkeys((1 + layer for layer in layers), trained_layer_parameters(model, layout.tp))
+    result = dict.fromkeys((1 + layer for layer in layers), trained_layer_parameters(model, layout.tp))
     if model.adapter_parameters_per_layer:
-        return found
+        return result
     embedding, last = embedding_parameters(model, layout.tp), layout.num_stages - 1
     if 0 in stages:
-        found[0] = embedding + model.position_parameters
+        result[0] = embedding + model.position_parameters
     if last in stages:
         is_within = model.tied_embeddings and 0 in stages
-        found[1 + model.num_layers] = model.norm_parameters + (0 if is_within else embedding)
-    return found
+        result[1 + model.num_layers] = model.norm_parameters + (0 if is_within else embedding)
+    return result
 
 
 def embedding_parameters(model: ModelSpec, tp: int = 1) -> int:

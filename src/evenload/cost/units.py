@@ -61,12 +61,12 @@ def unit_buffers(model: ModelSpec, layout: ParallelLayout, rank: int) -> dict[in
     if model.adapter_parameters_per_layer:
         return dict.fromkeys((1 + layer for layer in layers), 2 if is_cut else 1)
     whole = is_cut * ((model.num_experts > 0) + model.biases)
-    found = dict.fromkeys((1 + layer for layer in layers), 2 + whole)
+    result = dict.fromkeys((1 + layer for layer in layers), 2 + whole)
     if 0 in stages:
-        found[0] = 1 + (model.position_rows > 0 and (model.tied_embeddings or is_cut))
+        result[0] = 1 + (model.position_rows > 0 and (model.tied_embeddings or is_cut))
     if last in stages:
-        found[1 + model.num_layers] = 1 + (not (model.tied_embeddings and 0 in stages))
-    return found
+        result[1 + model.num_layers] = 1 + (not (model.tied_embeddings and 0 in stages))
+    return result
 
 
 def pack_features(costs: PackCosts, packs: Sequence[tuple[SliceColumns, int]]) -> NDArray[np.float64]:

@@ -168,7 +168,7 @@ class LayoutSearch:
         is looked for.
         """
         end_s = clock() + limit_s
-        found: dict[str, StrategyLayouts] = {}
+        results: dict[str, StrategyLayouts] = {}
         # Packs of whole documents are planned fast, a search over strategies is dearest.
         records = {name: strategy_named(name) for name in names}
         order = sorted(records, key=lambda name: (records[name].tries_others, records[name].cuts_documents))
@@ -178,13 +178,13 @@ class LayoutSearch:
             layouts = self.rank(
                 name,
                 spent=lambda started_s=started_s, own_s=own_s: (clock() - started_s) / own_s if own_s else float("inf"),
-                first=_fast_before(found.values()),
+                first=_fast_before(results.values()),
             )
             late = sum(result.why == NOT_LOOKED_AT for result in layouts)
             planned, too_large = (
                 sum(getattr(one, trait) for one in layouts) for trait in ("is_planned", "is_too_large")
             )
-            found[name] = StrategyLayouts(
+            results[name] = StrategyLayouts(
                 strategy=name,
                 layouts=layouts,
                 planned=planned,
@@ -192,7 +192,7 @@ class LayoutSearch:
                 ruled_out=len(layouts) - planned - too_large - late,
                 not_looked_at=late,
             )
-        return tuple(found[name] for name in names)
+        return tuple(results[name] for name in names)
 
     def rank(
         self,
@@ -437,8 +437,8 @@ def _order(result: LayoutResult) -> tuple[bool, float, float]:
     return not result.feasible, time_s or 0.0, float(result.peak_memory_bytes or 2**62)
 
 
-def _fast_before(found: Iterable[StrategyLayouts]) -> list[dict[str, int]]:
-    feasible = [result for one in found for result in one.layouts if result.feasible]
+def _fast_before(results: Iterable[StrategyLayouts]) -> list[dict[str, int]]:
+    feasible = [result for one in results for result in one.layouts if result.feasible]
     fastest_first = sorted(feasible, key=lambda result: result.mean_step_time_s or float("inf"))
     return [dict(sizes) for sizes in dict.fromkeys(tuple(result.layout.items()) for result in fastest_first)]
 

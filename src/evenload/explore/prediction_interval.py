@@ -58,8 +58,8 @@ class PredictionInterval(Frozen):
 
     def count_inside(self, ratios: Iterable[float]) -> str:
         """Count how many of measured / predicted lie inside, such as "3 of 4"; "" where there is no interval."""
-        found = self.of(1.0)
-        inside = [found[0] <= ratio <= found[1] for ratio in ratios] if found is not None else []
+        result = self.of(1.0)
+        inside = [result[0] <= ratio <= result[1] for ratio in ratios] if result is not None else []
         return f"{sum(inside):,} of {len(inside):,}" if inside else ""
 
     def describe(self) -> str:

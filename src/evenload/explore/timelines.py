@@ -139,16 +139,16 @@ def split_proposal(proposal: Proposal) -> TimeSplit:
 
 
 def split_step_time(costs: PackCosts, choices: Sequence[ReplicaChoice]) -> TimeSplit:
-    found = [choice.candidate for choice in choices]
-    groups = len(found) * costs.layout.pipeline_ranks
-    parts = _split_packs(costs, found, [len(choice.documents) for choice in choices])
+    candidates = [choice.candidate for choice in choices]
+    groups = len(candidates) * costs.layout.pipeline_ranks
+    parts = _split_packs(costs, candidates, [len(choice.documents) for choice in choices])
     work_s = {
         name: sum(float(getattr(part, name).sum()) for part in parts) / groups for name in PackSplit.__annotations__
     }
-    work_s["tp_communication_s"] += sum(_gathered_again_s(costs, one) for one in found) / groups
-    bubbles = [split_bubble(one.tasks, one.actions, one.simulation) for one in found]
-    makespan_s = np.array([one.makespan_s for one in found])
-    end = step_end(costs, [one.simulated() for one in found])
+    work_s["tp_communication_s"] += sum(_gathered_again_s(costs, one) for one in candidates) / groups
+    bubbles = [split_bubble(one.tasks, one.actions, one.simulation) for one in candidates]
+    makespan_s = np.array([one.makespan_s for one in candidates])
+    end = step_end(costs, [one.simulated() for one in candidates])
     return TimeSplit(
         **work_s,
         **{name: sum(getattr(bubble, name) for bubble in bubbles) / groups for name in Bubble._fields},
@@ -164,21 +164,21 @@ def split_step_of_plan(plan: StepPlan, costs: PackCosts) -> TimeSplit:
     choices = []
     for dp_rank in range(plan.layout.dp):
         packs, one = _simulated(plan, dp_rank, costs)
-        found = Candidate("", packs, one.tasks, one.actions, one.simulation, shardings=packs.shardings)
-        choices.append(ReplicaChoice(documents, found))
+        result = Candidate("", packs, one.tasks, one.actions, one.simulation, shardings=packs.shardings)
+        choices.append(ReplicaChoice(documents, result))
     return split_step_time(costs, choices)
 
 
-def _split_packs(costs: PackCosts, found: Sequence[Candidate], num_documents: Sequence[int]) -> list[PackSplit]:
+def _split_packs(costs: PackCosts, candidates: Sequence[Candidate], num_documents: Sequence[int]) -> list[PackSplit]:
     """All replicas' packs of each direction at once: numpy calls cost more than their work here."""
     first_doc = np.cumsum([0, *num_documents[:-1]]).tolist()
-    sides = [SliceColumns.concat([getattr(one.packs, way) for one in found], first_doc) for way in _DIRECTIONS]
-    policies, policy = [one.packs.policy for one in found], None
+    sides = [SliceColumns.concat([getattr(one.packs, way) for one in candidates], first_doc) for way in _DIRECTIONS]
+    policies, policy = [one.packs.policy for one in candidates], None
     if any(own is not None for own in policies):
         pairs = zip(policies, num_documents, strict=True)
         policy = np.concatenate([np.zeros(count, np.int8) if own is None else own for own, count in pairs])
     shardings: list[PackSharding] = [
-        sharding for one in found for sharding in (one.shardings or ("",) * one.packs.forward.num_packs)
+        sharding for one in candidates for sharding in (one.shardings or ("",) * one.packs.forward.num_packs)
     ]
     ranked = ranked_if_shared(costs, sides[0], sides[1], shardings)
     return [
@@ -187,11 +187,11 @@ def _split_packs(costs: PackCosts, found: Sequence[Candidate], num_documents: Se
     ]
 
 
-def _gathered_again_s(costs: PackCosts, found: Candidate) -> float:
+def _gathered_again_s(costs: PackCosts, candidate: Candidate) -> float:
     """What its backwards take on top because they run as I and W."""
-    weights = found.actions.kind == KINDS.index("W")
-    again_s = gather_seconds(costs, found.packs.backward)
-    return float(again_s[found.actions.pack[weights], found.actions.stage[weights]].sum())
+    weights = candidate.actions.kind == KINDS.index("W")
+    again_s = gather_seconds(costs, candidate.packs.backward)
+    return float(again_s[candidate.actions.pack[weights], candidate.actions.stage[weights]].sum())
 
 
 # Predicted seconds of a plan's packs, with what overlapped transfers take from them: what measured packs are held
@@ -218,7 +218,7 @@ def _times(planned: PackTimes, replica: SimulatedReplica, end: StepEnd) -> PackT
             of_kind = actions.kind[own] == KINDS.index(kind)
             seconds[field][actions.pack[own][of_kind], actions.stage[own][of_kind]] = took_s[of_kind]
     return PackTimes(
-        **{field: tuple(map(tuple, found.tolist())) for field, found in seconds.items()},
+        **{field: tuple(map(tuple, result.tolist())) for field, result in seconds.items()},
         p2p_forward_s=planned.p2p_forward_s,
         p2p_backward_s=planned.p2p_backward_s,
     )

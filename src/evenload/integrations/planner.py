@@ -81,27 +81,34 @@ class EnginePlanner(StepPlanner):
         """Predict what the plan takes on the engine."""
         return engine_price(proposal.plan, self.profile, self.costs, self.shape, self.schedule)
 
-    def _propose(self, asked: StepRequest) -> Proposal:
+    def _propose(self, request: StepRequest) -> Proposal:
         # The plan's own prediction stays that of Evenload's runtime.
-        require_strategy(self.profile, asked.strategy, self.options, self.layout)
-        if asked.strategy != BEST:
-            return self._proposed(self, asked)
+        require_strategy(self.profile, request.strategy, self.options, self.layout)
+        if request.strategy != BEST:
+            return self._proposed(self, request)
         require_auto(self.profile, self.options)
-        return self._fastest(asked)
+        return self._fastest(request)
 
-    def _proposed(self, planner: StepPlanner, asked: StepRequest) -> Proposal:
+    def _proposed(self, planner: StepPlanner, request: StepRequest) -> Proposal:
         """Propose a plan by `planner`, this one or one of other options; return the earlier one where there is one."""
         if self._made is None:
-            return StepPlanner._propose(planner, asked)
+            return StepPlanner._propose(planner, request)
         # A strategy that defers nothing plans alike whatever waits and follows.
-        delays = strategy_named(asked.strategy).delays(planner.options)
-        of_state = (asked.state, asked.is_last) if delays else asked.state is None
-        key = planner.options.micro_batches, asked.strategy, asked.step, asked.documents, asked.left_out, of_state
+        delays = strategy_named(request.strategy).delays(planner.options)
+        of_state = (request.state, request.is_last) if delays else request.state is None
+        key = (
+            planner.options.micro_batches,
+            request.strategy,
+            request.step,
+            request.documents,
+            request.left_out,
+            of_state,
+        )
         if key not in self._made:
-            self._made[key] = StepPlanner._propose(planner, asked)
+            self._made[key] = StepPlanner._propose(planner, request)
         return self._made[key]
 
-    def _fastest(self, asked: StepRequest) -> Proposal:
+    def _fastest(self, request: StepRequest) -> Proposal:
         """Propose the plan that is fastest by the engine's price, the first of equals; it defers nothing."""
         priced: list[tuple[float, Proposal]] = []
         failed: list[Exception] = []
@@ -111,7 +118,7 @@ class EnginePlanner(StepPlanner):
         is_fixed = self.options.micro_batches is not None or self.profile.is_constant_in(self.layout)
         for planner, name in tries:  # which `balanced` adds to
             try:
-                proposal = self._proposed(planner, asked._replace(strategy=name, is_last=True))
+                proposal = self._proposed(planner, request._replace(strategy=name, is_last=True))
                 priced.append((self.price(proposal).step_time_s, proposal))
             except PLANNING_ERRORS as error:
                 failed.append(error)
@@ -120,7 +127,7 @@ class EnginePlanner(StepPlanner):
                 continue
             count = max(len(packs.forward) for packs in proposal.plan.pack_plans)
             for more in sorted({math.ceil(factor * count) for factor in MORE_MICRO_BATCHES} - {count}):
-                if more * self.layout.dp <= len(asked.documents):
+                if more * self.layout.dp <= len(request.documents):
                     options = msgspec.structs.replace(self.options, micro_batches=more)
                     sizes = self.costs.model, self.costs.coefficients, self.layout
                     tries.append((StepPlanner(*sizes, None, options, host=self.host), BALANCED.name))

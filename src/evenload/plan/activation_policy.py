@@ -66,12 +66,12 @@ def policies_within_host(
     held = np.cumsum(num_tokens[order]) <= share * num_tokens[offloaded].sum()
     if not held.any() or held.all():
         return []
-    found = []
+    result = []
     for rest in (REPLAY, RECOMPUTE):
         column = np.where(offloaded, rest, policy).astype(np.int8)
         column[order[held]] = OFFLOAD
-        found.append(column)
-    return found
+        result.append(column)
+    return result
 
 
 def _long_documents(num_tokens: NDArray[np.int64], share: float) -> NDArray[np.bool_]:
@@ -132,12 +132,12 @@ def rank_policies(problems: Sequence[StepProblem], rules_of: Callable[[StepProbl
     boundless = replace(problems[0], cap_bytes=None)
     least_s = _estimate(boundless, rules_of(boundless), uneven)[0][1]
     merges = [*uneven, *(long_merges(problems[0]) if problems[0].options.dp_merge else [])]
-    found: list[tuple[Estimate, int]] = []
+    result: list[tuple[Estimate, int]] = []
     for index, problem in enumerate(problems):
-        if found and (0, work_s(problem)) >= min(found)[0]:
+        if result and (0, work_s(problem)) >= min(result)[0]:
             continue  # its work alone takes longer than another policy
         estimate, rated = _estimate(problem, rules_of(problem), merges)
-        found.append((estimate, index))
+        result.append((estimate, index))
         if not estimate[0] and estimate[1] <= CLOSE * least_s:
             break
         if not index and len(merges) > 2 * MOST_RATED:
@@ -146,12 +146,12 @@ def rank_policies(problems: Sequence[StepProblem], rules_of: Callable[[StepProbl
             merges = [
                 merges[at] for at in sorted({*_best(rated), *_best(rate_merges(frugal, merges, rules_of(frugal)))})
             ]
-    found.sort()
-    (excess, seconds), _ = found[0]
-    close = sum(estimate <= (excess, CLOSE * seconds) for estimate, _ in found[:MOST_CLOSE])
-    ranked = {index for _, index in found}
+    result.sort()
+    (excess, seconds), _ = result[0]
+    close = sum(estimate <= (excess, CLOSE * seconds) for estimate, _ in result[:MOST_CLOSE])
+    ranked = {index for _, index in result}
     others = [problem for index, problem in enumerate(problems) if index not in ranked]
-    return RankedPolicies([(estimate, problems[index]) for estimate, index in found], close, others)
+    return RankedPolicies([(estimate, problems[index]) for estimate, index in result], close, others)
 
 
 def work_s(problem: StepProblem) -> float:

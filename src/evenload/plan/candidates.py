@@ -285,8 +285,8 @@ class ReplicaSearch:
         sliced: tuple[Cut, ...] = ("symmetric", "asymmetric") if self.problem.costs.model.causal else ()
         return (*sliced, "whole") if whole else sliced
 
-    def add(self, trial: Trial, found: TrialScore | None) -> None:
-        self.scores[trial] = self.known[trial] = found
+    def add(self, trial: Trial, result: TrialScore | None) -> None:
+        self.scores[trial] = self.known[trial] = result
         self._ranking = None
 
     def rank_by(self, score_key: Callable[[TrialScore], tuple[int, float]]) -> None:
@@ -371,11 +371,11 @@ def score(wanted: Sequence[tuple[ReplicaSearch, Sequence[Trial]]]) -> int:
     return count
 
 
-def score_of(found: Candidate | None) -> TrialScore | None:
-    if found is None:
+def score_of(result: Candidate | None) -> TrialScore | None:
+    if result is None:
         return None
-    tasks = found.tasks
-    return TrialScore(found.excess_bytes, found.makespan_s, imbalance(tasks.forward_s), imbalance(tasks.backward_s))
+    tasks = result.tasks
+    return TrialScore(result.excess_bytes, result.makespan_s, imbalance(tasks.forward_s), imbalance(tasks.backward_s))
 
 
 def _score_in_core(jobs: list[tuple[ReplicaSearch, list[Trial]]]) -> None:
@@ -383,7 +383,7 @@ def _score_in_core(jobs: list[tuple[ReplicaSearch, list[Trial]]]) -> None:
     rules, empty = cut_rules(problem), np.empty(0, np.int8)
     for search, _ in jobs:
         require_links_of_group(problem.costs, search.ranks, search.policy)
-    found = _native.score_trials(
+    result = _native.score_trials(
         problem.costs.native,
         [
             (search.num_tokens, empty if search.policy is None else search.policy, search.ranks, trial_rows(trials))
@@ -394,7 +394,7 @@ def _score_in_core(jobs: list[tuple[ReplicaSearch, list[Trial]]]) -> None:
         *rules.native_limits(),
         1 if sum(len(trials) for _, trials in jobs) < PARALLEL_TRIALS else usable_cores(),
     )
-    for (search, trials), columns in zip(jobs, found, strict=True):
+    for (search, trials), columns in zip(jobs, result, strict=True):
         rows = zip(*(column.tolist() for column in columns), strict=True)
         for trial, row in zip(trials, rows, strict=True):
             search.add(trial, None if row[0] < 0 else TrialScore(*row))

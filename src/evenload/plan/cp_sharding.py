@@ -50,8 +50,8 @@ def possible_shardings(rule: CpRule, costs: PackCosts, packs: SliceColumns) -> l
     if not any(is_shared):
         return [("",) * packs.num_packs]
     names: list[PackSharding] = ["per_sequence", "per_document"] if rule in ("adaptive", "mixed") else [rule]
-    found: list[Shardings] = [tuple(name if shared else "" for shared in is_shared) for name in names]
-    return [*found, *_mixed(costs, packs, ranks)] if rule == "mixed" else found
+    result: list[Shardings] = [tuple(name if shared else "" for shared in is_shared) for name in names]
+    return [*result, *_mixed(costs, packs, ranks)] if rule == "mixed" else result
 
 
 def _mixed(costs: PackCosts, packs: SliceColumns, ranks: NDArray[np.int64]) -> list[Shardings]:
@@ -59,7 +59,7 @@ def _mixed(costs: PackCosts, packs: SliceColumns, ranks: NDArray[np.int64]) -> l
     of_slices = costs.features.of_slices(packs.start, packs.start + tokens)
     seconds = of_slices @ sum(matrix.sum(axis=1) for matrix in costs.stage_seconds.values())
     edges = packs.pack_offset.tolist()
-    found: list[Shardings] = []
+    result: list[Shardings] = []
     owner, was_short = np.full(packs.num_slices, -1), np.zeros(packs.num_slices, bool)
     for bound in MIXED_BOUNDS:
         is_short = (ranks[pack] > 1) & (tokens < bound * 2 * ranks[pack] * costs.coefficients.attention_tile)
@@ -74,8 +74,8 @@ def _mixed(costs: PackCosts, packs: SliceColumns, ranks: NDArray[np.int64]) -> l
                 owner[short[members]] = rank
         listed = owner.tolist()
         shared = enumerate((ranks > 1).tolist())
-        found.append(tuple(tuple(listed[edges[at] : edges[at + 1]]) if is_shared else "" for at, is_shared in shared))
-    return found
+        result.append(tuple(tuple(listed[edges[at] : edges[at + 1]]) if is_shared else "" for at, is_shared in shared))
+    return result
 
 
 def run_ahead(
@@ -104,32 +104,32 @@ def repriced_choices(problem: StepProblem, choices: tuple[ReplicaChoice, ...]) -
     return tuple(replace(choice, candidate=repriced(problem, choice.candidate)) for choice in choices)
 
 
-def repriced(problem: StepProblem, found: Candidate) -> Candidate:
+def repriced(problem: StepProblem, result: Candidate) -> Candidate:
     """Return the candidate of a replica with shardings, its slowest ranks' seconds and their simulation."""
-    if found.shardings is not None:
-        return found
-    possible = possible_shardings(problem.options.cp_sharding, problem.costs, found.packs.forward)
-    ways = _fastest_first(problem, found, possible) if len(possible) > 1 else [(0.0, possible[0])]
+    if result.shardings is not None:
+        return result
+    possible = possible_shardings(problem.options.cp_sharding, problem.costs, result.packs.forward)
+    ways = _fastest_first(problem, result, possible) if len(possible) > 1 else [(0.0, possible[0])]
     best: Candidate | None = None
     for least_s, shardings in ways:
         if best is not None and best.makespan_s <= least_s:
             break
-        one = _as_shared(problem, found, shardings)
+        one = _as_shared(problem, result, shardings)
         best = one if best is None else min(best, one, key=Candidate.score)
     assert best is not None, "some sharding is always possible"
     return best
 
 
 def _fastest_first(
-    problem: StepProblem, found: Candidate, possible: Sequence[Shardings]
+    problem: StepProblem, result: Candidate, possible: Sequence[Shardings]
 ) -> list[tuple[float, Shardings]]:
     """Return every sharding for all packs, and of every pack the one with the least seconds, each with about the
     pipeline's seconds. Packs that replicas share have the latter in all of them: replicas must agree without simulating
     each other's steps."""
-    forward, backward = found.packs.forward, found.packs.backward
+    forward, backward = result.packs.forward, result.packs.backward
     packs, back = forward.num_packs, backward.num_packs
-    all_ways = _in_all_ways(problem.costs, found, possible)
-    of_slice, of_backward = _forward_packs_of_slices(found.packs), backward.pack_of_slice()
+    all_ways = _in_all_ways(problem.costs, result, possible)
+    of_slice, of_backward = _forward_packs_of_slices(result.packs), backward.pack_of_slice()
     tokens = backward.slice_tokens()
     share = tokens / backward.pack_sums(tokens)[of_backward]
     backward_s = all_ways.backward_s.sum(axis=1).reshape(len(possible), back)[:, of_backward] * share
@@ -140,9 +140,9 @@ def _fastest_first(
     first = of_slice[backward.pack_offset[:-1]]
     ways: dict[Shardings, float] = {}
     for way in (fastest, *(np.where(of_block, fastest, one) for one in range(len(possible)))):
-        tasks = _rows_of(found.tasks, all_ways, way * packs + np.arange(packs), way[first] * back + np.arange(back))
+        tasks = _rows_of(result.tasks, all_ways, way * packs + np.arange(packs), way[first] * back + np.arange(back))
         shardings = tuple(possible[one][pack] for pack, one in enumerate(way.tolist()))
-        ways.setdefault(shardings, simulate(tasks, found.actions).makespan_s)
+        ways.setdefault(shardings, simulate(tasks, result.actions).makespan_s)
     return sorted(((makespan_s, way) for way, makespan_s in ways.items()), key=lambda one: one[0])
 
 
@@ -156,9 +156,9 @@ def _forward_packs_of_slices(packs: ReplicaPacks) -> NDArray[np.int64]:
     return forward.pack_of_slice()[order[place]]
 
 
-def _in_all_ways(costs: PackCosts, found: Candidate, possible: Sequence[Shardings]) -> PipelineTasks:
+def _in_all_ways(costs: PackCosts, result: Candidate, possible: Sequence[Shardings]) -> PipelineTasks:
     """Price the candidate's packs once for every sharding, as packs of one candidate: numpy's price is by the call."""
-    count, packs = len(possible), found.packs
+    count, packs = len(possible), result.packs
     first_doc = [len(packs.num_tokens) * way for way in range(count)]
     repeated = ReplicaPacks(
         SliceColumns.concat([packs.forward] * count, first_doc),
@@ -166,32 +166,32 @@ def _in_all_ways(costs: PackCosts, found: Candidate, possible: Sequence[Sharding
         np.tile(packs.num_tokens, count),
         None if packs.policy is None else np.tile(packs.policy, count),
     )
-    tasks, shardings = PipelineTasks.concat([found.tasks] * count), tuple(itertools.chain.from_iterable(possible))
-    return _slowest_ranks(costs, replace(found, packs=repeated, tasks=tasks, shardings=shardings))[0]
+    tasks, shardings = PipelineTasks.concat([result.tasks] * count), tuple(itertools.chain.from_iterable(possible))
+    return _slowest_ranks(costs, replace(result, packs=repeated, tasks=tasks, shardings=shardings))[0]
 
 
-def _as_shared(problem: StepProblem, found: Candidate, shardings: Shardings) -> Candidate:
-    costs, found = problem.costs, replace(found, shardings=shardings)
-    tasks, ranked = _slowest_ranks(costs, found)
+def _as_shared(problem: StepProblem, result: Candidate, shardings: Shardings) -> Candidate:
+    costs, result = problem.costs, replace(result, shardings=shardings)
+    tasks, ranked = _slowest_ranks(costs, result)
     if ranked is None:
-        return found
-    actions = found.actions
+        return result
+    actions = result.actions
     of_forward, of_backward = (_phases(costs.layout.cp, side) for side in ranked)
     if of_forward.any() and costs.layout.pp > 1:
         actions = run_ahead(tasks, actions, of_forward, of_backward, problem.cap_bytes)
-    return problem.reordered(found, actions, tasks)
+    return problem.reordered(result, actions, tasks)
 
 
 def _slowest_ranks(
-    costs: PackCosts, found: Candidate
+    costs: PackCosts, result: Candidate
 ) -> tuple[PipelineTasks, tuple[PerRankPacks, PerRankPacks] | None]:
     """Price shared packs by their slowest ranks, and return both directions rank by rank; None where nobody shares."""
-    packs = found.packs
-    forward, backward = ranked_if_shared(costs, packs.forward, packs.backward, found.shardings or ())
+    packs = result.packs
+    forward, backward = ranked_if_shared(costs, packs.forward, packs.backward, result.shardings or ())
     if forward is None or backward is None or not packs.forward.num_packs:  # an idle replica has none
-        return found.tasks, None
+        return result.tasks, None
     forward_s = forward.slowest(rank_seconds(costs, forward, "forward", packs.policy))
-    tasks = _with_slowest_backward(costs, replace(found.tasks, forward_s=forward_s), backward, packs.policy)
+    tasks = _with_slowest_backward(costs, replace(result.tasks, forward_s=forward_s), backward, packs.policy)
     return tasks, (forward, backward)
 
 

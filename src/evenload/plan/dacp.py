@@ -82,9 +82,9 @@ class StepDocuments:
 
     def group_seconds(self, groups: Groups) -> NDArray[np.float64]:
         """Price every micro-batch, its constant included; infinite where it does not fit."""
-        found = assign_owners(self.columns, groups, as_published=self.as_published)
-        tokens = np.concatenate([[0], np.cumsum(self.columns.num_tokens[found.members])])[found.offset]
-        return np.where(np.diff(tokens) > self.limit_tokens, np.inf, found.seconds + self.pack_s)
+        result = assign_owners(self.columns, groups, as_published=self.as_published)
+        tokens = np.concatenate([[0], np.cumsum(self.columns.num_tokens[result.members])])[result.offset]
+        return np.where(np.diff(tokens) > self.limit_tokens, np.inf, result.seconds + self.pack_s)
 
 
 def assign_micro_batches(step: StepDocuments) -> list[Groups] | None:

@@ -55,17 +55,17 @@ def merge_documents(problem: StepProblem) -> Merge | None:
 
 
 def merge_above_printed(problem: StepProblem) -> Merge | None:
-    found = _merged_above(problem, PRINTED_THRESHOLD)
-    return None if found is None else found[0]
+    result = _merged_above(problem, PRINTED_THRESHOLD)
+    return None if result is None else result[0]
 
 
 def other_merges(problem: StepProblem, than: Merge) -> list[Merge]:
     """Form groups by the printed threshold and by smaller ones, and groups of one size only: where memory keeps shared
     documents whole, twice as large groups run twice as many packs of half the time, which fill a pipeline better."""
-    found = [merge for merge, _ in _merges(problem)]
-    found += [printed] if (printed := merge_above_printed(problem)) else []
-    found += uniform_merges(problem, than)
-    return [merge for merge in found if _blocks_of(merge) != _blocks_of(than)]
+    result = [merge for merge, _ in _merges(problem)]
+    result += [printed] if (printed := merge_above_printed(problem)) else []
+    result += uniform_merges(problem, than)
+    return [merge for merge in result if _blocks_of(merge) != _blocks_of(than)]
 
 
 def uniform_merges(problem: StepProblem, than: Merge) -> list[Merge]:
@@ -116,9 +116,9 @@ def _uniform(problem: StepProblem, outliers: NDArray[np.int64], size: int) -> Me
 
 def _merges(problem: StepProblem) -> Iterator[tuple[Merge, NDArray[np.float64]]]:
     for halvings in range(THRESHOLDS):
-        found = _merged_above(problem, problem.options.dp_merge_threshold / 2**halvings)
-        if found is not None:
-            yield found
+        result = _merged_above(problem, problem.options.dp_merge_threshold / 2**halvings)
+        if result is not None:
+            yield result
 
 
 def _merged_above(problem: StepProblem, threshold: float) -> tuple[Merge, NDArray[np.float64]] | None:
@@ -132,16 +132,16 @@ def _merged_above(problem: StepProblem, threshold: float) -> tuple[Merge, NDArra
     tokens, policy = problem.num_tokens[outliers], problem.policy_of(outliers)
     by_size = {size: problem.costs.document_seconds(tokens, policy, ranks=size * cp) for size in sizes}
     load_s = np.zeros(dp)
-    found: dict[ReplicaBlock, list[int]] = {}
+    result: dict[ReplicaBlock, list[int]] = {}
     for position in np.argsort(-work_s[outliers], kind="stable").tolist():
         size = next((size for size in sizes if by_size[size][position] <= limit_s), sizes[-1])
         first = int(load_s.reshape(-1, size).max(axis=1).argmin()) * size
         load_s[first : first + size] += by_size[size][position]
-        found.setdefault(ReplicaBlock(first, size), []).append(int(outliers[position]))
+        result.setdefault(ReplicaBlock(first, size), []).append(int(outliers[position]))
     own = _longest_first(work_s, np.setdiff1d(np.arange(len(work_s)), outliers), load_s)
     load_s += [work_s[documents].sum() for documents in own]
-    ordered = sorted(found, key=lambda block: (-block.size, block.first))
-    return Merge({block: np.array(found[block], np.int64) for block in ordered}, own), load_s
+    ordered = sorted(result, key=lambda block: (-block.size, block.first))
+    return Merge({block: np.array(result[block], np.int64) for block in ordered}, own), load_s
 
 
 def _longest_first(

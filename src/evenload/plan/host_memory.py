@@ -30,23 +30,23 @@ GOOD_ORDER = 1.002  # Of the seconds without a limit: an order within it is take
 MOST_TRIED = 3
 
 
-def host_excess_bytes(problem: StepProblem, found: Candidate) -> int:
+def host_excess_bytes(problem: StepProblem, result: Candidate) -> int:
     """Return by how much a device exceeds its share of host memory; 0 = it fits."""
-    held = _held(problem, found)
-    return 0 if held is None else _excess(problem, held, found.actions)
+    held = _held(problem, result)
+    return 0 if held is None else _excess(problem, held, result.actions)
 
 
 def ordered_within_host(problem: StepProblem, choice: ReplicaChoice) -> ReplicaChoice | None:
     """Return the fastest order in which a replica holds no more than its share of host memory, nor more than before on
     any device; itself where it fits, None where nothing does."""
-    found = choice.candidate
-    held = _held(problem, found)
-    if held is None or not _excess(problem, held, found.actions):
+    result = choice.candidate
+    held = _held(problem, result)
+    if held is None or not _excess(problem, held, result.actions):
         return choice
-    shares = bool((found.packs.forward.cp > problem.layout.cp).any())
-    if shares or found.schedule not in (LIST.name, LIST_SPLIT.name):
+    shares = bool((result.packs.forward.cp > problem.layout.cp).any())
+    if shares or result.schedule not in (LIST.name, LIST_SPLIT.name):
         return None
-    tasks = _with_host_bytes(found.tasks, held)
+    tasks = _with_host_bytes(result.tasks, held)
     caps = np.full(tasks.num_ranks, problem.host_device_bytes, np.int64)
     others: list[Candidate] = []
     for split, alternate, lookahead in itertools.product((False, True), (False, True), LOOKAHEADS):
@@ -54,16 +54,16 @@ def ordered_within_host(problem: StepProblem, choice: ReplicaChoice) -> ReplicaC
             continue
         actions = packflow_list(tasks, cap_bytes=caps, alternate=alternate, lookahead=lookahead, split=split)
         if not _excess(problem, held, actions):
-            other = problem.reordered(found, actions)
+            other = problem.reordered(result, actions)
             schedule = (LIST_SPLIT if split else LIST).name
-            others.append(replace(other, label=f"{found.label}, ordered for host memory", schedule=schedule))
+            others.append(replace(other, label=f"{result.label}, ordered for host memory", schedule=schedule))
     best = min(others, key=Candidate.score, default=None)
-    return replace(choice, candidate=best) if best and best.excess_bytes <= found.excess_bytes else None
+    return replace(choice, candidate=best) if best and best.excess_bytes <= result.excess_bytes else None
 
 
-def _held(problem: StepProblem, found: Candidate) -> PacksInHostMemory | None:
+def _held(problem: StepProblem, result: Candidate) -> PacksInHostMemory | None:
     is_limited = problem.host_device_bytes is not None
-    return host_bytes_of_packs(problem.costs.model, problem.layout, found.packs) if is_limited else None
+    return host_bytes_of_packs(problem.costs.model, problem.layout, result.packs) if is_limited else None
 
 
 def _excess(problem: StepProblem, held: PacksInHostMemory, actions: ActionColumns) -> int:
@@ -126,7 +126,7 @@ def plan_within_host(
 def _faster(
     one: tuple[StepProblem, DelayedChoice], other: tuple[StepProblem, DelayedChoice] | None
 ) -> tuple[StepProblem, DelayedChoice]:
-    return one if other is None else min(one, other, key=lambda found: worst_score(found[1].choices))
+    return one if other is None else min(one, other, key=lambda result: worst_score(result[1].choices))
 
 
 def offloaded_tokens(problem: StepProblem) -> int:

@@ -73,8 +73,8 @@ class Proposal:
     def critical_path(self) -> tuple[int, CriticalPath]:
         """Return the dp rank and the critical path of the slowest replica."""
         dp_rank = max(range(len(self.choices)), key=lambda rank: self.choices[rank].candidate.makespan_s)
-        found = self.choices[dp_rank].candidate
-        return dp_rank, critical_path(found.tasks, found.actions, found.simulation)
+        result = self.choices[dp_rank].candidate
+        return dp_rank, critical_path(result.tasks, result.actions, result.simulation)
 
     def require_feasible(self) -> StepPlan:
         """Return the plan; raise `InfeasiblePlanError` where it does not fit memory."""
@@ -158,11 +158,11 @@ class StepPlanner:
         """
         return self._propose(StepRequest(step, documents, strategy, left_out, state, is_last))
 
-    def _propose(self, asked: StepRequest) -> Proposal:
-        step, documents, state = asked.step, asked.documents, asked.state
-        chosen = strategy_named(asked.strategy)
+    def _propose(self, request: StepRequest) -> Proposal:
+        step, documents, state = request.step, request.documents, request.state
+        chosen = strategy_named(request.strategy)
         first = self._problem(step, documents)
-        arrivals = None if state is None else arrivals_of(step, first.doc_ids, state, asked.is_last)
+        arrivals = None if state is None else arrivals_of(step, first.doc_ids, state, request.is_last)
         can_offload = self.costs.coefficients.host_link is not None
         policies = policies_in_order(first.num_tokens, self.options.policy, can_offload=can_offload)
         problems = [first if policy is None else replace(first, policy=policy) for policy in policies]
@@ -175,13 +175,13 @@ class StepPlanner:
             replace(choice, candidate=with_times_that_run(choice.candidate, self.layout.tp))
             for choice in repriced_choices(problem, answer.choices)
         )
-        plan = self._step_plan(asked, problem, choices, age_steps)
+        plan = self._step_plan(request, problem, choices, age_steps)
         after = None if arrivals is None else state_after(arrivals, problem.doc_ids, problem.num_tokens, answer)
         return self._proposal(plan, choices, after, beyond_host)
 
     def _host_bytes(self, choices: Sequence[ReplicaChoice]) -> int:
-        found = [choice.candidate for choice in choices]
-        peaks = [peak_host_bytes(self.costs.model, self.layout, one.packs, one.actions) for one in found]
+        result = [choice.candidate for choice in choices]
+        peaks = [peak_host_bytes(self.costs.model, self.layout, one.packs, one.actions) for one in result]
         return fullest_node_bytes(self.layout, peaks, self.host.devices_per_node)
 
     def _problem(self, step: int, documents: tuple[Document, ...]) -> StepProblem:
@@ -205,12 +205,12 @@ class StepPlanner:
         return StepProblem(doc_ids, num_tokens, self.costs, cap, self.options, host_device_bytes=host_bytes)
 
     def _step_plan(
-        self, asked: StepRequest, problem: StepProblem, choices: tuple[ReplicaChoice, ...], age_steps: np.ndarray
+        self, request: StepRequest, problem: StepProblem, choices: tuple[ReplicaChoice, ...], age_steps: np.ndarray
     ) -> StepPlan:
-        documents, left_out = asked.documents, asked.left_out
+        documents, left_out = request.documents, request.left_out
         pack_plans, schedules, times = [], [], []
         for dp_rank, choice in enumerate(choices):
-            found, packs, tasks = choice.candidate, choice.candidate.packs, choice.candidate.tasks
+            result, packs, tasks = choice.candidate, choice.candidate.packs, choice.candidate.tasks
             doc_ids = problem.doc_ids[choice.documents]
             slices = packs.forward.pack_slices(doc_ids)
             backward_slices = slices if packs.backward is packs.forward else packs.backward.pack_slices(doc_ids)
@@ -218,13 +218,13 @@ class StepPlanner:
             pack_plans.append(
                 PackPlan(
                     dp_rank=dp_rank,
-                    forward=packs.forward.packs("forward", slices, forward_s, found.shardings or ()),
+                    forward=packs.forward.packs("forward", slices, forward_s, result.shardings or ()),
                     backward=packs.backward.packs("backward", backward_slices, backward_s),
                     policies=_policies(doc_ids, packs.policy),
                 )
             )
-            schedules.append(found.actions.to_schedule())
-            times.append(found.pack_times())
+            schedules.append(result.actions.to_schedule())
+            times.append(result.pack_times())
         per_replica_s = tuple(float(choice.candidate.makespan_s) for choice in choices)
         end = step_end(self.costs, [choice.candidate.simulated() for choice in choices])
         trained = trained_documents(choices)
@@ -238,8 +238,8 @@ class StepPlanner:
             documents = tuple(documents[index] for index in trained.tolist())
         return seal(
             StepPlan(
-                step=asked.step,
-                strategy=asked.strategy,
+                step=request.step,
+                strategy=request.strategy,
                 layout=self.layout,
                 documents=documents,
                 num_label_tokens=sum(document.num_label_tokens for document in documents),
@@ -264,11 +264,11 @@ class StepPlanner:
     def _proposal(
         self, plan: StepPlan, choices: tuple[ReplicaChoice, ...], state: DelayState | None, beyond_host: str
     ) -> Proposal:
-        found = [choice.candidate for choice in choices]
-        used = [one for one in found if one.packs.forward.num_packs]
-        busy_s = sum(float(one.tasks.forward_s.sum() + one.tasks.backward_s.sum()) for one in found)
-        makespan_s = np.array([one.makespan_s for one in found])
-        sides = [side for one in found for side in (one.packs.forward, one.packs.backward)]
+        result = [choice.candidate for choice in choices]
+        used = [one for one in result if one.packs.forward.num_packs]
+        busy_s = sum(float(one.tasks.forward_s.sum() + one.tasks.backward_s.sum()) for one in result)
+        makespan_s = np.array([one.makespan_s for one in result])
+        sides = [side for one in result for side in (one.packs.forward, one.packs.backward)]
         tokens = np.concatenate([side.pack_tokens() for side in sides])
         limit = self.options.max_pack_tokens
         return Proposal(

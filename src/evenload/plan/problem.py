@@ -163,19 +163,19 @@ class Candidate:
         )
 
 
-def with_times_that_run(found: Candidate, tp: int) -> Candidate:
+def with_times_that_run(result: Candidate, tp: int) -> Candidate:
     """Let I and W of every backward add up to the whole in a candidate's times, as plans promise: under tensor
     parallelism parts that run take longer than the whole (`cost.pack_pricing`), and on each stage the seconds of the
     way that does not run follow those of the way that does."""
-    tasks, split = found.tasks, found.tasks.split
+    tasks, split = result.tasks, result.tasks.split
     if tp == 1 or split is None:
-        return found
-    weights = found.actions.kind == KINDS.index("W")
+        return result
+    weights = result.actions.kind == KINDS.index("W")
     is_split = np.zeros(tasks.backward_s.shape, bool)
-    is_split[found.actions.pack[weights], found.actions.stage[weights]] = True
+    is_split[result.actions.pack[weights], result.actions.stage[weights]] = True
     parts = replace(split, weight_s=np.where(is_split, split.weight_s, tasks.backward_s - split.input_s))
     whole_s = np.where(is_split, split.input_s + split.weight_s, tasks.backward_s)
-    return replace(found, tasks=replace(tasks, backward_s=whole_s, split=parts))
+    return replace(result, tasks=replace(tasks, backward_s=whole_s, split=parts))
 
 
 def imbalance(pack_s: NDArray[np.float64]) -> float:
@@ -253,11 +253,11 @@ class StepProblem:
         excess = 0 if self.cap_bytes is None else max(0, int((simulation.peak_bytes - self.cap_bytes).max()))
         return Candidate(label, packs, tasks, actions, simulation, excess, schedule)
 
-    def reordered(self, found: Candidate, actions: ActionColumns, tasks: PipelineTasks | None = None) -> Candidate:
+    def reordered(self, result: Candidate, actions: ActionColumns, tasks: PipelineTasks | None = None) -> Candidate:
         """Simulate the packs of a candidate in another order, or with other seconds (`tasks`)."""
-        tasks = found.tasks if tasks is None else tasks
-        other = self.ordered(found.label, found.packs, tasks, actions, found.schedule)
-        return replace(other, shardings=found.shardings)
+        tasks = result.tasks if tasks is None else tasks
+        other = self.ordered(result.label, result.packs, tasks, actions, result.schedule)
+        return replace(other, shardings=result.shardings)
 
     def window_tokens(self, strategy: str) -> int:
         """Return the pack limit that strategies with fixed windows need; a `ConfigError` where there is none, a

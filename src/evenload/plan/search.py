@@ -88,10 +88,10 @@ def rate_first(searches: list[ReplicaSearch], rules: SearchRules) -> None:
 
 def best_packs(search: ReplicaSearch) -> list[Trial]:
     """Return the best trial of each of the best settings."""
-    found: dict[Setting, Trial] = {}
+    result: dict[Setting, Trial] = {}
     for trial in search.ranking():
-        found.setdefault(trial.setting, trial)
-    return list(found.values())[:VARIED]
+        result.setdefault(trial.setting, trial)
+    return list(result.values())[:VARIED]
 
 
 def share_best(representative: ReplicaSearch, others: list[ReplicaSearch], count: int) -> None:
@@ -111,7 +111,7 @@ def _lacks(search: ReplicaSearch, representative: ReplicaSearch) -> bool:
 
 
 def has_trial(search: ReplicaSearch) -> bool:
-    return any(found is not None for found in search.scores.values())
+    return any(result is not None for result in search.scores.values())
 
 
 def _rate_more_packs(search: ReplicaSearch, rules: SearchRules) -> bool:
@@ -168,21 +168,21 @@ def starts_s(blocks: dict[ReplicaBlock, ReplicaSearch], replicas: int) -> NDArra
     return ends_s
 
 
-def even_out(found: SearchResult) -> None:
+def even_out(result: SearchResult) -> None:
     """Move documents from the slowest replica to the fastest while that makes the slower of both faster."""
-    for _ in range(MOST_MOVES * len(found.own)):
-        seconds = found.seconds()
+    for _ in range(MOST_MOVES * len(result.own)):
+        seconds = result.seconds()
         slow, fast = int(seconds.argmax()), int(seconds.argmin())
-        if seconds[slow] <= EVEN_REPLICAS * seconds.mean() or len(found.own[slow].documents) < 2:
+        if seconds[slow] <= EVEN_REPLICAS * seconds.mean() or len(result.own[slow].documents) < 2:
             return
         # A document that fills half the gap; where memory makes that one too expensive, smaller ones.
-        if not any(_move(found, slow, fast, (seconds[slow] - seconds[fast]) * share) for share in MOVED_SHARES):
+        if not any(_move(result, slow, fast, (seconds[slow] - seconds[fast]) * share) for share in MOVED_SHARES):
             return
 
 
-def _move(found: SearchResult, slow: int, fast: int, wanted_s: float) -> bool:
+def _move(result: SearchResult, slow: int, fast: int, wanted_s: float) -> bool:
     """Move one document of about so many seconds, unless the slower of both replicas does not gain."""
-    one, other = found.own[slow], found.own[fast]
+    one, other = result.own[slow], result.own[fast]
     problem = one.problem
     busy_share = one.work_s / (problem.layout.pp * one.best().makespan_s)
     moved = int(np.abs(problem.document_s[one.documents] - wanted_s * problem.layout.pp * busy_share).argmin())
@@ -192,10 +192,10 @@ def _move(found: SearchResult, slow: int, fast: int, wanted_s: float) -> bool:
     score([(lighter, trials), (heavier, [*other.ranking()[:MOVED_TRIALS], *trials])])
     if not (has_trial(lighter) and has_trial(heavier)):
         return False
-    starts = starts_s(found.blocks, len(found.own))[[slow, fast]].tolist()
+    starts = starts_s(result.blocks, len(result.own))[[slow, fast]].tolist()
     if _slower(starts, (lighter, heavier)) >= _slower(starts, (one, other)):
         return False
-    found.own[slow], found.own[fast] = lighter, heavier
+    result.own[slow], result.own[fast] = lighter, heavier
     return True
 
 
@@ -215,23 +215,23 @@ def search_step(
 ) -> SearchResult | None:
     """Search the best trials of documents assigned to replicas, behind `blocks` that were rated; None where no trial of
     theirs is possible."""
-    found = SearchResult([rules.search(problem, documents) for documents in replicas], blocks or {})
-    busy = [search for search in found.own if len(search.documents)]
+    result = SearchResult([rules.search(problem, documents) for documents in replicas], blocks or {})
+    busy = [search for search in result.own if len(search.documents)]
     if not busy:
-        return found
+        return result
     representative = max(busy, key=lambda search: search.work_s)
     longest = max(busy, key=lambda search: int(search.num_tokens.max()))
     others = [search for search in busy if search is not representative]
     if not rate_by_representative(representative, others, list(dict.fromkeys((representative, longest))), rules):
         return None
     if rules.even_out:
-        even_out(found)
+        even_out(result)
     # Last, because a replica that fits by a slow trial would give its documents away.
-    if over := [search for search in found.own if search.best().excess_bytes]:
+    if over := [search for search in result.own if search.best().excess_bytes]:
         score([(search, rules.fallback(search)) for search in over])
         if rules.even_out:
-            even_out(found)
-    return found
+            even_out(result)
+    return result
 
 
 def search_merged(problem: StepProblem, merge: Merge, rules: SearchRules, pipeline_share: float) -> SearchResult | None:

@@ -27,10 +27,10 @@ def require_device(kind: DeviceKind, processes_here: int) -> None:
             "train.device is 'cuda', but torch finds no GPU here (torch.cuda.is_available() is false); install a CUDA "
             "build of torch and its driver, or use train.device = 'cpu'"
         )
-    if (found := torch.cuda.device_count()) < processes_here:
+    if (result := torch.cuda.device_count()) < processes_here:
         raise ConfigError(
             f"train.device is 'cuda' and {processes_here} processes start on this machine, which shows "
-            f"{counted(found, 'GPU')}; lower parallel.dp / cp / pp / tp, or start with torchrun on more machines"
+            f"{counted(result, 'GPU')}; lower parallel.dp / cp / pp / tp, or start with torchrun on more machines"
         )
 
 

@@ -123,13 +123,13 @@ def _describe(planned: PlannedStep, gradients: StepGradients, mesh: Mesh) -> str
     mine = ([one for output in heads if (one := _suspect(output, mesh.dp_rank)) is not None], len(heads))
     everyone: list[tuple[list[_Suspect], int]] = [([], 0)] * mesh.num_ranks
     dist.all_gather_object(everyone, mine, group=mesh.control)
-    suspects = sorted({suspect for found, _ in everyone for suspect in found})
+    suspects = sorted({suspect for result, _ in everyone for suspect in result})
     num_packs = sum(count for _, count in everyone)
     plan, loss, norm = planned.plan, gradients.loss, gradients.grad_norm
     text = f"step {plan.step}: the loss is {loss:g} and the gradient norm {norm:g}"
     if not suspects:
         return f"{text}; the loss of every pack is finite, so a number became too large on the way back"
-    if num_packs > 1 and sum(len(found) for found, _ in everyone) == num_packs:
+    if num_packs > 1 and sum(len(result) for result, _ in everyone) == num_packs:
         text += ", in every pack, so the weights are more likely the cause than a document"
     named = [_describe_pack(suspect, plan, planned.origin) for suspect in suspects[:_MAX_NAMED]]
     more = f", and {len(suspects) - _MAX_NAMED} packs more" if len(suspects) > _MAX_NAMED else ""

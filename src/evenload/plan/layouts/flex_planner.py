@@ -342,7 +342,7 @@ class FlexRunPlanner:
         if isinstance(self.planner, RunPlanner):
             plan, delay, decision = self.planner.plan_step(step, documents, state.delay, is_last=is_last)
             return plan, PlannerState(delay=delay, flex=state.flex), decision
-        found = self.planner.propose(
+        result = self.planner.propose(
             step,
             documents,
             state=state.flex,
@@ -351,8 +351,8 @@ class FlexRunPlanner:
             is_last=is_last,
             measured=self.measured_of(step),
         )
-        after = PlannerState(delay=found.proposal.state or DelayState(), flex=found.state)
-        return found.proposal.require_feasible(), after, found.told
+        after = PlannerState(delay=result.proposal.state or DelayState(), flex=result.state)
+        return result.proposal.require_feasible(), after, result.told
 
 
 def resumed_flex(saved: FlexState | None, layouts: Sequence[ParallelLayout]) -> FlexState | None:

@@ -51,15 +51,15 @@ def enumerated_layouts(start: ParallelLayout, most_layouts: int, most_groups: in
     `most_layouts` counts `start`, `most_groups` the process groups needed on top of its own."""
     devices = start.dp * start.pipeline_ranks
     depths = range(1, min(devices, start.num_layers) + 1)
-    found = [start.arrangement]
-    own_groups = num_groups(found)
+    result = [start.arrangement]
+    own_groups = num_groups(result)
     for pp in sorted(depths, key=lambda pp: (devices % pp, abs(math.log(pp / start.pp)), pp)):
         layout = even_layout(start.num_layers, dp=devices // pp, pp=pp, cp=start.cp, tp=start.tp)
-        if len(found) == most_layouts:
+        if len(result) == most_layouts:
             break
-        if layout not in found and num_groups([*found, layout]) - own_groups <= most_groups:
-            found.append(layout)
-    return tuple(found[1:])
+        if layout not in result and num_groups([*result, layout]) - own_groups <= most_groups:
+            result.append(layout)
+    return tuple(result[1:])
 
 
 def num_groups(layouts: Sequence[ParallelLayout]) -> int:
@@ -141,11 +141,11 @@ class LayoutCandidates:
             self._coefficients[key] = self.coefficients_of(layout)
         return self._coefficients[key]
 
-    def promising_layouts(self, found: Sequence[MappingSearch], current: ParallelLayout) -> list[ParallelLayout]:
+    def promising_layouts(self, result: Sequence[MappingSearch], current: ParallelLayout) -> list[ParallelLayout]:
         """List layouts other than the current one, with the generation of a switch, the most promising first: the best
         of every known batch, then the second, …; all that may fit, or else the closest few."""
         cap, generation = self._start.memory_cap_bytes, current.generation + 1
-        by_place = itertools.zip_longest(*(search.mappings for search in found))
+        by_place = itertools.zip_longest(*(search.mappings for search in result))
         ordered = [one for place in by_place for one in place if one is not None]
         near = [one for one in ordered if cap is None or one.excess_bytes <= ESTIMATE_TOLERANCE * cap]
         # Estimates know one stage a rank; declared layouts with several are few, and all of them are planned.
@@ -169,7 +169,7 @@ class LayoutCandidates:
         weight = 1.0 / self._options.known_steps
         if self.given is not None:
             return self._estimated(batches, current, weight)
-        found = search_mappings(
+        result = search_mappings(
             self._model.num_layers,
             self._devices,
             len(policies),
@@ -179,8 +179,8 @@ class LayoutCandidates:
             least_depth_only=self._options.least_depth_only,
         )
         if not self._deals_packs or self._options.least_depth_only or self._layout.cp * self._layout.tp > 1:
-            return found
-        return self._with_replicated(found, batches, current, weight)
+            return result
+        return self._with_replicated(result, batches, current, weight)
 
     def prices(self, batch: BatchCosts, depth: int, dp: int | None = None) -> list[MappingCosts]:
         """Return the costs of mappings of one depth, one for every number of micro-batches that is tried; by default as
@@ -199,11 +199,11 @@ class LayoutCandidates:
         return self._receive(even, current)  # type: ignore[bad-argument-type]  # frozen structs hash
 
     def _with_replicated(
-        self, found: MappingSearch, batches: Sequence[Callable[[], BatchCosts]], current: ParallelLayout, weight: float
+        self, result: MappingSearch, batches: Sequence[Callable[[], BatchCosts]], current: ParallelLayout, weight: float
     ) -> MappingSearch:
         """Add mappings of depths that would leave devices idle, were all stages to have as many of them."""
         devices = self._devices
-        fitting = [one.step_s + weight * one.switch_s for one in found.mappings if not one.excess_bytes]
+        fitting = [one.step_s + weight * one.switch_s for one in result.mappings if not one.excess_bytes]
         best_s, more = min(fitting, default=float("inf")), []
         for depth in range(2, min(self._model.num_layers, devices - 1) + 1):
             if devices % depth == 0:
@@ -219,8 +219,8 @@ class LayoutCandidates:
                     more.append(mapping)
                 if fits is not None or not hopeful:
                     break  # the other policies pay time for memory that is not needed, or cannot win either
-        order = sorted((*found.mappings, *more), key=lambda one: mapping_order(one, weight))
-        return MappingSearch(tuple(order), found.num_priced + len(more))
+        order = sorted((*result.mappings, *more), key=lambda one: mapping_order(one, weight))
+        return MappingSearch(tuple(order), result.num_priced + len(more))
 
     def _replicated_prices(
         self, batch: BatchCosts, depth: int, devices: int, limit_s: float = float("inf")
@@ -231,13 +231,13 @@ class LayoutCandidates:
         of_stages = (*(least + 1,) * wide, *(least,) * (depth - wide))
         coefficients, cap_bytes = self.coefficients(self._dealt_layout(of_stages)), self._start.memory_cap_bytes
         counts = pack_counts(batch.whole_tokens, devices, options.candidates, options.max_pack_tokens)
-        found: list[tuple[float, ReplicatedStageCosts]] = []
+        result: list[tuple[float, ReplicatedStageCosts]] = []
         for count in sorted({min(count, batch.num_documents) for count in counts}, reverse=True):
             price = ReplicatedStageCosts(batch, coefficients, depth=depth, micro_batches=count, cap_bytes=cap_bytes)
-            found.append((price.least_replicated_seconds(of_stages), price))
-            if found[0][0] >= HOPELESS * limit_s:
+            result.append((price.least_replicated_seconds(of_stages), price))
+            if result[0][0] >= HOPELESS * limit_s:
                 return []  # with the most micro-batches devices have the evenest shares
-        return sorted(found, key=lambda pair: pair[0])
+        return sorted(result, key=lambda pair: pair[0])
 
     def _replicated_mapping(
         self,
@@ -263,7 +263,7 @@ class LayoutCandidates:
     def _estimated(
         self, batches: Sequence[Callable[[], BatchCosts]], current: ParallelLayout, weight: float
     ) -> MappingSearch:
-        found = []
+        result = []
         for layout in self.given or ():
             if layout.num_stages > layout.pp:
                 continue
@@ -276,9 +276,9 @@ class LayoutCandidates:
                 if best is not None and not best.excess_bytes:
                     break  # the other policies pay time for memory that is not needed
             assert best is not None, "there is at least one policy"
-            found.append(best)
-        found.sort(key=lambda one: mapping_order(one, weight))
-        return MappingSearch(tuple(found), len(found))
+            result.append(best)
+        result.sort(key=lambda one: mapping_order(one, weight))
+        return MappingSearch(tuple(result), len(result))
 
     def _priced(
         self, layout: ParallelLayout, edges: tuple[int, ...], batch: BatchCosts, policy: int, current: ParallelLayout

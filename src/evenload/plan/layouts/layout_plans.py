@@ -50,11 +50,11 @@ def plan_recomputing_layers(
     counts, best, tried = _needed(lacking, saved, most), None, set[tuple[int, ...]]()
     for _ in range(MOST_PLANS - 1):
         tried.add(tuple(counts.tolist()))
-        found = plan_with(layout.recomputing(counts.tolist()))
-        peak_bytes = _peak_bytes(found)
-        step_s = found.plan.predicted.step_time_s
-        if found.feasible and (best is None or step_s < best.plan.predicted.step_time_s):
-            best = found
+        result = plan_with(layout.recomputing(counts.tolist()))
+        peak_bytes = _peak_bytes(result)
+        step_s = result.plan.predicted.step_time_s
+        if result.feasible and (best is None or step_s < best.plan.predicted.step_time_s):
+            best = result
         saved = np.where(counts > 0, np.maximum(1.0, (stored_bytes - peak_bytes) / np.maximum(counts, 1)), saved)
         still_lacking = peak_bytes > cap_bytes
         if (still_lacking & (counts == most)).any():

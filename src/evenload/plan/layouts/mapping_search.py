@@ -114,10 +114,10 @@ def search_mappings(
                 # Memory may ask for stages beyond the bounds: few layers with the head, say.
                 for bounded in (True, False) if even.excess_bytes else (True,):
                     search = _Search(price, policy, receive, switch_weight, limit_s, bounded=bounded)
-                    found = search.run()
+                    result = search.run()
                     num_priced += search.num_priced
-                    if found is not None:
-                        start = found
+                    if result is not None:
+                        start = result
                         break
                 if not start.excess_bytes:
                     break  # other numbers of micro-batches only where the layers cannot be moved into memory

@@ -209,15 +209,15 @@ class SwitchPieces(Frozen):
 def model_pieces(model: ModelSpec, tp: int) -> tuple[Piece, ...]:
     """List the units of a model in order, what is trained of each before what is frozen."""
     stored, trained = unit_parameters(model, tp)
-    found = []
+    result = []
     for unit, (whole, learned) in enumerate(zip(stored.tolist(), trained.tolist(), strict=True)):
         is_tied = unit == 0 and model.tied_embeddings
         shape = {"unit": unit, "weight_bytes": model.bytes_per_element, "at_both_ends": is_tied}
         if learned:
-            found.append(Piece(num_elements=learned, state_bytes=optimizer_bytes_per_parameter(model), **shape))
+            result.append(Piece(num_elements=learned, state_bytes=optimizer_bytes_per_parameter(model), **shape))
         if whole > learned:
-            found.append(Piece(num_elements=whole - learned, **shape))
-    return tuple(found)
+            result.append(Piece(num_elements=whole - learned, **shape))
+    return tuple(result)
 
 
 def shared_pieces(
@@ -227,12 +227,12 @@ def shared_pieces(
     if budget_bytes is None:
         return frozenset(range(len(pieces)))
     # A tensor-parallel rank knows the parts of its own place, and has a share of the budget for them.
-    left, found = budget_bytes // layouts[0].tp, set()
+    left, result = budget_bytes // layouts[0].tp, set()
     for index, piece in enumerate(pieces):
         if (needed := shared_bytes(piece, layouts, ranks_per_node)) <= left:
-            found.add(index)
+            result.add(index)
             left -= needed
-    return frozenset(found)
+    return frozenset(result)
 
 
 def shared_bytes(piece: Piece, layouts: Sequence[ParallelLayout], ranks_per_node: int) -> int:

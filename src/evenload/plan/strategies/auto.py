@@ -50,9 +50,9 @@ BOTH_ENDS = (((1, 1), 1), ((2, 2), 2))
 class _Refinement:
     """Improve the result of a search within a budget of trials; those that every replica needs are always rated."""
 
-    def __init__(self, problem: StepProblem, found: SearchResult) -> None:
+    def __init__(self, problem: StepProblem, result: SearchResult) -> None:
         options, layout, schedule = problem.options.own(AutoOptions), problem.layout, problem.options.schedule
-        self._found = found
+        self._found = result
         self._may_split = schedule == CHOOSE and options.split_backward and layout.num_stages > 1
         self._may_reorder = schedule in (CHOOSE, LIST.name)
         self._others = [
@@ -68,15 +68,15 @@ class _Refinement:
         self._deadline_s = math.inf if limit_s is None else time.monotonic() + limit_s
 
     def run(self) -> None:
-        found = self._found
-        for search in (*found.own, *found.blocks.values()):
+        result = self._found
+        for search in (*result.own, *result.blocks.values()):
             search.rank_by(by_time)
-        busy = [search for search in found.own if len(search.documents)]
+        busy = [search for search in result.own if len(search.documents)]
         if not busy:
             return
         representative = max(busy, key=lambda search: search.work_s)
         if self._may_split:
-            varied = [representative, *found.blocks.values()]
+            varied = [representative, *result.blocks.values()]
             splits = [[trial._replace(order=Order.LIST, split=True) for trial in best_packs(one)] for one in varied]
             score(list(zip(varied, splits, strict=True)))
             if not representative.is_near_bound():
@@ -84,16 +84,16 @@ class _Refinement:
                 score([(representative, [other for trial in best for other in _tapered(trial, representative)])])
         self._improve(representative, PROBE_SHARE)
         share_best(representative, [search for search in busy if search is not representative], REFINED_SHARED)
-        seconds = found.seconds()
+        seconds = result.seconds()
         is_late = seconds > LATE * np.median(seconds)
-        late = [search for search, slow in zip(found.own, is_late, strict=True) if slow and search in busy]
+        late = [search for search, slow in zip(result.own, is_late, strict=True) if slow and search in busy]
         share_best(representative, late, LATE_SHARED)
-        even_out(found)
+        even_out(result)
         while self._left():
             # The step waits for the slowest, so the others need no search.
             if not sum([self._improve(search, SLOWEST_SHARE) for search in self._slowest()]):
                 break
-        even_out(found)
+        even_out(result)
         self._try_others()
 
     def _slowest(self) -> list[ReplicaSearch]:
@@ -203,28 +203,28 @@ def _repriced(problem: StepProblem, choices: tuple[ReplicaChoice, ...]) -> tuple
 def _searched(problems: Sequence[StepProblem]) -> list[tuple[StepProblem, SearchResult]]:
     """Search by time under the policies that come close, the best first; none where no packs fit limits."""
     steps = search_policies(problems, rules_of)
-    keys = [found.score_key()[:2] for _, found in steps]
+    keys = [result.score_key()[:2] for _, result in steps]
     # Refining may still make the policies that come close the best.
     close = [step for step, key in zip(steps, keys, strict=True) if key <= (keys[0][0], CLOSE_POLICIES * keys[0][1])]
     steps = close[:MOST_REFINED]
-    for problem, found in steps:
-        _Refinement(problem, found).run()
+    for problem, result in steps:
+        _Refinement(problem, result).run()
     return sorted(steps, key=lambda step: step[1].score_key())
 
 
-def _promising(problems: Sequence[StepProblem], found: tuple[ReplicaChoice, ...]) -> list[StepProblem]:
+def _promising(problems: Sequence[StepProblem], result: tuple[ReplicaChoice, ...]) -> list[StepProblem]:
     """Keep the policies whose work alone, spread evenly, takes less than a plan, where that fits memory."""
-    if step_score(found)[0]:
+    if step_score(result)[0]:
         return list(problems)
-    summed_s = _summed_s(problems[0], found)
+    summed_s = _summed_s(problems[0], result)
     return [problem for problem in problems if problem is problems[0] or work_s(problem) < summed_s]
 
 
-def _least_seconds(rival: Strategy, problems: Sequence[StepProblem], found: tuple[ReplicaChoice, ...]) -> float | None:
+def _least_seconds(rival: Strategy, problems: Sequence[StepProblem], result: tuple[ReplicaChoice, ...]) -> float | None:
     """Bound the seconds of a strategy's plans, 0 = not known; None where none can be faster than the plan `found`: no
     plan of whole documents is faster than the longest one through all stages and back (but where only I passes), and
     where memory does not bind, a strategy that searches for time alone is as fast as it gets."""
-    excess, summed_s = step_score(found)[0], _summed_s(problems[0], found)
+    excess, summed_s = step_score(result)[0], _summed_s(problems[0], result)
     if excess:
         return 0.0
     splits = problems[0].options.rule(ONE_F_ONE_B).splits_backward

@@ -119,12 +119,12 @@ def _candidate(problem: StepProblem, documents: NDArray[np.int64], window: int) 
     packs = problem.packs_of(documents, forward, backward)
     rules = (ONE_F_ONE_B, LIST) if problem.options.schedule == CHOOSE else (problem.options.rule(ONE_F_ONE_B),)
     tasks = pipeline_tasks(problem.costs, packs, split=rules[0].splits_backward)
-    found: list[Candidate] = []
+    result: list[Candidate] = []
     for rule in rules:
-        found.append(problem.scheduled(f"{forward.num_packs} windows", packs, rule, tasks))
-        if not found[-1].excess_bytes:
-            return found[-1]
-    return min(found, key=Candidate.score)
+        result.append(problem.scheduled(f"{forward.num_packs} windows", packs, rule, tasks))
+        if not result[-1].excess_bytes:
+            return result[-1]
+    return min(result, key=Candidate.score)
 
 
 SEQUENTIAL = Strategy(
@@ -206,13 +206,13 @@ def _replicas_with_room(problem: StepProblem) -> list[NDArray[np.int64]] | None:
 def _best(problem: StepProblem, documents: NDArray[np.int64]) -> Candidate:
     options, pp = problem.options, problem.layout.pipeline_ranks
     rule, num_tokens, work_s = options.rule(ONE_F_ONE_B), problem.num_tokens[documents], problem.document_s[documents]
-    found: list[Candidate] = []
+    result: list[Candidate] = []
     worse = 0
     counts = pack_counts(int(num_tokens.sum()), pp, options.candidates, options.max_pack_tokens)
     if options.micro_batches is not None:
         counts = [options.micro_batches]
     for count in counts:
-        if found and count > len(documents):
+        if result and count > len(documents):
             break  # more micro-batches than documents change nothing
         groups = _groups(work_s, num_tokens, count, pp, options.max_pack_tokens)
         if options.micro_batches is not None and options.max_pack_tokens is not None and len(groups) > count:
@@ -220,11 +220,11 @@ def _best(problem: StepProblem, documents: NDArray[np.int64]) -> Candidate:
             groups = min(groups, tight, key=len)
         columns = whole_document_columns(groups, num_tokens, problem.layout.cp)
         tried = problem.scheduled(counted(len(groups), "pack"), problem.packs_of(documents, columns), rule)
-        worse = worse + 1 if found and min(found, key=Candidate.score).score() <= tried.score() else 0
-        found.append(tried)
+        worse = worse + 1 if result and min(result, key=Candidate.score).score() <= tried.score() else 0
+        result.append(tried)
         if worse == ENOUGH_WORSE:
             break
-    return min(found, key=Candidate.score)
+    return min(result, key=Candidate.score)
 
 
 def _groups(

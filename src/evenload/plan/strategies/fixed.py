@@ -95,9 +95,9 @@ def exact_groups(
     best = start
     if info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible:
         chosen = np.array(solver.getSolution().col_value)[:-1].reshape(count, num_groups).argmax(axis=1)
-        found = [order[chosen == group].tolist() for group in range(num_groups)]
+        result = [order[chosen == group].tolist() for group in range(num_groups)]
         # Rounding in the solver must not lose what was known before.
-        best = min(found, start, key=lambda groups: _largest(work, groups))
+        best = min(result, start, key=lambda groups: _largest(work, groups))
     return _result(work, best, max(floor, float(info.mip_dual_bound) * scale))
 
 
@@ -221,9 +221,9 @@ def _exact(problem: StepProblem, work: NDArray[np.float64], num_windows: int) ->
     windows, _ = _greedy(problem, work, num_windows)
     limit_s = problem.options.own(FixedExactOptions).solver_time_limit_s
     capacity = problem.window_tokens("fixed_exact")
-    found = exact_groups(work, problem.num_tokens, capacity, start=windows, time_limit_s=limit_s)
-    note = "" if found.is_optimal else f"solver stopped at {limit_s:g} s, at most {found.gap:.1%} above the optimum"
-    return [list(group) for group in found.groups], note
+    result = exact_groups(work, problem.num_tokens, capacity, start=windows, time_limit_s=limit_s)
+    note = "" if result.is_optimal else f"solver stopped at {limit_s:g} s, at most {result.gap:.1%} above the optimum"
+    return [list(group) for group in result.groups], note
 
 
 def _due_windows(

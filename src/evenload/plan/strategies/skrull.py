@@ -141,10 +141,10 @@ def _choices(problem: StepProblem, step: StepDocuments, replicas: list[Groups]) 
         shared = owner[edges[low] : edges[high]].count(SHARED)
         counts = counted(high - low, "micro-batch"), counted(len(documents), "document")
         label = f"{counts[0]}, {shared} of {counts[1]} shared"
-        found = problem.scheduled(label, problem.packs_of(documents, own), ONE_F_ONE_B, tasks)
+        result = problem.scheduled(label, problem.packs_of(documents, own), ONE_F_ONE_B, tasks)
         if cp > 1:
-            found = dataclasses.replace(found, shardings=tuple(shardings[low:high]))
-        choices.append(ReplicaChoice(documents, found, note))
+            result = dataclasses.replace(result, shardings=tuple(shardings[low:high]))
+        choices.append(ReplicaChoice(documents, result, note))
     return tuple(choices)
 
 

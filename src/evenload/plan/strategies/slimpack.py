@@ -104,8 +104,8 @@ def plan_slimpack(problems: Sequence[StepProblem]) -> Planned:
         steps = search_policies(problems, lambda problem: rules)
         if not steps:
             raise _no_packs(problems[0])
-        problem, found = steps[0]
-        return problem, tuple(replace(choice, note=PUBLISHED_NOTE) for choice in found.choices())
+        problem, result = steps[0]
+        return problem, tuple(replace(choice, note=PUBLISHED_NOTE) for choice in result.choices())
     policies: dict[str, RankedPolicies] = {}
     for schedule in SCHEDULES if options.schedule == CHOOSE else (options.schedule,):
         if steps and not _may_suit(steps[0][1], orders_of(schedule)):
@@ -117,18 +117,18 @@ def plan_slimpack(problems: Sequence[StepProblem]) -> Planned:
         steps += _search_ranked(policies[by], rules_of[schedule], rules_of[by])[:1]
     if not steps:
         raise _no_packs(problems[0])
-    if any(found.blocks for _, found in steps):
+    if any(result.blocks for _, result in steps):
         # What phases take together is known when they are joined; before that, only an upper bound.
-        planned = [(problem, found.choices()) for problem, found in steps]
+        planned = [(problem, result.choices()) for problem, result in steps]
         return min(planned, key=lambda one: worst_score(one[1]))
-    problem, found = min(steps, key=lambda step: step[1].score_key()[:2])
-    return problem, found.choices()
+    problem, result = min(steps, key=lambda step: step[1].score_key()[:2])
+    return problem, result.choices()
 
 
-def _may_suit(found: SearchResult, orders: Sequence[Order | ScheduleRule]) -> bool:
+def _may_suit(result: SearchResult, orders: Sequence[Order | ScheduleRule]) -> bool:
     """Check whether the heaviest replica's best packs are not clearly slower under other orders than under their
     own."""
-    busy = [search for search in (*found.own, *found.blocks.values()) if len(search.documents)]
+    busy = [search for search in (*result.own, *result.blocks.values()) if len(search.documents)]
     heaviest = max(busy, key=lambda search: search.work_s, default=None)
     if heaviest is None:
         return False
@@ -172,11 +172,11 @@ def _search_ranked(
     for place, ((excess, seconds), problem) in enumerate(policies.ranked):
         if place >= policies.close and steps and _best_score_key(steps) <= (excess, longer * seconds):
             break
-        found = search_with_merging(problem, rules_of(problem))
-        if found:
-            steps.append((problem, found))
+        result = search_with_merging(problem, rules_of(problem))
+        if result:
+            steps.append((problem, result))
             if rules_of is not rank_rules_of and len(steps) == 1 and seconds:
-                longer = max(1.0, found.score_key()[1] / seconds)
+                longer = max(1.0, result.score_key()[1] / seconds)
     (excess, seconds), _ = policies.ranked[0]
     best = _best_score_key(steps) if steps else None
     if policies.others and (best is None or best > (excess, CLOSE * longer * seconds)):
@@ -188,7 +188,7 @@ def _search_ranked(
 
 
 def _best_score_key(steps: list[tuple[StepProblem, SearchResult]]) -> tuple[int, float]:
-    return min(found.score_key()[:2] for _, found in steps)
+    return min(result.score_key()[:2] for _, result in steps)
 
 
 def slimpack_rules(problem: StepProblem, orders: Sequence[Order | ScheduleRule] | None = None) -> SearchRules:
@@ -225,10 +225,10 @@ def search_with_merging(problem: StepProblem, rules: SearchRules) -> SearchResul
     promising = [others[at] for key, at in keys if score_key is None or key < score_key]
     # Documents move only in the best of them: that takes as many trials as a search, and gains little.
     tried = _search_merges(problem, promising[:MOST_MERGES], replace(rules, even_out=False), apart)
-    found = _better(None, tried)
-    if found and rules.even_out:
-        even_out(found)
-    return _better(best, [found])
+    result = _better(None, tried)
+    if result and rules.even_out:
+        even_out(result)
+    return _better(best, [result])
 
 
 def _search_merges(
@@ -241,21 +241,21 @@ def _search_merges(
 
 
 def _better(one: SearchResult | None, others: Sequence[SearchResult | None]) -> SearchResult | None:
-    return min((found for found in (one, *others) if found), key=SearchResult.score_key, default=None)
+    return min((result for result in (one, *others) if result), key=SearchResult.score_key, default=None)
 
 
-def _efficiency(problem: StepProblem, found: SearchResult) -> float:
+def _efficiency(problem: StepProblem, result: SearchResult) -> float:
     """Return the seconds of the documents on their own replicas, all stored, over those of all ranks until the slowest
     ends."""
-    available_s = problem.layout.dp * problem.layout.pp * float(found.seconds().max())
+    available_s = problem.layout.dp * problem.layout.pp * float(result.seconds().max())
     return problem.stored_s / available_s if available_s else 1.0
 
 
-def _is_good(problem: StepProblem, found: SearchResult) -> bool:
+def _is_good(problem: StepProblem, result: SearchResult) -> bool:
     """Check whether sharing gains nothing: replicas end together, within memory, and do not wait for memory."""
-    seconds = found.seconds()
-    is_even = not found.score_key()[0] and seconds.max() <= EVEN_REPLICAS * seconds.mean()
-    return bool(is_even and (problem.cap_bytes is None or _efficiency(problem, found) >= WAITS_FOR_MEMORY))
+    seconds = result.seconds()
+    is_even = not result.score_key()[0] and seconds.max() <= EVEN_REPLICAS * seconds.mean()
+    return bool(is_even and (problem.cap_bytes is None or _efficiency(problem, result) >= WAITS_FOR_MEMORY))
 
 
 def _score_key(max_imbalance: float, rated: TrialScore) -> tuple[int, float]:

@@ -152,18 +152,18 @@ def _require_same_state(path: Path, wanted: Collection[str], saved: Collection[s
     """The run's optimizer finds all of its state, and none is dropped, of the parameters that this rank updates."""
     mine, there = _kinds_of_state(wanted), _kinds_of_state(saved)
     for parameter, kinds in mine.items():
-        found = there.get(parameter, set())
-        if kinds == found or f"model.{parameter}" not in saved:
+        result = there.get(parameter, set())
+        if kinds == result or f"model.{parameter}" not in saved:
             continue
         causes = {
             "it was saved under another model.dtype, since only 16-bit weights have masters": {"master"},
             "train.ema_decay is set in one of both only": {AVERAGE},
         }
-        known = [cause for cause, of_cause in causes.items() if (kinds ^ found) & of_cause]
-        if (kinds ^ found) - set().union(*causes.values()):
+        known = [cause for cause, of_cause in causes.items() if (kinds ^ result) & of_cause]
+        if (kinds ^ result) - set().union(*causes.values()):
             known.append("it was saved under another optimizer.name")
         raise ConfigError(
-            f"checkpoint {path} has {sorted(found)} of {parameter}, this run's optimizer keeps {sorted(kinds)}: "
+            f"checkpoint {path} has {sorted(result)} of {parameter}, this run's optimizer keeps {sorted(kinds)}: "
             f"{', and '.join(known)}. Go on with the settings that it was saved under, or start anew from its weights "
             "in another train.output_dir"
         )

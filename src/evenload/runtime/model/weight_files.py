@@ -156,7 +156,7 @@ def _require_computed(
         with safe_open(directory / stored[name].file, framework="pt") as tensors:
             return tensors.get_tensor(name)
 
-    found, computed = read(name), None
+    result, computed = read(name), None
     why, fix = "what the model of config.json computes", "Correct config.json (rope_theta, rope scaling), or remove it"
     if not name.endswith("bias"):
         require_plain(stored[name], name, directory)
@@ -164,18 +164,21 @@ def _require_computed(
         computed, why = read(embedding), f"'{embedding}', which config.json ties to it (tie_word_embeddings = true)"
         fix = "Set tie_word_embeddings to false to train both, as transformers would, or remove it to train one"
     elif name.endswith("masked_bias"):
-        computed = found.clamp(max=-1e4)  # of any such number the softmax is 0
+        computed = result.clamp(max=-1e4)  # of any such number the softmax is 0
     elif name.endswith("bias"):
-        computed = torch.ones(found.shape).tril() if found.dim() > 1 else None
+        computed = torch.ones(result.shape).tril() if result.dim() > 1 else None
     elif (rotary := getattr(whole.base_model, "rotary_emb", None)) is not None:
         computed = getattr(type(rotary)(whole.config), "inv_freq", None)
     off = "of another shape"
-    if computed is not None and computed.shape == found.shape:
-        ours, info = computed.to(found.dtype), torch.finfo(found.dtype if found.is_floating_point() else torch.float32)
+    if computed is not None and computed.shape == result.shape:
+        ours, info = (
+            computed.to(result.dtype),
+            torch.finfo(result.dtype if result.is_floating_point() else torch.float32),
+        )
         slack = 8 * info.eps, info.tiny * info.eps
-        if torch.equal(found, ours) or (name != _HEAD and torch.allclose(found.double(), ours.double(), *slack)):
+        if torch.equal(result, ours) or (name != _HEAD and torch.allclose(result.double(), ours.double(), *slack)):
             return
-        off = f"off by up to {(found.float() - ours.float()).abs().max():.3g}"
+        off = f"off by up to {(result.float() - ours.float()).abs().max():.3g}"
     raise ConfigError(f"{directory / stored[name].file}: '{name}' is not {why}; it is {off}. {fix}")
 
 
