@@ -9,7 +9,7 @@ SRC = Path(__file__).parents[2] / "src" / "evenload"
 
 MAX_ENTRIES = 28
 MAX_LINES, MAX_PARAMETERS = 80, 10
-MAX_FILES, MAX_SOURCE_LINES = 250, 60_000
+MAX_FILES, MAX_SOURCE_LINES = 250, 50_000
 
 
 def too_large(source: str) -> list[str]:
