@@ -98,8 +98,10 @@ def test_an_error_on_one_rank_reaches_every_rank(tmp_path):
     config = data_config(str(tmp_path), shuffle_window=16, streams=4)
 
     def run(rank, peers):
-        with pytest.raises(DataError, match=r"2\.jsonl:2"):
-            all_batches(GlobalBatchLoader(config, peers=peers))
+        # Closed here: else the garbage collector of a later test meets the files that other ranks' readers had open.
+        with contextlib.closing(GlobalBatchLoader(config, peers=peers)) as loader:
+            with pytest.raises(DataError, match=r"2\.jsonl:2"):
+                all_batches(loader)
         return True
 
     assert run_ranks(3, run) == [True] * 3
