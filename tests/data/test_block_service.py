@@ -99,9 +99,9 @@ def test_an_error_on_one_rank_reaches_every_rank(tmp_path):
 
     def run(rank, peers):
         # Closed here: else the garbage collector of a later test meets the files that other ranks' readers had open.
-        with contextlib.closing(GlobalBatchLoader(config, peers=peers)) as loader:
-            with pytest.raises(DataError, match=r"2\.jsonl:2"):
-                all_batches(loader)
+        loader = GlobalBatchLoader(config, peers=peers)
+        with contextlib.closing(loader), pytest.raises(DataError, match=r"2\.jsonl:2"):
+            all_batches(loader)
         return True
 
     assert run_ranks(3, run) == [True] * 3
