@@ -182,7 +182,7 @@ def test_gpus_are_those_that_the_driver_names(config, tmp_path, capsys, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("asked", "changes", "message"),
+    ("requested", "changes", "message"),
     [
         (("corpus", "--model", "model"), None, "--cluster is missing; name one such as h100x8, or give the"),
         (("config.toml",), None, "how fast this one is was not measured; run evenload profile or the run itself"),
@@ -190,14 +190,14 @@ def test_gpus_are_those_that_the_driver_names(config, tmp_path, capsys, monkeypa
         (("config.toml",), {"tp": 1}, "knows no link, and the layout has 4 processes; measure it with evenload"),
     ],
 )
-def test_what_nothing_says_is_refused(config, tmp_path, capsys, request, changes, message) -> None:
+def test_what_nothing_says_is_refused(config, tmp_path, capsys, requested, changes, message) -> None:
     if changes:
         model = msgspec.structs.replace(model_from("model"), bytes_per_element=4)
         where = MeasuredOn(model=model, dp=2, cp=1, pp=2, **changes)
         links = ("p2p_bandwidth_bytes_per_s", "reduce_bandwidth_bytes_per_s", "intra_node", "inter_node")
         none = dict.fromkeys(links if changes["tp"] == 1 else ())
         write_costs(tmp_path / "run" / "cost.json", measured_on=where, **none)
-    assert message in refused(capsys, "plan", *request)
+    assert message in refused(capsys, "plan", *requested)
 
 
 @pytest.mark.parametrize(

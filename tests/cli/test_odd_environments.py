@@ -229,7 +229,7 @@ def test_odd_names_are_read_shown_and_written(tmp_path, monkeypatch, capfd, name
 
 
 @pytest.mark.parametrize(
-    ("arrays", "said"),
+    ("arrays", "output"),
     [
         ({"arr_0": np.array([1, 2, 3])}, "3 documents, 6 tokens"),
         ({"other": np.ones(2), "Lengths": np.array([4, 5])}, "2 documents, 9 tokens"),

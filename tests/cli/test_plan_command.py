@@ -80,7 +80,7 @@ def test_headline_names_the_best_its_factor_and_why(table, tmp_path, capsys) -> 
 
 
 @pytest.mark.parametrize(
-    ("strategies", "said"),
+    ("strategies", "output"),
     [("auto", "; best_fit was not compared, so there is no factor"), ("best_fit", "of those asked for")],
 )
 def test_headline_without_a_factor_or_of_the_baseline_alone(table, capsys, strategies, output) -> None:

@@ -137,7 +137,10 @@ def test_maps_are_objects_and_keys_of_other_rows_are_left_out_at_every_depth(tmp
     ("content", "why"),
     [
         (b'[{"text": "a"}, {"text"', "JSON list is damaged"),
-        (b'{"data": [{"text": "a"}],\n "version": 1}', "one JSON object over several lines, with the keys 'data', 've"),
+        (
+            b'{"data": [{"text": "a"}],\n "version": 1}',
+            "one JSON object over several lines, with the keys 'data', 'version'",
+        ),
         (b'{"text": "a"\n', "not JSON"),
         (b'["a", "b"]', "Expected `object`, got `str`"),
     ],

@@ -211,7 +211,11 @@ def test_messages_with_weight_0_have_no_loss(tmp_path, template, key, split):
         ({"role": "assistant", "content": "", "tool_calls": [{"a": 1}]}, {}, "has tool_calls, which chat template"),
         ({"role": "assistant", "content": "a", "train_detail": [1]}, {}, "has train_detail, which is not read"),
         ({"role": "assistant", "content": "a", "weight": 0.5}, {}, r"message 1 has weight 0\.5, must be 0 or 1"),
-        ({"role": "user", "content": "a", "train": True}, {}, "role 'user' has train True, and only what the assi"),
+        (
+            {"role": "user", "content": "a", "train": True},
+            {},
+            "role 'user' has train True, and only what the assistant",
+        ),
         ({"role": "assistant", "content": "a", "weight": 0}, {"loss_on": "all"}, "has no loss by its weight"),
     ],
 )

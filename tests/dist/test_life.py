@@ -67,7 +67,8 @@ def test_a_step_that_is_not_finite_stops_the_run_before_its_update(gloo_pool, co
     assert ends[0].error == ends[1].error
     error = ends[0].error
     assert error.startswith("step 1: the loss is nan and the gradient norm nan"), error
-    assert re.search(r"pack \d+ of replica 0 with document 9 \(\d+ tokens, number \d+ of the block", error), error
+    place = r"backward pack \d+ of replica 0 with document 9 \(\d+ tokens, number \d+ of the block"
+    assert re.search(place, error), error
     assert f"begins in {tmp_path / 'corpus'}" in error
     assert "document 8" not in error
     for part in ("step-00000001, is from before", "optimizer.learning_rate", "train.on_nonfinite=skip"):

@@ -73,7 +73,8 @@ def test_samples_that_cannot_be_written_are_refused(config_file, settings, messa
 
 def test_prompts_that_the_model_cannot_write_on_from_are_refused(tmp_path):
     settings = SamplesConfig(prompts=("abc",), every_steps=1, max_new_tokens=10)
-    with pytest.raises(ConfigError, match=r"of 3 tokens and samples.max_new_tokens 10 are more than the model's 12"):
+    why = r"'abc' of 3 tokens and samples.max_new_tokens 10 are more than the model's 12"
+    with pytest.raises(ConfigError, match=why):
         Sampler(settings, DATA, ByteTokenizer(), 12)
     Sampler(settings, DATA, ByteTokenizer(), 13)
     words = Tokenizer(WordLevel({"abc": 0, "<eos>": 1}))

@@ -1,12 +1,15 @@
 """A document of twenty times the mean tokens on two and four replicas: no rank waits for it in the plan."""
 
+import functools
+
 import msgspec
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from cost_samples import documents, sample_coefficients, sample_model
+import cost_samples
+from cost_samples import sample_coefficients, sample_model
 from evenload.errors import InvalidPlanError
 from evenload.plan.dp_merge import merge_documents
 from evenload.plan.planner import Proposal, StepPlanner, StepRequest
@@ -20,6 +23,9 @@ from evenload.types.cluster import LinkSpec
 from evenload.types.layout import even_layout
 from evenload.types.plan import StepPlan, seal
 from predicted_timeline import predicted_timeline
+
+documents = functools.partial(cost_samples.documents, first_id=50)
+"""Ids that are no indices, so that one cannot pass for the other."""
 
 replace = msgspec.structs.replace
 LINKS = {"intra_node": LinkSpec(bandwidth_bytes_per_s=1e6, latency_s=1e-4), "devices_per_node": 64}

@@ -1,3 +1,4 @@
+import functools
 import gzip
 from pathlib import Path
 
@@ -6,7 +7,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cost_samples import documents, sample_coefficients, sample_model
+import cost_samples
+from cost_samples import sample_coefficients, sample_model
 from evenload.config.keys import plan_options
 from evenload.cost.analytic import analytic_coefficients
 from evenload.data.hub import model_from
@@ -33,6 +35,10 @@ def tiny_planner(dp: int = 2, pp: int = 3, cap: int | None = None, tile: int = 1
         plan_options(fields),
         host="unlimited",
     )
+
+
+documents = functools.partial(cost_samples.documents, first_id=100)
+"""Ids that are no indices, so that one cannot pass for the other."""
 
 
 def long_tailed(num_documents: int, context: int) -> np.ndarray:
@@ -106,7 +112,7 @@ def test_unknown_strategy_offers_the_nearest() -> None:
 
 @pytest.mark.parametrize("strategy", ["padded", "best_fit", "balanced"])
 def test_document_beyond_the_window_is_named(strategy) -> None:
-    with pytest.raises(DataError, match="document 1 has 300 tokens, max_pack_tokens is 256"):
+    with pytest.raises(DataError, match="document 101 has 300 tokens, max_pack_tokens is 256"):
         tiny_planner().plan(0, documents([5, 300]), strategy)
 
 
@@ -120,7 +126,7 @@ def test_bidirectional_model_is_refused_by_slimpack_only() -> None:
 
 
 def test_repeated_document_is_refused() -> None:
-    with pytest.raises(DataError, match="document 0 appears 2 times"):
+    with pytest.raises(DataError, match="document 100 appears 2 times"):
         tiny_planner().plan(0, documents([5]) * 2, "padded")
 
 

@@ -5,10 +5,28 @@ import pytest
 import torch
 
 from evenload.errors import ConfigError
-from evenload.runtime.device import peak_process_bytes, require_device, reset_peak_process_bytes
+from evenload.runtime.device import (
+    peak_process_bytes,
+    require_device,
+    reset_peak_process_bytes,
+    use_deterministic_kernels,
+)
 
 MEBIBYTE = 2**20
 CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def kernels_as_before():
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+
+
+def test_deterministic_kernels_add_in_one_order_and_fill_nothing(kernels_as_before):
+    use_deterministic_kernels()
+    assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.utils.deterministic.fill_uninitialized_memory
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")

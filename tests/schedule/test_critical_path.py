@@ -58,6 +58,9 @@ def test_path_explains_the_whole_makespan_to_the_bit():
         path = critical_path(tasks, actions, simulation)
         assert path.makespan_s == simulation.makespan_s
         assert path.compute_s.sum() + path.p2p_s.sum() == pytest.approx(simulation.makespan_s, rel=1e-12)
+        start_s, end_s = simulation.start_s[path.actions], simulation.end_s[path.actions]
+        assert start_s[0] == 0
+        assert np.array_equal(start_s[1:], end_s[:-1] + path.p2p_s[1:])
 
 
 def busy_seconds(simulation: Simulation) -> float:

@@ -12,8 +12,9 @@ from evenload.schedule.packflow import keep_counts, packflow_static
 from evenload.schedule.schedule_rule import static_order
 from evenload.schedule.simulate import simulate
 from evenload.schedule.static_schedules import interleaved_one_f_one_b, one_f_one_b, zero_bubble_h1
-from evenload.types.pipeline import PipelineTasks, SplitBackward
+from evenload.types.pipeline import ActionColumns, PipelineTasks, SplitBackward
 from pipeline_cases import check_order, equal_packs, names_of, random_ranks, random_tasks, uniform_tasks, with_split
+from reference.simulation import reference_simulation
 
 
 def test_whole_documents_give_plain_1f1b():
@@ -40,6 +41,45 @@ def test_any_f_and_w_within_the_conditions_never_deadlock():
         counts = np.maximum.accumulate(rng.integers(least, tasks.num_forward + 1))
         warmup = np.sort(rng.integers(0, 12, tasks.num_stages))[::-1].astype(np.int64)
         check_order(tasks, static_order(tasks, counts, warmup))
+
+
+def word_without_checks(needed: list[int], num_forward: int, warmup: list[int]) -> ActionColumns:
+    """The static order of any f = D and w, also of those that `static_order` refuses."""
+    kinds, packs = [], []
+    for w in warmup:
+        done = 0
+        row = []
+        for j, d in enumerate(needed):
+            until = min(num_forward, max(done, d + w))
+            row += [(0, k) for k in range(done, until)] + [(1, j)]
+            done = until
+        row += [(0, k) for k in range(done, num_forward)]
+        kinds.append([kind for kind, _ in row])
+        packs.append([pack for _, pack in row])
+    per_rank = num_forward + len(needed)
+    return ActionColumns(
+        kind=np.array(kinds, dtype=np.uint8).ravel(),
+        stage=np.repeat(np.arange(len(warmup), dtype=np.int32), per_rank),
+        pack=np.array(packs, dtype=np.int32).ravel(),
+        rank_offset=np.arange(len(warmup) + 1, dtype=np.int64) * per_rank,
+    )
+
+
+def test_rising_warmup_is_refused_and_would_deadlock():
+    """The condition on w is needed, and the replay sees what breaks without it."""
+    rng = np.random.default_rng(2)
+    for _ in range(300):
+        num_stages = int(rng.integers(2, 8))
+        num_packs = num_stages + 10
+        warmup = rng.integers(0, 8, num_stages)
+        tasks = equal_packs(num_packs, num_stages)
+        needed = tasks.forwards_needed.tolist()
+        rises = bool((np.diff(warmup) > 0).any())
+        actions = word_without_checks(needed, num_packs, warmup.tolist())
+        if rises:
+            with pytest.raises(ConfigError, match="must fall or stay"):
+                static_order(tasks, tasks.forwards_needed.astype(np.int64), warmup)
+        assert (reference_simulation(tasks, actions).done.sum() == len(actions.kind)) != rises
 
 
 def test_bad_counts_are_refused():

@@ -121,9 +121,19 @@ _HUB = {
         "head_dim": 256, "num_hidden_layers": 26, "intermediate_size": 9216, "vocab_size": 256000,
         "sliding_window": 4096, "sliding_window_size": 4096,
     },
+    "gemma3_text": {
+        "model_type": "gemma3_text", "hidden_size": 1152, "num_attention_heads": 4, "num_key_value_heads": 1,
+        "head_dim": 256, "num_hidden_layers": 26, "intermediate_size": 6912, "vocab_size": 262144,
+        "sliding_window": 512, "sliding_window_pattern": 6,
+    },
     "olmo2": {
         "model_type": "olmo2", "hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 32,
         "intermediate_size": 11008, "vocab_size": 100352, "tie_word_embeddings": False,
+    },
+    "mixtral": {
+        "model_type": "mixtral", "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "num_hidden_layers": 32, "intermediate_size": 14336, "vocab_size": 32000, "sliding_window": None,
+        "num_local_experts": 8, "num_experts_per_tok": 2, "tie_word_embeddings": False,
     },
     "qwen3_moe": {
         "model_type": "qwen3_moe", "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4,
@@ -136,8 +146,9 @@ _HUB = {
 
 @pytest.mark.parametrize(
     ("kind", "billions", "active"),
-    [("gemma", 2.51, 2.51), ("gemma2", 2.61, 2.61), ("olmo2", 7.30, 7.30), ("qwen3_moe", 30.5, 3.35)],
-)
+    [("gemma", 2.51, 2.51), ("gemma2", 2.61, 2.61), ("gemma3_text", 1.0, 1.0), ("olmo2", 7.30, 7.30),
+     ("mixtral", 46.7, 12.9), ("qwen3_moe", 30.5, 3.35)],
+)  # fmt: skip
 def test_models_of_the_hub_have_their_published_size(kind: str, billions: float, active: float) -> None:
     spec = model_from_hf_config(_HUB[kind], kind)
     copies = 1 if spec.tied_embeddings else 2

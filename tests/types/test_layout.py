@@ -67,7 +67,7 @@ WIDE = read_layout_text("pp=3,devices=1+2+1").layout(4)
 
 
 @pytest.mark.parametrize(
-    ("choice", "device", "layouts", "found"),
+    ("choice", "device", "layouts", "result"),
     [
         ("auto", "cpu", [EVEN], "directed"),
         ("auto", "cuda", [EVEN], "fifo"),

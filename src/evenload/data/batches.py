@@ -97,11 +97,16 @@ class PartState(Frozen, array_like=True):
     """A part of the mixture between two documents: the pass over it (the run's epoch, unless parts repeat), the stream
     that gives the next document, documents sampled in this pass, and tokens since the weights began to count."""
 
-    epoch: int = 0
-    turn: int = 0
-    documents: int = 0
-    tokens: int = 0
-    streams: tuple[StreamState, ...] = ()
+    epoch: int
+    turn: int
+    documents: int
+    tokens: int
+    streams: tuple[StreamState, ...]
+
+
+def begun_part(epoch: int, tokens: int = 0, streams: tuple[StreamState, ...] = ()) -> PartState:
+    """Return the state of a part at the beginning of a pass."""
+    return PartState(epoch=epoch, turn=0, documents=0, tokens=tokens, streams=streams)
 
 
 class DeferredDocument(Frozen):
@@ -157,7 +162,7 @@ def check_fingerprint(state: LoaderState, fingerprint: dict[str, str]) -> None:
 
 def state_at_epoch(state: LoaderState, epoch: int) -> LoaderState:
     """Return a state between two epochs at the beginning of another epoch; steps and account continue."""
-    parts = tuple(PartState(epoch=epoch, streams=(StreamState(),) * len(part.streams)) for part in state.parts)
+    parts = tuple(begun_part(epoch, streams=(StreamState(),) * len(part.streams)) for part in state.parts)
     return msgspec.structs.replace(state, epoch=epoch, parts=parts)
 
 

@@ -34,6 +34,7 @@ from evenload.data.batches import (
     SampledDocuments,
     SingleRank,
     StreamState,
+    begun_part,
     check_fingerprint,
     config_fingerprint,
     join_sampled,
@@ -71,7 +72,7 @@ class _Part:
     name: str
     weight: float
     streams: list[_Stream]
-    at: PartState = field(default_factory=PartState)
+    at: PartState = field(default_factory=lambda: begun_part(0))
 
     @property
     def has_ended(self) -> bool:
@@ -133,7 +134,7 @@ class StreamSampler:
 
     def restart(self, epoch: int) -> None:
         for part in self._parts:
-            part.restart(PartState(epoch=epoch))
+            part.restart(begun_part(epoch))
 
     def state(self) -> tuple[PartState, ...]:
         return tuple(
@@ -156,7 +157,7 @@ class StreamSampler:
                         f"part '{part.name}' of data.mixture has no document to train; remove it, or check its "
                         "sources, data.overlong and data.on_corrupt"
                     )
-                part.restart(PartState(epoch=part.at.epoch + 1, tokens=part.at.tokens))
+                part.restart(begun_part(part.at.epoch + 1, part.at.tokens))
         left = [part for part in self._parts if not part.has_ended]
         if len(left) < 2:
             return (left[0], True) if left else None
