@@ -99,7 +99,7 @@ def planned_bytes(trainer: Trainer, layout: ParallelLayout) -> tuple[int, int]:
 def refused_layouts(config_file: str, overrides: list[str]) -> list[str]:
     """What a run says of a layout that it has no groups for, and of one that changes in the same generation."""
     trainer, output = make_trainer(config_file, overrides, ScriptedTrainer), []
-    for layout in (split_layout([1, 3], pp=2, generation=1), trainer.meshes.layouts[1]):
+    for layout in (msgspec.structs.replace(split_layout([1, 3], pp=2), generation=1), trainer.meshes.layouts[1]):
         try:
             trainer.state.change_layout(layout, COSTS)
         except InvalidPlanError as error:
