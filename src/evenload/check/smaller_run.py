@@ -42,7 +42,7 @@ from evenload.runtime.model.weight_files import INDEX_FILE, LEFT_OUT, stored_wei
 from evenload.runtime.optim.data_parallel import GradientReduction
 from evenload.runtime.optim.parameter_units import FlatBuffer
 from evenload.runtime.replay.rank_packs import Exchange, PackTokens
-from evenload.runtime.replay.stage import OnFinal, PipelineStage
+from evenload.runtime.replay.stage import OnFinal, PipelineStage, ignore_unit
 from evenload.runtime.replay.store import ActivationStore
 from evenload.runtime.replay.weight_products import WeightProducts
 from evenload.runtime.stages.rank_stages import build_rank_stages
@@ -261,7 +261,7 @@ class ObservedStage(PipelineStage):
         grad: Tensor,
         store: ActivationStore,
         products: WeightProducts | None = None,
-        on_final: OnFinal = lambda unit: None,
+        on_final: OnFinal = ignore_unit,
     ) -> Tensor:
         grad = super().backward_layers(pack, grad, store, products, on_final)
         if self.model.is_first:
