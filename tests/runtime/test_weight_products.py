@@ -4,13 +4,13 @@ import functools
 
 import pytest
 import torch
-from wide_gradients import wide_gradients
 
 from evenload.runtime.replay.held_bytes import HeldBytes
 from evenload.runtime.replay.store import ActivationStore
 from evenload.runtime.replay.weight_products import WeightProducts, add_weight_gradient
 from reference_training import make_tokens, plain_loss_and_gradients, relative_error, tiny_config
 from single_stage import pack_tokens, sliced_packs, stage_of, trained
+from wide_gradients import wide_gradients
 
 LENGTHS = [61, 30, 1, 7, 2, 1, 19]
 
