@@ -10,11 +10,12 @@ from cost_samples import documents
 from evenload.cost.analytic import analytic_coefficients
 from evenload.data.hub import model_from
 from evenload.plan import candidates
+from evenload.plan.dp_merge import nested_sizes
 from evenload.plan.planner import Proposal, StepPlanner
 from evenload.plan.problem import PlanOptions
 from evenload.stepplan.validate import validate_plan
 from evenload.types.cluster import cluster_from
-from evenload.types.document import ReplicaBlock, block_sizes, nested_sizes
+from evenload.types.document import ReplicaBlock
 from evenload.types.layout import even_layout
 
 TABLES = dict(np.load(Path(__file__).parent / "data" / "length_tables.npz"))
@@ -77,12 +78,13 @@ def test_trials_do_not_explode(monkeypatch, table, count, limited, strategy, mos
 
 
 def test_blocks_divide_the_replicas_and_nest() -> None:
-    assert block_sizes(12) == [2, 3, 4, 6, 12]
+    assert even_layout(12, dp=12).block_sizes == (2, 3, 4, 6, 12)
     assert nested_sizes(12) == [2, 4, 12]
     assert nested_sizes(8) == [2, 4, 8]
     assert nested_sizes(7) == [7]
     assert nested_sizes(15) == [3, 15]
-    assert nested_sizes(1) == block_sizes(1) == []
+    assert nested_sizes(1) == []
+    assert even_layout(12).block_sizes == ()
     for dp in range(1, 65):
         sizes = [1, *nested_sizes(dp)]
         assert sizes[-1] == dp

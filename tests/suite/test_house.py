@@ -5,11 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from evenload.config.train_config import TrainConfig
+
 SRC = Path(__file__).parents[2] / "src" / "evenload"
 
 MAX_ENTRIES = 28
 MAX_LINES, MAX_PARAMETERS = 80, 10
 MAX_FILES, MAX_SOURCE_LINES = 250, 50_000
+MAX_FILES_OF_KEY = 8
 
 
 def too_large(source: str) -> list[str]:
@@ -44,6 +47,28 @@ def test_the_whole_can_be_held_in_one_head():
     sources = [path.read_text().count("\n") for path in SRC.rglob("*.py")]
     assert len(sources) <= MAX_FILES
     assert sum(sources) <= MAX_SOURCE_LINES
+
+
+def test_a_key_of_the_configuration_is_read_in_few_files():
+    readers: dict[str, set[str]] = {}
+    for path in SRC.rglob("*.py"):
+        for table, key in keys_read(path.read_text()):
+            readers.setdefault(f"{table}.{key}", set()).add(path.name)
+    assert "trainer.py" in readers["plan.strategy"]
+    assert {key: names for key, names in readers.items() if len(names) > MAX_FILES_OF_KEY} == {}
+
+
+def keys_read(source: str) -> list[tuple[str, str]]:
+    """Tables and keys in expressions such as `config.train.seed` and `self.config.plan.strategy`."""
+    tables = set(TrainConfig.__struct_fields__)
+    return [
+        (node.value.attr, node.attr)
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Attribute)
+        and node.value.attr in tables
+        and "config" in ast.unparse(node.value.value)
+    ]
 
 
 def test_no_function_is_over_the_limits():

@@ -4,7 +4,8 @@ import random
 
 import msgspec
 
-from evenload.types.document import ActivationPolicy, MicroPack, PackPlan, Slice, nested_sizes
+from evenload.plan.dp_merge import nested_sizes
+from evenload.types.document import ActivationPolicy, MicroPack, PackPlan, Slice
 from evenload.types.layout import even_layout
 from evenload.types.plan import Schedule, StepPlan, seal
 from plan_building import greedy_packs, pack_plan, random_schedule, step_plan

@@ -17,12 +17,11 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.cost.memory import ReplicaPacks
-from evenload.cost.pack_pricing import pipeline_tasks
+from evenload.cost.memory import ReplicaPacks, pipeline_bytes
 from evenload.plan.packing import longest_first
 from evenload.plan.problem import Candidate, ReplicaChoice, StepProblem
 from evenload.types.columns import SliceColumns, whole_document_columns
-from evenload.types.document import ReplicaBlock, block_sizes, nested_sizes
+from evenload.types.document import ReplicaBlock
 from evenload.types.pipeline import ActionColumns, PipelineTasks
 
 PRINTED_THRESHOLD = 1.0  # SlimPack's: only documents longer than a whole replica's share
@@ -40,6 +39,16 @@ class Merge:
     def deal_own(self, document_s: NDArray[np.float64], load_s: NDArray[np.float64]) -> list[NDArray[np.int64]]:
         """Assign the unshared documents again to replicas that shared ones keep busy for `load_s`, float64[dp]."""
         return _longest_first(document_s, np.sort(np.concatenate(self.own)), load_s)
+
+
+def nested_sizes(dp: int) -> list[int]:
+    """Return sizes of blocks of which each divides the next, so that blocks are nested, as many as there can be: powers
+    of two first; 12 gives 2, 4, 12. O(dp)."""
+    sizes, size = [], 1
+    while size < dp:
+        size = next(larger for larger in range(2 * size, dp + 1, size) if dp % larger == 0)
+        sizes.append(size)
+    return sizes
 
 
 def merge_documents(problem: StepProblem) -> Merge | None:
@@ -70,7 +79,7 @@ def other_merges(problem: StepProblem, than: Merge) -> list[Merge]:
 
 def uniform_merges(problem: StepProblem, than: Merge) -> list[Merge]:
     outliers = np.concatenate(list(than.blocks.values()))
-    return [_uniform(problem, outliers, size) for size in block_sizes(problem.layout.dp)]
+    return [_uniform(problem, outliers, size) for size in problem.layout.block_sizes]
 
 
 def long_merges(problem: StepProblem) -> list[Merge]:
@@ -80,7 +89,7 @@ def long_merges(problem: StepProblem) -> list[Merge]:
     long = np.flatnonzero(problem.num_tokens > most) if most is not None else np.empty(0, np.int64)
     if not len(long):
         return []
-    return [_uniform(problem, long, size) for size in block_sizes(problem.layout.dp)]
+    return [_uniform(problem, long, size) for size in problem.layout.block_sizes]
 
 
 def _most_stored_tokens(problem: StepProblem) -> float | None:
@@ -89,7 +98,7 @@ def _most_stored_tokens(problem: StepProblem) -> float | None:
         return None
     longest = int(problem.num_tokens.max())
     whole = whole_document_columns([[0]], np.array([longest]), problem.layout.cp)
-    held = pipeline_tasks(problem.costs, ReplicaPacks(whole, whole, whole.stop)).held
+    held = pipeline_bytes(problem.costs.model, problem.layout, ReplicaPacks(whole, whole, whole.stop))
     temporary = np.maximum(held.forward_temp_bytes, held.backward_temp_bytes).max()
     headroom_bytes = float((problem.cap_bytes - held.static_bytes).min() - temporary)
     return max(0.0, headroom_bytes) / problem.layout.num_stages / (float(held.forward_kept_bytes.max()) / longest)

@@ -157,6 +157,11 @@ class ParallelLayout(Frozen):
         return (twin * self.dp + dp_rank) * self.cp + cp_rank
 
     @property
+    def block_sizes(self) -> tuple[int, ...]:
+        """Return the sizes of groups that replicas can form, ascending: all divisors of dp but 1."""
+        return tuple(size for size in range(2, self.dp + 1) if self.dp % size == 0)
+
+    @property
     def num_stages(self) -> int:
         """Virtual stages in the pipeline (`pp` unless interleaved)."""
         return len(self.stage_layers)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from evenload.runtime.comm.collectives import all_gather_single, reduce_scatter_single
 from evenload.runtime.comm.watch import RankWatch
-from evenload.types.document import ReplicaBlock, block_sizes
+from evenload.types.document import ReplicaBlock
 from evenload.types.layout import ParallelLayout
 
 
@@ -102,7 +102,7 @@ def create_context_groups(
 ) -> dict[ReplicaBlock, ContextGroup]:
     """Make every context group of the layout; return those of `rank` by block. Collective over all ranks."""
     grid, mine = rank_grid(layout), {}
-    for size in (1, *block_sizes(layout.dp)):
+    for size in (1, *layout.block_sizes):
         if size * layout.cp == 1:
             continue
         for p, t, first in itertools.product(range(layout.pipeline_ranks), range(layout.tp), range(0, layout.dp, size)):
