@@ -85,6 +85,18 @@ def test_without_end_token_or_mask_the_text_is_taken_as_it_stands(directory, tok
     assert empty.labels[empty.labels >= 0].tolist() == [tokenizer.eos_id]
 
 
+@settings(deadline=None)
+@given(texts, texts)
+def test_bytes_have_an_exact_border(prompt, completion):
+    document = open_encoder(encoder_config(record="prompt_completion")).encode((prompt, completion))
+    border = len(prompt.encode())
+    expected = [*completion.encode(), 256] if prompt + completion else []
+    if not prompt:
+        expected[:1] = [-100] * len(expected[:1])  # nothing stands before the first token to predict it from
+    assert document.labels[border:].tolist() == expected
+    assert (document.labels[:border] == -100).all()
+
+
 def test_lists_of_messages_go_through_the_template(directory):
     encoder = chat_encoder(directory, CHATML.plain, record="prompt_completion")
     *prompt, answer, question, last = chat("a", "b", "c", "d", system="s")

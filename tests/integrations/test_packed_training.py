@@ -80,3 +80,21 @@ def test_groups_of_ranks_each_read_everything(tmp_path, gloo_pool):
     assert [(rank, size) for rank, size, _ in ranks] == [(0, 2), (1, 2), (0, 2), (1, 2)]
     assert ranks[0][2] == ranks[2][2]
     assert Counter(ranks[0][2] + ranks[1][2]) == texts
+
+
+def test_accelerate_leaves_the_loader_alone(tmp_path):
+    """`prepare` divides a DataLoader's batches among ranks; here they are divided already."""
+    accelerate = pytest.importorskip("accelerate")
+    write_texts(tmp_path, num_documents=8, longest=40)
+    loader = loader_of(tmp_path, epochs=1)
+    prepared = accelerate.Accelerator(cpu=True).prepare(loader)
+    assert prepared is loader
+    assert sum(map(len, prepared.steps())) > 0
+
+
+def test_the_state_goes_through_a_distributed_checkpoint(tmp_path, gloo_pool):
+    """Engines save every loader that is `Stateful` with `torch.distributed.checkpoint`."""
+    write_texts(tmp_path / "data")
+    for rest, resumed in gloo_pool.run(2, gloo_cases.save_and_load, tmp_path / "data", tmp_path / "checkpoint"):
+        assert rest
+        assert resumed == rest
