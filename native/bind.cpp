@@ -17,6 +17,7 @@
 #include "arrays.h"
 #include "bind_trials.h"
 #include "dacp.h"
+#include "micro_batches.h"
 #include "pack.h"
 #include "phase_overlap.h"
 #include "schedule.h"
@@ -68,6 +69,26 @@ Out<int64_t> pack_greedily(In<double> work_s, In<int64_t> num_tokens, int64_t nu
         group_of = evenload::pack_greedily(view(work_s), view(num_tokens), num_groups, capacity);
     }
     return to_numpy(std::move(group_of));
+}
+
+// (micro-batches a rank, rank of every item, its index); 0 micro-batches = none of the numbers holds the items.
+std::tuple<int64_t, Out<int64_t>, Out<int64_t>> micro_batches(
+    In<int64_t> num_tokens, In<double> work_s, In<int64_t> rank_of, int64_t ranks, int64_t max_tokens, int64_t max_items,
+    double micro_batch_s, int64_t least, int64_t most, int64_t multiple, bool waits_at_each, int64_t most_trials) {
+    require(num_tokens.size() == work_s.size(), num_tokens.size(), " lengths for ", work_s.size(), " works");
+    require(rank_of.size() == 0 || rank_of.size() == work_s.size(), rank_of.size(), " ranks for ", work_s.size(), " works");
+    require(ranks >= 1 && max_items >= 1 && multiple >= 1 && least >= 1, "ranks = ", ranks, ", max_items = ", max_items,
+            ", multiple = ", multiple, ", least = ", least, " must be at least 1");
+    require_sizes(view(num_tokens), max_tokens);
+    for (double work : view(work_s)) require(work >= 0.0 && work < 1e300, "work_s holds ", work);
+    for (int64_t rank : view(rank_of)) require(rank >= 0 && rank < ranks, "rank_of holds ", rank, " of ", ranks);
+    evenload::MicroBatches made;
+    {
+        nb::gil_scoped_release unlocked;
+        made = evenload::micro_batches({view(num_tokens), view(work_s), view(rank_of), ranks, max_tokens, max_items,
+                                        micro_batch_s, least, most, multiple, waits_at_each, most_trials});
+    }
+    return {made.count, to_numpy(std::move(made.rank_of)), to_numpy(std::move(made.index_of))};
 }
 
 // Owners of the documents of every group members[offset[g] .. offset[g + 1]), and the time of each group.
@@ -267,6 +288,9 @@ NB_MODULE(_native, m) {
           nb::arg("capacity"), nb::arg("load_s") = nb::none());
     m.def("pack_greedily", &pack_greedily, nb::arg("work_s"), nb::arg("num_tokens"), nb::arg("num_groups"),
           nb::arg("capacity"));
+    m.def("micro_batches", &micro_batches, nb::arg("num_tokens"), nb::arg("work_s"), nb::arg("rank_of"), nb::arg("ranks"),
+          nb::arg("max_tokens"), nb::arg("max_items"), nb::arg("micro_batch_s"), nb::arg("least"), nb::arg("most"),
+          nb::arg("multiple"), nb::arg("waits_at_each"), nb::arg("most_trials"));
     m.def("assign_owners", &assign_owners, nb::arg("num_tokens"), nb::arg("local_s"), nb::arg("shared_s"),
           nb::arg("gather_s"), nb::arg("members"), nb::arg("offset"), nb::arg("cp"), nb::arg("bucket"),
           nb::arg("algorithm_1_only") = false);

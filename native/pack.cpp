@@ -65,9 +65,9 @@ class LeastKey {
 
 }  // namespace
 
-Groups best_fit_decreasing(std::span<const int64_t> num_tokens, int64_t capacity) {
+Groups best_fit_decreasing(std::span<const int64_t> num_tokens, int64_t capacity, int64_t max_items) {
     const auto order = descending_order(num_tokens);
-    std::vector<int64_t> bin_of(num_tokens.size());
+    std::vector<int64_t> bin_of(num_tokens.size()), num_items;
     std::set<std::pair<int64_t, int64_t>> open;  // (free tokens, bin): first fit in this order is the best fit
     int64_t num_bins = 0;
     for (int64_t item : order) {
@@ -75,24 +75,26 @@ Groups best_fit_decreasing(std::span<const int64_t> num_tokens, int64_t capacity
         const auto best = open.lower_bound({size, 0});
         if (best == open.end()) {
             bin_of[item] = num_bins;
-            if (size < capacity) open.emplace(capacity - size, num_bins);
+            if (size < capacity && max_items > 1) open.emplace(capacity - size, num_bins);
+            num_items.push_back(1);
             ++num_bins;
             continue;
         }
         bin_of[item] = best->second;
         auto node = open.extract(best);  // reuses the node: no allocation per placement
         node.value().first -= size;
-        if (node.value().first > 0) open.insert(std::move(node));
+        const int64_t held = ++num_items[node.value().second];
+        if (node.value().first > 0 && held < max_items) open.insert(std::move(node));
     }
     return gather(order, bin_of, num_bins);
 }
 
 Groups longest_first(std::span<const double> work_s, int64_t num_groups, std::span<const int64_t> num_tokens,
-                     int64_t capacity, std::span<const double> load_s) {
+                     int64_t capacity, std::span<const double> load_s, int64_t max_items) {
     const auto order = descending_order(work_s);
     const bool capped = !num_tokens.empty();
     std::vector<int64_t> group_of(work_s.size());
-    std::vector<int64_t> tokens(num_groups, 0);
+    std::vector<int64_t> tokens(num_groups, 0), num_items(num_groups, 0);
     std::vector<double> load(num_groups, 0.0);
     std::set<std::pair<double, int64_t>> open;  // (work, group): the first with room is the one wanted
     std::copy(load_s.begin(), load_s.end(), load.begin());
@@ -115,6 +117,7 @@ Groups longest_first(std::span<const double> work_s, int64_t num_groups, std::sp
         if (open.empty()) {
             open.emplace(0.0, static_cast<int64_t>(tokens.size()));
             tokens.push_back(0);
+            num_items.push_back(0);
             load.push_back(0.0);
         }
         auto node = open.extract(open.begin());  // reuses the node: no allocation per placement
@@ -124,7 +127,7 @@ Groups longest_first(std::span<const double> work_s, int64_t num_groups, std::sp
         load[group] += work_s[item];
         node.value().first = load[group];
         // A full group can take nothing more: every item has at least one token.
-        if (!capped || tokens[group] < capacity) open.insert(std::move(node));
+        if ((!capped || tokens[group] < capacity) && ++num_items[group] < max_items) open.insert(std::move(node));
     }
     return gather(order, group_of, static_cast<int64_t>(tokens.size()));
 }

@@ -21,6 +21,22 @@ def pack_greedily(
     work_s: NDArray[np.float64], num_tokens: NDArray[np.int64], num_groups: int, capacity: int
 ) -> NDArray[np.int64]: ...
 
+# plan/micro_batches.py: (micro-batches a rank, rank of every item int64[n], index of its micro-batch int64[n])
+def micro_batches(
+    num_tokens: NDArray[np.int64],
+    work_s: NDArray[np.float64],
+    rank_of: NDArray[np.int64],
+    ranks: int,
+    max_tokens: int,
+    max_items: int,
+    micro_batch_s: float,
+    least: int,
+    most: int,
+    multiple: int,
+    waits_at_each: bool,
+    most_trials: int,
+) -> tuple[int, NDArray[np.int64], NDArray[np.int64]]: ...
+
 # plan/dacp.py: (owner int64[members], seconds float64[groups])
 def assign_owners(
     num_tokens: NDArray[np.int64],

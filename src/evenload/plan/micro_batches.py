@@ -1,0 +1,315 @@
+"""Divide documents among ranks into micro-batches of equal work: the planner as a part of anybody's trainer.
+
+Under FSDP and ZeRO-3 ranks wait for each other at every micro-batch, because each gathers weights; a step takes the
+sum, over the micro-batches' index, of the longest of any rank (`waits="micro_batch"`). Under DDP and ZeRO-1 ranks wait
+once a step (`waits="step"`). The search places documents longest first (Graham 1969) into the fewest micro-batches that
+can hold them and into a few more, then exchanges documents between a micro-batch that others wait for and one that has
+time left. More micro-batches than the fewest are often better, because heavy ones then meet heavy ones.
+
+Needs numpy and the compiled core alone. The same arguments give the same result on every machine, so every rank may
+call it for itself.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal, TypedDict, Unpack
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from evenload import _native
+from evenload.errors import ConfigError, DataError, InfeasiblePlanError
+
+_NO_LIMIT = 2**62
+_MOST_TRIALS = 1_000_000
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Predict seconds of forward and backward: of a document of L tokens `linear_s · L + quadratic_s · L²`, and of each
+    micro-batch `micro_batch_s` more (launches, gathers of weights). Only ratios matter to the division.
+
+    The defaults are a Llama of 7B parameters on an H100 under FSDP, predicted from data sheets.
+    """
+
+    linear_s: float = 61.68e-6
+    quadratic_s: float = 2.724e-9
+    micro_batch_s: float = 18e-3
+
+    def __post_init__(self) -> None:
+        for name in ("linear_s", "quadratic_s", "micro_batch_s"):
+            if not (0 <= getattr(self, name) < float("inf")):
+                raise ConfigError(f"cost: {name} is {getattr(self, name)}, must be a finite number, 0 or more")
+
+    def work_s(self, lengths: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Return the predicted seconds of documents of so many tokens, float64[n]."""
+        tokens = lengths.astype(np.float64)
+        return tokens * self.linear_s + tokens**2 * self.quadratic_s
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatches:
+    """Hold which documents go to which micro-batch of which rank.
+
+    Args:
+        ranks: `ranks[rank][j]` are the indices of the documents of micro-batch j, ascending.
+        rank_of: int64[n], the rank of every document.
+        index_of: int64[n], the index of its micro-batch.
+        seconds: float64[ranks, micro-batches], predicted.
+        step_s: predicted seconds of the step, waits included.
+        bound_s: no division of these documents into the same or a larger number of micro-batches takes less.
+    """
+
+    ranks: list[list[list[int]]]
+    rank_of: NDArray[np.int64]
+    index_of: NDArray[np.int64]
+    seconds: NDArray[np.float64]
+    step_s: float
+    bound_s: float
+
+
+class Rules(TypedDict, total=False):
+    """Hold the rules of a division that `micro_batches` takes by name; all have defaults.
+
+    Args:
+        cost: predicts seconds; None = `Cost()`.
+        work_s: predicted seconds of every document, float[n], instead of the cost's.
+        waits: where ranks wait for each other: at every "micro_batch" (FSDP, ZeRO-3), or once a "step" (DDP, ZeRO-1).
+        count: micro-batches of every rank; None = as many as take the least time, from `min_count` (1) on and a
+            multiple of `count_multiple` (1), which virtual pipeline stages need.
+        max_documents: of a micro-batch; None = not limited.
+        document_multiple, token_multiple: every document, and every micro-batch, is padded to a multiple of so many
+            tokens (1), for context parallelism and FP8; padding counts against `max_tokens`.
+        equal_documents: every rank gets the same number of documents.
+        groups: int[n]; documents of one number stay on one rank or, with `keep="micro_batch"`, in one micro-batch.
+        keep: "rank" or "micro_batch".
+        rank_of: int[n], the ranks of documents that are placed already; only their micro-batches are chosen.
+        too_long: "raise", or "alone": a document that `max_tokens` cannot hold is a micro-batch of its own.
+    """
+
+    cost: Cost | None
+    work_s: ArrayLike | None
+    waits: Literal["micro_batch", "step"]
+    count: int | None
+    min_count: int
+    count_multiple: int
+    max_documents: int | None
+    document_multiple: int
+    token_multiple: int
+    equal_documents: bool
+    groups: ArrayLike | None
+    keep: Literal["rank", "micro_batch"]
+    rank_of: ArrayLike | None
+    too_long: Literal["raise", "alone"]
+
+
+_CHOICES = {"waits": ("micro_batch", "step"), "keep": ("rank", "micro_batch"), "too_long": ("raise", "alone")}
+_COUNTS = ("count", "min_count", "count_multiple", "max_documents", "document_multiple", "token_multiple")
+
+
+def micro_batches(
+    lengths: ArrayLike, ranks: int, max_tokens: int | None = None, **rules: Unpack[Rules]
+) -> MicroBatches:
+    """Divide documents of these lengths into micro-batches, equally many on every rank.
+
+    Args:
+        lengths: tokens of every document, int[n], each at least 1.
+        ranks: data-parallel ranks.
+        max_tokens: of a micro-batch; None = not limited.
+        rules: see `Rules`.
+
+    Raises:
+        ConfigError: rules that are unknown, out of range, or contradict each other.
+        DataError: a length below 1, or a document or group that `max_tokens` cannot hold.
+        InfeasiblePlanError: `count` micro-batches cannot hold the documents.
+    """
+    request = _Request(lengths, ranks, max_tokens, rules)
+    return request.result(*request.search())
+
+
+class _Request:
+    """Checks the arguments of one division and states it as items for the core: documents, or groups of them that stay
+    in one micro-batch."""
+
+    def __init__(self, lengths: ArrayLike, ranks: int, max_tokens: int | None, rules: Rules) -> None:
+        if unknown := sorted(set(rules) - set(Rules.__annotations__)):
+            raise ConfigError(f"unknown rule {', '.join(unknown)}; choose from {', '.join(Rules.__annotations__)}")
+        given: dict[str, Any] = {name: value for name, value in rules.items() if value is not None}
+        for name, known in _CHOICES.items():
+            if given.setdefault(name, known[0]) not in known:
+                raise ConfigError(f"{name} is {given[name]!r}, must be {' or '.join(map(repr, known))}")
+        for name, value in {"ranks": ranks, "max_tokens": max_tokens, **given}.items():
+            if (name in _COUNTS or name in ("ranks", "max_tokens")) and not (value is None or _is_count(value)):
+                raise ConfigError(f"{name} is {value!r}, must be a whole number, 1 or more")
+        self.given, self.ranks, self.max_tokens = given, ranks, max_tokens
+        self.cost: Cost = given.get("cost", Cost())
+        self.tokens = _column("lengths", lengths, None)
+        if len(self.tokens) and self.tokens.min() < 1:
+            at = int(self.tokens.argmin())
+            raise DataError(f"lengths[{at}] is {self.tokens[at]}, must be at least 1; leave empty documents out")
+        n = len(self.tokens)
+        self.work_s = _seconds(given["work_s"], n) if "work_s" in given else self.cost.work_s(self.tokens)
+        groups = _column("groups", given["groups"], n) if "groups" in given else None
+        self.group_of = None if groups is None else np.unique(groups, return_inverse=True)[1].astype(np.int64)
+        self._require_compatible()
+        padded = _round_up(self.tokens, given.get("document_multiple", 1))
+        self.item_of = np.arange(n)
+        if self.group_of is not None and given["keep"] == "micro_batch":
+            self.item_of = self.group_of
+        self.item_s = np.bincount(self.item_of, self.work_s)
+        self.limit, self.item_tokens = self._limited(np.bincount(self.item_of, padded).astype(np.int64))
+        self.rank_of = self._ranks()
+
+    def _require_compatible(self) -> None:
+        given, n = self.given, len(self.tokens)
+        is_placed, is_grouped = "rank_of" in given, self.group_of is not None
+        on_rank = is_grouped and given["keep"] == "rank"
+        count, multiple, least = (given.get(name, 1) for name in ("count", "count_multiple", "min_count"))
+        problems = {
+            "rank_of places every document already; leave out equal_documents and groups that are kept on a rank": (
+                is_placed and (given.get("equal_documents") or on_rank)
+            ),
+            "equal_documents and groups contradict each other; leave one out": (
+                given.get("equal_documents") and is_grouped
+            ),
+            f"equal_documents: {n} documents are no {self.ranks} equal shares; leave it out, or give a multiple": (
+                given.get("equal_documents") and n % self.ranks
+            ),
+            "max_documents counts no groups that are kept in a micro-batch; leave one out": (
+                is_grouped and not on_rank and "max_documents" in given
+            ),
+            f"count is {count}, must be a multiple of {multiple} (count_multiple) and at least {least} (min_count)": (
+                "count" in given and (count % multiple or count < least)
+            ),
+        }
+        if why := next((why for why, is_true in problems.items() if is_true), ""):
+            raise ConfigError(why)
+
+    def _limited(self, item_tokens: NDArray[np.int64]) -> tuple[int, NDArray[np.int64]]:
+        """Return the tokens that a micro-batch can hold before it is padded, and those that each item takes of them."""
+        if self.max_tokens is None:
+            return _NO_LIMIT, item_tokens
+        multiple = self.given.get("token_multiple", 1)
+        limit = self.max_tokens // multiple * multiple
+        longer = np.flatnonzero(item_tokens > limit)
+        if len(longer) and (limit == 0 or self.given["too_long"] == "raise"):
+            what, at = ("document", longer[0]) if self.group_of is None else ("group of document", 0)
+            if self.group_of is not None:
+                at = int(np.flatnonzero(self.item_of == longer[0])[0])
+            raise DataError(
+                f"{what} {at} takes {item_tokens[longer[0]]:,} tokens, a micro-batch holds {limit:,} (max_tokens = "
+                f"{self.max_tokens:,}, in multiples of {multiple}); raise max_tokens, cut it, or use too_long = 'alone'"
+            )
+        return limit, np.minimum(item_tokens, limit)  # an item as large as the limit is alone
+
+    def _ranks(self) -> NDArray[np.int64] | None:
+        """Return the rank of every item where that is settled before its micro-batch is; int64[items]."""
+        given = self.given
+        if "rank_of" in given:
+            placed = _column("rank_of", given["rank_of"], len(self.tokens))
+            if ((placed < 0) | (placed >= self.ranks)).any():
+                raise ConfigError(f"rank_of holds {placed.min()} to {placed.max()}, ranks are 0 to {self.ranks - 1}")
+            of_item = np.zeros(len(self.item_s), np.int64)
+            of_item[self.item_of] = placed
+            if (of_item[self.item_of] != placed).any():
+                raise ConfigError("rank_of places documents of one group on several ranks, and keep is 'micro_batch'")
+            return of_item
+        if self.group_of is not None and given["keep"] == "rank":
+            return self._spread(np.bincount(self.group_of, self.work_s))[self.group_of]
+        if given.get("equal_documents"):
+            return self._spread(self.item_s, max(1, len(self.item_s) // self.ranks))
+        return self._spread(self.item_s) if given["waits"] == "step" else None
+
+    def _spread(self, work_s: NDArray[np.float64], most_items: int = _NO_LIMIT) -> NDArray[np.int64]:
+        """Return a rank for each of these works, so that all ranks have nearly equal sums."""
+        ones = np.ones(len(work_s), np.int64)
+        free = np.empty(0, np.int64)
+        return _native.micro_batches(
+            ones, work_s, free, self.ranks, _NO_LIMIT, most_items, 0.0, 1, 1, 1, True, _MOST_TRIALS
+        )[1]
+
+    def search(self) -> tuple[int, NDArray[np.int64], NDArray[np.int64]]:
+        """Return how many micro-batches every rank has, and each document's rank and index, int64[n]."""
+        given, num_items = self.given, len(self.item_s)
+        least, multiple = given.get("min_count", 1), given.get("count_multiple", 1)
+        most_documents = given.get("max_documents", _NO_LIMIT)
+        rank_of = np.empty(0, np.int64) if self.rank_of is None else self.rank_of
+        count = given.get("count")
+        if count is None:
+            least = max(least, self._least_count(most_documents))
+        made, rank, index = _native.micro_batches(
+            self.item_tokens,
+            self.item_s,
+            rank_of,
+            self.ranks,
+            self.limit,
+            most_documents,
+            self.cost.micro_batch_s,
+            least if count is None else count,
+            max(least, num_items) + multiple if count is None else count,
+            multiple,
+            given["waits"] == "micro_batch",
+            _MOST_TRIALS,
+        )
+        if not made:
+            raise InfeasiblePlanError(
+                f"{self.ranks} ranks with {count} micro-batches of {self.limit:,} tokens cannot hold {num_items:,} "
+                f"documents of {int(self.item_tokens.sum()):,} tokens; raise count or max_tokens"
+            )
+        return made, rank[self.item_of], index[self.item_of]
+
+    def _least_count(self, most_documents: int) -> int:
+        """Return a number of micro-batches below which the items cannot be held, at least 1."""
+        owners = np.zeros(len(self.item_s), np.int64) if self.rank_of is None else self.rank_of
+        bins = self.ranks if self.rank_of is None else 1
+        needed = [
+            np.bincount(owners, self.item_tokens).max(initial=0) / (bins * self.limit),
+            np.bincount(owners, 2 * self.item_tokens > self.limit).max(initial=0) / bins,
+            np.bincount(owners).max(initial=0) / (bins * most_documents),
+        ]
+        return max(1, *(int(np.ceil(one)) for one in needed))
+
+    def result(self, count: int, rank_of: NDArray[np.int64], index_of: NDArray[np.int64]) -> MicroBatches:
+        slot = rank_of * count + index_of
+        seconds = np.bincount(slot, self.work_s, self.ranks * count).reshape(self.ranks, count)
+        order = np.argsort(slot, kind="stable")
+        edges = np.cumsum(np.bincount(slot, minlength=self.ranks * count))[:-1]
+        members = [part.tolist() for part in np.split(order, edges)]
+        waits_at_each = self.given["waits"] == "micro_batch"
+        work_s = seconds.max(axis=0).sum() if waits_at_each else seconds.sum(axis=1).max()
+        least = self.given.get("count") or max(self.given.get("min_count", 1), self._least_count(_NO_LIMIT))
+        bound_s = max(self.work_s.sum() / self.ranks, self.work_s.max(initial=0.0)) + least * self.cost.micro_batch_s
+        return MicroBatches(
+            ranks=[members[rank * count : (rank + 1) * count] for rank in range(self.ranks)],
+            rank_of=rank_of,
+            index_of=index_of,
+            seconds=seconds + self.cost.micro_batch_s,
+            step_s=float(work_s) + count * self.cost.micro_batch_s,
+            bound_s=float(bound_s),
+        )
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and value >= 1
+
+
+def _column(name: str, values: ArrayLike, n: int | None) -> NDArray[np.int64]:
+    column = np.asarray(values)
+    if column.size == 0:
+        column = column.astype(np.int64)
+    if column.ndim != 1 or column.dtype.kind not in "iu" or (n is not None and len(column) != n):
+        expected = "" if n is None else f" of {n:,} (one a document)"
+        raise ConfigError(
+            f"{name} must be one row of whole numbers{expected}; it is {column.dtype}{list(column.shape)}"
+        )
+    return np.ascontiguousarray(column, np.int64)
+
+
+def _seconds(values: ArrayLike, n: int) -> NDArray[np.float64]:
+    column = np.ascontiguousarray(values, np.float64)
+    if column.shape != (n,) or not np.isfinite(column).all() or (column < 0).any():
+        raise ConfigError(f"work_s must be {n:,} finite numbers, 0 or more (one a document)")
+    return column
+
+
+def _round_up(values: NDArray[np.int64], multiple: int) -> NDArray[np.int64]:
+    return -(-values // multiple) * multiple
