@@ -2,6 +2,7 @@
 
     comparison = evenload.plan("lengths.npy", model="llama3-8b", cluster="h100x32")  # a Comparison; needs no torch
     run = evenload.train("config.toml", callbacks=[...])                             # a TrainedRun
+    parts = evenload.micro_batches(lengths, ranks=8, max_tokens=32_768)               # for a trainer of one's own
     loader = evenload.PackedLoader("corpus", tokenizer="model", max_tokens=8192)     # for a loop of one's own
 
 Names are imported at their first use, because planning does not need torch.
@@ -18,8 +19,20 @@ if TYPE_CHECKING:
     from evenload.cli.train import TrainedRun, train
     from evenload.integrations.callback import Callback
     from evenload.integrations.packed_loader import PackedLoader
+    from evenload.plan.micro_batches import Cost, MicroBatches, micro_batches
 
-__all__ = ["Callback", "Comparison", "PackedLoader", "TrainedRun", "__version__", "plan", "train"]
+__all__ = [
+    "Callback",
+    "Comparison",
+    "Cost",
+    "MicroBatches",
+    "PackedLoader",
+    "TrainedRun",
+    "__version__",
+    "micro_batches",
+    "plan",
+    "train",
+]
 
 __version__: str
 
@@ -27,7 +40,10 @@ __version__: str
 _MODULES = {
     "Callback": "evenload.integrations.callback",
     "Comparison": "evenload.cli.comparison",
+    "Cost": "evenload.plan.micro_batches",
+    "MicroBatches": "evenload.plan.micro_batches",
     "TrainedRun": "evenload.cli.train",
+    "micro_batches": "evenload.plan.micro_batches",
     "train": "evenload.cli.train",
 }
 

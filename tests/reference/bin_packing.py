@@ -3,14 +3,17 @@
 import numpy as np
 from numpy.typing import NDArray
 
+NO_LIMIT = 2**62
 
-def best_fit_decreasing(num_tokens: NDArray[np.int64], capacity: int) -> list[list[int]]:
-    """As `evenload.plan.packing`, of documents that fit."""
+
+def best_fit_decreasing(num_tokens: NDArray[np.int64], capacity: int, max_items: int = NO_LIMIT) -> list[list[int]]:
+    """As `evenload.plan.packing`, of documents that fit; a bin takes at most `max_items`."""
     bins: list[list[int]] = []
     free: list[int] = []
     for item in np.argsort(-num_tokens, kind="stable").tolist():
         size = int(num_tokens[item])
-        best = min((b for b in range(len(bins)) if free[b] >= size), key=lambda b: (free[b], b), default=None)
+        fitting = (b for b in range(len(bins)) if free[b] >= size and len(bins[b]) < max_items)
+        best = min(fitting, key=lambda b: (free[b], b), default=None)
         if best is None:
             best = len(bins)
             bins.append([])
@@ -27,6 +30,7 @@ def longest_first(
     num_tokens: NDArray[np.int64] | None = None,
     capacity: int | None = None,
     load_s: NDArray[np.float64] | None = None,
+    max_items: int = NO_LIMIT,
 ) -> list[list[int]]:
     """As `evenload.plan.packing`."""
     sizes = [0] * len(work_s) if num_tokens is None else num_tokens.tolist()
@@ -35,7 +39,7 @@ def longest_first(
     load = [0.0] * num_groups if load_s is None else load_s.tolist()
     held = [0] * num_groups
     for item in np.argsort(-work_s, kind="stable").tolist():
-        fitting = (g for g in range(len(groups)) if held[g] + sizes[item] <= limit)
+        fitting = (g for g in range(len(groups)) if held[g] + sizes[item] <= limit and len(groups[g]) < max_items)
         best = min(fitting, key=lambda g: (load[g], g), default=None)
         if best is None:
             best = len(groups)

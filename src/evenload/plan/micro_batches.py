@@ -141,7 +141,9 @@ class _Request:
             if (name in _COUNTS or name in ("ranks", "max_tokens")) and not (value is None or _is_count(value)):
                 raise ConfigError(f"{name} is {value!r}, must be a whole number, 1 or more")
         self.given, self.ranks, self.max_tokens = given, ranks, max_tokens
-        self.cost: Cost = given.get("cost", Cost())
+        self.cost = given.get("cost", Cost())
+        if not isinstance(self.cost, Cost):
+            raise ConfigError(f"cost is {self.cost!r}, must be a Cost(linear_s, quadratic_s, micro_batch_s)")
         self.tokens = _column("lengths", lengths, None)
         if len(self.tokens) and self.tokens.min() < 1:
             at = int(self.tokens.argmin())

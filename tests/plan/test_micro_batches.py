@@ -1,0 +1,191 @@
+"""`evenload.micro_batches`: every rule is kept, the step is near its bound, the core equals its twin."""
+
+import dataclasses
+import itertools
+import math
+import subprocess
+import sys
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from evenload import _native
+from evenload.errors import ConfigError, DataError, InfeasiblePlanError
+from evenload.plan.micro_batches import Cost, micro_batches
+from reference.micro_batches import Problem
+from reference.micro_batches import micro_batches as reference
+
+lengths = st.lists(st.integers(1, 40), max_size=30)
+NO_LIMIT = 2**62
+
+
+def documents(made) -> list[int]:
+    return sorted(document for rank in made.ranks for micro_batch in rank for document in micro_batch)
+
+
+@settings(deadline=None)
+@given(
+    num_tokens=lengths,
+    ranks=st.integers(1, 4),
+    max_tokens=st.integers(40, 120),
+    max_items=st.sampled_from([2, 5, NO_LIMIT]),
+    multiple=st.integers(1, 2),
+    is_placed=st.booleans(),
+    waits_at_each=st.booleans(),
+    quadratic=st.sampled_from([0.0, 0.1]),
+    most_trials=st.sampled_from([0, 50, 10_000]),
+)
+def test_the_core_equals_its_twin(num_tokens, ranks, is_placed, quadratic, **settings):
+    work_s = [tokens + quadratic * tokens**2 for tokens in num_tokens]
+    rank_of = [(7 * at) % ranks for at in range(len(num_tokens))] if is_placed else []
+    counts = {"micro_batch_s": 3.0, "least": 1, "most": 40}
+    problem = Problem(num_tokens, work_s, rank_of, ranks, **settings, **counts)
+    given = dataclasses.asdict(problem) | {
+        "num_tokens": np.array(num_tokens, np.int64),
+        "work_s": np.array(work_s, np.float64),
+        "rank_of": np.array(rank_of, np.int64),
+    }
+    count, rank, index = _native.micro_batches(**given)
+    assert (count, rank.tolist(), index.tolist()) == reference(problem)
+
+
+@settings(deadline=None)
+@given(
+    num_tokens=lengths,
+    ranks=st.integers(1, 4),
+    max_tokens=st.integers(40, 100),
+    waits=st.sampled_from(["micro_batch", "step"]),
+    count_multiple=st.integers(1, 3),
+    max_documents=st.sampled_from([1, 3, None]),
+    document_multiple=st.sampled_from([1, 8]),
+    token_multiple=st.sampled_from([1, 16]),
+)
+def test_every_rule_is_kept(num_tokens, ranks, max_tokens, **rules):
+    padded = [-(-tokens // rules["document_multiple"]) * rules["document_multiple"] for tokens in num_tokens]
+    held = max_tokens // rules["token_multiple"] * rules["token_multiple"]
+    assume(max(padded, default=1) <= held)
+    made = micro_batches(num_tokens, ranks, max_tokens, **rules)
+    assert documents(made) == list(range(len(num_tokens)))
+    counts = {len(rank) for rank in made.ranks}
+    assert len(counts) == 1
+    assert counts.pop() % rules["count_multiple"] == 0
+    for micro_batch in itertools.chain.from_iterable(made.ranks):
+        assert sum(padded[document] for document in micro_batch) <= held
+        assert len(micro_batch) <= (rules["max_documents"] or math.inf)
+    by_index = made.seconds.max(axis=0).sum() if rules["waits"] == "micro_batch" else made.seconds.sum(axis=1).max()
+    assert made.step_s == pytest.approx(by_index)
+    assert made.bound_s <= made.step_s * (1 + 1e-9)
+    for rank, micro_batch in itertools.product(range(ranks), range(made.seconds.shape[1])):
+        assert all(
+            made.rank_of[one] == rank and made.index_of[one] == micro_batch for one in made.ranks[rank][micro_batch]
+        )
+
+
+@settings(deadline=None)
+@given(num_tokens=st.lists(st.integers(1, 9), min_size=1, max_size=5), ranks=st.integers(1, 2))
+def test_small_steps_are_near_the_best_of_all_divisions(num_tokens, ranks):
+    """Longest first alone is within 4/3 of one index's best; exchanges and several counts only shorten that."""
+    cost = Cost(linear_s=1.0, quadratic_s=0.1, micro_batch_s=0.5)
+    made = micro_batches(num_tokens, ranks, 12, cost=cost)
+    work = cost.work_s(np.array(num_tokens))
+    best = math.inf
+    for count in range(1, len(num_tokens) + 1):
+        for slots in itertools.product(range(ranks * count), repeat=len(num_tokens)):
+            tokens = np.bincount(slots, num_tokens, ranks * count)
+            if tokens.max() <= 12:
+                seconds = np.bincount(slots, work, ranks * count).reshape(ranks, count)
+                best = min(best, seconds.max(axis=0).sum() + count * 0.5)
+    assert best * (1 - 1e-9) <= made.step_s <= best * 4 / 3
+    assert made.bound_s <= best * (1 + 1e-9)
+
+
+@settings(deadline=None)
+@given(
+    num_tokens=lengths, ranks=st.integers(1, 4), seed=st.integers(0, 99), keep=st.sampled_from(["rank", "micro_batch"])
+)
+def test_groups_stay_together(num_tokens, ranks, seed, keep):
+    groups = np.random.default_rng(seed).integers(0, 8, len(num_tokens))
+    made = micro_batches(num_tokens, ranks, 2_000, groups=groups, keep=keep)
+    assert documents(made) == list(range(len(num_tokens)))
+    for group in set(groups.tolist()):
+        members = groups == group
+        assert len(set(made.rank_of[members].tolist())) == 1
+        if keep == "micro_batch":
+            assert len(set(made.index_of[members].tolist())) == 1
+
+
+@settings(deadline=None)
+@given(num_tokens=st.lists(st.integers(1, 40), min_size=0, max_size=24), ranks=st.integers(1, 4))
+def test_equal_documents_and_placed_documents(num_tokens, ranks):
+    num_tokens = num_tokens[: len(num_tokens) // ranks * ranks]
+    made = micro_batches(num_tokens, ranks, 60, equal_documents=True)
+    assert set(Counter(made.rank_of.tolist()).values()) <= {len(num_tokens) // ranks}
+    again = micro_batches(num_tokens, ranks, 60, rank_of=made.rank_of)
+    assert again.rank_of.tolist() == made.rank_of.tolist()
+
+
+def test_heavy_micro_batches_meet():
+    """Two long documents and 62 short ones on two ranks: the long ones share an index, nobody waits long."""
+    made = micro_batches([30_000, 28_000, *[1_000] * 62], 2, 32_768)
+    assert made.index_of[0] == made.index_of[1]
+    assert made.rank_of[0] != made.rank_of[1]
+    assert made.step_s <= made.bound_s * 1.03
+
+
+def test_a_document_beyond_the_limit_is_refused_or_alone():
+    with pytest.raises(DataError, match=r"document 1 takes 70 tokens, a micro-batch holds 64"):
+        micro_batches([10, 70, 20], 1, 64)
+    made = micro_batches([10, 70, 20], 1, 64, too_long="alone")
+    assert sorted(map(sorted, made.ranks[0])) == [[0, 2], [1]]
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ({"wait": "step"}, "unknown rule wait"),
+        ({"waits": "never"}, "waits is 'never'"),
+        ({"count": 0}, "count is 0, must be a whole number"),
+        ({"count": 3, "count_multiple": 2}, "count is 3, must be a multiple of 2"),
+        ({"work_s": [1.0]}, "work_s must be 3 finite numbers"),
+        ({"groups": [1, 2]}, "groups must be one row of whole numbers of 3"),
+        ({"rank_of": [0, 1, 2]}, "rank_of holds 0 to 2, ranks are 0 to 1"),
+        ({"rank_of": [0, 1, 1], "equal_documents": True}, "rank_of places every document"),
+        ({"equal_documents": True}, "3 documents are no 2 equal shares"),
+        ({"groups": [0, 0, 1], "keep": "micro_batch", "max_documents": 2}, "max_documents counts no groups"),
+        ({"cost": "llama"}, "cost is 'llama'"),
+    ],
+)
+def test_wrong_rules_are_named(rules, message):
+    with pytest.raises(ConfigError, match=message):
+        micro_batches([3, 4, 5], 2, 64, **rules)
+
+
+def test_wrong_lengths_and_counts_are_named():
+    with pytest.raises(DataError, match=r"lengths\[1\] is 0, must be at least 1"):
+        micro_batches([3, 0], 2)
+    with pytest.raises(ConfigError, match="lengths must be one row of whole numbers"):
+        micro_batches([3.5, 4.0], 2)
+    with pytest.raises(InfeasiblePlanError, match="cannot hold 4 documents of 40 tokens"):
+        micro_batches([10] * 4, 1, 16, count=2)
+    empty = micro_batches([], 2)
+    assert empty.ranks == [[[]], [[]]]
+
+
+def test_it_needs_numpy_and_few_of_our_modules():
+    code = (
+        "import sys\n"
+        "class Blocked:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.split('.')[0] in ('torch', 'pyarrow', 'msgspec', 'rich', 'typer', 'jinja2', 'fsspec'):\n"
+        "            raise ImportError(name)\n"
+        "sys.meta_path.insert(0, Blocked())\n"
+        "import evenload\n"
+        "assert evenload.micro_batches([5, 3, 2], 2).ranks\n"
+        "print(sum(name.startswith('evenload') for name in sys.modules))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) <= 12
