@@ -157,7 +157,7 @@ class _Request:
         self.item_of = np.arange(n)
         if self.group_of is not None and given["keep"] == "micro_batch":
             self.item_of = self.group_of
-        self.item_s = np.bincount(self.item_of, self.work_s)
+        self.item_s = _sums(self.item_of, self.work_s)
         self.limit, self.item_tokens = self._limited(np.bincount(self.item_of, padded).astype(np.int64))
         self.rank_of = self._ranks()
 
@@ -216,7 +216,7 @@ class _Request:
                 raise ConfigError("rank_of places documents of one group on several ranks, and keep is 'micro_batch'")
             return of_item
         if self.group_of is not None and given["keep"] == "rank":
-            return self._spread(np.bincount(self.group_of, self.work_s))[self.group_of]
+            return self._spread(_sums(self.group_of, self.work_s))[self.group_of]
         if given.get("equal_documents"):
             return self._spread(self.item_s, max(1, len(self.item_s) // self.ranks))
         return self._spread(self.item_s) if given["waits"] == "step" else None
@@ -291,7 +291,7 @@ class _Request:
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool) and value >= 1
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and int(value) >= 1
 
 
 def _column(name: str, values: ArrayLike, n: int | None) -> NDArray[np.int64]:
@@ -311,6 +311,11 @@ def _seconds(values: ArrayLike, n: int) -> NDArray[np.float64]:
     if column.shape != (n,) or not np.isfinite(column).all() or (column < 0).any():
         raise ConfigError(f"work_s must be {n:,} finite numbers, 0 or more (one a document)")
     return column
+
+
+def _sums(item_of: NDArray[np.int64], values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the sum of the values of every item, float64[items]."""
+    return np.bincount(item_of, values).astype(np.float64)
 
 
 def _round_up(values: NDArray[np.int64], multiple: int) -> NDArray[np.int64]:
