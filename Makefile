@@ -106,13 +106,8 @@ gpu:  ## everything that only a CUDA GPU can show, beside the torch of PYTHON, i
 wheel: .venv/dev  ## dist/: source distribution and wheel, installed and tried without a compiler and without torch
 	$(BIN)/python tools/make_wheel.py
 
-# What a GPU machine without a network may lack; its torch and what belongs to torch it has.
-GPU_WHEELS := msgspec jinja2 tokenizers highspy backports.zstd pytest pytest-timeout hypothesis
-GPU_PLATFORM := --python-version 3.12 --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64
-
-wheels: .venv/bin/python  ## for `make gpu` on a machine without a network: wheels/ for Python 3.12 on Linux
-	$(BIN)/python -m pip download --quiet --disable-pip-version-check --only-binary :all: --no-deps --dest wheels \
-		$(GPU_PLATFORM) $(GPU_WHEELS)
+wheels: .venv/dev  ## for `make gpu` on a machine without a network: wheels/ for Python 3.12 on Linux
+	$(BIN)/python tools/gpu_install.py --gather
 
 docs: .venv/dev  ## everything in the pages that is made: figures, outputs, tables, pictures; some minutes
 	$(BIN)/python tools/make_pictures.py

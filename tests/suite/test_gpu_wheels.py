@@ -1,0 +1,150 @@
+"""`make wheels`: whatever a GPU machine without a network lacks, and a wheel of Evenload that is of these sources."""
+
+import subprocess
+import sys
+import textwrap
+import tomllib
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import gpu_install
+from gpu_install import core_digest, machine_has, names_of, needed, unlike_sources, wheels, with_needs
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "src" / "evenload"
+NOT_ON_THE_MACHINE = {"liger-kernel", "msgspec", "nanobind-backend", "torchao"}
+
+
+def save_wheel(folder: Path, name: str, requires=(), files=()) -> Path:
+    path = folder / f"{name.replace('-', '_')}-1.0-py3-none-any.whl"
+    with ZipFile(path, "w") as archive:
+        lines = [f"Name: {name}", "Version: 1.0", *(f"Requires-Dist: {one}" for one in requires)]
+        archive.writestr(
+            f"{name.replace('-', '_')}-1.0.dist-info/METADATA", "\n".join(["Metadata-Version: 2.1", *lines])
+        )
+        for file, content in files:
+            archive.writestr(file, content)
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """wheels/, with the digest of our sources."""
+    monkeypatch.setattr(gpu_install, "WHEELS", tmp_path)
+    (tmp_path / "core.txt").write_text(core_digest())
+    return tmp_path
+
+
+def test_what_is_needed_is_on_the_machine_or_in_the_wheels(folder):
+    """By pyproject.toml, read here another way: a dependency that is added is gathered, or is on the list."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    listed = [
+        *project["dependencies"],
+        *project["optional-dependencies"]["train"],
+        "pytest",
+        "pytest-timeout",
+        "hypothesis",
+    ]
+    gathered = with_needs(names_of(needed()), machine_has(), lambda name: save_wheel(folder, name))
+    assert {canonicalize_name(Requirement(one).name) for one in listed} - machine_has() <= gathered
+    assert gathered == NOT_ON_THE_MACHINE
+
+
+def test_wheels_come_with_what_they_need(folder):
+    """Needs of needs; not what the machine has, what is for other systems, or an extra."""
+    asks = {"a": ["b>=2", "torch", "c; extra == 'all'"], "b": ["D_e", "f; sys_platform == 'win32'"], "d-e": ["a"]}
+    fetched = []
+
+    def fetch(name: str) -> Path:
+        fetched.append(name)
+        return save_wheel(folder, name, asks[name])
+
+    assert with_needs({"a", "numpy"}, machine_has(), fetch) == {"a", "b", "d-e"}
+    assert sorted(fetched) == ["a", "b", "d-e"]
+
+
+def test_the_files_of_a_wheel_are_those_of_the_sources(folder):
+    files = {path.relative_to(PACKAGE.parent): path.read_bytes() for path in PACKAGE.rglob("*") if path.is_file()}
+    same = [(name, content) for name, content in files.items() if "__pycache__" not in name.parts]
+    same.append((Path("evenload/_native.abi3.so"), b"compiled"))
+
+    def differs(changed: list[tuple[Path, bytes]]) -> str | None:
+        return unlike_sources(save_wheel(folder, "evenload", files=[(str(name), content) for name, content in changed]))
+
+    assert differs(same) is None
+    name, content = next(one for one in same if one[0].name == "errors.py")
+    assert differs([one for one in same if one[0] != name]) == "evenload/errors.py"
+    assert differs([*(one for one in same if one[0] != name), (name, content + b"\n")]) == "evenload/errors.py"
+    assert differs([*same, (Path("evenload/gone.py"), b"")]) == "evenload/gone.py"
+    (folder / "core.txt").write_text("of another core")
+    assert differs(same) == "native"
+
+
+@pytest.mark.parametrize("present", [[], ["evenload"]])
+def test_an_installation_that_cannot_be_whole_is_refused(folder, monkeypatch, present):
+    """Before anything is installed, with what is wrong and what to do."""
+    monkeypatch.setattr(gpu_install, "SITE", folder / "site")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("installs"))
+    monkeypatch.setattr(gpu_install, "needed", lambda: ["numpy", "not-there"])
+    for name in present:
+        save_wheel(folder, name)
+    if present:
+        save_wheel(folder, "not-there")
+        expected = (
+            r"evenload-1\.0-py3-none-any\.whl is not of these sources: evenload/__init__\.py differs; run `make wheels`"
+        )
+    else:
+        expected = "lacks evenload, not-there, which this machine has not; run `make wheels`"
+    with pytest.raises(SystemExit, match=expected):
+        gpu_install.install()
+
+
+ONLY_THERE = """
+    import importlib.metadata, sys
+
+    allowed = {allowed!r}
+    provided = importlib.metadata.packages_distributions()
+
+    class Absent:
+        def find_spec(self, name, path=None, target=None):
+            names = provided.get(name)
+            if names and not allowed & {{one.lower().replace("_", "-").replace(".", "-") for one in names}}:
+                raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+    sys.meta_path.insert(0, Absent())
+    import pytest
+
+    sys.exit(pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", "tests/gpu"]))
+    """
+
+
+def test_the_tests_of_a_gpu_import_nothing_else():
+    """In an interpreter that finds no distribution but those of the machine and of the wheels."""
+    allowed = machine_has() | NOT_ON_THE_MACHINE | {"evenload"}
+    text = textwrap.dedent(ONLY_THERE).format(allowed=allowed)
+    done = subprocess.run([sys.executable, "-c", text], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "test_varlen_kernels.py" in done.stdout
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(ONLY_THERE).format(allowed=allowed - {"torch"})],
+        cwd=ROOT, capture_output=True, check=False,
+    )  # fmt: skip
+    assert done.returncode != 0, "the search for other distributions finds none"
+
+
+@pytest.mark.skipif(not gpu_install.WHEELS.is_dir(), reason="no wheels/ here: make wheels")
+def test_pip_takes_the_gathered_wheels_on_the_machine(tmp_path):
+    names = sorted(wheels())
+    assert {*NOT_ON_THE_MACHINE, "evenload"} <= {*names}
+    platforms = [f"--platform={one}_x86_64" for one in ("linux", "manylinux_2_28", "manylinux_2_24", "manylinux_2_17")]
+    words = ("--dry-run", "--no-index", "--no-deps", "--only-binary=:all:", "--python-version=3.12", *platforms)
+    command = [sys.executable, "-m", "pip", "install", *words, "--target", tmp_path, "--find-links", gpu_install.WHEELS]
+    done = subprocess.run([*command, *names], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert all(
+        f"{name.replace('-', '_')}-" in done.stdout.replace("-", "_", 0) or name in done.stdout for name in names
+    )
