@@ -200,7 +200,9 @@ def peers(session: Session, gpu: str) -> Iterator[Row]:
 
 def document(session: Session, gpu: str) -> Iterator[Row]:
     """One document a step."""
-    case = Case(f"{gpu}, Qwen3-1.7B, one document of 64K", config_from("qwen3-1.7b"), [65_536] * 3, 1)
+    config, tokens = config_from("qwen3-1.7b"), 65_536
+    config.max_position_embeddings = tokens
+    case = Case(f"{gpu}, Qwen3-1.7B, one document of {tokens:,}", config, [tokens] * 3, 1)
     yield from session.evenload(case, "evenload")
     yield from session.plain(case, "checkpointing with Liger", "--batches=packed", "--liger", "--checkpointing")
 

@@ -79,9 +79,7 @@ def gather() -> None:
         return wheels()[name]
 
     with_needs(names_of(needed()), machine_has(), fetch)
-    # An older system's C++ library would lack what ours has.
-    flags = "-C", "cmake.define.CMAKE_MODULE_LINKER_FLAGS=-static-libstdc++ -static-libgcc"
-    subprocess.run([*_PIP, "wheel", "--quiet", "--no-deps", *flags, "-w", WHEELS, ROOT], check=True)
+    subprocess.run([*_PIP, "wheel", "--quiet", "--no-deps", "-w", WHEELS, ROOT], check=True)
     (WHEELS / "core.txt").write_text(core_digest() + "\n")
     (WHEELS / "commit.txt").write_text(commit_name() + "\n")
     for name, path in sorted(wheels().items()):

@@ -46,9 +46,10 @@ def test_documents_are_packed_as_trl_packs_them(seed):
 
     lengths = np.random.default_rng(seed).integers(1, 4097, 200).tolist()
     table = pa.table({"input_ids": pa.array([[0] * n for n in lengths])})
-    theirs = [sorted(one) for one in _pack_bfd(table, 4096).column("seq_lengths").to_pylist()]
+    theirs = _pack_bfd(table, 4096).column("seq_lengths").to_pylist()
     ours = plain_loop.best_fit_decreasing(lengths, 4096)
-    assert sorted(sorted(lengths[i] for i in one) for one in ours) == sorted(theirs)
+    # Of windows with the same room any may come first.
+    assert sorted(sum(lengths[i] for i in one) for one in ours) == sorted(map(sum, theirs))
     assert sorted(i for one in ours for i in one) == list(range(200))
 
 

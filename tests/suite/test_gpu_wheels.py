@@ -1,9 +1,11 @@
 """`make wheels`: whatever a GPU machine without a network lacks, and a wheel of Evenload that is of these sources."""
 
+import re
 import subprocess
 import sys
-import textwrap
 import tomllib
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -13,6 +15,7 @@ from packaging.utils import canonicalize_name
 
 import gpu_install
 from gpu_install import core_digest, machine_has, names_of, needed, unlike_sources, wheels, with_needs
+from gpu_parts import PARTS
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "evenload"
@@ -104,36 +107,49 @@ def test_an_installation_that_cannot_be_whole_is_refused(folder, monkeypatch, pr
 
 
 ONLY_THERE = """
-    import importlib.metadata, sys
+import importlib.metadata, sys
 
-    allowed = {allowed!r}
-    provided = importlib.metadata.packages_distributions()
+allowed = {allowed!r}
+provided = importlib.metadata.packages_distributions()
 
-    class Absent:
-        def find_spec(self, name, path=None, target=None):
-            names = provided.get(name)
-            if names and not allowed & {{one.lower().replace("_", "-").replace(".", "-") for one in names}}:
-                raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        names = provided.get(name)
+        if names and not allowed & {{one.lower().replace("_", "-").replace(".", "-") for one in names}}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 
-    sys.meta_path.insert(0, Absent())
-    import pytest
+sys.meta_path.insert(0, Absent())
+{then}
+"""
 
-    sys.exit(pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", "tests/gpu"]))
-    """
+
+def with_own_needs(names: set[str]) -> set[str]:
+    found: set[str] = set()
+    while waiting := {*names} - found:
+        found |= waiting
+        for name in waiting:
+            with suppress(PackageNotFoundError):  # the machine has more than is installed here
+                names = names | names_of(requires(name) or ())
+    return found
+
+
+def in_such_an_interpreter(allowed: set[str], then: str) -> "subprocess.CompletedProcess[str]":
+    text = ONLY_THERE.format(allowed=allowed | {"evenload"}, then=then)
+    return subprocess.run([sys.executable, "-c", text], cwd=ROOT, capture_output=True, text=True, check=False)
 
 
 def test_the_tests_of_a_gpu_import_nothing_else():
-    """In an interpreter that finds no distribution but those of the machine and of the wheels."""
-    allowed = machine_has() | NOT_ON_THE_MACHINE | {"evenload"}
-    text = textwrap.dedent(ONLY_THERE).format(allowed=allowed)
-    done = subprocess.run([sys.executable, "-c", text], cwd=ROOT, capture_output=True, text=True, check=False)
+    """In an interpreter that finds no distribution but those of the machine, of the wheels, and what these need in the
+    versions that are installed here. With the options of the parts."""
+    assert in_such_an_interpreter({"numpy"}, "import numpy").returncode == 0
+    assert "No module named 'numpy'" in in_such_an_interpreter(set(), "import numpy").stderr
+    kernels, training = ([w for w in part.words if "{" not in w] for part in PARTS if "pytest" in part.words)
+    words = [*kernels[2:], *(word for word in training if word.startswith("tests/")), "--collect-only", "-q"]
+    done = in_such_an_interpreter(
+        with_own_needs(machine_has() | NOT_ON_THE_MACHINE), f"import pytest; sys.exit(pytest.main({words}))"
+    )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "test_varlen_kernels.py" in done.stdout
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(ONLY_THERE).format(allowed=allowed - {"torch"})],
-        cwd=ROOT, capture_output=True, check=False,
-    )  # fmt: skip
-    assert done.returncode != 0, "the search for other distributions finds none"
+    assert all(word in done.stdout for word in words if word.startswith("tests/"))
 
 
 @pytest.mark.skipif(not gpu_install.WHEELS.is_dir(), reason="no wheels/ here: make wheels")
@@ -145,6 +161,14 @@ def test_pip_takes_the_gathered_wheels_on_the_machine(tmp_path):
     command = [sys.executable, "-m", "pip", "install", *words, "--target", tmp_path, "--find-links", gpu_install.WHEELS]
     done = subprocess.run([*command, *names], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert all(
-        f"{name.replace('-', '_')}-" in done.stdout.replace("-", "_", 0) or name in done.stdout for name in names
-    )
+    taken = re.search("Would install (.*)", done.stdout)[1]
+    assert {canonicalize_name(one.rpartition("-")[0]) for one in taken.split()} == {*names}
+
+
+@pytest.mark.skipif(not gpu_install.WHEELS.is_dir(), reason="no wheels/ here: make wheels")
+def test_the_core_runs_on_older_systems_than_this_one():
+    """glibc of 2012, the C++ library of GCC 11 (Ubuntu 22.04)."""
+    with ZipFile(wheels()["evenload"]) as archive:
+        core = archive.read("evenload/_native.abi3.so")
+    for symbols, newest in ((rb"GLIBC_2\.(\d+)", 17), (rb"GLIBCXX_3\.4\.(\d+)", 29)):
+        assert max(map(int, re.findall(symbols, core))) <= newest
