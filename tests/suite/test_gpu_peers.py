@@ -61,23 +61,26 @@ def test_micro_batches_hold_every_document_of_a_step_once(batches):
     assert len(made) == len(plain_loop.packed(lengths))
 
 
-def test_attention_stays_inside_documents_and_gets_what_torch_asks_for(monkeypatch):
+@pytest.mark.parametrize("asks_for_groups", [True, False], ids=["torch 2.13", "torch 2.11"])
+def test_attention_stays_inside_documents_and_gets_what_torch_asks_for(monkeypatch, asks_for_groups):
     """transformers hands the edges of documents to a function of ours. torch's has a kernel for GPUs only; in its place
     stands what its documentation says. The loss is that of sdpa."""
 
-    def on_cpu(query, key, value, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa):
+    def older(query, key, value, cu_q, cu_k, max_q, max_k, *, scale, window_size):
         assert window_size == (-1, 0)
         assert torch.equal(cu_q, cu_k)
         assert max_q == max_k == int(cu_q.diff().max())
         attend = functools.partial(
-            torch.nn.functional.scaled_dot_product_attention, is_causal=True, scale=scale, enable_gqa=enable_gqa
+            torch.nn.functional.scaled_dot_product_attention, is_causal=True, scale=scale, enable_gqa=True
         )
         cut = zip(*(one.transpose(0, 1).split(cu_q.diff().tolist(), dim=1) for one in (query, key, value)), strict=True)
         return torch.cat([attend(*parts) for parts in cut], dim=1).transpose(0, 1)
 
-    import torch.nn.attention.varlen as varlen
+    def newer(*given, enable_gqa, **settings):
+        assert enable_gqa
+        return older(*given, **settings)
 
-    monkeypatch.setattr(varlen, "varlen_attn", on_cpu)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", newer if asks_for_groups else older)
     plain_loop.AttentionInterface.register("torch_varlen", plain_loop.packed_attention)
     documents = [np.random.default_rng(n).integers(0, 300, n) for n in (30, 7, 50)]
     batch = plain_loop.batch_of(documents, is_packed=True)

@@ -1,11 +1,12 @@
 """`make wheels`: whatever a GPU machine without a network lacks, and a wheel of Evenload that is of these sources."""
 
+import ast
+import json
 import re
 import subprocess
 import sys
 import tomllib
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, requires
+from importlib.metadata import packages_distributions
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -19,6 +20,7 @@ from gpu_parts import PARTS
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "evenload"
+PROVIDED = packages_distributions()
 NOT_ON_THE_MACHINE = {"liger-kernel", "msgspec", "nanobind-backend", "torchao"}
 
 
@@ -106,50 +108,44 @@ def test_an_installation_that_cannot_be_whole_is_refused(folder, monkeypatch, pr
         gpu_install.install()
 
 
-ONLY_THERE = """
-import importlib.metadata, sys
+COLLECT = """
+import json, sys
+import pytest
 
-allowed = {allowed!r}
-provided = importlib.metadata.packages_distributions()
-
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        names = provided.get(name)
-        if names and not allowed & {{one.lower().replace("_", "-").replace(".", "-") for one in names}}:
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
-
-sys.meta_path.insert(0, Absent())
-{then}
+code = pytest.main({words})
+files = [str(getattr(module, "__file__", "")) for module in list(sys.modules.values())]
+print()
+print(json.dumps([file for file in files if file.endswith(".py")]))
+sys.exit(code)
 """
 
 
-def with_own_needs(names: set[str]) -> set[str]:
-    found: set[str] = set()
-    while waiting := {*names} - found:
-        found |= waiting
-        for name in waiting:
-            with suppress(PackageNotFoundError):  # the machine has more than is installed here
-                names = names | names_of(requires(name) or ())
-    return found
-
-
-def in_such_an_interpreter(allowed: set[str], then: str) -> "subprocess.CompletedProcess[str]":
-    text = ONLY_THERE.format(allowed=allowed | {"evenload"}, then=then)
-    return subprocess.run([sys.executable, "-c", text], cwd=ROOT, capture_output=True, text=True, check=False)
+def imported_by(file: Path) -> set[str]:
+    """Distributions that a file imports when it is imported itself."""
+    names = set()
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.Import):
+            names |= {one.name for one in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names.add(node.module)
+    return {canonicalize_name(one) for name in names for one in PROVIDED.get(name.partition(".")[0], ())[:1]}
 
 
 def test_the_tests_of_a_gpu_import_nothing_else():
-    """In an interpreter that finds no distribution but those of the machine, of the wheels, and what these need in the
-    versions that are installed here. With the options of the parts."""
-    assert in_such_an_interpreter({"numpy"}, "import numpy").returncode == 0
-    assert "No module named 'numpy'" in in_such_an_interpreter(set(), "import numpy").stderr
+    """Whatever of ours is loaded to collect them, with the options of the parts, imports what is there or gathered."""
+    assert imported_by(Path(__file__)) == {"packaging", "pytest"}
     kernels, training = ([w for w in part.words if "{" not in w] for part in PARTS if "pytest" in part.words)
     words = [*kernels[2:], *(word for word in training if word.startswith("tests/")), "--collect-only", "-q"]
-    done = in_such_an_interpreter(
-        with_own_needs(machine_has() | NOT_ON_THE_MACHINE), f"import pytest; sys.exit(pytest.main({words}))"
-    )
+    command = [sys.executable, "-c", COLLECT.format(words=words)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert all(word in done.stdout for word in words if word.startswith("tests/"))
+    ours = (ROOT / "src", ROOT / "tests")
+    files = [Path(name) for name in json.loads(done.stdout.splitlines()[-1])]
+    own = [file for file in files if any(file.is_relative_to(folder) for folder in ours)]
+    assert len(own) > 50
+    allowed = machine_has() | NOT_ON_THE_MACHINE | {"evenload"}
+    assert {file.name: needs for file in own if (needs := imported_by(file) - allowed)} == {}
 
 
 @pytest.mark.skipif(not gpu_install.WHEELS.is_dir(), reason="no wheels/ here: make wheels")
