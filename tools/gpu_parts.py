@@ -67,20 +67,20 @@ PARTS = (
 )
 
 
-def run_parts(parts: Sequence[Part], out: Path, seconds: float = float("inf")) -> dict[str, str]:
+def run_parts(parts: Sequence[Part], out: Path, found: str, seconds: float = float("inf")) -> dict[str, str]:
     """Run all, one after the other; summary and archive are written after each, so that a lost machine leaves what was
     done. How each ended: "passed", "failed with exit code N", "stopped after N s" or "not begun"."""
     for folder in (out, KEPT):
         folder.mkdir(parents=True, exist_ok=True)
     ended: dict[str, str] = {}
-    until_s, facts = time.monotonic() + seconds, machine()
+    until_s = time.monotonic() + seconds
     for part in parts:
         started_s = time.monotonic()
         limit_s = min(part.limit_s, until_s - started_s)
         ended[part.name] = _run(part, limit_s, out) if limit_s >= _LEAST_S else "not begun"
         sys.stdout.write(f"{part.name}: {ended[part.name]} ({time.monotonic() - started_s:.0f} s)\n")
         sys.stdout.flush()
-        (out / "summary.json").write_text(json.dumps({"machine": facts, "parts": ended}, indent=2) + "\n")
+        (out / "summary.json").write_text(json.dumps({"machine": found, "parts": ended}, indent=2) + "\n")
         _archive(out)
     return ended
 
@@ -126,17 +126,10 @@ def _archive(out: Path) -> None:
     new.replace(out / name)
 
 
-_FACTS = """
-import json, os, platform, torch
-gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-facts = {"gpus": ", ".join(gpus) or "none", "cores": str(os.cpu_count()), "torch": torch.__version__}
-print(json.dumps(facts | {"python": platform.python_version()}))
-"""
-
-
-def machine() -> dict[str, str]:
-    """Hardware and versions, asked for by a process that ends: what holds a GPU takes memory of it."""
-    return json.loads(subprocess.check_output([sys.executable, "-c", _FACTS], text=True))
+def machine() -> str:
+    """GPU and versions, or why there is none; by a process that ends, because what holds a GPU takes memory of it."""
+    command = [sys.executable, ROOT / "tests" / "gpu" / "smoke.py", "device"]
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False).stdout.strip()
 
 
 def main() -> None:
@@ -148,10 +141,10 @@ def main() -> None:
     request = parser.parse_args()
     if unknown := set(request.parts) - {part.name for part in PARTS}:
         parser.error(f"no part {', '.join(sorted(unknown))}; choose from {', '.join(part.name for part in PARTS)}")
-    if machine()["gpus"] == "none":
-        parser.error("torch finds no GPU here (torch.cuda.is_available() is false)")
+    if "ok" not in (found := machine()):
+        parser.error(f"needs a GPU that torch can use; {found}")
     parts = [part for part in PARTS if not request.parts or part.name in request.parts]
-    sys.exit(any(end != "passed" for end in run_parts(parts, request.out, 60 * request.minutes).values()))
+    sys.exit(any(end != "passed" for end in run_parts(parts, request.out, found, 60 * request.minutes).values()))
 
 
 if __name__ == "__main__":

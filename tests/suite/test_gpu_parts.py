@@ -19,13 +19,13 @@ from gpu_parts import PARTS, Part, run_parts
 
 ROOT = Path(__file__).resolve().parents[2]
 HALF_HOUR_S, MOST_S = 25 * 60, 8 * 60
+FOUND = "device: ok (a card)"
 
 
 @pytest.fixture
 def kept(tmp_path, monkeypatch):
     directory = tmp_path / "build" / "gpu"
     monkeypatch.setattr(gpu_parts, "KEPT", directory)
-    monkeypatch.setattr(gpu_parts, "machine", lambda: {"gpus": "none"})
     monkeypatch.setattr(gpu_parts, "_LEAST_S", 1)
     return directory
 
@@ -76,7 +76,7 @@ def test_rows_logs_and_archive_hold_what_every_part_did(tmp_path, kept):
         Part("goes on", 20, code("print('at the end, told {seconds} s')")),
     ]
     out = tmp_path / "out"
-    ended = run_parts(parts, out)
+    ended = run_parts(parts, out, FOUND)
     expected = {
         "measures": "passed",
         "fails": "failed with exit code 3",
@@ -84,7 +84,7 @@ def test_rows_logs_and_archive_hold_what_every_part_did(tmp_path, kept):
         "goes on": "passed",
     }
     assert ended == expected
-    assert json.loads((out / "summary.json").read_text()) == {"machine": {"gpus": "none"}, "parts": expected}
+    assert json.loads((out / "summary.json").read_text()) == {"machine": FOUND, "parts": expected}
     log = (out / "log.txt").read_text()
     for text in ("=== measures", "said", "so far", "begun", "at the end, told 8 s"):
         assert text in log
@@ -105,7 +105,7 @@ def test_nothing_of_a_stopped_part_runs_on(tmp_path, kept):
         signal.signal(signal.SIGTERM, lambda *_: (children[1].kill(), sys.exit(1)))
         time.sleep(60)
         """
-    assert run_parts([Part("hangs", 2, code(text))], tmp_path / "out") == {"hangs": "stopped after 2 s"}
+    assert run_parts([Part("hangs", 2, code(text))], tmp_path / "out", FOUND) == {"hangs": "stopped after 2 s"}
     time.sleep(0.2)
     assert not [pid for pid in (tmp_path / "pids").read_text().split() if is_running(pid)]
 
@@ -117,7 +117,7 @@ def is_running(pid: str) -> bool:
 
 def test_no_part_runs_longer_than_the_command_may(tmp_path, kept):
     parts = [Part("one", 60, code("import time; time.sleep(30)")), Part("two", 60, code("print('begun')"))]
-    assert run_parts(parts, tmp_path / "out", seconds=2) == {"one": "stopped after 2 s", "two": "not begun"}
+    assert run_parts(parts, tmp_path / "out", FOUND, seconds=2) == {"one": "stopped after 2 s", "two": "not begun"}
     assert "begun" not in (tmp_path / "out" / "log.txt").read_text().replace("=== two", "")
 
 
@@ -130,7 +130,7 @@ def test_what_is_installed_for_the_parts_comes_first(tmp_path, kept, monkeypatch
         + str(tmp_path)
         + "') < 2; import os; print(os.environ['PYTHONPATH'])"
     )
-    assert run_parts([Part("looks", 20, look)], tmp_path / "out") == {"looks": "passed"}
+    assert run_parts([Part("looks", 20, look)], tmp_path / "out", FOUND) == {"looks": "passed"}
     log = (tmp_path / "out" / "log.txt").read_text()
     assert "from the wheels" in log
     assert f"{tmp_path}{os.pathsep}others" in log
@@ -158,6 +158,12 @@ def test_smoke_goes_on_whatever_a_check_does(smoke, capfd):
         "at the end: ok (2)",
     ]
     assert smoke.main(checks, ["works"]) == 0
+
+
+def test_a_machine_without_a_gpu_is_told_so_at_once():
+    done = subprocess.run([sys.executable, "tools/gpu_parts.py"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "needs a GPU that torch can use; device: failed: " in done.stderr
 
 
 def test_smoke_says_of_every_check_that_there_is_no_gpu(smoke):
