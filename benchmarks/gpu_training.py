@@ -1,8 +1,7 @@
 """Training on one GPU: strategies beside each other, plain loops of transformers beside us, very long documents.
 
-    comparison  `evenload bench` with the widths of Qwen2.5-0.5B on lengths with a heavy tail: the same global batches
-                under every strategy, interleaved; tokens a second, and signed errors of predictions, which the ledger
-                has by batch
+    comparison  `evenload bench` of Qwen2.5-0.5B on lengths with a heavy tail: the same global batches under every
+                strategy, interleaved; the ledger has the errors of predictions by batch
     peers       Qwen3-1.7B, lengths log-normal with median 700 and sigma 0.9, a tenth at 4,096: `evenload train`, and
                 the loops of plain_loop.py on the same documents in the same steps from the same weights
     document    documents of 64K tokens through Qwen3-1.7B, by `evenload train` and by a loop that checkpoints
@@ -12,10 +11,7 @@
 
 Weights are random, bf16; Evenload's have fp32 masters and moments. The first step of a run warms up and is left out;
 figures are medians of the others. Tokens count without padding, FLOPs are the model's, without what is computed twice.
-A row is written when it is measured; after S seconds what runs is stopped, and its steps so far count. Metrics, costs
-and the ledger stay in DIRECTORY.
-
-Refuses without a GPU. It has not been run on one yet: there is no row of it in results.
+After S seconds what runs is stopped, and its steps so far count. No GPU has run it yet.
 """
 
 import argparse
@@ -31,7 +27,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -57,8 +53,7 @@ PEER_LOOPS = {
     "packed with Liger": ("--batches=packed", "--liger"),
     "batch_rebalance with Liger": ("--batches=rebalanced", "--liger"),
 }
-LONG = ((262_144, 2), (524_288, 1))
-"""Tokens, and layers whose step takes some 20 seconds and whose activations host memory of 128 GiB holds."""
+LONG = ((262_144, 2), (524_288, 1))  # tokens; layers, whose step takes 20 s and whose activations 128 GiB hold
 AS_PLAIN = (
     *("model.random_init=false", "data.shuffle_window=1", "data.streams=1"),
     *("optimizer.learning_rate=1e-6", "optimizer.weight_decay=0.01"),
@@ -66,8 +61,7 @@ AS_PLAIN = (
 """What the loops of plain_loop.py do: weights that are there, documents in their order, their updates."""
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """A model, the lengths of all documents, and how many of them are a step."""
 
     name: str
@@ -156,10 +150,9 @@ def rows_of(case: Case, name: str, steps: Steps) -> Iterator[Row]:
         return Row("gpu", case.name, f"{name}: {metric}", statistics.median(values), unit, baseline, spread)
 
     yield row("rate", [step["tokens"] / step["step_time_s"] for _, step in numbered], "tokens/s")
-    rates = [case.flops(number) / step["step_time_s"] for number, step in numbered]
-    yield row("model FLOP/s", [rate / 1e12 for rate in rates], "TFLOP/s")
     if (sheet := data_sheet_flops_per_s(case.name.partition(",")[0])) is not None:
-        yield row("MFU of the data sheet", [rate / sheet for rate in rates])
+        shares = [case.flops(number) / step["step_time_s"] / sheet for number, step in numbered]
+        yield row("MFU of the data sheet", shares)
     yield row("peak memory", [step["peak_memory_bytes"] / 2**30 for _, step in numbered], "GiB")
     for key in ("peak_memory_bytes", "step_time_s"):
         if (predicted := f"predicted_{key}") in steps[0]:
@@ -182,13 +175,10 @@ def comparison(session: Session, gpu: str) -> Iterator[Row]:
     for one in result.runs:
         ratio, spread = one.tokens_per_s / padded.tokens_per_s, 1 + one.spread
         yield Row("gpu", case, f"{one.strategy}: rate", ratio, "x", "padded", spread)
-        yield Row("gpu", case, f"{one.strategy}: step_time_s", 1 / (1 + one.error), "x", "predicted", spread)
-        error = max((run.memory_error for run in one.batches), key=abs)
-        yield Row("gpu", case, f"{one.strategy}: peak_memory_bytes", 1 / (1 + error), "x", "predicted")
 
 
 def peers(session: Session, gpu: str) -> Iterator[Row]:
-    """The first loop writes the weights that all start from."""
+    """The first loop writes the weights."""
     random, count = np.random.default_rng(0), PEER_DOCUMENTS * PEER_STEPS
     lengths = np.clip(random.lognormal(np.log(700), 0.9, count).astype(np.int64), 16, PEER_LONGEST)
     lengths[random.random(count) < 0.1] = PEER_LONGEST

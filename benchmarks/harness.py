@@ -60,15 +60,8 @@ def machine_facts(torch: str | None = None) -> dict[str, str]:
         torch: the version that was measured, where it is not the one installed here.
     """
     load = f"{os.getloadavg()[0]:.1f}"  # far above the cores that a benchmark uses, others ran at the same time
-    values = (
-        time.strftime("%Y-%m-%d"),
-        commit_name(),
-        cpu_name(),
-        str(os.cpu_count()),
-        torch or version("torch"),
-        load,
-    )
-    return dict(zip(FACTS, values, strict=True))
+    day, cores = time.strftime("%Y-%m-%d"), str(os.cpu_count())
+    return dict(zip(FACTS, (day, commit_name(), cpu_name(), cores, torch or version("torch"), load), strict=True))
 
 
 @functools.cache
@@ -172,9 +165,7 @@ def print_and_keep(rows: Iterable[Row], path: Path | None) -> None:
     before it does."""
     for row in rows:
         against = f"against {row.baseline}" if row.baseline else ""
-        print(
-            f"{row.benchmark:<14} {row.case:<72} {row.metric:<26} {row.value:>10.4g} {row.unit:<6} {against}",
-            flush=True,
-        )
+        value = f"{row.value:>10.4g} {row.unit:<6} {against}"
+        print(f"{row.benchmark:<14} {row.case:<72} {row.metric:<26} {value}", flush=True)
         if path is not None:
             append_row(path, row)

@@ -7,8 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 VOCAB_SIZE = 8_192
-SHORT_TOKENS = (50, 201)
-"""Half-open range of the lengths of short documents, drawn evenly."""
+SHORT_TOKENS = (50, 201)  # half-open range of the lengths of short documents, drawn evenly
 
 
 def short_lengths(count: int, low: int = SHORT_TOKENS[0], high: int = SHORT_TOKENS[1]) -> NDArray[np.int64]:

@@ -28,8 +28,7 @@ from packaging.utils import canonicalize_name, parse_wheel_filename
 ROOT = Path(__file__).resolve().parent.parent
 WHEELS, SITE = ROOT / "wheels", ROOT / "build" / "gpu_site"
 TESTS_NEED = ("pytest", "pytest-timeout", "hypothesis")
-COMPARED = ("liger-kernel", "torchao")
-"""Kernels and optimizer states of others, which Evenload takes where they are, and benchmarks compare with."""
+COMPARED = ("liger-kernel", "torchao")  # used where they are
 _PLATFORMS = ("_2_28", "_2_27", "_2_24", "_2_17", "2014")
 _TARGET = {"python_version": "3.12", "python_full_version": "3.12.3", "sys_platform": "linux", "extra": ""}
 _PIP = (sys.executable, "-m", "pip")
@@ -66,7 +65,6 @@ def with_needs(names: Collection[str], has: Collection[str], fetch: Callable[[st
 
 
 def gather() -> None:
-    """Fill wheels/."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
     from harness import commit_name
 
@@ -82,8 +80,7 @@ def gather() -> None:
     subprocess.run([*_PIP, "wheel", "--quiet", "--no-deps", "-w", WHEELS, ROOT], check=True)
     (WHEELS / "core.txt").write_text(core_digest() + "\n")
     (WHEELS / "commit.txt").write_text(commit_name() + "\n")
-    for name, path in sorted(wheels().items()):
-        sys.stdout.write(f"{name}: {path.name}, {path.stat().st_size / 1e6:.1f} MB\n")
+    sys.stdout.writelines(f"{path.name}: {path.stat().st_size / 1e6:.1f} MB\n" for path in wheels().values())
 
 
 def wheels() -> dict[str, Path]:

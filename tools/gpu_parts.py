@@ -2,14 +2,12 @@
 
     python tools/gpu_parts.py [--minutes M] [--out DIR] [PART ...]       all parts in order, or those named
 
-What is cheap and decides most comes first, and what breaks, breaks early: a part that fails or takes longer than its
-limit is told and the next one runs, so that a machine that is lent for minutes is not wasted on the first mistake.
-Every part has at most five minutes, all of them twenty-five; M minutes after the start no part runs any more, for a
-machine whose commands are limited. Parts know their limit and stop by themselves with what they have measured.
+What is cheap and decides most comes first. A part that fails or takes longer than its limit is told and the next one
+runs. Every part has at most five minutes, all of them twenty-five; M minutes after the start none runs any more. Parts
+know their limit and stop by themselves with what they have measured.
 
 DIR (default: runs/gpu) holds log.txt, rows.csv, to which each row is written when it is measured, summary.json, and
-results.tar.gz, which has these and all else that parts left in build/gpu: the ledger of predictions with its costs and
-batches, a cost file, metrics of runs. Exit code 1 where a part did not succeed.
+results.tar.gz: these, and the ledger, cost file and metrics of runs from build/gpu. Exit code 1 where a part failed.
 """
 
 import argparse
@@ -29,8 +27,7 @@ from gpu_install import ROOT, SITE
 
 KEPT = ROOT / "build" / "gpu"
 _SHOWN_LINES = 15
-_LEAST_S, _STOPPING_S = 30, 12
-"""No part begins with less; parts are told so much less than their limit."""
+_LEAST_S, _STOPPING_S = 30, 12  # no part begins with less; parts are told so much less than their limit
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,7 @@ def gpu_tests(*, training: bool) -> list[str]:
     return [str(path.relative_to(ROOT)) for path in files if path.stem.endswith("_training") == training]
 
 
-# Warnings that CUDA's and Triton's packages give on a machine that nobody here has seen are told, and no failure.
+# Warnings of CUDA's and Triton's packages are told, and no failure.
 _PYTEST = ("-m", "pytest", "-v", "-W", "default", "-p", "no:cacheprovider", "-m", "not slow", "--tb=short",
            "--durations=10", "--timeout=120", "--session-timeout={seconds}")  # fmt: skip
 _PROFILE = ("-m", "evenload.cli.main", "profile", "--model", "llama3.2-1b", "--device", "cuda", "--minutes", "1")
@@ -68,8 +65,7 @@ PARTS = (
 
 
 def run_parts(parts: Sequence[Part], out: Path, found: str, seconds: float = float("inf")) -> dict[str, str]:
-    """Run all, one after the other; summary and archive are written after each, so that a lost machine leaves what was
-    done. How each ended: "passed", "failed with exit code N", "stopped after N s" or "not begun"."""
+    """Run all in order, with summary and archive after each; how they ended: "passed", "stopped after N s", ..."""
     for folder in (out, KEPT):
         folder.mkdir(parents=True, exist_ok=True)
     ended: dict[str, str] = {}
@@ -97,7 +93,6 @@ def _run(part: Part, limit_s: float, out: Path) -> str:
         file.flush()
         begin = file.tell()
         command = [sys.executable, *words]
-        # A group of its own: ranks and workers of a part end with it.
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=file, start_new_session=True)
         try:
             code = process.wait(limit_s)
@@ -141,7 +136,7 @@ def main() -> None:
     request = parser.parse_args()
     if unknown := set(request.parts) - {part.name for part in PARTS}:
         parser.error(f"no part {', '.join(sorted(unknown))}; choose from {', '.join(part.name for part in PARTS)}")
-    if "ok" not in (found := machine()):
+    if not (found := machine()).startswith("device: ok"):
         parser.error(f"needs a GPU that torch can use; {found}")
     parts = [part for part in PARTS if not request.parts or part.name in request.parts]
     sys.exit(any(end != "passed" for end in run_parts(parts, request.out, found, 60 * request.minutes).values()))

@@ -105,7 +105,7 @@ def test_plain_loops_and_evenload_train_the_same(benchmark, session, case):
     for name, of_run in rows.items():
         metrics = session.kept / f"a card, tiny, {name}.jsonl"
         assert len(benchmark._steps_in(metrics)) == 2
-        assert {row.metric for row in of_run} >= {f"{name}: rate", f"{name}: model FLOP/s", f"{name}: loss"}
+        assert {row.metric for row in of_run} >= {f"{name}: rate", f"{name}: loss"}
     losses = [next(row.value for row in of_run if row.metric.endswith("loss")) for of_run in rows.values()]
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-4)
     assert [row for row in rows["evenload"] if row.baseline == "predicted"]
