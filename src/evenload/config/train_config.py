@@ -200,7 +200,7 @@ class TrainConfig(Frozen):
         return self.plan.options.max_pack_tokens or self.data.max_document_tokens
 
     def with_run_memory(self, model: ModelSpec) -> ModelSpec:
-        """Return a model whose memory counts the weights' average, and what attention's GPU kernels hold."""
+        """Return a model whose memory counts what the optimizer keeps, and what attention's GPU kernels hold."""
         on_cuda = self.train.device == "cuda" and self.model.dtype == "bfloat16"
         in_kernels = on_cuda and self.train.attention != "reference"
         return msgspec.structs.replace(
@@ -208,6 +208,8 @@ class TrainConfig(Frozen):
             attention_workspace=in_kernels,
             ordered_attention=in_kernels and self.train.deterministic,
             averaged_weights=self.train.ema_decay is not None,
+            bfloat16_moments=self.optimizer.moments == "bfloat16",
+            unit_gradients=self.optimizer.in_backward,
         )
 
 

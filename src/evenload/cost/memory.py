@@ -18,6 +18,8 @@ workspace (`cost.layer_counts`), on the last stage logits and their fp32 softmax
 
 Static bytes of a rank: weights e·N, fp32 gradients max(e,4)·N, and AdamW's state sharded over dp·cp: fp32 master
 (only where e < 4) and two moments, max(e,4) bytes each. With LoRA adapters only those have gradients and state.
+`optimizer.moments = "bfloat16"`: two moments and the master's other half, 2 bytes each. `optimizer.in_backward`:
+gradients of the largest unit, and of a tied embedding, to which the head adds first.
 
 A recomputed document keeps a smaller chunk and its backward holds one layer's recomputed tensors; an offloaded one
 keeps no chunk but two layers' buffers while a pack runs. Context parallelism (DP-Merge too) divides a pack's tokens
@@ -178,14 +180,27 @@ def static_kinds(model: ModelSpec, layout: ParallelLayout) -> NDArray[np.int64]:
     """Count weights, gradients and optimizer state apart; int64[R, 3]."""
     element, trained = model.bytes_per_element, trained_parameters_per_rank(model, layout)
     state = optimizer_bytes_per_parameter(model) * -(-trained // np.array(layout.data_sizes))
-    return np.stack([element * parameters_per_rank(model, layout), max(element, 4) * trained, state], axis=1)
+    with_gradients = trained
+    if model.unit_gradients:
+        with_gradients = np.array([_largest_unit(model, layout, rank) for rank in layout.leading_ranks], np.int64)
+    return np.stack([element * parameters_per_rank(model, layout), max(element, 4) * with_gradients, state], axis=1)
+
+
+def _largest_unit(model: ModelSpec, layout: ParallelLayout, rank: int) -> int:
+    """Count the parameters of a pipeline rank whose gradients it holds at once with `ModelSpec.unit_gradients`."""
+    units = trained_unit_parameters(model, layout, rank)
+    alone = embedding_parameters(model, layout.tp) if model.tied_embeddings and 0 in units else 0
+    return alone + max(size - (alone if unit == 0 else 0) for unit, size in units.items())
 
 
 def optimizer_bytes_per_parameter(model: ModelSpec) -> int:
     """Count the bytes of AdamW's state (Muon's is smaller): two moments, a master copy where weights have less than 4
     bytes, and the moving average of the weights, if there is one."""
     element = model.bytes_per_element
-    return (4 if element < 4 else 0) + (3 if model.averaged_weights else 2) * max(element, 4)
+    average = max(element, 4) if model.averaged_weights else 0
+    if model.bfloat16_moments:
+        return (2 if element < 4 else 0) + 2 * 2 + average
+    return (4 if element < 4 else 0) + 2 * max(element, 4) + average
 
 
 def pipeline_bytes(model: ModelSpec, layout: ParallelLayout, packs: ReplicaPacks) -> PackBytes:

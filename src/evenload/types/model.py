@@ -38,6 +38,8 @@ class ModelSpec(Frozen):
         attention_workspace: attention runs in GPU kernels, whose workspace in backward is counted.
         ordered_attention: these add in one order (`train.deterministic`), for which they need more.
         averaged_weights: a moving average of trained weights is kept with the optimizer's state (`train.ema_decay`).
+        bfloat16_moments: of AdamW, with the lower halves of bf16 weights' masters (`optimizer.moments`).
+        unit_gradients: there are gradients of one unit at a time (`optimizer.in_backward`).
     """
 
     name: str
@@ -62,6 +64,8 @@ class ModelSpec(Frozen):
     attention_workspace: bool = False
     ordered_attention: bool = False
     averaged_weights: bool = False
+    bfloat16_moments: bool = False
+    unit_gradients: bool = False
 
     def __post_init__(self) -> None:
         for field in _POSITIVE:

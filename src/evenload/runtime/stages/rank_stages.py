@@ -141,11 +141,13 @@ def build_rank_stages(
     mesh: Mesh,
     stage_class: type[Stage] = PipelineStage,
     backend: RangeAttention | None = None,
+    *,
+    unit_gradients: bool = False,
 ) -> RankStages[Stage]:
     """Make this rank's stages with weights. `ConfigError`, `UnsupportedModelError`: they cannot be trained so."""
     hf_config, parts, backend = build_models(model, run, spec, mesh, backend)
     models = tuple(parts.values())
-    buffers = flatten_units(models, mesh.data_size)
+    buffers = flatten_units(models, mesh.data_size, unit_gradients=unit_gradients)
     stages = {index: stage_class(part, backend, mesh.tensor) for index, part in parts.items()}
     return RankStages(hf_config, stages, buffers, frozen_bytes(models))
 
