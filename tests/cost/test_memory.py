@@ -19,7 +19,7 @@ from evenload.cost.layer_counts import (
     training_flops,
     workspace_rates,
 )
-from evenload.cost.memory import ReplicaPacks, parameters_per_rank, pipeline_bytes, static_bytes
+from evenload.cost.memory import ReplicaPacks, parameters_per_rank, pipeline_bytes, static_bytes, static_kinds
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.pack_pricing import pipeline_tasks
 from evenload.plan.planner import StepPlanner
@@ -67,6 +67,26 @@ def test_static_bytes_by_hand() -> None:
     np.testing.assert_array_equal(
         static_bytes(sample_model(bytes_per_element=8), layout), parameters * 16 + 16 * -(-parameters // 4)
     )
+
+
+def test_smaller_states_and_gradients_of_one_unit_by_hand() -> None:
+    layer, embedding = 192 + 384 + 2 * 8, 32 * 8
+    alone, wide = even_layout(3), 50 * 32 * 8
+    halves = sample_model(bfloat16_moments=True)
+    parameters = int(parameters_per_rank(halves, alone)[0])
+    # bf16 weights, fp32 gradients, two bf16 moments, lower halves; and an fp32 average.
+    assert static_bytes(halves, alone).tolist() == [parameters * (2 + 4 + 4 + 2)]
+    averaged = msgspec.structs.replace(halves, averaged_weights=True)
+    assert static_bytes(averaged, alone).tolist() == [parameters * (2 + 4 + 4 + 2 + 4)]
+    for changes, largest in (
+        ({}, layer),
+        ({"vocab_size": 50 * 32}, wide + 8),  # the head with its norm
+        ({"tied_embeddings": True}, embedding + layer),
+        ({"tied_embeddings": True, "vocab_size": 50 * 32}, wide + layer),
+    ):
+        model = sample_model(unit_gradients=True, **changes)
+        _, gradients, _ = static_kinds(model, alone)[0].tolist()
+        assert gradients == 4 * largest, changes
 
 
 def test_policies_keep_what_they_say_by_hand() -> None:
@@ -270,8 +290,9 @@ def test_after_the_pipeline_the_update_may_need_more() -> None:
     model = sample_model(vocab_size=50_000)  # the embedding, 400,000 weights, is the largest unit
     alone = planned(model, 2)
     static = int(static_bytes(model, alone.layout).max())
-    assert process_bytes(model, alone, FIXED) == FIXED + FIRST_USE_BYTES + alone.predicted.peak_memory_bytes
-    two = planned(model, 2, dp=2)
+    activations = round((1 + ALLOCATOR_SHARE) * (alone.predicted.peak_memory_bytes - static))
+    assert process_bytes(model, alone, FIXED) == FIXED + FIRST_USE_BYTES + static + activations
+    two = planned(model, 1, dp=2)
     static = int(static_bytes(model, two.layout).max())
     after = 4 * 400_000
     assert process_bytes(model, two, FIXED) == FIXED + FIRST_USE_BYTES + static + after

@@ -257,7 +257,8 @@ class ShardedOptimizer:
     def static_bytes(self) -> int:
         grads: dict[int, int] = {}  # by memory, which units may share
         for part in self._parts:
-            memory, end = part.buffer.grads.untyped_storage().data_ptr(), part.buffer.grads.storage_offset()
-            grads[memory] = max(grads.get(memory, 0), end * part.buffer.grads.itemsize + part.buffer.grads.nbytes)
+            one = part.buffer.grads
+            memory, end = one.untyped_storage().data_ptr(), int(one.storage_offset()) * one.itemsize + one.nbytes
+            grads[memory] = max(grads.get(memory, 0), end)
         values = sum(part.buffer.values.nbytes for part in self._parts)
         return values + sum(grads.values()) + sum(tensor.nbytes for _, _, tensor in self.state_tensors())
