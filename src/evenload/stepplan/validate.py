@@ -52,9 +52,8 @@ def why_not_in_backward(plan: StepPlan) -> str:
         return f"optimizer.in_backward is tested with dp alone, not {layout.describe()}; leave one of both out"
     if most > 1:
         return (
-            f"a replica has {most} backward packs, and optimizer.in_backward updates weights in the first; set "
-            "plan.strategy = 'balanced' and plan.options.micro_batches = 1, and raise plan.options.max_pack_tokens or "
-            "lower data.batch_tokens until one pack holds a replica's documents"
+            f"a replica has {most} backward packs, and optimizer.in_backward updates weights in the first; raise "
+            "plan.options.max_pack_tokens (or lower data.batch_tokens), with micro_batches = 1 of 'balanced'"
         )
     if any(action.kind == "W" for schedule in plan.schedules for row in schedule.ranks for action in row):
         return "its schedule splits backwards, which optimizer.in_backward does not; leave plan.options.schedule out"

@@ -2,12 +2,8 @@
 
 bf16 parameters have fp32 master weights; with `train.ema_decay` every shard has a moving average of its weights.
 
-**bfloat16 moments** (`optimizer.moments`) are rounded after every update. The upper 16 bits of a master, rounded to
-nearest, are the bf16 weight itself, and the lower ones are kept as int16:
-
-    master as int32 = (weight as int16) * 2^16 + lower half
-
-Some million elements at a time are widened, updated as all others, and split; each passes the caches about ten times.
+**bfloat16 moments** (`optimizer.moments`) are rounded after every update, and of a master, as int32, only what its bf16
+weight lacks is kept: master = weight * 2^16 + lower half, int16. A few elements at a time are widened for the update.
 
 **Muon** (Jordan et al. 2024; Liu et al. 2025, section 2) updates the matrices of layers; everything else has AdamW. The
 directions of a buffer are gathered once, and every rank orthogonalises the matrices of which it owns some elements.
@@ -133,12 +129,11 @@ class ShardedOptimizer:
         # State exists from the start, so that a checkpoint of step 0 and a load have the same shape.
         self._parts = [self._new_part(buffer, known) for buffer, known in zip(buffers, given, strict=True)]
         # Buffers are in the order in which a first forward reads them, the same on all ranks that hold them.
-        self._units = {part.buffer.unit: [] for part in self._parts}
-        for part in self._parts:
-            self._units[part.buffer.unit].append(part)
+        by_unit = itertools.groupby(self._parts, key=lambda part: part.buffer.unit)
+        self._units = {unit: list(parts) for unit, parts in by_unit}
 
     def _new_part(self, buffer: FlatBuffer, known: Mapping[str, Tensor]) -> _Part:
-        weights, state = self._shard(buffer), dict(known)
+        weights, state = buffer.shard(buffer.values, self._mesh.data_rank, self._mesh.data_size), dict(known)
         has_muon = self._config.name == "muon" and buffer.decays and buffer.is_of_layer
         if not known:
             is_halved = self._config.moments == "bfloat16"
@@ -183,9 +178,8 @@ class ShardedOptimizer:
         for part, shard in zip(self._units[unit], shards, strict=True):
             state = part.state
             if LOWER_HALF in state:
-                few = (slice(at, at + _WIDENED_ELEMENTS) for at in range(0, shard.numel(), _WIDENED_ELEMENTS))
-                for one in few:
-                    self._update_halves(part, one, shard[one], rate)
+                for at in range(0, shard.numel(), _WIDENED_ELEMENTS):
+                    self._update_halves(part, slice(at, at + _WIDENED_ELEMENTS), shard, rate)
                 part.step += 1
             else:
                 if not part.has_muon:
@@ -196,11 +190,11 @@ class ShardedOptimizer:
                     part.weights.copy_(part.master)
             self.gathers.put(part.buffer)
 
-    def _update_halves(self, part: _Part, few: slice, gradient: Tensor, rate: float) -> None:
+    def _update_halves(self, part: _Part, few: slice, shard: Tensor, rate: float) -> None:
         state, names = part.state, ("exp_avg", "exp_avg_sq")
         weights, lower = part.weights[few], state[LOWER_HALF][few]
         master, wide = joined(weights, lower), {name: state[name][few].float() for name in names}
-        self._adamw(part, master, gradient, wide, part.step.clone(), rate)
+        self._adamw(part, master, shard[few], wide, part.step.clone(), rate)
         if AVERAGE in state and self._average_decay is not None:
             state[AVERAGE][few].lerp_(master, 1 - self._average_decay)
         for name in names:
@@ -239,9 +233,6 @@ class ShardedOptimizer:
             gathers.put(part.buffer)
         gathers.seal()
         gathers.finish()
-
-    def _shard(self, buffer: FlatBuffer) -> Tensor:
-        return buffer.shard(buffer.values, self._mesh.data_rank, self._mesh.data_size)
 
     def close(self) -> None:
         """Drop all tensors, which live on elsewhere."""

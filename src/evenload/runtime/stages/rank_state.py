@@ -62,23 +62,18 @@ class RankState:
         twin_bytes: int | None = None,
     ) -> None:
         self._settings, self._meshes = optimizer, meshes
+        self.updates_in_backward = in_turn = optimizer.in_backward
+        """`gradients` updates weights, too."""
         self.mesh: Mesh = meshes.start
         self.live = LiveStages(model, run, spec, meshes, twin_bytes) if len(meshes.layouts) > 1 else None
         self.held: RankStages = (
-            build_rank_stages(model, run, spec, self.mesh, unit_gradients=optimizer.in_backward)
-            if self.live is None
-            else self.live.held
+            self.live.held if self.live else build_rank_stages(model, run, spec, self.mesh, unit_gradients=in_turn)
         )
         self.executor = Executor(self.held.stages, self.mesh)
         state = None if self.live is None else self.live.initial_state()
         self.optimizer = ShardedOptimizer(self.held.buffers, self.mesh, optimizer, state, average_decay=run.ema_decay)
         self.layout = self.mesh.layout
         """Layout that runs now; its generation is that of the last plan."""
-
-    @property
-    def updates_in_backward(self) -> bool:
-        """Say whether `gradients` updates weights, too."""
-        return self._settings.in_backward
 
     @property
     def stages(self) -> Mapping[int, PipelineStage]:
