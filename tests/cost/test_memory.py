@@ -296,3 +296,14 @@ def test_after_the_pipeline_the_update_may_need_more() -> None:
     static = int(static_bytes(model, two.layout).max())
     after = 4 * 400_000
     assert process_bytes(model, two, FIXED) == FIXED + FIRST_USE_BYTES + static + after
+
+
+def test_halves_are_widened_beside_what_activations_take() -> None:
+    """In fp32 a master and two moments, and one byte: of a unit of 400,000 weights, its half, 2^22 of a large one."""
+    for vocab_size, sizes, elements in ((50_000, {}, 400_000), (50_000, {"dp": 2}, 200_000), (5_000_000, {}, 2**22)):
+        model = sample_model(vocab_size=vocab_size, bfloat16_moments=True)
+        plan = planned(model, 1, **sizes)
+        static = int(static_bytes(model, plan.layout).max())
+        held = plan.predicted.peak_memory_bytes - static + 13 * elements
+        expected = FIXED + FIRST_USE_BYTES + static + round((1 + ALLOCATOR_SHARE) * held)
+        assert process_bytes(model, plan, FIXED) == expected, (vocab_size, sizes)

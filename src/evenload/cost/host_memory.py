@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from evenload.cost.layer_counts import OFFLOAD, activation_bytes_per_token
 from evenload.cost.memory import (
+    WIDENED_ELEMENTS,
     ReplicaPacks,
     count_tokens,
     embedding_parameters,
@@ -130,5 +131,7 @@ def process_bytes(model: ModelSpec, plan: StepPlan, fixed_bytes: int) -> int:
     # Only ranks that share weights reduce anything.
     after = max(model.bytes_per_element, 4) * unit if max(layout.data_sizes) > 1 else 0
     mapped = after if after > MAPPED_BYTES else 0
-    kept = max(round((1 + ALLOCATOR_SHARE) * activations), after - mapped)
+    # Masters, moments and a byte: too large for the pieces that activations left free.
+    widened = 13 * min(WIDENED_ELEMENTS, -(-unit // min(layout.data_sizes))) if model.bfloat16_moments else 0
+    kept = max(round((1 + ALLOCATOR_SHARE) * (activations + widened)), after - mapped)
     return fixed_bytes + static + FIRST_USE_BYTES + kept + mapped

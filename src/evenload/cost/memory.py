@@ -56,6 +56,7 @@ from evenload.types.pipeline import PackBytes, PipelineTasks
 from evenload.types.timeline import MEMORY_KINDS
 
 HEAD_ROWS = 2048  # Rows of logits the runtime holds at once; bounds the head's memory whatever the pack
+WIDENED_ELEMENTS = 2**22  # Of bf16 moments and masters in halves, at once in fp32, while they are updated
 OFFLOAD_BUFFERED_LAYERS = 2  # Layers whose offloaded tensors are on the device at once: one in use, one on its way
 
 

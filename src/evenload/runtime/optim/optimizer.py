@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from evenload.config.optimizer import OptimizerConfig
+from evenload.cost.memory import WIDENED_ELEMENTS
 from evenload.runtime.comm.collectives import all_gather_single
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.optim.data_parallel import WeightGathers
@@ -35,7 +36,6 @@ _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _ITERATIONS = 5
 _LEAST_NORM = 1e-7
 _AS_LARGE_AS_ADAMW = 0.2
-_WIDENED_ELEMENTS = 2**22  # 16 MiB each of master, moments, and halves in between
 
 
 @torch.no_grad()
@@ -178,8 +178,8 @@ class ShardedOptimizer:
         for part, shard in zip(self._units[unit], shards, strict=True):
             state = part.state
             if LOWER_HALF in state:
-                for at in range(0, shard.numel(), _WIDENED_ELEMENTS):
-                    self._update_halves(part, slice(at, at + _WIDENED_ELEMENTS), shard, rate)
+                for at in range(0, shard.numel(), WIDENED_ELEMENTS):
+                    self._update_halves(part, slice(at, at + WIDENED_ELEMENTS), shard, rate)
                 part.step += 1
             else:
                 if not part.has_muon:
