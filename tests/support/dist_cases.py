@@ -3,7 +3,7 @@
 import tempfile
 from collections.abc import Mapping
 from contextlib import closing
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -57,10 +57,12 @@ def gradients_of_plans(
     channels: ChannelMode = "directed",
     staged_on: str | None = None,
     before: ParallelLayout | None = None,
+    kernels: Literal["auto", "liger"] = "auto",
 ) -> list:
     """Run each plan's step on a fresh gradient; per plan this rank's (loss share, gradients, norm, weights, bytes of
     stored activations). `exchange`: how keys and values of shared documents travel. `staged_on`: all ranks are on this
-    device, and what they send goes through host memory. `before`: the layout from which the run changes to theirs."""
+    device, and what they send goes through host memory. `before`: the layout from which the run changes to theirs.
+    `kernels`: as `train.kernels`, "liger" also on a CPU, in Triton's interpreter."""
     decoded = [decode_plan(data) for data in plans]
     if staged_on is not None:
         register_staged()
@@ -72,7 +74,7 @@ def gradients_of_plans(
         channels=channels,
         backend=staged_on and NAME,
     )
-    rank = RankUnderTest(meshes, layout, kind, changes, dtype)
+    rank = RankUnderTest(meshes, layout, kind, changes, dtype, kernels=kernels)
     weights = rank.weights()
     results = []
     for plan, batch in zip(decoded, tokens, strict=True):
@@ -92,6 +94,7 @@ class RankUnderTest:
         changes: Mapping,
         dtype: torch.dtype,
         lora: LoraConfig | None = None,
+        kernels: Literal["auto", "liger"] = "auto",
     ) -> None:
         config, self._mesh = tiny_config(kind, **changes), meshes.of(layout)
         with tempfile.TemporaryDirectory() as directory:
@@ -104,7 +107,8 @@ class RankUnderTest:
                 router_aux_loss_coef=balance_factor(config),
             )
             spec = model_from_hf_config(config.to_dict(), config.model_type, dtype.itemsize)
-            state = RankState(model, OptimizerConfig(), RunConfig(output_dir=directory, seed=3), spec, meshes)
+            run = RunConfig(output_dir=directory, seed=3, kernels=kernels)
+            state = RankState(model, OptimizerConfig(), run, spec, meshes)
         if self._mesh is not meshes.start:
             state.change_layout(msgspec.structs.replace(self._mesh.layout, generation=1), COSTS)
             assert state.settle() is not None
