@@ -17,6 +17,7 @@ from transformers.activations import ACT2FN
 from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb as interleaved
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
 
+import interpreted_liger
 from adapter_cases import LORA, adapter_loss_and_gradients, all_tensors, make_adapters_matter
 from dist_equality import assert_plans_equal_plain
 from evenload.runtime.model import liger
@@ -27,11 +28,19 @@ from single_stage import assert_bf16_as_good_as_plain, assert_equals_plain, pack
 from stored_bytes import assert_bytes_match_the_memory_model
 from varied_plans import varied_plan
 
+# peft asks transformers by an old name.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HAS_LIGER = find_spec("liger_kernel") is not None
 interpreted = pytest.mark.skipif(not IS_INTERPRETED, reason="runs in the process of test_in_tritons_interpreter")
 LENGTHS = [23, 9, 1, 12]
 CUTS = packs_of(LENGTHS, [0.3, 0.75], 16, last_first=False), packs_of(LENGTHS, [0.5], 14, last_first=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _interpreter():
+    if IS_INTERPRETED:
+        interpreted_liger.prepare()
 
 
 @pytest.mark.skipif(not HAS_LIGER, reason="needs liger-kernel and triton: pip install 'evenload[liger]'")
@@ -182,9 +191,10 @@ def test_gradients_equal_plain_training(kind):
 
 
 @interpreted
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma2", "gemma3", "olmo2"])
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "olmo2"])
 def test_bf16_errs_at_most_twice_as_much_as_plain_bf16(kind):
-    assert_bf16_as_good_as_plain(kind, None, lengths=(30, 7, 1, 19), liger=True)
+    """The three ways in which norms round."""
+    assert_bf16_as_good_as_plain(kind, None, lengths=(13, 1, 9), liger=True)
 
 
 @interpreted

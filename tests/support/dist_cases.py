@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import torch
 
+import interpreted_liger
 from dist_training import COSTS
 from evenload.check.smaller_run import gathered_gradients
 from evenload.config.optimizer import OptimizerConfig
@@ -64,6 +65,8 @@ def gradients_of_plans(
     device, and what they send goes through host memory. `before`: the layout from which the run changes to theirs.
     `kernels`: as `train.kernels`, "liger" also on a CPU, in Triton's interpreter."""
     decoded = [decode_plan(data) for data in plans]
+    if kernels == "liger":
+        interpreted_liger.prepare()
     if staged_on is not None:
         register_staged()
     layout = decoded[0].layout
