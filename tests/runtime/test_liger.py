@@ -22,6 +22,7 @@ from adapter_cases import LORA, adapter_loss_and_gradients, all_tensors, make_ad
 from dist_equality import assert_plans_equal_plain
 from evenload.runtime.model import liger
 from evenload.runtime.replay.store import ActivationStore
+from evenload.types.layout import even_layout
 from evenload.types.model import model_from_hf_config
 from reference_training import KINDS, make_tokens, relative_error, tiny_config
 from single_stage import assert_bf16_as_good_as_plain, assert_equals_plain, pack_tokens, packs_of, stage_of, trained
@@ -43,7 +44,8 @@ def _interpreter():
         interpreted_liger.prepare()
 
 
-@pytest.mark.skipif(not HAS_LIGER, reason="needs liger-kernel and triton: pip install 'evenload[liger]'")
+@pytest.mark.skipif(not HAS_LIGER, reason="make test-liger installs liger-kernel and triton, and runs it")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu/test_liger_kernels.py runs the kernels themselves")
 @pytest.mark.skipif(IS_INTERPRETED, reason="starts the others")
 @pytest.mark.long
 def test_in_tritons_interpreter():
@@ -171,12 +173,6 @@ def test_a_rotary_embedding_that_computes_something_else_is_left_alone(rotate, a
     assert liger.use_liger({0: attention_with(rotate)}, None, {0: angles}) == ()
 
 
-def test_float64_layers_of_a_run_are_never_tried(monkeypatch):
-    """`uses_liger` keeps them out; a model that is built so has no kernel."""
-    stage, _ = stage_of(tiny_config("llama", num_hidden_layers=2))
-    assert stage.model.liger == ()
-
-
 # ---- the same training --------------------------------------------------------------------------
 
 
@@ -206,13 +202,24 @@ def test_bf16_errs_at_most_twice_as_much_as_plain_bf16(kind):
         ("gemma2", {"pp": 1, "policies": "kept", "schedule": "list"}),
         ("llama", {"pp": 1, "tp": 2, "policies": "mixed", "schedule": "list_split"}),
         ("gemma3", {"pp": 1, "tp": 2, "policies": "replay", "schedule": "list"}),
+        ("qwen2", {"pp": 2, "policies": "replay", "schedule": "static", "before": {"dp": 2}}),
     ],
 )
 def test_plans_equal_plain_training(gloo_pool, kind, options):
-    """Recomputed and offloaded documents, I and W, tensor parallelism, by the executor; bytes stay as predicted."""
-    plans = [varied_plan(seed, num_layers=2, max_tokens=20, num_documents=4, **options) for seed in (1, 2)]
+    """Recomputed and offloaded documents, I and W, tensor parallelism, a change of the layout, by the executor; bytes
+    stay as predicted."""
+    before = even_layout(2, **options["before"]) if "before" in options else None
+    given = {"num_layers": 2, "max_tokens": 20, "num_documents": 4, **options}
+    given.pop("before", None)
+    plans = [varied_plan(seed, **given) for seed in (1, 2)]
     measured = assert_plans_equal_plain(
-        *(gloo_pool, plans), kind=kind, changes={"num_hidden_layers": 2}, dtype=torch.float32, kernels="liger"
+        gloo_pool,
+        plans,
+        kind=kind,
+        changes={"num_hidden_layers": 2},
+        dtype=torch.float32,
+        kernels="liger",
+        before=before,
     )
     model = model_from_hf_config(tiny_config(kind, num_hidden_layers=2).to_dict(), kind, 4)
     for plan, ranks in zip(plans, measured, strict=True):
