@@ -51,9 +51,12 @@ def trained(buffers):
     return {name: p for buffer in buffers for name, p in zip(buffer.names, buffer.parameters, strict=True)}
 
 
-def stage_of(config, dtype=torch.float64, *, device="cpu", backend=None, **options):
-    """A stage (options: `stage_model`) and its buffers; `backend` of attention: default: what `auto` takes."""
+def stage_of(config, dtype=torch.float64, *, device="cpu", backend=None, liger=False, **options):
+    """A stage (options: `stage_model`) and its buffers; `backend` of attention: default: what `auto` takes; `liger`:
+    with its kernels."""
     model = stage_model(config, dtype, device=device, **options)
+    if liger:
+        model.use_liger(dtype, tp=1)
     buffers = flatten_units(model, dp=1)
     if backend is None:
         backend = select_backend("auto", device, attention_soft_cap(config), dtype=dtype, head_dim=head_dim(config))

@@ -270,11 +270,11 @@ def _profiled(
     timed = spec_of(few, model.name, model.bytes_per_element)
     sizes = {axis: getattr(mesh.layout, axis) for axis in ("dp", "cp", "pp", "tp")}
     layout = even_layout(timed.num_layers, virtual=mesh.layout.num_stages // mesh.layout.pp, **sizes)
-    liger = uses_liger(RunConfig(output_dir="", device=request.device), request.precision)
-    build = functools.partial(
-        build_stage_model, dtype=dtype, device=device, weights=None, seed=0, tp_rank=mesh.tp_rank, liger=liger
-    )
+    build = functools.partial(build_stage_model, dtype=dtype, device=device, weights=None, seed=0, tp_rank=mesh.tp_rank)
     models = build_rank_models(few, layout, mesh.pp_rank, build)
+    if uses_liger(RunConfig(output_dir="", device=request.device), request.precision):
+        for part in models.values():
+            part.use_liger(dtype, layout.tp)
     buffers = flatten_units(tuple(models.values()), mesh.data_size)
     backend = select_backend(
         request.attention, device.type, attention_soft_cap(few), dtype=dtype, head_dim=model.head_dim

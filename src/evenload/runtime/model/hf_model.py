@@ -198,7 +198,6 @@ def build_stage_model(
     router_aux_loss_coef: float = 0.0,
     tp_rank: int = 0,
     tp: int = 1,
-    liger: bool = False,
 ) -> StageModel:
     """Make one stage's part of the model and fill its weights.
 
@@ -206,7 +205,6 @@ def build_stage_model(
         layers: half-open range of layer indices.
         weights: directory with safetensors, or None to initialise from `seed`.
         tp_rank, tp: which part of every matrix to keep (`tensor_weights`).
-        liger: let Liger's kernels compute what they can (`model.liger`).
 
     Raises:
         UnsupportedModelError: a layer holds a module that replay does not know, or that tp or adapters cannot take.
@@ -238,8 +236,6 @@ def build_stage_model(
         is_last=is_last,
         router_aux_loss_coef=router_aux_loss_coef,
     )
-    if liger:
-        stage.use_liger(dtype, tp)
     units = list(numbered_units(stage))
     for number, name, unit in units:
         if number == HEAD and tied_copy:

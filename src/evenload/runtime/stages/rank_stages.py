@@ -169,12 +169,14 @@ def build_models(
         seed=run.seed,
         lora=model.lora,
         router_aux_loss_coef=router_aux_loss_coef(hf_config, model.router_aux_loss_coef),
-        liger=uses_liger(run, model.dtype),
     )
     if backend is None:
         soft_cap = attention_soft_cap(hf_config)
         backend = select_backend(run.attention, mesh.device.type, soft_cap, dtype=dtype, head_dim=spec.head_dim)
-    return hf_config, build_rank_models(hf_config, mesh.layout, mesh.pp_rank, build), backend
+    parts = build_rank_models(hf_config, mesh.layout, mesh.pp_rank, build)
+    for part in parts.values() if uses_liger(run, model.dtype) else ():
+        part.use_liger(dtype, mesh.layout.tp)
+    return hf_config, parts, backend
 
 
 def dtype_of(model: ModelConfig) -> torch.dtype:
