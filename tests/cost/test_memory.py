@@ -19,7 +19,14 @@ from evenload.cost.layer_counts import (
     training_flops,
     workspace_rates,
 )
-from evenload.cost.memory import ReplicaPacks, parameters_per_rank, pipeline_bytes, static_bytes, static_kinds
+from evenload.cost.memory import (
+    HEAD_ROWS,
+    ReplicaPacks,
+    parameters_per_rank,
+    pipeline_bytes,
+    static_bytes,
+    static_kinds,
+)
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.pack_pricing import pipeline_tasks
 from evenload.plan.planner import StepPlanner
@@ -247,6 +254,19 @@ def test_packs_by_hand():
     added = result.backward_temp_bytes - without.backward_temp_bytes
     assert added.tolist() == [[one, one] for one in workspace]
     np.testing.assert_array_equal(result.forward_temp_bytes, without.forward_temp_bytes)
+
+
+@pytest.mark.parametrize(("tp", "saved"), [(1, 8 * 32), (2, 0)])
+def test_the_heads_logits_become_their_gradient_in_a_kernel(tp, saved):
+    """Of e + 8 bytes a logit e are left, on the last stage; a vocabulary that is divided has no kernel."""
+    layout, lengths = even_layout(2, pp=2, tp=tp), np.array([5000])
+    whole = SliceColumns.from_ranges([[(0, 0, 5000)]])
+    plain, fused = (
+        pipeline_bytes(sample_model(fused_cross_entropy=one), layout, ReplicaPacks(whole, whole, lengths))
+        for one in (False, True)
+    )
+    assert (plain.backward_temp_bytes - fused.backward_temp_bytes).tolist() == [[0, HEAD_ROWS * saved]]
+    np.testing.assert_array_equal(plain.forward_temp_bytes, fused.forward_temp_bytes)
 
 
 @settings(max_examples=50, deadline=None)

@@ -14,7 +14,8 @@ Kept between forward and backward (e = bytes per element, L = layers of the stag
 
 Padded packs count `pad_to` tokens a document. Temporaries are estimates: of a forward one layer's input, norm output,
 attention input/output and gated product; of a backward one layer's recomputed activations and gradients, attention's
-workspace (`cost.layer_counts`), on the last stage logits and their fp32 softmax and gradient, min(T, HEAD_ROWS)·vocab.
+workspace (`cost.layer_counts`), on the last stage logits and their fp32 softmax and gradient, min(T, HEAD_ROWS)·vocab,
+or logits alone, which Liger's kernel turns into their gradient (tp = 1).
 
 Static bytes of a rank: weights e·N, fp32 gradients max(e,4)·N, and AdamW's state sharded over dp·cp: fp32 master
 (only where e < 4) and two moments, max(e,4) bytes each. With LoRA adapters only those have gradients and state.
@@ -347,6 +348,7 @@ def byte_rates(model: ModelSpec, layout: ParallelLayout) -> ByteRates:
     forward_temp[OFFLOAD] += buffered
     backward_temp[OFFLOAD] += buffered
     kv, kv_gradient = kv_bytes_per_token(model, tp), kv_gradient_bytes_per_token(model, tp)
+    is_fused = model.fused_cross_entropy and tp == 1
     return ByteRates(
         static_bytes=static_bytes(model, layout),
         chunk=chunk,
@@ -354,7 +356,7 @@ def byte_rates(model: ModelSpec, layout: ParallelLayout) -> ByteRates:
         backward_temp=backward_temp,
         kv=layers * kv,
         kv_gradient=layers * kv_gradient,
-        logits_per_row=is_last * -(-model.vocab_size // tp) * (element + 8),
+        logits_per_row=is_last * -(-model.vocab_size // tp) * (element + (0 if is_fused else 8)),
         gathered_forward=kv,
         gathered_backward=kv + kv_gradient,
         attention=attention,

@@ -37,6 +37,7 @@ class ModelSpec(Frozen):
         bytes_per_element: of weights and activations in compute precision (bf16: 2).
         attention_workspace: attention runs in GPU kernels, whose workspace in backward is counted.
         ordered_attention: these add in one order (`train.deterministic`), for which they need more.
+        fused_cross_entropy: a kernel makes the gradient in the logits themselves, where the vocabulary is not divided.
         averaged_weights: a moving average of trained weights is kept with the optimizer's state (`train.ema_decay`).
         bfloat16_moments: of AdamW, with the lower halves of bf16 weights' masters (`optimizer.moments`).
         unit_gradients: there are gradients of one unit at a time (`optimizer.in_backward`).
@@ -63,6 +64,7 @@ class ModelSpec(Frozen):
     bytes_per_element: int = 2
     attention_workspace: bool = False
     ordered_attention: bool = False
+    fused_cross_entropy: bool = False
     averaged_weights: bool = False
     bfloat16_moments: bool = False
     unit_gradients: bool = False

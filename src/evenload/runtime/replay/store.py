@@ -413,7 +413,8 @@ class ActivationStore:
             self._returning.leave(layer)
 
     def read(self, key: Hashable, ranges: tuple[Range, ...]) -> Tensor:
-        """Return the rows [T, ...] that were recorded under `key`, of any ranges."""
+        """Return the rows [T, ...] that were recorded under `key`, of any ranges. A row is read back by one backward
+        pack, which may overwrite it once it needs it no more."""
         own = key in self._own_rows_keys
         back = self._returning
         fetched = None if back is None or not any(r in back for r in ranges) else back.find(key)
