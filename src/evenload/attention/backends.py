@@ -53,7 +53,7 @@ def select_backend(
 
 
 def _fastest(dtype: torch.dtype | None, head_dim: int | None) -> RangeAttention:
-    reasons = []
+    reasons: list[str] = []
     for kernels in varlen_cuda.fastest_kernels():
         why = _refusal(kernels, dtype, head_dim)
         if not why:

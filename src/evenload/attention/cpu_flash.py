@@ -6,6 +6,8 @@ get the *merged* output and log-sum-exp. With a sliding window the queries go in
 under an additive mask. GQA needs no copy of K and V: they are expanded with stride 0.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -46,7 +48,7 @@ class CpuFlashAttention:
         pieces = (tensor.split(sizes.rows, dim=2) for tensor in (*kernel, _queries(dq, groups)))
         into = zip(dk.split(sizes.keys), dv.split(sizes.keys), strict=True)
         for own, own_grads, *given, piece_dq in zip(keys_by_range(seen, sizes), into, *pieces, strict=True):
-            piece_dq.copy_(_backward_range(*given, own, own_grads, scoring))
+            piece_dq.copy_(_backward_range(given, own, own_grads, scoring))
         return dq, dk, dv
 
 
@@ -69,16 +71,11 @@ def _forward_range(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> tuple[T
 
 
 def _backward_range(
-    grad: Tensor,
-    q: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    own: tuple[Tensor, Tensor],
-    into: tuple[Tensor, Tensor],
-    scoring: Scoring,
+    given: Sequence[Tensor], own: tuple[Tensor, Tensor], into: tuple[Tensor, Tensor], scoring: Scoring
 ) -> Tensor:
-    """As `_forward_range`, with its output and log-sum-exp: return the gradient of q [G, H/G, n, D]; write those of
-    `own` keys and values, [s, G, D] each, to `into`."""
+    """As `_forward_range`: return the gradient of q [G, H/G, n, D], write those of `own` keys and values, [s, G, D] each,
+    to `into`; `given` are the output's gradient, q, output and log-sum-exp."""
+    grad, q, out, lse = given
     scale, window, is_causal = scoring
     (k, v), repeat, n = own, q.shape[1], q.shape[2]
     prefix = k.shape[0] - n if is_causal else 0

@@ -33,10 +33,9 @@ class ReferenceAttention:
     def backward(
         self, grad: Tensor, q: Tensor, seen: KeyParts, out: Tensor, lse: Tensor, sizes: RangeSizes, scoring: Scoring
     ) -> Gradients:
-        rows = zip(*(tensor.split(sizes.rows) for tensor in (grad, q, out, lse)), strict=True)
-        parts = [
-            self._backward(*given, *own, scoring) for given, own in zip(rows, keys_by_range(seen, sizes), strict=True)
-        ]
+        given = (tensor.split(sizes.rows) for tensor in (grad, q, out, lse))
+        each = zip(*given, keys_by_range(seen, sizes), strict=True)
+        parts = [self._backward(*rows, *own, scoring) for *rows, own in each]  # type: ignore[bad-argument-count]
         dq, dk, dv = (torch.cat(of_ranges) for of_ranges in zip(*parts, strict=True))
         return dq, dk, dv
 

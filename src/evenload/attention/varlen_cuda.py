@@ -59,7 +59,8 @@ class VarlenCudaAttention:
     soft_cap = 0.0  # torch's operators have none
 
     def __init__(self, name: AttentionKernels = "varlen_cuda", reason: str = "") -> None:
-        self.name, self.reason = name, reason
+        self.name: str = name
+        self._kernels, self.reason = name, reason
         _activate(name)
 
     def forward(self, q: Tensor, seen: KeyParts, sizes: RangeSizes, scoring: Scoring) -> tuple[Tensor, Tensor]:
@@ -78,7 +79,7 @@ class VarlenCudaAttention:
     ) -> Gradients:
         whole = _Inputs(grad, q, *_packed(seen), out, lse)
         (num_heads, dim), kv_heads = q.shape[1:], whole.keys.shape[1]
-        wide_bytes = key_gradient_bytes(self.name, num_heads, kv_heads, dim, q.element_size())
+        wide_bytes = key_gradient_bytes(self._kernels, num_heads, kv_heads, dim, q.element_size())
         calls = [
             (call, heads)
             for call in sizes.calls(q.device)

@@ -200,8 +200,8 @@ def document_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scal
         [T, H, D].
     """
     if not hasattr(cu_seqlens, "evenload_sizes"):
-        sizes = [size for size in cu_seqlens.diff().tolist() if size]
-        cu_seqlens.evenload_sizes = RangeSizes(sizes, sizes)  # type: ignore[missing-attribute]
+        lengths = [size for size in cu_seqlens.diff().tolist() if size]
+        cu_seqlens.evenload_sizes = RangeSizes(lengths, lengths)  # type: ignore[missing-attribute]
     sizes: RangeSizes = cu_seqlens.evenload_sizes  # type: ignore[missing-attribute]
     backend = select_backend("auto", q.device.type, dtype=q.dtype, head_dim=q.shape[-1])
     return _DocumentAttention.apply(q, k, v, sizes, backend, Scoring(scale))  # type: ignore[bad-return]

@@ -199,8 +199,8 @@ def _joined_runs(runs: Iterable[tuple[slice, slice, Range | None]]) -> Iterator[
     for is_final, same in itertools.groupby(runs, lambda run: run[2] is None):
         every = list(same)
         if is_final:
-            rows, keys = (slice(every[0][side].start, every[-1][side].stop) for side in (0, 1))
-            every = [(rows, keys, None)]
+            (first_row, first_key, _), (last_row, last_key, _) = every[0], every[-1]
+            every = [(slice(first_row.start, last_row.stop), slice(first_key.start, last_key.stop), None)]
         yield from every
 
 
@@ -298,8 +298,9 @@ class GatherAttention(PackAttention):
                     [one.stop - one.start for one in visible],
                 )
                 seen = [(keys[one], values[one]) for one in visible]
-                given = grad[mine], q[mine], seen, out[mine], lse[mine]
-                dq[mine], *parts = call.backend.backward(*given, sizes, call.scoring)
+                dq[mine], *parts = call.backend.backward(
+                    grad[mine], q[mine], seen, out[mine], lse[mine], sizes, call.scoring
+                )
                 for total, part in zip((total_k, total_v), parts, strict=True):
                     for one, of_range in zip(visible, part.split(sizes.keys), strict=True):
                         total[one.start - first : one.stop - first] += of_range

@@ -92,7 +92,8 @@ class BlockIndex:
     ) -> None:
         self._policy, self._shard = policy, shard
         self._places: dict[int, list[_Place]] = defaultdict(list)
-        self._parts: dict[tuple[Range, ...], list[Part]] = {}
+        # By identity, as the hash of many ranges takes longer than a layer's launches.
+        self._parts: dict[int, tuple[tuple[Range, ...], list[Part]]] = {}
         backward: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for pack, ranges in enumerate(backward_packs):
             for doc_id, start, _ in ranges:
@@ -121,7 +122,7 @@ class BlockIndex:
 
     def parts(self, ranges: tuple[Range, ...]) -> list[Part]:
         """Return where ranges were recorded, in row order; neighbours in a block are one part."""
-        if ranges not in self._parts:
+        if id(ranges) not in self._parts:
             parts: list[Part] = []
             for part in (part for r in ranges for part in self._parts_of(r)):
                 last = parts[-1] if parts else None
@@ -130,8 +131,8 @@ class BlockIndex:
                     parts[-1] = Part(part.block, rows, own)
                 else:
                     parts.append(part)
-            self._parts[ranges] = parts
-        return self._parts[ranges]
+            self._parts[id(ranges)] = ranges, parts
+        return self._parts[id(ranges)][1]
 
     def close(self, ranges: Iterable[Range]) -> list[StoredBlock]:
         """End the backward of these ranges; return the blocks that no later one needs."""
