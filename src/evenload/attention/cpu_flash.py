@@ -73,8 +73,8 @@ def _forward_range(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> tuple[T
 def _backward_range(
     given: Sequence[Tensor], own: tuple[Tensor, Tensor], into: tuple[Tensor, Tensor], scoring: Scoring
 ) -> Tensor:
-    """As `_forward_range`: return the gradient of q [G, H/G, n, D], write those of `own` keys and values, [s, G, D] each,
-    to `into`; `given` are the output's gradient, q, output and log-sum-exp."""
+    """As `_forward_range`: return the gradient of q [G, H/G, n, D], write those of `own` keys and values, [s, G, D]
+    each, to `into`; `given` are the output's gradient, q, output and log-sum-exp."""
     grad, q, out, lse = given
     scale, window, is_causal = scoring
     (k, v), repeat, n = own, q.shape[1], q.shape[2]

@@ -111,7 +111,7 @@ class LocalAttention:
     def __init__(self, ranges: tuple[tuple[slice, Range], ...] = ()) -> None:
         self.ranges = ranges
         self.rows = slice(ranges[0][0].start, ranges[-1][0].stop) if ranges else slice(0, 0)
-        self._seen: dict[int, _Seen] = {}  # by window
+        self._seen: dict[tuple[ActivationStore, int], _Seen] = {}  # by the store of a stage, and window
         self._halves: dict[int, tuple[LocalAttention, LocalAttention]] = {}  # by number of first ranges
 
     def forward(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
@@ -151,8 +151,8 @@ class LocalAttention:
         return dq, own_k, own_v
 
     def _seen_by(self, call: AttentionCall) -> _Seen:
-        window, store = call.scoring.window, call.store
-        if window not in self._seen:
+        store, by = call.store, (call.store, call.scoring.window)
+        if by not in self._seen:
             keys = [stop - call.first_key(start) for _, (_, start, stop) in self.ranges]
             sizes = RangeSizes([rows.stop - rows.start for rows, _ in self.ranges], keys)
             lying: list[KeyRows] = []
@@ -164,8 +164,8 @@ class LocalAttention:
                 rows = slice(rows.start - self.rows.start, rows.stop - self.rows.start)
                 runs.append((rows, slice(at, at + num_keys), None if store.is_whole(r) else r))
                 at += num_keys
-            self._seen[window] = _Seen(sizes, tuple(_joined_keys(lying)), tuple(_joined_runs(runs)))
-        return self._seen[window]
+            self._seen[by] = _Seen(sizes, tuple(_joined_keys(lying)), tuple(_joined_runs(runs)))
+        return self._seen[by]
 
     def split(self, share: float) -> tuple["LocalAttention", "LocalAttention"]:
         """Return the first ranges, with about this share of the rows, and the others."""
