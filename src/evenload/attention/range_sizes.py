@@ -17,7 +17,7 @@ from torch import Tensor
 
 BLOCK_ROWS = 128
 COPY_BLOCKS = 6
-CALL_BLOCKS = 1024
+CALL_BLOCKS = 256
 
 
 class KernelCall(NamedTuple):
