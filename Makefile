@@ -16,7 +16,7 @@ define INSTALLS_DEV
 @echo "several GB more. (make test then takes about twenty minutes.)"
 endef
 
-.PHONY: demo test test-rounding test-engines test-fast test-docs test-thorough test-torch check bench accuracy gpu wheel wheels docs site clean
+.PHONY: demo test test-rounding test-engines test-fast test-docs test-thorough test-torches check bench accuracy gpu wheel wheels docs site clean
 
 demo: .venv/train  ## plan, measure and train: a small Llama on this machine's Python library, in two pipeline stages
 	$(BIN)/python examples/stdlib_demo/run.py
@@ -24,7 +24,8 @@ demo: .venv/train  ## plan, measure and train: a small Llama on this machine's P
 # Processes by the hundred import the same modules; compiling those anew in each costs minutes. Compiling all that is
 # installed costs minutes too: most of it is never imported, and what is, is compiled then.
 unexport PYTHONDONTWRITEBYTECODE
-PIP_INSTALL := -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
+PIP_OTHER := -m pip install --quiet --no-compile --disable-pip-version-check
+PIP_INSTALL := $(PIP_OTHER) -c constraints.txt
 
 # One process a core; at most four, because each starts a pool of four ranks, which take cores from each other: with three
 # on two cores the tests of tests/dist took a fifth longer.
@@ -52,18 +53,21 @@ test-docs: .venv/dev  ## README, tutorial and recipes as they stand; make test f
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --hypothesis-profile=explore -k as_it_stands \
 	  tests/docs/test_pages_followed.py
 
-# Where the runtime touches what differs among versions of PyTorch: attention, transfers, reduction, whole steps.
-TORCH_TESTS := tests/attention tests/runtime tests/dist/test_matrix.py tests/dist/test_random_plans.py \
-  tests/dist/test_context_attention.py tests/dist/test_tensor_parallel.py
-OTHER := .venv/torch-$(TORCH)
+# Where the runtime touches what differs among versions of PyTorch: attention, replay, tensors without data. Those of
+# ranks are left to make test-torches TORCH_TESTS="tests/dist/test_matrix.py ...".
+TORCH_TESTS := tests/attention tests/runtime
+# The oldest and the newest that pyproject.toml allows; make test runs the one of constraints.txt.
+TORCHES := 2.11.0 2.15.0
 
-test-torch:  ## what differs among versions of PyTorch, under another one: make test-torch TORCH=2.11.0 (often 3 GB)
-	@[ -n "$(TORCH)" ] || { echo "name a version: make test-torch TORCH=2.11.0"; exit 2; }
-	[ -x $(OTHER)/bin/python ] || $(PYTHON) -m venv $(OTHER)
-	grep -v '^torch==' constraints.txt > $(OTHER)/constraints.txt
-	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check -c $(OTHER)/constraints.txt \
-	  "torch==$(TORCH)" -e '.[dev]'
-	$(OTHER)/bin/python -m pytest -n $(TEST_PROCESSES) --dist worksteal -p no:cacheprovider $(TORCH_TESTS)
+test-torches: $(TORCHES:%=test-torch-%)  ## what differs among versions of PyTorch, under the oldest and the newest; often 3 GB each
+
+# An environment that holds PyTorch alone and sees all else through .venv. Settings of this machine's pip, which may
+# name a newest PyTorch, are left out.
+test-torch-%: .venv/dev
+	[ -x .venv/torch-$*/bin/python ] || $(BIN)/python -m venv .venv/torch-$*
+	$(BIN)/python tools/share_packages.py .venv/torch-$*
+	PIP_CONFIG_FILE=/dev/null .venv/torch-$*/bin/python $(PIP_OTHER) torch==$*
+	.venv/torch-$*/bin/python -m pytest -n $(TEST_PROCESSES) --dist worksteal -p no:cacheprovider $(TORCH_TESTS)
 
 # Engines whose requirements contradict those of `dev`. Each has an environment that holds what differs, and sees PyTorch and
 # the rest through .venv.
@@ -76,7 +80,7 @@ test-engines: $(TITAN)/installed  ## training on engines that cannot stand besid
 $(TITAN)/installed: .venv/dev constraints-torchtitan.txt
 	$(BIN)/python -m venv $(TITAN)
 	$(BIN)/python tools/share_packages.py $(TITAN)
-	$(TITAN)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints-torchtitan.txt \
+	$(TITAN)/bin/python $(PIP_OTHER) -c constraints-torchtitan.txt \
 	  $$($(BIN)/python tools/share_packages.py --extra torchtitan)
 	@touch $@
 
