@@ -231,6 +231,21 @@ def test_sums_in_one_order_are_held_for_every_processor():
     assert workspace_rates(msgspec.structs.replace(ordered, attention_workspace=False), 32, 8) == WorkspaceRates()
 
 
+@pytest.mark.parametrize(
+    ("kernels", "head_dim", "rounded", "keys_of_block"),
+    [("varlen_cuda_fa3", 80, 96, 128), ("varlen_cuda_fa3", 160, 192, 128), ("varlen_cuda_fa4", 80, 96, 256)],
+)
+def test_workspace_of_other_kernels_as_their_sources_make_it(kernels, head_dim, rounded, keys_of_block):
+    """Sums of dQ, of dO·O and a copy of log-sum-exps; dK and dV of grouped keys in fp32 for every key head, for a
+    document's keys rounded up to a block."""
+    model = msgspec.structs.replace(LLAMA, head_dim=head_dim, attention_kernels=kernels)
+    grouped, alone = workspace_rates(model, 32, 8), workspace_rates(model, 32, 32)
+    assert grouped.row == alone.row == 4 * 32 * (rounded + 2)
+    assert (grouped.grouped_key, grouped.grouped_key_head) == (2 * 4 * 8 * rounded, 2 * 4 * rounded)
+    assert (alone.grouped_key, alone.piece) == (0, 128 * alone.row)
+    assert grouped.piece == 128 * grouped.row + keys_of_block * grouped.grouped_key
+
+
 def test_gradients_of_grouped_keys_do_not_grow_with_the_prefix_as_keys_do():
     """Behind 256K tokens they would be 4.3 GB, 8 times what is charged."""
     rates = workspace_rates(LLAMA, 32, 8)

@@ -29,7 +29,7 @@ from evenload.errors import ConfigError, unreadable
 from evenload.plan.problem import PlanOptions
 from evenload.types.base import Frozen, PathText, write_out_home
 from evenload.types.layout import ChannelChoice, ParallelLayout, even_layout, split_layout
-from evenload.types.model import ModelSpec
+from evenload.types.model import ModelSpec, attention_kernels
 
 BYTES_PER_ELEMENT = {"float64": 8, "float32": 4, "bfloat16": 2}
 """By `model.dtype`."""
@@ -207,6 +207,7 @@ class TrainConfig(Frozen):
         return msgspec.structs.replace(
             model,
             attention_workspace=in_kernels,
+            attention_kernels=attention_kernels(self.train.attention),
             ordered_attention=in_kernels and self.train.deterministic,
             fused_cross_entropy=uses_liger(self.train, self.model.dtype),
             averaged_weights=self.train.ema_decay is not None,
