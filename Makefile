@@ -16,7 +16,7 @@ define INSTALLS_DEV
 @echo "several GB more. (make test then takes about twenty minutes.)"
 endef
 
-.PHONY: demo test test-rounding test-engines test-fast test-docs test-thorough test-torches check bench accuracy gpu wheel wheels docs site clean
+.PHONY: demo test test-rounding test-engines test-fast test-docs test-thorough test-torches test-liger check bench accuracy gpu wheel wheels docs site clean
 
 demo: .venv/train  ## plan, measure and train: a small Llama on this machine's Python library, in two pipeline stages
 	$(BIN)/python examples/stdlib_demo/run.py
@@ -82,6 +82,18 @@ $(TITAN)/installed: .venv/dev constraints-torchtitan.txt
 	$(BIN)/python tools/share_packages.py $(TITAN)
 	$(TITAN)/bin/python $(PIP_OTHER) -c constraints-torchtitan.txt \
 	  $$($(BIN)/python tools/share_packages.py --extra torchtitan)
+	@touch $@
+
+# Triton is larger than everything else that the tests need.
+LIGER := .venv/liger
+
+test-liger: $(LIGER)/installed  ## Liger's kernels in the interpreter of Triton, which takes 1 GB; some minutes
+	$(LIGER)/bin/python -m pytest -n 0 tests/runtime/test_liger.py
+
+$(LIGER)/installed: .venv/dev
+	$(BIN)/python -m venv $(LIGER)
+	$(BIN)/python tools/share_packages.py $(LIGER)
+	$(LIGER)/bin/python $(PIP_INSTALL) --no-deps $$($(BIN)/python tools/share_packages.py --extra liger) triton==3.9.0
 	@touch $@
 
 # Everything that starts no training processes and no browser, and follows no page.

@@ -122,7 +122,7 @@ for _ in range({steps}):
 @pytest.mark.parametrize(
     ("steps", "then", "metrics", "failed"),
     [
-        pytest.param(2, "time.sleep(60)", 4, "", id="ended when it has done its steps"),
+        pytest.param(2, "time.sleep(60)", 3, "", id="ended when it has done its steps"),
         pytest.param(1, "time.sleep(60)", 0, "1 of 2 steps", id="stopped"),
         pytest.param(0, "sys.exit(1)", 0, "0 of 2 steps, exit code 1", id="failed"),
         pytest.param(0, "sys.exit(3)", 1, "", id="does not fit"),

@@ -1,12 +1,18 @@
 """Plain matrix-product attention for any dtype and device: what other backends are tested against, and what runs models
 that cap attention scores (Gemma 2). Rows go in blocks, each against the keys that any of its rows sees."""
 
-from collections.abc import Iterator, Sequence
-
 import torch
 from torch import Tensor
 
-from evenload.attention.range_attention import KeyRange, RangeGradients, Scoring, first_visible_key, work_dtype
+from evenload.attention.range_attention import (
+    Gradients,
+    KeyParts,
+    Scoring,
+    first_visible_key,
+    keys_by_range,
+    work_dtype,
+)
+from evenload.attention.range_sizes import RangeSizes
 
 _BLOCK_ROWS = 256
 
@@ -16,18 +22,22 @@ class ReferenceAttention:
 
     name = "reference"
 
-    def __init__(self, soft_cap: float = 0.0) -> None:
-        self.soft_cap = soft_cap
+    def __init__(self, soft_cap: float = 0.0, reason: str = "") -> None:
+        self.soft_cap, self.reason = soft_cap, reason
 
-    def forward(self, q: Tensor, ranges: Sequence[KeyRange], scoring: Scoring) -> tuple[Tensor, Tensor]:
-        outs, lses = zip(*(self._forward(q[r.rows], r.keys, r.values, scoring) for r in ranges), strict=True)
+    def forward(self, q: Tensor, seen: KeyParts, sizes: RangeSizes, scoring: Scoring) -> tuple[Tensor, Tensor]:
+        each = zip(q.split(sizes.rows), keys_by_range(seen, sizes), strict=True)
+        outs, lses = zip(*(self._forward(rows, *own, scoring) for rows, own in each), strict=True)
         return torch.cat(outs), torch.cat(lses)
 
     def backward(
-        self, grad: Tensor, q: Tensor, ranges: Sequence[KeyRange], out: Tensor, lse: Tensor, scoring: Scoring
-    ) -> Iterator[RangeGradients]:
-        for rows, keys, values in ranges:
-            yield self._backward(grad[rows], q[rows], keys, values, out[rows], lse[rows], scoring)
+        self, grad: Tensor, q: Tensor, seen: KeyParts, out: Tensor, lse: Tensor, sizes: RangeSizes, scoring: Scoring
+    ) -> Gradients:
+        given = (tensor.split(sizes.rows) for tensor in (grad, q, out, lse))
+        each = zip(*given, keys_by_range(seen, sizes), strict=True)
+        parts = [self._backward(*rows, *own, scoring) for *rows, own in each]  # type: ignore[bad-argument-count]
+        dq, dk, dv = (torch.cat(of_ranges) for of_ranges in zip(*parts, strict=True))
+        return dq, dk, dv
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
         keys, values = self._per_query_head(k, q), self._per_query_head(v, q)
@@ -41,8 +51,8 @@ class ReferenceAttention:
         return torch.cat(outs).to(q.dtype), torch.cat(lses).contiguous()
 
     def _backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scoring: Scoring
-    ) -> RangeGradients:
+        self, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, scoring: Scoring
+    ) -> Gradients:
         keys, values = self._per_query_head(k, q), self._per_query_head(v, q)
         work = keys.dtype
         dqs, dk, dv = [], torch.zeros_like(keys), torch.zeros_like(values)

@@ -14,10 +14,13 @@ Kept between forward and backward (e = bytes per element, L = layers of the stag
 
 Padded packs count `pad_to` tokens a document. Temporaries are estimates: of a forward one layer's input, norm output,
 attention input/output and gated product; of a backward one layer's recomputed activations and gradients, attention's
-workspace (`cost.layer_counts`), on the last stage logits and their fp32 softmax and gradient, min(T, HEAD_ROWS)·vocab.
+workspace (`cost.layer_counts`), on the last stage logits and their fp32 softmax and gradient, min(T, HEAD_ROWS)·vocab,
+or logits alone, which Liger's kernel turns into their gradient (tp = 1).
 
 Static bytes of a rank: weights e·N, fp32 gradients max(e,4)·N, and AdamW's state sharded over dp·cp: fp32 master
 (only where e < 4) and two moments, max(e,4) bytes each. With LoRA adapters only those have gradients and state.
+`optimizer.moments = "bfloat16"`: two moments and the master's other half, 2 bytes each. `optimizer.in_backward`:
+gradients of the largest unit, and of a tied embedding, to which the head adds first.
 
 A recomputed document keeps a smaller chunk and its backward holds one layer's recomputed tensors; an offloaded one
 keeps no chunk but two layers' buffers while a pack runs. Context parallelism (DP-Merge too) divides a pack's tokens
@@ -54,6 +57,7 @@ from evenload.types.pipeline import PackBytes, PipelineTasks
 from evenload.types.timeline import MEMORY_KINDS
 
 HEAD_ROWS = 2048  # Rows of logits the runtime holds at once; bounds the head's memory whatever the pack
+WIDENED_ELEMENTS = 2**22  # Of bf16 moments and masters in halves, at once in fp32, while they are updated
 OFFLOAD_BUFFERED_LAYERS = 2  # Layers whose offloaded tensors are on the device at once: one in use, one on its way
 
 
@@ -178,14 +182,27 @@ def static_kinds(model: ModelSpec, layout: ParallelLayout) -> NDArray[np.int64]:
     """Count weights, gradients and optimizer state apart; int64[R, 3]."""
     element, trained = model.bytes_per_element, trained_parameters_per_rank(model, layout)
     state = optimizer_bytes_per_parameter(model) * -(-trained // np.array(layout.data_sizes))
-    return np.stack([element * parameters_per_rank(model, layout), max(element, 4) * trained, state], axis=1)
+    with_gradients = trained
+    if model.unit_gradients:
+        with_gradients = np.array([_largest_unit(model, layout, rank) for rank in layout.leading_ranks], np.int64)
+    return np.stack([element * parameters_per_rank(model, layout), max(element, 4) * with_gradients, state], axis=1)
+
+
+def _largest_unit(model: ModelSpec, layout: ParallelLayout, rank: int) -> int:
+    """Count the parameters of a pipeline rank whose gradients it holds at once with `ModelSpec.unit_gradients`."""
+    units = trained_unit_parameters(model, layout, rank)
+    alone = embedding_parameters(model, layout.tp) if model.tied_embeddings and 0 in units else 0
+    return alone + max(size - (alone if unit == 0 else 0) for unit, size in units.items())
 
 
 def optimizer_bytes_per_parameter(model: ModelSpec) -> int:
     """Count the bytes of AdamW's state (Muon's is smaller): two moments, a master copy where weights have less than 4
     bytes, and the moving average of the weights, if there is one."""
     element = model.bytes_per_element
-    return (4 if element < 4 else 0) + (3 if model.averaged_weights else 2) * max(element, 4)
+    average = max(element, 4) if model.averaged_weights else 0
+    if model.bfloat16_moments:
+        return (2 if element < 4 else 0) + 2 * 2 + average
+    return (4 if element < 4 else 0) + 2 * max(element, 4) + average
 
 
 def pipeline_bytes(model: ModelSpec, layout: ParallelLayout, packs: ReplicaPacks) -> PackBytes:
@@ -331,6 +348,7 @@ def byte_rates(model: ModelSpec, layout: ParallelLayout) -> ByteRates:
     forward_temp[OFFLOAD] += buffered
     backward_temp[OFFLOAD] += buffered
     kv, kv_gradient = kv_bytes_per_token(model, tp), kv_gradient_bytes_per_token(model, tp)
+    is_fused = model.fused_cross_entropy and tp == 1
     return ByteRates(
         static_bytes=static_bytes(model, layout),
         chunk=chunk,
@@ -338,7 +356,7 @@ def byte_rates(model: ModelSpec, layout: ParallelLayout) -> ByteRates:
         backward_temp=backward_temp,
         kv=layers * kv,
         kv_gradient=layers * kv_gradient,
-        logits_per_row=is_last * -(-model.vocab_size // tp) * (element + 8),
+        logits_per_row=is_last * -(-model.vocab_size // tp) * (element + (0 if is_fused else 8)),
         gathered_forward=kv,
         gathered_backward=kv + kv_gradient,
         attention=attention,

@@ -20,31 +20,31 @@ call without a mask a range, and the own rows one causal call. A slice's rounds 
 """
 
 import functools
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from evenload.attention.range_attention import (
-    KeyRange,
+    Gradients,
+    KeyParts,
     RangeAttention,
-    RangeGradients,
     Scoring,
     first_visible_key,
-    rows_of_all,
     work_dtype,
 )
+from evenload.attention.range_sizes import RangeSizes
 from evenload.errors import ConfigError
 from evenload.runtime.comm.rank_groups import ContextGroup, Transfer
 from evenload.runtime.device import to_device
-from evenload.runtime.replay.store import ActivationStore, num_rows
+from evenload.runtime.replay.store import ActivationStore, KeyRows, num_rows
 from evenload.stepplan.cp_rows import PackRows, SharedSlice
 from evenload.types.document import Range
-
-Gradients = tuple[Tensor, Tensor, Tensor]  # of q, k and v
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,12 +55,6 @@ class AttentionCall:
     store: ActivationStore
     layer: int
     scoring: Scoring
-
-    def key_ranges(self, ranges: Iterable[tuple[slice, Range]]) -> list[KeyRange]:
-        return [
-            KeyRange(rows, *self.store.keys_and_values(doc_id, self.layer, self.first_key(start), stop))
-            for rows, (doc_id, start, stop) in ranges
-        ]
 
     def first_key(self, start: int) -> int:
         return first_visible_key(start, self.scoring.window)
@@ -101,40 +95,113 @@ class PackAttention(ABC):
         return f"the {'gradients of ' if gradients else ''}keys and values of {self._label} (layer {call.layer})"
 
 
-@dataclass(frozen=True, eq=False)
-class LocalAttention:
-    """Computes attention of documents that lie whole on this rank: `ranges` of them with their rows of the pack."""
+class _Seen(NamedTuple):
+    """Says where the keys that the ranges of a pack see lie, and for runs of ranges what becomes of their gradients:
+    rows, keys among all, and the range whose document adds them up (None = they are final)."""
 
-    ranges: tuple[tuple[slice, Range], ...] = ()
+    sizes: RangeSizes
+    lying: tuple[KeyRows, ...]
+    runs: tuple[tuple[slice, slice, Range | None], ...]
+
+
+class LocalAttention:
+    """Computes attention of documents that lie whole on this rank: `ranges` of them, with their rows of the pack, which
+    follow each other. What does not depend on the layer is made once a pack."""
+
+    def __init__(self, ranges: tuple[tuple[slice, Range], ...] = ()) -> None:
+        self.ranges = ranges
+        self.rows = slice(ranges[0][0].start, ranges[-1][0].stop) if ranges else slice(0, 0)
+        self._seen: dict[tuple[ActivationStore, int], _Seen] = {}  # by the store of a stage, and window
+        self._halves: dict[int, tuple[LocalAttention, LocalAttention]] = {}  # by number of first ranges
 
     def forward(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
         for rows, (doc_id, start, _) in self.ranges:
             call.store.record_keys(doc_id, call.layer, start, k[rows], v[rows])
-        attend_into(call, q, call.key_ranges(self.ranges), out, lse)
+        if self.ranges:
+            out[self.rows], lse[self.rows] = self.attend(call, q[self.rows])
+
+    def attend(self, call: AttentionCall, q: Tensor) -> tuple[Tensor, Tensor]:
+        """Return output [n, H, D] and log-sum-exp [n, H] of own rows' q [n, H, D]; keys are recorded."""
+        seen = self._seen_by(call)
+        return call.backend.forward(q, _key_parts(call, seen), seen.sizes, call.scoring)
 
     def backward(
         self, call: AttentionCall, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, gradients: Gradients
     ) -> None:
-        parts = call.backend.backward(grad, q, call.key_ranges(self.ranges), out, lse, call.scoring)
-        self.add_gradients(call, parts, gradients)
+        if not self.ranges:
+            return
+        rows = self.rows
+        parts = self.gradients(call, grad[rows], q[rows], out[rows], lse[rows])
+        for total, part in zip(gradients, parts, strict=True):
+            total[rows] = part
 
-    def add_gradients(self, call: AttentionCall, parts: Iterable[RangeGradients], gradients: Gradients) -> None:
-        dq, dk, dv = gradients
-        for (rows, (doc_id, start, stop)), (part_q, part_k, part_v) in zip(self.ranges, parts, strict=True):
-            dq[rows] = part_q
-            first = call.first_key(start)
-            dk[rows], dv[rows] = call.store.add_key_grads(doc_id, call.layer, first, part_k, part_v, start, stop)
+    def gradients(self, call: AttentionCall, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+        """Return the gradients of own rows' q [n, H, D], k and v [n, G, D], those of documents summed."""
+        seen = self._seen_by(call)
+        dq, dk, dv = call.backend.backward(grad, q, _key_parts(call, seen), out, lse, seen.sizes, call.scoring)
+        if all(of is None for _, _, of in seen.runs):
+            return dq, dk, dv  # keys are own rows, and no other pack adds to their gradients
+        own_k, own_v = (lse.new_empty(q.shape[0], *dk.shape[1:]) for _ in range(2))
+        for rows, keys, of in seen.runs:
+            final = dk[keys], dv[keys]
+            if of is not None:
+                doc_id, start, stop = of
+                final = call.store.add_key_grads(doc_id, call.layer, call.first_key(start), *final, start, stop)
+            own_k[rows], own_v[rows] = final
+        return dq, own_k, own_v
 
-    def is_whole(self, store: ActivationStore) -> bool:
-        return all(store.is_whole(r) for _, r in self.ranges)
+    def _seen_by(self, call: AttentionCall) -> _Seen:
+        store, by = call.store, (call.store, call.scoring.window)
+        if by not in self._seen:
+            keys = [stop - call.first_key(start) for _, (_, start, stop) in self.ranges]
+            sizes = RangeSizes([rows.stop - rows.start for rows, _ in self.ranges], keys)
+            lying: list[KeyRows] = []
+            runs: list[tuple[slice, slice, Range | None]] = []
+            at = 0
+            for (rows, r), num_keys in zip(self.ranges, keys, strict=True):
+                doc_id, start, stop = r
+                lying.append(store.document_keys(doc_id).part(call.first_key(start), stop))
+                rows = slice(rows.start - self.rows.start, rows.stop - self.rows.start)
+                runs.append((rows, slice(at, at + num_keys), None if store.is_whole(r) else r))
+                at += num_keys
+            self._seen[by] = _Seen(sizes, tuple(_joined_keys(lying)), tuple(_joined_runs(runs)))
+        return self._seen[by]
 
     def split(self, share: float) -> tuple["LocalAttention", "LocalAttention"]:
         """Return the first ranges, with about this share of the rows, and the others."""
-        if not self.ranges:
-            return self, self
-        first, last = self.ranges[0][0].start, self.ranges[-1][0].stop
+        first, last = self.rows.start, self.rows.stop
         count = sum(rows.stop - first <= share * (last - first) for rows, _ in self.ranges)
-        return LocalAttention(self.ranges[:count]), LocalAttention(self.ranges[count:])
+        if count not in self._halves:
+            self._halves[count] = LocalAttention(self.ranges[:count]), LocalAttention(self.ranges[count:])
+        return self._halves[count]
+
+
+def _key_parts(call: AttentionCall, seen: _Seen) -> KeyParts:
+    return [rows.of(call.layer) for rows in seen.lying]
+
+
+def _joined_keys(rows: Iterable[KeyRows]) -> Iterator[KeyRows]:
+    """Join rows that follow each other in one tensor."""
+    last: KeyRows | None = None
+    for one in rows:
+        if last is not None and last.layers is one.layers and last.stop == one.start:
+            last = KeyRows(last.layers, last.start, one.stop)
+            continue
+        if last is not None:
+            yield last
+        last = one
+    if last is not None:
+        yield last
+
+
+def _joined_runs(runs: Iterable[tuple[slice, slice, Range | None]]) -> Iterator[tuple[slice, slice, Range | None]]:
+    """Join neighbours whose gradients are final."""
+    for is_final, same in itertools.groupby(runs, lambda run: run[2] is None):
+        every = list(same)
+        if is_final:
+            (first_row, first_key, _), (last_row, last_key, _) = every[0], every[-1]
+            every = [(slice(first_row.start, last_row.stop), slice(first_key.start, last_key.stop), None)]
+        yield from every
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,13 +235,16 @@ class GatherAttention(PackAttention):
         self._local.forward(call, q, k, v, out, lse)
         self._keep_own(call, k, v)
         gathered = gather.wait()
-        seen: list[KeyRange] = []
+        seen, key_counts = [], []
         for index, places in zip(self._all.slices, self._all.places, strict=True):
             keys, values = self._placed(call, index, places, gathered)
-            for rows, (_, start, stop) in self._ranges[index]:
-                first = call.first_key(start)
-                seen.append(KeyRange(rows, keys[first:stop], values[first:stop]))
-        attend_into(call, q, seen, out, lse)
+            for _, (_, start, stop) in self._ranges[index]:
+                visible = slice(call.first_key(start), stop)
+                seen.append((keys[visible], values[visible]))
+                key_counts.append(stop - visible.start)
+        if seen:
+            mine, each = self._shared_rows, [rows.stop - rows.start for own in self._ranges for rows, _ in own]
+            out[mine], lse[mine] = call.backend.forward(q[mine], seen, RangeSizes(each, key_counts), call.scoring)
         return out, lse
 
     def backward(self, call: AttentionCall, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor) -> Gradients:
@@ -220,16 +290,20 @@ class GatherAttention(PackAttention):
                 keys, values = (gathered[:, side][places[index]] for side in (0, 1))
             first = call.first_key(piece.start)
             total_k, total_v = (like.new_zeros((piece.stop - first, *shape)) for _ in range(2))
-            visible = [(call.first_key(start), stop) for _, (_, start, stop) in self._ranges[index]]
-            seen = [
-                KeyRange(rows, keys[low:stop], values[low:stop])
-                for (rows, _), (low, stop) in zip(self._ranges[index], visible, strict=True)
-            ]
-            parts = call.backend.backward(grad, q, seen, out, lse, call.scoring)
-            for (rows, _, _), (low, stop), (part_q, part_k, part_v) in zip(seen, visible, parts, strict=True):
-                dq[rows] = part_q
-                total_k[low - first : stop - first] += part_k
-                total_v[low - first : stop - first] += part_v
+            if self._ranges[index]:
+                mine = self._rows[index]
+                visible = [slice(call.first_key(start), stop) for _, (_, start, stop) in self._ranges[index]]
+                sizes = RangeSizes(
+                    [rows.stop - rows.start for rows, _ in self._ranges[index]],
+                    [one.stop - one.start for one in visible],
+                )
+                seen = [(keys[one], values[one]) for one in visible]
+                dq[mine], *parts = call.backend.backward(
+                    grad[mine], q[mine], seen, out[mine], lse[mine], sizes, call.scoring
+                )
+                for total, part in zip((total_k, total_v), parts, strict=True):
+                    for one, of_range in zip(visible, part.split(sizes.keys), strict=True):
+                        total[one.start - first : one.stop - first] += of_range
             if piece.document.is_cut:
                 total_k, total_v = store.add_key_grads(doc_id, layer, first, total_k, total_v, piece.start, piece.stop)
             sums[place, 0], sums[place, 1] = total_k, total_v
@@ -278,13 +352,6 @@ class GatherAttention(PackAttention):
         return call.store.keys_and_values(piece.document.doc_id, call.layer, 0, piece.stop)
 
 
-def attend_into(call: AttentionCall, q: Tensor, seen: Sequence[KeyRange], out: Tensor, lse: Tensor) -> None:
-    """Fill the rows of `out` [T, H, D] and `lse` [T, H] that belong to ranges, if there are any."""
-    if seen:
-        rows = rows_of_all(seen)
-        out[rows], lse[rows] = call.backend.forward(q, seen, call.scoring)
-
-
 def rows_of(ranges: Sequence[Range], first_row: int = 0) -> Iterator[tuple[slice, Range]]:
     row = first_row
     for r in ranges:
@@ -301,8 +368,10 @@ class _Visit:
     rows: slice
     keys: slice
 
-    def key_range(self, held: Tensor) -> KeyRange:
-        return KeyRange(self.rows, held[self.keys, 0], held[self.keys, 1])
+    sizes: RangeSizes
+
+    def seen(self, held: Tensor) -> KeyParts:
+        return [(held[self.keys, 0], held[self.keys, 1])]
 
 
 class RingAttention(PackAttention):
@@ -323,7 +392,8 @@ class RingAttention(PackAttention):
                     before = piece.document.rows_before(rank, stop if rank == group.rank else start)
                     at = sum(carried[rank][:index])
                     if before:
-                        self._visits[rank].append(_Visit(own, slice(at, at + before)))
+                        sizes = RangeSizes([own.stop - own.start], [before])
+                        self._visits[rank].append(_Visit(own, slice(at, at + before), sizes))
 
     def forward(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         require_no_window(call.scoring.window)
@@ -332,8 +402,9 @@ class RingAttention(PackAttention):
         out, lse = torch.zeros_like(q, dtype=work_dtype(q)), q.new_full(q.shape[:2], float("-inf"), dtype=work_dtype(q))
         for rank, held in self._rounds(call, lambda: self._local.forward(call, q, k, v, out, lse)):
             for visit in self._visits[rank]:
-                part = call.backend.forward(q, [visit.key_range(held)], self._scoring(call, rank))
-                merge_into(out[visit.rows], lse[visit.rows], *part)
+                rows = visit.rows
+                part = call.backend.forward(q[rows], visit.seen(held), visit.sizes, self._scoring(call, rank))
+                merge_into(out[rows], lse[rows], *part)
         return out.to(q.dtype), lse
 
     def backward(self, call: AttentionCall, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor) -> Gradients:
@@ -345,9 +416,8 @@ class RingAttention(PackAttention):
         for rank, held in self._rounds(call, local, own=own):
             sums = lse.new_zeros(own.shape)
             for visit in self._visits[rank]:
-                [(part_q, part_k, part_v)] = call.backend.backward(
-                    grad, q, [visit.key_range(held)], out, lse, self._scoring(call, rank)
-                )
+                given = grad[visit.rows], q[visit.rows], visit.seen(held), out[visit.rows], lse[visit.rows]
+                part_q, part_k, part_v = call.backend.backward(*given, visit.sizes, self._scoring(call, rank))
                 dq[visit.rows] += part_q
                 sums[visit.keys, 0] += part_k
                 sums[visit.keys, 1] += part_v

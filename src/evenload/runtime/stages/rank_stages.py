@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 
 from evenload.attention.backends import select_backend
 from evenload.attention.range_attention import RangeAttention
-from evenload.config.sections import LoraConfig, RunConfig
+from evenload.config.sections import LoraConfig, RunConfig, uses_liger
 from evenload.config.train_config import ModelConfig
 from evenload.data.hub import local_path
 from evenload.errors import ConfigError
@@ -75,6 +75,8 @@ def unit_modules(
         is_first=True,
         is_last=True,
     )
+    if some.liger:
+        whole.use_liger(dtype, tp)
     units: dict[str, Any] = {name: unit for _, name, unit in numbered_units(whole)}
     held = {name: unit for stage in models for _, name, unit in numbered_units(stage)}
     shells = {name: unit for name, unit in units.items() if name not in held}
@@ -141,11 +143,13 @@ def build_rank_stages(
     mesh: Mesh,
     stage_class: type[Stage] = PipelineStage,
     backend: RangeAttention | None = None,
+    *,
+    unit_gradients: bool = False,
 ) -> RankStages[Stage]:
     """Make this rank's stages with weights. `ConfigError`, `UnsupportedModelError`: they cannot be trained so."""
     hf_config, parts, backend = build_models(model, run, spec, mesh, backend)
     models = tuple(parts.values())
-    buffers = flatten_units(models, mesh.data_size)
+    buffers = flatten_units(models, mesh.data_size, unit_gradients=unit_gradients)
     stages = {index: stage_class(part, backend, mesh.tensor) for index, part in parts.items()}
     return RankStages(hf_config, stages, buffers, frozen_bytes(models))
 
@@ -171,7 +175,10 @@ def build_models(
     if backend is None:
         soft_cap = attention_soft_cap(hf_config)
         backend = select_backend(run.attention, mesh.device.type, soft_cap, dtype=dtype, head_dim=spec.head_dim)
-    return hf_config, build_rank_models(hf_config, mesh.layout, mesh.pp_rank, build), backend
+    parts = build_rank_models(hf_config, mesh.layout, mesh.pp_rank, build)
+    for part in parts.values() if uses_liger(run, model.dtype) else ():
+        part.use_liger(dtype, mesh.layout.tp)
+    return hf_config, parts, backend
 
 
 def dtype_of(model: ModelConfig) -> torch.dtype:
