@@ -17,6 +17,7 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "support")]
 
+DEVICE = "cuda"
 LIMIT_S = 30.0
 TOLERANCE = 2e-2
 """Relative error of bf16 in norm, with room."""
@@ -43,12 +44,11 @@ def flash_attention() -> str:
     from evenload.attention.varlen_cuda import VarlenCudaAttention
     from single_range import random_pack
 
-    q, grad, ranges = random_pack([(0, 700), (1000, 1130), (5, 6)], 8, 2, 128, 0, 0, device="cuda")
-    results = []
+    pack, results = random_pack([(0, 700), (1000, 1130), (5, 6)], 8, 2, 128, 0, 0, device=DEVICE), []
     for backend in (VarlenCudaAttention(), ReferenceAttention()):
-        out, lse = backend.forward(q, ranges, Scoring(128**-0.5))
-        gradients = backend.backward(grad, q, ranges, out, lse, Scoring(128**-0.5))
-        results.append([out, *(torch.cat(parts) for parts in zip(*gradients, strict=True))])
+        out, lse = backend.forward(pack.q, pack.seen, pack.sizes, Scoring(128**-0.5))
+        gradients = backend.backward(pack.grad, pack.q, pack.seen, out, lse, pack.sizes, Scoring(128**-0.5))
+        results.append([out, *gradients])
     return worst_error(*results)
 
 
@@ -56,8 +56,8 @@ def wide_product() -> str:
     """Gradients of bf16 rows summed in fp32 by the product."""
     from evenload.runtime.replay.weight_products import add_product
 
-    left, right = (torch.randn(4096, size, device="cuda").bfloat16() for size in (512, 768))
-    total = torch.ones(512, 768, device="cuda")
+    left, right = (torch.randn(4096, size, device=DEVICE).bfloat16() for size in (512, 768))
+    total = torch.ones(512, 768, device=DEVICE)
     expected = 1 + left.double().t() @ right.double()
     add_product(total, left, right)
     error = float((total.double() - expected).norm() / expected.norm())
@@ -70,8 +70,8 @@ def rotary_kernel() -> str:
     from liger_kernel.transformers.rope import liger_rotary_pos_emb
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-    q, k = (torch.randn(1, heads, 300, 128, device="cuda").bfloat16() for heads in (8, 2))
-    angles = torch.randn(1, 300, 64, device="cuda").repeat(1, 1, 2)
+    q, k = (torch.randn(1, heads, 300, 128, device=DEVICE).bfloat16() for heads in (8, 2))
+    angles = torch.randn(1, 300, 64, device=DEVICE).repeat(1, 1, 2)
     cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
     expected = apply_rotary_pos_emb(q, k, cos, sin)
     return worst_error(liger_rotary_pos_emb(q.clone(), k.clone(), cos, sin), expected)
@@ -81,7 +81,7 @@ def swiglu_kernel() -> str:
     """Liger's SwiGLU, forward and backward."""
     from liger_kernel.ops.swiglu import LigerSiLUMulFunction
 
-    gate, up, grad = (torch.randn(300, 768, device="cuda").bfloat16() for _ in range(3))
+    gate, up, grad = (torch.randn(300, 768, device=DEVICE).bfloat16() for _ in range(3))
     results = []
     for function in (LigerSiLUMulFunction.apply, lambda a, b: torch.nn.functional.silu(a) * b):
         leaves = [gate.clone().requires_grad_(), up.clone().requires_grad_()]
@@ -97,7 +97,7 @@ def page_locked_memory() -> str:
 
     memory = PageLockedMemory()
     segment = memory.new_segment(SEGMENT_BYTES)
-    sent = torch.randint(0, 256, (SEGMENT_BYTES,), dtype=torch.uint8, device="cuda")
+    sent = torch.randint(0, 256, (SEGMENT_BYTES,), dtype=torch.uint8, device=DEVICE)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     segment.copy_(sent, non_blocking=True)
@@ -113,7 +113,7 @@ def growing_segments() -> str:
     from evenload.cli.worker_setup import set_cuda_defaults
 
     set_cuda_defaults(os.environ)
-    held = torch.empty(2**28, dtype=torch.uint8, device="cuda")
+    held = torch.empty(2**28, dtype=torch.uint8, device=DEVICE)
     segments = torch.cuda.memory_snapshot()
     assert segments, f"no segment holds {held.nbytes} bytes"
     assert all(one["is_expandable"] for one in segments), f"PYTORCH_ALLOC_CONF={os.environ['PYTORCH_ALLOC_CONF']}"
@@ -124,7 +124,7 @@ def eight_bit_moments() -> str:
     """An update of torchao's AdamW."""
     from torchao.optim import AdamW8bit
 
-    weight = torch.nn.Parameter(torch.randn(512, 512, device="cuda"))
+    weight = torch.nn.Parameter(torch.randn(512, 512, device=DEVICE))
     before = weight.detach().clone()
     weight.grad = torch.randn_like(weight)
     AdamW8bit([weight], lr=1e-2).step()

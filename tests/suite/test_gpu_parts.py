@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import gpu_parts
+from evenload.attention.reference import ReferenceAttention
 from gpu_parts import PARTS, Part, run_parts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -176,6 +177,15 @@ def test_smoke_says_of_every_check_that_there_is_no_gpu(smoke):
     for name, outcome in lines.items():
         why = outcome.removeprefix("failed: ")
         assert "CUDA" in why or "NVIDIA" in why or why.startswith("ModuleNotFoundError"), f"{name}: {outcome}"
+
+
+def test_smoke_calls_attention_and_products_as_they_are(smoke, monkeypatch):
+    """On the CPU, with `reference` in place of a GPU's kernels: without it a check would fail first where it counts."""
+    monkeypatch.setattr(smoke, "DEVICE", "cpu")
+    monkeypatch.setattr("evenload.attention.varlen_cuda.VarlenCudaAttention", ReferenceAttention)
+    assert smoke.flash_attention() == "relative error 0.0e+00"
+    with pytest.raises(AssertionError, match="summed in bf16"):  # as it is on a CPU
+        smoke.wide_product()
 
 
 def test_smoke_touches_cuda_in_no_process_that_it_forks(smoke):
