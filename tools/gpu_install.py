@@ -28,7 +28,7 @@ from packaging.utils import canonicalize_name, parse_wheel_filename
 ROOT = Path(__file__).resolve().parent.parent
 WHEELS, SITE = ROOT / "wheels", ROOT / "build" / "gpu_site"
 TESTS_NEED = ("pytest", "pytest-timeout", "hypothesis")
-COMPARED = ("liger-kernel", "torchao")  # used where they are
+KERNELS = "liger-kernel"  # used where it is
 _PLATFORMS = ("_2_28", "_2_27", "_2_24", "_2_17", "2014")
 _TARGET = {"python_version": "3.12", "python_full_version": "3.12.3", "sys_platform": "linux", "extra": ""}
 _PIP = (sys.executable, "-m", "pip")
@@ -37,7 +37,7 @@ _PIP = (sys.executable, "-m", "pip")
 def needed() -> list[str]:
     """Requirements of Evenload, of training, and of what tests and benchmarks of a GPU import."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    return [*project["dependencies"], *project["optional-dependencies"]["train"], *TESTS_NEED, *COMPARED]
+    return [*project["dependencies"], *project["optional-dependencies"]["train"], *TESTS_NEED, KERNELS]
 
 
 def names_of(requirements: Iterable[str]) -> set[str]:

@@ -120,17 +120,17 @@ def growing_segments() -> str:
     return f"{len(segments)} of {len(segments)} segments"
 
 
-def eight_bit_moments() -> str:
-    """An update of torchao's AdamW."""
-    from torchao.optim import AdamW8bit
+def masters_in_halves() -> str:
+    """What `optimizer.moments = "bfloat16"` keeps of fp32 masters."""
+    from evenload.runtime.optim.optimizer import joined, split
 
-    weight = torch.nn.Parameter(torch.randn(512, 512, device=DEVICE))
-    before = weight.detach().clone()
-    weight.grad = torch.randn_like(weight)
-    AdamW8bit([weight], lr=1e-2).step()
-    moved = float((weight - before).abs().mean())
-    assert 5e-3 < moved < 2e-2, f"weights moved by {moved}, not by about the learning rate"
-    return f"weights moved by {moved:.3f}"
+    master = torch.randn(2**20, device=DEVICE)
+    weights, lower = (torch.empty(2**20, dtype=dtype, device=DEVICE) for dtype in (torch.bfloat16, torch.int16))
+    split(master.clone(), weights, lower)
+    assert torch.equal(joined(weights, lower), master), "masters differ from the two halves"
+    differ = int((weights != master.bfloat16()).sum())
+    assert differ < 64, f"{differ} weights are not the rounded masters (ties are rounded another way)"
+    return f"{differ} ties of {master.numel():,}"
 
 
 def worst_error(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> str:
@@ -143,7 +143,7 @@ CHECKS: Mapping[str, Callable[[], str]] = {
     check.__name__: check
     for check in (
         *(device, core, flash_attention, wide_product, rotary_kernel, swiglu_kernel, page_locked_memory),
-        *(growing_segments, eight_bit_moments),
+        *(growing_segments, masters_in_halves),
     )
 }
 

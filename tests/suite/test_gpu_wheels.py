@@ -21,7 +21,7 @@ from gpu_parts import PARTS
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "evenload"
 PROVIDED = packages_distributions()
-NOT_ON_THE_MACHINE = {"liger-kernel", "msgspec", "nanobind-backend", "torchao"}
+NOT_ON_THE_MACHINE = {"liger-kernel", "msgspec", "nanobind-backend"}
 
 
 def save_wheel(folder: Path, name: str, requires=(), files=()) -> Path:
