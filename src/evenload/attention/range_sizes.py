@@ -66,7 +66,11 @@ def call_sizes(blocks: Sequence[int]) -> list[int]:
     short ones, about the power of two that starts the fewest blocks, and again runs of these."""
     if len(blocks) * max(blocks) <= (1 + COPY_BLOCKS) * sum(blocks) + CALL_BLOCKS:
         return [len(blocks)]
+    return _divided(blocks)
+
+
+def _divided(blocks: Sequence[int]) -> list[int]:
     limits = [1 << bits for bits in range(max(blocks).bit_length(), -1, -1)]
     divided = ([list(run) for _, run in itertools.groupby(blocks, lambda n, most=most: n > most)] for most in limits)
     best = min(divided, key=lambda runs: sum(len(run) * max(run) + CALL_BLOCKS for run in runs))
-    return [len(blocks)] if len(best) == 1 else [size for run in best for size in call_sizes(run)]
+    return [len(blocks)] if len(best) == 1 else [size for run in best for size in _divided(run)]

@@ -22,7 +22,7 @@ call without a mask a range, and the own rows one causal call. A slice's rounds 
 import functools
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -170,7 +170,7 @@ class LocalAttention:
     def _seen_by(self, call: AttentionCall) -> _Seen:
         store, by = call.store, (call.store, call.scoring.window)
         if by not in self._seen:
-            seen = _Seen(RangeSizes(*_sizes(call, self.ranges)), [], [])
+            seen = _Seen(_sizes(call, self.ranges), [], [])
             at = 0
             for (rows, r), num_keys in zip(self.ranges, seen.sizes.keys, strict=True):
                 seen.add_keys(store.document_keys(r.doc_id).part(r.stop - num_keys, r.stop))
@@ -189,10 +189,9 @@ class LocalAttention:
         return self._halves[count]
 
 
-def _sizes(call: AttentionCall, ranges: Iterable[tuple[slice, Range]]) -> tuple[list[int], list[int]]:
-    """Return how many rows ranges have, and how many keys each sees."""
+def _sizes(call: AttentionCall, ranges: Iterable[tuple[slice, Range]]) -> RangeSizes:
     pairs = [(stop - start, stop - call.first_key(start)) for _, (_, start, stop) in ranges]
-    return [rows for rows, _ in pairs], [keys for _, keys in pairs]
+    return RangeSizes([rows for rows, _ in pairs], [keys for _, keys in pairs])
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,7 +229,7 @@ class GatherAttention(PackAttention):
             visible = (slice(call.first_key(start), stop) for _, (_, start, stop) in self._ranges[index])
             seen += [(keys[one], values[one]) for one in visible]
         if seen:
-            mine, sizes = self._shared_rows, RangeSizes(*_sizes(call, itertools.chain(*self._ranges)))
+            mine, sizes = self._shared_rows, _sizes(call, itertools.chain(*self._ranges))
             out[mine], lse[mine] = call.backend.forward(q[mine], seen, sizes, call.scoring)
         return out, lse
 
@@ -279,7 +278,7 @@ class GatherAttention(PackAttention):
             if self._ranges[index]:
                 mine = self._rows[index]
                 visible = [slice(call.first_key(start), stop) for _, (_, start, stop) in self._ranges[index]]
-                sizes = RangeSizes(*_sizes(call, self._ranges[index]))
+                sizes = _sizes(call, self._ranges[index])
                 seen = [(keys[one], values[one]) for one in visible]
                 dq[mine], *parts = call.backend.backward(
                     grad[mine], q[mine], seen, out[mine], lse[mine], sizes, call.scoring
@@ -343,18 +342,13 @@ def rows_of(ranges: Sequence[Range], first_row: int = 0) -> Iterator[tuple[slice
         row = stop
 
 
-@dataclass(frozen=True, eq=False)
-class _Visit:
+class _Visit(NamedTuple):
     """Names rows of one of this rank's ranges, and the keys in a rank's sent buffer that all of them see; in the own
     buffer the last `keys` are those of `rows`."""
 
     rows: slice
     keys: slice
-
     sizes: RangeSizes
-
-    def seen(self, held: Tensor) -> KeyParts:
-        return [(held[self.keys, 0], held[self.keys, 1])]
 
 
 class RingAttention(PackAttention):
@@ -383,10 +377,11 @@ class RingAttention(PackAttention):
         for piece, mine, new in zip(self._slices, self._rows, self._new, strict=True):
             call.store.record_keys(piece.document.doc_id, call.layer, new, k[mine], v[mine])
         out, lse = torch.zeros_like(q, dtype=work_dtype(q)), q.new_full(q.shape[:2], float("-inf"), dtype=work_dtype(q))
-        for rank, held in self._rounds(call, lambda: self._local.forward(call, q, k, v, out, lse)):
-            for visit in self._visits[rank]:
-                rows = visit.rows
-                part = call.backend.forward(q[rows], visit.seen(held), visit.sizes, self._scoring(call, rank))
+        local = functools.partial(self._local.forward, call, q, k, v, out, lse)
+        for rank, held in self._rounds(call, local, self._own_rows(call)):
+            for rows, keys, sizes in self._visits[rank]:
+                seen = [(held[keys, 0], held[keys, 1])]
+                part = call.backend.forward(q[rows], seen, sizes, self._scoring(call, rank))
                 merge_into(out[rows], lse[rows], *part)
         return out.to(q.dtype), lse
 
@@ -396,14 +391,14 @@ class RingAttention(PackAttention):
         dk, dv = (lse.new_empty((q.shape[0], *own.shape[2:])) for _ in range(2))
         transfer = None
         local = functools.partial(self._local.backward, call, grad, q, out, lse, (dq, dk, dv))
-        for rank, held in self._rounds(call, local, own=own):
+        for rank, held in self._rounds(call, local, own):
             sums = lse.new_zeros(own.shape)
-            for visit in self._visits[rank]:
-                given = grad[visit.rows], q[visit.rows], visit.seen(held), out[visit.rows], lse[visit.rows]
-                part_q, part_k, part_v = call.backend.backward(*given, visit.sizes, self._scoring(call, rank))
-                dq[visit.rows] += part_q
-                sums[visit.keys, 0] += part_k
-                sums[visit.keys, 1] += part_v
+            for rows, keys, sizes in self._visits[rank]:
+                given = grad[rows], q[rows], [(held[keys, 0], held[keys, 1])], out[rows], lse[rows]
+                part_q, part_k, part_v = call.backend.backward(*given, sizes, self._scoring(call, rank))
+                dq[rows] += part_q
+                sums[keys, 0] += part_k
+                sums[keys, 1] += part_v
             if transfer is not None:
                 sums += transfer.wait()
             transfer = self.group.pass_on(sums, self._what(call, gradients=True))
@@ -416,9 +411,8 @@ class RingAttention(PackAttention):
             dk[mine], dv[mine] = call.store.add_key_grads(doc_id, call.layer, 0, keys, values, new, carried)
         return tuple(total.to(q.dtype) for total in (dq, dk, dv))  # type: ignore[return-value]
 
-    def _rounds(self, call: AttentionCall, local, own: Tensor | None = None) -> Iterator[tuple[int, Tensor]]:
+    def _rounds(self, call: AttentionCall, local: Callable[[], None], held: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Yield (rank, its rows) of every round, the own ones first, while the next ones are sent."""
-        held = self._own_rows(call) if own is None else own
         for turn in range(self.group.size):
             transfer = self.group.pass_on(held, self._what(call)) if turn < self.group.size - 1 else None
             if turn == 0:
