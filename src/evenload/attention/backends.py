@@ -40,16 +40,15 @@ def select_backend(
         if device != "cpu":
             raise ConfigError(f"attention backend cpu_flash runs on the CPU only, the device is {device}; use 'auto'")
         return CpuFlashAttention()
-    for kernels in varlen_cuda.IMPLEMENTATIONS:
-        if name != kernels:
-            continue
-        if device == "cpu":
-            raise ConfigError(f"attention backend {name} runs on a GPU only, the device is {device}; use 'auto'")
-        if why := _refusal(kernels, dtype, head_dim):
-            raise ConfigError(f"attention backend {name} {why}")
-        return varlen_cuda.VarlenCudaAttention(kernels)
-    known = ", ".join(("auto", "reference", "cpu_flash", *varlen_cuda.IMPLEMENTATIONS))
-    raise ConfigError(f"unknown attention backend '{name}'; choose one of {known}")
+    kernels = next((one for one in varlen_cuda.IMPLEMENTATIONS if one == name), None)
+    if kernels is None:
+        known = ", ".join(("auto", "reference", "cpu_flash", *varlen_cuda.IMPLEMENTATIONS))
+        raise ConfigError(f"unknown attention backend '{name}'; choose one of {known}")
+    if device == "cpu":
+        raise ConfigError(f"attention backend {name} runs on a GPU only, the device is {device}; use 'auto'")
+    if why := _refusal(kernels, dtype, head_dim):
+        raise ConfigError(f"attention backend {name} {why}")
+    return varlen_cuda.VarlenCudaAttention(kernels)
 
 
 def _fastest(dtype: torch.dtype | None, head_dim: int | None) -> RangeAttention:
@@ -65,15 +64,13 @@ def _fastest(dtype: torch.dtype | None, head_dim: int | None) -> RangeAttention:
 def _refusal(kernels: AttentionKernels, dtype: torch.dtype | None, head_dim: int | None) -> str:
     """Why kernels cannot be used here; "" = they can. Those of other packages are compared with `reference`, once."""
     why = varlen_cuda.varlen_refusal(dtype, head_dim, kernels)
-    if why or kernels == "varlen_cuda":
-        return why
-    assert dtype is not None
-    assert head_dim is not None
-    return _failed_check(kernels, dtype, head_dim)
+    return why if why or kernels == "varlen_cuda" else _failed_check(kernels, dtype, head_dim)
 
 
 @functools.cache
-def _failed_check(kernels: AttentionKernels, dtype: torch.dtype, head_dim: int) -> str:
+def _failed_check(kernels: AttentionKernels, dtype: torch.dtype | None, head_dim: int | None) -> str:
+    assert dtype is not None, "refused before"
+    assert head_dim is not None, "refused before"
     try:
         backend = varlen_cuda.VarlenCudaAttention(kernels)
     except ConfigError as error:

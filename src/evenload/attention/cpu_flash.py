@@ -31,8 +31,7 @@ class CpuFlashAttention:
     def forward(self, q: Tensor, seen: KeyParts, sizes: RangeSizes, scoring: Scoring) -> tuple[Tensor, Tensor]:
         groups = seen[0][0].shape[1]
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=work_dtype(q))
-        kernel = _queries(q, groups), _queries(out, groups), _head_rows(lse, groups)
-        pieces = (tensor.split(sizes.rows, dim=2) for tensor in kernel)
+        pieces = (_by_group(tensor, groups).split(sizes.rows, dim=2) for tensor in (q, out, lse))
         for (keys, values), piece_q, *into in zip(keys_by_range(seen, sizes), *pieces, strict=True):
             for piece, made in zip(into, _forward_range(piece_q, keys, values, scoring), strict=True):
                 piece.copy_(made)
@@ -44,8 +43,7 @@ class CpuFlashAttention:
         groups, dim = seen[0][0].shape[1:]
         dq = torch.empty_like(q)
         dk, dv = (lse.new_empty(sizes.num_keys, groups, dim) for _ in range(2))
-        kernel = (*(_queries(t, groups) for t in (grad, q, out)), _head_rows(lse, groups))
-        pieces = (tensor.split(sizes.rows, dim=2) for tensor in (*kernel, _queries(dq, groups)))
+        pieces = (_by_group(tensor, groups).split(sizes.rows, dim=2) for tensor in (grad, q, out, lse, dq))
         into = zip(dk.split(sizes.keys), dv.split(sizes.keys), strict=True)
         for own, own_grads, *given, piece_dq in zip(keys_by_range(seen, sizes), into, *pieces, strict=True):
             piece_dq.copy_(_backward_range(given, own, own_grads, scoring))
@@ -105,14 +103,9 @@ def _backward_range(
     return dq + keys_alone(slice(prefix), is_causal=False) if prefix else dq
 
 
-def _queries(q: Tensor, groups: int) -> Tensor:
-    """[n, H, D] -> view [G, H/G, n, D]."""
-    return q.view(q.shape[0], groups, q.shape[1] // groups, q.shape[2]).permute(1, 2, 0, 3)
-
-
-def _head_rows(lse: Tensor, groups: int) -> Tensor:
-    """[n, H] -> view [G, H/G, n]."""
-    return lse.view(lse.shape[0], groups, lse.shape[1] // groups).permute(1, 2, 0)
+def _by_group(rows: Tensor, groups: int) -> Tensor:
+    """[n, H, ...] -> view [G, H/G, n, ...]."""
+    return rows.unflatten(1, (groups, -1)).movedim(0, 2)
 
 
 def _keys(k: Tensor, repeat: int) -> Tensor:

@@ -1,7 +1,6 @@
 """Compare a GPU's attention kernels with `reference` on a few ranges, before a run trusts those of other packages."""
 
 import torch
-from torch import Tensor
 
 from evenload.attention.range_attention import RangeAttention, Scoring, first_visible_key
 from evenload.attention.range_sizes import RangeSizes
@@ -32,23 +31,15 @@ def _errors(
     backend: RangeAttention, scoring: Scoring, dtype: torch.dtype, head_dim: int, device: str
 ) -> dict[str, float]:
     generator = torch.Generator(device).manual_seed(0)
-
-    def random(count: int, heads: int) -> Tensor:
-        return torch.randn(count, heads, head_dim, generator=generator, device=device).to(dtype)
-
     keys = [stop - first_visible_key(start, scoring.window) for start, stop in _RANGES]
     sizes = RangeSizes([stop - start for start, stop in _RANGES], keys)
-    num_rows, heads = sum(sizes.rows), _GROUPS * _REPEAT
-    q, grad = random(num_rows, heads), random(num_rows, heads)
-    parts = [(random(sizes.num_keys, _GROUPS), random(sizes.num_keys, _GROUPS))]
-    exact = ReferenceAttention()
-    out, lse = exact.forward(q, parts, sizes, scoring)
-    made = backend.forward(q, parts, sizes, scoring)
-    gradients = [one.backward(grad, q, parts, out, lse, sizes, scoring) for one in (backend, exact)]
+    rows, heads = sum(sizes.rows), _GROUPS * _REPEAT
+    shapes = (rows, heads), (rows, heads), (sizes.num_keys, _GROUPS), (sizes.num_keys, _GROUPS)
+    q, grad, k, v = (torch.randn(*one, head_dim, generator=generator, device=device).to(dtype) for one in shapes)
+    exact, seen = ReferenceAttention(), [(k, v)]
+    out, lse = exact.forward(q, seen, sizes, scoring)
+    made = backend.forward(q, seen, sizes, scoring)
+    ours, theirs = (one.backward(grad, q, seen, out, lse, sizes, scoring) for one in (backend, exact))
     names = ("output", "log-sum-exp", "gradient of queries", "of keys", "of values")
-    pairs = zip((*made, *gradients[0]), (out, lse, *gradients[1]), strict=True)
-    return {name: _error(*pair) for name, pair in zip(names, pairs, strict=True)}
-
-
-def _error(given: Tensor, exact: Tensor) -> float:
-    return ((given.double() - exact.double()).norm() / exact.double().norm()).item()
+    pairs = zip(names, (*made, *ours), (out, lse, *theirs), strict=True)
+    return {name: ((one.double() - true.double()).norm() / true.double().norm()).item() for name, one, true in pairs}

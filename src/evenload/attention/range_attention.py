@@ -72,15 +72,11 @@ def keys_by_range(seen: KeyParts, sizes: RangeSizes) -> list[tuple[Tensor, Tenso
     """Return keys and values [s, G, D] of every range, as views."""
     pieces: list[tuple[Tensor, Tensor]] = []
     for keys, values in seen:
-        first, left = len(pieces), keys.shape[0]
-        stop = first
+        stop, left = len(pieces), keys.shape[0]
         while left > 0:
             left -= sizes.keys[stop]
             stop += 1
-        if stop == first + 1:
-            pieces.append((keys, values))
-            continue
-        each = sizes.keys[first:stop]
+        each = sizes.keys[len(pieces) : stop]
         pieces += zip(keys.split(each), values.split(each), strict=True)
     return pieces
 

@@ -1,6 +1,8 @@
 """Plain matrix-product attention for any dtype and device: what other backends are tested against, and what runs models
 that cap attention scores (Gemma 2). Rows go in blocks, each against the keys that any of its rows sees."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -42,9 +44,7 @@ class ReferenceAttention:
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
         keys, values = self._per_query_head(k, q), self._per_query_head(v, q)
         outs, lses = [], []
-        for rows in _blocks(q.shape[0]):
-            seen = _seen_keys(rows, q.shape[0], keys.shape[0], scoring)
-            scores = self._scores(q, keys, rows, seen, scoring)
+        for _, seen, scores in self._scores(q, keys, scoring):
             lse = torch.logsumexp(scores, dim=-1)  # [H, n]
             outs.append(torch.einsum("hts,shd->thd", (scores - lse[..., None]).exp(), values[seen]))
             lses.append(lse.transpose(0, 1))
@@ -56,9 +56,7 @@ class ReferenceAttention:
         keys, values = self._per_query_head(k, q), self._per_query_head(v, q)
         work = keys.dtype
         dqs, dk, dv = [], torch.zeros_like(keys), torch.zeros_like(values)
-        for rows in _blocks(q.shape[0]):
-            seen = _seen_keys(rows, q.shape[0], keys.shape[0], scoring)
-            scores = self._scores(q, keys, rows, seen, scoring)
+        for rows, seen, scores in self._scores(q, keys, scoring):
             block_grad, block_out = grad[rows].to(work), out[rows].to(work)
             p = (scores - lse[rows].transpose(0, 1)[..., None]).exp()  # [H, n, s]
             dv[seen] += torch.einsum("hts,thd->shd", p, block_grad)
@@ -77,27 +75,23 @@ class ReferenceAttention:
     def _per_query_head(k: Tensor, q: Tensor) -> Tensor:
         return k.to(work_dtype(q)).repeat_interleave(q.shape[1] // k.shape[1], dim=1)
 
-    def _scores(self, q: Tensor, keys: Tensor, rows: slice, seen: slice, scoring: Scoring) -> Tensor:
-        """[H, rows, keys of `seen`], -inf where a row does not see a key."""
-        scores = torch.einsum("thd,shd->hts", q[rows].to(keys.dtype), keys[seen]) * scoring.scale
-        if self.soft_cap:
-            scores = torch.tanh(scores / self.soft_cap) * self.soft_cap
-        if not scoring.is_causal:
-            return scores
-        row = torch.arange(rows.start, rows.stop, device=q.device)[:, None] + (keys.shape[0] - q.shape[0])
-        column = torch.arange(seen.start, seen.stop, device=q.device)[None]
-        visible = column <= row
-        if scoring.window:
-            visible &= column > row - scoring.window
-        return scores.masked_fill(~visible, float("-inf"))
-
-
-def _seen_keys(rows: slice, num_rows: int, num_keys: int, scoring: Scoring) -> slice:
-    if not scoring.is_causal:
-        return slice(0, num_keys)
-    prefix = num_keys - num_rows
-    return slice(first_visible_key(prefix + rows.start, scoring.window), prefix + rows.stop)
-
-
-def _blocks(num_rows: int) -> list[slice]:
-    return [slice(start, min(start + _BLOCK_ROWS, num_rows)) for start in range(0, num_rows, _BLOCK_ROWS)]
+    def _scores(self, q: Tensor, keys: Tensor, scoring: Scoring) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Yield blocks of rows, the keys that any of them sees, and their scores [H, rows, keys], -inf where a row does
+        not see a key."""
+        num_rows, num_keys = q.shape[0], keys.shape[0]
+        prefix = num_keys - num_rows
+        for start in range(0, num_rows, _BLOCK_ROWS):
+            rows, seen = slice(start, min(start + _BLOCK_ROWS, num_rows)), slice(0, num_keys)
+            if scoring.is_causal:
+                seen = slice(first_visible_key(prefix + start, scoring.window), prefix + rows.stop)
+            scores = torch.einsum("thd,shd->hts", q[rows].to(keys.dtype), keys[seen]) * scoring.scale
+            if self.soft_cap:
+                scores = torch.tanh(scores / self.soft_cap) * self.soft_cap
+            if scoring.is_causal:
+                row = torch.arange(start, rows.stop, device=q.device)[:, None] + prefix
+                column = torch.arange(seen.start, seen.stop, device=q.device)[None]
+                visible = column <= row
+                if scoring.window:
+                    visible &= column > row - scoring.window
+                scores = scores.masked_fill(~visible, float("-inf"))
+            yield rows, seen, scores

@@ -13,7 +13,6 @@ torch has FlashAttention 2 and gives the same operators to FlashAttention 3 (`fl
 (`flash_attn.cute`, Hopper and Blackwell) where these packages are installed. What each computes is of their sources.
 """
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -65,11 +64,11 @@ class VarlenCudaAttention:
 
     def forward(self, q: Tensor, seen: KeyParts, sizes: RangeSizes, scoring: Scoring) -> tuple[Tensor, Tensor]:
         keys, values = _packed(seen)
-        first, *others = sizes.calls(q.device)
-        if not others:
-            return _forward_call(q, keys, values, first, scoring)
+        calls = sizes.calls(q.device)
+        if len(calls) == 1:
+            return _forward_call(q, keys, values, calls[0], scoring)
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
-        for call in (first, *others):
+        for call in calls:
             made = _forward_call(q[call.rows], keys[call.keys], values[call.keys], call, scoring)
             out[call.rows], lse[call.rows] = made
         return out, lse
@@ -77,71 +76,56 @@ class VarlenCudaAttention:
     def backward(
         self, grad: Tensor, q: Tensor, seen: KeyParts, out: Tensor, lse: Tensor, sizes: RangeSizes, scoring: Scoring
     ) -> Gradients:
-        whole = _Inputs(grad, q, *_packed(seen), out, lse)
-        (num_heads, dim), kv_heads = q.shape[1:], whole.keys.shape[1]
+        keys, values = _packed(seen)
+        (num_heads, dim), kv_heads = q.shape[1:], keys.shape[1]
         wide_bytes = key_gradient_bytes(self._kernels, num_heads, kv_heads, dim, q.element_size())
         calls = [
             (call, heads)
             for call in sizes.calls(q.device)
-            for heads in _head_groups(call.num_keys * wide_bytes, kv_heads)
+            for heads in _head_groups((call.keys.stop - call.keys.start) * wide_bytes, kv_heads)
         ]
         if len(calls) == 1:
-            return _backward_call(whole, calls[0][0], scoring)
-        gradients = tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, whole.keys, whole.values))
-        for call, of_keys in calls:
-            heads = slice(*(edge * (num_heads // kv_heads) for edge in (of_keys.start, of_keys.stop)))
-            parts = _backward_call(whole.part(call, heads, of_keys), call, scoring)
-            places = (call.rows, heads), (call.keys, of_keys), (call.keys, of_keys)
-            for total, place, part in zip(gradients, places, parts, strict=True):
-                total[place] = part
-        return gradients  # type: ignore[bad-return]
-
-
-class _Inputs(NamedTuple):
-    """Of a backward: grad, q, out [n, H, D], keys, values [S, G, D], lse [n, H]."""
-
-    grad: Tensor
-    q: Tensor
-    keys: Tensor
-    values: Tensor
-    out: Tensor
-    lse: Tensor
-
-    def part(self, call: KernelCall, heads: slice, of_keys: slice) -> "_Inputs":
-        grad, q, out, lse = (t[call.rows, heads] for t in (self.grad, self.q, self.out, self.lse))
-        return _Inputs(grad, q, self.keys[call.keys, of_keys], self.values[call.keys, of_keys], out, lse)
+            return _backward_call(grad, q, keys, values, out, lse, calls[0][0], scoring)
+        dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, keys, values))
+        repeat = num_heads // kv_heads
+        for call, heads in calls:
+            rows, own = (call.rows, slice(heads.start * repeat, heads.stop * repeat)), (call.keys, heads)
+            dq[rows], dk[own], dv[own] = _backward_call(
+                grad[rows], q[rows], keys[own], values[own], out[rows], lse[rows], call, scoring
+            )
+        return dq, dk, dv
 
 
 def _forward_call(q: Tensor, keys: Tensor, values: Tensor, call: KernelCall, scoring: Scoring) -> tuple[Tensor, Tensor]:
     is_causal, left, right = _mask(scoring)
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        _dense_rows(q), _dense_rows(keys), _dense_rows(values), *call.lengths,
+        _dense_rows(q), _dense_rows(keys), _dense_rows(values), call.cu_q, call.cu_k, call.max_q, call.max_k,
         dropout_p=0.0, is_causal=is_causal, return_debug_mask=False, scale=scoring.scale,
         window_size_left=left, window_size_right=right,
     )  # fmt: skip
     return out, lse.transpose(0, 1)  # the operator's are [H, T]
 
 
-def _backward_call(given: _Inputs, call: KernelCall, scoring: Scoring) -> Gradients:
+def _backward_call(
+    grad: Tensor, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor, call: KernelCall, scoring: Scoring
+) -> Gradients:
     is_causal, left, right = _mask(scoring)
-    no_dropout = torch.zeros(2, dtype=torch.uint64, device=given.q.device)
+    no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
     # The kernel reads log-sum-exps as one block of memory [H, T].
     return torch.ops.aten._flash_attention_backward(
-        _dense_rows(given.grad), _dense_rows(given.q), _dense_rows(given.keys), _dense_rows(given.values),
-        _dense_rows(given.out), given.lse.transpose(0, 1).contiguous(), *call.lengths,
+        *(_dense_rows(one) for one in (grad, q, keys, values, out)), lse.transpose(0, 1).contiguous(),
+        call.cu_q, call.cu_k, call.max_q, call.max_k,
         dropout_p=0.0, is_causal=is_causal, rng_state=no_dropout, unused=no_dropout[:0], scale=scoring.scale,
         window_size_left=left, window_size_right=right,
     )  # fmt: skip
 
 
-def _head_groups(wide_bytes: int, kv_heads: int) -> Iterator[slice]:
-    """Yield the key heads of every call, whose wide gradients (`wide_bytes` for all) then take at most
+def _head_groups(wide_bytes: int, kv_heads: int) -> list[slice]:
+    """Return the key heads of every call, whose wide gradients (`wide_bytes` for all) then take at most
     `KEY_GRADIENT_BYTES`; at least one head."""
     fitting = max(1, KEY_GRADIENT_BYTES * kv_heads // wide_bytes) if wide_bytes else kv_heads
-    num_calls = -(-kv_heads // min(kv_heads, fitting))
-    at_once = -(-kv_heads // num_calls)
-    for first in range(0, kv_heads, at_once):
-        yield slice(first, min(first + at_once, kv_heads))
+    at_once = -(-kv_heads // -(-kv_heads // fitting))
+    return [slice(first, min(first + at_once, kv_heads)) for first in range(0, kv_heads, at_once)]
 
 
 def fastest_kernels() -> list[AttentionKernels]:

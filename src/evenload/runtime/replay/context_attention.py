@@ -22,7 +22,7 @@ call without a mask a range, and the own rows one causal call. A slice's rounds 
 import functools
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -43,7 +43,7 @@ from evenload.errors import ConfigError
 from evenload.runtime.comm.rank_groups import ContextGroup, Transfer
 from evenload.runtime.device import to_device
 from evenload.runtime.replay.store import ActivationStore, KeyRows, num_rows
-from evenload.stepplan.cp_rows import PackRows, SharedSlice
+from evenload.stepplan.cp_rows import PackRows
 from evenload.types.document import Range
 
 
@@ -100,8 +100,25 @@ class _Seen(NamedTuple):
     rows, keys among all, and the range whose document adds them up (None = they are final)."""
 
     sizes: RangeSizes
-    lying: tuple[KeyRows, ...]
-    runs: tuple[tuple[slice, slice, Range | None], ...]
+    lying: list[KeyRows]
+    runs: list[tuple[slice, slice, Range | None]]
+
+    def parts(self, layer: int) -> KeyParts:
+        return [rows.of(layer) for rows in self.lying]
+
+    def add_keys(self, keys: KeyRows) -> None:
+        """Add those of the next range, to the last where they follow it in one tensor."""
+        last = self.lying[-1] if self.lying else None
+        if last is not None and last.layers is keys.layers and last.stop == keys.start:
+            keys = self.lying.pop()._replace(stop=keys.stop)
+        self.lying.append(keys)
+
+    def add_run(self, rows: slice, keys: slice, of: Range | None) -> None:
+        """Add the next range, to the last run where the gradients of both are final."""
+        if of is None and self.runs and self.runs[-1][2] is None:
+            first_rows, first_keys, _ = self.runs.pop()
+            rows, keys = slice(first_rows.start, rows.stop), slice(first_keys.start, keys.stop)
+        self.runs.append((rows, keys, of))
 
 
 class LocalAttention:
@@ -123,7 +140,7 @@ class LocalAttention:
     def attend(self, call: AttentionCall, q: Tensor) -> tuple[Tensor, Tensor]:
         """Return output [n, H, D] and log-sum-exp [n, H] of own rows' q [n, H, D]; keys are recorded."""
         seen = self._seen_by(call)
-        return call.backend.forward(q, _key_parts(call, seen), seen.sizes, call.scoring)
+        return call.backend.forward(q, seen.parts(call.layer), seen.sizes, call.scoring)
 
     def backward(
         self, call: AttentionCall, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, gradients: Gradients
@@ -138,7 +155,7 @@ class LocalAttention:
     def gradients(self, call: AttentionCall, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         """Return the gradients of own rows' q [n, H, D], k and v [n, G, D], those of documents summed."""
         seen = self._seen_by(call)
-        dq, dk, dv = call.backend.backward(grad, q, _key_parts(call, seen), out, lse, seen.sizes, call.scoring)
+        dq, dk, dv = call.backend.backward(grad, q, seen.parts(call.layer), out, lse, seen.sizes, call.scoring)
         if all(of is None for _, _, of in seen.runs):
             return dq, dk, dv  # keys are own rows, and no other pack adds to their gradients
         own_k, own_v = (lse.new_empty(q.shape[0], *dk.shape[1:]) for _ in range(2))
@@ -153,18 +170,14 @@ class LocalAttention:
     def _seen_by(self, call: AttentionCall) -> _Seen:
         store, by = call.store, (call.store, call.scoring.window)
         if by not in self._seen:
-            keys = [stop - call.first_key(start) for _, (_, start, stop) in self.ranges]
-            sizes = RangeSizes([rows.stop - rows.start for rows, _ in self.ranges], keys)
-            lying: list[KeyRows] = []
-            runs: list[tuple[slice, slice, Range | None]] = []
+            seen = _Seen(_sizes(call, self.ranges), [], [])
             at = 0
-            for (rows, r), num_keys in zip(self.ranges, keys, strict=True):
-                doc_id, start, stop = r
-                lying.append(store.document_keys(doc_id).part(call.first_key(start), stop))
-                rows = slice(rows.start - self.rows.start, rows.stop - self.rows.start)
-                runs.append((rows, slice(at, at + num_keys), None if store.is_whole(r) else r))
+            for (rows, r), num_keys in zip(self.ranges, seen.sizes.keys, strict=True):
+                seen.add_keys(store.document_keys(r.doc_id).part(r.stop - num_keys, r.stop))
+                own = slice(rows.start - self.rows.start, rows.stop - self.rows.start)
+                seen.add_run(own, slice(at, at + num_keys), None if store.is_whole(r) else r)
                 at += num_keys
-            self._seen[by] = _Seen(sizes, tuple(_joined_keys(lying)), tuple(_joined_runs(runs)))
+            self._seen[by] = seen
         return self._seen[by]
 
     def split(self, share: float) -> tuple["LocalAttention", "LocalAttention"]:
@@ -176,42 +189,18 @@ class LocalAttention:
         return self._halves[count]
 
 
-def _key_parts(call: AttentionCall, seen: _Seen) -> KeyParts:
-    return [rows.of(call.layer) for rows in seen.lying]
-
-
-def _joined_keys(rows: Iterable[KeyRows]) -> Iterator[KeyRows]:
-    """Join rows that follow each other in one tensor."""
-    last: KeyRows | None = None
-    for one in rows:
-        if last is not None and last.layers is one.layers and last.stop == one.start:
-            last = KeyRows(last.layers, last.start, one.stop)
-            continue
-        if last is not None:
-            yield last
-        last = one
-    if last is not None:
-        yield last
-
-
-def _joined_runs(runs: Iterable[tuple[slice, slice, Range | None]]) -> Iterator[tuple[slice, slice, Range | None]]:
-    """Join neighbours whose gradients are final."""
-    for is_final, same in itertools.groupby(runs, lambda run: run[2] is None):
-        every = list(same)
-        if is_final:
-            (first_row, first_key, _), (last_row, last_key, _) = every[0], every[-1]
-            every = [(slice(first_row.start, last_row.stop), slice(first_key.start, last_key.stop), None)]
-        yield from every
+def _sizes(call: AttentionCall, ranges: Iterable[tuple[slice, Range]]) -> RangeSizes:
+    pairs = [(stop - start, stop - call.first_key(start)) for _, (_, start, stop) in ranges]
+    return RangeSizes([rows for rows, _ in pairs], [keys for _, keys in pairs])
 
 
 @dataclass(frozen=True, eq=False)
 class _Exchange:
-    """Places rows of some shared slices (indices) in a gathered buffer: the rows that every rank sends (as many as the
-    fullest has), and per slice the gathered row of every token, int64[stop - start]."""
+    """Places rows of some shared slices in a gathered buffer: the rows that every rank sends (as many as the fullest
+    has), and by index of the slice the gathered row of every token, int64[stop - start]."""
 
-    slices: tuple[int, ...]
     padded: int
-    places: tuple[Tensor, ...]
+    places: dict[int, Tensor]
 
     def pad(self, rows: Tensor) -> Tensor:
         if rows.shape[0] == self.padded:
@@ -224,10 +213,9 @@ class GatherAttention(PackAttention):
 
     def __init__(self, rows: PackRows, group: ContextGroup, label: str, device: torch.device) -> None:
         super().__init__(rows, group, label)
-        # Their rows are gathered again in backward.
-        self._never_cut = [index for index, piece in enumerate(self._slices) if not piece.document.is_cut]
-        self._all = self._exchange(dict(enumerate(self._slices)), device)
-        self._again = self._exchange({index: self._slices[index] for index in self._never_cut}, device)
+        self._all = self._exchange(range(len(self._slices)), device)
+        # Those that are never cut are gathered again in backward.
+        self._again = self._exchange([i for i, piece in enumerate(self._slices) if not piece.document.is_cut], device)
 
     def forward(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         gather = self._gather(self._all, k[self._shared_rows], v[self._shared_rows], call)
@@ -235,16 +223,14 @@ class GatherAttention(PackAttention):
         self._local.forward(call, q, k, v, out, lse)
         self._keep_own(call, k, v)
         gathered = gather.wait()
-        seen, key_counts = [], []
-        for index, places in zip(self._all.slices, self._all.places, strict=True):
+        seen: list[tuple[Tensor, Tensor]] = []
+        for index, places in self._all.places.items():
             keys, values = self._placed(call, index, places, gathered)
-            for _, (_, start, stop) in self._ranges[index]:
-                visible = slice(call.first_key(start), stop)
-                seen.append((keys[visible], values[visible]))
-                key_counts.append(stop - visible.start)
+            visible = (slice(call.first_key(start), stop) for _, (_, start, stop) in self._ranges[index])
+            seen += [(keys[one], values[one]) for one in visible]
         if seen:
-            mine, each = self._shared_rows, [rows.stop - rows.start for own in self._ranges for rows, _ in own]
-            out[mine], lse[mine] = call.backend.forward(q[mine], seen, RangeSizes(each, key_counts), call.scoring)
+            mine, sizes = self._shared_rows, _sizes(call, itertools.chain(*self._ranges))
+            out[mine], lse[mine] = call.backend.forward(q[mine], seen, sizes, call.scoring)
         return out, lse
 
     def backward(self, call: AttentionCall, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor) -> Gradients:
@@ -277,26 +263,22 @@ class GatherAttention(PackAttention):
         """Fill the shared rows of `dq` [T, H, D] from `given` gradient, q, output and log-sum-exp, and K and V gathered
         again; return the gradients of K and V to scatter, [n, 2, G, D], in the precision of `like` [_, G, D]."""
         store, layer, (grad, q, out, lse) = call.store, call.layer, given
-        places = dict(zip(self._again.slices, self._again.places, strict=True))
         shape = like.shape[1:]
         sums = like.new_zeros((self.group.size * self._all.padded, 2, *shape))
-        for index, place in zip(self._all.slices, self._all.places, strict=True):
+        for index, place in self._all.places.items():
             piece = self._slices[index]
             doc_id = piece.document.doc_id
             if piece.document.is_cut:
                 keys, values = store.keys_and_values(doc_id, layer, 0, piece.stop)
             else:
                 assert gathered is not None
-                keys, values = (gathered[:, side][places[index]] for side in (0, 1))
+                keys, values = (gathered[:, side][self._again.places[index]] for side in (0, 1))
             first = call.first_key(piece.start)
             total_k, total_v = (like.new_zeros((piece.stop - first, *shape)) for _ in range(2))
             if self._ranges[index]:
                 mine = self._rows[index]
                 visible = [slice(call.first_key(start), stop) for _, (_, start, stop) in self._ranges[index]]
-                sizes = RangeSizes(
-                    [rows.stop - rows.start for rows, _ in self._ranges[index]],
-                    [one.stop - one.start for one in visible],
-                )
+                sizes = _sizes(call, self._ranges[index])
                 seen = [(keys[one], values[one]) for one in visible]
                 dq[mine], *parts = call.backend.backward(
                     grad[mine], q[mine], seen, out[mine], lse[mine], sizes, call.scoring
@@ -309,36 +291,36 @@ class GatherAttention(PackAttention):
             sums[place, 0], sums[place, 1] = total_k, total_v
         return sums
 
-    def _exchange(self, slices: Mapping[int, SharedSlice], device: torch.device) -> _Exchange:
-        size = self.group.size
-        padded = max(sum(num_rows(piece.ranges[rank]) for piece in slices.values()) for rank in range(size))
-        places = []
+    def _exchange(self, slices: Iterable[int], device: torch.device) -> _Exchange:
+        size, pieces = self.group.size, {index: self._slices[index] for index in slices}
+        padded = max(sum(num_rows(piece.ranges[rank]) for piece in pieces.values()) for rank in range(size))
+        places = {}
         at = [rank * padded for rank in range(size)]
-        for piece in slices.values():
+        for index, piece in pieces.items():
             place = np.empty(piece.stop - piece.start, np.int64)
             for rank in range(size):
                 for _, start, stop in piece.ranges[rank]:
                     place[start - piece.start : stop - piece.start] = np.arange(at[rank], at[rank] + stop - start)
                     at[rank] += stop - start
-            places.append(to_device(torch.from_numpy(place), device))
-        return _Exchange(tuple(slices), padded, tuple(places))
+            places[index] = to_device(torch.from_numpy(place), device)
+        return _Exchange(padded, places)
 
     def _gather(self, exchange: _Exchange, k: Tensor, v: Tensor, call: AttentionCall) -> Transfer:
         return self.group.all_gather(exchange.pad(torch.stack([k, v], dim=1)), self._what(call))
 
     def _gather_again(self, call: AttentionCall) -> Transfer | None:
-        if not self._again.slices:
+        if not self._again.places:
             return None
         own = [
             call.store.keys_and_values(piece.document.doc_id, call.layer, 0, num_rows(piece.ranges[self.group.rank]))
-            for piece in (self._slices[index] for index in self._again.slices)
+            for piece in (self._slices[index] for index in self._again.places)
         ]
         keys, values = (torch.cat(pieces) for pieces in zip(*own, strict=True))
         return self._gather(self._again, keys, values, call)
 
     def _keep_own(self, call: AttentionCall, k: Tensor, v: Tensor) -> None:
         """Keep this rank's rows of documents that are never cut; of others it keeps all that arrive."""
-        for index in self._never_cut:
+        for index in self._again.places:
             mine, piece = self._rows[index], self._slices[index]
             first = piece.document.rows_before(self.group.rank, piece.start)
             call.store.record_keys(piece.document.doc_id, call.layer, first, k[mine], v[mine])
@@ -360,18 +342,13 @@ def rows_of(ranges: Sequence[Range], first_row: int = 0) -> Iterator[tuple[slice
         row = stop
 
 
-@dataclass(frozen=True, eq=False)
-class _Visit:
+class _Visit(NamedTuple):
     """Names rows of one of this rank's ranges, and the keys in a rank's sent buffer that all of them see; in the own
     buffer the last `keys` are those of `rows`."""
 
     rows: slice
     keys: slice
-
     sizes: RangeSizes
-
-    def seen(self, held: Tensor) -> KeyParts:
-        return [(held[self.keys, 0], held[self.keys, 1])]
 
 
 class RingAttention(PackAttention):
@@ -400,10 +377,11 @@ class RingAttention(PackAttention):
         for piece, mine, new in zip(self._slices, self._rows, self._new, strict=True):
             call.store.record_keys(piece.document.doc_id, call.layer, new, k[mine], v[mine])
         out, lse = torch.zeros_like(q, dtype=work_dtype(q)), q.new_full(q.shape[:2], float("-inf"), dtype=work_dtype(q))
-        for rank, held in self._rounds(call, lambda: self._local.forward(call, q, k, v, out, lse)):
-            for visit in self._visits[rank]:
-                rows = visit.rows
-                part = call.backend.forward(q[rows], visit.seen(held), visit.sizes, self._scoring(call, rank))
+        local = functools.partial(self._local.forward, call, q, k, v, out, lse)
+        for rank, held in self._rounds(call, local, self._own_rows(call)):
+            for rows, keys, sizes in self._visits[rank]:
+                seen = [(held[keys, 0], held[keys, 1])]
+                part = call.backend.forward(q[rows], seen, sizes, self._scoring(call, rank))
                 merge_into(out[rows], lse[rows], *part)
         return out.to(q.dtype), lse
 
@@ -413,14 +391,14 @@ class RingAttention(PackAttention):
         dk, dv = (lse.new_empty((q.shape[0], *own.shape[2:])) for _ in range(2))
         transfer = None
         local = functools.partial(self._local.backward, call, grad, q, out, lse, (dq, dk, dv))
-        for rank, held in self._rounds(call, local, own=own):
+        for rank, held in self._rounds(call, local, own):
             sums = lse.new_zeros(own.shape)
-            for visit in self._visits[rank]:
-                given = grad[visit.rows], q[visit.rows], visit.seen(held), out[visit.rows], lse[visit.rows]
-                part_q, part_k, part_v = call.backend.backward(*given, visit.sizes, self._scoring(call, rank))
-                dq[visit.rows] += part_q
-                sums[visit.keys, 0] += part_k
-                sums[visit.keys, 1] += part_v
+            for rows, keys, sizes in self._visits[rank]:
+                given = grad[rows], q[rows], [(held[keys, 0], held[keys, 1])], out[rows], lse[rows]
+                part_q, part_k, part_v = call.backend.backward(*given, sizes, self._scoring(call, rank))
+                dq[rows] += part_q
+                sums[keys, 0] += part_k
+                sums[keys, 1] += part_v
             if transfer is not None:
                 sums += transfer.wait()
             transfer = self.group.pass_on(sums, self._what(call, gradients=True))
@@ -433,9 +411,8 @@ class RingAttention(PackAttention):
             dk[mine], dv[mine] = call.store.add_key_grads(doc_id, call.layer, 0, keys, values, new, carried)
         return tuple(total.to(q.dtype) for total in (dq, dk, dv))  # type: ignore[return-value]
 
-    def _rounds(self, call: AttentionCall, local, own: Tensor | None = None) -> Iterator[tuple[int, Tensor]]:
+    def _rounds(self, call: AttentionCall, local: Callable[[], None], held: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Yield (rank, its rows) of every round, the own ones first, while the next ones are sent."""
-        held = self._own_rows(call) if own is None else own
         for turn in range(self.group.size):
             transfer = self.group.pass_on(held, self._what(call)) if turn < self.group.size - 1 else None
             if turn == 0:

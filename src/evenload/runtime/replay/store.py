@@ -254,16 +254,6 @@ class KeyRows(NamedTuple):
         return KeyRows(self.layers, self.start + first, self.start + stop)
 
 
-class _Run(NamedTuple):
-    """Names rows of the open pack: of neighbouring whole documents, whose K and V go to `layers`, or of one slice."""
-
-    doc_id: int
-    start: int
-    rows: slice
-    layers: dict[int, KeysAndValues] | None
-    policy: ActivationPolicy
-
-
 class ActivationStore:
     """Keeps the activations of one stage during one step.
 
@@ -296,9 +286,10 @@ class ActivationStore:
         self._keys: dict[int, KeyRows] = {}
         # By document and layer, while a cut backward is under way.
         self._key_grads: dict[int, dict[int, KeysAndValues]] = defaultdict(dict)
-        # Of the forward pack whose rows are recorded.
+        # Of the forward pack whose rows are recorded; runs are of neighbouring whole documents (the first stands for
+        # all), or one slice, with their rows.
         self._open_blocks: list[StoredBlock] = []
-        self._open_runs: list[_Run] = []
+        self._open_runs: list[tuple[Range, slice, ActivationPolicy]] = []
         self._leaving: deque[tuple[list[Wait], int]] = deque()
         self._returning: ReturningRows | None = None
         self._weight_products: dict[Hashable, WeightProducts] = {}
@@ -382,28 +373,27 @@ class ActivationStore:
         """Keep K and V [T, G, D] of all slices of the open pack, of which no other rank has rows."""
         if not self._open_runs:
             self._open_runs = [run for block in self._open_blocks for run in self._runs(block)]
-        for doc_id, start, rows, layers, policy in self._open_runs:
-            if layers is None:
-                self.record_keys(doc_id, layer, start, keys[rows], values[rows])
+        for r, rows, policy in self._open_runs:
+            if not self.is_whole(r):
+                self.record_keys(r.doc_id, layer, r.start, keys[rows], values[rows])
                 continue
             # Values may be a view of rows that are recorded too, and offloaded ones leave the device.
             keep = torch.clone if policy == "offload" else own_memory
-            kept = layers[layer] = keep(keys[rows]), keep(values[rows])
+            kept = self._keys[r.doc_id].layers[layer] = keep(keys[rows]), keep(values[rows])
             self.held.count("keys_and_values", kept[0].nbytes + kept[1].nbytes)
 
-    def _runs(self, block: StoredBlock) -> Iterator["_Run"]:
-        row = block.rows.start
+    def _runs(self, block: StoredBlock) -> Iterator[tuple[Range, slice, ActivationPolicy]]:
+        stop = block.rows.start
         for is_whole, run in itertools.groupby(block.ranges, self.is_whole):
-            first, layers = row, {}
-            for doc_id, start, stop in run:
-                rows = slice(row, row + stop - start)
-                row = rows.stop
+            ranges, first, layers = list(run), stop, {}
+            for r in ranges:
+                start, stop = stop, stop + r.stop - r.start
                 if is_whole:
-                    self._keys[doc_id] = KeyRows(layers, rows.start - first, rows.stop - first)
+                    self._keys[r.doc_id] = KeyRows(layers, start - first, stop - first)
                 else:
-                    yield _Run(doc_id, start, rows, None, block.policy)
+                    yield r, slice(start, stop), block.policy
             if is_whole:
-                yield _Run(block.ranges[0][0], 0, slice(first, row), layers, block.policy)
+                yield ranges[0], slice(first, stop), block.policy
 
     def is_whole(self, r: Range) -> bool:
         return r[1] == 0 and r[2] == self._num_tokens[r[0]]
