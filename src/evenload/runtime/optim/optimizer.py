@@ -134,7 +134,8 @@ class ShardedOptimizer:
 
     def _new_part(self, buffer: FlatBuffer, known: Mapping[str, Tensor]) -> _Part:
         weights, state = buffer.shard(buffer.values, self._mesh.data_rank, self._mesh.data_size), dict(known)
-        has_muon = self._config.name == "muon" and buffer.decays and buffer.is_of_layer
+        is_of_layer = buffer.unit > 0 and not buffer.tied and "lm_head.weight" not in buffer.names
+        has_muon = self._config.name == "muon" and buffer.decays and is_of_layer
         if not known:
             is_halved = self._config.moments == "bfloat16"
             dtype = torch.bfloat16 if is_halved else buffer.grads.dtype
@@ -142,7 +143,7 @@ class ShardedOptimizer:
                 state[name] = torch.zeros_like(weights, dtype=dtype)
             if is_halved:
                 state[LOWER_HALF] = torch.zeros_like(weights, dtype=torch.int16)
-            elif buffer.has_master:
+            elif weights.dtype != buffer.grads.dtype:
                 state[MASTER] = weights.to(buffer.grads.dtype)
         if self._average_decay is not None:
             state[AVERAGE] = weights.to(buffer.grads.dtype, copy=True)
@@ -176,38 +177,33 @@ class ShardedOptimizer:
     def update_unit(self, unit: int, shards: Sequence[Tensor], rate: float) -> None:
         """Update this rank's shards of a unit's buffers by their gradients, but for Muon's, and gather the rest."""
         for part, shard in zip(self._units[unit], shards, strict=True):
-            state = part.state
-            if LOWER_HALF in state:
-                for at in range(0, shard.numel(), WIDENED_ELEMENTS):
-                    self._update_halves(part, slice(at, at + WIDENED_ELEMENTS), shard, rate)
+            is_halved, num = LOWER_HALF in part.state, shard.numel()
+            for at in range(0, num, WIDENED_ELEMENTS if is_halved else num):
+                few = slice(at, at + WIDENED_ELEMENTS if is_halved else num)
+                # AdamW counts a step of its own every time.
+                self._update(part, few, shard[few], part.step.clone() if is_halved else part.step, rate)
+            if is_halved:
                 part.step += 1
-            else:
-                if not part.has_muon:
-                    self._adamw(part, part.master, shard, state, part.step, rate)
-                if AVERAGE in state and self._average_decay is not None:
-                    state[AVERAGE].lerp_(part.master, 1 - self._average_decay)
-                if MASTER in state:
-                    part.weights.copy_(part.master)
             self.gathers.put(part.buffer)
 
-    def _update_halves(self, part: _Part, few: slice, shard: Tensor, rate: float) -> None:
-        state, names = part.state, ("exp_avg", "exp_avg_sq")
-        weights, lower = part.weights[few], state[LOWER_HALF][few]
-        master, wide = joined(weights, lower), {name: state[name][few].float() for name in names}
-        self._adamw(part, master, shard[few], wide, part.step.clone(), rate)
+    def _update(self, part: _Part, few: slice, grad: Tensor, step: Tensor, rate: float) -> None:
+        state, weights, config = {name: kept[few] for name, kept in part.state.items()}, part.weights[few], self._config
+        master = joined(weights, state[LOWER_HALF]) if LOWER_HALF in state else part.master[few]
+        if not part.has_muon:
+            moments = {name: state[name].to(master.dtype) for name in ("exp_avg", "exp_avg_sq")}
+            decay = {"weight_decay": config.weight_decay if part.buffer.decays else 0.0, "eps": config.eps}
+            rates = {"lr": rate, "beta1": config.beta1, "beta2": config.beta2, **decay}
+            given = ([one] for one in (master, grad, *moments.values()))
+            adamw(*given, [], [step], fused=True, amsgrad=False, maximize=False, **rates)
+            if LOWER_HALF in state:
+                for name, wide in moments.items():
+                    state[name].copy_(wide)
         if AVERAGE in state and self._average_decay is not None:
-            state[AVERAGE][few].lerp_(master, 1 - self._average_decay)
-        for name in names:
-            state[name][few] = wide[name]
-        split(master, weights, lower)
-
-    def _adamw(
-        self, part: _Part, master: Tensor, grad: Tensor, moments: Mapping[str, Tensor], step: Tensor, rate: float
-    ) -> None:
-        config, state = self._config, ([moments["exp_avg"]], [moments["exp_avg_sq"]])
-        decay = {"weight_decay": config.weight_decay if part.buffer.decays else 0.0, "eps": config.eps}
-        rates = {"lr": rate, "beta1": config.beta1, "beta2": config.beta2, **decay}
-        adamw([master], [grad], *state, [], [step], fused=True, amsgrad=False, maximize=False, **rates)
+            state[AVERAGE].lerp_(master, 1 - self._average_decay)
+        if LOWER_HALF in state:
+            split(master, weights, state[LOWER_HALF])
+        elif MASTER in state:
+            weights.copy_(master)
 
     def state_tensors(self) -> Iterator[tuple[str, FlatBuffer, Tensor]]:
         """Yield (name, buffer, this rank's shard) of everything that a checkpoint holds except the parameters."""
