@@ -2,7 +2,7 @@
 
 Without a GPU the kernels run in Triton's interpreter, which Triton takes when it is first imported: the tests marked
 `interpreted` run in a process of their own, which the last test starts. TRITON_INTERPRET=1 runs them in this one. The
-interpreter is slow: every run has each way in which kernels compute once, `make test-liger PROFILE=explore` all architectures.
+interpreter is slow: every run has each way in which kernels compute, `make test-liger PROFILE=explore` all cases.
 """
 
 import itertools

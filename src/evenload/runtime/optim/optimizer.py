@@ -80,13 +80,12 @@ MASTER, LOWER_HALF = "master", "master_lower_half"
 @dataclass(eq=False)
 class _Part:
     """Holds one buffer's shards on this rank: its own of the weights, the state by its name in checkpoints, masters and
-    moving average included, and the updates done, fp32 on the device."""
+    moving average included."""
 
     buffer: FlatBuffer
     has_muon: bool
     weights: Tensor
     state: dict[str, Tensor]
-    step: Tensor
 
     @property
     def master(self) -> Tensor:
@@ -122,7 +121,7 @@ class ShardedOptimizer:
     ) -> None:
         self._mesh, self._config, self._average_decay = mesh, config, average_decay
         self.num_steps = num_steps
-        """Updates done so far; the same on every rank."""
+        """Updates done so far, which AdamW corrects its bias by; the same on every rank."""
         self.gathers = WeightGathers(mesh)
         """Of the last update."""
         given: Sequence[Mapping[str, Tensor]] = [{} for _ in buffers] if state is None else state
@@ -147,8 +146,7 @@ class ShardedOptimizer:
                 state[MASTER] = weights.to(buffer.grads.dtype)
         if self._average_decay is not None:
             state[AVERAGE] = weights.to(buffer.grads.dtype, copy=True)
-        steps = torch.full((), float(self.num_steps), dtype=torch.float32, device=weights.device)
-        return _Part(buffer, has_muon, weights, state, steps)
+        return _Part(buffer, has_muon, weights, state)
 
     @torch.no_grad()
     def step(self, shards: list[Tensor], grad_norm: float, rate: float, *, is_overlapped: bool = False) -> None:
@@ -177,27 +175,34 @@ class ShardedOptimizer:
     def update_unit(self, unit: int, shards: Sequence[Tensor], rate: float) -> None:
         """Update this rank's shards of a unit's buffers by their gradients, but for Muon's, and gather the rest."""
         for part, shard in zip(self._units[unit], shards, strict=True):
-            is_halved, num = LOWER_HALF in part.state, shard.numel()
-            for at in range(0, num, WIDENED_ELEMENTS if is_halved else num):
-                few = slice(at, at + WIDENED_ELEMENTS if is_halved else num)
-                # AdamW counts a step of its own every time.
-                self._update(part, few, shard[few], part.step.clone() if is_halved else part.step, rate)
-            if is_halved:
-                part.step += 1
+            size = WIDENED_ELEMENTS if LOWER_HALF in part.state else shard.numel()
+            for at in range(0, shard.numel(), size):
+                self._update(part, slice(at, at + size), shard, rate)
             self.gathers.put(part.buffer)
 
-    def _update(self, part: _Part, few: slice, grad: Tensor, step: Tensor, rate: float) -> None:
+    def _update(self, part: _Part, few: slice, shard: Tensor, rate: float) -> None:
         state, weights, config = {name: kept[few] for name, kept in part.state.items()}, part.weights[few], self._config
         master = joined(weights, state[LOWER_HALF]) if LOWER_HALF in state else part.master[few]
         if not part.has_muon:
-            moments = {name: state[name].to(master.dtype) for name in ("exp_avg", "exp_avg_sq")}
+            wide = [state[name].to(master.dtype) for name in ("exp_avg", "exp_avg_sq")]
             decay = {"weight_decay": config.weight_decay if part.buffer.decays else 0.0, "eps": config.eps}
             rates = {"lr": rate, "beta1": config.beta1, "beta2": config.beta2, **decay}
-            given = ([one] for one in (master, grad, *moments.values()))
-            adamw(*given, [], [step], fused=True, amsgrad=False, maximize=False, **rates)
+            done = torch.full((), float(self.num_steps - 1), dtype=torch.float32, device=master.device)
+            adamw(
+                [master],
+                [shard[few]],
+                wide[:1],
+                wide[1:],
+                [],
+                [done],
+                fused=True,
+                amsgrad=False,
+                maximize=False,
+                **rates,
+            )
             if LOWER_HALF in state:
-                for name, wide in moments.items():
-                    state[name].copy_(wide)
+                state["exp_avg"].copy_(wide[0])
+                state["exp_avg_sq"].copy_(wide[1])
         if AVERAGE in state and self._average_decay is not None:
             state[AVERAGE].lerp_(master, 1 - self._average_decay)
         if LOWER_HALF in state:
@@ -234,12 +239,6 @@ class ShardedOptimizer:
         """Drop all tensors, which live on elsewhere."""
         self.gathers.finish()
         self._parts, self._units = [], {}
-
-    def set_num_steps(self, num_steps: int) -> None:
-        """Set the updates done so far, after a resume (AdamW's bias correction)."""
-        self.num_steps = num_steps
-        for part in self._parts:
-            part.step.fill_(num_steps)
 
     def static_bytes(self) -> int:
         grads: dict[int, int] = {}  # by memory, which units may share
