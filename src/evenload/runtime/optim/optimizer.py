@@ -185,21 +185,11 @@ class ShardedOptimizer:
         master = joined(weights, state[LOWER_HALF]) if LOWER_HALF in state else part.master[few]
         if not part.has_muon:
             wide = [state[name].to(master.dtype) for name in ("exp_avg", "exp_avg_sq")]
-            decay = {"weight_decay": config.weight_decay if part.buffer.decays else 0.0, "eps": config.eps}
-            rates = {"lr": rate, "beta1": config.beta1, "beta2": config.beta2, **decay}
+            decay = config.weight_decay if part.buffer.decays else 0.0
+            rates = {"lr": rate, "beta1": config.beta1, "beta2": config.beta2, "weight_decay": decay, "eps": config.eps}
+            how = {"fused": True, "amsgrad": False, "maximize": False, **rates}
             done = torch.full((), float(self.num_steps - 1), dtype=torch.float32, device=master.device)
-            adamw(
-                [master],
-                [shard[few]],
-                wide[:1],
-                wide[1:],
-                [],
-                [done],
-                fused=True,
-                amsgrad=False,
-                maximize=False,
-                **rates,
-            )
+            adamw([master], [shard[few]], wide[:1], wide[1:], [], [done], **how)
             if LOWER_HALF in state:
                 state["exp_avg"].copy_(wide[0])
                 state["exp_avg_sq"].copy_(wide[1])
