@@ -19,7 +19,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.cost.layer_counts import OFFLOAD, activation_bytes_per_token
-from evenload.cost.memory import WIDENED_ELEMENTS, ReplicaPacks, count_tokens, static_bytes, trained_unit_parameters
+from evenload.cost.memory import (
+    WIDENED_ELEMENTS,
+    ReplicaPacks,
+    count_tokens,
+    embedding_parameters,
+    static_bytes,
+    trained_layer_parameters,
+)
 from evenload.types.cluster import ClusterSpec
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
@@ -118,7 +125,9 @@ def process_bytes(model: ModelSpec, plan: StepPlan, fixed_bytes: int) -> int:
     layout = plan.layout
     static = int(static_bytes(model, layout).max())
     activations = plan.predicted.peak_memory_bytes - static
-    unit = max(max(trained_unit_parameters(model, layout, rank).values()) for rank in layout.leading_ranks)
+    unit = trained_layer_parameters(model, layout.tp)
+    if not model.adapter_parameters_per_layer:
+        unit = max(unit, embedding_parameters(model, layout.tp) + model.position_parameters)
     # Only ranks that share weights reduce anything.
     after = max(model.bytes_per_element, 4) * unit if max(layout.data_sizes) > 1 else 0
     mapped = after if after > MAPPED_BYTES else 0
