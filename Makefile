@@ -84,11 +84,12 @@ $(TITAN)/installed: .venv/dev constraints-torchtitan.txt
 	  $$($(BIN)/python tools/share_packages.py --extra torchtitan)
 	@touch $@
 
-# Triton is larger than everything else that the tests need.
+# Triton is larger than everything else that the tests need. `make test-liger PROFILE=explore`: of all architectures.
 LIGER := .venv/liger
+PROFILE := repeatable
 
-test-liger: $(LIGER)/installed  ## Liger's kernels in the interpreter of Triton, which takes 1 GB; some minutes
-	$(LIGER)/bin/python -m pytest -n 0 tests/runtime/test_liger.py
+test-liger: $(LIGER)/installed  ## Liger's kernels in the interpreter of Triton, which takes 1 GB; a minute and a half
+	$(LIGER)/bin/python -m pytest -n 0 --hypothesis-profile=$(PROFILE) tests/runtime/test_liger.py
 
 $(LIGER)/installed: .venv/dev
 	$(BIN)/python -m venv $(LIGER)

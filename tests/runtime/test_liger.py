@@ -1,9 +1,11 @@
 """Liger's kernels in place of modules: what they may replace, and that loss and gradients stay plain training's.
 
 Without a GPU the kernels run in Triton's interpreter, which Triton takes when it is first imported: the tests marked
-`interpreted` run in a process of their own, which the last test starts. TRITON_INTERPRET=1 runs them in this one.
+`interpreted` run in a process of their own, which the last test starts. TRITON_INTERPRET=1 runs them in this one. The
+interpreter is slow: every run has each way in which kernels compute, `make test-liger PROFILE=explore` all cases.
 """
 
+import itertools
 import os
 import subprocess
 import sys
@@ -12,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import settings
 from torch import nn
 from transformers.activations import ACT2FN
 from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb as interleaved
@@ -27,6 +30,7 @@ from evenload.types.model import model_from_hf_config
 from reference_training import KINDS, make_tokens, relative_error, tiny_config
 from single_stage import assert_bf16_as_good_as_plain, assert_equals_plain, pack_tokens, packs_of, stage_of, trained
 from stored_bytes import assert_bytes_match_the_memory_model
+from sweeps import thorough
 from varied_plans import varied_plan
 
 # peft asks transformers by an old name.
@@ -36,6 +40,14 @@ HAS_LIGER = find_spec("liger_kernel") is not None
 interpreted = pytest.mark.skipif(not IS_INTERPRETED, reason="runs in the process of test_in_tritons_interpreter")
 LENGTHS = [23, 9, 1, 12]
 CUTS = packs_of(LENGTHS, [0.3, 0.75], 16, last_first=False), packs_of(LENGTHS, [0.5], 14, last_first=True)
+
+
+def others_thorough(cases, *every_run):
+    """Parameters of all cases, of which every run has some."""
+    return [
+        pytest.param(*((case,) if isinstance(case, str) else case), marks=() if case in every_run else thorough)
+        for case in cases
+    ]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -49,7 +61,8 @@ def _interpreter():
 @pytest.mark.skipif(IS_INTERPRETED, reason="starts the others")
 @pytest.mark.long
 def test_in_tritons_interpreter():
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", __file__]
+    profile = f"--hypothesis-profile={settings.get_current_profile_name()}"
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", profile, __file__]
     result = subprocess.run(
         command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False
     )
@@ -178,7 +191,7 @@ def test_a_rotary_embedding_that_computes_something_else_is_left_alone(rotate, a
 
 @interpreted
 @pytest.mark.rounded_casts("kernels round where transformers does")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", others_thorough(KINDS, "llama", "qwen3", "gemma", "gpt2"))
 def test_gradients_equal_plain_training(kind):
     """Both directions cut elsewhere; transformers' own modules run beside ours, and have no kernels."""
     config = tiny_config(kind, num_hidden_layers=2)
@@ -187,7 +200,7 @@ def test_gradients_equal_plain_training(kind):
 
 
 @interpreted
-@pytest.mark.parametrize("kind", ["llama", "gemma2", "olmo2"])
+@pytest.mark.parametrize("kind", others_thorough(["llama", "gemma2", "olmo2"], "llama", "gemma2"))
 def test_bf16_errs_at_most_twice_as_much_as_plain_bf16(kind):
     """The three ways in which norms round."""
     assert_bf16_as_good_as_plain(kind, None, lengths=(13, 1, 9), liger=True)
@@ -198,10 +211,10 @@ def test_bf16_errs_at_most_twice_as_much_as_plain_bf16(kind):
     ("kind", "options"),
     [
         ("llama", {"pp": 1, "policies": "mixed", "schedule": "list_split"}),
-        ("qwen3", {"pp": 2, "policies": "mixed", "schedule": "zb_h1"}),
+        pytest.param("qwen3", {"pp": 2, "policies": "mixed", "schedule": "zb_h1"}, marks=thorough),
         ("gemma2", {"pp": 1, "policies": "kept", "schedule": "list"}),
         ("llama", {"pp": 1, "tp": 2, "policies": "mixed", "schedule": "list_split"}),
-        ("gemma3", {"pp": 1, "tp": 2, "policies": "replay", "schedule": "list"}),
+        pytest.param("gemma3", {"pp": 1, "tp": 2, "policies": "replay", "schedule": "list"}, marks=thorough),
         ("qwen2", {"pp": 2, "policies": "replay", "schedule": "static", "before": {"dp": 2}}),
     ],
 )
@@ -254,15 +267,20 @@ def recorded(store, ranges):
         return {}
     keys = {key for places in store._index._places.values() for place in places for key in place.block.tensors}
     left = {key: store.read(key, ranges).clone() for key in keys}
-    for doc_id, layers in store._keys.items():
-        for layer, (key, value) in layers.items():
+    for doc_id, kept in store._keys.items():
+        for layer in kept.layers:
+            key, value = kept.of(layer)
             left |= {(doc_id, layer, "keys"): key.clone(), (doc_id, layer, "values"): value.clone()}
     return left
 
 
 @interpreted
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3", "olmo2"])
-@pytest.mark.parametrize("splits", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "splits"),
+    others_thorough(
+        itertools.product(["llama", "qwen3", "gemma3", "olmo2"], [False, True]), ("llama", True), ("gemma3", False)
+    ),
+)
 def test_what_is_recorded_stays_until_its_own_backward(kind, splits):
     """Forward records what plain torch records; a backward changes nothing that a later one reads, nor keys."""
     config = tiny_config(kind, num_hidden_layers=2)

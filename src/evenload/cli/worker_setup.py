@@ -80,7 +80,7 @@ def require_runnable(config: TrainConfig) -> ParallelLayout:
     )
     require_same_token_ids(tokenizer)
     config.optimizer.rate(config.optimizer.warmup_steps, config.train.steps)  # finds and runs a user's function
-    if config.train.kernels == "liger" and (why := liger_refusal(config.train, config.model.dtype)):
+    if config.train.kernels == "liger" and (why := liger_refusal(config.train.device, config.model.dtype)):
         raise ConfigError(f'train.kernels is "liger": {why}; or set train.kernels = "auto"')
     if config.train.device == "cpu":  # a GPU's kernels are checked on the GPU
         select_backend(config.train.attention, "cpu", attention_soft_cap(hf_config))

@@ -119,10 +119,10 @@ class RunConfig(Frozen):
         return 0.0 if self.checkpoint_every_steps else 600.0
 
 
-def liger_refusal(run: RunConfig, dtype: str) -> str:
-    """Return why Liger's kernels cannot compute a run in this precision on this machine; "" = they can."""
-    if run.device != "cuda":
-        return f'they need train.device = "cuda", and it is "{run.device}"'
+def liger_refusal(device: str, dtype: str) -> str:
+    """Return why Liger's kernels cannot compute in this precision on this device and machine; "" = they can."""
+    if device != "cuda":
+        return f'they need train.device = "cuda", and it is "{device}"'
     if dtype == "float64":
         return 'they compute in float32, and model.dtype is "float64"'
     try:
@@ -136,7 +136,7 @@ def liger_refusal(run: RunConfig, dtype: str) -> str:
 
 def uses_liger(run: RunConfig, dtype: str) -> bool:
     """Return whether a run computes with Liger's kernels."""
-    return run.kernels == "liger" or (run.kernels == "auto" and not liger_refusal(run, dtype))
+    return run.kernels == "liger" or (run.kernels == "auto" and not liger_refusal(run.device, dtype))
 
 
 Tracker = Literal["wandb", "tensorboard"]

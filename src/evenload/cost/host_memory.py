@@ -6,9 +6,9 @@ its ranks' peaks.
 
 A process on a CPU, as a system monitor shows it and a container limits it, holds what the run measured before its first
 step, static bytes (`cost.memory`), what kernels load when they first run, activations and buffers at their simulated
-peak with what the C library's allocator holds beyond it, and in the update gloo's copy of the largest unit's gradients
-and the norm's fp64 copy of a shard: above the allocator's threshold on top of what is kept of the step, below it out of
-that. The allocator's share and the first use are measured (`benchmarks/process_memory.py`, with glibc).
+peak with what the C library's allocator holds beyond it, and in the update gloo's copy of the largest unit's gradients:
+above the allocator's threshold on top of what is kept of the step, below it out of that. The allocator's share and the
+first use are measured (`benchmarks/process_memory.py`, with glibc).
 """
 
 from collections.abc import Sequence

@@ -226,6 +226,8 @@ class StepTrainer:
         end, measured = self._exchange(gradients, came_s, zero_s, data_wait_s, stop_signal)
         if measured is None:
             return TrainedStep(None, end, not gradients.is_finite)
+        if end.fixed_bytes:
+            self._process_bytes = max(self._process_bytes, process_bytes(self._model, plan, end.fixed_bytes))
         row = step_row(
             plan,
             measured,
@@ -235,7 +237,7 @@ class StepTrainer:
             end=end,
             exchange_s=end.barrier_s + max(0.0, time.perf_counter() - zero_s - measured.step_time_s),
             plan_s=planned.plan_time_s,
-            predicted_process_bytes=self._predicted_process_bytes(plan, end.fixed_bytes),
+            predicted_process_bytes=self._process_bytes or None,
         )
         lines = self.non_finite.ledger_lines(planned)
         report = StepReport(row=row, plan=plan, measured=measured, ledger_lines=lines, warning=warning, switch=switch)
@@ -247,12 +249,6 @@ class StepTrainer:
             resident = None if device.type == "cuda" else resident_bytes()
             self._fixed_bytes = 0 if resident is None else max(0, resident - self._state.static_bytes())
         reset_peak_process_bytes(device)
-
-    def _predicted_process_bytes(self, plan: StepPlan, fixed_bytes: int) -> int | None:
-        if not fixed_bytes:
-            return None
-        self._process_bytes = max(self._process_bytes, process_bytes(self._model, plan, fixed_bytes))
-        return self._process_bytes
 
     def _exchange(
         self, gradients: StepGradients, came_s: float, zero_s: float, data_wait_s: float, stop_signal: int

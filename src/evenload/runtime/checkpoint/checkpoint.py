@@ -138,7 +138,7 @@ def load_checkpoint(path: Path, state: TensorState) -> RunPosition:
         why = first_failure(error)
         raise ConfigError(f"checkpoint {path} is damaged or does not fit the configured model: {why}") from error
     _require_same_steps(path, position.progress.steps_done, int(steps), "its tensors say")
-    state.optimizer.set_num_steps(position.progress.steps_done - position.progress.skipped_steps)
+    state.optimizer.num_steps = position.progress.steps_done - position.progress.skipped_steps
     for name, part in random_states.items():
         (local,) = part.pieces.values()
         if name.endswith(".cuda"):

@@ -80,13 +80,12 @@ MASTER, LOWER_HALF = "master", "master_lower_half"
 @dataclass(eq=False)
 class _Part:
     """Holds one buffer's shards on this rank: its own of the weights, the state by its name in checkpoints, masters and
-    moving average included, and the updates done, fp32 on the device."""
+    moving average included."""
 
     buffer: FlatBuffer
     has_muon: bool
     weights: Tensor
     state: dict[str, Tensor]
-    step: Tensor
 
     @property
     def master(self) -> Tensor:
@@ -122,7 +121,7 @@ class ShardedOptimizer:
     ) -> None:
         self._mesh, self._config, self._average_decay = mesh, config, average_decay
         self.num_steps = num_steps
-        """Updates done so far; the same on every rank."""
+        """Updates done so far, which AdamW corrects its bias by; the same on every rank."""
         self.gathers = WeightGathers(mesh)
         """Of the last update."""
         given: Sequence[Mapping[str, Tensor]] = [{} for _ in buffers] if state is None else state
@@ -134,7 +133,8 @@ class ShardedOptimizer:
 
     def _new_part(self, buffer: FlatBuffer, known: Mapping[str, Tensor]) -> _Part:
         weights, state = buffer.shard(buffer.values, self._mesh.data_rank, self._mesh.data_size), dict(known)
-        has_muon = self._config.name == "muon" and buffer.decays and buffer.is_of_layer
+        is_of_layer = buffer.unit > 0 and not buffer.tied and "lm_head.weight" not in buffer.names
+        has_muon = self._config.name == "muon" and buffer.decays and is_of_layer
         if not known:
             is_halved = self._config.moments == "bfloat16"
             dtype = torch.bfloat16 if is_halved else buffer.grads.dtype
@@ -142,12 +142,11 @@ class ShardedOptimizer:
                 state[name] = torch.zeros_like(weights, dtype=dtype)
             if is_halved:
                 state[LOWER_HALF] = torch.zeros_like(weights, dtype=torch.int16)
-            elif buffer.has_master:
+            elif weights.dtype != buffer.grads.dtype:
                 state[MASTER] = weights.to(buffer.grads.dtype)
         if self._average_decay is not None:
             state[AVERAGE] = weights.to(buffer.grads.dtype, copy=True)
-        steps = torch.full((), float(self.num_steps), dtype=torch.float32, device=weights.device)
-        return _Part(buffer, has_muon, weights, state, steps)
+        return _Part(buffer, has_muon, weights, state)
 
     @torch.no_grad()
     def step(self, shards: list[Tensor], grad_norm: float, rate: float, *, is_overlapped: bool = False) -> None:
@@ -176,38 +175,30 @@ class ShardedOptimizer:
     def update_unit(self, unit: int, shards: Sequence[Tensor], rate: float) -> None:
         """Update this rank's shards of a unit's buffers by their gradients, but for Muon's, and gather the rest."""
         for part, shard in zip(self._units[unit], shards, strict=True):
-            state = part.state
-            if LOWER_HALF in state:
-                for at in range(0, shard.numel(), WIDENED_ELEMENTS):
-                    self._update_halves(part, slice(at, at + WIDENED_ELEMENTS), shard, rate)
-                part.step += 1
-            else:
-                if not part.has_muon:
-                    self._adamw(part, part.master, shard, state, part.step, rate)
-                if AVERAGE in state and self._average_decay is not None:
-                    state[AVERAGE].lerp_(part.master, 1 - self._average_decay)
-                if MASTER in state:
-                    part.weights.copy_(part.master)
+            size = WIDENED_ELEMENTS if LOWER_HALF in part.state else shard.numel()
+            for at in range(0, shard.numel(), size):
+                self._update(part, slice(at, at + size), shard, rate)
             self.gathers.put(part.buffer)
 
-    def _update_halves(self, part: _Part, few: slice, shard: Tensor, rate: float) -> None:
-        state, names = part.state, ("exp_avg", "exp_avg_sq")
-        weights, lower = part.weights[few], state[LOWER_HALF][few]
-        master, wide = joined(weights, lower), {name: state[name][few].float() for name in names}
-        self._adamw(part, master, shard[few], wide, part.step.clone(), rate)
+    def _update(self, part: _Part, few: slice, shard: Tensor, rate: float) -> None:
+        state, weights, config = {name: kept[few] for name, kept in part.state.items()}, part.weights[few], self._config
+        master = joined(weights, state[LOWER_HALF]) if LOWER_HALF in state else part.master[few]
+        if not part.has_muon:
+            wide = [state[name].to(master.dtype) for name in ("exp_avg", "exp_avg_sq")]
+            decay = config.weight_decay if part.buffer.decays else 0.0
+            rates = {"lr": rate, "beta1": config.beta1, "beta2": config.beta2, "weight_decay": decay, "eps": config.eps}
+            how = {"fused": True, "amsgrad": False, "maximize": False, **rates}
+            done = torch.full((), float(self.num_steps - 1), dtype=torch.float32, device=master.device)
+            adamw([master], [shard[few]], wide[:1], wide[1:], [], [done], **how)
+            if LOWER_HALF in state:
+                state["exp_avg"].copy_(wide[0])
+                state["exp_avg_sq"].copy_(wide[1])
         if AVERAGE in state and self._average_decay is not None:
-            state[AVERAGE][few].lerp_(master, 1 - self._average_decay)
-        for name in names:
-            state[name][few] = wide[name]
-        split(master, weights, lower)
-
-    def _adamw(
-        self, part: _Part, master: Tensor, grad: Tensor, moments: Mapping[str, Tensor], step: Tensor, rate: float
-    ) -> None:
-        config, state = self._config, ([moments["exp_avg"]], [moments["exp_avg_sq"]])
-        decay = {"weight_decay": config.weight_decay if part.buffer.decays else 0.0, "eps": config.eps}
-        rates = {"lr": rate, "beta1": config.beta1, "beta2": config.beta2, **decay}
-        adamw([master], [grad], *state, [], [step], fused=True, amsgrad=False, maximize=False, **rates)
+            state[AVERAGE].lerp_(master, 1 - self._average_decay)
+        if LOWER_HALF in state:
+            split(master, weights, state[LOWER_HALF])
+        elif MASTER in state:
+            weights.copy_(master)
 
     def state_tensors(self) -> Iterator[tuple[str, FlatBuffer, Tensor]]:
         """Yield (name, buffer, this rank's shard) of everything that a checkpoint holds except the parameters."""
@@ -238,12 +229,6 @@ class ShardedOptimizer:
         """Drop all tensors, which live on elsewhere."""
         self.gathers.finish()
         self._parts, self._units = [], {}
-
-    def set_num_steps(self, num_steps: int) -> None:
-        """Set the updates done so far, after a resume (AdamW's bias correction)."""
-        self.num_steps = num_steps
-        for part in self._parts:
-            part.step.fill_(num_steps)
 
     def static_bytes(self) -> int:
         grads: dict[int, int] = {}  # by memory, which units may share

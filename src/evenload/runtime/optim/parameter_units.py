@@ -58,15 +58,6 @@ class FlatBuffer(BufferGroup):
     values: Tensor
     grads: Tensor
 
-    @property
-    def is_of_layer(self) -> bool:
-        return self.unit > 0 and not self.tied and "lm_head.weight" not in self.names
-
-    @property
-    def has_master(self) -> bool:
-        """Say whether the optimizer keeps weights in the precision of gradients, too."""
-        return self.values.dtype != self.grads.dtype
-
     def shard(self, flat: Tensor, dp_rank: int, dp: int) -> Tensor:
         size = flat.numel() // dp
         return flat[dp_rank * size : (dp_rank + 1) * size]
@@ -82,7 +73,7 @@ def flatten_units(
     stages = [stages] if isinstance(stages, StageModel) else stages
     groups = list(buffer_groups(stages))
     sizes = [padded_size(group.num_elements, dp, *others) for group in groups]
-    shared = _memory_in_turn(groups, sizes, stages) if unit_gradients else {}
+    shared = _memory_in_turn(groups, sizes) if unit_gradients else {}
     buffers = []
     for at, (group, padded) in enumerate(zip(groups, sizes, strict=True)):
         like, shapes = group.parameters[0], [parameter.shape for parameter in group.parameters]
@@ -98,15 +89,12 @@ def flatten_units(
     return buffers
 
 
-def _memory_in_turn(
-    groups: Sequence[BufferGroup], sizes: Sequence[int], stages: Sequence[StageModel]
-) -> dict[int, Tensor]:
+def _memory_in_turn(groups: Sequence[BufferGroup], sizes: Sequence[int]) -> dict[int, Tensor]:
     """Make gradients of the groups, by place, in the memory of the largest unit; none of a tied embedding."""
-    tied = {name for stage in stages for name in tied_names(stage.config, stage.architecture)}
     starts: dict[int, int] = {}
     ends: dict[int, int] = defaultdict(int)
     for at, group in enumerate(groups):
-        if group.names[0] not in tied:
+        if group.names[0] != group.tied_name:
             starts[at] = ends[group.unit]
             ends[group.unit] += sizes[at]
     like = groups[0].parameters[0]

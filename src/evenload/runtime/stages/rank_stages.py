@@ -64,20 +64,10 @@ def unit_modules(
     parameters with values. Of a tied model embedding and head have one weight."""
     some = next(iter(models))
     names, model = some.architecture.names, empty_model(some.config, dtype)
-    decoder: Any = getattr(model, names.decoder)
-    whole = replace(
-        some,
-        layers=dict(enumerate(getattr(decoder, names.layers))),
-        embedding=getattr(decoder, names.embedding),
-        positions=getattr(decoder, names.positions) if names.positions else None,
-        norm=getattr(decoder, names.norm),
-        head=model.lm_head,
-        is_first=True,
-        is_last=True,
-    )
-    if some.liger:
-        whole.use_liger(dtype, tp)
-    units: dict[str, Any] = {name: unit for _, name, unit in numbered_units(whole)}
+    layers = {index: names.layer_path(index) for index in range(some.config.num_hidden_layers)}
+    paths = [*layers.values(), names.embedding_path, names.norm_path, "lm_head"]
+    paths += [names.positions_path] if names.positions else []
+    units: dict[str, Any] = {path: model.get_submodule(path) for path in paths}
     held = {name: unit for stage in models for _, name, unit in numbered_units(stage)}
     shells = {name: unit for name, unit in units.items() if name not in held}
     # Memory that nothing touches is not taken: sizes come from it, then it goes (`twin_layer`). A GPU's would be.
@@ -85,7 +75,7 @@ def unit_modules(
         unit.to_empty(device="cpu")
     if lora is not None:
         with torch.random.fork_rng(devices=[]):
-            inject_adapters(model, whole.layers[0], lora)
+            inject_adapters(model, units[layers[0]], lora)
     units |= held
     if some.config.tie_word_embeddings:
         units["lm_head"].weight = units[names.embedding_path].weight
@@ -94,13 +84,17 @@ def unit_modules(
     for unit in shells.values():
         fill_constants(unit)
     whole = replace(
-        whole,
-        layers={index: units[names.layer_path(index)] for index in whole.layers},
+        some,
+        layers={index: units[path] for index, path in layers.items()},
         embedding=units[names.embedding_path],
         positions=units.get(names.positions_path),
         norm=units[names.norm_path],
         head=units["lm_head"],
+        is_first=True,
+        is_last=True,
     )
+    if some.liger:
+        whole.use_liger(dtype, tp)
     return whole, frozenset(id(parameter) for unit in held.values() for parameter in unit.parameters())
 
 

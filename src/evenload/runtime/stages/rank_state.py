@@ -96,21 +96,20 @@ class RankState:
         buffers, mesh, gathers = self.held.buffers, self.mesh, self.optimizer.gathers
         for buffer in buffers:
             buffer.grads.zero_()
-        updates: UpdatesInBackward | None = None
-        if self.updates_in_backward:
+        if not self.updates_in_backward:
+            reduction = GradientReduction(buffers, mesh, is_overlapped=is_overlapped)
+        else:
             if step is not None and (why := why_not_in_backward(step.plan)):
                 raise InvalidPlanError(f"step {step.plan.step}: {why}")
             self.optimizer.begin_step()
-            updates = UpdatesInBackward(buffers, mesh, partial(self.optimizer.update_unit, rate=rate))
-        with closing(updates or GradientReduction(buffers, mesh, is_overlapped=is_overlapped)) as sums:
+            reduction = UpdatesInBackward(buffers, mesh, partial(self.optimizer.update_unit, rate=rate))
+        with closing(reduction) as sums:
             run = self.executor.idle()
             if step is not None:
                 run = self.executor.run(step, sums.release, gathers)
             gathers.finish()  # in a layout in which the rank is idle, too
             with mesh.watch.waiting("the sum of gradients", self._replicas):
                 shards = sums.finish()
-            if updates is not None:
-                self.optimizer.gathers.seal()
         with mesh.watch.waiting("the gradient norm"):
             grad_norm, loss = sums.norm_and_loss(run.loss_sum)
         return StepGradients(
