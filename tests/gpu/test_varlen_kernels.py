@@ -98,7 +98,8 @@ def test_calls_of_their_own_for_long_ranges_change_no_bit_forward(monkeypatch):
 
 @pytest.mark.parametrize("name", ["varlen_cuda_fa3", "varlen_cuda_fa4"])
 def test_kernels_of_other_packages_agree_with_reference_where_they_run(name):
-    """Also at the head dimensions that `auto` would try; where a package is missing the reason says so."""
+    """Also at the head dimensions that `auto` would try. Skipped where a package is missing or raises, with the reason:
+    FlashAttention 4 under PyTorch 2.11 refuses every window, "none" too."""
     if why := varlen_refusal(torch.bfloat16, 64, name):
         pytest.skip(why)
     try:
@@ -106,7 +107,12 @@ def test_kernels_of_other_packages_agree_with_reference_where_they_run(name):
     except ConfigError as error:
         pytest.skip(str(error))
     for dim in (64, 128):
-        assert select_backend(name, "cuda", dtype=torch.bfloat16, head_dim=dim).name == name
+        try:
+            assert select_backend(name, "cuda", dtype=torch.bfloat16, head_dim=dim).name == name
+        except ConfigError as error:
+            if "differs from" in str(error):
+                raise
+            pytest.skip(str(error))
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "olmo2", "gemma3"])
