@@ -16,7 +16,7 @@ define INSTALLS_DEV
 @echo "several GB more. (make test then takes about twenty minutes.)"
 endef
 
-.PHONY: demo test test-rounding test-engines test-fast test-docs test-thorough test-torch check bench accuracy gpu wheel wheels docs site clean
+.PHONY: demo test test-rounding test-engines test-fast test-docs test-thorough test-torches test-liger check bench accuracy gpu wheel wheels docs site clean
 
 demo: .venv/train  ## plan, measure and train: a small Llama on this machine's Python library, in two pipeline stages
 	$(BIN)/python examples/stdlib_demo/run.py
@@ -24,7 +24,8 @@ demo: .venv/train  ## plan, measure and train: a small Llama on this machine's P
 # Processes by the hundred import the same modules; compiling those anew in each costs minutes. Compiling all that is
 # installed costs minutes too: most of it is never imported, and what is, is compiled then.
 unexport PYTHONDONTWRITEBYTECODE
-PIP_INSTALL := -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
+PIP_OTHER := -m pip install --quiet --no-compile --disable-pip-version-check
+PIP_INSTALL := $(PIP_OTHER) -c constraints.txt
 
 # One process a core; at most four, because each starts a pool of four ranks, which take cores from each other: with three
 # on two cores the tests of tests/dist took a fifth longer.
@@ -52,18 +53,21 @@ test-docs: .venv/dev  ## README, tutorial and recipes as they stand; make test f
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --hypothesis-profile=explore -k as_it_stands \
 	  tests/docs/test_pages_followed.py
 
-# Where the runtime touches what differs among versions of PyTorch: attention, transfers, reduction, whole steps.
-TORCH_TESTS := tests/attention tests/runtime tests/dist/test_matrix.py tests/dist/test_random_plans.py \
-  tests/dist/test_context_attention.py tests/dist/test_tensor_parallel.py
-OTHER := .venv/torch-$(TORCH)
+# Where the runtime touches what differs among versions of PyTorch: attention, replay, tensors without data. Those of
+# ranks are left to make test-torches TORCH_TESTS="tests/dist/test_matrix.py ...".
+TORCH_TESTS := tests/attention tests/runtime
+# The oldest and the newest that pyproject.toml allows; make test runs the one of constraints.txt.
+TORCHES := 2.11.0 2.15.0
 
-test-torch:  ## what differs among versions of PyTorch, under another one: make test-torch TORCH=2.11.0 (often 3 GB)
-	@[ -n "$(TORCH)" ] || { echo "name a version: make test-torch TORCH=2.11.0"; exit 2; }
-	[ -x $(OTHER)/bin/python ] || $(PYTHON) -m venv $(OTHER)
-	grep -v '^torch==' constraints.txt > $(OTHER)/constraints.txt
-	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check -c $(OTHER)/constraints.txt \
-	  "torch==$(TORCH)" -e '.[dev]'
-	$(OTHER)/bin/python -m pytest -n $(TEST_PROCESSES) --dist worksteal -p no:cacheprovider $(TORCH_TESTS)
+test-torches: $(TORCHES:%=test-torch-%)  ## what differs among versions of PyTorch, under the oldest and the newest; often 3 GB each
+
+# An environment that holds PyTorch alone and sees all else through .venv. Settings of this machine's pip, which may
+# name a newest PyTorch, are left out.
+test-torch-%: .venv/dev
+	[ -x .venv/torch-$*/bin/python ] || $(BIN)/python -m venv .venv/torch-$*
+	$(BIN)/python tools/share_packages.py .venv/torch-$*
+	PIP_CONFIG_FILE=/dev/null .venv/torch-$*/bin/python $(PIP_OTHER) torch==$*
+	.venv/torch-$*/bin/python -m pytest -n $(TEST_PROCESSES) --dist worksteal -p no:cacheprovider $(TORCH_TESTS)
 
 # Engines whose requirements contradict those of `dev`. Each has an environment that holds what differs, and sees PyTorch and
 # the rest through .venv.
@@ -76,8 +80,21 @@ test-engines: $(TITAN)/installed  ## training on engines that cannot stand besid
 $(TITAN)/installed: .venv/dev constraints-torchtitan.txt
 	$(BIN)/python -m venv $(TITAN)
 	$(BIN)/python tools/share_packages.py $(TITAN)
-	$(TITAN)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints-torchtitan.txt \
+	$(TITAN)/bin/python $(PIP_OTHER) -c constraints-torchtitan.txt \
 	  $$($(BIN)/python tools/share_packages.py --extra torchtitan)
+	@touch $@
+
+# Triton is larger than everything else that the tests need. `make test-liger PROFILE=explore`: of all architectures.
+LIGER := .venv/liger
+PROFILE := repeatable
+
+test-liger: $(LIGER)/installed  ## Liger's kernels in the interpreter of Triton, which takes 1 GB; a minute and a half
+	$(LIGER)/bin/python -m pytest -n 0 --hypothesis-profile=$(PROFILE) tests/runtime/test_liger.py
+
+$(LIGER)/installed: .venv/dev
+	$(BIN)/python -m venv $(LIGER)
+	$(BIN)/python tools/share_packages.py $(LIGER)
+	$(LIGER)/bin/python $(PIP_INSTALL) --no-deps $$($(BIN)/python tools/share_packages.py --extra liger) triton==3.9.0
 	@touch $@
 
 # Everything that starts no training processes and no browser, and follows no page.
@@ -106,13 +123,8 @@ gpu:  ## everything that only a CUDA GPU can show, beside the torch of PYTHON, i
 wheel: .venv/dev  ## dist/: source distribution and wheel, installed and tried without a compiler and without torch
 	$(BIN)/python tools/make_wheel.py
 
-# What a GPU machine without a network may lack; its torch and what belongs to torch it has.
-GPU_WHEELS := msgspec jinja2 tokenizers highspy backports.zstd pytest pytest-timeout hypothesis
-GPU_PLATFORM := --python-version 3.12 --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64
-
-wheels: .venv/bin/python  ## for `make gpu` on a machine without a network: wheels/ for Python 3.12 on Linux
-	$(BIN)/python -m pip download --quiet --disable-pip-version-check --only-binary :all: --no-deps --dest wheels \
-		$(GPU_PLATFORM) $(GPU_WHEELS)
+wheels: .venv/dev  ## for `make gpu` on a machine without a network: wheels/ for Python 3.12 on Linux
+	$(BIN)/python tools/gpu_install.py --gather
 
 docs: .venv/dev  ## everything in the pages that is made: figures, outputs, tables, pictures; some minutes
 	$(BIN)/python tools/make_pictures.py

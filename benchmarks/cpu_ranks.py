@@ -3,12 +3,11 @@
 import functools
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
@@ -23,7 +22,7 @@ from evenload.runtime.replay.stage import PipelineStage
 from evenload.types.cluster import LinkSpec
 from setups import ROOT  # puts tests/support on the path
 
-from token_run import save_tokens, write_token_run  # isort: skip
+from token_run import write_run, write_token_run  # isort: skip
 
 __all__ = ["COSTS", "ROOT", "cpu_rank", "leave", "llama", "rank_stages", "spawn_ranks", "write_run", "write_token_run"]
 
@@ -51,41 +50,6 @@ def llama(hidden: int, layers: int, *, heads: int = 8, key_heads: int = 4, vocab
         tie_word_embeddings=False, pad_token_id=None, bos_token_id=None, eos_token_id=None,
         architectures=["LlamaForCausalLM"],
     )  # fmt: skip
-
-
-def write_run(
-    directory: Path, model: LlamaConfig, lengths: Sequence[int] | np.ndarray, batch_documents: int, steps: int,
-    settings: str = "",
-) -> Path:  # fmt: skip
-    """Model, documents of these lengths read in order, and config.toml of a run with one thread a process.
-
-    Args:
-        settings: further TOML, `[parallel]` and `[plan]`.
-    """
-    save_tokens(directory, lengths, min(model.vocab_size, 4096), np.random.default_rng(0))
-    model.save_pretrained(directory / "model")
-    file = directory / "config.toml"
-    file.write_text(
-        f"""
-        [model]
-        path = "{directory / "model"}"
-        random_init = true
-        [data]
-        sources = ["{directory / "tokens.npy"}"]
-        record = "tokens"
-        max_document_tokens = {int(max(lengths))}
-        batch_documents = {batch_documents}
-        shuffle_window = 1
-        streams = 1
-        workers = 0
-        [train]
-        output_dir = "{directory / "run"}"
-        steps = {steps}
-        threads_per_process = 1
-        {settings}
-        """
-    )
-    return file
 
 
 def spawn_ranks(num_ranks: int, run_rank: Callable[..., None], *arguments: object) -> None:

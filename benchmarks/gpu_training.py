@@ -1,244 +1,233 @@
-"""Training on one GPU: packed against padded and best-fit, memory against its prediction, one very long document.
+"""Training on one GPU: strategies beside each other, plain loops of transformers beside us, very long documents.
 
-    packed      slices and documents packed by work (`balanced`)
-    best_fit    documents packed by length
-    padded      every document padded to the longest of its micro-batch
+    comparison  `evenload bench` of Qwen2.5-0.5B on lengths with a heavy tail: the same global batches under every
+                strategy, interleaved; the ledger has the errors of predictions by batch
+    peers       Qwen3-1.7B, lengths log-normal with median 700 and sigma 0.9, a tenth at 4,096: `evenload train`, and
+                the loops of plain_loop.py on the same documents in the same steps from the same weights
+    document    documents of 64K tokens through Qwen3-1.7B, by `evenload train` and by a loop that checkpoints
+    long        256K and 512K through layers of Llama-3-8B under recompute and offload, with the FLOPs that they take
 
-Every case is a run of `evenload train` in a process of its own: a few steps on random token ids whose lengths are
-log-normal with a heavy tail, random weights, bf16 with fp32 master weights. Tokens count without padding. Models have
-the widths of Qwen2.5-0.5B (24 layers) and of 7B (as many layers as fit beside their optimizer state). The first step
-warms up and is left out; figures are medians of the others.
+    python benchmarks/gpu_training.py --part NAME [--seconds S] [--rows FILE] [--kept DIRECTORY]
 
-The long document: 262,144 tokens through the 0.5B model, once by transformers with sdpa under plain autograd (recorded
-as 1 where it runs out of memory), once by `evenload train` under every activation policy.
-
-    bench       `evenload bench` on both models: the same global batches under every strategy, interleaved step by step
-                in one process; a row a strategy and batch in benchmarks/accuracy/gpu.csv, signed errors of predictions
-
-    python benchmarks/gpu_training.py [--quick] [--append] [--part training|bench]
-
-Refuses without a GPU. It has not been run on one yet: there is no row of it in results.csv.
+Weights are random, bf16; Evenload's have fp32 masters and moments. The first step of a run warms up and is left out;
+figures are medians of the others. Tokens count without padding, FLOPs are the model's, without what is computed twice.
+After S seconds what runs is stopped, and its steps so far count. No GPU has run it yet.
 """
 
+import argparse
 import json
+import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, Qwen2Config
 
-from cpu_ranks import write_token_run
+from cpu_ranks import ROOT, write_token_run
 from evenload.bench.results import BenchResult
-from harness import Row, commit_name, run
+from evenload.cost.layer_counts import training_flops
+from evenload.runtime.model.model_config import config_from, spec_of
+from evenload.types.cluster import data_sheet_flops_per_s
+from harness import Row, commit_name, print_and_keep
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
-from ledger import append_result
+sys.path.insert(0, str(ROOT / "tools"))
+from ledger import append_result  # isort: skip
 
-BENCHED, BENCH_BATCHES = "padded,best_fit,balanced,wlb,slimpack,auto", 2
-LEDGER = Path(__file__).parent / "accuracy" / "gpu.csv"
-STEPS, QUICK_STEPS = 8, 3
-MAX_TOKENS = 16_384
-STEP_TOKENS, QUICK_STEP_TOKENS = 131_072, 16_384
-LONG_TOKENS = 262_144
-VOCABULARY = 32_000
-STRATEGIES = {"packed": "balanced", "best_fit": "best_fit", "padded": "padded"}
-POLICIES = ("replay", "recompute", "offload")
-# Bytes a parameter: bf16 weight, fp32 gradient, master, two moments.
-BYTES_PER_PARAMETER = 18
-STATIC_SHARE = 0.5
-_7B = {"hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28, "num_key_value_heads": 4}
-_SMALL = {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14, "num_key_value_heads": 2}
+Steps = list[dict[str, Any]]
+EVENLOAD = (sys.executable, "-m", "evenload.cli.main")
+STRATEGIES = "padded,best_fit,slimpack,auto"
+COMPARED_TOKENS, COMPARED_LONGEST = 65_536, 16_384
+PEER_DOCUMENTS, PEER_STEPS, PEER_LONGEST = 96, 8, 4096
+PEER_LOOPS = {
+    "packed": ("--batches=packed",),
+    "packed with Liger": ("--batches=packed", "--liger"),
+    "batch_rebalance with Liger": ("--batches=rebalanced", "--liger"),
+}
+LONG = ((262_144, 2), (524_288, 1))  # tokens; layers, whose step takes 20 s and whose activations 128 GiB hold
+AS_PLAIN = (
+    *("model.random_init=false", "data.shuffle_window=1", "data.streams=1"),
+    *("optimizer.learning_rate=1e-6", "optimizer.weight_decay=0.01"),
+)
+"""What the loops of plain_loop.py do: weights that are there, documents in their order, their updates."""
 
 
-@dataclass(frozen=True)
-class Case:
-    """A model and lengths.
-
-    Args:
-        config: of the model; name: of the case, in words.
-    """
+class Case(NamedTuple):
+    """A model, the lengths of all documents, and how many of them are a step."""
 
     name: str
-    config: Qwen2Config
-    lengths: tuple[int, ...]
-    step_tokens: int
+    config: Any
+    lengths: Sequence[int]
+    documents: int
+
+    def flops(self, step: int) -> float:
+        """Of the model for a step."""
+        lengths = np.array(self.lengths[step * self.documents :][: self.documents])
+        return float(training_flops(spec_of(self.config, self.name, 2), lengths).sum())
 
 
-def skewed_lengths(total: int) -> tuple[int, ...]:
-    """Log-normal with median 500 and a tail to `MAX_TOKENS`, until the total is reached."""
-    draw = np.random.default_rng(0).lognormal(np.log(500), 1.5, size=total // 64)
-    lengths = np.clip(draw.astype(np.int64), 16, MAX_TOKENS)
-    return tuple(lengths[: int(np.searchsorted(np.cumsum(lengths), total)) + 1].tolist())
+@dataclass
+class Session:
+    """Until when a part may run, where its files stay, where its runs are, and what failed in it."""
+
+    deadline_s: float
+    kept: Path
+    directory: Path
+    device: str = "cuda"
+    failed: list[str] = field(default_factory=list)
+
+    def evenload(self, case: Case, name: str, *overrides: str) -> Iterator[Row]:
+        """Rows of a run of `evenload train`."""
+        output = self._folder(case) / name
+        words = ("train", str(output.parent / "config.toml"), f'train.output_dir="{output}"', *overrides)
+        return self._rows(case, name, (*EVENLOAD, *words), output / "metrics.jsonl")
+
+    def plain(self, case: Case, name: str, *options: str) -> Iterator[Row]:
+        """Rows of a loop of plain_loop.py."""
+        folder = self._folder(case)
+        paths = (folder / "model", folder / "corpus", folder / f"{name}.jsonl")
+        sizes = (f"--documents={case.documents}", f"--steps={len(case.lengths) // case.documents}")
+        words = (str(ROOT / "tests" / "support" / "plain_loop.py"), *map(str, paths), *sizes, f"--device={self.device}")
+        return self._rows(case, name, (sys.executable, *words, *options), paths[-1])
+
+    def _folder(self, case: Case) -> Path:
+        """Of a case, with model, corpus and config.toml."""
+        folder = self.directory / case.name.replace("/", " ")
+        if not folder.exists():
+            batch, steps = f"batch_documents = {case.documents}", len(case.lengths) // case.documents
+            write_token_run(folder, case.config, case.lengths, batch, steps=steps, device=self.device)
+        return folder
+
+    def _rows(self, case: Case, name: str, command: Sequence[str], metrics: Path) -> Iterator[Row]:
+        wanted = len(case.lengths) // case.documents
+        steps = self._steps(f"{case.name}, {name}", command, metrics, wanted)
+        if steps is None:
+            yield Row("gpu", case.name, f"{name}: does not fit", 1.0, "")
+        elif len(steps) > 1:
+            yield from rows_of(case, name, steps)
+
+    def _steps(self, name: str, command: Sequence[str], metrics: Path, wanted: int) -> Steps | None:
+        """What a process writes of its steps until the deadline; None where the device has too little memory (exit code
+        3). It is ended once it has done them: a checkpoint of a large model takes longer than its steps."""
+        print(f"{name}: {' '.join(command)}", flush=True)
+        process = subprocess.Popen(command, process_group=0)
+        try:
+            while process.poll() is None and time.monotonic() < self.deadline_s and len(_steps_in(metrics)) < wanted:
+                time.sleep(0.2)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            code = process.wait()
+        steps = _steps_in(metrics)
+        if steps:
+            (self.kept / f"{name}.jsonl").write_bytes(metrics.read_bytes())
+        if code != 3 and len(steps) < wanted:
+            self.failed.append(f"{name}: {len(steps)} of {wanted} steps, exit code {code}")
+        return None if code == 3 else steps
 
 
-def small_config(layers: int = 24, longest: int = MAX_TOKENS) -> Qwen2Config:
-    """Widths of Qwen2.5-0.5B."""
-    return _config(_SMALL, layers, longest, tied=True)
+def _steps_in(metrics: Path) -> Steps:
+    lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def large_config(device_bytes: int) -> Qwen2Config:
-    """Widths of 7B, and the layers whose state takes half of the device, at most 28."""
-    one = sum(p.numel() for p in _on_meta(_config(_7B, 1, MAX_TOKENS, tied=False)).parameters())
-    two = sum(p.numel() for p in _on_meta(_config(_7B, 2, MAX_TOKENS, tied=False)).parameters())
-    room = device_bytes * STATIC_SHARE / BYTES_PER_PARAMETER - (2 * one - two)
-    return _config(_7B, max(1, min(28, int(room // (two - one)))), MAX_TOKENS, tied=False)
+def rows_of(case: Case, name: str, steps: Steps) -> Iterator[Row]:
+    """Rate, MFU, memory and loss of a run's steps, the first one left out."""
+    numbered = list(enumerate(steps))[1:]
+    seconds = [step["step_time_s"] for _, step in numbered]
+    spread = max(seconds) / min(seconds)
+
+    def row(metric: str, values: list[float], unit: str = "", baseline: str = "") -> Row:
+        return Row("gpu", case.name, f"{name}: {metric}", statistics.median(values), unit, baseline, spread)
+
+    yield row("rate", [step["tokens"] / step["step_time_s"] for _, step in numbered], "tokens/s")
+    if (sheet := data_sheet_flops_per_s(case.name.partition(",")[0])) is not None:
+        shares = [case.flops(number) / step["step_time_s"] / sheet for number, step in numbered]
+        yield row("MFU of the data sheet", shares)
+    yield row("peak memory", [step["peak_memory_bytes"] / 2**30 for _, step in numbered], "GiB")
+    for key in ("peak_memory_bytes", "step_time_s"):
+        if (predicted := f"predicted_{key}") in steps[0]:
+            yield row(key, [step[key] / step[predicted] for _, step in numbered], "x", "predicted")
+    yield row("loss", [step["loss"] for _, step in numbered])
 
 
-def _config(widths: dict[str, int], layers: int, longest: int, *, tied: bool) -> Qwen2Config:
-    return Qwen2Config(
-        **widths,
-        num_hidden_layers=layers,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=longest,
-        tie_word_embeddings=tied,
-    )
+def comparison(session: Session, gpu: str) -> Iterator[Row]:
+    """Strategies on the same two batches; the ledger has a row for each."""
+    draw = np.random.default_rng(0).lognormal(np.log(500), 1.5, size=3 * COMPARED_TOKENS // 64)
+    lengths, batch = np.clip(draw.astype(np.int64), 16, COMPARED_LONGEST), f"batch_tokens = {COMPARED_TOKENS}"
+    config = write_token_run(session.directory / "compared", config_from("qwen2.5-0.5b"), lengths, batch, steps=2)
+    answer = session.kept / "comparison.json"
+    sizes = ("--steps", "2", "--rounds", "3", "--json", str(answer), "--strategy", STRATEGIES)
+    subprocess.run([*EVENLOAD, "bench", str(config), *sizes], check=True, timeout=session.deadline_s - time.monotonic())
+    result = msgspec.json.decode(answer.read_bytes(), type=BenchResult)
+    case = f"{gpu}, Qwen2.5-0.5B, heavy tail"
+    append_result(session.kept / "ledger.csv", result, case, commit_name())
+    padded = next(one for one in result.runs if one.strategy == "padded")
+    for one in result.runs:
+        ratio, spread = one.tokens_per_s / padded.tokens_per_s, 1 + one.spread
+        yield Row("gpu", case, f"{one.strategy}: rate", ratio, "x", "padded", spread)
 
 
-def _on_meta(config: Qwen2Config) -> torch.nn.Module:
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+def peers(session: Session, gpu: str) -> Iterator[Row]:
+    """The first loop writes the weights."""
+    random, count = np.random.default_rng(0), PEER_DOCUMENTS * PEER_STEPS
+    lengths = np.clip(random.lognormal(np.log(700), 0.9, count).astype(np.int64), 16, PEER_LONGEST)
+    lengths[random.random(count) < 0.1] = PEER_LONGEST
+    case = Case(f"{gpu}, Qwen3-1.7B, trl#6092", config_from("qwen3-1.7b"), lengths.tolist(), PEER_DOCUMENTS)
+    for name, options in PEER_LOOPS.items():
+        yield from session.plain(case, name, *options)
+    yield from session.evenload(case, "evenload", *AS_PLAIN, f"plan.options.max_pack_tokens={2 * PEER_LONGEST}")
 
 
-def train(case: Case, steps: int, *overrides: str) -> list[dict] | None:
-    """Rows of metrics.jsonl after the first step; None where the plan does not fit the device (exit code 3).
-
-    Raises:
-        RuntimeError: with what the run printed, where it failed otherwise.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        config = write_run(case, Path(folder), steps)
-        command = [sys.executable, "-m", "evenload.cli.main", "train", str(config), *overrides]
-        done = subprocess.run(command, check=False, capture_output=True, text=True)
-        if done.returncode == 3:
-            return None
-        if done.returncode:
-            raise RuntimeError(f"{case.name} {overrides}: {done.stdout}{done.stderr}")
-        rows = (config.parent / "run" / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(row) for row in rows[1:]]
+def document(session: Session, gpu: str) -> Iterator[Row]:
+    """One document a step."""
+    config, tokens = config_from("qwen3-1.7b"), 65_536
+    config.max_position_embeddings = tokens
+    case = Case(f"{gpu}, Qwen3-1.7B, one document of {tokens:,}", config, [tokens] * 3, 1)
+    yield from session.evenload(case, "evenload")
+    yield from session.plain(case, "checkpointing with Liger", "--batches=packed", "--liger", "--checkpointing")
 
 
-def write_run(case: Case, directory: Path, steps: int, device: str = "cuda") -> Path:
-    """Model, tokens and config.toml of a run; returns the path of the latter."""
-    batch = f"batch_tokens = {case.step_tokens}"
-    return write_token_run(directory, case.config, case.lengths, batch, steps=steps, device=device)
+def long(session: Session, gpu: str) -> Iterator[Row]:
+    """The FLOPs of a step stand in the log before it begins: each run is some steps, and must fit the part's time."""
+    for tokens, layers in LONG:
+        config = config_from("llama3-8b")
+        config.num_hidden_layers, config.max_position_embeddings = layers, tokens
+        case = Case(f"{gpu}, {layers} layers of Llama-3-8B, one document of {tokens:,}", config, [tokens] * 2, 1)
+        print(f"{case.name}: {case.flops(0):.2g} FLOPs of the model a step, recomputing a third more", flush=True)
+        for policy in ("recompute", "offload"):
+            yield from session.evenload(case, policy, f"plan.options.policy={policy}")
 
 
-def compare_strategies(case: Case, steps: int) -> list[Row]:
-    """Tokens a second against padded, MFU, and measured against predicted peak memory."""
-    runs = {name: train(case, steps, f"plan.strategy={strategy}") for name, strategy in STRATEGIES.items()}
-    rows = []
-    padded = runs["padded"]
-    for name, result in runs.items():
-        if result is None:
-            rows.append(Row("gpu", case.name, f"{name} does not fit", 1.0, "", ""))
-            continue
-        if padded is not None:
-            ratio = _median(result, "tokens_per_s") / _median(padded, "tokens_per_s")
-            rows.append(Row("gpu", case.name, f"{name} tokens/s", ratio, "x", "padded"))
-        rows.append(Row("gpu", case.name, f"{name} MFU", _median(result, "mfu"), "", ""))
-        if result[0]["mfu_of_data_sheet"] is not None:
-            rows.append(
-                Row("gpu", case.name, f"{name} MFU of the data sheet", _median(result, "mfu_of_data_sheet"), "", "")
-            )
-        rows.append(_memory_row(case.name, name, result))
-    return rows
+PARTS = {part.__name__: part for part in (comparison, peers, document, long)}
 
 
-def long_document(steps: int, tokens: int) -> list[Row]:
-    """One document through the 0.5B model: does plain autograd fit, does each policy, and its memory."""
-    name = f"0.5B, one document of {tokens:,} tokens"
-    case = Case(name, small_config(longest=tokens), (tokens, 64), tokens + 64)
-    rows = [Row("gpu", name, "plain autograd runs out of memory", float(plain_runs_out(case)), "", "")]
-    for policy in POLICIES:
-        run = train(case, steps, f"plan.options.policy={policy}")
-        rows.append(Row("gpu", name, f"{policy} trains", float(run is not None), "", ""))
-        if run is not None:
-            rows.append(Row("gpu", name, f"{policy} MFU", _median(run, "mfu"), "", ""))
-            rows.append(_memory_row(name, policy, run))
-    return rows
-
-
-def plain_runs_out(case: Case) -> bool:
-    """Transformers with sdpa on the longest document, beside fp32 master weights and moments."""
-    model = AutoModelForCausalLM.from_config(case.config, dtype=torch.bfloat16).cuda()
-    state = torch.empty(sum(p.numel() for p in model.parameters()) * 12, dtype=torch.uint8, device="cuda")
-    ids = torch.randint(0, 257, (1, max(case.lengths)), device="cuda")
-    try:
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    except torch.cuda.OutOfMemoryError:
-        return True
-    finally:
-        del model, state, ids
-        torch.cuda.empty_cache()
-    return False
-
-
-def _memory_row(case: str, name: str, run: list[dict]) -> Row:
-    ratio = _median(run, "peak_memory_bytes") / _median(run, "predicted_peak_memory_bytes")
-    return Row("gpu", case, f"{name} peak memory", ratio, "x", "predicted")
-
-
-def _median(run: list[dict], key: str) -> float:
-    return statistics.median(row[key] for row in run)
-
-
-def measure(quick: bool) -> list[Row]:
-    """All cases on this machine's first GPU."""
-    require_gpu()
-    device = torch.cuda.get_device_properties(0)
-    steps, tokens = (QUICK_STEPS, QUICK_STEP_TOKENS) if quick else (STEPS, STEP_TOKENS)
-    lengths = skewed_lengths(tokens * (steps + 2))
-    large = large_config(device.total_memory)
-    cases = [
-        Case(f"{device.name}, 0.5B, skewed lengths", small_config(), lengths, tokens),
-        Case(f"{device.name}, 7B widths, {large.num_hidden_layers} layers, skewed lengths", large, lengths, tokens),
-    ]
-    rows = [row for case in cases for row in compare_strategies(case, steps)]
-    return rows + long_document(QUICK_STEPS, LONG_TOKENS // 16 if quick else LONG_TOKENS)
-
-
-def bench(quick: bool) -> Iterator[Row]:
-    """All strategies on both models; the ledger has its rows.
-
-    Raises:
-        SystemExit: a case failed; the others have run.
-    """
-    require_gpu()
-    tokens = QUICK_STEP_TOKENS if quick else STEP_TOKENS
-    lengths = skewed_lengths(tokens * (BENCH_BATCHES + 1))
-    large = large_config(torch.cuda.get_device_properties(0).total_memory)
-    failed = []
-    for case in (Case("0.5B", small_config(), lengths, tokens), Case("7B widths", large, lengths, tokens)):
-        with tempfile.TemporaryDirectory() as folder:
-            config = write_run(case, Path(folder), BENCH_BATCHES)
-            answer = Path(folder) / "result.json"
-            sizes = ("--steps", str(BENCH_BATCHES), "--rounds", "3", "--json", str(answer))
-            command = [sys.executable, "-m", "evenload.cli.main", "bench", str(config), "--strategy", BENCHED, *sizes]
-            if subprocess.run(command, check=False).returncode:
-                failed.append(case.name)
-            else:
-                append_result(
-                    LEDGER, msgspec.json.decode(answer.read_bytes(), type=BenchResult), case.name, commit_name()
-                )
-    if failed:
-        sys.exit(f"evenload bench failed on {', '.join(failed)}")
-    yield from ()
-
-
-def require_gpu() -> None:
-    """Stop where there is none."""
+def main() -> None:
+    """Exit code 1 where a run failed or was stopped before it had done its steps."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=PARTS, required=True)
+    parser.add_argument("--seconds", type=float, default=480.0, help="stops what runs after so many; default: 480")
+    parser.add_argument("--rows", type=Path, help="appends rows to this file")
+    parser.add_argument("--kept", type=Path, default=ROOT / "build" / "gpu", help="default: build/gpu")
+    options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("benchmarks/gpu_training.py needs a GPU: torch.cuda.is_available() is false")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("benchmarks/gpu_training.py: stopped"))  # with the run it watches
+    options.kept.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        session = Session(time.monotonic() + options.seconds, options.kept, Path(folder))
+        print_and_keep(PARTS[options.part](session, torch.cuda.get_device_name(0)), options.rows)
+    sys.exit("\n".join(session.failed) or None)
 
-
-PARTS = {"training": measure, "bench": bench}
 
 if __name__ == "__main__":
-    run(PARTS)
+    main()

@@ -6,11 +6,12 @@ drifts with the load. The exceptions are times to plan and rates of the core, wh
 
     python benchmarks/NAME.py            prints rows
     python benchmarks/NAME.py --quick    few repeats and small inputs: does it work at all?
-    python benchmarks/NAME.py --append   adds the rows to benchmarks/results/NAME.csv, part by part and cell by cell
+    python benchmarks/NAME.py --append   adds the rows to benchmarks/results/NAME.csv, each when it is measured
 """
 
 import argparse
 import csv
+import functools
 import inspect
 import os
 import platform
@@ -23,7 +24,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
-RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 class Row(NamedTuple):
@@ -58,27 +60,24 @@ def machine_facts(torch: str | None = None) -> dict[str, str]:
         torch: the version that was measured, where it is not the one installed here.
     """
     load = f"{os.getloadavg()[0]:.1f}"  # far above the cores that a benchmark uses, others ran at the same time
-    values = (
-        time.strftime("%Y-%m-%d"),
-        commit_name(),
-        cpu_name(),
-        str(os.cpu_count()),
-        torch or version("torch"),
-        load,
-    )
-    return dict(zip(FACTS, values, strict=True))
+    day, cores = time.strftime("%Y-%m-%d"), str(os.cpu_count())
+    return dict(zip(FACTS, (day, commit_name(), cpu_name(), cores, torch or version("torch"), load), strict=True))
 
 
+@functools.cache
 def commit_name() -> str:
-    """Short hash of the checked-out commit, with "+changes" where files differ from it."""
-    here = Path(__file__).parent
-    name, changes = (
-        subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
-        for words in (
-            ("rev-parse", "--short=10", "HEAD"),
-            ("status", "--porcelain", "--untracked-files=no", "--", ":/src", ":/native", ":/benchmarks/*.py"),
-        )
-    )
+    """Short hash of the checked-out commit, with "+changes" where files differ from it; in a copy without a repository
+    what `make wheels` wrote down, else "unknown"."""
+    # A repository around the copy is another one.
+    environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(ROOT.parent)}
+    ask = functools.partial(subprocess.check_output, cwd=ROOT, env=environment, text=True, stderr=subprocess.DEVNULL)
+    sources = (":/src", ":/native", ":/benchmarks/*.py")
+    try:
+        name = ask(["git", "rev-parse", "--short=10", "HEAD"]).strip()
+        changes = ask(["git", "status", "--porcelain", "--untracked-files=no", "--", *sources])
+    except (OSError, subprocess.CalledProcessError):
+        noted = ROOT / "wheels" / "commit.txt"
+        return noted.read_text().strip() if noted.is_file() else "unknown"
     return name + ("+changes" if changes else "")
 
 
@@ -90,17 +89,16 @@ def cpu_name() -> str:
     return next(names, platform.processor() or platform.machine())
 
 
-def append_rows(path: Path, rows: Sequence[Row]) -> None:
-    """Append rows with the facts of this machine; writes the header of a new file."""
+def append_row(path: Path, row: Row) -> None:
+    """Append a row with the facts of this machine; writes the header of a new file."""
     is_new = not path.exists()
     path.parent.mkdir(parents=True, exist_ok=True)
-    facts = machine_facts()
+    cells = machine_facts() | row._asdict() | {"value": f"{row.value:.6g}", "spread": f"{row.spread:.3g}"}
     with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, [*FACTS, *Row._fields], lineterminator="\n")
+        writer = csv.DictWriter(file, cells, lineterminator="\n")
         if is_new:
             writer.writeheader()
-        for row in rows:
-            writer.writerow(facts | row._asdict() | {"value": f"{row.value:.6g}", "spread": f"{row.spread:.3g}"})
+        writer.writerow(cells)
 
 
 def alternate(
@@ -141,8 +139,6 @@ def ratio_row(
 def run(parts: Mapping[str, Part], arguments: Sequence[str] | None = None, keep: Path | None = None) -> None:
     """Command line of the benchmark that calls this: measure all parts or one, print, and append when asked.
 
-    Rows are appended case by case, because all of a benchmark may take hours.
-
     Args:
         parts: by name; `--part` picks one.
         arguments: of the command line; None = `sys.argv`.
@@ -161,25 +157,15 @@ def run(parts: Mapping[str, Part], arguments: Sequence[str] | None = None, keep:
         sys.exit("--quick results are noise; measure without --quick to append")
     for name, measure in parts.items():
         if options.part in (None, name):
-            _print_and_keep(measure(options.quick), path if options.append else None)
+            print_and_keep(measure(options.quick), path if options.append else None)
 
 
-def _print_and_keep(rows: Iterable[Row], path: Path | None) -> None:
-    """Print every row when it is there; append those of a case when the next case begins."""
-    held: list[Row] = []
+def print_and_keep(rows: Iterable[Row], path: Path | None) -> None:
+    """Print every row when it is there, and append it to the file: all of a benchmark may take hours, or a machine end
+    before it does."""
     for row in rows:
-        if held and row.case != held[-1].case:
-            held = _kept(held, path)
-        held.append(row)
         against = f"against {row.baseline}" if row.baseline else ""
-        print(
-            f"{row.benchmark:<14} {row.case:<72} {row.metric:<26} {row.value:>10.4g} {row.unit:<6} {against}",
-            flush=True,
-        )
-    _kept(held, path)
-
-
-def _kept(rows: list[Row], path: Path | None) -> list[Row]:
-    if path is not None and rows:
-        append_rows(path, rows)
-    return []
+        value = f"{row.value:>10.4g} {row.unit:<6} {against}"
+        print(f"{row.benchmark:<14} {row.case:<72} {row.metric:<26} {value}", flush=True)
+        if path is not None:
+            append_row(path, row)

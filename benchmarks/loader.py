@@ -14,12 +14,13 @@ Every variant takes turns in every round; figures are medians over rounds. Peers
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from evenload.data.config import DataConfig
 from evenload.integrations.packed_loader import PackedLoader
 from harness import Row, alternate, median_and_spread, ratio_row, run
 from loader_peers import STREAM_PACKERS, PackAll, TokenFile
-from loader_sources import short_lengths, work_directory, write_tokens
+from loader_sources import short_lengths, write_tokens
 
 OURS = "PackedLoader, with its start"
 PACK_WINDOW = 8_192
@@ -55,8 +56,8 @@ def pack_with_packed_loader(path: Path) -> tuple[int, int, int]:
 def measure_packed(quick: bool) -> Iterator[Row]:
     """Documents a second, from the memmap to packs, and ours over each peer's."""
     lengths = short_lengths(3 * BATCH if quick else PACKED_DOCUMENTS)
-    with work_directory() as directory:
-        path = directory / "short"
+    with TemporaryDirectory() as directory:
+        path = Path(directory) / "short"
         write_tokens(path, lengths)
         file = TokenFile(path, lengths)
         packers: dict[str, PackAll] = {OURS: lambda: pack_with_packed_loader(path)}

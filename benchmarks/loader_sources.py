@@ -1,17 +1,13 @@
 """Data that the loader's benchmarks read: made on the fly in a temporary directory, never downloaded."""
 
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
 from numpy.typing import NDArray
 
 VOCAB_SIZE = 8_192
-SHORT_TOKENS = (50, 201)
-"""Half-open range of the lengths of short documents, drawn evenly."""
+SHORT_TOKENS = (50, 201)  # half-open range of the lengths of short documents, drawn evenly
 
 
 def short_lengths(count: int, low: int = SHORT_TOKENS[0], high: int = SHORT_TOKENS[1]) -> NDArray[np.int64]:
@@ -28,10 +24,3 @@ def write_tokens(path: Path, lengths: NDArray[np.int64], vocab_size: int = VOCAB
         file.write(struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 4, len(lengths), len(lengths) + 1))
         for column, dtype in ((lengths, "<i4"), (pointers, "<i8"), (np.arange(len(lengths) + 1), "<i8")):
             file.write(column.astype(dtype).tobytes())
-
-
-@contextmanager
-def work_directory() -> Iterator[Path]:
-    """A temporary directory, removed at the end whatever happens."""
-    with TemporaryDirectory(prefix="evenload-loader-") as name:
-        yield Path(name)

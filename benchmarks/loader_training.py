@@ -23,6 +23,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,7 +42,7 @@ from evenload.plan.planner import StepPlanner
 from evenload.plan.problem import PlanOptions
 from harness import Row, median_and_spread, ratio_row, run
 from loader_peers import TokenFile
-from loader_sources import work_directory, write_tokens
+from loader_sources import write_tokens
 from replay import StageSteps
 from setups import table_lengths
 
@@ -223,8 +224,8 @@ def measure(quick: bool) -> Iterator[Row]:
     """Every variant in turn in every round, after one that does not count."""
     lengths = read_scaled_lengths(QUICK_DOCUMENTS if quick else DOCUMENTS)
     real = int(lengths.sum())
-    with work_directory() as directory:
-        variants = make_variants(directory, lengths)
+    with TemporaryDirectory() as directory:
+        variants = make_variants(Path(directory), lengths)
         expected: Outcome | None = None
         seconds: dict[str, list[float]] = {name: [] for name in variants}
         for repeat in range(1 + (QUICK_ROUNDS if quick else ROUNDS)):

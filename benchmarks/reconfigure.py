@@ -60,7 +60,7 @@ ROUND = (1, 2, 0, 2, 1, 0)
 MEMORY_BYTES = 2**34
 
 
-class Found(Frozen):
+class Measured(Frozen):
     """Seconds by change ("from -> to") and round."""
 
     live_s: dict[str, list[float]]
@@ -127,7 +127,6 @@ class Rank:
         trainer.state.change_layout(
             msgspec.structs.replace(layout, generation=trainer.layout.generation + 1), self.costs
         )
-        trainer.step_trainer.settle()
         seconds = torch.tensor([time.perf_counter() - start_s], dtype=torch.float64)
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=trainer.mesh.control)
         return float(seconds)
@@ -166,8 +165,8 @@ def run_rank(rank: int, directory: str, rounds: int) -> None:
     here.trainer.save()
     save_s = time.perf_counter() - start_s
     if rank == 0:
-        result = Found(**results, save_s=save_s)
-        Path(f"{directory}/found.json").write_bytes(msgspec.json.encode(result))
+        result = Measured(**results, save_s=save_s)
+        Path(f"{directory}/measured.json").write_bytes(msgspec.json.encode(result))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -196,7 +195,7 @@ def measure(quick: bool) -> Iterator[Row]:
         write_run(Path(directory), llama(QUICK_HIDDEN if quick else HIDDEN, 8, heads=16, key_heads=8, vocabulary=1024),
                   [32] * 64, 4, 100, settings)  # fmt: skip
         spawn_ranks(WORLD, run_rank, directory, QUICK_ROUNDS if quick else ROUNDS)
-        result = msgspec.json.decode(Path(directory, "found.json").read_bytes(), type=Found)
+        result = msgspec.json.decode(Path(directory, "measured.json").read_bytes(), type=Measured)
         for number, (target, sizes) in enumerate(LAYOUTS.items()):
             start_s = time.time()
             spawn_ranks(WORLD, restart, directory, [*sizes, "plan.layouts=[]"], f"again-{number}")

@@ -1,142 +1,41 @@
 """Every call that the `varlen_cuda` backend makes of torch's packed attention, without a GPU.
 
-torch has no CPU kernel of `aten::_flash_attention_forward` and `..._backward`. Here they get one for the duration of a
-test, written from their documented contract: packed sequences of
-different query and key lengths, bottom-right causal mask, window, grouped heads, log-sum-exps [H, T], any output and
-log-sum-exp in backward. So our lengths, packing, shapes and signs are executed against torch's own schema. What this
-cannot show is that the GPU's kernels keep that contract: tests/gpu does.
+Its operators get CPU kernels for the duration of a test (tests/support/flash_kernels.py). What this cannot show is that
+the GPU's kernels keep their contract: tests/gpu does.
 """
 
 import itertools
 import re
+from typing import get_args
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cost_samples import sample_model
-from evenload.attention import varlen_cuda
+from evenload.attention import range_sizes, varlen_cuda
 from evenload.attention.backends import select_backend
-from evenload.attention.range_attention import KeyRange, Scoring
+from evenload.attention.range_attention import Scoring
+from evenload.attention.range_sizes import RangeSizes
 from evenload.attention.reference import ReferenceAttention
 from evenload.attention.varlen_cuda import VarlenCudaAttention, varlen_refusal
-from evenload.cost.layer_counts import workspace_rates
+from evenload.cost.layer_counts import key_gradient_bytes, workspace_rates
 from evenload.errors import ConfigError
-from single_range import attend, attend_backward, random_pack
+from evenload.types.model import AttentionKernels
+from flash_kernels import calls, cpu_kernels, given_keys, widened
+from single_range import attend, attend_backward, backward_by_range, random_pack
 from single_stage import assert_bf16_as_good_as_plain
 
 REFERENCE = ReferenceAttention()
 
 
-def visible_pairs(n, s, is_causal, left, right):
-    """bool[n, s], aligned at the bottom right; -1 = no limit to that side."""
-    row, column = torch.arange(n)[:, None] + s - n, torch.arange(s)[None]
-    visible = torch.ones(n, s, dtype=torch.bool)
-    if is_causal or right >= 0:
-        visible &= column <= row + (0 if is_causal else right)
-    if left >= 0:
-        visible &= column >= row - left
-    return visible
-
-
-def sequences(cu_q, cu_k, max_q, max_k):
-    """(query rows, key rows) of every sequence, after checking what the kernels would read beyond."""
-    assert cu_q.dtype == cu_k.dtype == torch.int32
-    assert cu_q.is_contiguous()
-    assert cu_k.is_contiguous()
-    q, k = cu_q.tolist(), cu_k.tolist()
-    assert q[0] == k[0] == 0
-    # A longest query of 1 is FlashAttention 2's decoding path, which takes one query from *every* sequence.
-    assert max_q >= max(2, *(b - a for a, b in itertools.pairwise(q)))
-    assert max_k >= max(b - a for a, b in itertools.pairwise(k))
-    pairs = zip(itertools.pairwise(q), itertools.pairwise(k), strict=True)
-    return [(slice(*rows), slice(*keys)) for rows, keys in pairs]
-
-
-def probabilities(q, k, scale, visible, lse=None):
-    keys = k.float().repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-    scores = torch.einsum("thd,shd->hts", q.float(), keys) * scale
-    scores = scores.masked_fill(~visible, float("-inf"))
-    lse = torch.logsumexp(scores, -1) if lse is None else lse
-    return (scores - lse[..., None]).exp(), lse
-
-
-def flash_forward(
-    query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *, scale=None,
-    window_size_left=None, window_size_right=None, seqused_k=None, alibi_slopes=None, block_table=None, num_splits=None,
-):  # fmt: skip
-    assert query.dtype in (torch.bfloat16, torch.float16)
-    assert query.dtype == key.dtype == value.dtype
-    assert query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
-    assert dropout_p == 0
-    assert seqused_k is None
-    assert alibi_slopes is None
-    assert block_table is None
-    calls.append("forward")
-    given_keys.append(key)
-    out = torch.empty_like(query)
-    lse = torch.empty(query.shape[1], query.shape[0])
-    pieces = sequences(cum_seq_q, cum_seq_k, max_q, max_k)
-    assert pieces[-1][0].stop == query.shape[0]
-    assert pieces[-1][1].stop == key.shape[0]
-    for rows, keys in pieces:
-        visible = visible_pairs(
-            rows.stop - rows.start, keys.stop - keys.start, is_causal, window_size_left, window_size_right
-        )
-        p, lse[:, rows] = probabilities(query[rows], key[keys], scale, visible)
-        values = value[keys].float().repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-        out[rows] = torch.einsum("hts,shd->thd", p, values).to(out.dtype)
-    unused = torch.empty(0, dtype=torch.uint64)
-    return out, lse, unused, unused, torch.empty(0)
-
-
-def flash_backward(
-    grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, rng_state,
-    unused, *, scale=None, window_size_left=None, window_size_right=None,
-):  # fmt: skip
-    tensors = (grad_out, query, key, value, out)
-    assert len({t.dtype for t in tensors}) == 1
-    assert all(t.stride(-1) == 1 for t in tensors)
-    assert logsumexp.shape == (query.shape[1], query.shape[0])
-    assert logsumexp.dtype == torch.float32
-    assert logsumexp.is_contiguous(), "kernels read it as one block"
-    calls.append("backward")
-    repeat = query.shape[1] // key.shape[1]
-    widened.append(2 * key.shape[0] * query.shape[1] * query.shape[2] * 2 if repeat > 1 else 0)
-    dq, dk, dv = (torch.empty_like(t) for t in (query, key, value))
-    for rows, keys in sequences(cum_seq_q, cum_seq_k, max_q, max_k):
-        n, s = rows.stop - rows.start, keys.stop - keys.start
-        visible = visible_pairs(n, s, is_causal, window_size_left, window_size_right)
-        p, _ = probabilities(query[rows], key[keys], scale, visible, logsumexp[:, rows])
-        all_k, all_v = (t[keys].float().repeat_interleave(repeat, dim=1) for t in (key, value))
-        grad = grad_out[rows].float()
-        dp = torch.einsum("thd,shd->hts", grad, all_v)
-        ds = p * (dp - (grad * out[rows].float()).sum(-1).t()[..., None]) * scale
-        dq[rows] = torch.einsum("hts,shd->thd", ds, all_k).to(dq.dtype)
-        for total, part in (
-            (dk, torch.einsum("hts,thd->shd", ds, query[rows].float())),
-            (dv, torch.einsum("hts,thd->shd", p, grad)),
-        ):
-            total[keys] = part.unflatten(1, (-1, repeat)).sum(2).to(total.dtype)
-    return dq, dk, dv
-
-
-calls: list[str] = []
-widened: list[int] = []
-"""Bytes of gradients of keys and values that kernels made for every query head."""
-given_keys: list[torch.Tensor] = []
-
-
 @pytest.fixture(scope="module", autouse=True)
-def cpu_kernels():
-    """Kernels for the CPU while this file's tests run."""
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("_flash_attention_forward", flash_forward, "CPU")
-    library.impl("_flash_attention_backward", flash_backward, "CPU")
-    yield
-    library._destroy()
+def kernels():
+    with cpu_kernels():
+        yield
 
 
 def close(ours, exact):
@@ -153,13 +52,13 @@ RANGES = st.lists(
 def test_a_pack_in_one_call_equals_reference_range_by_range(ranges, window, shape):
     """Wrong cumulative lengths, mask alignment, or an off-by-one window would mix or lose documents' tokens."""
     backend, (heads, groups), scale = VarlenCudaAttention(), shape, 0.3
-    q, grad, seen = random_pack(ranges, heads, groups, 16, window, len(ranges))
+    pack = random_pack(ranges, heads, groups, 16, window, len(ranges))
+    q, grad = pack.q, pack.grad
     calls.clear()
-    out, lse = backend.forward(q, seen, Scoring(scale, window))
-    parts = list(backend.backward(grad, q, seen, out, lse, Scoring(scale, window)))
+    out, lse = backend.forward(q, pack.seen, pack.sizes, Scoring(scale, window))
+    parts = backward_by_range(backend, pack, out, lse, Scoring(scale, window))
     assert calls == ["forward", "backward"], "a kernel call a range costs more in launches than in work"
-    for r, (dq, dk, dv) in zip(seen, parts, strict=True):
-        rows, keys, values = r
+    for rows, (keys, values), (dq, dk, dv) in zip(pack.rows, pack.seen, parts, strict=True):
         single, single_lse = attend(REFERENCE, q[rows], keys, values, Scoring(scale, window))
         close(out[rows], single)
         torch.testing.assert_close(lse[rows], single_lse, rtol=1e-5, atol=1e-5)
@@ -180,7 +79,7 @@ def assert_backward_is_the_references(*given):
 def test_ring_hops_see_every_key():
     """A hop of ring context parallelism has no mask, also where there are fewer keys than queries."""
     scoring = Scoring(0.25, is_causal=False)
-    q, grad, _ = random_pack([(0, 9)], 4, 2, 16, 0, 1)
+    q, grad, *_ = random_pack([(0, 9)], 4, 2, 16, 0, 1)
     keys, values = (torch.randn(5, 2, 16).bfloat16() for _ in range(2))
     out, lse = attend(VarlenCudaAttention(), q, keys, values, scoring)
     for mine, other in zip((out, lse), attend(REFERENCE, q, keys, values, scoring), strict=True):
@@ -190,7 +89,7 @@ def test_ring_hops_see_every_key():
 
 def test_backward_uses_the_merged_output_and_log_sum_exp():
     """Results merged over key sets (context parallelism) must not be replaced by the call's own softmax."""
-    q, grad, [(_, keys, values)] = random_pack([(8, 20)], 2, 2, 16, 0, 2)
+    q, grad, [(keys, values)], *_ = random_pack([(8, 20)], 2, 2, 16, 0, 2)
     out, lse = attend(REFERENCE, q, keys, values, Scoring(0.25))
     out, lse = (out * 0.5).bfloat16(), lse + 0.7  # as if other keys had taken their share
     assert_backward_is_the_references(grad, q, keys, values, out, lse, Scoring(0.25))
@@ -200,49 +99,156 @@ def test_backward_uses_the_merged_output_and_log_sum_exp():
 def test_gradients_for_every_query_head_stay_within_their_memory(monkeypatch, fitting_heads):
     """Key heads in several calls, to the bit as in one; a single key head is the least."""
     backend, scoring = VarlenCudaAttention(), Scoring(0.3)
-    q, grad, seen = random_pack([(0, 9), (90, 100)], 8, 4, 16, 0, 5)
-    out, lse = backend.forward(q, seen, scoring)
-    whole = list(backend.backward(grad, q, seen, out, lse, scoring))
+    pack = random_pack([(0, 9), (90, 100)], 8, 4, 16, 0, 5)
+    out, lse = backend.forward(pack.q, pack.seen, pack.sizes, scoring)
+    whole = backend.backward(pack.grad, pack.q, pack.seen, out, lse, pack.sizes, scoring)
     of_a_key_head = 2 * (9 + 100) * 2 * 16 * 2
     limit = int(of_a_key_head * (fitting_heads or 0.5))
     monkeypatch.setattr(varlen_cuda, "KEY_GRADIENT_BYTES", limit)
     calls.clear()
     widened.clear()
-    parts = list(backend.backward(grad, q, seen, out, lse, scoring))
+    parts = backend.backward(pack.grad, pack.q, pack.seen, out, lse, pack.sizes, scoring)
     assert len(calls) == {4: 1, 3: 2, 2: 2, 1: 4, 0: 4}[fitting_heads]
     assert max(widened) <= max(limit, of_a_key_head)
-    for part, expected in zip(parts, whole, strict=True):
-        assert all(map(torch.equal, part, expected))
+    assert all(map(torch.equal, parts, whole))
 
 
 @given(
-    keys=st.integers(1, 1 << 20), groups=st.integers(1, 16), repeat=st.integers(1, 8), dim=st.sampled_from([64, 128])
+    keys=st.integers(1, 1 << 20),
+    groups=st.integers(1, 16),
+    repeat=st.integers(1, 8),
+    dim=st.sampled_from([64, 80, 128]),
+    kernels=st.sampled_from(get_args(AttentionKernels)),
 )
-def test_gradients_for_every_query_head_are_what_plans_charge(keys, groups, repeat, dim):
-    """`cost.layer_counts` for the model, what one call makes for the kernel."""
+def test_wide_gradients_of_a_call_are_what_plans_charge(keys, groups, repeat, dim, kernels):
+    """`cost.layer_counts` for the model, what one call makes for the kernel: FlashAttention 2 in bf16 for every query
+    head, 3 and 4 in fp32 for every key head."""
     heads = groups * repeat
-    at_once = varlen_cuda._key_heads_at_once(keys * heads * dim * 2, heads, groups)
-    made = 2 * 2 * keys * at_once * repeat * dim if repeat > 1 else 0
-    model = sample_model(head_dim=dim, num_heads=heads, num_kv_heads=groups, attention_workspace=True)
+    calls = list(varlen_cuda._head_groups(keys * key_gradient_bytes(kernels, heads, groups, dim, 2), groups))
+    assert [head for one in calls for head in range(one.start, one.stop)] == list(range(groups))
+    most = max(one.stop - one.start for one in calls)
+    rounded = {"varlen_cuda_fa3": {80: 96}, "varlen_cuda_fa4": {80: 96}}.get(kernels, {}).get(dim, dim)
+    a_head = 2 * 2 * keys * repeat * dim if kernels == "varlen_cuda" else 2 * 4 * keys * rounded
+    made = most * a_head if repeat > 1 else 0
+    model = sample_model(
+        head_dim=dim, num_heads=heads, num_kv_heads=groups, attention_workspace=True, attention_kernels=kernels
+    )
     charged = workspace_rates(model, heads, groups).of_grouped_keys(np.array([keys]))
     assert made <= charged[0]
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2), (1, 0, 2), (1, 1)], ids=str)
-def test_keys_that_lie_one_behind_the_other_are_not_copied(order):
-    """As those of whole documents of a pack do; of others the kernel gets what they say, in their order."""
-    sizes = (5, 1, 7)
-    stored = torch.randn(2, sum(sizes), 16).bfloat16().transpose(0, 1)
-    parts = stored.split(sizes)
-    rows = [sizes[at] for at in order]
-    q, row, seen = torch.randn(sum(rows), 4, 16).bfloat16(), 0, []
-    for at in order:
-        seen.append(KeyRange(slice(row, row + sizes[at]), parts[at], parts[at]))
-        row += sizes[at]
+@pytest.mark.parametrize("window", [0, 7])
+def test_calls_of_their_own_for_long_ranges_equal_one_call_to_the_bit(monkeypatch, window):
+    """Also with key heads in several calls; lengths go to the device once a pack."""
+    monkeypatch.setattr(range_sizes, "BLOCK_ROWS", 4)
+    monkeypatch.setattr(range_sizes, "CALL_BLOCKS", 3)
+    monkeypatch.setattr(range_sizes, "COPY_BLOCKS", 0)
+    backend, scoring = VarlenCudaAttention(), Scoring(0.3, window)
+    ranges = [(0, 3), (0, 2), (4, 7), (0, 60), (10, 70), (0, 4), (0, 1)]
+    pack = random_pack(ranges, 8, 4, 16, window, 5)
+    together = RangeSizes(pack.sizes.rows, pack.sizes.keys)
+    with monkeypatch.context() as patch:
+        patch.setattr(range_sizes, "CALL_BLOCKS", 1000)
+        assert len(together.calls(pack.q.device)) == 1
+    assert [one.cu_q.tolist() for one in pack.sizes.calls(pack.q.device)] == [[0, 3, 5, 8], [0, 60, 120], [0, 4, 5]]
+    assert pack.sizes.calls(pack.q.device) is pack.sizes.calls(pack.q.device)
+    calls.clear()
+    out, lse = backend.forward(pack.q, pack.seen, pack.sizes, scoring)
+    assert all(map(torch.equal, (out, lse), backend.forward(pack.q, pack.seen, together, scoring)))
+    ours, theirs = (
+        backend.backward(pack.grad, pack.q, pack.seen, out, lse, sizes, scoring) for sizes in (pack.sizes, together)
+    )
+    assert calls == ["forward"] * 4 + ["backward"] * 4
+    assert all(map(torch.equal, ours, theirs))
+    monkeypatch.setattr(varlen_cuda, "KEY_GRADIENT_BYTES", 1)
+    by_head = backend.backward(pack.grad, pack.q, pack.seen, out, lse, pack.sizes, scoring)
+    assert len(calls) == 8 + 3 * 4
+    assert all(map(torch.equal, by_head, theirs))
+
+
+@given(blocks=st.lists(st.one_of(st.integers(1, 8), st.integers(1, 512)), min_size=1, max_size=60))
+def test_started_blocks_are_a_small_multiple_of_those_that_work(blocks):
+    """Calls hold all ranges in order; they divide only where that spares more than it costs, and leave no more empty
+    blocks than a copy of the results costs, or than neighbours that alternate cannot spare."""
+    sizes = range_sizes.call_sizes(blocks)
+    assert sum(sizes) == len(blocks)
+    edges = list(itertools.pairwise(itertools.accumulate(sizes, initial=0)))
+    started = sum((stop - start) * max(blocks[start:stop]) for start, stop in edges)
+    alone, extra = len(blocks) * max(blocks), range_sizes.CALL_BLOCKS * (len(sizes) - 1)
+    assert started + extra <= alone
+    if len(sizes) > 1:
+        assert alone > (1 + range_sizes.COPY_BLOCKS) * sum(blocks)
+    ordered = sorted(blocks, reverse=True)
+    sorted_sizes = range_sizes.call_sizes(ordered)
+    sorted_edges = itertools.pairwise(itertools.accumulate(sorted_sizes, initial=0))
+    left = sum((stop - start) * ordered[start] for start, stop in sorted_edges)
+    # Within a call of ranges up to twice as long as the shortest half the blocks work; each power of two is a call.
+    most = (1 + range_sizes.COPY_BLOCKS) * sum(blocks) + range_sizes.CALL_BLOCKS * max(blocks).bit_length()
+    assert left <= most
+
+
+@pytest.mark.parametrize(
+    ("blocks", "expected"),
+    [
+        ([512, *[6] * 200], [1, 200]),
+        ([*[6] * 100, 512, *[6] * 100], [100, 1, 100]),
+        ([32, 6, 4] * 60, [180]),  # empty blocks, but fewer than a copy costs
+        ([512, 1] * 2, [4]),
+    ],
+)
+def test_one_long_document_among_short_ones_goes_alone(blocks, expected):
+    assert range_sizes.call_sizes(blocks) == expected
+
+
+def test_keys_of_several_parts_are_packed_in_their_order():
+    parts = [tuple(torch.randn(size, 2, 16).bfloat16() for _ in range(2)) for size in (5, 8)]
+    q, sizes = torch.randn(13, 4, 16).bfloat16(), RangeSizes([5, 1, 7], [5, 1, 7])
     given_keys.clear()
-    VarlenCudaAttention().forward(q, seen, Scoring(0.3))
-    assert torch.equal(given_keys[0], torch.cat([parts[at] for at in order]))
-    assert (given_keys[0].data_ptr() == stored.data_ptr()) == (order == (0, 1, 2))
+    VarlenCudaAttention().forward(q, parts, sizes, Scoring(0.3))
+    assert torch.equal(given_keys[0], torch.cat([keys for keys, _ in parts]))
+    VarlenCudaAttention().forward(q[:5], parts[:1], RangeSizes([5], [5]), Scoring(0.3))
+    assert given_keys[1] is parts[0][0] or given_keys[1].data_ptr() == parts[0][0].data_ptr()
+
+
+class Given(TorchDispatchMode):
+    """What torch's operators of flash attention are given, by the names of this torch's own schema."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_name = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name.removeprefix("aten::")
+        if name.startswith("_flash_attention"):
+            names = (one.name for one in func._schema.arguments)
+            self.by_name[name] = dict(zip(names, args, strict=False)) | (kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("scoring", [Scoring(0.25), Scoring(0.25, window=9), Scoring(0.25, is_causal=False)], ids=str)
+def test_operators_of_this_torch_take_what_they_are_given(scoring):
+    """Every value under the name that the installed torch has for it: one that is moved, renamed or has no default any
+    more would fail here, before a GPU."""
+    pack = random_pack([(0, 9), (30, 44)], 4, 2, 16, scoring.window, 1)
+    backend, (q, grad, seen, _, sizes) = VarlenCudaAttention(), pack
+    with Given() as given:
+        out, lse = backend.forward(q, seen, sizes, scoring)
+        backend.backward(grad, q, seen, out, lse, sizes, scoring)
+    left, right = {0: (-1, 0 if scoring.is_causal else -1), 9: (8, 0)}[scoring.window]
+    shared = {
+        "max_q": 14, "max_k": max(sizes.keys), "dropout_p": 0.0, "scale": 0.25, "window_size_left": left,
+        "window_size_right": right, "is_causal": scoring.is_causal and not scoring.window,
+    }  # fmt: skip
+    tensors = {"query": q, "key": torch.cat([k for k, _ in seen]), "value": torch.cat([v for _, v in seen])}
+    of_backward = {"grad_out": grad, "out": out, "logsumexp": lse.transpose(0, 1)}
+    lengths = {"cum_seq_q": [0, 9, 23], "cum_seq_k": [0, sizes.keys[0], sum(sizes.keys)]}
+    for name, more in (("_flash_attention_forward", {}), ("_flash_attention_backward", of_backward)):
+        values = given.by_name[name]
+        assert {key: values[key] for key in shared} == shared
+        assert {key: values[key].tolist() for key in lengths} == lengths
+        assert all(torch.equal(values[key], tensor) for key, tensor in (tensors | more).items())
+    assert given.by_name["_flash_attention_forward"]["return_debug_mask"] is False
+    assert given.by_name["_flash_attention_backward"]["rng_state"].tolist() == [0, 0]
 
 
 def test_what_the_kernels_cannot_compute_is_refused_by_name():

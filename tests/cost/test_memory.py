@@ -19,7 +19,14 @@ from evenload.cost.layer_counts import (
     training_flops,
     workspace_rates,
 )
-from evenload.cost.memory import ReplicaPacks, parameters_per_rank, pipeline_bytes, static_bytes
+from evenload.cost.memory import (
+    HEAD_ROWS,
+    ReplicaPacks,
+    parameters_per_rank,
+    pipeline_bytes,
+    static_bytes,
+    static_kinds,
+)
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.pack_pricing import pipeline_tasks
 from evenload.plan.planner import StepPlanner
@@ -67,6 +74,26 @@ def test_static_bytes_by_hand() -> None:
     np.testing.assert_array_equal(
         static_bytes(sample_model(bytes_per_element=8), layout), parameters * 16 + 16 * -(-parameters // 4)
     )
+
+
+def test_smaller_states_and_gradients_of_one_unit_by_hand() -> None:
+    layer, embedding = 192 + 384 + 2 * 8, 32 * 8
+    alone, wide = even_layout(3), 50 * 32 * 8
+    halves = sample_model(bfloat16_moments=True)
+    parameters = int(parameters_per_rank(halves, alone)[0])
+    # bf16 weights, fp32 gradients, two bf16 moments, lower halves; and an fp32 average.
+    assert static_bytes(halves, alone).tolist() == [parameters * (2 + 4 + 4 + 2)]
+    averaged = msgspec.structs.replace(halves, averaged_weights=True)
+    assert static_bytes(averaged, alone).tolist() == [parameters * (2 + 4 + 4 + 2 + 4)]
+    for changes, largest in (
+        ({}, layer),
+        ({"vocab_size": 50 * 32}, wide + 8),  # the head with its norm
+        ({"tied_embeddings": True}, embedding + layer),
+        ({"tied_embeddings": True, "vocab_size": 50 * 32}, wide + layer),
+    ):
+        model = sample_model(unit_gradients=True, **changes)
+        _, gradients, _ = static_kinds(model, alone)[0].tolist()
+        assert gradients == 4 * largest, changes
 
 
 def test_policies_keep_what_they_say_by_hand() -> None:
@@ -204,6 +231,21 @@ def test_sums_in_one_order_are_held_for_every_processor():
     assert workspace_rates(msgspec.structs.replace(ordered, attention_workspace=False), 32, 8) == WorkspaceRates()
 
 
+@pytest.mark.parametrize(
+    ("kernels", "head_dim", "rounded", "keys_of_block"),
+    [("varlen_cuda_fa3", 80, 96, 128), ("varlen_cuda_fa3", 160, 192, 128), ("varlen_cuda_fa4", 80, 96, 256)],
+)
+def test_workspace_of_other_kernels_as_their_sources_make_it(kernels, head_dim, rounded, keys_of_block):
+    """Sums of dQ, of dO·O and a copy of log-sum-exps; dK and dV of grouped keys in fp32 for every key head, for a
+    document's keys rounded up to a block."""
+    model = msgspec.structs.replace(LLAMA, head_dim=head_dim, attention_kernels=kernels)
+    grouped, alone = workspace_rates(model, 32, 8), workspace_rates(model, 32, 32)
+    assert grouped.row == alone.row == 4 * 32 * (rounded + 2)
+    assert (grouped.grouped_key, grouped.grouped_key_head) == (2 * 4 * 8 * rounded, 2 * 4 * rounded)
+    assert (alone.grouped_key, alone.piece) == (0, 128 * alone.row)
+    assert grouped.piece == 128 * grouped.row + keys_of_block * grouped.grouped_key
+
+
 def test_gradients_of_grouped_keys_do_not_grow_with_the_prefix_as_keys_do():
     """Behind 256K tokens they would be 4.3 GB, 8 times what is charged."""
     rates = workspace_rates(LLAMA, 32, 8)
@@ -227,6 +269,19 @@ def test_packs_by_hand():
     added = result.backward_temp_bytes - without.backward_temp_bytes
     assert added.tolist() == [[one, one] for one in workspace]
     np.testing.assert_array_equal(result.forward_temp_bytes, without.forward_temp_bytes)
+
+
+@pytest.mark.parametrize(("tp", "saved"), [(1, 8 * 32), (2, 0)])
+def test_the_heads_logits_become_their_gradient_in_a_kernel(tp, saved):
+    """Of e + 8 bytes a logit e are left, on the last stage; a vocabulary that is divided has no kernel."""
+    layout, lengths = even_layout(2, pp=2, tp=tp), np.array([5000])
+    whole = SliceColumns.from_ranges([[(0, 0, 5000)]])
+    plain, fused = (
+        pipeline_bytes(sample_model(fused_cross_entropy=one), layout, ReplicaPacks(whole, whole, lengths))
+        for one in (False, True)
+    )
+    assert (plain.backward_temp_bytes - fused.backward_temp_bytes).tolist() == [[0, HEAD_ROWS * saved]]
+    np.testing.assert_array_equal(plain.forward_temp_bytes, fused.forward_temp_bytes)
 
 
 @settings(max_examples=50, deadline=None)
@@ -266,12 +321,24 @@ def test_activations_carry_the_allocators_share() -> None:
 
 
 def test_after_the_pipeline_the_update_may_need_more() -> None:
-    """A large model on a few tokens: fp64 norms of the largest unit; of replicas also gloo's copy."""
+    """A large model on a few tokens: of replicas, gloo's copy of the largest unit's gradients."""
     model = sample_model(vocab_size=50_000)  # the embedding, 400,000 weights, is the largest unit
     alone = planned(model, 2)
     static = int(static_bytes(model, alone.layout).max())
-    assert process_bytes(model, alone, FIXED) == FIXED + FIRST_USE_BYTES + static + 8 * 400_000
-    two = planned(model, 2, dp=2)
+    activations = round((1 + ALLOCATOR_SHARE) * (alone.predicted.peak_memory_bytes - static))
+    assert process_bytes(model, alone, FIXED) == FIXED + FIRST_USE_BYTES + static + activations
+    two = planned(model, 1, dp=2)
     static = int(static_bytes(model, two.layout).max())
-    after = 8 * 200_000 + 4 * 400_000
+    after = 4 * 400_000
     assert process_bytes(model, two, FIXED) == FIXED + FIRST_USE_BYTES + static + after
+
+
+def test_halves_are_widened_beside_what_activations_take() -> None:
+    """In fp32 a master and two moments, and one byte: of a unit of 400,000 weights, its half, 2^22 of a large one."""
+    for vocab_size, sizes, elements in ((50_000, {}, 400_000), (50_000, {"dp": 2}, 200_000), (5_000_000, {}, 2**22)):
+        model = sample_model(vocab_size=vocab_size, bfloat16_moments=True)
+        plan = planned(model, 1, **sizes)
+        static = int(static_bytes(model, plan.layout).max())
+        held = plan.predicted.peak_memory_bytes - static + 13 * elements
+        expected = FIXED + FIRST_USE_BYTES + static + round((1 + ALLOCATOR_SHARE) * held)
+        assert process_bytes(model, plan, FIXED) == expected, (vocab_size, sizes)

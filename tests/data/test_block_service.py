@@ -98,13 +98,33 @@ def test_an_error_on_one_rank_reaches_every_rank(tmp_path):
     config = data_config(str(tmp_path), shuffle_window=16, streams=4)
 
     def run(rank, peers):
-        # Closed here: else the garbage collector of a later test meets the files that other ranks' readers had open.
+        # Closed here: left to the garbage collector, files of other ranks' readers are a warning in a later test.
         loader = GlobalBatchLoader(config, peers=peers)
         with contextlib.closing(loader), pytest.raises(DataError, match=r"2\.jsonl:2"):
             all_batches(loader)
         return True
 
     assert run_ranks(3, run) == [True] * 3
+
+
+def test_a_closed_loader_has_no_file_open_while_the_error_lives(tmp_path):
+    """The error's traceback holds the reader, which reads other streams too."""
+    write_corpus(tmp_path, "jsonl", TEXTS[:40], num_files=4)
+    (tmp_path / "2.jsonl").write_text('{"text": "ok"}\n{"text"\n')
+    loader = GlobalBatchLoader(data_config(str(tmp_path), shuffle_window=16, streams=4))
+    with pytest.raises(DataError, match=r"2\.jsonl:2") as error:
+        all_batches(loader)
+    assert open_files(tmp_path)
+    (worker,) = loader.background._workers
+    loader.close()
+    worker._thread.join(60)
+    assert error.value.__traceback__ is not None
+    assert not open_files(tmp_path)
+
+
+def open_files(folder):
+    links = [os.path.realpath(link) for link in Path("/proc/self/fd").iterdir()]
+    return [link for link in links if link.startswith(f"{folder}/")]
 
 
 def test_what_cannot_be_sent_to_a_worker_is_refused_with_the_way_out(tmp_path):

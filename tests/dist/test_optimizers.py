@@ -200,7 +200,7 @@ def initial_weights(config_file: Path) -> dict[str, torch.Tensor]:
         ([MUON, *LIVE], "optimizer.name is 'muon', and the layout may change while the run trains"),
         (["train.ema_decay=0.9", *LIVE], "train.ema_decay is 0.9, and the layout"),
         (["train.ema_decay=1.0"], "train.ema_decay is 1.0, must be above 0 and below 1"),
-        (["optimizer.name=adamw_8bit"], "state of 8 bits is quantised in blocks"),
+        (["optimizer.name=adamw_8bit"], "for a smaller state set optimizer.moments = .bfloat16."),
         (["optimizer.name=muno"], "did you mean 'muon'"),
         (["optimizer.momentum=1.0"], "optimizer.momentum is 1.0"),
         (["validation.sources=['x']", "validation.of_average=true"], "train.ema_decay is not set"),

@@ -19,13 +19,20 @@ LENGTHS = [3000, 120, 40, 700, 64, 2000, 333, 90] * 4
 TOLERANCE = 5e-3
 
 
+@pytest.fixture(scope="module")
+def small_run(tmp_path_factory):
+    """A configuration, and the losses of its steps on the CPU."""
+    directory = tmp_path_factory.mktemp("small")
+    config = write_run(directory, LENGTHS, layers=2, vocab_size=512, batch_documents=8, steps=4)
+    return config, [row["loss"] for row in train(config, "train.device=cpu")]
+
+
 @pytest.mark.parametrize("policy", ["replay", "recompute", "offload"])
-def test_losses_equal_the_cpu_run(tmp_path, policy):
+def test_losses_equal_the_cpu_run(small_run, policy):
     """Device, streams, copies to the host: none of it may change what is trained."""
-    config = write_run(tmp_path, LENGTHS, layers=2, vocab_size=512, batch_documents=8, steps=4)
+    config, losses = small_run
     gpu = train(config, f"plan.options.policy={policy}")
-    cpu = train(config, "train.device=cpu")
-    assert [row["loss"] for row in gpu] == pytest.approx([row["loss"] for row in cpu], rel=TOLERANCE)
+    assert [row["loss"] for row in gpu] == pytest.approx(losses, rel=TOLERANCE)
 
 
 def test_a_deterministic_run_goes_on_to_the_bit(tmp_path):

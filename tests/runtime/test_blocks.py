@@ -7,10 +7,14 @@ from hypothesis import strategies as st
 
 from evenload.runtime.comm.tensor_group import RowShard
 from evenload.runtime.replay.store import ActivationStore, BlockIndex
-from evenload.types.document import ActivationPolicy
+from evenload.types.document import ActivationPolicy, Range
 from single_stage import packs_of
 
 BYTES = 8
+
+
+def ranges_of(pieces):
+    return tuple(Range(*piece) for piece in pieces)
 
 
 def rows_of(ranges, shard=None):
@@ -30,8 +34,8 @@ def rows_of(ranges, shard=None):
 )
 def test_rows_come_back_and_are_freed_with_their_first_token(shard, lengths, cuts, budgets, recomputed):
     """Bytes after every backward are those of slices whose first token has not come back, as `cost.memory` predicts."""
-    forward = [tuple(pack) for pack in packs_of(lengths, cuts[0], budgets[0], last_first=False)]
-    backward = [tuple(pack) for pack in packs_of(lengths, cuts[1], budgets[1], last_first=True)]
+    forward = [ranges_of(pack) for pack in packs_of(lengths, cuts[0], budgets[0], last_first=False)]
+    backward = [ranges_of(pack) for pack in packs_of(lengths, cuts[1], budgets[1], last_first=True)]
     policies: dict[int, ActivationPolicy] = {doc: "recompute" for doc in recomputed if doc < len(lengths)}
     store = ActivationStore(dict(enumerate(lengths)), backward, policies=policies, shard=shard)
     for pack in forward:
@@ -64,7 +68,7 @@ def test_a_forward_pack_inside_one_backward_pack_is_kept_uncut():
     """Recording copies nothing and neither does reading all of it, though the backward pack holds more."""
     store = ActivationStore({0: 4, 1: 3, 2: 5}, [((0, 0, 4), (1, 0, 3), (2, 0, 5))])
     rows, keys, values = torch.randn(7, 2), torch.randn(7, 1, 2), torch.randn(7, 1, 2)
-    store.open_pack(((0, 0, 4), (1, 0, 3)))
+    store.open_pack(ranges_of([(0, 0, 4), (1, 0, 3)]))
     store.record("x", rows)
     store.record_pack_keys(0, keys, values)
     assert store.read("x", ((0, 0, 4), (1, 0, 3))) is rows

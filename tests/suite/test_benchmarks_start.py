@@ -17,11 +17,7 @@ BENCHMARKS = ROOT / "benchmarks"
 
 SOON = {"engine_prices", "paper_flexpipe", "paper_skrull", "simulator"}
 """Those that end within seconds; the others take up to five minutes each."""
-NOT_ALONE = {
-    "run_all": "all of them",
-    "shaped_link": "runs another one, and may change the network",
-    "gpu_training": "needs a GPU; tests/suite/test_gpu_parts.py looks at how it is called",
-}
+NOT_ALONE = {"run_all": "all of them", "shaped_link": "runs another one, and may change the network"}
 
 
 def quick_benchmarks() -> list[str]:

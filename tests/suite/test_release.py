@@ -70,3 +70,14 @@ def test_what_the_workflow_and_the_container_name_is_there():
     assert set(extras.split(",")) <= set(PROJECT["project"]["optional-dependencies"])
     ignored = (ROOT / ".dockerignore").read_text().split()
     assert not {"native", "src", "CMakeLists.txt", "pyproject.toml", "README.md", "LICENSE"} & set(ignored)
+
+
+def test_the_oldest_and_the_newest_pytorch_are_tested():
+    (range_of,) = (one for one in PROJECT["project"]["optional-dependencies"]["train"] if one.startswith("torch"))
+    oldest, beyond = (
+        tuple(map(int, edge.split("."))) for edge in re.fullmatch(r"torch>=([\d.]+),<([\d.]+)", range_of).groups()
+    )
+    tested = re.search(r"^TORCHES := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split()
+    minors = [tuple(map(int, one.split(".")[:2])) for one in tested]
+    assert minors == [oldest, (beyond[0], beyond[1] - 1)]
+    assert "make test-torches" in (ROOT / ".ci" / "run").read_text()

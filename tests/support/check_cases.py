@@ -10,6 +10,7 @@ from torch import nn
 
 from dist_training import COSTS
 from evenload.attention.backends import select_backend
+from evenload.attention.range_attention import keys_by_range
 from evenload.check.checks import _shared_plans, check_invariance, check_isolation, check_resume
 from evenload.check.smaller_run import StepRunner, Verdict, checked_scope
 from evenload.config.train_config import TrainConfig, layout_of, load_train_config
@@ -19,7 +20,6 @@ from evenload.runtime.model.model_config import model_spec
 from evenload.runtime.trainer import Trainer
 from gloo_pool import TIMEOUT_S
 from other_rounding import rounded_up
-from single_range import attend
 
 CAP_BYTES = 2**34
 
@@ -36,14 +36,13 @@ class LeakyAttention:
     def __getattr__(self, name: str):
         return getattr(self._inner, name)
 
-    def forward(self, q, ranges, scoring):
-        parts = [self._leak(q[r.rows], r, scoring) for r in ranges]
-        return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
-
-    def _leak(self, q, r, scoring):
-        out, lse = attend(self._inner, q, r.keys, r.values, scoring)
-        leaked, self._left = out + 1e-3 * self._left, float(r.values.double().mean())
-        return leaked, lse
+    def forward(self, q, seen, sizes, scoring):
+        out, lse = self._inner.forward(q, seen, sizes, scoring)
+        parts = []
+        for part, (_, values) in zip(out.split(sizes.rows), keys_by_range(seen, sizes), strict=True):
+            parts.append(part + 1e-3 * self._left)
+            self._left = float(values.double().mean())
+        return torch.cat(parts), lse
 
 
 def small_run(config_file: str, overrides: list[str]) -> tuple[TrainConfig, Mesh]:

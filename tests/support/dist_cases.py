@@ -3,12 +3,13 @@
 import tempfile
 from collections.abc import Mapping
 from contextlib import closing
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
 import torch
 
+import interpreted_liger
 from dist_training import COSTS
 from evenload.check.smaller_run import gathered_gradients
 from evenload.config.optimizer import OptimizerConfig
@@ -57,11 +58,15 @@ def gradients_of_plans(
     channels: ChannelMode = "directed",
     staged_on: str | None = None,
     before: ParallelLayout | None = None,
+    kernels: Literal["auto", "liger"] = "auto",
 ) -> list:
     """Run each plan's step on a fresh gradient; per plan this rank's (loss share, gradients, norm, weights, bytes of
     stored activations). `exchange`: how keys and values of shared documents travel. `staged_on`: all ranks are on this
-    device, and what they send goes through host memory. `before`: the layout from which the run changes to theirs."""
+    device, and what they send goes through host memory. `before`: the layout from which the run changes to theirs.
+    `kernels`: as `train.kernels`, "liger" also on a CPU, in Triton's interpreter."""
     decoded = [decode_plan(data) for data in plans]
+    if kernels == "liger":
+        interpreted_liger.prepare()
     if staged_on is not None:
         register_staged()
     layout = decoded[0].layout
@@ -72,7 +77,7 @@ def gradients_of_plans(
         channels=channels,
         backend=staged_on and NAME,
     )
-    rank = RankUnderTest(meshes, layout, kind, changes, dtype)
+    rank = RankUnderTest(meshes, layout, kind, changes, dtype, kernels=kernels)
     weights = rank.weights()
     results = []
     for plan, batch in zip(decoded, tokens, strict=True):
@@ -92,6 +97,7 @@ class RankUnderTest:
         changes: Mapping,
         dtype: torch.dtype,
         lora: LoraConfig | None = None,
+        kernels: Literal["auto", "liger"] = "auto",
     ) -> None:
         config, self._mesh = tiny_config(kind, **changes), meshes.of(layout)
         with tempfile.TemporaryDirectory() as directory:
@@ -104,7 +110,8 @@ class RankUnderTest:
                 router_aux_loss_coef=balance_factor(config),
             )
             spec = model_from_hf_config(config.to_dict(), config.model_type, dtype.itemsize)
-            state = RankState(model, OptimizerConfig(), RunConfig(output_dir=directory, seed=3), spec, meshes)
+            run = RunConfig(output_dir=directory, seed=3, kernels=kernels)
+            state = RankState(model, OptimizerConfig(), run, spec, meshes)
         if self._mesh is not meshes.start:
             state.change_layout(msgspec.structs.replace(self._mesh.layout, generation=1), COSTS)
             assert state.settle() is not None

@@ -66,10 +66,7 @@ def train_with_a_poisoned_token(config_file: str, overrides: list[str], token: i
         trainer.save()
     except NonFiniteStepError as stopped:
         error = str(stopped)
-    optimizer = trainer.state.optimizer
-    counted = {int(part.state["step"]) for part in optimizer._parts}
-    assert len(counted) == 1
-    return Outcome(error, warnings, updated, ledger, counted.pop())
+    return Outcome(error, warnings, updated, ledger, trainer.state.optimizer.num_steps)
 
 
 def _parameter(trainer: Trainer, name: str) -> torch.Tensor:

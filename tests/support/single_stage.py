@@ -51,19 +51,25 @@ def trained(buffers):
     return {name: p for buffer in buffers for name, p in zip(buffer.names, buffer.parameters, strict=True)}
 
 
-def stage_of(config, dtype=torch.float64, *, device="cpu", backend=None, **options):
-    """A stage (options: `stage_model`) and its buffers; `backend` of attention: default: what `auto` takes."""
+def stage_of(config, dtype=torch.float64, *, device="cpu", backend=None, liger=False, **options):
+    """A stage (options: `stage_model`) and its buffers; `backend` of attention: default: what `auto` takes; `liger`:
+    with its kernels."""
     model = stage_model(config, dtype, device=device, **options)
+    if liger:
+        model.use_liger(dtype, tp=1)
     buffers = flatten_units(model, dp=1)
     if backend is None:
         backend = select_backend("auto", device, attention_soft_cap(config), dtype=dtype, head_dim=head_dim(config))
     return PipelineStage(model, backend), buffers
 
 
-def run_single_stage(config, dtype, tokens, forward, backward, *, device="cpu", backend=None, directory=None):
+def run_single_stage(
+    config, dtype, tokens, forward, backward, *, device="cpu", backend=None, directory=None, liger=False
+):
     """Loss, gradients and the store after all forwards, then all backwards; arguments as `stage_of`."""
+    factor = balance_factor(config)
     stage, buffers = stage_of(
-        config, dtype, device=device, weights=directory, backend=backend, router_aux_loss_coef=balance_factor(config)
+        config, dtype, device=device, weights=directory, backend=backend, router_aux_loss_coef=factor, liger=liger
     )
     weights = {name: p.detach().clone() for name, p in trained(buffers).items()}
     stage.begin_step({d: len(t) for d, t in tokens.items()})
@@ -78,9 +84,9 @@ def run_single_stage(config, dtype, tokens, forward, backward, *, device="cpu", 
     return loss, gradients, weights, store
 
 
-def assert_equals_plain(config, dtype, tokens, forward, backward, tolerance=None):
+def assert_equals_plain(config, dtype, tokens, forward, backward, tolerance=None, *, liger=False):
     """To a tolerance; None = to the precision, as `plain_error` says."""
-    loss, gradients, weights, _ = run_single_stage(config, dtype, tokens, forward, backward)
+    loss, gradients, weights, _ = run_single_stage(config, dtype, tokens, forward, backward, liger=liger)
     tolerance = tolerance or 2 * plain_error(config, weights, tokens, dtype)
     plain_loss, plain = plain_loss_and_gradients(config, weights, tokens, dtype)
     assert abs(loss - plain_loss) <= tolerance * abs(plain_loss)
@@ -89,17 +95,16 @@ def assert_equals_plain(config, dtype, tokens, forward, backward, tolerance=None
         assert relative_error(gradient, plain[name]) <= tolerance, name
 
 
-def assert_bf16_as_good_as_plain(kind, backend, device="cpu"):
+def assert_bf16_as_good_as_plain(kind, backend, device="cpu", *, lengths=(150, 37, 90, 1, 64), liger=False):
     """Loss and gradients of asymmetric packs in bf16 err at most twice as much as plain bf16 autograd does."""
     window = {"sliding_window": 40} if kind == "mistral" else {}
     config = tiny_config(kind, hidden_size=64, **window)
     generator = torch.Generator().manual_seed(5)
-    lengths = [150, 37, 90, 1, 64]
     tokens = {d: torch.randint(0, 97, (n,), generator=generator) for d, n in enumerate(lengths)}
     forward = packs_of(lengths, [0.3, 0.6], 90, last_first=False)
     backward = packs_of(lengths, [0.5], 110, last_first=True)
     loss, gradients, weights, _ = run_single_stage(
-        *(config, torch.bfloat16, tokens, forward, backward), device=device, backend=backend
+        *(config, torch.bfloat16, tokens, forward, backward), device=device, backend=backend, liger=liger
     )
     weights = {name: value.cpu() for name, value in weights.items()}
     doubles = {name: value.double() for name, value in weights.items()}

@@ -60,3 +60,38 @@ def write_token_run(
         """
     )
     return file
+
+
+def write_run(
+    directory: Path, model: PretrainedConfig, lengths: Sequence[int] | np.ndarray, batch_documents: int, steps: int,
+    settings: str = "",
+) -> Path:  # fmt: skip
+    """Model, documents of these lengths read in order, and config.toml of a run with one thread a process.
+
+    Args:
+        settings: further TOML, `[parallel]` and `[plan]`.
+    """
+    save_tokens(directory, lengths, min(model.vocab_size, 4096), np.random.default_rng(0))
+    model.save_pretrained(directory / "model")
+    file = directory / "config.toml"
+    file.write_text(
+        f"""
+        [model]
+        path = "{directory / "model"}"
+        random_init = true
+        [data]
+        sources = ["{directory / "tokens.npy"}"]
+        record = "tokens"
+        max_document_tokens = {int(max(lengths))}
+        batch_documents = {batch_documents}
+        shuffle_window = 1
+        streams = 1
+        workers = 0
+        [train]
+        output_dir = "{directory / "run"}"
+        steps = {steps}
+        threads_per_process = 1
+        {settings}
+        """
+    )
+    return file

@@ -1,18 +1,23 @@
 """Select the attention backend by name, device and model."""
 
+import functools
+
 import torch
 
 from evenload.attention import varlen_cuda
 from evenload.attention.cpu_flash import CpuFlashAttention
+from evenload.attention.kernel_check import disagreement
 from evenload.attention.range_attention import RangeAttention
 from evenload.attention.reference import ReferenceAttention
 from evenload.errors import ConfigError
+from evenload.types.model import AttentionKernels
 
 
 def select_backend(
     name: str, device: str, soft_cap: float = 0.0, *, dtype: torch.dtype | None = None, head_dim: int | None = None
 ) -> RangeAttention:
-    """Return the backend of that name; `auto` takes the fastest one for the device and the model.
+    """Return the backend of that name; `auto` takes the fastest one for the device and the model, and its `reason` says
+    why none that would be faster.
 
     Args:
         soft_cap: of the model's attention scores, 0 = none.
@@ -22,9 +27,9 @@ def select_backend(
         ConfigError: unknown name, or a backend that does not run on this device, dtype, head dimension or soft cap.
     """
     if name == "auto":
-        kernels = "cpu_flash" if device == "cpu" else "varlen_cuda"
-        runs = device == "cpu" or not varlen_cuda.varlen_refusal(dtype, head_dim)
-        name = kernels if runs and not soft_cap else "reference"
+        if soft_cap:
+            return ReferenceAttention(soft_cap, reason=f"no kernel has a soft cap of scores, the model's is {soft_cap}")
+        return CpuFlashAttention() if device == "cpu" else _fastest(dtype, head_dim)
     if name == "reference":
         return ReferenceAttention(soft_cap)
     if soft_cap:
@@ -35,11 +40,39 @@ def select_backend(
         if device != "cpu":
             raise ConfigError(f"attention backend cpu_flash runs on the CPU only, the device is {device}; use 'auto'")
         return CpuFlashAttention()
-    if name in varlen_cuda.IMPLEMENTATIONS:
-        if device == "cpu":
-            raise ConfigError(f"attention backend {name} runs on a GPU only, the device is {device}; use 'auto'")
-        if why := varlen_cuda.varlen_refusal(dtype, head_dim):
-            raise ConfigError(f"attention backend {name} {why}")
-        return varlen_cuda.VarlenCudaAttention(name)
-    known = ", ".join(("auto", "reference", "cpu_flash", *varlen_cuda.IMPLEMENTATIONS))
-    raise ConfigError(f"unknown attention backend '{name}'; choose one of {known}")
+    kernels = next((one for one in varlen_cuda.IMPLEMENTATIONS if one == name), None)
+    if kernels is None:
+        known = ", ".join(("auto", "reference", "cpu_flash", *varlen_cuda.IMPLEMENTATIONS))
+        raise ConfigError(f"unknown attention backend '{name}'; choose one of {known}")
+    if device == "cpu":
+        raise ConfigError(f"attention backend {name} runs on a GPU only, the device is {device}; use 'auto'")
+    if why := _refusal(kernels, dtype, head_dim):
+        raise ConfigError(f"attention backend {name} {why}")
+    return varlen_cuda.VarlenCudaAttention(kernels)
+
+
+def _fastest(dtype: torch.dtype | None, head_dim: int | None) -> RangeAttention:
+    reasons: list[str] = []
+    for kernels in varlen_cuda.fastest_kernels():
+        why = _refusal(kernels, dtype, head_dim)
+        if not why:
+            return varlen_cuda.VarlenCudaAttention(kernels, "; ".join(reasons))
+        reasons.append(f"{kernels} {why}")
+    return ReferenceAttention(reason="; ".join(reasons))
+
+
+def _refusal(kernels: AttentionKernels, dtype: torch.dtype | None, head_dim: int | None) -> str:
+    """Why kernels cannot be used here; "" = they can. Those of other packages are compared with `reference`, once."""
+    why = varlen_cuda.varlen_refusal(dtype, head_dim, kernels)
+    return why if why or kernels == "varlen_cuda" else _failed_check(kernels, dtype, head_dim)
+
+
+@functools.cache
+def _failed_check(kernels: AttentionKernels, dtype: torch.dtype | None, head_dim: int | None) -> str:
+    assert dtype is not None, "refused before"
+    assert head_dim is not None, "refused before"
+    try:
+        backend = varlen_cuda.VarlenCudaAttention(kernels)
+    except ConfigError as error:
+        return str(error).removeprefix(f"attention backend {kernels} ")
+    return disagreement(backend, dtype, head_dim, "cuda")

@@ -6,12 +6,13 @@ get the *merged* output and log-sum-exp. With a sliding window the queries go in
 under an additive mask. GQA needs no copy of K and V: they are expanded with stride 0.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from evenload.attention.range_attention import KeyRange, RangeGradients, Scoring, range_sizes, rows_of_all, work_dtype
+from evenload.attention.range_attention import Gradients, KeyParts, Scoring, keys_by_range, work_dtype
+from evenload.attention.range_sizes import RangeSizes
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -25,28 +26,28 @@ class CpuFlashAttention:
 
     name = "cpu_flash"
     soft_cap = 0.0  # the kernel has none
+    reason = ""
 
-    def forward(self, q: Tensor, ranges: Sequence[KeyRange], scoring: Scoring) -> tuple[Tensor, Tensor]:
-        groups, q = ranges[0].keys.shape[1], q[rows_of_all(ranges)]
+    def forward(self, q: Tensor, seen: KeyParts, sizes: RangeSizes, scoring: Scoring) -> tuple[Tensor, Tensor]:
+        groups = seen[0][0].shape[1]
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=work_dtype(q))
-        kernel = _queries(q, groups), _queries(out, groups), _head_rows(lse, groups)
-        pieces = (tensor.split(range_sizes(ranges)[0], dim=2) for tensor in kernel)
-        for r, piece_q, *into in zip(ranges, *pieces, strict=True):
-            for piece, made in zip(into, _forward_range(piece_q, r.keys, r.values, scoring), strict=True):
+        pieces = (_by_group(tensor, groups).split(sizes.rows, dim=2) for tensor in (q, out, lse))
+        for (keys, values), piece_q, *into in zip(keys_by_range(seen, sizes), *pieces, strict=True):
+            for piece, made in zip(into, _forward_range(piece_q, keys, values, scoring), strict=True):
                 piece.copy_(made)
         return out, lse
 
     def backward(
-        self, grad: Tensor, q: Tensor, ranges: Sequence[KeyRange], out: Tensor, lse: Tensor, scoring: Scoring
-    ) -> Iterator[RangeGradients]:
-        if not ranges:
-            return
-        groups, rows = ranges[0].keys.shape[1], rows_of_all(ranges)
-        kernel = (*(_queries(t[rows], groups) for t in (grad, q, out)), _head_rows(lse[rows], groups))
-        pieces = (tensor.split(range_sizes(ranges)[0], dim=2) for tensor in kernel)
-        for r, piece_grad, piece_q, piece_out, piece_lse in zip(ranges, *pieces, strict=True):
-            dq, dk, dv = _backward_range(piece_grad, piece_q, r.keys, r.values, piece_out, piece_lse, scoring)
-            yield _rows(dq), dk, dv
+        self, grad: Tensor, q: Tensor, seen: KeyParts, out: Tensor, lse: Tensor, sizes: RangeSizes, scoring: Scoring
+    ) -> Gradients:
+        groups, dim = seen[0][0].shape[1:]
+        dq = torch.empty_like(q)
+        dk, dv = (lse.new_empty(sizes.num_keys, groups, dim) for _ in range(2))
+        pieces = (_by_group(tensor, groups).split(sizes.rows, dim=2) for tensor in (grad, q, out, lse, dq))
+        into = zip(dk.split(sizes.keys), dv.split(sizes.keys), strict=True)
+        for own, own_grads, *given, piece_dq in zip(keys_by_range(seen, sizes), into, *pieces, strict=True):
+            piece_dq.copy_(_backward_range(given, own, own_grads, scoring))
+        return dq, dk, dv
 
 
 def _forward_range(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
@@ -68,45 +69,43 @@ def _forward_range(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> tuple[T
 
 
 def _backward_range(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scoring: Scoring
-) -> RangeGradients:
-    """As `_forward_range`; gradients of q [G, H/G, n, D], k and v [s, G, D]."""
+    given: Sequence[Tensor], own: tuple[Tensor, Tensor], into: tuple[Tensor, Tensor], scoring: Scoring
+) -> Tensor:
+    """As `_forward_range`: return the gradient of q [G, H/G, n, D], write those of `own` keys and values, [s, G, D]
+    each, to `into`; `given` are the output's gradient, q, output and log-sum-exp."""
+    grad, q, out, lse = given
     scale, window, is_causal = scoring
-    repeat, n = q.shape[1], q.shape[2]
+    (k, v), repeat, n = own, q.shape[1], q.shape[2]
     prefix = k.shape[0] - n if is_causal else 0
     if window and window < k.shape[0]:
         dq_parts = []
-        dk, dv = (torch.zeros(k.shape, dtype=lse.dtype) for _ in range(2))
+        for total in into:
+            total.zero_()
         for rows, keys, mask in _bands(q, n, prefix, window):
-            part_q, part_k, part_v = _backward(
+            part_q, *parts = _backward(
                 grad[:, :, rows], q[:, :, rows], _keys(k[keys], repeat), _keys(v[keys], repeat), out[:, :, rows],
                 lse[:, :, rows], 0.0, False, attn_mask=mask, scale=scale,
             )  # fmt: skip
             dq_parts.append(part_q)
-            dk[keys] += _sum_over_query_heads(part_k)
-            dv[keys] += _sum_over_query_heads(part_v)
-        return torch.cat(dq_parts, dim=2), dk, dv
-    last_k, last_v = (k[prefix:], v[prefix:]) if prefix else (k, v)
-    dq, dk, dv = _backward(grad, q, _keys(last_k, repeat), _keys(last_v, repeat), out, lse, 0.0, is_causal, scale=scale)
-    dk, dv = _sum_over_query_heads(dk), _sum_over_query_heads(dv)
-    if prefix:
-        dq_before, dk_before, dv_before = _backward(
-            grad, q, _keys(k[:prefix], repeat), _keys(v[:prefix], repeat), out, lse, 0.0, False, scale=scale
+            for total, part in zip(into, parts, strict=True):
+                total[keys] += part.sum(1, dtype=total.dtype).transpose(0, 1)
+        return torch.cat(dq_parts, dim=2)
+
+    def keys_alone(keys: slice, *, is_causal: bool) -> Tensor:
+        dq, *parts = _backward(
+            grad, q, _keys(k[keys], repeat), _keys(v[keys], repeat), out, lse, 0.0, is_causal, scale=scale
         )
-        dq = dq + dq_before
-        dk = torch.cat([_sum_over_query_heads(dk_before), dk])
-        dv = torch.cat([_sum_over_query_heads(dv_before), dv])
-    return dq, dk, dv
+        for total, part in zip(into, parts, strict=True):
+            torch.sum(part, 1, dtype=total.dtype, out=total[keys].transpose(0, 1))
+        return dq
+
+    dq = keys_alone(slice(prefix, None), is_causal=is_causal)
+    return dq + keys_alone(slice(prefix), is_causal=False) if prefix else dq
 
 
-def _queries(q: Tensor, groups: int) -> Tensor:
-    """[n, H, D] -> view [G, H/G, n, D]."""
-    return q.view(q.shape[0], groups, q.shape[1] // groups, q.shape[2]).permute(1, 2, 0, 3)
-
-
-def _head_rows(lse: Tensor, groups: int) -> Tensor:
-    """[n, H] -> view [G, H/G, n]."""
-    return lse.view(lse.shape[0], groups, lse.shape[1] // groups).permute(1, 2, 0)
+def _by_group(rows: Tensor, groups: int) -> Tensor:
+    """[n, H, ...] -> view [G, H/G, n, ...]."""
+    return rows.unflatten(1, (groups, -1)).movedim(0, 2)
 
 
 def _keys(k: Tensor, repeat: int) -> Tensor:
@@ -114,17 +113,6 @@ def _keys(k: Tensor, repeat: int) -> Tensor:
     row, head, item = k.stride()
     # One operator, where transpose, unsqueeze and expand are three: with short documents their calls count.
     return k.as_strided((k.shape[1], repeat, k.shape[0], k.shape[2]), (head, 0, row, item))
-
-
-def _rows(out: Tensor) -> Tensor:
-    """[G, H/G, n, D] -> [n, H, D]."""
-    groups, repeat, n, dim = out.shape
-    return out.permute(2, 0, 1, 3).reshape(n, groups * repeat, dim)
-
-
-def _sum_over_query_heads(dk: Tensor) -> Tensor:
-    """[G, H/G, s, D] -> [s, G, D], summed in at least fp32."""
-    return dk.sum(1, dtype=work_dtype(dk)).transpose(0, 1)
 
 
 def _merge(out: Tensor, lse: Tensor, other: Tensor, lse_other: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,21 +8,13 @@ Backward takes *any* output and log-sum-exp per row and head, so results merged 
 must never run through such a merge: the gradient would be silently wrong.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-
-class KeyRange(NamedTuple):
-    """Holds query rows of a pack (at least one; ranges follow each other) and keys and values [s, G, D] that they see:
-    under a causal mask s is at least the number of rows, and the last keys belong to the rows."""
-
-    rows: slice
-    keys: Tensor
-    values: Tensor
+from evenload.attention.range_sizes import RangeSizes
 
 
 class Scoring(NamedTuple):
@@ -39,61 +31,59 @@ class Scoring(NamedTuple):
     is_causal: bool = True
 
 
-RangeGradients = tuple[Tensor, Tensor, Tensor]
-"""Of one range: q [n, H, D], k [s, G, D] and v [s, G, D]; those of k and v in fp32 (fp64 for fp64), or in the compute
-precision where a kernel has rounded them to it."""
+KeyParts = Sequence[tuple[Tensor, Tensor]]
+"""Keys and values [_, G, D] that ranges see, range after range: each pair holds those of one range or of several that
+follow each other."""
 
-
-@dataclass(frozen=True, eq=False)
-class PackedGradients:
-    """Holds gradients of all ranges of one call: q [n, H, D], keys and values [S, G, D], range after range."""
-
-    ranges: Sequence[KeyRange]
-    q: Tensor
-    keys: Tensor
-    values: Tensor
-
-    def __iter__(self) -> Iterator[RangeGradients]:
-        num_rows, num_keys = range_sizes(self.ranges)
-        return zip(self.q.split(num_rows), self.keys.split(num_keys), self.values.split(num_keys), strict=True)
+Gradients = tuple[Tensor, Tensor, Tensor]
+"""Of q [n, H, D], keys and values [S, G, D], range after range; those of keys and values in fp32 (fp64 for fp64), or in
+the compute precision where a kernel has rounded them to it."""
 
 
 class RangeAttention(Protocol):
-    """Computes attention. Shapes: H query heads, G key/value heads (H a multiple of G), D head dim.
+    """Computes attention. Shapes: n rows and S keys of all ranges, H query heads, G key/value heads (H a multiple of
+    G), D head dim.
 
     Attributes:
         soft_cap: scores s become soft_cap·tanh(s / soft_cap) before the softmax (Gemma 2); 0 = they stay.
+        reason: why `auto` took it and none that is faster; "" = there is none, or it was named.
     """
 
     name: str
     soft_cap: float
+    reason: str
 
-    def forward(self, q: Tensor, ranges: Sequence[KeyRange], scoring: Scoring) -> tuple[Tensor, Tensor]:
-        """Return output [n, H, D] and log-sum-exp [n, H] (at least fp32) of the n rows of all ranges of q [T, H, D]."""
+    def forward(self, q: Tensor, seen: KeyParts, sizes: RangeSizes, scoring: Scoring) -> tuple[Tensor, Tensor]:
+        """Return output [n, H, D] and log-sum-exp [n, H] (at least fp32) of q [n, H, D]."""
         ...
 
     def backward(
-        self, grad: Tensor, q: Tensor, ranges: Sequence[KeyRange], out: Tensor, lse: Tensor, scoring: Scoring
-    ) -> Iterable[RangeGradients]:
-        """Return the gradients of every range, in order; there may be none. `PackedGradients` where one call made them.
+        self, grad: Tensor, q: Tensor, seen: KeyParts, out: Tensor, lse: Tensor, sizes: RangeSizes, scoring: Scoring
+    ) -> Gradients:
+        """Return the gradients of all ranges.
 
         Args:
-            grad, q, out: [T, H, D] of the pack; lse: [T, H]. `out` and `lse` may be of more keys than the ranges'.
+            grad, q, out: [n, H, D]; lse: [n, H]. `out` and `lse` may be of more keys than the ranges'.
         """
         ...
+
+
+def keys_by_range(seen: KeyParts, sizes: RangeSizes) -> list[tuple[Tensor, Tensor]]:
+    """Return keys and values [s, G, D] of every range, as views."""
+    pieces: list[tuple[Tensor, Tensor]] = []
+    for keys, values in seen:
+        stop, left = len(pieces), keys.shape[0]
+        while left > 0:
+            left -= sizes.keys[stop]
+            stop += 1
+        each = sizes.keys[len(pieces) : stop]
+        pieces += zip(keys.split(each), values.split(each), strict=True)
+    return pieces
 
 
 def first_visible_key(start: int, window: int) -> int:
     """Return the index of the first key that the query row at position `start` sees."""
     return max(0, start - window + 1) if window else 0
-
-
-def range_sizes(ranges: Sequence[KeyRange]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return tuple(r.rows.stop - r.rows.start for r in ranges), tuple(r.keys.shape[0] for r in ranges)
-
-
-def rows_of_all(ranges: Sequence[KeyRange]) -> slice:
-    return slice(ranges[0].rows.start, ranges[-1].rows.stop)
 
 
 def work_dtype(like: Tensor) -> torch.dtype:

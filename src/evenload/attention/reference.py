@@ -1,12 +1,20 @@
 """Plain matrix-product attention for any dtype and device: what other backends are tested against, and what runs models
 that cap attention scores (Gemma 2). Rows go in blocks, each against the keys that any of its rows sees."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from evenload.attention.range_attention import KeyRange, RangeGradients, Scoring, first_visible_key, work_dtype
+from evenload.attention.range_attention import (
+    Gradients,
+    KeyParts,
+    Scoring,
+    first_visible_key,
+    keys_by_range,
+    work_dtype,
+)
+from evenload.attention.range_sizes import RangeSizes
 
 _BLOCK_ROWS = 256
 
@@ -16,39 +24,39 @@ class ReferenceAttention:
 
     name = "reference"
 
-    def __init__(self, soft_cap: float = 0.0) -> None:
-        self.soft_cap = soft_cap
+    def __init__(self, soft_cap: float = 0.0, reason: str = "") -> None:
+        self.soft_cap, self.reason = soft_cap, reason
 
-    def forward(self, q: Tensor, ranges: Sequence[KeyRange], scoring: Scoring) -> tuple[Tensor, Tensor]:
-        outs, lses = zip(*(self._forward(q[r.rows], r.keys, r.values, scoring) for r in ranges), strict=True)
+    def forward(self, q: Tensor, seen: KeyParts, sizes: RangeSizes, scoring: Scoring) -> tuple[Tensor, Tensor]:
+        each = zip(q.split(sizes.rows), keys_by_range(seen, sizes), strict=True)
+        outs, lses = zip(*(self._forward(rows, *own, scoring) for rows, own in each), strict=True)
         return torch.cat(outs), torch.cat(lses)
 
     def backward(
-        self, grad: Tensor, q: Tensor, ranges: Sequence[KeyRange], out: Tensor, lse: Tensor, scoring: Scoring
-    ) -> Iterator[RangeGradients]:
-        for rows, keys, values in ranges:
-            yield self._backward(grad[rows], q[rows], keys, values, out[rows], lse[rows], scoring)
+        self, grad: Tensor, q: Tensor, seen: KeyParts, out: Tensor, lse: Tensor, sizes: RangeSizes, scoring: Scoring
+    ) -> Gradients:
+        given = (tensor.split(sizes.rows) for tensor in (grad, q, out, lse))
+        each = zip(*given, keys_by_range(seen, sizes), strict=True)
+        parts = [self._backward(*rows, *own, scoring) for *rows, own in each]  # type: ignore[bad-argument-count]
+        dq, dk, dv = (torch.cat(of_ranges) for of_ranges in zip(*parts, strict=True))
+        return dq, dk, dv
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
         keys, values = self._per_query_head(k, q), self._per_query_head(v, q)
         outs, lses = [], []
-        for rows in _blocks(q.shape[0]):
-            seen = _seen_keys(rows, q.shape[0], keys.shape[0], scoring)
-            scores = self._scores(q, keys, rows, seen, scoring)
+        for _, seen, scores in self._scores(q, keys, scoring):
             lse = torch.logsumexp(scores, dim=-1)  # [H, n]
             outs.append(torch.einsum("hts,shd->thd", (scores - lse[..., None]).exp(), values[seen]))
             lses.append(lse.transpose(0, 1))
         return torch.cat(outs).to(q.dtype), torch.cat(lses).contiguous()
 
     def _backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scoring: Scoring
-    ) -> RangeGradients:
+        self, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, scoring: Scoring
+    ) -> Gradients:
         keys, values = self._per_query_head(k, q), self._per_query_head(v, q)
         work = keys.dtype
         dqs, dk, dv = [], torch.zeros_like(keys), torch.zeros_like(values)
-        for rows in _blocks(q.shape[0]):
-            seen = _seen_keys(rows, q.shape[0], keys.shape[0], scoring)
-            scores = self._scores(q, keys, rows, seen, scoring)
+        for rows, seen, scores in self._scores(q, keys, scoring):
             block_grad, block_out = grad[rows].to(work), out[rows].to(work)
             p = (scores - lse[rows].transpose(0, 1)[..., None]).exp()  # [H, n, s]
             dv[seen] += torch.einsum("hts,thd->shd", p, block_grad)
@@ -67,27 +75,23 @@ class ReferenceAttention:
     def _per_query_head(k: Tensor, q: Tensor) -> Tensor:
         return k.to(work_dtype(q)).repeat_interleave(q.shape[1] // k.shape[1], dim=1)
 
-    def _scores(self, q: Tensor, keys: Tensor, rows: slice, seen: slice, scoring: Scoring) -> Tensor:
-        """[H, rows, keys of `seen`], -inf where a row does not see a key."""
-        scores = torch.einsum("thd,shd->hts", q[rows].to(keys.dtype), keys[seen]) * scoring.scale
-        if self.soft_cap:
-            scores = torch.tanh(scores / self.soft_cap) * self.soft_cap
-        if not scoring.is_causal:
-            return scores
-        row = torch.arange(rows.start, rows.stop, device=q.device)[:, None] + (keys.shape[0] - q.shape[0])
-        column = torch.arange(seen.start, seen.stop, device=q.device)[None]
-        visible = column <= row
-        if scoring.window:
-            visible &= column > row - scoring.window
-        return scores.masked_fill(~visible, float("-inf"))
-
-
-def _seen_keys(rows: slice, num_rows: int, num_keys: int, scoring: Scoring) -> slice:
-    if not scoring.is_causal:
-        return slice(0, num_keys)
-    prefix = num_keys - num_rows
-    return slice(first_visible_key(prefix + rows.start, scoring.window), prefix + rows.stop)
-
-
-def _blocks(num_rows: int) -> list[slice]:
-    return [slice(start, min(start + _BLOCK_ROWS, num_rows)) for start in range(0, num_rows, _BLOCK_ROWS)]
+    def _scores(self, q: Tensor, keys: Tensor, scoring: Scoring) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Yield blocks of rows, the keys that any of them sees, and their scores [H, rows, keys], -inf where a row does
+        not see a key."""
+        num_rows, num_keys = q.shape[0], keys.shape[0]
+        prefix = num_keys - num_rows
+        for start in range(0, num_rows, _BLOCK_ROWS):
+            rows, seen = slice(start, min(start + _BLOCK_ROWS, num_rows)), slice(0, num_keys)
+            if scoring.is_causal:
+                seen = slice(first_visible_key(prefix + start, scoring.window), prefix + rows.stop)
+            scores = torch.einsum("thd,shd->hts", q[rows].to(keys.dtype), keys[seen]) * scoring.scale
+            if self.soft_cap:
+                scores = torch.tanh(scores / self.soft_cap) * self.soft_cap
+            if scoring.is_causal:
+                row = torch.arange(start, rows.stop, device=q.device)[:, None] + prefix
+                column = torch.arange(seen.start, seen.stop, device=q.device)[None]
+                visible = column <= row
+                if scoring.window:
+                    visible &= column > row - scoring.window
+                scores = scores.masked_fill(~visible, float("-inf"))
+            yield rows, seen, scores

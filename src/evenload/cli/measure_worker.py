@@ -35,7 +35,7 @@ from evenload.cli.worker_setup import (
     started_rank,
 )
 from evenload.config.planner import host_memory_of_run
-from evenload.config.sections import RunConfig
+from evenload.config.sections import RunConfig, liger_refusal
 from evenload.config.tokenizer import run_tokenizer_text, tokenizer_warnings
 from evenload.config.train_config import BYTES_PER_ELEMENT, TrainConfig, layout_of
 from evenload.cost.coefficients import CostCoefficients
@@ -272,6 +272,9 @@ def _profiled(
     layout = even_layout(timed.num_layers, virtual=mesh.layout.num_stages // mesh.layout.pp, **sizes)
     build = functools.partial(build_stage_model, dtype=dtype, device=device, weights=None, seed=0, tp_rank=mesh.tp_rank)
     models = build_rank_models(few, layout, mesh.pp_rank, build)
+    if not liger_refusal(request.device, request.precision):
+        for part in models.values():
+            part.use_liger(dtype, layout.tp)
     buffers = flatten_units(tuple(models.values()), mesh.data_size)
     backend = select_backend(
         request.attention, device.type, attention_soft_cap(few), dtype=dtype, head_dim=model.head_dim

@@ -224,7 +224,8 @@ def _start_lines(
         (
             f"model {model.name} ({model.num_parameters / 1e6:.1f} M parameters, {config.model.dtype})",
             f"layout {layout.describe()}{', fifo channels' if is_fifo else ''}",
-            f"attention {stage.backend.name}",
+            f"attention {stage.backend.name}{f' ({why})' if (why := stage.backend.reason) else ''}",
+            f"kernels {', '.join(('liger:', *stage.model.liger)) if stage.model.liger else 'torch'}",
             f"costs {costs.source} on {costs.device}",
             f"memory limit {format_bytes(memory_cap_bytes)} a process",
         )

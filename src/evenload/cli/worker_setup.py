@@ -26,7 +26,7 @@ from evenload.cli.options import print_lines
 from evenload.cli.plan_inputs import cost_file_warnings
 from evenload.config.layouts import layouts_of, require_optimizer
 from evenload.config.planner import process_memory_bytes
-from evenload.config.sections import RunConfig, validation_data
+from evenload.config.sections import RunConfig, liger_refusal, uses_liger, validation_data
 from evenload.config.tokenizer import require_tokenizer
 from evenload.config.train_config import TrainConfig
 from evenload.cost.coefficients import CostCoefficients, OverlapCost, read_coefficients
@@ -80,6 +80,8 @@ def require_runnable(config: TrainConfig) -> ParallelLayout:
     )
     require_same_token_ids(tokenizer)
     config.optimizer.rate(config.optimizer.warmup_steps, config.train.steps)  # finds and runs a user's function
+    if config.train.kernels == "liger" and (why := liger_refusal(config.train.device, config.model.dtype)):
+        raise ConfigError(f'train.kernels is "liger": {why}; or set train.kernels = "auto"')
     if config.train.device == "cpu":  # a GPU's kernels are checked on the GPU
         select_backend(config.train.attention, "cpu", attention_soft_cap(hf_config))
     for data in (config.data, *([validation_data(config.data, config.validation)] if config.validation else [])):
@@ -256,6 +258,8 @@ def _known_or_measured(
 def what_is_timed(config: TrainConfig) -> str:
     """Name what changes measured seconds besides model, layout and device: costs are kept for runs with the same."""
     name = config.train.attention + (", deterministic" if config.train.deterministic else "")
+    if uses_liger(config.train, config.model.dtype):
+        name += ", liger"
     if config.train.device == "cuda":
         # Packs of 2, 4, 8, ... times as many tokens are timed up to these.
         pack, document = (1 << (n.bit_length() - 1) for n in (config.max_pack_tokens, config.data.max_document_tokens))

@@ -62,6 +62,7 @@ _NAMES_ELSEWHERE = {
     "train.keep_checkpoints": "save_total_limit keep_latest_k",
     "train.resume": "resume_from_checkpoint resume_from",
     "train.attention": "attn_implementation attn_impl",
+    "train.kernels": "use_liger_kernel use_liger liger",
 }
 OTHER_NAMES: dict[str, str] = {name: ours for ours, names in _NAMES_ELSEWHERE.items() for name in names.split()}
 """Names of settings in other trainers, which no spelling distance finds, → ours with its section."""
@@ -74,10 +75,10 @@ _GONE = {
     "train.on_lost_rank": "torchrun with --max-restarts starts the ranks that are left, in a layout that fits them",
     "train.replace_lost_ranks": "torchrun's agents start processes again (--max-restarts)",
     "train.survivor_memory": "a run goes on from its last checkpoint",
-    "train.fused_elementwise": "rotary embedding and gated activation run as plain torch",
-    "train.fused_norms": "norms run as plain torch",
+    "train.fused_elementwise": "train.kernels says what computes rotary embedding and gated activation",
+    "train.fused_norms": "train.kernels says what computes norms",
 }
-"""Keys of earlier versions that nothing replaces, and why."""
+"""Keys of earlier versions, and why they went."""
 
 _OTHER_VALUES = dict.fromkeys(("bf16", "fp16", "float16", "half"), "bfloat16") | {
     "fp32": "float32", "float": "float32", "fp64": "float64", "double": "float64", "gpu": "cuda",

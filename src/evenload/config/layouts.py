@@ -158,19 +158,37 @@ def _refusal(plan: PlanConfig, parallel: ParallelConfig, num_layers: int) -> str
 
 
 def require_optimizer(config: TrainConfig, model: ModelSpec, num_layouts: int) -> None:
-    """Raise `ConfigError` for what no test trains together with Muon or a moving average of weights."""
-    is_muon, changes = config.optimizer.name == "muon", num_layouts > 1
-    if changes and (is_muon or config.train.ema_decay is not None):
-        setting = "optimizer.name is 'muon'" if is_muon else f"train.ema_decay is {config.train.ema_decay}"
-        raise ConfigError(
-            f"{setting}, and the layout may change while the run trains, which moves AdamW's state alone; leave one of "
-            "both out"
+    """Raise `ConfigError` for what no test trains together with the optimizer's settings."""
+    optimizer, plan, start = config.optimizer, config.plan, layout_of(config.parallel, model.num_layers)
+    is_muon, asked = optimizer.name == "muon", (plan.strategy, plan.options.micro_batches)
+    changes = {
+        "the layout may change while the run trains (plan.layouts, flexpipe), which moves AdamW's fp32 state alone": (
+            num_layouts > 1
         )
-    refused = {
-        f"parallel.tp is {config.parallel.tp}: it orthogonalises whole matrices, of which ranks of a tensor-parallel "
-        "group hold parts; use dp, cp or pp": config.parallel.tp > 1,
-        f"{model.name} has experts, whose matrices lie in one tensor that it does not take apart": model.num_experts,
-        "adapters (model.lora) are trained, which is not tested": config.model.lora is not None,
     }
-    if why := next((why for why, is_set in refused.items() if is_set and is_muon), ""):
-        raise ConfigError(f"optimizer.name is 'muon', and {why}; or use optimizer.name = 'adamw'")
+    untested = changes | {
+        "adapters (model.lora) are trained, which is not tested": config.model.lora is not None,
+        f"{model.name} has experts, which is not tested": model.num_experts > 0,
+    }
+    of_adamw = {"optimizer.name is 'muon'": is_muon, **untested}
+    not_whole = {
+        f"parallel.tp is {start.tp}: it orthogonalises whole matrices, of which ranks of a tensor-parallel group hold "
+        "parts": start.tp > 1
+    }
+    no_halves = {f"model.dtype is '{config.model.dtype}'; set 'bfloat16'": config.model.dtype != "bfloat16"}
+    not_one_pack = {
+        "plan.strategy is '{}' and plan.options.micro_batches {}, so a step may have several packs; set 'balanced' and "
+        "1".format(*asked): asked != ("balanced", 1),
+        f"[parallel] is {start.describe()}; use dp alone": start.world_size > start.dp or start.num_stages > 1,
+        "train.on_nonfinite is 'skip', but weights change before a step is known to be finite; set 'stop'": (
+            config.train.on_nonfinite == "skip"
+        ),
+    }
+    for setting, is_chosen, why_not in (
+        (f"train.ema_decay is {config.train.ema_decay}", config.train.ema_decay is not None, changes),
+        ("optimizer.name is 'muon'", is_muon, not_whole | untested),
+        ("optimizer.moments is 'bfloat16'", optimizer.moments == "bfloat16", no_halves | of_adamw),
+        ("optimizer.in_backward is true", optimizer.in_backward, not_one_pack | of_adamw),
+    ):
+        if why := next((why for why, is_set in why_not.items() if is_set and is_chosen), ""):
+            raise ConfigError(f"{setting}, and {why}; leave one of both out")

@@ -16,10 +16,10 @@ from evenload.types.base import Frozen, did_you_mean
 
 Decay = Literal["constant", "cosine", "linear", "wsd", "custom"]
 _NAMES = ("adamw", "muon")
-_EIGHT_BITS = (
-    "state of 8 bits is quantised in blocks, which shards and checkpoints of other layouts do not keep whole, and no "
-    "library's is tested here; more dp makes AdamW's state as small; "
-)
+_EIGHT_BITS = "for a smaller state set optimizer.moments = 'bfloat16' (6 bytes a weight instead of 12), or more dp; "
+_MOST_DECAY = 0.99
+"""A bfloat16 has 8 significant bits: a moment that one step changes by less than 2^-8 of it would stay where it is."""
+_NORM_COMES_LATE = "the norm of all gradients is known when the first weights are updated already"
 _DECAY_SHARE = 0.1
 """Of the steps of a run in which WSD decays by default (MiniCPM, Hu et al. 2024)."""
 
@@ -35,6 +35,13 @@ class OptimizerConfig(Frozen):
         momentum: of "muon", as in `torch.optim.Muon`.
         weight_decay: of matrices; norms and biases have none.
         clip_norm: global gradient norm limit; 0 = no clipping.
+        moments: precision of AdamW's moments. "float32" (float64 for a float64 model); "bfloat16": half of it, and fp32
+            weights are kept as the model's bfloat16 ones and 16 bits more, so that the state takes 6 bytes a weight
+            instead of 12. With `model.dtype = "bfloat16"` and `beta1` and `beta2` of at most 0.99.
+        in_backward: update every layer as soon as its gradients are complete, and use their memory for those of the
+            layer before it: 4 bytes a weight of the largest unit (embedding, a layer, or the head) instead of all. With
+            one pack a step and replica (`plan.strategy = "balanced"`, `plan.options.micro_batches = 1`), `clip_norm`
+            0 and layouts of `dp` alone. Weights and moments are the same to the bit.
         warmup_steps: linear warm-up from 0.
         decay: what follows warm-up. "constant"; "cosine" or "linear" down to `final_ratio` of the learning rate at
             `train.steps`; "wsd": constant, and down to `final_ratio` in the last steps alone, so that a checkpoint of
@@ -57,6 +64,8 @@ class OptimizerConfig(Frozen):
     momentum: float = 0.95
     weight_decay: float = 0.1
     clip_norm: float = 1.0
+    moments: Literal["float32", "bfloat16"] = "float32"
+    in_backward: bool = False
     warmup_steps: int = 0
     decay: Decay = "constant"
     final_ratio: float = 0.1
@@ -74,12 +83,16 @@ class OptimizerConfig(Frozen):
             ("momentum", 0 <= self.momentum < 1, "from 0 to below 1"),
             ("learning_rate", self.learning_rate > 0, "above 0"),
             ("clip_norm", self.clip_norm >= 0, "0 or more"),
+            ("clip_norm", not (self.in_backward and self.clip_norm), f"0 with in_backward: {_NORM_COMES_LATE}"),
             ("warmup_steps", self.warmup_steps >= 0, "0 or more"),
             ("final_ratio", 0 <= self.final_ratio <= 1, "from 0 to 1"),
             ("decay_steps", self.decay_steps is None or self.decay_steps >= 1, "at least 1"),
             ("decay_share", share is None or 0 < share <= 1, "above 0 and at most 1"),
         ):
             require_value("optimizer", self, field, is_right, what)
+        for field in ("beta1", "beta2") if self.moments == "bfloat16" else ():
+            most = f'at most {_MOST_DECAY} with moments = "bfloat16", which is too coarse for slower averages'
+            require_value("optimizer", self, field, getattr(self, field) <= _MOST_DECAY, most)
         for field in ("decay_steps", "decay_share", "decay_shape"):
             if getattr(self, field) is not None and self.decay != "wsd":
                 raise ConfigError(

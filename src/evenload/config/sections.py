@@ -3,6 +3,7 @@ each with the checks that need no other section. Needs no torch."""
 
 import hashlib
 from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Literal
 
@@ -25,6 +26,9 @@ class RunConfig(Frozen):
         device: "cpu", or "cuda": one GPU for each process. The GPU path has not been run on hardware yet.
         attention: backend of range attention: "reference", "cpu_flash", "varlen_cuda", "varlen_cuda_fa3",
             "varlen_cuda_fa4"; "auto" = the fastest for device and model.
+        kernels: what computes norms, rotary embedding, gated activation and cross-entropy: "torch", or "liger" on a GPU
+            (`pip install 'evenload[liger]'`), for those modules for which Liger computes the same; "auto" = Liger's
+            where they are installed and the device is a GPU. The start of a run says which.
         threads_per_process: None = the machine's cores divided by the processes on it.
         cost_file: cost coefficients (`cost.json` of another run of this model and layout, else refused); None = measure
             this device at start, which takes seconds and is cached, so that predictions are in its seconds.
@@ -69,6 +73,7 @@ class RunConfig(Frozen):
     seed: int = 0
     device: DeviceKind = "cpu"
     attention: str = "auto"
+    kernels: Literal["auto", "torch", "liger"] = "auto"
     threads_per_process: int | None = None
     cost_file: PathText | None = None
     checkpoint_every_steps: int = 0
@@ -112,6 +117,26 @@ class RunConfig(Frozen):
         if self.checkpoint_every_s is not None:
             return self.checkpoint_every_s
         return 0.0 if self.checkpoint_every_steps else 600.0
+
+
+def liger_refusal(device: str, dtype: str) -> str:
+    """Return why Liger's kernels cannot compute in this precision on this device and machine; "" = they can."""
+    if device != "cuda":
+        return f'they need train.device = "cuda", and it is "{device}"'
+    if dtype == "float64":
+        return 'they compute in float32, and model.dtype is "float64"'
+    try:
+        installed = version("liger-kernel")
+    except PackageNotFoundError:
+        return "liger-kernel is not installed: pip install 'evenload[liger]'"
+    if not installed.startswith("0.8."):
+        return f"liger-kernel {installed} is installed, and 0.8 is tested: pip install 'evenload[liger]'"
+    return ""
+
+
+def uses_liger(run: RunConfig, dtype: str) -> bool:
+    """Return whether a run computes with Liger's kernels."""
+    return run.kernels == "liger" or (run.kernels == "auto" and not liger_refusal(run.device, dtype))
 
 
 Tracker = Literal["wandb", "tensorboard"]

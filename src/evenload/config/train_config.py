@@ -19,6 +19,7 @@ from evenload.config.sections import (
     RunConfig,
     SamplesConfig,
     ValidationConfig,
+    uses_liger,
     validation_data,
     with_held_out,
 )
@@ -28,7 +29,7 @@ from evenload.errors import ConfigError, unreadable
 from evenload.plan.problem import PlanOptions
 from evenload.types.base import Frozen, PathText, write_out_home
 from evenload.types.layout import ChannelChoice, ParallelLayout, even_layout, split_layout
-from evenload.types.model import ModelSpec
+from evenload.types.model import ModelSpec, attention_kernels
 
 BYTES_PER_ELEMENT = {"float64": 8, "float32": 4, "bfloat16": 2}
 """By `model.dtype`."""
@@ -200,14 +201,18 @@ class TrainConfig(Frozen):
         return self.plan.options.max_pack_tokens or self.data.max_document_tokens
 
     def with_run_memory(self, model: ModelSpec) -> ModelSpec:
-        """Return a model whose memory counts the weights' average, and what attention's GPU kernels hold."""
+        """Return a model whose memory counts what the optimizer keeps, and what a GPU's kernels hold, or do not."""
         on_cuda = self.train.device == "cuda" and self.model.dtype == "bfloat16"
         in_kernels = on_cuda and self.train.attention != "reference"
         return msgspec.structs.replace(
             model,
             attention_workspace=in_kernels,
+            attention_kernels=attention_kernels(self.train.attention),
             ordered_attention=in_kernels and self.train.deterministic,
+            fused_cross_entropy=uses_liger(self.train, self.model.dtype),
             averaged_weights=self.train.ema_decay is not None,
+            bfloat16_moments=self.optimizer.moments == "bfloat16",
+            unit_gradients=self.optimizer.in_backward,
         )
 
 

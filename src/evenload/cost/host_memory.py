@@ -6,9 +6,9 @@ its ranks' peaks.
 
 A process on a CPU, as a system monitor shows it and a container limits it, holds what the run measured before its first
 step, static bytes (`cost.memory`), what kernels load when they first run, activations and buffers at their simulated
-peak with what the C library's allocator holds beyond it, and in the update gloo's copy of the largest unit's gradients
-and the norm's fp64 copy of a shard: above the allocator's threshold on top of what is kept of the step, below it out of
-that. The allocator's share and the first use are measured (`benchmarks/process_memory.py`, with glibc).
+peak with what the C library's allocator holds beyond it, and in the update gloo's copy of the largest unit's gradients:
+above the allocator's threshold on top of what is kept of the step, below it out of that. The allocator's share and the
+first use are measured (`benchmarks/process_memory.py`, with glibc).
 """
 
 from collections.abc import Sequence
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from evenload.cost.layer_counts import OFFLOAD, activation_bytes_per_token
 from evenload.cost.memory import (
+    WIDENED_ELEMENTS,
     ReplicaPacks,
     count_tokens,
     embedding_parameters,
@@ -124,14 +125,13 @@ def process_bytes(model: ModelSpec, plan: StepPlan, fixed_bytes: int) -> int:
     layout = plan.layout
     static = int(static_bytes(model, layout).max())
     activations = plan.predicted.peak_memory_bytes - static
-    # The fewest have the largest shards; only ranks that share weights reduce anything.
-    copies, element = min(layout.data_sizes), max(model.bytes_per_element, 4)
     unit = trained_layer_parameters(model, layout.tp)
     if not model.adapter_parameters_per_layer:
         unit = max(unit, embedding_parameters(model, layout.tp) + model.position_parameters)
-    after = [8 * -(-unit // copies)]
-    if max(layout.data_sizes) > 1:
-        after.append(element * unit)
-    mapped = sum(one for one in after if one > MAPPED_BYTES)
-    kept = max(round((1 + ALLOCATOR_SHARE) * activations), sum(after) - mapped)
+    # Only ranks that share weights reduce anything.
+    after = max(model.bytes_per_element, 4) * unit if max(layout.data_sizes) > 1 else 0
+    mapped = after if after > MAPPED_BYTES else 0
+    # Masters, moments and a byte: too large for the pieces that activations left free.
+    widened = 13 * min(WIDENED_ELEMENTS, -(-unit // min(layout.data_sizes))) if model.bfloat16_moments else 0
+    kept = max(round((1 + ALLOCATOR_SHARE) * (activations + widened)), after - mapped)
     return fixed_bytes + static + FIRST_USE_BYTES + kept + mapped

@@ -13,14 +13,16 @@ experts. With norms behind the blocks (Gemma 2 and 3, OLMo 2) the output of the 
 stay on the device, for later slices read them. Under tensor parallelism a device holds its heads and its columns of
 the feed-forward block; hidden states are split over tokens; key/value heads fewer than devices are copied.
 
-Workspace of attention's backward, as FlashAttention 2's kernels in torch make it (`mha_varlen_bwd` of torch 2.13),
-of one layer of one backward pack with T rows in n slices that see K keys; H query heads, G key heads of dimension D,
-e bytes an element. It is an estimate: windows are not counted, and packs of a context-parallel group hold less.
+Workspace of attention's backward, of one layer of one backward pack with T rows in n slices that see K keys; H query
+heads, G key heads of dimension D, e bytes an element. As FlashAttention 2's kernels in torch make it (`mha_varlen_bwd`
+of torch 2.13). FlashAttention 3 (`mha_bwd`) and 4 (`_flash_attn_bwd`), from their sources and not measured, copy
+log-sum-exps (D + 2) and hold gradients of grouped keys as fp32 sums of key heads. It is an estimate: windows are not
+counted, and packs of a context-parallel group hold less.
 
     sums of dQ and of dO·O      4·(T + 128·n)·H·(D + 1)    fp32; every document is rounded up to a block of rows
       added in one order        4·(T + 128·n)·D·S more     of every processor of S apart (`train.deterministic`)
     keys of prefixes            4·e·G·D a key              K and V copied into one tensor, and their gradients
-    gradients of grouped keys   2·e·H·D a key              where H > G; above `KEY_GRADIENT_BYTES` they are made for
+    gradients of grouped keys   2·e·H·D a key, or 8·G·D    where H > G; above `KEY_GRADIENT_BYTES` they are made for
                                                            some key heads at a time (`attention.varlen_cuda`)
 """
 
@@ -33,7 +35,7 @@ from evenload.errors import ConfigError
 from evenload.types.columns import causal_pairs
 from evenload.types.document import ActivationPolicy
 from evenload.types.layout import ParallelLayout
-from evenload.types.model import ModelSpec
+from evenload.types.model import AttentionKernels, ModelSpec
 
 BACKWARD_LINEAR_RATIO = 2.0  # Backward / forward cost of matrix products: dX and dW
 BACKWARD_ATTENTION_RATIO = 2.5
@@ -146,9 +148,11 @@ def weight_elements_per_token(model: ModelSpec, tp: int = 1) -> int:
     return inputs + (1 + chosen) * hidden + query + 2 * key_value + into_ffn + model.num_experts
 
 
-# Gradients of keys and values that a kernel makes for every query head before it adds those of a key head.
+# Gradients of grouped keys and values that a kernel holds wider than it returns them.
 KEY_GRADIENT_BYTES = 1 << 29
 _ROWS_OF_BLOCK = 128
+# To whose multiples the keys of every document are rounded up, at most (two processors share a block of Blackwell's).
+_KEYS_OF_BLOCK = {"varlen_cuda_fa3": 128, "varlen_cuda_fa4": 256}
 _PROCESSORS = 148  # Of the largest GPU that the kernels run on (B200; an H100 has 132)
 
 
@@ -159,7 +163,7 @@ class WorkspaceRates:
     Args:
         row, piece: a row, and a slice, of a backward pack.
         prefix_key: a key before a slice.
-        grouped_key: a key that a slice sees, for every query head; grouped_key_head: for those of one key head.
+        grouped_key: wide gradients of a key that a slice sees; grouped_key_head: for one key head.
     """
 
     row: int = 0
@@ -169,7 +173,7 @@ class WorkspaceRates:
     grouped_key_head: int = 0
 
     def of_grouped_keys(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Count the bytes of gradients for every query head, of packs whose slices see so many keys."""
+        """Count the bytes of wide gradients, of packs whose slices see so many keys."""
         most = np.maximum(KEY_GRADIENT_BYTES, keys * self.grouped_key_head)
         return np.minimum(keys * self.grouped_key, most)
 
@@ -178,19 +182,39 @@ def workspace_rates(model: ModelSpec, heads: int, kv_heads: int) -> WorkspaceRat
     """Return the workspace rates of the heads of one rank."""
     if not model.attention_workspace:
         return WorkspaceRates()
-    element, dim = model.bytes_per_element, model.head_dim
-    rounded_dim = -(-dim // 32) * 32 if dim <= 128 else -(-dim // 64) * 64
-    # In one order every call holds `ceil(S / (documents · heads))` sums of dQ: times heads fewer than S + heads.
-    sums = heads + (_PROCESSORS - 1 if model.ordered_attention else 0)
-    row = 4 * (sums * rounded_dim + heads)
-    grouped = 2 * element * heads * dim if heads > kv_heads else 0
+    element, dim, kernels = model.bytes_per_element, model.head_dim, model.attention_kernels
+    grouped = key_gradient_bytes(kernels, heads, kv_heads, dim, element)
+    if kernels == "varlen_cuda":
+        # In one order every call holds `ceil(S / (documents · heads))` sums of dQ: times heads fewer than S + heads.
+        sums = heads + (_PROCESSORS - 1 if model.ordered_attention else 0)
+        row, rounded_keys = 4 * (sums * _rounded_dim(kernels, dim) + heads), 0
+    else:
+        row, rounded_keys = 4 * heads * (_rounded_dim(kernels, dim) + 2), _KEYS_OF_BLOCK[kernels]
     return WorkspaceRates(
         row=row,
-        piece=_ROWS_OF_BLOCK * row,
+        piece=_ROWS_OF_BLOCK * row + rounded_keys * grouped,
         prefix_key=4 * element * kv_heads * dim,
         grouped_key=grouped,
         grouped_key_head=grouped // kv_heads,
     )
+
+
+def key_gradient_bytes(kernels: AttentionKernels, heads: int, kv_heads: int, dim: int, element: int) -> int:
+    """Count the bytes of a key's gradients that kernels hold wider than they return them, K and V together; of a whole
+    number for every key head."""
+    if heads == kv_heads:
+        return 0
+    if kernels == "varlen_cuda":
+        return 2 * element * heads * dim
+    return 2 * 4 * kv_heads * _rounded_dim(kernels, dim)
+
+
+def _rounded_dim(kernels: AttentionKernels, dim: int) -> int:
+    """Round a head dimension up as the kernels do in their fp32 sums."""
+    if kernels == "varlen_cuda_fa3":
+        return next(known for known in (64, 96, 128, 192, 256, dim) if known >= dim)
+    step = 64 if kernels == "varlen_cuda" and dim > 128 else 32
+    return -(-dim // step) * step
 
 
 def require_supported_layout(model: ModelSpec, layout: ParallelLayout) -> None:

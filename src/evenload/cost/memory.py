@@ -14,10 +14,13 @@ Kept between forward and backward (e = bytes per element, L = layers of the stag
 
 Padded packs count `pad_to` tokens a document. Temporaries are estimates: of a forward one layer's input, norm output,
 attention input/output and gated product; of a backward one layer's recomputed activations and gradients, attention's
-workspace (`cost.layer_counts`), on the last stage logits and their fp32 softmax and gradient, min(T, HEAD_ROWS)·vocab.
+workspace (`cost.layer_counts`), on the last stage logits and their fp32 softmax and gradient, min(T, HEAD_ROWS)·vocab,
+or logits alone, which Liger's kernel turns into their gradient (tp = 1).
 
 Static bytes of a rank: weights e·N, fp32 gradients max(e,4)·N, and AdamW's state sharded over dp·cp: fp32 master
 (only where e < 4) and two moments, max(e,4) bytes each. With LoRA adapters only those have gradients and state.
+`optimizer.moments = "bfloat16"`: two moments and the master's other half, 2 bytes each. `optimizer.in_backward`:
+gradients of the largest unit, and of a tied embedding, to which the head adds first.
 
 A recomputed document keeps a smaller chunk and its backward holds one layer's recomputed tensors; an offloaded one
 keeps no chunk but two layers' buffers while a pack runs. Context parallelism (DP-Merge too) divides a pack's tokens
@@ -54,6 +57,7 @@ from evenload.types.pipeline import PackBytes, PipelineTasks
 from evenload.types.timeline import MEMORY_KINDS
 
 HEAD_ROWS = 2048  # Rows of logits the runtime holds at once; bounds the head's memory whatever the pack
+WIDENED_ELEMENTS = 2**22  # Of bf16 moments and masters in halves, at once in fp32, while they are updated
 OFFLOAD_BUFFERED_LAYERS = 2  # Layers whose offloaded tensors are on the device at once: one in use, one on its way
 
 
@@ -103,33 +107,30 @@ def trained_parameters_per_rank(model: ModelSpec, layout: ParallelLayout) -> NDA
 
 
 def _units_per_rank(model: ModelSpec, layout: ParallelLayout, units: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Sum the parameters of units (`unit_parameters`) over the stages of every pipeline rank."""
-    parameters = np.zeros(layout.pipeline_ranks, np.int64)
-    for (first, last), rank in zip(layout.stage_layers, layout.stage_to_rank, strict=True):
-        parameters[rank] += units[1 + first : 1 + last].sum()
-    first_rank, last_rank = layout.stage_to_rank[0], layout.stage_to_rank[-1]
-    parameters[first_rank] += units[0]
-    parameters[last_rank] += units[-1]
-    if model.tied_embeddings and first_rank != last_rank:
-        parameters[last_rank] += units[0]  # a tied head on another rank is a second copy
-    return parameters[list(layout.leading_ranks)]
+    return np.array([sum(_held_units(model, layout, rank, units).values()) for rank in layout.leading_ranks], np.int64)
+
+
+def _held_units(model: ModelSpec, layout: ParallelLayout, rank: int, units: NDArray[np.int64]) -> dict[int, int]:
+    """Return those of `units` (`unit_parameters`) that a pipeline rank holds, by number."""
+    stages, last = layout.stages_of_rank(rank), layout.num_stages - 1
+    result = {1 + layer: int(units[1 + layer]) for one in stages for layer in range(*layout.stage_layers[one])}
+    if 0 in stages:
+        result[0] = int(units[0])
+    if last in stages:
+        is_copy = model.tied_embeddings and 0 not in stages  # a tied head on another rank than the embedding
+        result[1 + model.num_layers] = int(units[-1] + is_copy * units[0])
+    return result
 
 
 def trained_unit_parameters(model: ModelSpec, layout: ParallelLayout, rank: int) -> dict[int, int]:
     """Count the trained parameters of a pipeline rank by unit: 0 is the embedding, 1 the first layer, and the head
     comes after the last. They add up to the rank's `trained_parameters_per_rank`."""
-    stages = layout.stages_of_rank(rank)
-    layers = [layer for stage in stages for layer in range(*layout.stage_layers[stage])]
-    result = dict.fromkeys((1 + layer for layer in layers), trained_layer_parameters(model, layout.tp))
+    held = _held_units(model, layout, rank, unit_parameters(model, layout.tp)[1])
     if model.adapter_parameters_per_layer:
-        return result
-    embedding, last = embedding_parameters(model, layout.tp), layout.num_stages - 1
-    if 0 in stages:
-        result[0] = embedding + model.position_parameters
-    if last in stages:
-        is_within = model.tied_embeddings and 0 in stages
-        result[1 + model.num_layers] = model.norm_parameters + (0 if is_within else embedding)
-    return result
+        return {unit: size for unit, size in held.items() if size}
+    if 0 in held:
+        held[0], held[1] = held[0] + model.position_parameters, held[1] - model.position_parameters
+    return held
 
 
 def embedding_parameters(model: ModelSpec, tp: int = 1) -> int:
@@ -178,14 +179,19 @@ def static_kinds(model: ModelSpec, layout: ParallelLayout) -> NDArray[np.int64]:
     """Count weights, gradients and optimizer state apart; int64[R, 3]."""
     element, trained = model.bytes_per_element, trained_parameters_per_rank(model, layout)
     state = optimizer_bytes_per_parameter(model) * -(-trained // np.array(layout.data_sizes))
+    if model.unit_gradients:  # with `dp` alone
+        units = trained_unit_parameters(model, layout, 0)
+        tied = embedding_parameters(model, layout.tp) if model.tied_embeddings else 0
+        trained = np.array([tied + max((units | {0: units[0] - tied}).values())])
     return np.stack([element * parameters_per_rank(model, layout), max(element, 4) * trained, state], axis=1)
 
 
 def optimizer_bytes_per_parameter(model: ModelSpec) -> int:
     """Count the bytes of AdamW's state (Muon's is smaller): two moments, a master copy where weights have less than 4
     bytes, and the moving average of the weights, if there is one."""
-    element = model.bytes_per_element
-    return (4 if element < 4 else 0) + (3 if model.averaged_weights else 2) * max(element, 4)
+    element, work = model.bytes_per_element, max(model.bytes_per_element, 4)
+    moments, master = (2, 2) if model.bfloat16_moments else (work, 4)
+    return 2 * moments + (master if element < 4 else 0) + (work if model.averaged_weights else 0)
 
 
 def pipeline_bytes(model: ModelSpec, layout: ParallelLayout, packs: ReplicaPacks) -> PackBytes:
@@ -331,6 +337,7 @@ def byte_rates(model: ModelSpec, layout: ParallelLayout) -> ByteRates:
     forward_temp[OFFLOAD] += buffered
     backward_temp[OFFLOAD] += buffered
     kv, kv_gradient = kv_bytes_per_token(model, tp), kv_gradient_bytes_per_token(model, tp)
+    is_fused = model.fused_cross_entropy and tp == 1
     return ByteRates(
         static_bytes=static_bytes(model, layout),
         chunk=chunk,
@@ -338,7 +345,7 @@ def byte_rates(model: ModelSpec, layout: ParallelLayout) -> ByteRates:
         backward_temp=backward_temp,
         kv=layers * kv,
         kv_gradient=layers * kv_gradient,
-        logits_per_row=is_last * -(-model.vocab_size // tp) * (element + 8),
+        logits_per_row=is_last * -(-model.vocab_size // tp) * (element + (0 if is_fused else 8)),
         gathered_forward=kv,
         gathered_backward=kv + kv_gradient,
         attention=attention,
@@ -425,11 +432,7 @@ def bytes_by_kind(model: ModelSpec, layout: ParallelLayout, tasks: PipelineTasks
 def _rates_by_kind(rates: ByteRates) -> dict[str, ByteRates]:
     """Return the rates of every kind that packs hold, all others at zero; they add up to `rates` (without static
     bytes)."""
-    zeros: dict[str, Any] = {
-        field.name: 0 * getattr(rates, field.name)
-        for field in dataclasses.fields(ByteRates)
-        if field.name != "attention"
-    }
+    zeros: dict[str, Any] = {name: 0 * rate for name, rate in vars(rates).items() if name != "attention"}
     zeros["attention"] = WorkspaceRates()
 
     def only(**kept: Any) -> ByteRates:

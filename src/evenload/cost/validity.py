@@ -24,7 +24,8 @@ reduced, and inside a tensor- or context-parallel group."""
 # Fields of a model that are not the shape of a layer: names, sizes of the whole, and what memory is counted.
 _NOT_SHAPE = {
     *("name", "num_layers", "tied_embeddings", "sliding_windows", "position_rows"),
-    *("attention_workspace", "ordered_attention", "averaged_weights"),
+    *("attention_workspace", "attention_kernels", "ordered_attention", "fused_cross_entropy", "averaged_weights"),
+    *("bfloat16_moments", "unit_gradients"),
 }
 _LINK_OF: Mapping[Missing, str] = {
     "pipeline link": "the transfer between pipeline stages",

@@ -11,7 +11,7 @@ a record.
 """
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
@@ -248,15 +248,15 @@ class BlockReader:
         self._part, self._on_open, config = part, on_open, self._config
         self._shuffled = config.shuffle_window > 1
         self._most = max(1, config.shuffle_window // config.num_streams) if self._shuffled else _UNSHUFFLED_DOCUMENTS
-        self._open: dict[StreamKey, tuple[BlockRequest, Iterator[_Step]]] = {}
+        self._open: dict[StreamKey, tuple[BlockRequest, Generator[_Step, None, None]]] = {}
         self._hold_out = HoldOut.of(config)
         self._ordered: tuple[int, Sequence[Segment]] = (-1, ())
 
     def read(self, request: BlockRequest) -> DocumentBlock:
         """Read a block; `DataError` for a file that cannot be read, or a record that is an error by the settings."""
         key, epoch, cursor = request
-        following, steps = self._open.pop(key, (None, iter(())))
-        if following != request:
+        following, steps = self._open.pop(key, (None, None))
+        if steps is None or following != request:
             steps = self._steps(request)
         documents: list[EncodedDocument] = []
         dropped: dict[str, Tally] = {}
@@ -281,6 +281,12 @@ class BlockReader:
             documents = [documents[index] for index in order]
         return _make_block(documents, cursor, next_cursor, dropped)
 
+    def close(self) -> None:
+        """Close the files of unfinished blocks; left to the garbage collector, an error's traceback keeps them open."""
+        for _, steps in self._open.values():
+            steps.close()
+        self._open.clear()
+
     def first_file(self, request: BlockRequest) -> str:
         return self._segments(request)[request.cursor.segment].reader.file.name
 
@@ -294,7 +300,7 @@ class BlockReader:
             self._ordered = (epoch, segments)
         return self._ordered[1][request.key.stream :: self._config.num_streams]
 
-    def _steps(self, request: BlockRequest) -> Iterator[_Step]:
+    def _steps(self, request: BlockRequest) -> Generator[_Step, None, None]:
         segments, chosen = self._segments(request), self._hold_out
         limit = self._config.max_document_tokens
         start, skip = request.cursor.offset, request.cursor.part

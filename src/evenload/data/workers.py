@@ -117,7 +117,8 @@ class _ThreadWorker:
             request, block = item
             block.set_result(self._read(request))
             self.progress += 1
-        self._readers.clear()  # closes their files
+        for reader in self._readers:
+            reader.close()
 
     def _read(self, request: BlockRequest) -> Outcome:
         return _read_block(self._readers, request)

@@ -1,9 +1,8 @@
 """What adapters to engines share: `EngineLoop`, the loss of a pack, attention inside documents, what rank 0 reads."""
 
-import itertools
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -11,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from evenload.attention.backends import select_backend
-from evenload.attention.range_attention import KeyRange, RangeAttention, Scoring
+from evenload.attention.range_attention import RangeAttention, Scoring
+from evenload.attention.range_sizes import RangeSizes
 from evenload.data.encoders import IGNORE_INDEX
 from evenload.errors import CheckpointError, ConfigError
 from evenload.integrations.batch_formats import format_pack, move_batch
@@ -199,35 +199,30 @@ def document_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scal
     Returns:
         [T, H, D].
     """
-    if not hasattr(cu_seqlens, "evenload_edges"):
-        cu_seqlens.evenload_edges = tuple(cu_seqlens.tolist())  # type: ignore[missing-attribute]
-    edges: Sequence[int] = cu_seqlens.evenload_edges  # type: ignore[missing-attribute]
+    if not hasattr(cu_seqlens, "evenload_sizes"):
+        lengths = [size for size in cu_seqlens.diff().tolist() if size]
+        cu_seqlens.evenload_sizes = RangeSizes(lengths, lengths)  # type: ignore[missing-attribute]
+    sizes: RangeSizes = cu_seqlens.evenload_sizes  # type: ignore[missing-attribute]
     backend = select_backend("auto", q.device.type, dtype=q.dtype, head_dim=q.shape[-1])
-    return _DocumentAttention.apply(q, k, v, edges, backend, Scoring(scale))  # type: ignore[bad-return]
+    return _DocumentAttention.apply(q, k, v, sizes, backend, Scoring(scale))  # type: ignore[bad-return]
 
 
 class _DocumentAttention(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[bad-override]
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, edges: Sequence[int], backend: RangeAttention, scoring: Scoring
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sizes: RangeSizes, backend: RangeAttention, scoring: Scoring
     ) -> Tensor:
-        out, lse = backend.forward(q, _documents(k, v, edges), scoring)
+        out, lse = backend.forward(q, [(k, v)], sizes, scoring)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.settings = edges, backend, scoring
+        ctx.settings = sizes, backend, scoring
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[bad-override]
         q, k, v, out, lse = ctx.saved_tensors
-        edges, backend, scoring = ctx.settings
-        gradients = backend.backward(grad.contiguous(), q, _documents(k, v, edges), out, lse, scoring)
-        dq, dk, dv = (torch.cat(parts) for parts in zip(*gradients, strict=True))
+        sizes, backend, scoring = ctx.settings
+        dq, dk, dv = backend.backward(grad.contiguous(), q, [(k, v)], out, lse, sizes, scoring)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
-
-
-def _documents(k: Tensor, v: Tensor, edges: Sequence[int]) -> list[KeyRange]:
-    ranges = (slice(start, stop) for start, stop in itertools.pairwise(edges) if stop > start)
-    return [KeyRange(rows, k[rows], v[rows]) for rows in ranges]
 
 
 def from_rank_zero(read: Callable[[], Value], failure: str) -> Value:

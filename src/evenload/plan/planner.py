@@ -23,6 +23,7 @@ from evenload.plan.problem import PlanOptions, ReplicaChoice, StepProblem, imbal
 from evenload.plan.strategies.registry import STRATEGIES, strategy_named
 from evenload.schedule.critical_path import CriticalPath, critical_path
 from evenload.schedule.step_collectives import step_end
+from evenload.stepplan.validate import why_not_in_backward
 from evenload.types.columns import SliceColumns
 from evenload.types.document import ActivationPolicy, Document, PackPlan
 from evenload.types.layout import ParallelLayout
@@ -286,6 +287,8 @@ class StepPlanner:
         )
 
     def _memory_reason(self, plan: StepPlan, choices: tuple[ReplicaChoice, ...], beyond_host: str) -> str:
+        if self.costs.model.unit_gradients and (why := why_not_in_backward(plan)):
+            return f"strategy {plan.strategy}: {why}"
         host_bytes, limit_bytes = plan.predicted.peak_host_bytes_per_node, self.host.limit_bytes
         if limit_bytes is not None and host_bytes > limit_bytes:
             return (

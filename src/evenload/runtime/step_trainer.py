@@ -1,7 +1,7 @@
 """`StepTrainer` trains one step on one rank, from the barrier at its start to the exchange of measurements at its end.
 
 Whether a step is finite is decided from sums over all ranks, so all decide alike, before the optimizer changes
-anything. Price: 4 bytes a row of a last stage until the step ends.
+anything (but for `optimizer.in_backward`). Price: 4 bytes a row of a last stage until the step ends.
 """
 
 import time
@@ -60,12 +60,12 @@ _MAX_NAMED = 4
 class NonFiniteSteps:
     """Stops a run at a step whose loss or gradient is not finite, or leaves the step out and counts it."""
 
-    def __init__(self, on_nonfinite: Literal["stop", "skip"]) -> None:
+    def __init__(self, on_nonfinite: Literal["stop", "skip"], *, in_backward: bool = False) -> None:
         self.num_skipped = 0
         """Steps without an update since the run began."""
         self.num_in_a_row = 0
         """Of them, up to the last step."""
-        self._may_skip = on_nonfinite == "skip"
+        self._may_skip, self._in_backward = on_nonfinite == "skip", in_backward
         self._skipped, self._masked, self._untaught = Tally(), 0, 0  # since the loader's account was loaded
 
     def skip_or_stop(
@@ -84,15 +84,18 @@ class NonFiniteSteps:
         last = newest()
         advice = (
             "Lower optimizer.learning_rate or lengthen optimizer.warmup_steps, take the document out of the data, or "
-            "leave such steps out with train.on_nonfinite=skip"
+            f"leave such steps out with train.on_nonfinite=skip{' (without in_backward)' * self._in_backward}"
         )
         if self._may_skip:
             advice = (
                 f"{MAX_SKIPPED_IN_A_ROW} steps in a row were so (train.on_nonfinite = 'skip'): lower "
                 "optimizer.learning_rate, or go back to an earlier checkpoint"
             )
+        applied = "The update was not applied and"
+        if self._in_backward:
+            applied = "Weights were updated by it (optimizer.in_backward), but"
         raise NonFiniteStepError(
-            f"{text}. The update was not applied and nothing was saved; "
+            f"{text}. {applied} nothing was saved; "
             f"{f'the last checkpoint, {last}, is from before' if last else 'there is no checkpoint yet'}. {advice}"
         )
 
@@ -167,7 +170,7 @@ class StepTrainer:
 
     def __init__(self, run: RunConfig, model: ModelSpec, state: RankState, saves: Saves) -> None:
         self.settings = run
-        self.non_finite = NonFiniteSteps(run.on_nonfinite)
+        self.non_finite = NonFiniteSteps(run.on_nonfinite, in_backward=state.updates_in_backward)
         self._model, self._state, self._saves = model, state, saves
         self._fixed_bytes: int | None = None
         """Main memory of this process before the first step without tensors: interpreter, libraries, process groups,
@@ -207,7 +210,8 @@ class StepTrainer:
         # Replicas that share packs wait for each other inside of them, so sums may make a circle (docs/decisions/03).
         can_sum = coefficients.reduction_overlap is not None and not replicas_share_packs(plan)
         can_gather = coefficients.gather_overlap is not None and goes_on
-        gradients = state.gradients(prepared.step, is_overlapped=can_sum and self.settings.overlap_reduction)
+        overlaps = can_sum and self.settings.overlap_reduction
+        gradients = state.gradients(prepared.step, learning_rate, is_overlapped=overlaps)
         switch, warning = state.settle(), ""
         if gradients.is_finite:
             self.non_finite.num_in_a_row = 0
@@ -222,6 +226,8 @@ class StepTrainer:
         end, measured = self._exchange(gradients, came_s, zero_s, data_wait_s, stop_signal)
         if measured is None:
             return TrainedStep(None, end, not gradients.is_finite)
+        if end.fixed_bytes:
+            self._process_bytes = max(self._process_bytes, process_bytes(self._model, plan, end.fixed_bytes))
         row = step_row(
             plan,
             measured,
@@ -231,7 +237,7 @@ class StepTrainer:
             end=end,
             exchange_s=end.barrier_s + max(0.0, time.perf_counter() - zero_s - measured.step_time_s),
             plan_s=planned.plan_time_s,
-            predicted_process_bytes=self._predicted_process_bytes(plan, end.fixed_bytes),
+            predicted_process_bytes=self._process_bytes or None,
         )
         lines = self.non_finite.ledger_lines(planned)
         report = StepReport(row=row, plan=plan, measured=measured, ledger_lines=lines, warning=warning, switch=switch)
@@ -243,12 +249,6 @@ class StepTrainer:
             resident = None if device.type == "cuda" else resident_bytes()
             self._fixed_bytes = 0 if resident is None else max(0, resident - self._state.static_bytes())
         reset_peak_process_bytes(device)
-
-    def _predicted_process_bytes(self, plan: StepPlan, fixed_bytes: int) -> int | None:
-        if not fixed_bytes:
-            return None
-        self._process_bytes = max(self._process_bytes, process_bytes(self._model, plan, fixed_bytes))
-        return self._process_bytes
 
     def _exchange(
         self, gradients: StepGradients, came_s: float, zero_s: float, data_wait_s: float, stop_signal: int

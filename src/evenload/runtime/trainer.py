@@ -7,6 +7,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import msgspec
+
 from evenload.config.layouts import require_optimizer
 from evenload.config.planner import make_flex_planner, make_planner
 from evenload.config.tokenizer import require_tokenizer, run_tokenizer_text, tokenizer_warnings
@@ -37,6 +39,7 @@ from evenload.runtime.step_metrics import StepReport
 from evenload.runtime.step_source import StepSource
 from evenload.runtime.step_trainer import StepTrainer
 from evenload.types.layout import ParallelLayout
+from evenload.types.model import attention_kernels
 from evenload.types.run import RunTotals, Validation
 
 
@@ -53,6 +56,8 @@ class Trainer:
             require_no_window(max(self.model.windows))
         twin_bytes = config.plan.twin_bytes
         self.state = RankState(config.model, config.optimizer, config.train, self.model, self.meshes, twin_bytes)
+        backend = next(iter(self.state.stages.values())).backend  # what `auto` took
+        self.model = msgspec.structs.replace(self.model, attention_kernels=attention_kernels(backend.name))
         self.hf_config = self.state.held.hf_config
         tokenizer = require_tokenizer(
             config.data,

@@ -45,6 +45,21 @@ def check_replica(layout: ParallelLayout, packs: PackPlan, schedule: Schedule) -
     )
 
 
+def why_not_in_backward(plan: StepPlan) -> str:
+    """Return why `optimizer.in_backward` cannot update units while the backwards of a plan run; "" = it can."""
+    layout, most = plan.layout, max(len(packs.backward) for packs in plan.pack_plans)
+    if layout.world_size > layout.dp or layout.num_stages > 1:
+        return f"optimizer.in_backward is tested with dp alone, not {layout.describe()}; leave one of both out"
+    if most > 1:
+        return (
+            f"a replica has {most} backward packs, and optimizer.in_backward updates weights in the first; raise "
+            "plan.options.max_pack_tokens (or lower data.batch_tokens), with micro_batches = 1 of 'balanced'"
+        )
+    if any(action.kind == "W" for schedule in plan.schedules for row in schedule.ranks for action in row):
+        return "its schedule splits backwards, which optimizer.in_backward does not; leave plan.options.schedule out"
+    return ""
+
+
 def _group_offences(plan: StepPlan) -> Iterator[str]:
     layout = plan.layout
     homes: dict[int, set[int]] = {}

@@ -2,7 +2,7 @@
 Hugging Face configuration, or find it by name."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from evenload.errors import ConfigError
 from evenload.types.architectures import ARCHITECTURES, Architecture
@@ -13,6 +13,15 @@ _POSITIVE = (
     "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "ffn_hidden_size", "vocab_size",
     "bytes_per_element",
 )  # fmt: skip
+
+
+AttentionKernels = Literal["varlen_cuda", "varlen_cuda_fa3", "varlen_cuda_fa4"]
+"""Attention kernels of GPUs by name of the backend (`train.attention`): FlashAttention 2, 3 and 4."""
+
+
+def attention_kernels(backend: str) -> AttentionKernels:
+    """Return the kernels of a backend; FlashAttention 2's of one that has none, or is not chosen yet ("auto")."""
+    return next((name for name in get_args(AttentionKernels) if name == backend), "varlen_cuda")
 
 
 class ModelSpec(Frozen):
@@ -36,8 +45,12 @@ class ModelSpec(Frozen):
         causal: False for bidirectional encoders, which cannot be sliced.
         bytes_per_element: of weights and activations in compute precision (bf16: 2).
         attention_workspace: attention runs in GPU kernels, whose workspace in backward is counted.
+        attention_kernels: which ones.
         ordered_attention: these add in one order (`train.deterministic`), for which they need more.
+        fused_cross_entropy: a kernel makes the gradient in the logits themselves, where the vocabulary is not divided.
         averaged_weights: a moving average of trained weights is kept with the optimizer's state (`train.ema_decay`).
+        bfloat16_moments: of AdamW, with the lower halves of bf16 weights' masters (`optimizer.moments`).
+        unit_gradients: there are gradients of one unit at a time (`optimizer.in_backward`).
     """
 
     name: str
@@ -60,8 +73,12 @@ class ModelSpec(Frozen):
     causal: bool = True
     bytes_per_element: int = 2
     attention_workspace: bool = False
+    attention_kernels: AttentionKernels = "varlen_cuda"
     ordered_attention: bool = False
+    fused_cross_entropy: bool = False
     averaged_weights: bool = False
+    bfloat16_moments: bool = False
+    unit_gradients: bool = False
 
     def __post_init__(self) -> None:
         for field in _POSITIVE:

@@ -44,7 +44,7 @@ from evenload.runtime.checkpoint.pieces import (
 )
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.model.tensor_weights import tensor_split
-from evenload.runtime.optim.optimizer import AVERAGE, ShardedOptimizer
+from evenload.runtime.optim.optimizer import AVERAGE, LOWER_HALF, MASTER, ShardedOptimizer
 from evenload.runtime.optim.parameter_units import FlatBuffer
 from evenload.types.base import Frozen
 from evenload.types.run import RunTotals
@@ -138,7 +138,7 @@ def load_checkpoint(path: Path, state: TensorState) -> RunPosition:
         why = first_failure(error)
         raise ConfigError(f"checkpoint {path} is damaged or does not fit the configured model: {why}") from error
     _require_same_steps(path, position.progress.steps_done, int(steps), "its tensors say")
-    state.optimizer.set_num_steps(position.progress.steps_done - position.progress.skipped_steps)
+    state.optimizer.num_steps = position.progress.steps_done - position.progress.skipped_steps
     for name, part in random_states.items():
         (local,) = part.pieces.values()
         if name.endswith(".cuda"):
@@ -155,12 +155,14 @@ def _require_same_state(path: Path, wanted: Collection[str], saved: Collection[s
         result = there.get(parameter, set())
         if kinds == result or f"model.{parameter}" not in saved:
             continue
+        differing = kinds ^ result
+        moments, other_dtype = "optimizer.moments", "model.dtype, since only 16-bit weights have masters"
         causes = {
-            "it was saved under another model.dtype, since only 16-bit weights have masters": {"master"},
+            f"it was saved under another {moments if LOWER_HALF in differing else other_dtype}": {LOWER_HALF, MASTER},
             "train.ema_decay is set in one of both only": {AVERAGE},
         }
-        known = [cause for cause, of_cause in causes.items() if (kinds ^ result) & of_cause]
-        if (kinds ^ result) - set().union(*causes.values()):
+        known = [cause for cause, of_cause in causes.items() if differing & of_cause]
+        if differing - {MASTER, LOWER_HALF, AVERAGE}:
             known.append("it was saved under another optimizer.name")
         raise ConfigError(
             f"checkpoint {path} has {sorted(result)} of {parameter}, this run's optimizer keeps {sorted(kinds)}: "

@@ -18,6 +18,7 @@ from transformers.activations import ACT2FN
 
 from evenload.config.sections import LoraConfig
 from evenload.errors import ConfigError, UnsupportedModelError
+from evenload.runtime.model.liger import use_liger
 from evenload.runtime.model.lora import add_adapters
 from evenload.runtime.model.supported import check_supported, require_adapters
 from evenload.runtime.model.tensor_weights import require_tensor_parallel, split_weights
@@ -48,6 +49,7 @@ class StageModel:
         embedding: on the first stage (and on the last when tied), else None.
         norm, head: on the last stage, else None.
         router_aux_loss_coef: factor of the load-balancing loss; 0 = not trained.
+        liger: what Liger's kernels compute; () = all is plain torch.
     """
 
     config: PretrainedConfig
@@ -61,6 +63,15 @@ class StageModel:
     is_first: bool
     is_last: bool
     router_aux_loss_coef: float = 0.0
+    liger: tuple[str, ...] = ()
+
+    def use_liger(self, dtype: torch.dtype, tp: int) -> None:
+        """Let Liger's kernels run modules in place, and the loss where the vocabulary is not divided over `tp`."""
+        rotary: dict[int, tuple[Tensor, Tensor]] = {}
+        if self.rotary is not None:
+            positions = torch.arange(3, device=next(self.rotary.buffers()).device)[None]
+            rotary = self.position_embeddings(torch.empty((), dtype=dtype, device=positions.device), positions)
+        self.liger = use_liger(self.layers, self.norm, rotary) + (("cross-entropy",) if tp == 1 else ())
 
     @property
     def final_modules(self) -> tuple[nn.Module, nn.Linear]:
@@ -109,8 +120,12 @@ class StageModel:
         by_kind = {kind: self.rotary(like, positions, kind) for kind in kinds}
         return {index: by_kind[self.config.layer_types[index]] for index in self.layers}
 
+    @property
+    def logit_cap(self) -> float | None:
+        return getattr(self.config, "final_logit_softcapping", None)
+
     def cap_logits(self, logits: Tensor) -> Tensor:
-        cap: float | None = getattr(self.config, "final_logit_softcapping", None)
+        cap = self.logit_cap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     @property

@@ -10,10 +10,13 @@ norms in a tensor-parallel group, are never overlapped.
 `WeightGathers`: an update runs from the embedding to the head, as the next forward reads them, and queues each unit's
 gather at once; a forward waits for its own unit alone, other readers of whole weights call `finish` first. All gathers
 are finished before the next step's first backward, so they come before its first reduce-scatter.
+
+`UpdatesInBackward` (`optimizer.in_backward`) sums, updates and gathers a unit while the backward waits, in the same
+order on all ranks, so there is no circle of waits either; only in layouts of replicas, with one backward pack each.
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -109,8 +112,45 @@ class GradientReduction:
             self._squares[at] = _square_sum(shard)
 
 
+class UpdatesInBackward(GradientReduction):
+    """Has `update` called with a unit and this rank's shards of its gradients as soon as they are complete, and zeroes
+    them, so that the next unit's can take their memory (`flatten_units`). What `finish` returns is zero."""
+
+    def __init__(
+        self, buffers: Sequence[FlatBuffer], mesh: Mesh, update: Callable[[int, Sequence[Tensor]], None]
+    ) -> None:
+        super().__init__(buffers, mesh)
+        self._left.clear()  # nothing is queued: units are summed in `release`
+        self._update = update
+
+    def release(self, unit: int) -> None:
+        if unit in self._released:
+            return
+        self._released.add(unit)
+        of_unit = [at for at, buffer in enumerate(self._buffers) if buffer.unit == unit]
+        for at in of_unit:
+            if self._mesh.data_size > 1:
+                self._sum(at)
+            self._squares[at] = _square_sum(self._shards[at])
+        self._update(unit, [self._shards[at] for at in of_unit])
+        for at in of_unit:
+            self._buffers[at].grads.zero_()
+
+    def finish(self) -> list[Tensor]:
+        for unit in sorted({buffer.unit for buffer in self._buffers}, reverse=True):
+            self.release(unit)
+        return super().finish()
+
+
+_NORM_ELEMENTS = 2**12
+
+
 def _square_sum(shard: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(shard, dtype=torch.float64).square()
+    """Return the sum of squares, in the shard's precision within some thousand elements, in fp64 over them: fp64 norms
+    of fp32 gradients would copy them."""
+    whole = shard.numel() - shard.numel() % _NORM_ELEMENTS
+    parts = shard[:whole].view(-1, _NORM_ELEMENTS), shard[None, whole:]
+    return torch.cat([torch.linalg.vector_norm(part, dim=1) for part in parts]).double().square().sum()
 
 
 def _seconds(clock: HostClock, spans: Sequence[Span]) -> NDArray[np.float64]:

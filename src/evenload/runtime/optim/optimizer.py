@@ -2,6 +2,9 @@
 
 bf16 parameters have fp32 master weights; with `train.ema_decay` every shard has a moving average of its weights.
 
+**bfloat16 moments** (`optimizer.moments`) are rounded after every update, and of a master, as int32, only what its bf16
+weight lacks is kept: master = weight * 2^16 + lower half, int16. A few elements at a time are widened for the update.
+
 **Muon** (Jordan et al. 2024; Liu et al. 2025, section 2) updates the matrices of layers; everything else has AdamW. The
 directions of a buffer are gathered once, and every rank orthogonalises the matrices of which it owns some elements.
 
@@ -20,8 +23,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 from evenload.config.optimizer import OptimizerConfig
+from evenload.cost.memory import WIDENED_ELEMENTS
 from evenload.runtime.comm.collectives import all_gather_single
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.optim.data_parallel import WeightGathers
@@ -69,17 +74,36 @@ def orthogonalised(matrix: Tensor) -> Tensor:
 
 
 AVERAGE = "average"  # name of the weights' moving average in `state_tensors`
+MASTER, LOWER_HALF = "master", "master_lower_half"
 
 
 @dataclass(eq=False)
 class _Part:
-    """Holds one buffer's shards on this rank: weights in the precision of gradients, state by name, moving average."""
+    """Holds one buffer's shards on this rank: its own of the weights, the state by its name in checkpoints, masters and
+    moving average included."""
 
     buffer: FlatBuffer
     has_muon: bool
-    master: Tensor
+    weights: Tensor
     state: dict[str, Tensor]
-    average: Tensor | None
+
+    @property
+    def master(self) -> Tensor:
+        """Weights in the precision of gradients, where they are not in halves."""
+        return self.state.get(MASTER, self.weights)
+
+
+def joined(weights: Tensor, lower: Tensor) -> Tensor:
+    """Return fp32 masters of bf16 weights and int16 lower halves, [n] each."""
+    return weights.view(torch.int16).int().bitwise_left_shift_(16).add_(lower).view(torch.float32)
+
+
+def split(master: Tensor, weights: Tensor, lower: Tensor) -> None:
+    """Write the halves of fp32 masters, which change; ties are rounded away from 0. On little-endian machines."""
+    bits, is_nan = master.view(torch.int32), master.isnan()
+    lower.copy_(bits.view(torch.int16)[::2])
+    weights.view(torch.int16).copy_(bits.sub_(lower).view(torch.int16)[1::2])
+    weights.masked_fill_(is_nan, math.nan)  # a GPU's NaN would be rounded up to -0
 
 
 class ShardedOptimizer:
@@ -97,114 +121,120 @@ class ShardedOptimizer:
     ) -> None:
         self._mesh, self._config, self._average_decay = mesh, config, average_decay
         self.num_steps = num_steps
-        """Updates done so far; the same on every rank."""
+        """Updates done so far, which AdamW corrects its bias by; the same on every rank."""
         self.gathers = WeightGathers(mesh)
         """Of the last update."""
         given: Sequence[Mapping[str, Tensor]] = [{} for _ in buffers] if state is None else state
         # State exists from the start, so that a checkpoint of step 0 and a load have the same shape.
         self._parts = [self._new_part(buffer, known) for buffer, known in zip(buffers, given, strict=True)]
         # Buffers are in the order in which a first forward reads them, the same on all ranks that hold them.
-        units = [list(parts) for _, parts in itertools.groupby(self._parts, key=lambda part: part.buffer.unit)]
-        self._units = [(parts, self._new_adamw(parts)) for parts in units]
+        by_unit = itertools.groupby(self._parts, key=lambda part: part.buffer.unit)
+        self._units = {unit: list(parts) for unit, parts in by_unit}
 
     def _new_part(self, buffer: FlatBuffer, known: Mapping[str, Tensor]) -> _Part:
-        master = self._shard(buffer)
-        if buffer.has_master:
-            master = known["master"] if known else master.to(buffer.grads.dtype)
-        has_muon = self._config.name == "muon" and buffer.decays and buffer.is_of_layer
-        state = {"step": torch.full((), float(self.num_steps), dtype=torch.float32, device=master.device)}
-        for name in ("momentum",) if has_muon else ("exp_avg", "exp_avg_sq"):
-            state[name] = known[name] if known else torch.zeros_like(master)
-        return _Part(buffer, has_muon, master, state, None if self._average_decay is None else master.clone())
-
-    def _new_adamw(self, parts: Sequence[_Part]) -> torch.optim.AdamW | None:
-        """Make what updates the parts without Muon; None where there are none."""
-        config, parts = self._config, [part for part in parts if not part.has_muon]
-        if not parts:
-            return None
-        decay = config.weight_decay
-        groups = [{"params": [part.master], "weight_decay": decay if part.buffer.decays else 0.0} for part in parts]
-        betas = config.beta1, config.beta2
-        adamw = torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.eps, fused=True)
-        for part in parts:
-            adamw.state[part.master] = part.state
-        return adamw
+        weights, state = buffer.shard(buffer.values, self._mesh.data_rank, self._mesh.data_size), dict(known)
+        is_of_layer = buffer.unit > 0 and not buffer.tied and "lm_head.weight" not in buffer.names
+        has_muon = self._config.name == "muon" and buffer.decays and is_of_layer
+        if not known:
+            is_halved = self._config.moments == "bfloat16"
+            dtype = torch.bfloat16 if is_halved else buffer.grads.dtype
+            for name in ("momentum",) if has_muon else ("exp_avg", "exp_avg_sq"):
+                state[name] = torch.zeros_like(weights, dtype=dtype)
+            if is_halved:
+                state[LOWER_HALF] = torch.zeros_like(weights, dtype=torch.int16)
+            elif weights.dtype != buffer.grads.dtype:
+                state[MASTER] = weights.to(buffer.grads.dtype)
+        if self._average_decay is not None:
+            state[AVERAGE] = weights.to(buffer.grads.dtype, copy=True)
+        return _Part(buffer, has_muon, weights, state)
 
     @torch.no_grad()
     def step(self, shards: list[Tensor], grad_norm: float, rate: float, *, is_overlapped: bool = False) -> None:
         """Clip, update shards and gather the rest, which may still run on return (`is_overlapped`). Collective."""
-        self.gathers.finish()
-        self.gathers = WeightGathers(self._mesh, is_overlapped=is_overlapped)
-        self.num_steps += 1
+        self.begin_step(is_overlapped=is_overlapped)
         config, limit = self._config, self._config.clip_norm
         scale = limit / (grad_norm + 1e-6) if limit and grad_norm > limit else 1.0
         for part, shard in zip(self._parts, shards, strict=True):
             if scale != 1.0:
-                shard.mul_(scale)
-            if part.has_muon:
+                shard.mul_(scale)  # fused AdamW's `grad_scale` divides, which rounds otherwise, and writes them, too
+            if part.has_muon:  # before any gather of weights, as its own gathers are
                 update = muon_update(part.buffer, shard, part.state["momentum"], config.momentum, self._mesh)
                 part.master.mul_(1 - rate * config.weight_decay).add_(update, alpha=-rate)
-            else:
-                part.master.grad = shard
-        for parts, adamw in self._units:
-            if adamw is not None:
-                for group in adamw.param_groups:
-                    group["lr"] = rate
-                adamw.step()
-            for part in parts:
-                part.master.grad = None
-                if part.average is not None and self._average_decay is not None:
-                    part.average.lerp_(part.master, 1 - self._average_decay)
-                if part.buffer.has_master:
-                    self._shard(part.buffer).copy_(part.master)
-                self.gathers.put(part.buffer)
+        given = iter(shards)
+        for unit, parts in self._units.items():
+            self.update_unit(unit, list(itertools.islice(given, len(parts))), rate)
         self.gathers.seal()
+
+    def begin_step(self, *, is_overlapped: bool = False) -> None:
+        """Begin an update, of which `update_unit` makes parts until `gathers.seal`. Collective, as they are."""
+        self.gathers.finish()
+        self.gathers = WeightGathers(self._mesh, is_overlapped=is_overlapped)
+        self.num_steps += 1
+
+    @torch.no_grad()
+    def update_unit(self, unit: int, shards: Sequence[Tensor], rate: float) -> None:
+        """Update this rank's shards of a unit's buffers by their gradients, but for Muon's, and gather the rest."""
+        for part, shard in zip(self._units[unit], shards, strict=True):
+            size = WIDENED_ELEMENTS if LOWER_HALF in part.state else shard.numel()
+            for at in range(0, shard.numel(), size):
+                self._update(part, slice(at, at + size), shard, rate)
+            self.gathers.put(part.buffer)
+
+    def _update(self, part: _Part, few: slice, shard: Tensor, rate: float) -> None:
+        state, weights, config = {name: kept[few] for name, kept in part.state.items()}, part.weights[few], self._config
+        master = joined(weights, state[LOWER_HALF]) if LOWER_HALF in state else part.master[few]
+        if not part.has_muon:
+            wide = [state[name].to(master.dtype) for name in ("exp_avg", "exp_avg_sq")]
+            decay = config.weight_decay if part.buffer.decays else 0.0
+            rates = {"lr": rate, "beta1": config.beta1, "beta2": config.beta2, "weight_decay": decay, "eps": config.eps}
+            how = {"fused": True, "amsgrad": False, "maximize": False, **rates}
+            done = torch.full((), float(self.num_steps - 1), dtype=torch.float32, device=master.device)
+            adamw([master], [shard[few]], wide[:1], wide[1:], [], [done], **how)
+            if LOWER_HALF in state:
+                state["exp_avg"].copy_(wide[0])
+                state["exp_avg_sq"].copy_(wide[1])
+        if AVERAGE in state and self._average_decay is not None:
+            state[AVERAGE].lerp_(master, 1 - self._average_decay)
+        if LOWER_HALF in state:
+            split(master, weights, state[LOWER_HALF])
+        elif MASTER in state:
+            weights.copy_(master)
 
     def state_tensors(self) -> Iterator[tuple[str, FlatBuffer, Tensor]]:
         """Yield (name, buffer, this rank's shard) of everything that a checkpoint holds except the parameters."""
         for part in self._parts:
             for name, tensor in part.state.items():
-                if name != "step":
-                    yield name, part.buffer, tensor
-            if part.buffer.has_master:
-                yield "master", part.buffer, part.master
-            if part.average is not None:
-                yield AVERAGE, part.buffer, part.average
+                yield name, part.buffer, tensor
 
     @contextmanager
     def average_as_weights(self) -> Iterator[None]:
         """Make all ranks' weights the moving average inside, and restore them to the bit afterwards. Collective."""
         self.gathers.finish()
-        kept = [self._shard(part.buffer).clone() for part in self._parts]
-        self._set_weights([part.average for part in self._parts])
+        kept = [part.weights.clone() for part in self._parts]
+        self._set_weights([part.state[AVERAGE] for part in self._parts])
         try:
             yield
         finally:
             self._set_weights(kept)
 
-    def _set_weights(self, shards: Sequence[Tensor | None]) -> None:
+    def _set_weights(self, shards: Sequence[Tensor]) -> None:
         gathers = WeightGathers(self._mesh)
         for part, shard in zip(self._parts, shards, strict=True):
-            assert shard is not None, "there is a moving average with train.ema_decay alone"
-            self._shard(part.buffer).copy_(shard)
+            part.weights.copy_(shard)
             gathers.put(part.buffer)
         gathers.seal()
         gathers.finish()
 
-    def _shard(self, buffer: FlatBuffer) -> Tensor:
-        return buffer.shard(buffer.values, self._mesh.data_rank, self._mesh.data_size)
-
     def close(self) -> None:
         """Drop all tensors, which live on elsewhere."""
         self.gathers.finish()
-        self._parts, self._units = [], []
-
-    def set_num_steps(self, num_steps: int) -> None:
-        """Set the updates done so far, after a resume (AdamW's bias correction)."""
-        self.num_steps = num_steps
-        for part in self._parts:
-            part.state["step"].fill_(num_steps)
+        self._parts, self._units = [], {}
 
     def static_bytes(self) -> int:
-        total = sum(part.buffer.values.nbytes + part.buffer.grads.nbytes for part in self._parts)
-        return total + sum(tensor.nbytes for _, _, tensor in self.state_tensors())
+        grads: dict[int, int] = {}  # by memory, which units may share
+        for part in self._parts:
+            one = part.buffer.grads
+            memory, end = one.untyped_storage().data_ptr(), int(one.storage_offset()) * one.itemsize + one.nbytes
+            grads[memory] = max(grads.get(memory, 0), end)
+        values = sum(part.buffer.values.nbytes for part in self._parts)
+        return values + sum(grads.values()) + sum(tensor.nbytes for _, _, tensor in self.state_tensors())

@@ -6,6 +6,7 @@ have weight decay (matrices) or not (norms, biases).
 """
 
 import itertools
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -57,31 +58,27 @@ class FlatBuffer(BufferGroup):
     values: Tensor
     grads: Tensor
 
-    @property
-    def is_of_layer(self) -> bool:
-        return self.unit > 0 and not self.tied and "lm_head.weight" not in self.names
-
-    @property
-    def has_master(self) -> bool:
-        """Say whether the optimizer keeps weights in the precision of gradients, too."""
-        return self.values.dtype != self.grads.dtype
-
     def shard(self, flat: Tensor, dp_rank: int, dp: int) -> Tensor:
         size = flat.numel() // dp
         return flat[dp_rank * size : (dp_rank + 1) * size]
 
 
-def flatten_units(stages: StageModel | Sequence[StageModel], dp: int, others: Sequence[int] = ()) -> list[FlatBuffer]:
+def flatten_units(
+    stages: StageModel | Sequence[StageModel], dp: int, others: Sequence[int] = (), *, unit_gradients: bool = False
+) -> list[FlatBuffer]:
     """Move the parameters of one rank's stages into flat buffers, cut for `dp` ranks and later perhaps for `others`,
     and give each a `main_grad`, to which gradients of autograd are added. A parameter of two units (a tied embedding
-    whose head is on the same rank) belongs to the first."""
+    whose head is on the same rank) belongs to the first. `unit_gradients`: those of all units lie in the same memory,
+    as large as the largest; a tied embedding, to which the head adds first, has its own."""
     stages = [stages] if isinstance(stages, StageModel) else stages
+    groups = list(buffer_groups(stages))
+    sizes = [padded_size(group.num_elements, dp, *others) for group in groups]
+    shared = _memory_in_turn(groups, sizes) if unit_gradients else {}
     buffers = []
-    for group in buffer_groups(stages):
+    for at, (group, padded) in enumerate(zip(groups, sizes, strict=True)):
         like, shapes = group.parameters[0], [parameter.shape for parameter in group.parameters]
-        padded = padded_size(group.num_elements, dp, *others)
         values = torch.zeros(padded, dtype=like.dtype, device=like.device)
-        grads = torch.zeros_like(values, dtype=work_dtype(values))
+        grads = shared[at] if at in shared else torch.zeros_like(values, dtype=work_dtype(values))
         parts = values[: group.num_elements].split([shape.numel() for shape in shapes])
         for parameter, part in zip(group.parameters, parts, strict=True):
             part.copy_(parameter.detach().flatten())
@@ -90,6 +87,19 @@ def flatten_units(stages: StageModel | Sequence[StageModel], dp: int, others: Se
         attach(group.parameters, shapes, values, grads)
         buffers.append(group.in_memory(values, grads, dp))
     return buffers
+
+
+def _memory_in_turn(groups: Sequence[BufferGroup], sizes: Sequence[int]) -> dict[int, Tensor]:
+    """Make gradients of the groups, by place, in the memory of the largest unit; none of a tied embedding."""
+    starts: dict[int, int] = {}
+    ends: dict[int, int] = defaultdict(int)
+    for at, group in enumerate(groups):
+        if group.names[0] != group.tied_name:
+            starts[at] = ends[group.unit]
+            ends[group.unit] += sizes[at]
+    like = groups[0].parameters[0]
+    memory = torch.zeros(max(ends.values()), dtype=work_dtype(like), device=like.device)
+    return {at: memory[start : start + sizes[at]] for at, start in starts.items()}
 
 
 def buffer_groups(stages: Sequence[StageModel]) -> Iterator[BufferGroup]:

@@ -20,31 +20,31 @@ call without a mask a range, and the own rows one causal call. A slice's rounds 
 """
 
 import functools
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from evenload.attention.range_attention import (
-    KeyRange,
+    Gradients,
+    KeyParts,
     RangeAttention,
-    RangeGradients,
     Scoring,
     first_visible_key,
-    rows_of_all,
     work_dtype,
 )
+from evenload.attention.range_sizes import RangeSizes
 from evenload.errors import ConfigError
 from evenload.runtime.comm.rank_groups import ContextGroup, Transfer
 from evenload.runtime.device import to_device
-from evenload.runtime.replay.store import ActivationStore, num_rows
-from evenload.stepplan.cp_rows import PackRows, SharedSlice
+from evenload.runtime.replay.store import ActivationStore, KeyRows, num_rows
+from evenload.stepplan.cp_rows import PackRows
 from evenload.types.document import Range
-
-Gradients = tuple[Tensor, Tensor, Tensor]  # of q, k and v
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,12 +55,6 @@ class AttentionCall:
     store: ActivationStore
     layer: int
     scoring: Scoring
-
-    def key_ranges(self, ranges: Iterable[tuple[slice, Range]]) -> list[KeyRange]:
-        return [
-            KeyRange(rows, *self.store.keys_and_values(doc_id, self.layer, self.first_key(start), stop))
-            for rows, (doc_id, start, stop) in ranges
-        ]
 
     def first_key(self, start: int) -> int:
         return first_visible_key(start, self.scoring.window)
@@ -101,50 +95,112 @@ class PackAttention(ABC):
         return f"the {'gradients of ' if gradients else ''}keys and values of {self._label} (layer {call.layer})"
 
 
-@dataclass(frozen=True, eq=False)
-class LocalAttention:
-    """Computes attention of documents that lie whole on this rank: `ranges` of them with their rows of the pack."""
+class _Seen(NamedTuple):
+    """Says where the keys that the ranges of a pack see lie, and for runs of ranges what becomes of their gradients:
+    rows, keys among all, and the range whose document adds them up (None = they are final)."""
 
-    ranges: tuple[tuple[slice, Range], ...] = ()
+    sizes: RangeSizes
+    lying: list[KeyRows]
+    runs: list[tuple[slice, slice, Range | None]]
+
+    def parts(self, layer: int) -> KeyParts:
+        return [rows.of(layer) for rows in self.lying]
+
+    def add_keys(self, keys: KeyRows) -> None:
+        """Add those of the next range, to the last where they follow it in one tensor."""
+        last = self.lying[-1] if self.lying else None
+        if last is not None and last.layers is keys.layers and last.stop == keys.start:
+            keys = self.lying.pop()._replace(stop=keys.stop)
+        self.lying.append(keys)
+
+    def add_run(self, rows: slice, keys: slice, of: Range | None) -> None:
+        """Add the next range, to the last run where the gradients of both are final."""
+        if of is None and self.runs and self.runs[-1][2] is None:
+            first_rows, first_keys, _ = self.runs.pop()
+            rows, keys = slice(first_rows.start, rows.stop), slice(first_keys.start, keys.stop)
+        self.runs.append((rows, keys, of))
+
+
+class LocalAttention:
+    """Computes attention of documents that lie whole on this rank: `ranges` of them, with their rows of the pack, which
+    follow each other. What does not depend on the layer is made once a pack."""
+
+    def __init__(self, ranges: tuple[tuple[slice, Range], ...] = ()) -> None:
+        self.ranges = ranges
+        self.rows = slice(ranges[0][0].start, ranges[-1][0].stop) if ranges else slice(0, 0)
+        self._seen: dict[tuple[ActivationStore, int], _Seen] = {}  # by the store of a stage, and window
+        self._halves: dict[int, tuple[LocalAttention, LocalAttention]] = {}  # by number of first ranges
 
     def forward(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
         for rows, (doc_id, start, _) in self.ranges:
             call.store.record_keys(doc_id, call.layer, start, k[rows], v[rows])
-        attend_into(call, q, call.key_ranges(self.ranges), out, lse)
+        if self.ranges:
+            out[self.rows], lse[self.rows] = self.attend(call, q[self.rows])
+
+    def attend(self, call: AttentionCall, q: Tensor) -> tuple[Tensor, Tensor]:
+        """Return output [n, H, D] and log-sum-exp [n, H] of own rows' q [n, H, D]; keys are recorded."""
+        seen = self._seen_by(call)
+        return call.backend.forward(q, seen.parts(call.layer), seen.sizes, call.scoring)
 
     def backward(
         self, call: AttentionCall, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, gradients: Gradients
     ) -> None:
-        parts = call.backend.backward(grad, q, call.key_ranges(self.ranges), out, lse, call.scoring)
-        self.add_gradients(call, parts, gradients)
+        if not self.ranges:
+            return
+        rows = self.rows
+        parts = self.gradients(call, grad[rows], q[rows], out[rows], lse[rows])
+        for total, part in zip(gradients, parts, strict=True):
+            total[rows] = part
 
-    def add_gradients(self, call: AttentionCall, parts: Iterable[RangeGradients], gradients: Gradients) -> None:
-        dq, dk, dv = gradients
-        for (rows, (doc_id, start, stop)), (part_q, part_k, part_v) in zip(self.ranges, parts, strict=True):
-            dq[rows] = part_q
-            first = call.first_key(start)
-            dk[rows], dv[rows] = call.store.add_key_grads(doc_id, call.layer, first, part_k, part_v, start, stop)
+    def gradients(self, call: AttentionCall, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+        """Return the gradients of own rows' q [n, H, D], k and v [n, G, D], those of documents summed."""
+        seen = self._seen_by(call)
+        dq, dk, dv = call.backend.backward(grad, q, seen.parts(call.layer), out, lse, seen.sizes, call.scoring)
+        if all(of is None for _, _, of in seen.runs):
+            return dq, dk, dv  # keys are own rows, and no other pack adds to their gradients
+        own_k, own_v = (lse.new_empty(q.shape[0], *dk.shape[1:]) for _ in range(2))
+        for rows, keys, of in seen.runs:
+            final = dk[keys], dv[keys]
+            if of is not None:
+                doc_id, start, stop = of
+                final = call.store.add_key_grads(doc_id, call.layer, call.first_key(start), *final, start, stop)
+            own_k[rows], own_v[rows] = final
+        return dq, own_k, own_v
 
-    def is_whole(self, store: ActivationStore) -> bool:
-        return all(store.is_whole(r) for _, r in self.ranges)
+    def _seen_by(self, call: AttentionCall) -> _Seen:
+        store, by = call.store, (call.store, call.scoring.window)
+        if by not in self._seen:
+            seen = _Seen(_sizes(call, self.ranges), [], [])
+            at = 0
+            for (rows, r), num_keys in zip(self.ranges, seen.sizes.keys, strict=True):
+                seen.add_keys(store.document_keys(r.doc_id).part(r.stop - num_keys, r.stop))
+                own = slice(rows.start - self.rows.start, rows.stop - self.rows.start)
+                seen.add_run(own, slice(at, at + num_keys), None if store.is_whole(r) else r)
+                at += num_keys
+            self._seen[by] = seen
+        return self._seen[by]
 
     def split(self, share: float) -> tuple["LocalAttention", "LocalAttention"]:
         """Return the first ranges, with about this share of the rows, and the others."""
-        if not self.ranges:
-            return self, self
-        first, last = self.ranges[0][0].start, self.ranges[-1][0].stop
+        first, last = self.rows.start, self.rows.stop
         count = sum(rows.stop - first <= share * (last - first) for rows, _ in self.ranges)
-        return LocalAttention(self.ranges[:count]), LocalAttention(self.ranges[count:])
+        if count not in self._halves:
+            self._halves[count] = LocalAttention(self.ranges[:count]), LocalAttention(self.ranges[count:])
+        return self._halves[count]
+
+
+def _sizes(call: AttentionCall, ranges: Iterable[tuple[slice, Range]]) -> RangeSizes:
+    pairs = [(stop - start, stop - call.first_key(start)) for _, (_, start, stop) in ranges]
+    return RangeSizes([rows for rows, _ in pairs], [keys for _, keys in pairs])
 
 
 @dataclass(frozen=True, eq=False)
 class _Exchange:
-    """Places rows of some shared slices (indices) in a gathered buffer: the rows that every rank sends (as many as the
-    fullest has), and per slice the gathered row of every token, int64[stop - start]."""
+    """Places rows of some shared slices in a gathered buffer: the rows that every rank sends (as many as the fullest
+    has), and by index of the slice the gathered row of every token, int64[stop - start]."""
 
-    slices: tuple[int, ...]
     padded: int
-    places: tuple[Tensor, ...]
+    places: dict[int, Tensor]
 
     def pad(self, rows: Tensor) -> Tensor:
         if rows.shape[0] == self.padded:
@@ -157,10 +213,9 @@ class GatherAttention(PackAttention):
 
     def __init__(self, rows: PackRows, group: ContextGroup, label: str, device: torch.device) -> None:
         super().__init__(rows, group, label)
-        # Their rows are gathered again in backward.
-        self._never_cut = [index for index, piece in enumerate(self._slices) if not piece.document.is_cut]
-        self._all = self._exchange(dict(enumerate(self._slices)), device)
-        self._again = self._exchange({index: self._slices[index] for index in self._never_cut}, device)
+        self._all = self._exchange(range(len(self._slices)), device)
+        # Those that are never cut are gathered again in backward.
+        self._again = self._exchange([i for i, piece in enumerate(self._slices) if not piece.document.is_cut], device)
 
     def forward(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         gather = self._gather(self._all, k[self._shared_rows], v[self._shared_rows], call)
@@ -168,13 +223,14 @@ class GatherAttention(PackAttention):
         self._local.forward(call, q, k, v, out, lse)
         self._keep_own(call, k, v)
         gathered = gather.wait()
-        seen: list[KeyRange] = []
-        for index, places in zip(self._all.slices, self._all.places, strict=True):
+        seen: list[tuple[Tensor, Tensor]] = []
+        for index, places in self._all.places.items():
             keys, values = self._placed(call, index, places, gathered)
-            for rows, (_, start, stop) in self._ranges[index]:
-                first = call.first_key(start)
-                seen.append(KeyRange(rows, keys[first:stop], values[first:stop]))
-        attend_into(call, q, seen, out, lse)
+            visible = (slice(call.first_key(start), stop) for _, (_, start, stop) in self._ranges[index])
+            seen += [(keys[one], values[one]) for one in visible]
+        if seen:
+            mine, sizes = self._shared_rows, _sizes(call, itertools.chain(*self._ranges))
+            out[mine], lse[mine] = call.backend.forward(q[mine], seen, sizes, call.scoring)
         return out, lse
 
     def backward(self, call: AttentionCall, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor) -> Gradients:
@@ -207,64 +263,64 @@ class GatherAttention(PackAttention):
         """Fill the shared rows of `dq` [T, H, D] from `given` gradient, q, output and log-sum-exp, and K and V gathered
         again; return the gradients of K and V to scatter, [n, 2, G, D], in the precision of `like` [_, G, D]."""
         store, layer, (grad, q, out, lse) = call.store, call.layer, given
-        places = dict(zip(self._again.slices, self._again.places, strict=True))
         shape = like.shape[1:]
         sums = like.new_zeros((self.group.size * self._all.padded, 2, *shape))
-        for index, place in zip(self._all.slices, self._all.places, strict=True):
+        for index, place in self._all.places.items():
             piece = self._slices[index]
             doc_id = piece.document.doc_id
             if piece.document.is_cut:
                 keys, values = store.keys_and_values(doc_id, layer, 0, piece.stop)
             else:
                 assert gathered is not None
-                keys, values = (gathered[:, side][places[index]] for side in (0, 1))
+                keys, values = (gathered[:, side][self._again.places[index]] for side in (0, 1))
             first = call.first_key(piece.start)
             total_k, total_v = (like.new_zeros((piece.stop - first, *shape)) for _ in range(2))
-            visible = [(call.first_key(start), stop) for _, (_, start, stop) in self._ranges[index]]
-            seen = [
-                KeyRange(rows, keys[low:stop], values[low:stop])
-                for (rows, _), (low, stop) in zip(self._ranges[index], visible, strict=True)
-            ]
-            parts = call.backend.backward(grad, q, seen, out, lse, call.scoring)
-            for (rows, _, _), (low, stop), (part_q, part_k, part_v) in zip(seen, visible, parts, strict=True):
-                dq[rows] = part_q
-                total_k[low - first : stop - first] += part_k
-                total_v[low - first : stop - first] += part_v
+            if self._ranges[index]:
+                mine = self._rows[index]
+                visible = [slice(call.first_key(start), stop) for _, (_, start, stop) in self._ranges[index]]
+                sizes = _sizes(call, self._ranges[index])
+                seen = [(keys[one], values[one]) for one in visible]
+                dq[mine], *parts = call.backend.backward(
+                    grad[mine], q[mine], seen, out[mine], lse[mine], sizes, call.scoring
+                )
+                for total, part in zip((total_k, total_v), parts, strict=True):
+                    for one, of_range in zip(visible, part.split(sizes.keys), strict=True):
+                        total[one.start - first : one.stop - first] += of_range
             if piece.document.is_cut:
                 total_k, total_v = store.add_key_grads(doc_id, layer, first, total_k, total_v, piece.start, piece.stop)
             sums[place, 0], sums[place, 1] = total_k, total_v
         return sums
 
-    def _exchange(self, slices: Mapping[int, SharedSlice], device: torch.device) -> _Exchange:
-        size = self.group.size
-        padded = max(sum(num_rows(piece.ranges[rank]) for piece in slices.values()) for rank in range(size))
-        places = []
+    def _exchange(self, slices: Iterable[int], device: torch.device) -> _Exchange:
+        size, pieces = self.group.size, {index: self._slices[index] for index in slices}
+        padded = max(sum(num_rows(piece.ranges[rank]) for piece in pieces.values()) for rank in range(size))
+        places = {}
         at = [rank * padded for rank in range(size)]
-        for piece in slices.values():
+        for index, piece in pieces.items():
             place = np.empty(piece.stop - piece.start, np.int64)
             for rank in range(size):
                 for _, start, stop in piece.ranges[rank]:
                     place[start - piece.start : stop - piece.start] = np.arange(at[rank], at[rank] + stop - start)
                     at[rank] += stop - start
-            places.append(to_device(torch.from_numpy(place), device))
-        return _Exchange(tuple(slices), padded, tuple(places))
+            places[index] = to_device(torch.from_numpy(place), device)
+        return _Exchange(padded, places)
 
     def _gather(self, exchange: _Exchange, k: Tensor, v: Tensor, call: AttentionCall) -> Transfer:
         return self.group.all_gather(exchange.pad(torch.stack([k, v], dim=1)), self._what(call))
 
     def _gather_again(self, call: AttentionCall) -> Transfer | None:
-        if not self._again.slices:
+        if not self._again.places:
             return None
         own = [
             call.store.keys_and_values(piece.document.doc_id, call.layer, 0, num_rows(piece.ranges[self.group.rank]))
-            for piece in (self._slices[index] for index in self._again.slices)
+            for piece in (self._slices[index] for index in self._again.places)
         ]
         keys, values = (torch.cat(pieces) for pieces in zip(*own, strict=True))
         return self._gather(self._again, keys, values, call)
 
     def _keep_own(self, call: AttentionCall, k: Tensor, v: Tensor) -> None:
         """Keep this rank's rows of documents that are never cut; of others it keeps all that arrive."""
-        for index in self._never_cut:
+        for index in self._again.places:
             mine, piece = self._rows[index], self._slices[index]
             first = piece.document.rows_before(self.group.rank, piece.start)
             call.store.record_keys(piece.document.doc_id, call.layer, first, k[mine], v[mine])
@@ -278,13 +334,6 @@ class GatherAttention(PackAttention):
         return call.store.keys_and_values(piece.document.doc_id, call.layer, 0, piece.stop)
 
 
-def attend_into(call: AttentionCall, q: Tensor, seen: Sequence[KeyRange], out: Tensor, lse: Tensor) -> None:
-    """Fill the rows of `out` [T, H, D] and `lse` [T, H] that belong to ranges, if there are any."""
-    if seen:
-        rows = rows_of_all(seen)
-        out[rows], lse[rows] = call.backend.forward(q, seen, call.scoring)
-
-
 def rows_of(ranges: Sequence[Range], first_row: int = 0) -> Iterator[tuple[slice, Range]]:
     row = first_row
     for r in ranges:
@@ -293,16 +342,13 @@ def rows_of(ranges: Sequence[Range], first_row: int = 0) -> Iterator[tuple[slice
         row = stop
 
 
-@dataclass(frozen=True, eq=False)
-class _Visit:
+class _Visit(NamedTuple):
     """Names rows of one of this rank's ranges, and the keys in a rank's sent buffer that all of them see; in the own
     buffer the last `keys` are those of `rows`."""
 
     rows: slice
     keys: slice
-
-    def key_range(self, held: Tensor) -> KeyRange:
-        return KeyRange(self.rows, held[self.keys, 0], held[self.keys, 1])
+    sizes: RangeSizes
 
 
 class RingAttention(PackAttention):
@@ -323,17 +369,20 @@ class RingAttention(PackAttention):
                     before = piece.document.rows_before(rank, stop if rank == group.rank else start)
                     at = sum(carried[rank][:index])
                     if before:
-                        self._visits[rank].append(_Visit(own, slice(at, at + before)))
+                        sizes = RangeSizes([own.stop - own.start], [before])
+                        self._visits[rank].append(_Visit(own, slice(at, at + before), sizes))
 
     def forward(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         require_no_window(call.scoring.window)
         for piece, mine, new in zip(self._slices, self._rows, self._new, strict=True):
             call.store.record_keys(piece.document.doc_id, call.layer, new, k[mine], v[mine])
         out, lse = torch.zeros_like(q, dtype=work_dtype(q)), q.new_full(q.shape[:2], float("-inf"), dtype=work_dtype(q))
-        for rank, held in self._rounds(call, lambda: self._local.forward(call, q, k, v, out, lse)):
-            for visit in self._visits[rank]:
-                part = call.backend.forward(q, [visit.key_range(held)], self._scoring(call, rank))
-                merge_into(out[visit.rows], lse[visit.rows], *part)
+        local = functools.partial(self._local.forward, call, q, k, v, out, lse)
+        for rank, held in self._rounds(call, local, self._own_rows(call)):
+            for rows, keys, sizes in self._visits[rank]:
+                seen = [(held[keys, 0], held[keys, 1])]
+                part = call.backend.forward(q[rows], seen, sizes, self._scoring(call, rank))
+                merge_into(out[rows], lse[rows], *part)
         return out.to(q.dtype), lse
 
     def backward(self, call: AttentionCall, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor) -> Gradients:
@@ -342,15 +391,14 @@ class RingAttention(PackAttention):
         dk, dv = (lse.new_empty((q.shape[0], *own.shape[2:])) for _ in range(2))
         transfer = None
         local = functools.partial(self._local.backward, call, grad, q, out, lse, (dq, dk, dv))
-        for rank, held in self._rounds(call, local, own=own):
+        for rank, held in self._rounds(call, local, own):
             sums = lse.new_zeros(own.shape)
-            for visit in self._visits[rank]:
-                [(part_q, part_k, part_v)] = call.backend.backward(
-                    grad, q, [visit.key_range(held)], out, lse, self._scoring(call, rank)
-                )
-                dq[visit.rows] += part_q
-                sums[visit.keys, 0] += part_k
-                sums[visit.keys, 1] += part_v
+            for rows, keys, sizes in self._visits[rank]:
+                given = grad[rows], q[rows], [(held[keys, 0], held[keys, 1])], out[rows], lse[rows]
+                part_q, part_k, part_v = call.backend.backward(*given, sizes, self._scoring(call, rank))
+                dq[rows] += part_q
+                sums[keys, 0] += part_k
+                sums[keys, 1] += part_v
             if transfer is not None:
                 sums += transfer.wait()
             transfer = self.group.pass_on(sums, self._what(call, gradients=True))
@@ -363,9 +411,8 @@ class RingAttention(PackAttention):
             dk[mine], dv[mine] = call.store.add_key_grads(doc_id, call.layer, 0, keys, values, new, carried)
         return tuple(total.to(q.dtype) for total in (dq, dk, dv))  # type: ignore[return-value]
 
-    def _rounds(self, call: AttentionCall, local, own: Tensor | None = None) -> Iterator[tuple[int, Tensor]]:
+    def _rounds(self, call: AttentionCall, local: Callable[[], None], held: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Yield (rank, its rows) of every round, the own ones first, while the next ones are sent."""
-        held = self._own_rows(call) if own is None else own
         for turn in range(self.group.size):
             transfer = self.group.pass_on(held, self._what(call)) if turn < self.group.size - 1 else None
             if turn == 0:

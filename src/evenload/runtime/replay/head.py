@@ -1,7 +1,8 @@
 """Compute embedding, head and loss, also of a vocabulary that is divided over a tensor-parallel group.
 
 The head runs in the backward of the last stage, about `HEAD_ROWS` rows at a time. The exponentials of the logits become
-the gradient in place: e + 8 bytes a logit, where torch's cross entropy under autograd takes 16 in fp32.
+the gradient in place: e + 8 bytes a logit, where torch's cross entropy under autograd takes 16 in fp32. Liger's kernel
+makes it of the logits themselves: e bytes a logit (`StageModel.liger`), where the vocabulary is not divided.
 
 Divided over a group, every rank embeds the token ids it has, and zeros for others. The cross entropy needs three
 numbers a row from the group: the largest logit, the sum of exponentials and the target's logit (Shoeybi et al. 2019,
@@ -20,6 +21,7 @@ from evenload.cost.memory import HEAD_ROWS
 from evenload.runtime.comm.tensor_group import RowExchange, TensorGroup, row_owners
 from evenload.runtime.device import to_device
 from evenload.runtime.model.hf_model import StageModel
+from evenload.runtime.model.liger import cross_entropy
 from evenload.runtime.model.tensor_weights import tensor_split
 from evenload.runtime.replay.replayable import linear_with_known_output
 from evenload.runtime.replay.tensor_parallel import gather_rows
@@ -102,20 +104,32 @@ def head_gradient(
     norm, head = model.final_modules
     grads, total = [hidden.new_zeros(0, hidden.shape[1])], hidden.new_zeros((), dtype=torch.float64)
     # A batch without any label has a zero loss and zero gradients, not 0/0.
-    scale = 1 / max(1, num_label_tokens)
+    num_labels = max(1, num_label_tokens)
     for own, exchange, block in head_blocks(targets, ranges, group):
         rows = hidden[own].detach().requires_grad_()
         with torch.enable_grad():
             normed = norm(rows) if exchange is None else gather_rows(norm(rows), exchange)
             with torch.no_grad():
                 logits = nn.functional.linear(normed, head.weight, head.bias)
-            logits = model.cap_logits(linear_with_known_output(normed, head.weight, head.bias, logits))
-        loss, grad = cross_entropy_and_gradient(logits, targets[block], scale, _first_id(head.weight), group)
+            logits = linear_with_known_output(normed, head.weight, head.bias, logits)
+            if not _in_kernel(model):
+                logits = model.cap_logits(logits)
+        if _in_kernel(model):
+            grad = logits.detach()
+            losses = cross_entropy(grad, targets[block], float(num_labels), model.logit_cap, trains=True)
+            loss = losses.sum(dtype=torch.float64)
+        else:
+            first_id = _first_id(head.weight)
+            loss, grad = cross_entropy_and_gradient(logits, targets[block], 1 / num_labels, first_id, group)
         logits.backward(grad)
         assert rows.grad is not None
         grads.append(rows.grad)
         total += loss
     return torch.cat(grads), total
+
+
+def _in_kernel(model: StageModel) -> bool:
+    return "cross-entropy" in model.liger
 
 
 def _first_id(weight: Tensor) -> int:
@@ -157,8 +171,11 @@ def row_losses(
     losses = hidden.new_zeros(len(targets), dtype=work_dtype(hidden))
     for own, exchange, block in head_blocks(targets, ranges, group):
         normed = norm(hidden[own]) if exchange is None else exchange.gather(norm(hidden[own]))
-        logits = model.cap_logits(nn.functional.linear(normed, head.weight, head.bias))
-        of_block = _losses(logits, targets[block], _first_id(head.weight), group)[0]
+        logits = nn.functional.linear(normed, head.weight, head.bias)
+        if _in_kernel(model):
+            losses[block] = cross_entropy(logits, targets[block], 1.0, model.logit_cap, trains=False)
+            continue
+        of_block = _losses(model.cap_logits(logits), targets[block], _first_id(head.weight), group)[0]
         losses[block] = torch.where(targets[block] >= 0, of_block, 0)
     return losses
 

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
-from evenload.attention.range_attention import PackedGradients, Scoring, work_dtype
+from evenload.attention.range_attention import Scoring, work_dtype
 from evenload.runtime.model.lora import is_adapter
 from evenload.runtime.replay.context_attention import AttentionCall
 from evenload.runtime.replay.state import ReplayState, count_values
@@ -274,23 +274,18 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, state: ReplayState, layer: int, sco
             out, lse = shared.forward(call, q, k, v)
         else:
             store.record_pack_keys(layer, k, v)
-            out, lse = call.backend.forward(q, call.key_ranges(attention.ranges), scoring)
+            out, lse = attention.attend(call, q)
         store.record((layer, "attention"), out)
         store.record((layer, "lse"), lse)
         return out
     out, lse = store.read((layer, "attention"), state.ranges), store.read((layer, "lse"), state.ranges)
-    queries, key_shape = q.detach(), k.shape
+    queries = q.detach()
 
     def backward(grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         grad = grad.contiguous()
         if shared is not None:
             return shared.backward(call, grad, queries, out, lse)
-        parts = call.backend.backward(grad, queries, call.key_ranges(attention.ranges), out, lse, scoring)
-        if isinstance(parts, PackedGradients) and attention.is_whole(store):
-            # Keys are the pack's own rows, in its order, and no other pack adds to their gradients.
-            return parts.q, parts.keys, parts.values
-        dq, dk, dv = torch.empty_like(queries), *(lse.new_empty(key_shape) for _ in range(2))
-        attention.add_gradients(call, parts, (dq, dk, dv))
+        dq, dk, dv = attention.gradients(call, grad, queries, out, lse)
         return dq, dk.to(queries.dtype), dv.to(queries.dtype)
 
     return known_output(out, backward, q, k, v)

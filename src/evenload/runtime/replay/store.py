@@ -16,7 +16,7 @@ Bytes are counted by kind where they are allocated and freed; `cost/memory.py` p
 import itertools
 from bisect import bisect_right
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -92,7 +92,8 @@ class BlockIndex:
     ) -> None:
         self._policy, self._shard = policy, shard
         self._places: dict[int, list[_Place]] = defaultdict(list)
-        self._parts: dict[tuple[Range, ...], list[Part]] = {}
+        # By identity, as the hash of many ranges takes longer than a layer's launches.
+        self._parts: dict[int, tuple[tuple[Range, ...], list[Part]]] = {}
         backward: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for pack, ranges in enumerate(backward_packs):
             for doc_id, start, _ in ranges:
@@ -121,7 +122,7 @@ class BlockIndex:
 
     def parts(self, ranges: tuple[Range, ...]) -> list[Part]:
         """Return where ranges were recorded, in row order; neighbours in a block are one part."""
-        if ranges not in self._parts:
+        if id(ranges) not in self._parts:
             parts: list[Part] = []
             for part in (part for r in ranges for part in self._parts_of(r)):
                 last = parts[-1] if parts else None
@@ -130,8 +131,8 @@ class BlockIndex:
                     parts[-1] = Part(part.block, rows, own)
                 else:
                     parts.append(part)
-            self._parts[ranges] = parts
-        return self._parts[ranges]
+            self._parts[id(ranges)] = ranges, parts
+        return self._parts[id(ranges)][1]
 
     def close(self, ranges: Iterable[Range]) -> list[StoredBlock]:
         """End the backward of these ranges; return the blocks that no later one needs."""
@@ -235,6 +236,24 @@ def _num_bytes(layers: Mapping[int, KeysAndValues]) -> int:
     return sum(keys.nbytes + values.nbytes for keys, values in layers.values())
 
 
+class KeyRows(NamedTuple):
+    """Names rows of keys and values, which lie by layer in one tensor each."""
+
+    layers: dict[int, KeysAndValues]
+    start: int
+    stop: int
+
+    def of(self, layer: int) -> KeysAndValues:
+        """Return K and V of a layer, [stop - start, G, D] each."""
+        keys, values = self.layers[layer]
+        if self.stop - self.start == keys.shape[0]:
+            return keys, values
+        return keys[self.start : self.stop], values[self.start : self.stop]
+
+    def part(self, first: int, stop: int) -> "KeyRows":
+        return KeyRows(self.layers, self.start + first, self.start + stop)
+
+
 class ActivationStore:
     """Keeps the activations of one stage during one step.
 
@@ -263,10 +282,14 @@ class ActivationStore:
         self._index = BlockIndex(backward_packs, self.policy, shard)
         self._copies = copies
         self._device: torch.device | None = None
-        # By document and layer; gradients only while a cut backward is under way.
-        self._keys: dict[int, dict[int, KeysAndValues]] = defaultdict(dict)
+        # By document; those of neighbouring whole documents of a block, which are freed together, lie in one tensor.
+        self._keys: dict[int, KeyRows] = {}
+        # By document and layer, while a cut backward is under way.
         self._key_grads: dict[int, dict[int, KeysAndValues]] = defaultdict(dict)
-        self._open_blocks: list[StoredBlock] = []  # of the forward pack whose rows are recorded
+        # Of the forward pack whose rows are recorded; runs are of neighbouring whole documents (the first stands for
+        # all), or one slice, with their rows.
+        self._open_blocks: list[StoredBlock] = []
+        self._open_runs: list[tuple[Range, slice, ActivationPolicy]] = []
         self._leaving: deque[tuple[list[Wait], int]] = deque()
         self._returning: ReturningRows | None = None
         self._weight_products: dict[Hashable, WeightProducts] = {}
@@ -281,7 +304,7 @@ class ActivationStore:
     # ---- forward -------------------------------------------------------------------------------
 
     def open_pack(self, ranges: tuple[Range, ...]) -> None:
-        self._open_blocks = self._index.open_pack(ranges)
+        self._open_blocks, self._open_runs = self._index.open_pack(ranges), []
 
     def record_product(self, site: Site, rows: Tensor, *, is_own_rows: bool = False) -> None:
         """Keep the output of a linear layer, or of experts, where backward does not recompute it; see `record`."""
@@ -348,35 +371,36 @@ class ActivationStore:
 
     def record_pack_keys(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Keep K and V [T, G, D] of all slices of the open pack, of which no other rank has rows."""
-        for block in self._open_blocks:
-            row = block.rows.start
-            for is_whole, run in itertools.groupby(block.ranges, self.is_whole):
-                ranges = tuple(run)
-                stop = row + num_rows(ranges)
+        if not self._open_runs:
+            self._open_runs = [run for block in self._open_blocks for run in self._runs(block)]
+        for r, rows, policy in self._open_runs:
+            if not self.is_whole(r):
+                self.record_keys(r.doc_id, layer, r.start, keys[rows], values[rows])
+                continue
+            # Values may be a view of rows that are recorded too, and offloaded ones leave the device.
+            keep = torch.clone if policy == "offload" else own_memory
+            kept = self._keys[r.doc_id].layers[layer] = keep(keys[rows]), keep(values[rows])
+            self.held.count("keys_and_values", kept[0].nbytes + kept[1].nbytes)
+
+    def _runs(self, block: StoredBlock) -> Iterator[tuple[Range, slice, ActivationPolicy]]:
+        stop = block.rows.start
+        for is_whole, run in itertools.groupby(block.ranges, self.is_whole):
+            ranges, first, layers = list(run), stop, {}
+            for r in ranges:
+                start, stop = stop, stop + r.stop - r.start
                 if is_whole:
-                    # Values may be a view of rows that are recorded too, and offloaded ones leave the device.
-                    keep = torch.clone if block.policy == "offload" else own_memory
-                    self._record_whole(layer, ranges, keep(keys[row:stop]), keep(values[row:stop]))
-                    row = stop
-                    continue
-                for doc_id, start, end in ranges:
-                    rows = slice(row, row + end - start)
-                    self.record_keys(doc_id, layer, start, keys[rows], values[rows])
-                    row = rows.stop
+                    self._keys[r.doc_id] = KeyRows(layers, start - first, stop - first)
+                else:
+                    yield r, slice(start, stop), block.policy
+            if is_whole:
+                yield ranges[0], slice(first, stop), block.policy
 
     def is_whole(self, r: Range) -> bool:
         return r[1] == 0 and r[2] == self._num_tokens[r[0]]
 
-    def _record_whole(self, layer: int, ranges: tuple[Range, ...], keys: Tensor, values: Tensor) -> None:
-        """Keep K and V of a block's neighbouring whole documents, which are freed together, as one tensor each."""
-        sizes = [stop for _, _, stop in ranges]
-        for (doc_id, _, _), own_k, own_v in zip(ranges, keys.split(sizes), values.split(sizes), strict=True):
-            self._keys[doc_id][layer] = own_k, own_v
-        self.held.count("keys_and_values", keys.nbytes + values.nbytes)
-
     def record_keys(self, doc_id: int, layer: int, start: int, keys: Tensor, values: Tensor) -> None:
         """Keep K and V [n, G, D] of a document's tokens from `start` on; its buffers are made at its first slice."""
-        kept = self._keys[doc_id]
+        kept = self.document_keys(doc_id).layers
         if layer not in kept:
             all_k, all_v = (like.new_empty(self._num_tokens[doc_id], *like.shape[1:]) for like in (keys, values))
             kept[layer] = all_k, all_v
@@ -384,12 +408,15 @@ class ActivationStore:
         for buffer, rows in zip(kept[layer], (keys, values), strict=True):
             buffer[start : start + rows.shape[0]] = rows
 
+    def document_keys(self, doc_id: int) -> KeyRows:
+        """Return where K and V of a document lie, before its first slice is recorded, too."""
+        if doc_id not in self._keys:
+            self._keys[doc_id] = KeyRows({}, 0, self._num_tokens[doc_id])
+        return self._keys[doc_id]
+
     def keys_and_values(self, doc_id: int, layer: int, first: int, stop: int) -> KeysAndValues:
         """Return K and V of a document's tokens `[first, stop)`, [stop - first, G, D] each."""
-        keys, values = self._keys[doc_id][layer]
-        if first == 0 and stop == keys.shape[0]:
-            return keys, values
-        return keys[first:stop], values[first:stop]
+        return self._keys[doc_id].part(first, stop).of(layer)
 
     # ---- backward ------------------------------------------------------------------------------
 
@@ -413,7 +440,8 @@ class ActivationStore:
             self._returning.leave(layer)
 
     def read(self, key: Hashable, ranges: tuple[Range, ...]) -> Tensor:
-        """Return the rows [T, ...] that were recorded under `key`, of any ranges."""
+        """Return the rows [T, ...] that were recorded under `key`, of any ranges. A row is read back by one backward
+        pack, which may overwrite it once it needs it no more."""
         own = key in self._own_rows_keys
         back = self._returning
         fetched = None if back is None or not any(r in back for r in ranges) else back.find(key)
@@ -443,7 +471,7 @@ class ActivationStore:
             return grad_k, grad_v
         if layer not in grads:
             # fp32 whatever the compute precision: 32 slices in a bf16 accumulator double the error of dK.
-            shape = self._keys[doc_id][layer][0].shape[1:]
+            shape = self._keys[doc_id].layers[layer][0].shape[1:]
             all_k, all_v = grad_k.new_zeros((2, num_tokens, *shape), dtype=work_dtype(grad_k))
             grads[layer] = all_k, all_v
             self.held.count("key_value_gradients", all_k.nbytes + all_v.nbytes)
@@ -466,10 +494,17 @@ class ActivationStore:
             block.tensors.clear()
             self.held.count(_ACTIVATIONS[block.policy], -block.num_bytes)
             self._free_host(block)
-        for doc_id, start, _ in ranges:
-            if start == 0:
-                self.held.count("keys_and_values", -_num_bytes(self._keys.pop(doc_id)))
-                self.held.count("key_value_gradients", -_num_bytes(self._key_grads.pop(doc_id, {})))
+        ended = [doc_id for doc_id, start, _ in ranges if start == 0]
+        self._free_keys(ended)
+        for doc_id in ended:
+            self.held.count("key_value_gradients", -_num_bytes(self._key_grads.pop(doc_id, {})))
+
+    def _free_keys(self, documents: Iterable[int]) -> None:
+        """Free K and V of documents, of neighbours that lie in one tensor all at once."""
+        lying = [kept.layers for doc_id in documents if (kept := self._keys.pop(doc_id, None)) is not None]
+        for layers in {id(layers): layers for layers in lying}.values():
+            self.held.count("keys_and_values", -_num_bytes(layers))
+            layers.clear()  # the pack that names its rows may live on
 
     def _free_host(self, block: StoredBlock) -> None:
         """Free a block's host memory; every copy from it has been queued, as all packs that read it are over."""
@@ -511,7 +546,7 @@ class ForwardStore(ActivationStore):
 
     def open_pack(self, ranges: tuple[Range, ...]) -> None:
         rows = slice(0, num_rows(ranges))
-        self._open_blocks = [StoredBlock(ranges, "replay", rows, rows, len(ranges))]
+        self._open_blocks, self._open_runs = [StoredBlock(ranges, "replay", rows, rows, len(ranges))], []
 
     def record(self, key: Hashable, rows: Tensor, **options: bool) -> None:
         """Keep nothing: there is no backward."""
@@ -519,10 +554,9 @@ class ForwardStore(ActivationStore):
     def end_layer(self, layer: int) -> None:
         """Free whole documents of the open pack: no later row reads them."""
         for doc_id in {r[0] for r in self._open_blocks[0].ranges if r[0] in self._in_one_pack and self.is_whole(r)}:
-            if (kept := self._keys[doc_id].pop(layer, None)) is not None:
+            if (kept := self._keys[doc_id].layers.pop(layer, None)) is not None:
                 self.held.count("keys_and_values", -_num_bytes({layer: kept}))
 
     def end_pack(self, pack: int) -> None:
         """Free the documents that have no rows in packs after this one."""
-        for doc_id in self._ending.get(pack, ()):
-            self.held.count("keys_and_values", -_num_bytes(self._keys.pop(doc_id, {})))
+        self._free_keys(self._ending.get(pack, ()))

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 
 from evenload.attention.backends import select_backend
 from evenload.attention.range_attention import RangeAttention
-from evenload.config.sections import LoraConfig, RunConfig
+from evenload.config.sections import LoraConfig, RunConfig, uses_liger
 from evenload.config.train_config import ModelConfig
 from evenload.data.hub import local_path
 from evenload.errors import ConfigError
@@ -64,18 +64,10 @@ def unit_modules(
     parameters with values. Of a tied model embedding and head have one weight."""
     some = next(iter(models))
     names, model = some.architecture.names, empty_model(some.config, dtype)
-    decoder: Any = getattr(model, names.decoder)
-    whole = replace(
-        some,
-        layers=dict(enumerate(getattr(decoder, names.layers))),
-        embedding=getattr(decoder, names.embedding),
-        positions=getattr(decoder, names.positions) if names.positions else None,
-        norm=getattr(decoder, names.norm),
-        head=model.lm_head,
-        is_first=True,
-        is_last=True,
-    )
-    units: dict[str, Any] = {name: unit for _, name, unit in numbered_units(whole)}
+    layers = {index: names.layer_path(index) for index in range(some.config.num_hidden_layers)}
+    paths = [*layers.values(), names.embedding_path, names.norm_path, "lm_head"]
+    paths += [names.positions_path] if names.positions else []
+    units: dict[str, Any] = {path: model.get_submodule(path) for path in paths}
     held = {name: unit for stage in models for _, name, unit in numbered_units(stage)}
     shells = {name: unit for name, unit in units.items() if name not in held}
     # Memory that nothing touches is not taken: sizes come from it, then it goes (`twin_layer`). A GPU's would be.
@@ -83,7 +75,7 @@ def unit_modules(
         unit.to_empty(device="cpu")
     if lora is not None:
         with torch.random.fork_rng(devices=[]):
-            inject_adapters(model, whole.layers[0], lora)
+            inject_adapters(model, units[layers[0]], lora)
     units |= held
     if some.config.tie_word_embeddings:
         units["lm_head"].weight = units[names.embedding_path].weight
@@ -92,13 +84,17 @@ def unit_modules(
     for unit in shells.values():
         fill_constants(unit)
     whole = replace(
-        whole,
-        layers={index: units[names.layer_path(index)] for index in whole.layers},
+        some,
+        layers={index: units[path] for index, path in layers.items()},
         embedding=units[names.embedding_path],
         positions=units.get(names.positions_path),
         norm=units[names.norm_path],
         head=units["lm_head"],
+        is_first=True,
+        is_last=True,
     )
+    if some.liger:
+        whole.use_liger(dtype, tp)
     return whole, frozenset(id(parameter) for unit in held.values() for parameter in unit.parameters())
 
 
@@ -141,11 +137,13 @@ def build_rank_stages(
     mesh: Mesh,
     stage_class: type[Stage] = PipelineStage,
     backend: RangeAttention | None = None,
+    *,
+    unit_gradients: bool = False,
 ) -> RankStages[Stage]:
     """Make this rank's stages with weights. `ConfigError`, `UnsupportedModelError`: they cannot be trained so."""
     hf_config, parts, backend = build_models(model, run, spec, mesh, backend)
     models = tuple(parts.values())
-    buffers = flatten_units(models, mesh.data_size)
+    buffers = flatten_units(models, mesh.data_size, unit_gradients=unit_gradients)
     stages = {index: stage_class(part, backend, mesh.tensor) for index, part in parts.items()}
     return RankStages(hf_config, stages, buffers, frozen_bytes(models))
 
@@ -171,7 +169,10 @@ def build_models(
     if backend is None:
         soft_cap = attention_soft_cap(hf_config)
         backend = select_backend(run.attention, mesh.device.type, soft_cap, dtype=dtype, head_dim=spec.head_dim)
-    return hf_config, build_rank_models(hf_config, mesh.layout, mesh.pp_rank, build), backend
+    parts = build_rank_models(hf_config, mesh.layout, mesh.pp_rank, build)
+    for part in parts.values() if uses_liger(run, model.dtype) else ():
+        part.use_liger(dtype, mesh.layout.tp)
+    return hf_config, parts, backend
 
 
 def dtype_of(model: ModelConfig) -> torch.dtype:

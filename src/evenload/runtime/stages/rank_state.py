@@ -5,6 +5,7 @@ import time
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -19,21 +20,22 @@ from evenload.cost.coefficients import CostCoefficients
 from evenload.errors import InvalidPlanError
 from evenload.runtime.comm.mesh import Mesh, Meshes
 from evenload.runtime.executor import Executor, RankRun, forward_losses
-from evenload.runtime.optim.data_parallel import GatherTrace, GradientReduction
+from evenload.runtime.optim.data_parallel import GatherTrace, GradientReduction, UpdatesInBackward
 from evenload.runtime.optim.optimizer import ShardedOptimizer
 from evenload.runtime.optim.parameter_units import FlatBuffer
 from evenload.runtime.replay.rank_packs import RankStep
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.runtime.stages.live_stages import LiveStages, Switch, joined_switch
 from evenload.runtime.stages.rank_stages import RankStages, build_rank_stages
+from evenload.stepplan.validate import why_not_in_backward
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StepGradients:
-    """Holds one rank's gradients of a step before its update; norm and loss are of the whole step. `sums` are starts
-    and ends of its reduce-scatters, [2, n]."""
+    """Holds one rank's gradients of a step before its update, zeros where it was made in backward; norm and loss are of
+    the whole step. `sums` are starts and ends of its reduce-scatters, [2, n]."""
 
     run: RankRun
     shards: list[Tensor]
@@ -60,9 +62,13 @@ class RankState:
         twin_bytes: int | None = None,
     ) -> None:
         self._settings, self._meshes = optimizer, meshes
+        self.updates_in_backward = in_turn = optimizer.in_backward
+        """`gradients` updates weights, too."""
         self.mesh: Mesh = meshes.start
         self.live = LiveStages(model, run, spec, meshes, twin_bytes) if len(meshes.layouts) > 1 else None
-        self.held: RankStages = build_rank_stages(model, run, spec, self.mesh) if self.live is None else self.live.held
+        self.held: RankStages = (
+            self.live.held if self.live else build_rank_stages(model, run, spec, self.mesh, unit_gradients=in_turn)
+        )
         self.executor = Executor(self.held.stages, self.mesh)
         state = None if self.live is None else self.live.initial_state()
         self.optimizer = ShardedOptimizer(self.held.buffers, self.mesh, optimizer, state, average_decay=run.ema_decay)
@@ -84,12 +90,20 @@ class RankState:
     def static_bytes(self) -> int:
         return self.optimizer.static_bytes() + self.held.frozen_bytes
 
-    def gradients(self, step: RankStep | None, *, is_overlapped: bool = False) -> StepGradients:
-        """Run this rank's part of a step, None where it is idle, and sum gradients. Collective."""
+    def gradients(self, step: RankStep | None, rate: float = 0.0, *, is_overlapped: bool = False) -> StepGradients:
+        """Run this rank's part of a step, None where it is idle, and sum gradients; with `optimizer.in_backward` update
+        weights at this learning rate, too. `InvalidPlanError`: its plan does not allow that. Collective."""
         buffers, mesh, gathers = self.held.buffers, self.mesh, self.optimizer.gathers
         for buffer in buffers:
             buffer.grads.zero_()
-        with closing(GradientReduction(buffers, mesh, is_overlapped=is_overlapped)) as sums:
+        if not self.updates_in_backward:
+            reduction = GradientReduction(buffers, mesh, is_overlapped=is_overlapped)
+        else:
+            if step is not None and (why := why_not_in_backward(step.plan)):
+                raise InvalidPlanError(f"step {step.plan.step}: {why}")
+            self.optimizer.begin_step()
+            reduction = UpdatesInBackward(buffers, mesh, partial(self.optimizer.update_unit, rate=rate))
+        with closing(reduction) as sums:
             run = self.executor.idle()
             if step is not None:
                 run = self.executor.run(step, sums.release, gathers)
@@ -113,7 +127,10 @@ class RankState:
         return sums
 
     def update(self, gradients: StepGradients, rate: float, *, is_overlapped: bool = False) -> list[GatherTrace]:
-        """Update all weights; return the all-gathers that are done, none where `is_overlapped`. Collective."""
+        """Update all weights, where no backward did; return the all-gathers that are done, none where `is_overlapped`.
+        Collective."""
+        if self.updates_in_backward:
+            return self.optimizer.gathers.take_traces(self.mesh)
         with self.mesh.watch.waiting("the updated weights", self._replicas):
             self.optimizer.step(gradients.shards, gradients.grad_norm, rate, is_overlapped=is_overlapped)
         return [] if is_overlapped else self.optimizer.gathers.take_traces(self.mesh)
