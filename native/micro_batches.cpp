@@ -16,7 +16,7 @@ constexpr double kLeastGain = 1e-5;      // of a pass, relative: less is not wor
 constexpr int64_t kSameIndex = 10;       // partners tried of the same index, those with the least work
 constexpr int64_t kOtherIndex = 14;      // partners tried of others, those furthest below their index's longest
 constexpr int kMostPasses = 50;
-constexpr int kEnoughWorse = 2;
+constexpr int kEnoughWorse = 4;
 
 struct Bin {
     int64_t rank = 0, index = 0, tokens = 0;

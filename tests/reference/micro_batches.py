@@ -9,7 +9,7 @@ from reference.bin_packing import best_fit_decreasing, longest_first
 
 EQUAL, LEAST_GAIN = 1e-9, 1e-5
 SAME_INDEX, OTHER_INDEX = 10, 14
-MOST_PASSES, ENOUGH_WORSE = 50, 2
+MOST_PASSES, ENOUGH_WORSE = 50, 4
 
 
 @dataclass
