@@ -54,14 +54,21 @@ class Search:
             if len(bins) > num_bins:
                 return False
             bins += [Bin() for _ in range(num_bins - len(bins))]
-            bins.sort(key=lambda one: -one.work_s)
-            for at, one in enumerate(bins):
-                one.rank = at % problem.ranks if is_free else rank
-                one.index = at // problem.ranks if is_free else at
+            for one in bins:
+                one.rank = rank
             self.bins += bins
+        self.align()
+        return True
+
+    def align(self) -> None:
+        """Let heavy micro-batches meet heavy ones."""
+        is_free, ranks = not self.problem.rank_of, self.problem.ranks
+        self.bins.sort(key=lambda one: (0 if is_free else one.rank, -one.work_s))
+        for at, one in enumerate(self.bins):
+            one.index = at // ranks if is_free else at % self.count
+            one.rank = at % ranks if is_free else one.rank
         self.of_index = [[b for b in range(len(self.bins)) if self.bins[b].index == j] for j in range(self.count)]
         self.longest = [self.longest_of(index) for index in range(self.count)]
-        return True
 
     def fill(self, items: list[int], num_bins: int) -> list[Bin]:
         problem = self.problem
@@ -96,6 +103,7 @@ class Search:
             before = now
             for index in range(self.count):
                 self.relieve(index)
+            self.align()
 
     def relieve(self, index: int) -> None:
         stalled = 0
