@@ -27,7 +27,7 @@ from evenload.plan.planner import Proposal, StepPlanner, StepRequest
 from evenload.plan.problem import CHOOSE, PlanOptions
 from evenload.plan.strategies.baselines import BALANCED
 from evenload.plan.strategies.registry import strategy_named
-from evenload.types.cluster import DEVICES_PER_NODE, cluster_from
+from evenload.types.cluster import cluster_of
 from evenload.types.layout import ParallelLayout, even_layout
 from evenload.types.model import MODELS, ModelSpec, model_from_hf_config
 
@@ -173,10 +173,8 @@ def make_planner(
         ConfigError: not a model, a cost file of another one, or heads that the ranks of a group cannot share.
     """
     spec = model_spec_of(ASSUMED_MODEL if model is None else model)
-    world_size = dp * cp
     layout = even_layout(spec.num_layers, dp=dp, cp=cp)
-    whole_nodes = -(-world_size // DEVICES_PER_NODE) * DEVICES_PER_NODE
-    cluster = cluster_from(f"h100x{whole_nodes if world_size > DEVICES_PER_NODE else world_size}")
+    cluster = cluster_of("h100", layout.world_size)
     if isinstance(costs, str | Path):
         origin, costs = f"cost file {costs}", read_coefficients(costs)
         spec = in_measured_precision(spec, costs)
