@@ -18,6 +18,7 @@ from evenload.cli.comparison import Comparison
 from evenload.cli.options import command_of, print_lines, progress_bar, require_writable, shown_name, write_output
 from evenload.cli.plan_inputs import PlanInputs, plan_inputs
 from evenload.cli.plan_layout import layout_of_plan, layouts_that_fit, planners_of_layout, search_all_layouts
+from evenload.cli.plan_of_steps import judge_recorded_steps
 from evenload.cli.plan_request import (
     DEFAULT_SEARCH_S,
     LengthSource,
@@ -156,6 +157,8 @@ def compare(request: PlanRequest, console: Console, source: LengthSource | None 
     if request.worst is not None and request.worst < 1:
         raise ConfigError(f"worst is {request.worst}, must be at least 1 global batch to search")
     if source is None:
+        if request.lengths is None:
+            raise ConfigError("LENGTHS is missing; give lengths, documents or a config.toml, or --lengths-per-step")
         source = length_source(request.lengths, request, request.model, request.settings)
     inputs = plan_inputs(request, source)
     table = source.read()
@@ -305,10 +308,15 @@ def run_plan(request: PlanRequest) -> None:
     [bold]Example[/bold]: evenload plan examples/lengths/github_dirs.npy.gz --model llama-7b --cluster h100x32
     --layout dp=4,pp=8 --context 16k --overlong truncate --documents 512
 
+    With --lengths-per-step FILE.jsonl it predicts the steps of a run of any other trainer instead.
+
     Exit code: 0 ok, 2 wrong input, 3 no strategy fits, or not with the batch that --worst found.
     """
     require_writable(request.json_file, request.html, request.trace, request.emit_plan)
     console = Console() if Console().is_terminal else Console(width=PIPED_WIDTH)
+    if request.lengths_per_step is not None:
+        judge_recorded_steps(request, request.lengths_per_step, console)
+        return
     comparison = compare(request, console)
     comparison.show(console)
     if request.json_file:

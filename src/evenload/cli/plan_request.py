@@ -168,7 +168,13 @@ DEFAULT_SEARCH_S = 300.0
 class PlanRequest(DocumentOptions):
     """What `evenload plan` or `evenload.plan` is to compute; None = not given."""
 
-    lengths: str = argument("LENGTHS", SOURCE_HELP)
+    lengths: str | None = argument("LENGTHS", SOURCE_HELP, default=None)
+    lengths_per_step: str | None = option(
+        _DATA,
+        "Instead of LENGTHS: the steps of a run of any trainer, one a line, with their partition if known; says what "
+        "they lost to waiting, and what evenload.micro_batches would take (docs/guide.md).",
+        metavar="FILE.jsonl",
+    )
     cluster: str | None = option(
         _MODEL,
         f"Built-in name ({', '.join(BUILT_IN)}, then x and how many: h100x32), or a TOML file such as "

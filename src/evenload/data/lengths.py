@@ -137,7 +137,7 @@ def read_numbers(source: str) -> NDArray[np.int64] | None:
     name = source.removesuffix(".gz")
     if name.endswith((".jsonl", ".ndjson")) and not _begins_with_numbers(source):
         return None
-    with _opened(source) as stream:
+    with open_numbers(source) as stream:
         content = stream.read()
     if name.endswith((".npy", ".npz")):
         values: Any = _npy_numbers(content, source)
@@ -155,7 +155,8 @@ def read_numbers(source: str) -> NDArray[np.int64] | None:
 
 
 @contextmanager
-def _opened(source: str) -> Iterator[Any]:
+def open_numbers(source: str) -> Iterator[Any]:
+    """Open a file of numbers, here or at a URL, for bytes that are no longer compressed; errors name the file."""
     try:
         filesystem, path = fsspec.url_to_fs(source)
         is_gzip = source.endswith(".gz")
@@ -173,7 +174,7 @@ def _opened(source: str) -> Iterator[Any]:
 
 def _begins_with_numbers(source: str) -> bool:
     try:
-        with _opened(source) as stream:
+        with open_numbers(source) as stream:
             record = msgspec.json.decode(next((line for line in stream if line.strip()), b""))
     except msgspec.DecodeError:
         return False  # the reader of documents reports what is wrong, and in which line

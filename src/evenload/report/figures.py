@@ -41,6 +41,7 @@ from evenload.report.svg import (
 )
 from evenload.report.table import format_action, format_conditions, format_predicted
 from evenload.report.units import format_percent, format_ratio, format_seconds
+from evenload.types.division import JudgedStep
 from evenload.types.document import Direction
 from evenload.types.plan import StepPlan
 from evenload.types.run import LayoutDecision, Validation
@@ -80,6 +81,20 @@ def step_time_figure(rows: Sequence[MetricRow], run: str | None = None) -> Figur
     both = ("predicted", PREDICTED, "dash", steps, predicted), ("measured", MEASURED, "solid", steps, measured)
     series = [one for one in both if not np.isnan(one[-1]).all()]
     return _curves(series, "step time", "s", from_zero=True, run=run)
+
+
+def divisions_figure(steps: Sequence[JudgedStep]) -> Figure:
+    """Draw predicted seconds of every step: as the run divided it, where recorded, as `micro_batches` does, and the
+    bound."""
+    at = np.array([one.step for one in steps], float)
+    drawn = {
+        "this partition": (SERIES[1], "dash", [one.theirs.step_s if one.theirs else np.nan for one in steps]),
+        "bound": (PREDICTED, "dot", [one.bound_s for one in steps]),
+        "ours": (SERIES[0], "dash", [one.ours.step_s for one in steps]),
+    }
+    series = [(name, color, dash, at, np.array(values)) for name, (color, dash, values) in drawn.items()]
+    known = [one for one in series if not np.isnan(one[-1]).all()]
+    return _curves(known, "predicted seconds of a step", "s", from_zero=True)
 
 
 def _of_runs(runs: Mapping[str, Sequence[MetricRow]], key: str) -> list[Series]:
