@@ -30,6 +30,7 @@ STRATEGIES = ("plan", TABLE, *MODEL, "--layout", "dp=4,pp=4,tp=4", *CONTEXT,
 SEARCH = ("plan", TABLE, *MODEL, "--search-layout", "--search-seconds", "7200", *CONTEXT,
           "--strategy", "best_fit,slimpack,auto")  # fmt: skip
 LENGTHS = ("lengths", TABLE, "--window", "131072")
+STEPS = ("plan", "--lengths-per-step", "examples/lengths/recorded_steps.jsonl", "--model", "llama3-8b")
 WIDTH = 118
 _SHOWN_LAYOUTS = 6
 
@@ -49,7 +50,11 @@ def main() -> None:
 def cheap_blocks() -> dict[str, str]:
     """Blocks that seconds suffice for."""
     lengths = run(LENGTHS).partition("\n\n")[0]
-    return {"lengths output": fenced(lengths), "strategies output": fenced(run(STRATEGIES))}
+    return {
+        "lengths output": fenced(lengths),
+        "strategies output": fenced(run(STRATEGIES)),
+        "steps output": fenced(run(STEPS)),
+    }
 
 
 def winner_output() -> str:
@@ -78,7 +83,7 @@ def run(arguments: tuple[str, ...]) -> str:
         textwrap.wrap(line, WIDTH) or [""] if len(line) > WIDTH else [line.rstrip()] for line in output.splitlines()
     )
     text = "\n".join(line.rstrip() for parts in lines for line in parts)
-    if arguments[0] == "plan" and "plan time" not in text.partition("left out for width")[2]:
+    if "--cluster" in arguments and "plan time" not in text.partition("left out for width")[2]:
         sys.exit(f"tools/make_guide.py: at {WIDTH} columns the time to plan is shown; make them fewer")
     return text.strip("\n")
 
