@@ -146,6 +146,18 @@ def test_compressed_files_layouts_and_costs_of_other_devices(steps, tmp_path, ca
         assert inputs["layout"].startswith("dp=2")
 
 
+def test_measured_costs_are_taken_and_told_of(small_project, tmp_path, capsys):
+    """A cost file of a small model on a CPU, whose seconds both divisions then have."""
+    small_project("", pp=1)
+    (tmp_path / "steps.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in STEPS))
+    assert judged("--cost", "cost.json", model="model") == 0
+    measured, shown = json.loads((tmp_path / "out.json").read_text()), capsys.readouterr().out
+    assert "\ncost: measured on " in shown
+    assert judged(model="model") == 0
+    assert json.loads((tmp_path / "out.json").read_text())["call"] != measured["call"]
+    assert "\ncost: " not in capsys.readouterr().out
+
+
 ALONE = ({"lengths": [5, 3]},)
 
 

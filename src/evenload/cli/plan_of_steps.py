@@ -124,7 +124,7 @@ def _remarks(judged: JudgedSteps) -> list[str]:
     worst = max(judged.steps, key=lambda one: one.recorded.waiting_s)
     shares = [f"{format_percent(one.waiting_share)} of {format_seconds(one.step_s)}" for _, one in worst.divisions]
     slower = sum(one.recorded.step_s < one.ours.step_s for one in judged.steps)
-    bound = f"no division takes less than {format_seconds(judged.bound_s)} a step"
+    bound = f"any division takes {format_seconds(judged.bound_s)} a step or more, in the mean"
     remarks = {
         f"ranks wait longest in step {worst.step}: {', in ours '.join(shares)}; {bound}": True,
         f"ours takes longer than this partition in {counted(slower, 'step')}": slower,
