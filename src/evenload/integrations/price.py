@@ -218,9 +218,7 @@ def engine_costs(profile: EngineProfile, costs: PackCosts) -> PackCosts:
 
 
 def _with_coefficients(costs: PackCosts, **changes: object) -> PackCosts:
-    """Replace coefficients. Engines cut every document of a shared micro-batch, short ones too."""
-    coefficients = msgspec.structs.replace(costs.coefficients, **changes)
-    return PackCosts(costs.model, coefficients, costs.layout, keeps_short_whole=False)
+    return PackCosts(costs.model, msgspec.structs.replace(costs.coefficients, **changes), costs.layout)
 
 
 def _replica(profile: EngineProfile, costs: PackCosts, micro_batches: Sequence[EngineMicroBatch]) -> _Replica:

@@ -120,7 +120,7 @@ class StepPlanner:
     ) -> None:
         self.options = options or PlanOptions()
         # Searches price shared packs per document whatever the rule: what rules choose from is known as plans run.
-        self.costs = PackCosts(model, coefficients, layout, keeps_short_whole=False)
+        self.costs = PackCosts(model, coefficients, layout)
         self.layout = layout
         self.memory_cap_bytes = memory_cap_bytes
         self.host = host if isinstance(host, HostMemory) else HostMemory(coefficients.devices_per_node, None)
