@@ -290,6 +290,15 @@ def test_causes_add_up_and_none_is_negative(lengths, cp, tp, pp, direction, data
         assert (getattr(split, name) >= -1e-9 * total_s).all(), name
 
 
+def test_short_shared_slices_cost_one_tensor_rank_no_transfers() -> None:
+    """What a planner prices is split by costs that cut slices alike, however short they are."""
+    given = costs_of(even_layout(3, cp=4), attention_tile=16)
+    costs = StepPlanner(given.model, given.coefficients, given.layout, None, host="unlimited").costs
+    split = split_pack_seconds(costs, SliceColumns.from_ranges([[(0, 0, 7)]], cp=4), "forward")
+    np.testing.assert_array_equal(split.tp_communication_s, 0.0)
+    assert (split.kernels_s > 0).all()
+
+
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=6), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]))
 def test_useful_work_of_all_ranks_is_the_lower_bound(lengths, cp, tp):
