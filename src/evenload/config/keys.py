@@ -67,6 +67,19 @@ _NAMES_ELSEWHERE = {
 OTHER_NAMES: dict[str, str] = {name: ours for ours, names in _NAMES_ELSEWHERE.items() for name in names.split()}
 """Names of settings in other trainers, which no spelling distance finds, → ours with its section."""
 
+_GONE = {
+    "plan.feedback": "plans do not follow the speed of single ranks",
+    "train.overlap_context": "keys and values of shared documents travel at once, behind attention of local ones",
+    "train.overlap_tensor": "packs are not computed in halves; tensor-parallel linears hide their own transfers",
+    "plan.options.backend": "the compiled core alone plans",
+    "train.on_lost_rank": "torchrun with --max-restarts starts the ranks that are left, in a layout that fits them",
+    "train.replace_lost_ranks": "torchrun's agents start processes again (--max-restarts)",
+    "train.survivor_memory": "a run goes on from its last checkpoint",
+    "train.fused_elementwise": "train.kernels says what computes rotary embedding and gated activation",
+    "train.fused_norms": "train.kernels says what computes norms",
+}
+"""Keys of earlier versions, and why they went."""
+
 _OTHER_VALUES = dict.fromkeys(("bf16", "fp16", "float16", "half"), "bfloat16") | {
     "fp32": "float32", "float": "float32", "fp64": "float64", "double": "float64", "gpu": "cuda",
 }  # fmt: skip
@@ -81,6 +94,8 @@ def require_known(
     such as "data."."""
     hints, every = settings_of(kind), every or list(setting_paths(kind, prefix))
     for key, value in tree.items():
+        if f"{prefix}{key}" in _GONE:
+            raise ConfigError(f"configuration key '{prefix}{key}' is gone: {_GONE[prefix + key]}; remove it")
         if key not in hints:
             raise ConfigError(f"unknown configuration key '{prefix}{key}'; {_meant(key, prefix, hints, every)}")
         choices = _choices(hints[key])
