@@ -9,7 +9,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given, reject, settings
 from hypothesis import strategies as st
 
 from evenload import _native
@@ -142,9 +142,8 @@ def test_no_micro_batch_is_empty(num_tokens, ranks, max_tokens, is_placed, waits
     rules = {"waits": waits, "count_multiple": multiple, "no_empty": True, **placed}
     try:
         made = micro_batches(num_tokens, ranks, max_tokens, **rules)
-    except InfeasiblePlanError as error:
-        assert "a rank has" in str(error)
-        assume(False)
+    except InfeasiblePlanError:  # multiples of the fewest documents of a rank may be too few for the tokens
+        reject()
     assert documents(made) == list(range(len(num_tokens)))
     assert all(micro_batch for rank in made.ranks for micro_batch in rank)
     assert len(made.ranks[0]) % multiple == 0

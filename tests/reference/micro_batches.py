@@ -9,7 +9,7 @@ from reference.bin_packing import best_fit_decreasing, longest_first
 
 EQUAL, LEAST_GAIN = 1e-9, 1e-5
 SAME_INDEX, OTHER_INDEX = 10, 14
-MOST_PASSES, ENOUGH_WORSE = 50, 2
+MOST_PASSES, ENOUGH_WORSE = 50, 4
 
 
 @dataclass
@@ -59,14 +59,21 @@ class Search:
             bins += [Bin() for _ in range(num_bins - len(bins))]
             if problem.no_empty:
                 self.fill_empty(bins)
-            bins.sort(key=lambda one: -one.work_s)
-            for at, one in enumerate(bins):
-                one.rank = at % problem.ranks if is_free else rank
-                one.index = at // problem.ranks if is_free else at
+            for one in bins:
+                one.rank = rank
             self.bins += bins
+        self.align()
+        return True
+
+    def align(self) -> None:
+        """Let heavy micro-batches meet heavy ones."""
+        is_free, ranks = not self.problem.rank_of, self.problem.ranks
+        self.bins.sort(key=lambda one: (0 if is_free else one.rank, -one.work_s))
+        for at, one in enumerate(self.bins):
+            one.index = at // ranks if is_free else at % self.count
+            one.rank = at % ranks if is_free else one.rank
         self.of_index = [[b for b in range(len(self.bins)) if self.bins[b].index == j] for j in range(self.count)]
         self.longest = [self.longest_of(index) for index in range(self.count)]
-        return True
 
     def fill(self, items: list[int], num_bins: int) -> list[Bin]:
         problem = self.problem
@@ -109,6 +116,7 @@ class Search:
             before = now
             for index in range(self.count):
                 self.relieve(index)
+            self.align()
 
     def relieve(self, index: int) -> None:
         stalled = 0

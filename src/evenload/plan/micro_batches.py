@@ -263,8 +263,8 @@ class _Request:
         if not made and no_empty:
             raise InfeasiblePlanError(
                 f"no_empty: a rank has {most:,} documents (or groups) for {least if count is None else count:,} "
-                f"micro-batches or more, a multiple of {multiple}, of {self.limit:,} tokens; give more documents, raise "
-                "max_tokens, or leave no_empty out"
+                f"micro-batches or more, a multiple of {multiple}, of {self.limit:,} tokens; give more documents, "
+                "raise max_tokens, or leave no_empty out"
             )
         if not made:
             raise InfeasiblePlanError(
