@@ -155,6 +155,16 @@ def test_more_micro_batches_than_documents_are_refused_where_none_may_be_empty()
     assert micro_batches([5, 5, 9, 9], 2, 10, no_empty=True, count_multiple=2).seconds.shape == (2, 2)
 
 
+def test_equal_documents_look_at_what_meets_too():
+    """Long documents on one rank with many short ones have equal works with others, and nobody to meet."""
+    rng = np.random.default_rng(0)
+    num_tokens = np.minimum(rng.lognormal(7.5, 1.6, 512).astype(np.int64) + 1, 65_536)
+    made = micro_batches(num_tokens, 8, 65_536, equal_documents=True, no_empty=True)
+    even = micro_batches(num_tokens, 8, equal_documents=True, waits="step").rank_of
+    assert np.bincount(made.rank_of).tolist() == np.bincount(even).tolist() == [64] * 8
+    assert made.step_s < 0.97 * micro_batches(num_tokens, 8, 65_536, rank_of=even).step_s
+
+
 def test_heavy_micro_batches_meet():
     """Two long documents and 62 short ones on two ranks: the long ones share an index, nobody waits long."""
     made = micro_batches([30_000, 28_000, *[1_000] * 62], 2, 32_768)

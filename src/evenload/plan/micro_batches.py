@@ -10,6 +10,7 @@ Needs numpy and the compiled core alone. The same arguments give the same result
 call it for itself.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, Unpack
 
@@ -125,7 +126,48 @@ def micro_batches(
         InfeasiblePlanError: `count` micro-batches cannot hold the documents.
     """
     request = _Request(lengths, ranks, max_tokens, rules)
+    if request.waits_at_each and request.given.get("equal_documents"):
+        return _with_equal_documents(request, lengths, max_tokens, rules)
     return request.result(*request.search())
+
+
+def _with_equal_documents(
+    request: "_Request", lengths: ArrayLike, max_tokens: int | None, rules: Rules
+) -> MicroBatches:
+    """Divide with equally many documents on every rank: those of equal works, or those of a division that does not count
+    documents after the shortest have moved, whichever takes less.
+
+    Equal works alone let a rank with long documents end early: others wait for these, then it waits for the others.
+    """
+    others: dict[str, Any] = {name: rule for name, rule in rules.items() if name != "equal_documents"}
+    made = [request.result(*request.search())]
+    free = micro_batches(lengths, request.ranks, max_tokens, **others)
+    others["rank_of"] = _equally_many(free, request.tokens)
+    with suppress(InfeasiblePlanError):  # as `count` or `no_empty` may have it; equal works can be divided
+        made.append(micro_batches(lengths, request.ranks, max_tokens, **others))
+    return min(made, key=lambda one: one.step_s)
+
+
+def _equally_many(made: MicroBatches, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return ranks of equally many documents, int64[n]: at every index the micro-batch with most documents goes to the
+    rank with the fewest so far; then the shortest move from ranks that have too many."""
+    num_ranks, share = len(made.ranks), len(tokens) // len(made.ranks)
+    held: list[list[int]] = [[] for _ in range(num_ranks)]
+    for at_index in zip(*made.ranks, strict=True):
+        fewest = sorted(range(num_ranks), key=lambda rank: len(held[rank]))
+        for rank, documents in zip(fewest, sorted(at_index, key=len, reverse=True), strict=True):
+            held[rank] += documents
+    spare = []
+    for documents in held:
+        documents.sort(key=lambda document: (-tokens[document], document))
+        spare += documents[share:]
+        del documents[share:]
+    rank_of = np.empty(len(tokens), np.int64)
+    for rank, documents in enumerate(held):
+        while len(documents) < share:
+            documents.append(spare.pop())
+        rank_of[documents] = rank
+    return rank_of
 
 
 class _Request:
@@ -143,6 +185,7 @@ class _Request:
             if (name in _COUNTS or name in ("ranks", "max_tokens")) and not (value is None or _is_count(value)):
                 raise ConfigError(f"{name} is {value!r}, must be a whole number, 1 or more")
         self.given, self.ranks, self.max_tokens = given, ranks, max_tokens
+        self.waits_at_each = given["waits"] == "micro_batch"
         self.cost = given.get("cost", Cost())
         if not isinstance(self.cost, Cost):
             raise ConfigError(f"cost is {self.cost!r}, must be a Cost(linear_s, quadratic_s, micro_batch_s)")
@@ -221,7 +264,7 @@ class _Request:
             return self._spread(_sums(self.group_of, self.work_s))[self.group_of]
         if given.get("equal_documents"):
             return self._spread(self.item_s, max(1, len(self.item_s) // self.ranks))
-        return self._spread(self.item_s) if given["waits"] == "step" else None
+        return None if self.waits_at_each else self._spread(self.item_s)
 
     def _spread(self, work_s: NDArray[np.float64], most_items: int = _NO_LIMIT) -> NDArray[np.int64]:
         """Return a rank for each of these works, so that all ranks have nearly equal sums."""
@@ -256,7 +299,7 @@ class _Request:
             least if count is None else count,
             most,
             multiple,
-            given["waits"] == "micro_batch",
+            self.waits_at_each,
             no_empty,
             _MOST_TRIALS,
         )
@@ -290,8 +333,7 @@ class _Request:
         order = np.argsort(slot, kind="stable")
         edges = np.cumsum(np.bincount(slot, minlength=self.ranks * count))[:-1]
         members = [part.tolist() for part in np.split(order, edges)]
-        waits_at_each = self.given["waits"] == "micro_batch"
-        work_s = seconds.max(axis=0).sum() if waits_at_each else seconds.sum(axis=1).max()
+        work_s = seconds.max(axis=0).sum() if self.waits_at_each else seconds.sum(axis=1).max()
         least = self.given.get("count") or max(self.given.get("min_count", 1), self._least_count(_NO_LIMIT))
         bound_s = max(self.work_s.sum() / self.ranks, self.work_s.max(initial=0.0)) + least * self.cost.micro_batch_s
         return MicroBatches(
