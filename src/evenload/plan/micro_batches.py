@@ -134,8 +134,8 @@ def micro_batches(
 def _with_equal_documents(
     request: "_Request", lengths: ArrayLike, max_tokens: int | None, rules: Rules
 ) -> MicroBatches:
-    """Divide with equally many documents on every rank: those of equal works, or those of a division that does not count
-    documents after the shortest have moved, whichever takes less.
+    """Divide with equally many documents on every rank: those of equal works, or those of a division that does not
+    count documents, after the shortest have moved, whichever takes less.
 
     Equal works alone let a rank with long documents end early: others wait for these, then it waits for the others.
     """
