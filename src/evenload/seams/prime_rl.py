@@ -52,18 +52,10 @@ def prepare_batch(
     *,
     cost: Cost = _COST,
 ) -> list[list[Any]]:
-    """Divide rollouts among trainers and micro-batches.
+    """Return prime-rl's micro-batches of every trainer.
 
-    Args:
-        rollouts: prime-rl's training samples.
-        seq_len: tokens of a micro-batch at most, before it is padded.
-        num_train_workers: number of trainers.
-        bin_cost: the work of sequences of these lengths, in any unit; what a token and a token beside another cost.
-        pad_to_multiple_of: tokens of a micro-batch are a multiple of it.
-        cost: its `linear_s` and `micro_batch_s` say how many tokens a micro-batch costs besides its sequences.
-
-    Returns:
-        prime-rl's micro-batches of every trainer.
+    `bin_cost` decides what sequences cost, in any unit; `micro_batch_s` over `linear_s` of `cost` how many tokens a
+    micro-batch costs besides.
 
     Raises:
         ValueError: prime-rl refuses a rollout.

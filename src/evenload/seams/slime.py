@@ -2,10 +2,9 @@
 
 In the process of the rollout manager, say in the module that `--rollout-function-path` names:
 
-    from evenload import Cost
     from evenload.seams import slime
 
-    slime.install("miles.utils.dp_schedule", cost=Cost(linear_s=9e-6, quadratic_s=4e-10, micro_batch_s=6e-3))
+    slime.install(cost="llama3-8b")  # miles: slime.install("miles.utils.dp_schedule", cost="llama3-8b")
 
 What changes: micro-batches are chosen by the time they take instead of first fit, and for all ranks together. Ranks get
 equal works; under expert parallelism, where they wait for each other at every micro-batch, heavy ones meet heavy ones.
@@ -25,7 +24,7 @@ from evenload.seams.replacing import Replacement, replace
 _COST = Cost()
 
 
-def install(module: str = "slime.utils.dp_schedule", cost: Cost = _COST) -> Replacement:
+def install(module: str = "slime.utils.dp_schedule", cost: Cost | str = _COST) -> Replacement:
     """Put `build_dp_schedule` in the place of slime's, or of miles's with `module="miles.utils.dp_schedule"`.
 
     Raises:
@@ -43,19 +42,13 @@ def build_dp_schedule(
     *,
     global_batch_size: int,
     rollout_indices: list[int],
-    cost: Cost = _COST,
+    cost: Cost | str = _COST,
 ) -> tuple[list[list[int]], list[list[list[int]]], list[int], list[int]]:
     """Divide samples among ranks and micro-batches, step by step.
 
-    Args:
-        args: `use_dynamic_batch_size` with `max_tokens_per_gpu`, else `micro_batch_size`; where there is one,
-            `expert_model_parallel_size` and, of miles, `allow_partial_train_step`.
-        train_parallel_config: `dp_size`, `cp_size`, `vpp_size` and `microbatch_group_size_per_vp_stage`.
-        total_lengths: tokens of every sample.
-        global_batch_size: rollouts of a step; those that fill no step are left out, or are a last smaller step where
-            miles asks for it.
-        rollout_indices: the rollout of every sample; samples of one train in one step.
-        cost: predicts seconds.
+    Of `args` it reads `use_dynamic_batch_size` with `max_tokens_per_gpu`, or `micro_batch_size`; where there are any,
+    `expert_model_parallel_size` and `allow_partial_train_step` (miles), which makes rollouts left over a last smaller
+    step.
 
     Returns:
         The samples of every rank; its micro-batches, as positions among these; the number of micro-batches of every

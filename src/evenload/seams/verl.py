@@ -2,10 +2,9 @@
 
 A module of one's own, say `even.py`, which verl imports in every process with `VERL_USE_EXTERNAL_MODULES=even`:
 
-    from evenload import Cost
     from evenload.seams import verl
 
-    verl.install(max_tokens=16_384, cost=Cost(linear_s=9e-6, quadratic_s=4e-10, micro_batch_s=6e-3))
+    verl.install(max_tokens=16_384, cost="llama3-8b")
 
 What changes: ranks are chosen so that their micro-batches take equally long, not only all their work. The micro-batches
 of all ranks are chosen together: heavy ones meet heavy ones, and nobody waits long. Each rank gathers the lengths of
@@ -22,21 +21,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.errors import ConfigError
-from evenload.plan.micro_batches import Cost, micro_batches
+from evenload.plan.micro_batches import Cost, micro_batches, priced
 from evenload.seams.replacing import Replacement, replace
 
 _COST = Cost()
 
 
 def install(
-    max_tokens: int | None = None, cost: Cost = _COST, waits: Literal["micro_batch", "step"] = "micro_batch"
+    max_tokens: int | None = None, cost: Cost | str = _COST, waits: Literal["micro_batch", "step"] = "micro_batch"
 ) -> Replacement:
     """Put the functions of this module in the place of verl's.
 
     Args:
         max_tokens: what a micro-batch may hold, `ppo_max_token_len_per_gpu` times the ranks that share a sequence. Only
             with it are ranks chosen for their micro-batches; None = for equal works.
-        cost: predicts seconds.
+        cost: predicts seconds, or names a model, as for `evenload.micro_batches`.
         waits: at what ranks wait for each other: every "micro_batch" (FSDP, expert parallelism), or once a "step"
             (Megatron else).
 
@@ -64,27 +63,15 @@ def get_seqlen_balanced_partitions(
     equal_size: bool,
     *,
     max_tokens: int | None = None,
-    cost: Cost = _COST,
+    cost: Cost | str = _COST,
     waits: Literal["micro_batch", "step"] = "micro_batch",
 ) -> list[list[int]]:
-    """Divide sequences into parts, none of them empty.
-
-    Args:
-        seqlen_list: tokens of every sequence, a list or tensor.
-        k_partitions: number of parts: of ranks.
-        equal_size: every part has equally many sequences.
-        max_tokens: of a micro-batch of such a part, for parts whose micro-batches take equally long; None = parts whose
-            works are equal.
-        cost: predicts seconds.
-        waits: see `install`.
-
-    Returns:
-        The sequences of every part, ascending.
+    """Return the sequences of every rank, ascending, k_partitions lists, none of them empty; for the rest see `install`.
 
     Raises:
         ConfigError: the sequences are no k_partitions equal shares, with equal_size.
         DataError: a sequence is longer than max_tokens.
-        InfeasiblePlanError: there are fewer sequences than parts.
+        InfeasiblePlanError: there are fewer sequences than ranks.
     """
     made = micro_batches(
         _tokens(seqlen_list),
@@ -99,18 +86,9 @@ def get_seqlen_balanced_partitions(
 
 
 def get_group_balanced_partitions(
-    seqlen_list: list[int], uid_list: list, k_partitions: int, *, cost: Cost = _COST
+    seqlen_list: list[int], uid_list: list, k_partitions: int, *, cost: Cost | str = _COST
 ) -> list[list[int]]:
-    """Divide sequences into parts of nearly equal work and equally many groups, which stay whole.
-
-    Args:
-        seqlen_list: tokens of every sequence.
-        uid_list: names the group of every sequence.
-        k_partitions: number of parts.
-        cost: predicts seconds.
-
-    Returns:
-        The sequences of every part, ascending.
+    """Return the sequences of every rank, ascending: ranks get equal works and equally many groups of one uid, whole.
 
     Raises:
         ConfigError: the lists differ in length, or there are no k_partitions equal shares of groups.
@@ -120,7 +98,8 @@ def get_group_balanced_partitions(
     groups: dict[Any, list[int]] = {}
     for sequence, uid in enumerate(uid_list):
         groups.setdefault(uid, []).append(sequence)
-    sequence_s, members = cost.work_s(_tokens(seqlen_list)), list(groups.values())
+    sequence_s, _ = priced(cost, _tokens(seqlen_list), k_partitions)
+    members = list(groups.values())
     work_s = [sequence_s[group].sum() for group in members]
     made = micro_batches(
         np.ones(len(members), np.int64), k_partitions, work_s=work_s, waits="step", equal_documents=True, no_empty=True
@@ -139,25 +118,12 @@ def rearrange_micro_batches(
     use_dynamic_bsz_balance: bool = True,
     force_group_size: int = 1,
     *,
-    cost: Cost = _COST,
+    cost: Cost | str = _COST,
     waits: Literal["micro_batch", "step"] = "micro_batch",
 ) -> tuple[list[Any], list[list[int]]]:
-    """Split this rank's sequences into micro-batches that take as long as those of other ranks.
+    """Return this rank's micro-batches, TensorDicts as `batch`, and the sequences of each, ascending.
 
-    Args:
-        batch: TensorDict of n sequences with "input_ids", jagged, or padded beside an "attention_mask".
-        max_token_len: tokens of a micro-batch at most.
-        dp_group: ranks that wait for each other; every one of them calls this.
-        num_batches_divided_by: the number of micro-batches is a multiple of it.
-        same_micro_num_in_dp: all ranks of the group get equally many.
-        min_num_micro_batch: at least so many.
-        use_dynamic_bsz_balance: put the lightest first and last, where a pipeline fills and drains.
-        force_group_size: so many sequences in a row stay in one micro-batch.
-        cost: predicts seconds.
-        waits: see `install`.
-
-    Returns:
-        The micro-batches, and the sequences of each, ascending.
+    Every rank of dp_group calls this, with its own batch and the same settings, which mean what verl says.
 
     Raises:
         DataError: a sequence or group above max_token_len.
