@@ -66,7 +66,7 @@ def get_seqlen_balanced_partitions(
     cost: Cost | str = _COST,
     waits: Literal["micro_batch", "step"] = "micro_batch",
 ) -> list[list[int]]:
-    """Return the sequences of every rank, ascending, k_partitions lists, none of them empty; for the rest see `install`.
+    """Return the sequences of every rank, ascending, k_partitions lists, none of them empty; else see `install`.
 
     Raises:
         ConfigError: the sequences are no k_partitions equal shares, with equal_size.
