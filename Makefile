@@ -73,8 +73,11 @@ test-torch-%: .venv/dev
 # the rest through .venv.
 TITAN := .venv/torchtitan
 
-test-engines: $(TITAN)/installed  ## training on engines that cannot stand beside `dev`: torchtitan; 0.15 GB more
+VERL := .venv/verl
+
+test-engines: $(TITAN)/installed $(VERL)/installed  ## engines that cannot stand beside `dev`: torchtitan, verl; 0.4 GB more
 	$(TITAN)/bin/python -m pytest -n 0 --durations=5 tests/integrations/test_torchtitan_trainer.py
+	$(VERL)/bin/python -m pytest -n 0 --durations=5 tests/seams/test_verl.py
 
 # Half a minute on 2 cores, PyTorch being there.
 $(TITAN)/installed: .venv/dev constraints-torchtitan.txt
@@ -82,6 +85,13 @@ $(TITAN)/installed: .venv/dev constraints-torchtitan.txt
 	$(BIN)/python tools/share_packages.py $(TITAN)
 	$(TITAN)/bin/python $(PIP_OTHER) -c constraints-torchtitan.txt \
 	  $$($(BIN)/python tools/share_packages.py --extra torchtitan)
+	@touch $@
+
+# Without what verl's functions on a batch do not need: vLLM, Weights & Biases and the rest of its requirements.
+$(VERL)/installed: .venv/dev constraints-verl.txt
+	$(BIN)/python -m venv $(VERL)
+	$(BIN)/python tools/share_packages.py $(VERL)
+	$(VERL)/bin/python $(PIP_OTHER) --no-deps -r constraints-verl.txt
 	@touch $@
 
 # Triton is larger than everything else that the tests need. `make test-liger PROFILE=explore`: of all architectures.

@@ -47,9 +47,11 @@ class Search {
         for (size_t i = 0; i < problem_.work_s.size(); ++i) own[is_free ? 0 : problem_.rank_of[i]].push_back(i);
         for (size_t rank = 0; rank < own.size(); ++rank) {
             const int64_t num_bins = count_ * (is_free ? problem_.ranks : 1);
+            if (problem_.no_empty && static_cast<int64_t>(own[rank].size()) < num_bins) return false;
             std::vector<Bin> bins = fill(own[rank], num_bins);
             if (static_cast<int64_t>(bins.size()) > num_bins) return false;
             bins.resize(num_bins);
+            if (problem_.no_empty) fill_empty(bins);
             for (Bin& bin : bins) bin.rank = static_cast<int64_t>(rank);
             std::move(bins.begin(), bins.end(), std::back_inserter(bins_));
         }
@@ -110,6 +112,20 @@ class Search {
             set_sums(bins[bin]);
         }
         return bins;
+    }
+
+    // Give every empty bin the shortest item of a bin that holds most.
+    void fill_empty(std::vector<Bin>& bins) const {
+        for (Bin& bin : bins) {
+            if (!bin.items.empty()) continue;
+            Bin& most = *std::max_element(bins.begin(), bins.end(), [](const Bin& a, const Bin& b) {
+                return a.items.size() < b.items.size();
+            });
+            bin.items.push_back(most.items.back());
+            most.items.pop_back();
+            set_sums(bin);
+            set_sums(most);
+        }
     }
 
     // Heavy micro-batches meet heavy ones: no other order of these takes less.
@@ -222,7 +238,8 @@ class Search {
         const double longest = p.work_s;
         if (moved_s <= longest * kEqual || q.tokens + moved > problem_.max_tokens ||
             p.tokens - moved > problem_.max_tokens ||
-            (y < 0 && static_cast<int64_t>(q.items.size()) >= problem_.max_items)) {
+            (y < 0 && static_cast<int64_t>(q.items.size()) >= problem_.max_items) ||
+            (y < 0 && problem_.no_empty && p.items.size() == 1)) {
             return;
         }
         const double left = p.work_s - moved_s, other = q.work_s + moved_s;

@@ -58,6 +58,7 @@ OTHER = {
     "tests/calibrate": "Measuring what things cost here.",
     "tests/report": "Pages in a browser, traces, tables, figures.",
     "tests/runtime": "Replay equals plain training for any cuts.",
+    "tests/seams": "Our micro-batches in the place of other trainers' own: their contract, installed and removed.",
     "tests/schedule": "No deadlock within the conditions, deadlock outside, memory bound by brute force.",
     "tests/simulate": "Hand-drawn timelines, closed forms, native equals its twin.",
     "tests/suite": "Of the tests themselves.",

@@ -34,6 +34,7 @@ def micro_batches(
     most: int,
     multiple: int,
     waits_at_each: bool,
+    no_empty: bool,
     most_trials: int,
 ) -> tuple[int, NDArray[np.int64], NDArray[np.int64]]: ...
 
@@ -113,7 +114,6 @@ class CostTable:
     windows: list[int]
     forward: PassTable
     backward: PassTable
-    shared_tile: int
     context_hidden_share: float
     copy_s_per_byte: float
     context_ring: bool

@@ -25,6 +25,7 @@ class Problem:
     most: int
     multiple: int
     waits_at_each: bool
+    no_empty: bool
     most_trials: int
 
 
@@ -50,10 +51,14 @@ class Search:
             own = [[item for item in everyone if problem.rank_of[item] == rank] for rank in range(problem.ranks)]
         for rank, items in enumerate(own):
             num_bins = self.count * (problem.ranks if is_free else 1)
+            if problem.no_empty and len(items) < num_bins:
+                return False
             bins = self.fill(items, num_bins)
             if len(bins) > num_bins:
                 return False
             bins += [Bin() for _ in range(num_bins - len(bins))]
+            if problem.no_empty:
+                self.fill_empty(bins)
             for one in bins:
                 one.rank = rank
             self.bins += bins
@@ -82,6 +87,14 @@ class Search:
         for one in bins:
             self.set_sums(one)
         return bins
+
+    def fill_empty(self, bins: list[Bin]) -> None:
+        for one in bins:
+            if not one.items:
+                most = max(bins, key=lambda other: len(other.items))
+                one.items.append(most.items.pop())
+                self.set_sums(one)
+                self.set_sums(most)
 
     def set_sums(self, one: Bin) -> None:
         work_s = self.problem.work_s
@@ -157,7 +170,7 @@ class Search:
         longest = p.work_s
         if moved_s <= longest * EQUAL or q.tokens + moved > problem.max_tokens or p.tokens - moved > problem.max_tokens:
             return None
-        if taken is None and len(q.items) >= problem.max_items:
+        if taken is None and (len(q.items) >= problem.max_items or (problem.no_empty and len(p.items) == 1)):
             return None
         left, other = p.work_s - moved_s, q.work_s + moved_s
         if p.index == q.index:

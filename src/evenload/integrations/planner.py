@@ -85,8 +85,8 @@ class EnginePlanner(StepPlanner):
         """Predict what the plan takes on the engine."""
         return engine_price(proposal.plan, self.profile, self.costs, self.shape, self.schedule)
 
-    def _propose(self, request: StepRequest) -> Proposal:
-        # The plan's own prediction stays that of Evenload's runtime.
+    def answer(self, request: StepRequest) -> Proposal:
+        """Plan as `propose`; the plan's own prediction stays that of Evenload's runtime."""
         require_strategy(self.profile, request.strategy, self.options, self.layout)
         if request.strategy != BEST:
             return self._proposed(self, request)
@@ -96,7 +96,7 @@ class EnginePlanner(StepPlanner):
     def _proposed(self, planner: StepPlanner, request: StepRequest) -> Proposal:
         """Propose a plan by `planner`, this one or one of other options; return the earlier one where there is one."""
         if self._made is None:
-            return StepPlanner._propose(planner, request)
+            return StepPlanner.answer(planner, request)
         # A strategy that defers nothing plans alike whatever waits and follows.
         delays = strategy_named(request.strategy).delays(planner.options)
         of_state = (request.state, request.is_last) if delays else request.state is None
@@ -109,7 +109,7 @@ class EnginePlanner(StepPlanner):
             of_state,
         )
         if key not in self._made:
-            self._made[key] = StepPlanner._propose(planner, request)
+            self._made[key] = StepPlanner.answer(planner, request)
         return self._made[key]
 
     def _fastest(self, request: StepRequest) -> Proposal:
@@ -133,9 +133,8 @@ class EnginePlanner(StepPlanner):
                 continue
             count = max(len(packs.forward) for packs in proposal.plan.pack_plans)
             for other in sorted(self._other_counts(count, request) - {count}):
-                fixed = copy.copy(self)
-                fixed.options = msgspec.structs.replace(self.options, micro_batches=other)
-                tries.append((fixed, BALANCED.name))
+                options = msgspec.structs.replace(self.options, micro_batches=other)
+                tries.append((self.with_options(options), BALANCED.name))
         if not priced:
             raise failed[0]
         return min(priced, key=lambda one: one[0])[1]

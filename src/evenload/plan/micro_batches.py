@@ -10,6 +10,7 @@ Needs numpy and the compiled core alone. The same arguments give the same result
 call it for itself.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, Unpack
 
@@ -84,6 +85,7 @@ class Rules(TypedDict, total=False):
         groups: int[n]; documents of one number stay on one rank or, with `keep="micro_batch"`, in one micro-batch.
         keep: "rank" or "micro_batch".
         rank_of: int[n], the ranks of documents that are placed already; only their micro-batches are chosen.
+        no_empty: every micro-batch holds a document; a rank then has no more micro-batches than documents.
         too_long: "raise", or "alone": a document that `max_tokens` cannot hold is a micro-batch of its own.
     """
 
@@ -100,6 +102,7 @@ class Rules(TypedDict, total=False):
     groups: ArrayLike | None
     keep: Literal["rank", "micro_batch"]
     rank_of: ArrayLike | None
+    no_empty: bool
     too_long: Literal["raise", "alone"]
 
 
@@ -124,7 +127,48 @@ def micro_batches(
         InfeasiblePlanError: `count` micro-batches cannot hold the documents.
     """
     request = _Request(lengths, ranks, max_tokens, rules)
+    if request.waits_at_each and request.given.get("equal_documents"):
+        return _with_equal_documents(request, lengths, max_tokens, rules)
     return request.result(*request.search())
+
+
+def _with_equal_documents(
+    request: "_Request", lengths: ArrayLike, max_tokens: int | None, rules: Rules
+) -> MicroBatches:
+    """Divide with equally many documents on every rank: those of equal works, or those of a division that does not
+    count documents, after the shortest have moved, whichever takes less.
+
+    Equal works alone let a rank with long documents end early: others wait for these, then it waits for the others.
+    """
+    others: dict[str, Any] = {name: rule for name, rule in rules.items() if name != "equal_documents"}
+    made = [request.result(*request.search())]
+    free = micro_batches(lengths, request.ranks, max_tokens, **others)
+    others["rank_of"] = _equally_many(free, request.tokens)
+    with suppress(InfeasiblePlanError):  # as `count` or `no_empty` may have it; equal works can be divided
+        made.append(micro_batches(lengths, request.ranks, max_tokens, **others))
+    return min(made, key=lambda one: one.step_s)
+
+
+def _equally_many(made: MicroBatches, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return ranks of equally many documents, int64[n]: at every index the micro-batch with most documents goes to the
+    rank with the fewest so far; then the shortest move from ranks that have too many."""
+    num_ranks, share = len(made.ranks), len(tokens) // len(made.ranks)
+    held: list[list[int]] = [[] for _ in range(num_ranks)]
+    for at_index in zip(*made.ranks, strict=True):
+        fewest = sorted(range(num_ranks), key=lambda rank: len(held[rank]))
+        for rank, documents in zip(fewest, sorted(at_index, key=lambda one: -len(one)), strict=True):
+            held[rank] += documents
+    spare = []
+    for documents in held:
+        documents.sort(key=lambda document: (-tokens[document], document))
+        spare += documents[share:]
+        del documents[share:]
+    rank_of = np.empty(len(tokens), np.int64)
+    for rank, documents in enumerate(held):
+        while len(documents) < share:
+            documents.append(spare.pop())
+        rank_of[documents] = rank
+    return rank_of
 
 
 class _Request:
@@ -142,12 +186,13 @@ class _Request:
             if (name in _COUNTS or name in ("ranks", "max_tokens")) and not (value is None or _is_count(value)):
                 raise ConfigError(f"{name} is {value!r}, must be a whole number, 1 or more")
         self.given, self.ranks, self.max_tokens = given, ranks, max_tokens
+        self.waits_at_each = given["waits"] == "micro_batch"
         self.tokens = _column("lengths", lengths, None)
         if len(self.tokens) and self.tokens.min() < 1:
             at = int(self.tokens.argmin())
             raise DataError(f"lengths[{at}] is {self.tokens[at]}, must be at least 1; leave empty documents out")
         n = len(self.tokens)
-        self.work_s, self.micro_batch_s = _priced(given.get("cost", Cost()), self.tokens, ranks)
+        self.work_s, self.micro_batch_s = priced(given.get("cost", Cost()), self.tokens, ranks)
         if "work_s" in given:
             self.work_s = _seconds(given["work_s"], n)
         groups = _column("groups", given["groups"], n) if "groups" in given else None
@@ -219,25 +264,30 @@ class _Request:
             return self._spread(_sums(self.group_of, self.work_s))[self.group_of]
         if given.get("equal_documents"):
             return self._spread(self.item_s, max(1, len(self.item_s) // self.ranks))
-        return self._spread(self.item_s) if given["waits"] == "step" else None
+        return None if self.waits_at_each else self._spread(self.item_s)
 
     def _spread(self, work_s: NDArray[np.float64], most_items: int = _NO_LIMIT) -> NDArray[np.int64]:
         """Return a rank for each of these works, so that all ranks have nearly equal sums."""
         ones = np.ones(len(work_s), np.int64)
         free = np.empty(0, np.int64)
+        no_empty = bool(self.given.get("no_empty"))
         return _native.micro_batches(
-            ones, work_s, free, self.ranks, _NO_LIMIT, most_items, 0.0, 1, 1, 1, True, _MOST_TRIALS
+            ones, work_s, free, self.ranks, _NO_LIMIT, most_items, 0.0, 1, 1, 1, True, no_empty, _MOST_TRIALS
         )[1]
 
     def search(self) -> tuple[int, NDArray[np.int64], NDArray[np.int64]]:
         """Return how many micro-batches every rank has, and each document's rank and index, int64[n]."""
-        given, num_items = self.given, len(self.item_s)
+        given, num_items, no_empty = self.given, len(self.item_s), bool(self.given.get("no_empty"))
         least, multiple = given.get("min_count", 1), given.get("count_multiple", 1)
         most_documents = given.get("max_documents", _NO_LIMIT)
         rank_of = np.empty(0, np.int64) if self.rank_of is None else self.rank_of
         count = given.get("count")
         if count is None:
             least = max(least, self._least_count(most_documents))
+        most = max(least, num_items) + multiple if count is None else count
+        if no_empty:
+            of_rank = [num_items // self.ranks] if self.rank_of is None else np.bincount(rank_of, minlength=self.ranks)
+            most = min(most, int(min(of_rank)))
         made, rank, index = _native.micro_batches(
             self.item_tokens,
             self.item_s,
@@ -247,11 +297,18 @@ class _Request:
             most_documents,
             self.micro_batch_s,
             least if count is None else count,
-            max(least, num_items) + multiple if count is None else count,
+            most,
             multiple,
-            given["waits"] == "micro_batch",
+            self.waits_at_each,
+            no_empty,
             _MOST_TRIALS,
         )
+        if not made and no_empty:
+            raise InfeasiblePlanError(
+                f"no_empty: a rank has {most:,} documents (or groups) for {least if count is None else count:,} "
+                f"micro-batches or more, a multiple of {multiple}, of {self.limit:,} tokens; give more documents, "
+                "raise max_tokens, or leave no_empty out"
+            )
         if not made:
             raise InfeasiblePlanError(
                 f"{self.ranks} ranks with {count} micro-batches of {self.limit:,} tokens cannot hold {num_items:,} "
@@ -276,8 +333,7 @@ class _Request:
         order = np.argsort(slot, kind="stable")
         edges = np.cumsum(np.bincount(slot, minlength=self.ranks * count))[:-1]
         members = [part.tolist() for part in np.split(order, edges)]
-        waits_at_each = self.given["waits"] == "micro_batch"
-        work_s = seconds.max(axis=0).sum() if waits_at_each else seconds.sum(axis=1).max()
+        work_s = seconds.max(axis=0).sum() if self.waits_at_each else seconds.sum(axis=1).max()
         least = self.given.get("count") or max(self.given.get("min_count", 1), self._least_count(_NO_LIMIT))
         bound_s = max(self.work_s.sum() / self.ranks, self.work_s.max(initial=0.0)) + least * self.micro_batch_s
         return MicroBatches(
@@ -290,7 +346,7 @@ class _Request:
         )
 
 
-def _priced(cost: Cost | str, num_tokens: NDArray[np.int64], ranks: int) -> tuple[NDArray[np.float64], float]:
+def priced(cost: Cost | str, num_tokens: NDArray[np.int64], ranks: int) -> tuple[NDArray[np.float64], float]:
     """Return the predicted seconds of every document, float64[n], and of a micro-batch whatever it holds."""
     if isinstance(cost, Cost):
         return cost.work_s(num_tokens), cost.micro_batch_s

@@ -1,0 +1,102 @@
+"""prime-rl, as of August 2026: the micro-batches of every trainer.
+
+In the orchestrator's process, before it packs:
+
+    from evenload import Cost
+    from evenload.seams import prime_rl
+
+    prime_rl.install(cost=Cost(linear_s=9e-6, quadratic_s=4e-10, micro_batch_s=6e-3))
+
+What changes: micro-batches are chosen by the time they take instead of first fit, and for all trainers together, so
+that heavy ones meet heavy ones. Samples with images train apart from those without, whereas prime-rl fills room beside
+images with text. What stays: samples are cut to `seq_len` and micro-batches padded as before; all trainers have equally
+many, of one modality at every index; copies that train nothing make up for samples that are fewer than trainers.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from importlib import import_module
+from typing import Any
+
+from evenload.errors import InfeasiblePlanError
+from evenload.plan.micro_batches import Cost, Rules, micro_batches
+from evenload.seams.replacing import Replacement, replace
+
+_COST = Cost()
+_MODULE = "prime_rl.trainer.batch"
+_USED = (
+    "prepare_sample",
+    "pad_micro_batch",
+    "_MicroBatchBin",
+    "_materialize_bin",
+    "_make_dummy_batch",
+    "_assert_token_arrays_aligned",
+)
+
+
+def install(cost: Cost = _COST) -> Replacement:
+    """Put `prepare_batch` in the place of prime-rl's.
+
+    Raises:
+        MissingPackageError: prime-rl is not installed.
+        ConfigError: its function takes other arguments than the tested one, or is replaced already.
+    """
+    return replace(_MODULE, {prepare_batch: {"cost": cost}}, "prime-rl 559b4477", _USED)
+
+
+def prepare_batch(
+    rollouts: list[Any],
+    seq_len: int,
+    num_train_workers: int,
+    bin_cost: Callable[[Sequence[int]], int],
+    pad_to_multiple_of: int = 1,
+    *,
+    cost: Cost = _COST,
+) -> list[list[Any]]:
+    """Return prime-rl's micro-batches of every trainer.
+
+    `bin_cost` decides what sequences cost, in any unit; `micro_batch_s` over `linear_s` of `cost` how many tokens a
+    micro-batch costs besides.
+
+    Raises:
+        ValueError: prime-rl refuses a rollout.
+    """
+    theirs = import_module(_MODULE)
+    classes: dict[Hashable, list[Any]] = {}
+    for sample in (theirs.prepare_sample(rollout, seq_len) for rollout in rollouts):
+        classes.setdefault(_what_packs(sample), []).append(sample)
+    workers: list[list[Any]] = [[] for _ in range(num_train_workers)]
+    unit_s = cost.linear_s / bin_cost([1])
+    for samples in classes.values():
+        lengths = [len(sample.input_ids) for sample in samples]
+        rules: Rules = {"work_s": [unit_s * bin_cost([length]) for length in lengths], "cost": cost}
+        try:
+            made = micro_batches(lengths, num_train_workers, seq_len, no_empty=True, **rules)
+        except InfeasiblePlanError:  # too few samples for equally many micro-batches: copies make up for the others
+            made = micro_batches(lengths, num_train_workers, seq_len, **rules)
+        for at_index in zip(*made.ranks, strict=True):
+            built = [_built(theirs, [samples[one] for one in members], pad_to_multiple_of) for members in at_index]
+            if None in built:
+                shortest = min((one for one in built if one), key=lambda one: len(one.input_ids))
+                idle = theirs._make_dummy_batch(shortest)
+                built = [one or idle for one in built]
+            for worker, micro_batch in zip(workers, built, strict=True):
+                worker.append(micro_batch)
+    return workers
+
+
+def _what_packs(sample: Any) -> Hashable:
+    """Return what samples of one micro-batch have in common: routed experts, and images of the same arrays or none."""
+    arrays = sample.mm_kwargs and tuple(
+        (name, one.dtype, tuple(one.shape[1:])) for name, one in sorted(sample.mm_kwargs.items())
+    )
+    return sample.routed_experts is None, arrays
+
+
+def _built(theirs: Any, samples: list[Any], multiple: int) -> Any:
+    """Return prime-rl's micro-batch of these samples, None of none."""
+    if not samples:
+        return None
+    length = sum(len(sample.input_ids) for sample in samples)
+    built = theirs.pad_micro_batch(theirs._materialize_bin(theirs._MicroBatchBin(samples, length)), multiple)
+    theirs._assert_token_arrays_aligned(built)
+    return built
