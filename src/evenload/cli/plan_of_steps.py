@@ -37,7 +37,7 @@ def judge_recorded_steps(request: PlanRequest, file: str, console: Console) -> N
         _require_engine(profile, inputs, layout)
     waits: Waits = "micro_batch" if profile is None or profile.waits_in(layout) else "step"
     coefficients = inputs.costs.of(layout)
-    costs = PackCosts(inputs.costs.model, coefficients, layout, keeps_short_whole=False)
+    costs = PackCosts(inputs.costs.model, coefficients, layout)
     cost = fitted_cost(costs, steps)
     with progress_bar() as on_progress:
         judged = judge_steps(steps, costs, cost, limit, waits, on_progress)
