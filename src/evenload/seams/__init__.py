@@ -1,0 +1,1 @@
+"""Put the planner into other people's trainers, one framework a file."""
