@@ -150,6 +150,8 @@ def test_short_documents_that_none_waits_for_still_fill_micro_batches():
     """One long document: the step is shortest with all short ones beside it, and the second micro-batches empty."""
     made = micro_batches([1_000, 1, 1, 1], 2, count=2, no_empty=True)
     assert sorted(map(len, itertools.chain.from_iterable(made.ranks))) == [1, 1, 1, 1]
+    made = micro_batches([1_000, 500, 1, 1, 9, 9], 2, count=3, no_empty=True, cost=Cost(1.0, 0.0, 0.0))
+    assert made.step_s == 1_000 + 1 + 9  # short ones of like length meet
     with pytest.raises(ConfigError, match="no_empty and documents that are settled"):
         micro_batches([1, 1], 1, no_empty=True, waits="step")
 

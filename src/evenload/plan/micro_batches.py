@@ -277,8 +277,10 @@ class _Request:
             )
         slot = rank * count + index
         held = np.bincount(slot, minlength=self.ranks * count)
+        longest = np.bincount(slot, self.item_s, self.ranks * count).reshape(self.ranks, count).max(axis=0)
         by_work = iter(np.argsort(self.item_s, kind="stable"))
-        for empty in np.flatnonzero(held == 0):
+        # The shortest to where others are short; those of one index are neighbours by work.
+        for empty in sorted(np.flatnonzero(held == 0), key=lambda slot: (longest[slot % count], slot % count)):
             item = next(item for item in by_work if held[slot[item]] > 1)
             held[slot[item]] -= 1
             rank[item], index[item] = divmod(int(empty), count)

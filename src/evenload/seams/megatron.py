@@ -31,6 +31,9 @@ from evenload.plan.micro_batches import Cost, micro_batches
 from evenload.seams.methods import Method, Replaced, require_release
 
 RELEASES = ("0.19.2",)
+Groups = list[list[list[int]]]
+"""Samples of every rank of every group."""
+_SHARES = (1.0, 1.4, 2.0, math.inf)  # of all work: samples that take longer get more ranks than they need
 _NUM_ENDS = 24  # of a group, tried
 _WAIT = 0.1  # of `micro_batch_s`: what a wait for all ranks costs, far less than the launches of a sample
 
@@ -63,7 +66,7 @@ def install(cost: Cost | None = None) -> Replaced:
     return Replaced(Method(BalancedCPScheduler, name, ("self", "sample_id_seqlens", "config"), placing))
 
 
-def groups_of(lengths: Sequence[int], ranks: int, max_tokens: int, cost: Cost) -> list[list[list[int]]]:
+def groups_of(lengths: Sequence[int], ranks: int, max_tokens: int, cost: Cost) -> Groups:
     """Return the samples of every rank of every group, `[group][rank]` indices; ranks that share a sample are aligned.
 
     Args:
@@ -84,27 +87,15 @@ def groups_of(lengths: Sequence[int], ranks: int, max_tokens: int, cost: Cost) -
             f"{max_tokens:,} each (max_seqlen_per_dp_cp_rank)"
         )
     works = cost.work_s(np.asarray(lengths, np.int64)).tolist()
-    samples = [
-        _Sample(at, 1 << (-(-length // max_tokens) - 1).bit_length(), work_s)
-        for at, (length, work_s) in enumerate(zip(lengths, works, strict=True))
-    ]
-    even_s = sum(sample.busy_s(sample.size, cost) * sample.size for sample in samples) / ranks
-    for sample in samples:  # the step takes no less than its longest sample
-        while sample.size < ranks and sample.busy_s(sample.size, cost) > even_s:
-            sample.size *= 2
-    left = sorted(samples, key=lambda sample: (-sample.size, -sample.work_s, sample.at))
-    groups = []
-    while left:
-        if left[0].size == 1 and len(left) >= ranks:
-            busy = [sample.busy_s(1, cost) for sample in left]
-            made = micro_batches([1] * len(left), ranks, work_s=busy, waits="step", count=1)
-            groups.append([[left[at].at for at in rank[0]] for rank in made.ranks])
-            break
-        blocks, left = _best_group(left, ranks, cost)
-        # Powers of two in descending order stand at multiples of themselves.
-        blocks.sort(key=lambda block: -block.size)
-        groups.append([[sample.at for sample in block.samples] for block in blocks for _ in range(block.size)])
-    return groups
+    least = [1 << (-(-length // max_tokens) - 1).bit_length() for length in lengths]
+    plans = {}
+    for share in _SHARES:
+        samples = [_Sample(at, size, work_s) for at, (size, work_s) in enumerate(zip(least, works, strict=True))]
+        _spread_longest(samples, ranks, share, cost)
+        sizes = tuple(sample.size for sample in samples)
+        if sizes not in plans:
+            plans[sizes] = _divided(samples, ranks, cost)
+    return min(plans.values())[1]
 
 
 @dataclass
@@ -127,14 +118,51 @@ class _Block:
     busy_s: float = 0.0
 
 
+def _divided(samples: list[_Sample], ranks: int, cost: Cost) -> tuple[float, Groups]:
+    """Return the seconds of a step and its groups."""
+    left = sorted(samples, key=lambda sample: (-sample.size, -sample.work_s, sample.at))
+    step_s, groups = 0.0, []
+    while left:
+        if left[0].size == 1 and len(left) >= ranks:
+            busy = [sample.busy_s(1, cost) for sample in left]
+            made = micro_batches([1] * len(left), ranks, work_s=busy, waits="step", count=1, cost=Cost(0.0, 0.0, 0.0))
+            groups.append([[left[at].at for at in rank[0]] for rank in made.ranks])
+            return step_s + made.step_s, groups
+        blocks, left = _best_group(left, ranks, cost)
+        # Powers of two in descending order stand at multiples of themselves.
+        blocks.sort(key=lambda block: -block.size)
+        groups.append([[sample.at for sample in block.samples] for block in blocks for _ in range(block.size)])
+        step_s += max(block.busy_s for block in blocks)
+    return step_s, groups
+
+
+def _spread_longest(samples: list[_Sample], ranks: int, share: float, cost: Cost) -> None:
+    """Double the ranks of the longest sample while it alone takes longer than so many even shares of all work."""
+    even_s = _even_s(samples, ranks, cost)
+    longest = [(-sample.busy_s(sample.size, cost), sample.at) for sample in samples]
+    heapq.heapify(longest)
+    while longest and -longest[0][0] > share * even_s:
+        sample = samples[longest[0][1]]
+        if sample.size == ranks:
+            heapq.heappop(longest)
+            continue
+        even_s += sample.size * cost.micro_batch_s / ranks
+        sample.size *= 2
+        heapq.heapreplace(longest, (-sample.busy_s(sample.size, cost), sample.at))
+
+
+def _even_s(samples: list[_Sample], ranks: int, cost: Cost) -> float:
+    return sum(sample.busy_s(sample.size, cost) * sample.size for sample in samples) / ranks
+
+
 def _best_group(left: list[_Sample], ranks: int, cost: Cost) -> tuple[list[_Block], list[_Sample]]:
     """Return the blocks of a group, and the samples left, of the end for which both together take the least time."""
     least = max(sample.busy_s(sample.size, cost) for sample in left if sample.size == left[0].size)
-    even_s = sum(sample.busy_s(sample.size, cost) * sample.size for sample in left) / ranks
+    even_s = _even_s(left, ranks, cost)
     best: tuple[float, list[_Block], list[_Sample]] = math.inf, [], []
     for end_s in np.geomspace(least, max(least, even_s) * 1.5, _NUM_ENDS).tolist():
         blocks, rest = _group(left, ranks, end_s * (1 + 1e-9), cost)
-        rest_s = sum(sample.busy_s(sample.size, cost) * sample.size for sample in rest) / ranks
+        rest_s = _even_s(rest, ranks, cost)
         longest = max((sample.busy_s(sample.size, cost) for sample in rest), default=0.0)
         group_s = max(block.busy_s for block in blocks)
         # Groups as long as this one follow, and each costs a wait.
