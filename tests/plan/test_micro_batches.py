@@ -127,35 +127,6 @@ def test_equal_documents_and_placed_documents(num_tokens, ranks):
     assert again.rank_of.tolist() == made.rank_of.tolist()
 
 
-@settings(deadline=None)
-@given(num_tokens=lengths, ranks=st.integers(1, 4), count=st.integers(1, 4), max_tokens=st.sampled_from([60, None]))
-def test_no_micro_batch_is_empty(num_tokens, ranks, count, max_tokens):
-    rules = {"count": count, "no_empty": True, "cost": Cost(1.0, 0.1, 0.0)}
-    if len(num_tokens) < ranks * count:
-        with pytest.raises(InfeasiblePlanError):
-            micro_batches(num_tokens, ranks, max_tokens, **rules)
-        return
-    try:
-        made = micro_batches(num_tokens, ranks, max_tokens, **rules)
-    except InfeasiblePlanError:
-        assert max_tokens is not None
-        return
-    assert documents(made) == list(range(len(num_tokens)))
-    for micro_batch in itertools.chain.from_iterable(made.ranks):
-        assert micro_batch
-        assert max_tokens is None or sum(num_tokens[document] for document in micro_batch) <= max_tokens
-
-
-def test_short_documents_that_none_waits_for_still_fill_micro_batches():
-    """One long document: the step is shortest with all short ones beside it, and the second micro-batches empty."""
-    made = micro_batches([1_000, 1, 1, 1], 2, count=2, no_empty=True)
-    assert sorted(map(len, itertools.chain.from_iterable(made.ranks))) == [1, 1, 1, 1]
-    made = micro_batches([1_000, 500, 1, 1, 9, 9], 2, count=3, no_empty=True, cost=Cost(1.0, 0.0, 0.0))
-    assert made.step_s == 1_000 + 1 + 9  # short ones of like length meet
-    with pytest.raises(ConfigError, match="no_empty and documents that are settled"):
-        micro_batches([1, 1], 1, no_empty=True, waits="step")
-
-
 def test_heavy_micro_batches_meet():
     """Two long documents and 62 short ones on two ranks: the long ones share an index, nobody waits long."""
     made = micro_batches([30_000, 28_000, *[1_000] * 62], 2, 32_768)

@@ -80,8 +80,6 @@ class Rules(TypedDict, total=False):
         document_multiple, token_multiple: every document, and every micro-batch, is padded to a multiple of so many
             tokens (1), for context parallelism and FP8; padding counts against `max_tokens`.
         equal_documents: every rank gets the same number of documents.
-        no_empty: every micro-batch gets a document; not together with documents that are settled on ranks before their
-            micro-batches are (`waits="step"`, `groups` on a rank, `equal_documents`, `rank_of`).
         groups: int[n]; documents of one number stay on one rank or, with `keep="micro_batch"`, in one micro-batch.
         keep: "rank" or "micro_batch".
         rank_of: int[n], the ranks of documents that are placed already; only their micro-batches are chosen.
@@ -98,7 +96,6 @@ class Rules(TypedDict, total=False):
     document_multiple: int
     token_multiple: int
     equal_documents: bool
-    no_empty: bool
     groups: ArrayLike | None
     keep: Literal["rank", "micro_batch"]
     rank_of: ArrayLike | None
@@ -123,7 +120,7 @@ def micro_batches(
     Raises:
         ConfigError: rules that are unknown, out of range, or contradict each other.
         DataError: a length below 1, or a document or group that `max_tokens` cannot hold.
-        InfeasiblePlanError: `count` micro-batches cannot hold the documents, or `no_empty` finds too few of them.
+        InfeasiblePlanError: `count` micro-batches cannot hold the documents.
     """
     request = _Request(lengths, ranks, max_tokens, rules)
     return request.result(*request.search())
@@ -181,10 +178,6 @@ class _Request:
             ),
             "max_documents counts no groups that are kept in a micro-batch; leave one out": (
                 is_grouped and not on_rank and "max_documents" in given
-            ),
-            "no_empty and documents that are settled on ranks contradict each other; leave it out": (
-                given.get("no_empty")
-                and (is_placed or on_rank or given.get("equal_documents") or given["waits"] == "step")
             ),
             f"count is {count}, must be a multiple of {multiple} (count_multiple) and at least {least} (min_count)": (
                 "count" in given and (count % multiple or count < least)
@@ -264,26 +257,7 @@ class _Request:
                 f"{self.ranks} ranks with {count} micro-batches of {self.limit:,} tokens cannot hold {num_items:,} "
                 f"documents of {int(self.item_tokens.sum()):,} tokens; raise count or max_tokens"
             )
-        if given.get("no_empty"):
-            self._fill_empty(made, rank, index)
         return made, rank[self.item_of], index[self.item_of]
-
-    def _fill_empty(self, count: int, rank: NDArray[np.int64], index: NDArray[np.int64]) -> None:
-        """Give every empty micro-batch the item of least work that is not alone in another, which breaks no limit."""
-        if len(rank) < self.ranks * count:
-            raise InfeasiblePlanError(
-                f"no_empty: {len(rank):,} documents or groups are too few for {count} micro-batches of {self.ranks} "
-                f"ranks; lower count"
-            )
-        slot = rank * count + index
-        held = np.bincount(slot, minlength=self.ranks * count)
-        longest = np.bincount(slot, self.item_s, self.ranks * count).reshape(self.ranks, count).max(axis=0)
-        by_work = iter(np.argsort(self.item_s, kind="stable"))
-        # The shortest to where others are short; those of one index are neighbours by work.
-        for empty in sorted(np.flatnonzero(held == 0), key=lambda slot: (longest[slot % count], slot % count)):
-            item = next(item for item in by_work if held[slot[item]] > 1)
-            held[slot[item]] -= 1
-            rank[item], index[item] = divmod(int(empty), count)
 
     def _least_count(self, most_documents: int) -> int:
         """Return a number of micro-batches below which the items cannot be held, at least 1."""
