@@ -74,7 +74,8 @@ Out<int64_t> pack_greedily(In<double> work_s, In<int64_t> num_tokens, int64_t nu
 // (micro-batches a rank, rank of every item, its index); 0 micro-batches = none of the numbers holds the items.
 std::tuple<int64_t, Out<int64_t>, Out<int64_t>> micro_batches(
     In<int64_t> num_tokens, In<double> work_s, In<int64_t> rank_of, int64_t ranks, int64_t max_tokens, int64_t max_items,
-    double micro_batch_s, int64_t least, int64_t most, int64_t multiple, bool waits_at_each, int64_t most_trials) {
+    double micro_batch_s, int64_t least, int64_t most, int64_t multiple, bool waits_at_each, bool no_empty,
+    int64_t most_trials) {
     require(num_tokens.size() == work_s.size(), num_tokens.size(), " lengths for ", work_s.size(), " works");
     require(rank_of.size() == 0 || rank_of.size() == work_s.size(), rank_of.size(), " ranks for ", work_s.size(), " works");
     require(ranks >= 1 && max_items >= 1 && multiple >= 1 && least >= 1, "ranks = ", ranks, ", max_items = ", max_items,
@@ -86,7 +87,7 @@ std::tuple<int64_t, Out<int64_t>, Out<int64_t>> micro_batches(
     {
         nb::gil_scoped_release unlocked;
         made = evenload::micro_batches({view(num_tokens), view(work_s), view(rank_of), ranks, max_tokens, max_items,
-                                        micro_batch_s, least, most, multiple, waits_at_each, most_trials});
+                                        micro_batch_s, least, most, multiple, waits_at_each, no_empty, most_trials});
     }
     return {made.count, to_numpy(std::move(made.rank_of)), to_numpy(std::move(made.index_of))};
 }
@@ -290,7 +291,7 @@ NB_MODULE(_native, m) {
           nb::arg("capacity"));
     m.def("micro_batches", &micro_batches, nb::arg("num_tokens"), nb::arg("work_s"), nb::arg("rank_of"), nb::arg("ranks"),
           nb::arg("max_tokens"), nb::arg("max_items"), nb::arg("micro_batch_s"), nb::arg("least"), nb::arg("most"),
-          nb::arg("multiple"), nb::arg("waits_at_each"), nb::arg("most_trials"));
+          nb::arg("multiple"), nb::arg("waits_at_each"), nb::arg("no_empty"), nb::arg("most_trials"));
     m.def("assign_owners", &assign_owners, nb::arg("num_tokens"), nb::arg("local_s"), nb::arg("shared_s"),
           nb::arg("gather_s"), nb::arg("members"), nb::arg("offset"), nb::arg("cp"), nb::arg("bucket"),
           nb::arg("algorithm_1_only") = false);

@@ -16,7 +16,7 @@ constexpr double kLeastGain = 1e-5;      // of a pass, relative: less is not wor
 constexpr int64_t kSameIndex = 10;       // partners tried of the same index, those with the least work
 constexpr int64_t kOtherIndex = 14;      // partners tried of others, those furthest below their index's longest
 constexpr int kMostPasses = 50;
-constexpr int kEnoughWorse = 2;
+constexpr int kEnoughWorse = 4;
 
 struct Bin {
     int64_t rank = 0, index = 0, tokens = 0;
@@ -47,22 +47,15 @@ class Search {
         for (size_t i = 0; i < problem_.work_s.size(); ++i) own[is_free ? 0 : problem_.rank_of[i]].push_back(i);
         for (size_t rank = 0; rank < own.size(); ++rank) {
             const int64_t num_bins = count_ * (is_free ? problem_.ranks : 1);
+            if (problem_.no_empty && static_cast<int64_t>(own[rank].size()) < num_bins) return false;
             std::vector<Bin> bins = fill(own[rank], num_bins);
             if (static_cast<int64_t>(bins.size()) > num_bins) return false;
             bins.resize(num_bins);
-            std::stable_sort(bins.begin(), bins.end(),
-                             [](const Bin& a, const Bin& b) { return a.work_s > b.work_s; });
-            // Heavy ones meet heavy ones.
-            for (int64_t at = 0; at < num_bins; ++at) {
-                bins[at].rank = is_free ? at % problem_.ranks : static_cast<int64_t>(rank);
-                bins[at].index = is_free ? at / problem_.ranks : at;
-            }
+            if (problem_.no_empty) fill_empty(bins);
+            for (Bin& bin : bins) bin.rank = static_cast<int64_t>(rank);
             std::move(bins.begin(), bins.end(), std::back_inserter(bins_));
         }
-        of_index_.resize(count_);
-        for (size_t bin = 0; bin < bins_.size(); ++bin) of_index_[bins_[bin].index].push_back(bin);
-        longest_.resize(count_);
-        for (int64_t index = 0; index < count_; ++index) update_longest(index);
+        align();
         return true;
     }
 
@@ -73,6 +66,7 @@ class Search {
             if (now > before * (1 - kLeastGain)) break;
             before = now;
             for (int64_t index = 0; index < count_; ++index) relieve(index);
+            align();
         }
     }
 
@@ -118,6 +112,37 @@ class Search {
             set_sums(bins[bin]);
         }
         return bins;
+    }
+
+    // Give every empty bin the shortest item of a bin that holds most.
+    void fill_empty(std::vector<Bin>& bins) const {
+        for (Bin& bin : bins) {
+            if (!bin.items.empty()) continue;
+            Bin& most = *std::max_element(bins.begin(), bins.end(), [](const Bin& a, const Bin& b) {
+                return a.items.size() < b.items.size();
+            });
+            bin.items.push_back(most.items.back());
+            most.items.pop_back();
+            set_sums(bin);
+            set_sums(most);
+        }
+    }
+
+    // Heavy micro-batches meet heavy ones: no other order of these takes less.
+    void align() {
+        const bool is_free = problem_.rank_of.empty();
+        std::stable_sort(bins_.begin(), bins_.end(), [is_free](const Bin& a, const Bin& b) {
+            return is_free || a.rank == b.rank ? a.work_s > b.work_s : a.rank < b.rank;
+        });
+        of_index_.assign(count_, {});
+        for (int64_t at = 0; at < static_cast<int64_t>(bins_.size()); ++at) {
+            Bin& bin = bins_[at];
+            bin.index = is_free ? at / problem_.ranks : at % count_;
+            if (is_free) bin.rank = at % problem_.ranks;
+            of_index_[bin.index].push_back(at);
+        }
+        longest_.resize(count_);
+        for (int64_t index = 0; index < count_; ++index) update_longest(index);
     }
 
     bool is_longer(int64_t a, int64_t b) const {
@@ -213,7 +238,8 @@ class Search {
         const double longest = p.work_s;
         if (moved_s <= longest * kEqual || q.tokens + moved > problem_.max_tokens ||
             p.tokens - moved > problem_.max_tokens ||
-            (y < 0 && static_cast<int64_t>(q.items.size()) >= problem_.max_items)) {
+            (y < 0 && static_cast<int64_t>(q.items.size()) >= problem_.max_items) ||
+            (y < 0 && problem_.no_empty && p.items.size() == 1)) {
             return;
         }
         const double left = p.work_s - moved_s, other = q.work_s + moved_s;

@@ -18,6 +18,7 @@ struct MicroBatchProblem {
     double micro_batch_s;                 // of a micro-batch, whatever it holds
     int64_t least, most, multiple;        // micro-batches a rank: multiples in least..most
     bool waits_at_each;
+    bool no_empty;                        // every micro-batch holds an item
     int64_t most_trials;                  // exchanges tried for every number of micro-batches
 };
 

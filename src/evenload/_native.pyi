@@ -34,6 +34,7 @@ def micro_batches(
     most: int,
     multiple: int,
     waits_at_each: bool,
+    no_empty: bool,
     most_trials: int,
 ) -> tuple[int, NDArray[np.int64], NDArray[np.int64]]: ...
 

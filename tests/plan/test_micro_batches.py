@@ -9,7 +9,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given, reject, settings
 from hypothesis import strategies as st
 
 from evenload import _native
@@ -35,6 +35,7 @@ def documents(made) -> list[int]:
     multiple=st.integers(1, 2),
     is_placed=st.booleans(),
     waits_at_each=st.booleans(),
+    no_empty=st.booleans(),
     quadratic=st.sampled_from([0.0, 0.1]),
     most_trials=st.sampled_from([0, 50, 10_000]),
 )
@@ -125,6 +126,33 @@ def test_equal_documents_and_placed_documents(num_tokens, ranks):
     assert set(Counter(made.rank_of.tolist()).values()) <= {len(num_tokens) // ranks}
     again = micro_batches(num_tokens, ranks, 60, rank_of=made.rank_of)
     assert again.rank_of.tolist() == made.rank_of.tolist()
+
+
+@settings(deadline=None)
+@given(
+    num_tokens=st.lists(st.integers(1, 40), min_size=8, max_size=30),
+    ranks=st.integers(1, 4),
+    max_tokens=st.integers(40, 100),
+    is_placed=st.booleans(),
+    waits=st.sampled_from(["micro_batch", "step"]),
+    multiple=st.integers(1, 2),
+)
+def test_no_micro_batch_is_empty(num_tokens, ranks, max_tokens, is_placed, waits, multiple):
+    placed = {"rank_of": [at % ranks for at in range(len(num_tokens))]} if is_placed else {}
+    rules = {"waits": waits, "count_multiple": multiple, "no_empty": True, **placed}
+    try:
+        made = micro_batches(num_tokens, ranks, max_tokens, **rules)
+    except InfeasiblePlanError:  # multiples of the fewest documents of a rank may be too few for the tokens
+        reject()
+    assert documents(made) == list(range(len(num_tokens)))
+    assert all(micro_batch for rank in made.ranks for micro_batch in rank)
+    assert len(made.ranks[0]) % multiple == 0
+
+
+def test_more_micro_batches_than_documents_are_refused_where_none_may_be_empty():
+    with pytest.raises(InfeasiblePlanError, match=r"a rank has 1 documents \(or groups\) for 2 micro-batches or more"):
+        micro_batches([5, 5, 9, 9], 2, 10, rank_of=[0, 0, 0, 1], no_empty=True, count_multiple=2)
+    assert micro_batches([5, 5, 9, 9], 2, 10, no_empty=True, count_multiple=2).seconds.shape == (2, 2)
 
 
 def test_heavy_micro_batches_meet():

@@ -9,7 +9,7 @@ from reference.bin_packing import best_fit_decreasing, longest_first
 
 EQUAL, LEAST_GAIN = 1e-9, 1e-5
 SAME_INDEX, OTHER_INDEX = 10, 14
-MOST_PASSES, ENOUGH_WORSE = 50, 2
+MOST_PASSES, ENOUGH_WORSE = 50, 4
 
 
 @dataclass
@@ -25,6 +25,7 @@ class Problem:
     most: int
     multiple: int
     waits_at_each: bool
+    no_empty: bool
     most_trials: int
 
 
@@ -50,18 +51,29 @@ class Search:
             own = [[item for item in everyone if problem.rank_of[item] == rank] for rank in range(problem.ranks)]
         for rank, items in enumerate(own):
             num_bins = self.count * (problem.ranks if is_free else 1)
+            if problem.no_empty and len(items) < num_bins:
+                return False
             bins = self.fill(items, num_bins)
             if len(bins) > num_bins:
                 return False
             bins += [Bin() for _ in range(num_bins - len(bins))]
-            bins.sort(key=lambda one: -one.work_s)
-            for at, one in enumerate(bins):
-                one.rank = at % problem.ranks if is_free else rank
-                one.index = at // problem.ranks if is_free else at
+            if problem.no_empty:
+                self.fill_empty(bins)
+            for one in bins:
+                one.rank = rank
             self.bins += bins
+        self.align()
+        return True
+
+    def align(self) -> None:
+        """Let heavy micro-batches meet heavy ones."""
+        is_free, ranks = not self.problem.rank_of, self.problem.ranks
+        self.bins.sort(key=lambda one: (0 if is_free else one.rank, -one.work_s))
+        for at, one in enumerate(self.bins):
+            one.index = at // ranks if is_free else at % self.count
+            one.rank = at % ranks if is_free else one.rank
         self.of_index = [[b for b in range(len(self.bins)) if self.bins[b].index == j] for j in range(self.count)]
         self.longest = [self.longest_of(index) for index in range(self.count)]
-        return True
 
     def fill(self, items: list[int], num_bins: int) -> list[Bin]:
         problem = self.problem
@@ -75,6 +87,14 @@ class Search:
         for one in bins:
             self.set_sums(one)
         return bins
+
+    def fill_empty(self, bins: list[Bin]) -> None:
+        for one in bins:
+            if not one.items:
+                most = max(bins, key=lambda other: len(other.items))
+                one.items.append(most.items.pop())
+                self.set_sums(one)
+                self.set_sums(most)
 
     def set_sums(self, one: Bin) -> None:
         work_s = self.problem.work_s
@@ -96,6 +116,7 @@ class Search:
             before = now
             for index in range(self.count):
                 self.relieve(index)
+            self.align()
 
     def relieve(self, index: int) -> None:
         stalled = 0
@@ -149,7 +170,7 @@ class Search:
         longest = p.work_s
         if moved_s <= longest * EQUAL or q.tokens + moved > problem.max_tokens or p.tokens - moved > problem.max_tokens:
             return None
-        if taken is None and len(q.items) >= problem.max_items:
+        if taken is None and (len(q.items) >= problem.max_items or (problem.no_empty and len(p.items) == 1)):
             return None
         left, other = p.work_s - moved_s, q.work_s + moved_s
         if p.index == q.index:

@@ -83,6 +83,7 @@ class Rules(TypedDict, total=False):
         groups: int[n]; documents of one number stay on one rank or, with `keep="micro_batch"`, in one micro-batch.
         keep: "rank" or "micro_batch".
         rank_of: int[n], the ranks of documents that are placed already; only their micro-batches are chosen.
+        no_empty: every micro-batch holds a document; a rank then has no more micro-batches than documents.
         too_long: "raise", or "alone": a document that `max_tokens` cannot hold is a micro-batch of its own.
     """
 
@@ -99,6 +100,7 @@ class Rules(TypedDict, total=False):
     groups: ArrayLike | None
     keep: Literal["rank", "micro_batch"]
     rank_of: ArrayLike | None
+    no_empty: bool
     too_long: Literal["raise", "alone"]
 
 
@@ -225,19 +227,24 @@ class _Request:
         """Return a rank for each of these works, so that all ranks have nearly equal sums."""
         ones = np.ones(len(work_s), np.int64)
         free = np.empty(0, np.int64)
+        no_empty = bool(self.given.get("no_empty"))
         return _native.micro_batches(
-            ones, work_s, free, self.ranks, _NO_LIMIT, most_items, 0.0, 1, 1, 1, True, _MOST_TRIALS
+            ones, work_s, free, self.ranks, _NO_LIMIT, most_items, 0.0, 1, 1, 1, True, no_empty, _MOST_TRIALS
         )[1]
 
     def search(self) -> tuple[int, NDArray[np.int64], NDArray[np.int64]]:
         """Return how many micro-batches every rank has, and each document's rank and index, int64[n]."""
-        given, num_items = self.given, len(self.item_s)
+        given, num_items, no_empty = self.given, len(self.item_s), bool(self.given.get("no_empty"))
         least, multiple = given.get("min_count", 1), given.get("count_multiple", 1)
         most_documents = given.get("max_documents", _NO_LIMIT)
         rank_of = np.empty(0, np.int64) if self.rank_of is None else self.rank_of
         count = given.get("count")
         if count is None:
             least = max(least, self._least_count(most_documents))
+        most = max(least, num_items) + multiple if count is None else count
+        if no_empty:
+            of_rank = [num_items // self.ranks] if self.rank_of is None else np.bincount(rank_of, minlength=self.ranks)
+            most = min(most, int(min(of_rank)))
         made, rank, index = _native.micro_batches(
             self.item_tokens,
             self.item_s,
@@ -247,11 +254,18 @@ class _Request:
             most_documents,
             self.cost.micro_batch_s,
             least if count is None else count,
-            max(least, num_items) + multiple if count is None else count,
+            most,
             multiple,
             given["waits"] == "micro_batch",
+            no_empty,
             _MOST_TRIALS,
         )
+        if not made and no_empty:
+            raise InfeasiblePlanError(
+                f"no_empty: a rank has {most:,} documents (or groups) for {least if count is None else count:,} "
+                f"micro-batches or more, a multiple of {multiple}, of {self.limit:,} tokens; give more documents, "
+                "raise max_tokens, or leave no_empty out"
+            )
         if not made:
             raise InfeasiblePlanError(
                 f"{self.ranks} ranks with {count} micro-batches of {self.limit:,} tokens cannot hold {num_items:,} "

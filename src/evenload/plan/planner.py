@@ -103,6 +103,7 @@ class StepPlanner:
         options: limits and search space.
         host: what nodes offer to offloaded activations (`cost.host_memory.host_memory(cluster)`); "unlimited" = no
             limit, nodes as the coefficients say.
+        waits_at_each: replicas wait for each other at every micro-batch, as some engines do.
 
     Raises:
         ConfigError: the layout is not supported yet or belongs to another model.
@@ -117,6 +118,7 @@ class StepPlanner:
         options: PlanOptions | None = None,
         *,
         host: HostMemory | Unlimited,
+        waits_at_each: bool = False,
     ) -> None:
         self.options = options or PlanOptions()
         # Searches price shared packs per document whatever the rule: what rules choose from is known as plans run.
@@ -124,6 +126,7 @@ class StepPlanner:
         self.layout = layout
         self.memory_cap_bytes = memory_cap_bytes
         self.host = host if isinstance(host, HostMemory) else HostMemory(coefficients.devices_per_node, None)
+        self.waits_at_each = waits_at_each
 
     def plan(
         self, step: int, documents: tuple[Document, ...], strategy: str, left_out: tuple[LeftOut, ...] = ()
@@ -203,7 +206,15 @@ class StepPlanner:
         limit = self.memory_cap_bytes
         cap = None if limit is None else np.full(self.layout.pipeline_ranks, limit, dtype=np.int64)
         host_bytes = self.host.of_device_bytes
-        return StepProblem(doc_ids, num_tokens, self.costs, cap, self.options, host_device_bytes=host_bytes)
+        return StepProblem(
+            doc_ids,
+            num_tokens,
+            self.costs,
+            cap,
+            self.options,
+            host_device_bytes=host_bytes,
+            waits_at_each=self.waits_at_each,
+        )
 
     def _step_plan(
         self, request: StepRequest, problem: StepProblem, choices: tuple[ReplicaChoice, ...], age_steps: np.ndarray

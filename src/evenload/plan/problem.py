@@ -199,6 +199,7 @@ class StepProblem:
         cap_bytes: int64[R], memory of every pipeline rank; None = no limit.
         policy: int8[n], activation policy of every document (`cost.layer_counts.POLICIES`); None = all replay.
         host_device_bytes: of host memory, what each device may offload to; None = not limited.
+        waits_at_each: replicas wait for each other at every micro-batch (FSDP, ZeRO-3), and not once a step.
     """
 
     doc_ids: NDArray[np.int64]
@@ -208,6 +209,7 @@ class StepProblem:
     options: PlanOptions
     policy: NDArray[np.int8] | None = None
     host_device_bytes: int | None = None
+    waits_at_each: bool = False
     document_s: NDArray[np.float64] = field(init=False)
     # Scores that searches of this problem share, by ranks and documents, then by trial (`plan.candidates`).
     known_scores: dict[tuple[int, bytes], dict[Any, Any]] = field(init=False, default_factory=dict)

@@ -14,6 +14,7 @@ balanced    micro-batches of equal predicted time, with a token limit, 1F1B: wha
             go to replicas by LPT on forward + backward time, then to micro-batches of their replica the same way; of a
             few multiples of pp as their number the fastest by simulation within memory is kept. `micro_batches` fixes
             the number: then the token limit binds first, and where LPT by time opens more, best fit by tokens packs.
+            Where replicas wait for each other at every micro-batch, the search of `plan.micro_batches` divides all.
 """
 
 from itertools import pairwise
@@ -23,6 +24,7 @@ from numpy.typing import NDArray
 
 from evenload.cost.pack_pricing import pipeline_tasks
 from evenload.errors import ConfigError
+from evenload.plan.micro_batches import Cost, micro_batches
 from evenload.plan.packing import assign_in_turn, assign_replicas, best_fit_decreasing, longest_first, pack_counts
 from evenload.plan.problem import CHOOSE, Candidate, PlanOptions, ReplicaChoice, StepProblem, StrategyOptions
 from evenload.plan.strategies.strategy import Strategy
@@ -188,8 +190,25 @@ BEST_FIT = Strategy(
 
 
 def plan_balanced(problem: StepProblem) -> tuple[ReplicaChoice, ...]:
+    if problem.waits_at_each:
+        return run_packs(problem, _even_at_every_index(problem))
     replicas = _replicas_with_room(problem) or assign_replicas(problem.document_s, problem.layout.dp)
     return tuple(ReplicaChoice(documents, _best(problem, documents)) for documents in replicas)
+
+
+def _even_at_every_index(problem: StepProblem) -> list[list[list[int]]]:
+    """Return the micro-batches of every replica, whose first ones take equally long, then their second ones."""
+    options, layout = problem.options, problem.layout
+    made = micro_batches(
+        problem.num_tokens,
+        layout.dp,
+        options.max_pack_tokens,
+        work_s=problem.document_s,
+        cost=Cost(micro_batch_s=problem.costs.pack_constant_s()),
+        count=options.micro_batches,
+        count_multiple=1 if options.micro_batches else layout.pp,
+    )
+    return [[documents for documents in rank if documents] for rank in made.ranks]
 
 
 def _replicas_with_room(problem: StepProblem) -> list[NDArray[np.int64]] | None:
