@@ -183,12 +183,22 @@ def test_a_document_beyond_the_limit_is_refused_or_alone():
         ({"rank_of": [0, 1, 1], "equal_documents": True}, "rank_of places every document"),
         ({"equal_documents": True}, "3 documents are no 2 equal shares"),
         ({"groups": [0, 0, 1], "keep": "micro_batch", "max_documents": 2}, "max_documents counts no groups"),
-        ({"cost": "llama"}, "cost is 'llama'"),
+        ({"cost": "lama-7b"}, "cost: model 'lama-7b' is no built-in name .*did you mean 'llama-7b'"),
+        ({"cost": 3}, r"cost is 3, must be a Cost\("),
     ],
 )
 def test_wrong_rules_are_named(rules, message):
     with pytest.raises(ConfigError, match=message):
         micro_batches([3, 4, 5], 2, 64, **rules)
+
+
+def test_a_models_name_is_a_cost():
+    """`Cost()` is llama-7b's on eight H100s, rounded; a window makes long documents cheaper than the square."""
+    num_tokens = [100, 3_000, 16_000, 50, 700, 900]
+    named, default = (micro_batches(num_tokens, 8, 16_384, cost=cost, count=1) for cost in ("llama-7b", Cost()))
+    assert named.seconds.sum() == pytest.approx(default.seconds.sum(), rel=0.01)
+    short, long = (micro_batches([length], 1, cost="gemma3-4b", count=1).step_s for length in (16_384, 32_768))
+    assert 2 < long / short < 3
 
 
 def test_wrong_lengths_and_counts_are_named():

@@ -404,10 +404,6 @@ class PackCosts:
             seconds += (policy == RECOMPUTE) * features[:, 0] * self.linear_again_s[0].sum()
         return seconds
 
-    def pack_constant_s(self) -> float:
-        """Price forward + backward of an empty pack through the whole pipeline: the constants of its layers and head."""
-        return float(sum(self.stage_seconds[direction][2].sum() for direction in ("forward", "backward")))
-
     def work_curve(self, direction: Direction, stage: int | None = None, recomputed_share: float = 0.0) -> WorkCurve:
         """Return the work of a token range on one virtual stage, for exact cuts; default: the stage slowest per token.
         Of a backward's tokens `recomputed_share` are recomputed; a curve knows no documents."""

@@ -1,8 +1,10 @@
 """Planners of whole micro-batches: `EnginePlanner` for an engine, and `make_planner` for a `PackedLoader`.
 
 Under an engine `auto` does not search as for Evenload's runtime: every strategy that the engine can run plans the step,
-`balanced` also with more micro-batches than it would take, and the fastest by the engine's price is kept. Memory is not
-limited, as it depends on the engine's settings; `max_pack_tokens` bounds a micro-batch.
+`balanced` also with other numbers of micro-batches than it would take, and the fastest by the engine's price is kept.
+Where ranks wait for each other at every micro-batch only `balanced` is tried: its search was ahead of all others in
+every case of `benchmarks/micro_batches.py`. Memory is not limited, as it depends on the engine's settings;
+`max_pack_tokens` bounds a micro-batch.
 """
 
 import copy
@@ -25,7 +27,7 @@ from evenload.plan.planner import Proposal, StepPlanner, StepRequest
 from evenload.plan.problem import CHOOSE, PlanOptions
 from evenload.plan.strategies.baselines import BALANCED
 from evenload.plan.strategies.registry import strategy_named
-from evenload.types.cluster import DEVICES_PER_NODE, cluster_from
+from evenload.types.cluster import cluster_of
 from evenload.types.layout import ParallelLayout, even_layout
 from evenload.types.model import MODELS, ModelSpec, model_from_hf_config
 
@@ -61,7 +63,9 @@ class EnginePlanner(StepPlanner):
         if profile.context_parallel != "none":
             changes["cp_sharding"] = "per_document"
         own = msgspec.structs.replace(options, **changes)
-        super().__init__(model, coefficients, layout, None, own, host="unlimited")
+        super().__init__(
+            model, coefficients, layout, None, own, host="unlimited", waits_at_each=profile.waits_in(layout)
+        )
         self.profile, self.shape, self.schedule = profile, shape or StepShape(), options.schedule
         self._made: dict[Hashable, Proposal] | None = None
 
@@ -113,6 +117,8 @@ class EnginePlanner(StepPlanner):
         priced: list[tuple[float, Proposal]] = []
         failed: list[Exception] = []
         names = runnable(self.profile, self.options, self.layout)[0]
+        if self.waits_at_each and self.layout.cp == 1:
+            names = (BALANCED.name,)  # Whole documents, and its search divides them for such engines.
         tries: list[tuple[StepPlanner, str]] = [(self, name) for name in names]
         # A step cannot choose a number that the user fixed or that holds for all steps.
         is_fixed = self.options.micro_batches is not None or self.profile.is_constant_in(self.layout)
@@ -126,14 +132,23 @@ class EnginePlanner(StepPlanner):
             if name != BALANCED.name or planner is not self or is_fixed:
                 continue
             count = max(len(packs.forward) for packs in proposal.plan.pack_plans)
-            for more in sorted({math.ceil(factor * count) for factor in MORE_MICRO_BATCHES} - {count}):
-                if more * self.layout.dp <= len(request.documents):
-                    options = msgspec.structs.replace(self.options, micro_batches=more)
-                    sizes = self.costs.model, self.costs.coefficients, self.layout
-                    tries.append((StepPlanner(*sizes, None, options, host=self.host), BALANCED.name))
+            for other in sorted(self._other_counts(count, request) - {count}):
+                fixed = copy.copy(self)
+                fixed.options = msgspec.structs.replace(self.options, micro_batches=other)
+                tries.append((fixed, BALANCED.name))
         if not priced:
             raise failed[0]
         return min(priced, key=lambda one: one[0])[1]
+
+    def _other_counts(self, count: int, request: StepRequest) -> set[int]:
+        """Return numbers of micro-batches that `balanced` is to try too, having chosen `count`."""
+        if not self.waits_at_each:
+            more = {math.ceil(factor * count) for factor in MORE_MICRO_BATCHES}
+            return {number for number in more if number * self.layout.dp <= len(request.documents)}
+        # Its search knows no transfers that compute hides, whose price favours fewer.
+        limit, num_tokens = self.options.max_pack_tokens, sum(document.num_tokens for document in request.documents)
+        least = 1 if limit is None else -(-num_tokens // (limit * self.layout.dp))
+        return {least, (least + count) // 2}
 
 
 def make_planner(
@@ -158,10 +173,8 @@ def make_planner(
         ConfigError: not a model, a cost file of another one, or heads that the ranks of a group cannot share.
     """
     spec = model_spec_of(ASSUMED_MODEL if model is None else model)
-    world_size = dp * cp
     layout = even_layout(spec.num_layers, dp=dp, cp=cp)
-    whole_nodes = -(-world_size // DEVICES_PER_NODE) * DEVICES_PER_NODE
-    cluster = cluster_from(f"h100x{whole_nodes if world_size > DEVICES_PER_NODE else world_size}")
+    cluster = cluster_of("h100", layout.world_size)
     if isinstance(costs, str | Path):
         origin, costs = f"cost file {costs}", read_coefficients(costs)
         spec = in_measured_precision(spec, costs)

@@ -71,7 +71,8 @@ class Rules(TypedDict, total=False):
     """Hold the rules of a division that `micro_batches` takes by name; all have defaults.
 
     Args:
-        cost: predicts seconds; None = `Cost()`.
+        cost: predicts seconds; or a model whose cost on H100s the data sheet says: a built-in name such as "llama3-8b",
+            or a Hugging Face config.json or its folder; None = `Cost()`.
         work_s: predicted seconds of every document, float[n], instead of the cost's.
         waits: where ranks wait for each other: at every "micro_batch" (FSDP, ZeRO-3), or once a "step" (DDP, ZeRO-1).
         count: micro-batches of every rank; None = as many as take the least time, from `min_count` (1) on and a
@@ -87,7 +88,7 @@ class Rules(TypedDict, total=False):
         too_long: "raise", or "alone": a document that `max_tokens` cannot hold is a micro-batch of its own.
     """
 
-    cost: Cost | None
+    cost: Cost | str | None
     work_s: ArrayLike | None
     waits: Literal["micro_batch", "step"]
     count: int | None
@@ -143,15 +144,14 @@ class _Request:
             if (name in _COUNTS or name in ("ranks", "max_tokens")) and not (value is None or _is_count(value)):
                 raise ConfigError(f"{name} is {value!r}, must be a whole number, 1 or more")
         self.given, self.ranks, self.max_tokens = given, ranks, max_tokens
-        self.cost = given.get("cost", Cost())
-        if not isinstance(self.cost, Cost):
-            raise ConfigError(f"cost is {self.cost!r}, must be a Cost(linear_s, quadratic_s, micro_batch_s)")
         self.tokens = _column("lengths", lengths, None)
         if len(self.tokens) and self.tokens.min() < 1:
             at = int(self.tokens.argmin())
             raise DataError(f"lengths[{at}] is {self.tokens[at]}, must be at least 1; leave empty documents out")
         n = len(self.tokens)
-        self.work_s = _seconds(given["work_s"], n) if "work_s" in given else self.cost.work_s(self.tokens)
+        self.work_s, self.micro_batch_s = _priced(given.get("cost", Cost()), self.tokens, ranks)
+        if "work_s" in given:
+            self.work_s = _seconds(given["work_s"], n)
         groups = _column("groups", given["groups"], n) if "groups" in given else None
         self.group_of = None if groups is None else np.unique(groups, return_inverse=True)[1].astype(np.int64)
         self._require_compatible()
@@ -252,7 +252,7 @@ class _Request:
             self.ranks,
             self.limit,
             most_documents,
-            self.cost.micro_batch_s,
+            self.micro_batch_s,
             least if count is None else count,
             most,
             multiple,
@@ -293,15 +293,37 @@ class _Request:
         waits_at_each = self.given["waits"] == "micro_batch"
         work_s = seconds.max(axis=0).sum() if waits_at_each else seconds.sum(axis=1).max()
         least = self.given.get("count") or max(self.given.get("min_count", 1), self._least_count(_NO_LIMIT))
-        bound_s = max(self.work_s.sum() / self.ranks, self.work_s.max(initial=0.0)) + least * self.cost.micro_batch_s
+        bound_s = max(self.work_s.sum() / self.ranks, self.work_s.max(initial=0.0)) + least * self.micro_batch_s
         return MicroBatches(
             ranks=[members[rank * count : (rank + 1) * count] for rank in range(self.ranks)],
             rank_of=rank_of,
             index_of=index_of,
-            seconds=seconds + self.cost.micro_batch_s,
-            step_s=float(work_s) + count * self.cost.micro_batch_s,
+            seconds=(seconds + self.micro_batch_s).astype(np.float64),
+            step_s=float(work_s) + count * self.micro_batch_s,
             bound_s=float(bound_s),
         )
+
+
+def _priced(cost: Cost | str, num_tokens: NDArray[np.int64], ranks: int) -> tuple[NDArray[np.float64], float]:
+    """Return the predicted seconds of every document, float64[n], and of a micro-batch whatever it holds."""
+    if isinstance(cost, Cost):
+        return cost.work_s(num_tokens), cost.micro_batch_s
+    if not isinstance(cost, str):
+        raise ConfigError(f"cost is {cost!r}, must be a Cost(linear_s, quadratic_s, micro_batch_s) or a model's name")
+    # Pricing a model needs three times as many modules as dividing.
+    from evenload.cost.analytic import analytic_coefficients
+    from evenload.cost.pack_cost import PackCosts
+    from evenload.data.hub import model_from
+    from evenload.types.cluster import cluster_of
+    from evenload.types.layout import even_layout
+
+    try:
+        model = model_from(cost)
+    except ConfigError as error:
+        raise ConfigError(f"cost: {error}") from error
+    layout = even_layout(model.num_layers, dp=ranks)
+    costs = PackCosts(model, analytic_coefficients(model, cluster_of("h100", ranks), layout), layout)
+    return costs.document_seconds(num_tokens), costs.pack_constant_s
 
 
 def _is_count(value: Any) -> bool:

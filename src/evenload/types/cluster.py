@@ -243,6 +243,12 @@ def cluster_from(name_or_path: str) -> ClusterSpec:
         raise ConfigError(f"cluster file {path}: {error}") from error
 
 
+def cluster_of(device: str, num_devices: int) -> ClusterSpec:
+    """Return a cluster of built-in devices that holds so many: one part of a node, or whole nodes."""
+    whole_nodes = -(-num_devices // DEVICES_PER_NODE) * DEVICES_PER_NODE
+    return cluster_from(f"{device}x{num_devices if num_devices < DEVICES_PER_NODE else whole_nodes}")
+
+
 def _built_in(name: str, device_name: str, num_devices: int) -> ClusterSpec:
     system = _DEVICES[device_name]
     per_node = min(num_devices, DEVICES_PER_NODE)

@@ -25,7 +25,14 @@ from numpy.typing import NDArray
 from evenload.cost.pack_pricing import pipeline_tasks
 from evenload.errors import ConfigError
 from evenload.plan.micro_batches import Cost, micro_batches
-from evenload.plan.packing import assign_in_turn, assign_replicas, best_fit_decreasing, longest_first, pack_counts
+from evenload.plan.packing import (
+    assign_in_turn,
+    assign_replicas,
+    best_fit_decreasing,
+    longest_first,
+    pack_counts,
+    run_packs,
+)
 from evenload.plan.problem import CHOOSE, Candidate, PlanOptions, ReplicaChoice, StepProblem, StrategyOptions
 from evenload.plan.strategies.strategy import Strategy
 from evenload.schedule.packflow import LIST
@@ -204,7 +211,7 @@ def _even_at_every_index(problem: StepProblem) -> list[list[list[int]]]:
         layout.dp,
         options.max_pack_tokens,
         work_s=problem.document_s,
-        cost=Cost(micro_batch_s=problem.costs.pack_constant_s()),
+        cost=Cost(micro_batch_s=problem.costs.pack_constant_s),
         count=options.micro_batches,
         count_multiple=1 if options.micro_batches else layout.pp,
     )
