@@ -1,5 +1,7 @@
 """transformers' `BatchRebalanceSampler` with our division: its contract, its time, and the same training."""
 
+import subprocess
+import sys
 from importlib import metadata
 from types import SimpleNamespace
 
@@ -74,8 +76,18 @@ def test_a_step_takes_no_longer_than_with_its_own_division(ranks, grad_accum, ea
     assert step_s(lengths, ours) <= step_s(lengths, plain)
 
 
+def test_seams_import_no_framework_before_they_are_installed():
+    code = (
+        "import sys\n"
+        "from evenload.seams import megatron, transformers, trl\n"
+        "print({'torch', 'transformers', 'trl', 'megatron', 'accelerate'} & set(sys.modules))"
+    )
+    made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert made.stdout.strip() == "set()"
+
+
 def test_a_limit_that_a_step_does_not_fit_is_said():
-    with seam.install(100), pytest.raises(InfeasiblePlanError, match="raise count or max_tokens"):
+    with seam.install(100), pytest.raises(InfeasiblePlanError, match="8 documents of 480 tokens do not fit into 2"):
         steps_of([60] * 8, 2, 2, 8)
 
 

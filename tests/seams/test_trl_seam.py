@@ -86,6 +86,19 @@ def test_steps_hold_the_same_samples_in_rows_that_keep_the_budget(seed, processe
                 assert row.trained <= budget
 
 
+@settings(max_examples=100)
+@given(texts=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), min_size=1, max_size=6))
+def test_the_size_of_samples_is_that_of_trls_row(texts):
+    samples = [
+        {"input_ids": torch.tensor(text), "completion_mask": torch.ones(len(text), dtype=torch.int64), "group_id": 0}
+        for text in texts
+    ]
+    row = grpo.TreeRow()
+    for sample in samples:
+        row.add(sample)
+    assert seam._size(samples) == (len(row.tokens), row.trained, row.load)
+
+
 class _Model:
     """Log probabilities that depend on a token and on what comes before it in its document alone."""
 

@@ -17,7 +17,7 @@ micro-batches itself, and saves the state of the data; the seam leaves data set 
 
 from typing import Any
 
-from evenload.errors import ConfigError
+from evenload.errors import ConfigError, InfeasiblePlanError
 from evenload.plan.micro_batches import Cost, micro_batches
 from evenload.seams.methods import Method, Replaced, require_release
 
@@ -43,7 +43,14 @@ def install(max_tokens: int | None = None, cost: Cost | None = None) -> Replaced
     def divided(theirs: Any) -> Any:
         def _assign(self: Any, indices: list[int], lengths: list[int]) -> list[list[list[int]]]:
             count = self.grad_accum
-            made = micro_batches(lengths, self.dp_size, max_tokens, cost=cost, count=count, no_empty=True)
+            try:
+                made = micro_batches(lengths, self.dp_size, max_tokens, cost=cost, count=count, no_empty=True)
+            except InfeasiblePlanError as error:
+                raise InfeasiblePlanError(
+                    f"{len(lengths):,} documents of {sum(lengths):,} tokens do not fit into {count} micro-batches of "
+                    f"{self.dp_size} ranks with max_tokens = {max_tokens}; raise gradient_accumulation_steps or "
+                    "max_tokens, or lower per_device_train_batch_size"
+                ) from error
             return [[[indices[at] for at in micro_batch] for micro_batch in rank] for rank in made.ranks]
 
         return _assign

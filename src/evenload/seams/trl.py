@@ -11,7 +11,8 @@ above the budget; samples of a prompt that TRL put into one row stay in one, and
 by the tokens of its micro-batch, so advantages are scaled by what that changes: losses and gradients of a step are
 those without the seam, but for a router's balancing loss; logged means are of other micro-batches. All samples of a
 step are taken from the queue before its first micro-batch is, which is one micro-batch ahead of its use: they are up to
-one step older than their staleness says. Where TRL's own division is predicted to be as fast, it stays.
+one step older than their staleness says. The first process makes rows twice, a few microseconds a token. Where TRL's
+own division is predicted to be as fast, it stays.
 
 `SFTTrainer` and others that sample by `train_sampling_strategy` have `seams.transformers`, with `padding_free=True`.
 `TokenBudgetBatcher` of `async_distillation` is left alone: its loss has no advantage to scale. `integrations.trainer`
@@ -21,6 +22,9 @@ reads documents from files, which rollouts are not.
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from evenload.errors import InfeasiblePlanError
 from evenload.plan.micro_batches import Cost, micro_batches
@@ -91,7 +95,7 @@ def divided(step: list[Rows], token_budget: int, cost: Cost) -> list[Rows]:
                 of_prompt.setdefault(sample["group_id"], []).append(sample)
             shares += of_prompt.values()
             weights += [_weight(rows)] * len(of_prompt)
-    sizes = [_size(kind, share) for share in shares]
+    sizes = [_size(share) for share in shares]
     # Of tokens that samples share each is computed once, but all their losses count against the budget.
     tokens = [max(size.tokens, size.trained) for size in sizes]
     rules: Any = {"work_s": [size.work_s(cost) for size in sizes], "cost": cost, "count": len(step), "no_empty": True}
@@ -128,11 +132,24 @@ class _Size(NamedTuple):
         return cost.linear_s * self.tokens + cost.quadratic_s * (2 * self.pairs - self.tokens)
 
 
-def _size(kind: type, share: list[dict[str, Any]]) -> _Size:
-    if len(share) > 1:
-        return _size_of(_filled(kind(), share))
-    num_tokens = len(share[0]["input_ids"])
-    return _Size(num_tokens, int(share[0]["completion_mask"].sum()), num_tokens * (num_tokens + 1) // 2)
+def _size(share: list[dict[str, Any]]) -> _Size:
+    """Return what TRL's row of these samples would hold, without making it, which takes a microsecond a token."""
+    tokens, pairs, before = 0, 0, np.empty(0, np.int64)
+    for row in map(np.asarray, sorted(sample["input_ids"].tolist() for sample in share)):
+        shared = _num_shared(before, row)
+        tokens += len(row) - shared
+        pairs += (len(row) * (len(row) + 1) - shared * (shared + 1)) // 2
+        before = row
+    return _Size(tokens, sum(int(sample["completion_mask"].sum()) for sample in share), pairs)
+
+
+def _num_shared(one: NDArray[np.int64], other: NDArray[np.int64]) -> int:
+    """Return how many first tokens two samples share in a row of TRL: those whose next token is the same too."""
+    if np.array_equal(one, other):
+        return len(one)
+    common = min(len(one), len(other))
+    differs = np.flatnonzero(one[:common] != other[:common])
+    return max(0, int(differs[0]) - 1 if len(differs) else common - 1)
 
 
 def _size_of(row: Any) -> _Size:
