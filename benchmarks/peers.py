@@ -16,6 +16,7 @@ ladder of activation policies.
 """
 
 # pyright: reportMissingImports=false
+import functools
 import importlib
 import importlib.util
 import sys
@@ -173,7 +174,9 @@ def _trl() -> Calls:
     return Calls(prepare, pack, read)
 
 
-def _verl() -> Calls:
+@functools.cache
+def verl_balancing() -> ModuleType:
+    """verl's module that balances lengths; raises ImportError where verl is not installed."""
     protocol = ModuleType("verl.protocol")
     protocol.DataProto = object  # type: ignore[attr-defined]
     device = ModuleType("verl.utils.device")
@@ -182,9 +185,13 @@ def _verl() -> Calls:
     tensors.index_select_tensor_dict = lambda batch, ids: None  # type: ignore[attr-defined]
     for stub in (protocol, device, tensors):
         sys.modules.setdefault(stub.__name__, stub)
+    return _module_alone("verl", "verl.utils.seqlen_balancing")
+
+
+def _verl() -> Calls:
     import torch
 
-    balancing = _module_alone("verl", "verl.utils.seqlen_balancing")
+    balancing = verl_balancing()
 
     def pack(batch: Batch) -> Replicas:
         workload = balancing.calculate_workload(torch.from_numpy(batch.lengths)).tolist()

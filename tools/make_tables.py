@@ -19,8 +19,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PAGE, ENGINES, LIMITS, README = (
-    ROOT / name for name in ("docs/benchmarks.md", "docs/engines.md", "docs/limits.md", "README.md")
+PAGE, ENGINES, LIMITS, MICRO_BATCHES, README = (
+    ROOT / name
+    for name in ("docs/benchmarks.md", "docs/engines.md", "docs/limits.md", "docs/micro_batches.md", "README.md")
 )
 Row = dict[str, str]
 
@@ -528,6 +529,44 @@ def engine_prices() -> str:
     return table(("engine", "layout", *columns), lines) + source(rows, "engine_prices")
 
 
+def micro_batches() -> str:
+    """Divisions of everybody, a column a shape."""
+    rows = newest("micro_batches", "micro_batches")
+    found: dict[str, dict[str, Rows]] = {}
+    for case, own in rows.by_case().items():
+        shape, name = case.split(" documents, ", 1)
+        found.setdefault(name, {})[shape] = own
+    shapes = list(found["evenload"])
+    lines = []
+    for name, of_shape in found.items():
+        line = [name]
+        for shape in shapes:
+            own = of_shape.get(shape, Rows())
+            mean, worst = own.value("step over bound"), own.value("step over bound, worst")
+            line.append(f"{times(mean, 3)} ({times(worst)})" if mean else "")
+        for metric in ("instances ahead of evenload", "micro-batches above the limit"):
+            line.append(", ".join(f"{own.value(metric) or 0:.0f}" for own in of_shape.values()))
+        took = [own.value("time") for own in of_shape.values()]
+        line.append(", ".join(f"{one:,.0f}" if one >= 10 else f"{one:.1f}" for one in took if one is not None))
+        lines.append(line)
+    heads = ("division", *shapes, "ahead", "over the limit", "median ms")
+    return table(heads, lines) + source(rows, "micro_batches")
+
+
+def micro_batch_rules() -> str:
+    """What rules cost."""
+    rows = newest("micro_batches", "micro_batch_rules")
+    lines = ((row["case"], f"{float(row['value']):.3f}×", row["baseline"]) for row in rows)
+    return table(("16 ranks unless said", "step", "over"), lines) + source(rows, "micro_batches")
+
+
+def micro_batches_measured() -> str:
+    """Steps under FSDP2."""
+    rows = newest("micro_batches", "fsdp2")
+    lines = ((row["case"], row["baseline"], f"{float(row['value']):.2f}×") for row in rows)
+    return table(("batches", "over the division of", "evenload faster"), lines) + source(rows, "micro_batches")
+
+
 def matrix() -> str:
     """What is tested together and what is refused, from tests/support/matrix.py."""
     rules = runpy.run_path(str(ROOT / "tests" / "support" / "matrix.py"))
@@ -554,6 +593,10 @@ BLOCKS: Mapping[Path, Mapping[str, Callable[[], str]]] = {
         "steps of engines": engine_steps, "prices of engines": engine_prices,
     },
     LIMITS: {"matrix": matrix},
+    MICRO_BATCHES: {
+        "micro-batches": micro_batches, "rules of micro-batches": micro_batch_rules,
+        "micro-batches under FSDP2": micro_batches_measured,
+    },
     README: {"measured": measured_in_readme, "packed against padded": packed_in_readme},
 }  # fmt: skip
 
