@@ -86,6 +86,13 @@ def test_seams_import_no_framework_before_they_are_installed():
     assert made.stdout.strip() == "set()"
 
 
+def test_the_cost_may_be_that_of_a_named_model():
+    lengths = skewed(np.random.default_rng(3), 64)
+    with seam.install(cost="llama-7b"):
+        (step,) = steps_of(lengths, 4, 2, 64)
+    assert sorted(one for rank in step for micro_batch in rank for one in micro_batch) == list(range(64))
+
+
 def test_a_limit_that_a_step_does_not_fit_is_said():
     with seam.install(100), pytest.raises(InfeasiblePlanError, match="8 documents of 480 tokens do not fit into 2"):
         steps_of([60] * 8, 2, 2, 8)

@@ -24,13 +24,13 @@ from evenload.seams.methods import Method, Replaced, require_release
 RELEASES = ("5.23", "5.24")
 
 
-def install(max_tokens: int | None = None, cost: Cost | None = None) -> Replaced:
+def install(max_tokens: int | None = None, cost: Cost | str | None = None) -> Replaced:
     """Divide the steps of every Trainer in this process; returns what undoes it.
 
     Args:
         max_tokens: of a micro-batch; None = not limited, as in transformers. An `InfeasiblePlanError` in training where
             the documents of a step do not fit into `gradient_accumulation_steps` micro-batches of every rank.
-        cost: predicts seconds; None = `Cost()`.
+        cost: predicts seconds, or names a model, as for `micro_batches`; None = `Cost()`.
 
     Raises:
         MissingPackageError: transformers is not installed.
