@@ -8,7 +8,8 @@ parallelism wait. A sample takes a power of two of ranks, so many that each hold
 tokens of it; each rank runs its samples one by one, so a group may hold any number. Megatron prices a sample by L²
 alone and closes a group at the first balanced moment; here a sample has the seconds of `Cost`, its `micro_batch_s` too,
 and a group goes on as long as that shortens the step. What is trained does not change: every sample once, on aligned
-ranks that Megatron has process groups for, in one order on all of them. Samples may take other numbers of ranks.
+ranks that Megatron has process groups for, in one order on all of them. Samples may take more ranks than they need,
+which Megatron does too and for which it wants lengths that twice all ranks divide.
 
 Where all samples take one rank, the step is one group, divided by `micro_batches` with `waits="step"`. Long ones first:
 for a number of ends of the group, samples are placed on blocks of ranks, those of the most ranks first, on the block
