@@ -51,7 +51,6 @@ class Search {
             std::vector<Bin> bins = fill(own[rank], num_bins);
             if (static_cast<int64_t>(bins.size()) > num_bins) return false;
             bins.resize(num_bins);
-            if (problem_.no_empty) fill_empty(bins);
             for (Bin& bin : bins) bin.rank = static_cast<int64_t>(rank);
             std::move(bins.begin(), bins.end(), std::back_inserter(bins_));
         }
@@ -68,6 +67,24 @@ class Search {
             for (int64_t index = 0; index < count_; ++index) relieve(index);
             align();
         }
+    }
+
+    // Give every empty micro-batch the shortest item that is not alone in another of its rank. Last, because exchanges
+    // between micro-batches that have to keep one item find far worse divisions.
+    void fill_empty() {
+        for (Bin& bin : bins_) {
+            if (!bin.items.empty()) continue;
+            Bin* donor = nullptr;
+            for (Bin& other : bins_) {
+                if (other.items.size() < 2 || (!problem_.rank_of.empty() && other.rank != bin.rank)) continue;
+                if (!donor || is_longer(donor->items.back(), other.items.back())) donor = &other;
+            }
+            bin.items.push_back(donor->items.back());
+            donor->items.pop_back();
+            set_sums(bin);
+            set_sums(*donor);
+        }
+        align();
     }
 
     double step_s() const {
@@ -112,20 +129,6 @@ class Search {
             set_sums(bins[bin]);
         }
         return bins;
-    }
-
-    // Give every empty bin the shortest item of a bin that holds most.
-    void fill_empty(std::vector<Bin>& bins) const {
-        for (Bin& bin : bins) {
-            if (!bin.items.empty()) continue;
-            Bin& most = *std::max_element(bins.begin(), bins.end(), [](const Bin& a, const Bin& b) {
-                return a.items.size() < b.items.size();
-            });
-            bin.items.push_back(most.items.back());
-            most.items.pop_back();
-            set_sums(bin);
-            set_sums(most);
-        }
     }
 
     // Heavy micro-batches meet heavy ones: no other order of these takes less.
@@ -238,8 +241,7 @@ class Search {
         const double longest = p.work_s;
         if (moved_s <= longest * kEqual || q.tokens + moved > problem_.max_tokens ||
             p.tokens - moved > problem_.max_tokens ||
-            (y < 0 && static_cast<int64_t>(q.items.size()) >= problem_.max_items) ||
-            (y < 0 && problem_.no_empty && p.items.size() == 1)) {
+            (y < 0 && static_cast<int64_t>(q.items.size()) >= problem_.max_items)) {
             return;
         }
         const double left = p.work_s - moved_s, other = q.work_s + moved_s;
@@ -310,6 +312,7 @@ MicroBatches micro_batches(const MicroBatchProblem& problem) {
         Search search(problem, count);
         if (!search.place()) continue;
         if (problem.waits_at_each && problem.most_trials > 0) search.exchange();
+        if (problem.no_empty) search.fill_empty();
         const double step_s = search.step_s();
         if (step_s < best_s) {
             best_s = step_s;

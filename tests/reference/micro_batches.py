@@ -57,8 +57,6 @@ class Search:
             if len(bins) > num_bins:
                 return False
             bins += [Bin() for _ in range(num_bins - len(bins))]
-            if problem.no_empty:
-                self.fill_empty(bins)
             for one in bins:
                 one.rank = rank
             self.bins += bins
@@ -88,13 +86,18 @@ class Search:
             self.set_sums(one)
         return bins
 
-    def fill_empty(self, bins: list[Bin]) -> None:
-        for one in bins:
+    def fill_empty(self) -> None:
+        work_s = self.problem.work_s
+        for one in self.bins:
             if not one.items:
-                most = max(bins, key=lambda other: len(other.items))
-                one.items.append(most.items.pop())
+                others = [other for other in self.bins if len(other.items) > 1]
+                if self.problem.rank_of:
+                    others = [other for other in others if other.rank == one.rank]
+                donor = min(others, key=lambda other: (work_s[other.items[-1]], -other.items[-1]))
+                one.items.append(donor.items.pop())
                 self.set_sums(one)
-                self.set_sums(most)
+                self.set_sums(donor)
+        self.align()
 
     def set_sums(self, one: Bin) -> None:
         work_s = self.problem.work_s
@@ -170,7 +173,7 @@ class Search:
         longest = p.work_s
         if moved_s <= longest * EQUAL or q.tokens + moved > problem.max_tokens or p.tokens - moved > problem.max_tokens:
             return None
-        if taken is None and (len(q.items) >= problem.max_items or (problem.no_empty and len(p.items) == 1)):
+        if taken is None and len(q.items) >= problem.max_items:
             return None
         left, other = p.work_s - moved_s, q.work_s + moved_s
         if p.index == q.index:
@@ -235,6 +238,8 @@ def micro_batches(problem: Problem) -> tuple[int, list[int], list[int]]:
             continue
         if problem.waits_at_each and problem.most_trials:
             search.exchange()
+        if problem.no_empty:
+            search.fill_empty()
         if search.step_s() < best_s:
             best_s, best, worse = search.step_s(), search.result(), 0
         else:
