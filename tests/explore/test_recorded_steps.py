@@ -131,8 +131,8 @@ def test_three_numbers_say_what_the_cost_model_does(model):
     waits=st.sampled_from(["micro_batch", "step"]),
 )
 def test_ours_is_near_or_below_any_partition_within_the_limit(num_tokens, count, seed, waits):
-    """Not always below: in 1,500 steps of at most 6 documents the best of all divisions was shorter in 20 (waits at every
-    micro-batch, by 4 % at most) and in 42 (once a step, by 6 %)."""
+    """Not always below: in 1,500 steps of at most 6 documents the best of all divisions was shorter in 20 (waits at
+    every micro-batch, by 4 % at most) and in 42 (once a step, by 6 %)."""
     step = RecordedStep(
         1,
         np.array(num_tokens),
