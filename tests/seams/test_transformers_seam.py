@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from importlib import metadata
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,9 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenload.errors import ConfigError, InfeasiblePlanError, MissingPackageError
+from evenload.errors import ConfigError, InfeasiblePlanError
 from evenload.seams import transformers as seam
-from evenload.seams.methods import Method, Replaced
 from rank_server import run_as_torchrun
 from seam_cases import skewed, step_s, train_on_rank
 
@@ -148,31 +146,7 @@ def test_collators_that_pad_are_refused(monkeypatch):
             assert Trainer._get_train_sampler(SimpleNamespace(data_collator=collator)) is sampler
 
 
-def test_other_releases_and_other_parameters_are_refused(monkeypatch):
-    monkeypatch.setattr("evenload.seams.methods.version", lambda package: "5.2.3")
+def test_other_releases_are_refused(monkeypatch):
+    monkeypatch.setattr("evenload.seams.replacing.version", lambda package: "5.2.3")
     with pytest.raises(ConfigError, match=r"transformers is 5.2.3, this seam was tested with 5.23 or 5.24"):
         seam.install()
-
-    def missing(package):
-        raise metadata.PackageNotFoundError(package)
-
-    monkeypatch.setattr("evenload.seams.methods.version", missing)
-    with pytest.raises(MissingPackageError, match="transformers is not installed"):
-        seam.install()
-
-    class Other:
-        def first(self, a):
-            return a
-
-        def second(self, a, b):
-            return b
-
-    theirs = dict(vars(Other))
-    fine = Method(Other, "first", ("self", "a"), lambda theirs: lambda self, a: 0)
-    for name, message in (
-        ("second", r"second \(self, a, b\) was tested with \(self, a\)"),
-        ("third", "does not exist"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            Replaced(fine, Method(Other, name, ("self", "a"), lambda theirs: theirs))
-        assert dict(vars(Other)) == theirs

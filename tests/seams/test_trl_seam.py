@@ -11,12 +11,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 
 from evenload.errors import ConfigError
 from evenload.seams import trl as seam
 from seam_cases import LINEAR_S, MICRO_BATCH_S, QUADRATIC_S
 
 pytest.importorskip("trl")
+from accelerate.data_loader import prepare_data_loader
+
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 from trl.experimental.async_grpo import async_grpo_trainer as grpo
 
@@ -127,7 +130,7 @@ def loss_of(step):
     return total
 
 
-@pytest.mark.parametrize("processes", [1, 3])
+@pytest.mark.parametrize("processes", [2, 3])
 def test_the_loss_of_a_step_is_that_without_the_seam(processes):
     samples = samples_of(np.random.default_rng(7), num_prompts=40, each=4, longest=60)
     plain = batches_of(samples, processes, 80, 4)
@@ -142,7 +145,10 @@ def test_the_loss_of_a_step_is_that_without_the_seam(processes):
 
 
 def test_the_trainers_loader_divides_whole_steps(monkeypatch):
-    """`get_train_dataloader` of TRL, on a trainer that has only what it reads."""
+    """`get_train_dataloader` of TRL, on a trainer that has only what it reads; accelerate's loader has its data set."""
+    given = DataLoader(grpo.TokenBudgetBatcher([], 2, 9, {}), batch_size=2)
+    spread = {"num_processes": 2, "process_index": 0, "split_batches": True, "dispatch_batches": True}
+    assert prepare_data_loader(given, "cpu", put_on_device=True, **spread).dataset is given.dataset
     samples = samples_of(np.random.default_rng(1), num_prompts=30, each=3, longest=60)
     monkeypatch.setattr(grpo, "RolloutQueueDataset", lambda **_: samples)
     monkeypatch.setattr(grpo, "DataCollatorForRollout", lambda *_, **__: lambda examples: examples[0])
@@ -168,14 +174,13 @@ def test_the_trainers_loader_divides_whole_steps(monkeypatch):
 
 
 def test_it_is_installed_once_and_taken_back(monkeypatch):
-    names = ((grpo.TokenBudgetBatcher, "__iter__"), (grpo.TokenBudgetBatcher, "__init__"))
-    names += ((grpo.AsyncGRPOTrainer, "get_train_dataloader"),)
+    names = ((grpo.TokenBudgetBatcher, "__iter__"), (grpo.AsyncGRPOTrainer, "get_train_dataloader"))
     theirs = [vars(owner)[name] for owner, name in names]
     with seam.install():
         assert all(vars(owner)[name] is not one for (owner, name), one in zip(names, theirs, strict=True))
         with pytest.raises(ConfigError, match="is replaced already"):
             seam.install()
     assert [vars(owner)[name] for owner, name in names] == theirs
-    monkeypatch.setattr("evenload.seams.methods.version", lambda package: "1.17.0")
+    monkeypatch.setattr("evenload.seams.replacing.version", lambda package: "1.17.0")
     with pytest.raises(ConfigError, match=r"trl is 1.17.0, this seam was tested with 1.16"):
         seam.install()

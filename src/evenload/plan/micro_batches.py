@@ -1,16 +1,15 @@
 """Divide documents among ranks into micro-batches of equal work: the planner as a part of anybody's trainer.
 
 Under FSDP and ZeRO-3 ranks wait for each other at every micro-batch, because each gathers weights; a step takes the
-sum, over the micro-batches' index, of the longest of any rank (`waits="micro_batch"`). Under DDP and ZeRO-1 ranks wait
-once a step (`waits="step"`). The search places documents longest first (Graham 1969) into the fewest micro-batches that
-can hold them and into a few more, then exchanges documents between a micro-batch that others wait for and one that has
-time left. More micro-batches than the fewest are often better, because heavy ones then meet heavy ones.
+sum, over the micro-batches' index, of the longest of any rank. Under DDP and ZeRO-1 ranks wait once a step. The search
+places documents longest first (Graham 1969) into the fewest micro-batches that can hold them and into a few more, then
+exchanges documents between a micro-batch that others wait for and one that has time left. More micro-batches than the
+fewest are often better, because heavy ones then meet heavy ones.
 
 Needs numpy and the compiled core alone. The same arguments give the same result on every machine, so every rank may
 call it for itself.
 """
 
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, Unpack
 
@@ -106,6 +105,11 @@ class Rules(TypedDict, total=False):
     too_long: Literal["raise", "alone"]
 
 
+_DEFAULTS: dict[str, Any] = {
+    **dict.fromkeys(Rules.__annotations__),
+    **{"cost": Cost(), "waits": "micro_batch", "keep": "rank", "too_long": "raise"},
+    **dict.fromkeys(("min_count", "count_multiple", "document_multiple", "token_multiple"), 1),
+}
 _CHOICES = {"waits": ("micro_batch", "step"), "keep": ("rank", "micro_batch"), "too_long": ("raise", "alone")}
 _COUNTS = ("count", "min_count", "count_multiple", "max_documents", "document_multiple", "token_multiple")
 
@@ -127,47 +131,33 @@ def micro_batches(
         InfeasiblePlanError: `count` micro-batches cannot hold the documents.
     """
     request = _Request(lengths, ranks, max_tokens, rules)
-    if request.waits_at_each and request.given.get("equal_documents"):
-        return _with_equal_documents(request, lengths, max_tokens, rules)
-    return request.result(*request.search())
+    if not (request.waits_at_each and request.given["equal_documents"]):
+        return request.divided(request.ranks_of_items())
+    # Equal works let a rank with long documents end early: others wait for these, then it waits for the others.
+    rank_of = _equally_many(request.divided(None).ranks, request.tokens)
+    try:
+        return request.divided(rank_of)
+    except InfeasiblePlanError:  # as `count` or `no_empty` may have it; equal works may be divided
+        return request.divided(request.ranks_of_items())
 
 
-def _with_equal_documents(
-    request: "_Request", lengths: ArrayLike, max_tokens: int | None, rules: Rules
-) -> MicroBatches:
-    """Divide with equally many documents on every rank: those of equal works, or those of a division that does not
-    count documents, after the shortest have moved, whichever takes less.
-
-    Equal works alone let a rank with long documents end early: others wait for these, then it waits for the others.
-    """
-    others: dict[str, Any] = {name: rule for name, rule in rules.items() if name != "equal_documents"}
-    made = [request.result(*request.search())]
-    free = micro_batches(lengths, request.ranks, max_tokens, **others)
-    others["rank_of"] = _equally_many(free, request.tokens)
-    with suppress(InfeasiblePlanError):  # as `count` or `no_empty` may have it; equal works can be divided
-        made.append(micro_batches(lengths, request.ranks, max_tokens, **others))
-    return min(made, key=lambda one: one.step_s)
-
-
-def _equally_many(made: MicroBatches, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+def _equally_many(ranks: list[list[list[int]]], tokens: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return ranks of equally many documents, int64[n]: at every index the micro-batch with most documents goes to the
     rank with the fewest so far; then the shortest move from ranks that have too many."""
-    num_ranks, share = len(made.ranks), len(tokens) // len(made.ranks)
-    held: list[list[int]] = [[] for _ in range(num_ranks)]
-    for at_index in zip(*made.ranks, strict=True):
-        fewest = sorted(range(num_ranks), key=lambda rank: len(held[rank]))
-        for rank, documents in zip(fewest, sorted(at_index, key=lambda one: -len(one)), strict=True):
-            held[rank] += documents
-    spare = []
-    for documents in held:
-        documents.sort(key=lambda document: (-tokens[document], document))
-        spare += documents[share:]
-        del documents[share:]
+    share = len(tokens) // len(ranks)
+    held: list[list[int]] = [[] for _ in ranks]
+    for at_index in zip(*ranks, strict=True):
+        held.sort(key=len)
+        for own, documents in zip(held, sorted(at_index, key=lambda one: -len(one)), strict=True):
+            own += documents
+    for own in held:
+        own.sort(key=lambda document: (-tokens[document], document))
+    spare = [document for own in held for document in own[share:]]
     rank_of = np.empty(len(tokens), np.int64)
-    for rank, documents in enumerate(held):
-        while len(documents) < share:
-            documents.append(spare.pop())
-        rank_of[documents] = rank
+    for rank, own in enumerate(held):
+        rank_of[own[:share]] = rank
+        for _ in range(share - len(own)):
+            rank_of[spare.pop()] = rank
     return rank_of
 
 
@@ -176,56 +166,59 @@ class _Request:
     in one micro-batch."""
 
     def __init__(self, lengths: ArrayLike, ranks: int, max_tokens: int | None, rules: Rules) -> None:
-        if unknown := sorted(set(rules) - set(Rules.__annotations__)):
-            raise ConfigError(f"unknown rule {', '.join(unknown)}; choose from {', '.join(Rules.__annotations__)}")
-        given: dict[str, Any] = {name: value for name, value in rules.items() if value is not None}
+        if unknown := sorted(set(rules) - set(_DEFAULTS)):
+            raise ConfigError(f"unknown rule {', '.join(unknown)}; choose from {', '.join(_DEFAULTS)}")
+        given: dict[str, Any] = _DEFAULTS | {name: value for name, value in rules.items() if value is not None}
         for name, known in _CHOICES.items():
-            if given.setdefault(name, known[0]) not in known:
+            if given[name] not in known:
                 raise ConfigError(f"{name} is {given[name]!r}, must be {' or '.join(map(repr, known))}")
-        for name, value in {"ranks": ranks, "max_tokens": max_tokens, **given}.items():
-            if (name in _COUNTS or name in ("ranks", "max_tokens")) and not (value is None or _is_count(value)):
+        for name, value in {
+            "ranks": ranks,
+            "max_tokens": max_tokens,
+            **{name: given[name] for name in _COUNTS},
+        }.items():
+            if not (value is None or _is_count(value)):
                 raise ConfigError(f"{name} is {value!r}, must be a whole number, 1 or more")
         self.given, self.ranks, self.max_tokens = given, ranks, max_tokens
         self.waits_at_each = given["waits"] == "micro_batch"
         self.tokens = _column("lengths", lengths, None)
-        if len(self.tokens) and self.tokens.min() < 1:
+        n = len(self.tokens)
+        if n and self.tokens.min() < 1:
             at = int(self.tokens.argmin())
             raise DataError(f"lengths[{at}] is {self.tokens[at]}, must be at least 1; leave empty documents out")
-        n = len(self.tokens)
-        self.work_s, self.micro_batch_s = priced(given.get("cost", Cost()), self.tokens, ranks)
-        if "work_s" in given:
+        self.work_s, self.micro_batch_s = priced(given["cost"], self.tokens, ranks)
+        if given["work_s"] is not None:
             self.work_s = _seconds(given["work_s"], n)
-        groups = _column("groups", given["groups"], n) if "groups" in given else None
-        self.group_of = None if groups is None else np.unique(groups, return_inverse=True)[1].astype(np.int64)
+        self.group_of = None
+        if given["groups"] is not None:
+            self.group_of = np.unique(_column("groups", given["groups"], n), return_inverse=True)[1].astype(np.int64)
         self._require_compatible()
-        padded = _round_up(self.tokens, given.get("document_multiple", 1))
         self.item_of = np.arange(n)
         if self.group_of is not None and given["keep"] == "micro_batch":
             self.item_of = self.group_of
-        self.item_s = _sums(self.item_of, self.work_s)
-        self.limit, self.item_tokens = self._limited(np.bincount(self.item_of, padded).astype(np.int64))
-        self.rank_of = self._ranks()
+        self.item_s = np.bincount(self.item_of, self.work_s).astype(np.float64)
+        multiple = given["document_multiple"]
+        padded = np.bincount(self.item_of, -(-self.tokens // multiple) * multiple).astype(np.int64)
+        self.limit, self.item_tokens = self._limited(padded)
 
     def _require_compatible(self) -> None:
         given, n = self.given, len(self.tokens)
-        is_placed, is_grouped = "rank_of" in given, self.group_of is not None
-        on_rank = is_grouped and given["keep"] == "rank"
-        count, multiple, least = (given.get(name, 1) for name in ("count", "count_multiple", "min_count"))
+        is_placed, is_equal = given["rank_of"] is not None, given["equal_documents"]
+        is_grouped, on_rank = self.group_of is not None, self.group_of is not None and given["keep"] == "rank"
+        count, multiple, least = (given[name] for name in ("count", "count_multiple", "min_count"))
         problems = {
             "rank_of places every document already; leave out equal_documents and groups that are kept on a rank": (
-                is_placed and (given.get("equal_documents") or on_rank)
+                is_placed and (is_equal or on_rank)
             ),
-            "equal_documents and groups contradict each other; leave one out": (
-                given.get("equal_documents") and is_grouped
-            ),
+            "equal_documents and groups contradict each other; leave one out": is_equal and is_grouped,
             f"equal_documents: {n} documents are no {self.ranks} equal shares; leave it out, or give a multiple": (
-                given.get("equal_documents") and n % self.ranks
+                is_equal and n % self.ranks
             ),
             "max_documents counts no groups that are kept in a micro-batch; leave one out": (
-                is_grouped and not on_rank and "max_documents" in given
+                is_grouped and not on_rank and given["max_documents"]
             ),
             f"count is {count}, must be a multiple of {multiple} (count_multiple) and at least {least} (min_count)": (
-                "count" in given and (count % multiple or count < least)
+                count and (count % multiple or count < least)
             ),
         }
         if why := next((why for why, is_true in problems.items() if is_true), ""):
@@ -235,23 +228,22 @@ class _Request:
         """Return the tokens that a micro-batch can hold before it is padded, and those that each item takes of them."""
         if self.max_tokens is None:
             return _NO_LIMIT, item_tokens
-        multiple = self.given.get("token_multiple", 1)
+        multiple = self.given["token_multiple"]
         limit = self.max_tokens // multiple * multiple
         longer = np.flatnonzero(item_tokens > limit)
         if len(longer) and (limit == 0 or self.given["too_long"] == "raise"):
-            what, at = ("document", longer[0]) if self.group_of is None else ("group of document", 0)
-            if self.group_of is not None:
-                at = int(np.flatnonzero(self.item_of == longer[0])[0])
+            at = self.item_of.tolist().index(longer[0])
+            what = "document" if self.group_of is None else "group of document"
             raise DataError(
                 f"{what} {at} takes {item_tokens[longer[0]]:,} tokens, a micro-batch holds {limit:,} (max_tokens = "
                 f"{self.max_tokens:,}, in multiples of {multiple}); raise max_tokens, cut it, or use too_long = 'alone'"
             )
         return limit, np.minimum(item_tokens, limit)  # an item as large as the limit is alone
 
-    def _ranks(self) -> NDArray[np.int64] | None:
+    def ranks_of_items(self) -> NDArray[np.int64] | None:
         """Return the rank of every item where that is settled before its micro-batch is; int64[items]."""
         given = self.given
-        if "rank_of" in given:
+        if given["rank_of"] is not None:
             placed = _column("rank_of", given["rank_of"], len(self.tokens))
             if ((placed < 0) | (placed >= self.ranks)).any():
                 raise ConfigError(f"rank_of holds {placed.min()} to {placed.max()}, ranks are 0 to {self.ranks - 1}")
@@ -261,65 +253,58 @@ class _Request:
                 raise ConfigError("rank_of places documents of one group on several ranks, and keep is 'micro_batch'")
             return of_item
         if self.group_of is not None and given["keep"] == "rank":
-            return self._spread(_sums(self.group_of, self.work_s))[self.group_of]
-        if given.get("equal_documents"):
+            return self._spread(np.bincount(self.group_of, self.work_s).astype(np.float64))[self.group_of]
+        if given["equal_documents"]:
             return self._spread(self.item_s, max(1, len(self.item_s) // self.ranks))
         return None if self.waits_at_each else self._spread(self.item_s)
 
     def _spread(self, work_s: NDArray[np.float64], most_items: int = _NO_LIMIT) -> NDArray[np.int64]:
         """Return a rank for each of these works, so that all ranks have nearly equal sums."""
-        ones = np.ones(len(work_s), np.int64)
-        free = np.empty(0, np.int64)
-        no_empty = bool(self.given.get("no_empty"))
+        ones, free, no_empty = np.ones(len(work_s), np.int64), np.empty(0, np.int64), bool(self.given["no_empty"])
         return _native.micro_batches(
             ones, work_s, free, self.ranks, _NO_LIMIT, most_items, 0.0, 1, 1, 1, True, no_empty, _MOST_TRIALS
         )[1]
 
-    def search(self) -> tuple[int, NDArray[np.int64], NDArray[np.int64]]:
-        """Return how many micro-batches every rank has, and each document's rank and index, int64[n]."""
-        given, num_items, no_empty = self.given, len(self.item_s), bool(self.given.get("no_empty"))
-        least, multiple = given.get("min_count", 1), given.get("count_multiple", 1)
-        most_documents = given.get("max_documents", _NO_LIMIT)
-        rank_of = np.empty(0, np.int64) if self.rank_of is None else self.rank_of
-        count = given.get("count")
-        if count is None:
-            least = max(least, self._least_count(most_documents))
-        most = max(least, num_items) + multiple if count is None else count
+    def divided(self, rank_of: NDArray[np.int64] | None) -> MicroBatches:
+        """Search micro-batches of items on these ranks, int64[items]; None = on any."""
+        given, num_items, no_empty = self.given, len(self.item_s), bool(self.given["no_empty"])
+        multiple, most_documents = given["count_multiple"], given["max_documents"] or _NO_LIMIT
+        least = given["count"] or max(given["min_count"], self._least_count(rank_of, most_documents))
+        most = given["count"] or max(least, num_items) + multiple
         if no_empty:
-            of_rank = [num_items // self.ranks] if self.rank_of is None else np.bincount(rank_of, minlength=self.ranks)
-            most = min(most, int(min(of_rank)))
-        made, rank, index = _native.micro_batches(
+            fewest = num_items // self.ranks if rank_of is None else np.bincount(rank_of, minlength=self.ranks).min()
+            most = min(most, int(fewest))
+        count, rank, index = _native.micro_batches(
             self.item_tokens,
             self.item_s,
-            rank_of,
+            np.empty(0, np.int64) if rank_of is None else rank_of,
             self.ranks,
             self.limit,
             most_documents,
             self.micro_batch_s,
-            least if count is None else count,
+            least,
             most,
             multiple,
             self.waits_at_each,
             no_empty,
             _MOST_TRIALS,
         )
-        if not made and no_empty:
+        if not count and no_empty:
             raise InfeasiblePlanError(
-                f"no_empty: a rank has {most:,} documents (or groups) for {least if count is None else count:,} "
-                f"micro-batches or more, a multiple of {multiple}, of {self.limit:,} tokens; give more documents, "
-                "raise max_tokens, or leave no_empty out"
+                f"no_empty: a rank has {most:,} documents (or groups) for {least:,} micro-batches or more, a multiple "
+                f"of {multiple}, of {self.limit:,} tokens; give more documents, raise max_tokens, or leave no_empty out"
             )
-        if not made:
+        if not count:
             raise InfeasiblePlanError(
-                f"{self.ranks} ranks with {count} micro-batches of {self.limit:,} tokens cannot hold {num_items:,} "
-                f"documents of {int(self.item_tokens.sum()):,} tokens; raise count or max_tokens"
+                f"{self.ranks} ranks with {given['count']} micro-batches of {self.limit:,} tokens cannot hold "
+                f"{num_items:,} documents of {int(self.item_tokens.sum()):,} tokens; raise count or max_tokens"
             )
-        return made, rank[self.item_of], index[self.item_of]
+        return self._result(count, least, rank[self.item_of], index[self.item_of])
 
-    def _least_count(self, most_documents: int) -> int:
+    def _least_count(self, rank_of: NDArray[np.int64] | None, most_documents: int) -> int:
         """Return a number of micro-batches below which the items cannot be held, at least 1."""
-        owners = np.zeros(len(self.item_s), np.int64) if self.rank_of is None else self.rank_of
-        bins = self.ranks if self.rank_of is None else 1
+        owners = np.zeros(len(self.item_s), np.int64) if rank_of is None else rank_of
+        bins = self.ranks if rank_of is None else 1
         needed = [
             np.bincount(owners, self.item_tokens).max(initial=0) / (bins * self.limit),
             np.bincount(owners, 2 * self.item_tokens > self.limit).max(initial=0) / bins,
@@ -327,14 +312,13 @@ class _Request:
         ]
         return max(1, *(int(np.ceil(one)) for one in needed))
 
-    def result(self, count: int, rank_of: NDArray[np.int64], index_of: NDArray[np.int64]) -> MicroBatches:
+    def _result(self, count: int, least: int, rank_of: NDArray[np.int64], index_of: NDArray[np.int64]) -> MicroBatches:
         slot = rank_of * count + index_of
         seconds = np.bincount(slot, self.work_s, self.ranks * count).reshape(self.ranks, count)
         order = np.argsort(slot, kind="stable")
         edges = np.cumsum(np.bincount(slot, minlength=self.ranks * count))[:-1]
         members = [part.tolist() for part in np.split(order, edges)]
         work_s = seconds.max(axis=0).sum() if self.waits_at_each else seconds.sum(axis=1).max()
-        least = self.given.get("count") or max(self.given.get("min_count", 1), self._least_count(_NO_LIMIT))
         bound_s = max(self.work_s.sum() / self.ranks, self.work_s.max(initial=0.0)) + least * self.micro_batch_s
         return MicroBatches(
             ranks=[members[rank * count : (rank + 1) * count] for rank in range(self.ranks)],
@@ -389,12 +373,3 @@ def _seconds(values: ArrayLike, n: int) -> NDArray[np.float64]:
     if column.shape != (n,) or not np.isfinite(column).all() or (column < 0).any():
         raise ConfigError(f"work_s must be {n:,} finite numbers, 0 or more (one a document)")
     return column
-
-
-def _sums(item_of: NDArray[np.int64], values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the sum of the values of every item, float64[items]."""
-    return np.bincount(item_of, values).astype(np.float64)
-
-
-def _round_up(values: NDArray[np.int64], multiple: int) -> NDArray[np.int64]:
-    return -(-values // multiple) * multiple

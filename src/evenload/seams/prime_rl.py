@@ -14,33 +14,27 @@ many, of one modality at every index; copies that train nothing make up for samp
 """
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from importlib import import_module
 from typing import Any
 
 from evenload.errors import InfeasiblePlanError
 from evenload.plan.micro_batches import Cost, Rules, micro_batches
-from evenload.seams.replacing import Replacement, replace
+from evenload.seams.replacing import Replaced, module_of
 
 _COST = Cost()
-_MODULE = "prime_rl.trainer.batch"
-_USED = (
-    "prepare_sample",
-    "pad_micro_batch",
-    "_MicroBatchBin",
-    "_materialize_bin",
-    "_make_dummy_batch",
-    "_assert_token_arrays_aligned",
-)
+_MODULE, _TESTED = "prime_rl.trainer.batch", "prime-rl 559b4477"
+_USED = ("prepare_sample", "pad_micro_batch", "_MicroBatchBin", "_materialize_bin", "_make_dummy_batch")
 
 
-def install(cost: Cost = _COST) -> Replacement:
+def install(cost: Cost = _COST) -> Replaced:
     """Put `prepare_batch` in the place of prime-rl's.
 
     Raises:
         MissingPackageError: prime-rl is not installed.
         ConfigError: its function takes other arguments than the tested one, or is replaced already.
     """
-    return replace(_MODULE, {prepare_batch: {"cost": cost}}, "prime-rl 559b4477", _USED)
+    return Replaced(_TESTED, (module_of(_MODULE, _TESTED, _USED), partial(prepare_batch, cost=cost)))
 
 
 def prepare_batch(
@@ -61,26 +55,28 @@ def prepare_batch(
         ValueError: prime-rl refuses a rollout.
     """
     theirs = import_module(_MODULE)
+
+    def built(samples: list[Any]) -> Any:
+        content = theirs._MicroBatchBin(samples, sum(len(sample.input_ids) for sample in samples))
+        return theirs.pad_micro_batch(theirs._materialize_bin(content), pad_to_multiple_of)
+
+    workers: list[list[Any]] = [[] for _ in range(num_train_workers)]
     classes: dict[Hashable, list[Any]] = {}
     for sample in (theirs.prepare_sample(rollout, seq_len) for rollout in rollouts):
         classes.setdefault(_what_packs(sample), []).append(sample)
-    workers: list[list[Any]] = [[] for _ in range(num_train_workers)]
-    unit_s = cost.linear_s / bin_cost([1])
     for samples in classes.values():
         lengths = [len(sample.input_ids) for sample in samples]
-        rules: Rules = {"work_s": [unit_s * bin_cost([length]) for length in lengths], "cost": cost}
+        work_s = [cost.linear_s * bin_cost([length]) / bin_cost([1]) for length in lengths]
+        rules: Rules = {"work_s": work_s, "cost": cost}
         try:
             made = micro_batches(lengths, num_train_workers, seq_len, no_empty=True, **rules)
         except InfeasiblePlanError:  # too few samples for equally many micro-batches: copies make up for the others
             made = micro_batches(lengths, num_train_workers, seq_len, **rules)
         for at_index in zip(*made.ranks, strict=True):
-            built = [_built(theirs, [samples[one] for one in members], pad_to_multiple_of) for members in at_index]
-            if None in built:
-                shortest = min((one for one in built if one), key=lambda one: len(one.input_ids))
-                idle = theirs._make_dummy_batch(shortest)
-                built = [one or idle for one in built]
-            for worker, micro_batch in zip(workers, built, strict=True):
-                worker.append(micro_batch)
+            filled = [built([samples[one] for one in members]) if members else None for members in at_index]
+            shortest = min((one for one in filled if one), key=lambda one: len(one.input_ids))
+            for worker, micro_batch in zip(workers, filled, strict=True):
+                worker.append(micro_batch or theirs._make_dummy_batch(shortest))
     return workers
 
 
@@ -90,13 +86,3 @@ def _what_packs(sample: Any) -> Hashable:
         (name, one.dtype, tuple(one.shape[1:])) for name, one in sorted(sample.mm_kwargs.items())
     )
     return sample.routed_experts is None, arrays
-
-
-def _built(theirs: Any, samples: list[Any], multiple: int) -> Any:
-    """Return prime-rl's micro-batch of these samples, None of none."""
-    if not samples:
-        return None
-    length = sum(len(sample.input_ids) for sample in samples)
-    built = theirs.pad_micro_batch(theirs._materialize_bin(theirs._MicroBatchBin(samples, length)), multiple)
-    theirs._assert_token_arrays_aligned(built)
-    return built

@@ -1,28 +1,47 @@
-"""Put functions in the place of a trainer's own, wherever modules hold them, and take them back."""
+"""Put functions in the place of a framework's own, in its classes and in all modules, and take them back."""
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from inspect import signature
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any, Self
 
 from evenload.errors import ConfigError, MissingPackageError
 
 
-class Replacement:
-    """Hold functions that stand in for others until `uninstall()` or the end of a `with` block."""
+class Replaced:
+    """Hold functions that stand in for others until `uninstall()` or the end of a `with` block.
 
-    def __init__(self, stand_ins: Iterable[tuple[Callable, Callable]]) -> None:
-        """Let each second function stand in for the first, in every module imported so far."""
-        self._stand_ins = list(stand_ins)
-        _swap(self._stand_ins)
+    Args:
+        tested: the release or commit that they were tested with, for errors.
+        ours: a module or class of the framework, and a function that stands in for the one of its name there; what a
+            `partial` gives by name are no arguments of theirs.
+
+    Raises:
+        ConfigError: a function is missing, takes other arguments, or is replaced already; then none is replaced.
+    """
+
+    def __init__(self, tested: str, *ours: tuple[ModuleType | type, Callable]) -> None:
+        self._owners, self._pairs = [owner for owner, _ in ours], []
+        for owner, function in ours:
+            name = getattr(function, "func", function).__name__
+            theirs, known = vars(owner).get(name), f"{owner.__name__}.{name}"
+            if hasattr(theirs, "_of_evenload"):
+                raise ConfigError(f"{known} is replaced already; uninstall() that first")
+            if not callable(theirs) or _arguments(theirs) != _arguments(function):
+                found = f"takes {signature(theirs)}" if callable(theirs) else "does not exist"
+                raise ConfigError(f"{known} {found}, other than in {tested}, with which this was tested; install that")
+            self._pairs.append((theirs, function))
+        for _, function in self._pairs:
+            function._of_evenload = True
+        _swap(self._pairs, self._owners)
 
     def uninstall(self) -> None:
         """Take the functions back, also in modules that were imported since; a second call does nothing."""
-        _swap((ours, theirs) for theirs, ours in self._stand_ins)
-        self._stand_ins = []
+        _swap([(ours, theirs) for theirs, ours in self._pairs], self._owners)
+        self._pairs = []
 
     def __enter__(self) -> Self:
         return self
@@ -33,51 +52,40 @@ class Replacement:
         self.uninstall()
 
 
-def replace(
-    module: str, functions: Mapping[Callable, Mapping[str, Any]], tested: str, used: Iterable[str] = ()
-) -> Replacement:
-    """Let each function stand in for the one of its name in a module of a trainer.
-
-    Args:
-        module: the trainer's module that defines them.
-        functions: ours, and settings that each takes by name besides the trainer's arguments.
-        tested: the release or commit that they were tested with, for errors.
-        used: what else of that module they call.
-
-    Raises:
-        MissingPackageError: the module cannot be imported.
-        ConfigError: something is missing there, a function takes other arguments, or is replaced already.
-    """
+def module_of(name: str, tested: str, used: Sequence[str] = ()) -> ModuleType:
+    """Import a framework's module; refuse one that is not installed, or that lacks something that a seam calls."""
     try:
-        theirs = vars(import_module(module))
+        module = import_module(name)
     except ImportError as error:
-        raise MissingPackageError(f"{module} cannot be imported ({error}); install {tested}") from error
-    for name in (*used, *(ours.__name__ for ours in functions)):
-        if name not in theirs:
-            raise ConfigError(f"there is no {module}.{name}; this seam was tested with {tested}, install that")
-    stand_ins = []
-    for ours, settings in functions.items():
-        known = f"{module}.{ours.__name__}"
-        given = theirs[ours.__name__]
-        if isinstance(given, partial) and given.func is ours:
-            raise ConfigError(f"{known} is replaced already; uninstall() that first")
-        if _arguments(given) != _arguments(ours, settings):
-            raise ConfigError(
-                f"{known} takes {signature(given)}, other arguments than that of {tested}, with which this seam was "
-                "tested; install that"
-            )
-        stand_ins.append((given, partial(ours, **settings)))
-    return Replacement(stand_ins)
+        raise MissingPackageError(f"{name} cannot be imported ({error}); install {tested}") from error
+    if missing := [one for one in used if one not in vars(module)]:
+        raise ConfigError(f"there is no {name}.{missing[0]}; this seam was tested with {tested}, install that")
+    return module
 
 
-def _arguments(function: Callable, but: Iterable[str] = ()) -> list[tuple[str, Any, Any]]:
-    return [(one.name, one.kind, one.default) for one in signature(function).parameters.values() if one.name not in but]
+def require_release(package: str, releases: Sequence[str]) -> str:
+    """Return a package and its release; refuse one that is not installed, or is none of these ("5.23": all 5.23.x)."""
+    known = " or ".join(releases)
+    try:
+        found = version(package)
+    except PackageNotFoundError as error:
+        raise MissingPackageError(f"{package} is not installed; this seam was tested with {known}") from error
+    if not any(found == one or found.startswith(f"{one}.") for one in releases):
+        raise ConfigError(f"{package} is {found}, this seam was tested with {known}; install one of them")
+    return f"{package} {found}"
 
 
-def _swap(pairs: Iterable[tuple[Callable, Callable]]) -> None:
-    """Put the second of each pair wherever a module's name stands for the first."""
+def _arguments(function: Callable) -> list[tuple[str, Any, Any]]:
+    ours = getattr(function, "keywords", {})
+    return [
+        (one.name, one.kind, one.default) for one in signature(function).parameters.values() if one.name not in ours
+    ]
+
+
+def _swap(pairs: Iterable[tuple[Callable, Callable]], owners: Iterable[ModuleType | type]) -> None:
+    """Put the second of each pair wherever a name of a module, or of these classes, stands for the first."""
     new = {id(old): new for old, new in pairs}
-    for module in list(sys.modules.values()):
-        names = getattr(module, "__dict__", {})
-        for name in [name for name, value in list(names.items()) if id(value) in new]:
-            names[name] = new[id(names[name])]
+    for holder in [*sys.modules.values(), *owners]:
+        for name, value in list(getattr(holder, "__dict__", {}).items()):
+            if id(value) in new:
+                setattr(holder, name, new[id(value)])

@@ -13,26 +13,27 @@ equal works; under expert parallelism, where they wait for each other at every m
 what virtual pipeline stages need, none empty, a longer sample alone.
 """
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from evenload.errors import ConfigError, InfeasiblePlanError
-from evenload.plan.micro_batches import Cost, MicroBatches, Rules, micro_batches
-from evenload.seams.replacing import Replacement, replace
+from evenload.plan.micro_batches import Cost, Rules, micro_batches
+from evenload.seams.replacing import Replaced, module_of
 
 _COST = Cost()
+_TESTED = "slime 624b824a or miles 31f1ca96"
 
 
-def install(module: str = "slime.utils.dp_schedule", cost: Cost | str = _COST) -> Replacement:
+def install(module: str = "slime.utils.dp_schedule", cost: Cost | str = _COST) -> Replaced:
     """Put `build_dp_schedule` in the place of slime's, or of miles's with `module="miles.utils.dp_schedule"`.
 
     Raises:
         MissingPackageError: the module cannot be imported.
         ConfigError: its function takes other arguments than the tested one, or is replaced already.
     """
-    tested = "slime 624b824a or miles 31f1ca96"
-    return replace(module, {build_dp_schedule: {"cost": cost}}, tested)
+    return Replaced(_TESTED, (module_of(module, _TESTED), partial(build_dp_schedule, cost=cost)))
 
 
 def build_dp_schedule(
@@ -63,18 +64,21 @@ def build_dp_schedule(
     partitions: list[list[int]] = [[] for _ in range(ranks)]
     positions: list[list[list[int]]] = [[] for _ in range(ranks)]
     counts, sizes = [], []
-    rules: Rules = {"cost": cost, "count_multiple": multiple, "no_empty": True}
-    limit = None
-    if args.use_dynamic_batch_size:
-        limit = args.max_tokens_per_gpu * train_parallel_config["cp_size"]
-        rules["too_long"] = "alone"
-    if getattr(args, "expert_model_parallel_size", 1) == 1:
-        rules["waits"] = "step"
+    rules: Rules = {"cost": cost, "count_multiple": multiple, "no_empty": True, "too_long": "alone"}
+    limit = args.max_tokens_per_gpu * train_parallel_config["cp_size"] if args.use_dynamic_batch_size else None
+    waits_once = limit is not None and getattr(args, "expert_model_parallel_size", 1) == 1
     for rollouts in _steps(args, rollout_indices, global_batch_size, ranks):
         samples = np.array([sample for rollout in rollouts for sample in rollout])
+        lengths = np.asarray(total_lengths, np.int64)[samples]
         if limit is None:
-            rules |= _fixed(len(samples), args.micro_batch_size, ranks * multiple, ranks)
-        made = _divided(np.asarray(total_lengths, np.int64)[samples], ranks, limit, rules)
+            rules |= _fixed(len(samples), args.micro_batch_size, ranks, multiple)
+        try:
+            made = micro_batches(lengths, ranks, limit, waits="step" if waits_once else "micro_batch", **rules)
+        except InfeasiblePlanError:
+            if not waits_once:
+                raise
+            # Ranks of equal works may have too few samples; chosen for each micro-batch, all have as many as can be.
+            made = micro_batches(lengths, ranks, limit, **rules)
         counts.append(made.seconds.shape[1])
         sizes.append(len(rollouts))
         for partition, own, micro_batches_of_rank in zip(partitions, positions, made.ranks, strict=True):
@@ -99,23 +103,12 @@ def _steps(args: Any, rollout_indices: list[int], size: int, ranks: int) -> list
     return steps
 
 
-def _fixed(num_samples: int, size: int, multiple: int, ranks: int) -> Rules:
+def _fixed(num_samples: int, size: int, ranks: int, multiple: int) -> Rules:
     """Return the rules for micro-batches of a fixed number of samples."""
     num_micro_batches = -(-num_samples // size)
-    if num_micro_batches % multiple:
+    if num_micro_batches % (ranks * multiple):
         raise ConfigError(
             f"{num_samples} samples are {num_micro_batches} micro-batches of micro_batch_size = {size}, must be a "
-            f"multiple of {multiple} (ranks times those of virtual stages); change it or the number of samples"
+            f"multiple of {ranks * multiple} (ranks times those of virtual stages); change it or the number of samples"
         )
-    return {"count": num_micro_batches // ranks, "max_documents": size, "waits": "micro_batch"}
-
-
-def _divided(lengths: Any, ranks: int, limit: int | None, rules: Rules) -> MicroBatches:
-    try:
-        return micro_batches(lengths, ranks, limit, **rules)
-    except InfeasiblePlanError:
-        if rules.get("waits") != "step":
-            raise
-        # Ranks of equal works may have too few samples; chosen for each micro-batch, all have as many as there can be.
-        waiting: Rules = {**rules, "waits": "micro_batch"}
-        return micro_batches(lengths, ranks, limit, **waiting)
+    return {"count": num_micro_batches // ranks, "max_documents": size}

@@ -19,7 +19,7 @@ from typing import Any
 
 from evenload.errors import ConfigError, InfeasiblePlanError
 from evenload.plan.micro_batches import Cost, micro_batches
-from evenload.seams.methods import Method, Replaced, require_release
+from evenload.seams.replacing import Replaced, require_release
 
 RELEASES = ("5.23", "5.24")
 
@@ -36,38 +36,31 @@ def install(max_tokens: int | None = None, cost: Cost | str | None = None) -> Re
         MissingPackageError: transformers is not installed.
         ConfigError: another release of transformers, or the seam is installed already.
     """
-    require_release("transformers", RELEASES)
+    tested = require_release("transformers", RELEASES)
     from transformers import Trainer
     from transformers.trainer_pt_utils import BatchRebalanceSampler
 
-    def divided(theirs: Any) -> Any:
-        def _assign(self: Any, indices: list[int], lengths: list[int]) -> list[list[list[int]]]:
-            count = self.grad_accum
-            try:
-                made = micro_batches(lengths, self.dp_size, max_tokens, cost=cost, count=count, no_empty=True)
-            except InfeasiblePlanError as error:
-                raise InfeasiblePlanError(
-                    f"{len(lengths):,} documents of {sum(lengths):,} tokens do not fit into {count} micro-batches of "
-                    f"{self.dp_size} ranks with max_tokens = {max_tokens}; raise gradient_accumulation_steps or "
-                    "max_tokens, or lower per_device_train_batch_size"
-                ) from error
-            return [[[indices[at] for at in micro_batch] for micro_batch in rank] for rank in made.ranks]
+    their_sampler = Trainer._get_train_sampler
 
-        return _assign
+    def _get_train_sampler(self: Any, train_dataset: Any = None) -> Any:
+        sampler = their_sampler(self, train_dataset)
+        if isinstance(sampler, BatchRebalanceSampler):
+            _require_unpadded(self.data_collator)
+        return sampler
 
-    def checked(theirs: Any) -> Any:
-        def _get_train_sampler(self: Any, train_dataset: Any = None) -> Any:
-            sampler = theirs(self, train_dataset)
-            if isinstance(sampler, BatchRebalanceSampler):
-                _require_unpadded(self.data_collator)
-            return sampler
+    def _assign(self: Any, indices: list[int], lengths: list[int]) -> list[list[list[int]]]:
+        count = self.grad_accum
+        try:
+            made = micro_batches(lengths, self.dp_size, max_tokens, cost=cost, count=count, no_empty=True)
+        except InfeasiblePlanError as error:
+            raise InfeasiblePlanError(
+                f"{len(lengths):,} documents of {sum(lengths):,} tokens do not fit into {count} micro-batches of "
+                f"{self.dp_size} ranks with max_tokens = {max_tokens}; raise gradient_accumulation_steps or "
+                "max_tokens, or lower per_device_train_batch_size"
+            ) from error
+        return [[[indices[at] for at in micro_batch] for micro_batch in rank] for rank in made.ranks]
 
-        return _get_train_sampler
-
-    return Replaced(
-        Method(BatchRebalanceSampler, "_assign", ("self", "indices", "lengths"), divided),
-        Method(Trainer, "_get_train_sampler", ("self", "train_dataset"), checked),
-    )
+    return Replaced(tested, (BatchRebalanceSampler, _assign), (Trainer, _get_train_sampler))
 
 
 def _require_unpadded(collator: Any) -> None:

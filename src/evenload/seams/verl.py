@@ -7,13 +7,13 @@ A module of one's own, say `even.py`, which verl imports in every process with `
     verl.install(max_tokens=16_384, cost="llama3-8b")
 
 What changes: ranks are chosen so that their micro-batches take equally long, not only all their work. The micro-batches
-of all ranks are chosen together: heavy ones meet heavy ones, and nobody waits long. Each rank gathers the lengths of
-others once, where verl agrees on a number of micro-batches in two all-reduces and one more for every number it tries.
-What stays: no micro-batch is empty or above `max_token_len`, all ranks have equally many of them, and equally many
-sequences; losses and gradients are those of the same sequences. `calculate_workload` gives verl's trainer the lengths
-back, by which it sorts as before.
+of all ranks are chosen together: heavy ones meet heavy ones. Each rank gathers the lengths of others once, where verl
+agrees on a number of micro-batches in two all-reduces or more. What stays: no micro-batch is empty or above
+`max_token_len`, all ranks have equally many of them, and equally many sequences; losses and gradients are those of the
+same sequences. `calculate_workload` gives verl's trainer the lengths back, by which it sorts as before.
 """
 
+from functools import partial
 from importlib import import_module
 from typing import Any, Literal
 
@@ -21,15 +21,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.errors import ConfigError
-from evenload.plan.micro_batches import Cost, micro_batches, priced
-from evenload.seams.replacing import Replacement, replace
+from evenload.plan.micro_batches import Cost, MicroBatches, Rules, micro_batches, priced
+from evenload.seams.replacing import Replaced, module_of
 
 _COST = Cost()
+_TESTED = "verl 0.9.1"
+Waits = Literal["micro_batch", "step"]
 
 
-def install(
-    max_tokens: int | None = None, cost: Cost | str = _COST, waits: Literal["micro_batch", "step"] = "micro_batch"
-) -> Replacement:
+def install(max_tokens: int | None = None, cost: Cost | str = _COST, waits: Waits = "micro_batch") -> Replaced:
     """Put the functions of this module in the place of verl's.
 
     Args:
@@ -43,13 +43,14 @@ def install(
         MissingPackageError: verl is not installed.
         ConfigError: verl's functions take other arguments than those of 0.9.1, or are replaced already.
     """
-    functions = {
-        calculate_workload: {},
-        get_seqlen_balanced_partitions: {"max_tokens": max_tokens, "cost": cost, "waits": waits},
-        get_group_balanced_partitions: {"cost": cost},
-        rearrange_micro_batches: {"cost": cost, "waits": waits},
-    }
-    return replace("verl.utils.seqlen_balancing", functions, "verl 0.9.1")
+    deciding = module_of("verl.utils.seqlen_balancing", _TESTED)
+    return Replaced(
+        _TESTED,
+        (deciding, partial(calculate_workload)),
+        (deciding, partial(get_seqlen_balanced_partitions, max_tokens=max_tokens, cost=cost, waits=waits)),
+        (deciding, partial(get_group_balanced_partitions, cost=cost)),
+        (deciding, partial(rearrange_micro_batches, cost=cost, waits=waits)),
+    )
 
 
 def calculate_workload(seqlen_list: Any) -> Any:
@@ -64,7 +65,7 @@ def get_seqlen_balanced_partitions(
     *,
     max_tokens: int | None = None,
     cost: Cost | str = _COST,
-    waits: Literal["micro_batch", "step"] = "micro_batch",
+    waits: Waits = "micro_batch",
 ) -> list[list[int]]:
     """Return the sequences of every rank, ascending, k_partitions lists, none of them empty; else see `install`.
 
@@ -73,16 +74,9 @@ def get_seqlen_balanced_partitions(
         DataError: a sequence is longer than max_tokens.
         InfeasiblePlanError: there are fewer sequences than ranks.
     """
-    made = micro_batches(
-        _tokens(seqlen_list),
-        k_partitions,
-        max_tokens,
-        cost=cost,
-        waits="step" if max_tokens is None else waits,
-        equal_documents=equal_size,
-        no_empty=True,
-    )
-    return [np.flatnonzero(made.rank_of == part).tolist() for part in range(k_partitions)]
+    waits = "step" if max_tokens is None else waits
+    rules: Rules = {"cost": cost, "waits": waits, "equal_documents": equal_size, "no_empty": True}
+    return _parts(micro_batches(_tokens(seqlen_list), k_partitions, max_tokens, **rules))
 
 
 def get_group_balanced_partitions(
@@ -98,14 +92,11 @@ def get_group_balanced_partitions(
     groups: dict[Any, list[int]] = {}
     for sequence, uid in enumerate(uid_list):
         groups.setdefault(uid, []).append(sequence)
-    sequence_s, _ = priced(cost, _tokens(seqlen_list), k_partitions)
-    members = list(groups.values())
+    members, (sequence_s, _) = list(groups.values()), priced(cost, _tokens(seqlen_list), k_partitions)
     work_s = [sequence_s[group].sum() for group in members]
-    made = micro_batches(
-        np.ones(len(members), np.int64), k_partitions, work_s=work_s, waits="step", equal_documents=True, no_empty=True
-    )
-    parts = [np.flatnonzero(made.rank_of == part) for part in range(k_partitions)]
-    return [sorted(sequence for group in part for sequence in members[group]) for part in parts]
+    rules: Rules = {"work_s": work_s, "waits": "step", "equal_documents": True, "no_empty": True}
+    made = micro_batches(np.ones(len(members), np.int64), k_partitions, **rules)
+    return [sorted(sequence for group in part for sequence in members[group]) for part in _parts(made)]
 
 
 def rearrange_micro_batches(
@@ -119,7 +110,7 @@ def rearrange_micro_batches(
     force_group_size: int = 1,
     *,
     cost: Cost | str = _COST,
-    waits: Literal["micro_batch", "step"] = "micro_batch",
+    waits: Waits = "micro_batch",
 ) -> tuple[list[Any], list[list[int]]]:
     """Return this rank's micro-batches, TensorDicts as `batch`, and the sequences of each, ascending.
 
@@ -144,19 +135,17 @@ def rearrange_micro_batches(
     sizes = [len(of_one) for of_one in of_rank]
     if any(size % force_group_size for size in sizes):
         raise ConfigError(f"force_group_size is {force_group_size}, ranks have {sizes} sequences; give multiples")
-    made = micro_batches(
-        _tokens([tokens for of_one in of_rank for tokens in of_one]),
-        len(of_rank),
-        max_token_len,
-        cost=cost,
-        waits=waits,
-        rank_of=np.repeat(np.arange(len(sizes)), sizes),
-        groups=np.arange(sum(sizes)) // force_group_size if force_group_size > 1 else None,
-        keep="micro_batch",
-        count_multiple=num_batches_divided_by or 1,
-        min_count=min_num_micro_batch or 1,
-        no_empty=True,
-    )
+    rules: Rules = {
+        "cost": cost,
+        "waits": waits,
+        "no_empty": True,
+        "rank_of": np.repeat(np.arange(len(sizes)), sizes),
+        "groups": np.arange(sum(sizes)) // force_group_size if force_group_size > 1 else None,
+        "keep": "micro_batch",
+        "count_multiple": num_batches_divided_by or 1,
+        "min_count": min_num_micro_batch or 1,
+    }
+    made = micro_batches(_tokens([one for of_one in of_rank for one in of_one]), len(of_rank), max_token_len, **rules)
     order = list(range(made.seconds.shape[1]))
     if use_dynamic_bsz_balance:
         order.sort(key=lambda index: (-made.seconds[:, index].max(), index))
@@ -164,6 +153,10 @@ def rearrange_micro_batches(
     first = sum(sizes[:rank])
     parts = [[sequence - first for sequence in made.ranks[rank][index]] for index in order]
     return [select(batch, part) for part in parts], parts
+
+
+def _parts(made: MicroBatches) -> list[list[int]]:
+    return [sorted(sequence for part in rank for sequence in part) for rank in made.ranks]
 
 
 def _tokens(lengths: Any) -> NDArray[np.int64]:
