@@ -128,6 +128,11 @@ def test_equal_documents_and_placed_documents(num_tokens, ranks):
     assert again.rank_of.tolist() == made.rank_of.tolist()
 
 
+def test_equal_documents_of_equal_works_where_those_that_meet_do_not_fit():
+    made = micro_batches([6, 10, 4, 10, 5, 5, 2, 5, 9, 3], 2, 10, equal_documents=True, count=3)
+    assert np.bincount(made.rank_of).tolist() == [5, 5]
+
+
 @settings(deadline=None)
 @given(
     num_tokens=st.lists(st.integers(1, 40), min_size=8, max_size=30),

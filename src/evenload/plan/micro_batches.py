@@ -10,6 +10,7 @@ Needs numpy and the compiled core alone. The same arguments give the same result
 call it for itself.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, Unpack
 
@@ -131,14 +132,12 @@ def micro_batches(
         InfeasiblePlanError: `count` micro-batches cannot hold the documents.
     """
     request = _Request(lengths, ranks, max_tokens, rules)
-    if not (request.waits_at_each and request.given["equal_documents"]):
-        return request.divided(request.ranks_of_items())
-    # Equal works let a rank with long documents end early: others wait for these, then it waits for the others.
-    rank_of = _equally_many(request.divided(None).ranks, request.tokens)
-    try:
-        return request.divided(rank_of)
-    except InfeasiblePlanError:  # as `count` or `no_empty` may have it; equal works may be divided
-        return request.divided(request.ranks_of_items())
+    if request.waits_at_each and request.given["equal_documents"]:
+        # Equal works let a rank with long documents end early: others wait for these, then it waits for the others.
+        rank_of = _equally_many(request.divided(None).ranks, request.tokens)
+        with suppress(InfeasiblePlanError):  # as `count` or `no_empty` may have it; equal works may be divided
+            return request.divided(rank_of)
+    return request.divided(request.ranks_of_items())
 
 
 def _equally_many(ranks: list[list[list[int]]], tokens: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -172,11 +171,8 @@ class _Request:
         for name, known in _CHOICES.items():
             if given[name] not in known:
                 raise ConfigError(f"{name} is {given[name]!r}, must be {' or '.join(map(repr, known))}")
-        for name, value in {
-            "ranks": ranks,
-            "max_tokens": max_tokens,
-            **{name: given[name] for name in _COUNTS},
-        }.items():
+        counts = {"ranks": ranks, "max_tokens": max_tokens} | {name: given[name] for name in _COUNTS}
+        for name, value in counts.items():
             if not (value is None or _is_count(value)):
                 raise ConfigError(f"{name} is {value!r}, must be a whole number, 1 or more")
         self.given, self.ranks, self.max_tokens = given, ranks, max_tokens
@@ -274,21 +270,10 @@ class _Request:
         if no_empty:
             fewest = num_items // self.ranks if rank_of is None else np.bincount(rank_of, minlength=self.ranks).min()
             most = min(most, int(fewest))
-        count, rank, index = _native.micro_batches(
-            self.item_tokens,
-            self.item_s,
-            np.empty(0, np.int64) if rank_of is None else rank_of,
-            self.ranks,
-            self.limit,
-            most_documents,
-            self.micro_batch_s,
-            least,
-            most,
-            multiple,
-            self.waits_at_each,
-            no_empty,
-            _MOST_TRIALS,
-        )
+        items = self.item_tokens, self.item_s, np.empty(0, np.int64) if rank_of is None else rank_of
+        limits = self.ranks, self.limit, most_documents, self.micro_batch_s
+        how = self.waits_at_each, no_empty, _MOST_TRIALS
+        count, rank, index = _native.micro_batches(*items, *limits, least, most, multiple, *how)
         if not count and no_empty:
             raise InfeasiblePlanError(
                 f"no_empty: a rank has {most:,} documents (or groups) for {least:,} micro-batches or more, a multiple "

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.errors import ConfigError, DataError
-from evenload.plan.micro_batches import Cost, micro_batches
+from evenload.plan.micro_batches import Cost, Rules, micro_batches
 from evenload.seams.replacing import Replaced, require_release
 
 RELEASES = ("0.19.2",)
@@ -82,9 +82,8 @@ def groups_of(lengths: Sequence[int], ranks: int, max_tokens: int, cost: Cost) -
     while len(left):
         blocks, too_long = ranks // size, int((least[left] > size).sum())
         # So many take more ranks; the others are at least one for every block of ranks, or none.
-        moved = [*range(too_long, min(len(left) - blocks, too_long + 2 * blocks) + 1), len(left)]
-        if size == ranks:
-            moved = [0]
+        most = min(len(left) - blocks, too_long + 2 * blocks)
+        moved = [*range(too_long, most + 1), len(left)] if size < ranks else [0]
         made = {at: _group(left[at:], work_s[left[at:]] / size + cost.micro_batch_s, blocks) for at in moved}
         later_s = {at: (work_s[left[:at]].sum() + at * 2 * size * cost.micro_batch_s) / ranks for at in moved}
         best = min(moved, key=lambda at: made[at][0] + later_s[at])
@@ -96,6 +95,6 @@ def groups_of(lengths: Sequence[int], ranks: int, max_tokens: int, cost: Cost) -
 
 def _group(samples: NDArray[np.int64], busy_s: NDArray[np.float64], blocks: int) -> tuple[float, list[list[int]]]:
     """Return the seconds of a group, and the samples of every block of ranks that share all of theirs."""
-    given: Any = {"work_s": busy_s, "cost": Cost(0.0, 0.0, 0.0), "waits": "step", "count": 1}
-    made = micro_batches(np.ones(len(samples), np.int64), blocks, **given)
+    rules: Rules = {"work_s": busy_s, "cost": Cost(0.0, 0.0, 0.0), "waits": "step", "count": 1}
+    made = micro_batches(np.ones(len(samples), np.int64), blocks, **rules)
     return made.step_s, [samples[rank[0]].tolist() for rank in made.ranks]

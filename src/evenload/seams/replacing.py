@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from inspect import signature
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any, Self
 
 from evenload.errors import ConfigError, MissingPackageError
@@ -46,9 +46,7 @@ class Replaced:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.uninstall()
 
 

@@ -71,7 +71,14 @@ def build_dp_schedule(
         samples = np.array([sample for rollout in rollouts for sample in rollout])
         lengths = np.asarray(total_lengths, np.int64)[samples]
         if limit is None:
-            rules |= _fixed(len(samples), args.micro_batch_size, ranks, multiple)
+            num_micro_batches = -(-len(samples) // args.micro_batch_size)
+            if num_micro_batches % (ranks * multiple):
+                raise ConfigError(
+                    f"{len(samples)} samples are {num_micro_batches} micro-batches of micro_batch_size = "
+                    f"{args.micro_batch_size}, must be a multiple of {ranks * multiple} (ranks times those of virtual "
+                    "stages); change it or the number of samples"
+                )
+            rules |= {"count": num_micro_batches // ranks, "max_documents": args.micro_batch_size}
         try:
             made = micro_batches(lengths, ranks, limit, waits="step" if waits_once else "micro_batch", **rules)
         except InfeasiblePlanError:
@@ -101,14 +108,3 @@ def _steps(args: Any, rollout_indices: list[int], size: int, ranks: int) -> list
     if len(steps[-1]) < size and not (is_partial_wanted and sum(map(len, steps[-1])) >= ranks):
         steps.pop()
     return steps
-
-
-def _fixed(num_samples: int, size: int, ranks: int, multiple: int) -> Rules:
-    """Return the rules for micro-batches of a fixed number of samples."""
-    num_micro_batches = -(-num_samples // size)
-    if num_micro_batches % (ranks * multiple):
-        raise ConfigError(
-            f"{num_samples} samples are {num_micro_batches} micro-batches of micro_batch_size = {size}, must be a "
-            f"multiple of {ranks * multiple} (ranks times those of virtual stages); change it or the number of samples"
-        )
-    return {"count": num_micro_batches // ranks, "max_documents": size}

@@ -11,8 +11,7 @@ What it changes: the documents of an optimizer step, drawn by the Trainer, are d
 Steps hold the same documents, every rank has as many micro-batches as before, and none is empty; the loss of a step, a
 mean over its tokens, is the same. It is for collators that do not pad, such as `DataCollatorWithFlattening` and that of
 TRL's `SFTTrainer` with `padding_free=True`: where rows are padded to the longest, neighbours by length are better, and
-a collator that is known to pad is refused. Beside it, `integrations.trainer` reads, packs and chooses the number of
-micro-batches itself, and saves the state of the data; the seam leaves data set and collator to the Trainer.
+a collator that is known to pad is refused.
 """
 
 from typing import Any
