@@ -22,9 +22,8 @@ from numpy.typing import NDArray
 
 from evenload.errors import ConfigError, DataError
 from evenload.plan.micro_batches import Cost, Rules, micro_batches
-from evenload.seams.replacing import Replaced, require_release
+from evenload.seams.replacing import Replaced, module_of, require_release
 
-RELEASES = ("0.19.2",)
 _COST = Cost()
 
 
@@ -38,12 +37,9 @@ def install(cost: Cost = _COST) -> Replaced:
         MissingPackageError: Megatron-Core is not installed.
         ConfigError: another release, or the seam is installed already.
     """
-    tested = require_release("megatron-core", RELEASES)
-    from megatron.core.pipeline_parallel.hybrid_cp_schedule import (  # type: ignore[missing-import]
-        BalancedCPScheduler,
-    )
-
-    theirs = BalancedCPScheduler.get_groups_and_subsamples
+    tested = require_release("megatron-core", ("0.19.2",))
+    owner = module_of("megatron.core.pipeline_parallel.hybrid_cp_schedule", tested).BalancedCPScheduler
+    theirs = owner.get_groups_and_subsamples
 
     def get_groups_and_subsamples(self: Any, sample_id_seqlens: list[tuple[int, int]], config: Any) -> Any:
         if len(sample_id_seqlens) < self.total_hdp_gpus:
@@ -53,7 +49,7 @@ def install(cost: Cost = _COST) -> Replaced:
         of_rank = [[[[of[at] for at in rank] for rank in group] for group in groups] for of in (lengths, ids)]
         return of_rank[0], of_rank[1]
 
-    return Replaced(tested, (BalancedCPScheduler, get_groups_and_subsamples))
+    return Replaced(tested, (owner, get_groups_and_subsamples))
 
 
 def groups_of(lengths: Sequence[int], ranks: int, max_tokens: int, cost: Cost) -> list[list[list[int]]]:

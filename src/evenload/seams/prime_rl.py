@@ -25,6 +25,7 @@ from evenload.seams.replacing import Replaced, module_of
 _COST = Cost()
 _MODULE, _TESTED = "prime_rl.trainer.batch", "prime-rl 559b4477"
 _USED = ("prepare_sample", "pad_micro_batch", "_MicroBatchBin", "_materialize_bin", "_make_dummy_batch")
+_USED += ("_assert_token_arrays_aligned",)
 
 
 def install(cost: Cost = _COST) -> Replaced:
@@ -58,7 +59,9 @@ def prepare_batch(
 
     def built(samples: list[Any]) -> Any:
         content = theirs._MicroBatchBin(samples, sum(len(sample.input_ids) for sample in samples))
-        return theirs.pad_micro_batch(theirs._materialize_bin(content), pad_to_multiple_of)
+        made = theirs.pad_micro_batch(theirs._materialize_bin(content), pad_to_multiple_of)
+        theirs._assert_token_arrays_aligned(made)
+        return made
 
     workers: list[list[Any]] = [[] for _ in range(num_train_workers)]
     classes: dict[Hashable, list[Any]] = {}
@@ -82,7 +85,5 @@ def prepare_batch(
 
 def _what_packs(sample: Any) -> Hashable:
     """Return what samples of one micro-batch have in common: routed experts, and images of the same arrays or none."""
-    arrays = sample.mm_kwargs and tuple(
-        (name, one.dtype, tuple(one.shape[1:])) for name, one in sorted(sample.mm_kwargs.items())
-    )
-    return sample.routed_experts is None, arrays
+    images = sorted((sample.mm_kwargs or {}).items())
+    return sample.routed_experts is None, tuple((name, one.dtype, tuple(one.shape[1:])) for name, one in images)

@@ -20,8 +20,6 @@ from evenload.errors import ConfigError, InfeasiblePlanError
 from evenload.plan.micro_batches import Cost, micro_batches
 from evenload.seams.replacing import Replaced, require_release
 
-RELEASES = ("5.23", "5.24")
-
 
 def install(max_tokens: int | None = None, cost: Cost | str | None = None) -> Replaced:
     """Divide the steps of every Trainer in this process; returns what undoes it.
@@ -35,7 +33,7 @@ def install(max_tokens: int | None = None, cost: Cost | str | None = None) -> Re
         MissingPackageError: transformers is not installed.
         ConfigError: another release of transformers, or the seam is installed already.
     """
-    tested = require_release("transformers", RELEASES)
+    tested = require_release("transformers", ("5.23", "5.24"))
     from transformers import Trainer
     from transformers.trainer_pt_utils import BatchRebalanceSampler
 

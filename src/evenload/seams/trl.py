@@ -16,7 +16,7 @@ first process makes rows twice, a microsecond a token. Where TRL's own division 
 `async_distillation` is left alone: its loss has no advantage to scale.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
@@ -24,7 +24,6 @@ from evenload.errors import InfeasiblePlanError
 from evenload.plan.micro_batches import Cost, micro_batches
 from evenload.seams.replacing import Replaced, require_release
 
-RELEASES = ("1.16",)
 _COST = Cost()
 
 Rows = list[Any]
@@ -41,7 +40,7 @@ def install(cost: Cost = _COST) -> Replaced:
         MissingPackageError: TRL is not installed.
         ConfigError: another release of TRL, or the seam is installed already.
     """
-    tested = require_release("trl", RELEASES)
+    tested = require_release("trl", ("1.16",))
     from trl.experimental.async_grpo.async_grpo_trainer import AsyncGRPOTrainer, TokenBudgetBatcher
 
     their_loader, their_iter = AsyncGRPOTrainer.get_train_dataloader, TokenBudgetBatcher.__iter__
@@ -61,14 +60,14 @@ def install(cost: Cost = _COST) -> Replaced:
 
 def divided(step: list[Rows], token_budget: int, cost: Cost) -> list[Rows]:
     """Return the samples of these micro-batches in as many others, or the same where those would not be faster."""
-    shares: list[list[dict[str, Any]]] = []  # samples of one prompt in one row
+    shares: list[list[dict[str, Any]]] = []  # samples of one prompt in one row, advantages over the divisor of losses
     for rows in step:
         divisor = _divisor([row.samples for row in rows])
         for row in rows:
             of_prompt: dict[Any, list] = {}
             for sample in row.samples:
-                undivided = sample | {"advantage": sample["advantage"] / divisor}
-                of_prompt.setdefault(sample["group_id"], []).append(undivided)
+                part = sample | {"advantage": sample["advantage"] / divisor}
+                of_prompt.setdefault(sample["group_id"], []).append(part)
             shares += of_prompt.values()
     sizes = [_size(share) for share in shares]
     # Of tokens that samples share each is computed once, but all their losses count against the budget.
@@ -78,8 +77,8 @@ def divided(step: list[Rows], token_budget: int, cost: Cost) -> list[Rows]:
         made = micro_batches(held, len(step[0]), token_budget, work_s=works, cost=cost, count=len(step), no_empty=True)
     except InfeasiblePlanError:
         return step  # rows that also share tokens of different prompts may hold more than can be divided anew
-    their_works = [max(_work_s(len(row.tokens), row.load, cost) for row in rows) for rows in step]
-    if made.step_s >= sum(their_works) + len(step) * cost.micro_batch_s:
+    longest_s = [max(_work_s(len(row.tokens), row.load, cost) for row in rows) for rows in step]
+    if made.step_s >= sum(longest_s) + len(step) * cost.micro_batch_s:
         return step
     return [
         _filled(type(step[0][0]), [[sample for at in members for sample in shares[at]] for members in at_index])
@@ -97,7 +96,7 @@ def _filled(kind: type, samples_of_row: list[list[dict[str, Any]]]) -> Rows:
     return rows
 
 
-def _divisor(samples_of_row: Sequence[list[dict[str, Any]]]) -> float:
+def _divisor(samples_of_row: list[list[dict[str, Any]]]) -> float:
     """Return what TRL divides the losses of a micro-batch by: its trained tokens a process, at least 1."""
     trained = sum(int(sample["completion_mask"][1:].sum()) for samples in samples_of_row for sample in samples)
     return max(trained / len(samples_of_row), 1.0)
