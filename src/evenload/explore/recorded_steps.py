@@ -14,7 +14,6 @@ from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 import numpy as np
-from msgspec import Meta
 from numpy.typing import NDArray
 
 from evenload.cost.pack_cost import PackCosts
@@ -35,7 +34,7 @@ _EXAMPLE = 'leave empty documents out; one step a line, as {"lengths": [9, 7], "
 class RecordedStep(Frozen):
     """Holds tokens of every document of a step, and how the run divided them; None = not recorded."""
 
-    lengths: Annotated[list[Annotated[int, Meta(ge=1, le=_MOST_TOKENS)]], Meta(min_length=1)]
+    lengths: Annotated[list[Annotated[int, msgspec.Meta(ge=1, le=_MOST_TOKENS)]], msgspec.Meta(min_length=1)]
     micro_batches: Ranks | None = None
 
     @property
@@ -43,6 +42,10 @@ class RecordedStep(Frozen):
         """Return the tokens of the largest micro-batch, 0 where none is known."""
         parts = (part for rank in self.micro_batches or () for part in rank)
         return max((sum(self.lengths[document] for document in part) for part in parts), default=0)
+
+
+Steps = Mapping[int, RecordedStep]
+"""Steps by their line in the file, at least one."""
 
 
 class JudgedStep(NamedTuple):
@@ -67,7 +70,7 @@ class JudgedStep(NamedTuple):
         return both[1:] if math.isnan(self.recorded_step_s) else both
 
 
-def read_steps(source: str, context: int | None = None, *, equal_counts: bool = True) -> dict[int, RecordedStep]:
+def read_steps(source: str, context: int | None = None, *, equal_counts: bool = True) -> Steps:
     """Read the steps of a .jsonl or .jsonl.gz, here or at a URL, at least one, by their line.
 
     Args:
@@ -127,12 +130,7 @@ def fitted_cost(costs: PackCosts, lengths: Sequence[int]) -> Cost:
 
 
 def judge_steps(
-    steps: Mapping[int, RecordedStep],
-    costs: PackCosts,
-    cost: Cost,
-    max_tokens: int,
-    waits: Waits,
-    on_progress: OnProgress = no_progress,
+    steps: Steps, costs: PackCosts, cost: Cost, max_tokens: int, waits: Waits, on_progress: OnProgress = no_progress
 ) -> dict[int, JudgedStep]:
     """Price every step as the run divided it, and as `micro_batches` does by `cost` into micro-batches of at most
     `max_tokens` on the replicas of the layout of `costs`, which price both. Takes 1 to 60 ms a step."""
