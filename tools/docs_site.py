@@ -18,11 +18,12 @@ DOCS, PACKAGE = ROOT / "docs", ROOT / "src"
 README = ROOT / "README.md"
 API: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "python": (
-        "Planning and training as functions, and callbacks",
+        "Planning, micro-batches and training as functions, and callbacks",
         (
             "evenload/__init__.py",
             "evenload/cli/plan.py",
             "evenload/cli/comparison.py",
+            "evenload/plan/micro_batches.py",
             "evenload/cli/train.py",
             "evenload/integrations/callback.py",
         ),

@@ -62,9 +62,12 @@ def test_what_the_package_exports_is_on_the_first_page():
     assert set(evenload.__all__) == {
         "Callback",
         "Comparison",
+        "Cost",
+        "MicroBatches",
         "PackedLoader",
         "TrainedRun",
         "__version__",
+        "micro_batches",
         "plan",
         "train",
     }

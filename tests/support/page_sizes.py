@@ -79,6 +79,7 @@ SMALLER: dict[str, Words] = {
         ("profile --model qwen2.5-0.5b", f"profile --minutes 0.01 --model {_MODEL}"),
         ("plan lengths.npy --model qwen2.5-0.5b", f"plan lengths.npy --model {_MODEL} --documents 64 --steps 1"),
     ),
+    "docs/micro_batches.md": (),
     "docs/engines.md": (("--documents 512", "--documents 32 --steps 1"),),
     "examples/flexpipe/README.md": (
         ("plan LENGTHS", "plan examples/lengths/stdlib.npy.gz --context 2048 --overlong truncate --documents 16"),

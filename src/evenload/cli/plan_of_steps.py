@@ -1,10 +1,12 @@
 """`evenload plan --lengths-per-step`: what the recorded steps of any trainer lost to waiting, and what they would take
 as `evenload.micro_batches` divides them."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
+from html import escape
 from importlib.metadata import version
 
-import msgspec
+import numpy as np
 from rich.console import Console
 
 from evenload.cli.options import indented_json, print_lines, progress_bar, shown_name, write_output
@@ -12,16 +14,21 @@ from evenload.cli.plan_inputs import PlanInputs, plan_inputs
 from evenload.cli.plan_request import PlanRequest, length_source
 from evenload.cost.pack_cost import PackCosts
 from evenload.errors import ConfigError
-from evenload.explore.recorded_steps import fitted_cost, judge_steps, read_steps
+from evenload.explore.recorded_steps import JudgedStep, Waits, fitted_cost, judge_steps, read_steps
 from evenload.integrations.catalog import EngineProfile, engine_named, require_heads, require_layout
-from evenload.report.divisions import divisions_page
+from evenload.report.figures import predicted_steps_figure
+from evenload.report.page import definitions_html, figure_html, folded_html, page_html
 from evenload.report.units import format_percent, format_seconds
 from evenload.types.cluster import cluster_of
-from evenload.types.division import JudgedSteps, Waits
 from evenload.types.layout import ParallelLayout, read_layout_text
 from evenload.types.text import counted
 
 _TAKEN = ("lengths_per_step", "model", "cluster", "layout", "context", "engine", "cost", "json_file", "html")
+_READ = (
+    "The <b>predicted</b> seconds of every step, by its line. <b>Bound</b>: all work spread evenly over the "
+    "ranks, or the longest document where that is more, and the constant of every micro-batch that the token limit "
+    "needs. What lies above it is waiting, and constants of further micro-batches."
+)
 
 
 def judge_recorded_steps(request: PlanRequest, file: str, console: Console) -> None:
@@ -30,15 +37,12 @@ def judge_recorded_steps(request: PlanRequest, file: str, console: Console) -> N
     profile = engine_named(request.engine) if request.engine else None
     context = request.tokens_of("context")
     steps = read_steps(file, context, equal_counts=profile is None or profile.equal_counts)
-    if not (limit := context or max(one.largest_tokens for one in steps)):
+    if not (limit := context or max(step.largest_tokens for step in steps.values())):
         raise ConfigError(f"--context is missing, the most tokens of a micro-batch, and {file} has no micro_batches")
-    inputs, layout = _inputs(request, file, steps[0].ranks)
-    if profile:
-        _require_engine(profile, inputs, layout)
+    inputs, layout = _inputs(request, file, len(next(iter(steps.values())).micro_batches or ()), profile)
     waits: Waits = "micro_batch" if profile is None or profile.waits_in(layout) else "step"
-    coefficients = inputs.costs.of(layout)
-    costs = PackCosts(inputs.costs.model, coefficients, layout)
-    cost = fitted_cost(costs, steps)
+    costs = PackCosts(inputs.costs.model, inputs.costs.of(layout), layout)
+    cost = fitted_cost(costs, [length for step in steps.values() for length in step.lengths])
     with progress_bar() as on_progress:
         judged = judge_steps(steps, costs, cost, limit, waits, on_progress)
     call = f"evenload.micro_batches(lengths, {layout.dp}, {limit}, waits={waits!r}, cost=evenload.{cost})"
@@ -46,29 +50,29 @@ def judge_recorded_steps(request: PlanRequest, file: str, console: Console) -> N
     shown: dict[str, str | int] = {
         "lengths_per_step": shown_name(file),
         "steps": len(steps),
-        "documents": sum(one.documents for one in judged.steps),
-        "tokens": sum(one.tokens for one in judged.steps),
+        "documents": sum(len(step.lengths) for step in steps.values()),
+        "tokens": sum(sum(step.lengths) for step in steps.values()),
         "model": inputs.model_name,
         "cluster": inputs.cluster.name,
-        "costs": coefficients.source,
+        "costs": costs.coefficients.source,
         "layout": layout.describe(),
         "ranks_wait": f"{at} ({f'engine {profile.name}' if profile else 'no --engine named'})",
         "max_tokens": limit,
         "max_tokens_from": "--context" if context else "the largest micro-batch",
     }
-    messages = [f"cost: {message}" for message in inputs.costs.messages(layout)]
     facts = [(name.replace("_", " "), f"{one:,}" if isinstance(one, int) else one) for name, one in shown.items()]
-    print_lines(
-        console, _headline(judged), ", ".join(map(" ".join, facts)), *_remarks(judged), *messages, f"ours: {call}"
-    )
+    mean = JudgedStep(*np.mean(list(judged.values()), axis=0).tolist())
+    beyond = sum(step.largest_tokens > limit for step in steps.values())
+    headline, *remarks = _findings(judged, mean, beyond)
+    messages = [f"cost: {message}" for message in inputs.costs.messages(layout)]
+    print_lines(console, headline, ", ".join(map(" ".join, facts)), *remarks, *messages, f"ours: {call}")
     if request.json_file:
-        content = {"version": version("evenload"), "headline": _headline(judged), "inputs": shown, "call": call}
-        write_output(request.json_file, indented_json(content | msgspec.to_builtins(judged)))
+        content: dict[str, object] = {"version": version("evenload"), "headline": headline, "inputs": shown}
+        content |= {"call": call, "steps_beyond_limit": beyond, "mean": mean._asdict()}
+        content["steps"] = {line: one._asdict() for line, one in judged.items()}
+        write_output(request.json_file, indented_json(content))
     if request.html:
-        page = divisions_page(
-            f"Steps of {shown['lengths_per_step']}", _headline(judged), judged, [*facts, ("ours", call)]
-        )
-        write_output(request.html, page.encode())
+        write_output(request.html, _page(judged, [headline, *remarks], [*facts, ("ours", call)]).encode())
 
 
 def _require_compatible(request: PlanRequest) -> None:
@@ -80,7 +84,9 @@ def _require_compatible(request: PlanRequest) -> None:
         raise ConfigError(f"--lengths-per-step judges steps as they are: leave out {', '.join(names)}")
 
 
-def _inputs(request: PlanRequest, file: str, ranks: int) -> tuple[PlanInputs, ParallelLayout]:
+def _inputs(
+    request: PlanRequest, file: str, ranks: int, profile: EngineProfile | None
+) -> tuple[PlanInputs, ParallelLayout]:
     """Return what steps are priced for: the ranks of the file's partitions (0 = it has none), on H100s unless a cluster
     is named."""
     if not (request.layout or ranks):
@@ -93,43 +99,50 @@ def _inputs(request: PlanRequest, file: str, ranks: int) -> tuple[PlanInputs, Pa
     text = written.text if "dp" in written.sizes else f"dp={dp},{written.text}"
     cluster = request.cluster or cluster_of("h100", dp * written.ranks_per_replica).name
     inputs = plan_inputs(replace(request, layout=text, cluster=cluster), length_source(file, request))
-    assert inputs.layout is not None
-    return inputs, inputs.layout
-
-
-def _require_engine(profile: EngineProfile, inputs: PlanInputs, layout: ParallelLayout) -> None:
-    require_layout(profile, layout)
-    require_heads(profile, inputs.costs.model, layout)
-    if profile.is_constant_in(layout):
+    layout = inputs.layout
+    assert layout is not None
+    if profile:
+        require_layout(profile, layout)
+        require_heads(profile, inputs.costs.model, layout)
+    if profile and profile.is_constant_in(layout):
         raise ConfigError(
             f"engine {profile.name} runs equally many micro-batches in all steps, ours has as many as each step needs; "
             "leave --engine out, or name deepspeed, whose ranks wait once a step too"
         )
+    return inputs, layout
 
 
-def _headline(judged: JudgedSteps) -> str:
-    ours, theirs = judged.ours, judged.theirs
-    seconds, waiting = format_seconds(ours.step_s), format_percent(ours.waiting_share)
-    if theirs is None:
-        return f"Predicted: {seconds} a step, of which ranks wait {waiting}."
-    return (
-        f"Predicted: {seconds} a step instead of {format_seconds(theirs.step_s)}, "
-        f"{theirs.step_s / ours.step_s:.2f} times as fast: ranks wait {format_percent(theirs.waiting_share)} of a step "
-        f"in this partition, {waiting} in ours."
-    )
-
-
-def _remarks(judged: JudgedSteps) -> list[str]:
-    """Name the step that loses most, and say where ours is no better, or keeps a limit that the run did not."""
-    worst = max(judged.steps, key=lambda one: one.recorded.waiting_s)
-    shares = [f"{format_percent(one.waiting_share)} of {format_seconds(one.step_s)}" for _, one in worst.divisions]
-    slower = sum(one.recorded.step_s < one.ours.step_s for one in judged.steps)
-    bound = f"any division takes {format_seconds(judged.bound_s)} a step or more, in the mean"
-    remarks = {
-        f"ranks wait longest in step {worst.step}: {', in ours '.join(shares)}; {bound}": True,
+def _findings(judged: Mapping[int, JudgedStep], mean: JudgedStep, beyond: int) -> list[str]:
+    """Compare both divisions, name the step that loses most, and say where ours is no better, or keeps a limit that the
+    run did not, in so many steps `beyond` it."""
+    shares = [format_percent(waiting_s / step_s) for step_s, waiting_s in mean.divisions]
+    headline = f"Predicted: {format_seconds(mean.step_s)} a step, of which ranks wait {shares[0]}."
+    if len(shares) > 1:
+        headline = (
+            f"Predicted: {format_seconds(mean.step_s)} a step instead of {format_seconds(mean.recorded_step_s)}, "
+            f"{mean.recorded_step_s / mean.step_s:.2f} times as fast: ranks wait {shares[0]} of a step in this "
+            f"partition, {shares[1]} in ours."
+        )
+    worst = max(judged, key=lambda line: judged[line].divisions[0][1])
+    waits = (f"{format_percent(part / whole)} of {format_seconds(whole)}" for whole, part in judged[worst].divisions)
+    bound = f"any division takes {format_seconds(mean.bound_s)} a step or more, in the mean"
+    slower = sum(one.recorded_step_s < one.step_s for one in judged.values())
+    findings = {
+        headline: True,
+        f"ranks wait longest in step {worst}: {', in ours '.join(waits)}; {bound}": True,
         f"ours takes longer than this partition in {counted(slower, 'step')}": slower,
-        f"this partition breaks --context in {counted(judged.steps_beyond_limit, 'step')}, ours in none": (
-            judged.steps_beyond_limit
-        ),
+        f"this partition breaks --context in {counted(beyond, 'step')}, ours in none": beyond,
     }
-    return [text for text, is_so in remarks.items() if is_so]
+    return [text for text, is_so in findings.items() if is_so]
+
+
+def _page(judged: Mapping[int, JudgedStep], findings: Sequence[str], facts: Sequence[tuple[str, str]]) -> str:
+    columns = {"this partition": "recorded_step_s", "bound": "bound_s", "ours": "step_s"}
+    seconds = {name: [getattr(one, key) for one in judged.values()] for name, key in columns.items()}
+    blocks = [
+        "<h1>Recorded steps</h1>",
+        *(f'<p class="headline">{escape(one)}</p>' for one in findings),
+        folded_html("settings", "Settings", definitions_html("facts", [(name, escape(one)) for name, one in facts])),
+        figure_html("steps", "Seconds of every step", _READ, predicted_steps_figure(list(judged), seconds), level=2),
+    ]
+    return page_html("Recorded steps", blocks)

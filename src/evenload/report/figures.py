@@ -41,7 +41,6 @@ from evenload.report.svg import (
 )
 from evenload.report.table import format_action, format_conditions, format_predicted
 from evenload.report.units import format_percent, format_ratio, format_seconds
-from evenload.types.division import JudgedStep
 from evenload.types.document import Direction
 from evenload.types.plan import StepPlan
 from evenload.types.run import LayoutDecision, Validation
@@ -83,18 +82,15 @@ def step_time_figure(rows: Sequence[MetricRow], run: str | None = None) -> Figur
     return _curves(series, "step time", "s", from_zero=True, run=run)
 
 
-def divisions_figure(steps: Sequence[JudgedStep]) -> Figure:
-    """Draw predicted seconds of every step: as the run divided it, where recorded, as `micro_batches` does, and the
-    bound."""
-    at = np.array([one.step for one in steps], float)
-    drawn = {
-        "this partition": (SERIES[1], "dash", [one.theirs.step_s if one.theirs else np.nan for one in steps]),
-        "bound": (PREDICTED, "dot", [one.bound_s for one in steps]),
-        "ours": (SERIES[0], "dash", [one.ours.step_s for one in steps]),
-    }
-    series = [(name, color, dash, at, np.array(values)) for name, (color, dash, values) in drawn.items()]
-    known = [one for one in series if not np.isnan(one[-1]).all()]
-    return _curves(known, "predicted seconds of a step", "s", from_zero=True)
+def predicted_steps_figure(steps: Sequence[int], seconds: Mapping[str, Sequence[float]]) -> Figure:
+    """Draw predicted seconds of these steps by each name, of what is known (not NaN); "bound" is dotted."""
+    at, colors = np.array(steps, float), {"bound": (PREDICTED, "dot"), "ours": (SERIES[0], "dash")}
+    series = [
+        (name, *colors.get(name, (SERIES[1], "dash")), at, np.array(values))
+        for name, values in seconds.items()
+        if not np.isnan(values).all()
+    ]
+    return _curves(series, "predicted seconds of a step", "s", from_zero=True)
 
 
 def _of_runs(runs: Mapping[str, Sequence[MetricRow]], key: str) -> list[Series]:
