@@ -28,7 +28,7 @@ struct MicroBatches {
 };
 
 // Longest first into every number of micro-batches from the least that can hold the items, then exchanges between two
-// micro-batches; numbers rise until two in a row were no better. A pure function of its input: no clock.
+// micro-batches; numbers rise until four in a row were no better. A pure function of its input: no clock.
 MicroBatches micro_batches(const MicroBatchProblem& problem);
 
 }  // namespace evenload

@@ -155,7 +155,7 @@ def test_no_micro_batch_is_empty(num_tokens, ranks, max_tokens, is_placed, waits
 
 
 def test_more_micro_batches_than_documents_are_refused_where_none_may_be_empty():
-    with pytest.raises(InfeasiblePlanError, match=r"a rank has 1 documents \(or groups\) for 2 micro-batches or more"):
+    with pytest.raises(InfeasiblePlanError, match=r"no division found of 4 documents .* none of them empty"):
         micro_batches([5, 5, 9, 9], 2, 10, rank_of=[0, 0, 0, 1], no_empty=True, count_multiple=2)
     assert micro_batches([5, 5, 9, 9], 2, 10, no_empty=True, count_multiple=2).seconds.shape == (2, 2)
 
@@ -202,8 +202,15 @@ def test_a_document_beyond_the_limit_is_refused_or_alone():
         ({"wait": "step"}, "unknown rule wait"),
         ({"waits": "never"}, "waits is 'never'"),
         ({"count": 0}, "count is 0, must be a whole number"),
-        ({"count": 3, "count_multiple": 2}, "count is 3, must be a multiple of 2"),
-        ({"work_s": [1.0]}, "work_s must be 3 finite numbers"),
+        ({"count": 3, "count_multiple": 2}, "count is 3, must be a multiple of count_multiple = 2"),
+        ({"count": 1, "min_count": 2}, "count is 1, must be at least min_count = 2"),
+        ({"token_multiple": 100}, "token_multiple is 100, must be at most max_tokens = 64"),
+        ({"equal_documents": "no"}, "equal_documents is 'no', must be True or False"),
+        ({"max_documents": 2**63}, r"max_documents is 9223372036854775808, .* \(2\*\*62 at most\)"),
+        ({"work_s": [1.0]}, "work_s must be one row of finite numbers of 3"),
+        ({"work_s": [1.0, math.nan, 2.0]}, "work_s holds nan s for document 1"),
+        ({"work_s": [[1.0], [2.0, 3.0]]}, "work_s cannot be read as a row of numbers"),
+        ({"cost": Cost(1e300)}, "cost predicts .* s for document 0"),
         ({"groups": [1, 2]}, "groups must be one row of whole numbers of 3"),
         ({"rank_of": [0, 1, 2]}, "rank_of holds 0 to 2, ranks are 0 to 1"),
         ({"rank_of": [0, 1, 1], "equal_documents": True}, "rank_of places every document"),
@@ -232,10 +239,51 @@ def test_wrong_lengths_and_counts_are_named():
         micro_batches([3, 0], 2)
     with pytest.raises(ConfigError, match="lengths must be one row of whole numbers"):
         micro_batches([3.5, 4.0], 2)
-    with pytest.raises(InfeasiblePlanError, match="cannot hold 4 documents of 40 tokens"):
+    with pytest.raises(
+        InfeasiblePlanError, match=r"no division found of 4 documents .* 1 ranks with 2 micro-batches of 16 tokens"
+    ):
         micro_batches([10] * 4, 1, 16, count=2)
+    with pytest.raises(ConfigError, match="ranks is None, must be"):
+        micro_batches([3], None)
+    with pytest.raises(ConfigError, match="linear_s is 'x', must be a finite number"):
+        Cost("x")
+    with pytest.raises(ConfigError, match="lengths holds 9223372036854775809, more than"):
+        micro_batches(np.array([2**63 + 1, 3], np.uint64), 2)
     empty = micro_batches([], 2)
     assert empty.ranks == [[[]], [[]]]
+
+
+def test_numbers_of_numpy_are_numbers():
+    made = micro_batches([100, 200, 300] * 5, np.int32(4), np.int16(1_638), count_multiple=np.uint64(1))
+    assert made.step_s == micro_batches([100, 200, 300] * 5, 4, 1_638).step_s
+
+
+def test_more_micro_batches_are_never_longer_than_empty_ones_after_fewer():
+    num_tokens = [2523, 4118, 343, 546, 722, 559, 903, 2342, 1425, 2526, 2955, 1776]
+    one = micro_batches(num_tokens, 4, 32_768, count=1).step_s
+    for rules in ({"count": 2}, {"min_count": 2}, {"count_multiple": 2}):
+        made = micro_batches(num_tokens, 4, 32_768, **rules)
+        assert made.seconds.shape == (4, 2)
+        assert made.step_s <= one + Cost().micro_batch_s
+    assert micro_batches(num_tokens, 4, count=5_000).seconds.shape == (4, 5_000)
+
+
+def test_ranks_of_equal_works_give_way_where_micro_batches_cannot_hold_theirs():
+    tokens = [523, 1864, 7604, 298, 241, 241, 13031, 1123, 1387, 624, 527, 160, 1786, 1970, 169, 470]
+    made = micro_batches(tokens, 2, 16_384, count=1, waits="step")
+    assert max(sum(tokens[at] for at in rank[0]) for rank in made.ranks) <= 16_384
+    made = micro_batches([4500, 9000, 3500, 2500], 2, count=2, waits="step", no_empty=True)
+    assert all(len(one) == 1 for rank in made.ranks for one in rank)
+    cost = Cost(1e-5, 0, 0)
+    made = micro_batches([6000, 2500, 6500, 7000, 9000, 4500], 2, 10_800, count=2, equal_documents=True, cost=cost)
+    assert np.bincount(made.rank_of).tolist() == [3, 3]
+    with pytest.raises(InfeasiblePlanError, match=r"no_empty: there are 2 documents \(or groups\) for 4 ranks"):
+        micro_batches([1, 1], 4, 2, groups=[0, 1], no_empty=True)
+
+
+def test_equal_lengths_need_no_search_for_a_count():
+    made = micro_batches([34] * 4_900, 1, 100)
+    assert made.seconds.shape == (1, 2_450)
 
 
 def test_it_needs_numpy_and_few_of_our_modules():

@@ -10,8 +10,8 @@ Needs numpy and the compiled core alone. The same arguments give the same result
 call it for itself.
 """
 
-from contextlib import suppress
 from dataclasses import dataclass
+from os import PathLike
 from typing import Any, Literal, TypedDict, Unpack
 
 import numpy as np
@@ -21,6 +21,7 @@ from evenload import _native
 from evenload.errors import ConfigError, DataError, InfeasiblePlanError
 
 _NO_LIMIT = 2**62
+_MOST_S = 1e200
 _MOST_TRIALS = 1_000_000
 
 
@@ -38,8 +39,9 @@ class Cost:
 
     def __post_init__(self) -> None:
         for name in ("linear_s", "quadratic_s", "micro_batch_s"):
-            if not (0 <= getattr(self, name) < float("inf")):
-                raise ConfigError(f"cost: {name} is {getattr(self, name)}, must be a finite number, 0 or more")
+            value = getattr(self, name)
+            if not (isinstance(value, int | float | np.number) and 0 <= value < float("inf")):
+                raise ConfigError(f"cost: {name} is {value!r}, must be a finite number, 0 or more")
 
     def work_s(self, lengths: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return the predicted seconds of documents of so many tokens, float64[n]."""
@@ -89,7 +91,7 @@ class Rules(TypedDict, total=False):
         too_long: "raise", or "alone": a document that `max_tokens` cannot hold is a micro-batch of its own.
     """
 
-    cost: Cost | str | None
+    cost: Cost | str | PathLike[str] | None
     work_s: ArrayLike | None
     waits: Literal["micro_batch", "step"]
     count: int | None
@@ -110,8 +112,12 @@ _DEFAULTS: dict[str, Any] = {
     **dict.fromkeys(Rules.__annotations__),
     **{"cost": Cost(), "waits": "micro_batch", "keep": "rank", "too_long": "raise"},
     **dict.fromkeys(("min_count", "count_multiple", "document_multiple", "token_multiple"), 1),
+    **dict.fromkeys(("equal_documents", "no_empty"), False),
 }
-_CHOICES = {"waits": ("micro_batch", "step"), "keep": ("rank", "micro_batch"), "too_long": ("raise", "alone")}
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    **{"waits": ("micro_batch", "step"), "keep": ("rank", "micro_batch"), "too_long": ("raise", "alone")},
+    **dict.fromkeys(("equal_documents", "no_empty"), (True, False)),
+}
 _COUNTS = ("count", "min_count", "count_multiple", "max_documents", "document_multiple", "token_multiple")
 
 
@@ -126,18 +132,25 @@ def micro_batches(
         max_tokens: of a micro-batch; None = not limited.
         rules: see `Rules`.
 
+    Returns:
+        The documents of every micro-batch of every rank, and predicted seconds. Micro-batches may be empty: run a pass
+        whose loss is 0 there, or give `no_empty`.
+
     Raises:
         ConfigError: rules that are unknown, out of range, or contradict each other.
         DataError: a length below 1, or a document or group that `max_tokens` cannot hold.
-        InfeasiblePlanError: `count` micro-batches cannot hold the documents.
+        InfeasiblePlanError: no division was found, as `count`, `no_empty` or documents on a rank may have it.
     """
     request = _Request(lengths, ranks, max_tokens, rules)
-    if request.waits_at_each and request.given["equal_documents"]:
-        # Equal works let a rank with long documents end early: others wait for these, then it waits for the others.
-        rank_of = _equally_many(request.divided(None).ranks, request.tokens)
-        with suppress(InfeasiblePlanError):  # as `count` or `no_empty` may have it; equal works may be divided
-            return request.divided(rank_of)
-    return request.divided(request.ranks_of_items())
+    if (settled := request.settled_ranks()) is not None:
+        return request.divided(settled)
+    # Where ranks wait at each, equal works are second best: a rank with long documents would end early.
+    ways = [request.free_ranks, request.even_ranks]
+    first, second = ways if request.waits_at_each else reversed(ways)
+    try:
+        return request.divided(first())
+    except InfeasiblePlanError:
+        return request.divided(second())
 
 
 def _equally_many(ranks: list[list[list[int]]], tokens: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -169,22 +182,26 @@ class _Request:
             raise ConfigError(f"unknown rule {', '.join(unknown)}; choose from {', '.join(_DEFAULTS)}")
         given: dict[str, Any] = _DEFAULTS | {name: value for name, value in rules.items() if value is not None}
         for name, known in _CHOICES.items():
-            if given[name] not in known:
+            if not any(given[name] is one or (type(given[name]) is str and given[name] == one) for one in known):
                 raise ConfigError(f"{name} is {given[name]!r}, must be {' or '.join(map(repr, known))}")
-        counts = {"ranks": ranks, "max_tokens": max_tokens} | {name: given[name] for name in _COUNTS}
-        for name, value in counts.items():
-            if not (value is None or _is_count(value)):
-                raise ConfigError(f"{name} is {value!r}, must be a whole number, 1 or more")
-        self.given, self.ranks, self.max_tokens = given, ranks, max_tokens
+        for name in _COUNTS:
+            given[name] = _count(name, given[name])
+        self.given, self.ranks = given, _count("ranks", ranks) or 0
+        self.max_tokens = _count("max_tokens", max_tokens)
+        if not self.ranks:
+            raise ConfigError("ranks is None, must be a whole number, 1 or more")
         self.waits_at_each = given["waits"] == "micro_batch"
         self.tokens = _column("lengths", lengths, None)
         n = len(self.tokens)
         if n and self.tokens.min() < 1:
             at = int(self.tokens.argmin())
             raise DataError(f"lengths[{at}] is {self.tokens[at]}, must be at least 1; leave empty documents out")
-        self.work_s, self.micro_batch_s = priced(given["cost"], self.tokens, ranks)
+        self.work_s, self.micro_batch_s = priced(given["cost"], self.tokens, self.ranks)
         if given["work_s"] is not None:
-            self.work_s = _seconds(given["work_s"], n)
+            self.work_s = _row("work_s", given["work_s"], n, "fiu").astype(np.float64)
+        if len(wrong := np.flatnonzero(~((self.work_s >= 0) & (self.work_s < _MOST_S)))):
+            name = "cost predicts" if given["work_s"] is None else "work_s holds"
+            raise ConfigError(f"{name} {self.work_s[wrong[0]]} s for document {wrong[0]}, must be 0 to {_MOST_S:g}")
         self.group_of = None
         if given["groups"] is not None:
             self.group_of = np.unique(_column("groups", given["groups"], n), return_inverse=True)[1].astype(np.int64)
@@ -213,8 +230,10 @@ class _Request:
             "max_documents counts no groups that are kept in a micro-batch; leave one out": (
                 is_grouped and not on_rank and given["max_documents"]
             ),
-            f"count is {count}, must be a multiple of {multiple} (count_multiple) and at least {least} (min_count)": (
-                count and (count % multiple or count < least)
+            f"count is {count}, must be a multiple of count_multiple = {multiple}": count and count % multiple,
+            f"count is {count}, must be at least min_count = {least}": count and count < least,
+            f"token_multiple is {given['token_multiple']}, must be at most max_tokens = {self.max_tokens}": (
+                self.max_tokens and given["token_multiple"] > self.max_tokens
             ),
         }
         if why := next((why for why, is_true in problems.items() if is_true), ""):
@@ -227,7 +246,7 @@ class _Request:
         multiple = self.given["token_multiple"]
         limit = self.max_tokens // multiple * multiple
         longer = np.flatnonzero(item_tokens > limit)
-        if len(longer) and (limit == 0 or self.given["too_long"] == "raise"):
+        if len(longer) and self.given["too_long"] == "raise":
             at = self.item_of.tolist().index(longer[0])
             what = "document" if self.group_of is None else "group of document"
             raise DataError(
@@ -236,8 +255,8 @@ class _Request:
             )
         return limit, np.minimum(item_tokens, limit)  # an item as large as the limit is alone
 
-    def ranks_of_items(self) -> NDArray[np.int64] | None:
-        """Return the rank of every item where that is settled before its micro-batch is; int64[items]."""
+    def settled_ranks(self) -> NDArray[np.int64] | None:
+        """Return the rank of every item where a rule settles it, int64[items]; else None."""
         given = self.given
         if given["rank_of"] is not None:
             placed = _column("rank_of", given["rank_of"], len(self.tokens))
@@ -250,52 +269,74 @@ class _Request:
             return of_item
         if self.group_of is not None and given["keep"] == "rank":
             return self._spread(np.bincount(self.group_of, self.work_s).astype(np.float64))[self.group_of]
-        if given["equal_documents"]:
-            return self._spread(self.item_s, max(1, len(self.item_s) // self.ranks))
-        return None if self.waits_at_each else self._spread(self.item_s)
+        return None
+
+    def even_ranks(self) -> NDArray[np.int64]:
+        """Return ranks of equal works, int64[items]."""
+        share = max(1, len(self.item_s) // self.ranks) if self.given["equal_documents"] else _NO_LIMIT
+        return self._spread(self.item_s, share)
+
+    def free_ranks(self) -> NDArray[np.int64] | None:
+        """Return None: any rank; with `equal_documents` the ranks of such a division, made equal in number."""
+        return _equally_many(self.divided(None).ranks, self.tokens) if self.given["equal_documents"] else None
 
     def _spread(self, work_s: NDArray[np.float64], most_items: int = _NO_LIMIT) -> NDArray[np.int64]:
         """Return a rank for each of these works, so that all ranks have nearly equal sums."""
-        ones, free, no_empty = np.ones(len(work_s), np.int64), np.empty(0, np.int64), bool(self.given["no_empty"])
+        ones, free, no_empty = np.ones(len(work_s), np.int64), np.empty(0, np.int64), self.given["no_empty"]
+        if no_empty and len(work_s) < self.ranks:
+            raise InfeasiblePlanError(
+                f"no_empty: there are {len(work_s)} documents (or groups) for {self.ranks} ranks; leave it out"
+            )
         return _native.micro_batches(
             ones, work_s, free, self.ranks, _NO_LIMIT, most_items, 0.0, 1, 1, 1, True, no_empty, _MOST_TRIALS
         )[1]
 
     def divided(self, rank_of: NDArray[np.int64] | None) -> MicroBatches:
         """Search micro-batches of items on these ranks, int64[items]; None = on any."""
-        given, num_items, no_empty = self.given, len(self.item_s), bool(self.given["no_empty"])
-        multiple, most_documents = given["count_multiple"], given["max_documents"] or _NO_LIMIT
-        least = given["count"] or max(given["min_count"], self._least_count(rank_of, most_documents))
-        most = given["count"] or max(least, num_items) + multiple
+        given, num_items, no_empty = self.given, len(self.item_s), self.given["no_empty"]
+        most_documents = given["max_documents"] or _NO_LIMIT
+        fewest = self._least_count(rank_of, most_documents)
+        least = given["count"] or max(given["min_count"], fewest)
+        least = -(-least // given["count_multiple"]) * given["count_multiple"]
+        most = given["count"] or max(least, num_items)
         if no_empty:
-            fewest = num_items // self.ranks if rank_of is None else np.bincount(rank_of, minlength=self.ranks).min()
-            most = min(most, int(fewest))
-        items = self.item_tokens, self.item_s, np.empty(0, np.int64) if rank_of is None else rank_of
-        limits = self.ranks, self.limit, most_documents, self.micro_batch_s
-        how = self.waits_at_each, no_empty, _MOST_TRIALS
-        count, rank, index = _native.micro_batches(*items, *limits, least, most, multiple, *how)
-        if not count and no_empty:
+            of_rank = num_items // self.ranks if rank_of is None else np.bincount(rank_of, minlength=self.ranks).min()
+            most = min(most, int(of_rank))
+
+        def search(least: int, most: int, multiple: int, at_least: int = 0) -> list[MicroBatches]:
+            items = self.item_tokens, self.item_s, np.empty(0, np.int64) if rank_of is None else rank_of
+            limits = self.ranks, self.limit, most_documents, self.micro_batch_s
+            how = least, most, multiple, self.waits_at_each, no_empty, _MOST_TRIALS
+            count, rank, index = _native.micro_batches(*items, *limits, *how)
+            bound = max(at_least, fewest)
+            return [self._result(max(count, at_least), bound, rank[self.item_of], index[self.item_of])] if count else []
+
+        made = search(least, most, given["count_multiple"], 0) if least <= max(1, num_items) or no_empty else []
+        if least > fewest and not no_empty:
+            # Fewer ones and empty ones after them may be shorter than more.
+            made += search(fewest, min(least - 1, max(1, num_items)), 1, least)
+        if not made:
             raise InfeasiblePlanError(
-                f"no_empty: a rank has {most:,} documents (or groups) for {least:,} micro-batches or more, a multiple "
-                f"of {multiple}, of {self.limit:,} tokens; give more documents, raise max_tokens, or leave no_empty out"
+                f"no division found of {num_items:,} documents (or groups) among {self.ranks} ranks with "
+                f"{given['count'] or 'as many as needed'} micro-batches"
+                + (f" of {self.max_tokens:,} tokens" if self.max_tokens else "")
+                + (f" and {most_documents:,} documents" if given["max_documents"] else "")
+                + (", none of them empty" if no_empty else "")
+                + "; raise count or max_tokens, or leave a rule out"
             )
-        if not count:
-            raise InfeasiblePlanError(
-                f"{self.ranks} ranks with {given['count']} micro-batches of {self.limit:,} tokens cannot hold "
-                f"{num_items:,} documents of {int(self.item_tokens.sum()):,} tokens; raise count or max_tokens"
-            )
-        return self._result(count, least, rank[self.item_of], index[self.item_of])
+        return min(made, key=lambda one: one.step_s)
 
     def _least_count(self, rank_of: NDArray[np.int64] | None, most_documents: int) -> int:
         """Return a number of micro-batches below which the items cannot be held, at least 1."""
         owners = np.zeros(len(self.item_s), np.int64) if rank_of is None else rank_of
         bins = self.ranks if rank_of is None else 1
+        shortest = int(self.item_tokens.min(initial=self.limit))
         needed = [
-            np.bincount(owners, self.item_tokens).max(initial=0) / (bins * self.limit),
-            np.bincount(owners, 2 * self.item_tokens > self.limit).max(initial=0) / bins,
-            np.bincount(owners).max(initial=0) / (bins * most_documents),
+            (np.bincount(owners, self.item_tokens), self.limit),
+            (np.bincount(owners, 2 * self.item_tokens > self.limit), 1),
+            (np.bincount(owners), min(most_documents, max(1, self.limit // shortest))),
         ]
-        return max(1, *(int(np.ceil(one)) for one in needed))
+        return max(1, *(-(-int(of_owner.max(initial=0)) // (bins * most)) for of_owner, most in needed))
 
     def _result(self, count: int, least: int, rank_of: NDArray[np.int64], index_of: NDArray[np.int64]) -> MicroBatches:
         slot = rank_of * count + index_of
@@ -303,23 +344,28 @@ class _Request:
         order = np.argsort(slot, kind="stable")
         edges = np.cumsum(np.bincount(slot, minlength=self.ranks * count))[:-1]
         members = [part.tolist() for part in np.split(order, edges)]
-        work_s = seconds.max(axis=0).sum() if self.waits_at_each else seconds.sum(axis=1).max()
-        bound_s = max(self.work_s.sum() / self.ranks, self.work_s.max(initial=0.0)) + least * self.micro_batch_s
+        of_rank_s, constant_s = seconds.sum(axis=1), count * self.micro_batch_s
+        work_s = seconds.max(axis=0).sum() if self.waits_at_each else of_rank_s.max()
+        bound_s = of_rank_s.max() if self.given["rank_of"] is not None else self.work_s.sum() / self.ranks
+        # Sums in two orders may differ by a rounding.
+        bound_s = min(max(bound_s, self.work_s.max(initial=0.0)), work_s) + least * self.micro_batch_s
         return MicroBatches(
             ranks=[members[rank * count : (rank + 1) * count] for rank in range(self.ranks)],
             rank_of=rank_of,
             index_of=index_of,
             seconds=(seconds + self.micro_batch_s).astype(np.float64),
-            step_s=float(work_s) + count * self.micro_batch_s,
+            step_s=float(work_s + constant_s),
             bound_s=float(bound_s),
         )
 
 
-def priced(cost: Cost | str, num_tokens: NDArray[np.int64], ranks: int) -> tuple[NDArray[np.float64], float]:
+def priced(
+    cost: Cost | str | PathLike[str], num_tokens: NDArray[np.int64], ranks: int
+) -> tuple[NDArray[np.float64], float]:
     """Return the predicted seconds of every document, float64[n], and of a micro-batch whatever it holds."""
     if isinstance(cost, Cost):
         return cost.work_s(num_tokens), cost.micro_batch_s
-    if not isinstance(cost, str):
+    if not isinstance(cost, str | PathLike):
         raise ConfigError(f"cost is {cost!r}, must be a Cost(linear_s, quadratic_s, micro_batch_s) or a model's name")
     # Pricing a model needs three times as many modules as dividing.
     from evenload.cost.analytic import analytic_coefficients
@@ -329,7 +375,7 @@ def priced(cost: Cost | str, num_tokens: NDArray[np.int64], ranks: int) -> tuple
     from evenload.types.layout import even_layout
 
     try:
-        model = model_from(cost)
+        model = model_from(str(cost))
     except ConfigError as error:
         raise ConfigError(f"cost: {error}") from error
     layout = even_layout(model.num_layers, dp=ranks)
@@ -337,24 +383,27 @@ def priced(cost: Cost | str, num_tokens: NDArray[np.int64], ranks: int) -> tuple
     return costs.document_seconds(num_tokens), costs.pack_constant_s
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool) and int(value) >= 1
+def _count(name: str, value: Any) -> int | None:
+    is_whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if value is not None and not (is_whole and 1 <= int(value) <= _NO_LIMIT):
+        raise ConfigError(f"{name} is {value!r}, must be a whole number, 1 or more (2**62 at most)")
+    return None if value is None else int(value)
+
+
+def _row(name: str, values: ArrayLike, n: int | None, kinds: str) -> NDArray[Any]:
+    try:
+        row = np.asarray(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"{name} cannot be read as a row of numbers: {error}") from error
+    if row.ndim != 1 or (row.size and row.dtype.kind not in kinds) or (n is not None and len(row) != n):
+        what = "whole numbers" if kinds == "iu" else "finite numbers"
+        expected = "" if n is None else f" of {n:,} (one a document)"
+        raise ConfigError(f"{name} must be one row of {what}{expected}; it is {row.dtype}{list(row.shape)}")
+    return row
 
 
 def _column(name: str, values: ArrayLike, n: int | None) -> NDArray[np.int64]:
-    column = np.asarray(values)
-    if column.size == 0:
-        column = column.astype(np.int64)
-    if column.ndim != 1 or column.dtype.kind not in "iu" or (n is not None and len(column) != n):
-        expected = "" if n is None else f" of {n:,} (one a document)"
-        raise ConfigError(
-            f"{name} must be one row of whole numbers{expected}; it is {column.dtype}{list(column.shape)}"
-        )
-    return np.ascontiguousarray(column, np.int64)
-
-
-def _seconds(values: ArrayLike, n: int) -> NDArray[np.float64]:
-    column = np.ascontiguousarray(values, np.float64)
-    if column.shape != (n,) or not np.isfinite(column).all() or (column < 0).any():
-        raise ConfigError(f"work_s must be {n:,} finite numbers, 0 or more (one a document)")
-    return column
+    row = _row(name, values, n, "iu")
+    if row.size and row.max() > _NO_LIMIT:
+        raise ConfigError(f"{name} holds {row.max()}, more than {_NO_LIMIT:,}")
+    return np.ascontiguousarray(row, np.int64)

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from evenload.errors import ConfigError, InfeasiblePlanError
+from evenload.errors import ConfigError
 from evenload.plan.micro_batches import Cost, Rules, micro_batches
 from evenload.seams.replacing import Replaced, module_of
 
@@ -79,13 +79,7 @@ def build_dp_schedule(
                     "stages); change it or the number of samples"
                 )
             rules |= {"count": num_micro_batches // ranks, "max_documents": args.micro_batch_size}
-        try:
-            made = micro_batches(lengths, ranks, limit, waits="step" if waits_once else "micro_batch", **rules)
-        except InfeasiblePlanError:
-            if not waits_once:
-                raise
-            # Ranks of equal works may have too few samples; chosen for each micro-batch, all have as many as can be.
-            made = micro_batches(lengths, ranks, limit, **rules)
+        made = micro_batches(lengths, ranks, limit, waits="step" if waits_once else "micro_batch", **rules)
         counts.append(made.seconds.shape[1])
         sizes.append(len(rollouts))
         for partition, own, micro_batches_of_rank in zip(partitions, positions, made.ranks, strict=True):
