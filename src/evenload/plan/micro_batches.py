@@ -1,8 +1,8 @@
 """Divide documents among ranks into micro-batches of equal work: the planner as a part of anybody's trainer.
 
-Under FSDP and ZeRO-3 ranks wait for each other at every micro-batch, because each gathers weights; a step takes the
-sum, over the micro-batches' index, of the longest of any rank. Under DDP and ZeRO-1 ranks wait once a step. The search
-places documents longest first (Graham 1969) into the fewest micro-batches that can hold them and into a few more, then
+Under FSDP and ZeRO-3 ranks wait for each other at every micro-batch, because each gathers weights: their first ones run
+together, then their second, and a step takes the sum of the longest of each. Under DDP and ZeRO-1 ranks wait once a step.
+The search places documents longest first (Graham 1969) into the fewest micro-batches that can hold them and into a few more, then
 exchanges documents between a micro-batch that others wait for and one that has time left. More micro-batches than the
 fewest are often better, because heavy ones then meet heavy ones.
 
@@ -59,7 +59,7 @@ class MicroBatches:
         index_of: int64[n], the index of its micro-batch.
         seconds: float64[ranks, micro-batches], predicted.
         step_s: predicted seconds of the step, waits included.
-        bound_s: no division of these documents into the same or a larger number of micro-batches takes less.
+        bound_s: no division of these documents into as many micro-batches, or more, takes less.
     """
 
     ranks: list[list[list[int]]]
@@ -78,16 +78,17 @@ class Rules(TypedDict, total=False):
             or a Hugging Face config.json or its folder; None = `Cost()`.
         work_s: predicted seconds of every document, float[n], instead of the cost's.
         waits: where ranks wait for each other: at every "micro_batch" (FSDP, ZeRO-3), or once a "step" (DDP, ZeRO-1).
-        count: micro-batches of every rank; None = as many as take the least time, from `min_count` (1) on and a
-            multiple of `count_multiple` (1), which virtual pipeline stages need.
+        count: micro-batches of every rank; None = as many as take the least time.
+        min_count, count_multiple: of those, the least (1), and of what they are a multiple (1), as virtual pipeline
+            stages need it.
         max_documents: of a micro-batch; None = not limited.
         document_multiple, token_multiple: every document, and every micro-batch, is padded to a multiple of so many
-            tokens (1), for context parallelism and FP8; padding counts against `max_tokens`.
+            tokens (1), for context parallelism and FP8; padding counts against `max_tokens` and not as time.
         equal_documents: every rank gets the same number of documents.
         groups: int[n]; documents of one number stay on one rank or, with `keep="micro_batch"`, in one micro-batch.
         keep: "rank" or "micro_batch".
         rank_of: int[n], the ranks of documents that are placed already; only their micro-batches are chosen.
-        no_empty: every micro-batch holds a document; a rank then has no more micro-batches than documents.
+        no_empty: every micro-batch holds a document.
         too_long: "raise", or "alone": a document that `max_tokens` cannot hold is a micro-batch of its own.
     """
 
