@@ -1,10 +1,10 @@
 """Divide documents among ranks into micro-batches of equal work: the planner as a part of anybody's trainer.
 
 Under FSDP and ZeRO-3 ranks wait for each other at every micro-batch, because each gathers weights: their first ones run
-together, then their second, and a step takes the sum of the longest of each. Under DDP and ZeRO-1 ranks wait once a step.
-The search places documents longest first (Graham 1969) into the fewest micro-batches that can hold them and into a few more, then
-exchanges documents between a micro-batch that others wait for and one that has time left. More micro-batches than the
-fewest are often better, because heavy ones then meet heavy ones.
+together, then their second, and a step takes the sum of the longest of each. Under DDP and ZeRO-1 ranks wait once a
+step. The search places documents longest first (Graham 1969) into the fewest micro-batches that can hold them and into
+a few more, then exchanges documents between a micro-batch that others wait for and one that has time left. More
+micro-batches than the fewest are often better, because long ones can then run together.
 
 Needs numpy and the compiled core alone. The same arguments give the same result on every machine, so every rank may
 call it for itself.
