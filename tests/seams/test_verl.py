@@ -165,7 +165,7 @@ def test_the_lightest_come_first_and_last():
     [
         (([30, 50], [7, 9]), {}, "DataError: document 1 takes 50 tokens, a micro-batch holds 40"),
         (([30, 5, 3], [7, 9]), {"force_group_size": 2}, r"ConfigError: force_group_size is 2, ranks have \[3, 2\]"),
-        (([30, 30, 30], [7, 9]), {}, "InfeasiblePlanError: no_empty: a rank has 2 documents"),
+        (([30, 30, 30], [7, 9]), {}, "InfeasiblePlanError: no division found of 5 documents"),
     ],
 )
 def test_every_rank_is_told_what_is_refused(gloo_pool, lengths, rules, message):
