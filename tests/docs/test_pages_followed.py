@@ -54,6 +54,7 @@ def test_a_page_is_followed_to_its_end(page, reader_here):
 @pytest.mark.long
 def test_readmes_recipe_is_typed_to_its_end(tmp_path):
     """In a shell, whose commands start processes of their own: planning, training, proving, measuring."""
+    prepare("README.md", tmp_path)
     done = follow(smaller("README.md"), Reader(tmp_path, reader_in(tmp_path, quick=True)))
     assert [command.split()[:2] for command in done if command.startswith("evenload")] == [
         ["evenload", name] for name in ("plan", "train", "check", "bench")
@@ -72,7 +73,7 @@ def test_a_recipe_runs_as_it_stands(name, tmp_path):
 
 LOADER_PAGE = (
     ('"s3://bucket/corpus",', '"corpus",'),
-    ('model="path/to/config.json"', 'model="examples/stdlib_demo/model.json"'),
+    ('model="path/to/config.json"', 'model="small_model.json"'),
     ("batch_tokens=500_000", "batch_tokens=4_000"),
     ("range(3)", "range(1)"),
     ('"cuda"', '"cpu"'),
@@ -83,7 +84,7 @@ import torch
 from transformers import AutoConfig, LlamaForCausalLM
 from evenload.integrations.batch_formats import move_batch
 torch.manual_seed(0)
-model = LlamaForCausalLM(AutoConfig.from_pretrained("examples/stdlib_demo/model.json"))
+model = LlamaForCausalLM(AutoConfig.from_pretrained("small_model.json"))
 tokenizer = "bytes"
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 before = model.lm_head.weight.detach().clone()
@@ -94,7 +95,7 @@ before = model.lm_head.weight.detach().clone()
 @pytest.mark.long
 def test_the_loop_that_the_pages_show_trains(name, changes, tmp_path, monkeypatch):
     """With a small model and corpus in place of the reader's; each replaced word must be on the page."""
-    reader_in(tmp_path)
+    prepare(name, tmp_path)
     corpus = tmp_path / "corpus"
     corpus.mkdir()
     for index in range(12):
