@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from packed_cases import write_texts
-from rank_server import run_as_torchrun
+from rank_server import forking_after, run_as_torchrun
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "engines"
 
@@ -22,6 +22,14 @@ def write_pages(folder):
     return directory
 
 
+def import_trl():
+    import trl.trainer.sft_trainer  # noqa: F401
+
+
+def import_megatron():
+    import megatron.core.models.gpt  # noqa: F401
+
+
 def run_example(name, arguments, output):
     sys.argv = [name, *arguments]
     file = output.with_suffix(f".{os.environ['RANK']}.txt")
@@ -29,9 +37,10 @@ def run_example(name, arguments, output):
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
 
 
-def losses(world_size, name, data, output, steps, *more):
-    """Train with an example; the loss that it prints of every step."""
+def losses(world_size, name, data, output, steps, *more, prepare=list):
+    """Train with an example, on ranks forked after `prepare`; the loss that it prints of every step."""
     arguments = ["--data", data, "--steps", steps, "--output", output, *more]
-    run_as_torchrun(world_size, run_example, name, list(map(str, arguments)), output)
+    words = list(map(str, arguments))
+    forking_after(prepare, run_as_torchrun, world_size, run_example, name, words, output)
     result = re.findall(r"step:? *(\d+):? +loss:? +([\d.]+)", output.with_suffix(".0.txt").read_text())
     return {int(step): float(loss) for step, loss in result}

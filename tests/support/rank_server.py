@@ -7,16 +7,24 @@ import multiprocessing
 import os
 import traceback
 from collections.abc import Callable
+from functools import cache
 from multiprocessing import forkserver
-from multiprocessing.context import ForkServerContext
+from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
 from pathlib import Path
 
 _PRELOADED = ["exact_ranks", "lost_rank_cases", "matrix_cases", "training_cases"]
 """Modules of this folder that import all that ranks use, and let float64 models compute as `tests/conftest.py` says."""
 
 
-def rank_context() -> ForkServerContext:
+_OWN_CONTEXT: list[BaseContext] = []
+"""Of a process that forks its ranks itself (`forking_after`)."""
+
+
+def rank_context() -> BaseContext:
     """Where processes come from; starts the server, where there is none."""
+    if _OWN_CONTEXT:
+        return _OWN_CONTEXT[0]
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     # The server of Python 3.11 does not search our `sys.path`, and passes over what it does not find without a word.
@@ -30,6 +38,42 @@ def rank_context() -> ForkServerContext:
         else:
             os.environ["PYTHONPATH"] = before
     return context
+
+
+def forking_after(prepare: Callable[[], object], function: Callable[..., object], *arguments: object) -> object:
+    """`function(*arguments)` in a process in which `prepare()` was called once, and from which its ranks are forked:
+    for engines that take seconds to import, in every one of some dozens of new ranks.
+
+    Raises:
+        RuntimeError: with the traceback, where it failed.
+    """
+    connection = _server_after(prepare)
+    connection.send((function, arguments))
+    is_done, answer = connection.recv()
+    if not is_done:
+        raise RuntimeError(answer)
+    return answer
+
+
+@cache
+def _server_after(prepare: Callable[[], object]) -> Connection:
+    ours, theirs = rank_context().Pipe()
+    rank_context().Process(target=_serve_after, args=(theirs, prepare), daemon=True).start()
+    theirs.close()
+    return ours
+
+
+def _serve_after(connection: Connection, prepare: Callable[[], object]) -> None:
+    _OWN_CONTEXT.append(multiprocessing.get_context("fork"))
+    multiprocessing.current_process()._config["daemon"] = False  # one that ends with its parent may have no ranks
+    prepare()
+    while True:
+        function, arguments = connection.recv()
+        try:
+            answer = (True, function(*arguments))
+        except Exception:
+            answer = (False, traceback.format_exc())
+        connection.send(answer)
 
 
 def run_as_torchrun(world_size: int, function: Callable[..., object], *arguments: object) -> None:
