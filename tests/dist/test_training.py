@@ -84,7 +84,7 @@ def test_loss_trajectory_equals_plain_adamw(gloo_pool, config_file, expected_los
             ({"pp": 2, "dp": 2}, "bfloat16", (1, 3)),
             ({"pp": 2, "dp": 2}, "float32", (1, 3)),
         ],
-        2,
+        1,
     ),
     ids=str,
 )

@@ -13,8 +13,11 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from pathlib import Path
 
-_PRELOADED = ["exact_ranks", "lost_rank_cases", "matrix_cases", "training_cases"]
-"""Modules of this folder that import all that ranks use, and let float64 models compute as `tests/conftest.py` says."""
+_PRELOADED = [
+    *("exact_ranks", "lost_rank_cases", "matrix_cases", "training_cases"),
+    *("quick_commands", "evenload.cli.train_worker", "evenload.cli.measure_worker"),
+]
+"""Modules that import all that ranks use; the first lets float64 models compute as `tests/conftest.py` says."""
 
 
 _OWN_CONTEXT: list[BaseContext] = []
@@ -23,6 +26,8 @@ _OWN_CONTEXT: list[BaseContext] = []
 
 def rank_context() -> BaseContext:
     """Where processes come from; starts the server, where there is none."""
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
     if _OWN_CONTEXT:
         return _OWN_CONTEXT[0]
     context = multiprocessing.get_context("forkserver")
@@ -37,6 +42,9 @@ def rank_context() -> BaseContext:
             del os.environ["PYTHONPATH"]
         else:
             os.environ["PYTHONPATH"] = before
+    # For its records the launcher asks who called it, by a walk through all modules at every frame: half a second of a
+    # core in a process with a test's thousands of modules, at every start.
+    dynamic_rendezvous.get_method_name = str
     return context
 
 
