@@ -19,7 +19,7 @@ import numpy as np
 
 from evenload.cost.analytic import analytic_coefficients
 from evenload.data.hub import model_from
-from evenload.data.lengths import read_lengths
+from evenload.data.lengths import read_length_table
 from evenload.explore.batches import BatchRule, SampledBatch, plan_steps
 from evenload.integrations.catalog import ENGINES, require_heads
 from evenload.integrations.evaluate import evaluate_engine
@@ -72,7 +72,7 @@ def engine_seconds(engine: str, batches: Sequence[SampledBatch], sizes: dict[str
 def measure_table(table: str, steps: int, documents: int) -> list[Row]:
     """All rows of a table of lengths."""
     rule = BatchRule(num_documents=documents, context=CONTEXT, overlong="truncate")
-    batches = rule.sample(read_lengths(str(LENGTHS / f"{table}.npy.gz")), steps=steps, seed=0)
+    batches = rule.sample(read_length_table(str(LENGTHS / f"{table}.npy.gz")).lengths, steps=steps, seed=0)
     own = {str(sizes): own_seconds(batches, sizes) for sizes in (FLAT, DEEP)}
     rows = []
     for engine, profile in ENGINES.items():

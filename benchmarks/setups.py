@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.host_memory import host_memory
 from evenload.data.hub import model_from
-from evenload.data.lengths import read_lengths
+from evenload.data.lengths import read_length_table
 from evenload.explore.batches import BatchRule
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem import PlanOptions
@@ -30,7 +30,7 @@ def table_lengths(name: str) -> NDArray[np.int64]:
     folder = ROOT / "examples" / "lengths"
     if name == "commoncrawl_like":
         return runpy.run_path(str(folder / f"{name}.py"))["commoncrawl_like_lengths"](20_000, 104).astype(np.int64)
-    return read_lengths(str(folder / f"{name}.npy.gz"))
+    return read_length_table(str(folder / f"{name}.npy.gz")).lengths
 
 
 def lognormal_lengths(count: int) -> NDArray[np.int64]:

@@ -94,8 +94,7 @@ class Variant:
         self.costs: CostCoefficients = msgspec.structs.replace(COSTS, devices_per_node=WORLD)
         if not quick:
             trainer = Trainer(self.config, self.meshes.start, self.meshes)
-            measured = calibrate(trainer.stages, trainer.model, self.meshes.start, LONG, "cpu")
-            self.costs = measured.coefficients
+            self.costs, _ = calibrate(trainer.stages, trainer.model, self.meshes.start, LONG, "cpu")
 
     def run(self) -> Measured | None:
         """Train all steps; what was measured, on rank 0."""

@@ -32,8 +32,8 @@ constexpr int64_t kTrialColumns = 8;
 void require_table(const CostTable& table) {
     const auto P = static_cast<size_t>(table.num_stages), R = static_cast<size_t>(table.num_ranks);
     const auto F = static_cast<size_t>(table.num_features());
-    require(P >= 1 && R >= 1 && table.tile >= 1 && table.shared_tile >= 0,
-            "cost table: num_stages, num_ranks and tile must be at least 1, shared_tile at least 0");
+    require(P >= 1 && R >= 1 && table.tile >= 1,
+            "cost table: num_stages, num_ranks and tile must be at least 1");
     require(table.forward.matrix.size() == F * P && table.backward.matrix.size() == F * P, "cost table: matrix sizes");
     require(table.forward.host.size() == 2 * P && table.backward.host.size() == 2 * P, "cost table: host sizes");
     for (const auto* column : {&table.layers, &table.linear_again_token_s, &table.linear_again_pack_s,
@@ -299,7 +299,6 @@ void bind_trials(nb::module_& m) {
         .def_rw("windows", &CostTable::windows)
         .def_rw("forward", &CostTable::forward)
         .def_rw("backward", &CostTable::backward)
-        .def_rw("shared_tile", &CostTable::shared_tile)
         .def_rw("context_hidden_share", &CostTable::context_hidden_share)
         .def_rw("copy_s_per_byte", &CostTable::copy_s_per_byte)
         .def_rw("context_ring", &CostTable::context_ring)

@@ -40,7 +40,6 @@ struct CostTable {
     bool causal = true;
     std::vector<int64_t> windows;  // 0 = full attention
     PassTable forward, backward;
-    int64_t shared_tile = 1;       // slices of shared packs with fewer tokens a chunk stay whole on one rank
     double context_hidden_share = 0.0, copy_s_per_byte = 0.0;
     bool context_ring = false;  // a slice's whole prefix travels with it
     Link intra_node, inter_node, host;

@@ -21,19 +21,15 @@ double slice_pairs(int64_t start, int64_t stop, int64_t window, bool causal) {
     return window ? tokens * std::min(tokens, 2.0 * static_cast<double>(window) + 1) : tokens * tokens;
 }
 
-bool is_sharded(const CostTable& table, int64_t rows, int64_t ranks) {
-    return ranks > 1 && rows >= 2 * ranks * table.shared_tile;
-}
-
 bool any_shared(const PackView& packs) {
     if (packs.ranks.empty()) return packs.same_ranks > 1;
     return std::any_of(packs.ranks.begin(), packs.ranks.end(), [](int64_t ranks) { return ranks > 1; });
 }
 
 // Sums one slice's features into its pack's row.
-void add_features(const CostTable& table, int64_t start, int64_t rows, int64_t ranks, bool shared, double* row) {
+void add_features(const CostTable& table, int64_t start, int64_t rows, int64_t ranks, double* row) {
     const int64_t stop = start + rows;
-    if (!shared) {
+    if (ranks == 1) {
         row[0] += static_cast<double>(rows);
         row[1] += 1.0;
         for (size_t w = 0; w < table.windows.size(); ++w) {
@@ -46,10 +42,9 @@ void add_features(const CostTable& table, int64_t start, int64_t rows, int64_t r
         return;
     }
     // One of the ranks that share the slice, on average over them.
-    const bool sharded = is_sharded(table, rows, ranks);
     const double share = 1.0 / static_cast<double>(ranks);
     row[0] += static_cast<double>(rows) * share;
-    row[1] += sharded ? 2.0 : share;
+    row[1] += 2.0;
     const int64_t chunk = ceil_div(rows, 2 * ranks);
     const auto chunk_edge = [&](int64_t edge) {
         return static_cast<double>(start) + static_cast<double>(rows * edge) / (4.0 * static_cast<double>(ranks));
@@ -57,15 +52,11 @@ void add_features(const CostTable& table, int64_t start, int64_t rows, int64_t r
     const double chunk_start = chunk_edge(2 * ranks - 1), chunk_end = chunk_edge(2 * ranks + 1);
     for (size_t w = 0; w < table.windows.size(); ++w) {
         const int64_t window = table.windows[w];
-        const int64_t last_row_keys = window ? std::min(stop, window) : stop;
         const double chunk_keys = window ? std::min(chunk_end, static_cast<double>(window)) : chunk_end;
-        const double missing =
-            sharded ? static_cast<double>(2 * missing_to(chunk, table.tile)) * chunk_keys
-                    : static_cast<double>(missing_to(rows, table.tile) * last_row_keys) * share;
+        const double missing = static_cast<double>(2 * missing_to(chunk, table.tile)) * chunk_keys;
         row[kPairs + 2 * w] += slice_pairs(start, stop, window, true) * share + missing;
-        const auto prefix = static_cast<double>(window ? std::min(start, window) : start);
         const double chunk_prefix = window ? std::min(chunk_start, static_cast<double>(window)) : chunk_start;
-        row[kPrefix + 2 * w] += sharded ? 2 * chunk_prefix : prefix * share;
+        row[kPrefix + 2 * w] += 2 * chunk_prefix;
     }
 }
 
@@ -114,14 +105,14 @@ Direction price_direction(const CostTable& table, const PassTable& pass, const P
         int64_t rank_tokens = 0, pack_ranks = 1;
         for (int64_t i = packs.pack_offset[k]; i < packs.pack_offset[k + 1]; ++i) {
             const int64_t rows = packs.rows_of(i, k), ranks = packs.ranks_of(i);
-            add_features(table, packs.start[i], rows, ranks, shared, features.data());
+            add_features(table, packs.start[i], rows, ranks, features.data());
             rank_tokens += ceil_div(rows, ranks);
             pack_ranks = std::max(pack_ranks, ranks);
-            if (is_sharded(table, rows, ranks)) {
+            if (ranks > 1) {
                 const auto sent = static_cast<double>(table.context_ring ? packs.start[i] + rows : rows);
                 (cut[packs.doc[i]] ? cut_tokens : whole_tokens) += sent;
             } else if (shared) {
-                add_features(table, packs.start[i], rows, ranks, shared, local.data());
+                add_features(table, packs.start[i], rows, ranks, local.data());
             }
             if (has_policy) {
                 policy_tokens[policy[packs.doc[i]]] += static_cast<double>(rows) / static_cast<double>(ranks);

@@ -12,10 +12,11 @@ from itertools import groupby
 from pathlib import Path
 from statistics import mean, median
 
+import msgspec
 import numpy as np
 
 from evenload.bench.results import QUIET_SPREAD, QUIET_WAITED_SHARE
-from evenload.explore.prediction_interval import DATA_SHEET_ERROR, MEASURED_ERROR, encode_intervals
+from evenload.explore.prediction_interval import DATA_SHEET_ERROR, MEASURED_ERROR
 from evenload.plan.strategies.registry import strategy_named
 from ledger import LedgerRow, current_rows, read_ledger
 from ledger_accuracy import (
@@ -65,8 +66,9 @@ def main() -> None:
 
 
 def intervals() -> bytes:
-    """The file in the package."""
-    return encode_intervals(intervals_of(held()))
+    """The file in the package, one line for each interval."""
+    lines = ",\n".join(f"  {msgspec.json.encode(one).decode()}" for one in intervals_of(held()))
+    return f"[\n{lines}\n]\n".encode() if lines else b"[]\n"
 
 
 def all_rows() -> list[LedgerRow]:

@@ -15,7 +15,7 @@ import numpy as np
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.host_memory import host_memory
 from evenload.data.hub import model_from
-from evenload.data.lengths import read_lengths
+from evenload.data.lengths import read_length_table
 from evenload.explore.batches import BatchRule
 from evenload.explore.timelines import detailed_timeline
 from evenload.plan.planner import StepPlanner
@@ -61,7 +61,7 @@ def panels() -> list[Panel]:
         host=host_memory(cluster),
     )
     rule = BatchRule(num_documents=DOCUMENTS, context=CONTEXT, overlong="truncate")
-    (batch,) = rule.sample(read_lengths(str(LENGTHS)), steps=1, seed=0)
+    (batch,) = rule.sample(read_length_table(str(LENGTHS)).lengths, steps=1, seed=0)
     result = []
     for strategy in STRATEGIES:
         proposal = planner.propose(0, batch.documents, strategy)

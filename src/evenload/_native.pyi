@@ -97,7 +97,6 @@ class CostTable:
     windows: list[int]
     forward: PassTable
     backward: PassTable
-    shared_tile: int
     context_hidden_share: float
     copy_s_per_byte: float
     context_ring: bool

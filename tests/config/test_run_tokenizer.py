@@ -46,8 +46,7 @@ def configured(project: Path, *overrides: str) -> TrainConfig:
 
 
 def opened(config: TrainConfig):
-    model = config.model
-    return require_tokenizer(config.data, model_path=model.path, random_init=model.random_init, vocab_size=VOCABULARY)
+    return require_tokenizer(config.data, config.model.pretrained, VOCABULARY)
 
 
 @pytest.mark.parametrize("path", ["model", "model/config.json"])

@@ -170,8 +170,9 @@ def test_tensor_parallelism_divides_work_and_adds_its_transfers() -> None:
 
 
 def test_transfers_hide_behind_attention_of_local_documents_only() -> None:
-    """16 tokens shared by 4 ranks, and 7 that are too short to be cut (tile 1): whole on one of them."""
-    shared, both = (SliceColumns.from_ranges([docs], cp=4) for docs in ([(0, 0, 16)], [(0, 0, 16), (1, 0, 7)]))
+    """16 tokens shared by 4 ranks, and 7 whole on one of them."""
+    shared = SliceColumns.from_ranges([[(0, 0, 16)]], cp=4)
+    both = dataclasses.replace(SliceColumns.from_ranges([[(0, 0, 16), (1, 0, 7)]]), cp=np.array([4, 1]))
     for bandwidth in (1e9, 100.0, 1.0):
         link = LinkSpec(bandwidth_bytes_per_s=bandwidth, latency_s=0.0)
         coefficients = sample_coefficients(intra_node=link, devices_per_node=8, copy_s_per_byte=0.001)
@@ -180,8 +181,8 @@ def test_transfers_hide_behind_attention_of_local_documents_only() -> None:
         placed = 3 * 16 * 16 * 0.001
         compute = 3 * (4 * 1.0 + 136 / 4 * 0.1 + 2 * 0.01 + 5.0) + 4 * 0.5
         assert costs.pack_seconds(shared, "forward")[0, 0] == pytest.approx(compute + moved + placed)
-        local = 3 * 28 / 4 * 0.1  # pairs of the short document on the average rank
-        compute += 3 * (7 / 4 * 1.0 + 0.25 * 0.01) + 7 / 4 * 0.5 + local
+        local = 3 * 28 * 0.1  # pairs of the short document
+        compute += 3 * (7 * 1.0 + 0.01) + 7 * 0.5 + local
         exposed = max(0.0, moved - 0.8 * local)
         assert costs.pack_seconds(both, "forward")[0, 0] == pytest.approx(compute + exposed + placed)
 
@@ -287,6 +288,15 @@ def test_causes_add_up_and_none_is_negative(lengths, cp, tp, pp, direction, data
     np.testing.assert_allclose(total_s, costs.pack_seconds(columns, direction, policy), rtol=1e-12)
     for name in CAUSES:
         assert (getattr(split, name) >= -1e-9 * total_s).all(), name
+
+
+def test_short_shared_slices_cost_one_tensor_rank_no_transfers() -> None:
+    """What a planner prices is split by costs that cut slices alike, however short they are."""
+    given = costs_of(even_layout(3, cp=4), attention_tile=16)
+    costs = StepPlanner(given.model, given.coefficients, given.layout, None, host="unlimited").costs
+    split = split_pack_seconds(costs, SliceColumns.from_ranges([[(0, 0, 7)]], cp=4), "forward")
+    np.testing.assert_array_equal(split.tp_communication_s, 0.0)
+    assert (split.kernels_s > 0).all()
 
 
 @settings(max_examples=50, deadline=None)

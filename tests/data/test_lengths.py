@@ -7,7 +7,7 @@ import pytest
 
 from corpus_files import FORMATS, data_config, write_corpus
 from evenload.data.config import DataConfig, MixturePart
-from evenload.data.lengths import count_documents, read_length_table, read_lengths
+from evenload.data.lengths import count_documents, read_length_table
 from evenload.data.tokenize import train_byte_pair_tokenizer
 from evenload.errors import ConfigError, DataError
 
@@ -22,14 +22,14 @@ def npy(values):
 def test_documents_of_a_source_are_counted_as_the_loader_would_read_them(tmp_path, format):
     texts = ["abc", "三", "", "x" * 500]
     root = write_corpus(tmp_path, format, texts, num_files=1)
-    assert read_lengths(root).tolist() == [4, 4, 501]
+    assert read_length_table(root).lengths.tolist() == [4, 4, 501]
     config = data_config("elsewhere", append_eos=False, max_document_tokens=5)
-    assert read_lengths(root, config).tolist() == [3, 3, 500]
+    assert read_length_table(root, config).lengths.tolist() == [3, 3, 500]
 
 
 def test_a_glob_of_text_files_is_a_text_source(tmp_path):
     write_corpus(tmp_path, "text", ["abc", "de"])
-    assert read_lengths(str(tmp_path / "*.txt")).tolist() == [4, 3]
+    assert read_length_table(str(tmp_path / "*.txt")).lengths.tolist() == [4, 3]
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_a_glob_of_text_files_is_a_text_source(tmp_path):
 def test_files_that_hold_no_lengths_say_why(tmp_path, name, content, why):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=why):
-        read_lengths(str(tmp_path / name))
+        read_length_table(str(tmp_path / name))
 
 
 @pytest.mark.parametrize(
@@ -101,10 +101,10 @@ def test_pickled_arrays_are_refused_without_advice_to_unpickle(tmp_path):
     (tmp_path / "a.npy").write_bytes(npy(np.array([1, "a", None], object)))
     (tmp_path / "b.npy").write_bytes(pickle.dumps([1, 2]))
     with pytest.raises(DataError, match="pickled Python objects, which could run code") as error:
-        read_lengths(str(tmp_path / "a.npy"))
+        read_length_table(str(tmp_path / "a.npy"))
     assert "allow_pickle" not in str(error.value)
     with pytest.raises(DataError, match=r"not a numpy array file; save int32 or int64 with numpy\.save$"):
-        read_lengths(str(tmp_path / "b.npy"))
+        read_length_table(str(tmp_path / "b.npy"))
 
 
 def test_documents_say_whether_bytes_or_tokens_were_counted(tmp_path):
@@ -141,10 +141,10 @@ def test_a_mixture_is_counted_whole_or_refused(tmp_path):
 @pytest.mark.parametrize("name", ["none.npy", "none.txt", "none"])
 def test_missing_files_are_named(tmp_path, name):
     with pytest.raises(ConfigError, match=name):
-        read_lengths(str(tmp_path / name))
+        read_length_table(str(tmp_path / name))
 
 
 def test_corrupt_records_are_left_out_if_asked(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n{"text"\n{"text": "bcd"}\n')
     config = data_config("elsewhere", on_corrupt="skip")
-    assert read_lengths(str(tmp_path), config).tolist() == [2, 4]
+    assert read_length_table(str(tmp_path), config).lengths.tolist() == [2, 4]

@@ -122,14 +122,14 @@ def test_what_is_remembered_is_what_would_be_planned_again(batches, engine, wind
 
 def test_an_evaluation_plans_no_step_twice_by_one_strategy(monkeypatch):
     request = []
-    propose = StepPlanner._propose
+    propose = StepPlanner.answer
 
     def counted(self, one):
         if self.options.micro_batches is None:
             request.append((one.step, one.strategy))
         return propose(self, one)
 
-    monkeypatch.setattr(StepPlanner, "_propose", counted)
+    monkeypatch.setattr(StepPlanner, "answer", counted)
     evaluate_engine(planner_of("trainer"), sampled_of([[9], [10], [11]]), None)
     twice = {one for one in request if request.count(one) > 1}
     assert not {one for one in twice if one[1] != "wlb"}

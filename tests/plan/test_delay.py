@@ -14,7 +14,7 @@ from cost_samples import sample_coefficients, sample_model
 from evenload.config.keys import plan_options
 from evenload.cost.analytic import analytic_coefficients
 from evenload.data.hub import model_from
-from evenload.data.lengths import read_lengths
+from evenload.data.lengths import read_length_table
 from evenload.errors import DataError
 from evenload.plan.deferral import EASY_DELAY_STEPS, TIGHT_DEGREE, AtHand, DelayState, Waiting, release_balanced
 from evenload.plan.planner import Proposal, StepPlanner
@@ -160,7 +160,7 @@ def table_128k(name: str, n: int) -> np.ndarray:
         # WLB Fig. 3: most documents short, longest = the window, documents below 64K hold 77 % of the tokens.
         lengths = np.random.default_rng(0).lognormal(np.log(1200), 1.756, n)
         return np.clip(lengths.astype(np.int64), 16, WINDOW_128K)
-    table = read_lengths(str(Path(__file__).parents[2] / "examples" / "lengths" / f"{name}.npy.gz"))
+    table = read_length_table(str(Path(__file__).parents[2] / "examples" / "lengths" / f"{name}.npy.gz")).lengths
     return np.minimum(np.random.default_rng(0).choice(table, n).astype(np.int64), WINDOW_128K)
 
 

@@ -12,7 +12,7 @@ from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.host_memory import HostMemory, Unlimited, fullest_node_bytes, host_memory, peak_host_bytes
 from evenload.cost.layer_counts import POLICIES, activation_bytes_per_token
 from evenload.cost.memory import ReplicaPacks
-from evenload.data.lengths import read_lengths
+from evenload.data.lengths import read_length_table
 from evenload.errors import InfeasiblePlanError
 from evenload.explore.batches import BatchRule
 from evenload.plan.host_memory import host_excess_bytes, ordered_within_host
@@ -98,7 +98,7 @@ def test_what_host_memory_there_is_is_used() -> None:
     model, cluster = MODELS["llama-150b"], cluster_from("h100x256")
     layout = even_layout(model.num_layers, dp=16, pp=2, tp=8, virtual=2)
     rule = BatchRule(num_documents=1024, context=65_536, overlong="truncate")
-    (batch,) = rule.sample(read_lengths(str(LENGTHS_TABLE)), steps=1, seed=0)
+    (batch,) = rule.sample(read_length_table(str(LENGTHS_TABLE)).lengths, steps=1, seed=0)
     options, host = PlanOptions(max_pack_tokens=65_536, policy="choose", dp_merge=True), host_memory(cluster)
     costs = analytic_coefficients(model, cluster, layout)
     planner = StepPlanner(model, costs, layout, cluster.device.usable_bytes, options, host=host)

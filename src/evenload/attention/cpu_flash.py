@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from evenload.attention.range_attention import Gradients, KeyParts, Scoring, keys_by_range, work_dtype
+from evenload.attention.range_attention import Gradients, KeyParts, Scoring, keys_by_range, merge_into, work_dtype
 from evenload.attention.range_sizes import RangeSizes
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -51,7 +51,7 @@ class CpuFlashAttention:
 
 
 def _forward_range(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
-    """q [G, H/G, n, D], k and v [s, G, D] -> output [G, H/G, n, D] and log-sum-exp [G, H/G, n]."""
+    """q [G, H/G, n, D], k and v [s, G, D] -> output [G, H/G, n, D], log-sum-exp [G, H/G, n]."""
     scale, window, is_causal = scoring
     repeat, n, prefix = q.shape[1], q.shape[2], k.shape[0] - q.shape[2]
     if window and window < k.shape[0]:
@@ -64,8 +64,9 @@ def _forward_range(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> tuple[T
     if not (is_causal and prefix):
         return _forward(q, _keys(k, repeat), _keys(v, repeat), 0.0, is_causal, scale=scale)
     out, lse = _forward(q, _keys(k[prefix:], repeat), _keys(v[prefix:], repeat), 0.0, True, scale=scale)
-    before, lse_before = _forward(q, _keys(k[:prefix], repeat), _keys(v[:prefix], repeat), 0.0, False, scale=scale)
-    return _merge(out, lse, before, lse_before)
+    out = out.to(lse.dtype)
+    merge_into(out, lse, *_forward(q, _keys(k[:prefix], repeat), _keys(v[:prefix], repeat), 0.0, False, scale=scale))
+    return out, lse
 
 
 def _backward_range(
@@ -113,13 +114,6 @@ def _keys(k: Tensor, repeat: int) -> Tensor:
     row, head, item = k.stride()
     # One operator, where transpose, unsqueeze and expand are three: with short documents their calls count.
     return k.as_strided((k.shape[1], repeat, k.shape[0], k.shape[2]), (head, 0, row, item))
-
-
-def _merge(out: Tensor, lse: Tensor, other: Tensor, lse_other: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over the union of two key sets; weights in the log-sum-exp's precision."""
-    both = torch.logaddexp(lse, lse_other)
-    merged = out * (lse - both).exp().unsqueeze(-1) + other * (lse_other - both).exp().unsqueeze(-1)
-    return merged.to(out.dtype), both
 
 
 def _bands(like: Tensor, n: int, prefix: int, window: int) -> list[tuple[slice, slice, Tensor]]:

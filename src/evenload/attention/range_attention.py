@@ -86,6 +86,19 @@ def first_visible_key(start: int, window: int) -> int:
     return max(0, start - window + 1) if window else 0
 
 
+def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Add attention over other keys in place, weighted by log-sum-exps. Autograd must never run through this.
+
+    Args:
+        out: [..., D], lse: [...], of the keys so far (0 and -inf = none); both fp32 or fp64.
+        part: [..., D] in any precision, part_lse: [...], of other keys, at least one.
+    """
+    both = torch.logaddexp(lse, part_lse)
+    out.mul_((lse - both).exp().unsqueeze(-1))
+    out.addcmul_(part.to(out.dtype), (part_lse - both).exp().unsqueeze(-1))
+    lse.copy_(both)
+
+
 def work_dtype(like: Tensor) -> torch.dtype:
     """Return the precision of log-sum-exps and of gradients of keys and values: fp64 for fp64, else fp32."""
     return torch.float64 if like.dtype == torch.float64 else torch.float32

@@ -18,12 +18,12 @@ from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.pack_cost import PackCosts
 from evenload.errors import ConfigError, DataError, InfeasiblePlanError
 from evenload.explore.timelines import detailed_timeline, overlapped_pack_times
-from evenload.feed.step_maker import PlannedStep, StepMaker
+from evenload.feed.step_maker import PlannedStep
 from evenload.plan.planner import RunPlanner
 from evenload.plan.strategies.strategy import LeftOutStrategy
 from evenload.runtime.comm.mesh import most_of_ranks
 from evenload.runtime.step_metrics import StepReport
-from evenload.runtime.step_source import PreparedStep, prepare_step
+from evenload.runtime.step_source import PreparedStep, prepare_step, step_maker
 from evenload.runtime.trainer import Trainer
 from evenload.types.base import Frozen
 from evenload.types.plan import StepPlan
@@ -115,13 +115,7 @@ def _planned(
     planner = make_planner(config, trainer.model, mesh.layout, coefficients, memory_cap_bytes, mesh.ranks_per_machine)
     source = trainer.new_loader()
     try:
-        maker = StepMaker(
-            source,
-            RunPlanner(planner, strategy, may_delay=False),
-            replicas=lambda layout: layout.replicas(mesh.num_ranks),
-            max_pack_tokens=config.max_pack_tokens,
-            waiting=mesh.watch.waiting,
-        )
+        maker = step_maker(source, RunPlanner(planner, strategy, may_delay=False), mesh, config.max_pack_tokens)
         steps: list[PlannedStep] = []
         while len(steps) < num_batches and (step := maker.next()) is not None:
             steps.append(step)

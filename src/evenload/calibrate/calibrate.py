@@ -218,13 +218,6 @@ class TimedRound(NamedTuple):
     windows: tuple[int, ...]
 
 
-class Calibration(NamedTuple):
-    """Holds fitted coefficients, and the tokens of the largest pack that every rank timed."""
-
-    coefficients: CostCoefficients
-    largest_pack_tokens: int
-
-
 def calibrate(
     stages: Mapping[int, PipelineStage],
     model: ModelSpec,
@@ -233,8 +226,9 @@ def calibrate(
     device_name: str,
     demand: float = 1.0,
     max_pack_tokens: int = 0,
-) -> Calibration:
-    """Measure and fit; every rank returns the same. Adds to gradients: zero them before training. Collective.
+) -> tuple[CostCoefficients, int]:
+    """Measure and fit; return the coefficients, the same on every rank, and the tokens of the largest pack that all
+    timed. Adds to gradients: zero them before training. Collective.
 
     Args:
         stages: of this rank; layers of the first are timed, on a GPU a few of them.
@@ -249,7 +243,7 @@ def calibrate(
     everyone = min(attempts, key=lambda ranks: max_noise(ranks).size)
     fitted = coefficients_of(everyone, model, device_name, mesh.layout, is_cpu=mesh.device.type == "cpu")
     largest = min(max(sum(stop - start for _, start, stop in pack.ranges) for pack in rank.packs) for rank in everyone)
-    return Calibration(fitted, largest)
+    return fitted, largest
 
 
 def _measured(

@@ -141,8 +141,7 @@ def plan_inputs(request: PlanRequest, source: LengthSource) -> PlanInputs:
         )
     host = host_memory(cluster)
     if run is not None:
-        random_init = run.model.random_init
-        require_tokenizer(source.data, model_path=run.model.path, random_init=random_init, vocab_size=model.vocab_size)
+        require_tokenizer(source.data, run.model.pretrained, model.vocab_size)
         if run.plan.memory_bytes:
             device = msgspec.structs.replace(
                 cluster.device, memory_bytes=run.plan.memory_bytes, reserved_bytes=0, fragmentation_share=0.0

@@ -8,9 +8,9 @@ import msgspec
 import typer
 
 from evenload.cli import launch
-from evenload.cli.options import COUNTS, command_of, option, parse_tokens, require_writable, write_output
+from evenload.cli.options import COUNTS, command_of, indented_json, option, parse_tokens, require_writable, write_output
 from evenload.cli.plan_inputs import measured_message
-from evenload.cost.coefficients import CostCoefficients, encode_coefficients
+from evenload.cost.coefficients import CostCoefficients
 from evenload.errors import ConfigError, require_train_extra
 
 # ruff: noqa: RUF009  (`option` makes a field, whose default is no call)
@@ -79,7 +79,7 @@ def run_profile(request: ProfileRequest) -> None:
 
     costs = msgspec.json.decode(content, type=CostCoefficients)
     new = output.with_name(f"{output.name}.new")
-    write_output(new, encode_coefficients(costs))
+    write_output(new, indented_json(costs))
     new.replace(output)
     partial_path(output).unlink(missing_ok=True)
     typer.echo(f"{output}: {measured_message(costs)}")

@@ -75,10 +75,7 @@ def require_runnable(config: TrainConfig) -> ParallelLayout:
         require_complete(read_coefficients(file), spec, layout, f"train.cost_file {file}")
     if config.parallel.cp_exchange == "ring":
         require_no_window(max(spec.windows))
-    tokenizer = require_tokenizer(
-        config.data, model_path=config.model.path, random_init=config.model.random_init, vocab_size=spec.vocab_size
-    )
-    require_same_token_ids(tokenizer)
+    require_same_token_ids(require_tokenizer(config.data, config.model.pretrained, spec.vocab_size))
     config.optimizer.rate(config.optimizer.warmup_steps, config.train.steps)  # finds and runs a user's function
     if config.train.kernels == "liger" and (why := liger_refusal(config.train.device, config.model.dtype)):
         raise ConfigError(f'train.kernels is "liger": {why}; or set train.kernels = "auto"')
@@ -232,13 +229,13 @@ def _known_or_measured(
     say("calibrating: timing this model's layers on this machine (seconds; cached for the next run)")
     longest = max_document_tokens or config.data.max_document_tokens
     most, demand = config.max_pack_tokens, _computing_demand(threads)
-    measured = calibrate(trainer.stages, trainer.model, mesh, longest, name, demand, most)
-    if mesh.device.type == "cuda" and 2 * measured.largest_pack_tokens <= most:
+    measured, timed_tokens = calibrate(trainer.stages, trainer.model, mesh, longest, name, demand, most)
+    if mesh.device.type == "cuda" and 2 * timed_tokens <= most:
         say(
-            f"packs of up to {measured.largest_pack_tokens:,} tokens were timed, as time and memory allowed; the run's "
+            f"packs of up to {timed_tokens:,} tokens were timed, as time and memory allowed; the run's "
             f"may have {most:,}, whose seconds are extrapolated"
         )
-    noise = measured.coefficients.noise
+    noise = measured.noise
     if noise is not None and noise.is_noisy:
         say(
             f"calibration was disturbed: {noise.describe()}. Predicted seconds may be too long. These costs are not "
@@ -246,13 +243,13 @@ def _known_or_measured(
         )
     elif mesh.rank == 0:
         try:
-            write_cached(path, measured.coefficients)
+            write_cached(path, measured)
         except OSError as error:  # such as of a home that is no directory of the user's
             say(
                 f"these costs are not kept for the next run: {path.parent} cannot be written ({error.strerror}); set "
                 "HOME or XDG_CACHE_HOME"
             )
-    return measured.coefficients
+    return measured
 
 
 def what_is_timed(config: TrainConfig) -> str:

@@ -42,14 +42,14 @@ def with_default_tokenizer(data: DataConfig, model_path: str) -> DataConfig:
     return data
 
 
-def require_tokenizer(data: DataConfig, *, model_path: str, random_init: bool, vocab_size: int) -> DocumentTokenizer:
+def require_tokenizer(data: DataConfig, pretrained: str | None, vocab_size: int) -> DocumentTokenizer:
     """Open the run's tokeniser and check all that depends on it: encoders, templates, ends of documents. Raises
-    `ConfigError`: no such file or not a tokeniser, more ids than the model's vocabulary, or bytes for pretrained
-    weights; see also `open_encoder`."""
+    `ConfigError`: no such file or not a tokeniser, more ids than the model's vocabulary, or bytes for weights that are
+    `pretrained` (a model's path; None = random ones); see also `open_encoder`."""
     tokenizer = open_tokenizer(data.tokenizer, data.eos_token)
-    mean_nothing = not random_init and vocab_size > MAX_BYTE_VOCABULARY
+    mean_nothing = pretrained is not None and vocab_size > MAX_BYTE_VOCABULARY
     if mean_nothing and isinstance(tokenizer, ByteTokenizer) and not reads_token_ids(data):
-        unset = f"data.tokenizer is not set and {model_path} holds no {TOKENIZER_FILE}"
+        unset = f"data.tokenizer is not set and {pretrained} holds no {TOKENIZER_FILE}"
         cause = f'data.tokenizer is "{BYTES}"' if data.tokenizer == BYTES else unset
         raise ConfigError(
             f"{cause}, so pretrained weights with a vocabulary of {vocab_size:,} ids (bytes fit at most "

@@ -61,6 +61,11 @@ class ModelConfig(Frozen):
     def __post_init__(self) -> None:
         write_out_home(self)
 
+    @property
+    def pretrained(self) -> str | None:
+        """Return the path of the weights that training starts from; None = random ones."""
+        return None if self.random_init else self.path
+
 
 class ParallelConfig(Frozen):
     """Sizes of the parallel dimensions; their product is the number of processes.

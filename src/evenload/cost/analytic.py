@@ -19,7 +19,7 @@ from evenload.cost.coefficients import CostCoefficients, OverlapCost, PassCoeffi
 from evenload.cost.group_transfers import TENSOR_CHUNKS, TENSOR_RINGS, tensor_ring_seconds
 from evenload.cost.layer_counts import (
     BACKWARD_ATTENTION_RATIO,
-    backward_linear_ratio,
+    BACKWARD_LINEAR_RATIO,
     kv_gradient_bytes_per_token,
     require_supported_layout,
 )
@@ -61,7 +61,8 @@ def analytic_coefficients(
     matmul_flops_per_s = device.peak_flops_per_s * device.matmul_efficiency
     memory_bytes_per_s = device.memory_bytes_per_s or device.peak_flops_per_s / FLOPS_PER_MEMORY_BYTE
 
-    linear_s, linear_ratio = 2.0 * model.linear_parameters_per_layer / matmul_flops_per_s, backward_linear_ratio(model)
+    linear_s = 2.0 * model.linear_parameters_per_layer / matmul_flops_per_s
+    linear_ratio = 1.0 if model.adapter_parameters_per_layer else BACKWARD_LINEAR_RATIO  # frozen matrices have no dW
     attention_s = [
         ratio * 4.0 * model.num_heads * model.head_dim / (device.peak_flops_per_s * share)
         for ratio, share in zip((1.0, BACKWARD_ATTENTION_RATIO), device.attention_shares(attention), strict=True)

@@ -470,10 +470,5 @@ def read_coefficients(path: str | Path) -> CostCoefficients:
         raise ConfigError(f"cost file {path} is not valid: {error}; make it again with evenload profile") from error
 
 
-def encode_coefficients(coefficients: CostCoefficients) -> bytes:
-    """Encode a cost file as indented JSON."""
-    return msgspec.json.format(msgspec.json.encode(coefficients), indent=2) + b"\n"
-
-
 def write_coefficients(path: str | Path, coefficients: CostCoefficients) -> None:
-    Path(path).write_bytes(encode_coefficients(coefficients))
+    Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(coefficients), indent=2) + b"\n")

@@ -44,11 +44,6 @@ class HostMemory:
     devices_per_node: int
     limit_bytes: int | None
 
-    @property
-    def of_device_bytes(self) -> int | None:
-        """Return what each device gets where all get as much; None = not limited."""
-        return None if self.limit_bytes is None else self.limit_bytes // self.devices_per_node
-
 
 Unlimited = Literal["unlimited"]
 """In place of a `HostMemory` where nothing limits offloaded activations, or nothing is offloaded: a name, so that no

@@ -51,11 +51,6 @@ def slice_pairs(start: NDArray, stop: NDArray, window: int = 0, *, causal: bool 
     return tokens * np.minimum(tokens, 2.0 * window + 1) if window else tokens * tokens
 
 
-def backward_linear_ratio(model: ModelSpec) -> float:
-    """Return backward / forward of the model's own matrix products: frozen ones (LoRA) have no dW."""
-    return 1.0 if model.adapter_parameters_per_layer else BACKWARD_LINEAR_RATIO
-
-
 def recomputed_share(model: ModelSpec) -> float:
     """Return, of a layer's matrix products forward, the share that the backward of a recomputed document makes again:
     all but the down projection, unless a norm behind it reads its output."""

@@ -59,13 +59,11 @@ class SliceFeatures:
         windows: the distinct ones of its layers, 0 = full.
         tile: query rows of one attention block; an incomplete block costs a whole one.
         causal: every token sees those before it; else the whole document.
-        keeps_short_whole: short slices of a shared pack stay whole on one rank.
     """
 
     windows: tuple[int, ...]
     tile: int
     causal: bool
-    keeps_short_whole: bool
 
     def of_packs(self, columns: SliceColumns, chosen: NDArray[np.bool_] | None = None) -> NDArray[np.float64]:
         """Return the features of packs, on one of the ranks that share each, of the slices that are `chosen`
@@ -87,8 +85,6 @@ class SliceFeatures:
     ) -> NDArray[np.float64]:
         """Return the features of slices, each shared by `ranks` (int64[num_slices]; None = 1), with another attention
         `tile` than the model's if given; column 2 is left 1 for the pack constant; float64[num_slices, num_columns]."""
-        if ranks is not None and (ranks > 1).any():
-            return self._of_shared_slices(start, stop, ranks)
         tile = self.tile if tile is None else tile
         rows = stop - start
         out = np.ones((len(rows), pairs_column(len(self.windows))))
@@ -99,34 +95,24 @@ class SliceFeatures:
             pairs = slice_pairs(start, stop, window, causal=self.causal)
             out[:, pairs_column(index)] = pairs + missing_rows * last_row_keys
             out[:, prefix_column(index)] = np.minimum(start, window) if window else start
+        if ranks is not None and (shared := ranks > 1).any():
+            out[shared] = self._of_shared_slices(start[shared], stop[shared], ranks[shared])
         return out
 
-    def is_sharded(self, rows: NDArray[np.int64], ranks: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Say which slices are cut over their ranks; the others stay whole on one of them."""
-        shortest = 2 * ranks * self.tile if self.keeps_short_whole else 0
-        return (ranks > 1) & (rows >= shortest)
-
     def _of_shared_slices(self, start: NDArray, stop: NDArray, ranks: NDArray[np.int64]) -> NDArray[np.float64]:
-        rows = stop - start
-        sharded = self.is_sharded(rows, ranks)
-        share = 1.0 / ranks
+        rows, share = stop - start, 1.0 / ranks
         out = np.ones((len(rows), pairs_column(len(self.windows))))
-        out[:, 0] = rows * share
-        out[:, 1] = np.where(sharded, 2.0, share)
+        out[:, 0], out[:, 1] = rows * share, 2.0
         chunk = -(-rows // (2 * ranks))
         # Chunks i and 2·ranks - 1 - i of a rank begin and end, on average, here: the rows they lack to tiles see so
         # many keys.
         chunk_start = start + rows * (2 * ranks - 1) / (4.0 * ranks)
         chunk_end = start + rows * (2 * ranks + 1) / (4.0 * ranks)
         for index, window in enumerate(self.windows):
-            last_row_keys = np.minimum(stop, window) if window else stop
-            chunk_keys = np.minimum(chunk_end, window) if window else chunk_end
-            missing_if_cut = 2 * (-chunk % self.tile) * chunk_keys
-            missing_if_whole = (-rows % self.tile) * last_row_keys * share
-            missing = np.where(sharded, missing_if_cut, missing_if_whole)
+            prefix, keys = (np.minimum(edge, window) if window else edge for edge in (chunk_start, chunk_end))
+            missing = 2 * (-chunk % self.tile) * keys
             out[:, pairs_column(index)] = slice_pairs(start, stop, window) * share + missing
-            prefix, chunk_prefix = (np.minimum(keys, window) if window else keys for keys in (start, chunk_start))
-            out[:, prefix_column(index)] = np.where(sharded, 2 * chunk_prefix, prefix * share)
+            out[:, prefix_column(index)] = 2 * prefix
         return out
 
 
@@ -164,27 +150,14 @@ def _link(link: LinkSpec | None) -> _native.Link:
 
 
 class PackCosts:
-    """Costs of one (model, coefficients, layout); immutable. `keeps_short_whole`: short slices of a shared pack stay
-    whole on one rank; planners of steps price them as cut. Raises `ConfigError` where the layout does not suit the
-    model."""
+    """Costs of one (model, coefficients, layout); immutable. Slices of a shared pack are priced as cut over its ranks,
+    short ones too. Raises `ConfigError` where the layout does not suit the model."""
 
-    def __init__(
-        self,
-        model: ModelSpec,
-        coefficients: CostCoefficients,
-        layout: ParallelLayout,
-        *,
-        keeps_short_whole: bool = True,
-    ) -> None:
+    def __init__(self, model: ModelSpec, coefficients: CostCoefficients, layout: ParallelLayout) -> None:
         require_supported_layout(model, layout)
         self.model, self.coefficients, self.layout = model, coefficients, layout
         self.windows = tuple(sorted(set(model.windows)))
-        self.features = SliceFeatures(
-            windows=self.windows,
-            tile=coefficients.attention_tile,
-            causal=model.causal,
-            keeps_short_whole=keeps_short_whole,
-        )
+        self.features = SliceFeatures(windows=self.windows, tile=coefficients.attention_tile, causal=model.causal)
         self.stage_seconds: dict[Direction, NDArray[np.float64]] = {
             "forward": self._stage_rates("forward", layout.tp),
             "backward": self._stage_rates("backward", layout.tp),
@@ -237,7 +210,6 @@ class PackCosts:
         table.num_stages, table.num_ranks = layout.num_stages, layout.pipeline_ranks
         table.layout_cp, table.layout_tp = layout.cp, layout.tp
         table.tile, table.causal = coefficients.attention_tile, model.causal
-        table.shared_tile = coefficients.attention_tile if self.features.keeps_short_whole else 0
         table.devices_per_node = coefficients.devices_per_node
         table.windows = list(self.windows)
         table.forward, table.backward = (self._pass_table(direction) for direction in ("forward", "backward"))
@@ -322,9 +294,8 @@ class PackCosts:
         """
         seconds = self.compute_seconds(columns, direction)
         if (columns.cp > 1).any():
-            is_local = ~self.features.is_sharded(columns.slice_tokens(), columns.cp)
             sent = self._exchanged_tokens(columns, is_cut)
-            seconds += self.waiting_seconds(columns, direction, columns.pack_ranks(), *sent, is_local)
+            seconds += self.waiting_seconds(columns, direction, columns.pack_ranks(), *sent, columns.cp == 1)
         return seconds if policy is None else self.under_policy(seconds, columns, direction, policy)
 
     def under_policy(
@@ -469,7 +440,7 @@ class PackCosts:
     def _exchanged_tokens(
         self, columns: SliceColumns, is_cut: NDArray[np.bool_] | None
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Count the tokens of every pack's sharded slices, of documents that are never cut and of others;
+        """Count the tokens of every pack's shared slices, of documents that are never cut and of others;
         float64[num_packs] each."""
         rows = columns.slice_tokens()
         if is_cut is None:
@@ -477,7 +448,7 @@ class PackCosts:
             is_cut[columns.doc[columns.start > 0]] = True
         # In a ring a slice's keys and values travel with those of its prefix.
         sent = columns.start + rows if self.coefficients.context_exchange == "ring" else rows
-        sent = np.where(self.features.is_sharded(rows, columns.cp), sent, 0)
+        sent = np.where(columns.cp > 1, sent, 0)
         return tuple(columns.pack_sums(np.where(is_cut[columns.doc] == cut, sent, 0)) for cut in (False, True))  # type: ignore[return-value]
 
     def _attention_seconds(self, features: NDArray[np.float64], direction: Direction) -> NDArray[np.float64]:

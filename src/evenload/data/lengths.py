@@ -47,10 +47,6 @@ class LengthTable:
     tokenizer: str | None
 
 
-def read_lengths(source: str, config: DataConfig | None = None) -> NDArray[np.int64]:
-    return read_length_table(source, config).lengths
-
-
 def read_length_table(source: str, config: DataConfig | None = None) -> LengthTable:
     """Read the lengths of documents that are not empty; `ConfigError` or `DataError` where `source` holds none.
 

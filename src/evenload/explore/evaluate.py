@@ -283,14 +283,10 @@ def _flexed(flexible: FlexPlanner, batches: Sequence[SampledBatch]) -> tuple[lis
 
 
 def _part_note(stride: int) -> str:
-    return (
-        ""
-        if stride == 1
-        else (
-            f"estimated on one of {stride} replicas and documents; packs and deferred tokens are the part's times "
-            f"{stride}, plan time and timelines the part's"
-        )
-    )
+    if stride == 1:
+        return ""
+    of_part = f"packs and deferred tokens are the part's times {stride}, plan time and timelines the part's"
+    return f"estimated on one of {stride} replicas and documents; {of_part}"
 
 
 def _sizes(layout: ParallelLayout) -> dict[str, int]:
@@ -443,11 +439,7 @@ class TriedWindow(NamedTuple):
 
 def with_window(planner: StepPlanner, window_tokens: int) -> StepPlanner:
     """Return a planner whose `best_fit` fills windows of so many tokens."""
-    options = planner.options.with_own(BestFitOptions(window_tokens=window_tokens))
-    costs = planner.costs
-    return StepPlanner(
-        costs.model, costs.coefficients, planner.layout, planner.memory_cap_bytes, options, host=planner.host
-    )
+    return planner.with_options(planner.options.with_own(BestFitOptions(window_tokens=window_tokens)))
 
 
 def best_window(planner: StepPlanner, batches: Sequence[SampledBatch]) -> TriedWindow | None:

@@ -118,12 +118,6 @@ def ledger_intervals() -> tuple[KindInterval, ...]:
     return msgspec.json.decode(_FILE.read_bytes(), type=tuple[KindInterval, ...])
 
 
-def encode_intervals(intervals: tuple[KindInterval, ...]) -> bytes:
-    """Encode the file, one line for each interval."""
-    lines = ",\n".join(f"  {msgspec.json.encode(one).decode()}" for one in intervals)
-    return f"[\n{lines}\n]\n".encode() if intervals else b"[]\n"
-
-
 def _published(error: float, costs: str) -> PredictionInterval:
     return PredictionInterval(
         low=1 / (1 + error),

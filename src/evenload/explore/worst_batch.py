@@ -149,14 +149,11 @@ def _draw(lengths: NDArray[np.int64], rule: BatchRule, order: Order) -> SampledB
 
 
 def _fitting_policy(planner: StepPlanner, worst: _Planned, strategy: str) -> str:
-    costs, documents = planner.costs, worst.batch.documents
+    can_offload = planner.costs.coefficients.host_link is not None
     for policy in ("choose", "recompute", "offload"):
-        if policy == planner.options.policy or (policy == "offload" and costs.coefficients.host_link is None):
+        if policy == planner.options.policy or (policy == "offload" and not can_offload):
             continue
-        options = msgspec.structs.replace(planner.options, policy=policy)
-        other = StepPlanner(
-            costs.model, costs.coefficients, planner.layout, planner.memory_cap_bytes, options, host=planner.host
-        )
-        if other.propose(0, documents, strategy).feasible:
+        other = planner.with_options(msgspec.structs.replace(planner.options, policy=policy))
+        if other.propose(0, worst.batch.documents, strategy).feasible:
             return policy
     return ""

@@ -81,8 +81,8 @@ class EnginePlanner(StepPlanner):
         """Predict what the plan takes on the engine."""
         return engine_price(proposal.plan, self.profile, self.costs, self.shape, self.schedule)
 
-    def _propose(self, request: StepRequest) -> Proposal:
-        # The plan's own prediction stays that of Evenload's runtime.
+    def answer(self, request: StepRequest) -> Proposal:
+        """Plan as `propose`; the plan's own prediction stays that of Evenload's runtime."""
         require_strategy(self.profile, request.strategy, self.options, self.layout)
         if request.strategy != BEST:
             return self._proposed(self, request)
@@ -92,7 +92,7 @@ class EnginePlanner(StepPlanner):
     def _proposed(self, planner: StepPlanner, request: StepRequest) -> Proposal:
         """Propose a plan by `planner`, this one or one of other options; return the earlier one where there is one."""
         if self._made is None:
-            return StepPlanner._propose(planner, request)
+            return StepPlanner.answer(planner, request)
         # A strategy that defers nothing plans alike whatever waits and follows.
         delays = strategy_named(request.strategy).delays(planner.options)
         of_state = (request.state, request.is_last) if delays else request.state is None
@@ -105,7 +105,7 @@ class EnginePlanner(StepPlanner):
             of_state,
         )
         if key not in self._made:
-            self._made[key] = StepPlanner._propose(planner, request)
+            self._made[key] = StepPlanner.answer(planner, request)
         return self._made[key]
 
     def _fastest(self, request: StepRequest) -> Proposal:
@@ -129,8 +129,7 @@ class EnginePlanner(StepPlanner):
             for more in sorted({math.ceil(factor * count) for factor in MORE_MICRO_BATCHES} - {count}):
                 if more * self.layout.dp <= len(request.documents):
                     options = msgspec.structs.replace(self.options, micro_batches=more)
-                    sizes = self.costs.model, self.costs.coefficients, self.layout
-                    tries.append((StepPlanner(*sizes, None, options, host=self.host), BALANCED.name))
+                    tries.append((self.with_options(options), BALANCED.name))
         if not priced:
             raise failed[0]
         return min(priced, key=lambda one: one[0])[1]

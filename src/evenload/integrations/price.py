@@ -30,7 +30,7 @@ from evenload.schedule.registry import SCHEDULES
 from evenload.schedule.simulate import simulate
 from evenload.schedule.step_collectives import SimulatedReplica, step_end
 from evenload.types.base import Frozen
-from evenload.types.columns import SliceColumns
+from evenload.types.columns import SliceColumns, whole_document_columns
 from evenload.types.document import Direction, PackPlan
 from evenload.types.pipeline import PipelineTasks
 from evenload.types.plan import StepPlan
@@ -218,26 +218,16 @@ def engine_costs(profile: EngineProfile, costs: PackCosts) -> PackCosts:
 
 
 def _with_coefficients(costs: PackCosts, **changes: object) -> PackCosts:
-    """Replace coefficients. Engines cut every document of a shared micro-batch, short ones too."""
-    coefficients = msgspec.structs.replace(costs.coefficients, **changes)
-    return PackCosts(costs.model, coefficients, costs.layout, keeps_short_whole=False)
+    return PackCosts(costs.model, msgspec.structs.replace(costs.coefficients, **changes), costs.layout)
 
 
 def _replica(profile: EngineProfile, costs: PackCosts, micro_batches: Sequence[EngineMicroBatch]) -> _Replica:
     # Padding behind the documents of a micro-batch is a document of its own, which attends to itself.
     rests = [one.padded_tokens - sum(one.document_tokens) for one in micro_batches]
     tokens = [[*one.document_tokens, *[rest] * (rest > 0)] for one, rest in zip(micro_batches, rests, strict=True)]
-    sizes = np.array([len(own) for own in tokens], np.int64)
-    stop = np.array(list(itertools.chain.from_iterable(tokens)), np.int64)
-    columns = SliceColumns(
-        doc=np.arange(len(stop), dtype=np.int32),
-        start=np.zeros(len(stop), np.int64),
-        stop=stop,
-        pack_offset=np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64),
-        pad_to=np.zeros(len(sizes), np.int64),
-        cp=np.full(len(stop), costs.layout.cp, np.int64),
-    )
-    tasks = pipeline_tasks(costs, ReplicaPacks(columns, columns, stop))
+    number, num_tokens = itertools.count(), np.array(list(itertools.chain.from_iterable(tokens)), np.int64)
+    columns = whole_document_columns([[next(number) for _ in own] for own in tokens], num_tokens, costs.layout.cp)
+    tasks = pipeline_tasks(costs, ReplicaPacks(columns, columns, num_tokens))
     if profile.context_parallel == "heads" and costs.layout.cp > 1 and columns.num_packs:
         forward_s, backward_s = (_shared_heads_seconds(costs, columns, way) for way in ("forward", "backward"))
         tasks = replace(tasks, forward_s=forward_s, backward_s=backward_s)

@@ -120,7 +120,7 @@ class StepPlanner:
     ) -> None:
         self.options = options or PlanOptions()
         # Searches price shared packs per document whatever the rule: what rules choose from is known as plans run.
-        self.costs = PackCosts(model, coefficients, layout, keeps_short_whole=False)
+        self.costs = PackCosts(model, coefficients, layout)
         self.layout = layout
         self.memory_cap_bytes = memory_cap_bytes
         self.host = host if isinstance(host, HostMemory) else HostMemory(coefficients.devices_per_node, None)
@@ -157,9 +157,15 @@ class StepPlanner:
                 and is not among the documents.
             InfeasiblePlanError: every candidate exceeds the token limit.
         """
-        return self._propose(StepRequest(step, documents, strategy, left_out, state, is_last))
+        return self.answer(StepRequest(step, documents, strategy, left_out, state, is_last))
 
-    def _propose(self, request: StepRequest) -> Proposal:
+    def with_options(self, options: PlanOptions) -> "StepPlanner":
+        """Return a planner with other options, otherwise alike."""
+        costs, cap_bytes = self.costs, self.memory_cap_bytes
+        return StepPlanner(costs.model, costs.coefficients, self.layout, cap_bytes, options, host=self.host)
+
+    def answer(self, request: StepRequest) -> Proposal:
+        """Plan as `propose`."""
         step, documents, state = request.step, request.documents, request.state
         chosen = strategy_named(request.strategy)
         first = self._problem(step, documents)
@@ -202,7 +208,7 @@ class StepPlanner:
             )
         limit = self.memory_cap_bytes
         cap = None if limit is None else np.full(self.layout.pipeline_ranks, limit, dtype=np.int64)
-        host_bytes = self.host.of_device_bytes
+        host_bytes = None if self.host.limit_bytes is None else self.host.limit_bytes // self.host.devices_per_node
         return StepProblem(doc_ids, num_tokens, self.costs, cap, self.options, host_device_bytes=host_bytes)
 
     def _step_plan(

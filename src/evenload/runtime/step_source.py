@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from evenload.data.loader import GlobalBatchLoader
 from evenload.errors import InvalidPlanError
 from evenload.feed.prefetcher import Prefetcher
-from evenload.feed.step_maker import PlannedStep, Planner, StepMaker
+from evenload.feed.step_maker import PlannedStep, Planner, State, StepMaker
 from evenload.plan.layouts.flex_planner import PlannerState
 from evenload.runtime.comm.mesh import Mesh, Meshes
 from evenload.runtime.replay.rank_packs import Exchange, RankPackTokens, RankStep
@@ -30,6 +30,14 @@ def prepare_step(
         own = {action.pack for action in plan.schedules[mesh.dp_rank].ranks[mesh.pp_rank]}
     packs = RankPackTokens(plan, mesh.dp_rank, mesh.context, exchange, mesh.device).collate(tokens, own)
     return RankStep(plan, packs, transfer_order(plan, mesh.dp_rank, mesh.pp_rank, mesh.channels))
+
+
+def step_maker(
+    loader: GlobalBatchLoader, planner: Planner[State], mesh: Mesh, max_pack_tokens: int
+) -> StepMaker[State]:
+    """Return the maker of steps that all ranks of the job make together."""
+    replicas, waiting = lambda layout: layout.replicas(mesh.num_ranks), mesh.watch.waiting
+    return StepMaker(loader, planner, replicas=replicas, max_pack_tokens=max_pack_tokens, waiting=waiting)
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,14 +82,7 @@ class StepSource:
         of_run: int | None,
         planner_state: PlannerState,
     ) -> None:
-        watch, num_ranks = meshes.start.watch, meshes.start.num_ranks
-        maker = StepMaker(
-            loader,
-            planner,
-            replicas=lambda layout: layout.replicas(num_ranks),
-            max_pack_tokens=max_pack_tokens,
-            waiting=watch.waiting,
-        )
+        maker = step_maker(loader, planner, meshes.start, max_pack_tokens)
         maker.planner_state = planner_state
         self._loader = loader
         made = 0

@@ -59,12 +59,7 @@ class Trainer:
         backend = next(iter(self.state.stages.values())).backend  # what `auto` took
         self.model = msgspec.structs.replace(self.model, attention_kernels=attention_kernels(backend.name))
         self.hf_config = self.state.held.hf_config
-        tokenizer = require_tokenizer(
-            config.data,
-            model_path=config.model.path,
-            random_init=config.model.random_init,
-            vocab_size=self.model.vocab_size,
-        )
+        tokenizer = require_tokenizer(config.data, config.model.pretrained, self.model.vocab_size)
         self.run_tokenizer_text = run_tokenizer_text(config.data, tokenizer, self.model.vocab_size)
         self.tokenizer_warnings = tokenizer_warnings(config.data, tokenizer, config.model.path)
         self._tokenizer = tokenizer

@@ -70,8 +70,6 @@ def static_order(tasks: PipelineTasks, forward_counts: NDArray[np.int64], warmup
     """
     m_f, m_b, num_stages = tasks.num_forward, tasks.num_backward, tasks.num_stages
     _check(tasks, forward_counts, warmup)
-    if num_stages == tasks.num_ranks and (tasks.stage_to_rank == np.arange(num_stages)).all():
-        return _one_stage_a_rank(m_f, forward_counts, warmup)
     per_stage = m_f + m_b
     # Doubled first keys stay integers: 2 (k - w[s]) and 2 f[j] - 1.
     first = np.empty((num_stages, per_stage), dtype=np.int64)
@@ -93,23 +91,6 @@ def static_order(tasks: PipelineTasks, forward_counts: NDArray[np.int64], warmup
         stage=np.repeat(stage.ravel(), per_stage)[order],
         pack=np.tile(pack, num_stages)[order],
         rank_offset=np.concatenate([[0], np.cumsum(stages_on_rank * per_stage)]).astype(np.int64),
-    )
-
-
-def _one_stage_a_rank(m_f: int, forward_counts: NDArray[np.int64], warmup: NDArray[np.int64]) -> ActionColumns:
-    """Do the same without sorting."""
-    num_stages, m_b = len(warmup), len(forward_counts)
-    place = np.arange(m_b) + np.minimum(m_f, forward_counts + warmup[:, None])
-    kind = np.zeros((num_stages, m_f + m_b), np.uint8)
-    np.put_along_axis(kind, place, 1, axis=1)
-    pack = np.empty(kind.shape, np.int32)
-    pack[kind == 0] = np.tile(np.arange(m_f, dtype=np.int32), num_stages)
-    pack[kind == 1] = np.tile(np.arange(m_b, dtype=np.int32), num_stages)
-    return ActionColumns(
-        kind=kind.ravel(),
-        stage=np.repeat(np.arange(num_stages, dtype=np.int32), m_f + m_b),
-        pack=pack.ravel(),
-        rank_offset=np.arange(num_stages + 1, dtype=np.int64) * (m_f + m_b),
     )
 
 

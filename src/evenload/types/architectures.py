@@ -69,7 +69,6 @@ class Architecture:
         gated: three matrices in the feed-forward block.
         ffn_factor: width of the feed-forward block in hidden sizes where the configuration does not say; 0 = it must.
         post_norm: norms follow attention and feed-forward block.
-        plain_norms: norms are a weight times the row over its root mean square.
         causal: False for encoders.
         full_every: layers whose number, from 1, it divides have no window; 0 = all have one.
         pattern_key: the key of `full_every`, where there is one.
@@ -99,7 +98,6 @@ class Architecture:
     gated: bool = True
     ffn_factor: int = 0
     post_norm: bool = False
-    plain_norms: bool = True
     causal: bool = True
     full_every: int = 0
     pattern_key: str = ""
@@ -159,11 +157,10 @@ EXPERTS_UNCUT = "has experts: their matrices are not cut in this version"
 """Why tensor parallelism refuses a model with experts."""
 
 _ALL = (
-    Architecture(model_type="gemma", classes="Gemma", tied=True, plain_norms=False),
+    Architecture(model_type="gemma", classes="Gemma", tied=True),
     Architecture(
         model_type="gemma2",
         classes="Gemma2",
-        plain_norms=False,
         tied=True,
         post_norm=True,
         full_every=2,
@@ -174,7 +171,6 @@ _ALL = (
         model_type="gemma3_text",
         nested_in="gemma3",
         classes="Gemma3",
-        plain_norms=False,
         tied=True,
         post_norm=True,
         full_every=6,

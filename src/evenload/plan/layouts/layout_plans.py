@@ -141,11 +141,7 @@ class LayoutPlans:
         return self._kept[key]
 
     def _planned(self, layout: ParallelLayout, step: StepRequest) -> MemoryPlans:
-
-        def propose(planner: StepPlanner) -> Proposal:
-            return planner.propose(*step[:4], state=step.state, is_last=step.is_last)
-
-        usual, cap_bytes = propose(self.planner_of(layout)), self._start.memory_cap_bytes
+        usual, cap_bytes = self.planner_of(layout).answer(step), self._start.memory_cap_bytes
         may_choose = self._start.options.policy == "choose"
         policies = [choice.candidate.packs.policy for choice in usual.choices if may_choose]
         is_stored = not any(policy is not None and (policy != REPLAY).any() for policy in policies)
@@ -158,14 +154,14 @@ class LayoutPlans:
                 self._start.costs.model,
                 layout.arrangement,
                 cap_bytes,
-                lambda one: propose(self._planner(one, "replay")),
+                lambda one: self._planner(one, "replay").answer(step),
             )
         by_documents = usual if usual.feasible and "documents" in wanted else None
         fitting = [one for one in (by_documents, by_layers) if one is not None]
         fastest = min(fitting, key=lambda one: one.plan.predicted.step_time_s, default=None)
         if fastest is None:
             # Beyond memory either way: by how much where activations are stored.
-            fastest = usual if not usual.feasible else propose(self._planner(layout, "replay"))
+            fastest = usual if not usual.feasible else self._planner(layout, "replay").answer(step)
         return MemoryPlans(
             chosen=fastest,
             is_stored=False,

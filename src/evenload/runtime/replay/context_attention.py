@@ -36,6 +36,7 @@ from evenload.attention.range_attention import (
     RangeAttention,
     Scoring,
     first_visible_key,
+    merge_into,
     work_dtype,
 )
 from evenload.attention.range_sizes import RangeSizes
@@ -441,16 +442,3 @@ def require_no_window(window: int) -> None:
             f"parallel.cp_exchange 'ring' and sliding windows (here {window} tokens) do not go together; use "
             "parallel.cp_exchange = 'all_gather'"
         )
-
-
-def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Add attention over other keys in place, weighted by log-sum-exps. Autograd must never run through this.
-
-    Args:
-        out: [n, H, D], lse: [n, H], of the keys so far (0 and -inf = none); both fp32 or fp64.
-        part: [n, H, D] in any precision, part_lse: [n, H], of other keys, at least one.
-    """
-    both = torch.logaddexp(lse, part_lse)
-    out.mul_((lse - both).exp().unsqueeze(-1))
-    out.addcmul_(part.to(out.dtype), (part_lse - both).exp().unsqueeze(-1))
-    lse.copy_(both)

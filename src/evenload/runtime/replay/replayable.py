@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
-from evenload.attention.range_attention import Scoring, work_dtype
+from evenload.attention.range_attention import Gradients, Scoring, work_dtype
 from evenload.runtime.model.lora import is_adapter
 from evenload.runtime.replay.context_attention import AttentionCall
 from evenload.runtime.replay.state import ReplayState, count_values
@@ -265,32 +265,6 @@ class _Order:
 _RECORDED: dict[type, type[nn.Module]] = {nn.Linear: ReplayLinear, Conv1D: ReplayConv1D}
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, state: ReplayState, layer: int, scoring: Scoring) -> Tensor:
-    """Attend in all ranges of a pack: q [T, H, D], k and v [T, G, D] -> output [T, H, D]."""
-    store, attention, shared = state.store, state.attention, state.shared
-    call = AttentionCall(state.backend, store, layer, scoring)
-    if state.direction == "forward":
-        if shared is not None:
-            out, lse = shared.forward(call, q, k, v)
-        else:
-            store.record_pack_keys(layer, k, v)
-            out, lse = attention.attend(call, q)
-        store.record((layer, "attention"), out)
-        store.record((layer, "lse"), lse)
-        return out
-    out, lse = store.read((layer, "attention"), state.ranges), store.read((layer, "lse"), state.ranges)
-    queries = q.detach()
-
-    def backward(grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        grad = grad.contiguous()
-        if shared is not None:
-            return shared.backward(call, grad, queries, out, lse)
-        dq, dk, dv = attention.gradients(call, grad, queries, out, lse)
-        return dq, dk.to(queries.dtype), dv.to(queries.dtype)
-
-    return known_output(out, backward, q, k, v)
-
-
 def _hf_attention(
     module: nn.Module,
     query: Tensor,
@@ -311,7 +285,28 @@ def _hf_attention(
     # Not `t[0]`: in backward that fills a tensor with zeros and copies the gradient into it.
     q, k, v = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))
     layer: int = module.layer_idx  # type: ignore[assignment]
-    return _attend(q, k, v, state, layer, Scoring(scaling, sliding_window or 0))[None], None
+    store, attention, shared = state.store, state.attention, state.shared
+    call = AttentionCall(state.backend, store, layer, Scoring(scaling, sliding_window or 0))
+    if state.direction == "forward":
+        if shared is not None:
+            out, lse = shared.forward(call, q, k, v)
+        else:
+            store.record_pack_keys(layer, k, v)
+            out, lse = attention.attend(call, q)
+        store.record((layer, "attention"), out)
+        store.record((layer, "lse"), lse)
+        return out[None], None
+    out, lse = store.read((layer, "attention"), state.ranges), store.read((layer, "lse"), state.ranges)
+    queries = q.detach()
+
+    def backward(grad: Tensor) -> Gradients:
+        grad = grad.contiguous()
+        if shared is not None:
+            return shared.backward(call, grad, queries, out, lse)
+        dq, dk, dv = attention.gradients(call, grad, queries, out, lse)
+        return dq, dk.to(queries.dtype), dv.to(queries.dtype)
+
+    return known_output(out, backward, q, k, v)[None], None
 
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _hf_attention)

@@ -40,7 +40,7 @@ from evenload.runtime.replay.rank_packs import Exchange, PackTokens
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.runtime.replay.store import ForwardStore
 from evenload.runtime.stages.rank_state import RankState
-from evenload.runtime.step_source import prepare_step
+from evenload.runtime.step_source import prepare_step, step_maker
 from evenload.stepplan.plan_file import forward_only
 from evenload.types.document import Range
 from evenload.types.layout import ParallelLayout
@@ -202,13 +202,8 @@ class Validator:
         assert options.max_pack_tokens is not None, "`make_planner` decides it"
         costs = planner.costs
         planner = StepPlanner(costs.model, costs.coefficients, planner.layout, None, options, host=planner.host)
-        return StepMaker(
-            self._loader,
-            RunPlanner(planner, self._strategy, may_delay=False),
-            replicas=lambda layout: layout.replicas(mesh.num_ranks),
-            max_pack_tokens=options.max_pack_tokens,
-            waiting=mesh.watch.waiting,
-        )
+        run_planner = RunPlanner(planner, self._strategy, may_delay=False)
+        return step_maker(self._loader, run_planner, mesh, options.max_pack_tokens)
 
     def _losses(self, planned: PlannedStep, state: RankState) -> "_BatchLosses":
         documents, step = planned.plan.documents, None
