@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import threading
 import time
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from dist_training import COSTS
 from evenload.cost.coefficients import write_coefficients
 from evenload.report.run_files import METRIC_KEYS, read_metrics
 from evenload.types.text import counted
-from process_tree import children_of, ranks_of, server_of
+from process_tree import ranks_of
 from rank_server import rank_context
 
 SETTINGS = """
@@ -42,9 +41,9 @@ def project(small_project) -> Path:
 def run_here(project: Path, capsys: pytest.CaptureFixture[str]):
     """Trains from this process, whose ranks start with everything imported; gives what the launcher itself says after
     its first line."""
-    rank_context()
 
     def run(*arguments: str) -> tuple[int, str]:
+        rank_context()
         code = commands.run("train", "config.toml", *arguments)
         first, _, more = capsys.readouterr().err.partition("\n")
         assert first.startswith("evenload ")
@@ -101,22 +100,14 @@ def test_a_run_leaves_what_the_design_promises_and_resumes_after_a_kill_bit_equa
 
 
 @pytest.mark.long
-def test_a_dead_rank_stops_the_run_with_its_error_in_seconds(project, run_here):
-    server = server_of(os.getpid())
-    others, killed_s = set(children_of(server)), []
-
-    def kill_one() -> None:
-        wait_for_rows(project / "run", 1)
-        (_, second) = (pid for pid in children_of(server) if pid not in others)
-        os.kill(second, signal.SIGKILL)
-        killed_s.append(time.monotonic())
-
-    killer = threading.Thread(target=kill_one)
-    killer.start()
-    code, output = run_here("train.steps=100000")
-    assert time.monotonic() - killed_s[0] < 60
-    killer.join()
-    assert code == 2
+def test_a_dead_rank_stops_the_run_with_its_error_in_seconds(project):
+    process = start_train(project, "train.steps=100000")
+    wait_for_rows(project / "run", 1, process)
+    os.kill(ranks_of(process.pid)[1], signal.SIGKILL)
+    killed_s = time.monotonic()
+    output, _ = process.communicate(timeout=200)
+    assert time.monotonic() - killed_s < 60
+    assert process.returncode == 2
     assert "evenload: error: rank 1 was killed by SIGKILL" in output
 
 

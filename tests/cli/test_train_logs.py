@@ -36,9 +36,7 @@ cost_file = "cost.json"
 @pytest.mark.skipif(
     not (find_spec("wandb") and find_spec("tensorboard")), reason="wandb and tensorboard are not installed"
 )
-def test_trackers_profile_and_log_of_a_run_that_is_stopped_and_goes_on(
-    small_project, tmp_path, monkeypatch, command_here
-):
+def test_trackers_profile_and_log_of_a_run_that_is_stopped_and_goes_on(small_project, tmp_path, monkeypatch):
     """SIGTERM after some steps: a checkpoint, exit code 143; the same command goes on in the same run everywhere."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -64,8 +62,9 @@ def test_trackers_profile_and_log_of_a_run_that_is_stopped_and_goes_on(
         assert json.loads(trace.read_text())["traceEvents"]
     assert f"profile of steps 1 to 2, a file a process: {run}/profile/steps-1-to-2-rank-00000.json" in output
 
-    code, _, errors = command_here("train", "config.toml", f"train.steps={stopped_at + 2}")
-    assert code == 0, errors
+    process = start_train(tmp_path, f"train.steps={stopped_at + 2}")
+    output = process.communicate(timeout=400)[0]
+    assert process.returncode == 0, output
     rows = read_metrics(run / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(stopped_at + 2))
     assert [row["total_tokens"] for row in rows] == [

@@ -1,8 +1,8 @@
 """What a reader types from the pages runs: every shell line and Python block, but those that say why they cannot.
 
 In every run the pages' recipes are followed with less data and fewer steps (`page_sizes.SMALLER`) by this process and
-ranks that have imported everything, but for README's last command. `make test-docs` follows those whose files are all
-on the page as they stand, in processes of their own.
+ranks that have imported everything. `make test-docs` follows those whose files are all on the page as they stand, in
+processes of their own.
 """
 
 import runpy
@@ -44,28 +44,16 @@ def reader_here(tmp_path, monkeypatch):
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("page", [page for page in FOLLOWED if page != ROOT / "README.md"], ids=name_of)
+@pytest.mark.parametrize("page", FOLLOWED, ids=name_of)
 @pytest.mark.long
 def test_a_page_is_followed_to_its_end(page, reader_here):
     prepare(name_of(page), reader_here.folder)
-    assert follow(smaller(name_of(page)), reader_here)
-
-
-@pytest.mark.long
-def test_readmes_recipe_is_typed_to_its_end(tmp_path, reader_here):
-    """Planning, training, proving; measuring in a shell, whose command starts processes of its own."""
-    prepare("README.md", tmp_path)
-    blocks = smaller("README.md")
-    (last,) = (at for at, block in enumerate(blocks) if block.is_done and "evenload bench" in block.text)
-    before, command, after = blocks[last].text.partition("evenload bench")
-    done = follow([*blocks[:last], blocks[last]._replace(text=before)], reader_here)
-    rest = [blocks[last]._replace(text=command + after), *blocks[last + 1 :]]
-    done += follow(rest, Reader(tmp_path, reader_here.environment))
-    assert [command.split()[:2] for command in done if command.startswith("evenload")] == [
-        ["evenload", name] for name in ("plan", "train", "check", "bench")
-    ]
-    assert (tmp_path / "plan.html").is_file()
-    assert (tmp_path / "runs/first/report.html").is_file()
+    done = follow(smaller(name_of(page)), reader_here)
+    assert done
+    if page == ROOT / "README.md":
+        commands = [command.split()[1] for command in done if command.startswith("evenload")]
+        assert commands == ["plan", "train", "check", "bench"]
+        assert all((reader_here.folder / name).is_file() for name in ("plan.html", "runs/first/report.html"))
 
 
 @thorough

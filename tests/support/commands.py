@@ -53,10 +53,10 @@ def start_train(
     )  # fmt: skip
 
 
-def wait_for_rows(run: Path, count: int, process: subprocess.Popen | None = None) -> None:
-    """Wait until a run that goes on, in a process that is asked for if it is given, has so many rows of metrics."""
+def wait_for_rows(run: Path, count: int, process: subprocess.Popen) -> None:
+    """Wait until a run that goes on has so many rows of metrics."""
     deadline_s = time.monotonic() + 400
     while not ((run / "metrics.jsonl").is_file() and (run / "metrics.jsonl").read_bytes().count(b"\n") >= count):
-        assert process is None or process.poll() is None, process.communicate()[0]
+        assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline_s
         time.sleep(0.02)

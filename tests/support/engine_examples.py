@@ -5,8 +5,11 @@ import os
 import re
 import runpy
 import sys
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 
+from deepspeed_case import import_deepspeed
 from packed_cases import write_texts
 from rank_server import forking_after, run_as_torchrun
 
@@ -22,12 +25,11 @@ def write_pages(folder):
     return directory
 
 
-def import_trl():
-    import trl.trainer.sft_trainer  # noqa: F401
-
-
-def import_megatron():
-    import megatron.core.models.gpt  # noqa: F401
+ENGINES = {
+    "deepspeed_train.py": import_deepspeed,
+    "megatron_train.py": partial(import_module, "megatron.core.models.gpt"),
+    "trl_sft.py": partial(import_module, "trl.trainer.sft_trainer"),
+}
 
 
 def run_example(name, arguments, output):
@@ -37,10 +39,9 @@ def run_example(name, arguments, output):
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
 
 
-def losses(world_size, name, data, output, steps, *more, prepare=list):
-    """Train with an example, on ranks forked after `prepare`; the loss that it prints of every step."""
-    arguments = ["--data", data, "--steps", steps, "--output", output, *more]
-    words = list(map(str, arguments))
-    forking_after(prepare, run_as_torchrun, world_size, run_example, name, words, output)
+def losses(world_size, name, data, output, steps, *more):
+    """Train with an example; the loss that it prints of every step."""
+    arguments = [*map(str, ("--data", data, "--steps", steps, "--output", output, *more))]
+    forking_after(ENGINES.get(name, list), run_as_torchrun, world_size, run_example, name, arguments, output)
     result = re.findall(r"step:? *(\d+):? +loss:? +([\d.]+)", output.with_suffix(".0.txt").read_text())
     return {int(step): float(loss) for step, loss in result}

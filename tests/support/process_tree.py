@@ -15,15 +15,10 @@ def children_of(pid: int) -> list[int]:
 
 def ranks_of(launcher: int) -> list[int]:
     """Process ids of the two ranks under a launcher, in rank order: the children of its fork server."""
-    ranks = children_of(server_of(launcher))
+    (server,) = (pid for pid in children_of(launcher) if "multiprocessing.forkserver" in _command_line(pid))
+    ranks = children_of(server)
     assert len(ranks) == 2
     return ranks
-
-
-def server_of(process: int) -> int:
-    """Process id of its fork server."""
-    (server,) = (pid for pid in children_of(process) if "multiprocessing.forkserver" in _command_line(pid))
-    return server
 
 
 def family_of(pid: int) -> list[int]:

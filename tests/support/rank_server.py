@@ -42,8 +42,7 @@ def rank_context() -> BaseContext:
             del os.environ["PYTHONPATH"]
         else:
             os.environ["PYTHONPATH"] = before
-    # For its records the launcher asks who called it, by a walk through all modules at every frame: half a second of a
-    # core in a process with a test's thousands of modules, at every start.
+    # torch's launcher asks for its callers by a walk through all modules: half a second of a core at every start.
     dynamic_rendezvous.get_method_name = str
     return context
 
