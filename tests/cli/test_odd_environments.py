@@ -24,7 +24,7 @@ from evenload.config.train_config import TrainConfig, load_train_config, read_tr
 from evenload.errors import ConfigError
 from evenload.types.base import PathText
 from small_run import LONG_TAILED_TEXTS, write_small_costs, write_small_run
-from sweeps import sweep
+from sweeps import LOOKS_FURTHER, sweep
 
 PLAN = ("--model", "llama3-8b", "--cluster", "h100x8", "--strategy", "balanced,best_fit", "--documents", "4")
 NOBODY = "import pwd\ndef getpwuid(uid):\n    raise KeyError(uid)\npwd.getpwuid = getpwuid\n"

@@ -19,7 +19,6 @@ _PRELOADED = [
 ]
 """Modules that import all that ranks use; the first lets float64 models compute as `tests/conftest.py` says."""
 
-
 _OWN_CONTEXT: list[BaseContext] = []
 """Of a process that forks its ranks itself (`forking_after`)."""
 
