@@ -101,6 +101,16 @@ def test_updates_are_adamw_s_with_moments_rounded_after_each(gloo_pool, config_f
     assert all(np.array_equal(result[name], same[name]) for name in result), "ranks agree to the bit"
 
 
+def test_moments_of_two_bytes_learn_as_those_of_four(gloo_pool, config_file, tmp_path):
+    more = ["model.dtype=bfloat16", "train.steps=12", "data.epochs=5", "optimizer.beta2=0.99"]
+    wide = run(gloo_pool, config_file, 1, *more, stop_after=12)
+    half = run(gloo_pool, config_file, 1, *more, *MOMENTS, f"train.output_dir={tmp_path}/half", stop_after=12)
+    assert half.losses[0] == wide.losses[0]
+    assert half.losses == pytest.approx(wide.losses, rel=2e-3)
+    assert half.losses != wide.losses
+    assert wide.losses[-1] < 0.9 * wide.losses[0], "it learns"
+
+
 def test_state_of_six_bytes_goes_on_to_the_bit_and_into_any_layout(gloo_pool, config_file, tmp_path):
     here = f"train.output_dir={tmp_path}/resumed"
     first = run(gloo_pool, config_file, 2, *MOMENTS, here, stop_after=2)
