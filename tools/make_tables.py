@@ -315,7 +315,7 @@ def slimpack() -> str:
     heads = ("model", "context, lengths", "`best_fit`", "`slimpack`", "`auto` (layout)", "× `best_fit`", "× pp ≥ 4")
     reported = (
         f"\n{reached} of {len(fractions)} cells of `auto` reach 92 %, the mean is {statistics.mean(fractions):.1%}, "
-        f"the least {min(fractions):.1%}. Cells with \\* are from older commits, planned and priced as it was then.\n"
+        f"the least {min(fractions):.1%}. Cells with \\* are from older commits.\n"
     )
     lines_and_heads = table((*heads, "× median layout", "the paper", "lost to"), lines)
     return lines_and_heads + reported + source(rows.some(commit=last), "paper_slimpack")

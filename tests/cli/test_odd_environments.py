@@ -24,7 +24,7 @@ from evenload.config.train_config import TrainConfig, load_train_config, read_tr
 from evenload.errors import ConfigError
 from evenload.types.base import PathText
 from small_run import LONG_TAILED_TEXTS, write_small_costs, write_small_run
-from sweeps import LOOKS_FURTHER, thorough
+from sweeps import LOOKS_FURTHER, sweep
 
 PLAN = ("--model", "llama3-8b", "--cluster", "h100x8", "--strategy", "balanced,best_fit", "--documents", "4")
 NOBODY = "import pwd\ndef getpwuid(uid):\n    raise KeyError(uid)\npwd.getpwuid = getpwuid\n"
@@ -80,14 +80,14 @@ def test_tables_and_help_are_written_in_ascii(odd_environment, tmp_path, argumen
 
 RUNS = {
     "train": ("train", "config.toml", "train.output_dir=~/run"),
-    "check": ("check", "config.toml"),
     "bench": ("bench", "config.toml", "--steps", "1", "--rounds", "1", "--json=~/bench.json"),
+    "check": ("check", "config.toml"),
     "profile": ("profile", "--model=~/model", "--minutes", "0.1", "--context", "1k", "--output=~/profile.json"),
 }
 WRITTEN = {"train": "run/report.html", "bench": "bench.json", "profile": "profile.json"}
 
 
-@pytest.mark.parametrize("name", ["train", *(pytest.param(name, marks=thorough) for name in RUNS if name != "train")])
+@pytest.mark.parametrize("name", sweep(list(RUNS), 2))
 def test_processes_start_without_home_name_and_short_tmpdir(odd_environment, tmp_path, name):
     settings = 'max_document_tokens = 1024\nbatch_documents = 6\n[train]\nsteps = 1\ncost_file = "cost.json"\n'
     write_small_run(tmp_path, LONG_TAILED_TEXTS[:12], settings, tied=True)

@@ -176,9 +176,9 @@ def test_every_place_is_run():
 
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: f"{place[0]} virtual {place[1]}")
 def test_rows_equal_plain_training(gloo_pool, adapter, place):
-    """Loss, every gradient and its norm to 1e-10 in float64, and the loss of every document by forwards alone; the
-    error in bfloat16 at most twice that of plain bfloat16 autograd; bytes as predicted, where no documents are
-    shared."""
+    """Loss, every gradient and its norm to 1e-10 in float64; the error in bfloat16 at most twice that of plain bfloat16
+    autograd; the loss of every document by forwards alone, in rows that hold every value, or in all where one looks
+    further; bytes as predicted, where no documents are shared."""
     rows = grouped(matrix_rows())[place]
     if LOOKS_FURTHER:
         switched = [row._replace(switch="on") for row in rows if row.switch == "off"]
@@ -201,13 +201,15 @@ def test_rows_equal_plain_training(gloo_pool, adapter, place):
         )
         for row, plan in zip(rows, plans, strict=True)
     ]
-    ranks = gloo_pool.run(plans[0].layout.world_size, run_rows, tasks, in_bf16)
+    with_forwards = [LOOKS_FURTHER or row.model in WITH_EXPERTS or row in rows_in_bf16() for row in rows]
+    ranks = gloo_pool.run(plans[0].layout.world_size, run_rows, tasks, in_bf16, with_forwards)
     for index, (row, plan) in enumerate(zip(rows, plans, strict=True)):
         results = [rank[index] for rank in ranks]
         expected, of_ranks = expected_of(case_of(row), adapter), [result[:3] for result in results]
         config = case_of(row).config()
         assert_ranks_equal(row.describe(), config, of_ranks, expected.loss, expected.gradients, limit=1e-10)
-        assert_losses_equal(row, plan, results, expected)
+        if with_forwards[index]:
+            assert_losses_equal(row, plan, results, expected)
         stored = [result.stored for result in results]
         is_shared = shares_documents(row.layout, row.dp_merge)
         assert all(one.context > 0 for one in stored) == is_shared, row.describe()

@@ -101,18 +101,16 @@ CASES = {
     "dp3, any order": Case(lambda: orders(4, pp=1, dp=3), is_held=False),
     "pp4 dp2, any order": Case(lambda: orders(3, pp=4, dp=2), is_held=False),
     "pp2 dp2, layers recompute": Case(lambda: recomputing((0, 1), pp=2, dp=2)),
-    "tp2, layers recompute": Case(lambda: recomputing((3,), pp=1, tp=2)),
-    "tp4": Case(lambda: varied(pp=1, tp=4), FOUR_HEADS),
+    "tp2, layers recompute": Case(lambda: recomputing((3,), pp=1, tp=2)[:2]),
+    "tp4": Case(lambda: varied(pp=1, tp=4)[2:3], FOUR_HEADS),
     "pp2 tp2 virtual2, tied": Case(lambda: varied(pp=2, tp=2, virtual=2), TIED),
-    "tp2, biases behind sums": Case(lambda: varied(pp=1, tp=2), {"attention_bias": True, "mlp_bias": True}),
-    "tp2, padding word": Case(lambda: varied(pp=1, tp=2), {"tied": True, "pad_token_id": 60}),
-    "dp2 pp2 tp2": Case(lambda: varied(pp=2, dp=2, tp=2)),
+    "tp2, biases behind sums, padding word": Case(
+        lambda: varied(pp=1, tp=2), {"attention_bias": True, "mlp_bias": True, "tied": True, "pad_token_id": 60}
+    ),
     "dp2 pp2 virtual2, tied, from pp4": Case(lambda: varied(pp=2, dp=2, virtual=2), TIED, before={"pp": 4}),
     "pp3, from dp3": Case(lambda: varied(num_layers=6, pp=3), {"num_hidden_layers": 6}, before={"dp": 3}),
     "cp3, ring": Case(lambda: shared(cp=3), exchange="ring", is_held=False),
-    "cp4": Case(lambda: shared(cp=4), is_held=False),
     "pp2 cp2, ring, policies": Case(lambda: in_context(2, pp=2), exchange="ring", is_held=False),
-    "dp2 cp2 tp2": Case(lambda: shared(dp=2, cp=2, tp=2), is_held=False),
     "pp2 cp2 tp2": Case(lambda: shared(pp=2, cp=2, tp=2), is_held=False),
     "dp4, merged": Case(lambda: merged(dp=4), is_held=False),
     "dp2 cp2, merged, ring": Case(lambda: merged(dp=2, cp=2), exchange="ring", is_held=False),
@@ -124,6 +122,11 @@ CASES = {
     },
 }
 MORE = {
+    "tp4, all schedules": Case(lambda: varied(pp=1, tp=4), FOUR_HEADS),
+    "tp2, layers recompute, all schedules": Case(lambda: recomputing((3,), pp=1, tp=2)),
+    "cp4": Case(lambda: shared(cp=4), is_held=False),
+    "dp2 pp2 tp2": Case(lambda: varied(pp=2, dp=2, tp=2)),
+    "dp2 cp2 tp2": Case(lambda: shared(dp=2, cp=2, tp=2), is_held=False),
     "dp2 pp2 cp2 tp2": Case(lambda: shared(dp=2, pp=2, cp=2, tp=2), is_held=False),
     "dp2 pp2 tp2, from pp4 tp2": Case(lambda: varied(pp=2, dp=2, tp=2), before={"pp": 4, "tp": 2}),
     "pp2 cp2 tp2, tied, from dp2 cp2 tp2": Case(

@@ -16,7 +16,7 @@ from evenload.runtime.model.tensor_weights import require_tensor_parallel
 from evenload.runtime.replay.rank_packs import PackTokens
 from evenload.runtime.replay.store import ActivationStore
 from evenload.runtime.replay.weight_products import WeightProducts
-from evenload.types.document import ActivationPolicy, Range
+from evenload.types.document import Range
 from evenload.types.layout import even_layout
 from gloo_pool import TIMEOUT_S
 from reference_training import tiny_config
@@ -24,7 +24,7 @@ from reference_training import tiny_config
 TOKENS = 24
 
 
-def hidden_transfers_by_action(num_layers: int, recomputed: int = 0) -> dict[str, float]:
+def hidden_transfers_by_action(num_layers: int) -> dict[str, float]:
     """F, B, I, W -> transfers a layer, in units of all rows' hidden states."""
     meshes = create_meshes([even_layout(num_layers, tp=2)], torch.device("cpu"), timeout_s=TIMEOUT_S)
     rank = RankUnderTest(meshes, meshes.start.layout, "llama", {}, torch.float64)
@@ -44,9 +44,7 @@ def hidden_transfers_by_action(num_layers: int, recomputed: int = 0) -> dict[str
         return scatter(rows, counts, what)
 
     group.all_gather, group.all_to_all = all_gather, all_to_all  # type: ignore[method-assign]
-    lengths = {0: recomputed, 1: TOKENS - recomputed} if recomputed else {0: TOKENS}
-    policies: dict[int, ActivationPolicy] = {0: "recompute"} if recomputed else {}
-    ranges, result = tuple(Range(doc_id, 0, tokens) for doc_id, tokens in lengths.items()), {}
+    lengths, ranges, result = {0: TOKENS}, (Range(0, 0, TOKENS),), {}
     positions = torch.arange(TOKENS)
     ids, targets = torch.zeros_like(positions), torch.zeros_like(positions)
     pack = PackTokens(ranges, ids, targets, positions)
@@ -58,7 +56,7 @@ def hidden_transfers_by_action(num_layers: int, recomputed: int = 0) -> dict[str
 
     for split in (False, True):
         stage.begin_step(lengths)
-        store = ActivationStore(lengths, [ranges], policies=policies, shard=stage.row_shard)
+        store = ActivationStore(lengths, [ranges], shard=stage.row_shard)
         products = WeightProducts(store.held) if split else None
         hidden, grad = (torch.randn(stage.num_rows(ranges), stage.hidden_size, dtype=torch.float64) for _ in range(2))
         count("F", lambda h=hidden, s=store: stage.forward_layers(pack, h, s))

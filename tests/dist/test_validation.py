@@ -1,6 +1,6 @@
 """Validation while training: the losses are plain transformers', and the run is the same to the bit as without it.
 
-That forwards alone give every document's loss in every combination of features is a part of test_matrix.py.
+That forwards alone give every document's loss with every feature is a part of test_matrix.py.
 """
 
 from pathlib import Path

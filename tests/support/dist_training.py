@@ -19,7 +19,6 @@ from evenload.runtime.stages.live_stages import Switch
 from evenload.runtime.step_metrics import StepReport
 from evenload.runtime.trainer import Trainer
 from evenload.types.cluster import LinkSpec
-from evenload.types.plan import StepPlan
 from evenload.types.run import LayoutDecision, Sample, Validation
 from gloo_pool import TIMEOUT_S
 
@@ -50,23 +49,16 @@ STEEP_COSTS = msgspec.structs.replace(
 """Balanced cuts differ between forward and backward, and transfers are cheap enough to share documents."""
 
 
-def shared_steps(config_file: str, overrides: list[str], stop_after: int) -> list[tuple[float, int]]:
-    """As `train_steps`; per step the loss and the most ranks that shared a slice."""
-    return _train(config_file, overrides, stop_after, lambda report: (report.row["loss"], _most_ranks(report.plan)))
-
-
-def _most_ranks(plan: StepPlan) -> int:
-    return max(piece.cp for packs in plan.pack_plans for pack in packs.forward for piece in pack.slices)
-
-
 class StepMemory(NamedTuple):
-    """Of one step: measured and predicted peak, policies of its documents, kinds of its actions."""
+    """Of one step: measured and predicted peak, policies of its documents, kinds of its actions, the most ranks
+    that share a slice."""
 
     loss: float
     peak_bytes: int
     predicted_bytes: int
     policies: frozenset[str]
     kinds: frozenset[str]
+    most_ranks: int
 
 
 def memory_steps(config_file: str, overrides: list[str], stop_after: int) -> list[StepMemory]:
@@ -79,7 +71,8 @@ def _memory(report: StepReport) -> StepMemory:
     policies = {p.policies.get(d.doc_id, "replay") for p in plan.pack_plans for pack in p.forward for d in pack.slices}
     kinds = {action.kind for schedule in plan.schedules for rank in schedule.ranks for action in rank}
     numbers = row["peak_memory_bytes"], row["predicted_peak_memory_bytes"]
-    return StepMemory(row["loss"], *numbers, frozenset(policies), frozenset(kinds))  # type: ignore[arg-type]
+    most_ranks = max(piece.cp for packs in plan.pack_plans for pack in packs.forward for piece in pack.slices)
+    return StepMemory(row["loss"], *numbers, frozenset(policies), frozenset(kinds), most_ranks)  # type: ignore[arg-type]
 
 
 def train_steps(config_file: str, overrides: list[str], stop_after: int, export: bool = False) -> list[float]:

@@ -9,6 +9,7 @@ The reference is plain training in float64: documents one by one, no packs, no r
 """
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ import torch
 from engine_records import EngineCase, RankRecord, TrainOrder
 from gloo_pool import GlooPool
 from packed_cases import plain_loss, tokens_of, write_texts
+from rank_server import forking_after
 
 LONGEST = 127
 STEPS, SAVED_AFTER, RESUMED_STEPS = 20, 8, 4
@@ -31,14 +33,22 @@ class Ranks(Protocol):
 
 
 class FreshRanks:
-    """Every call on processes of its own, for engines that keep global state of the process group."""
+    """Every call on processes of its own, for engines that keep global state of the process group; `prepare` imports
+    the engine (`forking_after`)."""
+
+    def __init__(self, prepare: Callable[[], object] = list) -> None:
+        self._prepare = prepare
 
     def run(self, world_size: int, function: Any, *arguments: Any) -> list:
-        pool = GlooPool()
-        try:
-            return pool.run(world_size, function, *arguments)
-        finally:
-            pool.close()
+        return forking_after(self._prepare, _run_fresh, world_size, function, *arguments)
+
+
+def _run_fresh(world_size: int, function: Any, *arguments: Any) -> list:
+    pool = GlooPool()
+    try:
+        return pool.run(world_size, function, *arguments)
+    finally:
+        pool.close()
 
 
 def write_uneven(root: Path) -> list[str]:

@@ -5,10 +5,13 @@ import os
 import re
 import runpy
 import sys
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 
+from deepspeed_case import import_deepspeed
 from packed_cases import write_texts
-from rank_server import run_as_torchrun
+from rank_server import forking_after, run_as_torchrun
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "engines"
 
@@ -22,6 +25,13 @@ def write_pages(folder):
     return directory
 
 
+ENGINES = {
+    "deepspeed_train.py": import_deepspeed,
+    "megatron_train.py": partial(import_module, "megatron.core.models.gpt"),
+    "trl_sft.py": partial(import_module, "trl.trainer.sft_trainer"),
+}
+
+
 def run_example(name, arguments, output):
     sys.argv = [name, *arguments]
     file = output.with_suffix(f".{os.environ['RANK']}.txt")
@@ -31,7 +41,7 @@ def run_example(name, arguments, output):
 
 def losses(world_size, name, data, output, steps, *more):
     """Train with an example; the loss that it prints of every step."""
-    arguments = ["--data", data, "--steps", steps, "--output", output, *more]
-    run_as_torchrun(world_size, run_example, name, list(map(str, arguments)), output)
+    arguments = [*map(str, ("--data", data, "--steps", steps, "--output", output, *more))]
+    forking_after(ENGINES.get(name, list), run_as_torchrun, world_size, run_example, name, arguments, output)
     result = re.findall(r"step:? *(\d+):? +loss:? +([\d.]+)", output.with_suffix(".0.txt").read_text())
     return {int(step): float(loss) for step, loss in result}

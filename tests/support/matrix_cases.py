@@ -73,22 +73,23 @@ class RowTask(NamedTuple):
 class RankResult(NamedTuple):
     """Of one row on one rank: its share of the loss, its gradients by name, the norm of the whole gradient, bytes of
     stored activations; loss and gradients in bfloat16, where asked for; its share of every document's label losses,
-    by forwards alone."""
+    by forwards alone, where asked for."""
 
     loss: float
     gradients: dict
     norm: float
     stored: StoredBytes
     bf16: tuple[float, dict] | None
-    document_losses: np.ndarray
+    document_losses: np.ndarray | None
 
 
-def run_rows(tasks: list[RowTask], in_bf16: list[bool]) -> list[RankResult]:
-    """Rows of one layout, one after the other, on the same process groups."""
+def run_rows(tasks: list[RowTask], in_bf16: list[bool], with_forwards: list[bool]) -> list[RankResult]:
+    """Rows of one layout, one after the other, on the same process groups; some in bfloat16 too, some by forwards alone
+    too."""
     plans = [decode_plan(task.plan) for task in tasks]
     made: dict[tuple[str, ParallelLayout | None], Meshes] = {}
     results = []
-    for task, plan, twice in zip(tasks, plans, in_bf16, strict=True):
+    for task, plan, twice, alone in zip(tasks, plans, in_bf16, with_forwards, strict=True):
         key = task.channels, task.before
         if key not in made:
             layouts = [plan.layout] if task.before is None else [task.before, plan.layout]
@@ -107,7 +108,7 @@ def run_rows(tasks: list[RowTask], in_bf16: list[bool]) -> list[RankResult]:
 
         rank = rank_in(torch.float64)
         loss, gradients, norm, stored = rank.run(plan, batch, task.exchange, is_overlapped=task.is_overlapped)
-        losses = rank.losses(plan, batch, task.exchange)
+        losses = rank.losses(plan, batch, task.exchange) if alone else None
         bf16 = None
         if twice:
             rank = rank_in(torch.bfloat16)

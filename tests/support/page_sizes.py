@@ -4,6 +4,7 @@ Each word must be on the page, so a page that changes fails its test until the t
 `make test-docs` follows the pages of `OWN_SIZE` as they stand.
 """
 
+import json
 from pathlib import Path
 
 import msgspec
@@ -22,6 +23,8 @@ _SHORT = ("max_document_tokens = 1024", "max_document_tokens = 256")
 _FEW = ("batch_documents = 8", "batch_documents = 4")
 _ONE_BENCH = ("best_fit,slimpack,auto\n", "best_fit,slimpack,auto --steps 1 --rounds 1\n")
 _MODEL = "examples/stdlib_demo/model.json"
+SMALL_MODEL = "small_model.json"
+"""In its place in a reader's folder: most of a page's time would be calibrating and training the larger one."""
 
 SMALLER: dict[str, Words] = {
     "README.md": (
@@ -94,22 +97,25 @@ OWN_SIZE = ("README.md", "docs/tutorial.md", *(name for name in SMALLER if name.
 
 
 def smaller(name: str, words: Words | None = None) -> list[Block]:
-    """The blocks of a page with other words, by default those of the table, each of which must be in some block."""
+    """The blocks of a page with `SMALL_MODEL` and other words, by default those of the table, each of which must be in
+    some block."""
     blocks = list(blocks_of(ROOT / name))
     for old, new in SMALLER[name] if words is None else words:
         assert any(old in block.text for block in blocks if block.is_done), f"no block of {name} has: {old}"
         blocks = [block._replace(text=block.text.replace(old, new)) for block in blocks]
-    return blocks
+    return [block._replace(text=block.text.replace(_MODEL, SMALL_MODEL)) for block in blocks]
 
 
 def prepare(name: str, folder: Path) -> None:
     """What a reader of this page has before they begin."""
+    sizes = {"vocab_size": 512, "hidden_size": 32, "intermediate_size": 64}
+    (folder / SMALL_MODEL).write_text(json.dumps(json.loads((ROOT / _MODEL).read_bytes()) | sizes))
     if name == "docs/guide.md":
         save_files(smaller("README.md"), folder)
         # "the `cost.json` that the run left in its `output_dir`"
         run = folder / "runs" / "first"
         run.mkdir(parents=True)
-        model = msgspec.structs.replace(model_from(str(folder / _MODEL)), bytes_per_element=4)
+        model = msgspec.structs.replace(model_from(str(folder / SMALL_MODEL)), bytes_per_element=4)
         measured_on = MeasuredOn(model=model, dp=1, cp=1, pp=2, tp=1)
         write_coefficients(run / "cost.json", msgspec.structs.replace(COSTS, measured_on=measured_on))
         np.save(folder / "lengths.npy", np.random.default_rng(0).integers(1, 900, 100).astype(np.uint32))

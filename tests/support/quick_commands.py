@@ -1,5 +1,5 @@
-"""Commands of `evenload` whose ranks calibrate in a fraction of the time: for tests that ask what a command does, not
-how true its predictions are.
+"""Commands of `evenload` whose ranks calibrate in a fraction of the time, and check steps of few tokens: for tests that
+ask what a command does, not how true its predictions are.
 
 In a process of tests, whose ranks then come from `rank_server` (`quick_commands`), and as a program of its own
 (`python -c "import quick_commands; quick_commands.main()" train config.toml`).
@@ -29,7 +29,7 @@ def _run_quickly(function: Callable[..., int], arguments: tuple, num_processes: 
 
 def quick_rank(function: Callable[..., int], *arguments) -> int:
     """Ranks import this by name."""
-    with quick_calibration():
+    with quick_calibration(), mock.patch("evenload.check.smaller_run._MAX_TOKENS", 512):
         return function(*arguments)
 
 

@@ -7,16 +7,28 @@ import multiprocessing
 import os
 import traceback
 from collections.abc import Callable
+from functools import cache
 from multiprocessing import forkserver
-from multiprocessing.context import ForkServerContext
+from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
 from pathlib import Path
 
-_PRELOADED = ["exact_ranks", "lost_rank_cases", "matrix_cases", "training_cases"]
-"""Modules of this folder that import all that ranks use, and let float64 models compute as `tests/conftest.py` says."""
+_PRELOADED = [
+    *("exact_ranks", "lost_rank_cases", "matrix_cases", "training_cases"),
+    *("quick_commands", "evenload.cli.train_worker", "evenload.cli.measure_worker"),
+]
+"""Modules that import all that ranks use; the first lets float64 models compute as `tests/conftest.py` says."""
+
+_OWN_CONTEXT: list[BaseContext] = []
+"""Of a process that forks its ranks itself (`forking_after`)."""
 
 
-def rank_context() -> ForkServerContext:
+def rank_context() -> BaseContext:
     """Where processes come from; starts the server, where there is none."""
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+    if _OWN_CONTEXT:
+        return _OWN_CONTEXT[0]
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     # The server of Python 3.11 does not search our `sys.path`, and passes over what it does not find without a word.
@@ -29,7 +41,45 @@ def rank_context() -> ForkServerContext:
             del os.environ["PYTHONPATH"]
         else:
             os.environ["PYTHONPATH"] = before
+    # torch's launcher asks for its callers by a walk through all modules: half a second of a core at every start.
+    dynamic_rendezvous.get_method_name = str
     return context
+
+
+def forking_after(prepare: Callable[[], object], function: Callable[..., object], *arguments: object) -> object:
+    """`function(*arguments)` in a process in which `prepare()` was called once, and from which its ranks are forked:
+    for engines that take seconds to import, in every one of some dozens of new ranks.
+
+    Raises:
+        RuntimeError: with the traceback, where it failed.
+    """
+    connection = _server_after(prepare)
+    connection.send((function, arguments))
+    is_done, answer = connection.recv()
+    if not is_done:
+        raise RuntimeError(answer)
+    return answer
+
+
+@cache
+def _server_after(prepare: Callable[[], object]) -> Connection:
+    ours, theirs = rank_context().Pipe()
+    rank_context().Process(target=_serve_after, args=(theirs, prepare), daemon=True).start()
+    theirs.close()
+    return ours
+
+
+def _serve_after(connection: Connection, prepare: Callable[[], object]) -> None:
+    _OWN_CONTEXT.append(multiprocessing.get_context("fork"))
+    multiprocessing.current_process()._config["daemon"] = False  # one that ends with its parent may have no ranks
+    prepare()
+    while True:
+        function, arguments = connection.recv()
+        try:
+            answer = (True, function(*arguments))
+        except Exception:
+            answer = (False, traceback.format_exc())
+        connection.send(answer)
 
 
 def run_as_torchrun(world_size: int, function: Callable[..., object], *arguments: object) -> None:

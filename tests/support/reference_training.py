@@ -41,7 +41,6 @@ _COMMON = {
 
 _HEADS_OF_16 = {"head_dim": 16}
 _GEMMA = {**_HEADS_OF_16, "query_pre_attn_scalar": 20, "sliding_window": 9}
-_MOE = {"moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True}
 _EXPERTS = {"moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True}
 _OWN: dict[str, tuple[type[PretrainedConfig], dict]] = {
     "llama": (LlamaConfig, {}),

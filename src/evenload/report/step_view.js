@@ -85,7 +85,9 @@
     state.view = bounded(state.view, whole);
     state.tokens = bounded(state.tokens, wholeTokens);
     draw();
-    root.setAttribute("data-drawn", `${state.section}/${state.step}/${state.replica}`);
+    const drawn = `${state.section}/${state.step}/${state.replica}`;
+    // After the frame that draws: until then nothing has a place on the page.
+    requestAnimationFrame(() => turn === shown && root.setAttribute("data-drawn", drawn));
   };
 
   const slowestFirst = (section) => {
