@@ -55,6 +55,8 @@ SHAPES = ((8, 512), (16, 2_048), (64, 4_096))
 LIMITS = (16_384, 32_768, 65_536)
 DRAWS = 2
 OURS, TRL = "evenload", "TRL token budget"
+TRL_SHARE = 5
+"""Every so many instances are divided by TRL, which takes a microsecond a token and more."""
 RANKS, ROUNDS, QUICK_ROUNDS = 4, 12, 2
 STEP_TOKENS = 3 * RANKS * CONTEXT
 SAME_LOSS = 1e-4
@@ -218,8 +220,9 @@ def divide_rows(quick: bool) -> Iterator[Row]:
         cases = list(instances(ranks, documents, quick))
         own = [judged(ours, lengths, ranks, limit) for lengths, limit in cases]
         for name, divide in divisions.items():
-            every = own if name == OURS else [judged(divide, lengths, ranks, limit) for lengths, limit in cases]
-            pairs = [(one, mine) for one, mine in zip(every, own, strict=True) if one and mine]
+            share = slice(0, None, TRL_SHARE if name == TRL else 1)
+            every = own if name == OURS else [judged(divide, lengths, ranks, limit) for lengths, limit in cases[share]]
+            pairs = [(one, mine) for one, mine in zip(every, own[share], strict=True) if one and mine]
             if not pairs:
                 continue
             row = partial(Row, "micro_batches", f"{ranks} ranks x {documents:,} documents, {name}")

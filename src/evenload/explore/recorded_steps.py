@@ -9,7 +9,7 @@ price: the cost model's seconds of every document, and a constant a micro-batch.
 import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Literal, NamedTuple
 
 import msgspec
@@ -119,13 +119,12 @@ def _problem(step: RecordedStep, num_ranks: int, context: int, equal_counts: boo
     return next((text for text, is_so in problems.items() if is_so), "")
 
 
-def fitted_cost(costs: PackCosts, lengths: Sequence[int]) -> Cost:
-    """Return what a trainer gives to `micro_batches`, four digits each: by least squares nearest to the cost model."""
-    num_tokens = np.array(lengths)
-    work_s = costs.document_seconds(num_tokens)
-    found = np.linalg.lstsq(num_tokens[:, None] ** [1.0, 2.0], work_s)[0]
-    if found.min() < 0:  # attention computes whole tiles, so of documents of few tiles longer ones take less a token
-        found = np.array([work_s.sum() / num_tokens.sum(), 0.0])
+def fitted_cost(costs: PackCosts) -> Cost:
+    """Return what a trainer gives to `micro_batches`, four digits each: nearest to the cost model, by relative errors
+    of documents of 256 to 131,072 tokens."""
+    num_tokens = 2 ** np.arange(8, 18)
+    rows = num_tokens[:, None] ** [1.0, 2.0] / costs.document_seconds(num_tokens)[:, None]
+    found = np.linalg.lstsq(rows, np.ones(len(rows)))[0]
     return Cost(*(float(f"{one:.4g}") for one in (*found, costs.pack_constant_s)))
 
 
