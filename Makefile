@@ -73,15 +73,14 @@ test-torch-%: .venv/dev
 	PIP_CONFIG_FILE=/dev/null .venv/torch-$*/bin/python $(PIP_OTHER) torch==$*
 	.venv/torch-$*/bin/python -m pytest -n $(TEST_PROCESSES) --dist worksteal -p no:cacheprovider $(TORCH_TESTS)
 
-# Engines whose requirements contradict those of `dev`. Each has an environment that holds what differs, and sees PyTorch and
-# the rest through .venv.
+# Engines whose requirements contradict those of `dev`. Each environment holds what differs, and sees PyTorch and the
+# rest through .venv.
 TITAN := .venv/torchtitan
+SEAMS := .venv/seams
 
-VERL := .venv/verl
-
-test-engines: $(TITAN)/installed $(VERL)/installed  ## engines that cannot stand beside `dev`: torchtitan, verl; 0.4 GB more
+test-engines: $(TITAN)/installed $(SEAMS)/installed  ## engines that cannot stand beside `dev`: torchtitan, verl, the newest Megatron-Core; 0.4 GB more
 	$(TITAN)/bin/python -m pytest -n 0 --durations=5 tests/integrations/test_torchtitan_trainer.py
-	$(VERL)/bin/python -m pytest -n 0 --durations=5 tests/seams/test_verl.py
+	$(SEAMS)/bin/python -m pytest -n 0 --durations=5 tests/seams/test_verl.py tests/seams/test_megatron_seam.py
 
 # Half a minute on 2 cores, PyTorch being there.
 $(TITAN)/installed: .venv/dev constraints-torchtitan.txt
@@ -91,11 +90,14 @@ $(TITAN)/installed: .venv/dev constraints-torchtitan.txt
 	  $$($(BIN)/python tools/share_packages.py --extra torchtitan)
 	@touch $@
 
-# Without what verl's functions on a batch do not need: vLLM, Weights & Biases and the rest of its requirements.
-$(VERL)/installed: .venv/dev constraints-verl.txt
-	$(BIN)/python -m venv $(VERL)
-	$(BIN)/python tools/share_packages.py $(VERL)
-	$(VERL)/bin/python $(PIP_OTHER) --no-deps -r constraints-verl.txt
+# Without what verl's functions on a batch do not need: vLLM, Weights & Biases and the rest of its requirements. Of
+# Megatron-Core, which asks for Python 3.12, one file is read.
+$(SEAMS)/installed: .venv/dev constraints-seams.txt
+	$(BIN)/python -m venv $(SEAMS)
+	$(BIN)/python tools/share_packages.py $(SEAMS)
+	$(SEAMS)/bin/python $(PIP_OTHER) --no-deps -r constraints-seams.txt
+	$(SEAMS)/bin/python $(PIP_OTHER) --no-deps --target $$(echo $(SEAMS)/lib/python3*/site-packages) \
+	  --python-version 3.12 --ignore-requires-python --only-binary :all: megatron-core==0.19.2
 	@touch $@
 
 # Triton is larger than everything else that the tests need. `make test-liger PROFILE=explore`: of all architectures.

@@ -1,6 +1,6 @@
 """Megatron-Core's `BalancedCPScheduler` with our division: its contract and its time.
 
-The tests against the release need its files alone (`pip install --no-deps megatron-core==0.19.2`), not what it imports.
+The tests against the release need its files alone (`make test-engines`), not what it imports.
 """
 
 import importlib.util
@@ -104,7 +104,7 @@ def release_class(monkeypatch):
     except metadata.PackageNotFoundError:
         pytest.skip("megatron-core is not installed")
     if files.version != "0.19.2":
-        pytest.skip(f"megatron-core is {files.version}, not 0.19.2")
+        pytest.skip(f"megatron-core is {files.version}, not 0.19.2: make test-engines")
     for name in ("megatron", "megatron.core", "megatron.core.parallel_state", "megatron.core.rerun_state_machine"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     sys.modules["megatron.core"].parallel_state = None

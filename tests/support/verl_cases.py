@@ -11,7 +11,7 @@ import torch.distributed as dist
 from evenload.plan.micro_batches import Cost
 from evenload.seams import verl as ours
 
-HAS_VERL = find_spec("verl") is not None
+HAS_VERL = all(find_spec(name) for name in ("verl", "tensordict", "ray"))
 HIDDEN, VOCABULARY = 8, 16
 
 
