@@ -113,7 +113,9 @@ def probe(config: PretrainedConfig, cache: Path | None = None) -> Findings:
 
 
 def _digest(config: PretrainedConfig) -> str:
-    values = {key: value for key, value in config.to_dict().items() if key not in ("_name_or_path", "transformers_version")}
+    values = {
+        key: value for key, value in config.to_dict().items() if key not in ("_name_or_path", "transformers_version")
+    }
     versions = [transformers.__version__, torch.__version__, Path(__file__).read_text()]
     return hashlib.sha256(json.dumps([values, versions], sort_keys=True, default=str).encode()).hexdigest()[:24]
 
@@ -121,7 +123,7 @@ def _digest(config: PretrainedConfig) -> str:
 # ---- the narrowed copy ----------------------------------------------------------------------------------------------
 
 _WIDTHS: dict[int, str] = {
-    97: "vocab_size vocab_size_per_layer_input unpadded_vocab_size",
+    97: "vocab_size vocab_size_per_layer_input unpadded_vocab_size encoder_hash_byte_group_vocab",
     64: "hidden_size d_model n_embd embedding_size word_embed_proj_dim emb_dim attention_hidden_size lru_width "
     "embedding_dim",
     80: "intermediate_size ffn_dim n_inner ffn_hidden_size decoder_ffn_dim encoder_ffn_dim dff dim_ff "
@@ -133,8 +135,8 @@ _WIDTHS: dict[int, str] = {
     "attention_heads num_heads swa_num_attention_heads linear_num_heads linear_num_value_heads mamba_dt_rank "
     "time_step_rank index_block_size compress_rates adapter_rank d_rel",
     2: "num_key_value_heads num_kv_heads kv_n_heads num_query_groups swa_num_key_value_heads num_experts_per_tok "
-    "num_experts_per_token moe_k moe_topk top_k_experts moe_top_k n_group linear_num_key_heads n_groups n_mamba_heads "
-    "index_n_heads index_topk_blocks o_groups zero_expert_num indexer_n_heads hc_count heads_per_ngram "
+    "num_experts_per_token moe_k moe_topk top_k_experts moe_top_k n_group linear_num_key_heads num_expert_group n_groups "
+    "mamba_expand expand index_n_heads index_topk_blocks o_groups zero_expert_num indexer_n_heads hc_count heads_per_ngram "
     "indexer_compress_ratio split_ngram_parts make_ngram_vocab_size_divisible_by",
     16: "head_dim swa_head_dim global_head_dim dim_head kv_channels attention_head_dim kv_lora_rank linear_head_dim "
     "mamba_d_head mamba_head_dim mamba_headdim mamba_chunk_size chunk_size index_head_dim router_hidden_size head_size "
@@ -142,7 +144,7 @@ _WIDTHS: dict[int, str] = {
     6: "num_experts n_routed_experts num_local_experts moe_num_experts index_topk",
     9: "sliding_window sliding_window_size window_size attention_window_size local_attention",
     8: "attention_chunk_size qk_rope_head_dim hidden_size_per_layer_input laurel_rank rotary_dim linear_key_head_dim "
-    "linear_value_head_dim mamba_d_state mamba_n_heads mamba_num_heads ssm_state_size state_size rel_extent floor_scale "
+    "linear_value_head_dim mamba_d_state mamba_n_heads n_mamba_heads mamba_num_heads ssm_state_size state_size rel_extent floor_scale "
     "log_scaling_n_floor indexer_budget hc_lowrank",
     12: "qk_nope_head_dim o_lora_rank",
     14: "v_head_dim",
@@ -154,42 +156,52 @@ _WIDTHS: dict[int, str] = {
 }  # fmt: skip
 _NARROW = {name: size for size, names in _WIDTHS.items() for name in names.split()}
 """Sizes by key. Layers keep their number, and every key that decides what a layer does keeps its value."""
-_ALL_HEADS = {"num_key_value_heads": "num_attention_heads", "num_kv_heads": "num_attention_heads"}
+_HEADS, _KV_HEADS = ("num_attention_heads", "n_head", "n_heads"), ("num_key_value_heads", "num_kv_heads")
 
 
 def narrowed(config: PretrainedConfig) -> PretrainedConfig:
     """Return a copy of few heads, channels, experts and words."""
     text = config.get_text_config(decoder=True)
-    chosen = text if type(text) in AutoModelForCausalLM._model_mapping else config
-    return type(chosen).from_dict(_narrow(chosen.to_dict()))
+    is_wrapped = type(text) is not type(config) and type(text) in AutoModelForCausalLM._model_mapping
+    chosen = text if is_wrapped else config
+    values = chosen.to_dict()
+    return type(chosen).from_dict(values | narrow_values(values))
 
 
-def _narrow(values: dict[str, Any]) -> dict[str, Any]:
+def narrow_values(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of a configuration that are narrowed."""
     rope = json.dumps(values.get("rope_parameters") or values.get("rope_scaling") or {})
     # Lists of factors have as many entries as a head has frequencies.
     kept = {"head_dim", "rotary_dim"} if "[" in rope else set[str]()
-    found = {key: _narrow_value(value, _NARROW[key]) for key, value in values.items() if key in _NARROW and key not in kept}
-    heads, own_heads = values.get("num_attention_heads"), found.get("num_attention_heads")
+    found: dict[str, Any] = {"quantization_config": None} if values.get("quantization_config") else {}
+    nope, rotary = values.get("qk_nope_head_dim") or 0, values.get("qk_rope_head_dim") or 0
+    heads = next((values[key] for key in _HEADS if values.get(key)), None)
     for key, value in values.items():
-        if key in ("num_key_value_heads", "num_kv_heads") and heads and value == heads:
-            found[key] = own_heads
-        elif key.endswith("_token_id") and value is not None:
+        if nope and str(key).endswith("head_dim") and value in (rotary, nope + rotary):
+            found[key] = _NARROW["qk_rope_head_dim" if value == rotary else "qk_head_dim"]
+        elif key in _NARROW and key not in kept:
+            is_all = key in _KV_HEADS and heads is not None and value == heads
+            found[key] = _narrow_value(value, 4 if is_all else _NARROW[key])
+        elif isinstance(value, dict):
+            found[key] = value | narrow_values(value)
+        elif key == "use_cache":
+            found[key] = False
+        elif str(key).endswith("_token_id") and value is not None:
             found[key] = 1
-        elif isinstance(value, dict) and key.endswith("_config"):
-            found[key] = _narrow(value)
+    if "expand" in values and "num_heads" in values:  # of a state space, whose heads share its channels
+        found["num_heads"] = found["expand"] * found["hidden_size"] // found["head_dim"]
     if kept and heads and not values.get("head_dim"):
-        found["hidden_size"] = own_heads * (values["hidden_size"] // heads)
-    if "qk_rope_head_dim" in values and "head_dim" in values:
-        found["head_dim"] = found["qk_rope_head_dim"]
-    return {key: value for key, value in values.items() if key != "quantization_config"} | found | {"use_cache": False}
+        found["hidden_size"] = found["num_attention_heads"] * (values["hidden_size"] // heads)
+    return found
 
 
 def _narrow_value(value: Any, size: int) -> Any:
+    """Replace sizes; 0, 1 and 2 say whether there is something, or how many a token has."""
     if isinstance(value, list | tuple):
         return [_narrow_value(one, size) for one in value]
     if isinstance(value, dict):
         return {key: _narrow_value(one, size) for key, one in value.items()}
-    return min(value, size) if isinstance(value, int) and not isinstance(value, bool) else value
+    return size if isinstance(value, int) and not isinstance(value, bool) and value > 2 else value
 
 
 def build_narrow(config: PretrainedConfig) -> PreTrainedModel:
@@ -200,6 +212,8 @@ def build_narrow(config: PretrainedConfig) -> PreTrainedModel:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation="eager").double()
     finally:
         torch.set_default_dtype(before)
+    for own in configs_of(model):
+        own._experts_implementation_internal = "eager"  # type: ignore[attr-defined]
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for name, weight in [*model.named_parameters(), *model.named_buffers()]:
@@ -250,7 +264,9 @@ def _prove(config: PretrainedConfig) -> Findings:
         raise
     except Exception as error:  # of the model's own code
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        raise UnsupportedModelError(f"{name}: {where}, so nothing proves that replay trains it right ({why})") from error
+        raise UnsupportedModelError(
+            f"{name}: {where}, so nothing proves that replay trains it right ({why})"
+        ) from error
 
 
 class _Trace(NamedTuple):
@@ -269,14 +285,13 @@ class _Proof:
         self.name = type(model).__name__
         self.whole = WholeModel(model, find_layers(model))
         for config in configs_of(model):
-            config._attn_implementation_internal = config._experts_implementation_internal = _PROBE  # type: ignore
-            config._experts_implementation_internal = "eager"  # type: ignore[attr-defined]
+            config._attn_implementation_internal = _PROBE  # type: ignore[attr-defined]
         self.kinds = _kinds(model.config.get_text_config(decoder=True), list(self.whole.layers.values()))
-        self.first = {kind: layer for layer, kind in reversed(list(enumerate(self.kinds)))}
+        self.first = {kind: self.kinds.index(kind) for kind in range(len(set(self.kinds)))}
         self.mixers: dict[int, dict[str, Mixer]] = {layer: {} for layer in self.first.values()}
         self.ids = torch.randint(2, _NARROW["vocab_size"], (_ROWS,), generator=torch.Generator().manual_seed(11))
         self.rows, self.layer = torch.arange(_ROWS), -1
-        self.is_recording = False
+        self.is_recording = self.shares = False  # layers read what those before them have made
         self.inputs: dict[int, Tensor] = {}
         self.outputs: dict[int, Tensor] = {}
         self.held: dict[tuple[int, str, int], Any] = {}
@@ -344,15 +359,24 @@ class _Proof:
         """Run some of the document's rows through a layer, and through those before it whose values it may read."""
 
         def on_layer(at: int, call: LayerCall) -> Tensor:
-            if at not in self.mixers:
-                return call.hidden
-            output = self._run_layer(at, call.on(self.inputs[at][:, rows] if at < layer or hidden is None else hidden))
+            if at not in self.mixers or (at < layer and not self.shares):
+                return self.outputs[at][:, rows]
+            output = self._run_layer(
+                at, call.on(hidden if hidden is not None and at == layer else self.inputs[at][:, rows])
+            )
             if at == layer:
                 raise LayersRan
             return output
 
         self.rows = rows
-        self._run(on_layer, self.ids[rows], rows)
+        try:
+            self._run(on_layer, self.ids[rows], rows)
+        except Exception:
+            if self.shares:
+                raise
+            # It reads what others have made, if this error does not come again.
+            self.shares = True
+            return self._trace(layer, rows, hidden)
         return self.traces
 
     def _enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -435,13 +459,12 @@ class _Proof:
 
     def _prove_repeatable(self, layer: int, base: Sequence[_Trace], again: Sequence[_Trace]) -> None:
         # Modules are listed as they end, so that the innermost is named.
+        if (drew := next((one.path for one in base if one.drew[0]), None)) is not None:
+            what = self._named(layer, drew)
+            raise self.refuse(what, "draws random numbers (dropout or noise: set it to 0 in config.json)")
         for one, other in zip(*_aligned(base, again), strict=True):
-            what = self._named(layer, one.path)
-            if one.drew[0]:
-                raise self.refuse(what, "draws random numbers (dropout or noise: set it to 0 in config.json)")
-            pairs = zip(one.got + one.given, other.got + other.given, strict=True)
-            if not all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs):
-                raise self.refuse(what, "gives other values when it runs again")
+            if _is_equal(one.got, other.got) and not _is_equal(one.given, other.given):
+                raise self.refuse(self._named(layer, one.path), "gives other values when it runs again")
 
     def _named(self, layer: int, path: str) -> str:
         module = self.whole.layers[layer].get_submodule(path)
@@ -465,7 +488,10 @@ class _Proof:
 
     def _default_positions(self, ids: Tensor) -> list[Tensor]:
         """Return what `_around` returns where the model counts positions itself."""
-        plain, self.whole.model.forward = self.whole.model.forward, partial(_without_positions, self.whole.model.forward)
+        plain, self.whole.model.forward = (
+            self.whole.model.forward,
+            partial(_without_positions, self.whole.model.forward),
+        )
         try:
             return self._around(torch.arange(_ROWS), ids)
         finally:
@@ -477,11 +503,11 @@ class _Proof:
         random = _random_state()
         base = self._around(everything, ids)
         if random != _random_state():
-            raise self.refuse("the model before its layers", "draws random numbers (dropout: set it to 0 in config.json)")
+            raise self.refuse(
+                "the model before its layers", "draws random numbers (dropout: set it to 0 in config.json)"
+            )
         token = torch.where(everything == row, (ids + 1) % _NARROW["vocab_size"], ids)
         order = torch.randperm(_ROWS, generator=torch.Generator().manual_seed(3))
-        far = everything.clone()
-        far[-1] = self._far()
         few, last = everything[:_FEWER_ROWS], everything[:-1]
         for why, after, kept, at in (
             ("lets a token change what others get", self._around(everything, token), others, others),
@@ -489,17 +515,22 @@ class _Proof:
             ("depends on a token's place, not on its position", self._around(order, ids[order]), order, everything),
             ("depends on the number of tokens", self._around(few, ids[few]), few, few),
             ("lets one far position change what others get (rotary that depends on the length)",
-             self._around(everything, ids, far), last, last),
+             self._with_far_position(), last, last),
             ("does not count a document's positions from 0", self._default_positions(ids), everything, everything),
         ):  # fmt: skip
             if not _is_same(base, after, kept, at):
                 raise self.refuse("the model around its layers", why)
 
-    def _far(self) -> int:
-        """Return a position that no document of the proof has, beyond those trained so far where there is no table."""
-        tables = [one for name, one in self.whole.model.named_modules() if isinstance(one, nn.Embedding) and "pos" in name]
+    def _with_far_position(self) -> list[Tensor]:
+        """Return what `_around` returns of a pack whose last row is far away, or the next of a table's."""
         text = self.whole.model.config.get_text_config(decoder=True)
-        return _ROWS if tables else 5 * int(getattr(text, "max_position_embeddings", None) or 1000)
+        positions = torch.arange(_ROWS)
+        try:
+            positions[-1] = 5 * int(getattr(text, "max_position_embeddings", None) or 1000)
+            return self._around(torch.arange(_ROWS), self.ids, positions)
+        except IndexError:
+            positions[-1] = _ROWS
+            return self._around(torch.arange(_ROWS), self.ids, positions)
 
 
 def _without_positions(forward: Callable[..., Any], **given: Any) -> Any:
@@ -520,7 +551,8 @@ def _running(proof: _Proof) -> Iterator[None]:
 
 def _kinds(config: PretrainedConfig, layers: Sequence[nn.Module]) -> list[int]:
     """Number the kinds of layers: by what the configuration lists of each, their modules, and how these are set."""
-    listed = [value for value in config.to_dict().values() if isinstance(value, list | tuple) and len(value) == len(layers)]
+    listed = [one for one in config.to_dict().values() if isinstance(one, list | tuple) and len(one) == len(layers)]
+    listed = [one for one in listed if list(range(len(one))) != one]  # all layers, by their numbers
     kinds: dict[Any, int] = {}
     found = []
     for at, layer in enumerate(layers):
@@ -530,8 +562,15 @@ def _kinds(config: PretrainedConfig, layers: Sequence[nn.Module]) -> list[int]:
 
 
 def _settings(module: nn.Module) -> tuple[tuple[str, Any], ...]:
-    plain = {name: value for name, value in vars(module).items() if isinstance(value, bool | int | float | str | None)}
-    return tuple(sorted((name, str(value)) for name, value in plain.items() if "idx" not in name and "layer" not in name))
+    plain = {name: value for name, value in vars(module).items() if isinstance(value, int | float | str | None)}
+    # Of numbers, whether they are 0: sizes and factors may grow with a layer's index, and change nothing else.
+    return tuple(
+        sorted(
+            (name, value if isinstance(value, str) else str(value and True))
+            for name, value in plain.items()
+            if "idx" not in name
+        )
+    )
 
 
 def _random_state() -> bytes:
@@ -558,9 +597,18 @@ def _pick(tensor: Tensor, rows: Tensor) -> Tensor:
 
 def _aligned(base: Sequence[_Trace], other: Sequence[_Trace]) -> tuple[list[_Trace], list[_Trace]]:
     """Return the calls of modules that both runs made alike often; experts are called as tokens choose them."""
-    counts = [{path: [one for one in traces if one.path == path] for path in {t.path for t in traces}} for traces in (base, other)]
-    both = [path for path in dict.fromkeys(one.path for one in base) if len(counts[0][path]) == len(counts[1].get(path, ()))]
+    counts = [
+        {path: [one for one in traces if one.path == path] for path in {t.path for t in traces}}
+        for traces in (base, other)
+    ]
+    both = [
+        path for path in dict.fromkeys(one.path for one in base) if len(counts[0][path]) == len(counts[1].get(path, ()))
+    ]
     return [one for path in both for one in counts[0][path]], [one for path in both for one in counts[1][path]]
+
+
+def _is_equal(before: Sequence[Tensor], after: Sequence[Tensor]) -> bool:
+    return all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, after, strict=True))
 
 
 def _is_same(before: Sequence[Tensor], after: Sequence[Tensor], rows: Tensor, at: Tensor) -> bool:
@@ -621,7 +669,10 @@ def _own_way(module: nn.Module, query: Tensor, key: Tensor, mask: Any, given: di
     q, k = torch.arange(count)[:, None], torch.arange(count)[None]
     causal = k <= q
     sizes = range(1, count + 1)
-    if any(torch.equal(seen, causal & (k > q - size)) or torch.equal(seen, causal & (k // size == q // size)) for size in sizes):
+    if any(
+        torch.equal(seen, causal & (k > q - size)) or torch.equal(seen, causal & (k // size == q // size))
+        for size in sizes
+    ):
         return ""
     return "lets tokens see later ones" if seen[0].all() else "attends with a mask of another kind"
 
