@@ -16,6 +16,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 from evenload.errors import UnsupportedModelError
 
 
+ATTENTION_NAME = "evenload_range"
+"""Of our functions for masks, attention and experts among those of transformers."""
+
+
 class LayerCall(NamedTuple):
     """Holds the arguments that the model gives a layer."""
 

@@ -13,7 +13,7 @@ from evenload.attention.range_attention import RangeAttention, work_dtype
 from evenload.runtime.comm.tensor_group import RowExchange
 from evenload.runtime.device import to_device
 from evenload.runtime.replay.context_attention import LocalAttention, PackAttention
-from evenload.runtime.replay.store import ActivationStore
+from evenload.runtime.replay.store import ActivationStore, num_rows
 from evenload.runtime.replay.weight_products import WeightProducts, known_output
 from evenload.types.document import Direction, Range
 
@@ -201,6 +201,10 @@ class ReplayState:
     balance: RouterBalance | None = None
     shared: PackAttention | None = None
     tensor_rows: TensorRows = field(init=False)
+
+    @property
+    def num_rows(self) -> int:
+        return num_rows(self.ranges)
 
     def recomputes(self, site: tuple[int, str]) -> bool:
         return self.recomputed is not None or self.store.recomputes(site)
