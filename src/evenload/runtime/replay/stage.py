@@ -10,13 +10,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from evenload.attention.range_attention import RangeAttention, Scoring, work_dtype
+from evenload.attention.range_attention import RangeAttention, Scoring
 from evenload.runtime.comm.tensor_group import RowExchange, RowShard, TensorGroup, row_owners
 from evenload.runtime.model.hf_model import StageModel
-from evenload.runtime.replay.context_attention import AttentionCall, LocalAttention, rows_of
+from evenload.runtime.replay.attention_call import ATTENTION_NAME
+from evenload.runtime.replay.context_attention import AttentionShape, LocalAttention, rows_of
 from evenload.runtime.replay.head import add_embedding_gradient, embed, head_gradient, row_losses
 from evenload.runtime.replay.rank_packs import PackTokens
-from evenload.runtime.replay.replayable import ATTENTION_NAME, make_replayable
+from evenload.runtime.replay.replayable import make_replayable
 from evenload.runtime.replay.state import ReplayState, RouterBalance, TensorRows
 from evenload.runtime.replay.store import ActivationStore, num_rows
 from evenload.runtime.replay.tensor_parallel import make_tensor_parallel
@@ -134,6 +135,7 @@ class PipelineStage:
                 for index, layer in self.model.layers.items():
                     self._await_weights(1 + index)
                     store.record((index, "input"), hidden, is_own_rows=True)
+                    self._state.enter_layer(index)
                     hidden = layer(hidden[None], **arguments[index])[0]
                     store.end_layer(index)
             store.close_pack()
@@ -216,6 +218,7 @@ class PipelineStage:
                     # The input of several linears; in memory of its own it is kept once for all of them.
                     hidden = hidden.clone()
                 hidden.requires_grad_()
+                self._state.enter_layer(index)
                 with torch.enable_grad():
                     output = self.model.layers[index](hidden, **arguments[index])
                 output.backward(grad[None])
@@ -235,12 +238,8 @@ class PipelineStage:
         if pack.shared is None:
             return
         heads, kv_heads, dim = self.model.attention_heads(layer)
-        q, k = like.new_empty(0, heads, dim), like.new_empty(0, kv_heads, dim)
-        call = AttentionCall(self.backend, store, layer, Scoring(1.0))
-        if direction == "forward":
-            pack.shared.forward(call, q, k, k)
-        else:
-            pack.shared.backward(call, q, q, q, q.new_empty(q.shape[:2], dtype=work_dtype(q)))
+        shape = AttentionShape(heads, kv_heads, dim, dim, Scoring(1.0))
+        pack.shared.join(direction, self.backend, store, layer, [shape], like)
 
     def losses(self, pack: PackTokens, hidden: Tensor) -> Tensor:
         """Return every row's loss of a forward pack, [T] in fp32 (fp64), from final hidden states. Last stage only."""

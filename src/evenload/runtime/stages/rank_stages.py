@@ -30,7 +30,7 @@ from evenload.runtime.model.hf_model import (
 )
 from evenload.runtime.model.lora import inject_adapters
 from evenload.runtime.model.model_config import load_config
-from evenload.runtime.model.supported import attention_soft_cap, router_aux_loss_coef
+from evenload.runtime.model.supported import router_aux_loss_coef
 from evenload.runtime.model.tensor_weights import split_weights
 from evenload.runtime.model.weight_files import fill_constants
 from evenload.runtime.optim.parameter_units import FlatBuffer, flatten_units, frozen_bytes
@@ -167,8 +167,7 @@ def build_models(
         router_aux_loss_coef=router_aux_loss_coef(hf_config, model.router_aux_loss_coef),
     )
     if backend is None:
-        soft_cap = attention_soft_cap(hf_config)
-        backend = select_backend(run.attention, mesh.device.type, soft_cap, dtype=dtype, head_dim=spec.head_dim)
+        backend = select_backend(run.attention, mesh.device.type, dtype=dtype, head_dim=spec.head_dim)
     parts = build_rank_models(hf_config, mesh.layout, mesh.pp_rank, build)
     for part in parts.values() if uses_liger(run, model.dtype) else ():
         part.use_liger(dtype, mesh.layout.tp)
