@@ -54,7 +54,7 @@ from evenload.report.units import format_change
 from evenload.runtime.device import require_device, resident_bytes
 from evenload.runtime.model.hf_model import build_rank_models, build_stage_model
 from evenload.runtime.model.model_config import config_from, load_config, model_spec, spec_of, with_few_layers
-from evenload.runtime.model.supported import attention_soft_cap, position_warning
+from evenload.runtime.model.supported import position_warning
 from evenload.runtime.model.tensor_weights import require_tensor_parallel
 from evenload.runtime.optim.parameter_units import flatten_units
 from evenload.runtime.replay.stage import PipelineStage
@@ -245,7 +245,7 @@ def profile_task(answer: Path, request: ProfileRequest) -> tuple[tuple[Path, Pro
     require_tensor_parallel(config, layout.tp)
     require_device(request.device, int(os.environ.get("LOCAL_WORLD_SIZE", layout.world_size)))
     if request.device == "cpu":  # a GPU's kernels are checked on the GPU
-        select_backend(request.attention, "cpu", attention_soft_cap(config))
+        select_backend(request.attention, "cpu")
     return (answer, request), layout.world_size
 
 
@@ -276,9 +276,7 @@ def _profiled(
         for part in models.values():
             part.use_liger(dtype, layout.tp)
     buffers = flatten_units(tuple(models.values()), mesh.data_size)
-    backend = select_backend(
-        request.attention, device.type, attention_soft_cap(few), dtype=dtype, head_dim=model.head_dim
-    )
+    backend = select_backend(request.attention, device.type, dtype=dtype, head_dim=model.head_dim)
     stages = {index: PipelineStage(part, backend, mesh.tensor) for index, part in models.items()}
     static_bytes = sum(buffer.values.nbytes + buffer.grads.nbytes for buffer in buffers)
     task = ProfileTask(

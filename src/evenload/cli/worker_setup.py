@@ -42,7 +42,6 @@ from evenload.runtime.device import rank_device, require_device, use_determinist
 from evenload.runtime.model.export_files import require_same_token_ids
 from evenload.runtime.model.hf_model import require_model
 from evenload.runtime.model.model_config import load_config, model_spec
-from evenload.runtime.model.supported import attention_soft_cap
 from evenload.runtime.model.tensor_weights import require_tensor_parallel
 from evenload.runtime.replay.context_attention import require_no_window
 from evenload.runtime.stages.evaluation import require_whole_model
@@ -80,7 +79,7 @@ def require_runnable(config: TrainConfig) -> ParallelLayout:
     if config.train.kernels == "liger" and (why := liger_refusal(config.train.device, config.model.dtype)):
         raise ConfigError(f'train.kernels is "liger": {why}; or set train.kernels = "auto"')
     if config.train.device == "cpu":  # a GPU's kernels are checked on the GPU
-        select_backend(config.train.attention, "cpu", attention_soft_cap(hf_config))
+        select_backend(config.train.attention, "cpu")
     for data in (config.data, *([validation_data(config.data, config.validation)] if config.validation else [])):
         for part in mixture_configs(data):
             open_part(part)

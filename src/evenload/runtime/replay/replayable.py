@@ -23,14 +23,15 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
-from evenload.attention.range_attention import Gradients, Scoring, work_dtype
+from evenload.attention.range_attention import work_dtype
 from evenload.runtime.model.around import ATTENTION_NAME
 from evenload.runtime.model.lora import is_adapter
 from evenload.runtime.model.structure import LayerSites
-from evenload.runtime.replay.context_attention import AttentionCall
+from evenload.runtime.replay.attention_call import attention, mask_rule
 from evenload.runtime.replay.state import ReplayState, count_values
 from evenload.runtime.replay.weight_products import (
     WeightProducts,
@@ -333,53 +334,8 @@ class _Order:
 _RECORDED: dict[type, type[nn.Module]] = {nn.Linear: ReplayLinear, Conv1D: ReplayConv1D}
 
 
-def _hf_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    **_: object,
-) -> tuple[Tensor, None]:
-    """Attend as transformers' attention interface: query [1, H, T, D], key and value [1, G, T, D] -> [1, T, H, D]."""
-    state: ReplayState = module.replay  # type: ignore[assignment]
-    assert attention_mask is None, "document boundaries come from the plan, never from a mask"
-    assert dropout == 0.0, "refused when the model was loaded"
-    assert (softcap or 0.0) == state.backend.soft_cap, "a backend is selected with the model's soft cap"
-    # Not `t[0]`: in backward that fills a tensor with zeros and copies the gradient into it.
-    q, k, v = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))
-    layer: int = module.layer_idx  # type: ignore[assignment]
-    store, attention, shared = state.store, state.attention, state.shared
-    call = AttentionCall(state.backend, store, layer, Scoring(scaling, sliding_window or 0))
-    if state.direction == "forward":
-        if shared is not None:
-            out, lse = shared.forward(call, q, k, v)
-        else:
-            store.record_pack_keys(layer, k, v)
-            out, lse = attention.attend(call, q)
-        store.record((layer, "attention"), out)
-        store.record((layer, "lse"), lse)
-        return out[None], None
-    out, lse = store.read((layer, "attention"), state.ranges), store.read((layer, "lse"), state.ranges)
-    queries = q.detach()
-
-    def backward(grad: Tensor) -> Gradients:
-        grad = grad.contiguous()
-        if shared is not None:
-            return shared.backward(call, grad, queries, out, lse)
-        dq, dk, dv = attention.gradients(call, grad, queries, out, lse)
-        return dq, dk.to(queries.dtype), dv.to(queries.dtype)
-
-    return known_output(out, backward, q, k, v)[None], None
-
-
-ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _hf_attention)
-
-
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, attention)
+ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, mask_rule)
 ALL_EXPERTS_FUNCTIONS.register(ATTENTION_NAME, mix_experts)
 
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from evenload.attention.range_attention import RangeAttention, Scoring, work_dtype
+from evenload.attention.range_attention import RangeAttention, Scoring
 from evenload.runtime.comm.tensor_group import RowExchange, RowShard, TensorGroup, row_owners
 from evenload.runtime.model.around import ATTENTION_NAME, LayerCall, using
 from evenload.runtime.model.hf_model import StageModel
 from evenload.runtime.model.structure import Structure
-from evenload.runtime.replay.context_attention import AttentionCall, LocalAttention, rows_of
+from evenload.runtime.replay.context_attention import AttentionShape, LocalAttention, rows_of
 from evenload.runtime.replay.head import Around, head_gradient, row_losses
 from evenload.runtime.replay.rank_packs import PackTokens
 from evenload.runtime.replay.replayable import make_replayable
@@ -157,7 +157,7 @@ class PipelineStage:
         return first[0] if hidden is None else hidden, calls
 
     def _run_layer(self, index: int, call: LayerCall) -> Tensor:
-        self._state.layer = index
+        self._state.enter_layer(index)
         return call.run(self.model.layers[index])[0]
 
     def announce_backward(self, pack: PackTokens, store: ActivationStore) -> None:
@@ -265,14 +265,12 @@ class PipelineStage:
         """Take part in a layer's transfers of a shared pack of which this rank computes no rows."""
         if pack.shared is None:
             return
-        (shape,), tp = self.model.structure.sites[layer].attention, 1 if self._tensor is None else self._tensor.size
-        q = like.new_empty(0, shape.heads // tp, shape.head_dim)
-        k = like.new_empty(0, shape.kv_heads // tp, shape.head_dim)
-        call = AttentionCall(self.backend, store, layer, Scoring(1.0))
-        if direction == "forward":
-            pack.shared.forward(call, q, k, k)
-        else:
-            pack.shared.backward(call, q, q, q, q.new_empty(q.shape[:2], dtype=work_dtype(q)))
+        tp = 1 if self._tensor is None else self._tensor.size
+        shapes = [
+            AttentionShape(one.heads // tp, one.kv_heads // tp, one.head_dim, one.value_dim, Scoring(1.0), one.has_sinks)
+            for one in self.model.structure.sites[layer].attention
+        ]
+        pack.shared.join(direction, self.backend, store, layer, shapes, like)
 
     def losses(self, pack: PackTokens, hidden: Tensor) -> Tensor:
         """Return every row's loss of a forward pack, [T] in fp32 (fp64), from final hidden states. Last stage only."""
