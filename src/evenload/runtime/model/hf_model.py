@@ -22,18 +22,16 @@ from evenload.runtime.model.liger import use_liger
 from evenload.runtime.model.lora import add_adapters
 from evenload.runtime.model.supported import check_supported, require_adapters
 from evenload.runtime.model.tensor_weights import require_tensor_parallel, split_weights
+from evenload.runtime.model.weight_conversion import keep_precise_buffers
 from evenload.runtime.model.weight_files import (
     EMBEDDING,
     HEAD,
     LAYERS,
     NORM,
     POSITIONS,
-    StoredTensor,
     fill_constants,
+    fitting_weights,
     initialise_weights,
-    load_weights,
-    require_fitting,
-    stored_weights,
 )
 from evenload.types.architectures import Architecture
 from evenload.types.layout import ParallelLayout
@@ -164,26 +162,21 @@ def empty_model(config: PretrainedConfig, dtype: torch.dtype = torch.float32) ->
             raise ConfigError(f"config.json: {key} is '{function}', which transformers does not know; {hint}")
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, dtype=dtype)
+            whole = AutoModelForCausalLM.from_config(config, dtype=dtype)
     except Exception as error:  # transformers has no common class
         raise ConfigError(
             f"config.json: transformers cannot make a {type(config).__name__.removesuffix('Config')} of it "
             f"({type(error).__name__}: {' '.join(str(error).split())}); compare it with the published one"
         ) from error
+    keep_precise_buffers(whole, dtype)
+    return whole
 
 
 def require_model(config: PretrainedConfig, weights: str | None) -> None:
     """Refuse a configuration that makes no model, and weights that are not exactly the model's (`weight_files`)."""
     whole = empty_model(config)
     if weights is not None:
-        _fitting_weights(config, whole, Path(weights))
-
-
-def _fitting_weights(config: PretrainedConfig, whole: nn.Module, directory: Path) -> dict[str, StoredTensor]:
-    stored = stored_weights(directory)
-    architecture = check_supported(config)
-    require_fitting(stored, whole, directory, architecture.names, architecture.experts)
-    return stored
+        fitting_weights(whole, Path(weights))
 
 
 def build_stage_model(
@@ -215,7 +208,7 @@ def build_stage_model(
     if lora is not None:
         require_adapters(config)
     whole = empty_model(config, dtype)
-    stored = {} if weights is None else _fitting_weights(config, whole, Path(weights))
+    stored = None if weights is None else fitting_weights(whole, Path(weights))
     names = architecture.names
     decoder: Any = getattr(whole, names.decoder)
     is_first, is_last = layers[0] == 0, layers[1] == config.num_hidden_layers
@@ -244,13 +237,13 @@ def build_stage_model(
             continue
         # Units are filled one by one, so that only one is whole under tp. Random weights are made on the CPU, so that
         # every device starts from the same ones.
-        unit.to_empty(device="cpu" if weights is None else device)
-        if weights is None:
+        unit.to_empty(device="cpu" if stored is None else device)
+        if stored is None:
             initialise_weights(whole, number, unit, seed)
             unit.to(device)
         else:
-            load_weights(name, unit, Path(weights), stored, architecture.experts)
-        fill_constants(unit)
+            stored.load(unit.state_dict(prefix=f"{name}."))
+        fill_constants(whole, unit)
         if tp > 1 and lora is None:
             split_weights([(name, unit)], architecture, tp_rank, tp)
     if lora is not None:

@@ -82,7 +82,7 @@ def unit_modules(
     if tp > 1:
         split_weights(shells.items(), some.architecture, tp_rank, tp, filled=False)
     for unit in shells.values():
-        fill_constants(unit)
+        fill_constants(model, unit)
     whole = replace(
         some,
         layers={index: units[path] for index, path in layers.items()},
