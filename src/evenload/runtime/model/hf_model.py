@@ -99,6 +99,15 @@ class StageModel:
         for named in self.named_units():
             yield [(name, parameter) for name, parameter in named if parameter.requires_grad]
 
+    def constants(self) -> dict[str, Tensor]:
+        """Return what its units store and do not train, such as biases that choose experts, by name."""
+        return {
+            name: tensor
+            for _, path, unit in numbered_units(self)
+            for name, tensor in unit.state_dict(prefix=f"{path}.", keep_vars=True).items()
+            if not tensor.requires_grad
+        }
+
     @property
     def units(self) -> tuple[int, ...]:
         """Return the numbers of its units in the order of `unit_parameters`: 0 = embedding, then layers, head."""

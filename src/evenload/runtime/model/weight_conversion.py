@@ -98,13 +98,13 @@ def find_conversions(whole: PreTrainedModel, stored: Iterable[str]) -> tuple[lis
 
 def stored_tensors(whole: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors by which transformers' `save_pretrained` stores these of a model, such as those of a unit."""
-    kept = {name: tensor for name, tensor in tensors.items() if name not in whole._keys_to_ignore_on_save}
+    kept = {name: tensor for name, tensor in tensors.items() if name not in (whole._keys_to_ignore_on_save or ())}
     return revert_weight_conversion(whole, kept)
 
 
 def is_ignored(whole: PreTrainedModel, stored: str) -> bool:
     """Say whether the model's class does without a stored tensor: layers that predict further tokens, causal masks."""
-    return any(re.search(pattern, stored) for pattern in whole._keys_to_ignore_on_load_unexpected)
+    return any(re.search(pattern, stored) for pattern in whole._keys_to_ignore_on_load_unexpected or ())
 
 
 def keep_precise_buffers(whole: PreTrainedModel, dtype: torch.dtype) -> None:

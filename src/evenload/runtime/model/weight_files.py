@@ -220,9 +220,7 @@ def _require_shapes(
 ) -> list[str]:
     """Return the names of what a conversion makes; refuse stored tensors of which it makes other shapes."""
     if absent := conversion.absent_name():
-        raise ConfigError(
-            f"{directory}: no tensor '{absent}'; is this the directory of the configured model, and whole?"
-        )
+        raise ConfigError(f"{directory}: no tensor '{absent}', but others of its kind; is this the whole directory?")
     names = conversion.stored_names
     of = f"'{names[0]}' has shape {stored[names[0]].shape}"
     if len(names) > 1:
@@ -287,13 +285,13 @@ def require_plain(tensor: StoredTensor, name: str, directory: Path) -> None:
     if tensor.dtype not in _FLOATS:
         raise UnsupportedModelError(
             f"{directory / tensor.file}: '{name}' is stored as {tensor.dtype}, so the weights are quantised; only "
-            f"{', '.join(_FLOATS)} are read. Fetch the config.json that belongs to them, whose quantization_config says "
-            "how to dequantise them"
+            f"{', '.join(_FLOATS)} are read. Fetch the config.json that belongs to them: its "
+            "quantization_config says how to dequantise them"
         )
 
 
 def dequantise_once(directory: str, method: str) -> str:
-    """Return what to do about quantised weights, by the `quant_method` of config.json: a command, where there is one."""
+    """Return what to do about quantised weights, by the `quant_method` of config.json: a command, if there is one."""
     if (settings := _DEQUANTISED_BY.get(method)) is None:
         return f"Give weights that are not quantised: transformers has no way to save those of {method} dequantised"
     return (
