@@ -52,11 +52,9 @@ def _export_model(
     directory: Path, config: PretrainedConfig, buffers: list[FlatBuffer], constants: Mapping[str, Tensor], mesh: Mesh
 ) -> None:
     """Write what transformers' `save_pretrained` would; a rank holds the tensors of one file at a time."""
-    units = _own_units(buffers, constants, mesh)
-    if units:
-        whole = empty_model(config, buffers[0].values.dtype)
-        config.architectures = [type(whole).__name__]
+    whole, units = empty_model(config), _own_units(buffers, constants, mesh)
     if mesh.rank == 0:
+        config.dtype, config.architectures = buffers[0].values.dtype, [type(whole).__name__]
         config.save_pretrained(directory)
     dist.barrier(group=mesh.control)
     shards = shard_units([sum(t.nbytes for t in unit.values()) * mesh.layout.tp for unit in units])

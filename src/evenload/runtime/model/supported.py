@@ -31,7 +31,7 @@ def _untrained(config: PretrainedConfig, architecture: Architecture) -> Iterator
         method = quantised.get("quant_method", "?") if isinstance(quantised, Mapping) else type(quantised).__name__
         yield (
             f"config.json has a quantization_config ({method}): quantised weights are not trained; for random ones "
-            f"remove the key. {dequantise_once(config.name_or_path, method)}"
+            f"remove the key. {dequantise_once(config.name_or_path or 'DIRECTORY', method)}"
         )
     noise = [(key, "a dropout mask") for key in architecture.dropouts] + [("router_jitter_noise", "the noise")]
     for key, what in noise:
