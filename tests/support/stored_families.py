@@ -14,11 +14,11 @@ _GROUPS = {**_EXPERTS, "n_routed_experts": 12, "n_group": 2, "topk_group": 1, "f
 _RANKS = {"kv_lora_rank": 16, "q_lora_rank": 12, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
 _OWN: dict[str, dict] = {
     "llama": {},
-    "gpt2": {"n_positions": 64, "n_embd": 48, "n_layer": 3, "n_head": 4},
+    "gpt2": {"n_positions": 64},
     "mixtral": {"num_local_experts": 11},
     "qwen3_moe": {**_EXPERTS, "num_experts": 11},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": ["sliding_attention"] * 3},
-    "glm4_moe": {**_GROUPS, "num_hidden_layers": 3},
+    "glm4_moe": _GROUPS,
     "deepseek_v3": {**_GROUPS, **_RANKS},
     "minimax_m2": {"num_local_experts": 11, "num_experts_per_tok": 2, "rotary_dim": 8},
     "gemma3_text": {"query_pre_attn_scalar": 20, "sliding_window": 9},
@@ -29,9 +29,7 @@ FAMILIES = tuple(_OWN)
 
 
 def family_config(family: str, *, tied: bool = False) -> PretrainedConfig:
-    return AutoConfig.for_model(family, **_COMMON, **({} if family == "gpt2" else {}), tie_word_embeddings=tied, **{
-        key: value for key, value in _OWN[family].items()
-    })
+    return AutoConfig.for_model(family, **_COMMON | _OWN[family], tie_word_embeddings=tied)
 
 
 def random_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
