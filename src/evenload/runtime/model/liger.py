@@ -30,9 +30,7 @@ _WIDEST = 1 << 16  # columns: a kernel holds a whole row
 _ROTARY = "apply_rotary_pos_emb"  # the function in the modules of transformers' attentions
 
 
-def use_liger(
-    layers: Mapping[int, nn.Module], last: Sequence[nn.Module], rotary: Mapping[int, Any]
-) -> tuple[str, ...]:
+def use_liger(layers: Mapping[int, nn.Module], last: Sequence[nn.Module], rotary: Mapping[int, Any]) -> tuple[str, ...]:
     """Let Liger's kernels run those modules that they can, in place; return what these compute.
 
     Args:

@@ -6,6 +6,7 @@ from typing import Any
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from evenload.errors import ConfigError, UnsupportedModelError
+from evenload.runtime.model.weight_files import dequantise_once
 
 # Rotary variants that change with the length of the batch would make a token depend on its pack.
 _FIXED_ROPE = {"default", "linear", "llama3", "yarn"}
@@ -22,8 +23,8 @@ def _untrained(config: PretrainedConfig) -> Iterator[str]:
     if (quantised := getattr(config, "quantization_config", None)) is not None:
         method = quantised.get("quant_method", "?") if isinstance(quantised, Mapping) else type(quantised).__name__
         yield (
-            f"config.json has a quantization_config ({method}): quantised weights are not trained. Dequantise them "
-            "once (transformers: from_pretrained, dequantize(), save_pretrained), or remove the key for random ones"
+            f"config.json has a quantization_config ({method}): quantised weights are not trained; for random ones "
+            f"remove the key. {dequantise_once(config.name_or_path or 'DIRECTORY', method)}"
         )
     if value := getattr(config, "router_jitter_noise", 0.0):
         yield (

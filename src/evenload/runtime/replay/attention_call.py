@@ -68,12 +68,7 @@ _MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def mask_rule(
-    *,
-    mask_function: _MaskFunction,
-    q_length: int,
-    kv_length: int,
-    config: PretrainedConfig,
-    **_: object,
+    *, mask_function: _MaskFunction, q_length: int, kv_length: int, config: PretrainedConfig, **_: object
 ) -> MaskRule:
     """Return the rule of a mask function; transformers calls this where it would make a mask. `UnsupportedModelError`:
     it is none, or there is more to the mask."""
@@ -260,5 +255,3 @@ def _attended(state: ReplayState, call: AttentionCall, q: Tensor, k: Tensor, v: 
         return *grads, -(share * (grad * out).sum(-1, dtype=lse.dtype)).sum(0).to(scores.dtype)
 
     return known_output(out, backward, q, k, v, *(() if sinks is None else (sinks,)))
-
-

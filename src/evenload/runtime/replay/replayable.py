@@ -220,8 +220,10 @@ class _Experts:
         every_row = torch.arange(self.index.shape[0], device=self.index.device)
 
         def make(rows: Tensor) -> Tensor:
-            part = order if rows is every_row else _Order(
-                self.index[rows], self.up.shape[0], is_transposed=self.module.is_transposed
+            part = (
+                order
+                if rows is every_row
+                else _Order(self.index[rows], self.up.shape[0], is_transposed=self.module.is_transposed)
             )
             return part.by_token(part.products(hidden.detach()[rows][part.token], self.up, self.up_bias))
 

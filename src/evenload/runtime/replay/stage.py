@@ -267,7 +267,9 @@ class PipelineStage:
             return
         tp = 1 if self._tensor is None else self._tensor.size
         shapes = [
-            AttentionShape(one.heads // tp, one.kv_heads // tp, one.head_dim, one.value_dim, Scoring(1.0), one.has_sinks)
+            AttentionShape(
+                one.heads // tp, one.kv_heads // tp, one.head_dim, one.value_dim, Scoring(1.0), one.has_sinks
+            )
             for one in self.model.structure.sites[layer].attention
         ]
         pack.shared.join(direction, self.backend, store, layer, shapes, like)

@@ -141,7 +141,8 @@ class LiveStages:
         hf_config, models, self._backend = build_models(model, run, spec, mesh)
         parts = tuple(models.values())
         self._whole, held = unit_modules(
-            parts, dtype=dtype_of(model), device=mesh.device, lora=model.lora, tp_rank=mesh.tp_rank, tp=tp)
+            parts, dtype=dtype_of(model), device=mesh.device, lora=model.lora, tp_rank=mesh.tp_rank, tp=tp
+        )
         # Of all stages, so that a piece takes as much memory on every rank.
         data_sizes = sorted({size for layout in meshes.layouts for size in layout.data_sizes})
         buffers = flatten_units(parts, mesh.data_size, data_sizes)

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -94,7 +94,7 @@ def unit_modules(
     if tp > 1:
         split_weights(shells.items(), structure, tp_rank, tp, filled=False)
     for unit in shells.values():
-        fill_constants(unit)
+        fill_constants(model, unit)
     fill_computed(model, device)
     parts = WholeModel(model, structure.layers, structure.prologue, returns_tuple=structure.returns_tuple)
     whole = replace(
