@@ -55,7 +55,7 @@ def stage_of(config, dtype=torch.float64, *, device="cpu", backend=None, liger=F
     with its kernels."""
     model = stage_model(config, dtype, device=device, **options)
     if liger:
-        model.use_liger(dtype, tp=1)
+        model.use_liger(tp=1)
     buffers = flatten_units(model, dp=1)
     if backend is None:
         backend = select_backend("auto", device, dtype=dtype, head_dim=head_dim(config))

@@ -220,7 +220,7 @@ def build_stage_model(
         tp_rank, tp: which part of every matrix to keep (`tensor_weights`).
 
     Raises:
-        UnsupportedModelError: the model computes in a way that replay does not know, or that tp or adapters cannot take.
+        UnsupportedModelError: the model computes in a way that replay does not know, or that tp cannot take.
         ConfigError: the weights are not exactly the model's, adapters fit nowhere, or sizes do not divide by tp.
     """
     require_trainable(config)
@@ -269,12 +269,20 @@ def build_stage_model(
     return stage
 
 
+def require_layout(config: PretrainedConfig, layout: ParallelLayout) -> None:
+    """Refuse layouts that a model cannot be cut for, as `build_stage_model` does."""
+    structure = structure_of(empty_model(config))
+    require_tensor_parallel(config, structure, layout.tp)
+    for layers in layout.stage_layers:
+        require_stage(structure, layers)
+
+
 def require_stage(structure: Structure, layers: tuple[int, int]) -> None:
     """Refuse stages that part what belongs together, with an `UnsupportedModelError`."""
     if structure.reads_tokens and layers != (0, structure.num_layers):
         raise UnsupportedModelError(
-            "every layer of this model reads embeddings of its own, so all layers must be on one stage; set parallel.pp "
-            "= 1 and use parallel.dp, cp or tp"
+            "every layer of this model reads embeddings of its own, so all layers must be on one stage; set "
+            "parallel.pp = 1 and use parallel.dp, cp or tp"
         )
     for group in structure.groups:
         if len({layers[0] <= index < layers[1] for index in group}) > 1:

@@ -176,7 +176,8 @@ class _LayerNotes:
 
 # Their results hold values of what they were given in sums and views alone, which no backward of theirs reads.
 _SUMS = {"add", "__add__", "__radd__", "__iadd__", "add_", "view", "reshape", "squeeze", "unsqueeze", "transpose",
-         "contiguous", "flatten", "unflatten", "__get__", "size", "dim", "clone", "permute", "chunk", "split"}  # fmt: skip
+         "contiguous", "flatten", "unflatten", "__get__", "size", "dim", "clone", "permute", "chunk",
+         "split"}  # fmt: skip
 _SCALES = {"mul", "__mul__", "__rmul__", "div", "__truediv__"}
 
 
@@ -234,7 +235,7 @@ class _Survey(TorchFunctionMode):
         layer, hidden = self.whole.layers[index], call.hidden
         if hidden.shape[:2] != (1, _ROWS) or hidden.ndim != 3:
             raise UnsupportedModelError(
-                f"{type(self.model).__name__} gives its layers hidden states of shape {list(hidden.shape)}, not one a token"
+                f"{type(self.model).__name__} gives its layers hidden states {list(hidden.shape)}, not one a token"
             )
         self._made_in[_storage(hidden)] = index
         self._sites.clear()
@@ -298,6 +299,8 @@ class _Survey(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if getattr(func, "__name__", "") == "dropout" and _drops(args, kwargs):
+            self.refuse_dropout()
         output = func(*args, **kwargs)
         tensors = [one for one in tree_flatten((args, kwargs))[0] if isinstance(one, Tensor)]
         made = [one for one in tree_flatten(output)[0] if isinstance(one, Tensor)]
@@ -318,26 +321,26 @@ class _Survey(TorchFunctionMode):
                 elif origin != self.layer:
                     self.links.append((origin, self.layer))
         numbers_only = sum(isinstance(one, Tensor) for one in args) == 1
-        if name in _SUMS or (name in _SCALES and numbers_only) or (name == "dropout" and not _drops(args, kwargs)):
+        if name in _SUMS or (name in _SCALES and numbers_only) or name == "dropout":
             sites = frozenset().union(*(self._sites.get(_storage(one), frozenset()) for one in tensors))
             for one in made if sites else ():
                 self._sites[_storage(one)] = self._sites.get(_storage(one), frozenset()) | sites
         else:
             for one in tensors:
                 notes.used |= self._sites.get(_storage(one), frozenset())
-        if name == "dropout" and _drops(args, kwargs):
-            raise UnsupportedModelError(
-                f"{type(self.model).__name__} drops out values in {self._where()}: the mask would differ between "
-                "forward and backward; set it to 0 in config.json"
-            )
         if name == "topk":
             self._choose(notes)
         elif func is nn.functional.linear or func is torch.addmm:
             self._multiply(notes, args[1 if func is nn.functional.linear else 2], args, output)
 
-    def _where(self) -> str:
-        top = next((one for one in reversed(self._stack) if not isinstance(one, nn.Dropout)), None)
-        return type(top).__name__
+    def refuse_dropout(self) -> None:
+        """Raise an `UnsupportedModelError` that names keys of the configuration."""
+        config = self.model.config.to_dict().items()
+        keys = [f"{key} is {value}" for key, value in config if "drop" in key and isinstance(value, float) and value]
+        raise UnsupportedModelError(
+            f"{', '.join(keys) or type(self._stack[-1]).__name__}: a dropout mask would differ between forward and "
+            "backward; set it to 0 in config.json"
+        )
 
     def _choose(self, notes: _LayerNotes) -> None:
         module = next(one for one in reversed(self._stack) if id(one) in self._inner)
@@ -406,10 +409,7 @@ def _attend(
     )
     survey.notes[-1].attention.append(shape)
     if given.get("dropout"):
-        raise UnsupportedModelError(
-            f"attention_dropout is {given['dropout']}: a dropout mask would differ between forward and backward; set it "
-            "to 0 in config.json"
-        )
+        survey.refuse_dropout()
     output = query.transpose(1, 2)[..., :1] + key.sum() + value.sum() + value.new_zeros(value.shape[-1])
     return output, None
 

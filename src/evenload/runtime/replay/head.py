@@ -50,7 +50,7 @@ class Around(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is nn.functional.embedding and id(args[1]) in self._tables:
-            return self._look_up(*args[:3])
+            return self._look_up(args[0], args[1], kwargs.get("padding_idx"))
         if func is nn.functional.linear and id(args[1]) == self._head:
             return self._multiply(*args, **kwargs)
         return func(*args, **kwargs)
