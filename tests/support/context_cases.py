@@ -10,7 +10,7 @@ from evenload.attention.backends import select_backend
 from evenload.runtime.comm.rank_groups import ContextGroup, Transfer, create_context_groups
 from evenload.runtime.comm.watch import RankWatch
 from evenload.runtime.model.mask_rules import MaskRule
-from evenload.runtime.model.structure import AttentionShape
+from evenload.runtime.model.structure import AttentionSizes
 from evenload.runtime.replay.attention_call import attention
 from evenload.runtime.replay.context_attention import LocalAttention, rows_of
 from evenload.runtime.replay.rank_packs import RankPackTokens
@@ -173,7 +173,7 @@ class _Layer(torch.nn.Module):
         if direction == "forward":
             state.store.open_pack(pack.ranges)
         if not pack.ranges:
-            shape = AttentionShape(HEADS, GROUPS, DIM, self.case.value_dim)
+            shape = AttentionSizes(HEADS, GROUPS, DIM, self.case.value_dim)
             if pack.shared is not None:
                 like = torch.empty(0, dtype=self.dtype)
                 pack.shared.join(direction, state.backend, state.store, 0, [shape], like)

@@ -15,7 +15,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from evenload.errors import UnsupportedModelError
 
-
 ATTENTION_NAME = "evenload_range"
 """Of our functions for masks, attention and experts among those of transformers."""
 

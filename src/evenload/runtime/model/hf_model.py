@@ -9,7 +9,6 @@ import difflib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,17 +23,16 @@ from evenload.runtime.model.lora import add_adapters
 from evenload.runtime.model.structure import Structure, structure_of
 from evenload.runtime.model.supported import require_trainable
 from evenload.runtime.model.tensor_weights import require_tensor_parallel, split_weights
+from evenload.runtime.model.weight_conversion import keep_precise_buffers
 from evenload.runtime.model.weight_files import (
     EMBEDDING,
     HEAD,
     LAYERS,
     NORM,
     POSITIONS,
-    StoredTensor,
+    fill_constants,
+    fitting_weights,
     initialise_weights,
-    load_weights,
-    require_fitting,
-    stored_weights,
 )
 from evenload.types.layout import ParallelLayout
 
@@ -110,6 +108,15 @@ class StageModel:
         for named in self.named_units():
             yield [(name, parameter) for name, parameter in named if parameter.requires_grad]
 
+    def constants(self) -> dict[str, Tensor]:
+        """Return what its units store and do not train, such as biases that choose experts, by name."""
+        return {
+            name: tensor
+            for _, path, unit in numbered_units(self)
+            for name, tensor in unit.state_dict(prefix=f"{path}.", keep_vars=True).items()
+            if not tensor.requires_grad
+        }
+
     @property
     def units(self) -> tuple[int, ...]:
         """Return the numbers of its units in the order of `unit_parameters`: 0 = prologue, then layers, epilogue."""
@@ -175,25 +182,21 @@ def empty_model(config: PretrainedConfig, dtype: torch.dtype = torch.float32) ->
             raise ConfigError(f"config.json: {key} is '{function}', which transformers does not know; {hint}")
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, dtype=dtype)
+            whole = AutoModelForCausalLM.from_config(config, dtype=dtype)
     except Exception as error:  # transformers has no common class
         raise ConfigError(
             f"config.json: transformers cannot make a {type(config).__name__.removesuffix('Config')} of it "
             f"({type(error).__name__}: {' '.join(str(error).split())}); compare it with the published one"
         ) from error
+    keep_precise_buffers(whole, dtype)
+    return whole
 
 
 def require_model(config: PretrainedConfig, weights: str | None) -> None:
     """Refuse a configuration that makes no model, and weights that are not exactly the model's (`weight_files`)."""
     whole = empty_model(config)
     if weights is not None:
-        _fitting_weights(config, whole, Path(weights))
-
-
-def _fitting_weights(config: PretrainedConfig, whole: nn.Module, directory: Path) -> dict[str, StoredTensor]:
-    stored = stored_weights(directory)
-    require_fitting(stored, whole, directory)
-    return stored
+        fitting_weights(whole, Path(weights))
 
 
 def build_stage_model(
@@ -225,7 +228,7 @@ def build_stage_model(
     structure = structure_of(model)
     require_tensor_parallel(config, structure, tp)
     require_stage(structure, layers)
-    stored = {} if weights is None else _fitting_weights(config, model, Path(weights))
+    stored = None if weights is None else fitting_weights(model, Path(weights))
     is_first, is_last = layers[0] == 0, layers[1] == structure.num_layers
     whole = WholeModel(model, structure.layers, structure.prologue, returns_tuple=structure.returns_tuple)
     stage = StageModel(
@@ -247,18 +250,19 @@ def build_stage_model(
                 continue
         # Units are filled one by one, so that only one is whole under tp. Random weights are made on the CPU, so that
         # every device starts from the same ones.
-        unit.to_empty(device="cpu" if weights is None else device)
-        if weights is None:
+        unit.to_empty(device="cpu" if stored is None else device)
+        if stored is None:
             initialise_weights(model, number, unit, seed)
             unit.to(device)
         else:
-            load_weights(name, unit, Path(weights), stored, model)
+            stored.load(unit.state_dict(prefix=f"{name}."))
+        fill_constants(model, unit)
         if structure.is_tied and is_last and name == structure.embedding and not is_first:
             stage.head.weight = unit.weight  # type: ignore[assignment]
         if tp > 1 and lora is None:
             split_weights([(name, unit)], structure, tp_rank, tp)
     if lora is not None:
-        add_adapters(model, structure, stage.layers, lora, seed)
+        add_adapters(stage.modules, structure, stage.layers, lora, seed)
         if tp > 1:
             # Adapters take their sizes and random values from whole linears.
             split_weights([(name, unit) for _, name, unit in numbered_units(stage)], structure, tp_rank, tp)
@@ -303,9 +307,7 @@ def numbered_units(stage: StageModel) -> Iterator[tuple[int, str, nn.Module]]:
         yield numbers[path], path, module
 
 
-def build_rank_models(
-    layout: ParallelLayout, pp_rank: int, build: Callable[..., StageModel]
-) -> dict[int, StageModel]:
+def build_rank_models(layout: ParallelLayout, pp_rank: int, build: Callable[..., StageModel]) -> dict[int, StageModel]:
     """Make the models of a pipeline rank's virtual stages, ascending, by `build(layers=, tp=)`. Tied embeddings on one
     rank are one parameter."""
     models = {

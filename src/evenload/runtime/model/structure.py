@@ -34,7 +34,7 @@ _ROWS = 29
 
 
 @dataclass(frozen=True)
-class AttentionShape:
+class AttentionSizes:
     """Sizes of one attention call of a layer."""
 
     heads: int
@@ -62,7 +62,18 @@ class LayerSites:
     in_place: frozenset[str]
     choosing: frozenset[str]
     experts: frozenset[str]
-    attention: tuple[AttentionShape, ...]
+    attention: tuple[AttentionSizes, ...]
+
+
+@dataclass(frozen=True)
+class TensorCut:
+    """Says how linears of layers are cut over ranks by transformers' plan, by the last part of their names: by output
+    (`columns`) or input (`rows`); and in which blocks, whose input every rank needs whole. Or why they cannot be."""
+
+    columns: frozenset[str] = frozenset()
+    rows: frozenset[str] = frozenset()
+    blocks: tuple[str, ...] = ()
+    refusal: str = ""
 
 
 @dataclass(frozen=True)
@@ -89,6 +100,7 @@ class Structure:
     returns_tuple: bool
     groups: tuple[tuple[int, ...], ...]
     reads_tokens: bool
+    cut: TensorCut
 
     @property
     def num_layers(self) -> int:
@@ -148,7 +160,7 @@ class _LayerNotes:
         self.used: set[str] = set()
         self.choosing: set[str] = set()
         self.experts: set[str] = set()
-        self.attention: list[AttentionShape] = []
+        self.attention: list[AttentionSizes] = []
 
     def sites(self) -> LayerSites:
         linears = {name for name, count in self.calls.items() if count == 1}
@@ -261,7 +273,28 @@ class _Survey(TorchFunctionMode):
             returns_tuple=self.returns_tuple,
             groups=_groups(len(self.notes), self.links),
             reads_tokens=self.reads_tokens,
+            cut=self._cut(),
         )
+
+    def _cut(self) -> TensorCut:
+        config: Any = self.model.config.get_text_config(decoder=True)
+        plan: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
+        styles = {name.rsplit(".", 1)[-1]: style for name, style in plan.items()}
+        linears = frozenset().union(*(notes.calls for notes in self.notes))
+        others = sorted(name for name in linears if styles.get(name.rsplit(".", 1)[-1]) not in ("colwise", "rowwise"))
+        reasons = {
+            "has no plan for tensor parallelism in transformers": not plan,
+            "has experts: their matrices are not cut in this version": any(notes.experts for notes in self.notes),
+            f"makes more than an embedding before its layers ({', '.join(self.prologue[1:])})": len(self.prologue) > 1,
+            f"has linears that its plan does not cut by heads or columns ({', '.join(others)})": others,
+        }
+        if why := next((why for why, is_so in reasons.items() if is_so), ""):
+            return TensorCut(refusal=why)
+        columns, rows = (
+            frozenset(name for name, style in styles.items() if style == wanted) for wanted in ("colwise", "rowwise")
+        )
+        readers = {name.rsplit(".", 1)[0] for name in linears if name.rsplit(".", 1)[-1] in columns}
+        return TensorCut(columns, rows, tuple(sorted(readers, reverse=True)))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -368,7 +401,7 @@ def _attend(
     survey = _RUNNING[-1]
     if survey.layer < 0:
         raise UnsupportedModelError(f"{type(module).__name__} attends outside the layers")
-    shape = AttentionShape(
+    shape = AttentionSizes(
         query.shape[1], key.shape[1], query.shape[-1], value.shape[-1], given.get("s_aux") is not None
     )
     survey.notes[-1].attention.append(shape)
