@@ -30,8 +30,9 @@ from transformers.pytorch_utils import Conv1D
 from evenload.attention.range_attention import work_dtype
 from evenload.runtime.model.around import ATTENTION_NAME
 from evenload.runtime.model.lora import is_adapter
+from evenload.runtime.model.mask_rules import mask_rule
 from evenload.runtime.model.structure import LayerSites
-from evenload.runtime.replay.attention_call import attention, mask_rule
+from evenload.runtime.replay.attention_call import attention
 from evenload.runtime.replay.state import ReplayState, count_values
 from evenload.runtime.replay.weight_products import (
     WeightProducts,
@@ -336,9 +337,9 @@ class _Order:
 _RECORDED: dict[type, type[nn.Module]] = {nn.Linear: ReplayLinear, Conv1D: ReplayConv1D}
 
 
+ALL_EXPERTS_FUNCTIONS.register(ATTENTION_NAME, mix_experts)
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, attention)
 ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, mask_rule)
-ALL_EXPERTS_FUNCTIONS.register(ATTENTION_NAME, mix_experts)
 
 
 def make_replayable(layer: nn.Module, layer_index: int, state: ReplayState, sites: LayerSites) -> None:

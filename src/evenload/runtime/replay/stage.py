@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from evenload.attention.range_attention import RangeAttention, Scoring
+from evenload.attention.range_attention import RangeAttention
 from evenload.runtime.comm.tensor_group import RowExchange, RowShard, TensorGroup, row_owners
 from evenload.runtime.model.around import ATTENTION_NAME, LayerCall, using
 from evenload.runtime.model.hf_model import StageModel
 from evenload.runtime.model.structure import Structure
-from evenload.runtime.replay.context_attention import AttentionShape, LocalAttention, rows_of
+from evenload.runtime.replay.context_attention import LocalAttention, rows_of
 from evenload.runtime.replay.head import Around, head_gradient, row_losses
 from evenload.runtime.replay.rank_packs import PackTokens
 from evenload.runtime.replay.replayable import make_replayable
@@ -266,12 +266,8 @@ class PipelineStage:
         if pack.shared is None:
             return
         tp = 1 if self._tensor is None else self._tensor.size
-        shapes = [
-            AttentionShape(
-                one.heads // tp, one.kv_heads // tp, one.head_dim, one.value_dim, Scoring(1.0), one.has_sinks
-            )
-            for one in self.model.structure.sites[layer].attention
-        ]
+        whole = self.model.structure.sites[layer].attention
+        shapes = [replace(one, heads=one.heads // tp, kv_heads=one.kv_heads // tp) for one in whole]
         pack.shared.join(direction, self.backend, store, layer, shapes, like)
 
     def losses(self, pack: PackTokens, hidden: Tensor) -> Tensor:
