@@ -19,6 +19,7 @@ from evenload.runtime.model.hf_model import empty_model
 from evenload.runtime.model.model_config import load_config
 from evenload.runtime.model.weight_conversion import stored_tensors
 from evenload.runtime.model.weight_files import dequantise_once, fill_constants, fitting_weights
+from export_cases import export_in_stages
 from stored_families import FAMILIES, equal_by_name, family_config, random_model, units_of
 
 
@@ -82,6 +83,24 @@ def test_round_trip(family, dtype, tmp_path, monkeypatch):
     assert all_tensors(tmp_path / "ours").keys() == all_tensors(tmp_path / "theirs").keys()
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=dtype)
     assert equal_by_name(again.state_dict(), expected.state_dict())
+
+
+@pytest.mark.parametrize(("family", "shard_bytes"), [("deepseek_v3", 220_000), ("gemma3_text", 120_000)])
+def test_two_stages_write_it_together_a_file_at_a_time(gloo_pool, tmp_path, family, shard_bytes):
+    config, stored, written = family_config(family, tied=family == "gemma3_text"), tmp_path / "stored", tmp_path / "out"
+    random_model(config, torch.float32).save_pretrained(stored)
+    written.mkdir()
+    (written / "model-00009-of-00009.safetensors").write_bytes(b"of an earlier export")
+    most_bytes = gloo_pool.run(2, export_in_stages, stored, written, 2, shard_bytes)
+    files = sorted(file.name for file in written.glob("*.safetensors"))
+    assert files == [f"model-{at:05d}-of-{len(files):05d}.safetensors" for at in range(1, len(files) + 1)]
+    assert len(files) > 2
+    assert max(most_bytes) <= shard_bytes
+    expected = AutoModelForCausalLM.from_pretrained(stored)
+    assert equal_by_name(all_tensors(written), all_tensors(stored))
+    assert equal_by_name(AutoModelForCausalLM.from_pretrained(written).state_dict(), expected.state_dict())
+    settings = [json.loads((one / "config.json").read_text()) for one in (stored, written)]
+    assert settings[0] == settings[1]
 
 
 # ---- what is read, and what is refused ---------------------------------------------------------------
