@@ -113,7 +113,9 @@ def probe(config: PretrainedConfig, cache: Path | None = None) -> Findings:
 
 
 def _digest(config: PretrainedConfig) -> str:
-    values = {key: value for key, value in config.to_dict().items() if key not in ("_name_or_path", "transformers_version")}
+    values = {
+        key: value for key, value in config.to_dict().items() if key not in ("_name_or_path", "transformers_version")
+    }
     versions = [transformers.__version__, torch.__version__, Path(__file__).read_text()]
     return hashlib.sha256(json.dumps([values, versions], sort_keys=True, default=str).encode()).hexdigest()[:24]
 
@@ -168,7 +170,9 @@ def _narrow(values: dict[str, Any]) -> dict[str, Any]:
     rope = json.dumps(values.get("rope_parameters") or values.get("rope_scaling") or {})
     # Lists of factors have as many entries as a head has frequencies.
     kept = {"head_dim", "rotary_dim"} if "[" in rope else set[str]()
-    found = {key: _narrow_value(value, _NARROW[key]) for key, value in values.items() if key in _NARROW and key not in kept}
+    found = {
+        key: _narrow_value(value, _NARROW[key]) for key, value in values.items() if key in _NARROW and key not in kept
+    }
     heads, own_heads = values.get("num_attention_heads"), found.get("num_attention_heads")
     for key, value in values.items():
         if key in ("num_key_value_heads", "num_kv_heads") and heads and value == heads:
@@ -250,7 +254,9 @@ def _prove(config: PretrainedConfig) -> Findings:
         raise
     except Exception as error:  # of the model's own code
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        raise UnsupportedModelError(f"{name}: {where}, so nothing proves that replay trains it right ({why})") from error
+        raise UnsupportedModelError(
+            f"{name}: {where}, so nothing proves that replay trains it right ({why})"
+        ) from error
 
 
 class _Trace(NamedTuple):
@@ -465,7 +471,10 @@ class _Proof:
 
     def _default_positions(self, ids: Tensor) -> list[Tensor]:
         """Return what `_around` returns where the model counts positions itself."""
-        plain, self.whole.model.forward = self.whole.model.forward, partial(_without_positions, self.whole.model.forward)
+        plain, self.whole.model.forward = (
+            self.whole.model.forward,
+            partial(_without_positions, self.whole.model.forward),
+        )
         try:
             return self._around(torch.arange(_ROWS), ids)
         finally:
@@ -477,7 +486,9 @@ class _Proof:
         random = _random_state()
         base = self._around(everything, ids)
         if random != _random_state():
-            raise self.refuse("the model before its layers", "draws random numbers (dropout: set it to 0 in config.json)")
+            raise self.refuse(
+                "the model before its layers", "draws random numbers (dropout: set it to 0 in config.json)"
+            )
         token = torch.where(everything == row, (ids + 1) % _NARROW["vocab_size"], ids)
         order = torch.randperm(_ROWS, generator=torch.Generator().manual_seed(3))
         far = everything.clone()
@@ -497,7 +508,9 @@ class _Proof:
 
     def _far(self) -> int:
         """Return a position that no document of the proof has, beyond those trained so far where there is no table."""
-        tables = [one for name, one in self.whole.model.named_modules() if isinstance(one, nn.Embedding) and "pos" in name]
+        tables = [
+            one for name, one in self.whole.model.named_modules() if isinstance(one, nn.Embedding) and "pos" in name
+        ]
         text = self.whole.model.config.get_text_config(decoder=True)
         return _ROWS if tables else 5 * int(getattr(text, "max_position_embeddings", None) or 1000)
 
@@ -520,7 +533,9 @@ def _running(proof: _Proof) -> Iterator[None]:
 
 def _kinds(config: PretrainedConfig, layers: Sequence[nn.Module]) -> list[int]:
     """Number the kinds of layers: by what the configuration lists of each, their modules, and how these are set."""
-    listed = [value for value in config.to_dict().values() if isinstance(value, list | tuple) and len(value) == len(layers)]
+    listed = [
+        value for value in config.to_dict().values() if isinstance(value, list | tuple) and len(value) == len(layers)
+    ]
     kinds: dict[Any, int] = {}
     found = []
     for at, layer in enumerate(layers):
@@ -531,7 +546,9 @@ def _kinds(config: PretrainedConfig, layers: Sequence[nn.Module]) -> list[int]:
 
 def _settings(module: nn.Module) -> tuple[tuple[str, Any], ...]:
     plain = {name: value for name, value in vars(module).items() if isinstance(value, bool | int | float | str | None)}
-    return tuple(sorted((name, str(value)) for name, value in plain.items() if "idx" not in name and "layer" not in name))
+    return tuple(
+        sorted((name, str(value)) for name, value in plain.items() if "idx" not in name and "layer" not in name)
+    )
 
 
 def _random_state() -> bytes:
@@ -558,8 +575,13 @@ def _pick(tensor: Tensor, rows: Tensor) -> Tensor:
 
 def _aligned(base: Sequence[_Trace], other: Sequence[_Trace]) -> tuple[list[_Trace], list[_Trace]]:
     """Return the calls of modules that both runs made alike often; experts are called as tokens choose them."""
-    counts = [{path: [one for one in traces if one.path == path] for path in {t.path for t in traces}} for traces in (base, other)]
-    both = [path for path in dict.fromkeys(one.path for one in base) if len(counts[0][path]) == len(counts[1].get(path, ()))]
+    counts = [
+        {path: [one for one in traces if one.path == path] for path in {t.path for t in traces}}
+        for traces in (base, other)
+    ]
+    both = [
+        path for path in dict.fromkeys(one.path for one in base) if len(counts[0][path]) == len(counts[1].get(path, ()))
+    ]
     return [one for path in both for one in counts[0][path]], [one for path in both for one in counts[1][path]]
 
 
@@ -621,7 +643,10 @@ def _own_way(module: nn.Module, query: Tensor, key: Tensor, mask: Any, given: di
     q, k = torch.arange(count)[:, None], torch.arange(count)[None]
     causal = k <= q
     sizes = range(1, count + 1)
-    if any(torch.equal(seen, causal & (k > q - size)) or torch.equal(seen, causal & (k // size == q // size)) for size in sizes):
+    if any(
+        torch.equal(seen, causal & (k > q - size)) or torch.equal(seen, causal & (k // size == q // size))
+        for size in sizes
+    ):
         return ""
     return "lets tokens see later ones" if seen[0].all() else "attends with a mask of another kind"
 

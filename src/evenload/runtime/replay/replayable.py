@@ -33,8 +33,7 @@ from transformers.pytorch_utils import Conv1D
 from evenload.attention.range_attention import work_dtype
 from evenload.runtime.model.around import ATTENTION_NAME, using
 from evenload.runtime.model.lora import is_adapter
-from evenload.runtime.model.mask_rules import mask_rule
-from evenload.runtime.model.mask_rules import MaskRule
+from evenload.runtime.model.mask_rules import MaskRule, mask_rule
 from evenload.runtime.model.structure import LayerSites
 from evenload.runtime.replay.attention_call import attention
 from evenload.runtime.replay.state import ReplayState, count_values
@@ -287,7 +286,9 @@ class ReplayMixer(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         ranges, outputs, stop = self.replay.ranges, [], 0
-        floating = (one for one in tree_flatten((args, kwargs))[0] if isinstance(one, Tensor) and one.is_floating_point())
+        floating = (
+            one for one in tree_flatten((args, kwargs))[0] if isinstance(one, Tensor) and one.is_floating_point()
+        )
         like = next(floating)
         with using(self.configs, "eager"):
             for _, start, end in ranges:

@@ -3,19 +3,18 @@
 Final norm, head and loss run inside the *backward* of the last stage, where the cost model charges them.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from evenload.attention.range_attention import RangeAttention
 from evenload.runtime.comm.tensor_group import RowExchange, RowShard, TensorGroup, row_owners
 from evenload.runtime.model.around import ATTENTION_NAME, LayerCall, using
 from evenload.runtime.model.hf_model import StageModel
-from evenload.runtime.model.structure import Structure
 from evenload.runtime.replay.context_attention import LocalAttention, rows_of
 from evenload.runtime.replay.head import Around, head_gradient, row_losses
 from evenload.runtime.replay.rank_packs import PackTokens
