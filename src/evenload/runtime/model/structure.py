@@ -10,7 +10,7 @@ memory, and its own forward runs once on a few tokens; its layers run in it one 
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +27,7 @@ from transformers.pytorch_utils import Conv1D
 
 from evenload.errors import UnsupportedModelError
 from evenload.runtime.model.around import LayerCall, WholeModel, find_layers, using
+from evenload.runtime.model.mask_rules import mask_rule
 
 _SURVEY = "evenload_survey"
 _ROWS = 29
@@ -34,7 +35,7 @@ _ROWS = 29
 
 
 @dataclass(frozen=True)
-class AttentionShape:
+class AttentionSizes:
     """Sizes of one attention call of a layer."""
 
     heads: int
@@ -55,6 +56,7 @@ class LayerSites:
         choosing: modules that choose the largest of some numbers a token, or multiply with a weight of their own.
         experts: blocks of experts.
         attention: its calls, in order.
+        mixers: modules that mix rows in a way of their own, in which nothing is recorded ("" = the layer).
     """
 
     linears: frozenset[str]
@@ -62,7 +64,23 @@ class LayerSites:
     in_place: frozenset[str]
     choosing: frozenset[str]
     experts: frozenset[str]
-    attention: tuple[AttentionShape, ...]
+    attention: tuple[AttentionSizes, ...]
+    mixers: frozenset[str] = frozenset()
+
+    def is_mixed(self, name: str) -> bool:
+        """Say whether a module is one of `mixers`, or inside one."""
+        return any(not path or name == path or name.startswith(f"{path}.") for path in self.mixers)
+
+
+@dataclass(frozen=True)
+class TensorCut:
+    """Says how linears of layers are cut over ranks by transformers' plan, by the last part of their names: by output
+    (`columns`) or input (`rows`); and in which blocks, whose input every rank needs whole. Or why they cannot be."""
+
+    columns: frozenset[str] = frozenset()
+    rows: frozenset[str] = frozenset()
+    blocks: tuple[str, ...] = ()
+    refusal: str = ""
 
 
 @dataclass(frozen=True)
@@ -89,6 +107,7 @@ class Structure:
     returns_tuple: bool
     groups: tuple[tuple[int, ...], ...]
     reads_tokens: bool
+    cut: TensorCut
 
     @property
     def num_layers(self) -> int:
@@ -148,7 +167,7 @@ class _LayerNotes:
         self.used: set[str] = set()
         self.choosing: set[str] = set()
         self.experts: set[str] = set()
-        self.attention: list[AttentionShape] = []
+        self.attention: list[AttentionSizes] = []
 
     def sites(self) -> LayerSites:
         linears = {name for name, count in self.calls.items() if count == 1}
@@ -164,7 +183,14 @@ class _LayerNotes:
 
 # Their results hold values of what they were given in sums and views alone, which no backward of theirs reads.
 _SUMS = {"add", "__add__", "__radd__", "__iadd__", "add_", "view", "reshape", "squeeze", "unsqueeze", "transpose",
-         "contiguous", "flatten", "unflatten", "__get__", "size", "dim", "clone", "permute", "chunk", "split"}  # fmt: skip
+         "contiguous", "flatten", "unflatten", "__get__", "size", "dim", "clone", "permute", "chunk",
+         "split"}  # fmt: skip
+# Asked of values: masks hide nothing, positions are of one document, and no expert has tokens.
+_QUESTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "all": lambda values: torch.tensor(data=True),
+    "any": lambda values: torch.tensor(data=False),
+    "nonzero": lambda values: values.new_empty(0, values.ndim, dtype=torch.int64),
+}
 _SCALES = {"mul", "__mul__", "__rmul__", "div", "__truediv__"}
 
 
@@ -222,7 +248,7 @@ class _Survey(TorchFunctionMode):
         layer, hidden = self.whole.layers[index], call.hidden
         if hidden.shape[:2] != (1, _ROWS) or hidden.ndim != 3:
             raise UnsupportedModelError(
-                f"{type(self.model).__name__} gives its layers hidden states of shape {list(hidden.shape)}, not one a token"
+                f"{type(self.model).__name__} gives its layers hidden states {list(hidden.shape)}, not one a token"
             )
         self._made_in[_storage(hidden)] = index
         self._sites.clear()
@@ -233,7 +259,7 @@ class _Survey(TorchFunctionMode):
             id(weight): name for name, module in layer.named_modules() for weight in module._parameters.values()
         }
         output = layer(*call.args, **call.kwargs)
-        self.returns_tuple = not isinstance(output, Tensor)
+        self.returns_tuple = self.whole.returns_tuple = not isinstance(output, Tensor)
         self.layer = -1
         return output if isinstance(output, Tensor) else output[0]
 
@@ -261,10 +287,36 @@ class _Survey(TorchFunctionMode):
             returns_tuple=self.returns_tuple,
             groups=_groups(len(self.notes), self.links),
             reads_tokens=self.reads_tokens,
+            cut=self._cut(),
         )
+
+    def _cut(self) -> TensorCut:
+        config: Any = self.model.config.get_text_config(decoder=True)
+        plan: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
+        styles = {name.rsplit(".", 1)[-1]: style for name, style in plan.items()}
+        linears = frozenset().union(*(notes.calls for notes in self.notes))
+        others = sorted(name for name in linears if styles.get(name.rsplit(".", 1)[-1]) not in ("colwise", "rowwise"))
+        reasons = {
+            "has no plan for tensor parallelism in transformers": not plan,
+            "has experts: their matrices are not cut in this version": any(notes.experts for notes in self.notes),
+            f"makes more than an embedding before its layers ({', '.join(self.prologue[1:])})": len(self.prologue) > 1,
+            f"has linears that its plan does not cut by heads or columns ({', '.join(others)})": others,
+        }
+        if why := next((why for why, is_so in reasons.items() if is_so), ""):
+            return TensorCut(refusal=why)
+        columns, rows = (
+            frozenset(name for name, style in styles.items() if style == wanted) for wanted in ("colwise", "rowwise")
+        )
+        readers = {name.rsplit(".", 1)[0] for name in linears if name.rsplit(".", 1)[-1] in columns}
+        return TensorCut(columns, rows, tuple(sorted(readers, reverse=True)))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == "dropout" and _drops(args, kwargs):
+            self.refuse_dropout()
+        if name in _QUESTIONS and isinstance(args[0], Tensor) and args[0].is_meta:
+            return _QUESTIONS[name](args[0])
         output = func(*args, **kwargs)
         tensors = [one for one in tree_flatten((args, kwargs))[0] if isinstance(one, Tensor)]
         made = [one for one in tree_flatten(output)[0] if isinstance(one, Tensor)]
@@ -285,26 +337,26 @@ class _Survey(TorchFunctionMode):
                 elif origin != self.layer:
                     self.links.append((origin, self.layer))
         numbers_only = sum(isinstance(one, Tensor) for one in args) == 1
-        if name in _SUMS or (name in _SCALES and numbers_only) or (name == "dropout" and not _drops(args, kwargs)):
+        if name in _SUMS or (name in _SCALES and numbers_only) or name == "dropout":
             sites = frozenset().union(*(self._sites.get(_storage(one), frozenset()) for one in tensors))
             for one in made if sites else ():
                 self._sites[_storage(one)] = self._sites.get(_storage(one), frozenset()) | sites
         else:
             for one in tensors:
                 notes.used |= self._sites.get(_storage(one), frozenset())
-        if name == "dropout" and _drops(args, kwargs):
-            raise UnsupportedModelError(
-                f"{type(self.model).__name__} drops out values in {self._where()}: the mask would differ between "
-                "forward and backward; set it to 0 in config.json"
-            )
         if name == "topk":
             self._choose(notes)
         elif func is nn.functional.linear or func is torch.addmm:
             self._multiply(notes, args[1 if func is nn.functional.linear else 2], args, output)
 
-    def _where(self) -> str:
-        top = next((one for one in reversed(self._stack) if not isinstance(one, nn.Dropout)), None)
-        return type(top).__name__
+    def refuse_dropout(self) -> None:
+        """Raise an `UnsupportedModelError` that names keys of the configuration."""
+        config = self.model.config.to_dict().items()
+        keys = [f"{key} is {value}" for key, value in config if "drop" in key and isinstance(value, float) and value]
+        raise UnsupportedModelError(
+            f"{', '.join(keys) or type(self._stack[-1]).__name__}: a dropout mask would differ between forward and "
+            "backward; set it to 0 in config.json"
+        )
 
     def _choose(self, notes: _LayerNotes) -> None:
         module = next(one for one in reversed(self._stack) if id(one) in self._inner)
@@ -368,17 +420,22 @@ def _attend(
     survey = _RUNNING[-1]
     if survey.layer < 0:
         raise UnsupportedModelError(f"{type(module).__name__} attends outside the layers")
-    shape = AttentionShape(
+    shape = AttentionSizes(
         query.shape[1], key.shape[1], query.shape[-1], value.shape[-1], given.get("s_aux") is not None
     )
     survey.notes[-1].attention.append(shape)
+    if why := getattr(getattr(attention_mask, "rule", None), "refusal", ""):
+        raise UnsupportedModelError(why)
     if given.get("dropout"):
-        raise UnsupportedModelError(
-            f"attention_dropout is {given['dropout']}: a dropout mask would differ between forward and backward; set it "
-            "to 0 in config.json"
-        )
+        survey.refuse_dropout()
     output = query.transpose(1, 2)[..., :1] + key.sum() + value.sum() + value.new_zeros(value.shape[-1])
     return output, None
+
+
+def _mask(**given: Any) -> Tensor:
+    mask = torch.zeros(1, 1, _ROWS, _ROWS, device="meta")
+    mask.rule = mask_rule(**given)  # type: ignore[attr-defined]
+    return mask
 
 
 def _mix_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -391,5 +448,5 @@ def _mix_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, 
 
 
 ALL_ATTENTION_FUNCTIONS.register(_SURVEY, _attend)
-ALL_MASK_ATTENTION_FUNCTIONS.register(_SURVEY, lambda **given: torch.zeros(1, 1, 1, 1, device="meta"))
+ALL_MASK_ATTENTION_FUNCTIONS.register(_SURVEY, _mask)
 ALL_EXPERTS_FUNCTIONS.register(_SURVEY, _mix_experts)
