@@ -5,13 +5,9 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from evenload.runtime.model.probe import Float64Casts, narrow_values
+from evenload.runtime.model.probe import narrow_values
 
 CAUSAL_TYPES = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
-Exact64 = Float64Casts
-"""transformers' casts to float32 are casts to float64."""
-
-VOCAB = 97
 _LAYERS = 4
 _COUNTS = ("num_hidden_layers n_layer n_layers num_layers decoder_layers num_decoder_layers num_blocks").split()
 _FEW = {
@@ -100,3 +96,16 @@ def tiny_causal_config(model_type: str, **changes) -> PretrainedConfig:
     if "head_dim" in values and values["head_dim"] is None:
         few["head_dim"] = 16
     return type(default)(**(few | own | changes))
+
+
+def plain_training(model: PreTrainedModel, tokens: dict[int, torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients by transformers' own model, document by document; zeros where there is no gradient."""
+    labels, total = sum(len(ids) - 1 for ids in tokens.values()), 0.0
+    for ids in tokens.values():
+        logits = model(input_ids=ids[None], use_cache=False).logits[0]
+        loss = nn.functional.cross_entropy(logits[:-1], ids[1:], reduction="sum") / labels
+        loss.backward()
+        total += loss.item()
+    return total, {
+        name: torch.zeros_like(one) if one.grad is None else one.grad for name, one in model.named_parameters()
+    }

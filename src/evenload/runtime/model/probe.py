@@ -420,6 +420,8 @@ class _Proof:
         """Find what mixes rows in a layer; hold it, and prove the rest."""
         while guilty := self._guilty(layer):
             inner = {path: why for path, why in guilty.items() if path} or guilty
+            if "" in self.mixers[layer]:
+                raise self.refuse(self._named(layer, ""), guilty[""])
             if set(inner) <= set(self.mixers[layer]):
                 inner = {"": guilty[""]}
             for path, why in inner.items():
@@ -528,7 +530,7 @@ class _Proof:
         try:
             positions[-1] = 5 * int(getattr(text, "max_position_embeddings", None) or 1000)
             return self._around(torch.arange(_ROWS), self.ids, positions)
-        except IndexError:
+        except (IndexError, RuntimeError):  # of a table, or of a buffer as long
             positions[-1] = _ROWS
             return self._around(torch.arange(_ROWS), self.ids, positions)
 
