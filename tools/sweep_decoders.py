@@ -68,7 +68,8 @@ def _compared(model_type: str) -> dict[str, Any]:
     from causal_types import plain_training, tiny_causal_config
     from evenload.check.smaller_run import exact_casts
     from evenload.errors import EvenloadError
-    from evenload.runtime.model.probe import Float64Casts, build_narrow, probe
+    from evenload.runtime.model.narrow import Float64Casts, build_narrow
+    from evenload.runtime.model.probe import probe
     from reference_training import make_tokens
 
     torch.set_num_threads(1)
@@ -176,7 +177,9 @@ def sweep(types: list[str], processes: int) -> None:
     """Add a row of every type."""
     with multiprocessing.get_context("fork").Pool(processes, maxtasksperchild=8) as pool, ROWS.open("a") as file:
         for row in pool.imap_unordered(row_of, types):
-            print(f"{row['type']:28} {row['class']:10} {row['seconds']:6} {row.get('why', '')[:150]}", flush=True)
+            said = f"{row['type']:28} {row['class']:10} {row['seconds']:6} {row.get('why', '')[:150]}"
+            sys.stdout.write(f"{said}\n")
+            sys.stdout.flush()
             file.write(json.dumps(row) + "\n")
             file.flush()
     rows = read_rows()
@@ -200,7 +203,7 @@ def main() -> int:
     rows = read_rows()
     PAGE.write_text(page_of(rows))
     counts = Counter(row["class"] for row in rows.values())
-    print(", ".join(f"{count} {name}" for name, count in counts.most_common()))
+    sys.stdout.write(", ".join(f"{count} {name}" for name, count in counts.most_common()) + "\n")
     return 1 if counts["WRONG"] or counts["FAILS"] else 0
 
 

@@ -77,7 +77,7 @@ _LONG_ROPE = {
         ("llama", _rope(rope_type="dynamic", factor=4.0), "LlamaForCausalLM: the model around its layers lets one far"),
         ("phi3", _LONG_ROPE, "lets one far position change what others get"),
         ("gpt2", {"resid_pdrop": 0.1}, r"transformer.h.0.attn.resid_dropout \(Dropout\) draws random numbers"),
-        ("gpt2", {"embd_pdrop": 0.1}, "the model before its layers draws random numbers"),
+        ("gpt2", {"embd_pdrop": 0.1}, "the model around its layers draws random numbers"),
         ("llama", {"attention_dropout": 0.1}, "LlamaAttention drops out 0.1 of attention"),
         ("mixtral", {"router_jitter_noise": 0.1}, r"model.layers.0.mlp \(MixtralSparseMoeBlock\) draws random numbers"),
         ("bart", {}, "depends on a token's place, not on its position"),

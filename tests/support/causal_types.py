@@ -5,11 +5,14 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from evenload.runtime.model.probe import narrow_values
+from evenload.runtime.model.narrow import narrow_values
 
 CAUSAL_TYPES = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
 _LAYERS = 4
-_COUNTS = ("num_hidden_layers n_layer n_layers num_layers decoder_layers num_decoder_layers num_blocks").split()
+_COUNTS = (
+    "num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers",
+    "num_blocks",
+)  # fmt: skip
 _FEW = {
     "first_k_dense_replace": 1, "num_dense_layers": 1, "moe_layer_start_index": 1, "moe_layer_end_index": _LAYERS - 1,
     "num_nextn_predict_layers": 0, "num_kv_shared_layers": 2, "attn_layer_period": 2, "attn_layer_offset": 1,
@@ -17,10 +20,11 @@ _FEW = {
 }  # fmt: skip
 """Of layers: where kinds begin and end among four of them."""
 _VARIED = (
-    "first_k_dense_replace num_dense_layers moe_layer_start_index attn_layer_period no_rope_layers num_kv_shared_layers "
-    "max_window_layers global_attn_every_n_layers _sliding_window_pattern layer_types mlp_layer_types layers_block_type "
-    "block_types hybrid_layer_ids layer_group_size cross_attention_layers attn_layer_indices"
-).split()
+    "first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", "attn_layer_period", "no_rope_layers",
+    "num_kv_shared_layers", "max_window_layers", "global_attn_every_n_layers", "_sliding_window_pattern",
+    "layer_types", "mlp_layer_types", "layers_block_type", "block_types", "hybrid_layer_ids", "layer_group_size",
+    "cross_attention_layers", "attn_layer_indices",
+)  # fmt: skip
 """With any of these, layers may differ."""
 _LISTS = ("layer_types", "layers_block_type", "block_types", "mlp_layer_types")
 _OFF = ("dropout", "pdrop", "layerdrop", "jitter", "dropout_p")
@@ -39,7 +43,8 @@ _OWN: dict[str, dict] = {
     },
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2},
     "zaya": {"num_experts_per_tok": 1},
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "attention_layers": ["global", "local"], "num_layers": 2},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "attention_layers": ["global", "local"],
+                "num_layers": 2},
     "reformer": {"axial_pos_embds_dim": [16, 48]},
     "ministral": {"sliding_window": 9},
     "deepseek_v2": {"topk_method": "greedy", "n_routed_experts": 6, "num_experts_per_tok": 2},
