@@ -120,6 +120,7 @@ def _without_dropout(values: dict) -> dict:
 
 def plain_training(model: PreTrainedModel, tokens: dict[int, torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradients by transformers' own model, document by document; zeros where there is no gradient."""
+    model.zero_grad()
     labels, total = sum(len(ids) - 1 for ids in tokens.values()), 0.0
     for ids in tokens.values():
         logits = model(input_ids=ids[None], use_cache=False).logits[0]
