@@ -24,7 +24,14 @@ _COMMON = {
     "initializer_range": 0.3, "use_cache": False,
 }  # fmt: skip
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
-_LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6, "head_dim": 4}
+_LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "head_dim": 4,
+}
 _ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_group": 2, "topk_group": 1}
 _BY_TURNS = ["sliding_attention", "full_attention"] * 2
 _OWN: dict[str, dict] = {
@@ -49,7 +56,9 @@ _OWN: dict[str, dict] = {
 def tiny_model(kind, **changes):
     torch.manual_seed(1)
     config = AutoConfig.for_model(kind, **{**_COMMON, **_OWN[kind], **changes})
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager").double()
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", experts_implementation="eager"
+    ).double()
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1:  # sinks, biases and norms, which begin as zeros and ones
             nn.init.normal_(parameter, std=0.5)
