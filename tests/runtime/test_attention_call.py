@@ -10,11 +10,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 
 from evenload.attention.backends import select_backend
 from evenload.errors import UnsupportedModelError
-from evenload.runtime.replay import attention_call
-from evenload.runtime.replay.attention_call import ATTENTION_NAME, MaskRule, attention, mask_rule
-from evenload.runtime.replay.context_attention import AttentionShape, LocalAttention, rows_of
+from evenload.runtime.model import mask_rules
+from evenload.runtime.model.around import ATTENTION_NAME
+from evenload.runtime.model.mask_rules import MaskRule, mask_rule
+from evenload.runtime.replay.attention_call import attention
+from evenload.runtime.replay.context_attention import LocalAttention, rows_of
 from evenload.runtime.replay.state import ReplayState
-from evenload.runtime.replay.store import ActivationStore
+from evenload.runtime.replay.store import ActivationStore, ForwardStore
+from evenload.types.document import Range
 from reference_training import make_tokens, relative_error
 from single_stage import pack_tokens, sliced_packs
 
@@ -59,7 +62,7 @@ def tiny_model(kind, **changes):
     model = AutoModelForCausalLM.from_config(
         config, attn_implementation="eager", experts_implementation="eager"
     ).double()
-    for name, parameter in model.named_parameters():
+    for parameter in model.parameters():
         if parameter.ndim == 1:  # sinks, biases and norms, which begin as zeros and ones
             nn.init.normal_(parameter, std=0.5)
         elif not parameter.isfinite().all() or not parameter.std() > 0:
@@ -71,7 +74,7 @@ def layers_of(model):
     return model.model.layers
 
 
-def masks_of(model, positions, implementation):
+def masks_of(model, positions, implementation, **options):
     """What each layer gets for a mask; layers themselves do not run."""
     model.config._attn_implementation = implementation
     given, before = [], [layer.forward for layer in layers_of(model)]
@@ -84,7 +87,7 @@ def masks_of(model, positions, implementation):
         layer.forward = note
     try:
         with torch.no_grad():
-            model(torch.zeros_like(positions), position_ids=positions)
+            model(torch.zeros_like(positions), position_ids=positions, **options)
     finally:
         for layer, forward in zip(layers_of(model), before, strict=True):
             layer.forward = forward
@@ -116,6 +119,7 @@ def test_rules_equal_the_masks_that_models_make(kind, expected):
     # A pack's documents, in slices, change nothing.
     packed = torch.cat([torch.arange(20, 33), torch.arange(4), torch.arange(4, 9), torch.arange(1)])[None]
     assert masks_of(model, packed, ATTENTION_NAME) == expected
+    assert masks_of(model, packed, ATTENTION_NAME, attention_mask=torch.ones_like(packed)) == expected
 
 
 def train(model, tokens, forward, backward):
@@ -132,11 +136,8 @@ def train(model, tokens, forward, backward):
 
     def logits(direction, ranges):
         pack = pack_tokens(ranges, tokens)
-        state.direction, state.ranges, state.attention = (
-            direction,
-            pack.ranges,
-            LocalAttention(tuple(rows_of(pack.ranges))),
-        )
+        state.direction, state.ranges = direction, pack.ranges
+        state.attention = LocalAttention(tuple(rows_of(pack.ranges)))
         return model(pack.token_ids[None], position_ids=pack.positions[None]).logits[0], pack
 
     with torch.no_grad():
@@ -150,7 +151,7 @@ def train(model, tokens, forward, backward):
     state.store.check_empty()
     for hook in hooks:
         hook.remove()
-    return taken_gradients(model), state
+    return taken_gradients(model)
 
 
 def taken_gradients(model):
@@ -177,15 +178,170 @@ def test_models_with_this_attention_train_as_with_their_own(kind):
     model = tiny_model(kind)
     tokens = make_tokens(LENGTHS, 97)
     expected = plain(model, tokens)
-    gradients, state = train(model, tokens, *sliced_packs(LENGTHS))
+    gradients = train(model, tokens, *sliced_packs(LENGTHS))
     assert set(gradients) == set(expected)
     for name, gradient in expected.items():
         assert gradient.abs().max() > 0, name
         assert relative_error(gradients[name], gradient) <= 1e-10, name
-    calls = 2 if kind == "longcat_flash" else 1
-    assert {layer: len(shapes) for layer, shapes in state.calls.items()} == dict.fromkeys(
-        range(len(layers_of(model))), calls
-    )
-    assert any(shape.has_sinks for shapes in state.calls.values() for shape in shapes) == (
-        "sinks" in str(set(expected))
-    )
+
+
+# ---- rules -----------------------------------------------------------------------------------------------------------
+
+
+LLAMA = AutoConfig.for_model("llama")
+
+
+def rule_of(function, *, rows=40, keys=None, **given):
+    return mask_rule(mask_function=function, q_length=rows, kv_length=keys or rows, config=LLAMA, **given)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 63, 64, 65, 1000, 4096, 131_072])
+def test_any_window_and_any_chunk_is_found(size):
+    window = masking_utils.sliding_window_causal_mask_function(size)
+    assert rule_of(window) == MaskRule(window=size)
+    chunk = masking_utils.chunked_causal_mask_function(size, torch.zeros(1, dtype=torch.int64))
+    assert rule_of(chunk) == (MaskRule(window=1) if size == 1 else MaskRule(chunk=size))
+
+
+def strided(batch, head, row, key):
+    return (key <= row) & ((row - key) % 2 == 0)
+
+
+def first_tokens_too(batch, head, row, key):
+    return (key <= row) & ((key > row - 9) | (key < 2))
+
+
+def window_of_even_rows(batch, head, row, key):
+    return (key <= row) & ((key > row - 9) | (row % 2 == 0))
+
+
+def strict(batch, head, row, key):
+    return key < row
+
+
+@pytest.mark.parametrize(
+    ("function", "seen"),
+    [
+        (masking_utils.bidirectional_mask_function, "row 0 sees 1010 of keys 0 to 1009"),
+        (masking_utils.sliding_window_bidirectional_mask_function(5), "row 0 sees 6 of keys 0 to 5"),
+        (strided, "row 2 sees 2 of keys 0 to 2"),
+        (first_tokens_too, "row 63 sees 11 of keys 0 to 63"),
+        (window_of_even_rows, "row 63 sees 9 of keys 55 to 63"),
+        (strict, "row 0 sees no key"),
+    ],
+)
+def test_masks_of_another_kind_are_refused_with_what_a_row_sees(function, seen):
+    with pytest.raises(UnsupportedModelError, match=f"llama makes an attention mask in which {seen}"):
+        rule_of(function)
+
+
+def test_masks_that_depend_on_tokens_are_refused():
+    images = torch.zeros(1, 40, dtype=torch.int64)
+    blocks = masking_utils.or_masks(masking_utils.causal_mask_function, masking_utils.blockwise_overlay(images))
+    with pytest.raises(UnsupportedModelError, match=r"depends on tensor block_sequence_ids \(1, 40\)"):
+        rule_of(blocks)
+    with pytest.raises(UnsupportedModelError, match="40 rows and 50 keys"):
+        rule_of(masking_utils.causal_mask_function, keys=50)
+    with pytest.raises(UnsupportedModelError, match="gemma3_text makes an attention mask in which row 0 sees"):
+        masks_of(tiny_model("gemma3_text", use_bidirectional_attention=True), torch.arange(9)[None], ATTENTION_NAME)
+
+
+def test_a_rule_is_read_once_however_often_models_ask_for_it(monkeypatch):
+    """A pack has position ids, and so functions, of its own; windows that differ are different rules."""
+    mask_rules._read_rule.cache_clear()
+    for count in (5, 6, 7):
+        positions = torch.arange(count).repeat(1, 2)
+        for size in (3, 4):
+            made = masking_utils.packed_sequence_compatibility_function(
+                masking_utils.sliding_window_causal_mask_function(size), positions, torch.zeros_like(positions)
+            )
+            assert rule_of(made) == MaskRule(window=size)
+    assert mask_rules._read_rule.cache_info().misses == 2
+    made = masking_utils.chunked_causal_mask_function(8, torch.zeros(1, dtype=torch.int64))
+    rule_of(made)
+    begin = time.perf_counter()
+    for _ in range(100):
+        rule_of(made)
+    assert (time.perf_counter() - begin) / 100 < 1e-3, "some 10 µs; reading the rule takes milliseconds"
+
+
+def test_a_rule_survives_what_models_do_with_masks():
+    rule = MaskRule(chunk=5)
+    handled = [rule[:, :, :, :9], rule.to("cpu"), rule.to(dtype=torch.bool), rule.clone(), copy.copy(rule)]
+    assert handled == [rule] * 5
+    assert copy.deepcopy({"full": rule}) == {"full": rule}
+
+
+# ---- one call --------------------------------------------------------------------------------------------------------
+
+
+class Layer(nn.Module):
+    """A layer's attention of one document of 20 tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.replay = ReplayState(select_backend("auto", "cpu"))
+        self.replay.ranges = (Range(0, 0, 20),)
+        self.replay.attention = LocalAttention(tuple(rows_of(self.replay.ranges)))
+        self.replay.store = ActivationStore({0: 20}, [])
+        self.replay.store.open_pack(self.replay.ranges)
+        self.replay.enter_layer(0)
+
+    def call(self, mask, *, rows=20, heads=4, **options):
+        generator = torch.Generator().manual_seed(0)
+        q, k, v = (torch.randn(1, n, rows, 8, generator=generator, dtype=torch.float64) for n in (heads, 2, 2))
+        return attention(self, q, k, v, mask, **options)[0]
+
+
+def test_the_mask_decides_where_the_module_names_another_window():
+    expected = Layer().call(MaskRule(window=4))
+    assert torch.equal(Layer().call(MaskRule(window=4), sliding_window=3), expected)
+    assert torch.equal(Layer().call(MaskRule(window=4), is_causal=False), expected)
+    assert torch.equal(Layer().call(None, sliding_window=4), expected), "without a mask the module's window is all"
+    assert torch.equal(Layer().call(MaskRule()), Layer().call(None))
+    assert not torch.equal(Layer().call(MaskRule()), expected)
+    assert torch.equal(Layer().call(None, scaling=None), Layer().call(None, scaling=8**-0.5))
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"is_causal": False}, "Layer sees all tokens"),
+        ({"dropout": 0.1}, r"Layer drops attention at random \(dropout 0\.1\)"),
+        ({"position_bias": torch.zeros(4, 20)}, r"Layer passes position_bias \(4, 20\) to its attention"),
+        ({"s_aux": torch.zeros(3)}, r"attention sinks \(3,\), not one for each of its 4 query heads"),
+    ],
+)
+def test_calls_that_would_be_wrong_are_refused_by_name(options, named):
+    with pytest.raises(UnsupportedModelError, match=named):
+        Layer().call(None, **options)
+
+
+def test_own_masks_and_modules_that_are_not_causal_are_refused():
+    with pytest.raises(UnsupportedModelError, match=r"gets a mask \(1, 1, 20, 20\) that its model made itself"):
+        Layer().call(torch.zeros(1, 1, 20, 20))
+    layer = Layer()
+    layer.is_causal = False
+    with pytest.raises(UnsupportedModelError, match="is_causal is false"):
+        layer.call(None)
+    layer.call(None, is_causal=True)
+
+
+def test_calls_of_a_layer_are_numbered_and_freed_with_it():
+    """Longcat's layers call attention twice, and layers that mix tokens in another way never."""
+    layer = Layer()
+    for index, count in ((0, 0), (1, 2), (2, 1)):
+        layer.replay.enter_layer(index)
+        for _ in range(count):
+            layer.call(MaskRule())
+    assert set(layer.replay.store.document_keys(0).layers) == {1, (1, 1), 2}
+    forward = ForwardStore({0: 20}, {0: [0]})
+    layer.replay.store = forward
+    forward.open_pack(layer.replay.ranges)
+    for index, count in ((0, 0), (1, 2), (2, 1)):
+        layer.replay.enter_layer(index)
+        for _ in range(count):
+            layer.call(MaskRule())
+        assert forward.held.held_by_kind["keys_and_values"] > 0 or not count
+        forward.end_layer(index)
+        assert forward.held.held_by_kind["keys_and_values"] == 0

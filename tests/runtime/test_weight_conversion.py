@@ -15,10 +15,11 @@ from transformers import __version__ as version
 from evenload.errors import EvenloadError, UnsupportedModelError
 from evenload.runtime.model import export_files, weight_files
 from evenload.runtime.model.export_files import save_tensors, shard_units, write_index
-from evenload.runtime.model.hf_model import empty_model
+from evenload.runtime.model.hf_model import build_stage_model, empty_model
 from evenload.runtime.model.model_config import load_config
 from evenload.runtime.model.weight_conversion import stored_tensors
 from evenload.runtime.model.weight_files import dequantise_once, empty_parameters, fill_buffers, fitting_weights
+from evenload.runtime.stages.rank_stages import unit_modules
 from export_cases import export_in_stages
 from stored_families import FAMILIES, equal_by_name, family_config, random_model, units_of
 
@@ -98,6 +99,25 @@ def test_two_stages_write_it_together_a_file_at_a_time(gloo_pool, tmp_path, fami
     assert equal_by_name(AutoModelForCausalLM.from_pretrained(written).state_dict(), expected.state_dict())
     settings = [json.loads((one / "config.json").read_text()) for one in (stored, written)]
     assert settings[0] == settings[1]
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "minimax_m2"])
+def test_every_rank_has_the_biases_that_choose_experts_of_all_layers(tmp_path, family):
+    """A switch to another layout moves parameters only."""
+    config = family_config(family)
+    expected = random_model(config, torch.float32)
+    expected.save_pretrained(tmp_path)
+    here = torch.device("cpu")
+    stage = build_stage_model(config, layers=(0, 1), dtype=torch.float32, device=here, weights=str(tmp_path), seed=1)
+    whole, _ = unit_modules([stage], dtype=torch.float32, device=here, lora=None, tp_rank=0, tp=1)
+    for one in (stage.whole, whole):
+        biases = [
+            (path, buffer)
+            for index in range(3)
+            for path, buffer in one.layers[index].named_buffers(prefix=f"model.layers.{index}")
+        ]
+        assert len(biases) >= 2
+        assert all(torch.equal(bias, expected.get_buffer(path)) for path, bias in biases)
 
 
 # ---- what is read, and what is refused ---------------------------------------------------------------

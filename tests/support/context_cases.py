@@ -7,11 +7,12 @@ import torch
 import torch.distributed as dist
 
 from evenload.attention.backends import select_backend
-from evenload.attention.range_attention import Scoring
 from evenload.runtime.comm.rank_groups import ContextGroup, Transfer, create_context_groups
 from evenload.runtime.comm.watch import RankWatch
-from evenload.runtime.replay.attention_call import MaskRule, attention
-from evenload.runtime.replay.context_attention import AttentionShape, LocalAttention, rows_of
+from evenload.runtime.model.mask_rules import MaskRule
+from evenload.runtime.model.structure import AttentionSizes
+from evenload.runtime.replay.attention_call import attention
+from evenload.runtime.replay.context_attention import LocalAttention, rows_of
 from evenload.runtime.replay.rank_packs import RankPackTokens
 from evenload.runtime.replay.state import ReplayState
 from evenload.runtime.replay.store import ActivationStore
@@ -172,9 +173,9 @@ class _Layer(torch.nn.Module):
         if direction == "forward":
             state.store.open_pack(pack.ranges)
         if not pack.ranges:
-            like, scoring = torch.empty(0, dtype=self.dtype), Scoring(1.0, self.case.window)
-            shape = AttentionShape(HEADS, GROUPS, DIM, self.case.value_dim, scoring)
+            shape = AttentionSizes(HEADS, GROUPS, DIM, self.case.value_dim)
             if pack.shared is not None:
+                like = torch.empty(0, dtype=self.dtype)
                 pack.shared.join(direction, state.backend, state.store, 0, [shape], like)
         elif direction == "forward":
             with torch.no_grad():

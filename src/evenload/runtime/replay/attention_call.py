@@ -1,8 +1,4 @@
-"""Attention and masks of transformers' layers under replay, as `replayable` registers them with transformers.
-
-A model under this name makes no mask [T, T]: where it asks for one it gets a `MaskRule`, read once from the function
-that says which keys a row sees, and passes it on to the attention of its layers. Where documents begin is known from
-the plan, so what transformers adds to that function for packs is left out.
+"""Attention of transformers' layers under replay.
 
 **Sinks** (gpt-oss) are keys of score s and value 0, one a head. With lse and out of the other keys,
 
@@ -12,154 +8,20 @@ and with lse' and out' the backward of any backend gives the right gradients of 
 each adds the part of its rows to ds.
 """
 
-import functools
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
-from types import CellType, FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.configuration_utils import PretrainedConfig
 
 from evenload.attention.range_attention import Scoring
 from evenload.errors import UnsupportedModelError
-from evenload.runtime.replay.context_attention import AttentionCall, AttentionShape
+from evenload.runtime.model.mask_rules import TRAINED_MASKS, MaskRule
+from evenload.runtime.replay.context_attention import AttentionCall
 from evenload.runtime.replay.state import ReplayState
 from evenload.runtime.replay.weight_products import known_output
 
 # Tensors that models pass on to their attention and that change nothing there.
 _UNREAD = frozenset(("position_ids", "cache_position"))
-
-_LONGEST = 1 << 24  # tokens of a document; a longer window is none
-
-
-@dataclass(frozen=True)
-class MaskRule:
-    """Stands for a mask: a row sees the keys up to its own, of the last `window` tokens, or of its own chunk of `chunk`
-    tokens (0 = no limit). What models do with a mask on its way to a layer leaves it as it is."""
-
-    window: int = 0
-    chunk: int = 0
-
-    def __getitem__(self, _: object) -> "MaskRule":
-        return self
-
-    def to(self, *_: object, **__: object) -> "MaskRule":
-        return self
-
-    def clone(self) -> "MaskRule":
-        return self
-
-    def shows(self, rows: Tensor, keys: Tensor) -> Tensor:
-        """Return which keys rows see, of positions that can be broadcast against each other."""
-        visible = keys <= rows
-        if self.window:
-            visible &= keys > rows - self.window
-        if self.chunk:
-            visible &= keys // self.chunk == rows // self.chunk
-        return visible
-
-
-# ---- masks -----------------------------------------------------------------------------------------------------------
-
-_MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""Says whether a row sees a key: (batch, head, row, key) -> bool, of tensors that can be broadcast."""
-
-
-def mask_rule(
-    *, mask_function: _MaskFunction, q_length: int, kv_length: int, config: PretrainedConfig, **_: object
-) -> MaskRule:
-    """Return the rule of a mask function; transformers calls this where it would make a mask. `UnsupportedModelError`:
-    it is none, or there is more to the mask."""
-    if q_length != kv_length:
-        what = f"{q_length} rows and {kv_length} keys"
-        raise UnsupportedModelError(f"{config.model_type} asks for an attention mask of {what}; {_TRAINED}")
-    key, function = _of_cell("mask_function", _unpacked(mask_function))
-    return _read_rule(_KeyedFunction(key, function, config.model_type))
-
-
-_TRAINED = "only causal attention of a document's tokens to each other is trained, all, in a window or in chunks"
-
-
-@dataclass(frozen=True)
-class _KeyedFunction:
-    """A mask function, equal to others with equal code and constants: models make a new one a pack."""
-
-    key: Hashable
-    function: _MaskFunction = field(compare=False)
-    model_type: str = field(compare=False)
-
-
-def _closure(function: FunctionType) -> dict[str, Any]:
-    cells = function.__closure__ or ()
-    return dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in cells), strict=True))
-
-
-def _unpacked(function: Any) -> Any:
-    """Return a mask function without what transformers adds where position ids are of several sequences."""
-    parts: tuple[Any, ...] = ()
-    if isinstance(function, FunctionType):
-        parts = _closure(function).get("mask_functions", ())
-    made_by = [getattr(part, "__qualname__", "").partition(".")[0] for part in parts]
-    if made_by == ["packed_sequence_mask_function", "remap_positions_for_packed_sequence"]:
-        return _closure(parts[1])["mask_function"]
-    return function
-
-
-def _of_cell(name: str, value: Any) -> tuple[Hashable, Any]:
-    """Return what makes a mask function, or a value that it reads, equal to others, and the same without tensors."""
-    if isinstance(value, FunctionType):
-        cells = [_of_cell(*item) for item in _closure(value).items()]
-        closure = tuple(CellType(one) for _, one in cells)
-        own = FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, closure)
-        return (value.__code__, value.__defaults__, *(key for key, _ in cells)), own
-    if isinstance(value, tuple):
-        each = [_of_cell(name, one) for one in value]
-        return tuple(key for key, _ in each), tuple(one for _, one in each)
-    if isinstance(value, Tensor):
-        if name != "left_padding":
-            raise UnsupportedModelError(f"an attention mask depends on tensor {name} {tuple(value.shape)}; {_TRAINED}")
-        return None, torch.zeros(value.shape, dtype=torch.int64, device="cpu")  # there is no padding mask
-    return value, value
-
-
-@functools.lru_cache(maxsize=64)
-def _read_rule(mask: _KeyedFunction) -> MaskRule:
-    """Find the first row that does not see key 0, then compare rows around it with a window and with chunks."""
-    zero = torch.zeros((), dtype=torch.int64, device="cpu")
-
-    def shows(rows: Tensor, keys: Tensor) -> Tensor:
-        return mask.function(zero, zero, rows, keys).expand(torch.broadcast_shapes(rows.shape, keys.shape))
-
-    far = 2 ** torch.arange(_LONGEST.bit_length(), device="cpu")
-    unseen = (~shows(far, zero)).nonzero()
-    size, rules = 0, [MaskRule()]
-    if len(unseen):
-        between = torch.arange(int(far[unseen[0]]) // 2, int(far[unseen[0]]) + 1, device="cpu")
-        size = int(between[~shows(between, zero)][0])
-        rules = [MaskRule(window=size), MaskRule(chunk=size)]
-    rows = torch.tensor(
-        [0, 1, 2, 63, 1000, *(n * size + i for n in (1, 2, 3) for i in (-1, 0, 1))], device="cpu"
-    ).unique()
-    rows = rows[rows >= 0][:, None]
-    keys = torch.arange(int(rows.max()) + 10, device="cpu")
-    visible = shows(rows, keys)
-    wrong = {}
-    for rule in rules:
-        differs = (visible != rule.shows(rows, keys)).any(dim=1).nonzero()
-        if not len(differs):
-            return rule
-        wrong[rule] = int(differs[0])
-    first = max(wrong.values())
-    seen = keys[visible[first]].tolist()
-    said = f"{len(seen)} of keys {seen[0]} to {seen[-1]}" if seen else "no key"
-    raise UnsupportedModelError(
-        f"{mask.model_type} makes an attention mask in which row {int(rows[first])} sees {said}; {_TRAINED}"
-    )
-
-
-# ---- attention -------------------------------------------------------------------------------------------------------
 
 
 def attention(
@@ -183,8 +45,7 @@ def attention(
     scoring = Scoring(scale, rule.window, soft_cap=float(options.get("softcap") or 0.0), chunk=rule.chunk)
     # Not `t[0]`: in backward that fills a tensor with zeros and copies the gradient into it.
     q, k, v = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))
-    shape = AttentionShape(q.shape[1], k.shape[1], k.shape[2], v.shape[2], scoring, sinks is not None)
-    call = AttentionCall(state.backend, state.store, state.next_call(shape), scoring)
+    call = AttentionCall(state.backend, state.store, state.next_call(), scoring)
     attend = _attend if state.direction == "forward" else _attended
     return attend(state, call, q, k, v, sinks)[None], None
 
@@ -194,12 +55,16 @@ def _rule(module: nn.Module, mask: Any, options: dict[str, Any]) -> MaskRule:
     decides (MiMo's is a token wider than the window that the module names)."""
     is_causal, window = options.pop("is_causal", None), options.pop("sliding_window", None)
     if isinstance(mask, MaskRule):
+        if mask.refusal:
+            raise UnsupportedModelError(mask.refusal)
         return mask
     if mask is not None:
         made = f"{tuple(mask.shape)} " if isinstance(mask, Tensor) else ""
-        raise UnsupportedModelError(f"{type(module).__name__} gets a mask {made}that its model made itself; {_TRAINED}")
+        raise UnsupportedModelError(
+            f"{type(module).__name__} gets a mask {made}that its model made itself; {TRAINED_MASKS}"
+        )
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
-        raise UnsupportedModelError(f"{type(module).__name__} sees all tokens (is_causal is false); {_TRAINED}")
+        raise UnsupportedModelError(f"{type(module).__name__} sees all tokens (is_causal is false); {TRAINED_MASKS}")
     return MaskRule(window or 0)
 
 

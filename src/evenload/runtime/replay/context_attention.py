@@ -45,6 +45,7 @@ from evenload.attention.range_sizes import RangeSizes
 from evenload.errors import ConfigError
 from evenload.runtime.comm.rank_groups import ContextGroup, Transfer
 from evenload.runtime.device import to_device
+from evenload.runtime.model.structure import AttentionSizes
 from evenload.runtime.replay.store import ActivationStore, CallKey, KeyRows, KeysAndValues, call_key, layer_of, num_rows
 from evenload.stepplan.cp_rows import PackRows
 from evenload.types.document import Direction, Range
@@ -110,17 +111,6 @@ def _divided(rows: Tensor, widths: tuple[int, int]) -> KeysAndValues:
     return keys, values
 
 
-class AttentionShape(NamedTuple):
-    """Describes a call of attention in a layer: as many keys as values, `dim` wide queries and keys."""
-
-    heads: int
-    kv_heads: int
-    dim: int
-    value_dim: int
-    scoring: Scoring
-    has_sinks: bool = False
-
-
 class PackAttention(ABC):
     """Computes attention of one rank's rows of a shared pack; T rows, H query heads, G key/value heads."""
 
@@ -158,14 +148,14 @@ class PackAttention(ABC):
         backend: RangeAttention,
         store: ActivationStore,
         layer: int,
-        calls: Sequence[AttentionShape],
+        calls: Sequence[AttentionSizes],
         like: Tensor,
     ) -> None:
         """Take part in the transfers of a layer's calls where this rank has no rows. Collective."""
         for n, shape in reversed([*enumerate(calls)]) if direction == "backward" else enumerate(calls):
-            call = AttentionCall(backend, store, call_key(layer, n), shape.scoring)
-            q, out = (like.new_empty(0, shape.heads, width) for width in (shape.dim, shape.value_dim))
-            k, v = (like.new_empty(0, shape.kv_heads, width) for width in (shape.dim, shape.value_dim))
+            call = AttentionCall(backend, store, call_key(layer, n), Scoring(1.0))
+            q, out = (like.new_empty(0, shape.heads, width) for width in (shape.head_dim, shape.value_dim))
+            k, v = (like.new_empty(0, shape.kv_heads, width) for width in (shape.head_dim, shape.value_dim))
             if direction == "forward":
                 self.forward(call, q, k, v)
             else:

@@ -12,7 +12,7 @@ from torch import Tensor
 from evenload.attention.range_attention import RangeAttention, work_dtype
 from evenload.runtime.comm.tensor_group import RowExchange
 from evenload.runtime.device import to_device
-from evenload.runtime.replay.context_attention import AttentionShape, LocalAttention, PackAttention
+from evenload.runtime.replay.context_attention import LocalAttention, PackAttention
 from evenload.runtime.replay.store import ActivationStore, CallKey, call_key, num_rows
 from evenload.runtime.replay.weight_products import WeightProducts, known_output
 from evenload.types.document import Direction, Range
@@ -188,7 +188,6 @@ class ReplayState:
         products: where weight gradients of the running backward pack wait; None = they are added at once.
         shared: attention of the running pack where other ranks have rows of it too; None = this rank has them all.
         layer: that runs (`enter_layer`), which has called its attention `num_calls` times.
-        calls: by layer those of its attention, in their order; known once it has run.
     """
 
     backend: RangeAttention
@@ -205,19 +204,15 @@ class ReplayState:
     tensor_rows: TensorRows = field(init=False)
     layer: int = -1
     num_calls: int = 0
-    calls: dict[int, list[AttentionShape]] = field(default_factory=dict)
 
     def enter_layer(self, layer: int) -> None:
         """Begin a layer's forward, of either direction."""
         self.layer, self.num_calls = layer, 0
 
-    def next_call(self, shape: AttentionShape) -> CallKey:
+    def next_call(self) -> CallKey:
         """Return the store's key of the next call of attention in the running layer."""
-        known, key = self.calls.setdefault(self.layer, []), call_key(self.layer, self.num_calls)
-        if self.num_calls == len(known):
-            known.append(shape)
         self.num_calls += 1
-        return key
+        return call_key(self.layer, self.num_calls - 1)
 
     @property
     def num_rows(self) -> int:
