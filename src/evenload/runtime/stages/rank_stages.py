@@ -90,7 +90,8 @@ def unit_modules(
     for path, unit in held.items():
         model.set_submodule(path, unit)
     if structure.is_tied:
-        model.get_submodule(structure.head).weight = model.get_submodule(structure.embedding).weight  # type: ignore[assignment]
+        words, head = model.get_submodule(structure.embedding), model.get_submodule(structure.head)
+        words.weight = head.weight = (head if structure.head in held else words).weight
     if tp > 1:
         split_weights(shells.items(), structure, tp_rank, tp, filled=False)
     for index, layer in some.whole.layers.items():
