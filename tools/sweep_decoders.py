@@ -1,7 +1,7 @@
 """Train every causal type of transformers, tiny, plainly and by our stages, and compare: rows and a page.
 
     python tools/sweep_decoders.py                 types without a row, two processes; then the page
-    python tools/sweep_decoders.py TYPE ...        these again
+    python tools/sweep_decoders.py TYPE ...        these again; a result (FAILS, WRONG, refused ...) is all its types
     python tools/sweep_decoders.py --page          the page of the rows there are
 
 Plain training is transformers' own model, document by document. Ours cuts the documents differently forward and
@@ -214,10 +214,14 @@ def main() -> int:
     if not options.page:
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         sys.path[:0] = [str(ROOT / "tests" / "support")]
-        import single_stage  # noqa: F401 (imported once, before processes are forked)
+        # Imported once, before processes are forked.
+        import single_stage  # noqa: F401
         from causal_types import CAUSAL_TYPES
 
-        sweep(options.types or [one for one in CAUSAL_TYPES if one not in read_rows()], options.processes)
+        known = read_rows()
+        again = [name for name, row in known.items() if {name, row["class"]} & set(options.types)]
+        again += [name for name in options.types if name in CAUSAL_TYPES and name not in known]
+        sweep(again if options.types else [one for one in CAUSAL_TYPES if one not in known], options.processes)
     rows = read_rows()
     PAGE.write_text(page_of(rows))
     counts = Counter(row["class"] for row in rows.values())
