@@ -43,6 +43,7 @@ class AttentionSizes:
     head_dim: int
     value_dim: int
     has_sinks: bool = False
+    soft_cap: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -420,9 +421,8 @@ def _attend(
     survey = _RUNNING[-1]
     if survey.layer < 0:
         raise UnsupportedModelError(f"{type(module).__name__} attends outside the layers")
-    shape = AttentionSizes(
-        query.shape[1], key.shape[1], query.shape[-1], value.shape[-1], given.get("s_aux") is not None
-    )
+    has_sinks, soft_cap = given.get("s_aux") is not None, float(given.get("softcap") or 0.0)
+    shape = AttentionSizes(query.shape[1], key.shape[1], query.shape[-1], value.shape[-1], has_sinks, soft_cap)
     survey.notes[-1].attention.append(shape)
     if why := getattr(getattr(attention_mask, "rule", None), "refusal", ""):
         raise UnsupportedModelError(why)
