@@ -271,6 +271,11 @@ class _Survey(TorchFunctionMode):
         paths = {name for name in (self._paths.get(id(embedding)), self._paths.get(id(head))) if name}
         if len(paths) < 2:
             raise UnsupportedModelError(f"{type(model).__name__} has no embedding or no head of its own")
+        owners: dict[int, str] = {}
+        for name, weight in model.named_parameters(remove_duplicate=False):
+            other = owners.setdefault(id(weight), name)
+            if other != name and weight is not embedding.weight:  # type: ignore[union-attr]
+                raise UnsupportedModelError(f"{type(model).__name__} shares a weight as {other} and {name}")
         known = {f"{part}." for part in (layers, *self.prologue, *self.epilogue)}
         for name, _ in model.named_parameters():
             if not any(name.startswith(part) for part in known):
