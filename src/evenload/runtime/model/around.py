@@ -135,8 +135,9 @@ class WholeModel:
         )
         if hasattr(self.model.config, "output_router_logits"):
             given["output_router_logits"] = False  # the load-balancing loss is ours (`RouterBalance`)
-        # A mask of ones: without one, transformers looks for documents in the positions.
-        ones = torch.ones_like(positions)[None]
+        # A mask of ones: without one, transformers looks for documents in the positions. Under tensor parallelism
+        # hidden states are of own rows only, and the rule is the same.
+        ones = positions.new_ones(1, like.shape[0])
         try:
             output = self.model(**given, position_ids=positions[None], attention_mask=ones, use_cache=False)
         except LayersRan:
