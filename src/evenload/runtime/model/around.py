@@ -83,7 +83,9 @@ class _Slot(nn.Module):
             return module(*args, **kwargs)
         given: Tensor = args[0] if args else next(one for one in kwargs.values() if isinstance(one, Tensor))
         if isinstance(module, nn.Embedding):
-            return whole.like.new_zeros(()).expand(*given.shape, module.embedding_dim)
+            # Of positions, some are given what they are added to.
+            rows = given.shape[:-1] if given.is_floating_point() else given.shape
+            return whole.like.new_zeros(()).expand(*rows, module.embedding_dim)
         return (
             given.new_zeros(()).expand(*given.shape[:-1], module.out_features)
             if isinstance(module, nn.Linear)
