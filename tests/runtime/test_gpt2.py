@@ -1,6 +1,7 @@
 """What GPT-2 alone has: positions that end, weights [in, out], files without the decoder's name."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,7 @@ def test_ranks_hold_exactly_what_the_cost_model_counts(sizes, tied):
 
     held = []
     for pp_rank in range(layout.pp):
-        buffers = flatten_units(tuple(build_rank_models(config, layout, pp_rank, stage_model).values()), dp=1)
+        buffers = flatten_units(tuple(build_rank_models(layout, pp_rank, partial(stage_model, config)).values()), dp=1)
         held.append(sum(buffer.num_elements for buffer in buffers))
         assert sum(buffer.tied for buffer in buffers) == (tied and layout.pp > 1)
     assert parameters_per_rank(spec, layout).tolist() == held

@@ -43,6 +43,7 @@ class AttentionSizes:
     head_dim: int
     value_dim: int
     has_sinks: bool = False
+    soft_cap: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -318,6 +319,11 @@ class _Survey(TorchFunctionMode):
         paths = {name for name in (self._paths.get(id(embedding)), self._paths.get(id(head))) if name}
         if len(paths) < 2:
             raise UnsupportedModelError(f"{type(model).__name__} has no embedding or no head of its own")
+        owners: dict[int, str] = {}
+        for name, weight in model.named_parameters(remove_duplicate=False):
+            other = owners.setdefault(id(weight), name)
+            if other != name and weight is not embedding.weight:  # type: ignore[union-attr]
+                raise UnsupportedModelError(f"{type(model).__name__} shares a weight as {other} and {name}")
         known = {f"{part}." for part in (layers, *self.prologue, *self.epilogue)}
         for name, _ in model.named_parameters():
             if not any(name.startswith(part) for part in known):
@@ -473,9 +479,8 @@ def _attend(
     survey = _RUNNING[-1]
     if survey.layer < 0:
         raise UnsupportedModelError(f"{type(module).__name__} attends outside the layers")
-    shape = AttentionSizes(
-        query.shape[1], key.shape[1], query.shape[-1], value.shape[-1], given.get("s_aux") is not None
-    )
+    has_sinks, soft_cap = given.get("s_aux") is not None, float(given.get("softcap") or 0.0)
+    shape = AttentionSizes(query.shape[1], key.shape[1], query.shape[-1], value.shape[-1], has_sinks, soft_cap)
     survey.notes[-1].attention.append(shape)
     survey.notes[-1].attending.add(survey.name_of(module))
     if why := getattr(getattr(attention_mask, "rule", None), "refusal", ""):
