@@ -1,7 +1,7 @@
 """Train every causal type of transformers, tiny, plainly and by our stages, and compare: rows and a page.
 
     python tools/sweep_decoders.py                 types without a row, two processes; then the page
-    python tools/sweep_decoders.py TYPE ...        these again
+    python tools/sweep_decoders.py TYPE ...        these again; a result (FAILS, WRONG, refused ...) is all its types
     python tools/sweep_decoders.py --page          the page of the rows there are
 
 Plain training is transformers' own model, document by document. Ours cuts the documents differently forward and
@@ -77,9 +77,9 @@ def _compared(model_type: str) -> dict[str, Any]:
     with exact_casts():
         try:
             config = tiny_causal_config(model_type)
-            model = build_narrow(config)  # its constants are those of any model, rounded where they always are
+            model = build_narrow(config)
             with Float64Casts():
-                loss, gradients = plain_training(model, tokens)
+                plain_training(model, {0: tokens[0]})
         except Exception as error:
             return {"class": "not built", "why": _said(error)}
         text = config.get_text_config(decoder=True)
@@ -90,9 +90,12 @@ def _compared(model_type: str) -> dict[str, Any]:
                 findings = probe(config, Path(folder))
             row["probe"] = sorted({f"{one.module}: {one.why}" for kind in findings.mixers for one in kind})
             is_whole = bool(findings.whole_documents)
-            own_loss, own = _replayed(config, model, tokens, is_whole=is_whole)
+            stage, buffers = _stage_with_weights_of(model, config)
+            own_loss, own = _replayed(stage, buffers, tokens, is_whole=is_whole)
         except EvenloadError as error:
             return row | {"class": "refused", "why": " ".join(str(error).split())}
+        with Float64Casts():
+            loss, gradients = plain_training(model, tokens)
     errors = {name: _error(own.get(name), gradient, gradients) for name, gradient in gradients.items()}
     errors["the loss"] = abs(own_loss - loss) / abs(loss)
     worst = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else float("inf"))
@@ -109,19 +112,34 @@ def _error(own: Any, gradient: Any, gradients: dict[str, Any]) -> float:
     return float((own - gradient).abs().max()) / max(float(gradient.abs().max()), 1e-6 * scale)
 
 
-def _replayed(config: Any, model: Any, tokens: dict, *, is_whole: bool) -> tuple[float, dict[str, Any]]:
-    """Loss and gradients of one stage with the model's weights. The one place that knows how a stage is built."""
+def _stage_with_weights_of(model: Any, config: Any) -> tuple[Any, Any]:
+    """A stage of all layers, and its buffers. The one place that knows how a stage is built. The plain model gets the
+    stage's computed constants, such as frequencies: it rounds some of them otherwise."""
     import torch
 
     from evenload.attention.reference import ReferenceAttention
+    from evenload.runtime.model.around import find_layers
+    from single_stage import stage_of, trained
+
+    layers = (0, len(model.get_submodule(find_layers(model))))
+    stage, buffers = stage_of(config, torch.float64, backend=ReferenceAttention(), layers=layers)
+    weights, own = model.state_dict(), stage.model
+    units = {own.structure.layer_path(at): layer for at, layer in own.layers.items()} | own.prologue | own.epilogue
+    with torch.no_grad():
+        for name, weight in (trained(buffers) | own.constants()).items():
+            weight.copy_(weights[name])
+        for path, module in {"": own.whole.model, **units}.items():
+            for name, constant in module.named_buffers(prefix=path):
+                model.get_buffer(name).copy_(constant)
+    return stage, buffers
+
+
+def _replayed(stage: Any, buffers: Any, tokens: dict, *, is_whole: bool) -> tuple[float, dict[str, Any]]:
+    """Loss and gradients of packs that differ forward and backward."""
     from evenload.runtime.replay.store import ActivationStore
     from plan_building import greedy_packs
-    from single_stage import pack_tokens, stage_of, trained
+    from single_stage import pack_tokens, trained
 
-    stage, buffers = stage_of(config, torch.float64, backend=ReferenceAttention())
-    with torch.no_grad():
-        for name, weight in (trained(buffers) | stage.model.constants()).items():
-            weight.copy_(model.state_dict()[name])
     lengths = {doc: len(ids) for doc, ids in tokens.items()}
     forward = greedy_packs(lengths, [] if is_whole else [0.3, 0.6], 34, last_first=False)
     backward = greedy_packs(lengths, [] if is_whole else [0.5], 40, last_first=True)
@@ -196,10 +214,14 @@ def main() -> int:
     if not options.page:
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         sys.path[:0] = [str(ROOT / "tests" / "support")]
-        import single_stage  # noqa: F401 (imported once, before processes are forked)
+        # Imported once, before processes are forked.
+        import single_stage  # noqa: F401
         from causal_types import CAUSAL_TYPES
 
-        sweep(options.types or [one for one in CAUSAL_TYPES if one not in read_rows()], options.processes)
+        known = read_rows()
+        again = [name for name, row in known.items() if {name, row["class"]} & set(options.types)]
+        again += [name for name in options.types if name in CAUSAL_TYPES and name not in known]
+        sweep(again if options.types else [one for one in CAUSAL_TYPES if one not in known], options.processes)
     rows = read_rows()
     PAGE.write_text(page_of(rows))
     counts = Counter(row["class"] for row in rows.values())

@@ -236,6 +236,12 @@ def test_the_cache_is_in_the_users_folder(tmp_path, monkeypatch):
     assert list((tmp_path / "evenload" / "probe").glob("*.json"))
 
 
+def test_where_nothing_can_be_kept_it_is_said(tmp_path):
+    (tmp_path / "home").write_text("")
+    with pytest.warns(UserWarning, match=r"probed again by the next run: .*home/probe cannot be written"):
+        assert probe(tiny_causal_config("llama"), tmp_path / "home" / "probe").whole_documents == ()
+
+
 @pytest.mark.parametrize("model_type", ["deepseek_v3", "gpt_oss"])
 def test_a_big_model_takes_seconds_of_a_core(model_type, tmp_path):
     start = time.process_time()

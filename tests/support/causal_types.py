@@ -94,17 +94,33 @@ def tiny_causal_config(model_type: str, **changes) -> PretrainedConfig:
         few[key] = [seen[i] for i in at] if seen else []
     few |= {key: layers for key in _COUNTS if key in values}
     few |= {key: _FEW[key] for key, value in values.items() if key in _FEW and isinstance(value, int)}
-    few |= {key: 0.0 for key, value in values.items() if isinstance(value, float) and any(one in key for one in _OFF)}
+    few |= {key: value for key, value in _without_dropout(values | few).items() if value != (values | few)[key]}
     for key, value in (("is_decoder", True), ("add_cross_attention", False), ("output_router_logits", False)):
         if key in values:
             few[key] = value
     if "head_dim" in values and values["head_dim"] is None:
         few["head_dim"] = 16
-    return type(default)(**(few | own | changes))
+    config = type(default)(**(few | own | changes))
+    if layers_of_their_own := config.to_dict().get("per_layer_config"):
+        few["per_layer_config"] = narrow_values(layers_of_their_own)
+        config = type(default)(**(few | own | changes))
+    return config
+
+
+def _without_dropout(values: dict) -> dict:
+    return {
+        key: _without_dropout(value)
+        if isinstance(value, dict)
+        else 0.0
+        if isinstance(value, float) and any(one in str(key) for one in _OFF)
+        else value
+        for key, value in values.items()
+    }
 
 
 def plain_training(model: PreTrainedModel, tokens: dict[int, torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradients by transformers' own model, document by document; zeros where there is no gradient."""
+    model.zero_grad()
     labels, total = sum(len(ids) - 1 for ids in tokens.values()), 0.0
     for ids in tokens.values():
         logits = model(input_ids=ids[None], use_cache=False).logits[0]

@@ -2,6 +2,8 @@
 model's own do. `narrowed` gives the configuration, `build_narrow` a model with weights."""
 
 import json
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -47,8 +49,6 @@ _BY_WIDTH: dict[int, str] = {
 WIDTHS = {name: size for size, names in _BY_WIDTH.items() for name in names.split()}
 """Sizes by key. Layers keep their number, and every key that decides what a layer does keeps its value."""
 _HEADS, _KV_HEADS = ("num_attention_heads", "n_head", "n_heads"), ("num_key_value_heads", "num_kv_heads")
-
-
 # Weights of state spaces whose own initial values keep states finite.
 _TIME_SCALES = {"A_log", "dt_bias", "D", "A", "time_decay", "time_first", "lambda_param", "recurrent_param"}
 
@@ -62,14 +62,15 @@ def narrowed(config: PretrainedConfig) -> PretrainedConfig:
     return type(chosen).from_dict(values | narrow_values(values))
 
 
-def narrow_values(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys of a configuration that are narrowed."""
+def narrow_values(values: dict[str, Any], outer: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+    """Return the keys of a configuration that are narrowed; `outer` = of the one that it is a part of."""
     rope = json.dumps(values.get("rope_parameters") or values.get("rope_scaling") or {})
     # Lists of factors have as many entries as a head has frequencies.
     kept = {"head_dim", "rotary_dim"} if "[" in rope else set[str]()
     found: dict[str, Any] = {"quantization_config": None} if values.get("quantization_config") else {}
-    nope, rotary = values.get("qk_nope_head_dim") or 0, values.get("qk_rope_head_dim") or 0
-    heads = next((values[key] for key in _HEADS if values.get(key)), None)
+    known = {**outer, **values}
+    nope, rotary = known.get("qk_nope_head_dim") or 0, known.get("qk_rope_head_dim") or 0
+    heads = next((known[key] for key in _HEADS if known.get(key)), None)
     for key, value in values.items():
         if nope and key in ("head_dim", "swa_head_dim", "qk_head_dim") and value in (rotary, nope + rotary):
             found[key] = WIDTHS["qk_rope_head_dim" if value == rotary else "qk_head_dim"]
@@ -77,7 +78,7 @@ def narrow_values(values: dict[str, Any]) -> dict[str, Any]:
             is_all = key in _KV_HEADS and heads is not None and value == heads
             found[key] = _narrow_value(value, 4 if is_all else WIDTHS[key])
         elif isinstance(value, dict):
-            found[key] = value | narrow_values(value)
+            found[key] = value | narrow_values(value, known)
         elif key == "use_cache":
             found[key] = False
         elif str(key).endswith("_token_id") and value is not None:

@@ -17,6 +17,7 @@ like attention it is found, and documents are kept whole for it. All else is an 
 import hashlib
 import json
 import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -97,17 +98,21 @@ def probe(config: PretrainedConfig, cache: Path | None = None) -> Findings:
     """
     folder = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "evenload" / "probe"
     file = folder / f"{_digest(config)}.json"
-    if file.is_file():
+    if os.path.isfile(file):  # no folder that may not be searched
         stored = msgspec.json.decode(file.read_bytes(), type=_Stored)
     else:
         try:
             stored = _Stored(findings=_prove(config))
         except UnsupportedModelError as error:
             stored = _Stored(refusal=str(error))
-        folder.mkdir(parents=True, exist_ok=True)
-        partial_file = file.with_suffix(f".{os.getpid()}.partial")
-        partial_file.write_bytes(msgspec.json.encode(stored))
-        partial_file.replace(file)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            begun = file.with_suffix(f".{os.getpid()}.partial")
+            begun.write_bytes(msgspec.json.encode(stored))
+            begun.replace(file)
+        except OSError as error:  # such as of a home that is no directory of the user's
+            why = f"{folder} cannot be written ({error.strerror}); set HOME or XDG_CACHE_HOME"
+            warnings.warn(f"the model is probed again by the next run: {why}", stacklevel=2)
     if stored.findings is None:
         raise UnsupportedModelError(stored.refusal)
     return stored.findings
@@ -115,7 +120,8 @@ def probe(config: PretrainedConfig, cache: Path | None = None) -> Findings:
 
 def _digest(config: PretrainedConfig) -> str:
     values = config.to_dict() | {"_name_or_path": "", "transformers_version": ""}
-    versions = [transformers.__version__, torch.__version__, Path(__file__).read_text()]
+    own = [Path(__file__).with_name(name).read_text() for name in ("around.py", "narrow.py", "probe.py")]
+    versions = [transformers.__version__, torch.__version__, *own]
     return hashlib.sha256(json.dumps([values, versions], sort_keys=True, default=str).encode()).hexdigest()[:24]
 
 
@@ -212,8 +218,7 @@ class _Proof:
                 raise UnsupportedModelError(f"{self.name}: a narrowed copy gives numbers that are not finite")
 
     def _run_layer(self, layer: int, call: LayerCall) -> Tensor:
-        self.layer, self.traces = layer, {}
-        self.calls.clear()
+        self.layer, self.traces, self.open, self.calls = layer, {}, [], {}
         output = self.whole.layers[layer](*call.args, **call.kwargs)
         self.layer, self.whole.returns_tuple = -1, not isinstance(output, Tensor)
         hidden = output if isinstance(output, Tensor) else output[0]
@@ -242,7 +247,7 @@ class _Proof:
         except Exception:
             if self.shares:
                 raise
-            self.shares = True
+            self.layer, self.shares = -1, True
             return self._trace(layer, rows, hidden)
         return self.traces
 
@@ -303,8 +308,7 @@ class _Proof:
             changed = self._trace(layer, rows, hidden)
             same = everything[(hidden == self.inputs[layer]).all(-1)[0]] if hidden is not None else rows
             at = same if hidden is not None else torch.arange(len(rows))
-            for key in base.keys() & changed.keys():
-                one, other = base[key], changed[key]
+            for one, other in ((base[key], changed[key]) for key in base if key in changed):
                 has_same_input = bool(one.got) and _is_same(one.got, other.got, same, at)
                 if has_same_input and not _is_same(one.given, other.given, same, at):
                     guilty.setdefault(one.path, why)
@@ -449,8 +453,10 @@ def _is_same(
         return False
     for one, other in zip(before, after, strict=True):
         one, other = one[rows].flatten(1), other[at].flatten(1)
+        if not one.numel():
+            continue
         size = one.abs().amax(0) + 1e-6 * one.abs().max() + 1e-30
-        if one.numel() and not float(((one - other).abs() / size).max()) <= tolerance:
+        if not float(((one - other).abs() / size).max()) <= tolerance:
             return False
     return True
 
@@ -476,7 +482,7 @@ def _attend(
         shape = (1, query.shape[2], query.shape[1], value.shape[-1])
         return torch.randn(shape, generator=torch.Generator().manual_seed(len(proof.held)), dtype=query.dtype)
 
-    return proof.hold("attention", (query, key, value), some), None
+    return proof.hold(f"attention in {proof.open[-1].path}", (query, key, value), some), None
 
 
 def _own_way(module: nn.Module, query: Tensor, key: Tensor, mask: Any, given: dict[str, Any], count: int) -> str:
