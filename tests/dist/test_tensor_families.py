@@ -16,7 +16,7 @@ from tensor_families import FamilyTask, family_config, run_families, weights_of,
 LIMIT = 1e-9
 DENSE = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text", "granite", "ministral3", "smollm3",
          "cohere2")  # fmt: skip
-WITH_EXPERTS = ("qwen3_moe", "mixtral", "glm4_moe", "qwen2_moe", "ernie4_5_moe")
+WITH_EXPERTS = ("qwen3_moe", "mixtral", "glm4_moe", "qwen2_moe")
 
 
 def plan_for(layout, strategy="slimpack", *, policy="mixed", schedule="own", virtual="1", **more):

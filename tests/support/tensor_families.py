@@ -45,7 +45,6 @@ _OWN: dict[str, dict] = {
     "mixtral": {**_BALANCED, "num_local_experts": 6, "num_experts_per_tok": 2},
     "glm4_moe": {**_GROUPS, "first_k_dense_replace": 1, "n_shared_experts": 1},
     "qwen2_moe": {**_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 20, "decoder_sparse_step": 1},
-    "ernie4_5_moe": {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 24, "moe_num_shared_experts": 1},
     # Refused.
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "deepseek_v3": {**_GROUPS, **_RANKS},
