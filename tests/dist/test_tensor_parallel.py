@@ -41,9 +41,9 @@ def hidden_transfers_by_action(num_layers: int) -> dict[str, float]:
         counted[0] += rows.numel() * group.shard.size
         return gather(rows, what)
 
-    def all_to_all(rows: Tensor, counts: list[int], what: str) -> Transfer:
+    def all_to_all(rows: Tensor, sent: list[int], received: list[int], what: str) -> Transfer:
         counted[0] += rows.numel()
-        return scatter(rows, counts, what)
+        return scatter(rows, sent, received, what)
 
     group.all_gather, group.all_to_all = all_gather, all_to_all  # type: ignore[method-assign]
     lengths, ranges, result = {0: TOKENS}, (Range(0, 0, TOKENS),), {}
@@ -72,12 +72,12 @@ def hidden_transfers_by_action(num_layers: int) -> dict[str, float]:
     ("kind", "changes", "tp", "error", "message"),
     [
         ("llama", {}, 4, ConfigError, "parallel.tp is 4, but num_key_value_heads of the model is 2"),
-        ("llama", {"intermediate_size": 81}, 2, ConfigError, "intermediate_size of the model is 81"),
+        ("llama", {"intermediate_size": 81}, 2, ConfigError, "outputs of mlp.gate_proj of the model is 81"),
         ("llama", {"vocab_size": 1}, 2, ConfigError, "vocab_size of the model is 1: some rank would get none"),
         # It norms all query heads together, which would lie on different ranks.
         ("olmo2", {}, 2, UnsupportedModelError, r"parallel\.tp is 2 and .* self_attn\.k_proj, .*; use parallel\.dp"),
         ("gpt2", {}, 2, UnsupportedModelError, "parallel.tp is 2 and the model has no plan for tensor parallelism"),
-        ("mixtral", {}, 2, UnsupportedModelError, "the model has experts"),
+        ("mixtral", {}, 2, ConfigError, "number of mlp.experts of the model is 5"),
         ("nanochat", {}, 2, UnsupportedModelError, "the model computes with its embeddings before its layers"),
     ],
 )
