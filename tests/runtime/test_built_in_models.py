@@ -2,7 +2,7 @@
 
 import pytest
 
-from evenload.errors import ConfigError, UnsupportedModelError
+from evenload.errors import ConfigError
 from evenload.runtime.model.model_config import config_from, spec_of, with_few_layers
 from evenload.types.architectures import TRAINED
 from evenload.types.model import MODEL_TYPES, MODELS
@@ -27,12 +27,6 @@ def test_a_built_in_models_configuration_has_its_shape(name):
             few.windows[:layers]
         }, "stages are alike"
         assert set(few.windows) == kinds, "one of each kind of attention"
-
-
-@pytest.mark.parametrize("name", ["bert-340m"])
-def test_a_model_that_is_only_planned_is_refused(name):
-    with pytest.raises(UnsupportedModelError, match="is not supported"):
-        config_from(name)
 
 
 def test_a_folder_is_read_and_a_wrong_name_is_answered(tmp_path):

@@ -49,8 +49,6 @@ def test_units_elsewhere_take_no_memory(tp):
     config = tiny_config("llama", vocab_size=400_000)
     first = build_stage_model(config, layers=(0, 2), **BUILT, tp=tp)
     before = resident_bytes()
-    whole, _ = unit_modules(
-        (first,), dtype=torch.float32, device=torch.device("cpu"), lora=None, tp_rank=0, tp=tp
-    )
+    whole, _ = unit_modules((first,), dtype=torch.float32, device=torch.device("cpu"), lora=None, tp_rank=0, tp=tp)
     assert whole.head.weight.nbytes == 400_000 * 48 * 4 // tp
     assert resident_bytes() - before < 15_000_000

@@ -126,6 +126,4 @@ def run_families(tasks: list[FamilyTask], exchange: str = "all_gather") -> list[
     mesh = create_meshes([plans[0].layout], torch.device("cpu"), timeout_s=TIMEOUT_S).start
     if mesh.tensor is not None:
         mesh.tensor.chunk_rows = 3
-    return [
-        FamilyRank(mesh, task).run(plan, task.tokens(), exchange) for task, plan in zip(tasks, plans, strict=True)
-    ]
+    return [FamilyRank(mesh, task).run(plan, task.tokens(), exchange) for task, plan in zip(tasks, plans, strict=True)]

@@ -258,7 +258,7 @@ def part_of(stage: PipelineStage, windows: Sequence[int], most: int) -> Pipeline
     layers = list(stage.model.layers)
     first = {windows[index]: index for index in reversed(layers)}
     chosen = {*layers[:most]} if len({windows[index] for index in layers[:most]}) == len(first) else {*first.values()}
-    return stage if len(chosen) == len(layers) else stage.with_layers(sorted(chosen))
+    return stage.with_layers(sorted(chosen))
 
 
 def time_round(stage: PipelineStage, packs: Packs, clock: PackClock) -> Iterator[Sample]:
