@@ -77,12 +77,19 @@ def test_experts_with_every_dimension(gloo_pool, layout, options):
     assert_equal_plain(gloo_pool, tasks, plan)
 
 
+ATTENTION = msgspec.structs.replace(LORA, target_modules=("q_proj", "k_proj", "v_proj", "o_proj"))
+
+
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "glm4_moe", "qwen2_moe"])
-def test_adapters_on_every_linear_equal_peft(gloo_pool, tmp_path, family):
-    """Of attention, of shared experts and of the gate of one; experts and routers are frozen."""
+@pytest.mark.parametrize(
+    ("family", "lora"),
+    # Where MLPs of GLM-4.5 get adapters, peft gives some to experts, too.
+    [("llama", LORA), ("qwen3_moe", LORA), ("qwen2_moe", LORA), ("glm4_moe", ATTENTION)],
+)
+def test_adapters_equal_peft(gloo_pool, tmp_path, family, lora):
+    """Of attention, of a shared expert and of its gate; experts and routers are frozen."""
     plan, num_layers = plan_for("tp2")
-    assert_equal_plain(gloo_pool, [FamilyTask(family, num_layers, encode_plan(plan), LORA)], plan, tmp_path)
+    assert_equal_plain(gloo_pool, [FamilyTask(family, num_layers, encode_plan(plan), lora)], plan, tmp_path)
 
 
 def test_a_rank_stores_nothing_of_other_ranks_tokens(gloo_pool):
@@ -96,9 +103,8 @@ def test_a_rank_stores_nothing_of_other_ranks_tokens(gloo_pool):
     held = np.sum([rank[0][3].after_kinds[kind] for rank in ranks], axis=0)
     saved = np.array(whole[3].after_kinds[kind]) - held
     per_token = config.num_experts_per_tok * 2 * config.moe_intermediate_size * 8 * num_layers
-    assert saved.max() == per_token * max(
-        sum(one.num_tokens for one in pack.slices) for pack in plan.pack_plans[0].forward
-    )
+    largest = max(sum(one.num_tokens for one in pack.slices) for pack in plan.pack_plans[0].forward)
+    assert saved.max() == per_token * largest
     for kind in ("keys_and_values", "weight_gradient_inputs"):
         assert sum(rank[0][3].peak_by_kind[kind] for rank in ranks) == whole[3].peak_by_kind[kind]
 

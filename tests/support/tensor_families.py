@@ -49,7 +49,7 @@ _OWN: dict[str, dict] = {
     "qwen2_moe": {**_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 20, "decoder_sparse_step": 1},
     # Refused.
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "deepseek_v3": {**_GROUPS, **_RANKS},
+    "deepseek_v3": {**_GROUPS, **_RANKS, "head_dim": 8},
     "minimax_m2": {"num_local_experts": 6, "num_experts_per_tok": 2, "rotary_dim": 8},
     "olmo2": {},
     "olmo3": {},
