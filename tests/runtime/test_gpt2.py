@@ -20,7 +20,7 @@ from evenload.runtime.model.tensor_weights import require_tensor_parallel
 from evenload.runtime.optim.parameter_units import flatten_units
 from evenload.types.layout import even_layout
 from evenload.types.model import model_from_hf_config
-from reference_training import stage_model, tiny_config
+from reference_training import stage_model, structure, tiny_config
 
 LENGTHS = [61, 1, 33]
 
@@ -107,4 +107,4 @@ def test_adapters_and_tensor_parallelism_are_refused_by_name(run):
     with pytest.raises(UnsupportedModelError, match=r"model\.lora is set and GPT2LMHeadModel keeps .* remove"):
         model_spec(run({}, "data.max_document_tokens=512", "model.lora={rank=3}"))
     with pytest.raises(UnsupportedModelError, match=r"parallel\.tp is 2 .* one matrix"):
-        require_tensor_parallel(tiny_config("gpt2"), 2)
+        require_tensor_parallel(config := tiny_config("gpt2"), structure(config), 2)

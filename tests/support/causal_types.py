@@ -60,11 +60,7 @@ _OWN: dict[str, dict] = {
     "deepseek_v4": {"hc_mult": 2, "hc_sinkhorn_iters": 2},
     "falcon_h1": {"mamba_expand": 2},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
-    "zamba": {"attention_hidden_size": 128, "attention_head_dim": 32, "num_key_value_heads": 4},
-    "zamba2": {
-        "attention_hidden_size": 128, "attention_head_dim": 32, "num_key_value_heads": 4, "hybrid_layer_ids": [1, 3],
-    },
-    "mamba2": {"num_heads": 8, "head_dim": 16},
+    "zamba2": {"hybrid_layer_ids": [1, 3]},
     "bamba": {"attn_layer_indices": [1, 3]},
     "gemma3n_text": {"intermediate_size": [80] * 4, "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0]},
     "llama4_text": {

@@ -15,7 +15,7 @@ from evenload.runtime.model.around import configs_of
 
 _BY_WIDTH: dict[int, str] = {
     97: "vocab_size vocab_size_per_layer_input unpadded_vocab_size encoder_hash_byte_group_vocab",
-    64: "hidden_size d_model n_embd embedding_size word_embed_proj_dim emb_dim attention_hidden_size lru_width "
+    64: "hidden_size d_model n_embd embedding_size word_embed_proj_dim emb_dim lru_width "
     "embedding_dim",
     80: "intermediate_size ffn_dim n_inner ffn_hidden_size decoder_ffn_dim encoder_ffn_dim dff dim_ff "
     "intermediate_size_mlp dense_intermediate_size d_inner feed_forward_size shared_intermediate_size "
@@ -30,7 +30,7 @@ _BY_WIDTH: dict[int, str] = {
     "num_expert_group n_groups mamba_expand expand index_n_heads index_topk_blocks o_groups zero_expert_num "
     "indexer_n_heads hc_count heads_per_ngram indexer_compress_ratio split_ngram_parts "
     "make_ngram_vocab_size_divisible_by",
-    16: "head_dim swa_head_dim global_head_dim dim_head kv_channels attention_head_dim kv_lora_rank "
+    16: "head_dim swa_head_dim global_head_dim dim_head kv_channels kv_lora_rank "
     "linear_head_dim mamba_d_head mamba_head_dim mamba_headdim mamba_chunk_size chunk_size index_head_dim "
     "router_hidden_size head_size attention_head_size indexer_head_dim ple_embed_dim",
     6: "num_experts n_routed_experts num_local_experts moe_num_experts index_topk",
@@ -43,7 +43,8 @@ _BY_WIDTH: dict[int, str] = {
     20: "qk_head_dim",
     1: "topk_group n_shared_experts num_shared_experts moe_num_shared_experts mamba_n_groups mamba_ngroups "
     "index_local_blocks encoder_layers num_encoder_layers indexer_kv_heads",
-    128: "mamba_d_ssm",
+    128: "mamba_d_ssm attention_hidden_size",
+    32: "attention_head_dim",
     50: "ngram_vocab_size_base",
 }  # fmt: skip
 WIDTHS = {name: size for size, names in _BY_WIDTH.items() for name in names.split()}
