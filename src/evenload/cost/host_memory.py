@@ -120,8 +120,8 @@ def process_bytes(model: ModelSpec, plan: StepPlan, fixed_bytes: int) -> int:
     layout = plan.layout
     static = int(static_bytes(model, layout).max())
     activations = plan.predicted.peak_memory_bytes - static
-    unit = trained_layer_parameters(model, layout.tp)
-    if not model.adapter_parameters_per_layer:
+    unit = int(trained_layer_parameters(model, layout.tp).max())
+    if not model.has_adapters:
         unit = max(unit, embedding_parameters(model, layout.tp) + model.position_parameters)
     # Only ranks that share weights reduce anything.
     after = max(model.bytes_per_element, 4) * unit if max(layout.data_sizes) > 1 else 0

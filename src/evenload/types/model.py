@@ -1,19 +1,17 @@
-"""Define `ModelSpec`, the numbers about a transformer that decide work, memory and communication; read it from a
-Hugging Face configuration, or find it by name."""
+"""Define `ModelSpec`, the numbers about a transformer that decide work, memory and communication, and find the built-in
+ones by name."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple, get_args
+
+import msgspec
 
 from evenload.errors import ConfigError
 from evenload.types.architectures import ARCHITECTURES, Architecture
 from evenload.types.base import Frozen
+from evenload.types.layer_kind import AttentionKind, ExpertsKind, LayerKind, Product
 from evenload.types.text import scaled
-
-_POSITIVE = (
-    "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "ffn_hidden_size", "vocab_size",
-    "bytes_per_element",
-)  # fmt: skip
-
 
 AttentionKernels = Literal["varlen_cuda", "varlen_cuda_fa3", "varlen_cuda_fa4"]
 """Attention kernels of GPUs by name of the backend (`train.attention`): FlashAttention 2, 3 and 4."""
@@ -29,19 +27,13 @@ class ModelSpec(Frozen):
 
     Args:
         name: shown to users; does not influence any number.
-        num_layers, hidden_size, num_heads: decoder layers, width of the residual stream, query heads.
-        num_kv_heads: key/value heads (GQA when smaller than `num_heads`).
-        head_dim: width of one head; `num_heads * head_dim` may differ from `hidden_size`.
-        ffn_hidden_size: inner width of the feed-forward block (of one expert for MoE).
-        vocab_size: rows of the embedding.
+        hidden_size: width of the residual stream.
+        vocab_size: rows of the embedding, and of the head.
+        kinds: of layers; layers: the index of every layer's kind.
+        norm_parameters: weights behind the last layer, without the head's matrix.
         tied_embeddings: the head shares the embedding's weights.
-        gated_ffn: three matrices (SwiGLU) instead of two.
-        num_experts, experts_per_token: 0 for dense models.
-        sliding_windows: attention window of every layer in tokens, 0 = full; empty = all full.
-        post_norm: norms follow attention and feed-forward block, so backward reads the output of their last product.
-        biases: matrices and norms of layers have biases; those of other models are not counted.
-        position_rows: of learned positions, the longest document (GPT-2); 0 = not counted.
-        adapter_parameters_per_layer: the only trained weights of a layer (LoRA); 0 = all weights are trained.
+        position_parameters: weights before the first layer, without the embedding: of learned positions and the like.
+        position_rows: of learned positions, the longest document (GPT-2); 0 = no limit.
         causal: False for bidirectional encoders, which cannot be sliced.
         bytes_per_element: of weights and activations in compute precision (bf16: 2).
         attention_workspace: attention runs in GPU kernels, whose workspace in backward is counted.
@@ -51,6 +43,145 @@ class ModelSpec(Frozen):
         averaged_weights: a moving average of trained weights is kept with the optimizer's state (`train.ema_decay`).
         bfloat16_moments: of AdamW, with the lower halves of bf16 weights' masters (`optimizer.moments`).
         unit_gradients: there are gradients of one unit at a time (`optimizer.in_backward`).
+    """
+
+    name: str
+    hidden_size: int
+    vocab_size: int
+    kinds: tuple[LayerKind, ...]
+    layers: tuple[int, ...]
+    norm_parameters: int
+    tied_embeddings: bool = False
+    position_parameters: int = 0
+    position_rows: int = 0
+    causal: bool = True
+    bytes_per_element: int = 2
+    attention_workspace: bool = False
+    attention_kernels: AttentionKernels = "varlen_cuda"
+    ordered_attention: bool = False
+    fused_cross_entropy: bool = False
+    averaged_weights: bool = False
+    bfloat16_moments: bool = False
+    unit_gradients: bool = False
+
+    def __post_init__(self) -> None:
+        for field, size in (
+            ("hidden_size", self.hidden_size),
+            ("vocab_size", self.vocab_size),
+            ("bytes_per_element", self.bytes_per_element),
+            ("num_layers", len(self.layers)),
+        ):
+            if size < 1:
+                raise ConfigError(f"model {self.name}: {field} is {size}, must be at least 1")
+        if set(self.layers) != set(range(len(self.kinds))):
+            raise ConfigError(
+                f"model {self.name}: its layers are of the kinds {sorted(set(self.layers))}, and there are "
+                f"{len(self.kinds)}; number them from 0, and name each"
+            )
+        for field in ("norm_parameters", "position_parameters", "position_rows"):
+            if getattr(self, field) < 0:
+                raise ConfigError(f"model {self.name}: {field} is {getattr(self, field)}, must be 0 or more")
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return len(self.layers)
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """Attention window of every layer in tokens, 0 = full, or no attention. Length `num_layers`."""
+        of_kinds = [kind.attention.window if kind.attention else 0 for kind in self.kinds]
+        return tuple(of_kinds[kind] for kind in self.layers)
+
+    @property
+    def attentions(self) -> tuple[AttentionKind, ...]:
+        """Attention of the kinds that have any."""
+        return tuple(kind.attention for kind in self.kinds if kind.attention)
+
+    @property
+    def head_dim(self) -> int:
+        """Width of the widest head; 0 = no layer has attention."""
+        return max((max(one.head_dim, one.value_dim) for one in self.attentions), default=0)
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of the layer that has most; 0 for dense models."""
+        return max(kind.experts.count if kind.experts else 0 for kind in self.kinds)
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether only adapters are trained."""
+        return any(kind.adapter_parameters for kind in self.kinds)
+
+    @property
+    def mixers(self) -> tuple[str, ...]:
+        """Classes of modules that mix tokens in a way of their own, which need documents whole."""
+        return tuple(dict.fromkeys(kind.mixer for kind in self.kinds if kind.mixer))
+
+    @property
+    def may_cut_documents(self) -> bool:
+        """Whether slices of a document give what the whole document gives."""
+        return self.causal and not self.mixers
+
+    @property
+    def kind_counts(self) -> tuple[int, ...]:
+        """Count the layers of every kind."""
+        counts = Counter(self.layers)
+        return tuple(counts[kind] for kind in range(len(self.kinds)))
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Weights of the embedding (and of the head, which has the same shape)."""
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights of the whole model with all experts and without adapters; a tied head counts once."""
+        counts = zip(self.kind_counts, self.kinds, strict=True)
+        return sum(count * kind.parameters for count, kind in counts) + self._outer_parameters
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Weights that one token uses: all of a dense model, the chosen experts of others."""
+        counts = zip(self.kind_counts, self.kinds, strict=True)
+        return sum(count * kind.active_parameters for count, kind in counts) + self._outer_parameters
+
+    def describe_size(self) -> str:
+        """Return the number of parameters in words, and how many of them one token uses where there are experts."""
+        total, active = (
+            scaled(count, 1000.0, ("", "K", "M", "B", "T"), separator="")
+            for count in (self.num_parameters, self.num_active_parameters)
+        )
+        return f"{total} parameters" + (f", {active} active" if self.num_experts else "")
+
+    def with_layers(self, layers: tuple[int, ...]) -> "ModelSpec":
+        """Return the model with layers of these kinds, as many as are named; kinds without a layer go."""
+        kept = sorted(set(layers))
+        return msgspec.structs.replace(
+            self, kinds=tuple(self.kinds[kind] for kind in kept), layers=tuple(kept.index(kind) for kind in layers)
+        )
+
+    @property
+    def _outer_parameters(self) -> int:
+        """Embedding with positions, head and final norm."""
+        embeddings = (1 if self.tied_embeddings else 2) * self.embedding_parameters
+        return embeddings + self.position_parameters + self.norm_parameters
+
+
+class AlikeLayers(Frozen):
+    """Sizes of a transformer whose layers are alike but for their windows, with attention and one feed-forward block or
+    one block of experts. Norms count a weight an element, two a layer; other small weights are not counted.
+
+    Args:
+        num_layers, num_heads, num_kv_heads, head_dim: decoder layers; query heads, key/value heads, width of a head.
+        ffn_hidden_size: inner width of the feed-forward block (of one expert).
+        gated_ffn: three matrices (SwiGLU) instead of two.
+        num_experts, experts_per_token: 0 for dense models.
+        sliding_windows: attention window of every layer in tokens, 0 = full; empty = all full.
+        post_norm: norms follow attention and feed-forward block.
+        biases: matrices and norms of layers have biases; those of other models are not counted.
+        adapter_parameters_per_layer: the only trained weights of a layer (LoRA); 0 = all weights are trained.
+        others: as of `ModelSpec`.
     """
 
     name: str
@@ -80,95 +211,68 @@ class ModelSpec(Frozen):
     bfloat16_moments: bool = False
     unit_gradients: bool = False
 
-    def __post_init__(self) -> None:
-        for field in _POSITIVE:
-            if getattr(self, field) < 1:
-                raise ConfigError(f"model {self.name}: {field} is {getattr(self, field)}, must be at least 1")
-        if self.num_heads % self.num_kv_heads:
+    def spec(self) -> ModelSpec:
+        """Return the model; `ConfigError` for sizes that no model has."""
+        windows = self.sliding_windows or (0,) * self.num_layers
+        if len(windows) != self.num_layers:
             raise ConfigError(
-                f"model {self.name}: {self.num_heads} query heads do not divide into "
-                f"{self.num_kv_heads} key/value heads"
+                f"model {self.name}: {len(windows)} sliding windows for {self.num_layers} layers; give one for each"
             )
-        if self.sliding_windows and len(self.sliding_windows) != self.num_layers:
-            raise ConfigError(
-                f"model {self.name}: {len(self.sliding_windows)} sliding windows for {self.num_layers} layers"
-            )
-        for field in ("adapter_parameters_per_layer", "position_rows"):
-            if getattr(self, field) < 0:
-                raise ConfigError(f"model {self.name}: {field} is {getattr(self, field)}, must be 0 or more")
-        if self.num_experts and not 1 <= self.experts_per_token <= self.num_experts:
-            raise ConfigError(
-                f"model {self.name}: experts_per_token {self.experts_per_token} is outside 1..{self.num_experts}"
-            )
-
-    @property
-    def windows(self) -> tuple[int, ...]:
-        """Attention window of every layer in tokens, 0 = full. Length `num_layers`."""
-        return self.sliding_windows or (0,) * self.num_layers
-
-    def _matrix_parameters(self, experts: int) -> int:
-        attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
-        ffn = (3 if self.gated_ffn else 2) * self.hidden_size * self.ffn_hidden_size
-        return attention + ffn * max(1, experts)
-
-    @property
-    def linear_parameters_per_layer(self) -> int:
-        """Weights of one layer's matrices that one token uses (active experts only)."""
-        return self._matrix_parameters(self.experts_per_token)
-
-    @property
-    def stored_parameters_per_layer(self) -> int:
-        """Weights of one layer held in memory: matrices (of all experts), router, norms, and biases if counted."""
-        router_and_norms = self.hidden_size * (self.num_experts + 2)
-        return self._matrix_parameters(self.num_experts) + router_and_norms + self.biases_per_layer
-
-    @property
-    def biases_per_layer(self) -> int:
-        """Biases of the matrices and the two norms of one layer; 0 where they are not counted."""
-        if not self.biases:
-            return 0
-        inner = (2 if self.gated_ffn else 1) * self.ffn_hidden_size
-        return self.head_dim * (self.num_heads + 2 * self.num_kv_heads) + inner + 4 * self.hidden_size
-
-    @property
-    def embedding_parameters(self) -> int:
-        """Weights of the embedding (and of the head, which has the same shape)."""
-        return self.vocab_size * self.hidden_size
-
-    @property
-    def position_parameters(self) -> int:
-        """Weights of learned positions; 0 = there are none."""
-        return self.position_rows * self.hidden_size
-
-    @property
-    def norm_parameters(self) -> int:
-        """Weights of one norm."""
-        return (2 if self.biases else 1) * self.hidden_size
-
-    @property
-    def num_parameters(self) -> int:
-        """Weights of the whole model with all experts and without adapters; a tied head counts once."""
-        return self.num_layers * self.stored_parameters_per_layer + self._outer_parameters
-
-    @property
-    def num_active_parameters(self) -> int:
-        """Weights that one token uses: all of a dense model, the chosen experts of others."""
-        router_and_norms = self.hidden_size * (self.num_experts + 2) + self.biases_per_layer
-        return self.num_layers * (self.linear_parameters_per_layer + router_and_norms) + self._outer_parameters
-
-    def describe_size(self) -> str:
-        """Return the number of parameters in words, and how many of them one token uses where there are experts."""
-        total, active = (
-            scaled(count, 1000.0, ("", "K", "M", "B", "T"), separator="")
-            for count in (self.num_parameters, self.num_active_parameters)
+        distinct = tuple(dict.fromkeys(windows))
+        shared = {name: getattr(self, name) for name in ModelSpec.__struct_fields__ if name in self.__struct_fields__}
+        return ModelSpec(
+            **shared,
+            kinds=tuple(self._kind(window) for window in distinct),
+            layers=tuple(distinct.index(window) for window in windows),
+            norm_parameters=(2 if self.biases else 1) * self.hidden_size,
+            position_parameters=self.position_rows * self.hidden_size,
         )
-        return f"{total} parameters" + (f", {active} active" if self.num_experts else "")
 
-    @property
-    def _outer_parameters(self) -> int:
-        """Embedding with positions, head and final norm."""
-        embeddings = (1 if self.tied_embeddings else 2) * self.embedding_parameters
-        return embeddings + self.position_parameters + self.norm_parameters
+    def _kind(self, window: int) -> LayerKind:
+        hidden, inner, biases = self.hidden_size, self.ffn_hidden_size, self.biases
+        query, key_value = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        products = [
+            Product(name="q_proj", inputs=hidden, outputs=query),
+            Product(name="k_proj", inputs=hidden, outputs=key_value, shares_input=True),
+            Product(name="v_proj", inputs=hidden, outputs=key_value, shares_input=True),
+            Product(name="o_proj", inputs=query, outputs=hidden),
+        ]
+        experts = None
+        if self.num_experts:
+            experts = ExpertsKind(
+                count=self.num_experts, chosen=self.experts_per_token, width=hidden, inner=inner, gated=self.gated_ffn
+            )
+        else:
+            products += [Product(name="gate_proj", inputs=hidden, outputs=inner)] if self.gated_ffn else []
+            products.append(Product(name="up_proj", inputs=hidden, outputs=inner, shares_input=self.gated_ffn))
+            products.append(Product(name="down_proj", inputs=inner, outputs=hidden))
+        # Of norms, router, and biases behind a sum over ranks; the other biases are of columns, which are divided.
+        copied = hidden * (self.num_experts + 2) + 4 * hidden * biases
+        of_columns = biases * (query + 2 * key_value + (2 if self.gated_ffn else 1) * inner)
+        matrices = sum(one.parameters for one in products) + (experts.count * experts.parameters if experts else 0)
+        return LayerKind(
+            products=tuple(products),
+            parameters=matrices + copied + of_columns,
+            copied_parameters=copied,
+            attention=AttentionKind(
+                heads=self.num_heads,
+                kv_heads=self.num_kv_heads,
+                head_dim=self.head_dim,
+                value_dim=self.head_dim,
+                window=window,
+            ),
+            experts=experts,
+            post_norm=self.post_norm,
+            biases=biases,
+            adapter_parameters=self.adapter_parameters_per_layer,
+        )
+
+
+def model_tree(tree: Any) -> Any:
+    """Return a model read from JSON as the tree of a `ModelSpec`: files of earlier versions have an `AlikeLayers`."""
+    if not isinstance(tree, dict) or "num_layers" not in tree:
+        return tree
+    return msgspec.to_builtins(msgspec.convert(tree, AlikeLayers).spec())
 
 
 _NESTED = {one.nested_in: one.model_type for one in ARCHITECTURES.values() if one.nested_in}
@@ -200,7 +304,7 @@ def model_from_hf_config(config: Mapping[str, Any], name: str, bytes_per_element
     inner = (config.get("moe_intermediate_size") if experts else None) or config.get("intermediate_size")
     if inner is None and architecture.ffn_factor:
         inner = architecture.ffn_factor * hidden
-    return ModelSpec(
+    return AlikeLayers(
         name=name,
         num_layers=layers,
         hidden_size=hidden,
@@ -220,7 +324,7 @@ def model_from_hf_config(config: Mapping[str, Any], name: str, bytes_per_element
         position_rows=_needed(config, "max_position_embeddings", name) if architecture.names.positions else 0,
         causal=architecture.causal,
         bytes_per_element=bytes_per_element,
-    )
+    ).spec()
 
 
 def _decoder(config: Mapping[str, Any], name: str) -> tuple[Mapping[str, Any], Architecture]:
@@ -343,7 +447,7 @@ _ROWS = (
 
 def _spec(row: _Row) -> ModelSpec:
     architecture = ARCHITECTURES[row.model_type]
-    return ModelSpec(
+    return AlikeLayers(
         name=row.name,
         num_layers=row.layers,
         hidden_size=row.hidden,
@@ -361,7 +465,7 @@ def _spec(row: _Row) -> ModelSpec:
         biases=architecture.biases,
         position_rows=row.positions,
         causal=architecture.causal,
-    )
+    ).spec()
 
 
 MODELS: dict[str, ModelSpec] = {row.name: _spec(row) for row in _ROWS}

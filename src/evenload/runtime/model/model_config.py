@@ -51,11 +51,11 @@ def _of_built_in(name: str) -> PretrainedConfig:
     return config
 
 
-def with_few_layers(config: PretrainedConfig, windows: tuple[int, ...], stages: int, most: int) -> PretrainedConfig:
-    """Return a copy with at most `most` layers a stage, alike on every stage, with one of each attention window."""
-    first_of_kind = [windows.index(window) for window in dict.fromkeys(windows)]
-    others = [layer for layer in range(len(windows)) if layer not in first_of_kind]
-    chosen = sorted((first_of_kind + others)[: max(len(first_of_kind), min(most, len(windows) // stages))])
+def with_few_layers(config: PretrainedConfig, kinds: tuple[int, ...], stages: int, most: int) -> PretrainedConfig:
+    """Return a copy with at most `most` layers a stage, alike on every stage, with one of each kind."""
+    first_of_kind = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
+    others = [layer for layer in range(len(kinds)) if layer not in first_of_kind]
+    chosen = sorted((first_of_kind + others)[: max(len(first_of_kind), min(most, len(kinds) // stages))])
     tree = config.to_dict()
     tree[check_supported(config).layers_key] = len(chosen) * stages
     if tree.get("layer_types"):
