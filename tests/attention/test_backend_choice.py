@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from evenload.attention import backends, varlen_cuda
-from evenload.attention.backends import select_backend
+from evenload.attention.backends import backend_of_call, refusal, select_backend
 from evenload.attention.kernel_check import disagreement
+from evenload.attention.range_attention import Scoring
 from evenload.attention.varlen_cuda import VarlenCudaAttention, varlen_refusal
 from evenload.errors import ConfigError
 from flash_kernels import cpu_kernels
@@ -66,11 +67,16 @@ def test_auto_takes_the_fastest_that_runs_and_says_why_no_faster_one(
     assert bool(backend.reason) == bool(reason)
 
 
-def test_soft_caps_are_for_reference_alone(gpu):
+def test_calls_with_a_soft_cap_run_on_reference_whatever_was_selected(gpu):
     gpu((9, 0), ("FA3",))
-    backend = select_backend("auto", "cuda", 50.0, dtype=BF16, head_dim=128)
-    assert (backend.name, backend.soft_cap) == ("reference", 50.0)
-    assert "the model's is 50.0" in backend.reason
+    for backend in (select_backend("auto", "cuda", dtype=BF16, head_dim=128), select_backend("cpu_flash", "cpu")):
+        assert backend_of_call(backend, Scoring(1.0, window=3)) is backend
+        assert refusal(backend, Scoring(1.0)) == ""
+        assert backend_of_call(backend, Scoring(1.0, soft_cap=50.0)).name == "reference"
+        assert "a soft cap, here 50.0" in refusal(backend, Scoring(1.0, soft_cap=50.0))
+    named = select_backend("reference", "cpu")
+    assert backend_of_call(named, Scoring(1.0, soft_cap=50.0)) is named
+    assert refusal(named, Scoring(1.0, soft_cap=50.0)) == ""
 
 
 def spoil_window(monkeypatch):

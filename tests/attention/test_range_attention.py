@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from evenload.attention.backends import select_backend
+from evenload.attention.backends import backend_of_call, select_backend
 from evenload.attention.cpu_flash import CpuFlashAttention
 from evenload.attention.range_attention import Scoring, first_visible_key
 from evenload.attention.reference import ReferenceAttention
@@ -61,13 +61,11 @@ def assert_slices_equal(backend, qkv, grad, expected, scoring, forward, backward
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
-def test_unknown_backend_wrong_device_and_missing_soft_cap_are_refused():
+def test_unknown_backend_and_wrong_device_are_refused():
     with pytest.raises(ConfigError, match="unknown attention backend 'flash9'"):
         select_backend("flash9", "cpu")
     with pytest.raises(ConfigError, match="CPU only"):
         select_backend("cpu_flash", "cuda")
-    with pytest.raises(ConfigError, match=r"cpu_flash has no soft cap of scores, the model's is 50\.0"):
-        select_backend("cpu_flash", "cpu", 50.0)
     assert select_backend("auto", "cpu").name == "cpu_flash"
 
 
@@ -87,7 +85,7 @@ def test_capped_scores_equal_the_formula_by_autograd(window):
     grad = torch.randn_like(expected)
     expected.backward(grad)
 
-    backend = select_backend("auto", "cpu", cap)
-    assert backend.soft_cap == cap
+    scoring = Scoring(scale, window, soft_cap=cap)
+    backend = backend_of_call(select_backend("auto", "cpu"), scoring)
     cuts = [(0, 100), (100, 301)], [(40, 301), (0, 40)]
-    assert_slices_equal(backend, (q, k, v), grad, expected, Scoring(scale, window), *cuts)
+    assert_slices_equal(backend, (q, k, v), grad, expected, scoring, *cuts)

@@ -7,31 +7,54 @@ import torch
 import torch.distributed as dist
 
 from evenload.attention.backends import select_backend
-from evenload.attention.range_attention import Scoring, work_dtype
 from evenload.runtime.comm.rank_groups import ContextGroup, Transfer, create_context_groups
 from evenload.runtime.comm.watch import RankWatch
-from evenload.runtime.replay.context_attention import AttentionCall, LocalAttention, rows_of
+from evenload.runtime.model.mask_rules import MaskRule
+from evenload.runtime.model.structure import AttentionSizes
+from evenload.runtime.replay.attention_call import attention
+from evenload.runtime.replay.context_attention import LocalAttention, rows_of
 from evenload.runtime.replay.rank_packs import RankPackTokens
+from evenload.runtime.replay.state import ReplayState
 from evenload.runtime.replay.store import ActivationStore
 from evenload.types.plan import decode_plan
 
 HEADS, GROUPS, DIM = 4, 2, 8
 
 
-def document_tensors(num_tokens: int, doc_id: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+@dataclass(frozen=True)
+class AttentionCase:
+    """What a layer asks for; `window` and `chunk` 0 = none."""
+
+    window: int = 0
+    chunk: int = 0
+    soft_cap: float = 0.0
+    value_dim: int = DIM
+    has_sinks: bool = False
+
+    def sinks(self, dtype: torch.dtype) -> torch.Tensor | None:
+        return torch.linspace(-1.0, 2.0, HEADS, dtype=dtype, requires_grad=True) if self.has_sinks else None
+
+
+PLAIN = AttentionCase()
+
+
+def document_tensors(
+    num_tokens: int, doc_id: int, dtype: torch.dtype, case: AttentionCase = PLAIN
+) -> dict[str, torch.Tensor]:
     """q, k, v and the output's gradient of a document, [n, heads, D] each, the same on every rank."""
     generator = torch.Generator().manual_seed(doc_id)
-    heads = {"q": HEADS, "k": GROUPS, "v": GROUPS, "grad": HEADS}
+    shapes = {"q": (HEADS, DIM), "k": (GROUPS, DIM), "v": (GROUPS, case.value_dim), "grad": (HEADS, case.value_dim)}
     return {
-        name: torch.randn(num_tokens, count, DIM, generator=generator, dtype=torch.float64).to(dtype)
-        for name, count in heads.items()
+        name: torch.randn(num_tokens, *shape, generator=generator, dtype=torch.float64).to(dtype)
+        for name, shape in shapes.items()
     }
 
 
 def attend_shared_packs(
-    plans: list[bytes], exchange: str, dtype: torch.dtype, window: int, backend: str
-) -> list[tuple[dict, int]]:
-    """Per plan what this rank computed of every document, [n, heads, D], NaN elsewhere, and the bytes it received."""
+    plans: list[bytes], exchange: str, dtype: torch.dtype, case: AttentionCase, backend: str
+) -> list[tuple[dict, int, torch.Tensor | None]]:
+    """Per plan what this rank computed of every document, [n, heads, D], NaN elsewhere, the bytes it received, and its
+    part of the sinks' gradient, if there are sinks."""
     rank = dist.get_rank()
     watch = RankWatch(rank, f"rank {rank}", dist.get_world_size())
     decoded = [decode_plan(plan) for plan in plans]
@@ -42,9 +65,12 @@ def attend_shared_packs(
         dp_rank = rank // plan.layout.cp
         packs = RankPackTokens(plan, dp_rank, groups, exchange, torch.device("cpu"))  # type: ignore[arg-type]
         of_replica = plan.pack_plans[dp_rank]
-        store = ActivationStore(packs.stored_tokens(), [packs.ranges(pack) for pack in of_replica.backward])
+        layer = _Layer(select_backend(backend, "cpu"), case, dtype)
+        layer.replay.store = ActivationStore(
+            packs.stored_tokens(), [packs.ranges(pack) for pack in of_replica.backward]
+        )
         lengths = {document.doc_id: document.num_tokens for document in plan.documents}
-        given = {doc: document_tensors(n, doc, dtype) for doc, n in lengths.items()}
+        given = {doc: document_tensors(n, doc, dtype, case) for doc, n in lengths.items()}
         # Output is as the gradient that is given of it.
         as_found = {"grad": "out", "q": "q", "k": "k", "v": "v"}
         result = {
@@ -52,11 +78,10 @@ def attend_shared_packs(
         }
         packs.collate({doc: np.zeros(n, np.int32) for doc, n in lengths.items()})
         for pack in (*of_replica.forward, *of_replica.backward):
-            _attend(pack.direction, packs.load(pack), store, given, result, AttentionCall(
-                select_backend(backend, "cpu"), store, 0, Scoring(DIM**-0.5, window)
-            ), dtype)  # fmt: skip
-        store.check_empty()
-        results.append((result, sum(group.moved_bytes for group in groups.values()) - before))
+            layer.run(pack.direction, packs.load(pack), given, result)
+        layer.replay.store.check_empty()
+        moved = sum(group.moved_bytes for group in groups.values()) - before
+        results.append((result, moved, None if layer.sinks is None else layer.sinks.grad))
     return results
 
 
@@ -121,51 +146,61 @@ def covered_rows(plan: bytes, exchange: str) -> list[list[tuple[int, int]]]:
     lengths = {document.doc_id: document.num_tokens for document in decoded.documents}
     given = {doc: document_tensors(n, doc, dtype) for doc, n in lengths.items()}
     packs.collate({doc: np.zeros(n, np.int32) for doc, n in lengths.items()})
-    backend = _RecordedBackend(select_backend("reference", "cpu"), recorder)
-    call = AttentionCall(backend, store, 0, Scoring(DIM**-0.5, 0))  # type: ignore[arg-type]
+    layer = _Layer(_RecordedBackend(select_backend("reference", "cpu"), recorder), PLAIN, dtype)
+    layer.replay.store = store
     result: list[list[tuple[int, int]]] = []
     for listed in (of_replica.forward, of_replica.backward):
         result.append([])
         for pack in listed:
-            _attend(pack.direction, packs.load(pack), store, given, None, call, dtype)
+            layer.run(pack.direction, packs.load(pack), given, None)
             result[-1].append(recorder.take())
     return result
 
 
-def _attend(direction, pack, store, given, result, call, dtype) -> None:
-    def rows(name):
-        heads = GROUPS if name in "kv" else HEADS
-        return torch.cat([torch.empty(0, heads, DIM, dtype=dtype), *(given[d][name][a:b] for d, a, b in pack.ranges)])
+class _Layer(torch.nn.Module):
+    """Attention alone, called as transformers' layers call it; layer 0."""
 
-    def spread(name, values):
+    def __init__(self, backend, case: AttentionCase, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.replay, self.case, self.dtype, self.sinks = ReplayState(backend), case, dtype, case.sinks(dtype)
+
+    def run(self, direction, pack, given, result) -> None:
+        """Record outputs of a forward pack, or go back through those of a backward pack; keep both in `result`."""
+        state = self.replay
+        state.direction, state.ranges, state.shared = direction, pack.ranges, pack.shared
+        state.attention = LocalAttention(tuple(rows_of(pack.ranges)))
+        state.enter_layer(0)
+        if direction == "forward":
+            state.store.open_pack(pack.ranges)
+        if not pack.ranges:
+            shape = AttentionSizes(HEADS, GROUPS, DIM, self.case.value_dim)
+            if pack.shared is not None:
+                like = torch.empty(0, dtype=self.dtype)
+                pack.shared.join(direction, state.backend, state.store, 0, [shape], like)
+        elif direction == "forward":
+            with torch.no_grad():
+                self._spread("out", pack, self._attend(*(self._rows(n, pack, given) for n in "qkv")), result)
+        else:
+            inputs = {name: self._rows(name, pack, given).requires_grad_() for name in "qkv"}
+            self._attend(*inputs.values()).backward(self._rows("grad", pack, given))
+            for name, rows in inputs.items():
+                self._spread(name, pack, rows.grad, result)
+        if direction == "backward":
+            state.store.close_backward(pack.ended)
+
+    def _attend(self, *qkv):
+        rule = MaskRule(self.case.window, self.case.chunk)
+        given = (rows.transpose(0, 1)[None] for rows in qkv)
+        return attention(self, *given, rule, softcap=self.case.soft_cap or None, s_aux=self.sinks)[0][0]
+
+    @staticmethod
+    def _rows(name, pack, given):
+        return torch.cat([given[doc][name][start:stop] for doc, start, stop in pack.ranges])
+
+    @staticmethod
+    def _spread(name, pack, values, result):
         if result is None:
             return
         for place, (doc, start, stop) in rows_of(pack.ranges):
             assert result[doc][name][start:stop].isnan().all(), "computed twice"
             result[doc][name][start:stop] = values[place]
-
-    q, k, v = rows("q"), rows("k"), rows("v")
-    of_rows = tuple(rows_of(pack.ranges))
-    local = LocalAttention(of_rows)
-    if direction == "forward":
-        store.open_pack(pack.ranges)
-        if pack.shared is not None:
-            out, lse = pack.shared.forward(call, q, k, v)
-        else:
-            out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=work_dtype(q))
-            local.forward(call, q, k, v, out, lse)
-        store.record("out", out)
-        store.record("lse", lse)
-        spread("out", out)
-        return
-    out, lse = q, q.new_empty(q.shape[:2], dtype=work_dtype(q))
-    if pack.ranges:
-        out, lse = store.read("out", pack.ranges), store.read("lse", pack.ranges)
-    if pack.shared is not None:
-        dq, dk, dv = pack.shared.backward(call, rows("grad"), q, out, lse)
-    else:
-        dq, dk, dv = torch.empty_like(q), *(torch.empty_like(k, dtype=lse.dtype) for _ in range(2))
-        local.backward(call, rows("grad"), q, out, lse, (dq, dk, dv))
-    for name, values in (("q", dq), ("k", dk), ("v", dv)):
-        spread(name, values)
-    store.close_backward(pack.ended)

@@ -3,7 +3,6 @@
 import torch
 
 from evenload.attention.backends import select_backend
-from evenload.runtime.model.supported import attention_soft_cap
 from evenload.runtime.optim.parameter_units import flatten_units
 from evenload.runtime.replay.rank_packs import PackTokens
 from evenload.runtime.replay.stage import PipelineStage
@@ -56,10 +55,10 @@ def stage_of(config, dtype=torch.float64, *, device="cpu", backend=None, liger=F
     with its kernels."""
     model = stage_model(config, dtype, device=device, **options)
     if liger:
-        model.use_liger(dtype, tp=1)
+        model.use_liger(tp=1)
     buffers = flatten_units(model, dp=1)
     if backend is None:
-        backend = select_backend("auto", device, attention_soft_cap(config), dtype=dtype, head_dim=head_dim(config))
+        backend = select_backend("auto", device, dtype=dtype, head_dim=head_dim(config))
     return PipelineStage(model, backend), buffers
 
 

@@ -7,35 +7,31 @@ import torch
 from evenload.attention import varlen_cuda
 from evenload.attention.cpu_flash import CpuFlashAttention
 from evenload.attention.kernel_check import disagreement
-from evenload.attention.range_attention import RangeAttention
+from evenload.attention.range_attention import RangeAttention, Scoring
 from evenload.attention.reference import ReferenceAttention
 from evenload.errors import ConfigError
 from evenload.types.model import AttentionKernels
 
+_REFERENCE = ReferenceAttention()
+
 
 def select_backend(
-    name: str, device: str, soft_cap: float = 0.0, *, dtype: torch.dtype | None = None, head_dim: int | None = None
+    name: str, device: str, *, dtype: torch.dtype | None = None, head_dim: int | None = None
 ) -> RangeAttention:
     """Return the backend of that name; `auto` takes the fastest one for the device and the model, and its `reason` says
     why none that would be faster.
 
     Args:
-        soft_cap: of the model's attention scores, 0 = none.
-        dtype, head_dim: of the model; needed for a GPU's kernels, which do not take all.
+        dtype, head_dim: of the model (the widest of its queries, keys and values); needed for a GPU's kernels, which do
+            not take all.
 
     Raises:
-        ConfigError: unknown name, or a backend that does not run on this device, dtype, head dimension or soft cap.
+        ConfigError: unknown name, or a backend that does not run on this device, dtype or head dimension.
     """
     if name == "auto":
-        if soft_cap:
-            return ReferenceAttention(soft_cap, reason=f"no kernel has a soft cap of scores, the model's is {soft_cap}")
         return CpuFlashAttention() if device == "cpu" else _fastest(dtype, head_dim)
     if name == "reference":
-        return ReferenceAttention(soft_cap)
-    if soft_cap:
-        raise ConfigError(
-            f"attention backend {name} has no soft cap of scores, the model's is {soft_cap}; use 'auto' or 'reference'"
-        )
+        return ReferenceAttention()
     if name == "cpu_flash":
         if device != "cpu":
             raise ConfigError(f"attention backend cpu_flash runs on the CPU only, the device is {device}; use 'auto'")
@@ -49,6 +45,18 @@ def select_backend(
     if why := _refusal(kernels, dtype, head_dim):
         raise ConfigError(f"attention backend {name} {why}")
     return varlen_cuda.VarlenCudaAttention(kernels)
+
+
+def refusal(backend: RangeAttention, scoring: Scoring) -> str:
+    """Why a backend does not compute calls with this scoring, so that `reference` does; "" = it computes them."""
+    if scoring.soft_cap and not isinstance(backend, ReferenceAttention):
+        return f"'{_REFERENCE.name}' where scores have a soft cap, here {scoring.soft_cap}: no kernel has one"
+    return ""
+
+
+def backend_of_call(backend: RangeAttention, scoring: Scoring) -> RangeAttention:
+    """Return what computes a call with this scoring where `backend` was selected."""
+    return _REFERENCE if refusal(backend, scoring) else backend
 
 
 def _fastest(dtype: torch.dtype | None, head_dim: int | None) -> RangeAttention:

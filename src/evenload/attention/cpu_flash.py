@@ -25,7 +25,6 @@ class CpuFlashAttention:
     """fp64, fp32 and bf16."""
 
     name = "cpu_flash"
-    soft_cap = 0.0  # the kernel has none
     reason = ""
 
     def forward(self, q: Tensor, seen: KeyParts, sizes: RangeSizes, scoring: Scoring) -> tuple[Tensor, Tensor]:
@@ -52,7 +51,7 @@ class CpuFlashAttention:
 
 def _forward_range(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
     """q [G, H/G, n, D], k and v [s, G, D] -> output [G, H/G, n, D], log-sum-exp [G, H/G, n]."""
-    scale, window, is_causal = scoring
+    scale, window, is_causal, *_ = scoring
     repeat, n, prefix = q.shape[1], q.shape[2], k.shape[0] - q.shape[2]
     if window and window < k.shape[0]:
         parts = [
@@ -75,7 +74,7 @@ def _backward_range(
     """As `_forward_range`: return the gradient of q [G, H/G, n, D], write those of `own` keys and values, [s, G, D]
     each, to `into`; `given` are the output's gradient, q, output and log-sum-exp."""
     grad, q, out, lse = given
-    scale, window, is_causal = scoring
+    scale, window, is_causal, *_ = scoring
     (k, v), repeat, n = own, q.shape[1], q.shape[2]
     prefix = k.shape[0] - n if is_causal else 0
     if window and window < k.shape[0]:

@@ -24,11 +24,17 @@ class Scoring(NamedTuple):
         scale: factor of q·k.
         window: in tokens, 0 = none. A caller with a window may pass only the keys that the first row can see.
         is_causal: False = every row sees every key (a round of ring context parallelism); without a window.
+        soft_cap: scores s become soft_cap·tanh(s / soft_cap) before the softmax (Gemma 2); 0 = they stay. Only
+            `reference` has one (`backends.refusal`).
+        chunk: rows see keys of their own chunk of so many tokens (Llama 4); 0 = none. Callers cut ranges at the edges
+            of chunks, so backends do not read it.
     """
 
     scale: float
     window: int = 0
     is_causal: bool = True
+    soft_cap: float = 0.0
+    chunk: int = 0
 
 
 KeyParts = Sequence[tuple[Tensor, Tensor]]
@@ -45,12 +51,10 @@ class RangeAttention(Protocol):
     G), D head dim.
 
     Attributes:
-        soft_cap: scores s become soft_cap·tanh(s / soft_cap) before the softmax (Gemma 2); 0 = they stay.
         reason: why `auto` took it and none that is faster; "" = there is none, or it was named.
     """
 
     name: str
-    soft_cap: float
     reason: str
 
     def forward(self, q: Tensor, seen: KeyParts, sizes: RangeSizes, scoring: Scoring) -> tuple[Tensor, Tensor]:

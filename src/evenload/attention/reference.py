@@ -24,8 +24,8 @@ class ReferenceAttention:
 
     name = "reference"
 
-    def __init__(self, soft_cap: float = 0.0, reason: str = "") -> None:
-        self.soft_cap, self.reason = soft_cap, reason
+    def __init__(self, reason: str = "") -> None:
+        self.reason = reason
 
     def forward(self, q: Tensor, seen: KeyParts, sizes: RangeSizes, scoring: Scoring) -> tuple[Tensor, Tensor]:
         each = zip(q.split(sizes.rows), keys_by_range(seen, sizes), strict=True)
@@ -62,9 +62,9 @@ class ReferenceAttention:
             dv[seen] += torch.einsum("hts,thd->shd", p, block_grad)
             dp = torch.einsum("thd,shd->hts", block_grad, values[seen])
             ds = p * (dp - (block_grad * block_out).sum(-1).transpose(0, 1)[..., None]) * scoring.scale
-            if self.soft_cap:
+            if scoring.soft_cap:
                 # d tanh; a hidden score is -inf and has no probability, so its factor may be anything finite.
-                ds = ds * (1 - (scores.masked_fill(scores.isinf(), 0.0) / self.soft_cap).square())
+                ds = ds * (1 - (scores.masked_fill(scores.isinf(), 0.0) / scoring.soft_cap).square())
             dqs.append(torch.einsum("hts,shd->thd", ds, keys[seen]))
             dk[seen] += torch.einsum("hts,thd->shd", ds, q[rows].to(work))
         count, groups = k.shape[0], k.shape[1]
@@ -85,8 +85,8 @@ class ReferenceAttention:
             if scoring.is_causal:
                 seen = slice(first_visible_key(prefix + start, scoring.window), prefix + rows.stop)
             scores = torch.einsum("thd,shd->hts", q[rows].to(keys.dtype), keys[seen]) * scoring.scale
-            if self.soft_cap:
-                scores = torch.tanh(scores / self.soft_cap) * self.soft_cap
+            if scoring.soft_cap:
+                scores = torch.tanh(scores / scoring.soft_cap) * scoring.soft_cap
             if scoring.is_causal:
                 row = torch.arange(start, rows.stop, device=q.device)[:, None] + prefix
                 column = torch.arange(seen.start, seen.stop, device=q.device)[None]

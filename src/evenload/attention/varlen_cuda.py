@@ -55,8 +55,6 @@ class VarlenCudaAttention:
         ConfigError: torch does not know the kernels, or their package is missing.
     """
 
-    soft_cap = 0.0  # torch's operators have none
-
     def __init__(self, name: AttentionKernels = "varlen_cuda", reason: str = "") -> None:
         self.name: str = name
         self._kernels, self.reason = name, reason

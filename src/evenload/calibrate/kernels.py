@@ -15,7 +15,7 @@ from evenload.calibrate.rounds import PackClock, Packs, num_tokens_of, pack_toke
 from evenload.cost.layer_counts import POLICIES, activation_bytes_per_token, kv_bytes_per_token
 from evenload.errors import EvenloadError
 from evenload.runtime.device import reset_peak_bytes, resident_bytes
-from evenload.runtime.replay.head import add_embedding_gradient, embed
+from evenload.runtime.replay.head import Around
 from evenload.runtime.replay.held_bytes import STORE_KINDS
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.runtime.replay.store import ActivationStore
@@ -49,14 +49,16 @@ def head_work(
 
 def embedding_work(stage: PipelineStage, vocab_size: int, rows: int) -> Callable[[], object]:
     """Make work of embedding rows and adding their gradients; first stage without tensor parallelism only."""
-    token_ids, table = torch.randint(0, vocab_size, (rows,), device=stage.device), stage.model.positions
-    positions = torch.arange(rows, device=stage.device) % (rows if table is None else table.num_embeddings)
-    grad = torch.randn(rows, stage.hidden_size, dtype=stage.dtype, device=stage.device)
+    known = getattr(stage.model.config, "max_position_embeddings", None) or rows
+    token_ids = torch.randint(0, vocab_size, (rows,), device=stage.device)
+    positions = torch.arange(rows, device=stage.device) % known
+    grad = torch.randn(1, rows, stage.hidden_size, dtype=stage.dtype, device=stage.device)
 
-    @torch.no_grad()
     def work() -> None:
-        embed(stage.model, token_ids, positions, None)
-        add_embedding_gradient(stage.model, token_ids, positions, grad, None)
+        with torch.enable_grad(), Around(stage.model, None):
+            hidden, _ = stage.model.calls(positions, token_ids, grad[0])
+        if hidden.requires_grad:
+            hidden.backward(grad)
 
     return work
 

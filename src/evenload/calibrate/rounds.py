@@ -111,7 +111,7 @@ def pack_clock(stage: PipelineStage, mesh: Mesh) -> PackClock:
         return PackClock(device)
     flag = torch.zeros(1, device=device)
     meet = None if tensor is None else functools.partial(tensor.all_reduce, flag, "calibration", dist.ReduceOp.MAX)
-    return QueueClock(device, _busy_products(device), meet, host_reads=stage.model.architecture.experts is not None)
+    return QueueClock(device, _busy_products(device), meet, host_reads=stage.model.structure.has_experts)
 
 
 def _busy_products(device: torch.device) -> Callable[[float], None]:

@@ -49,7 +49,6 @@ from evenload.plan.strategies.slimpack import SLIMPACK, SlimpackOptions
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.model.hf_model import build_stage_model
 from evenload.runtime.model.model_config import load_config, model_spec
-from evenload.runtime.model.supported import attention_soft_cap
 from evenload.runtime.trainer import Trainer
 from evenload.stepplan.validate import validate_plan
 from evenload.types.document import Document
@@ -242,8 +241,8 @@ def plain_step(
 
 def _plain_model(config: TrainConfig, dtype: torch.dtype) -> Any:
     hf = load_config(config.model.path)
-    # torch's own attention cannot cap scores, and its grouped products of experts know no float64.
-    hf._attn_implementation = "eager" if attention_soft_cap(hf) else "sdpa"
+    # torch's own attention caps no scores, and its grouped products of experts know no float64.
+    hf._attn_implementation = "eager" if getattr(hf, "attn_logit_softcapping", None) else None
     hf._experts_implementation = "eager"
     own = getattr(torch, config.model.dtype)
     if not config.model.random_init:

@@ -35,8 +35,10 @@ from evenload.data.hub import local_path
 from evenload.runtime.comm.collectives import all_gather_single
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.executor import Executor
+from evenload.runtime.model.hf_model import empty_model
 from evenload.runtime.model.model_config import load_config, model_spec
-from evenload.runtime.model.supported import check_supported
+from evenload.runtime.model.structure import structure_of
+from evenload.runtime.model.supported import own_key
 from evenload.runtime.model.tensor_weights import join_parts, tensor_split
 from evenload.runtime.model.weight_files import INDEX_FILE, LEFT_OUT, stored_weights
 from evenload.runtime.optim.data_parallel import GradientReduction
@@ -47,7 +49,6 @@ from evenload.runtime.replay.store import ActivationStore
 from evenload.runtime.replay.weight_products import WeightProducts
 from evenload.runtime.stages.rank_stages import build_rank_stages
 from evenload.runtime.step_source import prepare_step, replicas_share_packs
-from evenload.types.architectures import ModuleNames
 from evenload.types.base import Frozen
 from evenload.types.plan import StepPlan
 from evenload.types.text import counted
@@ -206,9 +207,9 @@ def _write_short_model(path: Path, directory: Path, layers: int, *, random_init:
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     config = load_config(str(path))
-    architecture, settings = check_supported(config), config.to_dict()
-    num_layers = settings[architecture.layers_key]
-    settings[architecture.layers_key] = layers
+    settings, key = config.to_dict(), own_key(config, "num_hidden_layers")
+    num_layers = settings[key]
+    settings[key] = layers
     for key, value in settings.items():
         if isinstance(value, list) and len(value) == num_layers:
             settings[key] = value[:layers]
@@ -216,19 +217,19 @@ def _write_short_model(path: Path, directory: Path, layers: int, *, random_init:
     if random_init:
         return
     # Links to the files, and an index that leaves out the other layers' tensors.
-    names = architecture.names
+    name_of_list = structure_of(empty_model(config)).layers.rsplit(".", 1)[-1]
     stored = stored_weights(source)
-    kept = {name: tensor.file for name, tensor in stored.items() if _layer_of(name, names) < layers}
+    kept = {name: tensor.file for name, tensor in stored.items() if _layer_of(name, name_of_list) < layers}
     for file in sorted(set(kept.values())):
         (directory / file).symlink_to((source / file).resolve())
     index = {"metadata": {LEFT_OUT: sorted(stored.keys() - kept)}, "weight_map": kept}
     (directory / INDEX_FILE).write_text(json.dumps(index))
 
 
-def _layer_of(name: str, names: ModuleNames) -> int:
+def _layer_of(name: str, name_of_list: str) -> int:
     """Return the index of a tensor's layer; -1 for those of none."""
-    match = re.match(rf"({names.decoder}\.)?{names.layers}\.(\d+)\.", name)
-    return int(match.group(2)) if match else -1
+    match = re.search(rf"(?:^|\.){name_of_list}\.(\d+)\.", name)
+    return int(match[1]) if match else -1
 
 
 Seen = dict[tuple[str, int, int], Tensor]
@@ -250,7 +251,7 @@ class ObservedStage(PipelineStage):
 
     seen: Seen
 
-    def forward_layers(self, pack: PackTokens, hidden: Tensor, store: ActivationStore) -> Tensor:
+    def forward_layers(self, pack: PackTokens, hidden: Tensor | None, store: ActivationStore) -> Tensor:
         hidden = super().forward_layers(pack, hidden, store)
         if self.model.is_last:
             self._see("output", pack, hidden)

@@ -52,10 +52,9 @@ from evenload.report.html import write_report
 from evenload.report.run_report import RunReport, RunSection
 from evenload.report.units import format_change
 from evenload.runtime.device import require_device, resident_bytes
-from evenload.runtime.model.hf_model import build_rank_models, build_stage_model
+from evenload.runtime.model.hf_model import build_rank_models, build_stage_model, require_layout
 from evenload.runtime.model.model_config import config_from, load_config, model_spec, spec_of, with_few_layers
-from evenload.runtime.model.supported import attention_soft_cap, position_warning
-from evenload.runtime.model.tensor_weights import require_tensor_parallel
+from evenload.runtime.model.supported import position_warning
 from evenload.runtime.optim.parameter_units import flatten_units
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.runtime.step_metrics import StepReport
@@ -242,10 +241,10 @@ def _resolved(request: ProfileRequest) -> tuple[PretrainedConfig, ModelSpec, Par
 def profile_task(answer: Path, request: ProfileRequest) -> tuple[tuple[Path, ProfileRequest], int]:
     """Check options that go together: a model that is trained, in a layout that it and this machine can have."""
     config, _, layout = _resolved(request)
-    require_tensor_parallel(config, layout.tp)
+    require_layout(config, layout)
     require_device(request.device, int(os.environ.get("LOCAL_WORLD_SIZE", layout.world_size)))
     if request.device == "cpu":  # a GPU's kernels are checked on the GPU
-        select_backend(request.attention, "cpu", attention_soft_cap(config))
+        select_backend(request.attention, "cpu")
     return (answer, request), layout.world_size
 
 
@@ -271,14 +270,12 @@ def _profiled(
     sizes = {axis: getattr(mesh.layout, axis) for axis in ("dp", "cp", "pp", "tp")}
     layout = even_layout(timed.num_layers, virtual=mesh.layout.num_stages // mesh.layout.pp, **sizes)
     build = functools.partial(build_stage_model, dtype=dtype, device=device, weights=None, seed=0, tp_rank=mesh.tp_rank)
-    models = build_rank_models(few, layout, mesh.pp_rank, build)
+    models = build_rank_models(layout, mesh.pp_rank, functools.partial(build, few))
     if not liger_refusal(request.device, request.precision):
         for part in models.values():
-            part.use_liger(dtype, layout.tp)
+            part.use_liger(layout.tp)
     buffers = flatten_units(tuple(models.values()), mesh.data_size)
-    backend = select_backend(
-        request.attention, device.type, attention_soft_cap(few), dtype=dtype, head_dim=model.head_dim
-    )
+    backend = select_backend(request.attention, device.type, dtype=dtype, head_dim=model.head_dim)
     stages = {index: PipelineStage(part, backend, mesh.tensor) for index, part in models.items()}
     static_bytes = sum(buffer.values.nbytes + buffer.grads.nbytes for buffer in buffers)
     task = ProfileTask(

@@ -40,10 +40,8 @@ from evenload.plan.strategies.registry import require_layouts, require_trainable
 from evenload.runtime.comm.mesh import Mesh, Meshes, create_meshes, most_of_ranks, warm_up
 from evenload.runtime.device import rank_device, require_device, use_deterministic_kernels
 from evenload.runtime.model.export_files import require_same_token_ids
-from evenload.runtime.model.hf_model import require_model
+from evenload.runtime.model.hf_model import require_layout, require_model
 from evenload.runtime.model.model_config import load_config, model_spec
-from evenload.runtime.model.supported import attention_soft_cap
-from evenload.runtime.model.tensor_weights import require_tensor_parallel
 from evenload.runtime.replay.context_attention import require_no_window
 from evenload.runtime.stages.evaluation import require_whole_model
 from evenload.runtime.trainer import Trainer
@@ -54,10 +52,11 @@ from evenload.types.text import counted
 def require_runnable(config: TrainConfig) -> ParallelLayout:
     """Refuse settings that do not go together, and return the layout in which the run starts."""
     hf_config = load_config(config.model.path)
-    require_tensor_parallel(hf_config, config.parallel.tp)
     spec = model_spec(config)
     layouts = layouts_of(config, spec.num_layers)
     layout = layouts[0]
+    for one in layouts:
+        require_layout(hf_config, one)
     require_layouts(config.plan.strategy, layout, len(layouts))
     require_optimizer(config, spec, len(layouts))
     if config.samples is not None:
@@ -80,7 +79,7 @@ def require_runnable(config: TrainConfig) -> ParallelLayout:
     if config.train.kernels == "liger" and (why := liger_refusal(config.train.device, config.model.dtype)):
         raise ConfigError(f'train.kernels is "liger": {why}; or set train.kernels = "auto"')
     if config.train.device == "cpu":  # a GPU's kernels are checked on the GPU
-        select_backend(config.train.attention, "cpu", attention_soft_cap(hf_config))
+        select_backend(config.train.attention, "cpu")
     for data in (config.data, *([validation_data(config.data, config.validation)] if config.validation else [])):
         for part in mixture_configs(data):
             open_part(part)

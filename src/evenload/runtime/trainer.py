@@ -305,7 +305,9 @@ class Trainer:
     def export(self, suffix: str = "") -> Path:
         """Write the model as a Hugging Face directory, or the trained adapter as a PEFT directory. Collective."""
         config, output = self.config, Path(self.config.train.output_dir)
-        return export_run(output, config.model, config.data, self.hf_config, self.state.buffers, self.mesh, suffix)
+        buffers, stages = self.state.buffers, self.state.stages.values()
+        constants = {name: tensor for stage in stages for name, tensor in stage.model.constants().items()}
+        return export_run(output, config.model, config.data, self.hf_config, buffers, constants, self.mesh, suffix)
 
     def export_average(self) -> Path | None:
         """Export the moving average of the weights (`train.ema_decay`) as `export` does; None where there is none."""

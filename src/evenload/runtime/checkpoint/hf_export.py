@@ -1,7 +1,7 @@
 """The trained model as a Hugging Face directory: sharded safetensors, index and config.json; or a PEFT directory. Every
 stage's first replica writes its own tensors, so no rank ever holds the whole model."""
 
-import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch.distributed as dist
@@ -11,11 +11,11 @@ from transformers import PretrainedConfig
 from evenload.config.train_config import ModelConfig
 from evenload.data.config import DataConfig
 from evenload.runtime.comm.mesh import Mesh
-from evenload.runtime.model.export_files import copy_tokenizer, save_tensors
+from evenload.runtime.model.export_files import copy_tokenizer, save_tensors, shard_units, write_index
+from evenload.runtime.model.hf_model import empty_model
 from evenload.runtime.model.lora import write_adapter
-from evenload.runtime.model.supported import check_supported
 from evenload.runtime.model.tensor_weights import join_parts, tensor_split
-from evenload.runtime.model.weight_files import stored_tensors
+from evenload.runtime.model.weight_conversion import stored_tensors
 from evenload.runtime.optim.parameter_units import FlatBuffer
 
 
@@ -25,64 +25,71 @@ def export_run(
     data: DataConfig,
     hf_config: PretrainedConfig,
     buffers: list[FlatBuffer],
+    constants: Mapping[str, Tensor],
     mesh: Mesh,
     suffix: str = "",
 ) -> Path:
-    """Write the model, or the adapter, into a directory of `output` with this suffix; return it. Collective."""
+    """Write the model, or the adapter, into a directory of `output` with this suffix; return it. `constants`: what this
+    rank's stages store and do not train, by name. Collective."""
     if model.lora is not None:
         directory = output / f"adapter{suffix}"
         everyone: list[dict[str, Tensor]] = [{} for _ in range(mesh.num_ranks)]
-        dist.all_gather_object(everyone, _own_parameters(buffers, mesh), group=mesh.control)
+        own = {n: t for unit in _own_units(buffers, {}, mesh) for n, t in _joined(unit, mesh).items()}
+        dist.all_gather_object(everyone, own, group=mesh.control)
         if mesh.rank == 0:
             tensors = {name: tensor for part in everyone for name, tensor in part.items()}
             write_adapter(directory, tensors, model.lora, model.path)
         dist.barrier(group=mesh.control)
         return directory
     directory = output / f"model{suffix}"
-    _export_model(directory, hf_config, buffers, mesh)
+    _export_model(directory, hf_config, buffers, constants, mesh)
     if mesh.rank == 0:
         copy_tokenizer(directory, data, model.path)
     return directory
 
 
-def _export_model(directory: Path, config: PretrainedConfig, buffers: list[FlatBuffer], mesh: Mesh) -> None:
+def _export_model(
+    directory: Path, config: PretrainedConfig, buffers: list[FlatBuffer], constants: Mapping[str, Tensor], mesh: Mesh
+) -> None:
+    """Write what transformers' `save_pretrained` would; a rank holds the tensors of one file at a time."""
+    whole, units = empty_model(config), _own_units(buffers, constants, mesh)
     if mesh.rank == 0:
-        directory.mkdir(parents=True, exist_ok=True)
-        config.dtype = buffers[0].values.dtype
+        config.dtype, config.architectures = buffers[0].values.dtype, [type(whole).__name__]
         config.save_pretrained(directory)
     dist.barrier(group=mesh.control)
-    name = f"model-{mesh.pipeline_stage + 1:05d}-of-{mesh.layout.pp:05d}.safetensors"
-    experts = check_supported(config).experts
-    tensors = {
-        stored: view.clone().contiguous()
-        for parameter_name, parameter in _own_parameters(buffers, mesh).items()
-        for stored, view in stored_tensors(parameter_name, parameter, experts)
-    }
-    if tensors:
-        save_tensors(tensors, directory / name)
-    sizes = {n: (name, t.nbytes) for n, t in tensors.items()}
+    shards = shard_units([sum(t.nbytes for t in unit.values()) * mesh.layout.tp for unit in units])
+    counts = [0] * mesh.num_ranks
+    dist.all_gather_object(counts, len(shards) if mesh.tp_rank == 0 else 0, group=mesh.control)
+    files: dict[str, tuple[str, int]] = {}
+    for number, shard in enumerate(shards, 1 + sum(counts[: mesh.rank])):
+        tensors: dict[str, Tensor] = {}
+        for unit in shard:
+            tensors |= stored_tensors(whole, _joined(units[unit], mesh))
+        if mesh.tp_rank == 0:
+            file = f"model-{number:05d}-of-{sum(counts):05d}.safetensors"
+            save_tensors(tensors, directory / file)
+            files |= {name: (file, tensor.nbytes) for name, tensor in tensors.items()}
     everyone: list[dict[str, tuple[str, int]]] = [{} for _ in range(mesh.num_ranks)]
-    dist.all_gather_object(everyone, sizes, group=mesh.control)
+    dist.all_gather_object(everyone, files, group=mesh.control)
     if mesh.rank == 0:
-        merged = {n: entry for part in everyone for n, entry in part.items()}
-        index = {
-            "metadata": {"total_size": sum(size for _, size in merged.values())},
-            "weight_map": {n: file for n, (file, _) in sorted(merged.items())},
-        }
-        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+        write_index(directory, {name: entry for part in everyone for name, entry in part.items()})
     dist.barrier(group=mesh.control)
 
 
-def _own_parameters(buffers: list[FlatBuffer], mesh: Mesh) -> dict[str, Tensor]:
-    """What this rank writes, by name: its stages' trained parameters, on the first replica only. Collective."""
+def _own_units(buffers: list[FlatBuffer], constants: Mapping[str, Tensor], mesh: Mesh) -> list[Mapping[str, Tensor]]:
+    """What this rank's tensor-parallel group writes, by name, on the first replica only: trained parameters unit by
+    unit, then what is not trained."""
     if mesh.data_rank != 0:
-        return {}
-    whole = {
-        # Joined by all ranks of the group, together; in host memory, where they are written from.
-        name: join_parts(parameter.detach(), tensor_split(parameter), mesh.tensor).cpu()
-        for buffer in buffers
+        return []
+    units: dict[int, dict[str, Tensor]] = {}
+    for buffer in buffers:
         # transformers stores a tied weight once, under the embedding's name.
-        if not (buffer.tied and mesh.is_last_stage)
-        for name, parameter in zip(buffer.names, buffer.parameters, strict=True)
-    }
-    return whole if mesh.tp_rank == 0 else {}
+        if not (buffer.tied and mesh.is_last_stage):
+            units.setdefault(buffer.unit, {}).update(zip(buffer.names, buffer.parameters, strict=True))
+    return [unit for unit in (*units.values(), constants) if unit]
+
+
+def _joined(unit: Mapping[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
+    """Whole tensors in host memory, on the first rank of a tensor-parallel group. Collective in it."""
+    joined = {name: join_parts(t.detach(), tensor_split(t), mesh.tensor).cpu() for name, t in unit.items()}
+    return joined if mesh.tp_rank == 0 else {}

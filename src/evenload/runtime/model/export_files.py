@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,10 @@ from evenload.data.tokenize import (
     required_opening,
 )
 from evenload.errors import ConfigError
+from evenload.runtime.model.weight_files import INDEX_FILE
 
+SHARD_BYTES = 5 * 10**9
+"""Of a file of weights, and about what a rank needs in host memory to write it."""
 _TEMPLATE_FILE = "chat_template.jinja"
 _BESIDE_TOKENIZER = (
     TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, "added_tokens.json", _TEMPLATE_FILE, "chat_template.json", "vocab.json",
@@ -46,6 +50,32 @@ def save_tensors(tensors: dict[str, Tensor], file: Path) -> None:
     mode = file.stat().st_mode
     save_file(tensors, file, metadata={"format": "pt"})
     os.chmod(file, mode)
+
+
+def shard_units(sizes_bytes: Sequence[int]) -> list[list[int]]:
+    """Divide units, in order, into files of at most `SHARD_BYTES`, but one unit at least; return their numbers."""
+    shards: list[list[int]] = []
+    free_bytes = 0
+    for unit, size_bytes in enumerate(sizes_bytes):
+        if not shards or size_bytes > free_bytes:
+            shards.append([])
+            free_bytes = SHARD_BYTES
+        shards[-1].append(unit)
+        free_bytes -= size_bytes
+    return shards
+
+
+def write_index(directory: Path, places: Mapping[str, tuple[str, int]]) -> None:
+    """Write the index of a directory's tensors, of which (file, bytes) is given, and remove files of earlier ones."""
+    index = {
+        "metadata": {"total_size": sum(size for _, size in places.values())},
+        "weight_map": {name: file for name, (file, _) in sorted(places.items())},
+    }
+    (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+    written = {file for file, _ in places.values()}
+    for file in directory.glob("model-*-of-*.safetensors"):
+        if file.name not in written:
+            file.unlink()
 
 
 def tokenizer_source(data: DataConfig, model_path: str) -> Path | None:

@@ -6,10 +6,9 @@ on the layout.
 """
 
 import difflib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,24 +17,23 @@ from transformers.activations import ACT2FN
 
 from evenload.config.sections import LoraConfig
 from evenload.errors import ConfigError, UnsupportedModelError
+from evenload.runtime.model.around import ATTENTION_NAME, LayerCall, LayersRan, WholeModel, using
 from evenload.runtime.model.liger import use_liger
 from evenload.runtime.model.lora import add_adapters
-from evenload.runtime.model.supported import check_supported, require_adapters
+from evenload.runtime.model.structure import Structure, structure_of
+from evenload.runtime.model.supported import require_trainable
 from evenload.runtime.model.tensor_weights import require_tensor_parallel, split_weights
+from evenload.runtime.model.weight_conversion import keep_precise_buffers
 from evenload.runtime.model.weight_files import (
     EMBEDDING,
     HEAD,
     LAYERS,
     NORM,
     POSITIONS,
-    StoredTensor,
     fill_constants,
+    fitting_weights,
     initialise_weights,
-    load_weights,
-    require_fitting,
-    stored_weights,
 )
-from evenload.types.architectures import Architecture
 from evenload.types.layout import ParallelLayout
 
 
@@ -44,111 +42,131 @@ class StageModel:
     """Holds the part of a decoder that one stage runs.
 
     Args:
+        whole: transformers' model, whose layers are slots.
         layers: by global layer index.
-        rotary: makes rotary positions; None = the model learns a table, `positions`, which the first stage has.
-        embedding: on the first stage (and on the last when tied), else None.
-        norm, head: on the last stage, else None.
+        prologue, epilogue: modules before the first and behind the last layer by path; empty on other stages.
         router_aux_loss_coef: factor of the load-balancing loss; 0 = not trained.
         liger: what Liger's kernels compute; () = all is plain torch.
     """
 
     config: PretrainedConfig
-    architecture: Architecture
+    structure: Structure
+    whole: WholeModel
     layers: dict[int, nn.Module]
-    rotary: nn.Module | None
-    embedding: nn.Embedding | None
-    positions: nn.Embedding | None
-    norm: nn.Module | None
-    head: nn.Linear | None
-    is_first: bool
-    is_last: bool
+    prologue: dict[str, nn.Module]
+    epilogue: dict[str, nn.Module]
     router_aux_loss_coef: float = 0.0
     liger: tuple[str, ...] = ()
 
-    def use_liger(self, dtype: torch.dtype, tp: int) -> None:
-        """Let Liger's kernels run modules in place, and the loss where the vocabulary is not divided over `tp`."""
-        rotary: dict[int, tuple[Tensor, Tensor]] = {}
-        if self.rotary is not None:
-            positions = torch.arange(3, device=next(self.rotary.buffers()).device)[None]
-            rotary = self.position_embeddings(torch.empty((), dtype=dtype, device=positions.device), positions)
-        self.liger = use_liger(self.layers, self.norm, rotary) + (("cross-entropy",) if tp == 1 else ())
+    @property
+    def is_first(self) -> bool:
+        return bool(self.prologue)
 
     @property
-    def final_modules(self) -> tuple[nn.Module, nn.Linear]:
-        assert self.norm is not None
-        assert self.head is not None
-        return self.norm, self.head
+    def is_last(self) -> bool:
+        return bool(self.epilogue)
+
+    @property
+    def embedding(self) -> nn.Embedding:
+        return self.prologue[self.structure.embedding]  # type: ignore[return-value]
+
+    @property
+    def head(self) -> nn.Linear:
+        return self.epilogue[self.structure.head]  # type: ignore[return-value]
+
+    @property
+    def groups(self) -> list[tuple[int, ...]]:
+        """Return the layers that are replayed in one graph, in order."""
+        return [group for group in self.structure.groups if group[0] in self.layers]
+
+    def use_liger(self, tp: int) -> None:
+        """Let Liger's kernels run modules in place, and the loss where the vocabulary is not divided over `tp`."""
+        some = next(iter(next(iter(self.layers.values())).parameters()))
+        calls = self.calls(torch.arange(3, device=some.device), None, some.new_zeros(3, some.shape[-1]))[1]
+        rotary = {index: call.kwargs.get("position_embeddings") for index, call in calls.items()}
+        last = [module for path, module in self.epilogue.items() if path != self.structure.head]
+        turned = {index: pair for index, pair in rotary.items() if isinstance(pair, tuple)}
+        self.liger = use_liger(self.layers, last, turned) + (("cross-entropy",) if tp == 1 else ())
 
     @property
     def modules(self) -> list[nn.Module]:
-        units = (self.embedding, self.positions, *self.layers.values(), self.norm, self.head)
-        return [module for module in units if module is not None]
+        return [*self.prologue.values(), *self.layers.values(), *self.epilogue.values()]
 
     def named_units(self) -> Iterator[list[tuple[str, nn.Parameter]]]:
-        """Yield (Hugging Face parameter name, parameter) pairs of every unit, in model order."""
-        names = self.architecture.names
+        """Yield (Hugging Face parameter name, parameter) pairs of every unit, in model order. An embedding that is the
+        head, too, is the first unit's alone where both are on this stage."""
         if self.is_first:
-            yield _named(names.embedding_path, self.embedding) + _named(names.positions_path, self.positions)
+            yield _named(self.prologue)
         for index, layer in self.layers.items():
-            yield _named(names.layer_path(index), layer)
+            yield _named({self.structure.layer_path(index): layer})
         if self.is_last:
-            # Embedding and head may be one parameter on this stage.
-            is_tied = self.is_first and bool(self.config.tie_word_embeddings)
-            yield _named(names.norm_path, self.norm) + ([] if is_tied else _named("lm_head", self.head))
+            is_tied = self.is_first and self.structure.is_tied
+            yield _named({path: one for path, one in self.epilogue.items() if not (is_tied and one is self.head)})
 
     def unit_parameters(self) -> Iterator[list[tuple[str, nn.Parameter]]]:
         """Yield the *trained* pairs of `named_units`."""
         for named in self.named_units():
             yield [(name, parameter) for name, parameter in named if parameter.requires_grad]
 
+    def constants(self) -> dict[str, Tensor]:
+        """Return what its units store and do not train, such as biases that choose experts, by name."""
+        return {
+            name: tensor
+            for _, path, unit in numbered_units(self)
+            for name, tensor in unit.state_dict(prefix=f"{path}.", keep_vars=True).items()
+            if not tensor.requires_grad
+        }
+
     @property
     def units(self) -> tuple[int, ...]:
-        """Return the numbers of its units in the order of `unit_parameters`: 0 = embedding, then layers, head."""
+        """Return the numbers of its units in the order of `unit_parameters`: 0 = prologue, then layers, epilogue."""
         first = (0,) if self.is_first else ()
-        last = (1 + self.config.num_hidden_layers,) if self.is_last else ()
+        last = (1 + self.structure.num_layers,) if self.is_last else ()
         return (*first, *(1 + index for index in self.layers), *last)
 
-    def position_embeddings(self, like: Tensor, positions: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
-        """Return rotary cosines and sines by layer index, for positions int64[1, T]; `like` [1, T, hidden] has the
-        compute precision and device. Empty where positions are learned."""
-        if self.rotary is None:
-            return {}
-        kinds: tuple[str, ...] | None = getattr(self.rotary, "layer_types", None)
-        if kinds is None:
-            same = self.rotary(like, positions)
-            return {index: same for index in self.layers}  # noqa: C420 (fromkeys loses the type)
-        by_kind = {kind: self.rotary(like, positions, kind) for kind in kinds}
-        return {index: by_kind[self.config.layer_types[index]] for index in self.layers}
+    def calls(self, positions: Tensor, token_ids: Tensor | None, like: Tensor) -> tuple[Tensor, dict[int, LayerCall]]:
+        """Run the model up to its layers; return hidden states [1, T, hidden] and the calls of own layers.
 
-    @property
-    def logit_cap(self) -> float | None:
-        return getattr(self.config, "final_logit_softcapping", None)
+        Args:
+            positions, token_ids: int64[T]; None = another stage has the prologue.
+            like: [n, hidden], of the compute precision and device.
+        """
+        first: list[Tensor] = []
+        calls: dict[int, LayerCall] = {}
 
-    def cap_logits(self, logits: Tensor) -> Tensor:
-        cap = self.logit_cap
-        return logits if cap is None else torch.tanh(logits / cap) * cap
+        def note(index: int, call: LayerCall) -> Tensor:
+            first.append(call.hidden)
+            if index in self.layers:
+                calls[index] = call
+            if len(calls) == len(self.layers):
+                raise LayersRan
+            return call.hidden
 
-    @property
-    def embedding_factor(self) -> Tensor | None:
-        factor: Tensor | None = getattr(self.embedding, "embed_scale", None)
-        return None if factor is None or self.embedding is None else factor.to(self.embedding.weight.dtype)
+        with using(self.whole.configs, ATTENTION_NAME):
+            self.whole.run(positions, note, token_ids=token_ids, like=like)
+        return first[0], calls
 
-    def attention_heads(self, layer: int) -> tuple[int, int, int]:
-        names = self.architecture.names
-        attention: Any = getattr(self.layers[layer], names.attention)
-        dim: int = attention.head_dim
-        if names.fused:
-            heads = getattr(attention, names.fused).nf // (3 * dim)
-            return heads, heads, dim
-        return attention.q_proj.out_features // dim, attention.k_proj.out_features // dim, dim
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return logits [n, vocabulary] of final hidden states [n, hidden]; on a last stage."""
+        last = self.structure.num_layers - 1
+        positions = torch.zeros(hidden.shape[0], dtype=torch.int64, device=hidden.device)
+        with using(self.whole.configs, ATTENTION_NAME):
+            logits = self.whole.run(
+                positions,
+                lambda index, call: hidden[None] if index == last else call.hidden,
+                token_ids=None,
+                like=hidden.detach(),
+            )
+        assert logits is not None
+        return logits
 
     def frozen_parameters(self) -> Iterator[nn.Parameter]:
         for module in self.modules:
             yield from (parameter for parameter in module.parameters() if not parameter.requires_grad)
 
 
-def _named(prefix: str, module: nn.Module | None) -> list[tuple[str, nn.Parameter]]:
-    return [] if module is None else list(module.named_parameters(prefix=prefix))
+def _named(modules: Mapping[str, nn.Module]) -> list[tuple[str, nn.Parameter]]:
+    return [pair for path, module in modules.items() for pair in module.named_parameters(prefix=path)]
 
 
 def empty_model(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -164,26 +182,21 @@ def empty_model(config: PretrainedConfig, dtype: torch.dtype = torch.float32) ->
             raise ConfigError(f"config.json: {key} is '{function}', which transformers does not know; {hint}")
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, dtype=dtype)
+            whole = AutoModelForCausalLM.from_config(config, dtype=dtype)
     except Exception as error:  # transformers has no common class
         raise ConfigError(
             f"config.json: transformers cannot make a {type(config).__name__.removesuffix('Config')} of it "
             f"({type(error).__name__}: {' '.join(str(error).split())}); compare it with the published one"
         ) from error
+    keep_precise_buffers(whole, dtype)
+    return whole
 
 
 def require_model(config: PretrainedConfig, weights: str | None) -> None:
     """Refuse a configuration that makes no model, and weights that are not exactly the model's (`weight_files`)."""
     whole = empty_model(config)
     if weights is not None:
-        _fitting_weights(config, whole, Path(weights))
-
-
-def _fitting_weights(config: PretrainedConfig, whole: nn.Module, directory: Path) -> dict[str, StoredTensor]:
-    stored = stored_weights(directory)
-    architecture = check_supported(config)
-    require_fitting(stored, whole, directory, architecture.names, architecture.experts)
-    return stored
+        fitting_weights(whole, Path(weights))
 
 
 def build_stage_model(
@@ -207,98 +220,110 @@ def build_stage_model(
         tp_rank, tp: which part of every matrix to keep (`tensor_weights`).
 
     Raises:
-        UnsupportedModelError: a layer holds a module that replay does not know, or that tp or adapters cannot take.
+        UnsupportedModelError: the model computes in a way that replay does not know, or that tp cannot take.
         ConfigError: the weights are not exactly the model's, adapters fit nowhere, or sizes do not divide by tp.
     """
-    architecture = check_supported(config)
-    require_tensor_parallel(config, tp)
-    if lora is not None:
-        require_adapters(config)
-    whole = empty_model(config, dtype)
-    stored = {} if weights is None else _fitting_weights(config, whole, Path(weights))
-    names = architecture.names
-    decoder: Any = getattr(whole, names.decoder)
-    is_first, is_last = layers[0] == 0, layers[1] == config.num_hidden_layers
-    kept = {index: getattr(decoder, names.layers)[index] for index in range(*layers)}
-    _refuse_unknown_modules(kept, architecture)
-    tied_copy = is_last and bool(config.tie_word_embeddings)
+    require_trainable(config)
+    model = empty_model(config, dtype)
+    structure = structure_of(model)
+    require_tensor_parallel(config, structure, tp)
+    require_stage(structure, layers)
+    stored = None if weights is None else fitting_weights(model, Path(weights))
+    is_first, is_last = layers[0] == 0, layers[1] == structure.num_layers
+    whole = WholeModel(model, structure.layers, structure.prologue, returns_tuple=structure.returns_tuple)
     stage = StageModel(
         config=config,
-        architecture=architecture,
-        layers=kept,
-        # Real memory, and fp32 whatever the model's precision: its frequencies are computed, not loaded.
-        rotary=None if names.positions else type(decoder.rotary_emb)(config).to(device),
-        embedding=getattr(decoder, names.embedding) if is_first or tied_copy else None,
-        positions=getattr(decoder, names.positions) if is_first and names.positions else None,
-        norm=getattr(decoder, names.norm) if is_last else None,
-        head=whole.lm_head if is_last else None,
-        is_first=is_first,
-        is_last=is_last,
+        structure=structure,
+        whole=whole,
+        layers={index: whole.layers[index] for index in range(*layers)},
+        prologue={path: whole.modules[path] for path in structure.prologue} if is_first else {},
+        epilogue={path: model.get_submodule(path) for path in structure.epilogue} if is_last else {},
         router_aux_loss_coef=router_aux_loss_coef,
     )
-    units = list(numbered_units(stage))
-    for number, name, unit in units:
-        if number == HEAD and tied_copy:
-            assert stage.embedding is not None
-            unit.weight = stage.embedding.weight
-            continue
+    fill_computed(model, device)
+    for number, name, unit in numbered_units(stage):
+        if structure.is_tied and name == structure.head:
+            # Filled as the embedding, of which another stage has the same values.
+            number, name, unit = EMBEDDING, structure.embedding, whole.modules[structure.embedding]
+            if is_first:
+                stage.head.weight = stage.embedding.weight
+                continue
         # Units are filled one by one, so that only one is whole under tp. Random weights are made on the CPU, so that
         # every device starts from the same ones.
-        unit.to_empty(device="cpu" if weights is None else device)
-        if weights is None:
-            initialise_weights(whole, number, unit, seed)
+        unit.to_empty(device="cpu" if stored is None else device)
+        if stored is None:
+            initialise_weights(model, number, unit, seed)
             unit.to(device)
         else:
-            load_weights(name, unit, Path(weights), stored, architecture.experts)
-        fill_constants(unit)
+            stored.load(unit.state_dict(prefix=f"{name}."))
+        fill_constants(model, unit)
+        if structure.is_tied and is_last and name == structure.embedding and not is_first:
+            stage.head.weight = unit.weight  # type: ignore[assignment]
         if tp > 1 and lora is None:
-            split_weights([(name, unit)], architecture, tp_rank, tp)
+            split_weights([(name, unit)], structure, tp_rank, tp)
     if lora is not None:
-        add_adapters(whole, kept, lora, seed)
+        add_adapters(stage.modules, structure, stage.layers, lora, seed)
         if tp > 1:
             # Adapters take their sizes and random values from whole linears.
-            split_weights([(name, unit) for _, name, unit in units], architecture, tp_rank, tp)
+            split_weights([(name, unit) for _, name, unit in numbered_units(stage)], structure, tp_rank, tp)
     return stage
 
 
+def require_layout(config: PretrainedConfig, layout: ParallelLayout) -> None:
+    """Refuse layouts that a model cannot be cut for, as `build_stage_model` does."""
+    structure = structure_of(empty_model(config))
+    require_tensor_parallel(config, structure, layout.tp)
+    for layers in layout.stage_layers:
+        require_stage(structure, layers)
+
+
+def require_stage(structure: Structure, layers: tuple[int, int]) -> None:
+    """Refuse stages that part what belongs together, with an `UnsupportedModelError`."""
+    if structure.reads_tokens and layers != (0, structure.num_layers):
+        raise UnsupportedModelError(
+            "every layer of this model reads embeddings of its own, so all layers must be on one stage; set "
+            "parallel.pp = 1 and use parallel.dp, cp or tp"
+        )
+    for group in structure.groups:
+        if len({layers[0] <= index < layers[1] for index in group}) > 1:
+            raise UnsupportedModelError(
+                f"layers {group[0]} to {group[-1]} of this model share keys and values, so they must be on one stage; "
+                "set parallel.stage_layers so, or a smaller parallel.pp"
+            )
+
+
+def fill_computed(model: PreTrainedModel, device: torch.device) -> None:
+    """Fill buffers of modules without weights, such as frequencies of rotary embeddings, in place."""
+    for module in model.modules():
+        if module._buffers and not module._parameters:
+            module.to_empty(device=device, recurse=False)
+            with torch.no_grad():
+                model._init_weights(module)
+
+
 def numbered_units(stage: StageModel) -> Iterator[tuple[int, str, nn.Module]]:
-    """Yield the modules that are filled one by one: the number of a seed, a name in the whole model, the module."""
-    names = stage.architecture.names
+    """Yield the modules that are filled one by one: the number of a seed, a path in the whole model, the module."""
+    structure = stage.structure
     for index, layer in stage.layers.items():
-        yield LAYERS + index, names.layer_path(index), layer
-    for number, name, unit in (
-        (EMBEDDING, names.embedding_path, stage.embedding),
-        (POSITIONS, names.positions_path, stage.positions),
-        (NORM, names.norm_path, stage.norm),
-        (HEAD, "lm_head", stage.head),
-    ):
-        if unit is not None:
-            yield number, name, unit
+        yield LAYERS + index, structure.layer_path(index), layer
+    others = [path for path in structure.prologue if path != structure.embedding]
+    last = [path for path in structure.epilogue if path != structure.head]
+    numbers = {structure.embedding: EMBEDDING, structure.head: HEAD}
+    numbers |= {path: POSITIONS - 2 * at for at, path in enumerate(others)}
+    numbers |= {path: NORM if at == 0 else POSITIONS - 2 * at - 1 for at, path in enumerate(last)}
+    for path, module in (stage.prologue | stage.epilogue).items():
+        yield numbers[path], path, module
 
 
-def build_rank_models(
-    config: PretrainedConfig, layout: ParallelLayout, pp_rank: int, build: Callable[..., StageModel]
-) -> dict[int, StageModel]:
+def build_rank_models(layout: ParallelLayout, pp_rank: int, build: Callable[..., StageModel]) -> dict[int, StageModel]:
     """Make the models of a pipeline rank's virtual stages, ascending, by `build(layers=, tp=)`. Tied embeddings on one
     rank are one parameter."""
     models = {
-        stage: build(config, layers=layers, tp=layout.tp)
+        stage: build(layers=layers, tp=layout.tp)
         for stage, layers in enumerate(layout.stage_layers)
         if pp_rank in layout.ranks_of_stage(stage)
     }
-    if config.tie_word_embeddings and len(models) > 1 and {0, layout.num_stages - 1} <= models.keys():
-        first, last = models[0], models[layout.num_stages - 1]
-        assert first.embedding is not None
-        assert last.head is not None
-        last.head.weight, last.embedding = first.embedding.weight, None
+    first, last = models.get(0), models.get(layout.num_stages - 1)
+    if first is not None and last is not None and first.structure.is_tied:
+        last.head.weight = first.embedding.weight
     return models
-
-
-def _refuse_unknown_modules(layers: dict[int, nn.Module], architecture: Architecture) -> None:
-    for index, layer in layers.items():
-        for name, module in layer.named_modules():
-            if type(module).__name__ not in architecture.layer_classes:
-                raise UnsupportedModelError(
-                    f"{architecture.names.layer_path(index)}.{name or '(layer)'} is a {type(module).__name__}, which "
-                    f"replay does not know; known: {', '.join(sorted(architecture.layer_classes))}"
-                )

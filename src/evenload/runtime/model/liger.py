@@ -17,7 +17,7 @@ the process that computes: the import asks CUDA for its devices, after which no 
 import copy
 import inspect
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -30,15 +30,15 @@ _WIDEST = 1 << 16  # columns: a kernel holds a whole row
 _ROTARY = "apply_rotary_pos_emb"  # the function in the modules of transformers' attentions
 
 
-def use_liger(layers: Mapping[int, nn.Module], norm: nn.Module | None, rotary: Mapping[int, Any]) -> tuple[str, ...]:
+def use_liger(layers: Mapping[int, nn.Module], last: Sequence[nn.Module], rotary: Mapping[int, Any]) -> tuple[str, ...]:
     """Let Liger's kernels run those modules that they can, in place; return what these compute.
 
     Args:
-        layers: decoder layers by index, as transformers made them; norm: the one before the head.
+        layers: decoder layers by index, as transformers made them; last: modules before the head.
         rotary: of every layer cosines and sines of a few positions, [1, n, R] each; empty = the model has none.
     """
     found: dict[str, None] = {}
-    for index, part in [*layers.items(), *([] if norm is None else [(-1, norm)])]:
+    for index, part in [*layers.items(), *((-1, one) for one in last)]:
         for module in part.modules():
             for name, forward in (
                 ("RMSNorm", _norm_forward(module)),

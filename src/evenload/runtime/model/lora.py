@@ -6,7 +6,7 @@ thin products again in backward, under autograd; W itself has no gradient, weigh
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from evenload.config.sections import LoraConfig, target_linears
 from evenload.errors import ConfigError, UnsupportedModelError
 from evenload.runtime.model.export_files import save_tensors
+from evenload.runtime.model.structure import Structure
 from evenload.runtime.model.weight_files import LAYERS, read_header, require_plain, unit_seed
 
 ADAPTER_PARTS = ("lora_A", "lora_B")
@@ -32,34 +33,38 @@ _HARMLESS = {
 _PEFT_PREFIX = "base_model.model."
 
 
-def add_adapters(whole: nn.Module, layers: Mapping[int, nn.Module], lora: LoraConfig, seed: int) -> None:
-    """Put adapters into the linears of a model's layers and freeze everything else, in place.
+def add_adapters(
+    units: Iterable[nn.Module], structure: Structure, layers: Mapping[int, nn.Module], lora: LoraConfig, seed: int
+) -> None:
+    """Put adapters into the linears of layers and freeze everything else, in place.
 
     Args:
-        whole: the model that the layers belong to; its other layers may be without memory.
+        units: all modules of a stage, the layers among them.
         layers: filled layers by index, whose adapters get values: A from a seed of the layer, B zeros.
 
     Raises:
         ConfigError: `peft` is missing, a target module that no layer has, or an adapter file that does not fit.
     """
-    inject_adapters(whole, next(iter(layers.values())), lora)
+    for unit in units:
+        unit.requires_grad_(False)
     for index, layer in layers.items():
-        prefix = f"model.layers.{index}"
+        inject_adapters(layer, lora)
+        prefix = structure.layer_path(index)
         adapters = {f"{prefix}.{name}": p for name, p in layer.named_parameters() if is_adapter(name)}
         if lora.path is None:
             _initialise(adapters, unit_seed(LAYERS + index, seed))
         else:
-            _load(adapters, Path(lora.path), lora, len(whole.model.layers))  # type: ignore[bad-argument-type]
+            _load(adapters, Path(lora.path), lora, structure)
 
 
-def inject_adapters(whole: nn.Module, some_layer: nn.Module, lora: LoraConfig) -> None:
+def inject_adapters(layer: nn.Module, lora: LoraConfig) -> None:
+    """Put adapters without values into the linears of a layer."""
     try:
         from peft import inject_adapter_in_model
     except ImportError as error:
         raise ConfigError("model.lora needs the package peft: pip install 'evenload[hf]'") from error
-    known = {name.rsplit(".", 1)[-1]: m for name, m in some_layer.named_modules() if type(m) is nn.Linear}
-    # What `linear_sizes` says of every model that replay knows; a layer with other linears must not go unnoticed.
-    inject_adapter_in_model(_peft_config(lora, target_linears(known, lora)), whole, adapter_name=_ADAPTER)
+    known = {name.rsplit(".", 1)[-1]: m for name, m in layer.named_modules() if type(m) is nn.Linear}
+    inject_adapter_in_model(_peft_config(lora, target_linears(known, lora)), layer, adapter_name=_ADAPTER)
 
 
 def is_adapter(module_name: str) -> bool:
@@ -91,7 +96,7 @@ def _initialise(parameters: dict[str, nn.Parameter], seed: int) -> None:
                 nn.init.zeros_(parameter)
 
 
-def _load(parameters: dict[str, nn.Parameter], directory: Path, lora: LoraConfig, num_layers: int) -> None:
+def _load(parameters: dict[str, nn.Parameter], directory: Path, lora: LoraConfig, structure: Structure) -> None:
     if not (directory / _CONFIG_FILE).is_file() or not (directory / _WEIGHTS_FILE).is_file():
         raise ConfigError(f"model.lora.path '{directory}': no {_CONFIG_FILE} and {_WEIGHTS_FILE} there")
     stored = read_header(directory / _WEIGHTS_FILE)
@@ -110,9 +115,10 @@ def _load(parameters: dict[str, nn.Parameter], directory: Path, lora: LoraConfig
             f"{lora.rank} and model.lora.alpha {lora.alpha}; they must be the same"
         )
     wanted = {peft_name(name): parameter for name, parameter in parameters.items()}
-    here = {name.split(".")[2] for name in parameters}
+    path = re.compile(rf"{re.escape(structure.layers)}\.(\d+)\.")
+    here, num_layers = {path.match(name)[1] for name in parameters}, structure.num_layers  # type: ignore[index]
     for name, tensor in sorted(stored.items()):
-        layer = re.search(r"\.layers\.(\d+)\.", name)
+        layer = path.search(name)
         if name not in wanted and (layer is None or layer.group(1) in here or int(layer.group(1)) >= num_layers):
             raise ConfigError(f"{directory}: '{name}' is not among model.lora.target_modules of {num_layers} layers")
         require_plain(tensor, name, directory)

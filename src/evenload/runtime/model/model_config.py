@@ -10,7 +10,7 @@ from evenload.config.sections import with_adapters
 from evenload.config.train_config import BYTES_PER_ELEMENT, TrainConfig
 from evenload.data.hub import is_hub_name, local_path, model_from
 from evenload.errors import ConfigError
-from evenload.runtime.model.supported import check_supported, require_adapters, require_positions
+from evenload.runtime.model.supported import own_key, require_positions, require_trainable
 from evenload.types.architectures import ARCHITECTURES
 from evenload.types.model import MODEL_TYPES, MODELS, ModelSpec, model_from_hf_config
 
@@ -47,7 +47,7 @@ def _of_built_in(name: str) -> PretrainedConfig:
         sizes |= {"moe_intermediate_size": model.ffn_hidden_size, "num_experts_per_tok": model.experts_per_token}
     renamed = {architecture.keys.get(key, key): value for key, value in sizes.items()}
     config = AutoConfig.for_model(MODEL_TYPES[name], **renamed)
-    check_supported(config)
+    require_trainable(config)
     return config
 
 
@@ -57,7 +57,7 @@ def with_few_layers(config: PretrainedConfig, kinds: tuple[int, ...], stages: in
     others = [layer for layer in range(len(kinds)) if layer not in first_of_kind]
     chosen = sorted((first_of_kind + others)[: max(len(first_of_kind), min(most, len(kinds) // stages))])
     tree = config.to_dict()
-    tree[check_supported(config).layers_key] = len(chosen) * stages
+    tree[own_key(config, "num_hidden_layers")] = len(chosen) * stages
     if tree.get("layer_types"):
         tree["layer_types"] = [tree["layer_types"][layer] for layer in chosen] * stages
     if tree.get("max_window_layers") is not None:
@@ -86,7 +86,7 @@ def load_config(path: str) -> PretrainedConfig:
     except Exception as error:  # transformers has no common class
         why = " ".join(str(error).split())
         raise ConfigError(f"model.path '{path}': transformers cannot read {file.name} ({why})") from error
-    check_supported(config)
+    require_trainable(config)
     return config
 
 
@@ -94,8 +94,6 @@ def model_spec(config: TrainConfig) -> ModelSpec:
     """Return the configured model for the cost model; errors as `load_config` and `require_...` of `supported`."""
     hf = load_config(config.model.path)
     require_positions(hf, config.data.max_document_tokens)
-    if config.model.lora is not None:
-        require_adapters(hf)
     path = Path(config.model.path)
     name = path.parent.name if path.name == "config.json" else path.stem if path.suffix == ".json" else path.name
     name = config.model.path if is_hub_name(config.model.path) else name

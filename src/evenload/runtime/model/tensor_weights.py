@@ -9,7 +9,7 @@ Weights are filled whole, unit by unit, and cut at once, so every tp starts from
 does not divide gives the last ranks fewer token ids.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -19,8 +19,7 @@ from transformers import PretrainedConfig
 from evenload.errors import ConfigError, UnsupportedModelError
 from evenload.runtime.comm.tensor_group import TensorGroup
 from evenload.runtime.model.lora import is_adapter
-from evenload.runtime.model.supported import check_supported
-from evenload.types.architectures import Architecture
+from evenload.runtime.model.structure import Structure
 
 
 @dataclass(frozen=True)
@@ -39,12 +38,12 @@ def tensor_split(parameter: Tensor) -> TensorSplit | None:
     return getattr(parameter, "tp_split", None)
 
 
-def require_tensor_parallel(config: PretrainedConfig, tp: int) -> None:
-    """Raise `ConfigError` for heads or feed-forward columns that do not divide by `tp`, `UnsupportedModelError` for an
-    architecture whose blocks mix what lies on different ranks."""
+def require_tensor_parallel(config: PretrainedConfig, structure: Structure, tp: int) -> None:
+    """Raise `ConfigError` for heads or feed-forward columns that do not divide by `tp`, `UnsupportedModelError` for a
+    model whose blocks mix what lies on different ranks."""
     if tp == 1:
         return
-    if why := check_supported(config).uncut:
+    if why := structure.cut.refusal:
         raise UnsupportedModelError(f"parallel.tp is {tp} and the model {why}; use parallel.dp, pp or cp")
     sizes = {
         "num_attention_heads": config.num_attention_heads,
@@ -65,14 +64,14 @@ def require_tensor_parallel(config: PretrainedConfig, tp: int) -> None:
 
 
 def split_weights(
-    modules: Iterable[tuple[str, nn.Module]], architecture: Architecture, rank: int, tp: int, *, filled: bool = True
+    modules: Iterable[tuple[str, nn.Module]], structure: Structure, rank: int, tp: int, *, filled: bool = True
 ) -> None:
     """Cut named modules and all modules inside them, in place, to a tensor-parallel rank's parts. Without `filled`
     weights have no values, and their memory stays untouched."""
     for prefix, unit in modules:
         for name, module in unit.named_modules(prefix=prefix):
             for parameter_name, parameter in module.named_parameters(recurse=False):
-                dim = _split_dim(name, parameter_name, architecture)
+                dim = _split_dim(name, parameter_name, structure)
                 if dim is not None and tensor_split(parameter) is None:
                     _cut(parameter, dim, rank, tp, filled=filled)
             if isinstance(module, nn.Linear):
@@ -84,22 +83,21 @@ def linear_kind(name: str) -> str:
     return name.removesuffix(".base_layer").rsplit(".", 1)[-1]
 
 
-def adapter_of(name: str, part: str, linears: tuple[str, ...]) -> bool:
+def adapter_of(name: str, part: str, linears: Collection[str]) -> bool:
     """Say whether a module is this matrix ("lora_A", "lora_B") of an adapter of one of these linears."""
     parts = name.split(".")
     return len(parts) > 2 and parts[-2] == part and parts[-3] in linears
 
 
-def _split_dim(name: str, parameter_name: str, architecture: Architecture) -> int | None:
+def _split_dim(name: str, parameter_name: str, structure: Structure) -> int | None:
     """Return the dimension of a module's parameter that is cut; None = every rank holds it whole."""
-    columns, rows = architecture.column_linears, architecture.row_linears
+    columns, rows = structure.cut.columns, structure.cut.rows
     if is_adapter(name):
         # The first matrix of an adapter whose linear is cut by input makes partial sums, too.
         return 1 if adapter_of(name, "lora_A", rows) else 0 if adapter_of(name, "lora_B", columns) else None
-    kind = linear_kind(name)
-    if kind in (*columns, "embed_tokens", "lm_head"):
+    if linear_kind(name) in columns or name in (structure.embedding, structure.head):
         return 0
-    return 1 if kind in rows and parameter_name == "weight" else None
+    return 1 if linear_kind(name) in rows and parameter_name == "weight" else None
 
 
 def _cut(parameter: nn.Parameter, dim: int, rank: int, tp: int, *, filled: bool) -> None:

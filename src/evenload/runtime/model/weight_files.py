@@ -8,17 +8,19 @@ refused. A tensor that the model computes or ties itself is read and compared.
 import json
 import re
 import struct
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from evenload.errors import ConfigError, UnsupportedModelError
-from evenload.types.architectures import ExpertNames, ModuleNames
+from evenload.runtime.model.weight_conversion import Conversion, find_conversions, is_ignored
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -28,18 +30,21 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 _COMPUTED = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|attn\.(bias|masked_bias))")
 """Rotary frequencies and GPT-2's causal masks, which the model computes and old versions of transformers stored."""
 _HEAD = "lm_head.weight"
+_DEQUANTISED_BY = {
+    "fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config", "compressed-tensors": "CompressedTensorsConfig",
+}  # fmt: skip
+"""transformers' settings that can dequantise weights while it loads them, by method."""
 LEFT_OUT = "evenload_left_out"
 """Key of an index's metadata: names of tensors that its files hold and that are not the model's."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Locates a stored tensor; `name` in its file, "" = as it is looked up; dtype as safetensors names it."""
+    """Locates a stored tensor; dtype as safetensors names it."""
 
     file: str
     dtype: str
     shape: tuple[int, ...]
-    name: str = ""
 
 
 def stored_weights(directory: Path) -> dict[str, StoredTensor]:
@@ -109,77 +114,170 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     return stored
 
 
-def require_fitting(
-    stored: dict[str, StoredTensor], whole: Any, directory: Path, names: ModuleNames, experts: ExpertNames | None
-) -> None:
-    """Refuse weights that are not exactly those of the whole model: `UnsupportedModelError` for quantised ones, else
-    `ConfigError`. Where only the head of tied embeddings is stored, it is entered in `stored` as the embedding."""
-    embedding, tied = f"{names.embedding_path}.weight", bool(whole.config.tie_word_embeddings)
-    source = next(stored_parts(stored, embedding, torch.empty(0), None))[0]
-    if tied and _HEAD in stored and source not in stored:
-        stored[source] = replace(stored.pop(_HEAD), name=_HEAD)
-    places = {name: parameter for name, parameter in whole.named_parameters() if not (tied and name == _HEAD)}
-    known = {_HEAD} if tied else set()
-    for name, parameter in places.items():
-        for part, view in stored_parts(stored, name, parameter.detach(), experts):
-            if part not in stored:
-                raise ConfigError(
-                    f"{directory}: no tensor '{part}'{' (tie_word_embeddings = false)' if name == _HEAD else ''}; is "
-                    "this the directory of the configured model, and whole?"
-                )
-            require_plain(stored[part], part, directory)
-            if stored[part].shape != tuple(view.shape):
-                raise ConfigError(
-                    f"{directory / stored[part].file}: '{part}' has shape {stored[part].shape}, the model needs "
-                    f"{tuple(view.shape)}"
-                )
-            known.add(part)
-    extra = [name for name in stored if name not in known and not _COMPUTED.fullmatch(name)]
-    if extra:
-        require_plain(stored[extra[0]], extra[0], directory)
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Says by which conversion a tensor of a model comes from files, and how that names it."""
+
+    conversion: Conversion
+    name: str
+
+
+@dataclass(frozen=True, eq=False)
+class Weights:
+    """Holds where all tensors of a model lie in a directory (`fitting_weights`).
+
+    Args:
+        whole: the model, on the meta device.
+        places: by name in the model; tied tensors have one place.
+        ignored: stored tensors that transformers' class of the model does without, such as layers that predict further
+            tokens: they are neither trained nor exported.
+    """
+
+    directory: Path
+    whole: PreTrainedModel
+    stored: Mapping[str, StoredTensor]
+    places: Mapping[str, Place]
+    ignored: tuple[str, ...] = ()
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Fill the tensors of a unit, parameters and buffers, by their names in the model; read no others."""
+        wanted: dict[Conversion, dict[str, Tensor]] = {}
+        for name, tensor in tensors.items():
+            wanted.setdefault(self.places[name].conversion, {})[self.places[name].name] = tensor
+        with torch.no_grad(), self._reading() as read:
+            for conversion, results in wanted.items():
+                # Cast before they are joined, as transformers does: it takes less memory.
+                dtype = next(iter(results.values())).dtype
+                made = conversion.convert(self.whole, lambda name, dtype=dtype: read(name).to(dtype))  # type: ignore[misc]
+                for name, tensor in results.items():
+                    tensor.copy_(made[name])
+
+    def read(self, place: Place | str) -> Tensor:
+        """Return a tensor of the model, or a stored one by its name, in the precision in which it is stored."""
+        with self._reading() as read:
+            if isinstance(place, str):
+                return read(place)
+            return place.conversion.convert(self.whole, read)[place.name]
+
+    @contextmanager
+    def _reading(self) -> Iterator[Callable[[str], Tensor]]:
+        with ExitStack() as stack:
+            files = cache(lambda file: stack.enter_context(safe_open(self.directory / file, framework="pt")))
+            yield lambda name: files(self.stored[name].file).get_tensor(name)
+
+
+def fitting_weights(whole: PreTrainedModel, directory: Path) -> Weights:
+    """Find all tensors of a model, which is on the meta device, by the headers of a directory. `UnsupportedModelError`
+    for quantised weights, `ConfigError` for any that are not exactly the model's."""
+    stored, state = stored_weights(directory), whole.state_dict()
+    try:
+        conversions, others = find_conversions(whole, stored)
+    except ValueError as error:
+        raise ConfigError(f"{directory}: {error}; remove one") from error
+    computed = [name for name in others if _COMPUTED.fullmatch(name)]
+    ignored = [name for name in others if name not in computed and is_ignored(whole, name)]
+    # Whole numbers that the model itself keeps are no quantised weights.
+    numbers = [one.stored_names[0] for one in conversions if not state[one.name].is_floating_point()]
+    unscaled = {*(name for name in computed if name.endswith("bias")), *ignored, *numbers}
+    for name, tensor in stored.items():
+        if name not in unscaled:
+            require_plain(tensor, name, directory)
+    made = {
+        name: Place(conversion, name)
+        for conversion in conversions
+        for name in _require_shapes(conversion, stored, whole, state, directory)
+    }
+    places, ties = dict(made), whole.all_tied_weights_keys
+    for head, words in ties.items():
+        if one := made.get(words) or made.get(head):
+            places[words] = places[head] = one
+    if missing := [name for name in state if name not in places]:
+        untied = " (tie_word_embeddings = false)" if missing[0] == _HEAD else ""
+        raise ConfigError(
+            f"{directory}: no tensor '{missing[0]}'{untied}; is this the directory of the configured model, and whole?"
+        )
+    if extra := [name for name in others if name not in computed and name not in ignored]:
         raise ConfigError(
             f"{directory / stored[extra[0]].file}: the model of config.json has no place for {len(extra)} tensors, "
             f"such as '{extra[0]}' of shape {stored[extra[0]].shape}. Correct config.json (biases, quantisation, tied "
             "embeddings), or remove these tensors"
         )
-    for name in stored:
-        if (tied and name == _HEAD) or name not in known:
-            _require_computed(stored, name, directory, whole, source)
+    weights = Weights(directory, whole, stored, places, tuple(ignored))
+    for head, words in ties.items():
+        if head in made and words in made:
+            _require_tied(weights, made[head], made[words])
+    for name in computed:
+        _require_computed(weights, name)
+    return weights
 
 
-def _require_computed(
-    stored: Mapping[str, StoredTensor], name: str, directory: Path, whole: Any, embedding: str
-) -> None:
-    """Refuse a tensor that is not, to the precision it is stored in, what the model has in its place."""
+def _require_shapes(
+    conversion: Conversion,
+    stored: Mapping[str, StoredTensor],
+    whole: PreTrainedModel,
+    state: Mapping[str, Tensor],
+    directory: Path,
+) -> list[str]:
+    """Return the names of what a conversion makes; refuse stored tensors of which it makes other shapes."""
+    if absent := conversion.absent_name():
+        raise ConfigError(f"{directory}: no tensor '{absent}', but others of its kind; is this the whole directory?")
+    names = conversion.stored_names
+    of = f"'{names[0]}' has shape {stored[names[0]].shape}"
+    if len(names) > 1:
+        of = f"{of}, and with {len(names) - 1} others, up to '{names[-1]}', makes '{conversion.name}'"
+    where = directory / stored[names[0]].file
+    try:
+        made = conversion.convert(whole, lambda name: torch.empty(stored[name].shape, device="meta"))
+    except Exception as error:  # its operations have no common class
+        why = " ".join(str(error).split())
+        raise ConfigError(f"{where}: {of}, which transformers cannot join ({why}); compare with config.json") from error
+    for name, tensor in made.items():
+        needed = tuple(state[name].shape) if name in state else "no such tensor"
+        if tuple(tensor.shape) != needed:
+            result = f", of shape {tuple(tensor.shape)}" if len(names) > 1 else ""
+            raise ConfigError(f"{where}: {of}{result}, the model needs {needed}")
+    return list(made)
 
-    def read(name: str) -> Tensor:
-        with safe_open(directory / stored[name].file, framework="pt") as tensors:
-            return tensors.get_tensor(name)
 
-    result, computed = read(name), None
-    why, fix = "what the model of config.json computes", "Correct config.json (rope_theta, rope scaling), or remove it"
-    if not name.endswith("bias"):
-        require_plain(stored[name], name, directory)
-    if name == _HEAD:
-        computed, why = read(embedding), f"'{embedding}', which config.json ties to it (tie_word_embeddings = true)"
-        fix = "Set tie_word_embeddings to false to train both, as transformers would, or remove it to train one"
-    elif name.endswith("masked_bias"):
+def _require_tied(weights: Weights, head: Place, words: Place) -> None:
+    """Refuse a head that is not, to the precision it is stored in, the embedding to which the model ties it."""
+    result, expected = weights.read(head), weights.read(words)
+    if result.shape != expected.shape or not torch.equal(result, expected.to(result.dtype)):
+        raise _other_values(
+            weights, head.name, result, expected,
+            f"'{words.name}', which config.json ties to it (tie_word_embeddings = true)",
+            "Set tie_word_embeddings to false to train both, as transformers would, or remove it to train one",
+        )  # fmt: skip
+
+
+def _require_computed(weights: Weights, name: str) -> None:
+    """Refuse a tensor that is not, to the precision it is stored in, what the model computes in its place."""
+    result, computed = weights.read(name), None
+    if name.endswith("masked_bias"):
         computed = result.clamp(max=-1e4)  # of any such number the softmax is 0
     elif name.endswith("bias"):
         computed = torch.ones(result.shape).tril() if result.dim() > 1 else None
-    elif (rotary := getattr(whole.base_model, "rotary_emb", None)) is not None:
-        computed = getattr(type(rotary)(whole.config), "inv_freq", None)
-    off = "of another shape"
+    elif (rotary := getattr(weights.whole.base_model, "rotary_emb", None)) is not None:
+        computed = getattr(type(rotary)(weights.whole.config), "inv_freq", None)
     if computed is not None and computed.shape == result.shape:
-        ours, info = (
-            computed.to(result.dtype),
-            torch.finfo(result.dtype if result.is_floating_point() else torch.float32),
-        )
+        info = torch.finfo(result.dtype if result.is_floating_point() else torch.float32)
         slack = 8 * info.eps, info.tiny * info.eps
-        if torch.equal(result, ours) or (name != _HEAD and torch.allclose(result.double(), ours.double(), *slack)):
+        if torch.allclose(result.double(), computed.to(result.dtype).double(), *slack):
             return
-        off = f"off by up to {(result.float() - ours.float()).abs().max():.3g}"
-    raise ConfigError(f"{directory / stored[name].file}: '{name}' is not {why}; it is {off}. {fix}")
+    raise _other_values(
+        weights, name, result, computed, "what the model of config.json computes",
+        "Correct config.json (rope_theta, rope scaling), or remove it",
+    )  # fmt: skip
+
+
+def _other_values(
+    weights: Weights, name: str, result: Tensor, other: Tensor | None, what: str, fix: str
+) -> ConfigError:
+    off = "of another shape"
+    if other is not None and other.shape == result.shape:
+        off = f"off by up to {(result.float() - other.to(result.dtype).float()).abs().max():.3g}"
+    file = weights.directory / weights.stored[name].file
+    return ConfigError(f"{file}: '{name}' is not {what}; it is {off}. {fix}")
 
 
 def require_plain(tensor: StoredTensor, name: str, directory: Path) -> None:
@@ -187,48 +285,28 @@ def require_plain(tensor: StoredTensor, name: str, directory: Path) -> None:
     if tensor.dtype not in _FLOATS:
         raise UnsupportedModelError(
             f"{directory / tensor.file}: '{name}' is stored as {tensor.dtype}, so the weights are quantised; only "
-            f"{', '.join(_FLOATS)} are read. Dequantise them once (transformers: from_pretrained, dequantize(), "
-            "save_pretrained) and give that directory"
+            f"{', '.join(_FLOATS)} are read. Fetch the config.json that belongs to them: its "
+            "quantization_config says how to dequantise them"
         )
 
 
-def stored_parts(
-    stored: Mapping[str, Any], name: str, tensor: Tensor, experts: ExpertNames | None
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name in this directory, view) of the parts of a parameter; fused as in transformers' modules, or one by
-    one. Directories that were saved without the head (the published GPT-2) leave the decoder's name out."""
-    without_decoder = name.partition(".")[2]
-    if name in stored:
-        yield name, tensor
-    elif without_decoder in stored:
-        yield without_decoder, tensor
-    else:
-        yield from stored_tensors(name, tensor, experts)
-
-
-def stored_tensors(name: str, tensor: Tensor, experts: ExpertNames | None) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name in files, view) of the parts of a parameter; itself for all but a block with experts."""
-    if experts is None or ".mlp." not in name:
-        yield name, tensor
-        return
-    stem, part = name.replace(".mlp.", f".{experts.block}.").rsplit(".", 1)
-    if not stem.endswith(".experts"):
-        yield f"{stem}.{part}", tensor
-        return
-    for index, weight in enumerate(tensor.unbind(0)):
-        if part == "down_proj":
-            yield f"{stem}.{index}.{experts.down}.weight", weight
-        else:
-            gate, up = weight.chunk(2, dim=0)
-            yield f"{stem}.{index}.{experts.gate}.weight", gate
-            yield f"{stem}.{index}.{experts.up}.weight", up
+def dequantise_once(directory: str, method: str) -> str:
+    """Return what to do about quantised weights, by the `quant_method` of config.json: a command, if there is one."""
+    if (settings := _DEQUANTISED_BY.get(method)) is None:
+        return f"Give weights that are not quantised: transformers has no way to save those of {method} dequantised"
+    return (
+        f"Dequantise them once and give '{directory}-bf16', with the tokeniser's files: python -c "
+        f"\"from transformers import AutoModelForCausalLM as M, {settings} as C; M.from_pretrained('{directory}', "
+        f"dtype='bfloat16', quantization_config=C(dequantize=True)).save_pretrained('{directory}-bf16', "
+        'save_original_format=False)"'
+    )
 
 
 POSITIONS, EMBEDDING, NORM, HEAD, LAYERS = range(-1, 4)
 """Numbers of the modules that have a seed of their own; layers count on from the last."""
 
 
-def initialise_weights(whole: Any, number: int, unit: nn.Module, seed: int) -> None:
+def initialise_weights(whole: PreTrainedModel, number: int, unit: nn.Module, seed: int) -> None:
     """Fill a unit of a transformers model by the model's own rules, from a seed of its own."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(unit_seed(number, seed))
@@ -240,22 +318,16 @@ def unit_seed(number: int, seed: int) -> int:
     return seed * 1_000_003 + number
 
 
-def load_weights(
-    prefix: str, unit: nn.Module, directory: Path, stored: Mapping[str, StoredTensor], experts: ExpertNames | None
-) -> None:
-    """Copy the tensors of a Hugging Face directory into a unit, after `require_fitting`."""
-    by_file: dict[str, list[tuple[str, Tensor]]] = {}
-    for name, parameter in unit.named_parameters(prefix=prefix):
-        for part, view in stored_parts(stored, name, parameter.detach(), experts):
-            by_file.setdefault(stored[part].file, []).append((part, view))
-    with torch.no_grad():
-        for file, wanted in by_file.items():
-            with safe_open(directory / file, framework="pt") as tensors:
-                for name, view in wanted:
-                    view.copy_(tensors.get_tensor(stored[name].name or name))
-
-
-def fill_constants(unit: nn.Module) -> None:
-    """Fill buffers that no file holds and that a model built without memory has lost: Gemma's factor of embeddings."""
-    if isinstance(getattr(unit, "embed_scale", None), Tensor):
-        unit.embed_scale.fill_(unit.scalar_embed_scale)  # type: ignore[operator]
+def fill_constants(whole: PreTrainedModel, unit: nn.Module) -> None:
+    """Fill buffers of a unit that no file holds and that a model built without memory has lost, such as Gemma's factor
+    of embeddings, as the model itself does at first; leave what is filled."""
+    kept = set(unit.state_dict(keep_vars=True).values())
+    try:
+        for tensor in kept:
+            tensor._is_hf_initialized = True  # transformers leaves these as they are
+        for module in unit.modules():
+            if module._non_persistent_buffers_set:
+                whole._init_weights(module)
+    finally:
+        for tensor in kept:
+            del tensor._is_hf_initialized

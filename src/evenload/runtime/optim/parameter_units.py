@@ -12,12 +12,11 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig
 
 from evenload.attention.range_attention import work_dtype
 from evenload.runtime.model.hf_model import StageModel
+from evenload.runtime.model.structure import Structure
 from evenload.runtime.model.tensor_weights import tensor_split
-from evenload.types.architectures import Architecture
 
 
 @dataclass(eq=False)
@@ -107,7 +106,7 @@ def buffer_groups(stages: Sequence[StageModel]) -> Iterator[BufferGroup]:
     is_within = any(stage.is_first for stage in stages) and any(stage.is_last for stage in stages)
     seen: set[int] = set()
     for part in stages:
-        tied = tied_names(part.config, part.architecture)
+        tied = tied_names(part.structure)
         for unit, named in zip(part.units, part.unit_parameters(), strict=True):
             named = [(name, p) for name, p in named if id(p) not in seen]
             seen |= {id(p) for _, p in named}
@@ -115,9 +114,9 @@ def buffer_groups(stages: Sequence[StageModel]) -> Iterator[BufferGroup]:
                 yield replace(group, tied=group.names[0] in tied and not is_within)
 
 
-def tied_names(config: PretrainedConfig, architecture: Architecture) -> tuple[str, ...]:
+def tied_names(structure: Structure) -> tuple[str, ...]:
     """Return the names of a tied embedding on a first and on a last stage; none where it is not tied."""
-    return (f"{architecture.names.embedding_path}.weight", "lm_head.weight") if config.tie_word_embeddings else ()
+    return (f"{structure.embedding}.weight", f"{structure.head}.weight") if structure.is_tied else ()
 
 
 def unit_groups(named: Sequence[tuple[str, nn.Parameter]], tied: Sequence[str], unit: int) -> Iterator[BufferGroup]:

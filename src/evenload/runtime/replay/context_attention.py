@@ -23,13 +23,15 @@ import functools
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from evenload.attention.backends import backend_of_call
 from evenload.attention.range_attention import (
     Gradients,
     KeyParts,
@@ -43,22 +45,70 @@ from evenload.attention.range_sizes import RangeSizes
 from evenload.errors import ConfigError
 from evenload.runtime.comm.rank_groups import ContextGroup, Transfer
 from evenload.runtime.device import to_device
-from evenload.runtime.replay.store import ActivationStore, KeyRows, num_rows
+from evenload.runtime.model.structure import AttentionSizes
+from evenload.runtime.replay.store import ActivationStore, CallKey, KeyRows, KeysAndValues, call_key, layer_of, num_rows
 from evenload.stepplan.cp_rows import PackRows
-from evenload.types.document import Range
+from evenload.types.document import Direction, Range
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionCall:
-    """Describes one layer's attention in one pass."""
+    """Computes one layer's attention in one pass. Queries and keys are Dk wide, values and output Dv; backends get all
+    as wide as the wider (zeros change no score and no sum), and nothing else keeps or sends the zeros."""
 
     backend: RangeAttention
     store: ActivationStore
-    layer: int
+    key: CallKey
     scoring: Scoring
 
     def first_key(self, start: int) -> int:
-        return first_visible_key(start, self.scoring.window)
+        """Return the first key that the row at position `start` sees."""
+        chunk = self.scoring.chunk
+        return start // chunk * chunk if chunk else first_visible_key(start, self.scoring.window)
+
+    def sizes(self, ranges: Iterable[Range]) -> RangeSizes:
+        """Return those of ranges, cut at the edges of chunks: a range's pieces see all that it sees, one by one."""
+        pieces = []
+        for _, start, stop in ranges:
+            chunk = self.scoring.chunk or stop
+            edges = itertools.pairwise((start, *range(start // chunk * chunk + chunk, stop, chunk), stop))
+            pieces += [(end - first, end - self.first_key(first)) for first, end in edges]
+        return RangeSizes([rows for rows, _ in pieces], [keys for _, keys in pieces])
+
+    def forward(self, q: Tensor, seen: KeyParts, sizes: RangeSizes) -> tuple[Tensor, Tensor]:
+        """Return output [n, H, Dv] and log-sum-exp [n, H] of q [n, H, Dk]."""
+        width, backend = seen[0][1].shape[-1], backend_of_call(self.backend, self.scoring)
+        if width == q.shape[-1]:
+            return backend.forward(q, seen, sizes, self.scoring)
+        (q,), seen = _as_wide((q,), seen)
+        out, lse = backend.forward(q, seen, sizes, self.scoring)
+        return out[..., :width].contiguous(), lse
+
+    def backward(
+        self, grad: Tensor, q: Tensor, seen: KeyParts, out: Tensor, lse: Tensor, sizes: RangeSizes
+    ) -> Gradients:
+        """Return the gradients of q, keys and values; grad, q and out as `forward` takes and returns them."""
+        key_width, width, backend = q.shape[-1], out.shape[-1], backend_of_call(self.backend, self.scoring)
+        if width == key_width:
+            return backend.backward(grad, q, seen, out, lse, sizes, self.scoring)
+        (grad, q, out), seen = _as_wide((grad, q, out), seen)
+        dq, dk, dv = backend.backward(grad, q, seen, out, lse, sizes, self.scoring)
+        return dq[..., :key_width], dk[..., :key_width], dv[..., :width]
+
+
+def _as_wide(rows: Sequence[Tensor], seen: KeyParts) -> tuple[list[Tensor], KeyParts]:
+    width = max(one.shape[-1] for one in seen[0])
+
+    def wide(one: Tensor) -> Tensor:
+        return pad(one, (0, width - one.shape[-1])) if one.shape[-1] < width else one
+
+    return [wide(one) for one in rows], [(wide(keys), wide(values)) for keys, values in seen]
+
+
+def _divided(rows: Tensor, widths: tuple[int, int]) -> KeysAndValues:
+    """Return keys and values (or gradients), which travel side by side: [n, G, Dk + Dv]."""
+    keys, values = rows.split(widths, dim=-1)
+    return keys, values
 
 
 class PackAttention(ABC):
@@ -92,8 +142,34 @@ class PackAttention(ABC):
     def backward(self, call: AttentionCall, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         """Return own rows' gradients of q, k and v; those of k and v summed over all rows that see them. Collective."""
 
+    def join(
+        self,
+        direction: Direction,
+        backend: RangeAttention,
+        store: ActivationStore,
+        layer: int,
+        calls: Sequence[AttentionSizes],
+        like: Tensor,
+    ) -> None:
+        """Take part in the transfers of a layer's calls where this rank has no rows. Collective."""
+        for n, shape in reversed([*enumerate(calls)]) if direction == "backward" else enumerate(calls):
+            call = AttentionCall(backend, store, call_key(layer, n), Scoring(1.0))
+            q, out = (like.new_empty(0, shape.heads, width) for width in (shape.head_dim, shape.value_dim))
+            k, v = (like.new_empty(0, shape.kv_heads, width) for width in (shape.head_dim, shape.value_dim))
+            if direction == "forward":
+                self.forward(call, q, k, v)
+            else:
+                self.backward(call, out, q, out, q.new_empty(q.shape[:2], dtype=work_dtype(q)))
+
+    def _no_gradients(self, call: AttentionCall, like: Tensor) -> KeysAndValues:
+        """Return gradients [0, G, Dk] and [0, G, Dv] of the keys and values of no rows, of the dtype of `like`."""
+        keys, values = call.store.keys_and_values(self.documents[0], call.key, 0, 0)
+        return like.new_empty(keys.shape), like.new_empty(values.shape)
+
     def _what(self, call: AttentionCall, *, gradients: bool = False) -> str:
-        return f"the {'gradients of ' if gradients else ''}keys and values of {self._label} (layer {call.layer})"
+        return (
+            f"the {'gradients of ' if gradients else ''}keys and values of {self._label} (layer {layer_of(call.key)})"
+        )
 
 
 class _Seen(NamedTuple):
@@ -104,8 +180,8 @@ class _Seen(NamedTuple):
     lying: list[KeyRows]
     runs: list[tuple[slice, slice, Range | None]]
 
-    def parts(self, layer: int) -> KeyParts:
-        return [rows.of(layer) for rows in self.lying]
+    def parts(self, key: CallKey) -> KeyParts:
+        return [rows.of(key) for rows in self.lying]
 
     def add_keys(self, keys: KeyRows) -> None:
         """Add those of the next range, to the last where they follow it in one tensor."""
@@ -129,19 +205,19 @@ class LocalAttention:
     def __init__(self, ranges: tuple[tuple[slice, Range], ...] = ()) -> None:
         self.ranges = ranges
         self.rows = slice(ranges[0][0].start, ranges[-1][0].stop) if ranges else slice(0, 0)
-        self._seen: dict[tuple[ActivationStore, int], _Seen] = {}  # by the store of a stage, and window
+        self._seen: dict[tuple[ActivationStore, int, int], _Seen] = {}  # by the store of a stage, window and chunk
         self._halves: dict[int, tuple[LocalAttention, LocalAttention]] = {}  # by number of first ranges
 
     def forward(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
         for rows, (doc_id, start, _) in self.ranges:
-            call.store.record_keys(doc_id, call.layer, start, k[rows], v[rows])
+            call.store.record_keys(doc_id, call.key, start, k[rows], v[rows])
         if self.ranges:
             out[self.rows], lse[self.rows] = self.attend(call, q[self.rows])
 
     def attend(self, call: AttentionCall, q: Tensor) -> tuple[Tensor, Tensor]:
         """Return output [n, H, D] and log-sum-exp [n, H] of own rows' q [n, H, D]; keys are recorded."""
         seen = self._seen_by(call)
-        return call.backend.forward(q, seen.parts(call.layer), seen.sizes, call.scoring)
+        return call.forward(q, seen.parts(call.key), seen.sizes)
 
     def backward(
         self, call: AttentionCall, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, gradients: Gradients
@@ -156,24 +232,25 @@ class LocalAttention:
     def gradients(self, call: AttentionCall, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         """Return the gradients of own rows' q [n, H, D], k and v [n, G, D], those of documents summed."""
         seen = self._seen_by(call)
-        dq, dk, dv = call.backend.backward(grad, q, seen.parts(call.layer), out, lse, seen.sizes, call.scoring)
+        dq, dk, dv = call.backward(grad, q, seen.parts(call.key), out, lse, seen.sizes)
         if all(of is None for _, _, of in seen.runs):
             return dq, dk, dv  # keys are own rows, and no other pack adds to their gradients
-        own_k, own_v = (lse.new_empty(q.shape[0], *dk.shape[1:]) for _ in range(2))
+        own_k, own_v = (lse.new_empty(q.shape[0], *one.shape[1:]) for one in (dk, dv))
         for rows, keys, of in seen.runs:
             final = dk[keys], dv[keys]
             if of is not None:
                 doc_id, start, stop = of
-                final = call.store.add_key_grads(doc_id, call.layer, call.first_key(start), *final, start, stop)
+                final = call.store.add_key_grads(doc_id, call.key, call.first_key(start), *final, start, stop)
             own_k[rows], own_v[rows] = final
         return dq, own_k, own_v
 
     def _seen_by(self, call: AttentionCall) -> _Seen:
-        store, by = call.store, (call.store, call.scoring.window)
+        store, by = call.store, (call.store, call.scoring.window, call.scoring.chunk)
         if by not in self._seen:
-            seen = _Seen(_sizes(call, self.ranges), [], [])
+            seen = _Seen(call.sizes(r for _, r in self.ranges), [], [])
             at = 0
-            for (rows, r), num_keys in zip(self.ranges, seen.sizes.keys, strict=True):
+            for rows, r in self.ranges:
+                num_keys = r.stop - call.first_key(r.start)
                 seen.add_keys(store.document_keys(r.doc_id).part(r.stop - num_keys, r.stop))
                 own = slice(rows.start - self.rows.start, rows.stop - self.rows.start)
                 seen.add_run(own, slice(at, at + num_keys), None if store.is_whole(r) else r)
@@ -188,11 +265,6 @@ class LocalAttention:
         if count not in self._halves:
             self._halves[count] = LocalAttention(self.ranges[:count]), LocalAttention(self.ranges[count:])
         return self._halves[count]
-
-
-def _sizes(call: AttentionCall, ranges: Iterable[tuple[slice, Range]]) -> RangeSizes:
-    pairs = [(stop - start, stop - call.first_key(start)) for _, (_, start, stop) in ranges]
-    return RangeSizes([rows for rows, _ in pairs], [keys for _, keys in pairs])
 
 
 @dataclass(frozen=True, eq=False)
@@ -220,76 +292,75 @@ class GatherAttention(PackAttention):
 
     def forward(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         gather = self._gather(self._all, k[self._shared_rows], v[self._shared_rows], call)
-        out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=work_dtype(q))
+        out = q.new_empty(*q.shape[:2], v.shape[-1])
+        lse = q.new_empty(q.shape[:2], dtype=work_dtype(q))
         self._local.forward(call, q, k, v, out, lse)
         self._keep_own(call, k, v)
-        gathered = gather.wait()
+        gathered = _divided(gather.wait(), (k.shape[-1], v.shape[-1]))
         seen: list[tuple[Tensor, Tensor]] = []
         for index, places in self._all.places.items():
             keys, values = self._placed(call, index, places, gathered)
             visible = (slice(call.first_key(start), stop) for _, (_, start, stop) in self._ranges[index])
             seen += [(keys[one], values[one]) for one in visible]
         if seen:
-            mine, sizes = self._shared_rows, _sizes(call, itertools.chain(*self._ranges))
-            out[mine], lse[mine] = call.backend.forward(q[mine], seen, sizes, call.scoring)
+            mine, sizes = self._shared_rows, call.sizes(r for _, r in itertools.chain(*self._ranges))
+            out[mine], lse[mine] = call.forward(q[mine], seen, sizes)
         return out, lse
 
     def backward(self, call: AttentionCall, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor) -> Gradients:
-        no_keys, _ = call.store.keys_and_values(self.documents[0], call.layer, 0, 0)
         gather = self._gather_again(call)
-        like = lse.new_empty(no_keys.shape)
-        dq, dk, dv = torch.empty_like(q), *(like.new_empty((q.shape[0], *like.shape[1:])) for _ in range(2))
+        like = self._no_gradients(call, lse)
+        widths = like[0].shape[-1], like[1].shape[-1]
+        dq, dk, dv = torch.empty_like(q), *(one.new_empty((q.shape[0], *one.shape[1:])) for one in like)
         # Local documents overlap with the all-gather and the reduce-scatter, by the bytes of each.
         gathered_bytes = 0 if gather is None else gather.sent.nbytes
-        scattered_bytes = like.element_size() * 2 * self._all.padded * like.shape[1:].numel()
+        scattered_bytes = lse.element_size() * self._all.padded * sum(one.shape[1:].numel() for one in like)
         first_local, then_local = self._local.split(gathered_bytes / (gathered_bytes + scattered_bytes))
         first_local.backward(call, grad, q, out, lse, (dq, dk, dv))
-        gathered = None if gather is None else gather.wait()
+        gathered = None if gather is None else _divided(gather.wait(), widths)
         sums = self._backward_shared(call, gathered, (grad, q, out, lse), dq, like)
         scatter = self.group.reduce_scatter(sums, self._what(call, gradients=True))
         then_local.backward(call, grad, q, out, lse, (dq, dk, dv))
         mine = self._shared_rows
-        own = scatter.wait()[mine]
-        dk[mine], dv[mine] = own[:, 0], own[:, 1]
+        dk[mine], dv[mine] = _divided(scatter.wait()[mine], widths)
         return dq, dk.to(q.dtype), dv.to(q.dtype)
 
     def _backward_shared(
         self,
         call: AttentionCall,
-        gathered: Tensor | None,
+        gathered: KeysAndValues | None,
         given: tuple[Tensor, Tensor, Tensor, Tensor],
         dq: Tensor,
-        like: Tensor,
+        like: KeysAndValues,
     ) -> Tensor:
         """Fill the shared rows of `dq` [T, H, D] from `given` gradient, q, output and log-sum-exp, and K and V gathered
-        again; return the gradients of K and V to scatter, [n, 2, G, D], in the precision of `like` [_, G, D]."""
-        store, layer, (grad, q, out, lse) = call.store, call.layer, given
-        shape = like.shape[1:]
-        sums = like.new_zeros((self.group.size * self._all.padded, 2, *shape))
+        again; return the gradients of K and V to scatter, [n, G, Dk + Dv], in the precision of `like`."""
+        store, key, (grad, q, out, lse) = call.store, call.key, given
+        no_sums = torch.cat(like, dim=-1)
+        sums = no_sums.new_zeros((self.group.size * self._all.padded, *no_sums.shape[1:]))
         for index, place in self._all.places.items():
             piece = self._slices[index]
             doc_id = piece.document.doc_id
             if piece.document.is_cut:
-                keys, values = store.keys_and_values(doc_id, layer, 0, piece.stop)
+                keys, values = store.keys_and_values(doc_id, key, 0, piece.stop)
             else:
                 assert gathered is not None
-                keys, values = (gathered[:, side][self._again.places[index]] for side in (0, 1))
+                keys, values = (rows[self._again.places[index]] for rows in gathered)
             first = call.first_key(piece.start)
-            total_k, total_v = (like.new_zeros((piece.stop - first, *shape)) for _ in range(2))
+            total_k, total_v = (one.new_zeros((piece.stop - first, *one.shape[1:])) for one in like)
             if self._ranges[index]:
                 mine = self._rows[index]
                 visible = [slice(call.first_key(start), stop) for _, (_, start, stop) in self._ranges[index]]
-                sizes = _sizes(call, self._ranges[index])
+                sizes = call.sizes(r for _, r in self._ranges[index])
                 seen = [(keys[one], values[one]) for one in visible]
-                dq[mine], *parts = call.backend.backward(
-                    grad[mine], q[mine], seen, out[mine], lse[mine], sizes, call.scoring
-                )
+                dq[mine], *parts = call.backward(grad[mine], q[mine], seen, out[mine], lse[mine], sizes)
+                num_keys = [one.stop - one.start for one in visible]
                 for total, part in zip((total_k, total_v), parts, strict=True):
-                    for one, of_range in zip(visible, part.split(sizes.keys), strict=True):
+                    for one, of_range in zip(visible, part.split(num_keys), strict=True):
                         total[one.start - first : one.stop - first] += of_range
             if piece.document.is_cut:
-                total_k, total_v = store.add_key_grads(doc_id, layer, first, total_k, total_v, piece.start, piece.stop)
-            sums[place, 0], sums[place, 1] = total_k, total_v
+                total_k, total_v = store.add_key_grads(doc_id, key, first, total_k, total_v, piece.start, piece.stop)
+            sums[place] = torch.cat([total_k, total_v], dim=-1)
         return sums
 
     def _exchange(self, slices: Iterable[int], device: torch.device) -> _Exchange:
@@ -307,13 +378,13 @@ class GatherAttention(PackAttention):
         return _Exchange(padded, places)
 
     def _gather(self, exchange: _Exchange, k: Tensor, v: Tensor, call: AttentionCall) -> Transfer:
-        return self.group.all_gather(exchange.pad(torch.stack([k, v], dim=1)), self._what(call))
+        return self.group.all_gather(exchange.pad(torch.cat([k, v], dim=-1)), self._what(call))
 
     def _gather_again(self, call: AttentionCall) -> Transfer | None:
         if not self._again.places:
             return None
         own = [
-            call.store.keys_and_values(piece.document.doc_id, call.layer, 0, num_rows(piece.ranges[self.group.rank]))
+            call.store.keys_and_values(piece.document.doc_id, call.key, 0, num_rows(piece.ranges[self.group.rank]))
             for piece in (self._slices[index] for index in self._again.places)
         ]
         keys, values = (torch.cat(pieces) for pieces in zip(*own, strict=True))
@@ -324,15 +395,15 @@ class GatherAttention(PackAttention):
         for index in self._again.places:
             mine, piece = self._rows[index], self._slices[index]
             first = piece.document.rows_before(self.group.rank, piece.start)
-            call.store.record_keys(piece.document.doc_id, call.layer, first, k[mine], v[mine])
+            call.store.record_keys(piece.document.doc_id, call.key, first, k[mine], v[mine])
 
-    def _placed(self, call: AttentionCall, index: int, places: Tensor, gathered: Tensor) -> tuple[Tensor, Tensor]:
+    def _placed(self, call: AttentionCall, index: int, places: Tensor, gathered: KeysAndValues) -> KeysAndValues:
         piece = self._slices[index]
-        keys, values = (gathered[:, side][places] for side in (0, 1))
+        keys, values = (rows[places] for rows in gathered)
         if not piece.document.is_cut:
             return keys, values
-        call.store.record_keys(piece.document.doc_id, call.layer, piece.start, keys, values)
-        return call.store.keys_and_values(piece.document.doc_id, call.layer, 0, piece.stop)
+        call.store.record_keys(piece.document.doc_id, call.key, piece.start, keys, values)
+        return call.store.keys_and_values(piece.document.doc_id, call.key, 0, piece.stop)
 
 
 def rows_of(ranges: Sequence[Range], first_row: int = 0) -> Iterator[tuple[slice, Range]]:
@@ -374,32 +445,34 @@ class RingAttention(PackAttention):
                         self._visits[rank].append(_Visit(own, slice(at, at + before), sizes))
 
     def forward(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        require_no_window(call.scoring.window)
+        require_no_window(call.scoring.window or call.scoring.chunk)
         for piece, mine, new in zip(self._slices, self._rows, self._new, strict=True):
-            call.store.record_keys(piece.document.doc_id, call.layer, new, k[mine], v[mine])
-        out, lse = torch.zeros_like(q, dtype=work_dtype(q)), q.new_full(q.shape[:2], float("-inf"), dtype=work_dtype(q))
+            call.store.record_keys(piece.document.doc_id, call.key, new, k[mine], v[mine])
+        lse = q.new_full(q.shape[:2], float("-inf"), dtype=work_dtype(q))
+        out = lse.new_zeros(*q.shape[:2], v.shape[-1])
         local = functools.partial(self._local.forward, call, q, k, v, out, lse)
         for rank, held in self._rounds(call, local, self._own_rows(call)):
             for rows, keys, sizes in self._visits[rank]:
-                seen = [(held[keys, 0], held[keys, 1])]
-                part = call.backend.forward(q[rows], seen, sizes, self._scoring(call, rank))
-                merge_into(out[rows], lse[rows], *part)
+                seen = _divided(held[keys], (k.shape[-1], v.shape[-1]))
+                merge_into(out[rows], lse[rows], *self._round(call, rank).forward(q[rows], [seen], sizes))
         return out.to(q.dtype), lse
 
     def backward(self, call: AttentionCall, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         own = self._own_rows(call)
         dq = torch.zeros_like(q, dtype=lse.dtype)
-        dk, dv = (lse.new_empty((q.shape[0], *own.shape[2:])) for _ in range(2))
+        like = self._no_gradients(call, lse)
+        dk, dv = (one.new_empty((q.shape[0], *one.shape[1:])) for one in like)
+        widths = like[0].shape[-1], like[1].shape[-1]
         transfer = None
         local = functools.partial(self._local.backward, call, grad, q, out, lse, (dq, dk, dv))
         for rank, held in self._rounds(call, local, own):
             sums = lse.new_zeros(own.shape)
             for rows, keys, sizes in self._visits[rank]:
-                given = grad[rows], q[rows], [(held[keys, 0], held[keys, 1])], out[rows], lse[rows]
-                part_q, part_k, part_v = call.backend.backward(*given, sizes, self._scoring(call, rank))
+                given = grad[rows], q[rows], [_divided(held[keys], widths)], out[rows], lse[rows]
+                part_q, *parts = self._round(call, rank).backward(*given, sizes)
                 dq[rows] += part_q
-                sums[keys, 0] += part_k
-                sums[keys, 1] += part_v
+                for total, part in zip(_divided(sums[keys], widths), parts, strict=True):
+                    total += part
             if transfer is not None:
                 sums += transfer.wait()
             transfer = self.group.pass_on(sums, self._what(call, gradients=True))
@@ -407,9 +480,9 @@ class RingAttention(PackAttention):
         home = transfer.wait()
         at = 0
         for piece, mine, new, carried in zip(self._slices, self._rows, self._new, self._carried, strict=True):
-            doc_id, (keys, values) = piece.document.doc_id, home[at : at + carried].unbind(1)
+            doc_id, (keys, values) = piece.document.doc_id, _divided(home[at : at + carried], widths)
             at += carried
-            dk[mine], dv[mine] = call.store.add_key_grads(doc_id, call.layer, 0, keys, values, new, carried)
+            dk[mine], dv[mine] = call.store.add_key_grads(doc_id, call.key, 0, keys, values, new, carried)
         return tuple(total.to(q.dtype) for total in (dq, dk, dv))  # type: ignore[return-value]
 
     def _rounds(self, call: AttentionCall, local: Callable[[], None], held: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -422,14 +495,14 @@ class RingAttention(PackAttention):
             if transfer is not None:
                 held = transfer.wait()
 
-    def _scoring(self, call: AttentionCall, rank: int) -> Scoring:
-        """Return causal scoring for own rows; another rank's visible rows are a prefix, so without a mask."""
-        return Scoring(call.scoring.scale, is_causal=rank == self.group.rank)
+    def _round(self, call: AttentionCall, rank: int) -> AttentionCall:
+        """Return the call for keys of a rank: other than the own, those that rows see are a prefix, without a mask."""
+        return replace(call, scoring=call.scoring._replace(is_causal=rank == self.group.rank))
 
     def _own_rows(self, call: AttentionCall) -> Tensor:
-        """Return K and V of this rank's rows up to the end of every slice; [padded, 2, G, D]."""
+        """Return K and V of this rank's rows up to the end of every slice; [padded, G, Dk + Dv]."""
         parts = [
-            torch.stack(call.store.keys_and_values(piece.document.doc_id, call.layer, 0, carried), dim=1)
+            torch.cat(call.store.keys_and_values(piece.document.doc_id, call.key, 0, carried), dim=-1)
             for piece, carried in zip(self._slices, self._carried, strict=True)
         ]
         missing = self._padded - sum(self._carried)

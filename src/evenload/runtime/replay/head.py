@@ -10,11 +10,13 @@ numbers a row from the group: the largest logit, the sum of exponentials and the
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from evenload.attention.range_attention import work_dtype
 from evenload.cost.memory import HEAD_ROWS
@@ -25,44 +27,61 @@ from evenload.runtime.model.liger import cross_entropy
 from evenload.runtime.model.tensor_weights import tensor_split
 from evenload.runtime.replay.replayable import linear_with_known_output
 from evenload.runtime.replay.tensor_parallel import gather_rows
-from evenload.runtime.replay.weight_products import is_frozen
+from evenload.runtime.replay.weight_products import is_frozen, known_output
 from evenload.types.document import Range
 
 
-def embed(model: StageModel, token_ids: Tensor, positions: Tensor, rows: RowExchange | None) -> Tensor:
-    """Return embeddings [n, hidden] of own rows from token ids and positions int64[T] of a pack. Collective with
-    `rows`, the exchange of a divided vocabulary's group."""
-    embedding = model.embedding
-    assert embedding is not None
-    if rows is None:
-        hidden = embedding(token_ids)
-        return hidden if model.positions is None else hidden + model.positions(positions)
-    assert model.positions is None, "tensor parallelism of learned positions was refused"
-    local, is_local = _local_ids(token_ids, _first_id(embedding.weight), embedding.weight.shape[0])
-    own = rows.sum_scatter(nn.functional.embedding(local, embedding.weight) * is_local[:, None])
-    return own if model.embedding_factor is None else own * model.embedding_factor
+class Around(TorchFunctionMode):
+    """Computes look-ups in the tables of a prologue, and the head's product, while the model's own code runs around its
+    layers: their gradients go into `main_grad`, and both may be divided over a group.
 
+    Args:
+        rows: exchange of own rows with the ranks that hold other token ids; None = this rank holds all.
+    """
 
-def add_embedding_gradient(
-    model: StageModel, token_ids: Tensor, positions: Tensor, grad: Tensor, rows: RowExchange | None
-) -> None:
-    """Add the gradient [n, hidden] of own rows to `main_grad`, with `rows` of the ranks that have their token ids."""
-    embedding = model.embedding
-    assert embedding is not None
-    if is_frozen(embedding.weight):
-        return
-    if model.positions is not None:
-        table: Tensor = model.positions.weight.main_grad  # type: ignore[attr-defined]
-        table.index_add_(0, positions, grad.to(table.dtype))
-    if model.embedding_factor is not None:
-        grad = grad * model.embedding_factor
-    padding = -1 if embedding.padding_idx is None else embedding.padding_idx
-    if rows is not None:
-        grad = rows.gather(grad)
-    local, is_local = _local_ids(token_ids, _first_id(embedding.weight), embedding.weight.shape[0])
-    is_left_out = ~is_local | (token_ids == padding)
-    total: Tensor = embedding.weight.main_grad  # type: ignore[attr-defined]
-    total.index_add_(0, local, grad.to(total.dtype).masked_fill(is_left_out[:, None], 0))
+    def __init__(self, model: StageModel, rows: RowExchange | None) -> None:
+        super().__init__()
+        self._rows = rows
+        self._tables = {id(one.weight) for one in model.prologue.values() if isinstance(one, nn.Embedding)}
+        self._head = id(model.head.weight) if model.is_last else 0
+        self.product: Tensor | None = None
+        """The head's, the last one."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is nn.functional.embedding and id(args[1]) in self._tables:
+            return self._look_up(args[0], args[1], kwargs.get("padding_idx"))
+        if func is nn.functional.linear and id(args[1]) == self._head:
+            return self._multiply(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _look_up(self, ids: Tensor, table: Tensor, padding: int | None) -> Tensor:
+        """int64[1, T] -> [1, n, hidden] of own rows."""
+        rows, first = self._rows, _first_id(table)
+        local, is_local = _local_ids(ids[0], first, table.shape[0])
+        with torch.no_grad():
+            output = nn.functional.embedding(local, table)
+            output = output if rows is None else rows.sum_scatter(output * is_local[:, None])
+        if is_frozen(table) or not torch.is_grad_enabled():
+            return output[None]
+
+        def backward(grad: Tensor) -> Tensor:
+            own = grad[0] if rows is None else rows.gather(grad[0])
+            is_left_out = ~is_local | (ids[0] == (-1 if padding is None else padding))
+            total: Tensor = table.main_grad  # type: ignore[attr-defined]
+            total.index_add_(0, local, own.to(total.dtype).masked_fill(is_left_out[:, None], 0))
+            return torch.zeros_like(anchor)
+
+        # Autograd needs something to go back to.
+        anchor = output.new_zeros(()).requires_grad_()
+        return known_output(output[None], backward, anchor)
+
+    def _multiply(self, normed: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """[1, n, hidden] of own rows -> [1, T, token ids of this rank]."""
+        rows = normed[0] if self._rows is None else gather_rows(normed[0], self._rows)
+        with torch.no_grad():
+            self.product = nn.functional.linear(rows, weight, bias)
+        return linear_with_known_output(rows, weight, bias, self.product)[None]
 
 
 def head_blocks(
@@ -101,25 +120,22 @@ def head_gradient(
         targets: int64[T] of the pack, -100 = no loss.
         num_label_tokens: of the whole global batch, the loss's denominator.
     """
-    norm, head = model.final_modules
     grads, total = [hidden.new_zeros(0, hidden.shape[1])], hidden.new_zeros((), dtype=torch.float64)
     # A batch without any label has a zero loss and zero gradients, not 0/0.
     num_labels = max(1, num_label_tokens)
     for own, exchange, block in head_blocks(targets, ranges, group):
         rows = hidden[own].detach().requires_grad_()
-        with torch.enable_grad():
-            normed = norm(rows) if exchange is None else gather_rows(norm(rows), exchange)
-            with torch.no_grad():
-                logits = nn.functional.linear(normed, head.weight, head.bias)
-            logits = linear_with_known_output(normed, head.weight, head.bias, logits)
-            if not _in_kernel(model):
-                logits = model.cap_logits(logits)
+        with torch.enable_grad(), Around(model, exchange) as around:
+            logits = model.logits(rows)
         if _in_kernel(model):
+            # The kernel makes the gradient in the logits, which a cap or a factor behind the product still needs.
             grad = logits.detach()
-            losses = cross_entropy(grad, targets[block], float(num_labels), model.logit_cap, trains=True)
+            assert around.product is not None
+            grad = grad if grad.data_ptr() == around.product.data_ptr() else grad.clone()
+            losses = cross_entropy(grad, targets[block], float(num_labels), None, trains=True)
             loss = losses.sum(dtype=torch.float64)
         else:
-            first_id = _first_id(head.weight)
+            first_id = _first_id(model.head.weight)
             loss, grad = cross_entropy_and_gradient(logits, targets[block], 1 / num_labels, first_id, group)
         logits.backward(grad)
         assert rows.grad is not None
@@ -167,15 +183,14 @@ def row_losses(
 ) -> Tensor:
     """Return the loss of every row of a pack, [T] in fp32 (fp64), 0 without a target, on all ranks of `group`. `hidden`
     [n, hidden] are own rows' final states. Collective with a group."""
-    norm, head = model.final_modules
     losses = hidden.new_zeros(len(targets), dtype=work_dtype(hidden))
     for own, exchange, block in head_blocks(targets, ranges, group):
-        normed = norm(hidden[own]) if exchange is None else exchange.gather(norm(hidden[own]))
-        logits = nn.functional.linear(normed, head.weight, head.bias)
+        with Around(model, exchange):
+            logits = model.logits(hidden[own])
         if _in_kernel(model):
-            losses[block] = cross_entropy(logits, targets[block], 1.0, model.logit_cap, trains=False)
+            losses[block] = cross_entropy(logits.clone(), targets[block], 1.0, None, trains=False)
             continue
-        of_block = _losses(model.cap_logits(logits), targets[block], _first_id(head.weight), group)[0]
+        of_block = _losses(logits, targets[block], _first_id(model.head.weight), group)[0]
         losses[block] = torch.where(targets[block] >= 0, of_block, 0)
     return losses
 

@@ -22,12 +22,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
-from evenload.attention.range_attention import Gradients, Scoring, work_dtype
+from evenload.attention.range_attention import work_dtype
+from evenload.runtime.model.around import ATTENTION_NAME
 from evenload.runtime.model.lora import is_adapter
-from evenload.runtime.replay.context_attention import AttentionCall
+from evenload.runtime.model.mask_rules import mask_rule
+from evenload.runtime.model.structure import LayerSites
+from evenload.runtime.replay.attention_call import attention
 from evenload.runtime.replay.state import ReplayState, count_values
 from evenload.runtime.replay.weight_products import (
     WeightProducts,
@@ -36,9 +41,6 @@ from evenload.runtime.replay.weight_products import (
     add_weight_gradient,
     known_output,
 )
-from evenload.types.architectures import Architecture
-
-ATTENTION_NAME = "evenload_range"  # of the attention function among those of transformers
 
 
 class _RecordedLinear:
@@ -50,27 +52,33 @@ class _RecordedLinear:
     weight: nn.Parameter
     bias: Any
     output_unused: bool
+    is_changed = False
+    """Whether the layer changes the output."""
     has_own_rows = False
     is_transposed = False
     """Whether `weight` is [in, out], not [out, in]."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """[1, T, in] -> [1, T, out]."""
+        """[1, T, in] -> [1, T, out], or [T, in] -> [T, out]."""
         state = self.replay
         if state.direction == "forward":
-            output = self.product(input[0])
+            output = self.product(input.flatten(0, -2))
             if not self.output_unused:
                 state.store.record_product(self.site, output, is_own_rows=self.has_own_rows)
-            return output[None]
+            return self._shaped(input, output.clone() if self.is_changed else output)
         if self.output_unused:
             # Nothing in the layer's backward reads this value, only its shape.
             output = input.new_zeros(()).expand(self.num_rows(input), self.weight.shape[1 if self.is_transposed else 0])
         else:
-            output = self.read_or_recompute(input[0].detach())
-        return self.known(input, output[None])
+            output = self.read_or_recompute(input.detach().flatten(0, -2))
+        known = self.known(input, self._shaped(input, output))
+        return known.clone() if self.is_changed else known
+
+    def _shaped(self, input: Tensor, output: Tensor) -> Tensor:
+        return output.view(*input.shape[:-2], *output.shape)
 
     def num_rows(self, input: Tensor) -> int:
-        return input.shape[1]
+        return input.shape[-2]
 
     def product(self, rows: Tensor) -> Tensor:
         """[T, in] -> [T, out]."""
@@ -119,110 +127,159 @@ def linear_with_known_output(
     return known_output(output, backward, input)
 
 
-class ReplayRouter(nn.Module):
-    """Runs transformers' router under replay; mixed in by changing the class of the model's own module."""
+class ReplayChoices(nn.Module):
+    """Runs a module that chooses the largest of some numbers a token (a router) under replay; mixed in by changing the
+    class of the model's own module."""
 
     replay: ReplayState
     site: tuple[int, str]
-    weight: nn.Parameter
 
-    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[T, hidden] -> logits [T, E], weights [T, k] and indices [T, k] of the chosen experts."""
-        state = self.replay
-        with _Logits(self):
-            logits, weights, chosen = super().forward(hidden_states)
-        if state.direction == "forward" and state.balance is not None:
-            state.balance.count(self.site[0], state.ranges, chosen)
-        return logits, weights, chosen
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with _Choices(self):
+            return super().forward(*args, **kwargs)
 
 
-class _Logits(TorchFunctionMode):
-    """Replaces the product with a router's weight by ours while transformers' router runs."""
+class _Choices(TorchFunctionMode):
+    """Records products with the module's own weights and what it chooses, and reads both back."""
 
-    def __init__(self, router: ReplayRouter) -> None:
+    def __init__(self, module: ReplayChoices) -> None:
         super().__init__()
-        self._router = router
+        self._state, self._site = module.replay, module.site
+        self._names = {id(weight): name for name, weight in module._parameters.items()}
+        self._count = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        router, state = self._router, self._router.replay
-        if func is not nn.functional.linear or args[1] is not router.weight:
-            return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func is nn.functional.linear and id(args[1]) in self._names:
+            return self._product(*args, **kwargs)
+        if getattr(func, "__name__", "") == "topk" and kwargs.get("dim", args[2] if len(args) > 2 else -1) in (
+            -1,
+            args[0].ndim - 1,
+        ):
+            return self._chosen(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _product(self, input: Tensor, weight: nn.Parameter, bias: Tensor | None = None) -> Tensor:
+        state, rows = self._state, input.reshape(-1, input.shape[-1])
+        site = (self._site[0], f"{self._site[1]}.{self._names[id(weight)]}")
         if state.direction == "forward":
-            logits = nn.functional.linear(args[0], router.weight)
-            state.store.record(router.site, logits)
-            return logits
-        recorded = state.store.read(router.site, state.ranges)
-        logits = linear_with_known_output(args[0], router.weight, None, recorded, state.products)
-        return logits if state.balance is None else state.balance.add_to(router.site[0], state.ranges, logits)
+            product = nn.functional.linear(rows, weight, bias)
+            state.store.record(site, product)
+        else:
+            recorded = state.store.read(site, state.ranges)
+            product = linear_with_known_output(rows, weight, bias, recorded, state.products)
+            if state.balance is not None:
+                product = state.balance.add_to(self._site[0], state.ranges, product)
+        return product.view(*input.shape[:-1], -1)
 
-
-class ReplayExperts(nn.Module):
-    """Runs transformers' experts under replay; mixed in by changing the class of the model's own module."""
-
-    replay: ReplayState
-    site: tuple[int, str]
-    gate_up_proj: nn.Parameter
-    down_proj: nn.Parameter
-
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """[T, hidden], indices [T, k], weights [T, k] -> [T, hidden]."""
-        state, order = self.replay, _Order(top_k_index, self.gate_up_proj.shape[0])
+    def _chosen(self, func: Any, args: Any, kwargs: Any) -> Any:
+        state, values = self._state, args[0]
+        site, self._count = (self._site[0], f"{self._site[1]}.chosen{self._count}"), self._count + 1
         if state.direction == "forward":
-            gate_up = order.products(hidden_states[order.token], self.gate_up_proj)
-            state.store.record_product(self.site, order.by_token(gate_up))
-            product = order.products(self._gated(gate_up), self.down_proj)
-            weighted = product * top_k_weights.flatten()[order.entry, None]
-            return order.sum_by_token(weighted).to(hidden_states.dtype)
+            found = func(*args, **kwargs)
+            rows = found.indices.reshape(-1, found.indices.shape[-1])
+            state.store.record(site, rows.view(state.num_rows, -1))  # one a token, or one a token and group
+            if state.balance is not None:
+                state.balance.count(self._site[0], state.ranges, rows)
+            return found
+        # Among other rows a product may differ in its last bit, and a token near a tie would choose others.
+        chosen = state.store.read(site, state.ranges).view(*values.shape[:-1], -1)
+        return torch.return_types.topk((values.gather(-1, chosen), chosen))
 
-        every_row = torch.arange(top_k_index.shape[0], device=top_k_index.device)
+
+def mix_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Run a block of experts under replay, as transformers' interface of experts: [T, hidden], indices and weights
+    [T, k] -> [T, hidden]."""
+    state: ReplayState = module.replay  # type: ignore[assignment]
+    return _Experts(module, state, top_k_index).run(hidden_states, top_k_weights)
+
+
+class _Experts:
+    """One call of a block of experts."""
+
+    def __init__(self, module: Any, state: ReplayState, top_k_index: Tensor) -> None:
+        self.module, self.state, self.index = module, state, top_k_index
+        self.site: tuple[int, str] = module.site
+        self.up: nn.Parameter = module.gate_up_proj if module.has_gate else module.up_proj
+        self.up_bias: Tensor | None = None
+        self.down_bias: Tensor | None = None
+        if module.has_bias:
+            self.up_bias = module.gate_up_proj_bias if module.has_gate else module.up_proj_bias
+            self.down_bias = module.down_proj_bias
+        self.order = _Order(top_k_index, self.up.shape[0], is_transposed=module.is_transposed)
+
+    def run(self, hidden: Tensor, weights: Tensor) -> Tensor:
+        state, order, site = self.state, self.order, self.site
+        if state.direction == "forward":
+            up = order.products(hidden[order.token], self.up, self.up_bias)
+            state.store.record_product(site, order.by_token(up))
+            product = order.products(self._activated(up), self.module.down_proj, self.down_bias)
+            output = order.sum_by_token(product * weights.flatten()[order.entry, None]).to(hidden.dtype)
+            if not self.module.output_unused:
+                state.store.record((site[0], f"{site[1]}.output"), output)
+            return output
+        every_row = torch.arange(self.index.shape[0], device=self.index.device)
 
         def make(rows: Tensor) -> Tensor:
-            part = order if rows is every_row else _Order(top_k_index[rows], self.gate_up_proj.shape[0])
-            return part.by_token(part.products(hidden_states[rows][part.token], self.gate_up_proj))
+            part = (
+                order
+                if rows is every_row
+                else _Order(self.index[rows], self.up.shape[0], is_transposed=self.module.is_transposed)
+            )
+            return part.by_token(part.products(hidden.detach()[rows][part.token], self.up, self.up_bias))
 
-        recorded = state.read_or_recompute(self.site, make, every_row)
-        recorded = recorded.reshape(top_k_index.numel(), -1)[order.entry]
-        gate_up = self._known_gate_up(hidden_states, order, recorded)
-        return self._unused_down(self._gated(gate_up), top_k_weights.flatten()[order.entry], order)
+        recorded = state.read_or_recompute(site, make, every_row)
+        recorded = recorded.reshape(self.index.numel(), -1)[order.entry]
+        output = None
+        if not self.module.output_unused:
+            output = state.store.read((site[0], f"{site[1]}.output"), state.ranges)
+        return self._down(self._activated(self._known_up(hidden, recorded)), weights.flatten()[order.entry], output)
 
-    def _gated(self, gate_up: Any) -> Tensor:
-        return self._apply_gate(gate_up)  # type: ignore[operator]
+    def _activated(self, up: Tensor) -> Tensor:
+        return self.module._apply_gate(up) if self.module.has_gate else self.module.act_fn(up)
 
-    def _known_gate_up(self, hidden: Tensor, order: "_Order", output: Tensor) -> Tensor:
-        """Return sorted gate and up projections [T·k, 2·ffn] as if computed from the hidden states [T, hidden]."""
-        weights, products, rows = self.gate_up_proj, self.replay.products, hidden.detach()
+    def _known_up(self, hidden: Tensor, output: Tensor) -> Tensor:
+        """Return sorted products [T·k, 2·ffn] as if computed from the hidden states [T, hidden]."""
+        weights, products, order, rows = self.up, self.state.products, self.order, hidden.detach()
 
         def backward(grad: Tensor) -> Tensor:
             # Rows by token: their k copies are made where they are used.
-            add = functools.partial(order.add_weight_gradients, weights, by_token=True)
+            add = functools.partial(order.add_weight_gradients, weights, self.up_bias, by_token=True)
             add_now_or_later(products, weights, add, rows, grad)
             return order.sum_by_token(order.products_back(grad, weights)).to(rows.dtype)
 
         return known_output(output, backward, hidden)
 
-    def _unused_down(self, gated: Tensor, routing: Tensor, order: "_Order") -> Tensor:
-        """Return the block's output [T, hidden], whose value is never read, from gated rows and routing weights."""
-        weights, products = self.down_proj, self.replay.products
+    def _down(self, gated: Tensor, routing: Tensor, known: Tensor | None) -> Tensor:
+        """Return the block's output [T, hidden], `known` or a value that is never read, from gated rows and routing
+        weights."""
+        weights, bias, products, order = self.module.down_proj, self.down_bias, self.state.products, self.order
         rows, share = gated.detach(), routing.detach()
 
         def backward(grad: Tensor) -> tuple[Tensor, Tensor]:
             grad_rows = grad[order.token]
             weighted = (grad_rows * share[:, None]).to(rows.dtype)
-            add = functools.partial(order.add_weight_gradients, weights, by_token=False)
+            add = functools.partial(order.add_weight_gradients, weights, bias, by_token=False)
             add_now_or_later(products, weights, add, rows, weighted)
             back = order.products_back(grad_rows, weights)
-            return (back * share[:, None]).to(rows.dtype), (back * rows).sum(-1, dtype=share.dtype)
+            of_share = (back * rows).sum(-1, dtype=share.dtype)
+            if bias is not None:
+                of_share = of_share + (grad_rows * order.rows_of(bias)).sum(-1, dtype=share.dtype)
+            return (back * share[:, None]).to(rows.dtype), of_share
 
-        output = gated.detach().new_zeros(()).expand(order.num_tokens, weights.shape[1])
-        return known_output(output, backward, gated, routing)
+        if known is None:
+            width = weights.shape[2 if self.module.is_transposed else 1]
+            known = gated.detach().new_zeros(()).expand(order.num_tokens, width)
+        return known_output(known, backward, gated, routing)
 
 
 class _Order:
     """Sorts the T·k (token, expert) pairs by expert: their places in the unsorted [T, k], their tokens, int64[T·k]
-    each, and (expert, rows of the sorted pairs) of every expert that has any."""
+    each, and (expert, rows of the sorted pairs) of every expert that has any. Pairs of no expert come last."""
 
-    def __init__(self, top_k_index: Tensor, num_experts: int) -> None:
+    def __init__(self, top_k_index: Tensor, num_experts: int, *, is_transposed: bool = False) -> None:
         self.num_tokens, k = top_k_index.shape
+        self.is_transposed = is_transposed
         flat = top_k_index.flatten()
         self.entry = torch.argsort(flat, stable=True)
         self.token = self.entry // k
@@ -231,24 +288,39 @@ class _Order:
         starts = [0, *stops[:-1]]
         self.parts = [(e, slice(a, b)) for e, (a, b) in enumerate(zip(starts, stops, strict=True)) if b > a]
 
-    def products(self, rows: Tensor, weights: Tensor) -> Tensor:
-        """Multiply sorted rows [T·k, in] by their expert's weight of [E, out, in] -> [T·k, out]."""
-        return self.products_back(rows, weights.transpose(1, 2))
+    def products(self, rows: Tensor, weights: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Multiply sorted rows [T·k, in] by their expert's weight of [E, out, in] ([E, in, out] where transposed), and
+        add its bias of [E, out] -> [T·k, out]."""
+        output = self._multiplied(rows, weights if self.is_transposed else weights.transpose(1, 2))
+        return output if bias is None else output + self.rows_of(bias)
 
     def products_back(self, rows: Tensor, weights: Tensor) -> Tensor:
-        """Multiply sorted rows [T·k, out] by their expert's weight of [E, out, in] -> [T·k, in]."""
+        """Multiply sorted rows [T·k, out] back by their expert's weight -> [T·k, in]."""
+        return self._multiplied(rows, weights.transpose(1, 2) if self.is_transposed else weights)
+
+    def _multiplied(self, rows: Tensor, weights: Tensor) -> Tensor:
         out = rows.new_empty(rows.shape[0], weights.shape[2])
         for expert, part in self.parts:
             out[part] = rows[part] @ weights[expert]
         return out
 
-    def add_weight_gradients(self, weights: Tensor, input_rows: Tensor, grad_rows: Tensor, *, by_token: bool) -> None:
+    def rows_of(self, bias: Tensor) -> Tensor:
+        """Return the bias [E, n] of every sorted pair's expert, [T·k, n]."""
+        sizes = [part.stop - part.start for _, part in self.parts]
+        return torch.cat([bias[e].detach().expand(size, -1) for (e, _), size in zip(self.parts, sizes, strict=True)])
+
+    def add_weight_gradients(
+        self, weights: Tensor, bias: Tensor | None, input_rows: Tensor, grad_rows: Tensor, *, by_token: bool
+    ) -> None:
         """Add to `main_grad` from input rows, [T·k, in] sorted or [T, in] by token, and sorted gradients [T·k, out]."""
         if by_token:
             input_rows = input_rows[self.token]
         total: Tensor = weights.main_grad  # type: ignore[attr-defined]
         for expert, part in self.parts:
-            add_product(total[expert], grad_rows[part], input_rows[part])
+            left, right = grad_rows[part], input_rows[part]
+            add_product(total[expert], *((right, left) if self.is_transposed else (left, right)))
+            if bias is not None:
+                bias.main_grad[expert] += left.sum(0, dtype=bias.main_grad.dtype)  # type: ignore[attr-defined]
 
     def by_token(self, rows: Tensor) -> Tensor:
         """Return sorted rows [T·k, n] as [T, k·n], the pairs of a token side by side."""
@@ -265,66 +337,21 @@ class _Order:
 _RECORDED: dict[type, type[nn.Module]] = {nn.Linear: ReplayLinear, Conv1D: ReplayConv1D}
 
 
-def _hf_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    **_: object,
-) -> tuple[Tensor, None]:
-    """Attend as transformers' attention interface: query [1, H, T, D], key and value [1, G, T, D] -> [1, T, H, D]."""
-    state: ReplayState = module.replay  # type: ignore[assignment]
-    assert attention_mask is None, "document boundaries come from the plan, never from a mask"
-    assert dropout == 0.0, "refused when the model was loaded"
-    assert (softcap or 0.0) == state.backend.soft_cap, "a backend is selected with the model's soft cap"
-    # Not `t[0]`: in backward that fills a tensor with zeros and copies the gradient into it.
-    q, k, v = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))
-    layer: int = module.layer_idx  # type: ignore[assignment]
-    store, attention, shared = state.store, state.attention, state.shared
-    call = AttentionCall(state.backend, store, layer, Scoring(scaling, sliding_window or 0))
-    if state.direction == "forward":
-        if shared is not None:
-            out, lse = shared.forward(call, q, k, v)
-        else:
-            store.record_pack_keys(layer, k, v)
-            out, lse = attention.attend(call, q)
-        store.record((layer, "attention"), out)
-        store.record((layer, "lse"), lse)
-        return out[None], None
-    out, lse = store.read((layer, "attention"), state.ranges), store.read((layer, "lse"), state.ranges)
-    queries = q.detach()
-
-    def backward(grad: Tensor) -> Gradients:
-        grad = grad.contiguous()
-        if shared is not None:
-            return shared.backward(call, grad, queries, out, lse)
-        dq, dk, dv = attention.gradients(call, grad, queries, out, lse)
-        return dq, dk.to(queries.dtype), dv.to(queries.dtype)
-
-    return known_output(out, backward, q, k, v)[None], None
+ALL_EXPERTS_FUNCTIONS.register(ATTENTION_NAME, mix_experts)
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, attention)
+ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, mask_rule)
 
 
-ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _hf_attention)
-
-
-def make_replayable(layer: nn.Module, layer_index: int, state: ReplayState, architecture: Architecture) -> None:
-    """Turn a decoder layer's linears, experts and attention into recording ones, in place."""
-    classes = architecture.classes
-    mixed_in = {f"{classes}TopKRouter": ReplayRouter, f"{classes}Experts": ReplayExperts}
+def make_replayable(layer: nn.Module, layer_index: int, state: ReplayState, sites: LayerSites) -> None:
+    """Turn a decoder layer's linears, experts and choices into recording ones, in place."""
     for name, module in layer.named_modules():
         if is_adapter(name):
             continue  # thin products, computed again under autograd in backward
-        own = type(module)
-        if own in _RECORDED:
+        own, site = type(module), name.replace(".base_layer", "")
+        if own in _RECORDED and site in sites.linears:
             module.__class__ = _RECORDED[own]
-            module.output_unused = name.removesuffix(".base_layer") in architecture.unused_outputs  # type: ignore[assignment]
-        elif own.__name__ in mixed_in:
-            module.__class__ = type(f"Replay{own.__name__}", (mixed_in[own.__name__], own), {})
-        elif not hasattr(module, "layer_idx"):
-            continue
+            module.is_changed = site in sites.in_place  # type: ignore[assignment]
+        elif name in sites.choosing:
+            module.__class__ = type(f"Replay{own.__name__}", (ReplayChoices, own), {})
+        module.output_unused = site in sites.unused  # type: ignore[assignment]
         module.replay, module.site = state, (layer_index, name)  # type: ignore[assignment]

@@ -9,30 +9,32 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from evenload.attention.range_attention import RangeAttention, Scoring, work_dtype
+from evenload.attention.range_attention import RangeAttention
 from evenload.runtime.comm.tensor_group import RowExchange, RowShard, TensorGroup, row_owners
+from evenload.runtime.model.around import ATTENTION_NAME, LayerCall, using
 from evenload.runtime.model.hf_model import StageModel
-from evenload.runtime.replay.context_attention import AttentionCall, LocalAttention, rows_of
-from evenload.runtime.replay.head import add_embedding_gradient, embed, head_gradient, row_losses
+from evenload.runtime.model.structure import Structure
+from evenload.runtime.replay.context_attention import LocalAttention, rows_of
+from evenload.runtime.replay.head import Around, head_gradient, row_losses
 from evenload.runtime.replay.rank_packs import PackTokens
-from evenload.runtime.replay.replayable import ATTENTION_NAME, make_replayable
+from evenload.runtime.replay.replayable import make_replayable
 from evenload.runtime.replay.state import ReplayState, RouterBalance, TensorRows
 from evenload.runtime.replay.store import ActivationStore, num_rows
 from evenload.runtime.replay.tensor_parallel import make_tensor_parallel
 from evenload.runtime.replay.weight_products import WeightProducts
-from evenload.types.architectures import Architecture
 from evenload.types.document import Direction, Range
 
 
 def make_layers_replayable(
-    layers: Mapping[int, nn.Module], state: ReplayState, architecture: Architecture, tensor: TensorGroup | None
+    layers: Mapping[int, nn.Module], state: ReplayState, structure: Structure, tensor: TensorGroup | None
 ) -> None:
     """Make decoder layers replayable, once, in place. One pass runs at a time, so a rank's layers may share a state."""
     for index, layer in layers.items():
-        make_replayable(layer, index, state, architecture)
+        make_replayable(layer, index, state, structure.sites[index])
         if tensor is not None:
-            make_tensor_parallel(layer, index, state, architecture)
+            make_tensor_parallel(layer, index, state, structure)
 
 
 OnFinal = Callable[[int], None]
@@ -66,16 +68,17 @@ class PipelineStage:
         """On a last stage, the sum over each row of the gradient of the last backward pack's head."""
         self._await_weights: Callable[[int], None] = ignore_unit
         self._balance: RouterBalance | None = None
-        if model.architecture.experts is not None and model.router_aux_loss_coef:
+        if model.router_aux_loss_coef:
+            routed = [index for index, sites in enumerate(model.structure.sites) if sites.experts]
             self._balance = RouterBalance(
                 model.router_aux_loss_coef,
-                num_layers=model.config.num_hidden_layers,
+                num_layers=len(routed),
                 num_experts=model.config.num_experts,
-                layers=tuple(model.layers),
+                layers=tuple(index for index in routed if index in model.layers),
             )
         self._state = state or ReplayState(backend=backend)
         if state is None:
-            make_layers_replayable(model.layers, self._state, model.architecture, tensor)
+            make_layers_replayable(model.layers, self._state, model.structure, tensor)
 
     def with_layers(self, layers: Iterable[int]) -> "PipelineStage":
         kept = {index: self.model.layers[index] for index in layers}
@@ -117,32 +120,45 @@ class PipelineStage:
         next stage (on the last: the input of the final norm)."""
         if hidden is None:
             self._await_weights(self.model.units[0])
-            rows = self._exchange(pack, "embeddings of a forward pack") if pack.ranges else None
-            hidden = embed(self.model, pack.token_ids, pack.positions, rows)
         hidden = self.forward_layers(pack, hidden, store)
         if self.model.is_last:
             store.record("final", hidden, is_own_rows=True, stays_on_device=True)
         return hidden
 
     @torch.no_grad()
-    def forward_layers(self, pack: PackTokens, hidden: Tensor, store: ActivationStore) -> Tensor:
-        """Run the layers' part of `forward`: [T, hidden] -> [T, hidden]."""
+    def forward_layers(self, pack: PackTokens, hidden: Tensor | None, store: ActivationStore) -> Tensor:
+        """Run the layers' part of `forward`: [T, hidden] (None = of the pack's tokens) -> [T, hidden]."""
         store.open_pack(pack.ranges)
         if pack.ranges:
             with self._pass("forward", pack, store):
-                arguments = self._layer_arguments(hidden, pack.positions)
-                for index, layer in self.model.layers.items():
+                hidden, calls = self._calls(pack, hidden)
+                for index, call in calls.items():
                     self._await_weights(1 + index)
                     store.record((index, "input"), hidden, is_own_rows=True)
-                    hidden = layer(hidden[None], **arguments[index])[0]
+                    hidden = self._run_layer(index, call.on(hidden[None]))
                     store.end_layer(index)
             store.close_pack()
         else:
+            hidden = self._like.new_zeros(0, self.hidden_size) if hidden is None else hidden
             for index in self.model.layers:
                 self._join_transfers("forward", pack, index, store, hidden)
         if self._balance is not None:
             self._balance.end_pack(pack.shared, self.device)
         return hidden
+
+    def _calls(self, pack: PackTokens, hidden: Tensor | None) -> tuple[Tensor, dict[int, LayerCall]]:
+        """Return hidden states [T, hidden] of own rows, as the first layer gets them, and the calls of the layers."""
+        token_ids, like = pack.token_ids, hidden
+        if like is None:
+            rows = len(pack.token_ids) if self._tensor is None else self._tensor.shard.num_rows(pack.ranges)
+            like = self._like.new_zeros(()).expand(rows, self.hidden_size)
+        with Around(self.model, self._exchange(pack, "embeddings") if hidden is None else None):
+            first, calls = self.model.calls(pack.positions, token_ids if hidden is None else None, like)
+        return first[0] if hidden is None else hidden, calls
+
+    def _run_layer(self, index: int, call: LayerCall) -> Tensor:
+        self._state.enter_layer(index)
+        return call.run(self.model.layers[index])[0]
 
     def announce_backward(self, pack: PackTokens, store: ActivationStore) -> None:
         store.open_backward(pack.ranges, tuple(reversed(self.model.layers)))
@@ -183,9 +199,6 @@ class PipelineStage:
         if self._balance is not None:
             loss = loss + self._balance.take_loss()
         if self.model.is_first:
-            if pack.ranges:
-                rows = self._exchange(pack, "gradients of embeddings")
-                add_embedding_gradient(self.model, pack.token_ids, pack.positions, grad, rows)
             on_final(self.model.units[0])
             return None, loss
         return grad, loss
@@ -198,7 +211,8 @@ class PipelineStage:
         products: WeightProducts | None = None,
         on_final: OnFinal = ignore_unit,
     ) -> Tensor:
-        """Run the layers' part of `backward`: gradient [T, hidden] of their output -> of their input."""
+        """Run the layers' part of `backward`: gradient [T, hidden] of their output -> of their input; on a first stage
+        also the prologue's."""
         if not pack.ranges:
             # Layer by layer as where there are rows: transfers of the layers and sums of gradients have one order.
             for index in reversed(self.model.layers):
@@ -208,25 +222,42 @@ class PipelineStage:
             return grad
         self.announce_backward(pack, store)
         with self._pass("backward", pack, store, products):
-            arguments = self._layer_arguments(grad, pack.positions)
-            for index in reversed(self.model.layers):
-                store.enter_layer(index)
-                hidden = store.read((index, "input"), pack.ranges)[None].detach()
-                if products is not None and not self.model.architecture.norm_first:
-                    # The input of several linears; in memory of its own it is kept once for all of them.
-                    hidden = hidden.clone()
-                hidden.requires_grad_()
-                with torch.enable_grad():
-                    output = self.model.layers[index](hidden, **arguments[index])
-                output.backward(grad[None])
-                assert hidden.grad is not None
-                grad = hidden.grad[0]
-                # The layer's graph holds offloaded tensors.
-                del hidden, output
-                store.leave_layer(index)
-                on_final(1 + index)
+            with torch.set_grad_enabled(self.model.is_first):
+                first, calls = self._calls(pack, None if self.model.is_first else grad)
+            made = _Made()
+            for group in reversed(self.model.groups):
+                grad = self._backward_group(group, calls, grad, pack, store, products, made)
+                for index in reversed(group):
+                    store.leave_layer(index)
+                    on_final(1 + index)
+            if self.model.is_first:
+                made.backward(first, grad)
         store.close_backward(pack.ended)
         return grad
+
+    def _backward_group(
+        self,
+        group: tuple[int, ...],
+        calls: dict[int, LayerCall],
+        grad: Tensor,
+        pack: PackTokens,
+        store: ActivationStore,
+        products: WeightProducts | None,
+        made: "_Made",
+    ) -> Tensor:
+        """Run layers again in one graph, and backward through it: gradient of their output -> of their input."""
+        for index in reversed(group):
+            store.enter_layer(index)
+        # In memory of its own, where several linears may read it, it is kept once for all their products.
+        first = store.read((group[0], "input"), pack.ranges)[None].detach()
+        first = (first if products is None else first.clone()).requires_grad_()
+        hidden = first
+        with torch.enable_grad():
+            for index in group:
+                hidden = self._run_layer(index, made.detached(calls[index]).on(hidden))[None]
+        hidden.backward(grad[None])
+        assert first.grad is not None
+        return first.grad[0]
 
     def _join_transfers(
         self, direction: Direction, pack: PackTokens, layer: int, store: ActivationStore, like: Tensor
@@ -234,13 +265,10 @@ class PipelineStage:
         """Take part in a layer's transfers of a shared pack of which this rank computes no rows."""
         if pack.shared is None:
             return
-        heads, kv_heads, dim = self.model.attention_heads(layer)
-        q, k = like.new_empty(0, heads, dim), like.new_empty(0, kv_heads, dim)
-        call = AttentionCall(self.backend, store, layer, Scoring(1.0))
-        if direction == "forward":
-            pack.shared.forward(call, q, k, k)
-        else:
-            pack.shared.backward(call, q, q, q, q.new_empty(q.shape[:2], dtype=work_dtype(q)))
+        tp = 1 if self._tensor is None else self._tensor.size
+        whole = self.model.structure.sites[layer].attention
+        shapes = [replace(one, heads=one.heads // tp, kv_heads=one.kv_heads // tp) for one in whole]
+        pack.shared.join(direction, self.backend, store, layer, shapes, like)
 
     def losses(self, pack: PackTokens, hidden: Tensor) -> Tensor:
         """Return every row's loss of a forward pack, [T] in fp32 (fp64), from final hidden states. Last stage only."""
@@ -250,8 +278,7 @@ class PipelineStage:
 
     def next_logits(self, hidden: Tensor) -> Tensor:
         """Return logits [T, vocab] of final hidden states [T, hidden]; on a last stage with the whole head."""
-        norm, head = self.model.final_modules
-        return self.model.cap_logits(head(norm(hidden)))
+        return self.model.logits(hidden)
 
     def head(
         self, hidden: Tensor, targets: Tensor, num_label_tokens: int, ranges: tuple[Range, ...]
@@ -267,13 +294,6 @@ class PipelineStage:
             return None
         return RowExchange(self._tensor, row_owners(pack.ranges, self._tensor.size), self.device, what)
 
-    def _layer_arguments(self, like: Tensor, positions: Tensor) -> dict[int, dict]:
-        rows = positions[None]
-        rotary = self.model.position_embeddings(like[None], rows)
-        shared = {"attention_mask": None, "position_ids": rows, "use_cache": False}
-        layers = self.model.layers
-        return {index: shared | {"position_embeddings": rotary[index]} if rotary else shared for index in layers}
-
     @contextmanager
     def _pass(
         self, direction: Direction, pack: PackTokens, store: ActivationStore, products: WeightProducts | None = None
@@ -286,13 +306,36 @@ class PipelineStage:
         exchange = self._exchange(pack, f"hidden states of a {direction} pack")
         if exchange is not None:
             state.tensor_rows = TensorRows(exchange, pack.ranges)
-        # The configuration is shared with the user's model object, so it is changed only while a pass runs.
-        before, self.model.config._attn_implementation = self.model.config._attn_implementation, ATTENTION_NAME
         try:
-            yield
+            with using(self.model.whole.configs, ATTENTION_NAME):
+                yield
         finally:
-            self.model.config._attn_implementation = before
             state.ranges, state.products, state.shared = (), None, None
             del state.store
             if exchange is not None:
                 del state.tensor_rows
+
+
+class _Made:
+    """Gathers the gradients of what a prologue has made for layers besides hidden states."""
+
+    def __init__(self) -> None:
+        self._pairs: list[tuple[Tensor, Tensor]] = []  # of the prologue, and what a layer was given for it
+
+    def detached(self, call: LayerCall) -> LayerCall:
+        """Return the call with tensors that have gradients cut off from the prologue's graph."""
+        flat, spec = tree_flatten(tuple(call))
+        for at, one in enumerate(flat):
+            if isinstance(one, Tensor) and one.requires_grad and one is not call.hidden:
+                flat[at] = one.detach().requires_grad_()
+                self._pairs.append((one, flat[at]))
+        return LayerCall(*tree_unflatten(flat, spec))
+
+    def backward(self, hidden: Tensor, grad: Tensor) -> None:
+        """Run the prologue's backward, from the gradient [T, hidden] of its hidden states too."""
+        pairs = [(one, given.grad) for one, given in self._pairs if given.grad is not None]
+        if hidden.requires_grad:
+            pairs.append((hidden, grad))
+        if pairs:
+            made, grads = zip(*pairs, strict=True)
+            torch.autograd.backward(made, grads)

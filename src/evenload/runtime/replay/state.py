@@ -13,7 +13,7 @@ from evenload.attention.range_attention import RangeAttention, work_dtype
 from evenload.runtime.comm.tensor_group import RowExchange
 from evenload.runtime.device import to_device
 from evenload.runtime.replay.context_attention import LocalAttention, PackAttention
-from evenload.runtime.replay.store import ActivationStore
+from evenload.runtime.replay.store import ActivationStore, CallKey, call_key, num_rows
 from evenload.runtime.replay.weight_products import WeightProducts, known_output
 from evenload.types.document import Direction, Range
 
@@ -187,6 +187,7 @@ class ReplayState:
             are the other rows, of `kept_ranges`.
         products: where weight gradients of the running backward pack wait; None = they are added at once.
         shared: attention of the running pack where other ranks have rows of it too; None = this rank has them all.
+        layer: that runs (`enter_layer`), which has called its attention `num_calls` times.
     """
 
     backend: RangeAttention
@@ -201,6 +202,21 @@ class ReplayState:
     balance: RouterBalance | None = None
     shared: PackAttention | None = None
     tensor_rows: TensorRows = field(init=False)
+    layer: int = -1
+    num_calls: int = 0
+
+    def enter_layer(self, layer: int) -> None:
+        """Begin a layer's forward, of either direction."""
+        self.layer, self.num_calls = layer, 0
+
+    def next_call(self) -> CallKey:
+        """Return the store's key of the next call of attention in the running layer."""
+        self.num_calls += 1
+        return call_key(self.layer, self.num_calls - 1)
+
+    @property
+    def num_rows(self) -> int:
+        return num_rows(self.ranges)
 
     def recomputes(self, site: tuple[int, str]) -> bool:
         return self.recomputed is not None or self.store.recomputes(site)

@@ -225,27 +225,37 @@ class ReturningRows:
 
 
 Site = tuple[int, str]  # a product's layer, and its module in the layer
-KeysAndValues = tuple[Tensor, Tensor]  # or their gradients, [tokens, G, D] each
+CallKey = int | tuple[int, int]  # of a layer's attention: the layer; of its later calls (layer, 1), (layer, 2), ...
+KeysAndValues = tuple[Tensor, Tensor]  # or their gradients, [tokens, G, Dk] and [tokens, G, Dv]
+
+
+def call_key(layer: int, n: int) -> CallKey:
+    """Name the call of a layer's attention that follows n others."""
+    return (layer, n) if n else layer
+
+
+def layer_of(key: CallKey) -> int:
+    return key if isinstance(key, int) else key[0]
 
 
 def num_rows(ranges: Iterable[Range]) -> int:
     return sum(stop - start for _, start, stop in ranges)
 
 
-def _num_bytes(layers: Mapping[int, KeysAndValues]) -> int:
+def _num_bytes(layers: Mapping[CallKey, KeysAndValues]) -> int:
     return sum(keys.nbytes + values.nbytes for keys, values in layers.values())
 
 
 class KeyRows(NamedTuple):
-    """Names rows of keys and values, which lie by layer in one tensor each."""
+    """Names rows of keys and values, which lie by call of attention in one tensor each."""
 
-    layers: dict[int, KeysAndValues]
+    layers: dict[CallKey, KeysAndValues]
     start: int
     stop: int
 
-    def of(self, layer: int) -> KeysAndValues:
-        """Return K and V of a layer, [stop - start, G, D] each."""
-        keys, values = self.layers[layer]
+    def of(self, key: CallKey) -> KeysAndValues:
+        """Return K and V of a call, [stop - start, G, Dk] and [stop - start, G, Dv]."""
+        keys, values = self.layers[key]
         if self.stop - self.start == keys.shape[0]:
             return keys, values
         return keys[self.start : self.stop], values[self.start : self.stop]
@@ -284,8 +294,8 @@ class ActivationStore:
         self._device: torch.device | None = None
         # By document; those of neighbouring whole documents of a block, which are freed together, lie in one tensor.
         self._keys: dict[int, KeyRows] = {}
-        # By document and layer, while a cut backward is under way.
-        self._key_grads: dict[int, dict[int, KeysAndValues]] = defaultdict(dict)
+        # By document and call, while a cut backward is under way.
+        self._key_grads: dict[int, dict[CallKey, KeysAndValues]] = defaultdict(dict)
         # Of the forward pack whose rows are recorded; runs are of neighbouring whole documents (the first stands for
         # all), or one slice, with their rows.
         self._open_blocks: list[StoredBlock] = []
@@ -369,17 +379,17 @@ class ActivationStore:
         for wait in waits:
             wait()
 
-    def record_pack_keys(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Keep K and V [T, G, D] of all slices of the open pack, of which no other rank has rows."""
+    def record_pack_keys(self, key: CallKey, keys: Tensor, values: Tensor) -> None:
+        """Keep K and V [T, G, Dk] and [T, G, Dv] of all slices of the open pack, of which no other rank has rows."""
         if not self._open_runs:
             self._open_runs = [run for block in self._open_blocks for run in self._runs(block)]
         for r, rows, policy in self._open_runs:
             if not self.is_whole(r):
-                self.record_keys(r.doc_id, layer, r.start, keys[rows], values[rows])
+                self.record_keys(r.doc_id, key, r.start, keys[rows], values[rows])
                 continue
             # Values may be a view of rows that are recorded too, and offloaded ones leave the device.
             keep = torch.clone if policy == "offload" else own_memory
-            kept = self._keys[r.doc_id].layers[layer] = keep(keys[rows]), keep(values[rows])
+            kept = self._keys[r.doc_id].layers[key] = keep(keys[rows]), keep(values[rows])
             self.held.count("keys_and_values", kept[0].nbytes + kept[1].nbytes)
 
     def _runs(self, block: StoredBlock) -> Iterator[tuple[Range, slice, ActivationPolicy]]:
@@ -398,14 +408,14 @@ class ActivationStore:
     def is_whole(self, r: Range) -> bool:
         return r[1] == 0 and r[2] == self._num_tokens[r[0]]
 
-    def record_keys(self, doc_id: int, layer: int, start: int, keys: Tensor, values: Tensor) -> None:
-        """Keep K and V [n, G, D] of a document's tokens from `start` on; its buffers are made at its first slice."""
+    def record_keys(self, doc_id: int, key: CallKey, start: int, keys: Tensor, values: Tensor) -> None:
+        """Keep K and V of a document's n tokens from `start` on; its buffers are made at its first slice."""
         kept = self.document_keys(doc_id).layers
-        if layer not in kept:
+        if key not in kept:
             all_k, all_v = (like.new_empty(self._num_tokens[doc_id], *like.shape[1:]) for like in (keys, values))
-            kept[layer] = all_k, all_v
+            kept[key] = all_k, all_v
             self.held.count("keys_and_values", all_k.nbytes + all_v.nbytes)
-        for buffer, rows in zip(kept[layer], (keys, values), strict=True):
+        for buffer, rows in zip(kept[key], (keys, values), strict=True):
             buffer[start : start + rows.shape[0]] = rows
 
     def document_keys(self, doc_id: int) -> KeyRows:
@@ -414,9 +424,9 @@ class ActivationStore:
             self._keys[doc_id] = KeyRows({}, 0, self._num_tokens[doc_id])
         return self._keys[doc_id]
 
-    def keys_and_values(self, doc_id: int, layer: int, first: int, stop: int) -> KeysAndValues:
-        """Return K and V of a document's tokens `[first, stop)`, [stop - first, G, D] each."""
-        return self._keys[doc_id].part(first, stop).of(layer)
+    def keys_and_values(self, doc_id: int, key: CallKey, first: int, stop: int) -> KeysAndValues:
+        """Return K and V of a document's tokens `[first, stop)`."""
+        return self._keys[doc_id].part(first, stop).of(key)
 
     # ---- backward ------------------------------------------------------------------------------
 
@@ -462,20 +472,21 @@ class ActivationStore:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def add_key_grads(
-        self, doc_id: int, layer: int, first: int, grad_k: Tensor, grad_v: Tensor, start: int, stop: int
+        self, doc_id: int, key: CallKey, first: int, grad_k: Tensor, grad_v: Tensor, start: int, stop: int
     ) -> KeysAndValues:
         """Add a range's gradients of K and V `[first, stop)`; return the now final ones of `[start, stop)`, as ranges
         of a document come last-first. A document whose backward is one range needs no accumulator."""
         num_tokens, grads = self._num_tokens[doc_id], self._key_grads[doc_id]
-        if start == 0 and stop == num_tokens and layer not in grads:
+        if start == 0 and stop == num_tokens and key not in grads:
             return grad_k, grad_v
-        if layer not in grads:
+        if key not in grads:
             # fp32 whatever the compute precision: 32 slices in a bf16 accumulator double the error of dK.
-            shape = self._keys[doc_id].layers[layer][0].shape[1:]
-            all_k, all_v = grad_k.new_zeros((2, num_tokens, *shape), dtype=work_dtype(grad_k))
-            grads[layer] = all_k, all_v
+            all_k, all_v = (
+                one.new_zeros((num_tokens, *one.shape[1:]), dtype=work_dtype(one)) for one in (grad_k, grad_v)
+            )
+            grads[key] = all_k, all_v
             self.held.count("key_value_gradients", all_k.nbytes + all_v.nbytes)
-        all_k, all_v = grads[layer]
+        all_k, all_v = grads[key]
         all_k[first:stop] += grad_k
         all_v[first:stop] += grad_v
         return all_k[start:stop], all_v[start:stop]
@@ -554,8 +565,9 @@ class ForwardStore(ActivationStore):
     def end_layer(self, layer: int) -> None:
         """Free whole documents of the open pack: no later row reads them."""
         for doc_id in {r[0] for r in self._open_blocks[0].ranges if r[0] in self._in_one_pack and self.is_whole(r)}:
-            if (kept := self._keys[doc_id].layers.pop(layer, None)) is not None:
-                self.held.count("keys_and_values", -_num_bytes({layer: kept}))
+            layers = self._keys[doc_id].layers if doc_id in self._keys else {}
+            for key in [key for key in layers if layer_of(key) == layer]:
+                self.held.count("keys_and_values", -_num_bytes({key: layers.pop(key)}))
 
     def end_pack(self, pack: int) -> None:
         """Free the documents that have no rows in packs after this one."""

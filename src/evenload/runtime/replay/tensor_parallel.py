@@ -27,25 +27,25 @@ from torch import Tensor, nn
 
 from evenload.runtime.comm.tensor_group import RowExchange
 from evenload.runtime.model.lora import is_adapter
+from evenload.runtime.model.structure import Structure
 from evenload.runtime.model.tensor_weights import adapter_of, linear_kind
 from evenload.runtime.replay.replayable import ReplayLinear
 from evenload.runtime.replay.state import BlockInput, ReplayState
 from evenload.runtime.replay.weight_products import add_weight_gradient, is_frozen, known_output
-from evenload.types.architectures import Architecture
 
 
-def make_tensor_parallel(layer: nn.Module, layer_index: int, state: ReplayState, architecture: Architecture) -> None:
+def make_tensor_parallel(layer: nn.Module, layer_index: int, state: ReplayState, structure: Structure) -> None:
     """Make a replayable layer's linears compute with a part of their weights, in place. Every linear's name is known:
     `tensor_weights.require_tensor_parallel` has refused other models."""
     for name, module in layer.named_modules():
         if isinstance(module, ReplayLinear):
-            is_row = linear_kind(name) in architecture.row_linears
-            assert is_row or linear_kind(name) in architecture.column_linears, f"{name} is cut in no known way"
+            is_row = linear_kind(name) in structure.cut.rows
+            assert is_row or linear_kind(name) in structure.cut.columns, f"{name} is cut in no known way"
             module.__class__ = RowLinear if is_row else ColumnLinear
-        elif adapter_of(name, "lora_A", architecture.row_linears):
+        elif adapter_of(name, "lora_A", structure.cut.rows):
             module.register_forward_hook(functools.partial(_scatter_output, state))
-    for name in architecture.blocks:
-        block: nn.Module = getattr(layer, name)
+    for name in structure.cut.blocks:
+        block = layer.get_submodule(name)
         has_adapters = any(is_adapter(inner) for inner, _ in block.named_modules())
         readers = [module for module in block.modules() if isinstance(module, ColumnLinear)]
         hook = functools.partial(_gather_input, state, (layer_index, name), readers, has_adapters=has_adapters)

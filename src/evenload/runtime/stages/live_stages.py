@@ -140,7 +140,9 @@ class LiveStages:
         mesh, tp = self.mesh, self.mesh.layout.tp
         hf_config, models, self._backend = build_models(model, run, spec, mesh)
         parts = tuple(models.values())
-        self._whole, held = unit_modules(parts, dtype=dtype_of(model), lora=model.lora, tp_rank=mesh.tp_rank, tp=tp)
+        self._whole, held = unit_modules(
+            parts, dtype=dtype_of(model), device=mesh.device, lora=model.lora, tp_rank=mesh.tp_rank, tp=tp
+        )
         # Of all stages, so that a piece takes as much memory on every rank.
         data_sizes = sorted({size for layout in meshes.layouts for size in layout.data_sizes})
         buffers = flatten_units(parts, mesh.data_size, data_sizes)
@@ -148,7 +150,7 @@ class LiveStages:
         self._layer, self.twins = share_pieces(twin_bytes, self._pieces, meshes)
         self._index_of = {id(live.parameters[0]): index for index, live in enumerate(self._pieces)}
         self._state = ReplayState(backend=self._backend)
-        make_layers_replayable(self._whole.layers, self._state, self._whole.architecture, mesh.tensor)
+        make_layers_replayable(self._whole.layers, self._state, self._whole.structure, mesh.tensor)
         stages = {index: self._stage(part) for index, part in models.items()}
         self.held = RankStages(hf_config, stages, buffers, frozen_bytes(parts))
         self._arrival: StateArrival | None = None

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,16 +21,18 @@ from evenload.config.train_config import ModelConfig
 from evenload.data.hub import local_path
 from evenload.errors import ConfigError
 from evenload.runtime.comm.mesh import Mesh
+from evenload.runtime.model.around import WholeModel
 from evenload.runtime.model.hf_model import (
     StageModel,
     build_rank_models,
     build_stage_model,
     empty_model,
+    fill_computed,
     numbered_units,
 )
 from evenload.runtime.model.lora import inject_adapters
 from evenload.runtime.model.model_config import load_config
-from evenload.runtime.model.supported import attention_soft_cap, router_aux_loss_coef
+from evenload.runtime.model.supported import router_aux_loss_coef
 from evenload.runtime.model.tensor_weights import split_weights
 from evenload.runtime.model.weight_files import fill_constants
 from evenload.runtime.optim.parameter_units import FlatBuffer, flatten_units, frozen_bytes
@@ -58,43 +60,52 @@ def require_same_revision(path: str, folder: str, mesh: Mesh) -> None:
 
 
 def unit_modules(
-    models: Collection[StageModel], *, dtype: torch.dtype, lora: LoraConfig | None, tp_rank: int, tp: int
+    models: Collection[StageModel],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    lora: LoraConfig | None,
+    tp_rank: int,
+    tp: int,
 ) -> tuple[StageModel, frozenset[int]]:
     """Return the whole model, with the units of a rank's stages as they are and shells for all others, and the ids of
     parameters with values. Of a tied model embedding and head have one weight."""
     some = next(iter(models))
-    names, model = some.architecture.names, empty_model(some.config, dtype)
-    layers = {index: names.layer_path(index) for index in range(some.config.num_hidden_layers)}
-    paths = [*layers.values(), names.embedding_path, names.norm_path, "lm_head"]
-    paths += [names.positions_path] if names.positions else []
-    units: dict[str, Any] = {path: model.get_submodule(path) for path in paths}
-    held = {name: unit for stage in models for _, name, unit in numbered_units(stage)}
-    shells = {name: unit for name, unit in units.items() if name not in held}
+    structure, model = some.structure, empty_model(some.config, dtype)
+    layers = [structure.layer_path(index) for index in range(structure.num_layers)]
+    held = {path: unit for stage in models for _, path, unit in numbered_units(stage)}
+    shells = {
+        path: model.get_submodule(path)
+        for path in (*structure.prologue, *layers, *structure.epilogue)
+        if path not in held
+    }
     # Memory that nothing touches is not taken: sizes come from it, then it goes (`twin_layer`). A GPU's would be.
-    for unit in shells.values():
+    for path, unit in shells.items():
         unit.to_empty(device="cpu")
-    if lora is not None:
-        with torch.random.fork_rng(devices=[]):
-            inject_adapters(model, units[layers[0]], lora)
-    units |= held
-    if some.config.tie_word_embeddings:
-        units["lm_head"].weight = units[names.embedding_path].weight
+        if lora is not None:
+            unit.requires_grad_(False)
+            if path in layers:
+                with torch.random.fork_rng(devices=[]):
+                    inject_adapters(unit, lora)
+    for path, unit in held.items():
+        model.set_submodule(path, unit)
+    if structure.is_tied:
+        model.get_submodule(structure.head).weight = model.get_submodule(structure.embedding).weight  # type: ignore[assignment]
     if tp > 1:
-        split_weights(shells.items(), some.architecture, tp_rank, tp, filled=False)
+        split_weights(shells.items(), structure, tp_rank, tp, filled=False)
     for unit in shells.values():
-        fill_constants(unit)
+        fill_constants(model, unit)
+    fill_computed(model, device)
+    parts = WholeModel(model, structure.layers, structure.prologue, returns_tuple=structure.returns_tuple)
     whole = replace(
         some,
-        layers={index: units[path] for index, path in layers.items()},
-        embedding=units[names.embedding_path],
-        positions=units.get(names.positions_path),
-        norm=units[names.norm_path],
-        head=units["lm_head"],
-        is_first=True,
-        is_last=True,
+        whole=parts,
+        layers=parts.layers,
+        prologue=parts.modules,
+        epilogue={path: model.get_submodule(path) for path in structure.epilogue},
     )
     if some.liger:
-        whole.use_liger(dtype, tp)
+        whole.use_liger(tp)
     return whole, frozenset(id(parameter) for unit in held.values() for parameter in unit.parameters())
 
 
@@ -102,17 +113,11 @@ def stage_models(whole: StageModel, layout: ParallelLayout, pp_rank: int) -> dic
     """Return the virtual stages of a pipeline rank in a layout, as `build_rank_models` makes them."""
     models: dict[int, StageModel] = {}
     for stage in layout.stages_of_rank(pp_rank):
-        is_first, is_last = stage == 0, stage == layout.num_stages - 1
-        has_tied_copy = is_last and whole.config.tie_word_embeddings and 0 not in models
         models[stage] = replace(
             whole,
             layers={index: whole.layers[index] for index in range(*layout.stage_layers[stage])},
-            embedding=whole.embedding if is_first or has_tied_copy else None,
-            positions=whole.positions if is_first else None,
-            norm=whole.norm if is_last else None,
-            head=whole.head if is_last else None,
-            is_first=is_first,
-            is_last=is_last,
+            prologue=whole.prologue if stage == 0 else {},
+            epilogue=whole.epilogue if stage == layout.num_stages - 1 else {},
         )
     return models
 
@@ -167,11 +172,10 @@ def build_models(
         router_aux_loss_coef=router_aux_loss_coef(hf_config, model.router_aux_loss_coef),
     )
     if backend is None:
-        soft_cap = attention_soft_cap(hf_config)
-        backend = select_backend(run.attention, mesh.device.type, soft_cap, dtype=dtype, head_dim=spec.head_dim)
-    parts = build_rank_models(hf_config, mesh.layout, mesh.pp_rank, build)
+        backend = select_backend(run.attention, mesh.device.type, dtype=dtype, head_dim=spec.head_dim)
+    parts = build_rank_models(mesh.layout, mesh.pp_rank, partial(build, hf_config))
     for part in parts.values() if uses_liger(run, model.dtype) else ():
-        part.use_liger(dtype, mesh.layout.tp)
+        part.use_liger(mesh.layout.tp)
     return hf_config, parts, backend
 
 

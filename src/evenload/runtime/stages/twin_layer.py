@@ -369,7 +369,7 @@ def live_pieces(
 ) -> list[LivePiece]:
     """Return all pieces of the model in the order of units, the same on all ranks. Those whose parameters are `held`,
     by id, have these buffers where they are trained."""
-    tied = tied_names(whole.config, whole.architecture)
+    tied = tied_names(whole.structure)
     buffer_of = {id(buffer.parameters[0]): buffer for buffer in buffers}
     pieces = []
     for unit, named in enumerate(whole.named_units()):
@@ -386,7 +386,7 @@ def live_pieces(
                 parameters,
                 group,
                 buffer_of.get(id(parameters[0])),
-                at_both_ends=bool(tied) and whole.embedding is not None and parameters[0] is whole.embedding.weight,
+                at_both_ends=bool(tied) and parameters[0] is whole.embedding.weight,
                 data_sizes=data_sizes,
                 device=device,
                 is_held=id(parameters[0]) in held,

@@ -1,0 +1,143 @@
+"""Rules in the place of attention masks: which keys a row sees, read from what transformers would make a mask of.
+
+A model that runs under one of our names makes no mask [T, T]: it gets a `MaskRule` and passes it on to the attention of
+its layers. Where documents begin is known from the plan, so what transformers adds for packs is left out.
+"""
+
+import functools
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from types import CellType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from evenload.errors import UnsupportedModelError
+
+TRAINED_MASKS = "only causal attention of a document's tokens to each other is trained, all, in a window or in chunks"
+
+_LONGEST = 1 << 24  # tokens of a document; a longer window is none
+
+
+@dataclass(frozen=True)
+class MaskRule:
+    """Stands for a mask: a row sees the keys up to its own, of the last `window` tokens, or of its own chunk of `chunk`
+    tokens (0 = no limit). What models do with a mask on its way to a layer leaves it as it is."""
+
+    window: int = 0
+    chunk: int = 0
+
+    def __getitem__(self, _: object) -> "MaskRule":
+        return self
+
+    def to(self, *_: object, **__: object) -> "MaskRule":
+        return self
+
+    def clone(self) -> "MaskRule":
+        return self
+
+    def shows(self, rows: Tensor, keys: Tensor) -> Tensor:
+        """Return which keys rows see, of positions that can be broadcast against each other."""
+        visible = keys <= rows
+        if self.window:
+            visible &= keys > rows - self.window
+        if self.chunk:
+            visible &= keys // self.chunk == rows // self.chunk
+        return visible
+
+
+_MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""Says whether a row sees a key: (batch, head, row, key) -> bool, of tensors that can be broadcast."""
+
+
+def mask_rule(
+    *, mask_function: _MaskFunction, q_length: int, kv_length: int, config: PretrainedConfig, **_: object
+) -> MaskRule:
+    """Return the rule of a mask function; transformers calls this where it would make a mask. Packs have no padding, so
+    a mask of it is not read. `UnsupportedModelError`: the function is no rule."""
+    if q_length != kv_length:
+        what = f"{q_length} rows and {kv_length} keys"
+        raise UnsupportedModelError(f"{config.model_type} asks for an attention mask of {what}; {TRAINED_MASKS}")
+    key, function = _of_cell("mask_function", _unpacked(mask_function))
+    return _read_rule(_KeyedFunction(key, function, config.model_type))
+
+
+@dataclass(frozen=True)
+class _KeyedFunction:
+    """A mask function, equal to others with equal code and constants: models make a new one a pack."""
+
+    key: Hashable
+    function: _MaskFunction = field(compare=False)
+    model_type: str = field(compare=False)
+
+
+def _closure(function: FunctionType) -> dict[str, Any]:
+    cells = function.__closure__ or ()
+    return dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in cells), strict=True))
+
+
+def _unpacked(function: Any) -> Any:
+    """Return a mask function without what transformers adds where position ids are of several sequences."""
+    parts: tuple[Any, ...] = ()
+    if isinstance(function, FunctionType):
+        parts = _closure(function).get("mask_functions", ())
+    made_by = [getattr(part, "__qualname__", "").partition(".")[0] for part in parts]
+    if made_by == ["packed_sequence_mask_function", "remap_positions_for_packed_sequence"]:
+        return _closure(parts[1])["mask_function"]
+    return function
+
+
+def _of_cell(name: str, value: Any) -> tuple[Hashable, Any]:
+    """Return what makes a mask function, or a value that it reads, equal to others, and the same without tensors."""
+    if isinstance(value, FunctionType):
+        cells = [_of_cell(*item) for item in _closure(value).items()]
+        closure = tuple(CellType(one) for _, one in cells)
+        own = FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, closure)
+        return (value.__code__, value.__defaults__, *(key for key, _ in cells)), own
+    if isinstance(value, tuple):
+        each = [_of_cell(name, one) for one in value]
+        return tuple(key for key, _ in each), tuple(one for _, one in each)
+    if isinstance(value, Tensor):
+        if name != "left_padding":
+            raise UnsupportedModelError(
+                f"an attention mask depends on tensor {name} {tuple(value.shape)}; {TRAINED_MASKS}"
+            )
+        return None, torch.zeros(value.shape, dtype=torch.int64, device="cpu")  # packs have none
+    return value, value
+
+
+@functools.lru_cache(maxsize=64)
+def _read_rule(mask: _KeyedFunction) -> MaskRule:
+    """Find the first row that does not see key 0, then compare rows around it with a window and with chunks."""
+    zero = torch.zeros((), dtype=torch.int64, device="cpu")
+
+    def shows(rows: Tensor, keys: Tensor) -> Tensor:
+        return mask.function(zero, zero, rows, keys).expand(torch.broadcast_shapes(rows.shape, keys.shape))
+
+    far = 2 ** torch.arange(_LONGEST.bit_length(), device="cpu")
+    unseen = (~shows(far, zero)).nonzero()
+    size, rules = 0, [MaskRule()]
+    if len(unseen):
+        between = torch.arange(int(far[unseen[0]]) // 2, int(far[unseen[0]]) + 1, device="cpu")
+        size = int(between[~shows(between, zero)][0])
+        rules = [MaskRule(window=size), MaskRule(chunk=size)]
+    rows = torch.tensor(
+        [0, 1, 2, 63, 1000, *(n * size + i for n in (1, 2, 3) for i in (-1, 0, 1))], device="cpu"
+    ).unique()
+    rows = rows[rows >= 0][:, None]
+    keys = torch.arange(int(rows.max()) + 10, device="cpu")
+    visible = shows(rows, keys)
+    wrong = {}
+    for rule in rules:
+        differs = (visible != rule.shows(rows, keys)).any(dim=1).nonzero()
+        if not len(differs):
+            return rule
+        wrong[rule] = int(differs[0])
+    first = max(wrong.values())
+    seen = keys[visible[first]].tolist()
+    said = f"{len(seen)} of keys {seen[0]} to {seen[-1]}" if seen else "no key"
+    raise UnsupportedModelError(
+        f"{mask.model_type} makes an attention mask in which row {int(rows[first])} sees {said}; {TRAINED_MASKS}"
+    )

@@ -1,0 +1,428 @@
+"""Find the parts of a decoder of transformers, and what its layers compute, from the model itself.
+
+Nothing is known of an architecture but its plans and its module tree. The model is made on the meta device, without
+memory, and its own forward runs once on a few tokens; its layers run in it one by one under a `TorchFunctionMode`:
+
+    around the layers   modules with weights that are called before the first layer (`prologue`) and behind the last
+    in a layer          products of tokens' rows with weights, choices of the largest, attention, experts; whose outputs
+                        backward reads, and which are changed in place
+    between layers      what a layer reads of another one besides hidden states (Gemma 3n and 4 share keys)
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten
+from transformers import PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.pytorch_utils import Conv1D
+
+from evenload.errors import UnsupportedModelError
+from evenload.runtime.model.around import LayerCall, WholeModel, find_layers, using
+
+_SURVEY = "evenload_survey"
+_ROWS = 29
+"""Tokens of the survey; a prime that is no size of a model."""
+
+
+@dataclass(frozen=True)
+class AttentionSizes:
+    """Sizes of one attention call of a layer."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    has_sinks: bool = False
+
+
+@dataclass(frozen=True)
+class LayerSites:
+    """Names what replay records in a layer, by the names of modules in it.
+
+    Args:
+        linears: whose input rows are the tokens, and that run once.
+        unused: of these and of experts, whose output no backward reads: a sum alone takes it.
+        in_place: whose output the layer changes.
+        choosing: modules that choose the largest of some numbers a token, or multiply with a weight of their own.
+        experts: blocks of experts.
+        attention: its calls, in order.
+    """
+
+    linears: frozenset[str]
+    unused: frozenset[str]
+    in_place: frozenset[str]
+    choosing: frozenset[str]
+    experts: frozenset[str]
+    attention: tuple[AttentionSizes, ...]
+
+
+@dataclass(frozen=True)
+class TensorCut:
+    """Says how linears of layers are cut over ranks by transformers' plan, by the last part of their names: by output
+    (`columns`) or input (`rows`); and in which blocks, whose input every rank needs whole. Or why they cannot be."""
+
+    columns: frozenset[str] = frozenset()
+    rows: frozenset[str] = frozenset()
+    blocks: tuple[str, ...] = ()
+    refusal: str = ""
+
+
+@dataclass(frozen=True)
+class Structure:
+    """Names the parts of a decoder, as paths in transformers' whole model.
+
+    Args:
+        layers: the list of layers; sites: what each does.
+        prologue, epilogue: modules with weights before the first and behind the last layer, in the order of their
+            calls, embedding and head among them.
+        is_tied: embedding and head share their weights.
+        returns_tuple: layers return hidden states in a tuple.
+        groups: layers that are replayed in one graph, as one reads what another has made; in order.
+        reads_tokens: layers read more of the prologue than hidden states, so that all lie on one stage.
+    """
+
+    layers: str
+    sites: tuple[LayerSites, ...]
+    embedding: str
+    head: str
+    prologue: tuple[str, ...]
+    epilogue: tuple[str, ...]
+    is_tied: bool
+    returns_tuple: bool
+    groups: tuple[tuple[int, ...], ...]
+    reads_tokens: bool
+    cut: TensorCut
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers."""
+        return len(self.sites)
+
+    def layer_path(self, index: int) -> str:
+        """Return the name of a layer in the whole model."""
+        return f"{self.layers}.{index}"
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether any layer has experts."""
+        return any(sites.experts for sites in self.sites)
+
+
+def structure_of(model: PreTrainedModel) -> Structure:
+    """Survey a model on the meta device, whose configuration is not changed. `UnsupportedModelError`: it has no list of
+    layers, or calls them in a way that replay does not know."""
+    key = json.dumps([type(model).__name__, model.config.to_dict()], sort_keys=True, default=str)
+    if key not in _KNOWN:
+        _KNOWN[key] = _survey(model)
+    return _KNOWN[key]
+
+
+_KNOWN: dict[str, Structure] = {}
+
+
+def _survey(model: PreTrainedModel) -> Structure:
+    path = find_layers(model)
+    whole = WholeModel(model, path)
+    survey = _Survey(model, whole)
+    positions = torch.arange(_ROWS, device="meta")
+    like = torch.empty(_ROWS, 1, device="meta", dtype=model.dtype)
+    try:
+        with using(whole.configs, _SURVEY), survey.hooks(), torch.enable_grad():
+            whole.run(positions, survey.run_layer, token_ids=positions, like=like)
+    except UnsupportedModelError:
+        raise
+    except Exception as error:  # of the model's own code, on tensors without values
+        where = f"layer {survey.layer}" if survey.layer >= 0 else "the model around its layers"
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: {where} computes with more than shapes before it trains ({type(error).__name__}: "
+            f"{' '.join(str(error).split())[:200]}), which replay does not know"
+        ) from error
+    finally:
+        whole.restore()
+    return survey.structure(path)
+
+
+class _LayerNotes:
+    """Notes what one layer does."""
+
+    def __init__(self) -> None:
+        self.calls: dict[str, int] = {}  # of linears on rows of tokens; those on others count twice
+        self.outputs: dict[str, tuple[Tensor, int]] = {}  # and their versions
+        self.used: set[str] = set()
+        self.choosing: set[str] = set()
+        self.experts: set[str] = set()
+        self.attention: list[AttentionSizes] = []
+
+    def sites(self) -> LayerSites:
+        linears = {name for name, count in self.calls.items() if count == 1}
+        return LayerSites(
+            linears=frozenset(linears),
+            unused=frozenset((linears | self.experts) - self.used),
+            in_place=frozenset(name for name, (output, version) in self.outputs.items() if output._version != version),
+            choosing=frozenset(self.choosing),
+            experts=frozenset(self.experts),
+            attention=tuple(self.attention),
+        )
+
+
+# Their results hold values of what they were given in sums and views alone, which no backward of theirs reads.
+_SUMS = {"add", "__add__", "__radd__", "__iadd__", "add_", "view", "reshape", "squeeze", "unsqueeze", "transpose",
+         "contiguous", "flatten", "unflatten", "__get__", "size", "dim", "clone", "permute", "chunk",
+         "split"}  # fmt: skip
+_SCALES = {"mul", "__mul__", "__rmul__", "div", "__truediv__"}
+
+
+class _Survey(TorchFunctionMode):
+    """Notes what is called around and in the layers of a model without memory."""
+
+    def __init__(self, model: PreTrainedModel, whole: WholeModel) -> None:
+        super().__init__()
+        self.model, self.whole, self.layer = model, whole, -1
+        self.notes: list[_LayerNotes] = []
+        self.prologue: list[str] = []
+        self.epilogue: list[str] = []
+        self.links: list[tuple[int, int]] = []
+        self.reads_tokens = self.returns_tuple = False
+        self._paths = {id(module): name for name, module in model.named_modules()}
+        self._owners: dict[int, str] = {}  # of weights, by id
+        self._inner: dict[int, str] = {}  # modules in the running layer, by id
+        self._stack: list[nn.Module] = []
+        self._sites: dict[int, frozenset[str]] = {}  # whose values a storage holds
+        self._made_in: dict[int, int] = {}  # storages by layer, -1 = before them
+        self._alive: list[Tensor] = []  # so that no storage is another's later
+
+    @contextmanager
+    def hooks(self) -> Iterator[None]:
+        """Follow the calls of all modules."""
+        enter = nn.modules.module.register_module_forward_pre_hook(self._enter)
+        leave = nn.modules.module.register_module_forward_hook(self._leave, always_call=True)
+        _RUNNING.append(self)
+        try:
+            with self:
+                yield
+        finally:
+            _RUNNING.pop()
+            enter.remove()
+            leave.remove()
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        self._stack.append(module)
+        path = self._paths.get(id(module), "")
+        if self.layer >= 0 or not path or not module._parameters:
+            return
+        part = self.epilogue if self.notes else self.prologue
+        if len(self.notes) not in (0, len(self.whole.layers)):
+            raise UnsupportedModelError(f"{type(self.model).__name__} calls {path} between its layers")
+        if path not in part:
+            part.append(path)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._stack.pop()
+
+    def run_layer(self, index: int, call: LayerCall) -> Tensor:
+        """Run a layer, and note what it does."""
+        if index != len(self.notes):
+            raise UnsupportedModelError(f"{type(self.model).__name__} calls layer {index} out of turn")
+        layer, hidden = self.whole.layers[index], call.hidden
+        if hidden.shape[:2] != (1, _ROWS) or hidden.ndim != 3:
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} gives its layers hidden states {list(hidden.shape)}, not one a token"
+            )
+        self._made_in[_storage(hidden)] = index
+        self._sites.clear()
+        self.layer = index
+        self.notes.append(_LayerNotes())
+        self._inner = {id(module): name for name, module in layer.named_modules()}
+        self._owners = {
+            id(weight): name for name, module in layer.named_modules() for weight in module._parameters.values()
+        }
+        output = layer(*call.args, **call.kwargs)
+        self.returns_tuple = not isinstance(output, Tensor)
+        self.layer = -1
+        return output if isinstance(output, Tensor) else output[0]
+
+    def structure(self, layers: str) -> Structure:
+        """Return what was found."""
+        model = self.model
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        paths = {name for name in (self._paths.get(id(embedding)), self._paths.get(id(head))) if name}
+        if len(paths) < 2:
+            raise UnsupportedModelError(f"{type(model).__name__} has no embedding or no head of its own")
+        known = {f"{part}." for part in (layers, *self.prologue, *self.epilogue)}
+        for name, _ in model.named_parameters():
+            if not any(name.startswith(part) for part in known):
+                raise UnsupportedModelError(
+                    f"{type(model).__name__} does not call the module of {name} for a text, so it cannot be trained"
+                )
+        return Structure(
+            layers=layers,
+            sites=tuple(notes.sites() for notes in self.notes),
+            embedding=self._paths[id(embedding)],
+            head=self._paths[id(head)],
+            prologue=tuple(self.prologue),
+            epilogue=tuple(self.epilogue),
+            is_tied=embedding.weight is head.weight,  # type: ignore[union-attr]
+            returns_tuple=self.returns_tuple,
+            groups=_groups(len(self.notes), self.links),
+            reads_tokens=self.reads_tokens,
+            cut=self._cut(),
+        )
+
+    def _cut(self) -> TensorCut:
+        config: Any = self.model.config.get_text_config(decoder=True)
+        plan: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
+        styles = {name.rsplit(".", 1)[-1]: style for name, style in plan.items()}
+        linears = frozenset().union(*(notes.calls for notes in self.notes))
+        others = sorted(name for name in linears if styles.get(name.rsplit(".", 1)[-1]) not in ("colwise", "rowwise"))
+        reasons = {
+            "has no plan for tensor parallelism in transformers": not plan,
+            "has experts: their matrices are not cut in this version": any(notes.experts for notes in self.notes),
+            f"makes more than an embedding before its layers ({', '.join(self.prologue[1:])})": len(self.prologue) > 1,
+            f"has linears that its plan does not cut by heads or columns ({', '.join(others)})": others,
+        }
+        if why := next((why for why, is_so in reasons.items() if is_so), ""):
+            return TensorCut(refusal=why)
+        columns, rows = (
+            frozenset(name for name, style in styles.items() if style == wanted) for wanted in ("colwise", "rowwise")
+        )
+        readers = {name.rsplit(".", 1)[0] for name in linears if name.rsplit(".", 1)[-1] in columns}
+        return TensorCut(columns, rows, tuple(sorted(readers, reverse=True)))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") == "dropout" and _drops(args, kwargs):
+            self.refuse_dropout()
+        output = func(*args, **kwargs)
+        tensors = [one for one in tree_flatten((args, kwargs))[0] if isinstance(one, Tensor)]
+        made = [one for one in tree_flatten(output)[0] if isinstance(one, Tensor)]
+        self._alive += made
+        for one in made:
+            self._made_in.setdefault(_storage(one), self.layer)
+        if self.layer >= 0:
+            self._note(func, args, kwargs, tensors, output, made)
+        return output
+
+    def _note(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], output: Any, made: list[Tensor]) -> None:
+        notes, name = self.notes[-1], getattr(func, "__name__", "")
+        for one in tensors:
+            if one.requires_grad and not isinstance(one, nn.Parameter) and name != "__get__":
+                origin = self._made_in.get(_storage(one), self.layer)
+                if origin < 0:
+                    self.reads_tokens = True
+                elif origin != self.layer:
+                    self.links.append((origin, self.layer))
+        numbers_only = sum(isinstance(one, Tensor) for one in args) == 1
+        if name in _SUMS or (name in _SCALES and numbers_only) or name == "dropout":
+            sites = frozenset().union(*(self._sites.get(_storage(one), frozenset()) for one in tensors))
+            for one in made if sites else ():
+                self._sites[_storage(one)] = self._sites.get(_storage(one), frozenset()) | sites
+        else:
+            for one in tensors:
+                notes.used |= self._sites.get(_storage(one), frozenset())
+        if name == "topk":
+            self._choose(notes)
+        elif func is nn.functional.linear or func is torch.addmm:
+            self._multiply(notes, args[1 if func is nn.functional.linear else 2], args, output)
+
+    def refuse_dropout(self) -> None:
+        """Raise an `UnsupportedModelError` that names keys of the configuration."""
+        config = self.model.config.to_dict().items()
+        keys = [f"{key} is {value}" for key, value in config if "drop" in key and isinstance(value, float) and value]
+        raise UnsupportedModelError(
+            f"{', '.join(keys) or type(self._stack[-1]).__name__}: a dropout mask would differ between forward and "
+            "backward; set it to 0 in config.json"
+        )
+
+    def _choose(self, notes: _LayerNotes) -> None:
+        module = next(one for one in reversed(self._stack) if id(one) in self._inner)
+        notes.choosing.add(self._inner[id(module)])
+
+    def _multiply(self, notes: _LayerNotes, weight: Tensor, args: Any, output: Tensor) -> None:
+        owner = self._owners.get(id(weight))
+        if owner is None:
+            return
+        if self._inner.get(id(self._stack[-1])) != owner or not isinstance(self._stack[-1], nn.Linear | Conv1D):
+            notes.choosing.add(owner)
+            return
+        rows = args[0] if not isinstance(self._stack[-1], Conv1D) else args[1]
+        is_of_tokens = tuple(rows.shape[:-1]) in ((1, _ROWS), (_ROWS,))
+        notes.calls[owner] = notes.calls.get(owner, 0) + (1 if is_of_tokens else 2)
+        self.note_output(owner, output)
+
+    def note_output(self, site: str, output: Tensor) -> None:
+        """Follow what becomes of a site's output."""
+        self._sites[_storage(output)] = frozenset((site,))
+        self.notes[-1].outputs[site] = output, output._version
+
+    def name_of(self, module: nn.Module) -> str:
+        """Return the name of a module in the running layer."""
+        return self._inner[id(module)]
+
+
+_RUNNING: list[_Survey] = []
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _drops(args: Any, kwargs: Any) -> bool:
+    probability = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
+    is_training = kwargs.get("training", args[2] if len(args) > 2 else True)
+    return bool(is_training and probability)
+
+
+def _groups(num_layers: int, links: list[tuple[int, int]]) -> tuple[tuple[int, ...], ...]:
+    """Join layers from one that makes something to the last that reads it."""
+    last = list(range(num_layers))
+    for maker, reader in links:
+        last[maker] = max(last[maker], reader)
+    groups: list[tuple[int, ...]] = []
+    stop = 0
+    for first in range(num_layers):
+        if first < stop:
+            continue
+        stop, at = first + 1, first
+        while at < stop:
+            stop, at = max(stop, last[at] + 1), at + 1
+        groups.append(tuple(range(first, stop)))
+    return tuple(groups)
+
+
+def _attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **given: Any
+) -> tuple[Tensor, None]:
+    survey = _RUNNING[-1]
+    if survey.layer < 0:
+        raise UnsupportedModelError(f"{type(module).__name__} attends outside the layers")
+    shape = AttentionSizes(
+        query.shape[1], key.shape[1], query.shape[-1], value.shape[-1], given.get("s_aux") is not None
+    )
+    survey.notes[-1].attention.append(shape)
+    if given.get("dropout"):
+        survey.refuse_dropout()
+    output = query.transpose(1, 2)[..., :1] + key.sum() + value.sum() + value.new_zeros(value.shape[-1])
+    return output, None
+
+
+def _mix_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    survey = _RUNNING[-1]
+    name = survey.name_of(module)
+    survey.notes[-1].experts.add(name)
+    output = hidden_states * top_k_weights.sum(-1, keepdim=True)
+    survey.note_output(name, output)
+    return output
+
+
+ALL_ATTENTION_FUNCTIONS.register(_SURVEY, _attend)
+ALL_MASK_ATTENTION_FUNCTIONS.register(_SURVEY, lambda **given: torch.zeros(1, 1, 1, 1, device="meta"))
+ALL_EXPERTS_FUNCTIONS.register(_SURVEY, _mix_experts)
