@@ -356,7 +356,7 @@ def kept_bytes(packs: Packs, stage: PipelineStage, model: ModelSpec, mesh: Mesh)
 
 
 def shares_of(stage: PipelineStage, timed: ModelSpec, model: ModelSpec) -> tuple[LayerShares, ...]:
-    """Return the shares that the layers of a stage of `timed`, the model or one with fewer layers, have in the model."""
+    """Return the shares in the model of the layers of a stage of `timed`, which is it or has fewer layers."""
     shares = kind_shares(model)
     columns = (shares.linear.tolist(), shares.attention.tolist(), shares.keys.tolist())
     of_kinds = [LayerShares(*row, reach or 0) for *row, reach in zip(*columns, shares.reach, strict=True)]

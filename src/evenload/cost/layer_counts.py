@@ -1,7 +1,8 @@
 """Count what a token costs on one layer, whatever the device: FLOPs, attention pairs, and bytes by activation policy.
 
 FLOPs are for MFU alone: 2 a weight of a matrix product, 2·heads·(width of keys + of values) a (query, key) pair inside
-causal mask and window; backward 2x forward for both, 1x for frozen matrices (LoRA). Look-ups, norms and activations are not counted.
+causal mask and window; backward 2x forward for both, 1x for frozen matrices (LoRA). Look-ups, norms and activations are
+not counted.
 
 Numbers of layers are arrays over the model's kinds of layers (K = len(ModelSpec.kinds)); `over_kinds` adds them up over
 the layers of stages.
@@ -11,10 +12,10 @@ the layers of stages.
                attention (Korthikanti et al. 2022, the other way round: the expensive part is kept)
     offload    the same tensors as `replay`, copied to host memory while the pack runs, back before its backward
 
-Router logits are kept under every policy on the device: computed again in another batch they could choose other
-experts. With norms behind the blocks (Gemma 2 and 3, OLMo 2) the output of the down projection is kept too. K and V
-stay on the device, for later slices read them. Under tensor parallelism a device holds its heads and its columns of
-the feed-forward block; hidden states are split over tokens; key/value heads fewer than devices are copied.
+Router logits and what they choose are kept under every policy on the device: computed again in another batch they could
+choose other experts. With norms behind the blocks (Gemma 2 and 3, OLMo 2) the output of the down projection is kept
+too. K and V stay on the device, for later slices read them. Under tensor parallelism a device holds its heads and its
+columns of the feed-forward block; hidden states are split over tokens; key/value heads fewer than devices are copied.
 
 Workspace of attention's backward, of one layer of one backward pack with T rows in n slices that see K keys; H query
 heads, G key heads of dimension D, e bytes an element. As FlashAttention 2's kernels in torch make it (`mha_varlen_bwd`
@@ -64,8 +65,8 @@ class KindShares:
     Args:
         linear: of the mean layer's matrix products; attention, keys: of a (query, key) pair, and of keys and values, on
             the mean of layers with attention.
-        again: of the mean layer's matrix products, what the backward of a recomputed document makes again: all but the
-            last product, unless a norm behind it reads its output.
+        again: of the mean layer's matrix products, what the backward of a recomputed document makes again: those whose
+            output it reads.
         reach: `AttentionKind.reach`; None = no attention.
         mean_products, mean_pair_width, mean_key_width: weights of matrices that a token uses on the mean layer (active
             experts only), products of a pair, elements of a token's keys and values.
@@ -94,7 +95,7 @@ def kind_shares(model: ModelSpec) -> KindShares:
     """Return the shares of a model's kinds."""
     counts, kinds = np.array(model.kind_counts, np.float64), model.kinds
     linear = np.array([kind.active_products for kind in kinds], np.float64)
-    again = np.array([kind.active_products - (not kind.post_norm) * kind.last_product for kind in kinds], np.float64)
+    unread = np.array([kind.unread_products for kind in kinds], np.float64)
     pairs = np.array([kind.attention.pair_width if kind.attention else 0 for kind in kinds], np.float64)
     keys = np.array([kind.attention.key_width if kind.attention else 0 for kind in kinds], np.float64)
 
@@ -103,7 +104,7 @@ def kind_shares(model: ModelSpec) -> KindShares:
         linear=linear / mean_products,
         attention=pairs / mean_pairs,
         keys=keys / mean_keys,
-        again=linear / mean_products * (1.0 - (linear - again) / np.maximum(linear, 1.0)),
+        again=linear / mean_products * (1.0 - unread / np.maximum(linear, 1.0)),
         reach=tuple(kind.attention.reach if kind.attention else None for kind in kinds),
         mean_products=mean_products,
         mean_pair_width=mean_pairs,
@@ -185,6 +186,9 @@ def training_flops(model: ModelSpec, num_tokens: ArrayLike) -> NDArray[np.float6
     return flops
 
 
+CHOICE_BYTES = 8  # Of the number of an expert, int64
+
+
 POLICIES: tuple[ActivationPolicy, ...] = ("replay", "recompute", "offload")
 """Order of the integer codes in policy columns."""
 REPLAY, RECOMPUTE, OFFLOAD = range(3)
@@ -194,35 +198,31 @@ def activation_bytes_per_token(model: ModelSpec, policy: ActivationPolicy = "rep
     """Count the bytes of one token on ONE layer between forward and backward, without K and V; int64[K]."""
     if policy == "offload":
         return np.zeros(len(model.kinds), np.int64)
-    kept, log_sum_exp = [], []
+    kept: list[int] = []
+    others: list[int] = []
     for kind in model.kinds:
         heads, width = (kind.attention.heads // tp, kind.attention.value_dim) if kind.attention else (0, 0)
-        router = kind.experts.count if kind.experts else 0
-        kept.append(-(-model.hidden_size // tp) + heads * width + router)
-        log_sum_exp.append(heads * accumulator_bytes(model))
+        kept.append(-(-model.hidden_size // tp) + heads * width)
+        others.append(heads * accumulator_bytes(model))
+        if experts := kind.experts:
+            kept[-1] += experts.router + experts.is_read * -(-experts.width // tp)
+            others[-1] += CHOICE_BYTES * experts.choices
     elements = np.array(kept) + (recomputed_width(model, tp) if policy == "replay" else 0)
-    return model.bytes_per_element * elements + np.array(log_sum_exp)
+    return model.bytes_per_element * elements + np.array(others)
 
 
 def recomputed_width(model: ModelSpec, tp: int = 1) -> NDArray[np.int64]:
-    """Count the elements a token that `recompute` repeats: outputs of products, also of experts' first ones, but of the
-    last product only where backward reads it; int64[K]."""
-    return np.array([_recomputed_width(kind, tp) for kind in model.kinds], np.int64)
+    """Count the elements a token that `recompute` repeats: outputs of products that backward reads, and of experts'
+    first ones; int64[K]."""
+    return np.array([_local_outputs(kind, tp, only_read=True) for kind in model.kinds], np.int64)
 
 
-def _recomputed_width(kind: LayerKind, tp: int) -> int:
-    if kind.experts:
-        after_norm = -(-kind.experts.width // tp) if kind.post_norm else 0
-        return local_outputs(kind, tp) - (-kind.experts.first_outputs // tp) + after_norm
-    return local_outputs(kind, tp, but_last=not kind.post_norm)
-
-
-def local_outputs(kind: LayerKind, tp: int, *, but_last: bool = False) -> int:
+def _local_outputs(kind: LayerKind, tp: int, *, only_read: bool = False) -> int:
     """Count the elements that a token has on one device of the outputs of products: divided over devices, but for keys
     and values of fewer heads than devices, which are copied."""
-    products = kind.products[:-1] if but_last else kind.products
-    outputs = sum(-(-one.rows * one.outputs // tp) for one in products)
-    return outputs + _copied_keys(kind.attention, tp)
+    outputs = sum(-(-one.rows * one.outputs // tp) for one in kind.products if one.is_read or not only_read)
+    of_experts = -(-kind.experts.first_outputs // tp) if kind.experts else 0
+    return outputs + of_experts + _copied_keys(kind.attention, tp)
 
 
 def _copied_keys(attention: AttentionKind | None, tp: int) -> int:
@@ -264,10 +264,10 @@ def weight_elements_per_token(model: ModelSpec, tp: int = 1) -> NDArray[np.int64
 
 def _weight_elements(kind: LayerKind, tp: int) -> int:
     inputs = sum(-(-one.rows * one.inputs // tp) for one in kind.products if not one.shares_input)
-    kept = inputs + local_outputs(kind, tp)
+    kept = inputs + _local_outputs(kind, tp)
     if experts := kind.experts:
         width, inner = -(-experts.width // tp), -(-experts.inner * experts.chosen // tp)
-        kept += width + inner + experts.chosen * width - (-experts.first_outputs // tp) + experts.count
+        kept += (1 + experts.chosen) * width + inner + experts.router
     return kept
 
 

@@ -205,7 +205,8 @@ class PackCosts:
         stage (int64[P, K]); float64[P] each."""
         tp, layer, share = self.layout.tp, self.coefficients.forward, self.shares.again
         rings = [exposed_ring_seconds(self.model, self.coefficients, tp, count) for count in (1, 2)]
-        token_s, pack_s = np.array([rings[kind.post_norm] for kind in self.model.kinds]).T
+        repeats_all = [not kind.unread_products for kind in self.model.kinds]
+        token_s, pack_s = np.array([rings[whole] for whole in repeats_all]).T
         token_s = over_kinds(kinds, share * layer.linear_s_per_token / tp + token_s)
         return token_s, over_kinds(kinds, share * layer.pack_s + pack_s)
 

@@ -12,7 +12,8 @@ class Product(Frozen, omit_defaults=True):
         name: of the linear in the layer, its last part ("q_proj").
         inputs, outputs: widths.
         rows: of the input that a token has.
-        shares_input: it reads the same input as the product before it.
+        shares_input: an earlier product of the layer reads the same input.
+        is_read: backward reads the output; a sum with the residual stream alone does not.
     """
 
     name: str
@@ -20,6 +21,7 @@ class Product(Frozen, omit_defaults=True):
     outputs: int
     rows: int = 1
     shares_input: bool = False
+    is_read: bool = True
 
     @property
     def parameters(self) -> int:
@@ -79,6 +81,8 @@ class ExpertsKind(Frozen, omit_defaults=True):
         count, chosen: experts, and how many of them a token uses.
         width, inner: of their input and output, and between their matrices.
         gated: three matrices (SwiGLU) instead of two.
+        router, choices: what routers keep of a token: results of products, and numbers of experts and groups.
+        is_read: backward reads the output.
     """
 
     count: int
@@ -86,6 +90,9 @@ class ExpertsKind(Frozen, omit_defaults=True):
     width: int
     inner: int
     gated: bool = True
+    router: int = 0
+    choices: int = 0
+    is_read: bool = False
 
     @property
     def parameters(self) -> int:
@@ -107,7 +114,6 @@ class LayerKind(Frozen, omit_defaults=True):
         copied_parameters: those of them that tensor parallelism copies: norms, router, biases behind a sum over ranks.
         attention: None = none over ranges of tokens. experts: None = none.
         mixer: class of a module that mixes tokens in a way of its own, so that documents must not be cut; "" = none.
-        post_norm: backward reads the output of the last product, because a norm follows.
         biases: matrices have biases behind a sum over tensor-parallel ranks.
         adapter_parameters: the only trained weights (LoRA); 0 = all are trained, or, in a model with adapters, none.
     """
@@ -118,7 +124,6 @@ class LayerKind(Frozen, omit_defaults=True):
     attention: AttentionKind | None = None
     experts: ExpertsKind | None = None
     mixer: str = ""
-    post_norm: bool = False
     biases: bool = False
     adapter_parameters: int = 0
 
@@ -173,8 +178,8 @@ class LayerKind(Frozen, omit_defaults=True):
         return ", ".join([*parts, self.mixer] if self.mixer else parts)
 
     @property
-    def last_product(self) -> int:
-        """Of `active_products`, the last one: its output feeds the residual sum alone, unless a norm follows."""
-        if self.experts:
-            return self.experts.chosen * self.experts.width * self.experts.inner
-        return self.products[-1].rows * self.products[-1].parameters if self.products else 0
+    def unread_products(self) -> int:
+        """Of `active_products`, those that a recomputing backward does not repeat, as nothing reads their output: the
+        last one before the residual sum, unless a norm follows, and the last of experts."""
+        of_experts = self.experts.chosen * self.experts.width * self.experts.inner if self.experts else 0
+        return sum(one.rows * one.parameters for one in self.products if not one.is_read) + of_experts

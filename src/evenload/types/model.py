@@ -240,12 +240,19 @@ class AlikeLayers(Frozen):
         experts = None
         if self.num_experts:
             experts = ExpertsKind(
-                count=self.num_experts, chosen=self.experts_per_token, width=hidden, inner=inner, gated=self.gated_ffn
+                count=self.num_experts,
+                chosen=self.experts_per_token,
+                width=hidden,
+                inner=inner,
+                gated=self.gated_ffn,
+                router=self.num_experts,
+                choices=self.experts_per_token,
+                is_read=self.post_norm,
             )
         else:
             products += [Product(name="gate_proj", inputs=hidden, outputs=inner)] if self.gated_ffn else []
             products.append(Product(name="up_proj", inputs=hidden, outputs=inner, shares_input=self.gated_ffn))
-            products.append(Product(name="down_proj", inputs=inner, outputs=hidden))
+            products.append(Product(name="down_proj", inputs=inner, outputs=hidden, is_read=self.post_norm))
         # Of norms, router, and biases behind a sum over ranks; the other biases are of columns, which are divided.
         copied = hidden * (self.num_experts + 2) + 4 * hidden * biases
         of_columns = biases * (query + 2 * key_value + (2 if self.gated_ffn else 1) * inner)
@@ -262,7 +269,6 @@ class AlikeLayers(Frozen):
                 window=window,
             ),
             experts=experts,
-            post_norm=self.post_norm,
             biases=biases,
             adapter_parameters=self.adapter_parameters_per_layer,
         )
