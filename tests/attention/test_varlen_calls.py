@@ -24,6 +24,9 @@ from evenload.attention.reference import ReferenceAttention
 from evenload.attention.varlen_cuda import VarlenCudaAttention, varlen_refusal
 from evenload.cost.layer_counts import key_gradient_bytes, workspace_rates
 from evenload.errors import ConfigError
+from evenload.runtime.replay.context_attention import AttentionCall
+from evenload.runtime.replay.store import ActivationStore
+from evenload.types.document import Range
 from evenload.types.model import AttentionKernels
 from flash_kernels import calls, cpu_kernels, given_keys, widened
 from single_range import attend, attend_backward, backward_by_range, random_pack
@@ -208,6 +211,31 @@ def test_keys_of_several_parts_are_packed_in_their_order():
     assert torch.equal(given_keys[0], torch.cat([keys for keys, _ in parts]))
     VarlenCudaAttention().forward(q[:5], parts[:1], RangeSizes([5], [5]), Scoring(0.3))
     assert given_keys[1] is parts[0][0] or given_keys[1].data_ptr() == parts[0][0].data_ptr()
+
+
+@pytest.mark.parametrize("value_dim", [8, 16, 24])
+@pytest.mark.parametrize("given", [{"chunk": 7}, {"chunk": 100}, {"window": 7}, {"soft_cap": 2.0}, {}])
+def test_calls_with_chunks_capped_scores_and_values_of_another_width_equal_reference(given, value_dim):
+    """Kernels know none of these; a cap takes the call to `reference`, in the precision of the model."""
+    ranges, scoring = [Range(0, 0, 30), Range(1, 9, 20), Range(2, 14, 15)], Scoring(0.25, **given)
+    store, generator = ActivationStore({}, []), torch.Generator().manual_seed(value_dim)
+    ours, exact = (AttentionCall(backend, store, 0, scoring) for backend in (VarlenCudaAttention(), REFERENCE))
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator).bfloat16()
+
+    seen = [(random(n, 2, 16), random(n, 2, value_dim)) for n in (r.stop - ours.first_key(r.start) for r in ranges)]
+    q, grad = random(42, 4, 16), random(42, 4, value_dim)
+    calls.clear()
+    made = ours.forward(q, seen, ours.sizes(ranges))
+    exact_q, exact_grad, exact_seen = q.double(), grad.double(), [(k.double(), v.double()) for k, v in seen]
+    out, lse = exact.forward(exact_q, exact_seen, exact.sizes(ranges))
+    parts = ours.backward(grad, q, seen, *made, ours.sizes(ranges))
+    expected = exact.backward(exact_grad, exact_q, exact_seen, out, lse, exact.sizes(ranges))
+    assert bool(calls) == ("soft_cap" not in given)
+    assert [one.shape[-1] for one in (*made[:1], *parts)] == [value_dim, 16, 16, value_dim]
+    for one, true in zip((*made, *parts), (out, lse, *expected), strict=True):
+        close(one, true)
 
 
 class Given(TorchDispatchMode):

@@ -56,6 +56,7 @@ def flash_forward(
 ):  # fmt: skip
     assert query.dtype in (torch.bfloat16, torch.float16)
     assert query.dtype == key.dtype == value.dtype
+    assert query.shape[-1] == key.shape[-1] == value.shape[-1]
     assert query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
     assert dropout_p == 0
     assert seqused_k is None

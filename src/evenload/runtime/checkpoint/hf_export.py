@@ -42,16 +42,16 @@ def export_run(
         dist.barrier(group=mesh.control)
         return directory
     directory = output / f"model{suffix}"
-    _export_model(directory, hf_config, buffers, constants, mesh)
+    export_model(directory, hf_config, buffers, constants, mesh)
     if mesh.rank == 0:
         copy_tokenizer(directory, data, model.path)
     return directory
 
 
-def _export_model(
+def export_model(
     directory: Path, config: PretrainedConfig, buffers: list[FlatBuffer], constants: Mapping[str, Tensor], mesh: Mesh
 ) -> None:
-    """Write what transformers' `save_pretrained` would; a rank holds the tensors of one file at a time."""
+    """Write what transformers' `save_pretrained` would; a rank holds the tensors of one file at a time. Collective."""
     whole, units = empty_model(config), _own_units(buffers, constants, mesh)
     if mesh.rank == 0:
         config.dtype, config.architectures = buffers[0].values.dtype, [type(whole).__name__]

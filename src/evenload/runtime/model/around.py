@@ -130,7 +130,9 @@ class WholeModel:
             like: [T, hidden], of the compute precision and device.
         """
         self.has_prologue, self.like, self.on_layer = token_ids is not None, like, on_layer
-        given: dict[str, Any] = {"input_ids": token_ids[None]} if token_ids is not None else {"inputs_embeds": like[None]}
+        given: dict[str, Any] = (
+            {"input_ids": token_ids[None]} if token_ids is not None else {"inputs_embeds": like[None]}
+        )
         if hasattr(self.model.config, "output_router_logits"):
             given["output_router_logits"] = False  # the load-balancing loss is ours (`RouterBalance`)
         # A mask of ones: without one, transformers looks for documents in the positions.

@@ -7,7 +7,7 @@ on the layout.
 
 import difflib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -20,6 +20,7 @@ from evenload.errors import ConfigError, UnsupportedModelError
 from evenload.runtime.model.around import ATTENTION_NAME, LayerCall, LayersRan, WholeModel, using
 from evenload.runtime.model.liger import use_liger
 from evenload.runtime.model.lora import add_adapters
+from evenload.runtime.model.probe import Findings, probe
 from evenload.runtime.model.structure import Structure, structure_of
 from evenload.runtime.model.supported import require_trainable
 from evenload.runtime.model.tensor_weights import require_tensor_parallel, split_weights
@@ -154,7 +155,8 @@ class StageModel:
             logits = self.whole.run(
                 positions,
                 lambda index, call: hidden[None] if index == last else call.hidden,
-                token_ids=None,
+                # Of no influence: a model that computes inputs of layers from token ids needs some.
+                token_ids=positions if self.structure.reads_tokens else None,
                 like=hidden.detach(),
             )
         assert logits is not None
@@ -225,7 +227,7 @@ def build_stage_model(
     """
     require_trainable(config)
     model = empty_model(config, dtype)
-    structure = structure_of(model)
+    structure = with_mixers(structure_of(model), probe(config))
     require_tensor_parallel(config, structure, tp)
     require_stage(structure, layers)
     stored = None if weights is None else fitting_weights(model, Path(weights))
@@ -267,6 +269,16 @@ def build_stage_model(
             # Adapters take their sizes and random values from whole linears.
             split_weights([(name, unit) for _, name, unit in numbered_units(stage)], structure, tp_rank, tp)
     return stage
+
+
+def with_mixers(structure: Structure, findings: Findings) -> Structure:
+    """Return the structure in which nothing is recorded inside modules that mix rows in a way of their own."""
+    sites = []
+    for index, own in enumerate(structure.sites):
+        own = replace(own, mixers=frozenset(mixer.path for mixer in findings.mixers_of(index)))
+        attention = () if own.mixers else own.attention
+        sites.append(replace(own, attention=attention))
+    return replace(structure, sites=tuple(sites))
 
 
 def require_layout(config: PretrainedConfig, layout: ParallelLayout) -> None:

@@ -24,10 +24,12 @@ _LONGEST = 1 << 24  # tokens of a document; a longer window is none
 @dataclass(frozen=True)
 class MaskRule:
     """Stands for a mask: a row sees the keys up to its own, of the last `window` tokens, or of its own chunk of `chunk`
-    tokens (0 = no limit). What models do with a mask on its way to a layer leaves it as it is."""
+    tokens (0 = no limit); or `refusal` says why it is no such rule, as of masks that no layer reads. What models do with
+    a mask on its way to a layer leaves it as it is."""
 
     window: int = 0
     chunk: int = 0
+    refusal: str = ""
 
     def __getitem__(self, _: object) -> "MaskRule":
         return self
@@ -37,6 +39,14 @@ class MaskRule:
 
     def clone(self) -> "MaskRule":
         return self
+
+    def dense(self, count: int, like: Tensor) -> Tensor:
+        """Return the mask [1, 1, count, count] that transformers' eager attention adds to scores."""
+        places = torch.arange(count, device=like.device)
+        hidden = ~self.shows(places[:, None], places)
+        return torch.zeros(1, 1, count, count, dtype=like.dtype, device=like.device).masked_fill(
+            hidden, torch.finfo(like.dtype).min
+        )
 
     def shows(self, rows: Tensor, keys: Tensor) -> Tensor:
         """Return which keys rows see, of positions that can be broadcast against each other."""
@@ -56,12 +66,15 @@ def mask_rule(
     *, mask_function: _MaskFunction, q_length: int, kv_length: int, config: PretrainedConfig, **_: object
 ) -> MaskRule:
     """Return the rule of a mask function; transformers calls this where it would make a mask. Packs have no padding, so
-    a mask of it is not read. `UnsupportedModelError`: the function is no rule."""
+    a mask of it is not read."""
     if q_length != kv_length:
         what = f"{q_length} rows and {kv_length} keys"
-        raise UnsupportedModelError(f"{config.model_type} asks for an attention mask of {what}; {TRAINED_MASKS}")
-    key, function = _of_cell("mask_function", _unpacked(mask_function))
-    return _read_rule(_KeyedFunction(key, function, config.model_type))
+        return MaskRule(refusal=f"{config.model_type} asks for an attention mask of {what}; {TRAINED_MASKS}")
+    try:
+        key, function = _of_cell("mask_function", _unpacked(mask_function))
+        return _read_rule(_KeyedFunction(key, function, config.model_type))
+    except UnsupportedModelError as error:
+        return MaskRule(refusal=str(error))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ memory, and its own forward runs once on a few tokens; its layers run in it one 
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +27,7 @@ from transformers.pytorch_utils import Conv1D
 
 from evenload.errors import UnsupportedModelError
 from evenload.runtime.model.around import LayerCall, WholeModel, find_layers, using
+from evenload.runtime.model.mask_rules import mask_rule
 
 _SURVEY = "evenload_survey"
 _ROWS = 29
@@ -55,6 +56,7 @@ class LayerSites:
         choosing: modules that choose the largest of some numbers a token, or multiply with a weight of their own.
         experts: blocks of experts.
         attention: its calls, in order.
+        mixers: modules that mix rows in a way of their own, in which nothing is recorded ("" = the layer).
     """
 
     linears: frozenset[str]
@@ -63,6 +65,11 @@ class LayerSites:
     choosing: frozenset[str]
     experts: frozenset[str]
     attention: tuple[AttentionSizes, ...]
+    mixers: frozenset[str] = frozenset()
+
+    def is_mixed(self, name: str) -> bool:
+        """Say whether a module is one of `mixers`, or inside one."""
+        return any(not path or name == path or name.startswith(f"{path}.") for path in self.mixers)
 
 
 @dataclass(frozen=True)
@@ -178,6 +185,12 @@ class _LayerNotes:
 _SUMS = {"add", "__add__", "__radd__", "__iadd__", "add_", "view", "reshape", "squeeze", "unsqueeze", "transpose",
          "contiguous", "flatten", "unflatten", "__get__", "size", "dim", "clone", "permute", "chunk",
          "split"}  # fmt: skip
+# Asked of values: masks hide nothing, positions are of one document, and no expert has tokens.
+_QUESTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "all": lambda values: torch.tensor(data=True),
+    "any": lambda values: torch.tensor(data=False),
+    "nonzero": lambda values: values.new_empty(0, values.ndim, dtype=torch.int64),
+}
 _SCALES = {"mul", "__mul__", "__rmul__", "div", "__truediv__"}
 
 
@@ -246,7 +259,7 @@ class _Survey(TorchFunctionMode):
             id(weight): name for name, module in layer.named_modules() for weight in module._parameters.values()
         }
         output = layer(*call.args, **call.kwargs)
-        self.returns_tuple = not isinstance(output, Tensor)
+        self.returns_tuple = self.whole.returns_tuple = not isinstance(output, Tensor)
         self.layer = -1
         return output if isinstance(output, Tensor) else output[0]
 
@@ -299,8 +312,11 @@ class _Survey(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if getattr(func, "__name__", "") == "dropout" and _drops(args, kwargs):
+        name = getattr(func, "__name__", "")
+        if name == "dropout" and _drops(args, kwargs):
             self.refuse_dropout()
+        if name in _QUESTIONS and isinstance(args[0], Tensor) and args[0].is_meta:
+            return _QUESTIONS[name](args[0])
         output = func(*args, **kwargs)
         tensors = [one for one in tree_flatten((args, kwargs))[0] if isinstance(one, Tensor)]
         made = [one for one in tree_flatten(output)[0] if isinstance(one, Tensor)]
@@ -408,10 +424,18 @@ def _attend(
         query.shape[1], key.shape[1], query.shape[-1], value.shape[-1], given.get("s_aux") is not None
     )
     survey.notes[-1].attention.append(shape)
+    if why := getattr(getattr(attention_mask, "rule", None), "refusal", ""):
+        raise UnsupportedModelError(why)
     if given.get("dropout"):
         survey.refuse_dropout()
     output = query.transpose(1, 2)[..., :1] + key.sum() + value.sum() + value.new_zeros(value.shape[-1])
     return output, None
+
+
+def _mask(**given: Any) -> Tensor:
+    mask = torch.zeros(1, 1, _ROWS, _ROWS, device="meta")
+    mask.rule = mask_rule(**given)  # type: ignore[attr-defined]
+    return mask
 
 
 def _mix_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -424,5 +448,5 @@ def _mix_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, 
 
 
 ALL_ATTENTION_FUNCTIONS.register(_SURVEY, _attend)
-ALL_MASK_ATTENTION_FUNCTIONS.register(_SURVEY, lambda **given: torch.zeros(1, 1, 1, 1, device="meta"))
+ALL_MASK_ATTENTION_FUNCTIONS.register(_SURVEY, _mask)
 ALL_EXPERTS_FUNCTIONS.register(_SURVEY, _mix_experts)

@@ -9,7 +9,7 @@ from evenload.errors import ConfigError, UnsupportedModelError
 from evenload.runtime.model.weight_files import dequantise_once
 
 # Rotary variants that change with the length of the batch would make a token depend on its pack.
-_FIXED_ROPE = {"default", "linear", "llama3", "yarn"}
+_CHANGING_ROPE = {"dynamic", "longrope"}
 
 
 def require_trainable(config: PretrainedConfig) -> None:
@@ -32,12 +32,11 @@ def _untrained(config: PretrainedConfig) -> Iterator[str]:
             "config.json"
         )
     for rope in rope_settings(config):
-        if (kind := rope.get("rope_type", "default")) not in _FIXED_ROPE:
-            known = ", ".join(sorted(_FIXED_ROPE))
-            yield f"rope_type '{kind}' changes with the batch's length, so with a token's pack; supported: {known}"
+        if (kind := rope.get("rope_type", "default")) in _CHANGING_ROPE:
+            yield f"rope_type '{kind}' changes with the batch's length, so with a token's pack; choose a fixed one"
     if getattr(config, "add_cross_attention", None):
         yield "add_cross_attention is set, and no document has an encoder's output; set it to false in config.json"
-    if getattr(config, "use_bidirectional_attention", None):
+    if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):
         yield "use_bidirectional_attention is set: tokens would see later ones; only causal decoders are trained"
 
 

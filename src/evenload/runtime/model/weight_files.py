@@ -224,17 +224,18 @@ def _require_shapes(
     names = conversion.stored_names
     of = f"'{names[0]}' has shape {stored[names[0]].shape}"
     if len(names) > 1:
-        of = f"{of}, and with {len(names) - 1} others, up to '{names[-1]}', makes '{conversion.name}'"
+        kinds = " and ".join(conversion.patterns)
+        of = f"{of}, and with {len(names) - 1} others makes '{conversion.name}', which transformers makes of {kinds}"
     where = directory / stored[names[0]].file
     try:
         made = conversion.convert(whole, lambda name: torch.empty(stored[name].shape, device="meta"))
     except Exception as error:  # its operations have no common class
         why = " ".join(str(error).split())
-        raise ConfigError(f"{where}: {of}, which transformers cannot join ({why}); compare with config.json") from error
+        raise ConfigError(f"{where}: {of}; these do not fit together ({why})") from error
     for name, tensor in made.items():
         needed = tuple(state[name].shape) if name in state else "no such tensor"
         if tuple(tensor.shape) != needed:
-            result = f", of shape {tuple(tensor.shape)}" if len(names) > 1 else ""
+            result = f"; it has shape {tuple(tensor.shape)}" if len(names) > 1 else ""
             raise ConfigError(f"{where}: {of}{result}, the model needs {needed}")
     return list(made)
 

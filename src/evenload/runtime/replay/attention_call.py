@@ -55,6 +55,8 @@ def _rule(module: nn.Module, mask: Any, options: dict[str, Any]) -> MaskRule:
     decides (MiMo's is a token wider than the window that the module names)."""
     is_causal, window = options.pop("is_causal", None), options.pop("sliding_window", None)
     if isinstance(mask, MaskRule):
+        if mask.refusal:
+            raise UnsupportedModelError(mask.refusal)
         return mask
     if mask is not None:
         made = f"{tuple(mask.shape)} " if isinstance(mask, Tensor) else ""

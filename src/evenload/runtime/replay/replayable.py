@@ -17,20 +17,23 @@ so no matrix product is repeated. Tokens are sorted by expert, with one product 
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from transformers import PretrainedConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
 from evenload.attention.range_attention import work_dtype
-from evenload.runtime.model.around import ATTENTION_NAME
+from evenload.runtime.model.around import ATTENTION_NAME, using
 from evenload.runtime.model.lora import is_adapter
-from evenload.runtime.model.mask_rules import mask_rule
+from evenload.runtime.model.mask_rules import MaskRule, mask_rule
 from evenload.runtime.model.structure import LayerSites
 from evenload.runtime.replay.attention_call import attention
 from evenload.runtime.replay.state import ReplayState, count_values
@@ -273,6 +276,55 @@ class _Experts:
         return known_output(known, backward, gated, routing)
 
 
+class ReplayMixer(nn.Module):
+    """Runs a module that mixes rows in a way of its own (linear attention, state space, convolution) document by
+    document under plain autograd, in forward and again in backward; mixed in by changing the class of the model's own
+    module. Documents must be whole."""
+
+    replay: ReplayState
+    configs: Sequence[PretrainedConfig]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        ranges, outputs, stop = self.replay.ranges, [], 0
+        floating = (
+            one for one in tree_flatten((args, kwargs))[0] if isinstance(one, Tensor) and one.is_floating_point()
+        )
+        like = next(floating)
+        with using(self.configs, "eager"):
+            for _, start, end in ranges:
+                assert start == 0, "documents of models with such modules are not cut"
+                start, stop = stop, stop + end
+                pick = functools.partial(_rows_of, rows=slice(start, stop), count=self.replay.num_rows, like=like)
+                own_args, own_kwargs = tree_map(pick, (args, kwargs))
+                outputs.append(super().forward(*own_args, **own_kwargs))
+        flat = [tree_flatten(one) for one in outputs]
+        sizes = [end - start for _, start, end in ranges]
+        joined = [_joined(parts, sizes) for parts in zip(*(leaves for leaves, _ in flat), strict=True)]
+        return tree_unflatten(joined, flat[0][1])
+
+
+def _rows_of(given: Any, rows: slice, count: int, like: Tensor) -> Any:
+    """Return a document's part of an argument: of a mask, and of a tensor with a row for each of `count` tokens."""
+    if isinstance(given, MaskRule):
+        return given.dense(rows.stop - rows.start, like)
+    axis = _row_axis(given, count)
+    return given if axis is None else given.narrow(axis, rows.start, rows.stop - rows.start)
+
+
+def _row_axis(given: Any, count: int) -> int | None:
+    """Return the dimension of the tokens: the first, or the second behind a batch of one."""
+    if not isinstance(given, Tensor) or not given.ndim:
+        return None
+    if given.ndim > 1 and given.shape[0] == 1 and given.shape[1] == count:
+        return 1
+    return 0 if given.shape[0] == count else None
+
+
+def _joined(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
+    axes = [_row_axis(part, size) for part, size in zip(parts, sizes, strict=True)]
+    return parts[0] if None in axes or len(parts) == 1 else torch.cat(list(parts), axes[0])  # type: ignore[bad-argument-type]
+
+
 class _Order:
     """Sorts the T·k (token, expert) pairs by expert: their places in the unsorted [T, k], their tokens, int64[T·k]
     each, and (expert, rows of the sorted pairs) of every expert that has any. Pairs of no expert come last."""
@@ -342,11 +394,16 @@ ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, attention)
 ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, mask_rule)
 
 
-def make_replayable(layer: nn.Module, layer_index: int, state: ReplayState, sites: LayerSites) -> None:
-    """Turn a decoder layer's linears, experts and choices into recording ones, in place."""
+def make_replayable(
+    layer: nn.Module, layer_index: int, state: ReplayState, sites: LayerSites, configs: Sequence[PretrainedConfig] = ()
+) -> None:
+    """Turn a decoder layer's linears, experts and choices into recording ones, in place; `configs` are of the model."""
     for name, module in layer.named_modules():
-        if is_adapter(name):
-            continue  # thin products, computed again under autograd in backward
+        if name in sites.mixers:
+            module.__class__ = type(f"Replay{type(module).__name__}", (ReplayMixer, type(module)), {})
+            module.replay, module.configs = state, configs  # type: ignore[assignment]
+        if is_adapter(name) or sites.is_mixed(name):
+            continue  # computed again under autograd in backward
         own, site = type(module), name.replace(".base_layer", "")
         if own in _RECORDED and site in sites.linears:
             module.__class__ = _RECORDED[own]

@@ -3,19 +3,18 @@
 Final norm, head and loss run inside the *backward* of the last stage, where the cost model charges them.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from evenload.attention.range_attention import RangeAttention
 from evenload.runtime.comm.tensor_group import RowExchange, RowShard, TensorGroup, row_owners
 from evenload.runtime.model.around import ATTENTION_NAME, LayerCall, using
 from evenload.runtime.model.hf_model import StageModel
-from evenload.runtime.model.structure import Structure
 from evenload.runtime.replay.context_attention import LocalAttention, rows_of
 from evenload.runtime.replay.head import Around, head_gradient, row_losses
 from evenload.runtime.replay.rank_packs import PackTokens
@@ -27,14 +26,12 @@ from evenload.runtime.replay.weight_products import WeightProducts
 from evenload.types.document import Direction, Range
 
 
-def make_layers_replayable(
-    layers: Mapping[int, nn.Module], state: ReplayState, structure: Structure, tensor: TensorGroup | None
-) -> None:
+def make_layers_replayable(model: StageModel, state: ReplayState, tensor: TensorGroup | None) -> None:
     """Make decoder layers replayable, once, in place. One pass runs at a time, so a rank's layers may share a state."""
-    for index, layer in layers.items():
-        make_replayable(layer, index, state, structure.sites[index])
+    for index, layer in model.layers.items():
+        make_replayable(layer, index, state, model.structure.sites[index], model.whole.configs)
         if tensor is not None:
-            make_tensor_parallel(layer, index, state, structure)
+            make_tensor_parallel(layer, index, state, model.structure)
 
 
 OnFinal = Callable[[int], None]
@@ -78,7 +75,7 @@ class PipelineStage:
             )
         self._state = state or ReplayState(backend=backend)
         if state is None:
-            make_layers_replayable(model.layers, self._state, model.structure, tensor)
+            make_layers_replayable(model, self._state, tensor)
 
     def with_layers(self, layers: Iterable[int]) -> "PipelineStage":
         kept = {index: self.model.layers[index] for index in layers}

@@ -150,7 +150,7 @@ class LiveStages:
         self._layer, self.twins = share_pieces(twin_bytes, self._pieces, meshes)
         self._index_of = {id(live.parameters[0]): index for index, live in enumerate(self._pieces)}
         self._state = ReplayState(backend=self._backend)
-        make_layers_replayable(self._whole.layers, self._state, self._whole.structure, mesh.tensor)
+        make_layers_replayable(self._whole, self._state, mesh.tensor)
         stages = {index: self._stage(part) for index, part in models.items()}
         self.held = RankStages(hf_config, stages, buffers, frozen_bytes(parts))
         self._arrival: StateArrival | None = None
