@@ -77,7 +77,8 @@ class _KindSurvey(structure._Survey):
         self._inputs: set[tuple[int, int]] = set()
         self._attention: list[AttentionKind] = []
         self._experts: ExpertsKind | None = None
-        self._router = self._choices = 0
+        self._router = self._choices = self._chosen = 0
+        self._stacked: list[Tensor] = []  # weights of all experts, [E, in, out], in code of the model's own
         self._mixer, self._columns = "", 0  # weights of biases that tensor parallelism divides
         self._row_biases = False
 
@@ -125,7 +126,7 @@ class _KindSurvey(structure._Survey):
         return output
 
     def _kind(self, layer: nn.Module) -> LayerKind:
-        sites, experts = self.notes[-1].sites(), self._experts
+        sites, experts = self.notes[-1].sites(), self._experts or self._stacked_experts()
         products = tuple(
             Product(**(_fields(product) | {"is_read": owner in sites.linears - sites.unused}))
             for owner, product in self._products
@@ -153,6 +154,12 @@ class _KindSurvey(structure._Survey):
             biases=self._row_biases,
         )
 
+    def _stacked_experts(self) -> ExpertsKind | None:
+        if not self._stacked:
+            return None
+        (count, width, outputs), inner = self._stacked[0].shape, self._stacked[-1].shape[1]
+        return ExpertsKind(count=count, chosen=self._chosen, width=width, inner=inner, gated=outputs == 2 * inner)
+
     def _multiply(self, notes: Any, weight: Tensor, args: Any, output: Tensor) -> None:
         super()._multiply(notes, weight, args, output)
         owner = self._owners.get(id(weight))
@@ -172,6 +179,7 @@ class _KindSurvey(structure._Survey):
             shares_input=key in self._inputs,
         )
         self._inputs.add(key)
+        self._alive.append(given)
         bias = getattr(self._stack[-1], "bias", None)
         if isinstance(bias, nn.Parameter):
             is_of_rows = output.shape[-1] == self.hidden_size
@@ -184,6 +192,9 @@ class _KindSurvey(structure._Survey):
         name = getattr(func, "__name__", "")
         if name == "topk":
             self._choices += made[-1].numel() // structure._ROWS
+            self._chosen = made[-1].shape[-1]
+        if name in _SCORES and isinstance(args[1], nn.Parameter) and args[1].ndim > 2:
+            self._stacked.append(args[1])
         if self._mixes(name, args, kwargs, tensors, made):
             self.note_mixer()
 
