@@ -24,17 +24,25 @@ import msgspec
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
-from transformers import AutoConfig  # noqa: E402
+from transformers import AutoConfig
 
-from evenload.runtime.model.layer_kinds import describe  # noqa: E402
-from evenload.types.model import AlikeLayers  # noqa: E402
+from evenload.runtime.model.layer_kinds import describe
+from evenload.types.model import AlikeLayers
 
 OUT = Path(__file__).resolve().parent.parent / "src" / "evenload" / "types" / "models.json"
 _NO_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 
 
 def dense(
-    model_type: str, layers: int, hidden: int, heads: int, kv_heads: int, head_dim: int, ffn: int, vocab: int, **more: Any
+    model_type: str,
+    layers: int,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    ffn: int,
+    vocab: int,
+    **more: Any,
 ) -> dict[str, Any]:
     """A configuration of the usual keys."""
     return {

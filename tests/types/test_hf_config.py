@@ -7,9 +7,9 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from evenload.data.hub import model_from_config
 from evenload.errors import ConfigError
 from evenload.types.architectures import ARCHITECTURES
-from evenload.types.model import model_from_hf_config
 
 _SIZES = {
     "hidden_size": 64,
@@ -54,7 +54,7 @@ def test_every_known_kind_has_the_weights_that_transformers_builds(kind: str) ->
         for name, parameter in model.named_parameters()
         if parameter.dim() > 1 and not any(part in name for part in _NOT_COUNTED)
     )
-    spec = model_from_hf_config(config.to_dict(), kind)
+    spec = model_from_config(config.to_dict(), kind)
     norms = (2 * spec.num_layers + 1) * spec.hidden_size
     if spec.biases:
         assert spec.num_parameters == sum(parameter.numel() for parameter in model.parameters())
@@ -70,12 +70,12 @@ def test_missing_keys_mean_what_transformers_takes_them_for(kind: str) -> None:
         written = config.to_dict()
         expected = [7 if one == "sliding_attention" else 0 for one in getattr(config, "layer_types", None) or ()]
         if config.to_dict().get("sliding_window") == 7 and expected:
-            assert list(model_from_hf_config(written, kind).windows) == expected
+            assert list(model_from_config(written, kind).windows) == expected
             written = {key: value for key, value in written.items() if key != "layer_types"}
-            assert list(model_from_hf_config(written, kind).windows) == expected
+            assert list(model_from_config(written, kind).windows) == expected
         tied = copy.copy(written)
         del tied["tie_word_embeddings"]
-        assert model_from_hf_config(tied, kind).tied_embeddings == CONFIG_MAPPING[kind]().tie_word_embeddings
+        assert model_from_config(tied, kind).tied_embeddings == CONFIG_MAPPING[kind]().tie_word_embeddings
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_missing_keys_mean_what_transformers_takes_them_for(kind: str) -> None:
 )  # fmt: skip
 def test_what_would_be_costed_wrong_is_refused_by_name(changes, named: str) -> None:
     with pytest.raises(ConfigError) as error:
-        model_from_hf_config(small_config("llama").to_dict() | changes, "mine")
+        model_from_config(small_config("llama").to_dict() | changes, "mine")
     assert "model mine" in str(error.value)
     assert named in str(error.value)
 
@@ -150,7 +150,7 @@ _HUB = {
      ("mixtral", 46.7, 12.9), ("qwen3_moe", 30.5, 3.35)],
 )  # fmt: skip
 def test_models_of_the_hub_have_their_published_size(kind: str, billions: float, active: float) -> None:
-    spec = model_from_hf_config(_HUB[kind], kind)
+    spec = model_from_config(_HUB[kind], kind)
     copies = 1 if spec.tied_embeddings else 2
     embeddings = copies * spec.embedding_parameters
     stored = spec.num_layers * spec.stored_parameters_per_layer + embeddings
@@ -161,5 +161,5 @@ def test_models_of_the_hub_have_their_published_size(kind: str, billions: float,
 def test_a_pattern_of_windows_is_read_where_kinds_of_layers_are_missing() -> None:
     config = small_config("gemma3_text", sliding_window=7).to_dict()
     del config["layer_types"]
-    spec = model_from_hf_config(config | {"sliding_window_pattern": 3}, "gemma3_text")
+    spec = model_from_config(config | {"sliding_window_pattern": 3}, "gemma3_text")
     assert spec.windows == (7, 7, 0, 7, 7, 0)

@@ -367,11 +367,7 @@ def require_supported_layout(model: ModelSpec, layout: ParallelLayout) -> None:
             f"over tp={layout.tp}; they do over tp={', '.join(map(str, fitting))}"
         )
     if layout.cp > 1 and not model.may_cut_documents:
-        why = (
-            f"has {', '.join(model.mixers)}, which mixes tokens of whole documents,"
-            if model.mixers
-            else ("is bidirectional")
-        )
+        why = "is bidirectional" if not model.causal else f"has {', '.join(model.mixers)}, which needs documents whole,"
         raise ConfigError(
             f"layout {layout.describe()}: model {model.name} {why} and context parallelism shards causal documents "
             "only; use cp=1"

@@ -427,14 +427,12 @@ class PackCosts:
     def require_sliceable(self, columns: SliceColumns) -> None:
         """Refuse pieces of documents of a model that needs them whole, by a `ConfigError`."""
         if not self.model.may_cut_documents and columns.start.any():
-            why = (
-                "every token sees the whole document"
-                if not self.model.causal
-                else (f"{', '.join(self.model.mixers)} mixes tokens in a way of its own")
-            )
+            why = "is bidirectional: every token sees the whole document"
+            if self.model.causal:
+                why = f"has {', '.join(self.model.mixers)}, which mixes tokens in a way of its own"
             raise ConfigError(
-                f"model {self.model.name}{'' if self.model.causal else ' is bidirectional'}: {why}, so documents "
-                "cannot be sliced; use a strategy of whole documents (padded, best_fit, balanced)"
+                f"model {self.model.name} {why}, so documents cannot be sliced; use a strategy of whole documents "
+                "(padded, best_fit, balanced)"
             )
 
     def host_link(self) -> LinkSpec:

@@ -2,13 +2,12 @@
 ones by name."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from typing import Any, Literal, NamedTuple, get_args
+from pathlib import Path
+from typing import Any, Literal, get_args
 
 import msgspec
 
 from evenload.errors import ConfigError
-from evenload.types.architectures import ARCHITECTURES, Architecture
 from evenload.types.base import Frozen
 from evenload.types.layer_kind import AttentionKind, ExpertsKind, LayerKind, Product
 from evenload.types.text import scaled
@@ -122,6 +121,14 @@ class ModelSpec(Frozen):
     def may_cut_documents(self) -> bool:
         """Whether slices of a document give what the whole document gives."""
         return self.causal and not self.mixers
+
+    @property
+    def whole_documents(self) -> str:
+        """Say why documents are not cut; "" = they may be."""
+        if self.may_cut_documents:
+            return ""
+        why = "tokens see the whole document" if not self.causal else "these mix tokens in a way of their own"
+        return f"documents stay whole, without slices or sharing: {', '.join((self.name, *self.mixers))}: {why}"
 
     @property
     def kind_counts(self) -> tuple[int, ...]:
@@ -281,201 +288,17 @@ def model_tree(tree: Any) -> Any:
     return msgspec.to_builtins(msgspec.convert(tree, AlikeLayers).spec())
 
 
-_NESTED = {one.nested_in: one.model_type for one in ARCHITECTURES.values() if one.nested_in}
+class BuiltIn(Frozen):
+    """Hold a built-in model, and the configuration in transformers' keys that it was read from."""
 
-_COSTLY_FIELDS: Mapping[str, tuple[str, ...]] = {
-    "latent attention": ("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim"),
-    "experts of another layout": ("n_routed_experts", "moe_num_experts", "num_experts_per_token"),
-    "shared experts": ("n_shared_experts", "num_shared_experts", "shared_expert_intermediate_size"),
-    "some layers dense, others with experts": ("first_k_dense_replace", "moe_layer_freq", "interleave_moe_layer_step"),
-    "multi-token prediction": ("num_nextn_predict_layers", "mtp_num_hidden_layers"),
-    "linear attention": ("linear_num_value_heads", "linear_key_head_dim", "linear_attn_config"),
-    "state-space layers": ("mamba_d_state", "mamba_num_heads", "ssm_cfg", "ssm_state_size", "hybrid_override_pattern"),
-    "layers of several kinds": ("layers_block_type", "block_types", "attn_layer_indices", "attn_type_list"),
-    "chunked or sparse attention": ("attention_chunk_size", "index_topk", "sparse_attention_config"),
-}
-"""Fields that change what a layer costs, by what they stand for; absent, null, 0 and empty do no harm."""
-
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
+    config: dict[str, Any]
+    model: ModelSpec
 
 
-def model_from_hf_config(config: Mapping[str, Any], name: str, bytes_per_element: int = 2) -> ModelSpec:
-    """Read a parsed Hugging Face `config.json`; `ConfigError` where a needed key is missing, or an architecture or a
-    field would be costed wrong. The name is for messages."""
-    config, architecture = _decoder(config, name)
-    hidden = _needed(config, "hidden_size", name)
-    heads = _needed(config, "num_attention_heads", name)
-    layers = _needed(config, "num_hidden_layers", name)
-    experts = config.get("num_experts") or config.get("num_local_experts") or 0
-    inner = (config.get("moe_intermediate_size") if experts else None) or config.get("intermediate_size")
-    if inner is None and architecture.ffn_factor:
-        inner = architecture.ffn_factor * hidden
-    return AlikeLayers(
-        name=name,
-        num_layers=layers,
-        hidden_size=hidden,
-        num_heads=heads,
-        num_kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or hidden // heads,
-        ffn_hidden_size=_needed({"intermediate_size": inner}, "intermediate_size", name),
-        vocab_size=_needed(config, "vocab_size", name),
-        # A key that has its default value is often missing in a config.json.
-        tied_embeddings=bool(config.get("tie_word_embeddings", architecture.tied)),
-        gated_ffn=architecture.gated,
-        num_experts=experts,
-        experts_per_token=config.get("num_experts_per_tok") or 0,
-        sliding_windows=_sliding_windows(config, architecture, layers),
-        post_norm=architecture.post_norm,
-        biases=architecture.biases,
-        position_rows=_needed(config, "max_position_embeddings", name) if architecture.names.positions else 0,
-        causal=architecture.causal,
-        bytes_per_element=bytes_per_element,
-    ).spec()
+_BUILT_IN = msgspec.json.decode((Path(__file__).parent / "models.json").read_bytes(), type=dict[str, BuiltIn])
 
+MODELS: dict[str, ModelSpec] = {name: one.model for name, one in _BUILT_IN.items()}
+"""Built-in models by name; `tools/make_models.py` makes them."""
 
-def _decoder(config: Mapping[str, Any], name: str) -> tuple[Mapping[str, Any], Architecture]:
-    """Return the part of a configuration that describes a decoder, with the usual keys, and its architecture."""
-    outer = config.get("model_type")
-    if outer in _NESTED and isinstance(config.get("text_config"), Mapping):
-        tied = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
-        config = {"model_type": _NESTED[outer], **tied, **config["text_config"]}
-    model_type = config.get("model_type")
-    costly = "; ".join(_costly_fields(config))
-    architecture = ARCHITECTURES.get(str(model_type))
-    if architecture is None:
-        why = f", and its config.json has {costly}" if costly else ""
-        known = f"has model_type '{model_type}', which is not known{why}"
-        named = "names no model_type" if model_type is None else known
-        raise ConfigError(
-            f"model {name}: config.json {named}, so its work and memory cannot be told; known: "
-            f"{', '.join(sorted({*ARCHITECTURES, *_NESTED}))}. A config.json of your own with the model_type whose "
-            "layers come closest ('llama', or 'mixtral' with experts) is planned as that"
-        )
-    if costly:
-        raise ConfigError(
-            f"model {name}: config.json of model_type '{model_type}' has {costly}, which the cost model does not "
-            "describe, so that plans would be wrong; without these fields it is planned as if they were not there"
-        )
-    renamed = {usual: config[own] for usual, own in architecture.keys.items() if config.get(own) is not None}
-    return {**architecture.defaults, **config, **renamed}, architecture
-
-
-def _costly_fields(config: Mapping[str, Any]) -> Iterator[str]:
-    for what, fields in _COSTLY_FIELDS.items():
-        present = [f"{name} {config[name]}" for name in fields if config.get(name)]
-        if present:
-            yield f"{what} ({', '.join(present)})"
-    others = sorted({str(kind) for kind in config.get("layer_types") or ()} - _LAYER_TYPES)
-    if others:
-        yield f"layers that are neither full nor sliding attention (layer_types {', '.join(others)})"
-    dense, step = config.get("mlp_only_layers"), config.get("decoder_sparse_step", 1)
-    if dense or step not in (None, 1):
-        yield f"some layers without experts (mlp_only_layers {dense or []}, decoder_sparse_step {step})"
-
-
-def _needed(config: Mapping[str, Any], key: str, name: str) -> int:
-    if not isinstance(config.get(key), int):
-        raise ConfigError(f"model {name}: config.json has no integer '{key}'; is it a decoder's config?")
-    return config[key]
-
-
-def _sliding_windows(config: Mapping[str, Any], architecture: Architecture, layers: int) -> tuple[int, ...]:
-    """Return the window of every layer as transformers applies it: by `layer_types`, else by the architecture."""
-    window = config.get("sliding_window")
-    if not window or not config.get("use_sliding_window", not architecture.optional_window):
-        return ()
-    kinds = config.get("layer_types")
-    if kinds is not None:
-        return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
-    return architecture.windows(config, window, layers)
-
-
-class _Row(NamedTuple):
-    """A built-in model; 0 key/value heads = as many as query heads, 0 head_dim = the width divided by the heads."""
-
-    name: str
-    model_type: str
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    ffn: int
-    vocab: int
-    tied: bool = False
-    experts: int = 0
-    chosen: int = 0
-    window: int = 0
-    positions: int = 0
-
-
-_LLAMA3, _QWEN3 = 128_256, 151_936
-_GPT3_CONTEXT = 2048
-# `llama-*`: SlimPack Table 3 (vocabulary 32,000). `wlb-*`: WLB-LLM §7.1, which gives only 7B (LLaMA-2-7B); others scale
-# layers and width in proportion (30B has 64 heads of 104, because 52 of 128 do not divide over tp=8). `gpt-*` and
-# `bert-*`: FlexPipe Table 1 (its width 5140 means 5120). Others: their public config.json, of Gemma 3 the text part.
-_ROWS = (
-    _Row("llama-7b", "llama", 32, 4096, 32, 0, 0, 11008, 32_000),
-    _Row("llama-13b", "llama", 40, 5120, 40, 0, 0, 13824, 32_000),
-    _Row("llama-70b", "llama", 80, 8192, 64, 8, 0, 28672, 32_000),
-    _Row("llama-150b", "llama", 96, 12288, 96, 8, 0, 32768, 32_000),
-    _Row("wlb-550m", "llama", 16, 1536, 12, 0, 0, 4096, 32_000),
-    _Row("wlb-7b", "llama", 32, 4096, 32, 0, 0, 11008, 32_000),
-    _Row("wlb-30b", "llama", 60, 6656, 64, 0, 0, 17920, 32_000),
-    _Row("wlb-70b", "llama", 80, 8192, 64, 8, 0, 28672, 32_000),
-    _Row("gpt-3.35b", "gpt2", 16, 4096, 32, 0, 0, 16384, 50_257, positions=_GPT3_CONTEXT),
-    _Row("gpt-13b", "gpt2", 40, 5120, 40, 0, 0, 20480, 50_257, positions=_GPT3_CONTEXT),
-    _Row("bert-340m", "bert", 24, 1024, 16, 0, 0, 4096, 30_522),
-    _Row("bert-1.36b", "bert", 96, 1024, 16, 0, 0, 4096, 30_522),
-    _Row("qwen2.5-0.5b", "qwen2", 24, 896, 14, 2, 64, 4864, 151_936, tied=True),
-    _Row("qwen2.5-7b", "qwen2", 28, 3584, 28, 4, 128, 18944, 152_064),
-    _Row("llama3-8b", "llama", 32, 4096, 32, 8, 128, 14336, _LLAMA3),
-    _Row("llama3-70b", "llama", 80, 8192, 64, 8, 128, 28672, _LLAMA3),
-    _Row("llama3.1-405b", "llama", 126, 16384, 128, 8, 128, 53248, _LLAMA3),
-    _Row("llama3.2-1b", "llama", 16, 2048, 32, 8, 64, 8192, _LLAMA3, tied=True),
-    _Row("llama3.2-3b", "llama", 28, 3072, 24, 8, 128, 8192, _LLAMA3, tied=True),
-    _Row("qwen3-0.6b", "qwen3", 28, 1024, 16, 8, 128, 3072, _QWEN3, tied=True),
-    _Row("qwen3-1.7b", "qwen3", 28, 2048, 16, 8, 128, 6144, _QWEN3, tied=True),
-    _Row("qwen3-4b", "qwen3", 36, 2560, 32, 8, 128, 9728, _QWEN3, tied=True),
-    _Row("qwen3-8b", "qwen3", 36, 4096, 32, 8, 128, 12288, _QWEN3),
-    _Row("qwen3-14b", "qwen3", 40, 5120, 40, 8, 128, 17408, _QWEN3),
-    _Row("qwen3-32b", "qwen3", 64, 5120, 64, 8, 128, 25600, _QWEN3),
-    _Row("qwen3-30b-a3b", "qwen3_moe", 48, 2048, 32, 4, 128, 768, _QWEN3, experts=128, chosen=8),
-    _Row("qwen3-235b-a22b", "qwen3_moe", 94, 4096, 64, 4, 128, 1536, _QWEN3, experts=128, chosen=8),
-    _Row("mixtral-8x7b", "mixtral", 32, 4096, 32, 8, 128, 14336, 32_000, experts=8, chosen=2),
-    _Row("mixtral-8x22b", "mixtral", 56, 6144, 48, 8, 128, 16384, 32_768, experts=8, chosen=2),
-    _Row("gemma3-1b", "gemma3_text", 26, 1152, 4, 1, 256, 6912, 262_144, window=512),
-    _Row("gemma3-4b", "gemma3_text", 34, 2560, 8, 4, 256, 10240, 262_208, window=1024),
-    _Row("gemma3-12b", "gemma3_text", 48, 3840, 16, 8, 256, 15360, 262_208, window=1024),
-    _Row("gemma3-27b", "gemma3_text", 62, 5376, 32, 16, 128, 21504, 262_208, window=1024),
-)
-
-
-def _spec(row: _Row) -> ModelSpec:
-    architecture = ARCHITECTURES[row.model_type]
-    return AlikeLayers(
-        name=row.name,
-        num_layers=row.layers,
-        hidden_size=row.hidden,
-        num_heads=row.heads,
-        num_kv_heads=row.kv_heads or row.heads,
-        head_dim=row.head_dim or row.hidden // row.heads,
-        ffn_hidden_size=row.ffn,
-        vocab_size=row.vocab,
-        tied_embeddings=row.tied or architecture.tied,
-        gated_ffn=architecture.gated,
-        num_experts=row.experts,
-        experts_per_token=row.chosen,
-        sliding_windows=architecture.windows({}, row.window, row.layers) if row.window else (),
-        post_norm=architecture.post_norm,
-        biases=architecture.biases,
-        position_rows=row.positions,
-        causal=architecture.causal,
-    ).spec()
-
-
-MODELS: dict[str, ModelSpec] = {row.name: _spec(row) for row in _ROWS}
-"""Built-in models by name."""
-
-MODEL_TYPES: dict[str, str] = {row.name: row.model_type for row in _ROWS}
-"""Their architecture, by transformers' `model_type`."""
+CONFIGURATIONS: dict[str, dict[str, Any]] = {name: one.config for name, one in _BUILT_IN.items()}
+"""Their configurations, as of a `config.json`."""

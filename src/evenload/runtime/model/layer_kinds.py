@@ -58,8 +58,8 @@ def describe(config: PretrainedConfig, name: str) -> ModelSpec:
     except Exception as error:  # of transformers, and of the model's own code on tensors without values
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise ConfigError(
-            f"model {name}: the layers of model_type '{text.model_type}' cannot be told from transformers' model ({why}); "
-            "plan a model whose layers come closest, such as a built-in one"
+            f"model {name}: what layers of model_type '{text.model_type}' compute cannot be told from transformers' "
+            f"model ({why}); plan a model whose layers come closest, such as a built-in one"
         ) from error
 
 
@@ -136,8 +136,10 @@ class _KindSurvey(structure._Survey):
             routed = {"router": self._router, "choices": self._choices, "is_read": is_read}
             experts = ExpertsKind(**(_fields(experts) | routed))
         parameters = sum(one.numel() for one in layer.parameters())
-        matrices = sum(product.parameters for product in {owner: product for owner, product in self._products}.values())
+        matrices = sum(product.parameters for product in dict(self._products).values())
         divided = matrices + self._columns + (experts.count * experts.parameters if experts else 0)
+        if 2 * divided < parameters:
+            raise ValueError(f"most weights of layer {len(self.kinds)} take part in no product of every token")
         # Two calls of attention in a layer (LongCat) are one of as many heads.
         attention = self._attention[0] if self._attention else None
         if attention and len(self._attention) > 1:
@@ -147,7 +149,7 @@ class _KindSurvey(structure._Survey):
         return LayerKind(
             products=products,
             parameters=parameters,
-            copied_parameters=max(0, parameters - divided),
+            copied_parameters=parameters - divided,
             attention=attention,
             experts=experts,
             mixer=self._mixer,

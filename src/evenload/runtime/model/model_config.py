@@ -2,51 +2,25 @@
 the cost model."""
 
 from pathlib import Path
-from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 
 from evenload.config.sections import with_adapters
 from evenload.config.train_config import BYTES_PER_ELEMENT, TrainConfig
-from evenload.data.hub import is_hub_name, local_path, model_from
+from evenload.data.hub import is_hub_name, local_path, model_from, model_from_config
 from evenload.errors import ConfigError
 from evenload.runtime.model.supported import own_key, require_positions, require_trainable
-from evenload.types.architectures import ARCHITECTURES
-from evenload.types.model import MODEL_TYPES, MODELS, ModelSpec, model_from_hf_config
+from evenload.types.model import CONFIGURATIONS, ModelSpec
 
 
 def config_from(name_or_path: str) -> PretrainedConfig:
     """Return the configuration of a built-in model, a `config.json` or its folder; errors as `load_config`."""
     model_from(name_or_path)  # its errors name what is wrong
-    return _of_built_in(name_or_path) if name_or_path in MODELS else load_config(name_or_path)
+    return _of_built_in(name_or_path) if name_or_path in CONFIGURATIONS else load_config(name_or_path)
 
 
 def _of_built_in(name: str) -> PretrainedConfig:
-    model, architecture = MODELS[name], ARCHITECTURES[MODEL_TYPES[name]]
-    sizes: dict[str, Any] = {
-        "hidden_size": model.hidden_size,
-        "num_hidden_layers": model.num_layers,
-        "num_attention_heads": model.num_heads,
-        "num_key_value_heads": model.num_kv_heads,
-        "head_dim": model.head_dim,
-        "intermediate_size": model.ffn_hidden_size,
-        "vocab_size": model.vocab_size,
-        "tie_word_embeddings": model.tied_embeddings,
-        "pad_token_id": None,
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
-    if model.position_rows:
-        sizes["max_position_embeddings"] = model.position_rows
-    sizes |= dict.fromkeys(architecture.dropouts, 0.0)
-    if any(model.windows):
-        sizes["sliding_window"] = max(model.windows)
-    if model.num_experts:
-        # Mixtral and Qwen name the same numbers differently.
-        sizes |= {"num_experts": model.num_experts, "num_local_experts": model.num_experts}
-        sizes |= {"moe_intermediate_size": model.ffn_hidden_size, "num_experts_per_tok": model.experts_per_token}
-    renamed = {architecture.keys.get(key, key): value for key, value in sizes.items()}
-    config = AutoConfig.for_model(MODEL_TYPES[name], **renamed)
+    config = AutoConfig.for_model(**CONFIGURATIONS[name])
     require_trainable(config)
     return config
 
@@ -66,7 +40,7 @@ def with_few_layers(config: PretrainedConfig, kinds: tuple[int, ...], stages: in
 
 
 def spec_of(config: PretrainedConfig, name: str, bytes_per_element: int) -> ModelSpec:
-    return model_from_hf_config(config.to_dict(), name, bytes_per_element)
+    return model_from_config(config.to_dict(), name, bytes_per_element)
 
 
 def load_config(path: str) -> PretrainedConfig:
@@ -97,5 +71,5 @@ def model_spec(config: TrainConfig) -> ModelSpec:
     path = Path(config.model.path)
     name = path.parent.name if path.name == "config.json" else path.stem if path.suffix == ".json" else path.name
     name = config.model.path if is_hub_name(config.model.path) else name
-    spec = model_from_hf_config(hf.to_dict(), name, BYTES_PER_ELEMENT[config.model.dtype])
+    spec = model_from_config(hf.to_dict(), name, BYTES_PER_ELEMENT[config.model.dtype])
     return with_adapters(config.with_run_memory(spec), config.model.lora)
