@@ -154,7 +154,7 @@ def _measurement(
         peak_flops_per_s=peak_flops_per_s,
         optimizer_s=median["optimizer"] / work.num_parameters,
         copy_s_per_byte=median["copy"] / work.copied_bytes,
-        weight_s=median["weights"] / layers,
+        weight_s=median["weights"] / sum(layer.linear for layer in layers),
         links={
             transfer.kind: link_from(GRID_BYTES, [median[transfer_name(transfer, size)] for size in GRID_BYTES])
             for transfer in work.transfers

@@ -358,6 +358,6 @@ def kept_bytes(packs: Packs, stage: PipelineStage, model: ModelSpec, mesh: Mesh)
 def shares_of(stage: PipelineStage, timed: ModelSpec, model: ModelSpec) -> tuple[LayerShares, ...]:
     """Return the shares in the model of the layers of a stage of `timed`, which is it or has fewer layers."""
     shares = kind_shares(model)
-    columns = (shares.linear.tolist(), shares.attention.tolist(), shares.keys.tolist())
-    of_kinds = [LayerShares(*row, reach or 0) for *row, reach in zip(*columns, shares.reach, strict=True)]
+    columns = shares.linear.tolist(), shares.attention.tolist(), shares.keys.tolist(), shares.reach
+    of_kinds = [LayerShares(one, pairs, keys, reach or 0) for one, pairs, keys, reach in zip(*columns, strict=True)]
     return tuple(of_kinds[model.kinds.index(timed.kinds[timed.layers[layer]])] for layer in stage.model.layers)

@@ -12,6 +12,7 @@ of their positions, or attention with a mask or with tensors that are not known.
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -91,7 +92,8 @@ class _KindSurvey(structure._Survey):
                 self.whole.run(positions, self.run_layer, token_ids=positions, like=like)
         finally:
             self.whole.restore()
-        embedding, head = self.model.get_input_embeddings().weight, self.model.get_output_embeddings().weight
+        model: Any = self.model
+        embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
         modules = [self.model.get_submodule(path) for path in self.prologue]
         before = {id(one): one.numel() for module in modules for one in module.parameters(recurse=False)}
         rows = [one.num_embeddings for one in modules if isinstance(one, nn.Embedding) and one.weight is not embedding]
@@ -100,7 +102,7 @@ class _KindSurvey(structure._Survey):
         layers = tuple(kinds.index(kind) for kind in self.kinds)
         is_tied, of_embedding = head is embedding, head.numel()
         of_layers = sum(kind.parameters for kind in self.kinds)
-        total = sum(one.numel() for one in self.model.parameters())
+        total = sum(one.numel() for one in model.parameters())
         positions_before = sum(before.values()) - of_embedding
         return ModelSpec(
             name=name,
@@ -128,13 +130,12 @@ class _KindSurvey(structure._Survey):
     def _kind(self, layer: nn.Module) -> LayerKind:
         sites, experts = self.notes[-1].sites(), self._experts or self._stacked_experts()
         products = tuple(
-            Product(**(_fields(product) | {"is_read": owner in sites.linears - sites.unused}))
+            msgspec.structs.replace(product, is_read=owner in sites.linears - sites.unused)
             for owner, product in self._products
         )
         if experts:
             is_read = not sites.experts <= sites.unused
-            routed = {"router": self._router, "choices": self._choices, "is_read": is_read}
-            experts = ExpertsKind(**(_fields(experts) | routed))
+            experts = msgspec.structs.replace(experts, router=self._router, choices=self._choices, is_read=is_read)
         parameters = sum(one.numel() for one in layer.parameters())
         matrices = sum(product.parameters for product in dict(self._products).values())
         divided = matrices + self._columns + (experts.count * experts.parameters if experts else 0)
@@ -144,8 +145,8 @@ class _KindSurvey(structure._Survey):
         attention = self._attention[0] if self._attention else None
         if attention and len(self._attention) > 1:
             count = len(self._attention)
-            heads = {"heads": count * attention.heads, "kv_heads": count * attention.kv_heads}
-            attention = AttentionKind(**(_fields(attention) | heads))
+            heads, kv_heads = count * attention.heads, count * attention.kv_heads
+            attention = msgspec.structs.replace(attention, heads=heads, kv_heads=kv_heads)
         return LayerKind(
             products=products,
             parameters=parameters,
@@ -223,7 +224,9 @@ class _KindSurvey(structure._Survey):
             return shape[-1] == rows or (shape[-2] == rows and tensors[1].shape[-1] == rows)
         return False
 
-    def note_attention(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, given: Any) -> None:
+    def note_attention(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, given: Any
+    ) -> None:
         """Note a call of attention."""
         rule = getattr(mask, "rule", None)
         others = [name for name, one in given.items() if isinstance(one, Tensor) and name not in _KNOWN_TENSORS]
@@ -252,10 +255,6 @@ class _KindSurvey(structure._Survey):
             inner=module.down_proj.numel() // (count * width),
             gated=bool(module.has_gate),
         )
-
-
-def _fields(one: Any) -> dict[str, Any]:
-    return {name: getattr(one, name) for name in one.__struct_fields__}
 
 
 def _attend(
