@@ -17,5 +17,6 @@ def test_counted_bytes_are_the_cost_models(kind):
     config = tiny_config(kind)
     model = model_from_config(config.to_dict(), kind, 4)
     counted = activation_bytes(stage_of(config, torch.float32)[0], model, 1)
-    assert counted == {policy: activation_bytes_per_token(model, policy) for policy in POLICIES}
+    for policy in POLICIES:
+        assert set(activation_bytes_per_token(model, policy).tolist()) == {counted[policy]}
     assert counted["replay"] > counted["recompute"] > counted["offload"] == 0

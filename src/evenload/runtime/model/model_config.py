@@ -32,10 +32,13 @@ def with_few_layers(config: PretrainedConfig, kinds: tuple[int, ...], stages: in
     chosen = sorted((first_of_kind + others)[: max(len(first_of_kind), min(most, len(kinds) // stages))])
     tree = config.to_dict()
     tree[own_key(config, "num_hidden_layers")] = len(chosen) * stages
-    if tree.get("layer_types"):
-        tree["layer_types"] = [tree["layer_types"][layer] for layer in chosen] * stages
+    for key, value in tree.items():
+        if isinstance(value, list) and len(value) == len(kinds):  # `layer_types` and the like
+            tree[key] = [value[layer] for layer in chosen] * stages
     if tree.get("max_window_layers") is not None:
         tree["max_window_layers"] = len(chosen) * stages
+    if tree.get("first_k_dense_replace") is not None:
+        tree["first_k_dense_replace"] = sum(layer < tree["first_k_dense_replace"] for layer in chosen)
     return type(config).from_dict(tree)
 
 
