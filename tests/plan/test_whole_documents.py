@@ -1,6 +1,5 @@
 """Where a layer mixes tokens in a way of its own, every strategy plans, and no document is cut or shared."""
 
-import numpy as np
 import pytest
 
 from cost_samples import documents, mixed_model, sample_coefficients

@@ -55,7 +55,7 @@ def test_static_bytes_are_those_of_adapters(kind):
     buffers = flatten_units(model, dp=1)
     spec = model_from_config(config.to_dict(), kind, 8)
     lora_spec = with_adapters(spec, LORA)
-    each = lora_spec.adapter_parameters_per_layer
+    (each,) = {kind.adapter_parameters for kind in lora_spec.kinds}
     assert sum(b.num_elements for b in buffers) == 4 * each
     assert frozen_bytes([model]) == sum(p.nbytes for p in model.frozen_parameters())
     layout = even_layout(4)

@@ -93,7 +93,12 @@ class KindShares:
 
 def kind_shares(model: ModelSpec) -> KindShares:
     """Return the shares of a model's kinds."""
-    counts, kinds = np.array(model.kind_counts, np.float64), model.kinds
+    return _shares(model.kinds, model.kind_counts)
+
+
+@lru_cache(maxsize=64)
+def _shares(kinds: tuple[LayerKind, ...], of_kinds: tuple[int, ...]) -> KindShares:
+    counts = np.array(of_kinds, np.float64)
     linear = np.array([kind.active_products for kind in kinds], np.float64)
     unread = np.array([kind.unread_products for kind in kinds], np.float64)
     pairs = np.array([kind.attention.pair_width if kind.attention else 0 for kind in kinds], np.float64)
@@ -120,28 +125,29 @@ def _mean(values: NDArray[np.float64], counts: NDArray[np.float64]) -> float:
 
 def stage_kinds(model: ModelSpec, layout: ParallelLayout, *, recomputed: bool = False) -> NDArray[np.int64]:
     """Count the layers of every kind on every virtual stage, or those of them that are always recomputed;
-    int64[P, K]."""
-    before, edges = _kinds_before(model.layers), np.array(layout.stage_layers, np.int64)
-    last = edges[:, 0] + np.array(layout.recomputed_counts) if recomputed else edges[:, 1]
-    return before[last] - before[edges[:, 0]]
+    int64[P, K], not to be changed."""
+    stages = layout.stage_layers
+    if recomputed:
+        stages = tuple(
+            (first, first + count) for (first, _), count in zip(stages, layout.recomputed_counts, strict=True)
+        )
+    return _kinds_of(model.layers, stages)
 
 
-@lru_cache(maxsize=64)
-def _kinds_before(layers: tuple[int, ...]) -> NDArray[np.int64]:
-    """Count the layers of every kind before each; int64[layers + 1, K]."""
-    is_of_kind = np.array(layers)[:, None] == np.arange(max(layers) + 1)
-    return np.concatenate([np.zeros((1, is_of_kind.shape[1]), np.int64), np.cumsum(is_of_kind, axis=0)])
+@lru_cache(maxsize=256)
+def _kinds_of(layers: tuple[int, ...], stages: tuple[tuple[int, int], ...]) -> NDArray[np.int64]:
+    kinds = range(max(layers) + 1)
+    return np.array([[layers[first:last].count(kind) for kind in kinds] for first, last in stages], np.int64)
 
 
 def over_kinds(counts: NDArray[np.int64], values: NDArray[np.float64]) -> NDArray[np.float64]:
     """Add up values of kinds (float64[K]) over the layers of stages (int64[P, K]); layers of one value count together,
     so that windows alone change no bit. float64[P]."""
-    distinct, which = np.unique(values, return_inverse=True)
-    of_value = counts @ (which[:, None] == np.arange(len(distinct))).astype(np.int64)
-    total = of_value[:, 0] * distinct[0]
-    for at in range(1, len(distinct)):
-        total = total + of_value[:, at] * distinct[at]
-    return total
+    by_value: dict[float, NDArray[np.int64]] = {}
+    for at, value in enumerate(values.tolist()):
+        by_value[value] = by_value[value] + counts[:, at] if value in by_value else counts[:, at]
+    total, *others = (count * value for value, count in by_value.items())
+    return sum(others, total)
 
 
 def mean_of_layers(model: ModelSpec, values: NDArray[np.int64]) -> int:
@@ -151,7 +157,7 @@ def mean_of_layers(model: ModelSpec, values: NDArray[np.int64]) -> int:
 
 def most_of_stage(counts: NDArray[np.int64], values: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the most that any layer of a stage has; int64[P]."""
-    return np.where(counts > 0, values, 0).max(axis=1)
+    return ((counts > 0) * values).max(axis=1)
 
 
 def forward_flops(model: ModelSpec, num_tokens: ArrayLike) -> NDArray[np.float64]:
@@ -194,27 +200,60 @@ POLICIES: tuple[ActivationPolicy, ...] = ("replay", "recompute", "offload")
 REPLAY, RECOMPUTE, OFFLOAD = range(3)
 
 
+@dataclass(frozen=True, eq=False)
+class _KindWidths:
+    """Hold elements of a token on one layer of every kind on one device; int64[K] each.
+
+    Args:
+        heads: how many queries it has; attended: outputs of attention.
+        read: outputs of products, also of experts' first ones, that backward reads and `recompute` repeats.
+        routed: what routers and experts keep whatever the policy; choices: numbers of experts.
+        keys: of K and V. weights: inputs of products and gradients of outputs, from I to W.
+        inner: `LayerKind.inner`, not divided.
+    """
+
+    heads: NDArray[np.int64]
+    attended: NDArray[np.int64]
+    read: NDArray[np.int64]
+    routed: NDArray[np.int64]
+    choices: NDArray[np.int64]
+    keys: NDArray[np.int64]
+    weights: NDArray[np.int64]
+    inner: NDArray[np.int64]
+
+
+@lru_cache(maxsize=256)
+def _widths(kinds: tuple[LayerKind, ...], tp: int) -> _KindWidths:
+    rows = []
+    for kind in kinds:
+        attention, experts = kind.attention, kind.experts
+        heads, width, keys = (0, 0, 0)
+        if attention:
+            heads, width, keys = attention.heads // tp, attention.value_dim, attention.local_key_width(tp)
+        read, weights = _local_outputs(kind, tp, only_read=True), _weight_elements(kind, tp)
+        routed = experts.router + experts.is_read * -(-experts.width // tp) if experts else 0
+        rows.append((heads, heads * width, read, routed, experts.choices if experts else 0, keys, weights, kind.inner))
+    return _KindWidths(*np.array(rows, np.int64).T)
+
+
 def activation_bytes_per_token(model: ModelSpec, policy: ActivationPolicy = "replay", tp: int = 1) -> NDArray[np.int64]:
     """Count the bytes of one token on ONE layer between forward and backward, without K and V; int64[K]."""
+    of = _widths(model.kinds, tp)
     if policy == "offload":
-        return np.zeros(len(model.kinds), np.int64)
-    kept: list[int] = []
-    others: list[int] = []
-    for kind in model.kinds:
-        heads, width = (kind.attention.heads // tp, kind.attention.value_dim) if kind.attention else (0, 0)
-        kept.append(-(-model.hidden_size // tp) + heads * width)
-        others.append(heads * accumulator_bytes(model))
-        if experts := kind.experts:
-            kept[-1] += experts.router + experts.is_read * -(-experts.width // tp)
-            others[-1] += CHOICE_BYTES * experts.choices
-    elements = np.array(kept) + (recomputed_width(model, tp) if policy == "replay" else 0)
-    return model.bytes_per_element * elements + np.array(others)
+        return np.zeros_like(of.heads)
+    kept = -(-model.hidden_size // tp) + of.attended + of.routed + (of.read if policy == "replay" else 0)
+    return model.bytes_per_element * kept + accumulator_bytes(model) * of.heads + CHOICE_BYTES * of.choices
 
 
 def recomputed_width(model: ModelSpec, tp: int = 1) -> NDArray[np.int64]:
     """Count the elements a token that `recompute` repeats: outputs of products that backward reads, and of experts'
     first ones; int64[K]."""
-    return np.array([_local_outputs(kind, tp, only_read=True) for kind in model.kinds], np.int64)
+    return _widths(model.kinds, tp).read
+
+
+def inner_width(model: ModelSpec) -> NDArray[np.int64]:
+    """Return the width inside a layer of every kind; int64[K]."""
+    return _widths(model.kinds, 1).inner
 
 
 def _local_outputs(kind: LayerKind, tp: int, *, only_read: bool = False) -> int:
@@ -235,17 +274,12 @@ def _copied_keys(attention: AttentionKind | None, tp: int) -> int:
 
 def kv_bytes_per_token(model: ModelSpec, tp: int = 1) -> NDArray[np.int64]:
     """Count the bytes of one token's K and V on ONE layer; int64[K]."""
-    return model.bytes_per_element * _key_widths(model, tp)
+    return model.bytes_per_element * _widths(model.kinds, tp).keys
 
 
 def kv_gradient_bytes_per_token(model: ModelSpec, tp: int = 1) -> NDArray[np.int64]:
     """Count the bytes of one token's dK and dV sums on ONE layer; int64[K]."""
-    return accumulator_bytes(model) * _key_widths(model, tp)
-
-
-def _key_widths(model: ModelSpec, tp: int) -> NDArray[np.int64]:
-    widths = [kind.attention.local_key_width(tp) if kind.attention else 0 for kind in model.kinds]
-    return np.array(widths, np.int64)
+    return accumulator_bytes(model) * _widths(model.kinds, tp).keys
 
 
 def accumulator_bytes(model: ModelSpec) -> int:
@@ -257,9 +291,7 @@ def weight_elements_per_token(model: ModelSpec, tp: int = 1) -> NDArray[np.int64
     """Count the elements that one token keeps on ONE layer of one device from I to W: inputs, and gradients of outputs;
     int64[K]. Every chosen expert has rows of its own, but for the inputs. Frozen matrices (LoRA) keep nothing; adapters
     finish in I."""
-    if model.has_adapters:
-        return np.zeros(len(model.kinds), np.int64)
-    return np.array([_weight_elements(kind, tp) for kind in model.kinds], np.int64)
+    return _widths(model.kinds, tp).weights * (not model.has_adapters)
 
 
 def _weight_elements(kind: LayerKind, tp: int) -> int:

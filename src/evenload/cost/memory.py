@@ -44,6 +44,7 @@ from evenload.cost.layer_counts import (
     REPLAY,
     WorkspaceRates,
     activation_bytes_per_token,
+    inner_width,
     kv_bytes_per_token,
     kv_gradient_bytes_per_token,
     most_of_stage,
@@ -333,7 +334,7 @@ def byte_rates(model: ModelSpec, layout: ParallelLayout) -> ByteRates:
     again_bytes = element * recomputed_width(model, tp)
     chunk[REPLAY] -= again @ again_bytes
     # Elements a token of one layer: hidden states are whole inside a block (gathered over tp), the rest is split.
-    inner = np.array([kind.inner for kind in model.kinds], np.int64)
+    inner = inner_width(model)
     forward = element * (2 * model.hidden_size - (-(2 * model.hidden_size + inner) // tp))
     backward = element * (2 * model.hidden_size - (-(4 * model.hidden_size + 4 * inner) // tp))
     attention = workspace_rates(model, tp)
