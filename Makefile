@@ -16,7 +16,7 @@ define INSTALLS_DEV
 @echo "several GB more. (make test then takes about twenty minutes.)"
 endef
 
-.PHONY: demo test test-rounding test-engines test-fast test-docs test-thorough test-torches test-liger check bench accuracy gpu wheel wheels docs site clean
+.PHONY: demo test test-rounding test-engines test-decoders test-fast test-docs test-thorough test-torches test-liger check bench accuracy gpu wheel wheels docs site clean
 
 demo: .venv/train  ## plan, measure and train: a small Llama on this machine's Python library, in two pipeline stages
 	$(BIN)/python examples/stdlib_demo/run.py
@@ -99,6 +99,9 @@ $(SEAMS)/installed: .venv/dev constraints-seams.txt
 	$(SEAMS)/bin/python $(PIP_OTHER) --no-deps --target $$(echo $(SEAMS)/lib/python3*/site-packages) \
 	  --python-version 3.12 --ignore-requires-python --only-binary :all: megatron-core==0.19.2
 	@touch $@
+
+test-decoders: .venv/dev  ## every causal type of transformers that has no row yet, by stages and plainly; then docs/decoders.md; 20 minutes on 2 cores
+	$(BIN)/python tools/sweep_decoders.py
 
 # Triton is larger than everything else that the tests need. `make test-liger PROFILE=explore`: of all architectures.
 LIGER := .venv/liger

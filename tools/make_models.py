@@ -27,7 +27,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 from transformers import AutoConfig
 
 from evenload.runtime.model.layer_kinds import describe
-from evenload.types.model import AlikeLayers
+from evenload.types.model import alike_model
 
 OUT = Path(__file__).resolve().parent.parent / "src" / "evenload" / "types" / "models.json"
 _NO_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
@@ -177,7 +177,7 @@ def entry(name: str, configuration: dict[str, Any]) -> dict[str, Any]:
     """A built-in model."""
     configuration = _NO_TOKENS | configuration
     if configuration["model_type"] == "bert":
-        model = AlikeLayers(
+        model = alike_model(
             name=name,
             num_layers=configuration["num_hidden_layers"],
             hidden_size=configuration["hidden_size"],
@@ -189,7 +189,7 @@ def entry(name: str, configuration: dict[str, Any]) -> dict[str, Any]:
             tied_embeddings=True,
             gated_ffn=False,
             causal=False,
-        ).spec()
+        )
     else:
         model = describe(AutoConfig.for_model(**configuration), name)
     tree = msgspec.to_builtins(model)

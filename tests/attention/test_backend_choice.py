@@ -8,11 +8,15 @@ import torch
 
 from evenload.attention import backends, varlen_cuda
 from evenload.attention.backends import backend_of_call, refusal, select_backend
+from evenload.attention.cpu_flash import CpuFlashAttention
 from evenload.attention.kernel_check import disagreement
 from evenload.attention.range_attention import Scoring
 from evenload.attention.varlen_cuda import VarlenCudaAttention, varlen_refusal
+from evenload.cli.train_worker import _attention_line
 from evenload.errors import ConfigError
 from flash_kernels import cpu_kernels
+from reference_training import tiny_config
+from single_stage import stage_of
 
 BF16 = torch.bfloat16
 
@@ -146,3 +150,10 @@ def test_named_kernels_are_refused_on_other_cards(gpu, name):
     gpu((8, 0), ("FA3", "FA4"))
     with pytest.raises(ConfigError, match=rf"{name} needs a GPU of compute capability 9\.x.* this one has 8\.x"):
         select_backend(name, "cuda", dtype=BF16, head_dim=64)
+
+
+def test_a_run_says_which_layers_run_on_another_backend():
+    (stage, _), (capped, _) = (stage_of(tiny_config(kind), backend=CpuFlashAttention()) for kind in ("llama", "gemma2"))
+    assert _attention_line(stage) == "attention cpu_flash"
+    why = "'reference' where scores have a soft cap, here 3.0: no kernel has one"
+    assert _attention_line(capped) == f"attention cpu_flash ({why})"

@@ -31,9 +31,9 @@ def profiled(directory, sizes, stop_after=None, kind="llama", **settings):
     mesh = create_meshes([layout], torch.device("cpu"), TIMEOUT_S).start
     config = tiny_config(kind, **settings)
     build = functools.partial(
-        build_stage_model, dtype=torch.float32, device=mesh.device, weights=None, seed=0, tp_rank=mesh.tp_rank
+        build_stage_model, config, dtype=torch.float32, device=mesh.device, weights=None, seed=0, tp_rank=mesh.tp_rank
     )
-    models = build_rank_models(config, layout, mesh.pp_rank, build)
+    models = build_rank_models(layout, mesh.pp_rank, build)
     flatten_units(tuple(models.values()), mesh.data_size)
     stages = {index: PipelineStage(part, CpuFlashAttention(), mesh.tensor) for index, part in models.items()}
     model = model_from_config(config.to_dict(), "tiny", 4)

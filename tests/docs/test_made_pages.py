@@ -33,6 +33,12 @@ def test_every_file_of_rows_is_on_a_page():
     assert unread == []
 
 
+def test_the_page_of_decoders_is_made_of_its_rows():
+    """Rows of another sweep, or a page changed by hand; run tools/sweep_decoders.py --page."""
+    sweep = tool("sweep_decoders")
+    assert sweep["PAGE"].read_text(encoding="utf-8") == sweep["page_of"](sweep["read_rows"]())
+
+
 def test_the_page_of_settings_is_the_generated_one():
     """A key without documentation, or documentation of a key that is gone; run tools/make_configuration.py."""
     made = tool("make_configuration")

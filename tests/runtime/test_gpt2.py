@@ -1,6 +1,7 @@
 """What GPT-2 alone has: positions that end, weights [in, out], files without the decoder's name."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from evenload.runtime.model.supported import position_warning, require_positions
 from evenload.runtime.model.tensor_weights import require_tensor_parallel
 from evenload.runtime.optim.parameter_units import flatten_units
 from evenload.types.layout import even_layout
-from reference_training import stage_model, tiny_config
+from reference_training import stage_model, structure, tiny_config
 
 LENGTHS = [61, 1, 33]
 
@@ -32,7 +33,7 @@ def test_ranks_hold_exactly_what_the_cost_model_counts(sizes, tied):
 
     held = []
     for pp_rank in range(layout.pp):
-        buffers = flatten_units(tuple(build_rank_models(config, layout, pp_rank, stage_model).values()), dp=1)
+        buffers = flatten_units(tuple(build_rank_models(layout, pp_rank, partial(stage_model, config)).values()), dp=1)
         held.append(sum(buffer.num_elements for buffer in buffers))
         assert sum(buffer.tied for buffer in buffers) == (tied and layout.pp > 1)
     assert parameters_per_rank(spec, layout).tolist() == held
@@ -106,4 +107,4 @@ def test_adapters_and_tensor_parallelism_are_refused_by_name(run):
     with pytest.raises(UnsupportedModelError, match=r"model\.lora is set and GPT2LMHeadModel keeps .* remove"):
         model_spec(run({}, "data.max_document_tokens=512", "model.lora={rank=3}"))
     with pytest.raises(UnsupportedModelError, match=r"parallel\.tp is 2 .* one matrix"):
-        require_tensor_parallel(tiny_config("gpt2"), 2)
+        require_tensor_parallel(config := tiny_config("gpt2"), structure(config), 2)

@@ -2,7 +2,6 @@
 
 import json
 
-import msgspec
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -12,7 +11,7 @@ from evenload.data.hub import model_from, model_from_config
 from evenload.errors import ConfigError
 from evenload.runtime.model.layer_kinds import describe
 from evenload.types.layer_kind import AttentionKind
-from evenload.types.model import CONFIGURATIONS, MODELS, AlikeLayers
+from evenload.types.model import CONFIGURATIONS, MODELS, alike_model
 
 _READ = [name for name, config in CONFIGURATIONS.items() if config["model_type"] != "bert"]
 _SMALL = {
@@ -95,29 +94,14 @@ def test_what_mixes_tokens_in_a_way_of_its_own_is_named(kind: str, more, mixer: 
 
 def test_layers_alike_are_those_of_their_sizes() -> None:
     """Which megatron and torchtitan give without a configuration, as do cost files of earlier versions."""
-    sizes = AlikeLayers(
-        name="x",
-        num_layers=6,
-        hidden_size=64,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        ffn_hidden_size=160,
-        vocab_size=97,
-    )
-    assert describe(small("llama"), "x") == sizes.spec()
-    experts = msgspec.structs.replace(sizes, num_experts=6, experts_per_token=2)
-    assert describe(small("mixtral", **_EXPERTS), "x") == experts.spec()
+    sizes = {"name": "x", "num_layers": 6, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+    sizes |= {"ffn_hidden_size": 160, "vocab_size": 97}
+    assert describe(small("llama"), "x") == alike_model(**sizes)
+    experts = alike_model(**sizes, num_experts=6, experts_per_token=2)
+    assert describe(small("mixtral", **_EXPERTS), "x") == experts
     gpt2 = describe(AutoConfig.for_model("gpt2", n_embd=64, n_layer=6, n_head=4, vocab_size=97), "x")
-    like = msgspec.structs.replace(
-        sizes,
-        num_kv_heads=4,
-        ffn_hidden_size=256,
-        tied_embeddings=True,
-        gated_ffn=False,
-        biases=True,
-        position_rows=1024,
-    ).spec()
+    sizes |= {"num_kv_heads": 4, "ffn_hidden_size": 256, "tied_embeddings": True, "gated_ffn": False, "biases": True}
+    like = alike_model(**sizes, position_rows=1024)
     assert (gpt2.num_parameters, gpt2.position_rows) == (like.num_parameters, 1024)
     assert gpt2.kinds[0].copied_parameters == like.kinds[0].copied_parameters
 

@@ -85,7 +85,7 @@ COMPUTED = {kind: {NORM, ROTARY, GATE, LOSS} for kind in KINDS} | {
 def test_what_liger_computes_of_every_architecture(kind, dtype):
     stage, _ = stage_of(tiny_config(kind, num_hidden_layers=2), dtype, liger=True)
     assert set(stage.model.liger) == COMPUTED[kind]
-    whole = [stage.model.norm, *stage.model.layers.values()]
+    whole = stage.model.modules
     norms = [m for part in whole for m in part.modules() if type(m).__name__.endswith("RMSNorm")]
     assert all("forward" in vars(norm) for norm in norms), "every norm, of queries and keys and of the head, too"
 
@@ -130,11 +130,11 @@ class _GatedNorm(_Norm):
 
 @pytest.mark.parametrize("norm", [_MeanFree, _NarrowNorm, _EpsOutside, _TwiceEps, _GatedNorm, lambda: nn.LayerNorm(64)])
 def test_a_norm_that_computes_something_else_is_left_alone(norm):
-    assert liger.use_liger({}, norm(), {}) == ()
+    assert liger.use_liger({}, [norm()], {}) == ()
 
 
 def test_a_norm_wider_than_a_kernels_rows_is_left_alone():
-    assert liger.use_liger({}, LlamaRMSNorm(2**16 + 1), {}) == ()
+    assert liger.use_liger({}, [LlamaRMSNorm(2**16 + 1)], {}) == ()
 
 
 class _ScaledBlock(LlamaMLP):
@@ -155,7 +155,7 @@ def test_a_block_that_computes_something_else_is_left_alone(block, act):
     """`gelu_new` is the same function, rounded in another way."""
     module = block(tiny_config("llama", hidden_act=act))
     assert type(module.act_fn) is type(ACT2FN[act])
-    assert liger.use_liger({0: module}, None, {}) == ()
+    assert liger.use_liger({0: module}, [], {}) == ()
 
 
 def attention_with(rotate):
@@ -183,7 +183,7 @@ DOUBLED = tuple(torch.cat([f(ANGLES)] * 2, dim=-1) for f in (torch.cos, torch.si
     ids=["interleaved", "other way round", "other dtype", "two different halves"],
 )
 def test_a_rotary_embedding_that_computes_something_else_is_left_alone(rotate, angles):
-    assert liger.use_liger({0: attention_with(rotate)}, None, {0: angles}) == ()
+    assert liger.use_liger({0: attention_with(rotate)}, [], {0: angles}) == ()
 
 
 # ---- the same training --------------------------------------------------------------------------

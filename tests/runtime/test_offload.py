@@ -12,6 +12,11 @@ from spoiled_copies import SpoiledHostCopies
 LENGTHS = [61, 30, 1, 7, 2, 1, 19]
 
 
+def _spoiled(tensor: torch.Tensor) -> float | int:
+    """NaN, and of choices of experts one that there is not: whoever reads it fails."""
+    return torch.nan if tensor.is_floating_point() else -(2**40)
+
+
 class _LateCopy:
     """A copy that happens at the last moment, and then spoils its source."""
 
@@ -22,7 +27,7 @@ class _LateCopy:
         if not self._done:
             self._into.copy_(torch.cat([piece.contiguous() for piece in self._pieces]))
             for piece in self._pieces if self._spoils else ():
-                piece.fill_(torch.nan)
+                piece.fill_(_spoiled(piece))
             self._done = True
 
 
@@ -34,16 +39,17 @@ class LateHostCopies:
 
     def to_host(self, tensor):
         self.num_to_host += 1
-        host = torch.full_like(tensor, torch.nan)
+        host = torch.full_like(tensor, _spoiled(tensor))
         return HostRows((host,), ()), _LateCopy(host, [tensor], spoils=True)
 
     def free(self, host):
-        host.pieces[0].fill_(torch.nan)
+        host.pieces[0].fill_(_spoiled(host.pieces[0]))
 
     def to_device(self, pieces, device):
         self.num_to_device += 1
         rows = sum(len(piece) for piece in pieces)
-        buffer = torch.full((rows, *pieces[0].shape[1:]), torch.nan, dtype=pieces[0].dtype, device=device)
+        buffer = torch.empty((rows, *pieces[0].shape[1:]), dtype=pieces[0].dtype, device=device)
+        buffer.fill_(_spoiled(buffer))
         return buffer, _LateCopy(buffer, list(pieces), spoils=False)
 
 

@@ -32,9 +32,9 @@ def test_a_unit_has_as_many_buffers_as_the_cost_model_says(name, sizes):
     config, lora = tiny_config(case.kind, **case.changes), LORA if case.lora else None
     layout = even_layout(config.num_hidden_layers, **sizes)
     spec = with_adapters(model_from_config(config.to_dict(), name, 8), lora)
-    build = partial(build_stage_model, **BUILT, lora=lora)
+    build = partial(build_stage_model, config, **BUILT, lora=lora)
     for rank in range(layout.pipeline_ranks):
-        models = build_rank_models(config, layout, rank, build)
+        models = build_rank_models(layout, rank, build)
         result = Counter(buffer.unit for buffer in flatten_units(tuple(models.values()), dp=2))
         if "tp" in sizes and name.startswith("qwen2"):
             # Its biases, of three matrices only, are not counted; those of a part of a matrix have a buffer.
@@ -49,6 +49,8 @@ def test_units_elsewhere_take_no_memory(tp):
     config = tiny_config("llama", vocab_size=400_000)
     first = build_stage_model(config, layers=(0, 2), **BUILT, tp=tp)
     before = resident_bytes()
-    whole, _ = unit_modules((first,), dtype=torch.float32, lora=None, tp_rank=0, tp=tp)
+    whole, _ = unit_modules(
+        (first,), dtype=torch.float32, device=torch.device("cpu"), lora=None, tp_rank=0, tp=tp
+    )
     assert whole.head.weight.nbytes == 400_000 * 48 * 4 // tp
     assert resident_bytes() - before < 15_000_000

@@ -15,13 +15,7 @@ LORA = LoraConfig(rank=3, alpha=6.0)
 
 def all_tensors(model) -> dict[str, torch.Tensor]:
     """Of a stage that holds the whole model, by name; the base's under transformers' names."""
-    modules = {f"model.layers.{i}": layer for i, layer in model.layers.items()}
-    modules |= {"model.embed_tokens": model.embedding, "model.norm": model.norm, "lm_head": model.head}
-    return {
-        n.replace(".base_layer", ""): p.detach().clone()
-        for prefix, module in modules.items()
-        for n, p in module.named_parameters(prefix=prefix)
-    }
+    return {n.replace(".base_layer", ""): p.detach().clone() for named in model.named_units() for n, p in named}
 
 
 def peft_model(config, tensors, directory, dtype) -> peft.PeftModel:

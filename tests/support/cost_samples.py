@@ -12,7 +12,7 @@ from evenload.cost.pack_cost import PackCosts
 from evenload.types.columns import SliceColumns
 from evenload.types.document import Document
 from evenload.types.layer_kind import AttentionKind, LayerKind, Product
-from evenload.types.model import AlikeLayers, ModelSpec
+from evenload.types.model import ModelSpec, alike_model
 
 FORWARD = PassCoefficients(linear_s_per_token=1.0, attention_s_per_pair=0.1, slice_s=0.01, pack_s=5.0)
 BACKWARD = PassCoefficients(linear_s_per_token=2.0, attention_s_per_pair=0.25, slice_s=0.02, pack_s=7.0)
@@ -50,7 +50,7 @@ def sample_model(**changes: Any) -> ModelSpec:
         "ffn_hidden_size": 16,
         "vocab_size": 32,
     }
-    return AlikeLayers(**{**fields, **changes}).spec()
+    return alike_model(**{**fields, **changes})
 
 
 def reduction_seconds(costs: PackCosts) -> float:

@@ -22,8 +22,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from evenload.runtime.model.hf_model import StageModel, build_stage_model
-from evenload.types.architectures import ARCHITECTURES
+from evenload.runtime.model.hf_model import StageModel, build_stage_model, empty_model
+from evenload.runtime.model.structure import Structure, structure_of
 
 _COMMON = {
     "vocab_size": 97,
@@ -66,14 +66,19 @@ def tiny_config(kind: str, *, tied: bool = False, **changes) -> PretrainedConfig
     config_class, own = _OWN[kind]
     settings = {**_COMMON, "tie_word_embeddings": tied, **own, **changes}
     if kind == "gpt2":
-        names = ARCHITECTURES[kind].keys
+        names = {**GPT2Config.attribute_map, "intermediate_size": "n_inner"}
         settings = {names.get(key, key): value for key, value in settings.items() if key != "num_key_value_heads"}
     return config_class(**settings)
 
 
+def structure(config: PretrainedConfig) -> Structure:
+    """Of transformers' model of a configuration."""
+    return structure_of(empty_model(config))
+
+
 def embedding_name(config: PretrainedConfig) -> str:
     """Of the embedding's weight in the whole model."""
-    return f"{ARCHITECTURES[config.model_type].names.embedding_path}.weight"
+    return f"{structure(config).embedding}.weight"
 
 
 def balance_factor(config: PretrainedConfig) -> float:

@@ -27,7 +27,6 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from evenload.attention.range_attention import RangeAttention
 from evenload.config.train_config import TrainConfig
@@ -37,6 +36,7 @@ from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.executor import Executor
 from evenload.runtime.model.hf_model import empty_model
 from evenload.runtime.model.model_config import load_config, model_spec
+from evenload.runtime.model.narrow import Float64Casts
 from evenload.runtime.model.structure import structure_of
 from evenload.runtime.model.supported import own_key
 from evenload.runtime.model.tensor_weights import join_parts, tensor_split
@@ -82,9 +82,6 @@ def exit_code(verdicts: list[Verdict]) -> int:
     return 3 if failed == {"memory"} else 1
 
 
-_NARROW = (torch.float32, torch.bfloat16, torch.float16)
-
-
 @contextmanager
 def exact_casts() -> Iterator[None]:
     """Run every module whose first floating input, or else parameter, is float64 under `Float64Casts`; all threads."""
@@ -109,19 +106,6 @@ def exact_casts() -> Iterator[None]:
         yield
     finally:
         nn.Module.__call__ = plain
-
-
-class Float64Casts(TorchFunctionMode):
-    """Makes casts to float32, by whatever function, casts to float64, except of what is narrower already."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        is_cast = func is Tensor.float or any(value is torch.float32 for value in (*args, *kwargs.values()))
-        if is_cast and getattr(next(iter(args), None), "dtype", None) not in _NARROW:
-            func = Tensor.double if func is Tensor.float else func
-            args = [torch.float64 if value is torch.float32 else value for value in args]
-            kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in kwargs.items()}
-        return func(*args, **kwargs)
 
 
 STEPS = 5

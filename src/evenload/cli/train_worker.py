@@ -7,6 +7,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from evenload.attention.backends import refusal
+from evenload.attention.range_attention import Scoring
 from evenload.calibrate.fit import CoreWaits
 from evenload.cli.launch import StopRequest, print_error
 from evenload.cli.options import print_lines
@@ -43,6 +45,7 @@ from evenload.runtime.comm.watch import comes_of_transport
 from evenload.runtime.device import require_device
 from evenload.runtime.model.model_config import model_spec
 from evenload.runtime.model.supported import position_warning
+from evenload.runtime.replay.stage import PipelineStage
 from evenload.runtime.step_metrics import StepReport
 from evenload.runtime.trainer import Trainer
 from evenload.types.cluster import data_sheet_flops_per_s
@@ -213,6 +216,14 @@ def _event_lines(report: StepReport, *, is_first_validation: bool) -> Iterator[s
         )
 
 
+def _attention_line(stage: PipelineStage) -> str:
+    """State what computes attention, why nothing that is faster does, and which calls run on another backend."""
+    caps = {one.soft_cap for sites in stage.model.structure.sites for one in sites.attention}
+    elsewhere = (refusal(stage.backend, Scoring(1.0, soft_cap=cap)) for cap in sorted(caps))
+    whys = "; ".join(filter(None, (stage.backend.reason, *elsewhere)))
+    return f"attention {stage.backend.name}{f' ({whys})' if whys else ''}"
+
+
 def _start_lines(
     trainer: Trainer, costs: CostCoefficients, memory_cap_bytes: int, resumed: Path | None
 ) -> Iterator[str]:
@@ -224,7 +235,7 @@ def _start_lines(
         (
             f"model {model.name} ({model.num_parameters / 1e6:.1f} M parameters, {config.model.dtype})",
             f"layout {layout.describe()}{', fifo channels' if is_fifo else ''}",
-            f"attention {stage.backend.name}{f' ({why})' if (why := stage.backend.reason) else ''}",
+            _attention_line(stage),
             f"kernels {', '.join(('liger:', *stage.model.liger)) if stage.model.liger else 'torch'}",
             f"costs {costs.source} on {costs.device}",
             f"memory limit {format_bytes(memory_cap_bytes)} a process",

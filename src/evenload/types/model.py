@@ -176,8 +176,8 @@ class ModelSpec(Frozen):
 
 
 class AlikeLayers(Frozen):
-    """Sizes of a transformer whose layers are alike but for their windows, with attention and one feed-forward block or
-    one block of experts. Norms count a weight an element, two a layer; other small weights are not counted.
+    """Sizes of layers that are alike but for their windows, with attention and one feed-forward block or one block of
+    experts. Norms count a weight an element, two a layer; other small weights are not counted.
 
     Args:
         num_layers, num_heads, num_kv_heads, head_dim: decoder layers; query heads, key/value heads, width of a head.
@@ -188,54 +188,24 @@ class AlikeLayers(Frozen):
         post_norm: norms follow attention and feed-forward block.
         biases: matrices and norms of layers have biases; those of other models are not counted.
         adapter_parameters_per_layer: the only trained weights of a layer (LoRA); 0 = all weights are trained.
-        others: as of `ModelSpec`.
     """
 
-    name: str
     num_layers: int
     hidden_size: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     ffn_hidden_size: int
-    vocab_size: int
-    tied_embeddings: bool = False
     gated_ffn: bool = True
     num_experts: int = 0
     experts_per_token: int = 0
     sliding_windows: tuple[int, ...] = ()
     post_norm: bool = False
     biases: bool = False
-    position_rows: int = 0
     adapter_parameters_per_layer: int = 0
-    causal: bool = True
-    bytes_per_element: int = 2
-    attention_workspace: bool = False
-    attention_kernels: AttentionKernels = "varlen_cuda"
-    ordered_attention: bool = False
-    fused_cross_entropy: bool = False
-    averaged_weights: bool = False
-    bfloat16_moments: bool = False
-    unit_gradients: bool = False
 
-    def spec(self) -> ModelSpec:
-        """Return the model; `ConfigError` for sizes that no model has."""
-        windows = self.sliding_windows or (0,) * self.num_layers
-        if len(windows) != self.num_layers:
-            raise ConfigError(
-                f"model {self.name}: {len(windows)} sliding windows for {self.num_layers} layers; give one for each"
-            )
-        distinct = tuple(dict.fromkeys(windows))
-        shared = {name: getattr(self, name) for name in ModelSpec.__struct_fields__ if name in self.__struct_fields__}
-        return ModelSpec(
-            **shared,
-            kinds=tuple(self._kind(window) for window in distinct),
-            layers=tuple(distinct.index(window) for window in windows),
-            norm_parameters=(2 if self.biases else 1) * self.hidden_size,
-            position_parameters=self.position_rows * self.hidden_size,
-        )
-
-    def _kind(self, window: int) -> LayerKind:
+    def kind(self, window: int) -> LayerKind:
+        """Return the kind of the layers with a window."""
         hidden, inner, biases = self.hidden_size, self.ffn_hidden_size, self.biases
         query, key_value = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         products = [
@@ -245,17 +215,10 @@ class AlikeLayers(Frozen):
             Product(name="o_proj", inputs=query, outputs=hidden),
         ]
         experts = None
-        if self.num_experts:
-            experts = ExpertsKind(
-                count=self.num_experts,
-                chosen=self.experts_per_token,
-                width=hidden,
-                inner=inner,
-                gated=self.gated_ffn,
-                router=self.num_experts,
-                choices=self.experts_per_token,
-                is_read=self.post_norm,
-            )
+        if count := self.num_experts:
+            sizes = {"count": count, "chosen": self.experts_per_token, "width": hidden, "inner": inner}
+            kept = {"router": count, "choices": self.experts_per_token}
+            experts = ExpertsKind(**sizes, **kept, gated=self.gated_ffn, is_read=self.post_norm)
         else:
             products += [Product(name="gate_proj", inputs=hidden, outputs=inner)] if self.gated_ffn else []
             products.append(Product(name="up_proj", inputs=hidden, outputs=inner, shares_input=self.gated_ffn))
@@ -264,28 +227,41 @@ class AlikeLayers(Frozen):
         copied = hidden * (self.num_experts + 2) + 4 * hidden * biases
         of_columns = biases * (query + 2 * key_value + (2 if self.gated_ffn else 1) * inner)
         matrices = sum(one.parameters for one in products) + (experts.count * experts.parameters if experts else 0)
+        heads, kv_heads, dim = self.num_heads, self.num_kv_heads, self.head_dim
         return LayerKind(
             products=tuple(products),
             parameters=matrices + copied + of_columns,
             copied_parameters=copied,
-            attention=AttentionKind(
-                heads=self.num_heads,
-                kv_heads=self.num_kv_heads,
-                head_dim=self.head_dim,
-                value_dim=self.head_dim,
-                window=window,
-            ),
+            attention=AttentionKind(heads=heads, kv_heads=kv_heads, head_dim=dim, value_dim=dim, window=window),
             experts=experts,
             biases=biases,
             adapter_parameters=self.adapter_parameters_per_layer,
         )
 
 
+def alike_model(**sizes: Any) -> ModelSpec:
+    """Return a model of `AlikeLayers`, whose sizes and other fields of `ModelSpec` are given; `ConfigError` for sizes
+    that no model has."""
+    own = {name: sizes[name] for name in AlikeLayers.__struct_fields__ if name in sizes}
+    others = {name: value for name, value in sizes.items() if name not in own}
+    layers, name = msgspec.convert(own, AlikeLayers), sizes["name"]
+    windows = layers.sliding_windows or (0,) * layers.num_layers
+    if len(windows) != layers.num_layers:
+        raise ConfigError(f"model {name}: {len(windows)} sliding windows for {layers.num_layers} layers; give each one")
+    distinct = tuple(dict.fromkeys(windows))
+    return ModelSpec(
+        hidden_size=layers.hidden_size,
+        kinds=tuple(layers.kind(window) for window in distinct),
+        layers=tuple(distinct.index(window) for window in windows),
+        norm_parameters=(2 if layers.biases else 1) * layers.hidden_size,
+        position_parameters=sizes.get("position_rows", 0) * layers.hidden_size,
+        **others,
+    )
+
+
 def model_tree(tree: Any) -> Any:
-    """Return a model read from JSON as the tree of a `ModelSpec`: files of earlier versions have an `AlikeLayers`."""
-    if not isinstance(tree, dict) or "num_layers" not in tree:
-        return tree
-    return msgspec.to_builtins(msgspec.convert(tree, AlikeLayers).spec())
+    """Return a model read from JSON as the tree of a `ModelSpec`: files of earlier versions have an `alike_model`."""
+    return msgspec.to_builtins(alike_model(**tree)) if isinstance(tree, dict) and "num_layers" in tree else tree
 
 
 class BuiltIn(Frozen):

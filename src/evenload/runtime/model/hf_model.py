@@ -31,7 +31,8 @@ from evenload.runtime.model.weight_files import (
     LAYERS,
     NORM,
     POSITIONS,
-    fill_constants,
+    empty_parameters,
+    fill_buffers,
     fitting_weights,
     initialise_weights,
 )
@@ -231,6 +232,11 @@ def build_stage_model(
     require_tensor_parallel(config, structure, tp)
     require_stage(structure, layers)
     stored = None if weights is None else fitting_weights(model, Path(weights))
+    fill_buffers(model, device)
+    if stored is not None:
+        # Of all layers: they are small, and a switch to another layout moves parameters alone.
+        buffers = {name for name, _ in model.named_buffers()}
+        stored.load({name: tensor for name, tensor in model.state_dict().items() if name in buffers})
     is_first, is_last = layers[0] == 0, layers[1] == structure.num_layers
     whole = WholeModel(model, structure.layers, structure.prologue, returns_tuple=structure.returns_tuple)
     stage = StageModel(
@@ -242,7 +248,6 @@ def build_stage_model(
         epilogue={path: model.get_submodule(path) for path in structure.epilogue} if is_last else {},
         router_aux_loss_coef=router_aux_loss_coef,
     )
-    fill_computed(model, device)
     for number, name, unit in numbered_units(stage):
         if structure.is_tied and name == structure.head:
             # Filled as the embedding, of which another stage has the same values.
@@ -252,13 +257,12 @@ def build_stage_model(
                 continue
         # Units are filled one by one, so that only one is whole under tp. Random weights are made on the CPU, so that
         # every device starts from the same ones.
-        unit.to_empty(device="cpu" if stored is None else device)
+        empty_parameters(unit, "cpu" if stored is None else device)
         if stored is None:
             initialise_weights(model, number, unit, seed)
             unit.to(device)
         else:
             stored.load(unit.state_dict(prefix=f"{name}."))
-        fill_constants(model, unit)
         if structure.is_tied and is_last and name == structure.embedding and not is_first:
             stage.head.weight = unit.weight  # type: ignore[assignment]
         if tp > 1 and lora is None:
@@ -284,6 +288,8 @@ def with_mixers(structure: Structure, findings: Findings) -> Structure:
 def require_layout(config: PretrainedConfig, layout: ParallelLayout) -> None:
     """Refuse layouts that a model cannot be cut for, as `build_stage_model` does."""
     structure = structure_of(empty_model(config))
+    if layout.tp > 1:
+        structure = with_mixers(structure, probe(config))
     require_tensor_parallel(config, structure, layout.tp)
     for layers in layout.stage_layers:
         require_stage(structure, layers)
@@ -302,15 +308,6 @@ def require_stage(structure: Structure, layers: tuple[int, int]) -> None:
                 f"layers {group[0]} to {group[-1]} of this model share keys and values, so they must be on one stage; "
                 "set parallel.stage_layers so, or a smaller parallel.pp"
             )
-
-
-def fill_computed(model: PreTrainedModel, device: torch.device) -> None:
-    """Fill buffers of modules without weights, such as frequencies of rotary embeddings, in place."""
-    for module in model.modules():
-        if module._buffers and not module._parameters:
-            module.to_empty(device=device, recurse=False)
-            with torch.no_grad():
-                model._init_weights(module)
 
 
 def numbered_units(stage: StageModel) -> Iterator[tuple[int, str, nn.Module]]:

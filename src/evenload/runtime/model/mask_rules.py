@@ -24,8 +24,8 @@ _LONGEST = 1 << 24  # tokens of a document; a longer window is none
 @dataclass(frozen=True)
 class MaskRule:
     """Stands for a mask: a row sees the keys up to its own, of the last `window` tokens, or of its own chunk of `chunk`
-    tokens (0 = no limit); or `refusal` says why it is no such rule, as of masks that no layer reads. What models do with
-    a mask on its way to a layer leaves it as it is."""
+    tokens (0 = no limit); or `refusal` says why it is no such rule, which is an error where a layer reads it. What
+    models do with a mask on its way to a layer leaves it as it is."""
 
     window: int = 0
     chunk: int = 0
@@ -72,9 +72,9 @@ def mask_rule(
         return MaskRule(refusal=f"{config.model_type} asks for an attention mask of {what}; {TRAINED_MASKS}")
     try:
         key, function = _of_cell("mask_function", _unpacked(mask_function))
-        return _read_rule(_KeyedFunction(key, function, config.model_type))
     except UnsupportedModelError as error:
         return MaskRule(refusal=str(error))
+    return _read_rule(_KeyedFunction(key, function, config.model_type))
 
 
 @dataclass(frozen=True)
@@ -151,6 +151,5 @@ def _read_rule(mask: _KeyedFunction) -> MaskRule:
     first = max(wrong.values())
     seen = keys[visible[first]].tolist()
     said = f"{len(seen)} of keys {seen[0]} to {seen[-1]}" if seen else "no key"
-    raise UnsupportedModelError(
-        f"{mask.model_type} makes an attention mask in which row {int(rows[first])} sees {said}; {TRAINED_MASKS}"
-    )
+    what = f"{mask.model_type} makes an attention mask in which row {int(rows[first])} sees {said}"
+    return MaskRule(refusal=f"{what}; {TRAINED_MASKS}")

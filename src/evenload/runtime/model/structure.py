@@ -10,7 +10,7 @@ memory, and its own forward runs once on a few tokens; its layers run in it one 
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -43,6 +43,7 @@ class AttentionSizes:
     head_dim: int
     value_dim: int
     has_sinks: bool = False
+    soft_cap: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -75,12 +76,19 @@ class LayerSites:
 @dataclass(frozen=True)
 class TensorCut:
     """Says how linears of layers are cut over ranks by transformers' plan, by the last part of their names: by output
-    (`columns`) or input (`rows`); and in which blocks, whose input every rank needs whole. Or why they cannot be."""
+    (`columns`) or input (`rows`); paths of blocks of `experts`, of which every rank has some; and named `sizes` that
+    must divide by the number of ranks. Or why nothing can be cut."""
 
     columns: frozenset[str] = frozenset()
     rows: frozenset[str] = frozenset()
-    blocks: tuple[str, ...] = ()
+    experts: frozenset[str] = frozenset()
+    sizes: tuple[tuple[str, int], ...] = ()
     refusal: str = ""
+
+
+def block_of(linear: str) -> str:
+    """Return the block of a linear that is cut by output: its module, whose input every rank needs whole."""
+    return linear.removesuffix(".base_layer").rsplit(".", 1)[0]
 
 
 @dataclass(frozen=True)
@@ -165,21 +173,62 @@ class _LayerNotes:
         self.calls: dict[str, int] = {}  # of linears on rows of tokens; those on others count twice
         self.outputs: dict[str, tuple[Tensor, int]] = {}  # and their versions
         self.used: set[str] = set()
+        self.widths: dict[str, int] = {}  # outputs of linears
         self.choosing: set[str] = set()
-        self.experts: set[str] = set()
+        self.experts: dict[str, int] = {}  # and how many
         self.attention: list[AttentionSizes] = []
+        self.attending: set[str] = set()
 
     def sites(self) -> LayerSites:
         linears = {name for name, count in self.calls.items() if count == 1}
         return LayerSites(
             linears=frozenset(linears),
-            unused=frozenset((linears | self.experts) - self.used),
+            unused=frozenset((linears | self.experts.keys()) - self.used),
             in_place=frozenset(name for name, (output, version) in self.outputs.items() if output._version != version),
             choosing=frozenset(self.choosing),
             experts=frozenset(self.experts),
             attention=tuple(self.attention),
         )
 
+    def refuse_cut(self, styles: Mapping[str, str]) -> str:
+        """Say why transformers' plan, of styles by the last part of linears' names, cannot be followed; "" = it can.
+        Between blocks a rank has rows of its own, in blocks all rows and what its columns make of them."""
+        kinds = {name: styles.get(name.rsplit(".", 1)[-1], "") for name in self.calls}
+        blocks = {block_of(name) for name, style in kinds.items() if style == "colwise"}
+
+        def inside(names: Iterable[str]) -> str:
+            return ", ".join(sorted(one for one in names if any(f"{one}.".startswith(f"{block}.") for block in blocks)))
+
+        others = sorted(name for name, style in kinds.items() if style not in ("colwise", "rowwise", *_WHOLE))
+        uncut = inside(name for name, style in kinds.items() if style in _WHOLE)
+        mixing = sorted(name for name in self.attending if not inside([name]))
+        whole = inside([*self.choosing, *self.experts])
+        reasons = {
+            f"reads the outputs of {', '.join(others)} all at once (as a norm of all heads), and they lie on different "
+            "ranks": others,
+            f"attends in {', '.join(mixing)}, whose linears its plan for tensor parallelism does not cut: every rank "
+            "would compute all of it": mixing,
+            f"multiplies with the whole of {uncut} between linears that are cut": uncut,
+            f"chooses in {whole}, between linears that are cut": whole,
+            "has attention sinks, which its plan for tensor parallelism does not cut": any(
+                one.has_sinks for one in self.attention
+            ),
+        }
+        return next((why for why, is_so in reasons.items() if is_so), "")
+
+    def cut_sizes(self, columns: Collection[str]) -> Iterator[tuple[str, int]]:
+        """Yield named sizes of what is cut."""
+        for one in self.attention:
+            yield from (("num_attention_heads", one.heads), ("num_key_value_heads", one.kv_heads))
+        for name, width in self.widths.items():
+            if name.rsplit(".", 1)[-1] in columns and block_of(name) not in self.attending:
+                yield f"outputs of {name}", width
+        for name, number in self.experts.items():
+            yield f"number of {name}", number
+
+
+_WHOLE = ("", "replicated", "replicated_with_grad_allreduce")
+"""Styles of what every rank holds whole; "" = the plan does not name it."""
 
 # Their results hold values of what they were given in sums and views alone, which no backward of theirs reads.
 _SUMS = {"add", "__add__", "__radd__", "__iadd__", "add_", "view", "reshape", "squeeze", "unsqueeze", "transpose",
@@ -270,6 +319,11 @@ class _Survey(TorchFunctionMode):
         paths = {name for name in (self._paths.get(id(embedding)), self._paths.get(id(head))) if name}
         if len(paths) < 2:
             raise UnsupportedModelError(f"{type(model).__name__} has no embedding or no head of its own")
+        owners: dict[int, str] = {}
+        for name, weight in model.named_parameters(remove_duplicate=False):
+            other = owners.setdefault(id(weight), name)
+            if other != name and weight is not embedding.weight:  # type: ignore[union-attr]
+                raise UnsupportedModelError(f"{type(model).__name__} shares a weight as {other} and {name}")
         known = {f"{part}." for part in (layers, *self.prologue, *self.epilogue)}
         for name, _ in model.named_parameters():
             if not any(name.startswith(part) for part in known):
@@ -287,28 +341,32 @@ class _Survey(TorchFunctionMode):
             returns_tuple=self.returns_tuple,
             groups=_groups(len(self.notes), self.links),
             reads_tokens=self.reads_tokens,
-            cut=self._cut(),
+            cut=self._cut(layers),
         )
 
-    def _cut(self) -> TensorCut:
+    def _cut(self, layers: str) -> TensorCut:
         config: Any = self.model.config.get_text_config(decoder=True)
         plan: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
-        styles = {name.rsplit(".", 1)[-1]: style for name, style in plan.items()}
-        linears = frozenset().union(*(notes.calls for notes in self.notes))
-        others = sorted(name for name in linears if styles.get(name.rsplit(".", 1)[-1]) not in ("colwise", "rowwise"))
-        reasons = {
-            "has no plan for tensor parallelism in transformers": not plan,
-            "has experts: their matrices are not cut in this version": any(notes.experts for notes in self.notes),
-            f"makes more than an embedding before its layers ({', '.join(self.prologue[1:])})": len(self.prologue) > 1,
-            f"has linears that its plan does not cut by heads or columns ({', '.join(others)})": others,
-        }
-        if why := next((why for why, is_so in reasons.items() if is_so), ""):
-            return TensorCut(refusal=why)
+        # Experts lie whole on their ranks, however the plan cuts their matrices.
+        parts = {tuple(name.split(".")): style for name, style in plan.items()}
+        styles = {name[-1]: style for name, style in parts.items() if "experts" not in name}
         columns, rows = (
             frozenset(name for name, style in styles.items() if style == wanted) for wanted in ("colwise", "rowwise")
         )
-        readers = {name.rsplit(".", 1)[0] for name in linears if name.rsplit(".", 1)[-1] in columns}
-        return TensorCut(columns, rows, tuple(sorted(readers, reverse=True)))
+        refusals = [notes.refuse_cut(styles) for notes in self.notes]
+        reasons = {
+            "has no plan for tensor parallelism in transformers": not plan,
+            f"makes more than an embedding before its layers ({', '.join(self.prologue[1:])})": len(self.prologue) > 1,
+            **dict.fromkeys(refusals, True),
+        }
+        if why := next((why for why, is_so in reasons.items() if is_so and why), ""):
+            return TensorCut(refusal=why)
+        return TensorCut(
+            columns,
+            rows,
+            frozenset(f"{layers}.{index}.{name}" for index, notes in enumerate(self.notes) for name in notes.experts),
+            tuple(dict.fromkeys(size for notes in self.notes for size in notes.cut_sizes(columns))),
+        )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -371,6 +429,7 @@ class _Survey(TorchFunctionMode):
             return
         rows = args[0] if not isinstance(self._stack[-1], Conv1D) else args[1]
         is_of_tokens = tuple(rows.shape[:-1]) in ((1, _ROWS), (_ROWS,))
+        notes.widths[owner] = output.shape[-1]
         notes.calls[owner] = notes.calls.get(owner, 0) + (1 if is_of_tokens else 2)
         self.note_output(owner, output)
 
@@ -420,10 +479,10 @@ def _attend(
     survey = _RUNNING[-1]
     if survey.layer < 0:
         raise UnsupportedModelError(f"{type(module).__name__} attends outside the layers")
-    shape = AttentionSizes(
-        query.shape[1], key.shape[1], query.shape[-1], value.shape[-1], given.get("s_aux") is not None
-    )
+    has_sinks, soft_cap = given.get("s_aux") is not None, float(given.get("softcap") or 0.0)
+    shape = AttentionSizes(query.shape[1], key.shape[1], query.shape[-1], value.shape[-1], has_sinks, soft_cap)
     survey.notes[-1].attention.append(shape)
+    survey.notes[-1].attending.add(survey.name_of(module))
     if why := getattr(getattr(attention_mask, "rule", None), "refusal", ""):
         raise UnsupportedModelError(why)
     if given.get("dropout"):
@@ -441,7 +500,7 @@ def _mask(**given: Any) -> Tensor:
 def _mix_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     survey = _RUNNING[-1]
     name = survey.name_of(module)
-    survey.notes[-1].experts.add(name)
+    survey.notes[-1].experts[name] = next(module.parameters()).shape[0]
     output = hidden_states * top_k_weights.sum(-1, keepdim=True)
     survey.note_output(name, output)
     return output

@@ -319,16 +319,33 @@ def unit_seed(number: int, seed: int) -> int:
     return seed * 1_000_003 + number
 
 
-def fill_constants(whole: PreTrainedModel, unit: nn.Module) -> None:
-    """Fill buffers of a unit that no file holds and that a model built without memory has lost, such as Gemma's factor
-    of embeddings, as the model itself does at first; leave what is filled."""
-    kept = set(unit.state_dict(keep_vars=True).values())
-    try:
-        for tensor in kept:
-            tensor._is_hf_initialized = True  # transformers leaves these as they are
-        for module in unit.modules():
-            if module._non_persistent_buffers_set:
-                whole._init_weights(module)
-    finally:
-        for tensor in kept:
-            del tensor._is_hf_initialized
+def empty_parameters(unit: nn.Module, device: torch.device | str) -> None:
+    """Give the parameters of a unit memory without values; buffers stay as they are."""
+    for module in unit.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                values = torch.empty_like(parameter, device=device)
+                module._parameters[name] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+
+
+def fill_buffers(whole: PreTrainedModel, device: torch.device | str) -> None:
+    """Give all buffers of a model without memory the values with which it makes them itself: frequencies of rotary
+    embeddings, Gemma's factor of embeddings, biases that choose experts (which `Weights.load` fills then)."""
+    parameters = set(whole.parameters())
+    for module in whole.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty_like(buffer, device=device)
+    for parameter in parameters:
+        parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers leaves these as they are
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        _make_again(whole, whole)
+    for parameter in parameters:
+        del parameter._is_hf_initialized  # type: ignore[attr-defined]
+
+
+def _make_again(module: nn.Module, model: PreTrainedModel) -> None:
+    """Run the rules of the innermost model on a module, after those of its children."""
+    for child in module.children():
+        _make_again(child, child if isinstance(child, PreTrainedModel) else model)
+    model._init_weights(module)

@@ -72,6 +72,7 @@ class PipelineStage:
                 num_layers=len(routed),
                 num_experts=model.config.num_experts,
                 layers=tuple(index for index in routed if index in model.layers),
+                tensor=tensor,
             )
         self._state = state or ReplayState(backend=backend)
         if state is None:
@@ -140,7 +141,7 @@ class PipelineStage:
             for index in self.model.layers:
                 self._join_transfers("forward", pack, index, store, hidden)
         if self._balance is not None:
-            self._balance.end_pack(pack.shared, self.device)
+            self._balance.end_pack(pack.ranges, pack.shared, self.device)
         return hidden
 
     def _calls(self, pack: PackTokens, hidden: Tensor | None) -> tuple[Tensor, dict[int, LayerCall]]:
@@ -297,7 +298,7 @@ class PipelineStage:
     ) -> Iterator[None]:
         state = self._state
         state.direction, state.ranges, state.store, state.products = direction, pack.ranges, store, products
-        state.shared, state.balance = pack.shared, self._balance
+        state.shared, state.balance, state.tensor = pack.shared, self._balance, self._tensor
         state.attention = LocalAttention(tuple(rows_of(pack.ranges)))
         state.divide_rows(self.device)
         exchange = self._exchange(pack, f"hidden states of a {direction} pack")

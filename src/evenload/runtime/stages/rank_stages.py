@@ -27,14 +27,13 @@ from evenload.runtime.model.hf_model import (
     build_rank_models,
     build_stage_model,
     empty_model,
-    fill_computed,
     numbered_units,
 )
 from evenload.runtime.model.lora import inject_adapters
 from evenload.runtime.model.model_config import load_config
 from evenload.runtime.model.supported import router_aux_loss_coef
 from evenload.runtime.model.tensor_weights import split_weights
-from evenload.runtime.model.weight_files import fill_constants
+from evenload.runtime.model.weight_files import empty_parameters, fill_buffers
 from evenload.runtime.optim.parameter_units import FlatBuffer, flatten_units, frozen_bytes
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.types.layout import ParallelLayout
@@ -72,6 +71,7 @@ def unit_modules(
     parameters with values. Of a tied model embedding and head have one weight."""
     some = next(iter(models))
     structure, model = some.structure, empty_model(some.config, dtype)
+    fill_buffers(model, device)
     layers = [structure.layer_path(index) for index in range(structure.num_layers)]
     held = {path: unit for stage in models for _, path, unit in numbered_units(stage)}
     shells = {
@@ -81,7 +81,7 @@ def unit_modules(
     }
     # Memory that nothing touches is not taken: sizes come from it, then it goes (`twin_layer`). A GPU's would be.
     for path, unit in shells.items():
-        unit.to_empty(device="cpu")
+        empty_parameters(unit, "cpu")
         if lora is not None:
             unit.requires_grad_(False)
             if path in layers:
@@ -90,12 +90,14 @@ def unit_modules(
     for path, unit in held.items():
         model.set_submodule(path, unit)
     if structure.is_tied:
-        model.get_submodule(structure.head).weight = model.get_submodule(structure.embedding).weight  # type: ignore[assignment]
+        words, head = model.get_submodule(structure.embedding), model.get_submodule(structure.head)
+        words.weight = head.weight = (head if structure.head in held else words).weight
     if tp > 1:
         split_weights(shells.items(), structure, tp_rank, tp, filled=False)
-    for unit in shells.values():
-        fill_constants(model, unit)
-    fill_computed(model, device)
+    for index, layer in some.whole.layers.items():
+        # Of weights that are loaded, biases that choose experts: every rank has them.
+        for name, buffer in layer.named_buffers(prefix=structure.layer_path(index)):
+            model.get_buffer(name).copy_(buffer)
     parts = WholeModel(model, structure.layers, structure.prologue, returns_tuple=structure.returns_tuple)
     whole = replace(
         some,
