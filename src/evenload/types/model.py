@@ -249,14 +249,14 @@ def alike_model(**sizes: Any) -> ModelSpec:
     if len(windows) != layers.num_layers:
         raise ConfigError(f"model {name}: {len(windows)} sliding windows for {layers.num_layers} layers; give each one")
     distinct = tuple(dict.fromkeys(windows))
-    return ModelSpec(
-        hidden_size=layers.hidden_size,
-        kinds=tuple(layers.kind(window) for window in distinct),
-        layers=tuple(distinct.index(window) for window in windows),
-        norm_parameters=(2 if layers.biases else 1) * layers.hidden_size,
-        position_parameters=sizes.get("position_rows", 0) * layers.hidden_size,
-        **others,
-    )
+    shape = {
+        "hidden_size": layers.hidden_size,
+        "kinds": tuple(layers.kind(window) for window in distinct),
+        "layers": tuple(distinct.index(window) for window in windows),
+        "norm_parameters": (2 if layers.biases else 1) * layers.hidden_size,
+        "position_parameters": sizes.get("position_rows", 0) * layers.hidden_size,
+    }
+    return msgspec.convert(shape | others, ModelSpec)
 
 
 def model_tree(tree: Any) -> Any:
