@@ -2,16 +2,19 @@
 
 import json
 
+import msgspec
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from evenload.calibrate.kernels import activation_bytes
 from evenload.data import hub
 from evenload.data.hub import model_from, model_from_config
 from evenload.errors import ConfigError
 from evenload.runtime.model.layer_kinds import describe
 from evenload.types.layer_kind import AttentionKind
 from evenload.types.model import CONFIGURATIONS, MODELS, alike_model
+from single_stage import stage_of
 
 _READ = [name for name, config in CONFIGURATIONS.items() if config["model_type"] != "bert"]
 _SMALL = {
@@ -104,6 +107,31 @@ def test_layers_alike_are_those_of_their_sizes() -> None:
     like = alike_model(**sizes, position_rows=1024)
     assert (gpt2.num_parameters, gpt2.position_rows) == (like.num_parameters, 1024)
     assert gpt2.kinds[0].copied_parameters == like.kinds[0].copied_parameters
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("gpt_oss", {"head_dim": 16, "sliding_window": 9, **_EXPERTS}),
+        ("deepseek_v3", {**_GLM, **_LATENT, "n_group": 2, "topk_group": 1}),
+        ("glm4_moe", {"head_dim": 16, **_GLM, "n_group": 1, "topk_group": 1}),
+        ("minimax_m2", {"head_dim": 16, **_EXPERTS}),
+        ("olmo3", {"sliding_window": 5}),
+        ("ministral3", {"head_dim": 16}),
+        ("smollm3", {}),
+        ("granite", {}),
+        ("qwen2_moe", {**_EXPERTS, "shared_expert_intermediate_size": 40}),
+        ("cohere2", {"head_dim": 16}),
+        ("qwen3_5_text", {"head_dim": 16}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_layers_keep_the_bytes_that_are_predicted(kind: str, more) -> None:
+    """Under every policy, and keys and values: of experts, latent attention, sinks, and of a mixer nothing."""
+    config = small(kind, **more)
+    model = msgspec.structs.replace(describe(config, kind), bytes_per_element=4)
+    counted = activation_bytes(stage_of(config, torch.float32)[0], model, 1)
+    assert counted["replay"] > counted["recompute"] > counted["offload"] == 0
 
 
 def test_backward_reads_what_a_norm_follows() -> None:

@@ -67,6 +67,7 @@ class KindShares:
             the mean of layers with attention.
         again: of the mean layer's matrix products, what the backward of a recomputed document makes again: those whose
             output it reads.
+        mixed: of the mean layer's matrix products, those of mixers, which every backward runs again.
         reach: `AttentionKind.reach`; None = no attention.
         mean_products, mean_pair_width, mean_key_width: weights of matrices that a token uses on the mean layer (active
             experts only), products of a pair, elements of a token's keys and values.
@@ -76,6 +77,7 @@ class KindShares:
     attention: NDArray[np.float64]
     keys: NDArray[np.float64]
     again: NDArray[np.float64]
+    mixed: NDArray[np.float64]
     reach: tuple[int | None, ...]
     mean_products: float
     mean_pair_width: float
@@ -109,6 +111,7 @@ def _shares(kinds: tuple[LayerKind, ...], of_kinds: tuple[int, ...]) -> KindShar
         linear=linear / mean_products,
         attention=pairs / mean_pairs,
         keys=keys / mean_keys,
+        mixed=np.array([kind.mixed_products for kind in kinds], np.float64) / mean_products,
         again=linear / mean_products * (1.0 - unread / np.maximum(linear, 1.0)),
         reach=tuple(kind.attention.reach if kind.attention else None for kind in kinds),
         mean_products=mean_products,
@@ -207,7 +210,8 @@ class _KindWidths:
     Args:
         heads: how many queries it has; attended: outputs of attention.
         read: outputs of products, also of experts' first ones, that backward reads and `recompute` repeats.
-        routed: what routers and experts keep whatever the policy; choices: numbers of experts.
+        routed, cast: what routers and experts keep whatever the policy, and `ExpertsKind.cast_router`; choices: numbers
+            of experts.
         keys: of K and V. weights: inputs of products and gradients of outputs, from I to W.
         inner: `LayerKind.inner`, not divided.
     """
@@ -216,6 +220,7 @@ class _KindWidths:
     attended: NDArray[np.int64]
     read: NDArray[np.int64]
     routed: NDArray[np.int64]
+    cast: NDArray[np.int64]
     choices: NDArray[np.int64]
     keys: NDArray[np.int64]
     weights: NDArray[np.int64]
@@ -227,12 +232,13 @@ def _widths(kinds: tuple[LayerKind, ...], tp: int) -> _KindWidths:
     rows = []
     for kind in kinds:
         attention, experts = kind.attention, kind.experts
-        heads, width, keys = (0, 0, 0)
-        if attention:
+        heads = width = keys = 0
+        if attention and attention.is_kept:
             heads, width, keys = attention.heads // tp, attention.value_dim, attention.local_key_width(tp)
         read, weights = _local_outputs(kind, tp, only_read=True), _weight_elements(kind, tp)
         routed = experts.router + experts.is_read * -(-experts.width // tp) if experts else 0
-        rows.append((heads, heads * width, read, routed, experts.choices if experts else 0, keys, weights, kind.inner))
+        cast, choices = (experts.cast_router, experts.choices) if experts else (0, 0)
+        rows.append((heads, heads * width, read, routed, cast, choices, keys, weights, kind.inner))
     return _KindWidths(*np.array(rows, np.int64).T)
 
 
@@ -242,6 +248,7 @@ def activation_bytes_per_token(model: ModelSpec, policy: ActivationPolicy = "rep
     if policy == "offload":
         return np.zeros_like(of.heads)
     kept = -(-model.hidden_size // tp) + of.attended + of.routed + (of.read if policy == "replay" else 0)
+    kept = kept + of.cast * (model.bytes_per_element >= 4)
     return model.bytes_per_element * kept + accumulator_bytes(model) * of.heads + CHOICE_BYTES * of.choices
 
 

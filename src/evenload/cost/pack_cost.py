@@ -187,6 +187,8 @@ class PackCosts:
         matrix = np.zeros((pairs_column(len(self.windows)), len(layers)))
         token_s, pack_s = exposed_ring_seconds(self.model, self.coefficients, tp, TENSOR_RINGS[direction])
         matrix[0] = over_kinds(kinds, shares.linear * layer.linear_s_per_token / tp + token_s)
+        if direction == "backward" and shares.mixed.any():
+            matrix[0] += over_kinds(kinds, shares.mixed * self.coefficients.forward.linear_s_per_token / tp)
         matrix[1] = layers * layer.slice_s
         matrix[2] = layers * (layer.pack_s + pack_s)
         for index, window in enumerate(self.windows):

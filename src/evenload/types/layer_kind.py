@@ -14,6 +14,7 @@ class Product(Frozen, omit_defaults=True):
         rows: of the input that a token has.
         shares_input: an earlier product of the layer reads the same input.
         is_read: backward reads the output; a sum with the residual stream alone does not.
+        in_mixer: it is part of `LayerKind.mixer`, of which nothing is kept: backward runs it again.
     """
 
     name: str
@@ -22,6 +23,7 @@ class Product(Frozen, omit_defaults=True):
     rows: int = 1
     shares_input: bool = False
     is_read: bool = True
+    in_mixer: bool = False
 
     @property
     def parameters(self) -> int:
@@ -39,6 +41,7 @@ class AttentionKind(Frozen, omit_defaults=True):
         chunk: documents are divided into chunks of so many tokens, and a token sees its own; 0 = no chunks.
         sinks: every head has a score that takes part in the softmax and has no value.
         soft_cap: limit of scores, by a tanh; 0 = none.
+        is_kept: keys, values and outputs are; those inside a mixer are made again.
     """
 
     heads: int
@@ -49,6 +52,7 @@ class AttentionKind(Frozen, omit_defaults=True):
     chunk: int = 0
     sinks: bool = False
     soft_cap: float = 0.0
+    is_kept: bool = True
 
     @property
     def reach(self) -> int:
@@ -82,6 +86,7 @@ class ExpertsKind(Frozen, omit_defaults=True):
         width, inner: of their input and output, and between their matrices.
         gated: three matrices (SwiGLU) instead of two.
         router, choices: what routers keep of a token: results of products, and numbers of experts and groups.
+        cast_router: results of products with weights cast to fp32, kept where the model is of fp32 itself.
         is_read: backward reads the output.
     """
 
@@ -92,6 +97,7 @@ class ExpertsKind(Frozen, omit_defaults=True):
     gated: bool = True
     router: int = 0
     choices: int = 0
+    cast_router: int = 0
     is_read: bool = False
 
     @property
@@ -161,6 +167,11 @@ class LayerKind(Frozen, omit_defaults=True):
         return self.parameters - idle
 
     @property
+    def mixed_products(self) -> int:
+        """Of `active_products`, those of the mixer."""
+        return sum(one.rows * one.parameters for one in self.products if one.in_mixer)
+
+    @property
     def inner(self) -> int:
         """Width of the widest input inside the layer; with experts, of one expert's."""
         return self.experts.inner if self.experts else max((one.inputs for one in self.products), default=0)
@@ -180,6 +191,7 @@ class LayerKind(Frozen, omit_defaults=True):
     @property
     def unread_products(self) -> int:
         """Of `active_products`, those that a recomputing backward does not repeat, as nothing reads their output: the
-        last one before the residual sum, unless a norm follows, and the last of experts."""
+        last one before the residual sum, unless a norm follows, and the last of experts; and all of a mixer, which it
+        repeats anyway."""
         of_experts = self.experts.chosen * self.experts.width * self.experts.inner if self.experts else 0
         return sum(one.rows * one.parameters for one in self.products if not one.is_read) + of_experts

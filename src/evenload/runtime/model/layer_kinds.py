@@ -78,9 +78,11 @@ class _KindSurvey(structure._Survey):
         self._inputs: set[tuple[int, int]] = set()
         self._attention: list[AttentionKind] = []
         self._experts: ExpertsKind | None = None
-        self._router = self._choices = self._chosen = 0
+        self._router = self._cast_router = self._chosen = 0
+        self._choices: list[tuple[str, int]] = []
         self._stacked: list[Tensor] = []  # weights of all experts, [E, in, out], in code of the model's own
-        self._mixer, self._columns = "", 0  # weights of biases that tensor parallelism divides
+        self._mixer = self._mixer_path = self._attention_path = ""
+        self._columns = 0  # weights of biases that tensor parallelism divides
         self._row_biases = False
 
     def spec(self, name: str) -> ModelSpec:
@@ -129,13 +131,18 @@ class _KindSurvey(structure._Survey):
 
     def _kind(self, layer: nn.Module) -> LayerKind:
         sites, experts = self.notes[-1].sites(), self._experts or self._stacked_experts()
+        kept = sites.linears - sites.unused
         products = tuple(
-            msgspec.structs.replace(product, is_read=owner in sites.linears - sites.unused)
+            msgspec.structs.replace(
+                product, is_read=owner in kept and not self._is_mixed(owner), in_mixer=self._is_mixed(owner)
+            )
             for owner, product in self._products
         )
         if experts:
             is_read = not sites.experts <= sites.unused
-            experts = msgspec.structs.replace(experts, router=self._router, choices=self._choices, is_read=is_read)
+            choices = sum(count for path, count in self._choices if not self._is_mixed(path))
+            routed = {"router": self._router, "cast_router": self._cast_router, "choices": choices}
+            experts = msgspec.structs.replace(experts, is_read=is_read, **routed)
         parameters = sum(one.numel() for one in layer.parameters())
         matrices = sum(product.parameters for product in dict(self._products).values())
         divided = matrices + self._columns + (experts.count * experts.parameters if experts else 0)
@@ -147,6 +154,8 @@ class _KindSurvey(structure._Survey):
             count = len(self._attention)
             heads, kv_heads = count * attention.heads, count * attention.kv_heads
             attention = msgspec.structs.replace(attention, heads=heads, kv_heads=kv_heads)
+        if attention and self._is_mixed(self._attention_path):
+            attention = msgspec.structs.replace(attention, is_kept=False)
         return LayerKind(
             products=products,
             parameters=parameters,
@@ -194,8 +203,12 @@ class _KindSurvey(structure._Survey):
         super()._note(func, args, kwargs, tensors, output, made)
         name = getattr(func, "__name__", "")
         if name == "topk":
-            self._choices += made[-1].numel() // structure._ROWS
+            path = next((self._inner[id(one)] for one in reversed(self._stack) if id(one) in self._inner), "")
+            self._choices.append((path, made[-1].numel() // structure._ROWS))
             self._chosen = made[-1].shape[-1]
+        if name == "linear" and not isinstance(args[1], nn.Parameter):
+            own = {one.shape for one in self._stack[-1].parameters(recurse=False)}
+            self._cast_router += output.shape[-1] * (args[1].shape in own)
         if name in _SCORES and isinstance(args[1], nn.Parameter) and args[1].ndim > 2:
             self._stacked.append(args[1])
         if self._mixes(name, args, kwargs, tensors, made):
@@ -203,8 +216,13 @@ class _KindSurvey(structure._Survey):
 
     def note_mixer(self) -> None:
         """Note that the running module mixes tokens."""
-        own = [one for one in self._stack if not type(one).__module__.startswith("torch.")]
-        self._mixer = self._mixer or type(own[-1]).__name__
+        own = next(one for one in reversed(self._stack) if not type(one).__module__.startswith("torch."))
+        if not self._mixer:
+            self._mixer, self._mixer_path = type(own).__name__, self._inner.get(id(own), "")
+
+    def _is_mixed(self, path: str) -> bool:
+        inside = f"{self._mixer_path}." if self._mixer_path else ""
+        return bool(self._mixer) and f"{path}.".startswith(inside)
 
     def _mixes(self, name: str, args: Any, kwargs: Any, tensors: list[Tensor], made: list[Tensor]) -> bool:
         rows = structure._ROWS
@@ -231,7 +249,8 @@ class _KindSurvey(structure._Survey):
         rule = getattr(mask, "rule", None)
         others = [name for name, one in given.items() if isinstance(one, Tensor) and name not in _KNOWN_TENSORS]
         if others or getattr(rule, "refusal", ""):
-            self._mixer = self._mixer or type(module).__name__
+            self.note_mixer()
+        self._attention_path = self._inner[id(module)]
         self._attention.append(
             AttentionKind(
                 heads=query.shape[1],
