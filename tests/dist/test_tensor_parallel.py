@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoConfig
 
 from dist_cases import RankUnderTest
 from evenload.cost.group_transfers import TENSOR_RINGS, WEIGHT_RINGS
@@ -19,7 +20,7 @@ from evenload.runtime.replay.weight_products import WeightProducts
 from evenload.types.document import Range
 from evenload.types.layout import even_layout
 from gloo_pool import TIMEOUT_S
-from reference_training import tiny_config
+from reference_training import KINDS, structure, tiny_config
 
 TOKENS = 24
 
@@ -28,7 +29,8 @@ def hidden_transfers_by_action(num_layers: int) -> dict[str, float]:
     """F, B, I, W -> transfers a layer, in units of all rows' hidden states."""
     meshes = create_meshes([even_layout(num_layers, tp=2)], torch.device("cpu"), timeout_s=TIMEOUT_S)
     rank = RankUnderTest(meshes, meshes.start.layout, "llama", {}, torch.float64)
-    (stage,) = rank.stages.values()
+    (whole_model,) = rank.stages.values()
+    stage = whole_model.with_layers(whole_model.model.layers)
     group = meshes.start.tensor
     assert group is not None
     counted, whole = [0], TOKENS * stage.hidden_size
@@ -39,9 +41,9 @@ def hidden_transfers_by_action(num_layers: int) -> dict[str, float]:
         counted[0] += rows.numel() * group.shard.size
         return gather(rows, what)
 
-    def all_to_all(rows: Tensor, counts: list[int], what: str) -> Transfer:
+    def all_to_all(rows: Tensor, sent: list[int], received: list[int], what: str) -> Transfer:
         counted[0] += rows.numel()
-        return scatter(rows, counts, what)
+        return scatter(rows, sent, received, what)
 
     group.all_gather, group.all_to_all = all_gather, all_to_all  # type: ignore[method-assign]
     lengths, ranges, result = {0: TOKENS}, (Range(0, 0, TOKENS),), {}
@@ -70,17 +72,21 @@ def hidden_transfers_by_action(num_layers: int) -> dict[str, float]:
     ("kind", "changes", "tp", "error", "message"),
     [
         ("llama", {}, 4, ConfigError, "parallel.tp is 4, but num_key_value_heads of the model is 2"),
-        ("llama", {"intermediate_size": 81}, 2, ConfigError, "intermediate_size of the model is 81"),
+        ("llama", {"intermediate_size": 81}, 2, ConfigError, "outputs of mlp.gate_proj of the model is 81"),
         ("llama", {"vocab_size": 1}, 2, ConfigError, "vocab_size of the model is 1: some rank would get none"),
-        ("olmo2", {}, 2, UnsupportedModelError, "norms all query heads together"),
-        ("mixtral", {}, 2, UnsupportedModelError, "the model has experts"),
+        # It norms all query heads together, which would lie on different ranks.
+        ("olmo2", {}, 2, UnsupportedModelError, r"parallel\.tp is 2 and .* self_attn\.k_proj, .*; use parallel\.dp"),
+        ("gpt2", {}, 2, UnsupportedModelError, "parallel.tp is 2 and the model has no plan for tensor parallelism"),
+        ("mixtral", {}, 2, ConfigError, "number of mlp.experts of the model is 5"),
+        ("nanochat", {}, 2, UnsupportedModelError, "the model computes with its embeddings before its layers"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(kind, changes, tp, error, message):
-    config = tiny_config(kind, **changes)
+    config = tiny_config(kind, **changes) if kind in KINDS else AutoConfig.for_model(kind)
+    found = structure(config)
     with pytest.raises(error, match=message):
-        require_tensor_parallel(config, tp)
-    require_tensor_parallel(config, 1)
+        require_tensor_parallel(config, found, tp)
+    require_tensor_parallel(config, found, 1)
 
 
 def test_rows_of_any_slice_are_divided_to_within_one():

@@ -66,12 +66,11 @@ class TensorGroup(RankGroup):
         super().__init__(group, watch)
         self.shard = RowShard(self.rank, self.size)
 
-    def all_to_all(self, rows: Tensor, counts: list[int], what: str) -> Transfer:
-        """Start to send counts[r] rows to every rank r; [size · counts[own], ...] come. Both in rank order."""
-        own, sent = counts[self.rank], rows.contiguous()
-        received, sizes = rows.new_empty((self.size * own, *rows.shape[1:])), [own] * self.size
-        exchange = partial(dist.all_to_all_single, received, sent, sizes, counts, self.process_group, async_op=True)
-        return self._start(what, sent, received, exchange)
+    def all_to_all(self, rows: Tensor, sent: list[int], received: list[int], what: str) -> Transfer:
+        """Start to send sent[r] rows to every rank r, and to receive received[r] of it. Both in rank order."""
+        source, result = rows.contiguous(), rows.new_empty((sum(received), *rows.shape[1:]))
+        exchange = partial(dist.all_to_all_single, result, source, received, sent, self.process_group, async_op=True)
+        return self._start(what, source, result, exchange)
 
     def all_reduce(self, tensor: Tensor, what: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         with self.waiting(what):
@@ -140,7 +139,8 @@ class RowExchange:
 
     def start_sum_scatter(self, partial: Tensor) -> Callable[[], Tensor]:
         """Start a `sum_scatter`; the result waits."""
-        transfer = self._group.all_to_all(partial[self._order], self._counts, self._what)
+        received = [self.num_own] * self._group.size
+        transfer = self._group.all_to_all(partial[self._order], self._counts, received, self._what)
 
         def arrive() -> Tensor:
             parts = transfer.wait().view(self._group.size, self.num_own, *partial.shape[1:])

@@ -129,7 +129,7 @@ class WholeModel:
         Args:
             positions: int64[T], from 0 in every document.
             token_ids: int64[T]; None = hidden states are known, and the prologue is another stage's.
-            like: [T, hidden], of the compute precision and device.
+            like: [n, hidden], as the hidden states, of the compute precision and device.
         """
         self.has_prologue, self.like, self.on_layer = token_ids is not None, like, on_layer
         given: dict[str, Any] = (
@@ -137,9 +137,9 @@ class WholeModel:
         )
         if hasattr(self.model.config, "output_router_logits"):
             given["output_router_logits"] = False  # the load-balancing loss is ours (`RouterBalance`)
-        # A mask of ones: without one, transformers looks for documents in the positions. Under tensor parallelism
-        # hidden states are of own rows only, and the rule is the same.
-        ones = positions.new_ones(1, like.shape[0])
+        # A mask of ones: without one, transformers looks for documents in the positions. Of as many rows as the layers
+        # get, where a tensor-parallel rank has some of the pack's.
+        ones = positions.new_ones(1, len(like))
         try:
             output = self.model(**given, position_ids=positions[None], attention_mask=ones, use_cache=False)
         except LayersRan:

@@ -303,6 +303,8 @@ def with_mixers(structure: Structure, findings: Findings) -> Structure:
 def require_layout(config: PretrainedConfig, layout: ParallelLayout) -> None:
     """Refuse layouts that a model cannot be cut for, as `build_stage_model` does."""
     structure = structure_of(empty_model(config))
+    if layout.tp > 1:
+        structure = with_mixers(structure, probe(config))
     require_tensor_parallel(config, structure, layout.tp)
     for layers in layout.stage_layers:
         require_stage(structure, layers)

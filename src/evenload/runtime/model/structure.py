@@ -10,7 +10,7 @@ memory, and its own forward runs once on a few tokens; its layers run in it one 
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -76,12 +76,19 @@ class LayerSites:
 @dataclass(frozen=True)
 class TensorCut:
     """Says how linears of layers are cut over ranks by transformers' plan, by the last part of their names: by output
-    (`columns`) or input (`rows`); and in which blocks, whose input every rank needs whole. Or why they cannot be."""
+    (`columns`) or input (`rows`); paths of blocks of `experts`, of which every rank has some; and named `sizes` that
+    must divide by the number of ranks. Or why nothing can be cut."""
 
     columns: frozenset[str] = frozenset()
     rows: frozenset[str] = frozenset()
-    blocks: tuple[str, ...] = ()
+    experts: frozenset[str] = frozenset()
+    sizes: tuple[tuple[str, int], ...] = ()
     refusal: str = ""
+
+
+def block_of(linear: str) -> str:
+    """Return the block of a linear that is cut by output: its module, whose input every rank needs whole."""
+    return linear.removesuffix(".base_layer").rsplit(".", 1)[0]
 
 
 @dataclass(frozen=True)
@@ -166,26 +173,67 @@ class _LayerNotes:
         self.calls: dict[str, int] = {}  # of linears on rows of tokens; those on others count twice
         self.outputs: dict[str, tuple[Tensor, int]] = {}  # and their versions
         self.used: set[str] = set()
+        self.widths: dict[str, int] = {}  # outputs of linears
         self.choosing: set[str] = set()
-        self.experts: set[str] = set()
+        self.experts: dict[str, int] = {}  # and how many
         self.attention: list[AttentionSizes] = []
+        self.attending: set[str] = set()
 
     def sites(self) -> LayerSites:
         linears = {name for name, count in self.calls.items() if count == 1}
         return LayerSites(
             linears=frozenset(linears),
-            unused=frozenset((linears | self.experts) - self.used),
+            unused=frozenset((linears | self.experts.keys()) - self.used),
             in_place=frozenset(name for name, (output, version) in self.outputs.items() if output._version != version),
             choosing=frozenset(self.choosing),
             experts=frozenset(self.experts),
             attention=tuple(self.attention),
         )
 
+    def refuse_cut(self, styles: Mapping[str, str]) -> str:
+        """Say why transformers' plan, of styles by the last part of linears' names, cannot be followed; "" = it can.
+        Between blocks a rank has rows of its own, in blocks all rows and what its columns make of them."""
+        kinds = {name: styles.get(name.rsplit(".", 1)[-1], "") for name in self.calls}
+        blocks = {block_of(name) for name, style in kinds.items() if style == "colwise"}
+
+        def inside(names: Iterable[str]) -> str:
+            return ", ".join(sorted(one for one in names if any(f"{one}.".startswith(f"{block}.") for block in blocks)))
+
+        others = sorted(name for name, style in kinds.items() if style not in ("colwise", "rowwise", *_WHOLE))
+        uncut = inside(name for name, style in kinds.items() if style in _WHOLE)
+        mixing = sorted(name for name in self.attending if not inside([name]))
+        whole = inside([*self.choosing, *self.experts])
+        reasons = {
+            f"needs {', '.join(others)} whole on one rank, as norms of all heads and fused matrices do (its plan for "
+            f"tensor parallelism: {', '.join(sorted({kinds[one] for one in others}))})": others,
+            f"attends in {', '.join(mixing)}, whose linears its plan for tensor parallelism does not cut: every rank "
+            "would compute all of it": mixing,
+            f"multiplies with the whole of {uncut} between linears that are cut": uncut,
+            f"chooses in {whole}, between linears that are cut": whole,
+            "has attention sinks, which its plan for tensor parallelism does not cut": any(
+                one.has_sinks for one in self.attention
+            ),
+        }
+        return next((why for why, is_so in reasons.items() if is_so), "")
+
+    def cut_sizes(self, columns: Collection[str]) -> Iterator[tuple[str, int]]:
+        """Yield named sizes of what is cut."""
+        for one in self.attention:
+            yield from (("num_attention_heads", one.heads), ("num_key_value_heads", one.kv_heads))
+        for name, width in self.widths.items():
+            if name.rsplit(".", 1)[-1] in columns and block_of(name) not in self.attending:
+                yield f"outputs of {name}", width
+        for name, number in self.experts.items():
+            yield f"number of {name}", number
+
+
+_WHOLE = ("", "replicated", "replicated_with_grad_allreduce")
+"""Styles of what every rank holds whole; "" = the plan does not name it."""
 
 # Their results hold values of what they were given in sums and views alone, which no backward of theirs reads.
 _SUMS = {"add", "__add__", "__radd__", "__iadd__", "add_", "view", "reshape", "squeeze", "unsqueeze", "transpose",
          "contiguous", "flatten", "unflatten", "__get__", "size", "dim", "clone", "permute", "chunk",
-         "split"}  # fmt: skip
+         "split", "untyped_storage", "is_floating_point"}  # fmt: skip
 # Asked of values: masks hide nothing, positions are of one document, and no expert has tokens.
 _QUESTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "all": lambda values: torch.tensor(data=True),
@@ -206,6 +254,8 @@ class _Survey(TorchFunctionMode):
         self.epilogue: list[str] = []
         self.links: list[tuple[int, int]] = []
         self.reads_tokens = self.returns_tuple = False
+        self.reads_embeddings = False
+        """Whether a backward of the prologue reads what the embedding gives."""
         self._paths = {id(module): name for name, module in model.named_modules()}
         self._owners: dict[int, str] = {}  # of weights, by id
         self._inner: dict[int, str] = {}  # modules in the running layer, by id
@@ -293,28 +343,33 @@ class _Survey(TorchFunctionMode):
             returns_tuple=self.returns_tuple,
             groups=_groups(len(self.notes), self.links),
             reads_tokens=self.reads_tokens,
-            cut=self._cut(),
+            cut=self._cut(layers),
         )
 
-    def _cut(self) -> TensorCut:
+    def _cut(self, layers: str) -> TensorCut:
         config: Any = self.model.config.get_text_config(decoder=True)
         plan: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
-        styles = {name.rsplit(".", 1)[-1]: style for name, style in plan.items()}
-        linears = frozenset().union(*(notes.calls for notes in self.notes))
-        others = sorted(name for name in linears if styles.get(name.rsplit(".", 1)[-1]) not in ("colwise", "rowwise"))
-        reasons = {
-            "has no plan for tensor parallelism in transformers": not plan,
-            "has experts: their matrices are not cut in this version": any(notes.experts for notes in self.notes),
-            f"makes more than an embedding before its layers ({', '.join(self.prologue[1:])})": len(self.prologue) > 1,
-            f"has linears that its plan does not cut by heads or columns ({', '.join(others)})": others,
-        }
-        if why := next((why for why, is_so in reasons.items() if is_so), ""):
-            return TensorCut(refusal=why)
+        # Experts lie whole on their ranks, however the plan cuts their matrices.
+        parts = {tuple(name.split(".")): style for name, style in plan.items()}
+        styles = {name[-1]: style for name, style in parts.items() if "experts" not in name}
         columns, rows = (
             frozenset(name for name, style in styles.items() if style == wanted) for wanted in ("colwise", "rowwise")
         )
-        readers = {name.rsplit(".", 1)[0] for name in linears if name.rsplit(".", 1)[-1] in columns}
-        return TensorCut(columns, rows, tuple(sorted(readers, reverse=True)))
+        refusals = [notes.refuse_cut(styles) for notes in self.notes]
+        reasons = {
+            "has no plan for tensor parallelism in transformers": not plan,
+            f"makes more than an embedding before its layers ({', '.join(self.prologue[1:])})": len(self.prologue) > 1,
+            **dict.fromkeys(refusals, True),
+            "computes with its embeddings before its layers": self.reads_embeddings,
+        }
+        if why := next((why for why, is_so in reasons.items() if is_so and why), ""):
+            return TensorCut(refusal=why)
+        return TensorCut(
+            columns,
+            rows,
+            frozenset(f"{layers}.{index}.{name}" for index, notes in enumerate(self.notes) for name in notes.experts),
+            tuple(dict.fromkeys(size for notes in self.notes for size in notes.cut_sizes(columns))),
+        )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -331,6 +386,10 @@ class _Survey(TorchFunctionMode):
             self._made_in.setdefault(_storage(one), self.layer)
         if self.layer >= 0:
             self._note(func, args, kwargs, tensors, output, made)
+        elif not self.notes:
+            self.reads_embeddings |= bool(self._used(name, args, tensors, made))
+            if func is nn.functional.embedding:
+                self._sites[_storage(output)] = frozenset(("embedding",))
         return output
 
     def _note(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], output: Any, made: list[Tensor]) -> None:
@@ -342,18 +401,22 @@ class _Survey(TorchFunctionMode):
                     self.reads_tokens = True
                 elif origin != self.layer:
                     self.links.append((origin, self.layer))
-        numbers_only = sum(isinstance(one, Tensor) for one in args) == 1
-        if name in _SUMS or (name in _SCALES and numbers_only) or name == "dropout":
-            sites = frozenset().union(*(self._sites.get(_storage(one), frozenset()) for one in tensors))
-            for one in made if sites else ():
-                self._sites[_storage(one)] = self._sites.get(_storage(one), frozenset()) | sites
-        else:
-            for one in tensors:
-                notes.used |= self._sites.get(_storage(one), frozenset())
+        notes.used |= self._used(name, args, tensors, made)
         if name == "topk":
             self._choose(notes)
         elif func is nn.functional.linear or func is torch.addmm:
             self._multiply(notes, args[1 if func is nn.functional.linear else 2], args, output)
+
+    def _used(self, name: str, args: Any, tensors: list[Tensor], made: list[Tensor]) -> frozenset[str]:
+        """Return the sites whose outputs the backward of a call reads; follow those of others."""
+        sites = frozenset().union(*(self._sites.get(_storage(one), frozenset()) for one in tensors))
+        trained = [isinstance(one, Tensor) and one.requires_grad for one in args]
+        scales = name in _SCALES and sum(trained) == 1 and (trained[0] or "mul" in name)
+        if name not in _SUMS and not scales and name != "dropout":
+            return sites
+        for one in made if sites else ():
+            self._sites[_storage(one)] = self._sites.get(_storage(one), frozenset()) | sites
+        return frozenset()
 
     def refuse_dropout(self) -> None:
         """Raise an `UnsupportedModelError` that names keys of the configuration."""
@@ -377,6 +440,7 @@ class _Survey(TorchFunctionMode):
             return
         rows = args[0] if not isinstance(self._stack[-1], Conv1D) else args[1]
         is_of_tokens = tuple(rows.shape[:-1]) in ((1, _ROWS), (_ROWS,))
+        notes.widths[owner] = output.shape[-1]
         notes.calls[owner] = notes.calls.get(owner, 0) + (1 if is_of_tokens else 2)
         self.note_output(owner, output)
 
@@ -429,6 +493,7 @@ def _attend(
     has_sinks, soft_cap = given.get("s_aux") is not None, float(given.get("softcap") or 0.0)
     shape = AttentionSizes(query.shape[1], key.shape[1], query.shape[-1], value.shape[-1], has_sinks, soft_cap)
     survey.notes[-1].attention.append(shape)
+    survey.notes[-1].attending.add(survey.name_of(module))
     if why := getattr(getattr(attention_mask, "rule", None), "refusal", ""):
         raise UnsupportedModelError(why)
     if given.get("dropout"):
@@ -446,7 +511,7 @@ def _mask(**given: Any) -> Tensor:
 def _mix_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     survey = _RUNNING[-1]
     name = survey.name_of(module)
-    survey.notes[-1].experts.add(name)
+    survey.notes[-1].experts[name] = next(module.parameters()).shape[0]
     output = hidden_states * top_k_weights.sum(-1, keepdim=True)
     survey.note_output(name, output)
     return output

@@ -2,7 +2,8 @@
 
     cut by output (rows)     q k v, gate, up, their biases; embedding and head by token ids
     cut by input (columns)   o, down
-    whole on every rank      norms, biases after a sum over ranks
+    some on every rank       experts, each whole
+    whole on every rank      norms, routers, biases after a sum over ranks, linears that the plan does not name
     adapters (LoRA)          B of what is cut by output, A of what is cut by input; the other one is whole
 
 Weights are filled whole, unit by unit, and cut at once, so every tp starts from the same weights. A vocabulary that
@@ -39,22 +40,22 @@ def tensor_split(parameter: Tensor) -> TensorSplit | None:
 
 
 def require_tensor_parallel(config: PretrainedConfig, structure: Structure, tp: int) -> None:
-    """Raise `ConfigError` for heads or feed-forward columns that do not divide by `tp`, `UnsupportedModelError` for a
-    model whose blocks mix what lies on different ranks."""
+    """Raise `ConfigError` for heads, feed-forward columns or experts that do not divide by `tp`,
+    `UnsupportedModelError` for a model whose blocks mix what lies on different ranks."""
     if tp == 1:
         return
     if why := structure.cut.refusal:
         raise UnsupportedModelError(f"parallel.tp is {tp} and the model {why}; use parallel.dp, pp or cp")
-    sizes = {
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "intermediate_size": config.intermediate_size,
-    }
-    for name, size in sizes.items():
+    if mixers := sorted({path for sites in structure.sites for path in sites.mixers}):
+        raise UnsupportedModelError(
+            f"parallel.tp is {tp} and the model mixes tokens in {', '.join(mixers)}, which needs all of them; use "
+            "parallel.dp or pp"
+        )
+    for name, size in structure.cut.sizes:
         if size % tp:
             raise ConfigError(
                 f"parallel.tp is {tp}, but {name} of the model is {size}, which does not divide by it; choose a tp "
-                f"that divides {', '.join(f'{n} {s}' for n, s in sizes.items())}"
+                f"that divides {', '.join(f'{n} {s}' for n, s in structure.cut.sizes)}"
             )
     if (tp - 1) * -(-config.vocab_size // tp) >= config.vocab_size:
         raise ConfigError(
@@ -95,7 +96,7 @@ def _split_dim(name: str, parameter_name: str, structure: Structure) -> int | No
     if is_adapter(name):
         # The first matrix of an adapter whose linear is cut by input makes partial sums, too.
         return 1 if adapter_of(name, "lora_A", rows) else 0 if adapter_of(name, "lora_B", columns) else None
-    if linear_kind(name) in columns or name in (structure.embedding, structure.head):
+    if linear_kind(name) in columns or name in (structure.embedding, structure.head, *structure.cut.experts):
         return 0
     return 1 if linear_kind(name) in rows and parameter_name == "weight" else None
 

@@ -6,17 +6,10 @@ and attention, so only norms, rotary embedding and activations are recomputed; a
 Weight gradients go into the fp32 (fp64) buffer `weight.main_grad`, or wait for a later action (`weight_products.py`).
 For documents under the policy `recompute` the backward pack repeats the products of linears; attention is recorded
 under every policy.
-
-**Experts.** Backward gives the recorded logits to transformers' own router: among other rows a matrix product may
-differ in its last bit, and a token near a tie would go back through experts that it never came from. With g the
-gradient of the block's output and a = act(gate)·up of one of the token's k experts,
-
-    d weight_k = <Wdownᵀ g, a>    d a = weight_k · Wdownᵀ g    dWdown += (weight_k g) aᵀ
-
-so no matrix product is repeated. Tokens are sorted by expert, with one product for each expert that has tokens.
 """
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,20 +23,14 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
-from evenload.attention.range_attention import work_dtype
 from evenload.runtime.model.around import ATTENTION_NAME, using
 from evenload.runtime.model.lora import is_adapter
 from evenload.runtime.model.mask_rules import MaskRule, mask_rule
 from evenload.runtime.model.structure import LayerSites
 from evenload.runtime.replay.attention_call import attention
-from evenload.runtime.replay.state import ReplayState, count_values
-from evenload.runtime.replay.weight_products import (
-    WeightProducts,
-    add_now_or_later,
-    add_product,
-    add_weight_gradient,
-    known_output,
-)
+from evenload.runtime.replay.experts import mix_experts
+from evenload.runtime.replay.state import ReplayState
+from evenload.runtime.replay.weight_products import WeightProducts, add_now_or_later, add_weight_gradient, known_output
 
 
 class _RecordedLinear:
@@ -88,7 +75,7 @@ class _RecordedLinear:
         return nn.functional.linear(rows, self.weight, self.bias)
 
     def read_or_recompute(self, rows: Tensor) -> Tensor:
-        return self.replay.read_or_recompute(self.site, self.product, rows)
+        return self.replay.read_or_recompute(self.site, self.product, rows, is_own_rows=self.has_own_rows)
 
     def known(self, input: Tensor, output: Tensor) -> Tensor:
         """Return the output of a backward pack, for autograd."""
@@ -167,113 +154,30 @@ class _Choices(TorchFunctionMode):
         site = (self._site[0], f"{self._site[1]}.{self._names[id(weight)]}")
         if state.direction == "forward":
             product = nn.functional.linear(rows, weight, bias)
-            state.store.record(site, product)
+            state.store.record(site, product, is_own_rows=True)
         else:
             recorded = state.store.read(site, state.ranges)
             product = linear_with_known_output(rows, weight, bias, recorded, state.products)
             if state.balance is not None:
                 product = state.balance.add_to(self._site[0], state.ranges, product)
-        return product.view(*input.shape[:-1], -1)
+        return product.view(*input.shape[:-1], product.shape[-1])
 
     def _chosen(self, func: Any, args: Any, kwargs: Any) -> Any:
         state, values = self._state, args[0]
         site, self._count = (self._site[0], f"{self._site[1]}.chosen{self._count}"), self._count + 1
         if state.direction == "forward":
             found = func(*args, **kwargs)
-            rows = found.indices.reshape(-1, found.indices.shape[-1])
-            state.store.record(site, rows.view(state.num_rows, -1))  # one a token, or one a token and group
+            rows = found.indices.flatten(0, -2)  # one a token, or one a token and group
+            count = state.num_own_rows
+            groups = rows.shape[0] // count if count else math.prod(size for size in values.shape[:-1] if size)
+            state.store.record(site, rows.view(count, groups * rows.shape[1]), is_own_rows=True)
             if state.balance is not None:
                 state.balance.count(self._site[0], state.ranges, rows)
             return found
         # Among other rows a product may differ in its last bit, and a token near a tie would choose others.
-        chosen = state.store.read(site, state.ranges).view(*values.shape[:-1], -1)
+        num_chosen = kwargs["k"] if "k" in kwargs else args[1]
+        chosen = state.store.read(site, state.ranges).view(*values.shape[:-1], num_chosen)
         return torch.return_types.topk((values.gather(-1, chosen), chosen))
-
-
-def mix_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Run a block of experts under replay, as transformers' interface of experts: [T, hidden], indices and weights
-    [T, k] -> [T, hidden]."""
-    state: ReplayState = module.replay  # type: ignore[assignment]
-    return _Experts(module, state, top_k_index).run(hidden_states, top_k_weights)
-
-
-class _Experts:
-    """One call of a block of experts."""
-
-    def __init__(self, module: Any, state: ReplayState, top_k_index: Tensor) -> None:
-        self.module, self.state, self.index = module, state, top_k_index
-        self.site: tuple[int, str] = module.site
-        self.up: nn.Parameter = module.gate_up_proj if module.has_gate else module.up_proj
-        self.up_bias: Tensor | None = None
-        self.down_bias: Tensor | None = None
-        if module.has_bias:
-            self.up_bias = module.gate_up_proj_bias if module.has_gate else module.up_proj_bias
-            self.down_bias = module.down_proj_bias
-        self.order = _Order(top_k_index, self.up.shape[0], is_transposed=module.is_transposed)
-
-    def run(self, hidden: Tensor, weights: Tensor) -> Tensor:
-        state, order, site = self.state, self.order, self.site
-        if state.direction == "forward":
-            up = order.products(hidden[order.token], self.up, self.up_bias)
-            state.store.record_product(site, order.by_token(up))
-            product = order.products(self._activated(up), self.module.down_proj, self.down_bias)
-            output = order.sum_by_token(product * weights.flatten()[order.entry, None]).to(hidden.dtype)
-            if not self.module.output_unused:
-                state.store.record((site[0], f"{site[1]}.output"), output)
-            return output
-        every_row = torch.arange(self.index.shape[0], device=self.index.device)
-
-        def make(rows: Tensor) -> Tensor:
-            part = (
-                order
-                if rows is every_row
-                else _Order(self.index[rows], self.up.shape[0], is_transposed=self.module.is_transposed)
-            )
-            return part.by_token(part.products(hidden.detach()[rows][part.token], self.up, self.up_bias))
-
-        recorded = state.read_or_recompute(site, make, every_row)
-        recorded = recorded.reshape(self.index.numel(), -1)[order.entry]
-        output = None
-        if not self.module.output_unused:
-            output = state.store.read((site[0], f"{site[1]}.output"), state.ranges)
-        return self._down(self._activated(self._known_up(hidden, recorded)), weights.flatten()[order.entry], output)
-
-    def _activated(self, up: Tensor) -> Tensor:
-        return self.module._apply_gate(up) if self.module.has_gate else self.module.act_fn(up)
-
-    def _known_up(self, hidden: Tensor, output: Tensor) -> Tensor:
-        """Return sorted products [T·k, 2·ffn] as if computed from the hidden states [T, hidden]."""
-        weights, products, order, rows = self.up, self.state.products, self.order, hidden.detach()
-
-        def backward(grad: Tensor) -> Tensor:
-            # Rows by token: their k copies are made where they are used.
-            add = functools.partial(order.add_weight_gradients, weights, self.up_bias, by_token=True)
-            add_now_or_later(products, weights, add, rows, grad)
-            return order.sum_by_token(order.products_back(grad, weights)).to(rows.dtype)
-
-        return known_output(output, backward, hidden)
-
-    def _down(self, gated: Tensor, routing: Tensor, known: Tensor | None) -> Tensor:
-        """Return the block's output [T, hidden], `known` or a value that is never read, from gated rows and routing
-        weights."""
-        weights, bias, products, order = self.module.down_proj, self.down_bias, self.state.products, self.order
-        rows, share = gated.detach(), routing.detach()
-
-        def backward(grad: Tensor) -> tuple[Tensor, Tensor]:
-            grad_rows = grad[order.token]
-            weighted = (grad_rows * share[:, None]).to(rows.dtype)
-            add = functools.partial(order.add_weight_gradients, weights, bias, by_token=False)
-            add_now_or_later(products, weights, add, rows, weighted)
-            back = order.products_back(grad_rows, weights)
-            of_share = (back * rows).sum(-1, dtype=share.dtype)
-            if bias is not None:
-                of_share = of_share + (grad_rows * order.rows_of(bias)).sum(-1, dtype=share.dtype)
-            return (back * share[:, None]).to(rows.dtype), of_share
-
-        if known is None:
-            width = weights.shape[2 if self.module.is_transposed else 1]
-            known = gated.detach().new_zeros(()).expand(order.num_tokens, width)
-        return known_output(known, backward, gated, routing)
 
 
 class ReplayMixer(nn.Module):
@@ -323,67 +227,6 @@ def _row_axis(given: Any, count: int) -> int | None:
 def _joined(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
     axes = [_row_axis(part, size) for part, size in zip(parts, sizes, strict=True)]
     return parts[0] if None in axes or len(parts) == 1 else torch.cat(list(parts), axes[0])  # type: ignore[bad-argument-type]
-
-
-class _Order:
-    """Sorts the T·k (token, expert) pairs by expert: their places in the unsorted [T, k], their tokens, int64[T·k]
-    each, and (expert, rows of the sorted pairs) of every expert that has any. Pairs of no expert come last."""
-
-    def __init__(self, top_k_index: Tensor, num_experts: int, *, is_transposed: bool = False) -> None:
-        self.num_tokens, k = top_k_index.shape
-        self.is_transposed = is_transposed
-        flat = top_k_index.flatten()
-        self.entry = torch.argsort(flat, stable=True)
-        self.token = self.entry // k
-        # The one place where the host waits for a GPU inside a step.
-        stops = count_values(flat, num_experts).cumsum(0).tolist()
-        starts = [0, *stops[:-1]]
-        self.parts = [(e, slice(a, b)) for e, (a, b) in enumerate(zip(starts, stops, strict=True)) if b > a]
-
-    def products(self, rows: Tensor, weights: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Multiply sorted rows [T·k, in] by their expert's weight of [E, out, in] ([E, in, out] where transposed), and
-        add its bias of [E, out] -> [T·k, out]."""
-        output = self._multiplied(rows, weights if self.is_transposed else weights.transpose(1, 2))
-        return output if bias is None else output + self.rows_of(bias)
-
-    def products_back(self, rows: Tensor, weights: Tensor) -> Tensor:
-        """Multiply sorted rows [T·k, out] back by their expert's weight -> [T·k, in]."""
-        return self._multiplied(rows, weights.transpose(1, 2) if self.is_transposed else weights)
-
-    def _multiplied(self, rows: Tensor, weights: Tensor) -> Tensor:
-        out = rows.new_empty(rows.shape[0], weights.shape[2])
-        for expert, part in self.parts:
-            out[part] = rows[part] @ weights[expert]
-        return out
-
-    def rows_of(self, bias: Tensor) -> Tensor:
-        """Return the bias [E, n] of every sorted pair's expert, [T·k, n]."""
-        sizes = [part.stop - part.start for _, part in self.parts]
-        return torch.cat([bias[e].detach().expand(size, -1) for (e, _), size in zip(self.parts, sizes, strict=True)])
-
-    def add_weight_gradients(
-        self, weights: Tensor, bias: Tensor | None, input_rows: Tensor, grad_rows: Tensor, *, by_token: bool
-    ) -> None:
-        """Add to `main_grad` from input rows, [T·k, in] sorted or [T, in] by token, and sorted gradients [T·k, out]."""
-        if by_token:
-            input_rows = input_rows[self.token]
-        total: Tensor = weights.main_grad  # type: ignore[attr-defined]
-        for expert, part in self.parts:
-            left, right = grad_rows[part], input_rows[part]
-            add_product(total[expert], *((right, left) if self.is_transposed else (left, right)))
-            if bias is not None:
-                bias.main_grad[expert] += left.sum(0, dtype=bias.main_grad.dtype)  # type: ignore[attr-defined]
-
-    def by_token(self, rows: Tensor) -> Tensor:
-        """Return sorted rows [T·k, n] as [T, k·n], the pairs of a token side by side."""
-        out = torch.empty_like(rows)
-        out[self.entry] = rows
-        return out.view(self.num_tokens, -1)
-
-    def sum_by_token(self, rows: Tensor) -> Tensor:
-        """Sum sorted rows [T·k, n] over the pairs of every token -> [T, n], in at least fp32."""
-        out = rows.new_zeros(self.num_tokens, rows.shape[1], dtype=work_dtype(rows))
-        return out.index_add_(0, self.token, rows.to(out.dtype))
 
 
 _RECORDED: dict[type, type[nn.Module]] = {nn.Linear: ReplayLinear, Conv1D: ReplayConv1D}

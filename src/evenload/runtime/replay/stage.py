@@ -72,14 +72,17 @@ class PipelineStage:
                 num_layers=len(routed),
                 num_experts=model.config.num_experts,
                 layers=tuple(index for index in routed if index in model.layers),
+                tensor=tensor,
             )
         self._state = state or ReplayState(backend=backend)
         if state is None:
             make_layers_replayable(model, self._state, tensor)
 
     def with_layers(self, layers: Iterable[int]) -> "PipelineStage":
+        """Return a stage of some of the layers, without what is before the first and behind the last."""
         kept = {index: self.model.layers[index] for index in layers}
-        return PipelineStage(replace(self.model, layers=kept), self.backend, self._tensor, self._state)
+        model = replace(self.model, layers=kept, prologue={}, epilogue={})
+        return PipelineStage(model, self.backend, self._tensor, self._state)
 
     @property
     def backend(self) -> RangeAttention:
@@ -140,7 +143,7 @@ class PipelineStage:
             for index in self.model.layers:
                 self._join_transfers("forward", pack, index, store, hidden)
         if self._balance is not None:
-            self._balance.end_pack(pack.shared, self.device)
+            self._balance.end_pack(pack.ranges, pack.shared, self.device)
         return hidden
 
     def _calls(self, pack: PackTokens, hidden: Tensor | None) -> tuple[Tensor, dict[int, LayerCall]]:
@@ -297,7 +300,7 @@ class PipelineStage:
     ) -> Iterator[None]:
         state = self._state
         state.direction, state.ranges, state.store, state.products = direction, pack.ranges, store, products
-        state.shared, state.balance = pack.shared, self._balance
+        state.shared, state.balance, state.tensor = pack.shared, self._balance, self._tensor
         state.attention = LocalAttention(tuple(rows_of(pack.ranges)))
         state.divide_rows(self.device)
         exchange = self._exchange(pack, f"hidden states of a {direction} pack")

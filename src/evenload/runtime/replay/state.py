@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from evenload.attention.range_attention import RangeAttention, work_dtype
-from evenload.runtime.comm.tensor_group import RowExchange
+from evenload.runtime.comm.rank_groups import RankGroup
+from evenload.runtime.comm.tensor_group import RowExchange, RowShard, TensorGroup
 from evenload.runtime.device import to_device
 from evenload.runtime.replay.context_attention import LocalAttention, PackAttention
 from evenload.runtime.replay.store import ActivationStore, CallKey, call_key, num_rows
@@ -29,13 +30,15 @@ class RouterBalance:
 
     with N the tokens of the global batch. f is a count and has no gradient. A document's counts are complete before its
     first backward slice, so the gradient is exact under every plan (docs/decisions/15). Ranks that share a document sum
-    its counts after each of its forward packs, once for all `layers` of a stage; `num_layers` is of the model.
+    its counts after each of its forward packs, once for all `layers` of a stage; `num_layers` is of the model. So do
+    the ranks of a `tensor`-parallel group, each of which counts own rows, and adds their part to the loss.
     """
 
     coefficient: float
     num_layers: int
     num_experts: int
     layers: tuple[int, ...]
+    tensor: TensorGroup | None = None
     num_tokens: Mapping[int, int] = field(default_factory=dict)
     _chosen: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     _of_pack: dict[tuple[int, int], Tensor] = field(default_factory=dict)
@@ -49,28 +52,46 @@ class RouterBalance:
 
     def count(self, layer: int, ranges: Sequence[Range], chosen: Tensor) -> None:
         """Count the experts [T, k] that tokens of the running forward pack chose."""
-        for (doc_id, _, _), rows in _real_rows(ranges, self.num_tokens):
+        for (doc_id, _, _), rows in self._real_rows(ranges):
             _add(self._of_pack, (layer, doc_id), count_values(chosen[rows].flatten(), self.num_experts))
 
-    def end_pack(self, shared: PackAttention | None, device: torch.device) -> None:
-        """End a forward pack after its last layer. Collective over the ranks that share it, if any do."""
-        if shared is not None and (documents := tuple(dict.fromkeys(shared.documents))):
-            nothing = torch.zeros(self.num_experts, dtype=torch.int64, device=device)
-            keys = [(layer, doc_id) for layer in self.layers for doc_id in documents]
-            mine = torch.stack([self._of_pack.pop(key, nothing) for key in keys])
-            everyone = shared.group.all_gather(mine, "counts of experts").wait()
-            for key, counts in zip(keys, everyone.view(shared.group.size, *mine.shape).sum(0), strict=True):
-                _add(self._chosen, key, counts)
+    def end_pack(self, ranges: Sequence[Range], shared: PackAttention | None, device: torch.device) -> None:
+        """End a forward pack after its last layer. Collective over the ranks that have rows of it."""
+        if self.tensor is not None:
+            self._sum_counts(self.tensor, [doc_id for doc_id, _, _ in ranges], self._of_pack, device)
+        if shared is not None:
+            self._sum_counts(shared.group, shared.documents, self._chosen, device)
         for key, counts in self._of_pack.items():
             _add(self._chosen, key, counts)
         self._of_pack.clear()
+
+    def _sum_counts(
+        self, group: RankGroup, documents: Sequence[int], totals: dict[tuple[int, int], Tensor], device: torch.device
+    ) -> None:
+        """Move the pack's counts of documents to `totals`, summed over a group."""
+        keys = [(layer, doc_id) for layer in self.layers for doc_id in dict.fromkeys(documents)]
+        if not keys:
+            return
+        nothing = torch.zeros(self.num_experts, dtype=torch.int64, device=device)
+        mine = torch.stack([self._of_pack.pop(key, nothing) for key in keys])
+        everyone = group.all_gather(mine, "counts of experts").wait()
+        for key, counts in zip(keys, everyone.view(group.size, *mine.shape).sum(0), strict=True):
+            _add(totals, key, counts)
+
+    def _real_rows(self, ranges: Sequence[Range]) -> Iterator[tuple[Range, slice]]:
+        """Yield ranges with those of this rank's rows of a pack that hold their tokens and no padding."""
+        shard, row = self.tensor.shard if self.tensor is not None else RowShard(0, 1), 0
+        for doc_id, start, stop in ranges:
+            real = Range(doc_id, start, max(start, min(stop, self.num_tokens[doc_id])))
+            yield Range(doc_id, start, stop), slice(row, row + shard.num_rows((real,)))
+            row += shard.num_rows((Range(doc_id, start, stop),))
 
     def add_to(self, layer: int, ranges: Sequence[Range], logits: Tensor) -> Tensor:
         """Return a backward pack's logits [T, E] such that autograd adds the loss's gradient; add to the loss."""
         work = work_dtype(logits)
         weights = torch.zeros(logits.shape, dtype=work, device=logits.device)
         scale = self.coefficient * logits.shape[1] / (self.num_layers * sum(self.num_tokens.values()))
-        for (doc_id, _, _), rows in _real_rows(ranges, self.num_tokens):
+        for (doc_id, _, _), rows in self._real_rows(ranges):
             weights[rows] = self._chosen[layer, doc_id].to(work) * (scale / self.num_tokens[doc_id])
         with torch.no_grad():
             probabilities = logits.to(work).softmax(-1)
@@ -92,14 +113,6 @@ def count_values(values: Tensor, size: int) -> Tensor:
 
 def _add(totals: dict[tuple[int, int], Tensor], key: tuple[int, int], counts: Tensor) -> None:
     totals[key] = totals[key] + counts if key in totals else counts
-
-
-def _real_rows(ranges: Sequence[Range], num_tokens: Mapping[int, int]):
-    """Yield ranges with the rows of a pack that hold their tokens and no padding."""
-    row = 0
-    for doc_id, start, stop in ranges:
-        yield (doc_id, start, stop), slice(row, row + max(0, min(stop, num_tokens[doc_id]) - start))
-        row += stop - start
 
 
 class GatherOnce:
@@ -183,6 +196,7 @@ class ReplayState:
         direction: of the running pack.
         ranges: of the running pack, in row order; attention: of the rows that no other rank has.
         store: set only while a pass runs; so are tensor_rows, with tensor parallelism.
+        tensor: the group of the tensor parallelism; None = there is none.
         recomputed: int64[n], rows of the running backward pack whose products are recomputed; None = no rows. `kept`
             are the other rows, of `kept_ranges`.
         products: where weight gradients of the running backward pack wait; None = they are added at once.
@@ -201,6 +215,7 @@ class ReplayState:
     products: WeightProducts | None = None
     balance: RouterBalance | None = None
     shared: PackAttention | None = None
+    tensor: TensorGroup | None = None
     tensor_rows: TensorRows = field(init=False)
     layer: int = -1
     num_calls: int = 0
@@ -218,6 +233,10 @@ class ReplayState:
     def num_rows(self) -> int:
         return num_rows(self.ranges)
 
+    @property
+    def num_own_rows(self) -> int:
+        return self.num_rows if self.tensor is None else self.tensor_rows.rows.num_own
+
     def recomputes(self, site: tuple[int, str]) -> bool:
         return self.recomputed is not None or self.store.recomputes(site)
 
@@ -234,15 +253,21 @@ class ReplayState:
             self.kept = to_device(torch.from_numpy(np.flatnonzero(~is_recomputed)), device)
             self.kept_ranges = tuple(r for r in self.ranges if self.store.policy(r[0]) != "recompute")
 
-    def read_or_recompute(self, site: tuple[int, str], make: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
-        """Return the product [T, out] of `input` [T, in] at a site of the backward pack; `make` computes it."""
+    def read_or_recompute(
+        self, site: tuple[int, str], make: Callable[[Tensor], Tensor], input: Tensor, *, is_own_rows: bool = False
+    ) -> Tensor:
+        """Return the product [T, out] of `input` [T, in] at a site of the backward pack; `make` computes it. Own rows
+        are those that this rank of a tensor-parallel group has between blocks."""
         recomputes = self.store.recomputes(site)
         if not recomputes and self.recomputed is None:
             return self.store.read(site, self.ranges)
         with torch.no_grad():
             if recomputes or self.kept is None:
                 return make(input)
-            made, stored = make(input[self.recomputed]), self.store.read(site, self.kept_ranges)
+            again, kept = self.recomputed, self.kept
+            if is_own_rows and self.tensor is not None:
+                _, again, kept = self.tensor_rows.recomputed(self.store)
+            made, stored = make(input[again]), self.store.read(site, self.kept_ranges)
             output = made.new_empty(input.shape[0], *made.shape[1:])
-            output[self.recomputed], output[self.kept] = made, stored
+            output[again], output[kept] = made, stored
             return output

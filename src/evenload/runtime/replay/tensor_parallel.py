@@ -14,9 +14,11 @@ weight gradients instead of being kept (Korthikanti et al. 2022, §4.2). Transfe
                all-gather a block's input            all that comes before its weight gradients
                reduce-scatter the input's gradient   the block's weight gradients (q k v, gate up)
 
-Chunks are runs of a pack's rows, so no row's product changes. Layers stay transformers' own: the two blocks of a layer
-get a hook that gathers, and the linears recorded by replay become `ColumnLinear` or `RowLinear` by their names.
-Gradients of what every rank holds whole (norms, biases behind a sum) are partial; `data_parallel` sums them.
+Chunks are runs of a pack's rows, so no row's product changes. Layers stay transformers' own: the blocks of a layer (its
+attention and MLPs) get a hook that gathers, and the linears recorded by replay become `ColumnLinear` or `RowLinear` by
+their names.
+Linears that are not cut, and routers, work on own rows between blocks; so do experts, which send them (`experts.py`).
+Gradients of what every rank holds whole (norms, routers, biases behind a sum) are partial; `data_parallel` sums them.
 """
 
 import functools
@@ -27,7 +29,7 @@ from torch import Tensor, nn
 
 from evenload.runtime.comm.tensor_group import RowExchange
 from evenload.runtime.model.lora import is_adapter
-from evenload.runtime.model.structure import Structure
+from evenload.runtime.model.structure import Structure, block_of
 from evenload.runtime.model.tensor_weights import adapter_of, linear_kind
 from evenload.runtime.replay.replayable import ReplayLinear
 from evenload.runtime.replay.state import BlockInput, ReplayState
@@ -35,19 +37,22 @@ from evenload.runtime.replay.weight_products import add_weight_gradient, is_froz
 
 
 def make_tensor_parallel(layer: nn.Module, layer_index: int, state: ReplayState, structure: Structure) -> None:
-    """Make a replayable layer's linears compute with a part of their weights, in place. Every linear's name is known:
-    `tensor_weights.require_tensor_parallel` has refused other models."""
+    """Make a replayable layer's linears compute with a part of their weights, in place. Those that are not cut are
+    between blocks: `tensor_weights.require_tensor_parallel` has refused other models."""
+    blocks: dict[str, list[ColumnLinear]] = {}
     for name, module in layer.named_modules():
         if isinstance(module, ReplayLinear):
-            is_row = linear_kind(name) in structure.cut.rows
-            assert is_row or linear_kind(name) in structure.cut.columns, f"{name} is cut in no known way"
-            module.__class__ = RowLinear if is_row else ColumnLinear
+            if linear_kind(name) in structure.cut.rows:
+                module.__class__ = RowLinear
+            elif linear_kind(name) in structure.cut.columns:
+                module.__class__ = ColumnLinear
+                blocks.setdefault(block_of(name), []).append(module)  # type: ignore[arg-type]
+            module.has_own_rows = not isinstance(module, ColumnLinear)
         elif adapter_of(name, "lora_A", structure.cut.rows):
             module.register_forward_hook(functools.partial(_scatter_output, state))
-    for name in structure.cut.blocks:
+    for name, readers in blocks.items():
         block = layer.get_submodule(name)
         has_adapters = any(is_adapter(inner) for inner, _ in block.named_modules())
-        readers = [module for module in block.modules() if isinstance(module, ColumnLinear)]
         hook = functools.partial(_gather_input, state, (layer_index, name), readers, has_adapters=has_adapters)
         block.register_forward_pre_hook(hook, with_kwargs=True)
 
@@ -62,11 +67,11 @@ def _gather_input(
     *,
     has_adapters: bool,
 ) -> tuple[tuple, dict]:
-    """Give a block all rows of its input [1, n, hidden] -> [1, T, hidden]. In forward the first of `readers` waits for
-    them; in backward their weight gradients do. Adapters and recomputed products need them at once."""
+    """Give a block all rows of its input [..., n, hidden] -> [..., T, hidden]. In forward the first of `readers` waits
+    for them; in backward their weight gradients do. Adapters and recomputed products need them at once."""
     pack = state.tensor_rows
     own: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-    block = pack.block = BlockInput(own.detach()[0], pack.rows)
+    block = pack.block = BlockInput(own.detach().flatten(0, -2), pack.rows)
     is_read_later = state.direction == "forward" or (
         state.products is None and not state.recomputes(site) and not all(is_frozen(one.weight) for one in readers)
     )
@@ -82,16 +87,17 @@ def _gather_input(
         block.weight_gradients.clear()
         return finish()
 
-    gathered = known_output(block.rows, backward, own.squeeze(0))[None]
+    gathered = known_output(block.rows, backward, own.flatten(0, -2)).view(*own.shape[:-2], *block.rows.shape)
     if "hidden_states" in kwargs:
         return args, kwargs | {"hidden_states": gathered}
     return (gathered, *args[1:]), kwargs
 
 
 def _scatter_output(state: ReplayState, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
-    """Sum an adapter's partial products [1, T, rank] -> own rows [1, n, rank], as those of its linear."""
-    partial, rows = output.squeeze(0), state.tensor_rows.rows
-    return known_output(rows.sum_scatter(partial.detach()), rows.gather, partial)[None]
+    """Sum an adapter's partial products [..., T, rank] -> own rows [..., n, rank], as those of its linear."""
+    partial, rows = output.flatten(0, -2), state.tensor_rows.rows
+    own = known_output(rows.sum_scatter(partial.detach()), rows.gather, partial)
+    return own.view(*output.shape[:-2], *own.shape)
 
 
 class ColumnLinear(ReplayLinear):
@@ -117,18 +123,18 @@ class ColumnLinear(ReplayLinear):
             if is_frozen(weight):
                 pass
             elif products is not None:
-                products.defer(add_later, block.own, grad[0])
+                products.defer(add_later, block.own, grad.flatten(0, -2))
             else:
-                block.weight_gradients.append(lambda: add_weight_gradient(weight, bias, block.whole(), grad[0]))
+                block.weight_gradients.append(
+                    lambda: add_weight_gradient(weight, bias, block.whole(), grad.flatten(0, -2))
+                )
             return grad @ weight
 
         return known_output(output, backward, input)
 
 
 class RowLinear(ReplayLinear):
-    """Multiplies own inputs of all rows [1, T, in / tp] -> [1, n, out]: sums over the group, and keeps own rows."""
-
-    has_own_rows = True
+    """Multiplies own inputs of all rows [..., T, in / tp] -> [..., n, out]: sums over the group, and keeps own rows."""
 
     def num_rows(self, input: Tensor) -> int:
         return self.replay.tensor_rows.rows.num_own
@@ -149,13 +155,13 @@ class RowLinear(ReplayLinear):
 
     def known(self, input: Tensor, output: Tensor) -> Tensor:
         weight, bias, products, pack = self.weight, self.bias, self.replay.products, self.replay.tensor_rows
-        rows, exchange, again, key = input.detach()[0], pack.rows, pack.again, object()
+        rows, exchange, again, key = input.detach().flatten(0, -2), pack.rows, pack.again, object()
 
         def add_later(input_rows: Tensor, own_grad: Tensor) -> None:
             add_weight_gradient(weight, None, input_rows, again(own_grad, key))
 
         def backward(grad: Tensor) -> Tensor:
-            own = grad[0]
+            own = grad.flatten(0, -2)
             everyone = own.new_empty(exchange.num_rows, own.shape[1])
             input_grad = own.new_empty(exchange.num_rows, weight.shape[1])
             under_way = [chunk.exchange.start_gather(own[chunk.own]) for chunk in exchange.chunks]
@@ -169,7 +175,7 @@ class RowLinear(ReplayLinear):
                     add_weight_gradient(weight, None, rows, everyone)
                 else:
                     products.defer(add_later, rows, own)
-            return input_grad[None]
+            return self._shaped(input, input_grad)
 
         return known_output(output, backward, input)
 
