@@ -19,7 +19,7 @@ from evenload.runtime.model.model_config import load_config, model_spec
 from evenload.runtime.model.supported import position_warning, require_positions
 from evenload.runtime.optim.parameter_units import flatten_units
 from evenload.types.layout import even_layout
-from reference_training import stage_model, structure, tiny_config
+from reference_training import stage_model, tiny_config
 
 LENGTHS = [61, 1, 33]
 

@@ -198,7 +198,7 @@ class _Proof:
     # Passes.
 
     def _run(self, on_layer: Callable[[int, LayerCall], Tensor], ids: Tensor, positions: Tensor) -> Tensor | None:
-        return self.whole.run(positions, on_layer, token_ids=ids, like=torch.empty(len(ids), 0, dtype=torch.float64))
+        return self.whole.run(positions, on_layer, token_ids=ids, like=torch.empty(len(ids), 1, dtype=torch.float64))
 
     def _record(self) -> None:
         """Run the document, until no more mixers are found; hold what layers, attention and mixers give."""
