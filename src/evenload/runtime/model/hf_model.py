@@ -75,7 +75,7 @@ class StageModel:
 
     @property
     def head(self) -> nn.Linear:
-        return self.epilogue[self.structure.head]  # type: ignore[return-value]
+        return self.whole.model.get_submodule(self.structure.head)  # type: ignore[return-value]
 
     @property
     def groups(self) -> list[tuple[int, ...]]:
@@ -158,8 +158,7 @@ class StageModel:
             logits = self.whole.run(
                 positions,
                 lambda index, call: hidden[None] if index == last else call.hidden,
-                # Of no influence: a model that computes inputs of layers from token ids needs some.
-                token_ids=positions if self.structure.reads_tokens else None,
+                token_ids=None,
                 like=hidden.detach(),
             )
         assert logits is not None
@@ -268,6 +267,8 @@ def build_stage_model(
             stored.load(unit.state_dict(prefix=f"{name}."))
         if structure.is_tied and is_last and name == structure.embedding and not is_first:
             stage.head.weight = unit.weight  # type: ignore[assignment]
+        elif structure.is_tied and is_first and structure.head.startswith(f"{name}."):
+            stage.head.weight = stage.embedding.weight
         if tp > 1 and lora is None:
             split_weights([(name, unit)], structure, tp_rank, tp)
     if lora is not None:
