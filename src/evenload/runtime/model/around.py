@@ -72,13 +72,14 @@ class _Slot(nn.Module):
 
     def __init__(self, module: nn.Module, whole: "WholeModel") -> None:
         super().__init__()
-        self.__dict__["at"] = (module, whole)
+        self.own = module  # a model may ask for the type of its first parameter
+        self.__dict__["whole"] = whole
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["at"][0], name)
+        return super().__getattr__(name) if name == "own" else getattr(self.own, name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        module, whole = self.__dict__["at"]
+        module, whole = self.own, self.__dict__["whole"]
         if whole.has_prologue:
             return module(*args, **kwargs)
         given: Tensor = args[0] if args else next(one for one in kwargs.values() if isinstance(one, Tensor))
