@@ -83,12 +83,10 @@ class _Slot(nn.Module):
             return module(*args, **kwargs)
         given: Tensor = args[0] if args else next(one for one in kwargs.values() if isinstance(one, Tensor))
         if isinstance(module, nn.Embedding):
-            return whole.like.new_zeros(()).expand(*given.shape, module.embedding_dim)
-        return (
-            given.new_zeros(()).expand(*given.shape[:-1], module.out_features)
-            if isinstance(module, nn.Linear)
-            else given
-        )
+            # Of positions, some are given what they are added to.
+            rows = given.shape[:-1] if given.is_floating_point() else given.shape
+            return whole.like.new_zeros(*rows, module.embedding_dim)
+        return given.new_zeros(*given.shape[:-1], module.out_features) if isinstance(module, nn.Linear) else given
 
 
 class WholeModel:
@@ -130,16 +128,16 @@ class WholeModel:
             like: [n, hidden], as the hidden states, of the compute precision and device.
         """
         self.has_prologue, self.like, self.on_layer = token_ids is not None, like, on_layer
-        given: dict[str, Any] = (
-            {"input_ids": token_ids[None]} if token_ids is not None else {"inputs_embeds": like[None]}
-        )
+        # Without the prologue token ids name rows alone.
+        ids = positions.new_zeros(len(like)) if token_ids is None else token_ids
+        given: dict[str, Any] = {}
         if hasattr(self.model.config, "output_router_logits"):
             given["output_router_logits"] = False  # the load-balancing loss is ours (`RouterBalance`)
         # A mask of ones: without one, transformers looks for documents in the positions. Of as many rows as the layers
         # get, where a tensor-parallel rank has some of the pack's.
         ones = positions.new_ones(1, len(like))
         try:
-            output = self.model(**given, position_ids=positions[None], attention_mask=ones, use_cache=False)
+            output = self.model(ids[None], position_ids=positions[None], attention_mask=ones, use_cache=False, **given)
         except LayersRan:
             return None
         finally:

@@ -31,6 +31,7 @@ from evenload.runtime.model.weight_files import (
     LAYERS,
     NORM,
     POSITIONS,
+    Weights,
     empty_parameters,
     fill_buffers,
     fitting_weights,
@@ -74,7 +75,7 @@ class StageModel:
 
     @property
     def head(self) -> nn.Linear:
-        return self.epilogue[self.structure.head]  # type: ignore[return-value]
+        return self.whole.model.get_submodule(self.structure.head)  # type: ignore[return-value]
 
     @property
     def groups(self) -> list[tuple[int, ...]]:
@@ -102,8 +103,9 @@ class StageModel:
         for index, layer in self.layers.items():
             yield _named({self.structure.layer_path(index): layer})
         if self.is_last:
+            named = _named(self.epilogue)
             is_tied = self.is_first and self.structure.is_tied
-            yield _named({path: one for path, one in self.epilogue.items() if not (is_tied and one is self.head)})
+            yield [pair for pair in named if not (is_tied and pair[1] is self.embedding.weight)]
 
     def unit_parameters(self) -> Iterator[list[tuple[str, nn.Parameter]]]:
         """Yield the *trained* pairs of `named_units`."""
@@ -156,8 +158,7 @@ class StageModel:
             logits = self.whole.run(
                 positions,
                 lambda index, call: hidden[None] if index == last else call.hidden,
-                # Of no influence: a model that computes inputs of layers from token ids needs some.
-                token_ids=positions if self.structure.reads_tokens else None,
+                token_ids=None,
                 like=hidden.detach(),
             )
         assert logits is not None
@@ -250,6 +251,7 @@ def build_stage_model(
     )
     for number, name, unit in numbered_units(stage):
         if structure.is_tied and name == structure.head:
+            _fill_bias(model, name, unit, stored, device)
             # Filled as the embedding, of which another stage has the same values.
             number, name, unit = EMBEDDING, structure.embedding, whole.modules[structure.embedding]
             if is_first:
@@ -265,6 +267,8 @@ def build_stage_model(
             stored.load(unit.state_dict(prefix=f"{name}."))
         if structure.is_tied and is_last and name == structure.embedding and not is_first:
             stage.head.weight = unit.weight  # type: ignore[assignment]
+        elif structure.is_tied and is_first and structure.head.startswith(f"{name}."):
+            stage.head.weight = stage.embedding.weight
         if tp > 1 and lora is None:
             split_weights([(name, unit)], structure, tp_rank, tp)
     if lora is not None:
@@ -273,6 +277,18 @@ def build_stage_model(
             # Adapters take their sizes and random values from whole linears.
             split_weights([(name, unit) for _, name, unit in numbered_units(stage)], structure, tp_rank, tp)
     return stage
+
+
+def _fill_bias(
+    model: PreTrainedModel, name: str, head: nn.Module, stored: Weights | None, device: torch.device
+) -> None:
+    """Fill what a head has besides the weight that is the embedding's, too."""
+    others = {key: one for key, one in head.named_parameters() if key != "weight"}
+    for key, one in others.items():
+        values = torch.zeros_like(one, device=device)  # as every model begins
+        head.register_parameter(key, nn.Parameter(values, requires_grad=one.requires_grad))
+    if stored is not None and others:
+        stored.load({f"{name}.{key}": head.get_parameter(key).detach() for key in others})
 
 
 def with_mixers(structure: Structure, findings: Findings) -> Structure:

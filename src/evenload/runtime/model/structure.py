@@ -321,10 +321,13 @@ class _Survey(TorchFunctionMode):
         paths = {name for name in (self._paths.get(id(embedding)), self._paths.get(id(head))) if name}
         if len(paths) < 2:
             raise UnsupportedModelError(f"{type(model).__name__} has no embedding or no head of its own")
+        # A module inside another one with weights of its own is part of that.
+        epilogue = tuple(one for one in self.epilogue if not any(one.startswith(f"{two}.") for two in self.epilogue))
         owners: dict[int, str] = {}
         for name, weight in model.named_parameters(remove_duplicate=False):
             other = owners.setdefault(id(weight), name)
-            if other != name and weight is not embedding.weight:  # type: ignore[union-attr]
+            is_in_one = any(other.startswith(f"{part}.") and name.startswith(f"{part}.") for part in epilogue)
+            if other != name and weight is not embedding.weight and not is_in_one:  # type: ignore[union-attr]
                 raise UnsupportedModelError(f"{type(model).__name__} shares a weight as {other} and {name}")
         known = {f"{part}." for part in (layers, *self.prologue, *self.epilogue)}
         for name, _ in model.named_parameters():
@@ -338,7 +341,7 @@ class _Survey(TorchFunctionMode):
             embedding=self._paths[id(embedding)],
             head=self._paths[id(head)],
             prologue=tuple(self.prologue),
-            epilogue=tuple(self.epilogue),
+            epilogue=epilogue,
             is_tied=embedding.weight is head.weight,  # type: ignore[union-attr]
             returns_tuple=self.returns_tuple,
             groups=_groups(len(self.notes), self.links),

@@ -320,12 +320,15 @@ def unit_seed(number: int, seed: int) -> int:
 
 
 def empty_parameters(unit: nn.Module, device: torch.device | str) -> None:
-    """Give the parameters of a unit memory without values; buffers stay as they are."""
+    """Give the parameters of a unit memory without values, one where modules share one; buffers stay as they are."""
+    made: dict[int, nn.Parameter] = {}
     for module in unit.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.is_meta:
-                values = torch.empty_like(parameter, device=device)
-                module._parameters[name] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+                if id(parameter) not in made:
+                    values = torch.empty_like(parameter, device=device)
+                    made[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+                module._parameters[name] = made[id(parameter)]
 
 
 def fill_buffers(whole: PreTrainedModel, device: torch.device | str) -> None:

@@ -78,7 +78,7 @@ class Around(TorchFunctionMode):
 
         # Autograd needs something to go back to.
         anchor = output.new_zeros(()).requires_grad_()
-        return known_output(output[None], backward, anchor)
+        return known_output(output[None], backward, anchor).clone()  # models change it in place
 
     def _multiply(self, normed: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """[1, n, hidden] of own rows -> [1, T, token ids of this rank]."""
