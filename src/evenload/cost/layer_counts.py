@@ -149,8 +149,10 @@ def over_kinds(counts: NDArray[np.int64], values: NDArray[np.float64]) -> NDArra
     by_value: dict[float, NDArray[np.int64]] = {}
     for at, value in enumerate(values.tolist()):
         by_value[value] = by_value[value] + counts[:, at] if value in by_value else counts[:, at]
-    total, *others = (count * value for value, count in by_value.items())
-    return sum(others, total)
+    total = np.zeros(len(counts))
+    for value, count in by_value.items():
+        total += count * value
+    return total
 
 
 def mean_of_layers(model: ModelSpec, values: NDArray[np.int64]) -> int:
