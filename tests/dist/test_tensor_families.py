@@ -1,17 +1,19 @@
 """Tensor parallelism of families with experts and without, against plain training: see docs/limits.md for others."""
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
+from adapter_cases import LORA, adapter_loss_and_gradients
 from evenload.errors import ConfigError, UnsupportedModelError
-from evenload.runtime.model.hf_model import empty_model, require_layout
+from evenload.runtime.model.hf_model import require_layout
 from evenload.types.layout import even_layout
-from evenload.types.plan import encode_plan
+from evenload.types.plan import encode_plan, seal
 from matrix import Row
 from matrix_plans import plan_of
-from reference_training import plain_loss_and_gradients, relative_error
-from tensor_families import FamilyTask, family_config, run_families, weights_of, whole_model
+from reference_training import plain_loss_and_gradients, relative_error, stage_model
+from tensor_families import FamilyTask, expert_rows_sent, family_config, run_families, weights_of, whole_model
 
 LIMIT = 1e-9
 DENSE = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text", "granite", "ministral3", "smollm3",
@@ -28,21 +30,27 @@ def plan_for(layout, strategy="slimpack", *, policy="mixed", schedule="own", vir
     return plan_of(row), row.num_layers
 
 
-def assert_equal_plain(pool, tasks, plan):
+def assert_equal_plain(pool, tasks, plan, adapter=None):
+    """`adapter`: a folder for the adapter of models that have one."""
     ranks = pool.run(plan.layout.world_size, run_families, tasks)
     for index, task in enumerate(tasks):
-        config = task.config()
-        weights = weights_of(whole_model(task))
-        loss, expected = plain_loss_and_gradients(config, weights, task.tokens(), torch.float64)
+        config, weights = task.config(), weights_of(whole_model(task))
+        if task.lora is None:
+            loss, expected = plain_loss_and_gradients(config, weights, task.tokens(), torch.float64)
+        else:
+            named = {name.replace(".base_layer", ""): weight for name, weight in weights.items()}
+            loss, expected = adapter_loss_and_gradients(config, named, adapter, task.tokens(), torch.float64)
         results = [rank[index] for rank in ranks]
         assert sum(one[0] for one in results) == pytest.approx(loss, rel=LIMIT), f"{task.family}: loss"
-        ours = {name: torch.from_numpy(gradient) for one in results for name, gradient in one[1].items()}
-        assert ours.keys() == expected.keys(), task.family
+        norm_of_all = np.sqrt(sum(gradient.square().sum().item() for gradient in expected.values()))
+        seen = set()
         for _, own, norm, _ in results:
             for name, gradient in own.items():
                 error = relative_error(torch.from_numpy(gradient), expected[name])
                 assert error <= LIMIT, f"{task.family}: {name} differs by {error:.1e}"
-            assert norm == pytest.approx(np.sqrt(sum(g.square().sum().item() for g in expected.values())), rel=LIMIT)
+            assert norm == pytest.approx(norm_of_all, rel=LIMIT)
+            seen |= own.keys()
+        assert seen == expected.keys(), task.family
 
 
 @pytest.mark.parametrize("strategy", ["slimpack", "balanced"])
@@ -67,3 +75,78 @@ def test_experts_with_every_dimension(gloo_pool, layout, options):
     plan, num_layers = plan_for(layout, **options)
     tasks = [FamilyTask(family, num_layers, encode_plan(plan)) for family in WITH_EXPERTS]
     assert_equal_plain(gloo_pool, tasks, plan)
+
+
+ATTENTION = msgspec.structs.replace(LORA, target_modules=("q_proj", "k_proj", "v_proj", "o_proj"))
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize(
+    ("family", "lora"),
+    # Where MLPs of GLM-4.5 get adapters, peft gives some to experts, too.
+    [("llama", LORA), ("qwen3_moe", LORA), ("qwen2_moe", LORA), ("glm4_moe", ATTENTION)],
+)
+def test_adapters_equal_peft(gloo_pool, tmp_path, family, lora):
+    """Of attention, of a shared expert and of its gate; experts and routers are frozen."""
+    plan, num_layers = plan_for("tp2")
+    assert_equal_plain(gloo_pool, [FamilyTask(family, num_layers, encode_plan(plan), lora)], plan, tmp_path)
+
+
+def test_a_rank_stores_nothing_of_other_ranks_tokens(gloo_pool):
+    """All ranks together hold what one rank alone holds but the experts' products, which are computed again."""
+    plan, num_layers = plan_for("tp2", "balanced", policy="replay")
+    alone = seal(msgspec.structs.replace(plan, layout=even_layout(num_layers)))
+    config = family_config("qwen3_moe", num_layers)
+    ((whole,),) = gloo_pool.run(1, run_families, [FamilyTask("qwen3_moe", num_layers, encode_plan(alone))])
+    ranks = gloo_pool.run(2, run_families, [FamilyTask("qwen3_moe", num_layers, encode_plan(plan))])
+    kind = "activations_replay"
+    held = np.sum([rank[0][3].after_kinds[kind] for rank in ranks], axis=0)
+    saved = np.array(whole[3].after_kinds[kind]) - held
+    per_token = config.num_experts_per_tok * 2 * config.moe_intermediate_size * 8 * num_layers
+    largest = max(sum(one.num_tokens for one in pack.slices) for pack in plan.pack_plans[0].forward)
+    assert saved.max() == per_token * largest
+    for kind in ("keys_and_values", "weight_gradient_inputs"):
+        assert sum(rank[0][3].peak_by_kind[kind] for rank in ranks) == whole[3].peak_by_kind[kind]
+
+
+def test_experts_rows_travel_as_often_as_said(gloo_pool):
+    """Twice forward, three times backward, and two numbers a row: what a price of it must charge."""
+    plan, num_layers = plan_for("tp2", "balanced", policy="replay")
+    config = family_config("mixtral", num_layers)
+    ranks = gloo_pool.run(2, expert_rows_sent, FamilyTask("mixtral", num_layers, encode_plan(plan)))
+    copies = sum(one.num_tokens for one in plan.documents) * config.num_experts_per_tok * num_layers
+    assert {key: sum(rank[key] for rank in ranks) for key in ranks[0]} == {
+        "forward rows": 2 * copies * config.hidden_size,
+        "backward rows": 3 * copies * config.hidden_size,
+        "backward numbers": 2 * copies,
+    }
+
+
+def test_a_rank_holds_whole_experts():
+    config = family_config("glm4_moe", 2)
+    whole, part = stage_model(config), stage_model(config, tp=2, tp_rank=1)
+    ours, theirs = (model.layers[1].mlp.experts for model in (part, whole))
+    assert torch.equal(ours.gate_up_proj, theirs.gate_up_proj[6:])
+    assert torch.equal(ours.down_proj, theirs.down_proj[6:])
+    assert torch.equal(part.layers[1].mlp.gate.weight, whole.layers[1].mlp.gate.weight)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "error", "message"),
+    [
+        ("deepseek_v3", {}, UnsupportedModelError, "attends in self_attn, whose linears its plan .* does not cut"),
+        ("gpt_oss", {}, UnsupportedModelError, "has no plan for tensor parallelism in transformers"),
+        ("minimax_m2", {}, UnsupportedModelError, "needs self_attn.k_proj, .* whole on one rank"),
+        ("olmo2", {}, UnsupportedModelError, "as norms of all heads"),
+        ("olmo3", {}, UnsupportedModelError, "as norms of all heads"),
+        ("minimax", {}, UnsupportedModelError, "mixes tokens in self_attn, which needs all of them"),
+        ("qwen3_moe", {"num_experts": 5}, ConfigError, "number of mlp.experts of the model is 5"),
+        ("glm4_moe", {"moe_intermediate_size": 21}, ConfigError, "mlp.shared_experts.gate_proj of the model is 21"),
+    ],
+    ids=lambda value: value if isinstance(value, str) and " " not in value else "",
+)
+def test_what_cannot_be_cut_is_refused_at_start(family, changes, error, message):
+    config = family_config(family, 2, **changes)
+    with pytest.raises(error, match=f"parallel.tp is 2.*{message}"):
+        require_layout(config, even_layout(2, tp=2))
+    require_layout(config, even_layout(2))

@@ -9,12 +9,12 @@ from adapter_cases import LORA, adapter_loss_and_gradients, all_tensors, make_ad
 from causal_types import tiny_causal_config
 from evenload.config.sections import LoraConfig, with_adapters
 from evenload.cost.memory import parameters_per_rank, static_bytes
+from evenload.data.hub import model_from_config
 from evenload.errors import ConfigError, UnsupportedModelError
 from evenload.runtime.model.lora import write_adapter
 from evenload.runtime.optim.parameter_units import flatten_units, frozen_bytes
 from evenload.runtime.replay.store import ActivationStore
 from evenload.types.layout import even_layout
-from evenload.types.model import model_from_hf_config
 from reference_training import KINDS, make_tokens, relative_error, stage_model, tiny_config
 from single_stage import pack_tokens, packs_of, sliced_packs, stage_of, trained
 
@@ -86,9 +86,9 @@ def test_static_bytes_are_those_of_adapters(kind):
     config = tiny_config(kind)
     model = stage_model(config, lora=LORA)
     buffers = flatten_units(model, dp=1)
-    spec = model_from_hf_config(config.to_dict(), kind, 8)
+    spec = model_from_config(config.to_dict(), kind, 8)
     lora_spec = with_adapters(spec, LORA)
-    each = lora_spec.adapter_parameters_per_layer
+    (each,) = {kind.adapter_parameters for kind in lora_spec.kinds}
     assert sum(b.num_elements for b in buffers) == 4 * each
     assert frozen_bytes([model]) == sum(p.nbytes for p in model.frozen_parameters())
     layout = even_layout(4)

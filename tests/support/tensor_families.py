@@ -1,6 +1,7 @@
 """Tiny decoders of families that are cut over a tensor-parallel group, as ranks of a `GlooPool`; plans are of any model
 with as many layers."""
 
+from collections import Counter
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from dist_cases import RankUnderTest, StoredBytes
 from evenload.attention.backends import select_backend
 from evenload.config.sections import LoraConfig
 from evenload.runtime.comm.mesh import Mesh, create_meshes
+from evenload.runtime.comm.rank_groups import Transfer
 from evenload.runtime.executor import Executor
 from evenload.runtime.model.hf_model import StageModel, build_rank_models
 from evenload.runtime.optim.parameter_units import flatten_units
@@ -47,7 +49,7 @@ _OWN: dict[str, dict] = {
     "qwen2_moe": {**_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 20, "decoder_sparse_step": 1},
     # Refused.
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "deepseek_v3": {**_GROUPS, **_RANKS},
+    "deepseek_v3": {**_GROUPS, **_RANKS, "head_dim": 8},
     "minimax_m2": {"num_local_experts": 6, "num_experts_per_tok": 2, "rotary_dim": 8},
     "olmo2": {},
     "olmo3": {},
@@ -70,7 +72,9 @@ class FamilyTask(NamedTuple):
     lora: LoraConfig | None = None
 
     def config(self) -> PretrainedConfig:
-        return family_config(self.family, self.num_layers)
+        # peft's training, with which adapters are compared, balances no routers.
+        changes = {} if self.lora is None else {"output_router_logits": False}
+        return family_config(self.family, self.num_layers, **changes)
 
     def tokens(self) -> dict[int, torch.Tensor]:
         plan = decode_plan(self.plan)
@@ -118,6 +122,24 @@ def _load_adapters(models: dict[int, StageModel], task: FamilyTask, mesh: Mesh) 
                 split = getattr(parameter, "tp_split", None)
                 value = whole[name]
                 parameter.data.copy_(value if split is None else value.narrow(split.dim, split.start, split.size))
+
+
+def expert_rows_sent(task: FamilyTask) -> dict[str, int]:
+    """Numbers that this rank sends in a layer's experts, by direction: rows' elements, and one a row in all."""
+    plan, sent = decode_plan(task.plan), Counter()
+    mesh = create_meshes([plan.layout], torch.device("cpu"), timeout_s=TIMEOUT_S).start
+    rank, group = FamilyRank(mesh, task), mesh.tensor
+    assert group is not None
+    send, (stage,) = group.all_to_all, rank.stages.values()
+
+    def counted(rows: torch.Tensor, to: list[int], come: list[int], what: str) -> Transfer:
+        if "experts" in what:
+            sent[f"{stage._state.direction} {'rows' if rows.ndim == 2 else 'numbers'}"] += rows.numel()
+        return send(rows, to, come, what)
+
+    group.all_to_all = counted  # type: ignore[method-assign]
+    rank.run(plan, task.tokens(), "all_gather")
+    return dict(sent)
 
 
 def run_families(tasks: list[FamilyTask], exchange: str = "all_gather") -> list[tuple[float, dict, float, StoredBytes]]:

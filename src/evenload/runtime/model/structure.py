@@ -204,8 +204,8 @@ class _LayerNotes:
         mixing = sorted(name for name in self.attending if not inside([name]))
         whole = inside([*self.choosing, *self.experts])
         reasons = {
-            f"reads the outputs of {', '.join(others)} all at once (as a norm of all heads), and they lie on different "
-            "ranks": others,
+            f"needs {', '.join(others)} whole on one rank, as norms of all heads and fused matrices do (its plan for "
+            f"tensor parallelism: {', '.join(sorted({kinds[one] for one in others}))})": others,
             f"attends in {', '.join(mixing)}, whose linears its plan for tensor parallelism does not cut: every rank "
             "would compute all of it": mixing,
             f"multiplies with the whole of {uncut} between linears that are cut": uncut,

@@ -48,8 +48,8 @@ def require_tensor_parallel(config: PretrainedConfig, structure: Structure, tp: 
         raise UnsupportedModelError(f"parallel.tp is {tp} and the model {why}; use parallel.dp, pp or cp")
     if mixers := sorted({path for sites in structure.sites for path in sites.mixers}):
         raise UnsupportedModelError(
-            f"parallel.tp is {tp} and the model mixes tokens in {', '.join(mixers)}, which needs all of them and is not "
-            "cut; use parallel.dp or pp"
+            f"parallel.tp is {tp} and the model mixes tokens in {', '.join(mixers)}, which needs all of them; use "
+            "parallel.dp or pp"
         )
     for name, size in structure.cut.sizes:
         if size % tp:
