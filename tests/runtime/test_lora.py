@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from adapter_cases import LORA, adapter_loss_and_gradients, all_tensors, make_adapters_matter
+from causal_types import tiny_causal_config
 from evenload.config.sections import LoraConfig, with_adapters
 from evenload.cost.memory import parameters_per_rank, static_bytes
 from evenload.data.hub import model_from_config
@@ -15,7 +16,7 @@ from evenload.runtime.optim.parameter_units import flatten_units, frozen_bytes
 from evenload.runtime.replay.store import ActivationStore
 from evenload.types.layout import even_layout
 from reference_training import KINDS, make_tokens, relative_error, stage_model, tiny_config
-from single_stage import pack_tokens, sliced_packs, stage_of, trained
+from single_stage import pack_tokens, packs_of, sliced_packs, stage_of, trained
 
 pytestmark = [
     # peft asks transformers by an old name,
@@ -34,21 +35,30 @@ def test_adapter_gradients_equal_peft(kind, tmp_path):
 
 
 def test_layers_may_have_different_linears(tmp_path):
-    """Only the first has a dense block; of the others this target names nothing."""
-    config, lora = (
-        tiny_config("qwen3_moe", mlp_only_layers=[0]),
-        LoraConfig(rank=3, alpha=6.0, target_modules=("q_proj", "up_proj")),
-    )
-    names = assert_equals_peft(config, lora, tmp_path)
-    assert [name.split(".")[2] for name in names if ".up_proj." in name] == ["0", "0"]
-    later = stage_model(config, layers=(1, 4), lora=lora)
-    assert {name for named in later.unit_parameters() for name, _ in named} < names
-    with pytest.raises(ConfigError, match=r"has 'w1'; a layer of this model has the linears down_proj, .*, v_proj"):
-        stage_model(config, lora=LoraConfig(rank=3, alpha=6.0, target_modules=("w1",)))
+    """What a target names in some layers only is trained there."""
+    config = tiny_causal_config("lfm2")
+    whole = packs_of(LENGTHS, [], 70, last_first=False)
+    names = assert_equals_peft(config, LoraConfig(rank=3, alpha=6.0, target_modules=("q_proj", "w1")), tmp_path, whole)
+    assert {name.split(".")[2] for name in names if ".q_proj." in name} == {"1", "3"}
+    assert {name.split(".")[2] for name in names if ".w1." in name} == {"0", "1", "2", "3"}
+    with pytest.raises(ConfigError, match=r"has 'w4'; a layer of this model has the linears in_proj, .*, v_proj"):
+        stage_model(config, lora=LoraConfig(rank=3, alpha=6.0, target_modules=("w4",)))
 
 
-def assert_equals_peft(config, lora, tmp_path):
-    """Asymmetric packs; returns the names of what is trained."""
+def test_what_peft_would_mistake_for_experts_is_refused():
+    """It loads an adapter of a dense layer's linears into the experts of other layers."""
+    config = tiny_config("qwen3_moe", mlp_only_layers=[0])
+    named = r'trains down_proj, gate_proj, up_proj of .* = \["k_proj", "o_proj", "q_proj", "v_proj"\]'
+    with pytest.raises(ConfigError, match=named):
+        stage_model(config, lora=LORA)
+    for kind in ("up_proj", "down_proj"):
+        with pytest.raises(ConfigError, match=f"trains {kind} of layers beside experts"):
+            stage_model(config, lora=LoraConfig(rank=3, alpha=6.0, target_modules=("q_proj", kind)))
+    stage_model(config, lora=LoraConfig(rank=3, alpha=6.0, target_modules=("k_proj", "o_proj", "q_proj", "v_proj")))
+
+
+def assert_equals_peft(config, lora, tmp_path, packs=None):
+    """Asymmetric packs by default; returns the names of what is trained."""
     tokens = make_tokens(LENGTHS, config.vocab_size)
     stage, buffers = stage_of(config, lora=lora)
     make_adapters_matter(stage.model)
@@ -56,7 +66,7 @@ def assert_equals_peft(config, lora, tmp_path):
     assert set(adapters) == {n for n in tensors if ".lora_" in n}
     store = ActivationStore({d: len(t) for d, t in tokens.items()}, [])
     labels = sum(len(t) - 1 for t in tokens.values())
-    forward, backward = sliced_packs(LENGTHS)
+    forward, backward = (packs, packs) if packs else sliced_packs(LENGTHS)
     for pack in forward:
         stage.forward(pack_tokens(pack, tokens), None, store)
     loss = sum(stage.backward(pack_tokens(pack, tokens), None, store, labels)[1].item() for pack in backward)

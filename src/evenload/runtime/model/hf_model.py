@@ -272,7 +272,7 @@ def build_stage_model(
         if tp > 1 and lora is None:
             split_weights([(name, unit)], structure, tp_rank, tp)
     if lora is not None:
-        add_adapters(stage.modules, structure, stage.layers, lora, seed)
+        add_adapters(model, stage.modules, structure, stage.layers, lora, seed)
         if tp > 1:
             # Adapters take their sizes and random values from whole linears.
             split_weights([(name, unit) for _, name, unit in numbered_units(stage)], structure, tp_rank, tp)

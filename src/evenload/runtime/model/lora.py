@@ -4,6 +4,7 @@
 thin products again in backward, under autograd; W itself has no gradient, weight product or optimizer state.
 """
 
+import contextlib
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from evenload.config.sections import LoraConfig, target_linears
@@ -35,18 +37,25 @@ _PEFT_PREFIX = "base_model.model."
 
 
 def add_adapters(
-    units: Iterable[nn.Module], structure: Structure, layers: Mapping[int, nn.Module], lora: LoraConfig, seed: int
+    model: PreTrainedModel,
+    units: Iterable[nn.Module],
+    structure: Structure,
+    layers: Mapping[int, nn.Module],
+    lora: LoraConfig,
+    seed: int,
 ) -> None:
     """Put adapters into the linears of layers and freeze everything else, in place.
 
     Args:
+        model: the whole one, of which only the configuration is read.
         units: all modules of a stage, the layers among them.
         layers: filled layers by index, whose adapters get values: A from a seed of the layer, B zeros.
 
     Raises:
-        ConfigError: `peft` is missing, a target module that no layer has, no linear at all, or an adapter file that
-            does not fit.
+        ConfigError: `peft` is missing, a target module that no layer has or that `peft` would not find again, no linear
+            at all, or an adapter file that does not fit.
     """
+    _require_loadable(model, structure, lora)
     for unit in units:
         unit.requires_grad_(False)
     for index, layer in layers.items():
@@ -61,14 +70,9 @@ def add_adapters(
 
 def inject_adapters(layer: nn.Module, index: int, structure: Structure, lora: LoraConfig) -> None:
     """Put adapters without values into those linears of a layer that every token goes through once; errors as above."""
-    try:
-        from peft import inject_adapter_in_model
-    except ImportError as error:
-        raise ConfigError("model.lora needs the package peft: pip install 'evenload[hf]'") from error
-    known = {_kind(name): name for sites in structure.sites for name in sorted(sites.linears)}
-    kinds = target_linears(known, lora)
-    if not kinds:
-        raise ConfigError("model.lora is set, and no token goes through a linear of its layers once; remove model.lora")
+    from peft import inject_adapter_in_model
+
+    kinds = _target_kinds(structure, lora)
     targets = [name for name in structure.sites[index].linears if _kind(name) in kinds]
     config = _peft_config(lora, targets)
     config.fan_in_fan_out = any(isinstance(layer.get_submodule(name), Conv1D) for name in targets)
@@ -78,6 +82,32 @@ def inject_adapters(layer: nn.Module, index: int, structure: Structure, lora: Lo
 
 def _kind(name: str) -> str:
     return name.rsplit(".", 1)[-1]
+
+
+def _target_kinds(structure: Structure, lora: LoraConfig) -> list[str]:
+    known = {_kind(name): name for sites in structure.sites for name in sorted(sites.linears)}
+    if not known:
+        raise ConfigError("model.lora is set, and no token goes through a linear of its layers once; remove model.lora")
+    return target_linears(known, lora)
+
+
+def _require_loadable(model: PreTrainedModel, structure: Structure, lora: LoraConfig) -> None:
+    """Refuse targets that `peft` takes for matrices of experts, among which transformers has fused those of files."""
+    try:
+        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+    except ImportError as error:
+        raise ConfigError("model.lora needs the package peft: pip install 'evenload[hf]'") from error
+    kinds, kept = _target_kinds(structure, lora), []
+    for kind in kinds:
+        config = _peft_config(lora, [kind])
+        with contextlib.suppress(ValueError):  # some of what is fused
+            convert_peft_config_for_transformers(config, model, None)
+            kept += [kind for one in config.target_modules if one == kind]  # type: ignore[union-attr]
+    if taken := [kind for kind in kinds if kind not in kept]:
+        raise ConfigError(
+            f"model.lora trains {', '.join(taken)} of layers beside experts, and peft would load such an adapter into "
+            f"the experts of a {model.config.model_type}; set model.lora.target_modules = {json.dumps(kept)}"
+        )
 
 
 def is_adapter(module_name: str) -> bool:
