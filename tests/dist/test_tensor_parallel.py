@@ -8,10 +8,12 @@ from torch import Tensor
 
 from dist_cases import RankUnderTest
 from evenload.cost.group_transfers import TENSOR_RINGS, WEIGHT_RINGS
-from evenload.errors import ConfigError, UnsupportedModelError
+from evenload.errors import ConfigError
 from evenload.runtime.comm.mesh import create_meshes
 from evenload.runtime.comm.rank_groups import Transfer
 from evenload.runtime.comm.tensor_group import RowShard, row_owners
+from evenload.runtime.model.hf_model import empty_model
+from evenload.runtime.model.structure import structure_of
 from evenload.runtime.model.tensor_weights import require_tensor_parallel
 from evenload.runtime.replay.rank_packs import PackTokens
 from evenload.runtime.replay.store import ActivationStore
@@ -36,12 +38,12 @@ def hidden_transfers_by_action(num_layers: int) -> dict[str, float]:
     gather, scatter = group.all_gather, group.all_to_all
 
     def all_gather(rows: Tensor, what: str) -> Transfer:
-        counted[0] += rows.numel() * group.shard.size
+        counted[0] += rows.numel() * group.shard.size * (what != "embeddings")
         return gather(rows, what)
 
-    def all_to_all(rows: Tensor, counts: list[int], what: str) -> Transfer:
-        counted[0] += rows.numel()
-        return scatter(rows, counts, what)
+    def all_to_all(rows: Tensor, sent: list[int], received: list[int], what: str) -> Transfer:
+        counted[0] += rows.numel() * (what != "embeddings")
+        return scatter(rows, sent, received, what)
 
     group.all_gather, group.all_to_all = all_gather, all_to_all  # type: ignore[method-assign]
     lengths, ranges, result = {0: TOKENS}, (Range(0, 0, TOKENS),), {}
@@ -70,17 +72,17 @@ def hidden_transfers_by_action(num_layers: int) -> dict[str, float]:
     ("kind", "changes", "tp", "error", "message"),
     [
         ("llama", {}, 4, ConfigError, "parallel.tp is 4, but num_key_value_heads of the model is 2"),
-        ("llama", {"intermediate_size": 81}, 2, ConfigError, "intermediate_size of the model is 81"),
+        ("llama", {"intermediate_size": 81}, 2, ConfigError, "outputs of mlp.gate_proj of the model is 81"),
         ("llama", {"vocab_size": 1}, 2, ConfigError, "vocab_size of the model is 1: some rank would get none"),
-        ("olmo2", {}, 2, UnsupportedModelError, "norms all query heads together"),
-        ("mixtral", {}, 2, UnsupportedModelError, "the model has experts"),
+        ("mixtral", {}, 2, ConfigError, "number of mlp.experts of the model is 5"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(kind, changes, tp, error, message):
     config = tiny_config(kind, **changes)
+    structure = structure_of(empty_model(config))
     with pytest.raises(error, match=message):
-        require_tensor_parallel(config, tp)
-    require_tensor_parallel(config, 1)
+        require_tensor_parallel(config, structure, tp)
+    require_tensor_parallel(config, structure, 1)
 
 
 def test_rows_of_any_slice_are_divided_to_within_one():
