@@ -100,7 +100,7 @@ $(SEAMS)/installed: .venv/dev constraints-seams.txt
 	  --python-version 3.12 --ignore-requires-python --only-binary :all: megatron-core==0.19.2
 	@touch $@
 
-test-decoders: .venv/dev  ## every causal type of transformers that has no row yet, by stages and plainly; then docs/decoders.md; 20 minutes on 2 cores
+test-decoders: .venv/dev  ## every causal type of transformers that has no row yet, by stages and plainly; then docs/decoders.md; 5 minutes on 2 cores
 	$(BIN)/python tools/sweep_decoders.py
 
 # Triton is larger than everything else that the tests need. `make test-liger PROFILE=explore`: of all architectures.

@@ -25,13 +25,13 @@ import torch
 import torch.distributed as dist
 
 from cpu_ranks import COSTS, cpu_rank, leave, llama, rank_stages, spawn_ranks
+from evenload.data.hub import model_from_config
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem import PlanOptions
 from evenload.runtime.comm.mesh import create_meshes
 from evenload.runtime.executor import Executor
 from evenload.runtime.step_source import prepare_step
 from evenload.types.layout import even_layout
-from evenload.types.model import model_from_hf_config
 from evenload.types.plan import StepPlan, seal
 from harness import Row, median_ratio, run
 from paper_skrull import drawn_lengths
@@ -58,7 +58,7 @@ def shared_by_all(plan: StepPlan) -> StepPlan:
 def plans_of(name: str, num_documents: int) -> dict[str, tuple[StepPlan, str]]:
     """Variant -> plan and exchange."""
     lengths = np.clip(drawn_lengths(name, num_documents, 0) // DIVISORS[name], 1, MAX_TOKENS)
-    model = model_from_hf_config(MODEL.to_dict(), "llama", 4)
+    model = model_from_config(MODEL.to_dict(), "llama", 4)
     layout = even_layout(model.num_layers, cp=CP)
     planner = StepPlanner(model, COSTS, layout, None, PlanOptions(max_pack_tokens=4 * MAX_TOKENS), host="unlimited")
     dacp = planner.plan(0, documents_of(lengths), "skrull")

@@ -89,9 +89,9 @@ def titan_config() -> LlamaConfig:
 
     model = model_of("llama3", spec.model)
     return LlamaConfig(
-        vocab_size=model.vocab_size, hidden_size=model.hidden_size, intermediate_size=model.ffn_hidden_size,
-        num_hidden_layers=model.num_layers, num_attention_heads=model.num_heads, head_dim=model.head_dim,
-        num_key_value_heads=model.num_kv_heads, pad_token_id=None, bos_token_id=None, eos_token_id=None,
+        vocab_size=model.vocab_size, hidden_size=model.hidden_size, intermediate_size=model.kinds[0].inner,
+        num_hidden_layers=model.num_layers, num_attention_heads=model.attentions[0].heads, head_dim=model.head_dim,
+        num_key_value_heads=model.attentions[0].kv_heads, pad_token_id=None, bos_token_id=None, eos_token_id=None,
         tie_word_embeddings=False,
     )  # fmt: skip
 

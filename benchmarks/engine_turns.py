@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from evenload.cost.coefficients import read_coefficients
 from evenload.cost.pack_cost import PackCosts
 from evenload.data.config import DataConfig
+from evenload.data.hub import model_from_config
 from evenload.integrations.catalog import engine_named
 from evenload.integrations.packed_loader import PackedLoader, PackedStep
 from evenload.integrations.price import engine_price
@@ -22,7 +23,6 @@ from evenload.plan.problem import ReplicaChoice, StepProblem
 from evenload.plan.strategies.registry import register
 from evenload.plan.strategies.strategy import Strategy
 from evenload.types.layout import even_layout
-from evenload.types.model import model_from_hf_config
 from loader_training import CONTEXT, PER_DOCUMENT
 
 
@@ -116,7 +116,7 @@ class Race(NamedTuple):
         if variant != OURS and not engine_named(self.engine).constant_counts:
             further = {"equal_micro_batches": True} | further
         return {
-            "max_tokens": CONTEXT, "engine": self.engine, "model": model_from_hf_config(self.config.to_dict(), "llama"),
+            "max_tokens": CONTEXT, "engine": self.engine, "model": model_from_config(self.config.to_dict(), "llama"),
             "costs": str(self.directory / "cost.json"), **own, **further,
         }  # fmt: skip
 
@@ -134,7 +134,7 @@ class Race(NamedTuple):
 
     def price(self, step: PackedStep, loader: Any) -> float:
         """Predicted seconds of a step on the engine, by what was profiled on this machine."""
-        spec = model_from_hf_config(self.config.to_dict(), "llama")
+        spec = model_from_config(self.config.to_dict(), "llama")
         layout = even_layout(spec.num_layers, dp=dist.get_world_size())
         costs = PackCosts(spec, read_coefficients(self.directory / "cost.json"), layout)
         return engine_price(step.plan, engine_named(self.engine), costs, loader.options.shape).step_time_s

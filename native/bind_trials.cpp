@@ -36,8 +36,8 @@ void require_table(const CostTable& table) {
             "cost table: num_stages, num_ranks and tile must be at least 1");
     require(table.forward.matrix.size() == F * P && table.backward.matrix.size() == F * P, "cost table: matrix sizes");
     require(table.forward.host.size() == 2 * P && table.backward.host.size() == 2 * P, "cost table: host sizes");
-    for (const auto* column : {&table.layers, &table.linear_again_token_s, &table.linear_again_pack_s,
-                               &table.offload_bytes_per_token}) {
+    for (const auto* column : {&table.layers, &table.linear_layers, &table.exchanging_layers, &table.linear_again_token_s,
+                               &table.linear_again_pack_s, &table.offload_bytes_per_token}) {
         require(column->size() == P, "cost table: a column of seconds has ", column->size(), " entries for ", P, " stages");
     }
     for (const auto* column : {&table.kv_bytes, &table.kv_gradient_bytes, &table.logits_bytes_per_row,
@@ -139,7 +139,7 @@ evenload::WorkCurve checked_curve(const CurveArgs& args) {
     evenload::WorkCurve curve{linear_s, {}, {}, slice_s};
     require(linear_s >= 0.0 && slice_s >= 0.0, "linear_s and slice_s must be >= 0");
     for (const auto& [coefficient, window] : attention_s) {
-        require(coefficient >= 0.0 && window >= 0, "attention term (", coefficient, ", ", window, ") is negative");
+        require(coefficient >= 0.0, "attention term (", coefficient, ", ", window, ") is negative");
         curve.attention_s.push_back(coefficient);
         curve.window.push_back(window);
     }
@@ -306,6 +306,8 @@ void bind_trials(nb::module_& m) {
         .def_rw("inter_node", &CostTable::inter_node)
         .def_rw("host", &CostTable::host)
         .def_rw("layers", &CostTable::layers)
+        .def_rw("linear_layers", &CostTable::linear_layers)
+        .def_rw("exchanging_layers", &CostTable::exchanging_layers)
         .def_rw("linear_again_token_s", &CostTable::linear_again_token_s)
         .def_rw("linear_again_pack_s", &CostTable::linear_again_pack_s)
         .def_rw("offload_bytes_per_token", &CostTable::offload_bytes_per_token)

@@ -2,13 +2,20 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 
 namespace evenload {
 
-// Of the queries [0, tokens); each sees the keys before it, at most `window` of them (0 = all).
+// Of the queries [0, tokens); each sees the keys before it, at most `window` of them (0 = all), or, where it is
+// negative, those of its own chunk of so many tokens.
 inline double pairs_below(double tokens, int64_t window) {
     if (window == 0) return tokens * (tokens + 1) * 0.5;
+    if (window < 0) {
+        const auto chunk = static_cast<double>(-window);
+        const double whole = std::floor(tokens / chunk), rest = tokens - whole * chunk;
+        return whole * (chunk * (chunk + 1) * 0.5) + rest * (rest + 1) * 0.5;
+    }
     const double inside = std::min(tokens, static_cast<double>(window));
     return inside * (inside + 1) * 0.5 + (tokens - inside) * static_cast<double>(window);
 }

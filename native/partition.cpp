@@ -8,6 +8,10 @@ namespace evenload {
 namespace {
 
 int64_t prefix_pairs(int64_t num_tokens, int64_t window) {
+    if (window < 0) {
+        const int64_t whole = num_tokens / -window, rest = num_tokens % -window;
+        return whole * (-window * (1 - window) / 2) + rest * (rest + 1) / 2;
+    }
     if (window == 0 || num_tokens <= window) return num_tokens * (num_tokens + 1) / 2;
     return window * (window + 1) / 2 + (num_tokens - window) * window;
 }

@@ -7,7 +7,7 @@
 
 namespace evenload {
 
-// Seconds of a token range; see types/columns.py. Window 0 = full causal attention.
+// Seconds of a token range; see types/columns.py. Window 0 = full causal attention, negative = chunks.
 struct WorkCurve {
     double linear_s;
     std::vector<double> attention_s;

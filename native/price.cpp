@@ -36,7 +36,7 @@ void price_split(const CostTable& table, const PackView& backward, const std::ve
         for (int64_t s = 0; s < P; ++s) {
             const int64_t cell = j * P + s;
             const double whole_s = out.backward_s[cell];
-            double weight_s = std::min(table.weight_share * (layer_s * table.layers[s]), table.weight_share * whole_s);
+            double weight_s = std::min(table.weight_share * (layer_s * table.linear_layers[s]), table.weight_share * whole_s);
             // I needs all that comes back from the host; while it waits, a part of W's work is done.
             if (!copy_s.empty()) weight_s = std::min(weight_s, whole_s - copy_s[cell]);
             const int64_t held = tokens * table.weight_held_bytes[s], made = tokens * table.weight_new_bytes[s];

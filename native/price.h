@@ -38,12 +38,13 @@ struct PassTable {
 struct CostTable {
     int64_t num_stages = 0, num_ranks = 0, tile = 1, layout_cp = 1, layout_tp = 1, devices_per_node = 1;
     bool causal = true;
-    std::vector<int64_t> windows;  // 0 = full attention
+    std::vector<int64_t> windows;  // 0 = full attention, negative = chunks
     PassTable forward, backward;
     double context_hidden_share = 0.0, copy_s_per_byte = 0.0;
     bool context_ring = false;  // a slice's whole prefix travels with it
     Link intra_node, inter_node, host;
-    std::vector<double> layers;                                      // [stages]
+    // [stages]: how many; in shares of the mean layer's products, and of the most keys and values that a layer has
+    std::vector<double> layers, linear_layers, exchanging_layers;
     std::vector<double> linear_again_token_s, linear_again_pack_s;   // [stages], what recomputing pays again
     std::vector<double> offload_bytes_per_token;                     // [stages]
     double p2p_bytes_per_token = 0.0;

@@ -21,6 +21,15 @@ double slice_pairs(int64_t start, int64_t stop, int64_t window, bool causal) {
     return window ? tokens * std::min(tokens, 2.0 * static_cast<double>(window) + 1) : tokens * tokens;
 }
 
+// Keys before an edge of a slice that a window, or a chunk (negative), lets its rows see.
+template <typename Edge>
+Edge keys_before(Edge edge, int64_t window) {
+    if (window == 0) return edge;
+    const auto size = static_cast<Edge>(std::abs(window));
+    if (window > 0) return std::min(edge, size);
+    return edge - static_cast<Edge>(std::floor(static_cast<double>(edge) / static_cast<double>(size))) * size;
+}
+
 bool any_shared(const PackView& packs) {
     if (packs.ranks.empty()) return packs.same_ranks > 1;
     return std::any_of(packs.ranks.begin(), packs.ranks.end(), [](int64_t ranks) { return ranks > 1; });
@@ -34,10 +43,10 @@ void add_features(const CostTable& table, int64_t start, int64_t rows, int64_t r
         row[1] += 1.0;
         for (size_t w = 0; w < table.windows.size(); ++w) {
             const int64_t window = table.windows[w];
-            const int64_t last_row_keys = window ? std::min(stop, window) : stop;
+            const int64_t last_row_keys = window < 0 ? keys_before(stop - 1, window) + 1 : keys_before(stop, window);
             row[kPairs + 2 * w] += slice_pairs(start, stop, window, table.causal) +
                               static_cast<double>(missing_to(rows, table.tile) * last_row_keys);
-            row[kPrefix + 2 * w] += static_cast<double>(window ? std::min(start, window) : start);
+            row[kPrefix + 2 * w] += static_cast<double>(keys_before(start, window));
         }
         return;
     }
@@ -52,11 +61,10 @@ void add_features(const CostTable& table, int64_t start, int64_t rows, int64_t r
     const double chunk_start = chunk_edge(2 * ranks - 1), chunk_end = chunk_edge(2 * ranks + 1);
     for (size_t w = 0; w < table.windows.size(); ++w) {
         const int64_t window = table.windows[w];
-        const double chunk_keys = window ? std::min(chunk_end, static_cast<double>(window)) : chunk_end;
+        const double chunk_keys = keys_before(chunk_end, window);
         const double missing = static_cast<double>(2 * missing_to(chunk, table.tile)) * chunk_keys;
         row[kPairs + 2 * w] += slice_pairs(start, stop, window, true) * share + missing;
-        const double chunk_prefix = window ? std::min(chunk_start, static_cast<double>(window)) : chunk_start;
-        row[kPrefix + 2 * w] += 2 * chunk_prefix;
+        row[kPrefix + 2 * w] += 2 * keys_before(chunk_start, window);
     }
 }
 
@@ -133,8 +141,8 @@ Direction price_direction(const CostTable& table, const PassTable& pass, const P
                     const double all_s = attention_seconds(features, pass, s, P);
                     local_s = local_s + (all_s - local_s) * ((size - 1) / size);
                 }
-                const double exposed_s = context.transfer_s * table.layers[s] - table.context_hidden_share * local_s;
-                seconds = seconds + (std::max(0.0, exposed_s) + context.plain_s * table.layers[s]);
+                const double exposed_s = context.transfer_s * table.exchanging_layers[s] - table.context_hidden_share * local_s;
+                seconds = seconds + (std::max(0.0, exposed_s) + context.plain_s * table.exchanging_layers[s]);
             }
             if (is_backward && policy_tokens[kRecompute] > 0) {
                 seconds = seconds + (policy_tokens[kRecompute] * table.linear_again_token_s[s] +

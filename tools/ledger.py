@@ -26,6 +26,7 @@ from evenload.plan.planner import StepPlanner
 from evenload.plan.strategies.registry import decide_dp_merge
 from evenload.types.base import Frozen
 from evenload.types.document import Document
+from evenload.types.model import model_tree
 from evenload.types.plan import StepPlan
 
 FACTS = ("model", "parameters", "layout", "device", "costs", "versions")
@@ -187,7 +188,9 @@ def read_inputs(path: Path, name: str) -> tuple[BenchInputs, CostCoefficients]:
     """
     file = _beside(path, "inputs", name)
     try:
-        return msgspec.json.decode(file.read_bytes(), type=BenchInputs), read_coefficients(_beside(path, "costs", name))
+        tree = msgspec.json.decode(file.read_bytes())
+        inputs = msgspec.convert(tree | {"model": model_tree(tree.get("model"))}, BenchInputs)
+        return inputs, read_coefficients(_beside(path, "costs", name))
     except OSError as error:
         raise unreadable(str(file), error) from error
     except msgspec.MsgspecError as error:

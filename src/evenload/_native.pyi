@@ -124,6 +124,8 @@ class CostTable:
     inter_node: Link
     host: Link
     layers: list[float]
+    linear_layers: list[float]
+    exchanging_layers: list[float]
     linear_again_token_s: list[float]
     linear_again_pack_s: list[float]
     offload_bytes_per_token: list[float]

@@ -23,12 +23,13 @@ def lost_share(model, tokens):
     blocks = [-(-size // BLOCK_ROWS) for size in tokens]
     edges = list(itertools.pairwise(itertools.accumulate(call_sizes(blocks), initial=0)))
     started = sum((stop - start) * max(blocks[start:stop]) for start, stop in edges)
-    lost_s = (started - sum(blocks)) * model.num_heads * EMPTY_S
+    kind = model.kinds[0]
+    lost_s = (started - sum(blocks)) * kind.attention.heads * EMPTY_S
     if len(edges) > 1:
         # Read and written in bf16: output and dQ, dK and dV.
-        width = 2 * model.num_heads + 2 * model.num_kv_heads
+        width = 2 * kind.attention.heads + 2 * kind.attention.kv_heads
         lost_s += 4 * width * model.head_dim * sum(tokens) / COPIED_BYTES_PER_S
-    return lost_s / (6 * model.linear_parameters_per_layer * sum(tokens) / FLOPS_PER_S)
+    return lost_s / (6 * kind.active_products * sum(tokens) / FLOPS_PER_S)
 
 
 def usual_lengths(count, seed=0):

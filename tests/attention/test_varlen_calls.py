@@ -136,7 +136,7 @@ def test_wide_gradients_of_a_call_are_what_plans_charge(keys, groups, repeat, di
     model = sample_model(
         head_dim=dim, num_heads=heads, num_kv_heads=groups, attention_workspace=True, attention_kernels=kernels
     )
-    charged = workspace_rates(model, heads, groups).of_grouped_keys(np.array([keys]))
+    charged = workspace_rates(model, 1).of_grouped_keys(np.array([keys]))
     assert made <= charged[0]
 
 

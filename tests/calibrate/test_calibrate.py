@@ -13,10 +13,10 @@ from evenload.calibrate.links import overlap_cost
 from evenload.calibrate.rounds import PackClock, num_tokens_of, pack_clock, time_round, whole
 from evenload.config.sections import LoraConfig
 from evenload.cost.coefficients import CostCoefficients
+from evenload.data.hub import model_from_config
 from evenload.runtime.comm.mesh import create_meshes
 from evenload.types.document import Range
 from evenload.types.layout import even_layout
-from evenload.types.model import model_from_hf_config
 from gloo_pool import TIMEOUT_S
 from quick_calibration import quick_calibration
 from reference_training import tiny_config
@@ -25,7 +25,7 @@ from single_stage import stage_of
 
 def tiny_stage():
     config = tiny_config("mistral")
-    return stage_of(config, torch.float32)[0], model_from_hf_config(config.to_dict(), "tiny", 4)
+    return stage_of(config, torch.float32)[0], model_from_config(config.to_dict(), "tiny", 4)
 
 
 def _calibrated_on_a_rank():

@@ -14,7 +14,7 @@ from evenload.calibrate.calibrate import DIRECTIONS, RankMeasurement, coefficien
 from evenload.calibrate.fit import cross_validate, fit_relative
 from evenload.calibrate.kernels import TOKENS
 from evenload.calibrate.profile import _best_tile
-from evenload.calibrate.rounds import GRID, QUICK_ROUNDS, Sample, pack_features, rounds_up_to
+from evenload.calibrate.rounds import GRID, QUICK_ROUNDS, LayerShares, Sample, pack_features, rounds_up_to
 from evenload.cost.coefficients import Noise
 from evenload.cost.group_transfers import WEIGHT_RINGS
 from evenload.types.cluster import LinkSpec
@@ -27,7 +27,7 @@ COEFFICIENTS = st.tuples(
 
 
 def grid_features(rounds, tile=1):
-    return [pack_features(ranges, (0,), tile) for packs in rounds for ranges in packs]
+    return [pack_features(ranges, (LayerShares(),), tile) for packs in rounds for ranges in packs]
 
 
 @given(truth=COEFFICIENTS, rounds=st.sampled_from([QUICK_ROUNDS, GRID]), tile=st.sampled_from([1, 64, 256]))
@@ -76,7 +76,7 @@ def test_the_table_of_kernels_by_rows_and_keys_comes_back_from_packs():
     *_, pairs, prefix = fit_relative(*pass_timings(measured, "forward", tile)[:2])
     for rows in (16, 48, 128, 200, 256, 384, 1024):
         for keys in (2048, 12_288, 65_536):
-            *_, own_pairs, own_prefix = pack_features(((0, keys - rows, keys),), (0,), tile)
+            *_, own_pairs, own_prefix = pack_features(((0, keys - rows, keys),), (LayerShares(),), tile)
             assert pairs * own_pairs + prefix * own_prefix == pytest.approx(kernel_s(rows, keys), rel=0.03)
 
 
@@ -86,17 +86,25 @@ DEVICE = {
 }
 
 
+def layers_of(windows):
+    """Mean layers with these windows."""
+    return tuple(LayerShares(reach=window) for window in windows)
+
+
 def device_seconds(truth, ranges, windows=(0,)):
     per_slice = truth.linear_s_per_token, truth.slice_s, truth.pack_s
     return float(
-        np.dot(pack_features(ranges, windows), (*per_slice, truth.attention_s_per_pair, truth.prefix_s_per_token))
+        np.dot(
+            pack_features(ranges, layers_of(windows)),
+            (*per_slice, truth.attention_s_per_pair, truth.prefix_s_per_token),
+        )
     )
 
 
 def sample(direction, ranges, windows, *, is_apart):
     truth = DEVICE[direction]
     host_s = truth.host_slice_s * len(ranges) + truth.host_pack_s if is_apart else 0.0
-    return Sample(direction, ranges, device_seconds(truth, ranges, windows), host_s, windows)
+    return Sample(direction, ranges, device_seconds(truth, ranges, windows), host_s, layers_of(windows))
 
 
 def measured(*, is_apart):

@@ -10,12 +10,12 @@ from evenload.attention.cpu_flash import CpuFlashAttention
 from evenload.calibrate.profile import MIN_PASSES, PartialProfile, ProfileTask, partial_path, profile, read_partial
 from evenload.cost.coefficients import CostCoefficients, read_coefficients, write_coefficients
 from evenload.cost.layer_counts import POLICIES, activation_bytes_per_token
+from evenload.data.hub import model_from_config
 from evenload.runtime.comm.mesh import create_meshes
 from evenload.runtime.model.hf_model import build_rank_models, build_stage_model
 from evenload.runtime.optim.parameter_units import flatten_units
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.types.layout import even_layout
-from evenload.types.model import model_from_hf_config
 from gloo_pool import TIMEOUT_S
 from reference_training import tiny_config
 from sweeps import sweep
@@ -36,7 +36,7 @@ def profiled(directory, sizes, stop_after=None, kind="llama", **settings):
     models = build_rank_models(layout, mesh.pp_rank, build)
     flatten_units(tuple(models.values()), mesh.data_size)
     stages = {index: PipelineStage(part, CpuFlashAttention(), mesh.tensor) for index, part in models.items()}
-    model = model_from_hf_config(config.to_dict(), "tiny", 4)
+    model = model_from_config(config.to_dict(), "tiny", 4)
     task = ProfileTask(
         model=model, timed=model, layers=4 // layout.pp, device_name="this machine", dtype="float32",
         longest=256, budget_s=0.1, free_bytes=1 << 30, before_bytes=0, static_bytes=1, demand=100.0,

@@ -2,7 +2,6 @@
 
 from types import SimpleNamespace
 
-import msgspec
 import pytest
 import torch
 
@@ -50,7 +49,7 @@ def timed(monkeypatch, device, gigabytes, model, most_tokens):
     rounds = _rounds(stage, model, mesh, most_tokens, most_tokens)
     assert [one.packs for one in rounds[: len(QUICK_ROUNDS)]] == list(QUICK_ROUNDS)
     for one in rounds:
-        assert one.windows == tuple(model.windows[index] for index in one.stage.model.layers)
+        assert [layer.reach for layer in one.layers] == [model.windows[index] for index in one.stage.model.layers]
     return [(max(tokens_of(one.packs)), list(one.stage.model.layers)) for one in rounds]
 
 
@@ -58,8 +57,8 @@ def timed(monkeypatch, device, gigabytes, model, most_tokens):
     ("device", "gigabytes", "largest"), [("cpu", 0, 4096), ("cuda", 80, 32_768), ("cuda", 3, 8192)]
 )
 def test_a_gpu_is_timed_with_the_packs_of_its_run_that_fit_it(monkeypatch, device, gigabytes, largest):
-    model = sample_model(hidden_size=1024, num_heads=16, num_kv_heads=16, head_dim=64, ffn_hidden_size=2048)
-    model = msgspec.structs.replace(model, num_layers=1)
+    sizes = {"hidden_size": 1024, "num_heads": 16, "num_kv_heads": 16, "head_dim": 64, "ffn_hidden_size": 2048}
+    model = sample_model(num_layers=1, **sizes)
     assert max(timed(monkeypatch, device, gigabytes, model, 32_768))[0] == largest
 
 

@@ -26,6 +26,21 @@ def test_cost_file_round_trips(tmp_path) -> None:
     assert read_coefficients(path) == sample_coefficients(attention_tile=128)
 
 
+def test_a_cost_file_of_an_earlier_version_names_the_sizes_of_its_layers(tmp_path) -> None:
+    sizes = {"name": "tiny", "num_layers": 3, "hidden_size": 8, "num_heads": 2, "num_kv_heads": 1, "head_dim": 4}
+    sizes |= {"ffn_hidden_size": 16, "vocab_size": 32, "sliding_windows": [0, 16, 16]}
+    tree = msgspec.to_builtins(sample_coefficients())
+    tree["measured_on"] = {"model": sizes, "dp": 1, "cp": 1, "pp": 1, "tp": 1}
+    (tmp_path / "cost.json").write_bytes(msgspec.json.encode(tree))
+    measured = read_coefficients(tmp_path / "cost.json").measured_on
+    assert measured is not None
+    assert measured.model == sample_model(sliding_windows=(0, 16, 16))
+    tree["measured_on"]["model"]["heads"] = 2
+    (tmp_path / "cost.json").write_bytes(msgspec.json.encode(tree))
+    with pytest.raises(ConfigError, match="unknown field `heads`"):
+        read_coefficients(tmp_path / "cost.json")
+
+
 def test_cost_files_with_unknown_fields_and_missing_ones_are_refused(tmp_path) -> None:
     """A misspelt coefficient must not silently become its default 0."""
     path = tmp_path / "cost.json"

@@ -206,29 +206,27 @@ TINY = sample_model(attention_workspace=True)
 
 
 def test_a_row_has_sums_in_fp32_and_a_document_a_block_of_rows_more():
-    rates = workspace_rates(LLAMA, 32, 8)
+    rates = workspace_rates(LLAMA, 1)
     assert rates.row == 4 * 32 * 129
     assert rates.piece == 128 * rates.row == 2_113_536
     of_dim = {dim: sample_model(head_dim=dim, attention_workspace=True) for dim in (80, 160)}
-    assert workspace_rates(of_dim[80], 2, 1).row == 4 * 2 * 97
-    assert workspace_rates(of_dim[160], 2, 1).row == 4 * 2 * 193
+    assert workspace_rates(of_dim[80], 1).row == 4 * 2 * 97
+    assert workspace_rates(of_dim[160], 1).row == 4 * 2 * 193
 
 
 def test_sums_in_one_order_are_held_for_every_processor():
     """As torch allocates them: ceil(processors / (documents · heads)) times, for all heads or for some of them at a
     time, of the GPUs that there are."""
     ordered = msgspec.structs.replace(LLAMA, ordered_attention=True)
-    rates = workspace_rates(ordered, 32, 8)
+    rates = workspace_rates(ordered, 1)
     assert rates.row == 4 * ((32 + 147) * 128 + 32)
     assert rates.piece == 128 * rates.row
     for processors, documents in itertools.product((108, 132, 148), (1, 2, 5, 40)):
         for heads in range(4, 33, 4):
             splits = -(-processors // (documents * heads))
             assert 4 * heads * (splits * 128 + 1) <= rates.row
-    assert dataclasses.replace(rates, row=0, piece=0) == dataclasses.replace(
-        workspace_rates(LLAMA, 32, 8), row=0, piece=0
-    )
-    assert workspace_rates(msgspec.structs.replace(ordered, attention_workspace=False), 32, 8) == WorkspaceRates()
+    assert dataclasses.replace(rates, row=0, piece=0) == dataclasses.replace(workspace_rates(LLAMA, 1), row=0, piece=0)
+    assert workspace_rates(msgspec.structs.replace(ordered, attention_workspace=False), 1) == WorkspaceRates()
 
 
 @pytest.mark.parametrize(
@@ -238,8 +236,19 @@ def test_sums_in_one_order_are_held_for_every_processor():
 def test_workspace_of_other_kernels_as_their_sources_make_it(kernels, head_dim, rounded, keys_of_block):
     """Sums of dQ, of dO·O and a copy of log-sum-exps; dK and dV of grouped keys in fp32 for every key head, for a
     document's keys rounded up to a block."""
-    model = msgspec.structs.replace(LLAMA, head_dim=head_dim, attention_kernels=kernels)
-    grouped, alone = workspace_rates(model, 32, 8), workspace_rates(model, 32, 32)
+    grouped, alone = (
+        workspace_rates(
+            sample_model(
+                num_heads=32,
+                num_kv_heads=kv_heads,
+                head_dim=head_dim,
+                attention_workspace=True,
+                attention_kernels=kernels,
+            ),
+            tp=1,
+        )
+        for kv_heads in (8, 32)
+    )
     assert grouped.row == alone.row == 4 * 32 * (rounded + 2)
     assert (grouped.grouped_key, grouped.grouped_key_head) == (2 * 4 * 8 * rounded, 2 * 4 * rounded)
     assert (alone.grouped_key, alone.piece) == (0, 128 * alone.row)
@@ -248,7 +257,7 @@ def test_workspace_of_other_kernels_as_their_sources_make_it(kernels, head_dim, 
 
 def test_gradients_of_grouped_keys_do_not_grow_with_the_prefix_as_keys_do():
     """Behind 256K tokens they would be 4.3 GB, 8 times what is charged."""
-    rates = workspace_rates(LLAMA, 32, 8)
+    rates = workspace_rates(LLAMA, 1)
     assert rates.grouped_key * (1 << 18) == 1 << 32
     result = rates.of_grouped_keys(np.array([0, 1024, 1 << 15, 1 << 18, 1 << 20]))
     assert result.tolist() == [0, 1 << 24, KEY_GRADIENT_BYTES, KEY_GRADIENT_BYTES, 1 << 31]

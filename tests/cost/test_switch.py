@@ -139,7 +139,7 @@ def test_equals_a_count_device_by_device(case) -> None:
 def unit_sizes(model, layout: ParallelLayout) -> list[int]:
     embedding = embedding_parameters(model, layout.tp)
     head = 0 if model.tied_embeddings else embedding
-    return [embedding, *[layer_parameters(model, layout.tp)] * model.num_layers, head + model.hidden_size]
+    return [embedding, *layer_parameters(model, layout.tp).tolist() * model.num_layers, head + model.hidden_size]
 
 
 def shares(layout: ParallelLayout, unit: int, tied: bool) -> dict[int, tuple[Fraction, Fraction]]:

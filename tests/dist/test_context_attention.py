@@ -13,7 +13,7 @@ from evenload.stepplan.resimulation import replica_columns
 from evenload.stepplan.validate import validate_plan
 from evenload.types.cluster import LinkSpec
 from evenload.types.layout import even_layout
-from evenload.types.model import ModelSpec
+from evenload.types.model import alike_model
 from evenload.types.plan import StepPlan, encode_plan
 from sweeps import sweep
 
@@ -175,7 +175,7 @@ def test_a_ring_moves_the_bytes_it_is_charged(gloo_pool, cp):
     plan = next(plan for plan in plans if all(n > 8 * cp for n in slice_tokens(plan)) and len(slice_tokens(plan)) > 6)
     ranks = gloo_pool.run(cp, attend_shared_packs, [encode_plan(plan)], "ring", torch.float64, PLAIN, "cpu_flash")
     moved = max(received for ((_, received, _),) in ranks)
-    model = ModelSpec(
+    model = alike_model(
         name="one layer", num_layers=1, hidden_size=HEADS * DIM, num_heads=HEADS, num_kv_heads=GROUPS, head_dim=DIM,
         ffn_hidden_size=8, vocab_size=8, bytes_per_element=8,
     )  # fmt: skip

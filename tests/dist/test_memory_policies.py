@@ -6,12 +6,12 @@ import numpy as np
 from cost_samples import documents
 from dist_equality import assert_plans_equal_plain
 from dist_training import COSTS
+from evenload.data.hub import model_from_config
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem import PlanOptions
 from evenload.stepplan.transfer_order import LAG
 from evenload.types.cluster import LinkSpec
 from evenload.types.layout import even_layout
-from evenload.types.model import model_from_hf_config
 from evenload.types.plan import StepPlan, seal
 from plan_building import word_schedule
 from reference_training import tiny_config
@@ -19,7 +19,7 @@ from stored_bytes import assert_bytes_match_the_memory_model
 from varied_plans import varied_plan
 
 LAYERS = 4
-LLAMA = model_from_hf_config(tiny_config("llama").to_dict(), "llama", 8)
+LLAMA = model_from_config(tiny_config("llama").to_dict(), "llama", 8)
 
 
 def test_what_planners_choose_as_memory_shrinks_runs_and_holds_what_they_say(gloo_pool):

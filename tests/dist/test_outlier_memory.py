@@ -7,12 +7,12 @@ import pytest
 from cost_samples import documents
 from dist_equality import assert_plans_equal_plain
 from dist_training import COSTS
+from evenload.data.hub import model_from_config
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem import PlanOptions
 from evenload.runtime.replay.held_bytes import STORE_KINDS
 from evenload.stepplan.validate import validate_plan
 from evenload.types.layout import even_layout
-from evenload.types.model import model_from_hf_config
 from evenload.types.plan import StepPlan
 from reference_training import tiny_config
 from varied_plans import predicted_kind_bytes
@@ -21,7 +21,7 @@ from varied_plans import predicted_kind_bytes
 SHORT = [2 + 5 * i % 7 for i in range(39)]
 LENGTHS = [*SHORT[:17], sum(SHORT), *SHORT[17:]]
 POLICIES = ("replay", "recompute", "offload")
-MODEL = model_from_hf_config(tiny_config("llama").to_dict(), "llama", 8)
+MODEL = model_from_config(tiny_config("llama").to_dict(), "llama", 8)
 # Constants small enough that what documents cost decides.
 CHEAP = {"slice_s": 1e-5, "pack_s": 3e-5}
 PASSES = {name: msgspec.structs.replace(getattr(COSTS, name), **CHEAP) for name in ("forward", "backward")}

@@ -12,10 +12,10 @@ import torch
 
 from context_plans import RULES, context_plan, merged_plan, with_context
 from dist_equality import assert_plans_equal_plain
+from evenload.data.hub import model_from_config
 from evenload.stepplan.transfer_order import LAG
 from evenload.stepplan.validate import validate_plan
 from evenload.types.layout import even_layout
-from evenload.types.model import model_from_hf_config
 from evenload.types.plan import StepPlan, seal
 from matrix import BALANCED
 from plan_building import random_plan
@@ -168,6 +168,6 @@ def test_gradients_equal_plain_training(gloo_pool, name):
         assert all(rank.most_sends_kept <= LAG + 1 for ranks in measured for rank in ranks)
     if case.is_held:
         element_bytes = 4 if case.dtype == torch.float32 else 8
-        model = model_from_hf_config(tiny_config(case.kind, **case.changes).to_dict(), case.kind, element_bytes)
+        model = model_from_config(tiny_config(case.kind, **case.changes).to_dict(), case.kind, element_bytes)
         for plan, ranks in zip(plans, measured, strict=True):
             assert_bytes_match_the_memory_model(plan, model, ranks)

@@ -8,6 +8,7 @@ from cost_samples import documents
 from dist_equality import assert_plans_equal_plain
 from evenload.cost.coefficients import CostCoefficients, PassCoefficients
 from evenload.cost.pack_cost import PackCosts
+from evenload.data.hub import model_from_config
 from evenload.plan.dacp import SHARED
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem import PlanOptions, StepProblem
@@ -15,7 +16,6 @@ from evenload.plan.strategies.skrull import bucket_tokens, step_documents
 from evenload.stepplan.validate import validate_plan
 from evenload.types.cluster import LinkSpec
 from evenload.types.layout import even_layout
-from evenload.types.model import model_from_hf_config
 from reference.dacp import algorithm_1, chosen
 from reference_training import tiny_config
 
@@ -51,7 +51,7 @@ TWO_REPLICAS = [33, 24, 18, 2, 7, 30, 18, 30, 40]
 )
 def test_rolled_back_plans_equal_plain_training(gloo_pool, dp, cp, lengths, bucket):
     """A document fits nowhere, not even shared, until a rank gives up another one, which all share (Skrull §4.1)."""
-    model = model_from_hf_config(tiny_config("llama").to_dict(), "llama", 8)
+    model = model_from_config(tiny_config("llama").to_dict(), "llama", 8)
     layout = even_layout(model.num_layers, dp=dp, cp=cp)
     step = documents(lengths)
 

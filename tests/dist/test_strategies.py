@@ -7,6 +7,7 @@ from cost_samples import documents
 from dist_equality import assert_plans_equal_plain
 from dist_training import STEEP_COSTS
 from evenload.cost.pack_cost import PackCosts
+from evenload.data.hub import model_from_config
 from evenload.explore.timelines import detailed_timeline
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem import PlanOptions
@@ -14,7 +15,6 @@ from evenload.plan.strategies.slimpack import SlimpackOptions
 from evenload.runtime.replay.held_bytes import STORE_KINDS
 from evenload.stepplan.validate import validate_plan
 from evenload.types.layout import even_layout
-from evenload.types.model import model_from_hf_config
 from evenload.types.timeline import MEMORY_KINDS
 from reference_training import tiny_config
 
@@ -23,7 +23,7 @@ LIMIT = 64
 # Documents of one token; one far above the mean, which slimpack slices; many short ones.
 LENGTHS = [64, 1, 9, 30, 1, 17, 5, 2, 41, 12, 1, 25]
 
-MODEL = model_from_hf_config(tiny_config("llama").to_dict(), "llama", 8)
+MODEL = model_from_config(tiny_config("llama").to_dict(), "llama", 8)
 # Documents cannot be shared by ranks, whose link they would need.
 COSTS = msgspec.structs.replace(STEEP_COSTS, intra_node=None, host_link=None, devices_per_node=1)
 

@@ -5,15 +5,14 @@ import itertools
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoConfig
 
 from dist_cases import RankUnderTest
 from evenload.cost.group_transfers import TENSOR_RINGS, WEIGHT_RINGS
-from evenload.errors import ConfigError
+from evenload.errors import ConfigError, UnsupportedModelError
 from evenload.runtime.comm.mesh import create_meshes
 from evenload.runtime.comm.rank_groups import Transfer
 from evenload.runtime.comm.tensor_group import RowShard, row_owners
-from evenload.runtime.model.hf_model import empty_model
-from evenload.runtime.model.structure import structure_of
 from evenload.runtime.model.tensor_weights import require_tensor_parallel
 from evenload.runtime.replay.rank_packs import PackTokens
 from evenload.runtime.replay.store import ActivationStore
@@ -21,7 +20,7 @@ from evenload.runtime.replay.weight_products import WeightProducts
 from evenload.types.document import Range
 from evenload.types.layout import even_layout
 from gloo_pool import TIMEOUT_S
-from reference_training import tiny_config
+from reference_training import KINDS, structure, tiny_config
 
 TOKENS = 24
 
@@ -30,7 +29,8 @@ def hidden_transfers_by_action(num_layers: int) -> dict[str, float]:
     """F, B, I, W -> transfers a layer, in units of all rows' hidden states."""
     meshes = create_meshes([even_layout(num_layers, tp=2)], torch.device("cpu"), timeout_s=TIMEOUT_S)
     rank = RankUnderTest(meshes, meshes.start.layout, "llama", {}, torch.float64)
-    (stage,) = rank.stages.values()
+    (whole_model,) = rank.stages.values()
+    stage = whole_model.with_layers(whole_model.model.layers)
     group = meshes.start.tensor
     assert group is not None
     counted, whole = [0], TOKENS * stage.hidden_size
@@ -74,15 +74,19 @@ def hidden_transfers_by_action(num_layers: int) -> dict[str, float]:
         ("llama", {}, 4, ConfigError, "parallel.tp is 4, but num_key_value_heads of the model is 2"),
         ("llama", {"intermediate_size": 81}, 2, ConfigError, "outputs of mlp.gate_proj of the model is 81"),
         ("llama", {"vocab_size": 1}, 2, ConfigError, "vocab_size of the model is 1: some rank would get none"),
+        # It norms all query heads together, which would lie on different ranks.
+        ("olmo2", {}, 2, UnsupportedModelError, r"parallel\.tp is 2 and .* self_attn\.k_proj, .*; use parallel\.dp"),
+        ("gpt2", {}, 2, UnsupportedModelError, "parallel.tp is 2 and the model has no plan for tensor parallelism"),
         ("mixtral", {}, 2, ConfigError, "number of mlp.experts of the model is 5"),
+        ("nanochat", {}, 2, UnsupportedModelError, "the model computes with its embeddings before its layers"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(kind, changes, tp, error, message):
-    config = tiny_config(kind, **changes)
-    structure = structure_of(empty_model(config))
+    config = tiny_config(kind, **changes) if kind in KINDS else AutoConfig.for_model(kind)
+    found = structure(config)
     with pytest.raises(error, match=message):
-        require_tensor_parallel(config, structure, tp)
-    require_tensor_parallel(config, structure, 1)
+        require_tensor_parallel(config, found, tp)
+    require_tensor_parallel(config, found, 1)
 
 
 def test_rows_of_any_slice_are_divided_to_within_one():

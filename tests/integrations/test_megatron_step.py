@@ -138,13 +138,14 @@ def shape_config(**changes):
 def test_every_shape_is_read():
     spec = model_of(stage(), shape_config())
     assert (spec.num_layers, spec.hidden_size, spec.vocab_size, spec.tied_embeddings) == (3, 32, 300, True)
-    assert (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.ffn_hidden_size) == (4, 2, 16, 96)
+    (kind,) = spec.kinds
+    assert (kind.attention.heads, kind.attention.kv_heads, kind.attention.head_dim, kind.inner) == (4, 2, 16, 96)
     # Queries and output of 4 heads, keys and values of 2; gate, up, down.
-    assert spec.linear_parameters_per_layer == 32 * 16 * (2 * 4 + 2 * 2) + 3 * 32 * 96
+    assert kind.active_products == 32 * 16 * (2 * 4 + 2 * 2) + 3 * 32 * 96
     assert (spec.bytes_per_element, spec.position_rows) == (2, 0)
     plain = shape_config(gated_linear_unit=False, bf16=False)
     learned = model_of(stage(position_embedding_type="learned_absolute"), plain)
-    assert (learned.position_rows, learned.bytes_per_element, learned.gated_ffn) == (128, 4, False)
+    assert (learned.position_rows, learned.bytes_per_element, len(learned.kinds[0].products)) == (128, 4, 6)
 
 
 @pytest.mark.parametrize(

@@ -206,9 +206,10 @@ def test_the_next_layout_is_refused_with_what_works(tmp_path):
 
 def test_packs_are_balanced_for_torchtitans_model():
     spec = titan.torchtitan_trainer.model_of("llama3", titan.tiny_spec().model)
-    result = (spec.num_layers, spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.vocab_size)
+    heads = spec.attentions[0]
+    result = (spec.num_layers, spec.hidden_size, heads.heads, heads.kv_heads, heads.head_dim, spec.vocab_size)
     assert result == (2, 256, 16, 16, 16, 2048)
     # As many weights as torchtitan's model has, which has no bias.
     model = titan.tiny_spec().model
     matrices = sum(parameter.numel() for parameter in model.build().parameters() if parameter.ndim > 1)
-    assert matrices == 2 * 2048 * 256 + 2 * (4 * 256 * 256 + 3 * 256 * spec.ffn_hidden_size)
+    assert matrices == 2 * 2048 * 256 + 2 * (4 * 256 * 256 + 3 * 256 * spec.kinds[0].inner)

@@ -374,7 +374,7 @@ SMALL = sample_model()
 LAYERS = SMALL.num_layers
 STATE = optimizer_bytes_per_parameter(SMALL)
 EACH = SMALL.bytes_per_element + max(SMALL.bytes_per_element, 4)
-WHOLE = 2 * embedding_parameters(SMALL, 1) + SMALL.norm_parameters + LAYERS * layer_parameters(SMALL, 1)
+WHOLE = 2 * embedding_parameters(SMALL, 1) + SMALL.norm_parameters + LAYERS * int(layer_parameters(SMALL, 1)[0])
 SMALL_PIECES = model_pieces(SMALL, 1)
 SENT = SwitchPieces(pieces=SMALL_PIECES, shared=frozenset(), ranks_per_machine=8)
 SHARED = msgspec.structs.replace(SENT, shared=frozenset(range(len(SMALL_PIECES))))
@@ -423,7 +423,7 @@ def test_predicted_bytes_are_those_that_move(case, tied) -> None:
     """`cost.layout_switch` counts shares as fractions, what runs pads buffers: at most a few elements a rank apart."""
     old, new, _, ranks_per_node, _ = case
     model = sample_model(num_layers=old.num_layers, num_heads=2, num_kv_heads=2, tied_embeddings=tied)
-    embedding, layer = embedding_parameters(model, old.tp), layer_parameters(model, old.tp)
+    embedding, layer = embedding_parameters(model, old.tp), int(layer_parameters(model, old.tp)[0])
     state = optimizer_bytes_per_parameter(model)
 
     def piece(unit: int, size: int, at_both_ends: bool = False) -> Piece:

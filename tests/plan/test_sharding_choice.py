@@ -41,7 +41,7 @@ def seconds_of(rule: str, seed: int) -> float:
     draw = np.random.default_rng(seed)
     sizes, strategy = LAYOUTS[draw.integers(len(LAYOUTS))], STRATEGIES[draw.integers(len(STRATEGIES))]
     model = model_from(MODELS[draw.integers(len(MODELS))])
-    while any(heads % sizes.get("tp", 1) for heads in (model.num_heads, model.num_kv_heads)):
+    while any(heads % sizes.get("tp", 1) for one in model.attentions for heads in (one.heads, one.kv_heads)):
         model = model_from(MODELS[draw.integers(len(MODELS))])
     layout = even_layout(model.num_layers, **sizes)
     coefficients = analytic_coefficients(model, cluster_from("h100x128"), layout)

@@ -2,45 +2,48 @@
 
 import pytest
 
-from evenload.errors import ConfigError, UnsupportedModelError
+from evenload.errors import ConfigError
 from evenload.runtime.model.model_config import config_from, spec_of, with_few_layers
-from evenload.types.architectures import TRAINED
-from evenload.types.model import MODEL_TYPES, MODELS
+from evenload.types.model import MODELS
 from reference_training import tiny_config
 
-_TRAINED_TYPES = {architecture.model_type for architecture in TRAINED.values()}
-NAMES = [name for name, model_type in MODEL_TYPES.items() if model_type in _TRAINED_TYPES]
+NAMES = [
+    "llama-7b",
+    "gpt-3.35b",
+    "qwen2.5-0.5b",
+    "qwen3-30b-a3b",
+    "mixtral-8x7b",
+    "gemma3-1b",
+    "gpt-oss-20b",
+    "olmo3-7b",
+]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_built_in_models_configuration_has_its_shape(name):
-    """Read back as any config.json is, nothing differs; and fewer layers are the same layers."""
-    config = config_from(name)
-    assert spec_of(config, name, 2) == MODELS[name]
-    model = MODELS[name]
-    kinds = set(model.windows)
+def test_fewer_layers_are_the_same_layers(name):
+    config, model = config_from(name), MODELS[name]
     for stages, most in ((1, 1), (2, 3)):
-        few = spec_of(with_few_layers(config, model.windows, stages, most), name, 2)
-        layers = max(most, len(kinds))
+        few = spec_of(with_few_layers(config, model.layers, stages, most), name, 2)
+        layers = max(most, len(model.kinds))
         assert few.num_layers == stages * layers
-        assert {few.windows[stage * layers : (stage + 1) * layers] for stage in range(stages)} == {
-            few.windows[:layers]
+        assert {few.layers[stage * layers : (stage + 1) * layers] for stage in range(stages)} == {
+            few.layers[:layers]
         }, "stages are alike"
-        assert set(few.windows) == kinds, "one of each kind of attention"
+        assert set(few.kinds) == set(model.kinds), "one of each kind"
 
 
-@pytest.mark.parametrize("name", ["bert-340m"])
-def test_a_model_that_is_only_planned_is_refused(name):
-    with pytest.raises(UnsupportedModelError, match="is not supported"):
-        config_from(name)
+def test_the_first_layers_are_dense_in_a_shorter_model_too():
+    model = MODELS["glm-4.5"]
+    few = spec_of(with_few_layers(config_from("glm-4.5"), model.layers, 1, 1), "glm-4.5", 2)
+    assert (few.kinds, few.layers) == (model.kinds, (0, 1))
 
 
 def test_a_folder_is_read_and_a_wrong_name_is_answered(tmp_path):
     tiny_config("gemma3").save_pretrained(tmp_path)
     config = config_from(str(tmp_path))
-    windows = spec_of(config, "tiny", 4).windows
-    assert len(set(windows)) == 2
-    few = with_few_layers(config, windows, 1, 1)
+    kinds = spec_of(config, "tiny", 4).layers
+    assert len(set(kinds)) == 2
+    few = with_few_layers(config, kinds, 1, 1)
     assert few.num_hidden_layers == 2
     assert config.num_hidden_layers == 4, "the model's own is left as it was"
     with pytest.raises(ConfigError, match="did you mean 'llama-7b'"):

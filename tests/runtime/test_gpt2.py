@@ -12,15 +12,14 @@ from transformers import AutoModelForCausalLM
 
 from evenload.config.train_config import load_train_config
 from evenload.cost.memory import parameters_per_rank, static_kinds
-from evenload.errors import ConfigError, UnsupportedModelError
+from evenload.data.hub import model_from_config
+from evenload.errors import ConfigError
 from evenload.runtime.model.hf_model import build_rank_models, require_model
 from evenload.runtime.model.model_config import load_config, model_spec
 from evenload.runtime.model.supported import position_warning, require_positions
-from evenload.runtime.model.tensor_weights import require_tensor_parallel
 from evenload.runtime.optim.parameter_units import flatten_units
 from evenload.types.layout import even_layout
-from evenload.types.model import model_from_hf_config
-from reference_training import stage_model, structure, tiny_config
+from reference_training import stage_model, tiny_config
 
 LENGTHS = [61, 1, 33]
 
@@ -29,7 +28,7 @@ LENGTHS = [61, 1, 33]
 @pytest.mark.parametrize("sizes", [{}, {"pp": 2}, {"pp": 2, "virtual": 2}], ids=["whole", "pp2", "virtual"])
 def test_ranks_hold_exactly_what_the_cost_model_counts(sizes, tied):
     config = tiny_config("gpt2", tied=tied)
-    spec, layout = model_from_hf_config(config.to_dict(), "tiny", 8), even_layout(4, **sizes)
+    spec, layout = model_from_config(config.to_dict(), "tiny", 8), even_layout(4, **sizes)
 
     held = []
     for pp_rank in range(layout.pp):
@@ -101,10 +100,3 @@ def test_documents_beyond_the_table_are_refused_with_the_setting_that_cuts_them(
     assert model_spec(config).position_rows == 512
     require_positions(tiny_config("llama", max_position_embeddings=8), 513)  # rotary positions go on: a warning
     assert position_warning(load_config(config.model.path), 512) == ""
-
-
-def test_adapters_and_tensor_parallelism_are_refused_by_name(run):
-    with pytest.raises(UnsupportedModelError, match=r"model\.lora is set and GPT2LMHeadModel keeps .* remove"):
-        model_spec(run({}, "data.max_document_tokens=512", "model.lora={rank=3}"))
-    with pytest.raises(UnsupportedModelError, match=r"parallel\.tp is 2 .* one matrix"):
-        require_tensor_parallel(config := tiny_config("gpt2"), structure(config), 2)

@@ -23,10 +23,10 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, app
 import interpreted_liger
 from adapter_cases import LORA, adapter_loss_and_gradients, all_tensors, make_adapters_matter
 from dist_equality import assert_plans_equal_plain
+from evenload.data.hub import model_from_config
 from evenload.runtime.model import liger
 from evenload.runtime.replay.store import ActivationStore
 from evenload.types.layout import even_layout
-from evenload.types.model import model_from_hf_config
 from reference_training import KINDS, make_tokens, relative_error, tiny_config
 from single_stage import assert_bf16_as_good_as_plain, assert_equals_plain, pack_tokens, packs_of, stage_of, trained
 from stored_bytes import assert_bytes_match_the_memory_model
@@ -234,7 +234,7 @@ def test_plans_equal_plain_training(gloo_pool, kind, options):
         kernels="liger",
         before=before,
     )
-    model = model_from_hf_config(tiny_config(kind, num_hidden_layers=2).to_dict(), kind, 4)
+    model = model_from_config(tiny_config(kind, num_hidden_layers=2).to_dict(), kind, 4)
     for plan, ranks in zip(plans, measured, strict=True):
         if options.get("tp", 1) == 1:
             assert_bytes_match_the_memory_model(plan, model, ranks)

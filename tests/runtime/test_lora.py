@@ -8,27 +8,49 @@ import torch
 from adapter_cases import LORA, adapter_loss_and_gradients, all_tensors, make_adapters_matter
 from evenload.config.sections import LoraConfig, with_adapters
 from evenload.cost.memory import parameters_per_rank, static_bytes
+from evenload.data.hub import model_from_config
 from evenload.errors import ConfigError, UnsupportedModelError
 from evenload.runtime.model.lora import write_adapter
 from evenload.runtime.optim.parameter_units import flatten_units, frozen_bytes
 from evenload.runtime.replay.store import ActivationStore
 from evenload.types.layout import even_layout
-from evenload.types.model import model_from_hf_config
 from reference_training import KINDS, make_tokens, relative_error, stage_model, tiny_config
 from single_stage import pack_tokens, sliced_packs, stage_of, trained
 
-# peft asks transformers by an old name.
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+pytestmark = [
+    # peft asks transformers by an old name,
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+    # and says how GPT-2's matrices lie.
+    pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False but the target module is `Conv1D`:UserWarning"),
+]
 
 LENGTHS = [61, 30, 1, 7, 2, 1, 19]
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "gpt2"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_adapter_gradients_equal_peft(kind, tmp_path):
     """Every linear of every architecture, asymmetric packs; the base gets no gradient at all."""
-    config = tiny_config(kind, tied=kind == "llama")
+    assert_equals_peft(tiny_config(kind, tied=kind == "llama"), LORA, tmp_path)
+
+
+def test_layers_may_have_different_linears(tmp_path):
+    """Only the first has a dense block; of the others this target names nothing."""
+    config, lora = (
+        tiny_config("qwen3_moe", mlp_only_layers=[0]),
+        LoraConfig(rank=3, alpha=6.0, target_modules=("q_proj", "up_proj")),
+    )
+    names = assert_equals_peft(config, lora, tmp_path)
+    assert [name.split(".")[2] for name in names if ".up_proj." in name] == ["0", "0"]
+    later = stage_model(config, layers=(1, 4), lora=lora)
+    assert {name for named in later.unit_parameters() for name, _ in named} < names
+    with pytest.raises(ConfigError, match=r"has 'w1'; a layer of this model has the linears down_proj, .*, v_proj"):
+        stage_model(config, lora=LoraConfig(rank=3, alpha=6.0, target_modules=("w1",)))
+
+
+def assert_equals_peft(config, lora, tmp_path):
+    """Asymmetric packs; returns the names of what is trained."""
     tokens = make_tokens(LENGTHS, config.vocab_size)
-    stage, buffers = stage_of(config, lora=LORA)
+    stage, buffers = stage_of(config, lora=lora)
     make_adapters_matter(stage.model)
     tensors, adapters = all_tensors(stage.model), trained(buffers)
     assert set(adapters) == {n for n in tensors if ".lora_" in n}
@@ -45,6 +67,7 @@ def test_adapter_gradients_equal_peft(kind, tmp_path):
         assert gradients[name].norm() > 0
         assert relative_error(parameter.main_grad, gradients[name]) <= 1e-11, name
     assert all(p.grad is None and not hasattr(p, "main_grad") for p in stage.model.frozen_parameters())
+    return set(adapters)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "qwen3_moe"])
@@ -53,9 +76,9 @@ def test_static_bytes_are_those_of_adapters(kind):
     config = tiny_config(kind)
     model = stage_model(config, lora=LORA)
     buffers = flatten_units(model, dp=1)
-    spec = model_from_hf_config(config.to_dict(), kind, 8)
+    spec = model_from_config(config.to_dict(), kind, 8)
     lora_spec = with_adapters(spec, LORA)
-    each = lora_spec.adapter_parameters_per_layer
+    (each,) = {kind.adapter_parameters for kind in lora_spec.kinds}
     assert sum(b.num_elements for b in buffers) == 4 * each
     assert frozen_bytes([model]) == sum(p.nbytes for p in model.frozen_parameters())
     layout = even_layout(4)

@@ -83,6 +83,7 @@ _LONG_ROPE = {
         ("bart", {}, "depends on a token's place, not on its position"),
         ("roberta", {}, "does not count a document's positions from 0"),
         ("bloom", {}, "depends on a token's place, not on its position"),
+        ("falcon", {"alibi": True}, "depends on a token's place, not on its position"),
     ],
 )
 def test_what_would_be_trained_wrong_is_refused_with_module_and_reason(model_type, changes, said, tmp_path):

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoConfig
 
 from evenload.errors import ConfigError, UnsupportedModelError
 from evenload.runtime.model.supported import router_aux_loss_coef
@@ -109,9 +110,10 @@ def test_one_expert_a_token_and_all_experts(chosen, norm_topk_prob):
 
 @pytest.mark.parametrize("change", [{"mlp_only_layers": [1]}, {"decoder_sparse_step": 2}])
 def test_some_layers_have_experts_and_others_do_not(change):
-    config = tiny_config("qwen3_moe", **change)
-    tokens = make_tokens(LENGTHS, config.vocab_size)
-    assert_equals_plain(config, torch.float64, tokens, *CUTS["sliced"], tolerance=1e-11)
+    for balance in ({}, {"output_router_logits": True, "router_aux_loss_coef": 0.3}):
+        config = tiny_config("qwen3_moe", **change, **balance)
+        tokens = make_tokens(LENGTHS, config.vocab_size)
+        assert_equals_plain(config, torch.float64, tokens, *CUTS["sliced"], tolerance=1e-11)
 
 
 def test_padding_takes_no_part_in_the_load_balancing_loss():
@@ -147,6 +149,13 @@ def test_padding_takes_no_part_in_the_load_balancing_loss():
 def test_options_that_would_run_wrong_are_refused_by_name(kind, change, named):
     with pytest.raises(UnsupportedModelError, match=named):
         stage_model(tiny_config(kind, **change))
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta"])
+def test_encoders_are_refused(kind):
+    config = AutoConfig.for_model(kind, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_hidden_layers=2)
+    with pytest.raises(UnsupportedModelError, match=f"{kind} makes an attention mask in which row 0 sees 1010 of keys"):
+        stage_model(config)
 
 
 def test_whether_to_balance_experts_is_never_decided_silently():

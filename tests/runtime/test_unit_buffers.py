@@ -9,12 +9,12 @@ import torch
 from adapter_cases import LORA
 from evenload.config.sections import with_adapters
 from evenload.cost.units import unit_buffers
+from evenload.data.hub import model_from_config
 from evenload.runtime.device import resident_bytes
 from evenload.runtime.model.hf_model import build_rank_models, build_stage_model
 from evenload.runtime.optim.parameter_units import flatten_units
 from evenload.runtime.stages.rank_stages import unit_modules
 from evenload.types.layout import even_layout
-from evenload.types.model import model_from_hf_config
 from matrix import MODELS, WITH_EXPERTS
 from reference_training import tiny_config
 
@@ -31,7 +31,7 @@ def test_a_unit_has_as_many_buffers_as_the_cost_model_says(name, sizes):
         pytest.skip("is not cut")
     config, lora = tiny_config(case.kind, **case.changes), LORA if case.lora else None
     layout = even_layout(config.num_hidden_layers, **sizes)
-    spec = with_adapters(model_from_hf_config(config.to_dict(), name, 8), lora)
+    spec = with_adapters(model_from_config(config.to_dict(), name, 8), lora)
     build = partial(build_stage_model, config, **BUILT, lora=lora)
     for rank in range(layout.pipeline_ranks):
         models = build_rank_models(layout, rank, build)
@@ -49,8 +49,6 @@ def test_units_elsewhere_take_no_memory(tp):
     config = tiny_config("llama", vocab_size=400_000)
     first = build_stage_model(config, layers=(0, 2), **BUILT, tp=tp)
     before = resident_bytes()
-    whole, _ = unit_modules(
-        (first,), dtype=torch.float32, device=torch.device("cpu"), lora=None, tp_rank=0, tp=tp
-    )
+    whole, _ = unit_modules((first,), dtype=torch.float32, device=torch.device("cpu"), lora=None, tp_rank=0, tp=tp)
     assert whole.head.weight.nbytes == 400_000 * 48 * 4 // tp
     assert resident_bytes() - before < 15_000_000

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
+import msgspec
 from hypothesis import strategies as st
 
 from evenload.cost.coefficients import CostCoefficients, PassCoefficients
@@ -10,7 +11,8 @@ from evenload.cost.memory import trained_parameters_per_rank
 from evenload.cost.pack_cost import PackCosts
 from evenload.types.columns import SliceColumns
 from evenload.types.document import Document
-from evenload.types.model import ModelSpec
+from evenload.types.layer_kind import AttentionKind, LayerKind, Product
+from evenload.types.model import ModelSpec, alike_model
 
 FORWARD = PassCoefficients(linear_s_per_token=1.0, attention_s_per_pair=0.1, slice_s=0.01, pack_s=5.0)
 BACKWARD = PassCoefficients(linear_s_per_token=2.0, attention_s_per_pair=0.25, slice_s=0.02, pack_s=7.0)
@@ -48,7 +50,7 @@ def sample_model(**changes: Any) -> ModelSpec:
         "ffn_hidden_size": 16,
         "vocab_size": 32,
     }
-    return ModelSpec(**{**fields, **changes})
+    return alike_model(**{**fields, **changes})
 
 
 def reduction_seconds(costs: PackCosts) -> float:
@@ -80,3 +82,14 @@ def documents(lengths: Iterable[int], first_id: int = 0) -> tuple[Document, ...]
     return tuple(
         Document(doc_id=i, num_tokens=int(n), num_label_tokens=int(n) - 1) for i, n in enumerate(lengths, first_id)
     )
+
+
+def mixed_model(**changes: Any) -> ModelSpec:
+    """Three layers of three kinds: dense with a window, experts with wider keys than values in chunks, and a mixer
+    without attention (`mixer=""` leaves documents free to be cut)."""
+    mixer = changes.pop("mixer", "Mixer")
+    dense, experts = sample_model(sliding_windows=(16,) * 3), sample_model(num_experts=4, experts_per_token=2)
+    attention = AttentionKind(heads=2, kv_heads=2, head_dim=6, value_dim=4, chunk=24, sinks=True)
+    wide = msgspec.structs.replace(experts.kinds[0], attention=attention)
+    own = LayerKind(products=(Product(name="in_proj", inputs=8, outputs=40),), parameters=340, mixer=mixer)
+    return msgspec.structs.replace(dense, kinds=(dense.kinds[0], wide, own), layers=(0, 1, 2), **changes)

@@ -15,6 +15,7 @@ from evenload.check.smaller_run import gathered_gradients
 from evenload.config.optimizer import OptimizerConfig
 from evenload.config.sections import LoraConfig, RunConfig
 from evenload.config.train_config import ModelConfig
+from evenload.data.hub import model_from_config
 from evenload.runtime.comm.mesh import ChannelMode, Meshes, create_meshes
 from evenload.runtime.executor import Executor, RankRun, forward_losses
 from evenload.runtime.model.tensor_weights import join_parts, tensor_split
@@ -26,7 +27,6 @@ from evenload.runtime.stages.rank_state import RankState
 from evenload.runtime.step_source import prepare_step
 from evenload.stepplan.plan_file import forward_only
 from evenload.types.layout import ParallelLayout
-from evenload.types.model import model_from_hf_config
 from evenload.types.plan import StepPlan, decode_plan
 from gloo_pool import TIMEOUT_S
 from reference_training import balance_factor, tiny_config
@@ -109,7 +109,7 @@ class RankUnderTest:
                 lora=lora,
                 router_aux_loss_coef=balance_factor(config),
             )
-            spec = model_from_hf_config(config.to_dict(), config.model_type, dtype.itemsize)
+            spec = model_from_config(config.to_dict(), config.model_type, dtype.itemsize)
             run = RunConfig(output_dir=directory, seed=3, kernels=kernels)
             state = RankState(model, OptimizerConfig(), run, spec, meshes)
         if self._mesh is not meshes.start:

@@ -18,6 +18,7 @@ from cost_samples import documents
 from dist_training import STEEP_COSTS as COSTS
 from evenload.config.sections import with_adapters
 from evenload.cost.coefficients import CostCoefficients
+from evenload.data.hub import model_from_config
 from evenload.errors import InfeasiblePlanError
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem import PlanOptions
@@ -28,7 +29,7 @@ from evenload.stepplan.validate import validate_plan
 from evenload.types.cluster import LinkSpec
 from evenload.types.document import PackPlan
 from evenload.types.layout import ParallelLayout, even_layout
-from evenload.types.model import ModelSpec, model_from_hf_config
+from evenload.types.model import ModelSpec
 from evenload.types.pipeline import ActionColumns, PipelineTasks, action_columns
 from evenload.types.plan import PackTimes, Schedule, StepPlan, block_of, seal
 from matrix import NONE, Row, shares_documents, sizes_before
@@ -77,7 +78,7 @@ def model_of(row: Row) -> ModelSpec:
     from adapter_cases import LORA
 
     case = case_of(row)
-    spec = model_from_hf_config(case.config().to_dict(), case.kind, 8)
+    spec = model_from_config(case.config().to_dict(), case.kind, 8)
     return with_adapters(spec, LORA if case.has_adapter else None)
 
 

@@ -12,7 +12,7 @@ def rounded_up(share: int) -> AbstractContextManager[object]:
 
     def other(values: torch.Tensor) -> torch.Tensor:
         result = rsqrt(values)
-        if result.dtype != torch.float32:
+        if result.dtype != torch.float32 or result.is_meta:
             return result
         is_other = (torch.arange(result.numel()) % share == 0).view(result.shape)
         ulp = torch.nextafter(result.detach(), torch.tensor(torch.inf)) - result.detach()

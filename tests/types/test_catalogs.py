@@ -25,7 +25,11 @@ from evenload.types.model import MODELS
      ("llama3.2-3b", 3.21), ("qwen3-0.6b", 0.596), ("qwen3-1.7b", 1.72), ("qwen3-4b", 4.02), ("qwen3-8b", 8.19),
      ("qwen3-14b", 14.8), ("qwen3-32b", 32.8), ("qwen3-30b-a3b", 30.5), ("qwen3-235b-a22b", 235.1),
      ("mixtral-8x7b", 46.7), ("mixtral-8x22b", 140.6), ("gemma3-1b", 1.00), ("gemma3-4b", 3.884),
-     ("gemma3-12b", 11.77), ("gemma3-27b", 27.02)],
+     ("gemma3-12b", 11.77), ("gemma3-27b", 27.02), ("qwen3.5-9b", 9.0), ("qwen3.5-35b-a3b", 34.7),
+     ("gemma4-31b", 30.7), ("gpt-oss-20b", 20.9), ("gpt-oss-120b", 116.8), ("deepseek-v3", 671.0), ("kimi-k2", 1026.0),
+     ("glm-4.5", 352.8), ("glm-4.5-air", 106.9), ("minimax-m2", 228.7), ("llama4-scout", 107.8),
+     ("ministral3-3b", 3.43), ("ministral3-8b", 8.49), ("ministral3-14b", 13.5), ("olmo3-7b", 7.30),
+     ("olmo3-32b", 32.2), ("nemotron-h-8b", 8.1)],
 )  # fmt: skip
 def test_built_in_models_have_the_published_size(name: str, billions: float) -> None:
     spec = model_from(name)
@@ -34,8 +38,10 @@ def test_built_in_models_have_the_published_size(name: str, billions: float) -> 
 
 @pytest.mark.parametrize(
     ("name", "billions"),
-    [("qwen3-30b-a3b", 3.35), ("qwen3-235b-a22b", 22.1), ("mixtral-8x7b", 12.9), ("mixtral-8x22b", 39.1)],
-)
+    [("qwen3-30b-a3b", 3.35), ("qwen3-235b-a22b", 22.1), ("mixtral-8x7b", 12.9), ("mixtral-8x22b", 39.1),
+     ("gpt-oss-20b", 4.19), ("gpt-oss-120b", 5.75), ("deepseek-v3", 37.5), ("kimi-k2", 32.9), ("glm-4.5", 33.6),
+     ("minimax-m2", 11.0), ("llama4-scout", 17.2), ("qwen3.5-35b-a3b", 3.45)],
+)  # fmt: skip
 def test_experts_are_active_in_the_published_number(name: str, billions: float) -> None:
     spec = model_from(name)
     assert spec.num_active_parameters / 1e9 == pytest.approx(billions, rel=0.01)

@@ -26,6 +26,7 @@ from evenload.calibrate.rounds import (
     GPU_LAYERS,
     NEEDED_ROUNDS,
     QUICK_ROUNDS,
+    LayerShares,
     PackClock,
     Packs,
     Sample,
@@ -37,9 +38,9 @@ from evenload.calibrate.rounds import (
     pack_features,
     part_of,
     rounds_up_to,
+    shares_of,
     time_round,
     whole,
-    windows_of,
 )
 from evenload.cost.coefficients import (
     CostCoefficients,
@@ -156,7 +157,7 @@ def pass_timings(
 ) -> tuple[list[tuple[float, ...]], list[float], list[Sample]]:
     """Return features, device seconds and samples of all ranks' packs in one direction."""
     chosen = [sample for rank in ranks for sample in rank.packs if sample.direction == direction]
-    features: list[tuple[float, ...]] = [pack_features(one.ranges, one.windows, tile) for one in chosen]
+    features: list[tuple[float, ...]] = [pack_features(one.ranges, one.layers, tile) for one in chosen]
     return features, [sample.seconds for sample in chosen], chosen
 
 
@@ -211,11 +212,11 @@ _MEMORY_SHARE = 0.2  # of a GPU's memory, which holds weights, gradients and opt
 
 
 class TimedRound(NamedTuple):
-    """Holds packs, and the layers that they are timed on with their windows."""
+    """Holds packs, and the layers that they are timed on."""
 
     packs: Packs
     stage: PipelineStage
-    windows: tuple[int, ...]
+    layers: tuple[LayerShares, ...]
 
 
 def calibrate(
@@ -280,14 +281,14 @@ def _rounds(
     """Return what to time while time lasts; the same on ranks of one group, whose devices are alike."""
     longest = max(max_document_tokens, longest_of(whole(128)))
     is_gpu = stage.device.type == "cuda"
-    part = part_of(stage, model.windows, GPU_LAYERS) if is_gpu else stage
+    part = part_of(stage, model.layers, GPU_LAYERS) if is_gpu else stage
     wanted = [(packs, part) for packs in QUICK_ROUNDS if longest_of(packs) <= longest]
     if is_gpu:
         headroom_bytes = _MEMORY_SHARE * torch.cuda.get_device_properties(stage.device).total_memory
-        least = part_of(stage, model.windows, 1)
+        least = part_of(stage, model.layers, 1)
         larger = rounds_up_to(max_pack_tokens, longest)
         wanted += [(packs, least) for packs in larger if kept_bytes(packs, least, model, mesh) <= headroom_bytes]
-    return [TimedRound(packs, part, windows_of(part, model)) for packs, part in wanted]
+    return [TimedRound(packs, part, shares_of(part, model, model)) for packs, part in wanted]
 
 
 def _time_layers(wanted: Sequence[TimedRound], clock: PackClock, mesh: Mesh) -> tuple[tuple[Sample, ...], float]:
@@ -316,9 +317,9 @@ def _repeated(
     repeats = 0
     while repeats < least or (repeats < _MAX_REPEATS and not _is_over(deadline_s, mesh)):
         for one in rounds:
-            layers = len(one.windows)
+            layers = len(one.layers)
             for took in time_round(one.stage, one.packs, clock):
-                of_layer = Sample(took.direction, took.ranges, took.seconds / layers, took.host_s / layers, one.windows)
+                of_layer = Sample(took.direction, took.ranges, took.seconds / layers, took.host_s / layers, one.layers)
                 timings.setdefault((took.direction, took.ranges), []).append(of_layer)
         repeats += 1
     return timings

@@ -90,7 +90,7 @@ def optimizer_work(data_size: int, device: torch.device) -> tuple[Callable[[], o
 
 
 def copy_work(model: ModelSpec, tp: int, device: torch.device, dtype: torch.dtype) -> tuple[Callable[[], object], int]:
-    width = 2 * max(1, model.num_kv_heads // tp) * model.head_dim
+    width = max((one.local_key_width(tp) for one in model.attentions), default=model.hidden_size)
     rows = max(1, _COPIED_BYTES // (width * dtype.itemsize))
     gathered = torch.randn(rows, width, device=device, dtype=dtype)
     # The halves swap, so every byte is read and written once.
@@ -128,7 +128,8 @@ def activation_bytes(stage: PipelineStage, model: ModelSpec, tp: int) -> dict[st
     """Count the bytes that one layer keeps of one token on the device under each policy, without K and V; raise
     `EvenloadError` where the cost model predicts others, also of K and V."""
     counted: dict[str, int] = {}
-    rows = _TOKENS * len(stage.model.layers)
+    layers = list(stage.model.layers)
+    kinds, rows = [model.layers[layer] for layer in layers], _TOKENS * len(layers)
     for policy in POLICIES:
         ranges = (Range(0, 0, _TOKENS),)
         store = ActivationStore({0: _TOKENS}, (ranges,), policies={0: policy}, shard=stage.row_shard)
@@ -142,10 +143,10 @@ def activation_bytes(stage: PipelineStage, model: ModelSpec, tp: int) -> dict[st
             (f"activations under policy {policy}", kept, activation_bytes_per_token(model, policy, tp)),
             ("keys and values", held["keys_and_values"], kv_bytes_per_token(model, tp)),
         ):
-            if held_bytes != predicted * rows:
+            if held_bytes != (expected := _TOKENS * int(predicted[kinds].sum())):
                 raise EvenloadError(
                     f"a token of model {model.name} leaves {held_bytes / rows:,.1f} bytes of {what} on a layer, and "
-                    f"the cost model says {predicted:,}; predicted memory would be wrong: please report it"
+                    f"the cost model says {expected / rows:,.1f}; predicted memory would be wrong: please report it"
                 )
         counted[policy] = kept // rows
     return counted

@@ -27,7 +27,16 @@ from evenload.calibrate.calibrate import DIRECTIONS, RankMeasurement, coefficien
 from evenload.calibrate.fit import CoreWaits, CrossValidation, cross_validate, num_outliers, spread_of_repeats, timed
 from evenload.calibrate.kernels import activation_bytes, held_and_counted, matmul_flops_per_s, time_weights
 from evenload.calibrate.links import GRID_BYTES, TransferWork, link_from, overlap_cost, transfers_of
-from evenload.calibrate.rounds import GRID, Sample, choose_rounds, pack_clock, round_flops, time_round, windows_of
+from evenload.calibrate.rounds import (
+    GRID,
+    LayerShares,
+    Sample,
+    choose_rounds,
+    pack_clock,
+    round_flops,
+    shares_of,
+    time_round,
+)
 from evenload.cost.coefficients import CostCoefficients, Noise, Profile, TimedPack, digest_of
 from evenload.runtime.comm.mesh import Mesh, most_of_ranks
 from evenload.runtime.replay.stage import PipelineStage
@@ -128,15 +137,15 @@ Repeats = dict[str, list[float]]  # seconds of one rank's passes by what was tim
 
 
 def _measurement(
-    repeats: Repeats, work: PassWork, windows: tuple[int, ...], waited_share: float, peak_flops_per_s: float
+    repeats: Repeats, work: PassWork, layers: tuple[LayerShares, ...], waited_share: float, peak_flops_per_s: float
 ) -> RankMeasurement:
-    """Return the medians of one rank's passes through layers with these windows."""
-    layers, packs = len(windows), []
+    """Return the medians of one rank's passes through these layers."""
+    count, packs = len(layers), []
     median = {name: statistics.median(seconds) for name, seconds in repeats.items()}
     for index in work.rounds:
         for number, (direction, ranges) in enumerate(_order(index)):
             seconds, host_s = median[f"pack:{index}:{number}"], median.get(f"queue:{index}:{number}", 0.0)
-            packs.append(Sample(direction, ranges, seconds / layers, host_s / layers, windows))
+            packs.append(Sample(direction, ranges, seconds / count, host_s / count, layers))
     spread = spread_of_repeats([seconds for name, seconds in repeats.items() if name.startswith("pack:")])
     return RankMeasurement(
         noise=Noise(waited_share=waited_share, spread=spread),
@@ -145,7 +154,7 @@ def _measurement(
         peak_flops_per_s=peak_flops_per_s,
         optimizer_s=median["optimizer"] / work.num_parameters,
         copy_s_per_byte=median["copy"] / work.copied_bytes,
-        weight_s=median["weights"] / layers,
+        weight_s=median["weights"] / sum(layer.linear for layer in layers),
         links={
             transfer.kind: link_from(GRID_BYTES, [median[transfer_name(transfer, size)] for size in GRID_BYTES])
             for transfer in work.transfers
@@ -235,8 +244,8 @@ def profile(
         {name: [one[rank][name] for one in partial.passes] for name in partial.passes[0][rank]}
         for rank in range(len(partial.passes[0]))
     ]
-    windows, flops_per_s = windows_of(stage, task.timed), matmul_flops_per_s(stage.device, stage.dtype)
-    mine = _measurement(repeats[mesh.rank], work, windows, waits.share(), flops_per_s)
+    layers, flops_per_s = shares_of(stage, task.timed, task.model), matmul_flops_per_s(stage.device, stage.dtype)
+    mine = _measurement(repeats[mesh.rank], work, layers, waits.share(), flops_per_s)
     mine = replace(mine, overlap=overlap_cost(mesh))
     ranks: list[RankMeasurement] = [mine] * mesh.layout.world_size
     dist.all_gather_object(ranks, mine, group=mesh.control)

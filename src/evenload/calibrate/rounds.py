@@ -19,12 +19,19 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from evenload.cost.layer_counts import activation_bytes_per_token, kv_bytes_per_token, slice_pairs
+from evenload.cost.layer_counts import (
+    activation_bytes_per_token,
+    kind_shares,
+    kv_bytes_per_token,
+    mean_of_layers,
+    slice_pairs,
+)
 from evenload.runtime.comm.mesh import Mesh, most_of_ranks
 from evenload.runtime.device import seconds_now
 from evenload.runtime.replay.rank_packs import PackTokens
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.runtime.replay.store import ActivationStore
+from evenload.types.columns import keys_before
 from evenload.types.document import Direction, Range
 from evenload.types.model import ModelSpec
 
@@ -125,10 +132,21 @@ def _busy_products(device: torch.device) -> Callable[[float], None]:
 Packs = tuple[tuple[Range, ...], ...]
 """The packs of one round in forward order; they hold whole documents."""
 Features = tuple[float, float, float, float, float]
-"""[tokens, slices, 1, pairs, prefix] of one pack on one layer, on average over the layers of a stage."""
+"""[tokens, slices, 1, pairs, prefix] of one pack on one layer, on average over the layers of a stage, each as its share
+of the model's mean layer."""
 
 GPU_LAYERS = 4
 """Their forward and backward are some 150 and 420 kernels; a device's queue holds 1,024."""
+
+
+class LayerShares(NamedTuple):
+    """Holds what a layer costs in shares of the model's mean layer (`cost.layer_counts.KindShares`); `reach` is of its
+    attention, whose shares are 0 where there is none."""
+
+    linear: float = 1.0
+    attention: float = 1.0
+    keys: float = 1.0
+    reach: int = 0
 
 
 class Sample(NamedTuple):
@@ -136,14 +154,14 @@ class Sample(NamedTuple):
 
     Args:
         seconds: of the device; host_s: until its host had queued the pack, 0 where they are one.
-        windows: of the layers that were timed, 0 = full.
+        layers: that were timed.
     """
 
     direction: Direction
     ranges: tuple[Range, ...]
     seconds: float
     host_s: float = 0.0
-    windows: tuple[int, ...] = (0,)
+    layers: tuple[LayerShares, ...] = (LayerShares(),)
 
 
 Timed = tuple[Direction, tuple[Range, ...]]
@@ -250,14 +268,15 @@ def round_flops(packs: Packs, model: ModelSpec) -> float:
     """Count the FLOPs of the forward on a layer without a window."""
     start, stop = (np.array([r[i] for pack in packs for r in pack], dtype=np.int64) for i in (1, 2))
     pairs, tokens = float(slice_pairs(start, stop, 0).sum()), float((stop - start).sum())
-    return 2.0 * model.linear_parameters_per_layer * tokens + 4.0 * model.num_heads * model.head_dim * pairs
+    shares = kind_shares(model)
+    return 2.0 * shares.mean_products * tokens + 2.0 * shares.mean_pair_width * pairs
 
 
-def part_of(stage: PipelineStage, windows: Sequence[int], most: int) -> PipelineStage:
-    """Return a stage of its first `most` layers, but at least one of each of the model's `windows`."""
+def part_of(stage: PipelineStage, kinds: Sequence[int], most: int) -> PipelineStage:
+    """Return a stage of its first `most` layers, but at least one of each of its kinds (`ModelSpec.layers`)."""
     layers = list(stage.model.layers)
-    first = {windows[index]: index for index in reversed(layers)}
-    chosen = {*layers[:most]} if len({windows[index] for index in layers[:most]}) == len(first) else {*first.values()}
+    first = {kinds[index]: index for index in reversed(layers)}
+    chosen = {*layers[:most]} if len({kinds[index] for index in layers[:most]}) == len(first) else {*first.values()}
     return stage if len(chosen) == len(layers) else stage.with_layers(sorted(chosen))
 
 
@@ -281,18 +300,19 @@ def pack_tokens(ranges: tuple[Range, ...], stage: PipelineStage) -> PackTokens:
     return PackTokens(ranges, torch.zeros_like(positions), torch.zeros_like(positions), positions)
 
 
-def pack_features(ranges: Sequence[Range], windows: Sequence[int], tile: int = 1) -> Features:
-    """Return the features of one pack, as `cost.pack_cost` counts them, on layers with these windows (0 = full) and
-    attention blocks of `tile` query rows, of which an incomplete one costs a whole one."""
+def pack_features(ranges: Sequence[Range], layers: Sequence[LayerShares], tile: int = 1) -> Features:
+    """Return the features of one pack, as `cost.pack_cost` counts them, on these layers and attention blocks of `tile`
+    query rows, of which an incomplete one costs a whole one."""
     start, stop = (np.array([r[i] for r in ranges], dtype=np.int64) for i in (1, 2))
     missing_rows = -(stop - start) % tile
     pairs, prefix = [], []
-    for window in windows:
-        last_row_keys = np.minimum(stop, window) if window else stop
-        pairs.append((slice_pairs(start, stop, window) + missing_rows * last_row_keys).sum())
-        prefix.append((np.minimum(start, window) if window else start).sum())
-    tokens = (stop - start).sum()
-    return (float(tokens), float(len(start)), 1.0, float(np.mean(pairs)), float(np.mean(prefix)))
+    for layer in layers:
+        reach = layer.reach
+        last_row_keys = keys_before(stop, reach) if reach >= 0 else keys_before(stop - 1, reach) + 1
+        pairs.append(layer.attention * (slice_pairs(start, stop, reach) + missing_rows * last_row_keys).sum())
+        prefix.append(layer.keys * keys_before(start, reach).sum())
+    tokens = float((stop - start).sum() * np.mean([layer.linear for layer in layers]))
+    return (tokens, float(len(start)), 1.0, float(np.mean(pairs)), float(np.mean(prefix)))
 
 
 _PASS_SHARE = 0.12  # of the budget, for one pass, so that medians are over several
@@ -330,11 +350,14 @@ def choose_rounds(
 
 def kept_bytes(packs: Packs, stage: PipelineStage, model: ModelSpec, mesh: Mesh) -> float:
     tp = mesh.layout.tp
-    token_bytes = activation_bytes_per_token(model, "replay", tp) + kv_bytes_per_token(model, tp)
+    token_bytes = mean_of_layers(model, activation_bytes_per_token(model, "replay", tp) + kv_bytes_per_token(model, tp))
     # One layer's bytes again, for its backward.
     return sum(num_tokens_of(packs).values()) * token_bytes * (len(stage.model.layers) + 1)
 
 
-def windows_of(stage: PipelineStage, model: ModelSpec) -> tuple[int, ...]:
-    """Return the windows of a stage's layers."""
-    return tuple(model.windows[layer] for layer in stage.model.layers)
+def shares_of(stage: PipelineStage, timed: ModelSpec, model: ModelSpec) -> tuple[LayerShares, ...]:
+    """Return the shares in the model of the layers of a stage of `timed`, which is it or has fewer layers."""
+    shares = kind_shares(model)
+    columns = shares.linear.tolist(), shares.attention.tolist(), shares.keys.tolist(), shares.reach
+    of_kinds = [LayerShares(one, pairs, keys, reach or 0) for one, pairs, keys, reach in zip(*columns, strict=True)]
+    return tuple(of_kinds[model.kinds.index(timed.kinds[timed.layers[layer]])] for layer in stage.model.layers)

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -132,9 +132,10 @@ def checked_scope(config: TrainConfig, directory: Path) -> Scope:
     model = model_spec(config)
     notes = []
     settings, parallel = config.model, config.parallel
-    wanted_layers = max(parallel.pp * parallel.virtual, 2, int(_MAX_PARAMETERS // model.stored_parameters_per_layer))
-    layers = min(model.num_layers, wanted_layers)
-    parameters = layers * model.stored_parameters_per_layer + 2 * model.embedding_parameters
+    of_layers = list(accumulate(model.kinds[kind].parameters for kind in model.layers))
+    fitting = sum(parameters <= _MAX_PARAMETERS for parameters in of_layers)
+    layers = min(model.num_layers, max(parallel.pp * parallel.virtual, 2, fitting))
+    parameters = of_layers[layers - 1] + 2 * model.embedding_parameters
     if layers < model.num_layers:
         notes.append(f"first {layers} of {model.num_layers} layers")
         source = local_path(settings.path, "model.path", "settings" if settings.random_init else "weights")

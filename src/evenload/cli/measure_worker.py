@@ -306,16 +306,16 @@ def _few_layers(config: PretrainedConfig, model: ModelSpec, setup: RankSetup) ->
     tp, stages = setup.mesh.layout.tp, setup.mesh.layout.num_stages
     per_rank = stages // setup.mesh.layout.pp
     element_bytes = model.bytes_per_element + max(4, model.bytes_per_element)
-    layer_bytes = per_rank * element_bytes * model.stored_parameters_per_layer // tp
+    layer_bytes = per_rank * element_bytes * max(kind.parameters for kind in model.kinds) // tp
     # The first stage has the embedding, the last the head; on one rank both, or one that is tied.
     outer = (2 if stages == per_rank and not model.tied_embeddings else 1) * model.embedding_parameters
     outer_bytes = element_bytes * outer // tp
     usable_bytes = int(0.35 * setup.memory_cap_bytes)  # what weights and gradients may take
-    needed = len(set(model.windows))
+    needed = len(model.kinds)
     if usable_bytes - outer_bytes < needed * layer_bytes:
         raise ConfigError(
             f"{counted(needed, 'layer')} of {model.name} a stage and its embedding take "
             f"{format_bytes(needed * layer_bytes + outer_bytes)} with their gradients, and a process may use "
             f"{format_bytes(usable_bytes)} for them; split matrices with --layout tp=..., or use more memory"
         )
-    return with_few_layers(config, model.windows, stages, min(4, (usable_bytes - outer_bytes) // layer_bytes))
+    return with_few_layers(config, model.layers, stages, min(4, (usable_bytes - outer_bytes) // layer_bytes))

@@ -248,6 +248,7 @@ def _inputs_content(
         "model_size": model.describe_size(),
         "parameters": model.num_parameters,
         "active_parameters": model.num_active_parameters,
+        "whole_documents": model.whole_documents,
         "cluster": inputs.cluster_name,
         "layout": layout_sizes(layout),
         "stage_layers": layout.stage_counts,
@@ -281,7 +282,7 @@ def _inputs_message(
         f"model {inputs['model']} ({inputs['model_size']}), cluster {inputs['cluster']}, "
         f"layout {layout.describe()}{devices}, {size} a step, {counted(inputs['steps'], 'step')}, "
         f"context {inputs['context']:,}, overlong {inputs['overlong']}, seed {inputs['seed']}, "
-        f"{coefficients.source} costs"
+        f"{coefficients.source} costs" + (f"\n{inputs['whole_documents']}" if inputs["whole_documents"] else "")
     )
 
 

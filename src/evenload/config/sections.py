@@ -219,20 +219,13 @@ def with_adapters(model: ModelSpec, lora: LoraConfig | None) -> ModelSpec:
     """Return a model that trains adapters alone; `ConfigError` for a target module that the layer does not have."""
     if lora is None:
         return model
-    sizes = linear_sizes(model)
-    trained = sum(lora.rank * sum(sizes[name]) for name in target_linears(sizes, lora))
-    return msgspec.structs.replace(model, adapter_parameters_per_layer=trained)
-
-
-def linear_sizes(model: ModelSpec) -> dict[str, tuple[int, int]]:
-    """Return (in, out) of a layer's linears. Experts are no linears: all of a layer are one tensor."""
-    hidden, query, key_value = model.hidden_size, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    sizes = {"q_proj": (hidden, query), "k_proj": (hidden, key_value), "v_proj": (hidden, key_value)}
-    sizes["o_proj"] = (query, hidden)
-    if model.num_experts:
-        return sizes
-    inner = model.ffn_hidden_size
-    return sizes | {"gate_proj": (hidden, inner), "up_proj": (hidden, inner), "down_proj": (inner, hidden)}
+    # Experts are no linears: all of a layer are one tensor.
+    names = target_linears({one.name: None for kind in model.kinds for one in kind.products}, lora)
+    kinds = []
+    for kind in model.kinds:
+        widths = sum(one.inputs + one.outputs for one in kind.products if one.name in names)
+        kinds.append(msgspec.structs.replace(kind, adapter_parameters=lora.rank * widths))
+    return msgspec.structs.replace(model, kinds=tuple(kinds))
 
 
 def target_linears(known: Mapping[str, object], lora: LoraConfig) -> list[str]:

@@ -1,7 +1,8 @@
 """Make cost coefficients from data sheets, for planning without a device: `analytic_coefficients`.
 
     linear_s_per_token    2·parameters / (peak · matmul_efficiency)          backward 2x
-    attention_s_per_pair  4·heads·head_dim / (peak · attention_efficiency)   backward 2.5x the work (SlimPack §2.2.2)
+    attention_s_per_pair  2·heads·(width of a key + of a value) / (peak · attention_efficiency)
+                                                                             backward 2.5x the work (SlimPack §2.2.2)
     prefix_s_per_token    backward: fp32 dK and dV of the prefix read and written once per slice; forward: 0
     pack_s                kernel_s + linear_s_per_token / tp · matmul_half_tokens
     tensor_exposed_share  1 - hidden share: of a layer's 10 transfers (`cost.group_transfers`) 6 are in 4 chunks, of
@@ -20,7 +21,8 @@ from evenload.cost.group_transfers import TENSOR_CHUNKS, TENSOR_RINGS, tensor_ri
 from evenload.cost.layer_counts import (
     BACKWARD_ATTENTION_RATIO,
     BACKWARD_LINEAR_RATIO,
-    kv_gradient_bytes_per_token,
+    accumulator_bytes,
+    kind_shares,
     require_supported_layout,
 )
 from evenload.errors import ConfigError
@@ -61,13 +63,14 @@ def analytic_coefficients(
     matmul_flops_per_s = device.peak_flops_per_s * device.matmul_efficiency
     memory_bytes_per_s = device.memory_bytes_per_s or device.peak_flops_per_s / FLOPS_PER_MEMORY_BYTE
 
-    linear_s = 2.0 * model.linear_parameters_per_layer / matmul_flops_per_s
-    linear_ratio = 1.0 if model.adapter_parameters_per_layer else BACKWARD_LINEAR_RATIO  # frozen matrices have no dW
+    shares = kind_shares(model)
+    linear_s = 2.0 * shares.mean_products / matmul_flops_per_s
+    linear_ratio = 1.0 if model.has_adapters else BACKWARD_LINEAR_RATIO  # frozen matrices have no dW
     attention_s = [
-        ratio * 4.0 * model.num_heads * model.head_dim / (device.peak_flops_per_s * share)
+        ratio * 2.0 * shares.mean_pair_width / (device.peak_flops_per_s * share)
         for ratio, share in zip((1.0, BACKWARD_ATTENTION_RATIO), device.attention_shares(attention), strict=True)
     ]
-    prefix_s = 2.0 * kv_gradient_bytes_per_token(model) / memory_bytes_per_s
+    prefix_s = 2.0 * shares.mean_key_width * accumulator_bytes(model) / memory_bytes_per_s
     head_s = (1.0 + linear_ratio) * 2.0 * model.embedding_parameters / matmul_flops_per_s
     passes = [
         PassCoefficients(

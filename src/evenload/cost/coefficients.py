@@ -21,7 +21,7 @@ import msgspec
 from evenload.errors import ConfigError, unreadable
 from evenload.types.base import Frozen
 from evenload.types.cluster import LinkSpec, device_share, group_link
-from evenload.types.model import ModelSpec
+from evenload.types.model import ModelSpec, model_tree
 
 # Above these, predicted seconds are off by more than what plans decide by. A quiet machine stays far below.
 _MOST_WAITED_SHARE = 0.15
@@ -379,7 +379,7 @@ class CostCoefficients(Frozen):
     def split_share(self, model: ModelSpec) -> float:
         """Return the share of the backward of linear layers that W of a split backward defers: `weight_share`, half
         where it was not measured, 0 where the matrices are frozen (LoRA)."""
-        if model.adapter_parameters_per_layer:
+        if model.has_adapters:
             return 0.0
         return 0.5 if self.weight_share is None else self.weight_share
 
@@ -463,7 +463,10 @@ def read_coefficients(path: str | Path) -> CostCoefficients:
         ConfigError: the file is missing or is not a cost file; the message names the field.
     """
     try:
-        return msgspec.json.decode(Path(path).expanduser().read_bytes(), type=CostCoefficients)
+        tree = msgspec.json.decode(Path(path).expanduser().read_bytes())
+        if isinstance(tree, dict) and isinstance(measured := tree.get("measured_on"), dict):
+            measured["model"] = model_tree(measured.get("model"))
+        return msgspec.convert(tree, CostCoefficients)
     except OSError as error:
         raise unreadable(f"cost file {path}", error) from error
     except msgspec.MsgspecError as error:

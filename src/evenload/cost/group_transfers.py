@@ -21,8 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.cost.coefficients import CostCoefficients
-from evenload.cost.layer_counts import kv_bytes_per_token, kv_gradient_bytes_per_token
+from evenload.cost.layer_counts import kv_bytes_per_token, kv_gradient_bytes_per_token, over_kinds, stage_kinds
 from evenload.types.document import Direction
+from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
 
 TENSOR_RINGS: dict[Direction, int] = {"forward": 4, "backward": 6}
@@ -51,7 +52,7 @@ class ContextSeconds(NamedTuple):
 
 def weight_gather_seconds(model: ModelSpec, coefficients: CostCoefficients, tp: int) -> tuple[float, float]:
     """Return (seconds a token, seconds a pack) of one layer's exposed transfers that W of a split backward repeats."""
-    if model.adapter_parameters_per_layer:
+    if model.has_adapters:
         return 0.0, 0.0  # frozen matrices have no products to defer
     return tensor_ring_seconds(model, coefficients, tp, WEIGHT_RINGS * coefficients.weight_gather_exposed_share)
 
@@ -83,7 +84,7 @@ def context_seconds(
 ) -> ContextSeconds:
     """Return the seconds of K and V of every pack on one layer, before anything hides them: of the tokens of the whole
     pack whose K and V its `ranks` exchange, of documents that are never cut and of others (num_packs each), in a ring
-    with their prefixes."""
+    with their prefixes. The layer is the one with most K and V (`exchanging_layers`)."""
     whole, cut = (context_traffic(model, coefficients, tp, direction, is_cut=is_cut) for is_cut in (False, True))
     home_bytes, home_hops = ring_home(model, coefficients, tp, direction)
     seconds = ContextSeconds(np.zeros(len(ranks)), np.zeros(len(ranks)))
@@ -105,8 +106,9 @@ def context_seconds(
 def context_traffic(
     model: ModelSpec, coefficients: CostCoefficients, tp: int, direction: Direction, *, is_cut: bool
 ) -> ContextTraffic:
-    """Return what a token of a document that is cut, or of one that never is, moves in forward or in backward."""
-    kv, gradients = kv_bytes_per_token(model, tp), kv_gradient_bytes_per_token(model, tp)
+    """Return what a token of a document that is cut, or of one that never is, moves in forward or in backward on the
+    layer with most K and V."""
+    kv, gradients = (int(of_kinds(model, tp).max()) for of_kinds in (kv_bytes_per_token, kv_gradient_bytes_per_token))
     if coefficients.context_exchange == "ring":
         return ContextTraffic(kv, 1, 0) if direction == "forward" else ContextTraffic(kv + gradients, 2, 0)
     if direction == "forward":
@@ -121,4 +123,11 @@ def ring_home(model: ModelSpec, coefficients: CostCoefficients, tp: int, directi
     """Return (bytes of one token and layer, transfers) of the last transfer of a ring's gradients."""
     if coefficients.context_exchange != "ring" or direction == "forward":
         return 0, 0
-    return kv_gradient_bytes_per_token(model, tp), 1
+    return int(kv_gradient_bytes_per_token(model, tp).max()), 1
+
+
+def exchanging_layers(model: ModelSpec, layout: ParallelLayout) -> NDArray[np.float64]:
+    """Count the layers of every stage, each as the share that its K and V are of the most that a layer has;
+    float64[P]."""
+    kv = kv_bytes_per_token(model, layout.tp)
+    return over_kinds(stage_kinds(model, layout), kv / max(1, kv.max()))

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.cost.layer_counts import OFFLOAD, activation_bytes_per_token
+from evenload.cost.layer_counts import OFFLOAD, activation_bytes_per_token, stage_kinds
 from evenload.cost.memory import (
     WIDENED_ELEMENTS,
     ReplicaPacks,
@@ -86,7 +86,7 @@ def host_bytes_of_packs(model: ModelSpec, layout: ParallelLayout, packs: Replica
     if packs.policy is None or not (packs.policy == OFFLOAD).any():
         return None
     counts = count_tokens(packs)
-    rate = np.array(layout.stage_counts, np.int64) * activation_bytes_per_token(model, "replay", layout.tp)
+    rate = stage_kinds(model, layout) @ activation_bytes_per_token(model, "replay", layout.tp)
     kept, freed = (np.outer(tokens[:, OFFLOAD], rate) for tokens in (counts.kept_chunks, counts.freed_chunks))
     return PacksInHostMemory(kept, freed)
 
@@ -120,8 +120,8 @@ def process_bytes(model: ModelSpec, plan: StepPlan, fixed_bytes: int) -> int:
     layout = plan.layout
     static = int(static_bytes(model, layout).max())
     activations = plan.predicted.peak_memory_bytes - static
-    unit = trained_layer_parameters(model, layout.tp)
-    if not model.adapter_parameters_per_layer:
+    unit = int(trained_layer_parameters(model, layout.tp).max())
+    if not model.has_adapters:
         unit = max(unit, embedding_parameters(model, layout.tp) + model.position_parameters)
     # Only ranks that share weights reduce anything.
     after = max(model.bytes_per_element, 4) * unit if max(layout.data_sizes) > 1 else 0

@@ -1,17 +1,21 @@
 """Count what a token costs on one layer, whatever the device: FLOPs, attention pairs, and bytes by activation policy.
 
-FLOPs are for MFU alone: 2 a weight of a matrix product, 4·heads·head_dim a (query, key) pair inside causal mask and
-window; backward 2x forward for both, 1x for frozen matrices (LoRA). Look-ups, norms and activations are not counted.
+FLOPs are for MFU alone: 2 a weight of a matrix product, 2·heads·(width of keys + of values) a (query, key) pair inside
+causal mask and window; backward 2x forward for both, 1x for frozen matrices (LoRA). Look-ups, norms and activations are
+not counted.
+
+Numbers of layers are arrays over the model's kinds of layers (K = len(ModelSpec.kinds)); `over_kinds` adds them up over
+the layers of stages.
 
     replay     every linear layer's output (the runtime's default): nothing is computed twice but norms
     recompute  layer input, attention output and log-sum-exp only; backward repeats the layer's matrix products, not
                attention (Korthikanti et al. 2022, the other way round: the expensive part is kept)
     offload    the same tensors as `replay`, copied to host memory while the pack runs, back before its backward
 
-Router logits are kept under every policy on the device: computed again in another batch they could choose other
-experts. With norms behind the blocks (Gemma 2 and 3, OLMo 2) the output of the down projection is kept too. K and V
-stay on the device, for later slices read them. Under tensor parallelism a device holds its heads and its columns of
-the feed-forward block; hidden states are split over tokens; key/value heads fewer than devices are copied.
+Router logits and what they choose are kept under every policy on the device: computed again in another batch they could
+choose other experts. With norms behind the blocks (Gemma 2 and 3, OLMo 2) the output of the down projection is kept
+too. K and V stay on the device, for later slices read them. Under tensor parallelism a device holds its heads and its
+columns of the feed-forward block; hidden states are split over tokens; key/value heads fewer than devices are copied.
 
 Workspace of attention's backward, of one layer of one backward pack with T rows in n slices that see K keys; H query
 heads, G key heads of dimension D, e bytes an element. As FlashAttention 2's kernels in torch make it (`mha_varlen_bwd`
@@ -27,6 +31,7 @@ counted, and packs of a context-parallel group hold less.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -34,6 +39,7 @@ from numpy.typing import ArrayLike, NDArray
 from evenload.errors import ConfigError
 from evenload.types.columns import causal_pairs
 from evenload.types.document import ActivationPolicy
+from evenload.types.layer_kind import AttentionKind, LayerKind
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import AttentionKernels, ModelSpec
 
@@ -51,26 +57,130 @@ def slice_pairs(start: NDArray, stop: NDArray, window: int = 0, *, causal: bool 
     return tokens * np.minimum(tokens, 2.0 * window + 1) if window else tokens * tokens
 
 
-def recomputed_share(model: ModelSpec) -> float:
-    """Return, of a layer's matrix products forward, the share that the backward of a recomputed document makes again:
-    all but the down projection, unless a norm behind it reads its output."""
-    if model.post_norm:
-        return 1.0
-    down = model.hidden_size * model.ffn_hidden_size * max(1, model.experts_per_token)
-    return 1.0 - down / model.linear_parameters_per_layer
+@dataclass(frozen=True, eq=False)
+class KindShares:
+    """Hold what a layer of every kind costs in shares of the model's mean layer, to which coefficients belong; exactly
+    1 where layers are alike. float64[K] each.
+
+    Args:
+        linear: of the mean layer's matrix products; attention, keys: of a (query, key) pair, and of keys and values, on
+            the mean of layers with attention.
+        again: of the mean layer's matrix products, what the backward of a recomputed document makes again: those whose
+            output it reads.
+        mixed: of the mean layer's matrix products, those of mixers, which every backward runs again.
+        reach: `AttentionKind.reach`; None = no attention.
+        mean_products, mean_pair_width, mean_key_width: weights of matrices that a token uses on the mean layer (active
+            experts only), products of a pair, elements of a token's keys and values.
+    """
+
+    linear: NDArray[np.float64]
+    attention: NDArray[np.float64]
+    keys: NDArray[np.float64]
+    again: NDArray[np.float64]
+    mixed: NDArray[np.float64]
+    reach: tuple[int | None, ...]
+    mean_products: float
+    mean_pair_width: float
+    mean_key_width: float
+
+    @property
+    def reaches(self) -> tuple[int, ...]:
+        """The distinct ones, ascending; of a model without attention that of a layer with full attention."""
+        return tuple(sorted({reach for reach in self.reach if reach is not None})) or (0,)
+
+    def of_reach(self, shares: NDArray[np.float64], reach: int) -> NDArray[np.float64]:
+        """Return the shares of kinds of this reach; 0 of others."""
+        return shares * np.array([own == reach for own in self.reach])
+
+
+def kind_shares(model: ModelSpec) -> KindShares:
+    """Return the shares of a model's kinds."""
+    return _shares(model.kinds, model.kind_counts)
+
+
+@lru_cache(maxsize=64)
+def _shares(kinds: tuple[LayerKind, ...], of_kinds: tuple[int, ...]) -> KindShares:
+    counts = np.array(of_kinds, np.float64)
+    linear = np.array([kind.active_products for kind in kinds], np.float64)
+    unread = np.array([kind.unread_products for kind in kinds], np.float64)
+    pairs = np.array([kind.attention.pair_width if kind.attention else 0 for kind in kinds], np.float64)
+    keys = np.array([kind.attention.key_width if kind.attention else 0 for kind in kinds], np.float64)
+
+    mean_products, mean_pairs, mean_keys = (_mean(values, counts) for values in (linear, pairs, keys))
+    return KindShares(
+        linear=linear / mean_products,
+        attention=pairs / mean_pairs,
+        keys=keys / mean_keys,
+        mixed=np.array([kind.mixed_products for kind in kinds], np.float64) / mean_products,
+        again=linear / mean_products * (1.0 - unread / np.maximum(linear, 1.0)),
+        reach=tuple(kind.attention.reach if kind.attention else None for kind in kinds),
+        mean_products=mean_products,
+        mean_pair_width=mean_pairs,
+        mean_key_width=mean_keys,
+    )
+
+
+def _mean(values: NDArray[np.float64], counts: NDArray[np.float64]) -> float:
+    """Return the mean over layers that have any of it; 1 where none has."""
+    having = values > 0
+    return float(values[having] @ counts[having] / counts[having].sum()) if having.any() else 1.0
+
+
+def stage_kinds(model: ModelSpec, layout: ParallelLayout, *, recomputed: bool = False) -> NDArray[np.int64]:
+    """Count the layers of every kind on every virtual stage, or those of them that are always recomputed;
+    int64[P, K], not to be changed."""
+    stages = layout.stage_layers
+    if recomputed:
+        stages = tuple(
+            (first, first + count) for (first, _), count in zip(stages, layout.recomputed_counts, strict=True)
+        )
+    return _kinds_of(model.layers, stages)
+
+
+@lru_cache(maxsize=256)
+def _kinds_of(layers: tuple[int, ...], stages: tuple[tuple[int, int], ...]) -> NDArray[np.int64]:
+    kinds = range(max(layers) + 1)
+    return np.array([[layers[first:last].count(kind) for kind in kinds] for first, last in stages], np.int64)
+
+
+def over_kinds(counts: NDArray[np.int64], values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Add up values of kinds (float64[K]) over the layers of stages (int64[P, K]); layers of one value count together,
+    so that windows alone change no bit. float64[P]."""
+    by_value: dict[float, NDArray[np.int64]] = {}
+    for at, value in enumerate(values.tolist()):
+        by_value[value] = by_value[value] + counts[:, at] if value in by_value else counts[:, at]
+    total, *others = (count * value for value, count in by_value.items())
+    return sum(others, total)
+
+
+def mean_of_layers(model: ModelSpec, values: NDArray[np.int64]) -> int:
+    """Return the mean of values of kinds (int64[K]) over the model's layers, rounded up."""
+    return -int(-(np.array(model.kind_counts) @ values) // model.num_layers)
+
+
+def most_of_stage(counts: NDArray[np.int64], values: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the most that any layer of a stage has; int64[P]."""
+    return ((counts > 0) * values).max(axis=1)
 
 
 def forward_flops(model: ModelSpec, num_tokens: ArrayLike) -> NDArray[np.float64]:
     """Count the FLOPs of whole documents forward, with head, without embedding look-up; float64, shape of
     `num_tokens`."""
     tokens = np.asarray(num_tokens, np.float64)
-    layer = model.linear_parameters_per_layer + model.adapter_parameters_per_layer
-    linear = 2.0 * layer * model.num_layers + 2.0 * model.embedding_parameters
-    flops = linear * tokens
+    counts = model.kind_counts
+    weights = sum(
+        count * (kind.active_products + kind.adapter_parameters)
+        for count, kind in zip(counts, model.kinds, strict=True)
+    )
+    flops = (2.0 * weights + 2.0 * model.embedding_parameters) * tokens
     zero = np.zeros_like(tokens)
-    for window in sorted(set(model.windows)):
-        pairs = slice_pairs(zero, tokens, window, causal=model.causal)
-        flops = flops + 4.0 * model.num_heads * model.head_dim * model.windows.count(window) * pairs
+    for reach in kind_shares(model).reaches:
+        widths = sum(
+            count * kind.attention.pair_width
+            for count, kind in zip(counts, model.kinds, strict=True)
+            if kind.attention and kind.attention.reach == reach
+        )
+        flops = flops + 2.0 * widths * slice_pairs(zero, tokens, reach, causal=model.causal)
     return flops
 
 
@@ -78,10 +188,14 @@ def training_flops(model: ModelSpec, num_tokens: ArrayLike) -> NDArray[np.float6
     """Count the model FLOPs of forward and backward of whole documents, less dW of frozen matrices; the numerator of
     MFU."""
     flops = 3.0 * forward_flops(model, num_tokens)
-    if model.adapter_parameters_per_layer:
-        frozen = 2.0 * model.linear_parameters_per_layer * model.num_layers + 2.0 * model.embedding_parameters
+    if model.has_adapters:
+        weights = sum(count * kind.active_products for count, kind in zip(model.kind_counts, model.kinds, strict=True))
+        frozen = 2.0 * weights + 2.0 * model.embedding_parameters
         flops = flops - frozen * np.asarray(num_tokens, np.float64)
     return flops
+
+
+CHOICE_BYTES = 8  # Of the number of an expert, int64
 
 
 POLICIES: tuple[ActivationPolicy, ...] = ("replay", "recompute", "offload")
@@ -89,39 +203,90 @@ POLICIES: tuple[ActivationPolicy, ...] = ("replay", "recompute", "offload")
 REPLAY, RECOMPUTE, OFFLOAD = range(3)
 
 
-def activation_bytes_per_token(model: ModelSpec, policy: ActivationPolicy = "replay", tp: int = 1) -> int:
-    """Count the bytes of one token on ONE layer between forward and backward, without K and V."""
+@dataclass(frozen=True, eq=False)
+class _KindWidths:
+    """Hold elements of a token on one layer of every kind on one device; int64[K] each.
+
+    Args:
+        heads: how many queries it has; attended: outputs of attention.
+        read: outputs of products, also of experts' first ones, that backward reads and `recompute` repeats.
+        routed, cast: what routers and experts keep whatever the policy, and `ExpertsKind.cast_router`; choices: numbers
+            of experts.
+        keys: of K and V. weights: inputs of products and gradients of outputs, from I to W.
+        inner: `LayerKind.inner`, not divided.
+    """
+
+    heads: NDArray[np.int64]
+    attended: NDArray[np.int64]
+    read: NDArray[np.int64]
+    routed: NDArray[np.int64]
+    cast: NDArray[np.int64]
+    choices: NDArray[np.int64]
+    keys: NDArray[np.int64]
+    weights: NDArray[np.int64]
+    inner: NDArray[np.int64]
+
+
+@lru_cache(maxsize=256)
+def _widths(kinds: tuple[LayerKind, ...], tp: int) -> _KindWidths:
+    rows = []
+    for kind in kinds:
+        attention, experts = kind.attention, kind.experts
+        heads = width = keys = 0
+        if attention and attention.is_kept:
+            heads, width, keys = attention.heads // tp, attention.value_dim, attention.local_key_width(tp)
+        read, weights = _local_outputs(kind, tp, only_read=True), _weight_elements(kind, tp)
+        routed = experts.router + experts.is_read * -(-experts.width // tp) if experts else 0
+        cast, choices = (experts.cast_router, experts.choices) if experts else (0, 0)
+        rows.append((heads, heads * width, read, routed, cast, choices, keys, weights, kind.inner))
+    return _KindWidths(*np.array(rows, np.int64).T)
+
+
+def activation_bytes_per_token(model: ModelSpec, policy: ActivationPolicy = "replay", tp: int = 1) -> NDArray[np.int64]:
+    """Count the bytes of one token on ONE layer between forward and backward, without K and V; int64[K]."""
+    of = _widths(model.kinds, tp)
     if policy == "offload":
+        return np.zeros_like(of.heads)
+    kept = -(-model.hidden_size // tp) + of.attended + of.routed + (of.read if policy == "replay" else 0)
+    kept = kept + of.cast * (model.bytes_per_element >= 4)
+    return model.bytes_per_element * kept + accumulator_bytes(model) * of.heads + CHOICE_BYTES * of.choices
+
+
+def recomputed_width(model: ModelSpec, tp: int = 1) -> NDArray[np.int64]:
+    """Count the elements a token that `recompute` repeats: outputs of products that backward reads, and of experts'
+    first ones; int64[K]."""
+    return _widths(model.kinds, tp).read
+
+
+def inner_width(model: ModelSpec) -> NDArray[np.int64]:
+    """Return the width inside a layer of every kind; int64[K]."""
+    return _widths(model.kinds, 1).inner
+
+
+def _local_outputs(kind: LayerKind, tp: int, *, only_read: bool = False) -> int:
+    """Count the elements that a token has on one device of the outputs of products: divided over devices, but for keys
+    and values of fewer heads than devices, which are copied."""
+    outputs = sum(-(-one.rows * one.outputs // tp) for one in kind.products if one.is_read or not only_read)
+    of_experts = -(-kind.experts.first_outputs // tp) if kind.experts else 0
+    return outputs + of_experts + _copied_keys(kind.attention, tp)
+
+
+def _copied_keys(attention: AttentionKind | None, tp: int) -> int:
+    """Count a token's elements of keys and values on one device beyond its share of them."""
+    if attention is None:
         return 0
-    query = model.num_heads // tp * model.head_dim
-    kept = -(-model.hidden_size // tp) + query + model.num_experts
-    log_sum_exp = model.num_heads // tp * accumulator_bytes(model)
-    if policy == "replay":
-        kept += recomputed_width(model, tp)
-    return model.bytes_per_element * kept + log_sum_exp
+    share = sum(-(-attention.kv_heads * width // tp) for width in (attention.head_dim, attention.value_dim))
+    return attention.local_key_width(tp) - share
 
 
-def recomputed_width(model: ModelSpec, tp: int = 1) -> int:
-    """Count the elements a token that `recompute` repeats: q, k, v, o_proj output, gate and up, down where kept."""
-    query, key_value = model.num_heads // tp * model.head_dim, local_kv_heads(model, tp) * model.head_dim
-    ffn = (2 if model.gated_ffn else 1) * model.ffn_hidden_size * max(1, model.experts_per_token)
-    down = -(-model.hidden_size // tp) if model.post_norm else 0
-    return query + 2 * key_value - (-model.hidden_size // tp) - (-ffn // tp) + down
+def kv_bytes_per_token(model: ModelSpec, tp: int = 1) -> NDArray[np.int64]:
+    """Count the bytes of one token's K and V on ONE layer; int64[K]."""
+    return model.bytes_per_element * _widths(model.kinds, tp).keys
 
 
-def kv_bytes_per_token(model: ModelSpec, tp: int = 1) -> int:
-    """Count the bytes of one token's K and V on ONE layer."""
-    return model.bytes_per_element * 2 * local_kv_heads(model, tp) * model.head_dim
-
-
-def kv_gradient_bytes_per_token(model: ModelSpec, tp: int = 1) -> int:
-    """Count the bytes of one token's dK and dV sums on ONE layer."""
-    return accumulator_bytes(model) * 2 * local_kv_heads(model, tp) * model.head_dim
-
-
-def local_kv_heads(model: ModelSpec, tp: int) -> int:
-    """Return the key/value heads of one device; copies where there are fewer than devices."""
-    return max(1, model.num_kv_heads // tp)
+def kv_gradient_bytes_per_token(model: ModelSpec, tp: int = 1) -> NDArray[np.int64]:
+    """Count the bytes of one token's dK and dV sums on ONE layer; int64[K]."""
+    return accumulator_bytes(model) * _widths(model.kinds, tp).keys
 
 
 def accumulator_bytes(model: ModelSpec) -> int:
@@ -129,18 +294,20 @@ def accumulator_bytes(model: ModelSpec) -> int:
     return 8 if model.bytes_per_element == 8 else 4
 
 
-def weight_elements_per_token(model: ModelSpec, tp: int = 1) -> int:
-    """Count the elements that one token keeps on ONE layer of one device from I to W: inputs, and gradients of outputs.
-    Every chosen expert has rows of its own, but for the inputs. Frozen matrices (LoRA) keep nothing; adapters finish in
-    I."""
-    if model.adapter_parameters_per_layer:
-        return 0
-    hidden, chosen = -(-model.hidden_size // tp), max(1, model.experts_per_token)
-    query, key_value = model.num_heads // tp * model.head_dim, local_kv_heads(model, tp) * model.head_dim
-    ffn = model.ffn_hidden_size * chosen
-    into_down, into_ffn = -(-ffn // tp), -(-(2 if model.gated_ffn else 1) * ffn // tp)
-    inputs = 2 * hidden + query + into_down
-    return inputs + (1 + chosen) * hidden + query + 2 * key_value + into_ffn + model.num_experts
+def weight_elements_per_token(model: ModelSpec, tp: int = 1) -> NDArray[np.int64]:
+    """Count the elements that one token keeps on ONE layer of one device from I to W: inputs, and gradients of outputs;
+    int64[K]. Every chosen expert has rows of its own, but for the inputs. Frozen matrices (LoRA) keep nothing; adapters
+    finish in I."""
+    return _widths(model.kinds, tp).weights * (not model.has_adapters)
+
+
+def _weight_elements(kind: LayerKind, tp: int) -> int:
+    inputs = sum(-(-one.rows * one.inputs // tp) for one in kind.products if not one.shares_input)
+    kept = inputs + _local_outputs(kind, tp)
+    if experts := kind.experts:
+        width, inner = -(-experts.width // tp), -(-experts.inner * experts.chosen // tp)
+        kept += (1 + experts.chosen) * width + inner + experts.router
+    return kept
 
 
 # Gradients of grouped keys and values that a kernel holds wider than it returns them.
@@ -173,11 +340,18 @@ class WorkspaceRates:
         return np.minimum(keys * self.grouped_key, most)
 
 
-def workspace_rates(model: ModelSpec, heads: int, kv_heads: int) -> WorkspaceRates:
-    """Return the workspace rates of the heads of one rank."""
-    if not model.attention_workspace:
+def workspace_rates(model: ModelSpec, tp: int) -> WorkspaceRates:
+    """Return the workspace rates of the heads of one rank: of every rate, that of the kind that has most."""
+    if not model.attention_workspace or not model.attentions:
         return WorkspaceRates()
-    element, dim, kernels = model.bytes_per_element, model.head_dim, model.attention_kernels
+    of_kinds = [_kind_rates(model, attention, tp) for attention in model.attentions]
+    return WorkspaceRates(**{name: max(getattr(one, name) for one in of_kinds) for name in vars(of_kinds[0])})
+
+
+def _kind_rates(model: ModelSpec, attention: AttentionKind, tp: int) -> WorkspaceRates:
+    element, kernels = model.bytes_per_element, model.attention_kernels
+    heads, kv_heads = attention.heads // tp, attention.local_kv_heads(tp)
+    dim = max(attention.head_dim, attention.value_dim)  # kernels take one width for both
     grouped = key_gradient_bytes(kernels, heads, kv_heads, dim, element)
     if kernels == "varlen_cuda":
         # In one order every call holds `ceil(S / (documents · heads))` sums of dQ: times heads fewer than S + heads.
@@ -216,20 +390,26 @@ def require_supported_layout(model: ModelSpec, layout: ParallelLayout) -> None:
     """Refuse a layout that would be priced wrong.
 
     Raises:
-        ConfigError: heads that do not divide over tensor ranks, context parallelism of a bidirectional model, or a
-            layout for another number of layers.
+        ConfigError: heads that do not divide over tensor ranks, context parallelism of a model whose documents must be
+            whole, or a layout for another number of layers.
     """
-    heads, kv_heads = model.num_heads, model.num_kv_heads
-    fitting = [tp for tp in range(1, heads + 1) if not heads % tp and not (kv_heads % tp and tp % kv_heads)]
+    groups = sorted({(one.heads, one.kv_heads) for one in model.attentions})
+    fitting = [
+        tp
+        for tp in range(1, min((heads for heads, _ in groups), default=layout.tp) + 1)
+        if all(not heads % tp and not (kv_heads % tp and tp % kv_heads) for heads, kv_heads in groups)
+    ]
     if layout.tp not in fitting:
+        heads, kv_heads = (", ".join(dict.fromkeys(str(group[at]) for group in groups)) for at in (0, 1))
         raise ConfigError(
             f"layout {layout.describe()}: {heads} query and {kv_heads} key/value heads of {model.name} do not divide "
             f"over tp={layout.tp}; they do over tp={', '.join(map(str, fitting))}"
         )
-    if layout.cp > 1 and not model.causal:
+    if layout.cp > 1 and not model.may_cut_documents:
+        why = "is bidirectional" if not model.causal else f"has {', '.join(model.mixers)}, which needs documents whole,"
         raise ConfigError(
-            f"layout {layout.describe()}: model {model.name} is bidirectional and context parallelism shards causal "
-            "documents only; use cp=1"
+            f"layout {layout.describe()}: model {model.name} {why} and context parallelism shards causal documents "
+            "only; use cp=1"
         )
     if layout.num_layers != model.num_layers:
         raise ConfigError(

@@ -1,6 +1,7 @@
 """Count the bytes that a pipeline rank holds, as the runtime accounts for them.
 
-Kept between forward and backward (e = bytes per element, L = layers of the stage, T = tokens):
+Kept between forward and backward (e = bytes per element, L = layers of the stage, T = tokens), here of layers all alike
+with a gated block; of others what their kinds have (`cost.layer_counts`):
 
     chunk     per (document, forward slice), from that forward's start:
               T·L·(e·(hidden + (Hq+2·Hkv)·D + Hq·D + hidden + 2·ffn) + Hq·lse)   layer input, q k v outputs,
@@ -43,14 +44,17 @@ from evenload.cost.layer_counts import (
     REPLAY,
     WorkspaceRates,
     activation_bytes_per_token,
+    inner_width,
     kv_bytes_per_token,
     kv_gradient_bytes_per_token,
-    local_kv_heads,
+    most_of_stage,
     recomputed_width,
+    stage_kinds,
     workspace_rates,
 )
 from evenload.types.columns import SliceColumns
 from evenload.types.document import PackSharding
+from evenload.types.layer_kind import LayerKind
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
 from evenload.types.pipeline import PackBytes, PipelineTasks
@@ -126,7 +130,7 @@ def trained_unit_parameters(model: ModelSpec, layout: ParallelLayout, rank: int)
     """Count the trained parameters of a pipeline rank by unit: 0 is the embedding, 1 the first layer, and the head
     comes after the last. They add up to the rank's `trained_parameters_per_rank`."""
     held = _held_units(model, layout, rank, unit_parameters(model, layout.tp)[1])
-    if model.adapter_parameters_per_layer:
+    if model.has_adapters:
         return {unit: size for unit, size in held.items() if size}
     if 0 in held:
         held[0], held[1] = held[0] + model.position_parameters, held[1] - model.position_parameters
@@ -138,35 +142,40 @@ def embedding_parameters(model: ModelSpec, tp: int = 1) -> int:
     return -(-model.vocab_size // tp) * model.hidden_size
 
 
-def layer_parameters(model: ModelSpec, tp: int = 1) -> int:
-    """Count the parameters of one layer on one tensor-parallel rank: matrices are split; norms, router, and biases
-    behind a sum over ranks are copies."""
-    copied = 2 * model.hidden_size + model.hidden_size * model.num_experts
-    if model.biases:
-        copied += 4 * model.hidden_size
-    key_value = 2 * model.hidden_size * model.head_dim
-    split = model.stored_parameters_per_layer - copied - key_value * model.num_kv_heads
+def layer_parameters(model: ModelSpec, tp: int = 1) -> NDArray[np.int64]:
+    """Count the parameters of one layer of every kind on one tensor-parallel rank, int64[K]: matrices are split; norms,
+    router, and biases behind a sum over ranks are copies."""
+    return np.array([_parameters(kind, tp) for kind in model.kinds], np.int64)
+
+
+def _parameters(kind: LayerKind, tp: int) -> int:
+    split, of_keys = kind.parameters - kind.copied_parameters, 0
+    if kind.attention and kind.attention.kv_heads < tp:  # ranks have copies of the matrices of keys and values
+        head = kind.products[0].inputs * (kind.attention.head_dim + kind.attention.value_dim)
+        split, of_keys = split - head * kind.attention.kv_heads, head * kind.attention.local_kv_heads(tp)
     # Adapters are counted whole on every tensor-parallel rank: they are thin.
-    return -(-split // tp) + key_value * local_kv_heads(model, tp) + copied + model.adapter_parameters_per_layer
+    return -(-split // tp) + of_keys + kind.copied_parameters + kind.adapter_parameters
 
 
-def trained_layer_parameters(model: ModelSpec, tp: int = 1) -> int:
+def trained_layer_parameters(model: ModelSpec, tp: int = 1) -> NDArray[np.int64]:
     """Count as `layer_parameters` those that have gradients and optimizer state: all, or the adapters alone."""
-    return model.adapter_parameters_per_layer or layer_parameters(model, tp)
+    if model.has_adapters:
+        return np.array([kind.adapter_parameters for kind in model.kinds], np.int64)
+    return layer_parameters(model, tp)
 
 
 def unit_parameters(model: ModelSpec, tp: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Count the stored and the trained parameters of embedding, every layer, and head with final norm on one
     tensor-parallel rank; int64[layers + 2] each."""
-    embedding, layer = embedding_parameters(model, tp), layer_parameters(model, tp)
+    embedding, layers = embedding_parameters(model, tp), np.array(model.layers)
     head = 0 if model.tied_embeddings else embedding
-    stored = np.array([embedding, *[layer] * model.num_layers, head + model.norm_parameters], np.int64)
+    stored = np.concatenate([[embedding], layer_parameters(model, tp)[layers], [head + model.norm_parameters]])
     # Learned positions are where the first layer is; a tied embedding's other end has none.
     stored[1] += model.position_parameters
-    if not model.adapter_parameters_per_layer:
+    if not model.has_adapters:
         return stored, stored
     trained = np.zeros_like(stored)
-    trained[1:-1] = trained_layer_parameters(model, tp)
+    trained[1:-1] = trained_layer_parameters(model, tp)[layers]
     return stored, trained
 
 
@@ -314,26 +323,28 @@ class ByteRates:
 def byte_rates(model: ModelSpec, layout: ParallelLayout) -> ByteRates:
     """Return the rates of a model under a layout."""
     tp, element = layout.tp, model.bytes_per_element
-    layers = np.array(layout.stage_counts, np.int64)
-    is_last = np.arange(len(layers)) == len(layers) - 1
+    kinds, again = stage_kinds(model, layout), stage_kinds(model, layout, recomputed=True)
+    is_last = np.arange(layout.num_stages) == layout.num_stages - 1
     hidden = -(-model.hidden_size // tp)
     # By policy and stage; the final hidden states of the last stage stay on the device under every policy.
     chunk = np.stack(
-        [layers * activation_bytes_per_token(model, name, tp) + is_last * element * hidden for name in POLICIES]
+        [kinds @ activation_bytes_per_token(model, name, tp) + is_last * element * hidden for name in POLICIES]
     )
     # Recomputed layers keep no products of stored documents; those of one layer at a time are made again.
-    again = np.array(layout.recomputed_counts, np.int64)
-    chunk[REPLAY] -= again * element * recomputed_width(model, tp)
+    again_bytes = element * recomputed_width(model, tp)
+    chunk[REPLAY] -= again @ again_bytes
     # Elements a token of one layer: hidden states are whole inside a block (gathered over tp), the rest is split.
-    forward = element * (2 * model.hidden_size - (-(2 * model.hidden_size + model.ffn_hidden_size) // tp))
-    backward = element * (2 * model.hidden_size - (-(4 * model.hidden_size + 4 * model.ffn_hidden_size) // tp))
-    attention = workspace_rates(model, model.num_heads // tp, local_kv_heads(model, tp))
-    backward += attention.row
-    forward_temp = np.full((len(POLICIES), len(layers)), forward, np.int64)
-    backward_temp = np.full((len(POLICIES), len(layers)), backward, np.int64)
-    backward_temp[RECOMPUTE] += element * recomputed_width(model, tp)
-    backward_temp[REPLAY] += (again > 0) * element * recomputed_width(model, tp)
-    buffered = np.minimum(layers, OFFLOAD_BUFFERED_LAYERS) * activation_bytes_per_token(model, "replay", tp)
+    inner = inner_width(model)
+    forward = element * (2 * model.hidden_size - (-(2 * model.hidden_size + inner) // tp))
+    backward = element * (2 * model.hidden_size - (-(4 * model.hidden_size + 4 * inner) // tp))
+    attention = workspace_rates(model, tp)
+    rows = np.ones((len(POLICIES), 1), np.int64)
+    forward_temp = rows * most_of_stage(kinds, forward)
+    backward_temp = rows * (most_of_stage(kinds, backward) + attention.row)
+    backward_temp[RECOMPUTE] += most_of_stage(kinds, again_bytes)
+    backward_temp[REPLAY] += most_of_stage(again, again_bytes)
+    num_buffered = np.minimum(kinds.sum(axis=1), OFFLOAD_BUFFERED_LAYERS)
+    buffered = num_buffered * most_of_stage(kinds, activation_bytes_per_token(model, "replay", tp))
     forward_temp[OFFLOAD] += buffered
     backward_temp[OFFLOAD] += buffered
     kv, kv_gradient = kv_bytes_per_token(model, tp), kv_gradient_bytes_per_token(model, tp)
@@ -343,11 +354,11 @@ def byte_rates(model: ModelSpec, layout: ParallelLayout) -> ByteRates:
         chunk=chunk,
         forward_temp=forward_temp,
         backward_temp=backward_temp,
-        kv=layers * kv,
-        kv_gradient=layers * kv_gradient,
+        kv=kinds @ kv,
+        kv_gradient=kinds @ kv_gradient,
         logits_per_row=is_last * -(-model.vocab_size // tp) * (element + (0 if is_fused else 8)),
-        gathered_forward=kv,
-        gathered_backward=kv + kv_gradient,
+        gathered_forward=int(kv.max()),
+        gathered_backward=int((kv + kv_gradient).max()),
         attention=attention,
     )
 

@@ -4,6 +4,7 @@ A pack is reduced to a few features (tokens, slices, 1, then pairs and prefix of
 a stage is a column of seconds a feature; seconds are one small matrix product. O(slices) numpy per direction.
 `native` hands the same numbers to the core (`native/price.h`).
 
+- Coefficients are of the mean layer; a stage adds up the shares of its layers (`cost.layer_counts.KindShares`).
 - Tiles: attention computes whole blocks of `tile` query rows. Rows that a slice lacks to full blocks cost like its
   last row, which sees `min(stop, window)` keys (WLB §5.2). A padded slice costs `pad_to` tokens and their attention.
 - Slices that ranks share: one of at least two tiles a rank is cut into 2·ranks chunks, of which each rank computes
@@ -27,6 +28,7 @@ from evenload.cost.group_transfers import (
     TENSOR_RINGS,
     context_seconds,
     context_traffic,
+    exchanging_layers,
     exposed_ring_seconds,
     ring_home,
     weight_gather_seconds,
@@ -37,15 +39,17 @@ from evenload.cost.layer_counts import (
     POLICIES,
     RECOMPUTE,
     activation_bytes_per_token,
-    recomputed_share,
+    kind_shares,
+    over_kinds,
     require_supported_layout,
     slice_pairs,
+    stage_kinds,
     weight_elements_per_token,
 )
 from evenload.cost.memory import HEAD_ROWS, byte_rates, trained_parameters_per_rank
 from evenload.errors import ConfigError
 from evenload.types.cluster import LinkSpec
-from evenload.types.columns import SliceColumns, WorkCurve
+from evenload.types.columns import SliceColumns, WorkCurve, keys_before
 from evenload.types.document import Direction
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
@@ -56,7 +60,7 @@ class SliceFeatures:
     """Compute features of slices of one model.
 
     Args:
-        windows: the distinct ones of its layers, 0 = full.
+        windows: the distinct ones of its layers, 0 = full, negative = chunks (`AttentionKind.reach`).
         tile: query rows of one attention block; an incomplete block costs a whole one.
         causal: every token sees those before it; else the whole document.
     """
@@ -91,10 +95,10 @@ class SliceFeatures:
         out[:, 0] = rows
         missing_rows = -rows % tile
         for index, window in enumerate(self.windows):
-            last_row_keys = np.minimum(stop, window) if window else stop
+            last_row_keys = keys_before(stop, window) if window >= 0 else keys_before(stop - 1, window) + 1
             pairs = slice_pairs(start, stop, window, causal=self.causal)
             out[:, pairs_column(index)] = pairs + missing_rows * last_row_keys
-            out[:, prefix_column(index)] = np.minimum(start, window) if window else start
+            out[:, prefix_column(index)] = keys_before(start, window)
         if ranks is not None and (shared := ranks > 1).any():
             out[shared] = self._of_shared_slices(start[shared], stop[shared], ranks[shared])
         return out
@@ -109,7 +113,7 @@ class SliceFeatures:
         chunk_start = start + rows * (2 * ranks - 1) / (4.0 * ranks)
         chunk_end = start + rows * (2 * ranks + 1) / (4.0 * ranks)
         for index, window in enumerate(self.windows):
-            prefix, keys = (np.minimum(edge, window) if window else edge for edge in (chunk_start, chunk_end))
+            prefix, keys = (keys_before(edge, window) for edge in (chunk_start, chunk_end))
             missing = 2 * (-chunk % self.tile) * keys
             out[:, pairs_column(index)] = slice_pairs(start, stop, window) * share + missing
             out[:, prefix_column(index)] = 2 * prefix
@@ -156,17 +160,18 @@ class PackCosts:
     def __init__(self, model: ModelSpec, coefficients: CostCoefficients, layout: ParallelLayout) -> None:
         require_supported_layout(model, layout)
         self.model, self.coefficients, self.layout = model, coefficients, layout
-        self.windows = tuple(sorted(set(model.windows)))
+        self.shares, self._kinds = kind_shares(model), stage_kinds(model, layout)
+        self.windows = self.shares.reaches
         self.features = SliceFeatures(windows=self.windows, tile=coefficients.attention_tile, causal=model.causal)
         self.stage_seconds: dict[Direction, NDArray[np.float64]] = {
             "forward": self._stage_rates("forward", layout.tp),
             "backward": self._stage_rates("backward", layout.tp),
         }
         # Seconds a token and a pack, stage by stage: what recomputing a document costs, and recomputed layers always.
-        stored = self.layers() - np.array(layout.recomputed_counts, np.int64)
-        self.linear_again_s = self._linear_again(stored)
+        always = stage_kinds(model, layout, recomputed=True)
+        self.linear_again_s = self._linear_again(self._kinds - always)
         if any(layout.recomputed_counts):
-            token_s, pack_s = self._linear_again(self.layers() - stored)
+            token_s, pack_s = self._linear_again(always)
             self.stage_seconds["backward"][0] += token_s
             self.stage_seconds["backward"][2] += pack_s
         # The host's seconds a slice and a pack; float64[2, P]. Every rank queues its own, so no axis divides them.
@@ -178,16 +183,18 @@ class PackCosts:
     def _stage_rates(self, direction: Direction, tp: int) -> NDArray[np.float64]:
         """Return the seconds per feature; float64[features, P]. `tp` 1 gives the whole work, without transfers."""
         layer: PassCoefficients = getattr(self.coefficients, direction)
-        stages, layers = self.layout.stage_layers, self.layers()
-        matrix = np.zeros((pairs_column(len(self.windows)), len(stages)))
+        kinds, shares, layers = self._kinds, self.shares, self.layers()
+        matrix = np.zeros((pairs_column(len(self.windows)), len(layers)))
         token_s, pack_s = exposed_ring_seconds(self.model, self.coefficients, tp, TENSOR_RINGS[direction])
-        matrix[0] = layers * (layer.linear_s_per_token / tp + token_s)
+        matrix[0] = over_kinds(kinds, shares.linear * layer.linear_s_per_token / tp + token_s)
+        if direction == "backward" and shares.mixed.any():
+            matrix[0] += over_kinds(kinds, shares.mixed * self.coefficients.forward.linear_s_per_token / tp)
         matrix[1] = layers * layer.slice_s
         matrix[2] = layers * (layer.pack_s + pack_s)
         for index, window in enumerate(self.windows):
-            count = np.array([self.model.windows[first:last].count(window) for first, last in stages])
-            matrix[pairs_column(index)] = count * layer.attention_s_per_pair / tp
-            matrix[prefix_column(index)] = count * layer.prefix_s_per_token / tp
+            pairs, keys = shares.of_reach(shares.attention, window), shares.of_reach(shares.keys, window)
+            matrix[pairs_column(index)] = over_kinds(kinds, pairs) * layer.attention_s_per_pair / tp
+            matrix[prefix_column(index)] = over_kinds(kinds, keys) * layer.prefix_s_per_token / tp
         # The embedding's rows are split over the vocabulary, its sums scattered over tokens.
         matrix[0, 0] += self.coefficients.embedding_s_per_token / tp
         if direction == "backward":
@@ -195,12 +202,15 @@ class PackCosts:
             matrix[2, -1] += self.coefficients.head_pack_s
         return matrix
 
-    def _linear_again(self, layers: NDArray[np.int64]) -> tuple[NDArray, NDArray]:
-        """Return (seconds a token, seconds a pack) of what recomputing makes again in so many layers of every stage;
-        float64[P] each."""
-        tp, layer, share = self.layout.tp, self.coefficients.forward, recomputed_share(self.model)
-        token_s, pack_s = exposed_ring_seconds(self.model, self.coefficients, tp, 2 if self.model.post_norm else 1)
-        return layers * (share * layer.linear_s_per_token / tp + token_s), layers * (share * layer.pack_s + pack_s)
+    def _linear_again(self, kinds: NDArray[np.int64]) -> tuple[NDArray, NDArray]:
+        """Return (seconds a token, seconds a pack) of what recomputing makes again in so many layers of every kind and
+        stage (int64[P, K]); float64[P] each."""
+        tp, layer, share = self.layout.tp, self.coefficients.forward, self.shares.again
+        rings = [exposed_ring_seconds(self.model, self.coefficients, tp, count) for count in (1, 2)]
+        repeats_all = [not kind.unread_products for kind in self.model.kinds]
+        token_s, pack_s = np.array([rings[whole] for whole in repeats_all]).T
+        token_s = over_kinds(kinds, share * layer.linear_s_per_token / tp + token_s)
+        return token_s, over_kinds(kinds, share * layer.pack_s + pack_s)
 
     @functools.cached_property
     def native(self) -> _native.CostTable:
@@ -221,11 +231,11 @@ class PackCosts:
         between = coefficients.group_link_or_none(coefficients.devices_per_node + 1, layout.tp)
         table.intra_node, table.inter_node = _link(coefficients.intra_node), _link(between)
         table.host = _link(coefficients.host_link)
-        layers = self.layers()
-        table.layers = layers.astype(float).tolist()
+        table.exchanging_layers = exchanging_layers(model, layout).tolist()
+        table.linear_layers, table.layers = self.linear_layers().tolist(), self.layers().astype(float).tolist()
         table.linear_again_token_s, table.linear_again_pack_s = (column.tolist() for column in self.linear_again_s)
         offloaded = activation_bytes_per_token(model, "replay", layout.tp)
-        table.offload_bytes_per_token = (layers * offloaded).astype(float).tolist()
+        table.offload_bytes_per_token = (self._kinds @ offloaded).astype(float).tolist()
         table.p2p_bytes_per_token = model.hidden_size * model.bytes_per_element / layout.tp
         # One stage sends nothing, so nothing has to be known.
         table.p2p = _link(coefficients.stage_link() if layout.num_stages > 1 else None)
@@ -247,8 +257,8 @@ class PackCosts:
         table.weight_pack_s = coefficients.backward.pack_s
         table.weight_share = coefficients.split_share(model)
         table.weight_gather_token_s, table.weight_gather_pack_s = weight_gather_seconds(model, coefficients, layout.tp)
-        held = (layers * (model.bytes_per_element * weight_elements_per_token(model, layout.tp))).tolist()
-        table.weight_held_bytes = table.weight_new_bytes = held
+        held = self._kinds @ (model.bytes_per_element * weight_elements_per_token(model, layout.tp))
+        table.weight_held_bytes = table.weight_new_bytes = held.tolist()
         return table
 
     def _pass_table(self, direction: Direction) -> _native.PassTable:
@@ -337,7 +347,7 @@ class PackCosts:
             # All rounds but the last have a transfer under way.
             all_s = self._attention_seconds(self._features(columns), direction)
             local_s = local_s + (all_s - local_s) * ((ranks - 1) / ranks)[:, None]
-        layers = self.layers()
+        layers = exchanging_layers(self.model, self.layout)
         exposed_s = np.outer(layer.transfer_s, layers) - self.coefficients.context_hidden_share * local_s
         return np.maximum(0.0, exposed_s) + np.outer(layer.plain_s, layers)
 
@@ -348,7 +358,8 @@ class PackCosts:
         pack's shared slices; float64[num_packs, P] each."""
         ranks, sent = columns.pack_ranks(), self._exchanged_tokens(columns, None)
         layer = context_seconds(self.model, self.coefficients, self.layout.tp, ranks, *sent, direction)
-        return np.outer(layer.transfer_s, self.layers()), np.outer(layer.plain_s, self.layers())
+        layers = exchanging_layers(self.model, self.layout)
+        return np.outer(layer.transfer_s, layers), np.outer(layer.plain_s, layers)
 
     def copy_seconds(self, columns: SliceColumns, policy: NDArray[np.int8]) -> NDArray[np.float64]:
         """Price the copies of every pack's offloaded documents to or from the host, hidden or not; float64[num_packs,
@@ -416,11 +427,14 @@ class PackCosts:
         return features.sum(axis=0)
 
     def require_sliceable(self, columns: SliceColumns) -> None:
-        """Refuse pieces of documents of a bidirectional model, by a `ConfigError`."""
-        if not self.model.causal and columns.start.any():
+        """Refuse pieces of documents of a model that needs them whole, by a `ConfigError`."""
+        if not self.model.may_cut_documents and columns.start.any():
+            why = "is bidirectional: every token sees the whole document"
+            if self.model.causal:
+                why = f"has {', '.join(self.model.mixers)}, which mixes tokens in a way of its own"
             raise ConfigError(
-                f"model {self.model.name} is bidirectional: every token sees the whole document, so documents "
-                "cannot be sliced; use a strategy of whole documents (padded, best_fit, balanced)"
+                f"model {self.model.name} {why}, so documents cannot be sliced; use a strategy of whole documents "
+                "(padded, best_fit, balanced)"
             )
 
     def host_link(self) -> LinkSpec:
@@ -436,6 +450,10 @@ class PackCosts:
     def layers(self) -> NDArray[np.int64]:
         """Count the layers of every virtual stage."""
         return np.array(self.layout.stage_counts, np.int64)
+
+    def linear_layers(self) -> NDArray[np.float64]:
+        """Count the layers of every virtual stage, each as its share of the mean layer's matrix products."""
+        return over_kinds(self._kinds, self.shares.linear)
 
     def _exchanged_tokens(
         self, columns: SliceColumns, is_cut: NDArray[np.bool_] | None
@@ -458,7 +476,7 @@ class PackCosts:
     def _copy_seconds(self, tokens: NDArray[np.float64]) -> NDArray[np.float64]:
         link = self.host_link()
         token_bytes = activation_bytes_per_token(self.model, "replay", self.layout.tp)
-        copied_bytes = np.outer(tokens, self.layers() * token_bytes)
+        copied_bytes = np.outer(tokens, self._kinds @ token_bytes)
         return np.where(copied_bytes > 0, copied_bytes / link.bandwidth_bytes_per_s + link.latency_s, 0.0)
 
     def _features(self, columns: SliceColumns, chosen: NDArray[np.bool_] | None = None) -> NDArray[np.float64]:

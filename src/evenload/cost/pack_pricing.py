@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from evenload import _native
 from evenload.cost.group_transfers import weight_gather_seconds
-from evenload.cost.layer_counts import OFFLOAD, weight_elements_per_token
+from evenload.cost.layer_counts import OFFLOAD, stage_kinds, weight_elements_per_token
 from evenload.cost.memory import ReplicaPacks
 from evenload.cost.pack_cost import PackCosts
 from evenload.types.columns import SliceColumns
@@ -45,7 +45,7 @@ def weight_seconds(
     of what comes back from the host (None = nothing); float64[m_b, P] each."""
     share, per_layer = costs.coefficients.split_share(costs.model), costs.coefficients.backward
     layer_s = tokens * (per_layer.linear_s_per_token / costs.layout.tp) + per_layer.pack_s
-    weight_s = share * np.outer(layer_s, costs.layers().astype(np.float64))
+    weight_s = share * np.outer(layer_s, costs.linear_layers())
     # The head and exposed transfers come on top in I, so W is never more than this share of the whole.
     weight_s = np.minimum(weight_s, share * backward_s)
     # I needs all that comes back from the host; while it waits, a part of W's work is done.
@@ -61,9 +61,9 @@ def divide_backward(
     weight_s: NDArray[np.float64],
 ) -> SplitBackward:
     """Divide the bytes of backwards between I and W, whose seconds are known; float64[m_b, P] each."""
-    tokens, layers = backward.rank_tokens(), np.array(layout.stage_counts, np.int64)
-    element = model.bytes_per_element
-    held = np.outer(tokens, layers * (element * weight_elements_per_token(model, layout.tp)))
+    tokens, element = backward.rank_tokens(), model.bytes_per_element
+    held_bytes = stage_kinds(model, layout) @ (element * weight_elements_per_token(model, layout.tp))
+    held = np.outer(tokens, held_bytes)
     return SplitBackward(
         input_s=input_s,
         weight_s=weight_s,

@@ -58,12 +58,14 @@ def unit_buffers(model: ModelSpec, layout: ParallelLayout, rank: int) -> dict[in
     """Count the buffers of a pipeline rank's units, without those of biases that the model does not count."""
     is_cut, stages, last = layout.tp > 1, layout.stages_of_rank(rank), layout.num_stages - 1
     layers = [layer for stage in stages for layer in range(*layout.stage_layers[stage])]
-    if model.adapter_parameters_per_layer:
-        return dict.fromkeys((1 + layer for layer in layers), 2 if is_cut else 1)
-    whole = is_cut * ((model.num_experts > 0) + model.biases)
-    result = dict.fromkeys((1 + layer for layer in layers), 2 + whole)
+    of_kinds = [2 + is_cut * ((kind.experts is not None) + kind.biases) for kind in model.kinds]
+    if model.has_adapters:
+        of_kinds = [2 if is_cut else 1 for _ in model.kinds]
+    result = {1 + layer: of_kinds[model.layers[layer]] for layer in layers}
+    if model.has_adapters:
+        return result
     if 0 in stages:
-        result[0] = 1 + (model.position_rows > 0 and (model.tied_embeddings or is_cut))
+        result[0] = 1 + (model.position_parameters > 0 and (model.tied_embeddings or is_cut))
     if last in stages:
         result[1 + model.num_layers] = 1 + (not (model.tied_embeddings and 0 in stages))
     return result
@@ -109,10 +111,12 @@ def unit_seconds(
         elif unit == 1 + costs.model.num_layers:
             rates[0, at], rates[2, at] = coefficients.head_s_per_token / tp, coefficients.head_pack_s
         else:
-            window = costs.windows.index(costs.model.windows[unit - 1])
-            rates[:3, at] = layer.linear_s_per_token / tp, layer.slice_s, layer.pack_s
-            rates[pairs_column(window), at] = layer.attention_s_per_pair / tp
-            rates[prefix_column(window), at] = layer.prefix_s_per_token / tp
+            kind, shares = costs.model.layers[unit - 1], costs.shares
+            rates[:3, at] = shares.linear[kind] * layer.linear_s_per_token / tp, layer.slice_s, layer.pack_s
+            if (reach := shares.reach[kind]) is not None:
+                window = costs.windows.index(reach)
+                rates[pairs_column(window), at] = shares.attention[kind] * layer.attention_s_per_pair / tp
+                rates[prefix_column(window), at] = shares.keys[kind] * layer.prefix_s_per_token / tp
     return features @ rates
 
 

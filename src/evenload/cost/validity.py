@@ -21,12 +21,6 @@ Missing = Literal["layers", "pipeline link", "reduction link", "group link"]
 """A part of costs that a layout needs: seconds of layers; links between pipeline stages, over which gradients are
 reduced, and inside a tensor- or context-parallel group."""
 
-# Fields of a model that are not the shape of a layer: names, sizes of the whole, and what memory is counted.
-_NOT_SHAPE = {
-    *("name", "num_layers", "tied_embeddings", "sliding_windows", "position_rows"),
-    *("attention_workspace", "attention_kernels", "ordered_attention", "fused_cross_entropy", "averaged_weights"),
-    *("bfloat16_moments", "unit_gradients"),
-}
 _LINK_OF: Mapping[Missing, str] = {
     "pipeline link": "the transfer between pipeline stages",
     "reduction link": "the reduction of gradients",
@@ -44,8 +38,8 @@ def require_measured_on(coefficients: CostCoefficients, model: ModelSpec, origin
             "evenload profile writes one, and so does a run of evenload train without train.cost_file, into its "
             "output_dir"
         )
-    there, here = msgspec.structs.asdict(measured.model), msgspec.structs.asdict(model)
-    differing = [name for name in there if name not in _NOT_SHAPE and there[name] != here[name]]
+    there, here = _shape(measured.model), _shape(model)
+    differing = [name for name in there if there[name] != here[name]]
     if differing:
         fields = ", ".join(f"{name} {there[name]} there and {here[name]} here" for name in differing)
         raise ConfigError(
@@ -53,6 +47,14 @@ def require_measured_on(coefficients: CostCoefficients, model: ModelSpec, origin
             f"{fields}; give a cost file of {model.name}, or none"
         )
     return measured
+
+
+def _shape(model: ModelSpec) -> dict[str, object]:
+    """Return what seconds of layers, embedding and head belong to, by name for messages: not windows, which pairs
+    count, nor how many layers there are of a kind, nor norms."""
+    names = "hidden_size", "vocab_size", "causal", "bytes_per_element"
+    kinds = sorted({kind.describe() for kind in model.kinds})
+    return {name: getattr(model, name) for name in names} | {"layers": " and ".join(kinds)}
 
 
 def in_measured_precision(model: ModelSpec, coefficients: CostCoefficients) -> ModelSpec:

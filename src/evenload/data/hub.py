@@ -5,17 +5,22 @@ are downloaded into that cache. A name whose first part is a folder here is a mi
 Hub. Settings are small files; weights are fetched where they are wanted.
 """
 
+import hashlib
 import json
 import logging
 import os
 import re
+from collections.abc import Mapping
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
+
 from evenload.errors import ConfigError
 from evenload.types.base import did_you_mean
-from evenload.types.model import MODELS, ModelSpec, model_from_hf_config
+from evenload.types.model import MODELS, ModelSpec
 
 Wanted = Literal["settings", "tokenizer", "weights"]
 _log = logging.getLogger("evenload.data")
@@ -124,6 +129,54 @@ def model_from(name_or_path: str) -> ModelSpec:
     if not isinstance(config, dict):
         raise ConfigError(f"model {path} is not a JSON object; give a Hugging Face config.json")
     if is_hub_name(name_or_path):
-        return model_from_hf_config(config, name_or_path)
+        return model_from_config(config, name_or_path)
     own_name = path.parent.name if path.name == "config.json" else ""
-    return model_from_hf_config(config, own_name or path.stem)
+    return model_from_config(config, own_name or path.stem)
+
+
+_VERSION = 2  # Raise when models are read differently
+_NOT_SHAPE = {"transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype"}
+_read: dict[str, ModelSpec] = {}
+
+
+def model_from_config(tree: Mapping[str, Any], name: str, bytes_per_element: int = 2) -> ModelSpec:
+    """Return the model of a parsed Hugging Face `config.json`, of text and pictures the text part.
+
+    It is read from the model that transformers builds of it, once: then it is known by its configuration in the user's
+    cache (`$XDG_CACHE_HOME/evenload/models`, default `~/.cache`), where torch is not needed. `ConfigError`: it is not
+    there, and torch and transformers are not installed, or they make no decoder of it. The name is for messages.
+    """
+    shape = {key: value for key, value in tree.items() if key not in _NOT_SHAPE}
+    text = json.dumps([_VERSION, shape], sort_keys=True, default=str)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:24]
+    if digest not in _read:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "evenload" / "models"
+        _read[digest] = _known_model(cache / f"{digest}.json") or _described(tree, name, cache / f"{digest}.json")
+    return msgspec.structs.replace(_read[digest], name=name, bytes_per_element=bytes_per_element)
+
+
+def _known_model(file: Path) -> ModelSpec | None:
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=ModelSpec)
+    except (OSError, msgspec.MsgspecError, ConfigError):
+        return None  # read again, and written
+
+
+def _described(tree: Mapping[str, Any], name: str, file: Path) -> ModelSpec:
+    lacking = [package for package in ("torch", "transformers") if find_spec(package) is None]
+    if lacking:
+        raise ConfigError(
+            f"model {name}: its config.json (model_type {tree.get('model_type')!r}) was not read here before, and that "
+            f"needs {' and '.join(lacking)}: pip install 'evenload[train]', or copy {file} from where it was read, or "
+            f"plan a built-in model: {', '.join(MODELS)}"
+        )
+    # Only here does planning need torch, and later runs do not.
+    model: ModelSpec = import_module("evenload.runtime.model.layer_kinds").described(tree, name)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial = file.with_suffix(f".{os.getpid()}")
+        partial.write_bytes(msgspec.json.encode(model))
+        partial.replace(file)
+    except OSError as error:
+        _log.info("model %s will be read again next time: %s cannot be written (%s)", name, file, error)
+    return model

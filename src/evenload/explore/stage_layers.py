@@ -152,25 +152,29 @@ class _SplitProblem:
         ticks = (self.running[None, :] - self.running[:, None]).astype(np.float64)
         out = np.repeat(np.where(count >= least, ticks, np.inf)[None], self.pp, axis=0)
         for stage in range(self.pp):
-            out[stage][self.trained.of_stage(stage, self.pp, count) > limit] = np.inf
-            out[stage][self.held.of_stage(stage, self.pp, count) > self.max_held] = np.inf
+            out[stage][self.trained.of_stage(stage, self.pp) > limit] = np.inf
+            out[stage][self.held.of_stage(stage, self.pp) > self.max_held] = np.inf
         return out
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Amounts:
-    """What a rank has of something: of a layer, and what the first and the last stage's ranks have on top."""
+    """What a rank has of something: int64[L + 1] of the first layers, and what the first and the last stage's ranks
+    have on top."""
 
-    layer: int
+    running: NDArray[np.int64]
     first: int
     last: int
 
-    def of_stage(self, stage: int, pp: int, count: NDArray[np.int64]) -> NDArray[np.int64]:
-        return count * self.layer + (self.first if stage == 0 else 0) + (self.last if stage == pp - 1 else 0)
+    def of_stage(self, stage: int, pp: int) -> NDArray[np.int64]:
+        """Return the amount of a stage of layers `[from, to)`; int64[L + 1, L + 1]."""
+        held = self.running[None, :] - self.running[:, None]
+        return held + (self.first if stage == 0 else 0) + (self.last if stage == pp - 1 else 0)
 
     def of_ranks(self, counts: NDArray[np.int64], pp: int) -> NDArray[np.int64]:
         """Return the amount of every rank under splits int64[k, stages]; int64[k, pp]."""
-        out = counts.reshape(len(counts), -1, pp).sum(axis=1) * self.layer
+        edges = np.concatenate([np.zeros((len(counts), 1), np.int64), np.cumsum(counts, axis=1)], axis=1)
+        out = np.diff(self.running[edges], axis=1).reshape(len(counts), -1, pp).sum(axis=1)
         out[:, 0] += self.first
         out[:, -1] += self.last
         return out
@@ -201,11 +205,13 @@ def _problem(
 
     vocabulary = embedding_parameters(model, even.tp)
     embedding, head = vocabulary + model.position_parameters, vocabulary + model.norm_parameters
-    stored = _Amounts(layer_parameters(model, even.tp), embedding, head)
-    trained = _Amounts(trained_layer_parameters(model, even.tp), 0, 0) if model.adapter_parameters_per_layer else stored
+    stored = _Amounts(_running(model, layer_parameters(model, even.tp)), embedding, head)
+    trained = stored
+    if model.has_adapters:
+        trained = _Amounts(_running(model, trained_layer_parameters(model, even.tp)), 0, 0)
     weight, state = element * copies, max(element, 4) * copies + optimizer_bytes_per_parameter(model)
     held = _Amounts(
-        weight * stored.layer + state * trained.layer,
+        weight * stored.running + state * trained.running,
         weight * stored.first + state * trained.first,
         weight * stored.last + state * trained.last,
     )
@@ -214,6 +220,10 @@ def _problem(
         evenly = np.array([even.stage_counts], np.int64)
         max_held = max(int(held.of_ranks(evenly, even.pp).max()), int(STATIC_SHARE * memory_bytes * copies))
     return _SplitProblem(even.pp, running, trained, held, after_s * ticks_per_s, max_held)
+
+
+def _running(model: ModelSpec, of_kinds: NDArray[np.int64]) -> NDArray[np.int64]:
+    return np.concatenate([[0], np.cumsum(of_kinds[np.array(model.layers)])])
 
 
 def _cheapest_path(cost: NDArray[np.float64], join: np.ufunc) -> tuple[float, NDArray[np.int64]]:

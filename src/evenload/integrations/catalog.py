@@ -154,8 +154,11 @@ def require_layout(profile: EngineProfile, layout: ParallelLayout) -> None:
 
 def require_heads(profile: EngineProfile, model: ModelSpec, layout: ParallelLayout) -> None:
     """Raise a `ConfigError` where ranks that share heads would have none or unequally many."""
-    heads, kv_heads, ranks = model.num_heads, model.num_kv_heads, layout.cp * layout.tp
-    if profile.context_parallel == "heads" and (heads % ranks or (kv_heads % ranks and ranks % kv_heads)):
+    ranks = layout.cp * layout.tp
+    for heads, kv_heads in dict.fromkeys((one.heads, one.kv_heads) for one in model.attentions):
+        is_even = not heads % ranks and not (kv_heads % ranks and ranks % kv_heads)
+        if profile.context_parallel != "heads" or is_even:
+            continue
         request = f"layout {layout.describe()} shares heads among {ranks} ranks"
         has = f"{model.name} has {heads} query heads and {kv_heads} key/value heads"
         fix = f"Use as many ranks as divide both, or a multiple of {kv_heads} that divides {heads}"

@@ -23,7 +23,7 @@ from evenload.integrations.batch_formats import megatron_batch, megatron_packed_
 from evenload.integrations.engine_loop import balance_for_trained, document_attention, require_place
 from evenload.integrations.loader_options import LoaderOptions
 from evenload.integrations.packed_loader import PackedLoader, PackedStep, zero_weight_pack
-from evenload.types.model import ModelSpec
+from evenload.types.model import ModelSpec, alike_model
 
 ForwardStep = Callable[[Iterator[dict[str, Any]], torch.nn.Module], tuple[Tensor, Callable[[Tensor], Any]]]
 
@@ -213,7 +213,7 @@ def model_of(model: Any, config: Any) -> ModelSpec:
     for name in ("num_moe_experts", "multi_latent_attention", "window_size", "heterogeneous_block_specs"):
         if getattr(config, name, None):
             raise ConfigError(f"{name} of Megatron-Core's configuration is {getattr(config, name)}; {fix}")
-    return ModelSpec(
+    return alike_model(
         name="megatron",
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,

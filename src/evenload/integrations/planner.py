@@ -19,7 +19,7 @@ import msgspec
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.coefficients import CostCoefficients, read_coefficients
 from evenload.cost.validity import fill_from_cluster, in_measured_precision
-from evenload.data.hub import model_from
+from evenload.data.hub import model_from, model_from_config
 from evenload.errors import ConfigError, DataError, InfeasiblePlanError
 from evenload.integrations.catalog import BEST, EngineProfile, require_auto, require_heads, require_strategy, runnable
 from evenload.integrations.price import EnginePrice, StepShape, engine_price
@@ -29,7 +29,7 @@ from evenload.plan.strategies.baselines import BALANCED
 from evenload.plan.strategies.registry import strategy_named
 from evenload.types.cluster import cluster_of
 from evenload.types.layout import ParallelLayout, even_layout
-from evenload.types.model import MODELS, ModelSpec, model_from_hf_config
+from evenload.types.model import MODELS, ModelSpec
 
 ENGINES_AUTO = "every global batch by the strategy that is fastest by this engine's price, of those that it can run"
 """Describes `auto` under an engine."""
@@ -209,6 +209,6 @@ def model_spec_of(model: Any) -> ModelSpec:
         return model_from(str(model))
     config = getattr(model, "config", model)
     if hasattr(config, "to_dict"):
-        return model_from_hf_config(config.to_dict(), config.to_dict().get("model_type") or type(model).__name__)
+        return model_from_config(config.to_dict(), config.to_dict().get("model_type") or type(model).__name__)
     kinds = f"a name such as '{ASSUMED_MODEL}', a config.json or its directory, a ModelSpec, a transformers model"
     raise ConfigError(f"model is a {type(model).__name__}; give {kinds}")

@@ -316,8 +316,9 @@ def _unit_gathers(costs: PackCosts) -> dict[int, float]:
     """Return the seconds that gather all weights of a unit of the one stage, trained or not, by the unit's number."""
     model, gather_s = costs.model, {}
     # First as if all were trained, without adapters; then the adapters.
-    whole = msgspec.structs.replace(model, adapter_parameters_per_layer=0)
-    for spec in (whole, model) if model.adapter_parameters_per_layer else (whole,):
+    kinds = tuple(msgspec.structs.replace(kind, adapter_parameters=0) for kind in model.kinds)
+    whole = msgspec.structs.replace(model, kinds=kinds)
+    for spec in (whole, model) if model.has_adapters else (whole,):
         transfers = unit_transfers(spec, costs.coefficients, costs.layout, 0)
         for unit, seconds in zip(transfers.unit.tolist(), transfers.gather_s.tolist(), strict=True):
             gather_s[unit] = gather_s.get(unit, 0.0) + seconds
@@ -390,8 +391,11 @@ def _shared_heads_seconds(costs: PackCosts, columns: SliceColumns, direction: Di
     compute_s = np.maximum(on_device_s, weighted(features[:, 1:3], costs.host_seconds[direction]))
     link = costs.coefficients.group_link(ranks, stride=layout.tp)
     # Heads of a tensor-parallel rank; those of keys and values are repeated until each rank of the group has one.
-    heads = model.num_heads / layout.tp + max(model.num_kv_heads / layout.tp, ranks)
-    token_bytes = 2 * heads * model.head_dim * model.bytes_per_element / ranks
+    token_bytes = max(
+        (one.head_dim + one.value_dim) * (one.heads / layout.tp + max(one.kv_heads / layout.tp, ranks))
+        for one in model.attentions
+    )
+    token_bytes *= model.bytes_per_element / ranks
     hops = float(_ALL_TO_ALLS)
     if direction == "forward":
         token_bytes += _POSITION_BYTES

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from evenload.errors import ConfigError, DataError
 from evenload.integrations.engine_loop import balance_for_trained, require_place
 from evenload.integrations.packed_loader import PackedLoader, PackedStep, without_loss
-from evenload.types.model import ModelSpec
+from evenload.types.model import ModelSpec, alike_model
 
 try:
     import tyro  # type: ignore[missing-import]
@@ -251,7 +251,7 @@ def model_of(name: str, config: Any) -> ModelSpec:
     if len(shapes) != 1:
         raise ConfigError(f"torchtitan's {name} has layers of heads, key heads, widths {shapes}; {fix}")
     num_heads, num_kv_heads, head_dim, ffn_hidden_size = shapes.pop()
-    return ModelSpec(
+    return alike_model(
         name=name,
         num_layers=len(config.layers),
         hidden_size=config.dim,

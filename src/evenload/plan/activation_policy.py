@@ -127,11 +127,11 @@ def rank_policies(problems: Sequence[StepProblem], rules_of: Callable[[StepProbl
     if problems[0].cap_bytes is None:  # every other policy costs time to save memory
         return RankedPolicies([((0, 0.0), problems[0])], 1, [])
     # The same ways of sharing for all: policies move seconds, hardly which documents are long.
-    outliers = merge_documents(problems[0]) if problems[0].options.dp_merge else None
+    outliers = merge_documents(problems[0]) if problems[0].shares_documents else None
     uneven = [outliers, *uniform_merges(problems[0], outliers)] if outliers else []
     boundless = replace(problems[0], cap_bytes=None)
     least_s = _estimate(boundless, rules_of(boundless), uneven)[0][1]
-    merges = [*uneven, *(long_merges(problems[0]) if problems[0].options.dp_merge else [])]
+    merges = [*uneven, *(long_merges(problems[0]) if problems[0].shares_documents else [])]
     result: list[tuple[Estimate, int]] = []
     for index, problem in enumerate(problems):
         if result and (0, work_s(problem)) >= min(result)[0]:

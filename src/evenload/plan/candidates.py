@@ -282,7 +282,7 @@ class ReplicaSearch:
         """List the cuts that the model and the token limit allow, the most promising first."""
         limit = self.problem.options.max_pack_tokens
         whole = limit is None or not len(self.num_tokens) or int(self.num_tokens.max()) <= limit
-        sliced: tuple[Cut, ...] = ("symmetric", "asymmetric") if self.problem.costs.model.causal else ()
+        sliced: tuple[Cut, ...] = ("symmetric", "asymmetric") if self.problem.costs.model.may_cut_documents else ()
         return (*sliced, "whole") if whole else sliced
 
     def add(self, trial: Trial, result: TrialScore | None) -> None:

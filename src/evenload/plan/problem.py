@@ -227,6 +227,11 @@ class StepProblem:
         """Return the forward + backward seconds of all documents where every activation is stored."""
         return float(self.costs.document_seconds(self.num_tokens, None).sum())
 
+    @property
+    def shares_documents(self) -> bool:
+        """Whether replicas may share documents."""
+        return bool(self.options.dp_merge) and self.costs.model.may_cut_documents
+
     def policy_of(self, documents: NDArray[np.int64]) -> NDArray[np.int8] | None:
         """Return the activation policies of some documents; None = all replay."""
         return None if self.policy is None else self.policy[documents]

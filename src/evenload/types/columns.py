@@ -167,15 +167,26 @@ def _offsets(counts: ArrayLike) -> NDArray[np.int64]:
 
 def causal_pairs(start: ArrayLike, stop: ArrayLike, window: int = 0) -> NDArray[np.float64]:
     """Count (query, key) pairs of the queries `[start, stop)` of causal documents, arrays of one shape; query t sees
-    `min(t + 1, window)` keys, `window` 0 = all. Exact below 2**53."""
+    `min(t + 1, window)` keys, `window` 0 = all; negative = those of its chunk of so many tokens. Exact below 2**53."""
     return _pairs_below(np.asarray(stop, np.float64), window) - _pairs_below(np.asarray(start, np.float64), window)
 
 
 def _pairs_below(tokens: NDArray[np.float64], window: int) -> NDArray[np.float64]:
     if not window:
         return tokens * (tokens + 1) * 0.5
+    if window < 0:
+        whole = np.floor(tokens / -window)
+        rest = tokens + whole * window
+        return whole * (-window * (1 - window) * 0.5) + rest * (rest + 1) * 0.5
     inside = np.minimum(tokens, window)
     return inside * (inside + 1) * 0.5 + (tokens - inside) * window
+
+
+def keys_before(edge: NDArray, window: int) -> NDArray:
+    """Count the keys before an edge of slices that a window, or a chunk (negative), lets their rows see; 0 = all."""
+    if not window:
+        return edge
+    return np.minimum(edge, window) if window > 0 else edge - np.floor(edge / -window).astype(edge.dtype) * -window
 
 
 @dataclass(frozen=True)
@@ -186,7 +197,7 @@ class WorkCurve:
 
     Args:
         linear_s: seconds a token.
-        attention_s: (seconds a pair, window in tokens) terms; window 0 = full causal attention.
+        attention_s: (seconds a pair, window in tokens) terms; 0 = full causal attention, negative = chunks.
         slice_s: seconds of every slice whatever its length.
     """
 
@@ -198,5 +209,3 @@ class WorkCurve:
         numbers = (self.linear_s, self.slice_s, *(coef for coef, _ in self.attention_s))
         if not all(0.0 <= number < float("inf") for number in numbers):
             raise ConfigError(f"work curve: {self} has a negative or non-finite coefficient")
-        if any(window < 0 for _, window in self.attention_s):
-            raise ConfigError(f"work curve: windows {[w for _, w in self.attention_s]} must be >= 0 (0 = full)")

@@ -17,7 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.cost.coefficients import CostCoefficients
-from evenload.cost.layer_counts import REPLAY, activation_bytes_per_token, kv_bytes_per_token, recomputed_width
+from evenload.cost.layer_counts import (
+    REPLAY,
+    activation_bytes_per_token,
+    kv_bytes_per_token,
+    mean_of_layers,
+    recomputed_width,
+)
 from evenload.plan.layouts.layout_candidates import CoefficientsOf
 from evenload.plan.planner import Proposal, StepPlanner, StepRequest
 from evenload.plan.problem import PlanOptions, PolicyOption
@@ -44,8 +50,9 @@ def plan_recomputing_layers(
         return None
     lacking = np.maximum(0, stored_bytes - cap_bytes)
     # What one recomputed layer saves of what packs hold on a stage. The peak holds more: a low first guess.
-    kept = activation_bytes_per_token(model, "replay", layout.tp) + kv_bytes_per_token(model, layout.tp)
-    share_of_layer = model.bytes_per_element * recomputed_width(model, layout.tp) / (kept * most)
+    of_kinds = activation_bytes_per_token(model, "replay", layout.tp) + kv_bytes_per_token(model, layout.tp)
+    width, kept = (mean_of_layers(model, values) for values in (recomputed_width(model, layout.tp), of_kinds))
+    share_of_layer = model.bytes_per_element * width / (kept * most)
     saved = np.maximum(1.0, share_of_layer * stored_bytes)
     counts, best, tried = _needed(lacking, saved, most), None, set[tuple[int, ...]]()
     for _ in range(MOST_PLANS - 1):

@@ -1,7 +1,8 @@
 """Estimate seconds and bytes of mappings of layers to stages in microseconds: `MappingCosts` (FlexPipe §5.1).
 
 A search over mappings prices thousands of them, so a batch is reduced once to sums per layer; a stage is then a
-difference of two sums. With u_i of the longest micro-batch and W_i of its replica on stage i, the step is
+difference of two sums, and bytes and parameters are the mean layer's where layers differ. With u_i of the longest
+micro-batch and W_i of its replica on stage i, the step is
 
     T = sum_i u_i + max_i (W_i - u_i) + p2p transfers + gradient reduction + optimizer
 
@@ -11,6 +12,7 @@ micro-batches in flight, the longest documents of a replica among them; temporar
 what is planned and simulated. Price: O(n log n) per batch and policy, O(stages) per mapping.
 """
 
+import functools
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate, pairwise
@@ -26,6 +28,7 @@ from evenload.cost.layer_counts import (
     REPLAY,
     activation_bytes_per_token,
     kv_bytes_per_token,
+    mean_of_layers,
     recomputed_width,
 )
 from evenload.cost.memory import (
@@ -118,22 +121,23 @@ class BatchCosts:
         self.pack_s = _running(seconds[2])
         self.tokens = -(-self.whole_tokens // cp)
         self.longest_tokens = lengths.longest_tokens
-        activation_bytes = np.array([activation_bytes_per_token(model, name, tp) for name in POLICIES])
+        mean_bytes = functools.partial(mean_of_layers, model)
+        activation_bytes = np.array([mean_bytes(activation_bytes_per_token(model, name, tp)) for name in POLICIES])
         codes = np.zeros(len(num_tokens), np.int8) if policy is None else policy
-        kept = -(-num_tokens // cp) * (activation_bytes + kv_bytes_per_token(model, tp))[codes]
+        kept = -(-num_tokens // cp) * (activation_bytes + mean_bytes(kv_bytes_per_token(model, tp)))[codes]
         self.kept_bytes = float(kept.sum())
         self.kept_longest_first = np.sort(kept)[::-1].astype(float)
         temp = lengths.temp_bytes
         self._logits_bytes = float((temp[1, -1] - temp[1, 0]) if model.num_layers > 1 else 0)
         per_token = float(temp[1, 0]) / self.longest_tokens
         if (codes == RECOMPUTE).any():
-            per_token += model.bytes_per_element * recomputed_width(model, tp)
+            per_token += model.bytes_per_element * mean_bytes(recomputed_width(model, tp))
         if (codes == OFFLOAD).any():
             per_token += min(OFFLOAD_BUFFERED_LAYERS, model.num_layers) * int(activation_bytes[REPLAY])
         self._temp_bytes_per_token = per_token
         # The same for the hundred mappings that are priced for a batch: parameters of a device, bytes a parameter.
-        self.layer, self.embedding = layer_parameters(model, tp), embedding_parameters(model, tp)
-        self.trained_layer = trained_layer_parameters(model, tp)
+        self.layer, self.embedding = mean_bytes(layer_parameters(model, tp)), embedding_parameters(model, tp)
+        self.trained_layer = mean_bytes(trained_layer_parameters(model, tp))
         self.optimizer_bytes = optimizer_bytes_per_parameter(model)
 
     def temp_bytes(self, pack_tokens: float) -> tuple[float, float]:
@@ -156,7 +160,7 @@ class MappingCosts:
         cap_bytes: int | None,
     ) -> None:
         model = batch.model
-        self._trains_all = not model.adapter_parameters_per_layer
+        self._trains_all = not model.has_adapters
         self._is_tied_whole = model.tied_embeddings and depth == 1
         self._norm, self._positions = model.norm_parameters, model.position_parameters
         self.num_layers, self.depth, self.dp, self.cap_bytes = model.num_layers, depth, dp, cap_bytes

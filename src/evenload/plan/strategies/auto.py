@@ -241,7 +241,7 @@ def _least_seconds(rival: Strategy, problems: Sequence[StepProblem], result: tup
 def rules_of(problem: StepProblem) -> SearchRules:
     """Return the rules of `slimpack` by time alone, always with packs of whole documents."""
     rules = replace(slimpack_rules(problem), score_key=by_time)
-    return rules if problem.costs.model.causal else replace(rules, first=_whole_trials)
+    return rules if problem.costs.model.may_cut_documents else replace(rules, first=_whole_trials)
 
 
 def _summed_s(problem: StepProblem, choices: tuple[ReplicaChoice, ...]) -> float:

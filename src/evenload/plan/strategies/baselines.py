@@ -114,6 +114,19 @@ def sequential_packs(num_tokens: list[int], window: int) -> tuple[list[list[Piec
     return forward, backward
 
 
+def _whole_windows(num_tokens: list[int], window: int) -> list[list[Piece]]:
+    """Fill windows with consecutive documents that stay whole."""
+    packs: list[list[Piece]] = []
+    left = 0
+    for document, length in enumerate(num_tokens):
+        if length > left:
+            packs.append([])
+            left = window
+        packs[-1].append((document, 0, length))
+        left -= length
+    return packs
+
+
 def _consecutive(num_tokens: NDArray[np.int64], dp: int) -> list[NDArray[np.int64]]:
     """Split documents into runs, one a replica, at the document edge nearest to each share of the tokens."""
     edges = np.concatenate([[0], np.cumsum(num_tokens)])
@@ -123,7 +136,9 @@ def _consecutive(num_tokens: NDArray[np.int64], dp: int) -> list[NDArray[np.int6
 
 
 def _candidate(problem: StepProblem, documents: NDArray[np.int64], window: int) -> Candidate:
-    pieces = sequential_packs(problem.num_tokens[documents].tolist(), window)
+    lengths = problem.num_tokens[documents].tolist()
+    may_cut = problem.costs.model.may_cut_documents
+    pieces = sequential_packs(lengths, window) if may_cut else (_whole_windows(lengths, window),) * 2
     forward, backward = (SliceColumns.from_ranges(own, problem.layout.cp) for own in pieces)
     packs = problem.packs_of(documents, forward, backward)
     rules = (ONE_F_ONE_B, LIST) if problem.options.schedule == CHOOSE else (problem.options.rule(ONE_F_ONE_B),)

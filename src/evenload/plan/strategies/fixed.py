@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.cost.layer_counts import slice_pairs
+from evenload.cost.layer_counts import over_kinds, slice_pairs
 from evenload.errors import ConfigError
 from evenload.plan.deferral import Arrivals, DelayedChoice
 from evenload.plan.packing import assign_evenly, longest_first
@@ -180,11 +180,13 @@ Packer = Callable[[StepProblem, NDArray[np.float64], int], tuple[list[list[int]]
 
 
 def attention_work(problem: StepProblem) -> NDArray[np.float64]:
-    """Count the (query, key) pairs of every document over all layers; float64[n]."""
-    model, tokens = problem.costs.model, problem.num_tokens
+    """Count the (query, key) pairs of every document over all layers, of the mean layer's heads; float64[n]."""
+    costs, tokens = problem.costs, problem.num_tokens
+    counts = np.array([costs.model.kind_counts])
     zero, total = np.zeros_like(tokens), np.zeros(len(tokens))
-    for window in problem.costs.windows:
-        total += model.windows.count(window) * slice_pairs(zero, tokens, window, causal=model.causal)
+    for window in costs.windows:
+        layers = float(over_kinds(counts, costs.shares.of_reach(costs.shares.attention, window))[0])
+        total += layers * slice_pairs(zero, tokens, window, causal=costs.model.causal)
     return total
 
 

@@ -210,7 +210,7 @@ def slimpack_rules(problem: StepProblem, orders: Sequence[Order | ScheduleRule] 
 def search_with_merging(problem: StepProblem, rules: SearchRules) -> SearchResult | None:
     """Search replicas apart and, where they end apart or lack memory, with documents that groups of them share."""
     apart = search_step(problem, assign_replicas(problem.document_s, problem.layout.dp), rules)
-    if not problem.options.dp_merge or (apart and _is_good(problem, apart)):
+    if not problem.shares_documents or (apart and _is_good(problem, apart)):
         return apart
     if problem.options.own(SlimpackOptions).as_published:
         return _better(apart, _search_merges(problem, [merge_above_printed(problem)], rules, apart))
@@ -268,7 +268,9 @@ def _first_trials(search: ReplicaSearch, order: Order | ScheduleRule) -> list[Tr
     options, layout = search.problem.options, search.problem.layout
     cuts: tuple[Cut, ...] = ("asymmetric", "symmetric")
     own = options.own(SlimpackOptions)
-    if own.as_published:
+    if not search.problem.costs.model.may_cut_documents:
+        cuts = search.cuts
+    elif own.as_published:
         cuts = ("asymmetric",)
     elif own.cuts != "choose":
         cuts = (own.cuts,)

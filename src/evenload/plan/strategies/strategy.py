@@ -43,7 +43,8 @@ class Strategy:
         moves_documents: with which options documents really wait, where there is `delay`.
         can_fit: False where it is known without planning that a problem exceeds memory: such a problem is planned only
             where no activation policy fits.
-        cuts_documents: into slices, so the model has to be causal (unless `tries_others`: then it may).
+        cuts_documents: into slices, so the model has to be causal (unless `tries_others`: then it may); where
+            the model mixes tokens in a way of its own, they stay whole.
         shares_documents: among replicas; reads `dp_merge`, and the options of cuts and schedules.
         assigns_ranks: decides by itself which context-parallel ranks compute a document; reads no `cp_sharding`.
         needs_one_stage: refused where the layout has a pipeline.
@@ -127,7 +128,7 @@ class Strategy:
         self.require_options(first.options)
         if self.cuts_documents and not self.tries_others:
             first.require_causal(self.name)
-        elif not self.cuts_documents:
+        if not self.cuts_documents or (first.costs.model.mixers and not self.tries_others):
             first.require_whole_documents_fit(self.name)
         if self.search is not None:
             problem, choices = self.search(problems, [other for other in others if other is not self])

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from evenload.config.sections import LoraConfig, target_linears
 from evenload.errors import ConfigError, UnsupportedModelError
@@ -27,7 +28,7 @@ _CONFIG_FILE, _WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _HARMLESS = {
     "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode", "r",
     "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "layers_to_transform", "layers_pattern",
-    "megatron_core", "qalora_group_size", "eva_config", "ensure_weight_tying",
+    "megatron_core", "qalora_group_size", "eva_config", "ensure_weight_tying", "fan_in_fan_out",
 }  # fmt: skip
 # Where a PEFT file's names begin: its own wrapper, then the model.
 _PEFT_PREFIX = "base_model.model."
@@ -43,12 +44,13 @@ def add_adapters(
         layers: filled layers by index, whose adapters get values: A from a seed of the layer, B zeros.
 
     Raises:
-        ConfigError: `peft` is missing, a target module that no layer has, or an adapter file that does not fit.
+        ConfigError: `peft` is missing, a target module that no layer has, no linear at all, or an adapter file that
+            does not fit.
     """
     for unit in units:
         unit.requires_grad_(False)
     for index, layer in layers.items():
-        inject_adapters(layer, lora)
+        inject_adapters(layer, index, structure, lora)
         prefix = structure.layer_path(index)
         adapters = {f"{prefix}.{name}": p for name, p in layer.named_parameters() if is_adapter(name)}
         if lora.path is None:
@@ -57,14 +59,25 @@ def add_adapters(
             _load(adapters, Path(lora.path), lora, structure)
 
 
-def inject_adapters(layer: nn.Module, lora: LoraConfig) -> None:
-    """Put adapters without values into the linears of a layer."""
+def inject_adapters(layer: nn.Module, index: int, structure: Structure, lora: LoraConfig) -> None:
+    """Put adapters without values into those linears of a layer that every token goes through once; errors as above."""
     try:
         from peft import inject_adapter_in_model
     except ImportError as error:
         raise ConfigError("model.lora needs the package peft: pip install 'evenload[hf]'") from error
-    known = {name.rsplit(".", 1)[-1]: m for name, m in layer.named_modules() if type(m) is nn.Linear}
-    inject_adapter_in_model(_peft_config(lora, target_linears(known, lora)), layer, adapter_name=_ADAPTER)
+    known = {_kind(name): name for sites in structure.sites for name in sorted(sites.linears)}
+    kinds = target_linears(known, lora)
+    if not kinds:
+        raise ConfigError("model.lora is set, and no token goes through a linear of its layers once; remove model.lora")
+    targets = [name for name in structure.sites[index].linears if _kind(name) in kinds]
+    config = _peft_config(lora, targets)
+    config.fan_in_fan_out = any(isinstance(layer.get_submodule(name), Conv1D) for name in targets)
+    if targets:
+        inject_adapter_in_model(config, layer, adapter_name=_ADAPTER)
+
+
+def _kind(name: str) -> str:
+    return name.rsplit(".", 1)[-1]
 
 
 def is_adapter(module_name: str) -> bool:

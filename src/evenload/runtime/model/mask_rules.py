@@ -6,7 +6,7 @@ its layers. Where documents begin is known from the plan, so what transformers a
 
 import functools
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import CellType, FunctionType
 from typing import Any
 
@@ -74,7 +74,8 @@ def mask_rule(
         key, function = _of_cell("mask_function", _unpacked(mask_function))
     except UnsupportedModelError as error:
         return MaskRule(refusal=str(error))
-    return _read_rule(_KeyedFunction(key, function, config.model_type))
+    rule = _read_rule(_KeyedFunction(key, function))
+    return replace(rule, refusal=f"{config.model_type} {rule.refusal}") if rule.refusal else rule
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,6 @@ class _KeyedFunction:
 
     key: Hashable
     function: _MaskFunction = field(compare=False)
-    model_type: str = field(compare=False)
 
 
 def _closure(function: FunctionType) -> dict[str, Any]:
@@ -151,5 +151,5 @@ def _read_rule(mask: _KeyedFunction) -> MaskRule:
     first = max(wrong.values())
     seen = keys[visible[first]].tolist()
     said = f"{len(seen)} of keys {seen[0]} to {seen[-1]}" if seen else "no key"
-    what = f"{mask.model_type} makes an attention mask in which row {int(rows[first])} sees {said}"
+    what = f"makes an attention mask in which row {int(rows[first])} sees {said}"
     return MaskRule(refusal=f"{what}; {TRAINED_MASKS}")

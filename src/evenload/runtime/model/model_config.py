@@ -2,71 +2,48 @@
 the cost model."""
 
 from pathlib import Path
-from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 
 from evenload.config.sections import with_adapters
 from evenload.config.train_config import BYTES_PER_ELEMENT, TrainConfig
-from evenload.data.hub import is_hub_name, local_path, model_from
+from evenload.data.hub import is_hub_name, local_path, model_from, model_from_config
 from evenload.errors import ConfigError
 from evenload.runtime.model.supported import own_key, require_positions, require_trainable
-from evenload.types.architectures import ARCHITECTURES
-from evenload.types.model import MODEL_TYPES, MODELS, ModelSpec, model_from_hf_config
+from evenload.types.model import CONFIGURATIONS, ModelSpec
 
 
 def config_from(name_or_path: str) -> PretrainedConfig:
     """Return the configuration of a built-in model, a `config.json` or its folder; errors as `load_config`."""
     model_from(name_or_path)  # its errors name what is wrong
-    return _of_built_in(name_or_path) if name_or_path in MODELS else load_config(name_or_path)
+    return _of_built_in(name_or_path) if name_or_path in CONFIGURATIONS else load_config(name_or_path)
 
 
 def _of_built_in(name: str) -> PretrainedConfig:
-    model, architecture = MODELS[name], ARCHITECTURES[MODEL_TYPES[name]]
-    sizes: dict[str, Any] = {
-        "hidden_size": model.hidden_size,
-        "num_hidden_layers": model.num_layers,
-        "num_attention_heads": model.num_heads,
-        "num_key_value_heads": model.num_kv_heads,
-        "head_dim": model.head_dim,
-        "intermediate_size": model.ffn_hidden_size,
-        "vocab_size": model.vocab_size,
-        "tie_word_embeddings": model.tied_embeddings,
-        "pad_token_id": None,
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
-    if model.position_rows:
-        sizes["max_position_embeddings"] = model.position_rows
-    sizes |= dict.fromkeys(architecture.dropouts, 0.0)
-    if any(model.windows):
-        sizes["sliding_window"] = max(model.windows)
-    if model.num_experts:
-        # Mixtral and Qwen name the same numbers differently.
-        sizes |= {"num_experts": model.num_experts, "num_local_experts": model.num_experts}
-        sizes |= {"moe_intermediate_size": model.ffn_hidden_size, "num_experts_per_tok": model.experts_per_token}
-    renamed = {architecture.keys.get(key, key): value for key, value in sizes.items()}
-    config = AutoConfig.for_model(MODEL_TYPES[name], **renamed)
+    config = AutoConfig.for_model(**CONFIGURATIONS[name])
     require_trainable(config)
     return config
 
 
-def with_few_layers(config: PretrainedConfig, windows: tuple[int, ...], stages: int, most: int) -> PretrainedConfig:
-    """Return a copy with at most `most` layers a stage, alike on every stage, with one of each attention window."""
-    first_of_kind = [windows.index(window) for window in dict.fromkeys(windows)]
-    others = [layer for layer in range(len(windows)) if layer not in first_of_kind]
-    chosen = sorted((first_of_kind + others)[: max(len(first_of_kind), min(most, len(windows) // stages))])
+def with_few_layers(config: PretrainedConfig, kinds: tuple[int, ...], stages: int, most: int) -> PretrainedConfig:
+    """Return a copy with at most `most` layers a stage, alike on every stage, with one of each kind."""
+    first_of_kind = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
+    others = [layer for layer in range(len(kinds)) if layer not in first_of_kind]
+    chosen = sorted((first_of_kind + others)[: max(len(first_of_kind), min(most, len(kinds) // stages))])
     tree = config.to_dict()
     tree[own_key(config, "num_hidden_layers")] = len(chosen) * stages
-    if tree.get("layer_types"):
-        tree["layer_types"] = [tree["layer_types"][layer] for layer in chosen] * stages
+    for key, value in tree.items():
+        if isinstance(value, list) and len(value) == len(kinds):  # `layer_types` and the like
+            tree[key] = [value[layer] for layer in chosen] * stages
     if tree.get("max_window_layers") is not None:
         tree["max_window_layers"] = len(chosen) * stages
+    if tree.get("first_k_dense_replace") is not None:
+        tree["first_k_dense_replace"] = sum(layer < tree["first_k_dense_replace"] for layer in chosen)
     return type(config).from_dict(tree)
 
 
 def spec_of(config: PretrainedConfig, name: str, bytes_per_element: int) -> ModelSpec:
-    return model_from_hf_config(config.to_dict(), name, bytes_per_element)
+    return model_from_config(config.to_dict(), name, bytes_per_element)
 
 
 def load_config(path: str) -> PretrainedConfig:
@@ -97,5 +74,5 @@ def model_spec(config: TrainConfig) -> ModelSpec:
     path = Path(config.model.path)
     name = path.parent.name if path.name == "config.json" else path.stem if path.suffix == ".json" else path.name
     name = config.model.path if is_hub_name(config.model.path) else name
-    spec = model_from_hf_config(hf.to_dict(), name, BYTES_PER_ELEMENT[config.model.dtype])
+    spec = model_from_config(hf.to_dict(), name, BYTES_PER_ELEMENT[config.model.dtype])
     return with_adapters(config.with_run_memory(spec), config.model.lora)

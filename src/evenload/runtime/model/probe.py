@@ -198,7 +198,7 @@ class _Proof:
     # Passes.
 
     def _run(self, on_layer: Callable[[int, LayerCall], Tensor], ids: Tensor, positions: Tensor) -> Tensor | None:
-        return self.whole.run(positions, on_layer, token_ids=ids, like=torch.empty(len(ids), 0, dtype=torch.float64))
+        return self.whole.run(positions, on_layer, token_ids=ids, like=torch.empty(len(ids), 1, dtype=torch.float64))
 
     def _record(self) -> None:
         """Run the document, until no more mixers are found; hold what layers, attention and mixers give."""
@@ -222,7 +222,7 @@ class _Proof:
         output = self.whole.layers[layer](*call.args, **call.kwargs)
         self.layer, self.whole.returns_tuple = -1, not isinstance(output, Tensor)
         hidden = output if isinstance(output, Tensor) else output[0]
-        if call.hidden.shape[:2] != (1, len(self.rows)) or hidden.shape != call.hidden.shape:
+        if call.hidden.shape[:-1] != (1, len(self.rows)) or hidden.shape != call.hidden.shape:
             raise UnsupportedModelError(
                 f"{self.name}: layer {layer} takes hidden states {list(call.hidden.shape)} and gives "
                 f"{list(hidden.shape)}; replay knows [1, tokens, channels] only"

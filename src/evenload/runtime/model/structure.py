@@ -233,7 +233,7 @@ _WHOLE = ("", "replicated", "replicated_with_grad_allreduce")
 # Their results hold values of what they were given in sums and views alone, which no backward of theirs reads.
 _SUMS = {"add", "__add__", "__radd__", "__iadd__", "add_", "view", "reshape", "squeeze", "unsqueeze", "transpose",
          "contiguous", "flatten", "unflatten", "__get__", "size", "dim", "clone", "permute", "chunk",
-         "split"}  # fmt: skip
+         "split", "untyped_storage", "is_floating_point"}  # fmt: skip
 # Asked of values: masks hide nothing, positions are of one document, and no expert has tokens.
 _QUESTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "all": lambda values: torch.tensor(data=True),
@@ -254,6 +254,8 @@ class _Survey(TorchFunctionMode):
         self.epilogue: list[str] = []
         self.links: list[tuple[int, int]] = []
         self.reads_tokens = self.returns_tuple = False
+        self.reads_embeddings = False
+        """Whether a backward of the prologue reads what the embedding gives."""
         self._paths = {id(module): name for name, module in model.named_modules()}
         self._owners: dict[int, str] = {}  # of weights, by id
         self._inner: dict[int, str] = {}  # modules in the running layer, by id
@@ -358,6 +360,7 @@ class _Survey(TorchFunctionMode):
             "has no plan for tensor parallelism in transformers": not plan,
             f"makes more than an embedding before its layers ({', '.join(self.prologue[1:])})": len(self.prologue) > 1,
             **dict.fromkeys(refusals, True),
+            "computes with its embeddings before its layers": self.reads_embeddings,
         }
         if why := next((why for why, is_so in reasons.items() if is_so and why), ""):
             return TensorCut(refusal=why)
@@ -383,6 +386,10 @@ class _Survey(TorchFunctionMode):
             self._made_in.setdefault(_storage(one), self.layer)
         if self.layer >= 0:
             self._note(func, args, kwargs, tensors, output, made)
+        elif not self.notes:
+            self.reads_embeddings |= bool(self._used(name, args, tensors, made))
+            if func is nn.functional.embedding:
+                self._sites[_storage(output)] = frozenset(("embedding",))
         return output
 
     def _note(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], output: Any, made: list[Tensor]) -> None:
@@ -394,18 +401,22 @@ class _Survey(TorchFunctionMode):
                     self.reads_tokens = True
                 elif origin != self.layer:
                     self.links.append((origin, self.layer))
-        numbers_only = sum(isinstance(one, Tensor) for one in args) == 1
-        if name in _SUMS or (name in _SCALES and numbers_only) or name == "dropout":
-            sites = frozenset().union(*(self._sites.get(_storage(one), frozenset()) for one in tensors))
-            for one in made if sites else ():
-                self._sites[_storage(one)] = self._sites.get(_storage(one), frozenset()) | sites
-        else:
-            for one in tensors:
-                notes.used |= self._sites.get(_storage(one), frozenset())
+        notes.used |= self._used(name, args, tensors, made)
         if name == "topk":
             self._choose(notes)
         elif func is nn.functional.linear or func is torch.addmm:
             self._multiply(notes, args[1 if func is nn.functional.linear else 2], args, output)
+
+    def _used(self, name: str, args: Any, tensors: list[Tensor], made: list[Tensor]) -> frozenset[str]:
+        """Return the sites whose outputs the backward of a call reads; follow those of others."""
+        sites = frozenset().union(*(self._sites.get(_storage(one), frozenset()) for one in tensors))
+        trained = [isinstance(one, Tensor) and one.requires_grad for one in args]
+        scales = name in _SCALES and sum(trained) == 1 and (trained[0] or "mul" in name)
+        if name not in _SUMS and not scales and name != "dropout":
+            return sites
+        for one in made if sites else ():
+            self._sites[_storage(one)] = self._sites.get(_storage(one), frozenset()) | sites
+        return frozenset()
 
     def refuse_dropout(self) -> None:
         """Raise an `UnsupportedModelError` that names keys of the configuration."""

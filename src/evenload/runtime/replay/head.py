@@ -59,9 +59,13 @@ class Around(TorchFunctionMode):
         """int64[1, T] -> [1, n, hidden] of own rows."""
         rows, first = self._rows, _first_id(table)
         local, is_local = _local_ids(ids[0], first, table.shape[0])
-        with torch.no_grad():
-            output = nn.functional.embedding(local, table)
-            output = output if rows is None else rows.sum_scatter(output * is_local[:, None])
+        if rows is not None and torch.is_grad_enabled():
+            # Of a model that is cut no backward reads it (`structure`), so nothing is sent.
+            output = table.new_zeros(()).expand(rows.num_own, table.shape[1])
+        else:
+            with torch.no_grad():
+                output = nn.functional.embedding(local, table)
+                output = output if rows is None else rows.sum_scatter(output * is_local[:, None])
         if is_frozen(table) or not torch.is_grad_enabled():
             return output[None]
 

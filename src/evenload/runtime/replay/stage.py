@@ -79,8 +79,10 @@ class PipelineStage:
             make_layers_replayable(model, self._state, tensor)
 
     def with_layers(self, layers: Iterable[int]) -> "PipelineStage":
+        """Return a stage of some of the layers, without what is before the first and behind the last."""
         kept = {index: self.model.layers[index] for index in layers}
-        return PipelineStage(replace(self.model, layers=kept), self.backend, self._tensor, self._state)
+        model = replace(self.model, layers=kept, prologue={}, epilogue={})
+        return PipelineStage(model, self.backend, self._tensor, self._state)
 
     @property
     def backend(self) -> RangeAttention:

@@ -86,7 +86,7 @@ def unit_modules(
             unit.requires_grad_(False)
             if path in layers:
                 with torch.random.fork_rng(devices=[]):
-                    inject_adapters(unit, lora)
+                    inject_adapters(unit, layers.index(path), structure, lora)
     for path, unit in held.items():
         model.set_submodule(path, unit)
     if structure.is_tied:

@@ -1,0 +1,197 @@
+"""Describe what a decoder layer computes of every token: matrix products, attention, experts, or a mixer of its own
+(`LayerKind`). Layers that are alike in all of this are of one kind."""
+
+from evenload.errors import ConfigError
+from evenload.types.base import Frozen
+
+
+class Product(Frozen, omit_defaults=True):
+    """Describe the product of every token with a matrix.
+
+    Args:
+        name: of the linear in the layer, its last part ("q_proj").
+        inputs, outputs: widths.
+        rows: of the input that a token has.
+        shares_input: an earlier product of the layer reads the same input.
+        is_read: backward reads the output; a sum with the residual stream alone does not.
+        in_mixer: it is part of `LayerKind.mixer`, of which nothing is kept: backward runs it again.
+    """
+
+    name: str
+    inputs: int
+    outputs: int
+    rows: int = 1
+    shares_input: bool = False
+    is_read: bool = True
+    in_mixer: bool = False
+
+    @property
+    def parameters(self) -> int:
+        """Weights of the matrix."""
+        return self.inputs * self.outputs
+
+
+class AttentionKind(Frozen, omit_defaults=True):
+    """Describe attention over ranges of tokens.
+
+    Args:
+        heads, kv_heads: of queries; of keys and values, as they enter the scores (GQA when fewer).
+        head_dim, value_dim: widths of a query or key, and of a value.
+        window: the last tokens that a token sees, itself among them; 0 = all.
+        chunk: documents are divided into chunks of so many tokens, and a token sees its own; 0 = no chunks.
+        sinks: every head has a score that takes part in the softmax and has no value.
+        soft_cap: limit of scores, by a tanh; 0 = none.
+        is_kept: keys, values and outputs are; those inside a mixer are made again.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    window: int = 0
+    chunk: int = 0
+    sinks: bool = False
+    soft_cap: float = 0.0
+    is_kept: bool = True
+
+    @property
+    def reach(self) -> int:
+        """The window, or the chunk as a negative number: what pairs are counted by (`types.columns.causal_pairs`)."""
+        return -self.chunk if self.chunk else self.window
+
+    @property
+    def pair_width(self) -> int:
+        """Products of a (query, key) pair: all heads' scores and weighted values."""
+        return self.heads * (self.head_dim + self.value_dim)
+
+    @property
+    def key_width(self) -> int:
+        """Elements of a token's keys and values."""
+        return self.kv_heads * (self.head_dim + self.value_dim)
+
+    def local_kv_heads(self, tp: int) -> int:
+        """Return the key/value heads of one device; copies where there are fewer than devices."""
+        return max(1, self.kv_heads // tp)
+
+    def local_key_width(self, tp: int) -> int:
+        """Return the elements of a token's keys and values on one device."""
+        return self.local_kv_heads(tp) * (self.head_dim + self.value_dim)
+
+
+class ExpertsKind(Frozen, omit_defaults=True):
+    """Describe a block of experts behind a router. Every chosen expert computes rows of its own.
+
+    Args:
+        count, chosen: experts, and how many of them a token uses.
+        width, inner: of their input and output, and between their matrices.
+        gated: three matrices (SwiGLU) instead of two.
+        router, choices: what routers keep of a token: results of products, and numbers of experts and groups.
+        cast_router: results of products with weights cast to fp32, kept where the model is of fp32 itself.
+        is_read: backward reads the output.
+    """
+
+    count: int
+    chosen: int
+    width: int
+    inner: int
+    gated: bool = True
+    router: int = 0
+    choices: int = 0
+    cast_router: int = 0
+    is_read: bool = False
+
+    @property
+    def parameters(self) -> int:
+        """Weights of one expert's matrices."""
+        return (3 if self.gated else 2) * self.width * self.inner
+
+    @property
+    def first_outputs(self) -> int:
+        """Elements a token that the chosen experts' first matrices put out."""
+        return (2 if self.gated else 1) * self.inner * self.chosen
+
+
+class LayerKind(Frozen, omit_defaults=True):
+    """Describe layers that compute alike.
+
+    Args:
+        products: in the order in which they are computed, without those of experts and their router.
+        parameters: all weights, also of all experts, the router, norms and biases.
+        copied_parameters: those of them that tensor parallelism copies: norms, router, biases behind a sum over ranks.
+        attention: None = none over ranges of tokens. experts: None = none.
+        mixer: class of a module that mixes tokens in a way of its own, so that documents must not be cut; "" = none.
+        biases: matrices have biases behind a sum over tensor-parallel ranks.
+        adapter_parameters: the only trained weights (LoRA); 0 = all are trained, or, in a model with adapters, none.
+    """
+
+    products: tuple[Product, ...]
+    parameters: int
+    copied_parameters: int = 0
+    attention: AttentionKind | None = None
+    experts: ExpertsKind | None = None
+    mixer: str = ""
+    biases: bool = False
+    adapter_parameters: int = 0
+
+    def __post_init__(self) -> None:
+        sizes = [(f"{one.name} {part}", getattr(one, part)) for one in self.products for part in ("inputs", "outputs")]
+        if attention := self.attention:
+            sizes += [(part, getattr(attention, part)) for part in ("heads", "kv_heads", "head_dim", "value_dim")]
+        if experts := self.experts:
+            sizes += [(f"experts' {part}", getattr(experts, part)) for part in ("count", "width", "inner")]
+        for what, size in sizes:
+            if size < 1:
+                raise ConfigError(f"a layer: {what} is {size}, must be at least 1")
+        if attention and attention.heads % attention.kv_heads:
+            raise ConfigError(
+                f"a layer: {attention.heads} query heads do not divide into {attention.kv_heads} key/value heads"
+            )
+        if experts and not 1 <= experts.chosen <= experts.count:
+            raise ConfigError(f"a layer: a token uses {experts.chosen} experts, which is outside 1..{experts.count}")
+        if min(self.adapter_parameters, self.copied_parameters, self.parameters - self.copied_parameters) < 0:
+            raise ConfigError(
+                f"a layer: {self.parameters} parameters, {self.copied_parameters} of them copied, and "
+                f"{self.adapter_parameters} of adapters; give numbers of at least 0, and the copied among all"
+            )
+
+    @property
+    def active_products(self) -> int:
+        """Weights of matrices that one token uses, as often as it uses them: chosen experts, no router."""
+        of_experts = self.experts.chosen * self.experts.parameters if self.experts else 0
+        return sum(one.rows * one.parameters for one in self.products) + of_experts
+
+    @property
+    def active_parameters(self) -> int:
+        """All weights but those of experts that a token does not use."""
+        idle = (self.experts.count - self.experts.chosen) * self.experts.parameters if self.experts else 0
+        return self.parameters - idle
+
+    @property
+    def mixed_products(self) -> int:
+        """Of `active_products`, those of the mixer."""
+        return sum(one.rows * one.parameters for one in self.products if one.in_mixer)
+
+    @property
+    def inner(self) -> int:
+        """Width of the widest input inside the layer; with experts, of one expert's."""
+        return self.experts.inner if self.experts else max((one.inputs for one in self.products), default=0)
+
+    def describe(self) -> str:
+        """Return what takes its time, in words, without windows."""
+        parts = [f"{one.name} {one.rows * one.inputs}x{one.outputs}" for one in self.products]
+        if attention := self.attention:
+            widths = dict.fromkeys((attention.head_dim, attention.value_dim))
+            parts.append(f"{attention.heads}/{attention.kv_heads} heads of {'/'.join(map(str, widths))}")
+        if experts := self.experts:
+            gated = " gated" if experts.gated else ""
+            parts.append(f"{experts.chosen} of {experts.count} experts {experts.width}x{experts.inner}{gated}")
+        parts += [f"{self.adapter_parameters} adapter parameters"] if self.adapter_parameters else []
+        return ", ".join([*parts, self.mixer] if self.mixer else parts)
+
+    @property
+    def unread_products(self) -> int:
+        """Of `active_products`, those that a recomputing backward does not repeat, as nothing reads their output: the
+        last one before the residual sum, unless a norm follows, and the last of experts; and all of a mixer, which it
+        repeats anyway."""
+        of_experts = self.experts.chosen * self.experts.width * self.experts.inner if self.experts else 0
+        return sum(one.rows * one.parameters for one in self.products if not one.is_read) + of_experts
