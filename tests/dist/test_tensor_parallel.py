@@ -38,11 +38,11 @@ def hidden_transfers_by_action(num_layers: int) -> dict[str, float]:
     gather, scatter = group.all_gather, group.all_to_all
 
     def all_gather(rows: Tensor, what: str) -> Transfer:
-        counted[0] += rows.numel() * group.shard.size * (what != "embeddings")
+        counted[0] += rows.numel() * group.shard.size
         return gather(rows, what)
 
     def all_to_all(rows: Tensor, sent: list[int], received: list[int], what: str) -> Transfer:
-        counted[0] += rows.numel() * (what != "embeddings")
+        counted[0] += rows.numel()
         return scatter(rows, sent, received, what)
 
     group.all_gather, group.all_to_all = all_gather, all_to_all  # type: ignore[method-assign]
