@@ -1,11 +1,14 @@
 """Tensor parallelism of families with experts and without, against plain training: see docs/limits.md for others."""
 
+import itertools
+
 import msgspec
 import numpy as np
 import pytest
 import torch
 
 from adapter_cases import LORA, adapter_loss_and_gradients
+from context_plans import with_policies
 from evenload.errors import ConfigError, UnsupportedModelError
 from evenload.runtime.model.hf_model import require_layout
 from evenload.types.layout import even_layout
@@ -21,13 +24,26 @@ DENSE = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text",
 WITH_EXPERTS = ("qwen3_moe", "mixtral", "glm4_moe", "qwen2_moe")
 
 
-def plan_for(layout, strategy="slimpack", *, policy="mixed", schedule="own", virtual="1", **more):
-    """A plan of documents of 1 to 64 tokens, some of which `slimpack` cuts, in other places in backward."""
+def plan_for(layout, strategy="slimpack", *, policy=None, schedule="own", virtual="1", **more):
+    """A plan of documents of 1 to 64 tokens, some of which `slimpack` cuts, in other places in backward. By turns they
+    are kept, computed again and offloaded, unless a policy is named."""
     shared = "cp" in layout
     defaults = {"dp_merge": "off", "channels": "directed", "overlap": "on", "switch": "off", "model": "llama"}
     defaults |= {"sharding": "per_document" if shared else "none", "exchange": "all_gather" if shared else "none"}
-    row = Row(strategy=strategy, layout=layout, virtual=virtual, policy=policy, schedule=schedule, **defaults | more)
-    return plan_of(row), row.num_layers
+    row = Row(
+        strategy=strategy,
+        layout=layout,
+        virtual=virtual,
+        policy=policy or "replay",
+        schedule=schedule,
+        **defaults | more,
+    )
+    plan = plan_of(row)
+    if policy is None:
+        turns = itertools.cycle(("recompute", "replay", "offload"))
+        chosen = {document.doc_id: policy for document, policy in zip(plan.documents, turns, strict=False)}
+        plan = seal(msgspec.structs.replace(plan, pack_plans=tuple(with_policies(p, chosen) for p in plan.pack_plans)))
+    return plan, row.num_layers
 
 
 def assert_equal_plain(pool, tasks, plan, adapter=None):
