@@ -20,7 +20,7 @@ from tensor_families import FamilyTask, expert_rows_sent, family_config, run_fam
 
 LIMIT = 1e-9
 DENSE = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text", "granite", "ministral3", "smollm3",
-         "cohere2")  # fmt: skip
+         "cohere2", "granite_swa")  # fmt: skip
 WITH_EXPERTS = ("qwen3_moe", "mixtral", "glm4_moe", "qwen2_moe")
 
 

@@ -88,7 +88,9 @@ def balance_factor(config: PretrainedConfig) -> float:
 
 def plain_model(config: PretrainedConfig, weights: dict[str, torch.Tensor], dtype: torch.dtype) -> nn.Module:
     """transformers' model with these weights."""
-    config._attn_implementation = "eager" if config.model_type == "gemma2" else "sdpa"  # which cannot cap scores
+    # Which neither caps scores nor has sinks.
+    has_sdpa = config.model_type != "gemma2" and AutoModelForCausalLM._model_mapping[type(config)]._supports_sdpa
+    config._attn_implementation = "sdpa" if has_sdpa else "eager"
     config._experts_implementation = "eager"
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     missing, unexpected = model.load_state_dict(weights, strict=False)

@@ -43,6 +43,7 @@ _OWN: dict[str, dict] = {
     "ministral3": {},
     "smollm3": {},
     "cohere2": {"sliding_window": 9, "layer_norm_eps": 1e-5},
+    "granite_swa": {"sliding_window": 9},
     "qwen3_moe": {**_EXPERTS, **_BALANCED, "num_experts": 6},
     "mixtral": {**_BALANCED, "num_local_experts": 6, "num_experts_per_tok": 2},
     "glm4_moe": {**_GROUPS, "first_k_dense_replace": 1, "n_shared_experts": 1},

@@ -210,9 +210,8 @@ class _LayerNotes:
             "would compute all of it": mixing,
             f"multiplies with the whole of {uncut} between linears that are cut": uncut,
             f"chooses in {whole}, between linears that are cut": whole,
-            "has attention sinks, which its plan for tensor parallelism does not cut": any(
-                one.has_sinks for one in self.attention
-            ),
+            "has attention sinks, which its plan for tensor parallelism does not cut": styles.get("sinks") != "colwise"
+            and any(one.has_sinks for one in self.attention),
         }
         return next((why for why, is_so in reasons.items() if is_so), "")
 

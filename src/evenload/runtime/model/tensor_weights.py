@@ -1,6 +1,6 @@
 """Cut weights to the parts of a tensor-parallel rank, and refuse models that cannot be cut.
 
-    cut by output (rows)     q k v, gate, up, their biases; embedding and head by token ids
+    cut by output (rows)     q k v, gate, up, their biases; sinks; embedding and head by token ids
     cut by input (columns)   o, down
     some on every rank       experts, each whole
     whole on every rank      norms, routers, biases after a sum over ranks, linears that the plan does not name
@@ -96,7 +96,9 @@ def _split_dim(name: str, parameter_name: str, structure: Structure) -> int | No
     if is_adapter(name):
         # The first matrix of an adapter whose linear is cut by input makes partial sums, too.
         return 1 if adapter_of(name, "lora_A", rows) else 0 if adapter_of(name, "lora_B", columns) else None
-    if linear_kind(name) in columns or name in (structure.embedding, structure.head, *structure.cut.experts):
+    if {linear_kind(name), parameter_name} & columns:  # a parameter beside linears is one number a head
+        return 0
+    if name in (structure.embedding, structure.head, *structure.cut.experts):
         return 0
     return 1 if linear_kind(name) in rows and parameter_name == "weight" else None
 
