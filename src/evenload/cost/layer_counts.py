@@ -238,8 +238,11 @@ def _widths(kinds: tuple[LayerKind, ...], tp: int) -> _KindWidths:
         if attention and attention.is_kept:
             heads, width, keys = attention.heads // tp, attention.value_dim, attention.local_key_width(tp)
         read, weights = _local_outputs(kind, tp, only_read=True), _weight_elements(kind, tp)
-        routed = experts.router + experts.is_read * -(-experts.width // tp) if experts else 0
-        cast, choices = (experts.cast_router, experts.choices) if experts else (0, 0)
+        routed = cast = choices = 0
+        if experts:
+            # Routers run on own rows.
+            routed = -(-experts.router // tp) + experts.is_read * -(-experts.width // tp)
+            cast, choices = -(-experts.cast_router // tp), -(-experts.choices // tp)
         rows.append((heads, heads * width, read, routed, cast, choices, keys, weights, kind.inner))
     return _KindWidths(*np.array(rows, np.int64).T)
 
@@ -267,9 +270,10 @@ def inner_width(model: ModelSpec) -> NDArray[np.int64]:
 
 def _local_outputs(kind: LayerKind, tp: int, *, only_read: bool = False) -> int:
     """Count the elements that a token has on one device of the outputs of products: divided over devices, but for keys
-    and values of fewer heads than devices, which are copied."""
+    and values of fewer heads than devices, which are copied. Experts on several devices keep none from forward on."""
     outputs = sum(-(-one.rows * one.outputs // tp) for one in kind.products if one.is_read or not only_read)
-    of_experts = -(-kind.experts.first_outputs // tp) if kind.experts else 0
+    has_experts = kind.experts and not (only_read and tp > 1)
+    of_experts = -(-kind.experts.first_outputs // tp) if has_experts else 0
     return outputs + of_experts + _copied_keys(kind.attention, tp)
 
 
@@ -308,7 +312,9 @@ def _weight_elements(kind: LayerKind, tp: int) -> int:
     kept = inputs + _local_outputs(kind, tp)
     if experts := kind.experts:
         width, inner = -(-experts.width // tp), -(-experts.inner * experts.chosen // tp)
-        kept += (1 + experts.chosen) * width + inner + experts.router
+        # Rows that other devices send are copies, one for every chosen expert.
+        copies = experts.chosen if tp == 1 else 2 * experts.chosen
+        kept += (1 + copies) * width + inner - (-experts.router // tp)
     return kept
 
 
