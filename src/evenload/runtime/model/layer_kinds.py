@@ -64,7 +64,7 @@ def describe(config: PretrainedConfig, name: str) -> ModelSpec:
         ) from error
 
 
-class _KindSurvey(structure._Survey):
+class _KindSurvey(structure.Survey):
     """Notes what layers compute, and makes kinds of them."""
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -87,8 +87,8 @@ class _KindSurvey(structure._Survey):
 
     def spec(self, name: str) -> ModelSpec:
         """Run the model and return what planning reads of it."""
-        positions = torch.arange(structure._ROWS, device="meta")
-        like = torch.empty(structure._ROWS, 1, device="meta", dtype=self.model.dtype)
+        positions = torch.arange(structure.SURVEYED_ROWS, device="meta")
+        like = torch.empty(structure.SURVEYED_ROWS, 1, device="meta", dtype=self.model.dtype)
         try:
             with using(self.whole.configs, _NAME), self.hooks():
                 self.whole.run(positions, self.run_layer, token_ids=positions, like=like)
@@ -181,13 +181,13 @@ class _KindSurvey(structure._Survey):
             self._router += output.shape[-1]
             return
         given = args[1] if isinstance(self._stack[-1], Conv1D) else args[0]
-        key = (structure._storage(given), given.shape[-1])
+        key = (structure.storage_of(given), given.shape[-1])
         count = given.numel() // given.shape[-1]
         product = Product(
             name=owner.rpartition(".")[2],
             inputs=given.shape[-1],
             outputs=output.shape[-1],
-            rows=max(1, count // structure._ROWS),
+            rows=max(1, count // structure.SURVEYED_ROWS),
             shares_input=key in self._inputs,
         )
         self._inputs.add(key)
@@ -204,7 +204,7 @@ class _KindSurvey(structure._Survey):
         name = getattr(func, "__name__", "")
         if name == "topk":
             path = next((self._inner[id(one)] for one in reversed(self._stack) if id(one) in self._inner), "")
-            self._choices.append((path, made[-1].numel() // structure._ROWS))
+            self._choices.append((path, made[-1].numel() // structure.SURVEYED_ROWS))
             self._chosen = made[-1].shape[-1]
         if name == "linear" and not isinstance(args[1], nn.Parameter):
             own = {one.shape for one in self._stack[-1].parameters(recurse=False)}
@@ -225,7 +225,7 @@ class _KindSurvey(structure._Survey):
         return bool(self._mixer) and f"{path}.".startswith(inside)
 
     def _mixes(self, name: str, args: Any, kwargs: Any, tensors: list[Tensor], made: list[Tensor]) -> bool:
-        rows = structure._ROWS
+        rows = structure.SURVEYED_ROWS
         if name == "arange":
             return rows in args or kwargs.get("end") == rows
         if not tensors:
@@ -279,22 +279,22 @@ class _KindSurvey(structure._Survey):
 def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **given: Any
 ) -> tuple[Tensor, None]:
-    survey: Any = structure._RUNNING[-1]
+    survey: Any = structure.RUNNING[-1]
     survey.note_attention(module, query, key, value, attention_mask, given)
     output = query.transpose(1, 2)[..., :1] + key.sum() + value.sum() + value.new_zeros(value.shape[-1])
     return output, None
 
 
 def _mask(**given: Any) -> Tensor:
-    mask = torch.zeros(1, 1, structure._ROWS, structure._ROWS, device="meta")
+    mask = torch.zeros(1, 1, structure.SURVEYED_ROWS, structure.SURVEYED_ROWS, device="meta")
     mask.rule = mask_rule(**given)  # type: ignore[attr-defined]
     return mask
 
 
 def _mix_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    survey: Any = structure._RUNNING[-1]
+    survey: Any = structure.RUNNING[-1]
     survey.note_experts(module, hidden_states, top_k_index)
-    return structure._mix_experts(module, hidden_states, top_k_index, top_k_weights)
+    return structure.mix_experts(module, hidden_states, top_k_index, top_k_weights)
 
 
 ALL_ATTENTION_FUNCTIONS.register(_NAME, _attend)

@@ -30,7 +30,7 @@ from evenload.runtime.model.around import LayerCall, WholeModel, find_layers, us
 from evenload.runtime.model.mask_rules import mask_rule
 
 _SURVEY = "evenload_survey"
-_ROWS = 29
+SURVEYED_ROWS = 29
 """Tokens of the survey; a prime that is no size of a model."""
 
 
@@ -147,9 +147,9 @@ _KNOWN: dict[str, Structure] = {}
 def _survey(model: PreTrainedModel) -> Structure:
     path = find_layers(model)
     whole = WholeModel(model, path)
-    survey = _Survey(model, whole)
-    positions = torch.arange(_ROWS, device="meta")
-    like = torch.empty(_ROWS, 1, device="meta", dtype=model.dtype)
+    survey = Survey(model, whole)
+    positions = torch.arange(SURVEYED_ROWS, device="meta")
+    like = torch.empty(SURVEYED_ROWS, 1, device="meta", dtype=model.dtype)
     try:
         with using(whole.configs, _SURVEY), survey.hooks(), torch.enable_grad():
             whole.run(positions, survey.run_layer, token_ids=positions, like=like)
@@ -242,7 +242,7 @@ _QUESTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 _SCALES = {"mul", "__mul__", "__rmul__", "div", "__truediv__"}
 
 
-class _Survey(TorchFunctionMode):
+class Survey(TorchFunctionMode):
     """Notes what is called around and in the layers of a model without memory."""
 
     def __init__(self, model: PreTrainedModel, whole: WholeModel) -> None:
@@ -268,12 +268,12 @@ class _Survey(TorchFunctionMode):
         """Follow the calls of all modules."""
         enter = nn.modules.module.register_module_forward_pre_hook(self._enter)
         leave = nn.modules.module.register_module_forward_hook(self._leave, always_call=True)
-        _RUNNING.append(self)
+        RUNNING.append(self)
         try:
             with self:
                 yield
         finally:
-            _RUNNING.pop()
+            RUNNING.pop()
             enter.remove()
             leave.remove()
 
@@ -296,11 +296,11 @@ class _Survey(TorchFunctionMode):
         if index != len(self.notes):
             raise UnsupportedModelError(f"{type(self.model).__name__} calls layer {index} out of turn")
         layer, hidden = self.whole.layers[index], call.hidden
-        if hidden.shape[:2] != (1, _ROWS) or hidden.ndim != 3:
+        if hidden.shape[:2] != (1, SURVEYED_ROWS) or hidden.ndim != 3:
             raise UnsupportedModelError(
                 f"{type(self.model).__name__} gives its layers hidden states {list(hidden.shape)}, not one a token"
             )
-        self._made_in[_storage(hidden)] = index
+        self._made_in[storage_of(hidden)] = index
         self._sites.clear()
         self.layer = index
         self.notes.append(_LayerNotes())
@@ -385,20 +385,20 @@ class _Survey(TorchFunctionMode):
         made = [one for one in tree_flatten(output)[0] if isinstance(one, Tensor)]
         self._alive += made
         for one in made:
-            self._made_in.setdefault(_storage(one), self.layer)
+            self._made_in.setdefault(storage_of(one), self.layer)
         if self.layer >= 0:
             self._note(func, args, kwargs, tensors, output, made)
         elif not self.notes:
             self.reads_embeddings |= bool(self._used(name, args, tensors, made))
             if func is nn.functional.embedding:
-                self._sites[_storage(output)] = frozenset(("embedding",))
+                self._sites[storage_of(output)] = frozenset(("embedding",))
         return output
 
     def _note(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], output: Any, made: list[Tensor]) -> None:
         notes, name = self.notes[-1], getattr(func, "__name__", "")
         for one in tensors:
             if one.requires_grad and not isinstance(one, nn.Parameter) and name != "__get__":
-                origin = self._made_in.get(_storage(one), self.layer)
+                origin = self._made_in.get(storage_of(one), self.layer)
                 if origin < 0:
                     self.reads_tokens = True
                 elif origin != self.layer:
@@ -411,13 +411,13 @@ class _Survey(TorchFunctionMode):
 
     def _used(self, name: str, args: Any, tensors: list[Tensor], made: list[Tensor]) -> frozenset[str]:
         """Return the sites whose outputs the backward of a call reads; follow those of others."""
-        sites = frozenset().union(*(self._sites.get(_storage(one), frozenset()) for one in tensors))
+        sites = frozenset().union(*(self._sites.get(storage_of(one), frozenset()) for one in tensors))
         trained = [isinstance(one, Tensor) and one.requires_grad for one in args]
         scales = name in _SCALES and sum(trained) == 1 and (trained[0] or "mul" in name)
         if name not in _SUMS and not scales and name != "dropout":
             return sites
         for one in made if sites else ():
-            self._sites[_storage(one)] = self._sites.get(_storage(one), frozenset()) | sites
+            self._sites[storage_of(one)] = self._sites.get(storage_of(one), frozenset()) | sites
         return frozenset()
 
     def refuse_dropout(self) -> None:
@@ -441,14 +441,14 @@ class _Survey(TorchFunctionMode):
             notes.choosing.add(owner)
             return
         rows = args[0] if not isinstance(self._stack[-1], Conv1D) else args[1]
-        is_of_tokens = tuple(rows.shape[:-1]) in ((1, _ROWS), (_ROWS,))
+        is_of_tokens = tuple(rows.shape[:-1]) in ((1, SURVEYED_ROWS), (SURVEYED_ROWS,))
         notes.widths[owner] = output.shape[-1]
         notes.calls[owner] = notes.calls.get(owner, 0) + (1 if is_of_tokens else 2)
         self.note_output(owner, output)
 
     def note_output(self, site: str, output: Tensor) -> None:
         """Follow what becomes of a site's output."""
-        self._sites[_storage(output)] = frozenset((site,))
+        self._sites[storage_of(output)] = frozenset((site,))
         self.notes[-1].outputs[site] = output, output._version
 
     def name_of(self, module: nn.Module) -> str:
@@ -456,10 +456,10 @@ class _Survey(TorchFunctionMode):
         return self._inner[id(module)]
 
 
-_RUNNING: list[_Survey] = []
+RUNNING: list[Survey] = []
 
 
-def _storage(tensor: Tensor) -> int:
+def storage_of(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
@@ -489,7 +489,7 @@ def _groups(num_layers: int, links: list[tuple[int, int]]) -> tuple[tuple[int, .
 def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **given: Any
 ) -> tuple[Tensor, None]:
-    survey = _RUNNING[-1]
+    survey = RUNNING[-1]
     if survey.layer < 0:
         raise UnsupportedModelError(f"{type(module).__name__} attends outside the layers")
     has_sinks, soft_cap = given.get("s_aux") is not None, float(given.get("softcap") or 0.0)
@@ -505,13 +505,13 @@ def _attend(
 
 
 def _mask(**given: Any) -> Tensor:
-    mask = torch.zeros(1, 1, _ROWS, _ROWS, device="meta")
+    mask = torch.zeros(1, 1, SURVEYED_ROWS, SURVEYED_ROWS, device="meta")
     mask.rule = mask_rule(**given)  # type: ignore[attr-defined]
     return mask
 
 
-def _mix_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    survey = _RUNNING[-1]
+def mix_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    survey = RUNNING[-1]
     name = survey.name_of(module)
     survey.notes[-1].experts[name] = next(module.parameters()).shape[0]
     output = hidden_states * top_k_weights.sum(-1, keepdim=True)
@@ -521,4 +521,4 @@ def _mix_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, 
 
 ALL_ATTENTION_FUNCTIONS.register(_SURVEY, _attend)
 ALL_MASK_ATTENTION_FUNCTIONS.register(_SURVEY, _mask)
-ALL_EXPERTS_FUNCTIONS.register(_SURVEY, _mix_experts)
+ALL_EXPERTS_FUNCTIONS.register(_SURVEY, mix_experts)
