@@ -272,9 +272,9 @@ def _local_outputs(kind: LayerKind, tp: int, *, only_read: bool = False) -> int:
     """Count the elements that a token has on one device of the outputs of products: divided over devices, but for keys
     and values of fewer heads than devices, which are copied. Experts on several devices keep none from forward on."""
     outputs = sum(-(-one.rows * one.outputs // tp) for one in kind.products if one.is_read or not only_read)
-    has_experts = kind.experts and not (only_read and tp > 1)
-    of_experts = -(-kind.experts.first_outputs // tp) if has_experts else 0
-    return outputs + of_experts + _copied_keys(kind.attention, tp)
+    if kind.experts is not None and not (only_read and tp > 1):
+        outputs += -(-kind.experts.first_outputs // tp)
+    return outputs + _copied_keys(kind.attention, tp)
 
 
 def _copied_keys(attention: AttentionKind | None, tp: int) -> int:
