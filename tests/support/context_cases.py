@@ -10,12 +10,12 @@ from evenload.attention.backends import select_backend
 from evenload.runtime.comm.rank_groups import ContextGroup, Transfer, create_context_groups
 from evenload.runtime.comm.watch import RankWatch
 from evenload.runtime.model.mask_rules import MaskRule
-from evenload.runtime.model.structure import AttentionSizes
 from evenload.runtime.replay.attention_call import attention
 from evenload.runtime.replay.context_attention import LocalAttention, rows_of
 from evenload.runtime.replay.rank_packs import RankPackTokens
 from evenload.runtime.replay.state import ReplayState
 from evenload.runtime.replay.store import ActivationStore
+from evenload.types.layer_kind import AttentionKind
 from evenload.types.plan import decode_plan
 
 HEADS, GROUPS, DIM = 4, 2, 8
@@ -173,7 +173,7 @@ class _Layer(torch.nn.Module):
         if direction == "forward":
             state.store.open_pack(pack.ranges)
         if not pack.ranges:
-            shape = AttentionSizes(HEADS, GROUPS, DIM, self.case.value_dim)
+            shape = AttentionKind(heads=HEADS, kv_heads=GROUPS, head_dim=DIM, value_dim=self.case.value_dim)
             if pack.shared is not None:
                 like = torch.empty(0, dtype=self.dtype)
                 pack.shared.join(direction, state.backend, state.store, 0, [shape], like)

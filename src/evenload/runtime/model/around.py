@@ -168,19 +168,11 @@ def configs_of(model: nn.Module) -> list[PretrainedConfig]:
 
 
 def find_layers(model: PreTrainedModel) -> str:
-    """Return the path of the list of layers: what the plan for pipelines calls one, else what the plan for tensor
-    parallelism cuts, else the longest list of modules."""
-    config = model.config.get_text_config(decoder=True)
-    base = model.base_model
-    prefix = next((f"{name}." for name, module in model.named_modules() if module is base and name), "")
-    lists = {name: one for name, one in base.named_modules() if isinstance(one, nn.ModuleList) and len(one)}
-    planned = [*(getattr(config, "base_model_pp_plan", None) or {})]
-    planned += [key.split(".*")[0] for key in getattr(config, "base_model_tp_plan", None) or {} if ".*" in key]
-    for name in planned:
-        if name in lists:
-            return prefix + name
+    """Return the path of the list of layers: of lists of modules that are in no other one that with as many as the
+    configuration says, else the longest."""
+    num_layers = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", 0)
+    lists = {name: len(one) for name, one in model.named_modules() if isinstance(one, nn.ModuleList) and len(one)}
     outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
-    outer.sort(key=lambda name: (len(lists[name]) != getattr(config, "num_hidden_layers", 0), -len(lists[name])))
     if not outer:
         raise UnsupportedModelError(f"{type(model).__name__} has no list of layers")
-    return prefix + outer[0]
+    return max(outer, key=lambda name: (lists[name] == num_layers, lists[name]))

@@ -4,9 +4,8 @@ A model that runs under one of our names makes no mask [T, T]: it gets a `MaskRu
 its layers. Where documents begin is known from the plan, so what transformers adds for packs is left out.
 """
 
-import functools
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, replace
 from types import CellType, FunctionType
 from typing import Any
 
@@ -18,7 +17,20 @@ from evenload.errors import UnsupportedModelError
 
 TRAINED_MASKS = "only causal attention of a document's tokens to each other is trained, all, in a window or in chunks"
 
+# Of the tensors that models pass to their attention, those that change nothing between tokens, or are known.
+_KNOWN_TENSORS = {"s_aux", "position_ids", "cache_position"}
 _LONGEST = 1 << 24  # tokens of a document; a longer window is none
+
+
+def unknown_tensors(options: Mapping[str, Any]) -> list[str]:
+    """Return names of further tensors that a call of attention gets, and that range attention does not know."""
+    return sorted(key for key, one in options.items() if isinstance(one, Tensor) and key not in _KNOWN_TENSORS)
+
+
+def is_causal(module: object, options: Mapping[str, Any]) -> bool:
+    """Say whether a call of attention without a mask hides later tokens: what it says itself, else its module."""
+    own = options.get("is_causal")
+    return bool(getattr(module, "is_causal", True) if own is None else own)
 
 
 @dataclass(frozen=True)
@@ -74,16 +86,14 @@ def mask_rule(
         key, function = _of_cell("mask_function", _unpacked(mask_function))
     except UnsupportedModelError as error:
         return MaskRule(refusal=str(error))
-    rule = _read_rule(_KeyedFunction(key, function))
+    if key not in _KNOWN:
+        _KNOWN[key] = _read_rule(function)
+    rule = _KNOWN[key]
     return replace(rule, refusal=f"{config.model_type} {rule.refusal}") if rule.refusal else rule
 
 
-@dataclass(frozen=True)
-class _KeyedFunction:
-    """A mask function, equal to others with equal code and constants: models make a new one a pack."""
-
-    key: Hashable
-    function: _MaskFunction = field(compare=False)
+_KNOWN: dict[Hashable, MaskRule] = {}
+"""By code and constants of mask functions, of which models make a new one a pack."""
 
 
 def _closure(function: FunctionType) -> dict[str, Any]:
@@ -121,13 +131,12 @@ def _of_cell(name: str, value: Any) -> tuple[Hashable, Any]:
     return value, value
 
 
-@functools.lru_cache(maxsize=64)
-def _read_rule(mask: _KeyedFunction) -> MaskRule:
+def _read_rule(function: _MaskFunction) -> MaskRule:
     """Find the first row that does not see key 0, then compare rows around it with a window and with chunks."""
     zero = torch.zeros((), dtype=torch.int64, device="cpu")
 
     def shows(rows: Tensor, keys: Tensor) -> Tensor:
-        return mask.function(zero, zero, rows, keys).expand(torch.broadcast_shapes(rows.shape, keys.shape))
+        return function(zero, zero, rows, keys).expand(torch.broadcast_shapes(rows.shape, keys.shape))
 
     far = 2 ** torch.arange(_LONGEST.bit_length(), device="cpu")
     unseen = (~shows(far, zero)).nonzero()
@@ -136,10 +145,8 @@ def _read_rule(mask: _KeyedFunction) -> MaskRule:
         between = torch.arange(int(far[unseen[0]]) // 2, int(far[unseen[0]]) + 1, device="cpu")
         size = int(between[~shows(between, zero)][0])
         rules = [MaskRule(window=size), MaskRule(chunk=size)]
-    rows = torch.tensor(
-        [0, 1, 2, 63, 1000, *(n * size + i for n in (1, 2, 3) for i in (-1, 0, 1))], device="cpu"
-    ).unique()
-    rows = rows[rows >= 0][:, None]
+    edges = {n * size + i for n in (1, 2, 3) for i in (-1, 0, 1)} if size else set()
+    rows = torch.tensor(sorted({0, 1, 2, 63, 1000} | edges), device="cpu")[:, None]
     keys = torch.arange(int(rows.max()) + 10, device="cpu")
     visible = shows(rows, keys)
     wrong = {}

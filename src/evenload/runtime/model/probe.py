@@ -34,7 +34,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from evenload.errors import UnsupportedModelError
 from evenload.runtime.model.around import LayerCall, LayersRan, WholeModel, configs_of, find_layers
-from evenload.runtime.model.mask_rules import MaskRule
+from evenload.runtime.model.mask_rules import MaskRule, is_causal, unknown_tensors
 from evenload.runtime.model.narrow import WIDTHS, Float64Casts, build_narrow, narrowed
 from evenload.types.base import Frozen
 
@@ -79,13 +79,6 @@ class Findings(Frozen):
         return tuple(sorted({mixer.module for kind in self.mixers for mixer in kind}))
 
 
-class _Stored(Frozen):
-    """What a file of the cache holds: one of the two."""
-
-    findings: Findings | None = None
-    refusal: str = ""
-
-
 def probe(config: PretrainedConfig, cache: Path | None = None) -> Findings:
     """Return what the proof finds of a model; `UnsupportedModelError` names what would be trained wrong, and why.
 
@@ -99,23 +92,23 @@ def probe(config: PretrainedConfig, cache: Path | None = None) -> Findings:
     folder = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "evenload" / "probe"
     file = folder / f"{_digest(config)}.json"
     if os.path.isfile(file):  # no folder that may not be searched
-        stored = msgspec.json.decode(file.read_bytes(), type=_Stored)
+        found = msgspec.json.decode(file.read_bytes(), type=Findings | str)
     else:
         try:
-            stored = _Stored(findings=_prove(config))
+            found = _prove(config)
         except UnsupportedModelError as error:
-            stored = _Stored(refusal=str(error))
+            found = str(error)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             begun = file.with_suffix(f".{os.getpid()}.partial")
-            begun.write_bytes(msgspec.json.encode(stored))
+            begun.write_bytes(msgspec.json.encode(found))
             begun.replace(file)
         except OSError as error:  # such as of a home that is no directory of the user's
             why = f"{folder} cannot be written ({error.strerror}); set HOME or XDG_CACHE_HOME"
             warnings.warn(f"the model is probed again by the next run: {why}", stacklevel=2)
-    if stored.findings is None:
-        raise UnsupportedModelError(stored.refusal)
-    return stored.findings
+    if isinstance(found, str):
+        raise UnsupportedModelError(found)
+    return found
 
 
 def _digest(config: PretrainedConfig) -> str:
@@ -489,13 +482,10 @@ def _own_way(module: nn.Module, query: Tensor, key: Tensor, mask: Any, given: di
     """Say what the range attention cannot do of a call; "" = it can do all."""
     if query.ndim != 4 or query.shape[0] != 1 or query.shape[2] != count or key.shape[2] != count:
         return f"attends with queries {list(query.shape)} and keys {list(key.shape)}"
-    tensors = {name for name, one in given.items() if isinstance(one, Tensor)}
-    if own := sorted(tensors - {"s_aux", "position_ids", "cache_position"}):
+    if own := unknown_tensors(given):
         return f"attends with {', '.join(own)}"
     if mask is None:
-        is_causal = given.get("is_causal")
-        is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        return "" if is_causal else "lets tokens see later ones"
+        return "" if is_causal(module, given) else "lets tokens see later ones"
     if not isinstance(mask, Tensor) or mask.shape[-2:] != (count, count) or mask.numel() != count * count:
         return f"attends with a mask of its own {list(getattr(mask, 'shape', ()))}"
     mask = mask.reshape(count, count)

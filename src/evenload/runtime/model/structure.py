@@ -10,8 +10,9 @@ memory, and its own forward runs once on a few tokens; its layers run in it one 
 """
 
 import json
+import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,23 +28,12 @@ from transformers.pytorch_utils import Conv1D
 
 from evenload.errors import UnsupportedModelError
 from evenload.runtime.model.around import LayerCall, WholeModel, find_layers, using
-from evenload.runtime.model.mask_rules import mask_rule
+from evenload.runtime.model.mask_rules import MaskRule, mask_rule, unknown_tensors
+from evenload.types.layer_kind import AttentionKind, ExpertsKind, Product
 
 _SURVEY = "evenload_survey"
 SURVEYED_ROWS = 29
 """Tokens of the survey; a prime that is no size of a model."""
-
-
-@dataclass(frozen=True)
-class AttentionSizes:
-    """Sizes of one attention call of a layer."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    value_dim: int
-    has_sinks: bool = False
-    soft_cap: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -65,7 +55,7 @@ class LayerSites:
     in_place: frozenset[str]
     choosing: frozenset[str]
     experts: frozenset[str]
-    attention: tuple[AttentionSizes, ...]
+    attention: tuple[AttentionKind, ...]
     mixers: frozenset[str] = frozenset()
 
     def is_mixed(self, name: str) -> bool:
@@ -145,14 +135,9 @@ _KNOWN: dict[str, Structure] = {}
 
 
 def _survey(model: PreTrainedModel) -> Structure:
-    path = find_layers(model)
-    whole = WholeModel(model, path)
-    survey = Survey(model, whole)
-    positions = torch.arange(SURVEYED_ROWS, device="meta")
-    like = torch.empty(SURVEYED_ROWS, 1, device="meta", dtype=model.dtype)
+    survey = Survey(model)
     try:
-        with using(whole.configs, _SURVEY), survey.hooks(), torch.enable_grad():
-            whole.run(positions, survey.run_layer, token_ids=positions, like=like)
+        survey.run()
     except UnsupportedModelError:
         raise
     except Exception as error:  # of the model's own code, on tensors without values
@@ -161,39 +146,47 @@ def _survey(model: PreTrainedModel) -> Structure:
             f"{type(model).__name__}: {where} computes with more than shapes before it trains ({type(error).__name__}: "
             f"{' '.join(str(error).split())[:200]}), which replay does not know"
         ) from error
-    finally:
-        whole.restore()
-    return survey.structure(path)
+    return survey.structure()
 
 
-class _LayerNotes:
-    """Notes what one layer does."""
+class LayerNotes:
+    """Notes what one layer does. Lists are in the order of calls."""
 
     def __init__(self) -> None:
-        self.calls: dict[str, int] = {}  # of linears on rows of tokens; those on others count twice
-        self.outputs: dict[str, tuple[Tensor, int]] = {}  # and their versions
+        self.products: list[tuple[str, bool, Product]] = []  # with their linears, and whether rows are tokens
+        self.inputs: set[tuple[int, int]] = set()  # of products: storages and widths
+        self.outputs: dict[str, tuple[Tensor, int]] = {}  # of sites, and their versions
         self.used: set[str] = set()
-        self.widths: dict[str, int] = {}  # outputs of linears
+        self.attention: list[tuple[str, AttentionKind]] = []
+        self.experts: dict[str, ExpertsKind] = {}
+        self.stacked: list[Tensor] = []  # weights of all experts, [E, in, out], in code of the model's own
         self.choosing: set[str] = set()
-        self.experts: dict[str, int] = {}  # and how many
-        self.attention: list[AttentionSizes] = []
-        self.attending: set[str] = set()
+        self.choices: list[tuple[str, int]] = []  # by module: how many sets of the largest a token
+        self.chosen = self.router = self.cast_router = 0  # in a set; results of products of routers
+        self.mixer = self.mixer_path = ""
+        self.divided_biases = 0  # weights of those that tensor parallelism divides
+        self.has_row_biases = False
+
+    def is_mixed(self, path: str) -> bool:
+        """Say whether a module mixes tokens in a way of its own, or is inside one."""
+        return bool(self.mixer) and f"{path}.".startswith(f"{self.mixer_path}." if self.mixer_path else "")
 
     def sites(self) -> LayerSites:
-        linears = {name for name, count in self.calls.items() if count == 1}
+        calls = Counter(name for name, _, _ in self.products)
+        linears = {name for name, is_of_tokens, _ in self.products if is_of_tokens and calls[name] == 1}
         return LayerSites(
             linears=frozenset(linears),
             unused=frozenset((linears | self.experts.keys()) - self.used),
             in_place=frozenset(name for name, (output, version) in self.outputs.items() if output._version != version),
             choosing=frozenset(self.choosing),
             experts=frozenset(self.experts),
-            attention=tuple(self.attention),
+            attention=tuple(kind for _, kind in self.attention),
         )
 
     def refuse_cut(self, styles: Mapping[str, str]) -> str:
         """Say why transformers' plan, of styles by the last part of linears' names, cannot be followed; "" = it can.
         Between blocks a rank has rows of its own, in blocks all rows and what its columns make of them."""
-        kinds = {name: styles.get(name.rsplit(".", 1)[-1], "") for name in self.calls}
+        kinds = {name: styles.get(name.rsplit(".", 1)[-1], "") for name, _, _ in self.products}
         blocks = {block_of(name) for name, style in kinds.items() if style == "colwise"}
 
         def inside(names: Iterable[str]) -> str:
@@ -201,7 +194,7 @@ class _LayerNotes:
 
         others = sorted(name for name, style in kinds.items() if style not in ("colwise", "rowwise", *_WHOLE))
         uncut = inside(name for name, style in kinds.items() if style in _WHOLE)
-        mixing = sorted(name for name in self.attending if not inside([name]))
+        mixing = sorted({name for name, _ in self.attention if not inside([name])})
         whole = inside([*self.choosing, *self.experts])
         reasons = {
             f"needs {', '.join(others)} whole on one rank, as norms of all heads and fused matrices do (its plan for "
@@ -211,19 +204,20 @@ class _LayerNotes:
             f"multiplies with the whole of {uncut} between linears that are cut": uncut,
             f"chooses in {whole}, between linears that are cut": whole,
             "has attention sinks, which its plan for tensor parallelism does not cut": styles.get("sinks") != "colwise"
-            and any(one.has_sinks for one in self.attention),
+            and any(one.sinks for _, one in self.attention),
         }
         return next((why for why, is_so in reasons.items() if is_so), "")
 
     def cut_sizes(self, columns: Collection[str]) -> Iterator[tuple[str, int]]:
         """Yield named sizes of what is cut."""
-        for one in self.attention:
+        for _, one in self.attention:
             yield from (("num_attention_heads", one.heads), ("num_key_value_heads", one.kv_heads))
-        for name, width in self.widths.items():
-            if name.rsplit(".", 1)[-1] in columns and block_of(name) not in self.attending:
-                yield f"outputs of {name}", width
-        for name, number in self.experts.items():
-            yield f"number of {name}", number
+        attending = {name for name, _ in self.attention}
+        for name, _, product in self.products:
+            if product.name in columns and block_of(name) not in attending:
+                yield f"outputs of {name}", product.outputs
+        for name, experts in self.experts.items():
+            yield f"number of {name}", experts.count
 
 
 _WHOLE = ("", "replicated", "replicated_with_grad_allreduce")
@@ -240,18 +234,22 @@ _QUESTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "nonzero": lambda values: values.new_empty(0, values.ndim, dtype=torch.int64),
 }
 _SCALES = {"mul", "__mul__", "__rmul__", "div", "__truediv__"}
+_SCORES = {"matmul", "__matmul__", "__rmatmul__", "bmm", "baddbmm"}
 
 
 class Survey(TorchFunctionMode):
     """Notes what is called around and in the layers of a model without memory."""
 
-    def __init__(self, model: PreTrainedModel, whole: WholeModel) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
-        self.model, self.whole, self.layer = model, whole, -1
-        self.notes: list[_LayerNotes] = []
+        self.model, self.whole, self.layer = model, WholeModel(model, find_layers(model)), -1
+        self.notes: list[LayerNotes] = []
+        self.hidden_size = 0
         self.prologue: list[str] = []
         self.epilogue: list[str] = []
         self.links: list[tuple[int, int]] = []
+        self.refusals: list[str] = []
+        """Why the model cannot be trained; what it computes is told all the same."""
         self.reads_tokens = self.returns_tuple = False
         self.reads_embeddings = False
         """Whether a backward of the prologue reads what the embedding gives."""
@@ -263,19 +261,21 @@ class Survey(TorchFunctionMode):
         self._made_in: dict[int, int] = {}  # storages by layer, -1 = before them
         self._alive: list[Tensor] = []  # so that no storage is another's later
 
-    @contextmanager
-    def hooks(self) -> Iterator[None]:
-        """Follow the calls of all modules."""
+    def run(self) -> None:
+        """Run the model, whose layers are back in their places afterwards."""
+        positions = torch.arange(SURVEYED_ROWS, device="meta")
+        like = torch.empty(SURVEYED_ROWS, 1, device="meta", dtype=self.model.dtype)
         enter = nn.modules.module.register_module_forward_pre_hook(self._enter)
         leave = nn.modules.module.register_module_forward_hook(self._leave, always_call=True)
-        RUNNING.append(self)
+        _RUNNING.append(self)
         try:
-            with self:
-                yield
+            with self, using(self.whole.configs, _SURVEY), torch.enable_grad():
+                self.whole.run(positions, self._run_layer, token_ids=positions, like=like)
         finally:
-            RUNNING.pop()
+            _RUNNING.pop()
             enter.remove()
             leave.remove()
+            self.whole.restore()
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         self._stack.append(module)
@@ -291,8 +291,7 @@ class Survey(TorchFunctionMode):
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self._stack.pop()
 
-    def run_layer(self, index: int, call: LayerCall) -> Tensor:
-        """Run a layer, and note what it does."""
+    def _run_layer(self, index: int, call: LayerCall) -> Tensor:
         if index != len(self.notes):
             raise UnsupportedModelError(f"{type(self.model).__name__} calls layer {index} out of turn")
         layer, hidden = self.whole.layers[index], call.hidden
@@ -300,10 +299,10 @@ class Survey(TorchFunctionMode):
             raise UnsupportedModelError(
                 f"{type(self.model).__name__} gives its layers hidden states {list(hidden.shape)}, not one a token"
             )
-        self._made_in[storage_of(hidden)] = index
+        self._made_in[_storage_of(hidden)] = index
         self._sites.clear()
-        self.layer = index
-        self.notes.append(_LayerNotes())
+        self.layer, self.hidden_size = index, hidden.shape[-1]
+        self.notes.append(LayerNotes())
         self._inner = {id(module): name for name, module in layer.named_modules()}
         self._owners = {
             id(weight): name for name, module in layer.named_modules() for weight in module._parameters.values()
@@ -313,9 +312,11 @@ class Survey(TorchFunctionMode):
         self.layer = -1
         return output if isinstance(output, Tensor) else output[0]
 
-    def structure(self, layers: str) -> Structure:
-        """Return what was found."""
-        model = self.model
+    def structure(self) -> Structure:
+        """Return what was found; `UnsupportedModelError` where it cannot be trained."""
+        model, layers = self.model, self.whole.path
+        if self.refusals:
+            raise UnsupportedModelError(self.refusals[0])
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         paths = {name for name in (self._paths.get(id(embedding)), self._paths.get(id(head))) if name}
         if len(paths) < 2:
@@ -377,7 +378,7 @@ class Survey(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name == "dropout" and _drops(args, kwargs):
-            self.refuse_dropout()
+            self._refuse_dropout()
         if name in _QUESTIONS and isinstance(args[0], Tensor) and args[0].is_meta:
             return _QUESTIONS[name](args[0])
         output = func(*args, **kwargs)
@@ -385,82 +386,154 @@ class Survey(TorchFunctionMode):
         made = [one for one in tree_flatten(output)[0] if isinstance(one, Tensor)]
         self._alive += made
         for one in made:
-            self._made_in.setdefault(storage_of(one), self.layer)
+            self._made_in.setdefault(_storage_of(one), self.layer)
         if self.layer >= 0:
             self._note(func, args, kwargs, tensors, output, made)
         elif not self.notes:
             self.reads_embeddings |= bool(self._used(name, args, tensors, made))
             if func is nn.functional.embedding:
-                self._sites[storage_of(output)] = frozenset(("embedding",))
+                self._sites[_storage_of(output)] = frozenset(("embedding",))
         return output
 
     def _note(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], output: Any, made: list[Tensor]) -> None:
         notes, name = self.notes[-1], getattr(func, "__name__", "")
         for one in tensors:
             if one.requires_grad and not isinstance(one, nn.Parameter) and name != "__get__":
-                origin = self._made_in.get(storage_of(one), self.layer)
+                origin = self._made_in.get(_storage_of(one), self.layer)
                 if origin < 0:
                     self.reads_tokens = True
                 elif origin != self.layer:
                     self.links.append((origin, self.layer))
         notes.used |= self._used(name, args, tensors, made)
         if name == "topk":
-            self._choose(notes)
+            path = next(self._inner[id(one)] for one in reversed(self._stack) if id(one) in self._inner)
+            notes.choosing.add(path)
+            notes.choices.append((path, made[-1].numel() // SURVEYED_ROWS))
+            notes.chosen = made[-1].shape[-1]
         elif func is nn.functional.linear or func is torch.addmm:
             self._multiply(notes, args[1 if func is nn.functional.linear else 2], args, output)
+        if name == "linear" and not isinstance(args[1], nn.Parameter):
+            own = {one.shape for one in self._stack[-1].parameters(recurse=False)}
+            notes.cast_router += output.shape[-1] * (args[1].shape in own)
+        if name in _SCORES and isinstance(tensors[1], nn.Parameter) and tensors[1].ndim > 2:
+            notes.stacked.append(tensors[1])
+        if _mixes(name, args, kwargs, tensors, made):
+            self._note_mixer(notes)
 
     def _used(self, name: str, args: Any, tensors: list[Tensor], made: list[Tensor]) -> frozenset[str]:
         """Return the sites whose outputs the backward of a call reads; follow those of others."""
-        sites = frozenset().union(*(self._sites.get(storage_of(one), frozenset()) for one in tensors))
+        sites = frozenset().union(*(self._sites.get(_storage_of(one), frozenset()) for one in tensors))
         trained = [isinstance(one, Tensor) and one.requires_grad for one in args]
         scales = name in _SCALES and sum(trained) == 1 and (trained[0] or "mul" in name)
         if name not in _SUMS and not scales and name != "dropout":
             return sites
         for one in made if sites else ():
-            self._sites[storage_of(one)] = self._sites.get(storage_of(one), frozenset()) | sites
+            self._sites[_storage_of(one)] = self._sites.get(_storage_of(one), frozenset()) | sites
         return frozenset()
 
-    def refuse_dropout(self) -> None:
-        """Raise an `UnsupportedModelError` that names keys of the configuration."""
+    def _refuse_dropout(self) -> None:
         config = self.model.config.to_dict().items()
         keys = [f"{key} is {value}" for key, value in config if "drop" in key and isinstance(value, float) and value]
-        raise UnsupportedModelError(
+        self.refusals.append(
             f"{', '.join(keys) or type(self._stack[-1]).__name__}: a dropout mask would differ between forward and "
             "backward; set it to 0 in config.json"
         )
 
-    def _choose(self, notes: _LayerNotes) -> None:
-        module = next(one for one in reversed(self._stack) if id(one) in self._inner)
-        notes.choosing.add(self._inner[id(module)])
-
-    def _multiply(self, notes: _LayerNotes, weight: Tensor, args: Any, output: Tensor) -> None:
-        owner = self._owners.get(id(weight))
+    def _multiply(self, notes: LayerNotes, weight: Tensor, args: Any, output: Tensor) -> None:
+        owner, module = self._owners.get(id(weight)), self._stack[-1]
         if owner is None:
             return
-        if self._inner.get(id(self._stack[-1])) != owner or not isinstance(self._stack[-1], nn.Linear | Conv1D):
+        if self._inner.get(id(module)) != owner or not isinstance(module, nn.Linear | Conv1D):
             notes.choosing.add(owner)
+        if owner in notes.choosing:
+            notes.router += output.shape[-1]
             return
-        rows = args[0] if not isinstance(self._stack[-1], Conv1D) else args[1]
-        is_of_tokens = tuple(rows.shape[:-1]) in ((1, SURVEYED_ROWS), (SURVEYED_ROWS,))
-        notes.widths[owner] = output.shape[-1]
-        notes.calls[owner] = notes.calls.get(owner, 0) + (1 if is_of_tokens else 2)
-        self.note_output(owner, output)
+        rows = args[1 if isinstance(module, Conv1D) else 0]
+        key, *shape = (_storage_of(rows), rows.shape[-1]), *rows.shape[:-1]
+        product = Product(
+            name=owner.rpartition(".")[2],
+            inputs=rows.shape[-1],
+            outputs=output.shape[-1],
+            rows=max(1, math.prod(shape) // SURVEYED_ROWS),
+            shares_input=key in notes.inputs,
+        )
+        notes.products.append((owner, shape in ([1, SURVEYED_ROWS], [SURVEYED_ROWS]), product))
+        notes.inputs.add(key)
+        self._alive.append(rows)
+        if isinstance(module.bias, nn.Parameter):
+            is_of_rows = output.shape[-1] == self.hidden_size
+            notes.has_row_biases |= is_of_rows
+            notes.divided_biases += 0 if is_of_rows else module.bias.numel()
+        self._note_output(owner, output)
 
-    def note_output(self, site: str, output: Tensor) -> None:
+    def _note_output(self, site: str, output: Tensor) -> None:
         """Follow what becomes of a site's output."""
-        self._sites[storage_of(output)] = frozenset((site,))
+        self._sites[_storage_of(output)] = frozenset((site,))
         self.notes[-1].outputs[site] = output, output._version
 
-    def name_of(self, module: nn.Module) -> str:
-        """Return the name of a module in the running layer."""
-        return self._inner[id(module)]
+    def _note_mixer(self, notes: LayerNotes) -> None:
+        """Note that the running module mixes tokens."""
+        own = next(one for one in reversed(self._stack) if not type(one).__module__.startswith("torch."))
+        if not notes.mixer:
+            notes.mixer, notes.mixer_path = type(own).__name__, self._inner.get(id(own), "")
+
+    def note_attention(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, rule: MaskRule, given: dict[str, Any]
+    ) -> None:
+        """Note a call of attention."""
+        if self.layer < 0:
+            raise UnsupportedModelError(f"{type(module).__name__} attends outside the layers")
+        notes = self.notes[-1]
+        if rule.refusal:
+            self.refusals.append(rule.refusal)
+        if given.get("dropout"):
+            self._refuse_dropout()
+        if rule.refusal or unknown_tensors(given):
+            self._note_mixer(notes)
+        kind = AttentionKind(
+            heads=query.shape[1],
+            kv_heads=key.shape[1],
+            head_dim=query.shape[-1],
+            value_dim=value.shape[-1],
+            window=rule.window,
+            chunk=rule.chunk,
+            sinks=given.get("s_aux") is not None,
+            soft_cap=float(given.get("softcap") or 0.0),
+        )
+        notes.attention.append((self._inner[id(module)], kind))
+
+    def note_experts(self, module: Any, width: int, chosen: int, output: Tensor) -> None:
+        """Note a block of experts."""
+        count, name = module.down_proj.shape[0], self._inner[id(module)]
+        inner = module.down_proj.numel() // (count * width)
+        self.notes[-1].experts[name] = ExpertsKind(
+            count=count, chosen=chosen, width=width, inner=inner, gated=bool(module.has_gate)
+        )
+        self._note_output(name, output)
 
 
-RUNNING: list[Survey] = []
+_RUNNING: list[Survey] = []
 
 
-def storage_of(tensor: Tensor) -> int:
+def _storage_of(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
+
+
+def _mixes(name: str, args: Any, kwargs: Any, tensors: list[Tensor], made: list[Tensor]) -> bool:
+    """Say whether a call computes with places of tokens: a convolution, a running sum or a padded block over them,
+    scores of tokens by tokens, or their numbers."""
+    if name == "arange":
+        return SURVEYED_ROWS in args or kwargs.get("end") == SURVEYED_ROWS
+    if not tensors:
+        return False
+    shape = tensors[0].shape
+    if name in ("cumsum", "cumprod"):
+        return shape[kwargs.get("dim", args[1] if len(args) > 1 else -1)] == SURVEYED_ROWS
+    if name == "pad":
+        return SURVEYED_ROWS in shape[:-1] and SURVEYED_ROWS not in made[0].shape[:-1]
+    if name in _SCORES and len(tensors) == 2 and min(len(shape), tensors[1].ndim) > 1:
+        return shape[-1] == SURVEYED_ROWS or (shape[-2] == SURVEYED_ROWS and tensors[1].shape[-1] == SURVEYED_ROWS)
+    return name == "conv1d"
 
 
 def _drops(args: Any, kwargs: Any) -> bool:
@@ -489,19 +562,9 @@ def _groups(num_layers: int, links: list[tuple[int, int]]) -> tuple[tuple[int, .
 def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **given: Any
 ) -> tuple[Tensor, None]:
-    survey = RUNNING[-1]
-    if survey.layer < 0:
-        raise UnsupportedModelError(f"{type(module).__name__} attends outside the layers")
-    has_sinks, soft_cap = given.get("s_aux") is not None, float(given.get("softcap") or 0.0)
-    shape = AttentionSizes(query.shape[1], key.shape[1], query.shape[-1], value.shape[-1], has_sinks, soft_cap)
-    survey.notes[-1].attention.append(shape)
-    survey.notes[-1].attending.add(survey.name_of(module))
-    if why := getattr(getattr(attention_mask, "rule", None), "refusal", ""):
-        raise UnsupportedModelError(why)
-    if given.get("dropout"):
-        survey.refuse_dropout()
-    output = query.transpose(1, 2)[..., :1] + key.sum() + value.sum() + value.new_zeros(value.shape[-1])
-    return output, None
+    rule = getattr(attention_mask, "rule", MaskRule())
+    _RUNNING[-1].note_attention(module, query, key, value, rule, given)
+    return query.transpose(1, 2)[..., :1] + key.sum() + value.sum() + value.new_zeros(value.shape[-1]), None
 
 
 def _mask(**given: Any) -> Tensor:
@@ -510,15 +573,12 @@ def _mask(**given: Any) -> Tensor:
     return mask
 
 
-def mix_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    survey = RUNNING[-1]
-    name = survey.name_of(module)
-    survey.notes[-1].experts[name] = next(module.parameters()).shape[0]
+def _mix_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     output = hidden_states * top_k_weights.sum(-1, keepdim=True)
-    survey.note_output(name, output)
+    _RUNNING[-1].note_experts(module, hidden_states.shape[-1], top_k_index.shape[-1], output)
     return output
 
 
 ALL_ATTENTION_FUNCTIONS.register(_SURVEY, _attend)
 ALL_MASK_ATTENTION_FUNCTIONS.register(_SURVEY, _mask)
-ALL_EXPERTS_FUNCTIONS.register(_SURVEY, mix_experts)
+ALL_EXPERTS_FUNCTIONS.register(_SURVEY, _mix_experts)

@@ -15,13 +15,10 @@ from torch import Tensor, nn
 
 from evenload.attention.range_attention import Scoring
 from evenload.errors import UnsupportedModelError
-from evenload.runtime.model.mask_rules import TRAINED_MASKS, MaskRule
+from evenload.runtime.model.mask_rules import TRAINED_MASKS, MaskRule, is_causal, unknown_tensors
 from evenload.runtime.replay.context_attention import AttentionCall
 from evenload.runtime.replay.state import ReplayState
 from evenload.runtime.replay.weight_products import known_output
-
-# Tensors that models pass on to their attention and that change nothing there.
-_UNREAD = frozenset(("position_ids", "cache_position"))
 
 
 def attention(
@@ -31,16 +28,16 @@ def attention(
     value: Tensor,
     attention_mask: MaskRule | None,
     scaling: float | None = None,
-    dropout: float = 0.0,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Attend as transformers' attention interface: query [1, H, T, Dk], key [1, G, T, Dk] and value [1, G, T, Dv] ->
-    [1, T, H, Dv]. `UnsupportedModelError`: the module asks for what is not computed."""
+    [1, T, H, Dv]. `UnsupportedModelError`: masks and arguments that are not known. Models are without dropout, and rows
+    of queries and keys the same tokens', as their survey and probe have found."""
     state: ReplayState = module.replay  # type: ignore[assignment]
     rule = _rule(module, attention_mask, options)
     sinks: Tensor | None = options.pop("s_aux", None)
-    if (why := _refusal(query, key, value, dropout, sinks, options)) is not None:
-        raise UnsupportedModelError(f"{type(module).__name__} {why}")
+    if unknown := ", ".join(unknown_tensors(options)):
+        raise UnsupportedModelError(f"{type(module).__name__} passes {unknown} to its attention, which cannot use it")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     scoring = Scoring(scale, rule.window, soft_cap=float(options.get("softcap") or 0.0), chunk=rule.chunk)
     # Not `t[0]`: in backward that fills a tensor with zeros and copies the gradient into it.
@@ -53,7 +50,6 @@ def attention(
 def _rule(module: nn.Module, mask: Any, options: dict[str, Any]) -> MaskRule:
     """Return a call's rule. Without a mask it is causal, in the window of the module if it names one; else the mask
     decides (MiMo's is a token wider than the window that the module names)."""
-    is_causal, window = options.pop("is_causal", None), options.pop("sliding_window", None)
     if isinstance(mask, MaskRule):
         if mask.refusal:
             raise UnsupportedModelError(mask.refusal)
@@ -63,27 +59,9 @@ def _rule(module: nn.Module, mask: Any, options: dict[str, Any]) -> MaskRule:
         raise UnsupportedModelError(
             f"{type(module).__name__} gets a mask {made}that its model made itself; {TRAINED_MASKS}"
         )
-    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+    if not is_causal(module, options):
         raise UnsupportedModelError(f"{type(module).__name__} sees all tokens (is_causal is false); {TRAINED_MASKS}")
-    return MaskRule(window or 0)
-
-
-def _refusal(
-    query: Tensor, key: Tensor, value: Tensor, dropout: float, sinks: Tensor | None, options: dict[str, Any]
-) -> str | None:
-    """Say what of a call is not computed; None = all is."""
-    rows = query.shape[2]
-    if query.shape[0] != 1 or key.shape[2] != rows or value.shape[2] != rows:
-        shapes = ", ".join(str(tuple(one.shape)) for one in (query, key, value))
-        return f"attends with queries, keys and values {shapes}, which are not of the same tokens"
-    if dropout:
-        return f"drops attention at random (dropout {dropout}); set it to 0 in config.json"
-    if sinks is not None and tuple(sinks.shape) != query.shape[1:2]:
-        return f"has attention sinks {tuple(sinks.shape)}, not one for each of its {query.shape[1]} query heads"
-    for name, given in options.items():
-        if isinstance(given, Tensor) and name not in _UNREAD:
-            return f"passes {name} {tuple(given.shape)} to its attention, which range attention does not know"
-    return None
+    return MaskRule(options.get("sliding_window") or 0)
 
 
 def _attend(state: ReplayState, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:

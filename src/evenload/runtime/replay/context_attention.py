@@ -45,10 +45,10 @@ from evenload.attention.range_sizes import RangeSizes
 from evenload.errors import ConfigError
 from evenload.runtime.comm.rank_groups import ContextGroup, Transfer
 from evenload.runtime.device import to_device
-from evenload.runtime.model.structure import AttentionSizes
 from evenload.runtime.replay.store import ActivationStore, CallKey, KeyRows, KeysAndValues, call_key, layer_of, num_rows
 from evenload.stepplan.cp_rows import PackRows
 from evenload.types.document import Direction, Range
+from evenload.types.layer_kind import AttentionKind
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,7 +148,7 @@ class PackAttention(ABC):
         backend: RangeAttention,
         store: ActivationStore,
         layer: int,
-        calls: Sequence[AttentionSizes],
+        calls: Sequence[AttentionKind],
         like: Tensor,
     ) -> None:
         """Take part in the transfers of a layer's calls where this rank has no rows. Collective."""
