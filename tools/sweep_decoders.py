@@ -88,7 +88,7 @@ def _compared(model_type: str) -> dict[str, Any]:
         try:
             with tempfile.TemporaryDirectory() as folder:
                 findings = probe(config, Path(folder))
-            row["probe"] = sorted({f"{one.module}: {one.why}" for kind in findings.mixers for one in kind})
+            row["probe"] = sorted({f"{one.module}: {one.why}" for layer in findings.mixers for one in layer})
             is_whole = bool(findings.whole_documents)
             stage, buffers = _stage_with_weights_of(model, config)
             own_loss, own = _replayed(stage, buffers, tokens, is_whole=is_whole)

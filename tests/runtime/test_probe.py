@@ -25,7 +25,8 @@ def _found(config: PretrainedConfig, tmp_path) -> str:
         findings = probe(config, tmp_path)
     except UnsupportedModelError as error:
         return str(error)
-    return "; ".join(f"{one.path or 'layer'} ({one.module}) {one.why}" for kind in findings.mixers for one in kind)
+    mixers = dict.fromkeys(one for layer in findings.mixers for one in layer)
+    return "; ".join(f"{one.path or 'layer'} ({one.module}) {one.why}" for one in mixers)
 
 
 def _rope(**settings) -> dict:
@@ -106,14 +107,14 @@ def test_modules_that_mix_rows_in_their_own_way_are_named_for_whole_documents(
     model_type, changes, path, module, tmp_path
 ):
     findings = probe(tiny_causal_config(model_type, **changes), tmp_path)
-    assert {one.path for kind in findings.mixers for one in kind} == {path}
+    assert {one.path for layer in findings.mixers for one in layer} == {path}
     assert findings.whole_documents == (module,)
 
 
 def test_kinds_are_those_of_the_whole_model(tmp_path):
     config = CONFIG_MAPPING["qwen3_5_text"]()
     findings = probe(config, tmp_path)
-    held = [bool(findings.mixers_of(layer)) for layer in range(config.num_hidden_layers)]
+    held = [bool(mixers) for mixers in findings.mixers]
     assert held == [kind == "linear_attention" for kind in config.layer_types]
 
 
@@ -227,8 +228,8 @@ def test_findings_and_refusals_are_kept_by_configuration(tmp_path, monkeypatch):
     assert probe(tiny_causal_config("lfm2"), tmp_path) == found
     assert _found(spoilt, tmp_path) == refused
     assert time.perf_counter() - start < 0.5
-    monkeypatch.setattr(probe_module, "_prove", lambda config: Findings(kinds=(), mixers=()))
-    assert probe(tiny_causal_config("lfm2", conv_L_cache=4), tmp_path).kinds == ()
+    monkeypatch.setattr(probe_module, "_prove", lambda config: Findings(mixers=()))
+    assert probe(tiny_causal_config("lfm2", conv_L_cache=4), tmp_path).mixers == ()
 
 
 def test_the_cache_is_in_the_users_folder(tmp_path, monkeypatch):

@@ -131,8 +131,16 @@ def test_padding_takes_no_part_in_the_load_balancing_loss():
 @pytest.mark.parametrize(
     ("kind", "change", "named"),
     [
-        ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
-        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1"),
+        (
+            "gemma3",
+            {"use_bidirectional_attention": True},
+            "attention mask in which row 0 sees .* only causal attention",
+        ),
+        (
+            "mixtral",
+            {"router_jitter_noise": 0.1},
+            r"\(MixtralSparseMoeBlock\) draws random numbers .* set it to 0 in config.json",
+        ),
         ("llama", {"attention_dropout": 0.1}, "attention_dropout"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic"),
         ("gpt2", {"attn_pdrop": 0.1}, "attn_pdrop is 0.1, .*: a dropout mask .* set it to 0 in config.json"),
@@ -168,5 +176,5 @@ def test_whether_to_balance_experts_is_never_decided_silently():
     config.output_router_logits = True
     assert router_aux_loss_coef(config, None) == 0.02
     assert router_aux_loss_coef(tiny_config("llama"), None) == 0.0
-    with pytest.raises(ConfigError, match="no load-balancing loss for LlamaForCausalLM"):
+    with pytest.raises(ConfigError, match="no load-balancing loss for Llama"):
         router_aux_loss_coef(tiny_config("llama"), 0.1)

@@ -30,6 +30,7 @@ counted, and packs of a context-parallel group hold less.
                                                            some key heads at a time (`attention.varlen_cuda`)
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -169,19 +170,12 @@ def forward_flops(model: ModelSpec, num_tokens: ArrayLike) -> NDArray[np.float64
     """Count the FLOPs of whole documents forward, with head, without embedding look-up; float64, shape of
     `num_tokens`."""
     tokens = np.asarray(num_tokens, np.float64)
-    counts = model.kind_counts
-    weights = sum(
-        count * (kind.active_products + kind.adapter_parameters)
-        for count, kind in zip(counts, model.kinds, strict=True)
-    )
+    weights = model.kind_counts @ _of_kinds(model, lambda kind: kind.active_products + kind.adapter_parameters)
     flops = (2.0 * weights + 2.0 * model.embedding_parameters) * tokens
     zero = np.zeros_like(tokens)
     for reach in kind_shares(model).reaches:
-        widths = sum(
-            count * kind.attention.pair_width
-            for count, kind in zip(counts, model.kinds, strict=True)
-            if kind.attention and kind.attention.reach == reach
-        )
+        attentions = [(count, kind.attention) for count, kind in zip(model.kind_counts, model.kinds, strict=True)]
+        widths = sum(count * one.pair_width for count, one in attentions if one and one.reach == reach)
         flops = flops + 2.0 * widths * slice_pairs(zero, tokens, reach, causal=model.causal)
     return flops
 
@@ -191,7 +185,7 @@ def training_flops(model: ModelSpec, num_tokens: ArrayLike) -> NDArray[np.float6
     MFU."""
     flops = 3.0 * forward_flops(model, num_tokens)
     if model.has_adapters:
-        weights = sum(count * kind.active_products for count, kind in zip(model.kind_counts, model.kinds, strict=True))
+        weights = model.kind_counts @ _of_kinds(model, lambda kind: kind.active_products)
         frozen = 2.0 * weights + 2.0 * model.embedding_parameters
         flops = flops - frozen * np.asarray(num_tokens, np.float64)
     return flops
@@ -205,67 +199,41 @@ POLICIES: tuple[ActivationPolicy, ...] = ("replay", "recompute", "offload")
 REPLAY, RECOMPUTE, OFFLOAD = range(3)
 
 
-@dataclass(frozen=True, eq=False)
-class _KindWidths:
-    """Hold elements of a token on one layer of every kind on one device; int64[K] each.
-
-    Args:
-        heads: how many queries it has; attended: outputs of attention.
-        read: outputs of products, also of experts' first ones, that backward reads and `recompute` repeats.
-        routed, cast: what routers and experts keep whatever the policy, and `ExpertsKind.cast_router`; choices: numbers
-            of experts.
-        keys: of K and V. weights: inputs of products and gradients of outputs, from I to W.
-        inner: `LayerKind.inner`, not divided.
-    """
-
-    heads: NDArray[np.int64]
-    attended: NDArray[np.int64]
-    read: NDArray[np.int64]
-    routed: NDArray[np.int64]
-    cast: NDArray[np.int64]
-    choices: NDArray[np.int64]
-    keys: NDArray[np.int64]
-    weights: NDArray[np.int64]
-    inner: NDArray[np.int64]
-
-
-@lru_cache(maxsize=256)
-def _widths(kinds: tuple[LayerKind, ...], tp: int) -> _KindWidths:
-    rows = []
-    for kind in kinds:
-        attention, experts = kind.attention, kind.experts
-        heads = width = keys = 0
-        if attention and attention.is_kept:
-            heads, width, keys = attention.heads // tp, attention.value_dim, attention.local_key_width(tp)
-        read, weights = _local_outputs(kind, tp, only_read=True), _weight_elements(kind, tp)
-        routed = cast = choices = 0
-        if experts:
-            # Routers run on own rows.
-            routed = -(-experts.router // tp) + experts.is_read * -(-experts.width // tp)
-            cast, choices = -(-experts.cast_router // tp), -(-experts.choices // tp)
-        rows.append((heads, heads * width, read, routed, cast, choices, keys, weights, kind.inner))
-    return _KindWidths(*np.array(rows, np.int64).T)
+def _of_kinds(model: ModelSpec, count: Callable[[LayerKind], int]) -> NDArray[np.int64]:
+    return np.array([count(kind) for kind in model.kinds], np.int64)
 
 
 def activation_bytes_per_token(model: ModelSpec, policy: ActivationPolicy = "replay", tp: int = 1) -> NDArray[np.int64]:
     """Count the bytes of one token on ONE layer between forward and backward, without K and V; int64[K]."""
-    of = _widths(model.kinds, tp)
-    if policy == "offload":
-        return np.zeros_like(of.heads)
-    kept = -(-model.hidden_size // tp) + of.attended + of.routed + (of.read if policy == "replay" else 0)
-    kept = kept + of.cast * (model.bytes_per_element >= 4)
-    return model.bytes_per_element * kept + accumulator_bytes(model) * of.heads + CHOICE_BYTES * of.choices
+    element, statistic = model.bytes_per_element, accumulator_bytes(model)
+
+    def kept_bytes(kind: LayerKind) -> int:
+        attention, experts = kind.attention, kind.experts
+        kept, numbers_bytes = -(-model.hidden_size // tp), 0
+        if policy == "replay":
+            kept += _local_outputs(kind, tp, only_read=True)
+        if attention and attention.is_kept:
+            heads = attention.heads // tp
+            kept, numbers_bytes = kept + heads * attention.value_dim, statistic * heads
+        if experts:
+            # Routers run on own rows.
+            kept += -(-experts.router // tp) + experts.is_read * -(-experts.width // tp)
+            kept += -(-experts.cast_router // tp) * (element >= 4)
+            numbers_bytes += CHOICE_BYTES * -(-experts.choices // tp)
+        return element * kept + numbers_bytes
+
+    return _of_kinds(model, kept_bytes if policy != "offload" else lambda kind: 0)
 
 
 def recomputed_width(model: ModelSpec, tp: int = 1) -> NDArray[np.int64]:
     """Count the elements a token that `recompute` repeats: outputs of products that backward reads, and of experts'
     first ones; int64[K]."""
-    return _widths(model.kinds, tp).read
+    return _of_kinds(model, lambda kind: _local_outputs(kind, tp, only_read=True))
 
 
 def inner_width(model: ModelSpec) -> NDArray[np.int64]:
     """Return the width inside a layer of every kind; int64[K]."""
-    return _widths(model.kinds, 1).inner
+    return _of_kinds(model, lambda kind: kind.inner)
 
 
 def _local_outputs(kind: LayerKind, tp: int, *, only_read: bool = False) -> int:
@@ -287,12 +255,17 @@ def _copied_keys(attention: AttentionKind | None, tp: int) -> int:
 
 def kv_bytes_per_token(model: ModelSpec, tp: int = 1) -> NDArray[np.int64]:
     """Count the bytes of one token's K and V on ONE layer; int64[K]."""
-    return model.bytes_per_element * _widths(model.kinds, tp).keys
+    return model.bytes_per_element * _kept_keys(model, tp)
 
 
 def kv_gradient_bytes_per_token(model: ModelSpec, tp: int = 1) -> NDArray[np.int64]:
     """Count the bytes of one token's dK and dV sums on ONE layer; int64[K]."""
-    return accumulator_bytes(model) * _widths(model.kinds, tp).keys
+    return accumulator_bytes(model) * _kept_keys(model, tp)
+
+
+def _kept_keys(model: ModelSpec, tp: int) -> NDArray[np.int64]:
+    kept = [kind.attention if kind.attention and kind.attention.is_kept else None for kind in model.kinds]
+    return np.array([one.local_key_width(tp) if one else 0 for one in kept], np.int64)
 
 
 def accumulator_bytes(model: ModelSpec) -> int:
@@ -304,7 +277,7 @@ def weight_elements_per_token(model: ModelSpec, tp: int = 1) -> NDArray[np.int64
     """Count the elements that one token keeps on ONE layer of one device from I to W: inputs, and gradients of outputs;
     int64[K]. Every chosen expert has rows of its own, but for the inputs. Frozen matrices (LoRA) keep nothing; adapters
     finish in I."""
-    return _widths(model.kinds, tp).weights * (not model.has_adapters)
+    return _of_kinds(model, lambda kind: 0 if model.has_adapters else _weight_elements(kind, tp))
 
 
 def _weight_elements(kind: LayerKind, tp: int) -> int:

@@ -120,25 +120,27 @@ class WholeModel:
             parent, _, name = path.rpartition(".")
             self.model.get_submodule(parent)._modules[name] = module
 
-    def run(self, positions: Tensor, on_layer: OnLayer, *, token_ids: Tensor | None, like: Tensor) -> Tensor | None:
+    def run(
+        self, positions: Tensor | None, on_layer: OnLayer, *, token_ids: Tensor | None, like: Tensor
+    ) -> Tensor | None:
         """Run the model's forward; return its logits [T, vocabulary], or None where `on_layer` raised `LayersRan`.
 
         Args:
-            positions: int64[T], from 0 in every document.
+            positions: int64[T], from 0 in every document; None = the model counts them itself.
             token_ids: int64[T]; None = hidden states are known, and the prologue is another stage's.
             like: [n, hidden], as the hidden states, of the compute precision and device.
         """
         self.has_prologue, self.like, self.on_layer = token_ids is not None, like, on_layer
         # Without the prologue token ids name rows alone.
-        ids = positions.new_zeros(len(like)) if token_ids is None else token_ids
-        given: dict[str, Any] = {}
+        ids = torch.zeros(len(like), dtype=torch.int64, device=like.device) if token_ids is None else token_ids
+        given: dict[str, Any] = {} if positions is None else {"position_ids": positions[None]}
         if hasattr(self.model.config, "output_router_logits"):
             given["output_router_logits"] = False  # the load-balancing loss is ours (`RouterBalance`)
         # A mask of ones: without one, transformers looks for documents in the positions. Of as many rows as the layers
         # get, where a tensor-parallel rank has some of the pack's.
-        ones = positions.new_ones(1, len(like))
+        ones = ids.new_ones(1, len(like))
         try:
-            output = self.model(ids[None], position_ids=positions[None], attention_mask=ones, use_cache=False, **given)
+            output = self.model(ids[None], attention_mask=ones, use_cache=False, **given)
         except LayersRan:
             return None
         finally:

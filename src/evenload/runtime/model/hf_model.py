@@ -293,12 +293,10 @@ def _fill_bias(
 
 def with_mixers(structure: Structure, findings: Findings) -> Structure:
     """Return the structure in which nothing is recorded inside modules that mix rows in a way of their own."""
-    sites = []
-    for index, own in enumerate(structure.sites):
-        own = replace(own, mixers=frozenset(mixer.path for mixer in findings.mixers_of(index)))
-        attention = () if own.mixers else own.attention
-        sites.append(replace(own, attention=attention))
-    return replace(structure, sites=tuple(sites))
+    paths = [frozenset(one.path for one in mixers) for mixers in findings.mixers]
+    given = zip(structure.sites, paths, strict=True)
+    sites = tuple(replace(own, mixers=of, attention=() if of else own.attention) for own, of in given)
+    return replace(structure, sites=sites)
 
 
 def require_layout(config: PretrainedConfig, layout: ParallelLayout) -> None:

@@ -15,8 +15,7 @@ from evenload.runtime.model.around import configs_of
 
 _BY_WIDTH: dict[int, str] = {
     97: "vocab_size vocab_size_per_layer_input unpadded_vocab_size encoder_hash_byte_group_vocab",
-    64: "hidden_size d_model n_embd embedding_size word_embed_proj_dim emb_dim lru_width "
-    "embedding_dim",
+    64: "hidden_size d_model n_embd embedding_size word_embed_proj_dim emb_dim lru_width embedding_dim",
     80: "intermediate_size ffn_dim n_inner ffn_hidden_size decoder_ffn_dim encoder_ffn_dim dff dim_ff "
     "intermediate_size_mlp dense_intermediate_size d_inner feed_forward_size shared_intermediate_size "
     "expert_ffn_hidden_size",
@@ -30,9 +29,9 @@ _BY_WIDTH: dict[int, str] = {
     "num_expert_group n_groups mamba_expand expand index_n_heads index_topk_blocks o_groups zero_expert_num "
     "indexer_n_heads hc_count heads_per_ngram indexer_compress_ratio split_ngram_parts "
     "make_ngram_vocab_size_divisible_by",
-    16: "head_dim swa_head_dim global_head_dim dim_head kv_channels kv_lora_rank "
+    16: "head_dim swa_head_dim dim_head kv_channels kv_lora_rank "
     "linear_head_dim mamba_d_head mamba_head_dim mamba_headdim mamba_chunk_size chunk_size index_head_dim "
-    "router_hidden_size head_size attention_head_size indexer_head_dim ple_embed_dim",
+    "router_hidden_size attention_head_size indexer_head_dim ple_embed_dim",
     6: "num_experts n_routed_experts num_local_experts moe_num_experts index_topk",
     9: "sliding_window sliding_window_size window_size attention_window_size local_attention",
     8: "attention_chunk_size qk_rope_head_dim hidden_size_per_layer_input laurel_rank rotary_dim "

@@ -60,23 +60,15 @@ class Mixer(Frozen):
 
 
 class Findings(Frozen):
-    """Holds what the probe has found of a model that can be trained.
+    """Holds what the probe has found of a model that can be trained: of every layer the mixers; () = its documents may
+    be cut."""
 
-    Args:
-        kinds: of every layer, an index into `mixers`.
-        mixers: of every kind of layer; () = its documents may be cut.
-    """
-
-    kinds: tuple[int, ...]
     mixers: tuple[tuple[Mixer, ...], ...]
-
-    def mixers_of(self, layer: int) -> tuple[Mixer, ...]:
-        return self.mixers[self.kinds[layer]]
 
     @property
     def whole_documents(self) -> tuple[str, ...]:
         """Classes of the modules for which documents must not be cut; () = there are none."""
-        return tuple(sorted({mixer.module for kind in self.mixers for mixer in kind}))
+        return tuple(sorted({mixer.module for layer in self.mixers for mixer in layer}))
 
 
 def probe(config: PretrainedConfig, cache: Path | None = None) -> Findings:
@@ -113,7 +105,9 @@ def probe(config: PretrainedConfig, cache: Path | None = None) -> Findings:
 
 def _digest(config: PretrainedConfig) -> str:
     values = config.to_dict() | {"_name_or_path": "", "transformers_version": ""}
-    own = [Path(__file__).with_name(name).read_text() for name in ("around.py", "narrow.py", "probe.py")]
+    own = [
+        Path(__file__).with_name(name).read_text() for name in ("around.py", "mask_rules.py", "narrow.py", "probe.py")
+    ]
     versions = [transformers.__version__, torch.__version__, *own]
     return hashlib.sha256(json.dumps([values, versions], sort_keys=True, default=str).encode()).hexdigest()[:24]
 
@@ -181,7 +175,8 @@ class _Proof:
             self._prove_around()
         finally:
             _RUNNING.pop()
-        return Findings(kinds=tuple(self.kinds), mixers=tuple(tuple(one.values()) for one in self.mixers.values()))
+        found = [tuple(one.values()) for one in self.mixers.values()]
+        return Findings(mixers=tuple(found[kind] for kind in self.kinds))
 
     def refuse(self, what: str, why: str) -> UnsupportedModelError:
         return UnsupportedModelError(
@@ -190,7 +185,9 @@ class _Proof:
 
     # Passes.
 
-    def _run(self, on_layer: Callable[[int, LayerCall], Tensor], ids: Tensor, positions: Tensor) -> Tensor | None:
+    def _run(
+        self, on_layer: Callable[[int, LayerCall], Tensor], ids: Tensor, positions: Tensor | None
+    ) -> Tensor | None:
         return self.whole.run(positions, on_layer, token_ids=ids, like=torch.empty(len(ids), 1, dtype=torch.float64))
 
     def _record(self) -> None:
@@ -334,8 +331,9 @@ class _Proof:
         module = self.whole.layers[layer].get_submodule(path)
         return f"{self.whole.path}.{layer}{'.' * bool(path)}{path} ({type(module).__name__})"
 
-    def _around(self, rows: Tensor, ids: Tensor, positions: Tensor | None = None, changed: int = -1) -> list[Tensor]:
-        """Return what reaches the first layer of every kind, and the logits; `changed`: a row behind the last layer."""
+    def _around(self, rows: Tensor, ids: Tensor, positions: Tensor | None, changed: int = -1) -> list[Tensor]:
+        """Return what reaches the first layer of every kind, and the logits; `changed`: a row behind the last layer.
+        Without positions the model counts them itself."""
         arrived: list[Tensor] = []
 
         def on_layer(layer: int, call: LayerCall) -> Tensor:
@@ -346,27 +344,27 @@ class _Proof:
                 output[0, changed] = 1.5
             return output
 
-        logits = self._run(on_layer, ids, rows if positions is None else positions)
+        logits = self._run(on_layer, ids, positions)
         assert logits is not None
         return [*arrived, logits]
 
     def _prove_around(self) -> None:
-        everything, row, ids = torch.arange(_ROWS), _ROWS // 2, self.ids
+        every, row, ids = torch.arange(_ROWS), _ROWS // 2, self.ids
         random = _random_state()
-        base = self._around(everything, ids)
+        base = self._around(every, ids, every)
         if random != _random_state():
             raise self.refuse("the model around its layers", _DRAWS)
-        token = torch.where(everything == row, (ids + 1) % WIDTHS["vocab_size"], ids)
+        token = torch.where(every == row, (ids + 1) % WIDTHS["vocab_size"], ids)
         order = torch.randperm(_ROWS, generator=torch.Generator().manual_seed(3))
-        others, few, last = everything[everything != row], everything[:_FEWER_ROWS], everything[:-1]
+        others, few, last = every[every != row], every[:_FEWER_ROWS], every[:-1]
         for why, after, kept, at in (
-            ("lets a token change what others get", self._around(everything, token), others, others),
-            ("lets a row change logits of others", self._around(everything, ids, changed=row), others, others),
-            ("depends on a token's place, not on its position", self._around(order, ids[order]), order, everything),
-            ("depends on the number of tokens", self._around(few, ids[few]), few, few),
+            ("lets a token change what others get", self._around(every, token, every), others, others),
+            ("lets a row change logits of others", self._around(every, ids, every, row), others, others),
+            ("depends on a token's place, not on its position", self._around(order, ids[order], order), order, every),
+            ("depends on the number of tokens", self._around(few, ids[few], few), few, few),
             ("lets one far position change what others get (rotary that depends on the length)",
              self._with_far_position(), last, last),
-            ("does not count a document's positions from 0", self._with_own_positions(), everything, everything),
+            ("does not count a document's positions from 0", self._around(every, ids, None), every, every),
         ):  # fmt: skip
             if not _is_same(base, after, kept, at):
                 raise self.refuse("the model around its layers", why)
@@ -380,18 +378,6 @@ class _Proof:
         except (IndexError, RuntimeError):  # of a table, or of a buffer as long
             positions[-1] = _ROWS
             return self._around(torch.arange(_ROWS), self.ids, positions)
-
-    def _with_own_positions(self) -> list[Tensor]:
-        """Return what `_around` returns where the model counts positions itself."""
-
-        def without(module: nn.Module, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-            return args, {key: value for key, value in given.items() if key != "position_ids"}
-
-        hook = self.whole.model.register_forward_pre_hook(without, with_kwargs=True)
-        try:
-            return self._around(torch.arange(_ROWS), self.ids)
-        finally:
-            hook.remove()
 
 
 _RUNNING: list[_Proof] = []

@@ -250,9 +250,8 @@ class Survey(TorchFunctionMode):
         self.links: list[tuple[int, int]] = []
         self.refusals: list[str] = []
         """Why the model cannot be trained; what it computes is told all the same."""
-        self.reads_tokens = self.returns_tuple = False
-        self.reads_embeddings = False
-        """Whether a backward of the prologue reads what the embedding gives."""
+        self.reads_tokens = self.reads_embeddings = False
+        """Layers read more of the prologue than hidden states; its backward reads what the embedding gives."""
         self._paths = {id(module): name for name, module in model.named_modules()}
         self._owners: dict[int, str] = {}  # of weights, by id
         self._inner: dict[int, str] = {}  # modules in the running layer, by id
@@ -308,7 +307,7 @@ class Survey(TorchFunctionMode):
             id(weight): name for name, module in layer.named_modules() for weight in module._parameters.values()
         }
         output = layer(*call.args, **call.kwargs)
-        self.returns_tuple = self.whole.returns_tuple = not isinstance(output, Tensor)
+        self.whole.returns_tuple = not isinstance(output, Tensor)
         self.layer = -1
         return output if isinstance(output, Tensor) else output[0]
 
@@ -343,7 +342,7 @@ class Survey(TorchFunctionMode):
             prologue=tuple(self.prologue),
             epilogue=epilogue,
             is_tied=embedding.weight is head.weight,  # type: ignore[union-attr]
-            returns_tuple=self.returns_tuple,
+            returns_tuple=self.whole.returns_tuple,
             groups=_groups(len(self.notes), self.links),
             reads_tokens=self.reads_tokens,
             cut=self._cut(layers),
@@ -544,18 +543,10 @@ def _drops(args: Any, kwargs: Any) -> bool:
 
 def _groups(num_layers: int, links: list[tuple[int, int]]) -> tuple[tuple[int, ...], ...]:
     """Join layers from one that makes something to the last that reads it."""
-    last = list(range(num_layers))
-    for maker, reader in links:
-        last[maker] = max(last[maker], reader)
+    joined = {layer for maker, reader in links for layer in range(maker + 1, reader + 1)}  # to the one before
     groups: list[tuple[int, ...]] = []
-    stop = 0
-    for first in range(num_layers):
-        if first < stop:
-            continue
-        stop, at = first + 1, first
-        while at < stop:
-            stop, at = max(stop, last[at] + 1), at + 1
-        groups.append(tuple(range(first, stop)))
+    for layer in range(num_layers):
+        groups.append((*groups.pop(), layer) if layer in joined else (layer,))
     return tuple(groups)
 
 

@@ -1,9 +1,9 @@
 """Refuse, by name, models and options that would be trained wrong without a sign."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
 from evenload.errors import ConfigError, UnsupportedModelError
 from evenload.runtime.model.weight_files import dequantise_once
@@ -14,30 +14,22 @@ _CHANGING_ROPE = {"dynamic", "longrope"}
 
 def require_trainable(config: PretrainedConfig) -> None:
     """Raise `UnsupportedModelError` for an option of a configuration that is not trained; what a model computes is
-    looked at when it is made (`structure`)."""
-    if (why := next(_untrained(config), None)) is not None:
-        raise UnsupportedModelError(why)
-
-
-def _untrained(config: PretrainedConfig) -> Iterator[str]:
+    looked at when it is made (`structure`, `probe`)."""
     if (quantised := getattr(config, "quantization_config", None)) is not None:
         method = quantised.get("quant_method", "?") if isinstance(quantised, Mapping) else type(quantised).__name__
-        yield (
+        raise UnsupportedModelError(
             f"config.json has a quantization_config ({method}): quantised weights are not trained; for random ones "
             f"remove the key. {dequantise_once(config.name_or_path or 'DIRECTORY', method)}"
         )
-    if value := getattr(config, "router_jitter_noise", 0.0):
-        yield (
-            f"router_jitter_noise is {value}: the noise would differ between forward and backward; set it to 0 in "
-            "config.json"
-        )
     for rope in rope_settings(config):
         if (kind := rope.get("rope_type", "default")) in _CHANGING_ROPE:
-            yield f"rope_type '{kind}' changes with the batch's length, so with a token's pack; choose a fixed one"
+            raise UnsupportedModelError(
+                f"rope_type '{kind}' changes with the batch's length, so with a token's pack; choose a fixed one"
+            )
     if getattr(config, "add_cross_attention", None):
-        yield "add_cross_attention is set, and no document has an encoder's output; set it to false in config.json"
-    if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):
-        yield "use_bidirectional_attention is set: tokens would see later ones; only causal decoders are trained"
+        raise UnsupportedModelError(
+            "add_cross_attention is set, and no document has an encoder's output; set it to false in config.json"
+        )
 
 
 def own_key(config: PretrainedConfig, key: str) -> str:
@@ -57,7 +49,7 @@ def require_positions(config: PretrainedConfig, max_document_tokens: int) -> Non
     key = own_key(config, "max_position_embeddings")
     raise ConfigError(
         f"documents may have up to {max_document_tokens:,} tokens (data.max_document_tokens), but "
-        f"{_causal_class(config)} has a learned position for {known:,} tokens only ({key} in config.json); set "
+        f"{_name_of(config)} has a learned position for {known:,} tokens only ({key} in config.json); set "
         f'data.max_document_tokens = {known} with data.overlong = "split" (or "truncate", "drop"), or raise {key} and '
         "train from random weights"
     )
@@ -88,7 +80,7 @@ def router_aux_loss_coef(config: PretrainedConfig, chosen: float | None) -> floa
         if chosen:
             raise ConfigError(
                 f"model.router_aux_loss_coef is {chosen}, but transformers has no load-balancing loss for "
-                f"{_causal_class(config)}"
+                f"{_name_of(config)}"
             )
         return 0.0
     if chosen is not None:
@@ -98,19 +90,14 @@ def router_aux_loss_coef(config: PretrainedConfig, chosen: float | None) -> floa
     if config.output_router_logits:
         return float(config.router_aux_loss_coef)
     raise ConfigError(
-        f"{_causal_class(config)} has experts, and its config.json does not set output_router_logits, so transformers "
+        f"{_name_of(config)} has experts, and its config.json does not set output_router_logits, so transformers "
         "would train it without a load-balancing loss; decide: model.router_aux_loss_coef = "
         f"{config.router_aux_loss_coef} (its config.json's) trains one, 0 trains none"
     )
 
 
-def _causal_class(config: PretrainedConfig) -> str:
-    named = (config.architectures or [None])[0]
-    if named is not None:
-        return named
-    model_type = type(config)
-    mapping: Any = AutoModelForCausalLM._model_mapping
-    return mapping[model_type].__name__ if model_type in mapping else model_type.__name__
+def _name_of(config: PretrainedConfig) -> str:
+    return type(config).__name__.removesuffix("Config")
 
 
 def rope_settings(config: PretrainedConfig) -> list[dict[str, Any]]:

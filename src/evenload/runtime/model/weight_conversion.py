@@ -44,11 +44,6 @@ class Conversion:
         """Names of all stored tensors that it reads."""
         return [name for names in self.sources.values() for name in names]
 
-    @property
-    def patterns(self) -> list[str]:
-        """Patterns of the names that it joins."""
-        return [] if self.rule is None else self.rule.source_patterns
-
     def absent_name(self) -> str | None:
         """Return the name of a tensor that is missing among numbered ones (experts 0, 1, 3), which would be joined
         without a sign; None = there is none."""

@@ -223,8 +223,8 @@ def _require_shapes(
         raise ConfigError(f"{directory}: no tensor '{absent}', but others of its kind; is this the whole directory?")
     names = conversion.stored_names
     of = f"'{names[0]}' has shape {stored[names[0]].shape}"
-    if len(names) > 1:
-        kinds = " and ".join(conversion.patterns)
+    if conversion.rule is not None and len(names) > 1:
+        kinds = " and ".join(conversion.rule.source_patterns)
         of = f"{of}, and with {len(names) - 1} others makes '{conversion.name}', which transformers makes of {kinds}"
     where = directory / stored[names[0]].file
     try:

@@ -90,7 +90,7 @@ class _SpreadCall:
         assert state.tensor is not None
         self._group: TensorGroup = state.tensor
         self._what = f"rows of experts (layer {module.site[0]})"
-        size, num_own = self._group.size, (module.gate_up_proj if module.has_gate else module.up_proj).shape[0]
+        size, num_own = self._group.size, module.down_proj.shape[0]
         counts = count_values(index.flatten(), size * num_own)
         counts = self._group.all_gather(counts, self._what).wait().view(size, size, num_own)
         # The one place where the host waits for a GPU inside a step.
@@ -140,12 +140,10 @@ class _Experts:
 
     def __init__(self, module: Any, state: ReplayState, index: Tensor, counts: Sequence[int] | None = None) -> None:
         self.module, self._products = module, state.products
-        self.up: nn.Parameter = module.gate_up_proj if module.has_gate else module.up_proj
-        self.up_bias: Tensor | None = None
-        self.down_bias: Tensor | None = None
-        if module.has_bias:
-            self.up_bias = module.gate_up_proj_bias if module.has_gate else module.up_proj_bias
-            self.down_bias = module.down_proj_bias
+        name = "gate_up_proj" if module.has_gate else "up_proj"
+        self.up: nn.Parameter = getattr(module, name)
+        self.up_bias: Tensor | None = getattr(module, f"{name}_bias", None)
+        self.down_bias: Tensor | None = getattr(module, "down_proj_bias", None)
         if counts is None:
             # As in `_SpreadCall`, the one place where the host waits for a GPU.
             counts = count_values(index.flatten(), self.up.shape[0]).tolist()
