@@ -79,7 +79,6 @@ _LONG_ROPE = {
         ("phi3", _LONG_ROPE, "lets one far position change what others get"),
         ("gpt2", {"resid_pdrop": 0.1}, r"transformer.h.0.attn.resid_dropout \(Dropout\) draws random numbers"),
         ("gpt2", {"embd_pdrop": 0.1}, "the model around its layers draws random numbers"),
-        ("llama", {"attention_dropout": 0.1}, "LlamaAttention drops out 0.1 of attention"),
         ("mixtral", {"router_jitter_noise": 0.1}, r"model.layers.0.mlp \(MixtralSparseMoeBlock\) draws random numbers"),
         ("bart", {}, "depends on a token's place, not on its position"),
         ("roberta", {}, "does not count a document's positions from 0"),
@@ -220,7 +219,7 @@ def test_attention_that_no_range_computes_is_named(more, said, tmp_path, monkeyp
 
 
 def test_findings_and_refusals_are_kept_by_configuration(tmp_path, monkeypatch):
-    lfm2, spoilt = tiny_causal_config("lfm2"), tiny_causal_config("llama", attention_dropout=0.1)
+    lfm2, spoilt = tiny_causal_config("lfm2"), tiny_causal_config("gpt2", embd_pdrop=0.1)
     found, refused = probe(lfm2, tmp_path), _found(spoilt, tmp_path)
     assert len(list(tmp_path.iterdir())) == 2
     monkeypatch.setattr(probe_module, "_prove", lambda config: pytest.fail("proves again"))

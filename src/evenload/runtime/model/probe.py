@@ -33,7 +33,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from evenload.errors import UnsupportedModelError
-from evenload.runtime.model.around import LayerCall, LayersRan, WholeModel, configs_of, find_layers
+from evenload.runtime.model.around import LayerCall, LayersRan, OnLayer, WholeModel, configs_of, find_layers
 from evenload.runtime.model.mask_rules import MaskRule, is_causal, unknown_tensors
 from evenload.runtime.model.narrow import WIDTHS, Float64Casts, build_narrow, narrowed
 from evenload.types.base import Frozen
@@ -105,9 +105,7 @@ def probe(config: PretrainedConfig, cache: Path | None = None) -> Findings:
 
 def _digest(config: PretrainedConfig) -> str:
     values = config.to_dict() | {"_name_or_path": "", "transformers_version": ""}
-    own = [
-        Path(__file__).with_name(name).read_text() for name in ("around.py", "mask_rules.py", "narrow.py", "probe.py")
-    ]
+    own = (Path(__file__).with_name(f"{name}.py").read_text() for name in ("around", "mask_rules", "narrow", "probe"))
     versions = [transformers.__version__, torch.__version__, *own]
     return hashlib.sha256(json.dumps([values, versions], sort_keys=True, default=str).encode()).hexdigest()[:24]
 
@@ -154,7 +152,7 @@ class _Proof:
         self.mixers: dict[int, dict[str, Mixer]] = {self.kinds.index(kind): {} for kind in range(max(self.kinds) + 1)}
         self.ids = torch.randint(2, WIDTHS["vocab_size"], (_ROWS,), generator=torch.Generator().manual_seed(11))
         self.rows, self.layer = torch.arange(_ROWS), -1
-        self.is_recording = self.shares = False  # layers read what those before them have made
+        self.is_recording = False
         self.inputs: dict[int, Tensor] = {}
         self.outputs: dict[int, Tensor] = {}
         self.held: dict[tuple[int, str, int], Any] = {}
@@ -185,9 +183,7 @@ class _Proof:
 
     # Passes.
 
-    def _run(
-        self, on_layer: Callable[[int, LayerCall], Tensor], ids: Tensor, positions: Tensor | None
-    ) -> Tensor | None:
+    def _run(self, on_layer: OnLayer, ids: Tensor, positions: Tensor | None) -> Tensor | None:
         return self.whole.run(positions, on_layer, token_ids=ids, like=torch.empty(len(ids), 1, dtype=torch.float64))
 
     def _record(self) -> None:
@@ -220,10 +216,10 @@ class _Proof:
         return hidden
 
     def _trace(self, layer: int, rows: Tensor, hidden: Tensor | None = None) -> _Traces:
-        """Run some of the document's rows through a layer; before it others only where it reads what they make."""
+        """Run some of the document's rows through a layer, behind those before it: it may read what they make."""
 
         def on_layer(at: int, call: LayerCall) -> Tensor:
-            if at != layer and not (self.shares and at in self.mixers):
+            if at not in self.mixers:
                 return self.outputs[at][:, rows]
             own = self.inputs[at][:, rows] if hidden is None or at != layer else hidden
             output = self._run_layer(at, call.on(own))
@@ -232,13 +228,7 @@ class _Proof:
             return output
 
         self.rows = rows
-        try:
-            self._run(on_layer, self.ids[rows], rows)
-        except Exception:
-            if self.shares:
-                raise
-            self.layer, self.shares = -1, True
-            return self._trace(layer, rows, hidden)
+        self._run(on_layer, self.ids[rows], rows)
         return self.traces
 
     def _enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -449,9 +439,6 @@ def _attend(
     proof = _RUNNING[-1]
     if proof.layer < 0:
         raise UnsupportedModelError(f"{proof.name}: {type(module).__name__} attends outside the layers")
-    if given.get("dropout"):
-        why = f"drops out {given['dropout']} of attention (set it to 0 in config.json)"
-        raise proof.refuse(type(module).__name__, why)
     if proof.is_recording and (why := _own_way(module, query, key, attention_mask, given, len(proof.rows))):
         paths = {id(one): path for path, one in proof.whole.layers[proof.layer].named_modules()}
         proof.mixes(proof.layer, paths.get(id(module), proof.open[-1].path), why)

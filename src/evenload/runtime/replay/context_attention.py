@@ -78,8 +78,6 @@ class AttentionCall:
     def forward(self, q: Tensor, seen: KeyParts, sizes: RangeSizes) -> tuple[Tensor, Tensor]:
         """Return output [n, H, Dv] and log-sum-exp [n, H] of q [n, H, Dk]."""
         width, backend = seen[0][1].shape[-1], backend_of_call(self.backend, self.scoring)
-        if width == q.shape[-1]:
-            return backend.forward(q, seen, sizes, self.scoring)
         (q,), seen = _as_wide((q,), seen)
         out, lse = backend.forward(q, seen, sizes, self.scoring)
         return out[..., :width].contiguous(), lse
@@ -89,18 +87,18 @@ class AttentionCall:
     ) -> Gradients:
         """Return the gradients of q, keys and values; grad, q and out as `forward` takes and returns them."""
         key_width, width, backend = q.shape[-1], out.shape[-1], backend_of_call(self.backend, self.scoring)
-        if width == key_width:
-            return backend.backward(grad, q, seen, out, lse, sizes, self.scoring)
         (grad, q, out), seen = _as_wide((grad, q, out), seen)
         dq, dk, dv = backend.backward(grad, q, seen, out, lse, sizes, self.scoring)
         return dq[..., :key_width], dk[..., :key_width], dv[..., :width]
 
 
-def _as_wide(rows: Sequence[Tensor], seen: KeyParts) -> tuple[list[Tensor], KeyParts]:
+def _as_wide(rows: Sequence[Tensor], seen: KeyParts) -> tuple[Sequence[Tensor], KeyParts]:
     width = max(one.shape[-1] for one in seen[0])
+    if all(one.shape[-1] == width for one in seen[0]):
+        return rows, seen
 
     def wide(one: Tensor) -> Tensor:
-        return pad(one, (0, width - one.shape[-1])) if one.shape[-1] < width else one
+        return pad(one, (0, width - one.shape[-1]))
 
     return [wide(one) for one in rows], [(wide(keys), wide(values)) for keys, values in seen]
 
