@@ -18,7 +18,7 @@ from evenload.types.layout import even_layout
 from matrix import MODELS
 from reference_training import tiny_config
 
-UNCUT = ("mixtral", "olmo2", "gpt2, tied")
+UNCUT = ("olmo2", "gpt2, tied")
 SIZES = ({}, {"pp": 2}, {"pp": 2, "virtual": 2}, {"tp": 2})
 BUILT = {"dtype": torch.float32, "device": torch.device("cpu"), "weights": None, "seed": 1}
 

@@ -57,7 +57,7 @@ MODELS: Mapping[str, ModelCase] = {
     "gemma2": ModelCase("gemma2", {"tied": True}),
     "gemma3": ModelCase("gemma3", {"sliding_window_pattern": 2}),
     "olmo2": ModelCase("olmo2"),
-    "mixtral": ModelCase("mixtral", BALANCED),
+    "mixtral": ModelCase("mixtral", BALANCED | {"num_local_experts": 6}),
     "qwen3_moe": ModelCase("qwen3_moe", BALANCED),
     "gpt2, tied": ModelCase("gpt2", {"tied": True}),
 }
@@ -215,11 +215,11 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         ("layout", "model"),
-        lambda layout, model: "tp" in LAYOUTS[layout] and model in (*WITH_EXPERTS, "olmo2", "gpt2, tied"),
-        "`tp` and Mixtral, Qwen3-MoE, OLMo 2 or GPT-2",
-        "experts are not cut; OLMo 2 norms all heads together, which lie on different ranks; GPT-2 makes queries, keys "
-        "and values with one matrix",
-        "has experts: their matrices are not cut|norms all query heads together|with one matrix",
+        lambda layout, model: "tp" in LAYOUTS[layout] and model in ("olmo2", "gpt2, tied"),
+        "`tp` and OLMo 2 or GPT-2",
+        "OLMo 2 norms all heads together, which lie on different ranks; transformers has no plan for GPT-2, which makes "
+        "queries, keys and values with one matrix",
+        r"needs self_attn\.k_proj, .* whole on one rank|has no plan for tensor parallelism in transformers",
     ),
     Refusal(
         ("model", "exchange"),
