@@ -8,6 +8,44 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from evenload.errors import ConfigError, UnsupportedModelError
 from evenload.runtime.model.weight_files import dequantise_once
 
+TESTED = frozenset(
+    [
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "gpt2",
+        "llama",
+        "mistral",
+        "mixtral",
+        "olmo2",
+        "qwen2",
+        "qwen3",
+        "qwen3_moe",
+    ]  # tests/runtime/test_replay
+    + ["gpt_oss", "llama4_text", "mimo_v2_flash", "deepseek_v3", "longcat_flash"]  # test_attention_call
+    + [
+        "granite",
+        "ministral3",
+        "smollm3",
+        "cohere2",
+        "granite_swa",
+        "glm4_moe",
+        "qwen2_moe",
+    ]  # tests/dist/test_tensor_families
+)
+"""Model types whose gradients our tests compare with transformers' own."""
+
+
+def proof_line(config: PretrainedConfig) -> str:
+    """State what shows that a model, which the proof at start has passed, is trained as transformers would."""
+    kind = config.get_text_config(decoder=True).model_type
+    if kind in TESTED:
+        return f"model type {kind}: gradients are compared with transformers' own in our tests"
+    return (
+        f"model type {kind}: unproven by our tests, probed at start (docs/decoders.md); evenload check compares yours"
+    )
+
+
 # Rotary variants that change with the length of the batch would make a token depend on its pack.
 _CHANGING_ROPE = {"dynamic", "longrope"}
 
