@@ -78,7 +78,7 @@ def test_one_process_measures_a_file_that_plans(project, capfd, command_here):
     assert plan("cost.json") == 2
     error = capfd.readouterr().err
     assert "was measured on model tiny" in error
-    assert "ffn_hidden_size" in error
+    assert "whose layers differ" in error
 
 
 @pytest.mark.parametrize(

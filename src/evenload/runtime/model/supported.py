@@ -8,32 +8,13 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from evenload.errors import ConfigError, UnsupportedModelError
 from evenload.runtime.model.weight_files import dequantise_once
 
-TESTED = frozenset(
-    [
-        "gemma",
-        "gemma2",
-        "gemma3_text",
-        "gpt2",
-        "llama",
-        "mistral",
-        "mixtral",
-        "olmo2",
-        "qwen2",
-        "qwen3",
-        "qwen3_moe",
-    ]  # tests/runtime/test_replay
-    + ["gpt_oss", "llama4_text", "mimo_v2_flash", "deepseek_v3", "longcat_flash"]  # test_attention_call
-    + [
-        "granite",
-        "ministral3",
-        "smollm3",
-        "cohere2",
-        "granite_swa",
-        "glm4_moe",
-        "qwen2_moe",
-    ]  # tests/dist/test_tensor_families
-)
-"""Model types whose gradients our tests compare with transformers' own."""
+TESTED = {
+    "cohere2", "deepseek_v3", "gemma", "gemma2", "gemma3_text", "glm4_moe", "gpt2", "gpt_oss", "granite", "granite_swa",
+    "llama", "llama4_text", "longcat_flash", "mimo_v2_flash", "ministral3", "mistral", "mixtral", "olmo2", "qwen2",
+    "qwen2_moe", "qwen3", "qwen3_moe", "smollm3",
+}  # fmt: skip
+"""Model types whose gradients our tests compare with transformers' own (test_replay, test_attention_call,
+test_tensor_families)."""
 
 
 def proof_line(config: PretrainedConfig) -> str:
