@@ -319,8 +319,7 @@ def choose_rounds(
                 break
         dist.barrier(group=mesh.control)
         start_s = time.perf_counter()
-        for _ in time_round(stage, packs, PackClock(stage.device)):
-            pass
+        list(time_round(stage, packs, PackClock(stage.device)))
         # All ranks decide alike, by the slowest.
         last_s, last_flops = most_of_ranks(time.perf_counter() - start_s, mesh), flops
         spent_s += last_s
@@ -336,5 +335,4 @@ def kept_bytes(packs: Packs, stage: PipelineStage, model: ModelSpec, mesh: Mesh)
 
 
 def windows_of(stage: PipelineStage, model: ModelSpec) -> tuple[int, ...]:
-    """Return the windows of a stage's layers."""
     return tuple(model.windows[layer] for layer in stage.model.layers)

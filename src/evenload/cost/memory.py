@@ -312,7 +312,6 @@ class ByteRates:
 
 
 def byte_rates(model: ModelSpec, layout: ParallelLayout) -> ByteRates:
-    """Return the rates of a model under a layout."""
     tp, element = layout.tp, model.bytes_per_element
     layers = np.array(layout.stage_counts, np.int64)
     is_last = np.arange(len(layers)) == len(layers) - 1

@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from evenload.errors import ConfigError
 from evenload.types.architectures import ARCHITECTURES, Architecture
-from evenload.types.base import Frozen
+from evenload.types.base import Frozen, require_at_least_one
 from evenload.types.text import scaled
 
 _POSITIVE = (
@@ -81,9 +81,7 @@ class ModelSpec(Frozen):
     unit_gradients: bool = False
 
     def __post_init__(self) -> None:
-        for field in _POSITIVE:
-            if getattr(self, field) < 1:
-                raise ConfigError(f"model {self.name}: {field} is {getattr(self, field)}, must be at least 1")
+        require_at_least_one(f"model {self.name}: ", self, *_POSITIVE)
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"model {self.name}: {self.num_heads} query heads do not divide into "
@@ -252,11 +250,9 @@ def _decoder(config: Mapping[str, Any], name: str) -> tuple[Mapping[str, Any], A
 
 def _costly_fields(config: Mapping[str, Any]) -> Iterator[str]:
     for what, fields in _COSTLY_FIELDS.items():
-        present = [f"{name} {config[name]}" for name in fields if config.get(name)]
-        if present:
+        if present := [f"{name} {config[name]}" for name in fields if config.get(name)]:
             yield f"{what} ({', '.join(present)})"
-    others = sorted({str(kind) for kind in config.get("layer_types") or ()} - _LAYER_TYPES)
-    if others:
+    if others := sorted({str(kind) for kind in config.get("layer_types") or ()} - _LAYER_TYPES):
         yield f"layers that are neither full nor sliding attention (layer_types {', '.join(others)})"
     dense, step = config.get("mlp_only_layers"), config.get("decoder_sparse_step", 1)
     if dense or step not in (None, 1):
