@@ -128,6 +128,14 @@ def test_adapters_equal_peft(gloo_pool, tmp_path, family, lora):
     assert_equal_plain(gloo_pool, [FamilyTask(family, num_layers, encode_plan(plan), lora)], plan, tmp_path)
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_adapters_of_all_families_equal_peft(gloo_pool, tmp_path):
+    plan, num_layers = plan_for("pp2")
+    lora = msgspec.structs.replace(LORA, target_modules=("o_proj",))
+    tasks = [FamilyTask(family, num_layers, encode_plan(plan), lora) for family in TWELVE]
+    assert_equal_plain(gloo_pool, tasks, plan, tmp_path)
+
+
 def test_a_rank_stores_nothing_of_other_ranks_tokens(gloo_pool):
     """All ranks together hold what one rank alone holds but the experts' products, which are computed again."""
     plan, num_layers = plan_for("tp2", "balanced", policy="replay")
