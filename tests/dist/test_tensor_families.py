@@ -93,6 +93,26 @@ def test_experts_with_every_dimension(gloo_pool, layout, options):
     assert_equal_plain(gloo_pool, tasks, plan)
 
 
+TWELVE = ("qwen3", "qwen3_moe", "gpt_oss", "glm4_moe", "deepseek_v3", "minimax_m2", "gemma3_text", "gemma4_text",
+          "ministral3", "olmo3", "smollm3", "granite")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [
+        ("dp2", {}),
+        ("cp2", {}),
+        ("pp2", {"virtual": "2", "schedule": "list_split"}),
+        ("pp2", {"schedule": "zb_h1", "strategy": "balanced"}),
+        ("pp2 cp2", {"dp_merge": "off"}),
+    ],
+    ids=["dp2", "cp2", "virtual stages, split backwards", "zero bubble", "pp2 cp2"],
+)
+def test_families_without_tensor_parallelism(gloo_pool, layout, options):
+    plan, num_layers = plan_for(layout, **options)
+    assert_equal_plain(gloo_pool, [FamilyTask(family, num_layers, encode_plan(plan)) for family in TWELVE], plan)
+
+
 ATTENTION = msgspec.structs.replace(LORA, target_modules=("q_proj", "k_proj", "v_proj", "o_proj"))
 
 
@@ -106,6 +126,14 @@ def test_adapters_equal_peft(gloo_pool, tmp_path, family, lora):
     """Of attention, of a shared expert and of its gate; experts and routers are frozen."""
     plan, num_layers = plan_for("tp2")
     assert_equal_plain(gloo_pool, [FamilyTask(family, num_layers, encode_plan(plan), lora)], plan, tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_adapters_of_all_families_equal_peft(gloo_pool, tmp_path):
+    plan, num_layers = plan_for("pp2")
+    lora = msgspec.structs.replace(LORA, target_modules=("o_proj",))
+    tasks = [FamilyTask(family, num_layers, encode_plan(plan), lora) for family in TWELVE]
+    assert_equal_plain(gloo_pool, tasks, plan, tmp_path)
 
 
 def test_a_rank_stores_nothing_of_other_ranks_tokens(gloo_pool):

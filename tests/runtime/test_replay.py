@@ -14,7 +14,8 @@ from sweeps import sweep
 
 LENGTHS = [61, 30, 1, 7, 2, 1, 19]
 SMALL = ["llama", "qwen2", "qwen3", "mistral"]
-OTHERS = ["gpt2", "gemma", "gemma2", "gemma3", "olmo2", "mixtral", "qwen3_moe"]
+OTHERS = ["gpt2", "gemma", "gemma2", "gemma3", "olmo2", "mixtral", "qwen3_moe", "gpt_oss", "glm4_moe", "deepseek_v3",
+          "minimax_m2", "gemma4", "ministral3", "olmo3", "smollm3", "granite"]  # fmt: skip
 CUTS = {
     "many": (packs_of(LENGTHS, [0.1, 0.2, 0.6], 9, last_first=False), packs_of(LENGTHS, [0.9], 11, last_first=True)),
     "sliced": sliced_packs(LENGTHS),

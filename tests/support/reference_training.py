@@ -8,18 +8,27 @@ import torch
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GemmaConfig,
+    Glm4MoeConfig,
     GPT2Config,
+    GptOssConfig,
+    GraniteConfig,
     LlamaConfig,
+    MiniMaxM2Config,
+    Ministral3Config,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
+    Olmo3Config,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    SmolLM3Config,
 )
 
 from evenload.runtime.model.hf_model import StageModel, build_stage_model, empty_model
@@ -42,6 +51,13 @@ _COMMON = {
 _HEADS_OF_16 = {"head_dim": 16}
 _GEMMA = {**_HEADS_OF_16, "query_pre_attn_scalar": 20, "sliding_window": 9}
 _EXPERTS = {"moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True}
+# A dense first layer, then experts beside a shared one, chosen by groups.
+_SHARED = {"moe_intermediate_size": 24, "n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 1,
+           "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}  # fmt: skip
+_CHOSEN = {"num_experts_per_tok": 2}
+_LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 14,
+           "num_key_value_heads": 4}  # fmt: skip
+_GEMMA4 = {"head_dim": 16, "global_head_dim": 24, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97}
 _OWN: dict[str, tuple[type[PretrainedConfig], dict]] = {
     "llama": (LlamaConfig, {}),
     "gpt2": (GPT2Config, {"n_positions": 512, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}),
@@ -54,11 +70,25 @@ _OWN: dict[str, tuple[type[PretrainedConfig], dict]] = {
     "olmo2": (Olmo2Config, {}),
     "mixtral": (MixtralConfig, {"intermediate_size": 24, "num_local_experts": 5, "num_experts_per_tok": 2}),
     "qwen3_moe": (Qwen3MoeConfig, {**_HEADS_OF_16, **_EXPERTS}),
+    "gpt_oss": (
+        GptOssConfig,
+        {**_HEADS_OF_16, "intermediate_size": 24, "num_local_experts": 6, "sliding_window": 9, **_CHOSEN},
+    ),
+    "glm4_moe": (Glm4MoeConfig, {**_HEADS_OF_16, **_SHARED}),
+    "deepseek_v3": (DeepseekV3Config, {**_SHARED, **_LATENT}),
+    "minimax_m2": (MiniMaxM2Config, {**_HEADS_OF_16, "intermediate_size": 24, "num_local_experts": 6, **_CHOSEN}),
+    "gemma4": (Gemma4TextConfig, {**_GEMMA4, "sliding_window": 9, "num_kv_shared_layers": 0}),
+    "ministral3": (Ministral3Config, _HEADS_OF_16),
+    "olmo3": (Olmo3Config, {"sliding_window": 9}),
+    "smollm3": (SmolLM3Config, {}),
+    "granite": (GraniteConfig, {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0}),
 }
 KINDS = tuple(_OWN)
 """GQA; learned positions, biases everywhere, one matrix for q, k and v; bias; qk-norm; window; embedding factor; capped
 scores and logits, post-norms, windows by turns; rotary by kind of layer, qk-norm; post-norm only; experts; experts and
-qk-norm."""
+qk-norm; sinks, biases of experts; a dense first layer and shared experts; latent attention; experts of all layers with
+norms of all heads; heads of two widths and embeddings a layer; scaled queries; windows and post-norms; layers without
+positions; multipliers."""
 
 
 def tiny_config(kind: str, *, tied: bool = False, **changes) -> PretrainedConfig:
@@ -95,7 +125,7 @@ def plain_model(config: PretrainedConfig, weights: dict[str, torch.Tensor], dtyp
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     missing, unexpected = model.load_state_dict(weights, strict=False)
     assert not unexpected
-    assert set(missing) <= {"lm_head.weight"}
+    assert set(missing) <= {"lm_head.weight", *(name for name, _ in model.named_buffers())}
     return model
 
 

@@ -15,12 +15,13 @@ from reference_training import (
     plain_loss_and_gradients,
     relative_error,
     stage_model,
+    structure,
     tiny_config,
 )
 
 
 def head_dim(config):
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return max(one.head_dim for sites in structure(config).sites for one in sites.attention)
 
 
 def pack_tokens(ranges, tokens, device="cpu"):

@@ -48,12 +48,18 @@ _OWN: dict[str, dict] = {
     "mixtral": {**_BALANCED, "num_local_experts": 6, "num_experts_per_tok": 2},
     "glm4_moe": {**_GROUPS, "first_k_dense_replace": 1, "n_shared_experts": 1},
     "qwen2_moe": {**_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 20, "decoder_sparse_step": 1},
-    # Refused.
-    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "deepseek_v3": {**_GROUPS, **_RANKS, "head_dim": 8},
+    # Refused under tensor parallelism.
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9, "intermediate_size": 24},
+    "gemma4_text": {
+        "sliding_window": 9,
+        "global_head_dim": 24,
+        "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": 0,
+    },
+    "deepseek_v3": {**_GROUPS, **_RANKS, "head_dim": 8, "num_key_value_heads": 4},
     "minimax_m2": {"num_local_experts": 6, "num_experts_per_tok": 2, "rotary_dim": 8},
     "olmo2": {},
-    "olmo3": {},
+    "olmo3": {"sliding_window": 9},
     "qwen3_next": {**_EXPERTS, "num_experts": 4},
     "minimax": {"num_local_experts": 6, "num_experts_per_tok": 2},
 }

@@ -84,9 +84,8 @@ def run_interleaved(
         prepared = PreparedStep(step, prepare_step(step.plan, step.tokens, trainer.mesh, exchange))
         report = trainer.step_trainer.run(prepared, coefficients, learning_rate=0.0).report
         on_step()
-        if report is None or turn == 0:
-            continue
-        measured.setdefault((name, batch), []).append(report)
+        if report is not None and turn:
+            measured.setdefault((name, batch), []).append(report)
     waited_share = most_of_ranks(waits.share(), trainer.mesh)
     if trainer.mesh.rank != 0:
         return None

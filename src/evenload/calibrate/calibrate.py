@@ -188,7 +188,6 @@ _VERSION = 19
 def cached_path(
     directory: Path, model: ModelSpec, layout: ParallelLayout, device_name: str, threads: int, backend: str
 ) -> Path:
-    """Return the path of the cached cost file of this model, layout and device."""
     key = (_VERSION, model, layout, device_name, threads, backend)
     return directory / f"{hashlib.sha256(msgspec.json.encode(key)).hexdigest()[:24]}.json"
 
@@ -299,8 +298,7 @@ def _time_layers(wanted: Sequence[TimedRound], clock: PackClock, mesh: Mesh) -> 
         if len(rounds) >= len(NEEDED_ROUNDS) and _is_over(deadline_s, mesh):
             break
         rounds.append(one)
-        for _ in time_round(one.stage, one.packs, clock):
-            pass
+        list(time_round(one.stage, one.packs, clock))
     _repeated(rounds, clock, 0, _WARM_UP_S, mesh)
     timings = _repeated(rounds, clock, _MIN_REPEATS, _TIME_BUDGET_S, mesh)
     samples = [median_sample(repeats) for repeats in timings.values()]

@@ -158,8 +158,7 @@ def held_and_counted(stage: PipelineStage, packs: Packs, before_bytes: int, stat
     `static_bytes` of weights and gradients, without temporary tensors."""
     reset_peak_bytes(stage.device)
     if stage.device.type == "cuda":
-        for _ in time_round(stage, packs, PackClock(stage.device)):
-            pass
+        list(time_round(stage, packs, PackClock(stage.device)))
         return torch.cuda.max_memory_reserved(stage.device), torch.cuda.max_memory_allocated(stage.device)
     store = ActivationStore(num_tokens_of(packs), packs, shard=stage.row_shard)
     stage.begin_step(num_tokens_of(packs))

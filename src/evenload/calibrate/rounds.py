@@ -339,8 +339,7 @@ def choose_rounds(
                 break
         dist.barrier(group=mesh.control)
         start_s = time.perf_counter()
-        for _ in time_round(stage, packs, PackClock(stage.device)):
-            pass
+        list(time_round(stage, packs, PackClock(stage.device)))
         # All ranks decide alike, by the slowest.
         last_s, last_flops = most_of_ranks(time.perf_counter() - start_s, mesh), flops
         spent_s += last_s

@@ -54,7 +54,7 @@ from evenload.report.units import format_change
 from evenload.runtime.device import require_device, resident_bytes
 from evenload.runtime.model.hf_model import build_rank_models, build_stage_model, require_layout
 from evenload.runtime.model.model_config import config_from, load_config, model_spec, spec_of, with_few_layers
-from evenload.runtime.model.supported import position_warning
+from evenload.runtime.model.supported import position_warning, proof_line
 from evenload.runtime.optim.parameter_units import flatten_units
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.runtime.step_metrics import StepReport
@@ -204,6 +204,7 @@ def check_task(answer: Path, config: TrainConfig, cache: Path) -> tuple[tuple, i
     )
     lines = (
         f"checking {config.model.path} on layout {layout.describe()}{smaller}",
+        proof_line(load_config(config.model.path)),
         f"tokenizer {run_tokenizer_text(config.data, tokenizer, model_spec(config).vocab_size)}",
         *(f"evenload: warning: {warning}" for warning in warnings if warning),
     )

@@ -156,12 +156,9 @@ def chosen_strategies(
     return tuple(chosen), tuple(left_out)
 
 
-DEFAULT_DOCUMENTS = 512
-"""Documents of a global batch where nothing says its size."""
-DEFAULT_CONTEXT = 131_072
-"""Tokens of the longest document trained whole, where nothing says so."""
+DEFAULT_DOCUMENTS = 512  # of a global batch
+DEFAULT_CONTEXT = 131_072  # tokens of the longest document trained whole
 DEFAULT_SEARCH_S = 300.0
-"""Most time for a search over layouts."""
 
 
 @dataclass(frozen=True, kw_only=True)

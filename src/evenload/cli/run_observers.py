@@ -112,9 +112,8 @@ class StepProfile:
 
     def after_step(self, steps_done: int) -> str:
         """Begin and end recording; returns a message, or ""."""
-        message = ""
-        if self._running is not None and steps_done not in self._steps:
-            message = self._write(steps_done)
+        is_over = self._running is not None and steps_done not in self._steps
+        message = self._write(steps_done) if is_over else ""
         self._begin_at(steps_done)
         return message
 

@@ -44,7 +44,7 @@ from evenload.runtime.checkpoint.directory import checkpoints_of, skipped_checkp
 from evenload.runtime.comm.watch import comes_of_transport
 from evenload.runtime.device import require_device
 from evenload.runtime.model.model_config import model_spec
-from evenload.runtime.model.supported import position_warning
+from evenload.runtime.model.supported import position_warning, proof_line
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.runtime.step_metrics import StepReport
 from evenload.runtime.trainer import Trainer
@@ -241,6 +241,7 @@ def _start_lines(
             f"memory limit {format_bytes(memory_cap_bytes)} a process",
         )
     )
+    yield proof_line(trainer.hf_config)
     if mesh.device.type == "cuda" and model.bytes_per_element == 2 and data_sheet_flops_per_s(costs.device) is None:
         yield f"mfu_of_data_sheet stays empty: the peak of {costs.device} is not known; mfu is of the measured peak"
     _, merging = decide_dp_merge(config.plan.options, config.plan.strategy, layout, costs)

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import msgspec
 
 from evenload.errors import ConfigError, unreadable
-from evenload.types.base import Frozen
+from evenload.types.base import Frozen, require_at_least_one
 from evenload.types.cluster import LinkSpec, device_share, group_link
 from evenload.types.model import ModelSpec, model_tree
 
@@ -73,9 +73,7 @@ class MeasuredOn(Frozen):
     noise: Noise | None = None
 
     def __post_init__(self) -> None:
-        for field in ("dp", "cp", "pp", "tp"):
-            if getattr(self, field) < 1:
-                raise ConfigError(f"measured_on: {field} is {getattr(self, field)}, must be at least 1")
+        require_at_least_one("measured_on: ", self, "dp", "cp", "pp", "tp")
 
     @property
     def world_size(self) -> int:
@@ -358,9 +356,7 @@ class CostCoefficients(Frozen):
     @property
     def is_changed(self) -> bool:
         """Say whether a profile was changed after it was measured, by hand or by another program."""
-        if self.profile is None:
-            return False
-        return self.profile.digest != digest_of(self)
+        return self.profile is not None and self.profile.digest != digest_of(self)
 
     @property
     def reduction_overlap(self) -> OverlapCost | None:
@@ -434,7 +430,6 @@ class CostCoefficients(Frozen):
         return link
 
     def group_link_or_none(self, members: int, stride: int) -> LinkSpec | None:
-        """Return `group_link`, or None where the link is not known."""
         if members * stride <= self.devices_per_node:
             return self.intra_node
         if self.nics_per_node is None or self.inter_node is None:

@@ -321,7 +321,6 @@ class ByteRates:
 
 
 def byte_rates(model: ModelSpec, layout: ParallelLayout) -> ByteRates:
-    """Return the rates of a model under a layout."""
     tp, element = layout.tp, model.bytes_per_element
     kinds, again = stage_kinds(model, layout), stage_kinds(model, layout, recomputed=True)
     is_last = np.arange(layout.num_stages) == layout.num_stages - 1

@@ -145,7 +145,6 @@ def pairs_column(window_index: int) -> int:
 
 
 def prefix_column(window_index: int) -> int:
-    """Return the column of a window's prefix tokens."""
     return 4 + 2 * window_index
 
 

@@ -139,8 +139,7 @@ def layout_bound_seconds(costs: PackCosts, num_tokens: ArrayLike) -> float:
         float(unit_transfers(costs.model, costs.coefficients, layout, rank).sum_s.sum())
         for rank in sorted(set(layout.leading_ranks))
     )
-    bound_s = max(computed_s, costs.lower_bound_seconds(num_tokens), summed_s)
-    return bound_s + costs.optimizer_seconds()
+    return max(computed_s, costs.lower_bound_seconds(num_tokens), summed_s) + costs.optimizer_seconds()
 
 
 def sizes_bound_seconds(

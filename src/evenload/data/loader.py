@@ -570,8 +570,7 @@ class GlobalBatchLoader:
                 entries[lost.document.doc_id] = Deferral(lost, owner, content)
         except EvenloadError as error:
             problem = str(error).encode()
-        problems = [answer for answer in self.peers.gather(problem) if answer]
-        if problems:
+        if problems := [answer for answer in self.peers.gather(problem) if answer]:
             raise DataError(problems[0].decode())
         self._deferred, self._lost = entries, ()
 

@@ -4,7 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -25,6 +25,8 @@ from evenload.types.layout import ParallelLayout
 from evenload.types.run import LayoutDecision
 from evenload.types.text import counted
 from evenload.types.timeline import TimeSplit, mean_time_split
+
+_MEANS = ("bubble_fraction", "imbalance_forward", "imbalance_backward", "imbalance_dp")
 
 
 class StrategyResult(Frozen):
@@ -121,7 +123,6 @@ class StrategyPlanners:
     raised_bytes: int = 0
 
     def of(self, name: str) -> "StrategyPlanners":
-        """Return what a strategy is planned with."""
         return self.own.get(name, self)
 
 
@@ -168,8 +169,7 @@ def _baseline(
     planners = planners.baseline or usual
     planner, batches = planners.planner, planners.batches or batches
     limit, own = planner.options.max_pack_tokens, planner.options.own(BestFitOptions).window_tokens
-    judged = best_window(planner, batches)
-    if judged is None:
+    if (judged := best_window(planner, batches)) is None:
         return None
     window_tokens = judged.window_tokens
     if window_tokens == (own or limit) and planners is usual:
@@ -225,6 +225,7 @@ def _evaluate(
     delays = [proposal.plan.mean_token_delay_steps for proposal in proposals]
     late = sum(num_tokens * delay for num_tokens, delay in zip(planned, delays, strict=True))
     own_note = next((proposal.note for proposal in proposals if proposal.note), "")
+    means: dict[str, Any] = {name: float(np.mean([getattr(one, name) for one in proposals])) for name in _MEANS}
     return StrategyResult(
         name=name,
         feasible=all(proposal.feasible for proposal in proposals),
@@ -239,10 +240,7 @@ def _evaluate(
         layout_bound_s=float(np.mean(layout_s)),
         fraction_of_layout_bound=sum(layout_s) / sum(step_time_s),
         tokens_per_s_per_device=trained / sum(step_time_s) / planner.layout.world_size,
-        bubble_fraction=_mean(proposals, "bubble_fraction"),
-        imbalance_forward=_mean(proposals, "imbalance_forward"),
-        imbalance_backward=_mean(proposals, "imbalance_backward"),
-        imbalance_dp=_mean(proposals, "imbalance_dp"),
+        **means,
         max_pack_tokens=max(proposal.max_pack_tokens for proposal in proposals),
         cap_violations=sum(proposal.cap_violations for proposal in proposals) * stride,
         peak_memory_bytes=max(one.plan.predicted.peak_memory_bytes for one in proposals) - planners.raised_bytes,
@@ -261,10 +259,6 @@ def _evaluate(
         time_split=mean_time_split([split_proposal(proposal) for proposal in proposals]),
         layout_decisions=decisions,
     ), tuple(proposals)
-
-
-def _mean(proposals: Sequence[Proposal], field: str) -> float:
-    return float(np.mean([getattr(proposal, field) for proposal in proposals]))
 
 
 def _flexed(flexible: FlexPlanner, batches: Sequence[SampledBatch]) -> tuple[list[FlexProposal], list[float]]:

@@ -63,7 +63,6 @@ class PredictionInterval(Frozen):
         return f"{sum(inside):,} of {len(inside):,}" if inside else ""
 
     def describe(self) -> str:
-        """Describe the interval and its basis in one line."""
         if self.low is None:
             return f"no 90 % interval of step times: {self.basis}"
         return f"90 % interval of step times: {self.low:.2f} to {self.high:.2f} times the predicted ({self.basis})"
@@ -98,7 +97,6 @@ def prediction_interval(coefficients: CostCoefficients, layout: ParallelLayout) 
 
 
 def processor_of(device: str) -> Literal["cpu", "gpu"]:
-    """Return the kind of a device of measured costs."""
     return "gpu" if _CPU.search(device) is None else "cpu"
 
 
@@ -114,7 +112,6 @@ def layout_kind(layout: ParallelLayout) -> str:
 
 @cache
 def ledger_intervals() -> tuple[KindInterval, ...]:
-    """Return the intervals of the installed package."""
     return msgspec.json.decode(_FILE.read_bytes(), type=tuple[KindInterval, ...])
 
 

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from evenload.data.blocks import as_token_table
 from evenload.data.encoders import IGNORE_INDEX
 from evenload.errors import InvalidPlanError
+from evenload.types.columns import offsets_of
 from evenload.types.document import MicroPack, PackPlan
 
 PADDING_TOKEN = 0
@@ -58,11 +59,11 @@ class PackBatch:
 
     @cached_property
     def cu_seqlens_q(self) -> NDArray[np.int32]:
-        return _edges(self.stops - self.starts).astype(np.int32)
+        return offsets_of(self.stops - self.starts).astype(np.int32)
 
     @cached_property
     def cu_seqlens_k(self) -> NDArray[np.int32]:
-        return _edges(self.stops).astype(np.int32)
+        return offsets_of(self.stops).astype(np.int32)
 
     @property
     def max_seqlen_q(self) -> int:
@@ -126,7 +127,7 @@ def collate_ranges(
         missing = doc_ids[int(np.argmin(rows))]
         raise InvalidPlanError(f"document {missing} has no tokens here; the plan was made for another batch")
     lengths = stops - starts
-    edges, sizes = _edges(lengths), table.edges[rows + 1] - table.edges[rows]
+    edges, sizes = offsets_of(lengths), table.edges[rows + 1] - table.edges[rows]
     positions = np.arange(edges[-1]) + np.repeat(starts - edges[:-1], lengths)
     source = positions + np.repeat(table.edges[rows], lengths)
     # Rows without a token are padding; a document's last token has no next one.
@@ -154,7 +155,3 @@ def collate_packs(
     table = as_token_table(documents)
     forward = tuple(collate_pack(pack, table) for pack in packs.forward)
     return forward, tuple(collate_pack(pack, table) for pack in packs.backward)
-
-
-def _edges(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-    return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(sizes)])

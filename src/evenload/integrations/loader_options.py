@@ -40,7 +40,7 @@ from evenload.integrations.price import StepShape
 from evenload.plan.problem import PlanOptions
 from evenload.plan.strategies.registry import strategy_named, whole_strategies
 from evenload.runtime.comm.collectives import TorchPeers
-from evenload.types.base import did_you_mean
+from evenload.types.base import did_you_mean, require_at_least_one
 from evenload.types.layout import even_layout
 from evenload.types.text import counted
 
@@ -101,9 +101,7 @@ class LoaderOptions:
         require_format(self.format)
         if self.equal_micro_batches is None:
             self.equal_micro_batches = self.engine is None or self.profile.equal_counts
-        for name in ("max_tokens", "micro_batches", "pack_multiple", "sequence_ranks"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ConfigError(f"{name} is {value}, must be at least 1")
+        require_at_least_one("", self, "max_tokens", "micro_batches", "pack_multiple", "sequence_ranks")
         if self.max_tokens % self.row_multiple:
             given = f"pack_multiple {self.pack_multiple}, sequence_ranks {self.sequence_ranks}"
             fix = f"set max_tokens to a multiple, such as {self.computed_tokens(self.max_tokens)}"

@@ -113,7 +113,7 @@ class MegatronTrainStep:
             micro_batch_size=1,
             forward_only=False,
         )
-        return _global_loss(results, step, _device_of(self._model))
+        return _global_loss(results, step, next(self._model.parameters()).device)
 
     def update(self) -> tuple[bool, float | None]:
         """Apply the gradients; return whether that was done, and their norm before clipping."""
@@ -124,7 +124,7 @@ class MegatronTrainStep:
 def gpt_forward_step(batches: Iterator[dict[str, Any]], model: torch.nn.Module) -> tuple[Tensor, Callable]:
     """Run one pack of format `megatron` through a `GPTModel` stage, as the schedules of Megatron-Core call it. Returns
     hidden states [T, 1, width] for the next stage, or the losses of all tokens [1, T]; and `sum_of_losses`."""
-    batch = move_batch(next(batches), _device_of(model))
+    batch = move_batch(next(batches), next(model.parameters()).device)
     packed = megatron_packed_seq_params(batch)
     output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=packed)
     return output, partial(sum_of_losses, loss_mask=batch["loss_mask"])
@@ -159,10 +159,6 @@ def _global_loss(results: list[dict[str, Tensor]], step: PackedStep, device: tor
         fix = "make the loader with group= the data-parallel group, and mask no further tokens in forward_step"
         raise DataError(f"step {step.plan.step}: {counts}; {fix}")
     return total / max(1, count)
-
-
-def _device_of(model: torch.nn.Module) -> torch.device:
-    return next(model.parameters()).device
 
 
 def require_runnable(config: Any, options: LoaderOptions) -> None:

@@ -109,8 +109,7 @@ class DelayedChoice:
 def arrivals_of(step: int, doc_ids: NDArray[np.int64], state: DelayState, is_last: bool) -> Arrivals:
     """Match a batch with the state; raise `DataError` where a document that was deferred did not come back."""
     waiting = {one.doc_id: one for one in state.waiting}
-    lost = sorted(waiting.keys() - set(doc_ids.tolist()))
-    if lost:
+    if lost := sorted(waiting.keys() - set(doc_ids.tolist())):
         raise DataError(
             f"step {step}: documents {lost[:5]} were deferred by an earlier step and are not in the batch; plan the "
             "batch's new documents together with those carried over"

@@ -25,7 +25,7 @@ from evenload.schedule.registry import SCHEDULES
 from evenload.schedule.schedule_rule import ScheduleRule
 from evenload.schedule.simulate import Simulation, simulate
 from evenload.schedule.step_collectives import SimulatedReplica
-from evenload.types.base import Frozen
+from evenload.types.base import Frozen, require_at_least_one
 from evenload.types.columns import SliceColumns
 from evenload.types.document import PackSharding
 from evenload.types.layout import ParallelLayout
@@ -88,10 +88,8 @@ class PlanOptions(Frozen):
     strategies: tuple[StrategyOptions, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("max_pack_tokens", "min_slice_tokens", "candidates", "window", "max_delay_steps", "micro_batches"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"plan options: {name} is {value}, must be at least 1")
+        counts = ("max_pack_tokens", "min_slice_tokens", "candidates", "window", "max_delay_steps", "micro_batches")
+        require_at_least_one("plan options: ", self, *counts)
         if self.schedule != CHOOSE:
             SCHEDULES.named(self.schedule)
         if self.max_pack_tokens is not None and self.min_slice_tokens > self.max_pack_tokens:

@@ -173,7 +173,6 @@ def typical(rows: Iterable[MetricRow], key: str) -> float | None:
 
 
 def typical_meaning(rows: Iterable[MetricRow]) -> str:
-    """Describe `typical`."""
     count = len(latest_per_step(rows))
     if count <= 2:
         return "only step" if count == 1 else "second of 2 steps"

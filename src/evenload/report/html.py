@@ -104,7 +104,12 @@ def _parts(report: RunReport) -> list[Part]:
         parts.append(("curves", "Trained runs" if len(trained) > 1 else "Step by step", curves))
     parts.append(("steps", "Inside a step", [*_left_out_steps(trained), step_view] if step_view else []))
     parts.append(("packs", "Pack times", _packs(sections, remark)))
-    parts.append(("layouts", "Layouts over time", _layouts(report.sections)))
+    layouts = [
+        figure_html(f"layouts-{i}", f"{section.name}: layout of every step", _READ_LAYOUTS, layout_figure(decisions))
+        for i, section in enumerate(report.sections)
+        if (decisions := section.layout_decisions)
+    ]
+    parts.append(("layouts", "Layouts over time", layouts))
     lengths = [] if report.lengths is None else length_blocks(report.lengths, report.unit, "Lengths")[:2]
     return [*parts, ("documents", "Documents of these steps", lengths)]
 
@@ -138,14 +143,6 @@ def _packs(sections: Mapping[str, RunSection], remark: str) -> list[str]:
     times = {name: one.timelines() for name, one in sections.items() if one.steps}
     read = _READ_PACKS + remark
     return [figure_html("all-packs", "How even packs are", read, pack_time_figure(times))] if times else []
-
-
-def _layouts(sections: Sequence[RunSection]) -> list[str]:
-    return [
-        figure_html(f"layouts-{i}", f"{section.name}: layout of every step", _READ_LAYOUTS, layout_figure(decisions))
-        for i, section in enumerate(sections)
-        if (decisions := section.layout_decisions)
-    ]
 
 
 # In this order; what a reader asks first, and why a strategy loses.

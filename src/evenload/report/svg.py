@@ -31,13 +31,11 @@ def rect(span: tuple[float, float], top_px: float, height_px: float, color: str,
 
 
 def dot(x: float, y_px: float, color: str, *, hollow: bool = False, radius_px: float = 3.2, tip: str = "") -> str:
-    """Draw a circle."""
     style = f'fill="none" stroke="{color}" stroke-width="1.4"' if hollow else f'fill="{color}"'
     return f'<circle cx="{_percent(x)}" cy="{y_px:.5g}" r="{radius_px:g}" {style}{_tip(tip)}/>'
 
 
 def triangle(x: float, y_px: float, color: str, *, up: bool, tip: str = "") -> str:
-    """Draw a triangle that points up or down."""
     path = "M-7 5H7L0 -7Z" if up else "M-7 -5H7L0 7Z"
     body = f'<path d="{path}" fill="{color}"{_tip(tip)}/>'
     return f'<svg x="{_percent(x)}" y="{y_px:.5g}" overflow="visible">{body}</svg>'
@@ -208,7 +206,6 @@ class Scale:
     is_log: bool = False
 
     def share(self, value: float) -> float:
-        """Return the place of a value."""
         low, high, at = self.low, self.high, value
         if self.is_log:
             low, high, at = math.log(low), math.log(high), math.log(value)
@@ -399,11 +396,8 @@ _BORDERS = {"solid": "solid", "dash": "dashed", "dot": "dotted", "dashdot": "das
 
 
 def names_width_px(names: Iterable[str], most_px: int = 220) -> int:
-    """Return the width of a column of names."""
     return min(most_px, 20 + 7 * max((len(name) for name in names), default=0))
 
 
 def _short(value: float | None) -> float | None:
-    if value is None or value != value or abs(value) == float("inf"):
-        return None
-    return float(f"{value:.7g}")
+    return float(f"{value:.7g}") if value is not None and math.isfinite(value) else None

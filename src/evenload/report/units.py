@@ -11,9 +11,7 @@ SECOND_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 
 def format_count(count: float | None) -> str:
     """Format a count in decimal units: `131072` is "131K"; below 1,000 exact."""
-    if count is None or math.isnan(count):
-        return MISSING
-    return scaled(count, 1000.0, _COUNT_UNITS, separator="")
+    return MISSING if count is None or math.isnan(count) else scaled(count, 1000.0, _COUNT_UNITS, separator="")
 
 
 def format_power_of_two(count: int) -> str:

@@ -19,7 +19,7 @@ from evenload import _native
 from evenload.errors import ConfigError, ScheduleDeadlockError
 from evenload.schedule.native_input import split_arrays, stuck_grid, task_arrays
 from evenload.types.pipeline import ActionColumns, PipelineTasks
-from evenload.types.timeline import Timeline
+from evenload.types.timeline import Timeline, joined
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,14 +90,9 @@ def to_timeline(
 def join_timelines(parts: Sequence[Timeline], **more: Any) -> Timeline:
     """Join the timelines of a step's replicas, at least one; `more` are fields that are not joined: `step_time_s`, and
     what only the whole step knows."""
-    columns: dict[str, Any] = {
-        name: np.concatenate([getattr(part, name) for part in parts])
-        for name in (
-            *("dp_rank", "rank", "stage", "kind", "pack", "start_s", "end_s"),
-            *("memory_dp_rank", "memory_rank", "memory_time_s", "memory_bytes"),
-        )
-    }
-    return Timeline(**columns, **more)
+    of_tasks = ("dp_rank", "rank", "stage", "kind", "pack", "start_s", "end_s")
+    of_memory = ("memory_dp_rank", "memory_rank", "memory_time_s", "memory_bytes")
+    return Timeline(**joined(parts, of_tasks + of_memory), **more)
 
 
 def memory_ledger(tasks: PipelineTasks, actions: ActionColumns) -> NDArray[np.int64]:

@@ -27,8 +27,7 @@ def encode_plan_file(plans: Sequence[StepPlan]) -> bytes:
 def decode_plan_file(data: bytes) -> tuple[StepPlan, ...]:
     """Decode what `encode_plan_file` gives; `InvalidPlanError` where a key is missing or a digest does not match."""
     try:
-        plans = json.loads(data)["plans"]
-        return tuple(_plan_from_json(plan) for plan in plans)
+        return tuple(_plan_from_json(plan) for plan in json.loads(data)["plans"])
     except (KeyError, IndexError) as error:
         raise InvalidPlanError(f"plan file: key {error} is missing") from error
     except (TypeError, AttributeError, ValueError, msgspec.MsgspecError, ConfigError) as error:
@@ -131,12 +130,8 @@ def _plan_from_json(data: dict[str, Any]) -> StepPlan:
 
 def _times_from_json(replica: dict[str, Any]) -> dict[str, Any]:
     optional = {f"{part}_s": replica.get(f"durations_{part}_s", []) for part in ("input", "weight")}
-    return optional | {
-        "forward_s": replica["durations_forward_s"],
-        "backward_s": replica["durations_backward_s"],
-        "p2p_forward_s": replica["p2p_forward_s"],
-        "p2p_backward_s": replica["p2p_backward_s"],
-    }
+    whole = {f"{part}_s": replica[f"durations_{part}_s"] for part in ("forward", "backward")}
+    return whole | optional | {name: replica[name] for name in ("p2p_forward_s", "p2p_backward_s")}
 
 
 def _direction_from_json(replica: dict[str, Any], direction: Direction) -> tuple[MicroPack, ...]:

@@ -269,8 +269,7 @@ def validate_plan(plan: StepPlan, *, max_pack_tokens: int | None = None) -> None
         InvalidPlanError: with every offence.
         ScheduleDeadlockError: actions of a schedule wait for each other.
     """
-    offences = list(_offences(plan, max_pack_tokens))
-    if offences:
+    if offences := list(_offences(plan, max_pack_tokens)):
         shown = "; ".join(offences[:10]) + (f"; and {len(offences) - 10} more" if len(offences) > 10 else "")
         raise InvalidPlanError(f"plan of step {plan.step} ({plan.strategy}): {shown}")
     # D of a broken pack plan means nothing, so schedules come last.
@@ -312,8 +311,7 @@ def _document_offences(plan: StepPlan) -> Iterator[str]:
     labels = sum(document.num_label_tokens for document in plan.documents)
     if labels != plan.num_label_tokens:
         yield f"num_label_tokens is {plan.num_label_tokens}, the documents have {labels}"
-    both = set(ids) & {document.doc_id for document in plan.left_out}
-    if both:
+    if both := set(ids) & {document.doc_id for document in plan.left_out}:
         yield f"document {min(both)} is both trained and left out"
 
 

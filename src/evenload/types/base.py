@@ -37,6 +37,13 @@ def write_out_home(settings: Frozen) -> None:
             msgspec.structs.force_setattr(settings, name, path)
 
 
+def require_at_least_one(what: str, settings: object, *fields: str) -> None:
+    """Raise a `ConfigError` for the first of these fields that is set and below 1; `what` stands before its name."""
+    for field in fields:
+        if (value := getattr(settings, field)) is not None and value < 1:
+            raise ConfigError(f"{what}{field} is {value}, must be at least 1")
+
+
 LEAST_SIMILARITY = 0.4  # of 1; among few choices a name that shares half of its letters is usually what was meant
 
 

@@ -9,6 +9,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from evenload.errors import ConfigError
 from evenload.types.document import Direction, MicroPack, PackSharding, Slice
+from evenload.types.timeline import joined
 
 PackSlices = tuple[tuple[Slice, ...], ...]  # the slices of every pack
 
@@ -40,7 +41,7 @@ class SliceColumns:
             doc=flat[:, 0].astype(np.int32),
             start=flat[:, 1].copy(),
             stop=flat[:, 2].copy(),
-            pack_offset=_offsets([len(pack) for pack in packs]),
+            pack_offset=offsets_of([len(pack) for pack in packs]),
             pad_to=np.zeros(len(packs), np.int64),
             cp=np.full(len(flat), cp, np.int64),
         )
@@ -50,11 +51,8 @@ class SliceColumns:
         """Concatenate packs; `first_doc` is the new index of each part's document 0."""
         return cls(
             doc=np.concatenate([part.doc + np.int32(doc) for part, doc in zip(parts, first_doc, strict=True)]),
-            start=np.concatenate([part.start for part in parts]),
-            stop=np.concatenate([part.stop for part in parts]),
-            pack_offset=_offsets(np.concatenate([np.diff(part.pack_offset) for part in parts])),
-            pad_to=np.concatenate([part.pad_to for part in parts]),
-            cp=np.concatenate([part.cp for part in parts]),
+            pack_offset=offsets_of(np.concatenate([np.diff(part.pack_offset) for part in parts])),
+            **joined(parts, ("start", "stop", "pad_to", "cp")),
         )
 
     @property
@@ -85,24 +83,21 @@ class SliceColumns:
     def taken(self, index: NDArray[np.int64], pack: NDArray[np.int64], num_packs: int) -> "SliceColumns":
         """Take slices by index, without padding; `pack` is the new pack of each, not falling."""
         return SliceColumns(
-            doc=self.doc[index],
-            start=self.start[index],
-            stop=self.stop[index],
-            pack_offset=_offsets(np.bincount(pack, minlength=num_packs)),
+            pack_offset=offsets_of(np.bincount(pack, minlength=num_packs)),
             pad_to=np.zeros(num_packs, np.int64),
-            cp=self.cp[index],
+            **self._of_slices(index),
         )
+
+    def _of_slices(self, index: NDArray[np.int64] | slice) -> dict[str, NDArray]:
+        return {name: getattr(self, name)[index] for name in ("doc", "start", "stop", "cp")}
 
     def pack_range(self, first: int, last: int) -> "SliceColumns":
         """Return the packs `[first, last)`."""
         lo, hi = self.pack_offset[[first, last]].tolist()
         return SliceColumns(
-            doc=self.doc[lo:hi],
-            start=self.start[lo:hi],
-            stop=self.stop[lo:hi],
             pack_offset=self.pack_offset[first : last + 1] - lo,
             pad_to=self.pad_to[first:last],
-            cp=self.cp[lo:hi],
+            **self._of_slices(slice(lo, hi)),
         )
 
     def slice_tokens(self) -> NDArray[np.int64]:
@@ -154,14 +149,15 @@ def whole_document_columns(
     int64[num_documents] lengths; `padded` to the longest of their pack, no pack is empty."""
     sizes = np.array([len(group) for group in groups], np.int64)
     doc = np.fromiter(chain.from_iterable(groups), np.int32, int(sizes.sum()))
-    stop, pack_offset = num_tokens[doc].astype(np.int64), _offsets(sizes)
+    stop, pack_offset = num_tokens[doc].astype(np.int64), offsets_of(sizes)
     pad_to = np.zeros(len(groups), np.int64)
     if padded and len(groups):
         pad_to = np.where(sizes > 1, np.maximum.reduceat(stop, pack_offset[:-1]), 0)
     return SliceColumns(doc, np.zeros(len(doc), np.int64), stop, pack_offset, pad_to, np.full(len(doc), cp, np.int64))
 
 
-def _offsets(counts: ArrayLike) -> NDArray[np.int64]:
+def offsets_of(counts: ArrayLike) -> NDArray[np.int64]:
+    """Return where each of so many things begins among all, and the end; int64[n + 1]."""
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
 
 

@@ -15,7 +15,7 @@ from typing import Literal
 import msgspec
 
 from evenload.errors import ConfigError
-from evenload.types.base import Frozen, did_you_mean
+from evenload.types.base import Frozen, did_you_mean, require_at_least_one
 from evenload.types.cluster import DeviceKind
 from evenload.types.text import counted
 
@@ -44,9 +44,7 @@ class ParallelLayout(Frozen):
     stage_devices: tuple[int, ...] | msgspec.UnsetType = msgspec.UNSET
 
     def __post_init__(self) -> None:
-        for field in ("dp", "cp", "pp", "tp"):
-            if getattr(self, field) < 1:
-                raise ConfigError(f"layout: {field} is {getattr(self, field)}, must be at least 1")
+        require_at_least_one("layout: ", self, "dp", "cp", "pp", "tp")
         if len(self.stage_layers) != len(self.stage_to_rank) or len(self.stage_layers) % self.pp:
             raise ConfigError(
                 f"layout: {len(self.stage_layers)} stages, {len(self.stage_to_rank)} stage ranks for pp={self.pp}; "
@@ -209,13 +207,12 @@ class ParallelLayout(Frozen):
         virtual = self.num_stages // self.pp
         if virtual > 1:
             parts.append(f"virtual={virtual}")
-        for name, counts, is_shown in (
+        of_stages = (
             ("devices", self.devices, self.has_replicated_stages),
             ("layers", self.stage_counts, not self.is_even),
             ("recomputed", self.recomputed_counts, any(self.recomputed_counts)),
-        ):
-            if is_shown:
-                parts.append(f"{name}={'+'.join(map(str, counts))}")
+        )
+        parts += [f"{name}={'+'.join(map(str, counts))}" for name, counts, is_shown in of_stages if is_shown]
         return " ".join(parts) or "single"
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from evenload.errors import ConfigError
-from evenload.types.base import Frozen
+from evenload.types.base import Frozen, require_at_least_one
 from evenload.types.layer_kind import AttentionKind, ExpertsKind, LayerKind, Product
 from evenload.types.text import scaled
 
@@ -64,14 +64,8 @@ class ModelSpec(Frozen):
     unit_gradients: bool = False
 
     def __post_init__(self) -> None:
-        for field, size in (
-            ("hidden_size", self.hidden_size),
-            ("vocab_size", self.vocab_size),
-            ("bytes_per_element", self.bytes_per_element),
-            ("num_layers", len(self.layers)),
-        ):
-            if size < 1:
-                raise ConfigError(f"model {self.name}: {field} is {size}, must be at least 1")
+        counts = "hidden_size", "vocab_size", "bytes_per_element", "num_layers"
+        require_at_least_one(f"model {self.name}: ", self, *counts)
         if set(self.layers) != set(range(len(self.kinds))):
             raise ConfigError(
                 f"model {self.name}: its layers are of the kinds {sorted(set(self.layers))}, and there are "

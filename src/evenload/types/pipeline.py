@@ -3,13 +3,13 @@
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from evenload.types.plan import Action, ActionKind, Schedule
-from evenload.types.timeline import KINDS
+from evenload.types.timeline import KINDS, joined
 
 
 class _PackRows:
@@ -27,7 +27,7 @@ class _PackRows:
     @classmethod
     def concat(cls, parts: Sequence[Self]) -> Self:
         """Concatenate packs, on the same ranks."""
-        return replace(parts[0], **_stacked(parts, cls.pack_columns()))  # type: ignore[type-var]
+        return replace(parts[0], **joined(parts, cls.pack_columns()))  # type: ignore[type-var]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -194,15 +194,11 @@ class PipelineTasks:
             forwards_needed=np.concatenate(needed).astype(np.int32),
             held=PackBytes.concat([part.held for part in parts]),
             split=SplitBackward.concat(splits) if splits else None,
-            **_stacked(parts, _SECONDS),
+            **joined(parts, _SECONDS),
         )
 
 
 _SECONDS = ("forward_s", "backward_s", "p2p_forward_s", "p2p_backward_s")
-
-
-def _stacked(parts: Sequence[Any], names: Sequence[str]) -> dict[str, NDArray[Any]]:
-    return {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
 
 
 @dataclass(frozen=True, eq=False)

@@ -190,9 +190,7 @@ class LayoutDecision(Frozen):
         """Seconds that the other layout would save over the known steps, less the switch; None where either does not
         fit."""
         staying_s = self.keep_s if self.keep_s is not None else self.save_s
-        if staying_s is None or self.new_s is None:
-            return None
-        return staying_s - self.new_s - self.switch_s
+        return None if staying_s is None or self.new_s is None else staying_s - self.new_s - self.switch_s
 
 
 class LengthClass(Frozen):

@@ -1,7 +1,7 @@
 """Hold what ran when, predicted or measured (`Timeline`), its file, the seconds of packs, and where the time of a step
 goes (`TimeSplit`). What only a prediction knows is optional."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -74,6 +74,11 @@ class SideTasks:
     peer: NDArray[np.int32]
     start_s: NDArray[np.float64]
     end_s: NDArray[np.float64]
+
+
+def joined(parts: Sequence[Any], names: Iterable[str]) -> dict[str, Any]:
+    """Concatenate, name by name, columns that all parts have as attributes."""
+    return {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
 
 
 def side_tasks(

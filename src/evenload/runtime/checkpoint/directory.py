@@ -56,19 +56,15 @@ def complete_checkpoints(directory: Path) -> list[Path]:
 
 
 def _named_checkpoints(directory: Path) -> list[Path]:
-    return sorted((path for path in directory.glob("step-*") if _is_step_name(path.name)), key=steps_in_name)
+    return sorted((path for path in directory.glob("step-*") if _STEP_NAME.fullmatch(path.name)), key=steps_in_name)
 
 
 def _replaced_checkpoints(directory: Path) -> list[Path]:
-    return [path for path in directory.glob(".step-*.replaced") if _is_step_name(path.name)]
+    return [path for path in directory.glob(".step-*.replaced") if _STEP_NAME.fullmatch(path.name)]
 
 
 def _is_complete(path: Path) -> bool:
     return (path / PROGRESS_FILE).is_file()
-
-
-def _is_step_name(name: str) -> bool:
-    return _STEP_NAME.fullmatch(name) is not None
 
 
 def steps_in_name(path: Path) -> int:

@@ -282,6 +282,9 @@ class Survey(TorchFunctionMode):
         if self.layer >= 0 or not path or not module._parameters:
             return
         part = self.epilogue if self.notes else self.prologue
+        if self.whole.path.startswith(f"{path}."):
+            own = ", ".join(module._parameters)
+            raise UnsupportedModelError(f"{type(self.model).__name__} has weights outside any module: {path}.{own}")
         if len(self.notes) not in (0, len(self.whole.layers)):
             raise UnsupportedModelError(f"{type(self.model).__name__} calls {path} between its layers")
         if path not in part:

@@ -8,6 +8,25 @@ from transformers import PretrainedConfig
 from evenload.errors import ConfigError, UnsupportedModelError
 from evenload.runtime.model.weight_files import dequantise_once
 
+TESTED = {
+    "cohere2", "deepseek_v3", "gemma", "gemma2", "gemma3_text", "glm4_moe", "gpt2", "gpt_oss", "granite", "granite_swa",
+    "llama", "llama4_text", "longcat_flash", "mimo_v2_flash", "ministral3", "mistral", "mixtral", "olmo2", "qwen2",
+    "qwen2_moe", "qwen3", "qwen3_moe", "smollm3",
+}  # fmt: skip
+"""Model types whose gradients our tests compare with transformers' own (test_replay, test_attention_call,
+test_tensor_families)."""
+
+
+def proof_line(config: PretrainedConfig) -> str:
+    """State what shows that a model, which the proof at start has passed, is trained as transformers would."""
+    kind = config.get_text_config(decoder=True).model_type
+    if kind in TESTED:
+        return f"model type {kind}: gradients are compared with transformers' own in our tests"
+    return (
+        f"model type {kind}: unproven by our tests, probed at start (docs/decoders.md); evenload check compares yours"
+    )
+
+
 # Rotary variants that change with the length of the batch would make a token depend on its pack.
 _CHANGING_ROPE = {"dynamic", "longrope"}
 

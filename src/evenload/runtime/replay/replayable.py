@@ -216,9 +216,11 @@ def _rows_of(given: Any, rows: slice, count: int, like: Tensor) -> Any:
 
 
 def _row_axis(given: Any, count: int) -> int | None:
-    """Return the dimension of the tokens: the first, or the second behind a batch of one."""
+    """Return the dimension of the tokens: the first, the second behind a batch of one, or the only one."""
     if not isinstance(given, Tensor) or not given.ndim:
         return None
+    if given.numel() == given.shape[-1] == count:
+        return given.ndim - 1
     if given.ndim > 1 and given.shape[0] == 1 and given.shape[1] == count:
         return 1
     return 0 if given.shape[0] == count else None
