@@ -188,7 +188,6 @@ _VERSION = 19
 def cached_path(
     directory: Path, model: ModelSpec, layout: ParallelLayout, device_name: str, threads: int, backend: str
 ) -> Path:
-    """Return the path of the cached cost file of this model, layout and device."""
     key = (_VERSION, model, layout, device_name, threads, backend)
     return directory / f"{hashlib.sha256(msgspec.json.encode(key)).hexdigest()[:24]}.json"
 

@@ -66,7 +66,6 @@ class Verdict(Frozen):
 
 
 def judged(name: str, result: str, why: str = "") -> Verdict:
-    """Return a verdict that fails where there is a reason."""
     return Verdict(name=name, outcome="fail" if why else "pass", found=result, why=why)
 
 

@@ -73,7 +73,6 @@ bench_command = command_of(BenchRequest, run_bench)
 
 
 def show_result(result: BenchResult, seconds: float) -> None:
-    """Print a table of the strategies, and sentences about the comparison."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True, header_style="bold")
     for heading in _HEADINGS:
         table.add_column(heading, no_wrap=True, justify="left" if heading == "strategy" else "right")

@@ -55,7 +55,6 @@ def layout_of_plan(
 
 
 def planners_of_layout(inputs: PlanInputs, layout: ParallelLayout) -> StrategyPlanners:
-    """Plan all strategies in one layout."""
     costs, options = inputs.costs, inputs.options
     planner = StepPlanner(costs.model, costs.of(layout), layout, inputs.memory_cap_bytes, options, host=inputs.host)
     return StrategyPlanners(planner=planner, flexible=FlexPlanner(planner, costs.of, layouts=inputs.switch_layouts))
@@ -70,7 +69,6 @@ class SearchedLayouts:
 
     @property
     def fastest(self) -> StrategyLayouts:
-        """The strategy with the fastest layout."""
         return min(self.results, key=lambda one: (not one.best.feasible, one.best.mean_step_time_s or 0.0))
 
     def of(self, strategy: str) -> StrategyLayouts:
@@ -134,7 +132,6 @@ class SearchedLayouts:
 def search_all_layouts(
     inputs: PlanInputs, batches: Sequence[SampledBatch], names: tuple[str, ...], console: Console, limit_s: float
 ) -> SearchedLayouts:
-    """Rank every strategy's layouts, and show those of the fastest strategy."""
     with progress_bar() as on_progress:
         results = _layout_search(inputs, batches, on_progress).strategies(names, limit_s=limit_s)
     searched = SearchedLayouts(results, limit_s)

@@ -121,7 +121,6 @@ class StrategyPlanners:
     raised_bytes: int = 0
 
     def of(self, name: str) -> "StrategyPlanners":
-        """Return what a strategy is planned with."""
         return self.own.get(name, self)
 
 
@@ -390,7 +389,6 @@ class Headline(Frozen):
 
 
 def headline(evaluation: Evaluation) -> Headline | None:
-    """Sum up a comparison; None where no strategy fits memory."""
     if evaluation.best is None:
         return None
     best = next(result for result in evaluation.results if result.name == evaluation.best)

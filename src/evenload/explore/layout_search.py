@@ -93,7 +93,6 @@ class LayoutResult(Frozen):
         return not self.is_planned and self.peak_memory_bytes is not None
 
     def parallel_layout(self) -> ParallelLayout:
-        """Return the layout."""
         sizes = {axis: size for axis, size in self.layout.items() if axis != "virtual"}
         return split_layout(self.stage_layers, devices=None, **sizes)
 

@@ -98,7 +98,6 @@ def prediction_interval(coefficients: CostCoefficients, layout: ParallelLayout) 
 
 
 def processor_of(device: str) -> Literal["cpu", "gpu"]:
-    """Return the kind of a device of measured costs."""
     return "gpu" if _CPU.search(device) is None else "cpu"
 
 
@@ -114,7 +113,6 @@ def layout_kind(layout: ParallelLayout) -> str:
 
 @cache
 def ledger_intervals() -> tuple[KindInterval, ...]:
-    """Return the intervals of the installed package."""
     return msgspec.json.decode(_FILE.read_bytes(), type=tuple[KindInterval, ...])
 
 

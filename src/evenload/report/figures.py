@@ -149,7 +149,6 @@ def typical(rows: Iterable[MetricRow], key: str) -> float | None:
 
 
 def typical_meaning(rows: Iterable[MetricRow]) -> str:
-    """Describe `typical`."""
     count = len(latest_per_step(rows))
     if count <= 2:
         return "only step" if count == 1 else "second of 2 steps"
@@ -157,7 +156,6 @@ def typical_meaning(rows: Iterable[MetricRow]) -> str:
 
 
 def largest(rows: Iterable[MetricRow], key: str) -> float | None:
-    """Return the largest value of a key; None where no step has a value."""
     values = metric_column(latest_per_step(rows), key)
     return None if np.isnan(values).all() else float(np.nanmax(values))
 

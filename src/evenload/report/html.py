@@ -42,7 +42,6 @@ Part = tuple[str, str, list[str]]
 
 
 def write_report(path: str | os.PathLike[str], report: RunReport) -> None:
-    """Write the page, one file of 0.1 MB plus its data."""
     Path(path).write_text(render_report(report), encoding="utf-8")
 
 

@@ -349,7 +349,6 @@ def write_lengths_png(
 
 
 def _cut_outlier(axes) -> None:
-    """Let a bar far above all others leave the axis, as on the page, with its number on it."""
     end = axis_end([bar.get_height() for bar in axes.patches])
     axes.set_ylim(top=end)
     for bar in axes.patches:

@@ -126,7 +126,6 @@ def curves_html(identifier: str, section: RunSection, *, is_alone: bool) -> list
 
 
 def shared_curves_html(identifier: str, sections: Sequence[RunSection]) -> list[str]:
-    """Return figures of the loss and the speed of all trained runs."""
     runs = {section.name: section.metrics for section in sections}
     validations = {section.name: section.validations for section in sections}
     return [
@@ -136,7 +135,6 @@ def shared_curves_html(identifier: str, sections: Sequence[RunSection]) -> list[
 
 
 def tiles_html(section: RunSection) -> str:
-    """Return the main numbers of a trained run."""
     rows = latest_per_step(section.metrics)
     measured, predicted = typical(rows, "step_time_s"), typical(rows, "predicted_step_time_s")
     part_s = predicted_part_seconds({"step_time_s": measured, "exchange_s": typical(rows, "exchange_s")})

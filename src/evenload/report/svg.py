@@ -24,14 +24,12 @@ _DASHES = {"solid": "", "dash": "7 5", "dot": "2 4", "dashdot": "8 4 2 4"}
 
 
 def rect(span: tuple[float, float], top_px: float, height_px: float, color: str, tip: str = "") -> str:
-    """Draw a bar over a span of the width."""
     low, high = span
     place = f'x="{_percent(low)}" width="{_percent(high - low)}" y="{top_px:g}" height="{height_px:.4g}"'
     return f'<rect {place} fill="{color}"{_tip(tip)}/>'
 
 
 def dot(x: float, y_px: float, color: str, *, hollow: bool = False, radius_px: float = 3.2, tip: str = "") -> str:
-    """Draw a circle."""
     style = f'fill="none" stroke="{color}" stroke-width="1.4"' if hollow else f'fill="{color}"'
     return f'<circle cx="{_percent(x)}" cy="{y_px:.5g}" r="{radius_px:g}" {style}{_tip(tip)}/>'
 
@@ -53,12 +51,10 @@ def text(
 
 
 def rule(y_px: float, kind: str) -> str:
-    """Draw a horizontal line over the whole width."""
     return f'<line x1="0%" x2="100%" y1="{y_px:.5g}" y2="{y_px:.5g}" class="{kind}"/>'
 
 
 def upright(x: float, top_px: float, bottom_px: float, kind: str) -> str:
-    """Draw a vertical line."""
     at = _percent(x)
     return f'<line x1="{at}" x2="{at}" y1="{top_px:g}" y2="{bottom_px:g}" class="{kind}"/>'
 
@@ -73,7 +69,6 @@ def line(points: Iterable[Point], height_px: int, color: str, dash: str = "solid
 
 
 def shape(points: Sequence[Point], height_px: int, color: str, fill: str, tip: str = "") -> str:
-    """Draw a closed outline."""
     style = f'fill="{fill}" stroke="{color}" stroke-width="1.2"'
     path = f'<path d="{_path(points)}Z" {style}{_tip(tip)} vector-effect="non-scaling-stroke"/>'
     return _stretched(path, height_px)
@@ -187,7 +182,6 @@ violet and orange, the end of the step brown."""
 
 
 def series_style(index: int) -> tuple[str, str]:
-    """Return the colour and the dash of a series."""
     return SERIES[index % len(SERIES)], DASHES[(index // len(SERIES)) % len(DASHES)]
 
 
@@ -208,7 +202,6 @@ class Scale:
     is_log: bool = False
 
     def share(self, value: float) -> float:
-        """Return the place of a value."""
         low, high, at = self.low, self.high, value
         if self.is_log:
             low, high, at = math.log(low), math.log(high), math.log(value)
@@ -225,7 +218,6 @@ class Tick:
 
     @property
     def kind(self) -> str:
-        """Return the label's class of the style sheet."""
         return "minor" if self.is_minor else ""
 
 
@@ -310,7 +302,6 @@ class Axes:
     height_px: int = 250
 
     def y_px(self, value: float) -> float:
-        """Return the pixels of a value from the top."""
         return self.height_px * (1 - self.y.share(value))
 
 
@@ -399,7 +390,6 @@ _BORDERS = {"solid": "solid", "dash": "dashed", "dot": "dotted", "dashdot": "das
 
 
 def names_width_px(names: Iterable[str], most_px: int = 220) -> int:
-    """Return the width of a column of names."""
     return min(most_px, 20 + 7 * max((len(name) for name in names), default=0))
 
 

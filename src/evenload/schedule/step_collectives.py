@@ -273,7 +273,6 @@ class StepEnd:
 
 
 def step_end(costs: PackCosts, replicas: Sequence[SimulatedReplica]) -> StepEnd:
-    """Time the end of a step of all replicas."""
     packs_s = max(replica.simulation.makespan_s for replica in replicas)
     gathers = _first_gathers(costs, replicas)
     if gathers:

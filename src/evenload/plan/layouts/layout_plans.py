@@ -122,7 +122,6 @@ class LayoutPlans:
             tighter.forget_before(step)
 
     def within(self, cap_bytes: int | None) -> "LayoutPlans":
-        """Return plans within another limit of memory."""
         start, plans = self._start, self._within.pop(cap_bytes, None)
         if plans is None:
             costs = start.costs
