@@ -143,7 +143,7 @@ def tiles_html(section: RunSection) -> str:
     peak, predicted_peak = largest(rows, "peak_memory_bytes"), largest(rows, "predicted_peak_memory_bytes")
     tiles = (
         ("steps", f"{len(rows):,}", ""),
-        ("loss, last step", _loss(rows[-1]), f"first {_loss(rows[0])}"),
+        ("loss, last step", format_plain(rows[-1]["loss"], ".4f"), f"first {format_plain(rows[0]['loss'], '.4f')}"),
         ("step time, measured", format_seconds(measured), f"{meaning}; predicted {format_seconds(predicted)}, {off}"),
         ("tokens/s, measured", format_count(typical(rows, "tokens_per_s")), f"{meaning}; real tokens"),
         ("bubble, measured", format_percent(typical(rows, "bubble_fraction")), meaning),
@@ -152,10 +152,6 @@ def tiles_html(section: RunSection) -> str:
     )
     shown = ((name, f"{value}<small>{small}</small>" if small else value) for name, value, small in tiles)
     return definitions_html("tiles", shown)
-
-
-def _loss(row: MetricRow) -> str:
-    return format_plain(None if row["loss"] is None else float(row["loss"]), ".4f")
 
 
 def _prediction_error(rows: Sequence[MetricRow]) -> str:

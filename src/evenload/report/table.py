@@ -15,7 +15,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from evenload.report.run_files import MetricRow, MetricValue
+from evenload.report.run_files import MetricRow
 from evenload.report.units import (
     format_count,
     format_interval,
@@ -192,14 +192,14 @@ def _on_one_line(column: Column) -> str:
 def step_line(row: MetricRow) -> str:
     """Return a line about one step, within 100 columns where nothing is unusual. Tokens are without padding; long waits
     for data and deferred documents are named."""
-    step_s, wait_s = _number(row["step_time_s"]), _number(row["data_wait_s"])
+    step_s, wait_s = row["step_time_s"], row["data_wait_s"]
     parts = [
         f"step {row['step']}",
-        f"loss {format_plain(_number(row['loss']), '.4f')}",
-        f"grad {format_plain(_number(row['grad_norm']), '.3g')}",
-        f"lr {format_plain(_number(row['lr']), '.3g')}",
-        f"{format_count(_number(row['tokens_per_s']))} tokens/s",
-        f"{format_seconds(step_s)} (predicted {format_seconds(_number(row['predicted_step_time_s']))})",
+        f"loss {format_plain(row['loss'], '.4f')}",
+        f"grad {format_plain(row['grad_norm'], '.3g')}",
+        f"lr {format_plain(row['lr'], '.3g')}",
+        f"{format_count(row['tokens_per_s'])} tokens/s",
+        f"{format_seconds(step_s)} (predicted {format_seconds(row['predicted_step_time_s'])})",
     ]
     if wait_s and step_s and wait_s > _MUCH_WAITING * step_s:
         parts.append(f"waited {format_seconds(wait_s)} for data")
@@ -210,12 +210,8 @@ def step_line(row: MetricRow) -> str:
 
 def progress_text(row: MetricRow) -> str:
     """Return the loss and speed of the last step for a progress line."""
-    loss, speed = format_plain(_number(row["loss"]), ".4f"), format_count(_number(row["tokens_per_s"]))
+    loss, speed = format_plain(row["loss"], ".4f"), format_count(row["tokens_per_s"])
     return f"loss {loss} | {speed} tokens/s"
-
-
-def _number(value: MetricValue) -> float | None:
-    return None if value is None else float(value)
 
 
 _ENGINE_COLUMNS = (
