@@ -4,7 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -177,6 +177,9 @@ def _baseline(
     return msgspec.structs.replace(result, window_tokens=window_tokens)
 
 
+_MEANS = ("bubble_fraction", "imbalance_forward", "imbalance_backward", "imbalance_dp")
+
+
 def _compared(result: StrategyResult, other: StrategyResult, key: str) -> StrategyResult:
     if result.mean_step_time_s is None or other.mean_step_time_s is None:
         return result
@@ -223,6 +226,7 @@ def _evaluate(
     planned = [sum(tokens) for tokens in tokens_of]
     delays = [proposal.plan.mean_token_delay_steps for proposal in proposals]
     late = sum(num_tokens * delay for num_tokens, delay in zip(planned, delays, strict=True))
+    means: dict[str, Any] = {name: float(np.mean([getattr(one, name) for one in proposals])) for name in _MEANS}
     own_note = next((proposal.note for proposal in proposals if proposal.note), "")
     return StrategyResult(
         name=name,
@@ -238,10 +242,7 @@ def _evaluate(
         layout_bound_s=float(np.mean(layout_s)),
         fraction_of_layout_bound=sum(layout_s) / sum(step_time_s),
         tokens_per_s_per_device=trained / sum(step_time_s) / planner.layout.world_size,
-        bubble_fraction=_mean(proposals, "bubble_fraction"),
-        imbalance_forward=_mean(proposals, "imbalance_forward"),
-        imbalance_backward=_mean(proposals, "imbalance_backward"),
-        imbalance_dp=_mean(proposals, "imbalance_dp"),
+        **means,
         max_pack_tokens=max(proposal.max_pack_tokens for proposal in proposals),
         cap_violations=sum(proposal.cap_violations for proposal in proposals) * stride,
         peak_memory_bytes=max(one.plan.predicted.peak_memory_bytes for one in proposals) - planners.raised_bytes,
@@ -260,10 +261,6 @@ def _evaluate(
         time_split=mean_time_split([split_proposal(proposal) for proposal in proposals]),
         layout_decisions=decisions,
     ), tuple(proposals)
-
-
-def _mean(proposals: Sequence[Proposal], field: str) -> float:
-    return float(np.mean([getattr(proposal, field) for proposal in proposals]))
 
 
 def _flexed(flexible: FlexPlanner, batches: Sequence[SampledBatch]) -> tuple[list[FlexProposal], list[float]]:
