@@ -1,7 +1,7 @@
 // What pointing at a picture shows, arrow keys over curves, and a page that prints as it stands.
 "use strict";
 (() => {
-  const { seconds, count, percent } = Evenload.chart;
+  const { seconds, count, firstWhere } = Evenload.chart;
   const { show, hide } = Evenload.tip;
   const FORMATS = {
     s: seconds,
@@ -54,13 +54,8 @@
       hide();
     };
     const nearest = (share) => {
-      let low = 0;
-      let high = at.length - 1;
-      while (high - low > 1) {
-        const middle = (low + high) >> 1;
-        if (at[middle] < share) low = middle;
-        else high = middle;
-      }
+      const high = firstWhere(0, at.length - 1, (i) => at[i] >= share);
+      const low = Math.max(0, high - 1);
       return share - at[low] < at[high] - share ? low : high;
     };
     const follow = (event) => {

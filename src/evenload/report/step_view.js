@@ -150,6 +150,7 @@
     pair.base.setAttribute("aria-label", `${kind} of ${names[panel.section]}, ${panel.origin}; the line above says its numbers`);
     wrap.append(pair.base, pair.over);
     listen(pair);
+    pairs.push(pair);
     return pair;
   };
   let pairs = [];
@@ -158,9 +159,7 @@
     const blocks = [];
     for (const panel of panels) {
       blocks.push(heading(panel, panels, names, index.memory));
-      const pair = canvasPair(panel, "timeline");
-      pairs.push(pair);
-      blocks.push(pair.wrap);
+      blocks.push(canvasPair(panel, "timeline").wrap);
     }
     for (const panel of panels) {
       if (!panel.timeline.bytes.length) continue;
@@ -168,9 +167,7 @@
       const whose = lane ? `rank ${lane.rank} of dp ${lane.dp} by kind` : "every rank";
       const name = panels.length > 1 ? `: ${names[panel.section]}, ${panel.origin}` : "";
       blocks.push(make("h4", "sub", `Memory of ${whose}${name}`), memoryLegend(panel, index.memory, lane !== null));
-      const pair = canvasPair(panel, "memory");
-      pairs.push(pair);
-      blocks.push(pair.wrap);
+      blocks.push(canvasPair(panel, "memory").wrap);
     }
     for (const panel of plans) {
       const total = panel.documents.length;
@@ -189,7 +186,6 @@
       pair.scroller = scroller;
       scroller.append(pair.wrap, space);
       scroller.addEventListener("scroll", () => drawPair(pair));
-      pairs.push(pair);
       blocks.push(scroller);
       const left = panel.plan.leftOut;
       if (left.length) {
@@ -291,22 +287,22 @@
       if (!found) return rest();
       const direction = panel.timeline.kind[found.task] ? 1 : 0;
       setMarked({ section: panel.section, dp: found.lane.dp, direction, pack: panel.timeline.pack[found.task] });
-      tips.show(tips.forTask(panel, found, index), event);
+      Evenload.tip.show(tips.forTask(panel, found, index), event);
     } else if (kind === "memory") {
       const found = memories.memoryAt(panel, viewOf(kind), w, panel.limitBytes, px, py, state.memory === "kinds");
       if (!found) return rest();
-      tips.show(tips.forMemory(panel, found, index.memory), event);
+      Evenload.tip.show(tips.forMemory(panel, found, index.memory), event);
     } else {
       const found = documents.sliceAt(panel, viewOf(kind), w, scroller.scrollTop, px, py);
       if (!found) return rest();
       const { dp, direction, index: pack } = panel.plan.packs[found.pack];
       setMarked({ section: panel.section, dp, direction, pack });
-      tips.show(tips.forSlice(panel, found), event);
+      Evenload.tip.show(tips.forSlice(panel, found), event);
     }
     return undefined;
   };
   const rest = () => {
-    tips.hide();
+    Evenload.tip.hide();
     setMarked(null);
   };
 
