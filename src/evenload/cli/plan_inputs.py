@@ -333,11 +333,9 @@ def _gpus() -> ClusterSpec:
 
 def _link(costs: CostCoefficients, cost_file: Path, processes: int) -> LinkSpec:
     """Return the link between processes, as far as it was measured; one process alone uses none."""
-    if costs.intra_node is not None:
-        return costs.intra_node
-    for kind in ("p2p", "reduce"):
-        if (bandwidth := getattr(costs, f"{kind}_bandwidth_bytes_per_s")) is not None:
-            return LinkSpec(bandwidth_bytes_per_s=bandwidth, latency_s=getattr(costs, f"{kind}_latency_s"))
+    for link in (costs.intra_node, costs.link_or_none("p2p"), costs.link_or_none("reduce")):
+        if link is not None:
+            return link
     if processes > 1:
         raise ConfigError(
             f"cost file {cost_file} knows no link, and the layout has {processes} processes; measure it with evenload "

@@ -183,7 +183,9 @@ def layout_figure(decisions: Sequence[LayoutDecision]) -> Figure:
         height_px=_LANE_PX * (len(layouts) + 1),
     )
     places = [(lanes.x.share(one.step), lanes.y_px(layouts.index(one.layout))) for one in decisions]
-    marks = [svg.line(_halfway(places), lanes.height_px, PREDICTED)]
+    # Layouts change halfway between two steps.
+    changes = [((left + right) / 2, y_px) for (left, _), (right, y_px) in itertools.pairwise(places)]
+    marks = [svg.line(svg.stairs([places[0], *changes, places[-1]]), lanes.height_px, PREDICTED)]
     for one, place in zip(decisions, places, strict=True):
         color, tip = _LAYOUT_COLORS[one.case], _decision_tip(one)
         if one.case in (3, 4):
@@ -217,15 +219,6 @@ def _seconds(decisions: Sequence[LayoutDecision]) -> list[Series]:
         ("T(new) + T(switch)", SERIES[1], "dash", steps, new + switch),
     )
     return [one for one in series if not np.isnan(one[-1]).all()]
-
-
-def _halfway(places: Sequence[tuple[float, float]]) -> list[tuple[float, float | None]]:
-    """Return a line on which layouts change halfway between two steps."""
-    points: list[tuple[float, float | None]] = [*places[:1]]
-    for (left, before_px), (right, y_px) in itertools.pairwise(places):
-        middle = (left + right) / 2
-        points += [(middle, before_px), (middle, y_px), (right, y_px)]
-    return points
 
 
 def _decision_tip(decision: LayoutDecision) -> str:
