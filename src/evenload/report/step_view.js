@@ -53,10 +53,8 @@
     out: () => zoom(2), in: () => zoom(0.5), whole: () => setView(null),
   });
   const legendRow = make("div");
-  const stage = make("div", "stage");
-  stage.tabIndex = 0;
-  stage.setAttribute("role", "group");
-  stage.setAttribute("aria-label", "timelines; arrow keys move, + and - zoom, 0 shows the whole step");
+  const keys = "timelines; arrow keys move, + and - zoom, 0 shows the whole step";
+  const stage = make("div", "stage", "", { tabindex: 0, role: "group", "aria-label": keys });
   root.querySelector(".view").append(controls.bar, legendRow, stage);
 
   // Of a trained run the last step is what one looks for first.
@@ -145,9 +143,9 @@
   // One block of canvases: the picture, and over it what follows the pointer.
   const canvasPair = (panel, kind) => {
     const wrap = make("div", `pair ${kind}`);
-    const pair = { panel, kind, wrap, base: make("canvas"), over: make("canvas", "over") };
-    pair.base.setAttribute("role", "img");
-    pair.base.setAttribute("aria-label", `${kind} of ${names[panel.section]}, ${panel.origin}; the line above says its numbers`);
+    const what = `${kind} of ${names[panel.section]}, ${panel.origin}; the line above says its numbers`;
+    const base = make("canvas", "", "", { role: "img", "aria-label": what });
+    const pair = { panel, kind, wrap, base, over: make("canvas", "over") };
     wrap.append(pair.base, pair.over);
     listen(pair);
     pairs.push(pair);
@@ -175,10 +173,8 @@
       blocks.push(make("h4", "sub", `Documents${name}, longest first (${count(total)}); above forward slices, below backward slices`));
       if (panel === plans[0]) blocks.push(documentLegend());
       const pair = canvasPair(panel, "documents");
-      const scroller = make("div", "scroller");
-      scroller.tabIndex = 0;
-      scroller.setAttribute("role", "region");
-      scroller.setAttribute("aria-label", `documents of ${names[panel.section]}`);
+      const label = `documents of ${names[panel.section]}`;
+      const scroller = make("div", "scroller", "", { tabindex: 0, role: "region", "aria-label": label });
       scroller.style.height = `${documents.heightOf(panel.documents)}px`;
       const space = make("div");
       // The last row must be able to rise above the axis.
