@@ -253,10 +253,9 @@ def tune_outlier_lengths(
     num_micro_batches: int,
     num_queues: int,
     max_delay_steps: int,
-    seed: int = 0,
 ) -> tuple[int, ...]:
     """Tune thresholds for at most `num_queues` queues on a sample of lengths (int64[n]) and seconds (float64[n])."""
-    draws = np.random.default_rng(seed).integers(0, len(lengths), (TUNING_STEPS, num_documents))
+    draws = np.random.default_rng(0).integers(0, len(lengths), (TUNING_STEPS, num_documents))
     descending = np.sort(lengths)[::-1]
     above = np.cumsum(descending) / float(descending.sum())
     at = np.minimum(np.searchsorted(above, TOKEN_SHARES), len(descending) - 1)
