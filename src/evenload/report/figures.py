@@ -27,23 +27,20 @@ Series = tuple[str, str, str, NDArray[np.float64], NDArray[np.float64]]
 """Name, colour, dash, steps, values (NaN where not known)."""
 
 
-def loss_figure(
-    runs: Mapping[str, Sequence[MetricRow]], validations: Mapping[str, Sequence[Validation]] | None = None
-) -> Figure:
-    """Draw the loss over steps, one line for each run, and dashed that of validation data."""
-    series = _of_runs(runs, "loss")
-    for index, (name, all_passes) in enumerate((validations or {}).items()):
-        for of_average, kind, dash in ((False, "validation", "dash"), (True, "validation of averaged weights", "dot")):
-            passes = [one for one in all_passes if one.of_average is of_average]
-            steps, losses = (np.array([getattr(one, key) for one in passes], float) for key in ("step", "loss"))
-            if passes:
-                series.append((f"{name}, {kind}", svg.series_style(index)[0], dash, steps, losses))
+def loss_figure(name: str, rows: Sequence[MetricRow], validations: Sequence[Validation] = ()) -> Figure:
+    """Draw the loss of a run over steps, and dashed that of validation data."""
+    series = [_of_run(name, rows, "loss")]
+    for of_average, kind, dash in ((False, "validation", "dash"), (True, "validation of averaged weights", "dot")):
+        passes = [one for one in validations if one.of_average is of_average]
+        steps, losses = (np.array([getattr(one, key) for one in passes], float) for key in ("step", "loss"))
+        if passes:
+            series.append((f"{name}, {kind}", SERIES[0], dash, steps, losses))
     return _curves(series, "loss per label token", "")
 
 
-def tokens_per_s_figure(runs: Mapping[str, Sequence[MetricRow]]) -> Figure:
-    """Draw real tokens a second over steps, one line for each run; padding does not count."""
-    return _curves(_of_runs(runs, "tokens_per_s"), "real tokens per second", "count", from_zero=True)
+def tokens_per_s_figure(name: str, rows: Sequence[MetricRow]) -> Figure:
+    """Draw real tokens a second of a run over steps; padding does not count."""
+    return _curves([_of_run(name, rows, "tokens_per_s")], "real tokens per second", "count", from_zero=True)
 
 
 def step_time_figure(rows: Sequence[MetricRow], run: str | None = None) -> Figure:
@@ -67,11 +64,9 @@ def predicted_steps_figure(steps: Sequence[int], seconds: Mapping[str, Sequence[
     return _curves(series, "predicted seconds of a step", "s", from_zero=True)
 
 
-def _of_runs(runs: Mapping[str, Sequence[MetricRow]], key: str) -> list[Series]:
-    return [
-        (name, *svg.series_style(index), metric_column(rows, "step"), metric_column(rows, key))
-        for index, (name, rows) in enumerate((name, latest_per_step(rows)) for name, rows in runs.items())
-    ]
+def _of_run(name: str, rows: Sequence[MetricRow], key: str) -> Series:
+    rows = latest_per_step(rows)
+    return name, SERIES[0], "solid", metric_column(rows, "step"), metric_column(rows, key)
 
 
 def _curves(

@@ -110,28 +110,22 @@ _READ_LOSS = (
 )
 
 
-def curves_html(identifier: str, section: RunSection, *, is_alone: bool) -> list[str]:
-    """Return figures of predicted and measured step time, and of loss and speed where the run is alone."""
-    read = _READ_STEP_TIME + (_READ_CLICK if section.steps else "") + _prediction_error(section.metrics)
-    figure = step_time_figure(section.metrics, section.name)
-    blocks = [figure_html(f"{identifier}-time", "Step time, predicted and measured", read, figure)]
-    if is_alone:
-        blocks += shared_curves_html(identifier, (section,))
-    timelines = section.timelines()
+def curves_html(identifier: str, run: RunSection) -> list[str]:
+    """Return figures of predicted and measured step time, of loss and speed, and what is missing."""
+    read = _READ_STEP_TIME + (_READ_CLICK if run.steps else "") + _prediction_error(run.metrics)
+    loss, speed = loss_figure(run.name, run.metrics, run.validations), tokens_per_s_figure(run.name, run.metrics)
+    time = step_time_figure(run.metrics, run.name)
+    blocks = [
+        figure_html(f"{identifier}-time", "Step time, predicted and measured", read, time),
+        figure_html(f"{identifier}-loss", "Loss, measured", _READ_LOSS, loss),
+        figure_html(f"{identifier}-speed", "Tokens per second, measured", _READ_TOKENS, speed),
+    ]
+    timelines = run.timelines()
     missing = [f"{origin} timeline" for origin in ("predicted", "measured") if origin not in timelines]
     for origin, steps in timelines.items():
         if not any(len(timeline.memory_bytes) for timeline, _ in steps):
             missing.append(f"{origin} memory over time")
     return [*blocks, f"<p>Not in this report: {', '.join(missing)}.</p>"] if missing else blocks
-
-
-def shared_curves_html(identifier: str, sections: Sequence[RunSection]) -> list[str]:
-    runs = {section.name: section.metrics for section in sections}
-    validations = {section.name: section.validations for section in sections}
-    return [
-        figure_html(f"{identifier}-loss", "Loss, measured", _READ_LOSS, loss_figure(runs, validations)),
-        figure_html(f"{identifier}-speed", "Tokens per second, measured", _READ_TOKENS, tokens_per_s_figure(runs)),
-    ]
 
 
 def tiles_html(section: RunSection) -> str:

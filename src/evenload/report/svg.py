@@ -20,7 +20,7 @@ Point = tuple[float, float | None]
 
 _WIDE = 10_000
 """Units across a stretched picture: a tenth of a pixel on the widest page."""
-_DASHES = {"solid": "", "dash": "7 5", "dot": "2 4", "dashdot": "8 4 2 4"}
+_DASHES = {"solid": "", "dash": "7 5", "dot": "2 4"}
 
 
 def rect(span: tuple[float, float], top_px: float, height_px: float, color: str, tip: str = "") -> str:
@@ -127,8 +127,6 @@ KIND_STYLES = {
 PREDICTED = "#8a919e"
 MEASURED = "#2f7fd0"
 SERIES = ("#2f7fd0", "#e07b1a", "#1b9e77", "#b55fa5", "#b59b00", "#4fb0d8", "#8a919e", "#d1495b")
-"""Runs in one picture; after these, dashes tell them apart."""
-DASHES = ("solid", "dash", "dot", "dashdot")
 MEMORY_COLORS = {
     "weights": "#3f6fa5",
     "gradients": "#86bdea",
@@ -179,10 +177,6 @@ CAUSE_COLORS = {
 }
 """Causes of `TimeSplit`: useful work blue, overheads of computing light blue to yellow, transfers green, waiting red,
 violet and orange, the end of the step brown."""
-
-
-def series_style(index: int) -> tuple[str, str]:
-    return SERIES[index % len(SERIES)], DASHES[(index // len(SERIES)) % len(DASHES)]
 
 
 def text_on(color: str) -> str:
@@ -386,7 +380,7 @@ def legend(entries: Iterable[tuple[str, str, str]]) -> str:
     return f'<div class="legend">{"".join(parts)}</div>' if parts else ""
 
 
-_BORDERS = {"solid": "solid", "dash": "dashed", "dot": "dotted", "dashdot": "dashed"}
+_BORDERS = {"solid": "solid", "dash": "dashed", "dot": "dotted"}
 
 
 def names_width_px(names: Iterable[str], most_px: int = 220) -> int:
