@@ -43,14 +43,14 @@ def tokens_per_s_figure(name: str, rows: Sequence[MetricRow]) -> Figure:
     return _curves([_of_run(name, rows, "tokens_per_s")], "real tokens per second", "count", from_zero=True)
 
 
-def step_time_figure(rows: Sequence[MetricRow], run: str | None = None) -> Figure:
-    """Draw predicted and measured seconds of every step of one run; with its name, a click opens the step view."""
+def step_time_figure(rows: Sequence[MetricRow]) -> Figure:
+    """Draw predicted and measured seconds of every step of a run."""
     rows = latest_per_step(rows)
     predicted, measured = (metric_column(rows, key) for key in ("predicted_step_time_s", "step_time_s"))
     steps = metric_column(rows, "step")
     both = ("predicted", PREDICTED, "dash", steps, predicted), ("measured", MEASURED, "solid", steps, measured)
     series = [one for one in both if not np.isnan(one[-1]).all()]
-    return _curves(series, "step time", "s", from_zero=True, run=run)
+    return _curves(series, "step time", "s", from_zero=True)
 
 
 def predicted_steps_figure(steps: Sequence[int], seconds: Mapping[str, Sequence[float]]) -> Figure:
@@ -69,19 +69,15 @@ def _of_run(name: str, rows: Sequence[MetricRow], key: str) -> Series:
     return name, SERIES[0], "solid", metric_column(rows, "step"), metric_column(rows, key)
 
 
-def _curves(
-    series: Sequence[Series], y_title: str, kind: str, *, from_zero: bool = False, run: str | None = None
-) -> Figure:
+def _curves(series: Sequence[Series], y_title: str, kind: str, *, from_zero: bool = False) -> Figure:
     axes = _axes(series, y_title, kind, from_zero=from_zero)
     count = max((len(one[3]) for one in series), default=0)
     label = f"{y_title} over {count} steps of {', '.join(one[0] for one in series) or 'no run'}"
     names = svg.legend((name, color, dash) for name, color, dash, _, _ in series) if len(series) > 1 else ""
-    return Figure(body=names + _curve_panel(axes, series, label, kind, 2.6, run), label=label)
+    return Figure(body=names + _curve_panel(axes, series, label, kind, 2.6), label=label)
 
 
-def _curve_panel(
-    axes: Axes, series: Sequence[Series], label: str, kind: str, radius_px: float, run: str | None = None
-) -> str:
+def _curve_panel(axes: Axes, series: Sequence[Series], label: str, kind: str, radius_px: float) -> str:
     """Draw lines with markers; pointing shows all series at the steps of any."""
     if not series:
         return svg.panel(axes, [], label)
@@ -96,9 +92,7 @@ def _curve_panel(
         whole = np.full(len(steps), np.nan)
         whole[np.searchsorted(steps, at)] = values
         pointed.append((name, color, whole.tolist()))
-    return svg.panel(
-        axes, marks, label, Curves("step", steps.tolist(), kind, pointed, {} if run is None else {"run": run})
-    )
+    return svg.panel(axes, marks, label, Curves("step", steps.tolist(), kind, pointed))
 
 
 def _axes(series: Sequence[Series], y_title: str, kind: str, *, from_zero: bool, num_ticks: int = 5) -> Axes:

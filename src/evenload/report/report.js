@@ -23,7 +23,7 @@
 
   // Curves: all values at the step that is nearest.
   for (const plot of document.querySelectorAll("[data-curves]")) {
-    const { xName, x, at, kind, series, run } = JSON.parse(plot.dataset.curves);
+    const { xName, x, at, kind, series } = JSON.parse(plot.dataset.curves);
     const said = document.createElement("div");
     said.className = "said";
     said.setAttribute("role", "status");
@@ -65,10 +65,10 @@
     };
     plot.addEventListener("pointermove", follow);
     plot.addEventListener("pointerdown", follow);
-    // The step view opens the step that was clicked, where the page has it; of curves of one run, that run's.
+    // The step view opens the step that was clicked, where the page has it.
     plot.addEventListener("click", (event) => {
       if (xName !== "step" || event.target.closest("[data-tip]") || chosen < 0) return;
-      document.dispatchEvent(new CustomEvent("evenload-step", { detail: { step: x[chosen], run } }));
+      document.dispatchEvent(new CustomEvent("evenload-step", { detail: x[chosen] }));
     });
     plot.addEventListener("pointerleave", rest);
     plot.addEventListener("blur", rest);

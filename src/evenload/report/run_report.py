@@ -114,7 +114,7 @@ def curves_html(identifier: str, run: RunSection) -> list[str]:
     """Return figures of predicted and measured step time, of loss and speed, and what is missing."""
     read = _READ_STEP_TIME + (_READ_CLICK if run.steps else "") + _prediction_error(run.metrics)
     loss, speed = loss_figure(run.name, run.metrics, run.validations), tokens_per_s_figure(run.name, run.metrics)
-    time = step_time_figure(run.metrics, run.name)
+    time = step_time_figure(run.metrics)
     blocks = [
         figure_html(f"{identifier}-time", "Step time, predicted and measured", read, time),
         figure_html(f"{identifier}-loss", "Loss, measured", _READ_LOSS, loss),

@@ -314,12 +314,9 @@
     act();
   });
 
-  // Clicked in a curve: the nearest step of its run that is here; of a curve of several runs, of the one that is shown.
-  document.addEventListener("evenload-step", ({ detail: { step: wanted, run } }) => {
-    const section = run === undefined ? state.section : names.indexOf(run);
-    if (section < 0) return;
-    state.section = section;
-    const steps = sections[section].steps.map(({ step }) => step);
+  // Clicked in a curve: the nearest step that is here.
+  document.addEventListener("evenload-step", ({ detail: wanted }) => {
+    const steps = sections[state.section].steps.map(({ step }) => step);
     choose("step", steps.reduce((best, step) => (Math.abs(step - wanted) < Math.abs(best - wanted) ? step : best)));
     root.scrollIntoView();
   });

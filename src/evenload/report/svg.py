@@ -9,9 +9,9 @@ import itertools
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from html import escape
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from evenload.report.units import SECOND_UNITS, format_count
 
@@ -307,14 +307,13 @@ class Curves:
     x: Sequence[float]
     kind: str
     series: Sequence[tuple[str, str, Sequence[float | None]]]
-    extra: Mapping[str, Any] = field(default_factory=dict)
 
     def as_json(self, axes: Axes) -> str:
         """Encode for the page's script, with places on the axes."""
         series = [{"name": n, "color": c, "values": [_short(v) for v in values]} for n, c, values in self.series]
         places = [round(axes.x.share(value), 5) for value in self.x]
         data = {"xName": self.x_name, "x": [_short(v) for v in self.x], "at": places, "kind": self.kind}
-        return json.dumps(data | {"series": series} | dict(self.extra), separators=(",", ":"))
+        return json.dumps(data | {"series": series}, separators=(",", ":"))
 
 
 def panel(axes: Axes, marks: Iterable[str], label: str, curves: Curves | None = None) -> str:
