@@ -14,7 +14,6 @@ from evenload.explore.layout_search import (
     FINAL_CANDIDATES,
     FINALISTS,
     LayoutSearch,
-    Part,
     best_baseline_planners,
     layout_sizes,
     layouts_of,
@@ -143,18 +142,20 @@ def test_a_part_stands_for_a_large_cluster(monkeypatch) -> None:
     """dp=128 with 1,024 documents judged as dp=16 with 128: time and memory of a rank nearly those of the whole."""
     layout = even_layout(32, dp=128, tp=8)
     search = search_on("h100x1024", documents=1024)
-    (batch,), part = search.batches, search.part(layout, search.batches)
+    (batch,), part = search.batches, search.part_planners(layout, search.batches, OPTIONS)
     assert part.stride == 8
-    assert (part.layout.dp, part.layout.tp) == (16, 8)
-    (of_part,) = part.batches
+    small_layout = part.planner.layout
+    assert (small_layout.dp, small_layout.tp) == (16, 8)
+    (of_part,) = part.batches or ()
     assert len(of_part.documents) == pytest.approx(128, abs=1)
     assert of_part.documents[0].doc_id < of_part.documents[-1].doc_id, "in arrival order"
     assert max(one.num_tokens for one in of_part.documents) == max(one.num_tokens for one in batch.documents)
     assert part.raised_bytes > 0
-    assert part.coefficients == part_coefficients(search.coefficients_of(layout), layout, part.layout)
+    expected = part_coefficients(search.coefficients_of(layout), layout, small_layout)
+    assert part.planner.costs.coefficients == expected
     small = search.plan(layout, "balanced", search.batches, OPTIONS)
     (row,) = evaluate_strategies(search.planners(small), search.batches, ["balanced"]).results
-    monkeypatch.setattr(LayoutSearch, "part", lambda self, one, batches: Part(one, batches, self.coefficients_of(one)))
+    monkeypatch.setattr("evenload.explore.layout_search._stride", lambda layout, documents: 1)
     whole = search.plan(layout, "balanced", search.batches, OPTIONS)
     assert small.feasible
     assert whole.feasible

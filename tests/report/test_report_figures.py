@@ -36,13 +36,13 @@ def curves(figure):
 
 def test_curves_are_the_rows_values_with_gaps_and_the_latest_of_a_repeated_step():
     rows = [make_row(1), make_row(2, loss=None), make_row(3), make_row(2, loss=7.5)]
-    loss = loss_figure({"<i>a": rows, "b": rows[:2]})
+    loss = loss_figure("<i>a", rows)
     steps, values = curves(loss)
     assert steps == [1, 2, 3]
     assert values["<i>a"][1] == 7.5
-    assert values["b"] == [pytest.approx(rows[0]["loss"]), None, None]
+    assert curves(loss_figure("b", rows[:2]))[1]["b"] == [pytest.approx(rows[0]["loss"]), None]
     assert "<i>a" not in loss.body
-    _, values = curves(tokens_per_s_figure({"a": rows}))
+    _, values = curves(tokens_per_s_figure("a", rows))
     assert values["a"][0] == pytest.approx(rows[0]["tokens_per_s"])
     assert metric_column([make_row(1, mfu=0)], "mfu").tolist() == [0.0]
 
@@ -53,11 +53,11 @@ def test_losses_of_validation_data_stand_beside_those_of_training():
         return Validation(step=step, whole=whole, by_length=(), by_source=(), seconds=1.0, **changes)
 
     passes = [validation(1, 3.5), validation(3, None), validation(3, 2.5, of_average=True)]
-    steps, values = curves(loss_figure({"a": [make_row(1), make_row(2)]}, {"a": passes}))
+    steps, values = curves(loss_figure("a", [make_row(1), make_row(2)], passes))
     assert steps == [1, 2, 3]
     assert values["a, validation"] == [3.5, None, None]
     assert values["a, validation of averaged weights"] == [None, None, 2.5]
-    assert "validation" not in loss_figure({"a": [make_row(1)]}, {"a": ()}).body
+    assert "validation" not in loss_figure("a", [make_row(1)]).body
 
 
 def test_step_time_shows_predicted_and_measured_and_only_what_exists():

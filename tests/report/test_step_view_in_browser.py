@@ -298,31 +298,3 @@ def test_a_trained_run_shows_its_last_step_and_a_click_on_a_curve_another(open_p
     page.wait_for_selector("#step-view[data-drawn^='0/0/']")
     plot.click(position={"x": plot.bounding_box()["width"] * 0.45, "y": 100})
     page.wait_for_selector("#step-view[data-drawn^='0/2/']")
-
-
-def test_a_click_on_a_curve_opens_the_step_of_its_own_run(open_page):
-    def views(seed):
-        return tuple(StepView(step=step, predicted=make_timeline(1, 2, 3, seed=seed + step)) for step in (0, 4))
-
-    rows = tuple(make_row(step) for step in range(5))
-    sections = (
-        RunSection(name="a", metrics=rows, steps=views(0)),
-        RunSection(name="b", metrics=rows, steps=views(1)),
-        RunSection(name="c", metrics=rows),
-    )
-    page = open_page(RunReport(title="t", sections=sections))
-    root = steps(page)
-    assert root.locator("h4 b").all_text_contents()[0].startswith("a,")
-    click = "A click (or Enter)"
-    assert [click in page.locator(f"#run-{i}-time").text_content() for i in range(3)] == [True, True, False]
-    for run, drawn in ((1, "1/0/"), (0, "0/0/")):
-        page.locator(f"#run-{run}-time svg.plot[data-curves]").focus()
-        page.keyboard.press("Home")
-        page.keyboard.press("Enter")
-        page.wait_for_selector(f"#step-view[data-drawn^='{drawn}']")
-    # A run without steps opens none, and of a curve of all runs it is the run that is shown.
-    tell = "detail => document.dispatchEvent(new CustomEvent('evenload-step', { detail }))"
-    page.evaluate(tell, {"step": 4, "run": "c"})
-    assert root.get_attribute("data-drawn").startswith("0/0/")
-    page.evaluate(tell, {"step": 4})
-    page.wait_for_selector("#step-view[data-drawn^='0/4/']")

@@ -108,7 +108,6 @@ def run_interleaved(
 def _planned(
     trainer: Trainer, coefficients: CostCoefficients, memory_cap_bytes: int, strategy: str, num_batches: int
 ) -> list[PlannedStep]:
-    """Plan the batches under one strategy and read their tokens."""
     config, mesh = trainer.config, trainer.mesh
     config = msgspec.structs.replace(config, plan=msgspec.structs.replace(config.plan, strategy=strategy))
     planner = make_planner(config, trainer.model, mesh.layout, coefficients, memory_cap_bytes, mesh.ranks_per_machine)
@@ -135,7 +134,6 @@ def _order(strategies: list[str], num_batches: int, num_rounds: int) -> Iterator
 
 
 def _batch_run(trainer: Trainer, batch: int, reports: Sequence[StepReport], coefficients: CostCoefficients) -> BatchRun:
-    """Compare one batch under one strategy, round after round, with its prediction."""
     report, plan = reports[-1], reports[-1].plan
     costs = PackCosts(trainer.model, coefficients, plan.layout)
     rounds_s = np.array([one.measured.end_s - one.measured.start_s for one in reports])  # tasks are in one order

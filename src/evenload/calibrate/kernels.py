@@ -19,7 +19,7 @@ from evenload.runtime.replay.head import Around
 from evenload.runtime.replay.held_bytes import STORE_KINDS
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.runtime.replay.store import ActivationStore
-from evenload.types.document import Range
+from evenload.types.document import ActivationPolicy, Range
 from evenload.types.model import ModelSpec
 
 HEAD_ROWS = (16, 64, 256, 512, 1024, 2048)
@@ -111,14 +111,23 @@ def weight_seconds(stage: PipelineStage, clock: PackClock) -> float:
 def time_weights(stage: PipelineStage, clock: PackClock) -> float:
     """Time weight gradients once, in seconds of all layers. Adds to gradients. Collective with tensor parallelism."""
     (ranges,) = packs = whole(*[_DOCUMENT_TOKENS] * (TOKENS // _DOCUMENT_TOKENS))
+    store = _forward(stage, packs)
+    grad = torch.randn(stage.num_rows(ranges), stage.hidden_size, dtype=stage.dtype, device=stage.device)
+    stage.backward_layers(pack_tokens(ranges, stage), grad, store, store.defer_weights(0))
+    return clock.time("weight gradients", functools.partial(store.add_deferred_weights, 0)).device_s
+
+
+def _forward(
+    stage: PipelineStage, packs: Packs, policies: Mapping[int, ActivationPolicy] | None = None
+) -> ActivationStore:
+    """Run a step's forwards, and return what they left."""
     num_tokens = num_tokens_of(packs)
     stage.begin_step(num_tokens)
-    store = ActivationStore(num_tokens, packs, shard=stage.row_shard)
-    pack, rows = pack_tokens(ranges, stage), stage.num_rows(ranges)
-    hidden, grad = torch.randn(2, rows, stage.hidden_size, dtype=stage.dtype, device=stage.device)
-    stage.forward_layers(pack, hidden, store)
-    stage.backward_layers(pack, grad, store, store.defer_weights(0))
-    return clock.time("weight gradients", functools.partial(store.add_deferred_weights, 0)).device_s
+    store = ActivationStore(num_tokens, packs, policies=policies, shard=stage.row_shard)
+    for ranges in packs:
+        hidden = torch.randn(stage.num_rows(ranges), stage.hidden_size, dtype=stage.dtype, device=stage.device)
+        stage.forward_layers(pack_tokens(ranges, stage), hidden, store)
+    return store
 
 
 _TOKENS = 256
@@ -131,12 +140,7 @@ def activation_bytes(stage: PipelineStage, model: ModelSpec, tp: int) -> dict[st
     layers = list(stage.model.layers)
     kinds, rows = [model.layers[layer] for layer in layers], _TOKENS * len(layers)
     for policy in POLICIES:
-        ranges = (Range(0, 0, _TOKENS),)
-        store = ActivationStore({0: _TOKENS}, (ranges,), policies={0: policy}, shard=stage.row_shard)
-        stage.begin_step({0: _TOKENS})
-        hidden = torch.randn(stage.num_rows(ranges), stage.hidden_size, dtype=stage.dtype, device=stage.device)
-        stage.forward_layers(pack_tokens(ranges, stage), hidden, store)
-        held = store.held.held_by_kind
+        held = _forward(stage, whole(_TOKENS), {0: policy}).held.held_by_kind
         # Offloaded tensors that are on the device for a moment count as buffers.
         kept = sum(held[kind] for kind in STORE_KINDS if kind == f"activations_{policy}")
         for what, held_bytes, predicted in (
@@ -160,10 +164,6 @@ def held_and_counted(stage: PipelineStage, packs: Packs, before_bytes: int, stat
     if stage.device.type == "cuda":
         list(time_round(stage, packs, PackClock(stage.device)))
         return torch.cuda.max_memory_reserved(stage.device), torch.cuda.max_memory_allocated(stage.device)
-    store = ActivationStore(num_tokens_of(packs), packs, shard=stage.row_shard)
-    stage.begin_step(num_tokens_of(packs))
-    for ranges in packs:
-        hidden = torch.randn(stage.num_rows(ranges), stage.hidden_size, dtype=stage.dtype)
-        stage.forward_layers(pack_tokens(ranges, stage), hidden, store)
+    store = _forward(stage, packs)
     grown_bytes = (resident_bytes() or 0) - before_bytes if before_bytes else 0
     return max(0, grown_bytes), static_bytes + store.held.held_bytes

@@ -23,7 +23,6 @@ from evenload.cost.coefficients import OverlapCost
 from evenload.runtime.comm.collectives import ThreadQueue, all_gather_single, reduce_scatter_single
 from evenload.runtime.comm.mesh import Mesh, Meshes
 from evenload.runtime.comm.rank_groups import ContextGroup
-from evenload.runtime.comm.tensor_group import TensorGroup
 from evenload.types.cluster import LinkSpec
 
 TransferKind = Literal["pipeline", "reduction", "gather", "context", "tensor", "host"]
@@ -49,15 +48,16 @@ def transfers_of(mesh: Mesh) -> Iterator[TransferWork]:
     """Yield this rank's transfers, in one order on all ranks; of groups that may share documents the largest."""
     if (pipeline := _pipeline(mesh)) is not None:
         yield pipeline
-    if mesh.data_size > 1:
+    if (size := mesh.data_size) > 1:
         # Apart: gloo sums in twice the time in which it gathers.
-        yield _ring("reduction", mesh)
-        yield _ring("gather", mesh)
+        yield _collective("reduction", size, size - 1, mesh, functools.partial(_reduce_scatter, mesh))
+        yield _collective("gather", size, size - 1, mesh, functools.partial(_all_gather, mesh))
     if mesh.context:
-        largest = max(mesh.context, key=lambda block: block.size)
-        yield _context(mesh.context[largest], mesh.device)
-    if mesh.tensor is not None:
-        yield _tensor(mesh.tensor, mesh.device)
+        group = mesh.context[max(mesh.context, key=lambda block: block.size)]
+        yield _collective("context", group.size, 2 * (group.size - 1), mesh, functools.partial(_exchange, group))
+    if (tensor := mesh.tensor) is not None:
+        size = tensor.shard.size
+        yield _collective("tensor", size, size - 1, mesh, lambda own, _: tensor.all_gather(own, "calibration").wait())
     if mesh.device.type == "cuda":  # on a CPU, offloading saves nothing
         yield _host(mesh.device)
 
@@ -111,48 +111,31 @@ def _there_and_back(tensor: torch.Tensor, group: dist.ProcessGroup, me: int) -> 
         transfer(tensor, peer, group=group)
 
 
-def _context(group: ContextGroup, device: torch.device) -> TransferWork:
-    """All-gather and reduce-scatter, by all groups of the layout at once."""
-
-    def call(num_bytes: int) -> Callable[[], object]:
-        count = num_bytes // _ELEMENT_BYTES
-        rows, gathered = torch.zeros(count, device=device), torch.zeros(group.size * count, device=device)
-
-        def both() -> None:
-            group.all_gather(rows, "calibration").wait()
-            group.reduce_scatter(gathered, "calibration").wait()
-
-        return both
-
-    return TransferWork("context", group.size, 2 * (group.size - 1), call)
-
-
-def _ring(kind: Literal["reduction", "gather"], mesh: Mesh) -> TransferWork:
-    """Reduce-scatter or all-gather over the ranks that hold the same weights, by all groups of the layout at once."""
-    size = mesh.data_size
+def _collective(
+    kind: TransferKind, ranks: int, hops: int, mesh: Mesh, run: Callable[[torch.Tensor, torch.Tensor], object]
+) -> TransferWork:
+    """Transfer by all groups of the layout at once; `run` gets rows of one rank, and as many of each."""
 
     def call(num_bytes: int) -> Callable[[], object]:
         own = _zeros(num_bytes, mesh)
-        whole = own.new_zeros(size * own.numel())
+        return functools.partial(run, own, own.new_zeros(ranks * own.numel()))
 
-        def once() -> None:
-            with mesh.watch.waiting("calibration"):
-                if kind == "reduction":
-                    reduce_scatter_single(own, whole, op=dist.ReduceOp.SUM, group=mesh.data)
-                else:
-                    all_gather_single(whole, own, group=mesh.data)
-
-        return once
-
-    return TransferWork(kind, size, size - 1, call)
+    return TransferWork(kind, ranks, hops, call)
 
 
-def _tensor(group: TensorGroup, device: torch.device) -> TransferWork:
-    def call(num_bytes: int) -> Callable[[], object]:
-        own = torch.zeros(num_bytes // _ELEMENT_BYTES, device=device)
-        return lambda: group.all_gather(own, "calibration").wait()
+def _reduce_scatter(mesh: Mesh, own: torch.Tensor, whole: torch.Tensor) -> None:
+    with mesh.watch.waiting("calibration"):
+        reduce_scatter_single(own, whole, op=dist.ReduceOp.SUM, group=mesh.data)
 
-    return TransferWork("tensor", group.shard.size, group.shard.size - 1, call)
+
+def _all_gather(mesh: Mesh, own: torch.Tensor, whole: torch.Tensor) -> None:
+    with mesh.watch.waiting("calibration"):
+        all_gather_single(whole, own, group=mesh.data)
+
+
+def _exchange(group: ContextGroup, own: torch.Tensor, whole: torch.Tensor) -> None:
+    group.all_gather(own, "calibration").wait()
+    group.reduce_scatter(whole, "calibration").wait()
 
 
 def _host(device: torch.device) -> TransferWork:

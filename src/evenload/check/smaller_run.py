@@ -66,7 +66,6 @@ class Verdict(Frozen):
 
 
 def judged(name: str, result: str, why: str = "") -> Verdict:
-    """Return a verdict that fails where there is a reason."""
     return Verdict(name=name, outcome="fail" if why else "pass", found=result, why=why)
 
 
@@ -77,9 +76,7 @@ def skipped(name: str, result: str, why: str) -> Verdict:
 def exit_code(verdicts: list[Verdict]) -> int:
     """Return 0 where nothing failed, 3 where only memory did (as where no plan fits), else 1."""
     failed = {verdict.name for verdict in verdicts if verdict.outcome == "fail"}
-    if not failed:
-        return 0
-    return 3 if failed == {"memory"} else 1
+    return 0 if not failed else 3 if failed == {"memory"} else 1
 
 
 @contextmanager

@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from evenload.bench.results import BenchResult
 from evenload.cli import launch
@@ -24,6 +22,7 @@ from evenload.cli.options import (
 )
 from evenload.cli.plan_request import parse_strategies
 from evenload.errors import require_train_extra
+from evenload.report.table import add_strategy, bare_table
 from evenload.report.units import format_change, format_count, format_percent, format_seconds
 from evenload.types.text import counted
 
@@ -73,25 +72,19 @@ bench_command = command_of(BenchRequest, run_bench)
 
 
 def show_result(result: BenchResult, seconds: float) -> None:
-    """Print a table of the strategies, and sentences about the comparison."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True, header_style="bold")
-    for heading in _HEADINGS:
-        table.add_column(heading, no_wrap=True, justify="left" if heading == "strategy" else "right")
+    table = bare_table("", *_HEADINGS, is_narrow=True)
     for one in result.runs:
         packs = sorted(run.packs.median_abs for run in one.batches)
-        memory = max((run.memory_error for run in one.batches), key=abs)
-        is_winner = one.strategy == result.winner
-        table.add_row(
-            f"{'▶' if is_winner else ' '} {one.strategy}",
+        cells = (
             format_seconds(one.measured_s),
             format_percent(one.spread),
             format_seconds(one.predicted_s),
             format_change(one.error),
             format_percent(packs[len(packs) // 2]),
-            format_change(memory),
+            format_change(max((run.memory_error for run in one.batches), key=abs)),
             format_count(one.tokens_per_s),
-            style="bold green" if is_winner else None,
         )
+        add_strategy(table, one.strategy, result.winner, cells)
     console = Console(highlight=False)
     # A cut number is a wrong number: what is wider than the terminal wraps there.
     width = console.measure(table, options=console.options.update(max_width=10_000)).maximum

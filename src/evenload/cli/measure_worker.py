@@ -22,7 +22,7 @@ from evenload.check.checks import run_checks
 from evenload.check.smaller_run import Scope, checked_scope
 from evenload.cli.bench import BenchRequest
 from evenload.cli.comparison import step_view
-from evenload.cli.options import parse_layout, print_lines, progress_bar
+from evenload.cli.options import print_lines, progress_bar
 from evenload.cli.plan_request import chosen_strategies
 from evenload.cli.profile import ProfileRequest
 from evenload.cli.worker_setup import (
@@ -59,7 +59,7 @@ from evenload.runtime.optim.parameter_units import flatten_units
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.runtime.step_metrics import StepReport
 from evenload.runtime.trainer import Trainer
-from evenload.types.layout import ParallelLayout, even_layout
+from evenload.types.layout import ParallelLayout, even_layout, read_layout_text
 from evenload.types.model import ModelSpec
 from evenload.types.text import counted, format_bytes
 from evenload.types.timeline import mean_time_split
@@ -231,12 +231,10 @@ def check_rank(answer: Path, config: TrainConfig, scope: Scope, lines: tuple[str
 
 
 def _resolved(request: ProfileRequest) -> tuple[PretrainedConfig, ModelSpec, ParallelLayout]:
-    """Return the model, and the layout as `evenload plan` reads it, with dp 1 where it is not named."""
+    """Return the model, and the layout, in which sizes that are not named are 1."""
     config = config_from(request.model)
     model = spec_of(config, model_from(request.model).name, BYTES_PER_ELEMENT[request.precision])
-    has_dp = "dp" in {part.partition("=")[0].strip() for part in request.layout.split(",")}
-    text = request.layout if has_dp else ",".join(filter(None, ("dp=1", request.layout)))
-    return config, model, parse_layout(text, model.num_layers, 1)
+    return config, model, read_layout_text(request.layout or "dp=1").layout(model.num_layers)
 
 
 def profile_task(answer: Path, request: ProfileRequest) -> tuple[tuple[Path, ProfileRequest], int]:

@@ -116,20 +116,18 @@ def plan(
         raise ConfigError(
             f"evenload.plan knows no setting {', '.join(unknown)}; it takes {', '.join(PlanSettings.__annotations__)}"
         )
-    for name in ("include", "set_options"):
+    for name, kind in (("include", list), ("set_options", list), ("cost", lambda cost: Path(cost).expanduser())):
         if settings.get(name) is not None:
-            settings[name] = list(settings[name])
-    if settings.get("cost") is not None:
-        settings["cost"] = Path(settings["cost"]).expanduser()
+            settings[name] = kind(settings[name])
+    texts = {"tokens": tokens, "context": context}
+    paths = {"cluster": cluster, "model": model}
+    settings |= {name: str(text) for name, text in texts.items() if text is not None}
+    settings |= {name: os.path.expanduser(path) for name, path in paths.items() if path is not None}
     path = os.path.expanduser(lengths) if isinstance(lengths, str | os.PathLike) else None
     request = PlanRequest(
         lengths=GIVEN if path is None else path,
-        cluster=None if cluster is None else os.path.expanduser(cluster),
-        model=None if model is None else os.path.expanduser(model),
         layout=layout,
         documents=documents,
-        tokens=None if tokens is None else str(tokens),
-        context=None if context is None else str(context),
         strategy=strategy if isinstance(strategy, str) else ",".join(strategy),
         steps=steps,
         **settings,

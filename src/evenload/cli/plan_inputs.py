@@ -175,7 +175,6 @@ def plan_inputs(request: PlanRequest, source: LengthSource) -> PlanInputs:
 
 
 def _require_compatible(request: PlanRequest) -> None:
-    """Refuse options that exclude each other."""
     if request.search_layout and request.layout:
         raise ConfigError(f"--search-layout looks for the layout, --layout {request.layout} gives it; leave one out")
     if request.search_seconds is not None:

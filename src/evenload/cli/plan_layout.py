@@ -132,7 +132,6 @@ class SearchedLayouts:
 def search_all_layouts(
     inputs: PlanInputs, batches: Sequence[SampledBatch], names: tuple[str, ...], console: Console, limit_s: float
 ) -> SearchedLayouts:
-    """Rank every strategy's layouts, and show those of the fastest strategy."""
     with progress_bar() as on_progress:
         results = _layout_search(inputs, batches, on_progress).strategies(names, limit_s=limit_s)
     searched = SearchedLayouts(results, limit_s)

@@ -46,7 +46,6 @@ class DocumentOptions:
     on_corrupt: OnCorrupt | None = option(_DATA, "Stop at a record that cannot be read, or skip it (default error).")
 
     def data_settings(self) -> dict[str, Any]:
-        """Return the settings of `[data]` that were given."""
         given = {one.name: getattr(self, one.name) for one in fields(DocumentOptions)}
         return {name: tuple(value) if name == "include" else value for name, value in given.items() if value}
 

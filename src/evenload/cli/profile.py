@@ -44,7 +44,6 @@ class ProfileRequest:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest document that is tried."""
         return parse_tokens("--context", self.context)
 
 

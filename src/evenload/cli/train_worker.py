@@ -10,27 +10,10 @@ from rich.console import Console
 from evenload.attention.backends import refusal
 from evenload.attention.range_attention import Scoring
 from evenload.calibrate.fit import CoreWaits
+from evenload.cli import run_lines
 from evenload.cli.launch import StopRequest, print_error
 from evenload.cli.options import print_lines
 from evenload.cli.run_files import RunWriter, leave_finished, show_stopped
-from evenload.cli.run_lines import (
-    StepLines,
-    context_line,
-    data_line,
-    first_plan_line,
-    gather_line,
-    groups_line,
-    interval_line,
-    layout_line,
-    other_layouts_lines,
-    prediction_line,
-    reduction_line,
-    resumed_line,
-    strategy_line,
-    switch_line,
-    twins_line,
-    validation_lines,
-)
 from evenload.cli.run_observers import CallbackCalls, StepProfile
 from evenload.cli.worker_setup import RankSetup, require_runnable, run_coefficients, started_rank
 from evenload.config.layouts import fitted_config, layouts_of
@@ -165,11 +148,11 @@ def _run_steps(
     ratios: list[float] = []
     interval = prediction_interval(costs, trainer.mesh.layout)
     run, log, done, rank = trainer.config.train, trainer.config.log, trainer.steps_done, trainer.mesh.rank
-    lines, is_cuda = StepLines(console, log.lines_every_s, done, run.steps), run.device == "cuda"
+    lines, is_cuda = run_lines.StepLines(console, log.lines_every_s, done, run.steps), run.device == "cuda"
     recorded = StepProfile(log.profile_steps, Path(run.output_dir), is_cuda=is_cuda, rank=rank, steps_done=done)
 
     def on_late_pass(validation: Validation) -> None:
-        print_lines(console, *validation_lines(validation, shows_left_out=True))
+        print_lines(console, *run_lines.validation_lines(validation, shows_left_out=True))
         for observer in observers:
             observer.late_validation(validation)
 
@@ -181,15 +164,19 @@ def _run_steps(
                 for observer in observers:
                     observer.step(report)
                 if last is None:
-                    print_lines(console, first_plan_line(report.plan, trainer.config.max_pack_tokens, interval))
+                    print_lines(
+                        console, run_lines.first_plan_line(report.plan, trainer.config.max_pack_tokens, interval)
+                    )
                 else:
                     ratios.append(report.measured.step_time_s / report.plan.predicted.step_time_s)
                 lines.show(report.row, trainer.steps_done)
                 print_lines(console, *_event_lines(report, is_first_validation=not has_validated), profiled)
                 has_validated |= report.validation is not None
-                print_lines(console, *_warnings(prediction_line(ratios, costs.device, run.cost_file, waits.share)))
+                print_lines(
+                    console, *_warnings(run_lines.prediction_line(ratios, costs.device, run.cost_file, waits.share))
+                )
             last = report
-    print_lines(console, interval_line(ratios, interval, waits.share()))
+    print_lines(console, run_lines.interval_line(ratios, interval, waits.share()))
     return last
 
 
@@ -201,13 +188,13 @@ def _event_lines(report: StepReport, *, is_first_validation: bool) -> Iterator[s
     """Yield what a user should see of a step, and what became of a checkpoint in the background."""
     yield from _warnings(report.warning)
     if report.decision is not None:
-        yield layout_line(report.decision)
+        yield run_lines.layout_line(report.decision)
     if report.switch is not None:
-        yield switch_line(report.plan.step, report.switch, report.decision)
+        yield run_lines.switch_line(report.plan.step, report.switch, report.decision)
     for sample in report.samples:
         yield f"sample after step {sample.step} | {sample.prompt!r} -> {sample.text!r}"
     if report.validation is not None:
-        yield from validation_lines(report.validation, shows_left_out=is_first_validation)
+        yield from run_lines.validation_lines(report.validation, shows_left_out=is_first_validation)
     yield from _warnings(report.failed_save and f"{report.failed_save}; training goes on")
     if (saved := report.saved) is not None:
         yield (
@@ -245,19 +232,19 @@ def _start_lines(
     if mesh.device.type == "cuda" and model.bytes_per_element == 2 and data_sheet_flops_per_s(costs.device) is None:
         yield f"mfu_of_data_sheet stays empty: the peak of {costs.device} is not known; mfu is of the measured peak"
     _, merging = decide_dp_merge(config.plan.options, config.plan.strategy, layout, costs)
-    yield strategy_line(config.plan.strategy, layout.cp, merging)
+    yield run_lines.strategy_line(config.plan.strategy, layout.cp, merging)
     copies = [max(one.data_sizes) for one in trainer.meshes.layouts]
-    yield reduction_line(copies, costs.overlap if costs.overlap_reduction else None)
-    yield gather_line(copies, costs.overlap if costs.overlap_gather else None)
+    yield run_lines.reduction_line(copies, costs.overlap if costs.overlap_reduction else None)
+    yield run_lines.gather_line(copies, costs.overlap if costs.overlap_gather else None)
     largest_group = max((group.size for group in mesh.context.values()), default=1)
-    yield context_line(largest_group, config.parallel.cp_exchange)
-    yield groups_line(trainer.meshes, are_declared=bool(config.plan.layouts))
+    yield run_lines.context_line(largest_group, config.parallel.cp_exchange)
+    yield run_lines.groups_line(trainer.meshes, are_declared=bool(config.plan.layouts))
     if trainer.live is not None:
-        yield twins_line(trainer.live.twins, config.plan.twin_bytes)
-    yield from other_layouts_lines(costs, trainer.meshes.layouts)
+        yield run_lines.twins_line(trainer.live.twins, config.plan.twin_bytes)
+    yield from run_lines.other_layouts_lines(costs, trainer.meshes.layouts)
     yield f"tokenizer {trainer.run_tokenizer_text}"
     files = [file for part in trainer.loader.parts for file in part.files]
-    yield data_line(config.data, len(files), sum(file.size_bytes or 0 for file in files))
+    yield run_lines.data_line(config.data, len(files), sum(file.size_bytes or 0 for file in files))
     yield from (f"source {line}" for line in trainer.loader.source_lines())
     yield from _warnings(
         position_warning(trainer.hf_config, config.data.max_document_tokens),
@@ -267,4 +254,4 @@ def _start_lines(
         *skipped_checkpoints(checkpoints_of(config.train.output_dir), resumed),
     )
     if resumed is not None:
-        yield resumed_line(str(resumed), trainer.steps_done, trainer.saved_strategy, config.plan.strategy)
+        yield run_lines.resumed_line(str(resumed), trainer.steps_done, trainer.saved_strategy, config.plan.strategy)

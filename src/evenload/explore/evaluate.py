@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -178,6 +178,9 @@ def _baseline(
     return msgspec.structs.replace(result, window_tokens=window_tokens)
 
 
+_MEANS = ("bubble_fraction", "imbalance_forward", "imbalance_backward", "imbalance_dp")
+
+
 def _compared(result: StrategyResult, other: StrategyResult, key: str) -> StrategyResult:
     if result.mean_step_time_s is None or other.mean_step_time_s is None:
         return result
@@ -224,6 +227,7 @@ def _evaluate(
     planned = [sum(tokens) for tokens in tokens_of]
     delays = [proposal.plan.mean_token_delay_steps for proposal in proposals]
     late = sum(num_tokens * delay for num_tokens, delay in zip(planned, delays, strict=True))
+    means: dict[str, Any] = {name: float(np.mean([getattr(one, name) for one in proposals])) for name in _MEANS}
     own_note = next((proposal.note for proposal in proposals if proposal.note), "")
     means: dict[str, Any] = {name: float(np.mean([getattr(one, name) for one in proposals])) for name in _MEANS}
     return StrategyResult(
@@ -384,7 +388,6 @@ class Headline(Frozen):
 
 
 def headline(evaluation: Evaluation) -> Headline | None:
-    """Sum up a comparison; None where no strategy fits memory."""
     if evaluation.best is None:
         return None
     best = next(result for result in evaluation.results if result.name == evaluation.best)
@@ -425,7 +428,7 @@ _SLOWER_HALVINGS = 2  # halvings in a row that are slower than the best, after w
 
 
 class TriedWindow(NamedTuple):
-    """A window, and the mean step time with it, infinite where it does not fit memory."""
+    """A window, and the mean step time with it."""
 
     window_tokens: int
     mean_step_time_s: float
@@ -446,38 +449,26 @@ def best_window(planner: StepPlanner, batches: Sequence[SampledBatch]) -> TriedW
     if limit is None:
         return None
     lengths = [document.num_tokens for batch in batches for document in batch.documents]
-    median = int(np.median(lengths)) if lengths else 1
+    median, tried = max(1, int(np.median(lengths))) if lengths else 1, dict[int, float]()
 
-    def judge(window_tokens: int) -> TriedWindow:
-        return TriedWindow(window_tokens, _mean_seconds(with_window(planner, window_tokens), batches))
+    def judge(window_tokens: int) -> None:
+        if window_tokens not in tried:
+            tried[window_tokens] = _mean_seconds(with_window(planner, window_tokens), batches)
 
-    tried = _halvings(limit, max(1, median), judge)
-    own = planner.options.own(BestFitOptions).window_tokens
-    if own is not None and own not in {one.window_tokens for one in tried}:
-        tried.append(judge(own))
-    best = min(tried, key=_by_time)
-    between = {best.window_tokens * 3 // 4, best.window_tokens * 3 // 2}
-    known = {one.window_tokens for one in tried}
-    tried += [judge(tokens) for tokens in sorted(between - known) if median <= tokens <= limit and tokens >= 1]
-    best = min(tried, key=_by_time)
-    return None if np.isinf(best.mean_step_time_s) else best
+    def best() -> int:
+        # Of equals the largest, because that is the one that was requested.
+        return min(tried, key=lambda tokens: (tried[tokens], -tokens))
 
-
-def _halvings(limit: int, least: int, judge: Callable[[int], TriedWindow]) -> list[TriedWindow]:
-    tried = [judge(limit)]
-    for halving in range(1, _MOST_HALVINGS + 1):
-        if limit >> halving < least:
+    for window_tokens in [limit, *(limit >> k for k in range(1, _MOST_HALVINGS + 1) if limit >> k >= median)]:
+        judge(window_tokens)
+        if tried[best()] < float("inf") and best() not in list(tried)[-_SLOWER_HALVINGS:]:
             break
-        tried.append(judge(limit >> halving))
-        best = min(tried, key=_by_time)
-        if best.mean_step_time_s < float("inf") and all(one is not best for one in tried[-_SLOWER_HALVINGS:]):
-            break
-    return tried
-
-
-def _by_time(one: TriedWindow) -> tuple[float, int]:
-    """Sort equals by falling window, because the largest is the one that was requested."""
-    return one.mean_step_time_s, -one.window_tokens
+    if (own := planner.options.own(BestFitOptions).window_tokens) is not None:
+        judge(own)
+    for window_tokens in sorted({best() * 3 // 4, best() * 3 // 2}):
+        if median <= window_tokens <= limit:
+            judge(window_tokens)
+    return None if np.isinf(tried[best()]) else TriedWindow(best(), tried[best()])
 
 
 def _mean_seconds(planner: StepPlanner, batches: Sequence[SampledBatch]) -> float:

@@ -22,7 +22,6 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -125,18 +124,6 @@ class FittingLayouts(Frozen):
     layouts: tuple[LayoutResult, ...]
     num_tried: int
     num_all: int
-
-
-class Part(NamedTuple):
-    """Every `stride`-th replica and document of a layout (1 = the whole), with the whole's seconds of reductions,
-    gathers and updates; and what a rank holds more than in the whole, because fewer replicas share the optimizer's
-    state: it has as much more memory, and memory is reported without it."""
-
-    layout: ParallelLayout
-    batches: tuple[SampledBatch, ...]
-    coefficients: CostCoefficients
-    stride: int = 1
-    raised_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -299,20 +286,19 @@ class LayoutSearch:
             why = f"weights and optimizer alone: {self._over(held)}"
             return result(feasible=False, why=why, peak_memory_bytes=int(held.max()), is_planned=False)
         try:
-            part = self.part(layout, batches)
-            planner = self._planner(part, options)
+            planners = self.part_planners(layout, batches, options)
+            planner, batches = planners.planner, planners.batches or batches
             proposals = [
-                planner.propose(step, batch.documents, strategy, batch.left_out)
-                for step, batch in enumerate(part.batches)
+                planner.propose(step, batch.documents, strategy, batch.left_out) for step, batch in enumerate(batches)
             ]
         except (ConfigError, DataError, InfeasiblePlanError) as error:
             return result(feasible=False, why=str(error))
         bounds_s = [
             planner.costs.lower_bound_seconds(np.array([document.num_tokens for document in batch.documents], np.int64))
-            for batch in part.batches
+            for batch in batches
         ]
         peaks = [np.max([c.candidate.simulation.peak_bytes for c in one.choices], axis=0) for one in proposals]
-        peak = np.max(peaks, axis=0) - part.raised_bytes
+        peak = np.max(peaks, axis=0) - planners.raised_bytes
         step_s = [proposal.plan.predicted.step_time_s for proposal in proposals]
         slowest = max(proposals[0].choices, key=lambda choice: choice.candidate.makespan_s)
         reasons = [proposal.why for proposal in proposals if not proposal.feasible]
@@ -325,35 +311,37 @@ class LayoutSearch:
             peak_memory_bytes=int(peak.max()),
             num_batches=len(batches),
             label=slowest.candidate.label,
-            stride=part.stride,
+            stride=planners.stride,
         )
-
-    def part(self, layout: ParallelLayout, batches: Sequence[SampledBatch]) -> Part:
-        """Return the part that stands for a layout: the whole where the cluster is not large or batches are small."""
-        coefficients = self.coefficients_of(layout)
-        strides = {_stride(layout, len(batch.documents)) for batch in batches}
-        stride = strides.pop()
-        if stride == 1 or strides:
-            return Part(layout, tuple(batches), coefficients)
-        small = split_layout(layout.stage_counts, dp=layout.dp // stride, cp=layout.cp, pp=layout.pp, tp=layout.tp)
-        raised = int(static_bytes(self.model, small).max() - static_bytes(self.model, layout).max())
-        parts = tuple(_every(batch, stride) for batch in batches)
-        return Part(small, parts, part_coefficients(coefficients, layout, small), stride, raised)
-
-    def _planner(self, part: Part, options: PlanOptions) -> StepPlanner:
-        memory_bytes = self.memory_bytes + part.raised_bytes
-        return StepPlanner(self.model, part.coefficients, part.layout, memory_bytes, options, host=self.host)
 
     def planners(self, result: LayoutResult) -> StrategyPlanners:
         """Return what plans all batches in a layout, or as much of them as stands for it."""
-        layout = result.parallel_layout()
-        part = self.part(layout, self.batches)
-        planner = self._planner(part, self.options)
-        if part.stride == 1:
-            return StrategyPlanners(planner=planner)
+        return self.part_planners(result.parallel_layout(), self.batches, self.options)
+
+    def part_planners(
+        self, layout: ParallelLayout, batches: Sequence[SampledBatch], options: PlanOptions
+    ) -> StrategyPlanners:
+        """Plan the whole where the cluster is not large or batches are small; else a part, where fewer replicas share
+        the optimizer's state: a rank has as much more memory, and memory is reported without it."""
+        strides = {_stride(layout, len(batch.documents)) for batch in batches}
+        stride, coefficients = strides.pop() if len(strides) == 1 else 1, self.coefficients_of(layout)
+        if stride == 1:
+            return StrategyPlanners(planner=self._planner(coefficients, layout, options))
+        part = split_layout(layout.stage_counts, dp=layout.dp // stride, cp=layout.cp, pp=layout.pp, tp=layout.tp)
+        raised = int(static_bytes(self.model, part).max() - static_bytes(self.model, layout).max())
         return StrategyPlanners(
-            planner=planner, batches=part.batches, stands_for=layout, stride=part.stride, raised_bytes=part.raised_bytes
+            planner=self._planner(part_coefficients(coefficients, layout, part), part, options, raised),
+            batches=tuple(_every(batch, stride) for batch in batches),
+            stands_for=layout,
+            stride=stride,
+            raised_bytes=raised,
         )
+
+    def _planner(
+        self, coefficients: CostCoefficients, layout: ParallelLayout, options: PlanOptions, raised_bytes: int = 0
+    ) -> StepPlanner:
+        memory_bytes = self.memory_bytes + raised_bytes
+        return StepPlanner(self.model, coefficients, layout, memory_bytes, options, host=self.host)
 
     def fitting(self, strategy: str) -> FittingLayouts:
         """Find a few layouts that hold the first batch, without a search: of those whose weights and optimizer fit,

@@ -266,7 +266,6 @@ class ReplicaSearch:
         self._ranking: list[Trial] | None = None
 
     def over(self, documents: NDArray[np.int64]) -> "ReplicaSearch":
-        """Begin a search over other documents, otherwise alike."""
         return ReplicaSearch(self.problem, documents, self.ranks, self.score_key)
 
     @functools.cached_property

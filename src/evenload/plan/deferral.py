@@ -235,12 +235,8 @@ def _reserve_s(hand: AtHand, waiting: NDArray[np.int64]) -> float:
 
 def _degree(work_s: NDArray[np.float64], n: int) -> float:
     """Return max·N / total of the documents packed longest first; 1 without work."""
-    work_s = np.sort(work_s)[::-1]
     total_s = float(work_s.sum())
-    if total_s <= 0:
-        return 1.0
-    group = pack_greedily(work_s, np.ones(len(work_s), np.int64), n, None)
-    return float(np.bincount(group, weights=work_s, minlength=n).max()) * n / total_s
+    return max(_longest_first_loads(work_s, n)) * n / total_s if total_s > 0 else 1.0
 
 
 def queue_of(num_tokens: NDArray[np.int64], outlier_lengths: tuple[int, ...]) -> NDArray[np.int64]:
@@ -256,10 +252,9 @@ def tune_outlier_lengths(
     num_micro_batches: int,
     num_queues: int,
     max_delay_steps: int,
-    seed: int = 0,
 ) -> tuple[int, ...]:
     """Tune thresholds for at most `num_queues` queues on a sample of lengths (int64[n]) and seconds (float64[n])."""
-    draws = np.random.default_rng(seed).integers(0, len(lengths), (TUNING_STEPS, num_documents))
+    draws = np.random.default_rng(0).integers(0, len(lengths), (TUNING_STEPS, num_documents))
     descending = np.sort(lengths)[::-1]
     above = np.cumsum(descending) / float(descending.sum())
     at = np.minimum(np.searchsorted(above, TOKEN_SHARES), len(descending) - 1)
@@ -340,7 +335,6 @@ def due_documents(
 
 
 def _longest_first_loads(work_s: NDArray[np.float64], num_groups: int) -> list[float]:
-    loads = [0.0] * num_groups
-    for work in np.sort(work_s)[::-1].tolist():
-        heapq.heapreplace(loads, loads[0] + work)
-    return loads
+    work_s = np.sort(work_s)[::-1]
+    group = pack_greedily(work_s, np.ones(len(work_s), np.int64), num_groups, None)
+    return sorted(np.bincount(group, weights=work_s, minlength=num_groups).tolist())

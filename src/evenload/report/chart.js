@@ -43,6 +43,16 @@ Evenload.chart = (() => {
     return { step, values: found };
   };
 
+  // The first whole number in [low, high) for which something holds, from there on; `high` where there is none.
+  const firstWhere = (low, high, holds) => {
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      if (holds(middle)) high = middle;
+      else low = middle + 1;
+    }
+    return low;
+  };
+
   const UNITS = [[1, "s"], [1e-3, "ms"], [1e-6, "µs"], [1e-9, "ns"]];
   const digits = (value) => {
     const size = Math.abs(Number(value.toPrecision(3)));
@@ -102,6 +112,6 @@ Evenload.chart = (() => {
   const rgb = (parts) => `rgb(${parts.join(",")})`;
 
   return {
-    AXIS, NARROW, color, context, scale, ticks, seconds, tickSeconds, bytes, count, percent, axis, clip, blend, rgb,
+    AXIS, NARROW, color, context, scale, ticks, firstWhere, seconds, tickSeconds, bytes, count, percent, axis, clip, blend, rgb,
   };
 })();

@@ -31,7 +31,6 @@ MAX_DOCUMENTS = 4
 
 
 def label_packs(plan: StepPlan) -> dict[PackKey, PackLabel]:
-    """Return the content of all packs of a plan."""
     num_tokens = {document.doc_id: document.num_tokens for document in plan.documents}
     return {
         (packs.dp_rank, pack.direction, pack.index): _label(pack, num_tokens)

@@ -10,35 +10,9 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from evenload.report import svg
 from evenload.report.run_files import MetricRow, latest_per_step
-from evenload.report.svg import (
-    CAUSE_COLORS,
-    KIND_STYLES,
-    MEASURED,
-    PREDICTED,
-    SERIES,
-    Axes,
-    Curves,
-    Figure,
-    NumberTable,
-    Scale,
-    Tick,
-    dot,
-    legend,
-    line,
-    names_width_px,
-    panel,
-    rect,
-    rows_chart,
-    series_style,
-    shape,
-    step_ticks,
-    text,
-    text_on,
-    triangle,
-    upright,
-    value_ticks,
-)
+from evenload.report.svg import MEASURED, PREDICTED, SERIES, Axes, Curves, Figure, NumberTable, Scale, Tick
 from evenload.report.table import format_action, format_conditions, format_predicted
 from evenload.report.units import format_percent, format_ratio, format_seconds
 from evenload.types.document import Direction
@@ -53,33 +27,30 @@ Series = tuple[str, str, str, NDArray[np.float64], NDArray[np.float64]]
 """Name, colour, dash, steps, values (NaN where not known)."""
 
 
-def loss_figure(
-    runs: Mapping[str, Sequence[MetricRow]], validations: Mapping[str, Sequence[Validation]] | None = None
-) -> Figure:
-    """Draw the loss over steps, one line for each run, and dashed that of validation data."""
-    series = _of_runs(runs, "loss")
-    for index, (name, all_passes) in enumerate((validations or {}).items()):
-        for of_average, kind, dash in ((False, "validation", "dash"), (True, "validation of averaged weights", "dot")):
-            passes = [one for one in all_passes if one.of_average is of_average]
-            steps, losses = (np.array([getattr(one, key) for one in passes], float) for key in ("step", "loss"))
-            if passes:
-                series.append((f"{name}, {kind}", series_style(index)[0], dash, steps, losses))
+def loss_figure(name: str, rows: Sequence[MetricRow], validations: Sequence[Validation] = ()) -> Figure:
+    """Draw the loss of a run over steps, and dashed that of validation data."""
+    series = [_of_run(name, rows, "loss")]
+    for of_average, kind, dash in ((False, "validation", "dash"), (True, "validation of averaged weights", "dot")):
+        passes = [one for one in validations if one.of_average is of_average]
+        steps, losses = (np.array([getattr(one, key) for one in passes], float) for key in ("step", "loss"))
+        if passes:
+            series.append((f"{name}, {kind}", SERIES[0], dash, steps, losses))
     return _curves(series, "loss per label token", "")
 
 
-def tokens_per_s_figure(runs: Mapping[str, Sequence[MetricRow]]) -> Figure:
-    """Draw real tokens a second over steps, one line for each run; padding does not count."""
-    return _curves(_of_runs(runs, "tokens_per_s"), "real tokens per second", "count", from_zero=True)
+def tokens_per_s_figure(name: str, rows: Sequence[MetricRow]) -> Figure:
+    """Draw real tokens a second of a run over steps; padding does not count."""
+    return _curves([_of_run(name, rows, "tokens_per_s")], "real tokens per second", "count", from_zero=True)
 
 
-def step_time_figure(rows: Sequence[MetricRow], run: str | None = None) -> Figure:
-    """Draw predicted and measured seconds of every step of one run; with its name, a click opens the step view."""
+def step_time_figure(rows: Sequence[MetricRow]) -> Figure:
+    """Draw predicted and measured seconds of every step of a run."""
     rows = latest_per_step(rows)
     predicted, measured = (metric_column(rows, key) for key in ("predicted_step_time_s", "step_time_s"))
     steps = metric_column(rows, "step")
     both = ("predicted", PREDICTED, "dash", steps, predicted), ("measured", MEASURED, "solid", steps, measured)
     series = [one for one in both if not np.isnan(one[-1]).all()]
-    return _curves(series, "step time", "s", from_zero=True, run=run)
+    return _curves(series, "step time", "s", from_zero=True)
 
 
 def predicted_steps_figure(steps: Sequence[int], seconds: Mapping[str, Sequence[float]]) -> Figure:
@@ -93,41 +64,35 @@ def predicted_steps_figure(steps: Sequence[int], seconds: Mapping[str, Sequence[
     return _curves(series, "predicted seconds of a step", "s", from_zero=True)
 
 
-def _of_runs(runs: Mapping[str, Sequence[MetricRow]], key: str) -> list[Series]:
-    return [
-        (name, *series_style(index), metric_column(rows, "step"), metric_column(rows, key))
-        for index, (name, rows) in enumerate((name, latest_per_step(rows)) for name, rows in runs.items())
-    ]
+def _of_run(name: str, rows: Sequence[MetricRow], key: str) -> Series:
+    rows = latest_per_step(rows)
+    return name, SERIES[0], "solid", metric_column(rows, "step"), metric_column(rows, key)
 
 
-def _curves(
-    series: Sequence[Series], y_title: str, kind: str, *, from_zero: bool = False, run: str | None = None
-) -> Figure:
+def _curves(series: Sequence[Series], y_title: str, kind: str, *, from_zero: bool = False) -> Figure:
     axes = _axes(series, y_title, kind, from_zero=from_zero)
     count = max((len(one[3]) for one in series), default=0)
     label = f"{y_title} over {count} steps of {', '.join(one[0] for one in series) or 'no run'}"
-    names = legend((name, color, dash) for name, color, dash, _, _ in series) if len(series) > 1 else ""
-    return Figure(body=names + _curve_panel(axes, series, label, kind, 2.6, run), label=label)
+    names = svg.legend((name, color, dash) for name, color, dash, _, _ in series) if len(series) > 1 else ""
+    return Figure(body=names + _curve_panel(axes, series, label, kind, 2.6), label=label)
 
 
-def _curve_panel(
-    axes: Axes, series: Sequence[Series], label: str, kind: str, radius_px: float, run: str | None = None
-) -> str:
+def _curve_panel(axes: Axes, series: Sequence[Series], label: str, kind: str, radius_px: float) -> str:
     """Draw lines with markers; pointing shows all series at the steps of any."""
     if not series:
-        return panel(axes, [], label)
+        return svg.panel(axes, [], label)
     steps = np.unique(np.concatenate([one[3] for one in series]))
     marks, pointed = [], []
     for name, color, dash, at, values in series:
         kept = ((axes.x.share(at[i]), values[i]) for i in outline(values))
         points = [(x, axes.y_px(y) if np.isfinite(y) else None) for x, y in kept]
-        marks.append(line(points, axes.height_px, color, dash))
+        marks.append(svg.line(points, axes.height_px, color, dash))
         if len(at) <= _MAX_STEPS_WITH_MARKERS:
-            marks += [dot(x, y, color, radius_px=radius_px) for x, y in points if y is not None]
+            marks += [svg.dot(x, y, color, radius_px=radius_px) for x, y in points if y is not None]
         whole = np.full(len(steps), np.nan)
         whole[np.searchsorted(steps, at)] = values
         pointed.append((name, color, whole.tolist()))
-    return panel(axes, marks, label, Curves("step", steps.tolist(), kind, pointed, {} if run is None else {"run": run}))
+    return svg.panel(axes, marks, label, Curves("step", steps.tolist(), kind, pointed))
 
 
 def _axes(series: Sequence[Series], y_title: str, kind: str, *, from_zero: bool, num_ticks: int = 5) -> Axes:
@@ -140,7 +105,7 @@ def _axes(series: Sequence[Series], y_title: str, kind: str, *, from_zero: bool,
     margin = 0.06 * (high - low or abs(high) or 1.0)
     y = Scale(low if from_zero else low - margin, high + margin)
     first, last = (int(steps.min()), int(steps.max())) if len(steps) else (0, 1)
-    ticks = {"x_ticks": step_ticks(first, last), "y_ticks": value_ticks(y.low, y.high, kind, num_ticks)}
+    ticks = {"x_ticks": svg.step_ticks(first, last), "y_ticks": svg.value_ticks(y.low, y.high, kind, num_ticks)}
     return Axes(x=_step_scale(first, last), y=y, **ticks, x_title="step", y_title=y_title)
 
 
@@ -180,7 +145,6 @@ def typical_meaning(rows: Iterable[MetricRow]) -> str:
 
 
 def largest(rows: Iterable[MetricRow], key: str) -> float | None:
-    """Return the largest value of a key; None where no step has a value."""
     values = metric_column(latest_per_step(rows), key)
     return None if np.isnan(values).all() else float(np.nanmax(values))
 
@@ -204,27 +168,29 @@ def layout_figure(decisions: Sequence[LayoutDecision]) -> Figure:
         y=Scale(len(layouts) - 0.5, -0.5),
         x_ticks=(),
         y_ticks=[Tick(at, name) for at, name in enumerate(layouts)],
-        left_px=names_width_px(layouts, most_px=150),
+        left_px=svg.names_width_px(layouts, most_px=150),
         height_px=_LANE_PX * (len(layouts) + 1),
     )
     places = [(lanes.x.share(one.step), lanes.y_px(layouts.index(one.layout))) for one in decisions]
-    marks = [line(_halfway(places), lanes.height_px, PREDICTED)]
+    # Layouts change halfway between two steps.
+    changes = [((left + right) / 2, y_px) for (left, _), (right, y_px) in itertools.pairwise(places)]
+    marks = [svg.line(svg.stairs([places[0], *changes, places[-1]]), lanes.height_px, PREDICTED)]
     for one, place in zip(decisions, places, strict=True):
         color, tip = _LAYOUT_COLORS[one.case], _decision_tip(one)
         if one.case in (3, 4):
-            marks.append(triangle(*place, color, up=one.case == 3, tip=tip))
+            marks.append(svg.triangle(*place, color, up=one.case == 3, tip=tip))
         else:
-            marks.append(dot(*place, color, radius_px=3.6 if one.case == 1 else 4.6, tip=tip))
+            marks.append(svg.dot(*place, color, radius_px=3.6 if one.case == 1 else 4.6, tip=tip))
     label = f"layout of steps {first} to {last}: {', '.join(layouts)}"
     cases = [case for case in _NAMES if any(one.case == case for one in decisions)]
     seconds = _seconds(decisions)
     axes = _axes(seconds, "predicted a step", "s", from_zero=True, num_ticks=4)
-    axes = replace(axes, x=lanes.x, x_ticks=step_ticks(first, last), left_px=lanes.left_px, height_px=_SECONDS_PX)
+    axes = replace(axes, x=lanes.x, x_ticks=svg.step_ticks(first, last), left_px=lanes.left_px, height_px=_SECONDS_PX)
     compared = "predicted seconds a step of staying, saving memory and switching"
     body = (
-        legend((_NAMES[case], _LAYOUT_COLORS[case], "fill") for case in cases)
-        + panel(lanes, marks, label)
-        + legend((name, color, dash) for name, color, dash, _, _ in seconds)
+        svg.legend((_NAMES[case], _LAYOUT_COLORS[case], "fill") for case in cases)
+        + svg.panel(lanes, marks, label)
+        + svg.legend((name, color, dash) for name, color, dash, _, _ in seconds)
         + _curve_panel(axes, seconds, compared, "s", 2.2)
     )
     return Figure(body=body, label=label)
@@ -244,15 +210,6 @@ def _seconds(decisions: Sequence[LayoutDecision]) -> list[Series]:
     return [one for one in series if not np.isnan(one[-1]).all()]
 
 
-def _halfway(places: Sequence[tuple[float, float]]) -> list[tuple[float, float | None]]:
-    """Return a line on which layouts change halfway between two steps."""
-    points: list[tuple[float, float | None]] = [*places[:1]]
-    for (left, before_px), (right, y_px) in itertools.pairwise(places):
-        middle = (left + right) / 2
-        points += [(middle, before_px), (middle, y_px), (right, y_px)]
-    return points
-
-
 def _decision_tip(decision: LayoutDecision) -> str:
     lines = [
         f"step {decision.step}: {format_action(decision)}, {format_conditions(decision)}",
@@ -270,7 +227,7 @@ def _decision_tip(decision: LayoutDecision) -> str:
     return "\n".join([*lines, decision.why])
 
 
-_DIRECTIONS: dict[Direction, str] = {"forward": KIND_STYLES["F"].even, "backward": KIND_STYLES["B"].even}
+_DIRECTIONS: dict[Direction, str] = {"forward": svg.KIND_STYLES["F"].even, "backward": svg.KIND_STYLES["B"].even}
 _ROW_PX = 34
 _HALF_PX = 14.0
 _MOST_DOTS = 40
@@ -302,7 +259,12 @@ def pack_time_figure(sections: Mapping[str, Mapping[str, Steps]]) -> Figure:
     all_steps = [one for of_direction in ratios.values() for steps in of_direction for one in steps if len(one)]
     largest = max((float(one.max()) for one in all_steps), default=1.0)
     scale = Scale(0, min(largest, _MOST_SHOWN) * 1.04)
-    axis = {"x": scale, "ticks": value_ticks(0, scale.high, "×", 6), "names_px": names_width_px(names), "notes_px": 150}
+    axis = {
+        "x": scale,
+        "ticks": svg.value_ticks(0, scale.high, "×", 6),
+        "names_px": svg.names_width_px(names),
+        "notes_px": 150,
+    }
     parts, notes = [], [names]
     for direction, color in _DIRECTIONS.items():
         marks = [
@@ -314,7 +276,7 @@ def pack_time_figure(sections: Mapping[str, Mapping[str, Steps]]) -> Figure:
         title = "time of a pack over the mean pack" if direction == "backward" else ""
         parts.append(f'<div class="panel-title">{direction.capitalize()} packs</div>')
         shown = zip(names, marks, notes[-1], strict=True)
-        parts.append(rows_chart(shown, _ROW_PX, f"{direction} packs, max over mean: {label}", title=title, **axis))
+        parts.append(svg.rows_chart(shown, _ROW_PX, f"{direction} packs, max over mean: {label}", title=title, **axis))
     numbers = NumberTable(("max/mean", "forward packs", "backward packs"), tuple(zip(*notes, strict=True)))
     return Figure(body="".join(parts), label="spread of pack times, forward and backward", numbers=numbers)
 
@@ -350,14 +312,14 @@ def _pack_time_note(steps: Sequence[NDArray[np.float64]]) -> str:
 
 
 def _marks(ratios: NDArray[np.float64], scale: Scale, color: str, is_hollow: bool) -> str:
-    middle, mean = _ROW_PX / 2, upright(scale.share(1), 0, _ROW_PX, "mean")
+    middle, mean = _ROW_PX / 2, svg.upright(scale.share(1), 0, _ROW_PX, "mean")
     color = PREDICTED if is_hollow else color
     shown = ratios[ratios <= scale.high]
     if len(ratios) <= _MOST_DOTS:
         # Spread by place, not by chance: the same report is the same picture.
         offsets = (np.arange(len(shown)) * 0.618034 % 1 - 0.5) * 2 * _SPREAD_OF_POINTS_PX
         return mean + "".join(
-            dot(scale.share(at), middle + offset, color, hollow=is_hollow, tip=f"{at:.3f} of the mean pack")
+            svg.dot(scale.share(at), middle + offset, color, hollow=is_hollow, tip=f"{at:.3f} of the mean pack")
             for at, offset in zip(shown.tolist(), offsets.tolist(), strict=True)
         )
     if not len(shown):
@@ -369,10 +331,10 @@ def _marks(ratios: NDArray[np.float64], scale: Scale, color: str, is_hollow: boo
     low, center, high = np.quantile(ratios, (0.25, 0.5, 0.75)).tolist()
     half_of_them = f"half of them take {low:.3f} to {high:.3f} of the mean pack"
     tip = f"{len(ratios):,} packs: {half_of_them}, the slowest {ratios.max():.3f}"
-    violin = shape([*upper, *lower], _ROW_PX, color, "none" if is_hollow else f"{color}55", tip)
+    violin = svg.shape([*upper, *lower], _ROW_PX, color, "none" if is_hollow else f"{color}55", tip)
     span = scale.share(low), min(1.0, scale.share(high))
-    box = rect(span, middle - 2.5, 5, color, tip) if span[0] < span[1] else ""
-    return mean + violin + box + upright(min(1.0, scale.share(center)), middle - 5, middle + 5, "median")
+    box = svg.rect(span, middle - 2.5, 5, color, tip) if span[0] < span[1] else ""
+    return mean + violin + box + svg.upright(min(1.0, scale.share(center)), middle - 5, middle + 5, "median")
 
 
 def _density(ratios: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -404,11 +366,11 @@ def time_split_figure(splits: Mapping[str, TimeSplit]) -> Figure:
     scale = Scale(0, longest_s * 1.01)
     shown = [(name, _bar(split, fields, scale), _time_split_note(split)) for name, split in splits.items()]
     label = "; ".join(f"{name}: {note}" for name, _, note in shown)
-    ticks = [replace(tick, is_minor=bool(i % 2)) for i, tick in enumerate(value_ticks(0, scale.high, "s"))]
+    ticks = [replace(tick, is_minor=bool(i % 2)) for i, tick in enumerate(svg.value_ticks(0, scale.high, "s"))]
     title = "predicted seconds of a step, mean over devices and steps"
-    widths = {"names_px": names_width_px(splits), "notes_px": 196}
-    chart = rows_chart(shown, _ROW_PX, label, x=scale, ticks=ticks, title=title, **widths)
-    keys = legend((CAUSE_LABELS[field], CAUSE_COLORS[field], "fill") for field in fields)
+    widths = {"names_px": svg.names_width_px(splits), "notes_px": 196}
+    chart = svg.rows_chart(shown, _ROW_PX, label, x=scale, ticks=ticks, title=title, **widths)
+    keys = svg.legend((CAUSE_LABELS[field], svg.CAUSE_COLORS[field], "fill") for field in fields)
     rows = []
     for field in fields:
         parts = [(getattr(split, field), split.total_s()) for split in splits.values()]
@@ -426,11 +388,11 @@ def _bar(split: TimeSplit, fields: list[str], scale: Scale) -> str:
         span = scale.share(before_s), scale.share(before_s + seconds)
         share = format_percent(seconds / split.total_s())
         tip = f"{CAUSE_LABELS[field]}: {format_seconds(seconds)}, {share} of the step"
-        parts.append(rect(span, (_ROW_PX - _BAR_PX) / 2, _BAR_PX, CAUSE_COLORS[field], tip))
+        parts.append(svg.rect(span, (_ROW_PX - _BAR_PX) / 2, _BAR_PX, svg.CAUSE_COLORS[field], tip))
         if span[1] - span[0] >= _LEAST_LABELLED_SHARE:
             kind = "inside" if span[1] - span[0] >= _LEAST_ON_NARROW else "inside minor"
-            place, color = (sum(span) / 2, _ROW_PX / 2 + 4), text_on(CAUSE_COLORS[field])
-            parts.append(text(*place, share, kind=kind, color=color))
+            place, color = (sum(span) / 2, _ROW_PX / 2 + 4), svg.text_on(svg.CAUSE_COLORS[field])
+            parts.append(svg.text(*place, share, kind=kind, color=color))
         before_s += seconds
     return "".join(parts)
 

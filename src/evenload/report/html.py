@@ -13,7 +13,7 @@ from evenload.report.figures import layout_figure, pack_time_figure, time_split_
 from evenload.report.lengths import length_blocks
 from evenload.report.page import definitions_html, figure_html, folded_html, page_html, scrolled_html
 from evenload.report.run_files import latest_per_step
-from evenload.report.run_report import RunReport, RunSection, curves_html, shared_curves_html, tiles_html
+from evenload.report.run_report import RunReport, RunSection, curves_html, tiles_html
 from evenload.report.step_view import STEP_VIEW_SCRIPTS, step_view_html
 from evenload.report.table import TEXT_COLUMNS, Column, format_cell, is_feasible, shown_columns
 from evenload.types.text import LengthUnit
@@ -42,7 +42,6 @@ Part = tuple[str, str, list[str]]
 
 
 def write_report(path: str | os.PathLike[str], report: RunReport) -> None:
-    """Write the page, one file of 0.1 MB plus its data."""
     Path(path).write_text(render_report(report), encoding="utf-8")
 
 
@@ -54,8 +53,8 @@ def render_report(report: RunReport) -> str:
     parts = [part for part in _parts(report) if part[2]]
     headline = f'<p class="headline">{escape(report.headline)}.</p>' if report.headline else ""
     blocks = [f"<h1>{escape(report.title)}</h1>", headline]
-    if len(trained := _trained(report)) == 1:
-        blocks.append(tiles_html(trained[0][1]))
+    if (run := _trained(report)) is not None:
+        blocks.append(tiles_html(run))
     if report.facts:
         facts = ((name, escape(value)) for name, value in report.facts)
         blocks.append(folded_html("settings", "Settings", definitions_html("facts", facts)))
@@ -77,12 +76,12 @@ def render_report(report: RunReport) -> str:
     return page_html(report.title, filter(None, blocks), scripts, report.unit)
 
 
-def _trained(report: RunReport) -> list[tuple[str, RunSection]]:
-    return [(f"run-{i}", section) for i, section in enumerate(report.sections) if section.metrics]
+def _trained(report: RunReport) -> RunSection | None:
+    return next((section for section in report.sections if section.metrics), None)
 
 
 def _parts(report: RunReport) -> list[Part]:
-    trained = _trained(report)
+    run = _trained(report)
     refused = {str(row["name"]) for row in report.comparison if not is_feasible(row)}
     sections = {f"{one.name} *" if one.name in refused else one.name: one for one in report.sections}
     remark = " * exceeds memory: what it would take, were there more." if refused else ""
@@ -92,17 +91,9 @@ def _parts(report: RunReport) -> list[Part]:
         ("comparison", "Comparison", comparison),
         ("time", "Where the time goes", _split(sections, remark)),
     ]
-    is_alone = len(trained) == 1
-    curves = [] if len(trained) < 2 else shared_curves_html("all", [section for _, section in trained])
-    for identifier, section in trained:
-        if not is_alone:
-            curves += [f'<h3 id="{identifier}">{escape(section.name)}</h3>', tiles_html(section)]
-        curves += curves_html(identifier, section, is_alone=is_alone)
-    if trained and not report.comparison:
-        parts.insert(0, ("curves", "Step by step", curves))
-    else:
-        parts.append(("curves", "Trained runs" if len(trained) > 1 else "Step by step", curves))
-    parts.append(("steps", "Inside a step", [*_left_out_steps(trained), step_view] if step_view else []))
+    curves = "curves", "Step by step", [] if run is None else curves_html("run-0", run)
+    parts.insert(len(parts) if report.comparison else 0, curves)
+    parts.append(("steps", "Inside a step", [_left_out_steps(run), step_view] if step_view else []))
     parts.append(("packs", "Pack times", _packs(sections, remark)))
     layouts = [
         figure_html(f"layouts-{i}", f"{section.name}: layout of every step", _READ_LAYOUTS, layout_figure(decisions))
@@ -114,16 +105,12 @@ def _parts(report: RunReport) -> list[Part]:
     return [*parts, ("documents", "Documents of these steps", lengths)]
 
 
-def _left_out_steps(trained: Sequence[tuple[str, RunSection]]) -> list[str]:
-    """Say which steps of long runs are in the page."""
-    blocks = []
-    for _, section in trained:
-        shown, num_steps = len(section.steps), len(latest_per_step(section.metrics))
-        if 1 < shown < num_steps:
-            name = f"{escape(section.name)}: " if len(trained) > 1 else ""
-            why = "the last ones while a run goes on; at its end all, or so many that the page stays small"
-            blocks.append(f"<p>{name}{shown:,} of {num_steps:,} steps can be looked at here: {why}.</p>")
-    return blocks
+def _left_out_steps(run: RunSection | None) -> str:
+    """Say which steps of a long run are in the page."""
+    shown, num_steps = (len(run.steps), len(latest_per_step(run.metrics))) if run else (0, 0)
+    why = "the last ones while a run goes on; at its end all, or so many that the page stays small"
+    is_part = 1 < shown < num_steps
+    return f"<p>{shown:,} of {num_steps:,} steps can be looked at here: {why}.</p>" if is_part else ""
 
 
 def _split(sections: Mapping[str, RunSection], remark: str) -> list[str]:

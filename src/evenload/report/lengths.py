@@ -17,23 +17,9 @@ from rich.table import Table
 from rich.text import Text
 
 from evenload.errors import ConfigError
+from evenload.report import svg
 from evenload.report.page import definitions_html, figure_html, page_html
-from evenload.report.svg import (
-    LENGTH_COLORS,
-    Axes,
-    Curves,
-    Figure,
-    NumberTable,
-    Scale,
-    legend,
-    line,
-    named_ticks,
-    panel,
-    rect,
-    stairs,
-    text,
-    value_ticks,
-)
+from evenload.report.svg import LENGTH_COLORS, Axes, Curves, Figure, NumberTable, Scale
 from evenload.report.units import format_count, format_power_of_two, format_share
 from evenload.types.run import LengthProfile
 from evenload.types.text import LengthUnit, counted, in_unit
@@ -97,8 +83,8 @@ def length_classes_figure(profile: LengthProfile) -> Figure:
         axes = Axes(
             x=Scale(-0.5, len(shares) - 0.5),
             y=Scale(0, end),
-            x_ticks=named_ticks(dict(enumerate(starts)), 8) if is_last else (),
-            y_ticks=value_ticks(0, end, "%", 3),
+            x_ticks=svg.named_ticks(dict(enumerate(starts)), 8) if is_last else (),
+            y_ticks=svg.value_ticks(0, end, "%", 3),
             x_title="length from (tokens; every class ends where the next begins)" if is_last else "",
             height_px=_CLASS_PX,
         )
@@ -108,7 +94,7 @@ def length_classes_figure(profile: LengthProfile) -> Figure:
             marks += _class_bar(axes, i, share, LENGTH_COLORS[key], tip)
         most = max(range(len(shares)), key=shares.__getitem__)
         label = f"share of {name} by length: most, {format_share(shares[most])}, from {names[most]} tokens"
-        panels.append(f'<div class="panel-title">{name}</div>{panel(axes, marks, label)}')
+        panels.append(f'<div class="panel-title">{name}</div>{svg.panel(axes, marks, label)}')
         columns.append([f"{count:,}, {format_share(share)}" for count, share in zip(counts, shares, strict=True)])
     numbers = NumberTable(("length (tokens)", *COUNTED.values()), tuple(zip(*columns, strict=True)))
     return Figure("".join(panels), "shares of documents, tokens and attention work by length class", numbers)
@@ -117,12 +103,12 @@ def length_classes_figure(profile: LengthProfile) -> Figure:
 def cumulative_lengths_figure(profile: LengthProfile) -> Figure:
     """Draw the share of documents, tokens and attention work in documents up to a length."""
     powers = [2**k for k in range(profile.shortest.bit_length() - 1, profile.longest.bit_length() + 1)]
-    ticks = named_ticks({length: format_power_of_two(length) for length in powers}, 7)
+    ticks = svg.named_ticks({length: format_power_of_two(length) for length in powers}, 7)
     axes = Axes(
         x=Scale(ticks[0].at, ticks[-1].at, is_log=True),
         y=Scale(0, 1.02),
         x_ticks=ticks,
-        y_ticks=value_ticks(0, 1.0, "%"),
+        y_ticks=svg.value_ticks(0, 1.0, "%"),
         x_title="up to this length (tokens)",
         height_px=_SHARES_PX,
     )
@@ -130,12 +116,12 @@ def cumulative_lengths_figure(profile: LengthProfile) -> Figure:
     for key, name in COUNTED.items():
         values = [getattr(point, key) for point in profile.cumulative]
         points = ((axes.x.share(p.length), axes.y_px(v)) for p, v in zip(profile.cumulative, values, strict=True))
-        marks.append(line(stairs(points), axes.height_px, LENGTH_COLORS[key]))
+        marks.append(svg.line(svg.stairs(points), axes.height_px, LENGTH_COLORS[key]))
         series.append((name, LENGTH_COLORS[key], values))
     curves = Curves("up to", [point.length for point in profile.cumulative], "%", series)
     label = "cumulative shares of documents, tokens and attention work over length"
-    keys = legend((name, color, "solid") for name, color, _ in series)
-    return Figure(body=keys + panel(axes, marks, label, curves), label=label)
+    keys = svg.legend((name, color, "solid") for name, color, _ in series)
+    return Figure(body=keys + svg.panel(axes, marks, label, curves), label=label)
 
 
 def window_cuts_figure(profile: LengthProfile) -> Figure:
@@ -147,8 +133,8 @@ def window_cuts_figure(profile: LengthProfile) -> Figure:
     axes = Axes(
         x=Scale(-0.5, len(windows) - 0.5),
         y=Scale(0, end),
-        x_ticks=named_ticks(dict(enumerate(windows)), 8),
-        y_ticks=value_ticks(0, end, "%"),
+        x_ticks=svg.named_ticks(dict(enumerate(windows)), 8),
+        y_ticks=svg.value_ticks(0, end, "%"),
         x_title="context window (tokens)",
         y_title="share cut",
         height_px=_SHARES_PX,
@@ -160,12 +146,12 @@ def window_cuts_figure(profile: LengthProfile) -> Figure:
             tip = f"window {window}: {share:.2%} {meaning} ({count:,})"
             low = i - 0.36 + 0.24 * position
             span = axes.x.share(low), axes.x.share(low + 0.23)
-            marks.append(rect(span, axes.y_px(share), axes.height_px - axes.y_px(share), LENGTH_COLORS[total], tip))
+            marks.append(svg.rect(span, axes.y_px(share), axes.height_px - axes.y_px(share), LENGTH_COLORS[total], tip))
         cells.append([f"{count:,}, {format_share(share)}" for _, share, count in shown])
     label = "what each context window cuts: documents, tokens, attention work"
-    keys = legend((name, LENGTH_COLORS[total], "fill") for _, total, name in WINDOW_CUTS)
+    keys = svg.legend((name, LENGTH_COLORS[total], "fill") for _, total, name in WINDOW_CUTS)
     numbers = NumberTable(("window (tokens)", *(name for _, _, name in WINDOW_CUTS)), tuple(zip(*cells, strict=True)))
-    return Figure(body=keys + panel(axes, marks, label), label=label, numbers=numbers)
+    return Figure(body=keys + svg.panel(axes, marks, label), label=label, numbers=numbers)
 
 
 def _shares(profile: LengthProfile, key: str) -> list[float]:
@@ -178,12 +164,12 @@ def _class_bar(axes: Axes, at: int, share: float, color: str, tip: str) -> list[
         return []
     span, is_broken = (axes.x.share(at - 0.4), axes.x.share(at + 0.4)), share > axes.y.high
     top = 16.0 if is_broken else min(axes.y_px(share), axes.height_px - 1)  # at least one pixel is seen
-    marks = [rect(span, top, axes.height_px - top, color, tip)]
+    marks = [svg.rect(span, top, axes.height_px - top, color, tip)]
     if is_broken:
-        marks += [rect((span[0] - 0.002, span[1] + 0.002), y, 2.5, "var(--card)") for y in (top + 12, top + 18)]
+        marks += [svg.rect((span[0] - 0.002, span[1] + 0.002), y, 2.5, "var(--card)") for y in (top + 12, top + 18)]
     number = f"{100 * share:.1f}" if share >= 0.0005 else "<0.1"
     shown, kind = (f"{number} %", "on-bar broken") if is_broken else (number, "on-bar")
-    return [*marks, text(axes.x.share(at), top - 4, shown, kind=kind)]
+    return [*marks, svg.text(axes.x.share(at), top - 4, shown, kind=kind)]
 
 
 _EIGHTHS = ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")
@@ -363,7 +349,6 @@ def write_lengths_png(
 
 
 def _cut_outlier(axes) -> None:
-    """Let a bar far above all others leave the axis, as on the page, with its number on it."""
     end = axis_end([bar.get_height() for bar in axes.patches])
     axes.set_ylim(top=end)
     for bar in axes.patches:

@@ -1,7 +1,7 @@
 // What pointing at a picture shows, arrow keys over curves, and a page that prints as it stands.
 "use strict";
 (() => {
-  const { seconds, count, percent } = Evenload.chart;
+  const { seconds, count, firstWhere } = Evenload.chart;
   const { show, hide } = Evenload.tip;
   const FORMATS = {
     s: seconds,
@@ -23,7 +23,7 @@
 
   // Curves: all values at the step that is nearest.
   for (const plot of document.querySelectorAll("[data-curves]")) {
-    const { xName, x, at, kind, series, run } = JSON.parse(plot.dataset.curves);
+    const { xName, x, at, kind, series } = JSON.parse(plot.dataset.curves);
     const said = document.createElement("div");
     said.className = "said";
     said.setAttribute("role", "status");
@@ -54,13 +54,8 @@
       hide();
     };
     const nearest = (share) => {
-      let low = 0;
-      let high = at.length - 1;
-      while (high - low > 1) {
-        const middle = (low + high) >> 1;
-        if (at[middle] < share) low = middle;
-        else high = middle;
-      }
+      const high = firstWhere(0, at.length - 1, (i) => at[i] >= share);
+      const low = Math.max(0, high - 1);
       return share - at[low] < at[high] - share ? low : high;
     };
     const follow = (event) => {
@@ -70,10 +65,10 @@
     };
     plot.addEventListener("pointermove", follow);
     plot.addEventListener("pointerdown", follow);
-    // The step view opens the step that was clicked, where the page has it; of curves of one run, that run's.
+    // The step view opens the step that was clicked, where the page has it.
     plot.addEventListener("click", (event) => {
       if (xName !== "step" || event.target.closest("[data-tip]") || chosen < 0) return;
-      document.dispatchEvent(new CustomEvent("evenload-step", { detail: { step: x[chosen], run } }));
+      document.dispatchEvent(new CustomEvent("evenload-step", { detail: x[chosen] }));
     });
     plot.addEventListener("pointerleave", rest);
     plot.addEventListener("blur", rest);

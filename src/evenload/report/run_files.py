@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -30,7 +30,8 @@ METRIC_KEYS = (
 """The keys of a row, in the order in which they are written; values that do not exist are `None`."""
 
 MetricValue = int | float | str | None
-MetricRow = Mapping[str, MetricValue]
+MetricRow = Mapping[str, Any]
+"""Of `MetricValue`; texts are under "layout" alone."""
 Row = TypeVar("Row", bound=msgspec.Struct)
 
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}

@@ -110,14 +110,17 @@ _READ_LOSS = (
 )
 
 
-def curves_html(identifier: str, section: RunSection, *, is_alone: bool) -> list[str]:
-    """Return figures of predicted and measured step time, and of loss and speed where the run is alone."""
-    read = _READ_STEP_TIME + (_READ_CLICK if section.steps else "") + _prediction_error(section.metrics)
-    figure = step_time_figure(section.metrics, section.name)
-    blocks = [figure_html(f"{identifier}-time", "Step time, predicted and measured", read, figure)]
-    if is_alone:
-        blocks += shared_curves_html(identifier, (section,))
-    timelines = section.timelines()
+def curves_html(identifier: str, run: RunSection) -> list[str]:
+    """Return figures of predicted and measured step time, of loss and speed, and what is missing."""
+    read = _READ_STEP_TIME + (_READ_CLICK if run.steps else "") + _prediction_error(run.metrics)
+    loss, speed = loss_figure(run.name, run.metrics, run.validations), tokens_per_s_figure(run.name, run.metrics)
+    time = step_time_figure(run.metrics)
+    blocks = [
+        figure_html(f"{identifier}-time", "Step time, predicted and measured", read, time),
+        figure_html(f"{identifier}-loss", "Loss, measured", _READ_LOSS, loss),
+        figure_html(f"{identifier}-speed", "Tokens per second, measured", _READ_TOKENS, speed),
+    ]
+    timelines = run.timelines()
     missing = [f"{origin} timeline" for origin in ("predicted", "measured") if origin not in timelines]
     for origin, steps in timelines.items():
         if not any(len(timeline.memory_bytes) for timeline, _ in steps):
@@ -125,18 +128,7 @@ def curves_html(identifier: str, section: RunSection, *, is_alone: bool) -> list
     return [*blocks, f"<p>Not in this report: {', '.join(missing)}.</p>"] if missing else blocks
 
 
-def shared_curves_html(identifier: str, sections: Sequence[RunSection]) -> list[str]:
-    """Return figures of the loss and the speed of all trained runs."""
-    runs = {section.name: section.metrics for section in sections}
-    validations = {section.name: section.validations for section in sections}
-    return [
-        figure_html(f"{identifier}-loss", "Loss, measured", _READ_LOSS, loss_figure(runs, validations)),
-        figure_html(f"{identifier}-speed", "Tokens per second, measured", _READ_TOKENS, tokens_per_s_figure(runs)),
-    ]
-
-
 def tiles_html(section: RunSection) -> str:
-    """Return the main numbers of a trained run."""
     rows = latest_per_step(section.metrics)
     measured, predicted = typical(rows, "step_time_s"), typical(rows, "predicted_step_time_s")
     part_s = predicted_part_seconds({"step_time_s": measured, "exchange_s": typical(rows, "exchange_s")})
@@ -145,7 +137,7 @@ def tiles_html(section: RunSection) -> str:
     peak, predicted_peak = largest(rows, "peak_memory_bytes"), largest(rows, "predicted_peak_memory_bytes")
     tiles = (
         ("steps", f"{len(rows):,}", ""),
-        ("loss, last step", _loss(rows[-1]), f"first {_loss(rows[0])}"),
+        ("loss, last step", format_plain(rows[-1]["loss"], ".4f"), f"first {format_plain(rows[0]['loss'], '.4f')}"),
         ("step time, measured", format_seconds(measured), f"{meaning}; predicted {format_seconds(predicted)}, {off}"),
         ("tokens/s, measured", format_count(typical(rows, "tokens_per_s")), f"{meaning}; real tokens"),
         ("bubble, measured", format_percent(typical(rows, "bubble_fraction")), meaning),
@@ -154,10 +146,6 @@ def tiles_html(section: RunSection) -> str:
     )
     shown = ((name, f"{value}<small>{small}</small>" if small else value) for name, value, small in tiles)
     return definitions_html("tiles", shown)
-
-
-def _loss(row: MetricRow) -> str:
-    return format_plain(None if row["loss"] is None else float(row["loss"]), ".4f")
 
 
 def _prediction_error(rows: Sequence[MetricRow]) -> str:

@@ -3,10 +3,11 @@
 Evenload.stepControls = (() => {
   const { seconds, bytes, percent } = Evenload.chart;
 
-  const make = (tag, className, text) => {
+  const make = (tag, className, text = "", attributes = {}) => {
     const element = document.createElement(tag);
     if (className) element.className = className;
-    if (text !== undefined) element.textContent = text;
+    if (text) element.textContent = text;
+    for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
     return element;
   };
 
@@ -18,27 +19,20 @@ Evenload.stepControls = (() => {
       ["strategy", "strategy"], ["compare", "compare with"], ["step", "step"], ["replica", "replica"], ["memory", "memory"],
     ]) {
       const wrap = make("label", "", label);
-      selects[name] = make("select");
-      selects[name].name = name;
+      selects[name] = make("select", "", "", { name });
       selects[name].addEventListener("change", () => onChange(name, selects[name].value));
       wrap.append(selects[name]);
       bar.append(wrap);
     }
     const button = (name, text, title) => {
-      const found = make("button", "", text);
-      found.type = "button";
-      found.name = name;
-      found.title = title;
-      found.setAttribute("aria-label", title);
+      const found = make("button", "", text, { type: "button", name, title, "aria-label": title });
       found.addEventListener("click", actions[name]);
       return found;
     };
     const neighbours = make("span", "neighbours");
     neighbours.append(button("before", "‹", "step before"), button("after", "›", "next step"));
     selects.step.parentElement.after(neighbours);
-    const critical = make("input");
-    critical.type = "checkbox";
-    critical.name = "critical";
+    const critical = make("input", "", "", { type: "checkbox", name: "critical" });
     critical.addEventListener("change", () => onChange("critical", critical.checked));
     const label = make("label", "check");
     label.append(critical, "critical path");
@@ -52,13 +46,7 @@ Evenload.stepControls = (() => {
     bar.append(label, buttons);
     // Choices that are none are hidden.
     const fill = (name, options, value) => {
-      selects[name].replaceChildren(
-        ...options.map(([key, text]) => {
-          const option = make("option", "", text);
-          option.value = key;
-          return option;
-        }),
-      );
+      selects[name].replaceChildren(...options.map(([value, text]) => make("option", "", text, { value })));
       selects[name].value = String(value);
       selects[name].parentElement.hidden = options.length < 2;
       if (name === "step") {

@@ -1,20 +1,14 @@
 // Draws memory over a step: a line a rank, or the fullest rank by kind; the limit dashed.
 "use strict";
 Evenload.stepMemory = (() => {
-  const { AXIS, color, context, scale, ticks, tickSeconds, bytes, axis, clip, blend, rgb } = Evenload.chart;
+  const { AXIS, color, context, scale, ticks, firstWhere, tickSeconds, bytes, axis, clip, blend, rgb } = Evenload.chart;
   const MEMORY_PX = 132;
   const RANK_STOPS = [[47, 127, 208], [140, 100, 170], [224, 140, 40]];
 
   // Index of the sample that holds at a time; -1 before the first one.
   const sampleAt = (timeline, lane, at) => {
-    let low = lane.firstSample;
-    let high = lane.lastSample;
-    while (low < high) {
-      const middle = (low + high) >> 1;
-      if (timeline.time[middle] <= at) low = middle + 1;
-      else high = middle;
-    }
-    return low > lane.firstSample ? low - 1 : -1;
+    const later = firstWhere(lane.firstSample, lane.lastSample, (sample) => timeline.time[sample] > at);
+    return later > lane.firstSample ? later - 1 : -1;
   };
 
   // Bytes a lane holds at a time; undefined before its first sample.

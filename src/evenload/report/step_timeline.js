@@ -1,7 +1,7 @@
 // Draws a step: one row a pipeline rank, one bar a task, true widths at any zoom.
 "use strict";
 Evenload.stepTimeline = (() => {
-  const { AXIS, NARROW, color, context, scale, tickSeconds, axis, clip } = Evenload.chart;
+  const { AXIS, NARROW, color, context, scale, firstWhere, tickSeconds, axis, clip } = Evenload.chart;
   const REPLICA_GAP = 5;
 
   const rowHeight = (lanes) => {
@@ -22,16 +22,7 @@ Evenload.stepTimeline = (() => {
     return { rows, height, bottom: top + 2 };
   };
 
-  const firstVisible = (timeline, lane, from) => {
-    let low = lane.first;
-    let high = lane.last;
-    while (low < high) {
-      const middle = (low + high) >> 1;
-      if (timeline.end[middle] <= from) low = middle + 1;
-      else high = middle;
-    }
-    return low;
-  };
+  const firstVisible = (timeline, lane, from) => firstWhere(lane.first, lane.last, (task) => timeline.end[task] > from);
 
   const draw = (canvas, panel, view, width, { kinds, sides, tails }, showCritical) => {
     const { timeline } = panel;

@@ -104,6 +104,5 @@ Evenload.stepTips = (() => {
     return [start, end];
   };
 
-  const { show, hide } = Evenload.tip;
-  return { forTask, forMemory, forSlice, show, hide };
+  return { forTask, forMemory, forSlice };
 })();

@@ -53,10 +53,8 @@
     out: () => zoom(2), in: () => zoom(0.5), whole: () => setView(null),
   });
   const legendRow = make("div");
-  const stage = make("div", "stage");
-  stage.tabIndex = 0;
-  stage.setAttribute("role", "group");
-  stage.setAttribute("aria-label", "timelines; arrow keys move, + and - zoom, 0 shows the whole step");
+  const keys = "timelines; arrow keys move, + and - zoom, 0 shows the whole step";
+  const stage = make("div", "stage", "", { tabindex: 0, role: "group", "aria-label": keys });
   root.querySelector(".view").append(controls.bar, legendRow, stage);
 
   // Of a trained run the last step is what one looks for first.
@@ -145,11 +143,12 @@
   // One block of canvases: the picture, and over it what follows the pointer.
   const canvasPair = (panel, kind) => {
     const wrap = make("div", `pair ${kind}`);
-    const pair = { panel, kind, wrap, base: make("canvas"), over: make("canvas", "over") };
-    pair.base.setAttribute("role", "img");
-    pair.base.setAttribute("aria-label", `${kind} of ${names[panel.section]}, ${panel.origin}; the line above says its numbers`);
+    const what = `${kind} of ${names[panel.section]}, ${panel.origin}; the line above says its numbers`;
+    const base = make("canvas", "", "", { role: "img", "aria-label": what });
+    const pair = { panel, kind, wrap, base, over: make("canvas", "over") };
     wrap.append(pair.base, pair.over);
     listen(pair);
+    pairs.push(pair);
     return pair;
   };
   let pairs = [];
@@ -158,9 +157,7 @@
     const blocks = [];
     for (const panel of panels) {
       blocks.push(heading(panel, panels, names, index.memory));
-      const pair = canvasPair(panel, "timeline");
-      pairs.push(pair);
-      blocks.push(pair.wrap);
+      blocks.push(canvasPair(panel, "timeline").wrap);
     }
     for (const panel of panels) {
       if (!panel.timeline.bytes.length) continue;
@@ -168,9 +165,7 @@
       const whose = lane ? `rank ${lane.rank} of dp ${lane.dp} by kind` : "every rank";
       const name = panels.length > 1 ? `: ${names[panel.section]}, ${panel.origin}` : "";
       blocks.push(make("h4", "sub", `Memory of ${whose}${name}`), memoryLegend(panel, index.memory, lane !== null));
-      const pair = canvasPair(panel, "memory");
-      pairs.push(pair);
-      blocks.push(pair.wrap);
+      blocks.push(canvasPair(panel, "memory").wrap);
     }
     for (const panel of plans) {
       const total = panel.documents.length;
@@ -178,10 +173,8 @@
       blocks.push(make("h4", "sub", `Documents${name}, longest first (${count(total)}); above forward slices, below backward slices`));
       if (panel === plans[0]) blocks.push(documentLegend());
       const pair = canvasPair(panel, "documents");
-      const scroller = make("div", "scroller");
-      scroller.tabIndex = 0;
-      scroller.setAttribute("role", "region");
-      scroller.setAttribute("aria-label", `documents of ${names[panel.section]}`);
+      const label = `documents of ${names[panel.section]}`;
+      const scroller = make("div", "scroller", "", { tabindex: 0, role: "region", "aria-label": label });
       scroller.style.height = `${documents.heightOf(panel.documents)}px`;
       const space = make("div");
       // The last row must be able to rise above the axis.
@@ -189,7 +182,6 @@
       pair.scroller = scroller;
       scroller.append(pair.wrap, space);
       scroller.addEventListener("scroll", () => drawPair(pair));
-      pairs.push(pair);
       blocks.push(scroller);
       const left = panel.plan.leftOut;
       if (left.length) {
@@ -291,22 +283,22 @@
       if (!found) return rest();
       const direction = panel.timeline.kind[found.task] ? 1 : 0;
       setMarked({ section: panel.section, dp: found.lane.dp, direction, pack: panel.timeline.pack[found.task] });
-      tips.show(tips.forTask(panel, found, index), event);
+      Evenload.tip.show(tips.forTask(panel, found, index), event);
     } else if (kind === "memory") {
       const found = memories.memoryAt(panel, viewOf(kind), w, panel.limitBytes, px, py, state.memory === "kinds");
       if (!found) return rest();
-      tips.show(tips.forMemory(panel, found, index.memory), event);
+      Evenload.tip.show(tips.forMemory(panel, found, index.memory), event);
     } else {
       const found = documents.sliceAt(panel, viewOf(kind), w, scroller.scrollTop, px, py);
       if (!found) return rest();
       const { dp, direction, index: pack } = panel.plan.packs[found.pack];
       setMarked({ section: panel.section, dp, direction, pack });
-      tips.show(tips.forSlice(panel, found), event);
+      Evenload.tip.show(tips.forSlice(panel, found), event);
     }
     return undefined;
   };
   const rest = () => {
-    tips.hide();
+    Evenload.tip.hide();
     setMarked(null);
   };
 
@@ -322,12 +314,9 @@
     act();
   });
 
-  // Clicked in a curve: the nearest step of its run that is here; of a curve of several runs, of the one that is shown.
-  document.addEventListener("evenload-step", ({ detail: { step: wanted, run } }) => {
-    const section = run === undefined ? state.section : names.indexOf(run);
-    if (section < 0) return;
-    state.section = section;
-    const steps = sections[section].steps.map(({ step }) => step);
+  // Clicked in a curve: the nearest step that is here.
+  document.addEventListener("evenload-step", ({ detail: wanted }) => {
+    const steps = sections[state.section].steps.map(({ step }) => step);
     choose("step", steps.reduce((best, step) => (Math.abs(step - wanted) < Math.abs(best - wanted) ? step : best)));
     root.scrollIntoView();
   });

@@ -41,14 +41,10 @@ def pack_columns(columns: Mapping[str, NDArray | Sequence[int]]) -> tuple[str, l
 
 
 def _narrow(column: NDArray) -> NDArray:
-    if column.dtype.kind == "f":
-        return column.astype("<f8")
     low, high = (int(column.min()), int(column.max())) if len(column) else (0, 0)
-    for candidate in _INTEGERS:
-        limits = np.iinfo(candidate)
-        if limits.min <= low and high <= limits.max:
-            return column.astype(np.dtype(candidate).newbyteorder("<"))
-    return column.astype("<f8")
+    holding = (one for one in _INTEGERS if np.iinfo(one).min <= low and high <= np.iinfo(one).max)
+    kind = np.float64 if column.dtype.kind == "f" else next(holding, np.float64)
+    return column.astype(np.dtype(kind).newbyteorder("<"))
 
 
 _KIB = 1024

@@ -9,9 +9,9 @@ import itertools
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from html import escape
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from evenload.report.units import SECOND_UNITS, format_count
 
@@ -20,11 +20,10 @@ Point = tuple[float, float | None]
 
 _WIDE = 10_000
 """Units across a stretched picture: a tenth of a pixel on the widest page."""
-_DASHES = {"solid": "", "dash": "7 5", "dot": "2 4", "dashdot": "8 4 2 4"}
+_DASHES = {"solid": "", "dash": "7 5", "dot": "2 4"}
 
 
 def rect(span: tuple[float, float], top_px: float, height_px: float, color: str, tip: str = "") -> str:
-    """Draw a bar over a span of the width."""
     low, high = span
     place = f'x="{_percent(low)}" width="{_percent(high - low)}" y="{top_px:g}" height="{height_px:.4g}"'
     return f'<rect {place} fill="{color}"{_tip(tip)}/>'
@@ -51,12 +50,10 @@ def text(
 
 
 def rule(y_px: float, kind: str) -> str:
-    """Draw a horizontal line over the whole width."""
     return f'<line x1="0%" x2="100%" y1="{y_px:.5g}" y2="{y_px:.5g}" class="{kind}"/>'
 
 
 def upright(x: float, top_px: float, bottom_px: float, kind: str) -> str:
-    """Draw a vertical line."""
     at = _percent(x)
     return f'<line x1="{at}" x2="{at}" y1="{top_px:g}" y2="{bottom_px:g}" class="{kind}"/>'
 
@@ -71,7 +68,6 @@ def line(points: Iterable[Point], height_px: int, color: str, dash: str = "solid
 
 
 def shape(points: Sequence[Point], height_px: int, color: str, fill: str, tip: str = "") -> str:
-    """Draw a closed outline."""
     style = f'fill="{fill}" stroke="{color}" stroke-width="1.2"'
     path = f'<path d="{_path(points)}Z" {style}{_tip(tip)} vector-effect="non-scaling-stroke"/>'
     return _stretched(path, height_px)
@@ -130,8 +126,6 @@ KIND_STYLES = {
 PREDICTED = "#8a919e"
 MEASURED = "#2f7fd0"
 SERIES = ("#2f7fd0", "#e07b1a", "#1b9e77", "#b55fa5", "#b59b00", "#4fb0d8", "#8a919e", "#d1495b")
-"""Runs in one picture; after these, dashes tell them apart."""
-DASHES = ("solid", "dash", "dot", "dashdot")
 MEMORY_COLORS = {
     "weights": "#3f6fa5",
     "gradients": "#86bdea",
@@ -184,11 +178,6 @@ CAUSE_COLORS = {
 violet and orange, the end of the step brown."""
 
 
-def series_style(index: int) -> tuple[str, str]:
-    """Return the colour and the dash of a series."""
-    return SERIES[index % len(SERIES)], DASHES[(index // len(SERIES)) % len(DASHES)]
-
-
 def text_on(color: str) -> str:
     """Return black or white, whichever has the larger contrast of WCAG 2 on a colour."""
     parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
@@ -222,7 +211,6 @@ class Tick:
 
     @property
     def kind(self) -> str:
-        """Return the label's class of the style sheet."""
         return "minor" if self.is_minor else ""
 
 
@@ -307,7 +295,6 @@ class Axes:
     height_px: int = 250
 
     def y_px(self, value: float) -> float:
-        """Return the pixels of a value from the top."""
         return self.height_px * (1 - self.y.share(value))
 
 
@@ -319,14 +306,13 @@ class Curves:
     x: Sequence[float]
     kind: str
     series: Sequence[tuple[str, str, Sequence[float | None]]]
-    extra: Mapping[str, Any] = field(default_factory=dict)
 
     def as_json(self, axes: Axes) -> str:
         """Encode for the page's script, with places on the axes."""
         series = [{"name": n, "color": c, "values": [_short(v) for v in values]} for n, c, values in self.series]
         places = [round(axes.x.share(value), 5) for value in self.x]
         data = {"xName": self.x_name, "x": [_short(v) for v in self.x], "at": places, "kind": self.kind}
-        return json.dumps(data | {"series": series} | dict(self.extra), separators=(",", ":"))
+        return json.dumps(data | {"series": series}, separators=(",", ":"))
 
 
 def panel(axes: Axes, marks: Iterable[str], label: str, curves: Curves | None = None) -> str:
@@ -392,7 +378,7 @@ def legend(entries: Iterable[tuple[str, str, str]]) -> str:
     return f'<div class="legend">{"".join(parts)}</div>' if parts else ""
 
 
-_BORDERS = {"solid": "solid", "dash": "dashed", "dot": "dotted", "dashdot": "dashed"}
+_BORDERS = {"solid": "solid", "dash": "dashed", "dot": "dotted"}
 
 
 def names_width_px(names: Iterable[str], most_px: int = 220) -> int:

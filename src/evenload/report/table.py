@@ -15,7 +15,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from evenload.report.run_files import MetricRow, MetricValue
+from evenload.report.run_files import MetricRow
 from evenload.report.units import (
     format_count,
     format_interval,
@@ -119,19 +119,20 @@ _MUCH_WAITING = 0.05
 """Of a step's time."""
 
 
-def _bare_table(title: str, first: str, *headings: str, left: Sequence[str] = ()) -> Table:
+def bare_table(title: str, first: str, *headings: str, left: Sequence[str] = (), is_narrow: bool = False) -> Table:
     """Make a table without rules between columns, of which the first and `left` are aligned left."""
     shown = Text(title) if title else None
-    table = Table(title=shown, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    style: dict[str, Any] = {"header_style": "bold", "box": box.SIMPLE_HEAD, "collapse_padding": is_narrow}
+    table = Table(title=shown, title_justify="left", pad_edge=False, **style)
     for heading in (first, *headings):
         table.add_column(heading, justify="left" if heading in (first, *left) else "right", no_wrap=True)
     return table
 
 
-def _add_strategy(table: Table, row: Mapping[str, object], best: str, cells: Sequence[str], remark: str = "") -> None:
-    is_best = row["name"] == best
-    name = f"{'▶' if is_best else ' '} {row['name']}{remark}"
-    table.add_row(*map(Text, (name, *cells)), style="bold green" if is_best else None)
+def add_strategy(table: Table, name: object, best: str, cells: Sequence[str], remark: str = "") -> None:
+    is_best = name == best
+    shown = f"{'▶' if is_best else ' '} {name}{remark}"
+    table.add_row(*map(Text, (shown, *cells)), style="bold green" if is_best else None)
 
 
 @dataclass(frozen=True)
@@ -165,9 +166,9 @@ class ComparisonTable:
 
     def _table(self, rows: Sequence[Mapping[str, object]], columns: Sequence[Column]) -> Table:
         left = [column.heading for column in columns if column.key in TEXT_COLUMNS]
-        table = _bare_table(self.title, "strategy", *(column.heading for column in columns), left=left)
+        table = bare_table(self.title, "strategy", *(column.heading for column in columns), left=left)
         for row in rows:
-            _add_strategy(table, row, self.best, [format_cell(column, row) for column in columns])
+            add_strategy(table, row["name"], self.best, [format_cell(column, row) for column in columns])
         return table
 
 
@@ -192,14 +193,14 @@ def _on_one_line(column: Column) -> str:
 def step_line(row: MetricRow) -> str:
     """Return a line about one step, within 100 columns where nothing is unusual. Tokens are without padding; long waits
     for data and deferred documents are named."""
-    step_s, wait_s = _number(row["step_time_s"]), _number(row["data_wait_s"])
+    step_s, wait_s = row["step_time_s"], row["data_wait_s"]
     parts = [
         f"step {row['step']}",
-        f"loss {format_plain(_number(row['loss']), '.4f')}",
-        f"grad {format_plain(_number(row['grad_norm']), '.3g')}",
-        f"lr {format_plain(_number(row['lr']), '.3g')}",
-        f"{format_count(_number(row['tokens_per_s']))} tokens/s",
-        f"{format_seconds(step_s)} (predicted {format_seconds(_number(row['predicted_step_time_s']))})",
+        f"loss {format_plain(row['loss'], '.4f')}",
+        f"grad {format_plain(row['grad_norm'], '.3g')}",
+        f"lr {format_plain(row['lr'], '.3g')}",
+        f"{format_count(row['tokens_per_s'])} tokens/s",
+        f"{format_seconds(step_s)} (predicted {format_seconds(row['predicted_step_time_s'])})",
     ]
     if wait_s and step_s and wait_s > _MUCH_WAITING * step_s:
         parts.append(f"waited {format_seconds(wait_s)} for data")
@@ -210,12 +211,8 @@ def step_line(row: MetricRow) -> str:
 
 def progress_text(row: MetricRow) -> str:
     """Return the loss and speed of the last step for a progress line."""
-    loss, speed = format_plain(_number(row["loss"]), ".4f"), format_count(_number(row["tokens_per_s"]))
+    loss, speed = format_plain(row["loss"], ".4f"), format_count(row["tokens_per_s"])
     return f"loss {loss} | {speed} tokens/s"
-
-
-def _number(value: MetricValue) -> float | None:
-    return None if value is None else float(value)
 
 
 _ENGINE_COLUMNS = (
@@ -240,11 +237,13 @@ class EngineTable:
     title: str
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        table = _bare_table(self.title, "strategy", *(heading for _, heading, _ in _ENGINE_COLUMNS))
+        table = bare_table(self.title, "strategy", *(heading for _, heading, _ in _ENGINE_COLUMNS))
         for row in self.rows:
             if not row["why"]:
                 cells = [format(row[key]) for key, _, format in _ENGINE_COLUMNS]
-                _add_strategy(table, row, self.best, cells, f" ({row['planned_by']})" if row["planned_by"] else "")
+                add_strategy(
+                    table, row["name"], self.best, cells, f" ({row['planned_by']})" if row["planned_by"] else ""
+                )
         yield table
         for row in self.rows:
             if row["why"]:
@@ -278,7 +277,7 @@ class LayoutTable:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         left, seconds = ("layout", "A B C D", "action"), ("T(keep)", "T(save)", "T(new)", "T(switch)")
-        table = _bare_table(self.title, "step", *left, *seconds, left=left)
+        table = bare_table(self.title, "step", *left, *seconds, left=left)
         table.add_column("why")
 
         def kind(decision: LayoutDecision) -> object:

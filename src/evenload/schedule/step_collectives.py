@@ -282,7 +282,9 @@ def step_end(costs: PackCosts, replicas: Sequence[SimulatedReplica]) -> StepEnd:
     if any((one.backward.cp > costs.layout.cp).any() for one in replicas):
         overlap = None
     completed_s = _completed_seconds(costs, replicas)
-    ends_s = np.max([_rank_ends(replica) for replica in replicas], axis=0)
+    ends_s = np.zeros(costs.layout.pipeline_ranks)
+    for replica in replicas:
+        np.maximum.at(ends_s, replica.actions.rank, replica.simulation.end_s)
     ranks = range(costs.layout.pipeline_ranks)
     reductions = tuple(_rank_reductions(costs, overlap, completed_s, ends_s, rank) for rank in ranks)
     packs_end_s = max(replica.simulation.makespan_s for replica in replicas)
@@ -323,14 +325,6 @@ def run_reductions(
             outlasted_s = start + (compute_end_s - start) / (1 - slowdown) if slowdown < 1 else float("inf")
             compute_end_s = min(compute_end_s + slowdown * (end - start), outlasted_s)
     return RankReductions(start_s, end_s, compute_end_s, slowdown)
-
-
-def _rank_ends(replica: SimulatedReplica) -> NDArray[np.float64]:
-    offset = replica.actions.rank_offset
-    has_actions = offset[1:] > offset[:-1]
-    ends_s = np.zeros(len(has_actions))
-    ends_s[has_actions] = replica.simulation.end_s[offset[1:][has_actions] - 1]
-    return ends_s
 
 
 def _completed_seconds(costs: PackCosts, replicas: Sequence[SimulatedReplica]) -> dict[tuple[int, int], float]:

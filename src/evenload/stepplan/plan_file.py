@@ -20,7 +20,6 @@ from evenload.types.plan import LeftOut, PackTimes, Prediction, Schedule, StepPl
 
 
 def encode_plan_file(plans: Sequence[StepPlan]) -> bytes:
-    """Encode plans as one JSON object."""
     return json.dumps({"plans": [_plan_to_json(plan) for plan in plans]}, separators=(",", ":")).encode() + b"\n"
 
 

@@ -164,7 +164,6 @@ class _Graph:
         self._shared: dict[tuple, int] = {}
 
     def add_replica(self, plan: StepPlan, dp_rank: int) -> list[int]:
-        """Add a replica's actions and return their nodes, rank by rank."""
         end_s = simulate(timed_tasks(plan, dp_rank), action_columns(plan.schedules[dp_rank])).end_s.tolist()
         nodes: list[int] = []
         outputs: dict[tuple[bool, int, int], int] = {}

@@ -35,7 +35,6 @@ from evenload.types.plan import Schedule, StepPlan, block_of, plan_digest
 
 
 def check_replica(layout: ParallelLayout, packs: PackPlan, schedule: Schedule) -> None:
-    """Check the schedule of one replica as `check_schedule`."""
     check_schedule(
         schedule,
         num_forward=len(packs.forward),

@@ -36,7 +36,6 @@ from evenload.types.model import ModelSpec
 MOST_PLANS = 6
 PlanWith = Callable[[ParallelLayout], Proposal]  # A step in a layout that recomputes some of its layers
 _KEPT_RECOMPUTING = 64  # Planners of layouts with recomputed layers, of which steps ask for ever other numbers
-_KEPT_LIMITS = 8  # Other limits of memory: of the changes between two layouts that the steps at hand ask for
 
 
 def plan_recomputing_layers(
@@ -113,27 +112,15 @@ class LayoutPlans:
         self._stored = cache(self._new_planner)
         self._recomputing = lru_cache(_KEPT_RECOMPUTING)(self._new_planner)
         self._kept: dict[tuple[int, ParallelLayout, tuple[Document, ...]], MemoryPlans] = {}
-        # For changes between two layouts whose first step has less memory.
-        self._within: dict[int | None, LayoutPlans] = {}
 
     def forget_before(self, step: int) -> None:
         self._kept = {key: plans for key, plans in self._kept.items() if key[0] >= step}
-        for tighter in self._within.values():
-            tighter.forget_before(step)
 
-    def within(self, cap_bytes: int | None) -> "LayoutPlans":
-        """Return plans within another limit of memory."""
-        start, plans = self._start, self._within.pop(cap_bytes, None)
-        if plans is None:
-            costs = start.costs
-            planner = StepPlanner(
-                costs.model, costs.coefficients, start.layout, cap_bytes, start.options, host=start.host
-            )
-            plans = LayoutPlans(planner, self._strategy, self._options, self._coefficients_of, self.options_of)
-        self._within[cap_bytes] = plans  # the newest last
-        if len(self._within) > _KEPT_LIMITS:
-            del self._within[next(iter(self._within))]
-        return plans
+    def within(self, cap_bytes: int) -> "LayoutPlans":
+        start = self._start
+        costs, options = start.costs, start.options
+        planner = StepPlanner(costs.model, costs.coefficients, start.layout, cap_bytes, options, host=start.host)
+        return LayoutPlans(planner, self._strategy, self._options, self._coefficients_of, self.options_of)
 
     def planner_of(self, layout: ParallelLayout) -> StepPlanner:
         return self._planner(layout, self._start.options.policy)

@@ -16,6 +16,7 @@ import functools
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate, pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,6 +45,7 @@ from evenload.types.columns import SliceColumns, whole_document_columns
 from evenload.types.layout import even_layout
 from evenload.types.model import ModelSpec
 
+Edge = int | NDArray[np.int64]  # A layer where a stage begins or ends, or many
 ESTIMATE_TOLERANCE = 0.1  # Of a device's memory: mappings whose estimate is beyond it by less may fit when simulated
 
 
@@ -211,15 +213,14 @@ class MappingCosts:
         in_flight[: len(largest_first)] = largest_first[:most]
         return np.concatenate([[0.0], np.cumsum(in_flight)])
 
-    def trained_parameters(self, first: int, last: int) -> int:
+    def trained_parameters(self, first: Edge, last: Edge) -> Any:
         return self.parameters(first, last) if self._trains_all else (last - first) * self._batch.trained_layer
 
-    def parameters(self, first: int, last: int) -> int:
+    def parameters(self, first: Edge, last: Edge) -> Any:
         batch = self._batch
-        held = (last - first) * batch.layer + (batch.embedding + self._positions if first == 0 else 0)
-        if last == self.num_layers:
-            held += self._norm + (0 if self._is_tied_whole else batch.embedding)
-        return held
+        at_first = (first == 0) * (batch.embedding + self._positions)
+        at_last = (last == self.num_layers) * (self._norm + (0 if self._is_tied_whole else batch.embedding))
+        return (last - first) * batch.layer + at_first + at_last
 
     def stage_bytes(self, stage: int, first: int, last: int) -> float:
         in_flight = self._in_flight_bytes[min(self.depth - stage, len(self._in_flight_bytes) - 1)]

@@ -30,14 +30,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.layout_switch import ReceiveSeconds
-from evenload.plan.layouts.mapping_cost import BatchCosts, Mapping, MappingCosts
+from evenload.plan.layouts.mapping_cost import BatchCosts, Edge, Mapping, MappingCosts
 
 # Mappings slower than the best of the depths before by this factor are not searched: estimates are not that far off.
 HOPELESS = 1.25
@@ -269,14 +269,12 @@ class ReplicatedStageCosts(MappingCosts):
         rest_s = max(self.share(count) * (self.rest_s[last] - self.rest_s[first]) for first, last, count in stages)
         return self.seconds_of(rest_s, 0) + max(self.after_seconds(*stage) for stage in stages)
 
-    def after_seconds(self, first: int, last: int, devices: int) -> float:
-        parameters = self.trained_parameters(first, last)
-        links, gradient_bytes = self._links, max(self._weight_bytes, 4)
-        ring_s = sum(
-            links.ring_seconds(float(num_bytes * parameters), devices)
-            for num_bytes in (gradient_bytes, self._weight_bytes)
-        )
-        return ring_s + links.optimizer_s_per_parameter * parameters / devices
+    def after_seconds(self, first: Edge, last: Edge, devices: int) -> Any:
+        links, moved_bytes = self._links, max(self._weight_bytes, 4) + self._weight_bytes
+        latency_s = links.ring_seconds(0.0, devices)
+        parameter_s = links.ring_seconds(float(moved_bytes), devices) - latency_s
+        parameter_s += links.optimizer_s_per_parameter / devices
+        return 2 * latency_s + parameter_s * self.trained_parameters(first, last)
 
     def replicated_excess_bytes(self, edges: tuple[int, ...], devices: tuple[int, ...]) -> float:
         if self.cap_bytes is None:
@@ -293,8 +291,8 @@ class ReplicatedStageCosts(MappingCosts):
         held = min(-(-later // devices) + 1, math.ceil(self.micro_batches / devices))
         return float(self._held_bytes[held])
 
-    def static_stage_bytes(self, first: int, last: int, devices: int) -> float:
-        logits = self._logits_bytes if last == self.num_layers else 0.0
+    def static_stage_bytes(self, first: Edge, last: Edge, devices: int) -> Any:
+        logits = (last == self.num_layers) * self._logits_bytes
         trained_bytes = max(self._weight_bytes, 4) + self._batch.optimizer_bytes / devices
         held = self.parameters(first, last) * self._weight_bytes
         return held + self.trained_parameters(first, last) * trained_bytes + self._temp_bytes + logits
@@ -345,41 +343,18 @@ class _StageTable:
     """Price a stage of so many devices by its first and last layer; infinite beyond memory."""
 
     def __init__(self, price: ReplicatedStageCosts, devices: int) -> None:
-        layers, rest_s = price.num_layers, np.array(price.rest_s)
-        self._price, self._devices = price, devices
-        # Both are linear in layers but for the ends, so a few prices make all of them.
-        self._seconds = price.share(devices) * (rest_s[None, :] - rest_s[:, None]) + _by_layers(
-            layers, lambda first, last: price.after_seconds(first, last, devices)
-        )
-        self._static_bytes = None
-        if price.cap_bytes is not None:
-            self._static_bytes = _by_layers(layers, lambda first, last: price.static_stage_bytes(first, last, devices))
-        edge = np.arange(layers + 1)
-        self._counts = edge[None, :] - edge[:, None]
+        self._price, self._devices, rest_s = price, devices, np.array(price.rest_s)
+        last = np.arange(price.num_layers + 1)
+        first = last[:, None]
+        self._counts = last - first
+        self._seconds = price.share(devices) * (rest_s - rest_s[:, None]) + price.after_seconds(first, last, devices)
+        self._static_bytes = price.static_stage_bytes(first, last, devices)
         self._seconds[self._counts < 1] = np.inf
 
     def seconds(self, later: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return float64[1 or len(later), layers + 1, layers + 1] for a stage with so many devices behind it."""
-        if self._static_bytes is None or self._price.cap_bytes is None:
+        if self._price.cap_bytes is None:
             return self._seconds[None]
         held = np.array([self._price.in_flight_bytes(self._devices, count) for count in later.tolist()])
         within = self._static_bytes + held[:, None, None] * self._counts <= self._price.cap_bytes
         return np.where(within, self._seconds, np.inf)
-
-
-def _by_layers(layers: int, of_stage: Callable[[int, int], float]) -> NDArray[np.float64]:
-    """Tabulate `of_stage(first, last)`, which is linear in the number of layers but for the first and the last."""
-    edge = np.arange(layers + 1)
-    counts = (edge[None, :] - edge[:, None]).astype(np.float64)
-    if layers < 4:
-        table = np.zeros((layers + 1, layers + 1))
-        for first in range(layers):
-            for last in range(first + 1, layers + 1):
-                table[first, last] = of_stage(first, last)
-        return table
-    one, two = of_stage(1, 2), of_stage(1, 3)
-    table = one + (two - one) * (counts - 1)
-    table[0, :] += of_stage(0, 2) - two
-    table[:, layers] += of_stage(layers - 2, layers) - two
-    table[0, layers] = of_stage(0, layers)
-    return table

@@ -13,6 +13,7 @@ state twice where a share that is not shared memory is cut anew. O(pieces · dev
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import cache
 
 from evenload.cost.coefficients import CopySpec, CostCoefficients
 from evenload.cost.layout_switch import switch_seconds
@@ -128,7 +129,7 @@ class SwitchPrices:
             )
         self._moved = moved
         self._seconds: dict[tuple[ParallelLayout, ParallelLayout], tuple[float, float]] = {}
-        self._memory: dict[tuple[ParallelLayout, ParallelLayout], SwitchMemory] = {}
+        self._memory = cache(lambda old, new: switch_memory(self._moved, old, new))
 
     def seconds(
         self, coefficients: CostCoefficients, old: ParallelLayout, new: ParallelLayout, hidden_s: float
@@ -150,7 +151,4 @@ class SwitchPrices:
         return stall_s + max(0.0, state_s - hidden_s)
 
     def memory(self, old: ParallelLayout, new: ParallelLayout) -> SwitchMemory:
-        key = old.arrangement, new.arrangement
-        if key not in self._memory:
-            self._memory[key] = switch_memory(self._moved, *key)
-        return self._memory[key]
+        return self._memory(old.arrangement, new.arrangement)  # type: ignore[bad-argument-type]  # frozen structs hash
