@@ -42,7 +42,7 @@ def judge_recorded_steps(request: PlanRequest, file: str, console: Console) -> N
     inputs, layout = _inputs(request, file, len(next(iter(steps.values())).micro_batches or ()), profile)
     waits: Waits = "micro_batch" if profile is None or profile.waits_in(layout) else "step"
     costs = PackCosts(inputs.costs.model, inputs.costs.of(layout), layout)
-    cost = fitted_cost(costs)
+    cost = fitted_cost(costs, [length for step in steps.values() for length in step.lengths])
     with progress_bar() as on_progress:
         judged = judge_steps(steps, costs, cost, limit, waits, on_progress)
     call = f"evenload.micro_batches(lengths, {layout.dp}, {limit}, waits={waits!r}, cost=evenload.{cost})"
