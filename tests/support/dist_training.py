@@ -19,7 +19,7 @@ from evenload.runtime.stages.live_stages import Switch
 from evenload.runtime.step_metrics import StepReport
 from evenload.runtime.trainer import Trainer
 from evenload.types.cluster import LinkSpec
-from evenload.types.run import LayoutDecision, Sample, Validation
+from evenload.types.run import LayoutDecision, Validation
 from gloo_pool import TIMEOUT_S
 
 COSTS = CostCoefficients(
@@ -131,7 +131,6 @@ class Outcome(NamedTuple):
     decisions: list[LayoutDecision | None]
     switches: list[Switch]
     validations: list[Validation]
-    samples: list[Sample]
     state: dict[str, np.ndarray]
     num_known: int
 
@@ -162,7 +161,6 @@ def outcome_of(trainer: Trainer, reports: list[StepReport]) -> Outcome | None:
         decisions=[report.decision for report in reports],
         switches=[report.switch for report in reports if report.switch is not None],
         validations=[report.validation for report in reports if report.validation is not None],
-        samples=[sample for report in reports for sample in report.samples],
         state=state,
         num_known=len(trainer._layouts_known),
     )

@@ -5,7 +5,7 @@
     cost.json       cost model used            report.html   all of it for people
     run.json        facts and ledger           plan.json     last step's plan, re-simulatable
     layouts.jsonl   what was decided about the layout before every step, where it may change
-    validation.jsonl  losses of the validation data; samples.jsonl  what the model wrote
+    validation.jsonl  losses of the validation data
     steps.jsonl     plans and measured timelines of the steps that the page can show
     finished.json   written last of all: without it, or with other steps than the checkpoint, the run was killed after
                     its last checkpoint, and the same command exports and finishes the report
@@ -167,7 +167,6 @@ class RunWriter:
         append_metrics(directory / "metrics.jsonl", report.row)
         append_rows(directory / "layouts.jsonl", filter(None, [report.decision]))
         append_rows(directory / "validation.jsonl", filter(None, [report.validation]))
-        append_rows(directory / "samples.jsonl", report.samples)
         self._steps.add(report.plan, report.measured)
         every_s = self._config.train.report_every_s
         if every_s and time.monotonic() >= self._next_s:
@@ -186,7 +185,7 @@ class RunWriter:
     def _begin(self) -> None:
         directory = self._directory
         directory.mkdir(parents=True, exist_ok=True)
-        for name in ("metrics", "layouts", "validation", "samples", "steps"):
+        for name in ("metrics", "layouts", "validation", "steps"):
             path = directory / f"{name}.jsonl"
             if self._resumed is not None:
                 drop_torn_line(path)

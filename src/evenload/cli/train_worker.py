@@ -191,8 +191,6 @@ def _event_lines(report: StepReport, *, is_first_validation: bool) -> Iterator[s
         yield run_lines.layout_line(report.decision)
     if report.switch is not None:
         yield run_lines.switch_line(report.plan.step, report.switch, report.decision)
-    for sample in report.samples:
-        yield f"sample after step {sample.step} | {sample.prompt!r} -> {sample.text!r}"
     if report.validation is not None:
         yield from run_lines.validation_lines(report.validation, shows_left_out=is_first_validation)
     yield from _warnings(report.failed_save and f"{report.failed_save}; training goes on")

@@ -43,7 +43,6 @@ from evenload.runtime.model.export_files import require_same_token_ids
 from evenload.runtime.model.hf_model import require_layout, require_model
 from evenload.runtime.model.model_config import load_config, model_spec
 from evenload.runtime.replay.context_attention import require_no_window
-from evenload.runtime.stages.evaluation import require_whole_model
 from evenload.runtime.trainer import Trainer
 from evenload.types.layout import ChannelChoice, ParallelLayout, channel_mode
 from evenload.types.text import counted
@@ -59,8 +58,6 @@ def require_runnable(config: TrainConfig) -> ParallelLayout:
         require_layout(hf_config, one)
     require_layouts(config.plan.strategy, layout, len(layouts))
     require_optimizer(config, spec, len(layouts))
-    if config.samples is not None:
-        require_whole_model(config.data, layouts)
     if config.plan.twin_bytes is not None and len(layouts) == 1:
         raise ConfigError(
             f"plan.twin_bytes is {config.plan.twin_bytes}, but the run takes one layout, {layout.describe()}, so "

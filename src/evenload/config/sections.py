@@ -1,4 +1,4 @@
-"""Define the sections `[train]` (`RunConfig`), `[log]`, `[model.lora]`, `[samples]` and `[validation]` of the file,
+"""Define the sections `[train]` (`RunConfig`), `[log]`, `[model.lora]` and `[validation]` of the file,
 each with the checks that need no other section. Needs no torch."""
 
 import hashlib
@@ -236,26 +236,6 @@ def target_linears(known: Mapping[str, object], lora: LoraConfig) -> list[str]:
             "(experts, embedding and head cannot have adapters)"
         )
     return [name for name in known if not lora.target_modules or name in lora.target_modules]
-
-
-class SamplesConfig(Frozen):
-    """What the model writes on from some prompts while it trains, greedily: the likeliest token every time. In layouts
-    in which one process holds the whole model (`pp`, `virtual` and `tp` 1).
-
-    Args:
-        prompts: texts, encoded as they are, without a chat template.
-        every_steps: after every so many steps.
-        max_new_tokens: at most; a text ends before with the end-of-document token.
-    """
-
-    prompts: tuple[str, ...]
-    every_steps: int
-    max_new_tokens: int = 64
-
-    def __post_init__(self) -> None:
-        if not self.prompts or not all(self.prompts):
-            raise ConfigError(f"samples.prompts is {list(self.prompts)}; give at least one text, and no empty one")
-        require_least("samples", self, "at least 1", 1, "every_steps", "max_new_tokens")
 
 
 _OWN = ("every_steps", "at_end", "of_average", "batches", "share")

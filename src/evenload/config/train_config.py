@@ -17,7 +17,6 @@ from evenload.config.sections import (
     LogConfig,
     LoraConfig,
     RunConfig,
-    SamplesConfig,
     ValidationConfig,
     uses_liger,
     validation_data,
@@ -156,7 +155,6 @@ class TrainConfig(Frozen):
     train: RunConfig
     log: LogConfig = LogConfig()
     validation: ValidationConfig | None = None
-    samples: SamplesConfig | None = None
 
     def __post_init__(self) -> None:
         if self.plan.twin_bytes and self.train.device != "cpu":

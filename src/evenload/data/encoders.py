@@ -139,19 +139,14 @@ class TextEncoder(DocumentEncoder):
         return EncodedDocument(tokens, labels)
 
     def _framed(self, tokens: NDArray[np.int32]) -> tuple[NDArray[np.int32], int]:
-        """Add what begins and ends a document, unless it is there; also return how many ids were added before."""
-        framed = with_opening(tokens, self._opening)
-        before = len(framed) - len(tokens)
+        """Add what begins and ends a document, unless it is there; also return how many ids were added before. An empty
+        document stays empty."""
+        framed, before = tokens, 0
+        if len(tokens) and tuple(tokens[: len(self._opening)].tolist()) != self._opening:
+            framed, before = np.concatenate((np.array(self._opening, dtype=np.int32), tokens)), len(self._opening)
         if len(tokens) and len(self._end) and tokens[-1] != self._end[0]:
             framed = np.concatenate((framed, self._end))
         return framed, before
-
-
-def with_opening(tokens: NDArray[np.int32], opening: tuple[int, ...]) -> NDArray[np.int32]:
-    """Put ids before tokens that do not begin with them; an empty document stays empty."""
-    if not opening or not len(tokens) or tuple(tokens[: len(opening)].tolist()) == opening:
-        return tokens
-    return np.concatenate((np.array(opening, dtype=np.int32), tokens))
 
 
 def _tokenize(encode: Callable[[Sequence[str]], list[_Encoded]], texts: list[str]) -> list[_Encoded]:

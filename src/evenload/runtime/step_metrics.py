@@ -25,7 +25,7 @@ from evenload.runtime.stages.live_stages import Switch
 from evenload.types.cluster import data_sheet_flops_per_s
 from evenload.types.model import ModelSpec
 from evenload.types.plan import DEFERRED, StepPlan
-from evenload.types.run import LayoutDecision, Sample, Validation
+from evenload.types.run import LayoutDecision, Validation
 from evenload.types.timeline import SideTasks, Timeline, pack_times, replica_imbalance, side_tasks
 
 
@@ -40,7 +40,7 @@ class StepReport:
         saved: the checkpoint that was completed meanwhile.
         failed_save: why one was not, where `train.on_failed_checkpoint` lets training go on.
         switch, decision: the change of the layout before the step, and how it was decided; None where there is none.
-        validation, samples: of the weights after the step, where they were due.
+        validation: of the weights after the step, where it was due.
     """
 
     row: dict[str, int | float | str | None]
@@ -53,7 +53,6 @@ class StepReport:
     switch: Switch | None = None
     decision: LayoutDecision | None = None
     validation: Validation | None = None
-    samples: tuple[Sample, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

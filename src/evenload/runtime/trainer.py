@@ -1,5 +1,5 @@
 """`Trainer` is one rank's training loop: `StepSource` makes the steps, `StepTrainer` trains them, and between them come
-checkpoints, validation losses and samples. The caller gets a `StepReport` a step on rank 0, to show and to write."""
+checkpoints and validation losses. The caller gets a `StepReport` a step on rank 0, to show and to write."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -32,7 +32,7 @@ from evenload.runtime.device import measured_peak_bytes
 from evenload.runtime.model.model_config import model_spec
 from evenload.runtime.replay.context_attention import require_no_window
 from evenload.runtime.replay.stage import PipelineStage
-from evenload.runtime.stages.evaluation import EvaluatedRun, Evaluation, Sampler, Validator
+from evenload.runtime.stages.evaluation import EvaluatedRun, Evaluation, Validator
 from evenload.runtime.stages.live_stages import LiveStages, Monitor
 from evenload.runtime.stages.rank_state import RankState
 from evenload.runtime.step_metrics import StepReport
@@ -65,7 +65,7 @@ class Trainer:
         self._tokenizer = tokenizer
         self.loader = self.new_loader()
         self._checkpoints = checkpoints_of(config.train.output_dir)
-        validator = sampler = None
+        validator = None
         if config.validation is not None:
             validator = Validator(
                 config.validation,
@@ -76,10 +76,8 @@ class Trainer:
                 strategy=config.plan.strategy,
                 exchange=config.parallel.cp_exchange,
             )
-        if config.samples is not None:
-            sampler = Sampler(config.samples, config.data, tokenizer, self.model.position_rows or None)
         keep_best = config.train.keep_best
-        self._evaluation = Evaluation(validator, sampler, keep_best=keep_best, checkpoints=self._checkpoints)
+        self._evaluation = Evaluation(validator, keep_best=keep_best, checkpoints=self._checkpoints)
         self.steps_done = 0
         self.totals = RunTotals()
         self._loader_state = self.loader.state()
@@ -243,7 +241,7 @@ class Trainer:
     def _validated_and_saved(
         self, report: StepReport | None, run: EvaluatedRun, *, is_time_to_save: bool
     ) -> StepReport | None:
-        """Evaluate and save what is due after a step: validation losses, samples, a checkpoint. Collective."""
+        """Evaluate and save what is due after a step: validation losses, a checkpoint. Collective."""
         try:
             evaluated = self._evaluation.after_step(self.steps_done, run, is_stopping=bool(self.stop_signal))
         except (DataError, ConfigError, InfeasiblePlanError, InvalidPlanError):
@@ -253,9 +251,7 @@ class Trainer:
         self.stop_signal = self.stop_signal or evaluated.stop_signal
         is_time = is_time_to_save or evaluated.is_best
         saved, failed_save = self._saves.after_step(self.steps_done, is_time=is_time)
-        return report and replace(
-            report, saved=saved, failed_save=failed_save, validation=evaluated.validation, samples=evaluated.samples
-        )
+        return report and replace(report, saved=saved, failed_save=failed_save, validation=evaluated.validation)
 
     def _is_last(self, source: StepSource, last_step: int | None) -> bool:
         """Say whether no step of the run comes after those that are done; unknown, thus False, at `last_step`."""

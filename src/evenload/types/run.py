@@ -1,4 +1,4 @@
-"""Define what a run records: totals over its starts, losses of validation data, samples, decisions about the layout;
+"""Define what a run records: totals over its starts, losses of validation data, decisions about the layout;
 and the profile of document lengths."""
 
 import math
@@ -104,14 +104,6 @@ class Validation(Frozen):
         values = {f"{prefix}/loss{name}": one.loss for name, one in named.items()}
         values |= {f"{prefix}/perplexity{name}": one.perplexity for name, one in named.items()}
         return {name: value for name, value in values.items() if value is not None}
-
-
-class Sample(Frozen):
-    """Text generated after a step, without its prompt."""
-
-    step: int
-    prompt: str
-    text: str
 
 
 SwitchKind = Literal["grow", "shrink", "move layers"]

@@ -1,18 +1,14 @@
-"""Evaluate the weights after a step: losses of the validation data, and samples. Collective; rank 0 shows results.
-
-**Validation** (`Validator`).
+"""Compute losses of the validation data with the weights after a step. Collective.
 
     read a batch -> plan it as a step of the layout that runs -> drop its backwards -> run the forwards -> add up losses
 
 Strategy and limit of packs are those of training, without a limit of memory. The loader begins anew every time; ranks
 read and plan in the training thread. Price: about a third of training steps of as many tokens, and their reading and
 planning, which nothing hides.
-
-**Samples** (`Sampler`): the prompt is one slice of a document, every new token the next slice; rank 0 writes.
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,97 +16,27 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
-import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from evenload.config.sections import SamplesConfig, ValidationConfig, validation_data, validation_digest
-from evenload.data.config import DataConfig, mixture_configs
-from evenload.data.encoders import with_opening
+from evenload.config.sections import ValidationConfig, validation_data, validation_digest
+from evenload.data.config import DataConfig
 from evenload.data.loader import GlobalBatchLoader
-from evenload.data.tokenize import ByteTokenizer, DocumentTokenizer, FileTokenizer, required_opening
-from evenload.errors import ConfigError, DataError
+from evenload.data.tokenize import DocumentTokenizer
+from evenload.errors import DataError
 from evenload.feed.step_maker import PlannedStep, StepMaker
 from evenload.plan.planner import RunPlanner, StepPlanner
 from evenload.runtime.checkpoint.checkpoint import Progress
 from evenload.runtime.checkpoint.directory import BestPass, saved_passes, with_pass
 from evenload.runtime.comm.collectives import TorchPeers
 from evenload.runtime.comm.mesh import Mesh, Meshes, most_of_ranks
-from evenload.runtime.replay.rank_packs import Exchange, PackTokens
-from evenload.runtime.replay.stage import PipelineStage
-from evenload.runtime.replay.store import ForwardStore
+from evenload.runtime.replay.rank_packs import Exchange
 from evenload.runtime.stages.rank_state import RankState
 from evenload.runtime.step_source import prepare_step, step_maker
 from evenload.stepplan.plan_file import forward_only
-from evenload.types.document import Range
 from evenload.types.layout import ParallelLayout
-from evenload.types.run import LossOf, Sample, Validation
+from evenload.types.run import LossOf, Validation
 from evenload.types.text import counted
-
-
-def require_whole_model(data: DataConfig, layouts: Sequence[ParallelLayout]) -> None:
-    """Raise `ConfigError` where no process can write samples in some layout, or their text is not known."""
-    for layout in layouts:
-        if layout.num_stages > 1 or layout.tp > 1:
-            raise ConfigError(
-                f"[samples] is set, but in layout {layout.describe()} no process holds the whole model; samples need "
-                "pp, virtual and tp 1. Leave [samples] out, and write from the exported model"
-            )
-    if data.record == "tokens":
-        raise ConfigError("[samples] is set, but data.record is 'tokens': there is no tokeniser for the prompts")
-
-
-class Sampler:
-    """Writes the samples of a run with `[samples]`. `ConfigError`: a prompt has no token, or no position is left."""
-
-    def __init__(
-        self, settings: SamplesConfig, data: DataConfig, tokenizer: DocumentTokenizer | None, longest: int | None
-    ) -> None:
-        assert isinstance(tokenizer, ByteTokenizer | FileTokenizer), "refused at start where there is none"
-        self.settings, self._tokenizer = settings, tokenizer
-        has_texts = any(part.record != "messages" for part in mixture_configs(data))
-        opening = required_opening(tokenizer, data.prepend_bos) if has_texts else ()
-        self._prompts = [with_opening(tokenizer.encode(prompt), opening) for prompt in settings.prompts]
-        for prompt, tokens in zip(settings.prompts, self._prompts, strict=True):
-            if not len(tokens):
-                raise ConfigError(
-                    f"samples: prompt {prompt!r} is no token of tokenizer '{tokenizer.name}'; give another text in "
-                    "samples.prompts"
-                )
-            if longest is not None and len(tokens) + settings.max_new_tokens > longest:
-                raise ConfigError(
-                    f"samples: prompt '{prompt}' of {len(tokens)} tokens and samples.max_new_tokens "
-                    f"{settings.max_new_tokens} are more than the model's {longest} positions; lower max_new_tokens"
-                )
-
-    def run(self, step: int, stage: PipelineStage) -> tuple[Sample, ...]:
-        """Write on from every prompt after a step."""
-        most, end_id = self.settings.max_new_tokens, self._tokenizer.eos_id
-        texts = (self._tokenizer.decode(greedy_tokens(stage, tokens, most, end_id)) for tokens in self._prompts)
-        prompts = zip(self.settings.prompts, texts, strict=True)
-        return tuple(Sample(step=step, prompt=prompt, text=text) for prompt, text in prompts)
-
-
-@torch.no_grad()
-def greedy_tokens(stage: PipelineStage, prompt: NDArray[np.int32], most: int, end_id: int | None) -> NDArray[np.int64]:
-    """Return the likeliest tokens after a prompt, at most so many; int64[n], without the token that ends it."""
-    total = len(prompt) + most
-    store = ForwardStore({0: total}, {0: [0, 1]})
-    stage.begin_step({0: total})
-    written: list[int] = []
-    coming, start = torch.from_numpy(prompt.astype(np.int64)).to(stage.device), 0
-    while len(written) < most:
-        stop = start + len(coming)
-        positions = torch.arange(start, stop, device=stage.device)
-        pack = PackTokens((Range(0, start, stop),), coming, torch.full_like(coming, -100), positions)
-        hidden = stage.forward(pack, None, store)
-        token = int(stage.next_logits(hidden[-1:]).argmax())
-        if token == end_id:
-            break
-        written.append(token)
-        coming, start = torch.tensor([token], device=stage.device), stop
-    store.end_pack(1)
-    return np.array(written, np.int64)
 
 
 class Validator:
@@ -252,7 +178,6 @@ class EvaluationResult(NamedTuple):
 
     validation: Validation | None = None
     is_best: bool = False
-    samples: tuple[Sample, ...] = ()
     stop_signal: int = 0
 
 
@@ -277,11 +202,8 @@ class EvaluatedRun:
 class Evaluation:
     """Evaluates the weights of one run; `keep_best` checkpoints with the smallest losses stay in `checkpoints`."""
 
-    def __init__(
-        self, validator: Validator | None, sampler: Sampler | None, *, keep_best: int, checkpoints: Path
-    ) -> None:
-        self._validator, self._sampler = validator, sampler
-        self._keep_best, self._directory = keep_best, checkpoints
+    def __init__(self, validator: Validator | None, *, keep_best: int, checkpoints: Path) -> None:
+        self._validator, self._keep_best, self._directory = validator, keep_best, checkpoints
         self.digest = "" if validator is None else validator.digest
         """Digest of the settings that decide losses of the validation data; "" = there are none."""
         self.best: tuple[BestPass, ...] = ()
@@ -309,11 +231,8 @@ class Evaluation:
         return self._validator is not None and self._validator.settings.is_due(steps_done)
 
     def after_step(self, steps_done: int, run: EvaluatedRun, *, is_stopping: bool) -> EvaluationResult:
-        """Evaluate what is due after a step, nothing where all end. Collective; raises as `Validator.run`."""
-        if is_stopping:
-            return EvaluationResult()
-        samples = self._write_samples(steps_done, run.state)
-        return self.run_if_due(steps_done, run)._replace(samples=samples)
+        """Make the pass that is due after a step, none where all end. Collective; raises as `Validator.run`."""
+        return EvaluationResult() if is_stopping else self.run_if_due(steps_done, run)
 
     def run_if_due(self, steps_done: int, run: EvaluatedRun) -> EvaluationResult:
         """Make the pass that is due after so many steps, unless it was made, also by an earlier start. Collective."""
@@ -340,12 +259,3 @@ class Evaluation:
             dist.broadcast_object_list(passes, src=0, group=mesh.control)
         self.best, is_best = with_pass(passes[0], steps_done, loss, self._keep_best)
         return is_best
-
-    def _write_samples(self, steps_done: int, state: RankState) -> tuple[Sample, ...]:
-        if self._sampler is None or steps_done % self._sampler.settings.every_steps:
-            return ()
-        mesh, stages = state.mesh, state.stages  # which waits for weights on every rank
-        samples = self._sampler.run(steps_done - 1, stages[0]) if mesh.rank == 0 else ()
-        with mesh.watch.waiting("the samples that rank 0 writes"):
-            dist.barrier(group=mesh.control)
-        return samples
