@@ -1,4 +1,4 @@
-"""What a run of the command tells trackers, the profiler's files and a log file, over a stop and a resume."""
+"""What a run of the command tells trackers and a log file, over a stop and a resume."""
 
 import json
 import signal
@@ -21,7 +21,6 @@ learning_rate = 1e-2
 [log]
 to = ["wandb", "tensorboard"]
 lines_every_s = 3600
-profile_steps = [1, 3]
 [validation]
 sources = ["corpus/01.txt", "corpus/02.txt"]
 every_steps = 2
@@ -36,7 +35,7 @@ cost_file = "cost.json"
 @pytest.mark.skipif(
     not (find_spec("wandb") and find_spec("tensorboard")), reason="wandb and tensorboard are not installed"
 )
-def test_trackers_profile_and_log_of_a_run_that_is_stopped_and_goes_on(small_project, tmp_path, monkeypatch):
+def test_trackers_and_log_of_a_run_that_is_stopped_and_goes_on(small_project, tmp_path, monkeypatch):
     """SIGTERM after some steps: a checkpoint, exit code 143; the same command goes on in the same run everywhere."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -57,10 +56,6 @@ def test_trackers_profile_and_log_of_a_run_that_is_stopped_and_goes_on(small_pro
     shown = [int(line.split()[1]) for line in output.splitlines() if line.startswith("step ")]
     assert shown == [0, 1, stopped_at - 1]
     assert all(len(line) <= 100 for line in output.splitlines() if line.startswith("step ") and "waited" not in line)
-    for rank in (0, 1):
-        trace = run / "profile" / f"steps-1-to-2-rank-0000{rank}.json"
-        assert json.loads(trace.read_text())["traceEvents"]
-    assert f"profile of steps 1 to 2, a file a process: {run}/profile/steps-1-to-2-rank-00000.json" in output
 
     process = start_train(tmp_path, f"train.steps={stopped_at + 2}")
     output = process.communicate(timeout=400)[0]
@@ -101,5 +96,3 @@ def test_a_tracker_that_is_not_installed_is_refused_at_the_start(tmp_path, monke
     settings = 'max_document_tokens = 9\nbatch_documents = 1\n[log]\nto = ["wandb"]\n[train]\nsteps = 2\n'
     file = write_small_run(tmp_path, ["a"], settings)
     assert "pip install 'evenload[wandb]', or leave it out of log.to" in refused(capsys, "train", str(file))
-    error = refused(capsys, "train", str(file), "log.to=[]", "log.profile_steps=[2, 4]")
-    assert "log.profile_steps is [2, 4], but train.steps is 2, so the last step is 1" in error

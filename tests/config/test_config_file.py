@@ -67,6 +67,7 @@ def config_file(tmp_path: Path) -> Path:
         ("lr=1e-3", "is not of the form section.key=value, such as optimizer.learning_rate=1e-3"),
         ("plan.options.backend='python'", "'plan.options.backend' is gone: the compiled core alone plans; remove it"),
         ("train.on_lost_rank=shrink", "'train.on_lost_rank' is gone: torchrun with --max-restarts starts the ranks"),
+        ("log.profile_steps=[1, 2]", "'log.profile_steps' is gone: a callback can run torch's profiler"),
         ("samples.every_steps=5", "'samples' is gone: the exported model writes text, in any program that loads it"),
         ("plan.feedback=true", "'plan.feedback' is gone: plans do not follow the speed of single ranks; remove it"),
         ("training.steps=5", "unknown configuration key 'training'; did you mean 'train'?"),

@@ -1,13 +1,9 @@
-"""What observes a run: trackers and a caller's callbacks, called on rank 0, and torch's profiler."""
+"""What observes a run: trackers and a caller's callbacks, called on rank 0."""
 
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-
-import torch
-from torch.profiler import ProfilerActivity, profile
 
 from evenload.cli.launch import print_error
 from evenload.config.sections import Tracker
@@ -92,64 +88,3 @@ class CallbackCalls:
                 f"callback {type(one).__name__}.{name} raised {type(error).__name__}: {error} ({last.filename}, line "
                 f"{last.lineno}), after {counted(self._trainer.steps_done, 'step')}; training stops"
             ) from error
-
-
-DIRECTORY = "profile"
-
-
-class StepProfile:
-    """Records what this rank does in `steps` (first and end, as `log.profile_steps`), of those after `steps_done`. The
-    file in the run's directory is written on exit, also where training fails, and named by the steps that ended."""
-
-    def __init__(
-        self, steps: tuple[int, int] | None, directory: Path, *, is_cuda: bool, rank: int, steps_done: int
-    ) -> None:
-        self._steps, self._directory = range(*steps or (0, 0)), directory / DIRECTORY
-        self._rank, self._is_cuda = rank, is_cuda
-        self._running: profile | None = None
-        self._first = 0
-        self._begin_at(steps_done)
-
-    def after_step(self, steps_done: int) -> str:
-        """Begin and end recording; returns a message, or ""."""
-        is_over = self._running is not None and steps_done not in self._steps
-        message = self._write(steps_done) if is_over else ""
-        self._begin_at(steps_done)
-        return message
-
-    def __enter__(self) -> "StepProfile":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self._running is None:
-            return
-        try:
-            self._write(self._steps_done)
-        except Exception as second:
-            if error is None:
-                raise
-            # What fails now must not hide what failed first.
-            text = f"the profile of rank {self._rank} could not be written after the error that ends training"
-            print_error(f"warning: {text}: {type(second).__name__}: {second}")
-
-    def _begin_at(self, step: int) -> None:
-        self._steps_done = step
-        if self._running is None and step in self._steps:
-            # The first one of a start that came in the middle records what is left.
-            kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._is_cuda else [])]
-            self._running, self._first = profile(activities=kinds), step
-            self._running.start()
-
-    def _write(self, end: int) -> str:
-        """Write a file of the steps that ended, [first, `end`); none where none did."""
-        assert self._running is not None
-        recorded, self._running = self._running, None
-        if self._is_cuda:
-            torch.cuda.synchronize()
-        recorded.stop()
-        if end <= self._first:
-            return ""
-        self._directory.mkdir(parents=True, exist_ok=True)
-        file = self._directory / f"steps-{self._first}-to-{end - 1}-rank-{self._rank:05d}.json"
-        recorded.export_chrome_trace(str(file))
-        return f"profile of steps {self._first} to {end - 1}, a file a process: {file} (open at ui.perfetto.dev)"

@@ -14,7 +14,7 @@ from evenload.cli import run_lines
 from evenload.cli.launch import StopRequest, print_error
 from evenload.cli.options import print_lines
 from evenload.cli.run_files import RunWriter, leave_finished, show_stopped
-from evenload.cli.run_observers import CallbackCalls, StepProfile
+from evenload.cli.run_observers import CallbackCalls
 from evenload.cli.worker_setup import RankSetup, require_runnable, run_coefficients, started_rank
 from evenload.config.layouts import fitted_config, layouts_of
 from evenload.config.train_config import TrainConfig, layout_of
@@ -147,19 +147,17 @@ def _run_steps(
     has_validated = False
     ratios: list[float] = []
     interval = prediction_interval(costs, trainer.mesh.layout)
-    run, log, done, rank = trainer.config.train, trainer.config.log, trainer.steps_done, trainer.mesh.rank
-    lines, is_cuda = run_lines.StepLines(console, log.lines_every_s, done, run.steps), run.device == "cuda"
-    recorded = StepProfile(log.profile_steps, Path(run.output_dir), is_cuda=is_cuda, rank=rank, steps_done=done)
+    run, every_s = trainer.config.train, trainer.config.log.lines_every_s
+    lines = run_lines.StepLines(console, every_s, trainer.steps_done, run.steps)
 
     def on_late_pass(validation: Validation) -> None:
         print_lines(console, *run_lines.validation_lines(validation, shows_left_out=True))
         for observer in observers:
             observer.late_validation(validation)
 
-    with lines.moving(), recorded as profile:
+    with lines.moving():
         steps = trainer.train(costs, memory_cap_bytes, stop_requested=lambda: stop.signal, on_late_pass=on_late_pass)
         for report in steps:
-            profiled = profile.after_step(trainer.steps_done)
             if report is not None:
                 for observer in observers:
                     observer.step(report)
@@ -170,7 +168,7 @@ def _run_steps(
                 else:
                     ratios.append(report.measured.step_time_s / report.plan.predicted.step_time_s)
                 lines.show(report.row, trainer.steps_done)
-                print_lines(console, *_event_lines(report, is_first_validation=not has_validated), profiled)
+                print_lines(console, *_event_lines(report, is_first_validation=not has_validated))
                 has_validated |= report.validation is not None
                 print_lines(
                     console, *_warnings(run_lines.prediction_line(ratios, costs.device, run.cost_file, waits.share))

@@ -76,6 +76,7 @@ _GONE = {
     "train.replace_lost_ranks": "torchrun's agents start processes again (--max-restarts)",
     "train.survivor_memory": "a run goes on from its last checkpoint",
     "train.fused_elementwise": "train.kernels says what computes rotary embedding and gated activation",
+    "log.profile_steps": "a callback can run torch's profiler (docs/howto/python.md)",
     "samples": "the exported model writes text, in any program that loads it",
     "train.fused_norms": "train.kernels says what computes norms",
 }

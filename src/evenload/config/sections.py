@@ -152,32 +152,16 @@ class LogConfig(Frozen):
         name: of the run there; default: the last part of `train.output_dir`.
         lines_every_s: a line about a step is shown at most once in so many seconds, besides the first two steps and
             the last; 0 = for every step.
-        profile_steps: [first, end): steps that torch's profiler records, which takes longer, one Chrome trace a
-            process, in `output_dir`/profile.
     """
 
     to: tuple[Tracker, ...] = ()
     project: str = "evenload"
     name: str | None = None
     lines_every_s: float = 10.0
-    profile_steps: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         require_value("log", self, "to", len(set(self.to)) == len(self.to), "without repetition")
         require_least("log", self, "0 (every step) or more", 0, "lines_every_s")
-        if self.profile_steps is not None and not 0 <= self.profile_steps[0] < self.profile_steps[1]:
-            raise ConfigError(
-                f"log.profile_steps is {list(self.profile_steps)}; give the first step and the one behind the last, "
-                "such as [3, 5] for steps 3 and 4"
-            )
-
-    def require_steps(self, steps: int | None) -> None:
-        """Raise `ConfigError` where a run of so many steps (None = unknown) has none that is profiled."""
-        if self.profile_steps is not None and steps is not None and self.profile_steps[0] >= steps:
-            raise ConfigError(
-                f"log.profile_steps is {list(self.profile_steps)}, but train.steps is {steps}, so the last step is "
-                f"{steps - 1}; name steps before it"
-            )
 
 
 def require_trackers(config: LogConfig) -> None:

@@ -178,7 +178,6 @@ class TrainConfig(Frozen):
             )
         if self.train.deterministic:
             self._require_plans_of_data_alone()
-        self.log.require_steps(self.train.steps)
         if self.train.steps is None and self.data.epochs is None:
             raise ConfigError("train.steps and data.epochs are both unset, so the run would never end; set one of them")
         self.optimizer.require_steps(self.train.steps)
