@@ -16,7 +16,6 @@ from evenload.data.loader import GlobalBatchLoader
 from evenload.errors import DataError
 from evenload.runtime.checkpoint.directory import checkpoints_of, latest_checkpoint, steps_in_name
 from evenload.runtime.trainer import Trainer
-from evenload.types.run import Validation
 from training_cases import model_of_state
 
 
@@ -57,21 +56,18 @@ def averaged_export(config_file: str, overrides: list[str]) -> tuple[str, bool]:
 
 
 class LeftOutPasses(NamedTuple):
-    """Of runs in which passes are left out, steps of the passes made in one start after the other; and errors.
+    """Of runs in which passes are left out, steps of the passes made; and errors.
 
     Args:
         leaving_off: of a start that ends before the run does; in_last_step: of one stopped in the last step.
-        made_up: of starts after it.
-        abandoned: steps done and signal of a start in whose first pass one rank is asked to stop; then what the next
-            start makes up.
+        abandoned: steps done, signal and passes of a start in whose first pass one rank is asked to stop.
         failed: what ended a pass, and the steps of the newest checkpoint then.
         forgotten: what a start with other validation data says.
     """
 
     leaving_off: list[int]
     in_last_step: list[int]
-    made_up: list[list[int]]
-    abandoned: tuple[int, int, list[int], list[int]]
+    abandoned: tuple[int, int, list[int]]
     failed: tuple[str, int]
     forgotten: str
     is_forgotten: bool
@@ -85,26 +81,23 @@ def left_out_passes(config_file: str, overrides: list[str], directory: str, last
         trainer.resume()
         return trainer
 
-    def passes(trainer: Trainer, asked_in_step: int = -1, stop_after: int | None = None) -> tuple[list[int], list[int]]:
-        """In steps, and made up; asked on rank 1."""
-        made_up: list[Validation] = []
+    def passes(trainer: Trainer, asked_in_step: int = -1, stop_after: int | None = None) -> list[int]:
+        """Steps after which passes were made; asked to stop on rank 1."""
         is_asked = lambda: 15 if trainer.mesh.rank == 1 and trainer.steps_done == asked_in_step else 0  # noqa: E731
-        reports = list(trainer.train(COSTS, 2**34, stop_after, is_asked, on_late_pass=made_up.append))
-        result = [report.validation.step for report in reports if report is not None and report.validation is not None]
-        return result, [one.step for one in made_up]
+        reports = list(trainer.train(COSTS, 2**34, stop_after, is_asked))
+        return [report.validation.step for report in reports if report is not None and report.validation is not None]
 
     first = start(at_end)
-    leaving_off = passes(first, stop_after=last_step - 1)[0]
-    in_last_step = passes(first, asked_in_step=last_step - 1)[0]
-    first.save()
-    made_up = [passes(start(at_end))[1] for _ in range(2)]
+    leaving_off = passes(first, stop_after=last_step - 1)
+    in_last_step = passes(first, asked_in_step=last_step - 1)
 
     every = [*overrides, "validation.every_steps=1", "train.keep_best=1", f"train.output_dir={directory}/every"]
     stopped = start(every)
-    in_steps = passes(stopped, asked_in_step=1)[0]
+    in_steps = passes(stopped, asked_in_step=1)
+    abandoned = stopped.steps_done, stopped.stop_signal, in_steps
     stopped.save()
     going_on = start(every)
-    abandoned = stopped.steps_done, stopped.stop_signal, in_steps, passes(going_on, stop_after=2)[1]
+    passes(going_on, stop_after=2)
     going_on.save()
     other = start([*every, "validation.batches=1"])
 
@@ -121,7 +114,7 @@ def left_out_passes(config_file: str, overrides: list[str], directory: str, last
     newest = latest_checkpoint(checkpoints_of(f"{directory}/every"))
     assert newest is not None
     forgotten = other.resume_warning, not other._evaluation.best and len(going_on._evaluation.best) > 0
-    return LeftOutPasses(leaving_off, in_last_step, made_up, abandoned, (error, steps_in_name(newest)), *forgotten)
+    return LeftOutPasses(leaving_off, in_last_step, abandoned, (error, steps_in_name(newest)), *forgotten)
 
 
 def start_error(config_file: str, overrides: list[str]) -> str:

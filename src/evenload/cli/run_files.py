@@ -63,7 +63,6 @@ from evenload.types.base import Frozen
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
 from evenload.types.plan import StepPlan
-from evenload.types.run import Validation
 from evenload.types.text import counted
 from evenload.types.timeline import Timeline, read_timeline, write_timeline
 
@@ -175,12 +174,6 @@ class RunWriter:
             self.write(report, newest=8)
             now_s = time.monotonic()
             self._next_s = now_s + max(every_s, (now_s - from_s) / 0.02)  # writing takes 2 % of the time at most
-
-    def late_validation(self, validation: Validation) -> None:
-        """Append a pass that was made before the first step of this start, so after one of an earlier start."""
-        path = self._directory / "validation.jsonl"
-        drop_torn_line(path)
-        append_rows(path, [validation])
 
     def _begin(self) -> None:
         directory = self._directory

@@ -11,7 +11,6 @@ from evenload.errors import CallbackError, EvenloadError
 from evenload.integrations.callback import Callback, EndReason, RunEnd, RunStart, TensorBoardLog, WandbLog
 from evenload.runtime.step_metrics import StepReport
 from evenload.runtime.trainer import Trainer
-from evenload.types.run import Validation
 from evenload.types.text import counted
 
 _TRACKERS: dict[Tracker, Callable[[], Callback]] = {"wandb": WandbLog, "tensorboard": TensorBoardLog}
@@ -52,12 +51,9 @@ class CallbackCalls:
     def step(self, report: StepReport) -> None:
         self._call_all("on_step", report)
         if report.validation is not None:
-            self.late_validation(report.validation)
+            self._call_all("on_validation", report.validation)
         if report.saved is not None:
             self.checkpoint(report.saved.path)
-
-    def late_validation(self, validation: Validation) -> None:
-        self._call_all("on_validation", validation)
 
     def checkpoint(self, path: Path) -> None:
         self._call_all("on_checkpoint", path)

@@ -33,7 +33,6 @@ from evenload.runtime.step_metrics import StepReport
 from evenload.runtime.trainer import Trainer
 from evenload.types.cluster import data_sheet_flops_per_s
 from evenload.types.layout import ParallelLayout
-from evenload.types.run import Validation
 from evenload.types.text import counted, format_bytes
 
 
@@ -150,14 +149,8 @@ def _run_steps(
     run, every_s = trainer.config.train, trainer.config.log.lines_every_s
     lines = run_lines.StepLines(console, every_s, trainer.steps_done, run.steps)
 
-    def on_late_pass(validation: Validation) -> None:
-        print_lines(console, *run_lines.validation_lines(validation, shows_left_out=True))
-        for observer in observers:
-            observer.late_validation(validation)
-
     with lines.moving():
-        steps = trainer.train(costs, memory_cap_bytes, stop_requested=lambda: stop.signal, on_late_pass=on_late_pass)
-        for report in steps:
+        for report in trainer.train(costs, memory_cap_bytes, stop_requested=lambda: stop.signal):
             if report is not None:
                 for observer in observers:
                     observer.step(report)

@@ -32,7 +32,7 @@ from evenload.runtime.device import measured_peak_bytes
 from evenload.runtime.model.model_config import model_spec
 from evenload.runtime.replay.context_attention import require_no_window
 from evenload.runtime.replay.stage import PipelineStage
-from evenload.runtime.stages.evaluation import EvaluatedRun, Evaluation, Validator
+from evenload.runtime.stages.evaluation import EvaluatedRun, Evaluation, EvaluationResult, Validator
 from evenload.runtime.stages.live_stages import LiveStages, Monitor
 from evenload.runtime.stages.rank_state import RankState
 from evenload.runtime.step_metrics import StepReport
@@ -40,7 +40,7 @@ from evenload.runtime.step_source import StepSource
 from evenload.runtime.step_trainer import StepTrainer
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import attention_kernels
-from evenload.types.run import RunTotals, Validation
+from evenload.types.run import RunTotals
 
 
 class Trainer:
@@ -140,7 +140,6 @@ class Trainer:
         memory_cap_bytes: int,
         stop_after: int | None = None,
         stop_requested: Callable[[], int] = lambda: 0,
-        on_late_pass: Callable[[Validation], None] = lambda validation: None,
     ) -> Iterator[StepReport | None]:
         """Run the remaining steps; yield a report after each on rank 0, None elsewhere. Consume the iterator to
         the end: ranks prepare coming steps together. Collective.
@@ -151,7 +150,6 @@ class Trainer:
             stop_after: stop when so many steps are done in all, although the configured run is longer.
             stop_requested: number of a signal that this rank got, or 0; called once a step, and before every batch of
                 validation data. When any rank got one, all end, and `stop_signal` is that signal.
-            on_late_pass: called on rank 0, before the first step, with a validation pass that an earlier start missed.
 
         Raises:
             NonFiniteStepError: a step is not finite and `train.on_nonfinite` is "stop", or ten in a row were not.
@@ -178,7 +176,6 @@ class Trainer:
             stop_requested=stop_requested,
             settle_saves=self._saves.settle,
         )
-        self._run_late_pass(run, on_late_pass)
         is_first, ended_s = True, time.perf_counter()
         while not self.stop_signal:
             wait_from_s = time.perf_counter()
@@ -225,25 +222,12 @@ class Trainer:
             planner_state=self._planner_state,
         )
 
-    def _run_late_pass(self, run: EvaluatedRun, on_late_pass: Callable[[Validation], None]) -> None:
-        """Make the validation pass that an earlier start left out, before the first step. Collective."""
-        evaluated = self._evaluation.run_if_due(self.steps_done, run)
-        self.stop_signal = evaluated.stop_signal
-        if evaluated.validation is None:
-            return
-        if run.is_last():  # no later save records it
-            self._saves.save(self.steps_done, again=True)
-        elif evaluated.is_best:
-            self.save()
-        if self.mesh.rank == 0:
-            on_late_pass(evaluated.validation)
-
     def _validated_and_saved(
         self, report: StepReport | None, run: EvaluatedRun, *, is_time_to_save: bool
     ) -> StepReport | None:
         """Evaluate and save what is due after a step: validation losses, a checkpoint. Collective."""
         try:
-            evaluated = self._evaluation.after_step(self.steps_done, run, is_stopping=bool(self.stop_signal))
+            evaluated = EvaluationResult() if self.stop_signal else self._evaluation.after_step(self.steps_done, run)
         except (DataError, ConfigError, InfeasiblePlanError, InvalidPlanError):
             # From the validation data, on every rank: the trained steps are complete.
             self.save()
@@ -293,7 +277,6 @@ class Trainer:
             flex=self._planner_state.flex,
             layouts_known=self._layouts_known,
             best=self._evaluation.best,
-            validated_steps=self._evaluation.validated_steps,
             validation_digest=self._evaluation.digest,
         )
         return RunPosition(progress=progress, loader=encode_state(self._loader_state), coefficients=self.coefficients)

@@ -65,7 +65,6 @@ class Progress(Frozen):
         flex: the layout after the steps done and what the planner remembers of it, where it may change.
         layouts_known: what trained steps showed of layouts, after each of the last steps.
         best: passes over the validation data with the smallest losses, best first.
-        validated_steps: steps done when the validation data was last gone through; 0 = never.
         validation_digest: of the settings under which losses in `best` were computed; "" = there is no validation.
         loader_digest: SHA-256 of `loader.json`; set when it is written.
     """
@@ -79,7 +78,6 @@ class Progress(Frozen):
     flex: FlexState | None = None
     layouts_known: tuple[MeasuredAfter, ...] = ()
     best: tuple[BestPass, ...] = ()
-    validated_steps: int = 0
     validation_digest: str = ""
     loader_digest: str = ""
 

@@ -106,10 +106,10 @@ class Saves:
         """Wait for the save under way; the next `after_step` returns what became of it. Collective."""
         self._settled = self._end()
 
-    def save(self, steps_done: int, *, again: bool = False) -> Path:
-        """Have a complete checkpoint of the steps done, a new one if `again`; raise `CheckpointError`. Collective."""
+    def save(self, steps_done: int) -> Path:
+        """Have a complete checkpoint of the steps done; raise `CheckpointError`. Collective."""
         self._end()
-        if again or self.saved_steps != steps_done:
+        if self.saved_steps != steps_done:
             self._start(time.perf_counter())
             self._wait()
         return checkpoint_path(self._directory, steps_done)

@@ -208,12 +208,9 @@ class Evaluation:
         """Digest of the settings that decide losses of the validation data; "" = there are none."""
         self.best: tuple[BestPass, ...] = ()
         """Passes over the validation data with the smallest losses, as `with_pass` orders them."""
-        self.validated_steps = 0
-        """Steps done when the validation data was last gone through; 0 = never."""
 
     def resume(self, progress: Progress) -> str:
         """Go on from a resumed checkpoint; return a warning, or ""."""
-        self.validated_steps = progress.validated_steps
         if not progress.best or not self._keep_best:
             return ""
         if progress.validation_digest == self.digest:
@@ -230,24 +227,18 @@ class Evaluation:
         """Say whether weights are read after so many steps, whether or not they are the last."""
         return self._validator is not None and self._validator.settings.is_due(steps_done)
 
-    def after_step(self, steps_done: int, run: EvaluatedRun, *, is_stopping: bool) -> EvaluationResult:
-        """Make the pass that is due after a step, none where all end. Collective; raises as `Validator.run`."""
-        return EvaluationResult() if is_stopping else self.run_if_due(steps_done, run)
-
-    def run_if_due(self, steps_done: int, run: EvaluatedRun) -> EvaluationResult:
-        """Make the pass that is due after so many steps, unless it was made, also by an earlier start. Collective."""
-        if self._validator is None or steps_done in (0, self.validated_steps):
+    def after_step(self, steps_done: int, run: EvaluatedRun) -> EvaluationResult:
+        """Make the pass that is due after a step. Collective; raises as `Validator.run`."""
+        if (validator := self._validator) is None:
             return EvaluationResult()
-        settings = self._validator.settings
-        if not (settings.is_due(steps_done) or (settings.at_end and run.is_last())):
+        if not (validator.settings.is_due(steps_done) or (validator.settings.at_end and run.is_last())):
             return EvaluationResult()
         planner = run.planner_of(run.state.layout)
-        validation, stop_signal = self._validator.run(steps_done - 1, run.state, planner, run.stop_requested)
-        if validation is None:
-            return EvaluationResult(stop_signal=stop_signal)
-        self.validated_steps = steps_done
-        is_best = bool(self._keep_best) and self._record_pass(steps_done, validation.loss, run)
-        return EvaluationResult(validation, is_best, stop_signal=stop_signal)
+        validation, stop_signal = validator.run(steps_done - 1, run.state, planner, run.stop_requested)
+        is_best = False
+        if validation is not None and self._keep_best:
+            is_best = self._record_pass(steps_done, validation.loss, run)
+        return EvaluationResult(validation, is_best, stop_signal)
 
     def _record_pass(self, steps_done: int, loss: float | None, run: EvaluatedRun) -> bool:
         """Record a pass; return whether it is among the best whose checkpoints are there. Collective."""
