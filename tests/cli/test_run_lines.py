@@ -2,16 +2,7 @@
 
 import pytest
 
-from evenload.cli.run_lines import (
-    context_line,
-    data_line,
-    first_plan_line,
-    interval_line,
-    prediction_line,
-    reduction_line,
-    strategy_line,
-)
-from evenload.cost.coefficients import OverlapCost
+from evenload.cli.run_lines import data_line, first_plan_line, interval_line, prediction_line, strategy_line
 from evenload.data.config import DataConfig
 from evenload.explore.prediction_interval import PredictionInterval
 from evenload.plan.strategies.registry import STRATEGIES
@@ -25,27 +16,6 @@ def test_every_strategy_says_what_it_does():
     assert all(strategy_line(name, 1) == f"strategy {name}: {one.description}" for name, one in STRATEGIES.items())
     assert "2 ranks share" in strategy_line("skrull", 2)
     assert strategy_line("slimpack", 1, "replicas share documents").endswith("by simulation; replicas share documents")
-
-
-def test_a_run_says_when_gradients_are_reduced():
-    assert reduction_line([1], None) == ""
-    assert reduction_line([4], None).endswith("4 ranks after the last backward (train.overlap_reduction = false)")
-    during = reduction_line([4], OverlapCost(communication_slowdown=1.5, compute_slowdown=0.25))
-    assert "during the last backward" in during
-    assert "1.50 times" in during
-    assert "25%" in during
-    assert "over up to 4 ranks (by layout) unit by unit" in reduction_line([2, 4, 4], OverlapCost())
-    # Silent before, where the first layout has no replicas.
-    assert "over up to 4 ranks (by layout, in those with replicas)" in reduction_line([1, 4], None)
-    assert reduction_line([1, 1], None) == ""
-    costly = reduction_line([4], OverlapCost(communication_slowdown=2.5, compute_slowdown=0.9))
-    assert "4 ranks after the last backward: during it they last 2.50 times as long as alone" in costly
-
-
-def test_a_run_says_how_keys_and_values_travel():
-    assert context_line(1, "all_gather") == ""
-    assert "gathered while attention of local ones" in context_line(2, "all_gather")
-    assert "round the ranks" in context_line(2, "ring")
 
 
 def test_the_data_line_names_what_decides_order_speed_and_loss_of_tokens():

@@ -2,7 +2,7 @@
 it, steps, validation, changes of layout, predictions that do not hold."""
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from statistics import median
 from typing import TYPE_CHECKING
@@ -11,7 +11,7 @@ from rich.console import Console
 
 from evenload.bench.results import QUIET_WAITED_SHARE
 from evenload.cli.options import print_lines, progress_bar
-from evenload.cost.coefficients import CostCoefficients, OverlapCost
+from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.validity import fill_between_layouts
 from evenload.data.config import DataConfig
 from evenload.explore.prediction_interval import PredictionInterval
@@ -38,48 +38,6 @@ def strategy_line(name: str, context_ranks: int, merging: str = "") -> str:
     """State what the strategy does, and whether ranks or replicas share documents."""
     shared = f"{context_ranks} ranks share every pack" if context_ranks > 1 else ""
     return "; ".join(filter(None, (f"strategy {name}: {strategy_named(name).description}", shared, merging)))
-
-
-def reduction_line(copies: Collection[int], overlap: OverlapCost | None) -> str:
-    """State when gradients are reduced over `copies`, ranks with the same weights in each layout of the run; "" where
-    there is one in all. `overlap` None = none is configured."""
-    when = "after the last backward", "during it", "during the last backward"
-    return _collective_line("gradients are reduced over", *when, "train.overlap_reduction", copies, overlap)
-
-
-def gather_line(copies: Collection[int], overlap: OverlapCost | None) -> str:
-    """State when updated weights are gathered; arguments as `reduction_line`."""
-    when = "before the next step", "during its packs", "during the next step's first packs"
-    return _collective_line("updated weights are gathered from", *when, "train.overlap_gather", copies, overlap)
-
-
-def _collective_line(
-    what: str, alone: str, instead: str, during: str, setting: str, copies: Collection[int], overlap: OverlapCost | None
-) -> str:
-    least, most = min(copies), max(copies)
-    if most == 1:
-        return ""
-    ranks = f"{most} ranks"
-    if least != most:
-        ranks = f"up to {ranks} (by layout{', in those with replicas' if least == 1 else ''})"
-    if overlap is None:
-        return f"{what} {ranks} {alone} ({setting} = false)"
-    slowdowns = (
-        f"last {overlap.communication_slowdown:.2f} times as long as alone and keep computing from "
-        f"{overlap.compute_slowdown:.0%} of that time"
-    )
-    if not overlap.pays:
-        return f"{what} {ranks} {alone}: {instead} they {slowdowns}, as measured"
-    return f"{what} {ranks} unit by unit {during}, where they are taken to {slowdowns}"
-
-
-def context_line(largest_group: int, exchange: str) -> str:
-    """State how keys and values travel between the ranks that may share documents; "" for one."""
-    if largest_group == 1:
-        return ""
-    if exchange == "ring":
-        return "keys and values of shared documents travel round the ranks, during attention of those that are there"
-    return "keys and values of shared documents are gathered while attention of local ones is computed"
 
 
 def batch_size(documents: int | None, tokens: int | None) -> str:

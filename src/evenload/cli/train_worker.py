@@ -222,11 +222,6 @@ def _start_lines(
         yield f"mfu_of_data_sheet stays empty: the peak of {costs.device} is not known; mfu is of the measured peak"
     _, merging = decide_dp_merge(config.plan.options, config.plan.strategy, layout, costs)
     yield run_lines.strategy_line(config.plan.strategy, layout.cp, merging)
-    copies = [max(one.data_sizes) for one in trainer.meshes.layouts]
-    yield run_lines.reduction_line(copies, costs.overlap if costs.overlap_reduction else None)
-    yield run_lines.gather_line(copies, costs.overlap if costs.overlap_gather else None)
-    largest_group = max((group.size for group in mesh.context.values()), default=1)
-    yield run_lines.context_line(largest_group, config.parallel.cp_exchange)
     yield run_lines.groups_line(trainer.meshes, are_declared=bool(config.plan.layouts))
     if trainer.live is not None:
         yield run_lines.twins_line(trainer.live.twins, config.plan.twin_bytes)
