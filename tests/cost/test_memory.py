@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cost_samples import cut_documents, sample_coefficients, sample_model
-from evenload.cost.host_memory import ALLOCATOR_SHARE, FIRST_USE_BYTES, process_bytes
 from evenload.cost.layer_counts import (
     KEY_GRADIENT_BYTES,
     WorkspaceRates,
@@ -29,15 +28,10 @@ from evenload.cost.memory import (
 )
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.pack_pricing import pipeline_tasks
-from evenload.plan.planner import StepPlanner
-from evenload.plan.problem import PlanOptions
 from evenload.types.cluster import LinkSpec
 from evenload.types.columns import SliceColumns, causal_pairs, whole_document_columns
-from evenload.types.document import Document
 from evenload.types.layout import even_layout
-from evenload.types.model import ModelSpec
 from evenload.types.pipeline import PackBytes
-from evenload.types.plan import StepPlan
 
 # Per token and layer, bf16: 2·(8 input + (8 + 2·4) qkv + 8 attention + 8 o_proj + 32 gate, up) + 2·4 lse = 152
 ACTIVATION, KV, KV_GRADIENT = 152, 2 * 2 * 4, 4 * 2 * 4
@@ -307,47 +301,3 @@ def test_the_core_charges_the_same(case, cp, kv_heads):
     packs = ReplicaPacks(forward, backward, num_tokens)
     result, expected = pipeline_tasks(costs, packs).held, pipeline_bytes(model, layout, packs)
     np.testing.assert_array_equal(result.backward_temp_bytes, expected.backward_temp_bytes)
-
-
-FIXED = 300_000_000
-
-
-def planned(model: ModelSpec, tokens: int, **sizes: int) -> StepPlan:
-    step = tuple(Document(doc_id=i, num_tokens=tokens, num_label_tokens=tokens - 1) for i in range(2))
-    options = PlanOptions(max_pack_tokens=tokens)
-    return StepPlanner(model, sample_coefficients(), even_layout(3, **sizes), None, options, host="unlimited").plan(
-        0, step, "best_fit"
-    )
-
-
-def test_activations_carry_the_allocators_share() -> None:
-    model = sample_model()
-    plan = planned(model, 5000)
-    static = int(static_bytes(model, plan.layout).max())
-    activations = plan.predicted.peak_memory_bytes - static
-    expected = FIXED + FIRST_USE_BYTES + static + round((1 + ALLOCATOR_SHARE) * activations)
-    assert process_bytes(model, plan, FIXED) == expected
-
-
-def test_after_the_pipeline_the_update_may_need_more() -> None:
-    """A large model on a few tokens: of replicas, gloo's copy of the largest unit's gradients."""
-    model = sample_model(vocab_size=50_000)  # the embedding, 400,000 weights, is the largest unit
-    alone = planned(model, 2)
-    static = int(static_bytes(model, alone.layout).max())
-    activations = round((1 + ALLOCATOR_SHARE) * (alone.predicted.peak_memory_bytes - static))
-    assert process_bytes(model, alone, FIXED) == FIXED + FIRST_USE_BYTES + static + activations
-    two = planned(model, 1, dp=2)
-    static = int(static_bytes(model, two.layout).max())
-    after = 4 * 400_000
-    assert process_bytes(model, two, FIXED) == FIXED + FIRST_USE_BYTES + static + after
-
-
-def test_halves_are_widened_beside_what_activations_take() -> None:
-    """In fp32 a master and two moments, and one byte: of a unit of 400,000 weights, its half, 2^22 of a large one."""
-    for vocab_size, sizes, elements in ((50_000, {}, 400_000), (50_000, {"dp": 2}, 200_000), (5_000_000, {}, 2**22)):
-        model = sample_model(vocab_size=vocab_size, bfloat16_moments=True)
-        plan = planned(model, 1, **sizes)
-        static = int(static_bytes(model, plan.layout).max())
-        held = plan.predicted.peak_memory_bytes - static + 13 * elements
-        expected = FIXED + FIRST_USE_BYTES + static + round((1 + ALLOCATOR_SHARE) * held)
-        assert process_bytes(model, plan, FIXED) == expected, (vocab_size, sizes)

@@ -30,14 +30,7 @@ SUMS = {
 }
 GATHERS = {(0, 0): (-0.5, 0.75), (1, 0): (-0.25, 0.5), (0, 1): (-1.0, 0.25), (1, 1): (-1.0, 0.125)}
 END = RankStepReport(
-    step_time_s=4.0,
-    peak_bytes=100,
-    data_wait_s=0.0,
-    barrier_s=0.5,
-    stop_signal=15,
-    is_time_to_save=False,
-    process_bytes=7,
-    fixed_bytes=3,
+    step_time_s=4.0, peak_bytes=100, data_wait_s=0.0, barrier_s=0.5, stop_signal=15, is_time_to_save=False
 )
 """What four ranks report together."""
 
@@ -122,7 +115,6 @@ def test_a_step_takes_what_ranks_tell_each_other_too(gloo_pool):
             end=dataclasses.replace(END, data_wait_s=2.0),
             exchange_s=exchange_s,
             plan_s=0.0,
-            predicted_process_bytes=None,
         )
 
     alone, whole = row(0.0), row(1.0)

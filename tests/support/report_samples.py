@@ -172,6 +172,5 @@ def make_row(step: int, **values):
         **{"predicted_reduction_s": 0.25, "predicted_reduction_hidden_s": 0.125, "bubble_fraction": 0.073},
         **{"imbalance_forward": 1.041, "imbalance_backward": 1.052, "imbalance_dp": 1.003},
         **{"peak_memory_bytes": 61 * 2**30, "predicted_peak_memory_bytes": 60 * 2**30},
-        **{"peak_process_bytes": 66 * 2**30, "predicted_process_bytes": 65 * 2**30},
     }
     return row | values

@@ -1,14 +1,8 @@
-"""Count main memory: offloaded activations of a node, and a whole training process on a CPU.
+"""Count main memory: offloaded activations of a node.
 
 A rank holds a forward's offloaded rows from its start until the backward with a chunk's first token ends, as on the
 device. The memory is page-locked and kept within a run (`runtime/replay/host_copies.py`), so a node needs the sum of
 its ranks' peaks.
-
-A process on a CPU, as a system monitor shows it and a container limits it, holds what the run measured before its first
-step, static bytes (`cost.memory`), what kernels load when they first run, activations and buffers at their simulated
-peak with what the C library's allocator holds beyond it, and in the update gloo's copy of the largest unit's gradients:
-above the allocator's threshold on top of what is kept of the step, below it out of that. The allocator's share and the
-first use are measured (`benchmarks/process_memory.py`, with glibc).
 """
 
 from collections.abc import Sequence
@@ -19,19 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.cost.layer_counts import OFFLOAD, activation_bytes_per_token, stage_kinds
-from evenload.cost.memory import (
-    WIDENED_ELEMENTS,
-    ReplicaPacks,
-    count_tokens,
-    embedding_parameters,
-    static_bytes,
-    trained_layer_parameters,
-)
+from evenload.cost.memory import ReplicaPacks, count_tokens
 from evenload.types.cluster import ClusterSpec
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
 from evenload.types.pipeline import ActionColumns
-from evenload.types.plan import StepPlan
 from evenload.types.timeline import KINDS
 
 OFFLOAD_SHARE = 0.85  # Of a node's memory, for offloaded activations
@@ -106,27 +92,3 @@ def fullest_node_bytes(layout: ParallelLayout, peaks: Sequence[NDArray[np.int64]
     padded = np.zeros(-(-len(of_devices) // devices_per_node) * devices_per_node, np.int64)
     padded[: len(of_devices)] = of_devices
     return int(padded.reshape(-1, devices_per_node).sum(axis=1).max())
-
-
-ALLOCATOR_SHARE = 0.3  # Of activations and buffers at their peak, held by the allocator beyond them
-FIRST_USE_BYTES = 44 * 2**20  # Of oneDNN, MKL and autograd's threads
-MAPPED_BYTES = 32 * 2**20
-"""Above it glibc maps memory for a tensor alone and unmaps it at once (`DEFAULT_MMAP_THRESHOLD_MAX`)."""
-
-
-def process_bytes(model: ModelSpec, plan: StepPlan, fixed_bytes: int) -> int:
-    """Predict the peak bytes of the fullest process while it runs a plan, alone or after lighter ones; `fixed_bytes`:
-    resident before the first step, without weights, gradients and optimizer state."""
-    layout = plan.layout
-    static = int(static_bytes(model, layout).max())
-    activations = plan.predicted.peak_memory_bytes - static
-    unit = int(trained_layer_parameters(model, layout.tp).max())
-    if not model.has_adapters:
-        unit = max(unit, embedding_parameters(model, layout.tp) + model.position_parameters)
-    # Only ranks that share weights reduce anything.
-    after = max(model.bytes_per_element, 4) * unit if max(layout.data_sizes) > 1 else 0
-    mapped = after if after > MAPPED_BYTES else 0
-    # Masters, moments and a byte: too large for the pieces that activations left free.
-    widened = 13 * min(WIDENED_ELEMENTS, -(-unit // min(layout.data_sizes))) if model.bfloat16_moments else 0
-    kept = max(round((1 + ALLOCATOR_SHARE) * (activations + widened)), after - mapped)
-    return fixed_bytes + static + FIRST_USE_BYTES + kept + mapped

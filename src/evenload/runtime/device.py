@@ -6,7 +6,6 @@ is the same interface where calls are synchronous.
 
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -79,31 +78,12 @@ def measured_peak_bytes(device: torch.device) -> int | None:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
-# On Linux `VmRSS` and `VmHWM` of /proc/self/status are the resident memory of the whole process, now and at its peak.
-# Writing 5 to /proc/self/clear_refs resets the peak; where a process may not, it is that since the start.
-_STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-
-
 def resident_bytes() -> int | None:
-    return _status_bytes("VmRSS")
-
-
-def peak_process_bytes(device: torch.device) -> int | None:
-    """Return the most bytes since `reset_peak_process_bytes`, on a GPU those that torch reserved; None = not known."""
-    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else _status_bytes("VmHWM")
-
-
-def reset_peak_process_bytes(device: torch.device) -> None:
-    """Reset the peak, where the system allows it. `reset_peak_bytes` does so for a GPU."""
-    if device.type != "cuda" and _CLEAR_REFS.exists():
-        with suppress(OSError):  # not allowed in this container
-            _CLEAR_REFS.write_text("5")
-
-
-def _status_bytes(field: str) -> int | None:
-    for line in _STATUS.read_text().splitlines() if _STATUS.is_file() else ():
+    """Return the resident memory of the whole process; None where the system does not say (Linux does)."""
+    status = Path("/proc/self/status")
+    for line in status.read_text().splitlines() if status.is_file() else ():
         name, _, value = line.partition(":")
-        if name == field:
+        if name == "VmRSS":
             return int(value.split()[0]) * 1024
     return None
 

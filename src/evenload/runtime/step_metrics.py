@@ -64,7 +64,6 @@ class RankStepReport:
         peak_bytes: of tensors.
         data_wait_s: that the rank waited for the step before.
         stop_signal: why it is to end after the step; 0 = it is not.
-        process_bytes: the most that the process held; fixed_bytes: of it without tensors; 0 = not known.
     """
 
     step_time_s: float
@@ -73,8 +72,6 @@ class RankStepReport:
     barrier_s: float
     stop_signal: int
     is_time_to_save: bool
-    process_bytes: int
-    fixed_bytes: int
 
     def joined(self, mesh: Mesh) -> "RankStepReport":
         """Return the largest value of any rank of each field, but the shortest barrier. Collective."""
@@ -183,7 +180,6 @@ def step_row(
     end: RankStepReport,
     exchange_s: float,
     plan_s: float,
-    predicted_process_bytes: int | None,
 ) -> dict[str, int | float | str | None]:
     """Make a step's row of `metrics.jsonl`.
 
@@ -191,7 +187,6 @@ def step_row(
         peaks: `device_peaks` of all devices of the run together, idle ones included.
         end: of all ranks.
         exchange_s: of the barrier before the step and the exchange of measurements after it; in no prediction.
-        predicted_process_bytes: of the fullest process; None = not known.
     """
     lengths = np.array([d.num_tokens for d in plan.documents], dtype=np.int64)
     tokens = int(lengths.sum())
@@ -232,8 +227,6 @@ def step_row(
         "data_wait_s": end.data_wait_s,
         "peak_memory_bytes": end.peak_bytes,
         "predicted_peak_memory_bytes": plan.predicted.peak_memory_bytes,
-        "peak_process_bytes": end.process_bytes or None,
-        "predicted_process_bytes": predicted_process_bytes,
         "deferred_documents": sum(left.reason == DEFERRED for left in plan.left_out),
         "mean_token_delay_steps": plan.mean_token_delay_steps,
         "layout": plan.layout.describe(),

@@ -16,21 +16,13 @@ import torch.distributed as dist
 
 from evenload.config.sections import RunConfig
 from evenload.cost.coefficients import CostCoefficients
-from evenload.cost.host_memory import process_bytes
 from evenload.data.batches import LoaderState
 from evenload.data.ledger import Tally, account_skipped, count_without_loss, tally_of, warn_without_loss
 from evenload.errors import NonFiniteStepError
 from evenload.feed.step_maker import PlannedStep
 from evenload.runtime.checkpoint.writer import Saves
 from evenload.runtime.comm.mesh import Mesh
-from evenload.runtime.device import (
-    measured_peak_bytes,
-    peak_process_bytes,
-    reset_peak_bytes,
-    reset_peak_process_bytes,
-    resident_bytes,
-    seconds_now,
-)
+from evenload.runtime.device import measured_peak_bytes, reset_peak_bytes, seconds_now
 from evenload.runtime.executor import HeadOutput
 from evenload.runtime.replay.context_attention import rows_of
 from evenload.runtime.replay.store import num_rows
@@ -172,11 +164,6 @@ class StepTrainer:
         self.settings = run
         self.non_finite = NonFiniteSteps(run.on_nonfinite, in_backward=state.updates_in_backward)
         self._model, self._state, self._saves = model, state, saves
-        self._fixed_bytes: int | None = None
-        """Main memory of this process before the first step without tensors: interpreter, libraries, process groups,
-        loader. 0 where it is not known, or tensors are on a GPU; None = no step has begun."""
-        self._process_bytes = 0
-        """Predicted so far of the fullest process."""
 
     def run(
         self,
@@ -203,7 +190,7 @@ class StepTrainer:
         with mesh.watch.waiting("the barrier at the start"):
             dist.barrier(group=mesh.control)
         zero_s = seconds_now(mesh.device)
-        self._reset_peaks(mesh.device)
+        reset_peak_bytes(mesh.device)
         if plan.layout != state.layout:
             state.change_layout(plan.layout, coefficients)
             mesh = state.mesh
@@ -226,8 +213,6 @@ class StepTrainer:
         end, measured = self._exchange(gradients, came_s, zero_s, data_wait_s, stop_signal)
         if measured is None:
             return TrainedStep(None, end, not gradients.is_finite)
-        if end.fixed_bytes:
-            self._process_bytes = max(self._process_bytes, process_bytes(self._model, plan, end.fixed_bytes))
         row = step_row(
             plan,
             measured,
@@ -237,18 +222,10 @@ class StepTrainer:
             end=end,
             exchange_s=end.barrier_s + max(0.0, time.perf_counter() - zero_s - measured.step_time_s),
             plan_s=planned.plan_time_s,
-            predicted_process_bytes=self._process_bytes or None,
         )
         lines = self.non_finite.ledger_lines(planned)
         report = StepReport(row=row, plan=plan, measured=measured, ledger_lines=lines, warning=warning, switch=switch)
         return TrainedStep(report, end, not gradients.is_finite)
-
-    def _reset_peaks(self, device: torch.device) -> None:
-        reset_peak_bytes(device)
-        if self._fixed_bytes is None:
-            resident = None if device.type == "cuda" else resident_bytes()
-            self._fixed_bytes = 0 if resident is None else max(0, resident - self._state.static_bytes())
-        reset_peak_process_bytes(device)
 
     def _exchange(
         self, gradients: StepGradients, came_s: float, zero_s: float, data_wait_s: float, stop_signal: int
@@ -264,8 +241,6 @@ class StepTrainer:
             stop_signal=stop_signal,
             # By the clock of rank 0; the others follow it.
             is_time_to_save=mesh.rank == 0 and self._saves.is_time(),
-            process_bytes=peak_process_bytes(mesh.device) or 0,
-            fixed_bytes=self._fixed_bytes or 0,
         )
         with mesh.watch.waiting("the loss and the timeline"):
             end = own.joined(mesh)
