@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from rich.console import Console
 
 from cpu_ranks import llama, spawn_ranks, write_token_run
 from evenload.cli.worker_setup import run_coefficients, started_rank
@@ -124,7 +123,7 @@ def bench_rank(directory: str, num_layers: int, settings: list[str]) -> Iterator
     config = load_train_config(Path(directory) / "config.toml", settings)
     with started_rank(config, layout_of(config.parallel, num_layers)) as setup:
         trainer = Trainer(config, setup.mesh)
-        costs = run_coefficients(trainer, Path(directory) / "cache", setup.threads, Console(quiet=True))
+        costs = run_coefficients(trainer, Path(directory) / "cache", setup)
         yield BenchRank(config, trainer, costs, setup.memory_cap_bytes)
 
 

@@ -11,7 +11,7 @@ from evenload.plan.planner import StepPlanner
 from evenload.runtime.comm.mesh import create_meshes
 from evenload.runtime.executor import RankTrace
 from evenload.runtime.optim.data_parallel import GatherTrace
-from evenload.runtime.step_metrics import RankStepReport, UpdateValues, gather_timeline, step_row
+from evenload.runtime.step_metrics import RankStepReport, gather_timeline, step_row
 from evenload.types.document import Document
 from evenload.types.layout import even_layout
 from evenload.types.timeline import KINDS, SIDE_KINDS
@@ -110,7 +110,9 @@ def test_a_step_takes_what_ranks_tell_each_other_too(gloo_pool):
             plan,
             timeline,
             model,
-            update=UpdateValues(loss=1.0, grad_norm=1.0, learning_rate=0.1),
+            loss=1.0,
+            grad_norm=1.0,
+            learning_rate=0.1,
             peaks=(1e6, 2e6),
             end=dataclasses.replace(END, data_wait_s=2.0),
             exchange_s=exchange_s,

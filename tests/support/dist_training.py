@@ -12,10 +12,11 @@ import torch.distributed as dist
 from evenload.config.layouts import layouts_of
 from evenload.config.train_config import load_train_config
 from evenload.cost.coefficients import CostCoefficients, OverlapCost, PassCoefficients
-from evenload.runtime.checkpoint.checkpoint import TensorState, run_tensors
+from evenload.runtime.checkpoint.checkpoint import run_tensors
 from evenload.runtime.comm.mesh import create_meshes
 from evenload.runtime.model.model_config import model_spec
 from evenload.runtime.stages.live_stages import Switch
+from evenload.runtime.stages.rank_state import RankState
 from evenload.runtime.step_metrics import StepReport
 from evenload.runtime.trainer import Trainer
 from evenload.types.cluster import LinkSpec
@@ -166,7 +167,7 @@ def outcome_of(trainer: Trainer, reports: list[StepReport]) -> Outcome | None:
     )
 
 
-def whole_state(state: TensorState) -> dict[str, np.ndarray]:
+def whole_state(state: RankState) -> dict[str, np.ndarray]:
     """Weights and optimizer state by name, joined from all ranks, whose copies are the same to the bit. Collective."""
     mesh = state.mesh
     mine = {

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from dist_training import COSTS, make_trainer
-from evenload.cli.worker_setup import run_coefficients
+from evenload.cli.worker_setup import RankSetup, run_coefficients
 from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.validity import missing_costs
 from evenload.errors import NonFiniteStepError
@@ -106,7 +106,9 @@ def costs_of_a_resume(
     os.environ["LOCAL_WORLD_SIZE"] = str(mesh.layout.world_size)
     try:
         with quick_calibration():
-            result = run_coefficients(again, Path(cache), 1, Console(file=output, width=1000), 64)
+            console = Console(file=output, width=1000)
+            setup = RankSetup(meshes=again.meshes, threads=1, memory_cap_bytes=2**34, console=console)
+            result = run_coefficients(again, Path(cache), setup, 64)
     finally:
         del os.environ["LOCAL_WORLD_SIZE"]
     dist.barrier(group=mesh.control)

@@ -101,7 +101,7 @@ def bench_rank(
     with started_rank(config, layout) as setup:
         trainer = Trainer(config, setup.mesh)
         # Every step is measured by itself, gathering its weights included: no other step is known to follow.
-        costs = run_coefficients(trainer, cache, setup.threads, setup.console)
+        costs = run_coefficients(trainer, cache, setup)
         costs = msgspec.structs.replace(costs, overlap_gather=False)
         facts = (
             ("model", f"{trainer.model.name} ({config.model.dtype})"),
@@ -217,7 +217,7 @@ def check_rank(answer: Path, config: TrainConfig, scope: Scope, lines: tuple[str
         print_lines(setup.console, *lines)
         trainer = Trainer(smaller, setup.mesh)
         longest = config.data.max_document_tokens
-        costs = run_coefficients(trainer, cache, setup.threads, setup.console, longest)
+        costs = run_coefficients(trainer, cache, setup, longest)
         del trainer
         on_start = functools.partial(setup.console.print, "checking")
         verdicts = run_checks(config, scope, setup.mesh, costs, setup.memory_cap_bytes, on_start)

@@ -110,7 +110,7 @@ def _train_as_rank(
     console, memory_cap_bytes = setup.console, setup.memory_cap_bytes
     trainer = Trainer(config, setup.mesh, setup.meshes)
     resumed = trainer.resume()
-    costs = run_coefficients(trainer, cache, setup.threads, console)
+    costs = run_coefficients(trainer, cache, setup)
     print_lines(console, *_start_lines(trainer, costs, memory_cap_bytes, resumed))
     files = RunWriter(trainer, costs, memory_cap_bytes, resumed=resumed)
     steps_before, calls, stop = trainer.steps_done, CallbackCalls(callbacks, trainer), StopRequest()

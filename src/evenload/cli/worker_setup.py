@@ -102,7 +102,7 @@ class RankSetup:
     @property
     def demand(self) -> float:
         """Threads that this machine's ranks compute with, for each core that they may use."""
-        return _computing_demand(self.threads)
+        return self.threads * int(os.environ["LOCAL_WORLD_SIZE"]) / usable_cores()
 
 
 def started_rank(config: TrainConfig, *layouts: ParallelLayout) -> AbstractContextManager[RankSetup]:
@@ -167,7 +167,7 @@ def set_cuda_defaults(environment: MutableMapping[str, str], *, deterministic: b
 
 
 def run_coefficients(
-    trainer: Trainer, cache: Path, threads: int, console: Console, max_document_tokens: int | None = None
+    trainer: Trainer, cache: Path, setup: RankSetup, max_document_tokens: int | None = None
 ) -> CostCoefficients:
     """Return the checkpoint's costs after a resume (so that plans stay the same) where they cover the layout, else the
     configured cost file, else cached costs, else measured ones; with the run's choice of exchanges and overlaps.
@@ -176,7 +176,7 @@ def run_coefficients(
     and compute slow each other (on a GPU assumed), is measured if the costs do not have it. No documents longer than
     `max_document_tokens` (default: the configured longest) are timed. Collective.
     """
-    costs = _known_or_measured(trainer, cache, threads, console, max_document_tokens)
+    costs = _known_or_measured(trainer, cache, setup, max_document_tokens)
     copies = costs.copies
     if trainer.live is None or not trainer.live.moved.shared:
         copies = None  # those of a checkpoint, say
@@ -196,10 +196,10 @@ def run_coefficients(
 
 
 def _known_or_measured(
-    trainer: Trainer, cache: Path, threads: int, console: Console, max_document_tokens: int | None
+    trainer: Trainer, cache: Path, setup: RankSetup, max_document_tokens: int | None
 ) -> CostCoefficients:
-    mesh, config = trainer.mesh, trainer.config
-    configured, say = config.train.cost_file, partial(print_lines, console)
+    mesh, config, threads = trainer.mesh, trainer.config, setup.threads
+    configured, say = config.train.cost_file, partial(print_lines, setup.console)
     if trainer.coefficients is not None and not config.train.recalibrate:
         missing = missing_costs(trainer.coefficients, mesh.layout)
         if not missing:
@@ -224,8 +224,8 @@ def _known_or_measured(
         return known[0]
     say("calibrating: timing this model's layers on this machine (seconds; cached for the next run)")
     longest = max_document_tokens or config.data.max_document_tokens
-    most, demand = config.max_pack_tokens, _computing_demand(threads)
-    measured, timed_tokens = calibrate(trainer.stages, trainer.model, mesh, longest, name, demand, most)
+    most = config.max_pack_tokens
+    measured, timed_tokens = calibrate(trainer.stages, trainer.model, mesh, longest, name, setup.demand, most)
     if mesh.device.type == "cuda" and 2 * timed_tokens <= most:
         say(
             f"packs of up to {timed_tokens:,} tokens were timed, as time and memory allowed; the run's "
@@ -258,10 +258,6 @@ def what_is_timed(config: TrainConfig) -> str:
         pack, document = (1 << (n.bit_length() - 1) for n in (config.max_pack_tokens, config.data.max_document_tokens))
         name += f", packs of {pack} tokens, documents of {document}"
     return name
-
-
-def _computing_demand(threads: int) -> float:
-    return threads * int(os.environ["LOCAL_WORLD_SIZE"]) / usable_cores()
 
 
 def memory_for_rank(device: torch.device, local_world: int) -> int:

@@ -8,7 +8,7 @@ memory of the fullest. Tokens are without padding; FLOPs count useful attention 
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -162,20 +162,14 @@ def no_label_warning(plan: StepPlan) -> str:
     )
 
 
-class UpdateValues(NamedTuple):
-    """What a step's update was: the loss a label token, the global gradient norm before clipping, the learning rate."""
-
-    loss: float
-    grad_norm: float
-    learning_rate: float
-
-
 def step_row(
     plan: StepPlan,
     timeline: Timeline,
     model: ModelSpec,
     *,
-    update: UpdateValues,
+    loss: float,
+    grad_norm: float,
+    learning_rate: float,
     peaks: tuple[float, float | None],
     end: RankStepReport,
     exchange_s: float,
@@ -184,6 +178,7 @@ def step_row(
     """Make a step's row of `metrics.jsonl`.
 
     Args:
+        loss: a label token; grad_norm: before clipping.
         peaks: `device_peaks` of all devices of the run together, idle ones included.
         end: of all ranks.
         exchange_s: of the barrier before the step and the exchange of measurements after it; in no prediction.
@@ -197,9 +192,9 @@ def step_row(
     step_time_s = timeline.step_time_s + exchange_s
     return {
         "step": plan.step,
-        "loss": update.loss,
-        "grad_norm": update.grad_norm,
-        "lr": update.learning_rate,
+        "loss": loss,
+        "grad_norm": grad_norm,
+        "lr": learning_rate,
         "tokens": tokens,
         "label_tokens": plan.num_label_tokens,
         "padding_tokens": padding,

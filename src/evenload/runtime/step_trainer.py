@@ -30,7 +30,6 @@ from evenload.runtime.stages.rank_state import RankState, StepGradients
 from evenload.runtime.step_metrics import (
     RankStepReport,
     StepReport,
-    UpdateValues,
     device_peaks,
     gather_timeline,
     no_label_warning,
@@ -217,7 +216,9 @@ class StepTrainer:
             plan,
             measured,
             self._model,
-            update=UpdateValues(gradients.loss, gradients.grad_norm, learning_rate),
+            loss=gradients.loss,
+            grad_norm=gradients.grad_norm,
+            learning_rate=learning_rate,
             peaks=device_peaks(coefficients, self._model, mesh.num_ranks),
             end=end,
             exchange_s=end.barrier_s + max(0.0, time.perf_counter() - zero_s - measured.step_time_s),

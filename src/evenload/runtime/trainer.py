@@ -29,10 +29,10 @@ from evenload.runtime.checkpoint.writer import Saves
 from evenload.runtime.comm.collectives import TorchPeers
 from evenload.runtime.comm.mesh import Mesh, Meshes
 from evenload.runtime.device import measured_peak_bytes
+from evenload.runtime.evaluation import EvaluatedRun, Evaluation, EvaluationResult, Validator
 from evenload.runtime.model.model_config import model_spec
 from evenload.runtime.replay.context_attention import require_no_window
 from evenload.runtime.replay.stage import PipelineStage
-from evenload.runtime.stages.evaluation import EvaluatedRun, Evaluation, EvaluationResult, Validator
 from evenload.runtime.stages.live_stages import LiveStages, Monitor
 from evenload.runtime.stages.rank_state import RankState
 from evenload.runtime.step_metrics import StepReport
@@ -168,7 +168,6 @@ class Trainer:
         for layout in self.meshes.layouts:
             require_trainable(strategy, layout, planner.options, self.config.data.max_document_tokens)
         source = self._source(FlexRunPlanner(flex or RunPlanner(planner, strategy), measured_of), last_step)
-        self._saves.begin()
         run = EvaluatedRun(
             state=self.state,
             planner_of=flex.planner_of if flex else lambda layout: planner,

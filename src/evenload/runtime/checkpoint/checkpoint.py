@@ -19,7 +19,6 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 import torch
@@ -44,8 +43,9 @@ from evenload.runtime.checkpoint.pieces import (
 )
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.model.tensor_weights import tensor_split
-from evenload.runtime.optim.optimizer import AVERAGE, LOWER_HALF, MASTER, ShardedOptimizer
+from evenload.runtime.optim.optimizer import AVERAGE, LOWER_HALF, MASTER
 from evenload.runtime.optim.parameter_units import FlatBuffer
+from evenload.runtime.stages.rank_state import RankState
 from evenload.types.base import Frozen
 from evenload.types.run import RunTotals
 from evenload.types.text import counted
@@ -91,19 +91,6 @@ class RunPosition:
     coefficients: CostCoefficients | None
 
 
-class TensorState(Protocol):
-    """One rank's part of what is trained, in the layout that runs (`RankState`)."""
-
-    @property
-    def mesh(self) -> Mesh: ...
-
-    @property
-    def buffers(self) -> list[FlatBuffer]: ...
-
-    @property
-    def optimizer(self) -> ShardedOptimizer: ...
-
-
 def checkpoint_for_all(directory: Path, mesh: Mesh, *, may_resume: bool) -> Path | None:
     """Return the checkpoint that all resume from, as rank 0 sees it, or None. `ConfigError`: not allowed.
     Collective."""
@@ -114,7 +101,7 @@ def checkpoint_for_all(directory: Path, mesh: Mesh, *, may_resume: bool) -> Path
     return directory / name[0] if name[0] else None
 
 
-def load_checkpoint(path: Path, state: TensorState) -> RunPosition:
+def load_checkpoint(path: Path, state: RankState) -> RunPosition:
     """Read a checkpoint into parameters, optimizer and, at the same layout, random states. Collective. `ConfigError`
     where it is not complete, was changed, or is of another version or model."""
     position, mesh = _read_position(path), state.mesh
@@ -178,7 +165,7 @@ def _kinds_of_state(names: Collection[str]) -> dict[str, set[str]]:
     return dict(kinds)
 
 
-def run_tensors(state: TensorState) -> dict[str, TensorPieces]:
+def run_tensors(state: RankState) -> dict[str, TensorPieces]:
     """Return all tensors of this rank's stages by name; views of live storage, so loading fills the run in place."""
     tensors: dict[str, TensorPieces] = {}
     for buffer in state.buffers:

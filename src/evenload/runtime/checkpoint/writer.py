@@ -33,7 +33,6 @@ from evenload.runtime.checkpoint.checkpoint import (
     LOADER_FILE,
     STEPS_TENSOR,
     RunPosition,
-    TensorState,
     first_failure,
     random_tensors,
     run_tensors,
@@ -56,6 +55,7 @@ from evenload.runtime.checkpoint.directory import (
 from evenload.runtime.checkpoint.pieces import METADATA_FILE, PieceSavePlanner, TensorPieces, whole_tensor
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.comm.watch import Background
+from evenload.runtime.stages.rank_state import RankState
 
 _PROBE_BYTES = 4_000_000
 
@@ -74,7 +74,7 @@ class SavedCheckpoint:
 class Saves:
     """Saves a run on one rank; every rank makes the same calls at the same steps."""
 
-    def __init__(self, settings: RunConfig, state: TensorState, position: Callable[[], RunPosition]) -> None:
+    def __init__(self, settings: RunConfig, state: RankState, position: Callable[[], RunPosition]) -> None:
         self._settings, self._state, self._position = settings, state, position
         self._directory = checkpoints_of(settings.output_dir)
         self._staged: dict[str, TensorPieces] = {}
@@ -83,10 +83,6 @@ class Saves:
         self._settled: tuple[SavedCheckpoint | None, str] | None = None
         self.saved_steps = -1
         """Steps done of the newest checkpoint; -1 = there is none."""
-        self._saved_at_s = time.monotonic()
-
-    def begin(self) -> None:
-        """Start the clock of `is_time`."""
         self._saved_at_s = time.monotonic()
 
     def is_time(self) -> bool:

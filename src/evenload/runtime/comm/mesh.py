@@ -12,7 +12,7 @@ the other rank comes; so every group moves one element at start (`warm_up`), in 
 
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -60,6 +60,11 @@ class GroupPool:
             groups.append(self.make(ranks, options=channel_options(self._timeout) if key[1] else None))
         self._taken[key] += 1
         return groups[self._taken[key] - 1]
+
+    def own(self, rank: int, groups: Iterable[list[int]]) -> dist.ProcessGroup | None:
+        """Take every one of these groups; return the one that a rank is in."""
+        taken = [(ranks, self.take(ranks)) for ranks in groups]
+        return next((group for ranks, group in taken if rank in ranks), None)
 
     def make(
         self, ranks: list[int], backend: str | None = None, timeout: timedelta | None = None, options: Any = None
@@ -262,18 +267,12 @@ def _mesh_of(layout: ParallelLayout, shared: dict[str, Any], pool: GroupPool) ->
     pp_rank, dp_rank, cp_rank, tp_rank = (
         (-1, -1, 0, rank % layout.tp) if is_idle else (int(place) for place in np.unravel_index(rank, grid.shape))
     )
-    # Pipeline ranks with the same layers are neighbours; the first stands for them.
-    same = itertools.groupby(range(grid.shape[0]), layout.leading_ranks.__getitem__)
-    data = {
-        (first, t): pool.take(grid[ranks, :, :, t].ravel().tolist())
-        for first, ranks in [(first, list(ranks)) for first, ranks in same]
-        for t in range(layout.tp)
-    }
-    alone = {idle: pool.take([idle]) for idle in range(layout.world_size, dist.get_world_size())}
-    tensor = None
-    for place in np.ndindex(*grid.shape[:3]) if layout.tp > 1 else ():
-        made = pool.take(grid[place].tolist())
-        tensor = TensorGroup(made, watch) if place == (pp_rank, dp_rank, cp_rank) else tensor
+    # Pipeline ranks with the same layers are neighbours, and replicas of each other; an idle rank has nobody.
+    same = [list(ranks) for _, ranks in itertools.groupby(range(grid.shape[0]), layout.leading_ranks.__getitem__)]
+    replicas = [grid[ranks, :, :, t].ravel().tolist() for ranks in same for t in range(layout.tp)]
+    data = pool.own(rank, [*replicas, *([idle] for idle in range(layout.world_size, dist.get_world_size()))])
+    assert data is not None
+    parts = pool.own(rank, grid.reshape(-1, layout.tp).tolist() if layout.tp > 1 else ())
     channel_groups, tie = _stage_groups(layout, rank, pool, shared["channels"])
     return Mesh(
         **shared,
@@ -282,10 +281,10 @@ def _mesh_of(layout: ParallelLayout, shared: dict[str, Any], pool: GroupPool) ->
         dp_rank=dp_rank,
         cp_rank=cp_rank,
         tp_rank=tp_rank,
-        data=alone[rank] if is_idle else data[layout.leading_ranks[pp_rank], tp_rank],
+        data=data,
         channel_groups=channel_groups,
         context=create_context_groups(layout, rank, pool.take, watch),
-        tensor=tensor,
+        tensor=None if parts is None else TensorGroup(parts, watch),
         tie=tie,
     )
 

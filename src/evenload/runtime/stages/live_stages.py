@@ -35,13 +35,12 @@ from evenload.plan.layouts.switch_prices import stall_seconds, state_seconds
 from evenload.runtime.comm.mesh import Mesh, Meshes, most_of_ranks
 from evenload.runtime.device import synchronize_device
 from evenload.runtime.model.hf_model import StageModel
-from evenload.runtime.optim.optimizer import ShardedOptimizer
+from evenload.runtime.optim.optimizer import MASTER, ShardedOptimizer
 from evenload.runtime.optim.parameter_units import BufferGroup, buffer_groups, flatten_units, frozen_bytes
 from evenload.runtime.replay.stage import PipelineStage, make_layers_replayable
 from evenload.runtime.replay.state import ReplayState
 from evenload.runtime.stages.rank_stages import RankStages, build_models, dtype_of, stage_models, unit_modules
 from evenload.runtime.stages.twin_layer import (
-    MASTER_NAME,
     WEIGHTS,
     LivePiece,
     SparseMemory,
@@ -175,8 +174,8 @@ class LiveStages:
                 else:
                     # Written, so that its pages are there when the process is measured before the first step.
                     state[name] = live.shared.tensor(name, start, start + shard.numel()).zero_()
-            if MASTER_NAME in state:
-                state[MASTER_NAME].copy_(shard)
+            if MASTER in state:
+                state[MASTER].copy_(shard)
             states.append(state)
         return states
 

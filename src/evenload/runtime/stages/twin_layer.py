@@ -41,6 +41,7 @@ from evenload.plan.layouts.moves import Move, Moves, Piece, state_share
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.comm.watch import Background
 from evenload.runtime.model.hf_model import StageModel
+from evenload.runtime.optim.optimizer import MASTER
 from evenload.runtime.optim.parameter_units import (
     BufferGroup,
     FlatBuffer,
@@ -56,9 +57,6 @@ _RELEASED_AT_ONCE = 2**22
 """Bytes: releasing keeps Python's lock, and other threads train meanwhile."""
 
 WEIGHTS = "weights"
-STATE_NAMES = ("exp_avg", "exp_avg_sq")
-MASTER_NAME = "master"
-"""As `ShardedOptimizer.state_tensors` calls the optimizer's tensors."""
 _ABSENT = -1
 
 Elements = tuple[int, int]
@@ -261,7 +259,7 @@ class LivePiece:
         self._grads: Tensor | None = None
         self.state_names: tuple[str, ...] = ()
         if group is not None:
-            self.state_names = (*STATE_NAMES, *([MASTER_NAME] if self._work != self._dtype else []))
+            self.state_names = ("exp_avg", "exp_avg_sq", *([MASTER] if self._work != self._dtype else []))
         self.piece = Piece(
             unit=unit,
             num_elements=sum(shape.numel() for shape in self._shapes),
