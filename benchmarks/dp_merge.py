@@ -61,7 +61,7 @@ def run_rank(rank: int, directory: str, steps: int, longest: int) -> None:
             "apart": make_trainer(directory, "dp_merge=false"),
         }
         first = trainers["merged"]
-        costs, _ = calibrate(first.stages, first.model, first.mesh, longest, "cpu")
+        costs, _ = calibrate(first.state.stages, first.model, first.mesh, longest, "cpu")
         result: dict[str, list[tuple]] = {name: [] for name in trainers}
         runs = {name: trainer.train(costs, MEMORY_BYTES) for name, trainer in trainers.items()}
         for _ in range(steps):

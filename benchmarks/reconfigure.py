@@ -81,8 +81,8 @@ class Rank:
         self.trainer = Trainer(config, meshes.start, meshes)
         alone = msgspec.structs.replace(config, plan=msgspec.structs.replace(config.plan, twin_bytes=0))
         self.without_twins = Trainer(alone, meshes.start, meshes)
-        assert self.trainer.live is not None
-        copies = self.trainer.live.measured_copies()
+        assert self.trainer.state.live is not None
+        copies = self.trainer.state.live.measured_copies()
         if meshes.start.rank == 0:
             print(copies, flush=True)
         measured = msgspec.structs.replace(COSTS, devices_per_node=WORLD, copies=copies)
@@ -109,10 +109,10 @@ class Rank:
         """A step in a layout, switching before it where another runs; what that took, on rank 0."""
         trainer, planned = self.trainer, self._planned[index]
         layout = planned.plan.layout
-        if layout.arrangement != trainer.layout.arrangement:
-            layout = msgspec.structs.replace(layout, generation=trainer.layout.generation + 1)
+        if layout.arrangement != trainer.state.layout.arrangement:
+            layout = msgspec.structs.replace(layout, generation=trainer.state.layout.generation + 1)
         else:
-            layout = trainer.layout
+            layout = trainer.state.layout
         planned = replace(planned, plan=seal(msgspec.structs.replace(planned.plan, layout=layout)))
         prepared = prepared_step(planned, trainer.meshes, "all_gather")
         trained = trainer.step_trainer.run(prepared, self.costs, learning_rate=0.0)
@@ -125,7 +125,7 @@ class Rank:
         dist.barrier(group=trainer.mesh.control)
         start_s = time.perf_counter()
         trainer.state.change_layout(
-            msgspec.structs.replace(layout, generation=trainer.layout.generation + 1), self.costs
+            msgspec.structs.replace(layout, generation=trainer.state.layout.generation + 1), self.costs
         )
         seconds = torch.tensor([time.perf_counter() - start_s], dtype=torch.float64)
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=trainer.mesh.control)
@@ -143,7 +143,7 @@ def run_rank(rank: int, directory: str, rounds: int) -> None:
     here.train(0)
     for turn in range(rounds + 1):
         for index in ROUND:
-            kind = switch_kind(here.trainer.layout, here.trainer.meshes.layouts[index])
+            kind = switch_kind(here.trainer.state.layout, here.trainer.meshes.layouts[index])
             switch = here.train(index)
             stopped_s = here.stop_and_transfer(index)
             if switch is None:

@@ -94,14 +94,14 @@ class Variant:
         self.costs: CostCoefficients = msgspec.structs.replace(COSTS, devices_per_node=WORLD)
         if not quick:
             trainer = Trainer(self.config, self.meshes.start, self.meshes)
-            self.costs, _ = calibrate(trainer.stages, trainer.model, self.meshes.start, LONG, "cpu")
+            self.costs, _ = calibrate(trainer.state.stages, trainer.model, self.meshes.start, LONG, "cpu")
 
     def run(self) -> Measured | None:
         """Train all steps; what was measured, on rank 0."""
         trainer, costs = Trainer(self.config, self.meshes.start, self.meshes), self.costs
-        if trainer.live is not None and trainer.live.moved.shared:
+        if trainer.state.live is not None and trainer.state.live.moved.shared:
             # As at the start of a run: what reading the weights of other ranks costs.
-            costs = msgspec.structs.replace(costs, copies=trainer.live.measured_copies())
+            costs = msgspec.structs.replace(costs, copies=trainer.state.live.measured_copies())
         dist.barrier()
         from_s, reports = 0.0, []
         for report in trainer.train(costs, MEMORY_BYTES):

@@ -262,7 +262,7 @@ def test_adapters_train_as_on_one_rank(gloo_pool, config_file, tmp_path):
 def calibrated(config_file: str, overrides: list[str]) -> bytes:
     trainer = make_trainer(config_file, overrides)
     with quick_calibration():
-        costs, _ = calibrate(trainer.stages, trainer.model, trainer.mesh, 256, "this machine")
+        costs, _ = calibrate(trainer.state.stages, trainer.model, trainer.mesh, 256, "this machine")
     return msgspec.json.encode(costs)
 
 

@@ -86,8 +86,9 @@ def changed_by_moving(
 
 def planned_bytes(trainer: Trainer, layout: ParallelLayout) -> tuple[int, int]:
     """Of weights and of optimizer state, that all ranks are to receive. Collective."""
-    mesh, pieces = trainer.mesh, [live.piece for live in trainer.live._pieces]
-    moves = plan_moves(trainer.layout, layout, pieces, ranks_per_node=mesh.ranks_per_machine, tp_rank=mesh.tp_rank)
+    state, mesh = trainer.state, trainer.mesh
+    pieces = [live.piece for live in state.live._pieces]
+    moves = plan_moves(state.layout, layout, pieces, ranks_per_node=mesh.ranks_per_machine, tp_rank=mesh.tp_rank)
     weights = moved_bytes((*moves.weights, *moves.relayed), pieces, of_state=False)
     planned = torch.tensor([weights, moved_bytes(moves.state, pieces, of_state=True)])
     dist.all_reduce(planned, group=mesh.control)

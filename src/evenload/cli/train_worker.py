@@ -205,7 +205,7 @@ def _start_lines(
 ) -> Iterator[str]:
     """Yield everything that decides speed or data order."""
     config, model, mesh = trainer.config, trainer.model, trainer.mesh
-    layout, stage = mesh.layout, next(iter(trainer.stages.values()))
+    layout, stage = mesh.layout, next(iter(trainer.state.stages.values()))
     is_fifo = mesh.channels == "fifo" and bool(mesh.channel_groups)
     yield " | ".join(
         (
@@ -223,8 +223,8 @@ def _start_lines(
     _, merging = decide_dp_merge(config.plan.options, config.plan.strategy, layout, costs)
     yield run_lines.strategy_line(config.plan.strategy, layout.cp, merging)
     yield run_lines.groups_line(trainer.meshes, are_declared=bool(config.plan.layouts))
-    if trainer.live is not None:
-        yield run_lines.twins_line(trainer.live.twins, config.plan.twin_bytes)
+    if trainer.state.live is not None:
+        yield run_lines.twins_line(trainer.state.live.twins, config.plan.twin_bytes)
     yield from run_lines.other_layouts_lines(costs, trainer.meshes.layouts)
     yield f"tokenizer {trainer.run_tokenizer_text}"
     files = [file for part in trainer.loader.parts for file in part.files]

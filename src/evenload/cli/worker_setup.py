@@ -178,10 +178,10 @@ def run_coefficients(
     """
     costs = _known_or_measured(trainer, cache, setup, max_document_tokens)
     copies = costs.copies
-    if trainer.live is None or not trainer.live.moved.shared:
+    if trainer.state.live is None or not trainer.state.live.moved.shared:
         copies = None  # those of a checkpoint, say
     elif copies is None or copies.num_ranks != trainer.mesh.num_ranks:
-        copies = trainer.live.measured_copies()
+        copies = trainer.state.live.measured_copies()
     run, overlap = trainer.config.train, costs.overlap
     if overlap is None and trainer.meshes.sum_gradients and (run.overlap_reduction or run.overlap_gather):
         overlap = measured_overlap(trainer.meshes) or OverlapCost()
@@ -225,7 +225,7 @@ def _known_or_measured(
     say("calibrating: timing this model's layers on this machine (seconds; cached for the next run)")
     longest = max_document_tokens or config.data.max_document_tokens
     most = config.max_pack_tokens
-    measured, timed_tokens = calibrate(trainer.stages, trainer.model, mesh, longest, name, setup.demand, most)
+    measured, timed_tokens = calibrate(trainer.state.stages, trainer.model, mesh, longest, name, setup.demand, most)
     if mesh.device.type == "cuda" and 2 * timed_tokens <= most:
         say(
             f"packs of up to {timed_tokens:,} tokens were timed, as time and memory allowed; the run's "

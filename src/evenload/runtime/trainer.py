@@ -2,7 +2,7 @@
 checkpoints and validation losses. The caller gets a `StepReport` a step on rank 0, to show and to write."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,13 +32,11 @@ from evenload.runtime.device import measured_peak_bytes
 from evenload.runtime.evaluation import EvaluatedRun, Evaluation, EvaluationResult, Validator
 from evenload.runtime.model.model_config import model_spec
 from evenload.runtime.replay.context_attention import require_no_window
-from evenload.runtime.replay.stage import PipelineStage
-from evenload.runtime.stages.live_stages import LiveStages, Monitor
+from evenload.runtime.stages.live_stages import Monitor
 from evenload.runtime.stages.rank_state import RankState
 from evenload.runtime.step_metrics import StepReport
 from evenload.runtime.step_source import StepSource
 from evenload.runtime.step_trainer import StepTrainer
-from evenload.types.layout import ParallelLayout
 from evenload.types.model import attention_kernels
 from evenload.types.run import RunTotals
 
@@ -96,20 +94,6 @@ class Trainer:
     def mesh(self) -> Mesh:
         return self.state.mesh
 
-    @property
-    def layout(self) -> ParallelLayout:
-        """Return the layout that runs now; its generation is that of the last plan."""
-        return self.state.layout
-
-    @property
-    def stages(self) -> Mapping[int, PipelineStage]:
-        return self.state.stages
-
-    @property
-    def live(self) -> LiveStages | None:
-        """Return the stages that can change layout; None where the run has one layout."""
-        return self.state.live
-
     def new_loader(self) -> GlobalBatchLoader:
         """Make a loader at the start of the run's data. All ranks read together."""
         peers = TorchPeers(self.mesh.planning)
@@ -161,7 +145,7 @@ class Trainer:
         planner, flex = self.planners(coefficients, memory_cap_bytes)
         monitor, measured_of = None, lambda step: MeasuredLayouts()
         if flex is not None:
-            monitor = Monitor(flex, self.layout, self.config.data.prefetch_steps, self._layouts_known)
+            monitor = Monitor(flex, self.state.layout, self.config.data.prefetch_steps, self._layouts_known)
             measured_of = measured_of if monitor.track is None else monitor.track.for_step
         run_steps, strategy = self.config.train.steps, self.config.plan.strategy
         last_step = min((n for n in (run_steps, stop_after) if n is not None), default=None)
@@ -186,7 +170,7 @@ class Trainer:
             data_wait_s = time.perf_counter() - wait_from_s
             step = prepared.planned.plan.step
             if is_first and flex is not None:
-                flex.require_headroom(self.layout, prepared.planned.plan)
+                flex.require_headroom(self.state.layout, prepared.planned.plan)
             is_first = False
             report, agreed, is_skipped = self.step_trainer.run(
                 prepared,
@@ -257,9 +241,9 @@ class Trainer:
         mesh, config = self.meshes.start, self.config
         ranks = mesh.ranks_per_machine
         planner = make_planner(config, self.model, mesh.layout, coefficients, memory_cap_bytes, ranks)
-        if self.live is None:
+        if self.state.live is None:
             return planner, None
-        return planner, make_flex_planner(config, planner, self.meshes.layouts, self.live.moved)
+        return planner, make_flex_planner(config, planner, self.meshes.layouts, self.state.live.moved)
 
     def save(self) -> Path:
         """Write a complete checkpoint of the steps done, or raise `CheckpointError`. Collective."""
