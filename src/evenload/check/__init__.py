@@ -1,1 +1,1 @@
-"""Proof on the user's own model and data: isolation, invariance, resume, ledger, memory."""
+"""Proof on the user's own model and data: isolation, invariance, resume, ledger."""

@@ -36,7 +36,7 @@ def run_check(request: ConfigOptions) -> None:
 
     verdicts = msgspec.json.decode(content, type=list[Verdict])
     _show(verdicts, time.perf_counter() - started_s)
-    sys.exit(any(verdict.outcome == "fail" for verdict in verdicts))
+    sys.exit(1 if any(verdict.outcome == "fail" for verdict in verdicts) else 0)
 
 
 check_command = command_of(ConfigOptions, run_check)
