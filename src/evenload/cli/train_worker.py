@@ -1,5 +1,4 @@
-"""One rank of `evenload train`: set up, calibrate, train, write, call the caller's callbacks. Runs under our launcher or
-`torchrun`."""
+"""One rank of `evenload train`: set up, calibrate, train, write, call callbacks; under our launcher or torchrun."""
 
 import os
 import sys
