@@ -21,7 +21,7 @@ def fits(page):
 @pytest.mark.parametrize(("scheme", "size"), sweep([("dark", "desk"), ("light", "phone"), ("light", "desk")], 2))
 def test_page_opens_with_every_figure_and_fits_the_width(open_page, scheme, size):
     page = open_page(scheme=scheme, size=SIZES[size])
-    for figure in ("all-split", "all-packs", "run-0-time", "run-0-speed", "run-0-loss"):
+    for figure in ("all-split", "run-0-time", "run-0-speed", "run-0-loss"):
         for plot in plots(page, figure).all():
             assert plot.locator("rect, circle, path, text").count() > 0
             assert plot.bounding_box()["width"] > 150

@@ -1,4 +1,4 @@
-"""Draw a report's pictures: curves of runs, layouts over steps, the spread of pack times, the parts of a step's time.
+"""Draw a report's pictures: curves of runs, layouts over steps, the parts of a step's time.
 
 Nothing is smoothed; of many steps a line keeps extremes (`outline`). Predicted is dashed and grey; measured is solid.
 """
@@ -14,11 +14,9 @@ from evenload.report import svg
 from evenload.report.run_files import MetricRow, latest_per_step
 from evenload.report.svg import MEASURED, PREDICTED, SERIES, Axes, Curves, Figure, NumberTable, Scale, Tick
 from evenload.report.table import format_action, format_conditions, format_predicted
-from evenload.report.units import format_percent, format_ratio, format_seconds
-from evenload.types.document import Direction
-from evenload.types.plan import StepPlan
+from evenload.report.units import format_percent, format_seconds
 from evenload.types.run import LayoutDecision, Validation
-from evenload.types.timeline import CAUSE_LABELS, PackSeconds, Timeline, TimeSplit, pack_times
+from evenload.types.timeline import CAUSE_LABELS, TimeSplit
 
 # From this many steps on markers hide the line.
 _MAX_STEPS_WITH_MARKERS = 80
@@ -227,130 +225,7 @@ def _decision_tip(decision: LayoutDecision) -> str:
     return "\n".join([*lines, decision.why])
 
 
-_DIRECTIONS: dict[Direction, str] = {"forward": svg.KIND_STYLES["F"].even, "backward": svg.KIND_STYLES["B"].even}
 _ROW_PX = 34
-_HALF_PX = 14.0
-_MOST_DOTS = 40
-"""Up to this many packs are drawn one by one."""
-_SPREAD_OF_POINTS_PX = 7.0
-_MOST_SHOWN = 5.0
-"""Ratios beyond are not drawn, or one strategy's worst pack would squeeze all shapes to a line."""
-_CLASSES, _OUTLINE = 400, 60
-
-Steps = Sequence[tuple[Timeline, StepPlan | None]]
-"""A timeline of every step, with its plan where that is known."""
-
-
-def pack_time_figure(sections: Mapping[str, Mapping[str, Steps]]) -> Figure:
-    """Draw the spread of pack times by strategy and origin ("predicted", "measured"), forward over backward (SlimPack
-    Figs. 14 to 16), with max/mean, mean over the steps.
-
-    A pack counts with its slowest stage, relative to the mean pack of its step and set of ranks: a replica, or the
-    replicas that share a pack (DP-Merge). Few packs are points; of others a violin is a Gaussian kernel density with
-    Scott's width ("Multivariate Density Estimation", 1992), cut off at the least and the largest pack.
-    """
-    rows = [(name, origin) for name, origins in sections.items() for origin in origins]
-    both = len({origin for _, origin in rows}) > 1
-    names = [f"{name}, {origin}" if both else name for name, origin in rows]
-    ratios = {
-        direction: [[relative_times(*step, direction) for step in sections[name][origin]] for name, origin in rows]
-        for direction in _DIRECTIONS
-    }
-    all_steps = [one for of_direction in ratios.values() for steps in of_direction for one in steps if len(one)]
-    largest = max((float(one.max()) for one in all_steps), default=1.0)
-    scale = Scale(0, min(largest, _MOST_SHOWN) * 1.04)
-    axis = {
-        "x": scale,
-        "ticks": svg.value_ticks(0, scale.high, "×", 6),
-        "names_px": svg.names_width_px(names),
-        "notes_px": 150,
-    }
-    parts, notes = [], [names]
-    for direction, color in _DIRECTIONS.items():
-        marks = [
-            _marks(np.concatenate(steps), scale, color, both and origin == "predicted")
-            for (_, origin), steps in zip(rows, ratios[direction], strict=True)
-        ]
-        notes.append([_pack_time_note(steps) for steps in ratios[direction]])
-        label = "; ".join(f"{name} {note}" for name, note in zip(names, notes[-1], strict=True))
-        title = "time of a pack over the mean pack" if direction == "backward" else ""
-        parts.append(f'<div class="panel-title">{direction.capitalize()} packs</div>')
-        shown = zip(names, marks, notes[-1], strict=True)
-        parts.append(svg.rows_chart(shown, _ROW_PX, f"{direction} packs, max over mean: {label}", title=title, **axis))
-    numbers = NumberTable(("max/mean", "forward packs", "backward packs"), tuple(zip(*notes, strict=True)))
-    return Figure(body="".join(parts), label="spread of pack times, forward and backward", numbers=numbers)
-
-
-def relative_times(timeline: Timeline, plan: StepPlan | None, direction: Direction) -> NDArray[np.float64]:
-    """Return the seconds of every pack over the mean of its set of ranks, without sets without time."""
-    times = pack_times(timeline, direction)
-    sets = _sets(times, plan, direction)
-    parts = [times.seconds[sets == one] for one in np.unique(sets)]
-    return np.concatenate([np.zeros(0), *(part / part.mean() for part in parts if part.sum() > 0)])
-
-
-def _sets(times: PackSeconds, plan: StepPlan | None, direction: Direction) -> NDArray[np.int64]:
-    """Return a number for the set of ranks of every pack: its replica, and how many ranks share its first slice."""
-    if plan is None:
-        return times.dp_rank
-    ranks = {
-        (replica.dp_rank, pack.index): pack.slices[0].cp if pack.slices else 0
-        for replica in plan.pack_plans
-        for pack in (replica.forward if direction == "forward" else replica.backward)
-    }
-    keys = zip(times.dp_rank.tolist(), times.pack.tolist(), strict=True)
-    return times.dp_rank << 32 | np.array([ranks.get(key, 0) for key in keys], np.int64)
-
-
-def _pack_time_note(steps: Sequence[NDArray[np.float64]]) -> str:
-    """Return the mean over the steps, as in the comparison of strategies, and the slowest where it is not drawn."""
-    slowest = [float(one.max()) for one in steps if len(one)]
-    if not slowest:
-        return "no packs"
-    text = format_ratio(float(np.mean(slowest)))
-    return f"{text}, slowest {max(slowest):.1f}× ▸" if max(slowest) > _MOST_SHOWN else text
-
-
-def _marks(ratios: NDArray[np.float64], scale: Scale, color: str, is_hollow: bool) -> str:
-    middle, mean = _ROW_PX / 2, svg.upright(scale.share(1), 0, _ROW_PX, "mean")
-    color = PREDICTED if is_hollow else color
-    shown = ratios[ratios <= scale.high]
-    if len(ratios) <= _MOST_DOTS:
-        # Spread by place, not by chance: the same report is the same picture.
-        offsets = (np.arange(len(shown)) * 0.618034 % 1 - 0.5) * 2 * _SPREAD_OF_POINTS_PX
-        return mean + "".join(
-            svg.dot(scale.share(at), middle + offset, color, hollow=is_hollow, tip=f"{at:.3f} of the mean pack")
-            for at, offset in zip(shown.tolist(), offsets.tolist(), strict=True)
-        )
-    if not len(shown):
-        return mean
-    places, density = _density(ratios)
-    heights = (_HALF_PX * density / density.max()).tolist()
-    upper = [(scale.share(x), middle - h) for x, h in zip(places.tolist(), heights, strict=True) if x <= scale.high]
-    lower = [(x, 2 * middle - y) for x, y in reversed(upper)]
-    low, center, high = np.quantile(ratios, (0.25, 0.5, 0.75)).tolist()
-    half_of_them = f"half of them take {low:.3f} to {high:.3f} of the mean pack"
-    tip = f"{len(ratios):,} packs: {half_of_them}, the slowest {ratios.max():.3f}"
-    violin = svg.shape([*upper, *lower], _ROW_PX, color, "none" if is_hollow else f"{color}55", tip)
-    span = scale.share(low), min(1.0, scale.share(high))
-    box = svg.rect(span, middle - 2.5, 5, color, tip) if span[0] < span[1] else ""
-    return mean + violin + box + svg.upright(min(1.0, scale.share(center)), middle - 5, middle + 5, "median")
-
-
-def _density(ratios: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return places, and a density there up to a factor."""
-    low, high = float(ratios.min()), float(ratios.max())
-    if high - low < 1e-9:
-        return np.array([low - 0.002, low + 0.002]), np.ones(2)
-    # Few packs that are far slower stretch the classes; the outline is as fine where it is drawn.
-    counts, edges = np.histogram(ratios, bins=_CLASSES)
-    centers = (edges[:-1] + edges[1:]) / 2
-    width = max(1.06 * float(ratios.std()) * len(ratios) ** -0.2, (high - low) / _CLASSES)
-    at = np.linspace(low, min(high, _MOST_SHOWN * 1.04), _OUTLINE) if low < _MOST_SHOWN else np.array([low, high])
-    weights = np.exp(-0.5 * ((at[:, None] - centers) / width) ** 2)
-    return at, weights @ counts
-
-
 _BAR_PX = 24
 _LEAST_NAMED_SHARE = 0.0005
 """Of the longest bar; thinner parts cannot be seen or pointed at."""

@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 
 from evenload.errors import ConfigError
-from evenload.report.figures import layout_figure, pack_time_figure, time_split_figure
+from evenload.report.figures import layout_figure, time_split_figure
 from evenload.report.lengths import length_blocks
 from evenload.report.page import definitions_html, figure_html, folded_html, page_html, scrolled_html
 from evenload.report.run_files import latest_per_step
@@ -18,12 +18,6 @@ from evenload.report.step_view import STEP_VIEW_SCRIPTS, step_view_html
 from evenload.report.table import TEXT_COLUMNS, Column, format_cell, is_feasible, shown_columns
 from evenload.types.text import LengthUnit
 
-_READ_PACKS = (
-    "Each shape is the time of all packs of a strategy, relative to the mean pack of the same step and replica (or of "
-    "the replicas that share it): the wider it is at a place, the more packs take that long; the box holds the middle "
-    "half. A pipeline has the pace of its slowest pack, so the number beside a shape is what counts, <b>max/mean</b>: "
-    "1.000 is perfectly even, 1.300 loses up to 30 %. Few packs are drawn one by one."
-)
 _READ_SPLIT = (
     "Every bar is the predicted step of the average device, from left to right: useful work (the lower bound, equal "
     "for all strategies), what computing costs on top of it, waiting inside pipelines and for other replicas, and the "
@@ -94,7 +88,6 @@ def _parts(report: RunReport) -> list[Part]:
     curves = "curves", "Step by step", [] if run is None else curves_html("run-0", run)
     parts.insert(len(parts) if report.comparison else 0, curves)
     parts.append(("steps", "Inside a step", [_left_out_steps(run), step_view] if step_view else []))
-    parts.append(("packs", "Pack times", _packs(sections, remark)))
     layouts = [
         figure_html(f"layouts-{i}", f"{section.name}: layout of every step", _READ_LAYOUTS, layout_figure(decisions))
         for i, section in enumerate(report.sections)
@@ -124,12 +117,6 @@ def _split(sections: Mapping[str, RunSection], remark: str) -> list[str]:
     )
     read = _READ_SPLIT + (of_runs if steps else "") + remark
     return [figure_html("all-split", "Predicted seconds of a step, by cause", read, time_split_figure(splits))]
-
-
-def _packs(sections: Mapping[str, RunSection], remark: str) -> list[str]:
-    times = {name: one.timelines() for name, one in sections.items() if one.steps}
-    read = _READ_PACKS + remark
-    return [figure_html("all-packs", "How even packs are", read, pack_time_figure(times))] if times else []
 
 
 # In this order; what a reader asks first, and why a strategy loses.

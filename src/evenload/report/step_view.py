@@ -276,7 +276,7 @@ def _label(section: RunSection, *, is_best: bool, is_refused: bool) -> str:
     remarks = ["does not fit"] if is_refused else []
     if not section.metrics:
         origin, times = next(iter(section.timelines().items()))
-        mean_s = sum(timeline.step_time_s for timeline, _ in times) / len(times)
+        mean_s = sum(timeline.step_time_s for timeline in times) / len(times)
         remarks = [f"{format_seconds(mean_s)} {origin}", *remarks]
     return section.name + (" ★" if is_best else "") + (f" ({', '.join(remarks)})" if remarks else "")
 

@@ -29,9 +29,8 @@ def rect(span: tuple[float, float], top_px: float, height_px: float, color: str,
     return f'<rect {place} fill="{color}"{_tip(tip)}/>'
 
 
-def dot(x: float, y_px: float, color: str, *, hollow: bool = False, radius_px: float = 3.2, tip: str = "") -> str:
-    style = f'fill="none" stroke="{color}" stroke-width="1.4"' if hollow else f'fill="{color}"'
-    return f'<circle cx="{_percent(x)}" cy="{y_px:.5g}" r="{radius_px:g}" {style}{_tip(tip)}/>'
+def dot(x: float, y_px: float, color: str, *, radius_px: float, tip: str = "") -> str:
+    return f'<circle cx="{_percent(x)}" cy="{y_px:.5g}" r="{radius_px:g}" fill="{color}"{_tip(tip)}/>'
 
 
 def triangle(x: float, y_px: float, color: str, *, up: bool, tip: str = "") -> str:
@@ -67,12 +66,6 @@ def line(points: Iterable[Point], height_px: int, color: str, dash: str = "solid
     return _stretched(f'<path d="{path}" {style}{dashes} vector-effect="non-scaling-stroke"/>', height_px)
 
 
-def shape(points: Sequence[Point], height_px: int, color: str, fill: str, tip: str = "") -> str:
-    style = f'fill="{fill}" stroke="{color}" stroke-width="1.2"'
-    path = f'<path d="{_path(points)}Z" {style}{_tip(tip)} vector-effect="non-scaling-stroke"/>'
-    return _stretched(path, height_px)
-
-
 def stairs(points: Iterable[tuple[float, float]]) -> list[Point]:
     """Return a line that keeps its height until the next point."""
     corners: list[Point] = []
@@ -101,8 +94,8 @@ def _tip(content: str) -> str:
 
 
 # Colours that colour-blind readers tell apart, legible on white and on near-black: hues after Okabe and Ito, "Color
-# Universal Design", 2008. Two lightnesses for even and odd packs, so that neighbours show. Predicted is always hollow,
-# dashed or grey; measured is filled and solid.
+# Universal Design", 2008. Two lightnesses for even and odd packs, so that neighbours show. Predicted is always dashed
+# or grey; measured is filled and solid.
 
 
 class KindStyle(NamedTuple):
@@ -347,17 +340,16 @@ def rows_chart(
     label: str,
     *,
     x: Scale,
-    ticks: Sequence[Tick] = (),
-    title: str = "",
-    names_px: int = 120,
-    notes_px: int = 170,
+    ticks: Sequence[Tick],
+    title: str,
+    names_px: int,
+    notes_px: int,
 ) -> str:
     """Draw rows of (name, marks, note) on one axis; on a narrow page name and note are above the marks."""
     lines = "".join(upright(x.share(tick.at), 0, row_px, "grid") for tick in ticks)
     shown = [("row", name, _plot(row_px, 'aria-hidden="true"', lines + marks), note) for name, marks, note in rows]
-    if ticks:
-        labels = "".join(text(x.share(tick.at), 14, tick.label, kind=tick.kind) for tick in ticks)
-        shown.append(("row ticks", "", _plot(20, 'aria-hidden="true"', labels), ""))
+    labels = "".join(text(x.share(tick.at), 14, tick.label, kind=tick.kind) for tick in ticks)
+    shown.append(("row ticks", "", _plot(20, 'aria-hidden="true"', labels), ""))
     parts = (
         f'<div class="{kind}"><span class="name">{escape(name)}</span>{picture}'
         f'<span class="value">{escape(note)}</span></div>'
