@@ -94,7 +94,7 @@ def _parts(report: RunReport) -> list[Part]:
         if (decisions := section.layout_decisions)
     ]
     parts.append(("layouts", "Layouts over time", layouts))
-    lengths = [] if report.lengths is None else length_blocks(report.lengths, report.unit, "Lengths")[:2]
+    lengths = [] if report.lengths is None else length_blocks(report.lengths, report.unit, "Lengths")
     return [*parts, ("documents", "Documents of these steps", lengths)]
 
 

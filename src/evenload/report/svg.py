@@ -181,17 +181,13 @@ def text_on(color: str) -> str:
 
 @dataclass(frozen=True)
 class Scale:
-    """Values between two bounds as shares of an axis; `is_log` by their logarithms."""
+    """Values between two bounds as shares of an axis."""
 
     low: float
     high: float
-    is_log: bool = False
 
     def share(self, value: float) -> float:
-        low, high, at = self.low, self.high, value
-        if self.is_log:
-            low, high, at = math.log(low), math.log(high), math.log(value)
-        return (at - low) / (high - low) if high != low else 0.5
+        return (value - self.low) / (self.high - self.low) if self.high != self.low else 0.5
 
 
 @dataclass(frozen=True)
