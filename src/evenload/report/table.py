@@ -103,18 +103,11 @@ def is_feasible(row: Mapping[str, object]) -> bool:
     return row.get("feasible", True) is not False
 
 
-# Left out first when the terminal is narrow; others stay: the step time, the factor over best_fit, tokens/s.
-_LEFT_OUT_FIRST = (
-    *("layout", "sharding", "cuts", "schedule", "num_packs_backward", "num_packs_forward", "plan_time_s"),
-    *("imbalance_dp", "imbalance_backward", "imbalance_forward", "time_split", "fraction_of_layout_bound", "mfu"),
-    *("peak_host_bytes_per_node", "bubble_fraction", "dropped_tokens", "step_time_interval_s", "cap_violations"),
-    *("peak_memory_bytes", "deferred_tokens", "fraction_of_bound"),
+_IN_TERMINAL = (
+    *("mean_step_time_s", "speedup_over_baseline", "tokens_per_s_per_device", "fraction_of_bound", "deferred_tokens"),
+    *("peak_memory_bytes", "cap_violations", "step_time_interval_s", "dropped_tokens", "time_split"),
 )
-_NEVER_CONSTANT = (
-    *("mean_step_time_s", "measured_step_time_s", "speedup_over_baseline"),
-    *("tokens_per_s_per_device", "measured_tokens_per_s", "plan_time_s"),
-)
-"""Keys of results, which stay a column when all values are equal."""
+"""Keys of the columns that a terminal shows, those first that stay where it is narrow; page and JSON have all."""
 _MUCH_WAITING = 0.05
 """Of a step's time."""
 
@@ -137,57 +130,35 @@ def add_strategy(table: Table, name: object, best: str, cells: Sequence[str], re
 
 @dataclass(frozen=True)
 class ComparisonTable:
-    """Renders strategies side by side, the best marked: above, values that are the same in all rows; below, the columns
-    that do not fit the width, and the strategies that cannot run, with the reason."""
+    """Renders strategies side by side, the best marked; below, the columns that do not fit the width, and the
+    strategies that cannot run, with the reason."""
 
     rows: Sequence[Mapping[str, object]]
     best: str = ""
-    title: str = ""
     unit: LengthUnit = "tokens"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         feasible = [row for row in self.rows if is_feasible(row)]
-        columns, constants = _without_constants(feasible, shown_columns(feasible, self.unit))
-        if constants:
-            yield Text(f"the same in all rows: {', '.join(constants)}")
-        left_out: list[Column] = []
-        for key in _LEFT_OUT_FIRST:
+        columns = [column for column in shown_columns(feasible, self.unit) if column.key in _IN_TERMINAL]
+        table, left_out = self._table(feasible, columns), []
+        while columns and Measurement.get(console, options.update(max_width=10_000), table).maximum > options.max_width:
+            last = max(columns, key=lambda column: _IN_TERMINAL.index(column.key))
+            columns.remove(last)
+            left_out.append(last.heading.replace("\n", " "))
             table = self._table(feasible, columns)
-            if Measurement.get(console, options.update(max_width=10_000), table).maximum <= options.max_width:
-                break
-            left_out += [column for column in columns if column.key == key]
-            columns = [column for column in columns if column.key != key]
-        yield self._table(feasible, columns)
+        yield table
         if left_out:
-            yield Text(f"left out for width: {', '.join(_on_one_line(column) for column in left_out)}")
+            yield Text(f"left out for width: {', '.join(left_out)}")
         for row in self.rows:
             if not is_feasible(row):
                 yield Text(f"{row['name']}: not feasible: {row.get('why') or 'no reason given'}")
 
     def _table(self, rows: Sequence[Mapping[str, object]], columns: Sequence[Column]) -> Table:
         left = [column.heading for column in columns if column.key in TEXT_COLUMNS]
-        table = bare_table(self.title, "strategy", *(column.heading for column in columns), left=left)
+        table = bare_table("", "strategy", *(column.heading for column in columns), left=left)
         for row in rows:
             add_strategy(table, row["name"], self.best, [format_cell(column, row) for column in columns])
         return table
-
-
-def _without_constants(
-    rows: Sequence[Mapping[str, object]], columns: Sequence[Column]
-) -> tuple[list[Column], list[str]]:
-    """Return the columns in which rows differ, and texts of the others; one row keeps all."""
-    kept, constants = [], []
-    for column in columns:
-        cells = {format_cell(column, row) for row in rows}
-        if len(rows) > 1 and len(cells) == 1 and column.key not in _NEVER_CONSTANT:
-            constants.append(f"{_on_one_line(column)} {cells.pop()}")
-        else:
-            kept.append(column)
-    return kept, constants
-
-
-def _on_one_line(column: Column) -> str:
-    return column.heading.replace("\n", " ")
 
 
 def step_line(row: MetricRow) -> str:
