@@ -51,17 +51,6 @@ def step_time_figure(rows: Sequence[MetricRow]) -> Figure:
     return _curves(series, "step time", "s", from_zero=True)
 
 
-def predicted_steps_figure(steps: Sequence[int], seconds: Mapping[str, Sequence[float]]) -> Figure:
-    """Draw predicted seconds of these steps by each name, of what is known (not NaN); "bound" is dotted."""
-    at, colors = np.array(steps, float), {"bound": (PREDICTED, "dot"), "ours": (SERIES[0], "dash")}
-    series = [
-        (name, *colors.get(name, (SERIES[1], "dash")), at, np.array(values))
-        for name, values in seconds.items()
-        if not np.isnan(values).all()
-    ]
-    return _curves(series, "predicted seconds of a step", "s", from_zero=True)
-
-
 def _of_run(name: str, rows: Sequence[MetricRow], key: str) -> Series:
     rows = latest_per_step(rows)
     return name, SERIES[0], "solid", metric_column(rows, "step"), metric_column(rows, key)
