@@ -134,11 +134,8 @@ def test_the_lengths_page_draws_its_figures(open_page, tmp_path, scheme):
 
 
 @pytest.mark.parametrize("scheme", sweep(["dark", "light"], 1))
-def test_layouts_over_time_are_drawn_with_every_layout_named(open_page, scheme):
+def test_layouts_over_time_name_every_layout(open_page, scheme):
     sections = (RunSection(name="flexpipe", layout_decisions=DECISIONS),)
     page = open_page(RunReport(title="layouts", sections=sections), scheme=scheme)
-    which, compared = plots(page, "layouts-0").all()
-    assert which.locator("[data-tip]").count() == len(DECISIONS)
-    assert {"dp=4", "dp=2 pp=2"} <= set(which.locator("text").all_text_contents())
-    assert compared.locator("path").count() == 3
+    assert {"dp=4", "dp=2 pp=2"} <= set(page.locator(".layouts td").all_text_contents())
     assert fits(page)

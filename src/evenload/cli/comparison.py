@@ -32,7 +32,7 @@ from evenload.plan.strategies.strategy import LeftOutStrategy
 from evenload.report.chrome_trace import label_packs, write_chrome_trace
 from evenload.report.html import strategies_table, write_report
 from evenload.report.run_report import RunReport, RunSection, StepView
-from evenload.report.table import ComparisonTable, EngineTable, LayoutTable, is_feasible, shown_columns
+from evenload.report.table import READ_LAYOUTS, ComparisonTable, EngineTable, is_feasible, layout_table, shown_columns
 from evenload.report.units import format_interval, format_layout, format_percent, format_power_of_two, format_seconds
 from evenload.stepplan.plan_file import encode_plan_file
 from evenload.types.plan import StepPlan
@@ -176,8 +176,8 @@ class Comparison:
         print_lines(console, *(f"{row['name']}: {row['note']}" for row in self.rows if row["note"]))
         for result in self.strategies:
             if result.layout_decisions:
-                title = f"{result.name}: layout of every step, predicted"
-                console.print(LayoutTable(result.layout_decisions, title))
+                console.print(layout_table(result.layout_decisions, f"{result.name}: layout of every step, predicted"))
+                print_lines(console, READ_LAYOUTS)
         print_lines(console, *(_worst_message(one, self.memory_cap_bytes, self.unit) for one in self.worst or ()))
         if self.engine is not None:
             rows = _rows_in_unit(msgspec.to_builtins(self.engine.results), self.unit)

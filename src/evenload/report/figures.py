@@ -1,9 +1,8 @@
-"""Draw a report's pictures: curves of runs, layouts over steps, the parts of a step's time.
+"""Draw a report's pictures: curves of runs, the parts of a step's time.
 
 Nothing is smoothed; of many steps a line keeps extremes (`outline`). Predicted is dashed and grey; measured is solid.
 """
 
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -12,10 +11,9 @@ from numpy.typing import NDArray
 
 from evenload.report import svg
 from evenload.report.run_files import MetricRow, latest_per_step
-from evenload.report.svg import MEASURED, PREDICTED, SERIES, Axes, Curves, Figure, NumberTable, Scale, Tick
-from evenload.report.table import format_action, format_conditions, format_predicted
+from evenload.report.svg import MEASURED, PREDICTED, SERIES, Axes, Curves, Figure, NumberTable, Scale
 from evenload.report.units import format_percent, format_seconds
-from evenload.types.run import LayoutDecision, Validation
+from evenload.types.run import Validation
 from evenload.types.timeline import CAUSE_LABELS, TimeSplit
 
 # From this many steps on markers hide the line.
@@ -57,14 +55,14 @@ def _of_run(name: str, rows: Sequence[MetricRow], key: str) -> Series:
 
 
 def _curves(series: Sequence[Series], y_title: str, kind: str, *, from_zero: bool = False) -> Figure:
-    axes = _axes(series, y_title, kind, from_zero=from_zero)
     count = max((len(one[3]) for one in series), default=0)
     label = f"{y_title} over {count} steps of {', '.join(one[0] for one in series) or 'no run'}"
     names = svg.legend((name, color, dash) for name, color, dash, _, _ in series) if len(series) > 1 else ""
-    return Figure(body=names + _curve_panel(axes, series, label, kind, 2.6), label=label)
+    panel = _curve_panel(_axes(series, y_title, kind, from_zero=from_zero), series, label, kind)
+    return Figure(body=names + panel, label=label)
 
 
-def _curve_panel(axes: Axes, series: Sequence[Series], label: str, kind: str, radius_px: float) -> str:
+def _curve_panel(axes: Axes, series: Sequence[Series], label: str, kind: str) -> str:
     """Draw lines with markers; pointing shows all series at the steps of any."""
     if not series:
         return svg.panel(axes, [], label)
@@ -75,14 +73,14 @@ def _curve_panel(axes: Axes, series: Sequence[Series], label: str, kind: str, ra
         points = [(x, axes.y_px(y) if np.isfinite(y) else None) for x, y in kept]
         marks.append(svg.line(points, axes.height_px, color, dash))
         if len(at) <= _MAX_STEPS_WITH_MARKERS:
-            marks += [svg.dot(x, y, color, radius_px=radius_px) for x, y in points if y is not None]
+            marks += [svg.dot(x, y, color) for x, y in points if y is not None]
         whole = np.full(len(steps), np.nan)
         whole[np.searchsorted(steps, at)] = values
         pointed.append((name, color, whole.tolist()))
     return svg.panel(axes, marks, label, Curves("step", steps.tolist(), kind, pointed))
 
 
-def _axes(series: Sequence[Series], y_title: str, kind: str, *, from_zero: bool, num_ticks: int = 5) -> Axes:
+def _axes(series: Sequence[Series], y_title: str, kind: str, *, from_zero: bool) -> Axes:
     steps = np.concatenate([one[3] for one in series]) if series else np.zeros(0)
     values = np.concatenate([one[4] for one in series]) if series else np.zeros(0)
     values = values[np.isfinite(values)]
@@ -92,13 +90,10 @@ def _axes(series: Sequence[Series], y_title: str, kind: str, *, from_zero: bool,
     margin = 0.06 * (high - low or abs(high) or 1.0)
     y = Scale(low if from_zero else low - margin, high + margin)
     first, last = (int(steps.min()), int(steps.max())) if len(steps) else (0, 1)
-    ticks = {"x_ticks": svg.step_ticks(first, last), "y_ticks": svg.value_ticks(y.low, y.high, kind, num_ticks)}
-    return Axes(x=_step_scale(first, last), y=y, **ticks, x_title="step", y_title=y_title)
-
-
-def _step_scale(first: int, last: int) -> Scale:
-    margin = 0.5 if first == last else 0.012 * (last - first)
-    return Scale(first - margin, last + margin)
+    beside = 0.5 if first == last else 0.012 * (last - first)
+    x = Scale(first - beside, last + beside)
+    ticks = {"x_ticks": svg.step_ticks(first, last), "y_ticks": svg.value_ticks(y.low, y.high, kind)}
+    return Axes(x=x, y=y, **ticks, x_title="step", y_title=y_title)
 
 
 def outline(values: NDArray[np.float64]) -> NDArray[np.int64]:
@@ -139,79 +134,6 @@ def largest(rows: Iterable[MetricRow], key: str) -> float | None:
 def metric_column(rows: Iterable[MetricRow], key: str) -> NDArray[np.float64]:
     """Return one key of metrics rows as float64[num_rows]; `None` becomes NaN, a gap in a line."""
     return np.array([np.nan if row[key] is None else float(row[key] or 0) for row in rows], dtype=np.float64)
-
-
-_SECONDS_PX, _LANE_PX = 170, 30
-_LAYOUT_COLORS = {1: MEASURED, 2: SERIES[4], 3: SERIES[7], 4: SERIES[2]}
-_NAMES = {1: "① kept", 2: "② kept, saving memory", 3: "③ switched to fit ▲", 4: "④ switched to be faster ▼"}
-
-
-def layout_figure(decisions: Sequence[LayoutDecision]) -> Figure:
-    """Draw the layout over the steps, marked by the case of FlexPipe's Fig. 7, and below T for each known step."""
-    layouts = list(dict.fromkeys(one.layout for one in decisions))
-    first, last = decisions[0].step, decisions[-1].step
-    lanes = Axes(
-        x=_step_scale(first, last),
-        y=Scale(len(layouts) - 0.5, -0.5),
-        x_ticks=(),
-        y_ticks=[Tick(at, name) for at, name in enumerate(layouts)],
-        left_px=svg.names_width_px(layouts, most_px=150),
-        height_px=_LANE_PX * (len(layouts) + 1),
-    )
-    places = [(lanes.x.share(one.step), lanes.y_px(layouts.index(one.layout))) for one in decisions]
-    # Layouts change halfway between two steps.
-    changes = [((left + right) / 2, y_px) for (left, _), (right, y_px) in itertools.pairwise(places)]
-    marks = [svg.line(svg.stairs([places[0], *changes, places[-1]]), lanes.height_px, PREDICTED)]
-    for one, place in zip(decisions, places, strict=True):
-        color, tip = _LAYOUT_COLORS[one.case], _decision_tip(one)
-        if one.case in (3, 4):
-            marks.append(svg.triangle(*place, color, up=one.case == 3, tip=tip))
-        else:
-            marks.append(svg.dot(*place, color, radius_px=3.6 if one.case == 1 else 4.6, tip=tip))
-    label = f"layout of steps {first} to {last}: {', '.join(layouts)}"
-    cases = [case for case in _NAMES if any(one.case == case for one in decisions)]
-    seconds = _seconds(decisions)
-    axes = _axes(seconds, "predicted a step", "s", from_zero=True, num_ticks=4)
-    axes = replace(axes, x=lanes.x, x_ticks=svg.step_ticks(first, last), left_px=lanes.left_px, height_px=_SECONDS_PX)
-    compared = "predicted seconds a step of staying, saving memory and switching"
-    body = (
-        svg.legend((_NAMES[case], _LAYOUT_COLORS[case], "fill") for case in cases)
-        + svg.panel(lanes, marks, label)
-        + svg.legend((name, color, dash) for name, color, dash, _, _ in seconds)
-        + _curve_panel(axes, seconds, compared, "s", 2.2)
-    )
-    return Figure(body=body, label=label)
-
-
-def _seconds(decisions: Sequence[LayoutDecision]) -> list[Series]:
-    steps, known = (np.array([getattr(one, key) for one in decisions], float) for key in ("step", "known_steps"))
-    keep, save, new, switch = (
-        np.array([getattr(one, key) for one in decisions], float) / known
-        for key in ("keep_s", "save_s", "new_s", "switch_s")
-    )
-    series = (
-        ("T(keep)", MEASURED, "solid", steps, keep),
-        ("T(save)", SERIES[4], "dot", steps, np.where(np.isnan(keep), save, np.nan)),
-        ("T(new) + T(switch)", SERIES[1], "dash", steps, new + switch),
-    )
-    return [one for one in series if not np.isnan(one[-1]).all()]
-
-
-def _decision_tip(decision: LayoutDecision) -> str:
-    lines = [
-        f"step {decision.step}: {format_action(decision)}, {format_conditions(decision)}",
-        f"T(keep) {format_predicted(decision.keep_s)}, T(save) {format_predicted(decision.save_s)}",
-    ]
-    candidates = {"documents": decision.save_documents_s, "layers": decision.save_layers_s}
-    if any(seconds is not None for seconds in candidates.values()):
-        of_each = [f"by {name} {format_predicted(seconds)}" for name, seconds in candidates.items()]
-        lines.append(f"saving memory in this step: {', '.join(of_each)}")
-    if decision.other:
-        switch = format_seconds(decision.switch_s)
-        lines.append(f"{decision.other}: T(new) {format_predicted(decision.new_s)}, T(switch) {switch}")
-    if decision.measured_switch_s is not None:
-        lines.append(f"the switch took {format_seconds(decision.measured_switch_s)}, measured")
-    return "\n".join([*lines, decision.why])
 
 
 _ROW_PX = 34

@@ -9,25 +9,29 @@ from html import escape
 from pathlib import Path
 
 from evenload.errors import ConfigError
-from evenload.report.figures import layout_figure, time_split_figure
+from evenload.report.figures import time_split_figure
 from evenload.report.lengths import length_blocks
-from evenload.report.page import definitions_html, figure_html, folded_html, page_html, scrolled_html
+from evenload.report.page import definitions_html, figure_html, folded_html, numbers_html, page_html, scrolled_html
 from evenload.report.run_files import latest_per_step
 from evenload.report.run_report import RunReport, RunSection, curves_html, tiles_html
 from evenload.report.step_view import STEP_VIEW_SCRIPTS, step_view_html
-from evenload.report.table import TEXT_COLUMNS, Column, format_cell, is_feasible, shown_columns
+from evenload.report.svg import NumberTable
+from evenload.report.table import (
+    LAYOUT_HEADINGS,
+    READ_LAYOUTS,
+    TEXT_COLUMNS,
+    Column,
+    format_cell,
+    is_feasible,
+    layout_rows,
+    shown_columns,
+)
 from evenload.types.text import LengthUnit
 
 _READ_SPLIT = (
     "Every bar is the predicted step of the average device, from left to right: useful work (the lower bound, equal "
     "for all strategies), what computing costs on top of it, waiting inside pipelines and for other replicas, and the "
     "end of the step. The parts add up to the step time. Point at a part for its seconds and share."
-)
-_READ_LAYOUTS = (
-    "Above, the layout that every step runs in; a mark says what was decided before it, after FlexPipe's Fig. 7. "
-    "Below, the <b>predicted</b> seconds a step that were compared, mean of the steps whose lengths were known: "
-    "staying, staying with documents recomputed or offloaded, and the best other layout with the switch to it. A line "
-    "that breaks off does not fit memory there. Point at a mark for the conditions A to D and the reason."
 )
 
 
@@ -88,14 +92,16 @@ def _parts(report: RunReport) -> list[Part]:
     curves = "curves", "Step by step", [] if run is None else curves_html("run-0", run)
     parts.insert(len(parts) if report.comparison else 0, curves)
     parts.append(("steps", "Inside a step", [_left_out_steps(run), step_view] if step_view else []))
-    layouts = [
-        figure_html(f"layouts-{i}", f"{section.name}: layout of every step", _READ_LAYOUTS, layout_figure(decisions))
-        for i, section in enumerate(report.sections)
-        if (decisions := section.layout_decisions)
-    ]
+    layouts = [_layouts(section) for section in report.sections if section.layout_decisions]
     parts.append(("layouts", "Layouts over time", layouts))
     lengths = [] if report.lengths is None else length_blocks(report.lengths, report.unit, "Lengths")
     return [*parts, ("documents", "Documents of these steps", lengths)]
+
+
+def _layouts(section: RunSection) -> str:
+    title, rows = f"{section.name}: layout of every step", tuple(layout_rows(section.layout_decisions))
+    table = numbers_html(title, NumberTable(LAYOUT_HEADINGS, rows))
+    return f'<div class="layouts"><h3>{escape(title)}</h3>{table}<p>{READ_LAYOUTS}</p></div>'
 
 
 def _left_out_steps(run: RunSection | None) -> str:

@@ -29,14 +29,8 @@ def rect(span: tuple[float, float], top_px: float, height_px: float, color: str,
     return f'<rect {place} fill="{color}"{_tip(tip)}/>'
 
 
-def dot(x: float, y_px: float, color: str, *, radius_px: float, tip: str = "") -> str:
-    return f'<circle cx="{_percent(x)}" cy="{y_px:.5g}" r="{radius_px:g}" fill="{color}"{_tip(tip)}/>'
-
-
-def triangle(x: float, y_px: float, color: str, *, up: bool, tip: str = "") -> str:
-    path = "M-7 5H7L0 -7Z" if up else "M-7 -5H7L0 7Z"
-    body = f'<path d="{path}" fill="{color}"{_tip(tip)}/>'
-    return f'<svg x="{_percent(x)}" y="{y_px:.5g}" overflow="visible">{body}</svg>'
+def dot(x: float, y_px: float, color: str) -> str:
+    return f'<circle cx="{_percent(x)}" cy="{y_px:.5g}" r="2.6" fill="{color}"/>'
 
 
 def text(
@@ -57,23 +51,13 @@ def upright(x: float, top_px: float, bottom_px: float, kind: str) -> str:
     return f'<line x1="{at}" x2="{at}" y1="{top_px:g}" y2="{bottom_px:g}" class="{kind}"/>'
 
 
-def line(points: Iterable[Point], height_px: int, color: str, dash: str = "solid", width_px: float = 2) -> str:
+def line(points: Iterable[Point], height_px: int, color: str, dash: str) -> str:
     """Draw a line through points, broken where one has no height; a point alone becomes a short dash."""
     parts = [list(part) for known, part in itertools.groupby(points, lambda point: point[1] is not None) if known]
     path = "".join(_path(part) + ("h1" if len(part) == 1 else "") for part in parts)
     dashes = f' stroke-dasharray="{_DASHES[dash]}"' if _DASHES[dash] else ""
-    style = f'fill="none" stroke="{color}" stroke-width="{width_px:g}" stroke-linejoin="round" stroke-linecap="round"'
+    style = f'fill="none" stroke="{color}" stroke-width="2" stroke-linejoin="round" stroke-linecap="round"'
     return _stretched(f'<path d="{path}" {style}{dashes} vector-effect="non-scaling-stroke"/>', height_px)
-
-
-def stairs(points: Iterable[tuple[float, float]]) -> list[Point]:
-    """Return a line that keeps its height until the next point."""
-    corners: list[Point] = []
-    for x, y_px in points:
-        if corners:
-            corners.append((x, corners[-1][1]))
-        corners.append((x, y_px))
-    return corners
 
 
 def _path(points: Iterable[Point]) -> str:
@@ -272,7 +256,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Axes:
-    """Scales, ticks and titles of a panel, the width of the labels on the left, and its height."""
+    """Scales, ticks and titles of a panel, and its height."""
 
     x: Scale
     y: Scale
@@ -280,7 +264,6 @@ class Axes:
     y_ticks: Sequence[Tick]
     x_title: str = ""
     y_title: str = ""
-    left_px: int = 58
     height_px: int = 250
 
     def y_px(self, value: float) -> float:
@@ -319,7 +302,7 @@ def panel(axes: Axes, marks: Iterable[str], label: str, curves: Curves | None = 
         what = f'role="group" aria-roledescription="chart" aria-label="{escape(label)}; arrow keys read values"'
         what += f" data-curves='{points}' tabindex=\"0\""
     picture = _plot(height, what, "".join(parts))
-    return f'{title}<div class="panel" style="--left:{axes.left_px}px">{picture}</div>{_x_title(axes.x_title)}'
+    return f'{title}<div class="panel">{picture}</div>{_x_title(axes.x_title)}'
 
 
 def _plot(height_px: int, attributes: str, body: str) -> str:
@@ -369,8 +352,8 @@ def legend(entries: Iterable[tuple[str, str, str]]) -> str:
 _BORDERS = {"solid": "solid", "dash": "dashed", "dot": "dotted"}
 
 
-def names_width_px(names: Iterable[str], most_px: int = 220) -> int:
-    return min(most_px, 20 + 7 * max((len(name) for name in names), default=0))
+def names_width_px(names: Iterable[str]) -> int:
+    return min(220, 20 + 7 * max((len(name) for name in names), default=0))
 
 
 def _short(value: float | None) -> float | None:

@@ -4,7 +4,7 @@ The page shares the columns of the comparison, whose keys are those of `evenload
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -238,40 +238,40 @@ def format_predicted(seconds: float | None) -> str:
     return "does not fit" if seconds is None else format_seconds(seconds)
 
 
-@dataclass(frozen=True)
-class LayoutTable:
-    """Renders decisions about layouts; neighbours with the same action and conditions are one row with the last one's
+LAYOUT_HEADINGS = ("step", "layout", "A B C D", "action", "T(keep)", "T(save)", "T(new)", "T(switch)", "why")
+READ_LAYOUTS = (
+    "A the layout holds the batch, B switching is slower, C it holds it by recomputing or offloading, D switching is "
+    "slower than that; ① kept ② kept, saving memory ③ switched to fit ④ switched to be faster; T(save) by documents, "
+    "or (layers) by layers that recompute for all of them; seconds are predicted, over the known steps"
+)
+
+
+def layout_rows(decisions: Iterable[LayoutDecision]) -> Iterator[tuple[str, ...]]:
+    """Yield rows of `LAYOUT_HEADINGS`; neighbours with the same action and conditions are one row with the last one's
     seconds."""
 
-    decisions: Sequence[LayoutDecision]
-    title: str = ""
+    def kind(decision: LayoutDecision) -> object:
+        apart = decision.step if decision.is_switch else None
+        return decision.layout, format_conditions(decision), format_action(decision), apart
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        left, seconds = ("layout", "A B C D", "action"), ("T(keep)", "T(save)", "T(new)", "T(switch)")
-        table = bare_table(self.title, "step", *left, *seconds, left=left)
-        table.add_column("why")
+    for _, rows in itertools.groupby(decisions, kind):
+        first, *rest = rows
+        last = rest[-1] if rest else first
+        steps = f"{first.step}" if first is last else f"{first.step}-{last.step}"
+        new, switch = (format_predicted(last.new_s), format_seconds(last.switch_s)) if last.other else ("", "")
+        if last.other and last.measured_switch_s is not None:
+            switch += f" ({format_seconds(last.measured_switch_s)} measured)"
+        decided = last.layout, format_conditions(last), format_action(last)
+        yield steps, *decided, format_predicted(last.keep_s), _saving_cell(last), new, switch, last.why
 
-        def kind(decision: LayoutDecision) -> object:
-            apart = decision.step if decision.is_switch else None
-            return decision.layout, format_conditions(decision), format_action(decision), apart
 
-        for _, rows in itertools.groupby(self.decisions, kind):
-            first, *rest = rows
-            last = rest[-1] if rest else first
-            steps = f"{first.step}" if first is last else f"{first.step}-{last.step}"
-            new, switch = (format_predicted(last.new_s), format_seconds(last.switch_s)) if last.other else ("", "")
-            if last.other and last.measured_switch_s is not None:
-                switch += f" ({format_seconds(last.measured_switch_s)} measured)"
-            decided = Text(last.layout), format_conditions(last), format_action(last)
-            seconds = format_predicted(last.keep_s), _saving_cell(last), new, switch
-            table.add_row(steps, *decided, *seconds, Text(last.why), style="bold" if last.is_switch else None)
-        yield table
-        yield Text(
-            "A the layout holds the batch, B switching is slower, C it holds it by recomputing or offloading, D "
-            "switching is slower than that; ① kept ② kept, saving memory ③ switched to fit ④ switched to be faster; "
-            "T(save) by documents, or (layers) by layers that recompute for all of them; seconds are predicted, over "
-            "the known steps"
-        )
+def layout_table(decisions: Iterable[LayoutDecision], title: str) -> Table:
+    """Make the table of a terminal, switches in bold."""
+    table = bare_table(title, *LAYOUT_HEADINGS[:-1], left=LAYOUT_HEADINGS[1:4])
+    table.add_column(LAYOUT_HEADINGS[-1])
+    for row in layout_rows(decisions):
+        table.add_row(*map(Text, row), style="bold" if row[3][0] in "③④" else None)
+    return table
 
 
 def _saving_cell(decision: LayoutDecision) -> str:
