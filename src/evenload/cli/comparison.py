@@ -172,7 +172,7 @@ class Comparison:
             print_lines(console, *(f"{row['name']}: not feasible: {row['why']}" for row in self.rows))
         print_lines(console, *(f"left out of --strategy all: {one.name}: {one.why}" for one in self.left_out))
         if self.best:
-            print_lines(console, self.interval.describe(), _bound_message(self.evaluation))
+            print_lines(console, self.interval.describe())
         print_lines(console, *(f"{row['name']}: {row['note']}" for row in self.rows if row["note"]))
         for result in self.strategies:
             if result.layout_decisions:
@@ -293,22 +293,6 @@ class Comparison:
 def step_view(plan: StepPlan, costs: PackCosts, measured: Timeline | None = None) -> StepView:
     """Return a step for a page: as predicted, and as measured where it was."""
     return StepView(step=plan.step, predicted=detailed_timeline(plan, costs), measured=measured, plan=plan)
-
-
-def _bound_message(evaluation: Evaluation) -> str:
-    """Return what bounds the best strategy's slowest step: the critical path, by rank and kind."""
-    assert evaluation.best is not None, "only of a best strategy"
-    proposals = evaluation.proposals[evaluation.best]
-    proposal = max(proposals, key=lambda one: one.plan.predicted.step_time_s)
-    dp_rank, path = proposal.critical_path()
-    replica = f" of replica {dp_rank}" if proposal.plan.layout.dp > 1 else ""
-    step = f" of step {proposal.plan.step}" if len(proposals) > 1 else ""
-    after_s = proposal.plan.predicted.step_time_s - proposal.switch_s - path.makespan_s
-    switch = f"switch of layout {format_seconds(proposal.switch_s)}, then " if proposal.switch_s else ""
-    return (
-        f"{evaluation.best}: critical path{step}: {switch}pipeline{replica} {format_seconds(path.makespan_s)}, "
-        f"{path.describe()}; then reduction and optimizer {format_seconds(after_s)}"
-    )
 
 
 def _headline_message(evaluation: Evaluation) -> str:
