@@ -32,7 +32,7 @@ from evenload.plan.strategies.strategy import LeftOutStrategy
 from evenload.report.chrome_trace import label_packs, write_chrome_trace
 from evenload.report.html import strategies_table, write_report
 from evenload.report.run_report import RunReport, RunSection, StepView
-from evenload.report.table import READ_LAYOUTS, ComparisonTable, EngineTable, is_feasible, layout_table, shown_columns
+from evenload.report.table import READ_LAYOUTS, ComparisonTable, engine_table, is_feasible, layout_table, shown_columns
 from evenload.report.units import format_interval, format_layout, format_percent, format_power_of_two, format_seconds
 from evenload.stepplan.plan_file import encode_plan_file
 from evenload.types.plan import StepPlan
@@ -182,7 +182,8 @@ class Comparison:
         if self.engine is not None:
             rows = _rows_in_unit(msgspec.to_builtins(self.engine.results), self.unit)
             title = f"on {self.engine.engine} ({self.engine.title}), predicted"
-            console.print(EngineTable(rows, self.engine.best, title))
+            console.print(engine_table((row for row in rows if not row["why"]), self.engine.best, title))
+            print_lines(console, *(f"{row['name']}: not planned: {row['why']}" for row in rows if row["why"]))
             print_lines(console, *_engine_messages(self.engine, self.evaluation, self.unit))
 
     def to_json(self) -> bytes:

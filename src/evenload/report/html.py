@@ -17,6 +17,7 @@ from evenload.report.run_report import RunReport, RunSection, curves_html, tiles
 from evenload.report.step_view import STEP_VIEW_SCRIPTS, step_view_html
 from evenload.report.svg import NumberTable
 from evenload.report.table import (
+    FIRST_COLUMNS,
     LAYOUT_HEADINGS,
     READ_LAYOUTS,
     TEXT_COLUMNS,
@@ -125,21 +126,13 @@ def _split(sections: Mapping[str, RunSection], remark: str) -> list[str]:
     return [figure_html("all-split", "Predicted seconds of a step, by cause", read, time_split_figure(splits))]
 
 
-# In this order; what a reader asks first, and why a strategy loses.
-_FIRST = (
-    *("measured_step_time_s", "mean_step_time_s", "speedup_over_baseline", "time_split", "fraction_of_bound", "mfu"),
-    *("step_time_interval_s", "measured_tokens_per_s", "tokens_per_s_per_device", "bubble_fraction"),
-    *("peak_memory_bytes", "cap_violations", "deferred_tokens", "dropped_tokens"),
-)
-
-
 def comparison_html(rows: Sequence[Mapping[str, object]], best: str, unit: LengthUnit) -> str:
     """Return the comparison, the best strategy marked, those that cannot run last; further columns are folded."""
     feasible = [row for row in rows if is_feasible(row)]
     refused = [row for row in rows if not is_feasible(row)]
-    columns = {column.key: column for column in shown_columns(feasible, unit)}
-    first = [columns[key] for key in _FIRST if key in columns]
-    others = [column for column in columns.values() if column not in first]
+    columns = shown_columns(feasible, unit)
+    first = [column for column in columns if column.key in FIRST_COLUMNS]
+    others = [column for column in columns if column.key not in FIRST_COLUMNS]
     table = scrolled_html("Comparison of strategies", strategies_table(feasible, refused, first, best))
     if not others or not feasible:
         return table

@@ -103,11 +103,12 @@ def is_feasible(row: Mapping[str, object]) -> bool:
     return row.get("feasible", True) is not False
 
 
-_IN_TERMINAL = (
-    *("mean_step_time_s", "speedup_over_baseline", "tokens_per_s_per_device", "fraction_of_bound", "deferred_tokens"),
-    *("peak_memory_bytes", "cap_violations", "step_time_interval_s", "dropped_tokens", "time_split"),
+FIRST_COLUMNS = (
+    *("mean_step_time_s", "measured_step_time_s", "speedup_over_baseline", "tokens_per_s_per_device"),
+    *("measured_tokens_per_s", "fraction_of_bound", "deferred_tokens", "peak_memory_bytes", "cap_violations"),
+    *("step_time_interval_s", "dropped_tokens", "time_split"),
 )
-"""Keys of the columns that a terminal shows, those first that stay where it is narrow; page and JSON have all."""
+"""Keys of the columns that a terminal shows, those first that stay where it is narrow; a page folds the others."""
 _MUCH_WAITING = 0.05
 """Of a step's time."""
 
@@ -139,10 +140,10 @@ class ComparisonTable:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         feasible = [row for row in self.rows if is_feasible(row)]
-        columns = [column for column in shown_columns(feasible, self.unit) if column.key in _IN_TERMINAL]
+        columns = [column for column in shown_columns(feasible, self.unit) if column.key in FIRST_COLUMNS]
         table, left_out = self._table(feasible, columns), []
         while columns and Measurement.get(console, options.update(max_width=10_000), table).maximum > options.max_width:
-            last = max(columns, key=lambda column: _IN_TERMINAL.index(column.key))
+            last = max(columns, key=lambda column: FIRST_COLUMNS.index(column.key))
             columns.remove(last)
             left_out.append(last.heading.replace("\n", " "))
             table = self._table(feasible, columns)
@@ -198,27 +199,14 @@ _ENGINE_COLUMNS = (
 )
 
 
-@dataclass(frozen=True)
-class EngineTable:
-    """Renders strategies on one engine (rows of `EngineResult` as builtins), the fastest marked, then those that could
-    not be planned."""
-
-    rows: Sequence[Mapping[str, Any]]
-    best: str
-    title: str
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        table = bare_table(self.title, "strategy", *(heading for _, heading, _ in _ENGINE_COLUMNS))
-        for row in self.rows:
-            if not row["why"]:
-                cells = [format(row[key]) for key, _, format in _ENGINE_COLUMNS]
-                add_strategy(
-                    table, row["name"], self.best, cells, f" ({row['planned_by']})" if row["planned_by"] else ""
-                )
-        yield table
-        for row in self.rows:
-            if row["why"]:
-                yield Text(f"{row['name']}: not planned: {row['why']}")
+def engine_table(rows: Iterable[Mapping[str, Any]], best: str, title: str) -> Table:
+    """Make a table of strategies on one engine (rows of `EngineResult` as builtins, without those that could not be
+    planned), the fastest marked."""
+    table = bare_table(title, "strategy", *(heading for _, heading, _ in _ENGINE_COLUMNS))
+    for row in rows:
+        cells = [format(row[key]) for key, _, format in _ENGINE_COLUMNS]
+        add_strategy(table, row["name"], best, cells, f" ({row['planned_by']})" if row["planned_by"] else "")
+    return table
 
 
 def format_conditions(decision: LayoutDecision) -> str:
