@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from evenload.report import svg
-from evenload.report.page import definitions_html, figure_html, page_html
+from evenload.report.page import definitions_html, figure_html, numbers_html, page_html
 from evenload.report.svg import LENGTH_COLORS, Axes, Figure, NumberTable, Scale
 from evenload.report.units import format_count, format_power_of_two, format_share
 from evenload.types.run import LengthProfile
@@ -30,9 +30,9 @@ READ_CLASSES = (
 )
 _READ_BROKEN = " A <b>broken bar</b> is longer than drawn; its share stands on it."
 READ_WINDOWS = (
-    "What a context window does to this data. <b>Blue</b>: documents that do not fit. <b>Orange</b>: tokens after the "
-    "window, lost where documents are truncated. <b>Green</b>: attention between pieces, lost where documents are "
-    "split. Evenload trains documents whole up to <code>--context</code>."
+    "What a context window does to this data: documents that do not fit; tokens after the window, lost where documents "
+    "are truncated; attention between pieces, lost where documents are split. Evenload trains documents whole up to "
+    "<code>--context</code>."
 )
 COUNTED = {"documents": "documents", "tokens": "tokens", "attention_pairs": "attention work"}
 """Fields of `LengthProfile` that are counted over lengths, and their names."""
@@ -42,12 +42,7 @@ WINDOW_CUTS = (
     ("attention_pairs_across", "attention_pairs", "attention across pieces"),
 )
 """What a window cuts: field of `WindowCut`, field of its total, and name."""
-_CUT_MEANINGS = (
-    "of documents are longer",
-    "of tokens lie beyond: truncating loses them",
-    "of attention is across pieces: splitting loses it",
-)
-_CLASS_PX, _SHARES_PX = 104, 260
+_CLASS_PX = 104
 _MOST_OVER_SECOND = 2.5
 """A class this many times the next one has a broken bar."""
 _MARGIN = 1.3
@@ -95,34 +90,14 @@ def length_classes_figure(profile: LengthProfile) -> Figure:
     return Figure("".join(panels), "shares of documents, tokens and attention work by length class", numbers)
 
 
-def window_cuts_figure(profile: LengthProfile) -> Figure:
-    """Draw what each window cuts: documents longer than it, tokens beyond it, attention across its pieces."""
-    windows = [format_power_of_two(cut.window) for cut in profile.windows]
-    cuts = profile.windows
-    columns = [[getattr(cut, key) / getattr(profile, total) for cut in cuts] for key, total, _ in WINDOW_CUTS]
-    end = (max(map(max, columns)) or 1.0) * 1.05
-    axes = Axes(
-        x=Scale(-0.5, len(windows) - 0.5),
-        y=Scale(0, end),
-        x_ticks=svg.named_ticks(dict(enumerate(windows)), 8),
-        y_ticks=svg.value_ticks(0, end, "%"),
-        x_title="context window (tokens)",
-        y_title="share cut",
-        height_px=_SHARES_PX,
-    )
-    marks, cells = [], [windows]
-    for position, ((key, total, _), meaning) in enumerate(zip(WINDOW_CUTS, _CUT_MEANINGS, strict=True)):
-        shown = list(zip(windows, columns[position], [getattr(cut, key) for cut in cuts], strict=True))
-        for i, (window, share, count) in enumerate(shown):
-            tip = f"window {window}: {share:.2%} {meaning} ({count:,})"
-            low = i - 0.36 + 0.24 * position
-            span = axes.x.share(low), axes.x.share(low + 0.23)
-            marks.append(svg.rect(span, axes.y_px(share), axes.height_px - axes.y_px(share), LENGTH_COLORS[total], tip))
-        cells.append([f"{count:,}, {format_share(share)}" for _, share, count in shown])
-    label = "what each context window cuts: documents, tokens, attention work"
-    keys = svg.legend((name, LENGTH_COLORS[total], "fill") for _, total, name in WINDOW_CUTS)
-    numbers = NumberTable(("window (tokens)", *(name for _, _, name in WINDOW_CUTS)), tuple(zip(*cells, strict=True)))
-    return Figure(body=keys + svg.panel(axes, marks, label), label=label, numbers=numbers)
+def window_cuts(profile: LengthProfile) -> NumberTable:
+    """Return what each window cuts: documents longer than it, tokens beyond it, attention across its pieces."""
+    rows = []
+    for cut in profile.windows:
+        parts = [(getattr(cut, key), getattr(profile, total)) for key, total, _ in WINDOW_CUTS]
+        cells = (f"{count:,}, {format_share(count / total)}" for count, total in parts)
+        rows.append((format_power_of_two(cut.window), *cells))
+    return NumberTable(("window (tokens)", *(name for _, _, name in WINDOW_CUTS)), tuple(rows))
 
 
 def _shares(profile: LengthProfile, key: str) -> list[float]:
@@ -239,11 +214,13 @@ def bar(share: float, width: int) -> str:
 
 
 def length_blocks(profile: LengthProfile, unit: LengthUnit, heading: str, level: int = 3) -> list[str]:
-    """Return figures in HTML of the shares by class, and of what windows cut where there are some."""
-    figures = [("classes", heading, read_classes(profile), length_classes_figure(profile))]
+    """Return in HTML a figure of the shares by class, and a table of what windows cut where there are some."""
+    classes = length_classes_figure(profile)
+    blocks = [figure_html("classes", heading, read_classes(profile), classes, level=level)]
     if profile.windows:
-        figures.append(("windows", "What a window cuts", READ_WINDOWS, window_cuts_figure(profile)))
-    return [in_unit(figure_html(*figure, level=level), unit) for figure in figures]
+        title = "What a window cuts"
+        blocks += [f"<h{level}>{title}</h{level}>", numbers_html(title, window_cuts(profile)), f"<p>{READ_WINDOWS}</p>"]
+    return [in_unit(block, unit) for block in blocks]
 
 
 def write_lengths_page(
