@@ -32,7 +32,7 @@ from evenload.plan.strategies.strategy import LeftOutStrategy
 from evenload.report.chrome_trace import label_packs, write_chrome_trace
 from evenload.report.html import strategies_table, write_report
 from evenload.report.run_report import RunReport, RunSection, StepView
-from evenload.report.table import ComparisonTable, EngineTable, LayoutTable, is_feasible, shown_columns
+from evenload.report.table import READ_LAYOUTS, ComparisonTable, engine_table, is_feasible, layout_table, shown_columns
 from evenload.report.units import format_interval, format_layout, format_percent, format_power_of_two, format_seconds
 from evenload.stepplan.plan_file import encode_plan_file
 from evenload.types.plan import StepPlan
@@ -172,17 +172,18 @@ class Comparison:
             print_lines(console, *(f"{row['name']}: not feasible: {row['why']}" for row in self.rows))
         print_lines(console, *(f"left out of --strategy all: {one.name}: {one.why}" for one in self.left_out))
         if self.best:
-            print_lines(console, self.interval.describe(), _bound_message(self.evaluation))
+            print_lines(console, self.interval.describe())
         print_lines(console, *(f"{row['name']}: {row['note']}" for row in self.rows if row["note"]))
         for result in self.strategies:
             if result.layout_decisions:
-                title = f"{result.name}: layout of every step, predicted"
-                console.print(LayoutTable(result.layout_decisions, title))
+                console.print(layout_table(result.layout_decisions, f"{result.name}: layout of every step, predicted"))
+                print_lines(console, READ_LAYOUTS)
         print_lines(console, *(_worst_message(one, self.memory_cap_bytes, self.unit) for one in self.worst or ()))
         if self.engine is not None:
             rows = _rows_in_unit(msgspec.to_builtins(self.engine.results), self.unit)
             title = f"on {self.engine.engine} ({self.engine.title}), predicted"
-            console.print(EngineTable(rows, self.engine.best, title))
+            console.print(engine_table((row for row in rows if not row["why"]), self.engine.best, title))
+            print_lines(console, *(f"{row['name']}: not planned: {row['why']}" for row in rows if row["why"]))
             print_lines(console, *_engine_messages(self.engine, self.evaluation, self.unit))
 
     def to_json(self) -> bytes:
@@ -293,22 +294,6 @@ class Comparison:
 def step_view(plan: StepPlan, costs: PackCosts, measured: Timeline | None = None) -> StepView:
     """Return a step for a page: as predicted, and as measured where it was."""
     return StepView(step=plan.step, predicted=detailed_timeline(plan, costs), measured=measured, plan=plan)
-
-
-def _bound_message(evaluation: Evaluation) -> str:
-    """Return what bounds the best strategy's slowest step: the critical path, by rank and kind."""
-    assert evaluation.best is not None, "only of a best strategy"
-    proposals = evaluation.proposals[evaluation.best]
-    proposal = max(proposals, key=lambda one: one.plan.predicted.step_time_s)
-    dp_rank, path = proposal.critical_path()
-    replica = f" of replica {dp_rank}" if proposal.plan.layout.dp > 1 else ""
-    step = f" of step {proposal.plan.step}" if len(proposals) > 1 else ""
-    after_s = proposal.plan.predicted.step_time_s - proposal.switch_s - path.makespan_s
-    switch = f"switch of layout {format_seconds(proposal.switch_s)}, then " if proposal.switch_s else ""
-    return (
-        f"{evaluation.best}: critical path{step}: {switch}pipeline{replica} {format_seconds(path.makespan_s)}, "
-        f"{path.describe()}; then reduction and optimizer {format_seconds(after_s)}"
-    )
 
 
 def _headline_message(evaluation: Evaluation) -> str:
