@@ -6,9 +6,9 @@
     the switch      bytes: weights and gradients of the pieces of both layouts, and the optimizer state of both shares
     the first step  bytes: its own peak, and the optimizer state that other devices still read, until their update
 
-Reading is priced by what ranks of a machine measured of it (`CopySpec`), sending by links; without measured copies
-seconds follow from closed forms (`cost.layout_switch`). What a device has in both layouts counts once, but optimizer
-state twice where a share that is not shared memory is cut anew. O(pieces · devices) in plain Python.
+Reading is priced by what ranks of a machine measured of it (`CopySpec`), sending by links; without measured copies all
+is sent. What a device has in both layouts counts once, but optimizer state twice where a share that is not shared
+memory is cut anew. O(pieces · devices) in plain Python.
 """
 
 from collections import Counter
@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from functools import cache
 
 from evenload.cost.coefficients import CopySpec, CostCoefficients
-from evenload.cost.layout_switch import switch_seconds
 from evenload.plan.layouts.moves import (
     Move,
     Moves,
@@ -117,7 +116,7 @@ class SwitchPrices:
     def __init__(
         self, model: ModelSpec, start: ParallelLayout, coefficients: CostCoefficients, moved: SwitchPieces | None = None
     ) -> None:
-        self.given, self._model = moved, model
+        self.given = moved
         if moved is None:
             pieces = model_pieces(model, start.tp)
             is_shared = coefficients.copies is not None
@@ -137,8 +136,6 @@ class SwitchPrices:
         """Return the seconds for which training stands still: until the step begins, and until its optimizer state is
         there, which it needs after `hidden_s`. `coefficients` are of the new layout."""
         old, new = old.arrangement, new.arrangement
-        if coefficients.copies is None:
-            return switch_seconds(self._model, coefficients, old, new, hidden_s)
         if old == new:
             return 0.0
         if (old, new) not in self._seconds:
