@@ -362,8 +362,6 @@ def _worst_message(worst: WorstBatch, memory_cap_bytes: int, unit: LengthUnit) -
     more = ", ..." if worst.documents > len(worst.longest) else ""
     policies = ", ".join(f"{policy} {count:,}" for policy, count in worst.policies.items())
     verdict = "fits" if worst.fits else f"does not fit: {worst.why}"
-    if worst.fitting_policy:
-        verdict += f"; --policy {worst.fitting_policy} fits it"
     if worst.leaves_out_deferred:
         left_out = f"Documents that {worst.strategy} has put off in earlier steps"
         verdict += f". {left_out} may come on top; they are not counted"
