@@ -5,10 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cost_samples import sample_coefficients, sample_model
-from evenload.cost.layout_switch import ReceiveSeconds
 from evenload.cost.memory import embedding_parameters, layer_parameters
 from evenload.errors import ConfigError
-from evenload.plan.layouts.switch_prices import SwitchPrices
+from evenload.plan.layouts.switch_prices import ReceiveSeconds, SwitchPrices
 from evenload.types.cluster import LinkSpec
 from evenload.types.layout import ParallelLayout, split_layout
 
