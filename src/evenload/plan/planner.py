@@ -237,7 +237,7 @@ class StepPlanner:
             schedules.append(result.actions.to_schedule())
             times.append(result.pack_times())
         per_replica_s = tuple(float(choice.candidate.makespan_s) for choice in choices)
-        end = step_end(self.costs, [choice.candidate.simulated() for choice in choices])
+        end = step_end(self.costs, [choice.candidate for choice in choices])
         trained = trained_documents(choices)
         if len(trained) < len(documents):
             chosen = set(trained.tolist())
