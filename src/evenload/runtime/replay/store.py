@@ -534,26 +534,7 @@ class ActivationStore:
 
 
 class ForwardStore(ActivationStore):
-    """Keeps keys and values of one stage during one step's forwards: of a document that lies in one forward pack those
-    of the running layer, of one that is cut those of all layers until its last pack is done.
-
-    Args:
-        packs: by document the forward packs of the stage that have rows of it on this rank, ascending.
-    """
-
-    def __init__(
-        self,
-        num_tokens: dict[int, int],
-        packs: Mapping[int, Sequence[int]],
-        *,
-        held: HeldBytes | None = None,
-        shard: RowShard | None = None,
-    ) -> None:
-        super().__init__(num_tokens, (), held=held, shard=shard)
-        self._ending: dict[int, list[int]] = {}
-        for doc_id, own in packs.items():
-            self._ending.setdefault(own[-1], []).append(doc_id)
-        self._in_one_pack = {doc_id for doc_id, own in packs.items() if len(own) == 1}
+    """Keeps keys and values of one stage during one step's forwards, of documents that have not ended."""
 
     def open_pack(self, ranges: tuple[Range, ...]) -> None:
         rows = slice(0, num_rows(ranges))
@@ -562,13 +543,6 @@ class ForwardStore(ActivationStore):
     def record(self, key: Hashable, rows: Tensor, **options: bool) -> None:
         """Keep nothing: there is no backward."""
 
-    def end_layer(self, layer: int) -> None:
-        """Free whole documents of the open pack: no later row reads them."""
-        for doc_id in {r[0] for r in self._open_blocks[0].ranges if r[0] in self._in_one_pack and self.is_whole(r)}:
-            layers = self._keys[doc_id].layers if doc_id in self._keys else {}
-            for key in [key for key in layers if layer_of(key) == layer]:
-                self.held.count("keys_and_values", -_num_bytes({key: layers.pop(key)}))
-
-    def end_pack(self, pack: int) -> None:
-        """Free the documents that have no rows in packs after this one."""
-        self._free_keys(self._ending.get(pack, ()))
+    def end_documents(self, documents: Iterable[int]) -> None:
+        """Free documents whose last rows have run."""
+        self._free_keys(documents)

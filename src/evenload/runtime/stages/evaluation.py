@@ -95,7 +95,7 @@ class Sampler:
 def greedy_tokens(stage: PipelineStage, prompt: NDArray[np.int32], most: int, end_id: int | None) -> NDArray[np.int64]:
     """Return the likeliest tokens after a prompt, at most so many; int64[n], without the token that ends it."""
     total = len(prompt) + most
-    store = ForwardStore({0: total}, {0: [0, 1]})
+    store = ForwardStore({0: total}, ())
     stage.begin_step({0: total})
     written: list[int] = []
     coming, start = torch.from_numpy(prompt.astype(np.int64)).to(stage.device), 0
@@ -109,7 +109,7 @@ def greedy_tokens(stage: PipelineStage, prompt: NDArray[np.int32], most: int, en
             break
         written.append(token)
         coming, start = torch.tensor([token], device=stage.device), stop
-    store.end_pack(1)
+    store.end_documents([0])
     return np.array(written, np.int64)
 
 
