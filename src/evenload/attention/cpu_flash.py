@@ -51,7 +51,7 @@ class CpuFlashAttention:
 
 def _forward_range(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
     """q [G, H/G, n, D], k and v [s, G, D] -> output [G, H/G, n, D], log-sum-exp [G, H/G, n]."""
-    scale, window, is_causal, *_ = scoring
+    scale, window, *_ = scoring
     repeat, n, prefix = q.shape[1], q.shape[2], k.shape[0] - q.shape[2]
     if window and window < k.shape[0]:
         parts = [
@@ -60,8 +60,8 @@ def _forward_range(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> tuple[T
             for rows, keys, mask in _bands(q, n, prefix, window)
         ]  # fmt: skip
         return torch.cat([o for o, _ in parts], dim=2), torch.cat([s for _, s in parts], dim=2)
-    if not (is_causal and prefix):
-        return _forward(q, _keys(k, repeat), _keys(v, repeat), 0.0, is_causal, scale=scale)
+    if not prefix:
+        return _forward(q, _keys(k, repeat), _keys(v, repeat), 0.0, True, scale=scale)
     out, lse = _forward(q, _keys(k[prefix:], repeat), _keys(v[prefix:], repeat), 0.0, True, scale=scale)
     out = out.to(lse.dtype)
     merge_into(out, lse, *_forward(q, _keys(k[:prefix], repeat), _keys(v[:prefix], repeat), 0.0, False, scale=scale))
@@ -74,9 +74,9 @@ def _backward_range(
     """As `_forward_range`: return the gradient of q [G, H/G, n, D], write those of `own` keys and values, [s, G, D]
     each, to `into`; `given` are the output's gradient, q, output and log-sum-exp."""
     grad, q, out, lse = given
-    scale, window, is_causal, *_ = scoring
+    scale, window, *_ = scoring
     (k, v), repeat, n = own, q.shape[1], q.shape[2]
-    prefix = k.shape[0] - n if is_causal else 0
+    prefix = k.shape[0] - n
     if window and window < k.shape[0]:
         dq_parts = []
         for total in into:
@@ -99,7 +99,7 @@ def _backward_range(
             torch.sum(part, 1, dtype=total.dtype, out=total[keys].transpose(0, 1))
         return dq
 
-    dq = keys_alone(slice(prefix, None), is_causal=is_causal)
+    dq = keys_alone(slice(prefix, None), is_causal=True)
     return dq + keys_alone(slice(prefix), is_causal=False) if prefix else dq
 
 

@@ -73,12 +73,10 @@ def _collective_line(
     return f"{what} {ranks} unit by unit {during}, where they are taken to {slowdowns}"
 
 
-def context_line(largest_group: int, exchange: str) -> str:
+def context_line(largest_group: int) -> str:
     """State how keys and values travel between the ranks that may share documents; "" for one."""
     if largest_group == 1:
         return ""
-    if exchange == "ring":
-        return "keys and values of shared documents travel round the ranks, during attention of those that are there"
     return "keys and values of shared documents are gathered while attention of local ones is computed"
 
 

@@ -237,7 +237,7 @@ def _start_lines(
     yield run_lines.reduction_line(copies, costs.overlap if costs.overlap_reduction else None)
     yield run_lines.gather_line(copies, costs.overlap if costs.overlap_gather else None)
     largest_group = max((group.size for group in mesh.context.values()), default=1)
-    yield run_lines.context_line(largest_group, config.parallel.cp_exchange)
+    yield run_lines.context_line(largest_group)
     yield run_lines.groups_line(trainer.meshes, are_declared=bool(config.plan.layouts))
     if trainer.live is not None:
         yield run_lines.twins_line(trainer.live.twins, config.plan.twin_bytes)

@@ -30,7 +30,6 @@ from evenload.runtime.comm.collectives import TorchPeers
 from evenload.runtime.comm.mesh import Mesh, Meshes
 from evenload.runtime.device import measured_peak_bytes
 from evenload.runtime.model.model_config import model_spec
-from evenload.runtime.replay.context_attention import require_no_window
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.runtime.stages.evaluation import EvaluatedRun, Evaluation, Sampler, Validator
 from evenload.runtime.stages.live_stages import LiveStages, Monitor
@@ -52,8 +51,6 @@ class Trainer:
         layouts = self.meshes.layouts
         self.model = model_spec(config)
         require_optimizer(config, self.model, len(layouts))
-        if config.parallel.cp_exchange == "ring":
-            require_no_window(max(self.model.windows))
         twin_bytes = config.plan.twin_bytes
         self.state = RankState(config.model, config.optimizer, config.train, self.model, self.meshes, twin_bytes)
         backend = next(iter(self.state.stages.values())).backend  # what `auto` took
@@ -74,7 +71,6 @@ class Trainer:
                 self.model.vocab_size,
                 self.meshes,
                 strategy=config.plan.strategy,
-                exchange=config.parallel.cp_exchange,
             )
         if config.samples is not None:
             sampler = Sampler(config.samples, config.data, tokenizer, self.model.position_rows or None)
@@ -220,7 +216,6 @@ class Trainer:
             self.loader,
             planner,
             self.meshes,
-            self.config.parallel.cp_exchange,
             max_pack_tokens=self.config.max_pack_tokens,
             to_make=None if last_step is None else max(0, last_step - self.steps_done),
             of_run=None if run_steps is None else max(0, run_steps - self.steps_done),

@@ -36,7 +36,7 @@ from evenload.runtime.checkpoint.checkpoint import Progress
 from evenload.runtime.checkpoint.directory import BestPass, saved_passes, with_pass
 from evenload.runtime.comm.collectives import TorchPeers
 from evenload.runtime.comm.mesh import Mesh, Meshes, most_of_ranks
-from evenload.runtime.replay.rank_packs import Exchange, PackTokens
+from evenload.runtime.replay.rank_packs import PackTokens
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.runtime.replay.store import ForwardStore
 from evenload.runtime.stages.rank_state import RankState
@@ -104,7 +104,7 @@ def greedy_tokens(stage: PipelineStage, prompt: NDArray[np.int32], most: int, en
         positions = torch.arange(start, stop, device=stage.device)
         pack = PackTokens((Range(0, start, stop),), coming, torch.full_like(coming, -100), positions)
         hidden = stage.forward(pack, None, store)
-        token = int(stage.next_logits(hidden[-1:]).argmax())
+        token = int(stage.model.logits(hidden[-1:]).argmax())
         if token == end_id:
             break
         written.append(token)
@@ -125,9 +125,8 @@ class Validator:
         meshes: Meshes,
         *,
         strategy: str,
-        exchange: Exchange,
     ) -> None:
-        self.settings, self._strategy, self._exchange = settings, strategy, exchange
+        self.settings, self._strategy = settings, strategy
         self.digest = validation_digest(data, settings)
         """Digest of the settings that decide losses."""
         own = validation_data(data, settings)
@@ -208,7 +207,7 @@ class Validator:
     def _losses(self, planned: PlannedStep, state: RankState) -> "_BatchLosses":
         documents, step = planned.plan.documents, None
         if not state.mesh.is_idle:
-            step = prepare_step(forward_only(planned.plan), planned.tokens, state.mesh, self._exchange)
+            step = prepare_step(forward_only(planned.plan), planned.tokens, state.mesh)
         return _BatchLosses(
             np.array([document.num_tokens for document in documents], np.int64),
             np.array([document.num_label_tokens for document in documents], np.int64),
