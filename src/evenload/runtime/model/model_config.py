@@ -16,11 +16,9 @@ from evenload.types.model import CONFIGURATIONS, ModelSpec
 def config_from(name_or_path: str) -> PretrainedConfig:
     """Return the configuration of a built-in model, a `config.json` or its folder; errors as `load_config`."""
     model_from(name_or_path)  # its errors name what is wrong
-    return _of_built_in(name_or_path) if name_or_path in CONFIGURATIONS else load_config(name_or_path)
-
-
-def _of_built_in(name: str) -> PretrainedConfig:
-    config = AutoConfig.for_model(**CONFIGURATIONS[name])
+    if name_or_path not in CONFIGURATIONS:
+        return load_config(name_or_path)
+    config = AutoConfig.for_model(**CONFIGURATIONS[name_or_path])
     require_trainable(config)
     return config
 

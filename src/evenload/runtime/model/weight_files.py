@@ -98,12 +98,8 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         raise ConfigError(f"{file} is damaged, or not a safetensors file ({error}); fetch it again") from error
 
 
-@dataclass(frozen=True, eq=False)
-class Place:
-    """Says by which conversion a tensor of a model comes from files, and how that names it."""
-
-    conversion: Conversion
-    name: str
+Place = tuple[Conversion, str]
+"""By which conversion a tensor of a model comes from files, and how that names it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,7 +120,8 @@ class Weights:
         """Fill the tensors of a unit, parameters and buffers, by their names in the model; read no others."""
         wanted: dict[Conversion, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
-            wanted.setdefault(self.places[name].conversion, {})[self.places[name].name] = tensor
+            conversion, made_as = self.places[name]
+            wanted.setdefault(conversion, {})[made_as] = tensor
         with torch.no_grad(), self._reading() as read:
             for conversion, results in wanted.items():
                 # Cast before they are joined, as transformers does: it takes less memory.
@@ -135,8 +132,9 @@ class Weights:
 
     def read(self, place: Place) -> Tensor:
         """Return a tensor of the model in the precision in which it is stored."""
+        conversion, name = place
         with self._reading() as read:
-            return place.conversion.convert(self.whole, read)[place.name]
+            return conversion.convert(self.whole, read)[name]
 
     @contextmanager
     def _reading(self) -> Iterator[Callable[[str], Tensor]]:
@@ -161,7 +159,7 @@ def fitting_weights(whole: PreTrainedModel, directory: Path) -> Weights:
         if name not in unscaled:
             require_plain(tensor, name, directory)
     made = {
-        name: Place(conversion, name)
+        name: (conversion, name)
         for conversion in conversions
         for name in _require_shapes(conversion, stored, whole, state, directory)
     }
@@ -225,7 +223,7 @@ def _require_tied(weights: Weights, head: Place, words: Place) -> None:
     if result.shape == expected.shape:
         off = f"off by up to {(result.float() - expected.to(result.dtype).float()).abs().max():.3g}"
     raise ConfigError(
-        f"{weights.directory / weights.stored[head.name].file}: '{head.name}' is not '{words.name}', which config.json "
+        f"{weights.directory / weights.stored[head[1]].file}: '{head[1]}' is not '{words[1]}', which config.json "
         f"ties to it (tie_word_embeddings = true); it is {off}. Set tie_word_embeddings to false to train both, as "
         "transformers would, or remove it to train one"
     )

@@ -54,8 +54,6 @@ class StoredBlock:
     tensors: dict[Hashable, Tensor] = field(default_factory=dict)
     host: dict[int, dict[Hashable, HostRows]] = field(default_factory=dict)
     leaving: dict[Hashable, Tensor] = field(default_factory=dict)
-    num_bytes: int = 0
-    num_host_bytes: int = 0
 
 
 class Part(NamedTuple):
@@ -345,7 +343,6 @@ class ActivationStore:
                 continue
             # A copy, so that freeing one document's block frees its bytes, not only a view of the pack.
             block.tensors[key] = own if is_whole else own.clone()
-            block.num_bytes += own.nbytes
             self.held.count(_ACTIVATIONS[block.policy], own.nbytes)
 
     def end_layer(self, layer: int) -> None:
@@ -359,7 +356,6 @@ class ActivationStore:
                 host, wait = self._copies.to_host(rows)
                 block.host.setdefault(layer, {})[key] = host
                 waits.append(wait)
-                block.num_host_bytes += rows.nbytes
                 num_bytes += rows.nbytes
             block.leaving.clear()
         if not waits:
@@ -502,8 +498,8 @@ class ActivationStore:
         """Free what no later backward range needs."""
         self._returning = None
         for block in self._index.close(ranges):
+            self.held.count(_ACTIVATIONS[block.policy], -sum(rows.nbytes for rows in block.tensors.values()))
             block.tensors.clear()
-            self.held.count(_ACTIVATIONS[block.policy], -block.num_bytes)
             self._free_host(block)
         ended = [doc_id for doc_id, start, _ in ranges if start == 0]
         self._free_keys(ended)
@@ -523,8 +519,8 @@ class ActivationStore:
             assert self._copies is not None, "rows are in host memory"
             for rows in layer.values():
                 self._copies.free(rows)
+                self.held.count_host(-sum(piece.nbytes for piece in rows.pieces))
         block.host.clear()
-        self.held.count_host(-block.num_host_bytes)
 
     def check_empty(self) -> None:
         """Assert that nothing is left after a step: a leak is a plan that does not cover its documents."""
