@@ -35,10 +35,9 @@ from evenload.runtime.comm.collectives import all_gather_single
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.executor import Executor
 from evenload.runtime.model.hf_model import empty_model
-from evenload.runtime.model.model_config import load_config, model_spec
+from evenload.runtime.model.model_config import load_config, model_spec, own_key
 from evenload.runtime.model.narrow import Float64Casts
 from evenload.runtime.model.structure import structure_of
-from evenload.runtime.model.supported import own_key
 from evenload.runtime.model.tensor_weights import join_parts, tensor_split
 from evenload.runtime.model.weight_files import INDEX_FILE, LEFT_OUT, stored_weights
 from evenload.runtime.optim.data_parallel import GradientReduction
