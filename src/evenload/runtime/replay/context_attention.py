@@ -253,7 +253,8 @@ class PackAttention:
     def backward(self, call: AttentionCall, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         """Return own rows' gradients of q, k and v; those of k and v summed over all rows that see them. Collective."""
         gather = self._gather_again(call)
-        like = self._no_gradients(call, lse)
+        none = call.store.keys_and_values(self.documents[0], call.key, 0, 0)
+        like = lse.new_empty(none[0].shape), lse.new_empty(none[1].shape)
         widths = like[0].shape[-1], like[1].shape[-1]
         dq, dk, dv = torch.empty_like(q), *(one.new_empty((q.shape[0], *one.shape[1:])) for one in like)
         # Local documents overlap with the all-gather and the reduce-scatter, by the bytes of each.
@@ -287,11 +288,6 @@ class PackAttention:
                 self.forward(call, q, k, v)
             else:
                 self.backward(call, out, q, out, q.new_empty(q.shape[:2], dtype=work_dtype(q)))
-
-    def _no_gradients(self, call: AttentionCall, like: Tensor) -> KeysAndValues:
-        """Return gradients [0, G, Dk] and [0, G, Dv] of the keys and values of no rows, of the dtype of `like`."""
-        keys, values = call.store.keys_and_values(self.documents[0], call.key, 0, 0)
-        return like.new_empty(keys.shape), like.new_empty(values.shape)
 
     def _what(self, call: AttentionCall, *, gradients: bool = False) -> str:
         return (
