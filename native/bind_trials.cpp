@@ -36,8 +36,8 @@ void require_table(const CostTable& table) {
             "cost table: num_stages, num_ranks and tile must be at least 1");
     require(table.forward.matrix.size() == F * P && table.backward.matrix.size() == F * P, "cost table: matrix sizes");
     require(table.forward.host.size() == 2 * P && table.backward.host.size() == 2 * P, "cost table: host sizes");
-    for (const auto* column : {&table.layers, &table.linear_layers, &table.exchanging_layers, &table.linear_again_token_s,
-                               &table.linear_again_pack_s, &table.offload_bytes_per_token}) {
+    for (const auto* column : {&table.tensor_blocks, &table.linear_layers, &table.exchanging_layers,
+                               &table.linear_again_token_s, &table.linear_again_pack_s, &table.offload_bytes_per_token}) {
         require(column->size() == P, "cost table: a column of seconds has ", column->size(), " entries for ", P, " stages");
     }
     for (const auto* column : {&table.kv_bytes, &table.kv_gradient_bytes, &table.logits_bytes_per_row,
@@ -302,7 +302,7 @@ void bind_trials(nb::module_& m) {
         .def_rw("intra_node", &CostTable::intra_node)
         .def_rw("inter_node", &CostTable::inter_node)
         .def_rw("host", &CostTable::host)
-        .def_rw("layers", &CostTable::layers)
+        .def_rw("tensor_blocks", &CostTable::tensor_blocks)
         .def_rw("linear_layers", &CostTable::linear_layers)
         .def_rw("exchanging_layers", &CostTable::exchanging_layers)
         .def_rw("linear_again_token_s", &CostTable::linear_again_token_s)

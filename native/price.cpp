@@ -42,7 +42,7 @@ void price_split(const CostTable& table, const PackView& backward, const std::ve
             const int64_t held = tokens * table.weight_held_bytes[s], made = tokens * table.weight_new_bytes[s];
             out.input_s[cell] = whole_s - weight_s;
             // Rows that I has let go are gathered again: on top of what the whole backward takes.
-            out.weight_s[cell] = weight_s + gather_s * table.layers[s];
+            out.weight_s[cell] = weight_s + gather_s * table.tensor_blocks[s];
             out.input_freed_bytes[cell] = out.backward_freed_bytes[cell] - held;
             // What I leaves is there before it ends, also where the backward gives nothing back.
             out.input_temp_bytes[cell] =

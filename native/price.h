@@ -41,7 +41,7 @@ struct CostTable {
     double context_hidden_share = 0.0, copy_s_per_byte = 0.0;
     Link intra_node, inter_node, host;
     // [stages]: how many; in shares of the mean layer's products, and of the most keys and values that a layer has
-    std::vector<double> layers, linear_layers, exchanging_layers;
+    std::vector<double> tensor_blocks, linear_layers, exchanging_layers;
     std::vector<double> linear_again_token_s, linear_again_pack_s;   // [stages], what recomputing pays again
     std::vector<double> offload_bytes_per_token;                     // [stages]
     double p2p_bytes_per_token = 0.0;
@@ -57,7 +57,7 @@ struct CostTable {
     int64_t grouped_key_bytes = 0, grouped_key_head_bytes = 0, grouped_key_most_bytes = 0;
     // Split backward (cost/pack_pricing.py).
     double weight_token_s = 0.0, weight_pack_s = 0.0, weight_share = 0.0;
-    double weight_gather_token_s = 0.0, weight_gather_pack_s = 0.0;  // tensor-parallel transfers that W makes again
+    double weight_gather_token_s = 0.0, weight_gather_pack_s = 0.0;  // a block's tensor-parallel transfers that W makes again
     std::vector<int64_t> weight_held_bytes, weight_new_bytes;        // [stages] per token
 
     int64_t num_features() const { return kPairs + 2 * static_cast<int64_t>(windows.size()); }

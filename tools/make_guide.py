@@ -32,7 +32,6 @@ SEARCH = ("plan", TABLE, *MODEL, "--search-layout", "--search-seconds", "7200", 
 LENGTHS = ("lengths", TABLE, "--window", "131072")
 STEPS = ("plan", "--lengths-per-step", "examples/lengths/recorded_steps.jsonl", "--model", "llama3-8b")
 WIDTH = 118
-_SHOWN_LAYOUTS = 6
 
 
 def main() -> None:
@@ -41,9 +40,7 @@ def main() -> None:
     if "--without-search" not in sys.argv[1:]:
         layouts, judged = output_parts(run(SEARCH))
         # Names the layout that wins, for `winner`.
-        put(
-            {"layouts output": fenced(f"{shorten_layouts(layouts)}\n{below_layouts(layouts)}"), "winner output": judged}
-        )
+        put({"layouts output": fenced(layouts), "winner output": judged})
     put({"winner output": winner_output()})
 
 
@@ -66,7 +63,7 @@ def run(arguments: tuple[str, ...]) -> str:
     """What a command prints in a terminal of the page's width.
 
     Raises:
-        SystemExit: the command failed, or shows seconds that are not the same twice (the time to plan).
+        SystemExit: the command failed.
     """
     command = [sys.executable, "-m", "evenload.cli.main", *arguments]
     terminal, end = pty.openpty()
@@ -82,10 +79,7 @@ def run(arguments: tuple[str, ...]) -> str:
     lines = (
         textwrap.wrap(line, WIDTH) or [""] if len(line) > WIDTH else [line.rstrip()] for line in output.splitlines()
     )
-    text = "\n".join(line.rstrip() for parts in lines for line in parts)
-    if "--cluster" in arguments and "plan time" not in text.partition("left out for width")[2]:
-        sys.exit(f"tools/make_guide.py: at {WIDTH} columns the time to plan is shown; make them fewer")
-    return text.strip("\n")
+    return "\n".join(line.rstrip() for parts in lines for line in parts).strip("\n")
 
 
 def read_all(terminal: int) -> str:
@@ -103,24 +97,9 @@ def read_all(terminal: int) -> str:
 
 
 def output_parts(output: str) -> tuple[str, str]:
-    """The table of layouts, and the comparison in the one that won, which begins with the line of the command."""
+    """The layouts, and the comparison in the one that won, which begins with the line of the command."""
     first, begin, second = output.partition("\nevenload ")
     return first, begin.strip("\n") + second
-
-
-def shorten_layouts(table: str) -> str:
-    """The first layouts, and one that is out."""
-    lines = table.splitlines()
-    rule = next(number for number, line in enumerate(lines) if line.strip().startswith("──"))
-    rows = [line for line in lines[rule + 1 :] if line.strip() and line.split()[0].isdigit()]
-    out = next((line for line in rows if " - " in line), None)
-    return "\n".join([*lines[: rule + 1], *rows[:_SHOWN_LAYOUTS], "   ...", *([out] if out else [])])
-
-
-def below_layouts(table: str) -> str:
-    """The lines below the table: every strategy's layout, and what was looked at."""
-    _, begin, lines = table.partition("layout of each strategy:")
-    return (begin + lines).rstrip()
 
 
 def fenced(text: str) -> str:

@@ -45,7 +45,6 @@ def main() -> None:
         evenload("lengths", TABLE, "--html", str(lengths))
         page.goto(plan.as_uri())
         photograph_plot(page, "all-split", "plan-losses.png")
-        photograph_plot(page, "all-packs", "plan-pack-times.png")
         photograph_step(page, "plan-timeline.png", ("timeline", "memory"))
         photograph_step(page, "plan-documents.png", ("documents",))
         page.goto(lengths.as_uri())

@@ -110,7 +110,7 @@ class CostTable:
     intra_node: Link
     inter_node: Link
     host: Link
-    layers: list[float]
+    tensor_blocks: list[float]
     linear_layers: list[float]
     exchanging_layers: list[float]
     linear_again_token_s: list[float]

@@ -136,7 +136,7 @@ def test_weight_gradients_have_their_share_of_the_linears_seconds():
     link = LinkSpec(bandwidth_bytes_per_s=1e3, latency_s=2.0)
     linked = [dataclasses.replace(rank, links={"tensor": link}) for rank in ranks]
     split = coefficients_of(linked, sample_model(num_kv_heads=2), "some GPU", even_layout(3, tp=2))
-    rings_s = WEIGHT_RINGS * (TOKENS * 8 * 2 / 2 / 1e3 + 2.0)
+    rings_s = 2 * WEIGHT_RINGS * (TOKENS * 8 * 2 / 2 / 1e3 + 2.0)
     assert split.weight_share == pytest.approx((700.0 - rings_s) / linear_s, rel=1e-5)
 
 

@@ -1,4 +1,4 @@
-"""A profile of a real stage: goes on where it was stopped, and says how it measured."""
+"""A profile of a real stage: measures what a run needs, and says how."""
 
 import functools
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from evenload.attention.cpu_flash import CpuFlashAttention
-from evenload.calibrate.profile import MIN_PASSES, PartialProfile, ProfileTask, partial_path, profile, read_partial
+from evenload.calibrate.profile import MIN_PASSES, ProfileTask, profile
 from evenload.cost.coefficients import CostCoefficients, read_coefficients, write_coefficients
 from evenload.cost.layer_counts import POLICIES, activation_bytes_per_token
 from evenload.data.hub import model_from_config
@@ -21,12 +21,8 @@ from reference_training import tiny_config
 from sweeps import sweep
 
 
-class _StoppedError(Exception):
-    pass
-
-
-def profiled(directory, sizes, stop_after=None, kind="llama", **settings):
-    """A profile of a tiny model on this rank, as JSON; ends by an exception after so many passes."""
+def profiled(sizes, kind="llama", **settings):
+    """A profile of a tiny model on this rank, as JSON."""
     layout = even_layout(4, **sizes)
     mesh = create_meshes([layout], torch.device("cpu"), TIMEOUT_S).start
     config = tiny_config(kind, **settings)
@@ -40,46 +36,18 @@ def profiled(directory, sizes, stop_after=None, kind="llama", **settings):
     task = ProfileTask(
         model=model, timed=model, layers=4 // layout.pp, device_name="this machine", dtype="float32",
         longest=256, budget_s=0.1, free_bytes=1 << 30, before_bytes=0, static_bytes=1, demand=100.0,
-        partial=partial_path(directory / "cost.json"), versions={"torch": "1"},
+        versions={"torch": "1"},
     )  # fmt: skip
-    output = []
-
-    def on_pass(done, total):
-        if done == stop_after:
-            raise _StoppedError
-
-    try:
-        result = profile(stages, task, mesh, say=output.append, on_pass=on_pass)
-    except _StoppedError:
-        return None, output
-    return msgspec.json.encode(result), output
-
-
-def test_a_profile_goes_on_where_it_was_stopped(gloo_pool, tmp_path):
-    """Two passes, then the process ends; a second call makes only what is missing, of the same packs."""
-    gloo_pool.run(1, profiled, tmp_path, {}, 2)
-    file = partial_path(tmp_path / "cost.json")
-    first = msgspec.json.decode(file.read_bytes(), type=PartialProfile)
-    assert len(first.passes) == 2
-    ((data, output),) = gloo_pool.run(1, profiled, tmp_path, {})
-    assert any("goes on from" in line and "2 passes" in line for line in output)
-    second = msgspec.json.decode(file.read_bytes(), type=PartialProfile)
-    assert second.passes[:2] == first.passes
-    assert second.rounds == first.rounds
-    result = msgspec.json.decode(data, type=CostCoefficients)
-    assert result.profile is not None
-    assert result.profile.passes == len(second.passes) == MIN_PASSES
-    # Another task begins anew, and says so.
-    _, note = read_partial(file, "another model")
-    assert "is of another measurement" in note
-    assert read_partial(file, "another model")[0].passes == ()
-    file.write_text("{")
-    assert "cannot be read" in read_partial(file, second.task)[1]
+    output, done = [], []
+    result = profile(stages, task, mesh, say=output.append, on_pass=lambda passes, _: done.append(passes))
+    assert done == list(range(1, MIN_PASSES + 1)), "the budget is over at once"
+    assert "rounds of packs" in output[0]
+    return msgspec.json.encode(result)
 
 
 def test_a_profile_measures_what_a_run_needs(gloo_pool, tmp_path):
     """On one rank: layers, head, embedding, optimizer, copies; bytes as the cost model says; no link is made up."""
-    ((data, _),) = gloo_pool.run(1, profiled, tmp_path, {})
+    (data,) = gloo_pool.run(1, profiled, {})
     result = msgspec.json.decode(data, type=CostCoefficients)
     record = result.profile
     assert record is not None
@@ -104,10 +72,10 @@ def test_a_profile_measures_what_a_run_needs(gloo_pool, tmp_path):
 
 
 @pytest.mark.parametrize("sizes", sweep([{"cp": 2}, {"pp": 2}, {"tp": 2}], 2), ids=str)
-def test_links_of_a_layout_are_measured(gloo_pool, tmp_path, sizes):
+def test_links_of_a_layout_are_measured(gloo_pool, sizes):
     """Every rank returns the same costs, with the links of the transfers that the layout makes and of no others."""
-    answers = gloo_pool.run(2, profiled, tmp_path, sizes)
-    assert answers[0][0] == answers[1][0]
-    result = msgspec.json.decode(answers[0][0], type=CostCoefficients)
+    answers = gloo_pool.run(2, profiled, sizes)
+    assert answers[0] == answers[1]
+    result = msgspec.json.decode(answers[0], type=CostCoefficients)
     assert result.context_hidden_share == 0, "gloo's threads share the cores that compute"
     assert (result.p2p_bandwidth_bytes_per_s is None) == ("tp" in sizes)

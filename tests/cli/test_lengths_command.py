@@ -1,5 +1,4 @@
 import json
-import sys
 
 import pytest
 
@@ -12,9 +11,8 @@ def six(tmp_path) -> str:
     return str(tmp_path / "lengths.txt")
 
 
-def test_lengths_writes_table_json_page_and_picture(six, tmp_path, capsys) -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed (pip install 'evenload[png]')")
-    files = {name: tmp_path / f"out.{name}" for name in ("json", "html", "png")}
+def test_lengths_writes_table_json_and_page(six, tmp_path, capsys) -> None:
+    files = {name: tmp_path / f"out.{name}" for name in ("json", "html")}
     options = [text for name, path in files.items() for text in (f"--{name}", str(path))]
     assert run("lengths", six, "--window", "16", "--window", "4", *options) == 0
     shown = capsys.readouterr().out
@@ -27,7 +25,6 @@ def test_lengths_writes_table_json_page_and_picture(six, tmp_path, capsys) -> No
     longer = {"longer_documents": 2, "longer_tokens": 25, "tokens_beyond": 17}
     assert result["windows"][0] == {"window": 4, **longer, "attention_pairs_across": 120}
     assert "<html" in files["html"].read_text()[:200].lower()
-    assert files["png"].read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
@@ -38,16 +35,9 @@ def test_lengths_writes_table_json_page_and_picture(six, tmp_path, capsys) -> No
         ("5\n-3\n", [], "length -3 of document 1 is below 1"),
         ("five\n", [], "'five' is not a length"),
         ("5\n", ["--html", "no/such/folder/a.html"], "cannot write no/such/folder/a.html"),
-        ("5\n", ["--png", "."], "cannot write ."),
+        ("5\n", ["--json", "."], "cannot write ."),
     ],
 )
 def test_user_errors_are_one_line_and_exit_2(tmp_path, capsys, content, more, message) -> None:
     (tmp_path / "a.txt").write_text(content)
     assert message in refused(capsys, "lengths", str(tmp_path / "a.txt"), *more)
-
-
-def test_a_picture_without_matplotlib_names_the_extra(six, tmp_path, capsys, monkeypatch) -> None:
-    for name in ("matplotlib", "matplotlib.figure", "matplotlib.backends.backend_agg"):
-        monkeypatch.setitem(sys.modules, name, None)
-    assert "pip install 'evenload[png]'" in refused(capsys, "lengths", six, "--png", str(tmp_path / "a.png"))
-    assert not (tmp_path / "a.png").exists()

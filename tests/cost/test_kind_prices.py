@@ -9,6 +9,7 @@ from evenload.cost.layer_counts import forward_flops, kind_shares
 from evenload.cost.memory import byte_rates, unit_parameters
 from evenload.cost.pack_cost import PackCosts
 from evenload.errors import ConfigError
+from evenload.types.cluster import LinkSpec
 from evenload.types.columns import SliceColumns, causal_pairs
 from evenload.types.layer_kind import AttentionKind, ExpertsKind, LayerKind, Product
 from evenload.types.layout import even_layout
@@ -49,6 +50,21 @@ def test_seconds_are_shares_of_the_mean_layer() -> None:
     np.testing.assert_allclose(
         stages(sample_model()).stage_seconds["forward"][:, 1], mean.stage_seconds["forward"][:, 0] - [0.5, 0, 0, 0, 0]
     )
+
+
+def test_experts_over_tensor_ranks_pay_their_rows_and_one_product_again() -> None:
+    """Two chosen experts of four: half of a pack's 4 tokens are a rank's, each sent twice, half of that to the other;
+    8 channels of 2 bytes, 100 bytes/s, 0.25 s a call. One block is left, of two rings forward and three backward."""
+    links = {"intra_node": LinkSpec(bandwidth_bytes_per_s=100.0, latency_s=0.25), "devices_per_node": 2}
+    coefficients = sample_coefficients(**links, tensor_exposed_share=0.5)
+    whole, split = (PackCosts(EXPERTS, coefficients, even_layout(1, tp=tp)) for tp in (1, 2))
+    ring_s, rows_s = 0.5 * 4 * 16 / 2 / 100.0, 4 / 2 * 2 / 2 * 16 / 100.0
+    transfers_s = {"forward": 2 * (ring_s + 0.25) + 2 * rows_s + 3 * 0.25}
+    transfers_s["backward"] = 3 * (ring_s + 0.25) + 3 * rows_s + 6 * 0.25
+    again_s = {"forward": 0.0, "backward": 4 * 1.0 * (2 * 2 * 8 * 16 / 960) / 2}
+    for way, transfer_s in transfers_s.items():
+        one, two = (costs.stage_seconds[way][:, 0] for costs in (whole, split))
+        assert 4 * two[0] + two[2] == pytest.approx(4 * one[0] / 2 + one[2] + transfer_s + again_s[way])
 
 
 def test_work_is_that_of_every_kind() -> None:

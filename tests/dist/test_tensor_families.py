@@ -11,6 +11,7 @@ from adapter_cases import LORA, adapter_loss_and_gradients
 from context_plans import with_policies
 from evenload.errors import ConfigError, UnsupportedModelError
 from evenload.runtime.model.hf_model import require_layout
+from evenload.runtime.model.model_config import TESTED
 from evenload.types.layout import even_layout
 from evenload.types.plan import encode_plan, seal
 from matrix import Row
@@ -111,6 +112,10 @@ TWELVE = ("qwen3", "qwen3_moe", "gpt_oss", "glm4_moe", "deepseek_v3", "minimax_m
 def test_families_without_tensor_parallelism(gloo_pool, layout, options):
     plan, num_layers = plan_for(layout, **options)
     assert_equal_plain(gloo_pool, [FamilyTask(family, num_layers, encode_plan(plan)) for family in TWELVE], plan)
+
+
+def test_start_lines_call_these_families_tested():
+    assert {*DENSE, *WITH_EXPERTS, *TWELVE} <= TESTED
 
 
 ATTENTION = msgspec.structs.replace(LORA, target_modules=("q_proj", "k_proj", "v_proj", "o_proj"))

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from dist_cases import RankUnderTest
-from evenload.cost.group_transfers import TENSOR_RINGS, WEIGHT_RINGS
+from evenload.cost.group_transfers import BLOCK_RINGS, EXPERT_TRANSFERS, WEIGHT_RINGS
 from evenload.errors import ConfigError, UnsupportedModelError
 from evenload.runtime.comm.mesh import create_meshes
 from evenload.runtime.comm.rank_groups import Transfer
@@ -25,10 +25,11 @@ from reference_training import KINDS, structure, tiny_config
 TOKENS = 24
 
 
-def hidden_transfers_by_action(num_layers: int) -> dict[str, float]:
-    """F, B, I, W -> transfers a layer, in units of all rows' hidden states."""
+def hidden_transfers_by_action(kind: str, num_layers: int) -> dict[str, float]:
+    """F, B, I, W -> transfers of hidden states a layer, in units of all rows' ones."""
     meshes = create_meshes([even_layout(num_layers, tp=2)], torch.device("cpu"), timeout_s=TIMEOUT_S)
-    rank = RankUnderTest(meshes, meshes.start.layout, "llama", {}, torch.float64)
+    changes = {"num_local_experts": 4} if kind == "mixtral" else {}
+    rank = RankUnderTest(meshes, meshes.start.layout, kind, changes, torch.float64)
     (whole_model,) = rank.stages.values()
     stage = whole_model.with_layers(whole_model.model.layers)
     group = meshes.start.tensor
@@ -37,12 +38,15 @@ def hidden_transfers_by_action(num_layers: int) -> dict[str, float]:
     group.chunk_rows = TOKENS // 3
     gather, scatter = group.all_gather, group.all_to_all
 
+    def is_hidden(rows: Tensor) -> bool:
+        return rows.ndim == 2 and rows.shape[1] == stage.hidden_size
+
     def all_gather(rows: Tensor, what: str) -> Transfer:
-        counted[0] += rows.numel() * group.shard.size
+        counted[0] += rows.numel() * group.shard.size * is_hidden(rows)
         return gather(rows, what)
 
     def all_to_all(rows: Tensor, sent: list[int], received: list[int], what: str) -> Transfer:
-        counted[0] += rows.numel()
+        counted[0] += rows.numel() * is_hidden(rows)
         return scatter(rows, sent, received, what)
 
     group.all_gather, group.all_to_all = all_gather, all_to_all  # type: ignore[method-assign]
@@ -99,12 +103,13 @@ def test_rows_of_any_slice_are_divided_to_within_one():
         assert max(counts) - min(counts) <= 1
 
 
-def test_every_action_makes_the_transfers_it_is_charged(gloo_pool):
-    """Split backwards gather rows again in W: charged as whole backwards they would look free."""
-    for counts in gloo_pool.run(2, hidden_transfers_by_action, 3):
-        assert counts == {
-            "F": TENSOR_RINGS["forward"],
-            "B": TENSOR_RINGS["backward"],
-            "I": TENSOR_RINGS["backward"],
-            "W": WEIGHT_RINGS,
-        }
+@pytest.mark.parametrize(("kind", "blocks", "rows_of_experts"), [("llama", 2, 0), ("mixtral", 1, 2 / 2)])
+def test_every_action_makes_the_transfers_it_is_charged(gloo_pool, kind, blocks, rows_of_experts):
+    """Split backwards gather rows again in W: charged as whole backwards they would look free. Of experts, every rank
+    sends its half of the rows, once to each of two chosen."""
+    forward, backward = (
+        blocks * BLOCK_RINGS[way] + rows_of_experts * EXPERT_TRANSFERS[way] for way in ("forward", "backward")
+    )
+    one, other = gloo_pool.run(2, hidden_transfers_by_action, kind, 3)
+    mean = {action: (one[action] + other[action]) / 2 for action in one}  # what comes back is as much as was chosen
+    assert mean == pytest.approx({"F": forward, "B": backward, "I": backward, "W": blocks * WEIGHT_RINGS}, rel=1e-12)

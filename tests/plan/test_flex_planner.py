@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from cost_samples import documents, reduction_seconds, sample_model
-from evenload.cost.layout_switch import switch_seconds
 from evenload.errors import ConfigError, InfeasiblePlanError
 from evenload.explore.batches import SampledBatch
 from evenload.explore.evaluate import StrategyPlanners, evaluate_strategies
@@ -14,7 +13,7 @@ from evenload.plan.layouts.flex_planner import FlexPlanner
 from evenload.plan.layouts.layout_decision import FlexState
 from evenload.plan.layouts.measured_layouts import MeasuredLayouts
 from evenload.plan.layouts.moves import SwitchPieces, model_pieces
-from evenload.plan.layouts.switch_prices import switch_memory
+from evenload.plan.layouts.switch_prices import SwitchPrices, switch_memory
 from evenload.plan.planner import StepPlanner
 from evenload.plan.strategies.flexpipe import FlexOptions
 from evenload.plan.strategies.registry import STRATEGIES, require_layouts
@@ -52,8 +51,9 @@ def test_shrinks_where_a_shallower_pipeline_pays_for_the_switch() -> None:
     assert result.state == FlexState(layout=plan.layout, switched_at=0)
     alone = make(4, 1, ROOM).start.propose(0, documents(SHORT), "flexpipe").plan.predicted.step_time_s
     links, hidden_s = flex.start.costs.coefficients, max(plan.predicted.per_replica_s)
-    moved_s = switch_seconds(flex.start.costs.model, links, flex.start.layout, plan.layout, hidden_s)
-    assert 0 < moved_s < switch_seconds(flex.start.costs.model, links, flex.start.layout, plan.layout)
+    prices = SwitchPrices(flex.start.costs.model, flex.start.layout, links)
+    moved_s = prices.seconds(links, flex.start.layout, plan.layout, hidden_s)
+    assert 0 < moved_s < prices.seconds(links, flex.start.layout, plan.layout, 0.0)
     assert plan.predicted.step_time_s == pytest.approx(alone + moved_s)
     assert split_proposal(result.proposal).total_s() == pytest.approx(plan.predicted.step_time_s)
 

@@ -6,12 +6,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cost_samples import reduction_seconds, sample_coefficients, sample_model
-from evenload.cost.layout_switch import ReceiveSeconds
 from evenload.cost.memory import static_bytes
 from evenload.cost.pack_cost import PackCosts
 from evenload.plan.activation_policy import policies_in_order
 from evenload.plan.layouts.mapping_cost import BatchCosts, BatchLengths, Mapping, MappingCosts, layer_costs
 from evenload.plan.layouts.mapping_search import layer_bounds, priced_mapping, search_mappings
+from evenload.plan.layouts.switch_prices import ReceiveSeconds
 from evenload.types.cluster import LinkSpec
 from evenload.types.columns import whole_document_columns
 from evenload.types.layout import ParallelLayout, even_layout

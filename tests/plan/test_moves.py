@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from cost_samples import sample_coefficients, sample_model
 from evenload.cost.coefficients import CopySpec
-from evenload.cost.layout_switch import _holds, _missing_bytes, _state_of, _weights_of, switch_seconds
 from evenload.cost.memory import embedding_parameters, layer_parameters, optimizer_bytes_per_parameter, static_bytes
 from evenload.errors import ConfigError
 from evenload.plan.layouts.moves import (
@@ -364,10 +363,15 @@ def test_a_decision_has_the_seconds_that_the_switch_is_told_with(old, new, share
     assert result == pytest.approx(stall_seconds(moves, here, measured, old, new) + left_s)
 
 
-def test_without_measured_copies_links_price_all_devices_at_once():
-    links = costs(2, None)
-    expected = switch_seconds(FOUR_LAYERS, links, PP4, DP4, 3.0)
-    assert SwitchPrices(FOUR_LAYERS, PP4, links).seconds(links, PP4, DP4, 3.0) == expected > 0
+def test_without_measured_copies_everything_is_sent_and_the_step_hides_its_state():
+    links, sent = costs(2, None), moved_of_model((), 2)
+    moves = sent.moves(PP4, DP4)
+    weights_s, state_s = stall_seconds(moves, sent, links, PP4, DP4), state_seconds(moves, sent, links)
+    prices = SwitchPrices(FOUR_LAYERS, PP4, links)
+    for hidden_s in (0.0, state_s / 2, 2 * state_s):
+        expected = weights_s + max(0.0, state_s - hidden_s)
+        assert prices.seconds(links, PP4, DP4, hidden_s) == pytest.approx(expected)
+    assert 0 < weights_s < prices.seconds(links, PP4, DP4, 0.0)
 
 
 SMALL = sample_model()
@@ -416,33 +420,3 @@ def test_what_a_budget_leaves_out_is_copied_and_the_rest_is_not():
     result = switch_memory(some, alone, two)
     half = -(-SMALL_PIECES[0].num_elements // 2) * STATE
     assert result.switch_bytes == switch_memory(SHARED, alone, two).switch_bytes + half
-
-
-@given(switches(), st.booleans())
-def test_predicted_bytes_are_those_that_move(case, tied) -> None:
-    """`cost.layout_switch` counts shares as fractions, what runs pads buffers: at most a few elements a rank apart."""
-    old, new, _, ranks_per_node, _ = case
-    model = sample_model(num_layers=old.num_layers, num_heads=2, num_kv_heads=2, tied_embeddings=tied)
-    embedding, layer = embedding_parameters(model, old.tp), int(layer_parameters(model, old.tp)[0])
-    state = optimizer_bytes_per_parameter(model)
-
-    def piece(unit: int, size: int, at_both_ends: bool = False) -> Piece:
-        weight = model.bytes_per_element
-        return Piece(
-            unit=unit, num_elements=size, weight_bytes=weight, state_bytes=int(state), at_both_ends=at_both_ends
-        )
-
-    head = model.hidden_size + (0 if tied else embedding)
-    pieces = [piece(0, embedding, tied), *(piece(1 + index, layer) for index in range(model.num_layers))]
-    pieces.append(piece(model.num_layers + 1, head))
-    moved = 0.0
-    for tp_rank in range(old.tp):
-        moves = plan_moves(old, new, pieces, ranks_per_node=ranks_per_node, tp_rank=tp_rank)
-        moved += moved_bytes(moves.weights, pieces, of_state=False) + moved_bytes(moves.state, pieces, of_state=True)
-    needed = _holds(new, model)
-    predicted = sum(
-        float((part * needed).sum())
-        for units in (_weights_of(model, new), _state_of(model, new))
-        for part in _missing_bytes(units, model, ranks_per_node, old, new)
-    )
-    assert moved == pytest.approx(predicted, rel=0.05, abs=200)

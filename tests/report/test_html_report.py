@@ -92,7 +92,7 @@ def test_the_data_of_all_steps_travel_and_every_figure_stands_once():
     parts = [part for one in drawn for part in (*one["views"].values(), one["plan"]) if part]
     assert sorted(part["block"] for part in parts) == sorted(blocks)
     assert len(blocks) == 3 + 2
-    assert figures(page) == ["all-split", "run-0-time", "run-0-loss", "run-0-speed", "step-view", "all-packs"]
+    assert figures(page) == ["all-split", "run-0-time", "run-0-loss", "run-0-speed", "step-view"]
 
 
 def figures(page):

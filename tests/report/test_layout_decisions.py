@@ -1,7 +1,6 @@
-"""Decisions about the layout as people see them: the terminal's table and the page's figure."""
+"""Decisions about the layout as people see them: the table of terminal and page."""
 
 import io
-import json
 import re
 
 import msgspec
@@ -10,11 +9,10 @@ from rich.console import Console
 
 from evenload.cli.run_lines import layout_line
 from evenload.errors import DataError
-from evenload.report.figures import layout_figure
 from evenload.report.html import render_report
 from evenload.report.run_files import append_rows, read_decisions
 from evenload.report.run_report import RunReport, RunSection
-from evenload.report.table import LayoutTable, format_action, format_conditions
+from evenload.report.table import format_action, format_conditions, layout_rows, layout_table
 from evenload.types.run import LayoutDecision
 
 
@@ -41,7 +39,7 @@ DECISIONS = (
 
 def printed(decisions):
     console = Console(width=220, color_system=None, file=io.StringIO())
-    console.print(LayoutTable(decisions, "flexpipe: layout of every step"))
+    console.print(layout_table(decisions, "flexpipe: layout of every step"))
     return console.file.getvalue()
 
 
@@ -70,38 +68,22 @@ def test_conditions_that_do_not_hold_are_dots():
     assert format_action(decision(0, 3)) == "③ grow"
 
 
-def test_the_figure_has_every_step_once_and_breaks_lines_where_nothing_fits():
-    body = layout_figure(DECISIONS).body
-    marks = re.findall('data-tip="step ([0-9]+): (.)', body)
-    assert sorted(int(step) for step, _ in marks) == [one.step for one in DECISIONS]
-    assert {case for _, case in marks} == {"①", "②", "③", "④"}
-    (output,) = re.findall("data-curves='([^']*)'", body)
-    lines = {series["name"]: series["values"] for series in json.loads(output)["series"]}
-    third = pytest.approx(1.0 / 3)
-    assert lines["T(keep)"] == [third, third, third, None, None, third, third, third]
-    assert lines["T(save)"] == [None, None, None, pytest.approx(2.0 / 3), None, None, None, None]
-    assert lines["T(new) + T(switch)"][-2:] == [pytest.approx((0.9 + 0.2) / 3), None]
-    # A line that nothing fits breaks off and begins anew.
-    assert re.search('d="M[^M"]*M[^M"]*" fill="none" stroke="#2f7fd0"', body)
-    assert "because of step 4" in body
-
-
-def test_names_are_text_in_the_figure_and_the_page_has_one_for_each_section_that_switches():
+def test_the_page_has_the_same_table_for_each_section_that_switches_and_names_are_text():
     evil = "<img src=x onerror=alert(1)>"
-    figure = layout_figure([decision(0, layout=evil, why=evil)])
-    assert "<img" not in figure.body
     sections = (RunSection(name="flexpipe", layout_decisions=DECISIONS), RunSection(name="auto"))
     page = render_report(RunReport(title="t", sections=sections))
     assert page.count("Layouts over time") == 1
-    assert 'id="layouts-0' in page
-    assert 'id="layouts-1' not in page
+    assert page.count('class="layouts"') == 1
+    cells = [tuple(re.findall("<t[hd][^>]*>([^<]*)", row)) for row in page.split("<tr>") if "because of step" in row]
+    assert cells == list(layout_rows(DECISIONS))
     assert "Layouts over time" not in render_report(RunReport(title="t", sections=sections[1:]))
+    hostile = RunSection(name="a", layout_decisions=(decision(0, layout=evil, why=evil),))
+    assert "<img" not in render_report(RunReport(title="t", sections=(hostile,)))
 
 
 def test_a_switch_that_was_made_has_its_measured_seconds_everywhere():
     made = msgspec.structs.replace(decision(6, 4), measured_switch_s=0.31, moved_bytes=3 << 20)
     assert "200 ms (310 ms measured)" in printed([made])
-    assert "took 310 ms, measured" in layout_figure([made]).body
     assert layout_line(made) == (
         "layout dp=4 -> dp=4 before step 6, ④ shrink: because of step 6; predicted: 200 ms for the switch, -100 ms "
         "gained over 3 known steps"
@@ -114,18 +96,14 @@ def test_a_switch_that_was_made_has_its_measured_seconds_everywhere():
     assert layout_line(decision(5)) == ""
 
 
-def test_both_memory_plans_are_told_and_which_is_taken():
+def test_the_memory_plan_that_is_taken_is_told():
     """FlexPipe's O_plan, layers that recompute, beside documents that recompute or offload."""
     shown = {}
     for by_documents_s, by_layers_s in ((0.5, 0.25), (0.25, 0.5), (None, 0.5), (0.5, None)):
         one = decision(3, 2, save_documents_s=by_documents_s, save_layers_s=by_layers_s)
         row = next(line for line in printed([one]).splitlines() if "save memory" in line)
         shown[by_documents_s, by_layers_s] = "s (layers)" in row
-        figure = layout_figure([one]).body
-        assert "saving memory in this step: by documents " in figure
-        assert ("does not fit" in figure.split("by documents")[1].split("by layers")[0]) == (by_documents_s is None)
     assert list(shown.values()) == [True, False, True, False]
-    assert "saving memory in this step" not in layout_figure([decision(0)]).body
 
 
 def test_decisions_come_back_from_their_file_the_last_of_a_step_first_torn_line_aside(tmp_path):

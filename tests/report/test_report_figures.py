@@ -3,7 +3,6 @@
 import json
 import re
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -12,8 +11,6 @@ from evenload.report.figures import (
     loss_figure,
     metric_column,
     outline,
-    pack_time_figure,
-    relative_times,
     step_time_figure,
     time_split_figure,
     tokens_per_s_figure,
@@ -24,7 +21,7 @@ from evenload.report.html import render_report
 from evenload.report.run_report import RunReport, RunSection, StepView
 from evenload.report.svg import round_ticks, tick_labels
 from evenload.types.run import LossOf, Validation
-from evenload.types.timeline import CAUSE_LABELS, pack_times
+from evenload.types.timeline import CAUSE_LABELS
 from report_samples import make_plan, make_row, make_split, make_timeline
 
 
@@ -79,74 +76,6 @@ def test_of_many_steps_a_line_keeps_the_extremes_and_the_gaps():
     assert len(kept) < 8_000
     assert {0, 99_999, 54_321, 12_345, 77_777} <= set(kept.tolist())
     assert np.array_equal(outline(values[:4_000]), np.arange(4_000))
-
-
-def test_pack_times_are_relative_to_the_mean_of_their_replica():
-    t = make_timeline(3, 4, 8)
-    times = pack_times(t, "forward")
-    result = relative_times(t, make_plan(3, 8), "forward")
-    assert len(result) == 24
-    for replica in range(3):
-        seconds = times.seconds[times.dp_rank == replica]
-        assert np.allclose(result[8 * replica : 8 * replica + 8], seconds / seconds.mean())
-    assert result.max() == pytest.approx(times.imbalance())
-    assert np.array_equal(result, relative_times(t, None, "forward"))
-
-
-def test_packs_that_replicas_share_are_a_set_of_their_own():
-    """The planner counts them apart; the picture must not call a plan uneven that the table calls even."""
-    t, plan = make_timeline(1, 1, 6), make_plan(1, 6, num_ranks=1)
-    shared = {1, 4}
-    (replica,) = plan.pack_plans
-    change = msgspec.structs.replace
-    forward = tuple(
-        change(pack, slices=tuple(change(one, cp=1 + (pack.index in shared)) for one in pack.slices))
-        for pack in replica.forward
-    )
-    plan = change(plan, pack_plans=(change(replica, forward=forward),))
-    seconds = pack_times(t, "forward").seconds
-    result = relative_times(t, plan, "forward")
-    alone = [k for k in range(6) if k not in shared]
-    expected = [*(seconds[alone] / seconds[alone].mean()), *(seconds[[1, 4]] / seconds[[1, 4]].mean())]
-    assert result == pytest.approx(expected)
-
-
-def test_pack_time_shapes_hold_all_packs_of_all_steps_and_the_imbalance():
-    few = {"predicted": ((make_timeline(2, 4, 8), None), (make_timeline(2, 4, 8, seed=1), None))}
-    many = {"predicted": ((make_timeline(1, 4, 60), None),)}
-    figure = pack_time_figure({"auto": few, "<b>": many})
-    # Points of 2 steps, 2 replicas and 8 packs, forward and backward; a shape for each direction of the other.
-    assert figure.body.count("<circle") == 2 * 2 * 2 * 8
-    assert figure.body.count("60 packs: half of them take ") == 2 * 2
-    assert "<b>" not in figure.body
-    for row, steps in enumerate((few, many)):
-        for column, direction in enumerate(("forward", "backward"), start=1):
-            # The comparison shows the mean over the steps, so the picture does too.
-            imbalance = np.mean([pack_times(t, direction).imbalance() for t, _ in steps["predicted"]])
-            assert figure.numbers.rows[row][column] == f"{imbalance:.3f}"
-            assert f">{imbalance:.3f}<" in figure.body
-
-
-def test_predicted_and_measured_packs_lie_side_by_side_and_are_named():
-    both = {"predicted": ((make_timeline(), None),), "measured": ((make_timeline(noise=0.5), None),)}
-    figure = pack_time_figure({"auto": both})
-    assert [row[0] for row in figure.numbers.rows] == ["auto, predicted", "auto, measured"]
-    points = re.findall("<circle[^>]*>", figure.body)
-    assert len(points) == 2 * 2 * 8
-    assert sum('fill="none"' in point for point in points) == 2 * 8
-
-
-def test_a_pack_far_slower_than_all_others_is_named_and_leaves_room_for_the_rest():
-    """One strategy with one huge pack would squeeze every other shape to a line."""
-    t = make_timeline(1, 1, 50)
-    slow = (t.pack == 7) & (t.kind == 0)
-    t.end_s[slow] += 30 * (t.end_s[slow] - t.start_s[slow])
-    figure = pack_time_figure({"a": {"predicted": ((t, None),)}})
-    slowest = relative_times(t, None, "forward").max()
-    assert slowest > 6
-    assert f"slowest {slowest:.1f}×" in figure.body
-    assert ">5×<" in figure.body
-    assert ">6×<" not in figure.body
 
 
 def test_stacked_parts_add_up_to_the_step_time_and_causes_of_nothing_are_left_out():

@@ -21,7 +21,7 @@ def fits(page):
 @pytest.mark.parametrize(("scheme", "size"), sweep([("dark", "desk"), ("light", "phone"), ("light", "desk")], 2))
 def test_page_opens_with_every_figure_and_fits_the_width(open_page, scheme, size):
     page = open_page(scheme=scheme, size=SIZES[size])
-    for figure in ("all-split", "all-packs", "run-0-time", "run-0-speed", "run-0-loss"):
+    for figure in ("all-split", "run-0-time", "run-0-speed", "run-0-loss"):
         for plot in plots(page, figure).all():
             assert plot.locator("rect, circle, path, text").count() > 0
             assert plot.bounding_box()["width"] > 150
@@ -128,17 +128,14 @@ def test_the_lengths_page_draws_its_figures(open_page, tmp_path, scheme):
     write_lengths_page(tmp_path / "lengths.html", f"lengths of {EVIL}", profile_lengths(lengths))
     page = open_page(tmp_path / "lengths.html", scheme)
     assert EVIL in page.locator("h1").text_content()
-    for figure in ("classes", "cumulative", "windows"):
-        assert plots(page, figure).first.locator("rect, path").count() > 0
+    assert plots(page, "classes").first.locator("rect, path").count() > 0
+    assert "128K" in page.locator("tbody th").all_text_contents()
     assert fits(page)
 
 
 @pytest.mark.parametrize("scheme", sweep(["dark", "light"], 1))
-def test_layouts_over_time_are_drawn_with_every_layout_named(open_page, scheme):
+def test_layouts_over_time_name_every_layout(open_page, scheme):
     sections = (RunSection(name="flexpipe", layout_decisions=DECISIONS),)
     page = open_page(RunReport(title="layouts", sections=sections), scheme=scheme)
-    which, compared = plots(page, "layouts-0").all()
-    assert which.locator("[data-tip]").count() == len(DECISIONS)
-    assert {"dp=4", "dp=2 pp=2"} <= set(which.locator("text").all_text_contents())
-    assert compared.locator("path").count() == 3
+    assert {"dp=4", "dp=2 pp=2"} <= set(page.locator(".layouts td").all_text_contents())
     assert fits(page)

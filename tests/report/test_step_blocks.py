@@ -56,7 +56,7 @@ def decode(timeline):
     c = unpack(text, meta["columns"])
     tasks, samples, task, sample = [], [], 0, 0
     for lane, (dp, rank) in enumerate(zip(c["laneDp"].tolist(), c["laneRank"].tolist(), strict=True)):
-        units, first = 0, len(tasks)
+        units = 0
         for i in range(task, task + int(c["laneTasks"][lane])):
             start = units + int(c["gap"][i])
             units = start + int(c["length"][i])
@@ -65,13 +65,9 @@ def decode(timeline):
         task += int(c["laneTasks"][lane])
         units, held = 0, {name: 0 for name in c if name.startswith("kib")}
         for k in range(int(c["laneSamples"][lane])):
-            if meta["sampledAtTasks"]:
-                time_s = tasks[first + (k - 1) // 2][6 - k % 2] if k else 0.0
-            else:
-                units += int(c["sampleGap"][sample + k])
-                time_s = units * meta["unitS"]
+            units += int(c["sampleGap"][sample + k])
             held = {name: kib + int(c[name][sample + k]) for name, kib in held.items()}
-            samples.append((dp, rank, time_s, {name: kib * 1024 for name, kib in held.items()}))
+            samples.append((dp, rank, units * meta["unitS"], {name: kib * 1024 for name, kib in held.items()}))
         sample += int(c["laneSamples"][lane])
     return tasks, samples, meta
 
@@ -96,7 +92,6 @@ def test_timeline_block_holds_every_task_and_sample(split):
 def test_details_of_a_prediction_come_back():
     t = with_details(make_timeline(2, 4, 8, noise=0.3))
     _, samples, meta = decode(t)
-    assert meta["sampledAtTasks"]
     assert np.allclose([s[2] for s in samples], t.memory_time_s, rtol=0, atol=0.51e-9)
     assert meta["memoryKinds"] == [MEMORY_KINDS[0], MEMORY_KINDS[4]]
     assert [sum(s[3].values()) for s in samples] == t.memory_bytes.tolist()

@@ -88,12 +88,12 @@ GOOD = ("0F0 0F1 0B0 0B1", "1F0 1B0", "1F1 1B1")
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        (("0F0 0F1 0B0 0B1", "1F1 1B1", "1F0 1B0"), r"rank 1 action 0 is 1F1, .* stage 1 runs on rank 1 \+ k % 2"),
-        (("0F0 0F1 0B0 0B1", "1F0 1B0", ""), "stage 1 runs 0 of 1 forward packs; 1F1 is missing on rank 2"),
-        (("0F0 0F1 0B0 0B1", "1F0 1F0 1B0", "1F1 1B1"), "1F0 where no further one is next"),
-        (("0F0 0F1 0B0 0B1", "1B0 1F0", "1F1 1B1"), "rank 1 action 0 is 1B0, but its documents need forwards"),
-        (("0F0 0B0 0B1 0F1", "1F0 1B0", "1F1 1B1"), "rank 0 action 2 is 0B1, but its documents need forwards 0..1"),
-        (("0F0 0F1 0B0 0B1", "0F0 1B0", "1F1 1B1"), r"this rank runs stages \[1\]"),
+        (("0F0 0F1 0B0 0B1", "1F1 1B1", "1F0 1B0"), "1F0 runs 0 times on rank 1, must run 1 time there"),
+        (("0F0 0F1 0B0 0B1", "1F0 1B0", ""), "1F1 runs 0 times on rank 2, must run 1 time there"),
+        (("0F0 0F1 0B0 0B1", "1F0 1F0 1B0", "1F1 1B1"), "1F0 runs 2 times on rank 1, must run 1 time there"),
+        (("0F0 0F1 0B0 0B1", "1B0 1F0", "1F1 1B1"), "1B0 <-- waits for 1F0"),
+        (("0F0 0B0 0B1 0F1", "1F0 1B0", "1F1 1B1"), "0B1 <-- waits for 0F1"),
+        (("0F0 0F1 0B0 0B1", "0F0 1B0", "1F1 1B1"), "1F0 runs 0 times on rank 1, must run 1 time there"),
     ],
 )
 def test_faults_are_named(rows, message):

@@ -49,11 +49,11 @@ def test_memory_of_inputs_and_weights():
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ("0F0 0I0", "0W0 is missing after 0I0"),
-        ("0F0 0W0 0I0", "0I0 does not stand before it"),
-        ("0F0 0B0 0W0", "0I0 does not stand before it"),
-        ("0F0 0I0 0W0 0W0", "has had its W"),
-        ("0F0 0I0 0B0 0W0", "0B0 where no further one is next"),
+        ("0F0 0I0", "0W0 runs 0 times on rank 0, must run 1 time there"),
+        ("0F0 0W0 0I0", "0W0 <-- waits for 0I0"),
+        ("0F0 0B0 0W0", "0W0 runs 1 time on rank 0, must run 0 times there"),
+        ("0F0 0I0 0W0 0W0", "0W0 runs 2 times on rank 0, must run 1 time there"),
+        ("0F0 0I0 0B0 0W0", "0B0 runs 1 time on rank 0, must run 0 times there"),
     ],
 )
 def test_broken_splits_are_named(row, message):

@@ -14,7 +14,7 @@ from evenload.plan.planner import StepPlanner
 from evenload.plan.problem import PlanOptions
 from evenload.schedule.simulate import simulate
 from evenload.schedule.step_collectives import SimulatedReplica, _completing_places, run_collectives, run_reductions
-from evenload.stepplan.resimulation import timed_tasks
+from evenload.stepplan.resimulation import replica_columns, timed_tasks
 from evenload.types.columns import SliceColumns
 from evenload.types.layout import even_layout
 from evenload.types.pipeline import action_columns
@@ -115,8 +115,8 @@ def test_the_simulator_and_the_executor_agree_on_what_completes_a_stage(schedule
     plan = varied_plan(3, num_layers=8, pp=2, virtual=virtual, schedule=SCHEDULE_OF.get(schedule, schedule))
     actions = action_columns(plan.schedules[0])
     costs = PackCosts(sample_model(num_layers=8), sample_coefficients(), plan.layout)
-    tasks, nothing = timed_tasks(plan, 0), SliceColumns.from_ranges([])
-    replica = SimulatedReplica(nothing, nothing, tasks, actions, simulate(tasks, actions))
+    tasks, packs = timed_tasks(plan, 0), replica_columns(plan, 0)
+    replica = SimulatedReplica(packs, tasks, actions, simulate(tasks, actions))
     place, is_whole = _completing_places(costs, replica)
     expected, whole = np.full((2, plan.layout.num_stages), -1), np.zeros((2, plan.layout.num_stages), bool)
     for rank, row in enumerate(plan.schedules[0].ranks):

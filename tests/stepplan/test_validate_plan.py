@@ -128,7 +128,7 @@ LEFT = (LeftOut(doc_id=0, num_tokens=200, reason="deferred"),)
             lambda plan: seal(replace(plan, times=(replace(plan.times[0], forward_s=plan.times[0].forward_s[1:]),))),
             "forward times are not",
         ),
-        (without_last_action, "missing on rank 0"),
+        (without_last_action, "runs 0 times on rank 0"),
         (
             lambda plan: with_packs(plan, "forward", [replace(pack, slices=()) for pack in plan.pack_plans[0].forward]),
             "more",

@@ -114,7 +114,7 @@ MEANINGS: Mapping[str, str] = {
     "dp_merge": "`plan.options.dp_merge`, with a document that replicas really share",
     "policy": "`plan.options.policy`; mixed is what `choose` takes where memory is short",
     "schedule": "`plan.options.schedule`; own = choose",
-    "model": "tiny ones of every architecture, in float64; those without experts in bfloat16 too",
+    "model": "tiny ones of eleven architectures, in float64 ([more](decoders.md)); dense ones in bfloat16 too",
     "sharding": "`plan.options.cp_sharding`; dacp is `skrull`'s own",
     "channels": "`parallel.channels`",
     "overlap": "`train.overlap_reduction`, `train.overlap_gather`; with `tp`, transfers in chunks of a few rows",

@@ -146,8 +146,10 @@ def coefficients_of(
 def _weight_share(ranks: Sequence[RankMeasurement], fitted: CostCoefficients, tp: int) -> float | None:
     """Return the share of weight gradients in a linear backward, without tp's transfers; None if linears are free."""
     assert fitted.measured_on is not None
-    gather_token_s, gather_pack_s = weight_gather_seconds(fitted.measured_on.model, fitted, tp)
-    own_s = float(np.median([rank.weight_s for rank in ranks])) - TOKENS * gather_token_s - gather_pack_s
+    model = fitted.measured_on.model
+    gather_token_s, gather_pack_s = weight_gather_seconds(model, fitted, tp)
+    blocks = float(np.average([kind.blocks for kind in model.kinds], weights=model.kind_counts))
+    own_s = float(np.median([rank.weight_s for rank in ranks])) - blocks * (TOKENS * gather_token_s + gather_pack_s)
     linear_s = TOKENS * fitted.backward.linear_s_per_token / tp + fitted.backward.pack_s
     return min(1.0, max(0.0, own_s / linear_s)) if linear_s > 0 else None
 

@@ -26,12 +26,12 @@ from evenload.cost.layer_counts import (
     mean_of_layers,
     slice_pairs,
 )
+from evenload.cost.pack_cost import SliceFeatures, pairs_column, prefix_column
 from evenload.runtime.comm.mesh import Mesh, most_of_ranks
 from evenload.runtime.device import seconds_now
 from evenload.runtime.replay.rank_packs import PackTokens
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.runtime.replay.store import ActivationStore
-from evenload.types.columns import keys_before
 from evenload.types.document import Direction, Range
 from evenload.types.model import ModelSpec
 
@@ -301,18 +301,15 @@ def pack_tokens(ranges: tuple[Range, ...], stage: PipelineStage) -> PackTokens:
 
 
 def pack_features(ranges: Sequence[Range], layers: Sequence[LayerShares], tile: int = 1) -> Features:
-    """Return the features of one pack, as `cost.pack_cost` counts them, on these layers and attention blocks of `tile`
-    query rows, of which an incomplete one costs a whole one."""
+    """Return the features of one pack on these layers, with attention blocks of `tile` query rows."""
     start, stop = (np.array([r[i] for r in ranges], dtype=np.int64) for i in (1, 2))
-    missing_rows = -(stop - start) % tile
-    pairs, prefix = [], []
-    for layer in layers:
-        reach = layer.reach
-        last_row_keys = keys_before(stop, reach) if reach >= 0 else keys_before(stop - 1, reach) + 1
-        pairs.append(layer.attention * (slice_pairs(start, stop, reach) + missing_rows * last_row_keys).sum())
-        prefix.append(layer.keys * keys_before(start, reach).sum())
-    tokens = float((stop - start).sum() * np.mean([layer.linear for layer in layers]))
-    return (tokens, float(len(start)), 1.0, float(np.mean(pairs)), float(np.mean(prefix)))
+    reaches = tuple(dict.fromkeys(layer.reach for layer in layers))
+    sums = SliceFeatures(windows=reaches, tile=tile, causal=True).of_slices(start, stop).sum(axis=0)
+    linear, attention, keys, _ = np.array(layers, np.float64).T
+    at = [reaches.index(layer.reach) for layer in layers]
+    pairs = attention * sums[[pairs_column(window) for window in at]]
+    prefix = keys * sums[[prefix_column(window) for window in at]]
+    return float(sums[0] * linear.mean()), float(len(ranges)), 1.0, float(pairs.mean()), float(prefix.mean())
 
 
 _PASS_SHARE = 0.12  # of the budget, for one pass, so that medians are over several

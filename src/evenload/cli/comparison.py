@@ -21,7 +21,7 @@ from evenload.cost.pack_cost import PackCosts
 from evenload.data.lengths import profile_lengths
 from evenload.errors import ConfigError, InfeasiblePlanError
 from evenload.explore.batches import SampledBatch
-from evenload.explore.evaluate import Evaluation, StrategyResult, headline
+from evenload.explore.evaluate import Evaluation, StrategyResult, reasons
 from evenload.explore.layout_search import LayoutResult
 from evenload.explore.prediction_interval import PredictionInterval
 from evenload.explore.timelines import detailed_timeline
@@ -32,7 +32,7 @@ from evenload.plan.strategies.strategy import LeftOutStrategy
 from evenload.report.chrome_trace import label_packs, write_chrome_trace
 from evenload.report.html import strategies_table, write_report
 from evenload.report.run_report import RunReport, RunSection, StepView
-from evenload.report.table import ComparisonTable, EngineTable, LayoutTable, is_feasible, shown_columns
+from evenload.report.table import READ_LAYOUTS, ComparisonTable, engine_table, is_feasible, layout_table, shown_columns
 from evenload.report.units import format_interval, format_layout, format_percent, format_power_of_two, format_seconds
 from evenload.stepplan.plan_file import encode_plan_file
 from evenload.types.plan import StepPlan
@@ -172,26 +172,26 @@ class Comparison:
             print_lines(console, *(f"{row['name']}: not feasible: {row['why']}" for row in self.rows))
         print_lines(console, *(f"left out of --strategy all: {one.name}: {one.why}" for one in self.left_out))
         if self.best:
-            print_lines(console, self.interval.describe(), _bound_message(self.evaluation))
+            print_lines(console, self.interval.describe())
         print_lines(console, *(f"{row['name']}: {row['note']}" for row in self.rows if row["note"]))
         for result in self.strategies:
             if result.layout_decisions:
-                title = f"{result.name}: layout of every step, predicted"
-                console.print(LayoutTable(result.layout_decisions, title))
+                console.print(layout_table(result.layout_decisions, f"{result.name}: layout of every step, predicted"))
+                print_lines(console, READ_LAYOUTS)
         print_lines(console, *(_worst_message(one, self.memory_cap_bytes, self.unit) for one in self.worst or ()))
         if self.engine is not None:
             rows = _rows_in_unit(msgspec.to_builtins(self.engine.results), self.unit)
             title = f"on {self.engine.engine} ({self.engine.title}), predicted"
-            console.print(EngineTable(rows, self.engine.best, title))
+            console.print(engine_table((row for row in rows if not row["why"]), self.engine.best, title))
+            print_lines(console, *(f"{row['name']}: not planned: {row['why']}" for row in rows if row["why"]))
             print_lines(console, *_engine_messages(self.engine, self.evaluation, self.unit))
 
     def to_json(self) -> bytes:
         """Return all figures, as `evenload plan --json` writes them."""
-        figures = headline(self.evaluation)
         content: dict[str, Any] = {
             "version": version("evenload"),
             "inputs": self.inputs,
-            "headline": figures and {"text": self.headline, **msgspec.to_builtins(figures)},
+            "headline": self.headline or None,
             "strategies": _rows_in_unit(msgspec.to_builtins(self.strategies), self.unit),
             "best": self.best,
             "baseline": _baseline_row(self.evaluation),
@@ -295,54 +295,37 @@ def step_view(plan: StepPlan, costs: PackCosts, measured: Timeline | None = None
     return StepView(step=plan.step, predicted=detailed_timeline(plan, costs), measured=measured, plan=plan)
 
 
-def _bound_message(evaluation: Evaluation) -> str:
-    """Return what bounds the best strategy's slowest step: the critical path, by rank and kind."""
-    assert evaluation.best is not None, "only of a best strategy"
-    proposals = evaluation.proposals[evaluation.best]
-    proposal = max(proposals, key=lambda one: one.plan.predicted.step_time_s)
-    dp_rank, path = proposal.critical_path()
-    replica = f" of replica {dp_rank}" if proposal.plan.layout.dp > 1 else ""
-    step = f" of step {proposal.plan.step}" if len(proposals) > 1 else ""
-    after_s = proposal.plan.predicted.step_time_s - proposal.switch_s - path.makespan_s
-    switch = f"switch of layout {format_seconds(proposal.switch_s)}, then " if proposal.switch_s else ""
-    return (
-        f"{evaluation.best}: critical path{step}: {switch}pipeline{replica} {format_seconds(path.makespan_s)}, "
-        f"{path.describe()}; then reduction and optimizer {format_seconds(after_s)}"
-    )
-
-
 def _headline_message(evaluation: Evaluation) -> str:
     """State the outcome in one sentence; "" where nothing fits memory."""
-    figures = headline(evaluation)
-    if figures is None:
+    best, baseline = next((one for one in evaluation.results if one.name == evaluation.best), None), evaluation.baseline
+    if best is None:
         return ""
-    interval = f" (90 % of steps: {format_interval(figures.interval_s)})" if figures.interval_s else ""
-    best_in = baseline_in = ""
-    if figures.baseline_layout not in (None, figures.layout):
-        best_in, baseline_in = (f" in {format_layout(one)}" for one in (figures.layout, figures.baseline_layout))
-    step = f"{format_seconds(figures.step_time_s)} a step{interval}"
-    message = f"{figures.best}{best_in} is the fastest by prediction: {step}"
-    if figures.factor is None or figures.baseline_window_tokens is None:
+    interval = f" (90 % of steps: {format_interval(best.step_time_interval_s)})" if best.step_time_interval_s else ""
+    step = f"{format_seconds(best.mean_step_time_s)} a step{interval}"
+    factor, window_tokens = best.speedup_over_baseline, None if baseline is None else baseline.window_tokens
+    if baseline is None or factor is None or window_tokens is None:
         names = [result.name for result in evaluation.results]
         why = "best_fit does not fit memory" if BEST_FIT.name in names else "best_fit was not compared"
-        return f"{message}; {why}, so there is no factor"
-    window = format_power_of_two(figures.baseline_window_tokens)
-    if figures.best == BEST_FIT.name and figures.factor > 1 - _SAME:
+        return f"{best.name} is the fastest by prediction: {step}; {why}, so there is no factor"
+    best_in = baseline_in = ""
+    if baseline.layout != best.layout:
+        best_in, baseline_in = (f" in {format_layout(one.layout)}" for one in (best, baseline))
+    message, window = f"{best.name}{best_in} is the fastest by prediction: {step}", format_power_of_two(window_tokens)
+    if best.name == BEST_FIT.name and factor > 1 - _SAME:
         return f"{message}, and no other windows suit it better than its {window} tokens"
-    bound = f"no plan in its layout takes less than {format_percent(figures.fraction_of_layout_bound)} of that"
-    if figures.factor < 1 - _SAME:
-        faster_s = format_seconds(figures.factor * figures.step_time_s)
+    bound = f"no plan in its layout takes less than {format_percent(best.fraction_of_layout_bound)} of that"
+    if factor < 1 - _SAME:
         return (
-            f"{figures.best}{best_in} is the fastest of those asked for by prediction: {step}; {bound}. best_fit in "
-            f"windows of {window} tokens{baseline_in} (--set best_fit.window_tokens={figures.baseline_window_tokens}) "
-            f"is faster: {faster_s} a step, {1 / figures.factor:.2f} times as fast"
+            f"{best.name}{best_in} is the fastest of those asked for by prediction: {step}; {bound}. best_fit in "
+            f"windows of {window} tokens{baseline_in} (--set best_fit.window_tokens={window_tokens}) is faster: "
+            f"{format_seconds(baseline.mean_step_time_s)} a step, {1 / factor:.2f} times as fast"
         )
     lost = " and ".join(
         f"{one.cause} ({format_percent(one.baseline_share)} of its step, here {format_percent(one.best_share)})"
-        for one in figures.reasons
+        for one in reasons(best, baseline)
     )
     return (
-        f"{message}, {figures.factor:.2f} times as fast as best_fit in the windows that suit it best, {window} tokens"
+        f"{message}, {factor:.2f} times as fast as best_fit in the windows that suit it best, {window} tokens"
         f"{baseline_in}{f', which loses more to {lost}' if lost else ''}; {bound}"
     )
 
@@ -364,8 +347,6 @@ def _worst_message(worst: WorstBatch, memory_cap_bytes: int, unit: LengthUnit) -
     more = ", ..." if worst.documents > len(worst.longest) else ""
     policies = ", ".join(f"{policy} {count:,}" for policy, count in worst.policies.items())
     verdict = "fits" if worst.fits else f"does not fit: {worst.why}"
-    if worst.fitting_policy:
-        verdict += f"; --policy {worst.fitting_policy} fits it"
     if worst.leaves_out_deferred:
         left_out = f"Documents that {worst.strategy} has put off in earlier steps"
         verdict += f". {left_out} may come on top; they are not counted"

@@ -21,7 +21,7 @@ from evenload.cli.options import (
 )
 from evenload.cli.plan_request import SOURCE_HELP, DocumentOptions, length_source, unit_message
 from evenload.data.lengths import DEFAULT_WINDOWS, profile_lengths, require_windows
-from evenload.report.lengths import LengthsTable, write_lengths_page, write_lengths_png
+from evenload.report.lengths import LengthsTable, write_lengths_page
 
 # ruff: noqa: RUF009  (`option` makes a field, whose default is no call)
 PIPED_WIDTH = 140
@@ -38,7 +38,6 @@ class LengthsRequest(DocumentOptions):
     )
     json_file: Path | None = option(None, "Write all figures as JSON.", "--json")
     html: Path | None = option(None, "Write a page with pictures; it needs no network.")
-    png: Path | None = option(None, "Write a picture; needs pip install 'evenload\\[png]'.")
 
 
 def show_lengths(request: LengthsRequest) -> None:
@@ -63,7 +62,7 @@ def show_lengths(request: LengthsRequest) -> None:
 
     Exit code: 0 ok, 2 wrong input.
     """
-    require_writable(request.json_file, request.html, request.png)
+    require_writable(request.json_file, request.html)
     windows = tuple(parse_tokens("--window", text) for text in request.window or ()) or DEFAULT_WINDOWS
     require_windows(windows)
     source = length_source(request.source, request)
@@ -78,11 +77,8 @@ def show_lengths(request: LengthsRequest) -> None:
         inputs = {"source": shown, "unit": table.unit, "tokenizer": table.tokenizer}
         content = {"version": version("evenload"), "inputs": inputs, **msgspec.to_builtins(profile)}
         write_output(request.json_file, indented_json(content))
-    name = f"Document lengths in {table.unit}: {shown}"
     if request.html:
-        write_lengths_page(request.html, name, profile, table.unit)
-    if request.png:
-        write_lengths_png(request.png, name, profile, table.unit)
+        write_lengths_page(request.html, f"Document lengths in {table.unit}: {shown}", profile, table.unit)
 
 
 lengths_command = command_of(LengthsRequest, show_lengths)

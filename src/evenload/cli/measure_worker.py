@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 from evenload.attention.backends import select_backend
 from evenload.bench.interleaved import run_interleaved
 from evenload.bench.results import BenchInputs, BenchResult, StrategyRuns, loss_difference, option_tables_of
-from evenload.calibrate.profile import ProfileTask, partial_path, profile
+from evenload.calibrate.profile import ProfileTask, profile
 from evenload.check.checks import run_checks
 from evenload.check.smaller_run import Scope, checked_scope
 from evenload.cli.bench import BenchRequest
@@ -255,7 +255,7 @@ def profile_task(answer: Path, request: ProfileRequest) -> tuple[tuple[Path, Pro
 
 
 def profile_rank(answer: Path, request: ProfileRequest) -> int:
-    """Run one rank of a profile; the answer is `CostCoefficients`. Passes that are done are kept when it is stopped."""
+    """Run one rank of a profile; the answer is `CostCoefficients`."""
     config, model, layout = _resolved(request)
     run = RunConfig(output_dir="", device=request.device, threads_per_process=request.threads)
     with joined_rank(run, (layout,)) as setup:
@@ -296,7 +296,6 @@ def _profiled(
         before_bytes=before_bytes,
         static_bytes=static_bytes,
         demand=setup.demand,
-        partial=partial_path(request.output),
         versions={"evenload": version("evenload"), "torch": version("torch")},
     )
     described = task.describe(mesh, stages[min(stages)])

@@ -3,9 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from evenload.cli.options import print_lines, progress_bar
 from evenload.cli.plan_inputs import PlanInputs
@@ -24,16 +22,11 @@ from evenload.plan.layouts.flex_planner import FlexPlanner
 from evenload.plan.planner import StepPlanner
 from evenload.plan.strategies.auto import AUTO
 from evenload.plan.strategies.baselines import BEST_FIT
-from evenload.report.units import format_percent, format_seconds
+from evenload.report.units import format_seconds
 from evenload.types.layout import ParallelLayout
-from evenload.types.text import format_bytes
 
-_NAMED = 3
-"""Layouts that a message names."""
-_SHOWN = 12
-"""Layouts in the table that fit, and as many of those that do not; the JSON file has all."""
-_NUMBERS_WIDTH, _MIN_PLAN_WIDTH = 70, 20
-"""Columns of the terminal that sizes, times and memory take, and at least the rest."""
+_MOST_NAMED = 3
+"""Layouts that a message names; the JSON file has all."""
 
 
 def layout_of_plan(
@@ -93,6 +86,10 @@ class SearchedLayouts:
             for one in results
         )
         yield f"layout of each strategy: {named}"
+        best, *others = self.fastest.layouts
+        # Seconds of the first batch alone, of layouts that were slower there, are not comparable.
+        if others := [one for one in others if one.feasible and one.num_batches == best.num_batches]:
+            yield f"next fastest under {self.fastest.strategy}: {_named(others)}; --json lists all"
         yield (
             f"layouts planned: {sum(one.planned for one in results)}; too large in weights and optimizer alone: "
             f"{sum(one.too_large for one in results)}; not needed, because no plan in them can be among the best: "
@@ -136,7 +133,6 @@ def search_all_layouts(
         results = _layout_search(inputs, batches, on_progress).strategies(names, limit_s=limit_s)
     searched = SearchedLayouts(results, limit_s)
     fastest = searched.fastest
-    console.print(_layout_table(fastest.layouts, console.width, fastest.strategy))
     print_lines(console, *searched.summary())
     if not fastest.best.feasible:
         raise InfeasiblePlanError(
@@ -173,48 +169,15 @@ def layouts_that_fit(inputs: PlanInputs, batches: Sequence[SampledBatch], names:
     tried = f"{result.num_tried} of the cluster's {result.num_all} layouts tried on the first batch"
     if not result.layouts:
         return f"no layout was found that fits ({tried}); --search-layout tries all of them"
-    named = ", ".join(
-        f"--layout {_option(one)} ({format_seconds(one.mean_step_time_s)} a step)" for one in result.layouts[:_NAMED]
-    )
-    return f"these fit by prediction ({tried}): {named}; --search-layout ranks all"
+    return f"these fit by prediction ({tried}): {_named(result.layouts)}; --search-layout ranks all"
+
+
+def _named(layouts: Sequence[LayoutResult]) -> str:
+    """Name the first few layouts, as options with their predicted seconds."""
+    few = layouts[:_MOST_NAMED]
+    return ", ".join(f"--layout {_option(one)} ({format_seconds(one.mean_step_time_s)} a step)" for one in few)
 
 
 def _option(result: LayoutResult) -> str:
     """Write a layout as --layout takes it."""
     return ",".join(f"{axis}={size}" for axis, size in result.layout.items() if size > 1 or axis == "dp")
-
-
-def _layout_table(results: Sequence[LayoutResult], width: int, strategy: str) -> Table:
-    """List the fastest layouts of a strategy, then why others are out; `width` columns wide."""
-    table = Table(box=box.SIMPLE, title=f"layouts, fastest first, under {strategy}")
-    for name in ("dp", "cp", "pp", "tp", "virtual", "step time", "of bound", "peak memory"):
-        table.add_column(name, justify="right", no_wrap=True)
-    # One line a layout: in a narrow terminal the last column is cut off, --json has it whole.
-    plan_width = max(_MIN_PLAN_WIDTH, width - _NUMBERS_WIDTH)
-    table.add_column("plan, or why it is out", no_wrap=True, overflow="ellipsis", max_width=plan_width)
-    fitting = [result for result in results if result.feasible]
-    others = [result for result in results if not result.feasible]
-    most_batches = max((result.num_batches for result in results), default=0)
-    notes = {}
-    for result in fitting[:_SHOWN]:
-        star = ""
-        if result.num_batches < most_batches:
-            star, notes["*"] = "*", "of the first batch only, where others were faster"
-        if result.stride > 1:
-            star, notes["~"] = f"{star}~", "of a part of the replicas and documents"
-        layers = "" if result.parallel_layout().is_even else f"; layers {'+'.join(map(str, result.stage_layers))}"
-        table.add_row(
-            *map(str, result.layout.values()),
-            format_seconds(result.mean_step_time_s) + star,
-            format_percent(result.fraction_of_bound),
-            format_bytes(result.peak_memory_bytes),
-            result.label + layers,
-        )
-    for result in others[:_SHOWN]:
-        table.add_row(*map(str, result.layout.values()), "-", "-", format_bytes(result.peak_memory_bytes), result.why)
-    caption = [f"{star} {note}" for star, note in sorted(notes.items())]
-    hidden = max(0, len(fitting) - _SHOWN), max(0, len(others) - _SHOWN)
-    if any(hidden):
-        caption.append(f"not shown: {hidden[0]} that fit and {hidden[1]} that do not (--json lists all)")
-    table.caption = "\n".join(caption) or None
-    return table

@@ -1,9 +1,8 @@
 """`evenload plan --lengths-per-step`: what the recorded steps of any trainer lost to waiting, and what they would take
 as `evenload.micro_batches` divides them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields, replace
-from html import escape
 from importlib.metadata import version
 
 import numpy as np
@@ -16,23 +15,16 @@ from evenload.cost.pack_cost import PackCosts
 from evenload.errors import ConfigError
 from evenload.explore.recorded_steps import JudgedStep, Waits, fitted_cost, judge_steps, read_steps
 from evenload.integrations.catalog import EngineProfile, engine_named, require_heads, require_layout
-from evenload.report.figures import predicted_steps_figure
-from evenload.report.page import definitions_html, figure_html, folded_html, page_html
 from evenload.report.units import format_percent, format_seconds
 from evenload.types.cluster import cluster_of
 from evenload.types.layout import ParallelLayout, read_layout_text
 from evenload.types.text import counted
 
-_TAKEN = ("lengths_per_step", "model", "cluster", "layout", "context", "engine", "cost", "json_file", "html")
-_READ = (
-    "The <b>predicted</b> seconds of every step, by its line. <b>Bound</b>: all work spread evenly over the "
-    "ranks, or the longest document where that is more, and the constant of every micro-batch that the token limit "
-    "needs. What lies above it is waiting, and constants of further micro-batches."
-)
+_TAKEN = ("lengths_per_step", "model", "cluster", "layout", "context", "engine", "cost", "json_file")
 
 
 def judge_recorded_steps(request: PlanRequest, file: str, console: Console) -> None:
-    """Print what is predicted of the steps in `file`, and write it as JSON and as a page where these are asked for."""
+    """Print what is predicted of the steps in `file`, and write it as JSON where that is asked for."""
     _require_compatible(request)
     profile = engine_named(request.engine) if request.engine else None
     context = request.tokens_of("context")
@@ -60,19 +52,17 @@ def judge_recorded_steps(request: PlanRequest, file: str, console: Console) -> N
         "max_tokens": limit,
         "max_tokens_from": "--context" if context else "the largest micro-batch",
     }
-    facts = [(name.replace("_", " "), f"{one:,}" if isinstance(one, int) else one) for name, one in shown.items()]
+    facts = (f"{name.replace('_', ' ')} {f'{one:,}' if isinstance(one, int) else one}" for name, one in shown.items())
     mean = JudgedStep(*np.mean(list(judged.values()), axis=0).tolist())
     beyond = sum(step.largest_tokens > limit for step in steps.values())
     headline, *remarks = _findings(judged, mean, beyond)
     messages = [f"cost: {message}" for message in inputs.costs.messages(layout)]
-    print_lines(console, headline, ", ".join(map(" ".join, facts)), *remarks, *messages, f"ours: {call}")
+    print_lines(console, headline, ", ".join(facts), *remarks, *messages, f"ours: {call}")
     if request.json_file:
         content: dict[str, object] = {"version": version("evenload"), "headline": headline, "inputs": shown}
         content |= {"call": call, "steps_beyond_limit": beyond, "mean": mean._asdict()}
         content["steps"] = {line: one._asdict() for line, one in judged.items()}
         write_output(request.json_file, indented_json(content))
-    if request.html:
-        write_output(request.html, _page(judged, [headline, *remarks], [*facts, ("ours", call)]).encode())
 
 
 def _require_compatible(request: PlanRequest) -> None:
@@ -134,15 +124,3 @@ def _findings(judged: Mapping[int, JudgedStep], mean: JudgedStep, beyond: int) -
         f"this partition breaks --context in {counted(beyond, 'step')}, ours in none": beyond,
     }
     return [text for text, is_so in findings.items() if is_so]
-
-
-def _page(judged: Mapping[int, JudgedStep], findings: Sequence[str], facts: Sequence[tuple[str, str]]) -> str:
-    columns = {"this partition": "recorded_step_s", "bound": "bound_s", "ours": "step_s"}
-    seconds = {name: [getattr(one, key) for one in judged.values()] for name, key in columns.items()}
-    blocks = [
-        "<h1>Recorded steps</h1>",
-        *(f'<p class="headline">{escape(one)}</p>' for one in findings),
-        folded_html("settings", "Settings", definitions_html("facts", [(name, escape(one)) for name, one in facts])),
-        figure_html("steps", "Seconds of every step", _READ, predicted_steps_figure(list(judged), seconds), level=2),
-    ]
-    return page_html("Recorded steps", blocks)

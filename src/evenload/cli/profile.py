@@ -1,6 +1,6 @@
 """`evenload profile`: minutes spent on measuring a model's layers and links on this machine, for a cost file."""
 
-from dataclasses import MISSING, dataclass, replace
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -34,7 +34,7 @@ class ProfileRequest:
         None, "Precision of the run that is planned for; default float32 on cpu, bfloat16 on cuda."
     )
     attention: str = option(None, "Backend, as train.attention.", default="auto")
-    minutes: float = option(None, "At most about so many, all calls for this file together.", default=5.0)
+    minutes: float = option(None, "At most about so many.", default=5.0)
     context: str = option(None, f"Longest document that is tried. {COUNTS}", metavar="TOKENS", default="32k")
     threads: int | None = option(None, "Of a process, as train.threads_per_process; default: cores / processes.", min=1)
 
@@ -52,8 +52,7 @@ def run_profile(request: ProfileRequest) -> None:
 
     Times a few layers of the model with random weights (matrix products, attention, head, optimizer), the links between
     the processes of --layout, alone and during attention, and counts the bytes that tokens leave. Everything is timed
-    in turn, again and again, until the minutes are over; a call that was interrupted goes on where it stopped
-    (COST.json.partial).
+    in turn, again and again, until the minutes are over.
 
         evenload profile --model qwen2.5-0.5b --layout pp=2 -o cost.json
 
@@ -70,18 +69,14 @@ def run_profile(request: ProfileRequest) -> None:
             "in packs that have one"
         )
     require_writable(request.output)
-    output, request = request.output, replace(request, output=request.output.absolute())
     content = launch.measure("evenload profile", "profile", request)
     if not content:  # on other ranks than 0
         return
-    from evenload.calibrate.profile import partial_path
-
     costs = msgspec.json.decode(content, type=CostCoefficients)
-    new = output.with_name(f"{output.name}.new")
+    new = request.output.with_name(f"{request.output.name}.new")
     write_output(new, indented_json(costs))
-    new.replace(output)
-    partial_path(output).unlink(missing_ok=True)
-    typer.echo(f"{output}: {measured_message(costs)}")
+    new.replace(request.output)
+    typer.echo(f"{request.output}: {measured_message(costs)}")
 
 
 profile_command = command_of(ProfileRequest, run_profile)

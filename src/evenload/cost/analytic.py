@@ -17,7 +17,7 @@ Of memory-bound kernels only the optimizer, the embedding and dK/dV are counted.
 import msgspec
 
 from evenload.cost.coefficients import CostCoefficients, OverlapCost, PassCoefficients
-from evenload.cost.group_transfers import TENSOR_CHUNKS, TENSOR_RINGS, tensor_ring_seconds
+from evenload.cost.group_transfers import BLOCK_RINGS, TENSOR_CHUNKS, tensor_ring_seconds
 from evenload.cost.layer_counts import (
     BACKWARD_ATTENTION_RATIO,
     BACKWARD_LINEAR_RATIO,
@@ -114,7 +114,8 @@ def analytic_coefficients(
         return costs
     # Both directions of a layer, a token: matrix products, and the transfers that they may hide.
     products_s = linear_s * (1.0 + linear_ratio) / layout.tp
-    rings, assumed = sum(TENSOR_RINGS.values()), OverlapCost()
+    # Of two blocks, as a layer without experts has.
+    rings, assumed = 2 * sum(BLOCK_RINGS.values()), OverlapCost()
     transfer_s, _ = tensor_ring_seconds(model, costs, layout.tp, rings)
     hidden_share = min(1.0 - CHUNKED_RINGS / rings / TENSOR_CHUNKS, HIDING_SHARE * products_s / transfer_s)
     gained_share = 1.0 - assumed.communication_slowdown * assumed.compute_slowdown

@@ -110,7 +110,7 @@ class Profile(Frozen):
         date: of the end, ISO 8601 in UTC; versions: of the libraries that compute, by name.
         dtype, attention: of the layers that were timed, and their attention backend.
         layers: that were timed on every rank; seconds in the cost file are of one.
-        passes: over the whole grid; seconds: that measuring took, all calls together.
+        passes: over the whole grid; seconds: that measuring took.
         outliers, timings: repeats more than 5 deviations from the median of their pack, of so many.
         forward, backward: the fit's error on packs that it had not seen; packs: the grid with its residuals.
         activation_bytes: of one token on one layer, by policy, counted.

@@ -1,9 +1,10 @@
 """Price transfers inside tensor- and context-parallel groups, per layer.
 
-Tensor parallelism with sequence parallelism (Korthikanti et al. 2022): hidden states are all-gathered before
-attention and before the feed-forward block and reduce-scattered after each: 4 rings forward; backward the same 4 for
-gradients and 2 more all-gathers for weight gradients. `tensor_exposed_share` of their bytes does not hide behind
-matrix products; their latency does not hide. W of a split backward gathers inputs and gradients again: 4 more.
+Tensor parallelism with sequence parallelism (Korthikanti et al. 2022): hidden states are all-gathered before a block
+(attention, feed-forward) and reduce-scattered after it: 2 rings forward; backward the same 2 for gradients and 1 more
+all-gather for weight gradients. `tensor_exposed_share` of their bytes does not hide behind matrix products; their
+latency does not hide. W of a split backward gathers inputs and gradients again: 2 more. Experts lie on the ranks of the
+group, and every rank sends its own rows to those that they have chosen (`runtime.replay.experts`): nothing hides that.
 
 Context parallelism: K and V of a pack are all-gathered before attention, dK and dV reduce-scattered in backward,
 where K and V are gathered again of documents that are never cut; of others every rank keeps them. Transfers hide behind
@@ -21,14 +22,18 @@ from numpy.typing import NDArray
 from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.layer_counts import kv_bytes_per_token, kv_gradient_bytes_per_token, over_kinds, stage_kinds
 from evenload.types.document import Direction
+from evenload.types.layer_kind import LayerKind
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
 
-TENSOR_RINGS: dict[Direction, int] = {"forward": 4, "backward": 6}
-"""All-gathers and reduce-scatters of a layer's hidden states."""
+BLOCK_RINGS: dict[Direction, int] = {"forward": 2, "backward": 3}
+"""All-gathers and reduce-scatters of hidden states of a block of a layer."""
+EXPERT_TRANSFERS: dict[Direction, int] = {"forward": 2, "backward": 3}
+"""All-to-alls of rows of a block of experts: there and back, in backward also the gradients of outputs."""
+_EXPERT_CALLS: dict[Direction, int] = {"forward": 3, "backward": 6}  # with numbers of rows and routing weights
 TENSOR_CHUNKS = 4
 """Transfers that a collective of a pack's hidden states is divided into at most, so that products hide all but one."""
-WEIGHT_RINGS = 4  # All-gathers of a layer's hidden states that W makes on top of `TENSOR_RINGS`
+WEIGHT_RINGS = 2  # All-gathers of a block's hidden states that W makes on top of `BLOCK_RINGS`
 
 
 class ContextTraffic(NamedTuple):
@@ -49,14 +54,14 @@ class ContextSeconds(NamedTuple):
 
 
 def weight_gather_seconds(model: ModelSpec, coefficients: CostCoefficients, tp: int) -> tuple[float, float]:
-    """Return (seconds a token, seconds a pack) of one layer's exposed transfers that W of a split backward repeats."""
+    """Return (seconds a token, seconds a pack) of one block's exposed transfers that W of a split backward repeats."""
     if model.has_adapters:
         return 0.0, 0.0  # frozen matrices have no products to defer
     return tensor_ring_seconds(model, coefficients, tp, WEIGHT_RINGS * coefficients.weight_gather_exposed_share)
 
 
 def tensor_ring_seconds(model: ModelSpec, coefficients: CostCoefficients, tp: int, rings: float) -> tuple[float, float]:
-    """Return (seconds a token, seconds a pack) of all-gathers and reduce-scatters of a layer's hidden states."""
+    """Return (seconds a token, seconds a pack) of so many all-gathers and reduce-scatters of hidden states."""
     if tp == 1:
         return 0.0, 0.0
     link = coefficients.group_link(tp, stride=1)
@@ -69,6 +74,30 @@ def exposed_ring_seconds(model: ModelSpec, coefficients: CostCoefficients, tp: i
     token_s, pack_s = tensor_ring_seconds(model, coefficients, tp, rings)
     share = coefficients.tensor_exposed_share
     return share * token_s, pack_s if share else 0.0
+
+
+def tensor_seconds(
+    model: ModelSpec, coefficients: CostCoefficients, tp: int, direction: Direction
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return (seconds a token, seconds a pack) of a tensor-parallel group's transfers on one layer of every kind that
+    no product hides; float64[K] each."""
+    blocks = np.array([kind.blocks for kind in model.kinds], np.float64)
+    token_s, pack_s = exposed_ring_seconds(model, coefficients, tp, BLOCK_RINGS[direction])
+    experts = [_expert_seconds(kind, model, coefficients, tp, direction) for kind in model.kinds]
+    return blocks * token_s + [one[0] for one in experts], blocks * pack_s + [one[1] for one in experts]
+
+
+def _expert_seconds(
+    kind: LayerKind, model: ModelSpec, coefficients: CostCoefficients, tp: int, direction: Direction
+) -> tuple[float, float]:
+    # Coefficients of a measured group have all transfers in the layers' seconds.
+    if kind.experts is None or tp == 1 or not coefficients.tensor_exposed_share:
+        return 0.0, 0.0
+    link = coefficients.group_link(tp, stride=1)
+    # Of a rank's own rows, 1/tp of a pack's, those of other ranks' experts travel.
+    row_bytes = kind.experts.chosen * kind.experts.width * model.bytes_per_element
+    token_bytes = EXPERT_TRANSFERS[direction] * row_bytes * (tp - 1) / tp**2
+    return token_bytes / link.bandwidth_bytes_per_s, _EXPERT_CALLS[direction] * (tp - 1) * link.latency_s
 
 
 def context_seconds(

@@ -69,6 +69,8 @@ class KindShares:
         again: of the mean layer's matrix products, what the backward of a recomputed document makes again: those whose
             output it reads.
         mixed: of the mean layer's matrix products, those of mixers, which every backward runs again.
+        first: of the mean layer's matrix products, the first ones of experts, which backward runs again where they are
+            spread over ranks.
         reach: `AttentionKind.reach`; None = no attention.
         mean_products, mean_pair_width, mean_key_width: weights of matrices that a token uses on the mean layer (active
             experts only), products of a pair, elements of a token's keys and values.
@@ -79,6 +81,7 @@ class KindShares:
     keys: NDArray[np.float64]
     again: NDArray[np.float64]
     mixed: NDArray[np.float64]
+    first: NDArray[np.float64]
     reach: tuple[int | None, ...]
     mean_products: float
     mean_pair_width: float
@@ -113,6 +116,7 @@ def _shares(kinds: tuple[LayerKind, ...], of_kinds: tuple[int, ...]) -> KindShar
         attention=pairs / mean_pairs,
         keys=keys / mean_keys,
         mixed=np.array([kind.mixed_products for kind in kinds], np.float64) / mean_products,
+        first=np.array([kind.experts.first_products if kind.experts else 0 for kind in kinds]) / mean_products,
         again=linear / mean_products * (1.0 - unread / np.maximum(linear, 1.0)),
         reach=tuple(kind.attention.reach if kind.attention else None for kind in kinds),
         mean_products=mean_products,

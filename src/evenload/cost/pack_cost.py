@@ -25,11 +25,11 @@ from numpy.typing import ArrayLike, NDArray
 from evenload import _native
 from evenload.cost.coefficients import CostCoefficients, PassCoefficients
 from evenload.cost.group_transfers import (
-    TENSOR_RINGS,
     context_seconds,
     context_traffic,
     exchanging_layers,
     exposed_ring_seconds,
+    tensor_seconds,
     weight_gather_seconds,
 )
 from evenload.cost.layer_counts import (
@@ -183,12 +183,13 @@ class PackCosts:
         layer: PassCoefficients = getattr(self.coefficients, direction)
         kinds, shares, layers = self._kinds, self.shares, self.layers()
         matrix = np.zeros((pairs_column(len(self.windows)), len(layers)))
-        token_s, pack_s = exposed_ring_seconds(self.model, self.coefficients, tp, TENSOR_RINGS[direction])
+        token_s, pack_s = tensor_seconds(self.model, self.coefficients, tp, direction)
         matrix[0] = over_kinds(kinds, shares.linear * layer.linear_s_per_token / tp + token_s)
-        if direction == "backward" and shares.mixed.any():
-            matrix[0] += over_kinds(kinds, shares.mixed * self.coefficients.forward.linear_s_per_token / tp)
+        if direction == "backward" and self.coefficients.measured_on is None:  # else it is in the layers' seconds
+            again = shares.mixed + (shares.first if tp > 1 else 0.0)
+            matrix[0] += over_kinds(kinds, again * self.coefficients.forward.linear_s_per_token / tp)
         matrix[1] = layers * layer.slice_s
-        matrix[2] = layers * (layer.pack_s + pack_s)
+        matrix[2] = layers * layer.pack_s + over_kinds(kinds, pack_s)
         for index, window in enumerate(self.windows):
             pairs, keys = shares.of_reach(shares.attention, window), shares.of_reach(shares.keys, window)
             matrix[pairs_column(index)] = over_kinds(kinds, pairs) * layer.attention_s_per_pair / tp
@@ -203,7 +204,8 @@ class PackCosts:
     def _linear_again(self, kinds: NDArray[np.int64]) -> tuple[NDArray, NDArray]:
         """Return (seconds a token, seconds a pack) of what recomputing makes again in so many layers of every kind and
         stage (int64[P, K]); float64[P] each."""
-        tp, layer, share = self.layout.tp, self.coefficients.forward, self.shares.again
+        tp, layer = self.layout.tp, self.coefficients.forward
+        share = self.shares.again - (self.shares.first if tp > 1 else 0.0)  # which every backward runs again
         rings = [exposed_ring_seconds(self.model, self.coefficients, tp, count) for count in (1, 2)]
         repeats_all = [not kind.unread_products for kind in self.model.kinds]
         token_s, pack_s = np.array([rings[whole] for whole in repeats_all]).T
@@ -229,7 +231,7 @@ class PackCosts:
         table.intra_node, table.inter_node = _link(coefficients.intra_node), _link(between)
         table.host = _link(coefficients.host_link)
         table.exchanging_layers = exchanging_layers(model, layout).tolist()
-        table.linear_layers, table.layers = self.linear_layers().tolist(), self.layers().astype(float).tolist()
+        table.linear_layers, table.tensor_blocks = self.linear_layers().tolist(), self.tensor_blocks().tolist()
         table.linear_again_token_s, table.linear_again_pack_s = (column.tolist() for column in self.linear_again_s)
         offloaded = activation_bytes_per_token(model, "replay", layout.tp)
         table.offload_bytes_per_token = (self._kinds @ offloaded).astype(float).tolist()
@@ -443,6 +445,10 @@ class PackCosts:
     def linear_layers(self) -> NDArray[np.float64]:
         """Count the layers of every virtual stage, each as its share of the mean layer's matrix products."""
         return over_kinds(self._kinds, self.shares.linear)
+
+    def tensor_blocks(self) -> NDArray[np.float64]:
+        """Count the blocks of every virtual stage that tensor parallelism cuts."""
+        return over_kinds(self._kinds, np.array([kind.blocks for kind in self.model.kinds], np.float64))
 
     def _exchanged_tokens(
         self, columns: SliceColumns, is_cut: NDArray[np.bool_] | None

@@ -35,7 +35,7 @@ def gather_seconds(costs: PackCosts, backward: SliceColumns) -> NDArray[np.float
     """Return what I and W of every backward pack take beyond the whole backward: tensor-parallel transfers made again
     in W; float64[m_b, P]."""
     token_s, pack_s = weight_gather_seconds(costs.model, costs.coefficients, costs.layout.tp)
-    return np.outer(backward.rank_tokens() * token_s + pack_s, costs.layers().astype(np.float64))
+    return np.outer(backward.rank_tokens() * token_s + pack_s, costs.tensor_blocks())
 
 
 def weight_seconds(

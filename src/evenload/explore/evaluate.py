@@ -178,9 +178,6 @@ def _baseline(
     return msgspec.structs.replace(result, window_tokens=window_tokens)
 
 
-_MEANS = ("bubble_fraction", "imbalance_forward", "imbalance_backward", "imbalance_dp")
-
-
 def _compared(result: StrategyResult, other: StrategyResult, key: str) -> StrategyResult:
     if result.mean_step_time_s is None or other.mean_step_time_s is None:
         return result
@@ -229,7 +226,6 @@ def _evaluate(
     late = sum(num_tokens * delay for num_tokens, delay in zip(planned, delays, strict=True))
     means: dict[str, Any] = {name: float(np.mean([getattr(one, name) for one in proposals])) for name in _MEANS}
     own_note = next((proposal.note for proposal in proposals if proposal.note), "")
-    means: dict[str, Any] = {name: float(np.mean([getattr(one, name) for one in proposals])) for name in _MEANS}
     return StrategyResult(
         name=name,
         feasible=all(proposal.feasible for proposal in proposals),
@@ -349,7 +345,7 @@ def _mean_packs(proposals: Sequence[Proposal], direction: str) -> float:
 _MOST_REASONS, _LEAST_SHARE = 2, 0.01
 
 
-class Reason(Frozen):
+class Reason(NamedTuple):
     """A cause of `TimeSplit` by its label, as shares of the baseline's and of the best strategy's step."""
 
     cause: str
@@ -357,67 +353,15 @@ class Reason(Frozen):
     best_share: float
 
 
-class Headline(Frozen):
-    """A comparison in short.
-
-    Args:
-        best: the fastest strategy within memory.
-        step_time_s: mean, predicted; interval_s: where nine of ten measured step times lie.
-        factor: the baseline's mean step time over it; None without a baseline.
-        baseline_window_tokens: of `best_fit`'s windows that suit it best; None without a baseline.
-        factor_over_best_fit: over `best_fit` as requested; None where that does not fit memory.
-        reasons: causes on which the baseline spends more, dearest first.
-        layout, baseline_layout: sizes of the dimensions, which differ where each strategy is in its own.
-        fraction_of_bound, fraction_of_layout_bound, bubble_fraction: of the best strategy.
-        baseline_bubble_fraction: of the baseline.
-    """
-
-    best: str
-    step_time_s: float
-    interval_s: tuple[float, float] | None
-    factor: float | None = None
-    baseline_window_tokens: int | None = None
-    factor_over_best_fit: float | None = None
-    reasons: tuple[Reason, ...] = ()
-    layout: dict[str, int]
-    baseline_layout: dict[str, int] | None = None
-    fraction_of_bound: float | None = None
-    fraction_of_layout_bound: float | None = None
-    bubble_fraction: float | None = None
-    baseline_bubble_fraction: float | None = None
-
-
-def headline(evaluation: Evaluation) -> Headline | None:
-    if evaluation.best is None:
-        return None
-    best = next(result for result in evaluation.results if result.name == evaluation.best)
-    assert best.mean_step_time_s is not None, "the best one was planned"
-    baseline = evaluation.baseline
-    return Headline(
-        best=best.name,
-        step_time_s=best.mean_step_time_s,
-        interval_s=best.step_time_interval_s,
-        factor=best.speedup_over_baseline,
-        baseline_window_tokens=baseline.window_tokens if baseline else None,
-        factor_over_best_fit=best.speedup_over_best_fit,
-        layout=best.layout,
-        baseline_layout=baseline.layout if baseline else None,
-        reasons=_reasons(best, baseline) if baseline else (),
-        fraction_of_bound=best.fraction_of_bound,
-        fraction_of_layout_bound=best.fraction_of_layout_bound,
-        bubble_fraction=best.bubble_fraction,
-        baseline_bubble_fraction=baseline.bubble_fraction if baseline else None,
-    )
-
-
-def _reasons(best: StrategyResult, baseline: StrategyResult) -> tuple[Reason, ...]:
+def reasons(best: StrategyResult, baseline: StrategyResult) -> tuple[Reason, ...]:
+    """Return causes on which the baseline spends more, dearest first."""
     if best.time_split is None or baseline.time_split is None:
         return ()
     best_s, baseline_s = best.time_split.total_s(), baseline.time_split.total_s()
     pairs = zip(baseline.time_split.parts()[1:], best.time_split.parts()[1:], strict=True)
     more = sorted(((slow_s - fast_s, cause, slow_s, fast_s) for (cause, slow_s), (_, fast_s) in pairs), reverse=True)
     return tuple(
-        Reason(cause=cause, baseline_share=slow_s / baseline_s, best_share=fast_s / best_s)
+        Reason(cause, slow_s / baseline_s, fast_s / best_s)
         for more_s, cause, slow_s, fast_s in more[:_MOST_REASONS]
         if more_s > _LEAST_SHARE * baseline_s
     )

@@ -39,17 +39,16 @@ def detailed_timeline(plan: StepPlan, costs: PackCosts) -> Timeline:
     cannot price it, for example because the link to the host is not known."""
     parts: list[Timeline] = []
     sides: list[SideTasks] = []
-    critical, kinds, replicas = [], [], []
-    for dp_rank in range(plan.layout.dp):
-        columns, replica = _simulated(plan, dp_rank, costs)
+    critical, kinds = [], []
+    replicas = _simulated(plan, costs)
+    for dp_rank, replica in enumerate(replicas):
         tasks, actions, simulation = replica.tasks, replica.actions, replica.simulation
-        replicas.append(replica)
         on_path = np.zeros(len(actions.kind), bool)
         on_path[critical_path(tasks, actions, simulation).actions] = True
         parts.append(to_timeline(tasks, actions, simulation, dp_rank, plan.predicted.step_time_s))
         critical.append(on_path)
-        kinds.append(memory_ledger(bytes_by_kind(costs.model, plan.layout, tasks, columns), actions))
-        sides += _inside(costs, columns, replica, dp_rank)
+        kinds.append(memory_ledger(bytes_by_kind(costs.model, plan.layout, tasks, replica.packs), actions))
+        sides += _inside(costs, replica, dp_rank)
         sides += _between_stages(replica, dp_rank)
     end = step_end(costs, replicas)
     for dp_rank in range(len(parts)):
@@ -64,10 +63,13 @@ def detailed_timeline(plan: StepPlan, costs: PackCosts) -> Timeline:
     )
 
 
-def _simulated(plan: StepPlan, dp_rank: int, costs: PackCosts) -> tuple[ReplicaPacks, SimulatedReplica]:
-    packs, actions = replica_columns(plan, dp_rank), action_columns(plan.schedules[dp_rank])
-    tasks = tasks_of_columns(plan, dp_rank, costs.model, packs)
-    return packs, SimulatedReplica(packs.forward, packs.backward, tasks, actions, simulate(tasks, actions))
+def _simulated(plan: StepPlan, costs: PackCosts) -> list[Candidate]:
+    result = []
+    for dp_rank, schedule in enumerate(plan.schedules):
+        packs, actions = replica_columns(plan, dp_rank), action_columns(schedule)
+        tasks = tasks_of_columns(plan, dp_rank, costs.model, packs)
+        result.append(Candidate(packs, tasks, actions, simulate(tasks, actions), shardings=packs.shardings))
+    return result
 
 
 def _beside_and_after_packs(end: StepEnd, layout: ParallelLayout, dp_rank: int) -> Iterator[SideTasks]:
@@ -90,7 +92,8 @@ def _beside_and_after_packs(end: StepEnd, layout: ParallelLayout, dp_rank: int) 
         yield side_tasks("gather", dp_rank, ranks, stages, -1, end.updated_s, end.end_s)
 
 
-def _inside(costs: PackCosts, columns: ReplicaPacks, replica: SimulatedReplica, dp_rank: int) -> Iterator[SideTasks]:
+def _inside(costs: PackCosts, replica: SimulatedReplica, dp_rank: int) -> Iterator[SideTasks]:
+    columns = replica.packs
     if columns.policy is None:
         return
     actions, simulation = replica.actions, replica.simulation
@@ -148,7 +151,7 @@ def split_step_time(costs: PackCosts, choices: Sequence[ReplicaChoice]) -> TimeS
     work_s["tp_communication_s"] += sum(_gathered_again_s(costs, one) for one in candidates) / groups
     bubbles = [split_bubble(one.tasks, one.actions, one.simulation) for one in candidates]
     makespan_s = np.array([one.makespan_s for one in candidates])
-    end = step_end(costs, [one.simulated() for one in candidates])
+    end = step_end(costs, candidates)
     return TimeSplit(
         **work_s,
         **{name: sum(getattr(bubble, name) for bubble in bubbles) / groups for name in Bubble._fields},
@@ -161,12 +164,7 @@ def split_step_time(costs: PackCosts, choices: Sequence[ReplicaChoice]) -> TimeS
 def split_step_of_plan(plan: StepPlan, costs: PackCosts) -> TimeSplit:
     """Split as `split_step_time`, from a plan alone."""
     documents = np.arange(len(plan.documents))
-    choices = []
-    for dp_rank in range(plan.layout.dp):
-        packs, one = _simulated(plan, dp_rank, costs)
-        result = Candidate("", packs, one.tasks, one.actions, one.simulation, shardings=packs.shardings)
-        choices.append(ReplicaChoice(documents, result))
-    return split_step_time(costs, choices)
+    return split_step_time(costs, [ReplicaChoice(documents, one) for one in _simulated(plan, costs)])
 
 
 def _split_packs(costs: PackCosts, candidates: Sequence[Candidate], num_documents: Sequence[int]) -> list[PackSplit]:
@@ -203,7 +201,7 @@ _FIELDS = dict(zip("FBIW", ("forward_s", "backward_s", "input_s", "weight_s"), s
 def overlapped_pack_times(plan: StepPlan, costs: PackCosts) -> tuple[PackTimes, ...]:
     """Return the times of every replica's packs, by the costs with which the plan was made; whole backwards of a
     schedule that splits them stay as planned."""
-    end = step_end(costs, [_simulated(plan, dp_rank, costs)[1] for dp_rank in range(plan.layout.dp)])
+    end = step_end(costs, _simulated(plan, costs))
     return tuple(_times(times, replica, end) for times, replica in zip(plan.times, end.replicas, strict=True))
 
 

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -32,7 +31,6 @@ class WorstBatch(Frozen):
         longest: tokens of its longest documents, at most eight.
         policies: number of documents by activation policy.
         fits: within the limit; why: it does not.
-        fitting_policy: with which it would fit; "" = none, or it fits.
         leaves_out_deferred: the strategy defers documents, and those of earlier batches are not counted.
     """
 
@@ -46,7 +44,6 @@ class WorstBatch(Frozen):
     policies: dict[str, int]
     fits: bool
     why: str
-    fitting_policy: str
     leaves_out_deferred: bool
 
 
@@ -139,21 +136,9 @@ def _described(planner: StepPlanner, worst: _Planned, strategy: str, searched: i
         policies=dict(sorted(names.items())),
         fits=worst.proposal.feasible,
         why=worst.proposal.why,
-        fitting_policy="" if worst.proposal.feasible else _fitting_policy(planner, worst, strategy),
         leaves_out_deferred=strategy_named(strategy).delays(planner.options),
     )
 
 
 def _draw(lengths: NDArray[np.int64], rule: BatchRule, order: Order) -> SampledBatch:
     return rule.draw(itertools.cycle(lengths[order].tolist()))
-
-
-def _fitting_policy(planner: StepPlanner, worst: _Planned, strategy: str) -> str:
-    can_offload = planner.costs.coefficients.host_link is not None
-    for policy in ("choose", "recompute", "offload"):
-        if policy == planner.options.policy or (policy == "offload" and not can_offload):
-            continue
-        other = planner.with_options(msgspec.structs.replace(planner.options, policy=policy))
-        if other.propose(0, worst.batch.documents, strategy).feasible:
-            return policy
-    return ""

@@ -255,7 +255,7 @@ def _simulated(profile: EngineProfile, costs: PackCosts, one: _Replica, schedule
         tasks = replace(tasks, forward_s=forward_s, backward_s=backward_s, p2p_forward_s=no_s, p2p_backward_s=no_s)
     usual = "interleaved" if layout.num_stages > layout.pp else "1f1b"
     actions = SCHEDULES.named(usual if schedule == CHOOSE else schedule).actions(tasks, None)
-    return SimulatedReplica(columns, columns, tasks, actions, simulate(tasks, actions))
+    return SimulatedReplica(ReplicaPacks(columns, columns, columns.stop), tasks, actions, simulate(tasks, actions))
 
 
 def _step_end(profile: EngineProfile, costs: PackCosts, simulated: Sequence[SimulatedReplica]) -> tuple[float, float]:

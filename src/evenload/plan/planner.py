@@ -21,7 +21,6 @@ from evenload.plan.deferral import DelayState, arrivals_of, mean_token_delay_ste
 from evenload.plan.host_memory import plan_within_host
 from evenload.plan.problem import PlanOptions, ReplicaChoice, StepProblem, imbalance, with_times_that_run
 from evenload.plan.strategies.registry import STRATEGIES, strategy_named
-from evenload.schedule.critical_path import CriticalPath, critical_path
 from evenload.schedule.step_collectives import step_end
 from evenload.stepplan.validate import why_not_in_backward
 from evenload.types.columns import SliceColumns
@@ -70,12 +69,6 @@ class Proposal:
     def note(self) -> str:
         """Return what a reader must know about how the plan was found; "" = nothing."""
         return next((choice.note for choice in self.choices if choice.note), "")
-
-    def critical_path(self) -> tuple[int, CriticalPath]:
-        """Return the dp rank and the critical path of the slowest replica."""
-        dp_rank = max(range(len(self.choices)), key=lambda rank: self.choices[rank].candidate.makespan_s)
-        result = self.choices[dp_rank].candidate
-        return dp_rank, critical_path(result.tasks, result.actions, result.simulation)
 
     def require_feasible(self) -> StepPlan:
         """Return the plan; raise `InfeasiblePlanError` where it does not fit memory."""
@@ -244,7 +237,7 @@ class StepPlanner:
             schedules.append(result.actions.to_schedule())
             times.append(result.pack_times())
         per_replica_s = tuple(float(choice.candidate.makespan_s) for choice in choices)
-        end = step_end(self.costs, [choice.candidate.simulated() for choice in choices])
+        end = step_end(self.costs, [choice.candidate for choice in choices])
         trained = trained_documents(choices)
         if len(trained) < len(documents):
             chosen = set(trained.tolist())

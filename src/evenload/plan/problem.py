@@ -23,7 +23,7 @@ from evenload.cost.pack_pricing import pipeline_tasks
 from evenload.errors import ConfigError, DataError
 from evenload.schedule.registry import SCHEDULES
 from evenload.schedule.schedule_rule import ScheduleRule
-from evenload.schedule.simulate import Simulation, simulate
+from evenload.schedule.simulate import simulate
 from evenload.schedule.step_collectives import SimulatedReplica
 from evenload.types.base import Frozen, require_at_least_one
 from evenload.types.columns import SliceColumns
@@ -115,7 +115,7 @@ class PlanOptions(Frozen):
 
 
 @dataclass(frozen=True, eq=False)
-class Candidate:
+class Candidate(SimulatedReplica):
     """Hold one way to run a replica's documents.
 
     Args:
@@ -126,11 +126,7 @@ class Candidate:
             None = not decided yet, and seconds are means over ranks (`plan.cp_sharding`).
     """
 
-    label: str
-    packs: ReplicaPacks
-    tasks: PipelineTasks
-    actions: ActionColumns
-    simulation: Simulation
+    label: str = ""
     excess_bytes: int = 0
     schedule: str = ""
     shardings: tuple[PackSharding, ...] | None = None
@@ -139,10 +135,6 @@ class Candidate:
     def makespan_s(self) -> float:
         """Return the seconds from the first forward to the last backward."""
         return self.simulation.makespan_s
-
-    def simulated(self) -> SimulatedReplica:
-        """Return what start and end of the step follow from."""
-        return SimulatedReplica(self.packs.forward, self.packs.backward, self.tasks, self.actions, self.simulation)
 
     def score(self) -> tuple[int, float]:
         """Return bytes beyond memory and seconds; smaller is better."""
@@ -256,7 +248,7 @@ class StepProblem:
         """Simulate priced packs in one order; `schedule` names the rule that made it."""
         simulation = simulate(tasks, actions)
         excess = 0 if self.cap_bytes is None else max(0, int((simulation.peak_bytes - self.cap_bytes).max()))
-        return Candidate(label, packs, tasks, actions, simulation, excess, schedule)
+        return Candidate(packs, tasks, actions, simulation, label, excess, schedule)
 
     def reordered(self, result: Candidate, actions: ActionColumns, tasks: PipelineTasks | None = None) -> Candidate:
         """Simulate the packs of a candidate in another order, or with other seconds (`tasks`)."""

@@ -1,9 +1,8 @@
-"""Draw a report's pictures: curves of runs, layouts over steps, the spread of pack times, the parts of a step's time.
+"""Draw a report's pictures: curves of runs, the parts of a step's time.
 
 Nothing is smoothed; of many steps a line keeps extremes (`outline`). Predicted is dashed and grey; measured is solid.
 """
 
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -12,13 +11,10 @@ from numpy.typing import NDArray
 
 from evenload.report import svg
 from evenload.report.run_files import MetricRow, latest_per_step
-from evenload.report.svg import MEASURED, PREDICTED, SERIES, Axes, Curves, Figure, NumberTable, Scale, Tick
-from evenload.report.table import format_action, format_conditions, format_predicted
-from evenload.report.units import format_percent, format_ratio, format_seconds
-from evenload.types.document import Direction
-from evenload.types.plan import StepPlan
-from evenload.types.run import LayoutDecision, Validation
-from evenload.types.timeline import CAUSE_LABELS, PackSeconds, Timeline, TimeSplit, pack_times
+from evenload.report.svg import MEASURED, PREDICTED, SERIES, Axes, Curves, Figure, NumberTable, Scale
+from evenload.report.units import format_percent, format_seconds
+from evenload.types.run import Validation
+from evenload.types.timeline import CAUSE_LABELS, TimeSplit
 
 # From this many steps on markers hide the line.
 _MAX_STEPS_WITH_MARKERS = 80
@@ -53,31 +49,20 @@ def step_time_figure(rows: Sequence[MetricRow]) -> Figure:
     return _curves(series, "step time", "s", from_zero=True)
 
 
-def predicted_steps_figure(steps: Sequence[int], seconds: Mapping[str, Sequence[float]]) -> Figure:
-    """Draw predicted seconds of these steps by each name, of what is known (not NaN); "bound" is dotted."""
-    at, colors = np.array(steps, float), {"bound": (PREDICTED, "dot"), "ours": (SERIES[0], "dash")}
-    series = [
-        (name, *colors.get(name, (SERIES[1], "dash")), at, np.array(values))
-        for name, values in seconds.items()
-        if not np.isnan(values).all()
-    ]
-    return _curves(series, "predicted seconds of a step", "s", from_zero=True)
-
-
 def _of_run(name: str, rows: Sequence[MetricRow], key: str) -> Series:
     rows = latest_per_step(rows)
     return name, SERIES[0], "solid", metric_column(rows, "step"), metric_column(rows, key)
 
 
 def _curves(series: Sequence[Series], y_title: str, kind: str, *, from_zero: bool = False) -> Figure:
-    axes = _axes(series, y_title, kind, from_zero=from_zero)
     count = max((len(one[3]) for one in series), default=0)
     label = f"{y_title} over {count} steps of {', '.join(one[0] for one in series) or 'no run'}"
     names = svg.legend((name, color, dash) for name, color, dash, _, _ in series) if len(series) > 1 else ""
-    return Figure(body=names + _curve_panel(axes, series, label, kind, 2.6), label=label)
+    panel = _curve_panel(_axes(series, y_title, kind, from_zero=from_zero), series, label, kind)
+    return Figure(body=names + panel, label=label)
 
 
-def _curve_panel(axes: Axes, series: Sequence[Series], label: str, kind: str, radius_px: float) -> str:
+def _curve_panel(axes: Axes, series: Sequence[Series], label: str, kind: str) -> str:
     """Draw lines with markers; pointing shows all series at the steps of any."""
     if not series:
         return svg.panel(axes, [], label)
@@ -88,14 +73,14 @@ def _curve_panel(axes: Axes, series: Sequence[Series], label: str, kind: str, ra
         points = [(x, axes.y_px(y) if np.isfinite(y) else None) for x, y in kept]
         marks.append(svg.line(points, axes.height_px, color, dash))
         if len(at) <= _MAX_STEPS_WITH_MARKERS:
-            marks += [svg.dot(x, y, color, radius_px=radius_px) for x, y in points if y is not None]
+            marks += [svg.dot(x, y, color) for x, y in points if y is not None]
         whole = np.full(len(steps), np.nan)
         whole[np.searchsorted(steps, at)] = values
         pointed.append((name, color, whole.tolist()))
     return svg.panel(axes, marks, label, Curves("step", steps.tolist(), kind, pointed))
 
 
-def _axes(series: Sequence[Series], y_title: str, kind: str, *, from_zero: bool, num_ticks: int = 5) -> Axes:
+def _axes(series: Sequence[Series], y_title: str, kind: str, *, from_zero: bool) -> Axes:
     steps = np.concatenate([one[3] for one in series]) if series else np.zeros(0)
     values = np.concatenate([one[4] for one in series]) if series else np.zeros(0)
     values = values[np.isfinite(values)]
@@ -105,13 +90,10 @@ def _axes(series: Sequence[Series], y_title: str, kind: str, *, from_zero: bool,
     margin = 0.06 * (high - low or abs(high) or 1.0)
     y = Scale(low if from_zero else low - margin, high + margin)
     first, last = (int(steps.min()), int(steps.max())) if len(steps) else (0, 1)
-    ticks = {"x_ticks": svg.step_ticks(first, last), "y_ticks": svg.value_ticks(y.low, y.high, kind, num_ticks)}
-    return Axes(x=_step_scale(first, last), y=y, **ticks, x_title="step", y_title=y_title)
-
-
-def _step_scale(first: int, last: int) -> Scale:
-    margin = 0.5 if first == last else 0.012 * (last - first)
-    return Scale(first - margin, last + margin)
+    beside = 0.5 if first == last else 0.012 * (last - first)
+    x = Scale(first - beside, last + beside)
+    ticks = {"x_ticks": svg.step_ticks(first, last), "y_ticks": svg.value_ticks(y.low, y.high, kind)}
+    return Axes(x=x, y=y, **ticks, x_title="step", y_title=y_title)
 
 
 def outline(values: NDArray[np.float64]) -> NDArray[np.int64]:
@@ -154,203 +136,7 @@ def metric_column(rows: Iterable[MetricRow], key: str) -> NDArray[np.float64]:
     return np.array([np.nan if row[key] is None else float(row[key] or 0) for row in rows], dtype=np.float64)
 
 
-_SECONDS_PX, _LANE_PX = 170, 30
-_LAYOUT_COLORS = {1: MEASURED, 2: SERIES[4], 3: SERIES[7], 4: SERIES[2]}
-_NAMES = {1: "① kept", 2: "② kept, saving memory", 3: "③ switched to fit ▲", 4: "④ switched to be faster ▼"}
-
-
-def layout_figure(decisions: Sequence[LayoutDecision]) -> Figure:
-    """Draw the layout over the steps, marked by the case of FlexPipe's Fig. 7, and below T for each known step."""
-    layouts = list(dict.fromkeys(one.layout for one in decisions))
-    first, last = decisions[0].step, decisions[-1].step
-    lanes = Axes(
-        x=_step_scale(first, last),
-        y=Scale(len(layouts) - 0.5, -0.5),
-        x_ticks=(),
-        y_ticks=[Tick(at, name) for at, name in enumerate(layouts)],
-        left_px=svg.names_width_px(layouts, most_px=150),
-        height_px=_LANE_PX * (len(layouts) + 1),
-    )
-    places = [(lanes.x.share(one.step), lanes.y_px(layouts.index(one.layout))) for one in decisions]
-    # Layouts change halfway between two steps.
-    changes = [((left + right) / 2, y_px) for (left, _), (right, y_px) in itertools.pairwise(places)]
-    marks = [svg.line(svg.stairs([places[0], *changes, places[-1]]), lanes.height_px, PREDICTED)]
-    for one, place in zip(decisions, places, strict=True):
-        color, tip = _LAYOUT_COLORS[one.case], _decision_tip(one)
-        if one.case in (3, 4):
-            marks.append(svg.triangle(*place, color, up=one.case == 3, tip=tip))
-        else:
-            marks.append(svg.dot(*place, color, radius_px=3.6 if one.case == 1 else 4.6, tip=tip))
-    label = f"layout of steps {first} to {last}: {', '.join(layouts)}"
-    cases = [case for case in _NAMES if any(one.case == case for one in decisions)]
-    seconds = _seconds(decisions)
-    axes = _axes(seconds, "predicted a step", "s", from_zero=True, num_ticks=4)
-    axes = replace(axes, x=lanes.x, x_ticks=svg.step_ticks(first, last), left_px=lanes.left_px, height_px=_SECONDS_PX)
-    compared = "predicted seconds a step of staying, saving memory and switching"
-    body = (
-        svg.legend((_NAMES[case], _LAYOUT_COLORS[case], "fill") for case in cases)
-        + svg.panel(lanes, marks, label)
-        + svg.legend((name, color, dash) for name, color, dash, _, _ in seconds)
-        + _curve_panel(axes, seconds, compared, "s", 2.2)
-    )
-    return Figure(body=body, label=label)
-
-
-def _seconds(decisions: Sequence[LayoutDecision]) -> list[Series]:
-    steps, known = (np.array([getattr(one, key) for one in decisions], float) for key in ("step", "known_steps"))
-    keep, save, new, switch = (
-        np.array([getattr(one, key) for one in decisions], float) / known
-        for key in ("keep_s", "save_s", "new_s", "switch_s")
-    )
-    series = (
-        ("T(keep)", MEASURED, "solid", steps, keep),
-        ("T(save)", SERIES[4], "dot", steps, np.where(np.isnan(keep), save, np.nan)),
-        ("T(new) + T(switch)", SERIES[1], "dash", steps, new + switch),
-    )
-    return [one for one in series if not np.isnan(one[-1]).all()]
-
-
-def _decision_tip(decision: LayoutDecision) -> str:
-    lines = [
-        f"step {decision.step}: {format_action(decision)}, {format_conditions(decision)}",
-        f"T(keep) {format_predicted(decision.keep_s)}, T(save) {format_predicted(decision.save_s)}",
-    ]
-    candidates = {"documents": decision.save_documents_s, "layers": decision.save_layers_s}
-    if any(seconds is not None for seconds in candidates.values()):
-        of_each = [f"by {name} {format_predicted(seconds)}" for name, seconds in candidates.items()]
-        lines.append(f"saving memory in this step: {', '.join(of_each)}")
-    if decision.other:
-        switch = format_seconds(decision.switch_s)
-        lines.append(f"{decision.other}: T(new) {format_predicted(decision.new_s)}, T(switch) {switch}")
-    if decision.measured_switch_s is not None:
-        lines.append(f"the switch took {format_seconds(decision.measured_switch_s)}, measured")
-    return "\n".join([*lines, decision.why])
-
-
-_DIRECTIONS: dict[Direction, str] = {"forward": svg.KIND_STYLES["F"].even, "backward": svg.KIND_STYLES["B"].even}
 _ROW_PX = 34
-_HALF_PX = 14.0
-_MOST_DOTS = 40
-"""Up to this many packs are drawn one by one."""
-_SPREAD_OF_POINTS_PX = 7.0
-_MOST_SHOWN = 5.0
-"""Ratios beyond are not drawn, or one strategy's worst pack would squeeze all shapes to a line."""
-_CLASSES, _OUTLINE = 400, 60
-
-Steps = Sequence[tuple[Timeline, StepPlan | None]]
-"""A timeline of every step, with its plan where that is known."""
-
-
-def pack_time_figure(sections: Mapping[str, Mapping[str, Steps]]) -> Figure:
-    """Draw the spread of pack times by strategy and origin ("predicted", "measured"), forward over backward (SlimPack
-    Figs. 14 to 16), with max/mean, mean over the steps.
-
-    A pack counts with its slowest stage, relative to the mean pack of its step and set of ranks: a replica, or the
-    replicas that share a pack (DP-Merge). Few packs are points; of others a violin is a Gaussian kernel density with
-    Scott's width ("Multivariate Density Estimation", 1992), cut off at the least and the largest pack.
-    """
-    rows = [(name, origin) for name, origins in sections.items() for origin in origins]
-    both = len({origin for _, origin in rows}) > 1
-    names = [f"{name}, {origin}" if both else name for name, origin in rows]
-    ratios = {
-        direction: [[relative_times(*step, direction) for step in sections[name][origin]] for name, origin in rows]
-        for direction in _DIRECTIONS
-    }
-    all_steps = [one for of_direction in ratios.values() for steps in of_direction for one in steps if len(one)]
-    largest = max((float(one.max()) for one in all_steps), default=1.0)
-    scale = Scale(0, min(largest, _MOST_SHOWN) * 1.04)
-    axis = {
-        "x": scale,
-        "ticks": svg.value_ticks(0, scale.high, "×", 6),
-        "names_px": svg.names_width_px(names),
-        "notes_px": 150,
-    }
-    parts, notes = [], [names]
-    for direction, color in _DIRECTIONS.items():
-        marks = [
-            _marks(np.concatenate(steps), scale, color, both and origin == "predicted")
-            for (_, origin), steps in zip(rows, ratios[direction], strict=True)
-        ]
-        notes.append([_pack_time_note(steps) for steps in ratios[direction]])
-        label = "; ".join(f"{name} {note}" for name, note in zip(names, notes[-1], strict=True))
-        title = "time of a pack over the mean pack" if direction == "backward" else ""
-        parts.append(f'<div class="panel-title">{direction.capitalize()} packs</div>')
-        shown = zip(names, marks, notes[-1], strict=True)
-        parts.append(svg.rows_chart(shown, _ROW_PX, f"{direction} packs, max over mean: {label}", title=title, **axis))
-    numbers = NumberTable(("max/mean", "forward packs", "backward packs"), tuple(zip(*notes, strict=True)))
-    return Figure(body="".join(parts), label="spread of pack times, forward and backward", numbers=numbers)
-
-
-def relative_times(timeline: Timeline, plan: StepPlan | None, direction: Direction) -> NDArray[np.float64]:
-    """Return the seconds of every pack over the mean of its set of ranks, without sets without time."""
-    times = pack_times(timeline, direction)
-    sets = _sets(times, plan, direction)
-    parts = [times.seconds[sets == one] for one in np.unique(sets)]
-    return np.concatenate([np.zeros(0), *(part / part.mean() for part in parts if part.sum() > 0)])
-
-
-def _sets(times: PackSeconds, plan: StepPlan | None, direction: Direction) -> NDArray[np.int64]:
-    """Return a number for the set of ranks of every pack: its replica, and how many ranks share its first slice."""
-    if plan is None:
-        return times.dp_rank
-    ranks = {
-        (replica.dp_rank, pack.index): pack.slices[0].cp if pack.slices else 0
-        for replica in plan.pack_plans
-        for pack in (replica.forward if direction == "forward" else replica.backward)
-    }
-    keys = zip(times.dp_rank.tolist(), times.pack.tolist(), strict=True)
-    return times.dp_rank << 32 | np.array([ranks.get(key, 0) for key in keys], np.int64)
-
-
-def _pack_time_note(steps: Sequence[NDArray[np.float64]]) -> str:
-    """Return the mean over the steps, as in the comparison of strategies, and the slowest where it is not drawn."""
-    slowest = [float(one.max()) for one in steps if len(one)]
-    if not slowest:
-        return "no packs"
-    text = format_ratio(float(np.mean(slowest)))
-    return f"{text}, slowest {max(slowest):.1f}× ▸" if max(slowest) > _MOST_SHOWN else text
-
-
-def _marks(ratios: NDArray[np.float64], scale: Scale, color: str, is_hollow: bool) -> str:
-    middle, mean = _ROW_PX / 2, svg.upright(scale.share(1), 0, _ROW_PX, "mean")
-    color = PREDICTED if is_hollow else color
-    shown = ratios[ratios <= scale.high]
-    if len(ratios) <= _MOST_DOTS:
-        # Spread by place, not by chance: the same report is the same picture.
-        offsets = (np.arange(len(shown)) * 0.618034 % 1 - 0.5) * 2 * _SPREAD_OF_POINTS_PX
-        return mean + "".join(
-            svg.dot(scale.share(at), middle + offset, color, hollow=is_hollow, tip=f"{at:.3f} of the mean pack")
-            for at, offset in zip(shown.tolist(), offsets.tolist(), strict=True)
-        )
-    if not len(shown):
-        return mean
-    places, density = _density(ratios)
-    heights = (_HALF_PX * density / density.max()).tolist()
-    upper = [(scale.share(x), middle - h) for x, h in zip(places.tolist(), heights, strict=True) if x <= scale.high]
-    lower = [(x, 2 * middle - y) for x, y in reversed(upper)]
-    low, center, high = np.quantile(ratios, (0.25, 0.5, 0.75)).tolist()
-    half_of_them = f"half of them take {low:.3f} to {high:.3f} of the mean pack"
-    tip = f"{len(ratios):,} packs: {half_of_them}, the slowest {ratios.max():.3f}"
-    violin = svg.shape([*upper, *lower], _ROW_PX, color, "none" if is_hollow else f"{color}55", tip)
-    span = scale.share(low), min(1.0, scale.share(high))
-    box = svg.rect(span, middle - 2.5, 5, color, tip) if span[0] < span[1] else ""
-    return mean + violin + box + svg.upright(min(1.0, scale.share(center)), middle - 5, middle + 5, "median")
-
-
-def _density(ratios: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return places, and a density there up to a factor."""
-    low, high = float(ratios.min()), float(ratios.max())
-    if high - low < 1e-9:
-        return np.array([low - 0.002, low + 0.002]), np.ones(2)
-    # Few packs that are far slower stretch the classes; the outline is as fine where it is drawn.
-    counts, edges = np.histogram(ratios, bins=_CLASSES)
-    centers = (edges[:-1] + edges[1:]) / 2
-    width = max(1.06 * float(ratios.std()) * len(ratios) ** -0.2, (high - low) / _CLASSES)
-    at = np.linspace(low, min(high, _MOST_SHOWN * 1.04), _OUTLINE) if low < _MOST_SHOWN else np.array([low, high])
-    weights = np.exp(-0.5 * ((at[:, None] - centers) / width) ** 2)
-    return at, weights @ counts
-
-
 _BAR_PX = 24
 _LEAST_NAMED_SHARE = 0.0005
 """Of the longest bar; thinner parts cannot be seen or pointed at."""

@@ -9,31 +9,30 @@ from html import escape
 from pathlib import Path
 
 from evenload.errors import ConfigError
-from evenload.report.figures import layout_figure, pack_time_figure, time_split_figure
+from evenload.report.figures import time_split_figure
 from evenload.report.lengths import length_blocks
-from evenload.report.page import definitions_html, figure_html, folded_html, page_html, scrolled_html
+from evenload.report.page import definitions_html, figure_html, folded_html, numbers_html, page_html, scrolled_html
 from evenload.report.run_files import latest_per_step
 from evenload.report.run_report import RunReport, RunSection, curves_html, tiles_html
 from evenload.report.step_view import STEP_VIEW_SCRIPTS, step_view_html
-from evenload.report.table import TEXT_COLUMNS, Column, format_cell, is_feasible, shown_columns
+from evenload.report.svg import NumberTable
+from evenload.report.table import (
+    FIRST_COLUMNS,
+    LAYOUT_HEADINGS,
+    READ_LAYOUTS,
+    TEXT_COLUMNS,
+    Column,
+    format_cell,
+    is_feasible,
+    layout_rows,
+    shown_columns,
+)
 from evenload.types.text import LengthUnit
 
-_READ_PACKS = (
-    "Each shape is the time of all packs of a strategy, relative to the mean pack of the same step and replica (or of "
-    "the replicas that share it): the wider it is at a place, the more packs take that long; the box holds the middle "
-    "half. A pipeline has the pace of its slowest pack, so the number beside a shape is what counts, <b>max/mean</b>: "
-    "1.000 is perfectly even, 1.300 loses up to 30 %. Few packs are drawn one by one."
-)
 _READ_SPLIT = (
     "Every bar is the predicted step of the average device, from left to right: useful work (the lower bound, equal "
     "for all strategies), what computing costs on top of it, waiting inside pipelines and for other replicas, and the "
     "end of the step. The parts add up to the step time. Point at a part for its seconds and share."
-)
-_READ_LAYOUTS = (
-    "Above, the layout that every step runs in; a mark says what was decided before it, after FlexPipe's Fig. 7. "
-    "Below, the <b>predicted</b> seconds a step that were compared, mean of the steps whose lengths were known: "
-    "staying, staying with documents recomputed or offloaded, and the best other layout with the switch to it. A line "
-    "that breaks off does not fit memory there. Point at a mark for the conditions A to D and the reason."
 )
 
 
@@ -94,15 +93,16 @@ def _parts(report: RunReport) -> list[Part]:
     curves = "curves", "Step by step", [] if run is None else curves_html("run-0", run)
     parts.insert(len(parts) if report.comparison else 0, curves)
     parts.append(("steps", "Inside a step", [_left_out_steps(run), step_view] if step_view else []))
-    parts.append(("packs", "Pack times", _packs(sections, remark)))
-    layouts = [
-        figure_html(f"layouts-{i}", f"{section.name}: layout of every step", _READ_LAYOUTS, layout_figure(decisions))
-        for i, section in enumerate(report.sections)
-        if (decisions := section.layout_decisions)
-    ]
+    layouts = [_layouts(section) for section in report.sections if section.layout_decisions]
     parts.append(("layouts", "Layouts over time", layouts))
-    lengths = [] if report.lengths is None else length_blocks(report.lengths, report.unit, "Lengths")[:2]
+    lengths = [] if report.lengths is None else length_blocks(report.lengths, report.unit, "Lengths")
     return [*parts, ("documents", "Documents of these steps", lengths)]
+
+
+def _layouts(section: RunSection) -> str:
+    title, rows = f"{section.name}: layout of every step", tuple(layout_rows(section.layout_decisions))
+    table = numbers_html(title, NumberTable(LAYOUT_HEADINGS, rows))
+    return f'<div class="layouts"><h3>{escape(title)}</h3>{table}<p>{READ_LAYOUTS}</p></div>'
 
 
 def _left_out_steps(run: RunSection | None) -> str:
@@ -126,27 +126,13 @@ def _split(sections: Mapping[str, RunSection], remark: str) -> list[str]:
     return [figure_html("all-split", "Predicted seconds of a step, by cause", read, time_split_figure(splits))]
 
 
-def _packs(sections: Mapping[str, RunSection], remark: str) -> list[str]:
-    times = {name: one.timelines() for name, one in sections.items() if one.steps}
-    read = _READ_PACKS + remark
-    return [figure_html("all-packs", "How even packs are", read, pack_time_figure(times))] if times else []
-
-
-# In this order; what a reader asks first, and why a strategy loses.
-_FIRST = (
-    *("measured_step_time_s", "mean_step_time_s", "speedup_over_baseline", "time_split", "fraction_of_bound", "mfu"),
-    *("step_time_interval_s", "measured_tokens_per_s", "tokens_per_s_per_device", "bubble_fraction"),
-    *("peak_memory_bytes", "cap_violations", "deferred_tokens", "dropped_tokens"),
-)
-
-
 def comparison_html(rows: Sequence[Mapping[str, object]], best: str, unit: LengthUnit) -> str:
     """Return the comparison, the best strategy marked, those that cannot run last; further columns are folded."""
     feasible = [row for row in rows if is_feasible(row)]
     refused = [row for row in rows if not is_feasible(row)]
-    columns = {column.key: column for column in shown_columns(feasible, unit)}
-    first = [columns[key] for key in _FIRST if key in columns]
-    others = [column for column in columns.values() if column not in first]
+    columns = shown_columns(feasible, unit)
+    first = [column for column in columns if column.key in FIRST_COLUMNS]
+    others = [column for column in columns if column.key not in FIRST_COLUMNS]
     table = scrolled_html("Comparison of strategies", strategies_table(feasible, refused, first, best))
     if not others or not feasible:
         return table

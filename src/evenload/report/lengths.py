@@ -1,4 +1,4 @@
-"""Show document lengths in a terminal, on a page and as one PNG (`evenload lengths`).
+"""Show document lengths in a terminal and on a page (`evenload lengths`).
 
 The bar of a class far above all others is broken: one document of ten million tokens holds most of the attention work.
 """
@@ -16,10 +16,9 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from evenload.errors import ConfigError
 from evenload.report import svg
-from evenload.report.page import definitions_html, figure_html, page_html
-from evenload.report.svg import LENGTH_COLORS, Axes, Curves, Figure, NumberTable, Scale
+from evenload.report.page import definitions_html, figure_html, numbers_html, page_html
+from evenload.report.svg import LENGTH_COLORS, Axes, Figure, NumberTable, Scale
 from evenload.report.units import format_count, format_power_of_two, format_share
 from evenload.types.run import LengthProfile
 from evenload.types.text import LengthUnit, counted, in_unit
@@ -30,14 +29,10 @@ READ_CLASSES = (
     "documents decide how long a step takes, and packing by token counts leaves devices waiting."
 )
 _READ_BROKEN = " A <b>broken bar</b> is longer than drawn; its share stands on it."
-READ_CUMULATIVE = (
-    "The share of everything that lies in documents up to a length. The wider the gap between the curves, the more "
-    "there is to win by balancing work instead of documents."
-)
 READ_WINDOWS = (
-    "What a context window does to this data. <b>Blue</b>: documents that do not fit. <b>Orange</b>: tokens after the "
-    "window, lost where documents are truncated. <b>Green</b>: attention between pieces, lost where documents are "
-    "split. Evenload trains documents whole up to <code>--context</code>."
+    "What a context window does to this data: documents that do not fit; tokens after the window, lost where documents "
+    "are truncated; attention between pieces, lost where documents are split. Evenload trains documents whole up to "
+    "<code>--context</code>."
 )
 COUNTED = {"documents": "documents", "tokens": "tokens", "attention_pairs": "attention work"}
 """Fields of `LengthProfile` that are counted over lengths, and their names."""
@@ -47,12 +42,7 @@ WINDOW_CUTS = (
     ("attention_pairs_across", "attention_pairs", "attention across pieces"),
 )
 """What a window cuts: field of `WindowCut`, field of its total, and name."""
-_CUT_MEANINGS = (
-    "of documents are longer",
-    "of tokens lie beyond: truncating loses them",
-    "of attention is across pieces: splitting loses it",
-)
-_CLASS_PX, _SHARES_PX = 104, 260
+_CLASS_PX = 104
 _MOST_OVER_SECOND = 2.5
 """A class this many times the next one has a broken bar."""
 _MARGIN = 1.3
@@ -100,58 +90,14 @@ def length_classes_figure(profile: LengthProfile) -> Figure:
     return Figure("".join(panels), "shares of documents, tokens and attention work by length class", numbers)
 
 
-def cumulative_lengths_figure(profile: LengthProfile) -> Figure:
-    """Draw the share of documents, tokens and attention work in documents up to a length."""
-    powers = [2**k for k in range(profile.shortest.bit_length() - 1, profile.longest.bit_length() + 1)]
-    ticks = svg.named_ticks({length: format_power_of_two(length) for length in powers}, 7)
-    axes = Axes(
-        x=Scale(ticks[0].at, ticks[-1].at, is_log=True),
-        y=Scale(0, 1.02),
-        x_ticks=ticks,
-        y_ticks=svg.value_ticks(0, 1.0, "%"),
-        x_title="up to this length (tokens)",
-        height_px=_SHARES_PX,
-    )
-    marks, series = [], []
-    for key, name in COUNTED.items():
-        values = [getattr(point, key) for point in profile.cumulative]
-        points = ((axes.x.share(p.length), axes.y_px(v)) for p, v in zip(profile.cumulative, values, strict=True))
-        marks.append(svg.line(svg.stairs(points), axes.height_px, LENGTH_COLORS[key]))
-        series.append((name, LENGTH_COLORS[key], values))
-    curves = Curves("up to", [point.length for point in profile.cumulative], "%", series)
-    label = "cumulative shares of documents, tokens and attention work over length"
-    keys = svg.legend((name, color, "solid") for name, color, _ in series)
-    return Figure(body=keys + svg.panel(axes, marks, label, curves), label=label)
-
-
-def window_cuts_figure(profile: LengthProfile) -> Figure:
-    """Draw what each window cuts: documents longer than it, tokens beyond it, attention across its pieces."""
-    windows = [format_power_of_two(cut.window) for cut in profile.windows]
-    cuts = profile.windows
-    columns = [[getattr(cut, key) / getattr(profile, total) for cut in cuts] for key, total, _ in WINDOW_CUTS]
-    end = (max(map(max, columns)) or 1.0) * 1.05
-    axes = Axes(
-        x=Scale(-0.5, len(windows) - 0.5),
-        y=Scale(0, end),
-        x_ticks=svg.named_ticks(dict(enumerate(windows)), 8),
-        y_ticks=svg.value_ticks(0, end, "%"),
-        x_title="context window (tokens)",
-        y_title="share cut",
-        height_px=_SHARES_PX,
-    )
-    marks, cells = [], [windows]
-    for position, ((key, total, _), meaning) in enumerate(zip(WINDOW_CUTS, _CUT_MEANINGS, strict=True)):
-        shown = list(zip(windows, columns[position], [getattr(cut, key) for cut in cuts], strict=True))
-        for i, (window, share, count) in enumerate(shown):
-            tip = f"window {window}: {share:.2%} {meaning} ({count:,})"
-            low = i - 0.36 + 0.24 * position
-            span = axes.x.share(low), axes.x.share(low + 0.23)
-            marks.append(svg.rect(span, axes.y_px(share), axes.height_px - axes.y_px(share), LENGTH_COLORS[total], tip))
-        cells.append([f"{count:,}, {format_share(share)}" for _, share, count in shown])
-    label = "what each context window cuts: documents, tokens, attention work"
-    keys = svg.legend((name, LENGTH_COLORS[total], "fill") for _, total, name in WINDOW_CUTS)
-    numbers = NumberTable(("window (tokens)", *(name for _, _, name in WINDOW_CUTS)), tuple(zip(*cells, strict=True)))
-    return Figure(body=keys + svg.panel(axes, marks, label), label=label, numbers=numbers)
+def window_cuts(profile: LengthProfile) -> NumberTable:
+    """Return what each window cuts: documents longer than it, tokens beyond it, attention across its pieces."""
+    rows = []
+    for cut in profile.windows:
+        parts = [(getattr(cut, key), getattr(profile, total)) for key, total, _ in WINDOW_CUTS]
+        cells = (f"{count:,}, {format_share(count / total)}" for count, total in parts)
+        rows.append((format_power_of_two(cut.window), *cells))
+    return NumberTable(("window (tokens)", *(name for _, _, name in WINDOW_CUTS)), tuple(rows))
 
 
 def _shares(profile: LengthProfile, key: str) -> list[float]:
@@ -268,14 +214,13 @@ def bar(share: float, width: int) -> str:
 
 
 def length_blocks(profile: LengthProfile, unit: LengthUnit, heading: str, level: int = 3) -> list[str]:
-    """Return figures in HTML of the shares by class, the cumulative ones, and what windows cut where there are some."""
-    figures = [
-        ("classes", heading, read_classes(profile), length_classes_figure(profile)),
-        ("cumulative", "Cumulative shares", READ_CUMULATIVE, cumulative_lengths_figure(profile)),
-    ]
+    """Return in HTML a figure of the shares by class, and a table of what windows cut where there are some."""
+    classes = length_classes_figure(profile)
+    blocks = [figure_html("classes", heading, read_classes(profile), classes, level=level)]
     if profile.windows:
-        figures.append(("windows", "What a window cuts", READ_WINDOWS, window_cuts_figure(profile)))
-    return [in_unit(figure_html(*figure, level=level), unit) for figure in figures]
+        title = "What a window cuts"
+        blocks += [f"<h{level}>{title}</h{level}>", numbers_html(title, window_cuts(profile)), f"<p>{READ_WINDOWS}</p>"]
+    return [in_unit(block, unit) for block in blocks]
 
 
 def write_lengths_page(
@@ -302,69 +247,3 @@ def _tiles(profile: LengthProfile) -> str:
     return definitions_html(
         "tiles", ((name, f"{escape(value)}<small>{detail}</small>") for name, value, detail in tiles)
     )
-
-
-def write_lengths_png(
-    path: str | os.PathLike[str], title: str, profile: LengthProfile, unit: LengthUnit = "tokens"
-) -> None:
-    """Write three panels: shares by length class, cumulative shares, what windows cut."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        fix = "install it with: pip install 'evenload[png]', or use --html"
-        raise ConfigError(f"a PNG needs matplotlib ({error}); {fix}") from error
-    figure = Figure(figsize=(9.0, 9.6), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
-    # matplotlib reads "$" as mathematics.
-    figure.suptitle(title.replace("$", r"\$"), fontsize=12, fontweight="bold")
-    classes, cumulative, *cuts = figure.subplots(3 if profile.windows else 2, 1)
-    of_classes = [(name, key, [getattr(c, key) for c in profile.classes]) for key, name in COUNTED.items()]
-    _grouped_bars(classes, [c.start for c in profile.classes], of_classes, profile, unit)
-    classes.set_xlabel(in_unit("length from (tokens)", unit))
-    up_to = [point.length for point in profile.cumulative]
-    for key, name in COUNTED.items():
-        shares = [100 * getattr(point, key) for point in profile.cumulative]
-        style = {"color": LENGTH_COLORS[key], "linewidth": 1.8, "label": in_unit(name, unit)}
-        cumulative.step(up_to, shares, where="post", **style)
-    cumulative.set_xscale("log", base=2)
-    cumulative.xaxis.set_major_formatter(lambda value, _: format_power_of_two(round(value)) if value >= 1 else "")
-    cumulative.set_xlabel(in_unit("up to this length (tokens)", unit))
-    panels = [(classes, "share, %"), (cumulative, "share, %")]
-    for axes in cuts:
-        shares = [(name, key, [getattr(cut, field) for cut in profile.windows]) for field, key, name in WINDOW_CUTS]
-        _grouped_bars(axes, [cut.window for cut in profile.windows], shares, profile, unit)
-        axes.set_xlabel(in_unit("context window (tokens)", unit))
-        panels.append((axes, "share cut, %"))
-    for axes, label in panels:
-        axes.set_ylabel(label)
-        axes.set_ylim(bottom=0)
-        if axes is classes:
-            _cut_outlier(axes)
-        axes.grid(axis="y", color="#e6e9ee")
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False, fontsize=9, ncols=3, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.2)
-    figure.savefig(path, format="png")
-
-
-def _cut_outlier(axes) -> None:
-    end = axis_end([bar.get_height() for bar in axes.patches])
-    axes.set_ylim(top=end)
-    for bar in axes.patches:
-        if bar.get_height() > end:
-            place, style = (bar.get_x() + bar.get_width() / 2, end), {"ha": "center", "va": "bottom", "fontsize": 8}
-            axes.annotate(f"▲ {bar.get_height():.1f} %", place, annotation_clip=False, **style)
-
-
-def _grouped_bars(
-    axes, lengths: list[int], series: list[tuple[str, str, list[int]]], profile: LengthProfile, unit: LengthUnit
-) -> None:
-    """Draw bars at every length for each (name, total of the profile, counts), as shares of that total."""
-    width = 0.8 / len(series)
-    for position, (name, total, counts) in enumerate(series):
-        center = (position - (len(series) - 1) / 2) * width
-        bars = {i + center: 100 * count / getattr(profile, total) for i, count in enumerate(counts)}
-        axes.bar(list(bars), list(bars.values()), width, label=in_unit(name, unit), color=LENGTH_COLORS[total])
-    labels = [format_power_of_two(length) for length in lengths]
-    axes.set_xticks(range(len(labels)), labels, rotation=0 if len(labels) < 20 else 45, fontsize=8)

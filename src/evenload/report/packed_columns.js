@@ -54,11 +54,9 @@
       units = 0;
       let kib = 0;
       const held = kinds.map(() => 0);
-      // Samples that lie at 0 and at start and end of every task carry no times of their own.
-      const atTask = (k) => (k === 0 ? 0 : (k % 2 ? start : end)[lane.first + ((k - 1) >> 1)]);
       for (const last = sample + c.laneSamples[i]; sample < last; sample++) {
-        if (!view.sampledAtTasks) units += c.sampleGap[sample];
-        time[sample] = view.sampledAtTasks ? atTask(sample - lane.firstSample) : units * view.unitS;
+        units += c.sampleGap[sample];
+        time[sample] = units * view.unitS;
         kinds.forEach((kind, k) => {
           held[k] += kind.kib[sample];
           kind.bytes[sample] = held[k] * 1024;

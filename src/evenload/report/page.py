@@ -39,7 +39,7 @@ def page_html(title: str, blocks: Iterable[str], scripts: Iterable[str] = (), un
 
 def figure_html(identifier: str, heading: str, how_to_read: str, figure: Figure, level: int = 3) -> str:
     """Return a figure with its heading, its numbers where they are few, and HTML that says how to read it."""
-    numbers = folded_html("numbers", "Numbers", _numbers(heading, figure.numbers)) if figure.numbers else ""
+    numbers = folded_html("numbers", "Numbers", numbers_html(heading, figure.numbers)) if figure.numbers else ""
     parts = [
         f'<figure id="{identifier}" aria-labelledby="{identifier}-title">',
         f'<h{level} id="{identifier}-title">{escape(heading)}</h{level}>',
@@ -50,7 +50,8 @@ def figure_html(identifier: str, heading: str, how_to_read: str, figure: Figure,
     return "\n".join(parts)
 
 
-def _numbers(heading: str, numbers: NumberTable) -> str:
+def numbers_html(heading: str, numbers: NumberTable) -> str:
+    """Return a table; `heading` says what it shows to those who do not see it."""
     heads = "".join(f'<th scope="col">{escape(name)}</th>' for name in numbers.headings)
     rows = "".join(
         f'<tr><th scope="row">{escape(name)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in cells)}</tr>'

@@ -62,14 +62,13 @@ class RunSection:
     validations: tuple[Validation, ...] = ()
     layout_decisions: tuple[LayoutDecision, ...] = ()
 
-    def timelines(self) -> dict[str, tuple[tuple[Timeline, StepPlan | None], ...]]:
-        """Return (timeline, plan) of all steps by origin, predicted before measured."""
-        known = {origin for view in self.steps for origin in view.timelines()}
-        return {
-            origin: tuple((view.timelines()[origin], view.plan) for view in self.steps if origin in view.timelines())
-            for origin in ("predicted", "measured")
-            if origin in known
+    def timelines(self) -> dict[str, tuple[Timeline, ...]]:
+        """Return the timelines of all steps by origin, predicted before measured."""
+        steps = [view.timelines() for view in self.steps]
+        by_origin = {
+            origin: tuple(one[origin] for one in steps if origin in one) for origin in ("predicted", "measured")
         }
+        return {origin: timelines for origin, timelines in by_origin.items() if timelines}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -123,7 +122,7 @@ def curves_html(identifier: str, run: RunSection) -> list[str]:
     timelines = run.timelines()
     missing = [f"{origin} timeline" for origin in ("predicted", "measured") if origin not in timelines]
     for origin, steps in timelines.items():
-        if not any(len(timeline.memory_bytes) for timeline, _ in steps):
+        if not any(len(timeline.memory_bytes) for timeline in steps):
             missing.append(f"{origin} memory over time")
     return [*blocks, f"<p>Not in this report: {', '.join(missing)}.</p>"] if missing else blocks
 

@@ -29,15 +29,8 @@ def rect(span: tuple[float, float], top_px: float, height_px: float, color: str,
     return f'<rect {place} fill="{color}"{_tip(tip)}/>'
 
 
-def dot(x: float, y_px: float, color: str, *, hollow: bool = False, radius_px: float = 3.2, tip: str = "") -> str:
-    style = f'fill="none" stroke="{color}" stroke-width="1.4"' if hollow else f'fill="{color}"'
-    return f'<circle cx="{_percent(x)}" cy="{y_px:.5g}" r="{radius_px:g}" {style}{_tip(tip)}/>'
-
-
-def triangle(x: float, y_px: float, color: str, *, up: bool, tip: str = "") -> str:
-    path = "M-7 5H7L0 -7Z" if up else "M-7 -5H7L0 7Z"
-    body = f'<path d="{path}" fill="{color}"{_tip(tip)}/>'
-    return f'<svg x="{_percent(x)}" y="{y_px:.5g}" overflow="visible">{body}</svg>'
+def dot(x: float, y_px: float, color: str) -> str:
+    return f'<circle cx="{_percent(x)}" cy="{y_px:.5g}" r="2.6" fill="{color}"/>'
 
 
 def text(
@@ -58,29 +51,13 @@ def upright(x: float, top_px: float, bottom_px: float, kind: str) -> str:
     return f'<line x1="{at}" x2="{at}" y1="{top_px:g}" y2="{bottom_px:g}" class="{kind}"/>'
 
 
-def line(points: Iterable[Point], height_px: int, color: str, dash: str = "solid", width_px: float = 2) -> str:
+def line(points: Iterable[Point], height_px: int, color: str, dash: str) -> str:
     """Draw a line through points, broken where one has no height; a point alone becomes a short dash."""
     parts = [list(part) for known, part in itertools.groupby(points, lambda point: point[1] is not None) if known]
     path = "".join(_path(part) + ("h1" if len(part) == 1 else "") for part in parts)
     dashes = f' stroke-dasharray="{_DASHES[dash]}"' if _DASHES[dash] else ""
-    style = f'fill="none" stroke="{color}" stroke-width="{width_px:g}" stroke-linejoin="round" stroke-linecap="round"'
+    style = f'fill="none" stroke="{color}" stroke-width="2" stroke-linejoin="round" stroke-linecap="round"'
     return _stretched(f'<path d="{path}" {style}{dashes} vector-effect="non-scaling-stroke"/>', height_px)
-
-
-def shape(points: Sequence[Point], height_px: int, color: str, fill: str, tip: str = "") -> str:
-    style = f'fill="{fill}" stroke="{color}" stroke-width="1.2"'
-    path = f'<path d="{_path(points)}Z" {style}{_tip(tip)} vector-effect="non-scaling-stroke"/>'
-    return _stretched(path, height_px)
-
-
-def stairs(points: Iterable[tuple[float, float]]) -> list[Point]:
-    """Return a line that keeps its height until the next point."""
-    corners: list[Point] = []
-    for x, y_px in points:
-        if corners:
-            corners.append((x, corners[-1][1]))
-        corners.append((x, y_px))
-    return corners
 
 
 def _path(points: Iterable[Point]) -> str:
@@ -101,8 +78,8 @@ def _tip(content: str) -> str:
 
 
 # Colours that colour-blind readers tell apart, legible on white and on near-black: hues after Okabe and Ito, "Color
-# Universal Design", 2008. Two lightnesses for even and odd packs, so that neighbours show. Predicted is always hollow,
-# dashed or grey; measured is filled and solid.
+# Universal Design", 2008. Two lightnesses for even and odd packs, so that neighbours show. Predicted is always dashed
+# or grey; measured is filled and solid.
 
 
 class KindStyle(NamedTuple):
@@ -188,17 +165,13 @@ def text_on(color: str) -> str:
 
 @dataclass(frozen=True)
 class Scale:
-    """Values between two bounds as shares of an axis; `is_log` by their logarithms."""
+    """Values between two bounds as shares of an axis."""
 
     low: float
     high: float
-    is_log: bool = False
 
     def share(self, value: float) -> float:
-        low, high, at = self.low, self.high, value
-        if self.is_log:
-            low, high, at = math.log(low), math.log(high), math.log(value)
-        return (at - low) / (high - low) if high != low else 0.5
+        return (value - self.low) / (self.high - self.low) if self.high != self.low else 0.5
 
 
 @dataclass(frozen=True)
@@ -283,7 +256,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Axes:
-    """Scales, ticks and titles of a panel, the width of the labels on the left, and its height."""
+    """Scales, ticks and titles of a panel, and its height."""
 
     x: Scale
     y: Scale
@@ -291,7 +264,6 @@ class Axes:
     y_ticks: Sequence[Tick]
     x_title: str = ""
     y_title: str = ""
-    left_px: int = 58
     height_px: int = 250
 
     def y_px(self, value: float) -> float:
@@ -330,7 +302,7 @@ def panel(axes: Axes, marks: Iterable[str], label: str, curves: Curves | None = 
         what = f'role="group" aria-roledescription="chart" aria-label="{escape(label)}; arrow keys read values"'
         what += f" data-curves='{points}' tabindex=\"0\""
     picture = _plot(height, what, "".join(parts))
-    return f'{title}<div class="panel" style="--left:{axes.left_px}px">{picture}</div>{_x_title(axes.x_title)}'
+    return f'{title}<div class="panel">{picture}</div>{_x_title(axes.x_title)}'
 
 
 def _plot(height_px: int, attributes: str, body: str) -> str:
@@ -347,17 +319,16 @@ def rows_chart(
     label: str,
     *,
     x: Scale,
-    ticks: Sequence[Tick] = (),
-    title: str = "",
-    names_px: int = 120,
-    notes_px: int = 170,
+    ticks: Sequence[Tick],
+    title: str,
+    names_px: int,
+    notes_px: int,
 ) -> str:
     """Draw rows of (name, marks, note) on one axis; on a narrow page name and note are above the marks."""
     lines = "".join(upright(x.share(tick.at), 0, row_px, "grid") for tick in ticks)
     shown = [("row", name, _plot(row_px, 'aria-hidden="true"', lines + marks), note) for name, marks, note in rows]
-    if ticks:
-        labels = "".join(text(x.share(tick.at), 14, tick.label, kind=tick.kind) for tick in ticks)
-        shown.append(("row ticks", "", _plot(20, 'aria-hidden="true"', labels), ""))
+    labels = "".join(text(x.share(tick.at), 14, tick.label, kind=tick.kind) for tick in ticks)
+    shown.append(("row ticks", "", _plot(20, 'aria-hidden="true"', labels), ""))
     parts = (
         f'<div class="{kind}"><span class="name">{escape(name)}</span>{picture}'
         f'<span class="value">{escape(note)}</span></div>'
@@ -381,8 +352,8 @@ def legend(entries: Iterable[tuple[str, str, str]]) -> str:
 _BORDERS = {"solid": "solid", "dash": "dashed", "dot": "dotted"}
 
 
-def names_width_px(names: Iterable[str], most_px: int = 220) -> int:
-    return min(most_px, 20 + 7 * max((len(name) for name in names), default=0))
+def names_width_px(names: Iterable[str]) -> int:
+    return min(220, 20 + 7 * max((len(name) for name in names), default=0))
 
 
 def _short(value: float | None) -> float | None:

@@ -4,7 +4,7 @@ The page shares the columns of the comparison, whose keys are those of `evenload
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -103,18 +103,12 @@ def is_feasible(row: Mapping[str, object]) -> bool:
     return row.get("feasible", True) is not False
 
 
-# Left out first when the terminal is narrow; others stay: the step time, the factor over best_fit, tokens/s.
-_LEFT_OUT_FIRST = (
-    *("layout", "sharding", "cuts", "schedule", "num_packs_backward", "num_packs_forward", "plan_time_s"),
-    *("imbalance_dp", "imbalance_backward", "imbalance_forward", "time_split", "fraction_of_layout_bound", "mfu"),
-    *("peak_host_bytes_per_node", "bubble_fraction", "dropped_tokens", "step_time_interval_s", "cap_violations"),
-    *("peak_memory_bytes", "deferred_tokens", "fraction_of_bound"),
+FIRST_COLUMNS = (
+    *("mean_step_time_s", "measured_step_time_s", "speedup_over_baseline", "tokens_per_s_per_device"),
+    *("measured_tokens_per_s", "fraction_of_bound", "deferred_tokens", "peak_memory_bytes", "cap_violations"),
+    *("step_time_interval_s", "dropped_tokens", "time_split"),
 )
-_NEVER_CONSTANT = (
-    *("mean_step_time_s", "measured_step_time_s", "speedup_over_baseline"),
-    *("tokens_per_s_per_device", "measured_tokens_per_s", "plan_time_s"),
-)
-"""Keys of results, which stay a column when all values are equal."""
+"""Keys of the columns that a terminal shows, those first that stay where it is narrow; a page folds the others."""
 _MUCH_WAITING = 0.05
 """Of a step's time."""
 
@@ -137,57 +131,35 @@ def add_strategy(table: Table, name: object, best: str, cells: Sequence[str], re
 
 @dataclass(frozen=True)
 class ComparisonTable:
-    """Renders strategies side by side, the best marked: above, values that are the same in all rows; below, the columns
-    that do not fit the width, and the strategies that cannot run, with the reason."""
+    """Renders strategies side by side, the best marked; below, the columns that do not fit the width, and the
+    strategies that cannot run, with the reason."""
 
     rows: Sequence[Mapping[str, object]]
     best: str = ""
-    title: str = ""
     unit: LengthUnit = "tokens"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         feasible = [row for row in self.rows if is_feasible(row)]
-        columns, constants = _without_constants(feasible, shown_columns(feasible, self.unit))
-        if constants:
-            yield Text(f"the same in all rows: {', '.join(constants)}")
-        left_out: list[Column] = []
-        for key in _LEFT_OUT_FIRST:
+        columns = [column for column in shown_columns(feasible, self.unit) if column.key in FIRST_COLUMNS]
+        table, left_out = self._table(feasible, columns), []
+        while columns and Measurement.get(console, options.update(max_width=10_000), table).maximum > options.max_width:
+            last = max(columns, key=lambda column: FIRST_COLUMNS.index(column.key))
+            columns.remove(last)
+            left_out.append(last.heading.replace("\n", " "))
             table = self._table(feasible, columns)
-            if Measurement.get(console, options.update(max_width=10_000), table).maximum <= options.max_width:
-                break
-            left_out += [column for column in columns if column.key == key]
-            columns = [column for column in columns if column.key != key]
-        yield self._table(feasible, columns)
+        yield table
         if left_out:
-            yield Text(f"left out for width: {', '.join(_on_one_line(column) for column in left_out)}")
+            yield Text(f"left out for width: {', '.join(left_out)}")
         for row in self.rows:
             if not is_feasible(row):
                 yield Text(f"{row['name']}: not feasible: {row.get('why') or 'no reason given'}")
 
     def _table(self, rows: Sequence[Mapping[str, object]], columns: Sequence[Column]) -> Table:
         left = [column.heading for column in columns if column.key in TEXT_COLUMNS]
-        table = bare_table(self.title, "strategy", *(column.heading for column in columns), left=left)
+        table = bare_table("", "strategy", *(column.heading for column in columns), left=left)
         for row in rows:
             add_strategy(table, row["name"], self.best, [format_cell(column, row) for column in columns])
         return table
-
-
-def _without_constants(
-    rows: Sequence[Mapping[str, object]], columns: Sequence[Column]
-) -> tuple[list[Column], list[str]]:
-    """Return the columns in which rows differ, and texts of the others; one row keeps all."""
-    kept, constants = [], []
-    for column in columns:
-        cells = {format_cell(column, row) for row in rows}
-        if len(rows) > 1 and len(cells) == 1 and column.key not in _NEVER_CONSTANT:
-            constants.append(f"{_on_one_line(column)} {cells.pop()}")
-        else:
-            kept.append(column)
-    return kept, constants
-
-
-def _on_one_line(column: Column) -> str:
-    return column.heading.replace("\n", " ")
 
 
 def step_line(row: MetricRow) -> str:
@@ -227,27 +199,14 @@ _ENGINE_COLUMNS = (
 )
 
 
-@dataclass(frozen=True)
-class EngineTable:
-    """Renders strategies on one engine (rows of `EngineResult` as builtins), the fastest marked, then those that could
-    not be planned."""
-
-    rows: Sequence[Mapping[str, Any]]
-    best: str
-    title: str
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        table = bare_table(self.title, "strategy", *(heading for _, heading, _ in _ENGINE_COLUMNS))
-        for row in self.rows:
-            if not row["why"]:
-                cells = [format(row[key]) for key, _, format in _ENGINE_COLUMNS]
-                add_strategy(
-                    table, row["name"], self.best, cells, f" ({row['planned_by']})" if row["planned_by"] else ""
-                )
-        yield table
-        for row in self.rows:
-            if row["why"]:
-                yield Text(f"{row['name']}: not planned: {row['why']}")
+def engine_table(rows: Iterable[Mapping[str, Any]], best: str, title: str) -> Table:
+    """Make a table of strategies on one engine (rows of `EngineResult` as builtins, without those that could not be
+    planned), the fastest marked."""
+    table = bare_table(title, "strategy", *(heading for _, heading, _ in _ENGINE_COLUMNS))
+    for row in rows:
+        cells = [format(row[key]) for key, _, format in _ENGINE_COLUMNS]
+        add_strategy(table, row["name"], best, cells, f" ({row['planned_by']})" if row["planned_by"] else "")
+    return table
 
 
 def format_conditions(decision: LayoutDecision) -> str:
@@ -267,40 +226,40 @@ def format_predicted(seconds: float | None) -> str:
     return "does not fit" if seconds is None else format_seconds(seconds)
 
 
-@dataclass(frozen=True)
-class LayoutTable:
-    """Renders decisions about layouts; neighbours with the same action and conditions are one row with the last one's
+LAYOUT_HEADINGS = ("step", "layout", "A B C D", "action", "T(keep)", "T(save)", "T(new)", "T(switch)", "why")
+READ_LAYOUTS = (
+    "A the layout holds the batch, B switching is slower, C it holds it by recomputing or offloading, D switching is "
+    "slower than that; ① kept ② kept, saving memory ③ switched to fit ④ switched to be faster; T(save) by documents, "
+    "or (layers) by layers that recompute for all of them; seconds are predicted, over the known steps"
+)
+
+
+def layout_rows(decisions: Iterable[LayoutDecision]) -> Iterator[tuple[str, ...]]:
+    """Yield rows of `LAYOUT_HEADINGS`; neighbours with the same action and conditions are one row with the last one's
     seconds."""
 
-    decisions: Sequence[LayoutDecision]
-    title: str = ""
+    def kind(decision: LayoutDecision) -> object:
+        apart = decision.step if decision.is_switch else None
+        return decision.layout, format_conditions(decision), format_action(decision), apart
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        left, seconds = ("layout", "A B C D", "action"), ("T(keep)", "T(save)", "T(new)", "T(switch)")
-        table = bare_table(self.title, "step", *left, *seconds, left=left)
-        table.add_column("why")
+    for _, rows in itertools.groupby(decisions, kind):
+        first, *rest = rows
+        last = rest[-1] if rest else first
+        steps = f"{first.step}" if first is last else f"{first.step}-{last.step}"
+        new, switch = (format_predicted(last.new_s), format_seconds(last.switch_s)) if last.other else ("", "")
+        if last.other and last.measured_switch_s is not None:
+            switch += f" ({format_seconds(last.measured_switch_s)} measured)"
+        decided = last.layout, format_conditions(last), format_action(last)
+        yield steps, *decided, format_predicted(last.keep_s), _saving_cell(last), new, switch, last.why
 
-        def kind(decision: LayoutDecision) -> object:
-            apart = decision.step if decision.is_switch else None
-            return decision.layout, format_conditions(decision), format_action(decision), apart
 
-        for _, rows in itertools.groupby(self.decisions, kind):
-            first, *rest = rows
-            last = rest[-1] if rest else first
-            steps = f"{first.step}" if first is last else f"{first.step}-{last.step}"
-            new, switch = (format_predicted(last.new_s), format_seconds(last.switch_s)) if last.other else ("", "")
-            if last.other and last.measured_switch_s is not None:
-                switch += f" ({format_seconds(last.measured_switch_s)} measured)"
-            decided = Text(last.layout), format_conditions(last), format_action(last)
-            seconds = format_predicted(last.keep_s), _saving_cell(last), new, switch
-            table.add_row(steps, *decided, *seconds, Text(last.why), style="bold" if last.is_switch else None)
-        yield table
-        yield Text(
-            "A the layout holds the batch, B switching is slower, C it holds it by recomputing or offloading, D "
-            "switching is slower than that; ① kept ② kept, saving memory ③ switched to fit ④ switched to be faster; "
-            "T(save) by documents, or (layers) by layers that recompute for all of them; seconds are predicted, over "
-            "the known steps"
-        )
+def layout_table(decisions: Iterable[LayoutDecision], title: str) -> Table:
+    """Make the table of a terminal, switches in bold."""
+    table = bare_table(title, *LAYOUT_HEADINGS[:-1], left=LAYOUT_HEADINGS[1:4])
+    table.add_column(LAYOUT_HEADINGS[-1])
+    for row in layout_rows(decisions):
+        table.add_row(*map(Text, row), style="bold" if row[3][0] in "③④" else None)
+    return table
 
 
 def _saving_cell(decision: LayoutDecision) -> str:

@@ -6,7 +6,6 @@ path, whose seconds add up to the makespan to the last bit. O(actions) numpy; no
 """
 
 import dataclasses
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -14,35 +13,14 @@ from numpy.typing import NDArray
 
 from evenload.schedule.simulate import Simulation, simulate
 from evenload.types.pipeline import ActionColumns, PipelineTasks
-from evenload.types.timeline import KINDS
 
 
-@dataclass(frozen=True, eq=False)
-class CriticalPath:
-    """The actions that set a replica's makespan, as int64[k] indices into the action columns, first to last; float64[k]
-    seconds of the transfer that ends when each starts; float64[R, 4] seconds on the path by pipeline rank and kind
-    (order of `KINDS`); and the sum of transfers and actions."""
+class CriticalPath(NamedTuple):
+    """The actions that set a replica's makespan, as int64[k] indices into the action columns, first to last, and
+    float64[k] seconds of the transfer that ends when each starts."""
 
     actions: NDArray[np.int64]
     p2p_s: NDArray[np.float64]
-    compute_s: NDArray[np.float64]
-    makespan_s: float
-
-    def describe(self) -> str:
-        """Describe the path in one line, such as "rank 3 computes 91.2 % of it (F 30.1, B 61.1), ... p2p 0.8 %"; ""
-        without actions."""
-        if not self.makespan_s > 0:
-            return ""
-        shares = 100.0 * self.compute_s / self.makespan_s
-        of_rank = shares.sum(axis=1)
-        main = int(of_rank.argmax())
-        kinds = ", ".join(f"{kind} {share:.1f}" for kind, share in zip(KINDS, shares[main], strict=True) if share > 0)
-        text = f"rank {main} computes {of_rank[main]:.1f} % of it ({kinds})"
-        others = [rank for rank in np.flatnonzero(of_rank > 0).tolist() if rank != main]
-        if others:
-            named = f"rank {others[0]}" if len(others) == 1 else f"{len(others)} other ranks"
-            text += f", {named} {float(of_rank[others].sum()):.1f} %"
-        return f"{text}, p2p {100.0 * float(self.p2p_s.sum()) / self.makespan_s:.1f} %"
 
 
 def _binding_predecessors(
@@ -71,13 +49,7 @@ def critical_path(tasks: PipelineTasks, actions: ActionColumns, simulation: Simu
         path.append(at)
         at = int(source[at])
     chain = np.array(path[::-1], np.int64)
-    seconds = _action_seconds(tasks, actions)[chain]
-    compute_s = np.zeros((actions.num_ranks, len(KINDS)))
-    np.add.at(compute_s, (actions.rank[chain], actions.kind[chain]), seconds)
-    total_s = 0.0
-    for waited_s, compute in zip(p2p_s[chain].tolist(), seconds.tolist(), strict=True):
-        total_s = total_s + waited_s + compute  # in the order in which the simulator added them
-    return CriticalPath(chain, p2p_s[chain], compute_s, total_s)
+    return CriticalPath(chain, p2p_s[chain])
 
 
 def _producers(tasks: PipelineTasks, actions: ActionColumns) -> NDArray[np.int64]:
@@ -109,17 +81,6 @@ def p2p_transfers(
     consumer = np.flatnonzero(producer >= 0)
     start_s = simulation.end_s[producer[consumer]]
     return producer[consumer], consumer, start_s, start_s + _p2p_seconds(tasks, actions)[consumer]
-
-
-def _action_seconds(tasks: PipelineTasks, actions: ActionColumns) -> NDArray[np.float64]:
-    """Return the planned seconds of every action; float64[n]."""
-    parts = [tasks.forward_s, tasks.backward_s]
-    parts += [tasks.split.input_s, tasks.split.weight_s] if tasks.split else []
-    seconds = np.zeros(len(actions.kind))
-    for kind, of_kind in enumerate(parts):
-        chosen = actions.kind == kind
-        seconds[chosen] = of_kind[actions.pack[chosen], actions.stage[chosen]]
-    return seconds
 
 
 class Bubble(NamedTuple):

@@ -21,10 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.cost.coefficients import OverlapCost
+from evenload.cost.memory import ReplicaPacks
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.units import pack_features, stage_units, unit_shares, unit_transfers
 from evenload.schedule.simulate import Simulation, simulate
-from evenload.types.columns import SliceColumns
 from evenload.types.pipeline import ActionColumns, PipelineTasks
 from evenload.types.timeline import KINDS
 
@@ -33,8 +33,7 @@ from evenload.types.timeline import KINDS
 class SimulatedReplica:
     """One replica's packs, their order and when they run."""
 
-    forward: SliceColumns
-    backward: SliceColumns
+    packs: ReplicaPacks
     tasks: PipelineTasks
     actions: ActionColumns
     simulation: Simulation
@@ -173,7 +172,7 @@ def _needed_seconds(
         packs = np.unique(actions.pack[forwards[forwards >= 0]])
         if not len(packs):
             continue
-        features = pack_features(costs, [(replica.forward, pack) for pack in packs.tolist()])
+        features = pack_features(costs, [(replica.packs.forward, pack) for pack in packs.tolist()])
         for rank, stage in np.argwhere(forwards >= 0).tolist():
             at = forwards[rank, stage]
             begin_s, seconds = float(simulation.start_s[at]), float(simulation.end_s[at] - simulation.start_s[at])
@@ -279,7 +278,7 @@ def step_end(costs: PackCosts, replicas: Sequence[SimulatedReplica]) -> StepEnd:
         replicas = [_delayed(replica, gathers) for replica in replicas]
     overlap = costs.coefficients.reduction_overlap
     # As the trainer decides: not where replicas wait for each other in packs.
-    if any((one.backward.cp > costs.layout.cp).any() for one in replicas):
+    if any((one.packs.backward.cp > costs.layout.cp).any() for one in replicas):
         overlap = None
     completed_s = _completed_seconds(costs, replicas)
     ends_s = np.zeros(costs.layout.pipeline_ranks)
@@ -335,7 +334,7 @@ def _completed_seconds(costs: PackCosts, replicas: Sequence[SimulatedReplica]) -
             packs.setdefault((number, pack), len(packs))
     if not packs:
         return {}
-    features = pack_features(costs, [(replicas[number].backward, pack) for number, pack in packs])
+    features = pack_features(costs, [(replicas[number].packs.backward, pack) for number, pack in packs])
     completed_s: dict[tuple[int, int], float] = {}
     for rank in range(costs.layout.pipeline_ranks):
         for stage in costs.layout.stages_of_rank(rank):

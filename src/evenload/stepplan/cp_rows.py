@@ -14,10 +14,10 @@ cell is divided by itself, so that both directions are even, in tokens (± 1 ove
 `per_sequence` keeps its chunks. A document whole on one rank is local and needs no transfer. O(slices · cp) numpy.
 """
 
-import bisect
-from collections import defaultdict
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -43,7 +43,7 @@ class RankRanges(NamedTuple):
 
 
 def joined(ranges: RankRanges) -> RankRanges:
-    """Sort by slice, rank and position, and join neighbours of one slice and rank, which are one kernel call."""
+    """Sort by slice (or document), rank and position, and join neighbours of one slice and rank: one kernel call."""
     order = np.lexsort((ranges.start, ranges.rank, ranges.piece))
     rank, piece, start, stop = (column[order] for column in ranges)
     is_new = np.ones(len(piece), bool)
@@ -259,15 +259,17 @@ def _ranked(side: _Side, rows: RankRanges, is_local: NDArray[np.bool_], is_cut: 
     return PerRankPacks(ranged, first_rank, is_local[ranged.doc], is_cut[ranged.doc], whole, cut)
 
 
+_START, _STOP = attrgetter("start"), attrgetter("stop")
+
+
 @dataclass(frozen=True, eq=False)
 class DocumentRows:
-    """Which ranks have a document's tokens, padding included: as (start, stop, rank), and as ranges of every rank of
-    the group, ascending; and whether it is cut, forward or backward, into slices of several packs."""
+    """Which tokens of a document, padding included, every rank of the group has, as ascending ranges; and whether it is
+    cut, forward or backward, into slices of several packs."""
 
     doc_id: int
     num_tokens: int
     is_cut: bool
-    owners: tuple[tuple[int, int, int], ...]
     ranges: tuple[tuple[Range, ...], ...]
 
     @property
@@ -282,19 +284,13 @@ class DocumentRows:
 
     def within(self, start: int, stop: int) -> tuple[tuple[Range, ...], ...]:
         """Return the tokens of every rank among `[start, stop)`, ascending, neighbours joined."""
-        of_ranks: list[list[Range]] = [[] for _ in self.ranges]
-        for low, high, rank in self.owners[bisect.bisect_left(self.owners, (start + 1,)) - 1 :]:
-            if low >= stop:
-                break
-            _append(of_ranks[rank], Range(self.doc_id, max(low, start), min(high, stop)))
-        return tuple(map(tuple, of_ranks))
-
-
-def _append(ranges: list[Range], following: Range) -> None:
-    if ranges and ranges[-1].stop == following.start:
-        ranges[-1] = ranges[-1]._replace(stop=following.stop)
-    else:
-        ranges.append(following)
+        return tuple(
+            tuple(
+                Range(self.doc_id, max(own.start, start), min(own.stop, stop))
+                for own in ranges[bisect_right(ranges, start, key=_STOP) : bisect_left(ranges, stop, key=_START)]
+            )
+            for ranges in self.ranges
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -347,20 +343,14 @@ def replica_rows(plan: StepPlan, dp_rank: int) -> ReplicaRows:
     columns = replica_columns(plan, dp_rank)
     shared = _shared_rows(columns.forward, columns.backward, columns.shardings, cp)
     rows, side = shared.rows, shared.sides[0]
-    owners: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
-    sizes: dict[int, int] = {}
-    table = np.stack([shared.doc, rows.start, rows.stop, rows.rank, side.ranks[side.pack[rows.piece]]], axis=1)
-    for doc, start, stop, rank, size in table.tolist():
-        owners[doc].append((start, stop, rank))
-        sizes[doc] = size
+    sizes = dict(zip(shared.doc.tolist(), side.ranks[side.pack[rows.piece]].tolist(), strict=True))
+    ranges: dict[int, list[list[Range]]] = {doc: [[] for _ in range(size)] for doc, size in sizes.items()}
+    for rank, doc, start, stop in zip(*map(np.ndarray.tolist, joined(rows._replace(piece=shared.doc))), strict=True):
+        ranges[doc][rank].append(Range(plan.documents[doc].doc_id, start, stop))
     documents: dict[int, DocumentRows] = {}
-    for doc, owned in owners.items():
-        doc_id, owned = plan.documents[doc].doc_id, sorted(owned)
-        ranges: list[list[Range]] = [[] for _ in range(sizes[doc])]
-        for start, stop, rank in owned:
-            _append(ranges[rank], Range(doc_id, start, stop))
-        of_ranks = tuple(map(tuple, ranges))
-        documents[doc_id] = DocumentRows(doc_id, owned[-1][1], bool(shared.is_cut[doc]), tuple(owned), of_ranks)
+    for doc, of_ranks in ranges.items():
+        doc_id, num_tokens = plan.documents[doc].doc_id, max(own[-1].stop for own in of_ranks if own)
+        documents[doc_id] = DocumentRows(doc_id, num_tokens, bool(shared.is_cut[doc]), tuple(map(tuple, of_ranks)))
     forward, backward = (
         tuple(
             _pack_rows(pack, documents, block, block.size * cp) if block.size * cp > 1 else None

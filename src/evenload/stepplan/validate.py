@@ -16,20 +16,18 @@
     collectives members of a block run shared packs, larger blocks first, in the same order in both directions, with the
                 same sharding and the same order of actions on every rank
 
-O(n log n) numpy for n slices, about 1 µs each, and O(actions).
+O(n log n) for n slices, and O(actions).
 """
 
 import itertools
-from collections.abc import Iterable, Iterator
-from operator import attrgetter
-from typing import NamedTuple
+from collections import defaultdict
+from collections.abc import Iterator
 
 import numpy as np
-from numpy.typing import NDArray
 
 from evenload.errors import InvalidPlanError
 from evenload.schedule.validate import check_schedule
-from evenload.types.document import MicroPack, PackPlan, ReplicaBlock
+from evenload.types.document import Direction, MicroPack, PackPlan, ReplicaBlock, Slice
 from evenload.types.layout import ParallelLayout
 from evenload.types.plan import Schedule, StepPlan, block_of, plan_digest
 
@@ -125,140 +123,92 @@ def _shared_order_offences(plan: StepPlan, block: ReplicaBlock) -> Iterator[str]
             yield f"replicas {block.first} and {dp_rank} run the packs that they share in different orders or shardings"
 
 
-class _Pack(NamedTuple):
-    """A pack, and its place in the plan."""
-
-    dp_rank: int
-    direction: str
-    index: int
-    pack: MicroPack
-
-    def __str__(self) -> str:
-        return f"replica {self.dp_rank} {self.direction} pack {self.index}"
+def _sides(packs: PackPlan) -> tuple[tuple[Direction, tuple[MicroPack, ...]], ...]:
+    return ("forward", packs.forward), ("backward", packs.backward)
 
 
-class _Table:
-    """All slices, replica after replica, forward before backward, pack after pack, as columns int64[n].
-
-    `pack` is an index into `packs`; `row` that of the document in the plan, -1 where it has none; `inside`, bool[n],
-    is whether the document has such tokens.
-    """
-
-    def __init__(self, plan: StepPlan) -> None:
-        self.packs = [
-            _Pack(dp_rank, direction, index, pack)
-            for dp_rank, packs in enumerate(plan.pack_plans)
-            for direction, listed in (("forward", packs.forward), ("backward", packs.backward))
-            for index, pack in enumerate(listed)
-        ]
-        pieces = [piece for one in self.packs for piece in one.pack.slices]
-        self.doc_id, self.start, self.stop, self.cp = (
-            np.fromiter(map(attrgetter(name), pieces), np.int64, len(pieces))
-            for name in ("doc_id", "start", "stop", "cp")
-        )
-        self.pack = np.repeat(np.arange(len(self.packs)), [len(one.pack.slices) for one in self.packs] or 0)
-        row_of = {document.doc_id: row for row, document in enumerate(plan.documents)}
-        self.row = np.fromiter((row_of.get(doc_id, -1) for doc_id in self.doc_id.tolist()), np.int64, len(pieces))
-        self.lengths = np.array([document.num_tokens for document in plan.documents], np.int64)
-        self.length = np.append(self.lengths, 0)[self.row]
-        self.inside = (self.start >= 0) & (self.start < self.stop) & (self.stop <= self.length)
-
-    def of_pack(self, values: Iterable[int]) -> NDArray[np.int64]:
-        """Repeat a value of every pack for each of its slices; int64[n]."""
-        return np.fromiter(values, np.int64, len(self.packs))[self.pack]
-
-    def tokens(self, at: int) -> str:
-        return f"[{self.start[at]}, {self.stop[at]})"
+def _pack_offences(plan: StepPlan, max_pack_tokens: int | None) -> Iterator[str]:
+    lengths = {document.doc_id: document.num_tokens for document in plan.documents}
+    for dp_rank, packs in enumerate(plan.pack_plans):
+        for direction, listed in _sides(packs):
+            for index, pack in enumerate(listed):
+                where = f"replica {dp_rank} {direction} pack {index}"
+                if pack.index != index or pack.direction != direction:
+                    yield f"{where} calls itself {pack.direction} pack {pack.index}"
+                if not pack.slices:
+                    yield f"{where} is empty"
+                computed = pack.num_tokens + pack.num_padding_tokens
+                if max_pack_tokens is not None and computed > max_pack_tokens:
+                    yield f"{where} has {computed} tokens, limit {max_pack_tokens}"
+                for piece in pack.slices:
+                    length = lengths.get(piece.doc_id)
+                    if length is None:
+                        yield f"{where} holds document {piece.doc_id}, which is not in the step"
+                    elif not 0 <= piece.start < piece.stop <= length:
+                        yield f"{where}: range {_range(piece)} of document {piece.doc_id} is not in [0, {length})"
+                    elif pack.pad_to and (piece.stop - piece.start < length or length > pack.pad_to):
+                        yield f"{where} pads to {pack.pad_to} but holds {_range(piece)} of document {piece.doc_id}"
 
 
-def _slice_offences(plan: StepPlan, max_pack_tokens: int | None) -> Iterator[str]:
-    table = _Table(plan)
-    yield from _pack_offences(table, max_pack_tokens)
-    yield from _order_offences(table)
-    dp = len(plan.pack_plans)
-    homes = np.unique(table.row * dp + table.of_pack(one.dp_rank for one in table.packs)) // dp
-    if (homes[1:] == homes[:-1]).any() or not np.isin(table.cp, (1, plan.layout.cp)).all():
-        yield from _group_offences(plan)
-    yield from _coverage_offences(plan, table)
+def _range(piece: Slice) -> str:
+    return f"[{piece.start}, {piece.stop})"
 
 
-def _pack_offences(table: _Table, max_pack_tokens: int | None) -> Iterator[str]:
-    tokens = np.bincount(table.pack, weights=table.stop - table.start, minlength=len(table.packs)).astype(np.int64)
-    for one, num_tokens in zip(table.packs, tokens.tolist(), strict=True):
-        pack = one.pack
-        if pack.index != one.index or pack.direction != one.direction:
-            yield f"{one} calls itself {pack.direction} pack {pack.index}"
-        if not pack.slices:
-            yield f"{one} is empty"
-        computed = pack.pad_to * len(pack.slices) if pack.pad_to else num_tokens
-        if max_pack_tokens is not None and computed > max_pack_tokens:
-            yield f"{one} has {computed} tokens, limit {max_pack_tokens}"
-    pad_to = table.of_pack(one.pack.pad_to for one in table.packs)
-    is_padded_wrong = (pad_to > 0) & ((table.stop - table.start != table.length) | (table.length > pad_to))
-    for at in np.flatnonzero(~table.inside | is_padded_wrong).tolist():
-        where, doc_id = table.packs[table.pack[at]], table.doc_id[at]
-        if table.row[at] < 0:
-            yield f"{where} holds document {doc_id}, which is not in the step"
-        elif not table.inside[at]:
-            yield f"{where}: range {table.tokens(at)} of document {doc_id} is not in [0, {table.length[at]})"
-        else:
-            yield f"{where} pads to {pad_to[at]} but holds {table.tokens(at)} of document {doc_id}"
-
-
-def _order_offences(table: _Table) -> Iterator[str]:
-    # By document, replica and direction, in the order in which they run.
-    lane = table.of_pack(2 * one.dp_rank + (one.direction == "backward") for one in table.packs)
-    order = np.lexsort((lane, table.doc_id))
-    doc_id, lane = table.doc_id[order], lane[order]
-    is_next = (doc_id[1:] == doc_id[:-1]) & (lane[1:] == lane[:-1])
-    before, after = order[:-1][is_next], order[1:][is_next]
-    for at in after[table.pack[before] == table.pack[after]].tolist():
-        yield f"{table.packs[table.pack[at]]} holds two slices of document {table.doc_id[at]}"
-    falls, rises = table.start[after] < table.stop[before], table.stop[after] > table.start[before]
-    for at in after[np.where(lane[1:][is_next] % 2, rises, falls)].tolist():
-        dp_rank, direction, index, _ = table.packs[table.pack[at]]
-        verb = "ascend" if direction == "forward" else "descend"
-        yield (
-            f"replica {dp_rank}: {direction} slices of document {table.doc_id[at]} do not {verb} at "
-            f"{table.tokens(at)} in pack {index}"
-        )
+def _order_offences(dp_rank: int, packs: PackPlan) -> Iterator[str]:
+    first: dict[Direction, dict[int, int]] = {"forward": {}, "backward": {}}  # packs in which documents start
+    for direction, listed in _sides(packs):
+        latest: dict[int, tuple[int, Slice]] = {}
+        for index, pack in enumerate(listed):
+            for piece in pack.slices:
+                before_index, before = latest.get(piece.doc_id, (-1, None))
+                latest[piece.doc_id] = index, piece
+                if before is None:
+                    first[direction][piece.doc_id] = index
+                    continue
+                if before_index == index:
+                    yield f"replica {dp_rank} {direction} pack {index} holds two slices of document {piece.doc_id}"
+                if piece.start < before.stop if direction == "forward" else piece.stop > before.start:
+                    yield (
+                        f"replica {dp_rank}: {direction} slices of document {piece.doc_id} do not "
+                        f"{'ascend' if direction == 'forward' else 'descend'} at {_range(piece)} in pack {index}"
+                    )
     # Documents that start forward in the same pack may start backward in any order.
-    first = np.flatnonzero(np.concatenate([[True], ~is_next])[: len(order)])
-    forward, backward = first[:-1], first[1:]
-    is_pair = (doc_id[forward] == doc_id[backward]) & (lane[forward] // 2 == lane[backward] // 2)
-    doc_id, forward, backward = doc_id[forward[is_pair]], *(table.pack[order[x[is_pair]]] for x in (forward, backward))
-    queue = np.lexsort((backward, forward))
-    doc_id, backward = doc_id[queue], backward[queue]
-    for at in np.flatnonzero(backward < np.maximum.accumulate(backward)).tolist():
-        latest = int(backward[:at].argmax())
-        here, there = table.packs[backward[at]], table.packs[backward[latest]]
-        yield (
-            f"replica {here.dp_rank}: document {doc_id[at]} starts forward after document {doc_id[latest]} but "
-            f"backward before it (packs {here.index} and {there.index}); documents go first in, first out"
-        )
+    starts = [
+        (at, first["backward"][doc_id], doc_id)
+        for doc_id, at in first["forward"].items()
+        if doc_id in first["backward"]
+    ]
+    latest_pack, latest_id = -1, -1
+    for _, pack, doc_id in sorted(starts):
+        if pack < latest_pack:
+            yield (
+                f"replica {dp_rank}: document {doc_id} starts forward after document {latest_id} but backward before "
+                f"it (packs {pack} and {latest_pack}); documents go first in, first out"
+            )
+        elif pack > latest_pack:
+            latest_pack, latest_id = pack, doc_id
 
 
-def _coverage_offences(plan: StepPlan, table: _Table) -> Iterator[str]:
-    # Shared packs count once, on the first replica of their block.
-    block = np.ones(len(table.packs), np.int64)
-    np.maximum.at(block, table.pack, table.cp // plan.layout.cp)
-    used = table.inside & (table.of_pack(one.dp_rank for one in table.packs) % block[table.pack] == 0)
-    # An empty slice at the end of every document, once a direction, shows what is missing before it.
-    count, ends = len(table.lengths), np.tile(table.lengths, 2)
-    place = table.row + count * table.of_pack(one.direction == "backward" for one in table.packs)
-    place = np.concatenate([place[used], np.arange(2 * count)])
-    start, stop = np.concatenate([table.start[used], ends]), np.concatenate([table.stop[used], ends])
-    order = np.lexsort((stop, start, place))
-    place, start, stop = place[order], start[order], stop[order]
-    # Documents are laid end to end; `edge` is the token up to which the slices before cover their document.
-    base = place * (1 + table.lengths.max(initial=0))
-    edge = np.maximum(np.concatenate([[0], np.maximum.accumulate(base + stop)])[:-1] - base, 0)
-    for at in np.flatnonzero(start != edge).tolist():
-        direction, doc_id = ("forward", "backward")[place[at] // count], plan.documents[place[at] % count].doc_id
-        if start[at] > edge[at]:
-            yield f"document {doc_id}: tokens [{edge[at]}, {start[at]}) are in no {direction} slice"
-        else:
-            yield f"document {doc_id}: tokens [{start[at]}, {min(edge[at], stop[at])}) are in two {direction} slices"
+def _coverage_offences(plan: StepPlan) -> Iterator[str]:
+    for side, direction in enumerate(("forward", "backward")):
+        spans: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for dp_rank, packs in enumerate(plan.pack_plans):
+            for pack in _sides(packs)[side][1]:
+                if block_of(plan, dp_rank, pack).first == dp_rank:  # shared packs count once
+                    for piece in pack.slices:
+                        spans[piece.doc_id].append((piece.start, piece.stop))
+        for document in plan.documents:
+            doc_id, length, covered = document.doc_id, document.num_tokens, 0
+            if spans[doc_id] == [(0, length)]:
+                continue  # whole, as most are
+            inside = [(start, stop) for start, stop in spans[doc_id] if 0 <= start < stop <= length]
+            # An empty slice at the end shows what is missing before it.
+            for start, stop in sorted([*inside, (length, length)]):
+                if start > covered:
+                    yield f"document {doc_id}: tokens [{covered}, {start}) are in no {direction} slice"
+                elif start < covered:
+                    yield f"document {doc_id}: tokens [{start}, {min(covered, stop)}) are in two {direction} slices"
+                covered = max(covered, stop)
 
 
 def validate_plan(plan: StepPlan, *, max_pack_tokens: int | None = None) -> None:
@@ -295,7 +245,11 @@ def _offences(plan: StepPlan, max_pack_tokens: int | None) -> Iterator[str]:
         if packs.policies and any(plan.layout.recomputed_counts):
             yield f"layers are recomputed for all documents, and document {min(packs.policies)} has a policy of its own"
     yield from _document_offences(plan)
-    yield from _slice_offences(plan, max_pack_tokens)
+    yield from _pack_offences(plan, max_pack_tokens)
+    for dp_rank, packs in enumerate(plan.pack_plans):
+        yield from _order_offences(dp_rank, packs)
+    yield from _group_offences(plan)
+    yield from _coverage_offences(plan)
     for dp_rank in range(dp):
         yield from _times_offences(plan, dp_rank)
     if plan.layout.has_replicated_stages:

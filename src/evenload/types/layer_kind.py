@@ -110,6 +110,11 @@ class ExpertsKind(Frozen, omit_defaults=True):
         """Elements a token that the chosen experts' first matrices put out."""
         return (2 if self.gated else 1) * self.inner * self.chosen
 
+    @property
+    def first_products(self) -> int:
+        """Weights of the chosen experts' first matrices."""
+        return self.width * self.first_outputs
+
 
 class LayerKind(Frozen, omit_defaults=True):
     """Describe layers that compute alike.
@@ -120,6 +125,7 @@ class LayerKind(Frozen, omit_defaults=True):
         copied_parameters: those of them that tensor parallelism copies: norms, router, biases behind a sum over ranks.
         attention: None = none over ranges of tokens. experts: None = none.
         mixer: class of a module that mixes tokens in a way of its own, so that documents must not be cut; "" = none.
+        blocks: whose hidden states tensor parallelism gathers and scatters: attention, feed-forward; not experts.
         biases: matrices have biases behind a sum over tensor-parallel ranks.
         adapter_parameters: the only trained weights (LoRA); 0 = all are trained, or, in a model with adapters, none.
     """
@@ -130,6 +136,7 @@ class LayerKind(Frozen, omit_defaults=True):
     attention: AttentionKind | None = None
     experts: ExpertsKind | None = None
     mixer: str = ""
+    blocks: int = 2
     biases: bool = False
     adapter_parameters: int = 0
 

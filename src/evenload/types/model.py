@@ -228,6 +228,7 @@ class AlikeLayers(Frozen):
             copied_parameters=copied,
             attention=AttentionKind(heads=heads, kv_heads=kv_heads, head_dim=dim, value_dim=dim, window=window),
             experts=experts,
+            blocks=1 if experts else 2,
             biases=biases,
             adapter_parameters=self.adapter_parameters_per_layer,
         )

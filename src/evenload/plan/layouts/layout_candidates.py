@@ -20,7 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.cost.coefficients import CostCoefficients
-from evenload.cost.layout_switch import ReceiveSeconds
 from evenload.errors import ConfigError
 from evenload.plan.activation_policy import policies_in_order
 from evenload.plan.layouts.mapping_cost import (
@@ -40,6 +39,7 @@ from evenload.plan.layouts.mapping_search import (
     priced_mapping,
     search_mappings,
 )
+from evenload.plan.layouts.switch_prices import ReceiveSeconds
 from evenload.plan.packing import pack_counts
 from evenload.plan.planner import StepPlanner
 from evenload.plan.strategies.flexpipe import FlexOptions

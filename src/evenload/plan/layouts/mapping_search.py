@@ -36,8 +36,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.cost.coefficients import CostCoefficients
-from evenload.cost.layout_switch import ReceiveSeconds
 from evenload.plan.layouts.mapping_cost import BatchCosts, Edge, Mapping, MappingCosts
+from evenload.plan.layouts.switch_prices import ReceiveSeconds
 
 # Mappings slower than the best of the depths before by this factor are not searched: estimates are not that far off.
 HOPELESS = 1.25

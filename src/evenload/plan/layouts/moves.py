@@ -21,8 +21,8 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 
 from evenload.cost.coefficients import CostCoefficients
-from evenload.cost.layout_switch import require_switchable
 from evenload.cost.memory import optimizer_bytes_per_parameter, unit_parameters
+from evenload.errors import ConfigError
 from evenload.types.base import Frozen
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
@@ -108,6 +108,15 @@ def plan_moves(
     return Moves(weights=tuple(weight_moves), state=tuple(state_moves), relayed=tuple(relayed))
 
 
+def require_switchable(old: ParallelLayout, new: ParallelLayout) -> None:
+    """Refuse, by a `ConfigError`, a switch that changes cp, tp or the number of layers."""
+    if (old.cp, old.tp, old.num_layers) != (new.cp, new.tp, new.num_layers):
+        raise ConfigError(
+            f"switch from {old.describe()} to {new.describe()}: only pp, dp and the layers of stages may change, "
+            "cp and tp may not"
+        )
+
+
 def pipeline_ranks(layout: ParallelLayout, piece: Piece) -> tuple[int, ...]:
     """Return the pipeline ranks that hold a piece: of one stage, or of the first and the last of a tied embedding."""
     if piece.at_both_ends:
@@ -135,7 +144,7 @@ def moving_seconds(
     moves: Sequence[Move], pieces: Sequence[Piece], coefficients: CostCoefficients, *, of_state: bool
 ) -> float:
     """Predict the seconds until all is there, of the busiest rank's busier side; links inside and between nodes work at
-    once, as `cost.layout_switch` counts them."""
+    once."""
     seconds = 0.0
     for leaves_node in (False, True):
         sent, received, messages = Counter[int](), Counter[int](), Counter[int]()

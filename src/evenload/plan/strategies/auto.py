@@ -245,7 +245,7 @@ def rules_of(problem: StepProblem) -> SearchRules:
 
 
 def _summed_s(problem: StepProblem, choices: tuple[ReplicaChoice, ...]) -> float:
-    return step_end(problem.costs, [choice.candidate.simulated() for choice in choices]).summed_s
+    return step_end(problem.costs, [choice.candidate for choice in choices]).summed_s
 
 
 def _tapered(trial: Trial, search: ReplicaSearch) -> list[Trial]:

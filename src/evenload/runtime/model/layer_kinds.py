@@ -5,6 +5,7 @@ The model is made on the meta device, without memory, and its own forward runs o
 weights are noted; layers alike in all of that are of one kind.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from evenload.errors import ConfigError
-from evenload.runtime.model.structure import LayerNotes, Survey
+from evenload.runtime.model.structure import LayerNotes, Survey, block_of
 from evenload.types.layer_kind import ExpertsKind, LayerKind
 from evenload.types.model import ModelSpec
 
@@ -87,6 +88,8 @@ def _kind(index: int, notes: LayerNotes, layer: nn.Module) -> LayerKind:
     divided = matrices + notes.divided_biases + (experts.count * experts.parameters if experts else 0)
     if 2 * divided < parameters:
         raise ValueError(f"most weights of layer {index} take part in no product of every token")
+    # A linear alone in its module, such as the gate of a shared expert, is no block.
+    of_blocks = Counter(block_of(owner) for owner, _, _ in notes.products)
     attention = None
     if notes.attention:
         # Two calls of attention in a layer (LongCat) are one of as many heads.
@@ -100,6 +103,7 @@ def _kind(index: int, notes: LayerNotes, layer: nn.Module) -> LayerKind:
         attention=attention,
         experts=experts,
         mixer=notes.mixer,
+        blocks=sum(count > 1 for count in of_blocks.values()),
         biases=notes.has_row_biases,
     )
 
