@@ -11,7 +11,7 @@ from adapter_cases import LORA, adapter_loss_and_gradients
 from context_plans import with_policies
 from evenload.errors import ConfigError, UnsupportedModelError
 from evenload.runtime.model.hf_model import require_layout
-from evenload.runtime.model.supported import TESTED
+from evenload.runtime.model.model_config import TESTED
 from evenload.types.layout import even_layout
 from evenload.types.plan import encode_plan, seal
 from matrix import Row
@@ -30,7 +30,7 @@ def plan_for(layout, strategy="slimpack", *, policy=None, schedule="own", virtua
     are kept, computed again and offloaded, unless a policy is named."""
     shared = "cp" in layout
     defaults = {"dp_merge": "off", "channels": "directed", "overlap": "on", "switch": "off", "model": "llama"}
-    defaults |= {"sharding": "per_document" if shared else "none", "exchange": "all_gather" if shared else "none"}
+    defaults |= {"sharding": "per_document" if shared else "none"}
     row = Row(
         strategy=strategy,
         layout=layout,

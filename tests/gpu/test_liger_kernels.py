@@ -74,16 +74,14 @@ def test_the_same_step_gives_the_same_bits(kind):
     assert all(torch.equal(gradients[name], same[name]) for name in gradients if "norm" in name or "lm_head" in name)
 
 
-@pytest.mark.parametrize("cap", [None, 30.0])
-def test_cross_entropy_of_a_real_vocabulary(cap):
+def test_cross_entropy_of_a_real_vocabulary():
     torch.manual_seed(1)
     logits = (3 * torch.randn(513, 151_936, device="cuda")).bfloat16()
     targets = torch.randint(0, 151_936, (513,), device="cuda").masked_fill(torch.rand(513, device="cuda") < 0.3, -100)
     exact = logits.float().requires_grad_()
-    capped = exact if cap is None else torch.tanh(exact / cap) * cap
-    expected = nn.functional.cross_entropy(capped, targets, reduction="none") / 1000
+    expected = nn.functional.cross_entropy(exact, targets, reduction="none") / 1000
     expected.sum().backward()
-    losses = liger.cross_entropy(logits, targets, 1000.0, cap, trains=True)
+    losses = liger.cross_entropy(logits, targets, 1000.0, trains=True)
     torch.testing.assert_close(losses, expected.detach(), rtol=1e-4, atol=1e-7)
     assert error(logits, exact.grad) <= 4e-3
 

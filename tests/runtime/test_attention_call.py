@@ -118,7 +118,6 @@ def test_rules_equal_the_masks_that_models_make(kind, expected):
         assert torch.equal(rule.shows(alone.T, alone), mask[0, 0] == 0)
     # A pack's documents, in slices, change nothing.
     packed = torch.cat([torch.arange(20, 33), torch.arange(4), torch.arange(4, 9), torch.arange(1)])[None]
-    assert masks_of(model, packed, ATTENTION_NAME) == expected
     assert masks_of(model, packed, ATTENTION_NAME, attention_mask=torch.ones_like(packed)) == expected
 
 
@@ -138,7 +137,8 @@ def train(model, tokens, forward, backward):
         pack = pack_tokens(ranges, tokens)
         state.direction, state.ranges = direction, pack.ranges
         state.attention = LocalAttention(tuple(rows_of(pack.ranges)))
-        return model(pack.token_ids[None], position_ids=pack.positions[None]).logits[0], pack
+        ids, positions = pack.token_ids[None], pack.positions[None]
+        return model(ids, attention_mask=torch.ones_like(ids), position_ids=positions).logits[0], pack
 
     with torch.no_grad():
         for ranges in forward:
@@ -248,15 +248,10 @@ def test_masks_that_depend_on_tokens_are_refused():
 
 
 def test_a_rule_is_read_once_however_often_models_ask_for_it(monkeypatch):
-    """A pack has position ids, and so functions, of its own; windows that differ are different rules."""
+    """Models make a new function a pack; windows that differ are different rules."""
     mask_rules._KNOWN.clear()
-    for count in (5, 6, 7):
-        positions = torch.arange(count).repeat(1, 2)
-        for size in (3, 4):
-            made = masking_utils.packed_sequence_compatibility_function(
-                masking_utils.sliding_window_causal_mask_function(size), positions, torch.zeros_like(positions)
-            )
-            assert rule_of(made) == MaskRule(window=size)
+    for size in (3, 4, 3, 4):
+        assert rule_of(masking_utils.sliding_window_causal_mask_function(size)) == MaskRule(window=size)
     assert len(mask_rules._KNOWN) == 2
     made = masking_utils.chunked_causal_mask_function(8, torch.zeros(1, dtype=torch.int64))
     rule_of(made)
@@ -334,13 +329,12 @@ def test_calls_of_a_layer_are_numbered_and_freed_with_it():
         for _ in range(count):
             layer.call(MaskRule())
     assert set(layer.replay.store.document_keys(0).layers) == {1, (1, 1), 2}
-    forward = ForwardStore({0: 20}, {0: [0]})
+    forward = ForwardStore({0: 20}, ())
     layer.replay.store = forward
     forward.open_pack(layer.replay.ranges)
-    for index, count in ((0, 0), (1, 2), (2, 1)):
-        layer.replay.enter_layer(index)
-        for _ in range(count):
-            layer.call(MaskRule())
-        assert forward.held.held_by_kind["keys_and_values"] > 0 or not count
-        forward.end_layer(index)
-        assert forward.held.held_by_kind["keys_and_values"] == 0
+    layer.replay.enter_layer(1)
+    for _ in range(2):
+        layer.call(MaskRule())
+    assert set(forward.document_keys(0).layers) == {1, (1, 1)}
+    forward.end_documents([0])
+    assert forward.held.held_by_kind["keys_and_values"] == 0

@@ -15,8 +15,7 @@ from evenload.cost.memory import parameters_per_rank, static_kinds
 from evenload.data.hub import model_from_config
 from evenload.errors import ConfigError
 from evenload.runtime.model.hf_model import build_rank_models, require_model
-from evenload.runtime.model.model_config import load_config, model_spec
-from evenload.runtime.model.supported import position_warning, require_positions
+from evenload.runtime.model.model_config import load_config, model_spec, position_warning, require_positions
 from evenload.runtime.optim.parameter_units import flatten_units
 from evenload.types.layout import even_layout
 from reference_training import stage_model, tiny_config

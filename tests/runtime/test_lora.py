@@ -162,7 +162,7 @@ def test_settings_that_cannot_be_trained_are_refused(settings, message):
     [
         ("adapter_config.json", b"{not json", "is no configuration of a LoRA adapter"),
         ("adapter_config.json", b'{"peft_type": "LORA"}', "is no configuration of a LoRA adapter"),
-        ("adapter_model.safetensors", b"garbage", "is not a safetensors file"),
+        ("adapter_model.safetensors", b"garbage", "or not a safetensors file"),
     ],
 )
 def test_a_damaged_adapter_is_refused(saved, tmp_path, name, content, message):

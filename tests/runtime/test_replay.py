@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from transformers import AutoConfig
 
 from evenload.errors import ConfigError, UnsupportedModelError
-from evenload.runtime.model.supported import router_aux_loss_coef
+from evenload.runtime.model.model_config import require_trainable, router_aux_loss_coef
 from reference_training import make_tokens, plain_loss_and_gradients, relative_error, stage_model, tiny_config
 from single_stage import assert_equals_plain, packs_of, run_single_stage, sliced_packs
 from sweeps import sweep
@@ -143,21 +143,30 @@ def test_padding_takes_no_part_in_the_load_balancing_loss():
             r"\(MixtralSparseMoeBlock\) draws random numbers .* set it to 0 in config.json",
         ),
         ("llama", {"attention_dropout": 0.1}, "attention_dropout"),
-        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic"),
         ("gpt2", {"attn_pdrop": 0.1}, "attn_pdrop is 0.1, .*: a dropout mask .* set it to 0 in config.json"),
         ("gpt2", {"resid_pdrop": 0.1}, "resid_pdrop is 0.1"),
         ("gpt2", {"embd_pdrop": 0.1}, "embd_pdrop is 0.1"),
-        ("gpt2", {"add_cross_attention": True}, "add_cross_attention is set"),
-        (
-            "gemma3",
-            {"rope_parameters": {"full_attention": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}},
-            "rope_type 'dynamic'",
-        ),
     ],
 )
 def test_options_that_would_run_wrong_are_refused_by_name(kind, change, named):
     with pytest.raises(UnsupportedModelError, match=named):
         stage_model(tiny_config(kind, **change))
+
+
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "named"),
+    [
+        ("llama", {"rope_parameters": DYNAMIC}, "rope_type 'dynamic'"),
+        ("gemma3", {"rope_parameters": {"full_attention": DYNAMIC}}, "rope_type 'dynamic'"),
+        ("gpt2", {"add_cross_attention": True}, "add_cross_attention is set"),
+    ],
+)
+def test_options_that_would_run_wrong_are_refused_before_a_model_is_made(kind, change, named):
+    with pytest.raises(UnsupportedModelError, match=named):
+        require_trainable(tiny_config(kind, **change))
 
 
 @pytest.mark.parametrize("kind", ["bert", "roberta"])

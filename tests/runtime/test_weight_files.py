@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers import AutoModelForCausalLM
 
 from evenload.errors import ConfigError, EvenloadError, UnsupportedModelError
 from evenload.runtime.model.hf_model import require_model
@@ -79,16 +78,19 @@ def test_damaged_files_are_told_from_their_headers(model):
     file = model / SINGLE_FILE
     whole = file.read_bytes()
     for content, what in (
-        (whole[:-100], "is damaged: it has"),
-        (whole + b"x", "is damaged: it has"),
-        (whole[:4], "is not a safetensors file"),
-        (b"", "is not a safetensors file"),
-        (b"garbage " * 50, "is not a safetensors file (ValueError: a header of"),
-        (struct.pack("<Q", 5) + b"[1,2]", "is not a safetensors file"),
-        (struct.pack("<Q", 9) + b'{"a":"b"}', "is not a safetensors file"),
+        (whole[:-100], "file not fully covered"),
+        (whole + b"x", "file not fully covered"),
+        (whole[:4], "header too small"),
+        (b"", "header too small"),
+        (b"garbage " * 50, "header too large"),
+        (struct.pack("<Q", 5) + b"[1,2]", "invalid JSON in header"),
+        (struct.pack("<Q", 9) + b'{"a":"b"}', "invalid JSON in header"),
     ):
         file.write_bytes(content)
-        assert f"{file} {what}" in refusal(model), content[:20]
+        message = refusal(model)
+        assert f"{file} is damaged, or not a safetensors file (" in message, content[:20]
+        assert what in message
+        assert "fetch it again" in message
 
 
 def test_a_damaged_index_is_taken(model):
@@ -138,11 +140,6 @@ def test_tensors_without_a_place_and_places_without_a_tensor(model):
     edit_config(model, attention_bias=False)
     edit_tensors(model, lambda tensors: (tensors.pop(bias), tensors.update({NORM: torch.ones(47)})))
     assert f"'{NORM}' has shape (47,), the model needs (48,)" in refusal(model)
-
-
-def frequencies(model: Path, **changes) -> torch.Tensor:
-    """What old versions of transformers stored with every layer."""
-    return LlamaRotaryEmbedding(LlamaConfig.from_pretrained(model, **changes)).inv_freq
 
 
 def losses(model: Path) -> tuple[float, float]:
@@ -209,40 +206,17 @@ def test_an_untied_model_without_a_head_is_never_filled_by_chance(model):
     assert f"no tensor '{WORDS}'" in refusal(model)
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        lambda model: frequencies(model, rope_parameters={"rope_type": "default", "rope_theta": 5e5}),
-        lambda model: frequencies(model) * 1.01,
-        lambda model: torch.ones(4),
-    ],
-    ids=["theta", "factor", "width"],
-)
-def test_other_rotary_frequencies_are_refused(model, other):
+def test_rotary_frequencies_of_old_files_are_left_out(model):
     for name in ("model.layers.0.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq"):
-        whole = (model / SINGLE_FILE).read_bytes()
-        edit_tensors(model, lambda tensors, name=name: tensors.update({name: other(model)}))
-        assert f"'{name}' is not what the model of config.json computes; it is " in (message := refusal(model))
-        assert "rope_theta" in message
-        (model / SINGLE_FILE).write_bytes(whole)
+        edit_tensors(model, lambda tensors, name=name: tensors.update({name: torch.ones(4)}))
+    assert refusal(model) == ""
 
 
-def test_gpt2_masks_are_compared(tmp_path):
+def test_gpt2_masks_of_old_files_are_left_out(tmp_path):
     config = tiny_config("gpt2", num_hidden_layers=1, tied=True)
     whole = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     whole.save_pretrained(tmp_path)
     mask = torch.ones(1, 1, 512, 512).tril()
-    for bias, least, is_right in (
-        (mask.to(torch.uint8), -1e4, True),
-        (mask.bool(), -1e9, True),
-        (mask, -1e4, True),
-        (torch.ones_like(mask), -1e4, False),
-        (mask.to(torch.uint8), 0.0, False),
-        (torch.ones(512), -1e4, False),
-    ):
-        extra = {"transformer.h.0.attn.bias": bias, "transformer.h.0.attn.masked_bias": torch.tensor(least)}
-        edit_tensors(tmp_path, lambda tensors, extra=extra: tensors.update(extra))
-        assert ("is not what the model of config.json computes" not in refusal(tmp_path)) == is_right
     edit_tensors(tmp_path, lambda tensors: tensors.update({"transformer.h.0.attn.bias": mask}))
     edit_tensors(tmp_path, lambda tensors: tensors.update({"transformer.h.0.attn.masked_bias": torch.tensor(-1e4)}))
     ours, theirs = losses(tmp_path)

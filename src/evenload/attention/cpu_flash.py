@@ -2,8 +2,8 @@
 
 The aten kernel is aligned top-left: its causal mask is right only for as many queries as keys. So a slice with a prefix
 is two calls, prefix (no mask) and square (causal), merged through their log-sum-exps; backward is two calls that both
-get the *merged* output and log-sum-exp. With a sliding window the queries go in blocks, each against its band of keys
-under an additive mask. GQA needs no copy of K and V: they are expanded with stride 0.
+get the *merged* output and log-sum-exp. GQA needs no copy of K and V: they are expanded with stride 0. Packs in which a
+sliding window hides keys are `reference`'s, which goes by blocks of rows.
 """
 
 from collections.abc import Sequence
@@ -13,12 +13,11 @@ from torch import Tensor
 
 from evenload.attention.range_attention import Gradients, KeyParts, Scoring, keys_by_range, merge_into, work_dtype
 from evenload.attention.range_sizes import RangeSizes
+from evenload.attention.reference import ReferenceAttention
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-
-# Query rows of one banded call: the kernel dominates its overhead, and little of a common window's band is masked away.
-_BAND_ROWS = 256
+_REFERENCE = ReferenceAttention()
 
 
 class CpuFlashAttention:
@@ -28,40 +27,41 @@ class CpuFlashAttention:
     reason = ""
 
     def forward(self, q: Tensor, seen: KeyParts, sizes: RangeSizes, scoring: Scoring) -> tuple[Tensor, Tensor]:
+        if _hides_keys(sizes, scoring):
+            return _REFERENCE.forward(q, seen, sizes, scoring)
         groups = seen[0][0].shape[1]
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=work_dtype(q))
         pieces = (_by_group(tensor, groups).split(sizes.rows, dim=2) for tensor in (q, out, lse))
         for (keys, values), piece_q, *into in zip(keys_by_range(seen, sizes), *pieces, strict=True):
-            for piece, made in zip(into, _forward_range(piece_q, keys, values, scoring), strict=True):
+            for piece, made in zip(into, _forward_range(piece_q, keys, values, scoring.scale), strict=True):
                 piece.copy_(made)
         return out, lse
 
     def backward(
         self, grad: Tensor, q: Tensor, seen: KeyParts, out: Tensor, lse: Tensor, sizes: RangeSizes, scoring: Scoring
     ) -> Gradients:
+        if _hides_keys(sizes, scoring):
+            return _REFERENCE.backward(grad, q, seen, out, lse, sizes, scoring)
         groups, dim = seen[0][0].shape[1:]
         dq = torch.empty_like(q)
         dk, dv = (lse.new_empty(sizes.num_keys, groups, dim) for _ in range(2))
         pieces = (_by_group(tensor, groups).split(sizes.rows, dim=2) for tensor in (grad, q, out, lse, dq))
         into = zip(dk.split(sizes.keys), dv.split(sizes.keys), strict=True)
         for own, own_grads, *given, piece_dq in zip(keys_by_range(seen, sizes), into, *pieces, strict=True):
-            piece_dq.copy_(_backward_range(given, own, own_grads, scoring))
+            piece_dq.copy_(_backward_range(given, own, own_grads, scoring.scale))
         return dq, dk, dv
 
 
-def _forward_range(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
+def _hides_keys(sizes: RangeSizes, scoring: Scoring) -> bool:
+    """Say whether a window hides keys of some range."""
+    return 0 < scoring.window < max(sizes.keys, default=0)
+
+
+def _forward_range(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """q [G, H/G, n, D], k and v [s, G, D] -> output [G, H/G, n, D], log-sum-exp [G, H/G, n]."""
-    scale, window, is_causal, *_ = scoring
-    repeat, n, prefix = q.shape[1], q.shape[2], k.shape[0] - q.shape[2]
-    if window and window < k.shape[0]:
-        parts = [
-            _forward(q[:, :, rows], _keys(k[keys], repeat), _keys(v[keys], repeat), 0.0, False, attn_mask=mask,
-                     scale=scale)
-            for rows, keys, mask in _bands(q, n, prefix, window)
-        ]  # fmt: skip
-        return torch.cat([o for o, _ in parts], dim=2), torch.cat([s for _, s in parts], dim=2)
-    if not (is_causal and prefix):
-        return _forward(q, _keys(k, repeat), _keys(v, repeat), 0.0, is_causal, scale=scale)
+    repeat, prefix = q.shape[1], k.shape[0] - q.shape[2]
+    if not prefix:
+        return _forward(q, _keys(k, repeat), _keys(v, repeat), 0.0, True, scale=scale)
     out, lse = _forward(q, _keys(k[prefix:], repeat), _keys(v[prefix:], repeat), 0.0, True, scale=scale)
     out = out.to(lse.dtype)
     merge_into(out, lse, *_forward(q, _keys(k[:prefix], repeat), _keys(v[:prefix], repeat), 0.0, False, scale=scale))
@@ -69,27 +69,13 @@ def _forward_range(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> tuple[T
 
 
 def _backward_range(
-    given: Sequence[Tensor], own: tuple[Tensor, Tensor], into: tuple[Tensor, Tensor], scoring: Scoring
+    given: Sequence[Tensor], own: tuple[Tensor, Tensor], into: tuple[Tensor, Tensor], scale: float
 ) -> Tensor:
     """As `_forward_range`: return the gradient of q [G, H/G, n, D], write those of `own` keys and values, [s, G, D]
     each, to `into`; `given` are the output's gradient, q, output and log-sum-exp."""
     grad, q, out, lse = given
-    scale, window, is_causal, *_ = scoring
-    (k, v), repeat, n = own, q.shape[1], q.shape[2]
-    prefix = k.shape[0] - n if is_causal else 0
-    if window and window < k.shape[0]:
-        dq_parts = []
-        for total in into:
-            total.zero_()
-        for rows, keys, mask in _bands(q, n, prefix, window):
-            part_q, *parts = _backward(
-                grad[:, :, rows], q[:, :, rows], _keys(k[keys], repeat), _keys(v[keys], repeat), out[:, :, rows],
-                lse[:, :, rows], 0.0, False, attn_mask=mask, scale=scale,
-            )  # fmt: skip
-            dq_parts.append(part_q)
-            for total, part in zip(into, parts, strict=True):
-                total[keys] += part.sum(1, dtype=total.dtype).transpose(0, 1)
-        return torch.cat(dq_parts, dim=2)
+    (k, v), repeat = own, q.shape[1]
+    prefix = k.shape[0] - q.shape[2]
 
     def keys_alone(keys: slice, *, is_causal: bool) -> Tensor:
         dq, *parts = _backward(
@@ -99,7 +85,7 @@ def _backward_range(
             torch.sum(part, 1, dtype=total.dtype, out=total[keys].transpose(0, 1))
         return dq
 
-    dq = keys_alone(slice(prefix, None), is_causal=is_causal)
+    dq = keys_alone(slice(prefix, None), is_causal=True)
     return dq + keys_alone(slice(prefix), is_causal=False) if prefix else dq
 
 
@@ -113,17 +99,3 @@ def _keys(k: Tensor, repeat: int) -> Tensor:
     row, head, item = k.stride()
     # One operator, where transpose, unsqueeze and expand are three: with short documents their calls count.
     return k.as_strided((k.shape[1], repeat, k.shape[0], k.shape[2]), (head, 0, row, item))
-
-
-def _bands(like: Tensor, n: int, prefix: int, window: int) -> list[tuple[slice, slice, Tensor]]:
-    """Blocks of n queries, the keys each can see, and the additive mask between them, of the dtype of `like`."""
-    bands = []
-    for start in range(0, n, _BAND_ROWS):
-        stop = min(start + _BAND_ROWS, n)
-        first, last = max(0, prefix + start - window + 1), prefix + stop
-        row = torch.arange(prefix + start, last)[:, None]
-        column = torch.arange(first, last)[None]
-        hidden = (column > row) | (column <= row - window)
-        mask = torch.zeros(hidden.shape, dtype=like.dtype).masked_fill_(hidden, float("-inf"))
-        bands.append((slice(start, stop), slice(first, last), mask))
-    return bands

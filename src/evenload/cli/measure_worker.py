@@ -52,8 +52,15 @@ from evenload.report.run_report import RunReport, RunSection
 from evenload.report.units import format_change
 from evenload.runtime.device import require_device, resident_bytes
 from evenload.runtime.model.hf_model import build_rank_models, build_stage_model, require_layout
-from evenload.runtime.model.model_config import config_from, load_config, model_spec, spec_of, with_few_layers
-from evenload.runtime.model.supported import position_warning, proof_line
+from evenload.runtime.model.model_config import (
+    config_from,
+    load_config,
+    model_spec,
+    position_warning,
+    proof_line,
+    spec_of,
+    with_few_layers,
+)
 from evenload.runtime.optim.parameter_units import flatten_units
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.runtime.step_metrics import StepReport

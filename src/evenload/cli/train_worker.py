@@ -28,8 +28,7 @@ from evenload.plan.strategies.registry import decide_dp_merge
 from evenload.runtime.checkpoint.directory import checkpoints_of, skipped_checkpoints
 from evenload.runtime.comm.watch import comes_of_transport
 from evenload.runtime.device import require_device
-from evenload.runtime.model.model_config import model_spec
-from evenload.runtime.model.supported import position_warning, proof_line
+from evenload.runtime.model.model_config import model_spec, position_warning, proof_line
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.runtime.step_metrics import StepReport
 from evenload.runtime.trainer import Trainer

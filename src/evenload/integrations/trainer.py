@@ -24,7 +24,7 @@ from evenload.errors import CheckpointError, ConfigError, UnsupportedModelError
 from evenload.integrations.engine_loop import balance_for_trained, require_place
 from evenload.integrations.packed_loader import PackedLoader
 from evenload.integrations.planner import model_spec_of
-from evenload.runtime.model.supported import rope_settings
+from evenload.runtime.model.model_config import rope_settings
 
 LOADER_STATE = "evenload_loader.json"
 """File in a checkpoint's directory."""

@@ -11,7 +11,6 @@ waits for those of its own units, the first backward for all. `forward_losses` r
 """
 
 import functools
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -231,14 +230,10 @@ def forward_losses(
     actions = plan.schedules[mesh.dp_rank].ranks[mesh.pp_rank]
     document_tokens = {document.doc_id: document.num_tokens for document in plan.documents}
     place = {document.doc_id: at for at, document in enumerate(plan.documents)}
-    packs_of: dict[int, dict[int, list[int]]] = {number: defaultdict(list) for number in stages}
-    for action in actions:
-        for piece in packs.forward[action.pack].slices:
-            packs_of[action.stage][piece.doc_id].append(action.pack)
     held, stored = HeldBytes(), mine.stored_tokens()
     stores: dict[int, ForwardStore] = {}
     for number, stage in stages.items():
-        stores[number] = ForwardStore(stored, packs_of[number], held=held, shard=stage.row_shard)
+        stores[number] = ForwardStore(stored, (), held=held, shard=stage.row_shard)
         stage.begin_step(document_tokens)
     sums = torch.zeros(len(plan.documents), dtype=torch.float64, device=mesh.device)
     # All ranks of a tensor-parallel group know the losses, and one reports them.
@@ -256,7 +251,8 @@ def forward_losses(
                 documents = np.repeat([place[r.doc_id] for r in batch.ranges], [r.stop - r.start for r in batch.ranges])
                 sums.index_add_(0, to_device(torch.from_numpy(documents), mesh.device), losses.double())
         channels.send_hidden(action.stage, action.pack, hidden)
-        store.end_pack(action.pack)
+        slices = packs.forward[action.pack].slices
+        store.end_documents(piece.doc_id for piece in slices if piece.stop == document_tokens[piece.doc_id])
     channels.close()
     _check_empty(stores.values(), held)
     return sums.cpu()

@@ -22,7 +22,6 @@ from evenload.runtime.model.liger import use_liger
 from evenload.runtime.model.lora import add_adapters
 from evenload.runtime.model.probe import Findings, probe
 from evenload.runtime.model.structure import Structure, structure_of
-from evenload.runtime.model.supported import require_trainable
 from evenload.runtime.model.tensor_weights import require_tensor_parallel, split_weights
 from evenload.runtime.model.weight_conversion import keep_precise_buffers
 from evenload.runtime.model.weight_files import (
@@ -228,7 +227,6 @@ def build_stage_model(
         UnsupportedModelError: the model computes in a way that replay does not know, or that tp cannot take.
         ConfigError: the weights are not exactly the model's, adapters fit nowhere, or sizes do not divide by tp.
     """
-    require_trainable(config)
     model = empty_model(config, dtype)
     structure = with_mixers(structure_of(model), probe(config))
     require_tensor_parallel(config, structure, tp)

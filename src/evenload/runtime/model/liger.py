@@ -127,18 +127,19 @@ def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Ten
     return import_module("liger_kernel.ops.rope").LigerRopeFunction.apply(*copies, cos, sin)
 
 
-def cross_entropy(logits: Tensor, targets: Tensor, denominator: float, cap: float | None, *, trains: bool) -> Tensor:
+def cross_entropy(logits: Tensor, targets: Tensor, denominator: float, *, trains: bool) -> Tensor:
     """Return every row's loss over `denominator`, fp32[R], 0 where a target (int64[R]) is -100. The kernel overwrites
-    `logits` [R, V], where it `trains` by the gradient of the losses' sum. `cap` is of the logits, by a tanh."""
+    `logits` [R, V], where it `trains` by the gradient of the losses' sum."""
     liger = import_module("liger_kernel.ops.cross_entropy")
     losses = torch.zeros(logits.shape[0], dtype=torch.float32, device=logits.device)
     # Liger's function around it waits for the GPU to count targets, and rounds losses to the logits' precision.
     liger.liger_cross_entropy_kernel[(logits.shape[0],)](
         X_ptr=logits, X_stride=logits.stride(0), Y_ptr=targets, Y_stride=targets.stride(0), n_cols=logits.shape[1],
         loss_ptr=losses, loss_stride=1, n_non_ignore=denominator, reduction="mean", ignore_index=-100,
-        softcap=cap, HAS_SOFTCAPPING=cap is not None, HAS_GRADIENTS=trains,
+        HAS_GRADIENTS=trains,
         BLOCK_SIZE=min(liger.MAX_FUSED_SIZE, 1 << (logits.shape[1] - 1).bit_length()), num_warps=32,
-        # Weights of token ids, other losses and accuracy: not used.
+        # A cap, weights of token ids, other losses and accuracy: not used.
+        softcap=None, HAS_SOFTCAPPING=False,
         weight_ptr=None, HAS_WEIGHT=False, weight_sum=0.0, sum_non_ignore_weight=denominator, lse_square_scale=0.0,
         label_smoothing=0.0, z_loss_ptr=None, RETURN_Z_LOSS=False, token_accuracy_ptr=None, token_accuracy_stride=0,
         RETURN_TOKEN_ACCURACY=False, predicted_tokens_ptr=None, predicted_tokens_stride=0,

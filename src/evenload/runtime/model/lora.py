@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from evenload.config.sections import LoraConfig, target_linears
 from evenload.errors import ConfigError, UnsupportedModelError
 from evenload.runtime.model.export_files import save_tensors
-from evenload.runtime.model.structure import Structure
+from evenload.runtime.model.structure import Structure, linear_kind
 from evenload.runtime.model.weight_files import LAYERS, read_header, require_plain, unit_seed
 
 ADAPTER_PARTS = ("lora_A", "lora_B")
@@ -73,19 +73,15 @@ def inject_adapters(layer: nn.Module, index: int, structure: Structure, lora: Lo
     from peft import inject_adapter_in_model
 
     kinds = _target_kinds(structure, lora)
-    targets = [name for name in structure.sites[index].linears if _kind(name) in kinds]
+    targets = [name for name in structure.sites[index].linears if linear_kind(name) in kinds]
     config = _peft_config(lora, targets)
     config.fan_in_fan_out = any(isinstance(layer.get_submodule(name), Conv1D) for name in targets)
     if targets:
         inject_adapter_in_model(config, layer, adapter_name=_ADAPTER)
 
 
-def _kind(name: str) -> str:
-    return name.rsplit(".", 1)[-1]
-
-
 def _target_kinds(structure: Structure, lora: LoraConfig) -> list[str]:
-    known = {_kind(name): name for sites in structure.sites for name in sorted(sites.linears)}
+    known = {linear_kind(name): name for sites in structure.sites for name in sorted(sites.linears)}
     if not known:
         raise ConfigError("model.lora is set, and no token goes through a linear of its layers once; remove model.lora")
     return target_linears(known, lora)

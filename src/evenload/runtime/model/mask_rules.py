@@ -1,7 +1,8 @@
 """Rules in the place of attention masks: which keys a row sees, read from what transformers would make a mask of.
 
 A model that runs under one of our names makes no mask [T, T]: it gets a `MaskRule` and passes it on to the attention of
-its layers. Where documents begin is known from the plan, so what transformers adds for packs is left out.
+its layers. Where documents begin is known from the plan: `WholeModel.run` gives models a mask of ones, with which
+transformers does not look for documents in the positions.
 """
 
 from collections.abc import Callable, Hashable, Mapping
@@ -83,7 +84,7 @@ def mask_rule(
         what = f"{q_length} rows and {kv_length} keys"
         return MaskRule(refusal=f"{config.model_type} asks for an attention mask of {what}; {TRAINED_MASKS}")
     try:
-        key, function = _of_cell("mask_function", _unpacked(mask_function))
+        key, function = _of_cell("mask_function", mask_function)
     except UnsupportedModelError as error:
         return MaskRule(refusal=str(error))
     if key not in _KNOWN:
@@ -99,17 +100,6 @@ _KNOWN: dict[Hashable, MaskRule] = {}
 def _closure(function: FunctionType) -> dict[str, Any]:
     cells = function.__closure__ or ()
     return dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in cells), strict=True))
-
-
-def _unpacked(function: Any) -> Any:
-    """Return a mask function without what transformers adds where position ids are of several sequences."""
-    parts: tuple[Any, ...] = ()
-    if isinstance(function, FunctionType):
-        parts = _closure(function).get("mask_functions", ())
-    made_by = [getattr(part, "__qualname__", "").partition(".")[0] for part in parts]
-    if made_by == ["packed_sequence_mask_function", "remap_positions_for_packed_sequence"]:
-        return _closure(parts[1])["mask_function"]
-    return function
 
 
 def _of_cell(name: str, value: Any) -> tuple[Hashable, Any]:

@@ -76,6 +76,11 @@ class TensorCut:
     refusal: str = ""
 
 
+def linear_kind(name: str) -> str:
+    """Return the last part of a module's name, which an adapter may be wrapped around."""
+    return name.removesuffix(".base_layer").rsplit(".", 1)[-1]
+
+
 def block_of(linear: str) -> str:
     """Return the block of a linear that is cut by output: its module, whose input every rank needs whole."""
     return linear.removesuffix(".base_layer").rsplit(".", 1)[0]
@@ -186,7 +191,7 @@ class LayerNotes:
     def refuse_cut(self, styles: Mapping[str, str]) -> str:
         """Say why transformers' plan, of styles by the last part of linears' names, cannot be followed; "" = it can.
         Between blocks a rank has rows of its own, in blocks all rows and what its columns make of them."""
-        kinds = {name: styles.get(name.rsplit(".", 1)[-1], "") for name, _, _ in self.products}
+        kinds = {name: styles.get(linear_kind(name), "") for name, _, _ in self.products}
         blocks = {block_of(name) for name, style in kinds.items() if style == "colwise"}
 
         def inside(names: Iterable[str]) -> str:
@@ -453,7 +458,7 @@ class Survey(TorchFunctionMode):
         rows = args[1 if isinstance(module, Conv1D) else 0]
         key, *shape = (_storage_of(rows), rows.shape[-1]), *rows.shape[:-1]
         product = Product(
-            name=owner.rpartition(".")[2],
+            name=linear_kind(owner),
             inputs=rows.shape[-1],
             outputs=output.shape[-1],
             rows=max(1, math.prod(shape) // SURVEYED_ROWS),

@@ -20,7 +20,7 @@ from transformers import PretrainedConfig
 from evenload.errors import ConfigError, UnsupportedModelError
 from evenload.runtime.comm.tensor_group import TensorGroup
 from evenload.runtime.model.lora import is_adapter
-from evenload.runtime.model.structure import Structure
+from evenload.runtime.model.structure import Structure, linear_kind
 
 
 @dataclass(frozen=True)
@@ -77,11 +77,6 @@ def split_weights(
                     _cut(parameter, dim, rank, tp, filled=filled)
             if isinstance(module, nn.Linear):
                 module.out_features, module.in_features = module.weight.shape
-
-
-def linear_kind(name: str) -> str:
-    """Return the last part of a module's name, which an adapter may be wrapped around."""
-    return name.removesuffix(".base_layer").rsplit(".", 1)[-1]
 
 
 def adapter_of(name: str, part: str, linears: Collection[str]) -> bool:

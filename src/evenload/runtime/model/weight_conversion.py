@@ -103,8 +103,10 @@ def stored_tensors(whole: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dic
 
 
 def is_ignored(whole: PreTrainedModel, stored: str) -> bool:
-    """Say whether the model's class does without a stored tensor: layers that predict further tokens, causal masks."""
-    return any(re.search(pattern, stored) for pattern in whole._keys_to_ignore_on_load_unexpected or ())
+    """Say whether the model does without a stored tensor, which is then neither trained nor exported: layers that
+    predict further tokens, causal masks, and rotary frequencies, which older versions of transformers stored."""
+    patterns = (r"rotary_emb\.inv_freq$", r"attn\.masked_bias$", *(whole._keys_to_ignore_on_load_unexpected or ()))
+    return any(re.search(pattern, stored) for pattern in patterns)
 
 
 def keep_precise_buffers(whole: PreTrainedModel, dtype: torch.dtype) -> None:

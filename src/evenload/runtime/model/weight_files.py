@@ -2,12 +2,10 @@
 
 Headers of safetensors files name every tensor with its type, shape and place, so damage, quantised weights, and tensors
 that the model lacks or has no place for are found without reading a weight. What transformers would only warn about is
-refused. A tensor that the model computes or ties itself is read and compared.
+refused. A head that the model ties to its embedding is read and compared.
 """
 
 import json
-import re
-import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -15,7 +13,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -24,11 +22,7 @@ from evenload.runtime.model.weight_conversion import Conversion, find_conversion
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
-_LENGTH_BYTES = 8
-_MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 _FLOATS = ("F64", "F32", "F16", "BF16")
-_COMPUTED = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|attn\.(bias|masked_bias))")
-"""Rotary frequencies and GPT-2's causal masks, which the model computes and old versions of transformers stored."""
 _HEAD = "lm_head.weight"
 _DEQUANTISED_BY = {
     "fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config", "compressed-tensors": "CompressedTensorsConfig",
@@ -94,32 +88,18 @@ def _indexed_weights(index: Path) -> dict[str, StoredTensor]:
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
     """Return the tensors of one safetensors file by name; `ConfigError` where the file is not a complete one."""
-    size_bytes = file.stat().st_size
     try:
-        with file.open("rb") as stream:
-            (length,) = struct.unpack("<Q", stream.read(_LENGTH_BYTES))
-            if length > min(size_bytes, _MAX_HEADER_BYTES):
-                raise ValueError(f"a header of {length:,} bytes")
-            header = json.loads(stream.read(length))
-        tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        stored = {name: StoredTensor(file.name, one["dtype"], tuple(one["shape"])) for name, one in tensors.items()}
-        stop = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
-    except (struct.error, ValueError, LookupError, AttributeError, TypeError) as error:
-        what = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"{file} is not a safetensors file ({what}); fetch it again") from error
-    needed_bytes = _LENGTH_BYTES + length + stop
-    if size_bytes != needed_bytes:
-        sizes = f"it has {size_bytes:,} bytes and its header says {needed_bytes:,}"
-        raise ConfigError(f"{file} is damaged: {sizes}; fetch it again")
-    return stored
+        with safe_open(file, framework="pt") as tensors:
+            slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
+            return {
+                name: StoredTensor(file.name, one.get_dtype(), tuple(one.get_shape())) for name, one in slices.items()
+            }
+    except SafetensorError as error:
+        raise ConfigError(f"{file} is damaged, or not a safetensors file ({error}); fetch it again") from error
 
 
-@dataclass(frozen=True, eq=False)
-class Place:
-    """Says by which conversion a tensor of a model comes from files, and how that names it."""
-
-    conversion: Conversion
-    name: str
+Place = tuple[Conversion, str]
+"""By which conversion a tensor of a model comes from files, and how that names it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,21 +109,19 @@ class Weights:
     Args:
         whole: the model, on the meta device.
         places: by name in the model; tied tensors have one place.
-        ignored: stored tensors that transformers' class of the model does without, such as layers that predict further
-            tokens: they are neither trained nor exported.
     """
 
     directory: Path
     whole: PreTrainedModel
     stored: Mapping[str, StoredTensor]
     places: Mapping[str, Place]
-    ignored: tuple[str, ...] = ()
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Fill the tensors of a unit, parameters and buffers, by their names in the model; read no others."""
         wanted: dict[Conversion, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
-            wanted.setdefault(self.places[name].conversion, {})[self.places[name].name] = tensor
+            conversion, made_as = self.places[name]
+            wanted.setdefault(conversion, {})[made_as] = tensor
         with torch.no_grad(), self._reading() as read:
             for conversion, results in wanted.items():
                 # Cast before they are joined, as transformers does: it takes less memory.
@@ -152,12 +130,11 @@ class Weights:
                 for name, tensor in results.items():
                     tensor.copy_(made[name])
 
-    def read(self, place: Place | str) -> Tensor:
-        """Return a tensor of the model, or a stored one by its name, in the precision in which it is stored."""
+    def read(self, place: Place) -> Tensor:
+        """Return a tensor of the model in the precision in which it is stored."""
+        conversion, name = place
         with self._reading() as read:
-            if isinstance(place, str):
-                return read(place)
-            return place.conversion.convert(self.whole, read)[place.name]
+            return conversion.convert(self.whole, read)[name]
 
     @contextmanager
     def _reading(self) -> Iterator[Callable[[str], Tensor]]:
@@ -174,16 +151,15 @@ def fitting_weights(whole: PreTrainedModel, directory: Path) -> Weights:
         conversions, others = find_conversions(whole, stored)
     except ValueError as error:
         raise ConfigError(f"{directory}: {error}; remove one") from error
-    computed = [name for name in others if _COMPUTED.fullmatch(name)]
-    ignored = [name for name in others if name not in computed and is_ignored(whole, name)]
+    ignored = [name for name in others if is_ignored(whole, name)]
     # Whole numbers that the model itself keeps are no quantised weights.
     numbers = [one.stored_names[0] for one in conversions if not state[one.name].is_floating_point()]
-    unscaled = {*(name for name in computed if name.endswith("bias")), *ignored, *numbers}
+    unscaled = {*ignored, *numbers}
     for name, tensor in stored.items():
         if name not in unscaled:
             require_plain(tensor, name, directory)
     made = {
-        name: Place(conversion, name)
+        name: (conversion, name)
         for conversion in conversions
         for name in _require_shapes(conversion, stored, whole, state, directory)
     }
@@ -196,18 +172,16 @@ def fitting_weights(whole: PreTrainedModel, directory: Path) -> Weights:
         raise ConfigError(
             f"{directory}: no tensor '{missing[0]}'{untied}; is this the directory of the configured model, and whole?"
         )
-    if extra := [name for name in others if name not in computed and name not in ignored]:
+    if extra := [name for name in others if name not in ignored]:
         raise ConfigError(
             f"{directory / stored[extra[0]].file}: the model of config.json has no place for {len(extra)} tensors, "
             f"such as '{extra[0]}' of shape {stored[extra[0]].shape}. Correct config.json (biases, quantisation, tied "
             "embeddings), or remove these tensors"
         )
-    weights = Weights(directory, whole, stored, places, tuple(ignored))
+    weights = Weights(directory, whole, stored, places)
     for head, words in ties.items():
         if head in made and words in made:
             _require_tied(weights, made[head], made[words])
-    for name in computed:
-        _require_computed(weights, name)
     return weights
 
 
@@ -243,42 +217,16 @@ def _require_shapes(
 def _require_tied(weights: Weights, head: Place, words: Place) -> None:
     """Refuse a head that is not, to the precision it is stored in, the embedding to which the model ties it."""
     result, expected = weights.read(head), weights.read(words)
-    if result.shape != expected.shape or not torch.equal(result, expected.to(result.dtype)):
-        raise _other_values(
-            weights, head.name, result, expected,
-            f"'{words.name}', which config.json ties to it (tie_word_embeddings = true)",
-            "Set tie_word_embeddings to false to train both, as transformers would, or remove it to train one",
-        )  # fmt: skip
-
-
-def _require_computed(weights: Weights, name: str) -> None:
-    """Refuse a tensor that is not, to the precision it is stored in, what the model computes in its place."""
-    result, computed = weights.read(name), None
-    if name.endswith("masked_bias"):
-        computed = result.clamp(max=-1e4)  # of any such number the softmax is 0
-    elif name.endswith("bias"):
-        computed = torch.ones(result.shape).tril() if result.dim() > 1 else None
-    elif (rotary := getattr(weights.whole.base_model, "rotary_emb", None)) is not None:
-        computed = getattr(type(rotary)(weights.whole.config), "inv_freq", None)
-    if computed is not None and computed.shape == result.shape:
-        info = torch.finfo(result.dtype if result.is_floating_point() else torch.float32)
-        slack = 8 * info.eps, info.tiny * info.eps
-        if torch.allclose(result.double(), computed.to(result.dtype).double(), *slack):
-            return
-    raise _other_values(
-        weights, name, result, computed, "what the model of config.json computes",
-        "Correct config.json (rope_theta, rope scaling), or remove it",
-    )  # fmt: skip
-
-
-def _other_values(
-    weights: Weights, name: str, result: Tensor, other: Tensor | None, what: str, fix: str
-) -> ConfigError:
+    if result.shape == expected.shape and torch.equal(result, expected.to(result.dtype)):
+        return
     off = "of another shape"
-    if other is not None and other.shape == result.shape:
-        off = f"off by up to {(result.float() - other.to(result.dtype).float()).abs().max():.3g}"
-    file = weights.directory / weights.stored[name].file
-    return ConfigError(f"{file}: '{name}' is not {what}; it is {off}. {fix}")
+    if result.shape == expected.shape:
+        off = f"off by up to {(result.float() - expected.to(result.dtype).float()).abs().max():.3g}"
+    raise ConfigError(
+        f"{weights.directory / weights.stored[head[1]].file}: '{head[1]}' is not '{words[1]}', which config.json "
+        f"ties to it (tie_word_embeddings = true); it is {off}. Set tie_word_embeddings to false to train both, as "
+        "transformers would, or remove it to train one"
+    )
 
 
 def require_plain(tensor: StoredTensor, name: str, directory: Path) -> None:
@@ -342,13 +290,6 @@ def fill_buffers(whole: PreTrainedModel, device: torch.device | str) -> None:
     for parameter in parameters:
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers leaves these as they are
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        _make_again(whole, whole)
+        whole.initialize_weights()
     for parameter in parameters:
         del parameter._is_hf_initialized  # type: ignore[attr-defined]
-
-
-def _make_again(module: nn.Module, model: PreTrainedModel) -> None:
-    """Run the rules of the innermost model on a module, after those of its children."""
-    for child in module.children():
-        _make_again(child, child if isinstance(child, PreTrainedModel) else model)
-    model._init_weights(module)

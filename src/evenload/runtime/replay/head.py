@@ -136,7 +136,7 @@ def head_gradient(
             grad = logits.detach()
             assert around.product is not None
             grad = grad if grad.data_ptr() == around.product.data_ptr() else grad.clone()
-            losses = cross_entropy(grad, targets[block], float(num_labels), None, trains=True)
+            losses = cross_entropy(grad, targets[block], float(num_labels), trains=True)
             loss = losses.sum(dtype=torch.float64)
         else:
             first_id = _first_id(model.head.weight)
@@ -192,7 +192,7 @@ def row_losses(
         with Around(model, exchange):
             logits = model.logits(hidden[own])
         if _in_kernel(model):
-            losses[block] = cross_entropy(logits.clone(), targets[block], 1.0, None, trains=False)
+            losses[block] = cross_entropy(logits.clone(), targets[block], 1.0, trains=False)
             continue
         of_block = _losses(logits, targets[block], _first_id(model.head.weight), group)[0]
         losses[block] = torch.where(targets[block] >= 0, of_block, 0)

@@ -73,7 +73,7 @@ class _RecordedLinear:
 
     def product(self, rows: Tensor) -> Tensor:
         """[T, in] -> [T, out]."""
-        return nn.functional.linear(rows, self.weight, self.bias)
+        return nn.functional.linear(rows, self.weight.t() if self.is_transposed else self.weight, self.bias)
 
     def read_or_recompute(self, rows: Tensor) -> Tensor:
         return self.replay.read_or_recompute(self.site, self.product, rows, is_own_rows=self.has_own_rows)
@@ -92,10 +92,6 @@ class ReplayConv1D(_RecordedLinear, Conv1D):  # type: ignore[inconsistent-inheri
     """Runs transformers' `Conv1D` under replay."""
 
     is_transposed = True
-
-    def product(self, rows: Tensor) -> Tensor:
-        assert self.bias is not None
-        return torch.addmm(self.bias, rows, self.weight)
 
 
 def linear_with_known_output(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+import msgspec
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -267,7 +268,7 @@ class PipelineStage:
             return
         tp = 1 if self._tensor is None else self._tensor.size
         whole = self.model.structure.sites[layer].attention
-        shapes = [replace(one, heads=one.heads // tp, kv_heads=one.kv_heads // tp) for one in whole]
+        shapes = [msgspec.structs.replace(one, heads=one.heads // tp, kv_heads=one.kv_heads // tp) for one in whole]
         pack.shared.join(direction, self.backend, store, layer, shapes, like)
 
     def losses(self, pack: PackTokens, hidden: Tensor) -> Tensor:

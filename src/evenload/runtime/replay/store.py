@@ -54,8 +54,6 @@ class StoredBlock:
     tensors: dict[Hashable, Tensor] = field(default_factory=dict)
     host: dict[int, dict[Hashable, HostRows]] = field(default_factory=dict)
     leaving: dict[Hashable, Tensor] = field(default_factory=dict)
-    num_bytes: int = 0
-    num_host_bytes: int = 0
 
 
 class Part(NamedTuple):
@@ -345,7 +343,6 @@ class ActivationStore:
                 continue
             # A copy, so that freeing one document's block frees its bytes, not only a view of the pack.
             block.tensors[key] = own if is_whole else own.clone()
-            block.num_bytes += own.nbytes
             self.held.count(_ACTIVATIONS[block.policy], own.nbytes)
 
     def end_layer(self, layer: int) -> None:
@@ -359,7 +356,6 @@ class ActivationStore:
                 host, wait = self._copies.to_host(rows)
                 block.host.setdefault(layer, {})[key] = host
                 waits.append(wait)
-                block.num_host_bytes += rows.nbytes
                 num_bytes += rows.nbytes
             block.leaving.clear()
         if not waits:
@@ -502,8 +498,8 @@ class ActivationStore:
         """Free what no later backward range needs."""
         self._returning = None
         for block in self._index.close(ranges):
+            self.held.count(_ACTIVATIONS[block.policy], -sum(rows.nbytes for rows in block.tensors.values()))
             block.tensors.clear()
-            self.held.count(_ACTIVATIONS[block.policy], -block.num_bytes)
             self._free_host(block)
         ended = [doc_id for doc_id, start, _ in ranges if start == 0]
         self._free_keys(ended)
@@ -523,8 +519,8 @@ class ActivationStore:
             assert self._copies is not None, "rows are in host memory"
             for rows in layer.values():
                 self._copies.free(rows)
+                self.held.count_host(-sum(piece.nbytes for piece in rows.pieces))
         block.host.clear()
-        self.held.count_host(-block.num_host_bytes)
 
     def check_empty(self) -> None:
         """Assert that nothing is left after a step: a leak is a plan that does not cover its documents."""
@@ -534,26 +530,7 @@ class ActivationStore:
 
 
 class ForwardStore(ActivationStore):
-    """Keeps keys and values of one stage during one step's forwards: of a document that lies in one forward pack those
-    of the running layer, of one that is cut those of all layers until its last pack is done.
-
-    Args:
-        packs: by document the forward packs of the stage that have rows of it on this rank, ascending.
-    """
-
-    def __init__(
-        self,
-        num_tokens: dict[int, int],
-        packs: Mapping[int, Sequence[int]],
-        *,
-        held: HeldBytes | None = None,
-        shard: RowShard | None = None,
-    ) -> None:
-        super().__init__(num_tokens, (), held=held, shard=shard)
-        self._ending: dict[int, list[int]] = {}
-        for doc_id, own in packs.items():
-            self._ending.setdefault(own[-1], []).append(doc_id)
-        self._in_one_pack = {doc_id for doc_id, own in packs.items() if len(own) == 1}
+    """Keeps keys and values of one stage during one step's forwards, of documents that have not ended."""
 
     def open_pack(self, ranges: tuple[Range, ...]) -> None:
         rows = slice(0, num_rows(ranges))
@@ -562,13 +539,6 @@ class ForwardStore(ActivationStore):
     def record(self, key: Hashable, rows: Tensor, **options: bool) -> None:
         """Keep nothing: there is no backward."""
 
-    def end_layer(self, layer: int) -> None:
-        """Free whole documents of the open pack: no later row reads them."""
-        for doc_id in {r[0] for r in self._open_blocks[0].ranges if r[0] in self._in_one_pack and self.is_whole(r)}:
-            layers = self._keys[doc_id].layers if doc_id in self._keys else {}
-            for key in [key for key in layers if layer_of(key) == layer]:
-                self.held.count("keys_and_values", -_num_bytes({key: layers.pop(key)}))
-
-    def end_pack(self, pack: int) -> None:
-        """Free the documents that have no rows in packs after this one."""
-        self._free_keys(self._ending.get(pack, ()))
+    def end_documents(self, documents: Iterable[int]) -> None:
+        """Free documents whose last rows have run."""
+        self._free_keys(documents)

@@ -29,8 +29,8 @@ from torch import Tensor, nn
 
 from evenload.runtime.comm.tensor_group import RowExchange
 from evenload.runtime.model.lora import is_adapter
-from evenload.runtime.model.structure import Structure, block_of
-from evenload.runtime.model.tensor_weights import adapter_of, linear_kind
+from evenload.runtime.model.structure import Structure, block_of, linear_kind
+from evenload.runtime.model.tensor_weights import adapter_of
 from evenload.runtime.replay.replayable import ReplayLinear
 from evenload.runtime.replay.state import BlockInput, ReplayState
 from evenload.runtime.replay.weight_products import add_weight_gradient, is_frozen, known_output

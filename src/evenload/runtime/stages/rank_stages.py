@@ -30,8 +30,7 @@ from evenload.runtime.model.hf_model import (
     numbered_units,
 )
 from evenload.runtime.model.lora import inject_adapters
-from evenload.runtime.model.model_config import load_config
-from evenload.runtime.model.supported import router_aux_loss_coef
+from evenload.runtime.model.model_config import load_config, router_aux_loss_coef
 from evenload.runtime.model.tensor_weights import split_weights
 from evenload.runtime.model.weight_files import empty_parameters, fill_buffers
 from evenload.runtime.optim.parameter_units import FlatBuffer, flatten_units, frozen_bytes
