@@ -91,8 +91,7 @@ class SourceFile:
 
 class _RemoteStream(io.RawIOBase):
     """Bytes of a remote file. Not all of fsspec's file systems try again (HTTP does not), and a read that ends early
-    looks like the end of the data. So a read that fails, or ends before the file does, opens the file again at the same
-    byte."""
+    looks like the end of the data: a read that fails, or ends before the file does, opens it again at the same byte."""
 
     def __init__(self, file: SourceFile) -> None:
         self._file = file

@@ -70,8 +70,7 @@ class LoaderOptions:
         rank, world_size, group: of the ranks that share a global batch, see the table of this module.
         peer_timeout_s: seconds that a rank waits for another.
 
-    Raises:
-        ConfigError: a value out of its range, or a strategy that the caller's loop cannot run.
+    Raises a `ConfigError` for a value out of its range, or a strategy that the caller's loop cannot run.
     """
 
     max_tokens: int

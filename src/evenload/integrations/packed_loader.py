@@ -56,10 +56,8 @@ class PackedStep:
     """Holds one optimizer step of this rank; iterating gives the micro-batches.
 
     Args:
-        planned: plan of all ranks, ledger and states after this step.
         packs: this rank's forward packs in the order in which they are trained, those of padding alone last.
         backward_packs: other cuts of the same documents where the strategy cuts.
-        batches: `packs` in the loader's format.
     """
 
     planned: PlannedStep
@@ -110,8 +108,7 @@ class PackedLoader:
         has_ended: all `epochs` were given.
         ledger_lines: what became of all documents and tokens, after the last step that was given.
 
-    Raises:
-        ConfigError: settings that cannot work, with the reason. Collective where ranks read together.
+    Raises a `ConfigError` for settings that cannot work, with the reason. Collective where ranks read together.
     """
 
     def __init__(self, data: Any, *, max_tokens: int, **settings: Any) -> None:
