@@ -1,20 +1,13 @@
-"""Define the `[optimizer]` section (`OptimizerConfig`) and the learning rate of every step, also by an own schedule
-(`custom_schedule`). Needs no torch."""
+"""Define the `[optimizer]` section (`OptimizerConfig`) and the learning rate of every step. Needs no torch."""
 
-import importlib
 import math
-import sys
-from collections.abc import Callable
-from functools import cache
-from operator import attrgetter
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from evenload.data.config import require_value
 from evenload.errors import ConfigError
 from evenload.types.base import Frozen, did_you_mean
 
-Decay = Literal["constant", "cosine", "linear", "wsd", "custom"]
+Decay = Literal["constant", "cosine", "linear", "wsd"]
 _NAMES = ("adamw", "muon")
 _EIGHT_BITS = "for a smaller state set optimizer.moments = 'bfloat16' (6 bytes a weight instead of 12), or more dp; "
 _MOST_DECAY = 0.99
@@ -45,15 +38,12 @@ class OptimizerConfig(Frozen):
         warmup_steps: linear warm-up from 0.
         decay: what follows warm-up. "constant"; "cosine" or "linear" down to `final_ratio` of the learning rate at
             `train.steps`; "wsd": constant, and down to `final_ratio` in the last steps alone, so that a checkpoint of
-            the constant part can go on with more `train.steps`; "custom": as `schedule` says.
+            the constant part can go on with more `train.steps`.
         final_ratio: of the learning rate, where the decay ends.
         decay_steps: of "wsd": the last so many steps of the run decay; unset = `decay_share` of them.
         decay_share: of "wsd": the share of `train.steps` that decays; unset = 0.1.
         decay_shape: of "wsd": how it decays. "linear", "cosine", "sqrt" (1 - sqrt of the part that is done), or
             "exponential".
-        schedule: of "custom": a Python function as "module:function", looked for in the working directory first. It
-            is called with the step, from 0, and the number of steps (None where `data.epochs` ends the run), and gives
-            what `learning_rate` is multiplied with.
     """
 
     name: str = "adamw"
@@ -72,7 +62,6 @@ class OptimizerConfig(Frozen):
     decay_steps: int | None = None
     decay_share: float | None = None
     decay_shape: Literal["linear", "cosine", "sqrt", "exponential"] | None = None
-    schedule: str | None = None
 
     def __post_init__(self) -> None:
         if self.name not in _NAMES:
@@ -106,11 +95,6 @@ class OptimizerConfig(Frozen):
                 "optimizer.decay_shape is 'exponential' and optimizer.final_ratio 0, which it never reaches; set a "
                 "final_ratio above 0, or another shape"
             )
-        if (self.schedule is None) == (self.decay == "custom"):
-            raise ConfigError(
-                f"optimizer.decay is '{self.decay}' and optimizer.schedule {self.schedule}; a function in schedule "
-                'and decay = "custom" belong together'
-            )
 
     def _decaying_steps(self, total_steps: int) -> int:
         """Return in how many steps "wsd" decays."""
@@ -118,7 +102,7 @@ class OptimizerConfig(Frozen):
 
     def require_steps(self, total_steps: int | None) -> None:
         """Raise `ConfigError` where the schedule does not fit into so many steps; None = it ends with its data."""
-        if self.decay in ("constant", "custom"):
+        if self.decay == "constant":
             return
         if total_steps is None:
             raise ConfigError(
@@ -136,8 +120,6 @@ class OptimizerConfig(Frozen):
             return self.learning_rate * (step + 1) / self.warmup_steps
         if self.decay == "constant":
             return self.learning_rate
-        if self.schedule is not None:
-            return self.learning_rate * custom_factor(self.schedule, step, total_steps)
         assert total_steps is not None, "`require_steps` refuses it"
         shape, num_decaying = self.decay, total_steps - self.warmup_steps
         if self.decay == "wsd":
@@ -147,47 +129,3 @@ class OptimizerConfig(Frozen):
             return self.learning_rate * self.final_ratio**done
         shares = {"cosine": 0.5 * (1 + math.cos(math.pi * done)), "linear": 1 - done, "sqrt": 1 - math.sqrt(done)}
         return self.learning_rate * (self.final_ratio + (1 - self.final_ratio) * shares[shape])
-
-
-@cache
-def custom_schedule(name: str) -> Callable[[int, int | None], float]:
-    """Import the function of that name, from the working directory first; `ConfigError` where there is none."""
-    module, _, path = name.partition(":")
-    if not (module and path):
-        raise ConfigError(f"optimizer.schedule is '{name}', not of the form module:function, such as rates:sawtooth")
-    here = str(Path.cwd())
-    sys.path.insert(0, here)
-    try:
-        schedule: Any = importlib.import_module(module)
-    except Exception as error:  # whatever the user's module raises while it is imported
-        raise ConfigError(
-            f"optimizer.schedule is '{name}', but module '{module}' cannot be imported from {here} or the "
-            f"Python path ({type(error).__name__}: {error})"
-        ) from error
-    finally:
-        sys.path.remove(here)
-    try:
-        schedule = attrgetter(path)(schedule)
-    except AttributeError as error:
-        raise ConfigError(f"optimizer.schedule is '{name}', but '{module}' has no '{path}'") from error
-    if not callable(schedule):
-        raise ConfigError(f"optimizer.schedule is '{name}', which is a {type(schedule).__name__} and no function")
-    return schedule
-
-
-def custom_factor(name: str, step: int, steps: int | None) -> float:
-    """Call the function for a step; `ConfigError` where it fails, or returns no number from 0 on."""
-    schedule = custom_schedule(name)
-    try:
-        factor = schedule(step, steps)
-    except Exception as error:  # the user's own
-        raise ConfigError(
-            f"optimizer.schedule '{name}' failed for step {step} of {steps}: {type(error).__name__}: {error}; it is "
-            "called with the step, from 0, and the number of steps (None where data.epochs ends the run)"
-        ) from error
-    if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 <= factor < float("inf"):
-        raise ConfigError(
-            f"optimizer.schedule '{name}' gave {factor!r} for step {step} of {steps}; return what the learning rate is "
-            "multiplied with, a finite number from 0 on"
-        )
-    return float(factor)
