@@ -29,12 +29,7 @@ def described(config: TrainConfig) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "start", "others"),
-    [
-        (3, "pp=3", ["pp=2", "pp=3 layers=2+3+3"]),
-        (2, "pp=2", []),
-        (1, "single", []),
-    ],
+    ("ranks", "start", "others"), [(3, "pp=3", ["pp=2", "pp=3 layers=2+3+3"]), (2, "pp=2", []), (1, "single", [])]
 )
 def test_named_layouts_that_still_fit_stay_once_each(ranks, start, others):
     config = config_of(("pp=4", "pp=2", "pp=3,layers=2+3+3", "pp=2,dp=1"), pp=2, dp=2)

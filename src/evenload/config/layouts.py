@@ -102,9 +102,9 @@ def shrunk_parallel(
 def fitted_config(config: TrainConfig, num_layers: int, num_ranks: int) -> TrainConfig:
     """Fit the settings of a run to so many ranks; the same object where they are enough.
 
-    The layout is that of `shrunk_parallel`; entries of `plan.layouts` that still fit stay. Leaves out `train.cost_file`,
-    whose costs are of another layout. Raises `ConfigError`: the strategy trains in no layout small enough that has as
-    many `cp` and `tp` ranks, or `plan.layouts` is wrong.
+    The layout is that of `shrunk_parallel`; entries of `plan.layouts` that still fit stay. `train.cost_file`, whose
+    costs are of another layout, is left out. Raises `ConfigError`: the strategy trains in no layout small enough that
+    has as many `cp` and `tp` ranks, or `plan.layouts` is wrong.
     """
     if num_ranks >= layout_of(config.parallel, num_layers).world_size:
         return config

@@ -23,7 +23,7 @@ from evenload.data.blocks import as_token_table
 from evenload.data.encoders import IGNORE_INDEX
 from evenload.errors import InvalidPlanError
 from evenload.types.columns import offsets_of
-from evenload.types.document import MicroPack, PackPlan
+from evenload.types.document import MicroPack
 
 PADDING_TOKEN = 0
 
@@ -138,12 +138,3 @@ def collate_ranges(
     token_ids[padding] = PADDING_TOKEN
     targets[unlabelled] = IGNORE_INDEX
     return token_ids, targets, positions
-
-
-def collate_packs(
-    packs: PackPlan, documents: Mapping[int, NDArray[np.int32]]
-) -> tuple[tuple[PackBatch, ...], tuple[PackBatch, ...]]:
-    """Return the forward and the backward packs of one replica; raises as `collate_pack`."""
-    table = as_token_table(documents)
-    forward = tuple(collate_pack(pack, table) for pack in packs.forward)
-    return forward, tuple(collate_pack(pack, table) for pack in packs.backward)

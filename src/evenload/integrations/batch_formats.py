@@ -23,8 +23,6 @@ from evenload.errors import ConfigError
 from evenload.feed.collate import PackBatch
 
 BatchFormat = Literal["hf", "varlen", "torchtitan", "megatron", "pack"]
-PREFIX_FORMATS: tuple[BatchFormat, ...] = ("varlen", "pack")
-"""Formats in which attention may have more keys than queries."""
 
 
 class VarlenMetadata(NamedTuple):

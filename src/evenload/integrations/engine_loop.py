@@ -17,7 +17,6 @@ from evenload.errors import CheckpointError, ConfigError
 from evenload.integrations.batch_formats import format_pack, move_batch
 from evenload.integrations.packed_loader import PackedLoader, PackedStep, zero_weight_pack
 from evenload.integrations.planner import model_spec_of
-from evenload.plan.strategies.registry import whole_strategies
 from evenload.types.model import ModelSpec
 
 PackLoss = Callable[[nn.Module, Any], Tensor]
@@ -115,11 +114,6 @@ def _refuse_loader(loader: PackedLoader, loss: PackLoss | None, engine: str, seq
     options, shared = loader.options, loader.options.sequence_ranks
     if options.evaluation:
         raise ConfigError(f"{engine} trains, and the loader was made with evaluation=True; make another one without it")
-    if not options.keeps_whole:
-        raise ConfigError(
-            f"strategy '{options.strategy}' cuts documents, and {engine} would miss keys of earlier slices; choose one "
-            f"of {', '.join(whole_strategies())}"
-        )
     if loss is None and options.format != "hf":
         fix = 'make it with format="hf", or give loss=function(model, batch)'
         raise ConfigError(f"the loader has format '{options.format}', which the loop's own loss does not read; {fix}")

@@ -95,8 +95,7 @@ def project(plan: StepPlan, profile: EngineProfile, shape: StepShape) -> tuple[t
 
 def _micro_batches(plan: StepPlan, packs: PackPlan, profile: EngineProfile, chunk: int) -> list[EngineMicroBatch]:
     """Return a replica's micro-batches in order, without the padding behind their documents."""
-    if not profile.slices:
-        _require_whole(plan, packs, profile)
+    _require_whole(plan, packs, profile)
     order = list(range(len(packs.forward)))
     if profile.waits_in(plan.layout):
         # The ranks' first micro-batches wait for each other, then their second: equally long ones belong together.

@@ -44,7 +44,6 @@ _STATE = "evenload"
 _OF_TORCHTITAN = {
     **dict.fromkeys(("rank", "world_size", "group"), "torchtitan's mesh defines which ranks share a global batch"),
     **dict.fromkeys(("engine", "format", "equal_micro_batches"), "torchtitan determines it"),
-    "accept_slices": "torchtitan's attention reads the keys of its own micro-batch alone",
     "evaluation": "not tested with torchtitan's Validator, which takes a loader of its own in validator.dataloader",
 }
 _PARALLEL = {
