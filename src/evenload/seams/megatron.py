@@ -28,15 +28,8 @@ _COST = Cost()
 
 
 def install(cost: Cost = _COST) -> Replaced:
-    """Place the samples of every step in this process; every rank needs it. Returns what undoes it.
-
-    Args:
-        cost: predicts seconds of a sample on one rank.
-
-    Raises:
-        MissingPackageError: Megatron-Core is not installed.
-        ConfigError: another release, or the seam is installed already.
-    """
+    """Place the samples of every step in this process by `cost`, the seconds of a sample on one rank; every rank needs
+    it. Returns what undoes it. Raises `MissingPackageError` and `ConfigError` as `require_release` and `Replaced`."""
     tested = require_release("megatron-core", ("0.19.2",))
     owner = module_of("megatron.core.pipeline_parallel.hybrid_cp_schedule", tested).BalancedCPScheduler
     theirs = owner.get_groups_and_subsamples
