@@ -130,7 +130,8 @@ def _stage_with_weights_of(model: Any, config: Any) -> tuple[Any, Any]:
             weight.copy_(weights[name])
         for path, module in {"": own.whole.model, **units}.items():
             for name, constant in module.named_buffers(prefix=path):
-                model.get_buffer(name).copy_(constant)
+                # The model's own module lies in the one that gives a pack's values in its place.
+                model.get_buffer(name.replace(".own.", ".")).copy_(constant)
     return stage, buffers
 
 

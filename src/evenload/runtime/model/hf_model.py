@@ -175,11 +175,12 @@ def _named(modules: Mapping[str, nn.Module]) -> list[tuple[str, nn.Parameter]]:
 
 def empty_model(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Make the whole model without memory; `ConfigError` where transformers cannot make it of this configuration."""
-    pad, vocab_size = getattr(config, "pad_token_id", None), config.vocab_size
+    text = config.get_text_config(decoder=True)
+    pad, vocab_size = getattr(text, "pad_token_id", None), text.vocab_size
     if pad is not None and not -vocab_size <= pad < vocab_size:
         raise ConfigError(f"config.json: pad_token_id is {pad}, must be below the vocab_size of {vocab_size}, or null")
     for key in ("hidden_act", "hidden_activation", "activation_function"):
-        function = getattr(config, key, None)
+        function = getattr(text, key, None)
         if isinstance(function, str) and function not in ACT2FN:
             near = difflib.get_close_matches(function, ACT2FN, n=1)
             hint = f"did you mean '{near[0]}'?" if near else "most decoders have 'silu'"
@@ -241,7 +242,7 @@ def build_stage_model(
     is_first, is_last = layers[0] == 0, layers[1] == structure.num_layers
     whole = WholeModel(model, structure.layers, structure.prologue, returns_tuple=structure.returns_tuple)
     stage = StageModel(
-        config=config,
+        config=model.config,
         structure=structure,
         whole=whole,
         layers={index: whole.layers[index] for index in range(*layers)},

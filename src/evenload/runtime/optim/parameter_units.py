@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from evenload.attention.range_attention import work_dtype
+from evenload.errors import UnsupportedModelError
 from evenload.runtime.model.hf_model import StageModel
 from evenload.runtime.model.structure import Structure
 from evenload.runtime.model.tensor_weights import tensor_split
@@ -160,6 +161,10 @@ def add_gradients_of_autograd(parameter: nn.Parameter) -> None:
 
 
 def _add_to_main_grad(parameter: Tensor) -> None:
-    assert parameter.grad is not None
+    if parameter.grad is None:
+        # Either it changes nothing, or a path from it to the loss was not recorded; which, nobody knows here.
+        raise UnsupportedModelError(
+            f"a weight of shape {list(parameter.shape)} gets no gradient where replay runs it; the model is not trained"
+        )
     parameter.main_grad += parameter.grad  # type: ignore[attr-defined]
     parameter.grad = None

@@ -23,6 +23,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
+from evenload.errors import UnsupportedModelError
 from evenload.runtime.model.around import ATTENTION_NAME, using
 from evenload.runtime.model.lora import is_adapter
 from evenload.runtime.model.mask_rules import MaskRule, mask_rule
@@ -228,7 +229,16 @@ def _row_axis(given: Any, count: int) -> int | None:
 
 def _joined(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
     axes = [_row_axis(part, size) for part, size in zip(parts, sizes, strict=True)]
-    return parts[0] if None in axes or len(parts) == 1 else torch.cat(list(parts), axes[0])  # type: ignore[bad-argument-type]
+    if None in axes or len(parts) == 1:
+        return parts[0]
+    axis = axes[0]
+    widths = {(*part.shape[:axis], *part.shape[axis + 1 :]) for part in parts}  # type: ignore[operator]
+    if len(widths) > 1:
+        raise UnsupportedModelError(
+            f"a module that mixes rows gives results whose sizes follow the document ({sorted(widths)} beside the "
+            "tokens), as chosen keys that later layers share; replay does not join them"
+        )
+    return torch.cat(list(parts), axis)  # type: ignore[bad-argument-type]
 
 
 _RECORDED: dict[type, type[nn.Module]] = {nn.Linear: ReplayLinear, Conv1D: ReplayConv1D}
