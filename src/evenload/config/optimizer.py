@@ -40,8 +40,7 @@ class OptimizerConfig(Frozen):
             `train.steps`; "wsd": constant, and down to `final_ratio` in the last steps alone, so that a checkpoint of
             the constant part can go on with more `train.steps`.
         final_ratio: of the learning rate, where the decay ends.
-        decay_steps: of "wsd": the last so many steps of the run decay; unset = `decay_share` of them.
-        decay_share: of "wsd": the share of `train.steps` that decays; unset = 0.1.
+        decay_steps: of "wsd": the last so many steps of the run decay; unset = a tenth of them.
         decay_shape: of "wsd": how it decays. "linear", "cosine", "sqrt" (1 - sqrt of the part that is done), or
             "exponential".
     """
@@ -60,14 +59,12 @@ class OptimizerConfig(Frozen):
     decay: Decay = "constant"
     final_ratio: float = 0.1
     decay_steps: int | None = None
-    decay_share: float | None = None
     decay_shape: Literal["linear", "cosine", "sqrt", "exponential"] | None = None
 
     def __post_init__(self) -> None:
         if self.name not in _NAMES:
             why = _EIGHT_BITS if "8bit" in self.name.lower() else did_you_mean(self.name, _NAMES)
             raise ConfigError(f"optimizer.name is '{self.name}'; {why}choices: {', '.join(_NAMES)}")
-        share = self.decay_share
         for field, is_right, what in (
             ("momentum", 0 <= self.momentum < 1, "from 0 to below 1"),
             ("learning_rate", self.learning_rate > 0, "above 0"),
@@ -76,20 +73,17 @@ class OptimizerConfig(Frozen):
             ("warmup_steps", self.warmup_steps >= 0, "0 or more"),
             ("final_ratio", 0 <= self.final_ratio <= 1, "from 0 to 1"),
             ("decay_steps", self.decay_steps is None or self.decay_steps >= 1, "at least 1"),
-            ("decay_share", share is None or 0 < share <= 1, "above 0 and at most 1"),
         ):
             require_value("optimizer", self, field, is_right, what)
         for field in ("beta1", "beta2") if self.moments == "bfloat16" else ():
             most = f'at most {_MOST_DECAY} with moments = "bfloat16", which is too coarse for slower averages'
             require_value("optimizer", self, field, getattr(self, field) <= _MOST_DECAY, most)
-        for field in ("decay_steps", "decay_share", "decay_shape"):
+        for field in ("decay_steps", "decay_shape"):
             if getattr(self, field) is not None and self.decay != "wsd":
                 raise ConfigError(
                     f"optimizer.{field} is {getattr(self, field)}, which optimizer.decay = '{self.decay}' does not "
                     f'read; set optimizer.decay = "wsd", or leave {field} out'
                 )
-        if self.decay_steps is not None and share is not None:
-            raise ConfigError(f"optimizer.decay_steps is {self.decay_steps} and optimizer.decay_share {share}; set one")
         if self.decay_shape == "exponential" and not self.final_ratio:
             raise ConfigError(
                 "optimizer.decay_shape is 'exponential' and optimizer.final_ratio 0, which it never reaches; set a "
@@ -98,7 +92,7 @@ class OptimizerConfig(Frozen):
 
     def _decaying_steps(self, total_steps: int) -> int:
         """Return in how many steps "wsd" decays."""
-        return self.decay_steps or max(1, round((self.decay_share or _DECAY_SHARE) * total_steps))
+        return self.decay_steps or max(1, round(_DECAY_SHARE * total_steps))
 
     def require_steps(self, total_steps: int | None) -> None:
         """Raise `ConfigError` where the schedule does not fit into so many steps; None = it ends with its data."""
