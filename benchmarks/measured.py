@@ -184,7 +184,7 @@ def write_run(case: str, directory: Path) -> Path:
 path = "{directory / "model"}"
 random_init = true
 [data]
-sources = ["{directory / "tokens.npy"}"]
+sources = ["{directory / "tokens.bin"}"]
 record = "tokens"
 max_document_tokens = {chosen.context}
 batch_tokens = {chosen.batch_tokens}

@@ -124,7 +124,7 @@ def test_arguments_with_a_tilde_are_paths_whatever_stands_before():
 NO_PATHS = {
     "data.text_column", "data.messages_column", "data.prompt_column", "data.completion_column", "data.tokens_column",
     "data.mask_column",
-    "data.labels_column", "data.eos_token", "train.attention", "optimizer.name", "optimizer.schedule", "plan.strategy",
+    "data.labels_column", "data.eos_token", "train.attention", "optimizer.name", "plan.strategy",
     "plan.options.schedule", "log.project", "log.name",
 }  # fmt: skip
 """Settings of any text that name no file; lists of texts are sources, patterns and names, and sources know `~`."""

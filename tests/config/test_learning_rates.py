@@ -1,7 +1,6 @@
 """Learning rates of schedules, and what is refused about them."""
 
 import math
-from pathlib import Path
 
 import pytest
 
@@ -33,54 +32,15 @@ def test_wsd_warms_up_stays_and_falls_in_its_last_steps(shape, falling):
     assert result == pytest.approx([0.5, 1.0, 1.0, 1.0, 1.0, 1.0, *falling])
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def test_a_function_of_the_user_decides_after_warm_up(here):
-    (here / "own_rates.py").write_text(
-        "def sawtooth(step, steps):\n    return 1 - step % 3 / 3\n"
-        "class Of:\n    @staticmethod\n    def none(step, steps):\n        return 0.5 if steps is None else 1.0\n"
-    )
-    result = rates(6, decay="custom", schedule="own_rates:sawtooth", warmup_steps=1)
-    assert result == pytest.approx([1.0, 2 / 3, 1 / 3, 1.0, 2 / 3, 1 / 3])
-    assert rates(None, 2, decay="custom", schedule="own_rates:Of.none") == [0.5, 0.5]
-
-
-def test_what_a_function_must_not_do_is_told_with_its_name(here):
-    (here / "wrong_rates.py").write_text(
-        "def negative(step, steps):\n    return -1.0\ndef fails(step, steps):\n    return 1 / step\nnumber = 3\n"
-        "def truth(step, steps):\n    return step == 0\n"
-    )
-    (here / "broken_rates.py").write_text("import no_such_module_of_anyone\n")
-    for name, message in (
-        ("wrong_rates:negative", r"gave -1.0 for step 0 of 4; return what the learning rate is multiplied with"),
-        ("wrong_rates:truth", r"gave True for step 0 of 4"),
-        ("wrong_rates:fails", r"failed for step 0 of 4: ZeroDivisionError"),
-        ("wrong_rates:number", "which is a int and no function"),
-        ("wrong_rates:absent", "'wrong_rates' has no 'absent'"),
-        ("broken_rates:any", "cannot be imported .*no_such_module_of_anyone"),
-        ("wrong_rates", "not of the form module:function"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            rates(4, decay="custom", schedule=name)
-
-
 @pytest.mark.parametrize(
     ("steps", "settings", "message"),
     [
         (None, {"decay": "linear"}, "decay is 'linear', which ends at train.steps, but train.steps is not set"),
         (None, {"decay": "wsd"}, "decay is 'wsd', which ends at train.steps"),
         (10, {"decay": "wsd", "warmup_steps": 6, "decay_steps": 5}, "warmup_steps 6 and the 5 steps .* train.steps 10"),
-        (10, {"decay": "wsd", "decay_steps": 5, "decay_share": 0.1}, "decay_steps is 5 and .*decay_share 0.1; set one"),
-        (10, {"decay": "wsd", "decay_share": 1.5}, "decay_share is 1.5"),
         (10, {"decay": "wsd", "decay_steps": 0}, "decay_steps is 0"),
         (10, {"decay": "cosine", "decay_steps": 5}, "decay_steps is 5, which optimizer.decay = 'cosine' does not read"),
         (10, {"decay": "wsd", "decay_shape": "exponential", "final_ratio": 0.0}, "final_ratio 0, which it never"),
-        (10, {"decay": "custom"}, "belong together"),
-        (10, {"schedule": "module:function"}, "belong together"),
         (10, {"final_ratio": 1.5}, "final_ratio is 1.5"),
     ],
 )

@@ -26,7 +26,7 @@ from format_files import (
 )
 
 DOCUMENTS = [[number, number + 1, 300, END_ID] for number in range(1, 30)]
-WHOLE_FILE_PROBLEMS = ("parquet", "bin", "edges.npy", "ends.npy")
+WHOLE_FILE_PROBLEMS = ("parquet", "bin", "ends.npy")
 
 
 def read_tolerantly(source, count=1):
@@ -59,10 +59,9 @@ def test_a_truncated_file_is_one_problem_after_a_whole_beginning(tmp_path, forma
             assert not result
 
 
-@pytest.mark.parametrize("format", ["bin", "edges.npy"])
-def test_a_truncated_index_is_one_problem(tmp_path, format):
-    source = write_tokens(tmp_path, format, DOCUMENTS)
-    index = next(path for path in tmp_path.iterdir() if ".idx" in path.name)
+def test_a_truncated_index_is_one_problem(tmp_path):
+    source = write_tokens(tmp_path, "bin", DOCUMENTS)
+    index = Path(source).with_suffix(".idx")
     content = index.read_bytes()
     for size in (0, 5, 33, 60, len(content) - 1):
         index.write_bytes(content[:size])

@@ -96,34 +96,23 @@ def test_a_file_and_its_index_are_one_source_file(tmp_path):
     (tmp_path / "sub").mkdir()
     write_megatron(tmp_path / "sub" / "a", DOCUMENTS)
     np.save(tmp_path / "b.npy", np.arange(3))
-    np.save(tmp_path / "b.idx.npy", np.array([0, 3]))
     files = list_files(format_config(str(tmp_path), record="tokens"))
     assert [file.key for file in files] == ["0:b.npy", "0:sub/a.bin"]
     assert [file.format for file in files] == ["memmap", "memmap"]
 
 
 @pytest.mark.parametrize("dtype", ["int32", "uint16", ">i4", "uint64", "int8"])
-@pytest.mark.parametrize("with_edges", [True, False])
-def test_npy_files_of_every_type_are_read(tmp_path, dtype, with_edges):
+def test_npy_files_of_every_type_are_read(tmp_path, dtype):
     documents = [[*document, END_ID] for document in DOCUMENTS]
     np.save(tmp_path / "a.npy", np.concatenate(documents).astype(dtype))
-    if with_edges:
-        np.save(tmp_path / "a.idx.npy", np.cumsum([0, *map(len, documents)]).astype(np.uint32))
     source = str(tmp_path / "a.npy")
     assert values_of(read_all(tokens_source(source), 2)) == documents
 
 
-def test_edges_count_where_an_end_id_is_given_as_well(tmp_path):
-    np.save(tmp_path / "a.npy", np.array([1, END_ID, 2, 3]))
-    np.save(tmp_path / "a.idx.npy", np.array([0, 3, 3, 4]))
-    source = str(tmp_path / "a.npy")
-    assert values_of(read_all(tokens_source(source))) == [[1, END_ID, 2], [], [3]]
-
-
-def test_npy_without_edges_and_end_id_says_what_to_set(tmp_path):
+def test_npy_without_end_id_says_what_to_set(tmp_path):
     np.save(tmp_path / "a.npy", np.arange(3))
     reader = open_source(str(tmp_path), record="tokens")
-    with pytest.raises(DataError, match=r"set data.document_end_id .* or put their edges next to it as a\.idx\.npy"):
+    with pytest.raises(DataError, match=r"nothing marks where its documents end; set data\.document_end_id"):
         read_all(reader)
 
 
@@ -134,16 +123,6 @@ def test_npy_files_that_hold_no_ids_are_refused(tmp_path, array, why):
     np.save(tmp_path / "a.npy", array)
     with pytest.raises(DataError, match=why):
         read_all(tokens_source(str(tmp_path / "a.npy")))
-
-
-@pytest.mark.parametrize(
-    ("edges", "why"), [([0, 4], "from 0 to 4"), ([1, 5], "from 1 to 5"), ([0, 4, 2, 5], "ascend"), ([], "from 0 to 0")]
-)
-def test_edges_that_do_not_fit_are_one_problem(tmp_path, edges, why):
-    np.save(tmp_path / "a.npy", np.arange(5))
-    np.save(tmp_path / "a.idx.npy", np.array(edges, dtype=np.int64))
-    (record,) = read_all(tokens_source(str(tmp_path / "a.npy")), 1)
-    assert why in record.problem
 
 
 @settings(max_examples=60, deadline=None)

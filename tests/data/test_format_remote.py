@@ -81,7 +81,7 @@ def test_connections_that_fail_lose_and_repeat_nothing(served, format, failure):
     assert served.num_failures == 0
 
 
-@pytest.mark.parametrize("format", ["jsonl", "jsonl.gz", "parquet", "file.arrow", "edges.npy", "bin"])
+@pytest.mark.parametrize("format", ["jsonl", "jsonl.gz", "parquet", "file.arrow", "ends.npy", "bin"])
 @pytest.mark.parametrize("failure", ["cut", "error"])
 def test_a_connection_that_always_fails_is_an_error_that_names_file_and_byte(served, format, failure):
     name = os.path.basename(write_tokens(served.root, format, DOCUMENTS))

@@ -9,7 +9,7 @@ from corpus_files import data_config, naive_documents, write_corpus
 from cost_samples import sample_coefficients, sample_model
 from evenload.data.batches import decode_state, encode_state
 from evenload.data.loader import GlobalBatchLoader
-from evenload.feed.collate import IGNORE_INDEX, collate_packs
+from evenload.feed.collate import IGNORE_INDEX, collate_pack
 from evenload.feed.step_maker import documents_by_replica, exchange_tokens
 from evenload.plan.deferral import DelayState
 from evenload.plan.planner import StepPlanner
@@ -48,8 +48,9 @@ def train(config, strategy, dp, states=None, num_steps=None):
             assert sorted(table) == sorted(wanted[rank])
             loader.record_step(batch, plan)
             loader.check_ledger()
-            for packs, into in zip(collate_packs(plan.pack_plans[rank], table), (forward, backward), strict=True):
-                for pack in packs:
+            planned = plan.pack_plans[rank]
+            for packs, into in ((planned.forward, forward), (planned.backward, backward)):
+                for pack in (collate_pack(one, table) for one in packs):
                     for doc, token, target, position in zip(
                         pack.doc_ids.repeat(pack.stops - pack.starts), pack.token_ids, pack.targets, pack.positions,
                         strict=True,

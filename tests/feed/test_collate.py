@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from evenload.data.blocks import TokenTable
 from evenload.errors import InvalidPlanError
-from evenload.feed.collate import IGNORE_INDEX, collate_pack, collate_packs, collate_ranges
+from evenload.feed.collate import IGNORE_INDEX, collate_pack, collate_ranges
 from evenload.types.document import MicroPack, PackPlan, Slice
 
 
@@ -30,7 +30,7 @@ def test_example_of_the_docstring():
             pack_of((7, 0, 3), index=1, direction="backward"),
         ),
     )
-    (first, second), backward = collate_packs(plan, tokens)
+    first, second, *backward = [collate_pack(pack, tokens) for pack in (*plan.forward, *plan.backward)]
     assert first.token_ids.tolist() == [5, 6, 7]
     assert first.targets.tolist() == [6, 7, 8]
     assert second.token_ids.tolist() == [8, 9, 1, 2]

@@ -30,7 +30,6 @@ def test_the_engine_sets_what_is_left_out(tmp_path, engine, format, is_equal):
         ({"engine": "fsdp2", "equal_micro_batches": False}, "equal_micro_batches is False.*wait for ever"),
         ({"engine": "deepspeed-zero3", "equal_micro_batches": False}, "ZeRO-3 gathers.*use engine deepspeed"),
         ({"engine": "trainer"}, "micro_batches is left out.*gradient_accumulation_steps"),
-        ({"engine": "deepspeed", "accept_slices": True}, "accept_slices is True"),
         ({"engine": "deepspeed", "plan_options": {"dp_merge": True}}, "dp_merge = true.*no collective in attention"),
         (
             {"engine": "deepspeed", "strategy": "auto", "plan_options": {"window": 4}},
@@ -41,7 +40,7 @@ def test_the_engine_sets_what_is_left_out(tmp_path, engine, format, is_equal):
             "cp_sharding is 'adaptive'.*set 'per_document'",
         ),
         ({"engine": "deepsped"}, "did you mean 'deepspeed'"),
-        ({"strategy": "sequential", "fixed_shapes": True}, "cuts documents, so that later packs attend"),
+        ({"strategy": "sequential", "fixed_shapes": True}, "cuts documents: a micro-batch needs keys"),
     ],
 )
 def test_a_contradiction_is_refused_before_anything_is_opened(tmp_path, settings, message):

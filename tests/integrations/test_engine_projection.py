@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from cost_samples import sample_coefficients, sample_model
 from evenload.config.keys import plan_options
 from evenload.errors import ConfigError
-from evenload.integrations.catalog import ENGINES, LOOP, Topic, require_heads, require_strategy, runnable
+from evenload.integrations.catalog import ENGINES, Topic, require_heads, require_strategy, runnable
 from evenload.integrations.price import EngineMicroBatch, StepShape, project
 from evenload.plan.planner import StepPlanner
 from evenload.plan.problem import PlanOptions
@@ -141,11 +141,6 @@ def test_slices_are_refused_with_what_works_instead(engine):
     plan = plan_of([40, 40], "sequential", dp=1)
     with pytest.raises(ConfigError, match=r"tokens \[0, 24\) of document 101, which has 40.*Choose balanced"):
         project(plan, ENGINES[engine], StepShape())
-
-
-def test_a_loop_that_accepts_slices_gets_them():
-    step = project(plan_of([40, 40], "sequential", dp=1), LOOP, StepShape())
-    assert [one.doc_ids for one in step[0]] == [(100, 101), (101,)]
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,6 @@ def test_training_is_plain_training_and_goes_on_with_other_ranks(gloo_pool, tmp_
     [
         ({"evaluation": True, "shuffle_window": 1}, "without it"),
         ({"format": "varlen"}, 'make it with format="hf"'),
-        ({"strategy": "slimpack", "format": "varlen", "accept_slices": True}, "keys of earlier slices"),
         ({"rank": 0, "world_size": 2}, "the loader is rank 0 of 2, torch.distributed has 0 of 1"),
     ],
 )

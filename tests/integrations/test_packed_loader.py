@@ -20,7 +20,6 @@ from packed_cases import (
 )
 
 WHOLE = ("padded", "best_fit", "fixed_greedy", "balanced", "wlb")
-SLICES = {"strategy": "slimpack", "accept_slices": True, "format": "varlen"}
 
 
 def write_sizes(root, sizes):
@@ -99,9 +98,9 @@ def test_balanced_packs_tightly_where_the_number_is_fixed(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"strategy": "sequential"}, "cuts documents.*accept_slices"),
+        ({"strategy": "sequential"}, "cuts documents.*Choose one of .*or train with 'evenload train'"),
         ({"strategy": "slimpack"}, "cuts documents"),
-        ({"strategy": "auto", "accept_slices": True}, "format 'hf' cannot express"),
+        ({"accept_slices": True}, "PackedLoader has no 'accept_slices'"),
         ({"strategy": "flexpipe"}, "changes the pipeline's layout"),
         ({"strategy": "best_fitt"}, "did you mean 'best_fit'"),
         ({"packing_strategy": "bfd"}, "it is called strategy here"),
@@ -120,7 +119,6 @@ def test_balanced_packs_tightly_where_the_number_is_fixed(tmp_path):
         ({"batch_tokens": 64, "batch_documents": 3}, "set exactly one"),
         ({"pack_multiple": 10}, "set max_tokens to a multiple, such as 70"),
         ({"pack_multiple": 0}, "pack_multiple is 0"),
-        (SLICES | {"pack_multiple": 2}, "only where documents stay whole"),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_reason(tmp_path, changes, message):
@@ -132,17 +130,6 @@ def test_what_cannot_work_is_refused_with_the_reason(tmp_path, changes, message)
 def test_data_of_an_unknown_kind_is_refused():
     with pytest.raises(ConfigError, match="data is a dict"):
         PackedLoader({"train": 1}, max_tokens=8, batch_documents=2)
-
-
-def test_slices_come_with_the_keys_of_earlier_packs_where_the_loop_accepts_them(tmp_path):
-    write_texts(tmp_path)
-    loader = loader_of(tmp_path, strategy="sequential", accept_slices=True, format="varlen", epochs=1)
-    steps = list(loader.steps())
-    cut = [batch for step in steps for batch in step if batch["cu_seq_k"][-1] > batch["cu_seq_q"][-1]]
-    assert cut
-    for batch in cut:
-        assert batch["positions"][0] == batch["cu_seq_k"][1] - batch["cu_seq_q"][1]
-    assert all(step.backward_packs is not step.packs for step in steps)
 
 
 def test_a_configuration_brings_mixtures_and_its_own_limits(tmp_path):

@@ -19,7 +19,7 @@ from evenload.data.sources import SourceFile, list_sources
 
 END_ID = 0
 ROW_FORMATS = ("jsonl", "jsonl.gz", "parquet", "stream.arrow", "file.arrow", "feather")
-TOKEN_FORMATS = (*ROW_FORMATS, "bin", "edges.npy", "ends.npy")
+TOKEN_FORMATS = (*ROW_FORMATS, "bin", "ends.npy")
 ARROW_TYPES = {
     "text": pa.string(),
     "messages": pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())])),
@@ -67,8 +67,6 @@ def write_tokens(root: Path, format: str, documents: list[list[int]]) -> str:
     flat = np.array([token for document in documents for token in document], dtype=np.uint16)
     path = root / format
     np.save(path, flat)
-    if format == "edges.npy":
-        np.save(root / "edges.idx.npy", np.cumsum([0, *(len(document) for document in documents)]))
     return str(path)
 
 

@@ -153,7 +153,9 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
     options = parser.parse_args()
-    tokens, edges = (np.load(options.corpus / name) for name in ("tokens.npy", "tokens.idx.npy"))
+    tokens, index = np.fromfile(options.corpus / "tokens.bin", np.int32), (options.corpus / "tokens.idx").read_bytes()
+    # Megatron's index: 34 bytes, of which the number of sequences begins at the 18th, then their lengths.
+    edges = np.cumsum([0, *np.frombuffer(index, "<i4", int.from_bytes(index[18:26], "little"), 34)])
     micro_batches, steps = packed if options.batches == "packed" else rebalanced, []
     for first in range(0, options.documents * options.steps, options.documents):
         cuts = edges[first : first + options.documents + 1]

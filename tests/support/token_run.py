@@ -6,6 +6,8 @@ from pathlib import Path
 import numpy as np
 from transformers import PretrainedConfig
 
+from format_files import write_megatron_index
+
 _NUM_IDS = 257
 """Of random ids; any model's vocabulary holds as many."""
 
@@ -13,15 +15,14 @@ _NUM_IDS = 257
 def save_tokens(
     directory: Path, lengths: Sequence[int] | np.ndarray, num_ids: int, random: np.random.Generator
 ) -> None:
-    """Documents of such lengths as `tokens.npy` and its index.
+    """Documents of such lengths as Megatron's `tokens.bin` and its index.
 
     Args:
         num_ids: ids are below it.
         random: that ids are drawn from.
     """
-    edges = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    np.save(directory / "tokens.npy", random.integers(0, num_ids, edges[-1], dtype=np.int32))
-    np.save(directory / "tokens.idx.npy", edges)
+    random.integers(0, num_ids, sum(lengths), dtype=np.int32).tofile(directory / "tokens.bin")
+    write_megatron_index(directory / "tokens", list(lengths), list(range(len(lengths) + 1)), "int32")
 
 
 def write_token_run(
@@ -45,7 +46,7 @@ def write_token_run(
         random_init = true
         dtype = "bfloat16"
         [data]
-        sources = ["{corpus / "tokens.npy"}"]
+        sources = ["{corpus / "tokens.bin"}"]
         record = "tokens"
         max_document_tokens = {max(lengths)}
         {batch}
@@ -80,7 +81,7 @@ def write_run(
         path = "{directory / "model"}"
         random_init = true
         [data]
-        sources = ["{directory / "tokens.npy"}"]
+        sources = ["{directory / "tokens.bin"}"]
         record = "tokens"
         max_document_tokens = {int(max(lengths))}
         batch_documents = {batch_documents}

@@ -68,6 +68,8 @@ OTHER_NAMES: dict[str, str] = {name: ours for ours, names in _NAMES_ELSEWHERE.it
 """Names of settings in other trainers, which no spelling distance finds, → ours with its section."""
 
 _GONE = {
+    "optimizer.decay_share": "optimizer.decay_steps says in how many steps wsd decays",
+    "optimizer.schedule": "optimizer.decay names the schedules there are",
     "plan.feedback": "plans do not follow the speed of single ranks",
     "train.overlap_context": "keys and values of shared documents travel at once, behind attention of local ones",
     "train.overlap_tensor": "packs are not computed in halves; tensor-parallel linears hide their own transfers",

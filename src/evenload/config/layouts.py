@@ -23,7 +23,7 @@ def layouts_of(config: TrainConfig, num_layers: int) -> tuple[ParallelLayout, ..
     start = layout_of(config.parallel, num_layers)
     layouts = [start]
     for text in config.plan.layouts:
-        layout = resolved_layout(text, start, num_layers, start.world_size)
+        layout = resolved_layout(text, start, num_layers)
         if layout.world_size > start.world_size:
             raise ConfigError(
                 f"plan.layouts: '{text}' needs {counted(layout.world_size, 'process')}, [parallel] "
@@ -46,8 +46,8 @@ def layouts_of(config: TrainConfig, num_layers: int) -> tuple[ParallelLayout, ..
     return tuple(layouts)
 
 
-def resolved_layout(text: str, start: ParallelLayout, num_layers: int, num_ranks: int) -> ParallelLayout:
-    """Read an entry of `plan.layouts`; without `dp` it has as many replicas as so many ranks suffice for, at least one.
+def resolved_layout(text: str, start: ParallelLayout, num_layers: int) -> ParallelLayout:
+    """Read an entry of `plan.layouts`; without `dp` it has as many replicas as the ranks of `start` suffice for.
     Raises `ConfigError`: it cannot be read, changes cp or tp of `start`, or does not hold the model's layers."""
     written = read_layout_text(text)
     for axis in ("cp", "tp"):
@@ -59,7 +59,7 @@ def resolved_layout(text: str, start: ParallelLayout, num_layers: int, num_ranks
             )
     per_replica = written.size("pp") * start.cp * start.tp
     # As many replicas as there are processes for; those that are left over are idle.
-    replicas = max(1, num_ranks // per_replica) if written.devices is None else 1
+    replicas = max(1, start.world_size // per_replica) if written.devices is None else 1
     return written.layout(num_layers, **{"cp": start.cp, "tp": start.tp, "dp": replicas})
 
 
@@ -102,20 +102,19 @@ def shrunk_parallel(
 def fitted_config(config: TrainConfig, num_layers: int, num_ranks: int) -> TrainConfig:
     """Fit the settings of a run to so many ranks; the same object where they are enough.
 
-    The layout is the first of `plan.layouts` which takes most of the ranks, else that of `shrunk_parallel`; other
-    entries that still fit stay. Leaves out `train.cost_file`, whose costs are of another layout. Raises `ConfigError`:
-    the strategy trains in no layout small enough that has as many `cp` and `tp` ranks, or `plan.layouts` is wrong.
+    The layout is that of `shrunk_parallel`; entries of `plan.layouts` that still fit stay. `train.cost_file`, whose
+    costs are of another layout, is left out. Raises `ConfigError`: the strategy trains in no layout small enough that
+    has as many `cp` and `tp` ranks, or `plan.layouts` is wrong.
     """
-    start = layout_of(config.parallel, num_layers)
-    if num_ranks >= start.world_size:
+    if num_ranks >= layout_of(config.parallel, num_layers).world_size:
         return config
-    parallel = _largest_named(config, start, num_layers, num_ranks) or shrunk_parallel(
+    parallel = shrunk_parallel(
         config.parallel, num_layers, num_ranks, lambda one: _refusal(config.plan, one, num_layers)
     )
     fitted = layout_of(parallel, num_layers)
     kept: dict[ParallelLayout, str] = {}
     for text in config.plan.layouts:
-        layout = resolved_layout(text, fitted, num_layers, fitted.world_size)
+        layout = resolved_layout(text, fitted, num_layers)
         if layout.world_size <= fitted.world_size and layout != fitted:
             kept.setdefault(layout, text)
     return msgspec.structs.replace(
@@ -124,28 +123,6 @@ def fitted_config(config: TrainConfig, num_layers: int, num_ranks: int) -> Train
         train=msgspec.structs.replace(config.train, cost_file=None),
         plan=msgspec.structs.replace(config.plan, layouts=tuple(kept.values())),
     )
-
-
-def _largest_named(
-    config: TrainConfig, start: ParallelLayout, num_layers: int, num_ranks: int
-) -> ParallelConfig | None:
-    """Return the largest of `plan.layouts` that fits, as `[parallel]`; None where none does."""
-    largest, chosen = 0, None
-    for text in config.plan.layouts:
-        layout = resolved_layout(text, start, num_layers, num_ranks)
-        if not largest < layout.world_size <= num_ranks:
-            continue
-        parallel = msgspec.structs.replace(
-            config.parallel,
-            dp=layout.dp,
-            pp=layout.pp,
-            virtual=layout.num_stages // layout.pp,
-            stage_layers=None if layout.is_even else layout.stage_counts,
-            stage_devices=layout.devices if layout.has_replicated_stages else None,
-        )
-        if layout_of(parallel, num_layers) == layout and not _refusal(config.plan, parallel, num_layers):
-            largest, chosen = layout.world_size, parallel
-    return chosen
 
 
 def _refusal(plan: PlanConfig, parallel: ParallelConfig, num_layers: int) -> str:

@@ -1,20 +1,13 @@
-"""Define the `[optimizer]` section (`OptimizerConfig`) and the learning rate of every step, also by an own schedule
-(`custom_schedule`). Needs no torch."""
+"""Define the `[optimizer]` section (`OptimizerConfig`) and the learning rate of every step. Needs no torch."""
 
-import importlib
 import math
-import sys
-from collections.abc import Callable
-from functools import cache
-from operator import attrgetter
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from evenload.data.config import require_value
 from evenload.errors import ConfigError
 from evenload.types.base import Frozen, did_you_mean
 
-Decay = Literal["constant", "cosine", "linear", "wsd", "custom"]
+Decay = Literal["constant", "cosine", "linear", "wsd"]
 _NAMES = ("adamw", "muon")
 _EIGHT_BITS = "for a smaller state set optimizer.moments = 'bfloat16' (6 bytes a weight instead of 12), or more dp; "
 _MOST_DECAY = 0.99
@@ -45,15 +38,11 @@ class OptimizerConfig(Frozen):
         warmup_steps: linear warm-up from 0.
         decay: what follows warm-up. "constant"; "cosine" or "linear" down to `final_ratio` of the learning rate at
             `train.steps`; "wsd": constant, and down to `final_ratio` in the last steps alone, so that a checkpoint of
-            the constant part can go on with more `train.steps`; "custom": as `schedule` says.
+            the constant part can go on with more `train.steps`.
         final_ratio: of the learning rate, where the decay ends.
-        decay_steps: of "wsd": the last so many steps of the run decay; unset = `decay_share` of them.
-        decay_share: of "wsd": the share of `train.steps` that decays; unset = 0.1.
+        decay_steps: of "wsd": the last so many steps of the run decay; unset = a tenth of them.
         decay_shape: of "wsd": how it decays. "linear", "cosine", "sqrt" (1 - sqrt of the part that is done), or
             "exponential".
-        schedule: of "custom": a Python function as "module:function", looked for in the working directory first. It
-            is called with the step, from 0, and the number of steps (None where `data.epochs` ends the run), and gives
-            what `learning_rate` is multiplied with.
     """
 
     name: str = "adamw"
@@ -70,15 +59,12 @@ class OptimizerConfig(Frozen):
     decay: Decay = "constant"
     final_ratio: float = 0.1
     decay_steps: int | None = None
-    decay_share: float | None = None
     decay_shape: Literal["linear", "cosine", "sqrt", "exponential"] | None = None
-    schedule: str | None = None
 
     def __post_init__(self) -> None:
         if self.name not in _NAMES:
             why = _EIGHT_BITS if "8bit" in self.name.lower() else did_you_mean(self.name, _NAMES)
             raise ConfigError(f"optimizer.name is '{self.name}'; {why}choices: {', '.join(_NAMES)}")
-        share = self.decay_share
         for field, is_right, what in (
             ("momentum", 0 <= self.momentum < 1, "from 0 to below 1"),
             ("learning_rate", self.learning_rate > 0, "above 0"),
@@ -87,38 +73,30 @@ class OptimizerConfig(Frozen):
             ("warmup_steps", self.warmup_steps >= 0, "0 or more"),
             ("final_ratio", 0 <= self.final_ratio <= 1, "from 0 to 1"),
             ("decay_steps", self.decay_steps is None or self.decay_steps >= 1, "at least 1"),
-            ("decay_share", share is None or 0 < share <= 1, "above 0 and at most 1"),
         ):
             require_value("optimizer", self, field, is_right, what)
         for field in ("beta1", "beta2") if self.moments == "bfloat16" else ():
             most = f'at most {_MOST_DECAY} with moments = "bfloat16", which is too coarse for slower averages'
             require_value("optimizer", self, field, getattr(self, field) <= _MOST_DECAY, most)
-        for field in ("decay_steps", "decay_share", "decay_shape"):
+        for field in ("decay_steps", "decay_shape"):
             if getattr(self, field) is not None and self.decay != "wsd":
                 raise ConfigError(
                     f"optimizer.{field} is {getattr(self, field)}, which optimizer.decay = '{self.decay}' does not "
                     f'read; set optimizer.decay = "wsd", or leave {field} out'
                 )
-        if self.decay_steps is not None and share is not None:
-            raise ConfigError(f"optimizer.decay_steps is {self.decay_steps} and optimizer.decay_share {share}; set one")
         if self.decay_shape == "exponential" and not self.final_ratio:
             raise ConfigError(
                 "optimizer.decay_shape is 'exponential' and optimizer.final_ratio 0, which it never reaches; set a "
                 "final_ratio above 0, or another shape"
             )
-        if (self.schedule is None) == (self.decay == "custom"):
-            raise ConfigError(
-                f"optimizer.decay is '{self.decay}' and optimizer.schedule {self.schedule}; a function in schedule "
-                'and decay = "custom" belong together'
-            )
 
     def _decaying_steps(self, total_steps: int) -> int:
         """Return in how many steps "wsd" decays."""
-        return self.decay_steps or max(1, round((self.decay_share or _DECAY_SHARE) * total_steps))
+        return self.decay_steps or max(1, round(_DECAY_SHARE * total_steps))
 
     def require_steps(self, total_steps: int | None) -> None:
         """Raise `ConfigError` where the schedule does not fit into so many steps; None = it ends with its data."""
-        if self.decay in ("constant", "custom"):
+        if self.decay == "constant":
             return
         if total_steps is None:
             raise ConfigError(
@@ -136,8 +114,6 @@ class OptimizerConfig(Frozen):
             return self.learning_rate * (step + 1) / self.warmup_steps
         if self.decay == "constant":
             return self.learning_rate
-        if self.schedule is not None:
-            return self.learning_rate * custom_factor(self.schedule, step, total_steps)
         assert total_steps is not None, "`require_steps` refuses it"
         shape, num_decaying = self.decay, total_steps - self.warmup_steps
         if self.decay == "wsd":
@@ -147,47 +123,3 @@ class OptimizerConfig(Frozen):
             return self.learning_rate * self.final_ratio**done
         shares = {"cosine": 0.5 * (1 + math.cos(math.pi * done)), "linear": 1 - done, "sqrt": 1 - math.sqrt(done)}
         return self.learning_rate * (self.final_ratio + (1 - self.final_ratio) * shares[shape])
-
-
-@cache
-def custom_schedule(name: str) -> Callable[[int, int | None], float]:
-    """Import the function of that name, from the working directory first; `ConfigError` where there is none."""
-    module, _, path = name.partition(":")
-    if not (module and path):
-        raise ConfigError(f"optimizer.schedule is '{name}', not of the form module:function, such as rates:sawtooth")
-    here = str(Path.cwd())
-    sys.path.insert(0, here)
-    try:
-        schedule: Any = importlib.import_module(module)
-    except Exception as error:  # whatever the user's module raises while it is imported
-        raise ConfigError(
-            f"optimizer.schedule is '{name}', but module '{module}' cannot be imported from {here} or the "
-            f"Python path ({type(error).__name__}: {error})"
-        ) from error
-    finally:
-        sys.path.remove(here)
-    try:
-        schedule = attrgetter(path)(schedule)
-    except AttributeError as error:
-        raise ConfigError(f"optimizer.schedule is '{name}', but '{module}' has no '{path}'") from error
-    if not callable(schedule):
-        raise ConfigError(f"optimizer.schedule is '{name}', which is a {type(schedule).__name__} and no function")
-    return schedule
-
-
-def custom_factor(name: str, step: int, steps: int | None) -> float:
-    """Call the function for a step; `ConfigError` where it fails, or returns no number from 0 on."""
-    schedule = custom_schedule(name)
-    try:
-        factor = schedule(step, steps)
-    except Exception as error:  # the user's own
-        raise ConfigError(
-            f"optimizer.schedule '{name}' failed for step {step} of {steps}: {type(error).__name__}: {error}; it is "
-            "called with the step, from 0, and the number of steps (None where data.epochs ends the run)"
-        ) from error
-    if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 <= factor < float("inf"):
-        raise ConfigError(
-            f"optimizer.schedule '{name}' gave {factor!r} for step {step} of {steps}; return what the learning rate is "
-            "multiplied with, a finite number from 0 on"
-        )
-    return float(factor)

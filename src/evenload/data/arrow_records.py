@@ -58,8 +58,7 @@ def batch_rows(num_rows: int, num_bytes: int) -> int:
 
 
 def check_schema(schema: pa.Schema, columns: Sequence[Column], name: str) -> list[str]:
-    """Return the names of the columns that a schema has; `DataError` for a required one that it lacks, or a wrong
-    type."""
+    """Return the names of the columns that a schema has; `DataError` for lack of a required one, or a wrong type."""
     present = []
     for column in columns:
         if column.name not in schema.names:

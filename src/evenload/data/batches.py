@@ -97,16 +97,11 @@ class PartState(Frozen, array_like=True):
     """A part of the mixture between two documents: the pass over it (the run's epoch, unless parts repeat), the stream
     that gives the next document, documents sampled in this pass, and tokens since the weights began to count."""
 
-    epoch: int
-    turn: int
-    documents: int
-    tokens: int
-    streams: tuple[StreamState, ...]
-
-
-def begun_part(epoch: int, tokens: int = 0, streams: tuple[StreamState, ...] = ()) -> PartState:
-    """Return the state of a part at the beginning of a pass."""
-    return PartState(epoch=epoch, turn=0, documents=0, tokens=tokens, streams=streams)
+    epoch: int = 0
+    turn: int = 0
+    documents: int = 0
+    tokens: int = 0
+    streams: tuple[StreamState, ...] = ()
 
 
 class DeferredDocument(Frozen):
@@ -162,7 +157,7 @@ def check_fingerprint(state: LoaderState, fingerprint: dict[str, str]) -> None:
 
 def state_at_epoch(state: LoaderState, epoch: int) -> LoaderState:
     """Return a state between two epochs at the beginning of another epoch; steps and account continue."""
-    parts = tuple(begun_part(epoch, streams=(StreamState(),) * len(part.streams)) for part in state.parts)
+    parts = tuple(PartState(epoch=epoch, streams=(StreamState(),) * len(part.streams)) for part in state.parts)
     return msgspec.structs.replace(state, epoch=epoch, parts=parts)
 
 
@@ -180,11 +175,10 @@ def decode_state(data: bytes) -> LoaderState:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class OpenBlock:
-    """A block that documents are sampled from. Its `owner`, the rank that reads the stream, has the tokens (`block`),
-    the others None; lengths and num_labels are int32[num_documents]."""
+    """A block that documents are sampled from; on ranks that do not read its stream `block`, the tokens, is None.
+    lengths and num_labels are int32[num_documents]."""
 
     request: BlockRequest
-    owner: int
     header: BlockHeader
     lengths: NDArray[np.int32]
     num_labels: NDArray[np.int32]
@@ -228,7 +222,6 @@ class Deferral:
     """A document that a plan deferred; its content on the rank that reads its stream."""
 
     saved: DeferredDocument
-    owner: int
     content: EncodedDocument | None
 
 
@@ -263,11 +256,13 @@ class GlobalBatch:
         block = self.sampled.blocks[self.sampled.block_of[at]]
         return DocumentPlace(block=block.request, index=int(self.sampled.rows[at]), checksum=block.header.checksum)
 
-    def owners(self, doc_ids: Sequence[int]) -> NDArray[np.int64]:
+    def owners(self, doc_ids: Sequence[int], num_ranks: int) -> NDArray[np.int64]:
         """Return the ranks that have read the documents, int64[n]."""
         first = self.documents[0].doc_id if self.documents else 0
-        blocks, block_of, carried = self.sampled.blocks, self.sampled.block_of.tolist(), self.deferrals
-        owners = (carried[d].owner if d in carried else blocks[block_of[d - first]].owner for d in doc_ids)
+        block_of = self.sampled.block_of.tolist()
+        of_block = [block.request.key.owner(num_ranks) for block in self.sampled.blocks]
+        waiting = {d: entry.saved.place.block.key.owner(num_ranks) for d, entry in self.deferrals.items()}
+        owners = (waiting[d] if d in waiting else of_block[block_of[d - first]] for d in doc_ids)
         return np.fromiter(owners, np.int64, len(doc_ids))
 
 

@@ -6,8 +6,7 @@ double in size, so that the first batch comes soon however large the window is. 
 once; a resume reads the open block of each stream again. Memory: one block and one chunk of records a stream.
 
 A record is held out for validation where a hash of its file's key and its offset falls below the share: by the data
-alone, so a data set that moves keeps the choice, and a larger share holds out all that a smaller one does. Price: 1 µs
-a record.
+alone, so a data set that moves keeps the choice, and a larger share holds out all that a smaller one does (1 µs each).
 """
 
 import zlib
@@ -153,6 +152,10 @@ class StreamKey(NamedTuple):
 
     part: int
     stream: int
+
+    def owner(self, num_readers: int) -> int:
+        """Return which of so many ranks, or of a rank's workers, reads the stream."""
+        return (self.part + self.stream) % num_readers
 
 
 class BlockRequest(NamedTuple):

@@ -96,8 +96,7 @@ class DataConfig(Frozen):
             "loss_mask" of records that have them.
         ignore_columns: keys or columns to skip although by their name they decide what is trained, such as
             "attention_mask" (docs/loader.md lists them).
-        document_end_id: of `.npy` token files without `<name>.idx.npy` (the documents' edges): the id that ends a
-            document and belongs to it.
+        document_end_id: of `.npy` token files: the id that ends a document and belongs to it.
         loss_on: "all" tokens after a document's first; only the "completion" (of a chat: what the assistant says);
             "auto" = completion where the record marks it, else all.
         chat_template: file with a Jinja template; default: the tokeniser's own.

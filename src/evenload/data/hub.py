@@ -48,8 +48,7 @@ def is_hub_name(path: str) -> bool:
 
 
 def local_path(path: str, setting: str, wanted: Wanted = "settings") -> str:
-    """Return a path as it is; for a name on the Hub the folder of its files. `setting` is for messages
-    ("model.path")."""
+    """Return a path as it is; for a name on the Hub the folder of its files. `setting` is for messages."""
     named = _NAME.fullmatch(path)
     if named is None or not is_hub_name(path):
         return path
@@ -151,15 +150,11 @@ def model_from_config(tree: Mapping[str, Any], name: str, bytes_per_element: int
     digest = hashlib.sha256(text.encode()).hexdigest()[:24]
     if digest not in _read:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "evenload" / "models"
-        _read[digest] = _known_model(cache / f"{digest}.json") or _described(tree, name, cache / f"{digest}.json")
+        try:
+            _read[digest] = msgspec.json.decode((cache / f"{digest}.json").read_bytes(), type=ModelSpec)
+        except (OSError, msgspec.MsgspecError, ConfigError):  # it is read anew, and written
+            _read[digest] = _described(tree, name, cache / f"{digest}.json")
     return msgspec.structs.replace(_read[digest], name=name, bytes_per_element=bytes_per_element)
-
-
-def _known_model(file: Path) -> ModelSpec | None:
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=ModelSpec)
-    except (OSError, msgspec.MsgspecError, ConfigError):
-        return None  # read again, and written
 
 
 def _described(tree: Mapping[str, Any], name: str, file: Path) -> ModelSpec:

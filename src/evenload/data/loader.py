@@ -34,7 +34,6 @@ from evenload.data.batches import (
     SampledDocuments,
     SingleRank,
     StreamState,
-    begun_part,
     check_fingerprint,
     config_fingerprint,
     join_sampled,
@@ -58,7 +57,6 @@ from evenload.types.text import counted
 @dataclass(slots=True)
 class _Stream:
     key: StreamKey
-    owner: int
     at: StreamState = field(default_factory=StreamState)
     opened: OpenBlock | None = None
 
@@ -72,7 +70,7 @@ class _Part:
     name: str
     weight: float
     streams: list[_Stream]
-    at: PartState = field(default_factory=lambda: begun_part(0))
+    at: PartState = field(default_factory=PartState)
 
     @property
     def has_ended(self) -> bool:
@@ -82,10 +80,6 @@ class _Part:
         self.at = at
         for stream in self.streams:
             stream.move(StreamState())
-
-
-def owner_of(key: StreamKey, num_ranks: int) -> int:
-    return (key.part + key.stream) % num_ranks
 
 
 class StreamSampler:
@@ -98,8 +92,8 @@ class StreamSampler:
         total = sum(weight for _, weight in named)
         self._parts: list[_Part] = []
         for part, (name, weight) in enumerate(named):
-            keys = [StreamKey(part, stream) for stream in range(config.num_streams)]
-            self._parts.append(_Part(name, weight / total, [_Stream(key, owner_of(key, peers.size)) for key in keys]))
+            streams = [_Stream(StreamKey(part, stream)) for stream in range(config.num_streams)]
+            self._parts.append(_Part(name, weight / total, streams))
 
     @property
     def num_sampled(self) -> int:
@@ -134,7 +128,7 @@ class StreamSampler:
 
     def restart(self, epoch: int) -> None:
         for part in self._parts:
-            part.restart(begun_part(epoch))
+            part.restart(PartState(epoch=epoch))
 
     def state(self) -> tuple[PartState, ...]:
         return tuple(
@@ -157,7 +151,7 @@ class StreamSampler:
                         f"part '{part.name}' of data.mixture has no document to train; remove it, or check its "
                         "sources, data.overlong and data.on_corrupt"
                     )
-                part.restart(begun_part(part.at.epoch + 1, part.at.tokens))
+                part.restart(PartState(epoch=part.at.epoch + 1, tokens=part.at.tokens))
         left = [part for part in self._parts if not part.has_ended]
         if len(left) < 2:
             return (left[0], True) if left else None
@@ -215,7 +209,8 @@ class StreamSampler:
             for stream in part.streams
             if stream.at.cursor is not None and stream.opened is None
         ]
-        requests = [request for _, stream, request in waiting if stream.owner == self._peers.rank]
+        rank, size = self._peers.rank, self._peers.size
+        requests = [request for *_, request in waiting if request.key.owner(size) == rank]
         for request in requests:
             self._service.request(request)
         own: dict[StreamKey, DocumentBlock] = {}
@@ -241,7 +236,7 @@ class StreamSampler:
                     "the loader's state was saved; the sources must not change between save and resume"
                 )
             lengths, num_labels = (np.frombuffer(column, np.int32) for column in (header.lengths, header.num_labels))
-            stream.opened = OpenBlock(request, stream.owner, header, lengths, num_labels, block)
+            stream.opened = OpenBlock(request, header, lengths, num_labels, block)
             if block is not None and header.next_cursor is not None:
                 # The next one is read while documents of this one are taken.
                 self._service.request(request._replace(cursor=header.next_cursor))
@@ -388,13 +383,8 @@ def _tally(members: Sequence[SampledDocuments]) -> Tally:
 
 
 class GlobalBatchLoader:
-    """Load the global batches of `config`; every rank of `peers` makes its own loader of equal settings.
-
-    Args:
-        tokenizer: instead of the one that `config.tokenizer` names.
-        datasets: Hugging Face data sets by source name, read instead of files (see `open_part`).
-        vocab_size: of the model that is trained; token ids beyond it are corrupt records. None = not known.
-    """
+    """Load the global batches of `config`; every rank of `peers` makes its own loader of equal settings. `datasets` are
+    Hugging Face's by source name, read instead of files; token ids beyond `vocab_size` are corrupt records."""
 
     def __init__(
         self,
@@ -492,7 +482,7 @@ class GlobalBatchLoader:
                 labels = batch.tokens.labels_of(doc_id).copy() if batch.has_labels else None
                 content = EncodedDocument(batch.tokens[doc_id].copy(), labels)
             saved = DeferredDocument(document=known[doc_id], place=batch.place(doc_id), has_labels=batch.has_labels)
-            self._deferred[doc_id] = Deferral(saved, int(batch.owners([doc_id])[0]), content)
+            self._deferred[doc_id] = Deferral(saved, content)
 
     def origin(self, place_of: Callable[[int], DocumentPlace], doc_id: int) -> str:
         """Say where a document was read: its number in the shuffled block, and the file in which that begins."""
@@ -557,8 +547,7 @@ class GlobalBatchLoader:
         try:
             for lost in self._lost:
                 place, request, content = lost.place, lost.place.block, None
-                owner = owner_of(request.key, self.peers.size)
-                if owner == self.peers.rank:
+                if request.key.owner(self.peers.size) == self.peers.rank:
                     if request not in blocks:
                         blocks[request] = self.background.take(request)
                     if blocks[request].header.checksum != place.checksum:
@@ -567,7 +556,7 @@ class GlobalBatchLoader:
                             f"{lost.document.doc_id} has changed; sources must not change between save and resume"
                         )
                     content = blocks[request].table.at(place.index)
-                entries[lost.document.doc_id] = Deferral(lost, owner, content)
+                entries[lost.document.doc_id] = Deferral(lost, content)
         except EvenloadError as error:
             problem = str(error).encode()
         if problems := [answer for answer in self.peers.gather(problem) if answer]:

@@ -33,8 +33,7 @@ _HELD = {"text": ("text", "data.format or data.include"), "memmap": ("tokens", '
 
 
 def open_reader(file: SourceFile, config: DataConfig, dataset: Any = None) -> RecordReader:
-    """Make the reader of a file or data set, unopened; `ConfigError` for a format that cannot hold records of this
-    kind."""
+    """Make the reader of a file or data set, unopened; `ConfigError` for a format without records of this kind."""
     if file.format in _OWN_COMPRESSION and file.compression is not None:
         raise ConfigError(f"{file.name} is a {file.format} file inside {file.compression}; decompress it")
     columns = record_columns(config)

@@ -254,8 +254,7 @@ def make_records(
 
 
 class FileSummary(NamedTuple):
-    """What a short inspection shows of a file: columns or keys, and records (None = not known), counted or
-    estimated."""
+    """What a short inspection shows of a file: columns or keys, and records (None = unknown), counted or estimated."""
 
     columns: tuple[str, ...] = ()
     num_records: int | None = None
@@ -272,7 +271,7 @@ class RecordReader(ABC):
 
     def can_share(self) -> bool:
         """Return whether parts of the file can be read without what lies before them."""
-        return True
+        return not self.holds_one
 
     def num_parts(self, part_bytes: int) -> int:
         return max(1, -(-(self.file.size_bytes or 0) // part_bytes)) if self.can_share() else 1
@@ -305,9 +304,6 @@ class TextReader(RecordReader):
     """Read files of format "text": one document each, at offset 0."""
 
     holds_one = True
-
-    def can_share(self) -> bool:
-        return False
 
     def read(self, part: FilePart, offset: int | None) -> Iterator[Record]:
         values, problem = None, ""

@@ -91,8 +91,7 @@ class SourceFile:
 
 class _RemoteStream(io.RawIOBase):
     """Bytes of a remote file. Not all of fsspec's file systems try again (HTTP does not), and a read that ends early
-    looks like the end of the data. So a read that fails, or ends before the file does, opens the file again at the same
-    byte."""
+    looks like the end of the data: a read that fails, or ends before the file does, opens it again at the same byte."""
 
     def __init__(self, file: SourceFile) -> None:
         self._file = file
@@ -189,7 +188,6 @@ _SUFFIXES: dict[FileFormat, str] = {
     "memmap": ".bin .idx .npy",
 }  # fmt: skip
 _SUFFIX_FORMATS = {suffix: format for format, suffixes in _SUFFIXES.items() for suffix in suffixes.split()}
-_INDEX_SUFFIXES = {".idx.npy": ".npy", ".idx": ".bin"}
 _COMPRESSION_SUFFIXES = (".gz", ".bz2", ".xz", ".lzma", ".zst", ".zstd", ".lz4", ".snappy")
 # They hold records or archives, which nobody means as one text a file.
 _UNREAD_SUFFIXES = (
@@ -420,10 +418,9 @@ def _without_indexes(entries: list[_Entry], source: str, format: Format) -> list
     paths = {entry.path for entry in entries}
     kept = []
     for entry in entries:
-        suffix = next((suffix for suffix in _INDEX_SUFFIXES if entry.path.endswith(suffix)), None)
-        if suffix is None or file_format(entry.path, format) != "memmap":
+        if not entry.path.endswith(".idx") or file_format(entry.path, format) != "memmap":
             kept.append(entry)
-        elif (tokens := entry.path.removesuffix(suffix) + _INDEX_SUFFIXES[suffix]) not in paths:
+        elif (tokens := f"{entry.path.removesuffix('.idx')}.bin") not in paths:
             raise ConfigError(
                 f"data source '{source}' names {os.path.basename(entry.path)}, the index of a token file, without "
                 f"{os.path.basename(tokens)}; name that one instead"

@@ -1,21 +1,20 @@
 """Read token files, format "memmap": documents that lie one after the other in an array of token ids, in runs of 4 MB.
 
-Offsets are documents, and parts hold equally many, except in a `.npy` without edges.
+Of Megatron's files offsets are documents, and parts hold equally many; of a `.npy` offsets are tokens, and a document
+belongs to the part in whose tokens it begins.
 
 Megatron's `<name>.bin` holds ids, its `<name>.idx`: 9 bytes of magic, version (u64, 1), code of the ids' type (u8),
 number of sequences S and of document edges D + 1 (both u64); then the sequences' lengths (i32[S]), their first bytes in
 the `.bin` (i64[S]), and the documents' edges in sequences (i64[D + 1]). Source: Megatron-LM,
 `megatron/core/datasets/indexed_dataset.py`.
 
-A `.npy` is an array of ids. Either `<name>.idx.npy` holds the edges of its documents in tokens (whole numbers [D + 1],
-from 0 to the number of tokens). Or `DataConfig.document_end_id` ends a document and belongs to it; then offsets are
-tokens, and a document belongs to the part in whose tokens it begins.
+A `.npy` is an array of ids, in which `DataConfig.document_end_id` ends a document and belongs to it.
 """
 
 import io
 import struct
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import IO, Any, NamedTuple
@@ -120,14 +119,11 @@ class _TokenReader(RecordReader):
         return f"{self.file.name}:document {offset + 1}"
 
 
-def _records_by_edges(
-    ids: _NumberArray, documents: range, first: int, edges_of: Callable[[int, int], NDArray[np.int64]]
-) -> Iterator[Record]:
-    """Read documents from number `first` on, together as many as `CHUNK_BYTES` hold, at least one. `edges_of` returns
-    the edges int64[stop - start + 1] in ids, ascending, of documents `[start, stop)`."""
+def _records_by_edges(ids: _NumberArray, documents: range, first: int, index: "_Index") -> Iterator[Record]:
+    """Read documents from number `first` on, together as many as `CHUNK_BYTES` hold, at least one."""
     document = max(first, documents.start)
     while document < documents.stop:
-        edges = edges_of(document, min(documents.stop, document + _CHUNK_DOCUMENTS))
+        edges = index.edges(document, min(documents.stop, document + _CHUNK_DOCUMENTS))
         most = edges[0] + CHUNK_BYTES // ids.dtype.itemsize
         count = max(1, int(np.searchsorted(edges, most, side="right")) - 1)
         chunk = ids.read(int(edges[0]), int(edges[count]))
@@ -146,7 +142,7 @@ class MegatronReader(_TokenReader):
         index_source, source = stack.enter_context(_opened(index_file)), stack.enter_context(_opened(self.file))
         index = _open_index(index_source, source.size_bytes)
         ids = _NumberArray(source, index.dtype, 0, index.num_ids)
-        return _records_by_edges(ids, part.range_of(index.num_documents), offset or 0, index.edges)
+        return _records_by_edges(ids, part.range_of(index.num_documents), offset or 0, index)
 
     def summary(self) -> FileSummary:
         with _opened(_index_file(self.file)) as source, suppress(DamagedError):  # which `read` reports
@@ -232,37 +228,16 @@ class NpyReader(_TokenReader):
     damage = "the token file is damaged"
 
     def documents(self, stack: ExitStack, part: FilePart, offset: int | None) -> Iterator[Record]:
-        name, edges_file = self.file.name, self.file.sibling(".npy", ".idx.npy")
-        if edges_file is None and self.document_end_id is None:
-            raise DataError(
-                f"{name}: nothing marks where its documents end; set data.document_end_id to the id that ends them, or "
-                f"put their edges next to it as {name.removesuffix('.npy').rsplit('/', 1)[-1]}.idx.npy"
-            )
-        ids = _open_array(stack.enter_context(_opened(self.file)), name)
-        if edges_file is None:
-            return _records_by_end(ids, self.document_end_id or 0, part, offset)
-        edges = _open_array(stack.enter_context(_opened(edges_file)), edges_file.name)
-        first, last = (int(edges.read(at, at + 1)[0]) if edges.size else 0 for at in (0, edges.size - 1))
-        if (first, last) != (0, ids.size):
-            raise DamagedError(f"{edges_file.name} goes from {first} to {last}, the file has {ids.size} tokens")
-
-        def edges_of(start: int, stop: int) -> NDArray[np.int64]:
-            values = edges.read(start, stop + 1).astype(np.int64)
-            if (np.diff(values) < 0).any() or values[0] < 0 or values[-1] > ids.size:
-                raise DamagedError(f"the edges do not ascend from document {start} on")
-            return values
-
-        return _records_by_edges(ids, part.range_of(max(0, edges.size - 1)), offset or 0, edges_of)
+        if self.document_end_id is None:
+            fix = "set data.document_end_id to the id that ends them"
+            raise DataError(f"{self.file.name}: nothing marks where its documents end; {fix}")
+        ids = _open_array(stack.enter_context(_opened(self.file)), self.file.name)
+        return _records_by_end(ids, self.document_end_id, part, offset)
 
     def summary(self) -> FileSummary:
-        if (edges_file := self.file.sibling(".npy", ".idx.npy")) is not None:
-            with _opened(edges_file) as source, suppress(DamagedError):  # which `read` reports
-                return FileSummary(num_records=max(0, _open_array(source, edges_file.name).size - 1))
         return FileSummary()
 
     def origin(self, offset: int) -> str:
-        if self.document_end_id is None or self.file.sibling(".npy", ".idx.npy") is not None:
-            return super().origin(offset)
         number = 0
         try:
             with _opened(self.file) as source:

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 import tokenizers
 from numpy.typing import NDArray
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken
 
 from evenload.data.hub import local_path
 from evenload.errors import ConfigError
@@ -62,8 +62,7 @@ def special_token_text(value: Any) -> str | None:
 
 
 def add_tokens_of_files(tokenizer: tokenizers.Tokenizer, directory: Path, settings: Mapping[str, Any]) -> bool:
-    """Add the tokens that transformers adds because of the files next to a tokeniser; return whether that changed
-    it."""
+    """Add the tokens that transformers adds because of files next to a tokeniser; return whether that changed it."""
     own = tokenizer.get_added_tokens_decoder()
     # Others that end so are switches, such as add_bos_token.
     keys = [*NAMED_TOKENS, *(key for key in settings if key.endswith("_token") and key not in NAMED_TOKENS)]
@@ -88,19 +87,16 @@ def add_tokens_of_files(tokenizer: tokenizers.Tokenizer, directory: Path, settin
 
 def _token(value: Any, directory: Path) -> AddedToken:
     if not special_token_text(value):
-        raise ConfigError(
-            f"next to tokenizer '{directory}' is {value!r}, must be a token: text or an object with content"
-        )
+        must = "a token: text or an object with content"
+        raise ConfigError(f"next to tokenizer '{directory}' is {value!r}, must be {must}")
     fields: dict[str, Any] = {"content": value, "special": True} if isinstance(value, str) else value
     return AddedToken(**{key: field for key, field in fields.items() if key != "__type"})
 
 
-END_OF_TEXT = "<|endoftext|>"
-_USUAL_EOS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "<|end▁of▁sentence|>")
+_USUAL_EOS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "<|end▁of▁sentence|>")
 _BYTE_VALUES = 256
 MAX_BYTE_VOCABULARY = 320
-"""Most ids of a vocabulary of bytes: 256 values and an end of document, rounded up to a multiple of 64. No published
-tokeniser is that small."""
+"""Most ids of a vocabulary of bytes: 257, rounded up to a multiple of 64. No published tokeniser is that small."""
 BYTES = "bytes"
 """`DataConfig.tokenizer` for plain bytes."""
 
@@ -277,16 +273,9 @@ def train_byte_pair_tokenizer(texts: Iterable[str], vocab_size: int, path: str |
     all, so that several processes may train one at once; the same texts give the same file."""
     if vocab_size < _BYTE_VALUES + 1:
         raise ConfigError(f"vocab_size is {vocab_size}; a byte-level tokenizer needs at least {_BYTE_VALUES + 1}")
-    tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer = tokenizers.ByteLevelBPETokenizer()
+    special = [_USUAL_EOS[0]]
+    tokenizer.train_from_iterator(texts, vocab_size, min_frequency=0, show_progress=False, special_tokens=special)
     directory = os.path.dirname(path) or "."
     os.makedirs(directory, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory) as own:

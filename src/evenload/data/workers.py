@@ -52,8 +52,7 @@ class BlockService:
             self._blocks[request] = self._worker_of(request).submit(request)
 
     def take(self, request: BlockRequest) -> DocumentBlock:
-        """Wait for a block; `DataError` for what reading it raised, or a worker that does not start, stalls or dies
-        repeatedly."""
+        """Wait for a block; `DataError` for what reading it raised, or a worker that does not start, stalls or dies."""
         self.request(request)
         worker, block = self._worker_of(request), self._blocks.pop(request)
         progress, since_s = worker.progress, time.monotonic()
@@ -75,7 +74,7 @@ class BlockService:
         if not self._workers:
             processes: list[_ThreadWorker] = [_ProcessWorker(self._job, index) for index in range(self._num_workers)]
             self._workers = processes or [_ThreadWorker(self._job)]
-        return self._workers[(request.key.part + request.key.stream) % len(self._workers)]
+        return self._workers[request.key.owner(len(self._workers))]
 
     def _refuse_stall(self, worker: "_ThreadWorker", request: BlockRequest, silent_s: float) -> None:
         limit_s = self._stall_timeout_s if worker.has_started else max(START_TIMEOUT_S, self._stall_timeout_s)
@@ -204,8 +203,7 @@ def _start_process() -> tuple[subprocess.Popen[bytes], Connection]:
 
 
 def serve(handle: int) -> None:
-    """Run a worker process: receive a job, then answer each request with names of opened files and a block or an
-    error."""
+    """Run a worker: receive a job, then answer requests with names of opened files and a block or an error."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the training process
     connection = Connection(handle)
     try:

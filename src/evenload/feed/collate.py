@@ -23,7 +23,7 @@ from evenload.data.blocks import as_token_table
 from evenload.data.encoders import IGNORE_INDEX
 from evenload.errors import InvalidPlanError
 from evenload.types.columns import offsets_of
-from evenload.types.document import MicroPack, PackPlan
+from evenload.types.document import MicroPack
 
 PADDING_TOKEN = 0
 
@@ -34,15 +34,12 @@ class PackBatch:
 
     Args:
         doc_ids, starts, stops: int64[S]; token range of each slice, its padding included.
-        token_ids: int64[T]; padding is 0.
-        targets: int64[T]; -100 = no loss.
+        token_ids, targets: int64[T]; padding is 0, no loss -100.
         positions: int64[T] within the document; padding continues them.
-        num_padding_tokens: of T.
 
     Attributes:
         cu_seqlens_q, cu_seqlens_k: int32[S + 1], from 0.
         max_seqlen_q, max_seqlen_k: host integers, so that no kernel has to wait for the device.
-        num_tokens: T, the computed tokens, padding included.
     """
 
     doc_ids: NDArray[np.int64]
@@ -114,13 +111,8 @@ def collate_ranges(
     documents: Mapping[int, NDArray[np.int32]],
     real_stops: NDArray[np.int64] | None = None,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Return token ids, targets and positions of token ranges, one after the other; int64[rows] each.
-
-    Args:
-        starts, stops: int64[n].
-        documents: as in `collate_pack`. A document without tokens is an `InvalidPlanError`.
-        real_stops: int64[n], where the padding of each range begins; default: at the end of its document.
-    """
+    """Return token ids, targets and positions of token ranges, one after the other; int64[rows] each. The padding of
+    each begins at `real_stops`, int64[n], by default at the end of its document; raises as `collate_pack`."""
     table = as_token_table(documents)
     rows = table.rows(doc_ids)
     if len(rows) and rows.min() < 0:
@@ -146,12 +138,3 @@ def collate_ranges(
     token_ids[padding] = PADDING_TOKEN
     targets[unlabelled] = IGNORE_INDEX
     return token_ids, targets, positions
-
-
-def collate_packs(
-    packs: PackPlan, documents: Mapping[int, NDArray[np.int32]]
-) -> tuple[tuple[PackBatch, ...], tuple[PackBatch, ...]]:
-    """Return the forward and the backward packs of one replica; raises as `collate_pack`."""
-    table = as_token_table(documents)
-    forward = tuple(collate_pack(pack, table) for pack in packs.forward)
-    return forward, tuple(collate_pack(pack, table) for pack in packs.backward)

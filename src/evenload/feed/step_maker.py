@@ -42,12 +42,10 @@ class Planner(Protocol[State]):
     @property
     def known_steps(self) -> int:
         """Return how many steps' lengths it reads, the coming one included."""
-        ...
 
     @property
     def state_type(self) -> type[State]:
         """Return the type of what it carries from step to step; made without arguments before the first step."""
-        ...
 
     def plan_step(
         self,
@@ -58,18 +56,14 @@ class Planner(Protocol[State]):
         coming: Sequence[tuple[Document, ...]],
         is_last: bool,
     ) -> tuple[StepPlan, State, LayoutDecision | None]:
-        """Return the plan, the state after it, and how its layout was decided (None where it cannot change).
+        """Return the plan, the state after it, and how its layout was decided (None where it cannot change). Raises a
+        `ConfigError`, `DataError` or `InfeasiblePlanError` where there is no such plan.
 
         Args:
             documents: those that plans of earlier steps deferred, then the new ones.
-            state: after the step before.
             coming: documents of the batches that follow, as many as are known.
             is_last: the data has ended, so nothing may be deferred.
-
-        Raises:
-            ConfigError, DataError, InfeasiblePlanError: there is no such plan.
         """
-        ...
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -114,7 +108,6 @@ class StepMaker(Generic[State]):
 
     Args:
         replicas: returns, for every rank of the loader's peers, the replica that it trains in a layout; None = none.
-        max_pack_tokens: limit that every plan is checked against.
         waiting: entered around every wait for other ranks, with what is waited for; names them where they fail.
     """
 
@@ -210,7 +203,7 @@ def exchange_tokens(batch: GlobalBatch, wanted: Sequence[Sequence[int]], peers: 
     lengths = {document.doc_id: document.num_tokens for document in batch.documents + batch.carried}
     rank = peers.rank
     tables = [batch.tokens.select([doc_id for doc_id in documents if doc_id in batch.tokens]) for documents in wanted]
-    owners = batch.owners(wanted[rank]).tolist()
+    owners = batch.owners(wanted[rank], peers.size).tolist()
     incoming: list[list[int]] = [[] for _ in range(peers.size)]
     for doc_id, owner in zip(wanted[rank], owners, strict=True):
         incoming[owner].append(doc_id)

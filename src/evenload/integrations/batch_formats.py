@@ -23,8 +23,6 @@ from evenload.errors import ConfigError
 from evenload.feed.collate import PackBatch
 
 BatchFormat = Literal["hf", "varlen", "torchtitan", "megatron", "pack"]
-PREFIX_FORMATS: tuple[BatchFormat, ...] = ("varlen", "pack")
-"""Formats in which attention may have more keys than queries."""
 
 
 class VarlenMetadata(NamedTuple):
@@ -44,12 +42,7 @@ def require_format(format: str) -> None:
 
 
 def format_pack(pack: PackBatch, format: BatchFormat, num_label_tokens: int) -> Any:
-    """Return the pack in a format; a `ConfigError` for one that does not exist.
-
-    Args:
-        num_label_tokens: of the whole global batch on all ranks: what the sum of the losses is divided by.
-    """
-    require_format(format)
+    """Return the pack in a format; the sum of the losses is divided by `num_label_tokens` of the whole global batch."""
     return _MAKERS[format](pack, num_label_tokens)
 
 
@@ -64,15 +57,13 @@ def _edges(pack: PackBatch, *names: str) -> dict[str, Any]:
 
 
 def hf_batch(pack: PackBatch, num_label_tokens: int) -> dict[str, Any]:
-    """Make the keyword arguments of a transformers causal model: `model(**batch).loss`.
-
-    With a cache the models ignore that positions restart, and the documents of a pack would attend to each other.
-    """
+    """Make the keyword arguments of a transformers causal model: `model(**batch).loss`."""
     labels = np.full_like(pack.targets, IGNORE_INDEX)
     # The target of a document's last token is -100, so that of the token before a document's first one is.
     labels[1:] = pack.targets[:-1]
     rows = {"input_ids": _row(pack.token_ids), "labels": _row(labels), "position_ids": _row(pack.positions)}
     edges = _edges(pack, "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+    # With a cache the models ignore that positions restart: documents of a pack would attend to each other.
     return rows | edges | {"num_items_in_batch": torch.tensor(max(1, num_label_tokens)), "use_cache": False}
 
 

@@ -1,7 +1,6 @@
 """`Callback`: a user's own code during a training run; `TensorBoardLog` and `WandbLog` are two of them.
 
-Callbacks run in the process of rank 0, between two steps, while all other processes wait for it. An exception in one
-stops the run (`CallbackError`).
+Callbacks run in the process of rank 0, between two steps, while all others wait; an exception stops the run.
 """
 
 import math
@@ -85,20 +84,16 @@ _NAMES = {
 
 
 def _reported_metrics(report: "StepReport") -> dict[str, float]:
-    """Return what trackers log of a step and, where its weights were validated, of the losses.
-
-    Unknown values are left out, and infinite ones but for losses and the like.
-    """
+    """Return what trackers log of a step and, where its weights were validated, of the losses: no unknown values, and
+    no infinite ones but for losses and the like."""
     metrics = {name: float(value) for key, name in _NAMES.items() if (value := report.row[key]) is not None}
     metrics = {name: value for name, value in metrics.items() if math.isfinite(value) or name.startswith("train/")}
     return metrics | ({} if report.validation is None else report.validation.metrics())
 
 
 class TensorBoardLog(Callback):
-    """Writes a run's steps as event files of TensorBoard, in `output_dir`/tensorboard.
-
-    A start after a resume adds a file, which makes TensorBoard forget the steps that are trained again.
-    """
+    """Writes a run's steps as event files of TensorBoard, in `output_dir`/tensorboard. A start after a resume adds a
+    file, which makes TensorBoard forget the steps that are trained again."""
 
     def __init__(self) -> None:
         self._writer: Any = None
@@ -128,12 +123,9 @@ class TensorBoardLog(Callback):
 
 
 class WandbLog(Callback):
-    """Writes a run's steps to one run of Weights & Biases, whatever number of starts ours has.
-
-    Its identity is kept in `wandb.json` in the output directory. Steps are an axis of their own (`train/global_step`),
-    because some are trained again after a resume, and Weights & Biases takes its own steps in rising order only.
-    `WANDB_MODE=offline` and other settings of theirs hold.
-    """
+    """Writes a run's steps to one run of Weights & Biases, whose identity is kept in `wandb.json` in the output
+    directory. Steps are an axis of their own (`train/global_step`), because some are trained again after a resume, and
+    theirs only rises. `WANDB_MODE=offline` and other settings of theirs hold."""
 
     def __init__(self) -> None:
         self._run: Any = None

@@ -70,7 +70,6 @@ class EngineProfile(Frozen):
         reduction_bucket: parameters that are reduced at once in every pass; 0 = unit by unit.
         blocking_sends: a rank computes nothing while it sends activations, and sends their shape first.
         sharded_update: a rank updates its share of the weights; else every rank updates all of them.
-        slices: it can run packs of parts of documents.
         cannot: why it cannot run what a user may request.
         not_adapted: what the engine runs and is priced for, but Evenload's adapter refuses, and why.
     """
@@ -90,7 +89,6 @@ class EngineProfile(Frozen):
     reduction_bucket: int = 0
     blocking_sends: bool = False
     sharded_update: bool = True
-    slices: bool = False
     cannot: Mapping[Topic, str] = {}
     not_adapted: Mapping[Topic, str] = {}
 
@@ -174,7 +172,7 @@ def require_strategy(profile: EngineProfile, name: str, options: PlanOptions, la
     strategy = strategy_named(name)
     if strategy.changes_layout:
         profile.refuse("layouts", f"strategy {name} changes the layout between steps")
-    if strategy.cuts_documents and not profile.slices:
+    if strategy.cuts_documents:
         profile.refuse("slices", f"strategy {name} cuts documents into slices")
     if strategy.shares_documents:
         profile.refuse("sharing", f"strategy {name} shares documents among replicas")
@@ -345,7 +343,6 @@ LOOP = EngineProfile(
     equal_counts=False,
     gathers="never",
     sharded_update=False,
-    slices=True,
     cannot=dict.fromkeys(("pipeline", "context"), "A plain loop runs a whole model on every rank"),
 )
 """The caller of a `PackedLoader` without an engine, of which nothing is known."""

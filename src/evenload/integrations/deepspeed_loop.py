@@ -16,6 +16,7 @@ from contextlib import nullcontext
 from os import PathLike
 from pathlib import Path
 from pickle import UnpicklingError
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -43,11 +44,9 @@ class DeepSpeedLoop(EngineLoop):
         engine: of `deepspeed.initialize`, all ranks data-parallel or in sequence groups (`share_sequences`).
         loader: with `equal_micro_batches` under ZeRO-3 and where gradients are reduced after every micro-batch.
         loss: of one micro-batch, in a sequence group of the rank's share (`sequence_share`); default: `hf_pack_loss`.
-        reduce_every_pack: reduce gradients after every micro-batch; default: under ZeRO-3, and under ZeRO-2 where all
-            ranks run equally many.
+        reduce_every_pack: reduce gradients after every micro-batch; default: under ZeRO-3, and ZeRO-2 of equal counts.
 
-    Raises:
-        ConfigError: an engine that would train something else, or wait for ever; a loader that `EngineLoop` refuses.
+    Raises a `ConfigError` for an engine or loader that would train something else, or wait for ever.
     """
 
     def __init__(
@@ -93,10 +92,7 @@ class DeepSpeedLoop(EngineLoop):
         return loss
 
     def update(self) -> bool:
-        """Apply the gradients, clipped and scaled as the engine is configured, and forget them. Collective.
-
-        Returns False where gradients overflowed in fp16.
-        """
+        """Apply the gradients as the engine is configured; return False where they overflowed in fp16. Collective."""
         self.engine.step()
         return bool(self.engine.was_step_applied())
 
@@ -106,14 +102,9 @@ class DeepSpeedLoop(EngineLoop):
         self.engine.save_checkpoint(str(directory), tag=tag, client_state=client_state)
 
     def load(self, directory: str | PathLike[str], tag: str | None = None) -> None:
-        """Go on from a checkpoint. Collective.
-
-        With another number of ranks it has to be universal (DeepSpeed's `ds_to_universal`, Adam only), and the engine's
-        configuration to have `"checkpoint": {"load_universal": true}`.
-
-        Raises:
-            CheckpointError: no such checkpoint, of another number of ranks, or one without a loader's state.
-        """
+        """Go on from a checkpoint. Collective. With another number of ranks it has to be universal (DeepSpeed's
+        `ds_to_universal`, Adam only), and the engine's configuration to have `"checkpoint": {"load_universal": true}`.
+        Raises a `CheckpointError` for no such checkpoint, of other ranks, or without a loader's state."""
         if not self.engine.load_universal_checkpoint():
             require_same_ranks(Path(directory), tag, self.engine.seq_dp_world_size)
         path, client_state = self.engine.load_checkpoint(str(directory), tag=tag)
@@ -182,14 +173,11 @@ def _place_among(engine: Any, ranks: int) -> int:
 
 
 def _averaged_over(engine: Any) -> int:
-    """Return the number by which DeepSpeed divides the sum of all ranks' gradients.
-
-    Under ZeRO-3 with sequence groups, `__avg_scatter_grads` (zero/stage3.py) divides by all ranks, and
-    `__avg_scatter_contiguous_grads` by the groups: a `ConfigError` where the latter may run, or in a version not read.
-    """
+    """Return the number by which DeepSpeed divides the sum of all ranks' gradients."""
     world_size, ranks = dist.get_world_size(), engine.sequence_parallel_size
     if ranks == 1 or int(engine.zero_optimization_stage()) != 3:
         return world_size // ranks
+    # `__avg_scatter_grads` (zero/stage3.py) divides by all ranks, `__avg_scatter_contiguous_grads` by the groups.
     version = importlib.metadata.version("deepspeed")
     if not engine.zero_reduce_scatter():
         raise ConfigError("reduce_scatter is false under ZeRO-3 with sequence groups; leave it out, or use ZeRO-2")
@@ -199,31 +187,14 @@ def _averaged_over(engine: Any) -> int:
     return world_size
 
 
-class SequenceGroups:
-    """Gives DeepSpeed its groups of ranks that share sequences, as its `mpu`, without tensor-parallel ranks.
-
-    DeepSpeed's own module calls them model-parallel, so that checkpoints could not be made universal.
-    """
-
-    def __init__(self, groups: Any) -> None:
-        self._groups = groups
-        self.get_tensor_model_parallel_world_size = lambda: 1
-        self.get_tensor_model_parallel_rank = lambda: 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._groups, name)
-
-
-def share_sequences(model: Any, ranks: int) -> SequenceGroups | None:
+def share_sequences(model: Any, ranks: int) -> SimpleNamespace | None:
     """Let groups of `ranks` neighbouring ranks share every pack of a transformers model. Collective, once a process,
-    after `deepspeed.init_distributed()`, before `deepspeed.initialize(..., mpu=)`; sets the model's attention.
-
-    Args:
-        model: a transformers causal model; `ranks` divides its query heads, and divides its key heads or is a multiple.
-        ranks: of a group; 1 = nothing is shared or changed, and None is returned.
+    after `deepspeed.init_distributed()`, before `deepspeed.initialize(..., mpu=)`, for which it returns DeepSpeed's
+    module of groups; sets the model's attention. With 1 rank it changes nothing and returns None.
 
     Raises:
-        ConfigError: heads or ranks that do not divide, or a model whose attention cannot be set.
+        ConfigError: `ranks` do not divide the query heads, or neither divide the key heads nor are a multiple of them;
+            or the model's attention cannot be set.
     """
     if ranks == 1:
         return None
@@ -242,19 +213,16 @@ def share_sequences(model: Any, ranks: int) -> SequenceGroups | None:
         groups = UlyssesSPAttentionHF.register_with_transformers(model, DOCUMENTS, ranks, micro_batch_size=1)
     except (AssertionError, RuntimeError, ValueError) as error:
         raise ConfigError(f"DeepSpeed cannot share sequences among {ranks} ranks: {error}") from error
-    return SequenceGroups(groups)
+    # As they stand DeepSpeed takes them for model-parallel ones, and checkpoints could not be made universal.
+    no_tensor_ranks = {"get_tensor_model_parallel_world_size": lambda: 1, "get_tensor_model_parallel_rank": lambda: 0}
+    return SimpleNamespace(**vars(groups) | no_tensor_ranks)
 
 
 def sequence_share(batch: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
-    """Return a rank's rows of an `hf` batch.
+    """Return a rank's rows of an `hf` batch of T tokens; a `ConfigError` where `ranks` does not divide them.
 
-    Args:
-        batch: of T tokens; a `ConfigError` where `ranks` does not divide them.
-        rank: in the sequence group.
-
-    Returns:
-        The batch with `input_ids` and `position_ids` [1, T / ranks], `shift_labels` [1, T / ranks] in the place of
-        `labels` (row i has the label of token i + 1, which may lie on the next rank), and all else as it was.
+    `input_ids` and `position_ids` are then [1, T / ranks], `shift_labels` [1, T / ranks] take the place of `labels`
+    (row i has the label of token i + 1, which may lie on the next rank), and all else is as it was.
     """
     if (tokens := batch["input_ids"].shape[1]) % ranks:
         fix = f"make the loader with sequence_ranks={ranks}"

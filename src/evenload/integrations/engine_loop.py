@@ -17,13 +17,11 @@ from evenload.errors import CheckpointError, ConfigError
 from evenload.integrations.batch_formats import format_pack, move_batch
 from evenload.integrations.packed_loader import PackedLoader, PackedStep, zero_weight_pack
 from evenload.integrations.planner import model_spec_of
-from evenload.plan.strategies.registry import whole_strategies
 from evenload.types.model import ModelSpec
 
 PackLoss = Callable[[nn.Module, Any], Tensor]
 """`loss(model, batch)`: a scalar with a graph, from one call of the model: the sum over the micro-batch's label tokens,
-divided by those of the global batch, so that all micro-batches of all ranks add up to the mean over the global
-batch."""
+divided by those of the global batch, so that all micro-batches of all ranks add up to its mean."""
 
 Value = TypeVar("Value")
 _log = logging.getLogger("evenload.loader")
@@ -33,10 +31,9 @@ class TrainedStep(NamedTuple):
     """Describes one update.
 
     Args:
-        number: of updates made, counted over resumes.
+        number: of updates made, over resumes; that of the step before where gradients overflowed (not `was_updated`).
         loss: float[], on the device: mean over the label tokens of the global batch, before the update.
         num_micro_batches: that this rank ran, those of padding alone included.
-        was_updated: False where gradients overflowed in fp16; `number` is then that of the step before.
     """
 
     number: int
@@ -55,11 +52,7 @@ class EngineLoop(ABC):
     Args:
         model: packs are balanced for its `config` where the loader was made without a model.
         loader: of this rank. A `ConfigError` for one from which the engine would train something else, or never end.
-        loss: of one micro-batch; default: `hf_pack_loss`.
-        engine: its name, for messages; device: where batches go; sequence_ranks: of its groups that share every pack.
-
-    Attributes:
-        num_steps: updates made, over resumes.
+        loss: of one micro-batch; default: `hf_pack_loss`. sequence_ranks: of groups that share every pack.
     """
 
     def __init__(
@@ -77,10 +70,10 @@ class EngineLoop(ABC):
         self.loader, self._engine_name, self._device = loader, engine, device
         self._loss: PackLoss = loss or hf_pack_loss
         self.num_steps = 0
+        """Updates made, over resumes."""
 
     def accumulate(self, step: PackedStep) -> Tensor:
-        """Run forward and backward of one global batch, and return its loss, float[]; gradients wait for `update`.
-        Collective."""
+        """Run forward and backward of one global batch, and return its loss, float[], before `update`. Collective."""
         options, total = self.loader.options, torch.zeros((), device=self._device)
         # A rank without any gradient would leave out the reductions that the others wait in.
         padding = zero_weight_pack(options.row_multiple)
@@ -101,10 +94,8 @@ class EngineLoop(ABC):
         """Apply the gradients, and forget them; return whether that was done. Collective."""
 
     def train(self, num_steps: int) -> Iterator[TrainedStep]:
-        """Update until `num_steps` updates were made, over resumes and epochs, or the loader's epochs end. Collective.
-
-        A checkpoint saved in the loop's body is that after the update.
-        """
+        """Update until `num_steps` updates were made, over resumes and epochs, or the loader's epochs end; what the
+        loop's body saves is after the update. Collective."""
         while self.num_steps < num_steps and not self.loader.has_ended:
             for step in self.loader.steps():
                 loss, was_updated = self.accumulate(step), self.update()
@@ -123,11 +114,6 @@ def _refuse_loader(loader: PackedLoader, loss: PackLoss | None, engine: str, seq
     options, shared = loader.options, loader.options.sequence_ranks
     if options.evaluation:
         raise ConfigError(f"{engine} trains, and the loader was made with evaluation=True; make another one without it")
-    if not options.keeps_whole:
-        raise ConfigError(
-            f"strategy '{options.strategy}' cuts documents, and {engine} would miss keys of earlier slices; choose one "
-            f"of {', '.join(whole_strategies())}"
-        )
     if loss is None and options.format != "hf":
         fix = 'make it with format="hf", or give loss=function(model, batch)'
         raise ConfigError(f"the loader has format '{options.format}', which the loop's own loss does not read; {fix}")
@@ -148,11 +134,8 @@ def require_place(loader: PackedLoader, rank: int, world_size: int, other: str, 
 
 
 def balance_for_trained(loader: PackedLoader, describe: Callable[[], ModelSpec]) -> None:
-    """Balance the packs of a loader that was made without a model for the one that is trained. Collective.
-
-    Args:
-        describe: returns what the cost model reads of the model, or raises a `ConfigError`, which becomes a warning.
-    """
+    """Balance the packs of a loader that was made without a model for the one that is trained. Collective. A
+    `ConfigError` of `describe` becomes a warning."""
     if not loader.model_is_assumed:
         return
     try:
@@ -166,11 +149,8 @@ def balance_for_trained(loader: PackedLoader, describe: Callable[[], ModelSpec])
 
 def hf_pack_loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
     """Return the cross-entropy of a transformers causal model's logits (`PackLoss`), in float32 at least, without
-    auxiliary losses (routers of MoE). The model's own loss may take no `num_items_in_batch`.
-
-    Args:
-        batch: of format `hf`, on the model's device; or a rank's share of one, whose losses add up to the batch's.
-    """
+    auxiliary losses (routers of MoE); of a rank's share of an `hf` batch, what adds up to the batch's."""
+    # The model's own loss may take no `num_items_in_batch`.
     logits = model(**model_inputs(batch)).logits[0]
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     labels = batch["shift_labels"][0] if "shift_labels" in batch else shifted_labels(batch)[0]
@@ -192,12 +172,8 @@ def document_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scal
     """Return causal attention of each document of a pack to itself, with gradients, by Evenload's backends.
 
     Args:
-        q: [T, H, D]; k, v: [T, G, D], H a multiple of G.
+        q: [T, H, D], as what is returned; k, v: [T, G, D], H a multiple of G.
         cu_seqlens: where documents begin: 0, ..., T; read from the device once a pack, not once a layer.
-        scale: factor of q·k.
-
-    Returns:
-        [T, H, D].
     """
     if not hasattr(cu_seqlens, "evenload_sizes"):
         lengths = [size for size in cu_seqlens.diff().tolist() if size]

@@ -53,7 +53,6 @@ class EngineEvaluation:
     """Holds the results of all strategies on the same batches.
 
     Args:
-        engine, title: of the profile.
         results: in the order of the request; best: the fastest, "" where none could be planned.
         left_out: strategies that the engine cannot run, where all were requested.
         not_adapted: what Evenload's adapter to the engine refuses to run of these plans.
@@ -85,12 +84,8 @@ def evaluate_engine(
     strategies: Sequence[str] | None,
     on_progress: OnProgress = no_progress,
 ) -> EngineEvaluation:
-    """Plan every batch with every strategy, and price the plans on the engine.
-
-    Args:
-        strategies: None = all that the engine can run, and `auto`. A named one that it cannot run is a `ConfigError`.
-        on_progress: called before each strategy.
-    """
+    """Plan every batch with every strategy (None = all that the engine can run, and `auto`; a named one that it cannot
+    run is a `ConfigError`), and price the plans on the engine."""
     planner = planner.remembering()
     profile, left_out = planner.profile, ()
     if strategies is None:

@@ -52,9 +52,7 @@ class Fsdp2Loop(EngineLoop):
     Attributes:
         grad_norm: float[], of the last update before it was scaled; None without `max_grad_norm`.
 
-    Raises:
-        ConfigError: parameters that FSDP2 does not reduce over all ranks, or that are offloaded; a loader that
-            `EngineLoop` refuses.
+    Raises a `ConfigError` for parameters that are offloaded, or not reduced over all ranks, and as `EngineLoop`.
     """
 
     def __init__(
@@ -102,13 +100,9 @@ class Fsdp2Loop(EngineLoop):
         return True
 
     def save(self, directory: str | PathLike[str]) -> None:
-        """Write a distributed checkpoint (DCP): model, optimizer, loader, number of steps, `stateful`. Collective.
-
-        The last one in this folder, which all ranks have to reach, stays until the new one is whole, and then goes.
-
-        Raises:
-            CheckpointError: it could not be written; the one before is intact.
-        """
+        """Write a distributed checkpoint (DCP): model, optimizer, loader, number of steps, `stateful`. Collective. The
+        last one in this folder, which all ranks have to reach, stays until the new one is whole, and then goes; raises
+        a `CheckpointError` where that cannot be written."""
         if "://" in str(directory):
             raise ConfigError(f"'{directory}' is an address; give a folder that all ranks reach")
         folder = Path(directory)

@@ -1,8 +1,8 @@
 """What a `PackedLoader` is given: how it packs (`LoaderOptions`), its rank's place, its data and tokeniser.
 
-A caller's loop knows whole documents only, so strategies that cut documents are refused unless the caller declares that
-its attention reads the keys of earlier slices. A fast tokeniser of transformers is written out and read back as
-`tokenizer.json`, so content, end of document and chat template are those that transformers would load.
+A caller's loop knows whole documents only, so strategies that cut documents are refused. A fast tokeniser of
+transformers is written out and read back as `tokenizer.json`, so content, end of document and chat template are those
+that transformers would load.
 
 | the caller gives | ranks that share a global batch | reading |
 |---|---|---|
@@ -34,7 +34,7 @@ from evenload.data.config import DataConfig, reads_token_ids
 from evenload.data.hf_dataset import is_iterable_dataset
 from evenload.data.tokenize import BYTES, MAX_BYTE_VOCABULARY, DocumentTokenizer, describe_tokenizer
 from evenload.errors import ConfigError
-from evenload.integrations.batch_formats import PREFIX_FORMATS, BatchFormat, require_format
+from evenload.integrations.batch_formats import BatchFormat, require_format
 from evenload.integrations.catalog import BEST, LOOP, EngineProfile, engine_named, require_auto, require_strategy
 from evenload.integrations.price import StepShape
 from evenload.plan.problem import PlanOptions
@@ -65,13 +65,11 @@ class LoaderOptions:
         format: of the batches, see `batch_formats`; default: the engine's, else "hf".
         model, costs: for the balance, see `planner.make_planner`. Token ids beyond the model's are corrupt records.
         plan_options: as `[plan.options]` of a training configuration: `{"window": 4, "wlb": {"release": "queues"}}`.
-        accept_slices: the loop can run slices that attend to keys of earlier packs.
         evaluation: everything exactly once an iteration, in order; the last batch is short.
         rank, world_size, group: of the ranks that share a global batch, see the table of this module.
         peer_timeout_s: seconds that a rank waits for another.
 
-    Raises:
-        ConfigError: a value out of its range, or a strategy that the caller's loop cannot run.
+    Raises a `ConfigError` for a value out of its range, or a strategy that the caller's loop cannot run.
     """
 
     max_tokens: int
@@ -87,7 +85,6 @@ class LoaderOptions:
     model: Any = None
     costs: CostCoefficients | str | Path | None = None
     plan_options: dict[str, Any] | None = None
-    accept_slices: bool = False
     evaluation: bool = False
     rank: int | None = None
     world_size: int | None = None
@@ -137,11 +134,6 @@ class LoaderOptions:
         """Return whether all ranks run equally many micro-batches in every step."""
         return bool(self.equal_micro_batches) or self.micro_batches is not None
 
-    @property
-    def keeps_whole(self) -> bool:
-        """Return whether packs hold whole documents."""
-        return self.engine is not None or strategy_named(self.strategy).keeps_whole
-
     def planning(self) -> PlanOptions:
         """Return the planner's options."""
         own = {"max_pack_tokens": self.max_tokens, "micro_batches": self.micro_batches}
@@ -153,7 +145,7 @@ class LoaderOptions:
 
     def check_data(self, config: DataConfig, place: "LoaderPlace") -> None:
         """Raise a `ConfigError` for data settings or a place that contradict the options."""
-        if config.max_document_tokens > self.max_tokens and self.keeps_whole:
+        if config.max_document_tokens > self.max_tokens:
             lengths = f"max_document_tokens is {config.max_document_tokens}, max_tokens of a pack {self.max_tokens}"
             raise ConfigError(f"{lengths}: such a document fits no pack; change one of them, and choose overlong")
         if self.micro_batches is not None and config.batch_tokens is not None:
@@ -177,8 +169,6 @@ class LoaderOptions:
             require_auto(engine, planning)
         if planning.dp_merge:
             engine.refuse("sharing", "plan_options has dp_merge = true")
-        if self.accept_slices:
-            engine.refuse("slices", "accept_slices is True")
         if self.format is not None and self.format not in engine.formats:
             takes = " or ".join(engine.formats)
             raise ConfigError(f"engine {engine.name}: format is '{self.format}', its models take {takes}; leave it out")
@@ -200,22 +190,13 @@ class LoaderOptions:
             raise ConfigError(f"{request}, and {why}; leave format out")
 
     def _check_strategy(self) -> None:
-        if strategy_named(self.strategy).changes_layout:
+        strategy = strategy_named(self.strategy)
+        if strategy.changes_layout:
             raise ConfigError(f"strategy '{self.strategy}' changes the pipeline's layout, and a loader alone has none")
-        if self.keeps_whole:
-            return
-        cuts, whole = f"strategy '{self.strategy}' cuts documents", ", ".join(whole_strategies())
-        if self.pack_multiple > 1 or self.fixed_shapes:
-            given = f"pack_multiple is {self.pack_multiple}, fixed_shapes {self.fixed_shapes}, and {cuts}"
-            fix = f"padding goes only where documents stay whole: choose one of {whole}"
-            raise ConfigError(f"{given}, so that later packs attend to earlier ones; {fix}")
-        if not self.accept_slices:
+        if not strategy.keeps_whole:
             why = "a micro-batch needs keys and values of an earlier one, which a plain loop does not keep"
-            or_keep = "give accept_slices=True if your loop keeps them and follows step.plan"
-            raise ConfigError(f"{cuts}: {why}. Choose one of {whole}, train with 'evenload train', or {or_keep}")
-        if self.format not in PREFIX_FORMATS:
-            fix = f"use format {' or '.join(PREFIX_FORMATS)}"
-            raise ConfigError(f"{cuts}, and format '{self.format}' cannot express keys of earlier packs; {fix}")
+            fix = f"Choose one of {', '.join(whole_strategies())}, or train with 'evenload train'"
+            raise ConfigError(f"strategy '{self.strategy}' cuts documents: {why}. {fix}")
 
 
 class LoaderPlace(NamedTuple):

@@ -61,8 +61,7 @@ class MegatronTrainStep:
     Completes the model's configuration (`grad_scale_func`, `no_sync_func`) as Megatron's own training script does.
 
     Args:
-        model: as Megatron-Core's `DistributedDataParallel` wraps it.
-        optimizer: of `megatron.core.optimizer.get_megatron_optimizer`.
+        model: as Megatron-Core's `DistributedDataParallel` wraps it; optimizer: of its `get_megatron_optimizer`.
         loader: with `engine="megatron"`, on the data-parallel group; without a model it is balanced for this one. A
             `ConfigError` for one of another rank, and for settings that `require_runnable` refuses.
         forward_step: in place of `gpt_forward_step`. Its loss function returns what `sum_of_losses` returns.
@@ -99,7 +98,7 @@ class MegatronTrainStep:
         are in every parameter's `main_grad`. Raises a `DataError` for losses of other label tokens than the plan's."""
         from megatron.core.pipeline_parallel import get_forward_backward_func  # type: ignore[missing-import]
 
-        padding = zero_weight_pack(rows_multiple(self._config))
+        padding = zero_weight_pack(_rows_multiple(self._config))
         batches = step.batches or (megatron_batch(padding, step.num_label_tokens),)
         self._model.zero_grad_buffer()
         self._optimizer.zero_grad()
@@ -167,8 +166,7 @@ def require_runnable(config: Any, options: LoaderOptions) -> None:
         raise ConfigError(message)
 
 
-def rows_multiple(config: Any) -> int:
-    """Return what the rows of a pack have to be a multiple of."""
+def _rows_multiple(config: Any) -> int:
     return config.tensor_model_parallel_size if config.sequence_parallel else 1
 
 
@@ -184,7 +182,7 @@ def _unrunnable(config: Any, options: LoaderOptions) -> Iterator[str]:
         yield f"variable_seq_lengths is False, so {stages} stages would expect packs of one length; set it to True"
     if (ranks := config.context_parallel_size) > 1:
         yield f"context_parallel_size is {ranks}, which packs are not cut for; use 1, or train with 'evenload train'"
-    if options.pack_multiple % (multiple := rows_multiple(config)):
+    if options.pack_multiple % (multiple := _rows_multiple(config)):
         why = f"sequence_parallel divides the rows of a pack among {multiple} tensor-parallel ranks"
         yield f"{why}, and pack_multiple is {options.pack_multiple}; give PackedLoader pack_multiple={multiple}"
     if (experts := config.num_moe_experts) is not None:
@@ -194,11 +192,8 @@ def _unrunnable(config: Any, options: LoaderOptions) -> Iterator[str]:
 
 
 def model_of(model: Any, config: Any) -> ModelSpec:
-    """Return what the cost model reads of a dense `GPTModel`, of all its stages.
-
-    Args:
-        model: a stage, wrapped or not; config: its `TransformerConfig`. A `ConfigError` where layers are not priced.
-    """
+    """Return what the cost model reads of a dense `GPTModel`, of all its stages; `model` is one of them, wrapped or
+    not. A `ConfigError` where layers are not priced."""
     # Megatron's wrappers are `DistributedDataParallel` and `Float16Module`.
     while hasattr(model, "module"):
         model = model.module
@@ -228,10 +223,7 @@ def model_of(model: Any, config: Any) -> ModelSpec:
 
 def document_layer_spec(config: Any) -> Any:
     """Return a `ModuleSpec` of layers whose attention reads `PackedSeqParams`: `GPTModel(transformer_layer_spec=...)`.
-
-    Args:
-        config: the model's `TransformerConfig`; a `ConfigError` where these layers lack a setting of its attention.
-    """
+    A `ConfigError` where they lack a setting of the `TransformerConfig`'s attention."""
     for name, plain in _PLAIN_ATTENTION.items():
         if getattr(config, name) != plain:
             fix = f"set it to {plain}, or use Transformer Engine's layers"
@@ -264,11 +256,8 @@ class DocumentAttention(torch.nn.Module):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **settings: Any
     ) -> Tensor:
-        """Return the attention of one pack, [T, H · D]; a `ConfigError` where the batch is none.
-
-        Args:
-            query: [T, H, D]; key, value: [T, G, D]. settings: of them `packed_seq_params` with cumulative lengths.
-        """
+        """Return the attention of one pack, [T, H · D], of query [T, H, D], key and value [T, G, D]; a `ConfigError`
+        where `packed_seq_params` of the settings have no cumulative lengths."""
         packed = settings.get("packed_seq_params")
         if packed is None or packed.qkv_format != "thd" or attention_mask is not None:
             fix = "give the model packed_seq_params, and no attention_mask"

@@ -24,7 +24,7 @@ from evenload.data.ledger import warn_without_loss
 from evenload.data.loader import GlobalBatchLoader
 from evenload.data.tokenize import FileTokenizer
 from evenload.errors import ConfigError, DataError
-from evenload.feed.collate import PADDING_TOKEN, PackBatch, collate_packs
+from evenload.feed.collate import PADDING_TOKEN, PackBatch, collate_pack
 from evenload.feed.prefetcher import Prefetcher
 from evenload.feed.step_maker import PlannedStep, StepMaker
 from evenload.integrations.batch_formats import format_pack
@@ -56,15 +56,11 @@ class PackedStep:
     """Holds one optimizer step of this rank; iterating gives the micro-batches.
 
     Args:
-        planned: plan of all ranks, ledger and states after this step.
-        packs: this rank's forward packs in the order in which they are trained, those of padding alone last.
-        backward_packs: other cuts of the same documents where the strategy cuts.
-        batches: `packs` in the loader's format.
+        packs: this rank's packs in the order in which they are trained, those of padding alone last.
     """
 
     planned: PlannedStep
     packs: tuple[PackBatch, ...]
-    backward_packs: tuple[PackBatch, ...]
     batches: tuple[Any, ...]
 
     def __iter__(self) -> Iterator[Any]:
@@ -110,8 +106,7 @@ class PackedLoader:
         has_ended: all `epochs` were given.
         ledger_lines: what became of all documents and tokens, after the last step that was given.
 
-    Raises:
-        ConfigError: settings that cannot work, with the reason. Collective where ranks read together.
+    Raises a `ConfigError` for settings that cannot work, with the reason. Collective where ranks read together.
     """
 
     def __init__(self, data: Any, *, max_tokens: int, **settings: Any) -> None:
@@ -320,13 +315,15 @@ def _pack_step(step: PlannedStep, options: LoaderOptions, place: LoaderPlace) ->
     """Make this rank's micro-batches; a `ConfigError` on every rank where one needs more than `micro_batches`."""
     _require_count(step.plan, options)
     micro_batches = project(step.plan, options.profile, options.shape)[place.rank]
-    forward, backward = collate_packs(step.plan.pack_plans[place.rank], step.tokens)
+    planned = step.plan.pack_plans[place.rank].forward
     packs = tuple(
-        pad_pack(forward[one.pack], one.padded_tokens) if one.doc_ids else zero_weight_pack(one.padded_tokens)
+        pad_pack(collate_pack(planned[one.pack], step.tokens), one.padded_tokens)
+        if one.doc_ids
+        else zero_weight_pack(one.padded_tokens)
         for one in micro_batches
     )
     batches = tuple(format_pack(pack, options.format, step.plan.num_label_tokens) for pack in packs)
-    return PackedStep(planned=step, packs=packs, backward_packs=backward, batches=batches)
+    return PackedStep(planned=step, packs=packs, batches=batches)
 
 
 def _require_count(plan: StepPlan, options: LoaderOptions) -> None:
@@ -394,15 +391,14 @@ def _start_lines(
     reading = "alone" if place.reads_alone else f"together with {place.peers.size - 1} others"
     workers = counted(config.workers, "process") if config.workers else "a thread"
     not_done = [
-        "no document attends to another" + (", and none is cut" if options.keeps_whole else ""),
+        "no document attends to another, and none is cut",
         "no attention mask is made, no special tokens but the end of a document, tensors stay on the CPU",
     ]
     if delays and not options.evaluation and config.epochs is None:
         not_done.append("documents that wait when you stop are not trained (set epochs)")
     lines = {
         "engine": f"{options.engine}: {options.profile.title}" if options.engine else "",
-        "strategy": f"{options.strategy}: {ENGINES_AUTO if is_engines_auto else strategy.description}"
-        + ("" if options.keeps_whole else "; the loop must follow step.plan"),
+        "strategy": f"{options.strategy}: {ENGINES_AUTO if is_engines_auto else strategy.description}",
         "global batch": f"{batch}, rank {place.rank} of {place.world_size}, {packs}",
         "tokenizer": tokenizer,
         "boundaries": f"format {options.format}: positions and cumulative lengths of documents, no attention_mask",

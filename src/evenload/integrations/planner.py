@@ -57,15 +57,13 @@ class EnginePlanner(StepPlanner):
         shape: StepShape | None = None,
     ) -> None:
         require_strategy(profile, BEST, options, layout)
-        # Replicas share nothing, activations are stored, the engine orders its pipeline, and a context group shares
-        # every document.
+        # Replicas share nothing, activations are stored, the engine orders its pipeline; its context group shares all.
         changes: dict[str, object] = {"dp_merge": False, "policy": "replay", "schedule": CHOOSE}
         if profile.context_parallel != "none":
             changes["cp_sharding"] = "per_document"
         own = msgspec.structs.replace(options, **changes)
-        super().__init__(
-            model, coefficients, layout, None, own, host="unlimited", waits_at_each=profile.waits_in(layout)
-        )
+        waits = profile.waits_in(layout)
+        super().__init__(model, coefficients, layout, None, own, host="unlimited", waits_at_each=waits)
         self.profile, self.shape, self.schedule = profile, shape or StepShape(), options.schedule
         self._made: dict[Hashable, Proposal] | None = None
 
@@ -100,14 +98,8 @@ class EnginePlanner(StepPlanner):
         # A strategy that defers nothing plans alike whatever waits and follows.
         delays = strategy_named(request.strategy).delays(planner.options)
         of_state = (request.state, request.is_last) if delays else request.state is None
-        key = (
-            planner.options.micro_batches,
-            request.strategy,
-            request.step,
-            request.documents,
-            request.left_out,
-            of_state,
-        )
+        asked = request.strategy, request.step, request.documents, request.left_out
+        key = planner.options.micro_batches, asked, of_state
         if key not in self._made:
             self._made[key] = StepPlanner.answer(planner, request)
         return self._made[key]
@@ -166,10 +158,8 @@ def make_planner(
         model: as `model_spec_of`; None = `ASSUMED_MODEL`, whose heads decide nothing.
         costs: measured coefficients (`cost.json`); None = an H100's data sheet, as are links that a file lacks.
         engine: that trains the steps; None = an unknown loop.
-        shape: what the loader fixes of micro-batches.
 
-    Raises:
-        ConfigError: not a model, a cost file of another one, or heads that the ranks of a group cannot share.
+    Raises a `ConfigError` for no model, a cost file of another one, or heads that the ranks of a group cannot share.
     """
     spec = model_spec_of(ASSUMED_MODEL if model is None else model)
     layout = even_layout(spec.num_layers, dp=dp, cp=cp)
@@ -198,11 +188,8 @@ def known_vocabulary(model: Any) -> int | None:
 
 
 def model_spec_of(model: Any) -> ModelSpec:
-    """Return what the cost model reads of a model; a `ConfigError` for what is none.
-
-    Args:
-        model: a built-in name, a `config.json` or its directory, a `ModelSpec`, a transformers model or configuration.
-    """
+    """Return what the cost model reads of a built-in name, a `config.json` or its directory, a `ModelSpec`, or a
+    transformers model or configuration; a `ConfigError` for anything else."""
     if isinstance(model, ModelSpec):
         return model
     if isinstance(model, str | Path):

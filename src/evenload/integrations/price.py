@@ -53,13 +53,12 @@ class StepShape(Frozen):
 
 
 class EngineMicroBatch(Frozen, gc=False):
-    """Holds what a replica computes in one forward and backward; its context-parallel ranks share all of it.
+    """Holds what a replica computes in one forward and backward; its context-parallel ranks share all of it. Without
+    documents it is padding, whose gradient is 0, and `pack`, the index of the replica's forward pack, is -1.
 
     Args:
-        doc_ids: in order; () = padding alone, whose gradient is 0.
         document_tokens: rows of every document, its own padding included.
         padded_tokens: rows of all documents and of the padding behind them.
-        pack: index of the replica's forward pack; -1 = without documents.
     """
 
     doc_ids: tuple[int, ...] = ()
@@ -96,8 +95,7 @@ def project(plan: StepPlan, profile: EngineProfile, shape: StepShape) -> tuple[t
 
 def _micro_batches(plan: StepPlan, packs: PackPlan, profile: EngineProfile, chunk: int) -> list[EngineMicroBatch]:
     """Return a replica's micro-batches in order, without the padding behind their documents."""
-    if not profile.slices:
-        _require_whole(plan, packs, profile)
+    _require_whole(plan, packs, profile)
     order = list(range(len(packs.forward)))
     if profile.waits_in(plan.layout):
         # The ranks' first micro-batches wait for each other, then their second: equally long ones belong together.
@@ -145,13 +143,11 @@ class EnginePrice(Frozen):
     """Holds the prediction for one step on an engine.
 
     Args:
-        step_time_s: `packs_s` and `end_s`.
         packs_s: until the slowest rank has computed its last micro-batch.
         end_s: for what comes after: reductions that nothing hides, update, all-gather of weights.
         idle_fraction: share of all ranks' step time in which no micro-batch is computed.
         padding_fraction: share of the computed tokens that are padding.
         micro_batches, empty_micro_batches: counts over all replicas; the latter have no documents.
-        max_padded_tokens: length of the longest micro-batch.
     """
 
     step_time_s: float
@@ -172,13 +168,8 @@ class _Replica(NamedTuple):
 def engine_price(
     plan: StepPlan, profile: EngineProfile, costs: PackCosts, shape: StepShape | None = None, schedule: str = CHOOSE
 ) -> EnginePrice:
-    """Predict what a plan takes on an engine; raises as `project`.
-
-    Args:
-        costs: of the plan's model and layout.
-        shape: what the run fixes of micro-batches; None = nothing.
-        schedule: of the engine's pipeline; "choose" = interleaved where ranks have several stages, else 1F1B.
-    """
+    """Predict what a plan takes on an engine, by costs of its model and layout; raises as `project`. `schedule` is of
+    the engine's pipeline; "choose" = interleaved where ranks have several stages, else 1F1B."""
     projected = project(plan, profile, shape or StepShape())
     costs, layout = engine_costs(profile, costs), costs.layout
     replicas = [_replica(profile, costs, micro_batches) for micro_batches in projected]

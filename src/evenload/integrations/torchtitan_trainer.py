@@ -44,7 +44,6 @@ _STATE = "evenload"
 _OF_TORCHTITAN = {
     **dict.fromkeys(("rank", "world_size", "group"), "torchtitan's mesh defines which ranks share a global batch"),
     **dict.fromkeys(("engine", "format", "equal_micro_batches"), "torchtitan determines it"),
-    "accept_slices": "torchtitan's attention reads the keys of its own micro-batch alone",
     "evaluation": "not tested with torchtitan's Validator, which takes a loader of its own in validator.dataloader",
 }
 _PARALLEL = {
@@ -55,15 +54,8 @@ _PARALLEL = {
 
 
 class PackedDataLoader(BaseDataLoader):
-    """Gives the micro-batches of this data-parallel rank, epoch after epoch. Collective in training.
-
-    Args:
-        tokenizer: torchtitan's; its directory is the default tokeniser of `config.loader`.
-        sizes: of torchtitan's batches, of which `seq_len` is read.
-
-    Attributes:
-        loader: the `PackedLoader`.
-    """
+    """Gives the micro-batches of this data-parallel rank, epoch after epoch. Collective in training. The default
+    tokeniser is torchtitan's; of the sizes of its batches `seq_len` is read."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
@@ -85,10 +77,8 @@ class PackedDataLoader(BaseDataLoader):
         self._given = 0
 
     def begin_step(self) -> int:
-        """Make the next step ready; return how many micro-batches it has left, the same on all ranks.
-
-        Raises a `DataloaderExhaustedError` at the end of the data, a `DataError` where nothing in the step has a loss.
-        """
+        """Make the next step ready; return how many micro-batches it has left, the same on all ranks. Raises a
+        `DataloaderExhaustedError` at the end of the data, a `DataError` where nothing in the step has a loss."""
         if (step := self._next_step()) is None:
             raise DataloaderExhaustedError
         if not step.num_label_tokens:
@@ -147,11 +137,8 @@ def _loader_settings(given: dict[str, Any], tokenizer: Any, sizes: dict[str, Any
 
 
 class PackedTrainer(Trainer):
-    """Trains torchtitan's models on the packs of a `PackedDataLoader`.
-
-    Args:
-        config: of `packed_config`; a `ConfigError` where packs would not train, or train something else.
-    """
+    """Trains torchtitan's models on the packs of a `PackedDataLoader`, with a configuration of `packed_config`; a
+    `ConfigError` where packs would not train, or train something else."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
@@ -233,12 +220,8 @@ def _untrainable(config: Any) -> Iterator[str]:
 
 
 def model_of(name: str, config: Any) -> ModelSpec:
-    """Return what the cost model reads of a dense decoder; a `ConfigError` for another kind of model.
-
-    Args:
-        name: shown to users.
-        config: torchtitan's `Decoder.Config`; layers all alike, with grouped-query attention and a gated block.
-    """
+    """Return what the cost model reads of torchtitan's `Decoder.Config`, dense with layers all alike, grouped-query
+    attention and a gated block; a `ConfigError` for another kind of model."""
     fix = 'name the model for which packs are balanced: loader={"model": ...}'
     try:
         shapes = {

@@ -28,15 +28,8 @@ _COST = Cost()
 
 
 def install(cost: Cost = _COST) -> Replaced:
-    """Place the samples of every step in this process; every rank needs it. Returns what undoes it.
-
-    Args:
-        cost: predicts seconds of a sample on one rank.
-
-    Raises:
-        MissingPackageError: Megatron-Core is not installed.
-        ConfigError: another release, or the seam is installed already.
-    """
+    """Place the samples of every step in this process by `cost`, the seconds of a sample on one rank; every rank needs
+    it. Returns what undoes it. Raises `MissingPackageError` and `ConfigError` as `require_release` and `Replaced`."""
     tested = require_release("megatron-core", ("0.19.2",))
     owner = module_of("megatron.core.pipeline_parallel.hybrid_cp_schedule", tested).BalancedCPScheduler
     theirs = owner.get_groups_and_subsamples
@@ -56,14 +49,9 @@ def groups_of(lengths: Sequence[int], ranks: int, max_tokens: int, cost: Cost) -
     """Return the samples of every rank of every group, `[group][rank]` indices; ranks that share a sample are aligned.
 
     Args:
-        lengths: tokens of every sample, each at least 1.
-        ranks: of data and context parallelism together, a power of two.
+        lengths: tokens of every sample; an empty one, or one too long for all ranks together, is a `DataError`.
+        ranks: of data and context parallelism together, a power of two, else a `ConfigError`.
         max_tokens: of one sample on one rank.
-        cost: predicts seconds of a sample.
-
-    Raises:
-        ConfigError: ranks are no power of two.
-        DataError: a sample is empty, or too long for all ranks together.
     """
     if ranks < 1 or ranks & (ranks - 1):
         raise ConfigError(f"{ranks} ranks of data and context parallelism, must be a power of two for this seam")

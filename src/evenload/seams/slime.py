@@ -27,12 +27,8 @@ _TESTED = "slime 624b824a or miles 31f1ca96"
 
 
 def install(module: str = "slime.utils.dp_schedule", cost: Cost | str = _COST) -> Replaced:
-    """Put `build_dp_schedule` in the place of slime's, or of miles's with `module="miles.utils.dp_schedule"`.
-
-    Raises:
-        MissingPackageError: the module cannot be imported.
-        ConfigError: its function takes other arguments than the tested one, or is replaced already.
-    """
+    """Put `build_dp_schedule` in the place of slime's, or of miles's with `module="miles.utils.dp_schedule"`. Raises
+    `MissingPackageError` and `ConfigError` as `module_of` and `Replaced`."""
     return Replaced(_TESTED, (module_of(module, _TESTED), partial(build_dp_schedule, cost=cost)))
 
 

@@ -29,9 +29,7 @@ def install(max_tokens: int | None = None, cost: Cost | str | None = None) -> Re
             the documents of a step do not fit into `gradient_accumulation_steps` micro-batches of every rank.
         cost: predicts seconds, or names a model, as for `micro_batches`; None = `Cost()`.
 
-    Raises:
-        MissingPackageError: transformers is not installed.
-        ConfigError: another release of transformers, or the seam is installed already.
+    Raises `MissingPackageError` and `ConfigError` as `require_release` and `Replaced`.
     """
     tested = require_release("transformers", ("5.23", "5.24"))
     from transformers import Trainer

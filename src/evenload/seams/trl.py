@@ -31,15 +31,8 @@ Rows = list[Any]
 
 
 def install(cost: Cost = _COST) -> Replaced:
-    """Divide the steps of every `AsyncGRPOTrainer` whose loader is made from now on; returns what undoes it.
-
-    Args:
-        cost: predicts seconds.
-
-    Raises:
-        MissingPackageError: TRL is not installed.
-        ConfigError: another release of TRL, or the seam is installed already.
-    """
+    """Divide the steps of every `AsyncGRPOTrainer` whose loader is made from now on; returns what undoes it. Raises
+    `MissingPackageError` and `ConfigError` as `require_release` and `Replaced`."""
     tested = require_release("trl", ("1.16",))
     from trl.experimental.async_grpo.async_grpo_trainer import AsyncGRPOTrainer, TokenBudgetBatcher
 

@@ -39,9 +39,7 @@ def install(max_tokens: int | None = None, cost: Cost | str = _COST, waits: Wait
         waits: at what ranks wait for each other: every "micro_batch" (FSDP, expert parallelism), or once a "step"
             (Megatron else).
 
-    Raises:
-        MissingPackageError: verl is not installed.
-        ConfigError: verl's functions take other arguments than those of 0.9.1, or are replaced already.
+    Raises `MissingPackageError` and `ConfigError` as `module_of` and `Replaced`.
     """
     deciding = module_of("verl.utils.seqlen_balancing", _TESTED)
     return Replaced(
@@ -82,11 +80,8 @@ def get_seqlen_balanced_partitions(
 def get_group_balanced_partitions(
     seqlen_list: list[int], uid_list: list, k_partitions: int, *, cost: Cost | str = _COST
 ) -> list[list[int]]:
-    """Return the sequences of every rank, ascending: ranks get equal works and equally many groups of one uid, whole.
-
-    Raises:
-        ConfigError: the lists differ in length, or there are no k_partitions equal shares of groups.
-    """
+    """Return the sequences of every rank, ascending: ranks get equal works and equally many groups of one uid, whole;
+    a `ConfigError` where the lists differ in length, or there are no k_partitions equal shares of groups."""
     if len(seqlen_list) != len(uid_list):
         raise ConfigError(f"{len(uid_list)} uids for {len(seqlen_list)} sequences; give one for each")
     groups: dict[Any, list[int]] = {}
