@@ -13,11 +13,12 @@ from transformers import AutoModelForCausalLM
 
 from check_cases import invariance_among_processors, invariance_verdict, isolation_verdict, resume_verdict
 from dist_training import COSTS
-from evenload.check.checks import check_ledger
-from evenload.check.smaller_run import Verdict, checked_scope, exact_casts
+from evenload.check.checks import check_ledger, check_memory, survey_batches
+from evenload.check.smaller_run import Verdict, checked_scope, exact_casts, exit_code
 from evenload.config.train_config import layout_of, load_train_config
 from evenload.runtime.model.model_config import load_config, model_spec
 from evenload.runtime.model.weight_files import stored_weights
+from evenload.types.text import format_bytes
 from other_rounding import rounded_up
 from reference_training import KINDS, make_tokens, plain_loss_and_gradients, plain_model, relative_error, tiny_config
 from small_run import write_small_run
@@ -135,23 +136,47 @@ def test_a_restart_that_forgets_its_place_in_the_data_is_caught(gloo_pool, confi
     assert "step 3: plan " in verdict.why
 
 
-def ledger_of(config_file: Path, *overrides: str) -> Verdict:
+def surveyed(config_file: Path, *overrides: str, cap_bytes: int = 2**34):
     config = load_train_config(config_file, [*PIPELINE, *overrides])
     model = model_spec(config)
-    return check_ledger(config, model, layout_of(config.parallel, model.num_layers), COSTS)
+    return survey_batches(config, model, layout_of(config.parallel, model.num_layers), COSTS, cap_bytes)
 
 
 def test_an_epoch_is_accounted_for(config_file):
-    verdict = ledger_of(config_file)
+    survey = surveyed(config_file)
+    verdict = check_ledger(survey)
     assert verdict.outcome == "pass"
-    tokens = sum(len(file.read_bytes()) + 1 for file in (config_file.parent / "corpus").iterdir())
-    assert verdict.found.startswith(f"a whole epoch, 3 steps of 60 documents, {tokens:,} tokens: ")
+    assert verdict.found.startswith("a whole epoch, 3 steps of 60 documents")
+    assert survey.tokens == sum(len(file.read_bytes()) + 1 for file in (config_file.parent / "corpus").iterdir())
 
 
 def test_a_document_that_training_would_stop_at_fails_the_ledger(config_file):
-    verdict = ledger_of(config_file, "data.max_document_tokens=100")
+    verdict = check_ledger(surveyed(config_file, "data.max_document_tokens=100"))
     assert verdict.outcome == "fail"
     assert ".txt has " in verdict.why
+
+
+def test_the_fullest_step_is_held_against_the_limit(config_file):
+    survey = surveyed(config_file)
+    assert check_memory(survey, 2**34, "slimpack").outcome == "pass"
+    peak = max(survey.peaks)[0]
+    tight = surveyed(config_file, "plan.strategy=padded", cap_bytes=peak // 2)
+    verdict = check_memory(tight, peak // 2, "padded")
+    assert verdict.outcome == "fail"
+    assert f"{format_bytes(max(tight.peaks)[0])} predicted in step {max(tight.peaks)[1]}" in verdict.found
+    nothing = surveyed(config_file, cap_bytes=1000)
+    verdict = check_memory(nothing, 1000, "slimpack")
+    assert verdict.outcome == "fail"
+    assert "the device offers" in verdict.why
+
+
+@pytest.mark.parametrize(
+    ("failed", "code"), [((), 0), (("memory",), 3), (("isolation",), 1), (("memory", "ledger"), 1)]
+)
+def test_exit_codes(failed, code):
+    names = ("isolation", "invariance", "resume", "ledger", "memory")
+    verdicts = [Verdict(name=name, outcome="fail" if name in failed else "pass", found="") for name in names]
+    assert exit_code([*verdicts, Verdict(name="other", outcome="skipped", found="")]) == code
 
 
 def test_a_large_model_is_checked_by_its_first_layers_with_their_own_weights(tmp_path, config_file):

@@ -1,4 +1,4 @@
-"""Check isolation, invariance and resume on the smaller run, the ledger on the user's own batches.
+"""Check isolation, invariance and resume on the smaller run, ledger and memory on the user's own batches.
 
 **Isolation**: what a document computes does not depend on its neighbours in a pack. Every other document, in the order
 of the packs, gets other tokens; then the rest. Outputs and gradients of the unchanged ones must stay: to the bit on the
@@ -14,13 +14,14 @@ plain training twice.
 **Resume**: a trainer that is made anew from a checkpoint must repeat the first one's plan digests, losses and gradient
 norms bit for bit. Price: seven small steps, one save, one load.
 
-**Ledger**: the user's own batches, read and planned as training would but not computed, on rank 0.
+**Ledger and memory**: the user's own batches, read and planned as training would but not computed, on rank 0.
 """
 
 import math
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,7 +43,7 @@ from evenload.data.hub import local_path
 from evenload.data.loader import GlobalBatchLoader
 from evenload.errors import ConfigError, DataError, EvenloadError, InfeasiblePlanError, InvalidPlanError, RankLostError
 from evenload.plan.deferral import DelayState
-from evenload.plan.planner import RunPlanner, StepPlanner
+from evenload.plan.planner import StepPlanner
 from evenload.plan.strategies.baselines import BALANCED, BEST_FIT, PADDED
 from evenload.plan.strategies.slimpack import SLIMPACK, SlimpackOptions
 from evenload.runtime.comm.mesh import Mesh
@@ -54,7 +55,7 @@ from evenload.types.document import Document
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
 from evenload.types.plan import StepPlan, decode_plan, encode_plan
-from evenload.types.text import counted
+from evenload.types.text import counted, format_bytes
 
 _NOISE_FACTOR, _MOST_NOISE = 4.0, 1e-2
 
@@ -306,47 +307,98 @@ _MAX_DOCUMENTS = 20_000
 _MAX_S = 8.0
 
 
-def check_ledger(
-    config: TrainConfig, model: ModelSpec, layout: ParallelLayout, coefficients: CostCoefficients
-) -> Verdict:
-    """Read, plan and account for the user's batches until the limits, at least one."""
-    # Whether plans fit memory is no matter of the ledger.
-    planner = RunPlanner(make_planner(config, model, layout, coefficients, None), config.plan.strategy)
-    loader = GlobalBatchLoader(
-        msgspec.structs.replace(config.data, epochs=1, mixture_end="once"), vocab_size=model.vocab_size
-    )
-    state, why, extent, until_s = DelayState(), "", "the first batches", time.perf_counter() + _MAX_S
-    steps = documents = read = trained = 0
+@dataclass
+class Survey:
+    """Result of reading and planning the user's own batches.
+
+    Args:
+        steps, documents, tokens: planned; tokens counted from the documents themselves.
+        whole_epoch: the data ended.
+        peaks: (predicted bytes of the fullest process, step, longest document), of steps that fit or not.
+        ledger_error, memory_error: why training would stop; "" = it would not.
+    """
+
+    steps: int = 0
+    documents: int = 0
+    tokens: int = 0
+    whole_epoch: bool = False
+    peaks: list[tuple[int, int, int]] = field(default_factory=list)
+    ledger_lines: tuple[str, ...] = ()
+    ledger_error: str = ""
+    memory_error: str = ""
+
+
+def survey_batches(
+    config: TrainConfig, model: ModelSpec, layout: ParallelLayout, coefficients: CostCoefficients, memory_cap_bytes: int
+) -> Survey:
+    """Read, plan and account for batches until the limits; at least one."""
+    planner = make_planner(config, model, layout, coefficients, memory_cap_bytes)
+    survey, state, trained = Survey(), DelayState(), 0
+    until_s = time.perf_counter() + _MAX_S
+    data = msgspec.structs.replace(config.data, epochs=1, mixture_end="once")
+    loader = GlobalBatchLoader(data, vocab_size=model.vocab_size)
     try:
-        while not steps or (documents < _MAX_DOCUMENTS and time.perf_counter() < until_s):
+        while not survey.steps or (survey.documents < _MAX_DOCUMENTS and time.perf_counter() < until_s):
             batch = loader.next_batch()
             if batch is None:
-                extent = "a whole epoch"
+                survey.whole_epoch = True
                 break
-            plan, state, _ = planner.plan_step(steps, batch.carried + batch.documents, state, is_last=batch.is_last)
+            documents = batch.carried + batch.documents
+            proposal = planner.propose(
+                survey.steps, documents, config.plan.strategy, state=state, is_last=batch.is_last
+            )
+            plan = proposal.plan
             validate_plan(plan, max_pack_tokens=config.max_pack_tokens)
+            state = proposal.state or DelayState()
+            longest = max((document.num_tokens for document in documents), default=0)
+            survey.peaks.append((plan.predicted.peak_memory_bytes, survey.steps, longest))
+            survey.memory_error = survey.memory_error or proposal.why
             for document in plan.documents:
                 if document.doc_id in batch.tokens and len(batch.tokens[document.doc_id]) != document.num_tokens:
                     raise DataError(f"document {document.doc_id} was announced with {document.num_tokens} tokens")
             trained += sum(document.num_tokens for document in plan.documents)
-            read += sum(len(batch.tokens[document.doc_id]) for document in batch.documents)
-            documents += len(batch.documents)
+            survey.tokens += sum(len(batch.tokens[document.doc_id]) for document in batch.documents)
+            survey.documents += len(batch.documents)
             loader.record_step(batch, plan)
             loader.check_ledger()
-            steps += 1
+            survey.steps += 1
         if loader.ledger.state.trained.tokens != trained:
             raise DataError(
                 f"the ledger has {loader.ledger.state.trained.tokens:,} trained tokens, the plans {trained:,}; "
                 "please report this as a bug"
             )
-    except (DataError, InfeasiblePlanError, InvalidPlanError) as error:
-        why = str(error)
+    except InfeasiblePlanError as error:
+        survey.memory_error = str(error)
+    except (DataError, InvalidPlanError) as error:
+        survey.ledger_error = str(error)
     finally:
-        lines = [" ".join(line.split()) for line in loader.summary()]
+        survey.ledger_lines = tuple(loader.summary())
         loader.close()
+    return survey
+
+
+def check_ledger(survey: Survey) -> Verdict:
+    extent = "a whole epoch" if survey.whole_epoch else "the first batches"
+    lines = (" ".join(line.split()) for line in survey.ledger_lines)
     account = "; ".join(line for line in lines if " 0 documents 0 tokens" not in line)
-    result = f"{extent}, {counted(steps, 'step')} of {counted(documents, 'document')}, {read:,} tokens: {account}"
-    return judged("ledger", result, why)
+    steps, documents = counted(survey.steps, "step"), counted(survey.documents, "document")
+    result = f"{extent}, {steps} of {documents}, {survey.tokens:,} tokens: {account}"
+    if not survey.steps and not survey.ledger_error:
+        return skipped("ledger", result, "no step could be planned; see memory")
+    return judged("ledger", result, survey.ledger_error)
+
+
+def check_memory(survey: Survey, memory_cap_bytes: int, strategy: str) -> Verdict:
+    result = f"limit {format_bytes(memory_cap_bytes)} a process"
+    if survey.peaks:
+        peak, step, longest = max(survey.peaks)
+        result = (
+            f"fullest of {len(survey.peaks)} steps of {strategy}: {format_bytes(peak)} predicted in step {step} "
+            f"(longest document {longest:,} tokens), {result}"
+        )
+    if not survey.peaks and not survey.memory_error:
+        return skipped("memory", "", "no step could be read; see ledger")
+    return judged("memory", result, survey.memory_error)
 
 
 _COMPARED = tuple(one.name for one in (PADDED, BEST_FIT, BALANCED, SLIMPACK))
@@ -358,10 +410,11 @@ def run_checks(
     mesh: Mesh,
     coefficients: CostCoefficients,
     memory_cap_bytes: int,
+    users_cap_bytes: int,
     on_start: Callable[[str], None],
 ) -> list[Verdict]:
-    """Run all checks in order and return their verdicts, the same on every rank; the limit is of a process of this run,
-    and `on_start` is called with a check's name before it. Collective."""
+    """Run all checks in order and return their verdicts, the same on every rank; the limits are of a process of this
+    run, and of the user's, and `on_start` is called with a check's name before it. Collective."""
     options = options_of_run(scope.config, mesh.layout, coefficients)
     smaller = msgspec.structs.replace(scope.config, plan=msgspec.structs.replace(scope.config.plan, options=options))
     vocab_size = model_spec(smaller).vocab_size
@@ -386,13 +439,15 @@ def run_checks(
             raise
         except EvenloadError as error:
             verdicts.append(judged(name, "", str(error)))
-    on_start("ledger")
-    ledger: list[Verdict | None] = [None]
+    on_start("ledger and memory")
+    surveyed: list[list[Verdict]] = [[]]
     if mesh.rank == 0:
         model = model_spec(config)
-        ledger[0] = check_ledger(config, model, layout_of(config.parallel, model.num_layers), coefficients)
-    dist.broadcast_object_list(ledger, src=0, group=mesh.control)
-    return [*verdicts, *filter(None, ledger)]
+        layout = layout_of(config.parallel, model.num_layers)
+        survey = survey_batches(config, model, layout, coefficients, users_cap_bytes)
+        surveyed[0] = [check_ledger(survey), check_memory(survey, users_cap_bytes, config.plan.strategy)]
+    dist.broadcast_object_list(surveyed, src=0, group=mesh.control)
+    return verdicts + surveyed[0]
 
 
 def _shared_plans(

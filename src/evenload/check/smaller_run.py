@@ -72,6 +72,12 @@ def skipped(name: str, result: str, why: str) -> Verdict:
     return Verdict(name=name, outcome="skipped", found=result, why=why)
 
 
+def exit_code(verdicts: list[Verdict]) -> int:
+    """Return 0 where nothing failed, 3 where only memory did (as where no plan fits), else 1."""
+    failed = {verdict.name for verdict in verdicts if verdict.outcome == "fail"}
+    return 0 if not failed else 3 if failed == {"memory"} else 1
+
+
 @contextmanager
 def exact_casts() -> Iterator[None]:
     """Run every module whose first floating input, or else parameter, is float64 under `Float64Casts`; all threads."""
@@ -167,7 +173,7 @@ def checked_scope(config: TrainConfig, directory: Path) -> Scope:
         background_checkpoints=False,
         resume=True,
     )
-    # What the user's run may hold is not what this one may.
+    # Whether the user's run fits its limit is another check.
     plan = msgspec.structs.replace(config.plan, options=options, memory_bytes=None)
     smaller = msgspec.structs.replace(
         config, model=settings, parallel=parallel, data=smaller_data, plan=plan, train=train

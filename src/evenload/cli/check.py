@@ -21,22 +21,22 @@ _STYLES = {"pass": "bold green", "fail": "bold red", "skipped": "yellow"}
 
 
 def run_check(request: ConfigOptions) -> None:
-    """Prove on your model and data: isolation, invariance, resume, ledger.
+    """Prove on your model and data: isolation, invariance, resume, ledger, memory.
 
     Takes a minute. Starts the processes of \\[parallel] on this machine, runs a few small steps of the model (its first
     layers where it is large) on the first documents, reads and plans batches as training would, and writes nothing.
 
-    Exit code: 0 all passed or skipped, 1 a check failed, 2 wrong input.
+    Exit code: 0 all passed or skipped, 1 a check failed, 3 only memory failed, 2 wrong input.
     """
     require_train_extra("evenload check")
     launch.require_own_launch("evenload check")
     started_s = time.perf_counter()
     content = launch.measure("evenload check", "check", request.load(), calibration_cache())
-    from evenload.check.smaller_run import Verdict
+    from evenload.check.smaller_run import Verdict, exit_code
 
     verdicts = msgspec.json.decode(content, type=list[Verdict])
     _show(verdicts, time.perf_counter() - started_s)
-    sys.exit(1 if any(verdict.outcome == "fail" for verdict in verdicts) else 0)
+    sys.exit(exit_code(verdicts))
 
 
 check_command = command_of(ConfigOptions, run_check)

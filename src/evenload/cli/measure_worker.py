@@ -29,6 +29,7 @@ from evenload.cli.worker_setup import (
     RankSetup,
     device_name,
     joined_rank,
+    memory_for_rank,
     require_runnable,
     run_coefficients,
     started_rank,
@@ -220,14 +221,17 @@ def check_task(answer: Path, config: TrainConfig, cache: Path) -> tuple[tuple, i
 def check_rank(answer: Path, config: TrainConfig, scope: Scope, lines: tuple[str, ...], cache: Path) -> int:
     """Run one rank of the checks, after lines that say what is checked; the answer is a list of `Verdict`."""
     smaller = scope.config
+    users_layout = layout_of(config.parallel, model_spec(config).num_layers)
     with started_rank(smaller, layout_of(smaller.parallel, model_spec(smaller).num_layers)) as setup:
         print_lines(setup.console, *lines)
+        users_cap_bytes = config.plan.memory_bytes or memory_for_rank(setup.mesh.device, users_layout.world_size)
         trainer = Trainer(smaller, setup.mesh)
         longest = config.data.max_document_tokens
         costs = run_coefficients(trainer, cache, setup, longest)
         del trainer
+        caps = setup.memory_cap_bytes, users_cap_bytes
         on_start = functools.partial(setup.console.print, "checking")
-        verdicts = run_checks(config, scope, setup.mesh, costs, setup.memory_cap_bytes, on_start)
+        verdicts = run_checks(config, scope, setup.mesh, costs, *caps, on_start)
         if setup.mesh.rank == 0:
             answer.write_bytes(msgspec.json.encode(verdicts))
     return 0

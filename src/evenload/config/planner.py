@@ -35,11 +35,11 @@ def make_planner(
     model: ModelSpec,
     layout: ParallelLayout,
     coefficients: CostCoefficients,
-    memory_cap_bytes: int | None,
+    memory_cap_bytes: int,
     ranks_per_machine: int | None = None,
 ) -> StepPlanner:
-    """Make the planner of a run in one layout, for processes of `memory_cap_bytes` (None = of any size);
-    `ranks_per_machine` (None = all of the layout) share a machine's memory for what they offload."""
+    """Make the planner of a run in one layout, for processes of `memory_cap_bytes`; `ranks_per_machine` (None = all
+    of the layout) share a machine's memory for what they offload."""
     options = options_of_run(config, layout, coefficients)
     host = host_memory_of_run(config.plan, ranks_per_machine or layout.world_size)
     return StepPlanner(model, coefficients, layout, memory_cap_bytes, options, host=host)
