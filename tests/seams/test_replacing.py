@@ -99,9 +99,11 @@ def test_twice_is_refused(trainer):
         assert trainer() == (("ours", 3),) * 3
 
 
-def test_what_is_missing_is_named():
+def test_what_is_missing_is_named(trainer, monkeypatch):
     with pytest.raises(MissingPackageError, match=r"a_missing_trainer cannot be imported .* install a trainer 1.0"):
         module_of("a_missing_trainer", "a trainer 1.0")
+    with pytest.raises(ConfigError, match=r"there is no a_trainer.cut; this seam was tested with a trainer 1.0"):
+        module_of("a_trainer", "a trainer 1.0", ("deal", "cut"))
     with pytest.raises(MissingPackageError, match=r"a-missing-trainer is not installed; this seam was tested with 1.0"):
         require_release("a-missing-trainer", ("1.0",))
 

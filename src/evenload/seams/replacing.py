@@ -50,12 +50,15 @@ class Replaced:
         self.uninstall()
 
 
-def module_of(name: str, tested: str) -> ModuleType:
-    """Import a framework's module; refuse one that is not installed."""
+def module_of(name: str, tested: str, used: Sequence[str] = ()) -> ModuleType:
+    """Import a framework's module; refuse one that is not installed, or that lacks something that a seam calls."""
     try:
-        return import_module(name)
+        module = import_module(name)
     except ImportError as error:
         raise MissingPackageError(f"{name} cannot be imported ({error}); install {tested}") from error
+    if missing := [one for one in used if one not in vars(module)]:
+        raise ConfigError(f"there is no {name}.{missing[0]}; this seam was tested with {tested}, install that")
+    return module
 
 
 def require_release(package: str, releases: Sequence[str]) -> str:
