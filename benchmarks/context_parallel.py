@@ -5,6 +5,7 @@ Llama of 4 layers on 4 CPU processes (`parallel.cp = 4`). Micro-batches are thos
 
     dacp           short documents whole on one rank, long ones shared by all, as `skrull` decides
     per_document   the same packs, every document shared by all ranks: static context parallelism
+    ring           as per_document, keys and values round the ranks
 
 Seconds are of the executor (forward and backward of all packs), slowest rank, alternating; four processes on fewer
 cores take turns, so that times show work and messages, not what overlap hides.
@@ -54,14 +55,15 @@ def shared_by_all(plan: StepPlan) -> StepPlan:
     return seal(msgspec.structs.replace(plan, pack_plans=(msgspec.structs.replace(packs, **both),)))
 
 
-def plans_of(name: str, num_documents: int) -> dict[str, StepPlan]:
-    """By variant."""
+def plans_of(name: str, num_documents: int) -> dict[str, tuple[StepPlan, str]]:
+    """Variant -> plan and exchange."""
     lengths = np.clip(drawn_lengths(name, num_documents, 0) // DIVISORS[name], 1, MAX_TOKENS)
     model = model_from_config(MODEL.to_dict(), "llama", 4)
     layout = even_layout(model.num_layers, cp=CP)
     planner = StepPlanner(model, COSTS, layout, None, PlanOptions(max_pack_tokens=4 * MAX_TOKENS), host="unlimited")
     dacp = planner.plan(0, documents_of(lengths), "skrull")
-    return {"dacp": dacp, "per_document": shared_by_all(dacp)}
+    static = shared_by_all(dacp)
+    return {"dacp": (dacp, "all_gather"), "per_document": (static, "all_gather"), "ring": (static, "ring")}
 
 
 def run_rank(rank: int, directory: str, name: str, num_documents: int, repeats: int) -> None:
@@ -69,7 +71,7 @@ def run_rank(rank: int, directory: str, name: str, num_documents: int, repeats: 
     del rank
     with cpu_rank():
         variants = plans_of(name, num_documents)
-        plan = variants["dacp"]
+        plan = variants["dacp"][0]
         mesh = create_meshes([plan.layout], torch.device("cpu"), timeout_s=300).start
         executor = Executor(rank_stages(MODEL, mesh), mesh)
         generator = np.random.default_rng(0)
@@ -77,8 +79,8 @@ def run_rank(rank: int, directory: str, name: str, num_documents: int, repeats: 
         seconds: dict[str, list[float]] = {variant: [] for variant in variants}
         moved = dict.fromkeys(variants, 0)
         for repeat in range(repeats + 1):
-            for variant, of_variant in variants.items():
-                step = prepare_step(of_variant, tokens, mesh)
+            for variant, (of_variant, exchange) in variants.items():
+                step = prepare_step(of_variant, tokens, mesh, exchange)  # type: ignore[arg-type]
                 dist.barrier()
                 moved_before = sum(group.moved_bytes for group in mesh.context.values())
                 start_s = time.perf_counter()
@@ -100,11 +102,12 @@ def measure(quick: bool) -> Iterator[Row]:
             seconds, moved, shared, packs = msgspec.json.decode(Path(directory, "found.json").read_bytes())
         case = f"{name} / {divisor}, {packs} micro-batches, {shared} of {count} documents shared, cp 4"
         print(case, {variant: f"{statistics.median(times):.2f} s" for variant, times in seconds.items()}, moved)
-        baseline = "per_document, every document shared"
-        yield Row("context", f"{case}: dacp", "bytes", moved["dacp"] / moved["per_document"], "x", baseline)
-        yield Row(
-            "context", f"{case}: dacp", "time", median_ratio(seconds["dacp"], seconds["per_document"]), "x", baseline
-        )
+        for variant in ("dacp", "ring"):
+            baseline = "per_document, every document shared"
+            share = moved[variant] / moved["per_document"]
+            yield Row("context", f"{case}: {variant}", "bytes", share, "x", baseline)
+            ratio = median_ratio(seconds[variant], seconds["per_document"])
+            yield Row("context", f"{case}: {variant}", "time", ratio, "x", baseline)
 
 
 PARTS = {"context": measure}

@@ -283,8 +283,10 @@ void bind_trials(nb::module_& m) {
     nb::class_<evenload::ContextTraffic>(m, "ContextTraffic")
         .def(nb::init<double, double, double>(), nb::arg("token_bytes"), nb::arg("rings"), nb::arg("placed_bytes"));
     nb::class_<evenload::PassTable>(m, "PassTable")
-        .def(nb::init<std::vector<double>, std::vector<double>, evenload::ContextTraffic, evenload::ContextTraffic>(),
-             nb::arg("matrix"), nb::arg("host"), nb::arg("whole"), nb::arg("cut"));
+        .def(nb::init<std::vector<double>, std::vector<double>, evenload::ContextTraffic, evenload::ContextTraffic, double,
+                      double>(),
+             nb::arg("matrix"), nb::arg("host"), nb::arg("whole"), nb::arg("cut"), nb::arg("home_token_bytes") = 0.0,
+             nb::arg("home_hops") = 0.0);
     nb::class_<CostTable>(m, "CostTable")
         .def(nb::init<>())
         .def_rw("num_stages", &CostTable::num_stages)
@@ -299,6 +301,7 @@ void bind_trials(nb::module_& m) {
         .def_rw("backward", &CostTable::backward)
         .def_rw("context_hidden_share", &CostTable::context_hidden_share)
         .def_rw("copy_s_per_byte", &CostTable::copy_s_per_byte)
+        .def_rw("context_ring", &CostTable::context_ring)
         .def_rw("intra_node", &CostTable::intra_node)
         .def_rw("inter_node", &CostTable::inter_node)
         .def_rw("host", &CostTable::host)

@@ -29,7 +29,9 @@ struct ContextTraffic {
 // the host a slice and a pack.
 struct PassTable {
     std::vector<double> matrix, host;
-    ContextTraffic whole, cut;  // of documents that are never cut, and of others
+    ContextTraffic whole, cut;     // of documents that are never cut, and of others
+    double home_token_bytes = 0.0;  // ring: gradients' last hop, back to the rank that has the rows
+    double home_hops = 0.0;
 };
 
 // Everything about model, device and layout that prices need; made once by cost/pack_cost.py.
@@ -39,6 +41,7 @@ struct CostTable {
     std::vector<int64_t> windows;  // 0 = full attention, negative = chunks
     PassTable forward, backward;
     double context_hidden_share = 0.0, copy_s_per_byte = 0.0;
+    bool context_ring = false;  // a slice's whole prefix travels with it
     Link intra_node, inter_node, host;
     // [stages]: how many; in shares of the mean layer's products, and of the most keys and values that a layer has
     std::vector<double> tensor_blocks, linear_layers, exchanging_layers;

@@ -80,7 +80,10 @@ ContextSeconds context_layer_s(const CostTable& table, const PassTable& pass, do
     const double moved = (whole * pass.whole.token_bytes + cut * pass.cut.token_bytes) * (size - 1) / size;
     const double hops = (whole > 0 ? pass.whole.rings : pass.cut.rings) * (size - 1);
     const double placed = whole * pass.whole.placed_bytes + cut * pass.cut.placed_bytes;
-    return {moved / link.bandwidth_bytes_per_s + hops * link.latency_s, placed * table.copy_s_per_byte};
+    const double home_s =
+        (whole + cut) * pass.home_token_bytes / size / link.bandwidth_bytes_per_s + pass.home_hops * link.latency_s;
+    const double plain_s = placed * table.copy_s_per_byte + home_s;
+    return {moved / link.bandwidth_bytes_per_s + hops * link.latency_s, plain_s};
 }
 
 // Attention of a pack with these features on a stage, without prefixes.
@@ -114,7 +117,8 @@ Direction price_direction(const CostTable& table, const PassTable& pass, const P
             rank_tokens += ceil_div(rows, ranks);
             pack_ranks = std::max(pack_ranks, ranks);
             if (ranks > 1) {
-                (cut[packs.doc[i]] ? cut_tokens : whole_tokens) += static_cast<double>(rows);
+                const auto sent = static_cast<double>(table.context_ring ? packs.start[i] + rows : rows);
+                (cut[packs.doc[i]] ? cut_tokens : whole_tokens) += sent;
             } else if (shared) {
                 add_features(table, packs.start[i], rows, ranks, local.data());
             }
@@ -125,13 +129,18 @@ Direction price_direction(const CostTable& table, const PassTable& pass, const P
         features[2] = 1.0;
         const ContextSeconds context =
             shared ? context_layer_s(table, pass, whole_tokens, cut_tokens, pack_ranks) : ContextSeconds{};
+        const auto size = static_cast<double>(pack_ranks);
         for (int64_t s = 0; s < P; ++s) {
             double seconds = features[0] * pass.matrix[s];
             for (int64_t f = 1; f < F; ++f) seconds = seconds + features[f] * pass.matrix[f * P + s];
             // A device is never ahead of the host that queues its work.
             seconds = std::max(seconds, features[1] * pass.host[s] + features[2] * pass.host[P + s]);
             if (shared) {  // what keys and values cost beyond attention
-                const double local_s = attention_seconds(local, pass, s, P);
+                double local_s = attention_seconds(local, pass, s, P);
+                if (table.context_ring) {
+                    const double all_s = attention_seconds(features, pass, s, P);
+                    local_s = local_s + (all_s - local_s) * ((size - 1) / size);
+                }
                 const double exposed_s = context.transfer_s * table.exchanging_layers[s] - table.context_hidden_share * local_s;
                 seconds = seconds + (std::max(0.0, exposed_s) + context.plain_s * table.exchanging_layers[s]);
             }

@@ -233,7 +233,7 @@ def _configured() -> Iterator[Case]:
         yield _run_case(f"[parallel]\ndp=2\npp=4\n[plan.options]\n{option}", f"--strategy {every} --steps 4")
     for option in ("dp_merge_threshold = 0.1", "dp_merge_threshold = 2.0", "dp_merge = false", "dp_merge = true"):
         yield _run_case(f"[parallel]\ndp=8\n[plan.options]\n{option}", "--strategy slimpack,auto --steps 2")
-    yield _run_case("[parallel]\ndp=2\ncp=4", "--strategy skrull,slimpack,auto --steps 2")
+    yield _run_case('[parallel]\ndp=2\ncp=4\ncp_exchange="ring"', "--strategy skrull,slimpack,auto --steps 2")
     yield _run_case("[parallel]\ndp=2\npp=2\nvirtual=2\nstage_layers=[1,3,3,1]", f"--strategy {every}")
     for memory_bytes in (600_000_000, 900_000_000, 1_500_000_000):
         yield _run_case(f"[parallel]\npp=4\n[plan]\nmemory_bytes={memory_bytes}", f"--strategy {every}")

@@ -92,7 +92,16 @@ class ContextTraffic:
     def __init__(self, token_bytes: float, rings: float, placed_bytes: float) -> None: ...
 
 class PassTable:
-    def __init__(self, matrix: list[float], host: list[float], whole: ContextTraffic, cut: ContextTraffic) -> None: ...
+    def __init__(
+        self,
+        matrix: list[float],
+        host: list[float],
+        whole: ContextTraffic,
+        cut: ContextTraffic,
+        home_token_bytes: float = 0.0,
+        home_hops: float = 0.0,
+        context_part_s: float = 0.0,
+    ) -> None: ...
 
 class CostTable:
     num_stages: int
@@ -107,6 +116,10 @@ class CostTable:
     backward: PassTable
     context_hidden_share: float
     copy_s_per_byte: float
+    context_ring: bool
+    context_most_parts: int
+    context_gained_share: float
+    context_computed_share: float
     intra_node: Link
     inter_node: Link
     host: Link

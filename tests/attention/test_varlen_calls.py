@@ -79,6 +79,17 @@ def assert_backward_is_the_references(*given):
         close(mine, other)
 
 
+def test_ring_hops_see_every_key():
+    """A hop of ring context parallelism has no mask, also where there are fewer keys than queries."""
+    scoring = Scoring(0.25, is_causal=False)
+    q, grad, *_ = random_pack([(0, 9)], 4, 2, 16, 0, 1)
+    keys, values = (torch.randn(5, 2, 16).bfloat16() for _ in range(2))
+    out, lse = attend(VarlenCudaAttention(), q, keys, values, scoring)
+    for mine, other in zip((out, lse), attend(REFERENCE, q, keys, values, scoring), strict=True):
+        close(mine, other)
+    assert_backward_is_the_references(grad, q, keys, values, out, lse, scoring)
+
+
 def test_backward_uses_the_merged_output_and_log_sum_exp():
     """Results merged over key sets (context parallelism) must not be replaced by the call's own softmax."""
     q, grad, [(keys, values)], *_ = random_pack([(8, 20)], 2, 2, 16, 0, 2)
@@ -242,7 +253,7 @@ class Given(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("scoring", [Scoring(0.25), Scoring(0.25, window=9)], ids=str)
+@pytest.mark.parametrize("scoring", [Scoring(0.25), Scoring(0.25, window=9), Scoring(0.25, is_causal=False)], ids=str)
 def test_operators_of_this_torch_take_what_they_are_given(scoring):
     """Every value under the name that the installed torch has for it: one that is moved, renamed or has no default any
     more would fail here, before a GPU."""
@@ -251,10 +262,10 @@ def test_operators_of_this_torch_take_what_they_are_given(scoring):
     with Given() as given:
         out, lse = backend.forward(q, seen, sizes, scoring)
         backend.backward(grad, q, seen, out, lse, sizes, scoring)
-    left, right = {0: (-1, 0), 9: (8, 0)}[scoring.window]
+    left, right = {0: (-1, 0 if scoring.is_causal else -1), 9: (8, 0)}[scoring.window]
     shared = {
         "max_q": 14, "max_k": max(sizes.keys), "dropout_p": 0.0, "scale": 0.25, "window_size_left": left,
-        "window_size_right": right, "is_causal": not scoring.window,
+        "window_size_right": right, "is_causal": scoring.is_causal and not scoring.window,
     }  # fmt: skip
     tensors = {"query": q, "key": torch.cat([k for k, _ in seen]), "value": torch.cat([v for _, v in seen])}
     of_backward = {"grad_out": grad, "out": out, "logsumexp": lse.transpose(0, 1)}

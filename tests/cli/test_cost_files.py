@@ -253,8 +253,8 @@ def profiled(model: ModelSpec):
 
 
 def test_what_a_file_says_about_itself(tmp_path):
-    """The line of `evenload plan`; a change by hand shows after any number of readings, and
-    another device is named."""
+    """The line of `evenload plan`; a change by hand shows after any number of readings, a run's choice of exchange is
+    none, and another device is named."""
     write_coefficients(tmp_path / "cost.json", profiled(MODELS["llama-7b"]))
     costs = read_coefficients(tmp_path / "cost.json")
     line = measured_message(costs)
@@ -265,6 +265,7 @@ def test_what_a_file_says_about_itself(tmp_path):
         assert words in line
     assert "CHANGED" not in line
     assert cost_file_warnings(costs, "cost.json", costs.device) == []
+    assert not msgspec.structs.replace(costs, context_exchange="ring").is_changed
     assert not msgspec.structs.replace(costs, overlap=OverlapCost()).is_changed, "a run measured it"
     assert costs.profile is not None
     kept = msgspec.structs.replace(costs.profile, has_overlap=True)

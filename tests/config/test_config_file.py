@@ -55,7 +55,7 @@ def config_file(tmp_path: Path) -> Path:
         ("model.dtype=fp32", "did you mean 'float32'?"),
         ("plan.options.outlier_queues=3", "did you mean 'plan.options.wlb.outlier_queues'?"),
         ("plan.options.policy=recomputation", "did you mean 'recompute'?"),
-        ("parallel.cp_exchange=all_gather", "'parallel.cp_exchange' is gone: keys and values of shared documents are"),
+        ("parallel.cp_exchange=allgather", "did you mean 'all_gather'?"),
         ("optimizer.gradient_clipping=1", "did you mean 'optimizer.clip_norm'?"),
         ("data.max_seq_length=4096", "did you mean 'data.max_document_tokens'?"),
         ("train.warmup_steps=10", "did you mean 'optimizer.warmup_steps'?"),

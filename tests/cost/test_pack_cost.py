@@ -212,18 +212,28 @@ def test_weight_gradients_gather_four_times_again() -> None:
     assert parts_s - whole_s == pytest.approx(rings)
 
 
-def test_gathered_keys_of_a_document_that_is_cut_do_not_travel_again() -> None:
-    """K and V of a token are 16 bytes, their fp32 gradients 32. Three quarters of a slice travel to a rank in 3 hops,
-    where transfers take a second a byte and a million a hop."""
+def ring_and_gathered(packs, direction: str, size: int):
+    """Seconds of a layer's transfers, where transfers take a second a byte and a million a hop."""
+    link = LinkSpec(bandwidth_bytes_per_s=1.0, latency_s=1e6)
+    packs = dataclasses.replace(packs, cp=np.full(packs.num_slices, size))
+    result = []
+    for exchange in ("ring", "all_gather"):
+        coefficients = sample_coefficients(intra_node=link, devices_per_node=8, context_exchange=exchange)
+        costs = PackCosts(sample_model(num_layers=1), coefficients, even_layout(1, cp=size))
+        result.append(costs.context_seconds(packs, direction)[0][:, 0].tolist())
+    return result
+
+
+def test_a_ring_carries_the_prefix_of_every_slice() -> None:
+    """K and V of a token are 16 bytes, their fp32 gradients 32. Three quarters of a slice's whole prefix travel to the
+    next rank in 3 hops. Gathered keys of a document that is cut do not travel again in backward."""
     packs = SliceColumns.from_ranges([[(0, 0, 64)], [(0, 64, 128)], [(0, 64, 128), (1, 0, 32)]])
-    packs = dataclasses.replace(packs, cp=np.full(packs.num_slices, 4))
-    coefficients = sample_coefficients(
-        intra_node=LinkSpec(bandwidth_bytes_per_s=1.0, latency_s=1e6), devices_per_node=8
-    )
-    costs = PackCosts(sample_model(num_layers=1), coefficients, even_layout(1, cp=4))
-    forward, backward = (costs.context_seconds(packs, way)[0][:, 0].tolist() for way in ("forward", "backward"))
-    assert forward == pytest.approx([3e6 + 0.75 * 16 * n for n in (64, 64, 96)])
-    assert backward == pytest.approx([3e6 + 0.75 * 32 * 64, 3e6 + 0.75 * 32 * 64, 6e6 + 0.75 * (32 * 64 + 48 * 32)])
+    ring, gathered = ring_and_gathered(packs, "forward", 4)
+    assert ring == pytest.approx([3e6 + 0.75 * 16 * n for n in (64, 128, 160)])
+    assert gathered == pytest.approx([3e6 + 0.75 * 16 * n for n in (64, 64, 96)])
+    ring, gathered = ring_and_gathered(packs, "backward", 4)
+    assert ring == pytest.approx([6e6 + 0.75 * 48 * n for n in (64, 128, 160)])
+    assert gathered == pytest.approx([3e6 + 0.75 * 32 * 64, 3e6 + 0.75 * 32 * 64, 6e6 + 0.75 * (32 * 64 + 48 * 32)])
 
 
 SHORT_LINK = LinkSpec(bandwidth_bytes_per_s=200.0, latency_s=0.1)

@@ -1,11 +1,19 @@
 """Attention of packs that several ranks share equals attention of whole documents by autograd."""
 
+import itertools
+
 import pytest
 import torch
 
 from context_cases import DIM, GROUPS, HEADS, PLAIN, AttentionCase, attend_shared_packs, document_tensors
 from context_plans import RULES, context_plan, merged_plan
+from cost_samples import sample_coefficients
+from evenload.cost.pack_cost import PackCosts
+from evenload.stepplan.resimulation import replica_columns
 from evenload.stepplan.validate import validate_plan
+from evenload.types.cluster import LinkSpec
+from evenload.types.layout import even_layout
+from evenload.types.model import alike_model
 from evenload.types.plan import StepPlan, encode_plan
 from sweeps import sweep
 
@@ -48,12 +56,12 @@ def merged(per_rank, doc_id):
     return result
 
 
-def assert_equals_whole(pool, plans: list[StepPlan], *, case=PLAIN, backend="cpu_flash"):
+def assert_equals_whole(pool, plans: list[StepPlan], exchange, *, case=PLAIN, backend="cpu_flash"):
     for plan in plans:
         validate_plan(plan)
     world = plans[0].layout.dp * plans[0].layout.cp
     encoded = [encode_plan(plan) for plan in plans]
-    ranks = pool.run(world, attend_shared_packs, encoded, torch.float64, case, backend)
+    ranks = pool.run(world, attend_shared_packs, encoded, exchange, torch.float64, case, backend)
     for index, plan in enumerate(plans):
         sinks = []
         for document in plan.documents:
@@ -68,26 +76,29 @@ def assert_equals_whole(pool, plans: list[StepPlan], *, case=PLAIN, backend="cpu
     return [[rank[index][1] for rank in ranks] for index in range(len(plans))]
 
 
+@pytest.mark.parametrize("exchange", ["all_gather", "ring"])
 @pytest.mark.parametrize("cp", sweep([3, 4, 2], 2))
-def test_random_row_sets_equal_whole_documents(gloo_pool, cp):
+def test_random_row_sets_equal_whole_documents(gloo_pool, cp, exchange):
     """Every sharding rule, documents cut differently in both directions, lengths that 2·cp does not divide."""
     plans = [context_plan(100 * cp + i, cp=cp, rule=RULES[i % len(RULES)]) for i in sweep(range(12), 6)]
     assert any(d.num_tokens < cp for plan in plans for d in plan.documents)
-    moved = assert_equals_whole(gloo_pool, plans)
+    moved = assert_equals_whole(gloo_pool, plans, exchange)
     assert any(max(received) > 0 for received in moved)
 
 
 @pytest.mark.parametrize("window", sweep([7, 1, 100], 1))
-def test_sliding_windows(gloo_pool, window):
+def test_sliding_windows_by_all_gather(gloo_pool, window):
     plans = [context_plan(i, cp=3, rule=RULES[i % len(RULES)]) for i in sweep(range(10), 4)]
-    assert_equals_whole(gloo_pool, plans, case=AttentionCase(window=window))
+    assert_equals_whole(gloo_pool, plans, "all_gather", case=AttentionCase(window=window))
 
 
-CASES = {
+EVERYWHERE = {
     "sinks": AttentionCase(has_sinks=True),
     "narrow values": AttentionCase(value_dim=5),
     "wide values": AttentionCase(value_dim=12, has_sinks=True),
     "soft cap": AttentionCase(soft_cap=0.8),
+}
+NOT_BY_RING = {
     "window and sinks": AttentionCase(window=5, has_sinks=True),
     "window and soft cap": AttentionCase(window=7, soft_cap=0.8),
     "chunks": AttentionCase(chunk=7),
@@ -98,30 +109,50 @@ CASES = {
 
 
 @pytest.mark.parametrize("backend", ["cpu_flash", "reference"])
-@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in CASES.items()])
-def test_what_layers_ask_for_of_documents_that_are_cut_and_shared(gloo_pool, case, backend):
+@pytest.mark.parametrize(
+    ("exchange", "case"),
+    [
+        *(pytest.param("all_gather", case, id=name) for name, case in (EVERYWHERE | NOT_BY_RING).items()),
+        *(pytest.param("ring", case, id=f"{name} by ring") for name, case in EVERYWHERE.items()),
+    ],
+)
+def test_what_layers_ask_for_of_documents_that_are_cut_and_shared(gloo_pool, exchange, case, backend):
     plans = [context_plan(i, cp=2, rule=RULES[i % len(RULES)]) for i in sweep(range(12), 4)]
-    moved = assert_equals_whole(gloo_pool, plans, case=case, backend=backend)
+    moved = assert_equals_whole(gloo_pool, plans, exchange, case=case, backend=backend)
     assert any(max(received) > 0 for received in moved)
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in CASES.items()])
+@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in (EVERYWHERE | NOT_BY_RING).items()])
 def test_what_layers_ask_for_of_documents_that_are_cut(gloo_pool, case):
-    assert_equals_whole(gloo_pool, [context_plan(i, cp=1, rule="per_sequence") for i in range(8)], case=case)
+    assert_equals_whole(
+        gloo_pool, [context_plan(i, cp=1, rule="per_sequence") for i in range(8)], "all_gather", case=case
+    )
 
 
+@pytest.mark.parametrize("exchange", ["all_gather", "ring"])
 @pytest.mark.parametrize(("dp", "cp"), sweep([(4, 1), (2, 2), (2, 1)], 2))
-def test_blocks_of_replicas_equal_whole_documents(gloo_pool, dp, cp):
+def test_blocks_of_replicas_equal_whole_documents(gloo_pool, dp, cp, exchange):
     """DP-Merge: some documents on all replicas, some on blocks inside, some on one."""
     rules = ["per_document", "per_sequence", "owners", "dacp"]
     plans = [merged_plan(10 * dp + i, dp=dp, cp=cp, rule=rules[i % len(rules)]) for i in sweep(range(8), 4)]
-    assert_equals_whole(gloo_pool, plans)
+    assert_equals_whole(gloo_pool, plans, exchange)
 
 
-def test_bf16_error_is_at_most_twice_that_of_plain_bf16(gloo_pool):
+def test_a_ring_refuses_sliding_windows(gloo_pool):
+    with pytest.raises(RuntimeError, match=r"parallel\.cp_exchange 'ring' and sliding windows"):
+        assert_equals_whole(
+            gloo_pool,
+            [context_plan(1, cp=2, rule="per_document", lengths={0: 30})],
+            "ring",
+            case=AttentionCase(window=5),
+        )
+
+
+@pytest.mark.parametrize("exchange", ["all_gather", "ring"])
+def test_bf16_error_is_at_most_twice_that_of_plain_bf16(gloo_pool, exchange):
     """Cuts, merges over ranks and sums over slices must not cost more precision than bf16 does anyway."""
     plan = context_plan(5, cp=4, rule="per_document", lengths={0: 301, 1: 64})
-    ranks = gloo_pool.run(4, attend_shared_packs, [encode_plan(plan)], torch.bfloat16, PLAIN, "cpu_flash")
+    ranks = gloo_pool.run(4, attend_shared_packs, [encode_plan(plan)], exchange, torch.bfloat16, PLAIN, "cpu_flash")
     for document in plan.documents:
         ours = merged([rank[0][0] for rank in ranks], document.doc_id)
         plain = whole_attention(document.num_tokens, document.doc_id, dtype=torch.bfloat16)
@@ -129,3 +160,32 @@ def test_bf16_error_is_at_most_twice_that_of_plain_bf16(gloo_pool):
         for name, exact in given.items():
             error, allowed = (ours[name].double() - exact).norm(), (plain[name].double() - exact).norm()
             assert error <= 2 * allowed, name
+
+
+def slice_tokens(plan: StepPlan) -> list[int]:
+    packs = plan.pack_plans[0]
+    return [piece.stop - piece.start for pack in (*packs.forward, *packs.backward) for piece in pack.slices]
+
+
+@pytest.mark.parametrize("cp", [2, 3])
+def test_a_ring_moves_the_bytes_it_is_charged(gloo_pool, cp):
+    """Prefixes travel with every slice of a cut document; the all-gather would be charged a fraction of that."""
+    plans = (context_plan(seed, cp=cp, rule="per_document", lengths={0: 600, 1: 90}) for seed in itertools.count())
+    # Slices too short to share would be charged as whole on one rank, which this rule does not do.
+    plan = next(plan for plan in plans if all(n > 8 * cp for n in slice_tokens(plan)) and len(slice_tokens(plan)) > 6)
+    ranks = gloo_pool.run(cp, attend_shared_packs, [encode_plan(plan)], "ring", torch.float64, PLAIN, "cpu_flash")
+    moved = max(received for ((_, received, _),) in ranks)
+    model = alike_model(
+        name="one layer", num_layers=1, hidden_size=HEADS * DIM, num_heads=HEADS, num_kv_heads=GROUPS, head_dim=DIM,
+        ffn_hidden_size=8, vocab_size=8, bytes_per_element=8,
+    )  # fmt: skip
+    link = LinkSpec(bandwidth_bytes_per_s=1.0, latency_s=0.0)
+    columns, charged = replica_columns(plan, 0), {}
+    for exchange in ("ring", "all_gather"):
+        coefficients = sample_coefficients(intra_node=link, devices_per_node=8, context_exchange=exchange)
+        costs = PackCosts(model, coefficients, even_layout(1, cp=cp))
+        parts = costs.context_seconds(columns.forward, "forward") + costs.context_seconds(columns.backward, "backward")
+        charged[exchange] = sum(float(seconds_a_byte.sum()) for seconds_a_byte in parts)
+    # Ranks' rows of a slice differ by a token, and the fullest rank's count for all.
+    assert charged["ring"] == pytest.approx(moved, rel=0.05)
+    assert charged["ring"] > 1.5 * charged["all_gather"]

@@ -54,8 +54,8 @@ CASES = (
     Case(FOUR, 4, "transfer", 0, signal.SIGKILL, {2: "the (hidden states of forward|gradient of backward) pack"}),
     Case(FOUR, 4, "transfer", 3, signal.SIGSTOP, {1: "the gradient of backward pack", 2: SUMS}),
     Case(FOUR, 4, "planning", 0, STUCK, dict.fromkeys((1, 2, 3), "the plan of step")),
-    Case(TWO, 2, "transfer", 1, signal.SIGKILL, {0: CONTEXT}),
-    Case(TWO, 2, "transfer", 1, signal.SIGSTOP, {0: CONTEXT}),
+    Case((*TWO, "parallel.cp_exchange=ring"), 2, "transfer", 1, signal.SIGKILL, {0: CONTEXT}),
+    Case((*TWO, "parallel.cp_exchange=all_gather"), 2, "transfer", 1, signal.SIGSTOP, {0: CONTEXT}),
 )
 
 

@@ -102,7 +102,12 @@ def settings_of(axis: str, value: str, models: Path) -> list[str]:
         return [f"model.path={models / value}", *lora]
     if axis == "overlap":
         return [f"train.overlap_{name}={'true' if value == 'on' else 'false'}" for name in OVERLAPS]
-    keys = {"virtual": "parallel.virtual", "sharding": "plan.options.cp_sharding", "channels": "parallel.channels"}
+    keys = {
+        "virtual": "parallel.virtual",
+        "exchange": "parallel.cp_exchange",
+        "sharding": "plan.options.cp_sharding",
+        "channels": "parallel.channels",
+    }
     if axis in keys:
         return [] if value == NONE else [f"{keys[axis]}={value}"]
     written = {
@@ -185,6 +190,7 @@ def test_rows_equal_plain_training(gloo_pool, adapter, place):
             case_of(row),
             encode_plan(plan),
             str(adapter) if MODELS[row.model].lora else None,
+            "all_gather" if row.exchange == NONE else row.exchange,
             row.channels,
             row.overlap == "on",
             layout_before(row),

@@ -1,5 +1,6 @@
 """What hides transfers of keys and values: the price says which rows, the runtime is watched while it attends."""
 
+import numpy as np
 import pytest
 
 from context_cases import covered_rows
@@ -33,10 +34,20 @@ def test_gathers_hide_behind_local_documents_and_nothing_else(gloo_pool, cp, rul
     covered = 0
     for seed in range(3):
         plan = context_plan(40 * cp + seed, cp=cp, rule=rule, lengths=lengths, owner=owner if lengths else None)
-        result = gloo_pool.run(cp, covered_rows, encode_plan(plan))
+        result = gloo_pool.run(cp, covered_rows, encode_plan(plan), "all_gather")
         for direction, ranked in enumerate(both_directions(plan, 0)):
             for rank in range(cp):
                 expected = [rows_as_priced(ranked, pack, rank) for pack in range(len(ranked.num_ranks()))]
                 assert result[rank][direction] == expected
                 covered += sum(rows for rows, _ in expected)
     assert covered or rule != "dacp"
+
+
+@pytest.mark.parametrize("cp", [2, 3])
+def test_a_ring_hides_behind_all_rounds_but_the_last(gloo_pool, cp):
+    """Of a document that all ranks share, every row is attended to once a rank whose keys it sees."""
+    plan = context_plan(1, cp=cp, rule="per_document", lengths={0: 60 * cp}, whole=True)
+    result = gloo_pool.run(cp, covered_rows, encode_plan(plan), "ring")
+    covered, bare = np.sum([rank[0][0] for rank in result], axis=0).tolist()
+    assert bare > 0
+    assert covered / (covered + bare) == pytest.approx((cp - 1) / cp, abs=0.15)

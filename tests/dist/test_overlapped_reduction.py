@@ -80,8 +80,8 @@ def run_with_output(plans: list[bytes], batch: dict, kind: str, changes: dict) -
 ROW = Row("slimpack", "dp2", "1", "off", "replay", "own", "qwen2, tied", "none", "none", "directed", "on", "off")
 ROWS = {
     "one stage": ROW,
-    "shared documents": ROW._replace(dp_merge="on", sharding="per_document"),
-    "context ranks": ROW._replace(layout="cp2", sharding="per_sequence"),
+    "shared documents": ROW._replace(dp_merge="on", sharding="per_document", exchange="all_gather"),
+    "context ranks": ROW._replace(layout="cp2", sharding="per_sequence", exchange="all_gather"),
     "stages, tied ends": ROW._replace(layout="pp2 dp2"),
     "virtual stages": ROW._replace(layout="pp2 dp2", virtual="2"),
     "split backward": ROW._replace(layout="pp2 dp2", schedule="zb_h1", strategy="balanced"),

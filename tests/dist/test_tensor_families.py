@@ -30,7 +30,7 @@ def plan_for(layout, strategy="slimpack", *, policy=None, schedule="own", virtua
     are kept, computed again and offloaded, unless a policy is named."""
     shared = "cp" in layout
     defaults = {"dp_merge": "off", "channels": "directed", "overlap": "on", "switch": "off", "model": "llama"}
-    defaults |= {"sharding": "per_document" if shared else "none"}
+    defaults |= {"sharding": "per_document" if shared else "none", "exchange": "all_gather" if shared else "none"}
     row = Row(
         strategy=strategy,
         layout=layout,

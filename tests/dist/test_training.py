@@ -167,7 +167,7 @@ def test_runs_that_share_documents_equal_runs_that_do_not(gloo_pool, tmp_path):
         (1, {}, ["plan.strategy=balanced"]),
         (2, {"cp": 2, "pp": 2}, ["plan.options.cp_sharding=adaptive", "plan.strategy=balanced"]),
         (2, {"cp": 2, "dp": 2}, ["plan.options.cp_sharding=per_document", "plan.options.dp_merge=false"]),
-        (3, {"cp": 3}, ["plan.strategy=slimpack"]),
+        (3, {"cp": 3}, ["plan.strategy=slimpack", "parallel.cp_exchange=ring"]),
         (2, {"cp": 2}, ["plan.strategy=skrull"]),
         (2, {"dp": 2, "pp": 2}, ["plan.strategy=slimpack"]),
         (4, {"dp": 4}, ["plan.strategy=auto"]),

@@ -70,7 +70,9 @@ def test_kernels_accept_merged_log_sum_exps():
     merged_out, merged_lse = attend(REFERENCE, q, torch.cat([more, keys]), torch.cat([more, values]), Scoring(scale))
     ours = attend_backward(backend, grad, q, keys, values, merged_out, merged_lse, Scoring(scale))
     theirs = attend_backward(REFERENCE, grad, q, keys, values, merged_out, merged_lse, Scoring(scale))
-    for mine, other in zip(ours, theirs, strict=True):
+    full = attend_backward(backend, grad, q, more, more, merged_out, merged_lse, Scoring(scale, is_causal=False))
+    expected = attend_backward(REFERENCE, grad, q, more, more, merged_out, merged_lse, Scoring(scale, is_causal=False))
+    for mine, other in zip((*ours, *full), (*theirs, *expected), strict=True):
         assert (mine.double() - other.double()).norm() <= 2e-2 * other.double().norm()
 
 

@@ -76,6 +76,7 @@ def priced_inputs(draw: st.DrawFn) -> tuple[PackCosts, SliceColumns, SliceColumn
         cp=draw(st.sampled_from([1, 2])) if causal else 1,
         tp=draw(st.sampled_from([1, 2])),
     )
+    exchange = draw(st.sampled_from(["all_gather", "ring"]))
     links = {**LINKS, "nics_per_node": draw(st.sampled_from([None, 1, 4, 8]))}
     # Of a host that is never late, one that is late for small packs, and one for all.
     host = {"host_slice_s": draw(st.sampled_from([0.0, 7.0])), "host_pack_s": draw(st.sampled_from([0.0, 50.0, 1e5]))}
@@ -85,6 +86,7 @@ def priced_inputs(draw: st.DrawFn) -> tuple[PackCosts, SliceColumns, SliceColumn
     coefficients = sample_coefficients(
         **links,
         **passes,
+        context_exchange=exchange,
         context_hidden_share=draw(st.sampled_from([0.0, 0.8])),
         weight_share=draw(st.sampled_from([None, 0.0, 0.35, 0.5, 1.0])),
     )

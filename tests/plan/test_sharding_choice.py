@@ -1,5 +1,6 @@
 """Rules that choose how ranks share packs, held against the fixed ones by the step time that plans promise."""
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -44,6 +45,8 @@ def seconds_of(rule: str, seed: int) -> float:
         model = model_from(MODELS[draw.integers(len(MODELS))])
     layout = even_layout(model.num_layers, **sizes)
     coefficients = analytic_coefficients(model, cluster_from("h100x128"), layout)
+    if draw.random() < 0.25:
+        coefficients = msgspec.structs.replace(coefficients, context_exchange="ring")
     merges = bool(draw.random() < 0.3)
     lengths = drawn_lengths(draw)
     options = PlanOptions(max_pack_tokens=65_536, cp_sharding=rule, dp_merge=merges, policy="replay")

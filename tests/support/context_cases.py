@@ -51,7 +51,7 @@ def document_tensors(
 
 
 def attend_shared_packs(
-    plans: list[bytes], dtype: torch.dtype, case: AttentionCase, backend: str
+    plans: list[bytes], exchange: str, dtype: torch.dtype, case: AttentionCase, backend: str
 ) -> list[tuple[dict, int, torch.Tensor | None]]:
     """Per plan what this rank computed of every document, [n, heads, D], NaN elsewhere, the bytes it received, and its
     part of the sinks' gradient, if there are sinks."""
@@ -63,7 +63,7 @@ def attend_shared_packs(
     for plan in decoded:
         before = sum(group.moved_bytes for group in groups.values())
         dp_rank = rank // plan.layout.cp
-        packs = RankPackTokens(plan, dp_rank, groups, torch.device("cpu"))
+        packs = RankPackTokens(plan, dp_rank, groups, exchange, torch.device("cpu"))  # type: ignore[arg-type]
         of_replica = plan.pack_plans[dp_rank]
         layer = _Layer(select_backend(backend, "cpu"), case, dtype)
         layer.replay.store = ActivationStore(
@@ -131,8 +131,8 @@ class _RecordedBackend:
         return self._backend.backward(grad, *given)
 
 
-def covered_rows(plan: bytes) -> list[list[tuple[int, int]]]:
-    """Per direction and pack the rows attended to while something travelled, and others."""
+def covered_rows(plan: bytes, exchange: str) -> list[list[tuple[int, int]]]:
+    """Per direction and pack the rows attended to while something travelled (a ring's by rank of keys), and others."""
     decoded, rank, dtype, recorder = decode_plan(plan), dist.get_rank(), torch.float64, _Recorder()
     watch = RankWatch(rank, f"rank {rank}", dist.get_world_size())
     groups = create_context_groups(decoded.layout, rank, dist.new_group, watch)
@@ -140,7 +140,7 @@ def covered_rows(plan: bytes) -> list[list[tuple[int, int]]]:
         group.__class__ = _RecordedGroup
         group.recorder = recorder  # type: ignore[attr-defined]
     dp_rank = rank // decoded.layout.cp
-    packs = RankPackTokens(decoded, dp_rank, groups, torch.device("cpu"))
+    packs = RankPackTokens(decoded, dp_rank, groups, exchange, torch.device("cpu"))  # type: ignore[arg-type]
     of_replica = decoded.pack_plans[dp_rank]
     store = ActivationStore(packs.stored_tokens(), [packs.ranges(pack) for pack in of_replica.backward])
     lengths = {document.doc_id: document.num_tokens for document in decoded.documents}

@@ -54,13 +54,14 @@ def gradients_of_plans(
     plans: list[bytes],
     tokens: list[dict],
     dtype: torch.dtype,
+    exchange: str,
     channels: ChannelMode = "directed",
     staged_on: str | None = None,
     before: ParallelLayout | None = None,
     kernels: Literal["auto", "liger"] = "auto",
 ) -> list:
     """Run each plan's step on a fresh gradient; per plan this rank's (loss share, gradients, norm, weights, bytes of
-    stored activations).  `staged_on`: all ranks are on this
+    stored activations). `exchange`: how keys and values of shared documents travel. `staged_on`: all ranks are on this
     device, and what they send goes through host memory. `before`: the layout from which the run changes to theirs.
     `kernels`: as `train.kernels`, "liger" also on a CPU, in Triton's interpreter."""
     decoded = [decode_plan(data) for data in plans]
@@ -80,7 +81,7 @@ def gradients_of_plans(
     weights = rank.weights()
     results = []
     for plan, batch in zip(decoded, tokens, strict=True):
-        loss, gradients, norm, stored = rank.run(plan, batch)
+        loss, gradients, norm, stored = rank.run(plan, batch, exchange)
         results.append((loss, gradients, norm, weights, stored))
     return results
 
@@ -119,7 +120,9 @@ class RankUnderTest:
         if self._mesh.device.type == "cpu":
             self._executor._copies = SpoiledHostCopies()
 
-    def run(self, plan: StepPlan, batch: dict, *, is_overlapped: bool = True) -> tuple[float, dict, float, StoredBytes]:
+    def run(
+        self, plan: StepPlan, batch: dict, exchange: str, *, is_overlapped: bool = True
+    ) -> tuple[float, dict, float, StoredBytes]:
         """A plan's step on a fresh gradient: loss share, gradients by name, the gradient's norm, stored bytes.
 
         Args:
@@ -130,7 +133,7 @@ class RankUnderTest:
         tokens = {doc_id: ids.numpy().astype(np.int32) for doc_id, ids in batch.items()}
         before_bytes = self._context_bytes()
         with closing(GradientReduction(self.buffers, mesh, is_overlapped=is_overlapped)) as reduction:
-            prepared = prepare_step(plan, tokens, mesh)
+            prepared = prepare_step(plan, tokens, mesh, exchange)  # type: ignore[arg-type]
             run = self.run_prepared(prepared, reduction.release, self._arriving_weights() if is_overlapped else None)
             shards = reduction.finish()
         norm, _ = reduction.norm_and_loss(torch.zeros(()))
@@ -147,10 +150,10 @@ class RankUnderTest:
     def _context_bytes(self) -> int:
         return sum(group.moved_bytes for group in self._mesh.context.values())
 
-    def losses(self, plan: StepPlan, batch: dict) -> np.ndarray:
+    def losses(self, plan: StepPlan, batch: dict, exchange: str) -> np.ndarray:
         """This rank's share of the label losses of every document, by the plan's forwards alone; float64[n]."""
         tokens = {doc_id: ids.numpy().astype(np.int32) for doc_id, ids in batch.items()}
-        step = prepare_step(forward_only(plan), tokens, self._mesh)
+        step = prepare_step(forward_only(plan), tokens, self._mesh, exchange)  # type: ignore[arg-type]
         return forward_losses(step, self.stages, self._mesh).numpy()
 
     def run_prepared(

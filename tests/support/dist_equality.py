@@ -24,6 +24,7 @@ def assert_plans_equal_plain(
     changes=None,
     dtype=torch.float64,
     channels="directed",
+    exchange="all_gather",
     staged_on=None,
     before=None,
     kernels="auto",
@@ -32,6 +33,7 @@ def assert_plans_equal_plain(
     what that precision costs plain training (`plain_error`).
 
     Args:
+        exchange: how keys and values of shared documents travel.
         staged_on: a device on which all ranks are (`staged_group`); None = on the CPU, over gloo.
         before: the layout from which the run changes to that of the plans; None = it begins there.
         kernels: as `train.kernels`, "liger" also on a CPU.
@@ -44,7 +46,7 @@ def assert_plans_equal_plain(
     tokens = [make_tokens(of_plan, config.vocab_size, seed) for seed, of_plan in enumerate(lengths)]
     layout = plans[0].layout
     encoded = [encode_plan(p) for p in plans]
-    case = kind, changes or {}, encoded, tokens, dtype, channels, staged_on, before, kernels
+    case = kind, changes or {}, encoded, tokens, dtype, exchange, channels, staged_on, before, kernels
     ranks = pool.run(layout.world_size, gradients_of_plans, *case)
     for index, batch in enumerate(tokens):
         results = [rank[index] for rank in ranks]

@@ -18,7 +18,7 @@ from evenload.plan.strategies.registry import STRATEGIES
 
 MOST_LAYERS = 4
 NONE = "none"
-"""Of sharding, where no ranks share a document."""
+"""Of sharding and exchange, where no ranks share a document."""
 
 LAYOUTS: Mapping[str, Mapping[str, int]] = {
     "single": {},
@@ -76,6 +76,7 @@ class Row(NamedTuple):
     schedule: str
     model: str
     sharding: str
+    exchange: str
     channels: str
     overlap: str
     switch: str
@@ -103,6 +104,7 @@ AXES: Mapping[str, tuple[str, ...]] = {
     "schedule": ("own", "static", "list", "list_split", "gpipe", "zb_h1"),
     "model": tuple(MODELS),
     "sharding": (NONE, "per_sequence", "per_document", "adaptive", "mixed", "dacp"),
+    "exchange": (NONE, "all_gather", "ring"),
     "channels": ("directed", "fifo"),
     "overlap": ("off", "on"),
     "switch": ("off", "on"),
@@ -116,6 +118,7 @@ MEANINGS: Mapping[str, str] = {
     "schedule": "`plan.options.schedule`; own = choose",
     "model": "tiny ones of eleven architectures, in float64 ([more](decoders.md)); dense ones in bfloat16 too",
     "sharding": "`plan.options.cp_sharding`; dacp is `skrull`'s own",
+    "exchange": "`parallel.cp_exchange`",
     "channels": "`parallel.channels`",
     "overlap": "`train.overlap_reduction`, `train.overlap_gather`; with `tp`, transfers in chunks of a few rows",
     "switch": "`plan.layouts`: the run began in another layout of as many processes and changed to this one",
@@ -218,6 +221,13 @@ REFUSALS: tuple[Refusal, ...] = (
         "as norms of all heads|has no plan for tensor parallelism",
     ),
     Refusal(
+        ("model", "exchange"),
+        lambda model, exchange: model in WINDOWED and exchange == "ring",
+        "`cp_exchange = \"ring\"` and a sliding window",
+        "the keys that a row sees are no prefix of another rank's rows",
+        "and sliding windows .* do not go together",
+    ),
+    Refusal(
         ("virtual", "schedule"),
         lambda virtual, schedule: virtual != "1" and schedule == "zb_h1",
         "ZB-H1 and `virtual` above 1",
@@ -261,6 +271,11 @@ ABSENCES: tuple[Absence, ...] = (
         ("layout", "dp_merge", "sharding"),
         lambda layout, merge, rule: shares_documents(layout, merge) == (rule == NONE),
         "a sharding rule applies where, and only where, ranks share documents",
+    ),
+    Absence(
+        ("sharding", "exchange"),
+        lambda rule, exchange: (rule == NONE) != (exchange == NONE),
+        "and so does the exchange of keys and values",
     ),
     Absence(
         ("layout", "channels"),

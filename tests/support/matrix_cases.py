@@ -55,6 +55,7 @@ class RowTask(NamedTuple):
     Args:
         plan: encoded.
         adapter: holds the PEFT directories of the row's model, one a precision; or None.
+        exchange: how keys and values of shared documents travel.
         channels: between pipeline ranks.
         is_overlapped: gradients are summed while packs are computed, and tensor-parallel transfers are in chunks.
         before: the layout from which the run changes to that of the plan; None = it begins there.
@@ -63,6 +64,7 @@ class RowTask(NamedTuple):
     case: MatrixCase
     plan: bytes
     adapter: str | None
+    exchange: str
     channels: ChannelMode
     is_overlapped: bool
     before: ParallelLayout | None
@@ -105,12 +107,12 @@ def run_rows(tasks: list[RowTask], in_bf16: list[bool], with_forwards: list[bool
             return RankUnderTest(meshes, layout, case.kind, case.changes, dtype, lora)
 
         rank = rank_in(torch.float64)
-        loss, gradients, norm, stored = rank.run(plan, batch, is_overlapped=task.is_overlapped)
-        losses = rank.losses(plan, batch) if alone else None
+        loss, gradients, norm, stored = rank.run(plan, batch, task.exchange, is_overlapped=task.is_overlapped)
+        losses = rank.losses(plan, batch, task.exchange) if alone else None
         bf16 = None
         if twice:
             rank = rank_in(torch.bfloat16)
-            bf16 = rank.run(plan, batch, is_overlapped=task.is_overlapped)[:2]
+            bf16 = rank.run(plan, batch, task.exchange, is_overlapped=task.is_overlapped)[:2]
         results.append(RankResult(loss, gradients, norm, stored, bf16, losses))
     return results
 

@@ -19,4 +19,5 @@ CASES = {
     "virtual stages, fifo": lambda: (_varied(pp=2, dp=1, virtual=2)[:1], {"channels": "fifo"}),
     "pipeline, directed": lambda: (_varied(pp=2, dp=1, virtual=1), {"channels": "directed"}),
     "shared documents": lambda: ([merged_plan(3, dp=2, pp=1)], {}),
+    "shared documents in a ring": lambda: ([merged_plan(3, dp=2, pp=1)], {"exchange": "ring"}),
 }

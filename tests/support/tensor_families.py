@@ -145,14 +145,14 @@ def expert_rows_sent(task: FamilyTask) -> dict[str, int]:
         return send(rows, to, come, what)
 
     group.all_to_all = counted  # type: ignore[method-assign]
-    rank.run(plan, task.tokens())
+    rank.run(plan, task.tokens(), "all_gather")
     return dict(sent)
 
 
-def run_families(tasks: list[FamilyTask]) -> list[tuple[float, dict, float, StoredBytes]]:
+def run_families(tasks: list[FamilyTask], exchange: str = "all_gather") -> list[tuple[float, dict, float, StoredBytes]]:
     """Steps of one layout, one after the other, on the same process groups."""
     plans = [decode_plan(task.plan) for task in tasks]
     mesh = create_meshes([plans[0].layout], torch.device("cpu"), timeout_s=TIMEOUT_S).start
     if mesh.tensor is not None:
         mesh.tensor.chunk_rows = 3
-    return [FamilyRank(mesh, task).run(plan, task.tokens()) for task, plan in zip(tasks, plans, strict=True)]
+    return [FamilyRank(mesh, task).run(plan, task.tokens(), exchange) for task, plan in zip(tasks, plans, strict=True)]

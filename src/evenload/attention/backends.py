@@ -16,7 +16,7 @@ from evenload.types.model import AttentionKernels
 _REFERENCE = ReferenceAttention()
 # (start, stop) of ranges: a whole document, behind a prefix, one token, and around a block of rows.
 _RANGES = ((0, 200), (300, 413), (64, 65), (127, 257))
-_SCORINGS = (Scoring(0.1), Scoring(0.1, window=100))
+_SCORINGS = (Scoring(0.1), Scoring(0.1, window=100), Scoring(0.1, is_causal=False))
 _GROUPS, _REPEAT = 2, 2
 _MOST = 0.02  # Error of a tensor, of its norm; rounding to bf16 makes about 0.004.
 

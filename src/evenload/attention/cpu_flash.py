@@ -33,7 +33,7 @@ class CpuFlashAttention:
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=work_dtype(q))
         pieces = (_by_group(tensor, groups).split(sizes.rows, dim=2) for tensor in (q, out, lse))
         for (keys, values), piece_q, *into in zip(keys_by_range(seen, sizes), *pieces, strict=True):
-            for piece, made in zip(into, _forward_range(piece_q, keys, values, scoring.scale), strict=True):
+            for piece, made in zip(into, _forward_range(piece_q, keys, values, scoring), strict=True):
                 piece.copy_(made)
         return out, lse
 
@@ -48,7 +48,7 @@ class CpuFlashAttention:
         pieces = (_by_group(tensor, groups).split(sizes.rows, dim=2) for tensor in (grad, q, out, lse, dq))
         into = zip(dk.split(sizes.keys), dv.split(sizes.keys), strict=True)
         for own, own_grads, *given, piece_dq in zip(keys_by_range(seen, sizes), into, *pieces, strict=True):
-            piece_dq.copy_(_backward_range(given, own, own_grads, scoring.scale))
+            piece_dq.copy_(_backward_range(given, own, own_grads, scoring))
         return dq, dk, dv
 
 
@@ -57,11 +57,11 @@ def _hides_keys(sizes: RangeSizes, scoring: Scoring) -> bool:
     return 0 < scoring.window < max(sizes.keys, default=0)
 
 
-def _forward_range(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def _forward_range(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
     """q [G, H/G, n, D], k and v [s, G, D] -> output [G, H/G, n, D], log-sum-exp [G, H/G, n]."""
-    repeat, prefix = q.shape[1], k.shape[0] - q.shape[2]
-    if not prefix:
-        return _forward(q, _keys(k, repeat), _keys(v, repeat), 0.0, True, scale=scale)
+    repeat, prefix, scale = q.shape[1], k.shape[0] - q.shape[2], scoring.scale
+    if not (scoring.is_causal and prefix):
+        return _forward(q, _keys(k, repeat), _keys(v, repeat), 0.0, scoring.is_causal, scale=scale)
     out, lse = _forward(q, _keys(k[prefix:], repeat), _keys(v[prefix:], repeat), 0.0, True, scale=scale)
     out = out.to(lse.dtype)
     merge_into(out, lse, *_forward(q, _keys(k[:prefix], repeat), _keys(v[:prefix], repeat), 0.0, False, scale=scale))
@@ -69,23 +69,23 @@ def _forward_range(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tenso
 
 
 def _backward_range(
-    given: Sequence[Tensor], own: tuple[Tensor, Tensor], into: tuple[Tensor, Tensor], scale: float
+    given: Sequence[Tensor], own: tuple[Tensor, Tensor], into: tuple[Tensor, Tensor], scoring: Scoring
 ) -> Tensor:
     """As `_forward_range`: return the gradient of q [G, H/G, n, D], write those of `own` keys and values, [s, G, D]
     each, to `into`; `given` are the output's gradient, q, output and log-sum-exp."""
     grad, q, out, lse = given
     (k, v), repeat = own, q.shape[1]
-    prefix = k.shape[0] - q.shape[2]
+    prefix = k.shape[0] - q.shape[2] if scoring.is_causal else 0
 
     def keys_alone(keys: slice, *, is_causal: bool) -> Tensor:
         dq, *parts = _backward(
-            grad, q, _keys(k[keys], repeat), _keys(v[keys], repeat), out, lse, 0.0, is_causal, scale=scale
+            grad, q, _keys(k[keys], repeat), _keys(v[keys], repeat), out, lse, 0.0, is_causal, scale=scoring.scale
         )
         for total, part in zip(into, parts, strict=True):
             torch.sum(part, 1, dtype=total.dtype, out=total[keys].transpose(0, 1))
         return dq
 
-    dq = keys_alone(slice(prefix, None), is_causal=True)
+    dq = keys_alone(slice(prefix, None), is_causal=scoring.is_causal)
     return dq + keys_alone(slice(prefix), is_causal=False) if prefix else dq
 
 

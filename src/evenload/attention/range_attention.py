@@ -23,6 +23,7 @@ class Scoring(NamedTuple):
     Args:
         scale: factor of q·k.
         window: in tokens, 0 = none. A caller with a window may pass only the keys that the first row can see.
+        is_causal: False = every row sees every key (a round of ring context parallelism); without a window.
         soft_cap: scores s become soft_cap·tanh(s / soft_cap) before the softmax (Gemma 2); 0 = they stay. Only
             `reference` has one (`backends.refusal`).
         chunk: rows see keys of their own chunk of so many tokens (Llama 4); 0 = none. Callers cut ranges at the edges
@@ -31,6 +32,7 @@ class Scoring(NamedTuple):
 
     scale: float
     window: int = 0
+    is_causal: bool = True
     soft_cap: float = 0.0
     chunk: int = 0
 

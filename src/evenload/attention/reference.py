@@ -78,16 +78,20 @@ class ReferenceAttention:
     def _scores(self, q: Tensor, keys: Tensor, scoring: Scoring) -> Iterator[tuple[slice, slice, Tensor]]:
         """Yield blocks of rows, the keys that any of them sees, and their scores [H, rows, keys], -inf where a row does
         not see a key."""
-        num_rows, prefix = q.shape[0], keys.shape[0] - q.shape[0]
+        num_rows, num_keys = q.shape[0], keys.shape[0]
+        prefix = num_keys - num_rows
         for start in range(0, num_rows, _BLOCK_ROWS):
-            rows = slice(start, min(start + _BLOCK_ROWS, num_rows))
-            seen = slice(first_visible_key(prefix + start, scoring.window), prefix + rows.stop)
+            rows, seen = slice(start, min(start + _BLOCK_ROWS, num_rows)), slice(0, num_keys)
+            if scoring.is_causal:
+                seen = slice(first_visible_key(prefix + start, scoring.window), prefix + rows.stop)
             scores = torch.einsum("thd,shd->hts", q[rows].to(keys.dtype), keys[seen]) * scoring.scale
             if scoring.soft_cap:
                 scores = torch.tanh(scores / scoring.soft_cap) * scoring.soft_cap
-            row = torch.arange(start, rows.stop, device=q.device)[:, None] + prefix
-            column = torch.arange(seen.start, seen.stop, device=q.device)[None]
-            visible = column <= row
-            if scoring.window:
-                visible &= column > row - scoring.window
-            yield rows, seen, scores.masked_fill(~visible, float("-inf"))
+            if scoring.is_causal:
+                row = torch.arange(start, rows.stop, device=q.device)[:, None] + prefix
+                column = torch.arange(seen.start, seen.stop, device=q.device)[None]
+                visible = column <= row
+                if scoring.window:
+                    visible &= column > row - scoring.window
+                scores = scores.masked_fill(~visible, float("-inf"))
+            yield rows, seen, scores

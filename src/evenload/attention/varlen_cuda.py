@@ -178,7 +178,7 @@ def _mask(scoring: Scoring) -> tuple[bool, int, int]:
     """(is causal, keys to the left, to the right) of the operators; their window does not count the row itself."""
     if scoring.window:
         return False, scoring.window - 1, 0
-    return True, -1, 0
+    return (True, -1, 0) if scoring.is_causal else (False, -1, -1)
 
 
 def _packed(seen: KeyParts) -> tuple[Tensor, Tensor]:

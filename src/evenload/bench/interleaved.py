@@ -80,8 +80,8 @@ def run_interleaved(
     for turn, name, batch in _order(list(planned), len(next(iter(planned.values()))), num_rounds + 1):
         if turn == 1 and not measured:
             waits = CoreWaits(demand)  # the round that warms up does not count
-        step = planned[name][batch]
-        prepared = PreparedStep(step, prepare_step(step.plan, step.tokens, trainer.mesh))
+        step, exchange = planned[name][batch], trainer.config.parallel.cp_exchange
+        prepared = PreparedStep(step, prepare_step(step.plan, step.tokens, trainer.mesh, exchange))
         report = trainer.step_trainer.run(prepared, coefficients, learning_rate=0.0).report
         on_step()
         if report is not None and turn:

@@ -42,7 +42,7 @@ from evenload.runtime.model.tensor_weights import join_parts, tensor_split
 from evenload.runtime.model.weight_files import INDEX_FILE, LEFT_OUT, stored_weights
 from evenload.runtime.optim.data_parallel import GradientReduction
 from evenload.runtime.optim.parameter_units import FlatBuffer
-from evenload.runtime.replay.rank_packs import PackTokens
+from evenload.runtime.replay.rank_packs import Exchange, PackTokens
 from evenload.runtime.replay.stage import OnFinal, PipelineStage, ignore_unit
 from evenload.runtime.replay.store import ActivationStore
 from evenload.runtime.replay.weight_products import WeightProducts
@@ -268,6 +268,7 @@ class StepRunner:
         held = build_rank_stages(config.model, config.train, model_spec(config), mesh, ObservedStage, backend)
         self._mesh, self._buffers, self._stages = mesh, held.buffers, held.stages
         self._executor = Executor(self._stages, mesh)
+        self._exchange: Exchange = config.parallel.cp_exchange
         self._overlaps_reduction = config.train.overlap_reduction
 
     def run(self, plan: StepPlan, tokens: Mapping[int, NDArray[np.int32]]) -> StepOutcome:
@@ -281,7 +282,7 @@ class StepRunner:
         # As the configuration says, whether or not it would pay: what is proved is that it changes nothing.
         is_overlapped = self._overlaps_reduction and not replicas_share_packs(plan)
         with closing(GradientReduction(self._buffers, mesh, is_overlapped=is_overlapped)) as sums:
-            run = self._executor.run(prepare_step(plan, tokens, mesh), on_final=sums.release)
+            run = self._executor.run(prepare_step(plan, tokens, mesh, self._exchange), on_final=sums.release)
             shards = sums.finish()
         loss = torch.tensor([float(run.loss_sum)], dtype=torch.float64)
         dist.all_reduce(loss, group=mesh.control)

@@ -245,6 +245,7 @@ def _costs(cost_file: Path | None, model: ModelSpec, cluster: ClusterSpec, run: 
     if run is None:
         return costs
     choices = {name: getattr(run.train, name) for name in ("overlap_reduction", "overlap_gather")}
+    choices["context_exchange"] = run.parallel.cp_exchange
     may_copy = run.train.device == "cpu" and run.plan.twin_bytes != 0
     copies_switches = may_copy and len(layouts_of(run, model.num_layers)) > 1
     return replace(costs, attention=run.train.attention, run_choices=choices, copies_switches=copies_switches)

@@ -42,6 +42,7 @@ from evenload.runtime.device import rank_device, require_device, use_determinist
 from evenload.runtime.model.export_files import require_same_token_ids
 from evenload.runtime.model.hf_model import require_layout, require_model
 from evenload.runtime.model.model_config import load_config, model_spec
+from evenload.runtime.replay.context_attention import require_no_window
 from evenload.runtime.trainer import Trainer
 from evenload.types.layout import ChannelChoice, ParallelLayout, channel_mode
 from evenload.types.text import counted
@@ -68,6 +69,8 @@ def require_runnable(config: TrainConfig) -> ParallelLayout:
     if config.train.cost_file is not None:
         file = config.train.cost_file
         require_complete(read_coefficients(file), spec, layout, f"train.cost_file {file}")
+    if config.parallel.cp_exchange == "ring":
+        require_no_window(max(spec.windows))
     require_same_token_ids(require_tokenizer(config.data, config.model.pretrained, spec.vocab_size))
     config.optimizer.rate(config.optimizer.warmup_steps, config.train.steps)  # finds and runs a user's function
     if config.train.kernels == "liger" and (why := liger_refusal(config.train.device, config.model.dtype)):
@@ -185,6 +188,7 @@ def run_coefficients(
     return msgspec.structs.replace(
         costs,
         copies=copies,
+        context_exchange=trainer.config.parallel.cp_exchange,
         overlap=overlap,
         overlap_reduction=run.overlap_reduction,
         overlap_gather=run.overlap_gather,

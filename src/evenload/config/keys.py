@@ -74,7 +74,6 @@ _GONE = {
     "train.overlap_context": "keys and values of shared documents travel at once, behind attention of local ones",
     "train.overlap_tensor": "packs are not computed in halves; tensor-parallel linears hide their own transfers",
     "plan.options.backend": "the compiled core alone plans",
-    "parallel.cp_exchange": "keys and values of shared documents are gathered",
     "train.on_lost_rank": "torchrun with --max-restarts starts the ranks that are left, in a layout that fits them",
     "train.replace_lost_ranks": "torchrun's agents start processes again (--max-restarts)",
     "train.survivor_memory": "a run goes on from its last checkpoint",

@@ -73,6 +73,9 @@ class ParallelConfig(Frozen):
         dp: replicas that train different documents of the same step (data parallel).
         pp: pipeline stages.
         cp: ranks that share the documents of a replica (context parallel); how, the strategy decides.
+        cp_exchange: how keys and values of shared documents travel. "all_gather": once a layer, and all are kept of
+            documents that are cut. "ring": every rank keeps its share, but documents that are cut travel again with
+            every slice; refused for models with a sliding window.
         tp: ranks that hold parts of the same matrices (tensor parallel, with sequence parallelism); must divide the
             model's heads, key/value heads and feed-forward columns. Refused for models with experts, OLMo 2 and GPT-2.
         virtual: stages on every pipeline rank; more make the pipeline's bubble smaller and its transfers more.
@@ -90,6 +93,7 @@ class ParallelConfig(Frozen):
     dp: int = 1
     pp: int = 1
     cp: int = 1
+    cp_exchange: Literal["all_gather", "ring"] = "all_gather"
     tp: int = 1
     virtual: int = 1
     channels: ChannelChoice = "auto"

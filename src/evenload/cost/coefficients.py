@@ -142,7 +142,7 @@ class Profile(Frozen):
 def digest_of(coefficients: msgspec.Struct) -> str:
     """Hash all fields that differ from their defaults, except the digest itself and what a run adds."""
     tree = _set_fields(coefficients)
-    for of_run in ("overlap_reduction", "overlap_gather", "copies"):
+    for of_run in ("context_exchange", "overlap_reduction", "overlap_gather", "copies"):
         tree.pop(of_run, None)
     if "profile" in tree:
         tree["profile"].pop("digest", None)
@@ -286,6 +286,7 @@ class CostCoefficients(Frozen):
         weight_share: of a backward's `linear_s_per_token` and `pack_s`, what W of a split backward takes; None = half.
         context_hidden_share: of the attention of documents whole on one rank, behind which transfers of K and V hide.
         copy_s_per_byte: read one byte and write it elsewhere on the device.
+        context_exchange: how K and V of shared documents are exchanged: gathered once, or round the ranks.
         overlap: how packs and the collectives of gradients and weights slow each other; None = not measured, and
             nothing is overlapped.
         overlap_reduction, overlap_gather: `train.overlap_reduction` and `train.overlap_gather` of the run.
@@ -322,6 +323,7 @@ class CostCoefficients(Frozen):
     weight_share: float | None = None
     context_hidden_share: float = 0.8
     copy_s_per_byte: float = 0.0
+    context_exchange: Literal["all_gather", "ring"] = "all_gather"
     overlap: OverlapCost | None = None
     overlap_reduction: bool = True
     overlap_gather: bool = True

@@ -9,7 +9,9 @@ group, and every rank sends its own rows to those that they have chosen (`runtim
 Context parallelism: K and V of a pack are all-gathered before attention, dK and dV reduce-scattered in backward,
 where K and V are gathered again of documents that are never cut; of others every rank keeps them. Transfers hide behind
 `context_hidden_share` of the attention of *local* documents, those that lie whole on one rank, copies into place
-(`copy_s_per_byte`) behind nothing.
+(`copy_s_per_byte`) behind nothing. A ring (Liu et al. 2023, `context_exchange`) passes K and V on in n - 1 transfers of
+1/n each, and in backward their gradients in n, the last of which hides behind nothing. The others hide behind local
+attention and (n - 1)/n of that of the rounds. A slice's transfers carry its document's whole prefix.
 
 All functions of seconds raise a `ConfigError` where the coefficients know no link for the group.
 """
@@ -110,9 +112,10 @@ def context_seconds(
     direction: Direction,
 ) -> ContextSeconds:
     """Return the seconds of K and V of every pack on one layer, before anything hides them: of the tokens of the whole
-    pack whose K and V its `ranks` exchange, of documents that are never cut and of others (num_packs each). The layer
-    is the one with most K and V (`exchanging_layers`)."""
+    pack whose K and V its `ranks` exchange, of documents that are never cut and of others (num_packs each), in a ring
+    with their prefixes. The layer is the one with most K and V (`exchanging_layers`)."""
     whole, cut = (context_traffic(model, coefficients, tp, direction, is_cut=is_cut) for is_cut in (False, True))
+    home_bytes, home_hops = ring_home(model, coefficients, tp, direction)
     seconds = ContextSeconds(np.zeros(len(ranks)), np.zeros(len(ranks)))
     tokens = whole_tokens + cut_tokens
     for size in np.unique(ranks[tokens > 0]).tolist():
@@ -124,7 +127,8 @@ def context_seconds(
         hops = np.where(from_whole > 0, whole.rings, cut.rings) * (size - 1)
         seconds.transfer_s[of_size] = moved / link.bandwidth_bytes_per_s + hops * link.latency_s
         placed = from_whole * whole.placed_bytes + from_cut * cut.placed_bytes
-        seconds.plain_s[of_size] = placed * coefficients.copy_s_per_byte
+        home_s = tokens[of_size] * home_bytes / size / link.bandwidth_bytes_per_s + home_hops * link.latency_s
+        seconds.plain_s[of_size] = placed * coefficients.copy_s_per_byte + home_s
     return seconds
 
 
@@ -134,12 +138,21 @@ def context_traffic(
     """Return what a token of a document that is cut, or of one that never is, moves in forward or in backward on the
     layer with most K and V."""
     kv, gradients = (int(of_kinds(model, tp).max()) for of_kinds in (kv_bytes_per_token, kv_gradient_bytes_per_token))
+    if coefficients.context_exchange == "ring":
+        return ContextTraffic(kv, 1, 0) if direction == "forward" else ContextTraffic(kv + gradients, 2, 0)
     if direction == "forward":
         return ContextTraffic(kv, 1, 2 * kv if is_cut else kv)  # gathered rows -> keys of the slice -> the prefix kept
     # Sums of gradients are cleared and filled before they are scattered.
     return (
         ContextTraffic(gradients, 1, 2 * gradients) if is_cut else ContextTraffic(kv + gradients, 2, kv + 2 * gradients)
     )
+
+
+def ring_home(model: ModelSpec, coefficients: CostCoefficients, tp: int, direction: Direction) -> tuple[int, int]:
+    """Return (bytes of one token and layer, transfers) of the last transfer of a ring's gradients."""
+    if coefficients.context_exchange != "ring" or direction == "forward":
+        return 0, 0
+    return int(kv_gradient_bytes_per_token(model, tp).max()), 1
 
 
 def exchanging_layers(model: ModelSpec, layout: ParallelLayout) -> NDArray[np.float64]:

@@ -29,6 +29,7 @@ from evenload.cost.group_transfers import (
     context_traffic,
     exchanging_layers,
     exposed_ring_seconds,
+    ring_home,
     tensor_seconds,
     weight_gather_seconds,
 )
@@ -225,6 +226,7 @@ class PackCosts:
         table.forward, table.backward = (self._pass_table(direction) for direction in ("forward", "backward"))
         table.context_hidden_share = coefficients.context_hidden_share
         table.copy_s_per_byte = coefficients.copy_s_per_byte
+        table.context_ring = coefficients.context_exchange == "ring"
         # In the core only groups at stride tp choose between the two, and what they get between nodes does not depend
         # on how many they are: the link of one that leaves its node is that of all.
         between = coefficients.group_link_or_none(coefficients.devices_per_node + 1, layout.tp)
@@ -268,7 +270,11 @@ class PackCosts:
             for moved in (context_traffic(model, coefficients, tp, direction, is_cut=is_cut),)
         )
         return _native.PassTable(
-            self.stage_seconds[direction].ravel().tolist(), self.host_seconds[direction].ravel().tolist(), whole, cut
+            self.stage_seconds[direction].ravel().tolist(),
+            self.host_seconds[direction].ravel().tolist(),
+            whole,
+            cut,
+            *map(float, ring_home(model, coefficients, tp, direction)),
         )
 
     @functools.cached_property
@@ -338,6 +344,10 @@ class PackCosts:
         tokens = ranks, whole_tokens, cut_tokens
         layer = context_seconds(self.model, self.coefficients, self.layout.tp, *tokens, direction)
         local_s = self._attention_seconds(self._features(columns, is_local), direction)
+        if self.coefficients.context_exchange == "ring":
+            # All rounds but the last have a transfer under way.
+            all_s = self._attention_seconds(self._features(columns), direction)
+            local_s = local_s + (all_s - local_s) * ((ranks - 1) / ranks)[:, None]
         layers = exchanging_layers(self.model, self.layout)
         exposed_s = np.outer(layer.transfer_s, layers) - self.coefficients.context_hidden_share * local_s
         return np.maximum(0.0, exposed_s) + np.outer(layer.plain_s, layers)
@@ -459,7 +469,9 @@ class PackCosts:
         if is_cut is None:
             is_cut = np.zeros(int(columns.doc.max(initial=-1)) + 1, bool)
             is_cut[columns.doc[columns.start > 0]] = True
-        sent = np.where(columns.cp > 1, rows, 0)
+        # In a ring a slice's keys and values travel with those of its prefix.
+        sent = columns.start + rows if self.coefficients.context_exchange == "ring" else rows
+        sent = np.where(columns.cp > 1, sent, 0)
         return tuple(columns.pack_sums(np.where(is_cut[columns.doc] == cut, sent, 0)) for cut in (False, True))  # type: ignore[return-value]
 
     def _attention_seconds(self, features: NDArray[np.float64], direction: Direction) -> NDArray[np.float64]:

@@ -30,6 +30,7 @@ from evenload.runtime.checkpoint.checkpoint import Progress
 from evenload.runtime.checkpoint.directory import BestPass, saved_passes, with_pass
 from evenload.runtime.comm.collectives import TorchPeers
 from evenload.runtime.comm.mesh import Mesh, Meshes, most_of_ranks
+from evenload.runtime.replay.rank_packs import Exchange
 from evenload.runtime.stages.rank_state import RankState
 from evenload.runtime.step_source import prepare_step, step_maker
 from evenload.stepplan.plan_file import forward_only
@@ -50,8 +51,9 @@ class Validator:
         meshes: Meshes,
         *,
         strategy: str,
+        exchange: Exchange,
     ) -> None:
-        self.settings, self._strategy = settings, strategy
+        self.settings, self._strategy, self._exchange = settings, strategy, exchange
         self.digest = validation_digest(data, settings)
         """Digest of the settings that decide losses."""
         own = validation_data(data, settings)
@@ -132,7 +134,7 @@ class Validator:
     def _losses(self, planned: PlannedStep, state: RankState) -> "_BatchLosses":
         documents, step = planned.plan.documents, None
         if not state.mesh.is_idle:
-            step = prepare_step(forward_only(planned.plan), planned.tokens, state.mesh)
+            step = prepare_step(forward_only(planned.plan), planned.tokens, state.mesh, self._exchange)
         return _BatchLosses(
             np.array([document.num_tokens for document in documents], np.int64),
             np.array([document.num_label_tokens for document in documents], np.int64),

@@ -13,12 +13,14 @@ from evenload.feed.prefetcher import Prefetcher
 from evenload.feed.step_maker import PlannedStep, Planner, State, StepMaker
 from evenload.plan.layouts.flex_planner import PlannerState
 from evenload.runtime.comm.mesh import Mesh, Meshes
-from evenload.runtime.replay.rank_packs import RankPackTokens, RankStep
+from evenload.runtime.replay.rank_packs import Exchange, RankPackTokens, RankStep
 from evenload.stepplan.transfer_order import transfer_order
 from evenload.types.plan import StepPlan
 
 
-def prepare_step(plan: StepPlan, tokens: Mapping[int, NDArray[np.int32]], mesh: Mesh) -> RankStep:
+def prepare_step(
+    plan: StepPlan, tokens: Mapping[int, NDArray[np.int32]], mesh: Mesh, exchange: Exchange = "all_gather"
+) -> RankStep:
     """Make this rank's part of a step from its replica's tokens. `InvalidPlanError` for another layout or model."""
     if plan.layout.arrangement != mesh.layout:
         planned, ours = plan.layout.describe(), mesh.layout.describe()
@@ -26,7 +28,7 @@ def prepare_step(plan: StepPlan, tokens: Mapping[int, NDArray[np.int32]], mesh: 
     own = None
     if plan.layout.has_replicated_stages:
         own = {action.pack for action in plan.schedules[mesh.dp_rank].ranks[mesh.pp_rank]}
-    packs = RankPackTokens(plan, mesh.dp_rank, mesh.context, mesh.device).collate(tokens, own)
+    packs = RankPackTokens(plan, mesh.dp_rank, mesh.context, exchange, mesh.device).collate(tokens, own)
     return RankStep(plan, packs, transfer_order(plan, mesh.dp_rank, mesh.pp_rank, mesh.channels))
 
 
@@ -51,10 +53,10 @@ def replicas_share_packs(plan: StepPlan) -> bool:
     return any(piece.cp > plan.layout.cp for pack in packs for piece in pack.slices)
 
 
-def prepared_step(planned: PlannedStep, meshes: Meshes) -> PreparedStep:
+def prepared_step(planned: PlannedStep, meshes: Meshes, exchange: Exchange) -> PreparedStep:
     """Prepare a step for its plan's own layout, which need not be the one that runs now."""
     mesh = meshes.of(planned.plan.layout)
-    return PreparedStep(planned, None if mesh.is_idle else prepare_step(planned.plan, planned.tokens, mesh))
+    return PreparedStep(planned, None if mesh.is_idle else prepare_step(planned.plan, planned.tokens, mesh, exchange))
 
 
 class StepSource:
@@ -73,6 +75,7 @@ class StepSource:
         loader: GlobalBatchLoader,
         planner: Planner[PlannerState],
         meshes: Meshes,
+        exchange: Exchange,
         *,
         max_pack_tokens: int,
         to_make: int | None,
@@ -93,7 +96,7 @@ class StepSource:
                 loader.close()
                 return None
             made += 1
-            return prepared_step(planned, meshes)
+            return prepared_step(planned, meshes, exchange)
 
         self._ahead = Prefetcher(make, loader.config.prefetch_steps, "evenload-prepare")
         self.has_next = self._ahead.has_next

@@ -31,6 +31,7 @@ from evenload.runtime.comm.mesh import Mesh, Meshes
 from evenload.runtime.device import measured_peak_bytes
 from evenload.runtime.evaluation import EvaluatedRun, Evaluation, EvaluationResult, Validator
 from evenload.runtime.model.model_config import model_spec
+from evenload.runtime.replay.context_attention import require_no_window
 from evenload.runtime.stages.live_stages import Monitor
 from evenload.runtime.stages.rank_state import RankState
 from evenload.runtime.step_metrics import StepReport
@@ -49,6 +50,8 @@ class Trainer:
         layouts = self.meshes.layouts
         self.model = model_spec(config)
         require_optimizer(config, self.model, len(layouts))
+        if config.parallel.cp_exchange == "ring":
+            require_no_window(max(self.model.windows))
         twin_bytes = config.plan.twin_bytes
         self.state = RankState(config.model, config.optimizer, config.train, self.model, self.meshes, twin_bytes)
         backend = next(iter(self.state.stages.values())).backend  # what `auto` took
@@ -69,6 +72,7 @@ class Trainer:
                 self.model.vocab_size,
                 self.meshes,
                 strategy=config.plan.strategy,
+                exchange=config.parallel.cp_exchange,
             )
         keep_best = config.train.keep_best
         self._evaluation = Evaluation(validator, keep_best=keep_best, checkpoints=self._checkpoints)
@@ -194,6 +198,7 @@ class Trainer:
             self.loader,
             planner,
             self.meshes,
+            self.config.parallel.cp_exchange,
             max_pack_tokens=self.config.max_pack_tokens,
             to_make=None if last_step is None else max(0, last_step - self.steps_done),
             of_run=None if run_steps is None else max(0, run_steps - self.steps_done),

@@ -133,13 +133,19 @@ class _SharedRows(NamedTuple):
 
 
 def ranked_packs(
-    forward: SliceColumns, backward: SliceColumns, shardings: Sequence[PackSharding], layout_cp: int
+    forward: SliceColumns,
+    backward: SliceColumns,
+    shardings: Sequence[PackSharding],
+    layout_cp: int,
+    *,
+    prefix_travels: bool = False,
 ) -> tuple[PerRankPacks, PerRankPacks]:
     """Divide both directions of one replica's packs among their ranks.
 
     Args:
         shardings: of every forward pack (`MicroPack.sharding`); only those of shared packs count.
         layout_cp: context ranks of the layout.
+        prefix_travels: keys and values of a slice's prefix are sent with its own (a ring).
     """
     shared = _shared_rows(forward, backward, shardings, layout_cp)
     num_documents = len(shared.is_cut)
@@ -149,8 +155,8 @@ def ranked_packs(
     is_local = lowest == highest
     of_forward, of_backward = shared.sides
     return (
-        _ranked(of_forward, joined(shared.rows), is_local, shared.is_cut),
-        _ranked(of_backward, joined(_backward_rows(shared)), is_local, shared.is_cut),
+        _ranked(of_forward, joined(shared.rows), is_local, shared.is_cut, prefix_travels),
+        _ranked(of_backward, joined(_backward_rows(shared)), is_local, shared.is_cut, prefix_travels),
     )
 
 
@@ -161,7 +167,8 @@ def ranked_if_shared(
     cp = costs.layout.cp
     if cp == 1 and not (forward.cp > 1).any():
         return None, None
-    return ranked_packs(forward, backward, shardings, cp)
+    ring = costs.coefficients.context_exchange == "ring"
+    return ranked_packs(forward, backward, shardings, cp, prefix_travels=ring)
 
 
 def _shared_rows(
@@ -237,7 +244,9 @@ def _backward_rows(shared: _SharedRows) -> RankRanges:
     return RankRanges(rows.rank[of_row], piece, start, np.minimum(rows.stop[of_row], side.stop[piece]))
 
 
-def _ranked(side: _Side, rows: RankRanges, is_local: NDArray[np.bool_], is_cut: NDArray[np.bool_]) -> PerRankPacks:
+def _ranked(
+    side: _Side, rows: RankRanges, is_local: NDArray[np.bool_], is_cut: NDArray[np.bool_], prefix_travels: bool
+) -> PerRankPacks:
     columns = side.columns
     first_rank = np.concatenate([[0], np.cumsum(side.ranks)])
     alone = np.flatnonzero(~side.in_group)
@@ -254,7 +263,8 @@ def _ranked(side: _Side, rows: RankRanges, is_local: NDArray[np.bool_], is_cut: 
         pad_to=pad_to,
         cp=np.ones(len(order), np.int64),
     )
-    sent = np.where(side.in_group & ~is_local[columns.doc], side.stop - columns.start, 0)
+    sent = side.stop if prefix_travels else side.stop - columns.start
+    sent = np.where(side.in_group & ~is_local[columns.doc], sent, 0)
     whole, cut = (columns.pack_sums(np.where(is_cut[columns.doc] == of_cut, sent, 0)) for of_cut in (False, True))
     return PerRankPacks(ranged, first_rank, is_local[ranged.doc], is_cut[ranged.doc], whole, cut)
 

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
@@ -79,6 +80,16 @@ class ContextGroup(RankGroup):
         """Start to sum [size · n, ...] over ranks into this rank's n rows."""
         result = rows.new_empty((rows.shape[0] // self.size, *rows.shape[1:]))
         return self._start_collective(what, rows, result, reduce_scatter_single, (self.size - 1) * result.nbytes)
+
+    def pass_on(self, rows: Tensor, what: str) -> Transfer:
+        """Start to send to the next rank of the ring, and receive as much from the one before. Leave `rows` alone until
+        then."""
+        result = torch.empty_like(rows)
+        self.moved_bytes += result.nbytes
+        to, source = self.ranks[(self.rank + 1) % self.size], self.ranks[self.rank - 1]
+        send = dist.P2POp(dist.isend, rows, to, self.process_group)
+        receive = dist.P2POp(dist.irecv, result, source, self.process_group)
+        return self._start(what, rows, result, lambda: dist.batch_isend_irecv([send, receive]))
 
 
 def rank_grid(layout: ParallelLayout) -> NDArray[np.int64]:

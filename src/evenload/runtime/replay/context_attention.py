@@ -8,11 +8,22 @@ Each of a rank's token ranges is one range attention against its document's pref
 or backward every rank keeps all K and V and accumulates dK and dV of its own queries; of one that is never cut a rank
 keeps its own rows and gathers the others again in backward. Documents that lie whole on one rank overlap with the
 transfers (Skrull §4.1). Price: (cp - 1) · rows of the fullest rank · 2·Hkv·D elements received a layer and transfer.
+
+`RingAttention` (Liu et al. 2023) sends keys and values round the group, so that no rank holds all of a document's:
+
+    forward    round h of cp: attention of own rows against the keys of rank r - h, merged by log-sum-exp, while they
+               are sent on to rank r + 1
+    backward   the same with [keys, values]; their gradients follow them and arrive at their rank after cp rounds
+
+The rows of another rank that one of a rank's ranges sees are a prefix of its rows of the document, so a round is one
+call without a mask a range, and the own rows one causal call. A slice's rounds carry its document's whole prefix.
 """
 
+import functools
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -27,9 +38,11 @@ from evenload.attention.range_attention import (
     RangeAttention,
     Scoring,
     first_visible_key,
+    merge_into,
     work_dtype,
 )
 from evenload.attention.range_sizes import RangeSizes
+from evenload.errors import ConfigError
 from evenload.runtime.comm.rank_groups import ContextGroup, Transfer
 from evenload.runtime.device import to_device
 from evenload.runtime.replay.store import ActivationStore, CallKey, KeyRows, KeysAndValues, call_key, layer_of, num_rows
@@ -94,6 +107,67 @@ def _divided(rows: Tensor, widths: tuple[int, int]) -> KeysAndValues:
     """Return keys and values (or gradients), which travel side by side: [n, G, Dk + Dv]."""
     keys, values = rows.split(widths, dim=-1)
     return keys, values
+
+
+class PackAttention(ABC):
+    """Computes attention of one rank's rows of a shared pack; T rows, H query heads, G key/value heads."""
+
+    def __init__(self, rows: PackRows, group: ContextGroup, label: str) -> None:
+        self.group, self._label, self._slices = group, label, rows.shared
+        self._ranges: list[list[tuple[slice, Range]]] = []
+        """Of each shared slice this rank's token ranges, with their rows of the pack."""
+        self._rows: list[slice] = []
+        """Rows of each shared slice; those of local documents follow."""
+        row = 0
+        for piece in rows.shared:
+            own = piece.ranges[group.rank]
+            self._ranges.append(list(rows_of(own, row)))
+            self._rows.append(slice(row, row + num_rows(own)))
+            row = self._rows[-1].stop
+        self._shared_rows = slice(0, row)
+        self._local = LocalAttention(tuple(rows_of(rows.local[group.rank], row)))
+
+    @property
+    def documents(self) -> tuple[int, ...]:
+        """Return those of the shared slices, in the same order on every rank of the group; one may come twice."""
+        return tuple(piece.document.doc_id for piece in self._slices)
+
+    @abstractmethod
+    def forward(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return output [T, H, D] and log-sum-exp [T, H] of own rows' q [T, H, D], k and v [T, G, D]. Collective."""
+
+    @abstractmethod
+    def backward(self, call: AttentionCall, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+        """Return own rows' gradients of q, k and v; those of k and v summed over all rows that see them. Collective."""
+
+    def join(
+        self,
+        direction: Direction,
+        backend: RangeAttention,
+        store: ActivationStore,
+        layer: int,
+        calls: Sequence[AttentionKind],
+        like: Tensor,
+    ) -> None:
+        """Take part in the transfers of a layer's calls where this rank has no rows. Collective."""
+        for n, shape in reversed([*enumerate(calls)]) if direction == "backward" else enumerate(calls):
+            call = AttentionCall(backend, store, call_key(layer, n), Scoring(1.0))
+            q, out = (like.new_empty(0, shape.heads, width) for width in (shape.head_dim, shape.value_dim))
+            k, v = (like.new_empty(0, shape.kv_heads, width) for width in (shape.head_dim, shape.value_dim))
+            if direction == "forward":
+                self.forward(call, q, k, v)
+            else:
+                self.backward(call, out, q, out, q.new_empty(q.shape[:2], dtype=work_dtype(q)))
+
+    def _no_gradients(self, call: AttentionCall, like: Tensor) -> KeysAndValues:
+        """Return gradients [0, G, Dk] and [0, G, Dv] of the keys and values of no rows, of the dtype of `like`."""
+        keys, values = call.store.keys_and_values(self.documents[0], call.key, 0, 0)
+        return like.new_empty(keys.shape), like.new_empty(values.shape)
+
+    def _what(self, call: AttentionCall, *, gradients: bool = False) -> str:
+        return (
+            f"the {'gradients of ' if gradients else ''}keys and values of {self._label} (layer {layer_of(call.key)})"
+        )
 
 
 class _Seen(NamedTuple):
@@ -205,35 +279,16 @@ class _Exchange:
         return torch.cat([rows, rows.new_zeros((self.padded - rows.shape[0], *rows.shape[1:]))])
 
 
-class PackAttention:
-    """Computes attention of one rank's rows of a shared pack (see the module); T rows, H query heads, G key/value
-    heads."""
+class GatherAttention(PackAttention):
+    """All-gathers keys and values (see the module)."""
 
     def __init__(self, rows: PackRows, group: ContextGroup, label: str, device: torch.device) -> None:
-        self.group, self._label, self._slices = group, label, rows.shared
-        self._ranges: list[list[tuple[slice, Range]]] = []
-        """Of each shared slice this rank's token ranges, with their rows of the pack."""
-        self._rows: list[slice] = []
-        """Rows of each shared slice; those of local documents follow."""
-        row = 0
-        for piece in rows.shared:
-            own = piece.ranges[group.rank]
-            self._ranges.append(list(rows_of(own, row)))
-            self._rows.append(slice(row, row + num_rows(own)))
-            row = self._rows[-1].stop
-        self._shared_rows = slice(0, row)
-        self._local = LocalAttention(tuple(rows_of(rows.local[group.rank], row)))
+        super().__init__(rows, group, label)
         self._all = self._exchange(range(len(self._slices)), device)
         # Those that are never cut are gathered again in backward.
         self._again = self._exchange([i for i, piece in enumerate(self._slices) if not piece.document.is_cut], device)
 
-    @property
-    def documents(self) -> tuple[int, ...]:
-        """Return those of the shared slices, in the same order on every rank of the group; one may come twice."""
-        return tuple(piece.document.doc_id for piece in self._slices)
-
     def forward(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return output [T, H, D] and log-sum-exp [T, H] of own rows' q [T, H, D], k and v [T, G, D]. Collective."""
         gather = self._gather(self._all, k[self._shared_rows], v[self._shared_rows], call)
         out = q.new_empty(*q.shape[:2], v.shape[-1])
         lse = q.new_empty(q.shape[:2], dtype=work_dtype(q))
@@ -251,10 +306,8 @@ class PackAttention:
         return out, lse
 
     def backward(self, call: AttentionCall, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor) -> Gradients:
-        """Return own rows' gradients of q, k and v; those of k and v summed over all rows that see them. Collective."""
         gather = self._gather_again(call)
-        none = call.store.keys_and_values(self.documents[0], call.key, 0, 0)
-        like = lse.new_empty(none[0].shape), lse.new_empty(none[1].shape)
+        like = self._no_gradients(call, lse)
         widths = like[0].shape[-1], like[1].shape[-1]
         dq, dk, dv = torch.empty_like(q), *(one.new_empty((q.shape[0], *one.shape[1:])) for one in like)
         # Local documents overlap with the all-gather and the reduce-scatter, by the bytes of each.
@@ -269,30 +322,6 @@ class PackAttention:
         mine = self._shared_rows
         dk[mine], dv[mine] = _divided(scatter.wait()[mine], widths)
         return dq, dk.to(q.dtype), dv.to(q.dtype)
-
-    def join(
-        self,
-        direction: Direction,
-        backend: RangeAttention,
-        store: ActivationStore,
-        layer: int,
-        calls: Sequence[AttentionKind],
-        like: Tensor,
-    ) -> None:
-        """Take part in the transfers of a layer's calls where this rank has no rows. Collective."""
-        for n, shape in reversed([*enumerate(calls)]) if direction == "backward" else enumerate(calls):
-            call = AttentionCall(backend, store, call_key(layer, n), Scoring(1.0))
-            q, out = (like.new_empty(0, shape.heads, width) for width in (shape.head_dim, shape.value_dim))
-            k, v = (like.new_empty(0, shape.kv_heads, width) for width in (shape.head_dim, shape.value_dim))
-            if direction == "forward":
-                self.forward(call, q, k, v)
-            else:
-                self.backward(call, out, q, out, q.new_empty(q.shape[:2], dtype=work_dtype(q)))
-
-    def _what(self, call: AttentionCall, *, gradients: bool = False) -> str:
-        return (
-            f"the {'gradients of ' if gradients else ''}keys and values of {self._label} (layer {layer_of(call.key)})"
-        )
 
     def _backward_shared(
         self,
@@ -381,3 +410,106 @@ def rows_of(ranges: Sequence[Range], first_row: int = 0) -> Iterator[tuple[slice
         stop = row + r.stop - r.start
         yield slice(row, stop), r
         row = stop
+
+
+class _Visit(NamedTuple):
+    """Names rows of one of this rank's ranges, and the keys in a rank's sent buffer that all of them see; in the own
+    buffer the last `keys` are those of `rows`."""
+
+    rows: slice
+    keys: slice
+    sizes: RangeSizes
+
+
+class RingAttention(PackAttention):
+    """Sends keys and values round the group (see the module)."""
+
+    def __init__(self, rows: PackRows, group: ContextGroup, label: str) -> None:
+        super().__init__(rows, group, label)
+        # Per rank and slice the rows of its document up to the slice's end, which are sent.
+        ranks = range(group.size)
+        carried = [[piece.document.rows_before(rank, piece.stop) for piece in rows.shared] for rank in ranks]
+        self._carried = carried[group.rank]
+        self._new = [piece.document.rows_before(group.rank, piece.start) for piece in rows.shared]
+        self._padded = max(map(sum, carried))
+        self._visits: list[list[_Visit]] = [[] for _ in range(group.size)]
+        for index, piece in enumerate(rows.shared):
+            for own, (_, start, stop) in self._ranges[index]:
+                for rank in ranks:
+                    before = piece.document.rows_before(rank, stop if rank == group.rank else start)
+                    at = sum(carried[rank][:index])
+                    if before:
+                        sizes = RangeSizes([own.stop - own.start], [before])
+                        self._visits[rank].append(_Visit(own, slice(at, at + before), sizes))
+
+    def forward(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        require_no_window(call.scoring.window or call.scoring.chunk)
+        for piece, mine, new in zip(self._slices, self._rows, self._new, strict=True):
+            call.store.record_keys(piece.document.doc_id, call.key, new, k[mine], v[mine])
+        lse = q.new_full(q.shape[:2], float("-inf"), dtype=work_dtype(q))
+        out = lse.new_zeros(*q.shape[:2], v.shape[-1])
+        local = functools.partial(self._local.forward, call, q, k, v, out, lse)
+        for rank, held in self._rounds(call, local, self._own_rows(call)):
+            for rows, keys, sizes in self._visits[rank]:
+                seen = _divided(held[keys], (k.shape[-1], v.shape[-1]))
+                merge_into(out[rows], lse[rows], *self._round(call, rank).forward(q[rows], [seen], sizes))
+        return out.to(q.dtype), lse
+
+    def backward(self, call: AttentionCall, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+        own = self._own_rows(call)
+        dq = torch.zeros_like(q, dtype=lse.dtype)
+        like = self._no_gradients(call, lse)
+        dk, dv = (one.new_empty((q.shape[0], *one.shape[1:])) for one in like)
+        widths = like[0].shape[-1], like[1].shape[-1]
+        transfer = None
+        local = functools.partial(self._local.backward, call, grad, q, out, lse, (dq, dk, dv))
+        for rank, held in self._rounds(call, local, own):
+            sums = lse.new_zeros(own.shape)
+            for rows, keys, sizes in self._visits[rank]:
+                given = grad[rows], q[rows], [_divided(held[keys], widths)], out[rows], lse[rows]
+                part_q, *parts = self._round(call, rank).backward(*given, sizes)
+                dq[rows] += part_q
+                for total, part in zip(_divided(sums[keys], widths), parts, strict=True):
+                    total += part
+            if transfer is not None:
+                sums += transfer.wait()
+            transfer = self.group.pass_on(sums, self._what(call, gradients=True))
+        assert transfer is not None
+        home = transfer.wait()
+        at = 0
+        for piece, mine, new, carried in zip(self._slices, self._rows, self._new, self._carried, strict=True):
+            doc_id, (keys, values) = piece.document.doc_id, _divided(home[at : at + carried], widths)
+            at += carried
+            dk[mine], dv[mine] = call.store.add_key_grads(doc_id, call.key, 0, keys, values, new, carried)
+        return tuple(total.to(q.dtype) for total in (dq, dk, dv))  # type: ignore[return-value]
+
+    def _rounds(self, call: AttentionCall, local: Callable[[], None], held: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Yield (rank, its rows) of every round, the own ones first, while the next ones are sent."""
+        for turn in range(self.group.size):
+            transfer = self.group.pass_on(held, self._what(call)) if turn < self.group.size - 1 else None
+            if turn == 0:
+                local()
+            yield (self.group.rank - turn) % self.group.size, held
+            if transfer is not None:
+                held = transfer.wait()
+
+    def _round(self, call: AttentionCall, rank: int) -> AttentionCall:
+        """Return the call for keys of a rank: other than the own, those that rows see are a prefix, without a mask."""
+        return replace(call, scoring=call.scoring._replace(is_causal=rank == self.group.rank))
+
+    def _own_rows(self, call: AttentionCall) -> Tensor:
+        """Return K and V of this rank's rows up to the end of every slice; [padded, G, Dk + Dv]."""
+        parts = [
+            torch.cat(call.store.keys_and_values(piece.document.doc_id, call.key, 0, carried), dim=-1)
+            for piece, carried in zip(self._slices, self._carried, strict=True)
+        ]
+        missing = self._padded - sum(self._carried)
+        return torch.cat([*parts, parts[0].new_zeros((missing, *parts[0].shape[1:]))])
+
+
+def require_no_window(window: int) -> None:
+    if window:
+        raise ConfigError(
+            f"parallel.cp_exchange 'ring' and sliding windows (here {window} tokens) do not go together; use "
+            "parallel.cp_exchange = 'all_gather'"
+        )

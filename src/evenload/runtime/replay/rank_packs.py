@@ -6,6 +6,7 @@ DP-Merge), they are the token ranges of `stepplan.cp_rows`, and attention goes t
 
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from evenload.errors import InvalidPlanError
 from evenload.feed.collate import collate_pack, collate_ranges
 from evenload.runtime.comm.rank_groups import ContextGroup
 from evenload.runtime.device import to_device
-from evenload.runtime.replay.context_attention import PackAttention
+from evenload.runtime.replay.context_attention import GatherAttention, PackAttention, RingAttention
 from evenload.stepplan.cp_rows import PackRows, ReplicaRows, replica_rows
 from evenload.types.document import Direction, MicroPack, Range, ReplicaBlock
 from evenload.types.layout import TransferOrder
@@ -46,6 +47,10 @@ class PackTokens:
         return self.ranges if self.closes is None else self.closes
 
 
+Exchange = Literal["all_gather", "ring"]
+"""How ranks exchange keys and values of shared documents."""
+
+
 @dataclass(frozen=True, eq=False)
 class RankStep:
     """Holds one rank's prepared part of a step (`runtime.step_source`), for one run."""
@@ -59,10 +64,15 @@ class RankPackTokens:
     """Holds one step's packs on one rank; `InvalidPlanError` for an unknown group, or a sharding that cannot run."""
 
     def __init__(
-        self, plan: StepPlan, dp_rank: int, groups: Mapping[ReplicaBlock, ContextGroup], device: torch.device
+        self,
+        plan: StepPlan,
+        dp_rank: int,
+        groups: Mapping[ReplicaBlock, ContextGroup],
+        exchange: Exchange,
+        device: torch.device,
     ) -> None:
         self._packs = plan.pack_plans[dp_rank]
-        self._groups, self._device = groups, device
+        self._groups, self._exchange, self._device = groups, exchange, device
         all_packs = (*self._packs.forward, *self._packs.backward)
         self._rows: ReplicaRows | None = None
         self._collated: dict[tuple[Direction, int], PackTokens] = {}
@@ -95,7 +105,8 @@ class RankPackTokens:
                 rank = self._rank_in(shared)
                 for doc_id, _, _ in shared.held(rank):
                     rows = self._rows.documents[doc_id]
-                    stored[doc_id] = rows.num_tokens if rows.is_cut else rows.rows_before(rank, rows.num_tokens)
+                    holds_all = rows.is_cut and self._exchange == "all_gather"
+                    stored[doc_id] = rows.num_tokens if holds_all else rows.rows_before(rank, rows.num_tokens)
         return stored
 
     def collate(self, tokens: Mapping[int, NDArray[np.int32]], only: Container[int] | None = None) -> "RankPackTokens":
@@ -122,8 +133,11 @@ class RankPackTokens:
         columns = collate_ranges([doc_id for doc_id, _, _ in ranges], edges[:, 0], edges[:, 1], documents)
         attention: PackAttention | None = None
         if shared.shared:
-            label = f"{pack.direction} pack {pack.index}"
-            attention = PackAttention(shared, self._groups[shared.block], label, self._device)
+            group, label = self._groups[shared.block], f"{pack.direction} pack {pack.index}"
+            if self._exchange == "ring":
+                attention = RingAttention(shared, group, label)
+            else:
+                attention = GatherAttention(shared, group, label, self._device)
         return PackTokens(ranges, *self._on_device(columns), shared=attention, closes=shared.held(rank))
 
     def _on_device(self, columns: Iterable[NDArray[np.int64]]) -> tuple[Tensor, Tensor, Tensor]:
