@@ -120,10 +120,15 @@ def build_narrow(config: PretrainedConfig) -> PreTrainedModel:
 
 
 class Float64Casts(TorchFunctionMode):
-    """Makes casts to float32, by whatever function, casts to float64, except of what is narrower already."""
+    """Makes casts to float32, by whatever function, casts to float64, except of what is narrower already, and so of
+    quotients of integers."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in (Tensor.div, torch.div, torch.true_divide, Tensor.true_divide):
+            tensors = [value for value in args if isinstance(value, Tensor)]
+            if not any(value.is_floating_point() for value in tensors):
+                return func(*args, **kwargs) if "rounding_mode" in kwargs else func(tensors[0].double(), *args[1:])
         is_cast = func is Tensor.float or any(value is torch.float32 for value in (*args, *kwargs.values()))
         if is_cast and getattr(next(iter(args), None), "dtype", None) not in (
             torch.float32,
