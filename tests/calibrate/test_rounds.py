@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cost_samples import sample_model
+from cost_samples import mixed_model, sample_model
 from evenload.calibrate import rounds as pack_clock
 from evenload.calibrate.calibrate import _rounds
 from evenload.calibrate.rounds import QUICK_ROUNDS, QueueClock, longest_of, rounds_up_to
@@ -60,6 +60,17 @@ def test_a_gpu_is_timed_with_the_packs_of_its_run_that_fit_it(monkeypatch, devic
     sizes = {"hidden_size": 1024, "num_heads": 16, "num_kv_heads": 16, "head_dim": 64, "ffn_hidden_size": 2048}
     model = sample_model(num_layers=1, **sizes)
     assert max(timed(monkeypatch, device, gigabytes, model, 32_768))[0] == largest
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_models_whose_documents_stay_whole_are_timed_without_cuts(monkeypatch, device):
+    memory = SimpleNamespace(total_memory=80 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: memory)
+    stage, mesh = FakeStage(device, range(3)), SimpleNamespace(layout=SimpleNamespace(tp=1))
+    cut, whole = (_rounds(stage, mixed_model(mixer=name), mesh, 32_768, 32_768) for name in ("", "Mixer"))
+    assert any(start for one in cut for pack in one.packs for _, start, _ in pack)
+    assert whole
+    assert not any(start for one in whole for pack in one.packs for _, start, _ in pack)
 
 
 def test_large_packs_of_a_large_model_are_timed_on_one_layer(monkeypatch):

@@ -33,6 +33,7 @@ from evenload.calibrate.rounds import (
     Timed,
     kept_bytes,
     longest_of,
+    may_run,
     median_sample,
     pack_clock,
     pack_features,
@@ -283,12 +284,13 @@ def _rounds(
     longest = max(max_document_tokens, longest_of(whole(128)))
     is_gpu = stage.device.type == "cuda"
     part = part_of(stage, model.layers, GPU_LAYERS) if is_gpu else stage
-    wanted = [(packs, part) for packs in QUICK_ROUNDS if longest_of(packs) <= longest]
+    wanted = [(packs, part) for packs in QUICK_ROUNDS if longest_of(packs) <= longest and may_run(packs, model)]
     if is_gpu:
         headroom_bytes = _MEMORY_SHARE * torch.cuda.get_device_properties(stage.device).total_memory
         least = part_of(stage, model.layers, 1)
         larger = rounds_up_to(max_pack_tokens, longest)
-        wanted += [(packs, least) for packs in larger if kept_bytes(packs, least, model, mesh) <= headroom_bytes]
+        fitting = (packs for packs in larger if kept_bytes(packs, least, model, mesh) <= headroom_bytes)
+        wanted += [(packs, least) for packs in fitting if may_run(packs, model)]
     return [TimedRound(packs, part, shares_of(part, model, model)) for packs, part in wanted]
 
 

@@ -197,6 +197,11 @@ def longest_of(packs: Packs) -> int:
     return max(num_tokens_of(packs).values())
 
 
+def may_run(packs: Packs, model: ModelSpec) -> bool:
+    """Say whether a model runs these packs: not those that cut documents where its layers forbid that."""
+    return model.may_cut_documents or all(start == 0 for pack in packs for _, start, _ in pack)
+
+
 NEEDED_ROUNDS: tuple[Packs, ...] = (
     whole(*[8] * 16),
     whole(128),
@@ -329,6 +334,8 @@ def choose_rounds(
     spent_s, last_s, last_flops = 0.0, 0.0, 1.0
     for index in order:
         packs, flops = GRID[index], round_flops(GRID[index], model)
+        if not may_run(packs, model):
+            continue
         if packs not in NEEDED_ROUNDS:
             if longest_of(packs) > longest or kept_bytes(packs, stage, model, mesh) > _MEMORY_SHARE * free_bytes:
                 continue
