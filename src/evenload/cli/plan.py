@@ -43,6 +43,7 @@ from evenload.integrations.price import StepShape
 from evenload.plan.strategies.flexpipe import FlexOptions
 from evenload.plan.strategies.registry import STRATEGIES
 from evenload.types.layout import ParallelLayout
+from evenload.types.model import ModelSpec
 from evenload.types.text import LengthUnit, counted, in_unit
 
 GIVEN = "lengths of the caller"
@@ -233,6 +234,11 @@ def _engine_planner(engine: str, inputs: PlanInputs, layout: ParallelLayout) -> 
     return EnginePlanner(profile, costs.model, costs.of(layout), layout, options, shape)
 
 
+def _tensor_refusal(model: ModelSpec, layout: ParallelLayout) -> str:
+    refused = model.tensor_refusal if layout.tp > 1 else ""
+    return refused and f"evenload train refuses tp={layout.tp} here: {model.name} {refused}"
+
+
 def _inputs_content(
     request: PlanRequest, inputs: PlanInputs, lengths: str, table: LengthTable, layout: ParallelLayout
 ) -> dict[str, Any]:
@@ -247,6 +253,7 @@ def _inputs_content(
         "parameters": model.num_parameters,
         "active_parameters": model.num_active_parameters,
         "whole_documents": model.whole_documents,
+        "tensor_refusal": _tensor_refusal(model, layout),
         "cluster": inputs.cluster_name,
         "layout": layout_sizes(layout),
         "stage_layers": layout.stage_counts,
@@ -280,7 +287,8 @@ def _inputs_message(
         f"model {inputs['model']} ({inputs['model_size']}), cluster {inputs['cluster']}, "
         f"layout {layout.describe()}{devices}, {size} a step, {counted(inputs['steps'], 'step')}, "
         f"context {inputs['context']:,}, overlong {inputs['overlong']}, seed {inputs['seed']}, "
-        f"{coefficients.source} costs" + (f"\n{inputs['whole_documents']}" if inputs["whole_documents"] else "")
+        f"{coefficients.source} costs"
+        + "".join(f"\n{inputs[line]}" for line in ("whole_documents", "tensor_refusal") if inputs[line])
     )
 
 

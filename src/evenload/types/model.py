@@ -34,6 +34,7 @@ class ModelSpec(Frozen):
         position_parameters: weights before the first layer, without the embedding: of learned positions and the like.
         position_rows: of learned positions, the longest document (GPT-2); 0 = no limit.
         causal: False for bidirectional encoders, which cannot be sliced.
+        tensor_refusal: why Evenload's runtime does not cut it over tensor-parallel ranks; "" = it does.
         bytes_per_element: of weights and activations in compute precision (bf16: 2).
         attention_workspace: attention runs in GPU kernels, whose workspace in backward is counted.
         attention_kernels: which ones.
@@ -54,6 +55,7 @@ class ModelSpec(Frozen):
     position_parameters: int = 0
     position_rows: int = 0
     causal: bool = True
+    tensor_refusal: str = ""
     bytes_per_element: int = 2
     attention_workspace: bool = False
     attention_kernels: AttentionKernels = "varlen_cuda"

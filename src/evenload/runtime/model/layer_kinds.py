@@ -71,6 +71,7 @@ def _spec(model: Any, survey: Survey, name: str) -> ModelSpec:
         norm_parameters=others - (1 if is_tied else 2) * of_embedding - positions,
         tied_embeddings=is_tied,
         position_parameters=positions,
+        tensor_refusal=survey.tensor_cut("").refusal,
         position_rows=longest if any(longest <= one <= longest + 2 for one in rows) else 0,
     )
 

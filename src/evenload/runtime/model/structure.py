@@ -353,10 +353,11 @@ class Survey(TorchFunctionMode):
             returns_tuple=self.whole.returns_tuple,
             groups=_groups(len(self.notes), self.links),
             reads_tokens=self.reads_tokens,
-            cut=self._cut(layers),
+            cut=self.tensor_cut(layers),
         )
 
-    def _cut(self, layers: str) -> TensorCut:
+    def tensor_cut(self, layers: str) -> TensorCut:
+        """Return how transformers' plan cuts the layers, which have this path."""
         config: Any = self.model.config.get_text_config(decoder=True)
         plan: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
         # Experts lie whole on their ranks, however the plan cuts their matrices.
