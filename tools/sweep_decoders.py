@@ -177,7 +177,8 @@ def page_of(rows: dict[str, dict[str, Any]]) -> str:
         "|---|---|",
         *(f"| {said} | {counts[name]} |" for name, said in CLASSES.items() if counts[name]),
         "",
-        "*Plans*: what transformers has a plan for, pipelines (pp), tensor parallelism (tp), experts (ep). *Probe*: "
+        "*Plans*: what transformers itself has a plan for: pipelines (pp), tensor parallelism (tp), experts (ep). "
+        "Evenload's pipelines need none; its `parallel.tp` says at the start what a plan lacks. *Probe*: "
         "modules that mix a document's tokens in a way of their own, for which documents stay whole.",
         "",
         "| type | result | plans | error | probe, or why not |",

@@ -9,10 +9,17 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, PreTrainedModel, conversion_mapping, core_model_loading
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    PreTrainedModel,
+    conversion_mapping,
+    core_model_loading,
+)
 from transformers import __version__ as version
 
-from evenload.errors import EvenloadError, UnsupportedModelError
+from evenload.errors import ConfigError, EvenloadError, UnsupportedModelError
 from evenload.runtime.model import export_files, weight_files
 from evenload.runtime.model.export_files import save_tensors, shard_units, write_index
 from evenload.runtime.model.hf_model import build_stage_model, empty_model
@@ -321,3 +328,24 @@ def test_transformers_still_has_the_attributes_that_weight_conversion_reads():
     assert {type(rule) for rule in rules} <= {core_model_loading.WeightConverter, core_model_loading.WeightRenaming}
     assert any(isinstance(rule, core_model_loading.WeightConverter) and rule.source_patterns for rule in rules)
     assert not hasattr(whole, "_weight_conversions"), "else transformers stores what was loaded, not by its tables"
+
+
+def test_the_text_part_of_a_model_of_text_and_pictures_is_read(tmp_path):
+    """Its weights by their own names, those of pictures by none; one that is missing is still missed."""
+    text = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
+    sight = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Gemma3Config(
+        text_config=text | {"head_dim": 16, "vocab_size": 40}, vision_config=sight | {"image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=4, image_token_index=39, boi_token_index=38, eoi_token_index=37,
+    )  # fmt: skip
+    Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path)
+    own = load_config(str(tmp_path))
+    assert type(own).__name__ == "Gemma3TextConfig"
+    part, stored = loaded(own, torch.float32, tmp_path), all_tensors(tmp_path)
+    assert any("vision" in name for name in stored)
+    for name, value in part.state_dict().items():
+        kept = stored[f"language_model.{'model.embed_tokens.weight' if name == 'lm_head.weight' else name}"]
+        assert torch.equal(value, kept), name
+    edit(tmp_path, lambda tensors: tensors.pop("language_model.model.norm.weight"))
+    with pytest.raises(ConfigError, match=r"no tensor 'model\.norm\.weight'"):
+        loaded(own, torch.float32, tmp_path)

@@ -34,10 +34,11 @@ _FACTOR = 1.2
 """All of them beyond it, on the same side, are no accident."""
 
 
-def strategy_line(name: str, context_ranks: int, merging: str = "") -> str:
-    """State what the strategy does, and whether ranks or replicas share documents."""
+def strategy_line(name: str, context_ranks: int, merging: str = "", whole_documents: str = "") -> str:
+    """State what the strategy does, whether ranks or replicas share documents, and why documents are not cut."""
     shared = f"{context_ranks} ranks share every pack" if context_ranks > 1 else ""
-    return "; ".join(filter(None, (f"strategy {name}: {strategy_named(name).description}", shared, merging)))
+    what = f"strategy {name}: {strategy_named(name).description}"
+    return "; ".join(filter(None, (what, shared, merging, whole_documents)))
 
 
 def batch_size(documents: int | None, tokens: int | None) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from evenload.errors import ConfigError
 from evenload.runtime.model.structure import LayerNotes, Survey, block_of
@@ -31,12 +31,18 @@ def described(tree: Mapping[str, Any], name: str) -> ModelSpec:
     return describe(config, name)
 
 
+def text_part(config: PretrainedConfig) -> PretrainedConfig:
+    """Return the configuration of a decoder: of a model of text and pictures its text part's."""
+    text = config.get_text_config(decoder=True)
+    if text is config or type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return config
+    tied = getattr(config, "tie_word_embeddings", text.tie_word_embeddings)
+    return type(text).from_dict(text.to_dict() | {"tie_word_embeddings": tied})
+
+
 def describe(config: PretrainedConfig, name: str) -> ModelSpec:
     """Return a model from transformers' configuration, as `described`."""
-    text = config.get_text_config(decoder=True)
-    if text is not config:
-        tied = getattr(config, "tie_word_embeddings", text.tie_word_embeddings)
-        text = type(text).from_dict(text.to_dict() | {"tie_word_embeddings": tied})
+    text = text_part(config)
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(text, dtype=torch.bfloat16)

@@ -11,6 +11,7 @@ from evenload.config.sections import with_adapters
 from evenload.config.train_config import BYTES_PER_ELEMENT, TrainConfig
 from evenload.data.hub import is_hub_name, local_path, model_from, model_from_config
 from evenload.errors import ConfigError, UnsupportedModelError
+from evenload.runtime.model.layer_kinds import text_part
 from evenload.runtime.model.weight_files import dequantise_once
 from evenload.types.model import CONFIGURATIONS, ModelSpec
 
@@ -47,8 +48,9 @@ def spec_of(config: PretrainedConfig, name: str, bytes_per_element: int) -> Mode
 
 
 def load_config(path: str) -> PretrainedConfig:
-    """Read the model's configuration from a directory, a `config.json`, or a name on the Hub; raise `ConfigError` where
-    there is none, `UnsupportedModelError` for an architecture or option that replay does not run exactly."""
+    """Read the model's configuration from a directory, a `config.json`, or a name on the Hub, of a model of text and
+    pictures its text part's; `ConfigError` where there is none, `UnsupportedModelError` for an architecture or option
+    that replay does not run exactly."""
     local = Path(local_path(path, "model.path"))
     file = local / "config.json" if local.is_dir() else local
     if not file.is_file():
@@ -64,7 +66,7 @@ def load_config(path: str) -> PretrainedConfig:
         why = " ".join(str(error).split())
         raise ConfigError(f"model.path '{path}': transformers cannot read {file.name} ({why})") from error
     require_trainable(config)
-    return config
+    return text_part(config)
 
 
 def model_spec(config: TrainConfig) -> ModelSpec:

@@ -15,6 +15,7 @@ like attention it is found, and documents are kept whole for it. All else is an 
 """
 
 import hashlib
+import inspect
 import json
 import os
 import warnings
@@ -28,7 +29,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -89,6 +90,8 @@ def probe(config: PretrainedConfig, cache: Path | None = None) -> Findings:
         try:
             found = _prove(config)
         except UnsupportedModelError as error:
+            if error.__cause__ is not None:
+                raise  # a failure of this run, such as for want of memory, is no finding
             found = str(error)
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -105,8 +108,10 @@ def probe(config: PretrainedConfig, cache: Path | None = None) -> Findings:
 
 def _digest(config: PretrainedConfig) -> str:
     values = config.to_dict() | {"_name_or_path": "", "transformers_version": ""}
-    own = (Path(__file__).with_name(f"{name}.py").read_text() for name in ("around", "mask_rules", "narrow", "probe"))
-    versions = [transformers.__version__, torch.__version__, *own]
+    files = [Path(__file__).with_name(f"{name}.py") for name in ("around", "mask_rules", "narrow", "probe")]
+    if (model := MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)) is not None:
+        files.append(Path(inspect.getfile(model)))  # type: ignore[bad-argument-type]
+    versions = [transformers.__version__, torch.__version__, *(file.read_text() for file in files)]
     return hashlib.sha256(json.dumps([values, versions], sort_keys=True, default=str).encode()).hexdigest()[:24]
 
 

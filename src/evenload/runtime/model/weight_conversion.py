@@ -7,7 +7,7 @@ we use of it; tests/runtime/test_weight_conversion.py names what is no longer as
 
 import copy
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -82,7 +82,8 @@ def find_conversions(whole: PreTrainedModel, stored: Iterable[str]) -> tuple[lis
     others = []
     # Rules may depend on the order, and experts are joined in it.
     for name in sorted(stored, key=dot_natural_key):
-        target, pattern = rename_source_key(name, renamings, converters, whole.base_model_prefix, state)
+        own_name = _name_in_text_part(name, whole.base_model_prefix)
+        target, pattern = rename_source_key(own_name, renamings, converters, whole.base_model_prefix, state)
         if target not in state and name in state:
             target, pattern = name, None  # it is stored as it is in memory
         if target not in state:
@@ -94,6 +95,21 @@ def find_conversions(whole: PreTrainedModel, stored: Iterable[str]) -> tuple[lis
             raise ValueError(f"'{one.stored_names[0]}' and '{name}' are both '{target}' of the model")
         one.sources.setdefault(pattern or "", []).append(name)  # type: ignore[attr-defined]
     return list(found.values()), others
+
+
+_TEXT_PART = re.compile(r"^(model\.)?language_model\.(model\.)?")
+
+
+def _name_in_text_part(stored: str, prefix: str) -> str:
+    """Return what the text part of a model of text and pictures calls a stored tensor; other names as they are."""
+    part = _TEXT_PART.sub("", stored)
+    return stored if part == stored else part if part.startswith("lm_head") else f"{prefix}.{part}"
+
+
+def of_other_parts(stored: Collection[str]) -> set[str]:
+    """Return the tensors of pictures and the like where files hold a model of text and pictures; else none."""
+    texts = {name for name in stored if _TEXT_PART.match(name)}
+    return {name for name in stored if name not in texts and not name.startswith("lm_head")} if texts else set()
 
 
 def stored_tensors(whole: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

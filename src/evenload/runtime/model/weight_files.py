@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from evenload.errors import ConfigError, UnsupportedModelError
-from evenload.runtime.model.weight_conversion import Conversion, find_conversions, is_ignored
+from evenload.runtime.model.weight_conversion import Conversion, find_conversions, is_ignored, of_other_parts
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -151,7 +151,8 @@ def fitting_weights(whole: PreTrainedModel, directory: Path) -> Weights:
         conversions, others = find_conversions(whole, stored)
     except ValueError as error:
         raise ConfigError(f"{directory}: {error}; remove one") from error
-    ignored = [name for name in others if is_ignored(whole, name)]
+    pictures = of_other_parts(stored)
+    ignored = [name for name in others if name in pictures or is_ignored(whole, name)]
     # Whole numbers that the model itself keeps are no quantised weights.
     numbers = [one.stored_names[0] for one in conversions if not state[one.name].is_floating_point()]
     unscaled = {*ignored, *numbers}
