@@ -1,7 +1,7 @@
 """What is left of empty attention blocks, in shares of a layer's seconds: why no term of the price counts them. Usual
 lengths lose less than half a percent, the worst mixes 0.8 % (8B) and 1.7 % (1.7B).
 
-Seconds are estimates of an H100 (`range_sizes`): an empty block of a head 2 ns forward and 5.5 ns backward, memory at
+Seconds are estimates of an H100 (`RangeSizes`): an empty block of a head 2 ns forward and 5.5 ns backward, memory at
 3.3 TB/s for copies of what several calls return, matrix products at 600 TFLOP/s; attention's own work is left out of
 the layer, which makes shares larger than they are.
 """
@@ -11,7 +11,7 @@ import itertools
 import numpy as np
 import pytest
 
-from evenload.attention.range_sizes import BLOCK_ROWS, call_sizes
+from evenload.attention.range_attention import BLOCK_ROWS, call_sizes
 from evenload.types.model import MODELS
 
 EMPTY_S = 2e-9 + 5.5e-9

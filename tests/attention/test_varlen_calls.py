@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cost_samples import sample_model
-from evenload.attention import range_sizes, varlen_cuda
+from evenload.attention import range_attention, varlen_cuda
 from evenload.attention.backends import select_backend
-from evenload.attention.range_attention import Scoring
-from evenload.attention.range_sizes import RangeSizes
+from evenload.attention.range_attention import RangeSizes, Scoring
 from evenload.attention.reference import ReferenceAttention
 from evenload.attention.varlen_cuda import VarlenCudaAttention, varlen_refusal
 from evenload.cost.layer_counts import key_gradient_bytes, workspace_rates
@@ -143,15 +142,15 @@ def test_wide_gradients_of_a_call_are_what_plans_charge(keys, groups, repeat, di
 @pytest.mark.parametrize("window", [0, 7])
 def test_calls_of_their_own_for_long_ranges_equal_one_call_to_the_bit(monkeypatch, window):
     """Also with key heads in several calls; lengths go to the device once a pack."""
-    monkeypatch.setattr(range_sizes, "BLOCK_ROWS", 4)
-    monkeypatch.setattr(range_sizes, "CALL_BLOCKS", 3)
-    monkeypatch.setattr(range_sizes, "COPY_BLOCKS", 0)
+    monkeypatch.setattr(range_attention, "BLOCK_ROWS", 4)
+    monkeypatch.setattr(range_attention, "CALL_BLOCKS", 3)
+    monkeypatch.setattr(range_attention, "COPY_BLOCKS", 0)
     backend, scoring = VarlenCudaAttention(), Scoring(0.3, window)
     ranges = [(0, 3), (0, 2), (4, 7), (0, 60), (10, 70), (0, 4), (0, 1)]
     pack = random_pack(ranges, 8, 4, 16, window, 5)
     together = RangeSizes(pack.sizes.rows, pack.sizes.keys)
     with monkeypatch.context() as patch:
-        patch.setattr(range_sizes, "CALL_BLOCKS", 1000)
+        patch.setattr(range_attention, "CALL_BLOCKS", 1000)
         assert len(together.calls(pack.q.device)) == 1
     assert [one.cu_q.tolist() for one in pack.sizes.calls(pack.q.device)] == [[0, 3, 5, 8], [0, 60, 120], [0, 4, 5]]
     assert pack.sizes.calls(pack.q.device) is pack.sizes.calls(pack.q.device)
@@ -173,20 +172,20 @@ def test_calls_of_their_own_for_long_ranges_equal_one_call_to_the_bit(monkeypatc
 def test_started_blocks_are_a_small_multiple_of_those_that_work(blocks):
     """Calls hold all ranges in order; they divide only where that spares more than it costs, and leave no more empty
     blocks than a copy of the results costs, or than neighbours that alternate cannot spare."""
-    sizes = range_sizes.call_sizes(blocks)
+    sizes = range_attention.call_sizes(blocks)
     assert sum(sizes) == len(blocks)
     edges = list(itertools.pairwise(itertools.accumulate(sizes, initial=0)))
     started = sum((stop - start) * max(blocks[start:stop]) for start, stop in edges)
-    alone, extra = len(blocks) * max(blocks), range_sizes.CALL_BLOCKS * (len(sizes) - 1)
+    alone, extra = len(blocks) * max(blocks), range_attention.CALL_BLOCKS * (len(sizes) - 1)
     assert started + extra <= alone
     if len(sizes) > 1:
-        assert alone > (1 + range_sizes.COPY_BLOCKS) * sum(blocks)
+        assert alone > (1 + range_attention.COPY_BLOCKS) * sum(blocks)
     ordered = sorted(blocks, reverse=True)
-    sorted_sizes = range_sizes.call_sizes(ordered)
+    sorted_sizes = range_attention.call_sizes(ordered)
     sorted_edges = itertools.pairwise(itertools.accumulate(sorted_sizes, initial=0))
     left = sum((stop - start) * ordered[start] for start, stop in sorted_edges)
     # Within a call of ranges up to twice as long as the shortest half the blocks work; each power of two is a call.
-    most = (1 + range_sizes.COPY_BLOCKS) * sum(blocks) + range_sizes.CALL_BLOCKS * max(blocks).bit_length()
+    most = (1 + range_attention.COPY_BLOCKS) * sum(blocks) + range_attention.CALL_BLOCKS * max(blocks).bit_length()
     assert left <= most
 
 
@@ -200,7 +199,7 @@ def test_started_blocks_are_a_small_multiple_of_those_that_work(blocks):
     ],
 )
 def test_one_long_document_among_short_ones_goes_alone(blocks, expected):
-    assert range_sizes.call_sizes(blocks) == expected
+    assert range_attention.call_sizes(blocks) == expected
 
 
 def test_keys_of_several_parts_are_packed_in_their_order():

@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from evenload.attention import range_sizes
+from evenload.attention import range_attention
 from evenload.attention.backends import select_backend
-from evenload.attention.range_attention import Scoring
-from evenload.attention.range_sizes import RangeSizes
+from evenload.attention.range_attention import RangeSizes, Scoring
 from evenload.attention.reference import ReferenceAttention
 from evenload.attention.varlen_cuda import VarlenCudaAttention, varlen_refusal
 from evenload.errors import ConfigError
@@ -83,7 +82,7 @@ def test_calls_of_their_own_for_long_ranges_change_no_bit_forward(monkeypatch):
     pack = random_pack(ranges, 4, 2, 64, 0, 6, device="cuda")
     together = RangeSizes(pack.sizes.rows, pack.sizes.keys)
     with monkeypatch.context() as patch:
-        patch.setattr(range_sizes, "CALL_BLOCKS", 1 << 40)
+        patch.setattr(range_attention, "CALL_BLOCKS", 1 << 40)
         assert len(together.calls(pack.q.device)) == 1
     assert len(pack.sizes.calls(pack.q.device)) == 3
     out, lse = backend.forward(pack.q, pack.seen, pack.sizes, scoring)

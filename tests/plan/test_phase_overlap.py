@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from evenload.plan.cp_sharding import run_ahead
 from evenload.schedule.packflow import packflow_list
 from evenload.schedule.schedule_rule import UNLIMITED_BYTES
-from evenload.schedule.simulate import simulate
-from evenload.schedule.validate import check_schedule
+from evenload.schedule.simulate import check_schedule, simulate
 from evenload.types.pipeline import ActionColumns, PackBytes, PipelineTasks
 from evenload.types.timeline import KINDS
 

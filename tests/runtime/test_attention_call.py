@@ -13,8 +13,8 @@ from evenload.errors import UnsupportedModelError
 from evenload.runtime.model import mask_rules
 from evenload.runtime.model.around import ATTENTION_NAME
 from evenload.runtime.model.mask_rules import MaskRule, mask_rule
-from evenload.runtime.replay.attention_call import attention
 from evenload.runtime.replay.context_attention import LocalAttention, rows_of
+from evenload.runtime.replay.replayable import attention
 from evenload.runtime.replay.state import ReplayState
 from evenload.runtime.replay.store import ActivationStore, ForwardStore
 from evenload.types.document import Range

@@ -332,10 +332,10 @@ def test_transformers_still_has_the_attributes_that_weight_conversion_reads():
 
 def test_the_text_part_of_a_model_of_text_and_pictures_is_read(tmp_path):
     """Its weights by their own names, those of pictures by none; one that is missing is still missed."""
-    text = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
-    sight = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = Gemma3Config(
-        text_config=text | {"head_dim": 16, "vocab_size": 40}, vision_config=sight | {"image_size": 28, "patch_size": 14},
+        text_config=sizes | {"num_key_value_heads": 1, "head_dim": 16, "vocab_size": 40},
+        vision_config=sizes | {"image_size": 28, "patch_size": 14},
         mm_tokens_per_image=4, image_token_index=39, boi_token_index=38, eoi_token_index=37,
     )  # fmt: skip
     Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path)

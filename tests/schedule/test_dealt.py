@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from evenload.errors import ConfigError, InvalidPlanError, ScheduleDeadlockError
 from evenload.schedule.registry import SCHEDULES
-from evenload.schedule.simulate import simulate
+from evenload.schedule.simulate import check_schedule, simulate
 from evenload.schedule.static_schedules import one_f_one_b
-from evenload.schedule.validate import check_schedule
 from evenload.types.pipeline import ActionColumns, PackBytes, PipelineTasks
 from pipeline_cases import check_order, columns_of, equal_packs
 from reference.simulation import reference_simulation

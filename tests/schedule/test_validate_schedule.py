@@ -8,8 +8,7 @@ import pytest
 
 from evenload.errors import InvalidPlanError, ScheduleDeadlockError
 from evenload.schedule.packflow import packflow_list
-from evenload.schedule.simulate import simulate
-from evenload.schedule.validate import check_schedule
+from evenload.schedule.simulate import check_schedule, simulate
 from evenload.types.pipeline import ActionColumns, PipelineTasks
 from pipeline_cases import check_order, columns_of, names_of, random_ranks, random_tasks, with_split
 from reference.simulation import reference_simulation

@@ -10,9 +10,9 @@ from evenload.attention.backends import select_backend
 from evenload.runtime.comm.rank_groups import ContextGroup, Transfer, create_context_groups
 from evenload.runtime.comm.watch import RankWatch
 from evenload.runtime.model.mask_rules import MaskRule
-from evenload.runtime.replay.attention_call import attention
 from evenload.runtime.replay.context_attention import LocalAttention, rows_of
 from evenload.runtime.replay.rank_packs import RankPackTokens
+from evenload.runtime.replay.replayable import attention
 from evenload.runtime.replay.state import ReplayState
 from evenload.runtime.replay.store import ActivationStore
 from evenload.types.layer_kind import AttentionKind

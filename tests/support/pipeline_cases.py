@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.schedule.validate import check_schedule
+from evenload.schedule.simulate import check_schedule
 from evenload.types.pipeline import ActionColumns, PackBytes, PipelineTasks, SplitBackward, action_columns
 from evenload.types.plan import Schedule, parse_action
 

@@ -6,8 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from evenload.attention.range_attention import Gradients, RangeAttention, Scoring, first_visible_key
-from evenload.attention.range_sizes import RangeSizes
+from evenload.attention.range_attention import Gradients, RangeAttention, RangeSizes, Scoring, first_visible_key
 
 
 def attend(backend: RangeAttention, q: Tensor, keys: Tensor, values: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:

@@ -7,8 +7,7 @@ import torch
 
 from evenload.attention import varlen_cuda
 from evenload.attention.cpu_flash import CpuFlashAttention
-from evenload.attention.range_attention import RangeAttention, Scoring, first_visible_key
-from evenload.attention.range_sizes import RangeSizes
+from evenload.attention.range_attention import RangeAttention, RangeSizes, Scoring, first_visible_key
 from evenload.attention.reference import ReferenceAttention
 from evenload.errors import ConfigError
 from evenload.types.model import AttentionKernels

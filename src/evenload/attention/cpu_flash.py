@@ -11,8 +11,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from evenload.attention.range_attention import Gradients, KeyParts, Scoring, keys_by_range, merge_into, work_dtype
-from evenload.attention.range_sizes import RangeSizes
+from evenload.attention.range_attention import (
+    Gradients,
+    KeyParts,
+    RangeSizes,
+    Scoring,
+    keys_by_range,
+    merge_into,
+    work_dtype,
+)
 from evenload.attention.reference import ReferenceAttention
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

@@ -9,12 +9,12 @@ from torch import Tensor
 from evenload.attention.range_attention import (
     Gradients,
     KeyParts,
+    RangeSizes,
     Scoring,
     first_visible_key,
     keys_by_range,
     work_dtype,
 )
-from evenload.attention.range_sizes import RangeSizes
 
 _BLOCK_ROWS = 256
 

@@ -4,7 +4,7 @@
     k, v    the keys that each range sees, packed   cu_k = 0, s1, s1 + s2, ...
 
 One kernel call a layer and direction for a whole pack, or a few where one would start mostly empty blocks
-(`range_sizes`). `aten::_flash_attention_forward` masks *bottom-right*: of n queries and s keys, row i sees keys up to
+(`RangeSizes`). `aten::_flash_attention_forward` masks *bottom-right*: of n queries and s keys, row i sees keys up to
 s - n + i, which is exactly a range of a document against its prefix. Backward is called by hand, so it takes any output
 and log-sum-exp. Gradients of keys that kernels hold wider than they return them are made for some key heads at a time
 where they exceed `KEY_GRADIENT_BYTES`.
@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from evenload.attention.range_attention import Gradients, KeyParts, Scoring
-from evenload.attention.range_sizes import KernelCall, RangeSizes
+from evenload.attention.range_attention import Gradients, KernelCall, KeyParts, RangeSizes, Scoring
 from evenload.cost.layer_counts import KEY_GRADIENT_BYTES, key_gradient_bytes
 from evenload.errors import ConfigError
 from evenload.types.model import AttentionKernels

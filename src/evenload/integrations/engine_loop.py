@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from evenload.attention.backends import select_backend
-from evenload.attention.range_attention import RangeAttention, Scoring
-from evenload.attention.range_sizes import RangeSizes
+from evenload.attention.range_attention import RangeAttention, RangeSizes, Scoring
 from evenload.data.encoders import IGNORE_INDEX
 from evenload.errors import CheckpointError, ConfigError
 from evenload.integrations.batch_formats import format_pack, move_batch

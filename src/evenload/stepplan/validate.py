@@ -10,7 +10,7 @@
     cap         no pack above the token limit, padding included
     replicated  where stages have several ranks, which take packs in turn, a document lies in one pack, the same both
                 ways
-    schedule    every pack once per stage, on the stage's rank, in order, executable (`schedule.validate`)
+    schedule    every pack once per stage, on the stage's rank, in order, executable (`schedule.simulate`)
     sharing     a slice is shared by the layout's context ranks, by one of them (DACP), or by an aligned block of
                 replicas, whose size divides all; blocks do not cross, and a block's members have its documents
     collectives members of a block run shared packs, larger blocks first, in the same order in both directions, with the
@@ -26,7 +26,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from evenload.errors import InvalidPlanError
-from evenload.schedule.validate import check_schedule
+from evenload.schedule.simulate import check_schedule
 from evenload.types.document import Direction, MicroPack, PackPlan, ReplicaBlock, Slice
 from evenload.types.layout import ParallelLayout
 from evenload.types.plan import Schedule, StepPlan, block_of, plan_digest

@@ -36,12 +36,12 @@ from evenload.attention.range_attention import (
     Gradients,
     KeyParts,
     RangeAttention,
+    RangeSizes,
     Scoring,
     first_visible_key,
     merge_into,
     work_dtype,
 )
-from evenload.attention.range_sizes import RangeSizes
 from evenload.errors import ConfigError
 from evenload.runtime.comm.rank_groups import ContextGroup, Transfer
 from evenload.runtime.device import to_device
