@@ -180,14 +180,14 @@ class LoraConfig(Frozen):
     Args:
         rank: of the adapters.
         alpha: an adapter's output is multiplied by alpha / rank.
-        target_modules: linears of every layer that get an adapter, by their last name; empty = all of them.
+        target_modules: linears of every layer that get an adapter, by their last name; or all of them.
         dropout: must be 0, because a mask would differ between forward and backward packs.
         path: a PEFT directory whose adapter to go on from; None = a new one, which begins as no change at all.
     """
 
     rank: int = 16
     alpha: float = 32.0
-    target_modules: tuple[str, ...] = ()
+    target_modules: tuple[str, ...] | Literal["all-linear"] = "all-linear"
     dropout: float = 0.0
     path: PathText | None = None
 
@@ -195,6 +195,8 @@ class LoraConfig(Frozen):
         write_out_home(self)
         require_least("model.lora", self, "at least 1", 1, "rank")
         require_value("model.lora", self, "alpha", self.alpha > 0, "above 0")
+        named = 'at least one linear, or "all-linear"'
+        require_value("model.lora", self, "target_modules", bool(self.target_modules), named)
         why = "0: a dropout mask would differ between forward and backward packs"
         require_value("model.lora", self, "dropout", self.dropout == 0, why)
 
@@ -214,12 +216,14 @@ def with_adapters(model: ModelSpec, lora: LoraConfig | None) -> ModelSpec:
 
 def target_linears(known: Mapping[str, object], lora: LoraConfig) -> list[str]:
     """Return the linears of `known` that get adapters; `ConfigError` where `target_modules` names something else."""
+    if lora.target_modules == "all-linear":
+        return list(known)
     if name := next((one for one in lora.target_modules if one not in known), None):
         raise ConfigError(
             f"model.lora.target_modules has '{name}'; a layer of this model has the linears {', '.join(known)} "
             "(experts, embedding and head cannot have adapters)"
         )
-    return [name for name in known if not lora.target_modules or name in lora.target_modules]
+    return [name for name in known if name in lora.target_modules]
 
 
 _OWN = ("every_steps", "at_end", "of_average", "batches", "share")

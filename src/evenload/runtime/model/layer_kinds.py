@@ -53,7 +53,7 @@ def describe(config: PretrainedConfig, name: str) -> ModelSpec:
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise ConfigError(
             f"model {name}: what layers of model_type '{text.model_type}' compute cannot be told from transformers' "
-            f"model ({why}); plan a model whose layers come closest, such as a built-in one"
+            f"model ({why}); compare config.json with the published one, or plan a built-in model that comes closest"
         ) from error
 
 
