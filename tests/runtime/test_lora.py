@@ -7,7 +7,7 @@ import torch
 
 from adapter_cases import LORA, adapter_loss_and_gradients, all_tensors, make_adapters_matter
 from causal_types import tiny_causal_config
-from evenload.config.sections import LoraConfig, with_adapters
+from evenload.config.sections import LoraConfig, target_linears, with_adapters
 from evenload.cost.memory import parameters_per_rank, static_bytes
 from evenload.data.hub import model_from_config
 from evenload.errors import ConfigError, UnsupportedModelError
@@ -46,6 +46,15 @@ def test_layers_may_have_different_linears(tmp_path):
     assert {name.split(".")[2] for name in names if ".w1." in name} == {"0", "1", "2", "3"}
     with pytest.raises(ConfigError, match=r"has 'w4'; a layer of this model has the linears in_proj, .*, v_proj"):
         stage_model(config, lora=LoraConfig(rank=3, alpha=6.0, target_modules=("w4",)))
+
+
+def test_all_linears_have_a_name():
+    known = dict.fromkeys(("q_proj", "up_proj"))
+    assert target_linears(known, LoraConfig()) == target_linears(known, LoraConfig(target_modules="all-linear"))
+    assert target_linears(known, LoraConfig()) == ["q_proj", "up_proj"]
+    assert target_linears(known, LoraConfig(target_modules=("up_proj",))) == ["up_proj"]
+    with pytest.raises(ConfigError, match='must be at least one linear, or "all-linear"'):
+        LoraConfig(target_modules=())
 
 
 def test_what_peft_would_mistake_for_experts_is_refused():
