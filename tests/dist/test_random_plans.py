@@ -118,7 +118,7 @@ CASES = {
     "pp2 cp2, experts, ring": Case(lambda: shared(pp=2, cp=2)[:1], BALANCED, "qwen3_moe", "ring", is_held=False),
     **{
         f"pp2 virtual2, {kind}": Case(lambda: varied(pp=2, virtual=2, max_tokens=30, num_documents=5), TIED, kind)
-        for kind in spread(KINDS, 4)
+        for kind in spread([kind for kind in KINDS if kind != "gemma4"], 4)  # whose layers lie on one stage
     },
 }
 MORE = {

@@ -133,7 +133,7 @@ def model_from(name_or_path: str) -> ModelSpec:
     return model_from_config(config, own_name or path.stem)
 
 
-_VERSION = 2  # Raise when models are read differently
+_VERSION = 3  # Raise when models are read differently
 _NOT_SHAPE = {"transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype"}
 _read: dict[str, ModelSpec] = {}
 
