@@ -9,6 +9,7 @@ import pytest
 
 from commands import MODEL, refused, run
 from evenload.cli.options import parse_tokens
+from evenload.data import hub
 from evenload.data.tokenize import train_byte_pair_tokenizer
 from evenload.errors import ConfigError
 from evenload.plan.strategies.registry import STRATEGIES
@@ -58,7 +59,11 @@ PLAN = ("plan", "config.toml", "--cluster", "h100x8", "--strategy", "best_fit,ba
 
 
 def test_a_training_configuration_says_what_is_planned(project, capsys, monkeypatch) -> None:
-    """Model, data, tokeniser, layout, options, context and batch; and it needs no torch."""
+    """Model, data, tokeniser, layout, options, context and batch; and it needs no torch once the model was read."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(project / "cache"))
+    monkeypatch.setattr(hub, "_read", {})
+    assert run(*PLAN) == 0, capsys.readouterr().err
+    hub._read.clear()
     for name in ("torch", "transformers"):
         monkeypatch.setitem(sys.modules, name, None)
     assert run(*PLAN, "--json", "out.json") == 0, capsys.readouterr().err
