@@ -102,11 +102,13 @@ def _gated_forward(module: nn.Module) -> Callable[..., Tensor] | None:
 
 def _rotating_forward(module: nn.Module, cos: Tensor, sin: Tensor) -> Callable[..., Any] | None:
     """Return an attention's own code, which finds Liger's rotary embedding in place of transformers'."""
-    forward = type(module).forward
-    if not inspect.isfunction(forward) or _ROTARY not in forward.__code__.co_names:
+    forward, dim = type(module).forward, getattr(module, "head_dim", None)
+    if not inspect.isfunction(forward) or _ROTARY not in forward.__code__.co_names or dim is None:
+        return None
+    if [*inspect.signature(forward.__globals__[_ROTARY]).parameters][:4] != ["q", "k", "cos", "sin"]:
         return None
     # Liger reads the first halves, and leaves the rest of a head as it is.
-    cos, sin, width, dim = cos.cpu(), sin.cpu(), cos.shape[-1], int(module.head_dim)  # type: ignore[arg-type]
+    cos, sin, width = cos.cpu(), sin.cpu(), cos.shape[-1]
     if width > dim or not all(torch.equal(*t.chunk(2, dim=-1)) for t in (cos, sin)):
         return None
     heads = [_random(1, count, cos.shape[1], dim).to(next(module.parameters()).dtype) for count in (2, 1)]
