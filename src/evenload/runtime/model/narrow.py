@@ -119,16 +119,21 @@ def build_narrow(config: PretrainedConfig) -> PreTrainedModel:
     return model.train()
 
 
+_QUOTIENTS = (Tensor.div, Tensor.true_divide, torch.div, torch.true_divide)
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
 class Float64Casts(TorchFunctionMode):
     """Makes casts to float32, by whatever function, casts to float64, except of what is narrower already, and so of
     quotients of integers."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in (Tensor.div, torch.div, torch.true_divide, Tensor.true_divide):
-            tensors = [value for value in args if isinstance(value, Tensor)]
-            if not any(value.is_floating_point() for value in tensors):
-                return func(*args, **kwargs) if "rounding_mode" in kwargs else func(tensors[0].double(), *args[1:])
+        if func in _QUOTIENTS and not kwargs.get("rounding_mode") and not any(map(_is_floating, args)):
+            return func(args[0].double(), *args[1:], **kwargs)
         is_cast = func is Tensor.float or any(value is torch.float32 for value in (*args, *kwargs.values()))
         if is_cast and getattr(next(iter(args), None), "dtype", None) not in (
             torch.float32,
