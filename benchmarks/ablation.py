@@ -23,10 +23,10 @@ from typing import NamedTuple
 import numpy as np
 
 from evenload.errors import EvenloadError
-from evenload.plan.planner import Proposal
-from evenload.plan.problem import PlanOptions, StrategyOptions
-from evenload.plan.strategies.auto import AutoOptions
-from evenload.plan.strategies.slimpack import SlimpackOptions
+from evenload.planning.planner import Proposal
+from evenload.planning.problem import PlanOptions, StrategyOptions
+from evenload.planning.strategies.auto import AutoOptions
+from evenload.planning.strategies.slimpack import SlimpackOptions
 from evenload.schedule.packflow import packflow_list, packflow_static
 from evenload.schedule.simulate import simulate
 from evenload.types.document import Document

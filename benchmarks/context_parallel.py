@@ -26,8 +26,8 @@ import torch.distributed as dist
 
 from cpu_ranks import COSTS, cpu_rank, leave, llama, rank_stages, spawn_ranks
 from evenload.data.hub import model_from_config
-from evenload.plan.planner import StepPlanner
-from evenload.plan.problem import PlanOptions
+from evenload.planning.planner import StepPlanner
+from evenload.planning.problem import PlanOptions
 from evenload.runtime.comm.mesh import create_meshes
 from evenload.runtime.executor import Executor
 from evenload.runtime.step_source import prepare_step

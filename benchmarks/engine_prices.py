@@ -25,8 +25,8 @@ from evenload.integrations.catalog import ENGINES, require_heads
 from evenload.integrations.evaluate import evaluate_engine
 from evenload.integrations.planner import EnginePlanner
 from evenload.integrations.price import StepShape
-from evenload.plan.planner import StepPlanner
-from evenload.plan.problem import PlanOptions
+from evenload.planning.planner import StepPlanner
+from evenload.planning.problem import PlanOptions
 from evenload.types.cluster import cluster_from
 from evenload.types.layout import ParallelLayout, even_layout
 from harness import Row, run

@@ -18,10 +18,10 @@ from evenload.data.hub import model_from_config
 from evenload.integrations.catalog import engine_named
 from evenload.integrations.packed_loader import PackedLoader, PackedStep
 from evenload.integrations.price import engine_price
-from evenload.plan.packing import assign_in_turn
-from evenload.plan.problem import ReplicaChoice, StepProblem
-from evenload.plan.strategies.registry import register
-from evenload.plan.strategies.strategy import Strategy
+from evenload.planning.packing import assign_in_turn
+from evenload.planning.problem import ReplicaChoice, StepProblem
+from evenload.planning.strategies.registry import register
+from evenload.planning.strategies.strategy import Strategy
 from evenload.types.layout import even_layout
 from loader_training import CONTEXT, PER_DOCUMENT
 

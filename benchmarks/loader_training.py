@@ -38,8 +38,8 @@ from evenload.data.loader import GlobalBatchLoader
 from evenload.feed.step_maker import documents_by_replica, exchange_tokens
 from evenload.integrations.packed_loader import PackedLoader
 from evenload.integrations.planner import make_planner
-from evenload.plan.planner import StepPlanner
-from evenload.plan.problem import PlanOptions
+from evenload.planning.planner import StepPlanner
+from evenload.planning.problem import PlanOptions
 from harness import Row, median_and_spread, ratio_row, run
 from loader_peers import TokenFile
 from loader_sources import write_tokens

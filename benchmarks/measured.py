@@ -28,7 +28,7 @@ from transformers import LlamaConfig
 
 from evenload.bench.results import BenchResult
 from evenload.errors import ConfigError
-from evenload.plan.strategies.registry import strategy_named
+from evenload.planning.strategies.registry import strategy_named
 from evenload.report.units import format_change, format_seconds
 from evenload.types.layout import even_layout
 from harness import commit_name

@@ -45,7 +45,7 @@ from numpy.typing import NDArray
 
 from cpu_ranks import cpu_rank, leave, spawn_ranks
 from engine_turns import new_model
-from evenload.plan.micro_batches import Cost, micro_batches
+from evenload.planning.micro_batches import Cost, micro_batches
 from harness import Row, median_ratio, run
 from loader_training import CONTEXT, read_scaled_lengths, tiny_config
 from peers import PEERS, Batch, Replicas, verl_balancing

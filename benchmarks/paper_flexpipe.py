@@ -36,11 +36,11 @@ from numpy.typing import NDArray
 from evenload.cost.analytic import analytic_coefficients
 from evenload.data.hub import model_from
 from evenload.errors import EvenloadError
-from evenload.plan.layouts.flex_planner import FlexPlanner
-from evenload.plan.layouts.mapping_cost import BatchCosts, BatchLengths, layer_costs
-from evenload.plan.planner import StepPlanner
-from evenload.plan.problem import PlanOptions
-from evenload.plan.strategies.flexpipe import FlexOptions
+from evenload.planning.layouts.flex_planner import FlexPlanner
+from evenload.planning.layouts.mapping_cost import BatchCosts, BatchLengths, layer_costs
+from evenload.planning.planner import StepPlanner
+from evenload.planning.problem import PlanOptions
+from evenload.planning.strategies.flexpipe import FlexOptions
 from evenload.types.cluster import ClusterSpec, LinkSpec, cluster_from
 from evenload.types.document import Document
 from evenload.types.layout import ParallelLayout, even_layout

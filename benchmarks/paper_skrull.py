@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.errors import EvenloadError
-from evenload.plan.planner import StepPlanner
-from evenload.plan.problem import PlanOptions
+from evenload.planning.planner import StepPlanner
+from evenload.planning.problem import PlanOptions
 from harness import Row, run
 from peers import propose_given
 from setups import documents_of, planner_for

@@ -27,8 +27,8 @@ from evenload.data.hub import model_from
 from evenload.explore.batches import BatchRule, SampledBatch
 from evenload.explore.layout_search import FINAL_CANDIDATES, LayoutResult, LayoutSearch
 from evenload.explore.timelines import split_step_time
-from evenload.plan.problem import PlanOptions
-from evenload.plan.strategies.auto import AutoOptions
+from evenload.planning.problem import PlanOptions
+from evenload.planning.strategies.auto import AutoOptions
 from evenload.types.cluster import cluster_from
 from evenload.types.timeline import CAUSE_LABELS
 from harness import Row, run

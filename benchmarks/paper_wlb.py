@@ -34,10 +34,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.errors import EvenloadError
-from evenload.plan.deferral import DelayState
-from evenload.plan.planner import StepPlanner
-from evenload.plan.problem import PlanOptions, ReplicaChoice
-from evenload.plan.strategies.wlb import WlbOptions
+from evenload.planning.deferral import DelayState
+from evenload.planning.planner import StepPlanner
+from evenload.planning.problem import PlanOptions, ReplicaChoice
+from evenload.planning.strategies.wlb import WlbOptions
 from evenload.types.document import Document
 from harness import Row, run
 from setups import TABLES, planner_for, table_lengths

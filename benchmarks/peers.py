@@ -29,11 +29,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.plan.packing import run_packs
-from evenload.plan.planner import Proposal, StepPlanner
-from evenload.plan.problem import ReplicaChoice, StepProblem
-from evenload.plan.strategies.registry import STRATEGIES, register
-from evenload.plan.strategies.strategy import Strategy
+from evenload.planning.packing import run_packs
+from evenload.planning.planner import Proposal, StepPlanner
+from evenload.planning.problem import ReplicaChoice, StepProblem
+from evenload.planning.strategies.registry import STRATEGIES, register
+from evenload.planning.strategies.strategy import Strategy
 from setups import documents_of
 
 Replicas = list[list[list[int]]]

@@ -30,10 +30,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.errors import EvenloadError
-from evenload.plan.packing import best_fit_decreasing
-from evenload.plan.planner import Proposal, StepPlanner
-from evenload.plan.problem import PlanOptions
-from evenload.plan.strategies.registry import STRATEGIES
+from evenload.planning.packing import best_fit_decreasing
+from evenload.planning.planner import Proposal, StepPlanner
+from evenload.planning.problem import PlanOptions
+from evenload.planning.strategies.registry import STRATEGIES
 from evenload.stepplan.validate import validate_plan
 from harness import Row, alternate, run
 from peers import PEERS, Batch, Calls, deal, propose_given

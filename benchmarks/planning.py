@@ -26,9 +26,9 @@ from evenload.data.hub import model_from
 from evenload.errors import EvenloadError
 from evenload.explore.batches import BatchRule
 from evenload.explore.layout_search import LayoutSearch
-from evenload.plan.planner import StepPlanner
-from evenload.plan.problem import PlanOptions
-from evenload.plan.strategies.registry import STRATEGIES
+from evenload.planning.planner import StepPlanner
+from evenload.planning.problem import PlanOptions
+from evenload.planning.strategies.registry import STRATEGIES
 from evenload.types.cluster import cluster_from
 from harness import Row, alternate, median_ratio, run
 from setups import TABLES, batch_of, documents_of, lognormal_lengths, planner_for, table_lengths

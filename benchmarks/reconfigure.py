@@ -35,8 +35,8 @@ from evenload.config.planner import make_planner
 from evenload.config.train_config import load_train_config
 from evenload.cost.validity import fill_between_layouts
 from evenload.feed.step_maker import PlannedStep, StepMaker
-from evenload.plan.layouts.measured_layouts import MeasuredLayouts
-from evenload.plan.planner import RunPlanner
+from evenload.planning.layouts.measured_layouts import MeasuredLayouts
+from evenload.planning.planner import RunPlanner
 from evenload.runtime.comm.mesh import create_meshes, warm_up
 from evenload.runtime.model.model_config import model_spec
 from evenload.runtime.stages.live_stages import Switch

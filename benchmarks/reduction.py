@@ -37,7 +37,7 @@ from evenload.config.planner import make_planner
 from evenload.config.train_config import TrainConfig, layout_of, load_train_config
 from evenload.cost.coefficients import CostCoefficients, OverlapCost
 from evenload.feed.step_maker import PlannedStep, StepMaker
-from evenload.plan.planner import RunPlanner
+from evenload.planning.planner import RunPlanner
 from evenload.runtime.step_source import PreparedStep, prepare_step
 from evenload.runtime.trainer import Trainer
 from harness import Row, median_ratio, run

@@ -12,8 +12,8 @@ from evenload.cost.host_memory import host_memory
 from evenload.data.hub import model_from
 from evenload.data.lengths import read_length_table
 from evenload.explore.batches import BatchRule
-from evenload.plan.planner import StepPlanner
-from evenload.plan.problem import PlanOptions
+from evenload.planning.planner import StepPlanner
+from evenload.planning.problem import PlanOptions
 from evenload.types.cluster import ClusterSpec, cluster_from
 from evenload.types.document import Document
 from evenload.types.layout import ParallelLayout, even_layout

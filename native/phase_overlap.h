@@ -1,4 +1,4 @@
-// What a replica runs alone begins in the gaps that shared packs leave (plan/cp_sharding.py).
+// What a replica runs alone begins in the gaps that shared packs leave (planning/cp_sharding.py).
 #pragma once
 
 #include <cstdint>

@@ -14,7 +14,7 @@
 namespace evenload {
 namespace {
 
-constexpr int64_t kUnlimitedBytes = int64_t{1} << 62;  // plan/problem.py::UNLIMITED_BYTES
+constexpr int64_t kUnlimitedBytes = int64_t{1} << 62;  // planning/problem.py::UNLIMITED_BYTES
 
 double total_below(std::span<const WorkCurve> curves, std::span<const int64_t> num_tokens) {
     double total = 0.0;

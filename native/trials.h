@@ -1,4 +1,4 @@
-// Trials of one replica: packs cut, priced, scheduled and simulated without leaving the core (plan/candidates.py).
+// Trials of one replica: packs cut, priced, scheduled and simulated without leaving the core (planning/candidates.py).
 #pragma once
 
 #include <cstdint>

@@ -23,7 +23,7 @@ API: Mapping[str, tuple[str, tuple[str, ...]]] = {
             "evenload/__init__.py",
             "evenload/cli/plan.py",
             "evenload/cli/comparison.py",
-            "evenload/plan/micro_batches.py",
+            "evenload/planning/micro_batches.py",
             "evenload/cli/train.py",
             "evenload/integrations/callback.py",
         ),
@@ -35,8 +35,8 @@ API: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "planning": (
         "Planning a step, and writing a strategy or a schedule",
         (
-            "evenload/plan/planner.py", "evenload/plan/problem.py", "evenload/plan/strategies/strategy.py",
-            "evenload/plan/strategies/registry.py", "evenload/schedule/registry.py",
+            "evenload/planning/planner.py", "evenload/planning/problem.py", "evenload/planning/strategies/strategy.py",
+            "evenload/planning/strategies/registry.py", "evenload/schedule/registry.py",
         ),
     ),
     "types": ("Data that crosses package borders", ("evenload/types/*.py",)),

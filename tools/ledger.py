@@ -22,8 +22,8 @@ from evenload.bench.results import BatchRun, BenchInputs, BenchResult, MachineLo
 from evenload.config.keys import plan_options
 from evenload.cost.coefficients import CostCoefficients, read_coefficients
 from evenload.errors import ConfigError, DataError, unreadable
-from evenload.plan.planner import StepPlanner
-from evenload.plan.strategies.registry import decide_dp_merge
+from evenload.planning.planner import StepPlanner
+from evenload.planning.strategies.registry import decide_dp_merge
 from evenload.types.base import Frozen
 from evenload.types.document import Document
 from evenload.types.model import model_tree

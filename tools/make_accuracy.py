@@ -17,7 +17,7 @@ import numpy as np
 
 from evenload.bench.results import QUIET_SPREAD, QUIET_WAITED_SHARE
 from evenload.explore.prediction_interval import DATA_SHEET_ERROR, MEASURED_ERROR
-from evenload.plan.strategies.registry import strategy_named
+from evenload.planning.strategies.registry import strategy_named
 from ledger import LedgerRow, current_rows, read_ledger
 from ledger_accuracy import (
     APART,

@@ -54,7 +54,7 @@ OTHER = {
     "tests/feed": "Steps for a loop: collate, exchange, read ahead.",
     "tests/stepplan": "Finished plans: validity, files, rows of ranks.",
     "tests/support": "Cases and helpers that several folders share.",
-    "tests/plan/data": "Length tables of the planner's tests.",
+    "tests/planning/data": "Length tables of the planner's tests.",
     "tests/calibrate": "Measuring what things cost here.",
     "tests/report": "Pages in a browser, traces, tables, figures.",
     "tests/runtime": "Replay equals plain training for any cuts.",

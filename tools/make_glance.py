@@ -18,8 +18,8 @@ from evenload.data.hub import model_from
 from evenload.data.lengths import read_length_table
 from evenload.explore.batches import BatchRule
 from evenload.explore.timelines import detailed_timeline
-from evenload.plan.planner import StepPlanner
-from evenload.plan.problem import PlanOptions
+from evenload.planning.planner import StepPlanner
+from evenload.planning.problem import PlanOptions
 from evenload.types.cluster import cluster_from
 from evenload.types.layout import even_layout
 from evenload.types.timeline import KINDS

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from evenload.cli.train import TrainedRun, train
     from evenload.integrations.callback import Callback
     from evenload.integrations.packed_loader import PackedLoader
-    from evenload.plan.micro_batches import Cost, MicroBatches, micro_batches
+    from evenload.planning.micro_batches import Cost, MicroBatches, micro_batches
 
 __all__ = [
     "Callback",
@@ -40,10 +40,11 @@ __version__: str
 _MODULES = {
     "Callback": "evenload.integrations.callback",
     "Comparison": "evenload.cli.comparison",
-    "Cost": "evenload.plan.micro_batches",
-    "MicroBatches": "evenload.plan.micro_batches",
+    "Cost": "evenload.planning.micro_batches",
+    "MicroBatches": "evenload.planning.micro_batches",
     "TrainedRun": "evenload.cli.train",
-    "micro_batches": "evenload.plan.micro_batches",
+    "micro_batches": "evenload.planning.micro_batches",
+    "plan": "evenload.cli.plan",
     "train": "evenload.cli.train",
 }
 
@@ -56,10 +57,12 @@ def __getattr__(name: str) -> Any:
             from evenload.integrations.packed_loader import PackedLoader
 
         return PackedLoader
-    if name == "plan":
-        return import_module("evenload.plan")
     if name == "__version__":
         from importlib.metadata import version
 
         return version("evenload")
     raise AttributeError(f"module 'evenload' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return __all__

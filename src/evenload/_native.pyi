@@ -4,7 +4,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-# plan/packing.py: (members int64[n], offset int64[groups + 1])
+# planning/packing.py: (members int64[n], offset int64[groups + 1])
 def best_fit_decreasing(
     num_tokens: NDArray[np.int64], capacity: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]: ...
@@ -16,12 +16,12 @@ def longest_first(
     load_s: NDArray[np.float64] | None = None,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]: ...
 
-# plan/packing.py: int64[n], the group of every item, -1 = left over
+# planning/packing.py: int64[n], the group of every item, -1 = left over
 def pack_greedily(
     work_s: NDArray[np.float64], num_tokens: NDArray[np.int64], num_groups: int, capacity: int
 ) -> NDArray[np.int64]: ...
 
-# plan/micro_batches.py: (micro-batches a rank, rank of every item int64[n], index of its micro-batch int64[n])
+# planning/micro_batches.py: (micro-batches a rank, rank of every item int64[n], index of its micro-batch int64[n])
 def micro_batches(
     num_tokens: NDArray[np.int64],
     work_s: NDArray[np.float64],
@@ -38,7 +38,7 @@ def micro_batches(
     most_trials: int,
 ) -> tuple[int, NDArray[np.int64], NDArray[np.int64]]: ...
 
-# plan/dacp.py: (owner int64[members], seconds float64[groups])
+# planning/dacp.py: (owner int64[members], seconds float64[groups])
 def assign_owners(
     num_tokens: NDArray[np.int64],
     local_s: NDArray[np.float64],
@@ -71,7 +71,7 @@ def simulate(
     split: tuple[NDArray[Any], ...] | None = None,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64], NDArray[np.int64]]: ...
 
-# plan/cp_sharding.py: as list_schedule; cap_bytes int64[ranks], empty = not limited
+# planning/cp_sharding.py: as list_schedule; cap_bytes int64[ranks], empty = not limited
 def run_ahead(
     tasks: tuple[NDArray[Any], ...],
     kind: NDArray[np.uint8],
@@ -165,7 +165,7 @@ def price_packs(
     split: bool,
 ) -> tuple[Any, ...]: ...
 
-# plan/candidates.py; a curve is (linear_s, attention terms, slice_s)
+# planning/candidates.py; a curve is (linear_s, attention terms, slice_s)
 def cut_packs(
     table: CostTable,
     num_tokens: NDArray[np.int64],

@@ -8,8 +8,8 @@ import pytest
 from bench_samples import batch_run, ledger_row, result_of, runs
 from evenload.bench.results import BenchResult, recorded_batch
 from evenload.errors import ConfigError, DataError
-from evenload.plan.planner import StepPlanner
-from evenload.plan.problem import PlanOptions
+from evenload.planning.planner import StepPlanner
+from evenload.planning.problem import PlanOptions
 from ledger import COLUMNS, append_result, current_rows, plan_again, read_inputs, read_ledger, require_ledger
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from commands import refused, run
-from evenload.plan.strategies.registry import STRATEGIES
+from evenload.planning.strategies.registry import STRATEGIES
 from evenload.stepplan.plan_file import decode_plan_file
 from evenload.stepplan.validate import validate_plan
 

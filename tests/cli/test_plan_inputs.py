@@ -12,7 +12,7 @@ from evenload.cli.options import parse_tokens
 from evenload.data import hub
 from evenload.data.tokenize import train_byte_pair_tokenizer
 from evenload.errors import ConfigError
-from evenload.plan.strategies.registry import STRATEGIES
+from evenload.planning.strategies.registry import STRATEGIES
 
 
 @pytest.fixture

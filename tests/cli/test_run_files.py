@@ -10,7 +10,7 @@ from evenload.cli.run_files import RunFacts, StepFile, read_run, read_steps
 from evenload.cost.coefficients import MeasuredOn, write_coefficients
 from evenload.cost.validity import fill_between_layouts
 from evenload.errors import DataError
-from evenload.plan.planner import StepPlanner
+from evenload.planning.planner import StepPlanner
 from evenload.report.run_files import append_rows, drop_torn_line
 from evenload.stepplan.plan_file import encode_plan_file
 from evenload.types.document import Document

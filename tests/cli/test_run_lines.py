@@ -5,7 +5,7 @@ import pytest
 from evenload.cli.run_lines import data_line, first_plan_line, interval_line, prediction_line, strategy_line
 from evenload.data.config import DataConfig
 from evenload.explore.prediction_interval import PredictionInterval
-from evenload.plan.strategies.registry import STRATEGIES
+from evenload.planning.strategies.registry import STRATEGIES
 from evenload.report.units import format_seconds
 from plan_building import random_plan
 

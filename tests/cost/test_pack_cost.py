@@ -19,8 +19,8 @@ from evenload.cost.units import layout_bound_seconds, physical_bound_seconds
 from evenload.data.hub import model_from
 from evenload.errors import ConfigError
 from evenload.explore.batches import BatchRule
-from evenload.plan.planner import StepPlanner
-from evenload.plan.problem import PlanOptions
+from evenload.planning.planner import StepPlanner
+from evenload.planning.problem import PlanOptions
 from evenload.types.cluster import LinkSpec, cluster_from
 from evenload.types.columns import SliceColumns, whole_document_columns
 from evenload.types.layout import ParallelLayout, even_layout, split_layout

@@ -11,10 +11,10 @@ from evenload.data.batches import decode_state, encode_state
 from evenload.data.loader import GlobalBatchLoader
 from evenload.feed.collate import IGNORE_INDEX, collate_pack
 from evenload.feed.step_maker import documents_by_replica, exchange_tokens
-from evenload.plan.deferral import DelayState
-from evenload.plan.planner import StepPlanner
-from evenload.plan.problem import PlanOptions
-from evenload.plan.strategies.registry import STRATEGIES
+from evenload.planning.deferral import DelayState
+from evenload.planning.planner import StepPlanner
+from evenload.planning.problem import PlanOptions
+from evenload.planning.strategies.registry import STRATEGIES
 from evenload.stepplan.validate import validate_plan
 from evenload.types.layout import even_layout
 from evenload.types.plan import decode_plan, encode_plan

@@ -11,7 +11,7 @@ from dist_equality import assert_ranks_equal
 from evenload.cli.worker_setup import require_runnable
 from evenload.config.train_config import load_train_config
 from evenload.errors import ConfigError, EvenloadError
-from evenload.plan.strategies.registry import STRATEGIES
+from evenload.planning.strategies.registry import STRATEGIES
 from evenload.types.plan import encode_plan
 from matrix import (
     AXES,

@@ -8,8 +8,8 @@ from cost_samples import documents
 from dist_equality import assert_plans_equal_plain
 from dist_training import COSTS
 from evenload.data.hub import model_from_config
-from evenload.plan.planner import StepPlanner
-from evenload.plan.problem import PlanOptions
+from evenload.planning.planner import StepPlanner
+from evenload.planning.problem import PlanOptions
 from evenload.runtime.replay.held_bytes import STORE_KINDS
 from evenload.stepplan.validate import validate_plan
 from evenload.types.layout import even_layout

@@ -9,9 +9,9 @@ from dist_training import STEEP_COSTS
 from evenload.cost.pack_cost import PackCosts
 from evenload.data.hub import model_from_config
 from evenload.explore.timelines import detailed_timeline
-from evenload.plan.planner import StepPlanner
-from evenload.plan.problem import PlanOptions
-from evenload.plan.strategies.slimpack import SlimpackOptions
+from evenload.planning.planner import StepPlanner
+from evenload.planning.problem import PlanOptions
+from evenload.planning.strategies.slimpack import SlimpackOptions
 from evenload.runtime.replay.held_bytes import STORE_KINDS
 from evenload.stepplan.validate import validate_plan
 from evenload.types.layout import even_layout

@@ -16,8 +16,8 @@ from evenload.explore.evaluate import (
     reasons,
     with_window,
 )
-from evenload.plan.planner import StepPlanner
-from evenload.plan.problem import PlanOptions
+from evenload.planning.planner import StepPlanner
+from evenload.planning.problem import PlanOptions
 from evenload.types.layout import even_layout
 from evenload.types.timeline import TimeSplit
 

@@ -21,9 +21,9 @@ from evenload.explore.layout_search import (
     with_virtual_stages,
 )
 from evenload.explore.stage_layers import balanced_layout
-from evenload.plan.planner import StepPlanner
-from evenload.plan.problem import PlanOptions
-from evenload.plan.strategies.auto import AutoOptions
+from evenload.planning.planner import StepPlanner
+from evenload.planning.problem import PlanOptions
+from evenload.planning.strategies.auto import AutoOptions
 from evenload.types.cluster import cluster_from
 from evenload.types.layout import even_layout
 from evenload.types.text import format_bytes

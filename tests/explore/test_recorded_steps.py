@@ -15,7 +15,7 @@ from evenload.data.hub import model_from
 from evenload.data.lengths import read_length_table
 from evenload.errors import ConfigError, DataError
 from evenload.explore.recorded_steps import RecordedStep, fitted_cost, judge_steps, read_steps
-from evenload.plan.micro_batches import Cost, micro_batches
+from evenload.planning.micro_batches import Cost, micro_batches
 from evenload.types.cluster import cluster_of
 from evenload.types.layout import even_layout
 from page_blocks import ROOT

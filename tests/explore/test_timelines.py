@@ -13,8 +13,8 @@ from evenload.explore.timelines import (
     split_step_of_plan,
     split_step_time,
 )
-from evenload.plan.planner import Proposal, StepPlanner
-from evenload.plan.strategies.registry import STRATEGIES
+from evenload.planning.planner import Proposal, StepPlanner
+from evenload.planning.strategies.registry import STRATEGIES
 from evenload.types.cluster import LinkSpec
 from evenload.types.layout import ParallelLayout, even_layout
 from evenload.types.timeline import KINDS, SIDE_KINDS, Timeline

@@ -8,8 +8,8 @@ import pytest
 from cost_samples import documents, sample_coefficients, sample_model
 from evenload.explore.batches import BatchRule
 from evenload.explore.worst_batch import find_worst
-from evenload.plan.planner import StepPlanner
-from evenload.plan.problem import PlanOptions
+from evenload.planning.planner import StepPlanner
+from evenload.planning.problem import PlanOptions
 from evenload.types.layout import even_layout
 
 TABLE = np.array([200, 150, 90, 90, 40, 12, 5, 3], np.int64)

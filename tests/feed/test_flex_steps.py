@@ -7,8 +7,8 @@ from corpus_files import data_config, write_corpus
 from evenload.data.batches import decode_state, encode_state
 from evenload.data.loader import GlobalBatchLoader
 from evenload.feed.step_maker import StepMaker
-from evenload.plan.layouts.flex_planner import FlexRunPlanner, PlannerState
-from evenload.plan.layouts.measured_layouts import MeasuredLayouts
+from evenload.planning.layouts.flex_planner import FlexRunPlanner, PlannerState
+from evenload.planning.layouts.measured_layouts import MeasuredLayouts
 from evenload.types.layout import even_layout
 from flex_cases import NARROW, PUBLISHED, make
 

@@ -7,8 +7,8 @@ import textwrap
 
 from corpus_files import write_corpus
 
-CORE = ("types", "cost", "schedule", "stepplan", "plan")
-NOT_OF_THE_LOADER = ("explore", "report", "cli", "calibrate", "bench", "check", "plan.layouts", "runtime.executor")
+CORE = ("types", "cost", "schedule", "stepplan", "planning")
+NOT_OF_THE_LOADER = ("explore", "report", "cli", "calibrate", "bench", "check", "planning.layouts", "runtime.executor")
 MOST_MODULES = 175
 
 
@@ -54,7 +54,7 @@ def test_feed_imports_no_planner():
         import evenload.feed.step_maker, evenload.feed.collate, evenload.feed.prefetcher
         print(*{name.split(".")[1] for name in sys.modules if name.startswith("evenload.")})
     """
-    assert "plan" not in run(program)
+    assert "planning" not in run(program)
 
 
 def test_the_planner_core_needs_none_of_the_loaders_packages():

@@ -11,8 +11,8 @@ from evenload.explore.batches import SampledBatch
 from evenload.integrations.catalog import ENGINES, runnable
 from evenload.integrations.evaluate import evaluate_engine
 from evenload.integrations.planner import EnginePlanner
-from evenload.plan.deferral import DelayState
-from evenload.plan.planner import StepPlanner
+from evenload.planning.deferral import DelayState
+from evenload.planning.planner import StepPlanner
 from evenload.stepplan.validate import validate_plan
 from evenload.types.document import Document
 from evenload.types.layout import even_layout

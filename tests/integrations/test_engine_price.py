@@ -11,7 +11,7 @@ from evenload.config.keys import plan_options
 from evenload.cost.coefficients import OverlapCost
 from evenload.integrations.catalog import ENGINES, EngineProfile
 from evenload.integrations.price import StepShape, engine_costs, engine_price, overlapped_seconds
-from evenload.plan.planner import Proposal, StepPlanner
+from evenload.planning.planner import Proposal, StepPlanner
 from evenload.types.cluster import LinkSpec
 from evenload.types.document import Document
 from evenload.types.layout import even_layout

@@ -13,8 +13,8 @@ from evenload.config.keys import plan_options
 from evenload.errors import ConfigError
 from evenload.integrations.catalog import ENGINES, Topic, require_heads, require_strategy, runnable
 from evenload.integrations.price import EngineMicroBatch, StepShape, project
-from evenload.plan.planner import StepPlanner
-from evenload.plan.problem import PlanOptions
+from evenload.planning.planner import StepPlanner
+from evenload.planning.problem import PlanOptions
 from evenload.types.cluster import LinkSpec
 from evenload.types.document import Document
 from evenload.types.layout import even_layout, split_layout

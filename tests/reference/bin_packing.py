@@ -7,7 +7,7 @@ NO_LIMIT = 2**62
 
 
 def best_fit_decreasing(num_tokens: NDArray[np.int64], capacity: int, max_items: int = NO_LIMIT) -> list[list[int]]:
-    """As `evenload.plan.packing`, of documents that fit; a bin takes at most `max_items`."""
+    """As `evenload.planning.packing`, of documents that fit; a bin takes at most `max_items`."""
     bins: list[list[int]] = []
     free: list[int] = []
     for item in np.argsort(-num_tokens, kind="stable").tolist():
@@ -32,7 +32,7 @@ def longest_first(
     load_s: NDArray[np.float64] | None = None,
     max_items: int = NO_LIMIT,
 ) -> list[list[int]]:
-    """As `evenload.plan.packing`."""
+    """As `evenload.planning.packing`."""
     sizes = [0] * len(work_s) if num_tokens is None else num_tokens.tolist()
     limit = 0 if capacity is None else capacity
     groups: list[list[int]] = [[] for _ in range(num_groups)]

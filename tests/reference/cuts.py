@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.errors import ConfigError
-from evenload.plan.candidates import ALIGN_FROM_TILES, CutRules, Setting
+from evenload.planning.candidates import ALIGN_FROM_TILES, CutRules, Setting
 from evenload.types.columns import SliceColumns, WorkCurve, whole_document_columns
 from reference.bin_packing import longest_first
 from reference.chain_free import chain_free_columns, sum_in_order, work_below
@@ -17,7 +17,7 @@ from reference.partition import partition_by_work
 def cut_packs(
     rules: CutRules, num_tokens: NDArray[np.int64], setting: Setting, ranks: int = 1
 ) -> tuple[SliceColumns, SliceColumns] | None:
-    """As `evenload.plan.candidates.trial_packs`."""
+    """As `evenload.planning.candidates.trial_packs`."""
     packs = _packs(rules, num_tokens, setting)
     if packs is None:
         return None

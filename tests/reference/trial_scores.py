@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from evenload.plan.candidates import Order, ReplicaSearch, Trial, TrialScore, cut_rules
-from evenload.plan.problem import imbalance
+from evenload.planning.candidates import Order, ReplicaSearch, Trial, TrialScore, cut_rules
+from evenload.planning.problem import imbalance
 from evenload.schedule.packflow import packflow_static
 from evenload.schedule.schedule_rule import UNLIMITED_BYTES
 from reference.cuts import cut_packs
@@ -13,7 +13,7 @@ from reference.simulation import reference_simulation
 
 
 def score_of(search: ReplicaSearch, trial: Trial) -> TrialScore | None:
-    """What `evenload.plan.candidates.score` must find; None where the packs do not exist."""
+    """What `evenload.planning.candidates.score` must find; None where the packs do not exist."""
     problem = search.problem
     packs = cut_packs(cut_rules(problem), search.num_tokens, trial.setting, search.ranks)
     if packs is None or (trial.split and problem.layout.num_stages == 1):

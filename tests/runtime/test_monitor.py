@@ -10,7 +10,7 @@ from evenload.data.batches import LoaderState
 from evenload.data.blocks import TokenTable
 from evenload.data.ledger import LedgerState
 from evenload.feed.step_maker import PlannedStep
-from evenload.plan.layouts.flex_planner import PlannerState
+from evenload.planning.layouts.flex_planner import PlannerState
 from evenload.runtime.stages.live_stages import Monitor, Switch
 from evenload.types.layout import even_layout
 from flex_cases import PUBLISHED, ROOM, SHORT, make

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cost_samples import sample_coefficients, sample_model
-from evenload.plan.planner import StepPlanner
+from evenload.planning.planner import StepPlanner
 from evenload.runtime.comm.mesh import create_meshes
 from evenload.runtime.executor import RankTrace
 from evenload.runtime.optim.data_parallel import GatherTrace

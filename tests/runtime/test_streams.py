@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from evenload.errors import ConfigError
-from evenload.plan.layouts.moves import Piece
+from evenload.planning.layouts.moves import Piece
 from evenload.runtime.comm.channels import ChannelEnd, TransferSettings
 from evenload.runtime.replay import host_copies
 from evenload.runtime.replay.host_copies import SEGMENT_BYTES, CudaHostCopies

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from evenload.plan.layouts.moves import Piece
+from evenload.planning.layouts.moves import Piece
 from evenload.runtime.optim.parameter_units import BufferGroup
 from evenload.runtime.stages import live_stages
 from evenload.runtime.stages.live_stages import Reading

@@ -10,8 +10,8 @@ from evenload.cost.coefficients import OverlapCost
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.units import pack_features, stage_units, unit_shares
 from evenload.explore.timelines import detailed_timeline, split_proposal
-from evenload.plan.planner import StepPlanner
-from evenload.plan.problem import PlanOptions
+from evenload.planning.planner import StepPlanner
+from evenload.planning.problem import PlanOptions
 from evenload.schedule.simulate import simulate
 from evenload.schedule.step_collectives import SimulatedReplica, _completing_places, run_collectives, run_reductions
 from evenload.stepplan.resimulation import replica_columns, timed_tasks

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenload.errors import ConfigError, DataError
-from evenload.plan.micro_batches import Cost
+from evenload.planning.micro_batches import Cost
 from evenload.seams import megatron as seam
 from seam_cases import MICRO_BATCH_S, work_s
 

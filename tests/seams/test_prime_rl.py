@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import prime_rl_shim as shim
 from evenload.errors import ConfigError
-from evenload.plan.micro_batches import Cost
+from evenload.planning.micro_batches import Cost
 from evenload.seams import prime_rl
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, reject
 from hypothesis import strategies as st
 
 from evenload.errors import ConfigError, InfeasiblePlanError
-from evenload.plan.micro_batches import Cost
+from evenload.planning.micro_batches import Cost
 from evenload.seams import slime
 
 

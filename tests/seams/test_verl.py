@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import verl_cases as cases
 from evenload.errors import ConfigError, DataError, InfeasiblePlanError, MissingPackageError
-from evenload.plan.micro_batches import Cost, micro_batches
+from evenload.planning.micro_batches import Cost, micro_batches
 from evenload.seams import verl
 
 needs_verl = pytest.mark.skipif(not cases.HAS_VERL, reason="verl is not installed: make test-engines")

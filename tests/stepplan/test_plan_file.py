@@ -6,10 +6,10 @@ import pytest
 from context_plans import RULES, context_plan
 from cost_samples import documents, sample_coefficients, sample_model
 from evenload.errors import InvalidPlanError
-from evenload.plan.planner import StepPlanner
-from evenload.plan.problem import PlanOptions
-from evenload.plan.strategies.auto import AutoOptions
-from evenload.plan.strategies.registry import STRATEGIES
+from evenload.planning.planner import StepPlanner
+from evenload.planning.problem import PlanOptions
+from evenload.planning.strategies.auto import AutoOptions
+from evenload.planning.strategies.registry import STRATEGIES
 from evenload.stepplan.plan_file import decode_plan_file, encode_plan_file
 from evenload.types.cluster import LinkSpec
 from evenload.types.document import Document

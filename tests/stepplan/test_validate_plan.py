@@ -6,7 +6,7 @@ import pytest
 from cost_samples import documents, sample_coefficients, sample_model
 from evenload.config.keys import plan_options
 from evenload.errors import InvalidPlanError, ScheduleDeadlockError
-from evenload.plan.planner import StepPlanner
+from evenload.planning.planner import StepPlanner
 from evenload.stepplan.validate import validate_plan
 from evenload.types.document import Slice
 from evenload.types.layout import even_layout

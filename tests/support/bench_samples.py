@@ -12,7 +12,7 @@ from evenload.bench.results import (
     option_tables_of,
 )
 from evenload.cost.host_memory import HostMemory
-from evenload.plan.problem import PlanOptions
+from evenload.planning.problem import PlanOptions
 from evenload.types.layout import even_layout
 from ledger import COLUMNS, FACTS, LedgerRow
 

@@ -4,7 +4,7 @@ import random
 
 import msgspec
 
-from evenload.plan.dp_merge import nested_sizes
+from evenload.planning.dp_merge import nested_sizes
 from evenload.types.document import ActivationPolicy, MicroPack, PackPlan, Slice
 from evenload.types.layout import even_layout
 from evenload.types.plan import Schedule, StepPlan, seal

@@ -1,10 +1,10 @@
 """Small planners whose layout may change: links of 1 MB/s, four devices of eight a node, batches by hand."""
 
 from cost_samples import sample_coefficients, sample_model
-from evenload.plan.layouts.flex_planner import FlexPlanner
-from evenload.plan.planner import StepPlanner
-from evenload.plan.problem import PlanOptions
-from evenload.plan.strategies.flexpipe import FlexOptions
+from evenload.planning.layouts.flex_planner import FlexPlanner
+from evenload.planning.planner import StepPlanner
+from evenload.planning.problem import PlanOptions
+from evenload.planning.strategies.flexpipe import FlexOptions
 from evenload.types.cluster import LinkSpec
 from evenload.types.layout import even_layout
 

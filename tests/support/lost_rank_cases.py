@@ -14,7 +14,7 @@ import torch.distributed as dist
 from dist_training import COSTS
 from evenload.config.train_config import layout_of, load_train_config
 from evenload.errors import EvenloadError
-from evenload.plan.planner import StepPlanner
+from evenload.planning.planner import StepPlanner
 from evenload.runtime.comm.mesh import create_meshes
 from evenload.runtime.model.model_config import model_spec
 from evenload.runtime.replay.stage import PipelineStage

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from covertable import make
 
-from evenload.plan.strategies.registry import STRATEGIES
+from evenload.planning.strategies.registry import STRATEGIES
 
 MOST_LAYERS = 4
 NONE = "none"

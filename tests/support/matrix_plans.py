@@ -20,9 +20,9 @@ from evenload.config.sections import with_adapters
 from evenload.cost.coefficients import CostCoefficients
 from evenload.data.hub import model_from_config
 from evenload.errors import InfeasiblePlanError
-from evenload.plan.planner import StepPlanner
-from evenload.plan.problem import PlanOptions
-from evenload.plan.strategies.registry import STRATEGIES
+from evenload.planning.planner import StepPlanner
+from evenload.planning.problem import PlanOptions
+from evenload.planning.strategies.registry import STRATEGIES
 from evenload.schedule.packflow import packflow_list, packflow_static
 from evenload.schedule.static_schedules import gpipe, zero_bubble_h1
 from evenload.stepplan.validate import validate_plan

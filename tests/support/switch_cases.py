@@ -12,8 +12,8 @@ import torch.distributed as dist
 from dist_training import COSTS, Outcome, make_trainer, outcome_of, whole_state
 from evenload.config.planner import make_planner
 from evenload.errors import InvalidPlanError
-from evenload.plan.layouts.moves import moved_bytes, plan_moves
-from evenload.plan.planner import Proposal, StepPlanner
+from evenload.planning.layouts.moves import moved_bytes, plan_moves
+from evenload.planning.planner import Proposal, StepPlanner
 from evenload.runtime.trainer import Trainer
 from evenload.types.layout import ParallelLayout, split_layout
 from evenload.types.plan import seal

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from evenload.plan.micro_batches import Cost
+from evenload.planning.micro_batches import Cost
 from evenload.seams import verl as ours
 
 HAS_VERL = all(find_spec(name) for name in ("verl", "tensordict", "ray"))

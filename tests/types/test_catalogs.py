@@ -10,8 +10,8 @@ from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.host_memory import host_memory
 from evenload.data.hub import model_from
 from evenload.errors import ConfigError
-from evenload.plan.planner import StepPlanner
-from evenload.plan.problem import PlanOptions
+from evenload.planning.planner import StepPlanner
+from evenload.planning.problem import PlanOptions
 from evenload.types.cluster import BUILT_IN, ClusterSpec, DeviceSpec, cluster_from
 from evenload.types.layout import even_layout
 from evenload.types.model import MODELS

@@ -19,8 +19,8 @@ from evenload.cost.pack_cost import PackCosts
 from evenload.errors import ConfigError, DataError, InfeasiblePlanError
 from evenload.explore.timelines import detailed_timeline, overlapped_pack_times
 from evenload.feed.step_maker import PlannedStep
-from evenload.plan.planner import RunPlanner
-from evenload.plan.strategies.strategy import LeftOutStrategy
+from evenload.planning.planner import RunPlanner
+from evenload.planning.strategies.strategy import LeftOutStrategy
 from evenload.runtime.comm.mesh import most_of_ranks
 from evenload.runtime.step_metrics import StepReport
 from evenload.runtime.step_source import PreparedStep, prepare_step, step_maker

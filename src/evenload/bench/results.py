@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.host_memory import HostMemory
 from evenload.explore.prediction_interval import PredictionInterval, prediction_interval
-from evenload.plan.problem import PlanOptions
-from evenload.plan.strategies.strategy import LeftOutStrategy
+from evenload.planning.problem import PlanOptions
+from evenload.planning.strategies.strategy import LeftOutStrategy
 from evenload.types.base import Frozen
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec

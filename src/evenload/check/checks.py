@@ -42,10 +42,10 @@ from evenload.data.encoders import IGNORE_INDEX
 from evenload.data.hub import local_path
 from evenload.data.loader import GlobalBatchLoader
 from evenload.errors import ConfigError, DataError, EvenloadError, InfeasiblePlanError, InvalidPlanError, RankLostError
-from evenload.plan.deferral import DelayState
-from evenload.plan.planner import StepPlanner
-from evenload.plan.strategies.baselines import BALANCED, BEST_FIT, PADDED
-from evenload.plan.strategies.slimpack import SLIMPACK, SlimpackOptions
+from evenload.planning.deferral import DelayState
+from evenload.planning.planner import StepPlanner
+from evenload.planning.strategies.baselines import BALANCED, BEST_FIT, PADDED
+from evenload.planning.strategies.slimpack import SLIMPACK, SlimpackOptions
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.model.hf_model import build_stage_model
 from evenload.runtime.model.model_config import load_config, model_spec

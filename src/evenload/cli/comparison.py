@@ -27,8 +27,8 @@ from evenload.explore.prediction_interval import PredictionInterval
 from evenload.explore.timelines import detailed_timeline
 from evenload.explore.worst_batch import WorstBatch
 from evenload.integrations.evaluate import EngineEvaluation
-from evenload.plan.strategies.baselines import BEST_FIT
-from evenload.plan.strategies.strategy import LeftOutStrategy
+from evenload.planning.strategies.baselines import BEST_FIT
+from evenload.planning.strategies.strategy import LeftOutStrategy
 from evenload.report.chrome_trace import label_packs, write_chrome_trace
 from evenload.report.html import strategies_table, write_report
 from evenload.report.run_report import RunReport, RunSection, StepView

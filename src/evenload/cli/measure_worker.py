@@ -44,10 +44,10 @@ from evenload.data.hub import model_from
 from evenload.data.tokenize import open_tokenizer
 from evenload.errors import ConfigError
 from evenload.explore.timelines import split_step_of_plan
-from evenload.plan.problem import PlanOptions
-from evenload.plan.strategies.baselines import BEST_FIT
-from evenload.plan.strategies.registry import require_layouts, require_trainable
-from evenload.plan.strategies.strategy import LeftOutStrategy
+from evenload.planning.problem import PlanOptions
+from evenload.planning.strategies.baselines import BEST_FIT
+from evenload.planning.strategies.registry import require_layouts, require_trainable
+from evenload.planning.strategies.strategy import LeftOutStrategy
 from evenload.report.html import write_report
 from evenload.report.run_report import RunReport, RunSection
 from evenload.report.units import format_change

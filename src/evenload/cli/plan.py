@@ -40,8 +40,8 @@ from evenload.integrations.catalog import BEST, engine_named, require_heads, req
 from evenload.integrations.evaluate import evaluate_engine
 from evenload.integrations.planner import EnginePlanner
 from evenload.integrations.price import StepShape
-from evenload.plan.strategies.flexpipe import FlexOptions
-from evenload.plan.strategies.registry import STRATEGIES
+from evenload.planning.strategies.flexpipe import FlexOptions
+from evenload.planning.strategies.registry import STRATEGIES
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
 from evenload.types.text import LengthUnit, counted, in_unit

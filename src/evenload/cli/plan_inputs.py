@@ -26,7 +26,7 @@ from evenload.explore.batches import BatchRule
 from evenload.explore.layout_search import LARGE_CLUSTER
 from evenload.explore.prediction_interval import processor_of
 from evenload.integrations.catalog import engine_named
-from evenload.plan.problem import PlanOptions
+from evenload.planning.problem import PlanOptions
 from evenload.report.units import format_percent
 from evenload.types.cluster import BUILT_IN, ClusterSpec, DeviceSpec, LinkSpec, cluster_from
 from evenload.types.layout import ParallelLayout, even_layout

@@ -18,10 +18,10 @@ from evenload.explore.layout_search import (
     best_baseline_planners,
 )
 from evenload.explore.stage_layers import balanced_layout, default_layout
-from evenload.plan.layouts.flex_planner import FlexPlanner
-from evenload.plan.planner import StepPlanner
-from evenload.plan.strategies.auto import AUTO
-from evenload.plan.strategies.baselines import BEST_FIT
+from evenload.planning.layouts.flex_planner import FlexPlanner
+from evenload.planning.planner import StepPlanner
+from evenload.planning.strategies.auto import AUTO
+from evenload.planning.strategies.baselines import BEST_FIT
 from evenload.report.units import format_seconds
 from evenload.types.layout import ParallelLayout
 

@@ -20,9 +20,9 @@ from evenload.data.lengths import LengthTable, count_documents, holds_numbers, r
 from evenload.data.tokenize import open_tokenizer
 from evenload.errors import ConfigError
 from evenload.integrations.catalog import ENGINES
-from evenload.plan.problem import PlanOptions
-from evenload.plan.strategies.registry import STRATEGIES, strategy_named
-from evenload.plan.strategies.strategy import LeftOutStrategy
+from evenload.planning.problem import PlanOptions
+from evenload.planning.strategies.registry import STRATEGIES, strategy_named
+from evenload.planning.strategies.strategy import LeftOutStrategy
 from evenload.types.cluster import BUILT_IN
 from evenload.types.layout import ParallelLayout
 

@@ -15,7 +15,7 @@ from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.validity import fill_between_layouts
 from evenload.data.config import DataConfig
 from evenload.explore.prediction_interval import PredictionInterval
-from evenload.plan.strategies.registry import strategy_named
+from evenload.planning.strategies.registry import strategy_named
 from evenload.report.run_files import MetricRow
 from evenload.report.table import format_action, progress_text, step_line
 from evenload.report.units import format_count, format_plain, format_seconds

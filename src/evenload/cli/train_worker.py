@@ -24,7 +24,7 @@ from evenload.cost.coefficients import CostCoefficients
 from evenload.errors import CallbackError, ConfigError, EvenloadError, RankLostError
 from evenload.explore.prediction_interval import prediction_interval
 from evenload.integrations.callback import Callback, EndReason, RunEnd, RunStart, TensorBoardLog, WandbLog
-from evenload.plan.strategies.registry import decide_dp_merge
+from evenload.planning.strategies.registry import decide_dp_merge
 from evenload.runtime.checkpoint.directory import checkpoints_of, skipped_checkpoints
 from evenload.runtime.comm.watch import comes_of_transport
 from evenload.runtime.device import require_device

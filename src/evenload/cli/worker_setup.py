@@ -35,8 +35,8 @@ from evenload.data.config import mixture_configs
 from evenload.data.hub import local_path
 from evenload.data.part_files import open_part
 from evenload.errors import ConfigError
-from evenload.plan.candidates import usable_cores
-from evenload.plan.strategies.registry import require_layouts, require_trainable
+from evenload.planning.candidates import usable_cores
+from evenload.planning.strategies.registry import require_layouts, require_trainable
 from evenload.runtime.comm.mesh import Mesh, Meshes, create_meshes, most_of_ranks, warm_up
 from evenload.runtime.device import rank_device, require_device, use_deterministic_kernels
 from evenload.runtime.model.export_files import require_same_token_ids

@@ -7,9 +7,9 @@ import msgspec
 
 from evenload.config.train_config import ParallelConfig, PlanConfig, TrainConfig, layout_of
 from evenload.errors import ConfigError
-from evenload.plan.layouts.layout_candidates import enumerated_layouts
-from evenload.plan.strategies.flexpipe import FlexOptions
-from evenload.plan.strategies.registry import require_trainable, strategy_named
+from evenload.planning.layouts.layout_candidates import enumerated_layouts
+from evenload.planning.strategies.flexpipe import FlexOptions
+from evenload.planning.strategies.registry import require_trainable, strategy_named
 from evenload.types.layout import ParallelLayout, read_layout_text
 from evenload.types.model import ModelSpec
 from evenload.types.text import counted

@@ -10,11 +10,11 @@ from evenload.config.train_config import PlanConfig, TrainConfig
 from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.host_memory import HostMemory, host_memory_of_node
 from evenload.cost.validity import fill_between_layouts
-from evenload.plan.layouts.flex_planner import FlexPlanner
-from evenload.plan.layouts.moves import SwitchPieces
-from evenload.plan.planner import StepPlanner
-from evenload.plan.problem import PlanOptions
-from evenload.plan.strategies.registry import decide_dp_merge
+from evenload.planning.layouts.flex_planner import FlexPlanner
+from evenload.planning.layouts.moves import SwitchPieces
+from evenload.planning.planner import StepPlanner
+from evenload.planning.problem import PlanOptions
+from evenload.planning.strategies.registry import decide_dp_merge
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
 

@@ -25,7 +25,7 @@ from evenload.config.sections import (
 from evenload.config.tokenizer import with_default_tokenizer
 from evenload.data.config import DataConfig, require_least
 from evenload.errors import ConfigError, unreadable
-from evenload.plan.problem import PlanOptions
+from evenload.planning.problem import PlanOptions
 from evenload.types.base import Frozen, PathText, write_out_home
 from evenload.types.layout import ChannelChoice, ParallelLayout, even_layout, split_layout
 from evenload.types.model import ModelSpec, attention_kernels

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.errors import ConfigError, DataError
-from evenload.plan.deferral import DelayState
-from evenload.plan.planner import Proposal, StepPlanner
+from evenload.planning.deferral import DelayState
+from evenload.planning.planner import Proposal, StepPlanner
 from evenload.types.document import Document
 from evenload.types.plan import DEFERRED, LeftOut
 

@@ -15,10 +15,10 @@ from evenload.errors import ConfigError, DataError, InfeasiblePlanError
 from evenload.explore.batches import OnProgress, SampledBatch, no_progress, plan_steps
 from evenload.explore.prediction_interval import prediction_interval
 from evenload.explore.timelines import split_proposal
-from evenload.plan.layouts.flex_planner import FlexPlanner, FlexProposal
-from evenload.plan.planner import Proposal, StepPlanner
-from evenload.plan.strategies.baselines import BEST_FIT, BestFitOptions
-from evenload.plan.strategies.registry import strategy_named
+from evenload.planning.layouts.flex_planner import FlexPlanner, FlexProposal
+from evenload.planning.planner import Proposal, StepPlanner
+from evenload.planning.strategies.baselines import BEST_FIT, BestFitOptions
+from evenload.planning.strategies.registry import strategy_named
 from evenload.types.base import Frozen
 from evenload.types.columns import SliceColumns
 from evenload.types.layout import ParallelLayout

@@ -35,10 +35,10 @@ from evenload.errors import ConfigError, DataError, InfeasiblePlanError
 from evenload.explore.batches import OnProgress, SampledBatch, no_progress
 from evenload.explore.evaluate import StrategyPlanners, best_window
 from evenload.explore.stage_layers import balanced_layout
-from evenload.plan.planner import StepPlanner
-from evenload.plan.problem import PlanOptions
-from evenload.plan.strategies.auto import AUTO, AutoOptions
-from evenload.plan.strategies.registry import strategy_named
+from evenload.planning.planner import StepPlanner
+from evenload.planning.problem import PlanOptions
+from evenload.planning.strategies.auto import AUTO, AutoOptions
+from evenload.planning.strategies.registry import strategy_named
 from evenload.types.base import Frozen
 from evenload.types.cluster import ClusterSpec, LinkSpec
 from evenload.types.layout import ParallelLayout, even_layout, split_layout

@@ -20,7 +20,7 @@ from evenload.cost.pack_cost import PackCosts
 from evenload.data.lengths import open_numbers
 from evenload.errors import DataError
 from evenload.explore.batches import OnProgress, no_progress
-from evenload.plan.micro_batches import Cost, micro_batches
+from evenload.planning.micro_batches import Cost, micro_batches
 from evenload.types.base import Frozen
 
 Waits = Literal["micro_batch", "step"]

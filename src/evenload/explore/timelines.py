@@ -19,8 +19,8 @@ from evenload.cost.memory import ReplicaPacks, bytes_by_kind
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.pack_pricing import gather_seconds
 from evenload.cost.pack_split import PackSplit, split_pack_seconds
-from evenload.plan.planner import Proposal
-from evenload.plan.problem import Candidate, ReplicaChoice
+from evenload.planning.planner import Proposal
+from evenload.planning.problem import Candidate, ReplicaChoice
 from evenload.schedule.critical_path import Bubble, critical_path, p2p_transfers, split_bubble
 from evenload.schedule.simulate import join_timelines, memory_ledger, simulate, to_timeline
 from evenload.schedule.step_collectives import SimulatedReplica, StepEnd, step_end

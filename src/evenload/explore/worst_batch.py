@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.explore.batches import BatchRule, OnProgress, SampledBatch, no_progress
-from evenload.plan.planner import Proposal, StepPlanner
-from evenload.plan.strategies.registry import strategy_named
+from evenload.planning.planner import Proposal, StepPlanner
+from evenload.planning.strategies.registry import strategy_named
 from evenload.types.base import Frozen
 
 _EXCHANGED = 8  # most documents by which a neighbour differs

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import Literal, NoReturn
 
 from evenload.errors import ConfigError
-from evenload.plan.problem import CHOOSE, PlanOptions
-from evenload.plan.strategies.registry import STRATEGIES, strategy_named
-from evenload.plan.strategies.strategy import LeftOutStrategy
+from evenload.planning.problem import CHOOSE, PlanOptions
+from evenload.planning.strategies.registry import STRATEGIES, strategy_named
+from evenload.planning.strategies.strategy import LeftOutStrategy
 from evenload.types.base import Frozen, did_you_mean
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec

@@ -16,8 +16,8 @@ from evenload.explore.batches import OnProgress, SampledBatch, no_progress, plan
 from evenload.integrations.catalog import BEST, Limitation, require_strategy, runnable
 from evenload.integrations.planner import PLANNING_ERRORS, EnginePlanner
 from evenload.integrations.price import EnginePrice
-from evenload.plan.planner import Proposal
-from evenload.plan.strategies.strategy import LeftOutStrategy
+from evenload.planning.planner import Proposal
+from evenload.planning.strategies.strategy import LeftOutStrategy
 from evenload.types.base import Frozen
 
 _MEANS = ("end_s", "idle_fraction", "padding_fraction", "micro_batches", "empty_micro_batches")

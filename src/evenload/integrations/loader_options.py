@@ -37,8 +37,8 @@ from evenload.errors import ConfigError
 from evenload.integrations.batch_formats import BatchFormat, require_format
 from evenload.integrations.catalog import BEST, LOOP, EngineProfile, engine_named, require_auto, require_strategy
 from evenload.integrations.price import StepShape
-from evenload.plan.problem import PlanOptions
-from evenload.plan.strategies.registry import strategy_named, whole_strategies
+from evenload.planning.problem import PlanOptions
+from evenload.planning.strategies.registry import strategy_named, whole_strategies
 from evenload.runtime.comm.collectives import TorchPeers
 from evenload.types.base import did_you_mean, require_at_least_one
 from evenload.types.layout import even_layout

@@ -40,9 +40,9 @@ from evenload.integrations.loader_options import (
 )
 from evenload.integrations.planner import ENGINES_AUTO, known_vocabulary, make_planner
 from evenload.integrations.price import project
-from evenload.plan.deferral import DelayState
-from evenload.plan.planner import RunPlanner
-from evenload.plan.strategies.registry import strategy_named
+from evenload.planning.deferral import DelayState
+from evenload.planning.planner import RunPlanner
+from evenload.planning.strategies.registry import strategy_named
 from evenload.types.plan import StepPlan
 from evenload.types.text import counted
 

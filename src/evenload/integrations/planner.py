@@ -23,10 +23,10 @@ from evenload.data.hub import model_from, model_from_config
 from evenload.errors import ConfigError, DataError, InfeasiblePlanError
 from evenload.integrations.catalog import BEST, EngineProfile, require_auto, require_heads, require_strategy, runnable
 from evenload.integrations.price import EnginePrice, StepShape, engine_price
-from evenload.plan.planner import Proposal, StepPlanner, StepRequest
-from evenload.plan.problem import CHOOSE, PlanOptions
-from evenload.plan.strategies.baselines import BALANCED
-from evenload.plan.strategies.registry import strategy_named
+from evenload.planning.planner import Proposal, StepPlanner, StepRequest
+from evenload.planning.problem import CHOOSE, PlanOptions
+from evenload.planning.strategies.baselines import BALANCED
+from evenload.planning.strategies.registry import strategy_named
 from evenload.types.cluster import cluster_of
 from evenload.types.layout import ParallelLayout, even_layout
 from evenload.types.model import MODELS, ModelSpec

@@ -25,7 +25,7 @@ from evenload.cost.pack_pricing import pipeline_tasks
 from evenload.cost.units import pack_features, stage_units, unit_seconds, unit_transfers
 from evenload.errors import ConfigError
 from evenload.integrations.catalog import EngineProfile, require_layout
-from evenload.plan.problem import CHOOSE
+from evenload.planning.problem import CHOOSE
 from evenload.schedule.registry import SCHEDULES
 from evenload.schedule.simulate import simulate
 from evenload.schedule.step_collectives import SimulatedReplica, step_end

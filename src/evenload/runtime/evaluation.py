@@ -25,7 +25,7 @@ from evenload.data.loader import GlobalBatchLoader
 from evenload.data.tokenize import DocumentTokenizer
 from evenload.errors import DataError
 from evenload.feed.step_maker import PlannedStep, StepMaker
-from evenload.plan.planner import RunPlanner, StepPlanner
+from evenload.planning.planner import RunPlanner, StepPlanner
 from evenload.runtime.checkpoint.checkpoint import Progress
 from evenload.runtime.checkpoint.directory import BestPass, saved_passes, with_pass
 from evenload.runtime.comm.collectives import TorchPeers

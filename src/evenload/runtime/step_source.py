@@ -11,7 +11,7 @@ from evenload.data.loader import GlobalBatchLoader
 from evenload.errors import InvalidPlanError
 from evenload.feed.prefetcher import Prefetcher
 from evenload.feed.step_maker import PlannedStep, Planner, State, StepMaker
-from evenload.plan.layouts.flex_planner import PlannerState
+from evenload.planning.layouts.flex_planner import PlannerState
 from evenload.runtime.comm.mesh import Mesh, Meshes
 from evenload.runtime.replay.rank_packs import Exchange, RankPackTokens, RankStep
 from evenload.stepplan.transfer_order import transfer_order

@@ -18,10 +18,10 @@ from evenload.data.batches import decode_state, encode_state
 from evenload.data.loader import GlobalBatchLoader
 from evenload.errors import ConfigError, DataError, InfeasiblePlanError, InvalidPlanError
 from evenload.feed.step_maker import PlannedStep
-from evenload.plan.layouts.flex_planner import FlexPlanner, FlexRunPlanner, PlannerState, resumed_flex
-from evenload.plan.layouts.measured_layouts import MeasuredAfter, MeasuredLayouts
-from evenload.plan.planner import RunPlanner, StepPlanner
-from evenload.plan.strategies.registry import require_trainable
+from evenload.planning.layouts.flex_planner import FlexPlanner, FlexRunPlanner, PlannerState, resumed_flex
+from evenload.planning.layouts.measured_layouts import MeasuredAfter, MeasuredLayouts
+from evenload.planning.planner import RunPlanner, StepPlanner
+from evenload.planning.strategies.registry import require_trainable
 from evenload.runtime.checkpoint.checkpoint import Progress, RunPosition, checkpoint_for_all, load_checkpoint
 from evenload.runtime.checkpoint.directory import checkpoints_of
 from evenload.runtime.checkpoint.hf_export import export_run

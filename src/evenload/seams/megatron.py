@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.errors import ConfigError, DataError
-from evenload.plan.micro_batches import Cost, Rules, micro_batches
+from evenload.planning.micro_batches import Cost, Rules, micro_batches
 from evenload.seams.replacing import Replaced, module_of, require_release
 
 _COST = Cost()

@@ -19,7 +19,7 @@ from importlib import import_module
 from typing import Any
 
 from evenload.errors import InfeasiblePlanError
-from evenload.plan.micro_batches import Cost, Rules, micro_batches
+from evenload.planning.micro_batches import Cost, Rules, micro_batches
 from evenload.seams.replacing import Replaced, module_of
 
 _COST = Cost()

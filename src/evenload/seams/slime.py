@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from evenload.errors import ConfigError
-from evenload.plan.micro_batches import Cost, Rules, micro_batches
+from evenload.planning.micro_batches import Cost, Rules, micro_batches
 from evenload.seams.replacing import Replaced, module_of
 
 _COST = Cost()

@@ -17,7 +17,7 @@ a collator that is known to pad is refused.
 from typing import Any
 
 from evenload.errors import ConfigError, InfeasiblePlanError
-from evenload.plan.micro_batches import Cost, micro_batches
+from evenload.planning.micro_batches import Cost, micro_batches
 from evenload.seams.replacing import Replaced, require_release
 
 

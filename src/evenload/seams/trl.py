@@ -21,7 +21,7 @@ from itertools import islice
 from typing import Any
 
 from evenload.errors import InfeasiblePlanError
-from evenload.plan.micro_batches import Cost, micro_batches
+from evenload.planning.micro_batches import Cost, micro_batches
 from evenload.seams.replacing import Replaced, require_release
 
 _COST = Cost()

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.errors import ConfigError
-from evenload.plan.micro_batches import Cost, MicroBatches, Rules, micro_batches, priced
+from evenload.planning.micro_batches import Cost, MicroBatches, Rules, micro_batches, priced
 from evenload.seams.replacing import Replaced, module_of
 
 _COST = Cost()

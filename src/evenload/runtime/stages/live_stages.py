@@ -28,10 +28,10 @@ from evenload.cost.coefficients import CopySpec, CostCoefficients
 from evenload.cost.validity import fill_between_layouts
 from evenload.errors import ConfigError
 from evenload.feed.step_maker import PlannedStep
-from evenload.plan.layouts.flex_planner import FlexPlanner
-from evenload.plan.layouts.measured_layouts import LayoutMonitor, MeasuredAfter
-from evenload.plan.layouts.moves import Moves, SwitchPieces, pipeline_ranks, shared_bytes, shared_pieces
-from evenload.plan.layouts.switch_prices import stall_seconds, state_seconds
+from evenload.planning.layouts.flex_planner import FlexPlanner
+from evenload.planning.layouts.measured_layouts import LayoutMonitor, MeasuredAfter
+from evenload.planning.layouts.moves import Moves, SwitchPieces, pipeline_ranks, shared_bytes, shared_pieces
+from evenload.planning.layouts.switch_prices import stall_seconds, state_seconds
 from evenload.runtime.comm.mesh import Mesh, Meshes, most_of_ranks
 from evenload.runtime.device import synchronize_device
 from evenload.runtime.model.hf_model import StageModel

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 from evenload.attention.range_attention import work_dtype
 from evenload.errors import EvenloadError
-from evenload.plan.layouts.moves import Move, Moves, Piece, state_share
+from evenload.planning.layouts.moves import Move, Moves, Piece, state_share
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.comm.watch import Background
 from evenload.runtime.model.hf_model import StageModel

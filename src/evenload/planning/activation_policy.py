@@ -1,0 +1,177 @@
+"""Choose which documents store, recompute or offload their activations (FlexPipe §5's memory options).
+
+`choose` starts with `replay`, the fastest, and only where that does not fit memory tries offloading or recomputing the
+longest documents, which alone decide the peak, or all (`policies_in_order`); the fastest that fits is kept, else the
+one that misses memory by the least. A policy is one column for the whole global batch. `plan_under_policies` plans
+under every policy in turn; `rank_policies` predicts by a few trials which will be best, for `slimpack` and `auto`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenload.cost.layer_counts import OFFLOAD, POLICIES, RECOMPUTE, REPLAY
+from evenload.planning.candidates import score
+from evenload.planning.deferral import DelayedChoice
+from evenload.planning.dp_merge import Merge, long_merges, merge_documents, uniform_merges
+from evenload.planning.packing import assign_replicas
+from evenload.planning.problem import PolicyOption, ReplicaChoice, StepProblem
+from evenload.planning.search import Estimate, SearchRules, quick_trials, rate_merges
+
+LONG_SHARES = (0.25, 0.5, 0.75)  # Of the tokens: the longest documents that hold them count as long
+CLOSE = 1.02  # Policies whose estimates differ by less count as close
+MOST_CLOSE = 2  # Policies that are searched because they are close, at most
+# Ways of sharing that are rated under every policy, of those rated with everything stored, and with the least.
+MOST_RATED = 2
+
+
+def policies_in_order(
+    num_tokens: NDArray[np.int64], option: PolicyOption, *, can_offload: bool
+) -> list[NDArray[np.int8] | None]:
+    """List the policy columns to try in order; int8[n] indices into `POLICIES`, None = all replay. "choose" offloads
+    only where the link to the host is known (`can_offload`)."""
+    if option != "choose":
+        code = POLICIES.index(option)
+        return [np.full(len(num_tokens), code, np.int8) if code else None]
+    quarter, half, most = (_long_documents(num_tokens, share) for share in LONG_SHARES)
+    shares = [
+        *((long, OFFLOAD, REPLAY) for long in (quarter, half, most)),
+        *((long, RECOMPUTE, REPLAY) for long in (quarter, half, most)),
+        (half, RECOMPUTE, RECOMPUTE),
+        (half, OFFLOAD, RECOMPUTE),
+        (half, OFFLOAD, OFFLOAD),
+    ]
+    columns: list[NDArray[np.int8] | None] = [None]
+    for long, of_long, of_short in shares:
+        column = np.where(long, of_long, of_short).astype(np.int8)
+        # One document may hold all shares: equal columns are one policy.
+        is_new = not any(other is not None and (other == column).all() for other in columns)
+        if is_new and (can_offload or OFFLOAD not in (of_long, of_short)):
+            columns.append(column)
+    return columns
+
+
+def policies_within_host(
+    num_tokens: NDArray[np.int64], policy: NDArray[np.int8], share: float
+) -> list[NDArray[np.int8]]:
+    """List policy columns, int8[n] each, for where the documents that `policy` offloads do not fit host memory: the
+    longest of these that hold at most `share` of their tokens stay offloaded, the others are stored, or recomputed.
+    None where the longest alone holds more, or all of them hold less."""
+    offloaded = policy == OFFLOAD
+    order = np.argsort(-num_tokens, kind="stable")
+    order = order[offloaded[order]]
+    held = np.cumsum(num_tokens[order]) <= share * num_tokens[offloaded].sum()
+    if not held.any() or held.all():
+        return []
+    result = []
+    for rest in (REPLAY, RECOMPUTE):
+        column = np.where(offloaded, rest, policy).astype(np.int8)
+        column[order[held]] = OFFLOAD
+        result.append(column)
+    return result
+
+
+def _long_documents(num_tokens: NDArray[np.int64], share: float) -> NDArray[np.bool_]:
+    """Mark the longest documents that hold at least this share of the tokens; equal lengths in arrival order."""
+    order = np.argsort(-num_tokens, kind="stable")
+    before = np.cumsum(num_tokens[order]) - num_tokens[order]
+    long = np.zeros(len(num_tokens), bool)
+    long[order[before < share * num_tokens.sum()]] = True
+    return long
+
+
+class RankedPolicies(NamedTuple):
+    """Hold policies by their estimate, the best first, how many of them are too close to decide, and those not
+    estimated."""
+
+    ranked: list[tuple[Estimate, StepProblem]]
+    close: int
+    others: list[StepProblem]
+
+
+def plan_under_policies(
+    problems: Sequence[StepProblem],
+    plan: Callable[[StepProblem], DelayedChoice],
+    can_fit: Callable[[StepProblem], bool] | None,
+    enough_s: float = 0.0,
+) -> tuple[StepProblem, DelayedChoice]:
+    """Return the best answer over policies (`problems`, all stored first): within memory, then the fastest; one within
+    memory that takes `enough_s` at most ends the choice. What cannot fit (`can_fit`) is planned only where no policy
+    fits."""
+    best: tuple[StepProblem, DelayedChoice] | None = None
+    promising = [problem for problem in problems if can_fit is None or can_fit(problem)]
+    for problem in promising or problems:
+        answer = plan(problem)
+        if best is None or worst_score(answer.choices) < worst_score(best[1].choices):
+            best = problem, answer
+        excess, seconds = worst_score(answer.choices)
+        if not excess and (problem.policy is None or seconds <= enough_s):
+            break  # every other policy costs time to save memory
+    assert best is not None, "there is at least one policy"
+    return best
+
+
+def worst_score(choices: tuple[ReplicaChoice, ...]) -> tuple[int, float]:
+    """Return excess memory, then time, of the worst replica; smaller is better."""
+    return max(c.candidate.excess_bytes for c in choices), max(c.candidate.makespan_s for c in choices)
+
+
+def rank_policies(problems: Sequence[StepProblem], rules_of: Callable[[StepProblem], SearchRules]) -> RankedPolicies:
+    """Rank policies by their estimate, up to the first that fits and is as fast as without a memory limit: the list
+    schedule fits almost any step by holding forwards back, so fitting alone decides nothing."""
+    if len(problems) == 1 or not len(problems[0].num_tokens):
+        return RankedPolicies([((0, 0.0), problem) for problem in problems], 1, [])
+    if problems[0].cap_bytes is None:  # every other policy costs time to save memory
+        return RankedPolicies([((0, 0.0), problems[0])], 1, [])
+    # The same ways of sharing for all: policies move seconds, hardly which documents are long.
+    outliers = merge_documents(problems[0]) if problems[0].shares_documents else None
+    uneven = [outliers, *uniform_merges(problems[0], outliers)] if outliers else []
+    boundless = replace(problems[0], cap_bytes=None)
+    least_s = _estimate(boundless, rules_of(boundless), uneven)[0][1]
+    merges = [*uneven, *(long_merges(problems[0]) if problems[0].shares_documents else [])]
+    result: list[tuple[Estimate, int]] = []
+    for index, problem in enumerate(problems):
+        if result and (0, work_s(problem)) >= min(result)[0]:
+            continue  # its work alone takes longer than another policy
+        estimate, rated = _estimate(problem, rules_of(problem), merges)
+        result.append((estimate, index))
+        if not estimate[0] and estimate[1] <= CLOSE * least_s:
+            break
+        if not index and len(merges) > 2 * MOST_RATED:
+            # Large groups are best with everything stored, small ones with as little as can be.
+            frugal = problems[-1]
+            merges = [
+                merges[at] for at in sorted({*_best(rated), *_best(rate_merges(frugal, merges, rules_of(frugal)))})
+            ]
+    result.sort()
+    (excess, seconds), _ = result[0]
+    close = sum(estimate <= (excess, CLOSE * seconds) for estimate, _ in result[:MOST_CLOSE])
+    ranked = {index for _, index in result}
+    others = [problem for index, problem in enumerate(problems) if index not in ranked]
+    return RankedPolicies([(estimate, problems[index]) for estimate, index in result], close, others)
+
+
+def work_s(problem: StepProblem) -> float:
+    """Return the seconds of all work of a step spread evenly over all pipelines."""
+    return float(problem.document_s.sum()) / (problem.layout.dp * problem.layout.pipeline_ranks)
+
+
+def _estimate(problem: StepProblem, rules: SearchRules, merges: list[Merge]) -> tuple[Estimate, list[Estimate]]:
+    """Estimate memory beyond the limit and time of the heaviest replica, apart or with shared documents, the better;
+    and of all merges."""
+    assigned = assign_replicas(problem.document_s, problem.layout.dp)
+    replicas = [rules.search(problem, documents) for documents in assigned if len(documents)]
+    heaviest = max(replicas, key=lambda search: search.work_s)
+    longest = max(replicas, key=lambda search: int(search.num_tokens.max()))
+    apart = list(dict.fromkeys((heaviest, longest)))
+    score([(search, quick_trials(search, rules)) for search in apart])
+    best = [search.best() for search in apart]
+    rated = rate_merges(problem, merges, rules)
+    return min([(max(one.excess_bytes for one in best), max(one.makespan_s for one in best)), *rated]), rated
+
+
+def _best(rated: list[Estimate]) -> list[int]:
+    return sorted(range(len(rated)), key=rated.__getitem__)[:MOST_RATED]

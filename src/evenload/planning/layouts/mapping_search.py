@@ -1,0 +1,360 @@
+"""Search stages, layers and devices per stage and memory policy: FlexPipe's bounded HBSA (§5.2, Alg. 1).
+
+    every depth P ─► memory of P stages within P devices? (lines 3-6) ─► even split ─► bounded Search ─► Mapping
+
+For a depth the layers of a stage lie between floor(L / P) and floor(L / P) + L mod P (lines 9-10), at the ends less
+what embedding or head weigh in layers, elsewhere as many more. `Search` places stage after stage and cuts a branch when
+
+    its stage is beyond memory (n_max of line 10; more layers only need more)
+    its remaining layers cannot be spread within the bounds
+    the mapping so far plus an even spread of the rest is no faster than the best known one (the even split at first)
+    another branch came to the same layer with no more of anything that counts
+
+The last two lose nothing: a step's estimate depends on a mapping only through three maxima over stages (work,
+parameters, bytes received). Unlike the paper we search every depth, not the least that fits: gradient reduction across
+nodes can cost more than a deeper pipeline, and a depth that does not fit may recompute or offload.
+
+**Stages with different numbers of devices**, such as (1, 1, 2, 1, 1, 1, 1) (§5.1), where a depth does not divide the
+devices. The pipeline is then one, whose packs every stage takes to its devices in turn; a device of a stage with g of
+them runs ceil(n / g) of n micro-batches:
+
+    T = sum_i u_i + max_i c_i (W_i - u_i) + max_i (reduction and optimizer of stage i)
+
+with c_i = (ceil(n / g_i) - 1) / (n - 1), in the terms of `mapping_cost`. Which stages are replicated and where they are
+cut is found by dynamic programming over (stage, replicated ones so far, layer), with both maxima on one stage and
+numbers of devices that differ by one at most. O(depth · replicated stages · layers²) a depth.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenload.cost.coefficients import CostCoefficients
+from evenload.planning.layouts.mapping_cost import BatchCosts, Edge, Mapping, MappingCosts
+from evenload.planning.layouts.switch_prices import ReceiveSeconds
+
+# Mappings slower than the best of the depths before by this factor are not searched: estimates are not that far off.
+HOPELESS = 1.25
+# (depth, number of the policy) to prices, one for every number of micro-batches tried.
+PricesOf = Callable[[int, int], Sequence[MappingCosts]]
+
+
+@dataclass(frozen=True)
+class MappingSearch:
+    """Hold one mapping per depth, those that fit first, by T + switch, then by bytes beyond memory; and how many
+    complete mappings were priced."""
+
+    mappings: tuple[Mapping, ...]
+    num_priced: int
+
+
+class LayerBounds(NamedTuple):
+    """Hold the fewest and most layers of every stage of one depth."""
+
+    low: tuple[int, ...]
+    high: tuple[int, ...]
+
+
+def layer_bounds(num_layers: int, depth: int, *, embedding_layers: int, head_layers: int) -> LayerBounds:
+    """Bound layers by lines 9-10; the ends weigh so many layers, rounded up, on top of theirs."""
+    share, rest = divmod(num_layers, depth)
+    if depth == 1:
+        return LayerBounds((num_layers,), (num_layers,))
+    low = [share] * depth
+    low[0], low[-1] = max(1, share - embedding_layers), max(1, share - head_layers)
+    more = -(-(num_layers + embedding_layers + head_layers) // depth)
+    return LayerBounds(tuple(low), (min(num_layers, max(share + rest, more)),) * depth)
+
+
+def search_mappings(
+    num_layers: int,
+    groups: int,
+    num_policies: int,
+    prices_of: PricesOf,
+    receive_of: Callable[[int], ReceiveSeconds | None],
+    *,
+    switch_weight: float = 1.0,
+    least_depth_only: bool = False,
+) -> MappingSearch:
+    """Search the best mapping of every depth, over `groups` = devices / (cp·tp), under policies, the fastest first.
+
+    Args:
+        receive_of: depth to the seconds a stage's devices receive; None = nothing to move from.
+        switch_weight: of switch seconds against step seconds; 1 / n where the gain counts for n steps.
+        least_depth_only: stop at the first depth that fits, as published.
+    """
+    mappings: list[Mapping] = []
+    best_s, num_priced = float("inf"), 0
+    for depth in range(1, min(num_layers, groups) + 1):
+        receive = receive_of(depth)
+        closest: Mapping | None = None
+        for policy in range(num_policies):
+            prices = prices_of(depth, policy)
+            hopeful = [one for one in prices if one.least_seconds() < HOPELESS * best_s]
+            if not hopeful and closest is not None:
+                continue
+            # All replay is the least work, so what is hopeless then stays it; and where weights alone are beyond
+            # memory, no policy helps.
+            is_last = not policy and (not hopeful or not prices[0].can_fit())
+            # A hopeless depth is priced all the same: it may be the only one that fits.
+            tried = [(priced_mapping(one, one.even_edges, policy, receive), one) for one in hopeful or prices[:1]]
+            tried.sort(key=lambda pair: mapping_order(pair[0], switch_weight))
+            num_priced += len(tried)
+            start = tried[0][0]
+            for even, price in tried:
+                if price.cap_bytes is not None and price.total_bytes() > depth * price.cap_bytes:
+                    continue  # lines 3-6
+                limit_s = HOPELESS * best_s if even.excess_bytes else min(_cost(even, switch_weight), HOPELESS * best_s)
+                # Memory may ask for stages beyond the bounds: few layers with the head, say.
+                for bounded in (True, False) if even.excess_bytes else (True,):
+                    search = _Search(price, policy, receive, switch_weight, limit_s, bounded=bounded)
+                    result = search.run()
+                    num_priced += search.num_priced
+                    if result is not None:
+                        start = result
+                        break
+                if not start.excess_bytes:
+                    break  # other numbers of micro-batches only where the layers cannot be moved into memory
+            if closest is None or mapping_order(start, switch_weight) < mapping_order(closest, switch_weight):
+                closest = start
+            if is_last or (not policy and not start.excess_bytes):
+                break  # the other policies pay time for memory that is not needed
+        assert closest is not None, "there is at least one policy"
+        mappings.append(closest)
+        if not closest.excess_bytes:
+            best_s = min(best_s, _cost(closest, switch_weight))
+            if least_depth_only:
+                break
+    return MappingSearch(tuple(sorted(mappings, key=lambda one: mapping_order(one, switch_weight))), num_priced)
+
+
+def _cost(mapping: Mapping, switch_weight: float) -> float:
+    return mapping.step_s + switch_weight * mapping.switch_s
+
+
+def mapping_order(mapping: Mapping, switch_weight: float) -> tuple[float, float, int]:
+    return mapping.excess_bytes, _cost(mapping, switch_weight), mapping.depth
+
+
+def priced_mapping(price: MappingCosts, edges: tuple[int, ...], policy: int, receive: ReceiveSeconds | None) -> Mapping:
+    switch_s = 0.0
+    if receive is not None:
+        switch_s = max(receive.of_stage(stage, *pair) for stage, pair in enumerate(pairwise(edges)))
+    step_s, excess_bytes = price.step_seconds(edges), price.excess_bytes(edges)
+    return Mapping(edges, price.dp, price.micro_batches, policy, step_s, excess_bytes, switch_s)
+
+
+class _Search:
+    """Search by lines 14-26 for one depth, policy and number of micro-batches what costs less than `limit_s`, with
+    layers of a stage within the bounds of lines 9-10 (`bounded`), or any."""
+
+    def __init__(
+        self,
+        price: MappingCosts,
+        policy: int,
+        receive: ReceiveSeconds | None,
+        switch_weight: float,
+        limit_s: float,
+        *,
+        bounded: bool,
+    ) -> None:
+        self._price, self._policy, self._receive = price, policy, receive
+        self._weight, self._best_s = switch_weight, limit_s
+        self._best: tuple[int, ...] | None = None
+        self._seen: dict[tuple[int, int], list[tuple[float, int, float]]] = {}
+        layers, depth = price.num_layers, price.depth
+        ends = {"embedding_layers": _end_layers(price, 0), "head_layers": _end_layers(price, layers - 1)}
+        any_split = LayerBounds((1,) * depth, (layers,) * depth)
+        self._bounds = layer_bounds(layers, depth, **ends) if bounded else any_split
+        self._least_after = [sum(self._bounds.low[stage:]) for stage in range(depth + 1)]
+        self._most_after = [sum(self._bounds.high[stage:]) for stage in range(depth + 1)]
+        self.num_priced = 0
+
+    def run(self) -> Mapping | None:
+        self._place((0,), 0.0, 0, 0.0)
+        if self._best is None:
+            return None
+        return priced_mapping(self._price, self._best, self._policy, self._receive)
+
+    def _place(self, edges: tuple[int, ...], rest_s: float, parameters: int, receive_s: float) -> None:
+        price, stage, first = self._price, len(edges) - 1, edges[-1]
+        left = price.num_layers - first
+        if stage == price.depth:
+            self.num_priced += 1
+            cost_s = price.seconds_of(rest_s, parameters) + self._weight * receive_s
+            if cost_s < self._best_s:
+                self._best_s, self._best = cost_s, edges
+            return
+        low = max(self._bounds.low[stage], left - self._most_after[stage + 1])
+        high = min(self._bounds.high[stage], left - self._least_after[stage + 1])
+        for count in range(low, high + 1):
+            last = first + count
+            if not price.fits(stage, first, last):
+                break
+            most_s = max(rest_s, price.rest_s[last] - price.rest_s[first])
+            most_parameters = max(parameters, price.trained_parameters(first, last))
+            after = price.depth - stage - 1
+            least_s = max(most_s, (price.rest_s[-1] - price.rest_s[last]) / after) if after else most_s
+            least_cost_s = price.seconds_of(least_s, most_parameters)
+            if least_cost_s + self._weight * receive_s >= self._best_s:
+                continue
+            most_receive_s = receive_s
+            if self._receive is not None:
+                most_receive_s = max(receive_s, self._receive.of_stage(stage, first, last))
+            if least_cost_s + self._weight * most_receive_s >= self._best_s or self._is_dominated(
+                (stage + 1, last), (most_s, most_parameters, most_receive_s)
+            ):
+                continue
+            self._place((*edges, last), most_s, most_parameters, most_receive_s)
+
+    def _is_dominated(self, place: tuple[int, int], figures: tuple[float, int, float]) -> bool:
+        """Check whether a branch came here with no more of anything; else remember this one."""
+        seen = self._seen.setdefault(place, [])
+        if any(all(a <= b for a, b in zip(other, figures, strict=True)) for other in seen):
+            return True
+        seen.append(figures)
+        return False
+
+
+def _end_layers(price: MappingCosts, layer: int) -> int:
+    """Return what embedding or head add to their layer, in layers: by work or by parameters, whichever is more."""
+    middle = price.num_layers // 2
+    layer_s = price.rest_s[middle + 1] - price.rest_s[middle]
+    more_s = price.rest_s[layer + 1] - price.rest_s[layer] - layer_s
+    inner = price.parameters(middle, middle + 1) if 0 < middle < price.num_layers - 1 else 0
+    more = price.parameters(layer, layer + 1) - inner if inner else 0
+    by_work = more_s / layer_s if layer_s > 0 else 0.0
+    return -int(-max(by_work, more / inner if inner else 0.0, 0.0) // 1)
+
+
+class ReplicatedStageCosts(MappingCosts):
+    """Price mappings of one depth and number of micro-batches whose stages have different numbers of devices;
+    `coefficients` of any layout of as many devices, for the links."""
+
+    def __init__(
+        self,
+        batch: BatchCosts,
+        coefficients: CostCoefficients,
+        *,
+        depth: int,
+        micro_batches: int,
+        cap_bytes: int | None,
+    ) -> None:
+        super().__init__(batch, coefficients, depth=depth, dp=1, micro_batches=micro_batches, cap_bytes=cap_bytes)
+        self._links = coefficients
+
+    @cached_property
+    def _held_bytes(self) -> NDArray[np.float64]:
+        return self.held_bytes(self.micro_batches)
+
+    def share(self, devices: int) -> float:
+        """Return the share of the rest of a stage's work that its busiest device has."""
+        count = self.micro_batches
+        return (math.ceil(count / devices) - 1) / (count - 1) if count > 1 else 0.0
+
+    def least_replicated_seconds(self, devices: Iterable[int]) -> float:
+        """Return a lower bound of mappings to stages of so many devices: work spread evenly, nothing to reduce."""
+        shares = [self.share(count) for count in devices]
+        spread = 0.0 if not all(shares) else self._whole_rest_s / sum(1 / share for share in shares)
+        return self.seconds_of(spread, 0)
+
+    def replicated_seconds(self, edges: tuple[int, ...], devices: tuple[int, ...]) -> float:
+        stages = [(first, last, count) for (first, last), count in zip(pairwise(edges), devices, strict=True)]
+        rest_s = max(self.share(count) * (self.rest_s[last] - self.rest_s[first]) for first, last, count in stages)
+        return self.seconds_of(rest_s, 0) + max(self.after_seconds(*stage) for stage in stages)
+
+    def after_seconds(self, first: Edge, last: Edge, devices: int) -> Any:
+        links, moved_bytes = self._links, max(self._weight_bytes, 4) + self._weight_bytes
+        latency_s = links.ring_seconds(0.0, devices)
+        parameter_s = links.ring_seconds(float(moved_bytes), devices) - latency_s
+        parameter_s += links.optimizer_s_per_parameter / devices
+        return 2 * latency_s + parameter_s * self.trained_parameters(first, last)
+
+    def replicated_excess_bytes(self, edges: tuple[int, ...], devices: tuple[int, ...]) -> float:
+        if self.cap_bytes is None:
+            return 0.0
+        fullest = 0.0
+        for stage, ((first, last), count) in enumerate(zip(pairwise(edges), devices, strict=True)):
+            held = self.in_flight_bytes(count, sum(devices[stage + 1 :]))
+            fullest = max(fullest, self.static_stage_bytes(first, last, count) + (last - first) * held)
+        return max(0.0, fullest - self.cap_bytes)
+
+    def in_flight_bytes(self, devices: int, later: int) -> float:
+        """Estimate the activations of one layer on a device of a stage with so many `later` devices behind it, of the
+        micro-batches that it holds at once (`schedule.static_schedules`)."""
+        held = min(-(-later // devices) + 1, math.ceil(self.micro_batches / devices))
+        return float(self._held_bytes[held])
+
+    def static_stage_bytes(self, first: Edge, last: Edge, devices: int) -> Any:
+        logits = (last == self.num_layers) * self._logits_bytes
+        trained_bytes = max(self._weight_bytes, 4) + self._batch.optimizer_bytes / devices
+        held = self.parameters(first, last) * self._weight_bytes
+        return held + self.trained_parameters(first, last) * trained_bytes + self._temp_bytes + logits
+
+
+def best_replicated_mapping(
+    price: ReplicatedStageCosts, devices: int
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Choose which stages of a depth get one device more than the others; return the edges of their layers and their
+    devices, None where nothing fits memory. `devices` in all are more than the depth, and not a multiple of it."""
+    depth, layers = price.depth, price.num_layers
+    least, wide = divmod(devices, depth)
+    tables = [_StageTable(price, least + more) for more in (0, 1)]
+    # Least maximum up to every layer, by wide stages so far; and where each came from.
+    best = np.full((wide + 1, layers + 1), np.inf)
+    best[0, 0] = 0.0
+    came_from: list[NDArray[np.int64]] = []
+    for stage in range(depth):
+        following = np.full_like(best, np.inf)
+        source = np.zeros((wide + 1, layers + 1, 2), np.int64)  # wide stages before, layer before
+        for more in (0, 1):
+            # Wide stages so far, with this one; as many as are left must still find a stage.
+            now = np.arange(max(more, wide - (depth - stage - 1)), min(stage + 1, wide) + 1)
+            if not len(now):
+                continue
+            later = devices - least * (stage + 1) - now
+            reached = np.maximum(best[now - more][:, :, None], tables[more].seconds(later))
+            at = reached.argmin(axis=1)
+            seconds = np.take_along_axis(reached, at[:, None], axis=1)[:, 0]
+            better = seconds < following[now]
+            following[now] = np.where(better, seconds, following[now])
+            source[now, :, 0] = np.where(better, now[:, None] - more, source[now, :, 0])
+            source[now, :, 1] = np.where(better, at, source[now, :, 1])
+        best = following
+        came_from.append(source)
+    if not np.isfinite(best[wide, layers]):
+        return None
+    edges, of_stages, now, layer = [layers], [], wide, layers
+    for source in reversed(came_from):
+        before, layer_before = source[now, layer].tolist()
+        of_stages.append(least + now - before)
+        edges.append(layer_before)
+        now, layer = before, layer_before
+    return tuple(reversed(edges)), tuple(reversed(of_stages))
+
+
+class _StageTable:
+    """Price a stage of so many devices by its first and last layer; infinite beyond memory."""
+
+    def __init__(self, price: ReplicatedStageCosts, devices: int) -> None:
+        self._price, self._devices, rest_s = price, devices, np.array(price.rest_s)
+        last = np.arange(price.num_layers + 1)
+        first = last[:, None]
+        self._counts = last - first
+        self._seconds = price.share(devices) * (rest_s - rest_s[:, None]) + price.after_seconds(first, last, devices)
+        self._static_bytes = price.static_stage_bytes(first, last, devices)
+        self._seconds[self._counts < 1] = np.inf
+
+    def seconds(self, later: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Return float64[1 or len(later), layers + 1, layers + 1] for a stage with so many devices behind it."""
+        if self._price.cap_bytes is None:
+            return self._seconds[None]
+        held = np.array([self._price.in_flight_bytes(self._devices, count) for count in later.tolist()])
+        within = self._static_bytes + held[:, None, None] * self._counts <= self._price.cap_bytes
+        return np.where(within, self._seconds, np.inf)
