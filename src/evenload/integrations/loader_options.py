@@ -40,7 +40,7 @@ from evenload.integrations.price import StepShape
 from evenload.planning.problem import PlanOptions
 from evenload.planning.strategies.registry import strategy_named, whole_strategies
 from evenload.runtime.comm.collectives import TorchPeers
-from evenload.types.base import did_you_mean, require_at_least_one
+from evenload.types.base import require_at_least_one
 from evenload.types.layout import even_layout
 from evenload.types.text import counted
 
@@ -289,6 +289,14 @@ _EVALUATION_ALLOWS = {
 }
 
 
+def unknown_setting(name: str) -> str:
+    """Say what to write instead of a setting of other loaders; "" of one that is not known."""
+    if name in _ALWAYS_SO:
+        return "it packs whole documents, and drops none; leave it out"
+    own = next((own for own, names in _NAMES_ELSEWHERE.items() if name in names.split()), "")
+    return own and f"it is called {own} here"
+
+
 def data_config(
     data: Any, settings: dict[str, Any], options: LoaderOptions, world_size: int
 ) -> tuple[DataConfig, dict[str, Any]]:
@@ -299,17 +307,8 @@ def data_config(
         world_size: shares of a global batch; one of evaluation has a pack's tokens for each, unless its size is set.
 
     Raises:
-        ConfigError: unknown or contradicting settings; a data set whose columns do not show what a record is.
+        ConfigError: contradicting settings; a data set whose columns do not show what a record is.
     """
-    for name in settings:
-        if name in _ALWAYS_SO:
-            raise ConfigError(f"PackedLoader has no '{name}': it packs whole documents, and drops none; leave it out")
-        for own, names in _NAMES_ELSEWHERE.items():
-            if name in names.split():
-                raise ConfigError(f"PackedLoader has no '{name}': it is called {own} here")
-        if name not in DataConfig.__struct_fields__:
-            hint = did_you_mean(name, DataConfig.__struct_fields__)
-            raise ConfigError(f"PackedLoader has no '{name}'; {hint}its settings are LoaderOptions and DataConfig")
     base: dict[str, Any] = {"max_document_tokens": options.max_tokens}
     datasets = {}
     if isinstance(data, DataConfig):
