@@ -3,30 +3,28 @@ takes without `--layout`. Needs no torch for models that are built in."""
 
 import json
 import shlex
+import sys
 import tomllib
 from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 from rich.console import Console
 
 from evenload.cli.options import COUNTS, command_of, option, parse_tokens, print_lines, require_writable, write_output
 from evenload.cli.plan_inputs import gpus_here, plan_inputs
-from evenload.cli.plan_layout import layout_of_plan, layouts_that_fit, planners_of_layout
+from evenload.cli.plan_layout import layout_of_plan
 from evenload.cli.plan_request import LengthSource, PlanRequest
 from evenload.config.tokenizer import with_default_tokenizer
-from evenload.config.train_config import PlanConfig, TrainConfig, read_train_config
+from evenload.config.train_config import PlanConfig, read_train_config
 from evenload.data.config import DataConfig
-from evenload.data.hub import is_hub_name, local_path, model_from
+from evenload.data.hub import context_limit, is_hub_name, model_from
 from evenload.data.lengths import LengthTable, count_documents
-from evenload.errors import ConfigError, InfeasiblePlanError
-from evenload.explore.evaluate import evaluate_strategies
+from evenload.errors import ConfigError
 from evenload.types.cluster import DEVICES_PER_NODE, cluster_from
-from evenload.types.model import CONFIGURATIONS, MODELS
-from evenload.types.text import format_bytes
+from evenload.types.model import MODELS
+from evenload.types.text import counted, format_bytes
 
 # ruff: noqa: RUF009  (`option` makes a field, whose default is no call)
 TOKENS_PER_GPU, TOKENS_OF_CPU, STEPS_OF_EPOCH = 32_768, 4_096, 20
@@ -58,23 +56,25 @@ def run_init(request: InitRequest) -> None:
 
     Exit code: 0 ok, 2 wrong input, 3 the GPUs do not hold the model and its batch.
     """
-    out = request.out
+    out, name = request.out, request.model
     if out.exists() or out.suffix != ".toml":
         raise ConfigError(f"--out is {out}; name a file that does not exist yet and ends with .toml")
     require_writable(out)
-    cluster, found, table = _cluster_of(request.gpus), _config_of(request.model), None
+    own = name.partition("@")[0].rpartition("/")[2].lower()
+    shape = own if is_hub_name(name) and own in MODELS else name
+    cluster, limit, table = _cluster_of(request.gpus), context_limit(shape), None
     if request.data:
-        data = DataConfig(sources=tuple(request.data), tokenizer=request.tokenizer, batch_tokens=1, max_document_tokens=1)
-        table = count_documents(with_default_tokenizer(data, request.model), ", ".join(request.data))
-    context, why = _context(request, found, table)
+        data = DataConfig(
+            sources=tuple(request.data), tokenizer=request.tokenizer, batch_tokens=1, max_document_tokens=1
+        )
+        table = count_documents(with_default_tokenizer(data, name), ", ".join(request.data))
+    context, why = _context(request.context, limit, table)
     devices = cluster_from(cluster).num_devices if cluster else 0
     most = int(table.lengths.sum()) // STEPS_OF_EPOCH // 1024 * 1024 if table else sys.maxsize
     batch = max(context, min(TOKENS_PER_GPU * devices or TOKENS_OF_CPU, most))
-    text = _text(request, found, cluster, table, context=f"{context}  # {why}", batch=batch)
+    text = _text(request, shape, table, f"{context}  # {why}", batch, is_on_gpus=bool(cluster))
     if cluster:
-        made_up = LengthTable(lengths=np.full(max(1, batch // context), context), unit="tokens", tokenizer=None)
-        parallel = _parallel(text, _shape_of(request.model), cluster, table or made_up, reads_documents=table is not None)
-        text = text.replace("dp = 1  # processes", parallel)
+        text = text.replace("dp = 1  # processes", _parallel(text, shape, cluster, table))
     rows = (line.partition("  # ") for line in text.splitlines())
     write_output(out, "".join(f"{one:<40}  # {why}\n" if why else f"{one}\n" for one, _, why in rows).encode())
     commands = [f"evenload plan {shlex.quote(str(out))} --cluster {cluster}"] if cluster else []
@@ -94,67 +94,44 @@ def _cluster_of(gpus: str | None) -> str | None:
     return f"{kind}x{gpus or count}" if gpus or here else None
 
 
-def _shape_of(name: str) -> str:
-    """Return the name by which a model is planned: of one on the Hub that is built in, the built-in one."""
-    own = name.partition("@")[0].rpartition("/")[2].lower()
-    return own if is_hub_name(name) and own in MODELS else name
-
-
-def _config_of(name: str) -> dict[str, Any]:
-    """Return a model's config.json; {} of a built-in one on the Hub that cannot be downloaded here."""
-    if name in MODELS:
-        return CONFIGURATIONS[name]
-    model_from(_shape_of(name))  # its errors say what is wrong
-    try:
-        path = Path(local_path(name, "model"))
-    except ConfigError:
-        return {}
-    tree = json.loads((path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8"))
-    return tree | tree.get("text_config", {})
-
-
-def _context(request: InitRequest, found: dict[str, Any], table: LengthTable | None) -> tuple[int, str]:
+def _context(given: str | None, limit: int | None, table: LengthTable | None) -> tuple[int, str]:
     """Return the longest document that is trained whole, and why."""
     lengths = table.lengths if table else np.zeros(1, np.int64)
-    limit = found.get("max_position_embeddings") or model_from(_shape_of(request.model)).position_rows
-    known = [(limit, "what the model was made for"), (int(lengths.max()), "the longest document")]
-    if request.context is not None:
-        known = [(parse_tokens("--context", request.context), "as --context says")]
-    if not (known := [one for one in known if one[0]]):
-        raise ConfigError(
-            "neither --data, --context nor a config.json here says how long documents are; give --context, such as 32k"
-        )
+    known = [one for one in ((limit or 0, "the model's limit"), (int(lengths.max()), "the longest document")) if one[0]]
+    if given is not None:
+        known = [(parse_tokens("--context", given), "as --context says")]
+    if not known:
+        raise ConfigError("the model's limit is not known; give --data or --context, such as --context 32k")
     context, why = min(known)
-    why += f"; the model was made for {limit:,}" if limit and limit < context else ""
+    why += f"; the model's limit is {limit:,}" if limit and limit < context else ""
     longer = int((lengths > context).sum())
     return context, why + (f"; {longer:,} of {counted(len(lengths), 'document')} are longer" if longer else "")
 
 
 def _text(
-    request: InitRequest, found: dict[str, Any], cluster: str | None, table: LengthTable | None, *, context: str, batch: int
+    request: InitRequest, shape: str, table: LengthTable | None, context: str, batch: int, *, is_on_gpus: bool
 ) -> str:
     """Return the file for one process."""
-    path, optional = Path(request.model), dict.fromkeys(("router", "lora", "tokenizer"), "")
-    has_weights = is_hub_name(request.model) or (path.is_dir() and any(path.glob("*.safetensors")))
-    rate = ("1e-5  # usual for all weights" if has_weights else "3e-4  # usual for new weights")
-    if model_from(_shape_of(request.model)).num_experts and not found.get("output_router_logits"):
-        coefficient = found.get("router_aux_loss_coef", 0.0)
-        optional["router"] = f"\nrouter_aux_loss_coef = {coefficient}  # of the loss that balances experts; 0 = none"
+    router = lora = tokenizer = ""
+    has_weights = is_hub_name(request.model) or any(Path(request.model).glob("*.safetensors"))
+    rate = "1e-5  # usual for all weights of a trained model" if has_weights else "3e-4  # usual for new weights"
+    if model_from(shape).num_experts:
+        router = "\nrouter_aux_loss_coef = 0.0  # of the loss that balances experts, often 0.001; 0 = none"
     if request.lora:
         rate = "1e-4  # usual for LoRA"
-        optional["lora"] = "\n\n[model.lora]\nrank = 16\nalpha = 32.0  # adapters count alpha / rank"
-    if tokenizer := request.tokenizer or (table and table.unit == "bytes" and "bytes"):
-        optional["tokenizer"] = f"\ntokenizer = {json.dumps(tokenizer)}"
+        lora = "\n\n[model.lora]\nrank = 16\nalpha = 32.0  # adapters count alpha / rank"
+    if name := request.tokenizer or (table and table.unit == "bytes" and "bytes"):
+        tokenizer = f"\ntokenizer = {json.dumps(name)}  # or a tokenizer.json, its folder, a name on the Hub"
     return f"""\
-# Lines without # in front are chosen, the others are defaults. docs/configuration.md has every key.
+# Lines that begin with a setting are chosen, those with # are defaults. Every setting: docs/configuration.md
 
 [model]
 path = {json.dumps(request.model)}
-random_init = {json.dumps(not has_weights)}  # {"from the model's weights" if has_weights else "there are no weights"}
-dtype = {'"bfloat16"  # the optimizer keeps float32' if cluster else '"float32"'}{optional['router']}{optional['lora']}
+random_init = {json.dumps(not has_weights)}  # start from random weights
+dtype = {'"bfloat16"  # the optimizer keeps float32' if is_on_gpus else '"float32"'}{router}{lora}
 
 [data]
-sources = {json.dumps(request.data or ["data.jsonl"])}  # files, folders, globs or URLs{optional['tokenizer']}
+sources = {json.dumps(request.data or ["data.jsonl"])}  # files, folders, globs or URLs{tokenizer}
 max_document_tokens = {context}
 overlong = "split"  # a longer document becomes several; "truncate" and "drop" lose tokens
 batch_tokens = {batch}  # of a step, on all processes together
@@ -176,7 +153,7 @@ warmup_steps = 10  # in which the learning rate rises
 # clip_norm = 1.0  # most of the gradient's norm; 0 = no limit
 
 [train]
-device = {'"cuda"  # a process for every GPU' if cluster else '"cpu"'}
+device = {'"cuda"  # a process for every GPU' if is_on_gpus else '"cpu"'}
 output_dir = {json.dumps(f"runs/{request.out.stem}")}  # report, checkpoints, model; the next start goes on from there
 # keep_checkpoints = 3  # one is written every 10 minutes, and at the end
 
@@ -185,24 +162,23 @@ output_dir = {json.dumps(f"runs/{request.out.stem}")}  # report, checkpoints, mo
 """
 
 
-def _parallel(text: str, shape: str, cluster: str, table: LengthTable, *, reads_documents: bool) -> str:
+def _parallel(text: str, shape: str, cluster: str, table: LengthTable | None) -> str:
     """Return the lines of `[parallel]`; `InfeasiblePlanError` where the GPUs do not hold the first batch."""
     run = read_train_config(tomllib.loads(text))
-    # The tokeniser is wanted where there are documents, and not to plan for lengths that are made up.
-    data = run.data if reads_documents else msgspec.structs.replace(run.data, record="tokens", tokenizer=None)
+    data, context = run.data, run.data.max_document_tokens
+    if table is None:  # documents of the whole context, for which no tokeniser is wanted
+        lengths = np.full(max(1, (run.data.batch_tokens or 0) // context), context)
+        table = LengthTable(lengths=lengths, unit="tokens", tokenizer=None)
+        data = msgspec.structs.replace(data, record="tokens", tokenizer=None)
     source = LengthSource(name="documents", data=data, run=run, table=table)
     inputs = replace(plan_inputs(PlanRequest(cluster=cluster, model=shape), source), layout=None, run_layouts=())
-    batches, strategy = inputs.batches.sample(table.lengths, steps=1, seed=0), run.plan.strategy
-    with suppress(InfeasiblePlanError):  # of weights alone
-        layout = layout_of_plan(inputs, batches, (strategy,))
-        chosen = evaluate_strategies(planners_of_layout(inputs, layout), batches, (strategy,)).results
-    if not chosen[0].feasible:
-        chosen = fitting_layouts(inputs, batches, strategy).layouts
-    if not chosen:
-        raise InfeasiblePlanError()
-    used, offered = format_bytes(row.peak_memory_bytes), format_bytes(inputs.memory_cap_bytes)
-    lines = [f"# The shallowest that fits {cluster}, as predicted: at most {used} of {offered} on a GPU."]
-    lines += [f"{axis} = {size}" for axis, size in row.layout.items() if size > 1 or axis == "dp"]
+    layout, few = layout_of_plan(
+        inputs, inputs.batches.sample(table.lengths, steps=1, seed=0), None, is_of_engine=False
+    )
+    assert few is not None, "no layout was given"
+    used, offered = format_bytes(few.layouts[0].peak_memory_bytes), format_bytes(inputs.memory_cap_bytes)
+    lines = [f"# As evenload plan chooses for {cluster}; predicted: at most {used} of the {offered} of a GPU."]
+    lines += [f"{axis} = {size}" for axis, size in few.layouts[0].layout.items() if size > 1 or axis == "dp"]
     if len(set(layout.stage_counts)) > 1:
         lines.append(f"stage_layers = {list(layout.stage_counts)}  # of every stage, so that all take as long")
     return "\n".join(lines)

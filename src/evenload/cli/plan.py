@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from evenload.cli.comparison import Comparison
-from evenload.cli.options import command_of, print_lines, progress_bar, require_writable, shown_name, write_output
+from evenload.cli.options import command_of, progress_bar, require_writable, shown_name, write_output
 from evenload.cli.plan_inputs import PlanInputs, plan_inputs
-from evenload.cli.plan_layout import layout_of_plan, layouts_that_fit, planners_of_layout, search_all_layouts
+from evenload.cli.plan_layout import few_layouts, layout_of_plan, planners_of_layout, search_all_layouts
 from evenload.cli.plan_of_steps import judge_recorded_steps
 from evenload.cli.plan_request import (
     DEFAULT_SEARCH_S,
@@ -158,9 +158,10 @@ def compare(request: PlanRequest, console: Console, source: LengthSource | None 
         source = length_source(request.lengths, request, request.model, request.settings)
     inputs = plan_inputs(request, source)
     table = source.read()
+    inputs = inputs.within(int(table.lengths.max(initial=1)))
     with _errors_in_unit(table.unit):
         batches = inputs.batches.sample(table.lengths, steps=request.steps, seed=request.seed)
-        searched = None
+        searched = few = None
         if request.search_layout:
             in_part = inputs.cluster.num_devices > LARGE_CLUSTER
             names, left_out = chosen_strategies(strategies, None, inputs.options, in_part=in_part)
@@ -168,7 +169,7 @@ def compare(request: PlanRequest, console: Console, source: LengthSource | None 
             searched = search_all_layouts(inputs, batches, names, console, limit_s)
             layout = searched.fastest.best.parallel_layout()
         else:
-            layout = layout_of_plan(inputs, batches, strategies)
+            layout, few = layout_of_plan(inputs, batches, strategies, is_of_engine=request.engine is not None)
             names, left_out = chosen_strategies(strategies, layout, inputs.options)
         if request.engine:
             # Before anything is planned, a layout or a strategy named that the engine cannot run.
@@ -177,16 +178,6 @@ def compare(request: PlanRequest, console: Console, source: LengthSource | None 
                 require_strategy(profile, name, inputs.options, layout)
             require_heads(profile, inputs.costs.model, layout)
     coefficients = inputs.costs.of(layout)
-    shown = _inputs_content(request, inputs, shown_name(source.name), table, layout)
-    print_lines(console, _inputs_message(shown, table, layout, coefficients), unit_message(table))
-    print_lines(console, *(f"cost: {message}" for message in inputs.costs.messages(layout)))
-    can_offload = coefficients.host_link is not None and inputs.options.policy in ("choose", "offload")
-    if inputs.host.limit_bytes is None and can_offload and not request.engine:
-        print_lines(
-            console,
-            f"host memory: cluster {inputs.cluster.name} says no host_memory_bytes, so activations are offloaded as if "
-            "its nodes had room for all",
-        )
     planners = searched.planners(inputs, batches) if searched else planners_of_layout(inputs, layout)
     with progress_bar() as on_progress:
         evaluation = evaluate_strategies(planners, batches, names, on_progress=on_progress)
@@ -205,7 +196,9 @@ def compare(request: PlanRequest, console: Console, source: LengthSource | None 
                 # One that changes the layout has no one limit.
                 if evaluation.best and evaluation.proposals[name] and not STRATEGIES.named(name).changes_layout
             )
-    has_none = evaluation.best is None and not (engine and engine.best)
+    if inputs.layout is not None and not engine and len(inputs.run_layouts) < 2:
+        few = few_layouts(inputs, batches, strategies)
+    shown = _inputs_content(request, inputs, shown_name(source.name), table, layout)
     return Comparison(
         inputs=shown,
         unit=table.unit,
@@ -217,8 +210,28 @@ def compare(request: PlanRequest, console: Console, source: LengthSource | None 
         engine=engine,
         interval=prediction_interval(coefficients, layout),
         memory_cap_bytes=inputs.memory_cap_bytes,
-        fitting_layouts=layouts_that_fit(inputs, batches, strategies) if has_none and not searched else "",
+        few_layouts=few,
+        facts=_inputs_message(shown, table, layout, coefficients),
+        remarks=_remarks(request, inputs, layout, unit_message(table)),
     )
+
+
+def _remarks(request: PlanRequest, inputs: PlanInputs, layout: ParallelLayout, unit: str) -> tuple[str, ...]:
+    """Say what the figures rest on that a user may not expect."""
+    coefficients, policies = inputs.costs.of(layout), ("choose", "offload")
+    can_offload = coefficients.host_link is not None and inputs.options.policy in policies and not request.engine
+    host = (
+        f"host memory: cluster {inputs.cluster.name} says no host_memory_bytes, so activations are offloaded as if its "
+        "nodes had room for all"
+    )
+    remarks = (
+        inputs.costs.model.whole_documents,
+        _tensor_refusal(inputs.costs.model, layout),
+        unit,
+        *(f"cost: {message}" for message in inputs.costs.messages(layout)),
+        host if inputs.host.limit_bytes is None and can_offload else "",
+    )
+    return tuple(filter(None, remarks))
 
 
 def _engine_planner(engine: str, inputs: PlanInputs, layout: ParallelLayout) -> EnginePlanner:
@@ -253,11 +266,14 @@ def _inputs_content(
         "tensor_refusal": _tensor_refusal(model, layout),
         "cluster": inputs.cluster_name,
         "layout": layout_sizes(layout),
+        "is_layout_given": inputs.layout is not None or request.engine is not None or request.search_layout,
         "stage_layers": layout.stage_counts,
         "devices": inputs.cluster.num_devices,
+        "data_documents": len(table.lengths),
         "documents": batches.num_documents,
         "tokens": batches.num_tokens,
         "context": batches.context,
+        "context_from": inputs.context_from,
         "overlong": batches.overlong,
         **{name: getattr(options, name) for name in ("policy", "dp_merge", "window", "max_delay_steps")},
         "strategy_options": {own.__struct_config__.tag: msgspec.to_builtins(own) for own in options.strategies},
@@ -278,14 +294,14 @@ def _inputs_message(
     unused = inputs["devices"] - layout.world_size
     devices = f" ({unused} of {inputs['devices']} devices unused)" if unused else ""
     lengths, tokenizer = table.lengths, f"; tokeniser {table.tokenizer}" if table.tokenizer else ""
+    origin = f" ({inputs['context_from']})" if inputs["context_from"] else ""
     return (
         f"evenload {version('evenload')} plan: {inputs['lengths']} ({counted(len(lengths), 'document')}, median "
         f"{int(np.median(lengths)):,}, longest {int(lengths.max()):,} {table.unit}{tokenizer}), "
         f"model {inputs['model']} ({inputs['model_size']}), cluster {inputs['cluster']}, "
         f"layout {layout.describe()}{devices}, {size} a step, {counted(inputs['steps'], 'step')}, "
-        f"context {inputs['context']:,}, overlong {inputs['overlong']}, seed {inputs['seed']}, "
+        f"context {inputs['context']:,}{origin}, overlong {inputs['overlong']}, seed {inputs['seed']}, "
         f"{coefficients.source} costs"
-        + "".join(f"\n{inputs[line]}" for line in ("whole_documents", "tensor_refusal") if inputs[line])
     )
 
 
@@ -322,7 +338,7 @@ def run_plan(request: PlanRequest) -> None:
         judge_recorded_steps(request, request.lengths_per_step, console)
         return
     comparison = compare(request, console)
-    comparison.show(console)
+    comparison.show(console, details=request.details)
     if request.json_file:
         write_output(request.json_file, comparison.to_json())
     if request.emit_plan:

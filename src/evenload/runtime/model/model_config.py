@@ -10,7 +10,7 @@ from transformers import AutoConfig, PretrainedConfig
 from evenload.config.sections import with_adapters
 from evenload.config.train_config import BYTES_PER_ELEMENT, TrainConfig
 from evenload.data.hub import is_hub_name, local_path, model_from_config
-from evenload.errors import ConfigError, did_you_mean, UnsupportedModelError
+from evenload.errors import ConfigError, UnsupportedModelError, did_you_mean
 from evenload.runtime.model.layer_kinds import text_part
 from evenload.runtime.model.weight_files import dequantise_once
 from evenload.types.model import CONFIGURATIONS, ModelSpec
