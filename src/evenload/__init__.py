@@ -8,6 +8,7 @@
 Names are imported at their first use, because planning does not need torch.
 """
 
+from contextlib import nullcontext
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -43,6 +44,7 @@ _MODULES = {
     "Comparison": "evenload.cli.comparison",
     "Cost": "evenload.planning.micro_batches",
     "MicroBatches": "evenload.planning.micro_batches",
+    "PackedLoader": "evenload.integrations.packed_loader",
     "TrainedRun": "evenload.cli.train",
     "micro_batches": "evenload.planning.micro_batches",
     "plan": "evenload.cli.plan",
@@ -52,12 +54,8 @@ _MODULES = {
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
-        return getattr(import_module(_MODULES[name]), name)
-    if name == "PackedLoader":
-        with needs_train_extra("evenload.PackedLoader"):
-            from evenload.integrations.packed_loader import PackedLoader
-
-        return PackedLoader
+        with needs_train_extra("evenload.PackedLoader") if name == "PackedLoader" else nullcontext():
+            return getattr(import_module(_MODULES[name]), name)
     if name == "__version__":
         from importlib.metadata import version
 

@@ -118,13 +118,8 @@ Result = TypeVar("Result")
 def refusing_unknown(
     name: str, further: Iterable[str] = (), explain: Callable[[str], str] = lambda _: ""
 ) -> Callable[[Callable[Given, Result]], Callable[Given, Result]]:
-    """Make a function raise a `ConfigError` that says what an unknown keyword argument probably means.
-
-    Args:
-        name: of the function in messages.
-        further: keywords that it takes by `**`.
-        explain: says what to do about a keyword of another library; "" of one that it does not know either.
-    """
+    """Make the function `name` refuse keyword arguments that neither it nor its `**` (`further`) knows, with a
+    `ConfigError` that gives the nearest name, or what `explain` says of one that other libraries have."""
 
     def decorate(function: Callable[Given, Result]) -> Callable[Given, Result]:
         own = inspect.signature(function).parameters.values()
@@ -132,10 +127,9 @@ def refusing_unknown(
 
         @functools.wraps(function)
         def checked(*args: Given.args, **given: Given.kwargs) -> Result:
-            for one in given:
-                if one not in known:
-                    why = explain(one) or did_you_mean(one, known, 0.6).strip() or f"it takes {', '.join(known)}"
-                    raise ConfigError(f"{name} has no '{one}'; {why}")
+            if wrong := next((one for one in given if one not in known), None):
+                why = explain(wrong) or did_you_mean(wrong, known, 0.6).strip() or f"it takes {', '.join(known)}"
+                raise ConfigError(f"{name} has no '{wrong}'; {why}")
             return function(*args, **given)
 
         return checked

@@ -92,11 +92,7 @@ def _outcome(evaluation: Evaluation, inputs: Mapping[str, Any], few: FewLayouts 
     gain = ""
     if baseline is not None and factor is not None and len(evaluation.results) > 1:
         other = "" if baseline.layout == best.layout else f" with {option_of(baseline)}"
-        gain = (
-            f", {factor:.2f}× best-fit packing{other}"
-            if abs(factor - 1) > SAME_SHARE
-            else ", as fast as best-fit packing"
-        )
+        gain = f", {factor:.2f}× best-fit packing{other}" if abs(factor - 1) > SAME_SHARE else ", as fast as best-fit packing"
     return f"Fastest with {where}: {named}, {time}{gain}."
 
 

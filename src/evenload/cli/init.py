@@ -23,12 +23,13 @@ from evenload.data.hub import context_limit, is_hub_name, model_from
 from evenload.data.lengths import LengthTable, count_documents
 from evenload.errors import ConfigError
 from evenload.types.cluster import DEVICES_PER_NODE, cluster_from
-from evenload.types.model import MODELS
+from evenload.types.model import MODELS, ModelSpec
 from evenload.types.text import counted, format_bytes
 
 # ruff: noqa: RUF009  (`option` makes a field, whose default is no call)
 TOKENS_PER_GPU, TOKENS_OF_CPU, STEPS_OF_EPOCH = 32_768, 4_096, 20
 """Of a global batch, which is smaller where an epoch would have fewer steps."""
+_LIMIT = "the model's limit"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,6 @@ class InitRequest:
     context: str | None = option(
         None, f"Longest document trained whole; default: the data's, or the model's limit. {COUNTS}", metavar="TOKENS"
     )
-    tokenizer: str | None = option(None, "A tokenizer.json, its folder or a name on the Hub; default: the model's.")
     out: Path = option(None, "File to write.", default=Path("config.toml"))
 
 
@@ -62,20 +62,29 @@ def run_init(request: InitRequest) -> None:
     require_writable(out)
     own = name.partition("@")[0].rpartition("/")[2].lower()
     shape = own if is_hub_name(name) and own in MODELS else name
-    cluster, limit, table = _cluster_of(request.gpus), context_limit(shape), None
+    limit, table, lengths = context_limit(shape) or 0, None, np.zeros(1, np.int64)
     if request.data:
-        data = DataConfig(
-            sources=tuple(request.data), tokenizer=request.tokenizer, batch_tokens=1, max_document_tokens=1
-        )
+        data = DataConfig(sources=tuple(request.data), batch_tokens=1, max_document_tokens=1)
         table = count_documents(with_default_tokenizer(data, name), ", ".join(request.data))
-    context, why = _context(request.context, limit, table)
+        lengths = table.lengths
+    known = [(size, why) for size, why in ((limit, _LIMIT), (int(lengths.max()), "the longest document")) if size]
+    if request.context is not None:
+        known = [(parse_tokens("--context", request.context), "as --context says")]
+    if not known:
+        raise ConfigError(f"{_LIMIT} is not known; give --data, or --context such as 32k")
+    context, why = min(known)
+    why += f"; {_LIMIT} is {limit:,}" if 0 < limit < context else ""
+    if longer := int((lengths > context).sum()):
+        why += f"; {longer:,} of {counted(len(lengths), 'document')} are longer"
+    cluster = _cluster_of(request.gpus)
     devices = cluster_from(cluster).num_devices if cluster else 0
-    most = int(table.lengths.sum()) // STEPS_OF_EPOCH // 1024 * 1024 if table else sys.maxsize
+    most = int(lengths.sum()) // STEPS_OF_EPOCH // 1024 * 1024 if table else sys.maxsize
     batch = max(context, min(TOKENS_PER_GPU * devices or TOKENS_OF_CPU, most))
-    text = _text(request, shape, table, f"{context}  # {why}", batch, is_on_gpus=bool(cluster))
+    reads_bytes = table is not None and table.unit == "bytes"
+    text = _text(request, model_from(shape), f"{context}  # {why}", batch, on_gpus=devices > 0, reads_bytes=reads_bytes)
     if cluster:
         text = text.replace("dp = 1  # processes", _parallel(text, shape, cluster, table))
-    rows = (line.partition("  # ") for line in text.splitlines())
+    rows = (line.partition("  # ") for line in text.replace("\n[", "\n\n[").splitlines())
     write_output(out, "".join(f"{one:<40}  # {why}\n" if why else f"{one}\n" for one, _, why in rows).encode())
     commands = [f"evenload plan {shlex.quote(str(out))} --cluster {cluster}"] if cluster else []
     start = f"evenload train {shlex.quote(str(out))}"
@@ -94,69 +103,41 @@ def _cluster_of(gpus: str | None) -> str | None:
     return f"{kind}x{gpus or count}" if gpus or here else None
 
 
-def _context(given: str | None, limit: int | None, table: LengthTable | None) -> tuple[int, str]:
-    """Return the longest document that is trained whole, and why."""
-    lengths = table.lengths if table else np.zeros(1, np.int64)
-    known = [one for one in ((limit or 0, "the model's limit"), (int(lengths.max()), "the longest document")) if one[0]]
-    if given is not None:
-        known = [(parse_tokens("--context", given), "as --context says")]
-    if not known:
-        raise ConfigError("the model's limit is not known; give --data or --context, such as --context 32k")
-    context, why = min(known)
-    why += f"; the model's limit is {limit:,}" if limit and limit < context else ""
-    longer = int((lengths > context).sum())
-    return context, why + (f"; {longer:,} of {counted(len(lengths), 'document')} are longer" if longer else "")
-
-
-def _text(
-    request: InitRequest, shape: str, table: LengthTable | None, context: str, batch: int, *, is_on_gpus: bool
-) -> str:
+def _text(request: InitRequest, model: ModelSpec, context: str, batch: int, *, on_gpus: bool, reads_bytes: bool) -> str:
     """Return the file for one process."""
-    router = lora = tokenizer = ""
     has_weights = is_hub_name(request.model) or any(Path(request.model).glob("*.safetensors"))
     rate = "1e-5  # usual for all weights of a trained model" if has_weights else "3e-4  # usual for new weights"
-    if model_from(shape).num_experts:
-        router = "\nrouter_aux_loss_coef = 0.0  # of the loss that balances experts, often 0.001; 0 = none"
-    if request.lora:
-        rate = "1e-4  # usual for LoRA"
-        lora = "\n\n[model.lora]\nrank = 16\nalpha = 32.0  # adapters count alpha / rank"
-    if name := request.tokenizer or (table and table.unit == "bytes" and "bytes"):
-        tokenizer = f"\ntokenizer = {json.dumps(name)}  # or a tokenizer.json, its folder, a name on the Hub"
+    experts = "\nrouter_aux_loss_coef = 0.0  # of the loss that balances experts, often 0.001; 0 = none"
+    lora = "\n[model.lora]\nrank = 16\nalpha = 32.0  # adapters count alpha / rank"
     return f"""\
 # Lines that begin with a setting are chosen, those with # are defaults. Every setting: docs/configuration.md
-
 [model]
 path = {json.dumps(request.model)}
 random_init = {json.dumps(not has_weights)}  # start from random weights
-dtype = {'"bfloat16"  # the optimizer keeps float32' if is_on_gpus else '"float32"'}{router}{lora}
-
+dtype = {'"bfloat16"  # the optimizer keeps float32' if on_gpus else '"float32"'}{experts * bool(model.num_experts)}\
+{lora * request.lora}
 [data]
-sources = {json.dumps(request.data or ["data.jsonl"])}  # files, folders, globs or URLs{tokenizer}
+sources = {json.dumps(request.data or ["data.jsonl"])}  # files, folders, globs or URLs
+{"" if reads_bytes else "# "}tokenizer = "bytes"  # or a tokenizer.json, its folder, a name on the Hub; unset = the model's
 max_document_tokens = {context}
 overlong = "split"  # a longer document becomes several; "truncate" and "drop" lose tokens
 batch_tokens = {batch}  # of a step, on all processes together
 epochs = 1  # passes over the data; or train.steps instead
 # loss_on = "auto"  # answers of chats and prompts, all of other texts; or "all"
 # shuffle_window = 1024  # documents held to draw from; 1 keeps the order of the files
-
 [parallel]
 dp = 1  # processes
-
 [plan]
 # strategy = {json.dumps(PlanConfig().strategy)}  # how documents are packed; evenload plan compares all
-
 [optimizer]
-learning_rate = {rate}
+learning_rate = {"1e-4  # usual for LoRA" if request.lora else rate}
 warmup_steps = 10  # in which the learning rate rises
 # decay = "constant"  # "cosine", "linear" and "wsd" need train.steps
 # weight_decay = 0.1
-# clip_norm = 1.0  # most of the gradient's norm; 0 = no limit
-
 [train]
-device = {'"cuda"  # a process for every GPU' if is_on_gpus else '"cpu"'}
+device = {'"cuda"  # a process for every GPU' if on_gpus else '"cpu"'}
 output_dir = {json.dumps(f"runs/{request.out.stem}")}  # report, checkpoints, model; the next start goes on from there
 # keep_checkpoints = 3  # one is written every 10 minutes, and at the end
-
 [log]
 # to = []  # "wandb", "tensorboard"
 """
@@ -172,9 +153,8 @@ def _parallel(text: str, shape: str, cluster: str, table: LengthTable | None) ->
         data = msgspec.structs.replace(data, record="tokens", tokenizer=None)
     source = LengthSource(name="documents", data=data, run=run, table=table)
     inputs = replace(plan_inputs(PlanRequest(cluster=cluster, model=shape), source), layout=None, run_layouts=())
-    layout, few = layout_of_plan(
-        inputs, inputs.batches.sample(table.lengths, steps=1, seed=0), None, is_of_engine=False
-    )
+    batches = inputs.batches.sample(table.lengths, steps=1, seed=0)
+    layout, few = layout_of_plan(inputs, batches, None, is_of_engine=False)
     assert few is not None, "no layout was given"
     used, offered = format_bytes(few.layouts[0].peak_memory_bytes), format_bytes(inputs.memory_cap_bytes)
     lines = [f"# As evenload plan chooses for {cluster}; predicted: at most {used} of the {offered} of a GPU."]
