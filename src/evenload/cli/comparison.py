@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from rich.console import Console
 
-from evenload.cli.first_lines import equally_fast, first_sentences, next_line
+from evenload.cli.first_lines import dropped_share, equally_fast, first_sentences, next_line, option_of
 from evenload.cli.options import indented_json, print_lines, write_output
 from evenload.cli.plan_layout import SearchedLayouts, fitting_text
 from evenload.cost.pack_cost import PackCosts
@@ -33,8 +33,18 @@ from evenload.planning.strategies.strategy import LeftOutStrategy
 from evenload.report.chrome_trace import label_packs, write_chrome_trace
 from evenload.report.html import strategies_table, write_report
 from evenload.report.run_report import RunReport, RunSection, StepView
-from evenload.report.table import READ_LAYOUTS, ComparisonTable, engine_table, is_feasible, layout_table, shown_columns
-from evenload.report.units import format_layout, format_power_of_two, format_seconds
+from evenload.report.table import (
+    FIRST_COLUMNS,
+    READ_LAYOUTS,
+    ComparisonTable,
+    engine_table,
+    first_columns,
+    first_rows,
+    is_feasible,
+    layout_table,
+    shown_columns,
+)
+from evenload.report.units import format_interval, format_layout, format_power_of_two, format_seconds
 from evenload.stepplan.plan_file import encode_plan_file
 from evenload.types.plan import StepPlan
 from evenload.types.text import LengthUnit, counted, format_bytes, in_unit
@@ -277,6 +287,9 @@ class Comparison:
         return RunReport(
             title=f"Evenload plan: {self.inputs['model']} on {self.inputs['cluster']}",
             headline=self.headline,
+            cards=self._cards(),
+            summary=in_unit(self._summary(), self.unit),
+            next_step=self.next_step,
             facts=tuple(facts),
             sections=tuple(
                 RunSection(
@@ -291,10 +304,30 @@ class Comparison:
                 if self.evaluation.proposals[result.name]
             ),
             comparison=tuple(self.rows),
-            best=self.best or "",
+            best=self.equally_fast,
             lengths=profile_lengths(lengths, ()) if len(lengths) else None,
             unit=self.unit,
         )
+
+    def _cards(self) -> tuple[tuple[str, str, str], ...]:
+        """Return step time, gain and memory headroom of the strategy to take."""
+        if not (near := self.equally_fast):
+            return ()
+        best, cap_bytes = self[near[0]], self.memory_cap_bytes
+        interval, peak_bytes, gain = best.step_time_interval_s, best.peak_memory_bytes or 0, best.speedup_over_baseline
+        nine = f"nine of ten steps: {format_interval(interval)}" if interval else "no interval is known"
+        return (
+            ("step time, predicted", format_seconds(best.mean_step_time_s), nine),
+            ("speed, best-fit packing = 1", "not compared" if gain is None else f"{gain:.2f}×", best.name),
+            ("memory left", format_bytes(cap_bytes - peak_bytes), f"of {format_bytes(cap_bytes)} a device"),
+        )
+
+    def _summary(self) -> str:
+        inputs = self.inputs
+        size = f"{inputs['tokens']:,} tokens" if inputs["tokens"] else counted(inputs["documents"], "document")
+        lost = f"{100 * dropped_share(self.batches):.0f} % of tokens not trained"
+        layout = f"layout {option_of(inputs['layout'])}"
+        return " · ".join((layout, f"context {inputs['context']:,}", f"{size} a step", lost))
 
     def __str__(self) -> str:
         text = io.StringIO()
@@ -305,9 +338,10 @@ class Comparison:
         return f"Comparison({counted(len(self.strategies), 'strategy')}, best={self.best!r}, factor={self.factor})"
 
     def _repr_html_(self) -> str:
-        """Return a table for notebooks: strategies that fit, the best one marked, then why the others do not."""
-        rows = [row for row in self.rows if is_feasible(row)]
-        table = strategies_table(rows, (), shown_columns(rows, self.unit), self.best)
+        """Return the answer and a table for notebooks: the fastest strategies, then why others do not fit."""
+        rows = first_rows([row for row in self.rows if is_feasible(row)])
+        columns = [column for column in shown_columns(rows, self.unit) if column.key in FIRST_COLUMNS]
+        table = strategies_table(rows, (), first_columns(columns), self.equally_fast)
         texts = [f"{row['name']}: not feasible: {row['why']}" for row in self.rows if not is_feasible(row)]
         if self.best is not None:
             texts.append(self.interval.describe())

@@ -43,7 +43,7 @@ def first_sentences(
     """Return the outcome, a layout that is faster where one was given, and what the batches leave out or repeat."""
     sentences = [_outcome(evaluation, inputs, few if not is_layout_given else None)]
     if is_layout_given and few is not None:
-        sentences.append(_other_layout(evaluation, few))
+        sentences.append(_other_layout(evaluation, inputs, few))
     return tuple(filter(None, (*sentences, _of_batches(inputs, batches))))
 
 
@@ -52,9 +52,9 @@ def next_line(evaluation: Evaluation, inputs: Mapping[str, Any], few: FewLayouts
     near = equally_fast(evaluation)
     if not near and (few is None or not few.layouts):
         return "next: --search-layout tries every layout; more devices, or a smaller --context, need less of each"
-    if few is not None and few.layouts and inputs["is_layout_given"] and _is_faster(evaluation, few):
-        return f"next: --layout {option_of(few.layouts[0])}"
-    sizes = ", ".join(f"{axis} = {size}" for axis, size in near[0].layout.items() if size > 1)
+    if few is not None and few.layouts and inputs["is_layout_given"] and _is_faster(evaluation, inputs, few):
+        return f"next: --layout {option_of(few.layouts[0].layout)}"
+    sizes = ", ".join(f"{axis} = {size}" for axis, size in inputs["layout"].items() if size > 1)
     if not sizes:
         return f'next: plan.strategy = "{near[0].name}" in config.toml, then evenload train config.toml'
     if str(inputs["lengths"]).endswith(".toml"):
@@ -63,52 +63,59 @@ def next_line(evaluation: Evaluation, inputs: Mapping[str, Any], few: FewLayouts
     return f'next: evenload init writes a config.toml; in it plan.strategy = "{near[0].name}", parallel = {{{sizes}}}'
 
 
-def dropped_share(inputs: Mapping[str, Any], batches: Sequence[SampledBatch]) -> float:
+def dropped_share(batches: Sequence[SampledBatch]) -> float:
     """Return the share of the tokens drawn that is cut off or dropped."""
     dropped = sum(batch.dropped_tokens for batch in batches)
     kept = sum(document.num_tokens for batch in batches for document in batch.documents)
     return dropped / (dropped + kept) if dropped else 0.0
 
 
-def option_of(result: LayoutResult | StrategyResult) -> str:
-    """Write a layout as --layout takes it."""
-    return ",".join(f"{axis}={size}" for axis, size in result.layout.items() if size > 1) or "dp=1"
+def option_of(sizes: Mapping[str, int]) -> str:
+    """Write the sizes of a layout as --layout takes them."""
+    return ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "dp=1"
 
 
 def _outcome(evaluation: Evaluation, inputs: Mapping[str, Any], few: FewLayouts | None) -> str:
     near = equally_fast(evaluation)
     if not near:
-        closest = min(evaluation.results, key=lambda row: row.peak_memory_bytes or float("inf"))
-        return f"No strategy fits memory with {option_of(closest)}."
+        return f"No strategy fits memory with {option_of(inputs['layout'])}."
     best = near[0]
     names = [row.name for row in near[:_MOST_NAMED]]
     names += [counted(len(near) - len(names), "other")] if len(near) > len(names) else []
     named = " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
-    where = option_of(best) + (f" (best of {few.num_tried} layouts)" if few is not None and few.num_tried > 1 else "")
+    where = option_of(inputs["layout"])
+    if few is not None and few.num_tried > 1:
+        where += f" (best of {few.num_tried} layouts)"
     time = f"about {format_seconds(best.mean_step_time_s)} a step"
     if best.step_time_interval_s is not None:
         time += f" ({format_interval(best.step_time_interval_s)})"
     baseline, factor = evaluation.baseline, best.speedup_over_baseline
     gain = ""
     if baseline is not None and factor is not None and len(evaluation.results) > 1:
-        other = "" if baseline.layout == best.layout else f" with {option_of(baseline)}"
-        gain = f", {factor:.2f}× best-fit packing{other}" if abs(factor - 1) > SAME_SHARE else ", as fast as best-fit packing"
+        other = "" if baseline.layout == best.layout else f" with {option_of(baseline.layout)}"
+        gain = (
+            f", {factor:.2f}× best-fit packing{other}"
+            if abs(factor - 1) > SAME_SHARE
+            else ", as fast as best-fit packing"
+        )
     return f"Fastest with {where}: {named}, {time}{gain}."
 
 
-def _other_layout(evaluation: Evaluation, few: FewLayouts) -> str:
+def _other_layout(evaluation: Evaluation, inputs: Mapping[str, Any], few: FewLayouts) -> str:
     """Name a layout that is faster than what was planned, where there is one."""
-    if not _is_faster(evaluation, few):
+    if not _is_faster(evaluation, inputs, few):
         return ""
     verdict = "is faster" if equally_fast(evaluation) else "fits"
-    return f"{option_of(few.layouts[0])} {verdict}: {format_seconds(_other_seconds(evaluation, few))}."
+    return f"{option_of(few.layouts[0].layout)} {verdict}: {format_seconds(_other_seconds(evaluation, few))}."
 
 
-def _is_faster(evaluation: Evaluation, few: FewLayouts) -> bool:
+def _is_faster(evaluation: Evaluation, inputs: Mapping[str, Any], few: FewLayouts) -> bool:
     """Tell whether the first of a few layouts is faster than all strategies in another one, or alone fits."""
     times_s = [_seconds(row) for row in equally_fast(evaluation)]
-    if not (times_s and few.layouts):
-        return bool(few.layouts)
+    if not few.layouts or few.layouts[0].layout == inputs["layout"]:
+        return False
+    if not times_s:
+        return True
     return min(times_s) > _other_seconds(evaluation, few) * (1 + PLAINER_SHARE)
 
 
@@ -124,7 +131,7 @@ def _other_seconds(evaluation: Evaluation, few: FewLayouts) -> float:
 
 def _of_batches(inputs: Mapping[str, Any], batches: Sequence[SampledBatch]) -> str:
     remarks = []
-    if (share := dropped_share(inputs, batches)) > 0:
+    if (share := dropped_share(batches)) > 0:
         cut = {"truncate": "cut off by", "drop": "in documents left out by"}.get(str(inputs["overlong"]), "lost to")
         percent = f"{100 * share:.0f} %" if share >= 0.005 else "<1 %"
         remarks.append(f"{percent} of {inputs['unit']} are {cut} context {format_power_of_two(inputs['context'])}")

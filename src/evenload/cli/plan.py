@@ -197,7 +197,7 @@ def compare(request: PlanRequest, console: Console, source: LengthSource | None 
                 if evaluation.best and evaluation.proposals[name] and not STRATEGIES.named(name).changes_layout
             )
     if inputs.layout is not None and not engine and len(inputs.run_layouts) < 2:
-        few = few_layouts(inputs, batches, strategies)
+        few = few_layouts(inputs, batches, strategies, evaluation.best)
     shown = _inputs_content(request, inputs, shown_name(source.name), table, layout)
     return Comparison(
         inputs=shown,

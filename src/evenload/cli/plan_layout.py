@@ -55,11 +55,16 @@ def layout_of_plan(
     ), None
 
 
-def few_layouts(inputs: PlanInputs, batches: Sequence[SampledBatch], names: tuple[str, ...] | None) -> FewLayouts:
-    """Plan a few layouts of the cluster, with the strategy that was named or, of several, with `auto`."""
-    is_alone = names is not None and len(names) == 1 and not strategy_named(names[0]).changes_layout
+def few_layouts(
+    inputs: PlanInputs, batches: Sequence[SampledBatch], names: tuple[str, ...] | None, best: str | None = None
+) -> FewLayouts:
+    """Plan a few layouts of the cluster with the strategy that was the `best` in another one, else with `auto` or,
+    where that is not among those to plan, with the first of `names`."""
+    names = (best,) if best is not None else names or ()
+    stays = [name for name in names if not strategy_named(name).changes_layout]
     with progress_bar() as on_progress:
-        return _layout_search(inputs, batches, on_progress).few(names[0] if names and is_alone else AUTO.name)
+        strategy = AUTO.name if AUTO.name in stays or not stays else stays[0]
+        return _layout_search(inputs, batches, on_progress).few(strategy)
 
 
 def planners_of_layout(inputs: PlanInputs, layout: ParallelLayout) -> StrategyPlanners:
@@ -88,14 +93,14 @@ class SearchedLayouts:
             raise ConfigError(
                 f"{what}: the search judged {strategy} on one of {best.stride} replicas and documents, because the "
                 f"cluster has more than {LARGE_CLUSTER} devices, so there are no plans of whole steps; plan with its "
-                f"layout instead of a search: --layout {option_of(best)}"
+                f"layout instead of a search: --layout {option_of(best.layout)}"
             )
 
     def summary(self) -> Iterator[str]:
         """Name every strategy's layout, and say what was planned and what was not."""
         results = self.results
         named = "; ".join(
-            f"{one.strategy} {option_of(one.best)} ({format_seconds(one.best.mean_step_time_s)})"
+            f"{one.strategy} {option_of(one.best.layout)} ({format_seconds(one.best.mean_step_time_s)})"
             if one.best.feasible
             else f"{one.strategy} none"
             for one in results
@@ -120,7 +125,7 @@ class SearchedLayouts:
             strides = ", ".join(f"{one.strategy} {one.best.stride}" for one in results)
             yield (
                 f"estimates: more than {LARGE_CLUSTER} devices are judged on a part, every so many-th replica and "
-                f"document ({strides}); --layout {option_of(self.fastest.best)} plans the whole"
+                f"document ({strides}); --layout {option_of(self.fastest.best.layout)} plans the whole"
             )
 
     def planners(self, inputs: PlanInputs, batches: Sequence[SampledBatch]) -> StrategyPlanners:
@@ -150,9 +155,8 @@ def search_all_layouts(
     fastest = searched.fastest
     print_lines(console, *searched.summary())
     if not fastest.best.feasible:
-        raise InfeasiblePlanError(
-            f"no layout of {inputs.cluster_name} fits; the closest, {option_of(fastest.best)}: {fastest.best.why}"
-        )
+        closest = f"the closest, {option_of(fastest.best.layout)}: {fastest.best.why}"
+        raise InfeasiblePlanError(f"no layout of {inputs.cluster_name} fits; {closest}")
     return searched
 
 
@@ -187,4 +191,4 @@ def fitting_text(few: FewLayouts) -> str:
 def _named(layouts: Sequence[LayoutResult]) -> str:
     """Name the first few layouts, as options with their predicted seconds."""
     few = layouts[:_MOST_NAMED]
-    return ", ".join(f"--layout {option_of(one)} ({format_seconds(one.mean_step_time_s)} a step)" for one in few)
+    return ", ".join(f"--layout {option_of(one.layout)} ({format_seconds(one.mean_step_time_s)} a step)" for one in few)

@@ -43,9 +43,9 @@ class Column(NamedTuple):
 
 
 def format_losses(time_split: object) -> str:
-    """Format the two largest losses of a `TimeSplit` (as builtins) and their shares: "dp imbalance 12.0 %"."""
+    """Format the two largest losses of a `TimeSplit` (as builtins) and their shares: "uneven replicas 12.0 %"."""
     split = msgspec.convert(time_split, TimeSplit)
-    largest = sorted(split.parts()[1:], key=lambda part: -part[1])[:2]
+    largest = sorted(list(split.groups().items())[1:], key=lambda part: -part[1])[:2]
     shares = [(label, seconds / (split.total_s() or 1.0)) for label, seconds in largest]
     return ", ".join(f"{label} {format_percent(share)}" for label, share in shares if share > 0.001) or MISSING
 
