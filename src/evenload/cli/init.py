@@ -108,6 +108,7 @@ def _text(request: InitRequest, model: ModelSpec, context: str, batch: int, *, o
     has_weights = is_hub_name(request.model) or any(Path(request.model).glob("*.safetensors"))
     rate = "1e-5  # usual for all weights of a trained model" if has_weights else "3e-4  # usual for new weights"
     experts = "\nrouter_aux_loss_coef = 0.0  # of the loss that balances experts, often 0.001; 0 = none"
+    size = f"{TOKENS_PER_GPU:,} a GPU, less where an epoch would have under {STEPS_OF_EPOCH} steps"
     lora = "\n[model.lora]\nrank = 16\nalpha = 32.0  # adapters count alpha / rank"
     return f"""\
 # Lines that begin with a setting are chosen, those with # are defaults. Every setting: docs/configuration.md
@@ -118,10 +119,10 @@ dtype = {'"bfloat16"  # the optimizer keeps float32' if on_gpus else '"float32"'
 {lora * request.lora}
 [data]
 sources = {json.dumps(request.data or ["data.jsonl"])}  # files, folders, globs or URLs
-{"" if reads_bytes else "# "}tokenizer = "bytes"  # or a tokenizer.json, its folder, a name on the Hub; unset = the model's
+{"" if reads_bytes else "# "}tokenizer = "bytes"  # or a tokenizer.json, its folder or name on the Hub; unset = the model's
 max_document_tokens = {context}
 overlong = "split"  # a longer document becomes several; "truncate" and "drop" lose tokens
-batch_tokens = {batch}  # of a step, on all processes together
+batch_tokens = {batch}  # of a step on all GPUs: {size}
 epochs = 1  # passes over the data; or train.steps instead
 # loss_on = "auto"  # answers of chats and prompts, all of other texts; or "all"
 # shuffle_window = 1024  # documents held to draw from; 1 keeps the order of the files
