@@ -79,9 +79,11 @@ def run_init(request: InitRequest) -> None:
     cluster = _cluster_of(request.gpus)
     devices = cluster_from(cluster).num_devices if cluster else 0
     most = int(lengths.sum()) // STEPS_OF_EPOCH // 1024 * 1024 if table else sys.maxsize
-    batch = max(context, min(TOKENS_PER_GPU * devices or TOKENS_OF_CPU, most))
+    each = TOKENS_PER_GPU if cluster else TOKENS_OF_CPU
+    batch = max(context, min(each * max(1, devices), most))
+    size = f"{batch}  # of a step: {each:,} for every process, or less for {STEPS_OF_EPOCH} steps an epoch"
     reads_bytes = table is not None and table.unit == "bytes"
-    text = _text(request, model_from(shape), f"{context}  # {why}", batch, on_gpus=devices > 0, reads_bytes=reads_bytes)
+    text = _text(request, model_from(shape), f"{context}  # {why}", size, on_gpus=devices > 0, reads_bytes=reads_bytes)
     if cluster:
         text = text.replace("dp = 1  # processes", _parallel(text, shape, cluster, table))
     rows = (line.partition("  # ") for line in text.replace("\n[", "\n\n[").splitlines())
@@ -103,12 +105,11 @@ def _cluster_of(gpus: str | None) -> str | None:
     return f"{kind}x{gpus or count}" if gpus or here else None
 
 
-def _text(request: InitRequest, model: ModelSpec, context: str, batch: int, *, on_gpus: bool, reads_bytes: bool) -> str:
+def _text(request: InitRequest, model: ModelSpec, context: str, batch: str, *, on_gpus: bool, reads_bytes: bool) -> str:
     """Return the file for one process."""
     has_weights = is_hub_name(request.model) or any(Path(request.model).glob("*.safetensors"))
     rate = "1e-5  # usual for all weights of a trained model" if has_weights else "3e-4  # usual for new weights"
     experts = "\nrouter_aux_loss_coef = 0.0  # of the loss that balances experts, often 0.001; 0 = none"
-    size = f"{TOKENS_PER_GPU:,} a GPU, less where an epoch would have under {STEPS_OF_EPOCH} steps"
     lora = "\n[model.lora]\nrank = 16\nalpha = 32.0  # adapters count alpha / rank"
     return f"""\
 # Lines that begin with a setting are chosen, those with # are defaults. Every setting: docs/configuration.md
@@ -119,10 +120,10 @@ dtype = {'"bfloat16"  # the optimizer keeps float32' if on_gpus else '"float32"'
 {lora * request.lora}
 [data]
 sources = {json.dumps(request.data or ["data.jsonl"])}  # files, folders, globs or URLs
-{"" if reads_bytes else "# "}tokenizer = "bytes"  # or a tokenizer.json, its folder or name on the Hub; unset = the model's
+{"" if reads_bytes else "# "}tokenizer = "bytes"  # or a tokenizer.json or its folder; unset = the model's
 max_document_tokens = {context}
 overlong = "split"  # a longer document becomes several; "truncate" and "drop" lose tokens
-batch_tokens = {batch}  # of a step on all GPUs: {size}
+batch_tokens = {batch}
 epochs = 1  # passes over the data; or train.steps instead
 # loss_on = "auto"  # answers of chats and prompts, all of other texts; or "all"
 # shuffle_window = 1024  # documents held to draw from; 1 keeps the order of the files
