@@ -281,6 +281,7 @@ def _inputs_content(
         **{name: getattr(options, name) for name in ("policy", "dp_merge", "window", "max_delay_steps")},
         "strategy_options": {own.__struct_config__.tag: msgspec.to_builtins(own) for own in options.strategies},
         "known_steps": options.own(FlexOptions).known_steps,
+        "strategy": request.strategy,
         "steps": request.steps,
         "seed": request.seed,
         "cost": str(inputs.costs.cost_file or "analytic"),
