@@ -196,6 +196,7 @@ class Comparison:
         rows = {"has_all_rows": details or self.inputs["strategy"] != "all", "has_all_columns": details}
         console.print(ComparisonTable(self.rows, self.equally_fast, self.unit, **rows))
         print_lines(console, *(in_unit(remark, self.unit) for remark in self.remarks))
+        print_lines(console, *(self.searched.summary() if self.searched else ()))
         if details:
             self._show_details(console)
         elif self.best and self.interval.low is None:
