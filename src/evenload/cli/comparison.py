@@ -192,11 +192,15 @@ class Comparison:
     def show(self, console: Console, *, details: bool = False) -> None:
         """Print what `evenload plan` prints; with `details` also slower strategies, and how figures came about."""
         print_lines(console, self.headline)
-        marked = self.equally_fast
-        console.print(ComparisonTable(self.rows, marked, unit=self.unit, is_whole=details))
+        # Strategies that were named are shown all.
+        rows = {"has_all_rows": details or self.inputs["strategy"] != "all", "has_all_columns": details}
+        console.print(ComparisonTable(self.rows, self.equally_fast, self.unit, **rows))
         print_lines(console, *(in_unit(remark, self.unit) for remark in self.remarks))
+        print_lines(console, *(self.searched.summary() if self.searched else ()))
         if details:
             self._show_details(console)
+        elif self.best and self.interval.low is None:
+            print_lines(console, self.interval.describe())
         print_lines(console, *(_worst_message(one, self.memory_cap_bytes, self.unit) for one in self.worst or ()))
         if self.engine is not None:
             rows = _rows_in_unit(msgspec.to_builtins(self.engine.results), self.unit)

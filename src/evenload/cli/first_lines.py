@@ -4,6 +4,7 @@ Strategies that differ by less than predictions of a difference can be trusted a
 (docs/accuracy.md) 122 of 125 pairs that differ by more than `SAME_SHARE` came in the right order.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -52,8 +53,8 @@ def next_line(evaluation: Evaluation, inputs: Mapping[str, Any], few: FewLayouts
     near = equally_fast(evaluation)
     if not near and (few is None or not few.layouts):
         return "next: --search-layout tries every layout; more devices, or a smaller --context, need less of each"
-    if few is not None and few.layouts and inputs["is_layout_given"] and _is_faster(evaluation, inputs, few):
-        return f"next: --layout {option_of(few.layouts[0].layout)}"
+    if few is not None and inputs["is_layout_given"] and (faster := _faster_layouts(evaluation, inputs, few)):
+        return f"next: --layout {option_of(faster[0].layout)}"
     sizes = ", ".join(f"{axis} = {size}" for axis, size in inputs["layout"].items() if size > 1)
     if not sizes:
         return f'next: plan.strategy = "{near[0].name}" in config.toml, then evenload train config.toml'
@@ -102,27 +103,33 @@ def _outcome(evaluation: Evaluation, inputs: Mapping[str, Any], few: FewLayouts 
 
 
 def _other_layout(evaluation: Evaluation, inputs: Mapping[str, Any], few: FewLayouts) -> str:
-    """Name a layout that is faster than what was planned, where there is one."""
-    if not _is_faster(evaluation, inputs, few):
+    """Name the plainest layout that is faster than what was planned, where there is one, and the fastest."""
+    faster = _faster_layouts(evaluation, inputs, few)
+    if not faster:
         return ""
+    fastest = faster[0]
+    plainest = min(faster, key=lambda one: sum(one.layout[axis] > 1 for axis in ("cp", "pp", "tp")))
     verdict = "is faster" if equally_fast(evaluation) else "fits"
-    return f"{option_of(few.layouts[0].layout)} {verdict}: {format_seconds(_other_seconds(evaluation, few))}."
+    text = f"{option_of(plainest.layout)} {verdict}: {format_seconds(_seconds_beside(evaluation, plainest))}"
+    if plainest is not fastest:
+        seconds = format_seconds(_seconds_beside(evaluation, fastest))
+        text += f"; the fastest of {few.num_tried} layouts, {option_of(fastest.layout)}: {seconds}"
+    return f"{text}."
 
 
-def _is_faster(evaluation: Evaluation, inputs: Mapping[str, Any], few: FewLayouts) -> bool:
-    """Tell whether the first of a few layouts is faster than all strategies in another one, or alone fits."""
+def _faster_layouts(evaluation: Evaluation, inputs: Mapping[str, Any], few: FewLayouts) -> list[LayoutResult]:
+    """Return those of a few layouts that are faster than all strategies in another one, or, where none fits, that fit;
+    the one to take first."""
     times_s = [_seconds(row) for row in equally_fast(evaluation)]
-    if not few.layouts or few.layouts[0].layout == inputs["layout"]:
-        return False
-    if not times_s:
-        return True
-    return min(times_s) > _other_seconds(evaluation, few) * (1 + PLAINER_SHARE)
+    others = [one for one in few.compared if one.layout != inputs["layout"]]
+    limit_s = min(times_s, default=math.inf) / (1 + PLAINER_SHARE)
+    return [one for one in others if _seconds_beside(evaluation, one) < limit_s]
 
 
-def _other_seconds(evaluation: Evaluation, few: FewLayouts) -> float:
-    """Return the seconds of the first of a few layouts over all batches, by its share on those that it was planned on
-    of the fastest strategy's seconds."""
-    other, rows = few.layouts[0], equally_fast(evaluation)
+def _seconds_beside(evaluation: Evaluation, other: LayoutResult) -> float:
+    """Return the seconds of another layout over all batches, by its share of the fastest strategy's seconds on those
+    that it was planned on."""
+    rows = equally_fast(evaluation)
     if not rows:
         return _seconds(other)
     best = min(rows, key=_seconds)

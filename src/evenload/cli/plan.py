@@ -101,9 +101,10 @@ def plan(
             config.toml of a run.
         cluster: a built-in name such as "h100x32", or a TOML file. Not needed with a config.toml: this machine.
         model: a built-in name, or a Hugging Face config.json or its folder; not needed with a config.toml.
-        layout: such as "dp=4,pp=8". Default: the shallowest that fits, or that of the run.
+        layout: such as "dp=4,pp=8". Default: the best of a few, or that of the run.
         documents, tokens: of a global batch, one of both; "128k" is 131,072.
-        context: longest document trained whole, and the most tokens of a pack.
+        context: longest document trained whole, and the most tokens of a pack. Default: the longest document, or the
+            model's limit where that is shorter.
         strategy: "all", or names.
         steps: global batches to plan.
         further: other options of the command, see `PlanSettings`.
@@ -130,7 +131,7 @@ def plan(
         steps=steps,
         **settings,
     )
-    return compare(request, Console(quiet=True), _given_lengths(lengths) if path is None else None)
+    return compare(request, _given_lengths(lengths) if path is None else None)
 
 
 def _given_lengths(lengths: Any) -> LengthSource:
@@ -145,9 +146,8 @@ def _given_lengths(lengths: Any) -> LengthSource:
     return LengthSource(name=GIVEN, data=data, table=table)
 
 
-def compare(request: PlanRequest, console: Console, source: LengthSource | None = None) -> Comparison:
-    """Plan global batches with every strategy, of lengths that `source` holds, by default what `request.lengths` names;
-    the console shows the inputs, and layouts of a search, before that."""
+def compare(request: PlanRequest, source: LengthSource | None = None) -> Comparison:
+    """Plan global batches with every strategy, of the lengths of `source` or, without it, those that are requested."""
     # Everything that can be wrong without looking into a document is refused first.
     strategies = parse_strategies(request.strategy)
     if request.worst is not None and request.worst < 1:
@@ -166,7 +166,7 @@ def compare(request: PlanRequest, console: Console, source: LengthSource | None 
             in_part = inputs.cluster.num_devices > LARGE_CLUSTER
             names, left_out = chosen_strategies(strategies, None, inputs.options, in_part=in_part)
             limit_s = request.search_seconds or DEFAULT_SEARCH_S
-            searched = search_all_layouts(inputs, batches, names, console, limit_s)
+            searched = search_all_layouts(inputs, batches, names, limit_s)
             layout = searched.fastest.best.parallel_layout()
         else:
             layout, few = layout_of_plan(inputs, batches, strategies, is_of_engine=request.engine is not None)
@@ -278,6 +278,7 @@ def _inputs_content(
         **{name: getattr(options, name) for name in ("policy", "dp_merge", "window", "max_delay_steps")},
         "strategy_options": {own.__struct_config__.tag: msgspec.to_builtins(own) for own in options.strategies},
         "known_steps": options.own(FlexOptions).known_steps,
+        "strategy": request.strategy,
         "steps": request.steps,
         "seed": request.seed,
         "cost": str(inputs.costs.cost_file or "analytic"),
@@ -337,7 +338,7 @@ def run_plan(request: PlanRequest) -> None:
     if request.lengths_per_step is not None:
         judge_recorded_steps(request, request.lengths_per_step, console)
         return
-    comparison = compare(request, console)
+    comparison = compare(request)
     comparison.show(console, details=request.details)
     if request.json_file:
         write_output(request.json_file, comparison.to_json())

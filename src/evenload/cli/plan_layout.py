@@ -3,10 +3,8 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from rich.console import Console
-
 from evenload.cli.first_lines import option_of
-from evenload.cli.options import print_lines, progress_bar
+from evenload.cli.options import progress_bar
 from evenload.cli.plan_inputs import PlanInputs
 from evenload.errors import ConfigError, InfeasiblePlanError
 from evenload.explore.batches import OnProgress, SampledBatch, no_progress
@@ -147,13 +145,12 @@ class SearchedLayouts:
 
 
 def search_all_layouts(
-    inputs: PlanInputs, batches: Sequence[SampledBatch], names: tuple[str, ...], console: Console, limit_s: float
+    inputs: PlanInputs, batches: Sequence[SampledBatch], names: tuple[str, ...], limit_s: float
 ) -> SearchedLayouts:
     with progress_bar() as on_progress:
         results = _layout_search(inputs, batches, on_progress).strategies(names, limit_s=limit_s)
     searched = SearchedLayouts(results, limit_s)
     fastest = searched.fastest
-    print_lines(console, *searched.summary())
     if not fastest.best.feasible:
         closest = f"the closest, {option_of(fastest.best.layout)}: {fastest.best.why}"
         raise InfeasiblePlanError(f"no layout of {inputs.cluster_name} fits; {closest}")

@@ -360,12 +360,14 @@ class LayoutSearch:
 
     def few(self, strategy: str) -> FewLayouts:
         """Find a layout to take without a search: of those whose weights and optimizer fit, up to `MOST_TRIED` are
-        planned on the first batch, by the least time of any plan in them, and where none of these fits as many others,
-        from the largest to the leanest. The best of them are planned on a few batches; of layouts that are nearly as
-        fast the one with the fewest kinds of parallelism comes first."""
+        planned on the first batch, of every tp in turn by the least time of any plan in them, and where none of these
+        fits as many others, from the largest to the leanest. The best of them, and the one with the fewest kinds of
+        parallelism, are planned on a few batches; of layouts that are nearly as fast the plainest comes first."""
         every = [layout for _, layout in self._by_least_time]
         held_bytes = {layout: int(static_bytes(self.model, layout).max()) for layout in every}
         holding = [layout for layout in every if held_bytes[layout] < self.memory_bytes]
+        turn = {layout: sum(other.tp == layout.tp for other in holding[:at]) for at, layout in enumerate(holding)}
+        holding.sort(key=turn.__getitem__)
         most = min(MOST_TRIED, max(LEAST_TRIED, TRIED_DOCUMENTS // max(1, len(self.batches[0].documents))))
         leaner = sorted(holding[most:], key=held_bytes.__getitem__, reverse=True)
         spread = np.unique(np.linspace(0, len(leaner) - 1, MOST_TRIED).round().astype(int)) if leaner else ()
@@ -378,7 +380,9 @@ class LayoutSearch:
                 break
         fitting = sorted((pair for pair in rated if pair[1].feasible), key=lambda pair: _order(pair[1]))
         near = [layout for layout, result in fitting if _seconds(result) <= _seconds(fitting[0][1]) * (1 + NEAR_SHARE)]
+        plainest = min(fitting, key=lambda pair: (_num_dimensions(pair[0]), _seconds(pair[1])), default=None)
         near = [*near[:1], *sorted(near[1:], key=_num_dimensions)][:MOST_NEAR]
+        near += [plainest[0]] if plainest is not None and plainest[0] not in near else []
         batches = self.batches[:COMPARED_BATCHES]
         if len(near) == len(batches) == 1:
             planned = [fitting[0][1]]

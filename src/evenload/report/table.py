@@ -104,8 +104,8 @@ def is_feasible(row: Mapping[str, object]) -> bool:
 
 
 FIRST_COLUMNS = (
-    *("mean_step_time_s", "measured_step_time_s", "speedup_over_baseline", "step_time_interval_s"),
-    *("peak_memory_bytes", "tokens_per_s_per_device", "measured_tokens_per_s", "fraction_of_bound", "time_split"),
+    *("mean_step_time_s", "measured_step_time_s", "speedup_over_baseline", "tokens_per_s_per_device"),
+    *("measured_tokens_per_s", "peak_memory_bytes", "step_time_interval_s", "fraction_of_bound", "time_split"),
     *("deferred_tokens", "cap_violations", "dropped_tokens"),
 )
 """Keys of the columns that matter most, in order; a terminal and a page show the first that have values."""
@@ -146,20 +146,25 @@ def add_strategy(table: Table, name: object, best: Sequence[str], cells: Sequenc
 
 @dataclass(frozen=True)
 class ComparisonTable:
-    """Renders strategies side by side, the `best` marked; below, what a terminal's width or `is_whole` leaves out, and
-    of a whole table the strategies that cannot run, with the reason."""
+    """Renders strategies side by side, the `best` marked; below, what is left out, and why strategies cannot run.
+
+    Args:
+        has_all_rows: false leaves slower strategies out, and those that cannot run where others can.
+        has_all_columns: false shows `MOST_COLUMNS`.
+    """
 
     rows: Sequence[Mapping[str, object]]
     best: Sequence[str] = ()
     unit: LengthUnit = "tokens"
-    is_whole: bool = True
+    has_all_rows: bool = True
+    has_all_columns: bool = True
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         feasible = [row for row in self.rows if is_feasible(row)]
         refused = [row for row in self.rows if not is_feasible(row)]
-        shown = feasible if self.is_whole else first_rows(feasible)
+        shown = feasible if self.has_all_rows else first_rows(feasible)
         columns = [column for column in shown_columns(shown, self.unit) if column.key in FIRST_COLUMNS]
-        if not self.is_whole:
+        if not self.has_all_columns:
             columns = first_columns(columns)
         table, left_out = self._table(shown, columns), []
         while columns and Measurement.get(console, options.update(max_width=10_000), table).maximum > options.max_width:
@@ -172,12 +177,12 @@ class ComparisonTable:
         if left_out:
             yield Text(f"left out for width: {', '.join(left_out)}")
         slower = len(feasible) - len(shown)
-        hidden = 0 if self.is_whole else len(refused) - (not feasible)
+        hidden = 0 if self.has_all_rows else len(refused) - (not feasible)
         if slower or hidden:
             parts = [f"{slower} slower"] * bool(slower) + [f"{hidden} that cannot run"] * bool(hidden)
             yield Text(f"--details shows {' and '.join(parts)}")
-        if self.is_whole or not feasible:
-            for row in refused if self.is_whole else refused[:1]:
+        if self.has_all_rows or not feasible:
+            for row in refused if self.has_all_rows else refused[:1]:
                 yield Text(f"{row['name']}: not feasible: {row.get('why') or 'no reason given'}")
 
     def _table(self, rows: Sequence[Mapping[str, object]], columns: Sequence[Column]) -> Table:
