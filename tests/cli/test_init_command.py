@@ -157,7 +157,10 @@ def test_gpus_are_this_machines_where_it_has_some(project, capsys):
 def test_what_cannot_be_is_refused_and_nothing_is_written(project, capsys):
     for arguments, message in (
         ("--model qwn3-8b --gpus 8", "did you mean 'qwen3-8b'"),
-        ("--model bert-340m --gpus 8", "the model's limit is not known; give --data, or --context such as 32k"),
+        (
+            "--model bert-340m --gpus 8",
+            "the longest document that bert-340m was made for is not known; give --data, or --context 32k",
+        ),
         ("--model qwen3-8b --gpus 12 --context 4k", "12 devices do not fill nodes of 8"),
         ("--model qwen3-8b --gpus h10x8 --context 4k", "did you mean 'h100x8'"),
         ("--model qwen3-8b --gpus 8 --data nowhere.jsonl", "nowhere.jsonl"),

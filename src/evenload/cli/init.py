@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 from rich.console import Console
 
-from evenload.cli.options import COUNTS, command_of, option, parse_tokens, print_lines, require_writable, write_output
+from evenload.cli.options import command_of, option, parse_tokens, print_lines, require_writable, write_output
 from evenload.cli.plan_inputs import gpus_here, plan_inputs
 from evenload.cli.plan_layout import layout_of_plan
 from evenload.cli.plan_request import LengthSource, PlanRequest
@@ -27,9 +27,7 @@ from evenload.types.model import MODELS, ModelSpec
 from evenload.types.text import counted, format_bytes
 
 # ruff: noqa: RUF009  (`option` makes a field, whose default is no call)
-TOKENS_PER_GPU, TOKENS_OF_CPU, STEPS_OF_EPOCH = 32_768, 4_096, 20
-"""Of a global batch, which is smaller where an epoch would have fewer steps."""
-_LIMIT = "the model's limit"
+TOKENS_OF_PROCESS, STEPS_OF_EPOCH = 32_768, 20  # of a global batch, which is less where an epoch had fewer steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +39,7 @@ class InitRequest:
     gpus: str | None = option(None, "How many, or which: a100x8. Default: this machine's; 0 = a CPU.", metavar="N")
     lora: bool = option(None, "Train LoRA adapters, not all weights.", "--lora", default=False)
     context: str | None = option(
-        None, f"Longest document trained whole; default: the data's, or the model's limit. {COUNTS}", metavar="TOKENS"
+        None, "Longest document trained whole; default: the data's or the model's.", metavar="32k"
     )
     out: Path = option(None, "File to write.", default=Path("config.toml"))
 
@@ -62,28 +60,27 @@ def run_init(request: InitRequest) -> None:
     require_writable(out)
     own = name.partition("@")[0].rpartition("/")[2].lower()
     shape = own if is_hub_name(name) and own in MODELS else name
-    limit, table, lengths = context_limit(shape) or 0, None, np.zeros(1, np.int64)
+    limit, table = context_limit(shape) or sys.maxsize, None
     if request.data:
         data = DataConfig(sources=tuple(request.data), batch_tokens=1, max_document_tokens=1)
         table = count_documents(with_default_tokenizer(data, name), ", ".join(request.data))
-        lengths = table.lengths
-    known = [(size, why) for size, why in ((limit, _LIMIT), (int(lengths.max()), "the longest document")) if size]
+    lengths = table.lengths if table else np.array([sys.maxsize])
+    context, why = min((limit, "the model's limit"), (int(lengths.max()), "the longest document"))
     if request.context is not None:
-        known = [(parse_tokens("--context", request.context), "as --context says")]
-    if not known:
-        raise ConfigError(f"{_LIMIT} is not known; give --data, or --context such as 32k")
-    context, why = min(known)
-    why += f"; {_LIMIT} is {limit:,}" if 0 < limit < context else ""
-    if longer := int((lengths > context).sum()):
+        context, why = parse_tokens("--context", request.context), "as --context says"
+    if context == sys.maxsize:
+        raise ConfigError(f"the longest document that {name} was made for is not known; give --data, or --context 32k")
+    why += f"; the model's limit is {limit:,}" if limit < context else ""
+    if table and (longer := int((lengths > context).sum())):
         why += f"; {longer:,} of {counted(len(lengths), 'document')} are longer"
     cluster = _cluster_of(request.gpus)
     devices = cluster_from(cluster).num_devices if cluster else 0
-    most = int(lengths.sum()) // STEPS_OF_EPOCH // 1024 * 1024 if table else sys.maxsize
-    each = TOKENS_PER_GPU if cluster else TOKENS_OF_CPU
-    batch = max(context, min(each * max(1, devices), most))
-    size = f"{batch}  # of a step: {each:,} for every process, or less for {STEPS_OF_EPOCH} steps an epoch"
-    reads_bytes = table is not None and table.unit == "bytes"
-    text = _text(request, model_from(shape), f"{context}  # {why}", size, on_gpus=devices > 0, reads_bytes=reads_bytes)
+    most = int(lengths.sum()) // STEPS_OF_EPOCH // 1024 * 1024
+    size = (
+        f"{max(context, min(TOKENS_OF_PROCESS * max(1, devices), most))}  # of a step: {TOKENS_OF_PROCESS:,} for every "
+    )
+    size += f"process, or less for {STEPS_OF_EPOCH} steps an epoch"
+    text = _text(request, model_from(shape), table, f"{context}  # {why}", size, on_gpus=devices > 0)
     if cluster:
         text = text.replace("dp = 1  # processes", _parallel(text, shape, cluster, table))
     rows = (line.partition("  # ") for line in text.replace("\n[", "\n\n[").splitlines())
@@ -105,7 +102,9 @@ def _cluster_of(gpus: str | None) -> str | None:
     return f"{kind}x{gpus or count}" if gpus or here else None
 
 
-def _text(request: InitRequest, model: ModelSpec, context: str, batch: str, *, on_gpus: bool, reads_bytes: bool) -> str:
+def _text(
+    request: InitRequest, model: ModelSpec, table: LengthTable | None, context: str, batch: str, *, on_gpus: bool
+) -> str:
     """Return the file for one process."""
     has_weights = is_hub_name(request.model) or any(Path(request.model).glob("*.safetensors"))
     rate = "1e-5  # usual for all weights of a trained model" if has_weights else "3e-4  # usual for new weights"
@@ -120,7 +119,7 @@ dtype = {'"bfloat16"  # the optimizer keeps float32' if on_gpus else '"float32"'
 {lora * request.lora}
 [data]
 sources = {json.dumps(request.data or ["data.jsonl"])}  # files, folders, globs or URLs
-{"" if reads_bytes else "# "}tokenizer = "bytes"  # or a tokenizer.json or its folder; unset = the model's
+{"" if table and table.unit == "bytes" else "# "}tokenizer = "bytes"  # or a tokenizer.json or its folder; unset = the model's
 max_document_tokens = {context}
 overlong = "split"  # a longer document becomes several; "truncate" and "drop" lose tokens
 batch_tokens = {batch}
