@@ -76,10 +76,8 @@ def run_init(request: InitRequest) -> None:
     cluster = _cluster_of(request.gpus)
     devices = cluster_from(cluster).num_devices if cluster else 0
     most = int(lengths.sum()) // STEPS_OF_EPOCH // 1024 * 1024
-    size = (
-        f"{max(context, min(TOKENS_OF_PROCESS * max(1, devices), most))}  # of a step: {TOKENS_OF_PROCESS:,} for every "
-    )
-    size += f"process, or less for {STEPS_OF_EPOCH} steps an epoch"
+    each, batch = TOKENS_OF_PROCESS, max(context, min(TOKENS_OF_PROCESS * max(1, devices), most))
+    size = f"{batch}  # of a step: {each:,} for every process, or less for {STEPS_OF_EPOCH} steps an epoch"
     text = _text(request, model_from(shape), table, f"{context}  # {why}", size, on_gpus=devices > 0)
     if cluster:
         text = text.replace("dp = 1  # processes", _parallel(text, shape, cluster, table))
@@ -119,7 +117,7 @@ dtype = {'"bfloat16"  # the optimizer keeps float32' if on_gpus else '"float32"'
 {lora * request.lora}
 [data]
 sources = {json.dumps(request.data or ["data.jsonl"])}  # files, folders, globs or URLs
-{"" if table and table.unit == "bytes" else "# "}tokenizer = "bytes"  # or a tokenizer.json or its folder; unset = the model's
+{"" if table and table.unit == "bytes" else "# "}tokenizer = "bytes"  # or a tokenizer.json; unset = the model's
 max_document_tokens = {context}
 overlong = "split"  # a longer document becomes several; "truncate" and "drop" lose tokens
 batch_tokens = {batch}
