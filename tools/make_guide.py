@@ -1,4 +1,4 @@
-"""What docs/guide.md shows of `evenload plan` and `evenload lengths`.
+"""What docs/plan.md shows of `evenload plan` and `evenload lengths`.
 
     python tools/make_guide.py [--without-search]      part of `make docs`; minutes, nearly all of them the search
 
