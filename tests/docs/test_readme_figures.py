@@ -18,8 +18,8 @@ _WORDS = (
 
 
 def guide_factor(readme: str) -> str:
-    """What the comparison in docs/guide.md prints of `auto`; the picture is of one batch, of several it is less."""
-    guide = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8").split("<!-- strategies output: make docs -->")[1]
+    """What the comparison in docs/plan.md prints of `auto`; the picture is of one batch, of several it is less."""
+    guide = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8").split("<!-- strategies output: make docs -->")[1]
     (factor,) = re.findall(r"^ ▶ auto .*?([0-9.]+)×", guide.split("<!-- end of")[0], flags=re.M)
     return factor
 
@@ -55,7 +55,7 @@ CLAIMS = {
     r"\[([\d.]+) %\]\(docs/benchmarks.md#which-ideas-pay\)": asymmetric_gain,
     r"\[([\d.]+) times\]\(docs/benchmarks.md#flexpipes-settings\)": switching_factor,
     r"\[([\d.]+) times\]\(docs/benchmarks.md#swinging-phases\)": swinging_factor,
-    r"over four batches `auto` is ([\d.]+) times as fast as tuned `best_fit` \(\[guide\]\(docs/guide.md": guide_factor,
+    r"over four batches `auto` is ([\d.]+) times as fast as tuned `best_fit` \(\[guide\]\(docs/plan.md": guide_factor,
 }
 """A sentence with its figure, and who knows the figure."""
 
