@@ -1,4 +1,5 @@
-"""Read Hugging Face data sets that are passed in Python: a `Dataset` by rows, an `IterableDataset` by shards.
+"""Read Hugging Face data sets that are passed in Python: a `Dataset` by rows, an `IterableDataset` by shards. Without
+columns, the one value of an example that is read as Python values is the keys that are not None.
 
 A `Dataset` is read in Arrow batches, in the order of its `select` or `shuffle`; one with a transform is read through
 that, row by row. Offsets are rows. An `IterableDataset` is read shard by shard; offsets are shard and example, and a
@@ -137,6 +138,8 @@ def _make_record(
     offset: int,
     types: Mapping[str, pa.DataType] = MappingProxyType({}),
 ) -> Record:
+    if not columns:
+        return Record(offset, offset + 1, (tuple(key for key, value in example.items() if value is not None),))
     given = []
     for column in columns:
         if column.is_required and column.name not in example:

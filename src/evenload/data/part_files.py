@@ -20,7 +20,7 @@ from evenload.data.config import DataConfig
 from evenload.data.encoders import IGNORE_INDEX, DocumentEncoder, EncodedDocument
 from evenload.data.hf_dataset import DatasetReader, IterableDatasetReader, dataset_bytes, is_iterable_dataset
 from evenload.data.json_records import JsonlReader, JsonReader
-from evenload.data.records import FilePart, RecordReader, TextReader, record_columns, value_names
+from evenload.data.records import Column, FilePart, RecordReader, TextReader, record_columns, value_names
 from evenload.data.sources import SourceFile, SourceListing, list_sources
 from evenload.data.token_files import MegatronReader, NpyReader
 from evenload.errors import ConfigError
@@ -28,7 +28,7 @@ from evenload.types.text import counted
 
 _OWN_COMPRESSION = ("parquet", "arrow", "memmap")
 _COLUMN_READERS = {"jsonl": JsonlReader, "json": JsonReader, "parquet": ParquetReader, "arrow": ArrowReader}
-_HELD = {"text": ("text", "data.format or data.include"), "memmap": ("tokens", 'data.record = "tokens"')}
+HELD = {"text": ("text", "data.format or data.include"), "memmap": ("tokens", 'data.record = "tokens"')}
 """Kind of the records of formats without columns, and the setting to change for others."""
 
 
@@ -36,12 +36,9 @@ def open_reader(file: SourceFile, config: DataConfig, dataset: Any = None) -> Re
     """Make the reader of a file or data set, unopened; `ConfigError` for a format without records of this kind."""
     if file.format in _OWN_COMPRESSION and file.compression is not None:
         raise ConfigError(f"{file.name} is a {file.format} file inside {file.compression}; decompress it")
-    columns = record_columns(config)
-    if file.format == "dataset":
-        return (IterableDatasetReader if is_iterable_dataset(dataset) else DatasetReader)(file, dataset, columns)
-    if file.format in _COLUMN_READERS:
-        return _COLUMN_READERS[file.format](file, columns)
-    holds, fix = _HELD[file.format]
+    if file.format in ("dataset", *_COLUMN_READERS):
+        return column_reader(file, record_columns(config), dataset)
+    holds, fix = HELD[file.format]
     if config.record != holds:
         raise ConfigError(
             f'{file.name} is read as {file.format}, which holds records of kind "{holds}", and data.record is '
@@ -53,6 +50,13 @@ def open_reader(file: SourceFile, config: DataConfig, dataset: Any = None) -> Re
         if column := getattr(config, setting):
             raise ConfigError(f"{file.name} holds nothing but ids, and data.{setting} is '{column}'; leave it out")
     return NpyReader(file, config.document_end_id) if file.path.endswith(".npy") else MegatronReader(file)
+
+
+def column_reader(file: SourceFile, columns: tuple[Column, ...], dataset: Any = None) -> RecordReader:
+    """Make the reader of a data set, or of a file of a format with columns."""
+    if file.format == "dataset":
+        return (IterableDatasetReader if is_iterable_dataset(dataset) else DatasetReader)(file, dataset, columns)
+    return _COLUMN_READERS[file.format](file, columns)
 
 
 def dataset_file(dataset: Any, name: str = "dataset") -> SourceFile:
@@ -104,11 +108,14 @@ class PartFiles:
             yield listing, list(islice(readers, len(listing.files)))
 
 
-def open_part(config: DataConfig, dataset: Any = None) -> PartFiles:
+def list_files(config: DataConfig, dataset: Any = None) -> tuple[SourceListing, ...]:
     if dataset is None:
-        listings = list_sources(config)
-    else:
-        listings = (SourceListing(config.sources[0], (dataset_file(dataset),)),)
+        return list_sources(config)
+    return (SourceListing(config.sources[0], (dataset_file(dataset),)),)
+
+
+def open_part(config: DataConfig, dataset: Any = None) -> PartFiles:
+    listings = list_files(config, dataset)
     readers = tuple(open_reader(file, config, dataset) for listing in listings for file in listing.files)
     total_bytes = sum(reader.file.size_bytes or 0 for reader in readers)
     part_bytes = min(max(total_bytes // (_SEGMENTS_PER_STREAM * config.num_streams), _SMALLEST_BYTES), _LARGEST_BYTES)
@@ -141,6 +148,7 @@ def source_lines(config: DataConfig, part: PartFiles) -> Iterator[str]:
             records = f", {'' if is_exact else 'about '}{counted(number, 'record')}"
         pieces = [f"{listing.source}: {', '.join(counted(n, f'{kind} file') for kind, n in formats.items())}{records}"]
         if present := list(dict.fromkeys(column for summary in summaries for column in summary.columns)):
+            pieces.append(f"records: {config.record}")
             pieces.append(f"used: {_names([name for name in present if name in values])}")
             if checked := [name for name in present if name in known and name not in values]:
                 pieces.append(f"checked to change nothing: {_names(checked)}")
