@@ -15,10 +15,9 @@ from evenload.cli.options import COUNTS, argument, option, parse_tokens
 from evenload.config.keys import set_options
 from evenload.config.tokenizer import with_found_kinds
 from evenload.config.train_config import TrainConfig, load_train_config
-from evenload.data.chat_encoding import open_encoder, with_some_template
+from evenload.data.chat_encoding import open_encoder
 from evenload.data.config import DataConfig, OnCorrupt, Overlong, RecordKind
-from evenload.data.lengths import LengthTable, count_documents, may_be_numbers, read_length_table
-from evenload.data.record_kinds import with_kinds
+from evenload.data.lengths import LengthTable, count_documents, may_be_numbers, read_length_table, with_counted_chats
 from evenload.data.tokenize import open_tokenizer
 from evenload.errors import ConfigError
 from evenload.integrations.catalog import ENGINES
@@ -43,9 +42,7 @@ class DocumentOptions:
     """Options of documents whose tokens are counted; None = not given."""
 
     tokenizer: str | None = option(_DATA, "A tokenizer.json or its folder, which counts documents; else bytes count.")
-    record: RecordKind | None = option(
-        _DATA, "What a record of the documents holds (data.record). Default: it is found."
-    )
+    record: RecordKind | None = option(_DATA, "What a record of the documents holds (data.record). Default: auto.")
     include: list[str] | None = option(_DATA, "Names of files to read, such as '*.py'; may be repeated (default all).")
     on_corrupt: OnCorrupt | None = option(_DATA, "Stop at a record that cannot be read, or skip it (default error).")
 
@@ -95,7 +92,7 @@ def length_source(
         # Nobody can name the token here; its own length stands in the output.
         data = msgspec.structs.replace(data, append_eos=False)
     if not may_be_numbers(source, data):
-        data = with_some_template(with_kinds(data))
+        data = with_counted_chats(data)
         open_encoder(data)
     return LengthSource(name=source, data=data)
 

@@ -47,9 +47,8 @@ def with_found_kinds(data: DataConfig, model_path: str) -> DataConfig:
     """Resolve the kinds of record (`with_kinds`); ids that are found need no tokeniser that the model brought."""
     found = with_kinds(data)
     is_default = with_default_tokenizer(msgspec.structs.replace(data, tokenizer=None), model_path) == data
-    if reads_token_ids(found) and not reads_token_ids(data) and is_default:
-        return msgspec.structs.replace(found, tokenizer=None)
-    return found
+    has_found_ids = reads_token_ids(found) and not reads_token_ids(data)
+    return msgspec.structs.replace(found, tokenizer=None) if has_found_ids and is_default else found
 
 
 def require_tokenizer(data: DataConfig, pretrained: str | None, vocab_size: int) -> DocumentTokenizer:

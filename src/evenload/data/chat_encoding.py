@@ -74,31 +74,24 @@ _IGNORE = "repair the record, or pass over the key by data.ignore_columns"
 
 CHATML = "chatml"
 """Value of `data.chat_template` for a plain template, which writes tools and calls as JSON."""
-CHATML_SOURCE = """\
-{% if tools %}<|im_start|>system
-{{ tools | tojson }}<|im_end|>
-{% endif %}{% for message in messages %}<|im_start|>{{ message.role }}
-{% if message.role == "assistant" %}{% generation %}{{ message.content or "" }}{% for call in message.tool_calls %}
-{{ call | tojson }}{% endfor %}<|im_end|>
-{% endgeneration %}{% else %}{{ message.content }}<|im_end|>
-{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
+CHATML_SOURCE = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}{% for message in messages %}"
+    "<|im_start|>{{ message.role }}\n{% if message.role == 'assistant' %}{% generation %}{{ message.content or '' }}"
+    "{% for call in message.tool_calls %}{{ call | tojson }}{% endfor %}<|im_end|>\n{% endgeneration %}{% else %}"
+    "{{ message.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-_OTHER_NAMES = {
-    "human": "user", "gpt": "assistant", "bot": "assistant", "chatbot": "assistant", "model": "assistant",
-    "observation": "tool",
-}  # fmt: skip
+_OTHER_NAMES = {"human": "user", "gpt": "assistant", "bot": "assistant", "chatbot": "assistant", "model": "assistant"}
+_FROM_NAMES = {name: name for name in _ROLES} | _OTHER_NAMES | {"chatgpt": "assistant", "observation": "tool"}
+"""Roles of messages with from and value."""
 _TEXT, _USER = "Qz7", {"role": "user", "content": "q"}
 # The two forms: of content, and of arguments ("arguments" is no role that anybody has).
 _FORMS = {"parts": [{"type": "text", "text": _TEXT}], "text": _TEXT}
 _ARGUMENTS = {"object": {_TEXT: 1}, "text": json.dumps({_TEXT: 1})}
 # A repr of an object, a part as a whole, or JSON in JSON.
 _IS_WRONG = re.compile(r"""\{'Qz7'|['"]text\\*['"]: *\\*['"]Qz7|\\"Qz7""")
-
-
-class NoTemplateError(ConfigError):
-    """Records need a chat template, and none is named nor lies next to the tokeniser."""
 
 
 class _GenerationBlocks(Extension):
@@ -296,23 +289,12 @@ def open_chat_template(config: DataConfig, tokenizer: DocumentTokenizer) -> Chat
     return template
 
 
-def with_some_template(config: DataConfig) -> DataConfig:
-    """Return settings, with kinds of record that are known, with the plain template where chats have none: for
-    counting."""
-    try:
-        if config.record not in ("text", "tokens"):
-            open_chat_template(config, open_tokenizer(config.tokenizer, config.eos_token))
-    except NoTemplateError:
-        return msgspec.structs.replace(config, chat_template=CHATML)
-    return config
-
-
 def _find_source(config: DataConfig, directory: Path | None, settings: dict[str, Any]) -> tuple[str, str]:
     if config.chat_template == CHATML:
         return CHATML, CHATML_SOURCE
     fix = f'set data.chat_template to a file, or to "{CHATML}" for a plain one'
     if directory is None and config.chat_template is None:
-        raise NoTemplateError(f"records hold messages, and plain bytes have no chat template; {fix}")
+        raise ConfigError(f"records hold messages, and plain bytes have no chat template; {fix}")
     home = directory or Path()
     file = Path(config.chat_template or home / "chat_template.jinja")
     if config.chat_template is not None or file.is_file():
@@ -328,7 +310,7 @@ def _find_source(config: DataConfig, directory: Path | None, settings: dict[str,
             names = sorted(map(str, named))
             raise ConfigError(f"'{origin}' has chat templates {names} and no default; set data.chat_template to a file")
     if template is None:
-        raise NoTemplateError(f"no chat template in '{origin}', no chat_template.jinja next to it; {fix}")
+        raise ConfigError(f"no chat template in '{origin}', no chat_template.jinja next to it; {fix}")
     if not isinstance(template, str):
         raise ConfigError(f"chat_template in '{origin}' is of type {type(template).__name__}, must be text")
     return origin, template
@@ -431,10 +413,6 @@ class Instructions(Chats):
         return self._render([(self.columns[0], [prompt]), (self.columns[1], [answer])], others)
 
 
-_CHAT_KINDS = {"messages": Chats, "conversations": Chats, "instruction": Instructions}
-"""Renderers of kinds that always need a template."""
-
-
 def render_chat(
     template: ChatTemplate, messages: Sequence[Message], first: int | None, ignored: Collection[str]
 ) -> RenderedText:
@@ -520,26 +498,17 @@ def _read_message(value: Any, where: str, template: ChatTemplate) -> Message:
 
 
 def _with_usual_keys(message: Message, where: str) -> Message:
-    """Return a message of ShareGPT's keys, from and value, with role and content, or with the calls of tools."""
+    """Return a message of ShareGPT's keys, from and value, with role and content, or with the call of a tool."""
     name, content = str(message.pop("from")).strip().lower(), message.pop("value", None)
-    role = _OTHER_NAMES.get(name, name)
-    if role in _ROLES:
-        return {"role": role, "content": content} | message
-    if role != "function_call":
-        raise RecordProblem(
-            f"{where} is from '{name}', must be one of {', '.join((*_ROLES, *_OTHER_NAMES, 'function_call'))}"
-        )
+    if name in _FROM_NAMES:
+        return {"role": _FROM_NAMES[name], "content": content} | message
+    if name != "function_call":
+        raise RecordProblem(f"{where} is from '{name}'; known are {', '.join(_FROM_NAMES)}, function_call")
     try:
-        calls = json.loads(content)
-        calls = [
-            {"type": "function", "function": call | {"name": call["name"]}}
-            for call in (calls if isinstance(calls, list) else [calls])
-        ]
-    except (ValueError, TypeError, KeyError) as err:
-        raise RecordProblem(
-            f"{where} is a function_call, but its value is no JSON object with a name ({err!r})"
-        ) from err
-    return {"role": "assistant", "tool_calls": calls} | message
+        call = msgspec.json.decode(content, type=dict[str, Any])
+    except (msgspec.DecodeError, TypeError) as err:
+        raise RecordProblem(f"{where} is a function_call, but its value is no JSON object: {err}") from err
+    return {"role": "assistant", "tool_calls": [{"type": "function", "function": call}]} | message
 
 
 def _beginning(prompt: str, whole: str, template: ChatTemplate, index: int) -> str:
@@ -597,9 +566,9 @@ def open_encoder(
             f"vocab_size is {vocab_size:,}; set data.tokenizer to the model's own, or train a larger vocab_size"
         )
     names, masked, ignored = value_names(columns), config.loss_on != "all", frozenset(config.ignore_columns)
-    if config.record in _CHAT_KINDS:
-        kind = _CHAT_KINDS[config.record]
-        return TextEncoder(kind(names, open_chat_template(config, tokenizer), masked, ignored), tokenizer, None)
+    if config.record in ("messages", "conversations", "instruction"):
+        renderer = Instructions if config.record == "instruction" else Chats
+        return TextEncoder(renderer(names, open_chat_template(config, tokenizer), masked, ignored), tokenizer, None)
     opening = required_opening(tokenizer, config.prepend_bos)
     end_id = required_eos(tokenizer) if config.append_eos else None
     if config.record == "text":
@@ -619,7 +588,7 @@ def stop_warnings(config: DataConfig, tokenizer: DocumentTokenizer, model_ends: 
     several = [tokenizer.eos_id, *(model_ends if isinstance(model_ends, list | tuple) else [model_ends])]
     ends = sorted({index for index in several if index is not None})
     chat = [{"role": "user", "content": "a"}], [{"role": "assistant", "content": "b"}]
-    values: dict[str, tuple[Any, ...]] = dict.fromkeys(("messages", "conversations"), ([*chat[0], *chat[1]],))
+    values = dict.fromkeys(("messages", "conversations"), ([*chat[0], *chat[1]],))
     values |= {"prompt_completion": chat, "instruction": ("a", "b")}
     warnings: list[str] = []
     for part in mixture_configs(config):

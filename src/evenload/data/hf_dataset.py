@@ -1,5 +1,4 @@
-"""Read Hugging Face data sets that are passed in Python: a `Dataset` by rows, an `IterableDataset` by shards. Without
-columns, the one value of an example that is read as Python values is the keys that are not None.
+"""Read Hugging Face data sets that are passed in Python: a `Dataset` by rows, an `IterableDataset` by shards.
 
 A `Dataset` is read in Arrow batches, in the order of its `select` or `shuffle`; one with a transform is read through
 that, row by row. Offsets are rows. An `IterableDataset` is read shard by shard; offsets are shard and example, and a

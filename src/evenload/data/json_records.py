@@ -46,7 +46,7 @@ _TYPES: dict[ColumnKind, Any] = {
 
 @dataclass(frozen=True)
 class JsonlReader(RecordReader):
-    """Read files of format "jsonl". Without columns, a record's one value is the keys that are not null."""
+    """Read files of format "jsonl"."""
 
     columns: tuple[Column, ...]
 

@@ -24,12 +24,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.data.blocks import HoldOut, corrupt_record
-from evenload.data.chat_encoding import open_encoder, with_some_template
+from evenload.data.chat_encoding import CHATML, open_encoder
 from evenload.data.config import DataConfig, mixture_configs, reads_token_ids
-from evenload.data.part_files import PartFiles, open_part
-from evenload.data.record_kinds import kinds_of, kinds_text, with_kinds
+from evenload.data.part_files import open_part
+from evenload.data.record_kinds import kinds_of, with_kinds
 from evenload.data.records import naming
-from evenload.data.tokenize import ByteTokenizer, DocumentTokenizer, describe_tokenizer, open_tokenizer
+from evenload.data.tokenize import BYTES, ByteTokenizer, DocumentTokenizer, describe_tokenizer, open_tokenizer
 from evenload.errors import ConfigError, DataError
 from evenload.types.run import HeaviestHalf, LengthClass, LengthProfile, LengthShare, WindowCut
 from evenload.types.text import LengthUnit
@@ -58,7 +58,7 @@ def read_length_table(source: str, config: DataConfig | None = None) -> LengthTa
     """
     base = config or DataConfig(sources=(source,), batch_documents=1, max_document_tokens=1)
     if not may_be_numbers(source, base) or (lengths := read_numbers(source)) is None:
-        return count_documents(with_some_template(with_kinds(msgspec.structs.replace(base, sources=(source,)))), source)
+        return count_documents(with_counted_chats(msgspec.structs.replace(base, sources=(source,))), source)
     if base.tokenizer is not None:
         raise ConfigError(
             f"{source} holds lengths, which no tokeniser is needed for, and the tokeniser is '{base.tokenizer}'; leave "
@@ -76,15 +76,24 @@ def count_documents(config: DataConfig, origin: str) -> LengthTable:
         )
     config = with_kinds(config)
     tokenizer = open_tokenizer(config.tokenizer, config.eos_token)
-    parts = [(part, open_part(part)) for part in mixture_configs(config)]
-    lengths = np.fromiter((length for part in parts for length in _count(*part, tokenizer)), dtype=np.int64)
+    parts = mixture_configs(config)
+    lengths = np.fromiter((length for part in parts for length in _count(part, tokenizer)), dtype=np.int64)
+    template = f", written by chat template {config.chat_template}" if config.chat_template else ""
     is_ids = reads_token_ids(config)
     return LengthTable(
         lengths=checked_lengths(lengths, origin),
         unit="bytes" if isinstance(tokenizer, ByteTokenizer) and not is_ids else "tokens",
         tokenizer=TOKEN_IDS if is_ids else describe_tokenizer(tokenizer),
-        records=kinds_text([part for part, opened in parts if any(file.format != "text" for file in opened.files)]),
+        records=f"records are read as {', '.join(dict.fromkeys(part.record for part in parts))}{template}",
     )
+
+
+def with_counted_chats(config: DataConfig) -> DataConfig:
+    """Return settings with kinds of record that are known, and a plain template for chats that are counted in bytes."""
+    config = with_kinds(config)
+    is_plain = config.chat_template is None and config.tokenizer in (None, BYTES)
+    is_chat = config.record not in ("text", "tokens")
+    return msgspec.structs.replace(config, chat_template=CHATML) if is_plain and is_chat else config
 
 
 def checked_lengths(lengths: NDArray[np.int64], source: str) -> NDArray[np.int64]:
@@ -96,10 +105,10 @@ def checked_lengths(lengths: NDArray[np.int64], source: str) -> NDArray[np.int64
     return lengths
 
 
-def _count(config: DataConfig, opened: PartFiles, tokenizer: DocumentTokenizer) -> Iterator[int]:
+def _count(config: DataConfig, tokenizer: DocumentTokenizer) -> Iterator[int]:
     encoder = open_encoder(config, tokenizer)
     hold_out = HoldOut.of(config)
-    for reader, part in opened.segments:
+    for reader, part in open_part(config).segments:
         file, records = reader.file, reader.records(part)
         if hold_out is not None:
             records = (one for one in records if hold_out.is_held_out(file.key, one.offset) == hold_out.takes)

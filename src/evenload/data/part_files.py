@@ -32,12 +32,18 @@ HELD = {"text": ("text", "data.format or data.include"), "memmap": ("tokens", 'd
 """Kind of the records of formats without columns, and the setting to change for others."""
 
 
-def open_reader(file: SourceFile, config: DataConfig, dataset: Any = None) -> RecordReader:
-    """Make the reader of a file or data set, unopened; `ConfigError` for a format without records of this kind."""
+def open_reader(
+    file: SourceFile, config: DataConfig, dataset: Any = None, columns: tuple[Column, ...] | None = None
+) -> RecordReader:
+    """Make the reader of a file or data set, unopened; `ConfigError` for a format without records of this kind. A
+    reader of no `columns` (default: those of the settings) gives the keys of JSON objects and examples."""
     if file.format in _OWN_COMPRESSION and file.compression is not None:
         raise ConfigError(f"{file.name} is a {file.format} file inside {file.compression}; decompress it")
-    if file.format in ("dataset", *_COLUMN_READERS):
-        return column_reader(file, record_columns(config), dataset)
+    columns = record_columns(config) if columns is None else columns
+    if file.format == "dataset":
+        return (IterableDatasetReader if is_iterable_dataset(dataset) else DatasetReader)(file, dataset, columns)
+    if file.format in _COLUMN_READERS:
+        return _COLUMN_READERS[file.format](file, columns)
     holds, fix = HELD[file.format]
     if config.record != holds:
         raise ConfigError(
@@ -50,13 +56,6 @@ def open_reader(file: SourceFile, config: DataConfig, dataset: Any = None) -> Re
         if column := getattr(config, setting):
             raise ConfigError(f"{file.name} holds nothing but ids, and data.{setting} is '{column}'; leave it out")
     return NpyReader(file, config.document_end_id) if file.path.endswith(".npy") else MegatronReader(file)
-
-
-def column_reader(file: SourceFile, columns: tuple[Column, ...], dataset: Any = None) -> RecordReader:
-    """Make the reader of a data set, or of a file of a format with columns."""
-    if file.format == "dataset":
-        return (IterableDatasetReader if is_iterable_dataset(dataset) else DatasetReader)(file, dataset, columns)
-    return _COLUMN_READERS[file.format](file, columns)
 
 
 def dataset_file(dataset: Any, name: str = "dataset") -> SourceFile:
@@ -108,14 +107,11 @@ class PartFiles:
             yield listing, list(islice(readers, len(listing.files)))
 
 
-def list_files(config: DataConfig, dataset: Any = None) -> tuple[SourceListing, ...]:
-    if dataset is None:
-        return list_sources(config)
-    return (SourceListing(config.sources[0], (dataset_file(dataset),)),)
-
-
 def open_part(config: DataConfig, dataset: Any = None) -> PartFiles:
-    listings = list_files(config, dataset)
+    if dataset is None:
+        listings = list_sources(config)
+    else:
+        listings = (SourceListing(config.sources[0], (dataset_file(dataset),)),)
     readers = tuple(open_reader(file, config, dataset) for listing in listings for file in listing.files)
     total_bytes = sum(reader.file.size_bytes or 0 for reader in readers)
     part_bytes = min(max(total_bytes // (_SEGMENTS_PER_STREAM * config.num_streams), _SMALLEST_BYTES), _LARGEST_BYTES)
@@ -148,8 +144,7 @@ def source_lines(config: DataConfig, part: PartFiles) -> Iterator[str]:
             records = f", {'' if is_exact else 'about '}{counted(number, 'record')}"
         pieces = [f"{listing.source}: {', '.join(counted(n, f'{kind} file') for kind, n in formats.items())}{records}"]
         if present := list(dict.fromkeys(column for summary in summaries for column in summary.columns)):
-            pieces.append(f"records: {config.record}")
-            pieces.append(f"used: {_names([name for name in present if name in values])}")
+            pieces.append(f"used as {config.record}: {_names([name for name in present if name in values])}")
             if checked := [name for name in present if name in known and name not in values]:
                 pieces.append(f"checked to change nothing: {_names(checked)}")
             if unused := [name for name in present if name not in known]:

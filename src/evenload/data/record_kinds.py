@@ -6,21 +6,21 @@ is opened once, several at a time, but those of text or of ids alone.
 """
 
 import json
-from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, wait
 from itertools import islice
 from typing import Any
 
 import msgspec
 
 from evenload.data.config import DataConfig, mixture_configs
-from evenload.data.part_files import HELD, column_reader, list_files
+from evenload.data.part_files import HELD, dataset_file, open_reader
 from evenload.data.records import KIND_FIELDS, FilePart, RecordReader
-from evenload.data.sources import SourceFile
+from evenload.data.sources import SourceListing, list_sources
 from evenload.errors import ConfigError, DataError
 
 _FIRST_RECORDS = 100  # of a file
-_MOST_DAMAGED = 900  # that are passed over to find these
 _THREADS = 16
 _DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(DataConfig)}
 _KIND_OF_SETTING = {name: kind for kind, names in KIND_FIELDS.items() for name in names if name in _DEFAULTS}
@@ -32,28 +32,15 @@ def with_kinds(config: DataConfig, datasets: Mapping[str, Any] | None = None) ->
     """Return settings in which `record` is no longer "auto"; `datasets` are Hugging Face's by source name. Raises
     `DataError` for records of no kind or of several, `ConfigError` where a setting has to choose."""
     parts = mixture_configs(config)
-    kinds = [_named_kind(part) or _found_kind(part, datasets or {}) if part.record == "auto" else "" for part in parts]
+    if all(part.record != "auto" for part in parts):
+        return config
+    datasets = datasets or {}
+    kinds = [_named_kind(one) or _found_kind(one, datasets) if one.record == "auto" else one.record for one in parts]
     if not config.mixture:
-        return msgspec.structs.replace(config, record=kinds[0]) if kinds[0] else config
-    # What holds for all parts, "text", is what states of earlier runs say.
-    mixture = (
-        msgspec.structs.replace(part, record=None if kind == "text" and config.record == "auto" else kind)
-        if kind
-        else part
-        for part, kind in zip(config.mixture, kinds, strict=True)
-    )
-    record = "text" if config.record == "auto" else config.record
-    return msgspec.structs.replace(config, record=record, mixture=tuple(mixture))
-
-
-def kinds_text(parts: Iterable[DataConfig]) -> str:
-    """Say how the records of parts, whose kinds are known, are read; "" of no part."""
-    kinds = []
-    for part in parts:
-        columns = filter(None, (getattr(part, name, name) for name in KIND_FIELDS[part.record]))
-        template = f", written by chat template {part.chat_template}" if part.chat_template else ""
-        kinds.append(f"records are read as {part.record} ({', '.join(columns)}){template}")
-    return "; ".join(dict.fromkeys(kinds))
+        return msgspec.structs.replace(config, record=kinds[0])
+    mixture = tuple(map(lambda part, kind: msgspec.structs.replace(part, record=kind), config.mixture, kinds))
+    # No part asks any more; "text" is what states of earlier runs have there.
+    return msgspec.structs.replace(config, record=config.record.replace("auto", "text"), mixture=mixture)
 
 
 def kinds_of(keys: Iterable[str]) -> list[str]:
@@ -65,64 +52,79 @@ def kinds_of(keys: Iterable[str]) -> list[str]:
 def _named_kind(config: DataConfig) -> str | None:
     named = {name: kind for name, kind in _KIND_OF_SETTING.items() if getattr(config, name) != _DEFAULTS[name]}
     if len(set(named.values())) > 1:
-        columns = " and ".join(f"data.{name} '{getattr(config, name)}'" for name in named)
-        raise ConfigError(f"{columns} are columns of different kinds of record; {_choice(named.values())}")
+        settings = " and ".join(f"data.{name}" for name in named)
+        raise ConfigError(f"{settings} name columns of different kinds of record; {_choice(named.values())}")
     return next(iter(named.values()), None)
 
 
 def _found_kind(config: DataConfig, datasets: Mapping[str, Any]) -> str:
     dataset = next((datasets[source] for source in config.sources if source in datasets), None)
-    files = [file for listing in list_files(config, dataset) for file in listing.files]
-    with ThreadPoolExecutor(_THREADS) as pool:
-        found = list(pool.map(lambda file: _kind_of_file(file, dataset), files))
-    names = {kind: file.name for file, (kind, _) in reversed(list(zip(files, found, strict=True))) if kind}
-    if len(names) > 1:
-        (other, other_name), (kind, name) = list(names.items())[-2:]
+    listings = list_sources(config) if dataset is None else [SourceListing("", (dataset_file(dataset),))]
+    files = [file for listing in listings for file in listing.files]
+    first = {HELD[file.format][0]: file.name for file in files if file.format in HELD}
+    asked = [(file, Future[tuple[str, str]]()) for file in files if file.format not in HELD]
+    pairs, problem = iter(asked), ""
+
+    def look() -> None:
+        for file, result in pairs:
+            try:
+                result.set_result(_kind_of_file(open_reader(file, config, dataset, ())))
+            except Exception as error:  # raised where the result is taken
+                result.set_exception(error)
+
+    for _ in asked[:_THREADS]:  # daemons: a source that hangs must not delay the end of the process
+        threading.Thread(target=look, name="evenload-kinds", daemon=True).start()
+    for file, result in asked:
+        if not wait([result], config.stall_timeout_s).done:
+            silent = f"the data source gave nothing for {config.stall_timeout_s:g} s, reading the first records of"
+            raise DataError(f"{silent} {file.name}; check the storage, or raise data.stall_timeout_s")
+        kind, wrong = result.result()
+        problem = problem or wrong
+        if kind:
+            first.setdefault(kind, file.name)
+    if len(first) > 1:
+        (kind, name), (other, other_name) = list(first.items())[:2]
         raise ConfigError(
             f"{name} holds records of kind {kind}, {other_name} of kind {other}; make each kind a part of its own "
             "([[data.mixture]] with name, weight and sources), or leave one of them out (data.include)"
         )
-    if not names and (problem := next((problem for _, problem in found if problem), "")):
+    if problem and not first:
         raise DataError(problem)
-    return next(iter(names), "text")  # where nothing can be read, as reading reports
+    return next(iter(first), "text")  # where nothing can be read, as reading reports
 
 
-def _kind_of_file(file: SourceFile, dataset: Any) -> tuple[str, str]:
+def _kind_of_file(reader: RecordReader) -> tuple[str, str]:
     """Return the kind of a file's records, "" where none that can be read is of any, and what is wrong then."""
-    if file.format in HELD:
-        return HELD[file.format][0], ""
-    reader, places, problem = column_reader(file, (), dataset), dict[str, int](), ""
+    places: dict[str, int] = {}
+    problem = ""
     for offset, keys in _first_keys(reader):
-        kinds = kinds_of(keys)
+        kinds, has = kinds_of(keys), f"has the keys {', '.join(keys) or 'of an empty object'}"
         if len(kinds) > 1:
-            raise ConfigError(f"{reader.origin(offset)} has the keys {', '.join(keys)}; {_choice(kinds)}")
+            raise ConfigError(f"{reader.origin(offset)} {has}; {_choice(kinds)}")
         if kinds:
             places.setdefault(kinds[0], offset)
         elif not problem:
             known = "; ".join(f"{kind}: {', '.join(needed)}" for kind, needed in _KEYS.items())
-            problem = (
-                f"{reader.origin(offset)} has the keys {', '.join(map(repr, keys)) or 'of an empty object'}, which no "
-                f"kind of record has ({known}); rename them, or name them, as by data.text_column"
-            )
+            fix = "rename them, or name them, as by data.text_column"
+            problem = f"{reader.origin(offset)} {has}, which no kind of record has ({known}); {fix}"
     if len(places) > 1:
-        (kind, place), (other, other_place) = list(places.items())[:2]
-        raise DataError(
-            f"{reader.origin(place)} is a record of kind {kind}, {reader.origin(other_place)} of kind {other}; write "
-            f"each kind to a file of its own, as a part of [[data.mixture]], or {_choice(places)}"
-        )
+        one, other = [f"{reader.origin(offset)} of kind {kind}" for kind, offset in places.items()][:2]
+        fix = f"write each kind to a file of its own, as a part of [[data.mixture]], or {_choice(places)}"
+        raise DataError(f"records of one file are of different kinds: {one}, {other}; {fix}")
     return next(iter(places), ""), problem
 
 
-def _first_keys(reader: RecordReader) -> list[tuple[int, tuple[str, ...]]]:
-    """Return place and keys of the first records that can be read, of tables the columns alone."""
-    if not reader.file.format.startswith("json"):
-        columns = reader.summary().columns
-        if columns or reader.file.format != "dataset":
-            return [(0, columns)] if columns else []
-    records = islice(reader.records(FilePart()), _FIRST_RECORDS + _MOST_DAMAGED)
-    readable = ((record.offset, record.values[0]) for record in records if record.values is not None)
-    return list(islice(readable, _FIRST_RECORDS))
+def _first_keys(reader: RecordReader) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """Yield place and keys of the first records that can be read, of tables the columns alone."""
+    is_json = reader.file.format.startswith("json")
+    columns = () if is_json else reader.summary().columns
+    if columns:
+        yield 0, columns
+    elif is_json or reader.file.format == "dataset":
+        for record in islice(reader.records(FilePart()), _FIRST_RECORDS):
+            if record.values is not None:
+                yield record.offset, record.values[0]
 
 
 def _choice(kinds: Iterable[str]) -> str:
-    return f"choose by data.record = {' or '.join(map(json.dumps, dict.fromkeys(kinds)))} (evenload plan: --record)"
+    return f"set data.record = {' or '.join(map(json.dumps, dict.fromkeys(kinds)))} (evenload plan: --record)"
