@@ -97,9 +97,10 @@ def read_all(terminal: int) -> str:
 
 
 def output_parts(output: str) -> tuple[str, str]:
-    """The layouts, and the comparison in the one that won, which begins with the line of the command."""
-    first, begin, second = output.partition("\nevenload ")
-    return first, begin.strip("\n") + second
+    """The layouts, and what was planned: the line that names the layout that won."""
+    start = output.index("layout of each strategy: ")
+    layouts, begin, planned = output[start:].partition("\nevenload ")
+    return layouts, begin.strip("\n") + planned
 
 
 def fenced(text: str) -> str:

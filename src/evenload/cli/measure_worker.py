@@ -161,11 +161,11 @@ def bench_rank(
             others = ({"name": one.name, "feasible": False, "why": one.why} for one in result.left_out)
             report = RunReport(
                 title=f"Evenload bench: {', '.join(strategies)} on the same batches",
-                headline=f"Measured: {result.outcome}",
+                headline=f"Measured: {result.outcome}.",
                 facts=facts,
                 sections=sections,
                 comparison=(*rows, *others),
-                best=result.winner,
+                best=(result.winner,) if result.winner else (),
             )
             write_report(request.html_path, report)
     return 0

@@ -157,7 +157,7 @@ def chosen_strategies(
 
 
 DEFAULT_DOCUMENTS = 512  # of a global batch
-DEFAULT_CONTEXT = 131_072  # tokens of the longest document trained whole
+DEFAULT_CONTEXT = 131_072  # tokens, of a model whose limit is not known
 DEFAULT_SEARCH_S = 300.0
 
 
@@ -184,16 +184,19 @@ class PlanRequest(DocumentOptions):
         "config.toml.",
     )
     layout: str | None = option(
-        _MODEL, "For example dp=4,pp=8. Also virtual=2. Default: the shallowest that fits. Stages get layers by cost."
+        _MODEL, "For example dp=4,pp=8. Also virtual=2. Default: the best of a few. Stages get layers by cost."
     )
     documents: int | None = option(_DATA, f"Documents of a global batch (default {DEFAULT_DOCUMENTS}).")
     tokens: str | None = option(_DATA, f"Tokens of a global batch, instead of --documents. {COUNTS}", metavar="TOKENS")
     context: str | None = option(
         _DATA,
-        f"Longest document trained whole, and the most tokens of a pack (default 128k). {COUNTS}",
+        "Longest document trained whole, and the most tokens of a pack. Default: the longest of the documents, or "
+        f"the model's limit where that is shorter. {COUNTS}",
         metavar="TOKENS",
     )
-    overlong: Overlong | None = option(_DATA, "What happens to longer documents (default error).")
+    overlong: Overlong | None = option(
+        _DATA, "What happens to longer documents (default error; truncate without --context)."
+    )
     strategy: str = option(_HOW, _STRATEGY_HELP, default="all")
     engine: str | None = option(
         _HOW,
@@ -245,6 +248,9 @@ class PlanRequest(DocumentOptions):
     )
     search_seconds: float | None = option(
         _SEARCH, f"Most time for --search-layout (default {DEFAULT_SEARCH_S:g}); layouts not searched are counted."
+    )
+    details: bool = option(
+        _HOW, "Also print the slower strategies, all that fits the width, and how figures came about.", default=False
     )
     json_file: Path | None = option(_FILES, "Write all figures as JSON.", "--json")
     html: Path | None = option(_FILES, "Write a page: table, losses, timelines, memory, documents.")
