@@ -149,6 +149,8 @@ def source_lines(config: DataConfig, part: PartFiles) -> Iterator[str]:
                 pieces.append(f"checked to change nothing: {_names(checked)}")
             if unused := [name for name in present if name not in known]:
                 pieces.append(f"not used: {_names(unused)}")
+        elif set(formats) - HELD.keys():
+            pieces.append(f"read as {config.record}")
         if listing.left_out:
             pieces.append(f"files left out: {_names(listing.left_out)}")
         yield " | ".join(pieces)
