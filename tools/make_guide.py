@@ -1,4 +1,4 @@
-"""What docs/guide.md shows of `evenload plan` and `evenload lengths`.
+"""What docs/plan.md shows of `evenload plan` and `evenload lengths`.
 
     python tools/make_guide.py [--without-search]      part of `make docs`; minutes, nearly all of them the search
 
@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "guide.md"
+PAGE = ROOT / "docs" / "plan.md"
 TABLE = "examples/lengths/github_dirs.npy.gz"
 SIZES = ("--documents", "512", "--steps", "4")
 MODEL = ("--model", "llama-13b", "--cluster", "h100x64")

@@ -343,7 +343,7 @@ def _gpus() -> ClusterSpec:
     if len(kinds) > 1 or None in kinds:
         raise ConfigError(
             f"--cluster is missing, and this machine has {', '.join(sorted(set(names)))}, of which not all are one of "
-            f"the built-in {', '.join(BUILT_IN)} (all SXM); describe it in a TOML file (docs/guide.md) for --cluster"
+            f"the built-in {', '.join(BUILT_IN)} (all SXM); describe it in a TOML file (docs/plan.md) for --cluster"
         )
     (kind,) = kinds
     return cluster_from(f"{kind}x{len(names)}")

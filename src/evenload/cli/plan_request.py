@@ -169,13 +169,13 @@ class PlanRequest(DocumentOptions):
     lengths_per_step: str | None = option(
         _DATA,
         "Instead of LENGTHS: the steps of a run of any trainer, one a line, with their partition if known; says what "
-        "they lost to waiting, and what evenload.micro_batches would take (docs/guide.md).",
+        "they lost to waiting, and what evenload.micro_batches would take (docs/plan.md).",
         metavar="FILE.jsonl",
     )
     cluster: str | None = option(
         _MODEL,
         f"Built-in name ({', '.join(BUILT_IN)}, then x and how many: h100x32), or a TOML file such as "
-        "examples/clusters/two_nodes.toml (explained in docs/guide.md). "
+        "examples/clusters/two_nodes.toml (explained in docs/plan.md). "
         "Needed, but with a config.toml: then this machine, its GPUs or, on the CPU, what a cost file says of it.",
     )
     model: str | None = option(
