@@ -2,12 +2,15 @@
 
 All ranks time their own stage's layers at once, as a step shares the machine too, on a handful of packs: whole
 documents, many short ones, slices with a prefix. Coefficients are fitted by non-negative least squares on relative
-errors; a cost file is cached by everything that changes the seconds. A noisy measurement (`calibrate.fit`) is repeated
-once, and the quieter one counts. On a GPU larger packs follow, through one layer of every window.
+errors; a cost file is cached by everything that changes the seconds, unless a measurement was noisy (`calibrate.fit`).
+On a GPU larger packs follow, through one layer of every window. Slow layers are timed less often, and fewer of them, so
+that all ends within `train.calibration_max_s`.
 """
 
 import hashlib
+import math
 import os
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,11 +22,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from evenload.calibrate.fit import CoreWaits, fit_relative, median_seconds, spread_of_repeats
+from evenload.calibrate.fit import CoreWaits, fit_relative, median_seconds, spread_of_repeats, timed
 from evenload.calibrate.kernels import TOKENS, copy_work, head_work, matmul_flops_per_s, optimizer_work, weight_seconds
 from evenload.calibrate.links import TransferKind, median_link, median_overlap, overlap_cost, quick_links
 from evenload.calibrate.rounds import (
-    GPU_LAYERS,
+    FEW_LAYERS,
     NEEDED_ROUNDS,
     QUICK_ROUNDS,
     LayerShares,
@@ -35,6 +38,7 @@ from evenload.calibrate.rounds import (
     longest_of,
     may_run,
     median_sample,
+    num_tokens_of,
     pack_clock,
     pack_features,
     part_of,
@@ -53,7 +57,7 @@ from evenload.cost.coefficients import (
     write_coefficients,
 )
 from evenload.cost.group_transfers import weight_gather_seconds
-from evenload.runtime.comm.mesh import Mesh
+from evenload.runtime.comm.mesh import Mesh, most_of_ranks
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.types.cluster import LinkSpec
 from evenload.types.document import Direction
@@ -72,6 +76,7 @@ class RankMeasurement:
         optimizer_s: of one parameter; copy_s_per_byte: of rows put in place by an index.
         weight_s: of the weight gradients of `kernels.TOKENS` tokens on one layer.
         links: of the transfers that the rank takes part in; overlap: None = not measured.
+        is_cut_short: the limit ended it (`_Limit`).
     """
 
     noise: Noise
@@ -83,6 +88,7 @@ class RankMeasurement:
     weight_s: float
     links: dict[TransferKind, LinkSpec] = field(default_factory=dict)
     overlap: OverlapCost | None = None
+    is_cut_short: bool = False
 
 
 def max_noise(ranks: Sequence[RankMeasurement]) -> Noise:
@@ -106,6 +112,8 @@ def coefficients_of(
     head = [point for rank in ranks for point in rank.head]
     head_s_per_token, head_pack_s = fit_relative([(float(rows), 1.0) for rows, _ in head], [s for _, s in head])
     links = [rank.links for rank in ranks]
+    sizes = {"dp": layout.dp, "cp": layout.cp, "pp": layout.pipeline_ranks, "tp": tp}
+    is_cut_short = any(rank.is_cut_short for rank in ranks)
     # A link that no rank uses is unknown, not free.
     p2p, reduction = median_link(links, "pipeline"), median_link(links, "reduction")
     fitted = CostCoefficients(
@@ -135,9 +143,7 @@ def coefficients_of(
         weight_gather_exposed_share=1.0,
         copy_s_per_byte=float(np.median([rank.copy_s_per_byte for rank in ranks])),
         overlap=median_overlap([rank.overlap for rank in ranks]),
-        measured_on=MeasuredOn(
-            model=model, dp=layout.dp, cp=layout.cp, pp=layout.pipeline_ranks, tp=layout.tp, noise=max_noise(ranks)
-        ),
+        measured_on=MeasuredOn(model=model, **sizes, noise=max_noise(ranks), is_cut_short=is_cut_short),
     )
     hidden_share = 0.0 if is_cpu else fitted.context_hidden_share
     share = _weight_share(ranks, fitted, tp)
@@ -185,7 +191,7 @@ def _pass(ranks: Sequence[RankMeasurement], direction: Direction, tile: int, tp:
 
 
 # Raise when calibration measures or fits differently.
-_VERSION = 19
+_VERSION = 20
 
 
 def cached_path(
@@ -207,10 +213,34 @@ def write_cached(path: Path, coefficients: CostCoefficients) -> None:
 
 
 _TIME_BUDGET_S = 4.0
-_WARM_UP_S = 4.0  # while a process first takes memory of its system, packs are up to 10 % slower
-_MIN_REPEATS, _MAX_REPEATS = 2, 30
-_MAX_ATTEMPTS = 2
+_WARM_UP_S = 3.0  # while a process first takes memory of its system, packs are up to 10 % slower
+_HEAD_BUDGET_S = 2.0  # beyond it the largest head is left out, and the others are timed once
+_MIN_REPEATS, _MAX_REPEATS, _HEAD_REPEATS, _WEIGHT_REPEATS = 2, 30, 5, 3
+_LAYERS_SHARE = 0.7  # of the limit, when layers and heads end; the rest is for other kernels and links
+_PASS_SHARE = 0.15  # of the limit, for one pass over the rounds that are needed; else fewer layers are timed
 _MEMORY_SHARE = 0.2  # of a GPU's memory, which holds weights, gradients and optimizer state already
+
+
+class _Limit:
+    """Ends the timing of layers and heads at their share of the limit."""
+
+    def __init__(self, max_s: float, mesh: Mesh) -> None:
+        self.max_s, self.mesh, self._from_s = max_s, mesh, time.perf_counter()
+        self.is_reached = False
+
+    @property
+    def passed_s(self) -> float:
+        return time.perf_counter() - self._from_s
+
+    def is_over(self, until_s: float, next_s: float = 0.0) -> bool:
+        """Say whether `next_s` more end after `until_s`, or the limit, on one of the ranks that time the same packs
+        together."""
+        last_s = _LAYERS_SHARE * self.max_s
+        is_over = torch.tensor([float(self.passed_s + next_s > min(until_s, last_s))], device=self.mesh.device)
+        if self.mesh.tensor is not None:
+            self.mesh.tensor.all_reduce(is_over, "calibration", dist.ReduceOp.MAX)
+        self.is_reached |= bool(is_over) and last_s < until_s
+        return bool(is_over)
 
 
 class TimedRound(NamedTuple):
@@ -221,6 +251,9 @@ class TimedRound(NamedTuple):
     layers: tuple[LayerShares, ...]
 
 
+_Timings = dict[Timed, list[Sample]]
+
+
 def calibrate(
     stages: Mapping[int, PipelineStage],
     model: ModelSpec,
@@ -229,48 +262,49 @@ def calibrate(
     device_name: str,
     demand: float = 1.0,
     max_pack_tokens: int = 0,
+    max_s: float = 20.0,
 ) -> tuple[CostCoefficients, int]:
     """Measure and fit; return the coefficients, the same on every rank, and the tokens of the largest pack that all
     timed. Adds to gradients: zero them before training. Collective.
 
     Args:
-        stages: of this rank; layers of the first are timed, on a GPU a few of them.
+        stages: of this rank; layers of the first are timed, on a GPU, and where they are slow, a few of them.
         max_document_tokens: no longer documents are timed.
         demand: threads that ranks compute with for each core of the machine (`CoreWaits`).
         max_pack_tokens: of the run; GPUs, which small packs do not keep busy, are timed with packs of up to so many.
+        max_s: about the most that all of it takes, where layers are not so slow that the least takes longer.
     """
-    rounds = _rounds(stages[min(stages)], model, mesh, max_document_tokens, max_pack_tokens)
-    attempts: list[list[RankMeasurement]] = []
-    while not attempts or (max_noise(attempts[-1]).is_noisy and len(attempts) < _MAX_ATTEMPTS):
-        attempts.append(_measured(stages, model, mesh, rounds, demand))
-    everyone = min(attempts, key=lambda ranks: max_noise(ranks).size)
+    limit = _Limit(max_s, mesh)
+    rounds = _rounds(stages[min(stages)], model, limit, max_document_tokens, max_pack_tokens)
+    everyone = _measured(stages, model, rounds, limit, demand)
     fitted = coefficients_of(everyone, model, device_name, mesh.layout, is_cpu=mesh.device.type == "cpu")
     largest = min(max(sum(stop - start for _, start, stop in pack.ranges) for pack in rank.packs) for rank in everyone)
     return fitted, largest
 
 
 def _measured(
-    stages: Mapping[int, PipelineStage], model: ModelSpec, mesh: Mesh, wanted: Sequence[TimedRound], demand: float
+    stages: Mapping[int, PipelineStage], model: ModelSpec, wanted: Sequence[TimedRound], limit: _Limit, demand: float
 ) -> list[RankMeasurement]:
+    mesh = limit.mesh
     dist.barrier(group=mesh.control)
     waits = CoreWaits(demand)
     first, last = stages[min(stages)], stages[max(stages)]
     clock = pack_clock(wanted[0].stage, mesh)
-    packs, spread = _time_layers(wanted, clock, mesh)
+    packs, spread = _time_layers(wanted, clock, limit)
     waited_share = waits.share()
-    heads = head_work(last, model.vocab_size) if last.model.is_last else {}
     update, num_parameters = optimizer_work(mesh.data_size, mesh.device)
     copy, copied_bytes = copy_work(model, mesh.layout.tp, mesh.device, first.dtype)
     mine = RankMeasurement(
         noise=Noise(waited_share=waited_share, spread=spread),
         packs=packs,
-        head=tuple((rows, median_seconds(work, last.device)) for rows, work in heads.items()),
+        head=_time_heads(last, model, limit) if last.model.is_last else (),
         peak_flops_per_s=matmul_flops_per_s(last.device, last.dtype),
         optimizer_s=median_seconds(update, mesh.device) / num_parameters,
         copy_s_per_byte=median_seconds(copy, mesh.device) / copied_bytes,
-        weight_s=weight_seconds(wanted[0].stage, clock),
+        weight_s=weight_seconds(wanted[0].stage, clock, 1 if limit.is_over(math.inf) else _WEIGHT_REPEATS),
         links=quick_links(mesh),
         overlap=overlap_cost(mesh),
+        is_cut_short=limit.is_reached,
     )
     everyone = [mine] * mesh.layout.world_size
     dist.all_gather_object(everyone, mine, group=mesh.control)
@@ -278,58 +312,89 @@ def _measured(
 
 
 def _rounds(
-    stage: PipelineStage, model: ModelSpec, mesh: Mesh, max_document_tokens: int, max_pack_tokens: int
+    stage: PipelineStage, model: ModelSpec, limit: _Limit, max_document_tokens: int, max_pack_tokens: int
 ) -> list[TimedRound]:
     """Return what to time while time lasts; the same on ranks of one group, whose devices are alike."""
     longest = max(max_document_tokens, longest_of(whole(128)))
     is_gpu = stage.device.type == "cuda"
-    part = part_of(stage, model.layers, GPU_LAYERS) if is_gpu else stage
+    part = part_of(stage, model.layers, FEW_LAYERS) if is_gpu else _timed_part(stage, model, limit)
     wanted = [(packs, part) for packs in QUICK_ROUNDS if longest_of(packs) <= longest and may_run(packs, model)]
     if is_gpu:
         headroom_bytes = _MEMORY_SHARE * torch.cuda.get_device_properties(stage.device).total_memory
         least = part_of(stage, model.layers, 1)
         larger = rounds_up_to(max_pack_tokens, longest)
-        fitting = (packs for packs in larger if kept_bytes(packs, least, model, mesh) <= headroom_bytes)
+        fitting = (packs for packs in larger if kept_bytes(packs, least, model, limit.mesh) <= headroom_bytes)
         wanted += [(packs, least) for packs in fitting if may_run(packs, model)]
     return [TimedRound(packs, part, shares_of(part, model, model)) for packs, part in wanted]
 
 
-def _time_layers(wanted: Sequence[TimedRound], clock: PackClock, mesh: Mesh) -> tuple[tuple[Sample, ...], float]:
-    deadline_s = time.perf_counter() + _TIME_BUDGET_S
+def _timed_part(stage: PipelineStage, model: ModelSpec, limit: _Limit) -> PipelineStage:
+    """Return as many of a CPU's layers as there is time for: all, a few, else one of each kind, whose least repeats
+    take less than a step of training. Collective."""
+    least, few = (part_of(stage, model.layers, most) for most in (1, FEW_LAYERS))
+    _, small, larger, *_ = NEEDED_ROUNDS
+    _, took_s = (
+        sum(one.seconds for one in time_round(least, packs, PackClock(stage.device))) for packs in (small, larger)
+    )
+    passes = sum(sum(num_tokens_of(packs).values()) for packs in NEEDED_ROUNDS) / sum(num_tokens_of(larger).values())
+    layer_s = most_of_ranks(passes * took_s / len(least.model.layers), limit.mesh)
+    parts = (part for part in (stage, few) if layer_s * len(part.model.layers) <= _PASS_SHARE * limit.max_s)
+    timed_part = next(parts, least)
+    limit.is_reached = len(timed_part.model.layers) < len(few.model.layers)
+    return timed_part
+
+
+def _time_layers(wanted: Sequence[TimedRound], clock: PackClock, limit: _Limit) -> tuple[tuple[Sample, ...], float]:
+    until_s = limit.passed_s + _TIME_BUDGET_S
     rounds: list[TimedRound] = []
+    timings: _Timings = {}
     # The first pass shows which rounds the budget allows.
     for one in wanted:
-        if len(rounds) >= len(NEEDED_ROUNDS) and _is_over(deadline_s, mesh):
+        if len(rounds) >= len(NEEDED_ROUNDS) and limit.is_over(until_s):
             break
         rounds.append(one)
-        list(time_round(one.stage, one.packs, clock))
-    _repeated(rounds, clock, 0, _WARM_UP_S, mesh)
-    timings = _repeated(rounds, clock, _MIN_REPEATS, _TIME_BUDGET_S, mesh)
+        _time(one, clock, timings)
+    if not limit.is_reached:  # else every repeat counts
+        _repeat(rounds, clock, limit, 0, _WARM_UP_S, timings)
+        timings.clear()
+    _repeat(rounds, clock, limit, _MIN_REPEATS - bool(timings), _TIME_BUDGET_S, timings)
     samples = [median_sample(repeats) for repeats in timings.values()]
     spread = spread_of_repeats([[one.seconds for one in repeats] for repeats in timings.values()])
     return tuple(samples), spread
 
 
-def _repeated(
-    rounds: Sequence[TimedRound], clock: PackClock, least: int, budget_s: float, mesh: Mesh
-) -> dict[Timed, list[Sample]]:
-    """Return all repeats of each pack on one layer: `least`, then more while the budget lasts."""
-    timings: dict[Timed, list[Sample]] = {}
-    deadline_s = time.perf_counter() + budget_s
-    repeats = 0
-    while repeats < least or (repeats < _MAX_REPEATS and not _is_over(deadline_s, mesh)):
-        for one in rounds:
-            layers = len(one.layers)
-            for took in time_round(one.stage, one.packs, clock):
-                of_layer = Sample(took.direction, took.ranges, took.seconds / layers, took.host_s / layers, one.layers)
-                timings.setdefault((took.direction, took.ranges), []).append(of_layer)
-        repeats += 1
-    return timings
+def _repeat(
+    rounds: Sequence[TimedRound], clock: PackClock, limit: _Limit, least: int, budget_s: float, timings: _Timings
+) -> None:
+    """Time all packs `least` times, then more while the budget lasts; the limit ends that after the needed rounds."""
+    until_s = limit.passed_s + budget_s
+    repeats, pass_s = 0, 0.0
+    while repeats < least or (repeats < _MAX_REPEATS and not limit.is_over(until_s, pass_s)):
+        from_s = limit.passed_s
+        for at, one in enumerate(rounds):
+            if at >= len(NEEDED_ROUNDS) and limit.is_over(math.inf):
+                break
+            _time(one, clock, timings)
+        repeats, pass_s = repeats + 1, limit.passed_s - from_s
 
 
-def _is_over(deadline_s: float, mesh: Mesh) -> bool:
-    """Say whether time is up on one of the ranks that time the same packs together."""
-    is_over = torch.tensor([float(time.perf_counter() > deadline_s)], device=mesh.device)
-    if mesh.tensor is not None:
-        mesh.tensor.all_reduce(is_over, "calibration", dist.ReduceOp.MAX)
-    return bool(is_over)
+def _time(one: TimedRound, clock: PackClock, timings: _Timings) -> None:
+    """Time each pack of a round once more, in seconds of one layer."""
+    count = len(one.layers)
+    for took in time_round(one.stage, one.packs, clock):
+        of_layer = Sample(took.direction, took.ranges, took.seconds / count, took.host_s / count, one.layers)
+        timings.setdefault((took.direction, took.ranges), []).append(of_layer)
+
+
+def _time_heads(last: PipelineStage, model: ModelSpec, limit: _Limit) -> tuple[tuple[int, float], ...]:
+    """Return (rows, seconds) of at least two heads."""
+    until_s, timings = limit.passed_s + _HEAD_BUDGET_S, list[tuple[int, float]]()
+    for rows, work in head_work(last, model.vocab_size).items():
+        if len(timings) > 1 and limit.is_over(until_s):
+            break
+        work()
+        repeats = [timed(work, last.device)]
+        while len(repeats) < _HEAD_REPEATS and not limit.is_over(until_s):
+            repeats.append(timed(work, last.device))
+        timings.append((rows, statistics.median(repeats)))
+    return tuple(timings)
