@@ -8,9 +8,7 @@ that all ends within `train.calibration_max_s`.
 """
 
 import hashlib
-import math
 import os
-import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from evenload.calibrate.fit import CoreWaits, fit_relative, median_seconds, spread_of_repeats, timed
+from evenload.calibrate.fit import CoreWaits, fit_relative, median_seconds, spread_of_repeats
 from evenload.calibrate.kernels import TOKENS, copy_work, head_work, matmul_flops_per_s, optimizer_work, weight_seconds
 from evenload.calibrate.links import TransferKind, median_link, median_overlap, overlap_cost, quick_links
 from evenload.calibrate.rounds import (
@@ -76,7 +74,7 @@ class RankMeasurement:
         optimizer_s: of one parameter; copy_s_per_byte: of rows put in place by an index.
         weight_s: of the weight gradients of `kernels.TOKENS` tokens on one layer.
         links: of the transfers that the rank takes part in; overlap: None = not measured.
-        is_cut_short: the limit ended it (`_Limit`).
+        is_cut_short: `max_s` left layers, packs or repeats out.
     """
 
     noise: Noise
@@ -215,32 +213,10 @@ def write_cached(path: Path, coefficients: CostCoefficients) -> None:
 _TIME_BUDGET_S = 4.0
 _WARM_UP_S = 3.0  # while a process first takes memory of its system, packs are up to 10 % slower
 _HEAD_BUDGET_S = 2.0  # beyond it the largest head is left out, and the others are timed once
-_MIN_REPEATS, _MAX_REPEATS, _HEAD_REPEATS, _WEIGHT_REPEATS = 2, 30, 5, 3
-_LAYERS_SHARE = 0.7  # of the limit, when layers and heads end; the rest is for other kernels and links
-_PASS_SHARE = 0.15  # of the limit, for one pass over the rounds that are needed; else fewer layers are timed
+_MIN_REPEATS, _MAX_REPEATS, _WEIGHT_REPEATS = 2, 30, 3
+_LAYERS_SHARE = 0.7  # of all time, after which no more layers are timed
+_PASS_SHARE = 0.15  # of all time, for one pass over the rounds that are needed; else fewer layers are timed
 _MEMORY_SHARE = 0.2  # of a GPU's memory, which holds weights, gradients and optimizer state already
-
-
-class _Limit:
-    """Ends the timing of layers and heads at their share of the limit."""
-
-    def __init__(self, max_s: float, mesh: Mesh) -> None:
-        self.max_s, self.mesh, self._from_s = max_s, mesh, time.perf_counter()
-        self.is_reached = False
-
-    @property
-    def passed_s(self) -> float:
-        return time.perf_counter() - self._from_s
-
-    def is_over(self, until_s: float, next_s: float = 0.0) -> bool:
-        """Say whether `next_s` more end after `until_s`, or the limit, on one of the ranks that time the same packs
-        together."""
-        last_s = _LAYERS_SHARE * self.max_s
-        is_over = torch.tensor([float(self.passed_s + next_s > min(until_s, last_s))], device=self.mesh.device)
-        if self.mesh.tensor is not None:
-            self.mesh.tensor.all_reduce(is_over, "calibration", dist.ReduceOp.MAX)
-        self.is_reached |= bool(is_over) and last_s < until_s
-        return bool(is_over)
 
 
 class TimedRound(NamedTuple):
@@ -249,9 +225,6 @@ class TimedRound(NamedTuple):
     packs: Packs
     stage: PipelineStage
     layers: tuple[LayerShares, ...]
-
-
-_Timings = dict[Timed, list[Sample]]
 
 
 def calibrate(
@@ -274,127 +247,121 @@ def calibrate(
         max_pack_tokens: of the run; GPUs, which small packs do not keep busy, are timed with packs of up to so many.
         max_s: about the most that all of it takes, where layers are not so slow that the least takes longer.
     """
-    limit = _Limit(max_s, mesh)
-    rounds = _rounds(stages[min(stages)], model, limit, max_document_tokens, max_pack_tokens)
-    everyone = _measured(stages, model, rounds, limit, demand)
-    fitted = coefficients_of(everyone, model, device_name, mesh.layout, is_cpu=mesh.device.type == "cpu")
-    largest = min(max(sum(stop - start for _, start, stop in pack.ranges) for pack in rank.packs) for rank in everyone)
-    return fitted, largest
-
-
-def _measured(
-    stages: Mapping[int, PipelineStage], model: ModelSpec, wanted: Sequence[TimedRound], limit: _Limit, demand: float
-) -> list[RankMeasurement]:
-    mesh = limit.mesh
+    end_s, stage = time.perf_counter() + _LAYERS_SHARE * max_s, stages[min(stages)]
+    is_few = False
+    if mesh.device.type == "cpu":
+        stage, is_few = _timed_part(stage, model, mesh, _PASS_SHARE * max_s)
+    wanted = _rounds(stage, model, mesh, max_document_tokens, max_pack_tokens)
     dist.barrier(group=mesh.control)
     waits = CoreWaits(demand)
     first, last = stages[min(stages)], stages[max(stages)]
     clock = pack_clock(wanted[0].stage, mesh)
-    packs, spread = _time_layers(wanted, clock, limit)
-    waited_share = waits.share()
+    packs, spread = _time_layers(wanted, clock, mesh, end_s, is_few=is_few)
+    waited_share, is_late = waits.share(), _is_over(end_s, mesh)
     update, num_parameters = optimizer_work(mesh.data_size, mesh.device)
     copy, copied_bytes = copy_work(model, mesh.layout.tp, mesh.device, first.dtype)
     mine = RankMeasurement(
         noise=Noise(waited_share=waited_share, spread=spread),
         packs=packs,
-        head=_time_heads(last, model, limit) if last.model.is_last else (),
+        head=_time_heads(last, model, mesh) if last.model.is_last else (),
         peak_flops_per_s=matmul_flops_per_s(last.device, last.dtype),
         optimizer_s=median_seconds(update, mesh.device) / num_parameters,
         copy_s_per_byte=median_seconds(copy, mesh.device) / copied_bytes,
-        weight_s=weight_seconds(wanted[0].stage, clock, 1 if limit.is_over(math.inf) else _WEIGHT_REPEATS),
+        weight_s=weight_seconds(wanted[0].stage, clock, 1 if is_late else _WEIGHT_REPEATS),
         links=quick_links(mesh),
         overlap=overlap_cost(mesh),
-        is_cut_short=limit.is_reached,
+        is_cut_short=is_late or is_few,
     )
     everyone = [mine] * mesh.layout.world_size
     dist.all_gather_object(everyone, mine, group=mesh.control)
-    return everyone
+    fitted = coefficients_of(everyone, model, device_name, mesh.layout, is_cpu=mesh.device.type == "cpu")
+    largest = min(max(sum(stop - start for _, start, stop in pack.ranges) for pack in rank.packs) for rank in everyone)
+    return fitted, largest
 
 
 def _rounds(
-    stage: PipelineStage, model: ModelSpec, limit: _Limit, max_document_tokens: int, max_pack_tokens: int
+    stage: PipelineStage, model: ModelSpec, mesh: Mesh, max_document_tokens: int, max_pack_tokens: int
 ) -> list[TimedRound]:
     """Return what to time while time lasts; the same on ranks of one group, whose devices are alike."""
     longest = max(max_document_tokens, longest_of(whole(128)))
     is_gpu = stage.device.type == "cuda"
-    part = part_of(stage, model.layers, FEW_LAYERS) if is_gpu else _timed_part(stage, model, limit)
+    part = part_of(stage, model.layers, FEW_LAYERS) if is_gpu else stage
     wanted = [(packs, part) for packs in QUICK_ROUNDS if longest_of(packs) <= longest and may_run(packs, model)]
     if is_gpu:
         headroom_bytes = _MEMORY_SHARE * torch.cuda.get_device_properties(stage.device).total_memory
         least = part_of(stage, model.layers, 1)
         larger = rounds_up_to(max_pack_tokens, longest)
-        fitting = (packs for packs in larger if kept_bytes(packs, least, model, limit.mesh) <= headroom_bytes)
+        fitting = (packs for packs in larger if kept_bytes(packs, least, model, mesh) <= headroom_bytes)
         wanted += [(packs, least) for packs in fitting if may_run(packs, model)]
     return [TimedRound(packs, part, shares_of(part, model, model)) for packs, part in wanted]
 
 
-def _timed_part(stage: PipelineStage, model: ModelSpec, limit: _Limit) -> PipelineStage:
-    """Return as many of a CPU's layers as there is time for: all, a few, else one of each kind, whose least repeats
-    take less than a step of training. Collective."""
+def _timed_part(stage: PipelineStage, model: ModelSpec, mesh: Mesh, budget_s: float) -> tuple[PipelineStage, bool]:
+    """Return as many of a CPU's layers as pass through the needed rounds within the budget, all or a few, else one of
+    each kind, whose least repeats take less than a step of training; and whether these are too few. Collective."""
     least, few = (part_of(stage, model.layers, most) for most in (1, FEW_LAYERS))
-    _, small, larger, *_ = NEEDED_ROUNDS
-    _, took_s = (
-        sum(one.seconds for one in time_round(least, packs, PackClock(stage.device))) for packs in (small, larger)
-    )
+    clock, (_, small, larger, *_) = PackClock(stage.device), NEEDED_ROUNDS
+    _, took_s = (sum(one.seconds for one in time_round(least, packs, clock)) for packs in (small, larger))
     passes = sum(sum(num_tokens_of(packs).values()) for packs in NEEDED_ROUNDS) / sum(num_tokens_of(larger).values())
-    layer_s = most_of_ranks(passes * took_s / len(least.model.layers), limit.mesh)
-    parts = (part for part in (stage, few) if layer_s * len(part.model.layers) <= _PASS_SHARE * limit.max_s)
-    timed_part = next(parts, least)
-    limit.is_reached = len(timed_part.model.layers) < len(few.model.layers)
-    return timed_part
+    layer_s = most_of_ranks(passes * took_s / len(least.model.layers), mesh)
+    part = next((one for one in (stage, few) if layer_s * len(one.model.layers) <= budget_s), least)
+    return part, len(part.model.layers) < len(few.model.layers)
 
 
-def _time_layers(wanted: Sequence[TimedRound], clock: PackClock, limit: _Limit) -> tuple[tuple[Sample, ...], float]:
-    until_s = limit.passed_s + _TIME_BUDGET_S
+def _time_layers(
+    wanted: Sequence[TimedRound], clock: PackClock, mesh: Mesh, end_s: float, *, is_few: bool
+) -> tuple[tuple[Sample, ...], float]:
+    budget_end_s = min(end_s, time.perf_counter() + _TIME_BUDGET_S)
     rounds: list[TimedRound] = []
-    timings: _Timings = {}
     # The first pass shows which rounds the budget allows.
     for one in wanted:
-        if len(rounds) >= len(NEEDED_ROUNDS) and limit.is_over(until_s):
+        if len(rounds) >= len(NEEDED_ROUNDS) and (is_few or _is_over(budget_end_s, mesh)):
             break
         rounds.append(one)
-        _time(one, clock, timings)
-    if not limit.is_reached:  # else every repeat counts
-        _repeat(rounds, clock, limit, 0, _WARM_UP_S, timings)
-        timings.clear()
-    _repeat(rounds, clock, limit, _MIN_REPEATS - bool(timings), _TIME_BUDGET_S, timings)
+        if not is_few:
+            list(time_round(one.stage, one.packs, clock))
+    _repeated(rounds, clock, 0, 0.0 if is_few else _WARM_UP_S, end_s, mesh)
+    timings = _repeated(rounds, clock, _MIN_REPEATS, _TIME_BUDGET_S, end_s, mesh)
     samples = [median_sample(repeats) for repeats in timings.values()]
     spread = spread_of_repeats([[one.seconds for one in repeats] for repeats in timings.values()])
     return tuple(samples), spread
 
 
-def _repeat(
-    rounds: Sequence[TimedRound], clock: PackClock, limit: _Limit, least: int, budget_s: float, timings: _Timings
-) -> None:
-    """Time all packs `least` times, then more while the budget lasts; the limit ends that after the needed rounds."""
-    until_s = limit.passed_s + budget_s
+def _repeated(
+    rounds: Sequence[TimedRound], clock: PackClock, least: int, budget_s: float, end_s: float, mesh: Mesh
+) -> dict[Timed, list[Sample]]:
+    """Return all repeats of each pack on one layer: `least`, then more while the budget lasts; after `end_s` of needed
+    rounds alone."""
+    timings: dict[Timed, list[Sample]] = {}
+    deadline_s = min(end_s, time.perf_counter() + budget_s)
     repeats, pass_s = 0, 0.0
-    while repeats < least or (repeats < _MAX_REPEATS and not limit.is_over(until_s, pass_s)):
-        from_s = limit.passed_s
+    while repeats < least or (repeats < _MAX_REPEATS and not _is_over(deadline_s - pass_s, mesh)):
+        from_s = time.perf_counter()
         for at, one in enumerate(rounds):
-            if at >= len(NEEDED_ROUNDS) and limit.is_over(math.inf):
+            if at >= len(NEEDED_ROUNDS) and _is_over(end_s, mesh):
                 break
-            _time(one, clock, timings)
-        repeats, pass_s = repeats + 1, limit.passed_s - from_s
+            layers = len(one.layers)
+            for took in time_round(one.stage, one.packs, clock):
+                of_layer = Sample(took.direction, took.ranges, took.seconds / layers, took.host_s / layers, one.layers)
+                timings.setdefault((took.direction, took.ranges), []).append(of_layer)
+        repeats, pass_s = repeats + 1, time.perf_counter() - from_s
+    return timings
 
 
-def _time(one: TimedRound, clock: PackClock, timings: _Timings) -> None:
-    """Time each pack of a round once more, in seconds of one layer."""
-    count = len(one.layers)
-    for took in time_round(one.stage, one.packs, clock):
-        of_layer = Sample(took.direction, took.ranges, took.seconds / count, took.host_s / count, one.layers)
-        timings.setdefault((took.direction, took.ranges), []).append(of_layer)
-
-
-def _time_heads(last: PipelineStage, model: ModelSpec, limit: _Limit) -> tuple[tuple[int, float], ...]:
+def _time_heads(last: PipelineStage, model: ModelSpec, mesh: Mesh) -> tuple[tuple[int, float], ...]:
     """Return (rows, seconds) of at least two heads."""
-    until_s, timings = limit.passed_s + _HEAD_BUDGET_S, list[tuple[int, float]]()
+    deadline_s, timings = time.perf_counter() + _HEAD_BUDGET_S, list[tuple[int, float]]()
     for rows, work in head_work(last, model.vocab_size).items():
-        if len(timings) > 1 and limit.is_over(until_s):
+        is_late = _is_over(deadline_s, mesh)
+        if is_late and len(timings) > 1:
             break
-        work()
-        repeats = [timed(work, last.device)]
-        while len(repeats) < _HEAD_REPEATS and not limit.is_over(until_s):
-            repeats.append(timed(work, last.device))
-        timings.append((rows, statistics.median(repeats)))
+        timings.append((rows, median_seconds(work, last.device, repeats=1 if is_late else 5)))
     return tuple(timings)
+
+
+def _is_over(deadline_s: float, mesh: Mesh) -> bool:
+    """Say whether time is up on one of the ranks that time the same packs together."""
+    is_over = torch.tensor([float(time.perf_counter() > deadline_s)], device=mesh.device)
+    if mesh.tensor is not None:
+        mesh.tensor.all_reduce(is_over, "calibration", dist.ReduceOp.MAX)
+    return bool(is_over)

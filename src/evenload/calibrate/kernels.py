@@ -23,7 +23,7 @@ from evenload.types.document import ActivationPolicy, Range
 from evenload.types.model import ModelSpec
 
 HEAD_ROWS = (16, 64, 256, 512, 1024, 2048)
-QUICK_HEAD_ROWS = (64, 512, 2048)
+QUICK_HEAD_ROWS = (16, 64, 512, 2048)
 _OPTIMIZER_PARAMETERS = 1 << 22  # more than caches hold, as in a step
 _COPIED_BYTES = 1 << 25
 

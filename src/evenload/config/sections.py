@@ -154,7 +154,7 @@ class LogConfig(Frozen):
         project: of Weights & Biases.
         name: of the run there; default: the last part of `train.output_dir`.
         lines_every_s: a line about a step is shown at most once in so many seconds, besides the first two steps and
-            the last; 0 = for every step.
+            the last; 0 = for every step, as in runs of up to 20 steps.
     """
 
     to: tuple[Tracker, ...] = ()
