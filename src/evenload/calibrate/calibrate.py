@@ -214,6 +214,7 @@ _TIME_BUDGET_S = 4.0
 _WARM_UP_S = 3.0  # while a process first takes memory of its system, packs are up to 10 % slower
 _HEAD_BUDGET_S = 2.0  # beyond it the largest head is left out, and the others are timed once
 _MIN_REPEATS, _MAX_REPEATS, _WEIGHT_REPEATS = 2, 30, 3
+_REPEATED_ROUNDS = 2  # the cheapest, which show how far repeats spread, even after time is up
 _LAYERS_SHARE = 0.7  # of all time, after which no more layers are timed
 _PASS_SHARE = 0.15  # of all time, for one pass over the rounds that are needed; else fewer layers are timed
 _MEMORY_SHARE = 0.2  # of a GPU's memory, which holds weights, gradients and optimizer state already
@@ -323,22 +324,22 @@ def _time_layers(
     _repeated(rounds, clock, 0, 0.0 if is_few else _WARM_UP_S, end_s, mesh)
     timings = _repeated(rounds, clock, _MIN_REPEATS, _TIME_BUDGET_S, end_s, mesh)
     samples = [median_sample(repeats) for repeats in timings.values()]
-    spread = spread_of_repeats([[one.seconds for one in repeats] for repeats in timings.values()])
+    spread = spread_of_repeats([[one.seconds for one in repeats] for repeats in timings.values() if len(repeats) > 1])
     return tuple(samples), spread
 
 
 def _repeated(
     rounds: Sequence[TimedRound], clock: PackClock, least: int, budget_s: float, end_s: float, mesh: Mesh
 ) -> dict[Timed, list[Sample]]:
-    """Return all repeats of each pack on one layer: `least`, then more while the budget lasts; after `end_s` of needed
-    rounds alone."""
+    """Return all repeats of each pack on one layer: `least`, then more while the budget lasts; after `end_s` what is
+    needed alone."""
     timings: dict[Timed, list[Sample]] = {}
     deadline_s = min(end_s, time.perf_counter() + budget_s)
     repeats, pass_s = 0, 0.0
     while repeats < least or (repeats < _MAX_REPEATS and not _is_over(deadline_s - pass_s, mesh)):
         from_s = time.perf_counter()
         for at, one in enumerate(rounds):
-            if at >= len(NEEDED_ROUNDS) and _is_over(end_s, mesh):
+            if at >= (_REPEATED_ROUNDS if repeats else len(NEEDED_ROUNDS)) and _is_over(end_s, mesh):
                 break
             layers = len(one.layers)
             for took in time_round(one.stage, one.packs, clock):

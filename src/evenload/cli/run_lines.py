@@ -115,7 +115,7 @@ def interval_line(ratios: Sequence[float], interval: PredictionInterval, waited_
         return ""
     message = f"steps after the first took {median(ratios):.2f} times their predicted time"
     if waited_share > QUIET_WAITED_SHARE:
-        return message + _busy(waited_share)
+        return f"{message} on a busy machine{_busy(waited_share)}"
     if not (held := interval.count_inside(ratios)):
         return f"{message}; {interval.describe()}"
     return f"{message}; {held} lie in the 90 % interval of {interval.low:.2f} to {interval.high:.2f} times"
@@ -123,8 +123,8 @@ def interval_line(ratios: Sequence[float], interval: PredictionInterval, waited_
 
 def _busy(waited_share: float) -> str:
     return (
-        f", machine busy: other programs held cores that this run needed for {waited_share:.0%} of the time, so this "
-        "says little about the predictions"
+        f": other programs held cores that this run needed for {waited_share:.0%} of the time, so this says little "
+        "about the predictions"
     )
 
 
