@@ -38,13 +38,14 @@ from evenload.data.batches import (
     config_fingerprint,
     join_sampled,
     own_tokens,
+    state_at_epoch,
 )
 from evenload.data.blocks import BlockHeader, BlockReader, BlockRequest, DocumentBlock, StreamKey
 from evenload.data.chat_encoding import open_encoder
 from evenload.data.config import DataConfig, mixture_configs
 from evenload.data.encoders import EncodedDocument
 from evenload.data.ledger import Ledger, LedgerState, Tally, tally_of
-from evenload.data.part_files import label_warnings, open_part, source_lines
+from evenload.data.part_files import estimated_records, label_warnings, open_part, source_lines
 from evenload.data.sources import files_digest
 from evenload.data.tokenize import DocumentTokenizer, open_tokenizer
 from evenload.data.workers import BlockService, ReadingJob
@@ -82,6 +83,10 @@ class _Part:
             stream.move(StreamState())
 
 
+Takes = Callable[[int], bool]
+"""Called with the tokens of every next document: whether the batch takes it; after a refusal it takes no other one."""
+
+
 class StreamSampler:
     """Sample documents; `service` reads the streams that this rank owns, `ledger` counts every opened block."""
 
@@ -99,11 +104,9 @@ class StreamSampler:
     def num_sampled(self) -> int:
         return sum(part.at.documents for part in self._parts)
 
-    def sample(
-        self, num_documents: int | None, num_tokens: int | None, *, at_least_one: bool
-    ) -> SampledDocuments | None:
-        """Sample at most `num_documents` of at most `num_tokens`, as far as the open blocks go; none where the next one
-        alone is larger, unless `at_least_one`; None at the end of the epoch. Collective; `DataError` on every rank."""
+    def sample(self, num_documents: int | None, takes: Takes) -> SampledDocuments | None:
+        """Sample at most `num_documents`, up to the first that `takes` refuses, as far as the open blocks go; None at
+        the end of the epoch. Collective; `DataError` on every rank."""
         while (next_part := self._next_part()) is not None:
             part, is_only = next_part
             streams = self._ready_streams(part)
@@ -117,11 +120,9 @@ class StreamSampler:
             if num_documents is not None:
                 most = min(most, num_documents)
             sampled = _rounds(streams, rounds, most)
-            if num_tokens is not None:
-                fitting = int(np.searchsorted(np.cumsum(sampled.lengths), num_tokens, side="right"))
-                fitting = max(fitting, 1) if at_least_one else fitting
-                if fitting < most:
-                    sampled = _rounds(streams, rounds, fitting)
+            fitting = next((at for at, size in enumerate(sampled.lengths.tolist()) if not takes(size)), most)
+            if fitting < most:
+                sampled = _rounds(streams, rounds, fitting)
             self._commit(part, streams, sampled.tally())
             return sampled
         return None
@@ -292,11 +293,13 @@ EpochEnd = Callable[[int, int], None]
 
 @dataclass(eq=False)
 class DrawnBatches:
-    """Draw batches of the size that `config` sets, before their turn too."""
+    """Draw batches of the size that `config` sets, before their turn too; with `fill` they end before the first
+    document that the function it returns, made anew for every batch, refuses."""
 
     config: DataConfig
     service: BlockService
     peers: Peers
+    fill: Callable[[], Takes] | None = None
     _read: Ledger = field(default_factory=Ledger)
     _members: list[SampledDocuments] = field(default_factory=list)
     _waiting: deque[DrawnBatch] = field(default_factory=deque)
@@ -361,21 +364,33 @@ class DrawnBatches:
         """Draw the members of the next batch, after a failure its other ones; none at the end of an epoch."""
         if self._is_finished():
             return
-        documents, tokens, members = self.config.batch_documents, self.config.batch_tokens, self._members
-        taken = _tally(members)
-        while taken.documents != documents:
-            run = self._streams.sample(
-                None if documents is None else documents - taken.documents,
-                None if tokens is None else tokens - taken.tokens,
-                at_least_one=not members,
-            )
+        documents, members = self.config.batch_documents, self._members
+        takes = _token_budget(self.config.batch_tokens) if self.fill is None else self.fill()
+        taken = sum(takes(size) for run in members for size in run.lengths.tolist())
+        while taken != documents:
+            run = self._streams.sample(None if documents is None else documents - taken, takes)
             if run is None or not len(run.lengths):
                 break
             members.append(run)
-            taken += run.tally()
+            taken += len(run.lengths)
 
     def _is_finished(self) -> bool:
         return self.config.epochs is not None and self._epoch >= self.config.epochs
+
+
+def _token_budget(limit: int | None) -> Takes:
+    left = limit
+
+    def takes(num_tokens: int) -> bool:
+        nonlocal left
+        if left is None or limit is None:
+            return True
+        if num_tokens > left < limit:  # a larger document is a batch of its own
+            return False
+        left -= num_tokens
+        return True
+
+    return takes
 
 
 def _tally(members: Sequence[SampledDocuments]) -> Tally:
@@ -384,7 +399,8 @@ def _tally(members: Sequence[SampledDocuments]) -> Tally:
 
 class GlobalBatchLoader:
     """Load the global batches of `config`; every rank of `peers` makes its own loader of equal settings. `datasets` are
-    Hugging Face's by source name, read instead of files; token ids beyond `vocab_size` are corrupt records."""
+    Hugging Face's by source name, read instead of files; token ids beyond `vocab_size` are corrupt records; `fill`, as
+    in `DrawnBatches`, decides batches in the place of `config`."""
 
     def __init__(
         self,
@@ -394,8 +410,9 @@ class GlobalBatchLoader:
         peers: Peers | None = None,
         datasets: dict[str, Any] | None = None,
         vocab_size: int | None = None,
+        fill: Callable[[], Takes] | None = None,
     ) -> None:
-        self.config = config
+        self.config, self._fill = config, fill
         self.tokenizer = tokenizer or open_tokenizer(config.tokenizer, config.eos_token)
         self.peers: Peers = peers or SingleRank()
         configs = mixture_configs(config)
@@ -405,11 +422,13 @@ class GlobalBatchLoader:
         self._fingerprint = config_fingerprint(
             config, [files_digest(part.files) for part in self.parts], [encoder.name for encoder in encoders]
         )
+        if fill is not None:
+            self._fingerprint["data.batch_tokens"] = "as packs hold"  # so many as there are ranks
         self.ledger = Ledger()
         self.background = BlockService(self._job, config.workers, config.stall_timeout_s)
         # Neither threads nor workers may outlive a loader that is never closed.
         weakref.finalize(self, self.background.close)
-        self._drawn = DrawnBatches(config, self.background, self.peers)
+        self._drawn = DrawnBatches(config, self.background, self.peers, fill)
         self._at = self._drawn.position()
         """After the last batch that was handed out."""
         self._deferred: dict[int, Deferral] = {}
@@ -508,12 +527,50 @@ class GlobalBatchLoader:
             fingerprint=self._fingerprint,
         )
 
+    def first_batches(self, epoch: int, most_tokens: int) -> tuple[list[tuple[Document, ...]], float]:
+        """Return the first batches of an epoch, which this rank reads alone, up to so many tokens or an error of the
+        source, and which share of the epoch they are: 1.0 = all, less is estimated by the tokens of a record, 0.0 =
+        not known. Raises a `DataError` for an error in the first batch."""
+        service, alone = BlockService(self._job, 0, self.config.stall_timeout_s), SingleRank()
+        drawn = DrawnBatches(msgspec.structs.replace(self.config, epochs=epoch + 1), service, alone, self._fill)
+        drawn.load(DrawPosition(epoch, 0, state_at_epoch(self.state(), epoch).parts))
+        batches: list[DrawnBatch] = []
+        left = most_tokens
+        try:
+            while left > 0:
+                batches.append(drawn.take(lambda *_: None))
+                left -= batches[-1].sampled.tally().tokens
+                if not batches[-1].documents:
+                    return [batch.documents for batch in batches[:-1]], 1.0
+        except DataError:
+            if not batches:
+                raise
+        finally:
+            service.close()
+        return [batch.documents for batch in batches], self._share(batches)
+
+    def _share(self, batches: Sequence[DrawnBatch]) -> float:
+        account = sum((batch.read.read for batch in batches), Tally())
+        dropped = sum((tally for batch in batches for tally in batch.read.dropped.values()), Tally())
+        sampled = join_sampled([batch.sampled for batch in batches])
+        part_of = np.array([block.request.key.part for block in sampled.blocks])[sampled.block_of]
+        # Pieces that a document was split into are one record.
+        is_record = (sampled.lengths < self.config.max_document_tokens) | (self.config.overlong != "split")
+        total = 0.0
+        for index, part in enumerate(self.parts):
+            num_records, mine = estimated_records(part.readers)[0], part_of == index
+            if num_records is None:
+                return 0.0
+            kept = num_records * (1 - dropped.documents / account.documents)
+            total += kept * sampled.lengths[mine].sum() / max(1, is_record[mine].sum())
+        return float(min(1.0, sampled.lengths.sum() / total)) if total else 0.0
+
     def load_state(self, state: LoaderState) -> None:
         """Go on from a state, also of another parallel layout; `ConfigError` names other data settings or files."""
         check_fingerprint(state, self._fingerprint)
         self.background.close()
         self.ledger = Ledger(state.ledger)
-        self._drawn = DrawnBatches(self.config, self.background, self.peers)
+        self._drawn = DrawnBatches(self.config, self.background, self.peers, self._fill)
         self._at = DrawPosition(state.epoch, state.next_doc_id, state.parts)
         self._drawn.load(self._at)
         self._step, self._deferred, self._lost = state.step, {}, state.deferred

@@ -37,6 +37,7 @@ from evenload.errors import ConfigError
 from evenload.integrations.batch_formats import BatchFormat, require_format
 from evenload.integrations.catalog import BEST, LOOP, EngineProfile, engine_named, require_auto, require_strategy
 from evenload.integrations.price import StepShape
+from evenload.planning.packing import WholePacks
 from evenload.planning.problem import PlanOptions
 from evenload.planning.strategies.registry import strategy_named, whole_strategies
 from evenload.runtime.comm.collectives import TorchPeers
@@ -53,9 +54,11 @@ class LoaderOptions:
         max_tokens: most tokens of a pack; also of a document, unless a `DataConfig` has less.
         tokenizer: "bytes", a `tokenizer.json` or its directory, a fast tokeniser of transformers, or a
             `DocumentTokenizer`; default: a `DataConfig`'s, else bytes. Required where texts are for the caller's model.
-        strategy: `balanced` (equal predicted time), `best_fit` (fullest packs), `fixed_greedy`, `fixed_exact`, `wlb`
-            (may defer documents), `padded` (for comparison); `auto` under an engine (fastest by its price).
-        micro_batches: packs of every rank and step, exactly; None = as many as the plan needs.
+        strategy: `auto` (of those below the fastest, by the price of the engine or of a plain loop), `balanced` (equal
+            predicted time), `best_fit` (fullest packs), `fixed_greedy`, `fixed_exact`, `wlb` (may defer documents),
+            `padded` (for comparison).
+        micro_batches: packs of every rank and step, exactly; None = as many as the plan needs, and where batches fill
+            their packs one, or as many as make `LEAST_PACKS` with all ranks.
         equal_micro_batches: ranks short of work get packs of padding; default: yes, or as the engine needs.
         pack_multiple: packs are padded to a multiple of so many tokens (ranks of Megatron-Core's sequence parallelism).
         sequence_ranks: neighbouring ranks that share the tokens of every pack (DeepSpeed's Ulysses).
@@ -74,7 +77,7 @@ class LoaderOptions:
 
     max_tokens: int
     tokenizer: Any = None
-    strategy: str = "balanced"
+    strategy: str = BEST
     micro_batches: int | None = None
     equal_micro_batches: bool | None = None
     pack_multiple: int = 1
@@ -134,6 +137,10 @@ class LoaderOptions:
         """Return whether all ranks run equally many micro-batches in every step."""
         return bool(self.equal_micro_batches) or self.micro_batches is not None
 
+    def filling(self, world_size: int) -> WholePacks:
+        """Return empty packs: those of all ranks in one step."""
+        return WholePacks((self.micro_batches or 1) * world_size, self.max_tokens)
+
     def planning(self) -> PlanOptions:
         """Return the planner's options."""
         own = {"max_pack_tokens": self.max_tokens, "micro_batches": self.micro_batches}
@@ -174,8 +181,6 @@ class LoaderOptions:
             raise ConfigError(f"engine {engine.name}: format is '{self.format}', its models take {takes}; leave it out")
         if self.equal_micro_batches is False and engine.equal_counts:
             engine.refuse("counts", "equal_micro_batches is False")
-        if engine.constant_counts and self.micro_batches is None and not self.evaluation:
-            engine.refuse("counts", "micro_batches is left out")
 
     def _check_shared(self) -> None:
         request = f"sequence_ranks is {self.sequence_ranks}"
@@ -190,12 +195,15 @@ class LoaderOptions:
             raise ConfigError(f"{request}, and {why}; leave format out")
 
     def _check_strategy(self) -> None:
+        if self.strategy == BEST:
+            require_auto(LOOP, self.planning())
+            return
         strategy = strategy_named(self.strategy)
         if strategy.changes_layout:
             raise ConfigError(f"strategy '{self.strategy}' changes the pipeline's layout, and a loader alone has none")
         if not strategy.keeps_whole:
             why = "a micro-batch needs keys and values of an earlier one, which a plain loop does not keep"
-            fix = f"Choose one of {', '.join(whole_strategies())}, or train with 'evenload train'"
+            fix = f"Choose one of {', '.join((BEST, *whole_strategies()))}, or train with 'evenload train'"
             raise ConfigError(f"strategy '{self.strategy}' cuts documents: {why}. {fix}")
 
 
@@ -257,6 +265,12 @@ def find_place(options: LoaderOptions) -> LoaderPlace:
     )
 
 
+FULL = "auto"
+"""As `batch_tokens`, and without any size of a batch: it takes documents for as long as the packs of a step, so many on
+every rank, hold them whole."""
+LEAST_PACKS = 8
+"""Of a step, where batches fill their packs and nobody names their number: whole documents leave about a fifth of one
+pack empty, a twentieth of eight, less than a hundredth of sixty-four."""
 DATASET_NAME = "dataset"
 """Source name of a data set object."""
 
@@ -289,13 +303,20 @@ _EVALUATION_ALLOWS = {
 }
 
 
+def fills_packs(data: Any, settings: Mapping[str, Any], options: LoaderOptions) -> bool:
+    """Return whether batches have no size but that of their packs."""
+    documents, tokens = settings.get("batch_documents"), settings.get("batch_tokens")
+    is_unset = documents is None and tokens is None and not isinstance(data, DataConfig)
+    return (tokens == FULL or is_unset) and not options.evaluation
+
+
 def data_config(
     data: Any, settings: dict[str, Any], options: LoaderOptions, world_size: int
 ) -> tuple[DataConfig, dict[str, Any]]:
     """Return the data settings, and the data set objects that they name.
 
     Args:
-        settings: fields of `DataConfig`; those of a configuration are replaced.
+        settings: fields of `DataConfig`; those of a configuration are replaced. `batch_tokens` may be `FULL`.
         world_size: shares of a global batch; one of evaluation has a pack's tokens for each, unless its size is set.
 
     Raises:
@@ -310,6 +331,10 @@ def data_config(
         if name not in DataConfig.__struct_fields__:
             hint = did_you_mean(name, DataConfig.__struct_fields__)
             raise ConfigError(f"PackedLoader has no '{name}'; {hint}its settings are LoaderOptions and DataConfig")
+    if fills_packs(data, settings, options):
+        settings = settings | {"batch_tokens": (options.micro_batches or 1) * world_size * options.max_tokens}
+    elif settings.get("batch_tokens") == FULL:
+        settings = {name: value for name, value in settings.items() if name != "batch_tokens"}
     base: dict[str, Any] = {"max_document_tokens": options.max_tokens}
     datasets = {}
     if isinstance(data, DataConfig):

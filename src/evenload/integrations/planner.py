@@ -3,8 +3,8 @@
 Under an engine `auto` does not search as for Evenload's runtime: every strategy that the engine can run plans the step,
 `balanced` also with other numbers of micro-batches than it would take, and the fastest by the engine's price is kept.
 Where ranks wait for each other at every micro-batch only `balanced` is tried: its search was ahead of all others in
-every case of `benchmarks/micro_batches.py`. Memory is not limited, as it depends on the engine's settings;
-`max_pack_tokens` bounds a micro-batch.
+every case of `benchmarks/micro_batches.py`. A plain loop is an engine too (`catalog.LOOP`). Memory is not limited, as
+it depends on the engine's settings; `max_pack_tokens` bounds a micro-batch.
 """
 
 import copy

@@ -9,6 +9,7 @@ are priced at once, because numpy's cost is by the call; replicas with equally m
 """
 
 import itertools
+from bisect import bisect_left, insort
 from dataclasses import replace
 
 import numpy as np
@@ -35,6 +36,54 @@ def best_fit_decreasing(num_tokens: NDArray[np.int64], capacity: int) -> list[li
         ConfigError, InfeasiblePlanError: a length below 1, or longer than `capacity`.
     """
     return _split(*_native.best_fit_decreasing(_checked_tokens(num_tokens, capacity), capacity))
+
+
+class WholePacks:
+    """Take documents one by one, in the order in which they come, for as long as `num_packs` packs of `capacity` tokens
+    hold all of them whole. One that no pack has room for makes all be packed anew, best fit, longest first. About 1 µs
+    a document, and one or two packings of the whole.
+
+    Attributes:
+        packs: the indices of the documents taken, by pack.
+    """
+
+    def __init__(self, num_packs: int, capacity: int) -> None:
+        self._capacity, self._lengths, self._left = capacity, list[int](), num_packs * capacity
+        self._open([[] for _ in range(num_packs)])
+
+    def take(self, num_tokens: int) -> bool:
+        """Take a document of at most `capacity` tokens; False where the packs cannot hold it too."""
+        if num_tokens > self._left:
+            return False
+        at = bisect_left(self._room, (num_tokens, -1))
+        self._lengths.append(num_tokens)
+        if at < len(self._room):
+            room, pack = self._room.pop(at)
+            self.packs[pack].append(len(self._lengths) - 1)
+            insort(self._room, (room - num_tokens, pack))
+        else:
+            anew = best_fit_decreasing(np.array(self._lengths, np.int64), self._capacity)
+            if len(anew) > len(self.packs):
+                self._lengths.pop()
+                return False
+            self._open([*anew, *([] for _ in range(len(self.packs) - len(anew)))])
+        self._left -= num_tokens
+        return True
+
+    def _open(self, packs: list[list[int]]) -> None:
+        self.packs, lengths = packs, self._lengths
+        rooms = (self._capacity - sum(lengths[index] for index in pack) for pack in packs)
+        self._room = sorted((room, pack) for pack, room in enumerate(rooms))
+
+
+def pack_tightly(num_tokens: NDArray[np.int64], capacity: int, enough: int | None) -> list[list[int]]:
+    """Pack by `best_fit_decreasing`; where that needs more than `enough` packs and `WholePacks` does not, by that, as
+    whoever filled so many packs with just these documents did. Empty packs are left out."""
+    packs = best_fit_decreasing(num_tokens, capacity)
+    if enough is None or len(packs) <= enough:
+        return packs
+    filled = WholePacks(enough, capacity)
+    return [pack for pack in filled.packs if pack] if all(map(filled.take, num_tokens.tolist())) else packs
 
 
 def longest_first(

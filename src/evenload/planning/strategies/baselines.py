@@ -13,7 +13,8 @@ best_fit    best-fit decreasing by tokens into windows of `max_pack_tokens` over
 balanced    micro-batches of equal predicted time, with a token limit, 1F1B: what verl, slime and prime-rl do. Documents
             go to replicas by LPT on forward + backward time, then to micro-batches of their replica the same way; of a
             few multiples of pp as their number the fastest by simulation within memory is kept. `micro_batches` fixes
-            the number: then the token limit binds first, and where LPT by time opens more, best fit by tokens packs.
+            the number: then the token limit binds first, and where LPT by time opens more, best fit by tokens packs,
+            at last all documents of the step, whose packs replicas share evenly.
             Where replicas wait for each other at every micro-batch, the search of `plan.micro_batches` divides all.
 """
 
@@ -23,14 +24,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.cost.pack_pricing import pipeline_tasks
-from evenload.errors import ConfigError
+from evenload.errors import ConfigError, InfeasiblePlanError
 from evenload.planning.micro_batches import Cost, micro_batches
 from evenload.planning.packing import (
+    assign_evenly,
     assign_in_turn,
     assign_replicas,
     best_fit_decreasing,
     longest_first,
     pack_counts,
+    pack_tightly,
     run_packs,
 )
 from evenload.planning.problem import CHOOSE, Candidate, PlanOptions, ReplicaChoice, StepProblem, StrategyOptions
@@ -194,11 +197,17 @@ def _windows(problem: StepProblem, window_tokens: int) -> list[list[int]]:
     tokens = problem.num_tokens
     longer = np.flatnonzero(tokens > window_tokens)
     if not len(longer):
-        return best_fit_decreasing(tokens, window_tokens)
+        return pack_tightly(tokens, window_tokens, _all_packs(problem))
     alone = longer[np.argsort(-tokens[longer], kind="stable")]
     others = np.flatnonzero(tokens <= window_tokens)
     packed = best_fit_decreasing(tokens[others], window_tokens)
     return [[int(at)] for at in alone] + [others[window].tolist() for window in packed]
+
+
+def _all_packs(problem: StepProblem) -> int | None:
+    """Return how many packs a fixed number of micro-batches is on all replicas; None = it is not fixed."""
+    count = problem.options.micro_batches
+    return None if count is None else count * problem.layout.dp
 
 
 BEST_FIT = Strategy(
@@ -212,10 +221,21 @@ BEST_FIT = Strategy(
 
 
 def plan_balanced(problem: StepProblem) -> tuple[ReplicaChoice, ...]:
+    limit, all_packs = problem.options.max_pack_tokens, _all_packs(problem)
     if problem.waits_at_each:
-        return run_packs(problem, _even_at_every_index(problem))
+        try:
+            return run_packs(problem, _even_at_every_index(problem))
+        except InfeasiblePlanError:
+            if all_packs is None:
+                raise
     replicas = _replicas_with_room(problem) or assign_replicas(problem.document_s, problem.layout.dp)
-    return tuple(ReplicaChoice(documents, _best(problem, documents)) for documents in replicas)
+    choices = tuple(ReplicaChoice(documents, _best(problem, documents)) for documents in replicas)
+    most = max(choice.candidate.packs.forward.num_packs for choice in choices) * len(choices)
+    if all_packs is None or limit is None or most <= all_packs or problem.layout.has_replicated_stages:
+        return choices
+    # Equal times leave too much room in full packs.
+    tight = pack_tightly(problem.num_tokens, limit, all_packs)
+    return assign_evenly(problem, tight) if len(tight) <= all_packs else choices
 
 
 def _even_at_every_index(problem: StepProblem) -> list[list[list[int]]]:
