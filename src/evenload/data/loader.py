@@ -45,7 +45,7 @@ from evenload.data.chat_encoding import open_encoder
 from evenload.data.config import DataConfig, mixture_configs
 from evenload.data.encoders import EncodedDocument
 from evenload.data.ledger import Ledger, LedgerState, Tally, tally_of
-from evenload.data.part_files import estimated_records, label_warnings, open_part, source_lines
+from evenload.data.part_files import label_warnings, open_part, source_lines
 from evenload.data.sources import files_digest
 from evenload.data.tokenize import DocumentTokenizer, open_tokenizer
 from evenload.data.workers import BlockService, ReadingJob
@@ -393,6 +393,9 @@ def _token_budget(limit: int | None) -> Takes:
     return takes
 
 
+_INSPECTED_FILES = 16
+
+
 def _tally(members: Sequence[SampledDocuments]) -> Tally:
     return sum((run.tally() for run in members), Tally())
 
@@ -528,42 +531,32 @@ class GlobalBatchLoader:
         )
 
     def first_batches(self, epoch: int, most_tokens: int) -> tuple[list[tuple[Document, ...]], float]:
-        """Return the first batches of an epoch, which this rank reads alone, up to so many tokens or an error of the
-        source, and which share of the epoch they are: 1.0 = all, less is estimated by the tokens of a record, 0.0 =
-        not known. Raises a `DataError` for an error in the first batch."""
+        """Return the first batches of an epoch, which this rank reads alone, until they have so many tokens, and which
+        share of the epoch they are: 1.0 = all, less is estimated by the records, 0.0 = not known."""
         service, alone = BlockService(self._job, 0, self.config.stall_timeout_s), SingleRank()
         drawn = DrawnBatches(msgspec.structs.replace(self.config, epochs=epoch + 1), service, alone, self._fill)
         drawn.load(DrawPosition(epoch, 0, state_at_epoch(self.state(), epoch).parts))
-        batches: list[DrawnBatch] = []
-        left = most_tokens
+        batches, taken, account = list[tuple[Document, ...]](), Tally(), LedgerState()
         try:
-            while left > 0:
-                batches.append(drawn.take(lambda *_: None))
-                left -= batches[-1].sampled.tally().tokens
-                if not batches[-1].documents:
-                    return [batch.documents for batch in batches[:-1]], 1.0
-        except DataError:
-            if not batches:
-                raise
+            while taken.tokens < most_tokens:
+                batch = drawn.take(lambda *_: None)
+                if not batch.documents:
+                    return batches, 1.0
+                batches.append(batch.documents)
+                taken, account = taken + batch.sampled.tally(), account.with_read(batch.read)
         finally:
             service.close()
-        return [batch.documents for batch in batches], self._share(batches)
-
-    def _share(self, batches: Sequence[DrawnBatch]) -> float:
-        account = sum((batch.read.read for batch in batches), Tally())
-        dropped = sum((tally for batch in batches for tally in batch.read.dropped.values()), Tally())
-        sampled = join_sampled([batch.sampled for batch in batches])
-        part_of = np.array([block.request.key.part for block in sampled.blocks])[sampled.block_of]
+        readers = [reader for part in self.parts for reader in part.readers]
+        chosen = readers[:: -(-len(readers) // _INSPECTED_FILES)]
+        counts = [reader.summary().num_records for reader in chosen]
+        if None in counts:
+            return batches, 0.0
         # Pieces that a document was split into are one record.
-        is_record = (sampled.lengths < self.config.max_document_tokens) | (self.config.overlong != "split")
-        total = 0.0
-        for index, part in enumerate(self.parts):
-            num_records, mine = estimated_records(part.readers)[0], part_of == index
-            if num_records is None:
-                return 0.0
-            kept = num_records * (1 - dropped.documents / account.documents)
-            total += kept * sampled.lengths[mine].sum() / max(1, is_record[mine].sum())
-        return float(min(1.0, sampled.lengths.sum() / total)) if total else 0.0
+        is_piece, longest = self.config.overlong == "split", self.config.max_document_tokens
+        pieces = sum(document.num_tokens == longest for batch in batches for document in batch) * is_piece
+        kept = 1 - sum(account.dropped.values(), Tally()).documents / account.read.documents
+        total = sum(filter(None, counts)) * len(readers) / len(chosen) * kept
+        return batches, min(1.0, (taken.documents - pieces) / max(1.0, total))
 
     def load_state(self, state: LoaderState) -> None:
         """Go on from a state, also of another parallel layout; `ConfigError` names other data settings or files."""

@@ -7,7 +7,7 @@ its distributions not. Price: O(segments) per epoch; at most 64 MiB a segment, s
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from evenload.data.config import DataConfig
 from evenload.data.encoders import IGNORE_INDEX, DocumentEncoder, EncodedDocument
 from evenload.data.hf_dataset import DatasetReader, IterableDatasetReader, dataset_bytes, is_iterable_dataset
 from evenload.data.json_records import JsonlReader, JsonReader
-from evenload.data.records import FilePart, FileSummary, RecordReader, TextReader, record_columns, value_names
+from evenload.data.records import FilePart, RecordReader, TextReader, record_columns, value_names
 from evenload.data.sources import SourceFile, SourceListing, list_sources
 from evenload.data.token_files import MegatronReader, NpyReader
 from evenload.errors import ConfigError
@@ -126,29 +126,18 @@ _NAMED = 8
 _SAMPLED = 64
 
 
-def estimated_records(readers: Sequence[RecordReader]) -> tuple[int | None, bool, list[FileSummary]]:
-    """Return the records of these files, None = not known, whether they were counted, and what was inspected for it: a
-    few where files are many."""
-    step = -(-len(readers) // _INSPECTED_FILES)
-    summaries = [reader.summary() for reader in readers[::step]]
-    counts = [summary.num_records for summary in summaries if summary.num_records is not None]
-    if len(counts) < len(summaries):
-        return None, False, summaries
-    is_exact = step == 1 and all(summary.is_exact for summary in summaries)
-    return round(sum(counts) * len(readers) / len(summaries)), is_exact, summaries
-
-
 def source_lines(config: DataConfig, part: PartFiles) -> Iterator[str]:
     """Report, a line each, what is read of every source and what is not; records are estimated where files are many."""
     columns = record_columns(config)
     known, values = {column.name for column in columns}, value_names(columns)
     for listing, readers in part.by_source():
-        formats, (number, is_exact, summaries) = (
-            Counter(reader.file.format for reader in readers),
-            estimated_records(readers),
-        )
+        formats, step = Counter(reader.file.format for reader in readers), -(-len(readers) // _INSPECTED_FILES)
+        summaries = [reader.summary() for reader in readers[::step]]
+        counts = [summary.num_records for summary in summaries if summary.num_records is not None]
         records = ""
-        if number is not None and set(formats) != {"text"}:  # of which every file is one
+        if len(counts) == len(summaries) and set(formats) != {"text"}:  # of which every file is one
+            is_exact = step == 1 and all(summary.is_exact for summary in summaries)
+            number = round(sum(counts) * len(readers) / len(summaries))
             records = f", {'' if is_exact else 'about '}{counted(number, 'record')}"
         pieces = [f"{listing.source}: {', '.join(counted(n, f'{kind} file') for kind, n in formats.items())}{records}"]
         if present := list(dict.fromkeys(column for summary in summaries for column in summary.columns)):

@@ -19,7 +19,7 @@ import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,9 +37,8 @@ from evenload.errors import ConfigError
 from evenload.integrations.batch_formats import BatchFormat, require_format
 from evenload.integrations.catalog import BEST, LOOP, EngineProfile, engine_named, require_auto, require_strategy
 from evenload.integrations.price import StepShape
-from evenload.planning.packing import WholePacks
 from evenload.planning.problem import PlanOptions
-from evenload.planning.strategies.registry import strategy_named, whole_strategies
+from evenload.planning.strategies.registry import strategy_named
 from evenload.runtime.comm.collectives import TorchPeers
 from evenload.types.base import did_you_mean, require_at_least_one
 from evenload.types.layout import even_layout
@@ -93,10 +92,10 @@ class LoaderOptions:
     world_size: int | None = None
     group: Any = None
     peer_timeout_s: float = 1800.0
+    fills_packs: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        if self.engine is not None:
-            self._check_engine(self.profile)
+        self._check_engine(self.profile)
         self.format = self.format or self.profile.formats[0]  # type: ignore[bad-assignment]
         require_format(self.format)
         if self.equal_micro_batches is None:
@@ -109,8 +108,6 @@ class LoaderOptions:
             raise ConfigError(f"max_tokens is {self.max_tokens}, {why}; {fix}")
         if self.sequence_ranks > 1:
             self._check_shared()
-        if self.engine is None:
-            self._check_strategy()
 
     @functools.cached_property
     def profile(self) -> EngineProfile:
@@ -136,10 +133,6 @@ class LoaderOptions:
     def has_equal_counts(self) -> bool:
         """Return whether all ranks run equally many micro-batches in every step."""
         return bool(self.equal_micro_batches) or self.micro_batches is not None
-
-    def filling(self, world_size: int) -> WholePacks:
-        """Return empty packs: those of all ranks in one step."""
-        return WholePacks((self.micro_batches or 1) * world_size, self.max_tokens)
 
     def planning(self) -> PlanOptions:
         """Return the planner's options."""
@@ -193,18 +186,6 @@ class LoaderOptions:
         if self.format != "hf":
             why = f'the loader has format "{self.format}", which is not cut for ranks'
             raise ConfigError(f"{request}, and {why}; leave format out")
-
-    def _check_strategy(self) -> None:
-        if self.strategy == BEST:
-            require_auto(LOOP, self.planning())
-            return
-        strategy = strategy_named(self.strategy)
-        if strategy.changes_layout:
-            raise ConfigError(f"strategy '{self.strategy}' changes the pipeline's layout, and a loader alone has none")
-        if not strategy.keeps_whole:
-            why = "a micro-batch needs keys and values of an earlier one, which a plain loop does not keep"
-            fix = f"Choose one of {', '.join((BEST, *whole_strategies()))}, or train with 'evenload train'"
-            raise ConfigError(f"strategy '{self.strategy}' cuts documents: {why}. {fix}")
 
 
 class LoaderPlace(NamedTuple):
@@ -303,13 +284,6 @@ _EVALUATION_ALLOWS = {
 }
 
 
-def fills_packs(data: Any, settings: Mapping[str, Any], options: LoaderOptions) -> bool:
-    """Return whether batches have no size but that of their packs."""
-    documents, tokens = settings.get("batch_documents"), settings.get("batch_tokens")
-    is_unset = documents is None and tokens is None and not isinstance(data, DataConfig)
-    return (tokens == FULL or is_unset) and not options.evaluation
-
-
 def data_config(
     data: Any, settings: dict[str, Any], options: LoaderOptions, world_size: int
 ) -> tuple[DataConfig, dict[str, Any]]:
@@ -317,6 +291,7 @@ def data_config(
 
     Args:
         settings: fields of `DataConfig`; those of a configuration are replaced. `batch_tokens` may be `FULL`.
+        options: `fills_packs`, and `micro_batches` for it, are set here.
         world_size: shares of a global batch; one of evaluation has a pack's tokens for each, unless its size is set.
 
     Raises:
@@ -331,10 +306,13 @@ def data_config(
         if name not in DataConfig.__struct_fields__:
             hint = did_you_mean(name, DataConfig.__struct_fields__)
             raise ConfigError(f"PackedLoader has no '{name}'; {hint}its settings are LoaderOptions and DataConfig")
-    if fills_packs(data, settings, options):
-        settings = settings | {"batch_tokens": (options.micro_batches or 1) * world_size * options.max_tokens}
-    elif settings.get("batch_tokens") == FULL:
-        settings = {name: value for name, value in settings.items() if name != "batch_tokens"}
+    documents, tokens = settings.get("batch_documents"), settings.get("batch_tokens")
+    if tokens == FULL or (documents is None and tokens is None and not isinstance(data, DataConfig)):
+        options.fills_packs = not options.evaluation
+        settings = settings | {"batch_tokens": None}
+    if options.fills_packs:
+        options.micro_batches = options.micro_batches or -(-LEAST_PACKS // world_size)
+        settings = settings | {"batch_tokens": options.micro_batches * world_size * options.max_tokens}
     base: dict[str, Any] = {"max_document_tokens": options.max_tokens}
     datasets = {}
     if isinstance(data, DataConfig):

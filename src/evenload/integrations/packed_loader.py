@@ -9,7 +9,7 @@ the step, and loss and gradients are those of one document after the other. docs
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -31,11 +31,9 @@ from evenload.feed.step_maker import PlannedStep, StepMaker
 from evenload.integrations.batch_formats import format_pack, pin_batch, pins_memory
 from evenload.integrations.catalog import BEST
 from evenload.integrations.loader_options import (
-    LEAST_PACKS,
     LoaderOptions,
     LoaderPlace,
     data_config,
-    fills_packs,
     find_place,
     require_choice,
     run_tokenizer_text,
@@ -44,6 +42,7 @@ from evenload.integrations.loader_options import (
 from evenload.integrations.planner import ENGINES_AUTO, known_vocabulary, make_planner
 from evenload.integrations.price import project
 from evenload.planning.deferral import DelayState
+from evenload.planning.packing import WholePacks
 from evenload.planning.planner import RunPlanner
 from evenload.planning.strategies.registry import strategy_named
 from evenload.types.plan import StepPlan
@@ -116,21 +115,21 @@ class PackedLoader:
     """
 
     def __init__(self, data: Any, *, max_tokens: int, **settings: Any) -> None:
-        named = {field.name: settings.pop(field.name) for field in fields(LoaderOptions) if field.name in settings}
+        own = [field.name for field in fields(LoaderOptions) if field.init]
+        named = {name: settings.pop(name) for name in own if name in settings}
         self.options = options = LoaderOptions(max_tokens=max_tokens, **named)
         self._place = place = find_place(options)
         self.micro_batches_are_given = options.micro_batches is not None
-        if fills := fills_packs(data, settings, options):
-            options.micro_batches = options.micro_batches or -(-LEAST_PACKS // place.world_size)
         config, datasets = data_config(data, settings, options, place.world_size)
         options.check_data(config, place)
         model, tokenizer = options.model, options.tokenizer
         vocab_size = known_vocabulary(model)
         require_choice(config, tokenizer, vocab_size)
-        with tokenizer_settings(config, tokenizer) as (resolved, own):
-            fill = (lambda: options.filling(place.world_size).take) if fills else None
-            read = {"peers": place.peers, "datasets": datasets, "vocab_size": vocab_size, "fill": fill}
-            self._loader = GlobalBatchLoader(resolved, own, **read)
+        with tokenizer_settings(config, tokenizer) as (resolved, own_tokenizer):
+            read: dict[str, Any] = {"peers": place.peers, "datasets": datasets, "vocab_size": vocab_size}
+            if options.fills_packs:
+                read["fill"] = lambda: WholePacks((options.micro_batches or 1) * place.world_size, max_tokens).take
+            self._loader = GlobalBatchLoader(resolved, own_tokenizer, **read)
             opened = self._loader.tokenizer
             if isinstance(opened, FileTokenizer) and not hasattr(tokenizer, "save_pretrained") and opened.has_settings:
                 # Imports transformers, which takes seconds.
@@ -143,9 +142,9 @@ class PackedLoader:
         self._maker = StepMaker(self._loader, self._planner, replicas=lambda _: replicas, max_pack_tokens=max_tokens)
         self.config = self._loader.config
         self.rank, self.world_size = place.rank, place.world_size
-        self.model_is_assumed, self._model, self._fills = model is None, model, fills
+        self.model_is_assumed, self._model = model is None, model
         self.ledger_lines: tuple[str, ...] = ()
-        self._sizes: dict[int, tuple[int, float]] = {}
+        self._lengths: dict[int, int] = {}
         self._ahead: Prefetcher[PackedStep] | None = None
         self._has_logged = False
         self._go_on(self._loader.state(), DelayState(), 0)
@@ -174,7 +173,7 @@ class PackedLoader:
         if self._ahead is not None:
             raise ConfigError(f"set_micro_batches({count}) after steps were made; call it before the first step")
         self.options.micro_batches, self.micro_batches_are_given = count, True
-        if self._fills:
+        if self.options.fills_packs:
             batch_tokens = count * self.world_size * self.options.max_tokens
             self.config = msgspec.structs.replace(self.config, batch_tokens=batch_tokens)
         self.options.check_data(self.config, self._place)
@@ -182,47 +181,38 @@ class PackedLoader:
 
     def _start_lines(self) -> list[str]:
         balance = _balance_line(self._planner.planner.costs, assumed=self.model_is_assumed)
-        facts = {"tokenizer": self._tokenizer_fact, "full": ", as many as fill the packs" * self._fills}
-        return [balance, *_start_lines(self.config, facts, self.options, self._place)]
+        return [balance, *_start_lines(self.config, self._tokenizer_fact, self.options, self._place)]
 
     def _plan_anew(self) -> None:
         self._maker.planner = self._planner = _planner_of(self._model, self.options, self._place)
-        self._sizes.clear()
+        self._lengths.clear()
         lines = self._start_lines()
         changed = [line for line in lines if line not in self.start_messages]
         self.start_messages[: len(lines)] = lines
         if self._place.is_first and changed:
             _log.info("PackedLoader\n  %s", "\n  ".join(changed))
 
-    def num_steps(self) -> int:
-        """Return how many optimizer steps the epoch has; as `len(loader)`, which counts its micro-batches."""
-        return self._size()[0]
-
     def __len__(self) -> int:
         """Return how many micro-batches the whole epoch has on this rank, counted where it has no more than
         `COUNTED_TOKENS` tokens, which this rank reads once for it, without the others; of more it is estimated from
         them. Raises a `TypeError` where epochs have no end, or the data does not tell how many records it has."""
-        return round(math.prod(self._size()))
-
-    def __bool__(self) -> bool:
-        return True
-
-    def _size(self) -> tuple[int, float]:
-        """Return the steps of the epoch, and the micro-batches of one on this rank."""
+        epoch, options = min(self.epoch, (self.config.epochs or self.epoch + 1) - 1), self.options
         if self.config.mixture_end == "repeat":
             raise TypeError('a PackedLoader with mixture_end "repeat" has no length; count steps')
-        epoch = min(self.epoch, (self.config.epochs or self.epoch + 1) - 1)
-        if epoch not in self._sizes:
+        if epoch not in self._lengths:
             batches, share = self._loader.first_batches(epoch, COUNTED_TOKENS)
             if not share:
                 raise TypeError("this PackedLoader has no length: its data does not tell how many records it has")
-            per_step = self.options.micro_batches
-            chosen = () if per_step else batches[:: -(-len(batches) // _PLANNED_STEPS)]
-            planner, options = self._planner.planner, self.options
-            plans = [planner.plan(step, documents, options.strategy) for step, documents in enumerate(chosen)]
-            counts = [len(project(plan, options.profile, options.shape)[self.rank]) for plan in plans]
-            self._sizes[epoch] = math.ceil(len(batches) / share), per_step or float(np.mean(counts))
-        return self._sizes[epoch]
+            counts = [options.micro_batches or 0]
+            if options.micro_batches is None:
+                chosen = enumerate(batches[:: -(-len(batches) // _PLANNED_STEPS)])
+                plans = [self._planner.planner.plan(step, one, options.strategy) for step, one in chosen]
+                counts = [len(project(plan, options.profile, options.shape)[self.rank]) for plan in plans]
+            self._lengths[epoch] = round(math.ceil(len(batches) / share) * float(np.mean(counts)))
+        return self._lengths[epoch]
+
+    def __bool__(self) -> bool:
+        return True
 
     @property
     def is_at_epoch_end(self) -> bool:
@@ -252,11 +242,9 @@ class PackedLoader:
         if self.config.mixture_end == "repeat":
             raise ConfigError(f'set_epoch({epoch}) with mixture_end "repeat", which has no epochs; leave it out')
         loader, planner = self._after
-        if self._open is None:
-            is_between = not any(part.documents for part in loader.parts)
-        else:
-            is_between = self._open.planned.epoch != self.epoch
-        if not (is_between or self.has_ended):
+        untouched = self._open is None and not any(part.documents for part in loader.parts)
+        is_inside = self._open is not None and self._open.planned.epoch == self.epoch
+        if not (untouched or (self._peeked is not None and not is_inside) or self.has_ended):
             where = f"set_epoch({epoch}) in the middle of epoch {self.epoch}"
             raise ConfigError(f"{where} would leave out the rest of it; iterate to the end, or make a new loader")
         self._go_on(state_at_epoch(loader, epoch), planner, epoch)
@@ -387,17 +375,14 @@ def without_loss(plan: StepPlan) -> str:
 
 
 def _planner_of(model: Any, options: LoaderOptions, place: LoaderPlace) -> RunPlanner:
-    planning, is_priced = options.planning(), options.engine is not None or options.strategy == BEST
-    engine = options.profile if is_priced else None
-    ranks = {"dp": place.world_size, "cp": options.sequence_ranks}
-    planner = make_planner(model, options.costs, planning, **ranks, engine=engine, shape=options.shape)
+    planning, ranks = options.planning(), {"dp": place.world_size, "cp": options.sequence_ranks}
+    planner = make_planner(model, options.costs, planning, **ranks, engine=options.profile, shape=options.shape)
     may_delay = strategy_named(options.strategy).delays(planning) and not options.evaluation
     return RunPlanner(planner, options.strategy, may_delay)
 
 
 def _pack_step(step: PlannedStep, options: LoaderOptions, place: LoaderPlace, pins: bool) -> PackedStep:
     """Make this rank's micro-batches; a `ConfigError` on every rank where one needs more than `micro_batches`."""
-    _require_count(step.plan, options)
     micro_batches = project(step.plan, options.profile, options.shape)[place.rank]
     planned = step.plan.pack_plans[place.rank].forward
     packs = tuple(
@@ -408,19 +393,6 @@ def _pack_step(step: PlannedStep, options: LoaderOptions, place: LoaderPlace, pi
     )
     batches = tuple(format_pack(pack, options.format, step.plan.num_label_tokens) for pack in packs)
     return PackedStep(planned=step, packs=packs, batches=tuple(map(pin_batch, batches)) if pins else batches)
-
-
-def _require_count(plan: StepPlan, options: LoaderOptions) -> None:
-    counts = [len(packs.forward) for packs in plan.pack_plans]
-    if (limit := options.micro_batches) is None or max(counts) <= limit:
-        return
-    tokens, ranks, longest = sum(document.num_tokens for document in plan.documents), len(counts), options.max_tokens
-    raise ConfigError(
-        f"step {plan.step}: rank {counts.index(max(counts))} needs {max(counts)} packs of at most max_tokens = "
-        f"{longest}, micro_batches is {limit}. The batch has {tokens} tokens, and {ranks} ranks x {limit} x {longest} "
-        f"hold at most {limit * ranks * longest}, less where whole documents leave gaps. Lower batch_tokens or "
-        "batch_documents, raise max_tokens or micro_batches, or choose strategy auto or best_fit"
-    )
 
 
 def zero_weight_pack(num_tokens: int = 1) -> PackBatch:
@@ -447,13 +419,14 @@ def pad_pack(pack: PackBatch, num_tokens: int) -> PackBatch:
     return PackBatch(**joined, num_padding_tokens=pack.num_padding_tokens + missing)
 
 
-def _start_lines(config: DataConfig, facts: Mapping[str, str], options: LoaderOptions, place: LoaderPlace) -> list[str]:
-    """Describe what the loader does and does not do, a line a subject; `facts` of what these do not tell."""
+def _start_lines(config: DataConfig, tokenizer: str, options: LoaderOptions, place: LoaderPlace) -> list[str]:
+    """Describe what the loader does and does not do, a line a subject."""
     planning, strategy = options.planning(), strategy_named(options.strategy)
     is_engines_auto = options.strategy == BEST
     delays = strategy.delays(planning) and not is_engines_auto
     documents = config.batch_documents
-    batch = counted(documents, "document") if documents else f"up to {config.batch_tokens} tokens{facts['full']}"
+    batch = counted(documents, "document") if documents else f"up to {config.batch_tokens} tokens"
+    batch += ", as many as fill the packs" * options.fills_packs
     packs = "as many packs as needed" + (", equally many on all ranks" if options.equal_micro_batches else "")
     if options.micro_batches is not None:
         packs = f"exactly {counted(options.micro_batches, 'pack')} a rank"
@@ -482,7 +455,7 @@ def _start_lines(config: DataConfig, facts: Mapping[str, str], options: LoaderOp
         "engine": f"{options.engine}: {options.profile.title}" if options.engine else "",
         "strategy": f"{options.strategy}: {ENGINES_AUTO if is_engines_auto else strategy.description}",
         "global batch": f"{batch}, rank {place.rank} of {place.world_size}, {packs}",
-        "tokenizer": facts["tokenizer"],
+        "tokenizer": tokenizer,
         "boundaries": f"format {options.format}: positions and cumulative lengths of documents, no attention_mask",
         "order": order,
         "reading": f"{reading}, {workers}, {counted(config.prefetch_steps, 'step')} ahead; longer documents: "

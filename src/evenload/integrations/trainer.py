@@ -86,7 +86,7 @@ class PackedTrainerMixin:
             if loader is None:
                 continue
             _refuse_model(trainer.model, loader)
-            balance_for_trained(loader, lambda: model_spec_of(getattr(trainer.model, "config", None)))
+            balance_for_trained(loader, trainer.model, lambda: model_spec_of(getattr(trainer.model, "config", None)))
         trainer.add_callback(_Follow(train_loader, self._num_epochs))
 
     def get_train_dataloader(self) -> Any:
@@ -149,7 +149,8 @@ class PackedTrainerMixin:
             self._train_loader.load_state_dict(state)
         if self._num_epochs is not None:
             trainer: Any = self
-            trainer.args.max_steps = math.ceil(self._num_epochs * self._train_loader.num_steps())
+            steps = trainer.args.gradient_accumulation_steps
+            trainer.args.max_steps = math.ceil(self._num_epochs * len(self._train_loader) / steps)
         return super()._inner_training_loop(  # type: ignore[missing-attribute]
             batch_size, args, resume_from_checkpoint, *rest, **settings
         )

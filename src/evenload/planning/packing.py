@@ -39,51 +39,32 @@ def best_fit_decreasing(num_tokens: NDArray[np.int64], capacity: int) -> list[li
 
 
 class WholePacks:
-    """Take documents one by one, in the order in which they come, for as long as `num_packs` packs of `capacity` tokens
-    hold all of them whole. One that no pack has room for makes all be packed anew, best fit, longest first. About 1 µs
-    a document, and one or two packings of the whole.
-
-    Attributes:
-        packs: the indices of the documents taken, by pack.
-    """
+    """Take documents in the order in which they come for as long as `num_packs` packs of `capacity` tokens hold them
+    whole; for one that finds no room all are packed anew, longest first, about once a batch. O(log packs) a document.
+    `packs` has the indices of those taken."""
 
     def __init__(self, num_packs: int, capacity: int) -> None:
-        self._capacity, self._lengths, self._left = capacity, list[int](), num_packs * capacity
-        self._open([[] for _ in range(num_packs)])
+        self.packs: list[list[int]] = [[] for _ in range(num_packs)]
+        self._capacity, self._lengths = capacity, list[int]()
+        self._room = [(capacity, pack) for pack in range(num_packs)]
 
     def take(self, num_tokens: int) -> bool:
         """Take a document of at most `capacity` tokens; False where the packs cannot hold it too."""
-        if num_tokens > self._left:
-            return False
-        at = bisect_left(self._room, (num_tokens, -1))
-        self._lengths.append(num_tokens)
+        lengths, at = self._lengths, bisect_left(self._room, (num_tokens, -1))
+        lengths.append(num_tokens)
         if at < len(self._room):
             room, pack = self._room.pop(at)
-            self.packs[pack].append(len(self._lengths) - 1)
+            self.packs[pack].append(len(lengths) - 1)
             insort(self._room, (room - num_tokens, pack))
-        else:
-            anew = best_fit_decreasing(np.array(self._lengths, np.int64), self._capacity)
-            if len(anew) > len(self.packs):
-                self._lengths.pop()
-                return False
-            self._open([*anew, *([] for _ in range(len(self.packs) - len(anew)))])
-        self._left -= num_tokens
+            return True
+        anew = best_fit_decreasing(np.array(lengths, np.int64), self._capacity)
+        if len(anew) > len(self.packs):
+            lengths.pop()
+            return False
+        self.packs[:] = anew + [[] for _ in self.packs[len(anew) :]]
+        used = [sum(lengths[index] for index in pack) for pack in self.packs]
+        self._room = sorted((self._capacity - tokens, pack) for pack, tokens in enumerate(used))
         return True
-
-    def _open(self, packs: list[list[int]]) -> None:
-        self.packs, lengths = packs, self._lengths
-        rooms = (self._capacity - sum(lengths[index] for index in pack) for pack in packs)
-        self._room = sorted((room, pack) for pack, room in enumerate(rooms))
-
-
-def pack_tightly(num_tokens: NDArray[np.int64], capacity: int, enough: int | None) -> list[list[int]]:
-    """Pack by `best_fit_decreasing`; where that needs more than `enough` packs and `WholePacks` does not, by that, as
-    whoever filled so many packs with just these documents did. Empty packs are left out."""
-    packs = best_fit_decreasing(num_tokens, capacity)
-    if enough is None or len(packs) <= enough:
-        return packs
-    filled = WholePacks(enough, capacity)
-    return [pack for pack in filled.packs if pack] if all(map(filled.take, num_tokens.tolist())) else packs
 
 
 def longest_first(

@@ -27,13 +27,13 @@ from evenload.cost.pack_pricing import pipeline_tasks
 from evenload.errors import ConfigError, InfeasiblePlanError
 from evenload.planning.micro_batches import Cost, micro_batches
 from evenload.planning.packing import (
+    WholePacks,
     assign_evenly,
     assign_in_turn,
     assign_replicas,
     best_fit_decreasing,
     longest_first,
     pack_counts,
-    pack_tightly,
     run_packs,
 )
 from evenload.planning.problem import CHOOSE, Candidate, PlanOptions, ReplicaChoice, StepProblem, StrategyOptions
@@ -197,7 +197,11 @@ def _windows(problem: StepProblem, window_tokens: int) -> list[list[int]]:
     tokens = problem.num_tokens
     longer = np.flatnonzero(tokens > window_tokens)
     if not len(longer):
-        return pack_tightly(tokens, window_tokens, _all_packs(problem))
+        packs, enough = best_fit_decreasing(tokens, window_tokens), _all_packs(problem)
+        if enough is None or len(packs) <= enough:
+            return packs
+        filled = WholePacks(enough, window_tokens)  # as whoever filled so many packs with just these documents
+        return [pack for pack in filled.packs if pack] if all(map(filled.take, tokens.tolist())) else packs
     alone = longer[np.argsort(-tokens[longer], kind="stable")]
     others = np.flatnonzero(tokens <= window_tokens)
     packed = best_fit_decreasing(tokens[others], window_tokens)
@@ -221,21 +225,20 @@ BEST_FIT = Strategy(
 
 
 def plan_balanced(problem: StepProblem) -> tuple[ReplicaChoice, ...]:
-    limit, all_packs = problem.options.max_pack_tokens, _all_packs(problem)
+    limit, enough = problem.options.max_pack_tokens, _all_packs(problem)
     if problem.waits_at_each:
         try:
             return run_packs(problem, _even_at_every_index(problem))
         except InfeasiblePlanError:
-            if all_packs is None:
+            if enough is None:
                 raise
     replicas = _replicas_with_room(problem) or assign_replicas(problem.document_s, problem.layout.dp)
     choices = tuple(ReplicaChoice(documents, _best(problem, documents)) for documents in replicas)
     most = max(choice.candidate.packs.forward.num_packs for choice in choices) * len(choices)
-    if all_packs is None or limit is None or most <= all_packs or problem.layout.has_replicated_stages:
+    if enough is None or limit is None or most <= enough or problem.layout.has_replicated_stages:
         return choices
-    # Equal times leave too much room in full packs.
-    tight = pack_tightly(problem.num_tokens, limit, all_packs)
-    return assign_evenly(problem, tight) if len(tight) <= all_packs else choices
+    tight = _windows(problem, limit)  # equal times leave too much room in full packs
+    return assign_evenly(problem, tight) if len(tight) <= enough else choices
 
 
 def _even_at_every_index(problem: StepProblem) -> list[list[list[int]]]:
