@@ -35,12 +35,6 @@ class VarlenMetadata(NamedTuple):
     cu_seq_q_host: tuple[int, ...] | None = None
 
 
-def require_format(format: str) -> None:
-    """Raise a `ConfigError` for a format that does not exist."""
-    if format not in _MAKERS:
-        raise ConfigError(f"format is '{format}'; choose one of {', '.join(_MAKERS)}")
-
-
 def format_pack(pack: PackBatch, format: BatchFormat, num_label_tokens: int) -> Any:
     """Return the pack in a format; the sum of the losses is divided by `num_label_tokens` of the whole global batch."""
     return _MAKERS[format](pack, num_label_tokens)

@@ -142,13 +142,13 @@ def balance_for_trained(loader: PackedLoader, model: nn.Module, describe: Callab
     try:
         spec = describe()
     except ConfigError as err:
-        spec = spec_of_weights(model)
+        spec = spec_of_weights(model, loader.options.sequence_ranks)
         if loader.rank == 0:
             _log.info("packs are balanced by the sizes of the model's weights alone: %s", err)
     loader.balance_for(spec)
 
 
-def spec_of_weights(model: nn.Module) -> ModelSpec:
+def spec_of_weights(model: nn.Module, num_heads: int) -> ModelSpec:
     """Describe a model of which nothing is known but its weights: as many layers as its longest list of modules, all of
     whose matrices every token passes, and attention over the width that most of them have. Its vocabulary is not read.
     """
@@ -159,7 +159,7 @@ def spec_of_weights(model: nn.Module) -> ModelSpec:
     matrices = [shape for shape in shapes if len(shape) > 1]
     width = Counter(size for shape in matrices for size in shape[-2:]).most_common(1)[0][0] if matrices else 1
     ffn_weights = sum(map(math.prod, matrices)) // len(layers) - 4 * width**2
-    heads = {"num_heads": 1, "num_kv_heads": 1, "head_dim": width}
+    heads = {"num_heads": num_heads, "num_kv_heads": num_heads, "head_dim": max(1, width // num_heads)}
     sizes = {"hidden_size": width, "ffn_hidden_size": max(1, ffn_weights // (3 * width)), "vocab_size": 1}
     return alike_model(name=type(model).__name__, num_layers=len(layers), tied_embeddings=False, **heads, **sizes)
 

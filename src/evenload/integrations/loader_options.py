@@ -34,7 +34,7 @@ from evenload.data.config import DataConfig, reads_token_ids
 from evenload.data.hf_dataset import is_iterable_dataset
 from evenload.data.tokenize import BYTES, MAX_BYTE_VOCABULARY, DocumentTokenizer, describe_tokenizer
 from evenload.errors import ConfigError
-from evenload.integrations.batch_formats import BatchFormat, require_format
+from evenload.integrations.batch_formats import BatchFormat
 from evenload.integrations.catalog import BEST, LOOP, EngineProfile, engine_named, require_auto, require_strategy
 from evenload.integrations.price import StepShape
 from evenload.planning.problem import PlanOptions
@@ -95,19 +95,18 @@ class LoaderOptions:
     fills_packs: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        self._check_engine(self.profile)
+        require_at_least_one("", self, "max_tokens", "micro_batches", "pack_multiple", "sequence_ranks")
         self.format = self.format or self.profile.formats[0]  # type: ignore[bad-assignment]
-        require_format(self.format)
+        if self.sequence_ranks > 1:
+            self._check_shared()
+        self._check_engine(self.profile)
         if self.equal_micro_batches is None:
             self.equal_micro_batches = self.engine is None or self.profile.equal_counts
-        require_at_least_one("", self, "max_tokens", "micro_batches", "pack_multiple", "sequence_ranks")
         if self.max_tokens % self.row_multiple:
             given = f"pack_multiple {self.pack_multiple}, sequence_ranks {self.sequence_ranks}"
             fix = f"set max_tokens to a multiple, such as {self.computed_tokens(self.max_tokens)}"
             why = f"{given}: a full pack padded to a multiple would pass max_tokens"
             raise ConfigError(f"max_tokens is {self.max_tokens}, {why}; {fix}")
-        if self.sequence_ranks > 1:
-            self._check_shared()
 
     @functools.cached_property
     def profile(self) -> EngineProfile:
@@ -169,7 +168,7 @@ class LoaderOptions:
             require_auto(engine, planning)
         if planning.dp_merge:
             engine.refuse("sharing", "plan_options has dp_merge = true")
-        if self.format is not None and self.format not in engine.formats:
+        if self.format not in engine.formats:
             takes = " or ".join(engine.formats)
             raise ConfigError(f"engine {engine.name}: format is '{self.format}', its models take {takes}; leave it out")
         if self.equal_micro_batches is False and engine.equal_counts:
@@ -309,10 +308,10 @@ def data_config(
     documents, tokens = settings.get("batch_documents"), settings.get("batch_tokens")
     if tokens == FULL or (documents is None and tokens is None and not isinstance(data, DataConfig)):
         options.fills_packs = not options.evaluation
-        settings = settings | {"batch_tokens": None}
+        settings = {name: value for name, value in settings.items() if name != "batch_tokens"}
     if options.fills_packs:
         options.micro_batches = options.micro_batches or -(-LEAST_PACKS // world_size)
-        settings = settings | {"batch_tokens": options.micro_batches * world_size * options.max_tokens}
+        settings["batch_tokens"] = options.micro_batches * world_size * options.max_tokens
     base: dict[str, Any] = {"max_document_tokens": options.max_tokens}
     datasets = {}
     if isinstance(data, DataConfig):

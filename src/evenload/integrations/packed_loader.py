@@ -423,6 +423,7 @@ def _start_lines(config: DataConfig, tokenizer: str, options: LoaderOptions, pla
     """Describe what the loader does and does not do, a line a subject."""
     planning, strategy = options.planning(), strategy_named(options.strategy)
     is_engines_auto = options.strategy == BEST
+    auto = ENGINES_AUTO if options.engine else ENGINES_AUTO.replace("this engine's price", "the price of a plain loop")
     delays = strategy.delays(planning) and not is_engines_auto
     documents = config.batch_documents
     batch = counted(documents, "document") if documents else f"up to {config.batch_tokens} tokens"
@@ -453,7 +454,7 @@ def _start_lines(config: DataConfig, tokenizer: str, options: LoaderOptions, pla
         not_done.append("documents that wait when you stop are not trained (set epochs)")
     lines = {
         "engine": f"{options.engine}: {options.profile.title}" if options.engine else "",
-        "strategy": f"{options.strategy}: {ENGINES_AUTO if is_engines_auto else strategy.description}",
+        "strategy": f"{options.strategy}: {auto if is_engines_auto else strategy.description}",
         "global batch": f"{batch}, rank {place.rank} of {place.world_size}, {packs}",
         "tokenizer": tokenizer,
         "boundaries": f"format {options.format}: positions and cumulative lengths of documents, no attention_mask",
