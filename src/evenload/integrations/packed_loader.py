@@ -162,8 +162,7 @@ class PackedLoader:
         require_choice(self.config, self.options.tokenizer, known_vocabulary(model))
         if self._ahead is not None:
             raise ConfigError("balance_for(model) after steps were made for another one; call it before the first step")
-        self.model_is_assumed, self._model = False, model
-        self._plan_anew()
+        self._plan_anew(model)
 
     def set_micro_batches(self, count: int) -> None:
         """Make exactly so many packs for every rank and step, as `micro_batches` of the constructor does. Raises a
@@ -177,14 +176,15 @@ class PackedLoader:
             batch_tokens = count * self.world_size * self.options.max_tokens
             self.config = msgspec.structs.replace(self.config, batch_tokens=batch_tokens)
         self.options.check_data(self.config, self._place)
-        self._plan_anew()
+        self._plan_anew(self._model, self.model_is_assumed)
 
     def _start_lines(self) -> list[str]:
         balance = _balance_line(self._planner.planner.costs, assumed=self.model_is_assumed)
         return [balance, *_start_lines(self.config, self._tokenizer_fact, self.options, self._place)]
 
-    def _plan_anew(self) -> None:
-        self._maker.planner = self._planner = _planner_of(self._model, self.options, self._place)
+    def _plan_anew(self, model: Any, is_assumed: bool = False) -> None:
+        self._maker.planner = self._planner = _planner_of(model, self.options, self._place)
+        self._model, self.model_is_assumed = model, is_assumed
         self._lengths.clear()
         lines = self._start_lines()
         changed = [line for line in lines if line not in self.start_messages]

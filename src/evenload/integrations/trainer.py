@@ -87,7 +87,8 @@ class PackedTrainerMixin:
                 continue
             _refuse_model(trainer.model, loader)
             balance_for_trained(loader, trainer.model, lambda: model_spec_of(getattr(trainer.model, "config", None)))
-        trainer.add_callback(_Follow(train_loader, self._num_epochs))
+        # Before the user's own, which read the epoch.
+        trainer.callback_handler.callbacks.insert(0, _Follow(train_loader, self._num_epochs))
 
     def get_train_dataloader(self) -> Any:
         """Return the loader's micro-batches, epoch after epoch."""
