@@ -82,7 +82,9 @@ def test_a_fixed_number_of_micro_batches_is_exact(tmp_path, engine, strategy):
 def test_a_batch_beyond_the_micro_batches_names_cap_tokens_and_fix(tmp_path):
     write_texts(tmp_path)
     loader = loader_of(tmp_path, micro_batches=1, batch_documents=30)
-    with pytest.raises(ConfigError, match=r"needs \d+ micro-batches on a rank, micro_batches is 1.* \d+ tokens.*Lower"):
+    with pytest.raises(
+        ConfigError, match=r"needs \d+ micro-batches on a rank, micro_batches is 1.*All 1 must hold \d+ tokens.*Lower"
+    ):
         next(iter(loader))
     with pytest.raises(ConfigError, match="batch_tokens is 500, but 1 rank x 2 micro_batches x 64 max_tokens hold 128"):
         loader_of(tmp_path, micro_batches=2, batch_tokens=500)

@@ -12,6 +12,7 @@ same however many were drawn. Price: a few microseconds a document (some 20 µs 
 block of every stream that this rank reads, the next one, and those of drawn batches.
 """
 
+import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -365,7 +366,7 @@ class DrawnBatches:
         if self._is_finished():
             return
         documents, members = self.config.batch_documents, self._members
-        takes = _token_budget(self.config.batch_tokens) if self.fill is None else self.fill()
+        takes = self.fill() if self.fill else _TokenBudget(self.config.batch_tokens or math.inf).take
         taken = sum(takes(size) for run in members for size in run.lengths.tolist())
         while taken != documents:
             run = self._streams.sample(None if documents is None else documents - taken, takes)
@@ -378,19 +379,15 @@ class DrawnBatches:
         return self.config.epochs is not None and self._epoch >= self.config.epochs
 
 
-def _token_budget(limit: int | None) -> Takes:
-    left = limit
+@dataclass(slots=True)
+class _TokenBudget:
+    limit: float
+    taken: int = 0
 
-    def takes(num_tokens: int) -> bool:
-        nonlocal left
-        if left is None or limit is None:
-            return True
-        if num_tokens > left < limit:  # a larger document is a batch of its own
-            return False
-        left -= num_tokens
-        return True
-
-    return takes
+    def take(self, num_tokens: int) -> bool:
+        fits = not self.taken or self.taken + num_tokens <= self.limit  # a larger document is a batch of its own
+        self.taken += num_tokens * fits
+        return fits
 
 
 _INSPECTED_FILES = 16
@@ -549,14 +546,12 @@ class GlobalBatchLoader:
         readers = [reader for part in self.parts for reader in part.readers]
         chosen = readers[:: -(-len(readers) // _INSPECTED_FILES)]
         counts = [reader.summary().num_records for reader in chosen]
-        if None in counts:
-            return batches, 0.0
         # Pieces that a document was split into are one record.
-        is_piece, longest = self.config.overlong == "split", self.config.max_document_tokens
-        pieces = sum(document.num_tokens == longest for batch in batches for document in batch) * is_piece
+        longest = self.config.max_document_tokens if self.config.overlong == "split" else 0
+        pieces = sum(document.num_tokens == longest for batch in batches for document in batch)
         kept = 1 - sum(account.dropped.values(), Tally()).documents / account.read.documents
         total = sum(filter(None, counts)) * len(readers) / len(chosen) * kept
-        return batches, min(1.0, (taken.documents - pieces) / max(1.0, total))
+        return batches, 0.0 if None in counts else min(1.0, (taken.documents - pieces) / max(1.0, total))
 
     def load_state(self, state: LoaderState) -> None:
         """Go on from a state, also of another parallel layout; `ConfigError` names other data settings or files."""

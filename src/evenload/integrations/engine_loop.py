@@ -149,9 +149,8 @@ def balance_for_trained(loader: PackedLoader, model: nn.Module, describe: Callab
 
 
 def spec_of_weights(model: nn.Module, num_heads: int) -> ModelSpec:
-    """Describe a model of which nothing is known but its weights: as many layers as its longest list of modules, all of
-    whose matrices every token passes, and attention over the width that most of them have. Its vocabulary is not read.
-    """
+    """Describe a model by its weights alone: the longest list of modules are its layers, every token passes all their
+    matrices, and attention is as wide as most of them. Its vocabulary is not read."""
     lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
     layers = max(lists, key=len, default=nn.ModuleList([model]))
     # ZeRO-3 keeps the shape of a weight that it has taken apart.
@@ -159,9 +158,9 @@ def spec_of_weights(model: nn.Module, num_heads: int) -> ModelSpec:
     matrices = [shape for shape in shapes if len(shape) > 1]
     width = Counter(size for shape in matrices for size in shape[-2:]).most_common(1)[0][0] if matrices else 1
     ffn_weights = sum(map(math.prod, matrices)) // len(layers) - 4 * width**2
-    heads = {"num_heads": num_heads, "num_kv_heads": num_heads, "head_dim": max(1, width // num_heads)}
-    sizes = {"hidden_size": width, "ffn_hidden_size": max(1, ffn_weights // (3 * width)), "vocab_size": 1}
-    return alike_model(name=type(model).__name__, num_layers=len(layers), tied_embeddings=False, **heads, **sizes)
+    sizes = {"num_heads": num_heads, "num_kv_heads": num_heads, "head_dim": max(1, width // num_heads)}
+    sizes |= {"hidden_size": width, "ffn_hidden_size": max(1, ffn_weights // (3 * width)), "vocab_size": 1}
+    return alike_model(name=type(model).__name__, num_layers=len(layers), tied_embeddings=False, **sizes)
 
 
 def hf_pack_loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:

@@ -56,8 +56,7 @@ class LoaderOptions:
         strategy: `auto` (of those below the fastest, by the price of the engine or of a plain loop), `balanced` (equal
             predicted time), `best_fit` (fullest packs), `fixed_greedy`, `fixed_exact`, `wlb` (may defer documents),
             `padded` (for comparison).
-        micro_batches: packs of every rank and step, exactly; None = as many as the plan needs, and where batches fill
-            their packs one, or as many as make `LEAST_PACKS` with all ranks.
+        micro_batches: packs of every rank and step, exactly; None = as many as the plan needs, or as batches fill.
         equal_micro_batches: ranks short of work get packs of padding; default: yes, or as the engine needs.
         pack_multiple: packs are padded to a multiple of so many tokens (ranks of Megatron-Core's sequence parallelism).
         sequence_ranks: neighbouring ranks that share the tokens of every pack (DeepSpeed's Ulysses).
@@ -246,11 +245,9 @@ def find_place(options: LoaderOptions) -> LoaderPlace:
 
 
 FULL = "auto"
-"""As `batch_tokens`, and without any size of a batch: it takes documents for as long as the packs of a step, so many on
-every rank, hold them whole."""
+"""The `batch_tokens` of a batch that takes documents for as long as the packs of its step hold them whole."""
 LEAST_PACKS = 8
-"""Of a step, where batches fill their packs and nobody names their number: whole documents leave about a fifth of one
-pack empty, a twentieth of eight, less than a hundredth of sixty-four."""
+"""Of such a step without `micro_batches`: whole documents leave a fifth of one pack empty, a twentieth of eight."""
 DATASET_NAME = "dataset"
 """Source name of a data set object."""
 
@@ -290,7 +287,6 @@ def data_config(
 
     Args:
         settings: fields of `DataConfig`; those of a configuration are replaced. `batch_tokens` may be `FULL`.
-        options: `fills_packs`, and `micro_batches` for it, are set here.
         world_size: shares of a global batch; one of evaluation has a pack's tokens for each, unless its size is set.
 
     Raises:
@@ -307,11 +303,10 @@ def data_config(
             raise ConfigError(f"PackedLoader has no '{name}'; {hint}its settings are LoaderOptions and DataConfig")
     documents, tokens = settings.get("batch_documents"), settings.get("batch_tokens")
     if tokens == FULL or (documents is None and tokens is None and not isinstance(data, DataConfig)):
-        options.fills_packs = not options.evaluation
         settings = {name: value for name, value in settings.items() if name != "batch_tokens"}
-    if options.fills_packs:
-        options.micro_batches = options.micro_batches or -(-LEAST_PACKS // world_size)
-        settings["batch_tokens"] = options.micro_batches * world_size * options.max_tokens
+        if not options.evaluation:
+            options.fills_packs, options.micro_batches = True, options.micro_batches or -(-LEAST_PACKS // world_size)
+            settings["batch_tokens"] = options.micro_batches * world_size * options.max_tokens
     base: dict[str, Any] = {"max_document_tokens": options.max_tokens}
     datasets = {}
     if isinstance(data, DataConfig):

@@ -97,9 +97,8 @@ class PackedLoader:
     Args:
         data: a path, directory, glob or fsspec URL, or a list of them; a `DataConfig` (mixtures); a Hugging Face
             `Dataset` or `IterableDataset`.
-        settings: all other `LoaderOptions`, and fields of `DataConfig`, such as `batch_tokens` (of the global batch);
-            "auto", as where no size is given: documents for as long as the packs of a step, `micro_batches` on every
-            rank, hold them whole.
+        settings: all other `LoaderOptions`, and fields of `DataConfig`, such as `batch_tokens` (of the global batch;
+            "auto", as where no size is given: as many as `micro_batches` packs of every rank hold in whole documents).
 
     Attributes:
         options, config: as resolved.
@@ -166,15 +165,14 @@ class PackedLoader:
 
     def set_micro_batches(self, count: int) -> None:
         """Make exactly so many packs for every rank and step, as `micro_batches` of the constructor does. Raises a
-        `ConfigError` where that was another number, and after the first step."""
-        if self.micro_batches_are_given and count != self.options.micro_batches:
-            raise ConfigError(f"set_micro_batches({count}) of a loader with micro_batches={self.options.micro_batches}")
-        if self._ahead is not None:
-            raise ConfigError(f"set_micro_batches({count}) after steps were made; call it before the first step")
+        `ConfigError` where that was given, and after the first step."""
+        if self.micro_batches_are_given or self._ahead is not None:
+            why = f"micro_batches={self.options.micro_batches}, or after its first step"
+            raise ConfigError(f"set_micro_batches({count}) of a loader with {why}; call it once, before that")
         self.options.micro_batches, self.micro_batches_are_given = count, True
         if self.options.fills_packs:
-            batch_tokens = count * self.world_size * self.options.max_tokens
-            self.config = msgspec.structs.replace(self.config, batch_tokens=batch_tokens)
+            tokens = count * self.world_size * self.options.max_tokens
+            self.config = msgspec.structs.replace(self.config, batch_tokens=tokens)
         self.options.check_data(self.config, self._place)
         self._plan_anew(self._model, self.model_is_assumed)
 

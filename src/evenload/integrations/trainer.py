@@ -87,7 +87,6 @@ class PackedTrainerMixin:
                 continue
             _refuse_model(trainer.model, loader)
             balance_for_trained(loader, trainer.model, lambda: model_spec_of(getattr(trainer.model, "config", None)))
-        # Before the user's own, which read the epoch.
         trainer.callback_handler.callbacks.insert(0, _Follow(train_loader, self._num_epochs))
 
     def get_train_dataloader(self) -> Any:
@@ -149,9 +148,8 @@ class PackedTrainerMixin:
                 raise CheckpointError(f"checkpoint has no readable loader state '{file}': {err}; {fix}") from err
             self._train_loader.load_state_dict(state)
         if self._num_epochs is not None:
-            trainer: Any = self
-            steps = trainer.args.gradient_accumulation_steps
-            trainer.args.max_steps = math.ceil(self._num_epochs * len(self._train_loader) / steps)
+            steps = len(self._train_loader) / args.gradient_accumulation_steps
+            args.max_steps = math.ceil(self._num_epochs * steps)
         return super()._inner_training_loop(  # type: ignore[missing-attribute]
             batch_size, args, resume_from_checkpoint, *rest, **settings
         )

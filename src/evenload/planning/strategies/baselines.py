@@ -13,11 +13,11 @@ best_fit    best-fit decreasing by tokens into windows of `max_pack_tokens` over
 balanced    micro-batches of equal predicted time, with a token limit, 1F1B: what verl, slime and prime-rl do. Documents
             go to replicas by LPT on forward + backward time, then to micro-batches of their replica the same way; of a
             few multiples of pp as their number the fastest by simulation within memory is kept. `micro_batches` fixes
-            the number: then the token limit binds first, and where LPT by time opens more, best fit by tokens packs,
-            at last all documents of the step, whose packs replicas share evenly.
+            the number: then the token limit binds first, and where LPT by time opens more, best fit by tokens packs.
             Where replicas wait for each other at every micro-batch, the search of `plan.micro_batches` divides all.
 """
 
+from contextlib import nullcontext, suppress
 from itertools import pairwise
 
 import numpy as np
@@ -227,11 +227,8 @@ BEST_FIT = Strategy(
 def plan_balanced(problem: StepProblem) -> tuple[ReplicaChoice, ...]:
     limit, enough = problem.options.max_pack_tokens, _all_packs(problem)
     if problem.waits_at_each:
-        try:
+        with nullcontext() if enough is None else suppress(InfeasiblePlanError):
             return run_packs(problem, _even_at_every_index(problem))
-        except InfeasiblePlanError:
-            if enough is None:
-                raise
     replicas = _replicas_with_room(problem) or assign_replicas(problem.document_s, problem.layout.dp)
     choices = tuple(ReplicaChoice(documents, _best(problem, documents)) for documents in replicas)
     most = max(choice.candidate.packs.forward.num_packs for choice in choices) * len(choices)
