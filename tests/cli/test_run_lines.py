@@ -6,7 +6,7 @@ from evenload.cli.run_lines import data_line, first_plan_line, interval_line, pr
 from evenload.data.config import DataConfig
 from evenload.explore.prediction_interval import PredictionInterval
 from evenload.planning.strategies.registry import STRATEGIES
-from evenload.report.units import format_seconds
+from evenload.types.text import format_seconds
 from plan_building import random_plan
 
 INTERVAL = PredictionInterval(low=0.9, high=1.2, basis="a ledger")

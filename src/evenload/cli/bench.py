@@ -23,8 +23,7 @@ from evenload.cli.options import (
 from evenload.cli.plan_request import parse_strategies
 from evenload.errors import require_train_extra
 from evenload.report.table import add_strategy, bare_table
-from evenload.report.units import format_change, format_count, format_percent, format_seconds
-from evenload.types.text import counted
+from evenload.types.text import counted, format_change, format_count, format_percent, format_seconds
 
 # ruff: noqa: RUF009  (`option` makes a field, whose default is no call)
 _HEADINGS = ("strategy", "step\ntime", "spread", "pre-\ndicted", "error", "pack\nerror", "memory\nerror", "tokens\n/s")

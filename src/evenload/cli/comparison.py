@@ -44,10 +44,18 @@ from evenload.report.table import (
     layout_table,
     shown_columns,
 )
-from evenload.report.units import format_interval, format_layout, format_power_of_two, format_seconds
 from evenload.stepplan.plan_file import encode_plan_file
 from evenload.types.plan import StepPlan
-from evenload.types.text import LengthUnit, counted, format_bytes, in_unit
+from evenload.types.text import (
+    LengthUnit,
+    counted,
+    format_bytes,
+    format_interval,
+    format_layout,
+    format_power_of_two,
+    format_seconds,
+    in_unit,
+)
 from evenload.types.timeline import Timeline
 
 SHOWN_WIDTH = 140

@@ -14,8 +14,7 @@ from evenload.explore.batches import SampledBatch
 from evenload.explore.evaluate import Evaluation, StrategyResult
 from evenload.explore.layout_search import PLAINER_SHARE, FewLayouts, LayoutResult
 from evenload.planning.strategies.auto import AUTO
-from evenload.report.units import format_interval, format_power_of_two, format_seconds
-from evenload.types.text import counted
+from evenload.types.text import counted, format_interval, format_power_of_two, format_seconds
 
 SAME_SHARE = 0.05
 """By which a strategy may be slower than the fastest and be named with it."""

@@ -50,7 +50,6 @@ from evenload.planning.strategies.registry import require_layouts, require_train
 from evenload.planning.strategies.strategy import LeftOutStrategy
 from evenload.report.html import write_report
 from evenload.report.run_report import RunReport, RunSection
-from evenload.report.units import format_change
 from evenload.runtime.device import require_device, resident_bytes
 from evenload.runtime.model.hf_model import build_rank_models, build_stage_model, require_layout
 from evenload.runtime.model.model_config import (
@@ -67,7 +66,7 @@ from evenload.runtime.step_metrics import StepReport
 from evenload.runtime.trainer import Trainer
 from evenload.types.layout import ParallelLayout, even_layout, read_layout_text
 from evenload.types.model import ModelSpec
-from evenload.types.text import counted, format_bytes
+from evenload.types.text import counted, format_bytes, format_change
 from evenload.types.timeline import mean_time_split
 
 

@@ -27,10 +27,10 @@ from evenload.explore.layout_search import LARGE_CLUSTER
 from evenload.explore.prediction_interval import processor_of
 from evenload.integrations.catalog import engine_named
 from evenload.planning.problem import PlanOptions
-from evenload.report.units import format_percent
 from evenload.types.cluster import BUILT_IN, ClusterSpec, DeviceSpec, LinkSpec, cluster_from
 from evenload.types.layout import ParallelLayout, even_layout
 from evenload.types.model import ModelSpec
+from evenload.types.text import format_percent
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,8 +23,8 @@ from evenload.planning.planner import StepPlanner
 from evenload.planning.strategies.auto import AUTO
 from evenload.planning.strategies.baselines import BEST_FIT
 from evenload.planning.strategies.registry import strategy_named
-from evenload.report.units import format_seconds
 from evenload.types.layout import ParallelLayout
+from evenload.types.text import format_seconds
 
 _MOST_NAMED = 3
 """Layouts that a message names; the JSON file has all."""

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from evenload.report import svg
 from evenload.report.run_files import MetricRow, latest_per_step
 from evenload.report.svg import MEASURED, PREDICTED, SERIES, Axes, Curves, Figure, NumberTable, Scale
-from evenload.report.units import format_percent, format_seconds
 from evenload.types.run import Validation
+from evenload.types.text import format_percent, format_seconds
 from evenload.types.timeline import CAUSE_GROUPS, CAUSE_LABELS, TimeSplit
 
 # From this many steps on markers hide the line.

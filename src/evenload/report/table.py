@@ -16,7 +16,12 @@ from rich.table import Table
 from rich.text import Text
 
 from evenload.report.run_files import MetricRow
-from evenload.report.units import (
+from evenload.types.run import LayoutDecision
+from evenload.types.text import (
+    MISSING,
+    LengthUnit,
+    counted,
+    format_bytes,
     format_count,
     format_interval,
     format_layout,
@@ -24,9 +29,8 @@ from evenload.report.units import (
     format_plain,
     format_ratio,
     format_seconds,
+    in_unit,
 )
-from evenload.types.run import LayoutDecision
-from evenload.types.text import MISSING, LengthUnit, counted, format_bytes, in_unit
 from evenload.types.timeline import TimeSplit
 
 TEXT_COLUMNS = ("time_split", "cuts", "schedule", "sharding", "layout")
