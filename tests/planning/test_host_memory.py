@@ -9,9 +9,8 @@ import pytest
 
 from cost_samples import documents, sample_coefficients, sample_model
 from evenload.cost.analytic import analytic_coefficients
-from evenload.cost.host_memory import HostMemory, Unlimited, fullest_node_bytes, host_memory, peak_host_bytes
 from evenload.cost.layer_counts import POLICIES, activation_bytes_per_token
-from evenload.cost.memory import ReplicaPacks
+from evenload.cost.memory import HostMemory, ReplicaPacks, Unlimited, fullest_node_bytes, host_memory, peak_host_bytes
 from evenload.data.lengths import read_length_table
 from evenload.errors import InfeasiblePlanError
 from evenload.explore.batches import BatchRule

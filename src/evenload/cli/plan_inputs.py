@@ -18,7 +18,7 @@ from evenload.config.tokenizer import require_tokenizer
 from evenload.config.train_config import BYTES_PER_ELEMENT, TrainConfig, layout_of
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.coefficients import CostCoefficients, OverlapCost, read_coefficients
-from evenload.cost.host_memory import HostMemory, host_memory, host_memory_of_node
+from evenload.cost.memory import HostMemory, host_memory, host_memory_of_node
 from evenload.cost.validity import fill_from_cluster, in_measured_precision, require_measured_on
 from evenload.data.hub import context_limit, model_from
 from evenload.errors import ConfigError

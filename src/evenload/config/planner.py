@@ -8,7 +8,7 @@ import msgspec
 
 from evenload.config.train_config import PlanConfig, TrainConfig
 from evenload.cost.coefficients import CostCoefficients
-from evenload.cost.host_memory import HostMemory, host_memory_of_node
+from evenload.cost.memory import HostMemory, host_memory_of_node
 from evenload.cost.validity import fill_between_layouts
 from evenload.planning.layouts.flex_planner import FlexPlanner
 from evenload.planning.layouts.moves import SwitchPieces

@@ -1,6 +1,6 @@
 """Plan steps whose offloaded activations fit the memory of their nodes.
 
-How much lies in host memory at once follows from the schedule, so it is known after planning (`cost.host_memory`). What
+How much lies in host memory at once follows from the schedule, so it is known after planning (`cost.memory`). What
 exceeds it is first reordered: the list rules (`schedule.packflow`), with host bytes in the place of the device's, run
 fewer forwards ahead. Other orders, and phases of documents that replicas share, stay as they are; each device has an
 even share of its node's memory. Where no order is good enough the step is planned again without the policies that
@@ -14,8 +14,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from evenload.cost.host_memory import HostMemory, PacksInHostMemory, host_bytes_of_packs
 from evenload.cost.layer_counts import OFFLOAD
+from evenload.cost.memory import HostMemory, PacksInHostMemory, host_bytes_of_packs
 from evenload.planning.activation_policy import policies_within_host, worst_score
 from evenload.planning.candidates import LOOKAHEADS
 from evenload.planning.deferral import DelayedChoice
