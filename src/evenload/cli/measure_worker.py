@@ -20,11 +20,10 @@ from evenload.bench.results import BenchInputs, BenchResult, StrategyRuns, loss_
 from evenload.calibrate.profile import ProfileTask, profile
 from evenload.check.checks import run_checks
 from evenload.check.smaller_run import Scope, checked_scope
-from evenload.cli.bench import BenchRequest
 from evenload.cli.comparison import step_view
+from evenload.cli.measure import BenchRequest, ProfileRequest
 from evenload.cli.options import print_lines, progress_bar
 from evenload.cli.plan_request import chosen_strategies
-from evenload.cli.profile import ProfileRequest
 from evenload.cli.worker_setup import (
     RankSetup,
     device_name,
