@@ -1,5 +1,5 @@
-"""Commands that measure on this machine, by processes of `cli.measure_worker`: `evenload bench` (strategies against each
-other), `check` (proves what training promises) and `profile` (layers and links, for a cost file)."""
+"""Commands that measure on this machine, by processes of `cli.measure_worker`: `evenload bench` (strategies against
+each other), `check` (proves what training promises) and `profile` (layers and links, for a cost file)."""
 
 import sys
 import time
