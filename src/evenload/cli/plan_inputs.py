@@ -11,8 +11,7 @@ import msgspec
 from evenload.cli.options import parse_layout
 from evenload.cli.plan_request import DEFAULT_CONTEXT, DEFAULT_DOCUMENTS, LengthSource, PlanRequest
 from evenload.config.keys import options_of_settings
-from evenload.config.layouts import layouts_of
-from evenload.config.planner import machine_memory_bytes, process_memory_bytes
+from evenload.config.planner import layouts_of, machine_memory_bytes, process_memory_bytes
 from evenload.config.sections import with_adapters
 from evenload.config.tokenizer import require_tokenizer
 from evenload.config.train_config import BYTES_PER_ELEMENT, TrainConfig, layout_of
