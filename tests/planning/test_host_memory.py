@@ -14,7 +14,7 @@ from evenload.cost.memory import HostMemory, ReplicaPacks, Unlimited, fullest_no
 from evenload.data.lengths import read_length_table
 from evenload.errors import InfeasiblePlanError
 from evenload.explore.batches import BatchRule
-from evenload.planning.host_memory import host_excess_bytes, ordered_within_host
+from evenload.planning.activation_policy import host_excess_bytes, ordered_within_host
 from evenload.planning.planner import Proposal, StepPlanner
 from evenload.planning.problem import PlanOptions, ReplicaChoice, StepProblem
 from evenload.schedule.simulate import simulate

@@ -15,10 +15,9 @@ from evenload.cost.layer_counts import POLICIES, REPLAY
 from evenload.cost.memory import HostMemory, Unlimited, fullest_node_bytes, peak_host_bytes
 from evenload.cost.pack_cost import PackCosts
 from evenload.errors import DataError, InfeasiblePlanError
-from evenload.planning.activation_policy import policies_in_order
+from evenload.planning.activation_policy import plan_within_host, policies_in_order
 from evenload.planning.cp_sharding import repriced_choices
 from evenload.planning.deferral import DelayState, arrivals_of, mean_token_delay_steps, state_after, trained_documents
-from evenload.planning.host_memory import plan_within_host
 from evenload.planning.problem import PlanOptions, ReplicaChoice, StepProblem, imbalance, with_times_that_run
 from evenload.planning.strategies.registry import STRATEGIES, strategy_named
 from evenload.schedule.step_collectives import step_end

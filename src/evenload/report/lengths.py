@@ -86,7 +86,7 @@ def length_classes_figure(profile: LengthProfile) -> Figure:
         panels.append(f'<div class="panel-title">{name}</div>{svg.panel(axes, marks, label)}')
         columns.append([f"{count:,}, {format_share(share)}" for count, share in zip(counts, shares, strict=True)])
     numbers = NumberTable(("length (tokens)", *COUNTED.values()), tuple(zip(*columns, strict=True)))
-    return Figure("".join(panels), "shares of documents, tokens and attention work by length class", numbers)
+    return Figure("".join(panels), numbers)
 
 
 def window_cuts(profile: LengthProfile) -> NumberTable:

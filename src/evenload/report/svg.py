@@ -235,10 +235,9 @@ class NumberTable:
 
 @dataclass(frozen=True)
 class Figure:
-    """A picture in HTML, one sentence that describes it, and its numbers where they are few."""
+    """A picture in HTML, and its numbers where they are few."""
 
     body: str
-    label: str
     numbers: NumberTable | None = None
 
 
