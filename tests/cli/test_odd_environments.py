@@ -16,7 +16,7 @@ import pytest
 
 import commands
 from commands import refused
-from evenload.cli.environment import prepare_environment, replace_unknown_characters, with_home
+from evenload.cli.launch import prepare_environment, replace_unknown_characters, with_home
 from evenload.cli.options import require_writable, require_writable_directory
 from evenload.cli.train import train_run
 from evenload.config.keys import settings_of

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from evenload.config.optimizer import OptimizerConfig
+from evenload.config.sections import OptimizerConfig
 from evenload.errors import ConfigError
 
 

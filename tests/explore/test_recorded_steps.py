@@ -9,12 +9,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from evenload.cli.plan_of_steps import RecordedStep, fitted_cost, judge_steps, read_steps
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.pack_cost import PackCosts
 from evenload.data.hub import model_from
 from evenload.data.lengths import read_length_table
 from evenload.errors import ConfigError, DataError
-from evenload.explore.recorded_steps import RecordedStep, fitted_cost, judge_steps, read_steps
 from evenload.planning.micro_batches import Cost, micro_batches
 from evenload.types.cluster import cluster_of
 from evenload.types.layout import even_layout

@@ -12,8 +12,7 @@ import torch
 import interpreted_liger
 from dist_training import COSTS
 from evenload.check.smaller_run import gathered_gradients
-from evenload.config.optimizer import OptimizerConfig
-from evenload.config.sections import LoraConfig, RunConfig
+from evenload.config.sections import LoraConfig, OptimizerConfig, RunConfig
 from evenload.config.train_config import ModelConfig
 from evenload.data.hub import model_from_config
 from evenload.runtime.comm.mesh import ChannelMode, Meshes, create_meshes

@@ -8,8 +8,7 @@ import os
 import signal
 import sys
 
-from evenload.cli.environment import replace_unknown_characters
-from evenload.cli.launch import STOP_SIGNALS
+from evenload.cli.launch import STOP_SIGNALS, replace_unknown_characters
 
 for number in STOP_SIGNALS:
     signal.signal(number, signal.SIG_IGN)

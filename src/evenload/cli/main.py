@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
-from evenload.cli.environment import prepare_environment, with_home
 from evenload.cli.init import init_command
+from evenload.cli.launch import prepare_environment, with_home
 from evenload.cli.lengths import lengths_command
 from evenload.cli.measure import bench_command, check_command, profile_command
 from evenload.cli.plan import plan_command

@@ -19,7 +19,7 @@ from math import prod
 from pathlib import Path
 
 from evenload.cli import launch
-from evenload.cli.environment import prepare_environment
+from evenload.cli.launch import prepare_environment
 from evenload.cli.options import ConfigOptions, calibration_cache, command_of, option, require_writable_directory
 from evenload.config.sections import require_trackers
 from evenload.config.train_config import TrainConfig, load_train_config, read_train_config

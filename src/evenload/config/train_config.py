@@ -12,10 +12,10 @@ from typing import Any, Literal
 import msgspec
 
 from evenload.config.keys import apply_override, converted, plan_options, require_known, setting_paths
-from evenload.config.optimizer import OptimizerConfig
 from evenload.config.sections import (
     LogConfig,
     LoraConfig,
+    OptimizerConfig,
     RunConfig,
     ValidationConfig,
     uses_liger,

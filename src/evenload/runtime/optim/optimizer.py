@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from evenload.config.optimizer import OptimizerConfig
+from evenload.config.sections import OptimizerConfig
 from evenload.cost.memory import WIDENED_ELEMENTS
 from evenload.runtime.comm.collectives import all_gather_single
 from evenload.runtime.comm.mesh import Mesh

@@ -21,8 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from evenload.config.optimizer import OptimizerConfig
-from evenload.config.sections import RunConfig
+from evenload.config.sections import OptimizerConfig, RunConfig
 from evenload.config.train_config import ModelConfig
 from evenload.cost.coefficients import CopySpec, CostCoefficients
 from evenload.cost.validity import fill_between_layouts

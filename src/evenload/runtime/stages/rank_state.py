@@ -13,8 +13,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evenload.config.optimizer import OptimizerConfig
-from evenload.config.sections import RunConfig
+from evenload.config.sections import OptimizerConfig, RunConfig
 from evenload.config.train_config import ModelConfig
 from evenload.cost.coefficients import CostCoefficients
 from evenload.errors import InvalidPlanError
