@@ -5,9 +5,10 @@ import functools
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -29,7 +30,7 @@ from evenload.cli.plan_request import (
     unit_message,
 )
 from evenload.cost.coefficients import CostCoefficients
-from evenload.data.config import DataConfig, OnCorrupt, Overlong, RecordKind
+from evenload.data.config import DataConfig
 from evenload.data.lengths import LengthTable, checked_lengths
 from evenload.errors import ConfigError, DataError, InfeasiblePlanError, refusing_unknown
 from evenload.explore.evaluate import evaluate_strategies
@@ -51,31 +52,11 @@ PIPED_WIDTH = 220
 """Columns of the table when the output is not a terminal."""
 
 
-class PlanSettings(TypedDict, total=False):
-    """Further options of `evenload plan`, with the defaults of `evenload plan --help`, or of the run whose config.toml
-    is named: of documents that are counted, of batches, of planning (`set_options` as `--set` takes them), searches,
-    and `cost`, a measured cost file."""
-
-    overlong: Overlong | None
-    tokenizer: str | None
-    record: RecordKind | None
-    include: Sequence[str] | None
-    on_corrupt: OnCorrupt | None
-    engine: str | None
-    dp_merge: bool | None
-    policy: Literal["choose", "replay", "recompute", "offload"] | None
-    window: int | None
-    max_delay_steps: int | None
-    set_options: Sequence[str] | None
-    known_steps: int | None
-    seed: int
-    worst: int | None
-    cost: str | Path | None
-    search_layout: bool
-    search_seconds: float | None
+_OF_COMMAND = ("lengths_per_step", "details", "json_file", "html", "trace", "emit_plan")
+"""Options of the command that the function has no use for: a `Comparison` shows and writes itself."""
 
 
-@refusing_unknown("evenload.plan", PlanSettings.__annotations__)
+@refusing_unknown("evenload.plan", [one.name for one in fields(PlanRequest) if one.name not in _OF_COMMAND])
 def plan(
     lengths: str | os.PathLike[str] | Sequence[int] | NDArray[np.integer],
     *,
@@ -87,7 +68,7 @@ def plan(
     context: int | str | None = None,
     strategy: str | Sequence[str] = "all",
     steps: int = 1,
-    **further: Unpack[PlanSettings],
+    **further: Any,
 ) -> Comparison:
     """Compare strategies on document lengths, without a GPU: `evenload plan`, with its defaults.
 
@@ -106,14 +87,16 @@ def plan(
             model's limit where that is shorter.
         strategy: "all", or names.
         steps: global batches to plan.
-        further: other options of the command, see `PlanSettings`.
+        further: other options of `evenload plan --help`, with its defaults, or those of the run whose config.toml is
+            named: of documents that are counted, of batches, of planning (`set_options` as `--set` takes them),
+            searches, and `cost`, a measured cost file.
 
     Raises:
         ConfigError: settings that cannot work, with the reason. DataError: lengths that are none, or documents that
             cannot be read. InfeasiblePlanError: no layout holds the model. Where strategies do not fit memory their
             rows say so; `Comparison.require_feasible` raises where none does.
     """
-    settings: dict[str, Any] = {**further}
+    settings = dict(further)
     for name, kind in (("include", list), ("set_options", list), ("cost", lambda cost: Path(cost).expanduser())):
         if settings.get(name) is not None:
             settings[name] = kind(settings[name])
