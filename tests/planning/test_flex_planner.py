@@ -9,11 +9,9 @@ from evenload.errors import ConfigError, InfeasiblePlanError
 from evenload.explore.batches import SampledBatch
 from evenload.explore.evaluate import StrategyPlanners, evaluate_strategies
 from evenload.explore.timelines import split_proposal
-from evenload.planning.layouts.flex_planner import FlexPlanner
-from evenload.planning.layouts.layout_decision import FlexState
+from evenload.planning.layouts.flex_planner import FlexPlanner, FlexState
 from evenload.planning.layouts.measured_layouts import MeasuredLayouts
-from evenload.planning.layouts.moves import SwitchPieces, model_pieces
-from evenload.planning.layouts.switch_prices import SwitchPrices, switch_memory
+from evenload.planning.layouts.moves import SwitchPieces, SwitchPrices, model_pieces, switch_memory
 from evenload.planning.planner import StepPlanner
 from evenload.planning.strategies.flexpipe import FlexOptions
 from evenload.planning.strategies.registry import STRATEGIES, require_layouts

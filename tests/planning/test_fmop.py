@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenload.errors import ConfigError
-from evenload.planning.layouts.layout_decision import Decision, FlexState, Outlook, decide, state_after
+from evenload.planning.layouts.flex_planner import Decision, FlexState, Outlook, decide, state_after
 from evenload.planning.layouts.layout_plans import LayoutOutcome
 from evenload.planning.strategies.flexpipe import FlexOptions
 from evenload.types.layout import even_layout

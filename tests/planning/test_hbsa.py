@@ -11,7 +11,7 @@ from evenload.cost.pack_cost import PackCosts
 from evenload.planning.activation_policy import policies_in_order
 from evenload.planning.layouts.mapping_cost import BatchCosts, BatchLengths, Mapping, MappingCosts, layer_costs
 from evenload.planning.layouts.mapping_search import layer_bounds, priced_mapping, search_mappings
-from evenload.planning.layouts.switch_prices import ReceiveSeconds
+from evenload.planning.layouts.moves import ReceiveSeconds
 from evenload.types.cluster import LinkSpec
 from evenload.types.columns import whole_document_columns
 from evenload.types.layout import ParallelLayout, even_layout

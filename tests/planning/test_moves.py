@@ -17,6 +17,7 @@ from evenload.planning.layouts.moves import (
     Moves,
     Piece,
     SwitchPieces,
+    SwitchPrices,
     model_pieces,
     moved_bytes,
     moving_seconds,
@@ -24,8 +25,10 @@ from evenload.planning.layouts.moves import (
     plan_moves,
     shared_bytes,
     shared_pieces,
+    stall_seconds,
+    state_seconds,
+    switch_memory,
 )
-from evenload.planning.layouts.switch_prices import SwitchPrices, stall_seconds, state_seconds, switch_memory
 from evenload.types.cluster import LinkSpec
 from evenload.types.layout import ParallelLayout, even_layout, split_layout
 

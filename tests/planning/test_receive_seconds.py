@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from cost_samples import sample_coefficients, sample_model
 from evenload.cost.memory import embedding_parameters, layer_parameters
 from evenload.errors import ConfigError
-from evenload.planning.layouts.switch_prices import ReceiveSeconds, SwitchPrices
+from evenload.planning.layouts.moves import ReceiveSeconds, SwitchPrices
 from evenload.types.cluster import LinkSpec
 from evenload.types.layout import ParallelLayout, split_layout
 

@@ -8,7 +8,7 @@ import msgspec
 from evenload.data.chat_encoding import open_encoder, stop_warnings
 from evenload.data.config import DataConfig, mixture_configs, reads_token_ids
 from evenload.data.hub import is_hub_name, local_path
-from evenload.data.record_kinds import with_kinds
+from evenload.data.part_files import with_kinds
 from evenload.data.tokenize import (
     BYTES,
     MAX_BYTE_VOCABULARY,

@@ -24,7 +24,7 @@ from evenload.config.sections import (
 )
 from evenload.config.tokenizer import with_default_tokenizer, with_found_kinds
 from evenload.data.config import DataConfig, require_least
-from evenload.data.record_kinds import with_kinds
+from evenload.data.part_files import with_kinds
 from evenload.errors import ConfigError, unreadable
 from evenload.planning.problem import PlanOptions
 from evenload.types.base import Frozen, PathText, write_out_home

@@ -26,8 +26,7 @@ from numpy.typing import NDArray
 from evenload.data.blocks import HoldOut, corrupt_record
 from evenload.data.chat_encoding import CHATML, open_encoder
 from evenload.data.config import DataConfig, mixture_configs, reads_token_ids
-from evenload.data.part_files import open_part
-from evenload.data.record_kinds import kinds_of, with_kinds
+from evenload.data.part_files import kinds_of, open_part, with_kinds
 from evenload.data.records import naming
 from evenload.data.tokenize import BYTES, ByteTokenizer, DocumentTokenizer, describe_tokenizer, open_tokenizer
 from evenload.errors import ConfigError, DataError

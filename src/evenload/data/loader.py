@@ -46,8 +46,7 @@ from evenload.data.chat_encoding import open_encoder
 from evenload.data.config import DataConfig, mixture_configs
 from evenload.data.encoders import EncodedDocument
 from evenload.data.ledger import Ledger, LedgerState, Tally, tally_of
-from evenload.data.part_files import label_warnings, open_part, source_lines
-from evenload.data.record_kinds import with_kinds
+from evenload.data.part_files import label_warnings, open_part, source_lines, with_kinds
 from evenload.data.sources import files_digest
 from evenload.data.tokenize import DocumentTokenizer, open_tokenizer
 from evenload.data.workers import BlockService, ReadingJob

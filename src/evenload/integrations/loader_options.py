@@ -32,7 +32,7 @@ from evenload.cost.coefficients import CostCoefficients
 from evenload.data.batches import Peers, SingleRank
 from evenload.data.config import DataConfig, reads_token_ids
 from evenload.data.hf_dataset import is_iterable_dataset
-from evenload.data.record_kinds import with_kinds
+from evenload.data.part_files import with_kinds
 from evenload.data.tokenize import BYTES, MAX_BYTE_VOCABULARY, DocumentTokenizer, describe_tokenizer
 from evenload.errors import ConfigError
 from evenload.integrations.batch_formats import BatchFormat

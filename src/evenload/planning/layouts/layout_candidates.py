@@ -39,7 +39,7 @@ from evenload.planning.layouts.mapping_search import (
     priced_mapping,
     search_mappings,
 )
-from evenload.planning.layouts.switch_prices import ReceiveSeconds
+from evenload.planning.layouts.moves import ReceiveSeconds
 from evenload.planning.packing import pack_counts
 from evenload.planning.planner import StepPlanner
 from evenload.planning.strategies.flexpipe import FlexOptions

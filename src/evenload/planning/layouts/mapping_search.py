@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 
 from evenload.cost.coefficients import CostCoefficients
 from evenload.planning.layouts.mapping_cost import BatchCosts, Edge, Mapping, MappingCosts
-from evenload.planning.layouts.switch_prices import ReceiveSeconds
+from evenload.planning.layouts.moves import ReceiveSeconds
 
 # Mappings slower than the best of the depths before by this factor are not searched: estimates are not that far off.
 HOPELESS = 1.25

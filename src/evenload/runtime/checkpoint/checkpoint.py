@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from evenload.cost.coefficients import CostCoefficients, read_coefficients
 from evenload.errors import ConfigError
 from evenload.planning.deferral import DelayState
-from evenload.planning.layouts.layout_decision import FlexState
+from evenload.planning.layouts.flex_planner import FlexState
 from evenload.planning.layouts.measured_layouts import MeasuredAfter
 from evenload.runtime.checkpoint.directory import PROGRESS_FILE, BestPass, checkpoint_to_resume, steps_in_name
 from evenload.runtime.checkpoint.pieces import (

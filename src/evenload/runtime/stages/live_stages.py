@@ -29,8 +29,14 @@ from evenload.errors import ConfigError
 from evenload.feed.step_maker import PlannedStep
 from evenload.planning.layouts.flex_planner import FlexPlanner
 from evenload.planning.layouts.measured_layouts import LayoutMonitor, MeasuredAfter
-from evenload.planning.layouts.moves import Moves, SwitchPieces, pipeline_ranks, shared_bytes, shared_pieces
-from evenload.planning.layouts.switch_prices import stall_seconds
+from evenload.planning.layouts.moves import (
+    Moves,
+    SwitchPieces,
+    pipeline_ranks,
+    shared_bytes,
+    shared_pieces,
+    stall_seconds,
+)
 from evenload.runtime.comm.mesh import Mesh, Meshes, most_of_ranks
 from evenload.runtime.device import synchronize_device
 from evenload.runtime.model.hf_model import StageModel
@@ -103,7 +109,7 @@ class Switch:
         stall_s: until the weights were in place and the step could begin.
         wait_s: for which the optimizer waited for its state.
         weight_bytes, state_bytes: received.
-        predicted_stall_s: by `planning.layouts.switch_prices`.
+        predicted_stall_s: by `planning.layouts.moves`.
     """
 
     before: str
