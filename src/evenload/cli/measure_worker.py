@@ -199,6 +199,7 @@ def _bench_section(
 
 def check_task(answer: Path, config: TrainConfig, cache: Path) -> tuple[tuple, int]:
     """Check that a run can be checked, and choose a smaller one, which lies beside the answer."""
+    config = config.with_found_kinds()
     require_runnable(config)
     scope = checked_scope(config, answer.parent)
     layout = layout_of(scope.config.parallel, model_spec(scope.config).num_layers)

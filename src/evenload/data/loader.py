@@ -45,6 +45,7 @@ from evenload.data.config import DataConfig, mixture_configs
 from evenload.data.encoders import EncodedDocument
 from evenload.data.ledger import Ledger, LedgerState, Tally, tally_of
 from evenload.data.part_files import label_warnings, open_part, source_lines
+from evenload.data.record_kinds import with_kinds
 from evenload.data.sources import files_digest
 from evenload.data.tokenize import DocumentTokenizer, open_tokenizer
 from evenload.data.workers import BlockService, ReadingJob
@@ -395,7 +396,7 @@ class GlobalBatchLoader:
         datasets: dict[str, Any] | None = None,
         vocab_size: int | None = None,
     ) -> None:
-        self.config = config
+        self.config = config = with_kinds(config, datasets)
         self.tokenizer = tokenizer or open_tokenizer(config.tokenizer, config.eos_token)
         self.peers: Peers = peers or SingleRank()
         configs = mixture_configs(config)

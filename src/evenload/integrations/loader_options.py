@@ -32,6 +32,7 @@ from evenload.cost.coefficients import CostCoefficients
 from evenload.data.batches import Peers, SingleRank
 from evenload.data.config import DataConfig, reads_token_ids
 from evenload.data.hf_dataset import is_iterable_dataset
+from evenload.data.record_kinds import with_kinds
 from evenload.data.tokenize import BYTES, MAX_BYTE_VOCABULARY, DocumentTokenizer, describe_tokenizer
 from evenload.errors import ConfigError
 from evenload.integrations.batch_formats import BatchFormat, require_format
@@ -273,13 +274,6 @@ _NAMES_ELSEWHERE = {
 }
 """Settings, and what other loaders call them."""
 _ALWAYS_SO = ("packing", "sample_packing", "padding_free", "neat_packing", "drop_last")
-_KIND_COLUMNS = {
-    "tokens": {"input_ids"},
-    "messages": {"messages"},
-    "prompt_completion": {"prompt", "completion"},
-    "text": {"text"},
-}
-"""Kinds of records, by the columns that identify them."""
 _EVALUATION_ALLOWS = {
     "shuffle_window": (1,),
     "epochs": (None,),
@@ -299,7 +293,7 @@ def data_config(
         world_size: shares of a global batch; one of evaluation has a pack's tokens for each, unless its size is set.
 
     Raises:
-        ConfigError: unknown or contradicting settings; a data set whose columns do not show what a record is.
+        ConfigError: unknown or contradicting settings, and as `with_kinds`.
     """
     for name in settings:
         if name in _ALWAYS_SO:
@@ -319,7 +313,7 @@ def data_config(
                 base[other] = None
     elif any(kind.__module__.startswith("datasets.") for kind in type(data).__mro__):
         is_iterable_dataset(data)  # refuses what is neither kind, such as a dictionary of splits
-        base |= {"sources": (DATASET_NAME,)} | _record_kind(data, settings)
+        base["sources"] = (DATASET_NAME,)
         datasets = {DATASET_NAME: data}
     elif isinstance(data, str | Path):
         base["sources"] = (str(data),)
@@ -330,18 +324,7 @@ def data_config(
         raise ConfigError(f"data is a {type(data).__name__}; give {kinds}")
     if options.evaluation:
         base |= _evaluation_settings(data, base | settings, settings, options.max_tokens * world_size)
-    return DataConfig(**(base | settings)), datasets
-
-
-def _record_kind(data: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
-    if "record" in settings or data.column_names is None:
-        return {}
-    columns = set(data.column_names)
-    kinds = [kind for kind, needed in _KIND_COLUMNS.items() if needed <= columns]
-    if len(kinds) == 1:
-        return {"record": kinds[0]}
-    matches, kinds = ", ".join(kinds) or "none of the kinds", ", ".join(_KIND_COLUMNS)
-    raise ConfigError(f"columns {sorted(columns)} could be records of {matches}; set record to one of {kinds}")
+    return with_kinds(DataConfig(**(base | settings)), datasets), datasets
 
 
 def _evaluation_settings(
