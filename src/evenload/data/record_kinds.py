@@ -40,7 +40,7 @@ def with_kinds(config: DataConfig, datasets: Mapping[str, Any] | None = None) ->
         return msgspec.structs.replace(config, record=kinds[0])
     mixture = tuple(map(lambda part, kind: msgspec.structs.replace(part, record=kind), config.mixture, kinds))
     # No part asks any more; "text" is what states of earlier runs have there.
-    return msgspec.structs.replace(config, record=config.record.replace("auto", "text"), mixture=mixture)
+    return msgspec.structs.replace(config, record="text" if config.record == "auto" else config.record, mixture=mixture)
 
 
 def kinds_of(keys: Iterable[str]) -> list[str]:
