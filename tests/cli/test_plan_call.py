@@ -108,7 +108,9 @@ def test_a_notebook_shows_a_table_and_says_what_does_not_fit():
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({"stratgy": "all"}, (ConfigError, "evenload.plan knows no setting stratgy; it takes overlong, ")),
+        ({"stratgy": "all"}, (ConfigError, "evenload.plan has no 'stratgy'; did you mean 'strategy'?")),
+        ({"polcy": "choose"}, (ConfigError, "evenload.plan has no 'polcy'; did you mean 'policy'?")),
+        ({"xyz": 1}, (ConfigError, "evenload.plan has no 'xyz'; it takes lengths, cluster, .*, overlong, ")),
         ({"overlong": "cut"}, (ConfigError, "overlong is 'cut'; choices: error, split")),
         ({"policy": "keep"}, (ConfigError, "policy is 'keep'")),
         ({"worst": 0}, (ConfigError, "worst is 0, must be at least 1")),

@@ -54,7 +54,6 @@ from evenload.report.units import format_change
 from evenload.runtime.device import require_device, resident_bytes
 from evenload.runtime.model.hf_model import build_rank_models, build_stage_model, require_layout
 from evenload.runtime.model.model_config import (
-    config_from,
     load_config,
     model_spec,
     position_warning,
@@ -240,7 +239,7 @@ def check_rank(answer: Path, config: TrainConfig, scope: Scope, lines: tuple[str
 
 def _resolved(request: ProfileRequest) -> tuple[PretrainedConfig, ModelSpec, ParallelLayout]:
     """Return the model, and the layout, in which sizes that are not named are 1."""
-    config = config_from(request.model)
+    config = load_config(request.model)
     model = spec_of(config, model_from(request.model).name, BYTES_PER_ELEMENT[request.precision])
     return config, model, read_layout_text(request.layout or "dp=1").layout(model.num_layers)
 

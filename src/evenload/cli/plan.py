@@ -31,7 +31,7 @@ from evenload.cli.plan_request import (
 from evenload.cost.coefficients import CostCoefficients
 from evenload.data.config import DataConfig, OnCorrupt, Overlong, RecordKind
 from evenload.data.lengths import LengthTable, checked_lengths
-from evenload.errors import ConfigError, DataError, InfeasiblePlanError
+from evenload.errors import ConfigError, DataError, InfeasiblePlanError, refusing_unknown
 from evenload.explore.evaluate import evaluate_strategies
 from evenload.explore.layout_search import LARGE_CLUSTER, layout_sizes
 from evenload.explore.prediction_interval import prediction_interval
@@ -76,6 +76,7 @@ class PlanSettings(TypedDict, total=False):
     search_seconds: float | None
 
 
+@refusing_unknown("evenload.plan", PlanSettings.__annotations__)
 def plan(
     lengths: str | os.PathLike[str] | Sequence[int] | NDArray[np.integer],
     *,
@@ -114,10 +115,6 @@ def plan(
             rows say so; `Comparison.require_feasible` raises where none does.
     """
     settings: dict[str, Any] = {**further}
-    if unknown := sorted(set(settings) - set(PlanSettings.__annotations__)):
-        raise ConfigError(
-            f"evenload.plan knows no setting {', '.join(unknown)}; it takes {', '.join(PlanSettings.__annotations__)}"
-        )
     for name, kind in (("include", list), ("set_options", list), ("cost", lambda cost: Path(cost).expanduser())):
         if settings.get(name) is not None:
             settings[name] = kind(settings[name])

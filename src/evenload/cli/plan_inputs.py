@@ -301,7 +301,12 @@ def _this_machine(run: TrainConfig | None, cost_file: Path | None, layout: str |
             "--cluster is missing; name one such as h100x8, or give the config.toml of a run on this machine"
         )
     if run.train.device == "cuda":
-        return _gpus()
+        if (gpus := gpus_here()) is None:
+            raise ConfigError(
+                f"--cluster is missing, the run computes on GPUs, and NVIDIA's driver tells of none here ({_DRIVER}); "
+                "name the cluster that it will run on"
+            )
+        return gpus
     if cost_file is None:
         raise ConfigError(
             "--cluster is missing, the run computes on the CPU, and how fast this one is was not measured; run "
@@ -330,15 +335,14 @@ def _this_machine(run: TrainConfig | None, cost_file: Path | None, layout: str |
     )
 
 
-def _gpus() -> ClusterSpec:
+def gpus_here() -> ClusterSpec | None:
+    """Return this machine's GPUs by what their driver says; None where there are none, `ConfigError` for other ones
+    than the built-in."""
     texts = (file.read_text(encoding="utf-8") for file in sorted(_DRIVER.glob("*/information")))
     models = [re.search(r"^Model:\s*(.+?)\s*$", text, flags=re.MULTILINE) for text in texts]
     names = [match[1] if match else "a GPU without a name" for match in models]
     if not names:
-        raise ConfigError(
-            f"--cluster is missing, the run computes on GPUs, and NVIDIA's driver tells of none here ({_DRIVER}); name "
-            "the cluster that it will run on"
-        )
+        return None
     kinds = {next((kind for pattern, kind in _BUILT_IN_GPUS if re.fullmatch(pattern, name)), None) for name in names}
     if len(kinds) > 1 or None in kinds:
         raise ConfigError(

@@ -43,8 +43,9 @@ class ModelConfig(Frozen):
     """The model to train.
 
     Args:
-        path: a Hugging Face directory, a `config.json` (then `random_init` is needed), or a name on the Hugging Face
-            Hub, such as "Qwen/Qwen3-0.6B" or "Qwen/Qwen3-0.6B@main": from its local cache, else downloaded.
+        path: a Hugging Face directory, a `config.json` or a name that `evenload plan` knows, such as "qwen3-0.6b" (then
+            `random_init` is needed), or a name on the Hugging Face Hub, such as "Qwen/Qwen3-0.6B" or
+            "Qwen/Qwen3-0.6B@main": from its local cache, else downloaded.
         random_init: start from random weights instead of the directory's.
         dtype: precision of weights and activations; bfloat16 keeps fp32 master weights.
         router_aux_loss_coef: factor of the load-balancing loss of a model with experts; 0 = trained without. Default:
@@ -132,7 +133,7 @@ class PlanConfig(Frozen):
         options: limits and search space of the planners.
     """
 
-    strategy: str = "slimpack"
+    strategy: str = "auto"
     layouts: tuple[str, ...] = ()
     memory_bytes: int | None = None
     host_memory_bytes: int | None = None

@@ -44,6 +44,7 @@ from evenload.data.encoders import (
     TokenIds,
     check_text,
 )
+from evenload.data.hub import local_path
 from evenload.data.records import OtherColumnError, record_columns, value_names
 from evenload.data.tokenize import (
     BYTES,
@@ -268,7 +269,8 @@ def _generation_blocks(syntax: nodes.Template, origin: str) -> Iterator[nodes.Ca
 
 def open_chat_template(config: DataConfig, tokenizer: DocumentTokenizer) -> ChatTemplate:
     """Open the chat template of the settings; `ConfigError` where there is none or its special tokens are not known."""
-    path = None if config.tokenizer in (None, BYTES) else Path(config.tokenizer)
+    named = config.tokenizer
+    path = None if named in (None, BYTES) else Path(local_path(named, "data.tokenizer", "tokenizer"))
     directory = path if path is None or path.is_dir() else path.parent
     known = special_settings(directory) if directory else {}
     origin, source = _find_source(config, directory, known)

@@ -5,8 +5,8 @@ from typing import Literal, get_args, get_origin
 import msgspec
 from msgspec.structs import fields
 
-from evenload.errors import ConfigError
-from evenload.types.base import Frozen, PathText, did_you_mean, write_out_home
+from evenload.errors import ConfigError, did_you_mean
+from evenload.types.base import Frozen, PathText, write_out_home
 
 Format = Literal["auto", "text", "jsonl", "json", "parquet", "arrow", "memmap"]
 RecordKind = Literal["auto", "text", "messages", "conversations", "instruction", "prompt_completion", "tokens"]

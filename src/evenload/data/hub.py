@@ -18,8 +18,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from evenload.errors import ConfigError
-from evenload.types.base import did_you_mean
+from evenload.errors import ConfigError, did_you_mean
 from evenload.types.model import CONFIGURATIONS, MODELS, ModelSpec
 
 Wanted = Literal["settings", "tokenizer", "weights"]
