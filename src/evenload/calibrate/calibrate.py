@@ -362,7 +362,7 @@ def _time_heads(last: PipelineStage, model: ModelSpec, mesh: Mesh) -> tuple[tupl
 
 def _is_over(deadline_s: float, mesh: Mesh) -> bool:
     """Say whether time is up on one of the ranks that time the same packs together."""
-    is_over = torch.tensor([float(time.perf_counter() > deadline_s)], device=mesh.device)
+    is_over = torch.tensor([float(time.perf_counter() >= deadline_s)], device=mesh.device)
     if mesh.tensor is not None:
         mesh.tensor.all_reduce(is_over, "calibration", dist.ReduceOp.MAX)
     return bool(is_over)
