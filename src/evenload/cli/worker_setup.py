@@ -51,6 +51,7 @@ from evenload.types.text import counted
 
 def require_runnable(config: TrainConfig) -> ParallelLayout:
     """Refuse settings that do not go together, and return the layout in which the run starts."""
+    config = config.with_found_kinds()
     hf_config = load_config(config.model.path)
     spec = model_spec(config)
     layouts = layouts_of(config, spec.num_layers)
