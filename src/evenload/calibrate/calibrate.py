@@ -248,10 +248,12 @@ def calibrate(
         max_pack_tokens: of the run; GPUs, which small packs do not keep busy, are timed with packs of up to so many.
         max_s: about the most that all of it takes, where layers are not so slow that the least takes longer.
     """
-    end_s, stage = time.perf_counter() + _LAYERS_SHARE * max_s, stages[min(stages)]
-    is_few = False
+    stage, is_few = stages[min(stages)], False
     if mesh.device.type == "cpu":
         stage, is_few = _timed_part(stage, model, mesh, _PASS_SHARE * max_s)
+    else:  # compiles kernels, for which a step would wait too
+        list(time_round(part_of(stage, model.layers, 1), NEEDED_ROUNDS[1], PackClock(stage.device)))
+    end_s = time.perf_counter() + _LAYERS_SHARE * max_s
     wanted = _rounds(stage, model, mesh, max_document_tokens, max_pack_tokens)
     dist.barrier(group=mesh.control)
     waits = CoreWaits(demand)
