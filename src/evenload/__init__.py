@@ -4,11 +4,11 @@
     run = evenload.train("config.toml", callbacks=[...])                             # a TrainedRun
     parts = evenload.micro_batches(lengths, ranks=8, max_tokens=32_768)               # for a trainer of one's own
     loader = evenload.PackedLoader("corpus", tokenizer="model", max_tokens=8192)     # for a loop of one's own
+    trainer = evenload.PackedTrainer(model, args, train_loader=loader)               # or PackedSFTTrainer
 
 Names are imported at their first use, because planning does not need torch.
 """
 
-from contextlib import nullcontext
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     from evenload.cli.train import TrainedRun, train
     from evenload.integrations.callback import Callback
     from evenload.integrations.packed_loader import PackedLoader
+    from evenload.integrations.trainer import PackedTrainer
+    from evenload.integrations.trainer import PackedTrainer as PackedSFTTrainer
     from evenload.planning.micro_batches import Cost, MicroBatches, micro_batches
+
 
 __all__ = [
     "Callback",
@@ -29,6 +32,8 @@ __all__ = [
     "Cost",
     "MicroBatches",
     "PackedLoader",
+    "PackedSFTTrainer",
+    "PackedTrainer",
     "TrainedRun",
     "__version__",
     "micro_batches",
@@ -44,7 +49,6 @@ _MODULES = {
     "Comparison": "evenload.cli.comparison",
     "Cost": "evenload.planning.micro_batches",
     "MicroBatches": "evenload.planning.micro_batches",
-    "PackedLoader": "evenload.integrations.packed_loader",
     "TrainedRun": "evenload.cli.train",
     "micro_batches": "evenload.planning.micro_batches",
     "plan": "evenload.cli.plan",
@@ -52,10 +56,16 @@ _MODULES = {
 }
 
 
+_TRAINING = {"PackedLoader": "packed_loader", "PackedTrainer": "trainer", "PackedSFTTrainer": "trainer"}
+
+
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
-        with needs_train_extra("evenload.PackedLoader") if name == "PackedLoader" else nullcontext():
-            return getattr(import_module(_MODULES[name]), name)
+        return getattr(import_module(_MODULES[name]), name)
+    if name in _TRAINING:
+        with needs_train_extra(f"evenload.{name}"):
+            module = import_module(f"evenload.integrations.{_TRAINING[name]}")
+        return module.packed_sft_trainer() if name == "PackedSFTTrainer" else getattr(module, name)
     if name == "__version__":
         from importlib.metadata import version
 
@@ -64,6 +74,6 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    # help() imports all that is named here, and the loader needs packages that planning does without.
+    # help() imports all that is named here, and these need packages that planning does without.
     can_load = all(map(find_spec, ("torch", "transformers")))
-    return [name for name in __all__ if can_load or name != "PackedLoader"]
+    return [name for name in __all__ if can_load or name not in _TRAINING]

@@ -70,7 +70,7 @@ def test_links_that_were_not_measured_are_the_clusters_and_said(table, tmp_path,
 
 @pytest.mark.parametrize(
     ("waited_share", "words"),
-    [(0.0, "there 0.88 to 1.16; here processes stood without a core for 0% of the time"), (0.4, "no 90 % interval of")],
+    [(0.0, "there 0.88 to 1.16; here ranks waited 0% of the time for a core"), (0.4, "no 90 % interval of")],
     ids=["quiet", "busy"],
 )
 def test_costs_of_a_busy_machine_give_no_interval_anywhere(table, tmp_path, capsys, waited_share, words) -> None:

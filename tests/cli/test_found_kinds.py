@@ -48,7 +48,7 @@ CHATS = 'data.sources=["chats.jsonl"]'
 
 def test_train_finds_the_kind_and_validates_on_another_one(project, capfd):
     run_of = train(CHATS, 'validation.sources=["held_out.jsonl"]')
-    shown = capfd.readouterr().out
+    shown = "".join(capfd.readouterr())
     assert "source chats.jsonl: 1 jsonl file, 9 records | used as conversations: conversations" in shown
     (validation,) = read_validations(run_of.output_dir / "validation.jsonl")[-1:]
     assert validation.whole.documents == 4

@@ -218,7 +218,7 @@ def test_heads_are_asked_for_when_the_model_is_known(tmp_path, heads, is_refused
     assert loader.model_is_assumed
     model = tiny_model(num_attention_heads=heads, num_key_value_heads=heads, head_dim=8)
     with pytest.raises(ConfigError, match="shares heads among 3 ranks") if is_refused else nullcontext():
-        balance_for_trained(loader, lambda: model_spec_of(model))
+        balance_for_trained(loader, model, lambda: model_spec_of(model))
     assert loader.model_is_assumed == is_refused
     assert next(iter(loader))["input_ids"].shape[1] % 3 == 0
 

@@ -29,7 +29,6 @@ def test_the_engine_sets_what_is_left_out(tmp_path, engine, format, is_equal):
         ({"engine": "megatron", "format": "hf"}, "format is 'hf', its models take megatron"),
         ({"engine": "fsdp2", "equal_micro_batches": False}, "equal_micro_batches is False.*wait for ever"),
         ({"engine": "deepspeed-zero3", "equal_micro_batches": False}, "ZeRO-3 gathers.*use engine deepspeed"),
-        ({"engine": "trainer"}, "micro_batches is left out.*gradient_accumulation_steps"),
         ({"engine": "deepspeed", "plan_options": {"dp_merge": True}}, "dp_merge = true.*no collective in attention"),
         (
             {"engine": "deepspeed", "strategy": "auto", "plan_options": {"window": 4}},
@@ -40,12 +39,22 @@ def test_the_engine_sets_what_is_left_out(tmp_path, engine, format, is_equal):
             "cp_sharding is 'adaptive'.*set 'per_document'",
         ),
         ({"engine": "deepsped"}, "did you mean 'deepspeed'"),
-        ({"strategy": "sequential", "fixed_shapes": True}, "cuts documents: a micro-batch needs keys"),
+        ({"strategy": "sequential", "fixed_shapes": True}, "cuts documents.*keeps no keys and values"),
     ],
 )
 def test_a_contradiction_is_refused_before_anything_is_opened(tmp_path, settings, message):
     with pytest.raises(ConfigError, match=message):
         loader_of(tmp_path / "nothing", **settings)
+
+
+def test_a_trainer_needs_one_number_for_all_steps(tmp_path):
+    """Which `PackedTrainer` gives a loader before its first step."""
+    write_texts(tmp_path)
+    loader = loader_of(tmp_path, engine="trainer")
+    with pytest.raises(ConfigError, match=r"micro_batches is left out.*gradient_accumulation_steps"):
+        next(iter(loader))
+    loader.set_micro_batches(8)
+    assert len(next(loader.steps())) == 8
 
 
 def test_unequal_counts_where_the_engine_allows_them(tmp_path):

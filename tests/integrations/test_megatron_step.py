@@ -13,14 +13,17 @@ from evenload.integrations.engine_loop import balance_for_trained
 from evenload.integrations.loader_options import LoaderOptions
 from evenload.integrations.megatron_step import DocumentAttention, document_layer_spec, model_of, require_runnable
 from megatron_case import megatron_case, refusals_of_megatron
-from packed_cases import loader_of, write_texts
+from packed_cases import loader_of, tiny_model, write_texts
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 
 GRADIENTS = {
     "one stage, two replicas": (megatron_case(loader={"strategy": "best_fit"}), 2),
-    "two stages, two replicas of uneven counts": (megatron_case({"pp": 2}, uneven_counts=True), 4),
+    "two stages, two replicas of uneven counts": (
+        megatron_case({"pp": 2}, uneven_counts=True, loader={"strategy": "balanced"}),
+        4,
+    ),
     "summed beside the last backward": (megatron_case({"overlap": True}), 2),
     "a scaled loss": (megatron_case({"loss_scale": 1024.0}), 2),
 }
@@ -165,13 +168,15 @@ def test_packs_are_balanced_for_the_model_below_its_wrappers(tmp_path, caplog):
     write_texts(tmp_path)
     loader = loader_of(tmp_path, engine="megatron", rank=0, world_size=2)
     assert "llama-7b, which is assumed" in loader.start_messages[0]
-    with caplog.at_level(logging.WARNING, "evenload.loader"):
-        balance_for_trained(loader, lambda: model_of(SimpleNamespace(module=SimpleNamespace()), shape_config()))
-    assert "not balanced for the model" in caplog.text
-    assert loader.model_is_assumed
     wrapped = SimpleNamespace(module=SimpleNamespace(module=stage()))
-    balance_for_trained(loader, lambda: model_of(wrapped, shape_config()))
+    balance_for_trained(loader, tiny_model(), lambda: model_of(wrapped, shape_config()))
     assert "equal time for megatron;" in loader.start_messages[0]
     named = loader_of(tmp_path, engine="megatron", rank=0, world_size=2, model="llama-13b")
-    balance_for_trained(named, lambda: model_of(stage(), shape_config()))
+    balance_for_trained(named, tiny_model(), lambda: model_of(stage(), shape_config()))
     assert "llama-13b" in named.start_messages[0]
+    other = loader_of(tmp_path, engine="megatron", rank=0, world_size=2)
+    with caplog.at_level(logging.INFO, "evenload.loader"):
+        balance_for_trained(other, tiny_model(), lambda: model_of(SimpleNamespace(), shape_config()))
+    assert "sizes of the model's weights alone" in caplog.text
+    assert "equal time for LlamaForCausalLM;" in other.start_messages[0]
+    assert not any(record.levelname == "WARNING" for record in caplog.records)

@@ -30,7 +30,7 @@ def write_sizes(root, sizes):
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize(
     ("engine", "strategy"),
-    [*((None, name) for name in WHOLE), *(("deepspeed", name) for name in ("auto", *WHOLE[1:])), ("fsdp2", "auto")],
+    [*((None, name) for name in ("auto", *WHOLE)), *(("deepspeed", name) for name in WHOLE[1:]), ("fsdp2", "auto")],
 )
 def test_every_document_comes_exactly_once_an_epoch(tmp_path, engine, strategy, world_size):
     texts = write_texts(tmp_path)
@@ -82,7 +82,9 @@ def test_a_fixed_number_of_micro_batches_is_exact(tmp_path, engine, strategy):
 def test_a_batch_beyond_the_micro_batches_names_cap_tokens_and_fix(tmp_path):
     write_texts(tmp_path)
     loader = loader_of(tmp_path, micro_batches=1, batch_documents=30)
-    with pytest.raises(ConfigError, match=r"needs \d+ packs of at most max_tokens = 64, micro_batches is 1.*Lower"):
+    with pytest.raises(
+        ConfigError, match=r"needs \d+ micro-batches on a rank, micro_batches is 1.*All 1 must hold \d+ tokens.*Lower"
+    ):
         next(iter(loader))
     with pytest.raises(ConfigError, match="batch_tokens is 500, but 1 rank x 2 micro_batches x 64 max_tokens hold 128"):
         loader_of(tmp_path, micro_batches=2, batch_tokens=500)
@@ -98,10 +100,10 @@ def test_balanced_packs_tightly_where_the_number_is_fixed(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"strategy": "sequential"}, "cuts documents.*Choose one of .*or train with 'evenload train'"),
+        ({"strategy": "sequential"}, "cuts documents.*Choose balanced, .*or auto.*'evenload train' runs slices"),
         ({"strategy": "slimpack"}, "cuts documents"),
         ({"accept_slices": True}, "PackedLoader has no 'accept_slices'"),
-        ({"strategy": "flexpipe"}, "changes the pipeline's layout"),
+        ({"strategy": "flexpipe"}, "changes the layout between steps"),
         ({"strategy": "best_fitt"}, "did you mean 'best_fit'"),
         ({"packing_strategy": "bfd"}, "it is called strategy here"),
         ({"num_workers": 2}, "it is called workers here"),
@@ -117,6 +119,8 @@ def test_balanced_packs_tightly_where_the_number_is_fixed(tmp_path):
         ({"tokenizer": 3}, "tokenizer is a int"),
         ({"model": 3}, "model is a int"),
         ({"batch_tokens": 64, "batch_documents": 3}, "set exactly one"),
+        ({"batch_tokens": "auto", "batch_documents": 3}, "set exactly one"),
+        ({"plan_options": {"window": 4}}, "window is 4 with strategy auto.*Name fixed_greedy"),
         ({"pack_multiple": 10}, "set max_tokens to a multiple, such as 70"),
         ({"pack_multiple": 0}, "pack_multiple is 0"),
     ],
@@ -183,6 +187,8 @@ def test_start_lines_say_what_is_done_and_what_is_not(tmp_path, caplog):
     write_texts(tmp_path)
     caplog.set_level("INFO", "evenload.loader")
     loader = loader_of(tmp_path, micro_batches=6, model="qwen2.5-0.5b")
+    assert "auto: every global batch by the strategy that is fastest by the price of a plain loop" in caplog.text
+    loader = loader_of(tmp_path, micro_batches=6, model="qwen2.5-0.5b", strategy="balanced")
     next(iter(loader))
     text = caplog.text
     for part in ("balanced: whole", "qwen2.5-0.5b", "exactly 6 packs", "no attention_mask", "seed 3", "not done"):

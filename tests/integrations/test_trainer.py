@@ -110,7 +110,6 @@ def test_two_processes_train_and_evaluate_as_one(corpus, tmp_path):
     ("changes", "settings", "message"),
     [
         ({"gradient_accumulation_steps": 3}, {}, "gradient_accumulation_steps is 3, the loader makes 4"),
-        ({"max_steps": -1}, {}, "set max_steps"),
         ({}, {"compute_metrics": print}, "compute_metrics has no meaning"),
         ({}, {"data_collator": print}, "data_collator has no meaning"),
     ],

@@ -133,7 +133,7 @@ class PlanConfig(Frozen):
         options: limits and search space of the planners.
     """
 
-    strategy: str = "slimpack"
+    strategy: str = "auto"
     layouts: tuple[str, ...] = ()
     memory_bytes: int | None = None
     host_memory_bytes: int | None = None

@@ -12,6 +12,7 @@ same however many were drawn. Price: a few microseconds a document (some 20 µs 
 block of every stream that this rank reads, the next one, and those of drawn batches.
 """
 
+import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -38,6 +39,7 @@ from evenload.data.batches import (
     config_fingerprint,
     join_sampled,
     own_tokens,
+    state_at_epoch,
 )
 from evenload.data.blocks import BlockHeader, BlockReader, BlockRequest, DocumentBlock, StreamKey
 from evenload.data.chat_encoding import open_encoder
@@ -83,6 +85,10 @@ class _Part:
             stream.move(StreamState())
 
 
+Takes = Callable[[int], bool]
+"""Called with the tokens of every next document: whether the batch takes it; after a refusal it takes no other one."""
+
+
 class StreamSampler:
     """Sample documents; `service` reads the streams that this rank owns, `ledger` counts every opened block."""
 
@@ -100,11 +106,9 @@ class StreamSampler:
     def num_sampled(self) -> int:
         return sum(part.at.documents for part in self._parts)
 
-    def sample(
-        self, num_documents: int | None, num_tokens: int | None, *, at_least_one: bool
-    ) -> SampledDocuments | None:
-        """Sample at most `num_documents` of at most `num_tokens`, as far as the open blocks go; none where the next one
-        alone is larger, unless `at_least_one`; None at the end of the epoch. Collective; `DataError` on every rank."""
+    def sample(self, num_documents: int | None, takes: Takes) -> SampledDocuments | None:
+        """Sample at most `num_documents`, up to the first that `takes` refuses, as far as the open blocks go; None at
+        the end of the epoch. Collective; `DataError` on every rank."""
         while (next_part := self._next_part()) is not None:
             part, is_only = next_part
             streams = self._ready_streams(part)
@@ -118,11 +122,9 @@ class StreamSampler:
             if num_documents is not None:
                 most = min(most, num_documents)
             sampled = _rounds(streams, rounds, most)
-            if num_tokens is not None:
-                fitting = int(np.searchsorted(np.cumsum(sampled.lengths), num_tokens, side="right"))
-                fitting = max(fitting, 1) if at_least_one else fitting
-                if fitting < most:
-                    sampled = _rounds(streams, rounds, fitting)
+            fitting = next((at for at, size in enumerate(sampled.lengths.tolist()) if not takes(size)), most)
+            if fitting < most:
+                sampled = _rounds(streams, rounds, fitting)
             self._commit(part, streams, sampled.tally())
             return sampled
         return None
@@ -293,11 +295,13 @@ EpochEnd = Callable[[int, int], None]
 
 @dataclass(eq=False)
 class DrawnBatches:
-    """Draw batches of the size that `config` sets, before their turn too."""
+    """Draw batches of the size that `config` sets, before their turn too; with `fill` they end before the first
+    document that the function it returns, made anew for every batch, refuses."""
 
     config: DataConfig
     service: BlockService
     peers: Peers
+    fill: Callable[[], Takes] | None = None
     _read: Ledger = field(default_factory=Ledger)
     _members: list[SampledDocuments] = field(default_factory=list)
     _waiting: deque[DrawnBatch] = field(default_factory=deque)
@@ -362,21 +366,32 @@ class DrawnBatches:
         """Draw the members of the next batch, after a failure its other ones; none at the end of an epoch."""
         if self._is_finished():
             return
-        documents, tokens, members = self.config.batch_documents, self.config.batch_tokens, self._members
-        taken = _tally(members)
-        while taken.documents != documents:
-            run = self._streams.sample(
-                None if documents is None else documents - taken.documents,
-                None if tokens is None else tokens - taken.tokens,
-                at_least_one=not members,
-            )
+        documents, members = self.config.batch_documents, self._members
+        takes = self.fill() if self.fill else _TokenBudget(self.config.batch_tokens or math.inf).take
+        taken = sum(takes(size) for run in members for size in run.lengths.tolist())
+        while taken != documents:
+            run = self._streams.sample(None if documents is None else documents - taken, takes)
             if run is None or not len(run.lengths):
                 break
             members.append(run)
-            taken += run.tally()
+            taken += len(run.lengths)
 
     def _is_finished(self) -> bool:
         return self.config.epochs is not None and self._epoch >= self.config.epochs
+
+
+@dataclass(slots=True)
+class _TokenBudget:
+    limit: float
+    taken: int = 0
+
+    def take(self, num_tokens: int) -> bool:
+        fits = not self.taken or self.taken + num_tokens <= self.limit  # a larger document is a batch of its own
+        self.taken += num_tokens * fits
+        return fits
+
+
+_INSPECTED_FILES = 16
 
 
 def _tally(members: Sequence[SampledDocuments]) -> Tally:
@@ -385,7 +400,8 @@ def _tally(members: Sequence[SampledDocuments]) -> Tally:
 
 class GlobalBatchLoader:
     """Load the global batches of `config`; every rank of `peers` makes its own loader of equal settings. `datasets` are
-    Hugging Face's by source name, read instead of files; token ids beyond `vocab_size` are corrupt records."""
+    Hugging Face's by source name, read instead of files; token ids beyond `vocab_size` are corrupt records; `fill`, as
+    in `DrawnBatches`, decides batches in the place of `config`."""
 
     def __init__(
         self,
@@ -395,8 +411,10 @@ class GlobalBatchLoader:
         peers: Peers | None = None,
         datasets: dict[str, Any] | None = None,
         vocab_size: int | None = None,
+        fill: Callable[[], Takes] | None = None,
     ) -> None:
         self.config = config = with_kinds(config, datasets)
+        self._fill = fill
         self.tokenizer = tokenizer or open_tokenizer(config.tokenizer, config.eos_token)
         self.peers: Peers = peers or SingleRank()
         configs = mixture_configs(config)
@@ -406,11 +424,13 @@ class GlobalBatchLoader:
         self._fingerprint = config_fingerprint(
             config, [files_digest(part.files) for part in self.parts], [encoder.name for encoder in encoders]
         )
+        if fill is not None:
+            self._fingerprint["data.batch_tokens"] = "as packs hold"  # so many as there are ranks
         self.ledger = Ledger()
         self.background = BlockService(self._job, config.workers, config.stall_timeout_s)
         # Neither threads nor workers may outlive a loader that is never closed.
         weakref.finalize(self, self.background.close)
-        self._drawn = DrawnBatches(config, self.background, self.peers)
+        self._drawn = DrawnBatches(config, self.background, self.peers, fill)
         self._at = self._drawn.position()
         """After the last batch that was handed out."""
         self._deferred: dict[int, Deferral] = {}
@@ -509,12 +529,38 @@ class GlobalBatchLoader:
             fingerprint=self._fingerprint,
         )
 
+    def first_batches(self, epoch: int, most_tokens: int) -> tuple[list[tuple[Document, ...]], float]:
+        """Return the first batches of an epoch, which this rank reads alone, until they have so many tokens, and which
+        share of the epoch they are: 1.0 = all, less is estimated by the records, 0.0 = not known."""
+        service, alone = BlockService(self._job, 0, self.config.stall_timeout_s), SingleRank()
+        drawn = DrawnBatches(msgspec.structs.replace(self.config, epochs=epoch + 1), service, alone, self._fill)
+        drawn.load(DrawPosition(epoch, 0, state_at_epoch(self.state(), epoch).parts))
+        batches, taken, account = list[tuple[Document, ...]](), Tally(), LedgerState()
+        try:
+            while taken.tokens < most_tokens:
+                batch = drawn.take(lambda *_: None)
+                if not batch.documents:
+                    return batches, 1.0
+                batches.append(batch.documents)
+                taken, account = taken + batch.sampled.tally(), account.with_read(batch.read)
+        finally:
+            service.close()
+        readers = [reader for part in self.parts for reader in part.readers]
+        chosen = readers[:: -(-len(readers) // _INSPECTED_FILES)]
+        counts = [reader.summary().num_records for reader in chosen]
+        # Pieces that a document was split into are one record.
+        longest = self.config.max_document_tokens if self.config.overlong == "split" else 0
+        pieces = sum(document.num_tokens == longest for batch in batches for document in batch)
+        kept = 1 - sum(account.dropped.values(), Tally()).documents / account.read.documents
+        total = sum(filter(None, counts)) * len(readers) / len(chosen) * kept
+        return batches, 0.0 if None in counts else min(1.0, (taken.documents - pieces) / max(1.0, total))
+
     def load_state(self, state: LoaderState) -> None:
         """Go on from a state, also of another parallel layout; `ConfigError` names other data settings or files."""
         check_fingerprint(state, self._fingerprint)
         self.background.close()
         self.ledger = Ledger(state.ledger)
-        self._drawn = DrawnBatches(self.config, self.background, self.peers)
+        self._drawn = DrawnBatches(self.config, self.background, self.peers, self._fill)
         self._at = DrawPosition(state.epoch, state.next_doc_id, state.parts)
         self._drawn.load(self._at)
         self._step, self._deferred, self._lost = state.step, {}, state.deferred

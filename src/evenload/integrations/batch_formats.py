@@ -35,12 +35,6 @@ class VarlenMetadata(NamedTuple):
     cu_seq_q_host: tuple[int, ...] | None = None
 
 
-def require_format(format: str) -> None:
-    """Raise a `ConfigError` for a format that does not exist."""
-    if format not in _MAKERS:
-        raise ConfigError(f"format is '{format}'; choose one of {', '.join(_MAKERS)}")
-
-
 def format_pack(pack: PackBatch, format: BatchFormat, num_label_tokens: int) -> Any:
     """Return the pack in a format; the sum of the losses is divided by `num_label_tokens` of the whole global batch."""
     return _MAKERS[format](pack, num_label_tokens)
@@ -117,11 +111,27 @@ def megatron_packed_seq_params(batch: dict[str, Any]) -> Any:
 
 def move_batch(batch: Any, device: torch.device | str) -> Any:
     """Return the batch with its tensors on a device, cumulative lengths too; host integers stay."""
+    return with_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def pins_memory() -> bool:
+    """Tell whether batches are pinned: where there is a GPU to copy them to."""
+    return torch.cuda.is_available()
+
+
+def pin_batch(batch: Any) -> Any:
+    """Return the batch with its tensors in page-locked memory, from where `move_batch` copies beside compute. This has
+    never run: no GPU was there."""
+    return with_tensors(batch, torch.Tensor.pin_memory)
+
+
+def with_tensors(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return the batch with each of its tensors changed; all else stays."""
     if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
+        return change(batch)
     if isinstance(batch, dict):
-        return {key: move_batch(part, device) for key, part in batch.items()}
+        return {key: with_tensors(part, change) for key, part in batch.items()}
     if isinstance(batch, tuple):
-        parts = (move_batch(part, device) for part in batch)
+        parts = (with_tensors(part, change) for part in batch)
         return VarlenMetadata(*parts) if isinstance(batch, VarlenMetadata) else tuple(parts)
     return batch

@@ -1,7 +1,9 @@
 """What adapters to engines share: `EngineLoop`, the loss of a pack, attention inside documents, what rank 0 reads."""
 
 import logging
+import math
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,7 +18,7 @@ from evenload.errors import CheckpointError, ConfigError
 from evenload.integrations.batch_formats import format_pack, move_batch
 from evenload.integrations.packed_loader import PackedLoader, PackedStep, zero_weight_pack
 from evenload.integrations.planner import model_spec_of
-from evenload.types.model import ModelSpec
+from evenload.types.model import ModelSpec, alike_model
 
 PackLoss = Callable[[nn.Module, Any], Tensor]
 """`loss(model, batch)`: a scalar with a graph, from one call of the model: the sum over the micro-batch's label tokens,
@@ -65,7 +67,7 @@ class EngineLoop(ABC):
         sequence_ranks: int = 1,
     ) -> None:
         _refuse_loader(loader, loss, engine, sequence_ranks)
-        balance_for_trained(loader, lambda: model_spec_of(getattr(model, "config", None)))
+        balance_for_trained(loader, model, lambda: model_spec_of(getattr(model, "config", None)))
         self.loader, self._engine_name, self._device = loader, engine, device
         self._loss: PackLoss = loss or hf_pack_loss
         self.num_steps = 0
@@ -132,18 +134,33 @@ def require_place(loader: PackedLoader, rank: int, world_size: int, other: str, 
         raise ConfigError(f"{own}, {other} {rank} of {world_size}; {fix}")
 
 
-def balance_for_trained(loader: PackedLoader, describe: Callable[[], ModelSpec]) -> None:
-    """Balance the packs of a loader that was made without a model for the one that is trained. Collective. A
-    `ConfigError` of `describe` becomes a warning."""
+def balance_for_trained(loader: PackedLoader, model: nn.Module, describe: Callable[[], ModelSpec]) -> None:
+    """Balance the packs of a loader that was made without a model for the one that is trained; where `describe` raises
+    a `ConfigError`, by the sizes of its weights. Collective."""
     if not loader.model_is_assumed:
         return
     try:
         spec = describe()
     except ConfigError as err:
+        spec = spec_of_weights(model, loader.options.sequence_ranks)
         if loader.rank == 0:
-            _log.warning("packs are not balanced for the model that is trained: %s", err)
-    else:
-        loader.balance_for(spec)
+            _log.info("packs are balanced by the sizes of the model's weights alone: %s", err)
+    loader.balance_for(spec)
+
+
+def spec_of_weights(model: nn.Module, num_heads: int) -> ModelSpec:
+    """Describe a model by its weights alone: the longest list of modules are its layers, every token passes all their
+    matrices, and attention is as wide as most of them. Its vocabulary is not read."""
+    lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
+    layers = max(lists, key=len, default=nn.ModuleList([model]))
+    # ZeRO-3 keeps the shape of a weight that it has taken apart.
+    shapes = [tuple(getattr(weight, "ds_shape", weight.shape)) for weight in layers.parameters()]
+    matrices = [shape for shape in shapes if len(shape) > 1]
+    width = Counter(size for shape in matrices for size in shape[-2:]).most_common(1)[0][0] if matrices else 1
+    ffn_weights = sum(map(math.prod, matrices)) // len(layers) - 4 * width**2
+    sizes = {"num_heads": num_heads, "num_kv_heads": num_heads, "head_dim": max(1, width // num_heads)}
+    sizes |= {"hidden_size": width, "ffn_hidden_size": max(1, ffn_weights // (3 * width)), "vocab_size": 1}
+    return alike_model(name=type(model).__name__, num_layers=len(layers), tied_embeddings=False, **sizes)
 
 
 def hf_pack_loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:

@@ -19,7 +19,7 @@ import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,11 +35,11 @@ from evenload.data.hf_dataset import is_iterable_dataset
 from evenload.data.record_kinds import with_kinds
 from evenload.data.tokenize import BYTES, MAX_BYTE_VOCABULARY, DocumentTokenizer, describe_tokenizer
 from evenload.errors import ConfigError
-from evenload.integrations.batch_formats import BatchFormat, require_format
+from evenload.integrations.batch_formats import BatchFormat
 from evenload.integrations.catalog import BEST, LOOP, EngineProfile, engine_named, require_auto, require_strategy
 from evenload.integrations.price import StepShape
 from evenload.planning.problem import PlanOptions
-from evenload.planning.strategies.registry import strategy_named, whole_strategies
+from evenload.planning.strategies.registry import strategy_named
 from evenload.runtime.comm.collectives import TorchPeers
 from evenload.types.base import require_at_least_one
 from evenload.types.layout import even_layout
@@ -54,9 +54,10 @@ class LoaderOptions:
         max_tokens: most tokens of a pack; also of a document, unless a `DataConfig` has less.
         tokenizer: "bytes", a `tokenizer.json` or its directory, a fast tokeniser of transformers, or a
             `DocumentTokenizer`; default: a `DataConfig`'s, else bytes. Required where texts are for the caller's model.
-        strategy: `balanced` (equal predicted time), `best_fit` (fullest packs), `fixed_greedy`, `fixed_exact`, `wlb`
-            (may defer documents), `padded` (for comparison); `auto` under an engine (fastest by its price).
-        micro_batches: packs of every rank and step, exactly; None = as many as the plan needs.
+        strategy: `auto` (of those below the fastest, by the price of the engine or of a plain loop), `balanced` (equal
+            predicted time), `best_fit` (fullest packs), `fixed_greedy`, `fixed_exact`, `wlb` (may defer documents),
+            `padded` (for comparison).
+        micro_batches: packs of every rank and step, exactly; None = as many as the plan needs, or as batches fill.
         equal_micro_batches: ranks short of work get packs of padding; default: yes, or as the engine needs.
         pack_multiple: packs are padded to a multiple of so many tokens (ranks of Megatron-Core's sequence parallelism).
         sequence_ranks: neighbouring ranks that share the tokens of every pack (DeepSpeed's Ulysses).
@@ -75,7 +76,7 @@ class LoaderOptions:
 
     max_tokens: int
     tokenizer: Any = None
-    strategy: str = "balanced"
+    strategy: str = BEST
     micro_batches: int | None = None
     equal_micro_batches: bool | None = None
     pack_multiple: int = 1
@@ -91,24 +92,21 @@ class LoaderOptions:
     world_size: int | None = None
     group: Any = None
     peer_timeout_s: float = 1800.0
+    fills_packs: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        if self.engine is not None:
-            self._check_engine(self.profile)
+        require_at_least_one("", self, "max_tokens", "micro_batches", "pack_multiple", "sequence_ranks")
         self.format = self.format or self.profile.formats[0]  # type: ignore[bad-assignment]
-        require_format(self.format)
+        if self.sequence_ranks > 1:
+            self._check_shared()
+        self._check_engine(self.profile)
         if self.equal_micro_batches is None:
             self.equal_micro_batches = self.engine is None or self.profile.equal_counts
-        require_at_least_one("", self, "max_tokens", "micro_batches", "pack_multiple", "sequence_ranks")
         if self.max_tokens % self.row_multiple:
             given = f"pack_multiple {self.pack_multiple}, sequence_ranks {self.sequence_ranks}"
             fix = f"set max_tokens to a multiple, such as {self.computed_tokens(self.max_tokens)}"
             why = f"{given}: a full pack padded to a multiple would pass max_tokens"
             raise ConfigError(f"max_tokens is {self.max_tokens}, {why}; {fix}")
-        if self.sequence_ranks > 1:
-            self._check_shared()
-        if self.engine is None:
-            self._check_strategy()
 
     @functools.cached_property
     def profile(self) -> EngineProfile:
@@ -170,13 +168,11 @@ class LoaderOptions:
             require_auto(engine, planning)
         if planning.dp_merge:
             engine.refuse("sharing", "plan_options has dp_merge = true")
-        if self.format is not None and self.format not in engine.formats:
+        if self.format not in engine.formats:
             takes = " or ".join(engine.formats)
             raise ConfigError(f"engine {engine.name}: format is '{self.format}', its models take {takes}; leave it out")
         if self.equal_micro_batches is False and engine.equal_counts:
             engine.refuse("counts", "equal_micro_batches is False")
-        if engine.constant_counts and self.micro_batches is None and not self.evaluation:
-            engine.refuse("counts", "micro_batches is left out")
 
     def _check_shared(self) -> None:
         request = f"sequence_ranks is {self.sequence_ranks}"
@@ -189,15 +185,6 @@ class LoaderOptions:
         if self.format != "hf":
             why = f'the loader has format "{self.format}", which is not cut for ranks'
             raise ConfigError(f"{request}, and {why}; leave format out")
-
-    def _check_strategy(self) -> None:
-        strategy = strategy_named(self.strategy)
-        if strategy.changes_layout:
-            raise ConfigError(f"strategy '{self.strategy}' changes the pipeline's layout, and a loader alone has none")
-        if not strategy.keeps_whole:
-            why = "a micro-batch needs keys and values of an earlier one, which a plain loop does not keep"
-            fix = f"Choose one of {', '.join(whole_strategies())}, or train with 'evenload train'"
-            raise ConfigError(f"strategy '{self.strategy}' cuts documents: {why}. {fix}")
 
 
 class LoaderPlace(NamedTuple):
@@ -258,6 +245,10 @@ def find_place(options: LoaderOptions) -> LoaderPlace:
     )
 
 
+FULL = "auto"
+"""The `batch_tokens` of a batch that takes documents for as long as the packs of its step hold them whole."""
+LEAST_PACKS = 8
+"""Of such a step without `micro_batches`: whole documents leave a fifth of one pack empty, a twentieth of eight."""
 DATASET_NAME = "dataset"
 """Source name of a data set object."""
 
@@ -297,12 +288,18 @@ def data_config(
     """Return the data settings, and the data set objects that they name.
 
     Args:
-        settings: fields of `DataConfig`; those of a configuration are replaced.
+        settings: fields of `DataConfig`; those of a configuration are replaced. `batch_tokens` may be `FULL`.
         world_size: shares of a global batch; one of evaluation has a pack's tokens for each, unless its size is set.
 
     Raises:
         ConfigError: contradicting settings, and as `with_kinds`.
     """
+    documents, tokens = settings.get("batch_documents"), settings.get("batch_tokens")
+    if tokens == FULL or (documents is None and tokens is None and not isinstance(data, DataConfig)):
+        settings = {name: value for name, value in settings.items() if name != "batch_tokens"}
+        if not options.evaluation:
+            options.fills_packs, options.micro_batches = True, options.micro_batches or -(-LEAST_PACKS // world_size)
+            settings["batch_tokens"] = options.micro_batches * world_size * options.max_tokens
     base: dict[str, Any] = {"max_document_tokens": options.max_tokens}
     datasets = {}
     if isinstance(data, DataConfig):

@@ -80,7 +80,7 @@ class MegatronTrainStep:
         fix = "make it with PackedLoader(group=parallel_state.get_data_parallel_group())"
         place = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
         require_place(loader, *place, "Megatron-Core's data-parallel rank is", fix)
-        balance_for_trained(loader, lambda: model_of(model, config))
+        balance_for_trained(loader, model, lambda: model_of(model, config))
         if config.grad_scale_func is None:
             config.grad_scale_func = optimizer.scale_loss
         # Without it Megatron sums a bucket over replicas after as many micro-batches as the first step had.

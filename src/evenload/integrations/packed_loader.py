@@ -8,6 +8,7 @@ the step, and loss and gradients are those of one document after the other. docs
 """
 
 import logging
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
@@ -27,7 +28,7 @@ from evenload.errors import ConfigError, DataError, refusing_unknown
 from evenload.feed.collate import PADDING_TOKEN, PackBatch, collate_pack
 from evenload.feed.prefetcher import Prefetcher
 from evenload.feed.step_maker import PlannedStep, StepMaker
-from evenload.integrations.batch_formats import format_pack
+from evenload.integrations.batch_formats import format_pack, pin_batch, pins_memory
 from evenload.integrations.catalog import BEST
 from evenload.integrations.loader_options import (
     LoaderOptions,
@@ -42,6 +43,7 @@ from evenload.integrations.loader_options import (
 from evenload.integrations.planner import ENGINES_AUTO, known_vocabulary, make_planner
 from evenload.integrations.price import project
 from evenload.planning.deferral import DelayState
+from evenload.planning.packing import WholePacks
 from evenload.planning.planner import RunPlanner
 from evenload.planning.strategies.registry import strategy_named
 from evenload.types.plan import StepPlan
@@ -96,11 +98,13 @@ class PackedLoader:
     Args:
         data: a path, directory, glob or fsspec URL, or a list of them; a `DataConfig` (mixtures); a Hugging Face
             `Dataset` or `IterableDataset`.
-        settings: all other `LoaderOptions`, and fields of `DataConfig`, such as `batch_tokens` (of the global batch).
+        settings: all other `LoaderOptions`, and fields of `DataConfig`, such as `batch_tokens` (of the global batch;
+            "auto", as where no size is given: as many as `micro_batches` packs of every rank hold in whole documents).
 
     Attributes:
         options, config: as resolved.
         rank, world_size: among those that share a global batch; ranks of a sequence group have the same.
+        micro_batches_are_given: by the constructor or `set_micro_batches`.
         model_is_assumed: packs are balanced for `ASSUMED_MODEL`, because no model was given.
         start_messages: what was logged at the start.
         epoch: of the current iteration, else of the next one.
@@ -114,16 +118,21 @@ class PackedLoader:
         "PackedLoader", (*LoaderOptions.__dataclass_fields__, *DataConfig.__struct_fields__), unknown_setting
     )
     def __init__(self, data: Any, *, max_tokens: int, **settings: Any) -> None:
-        named = {field.name: settings.pop(field.name) for field in fields(LoaderOptions) if field.name in settings}
+        own = [field.name for field in fields(LoaderOptions) if field.init]
+        named = {name: settings.pop(name) for name in own if name in settings}
         self.options = options = LoaderOptions(max_tokens=max_tokens, **named)
         self._place = place = find_place(options)
+        self.micro_batches_are_given = options.micro_batches is not None
         config, datasets = data_config(data, settings, options, place.world_size)
         options.check_data(config, place)
         model, tokenizer = options.model, options.tokenizer
         vocab_size = known_vocabulary(model)
         require_choice(config, tokenizer, vocab_size)
-        with tokenizer_settings(config, tokenizer) as (resolved, own):
-            self._loader = GlobalBatchLoader(resolved, own, peers=place.peers, datasets=datasets, vocab_size=vocab_size)
+        with tokenizer_settings(config, tokenizer) as (resolved, own_tokenizer):
+            read: dict[str, Any] = {"peers": place.peers, "datasets": datasets, "vocab_size": vocab_size}
+            if options.fills_packs:
+                read["fill"] = lambda: WholePacks((options.micro_batches or 1) * place.world_size, max_tokens).take
+            self._loader = GlobalBatchLoader(resolved, own_tokenizer, **read)
             opened = self._loader.tokenizer
             if isinstance(opened, FileTokenizer) and not hasattr(tokenizer, "save_pretrained") and opened.has_settings:
                 # Imports transformers, which takes seconds.
@@ -132,17 +141,18 @@ class PackedLoader:
                 require_same_token_ids(opened)
             ends = getattr(getattr(model, "generation_config", model), "eos_token_id", None)
             unstopped = stop_warnings(resolved, opened, ends)
-        planner, replicas = _planner_of(model, options, place), place.replicas
-        self._maker = StepMaker(self._loader, planner, replicas=lambda _: replicas, max_pack_tokens=max_tokens)
+        self._planner, replicas = _planner_of(model, options, place), place.replicas
+        self._maker = StepMaker(self._loader, self._planner, replicas=lambda _: replicas, max_pack_tokens=max_tokens)
         self.config = self._loader.config
         self.rank, self.world_size = place.rank, place.world_size
-        self.model_is_assumed = model is None
+        self.model_is_assumed, self._model = model is None, model
         self.ledger_lines: tuple[str, ...] = ()
+        self._lengths: dict[int, int] = {}
         self._ahead: Prefetcher[PackedStep] | None = None
         self._has_logged = False
         self._go_on(self._loader.state(), DelayState(), 0)
-        fact = run_tokenizer_text(config, tokenizer, opened, vocab_size)
-        self.start_messages: list[str] = _start_lines(config, fact, options, place, planner.planner.costs)
+        self._tokenizer_fact = run_tokenizer_text(config, tokenizer, opened, vocab_size)
+        self.start_messages: list[str] = self._start_lines()
         if place.is_first:
             self.start_messages += [f"source        {line}" for line in self._loader.source_lines()]
             _log.info("PackedLoader\n  %s", "\n  ".join(self.start_messages))
@@ -155,11 +165,62 @@ class PackedLoader:
         require_choice(self.config, self.options.tokenizer, known_vocabulary(model))
         if self._ahead is not None:
             raise ConfigError("balance_for(model) after steps were made for another one; call it before the first step")
-        self._maker.planner = planner = _planner_of(model, self.options, self._place)
-        self.model_is_assumed = False
-        self.start_messages[0] = _balance_line(planner.planner.costs, assumed=False)
-        if self._place.is_first:
-            _log.info("PackedLoader\n  %s", self.start_messages[0])
+        self._plan_anew(model)
+
+    def set_micro_batches(self, count: int) -> None:
+        """Make exactly so many packs for every rank and step, as `micro_batches` of the constructor does. Raises a
+        `ConfigError` where that was given, and after the first step."""
+        if self.micro_batches_are_given or self._ahead is not None:
+            why = f"micro_batches={self.options.micro_batches}, or after its first step"
+            raise ConfigError(f"set_micro_batches({count}) of a loader with {why}; call it once, before that")
+        self.options.micro_batches, self.micro_batches_are_given = count, True
+        if self.options.fills_packs:
+            tokens = count * self.world_size * self.options.max_tokens
+            self.config = msgspec.structs.replace(self.config, batch_tokens=tokens)
+        self.options.check_data(self.config, self._place)
+        self._plan_anew(self._model, self.model_is_assumed)
+
+    def _start_lines(self) -> list[str]:
+        balance = _balance_line(self._planner.planner.costs, assumed=self.model_is_assumed)
+        return [balance, *_start_lines(self.config, self._tokenizer_fact, self.options, self._place)]
+
+    def _plan_anew(self, model: Any, is_assumed: bool = False) -> None:
+        self._maker.planner = self._planner = _planner_of(model, self.options, self._place)
+        self._model, self.model_is_assumed = model, is_assumed
+        self._lengths.clear()
+        lines = self._start_lines()
+        changed = [line for line in lines if line not in self.start_messages]
+        self.start_messages[: len(lines)] = lines
+        if self._place.is_first and changed:
+            _log.info("PackedLoader\n  %s", "\n  ".join(changed))
+
+    def __len__(self) -> int:
+        """Return how many micro-batches the whole epoch has on this rank, counted where it has no more than
+        `COUNTED_TOKENS` tokens, which this rank reads once for it, without the others; of more it is estimated from
+        them. Raises a `TypeError` where epochs have no end, or the data does not tell how many records it has."""
+        epoch, options = min(self.epoch, (self.config.epochs or self.epoch + 1) - 1), self.options
+        if self.config.mixture_end == "repeat":
+            raise TypeError('a PackedLoader with mixture_end "repeat" has no length; count steps')
+        if epoch not in self._lengths:
+            batches, share = self._loader.first_batches(epoch, COUNTED_TOKENS)
+            if not share:
+                raise TypeError("this PackedLoader has no length: its data does not tell how many records it has")
+            counts = [options.micro_batches or 0]
+            if options.micro_batches is None:
+                chosen = enumerate(batches[:: -(-len(batches) // _PLANNED_STEPS)])
+                plans = [self._planner.planner.plan(step, one, options.strategy) for step, one in chosen]
+                counts = [len(project(plan, options.profile, options.shape)[self.rank]) for plan in plans]
+            self._lengths[epoch] = round(math.ceil(len(batches) / share) * float(np.mean(counts)))
+        return self._lengths[epoch]
+
+    def __bool__(self) -> bool:
+        return True
+
+    @property
+    def is_at_epoch_end(self) -> bool:
+        """Return whether no step of this epoch follows the one in the loop's body; waits for the next one."""
+        self._peeked = self._peeked or self._next_step()
+        return self._peeked is None or self._peeked.planned.epoch != self.epoch
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the micro-batches of an epoch, or of the rest of one that was left."""
@@ -184,7 +245,8 @@ class PackedLoader:
             raise ConfigError(f'set_epoch({epoch}) with mixture_end "repeat", which has no epochs; leave it out')
         loader, planner = self._after
         untouched = self._open is None and not any(part.documents for part in loader.parts)
-        if not (untouched or self._peeked is not None or self.has_ended):
+        is_inside = self._open is not None and self._open.planned.epoch == self.epoch
+        if not (untouched or (self._peeked is not None and not is_inside) or self.has_ended):
             where = f"set_epoch({epoch}) in the middle of epoch {self.epoch}"
             raise ConfigError(f"{where} would leave out the rest of it; iterate to the end, or make a new loader")
         self._go_on(state_at_epoch(loader, epoch), planner, epoch)
@@ -272,13 +334,15 @@ class PackedLoader:
         if self.has_ended:
             return None
         if self._ahead is None:
+            maker, options, place, pins = self._maker, self.options, self._place, pins_memory()
+            if options.profile.constant_counts and options.micro_batches is None and not options.evaluation:
+                options.profile.refuse("counts", "micro_batches is left out")
             if self.model_is_assumed and not self._has_logged and self._place.is_first:
                 _log.warning("%s", self.start_messages[0])
-            maker, options, place = self._maker, self.options, self._place
 
             def make() -> PackedStep | None:  # without `self`, so that dropping it ends the thread
                 planned = maker.next()
-                return None if planned is None else _pack_step(planned, options, place)
+                return None if planned is None else _pack_step(planned, options, place, pins)
 
             self._ahead = Prefetcher(make, self.config.prefetch_steps, "evenload-prepare")
         try:
@@ -301,6 +365,11 @@ class PackedLoader:
         return mid.given
 
 
+COUNTED_TOKENS = 1 << 22
+"""Most tokens that `len(loader)` reads: seconds of tokenising."""
+_PLANNED_STEPS = 4  # of the steps that it reads, for the number of their packs
+
+
 def without_loss(plan: StepPlan) -> str:
     """Describe a step without a token with a loss."""
     documents = [document.doc_id for document in plan.documents[:5]]
@@ -308,16 +377,14 @@ def without_loss(plan: StepPlan) -> str:
 
 
 def _planner_of(model: Any, options: LoaderOptions, place: LoaderPlace) -> RunPlanner:
-    planning, engine = options.planning(), None if options.engine is None else options.profile
-    ranks = {"dp": place.world_size, "cp": options.sequence_ranks}
-    planner = make_planner(model, options.costs, planning, **ranks, engine=engine, shape=options.shape)
+    planning, ranks = options.planning(), {"dp": place.world_size, "cp": options.sequence_ranks}
+    planner = make_planner(model, options.costs, planning, **ranks, engine=options.profile, shape=options.shape)
     may_delay = strategy_named(options.strategy).delays(planning) and not options.evaluation
     return RunPlanner(planner, options.strategy, may_delay)
 
 
-def _pack_step(step: PlannedStep, options: LoaderOptions, place: LoaderPlace) -> PackedStep:
+def _pack_step(step: PlannedStep, options: LoaderOptions, place: LoaderPlace, pins: bool) -> PackedStep:
     """Make this rank's micro-batches; a `ConfigError` on every rank where one needs more than `micro_batches`."""
-    _require_count(step.plan, options)
     micro_batches = project(step.plan, options.profile, options.shape)[place.rank]
     planned = step.plan.pack_plans[place.rank].forward
     packs = tuple(
@@ -327,20 +394,7 @@ def _pack_step(step: PlannedStep, options: LoaderOptions, place: LoaderPlace) ->
         for one in micro_batches
     )
     batches = tuple(format_pack(pack, options.format, step.plan.num_label_tokens) for pack in packs)
-    return PackedStep(planned=step, packs=packs, batches=batches)
-
-
-def _require_count(plan: StepPlan, options: LoaderOptions) -> None:
-    counts = [len(packs.forward) for packs in plan.pack_plans]
-    if (limit := options.micro_batches) is None or max(counts) <= limit:
-        return
-    tokens, ranks, longest = sum(document.num_tokens for document in plan.documents), len(counts), options.max_tokens
-    raise ConfigError(
-        f"step {plan.step}: rank {counts.index(max(counts))} needs {max(counts)} packs of at most max_tokens = "
-        f"{longest}, micro_batches is {limit}. The batch has {tokens} tokens, and {ranks} ranks x {limit} x {longest} "
-        f"hold at most {limit * ranks * longest}, less where whole documents leave gaps. Lower batch_tokens or "
-        "batch_documents, or raise max_tokens or micro_batches"
-    )
+    return PackedStep(planned=step, packs=packs, batches=tuple(map(pin_batch, batches)) if pins else batches)
 
 
 def zero_weight_pack(num_tokens: int = 1) -> PackBatch:
@@ -367,15 +421,15 @@ def pad_pack(pack: PackBatch, num_tokens: int) -> PackBatch:
     return PackBatch(**joined, num_padding_tokens=pack.num_padding_tokens + missing)
 
 
-def _start_lines(
-    config: DataConfig, tokenizer: str, options: LoaderOptions, place: LoaderPlace, costs: PackCosts
-) -> list[str]:
-    """Describe what the loader does and does not do, a line a subject, `_balance_line` first."""
+def _start_lines(config: DataConfig, tokenizer: str, options: LoaderOptions, place: LoaderPlace) -> list[str]:
+    """Describe what the loader does and does not do, a line a subject."""
     planning, strategy = options.planning(), strategy_named(options.strategy)
-    is_engines_auto = options.engine is not None and options.strategy == BEST
+    is_engines_auto = options.strategy == BEST
+    auto = ENGINES_AUTO if options.engine else ENGINES_AUTO.replace("this engine's price", "the price of a plain loop")
     delays = strategy.delays(planning) and not is_engines_auto
     documents = config.batch_documents
     batch = counted(documents, "document") if documents else f"up to {config.batch_tokens} tokens"
+    batch += ", as many as fill the packs" * options.fills_packs
     packs = "as many packs as needed" + (", equally many on all ranks" if options.equal_micro_batches else "")
     if options.micro_batches is not None:
         packs = f"exactly {counted(options.micro_batches, 'pack')} a rank"
@@ -402,7 +456,7 @@ def _start_lines(
         not_done.append("documents that wait when you stop are not trained (set epochs)")
     lines = {
         "engine": f"{options.engine}: {options.profile.title}" if options.engine else "",
-        "strategy": f"{options.strategy}: {ENGINES_AUTO if is_engines_auto else strategy.description}",
+        "strategy": f"{options.strategy}: {auto if is_engines_auto else strategy.description}",
         "global batch": f"{batch}, rank {place.rank} of {place.world_size}, {packs}",
         "tokenizer": tokenizer,
         "boundaries": f"format {options.format}: positions and cumulative lengths of documents, no attention_mask",
@@ -412,8 +466,7 @@ def _start_lines(
         "not done": "; ".join(not_done),
         "evaluation": "every document once an iteration, none dropped, the last batch short" * options.evaluation,
     }
-    balance = _balance_line(costs, assumed=options.model is None)
-    return [balance, *(f"{name:<14}{text}" for name, text in lines.items() if text)]
+    return [f"{name:<14}{text}" for name, text in lines.items() if text]
 
 
 def _balance_line(costs: PackCosts, *, assumed: bool) -> str:

@@ -3,8 +3,8 @@
 Under an engine `auto` does not search as for Evenload's runtime: every strategy that the engine can run plans the step,
 `balanced` also with other numbers of micro-batches than it would take, and the fastest by the engine's price is kept.
 Where ranks wait for each other at every micro-batch only `balanced` is tried: its search was ahead of all others in
-every case of `benchmarks/micro_batches.py`. Memory is not limited, as it depends on the engine's settings;
-`max_pack_tokens` bounds a micro-batch.
+every case of `benchmarks/micro_batches.py`. A plain loop is an engine too (`catalog.LOOP`). Memory is not limited, as
+it depends on the engine's settings; `max_pack_tokens` bounds a micro-batch.
 """
 
 import copy
@@ -107,7 +107,7 @@ class EnginePlanner(StepPlanner):
     def _fastest(self, request: StepRequest) -> Proposal:
         """Propose the plan that is fastest by the engine's price, the first of equals; it defers nothing."""
         priced: list[tuple[float, Proposal]] = []
-        failed: list[Exception] = []
+        failed: dict[str, Exception] = {}
         names = runnable(self.profile, self.options, self.layout)[0]
         if self.waits_at_each and self.layout.cp == 1:
             names = (BALANCED.name,)  # Whole documents, and its search divides them for such engines.
@@ -119,7 +119,7 @@ class EnginePlanner(StepPlanner):
                 proposal = self._proposed(planner, request._replace(strategy=name, is_last=True))
                 priced.append((self.price(proposal).step_time_s, proposal))
             except PLANNING_ERRORS as error:
-                failed.append(error)
+                failed[name] = error
                 continue
             if name != BALANCED.name or planner is not self or is_fixed:
                 continue
@@ -128,7 +128,7 @@ class EnginePlanner(StepPlanner):
                 options = msgspec.structs.replace(self.options, micro_batches=other)
                 tries.append((self.with_options(options), BALANCED.name))
         if not priced:
-            raise failed[0]
+            raise failed[BALANCED.name]
         return min(priced, key=lambda one: one[0])[1]
 
     def _other_counts(self, count: int, request: StepRequest) -> set[int]:
@@ -149,15 +149,15 @@ def make_planner(
     *,
     dp: int,
     cp: int = 1,
-    engine: EngineProfile | None = None,
+    engine: EngineProfile,
     shape: StepShape | None = None,
-) -> StepPlanner:
+) -> EnginePlanner:
     """Return a planner of whole micro-batches on `dp` replicas of `cp` ranks that share every pack.
 
     Args:
         model: as `model_spec_of`; None = `ASSUMED_MODEL`, whose heads decide nothing.
         costs: measured coefficients (`cost.json`); None = an H100's data sheet, as are links that a file lacks.
-        engine: that trains the steps; None = an unknown loop.
+        engine: that trains the steps; `catalog.LOOP` is a loop of which nothing is known.
 
     Raises a `ConfigError` for no model, a cost file of another one, or heads that the ranks of a group cannot share.
     """
@@ -172,8 +172,6 @@ def make_planner(
             _log.info("%s", message)
     if costs is None:
         costs = analytic_coefficients(spec, cluster, layout)
-    if engine is None:
-        return StepPlanner(spec, costs, layout, None, options, host="unlimited")
     if model is not None:
         require_heads(engine, spec, layout)
     return EnginePlanner(engine, spec, costs, layout, options, shape)

@@ -130,9 +130,11 @@ def _counts(counts: list[int], plan: StepPlan, profile: EngineProfile, shape: St
     rounded = [-(-count // multiple) * multiple for count in counts]
     if (fixed := shape.micro_batches) is not None:
         if max(rounded) > fixed or fixed % multiple:
+            tokens, packs = sum(document.num_tokens for document in plan.documents), fixed * len(counts)
             raise ConfigError(
                 f"engine {profile.name}: step {plan.step} needs {max(rounded)} micro-batches on a rank, micro_batches "
-                f"is {fixed} and must be a multiple of {multiple} and at least as many; raise it or max_pack_tokens"
+                f"is {fixed} and must be a multiple of {multiple} and at least as many. All {packs} must hold {tokens} "
+                "tokens, with gaps. Lower batch_tokens, raise max_tokens or micro_batches, or choose auto or best_fit"
             )
         return [fixed] * len(counts)
     is_equal = profile.equal_counts if shape.equal_counts is None else shape.equal_counts

@@ -148,7 +148,7 @@ class PackedTrainer(Trainer):
         refuse_config(config)
         super().__init__(config)
         spec = config.model_spec
-        balance_for_trained(self.dataloader.loader, lambda: model_of(spec.name, spec.model))
+        balance_for_trained(self.dataloader.loader, self.model_parts[0], lambda: model_of(spec.name, spec.model))
 
     def train_step(self, data_iterator: Any) -> None:
         """Run one optimizer step with the micro-batches of its plan."""

@@ -1,26 +1,28 @@
-"""`PackedTrainerMixin`: transformers' `Trainer`, and TRL's `SFTTrainer`, trained from a `PackedLoader`.
+"""`PackedTrainer`, `PackedSFTTrainer`: transformers' and TRL's trainers, trained from a `PackedLoader`.
 
-    class PackedTrainer(PackedTrainerMixin, Trainer): ...
     trainer = PackedTrainer(model, args, train_loader=loader, eval_loader=evaluation)
 
+`PackedTrainerMixin` makes such a class of any other Trainer: `class Mine(PackedTrainerMixin, TheirTrainer)`.
 The loader has distributed the data, so Accelerate does not; a checkpoint holds the loader's state. Options that would
 do nothing, draw random numbers, or depend on what else is in a row are refused. Before the first step two documents are
 run, to see whether the model keeps them apart.
 """
 
 import dataclasses
+import functools
 import itertools
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput
 
-from evenload.errors import CheckpointError, ConfigError, UnsupportedModelError
+from evenload.errors import CheckpointError, ConfigError, MissingPackageError, UnsupportedModelError
 from evenload.integrations.engine_loop import balance_for_trained, require_place
 from evenload.integrations.packed_loader import PackedLoader
 from evenload.integrations.planner import model_spec_of
@@ -52,7 +54,8 @@ class PackedTrainerMixin:
     """Trains from a loader; put it before `Trainer` or `SFTTrainer` among the bases.
 
     Args:
-        train_loader: with `format="hf"` and `micro_batches = args.gradient_accumulation_steps`.
+        train_loader: with `format="hf"`. It makes `args.gradient_accumulation_steps` micro-batches a step where it was
+            made without `micro_batches`; else the Trainer accumulates as many as it makes.
         eval_loader: with `evaluation=True`; makes `evaluate()` the mean loss over its label tokens.
         arguments, settings: those of the Trainer, but for data sets, collator and batch sizes. A `ConfigError` for
             what would train something else.
@@ -64,6 +67,11 @@ class PackedTrainerMixin:
         self._train_loader, self._eval_loader, self._is_checked = train_loader, eval_loader, False
         args: Any = settings.get("args") or (arguments[1] if len(arguments) > 1 else None)
         _refuse_settings(args, train_loader, eval_loader, settings)
+        self._num_epochs = None if args.max_steps > 0 else args.num_train_epochs
+        if train_loader.micro_batches_are_given:
+            args.gradient_accumulation_steps = train_loader.options.micro_batches
+        else:
+            train_loader.set_micro_batches(args.gradient_accumulation_steps)
         if hasattr(args, "dataset_kwargs"):
             # TRL would tokenise the placeholder.
             args.dataset_kwargs = (args.dataset_kwargs or {}) | {"skip_prepare_dataset": True}
@@ -74,14 +82,16 @@ class PackedTrainerMixin:
         super().__init__(*arguments, **settings)
         trainer: Any = self
         _refuse_trainer(trainer, train_loader)
-        for loader in filter(None, (train_loader, eval_loader)):
+        for loader in (train_loader, eval_loader):
+            if loader is None:
+                continue
             _refuse_model(trainer.model, loader)
-            balance_for_trained(loader, lambda: model_spec_of(getattr(trainer.model, "config", None)))
-        trainer.add_callback(_SaveLoader(train_loader))
+            balance_for_trained(loader, trainer.model, lambda: model_spec_of(getattr(trainer.model, "config", None)))
+        trainer.callback_handler.callbacks.insert(0, _Follow(train_loader, self._num_epochs))
 
     def get_train_dataloader(self) -> Any:
         """Return the loader's micro-batches, epoch after epoch."""
-        return _TrainBatches(self._train_loader)
+        return _TrainBatches(self._train_loader, self._num_epochs)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Return the evaluation loader's batches; a `ConfigError` where there is none, or another data set is given."""
@@ -94,18 +104,25 @@ class PackedTrainerMixin:
         """Refuse `predict()`."""
         raise ConfigError("predict(): a PackedTrainer keeps no predictions; evaluate(), or use a plain Trainer")
 
-    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, *rest: Any) -> tuple[list, Any]:
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list, Any]:
         """Return the micro-batches of one step, and the label tokens of the global batch."""
         samples = [dict(batch) for batch in itertools.islice(epoch_iterator, num_batches)]
+        trainer: Any = self
         if not samples:
+            trainer.control.should_epoch_stop = True
             return samples, None
+        if self._num_epochs is not None and self._num_epochs % 1 == 0:
+            # Their number of steps may be an estimate, their end is not.
+            loader, state = self._train_loader, trainer.state
+            is_last = loader.epoch + 1 == self._num_epochs and loader.is_at_epoch_end
+            state.max_steps = state.global_step + 1 if is_last else max(state.max_steps, state.global_step + 2)
         counts = [sample.pop(_COUNT) for sample in samples]
         if len({int(count) for count in counts}) > 1 or len(samples) != num_batches:
             raise ConfigError(
                 f"the Trainer requested {num_batches} micro-batches and got {len(samples)}, inside a step; resume from "
                 "a checkpoint that was saved after one"
             )
-        return samples, counts[0].to(rest[0] if rest else self.args.device)  # type: ignore[missing-attribute]
+        return samples, counts[0].to(device)
 
     def training_step(self, model: Any, inputs: dict[str, Any], *rest: Any, **settings: Any) -> Any:
         """Run the Trainer's step, and before the first one check the model on two documents."""
@@ -130,6 +147,9 @@ class PackedTrainerMixin:
                 fix = "resume from another one, or train from its weights without resume_from_checkpoint"
                 raise CheckpointError(f"checkpoint has no readable loader state '{file}': {err}; {fix}") from err
             self._train_loader.load_state_dict(state)
+        if self._num_epochs is not None:
+            steps = len(self._train_loader) / args.gradient_accumulation_steps
+            args.max_steps = math.ceil(self._num_epochs * steps)
         return super()._inner_training_loop(  # type: ignore[missing-attribute]
             batch_size, args, resume_from_checkpoint, *rest, **settings
         )
@@ -164,23 +184,49 @@ class PackedTrainerMixin:
         return EvalLoopOutput(None, None, named, num_documents)  # type: ignore[bad-argument-type]
 
 
+class PackedTrainer(PackedTrainerMixin, Trainer):
+    """transformers' `Trainer`, trained from loaders."""
+
+
+@functools.cache
+def packed_sft_trainer() -> type:
+    """Return `PackedSFTTrainer`; a `MissingPackageError` where TRL is not installed, whose import takes seconds."""
+    try:
+        from trl import SFTTrainer
+    except ImportError as error:
+        fix = f"which cannot be imported ({error}); install it with: pip install 'trl>=1.16,<2'"
+        raise MissingPackageError(f"evenload.PackedSFTTrainer needs TRL, {fix}") from error
+
+    class PackedSFTTrainer(PackedTrainerMixin, SFTTrainer):
+        """TRL's `SFTTrainer`, trained from loaders."""
+
+    return PackedSFTTrainer
+
+
 class _TrainBatches:
     """Gives the Trainer an epoch each time. Without `set_epoch`, as the Trainer counts from 0 after a resume."""
 
-    def __init__(self, loader: PackedLoader) -> None:
-        self._loader = loader
+    def __init__(self, loader: PackedLoader, num_epochs: float | None) -> None:
+        self._loader, self._num_epochs = loader, num_epochs
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         batches = iter(self._loader)
         if (first := next(batches, None)) is None and not self._loader.has_ended:
             # Resumed at the very end of an epoch; the Trainer takes an empty epoch for the end of the data.
             batches = iter(self._loader)
+            if self._num_epochs is not None and self._loader.epoch >= self._num_epochs:
+                return
         yield from batches if first is None else itertools.chain((first,), batches)
 
 
-class _SaveLoader(TrainerCallback):
-    def __init__(self, loader: PackedLoader) -> None:
-        self._loader = loader
+class _Follow(TrainerCallback):
+    def __init__(self, loader: PackedLoader, num_epochs: float | None) -> None:
+        self._loader, self._num_epochs = loader, num_epochs
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Count epochs by the share of all steps, as the Trainer does not know where they end."""
+        if self._num_epochs is not None:
+            state.epoch = self._num_epochs * state.global_step / state.max_steps
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Write the loader's state into `checkpoint-<step>`, which the Trainer has just written."""
@@ -195,7 +241,7 @@ def _refuse_settings(
     args: Any, train_loader: PackedLoader, eval_loader: PackedLoader | None, settings: dict[str, Any]
 ) -> None:
     if args is None:
-        raise ConfigError("PackedTrainer needs args=TrainingArguments(...), with max_steps and the accumulation steps")
+        raise ConfigError("PackedTrainer needs args=TrainingArguments(...), with max_steps or num_train_epochs")
     for loader, name in ((train_loader, "train_loader"), (eval_loader, "eval_loader")):
         if loader is not None and loader.options.format != "hf":
             raise ConfigError(f'{name} has format "{loader.options.format}", the Trainer needs "hf"')
@@ -205,11 +251,12 @@ def _refuse_settings(
         if settings.get(name) is not None:
             raise ConfigError(f"{name} has no meaning with train_loader and eval_loader; leave it out")
     steps, micro_batches = args.gradient_accumulation_steps, train_loader.options.micro_batches
-    if micro_batches != steps:
-        made = f"the loader makes {micro_batches or 'any number of'} micro-batches a step"
+    # DeepSpeed's configuration has the number already.
+    if train_loader.micro_batches_are_given and steps != micro_batches and (steps > 1 or args.deepspeed):
+        made = f"the loader makes {micro_batches} micro-batches a step"
         raise ConfigError(f"gradient_accumulation_steps is {steps}, {made}; make it with micro_batches={steps}")
-    if args.max_steps <= 0:
-        raise ConfigError("the steps of an epoch are not known before it is read; set max_steps, not num_train_epochs")
+    if args.max_steps <= 0 and (epochs := train_loader.config.epochs or math.inf) < args.num_train_epochs:
+        raise ConfigError(f"num_train_epochs is {args.num_train_epochs}, the loader ends after {epochs}; leave one out")
     for option in dataclasses.fields(args):
         value, why = getattr(args, option.name), _OTHERWISE.get(option.name)
         # TRL's default of max_length is 1024.

@@ -9,6 +9,7 @@ are priced at once, because numpy's cost is by the call; replicas with equally m
 """
 
 import itertools
+from bisect import bisect_left, insort
 from dataclasses import replace
 
 import numpy as np
@@ -35,6 +36,35 @@ def best_fit_decreasing(num_tokens: NDArray[np.int64], capacity: int) -> list[li
         ConfigError, InfeasiblePlanError: a length below 1, or longer than `capacity`.
     """
     return _split(*_native.best_fit_decreasing(_checked_tokens(num_tokens, capacity), capacity))
+
+
+class WholePacks:
+    """Take documents in the order in which they come for as long as `num_packs` packs of `capacity` tokens hold them
+    whole; for one that finds no room all are packed anew, longest first, about once a batch. O(log packs) a document.
+    `packs` has the indices of those taken."""
+
+    def __init__(self, num_packs: int, capacity: int) -> None:
+        self.packs: list[list[int]] = [[] for _ in range(num_packs)]
+        self._capacity, self._lengths = capacity, list[int]()
+        self._room = [(capacity, pack) for pack in range(num_packs)]
+
+    def take(self, num_tokens: int) -> bool:
+        """Take a document of at most `capacity` tokens; False where the packs cannot hold it too."""
+        lengths, at = self._lengths, bisect_left(self._room, (num_tokens, -1))
+        lengths.append(num_tokens)
+        if at < len(self._room):
+            room, pack = self._room.pop(at)
+            self.packs[pack].append(len(lengths) - 1)
+            insort(self._room, (room - num_tokens, pack))
+            return True
+        anew = best_fit_decreasing(np.array(lengths, np.int64), self._capacity)
+        if len(anew) > len(self.packs):
+            lengths.pop()
+            return False
+        self.packs[:] = anew + [[] for _ in self.packs[len(anew) :]]
+        used = [sum(lengths[index] for index in pack) for pack in self.packs]
+        self._room = sorted((self._capacity - tokens, pack) for pack, tokens in enumerate(used))
+        return True
 
 
 def longest_first(

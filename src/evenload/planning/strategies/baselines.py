@@ -17,15 +17,18 @@ balanced    micro-batches of equal predicted time, with a token limit, 1F1B: wha
             Where replicas wait for each other at every micro-batch, the search of `plan.micro_batches` divides all.
 """
 
+from contextlib import nullcontext, suppress
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenload.cost.pack_pricing import pipeline_tasks
-from evenload.errors import ConfigError
+from evenload.errors import ConfigError, InfeasiblePlanError
 from evenload.planning.micro_batches import Cost, micro_batches
 from evenload.planning.packing import (
+    WholePacks,
+    assign_evenly,
     assign_in_turn,
     assign_replicas,
     best_fit_decreasing,
@@ -194,11 +197,21 @@ def _windows(problem: StepProblem, window_tokens: int) -> list[list[int]]:
     tokens = problem.num_tokens
     longer = np.flatnonzero(tokens > window_tokens)
     if not len(longer):
-        return best_fit_decreasing(tokens, window_tokens)
+        packs, enough = best_fit_decreasing(tokens, window_tokens), _all_packs(problem)
+        if enough is None or len(packs) <= enough:
+            return packs
+        filled = WholePacks(enough, window_tokens)  # as whoever filled so many packs with just these documents
+        return [pack for pack in filled.packs if pack] if all(map(filled.take, tokens.tolist())) else packs
     alone = longer[np.argsort(-tokens[longer], kind="stable")]
     others = np.flatnonzero(tokens <= window_tokens)
     packed = best_fit_decreasing(tokens[others], window_tokens)
     return [[int(at)] for at in alone] + [others[window].tolist() for window in packed]
+
+
+def _all_packs(problem: StepProblem) -> int | None:
+    """Return how many packs a fixed number of micro-batches is on all replicas; None = it is not fixed."""
+    count = problem.options.micro_batches
+    return None if count is None else count * problem.layout.dp
 
 
 BEST_FIT = Strategy(
@@ -212,10 +225,17 @@ BEST_FIT = Strategy(
 
 
 def plan_balanced(problem: StepProblem) -> tuple[ReplicaChoice, ...]:
+    limit, enough = problem.options.max_pack_tokens, _all_packs(problem)
     if problem.waits_at_each:
-        return run_packs(problem, _even_at_every_index(problem))
+        with nullcontext() if enough is None else suppress(InfeasiblePlanError):
+            return run_packs(problem, _even_at_every_index(problem))
     replicas = _replicas_with_room(problem) or assign_replicas(problem.document_s, problem.layout.dp)
-    return tuple(ReplicaChoice(documents, _best(problem, documents)) for documents in replicas)
+    choices = tuple(ReplicaChoice(documents, _best(problem, documents)) for documents in replicas)
+    most = max(choice.candidate.packs.forward.num_packs for choice in choices) * len(choices)
+    if enough is None or limit is None or most <= enough or problem.layout.has_replicated_stages:
+        return choices
+    tight = _windows(problem, limit)  # equal times leave too much room in full packs
+    return assign_evenly(problem, tight) if len(tight) <= enough else choices
 
 
 def _even_at_every_index(problem: StepProblem) -> list[list[list[int]]]:

@@ -35,11 +35,6 @@ def option_tables() -> dict[str, type[StrategyOptions]]:
     return {name: one.options for name, one in STRATEGIES.items() if one.options is not None}
 
 
-def whole_strategies() -> tuple[str, ...]:
-    """Return the names of strategies that keep every document whole, in one layout."""
-    return tuple(one.name for one in STRATEGIES.values() if one.keeps_whole and not one.changes_layout)
-
-
 def require_trainable(name: str, layout: ParallelLayout, options: PlanOptions, longest: int | None = None) -> None:
     """Refuse what `evenload plan` predicts and a run cannot follow, and settings that would do nothing.
 
