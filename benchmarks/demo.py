@@ -25,6 +25,8 @@ def measure(quick: bool) -> Iterator[Row]:
         sys.exit("benchmarks/demo.py: runs/demo does not hold a finished demo; run `make demo` first")
     result = msgspec.json.decode(ANSWER.read_bytes(), type=BenchResult)
     theirs, ours = result.runs
+    for one in result.ratios:
+        print(f"{one.by_round}; predicted {one.predicted:.2f}: {one.verdict}")
     batches = ours.batches
     case = f"make demo, {dict(result.facts)['layout']}, {len(batches)} batches, {len(batches[0].measured_s)} rounds"
     for how, key in (("measured", "measured_s"), ("predicted", "predicted_s")):

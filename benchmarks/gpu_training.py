@@ -36,7 +36,7 @@ import torch
 from cpu_ranks import ROOT, write_token_run
 from evenload.bench.results import BenchResult
 from evenload.cost.layer_counts import training_flops
-from evenload.runtime.model.model_config import config_from, spec_of
+from evenload.runtime.model.model_config import load_config, spec_of
 from evenload.types.cluster import data_sheet_flops_per_s
 from harness import Row, commit_name, print_and_keep
 
@@ -164,7 +164,7 @@ def comparison(session: Session, gpu: str) -> Iterator[Row]:
     """Strategies on the same two batches; the ledger has a row for each."""
     draw = np.random.default_rng(0).lognormal(np.log(500), 1.5, size=3 * COMPARED_TOKENS // 64)
     lengths, batch = np.clip(draw.astype(np.int64), 16, COMPARED_LONGEST), f"batch_tokens = {COMPARED_TOKENS}"
-    config = write_token_run(session.directory / "compared", config_from("qwen2.5-0.5b"), lengths, batch, steps=2)
+    config = write_token_run(session.directory / "compared", load_config("qwen2.5-0.5b"), lengths, batch, steps=2)
     answer = session.kept / "comparison.json"
     sizes = ("--steps", "2", "--rounds", "3", "--json", str(answer), "--strategy", STRATEGIES)
     subprocess.run([*EVENLOAD, "bench", str(config), *sizes], check=True, timeout=session.deadline_s - time.monotonic())
@@ -182,7 +182,7 @@ def peers(session: Session, gpu: str) -> Iterator[Row]:
     random, count = np.random.default_rng(0), PEER_DOCUMENTS * PEER_STEPS
     lengths = np.clip(random.lognormal(np.log(700), 0.9, count).astype(np.int64), 16, PEER_LONGEST)
     lengths[random.random(count) < 0.1] = PEER_LONGEST
-    case = Case(f"{gpu}, Qwen3-1.7B, trl#6092", config_from("qwen3-1.7b"), lengths.tolist(), PEER_DOCUMENTS)
+    case = Case(f"{gpu}, Qwen3-1.7B, trl#6092", load_config("qwen3-1.7b"), lengths.tolist(), PEER_DOCUMENTS)
     for name, options in PEER_LOOPS.items():
         yield from session.plain(case, name, *options)
     yield from session.evenload(case, "evenload", *AS_PLAIN, f"plan.options.max_pack_tokens={2 * PEER_LONGEST}")
@@ -190,7 +190,7 @@ def peers(session: Session, gpu: str) -> Iterator[Row]:
 
 def document(session: Session, gpu: str) -> Iterator[Row]:
     """One document a step."""
-    config, tokens = config_from("qwen3-1.7b"), 65_536
+    config, tokens = load_config("qwen3-1.7b"), 65_536
     config.max_position_embeddings = tokens
     case = Case(f"{gpu}, Qwen3-1.7B, one document of {tokens:,}", config, [tokens] * 3, 1)
     yield from session.evenload(case, "evenload")
@@ -200,7 +200,7 @@ def document(session: Session, gpu: str) -> Iterator[Row]:
 def long(session: Session, gpu: str) -> Iterator[Row]:
     """The FLOPs of a step stand in the log before it begins: each run is some steps, and must fit the part's time."""
     for tokens, layers in LONG:
-        config = config_from("llama3-8b")
+        config = load_config("llama3-8b")
         config.num_hidden_layers, config.max_position_embeddings = layers, tokens
         case = Case(f"{gpu}, {layers} layers of Llama-3-8B, one document of {tokens:,}", config, [tokens] * 2, 1)
         print(f"{case.name}: {case.flops(0):.2g} FLOPs of the model a step, recomputing a third more", flush=True)

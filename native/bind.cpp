@@ -139,7 +139,7 @@ std::pair<Out<int64_t>, Out<double>> assign_owners(In<int64_t> num_tokens, In<do
     return {to_numpy(std::move(owner)), to_numpy(std::move(seconds))};
 }
 
-// The fields of PipelineTasks and PackBytes in order, shapes checked by schedule/native_input.py.
+// The fields of PipelineTasks and PackBytes in order, shapes checked by schedule/simulate.py.
 using TaskArrays = std::tuple<Grid<double>, Grid<double>, In<double>, In<double>, In<int32_t>, In<int32_t>, In<int64_t>,
                               Grid<int64_t>, Grid<int64_t>, Grid<int64_t>, Grid<int64_t>>;
 

@@ -1,4 +1,4 @@
-"""What docs/guide.md shows of `evenload plan` and `evenload lengths`.
+"""What docs/plan.md shows of `evenload plan` and `evenload lengths`.
 
     python tools/make_guide.py [--without-search]      part of `make docs`; minutes, nearly all of them the search
 
@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "guide.md"
+PAGE = ROOT / "docs" / "plan.md"
 TABLE = "examples/lengths/github_dirs.npy.gz"
 SIZES = ("--documents", "512", "--steps", "4")
 MODEL = ("--model", "llama-13b", "--cluster", "h100x64")
@@ -97,9 +97,10 @@ def read_all(terminal: int) -> str:
 
 
 def output_parts(output: str) -> tuple[str, str]:
-    """The layouts, and the comparison in the one that won, which begins with the line of the command."""
-    first, begin, second = output.partition("\nevenload ")
-    return first, begin.strip("\n") + second
+    """The layouts, and what was planned: the line that names the layout that won."""
+    start = output.index("layout of each strategy: ")
+    layouts, begin, planned = output[start:].partition("\nevenload ")
+    return layouts, begin.strip("\n") + planned
 
 
 def fenced(text: str) -> str:

@@ -172,6 +172,20 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
+# Longest documents of the published configurations (max_position_embeddings); papers' models have none.
+_128K, _256K = 131_072, 262_144
+_POSITIONS = {
+    "qwen2.5-": 32_768, "llama3-": 8_192, "llama3.": _128K, "qwen3-": 40_960, "qwen3.5-": _256K,
+    "mixtral-8x7b": 32_768, "mixtral-8x22b": 65_536, "gemma3-1b": 32_768, "gemma3-4b": _128K, "gemma3-12b": _128K,
+    "gemma3-27b": _128K, "gemma4-e4b": _128K, "gemma4-31b": _256K, "gpt-oss-": _128K, "deepseek-v3": 163_840,
+    "kimi-k2": _128K, "glm-4.5": _128K, "minimax-m2": 196_608, "llama4-scout": 10_485_760, "ministral3-": _256K,
+    "olmo3-": 65_536, "nemotron-h-": 8_192,
+}  # fmt: skip
+for _name, _configuration in CONFIGURATIONS.items():
+    for _start, _positions in _POSITIONS.items():
+        if _name.startswith(_start):
+            _configuration["max_position_embeddings"] = _positions
+
 
 def entry(name: str, configuration: dict[str, Any]) -> dict[str, Any]:
     """A built-in model."""

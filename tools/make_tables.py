@@ -19,9 +19,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PAGE, ENGINES, LIMITS, MICRO_BATCHES, README = (
+PAGE, ENGINES, TESTED, MICRO_BATCHES, README = (
     ROOT / name
-    for name in ("docs/benchmarks.md", "docs/engines.md", "docs/limits.md", "docs/micro_batches.md", "README.md")
+    for name in ("docs/benchmarks.md", "docs/engines.md", "docs/tested.md", "docs/micro_batches.md", "README.md")
 )
 Row = dict[str, str]
 
@@ -592,7 +592,7 @@ BLOCKS: Mapping[Path, Mapping[str, Callable[[], str]]] = {
     ENGINES: {
         "steps of engines": engine_steps, "prices of engines": engine_prices,
     },
-    LIMITS: {"matrix": matrix},
+    TESTED: {"matrix": matrix},
     MICRO_BATCHES: {
         "micro-batches": micro_batches, "rules of micro-batches": micro_batch_rules,
         "micro-batches under FSDP2": micro_batches_measured,

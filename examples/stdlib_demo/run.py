@@ -74,7 +74,6 @@ def main() -> None:
 def first_screen(result: BenchResult, config: TrainConfig, seconds: float) -> list[str]:
     """Five lines, the result first; nothing that the spread of what was measured does not support."""
     interval, held = result.compare_with_interval()
-    predicted_s = {one.strategy: one.predicted_s for one in result.runs}
     (ratio,) = result.ratios
     if held:
         steps = (
@@ -87,8 +86,8 @@ def first_screen(result: BenchResult, config: TrainConfig, seconds: float) -> li
     strategy, why = (result.winner, "the faster one") if result.winner else (config.plan.strategy, "as configured")
     parameters = dict(result.facts)["parameters"]
     return [
-        f"Measured: {result.outcome}.",
-        f"Predicted: {predicted_s[ratio.one] / predicted_s[ratio.other]:.2f} times as long; {steps}.",
+        f"Measured: {result.outcome}. {ratio.by_round}.",
+        f"Predicted: {ratio.predicted:.2f} times as long: {ratio.verdict}; {steps}.",
         f"Trained: a Llama of {parameters} parameters for {counted(len(rows), 'step')} with {strategy} ({why}), loss "
         f"{rows[0]['loss']:.2f} to {rows[-1]['loss']:.2f}.",
         f"Open: {directory / 'report.html'} (training), {OUTPUT / 'bench.html'} (both strategies), "

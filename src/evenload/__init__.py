@@ -10,6 +10,7 @@ Names are imported at their first use, because planning does not need torch.
 """
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from evenload.errors import needs_train_extra
@@ -73,4 +74,6 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return __all__
+    # help() imports all that is named here, and these need packages that planning does without.
+    can_load = all(map(find_spec, ("torch", "transformers")))
+    return [name for name in __all__ if can_load or name not in _TRAINING]

@@ -51,7 +51,7 @@ def assign_owners(
     algorithm_1_only: bool,
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]: ...
 
-# `tasks` below: the columns of PipelineTasks in field order, from schedule/native_input.py.
+# `tasks` below: the columns of PipelineTasks in field order, from schedule/simulate.py.
 # schedule/packflow.py: (kind uint8[n], stage int32[n], pack int32[n], rank_offset int64[ranks + 1])
 def list_schedule(
     tasks: tuple[NDArray[Any], ...],

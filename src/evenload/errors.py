@@ -1,11 +1,16 @@
-"""Define every error Evenload raises on purpose: one line with values, limit and fix that needs no traceback.
+"""Define every error Evenload raises on purpose: one line with values, limit and fix that needs no traceback; and find
+the nearest of the known names for a misspelt one (`did_you_mean`, `refusing_unknown`).
 
 `exit_code` is what the command line returns for it.
 """
 
-from collections.abc import Iterator
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from typing import ParamSpec, TypeVar
 
 
 class EvenloadError(Exception):
@@ -88,3 +93,45 @@ def require_train_extra(what: str) -> None:
         for name in ("torch", "transformers"):
             if find_spec(name) is None:
                 raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+LEAST_SIMILARITY = 0.4  # of 1; among few choices a name that shares half of its letters is usually what was meant
+
+
+def nearest_name(name: str, known: Iterable[str], similarity: float = LEAST_SIMILARITY) -> str | None:
+    """Return the most similar of `known`, upper and lower case alike; None where none is similar."""
+    by_lower = {one.lower(): one for one in known}
+    matches = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=similarity)
+    return by_lower[matches[0]] if matches else None
+
+
+def did_you_mean(name: str, known: Iterable[str], similarity: float = LEAST_SIMILARITY) -> str:
+    """Return "did you mean 'x'? ", to stand before the list of choices; "" where nothing is similar."""
+    near = nearest_name(name, known, similarity)
+    return f"did you mean '{near}'? " if near else ""
+
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+
+
+def refusing_unknown(
+    name: str, further: Iterable[str] = (), explain: Callable[[str], str] = lambda _: ""
+) -> Callable[[Callable[Given, Result]], Callable[Given, Result]]:
+    """Make the function `name` refuse keyword arguments that neither it nor its `**` (`further`) knows, with a
+    `ConfigError` that gives the nearest name, or what `explain` says of one that other libraries have."""
+
+    def decorate(function: Callable[Given, Result]) -> Callable[Given, Result]:
+        own = inspect.signature(function).parameters.values()
+        known = (*(one.name for one in own if one.kind is not one.VAR_KEYWORD and one.name != "self"), *further)
+
+        @functools.wraps(function)
+        def checked(*args: Given.args, **given: Given.kwargs) -> Result:
+            if wrong := next((one for one in given if one not in known), None):
+                why = explain(wrong) or did_you_mean(wrong, known, 0.6).strip() or f"it takes {', '.join(known)}"
+                raise ConfigError(f"{name} has no '{wrong}'; {why}")
+            return function(*args, **given)
+
+        return checked
+
+    return decorate

@@ -69,7 +69,7 @@ QUIET, BUSY = Noise(waited_share=0.0, spread=0.0), Noise(waited_share=0.4, sprea
     [
         (0.0, QUIET, (1.0, 1.0, 1.0), "1 of 1", "0.88 to 1.16 times the predicted"),
         (0.0, QUIET, (1.8, 1.8, 1.8), "0 of 1", "here 0 of 1"),
-        (0.3, QUIET, (1.8, 1.8, 1.8), "", "here not held against it, for this machine was busy"),
+        (0.3, QUIET, (1.8, 1.8, 1.8), "", "machine busy while steps were measured, no core for 30.0 % of the time"),
         (0.0, QUIET, (1.0, 1.9, 1.8), "", "rounds differ by 50.0 %"),
         (0.0, BUSY, (1.8, 1.8, 1.8), "", "no 90 % interval of step times: the machine was busy while its costs were"),
     ],

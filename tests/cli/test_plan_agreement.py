@@ -27,7 +27,7 @@ def outputs(tmp_path_factory):
     arguments = ["plan", str(folder / "lengths.npy"), "--model", "qwen2.5-0.5b", "--cluster", "h100x8"]
     arguments += ["--layout", "dp=2,pp=4", "--context", "8192", "--overlong", "truncate", "--documents", "48"]
     arguments += ["--steps", str(STEPS), "--strategy", ",".join(STRATEGIES)]
-    arguments += [text for name, path in files.items() for text in (f"--{name}", str(path))]
+    arguments += ["--details", *(text for name, path in files.items() for text in (f"--{name}", str(path)))]
     with contextlib.redirect_stdout(io.StringIO()) as shown, pytest.raises(SystemExit) as stopped:
         main(arguments)
     assert not stopped.value.code

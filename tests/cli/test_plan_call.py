@@ -1,10 +1,12 @@
 """`evenload.plan` gives what `evenload plan` writes."""
 
+import io
 import json
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 import evenload
 from commands import run
@@ -25,13 +27,16 @@ def test_the_figures_are_those_of_the_command(table, tmp_path, capsys):
     options = ["--model", "llama-7b", "--cluster", "h100x8", "--layout", "dp=2,pp=4", "--tokens", "64k", "--steps", "2"]
     names = ("best_fit", "balanced", "slimpack")
     strategies = ["--strategy", ",".join(names), "--set", "candidates=2", "--json", str(tmp_path / "out.json")]
-    assert run("plan", table, *options, *strategies) == 0
+    assert run("plan", table, *options, *strategies, "--details") == 0
     shown = capsys.readouterr().out
     result = evenload.plan(table, **WHERE, tokens="64k", steps=2, strategy=names, set_options=["candidates=2"])
     assert capsys.readouterr().out == "", "a function says nothing"
     assert without_clock(result.to_json()) == without_clock((tmp_path / "out.json").read_bytes())
     assert result.interval.describe() in shown
-    assert result.interval.describe() in str(result)
+    details = Console(file=io.StringIO(), width=400)
+    result.show(details, details=True)
+    assert result.interval.describe() in details.file.getvalue()
+    assert result.interval.describe() not in str(result), "only where details are asked for"
 
     assert [row.name for row in result.strategies] == list(names)
     assert result.best == min(result.strategies, key=lambda row: row.mean_step_time_s or np.inf).name
@@ -46,7 +51,7 @@ def test_the_figures_are_those_of_the_command(table, tmp_path, capsys):
         plans = result.plans(name)
         assert [(plan.strategy, plan.step) for plan in plans] == [(name, 0), (name, 1)]
         for plan in plans:
-            validate_plan(plan, max_pack_tokens=131_072)
+            validate_plan(plan, max_pack_tokens=result.inputs["context"])
     assert result.plans() == result.plans(result.best)
     with pytest.raises(ConfigError, match="'wlb' is not in this comparison, which has best_fit, balanced, slimpack"):
         result.plans("wlb")
@@ -103,7 +108,9 @@ def test_a_notebook_shows_a_table_and_says_what_does_not_fit():
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({"stratgy": "all"}, (ConfigError, "evenload.plan knows no setting stratgy; it takes overlong, ")),
+        ({"stratgy": "all"}, (ConfigError, "evenload.plan has no 'stratgy'; did you mean 'strategy'?")),
+        ({"polcy": "choose"}, (ConfigError, "evenload.plan has no 'polcy'; did you mean 'policy'?")),
+        ({"xyz": 1}, (ConfigError, "evenload.plan has no 'xyz'; it takes lengths, cluster, .*, overlong, ")),
         ({"overlong": "cut"}, (ConfigError, "overlong is 'cut'; choices: error, split")),
         ({"policy": "keep"}, (ConfigError, "policy is 'keep'")),
         ({"worst": 0}, (ConfigError, "worst is 0, must be at least 1")),

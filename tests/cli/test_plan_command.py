@@ -11,6 +11,7 @@ import pytest
 
 from commands import refused, run
 from evenload.planning.strategies.registry import STRATEGIES
+from evenload.report.units import format_seconds
 from evenload.stepplan.plan_file import decode_plan_file
 from evenload.stepplan.validate import validate_plan
 
@@ -35,9 +36,9 @@ def test_plan_writes_table_json_plan_page_and_trace(table, tmp_path, capsys) -> 
     options = [text for name, path in files.items() for text in (f"--{name}", str(path))]
     assert run_plan(*inputs(table, "--steps", "2", *options)) == 0
     shown = capsys.readouterr().out
-    first_line = shown.splitlines()[0]
-    for text in ("llama-7b (6.74B parameters)", "h100x8", "dp=2 pp=4", "40 documents", "2 steps", "seed 0", "error"):
-        assert text in first_line
+    facts = shown.splitlines()[-2]
+    for text in ("llama-7b (6.74B parameters)", "h100x8", "dp=2 pp=4", "40 documents", "2 steps", "seed 0", "truncate"):
+        assert text in facts
     result = json.loads(files["json"].read_text())
     assert set(result) >= {"version", "inputs", "strategies", "best"}
     assert [row["name"] for row in result["strategies"]] == SHOWN
@@ -49,27 +50,26 @@ def test_plan_writes_table_json_plan_page_and_trace(table, tmp_path, capsys) -> 
     plans = decode_plan_file(files["emit-plan"].read_bytes())
     assert [(plan.strategy, plan.step) for plan in plans] == [(name, step) for name in SHOWN for step in (0, 1)]
     for plan in plans:
-        validate_plan(plan, max_pack_tokens=131_072)
+        validate_plan(plan, max_pack_tokens=result["inputs"]["context"])
     assert "<html" in files["html"].read_text()[:200].lower()
     assert json.loads(files["trace"].read_text())["traceEvents"]
 
 
 def test_headline_names_the_best_its_factor_and_why(table, tmp_path, capsys) -> None:
-    """First on the screen behind the inputs, in the JSON, and on the page."""
+    """First on the screen, in the JSON, and on the page."""
     files = {name: tmp_path / f"out.{name}" for name in ("json", "html")}
     options = [text for name, path in files.items() for text in (f"--{name}", str(path))]
-    assert run_plan(*inputs(table, "--strategy", "best_fit,auto", *options)) == 0
+    assert run_plan(*inputs(table, "--strategy", "best_fit,auto", "--context", "128k", *options)) == 0
     shown, content = capsys.readouterr().out.splitlines(), json.loads(files["json"].read_text())
     output, baseline = content["headline"], content["baseline"]
-    assert shown[1] == output
+    assert shown[0] == output
     best_fit, auto = content["strategies"]
     factor = auto["speedup_over_baseline"]
-    assert output.startswith("auto is the fastest")
+    assert output.startswith(f"Fastest with dp=2,pp=4: auto, about {format_seconds(auto['mean_step_time_s'])} a step (")
     assert factor == pytest.approx(baseline["mean_step_time_s"] / auto["mean_step_time_s"])
     # 40 documents of 2,500 tokens are one window of 128K: one replica and three stages wait.
     assert baseline["window_tokens"] < 131_072
-    assert f"{factor:.2f} times as fast as best_fit in the windows that suit it best" in output
-    assert "which loses more to " in output
+    assert f"{factor:.2f}× best-fit packing" in output
     window = baseline["name"].removeprefix("best_fit ")
     assert any(line.split()[:2] == ["best_fit", window] and "1.00×" in line for line in shown)
     assert output in html.unescape(files["html"].read_text())
@@ -82,11 +82,13 @@ def test_headline_names_the_best_its_factor_and_why(table, tmp_path, capsys) -> 
 
 @pytest.mark.parametrize(
     ("strategies", "output"),
-    [("auto", "; best_fit was not compared, so there is no factor"), ("best_fit", "of those asked for")],
+    [("auto", "Fastest with dp=2,pp=4: auto, about "), ("best_fit", "Fastest with dp=2,pp=4: best_fit, about ")],
 )
-def test_headline_without_a_factor_or_of_the_baseline_alone(table, capsys, strategies, output) -> None:
+def test_one_strategy_alone_has_no_factor(table, capsys, strategies, output) -> None:
     assert run_plan(*inputs(table, "--strategy", strategies)) == 0
-    assert output in capsys.readouterr().out.splitlines()[1]
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.startswith(output)
+    assert "best-fit packing" not in first
 
 
 def test_a_cluster_that_says_no_host_memory_is_told_of(table, tmp_path, capsys) -> None:
@@ -154,7 +156,7 @@ def test_layers_of_stages_that_are_not_even_are_shown_and_written(table, tmp_pat
     counts = json.loads(files["json"].read_text())["inputs"]["stage_layers"]
     assert counts[-1] < min(counts[:-1])
     assert sum(counts) == 24
-    assert f"layout pp=4 layers={'+'.join(map(str, counts))}" in capsys.readouterr().out.splitlines()[0]
+    assert f"layout pp=4 layers={'+'.join(map(str, counts))}" in capsys.readouterr().out.splitlines()[-2]
     (plan,) = decode_plan_file(files["emit-plan"].read_bytes())
     assert plan.layout.stage_counts == tuple(counts)
 
@@ -222,7 +224,7 @@ def test_planning_needs_nothing_that_only_linux_has(table, monkeypatch, strategy
 def test_flexpipe_says_what_it_decided_before_every_step(table, tmp_path, capsys) -> None:
     file, page = tmp_path / "out.json", tmp_path / "out.html"
     request = ["--strategy", "balanced,flexpipe", "--steps", "3", "--known-steps", "2", "--set", "flexpipe.margin=0"]
-    assert run_plan(*inputs(table, *request, "--json", str(file), "--html", str(page))) == 0
+    assert run_plan(*inputs(table, *request, "--json", str(file), "--html", str(page), "--details")) == 0
     shown = capsys.readouterr().out
     assert "flexpipe: layout of every step, predicted" in shown
     for text in ("A B C D", "T(keep)", "T(save)", "T(new)", "T(switch)", "why"):
@@ -249,7 +251,7 @@ def test_worst_finds_the_batch_that_does_not_fit_where_a_sampled_one_does(table,
     """Packs of 128K tokens: the forty longest documents exceed memory whatever is offloaded. Packs of 8K always fit."""
     file = tmp_path / "out.json"
     request = inputs(table, "--strategy", "best_fit", "--worst", "6", "--json", str(file))
-    assert run_plan(*request) == 3
+    assert run_plan(*request, "--context", "128k") == 3
     printed, written = capsys.readouterr(), json.loads(file.read_text())
     assert (written["strategies"][0]["feasible"], written["worst"][0]["fits"]) == (True, False)
     assert written["worst"][0]["longest"][0] == np.load(table).max()

@@ -164,7 +164,7 @@ def test_what_is_wrong_is_told_before_a_document_is_read(tmp_path, monkeypatch, 
 def test_all_says_what_it_leaves_out(tmp_path, capsys) -> None:
     np.save(tmp_path / "a.npy", np.full(50, 300, np.int64))
     arguments = ["plan", str(tmp_path / "a.npy"), "--model", "llama-7b", "--cluster", "h100x8", "--documents", "8"]
-    assert run(*arguments, "--layout", "dp=2,pp=4", "--json", str(tmp_path / "out.json")) == 0
+    assert run(*arguments, "--layout", "dp=2,pp=4", "--details", "--json", str(tmp_path / "out.json")) == 0
     result = json.loads((tmp_path / "out.json").read_text())
     assert {one["name"] for one in result["left_out"]} == {"skrull", "fixed_exact"}
     assert {row["name"] for row in result["strategies"]} == set(STRATEGIES) - {"skrull", "fixed_exact"}

@@ -46,6 +46,7 @@ def configured(project: Path, *overrides: str) -> TrainConfig:
 
 
 def opened(config: TrainConfig):
+    config = config.with_found_kinds()
     return require_tokenizer(config.data, config.model.pretrained, VOCABULARY)
 
 

@@ -7,6 +7,7 @@ import signal
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from corpus_files import all_batches, data_config, fingerprint_of, write_corpus
@@ -67,11 +68,15 @@ def test_a_server_that_stops_answering_is_an_error_that_names_the_file(tmp_path)
     (tmp_path / "docs.jsonl").write_text('{"text": "a"}\n' * 9)
     with serve_http(tmp_path) as server:
         server.fail("hang", 100)
-        config = data_config(f"{server.url}/docs.jsonl", workers=1, stall_timeout_s=1.5)
+        config = data_config(f"{server.url}/docs.jsonl", workers=1, stall_timeout_s=1.5, record="text")
         loader = GlobalBatchLoader(config, LateTokenizer(2.0))
         with pytest.raises(DataError, match=r"nothing for 1\.5 s.*docs\.jsonl"):
             loader.next_batch()
         loader.close()
+        with pytest.raises(
+            DataError, match=r"nothing for 1\.5 s, reading the first records of .*docs\.jsonl; .*stall_t"
+        ):
+            GlobalBatchLoader(msgspec.structs.replace(config, record="auto"))
         server.released.set()
 
 

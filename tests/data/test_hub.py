@@ -8,6 +8,8 @@ import pytest
 
 import evenload
 from evenload.config.train_config import read_train_config
+from evenload.data.chat_encoding import open_encoder
+from evenload.data.config import DataConfig
 from evenload.data.hub import is_hub_name, local_path, model_from
 from evenload.data.tokenize import open_tokenizer, train_byte_pair_tokenizer
 from evenload.errors import ConfigError
@@ -58,6 +60,17 @@ def test_a_tokenizer_without_its_settings_is_taken_with_a_warning(cache, caplog)
     (cache / "tokenizer_config.json").write_text("{}")
     assert local_path("some-org/small", "data.tokenizer", "tokenizer") == str(cache)
     assert "tokenizer_config" not in caplog.text
+
+
+def test_chats_take_the_template_of_a_tokeniser_on_the_hub(cache):
+    settings = {"eos_token": "<|endoftext|>", "chat_template": "{% for one in messages %}{{ one.content }}{% endfor %}"}
+    (cache / "tokenizer_config.json").write_text(json.dumps(settings))
+    data = DataConfig(
+        sources=("chats",), record="messages", loss_on="all", tokenizer="some-org/small", batch_documents=1,
+        max_document_tokens=64,
+    )  # fmt: skip
+    (document,) = open_encoder(data).encode_many([([{"role": "user", "content": "some text"}], None)])
+    assert open_tokenizer("some-org/small").decode(document.tokens) == "some text"
 
 
 @pytest.mark.parametrize(

@@ -154,8 +154,8 @@ def test_the_start_says_what_is_used_and_what_is_not(tmp_path, way):
     (line,) = GlobalBatchLoader(data_config(str(tmp_path), record="tokens")).source_lines()
     kind = {"file.arrow": "arrow"}.get(way, way)
     assert line == (
-        f"{tmp_path}: 1 {kind} file, 7 records | used: input_ids | checked to change nothing: attention_mask | "
-        "not used: id, url | files left out: README.md"
+        f"{tmp_path}: 1 {kind} file, 7 records | used as tokens: input_ids | checked to change nothing: "
+        "attention_mask | not used: id, url | files left out: README.md"
     )
 
 

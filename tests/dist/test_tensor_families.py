@@ -1,4 +1,4 @@
-"""Tensor parallelism of families with experts and without, against plain training: see docs/limits.md for others."""
+"""Tensor parallelism of families with experts and without, against plain training: see docs/tested.md for others."""
 
 import itertools
 

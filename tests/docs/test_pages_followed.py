@@ -71,7 +71,7 @@ LOADER_PAGE = (
     ("range(3)", "range(1)"),
     ('"cuda"', '"cpu"'),
 )
-README_PAGE = (("batch_tokens=500_000", "batch_tokens=4_000"),)
+README_PAGE = (("max_tokens=16384", "max_tokens=512"),)
 PREPARED = """
 import torch
 from transformers import AutoConfig, LlamaForCausalLM

@@ -4,7 +4,6 @@ Tables and sentences between "make docs" comments are made of rows (test_made_pa
 What is written by hand must stand in CLAIMS, with the place that it comes from; names with digits stand in NAMES.
 """
 
-import csv
 import re
 from pathlib import Path
 
@@ -17,45 +16,16 @@ _WORDS = (
 )
 
 
-def guide_factor(readme: str) -> str:
-    """What the comparison in docs/guide.md prints of `auto`; the picture is of one batch, of several it is less."""
-    guide = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8").split("<!-- strategies output: make docs -->")[1]
-    (factor,) = re.findall(r"^ ▶ auto .*?([0-9.]+)×", guide.split("<!-- end of")[0], flags=re.M)
+def plan_factor(name: str) -> str:
+    """What a comparison in docs/plan.md prints of `auto`."""
+    page = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8").split(f"<!-- {name}: make docs -->")[1]
+    (factor,) = re.findall(r"^ ▶ auto .*?([0-9.]+)×", page.split("<!-- end of")[0], flags=re.M)
     return factor
 
 
-def rows_of(page: str, first: str) -> list[list[str]]:
-    """Cells of the rows of a page's tables that begin with a text."""
-    lines = (ROOT / "docs" / page).read_text(encoding="utf-8").splitlines()
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith(f"| {first}")]
-
-
-def asymmetric_gain(readme: str) -> str:
-    """Of asymmetric over symmetric cuts inside the static order, on llama-150b with 16 stages, in percent."""
-    with (ROOT / "benchmarks" / "results" / "ablation.csv").open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["case"].startswith("llama-150b")]
-    shares = {row["metric"]: float(row["value"]) for row in rows}
-    asymmetric, symmetric = (shares[f"{cut} cuts, static order"] for cut in ("asymmetric", "symmetric"))
-    return f"{100 * (asymmetric / symmetric - 1):.1f}"
-
-
-def switching_factor(readme: str) -> str:
-    """The mean of `flexpipe` against its own packing in the best fixed layout."""
-    ((_, ratio, _),) = rows_of("benchmarks.md", "its own packing in the best fixed layout |")
-    return ratio.split()[0]
-
-
-def swinging_factor(readme: str) -> str:
-    """The smaller of the measured factors over both layouts."""
-    ((_, factors, *_),) = rows_of("benchmarks.md", '<a id="swinging-phases">')
-    return min(re.findall(r"([\d.]+)× \(", factors))
-
-
 CLAIMS = {
-    r"\[([\d.]+) %\]\(docs/benchmarks.md#which-ideas-pay\)": asymmetric_gain,
-    r"\[([\d.]+) times\]\(docs/benchmarks.md#flexpipes-settings\)": switching_factor,
-    r"\[([\d.]+) times\]\(docs/benchmarks.md#swinging-phases\)": swinging_factor,
-    r"over four batches `auto` is ([\d.]+) times as fast as tuned `best_fit` \(\[guide\]\(docs/guide.md": guide_factor,
+    r"`auto` is ([\d.]+) times as fast as tuned `best_fit`": lambda _: plan_factor("strategies output"),
+    r"in the layout that suits each best, ([\d.]+) times": lambda _: plan_factor("winner output"),
 }
 """A sentence with its figure, and who knows the figure."""
 

@@ -13,7 +13,6 @@ from evenload.explore.evaluate import (
     StrategyResult,
     best_window,
     evaluate_strategies,
-    reasons,
     with_window,
 )
 from evenload.planning.planner import StepPlanner
@@ -142,18 +141,3 @@ def test_factors_are_over_the_baseline_and_over_what_was_asked_for() -> None:
     assert auto.speedup_over_best_fit == pytest.approx(times[0] / times[2])
     assert baseline.speedup_over_baseline == 1.0
     assert evaluated(make_planner(4096), batches(context=4096), ["auto"]).baseline is None
-
-
-def test_reasons_are_what_the_baseline_loses_more_to() -> None:
-    result = evaluated(make_planner(4096), batches(context=4096), ["best_fit", "auto"])
-    auto, baseline = result.results[1], result.baseline
-    assert baseline is not None
-    assert baseline.time_split is not None
-    assert auto.time_split is not None
-    output = reasons(auto, baseline)
-    assert output
-    lost, kept = dict(baseline.time_split.parts()), dict(auto.time_split.parts())
-    more = {cause: lost[cause] - kept[cause] for cause in lost if cause != "useful work"}
-    assert [one.cause for one in output] == sorted(more, key=more.__getitem__, reverse=True)[: len(output)]
-    for one in output:
-        assert one.baseline_share == pytest.approx(lost[one.cause] / baseline.time_split.total_s())

@@ -67,7 +67,7 @@ def test_what_disturbed_the_calibration_widens_the_interval(ledger):
         assert result.low is not None
         assert result.high is not None
         widths.append(result.high / result.low)
-        assert f"there 0.90 to 1.20; here processes stood without a core for {waited_share:.0%}" in result.describe()
+        assert f"there 0.90 to 1.20; here ranks waited {waited_share:.0%} of the time for a core" in result.describe()
     assert widths == sorted(set(widths))
     assert widths[0] == pytest.approx(1.2 / 0.9)
 
@@ -80,6 +80,6 @@ def test_a_busy_machine_has_no_interval(ledger, waited_share, spread, rows):
     result = prediction_interval(measured_overlap(waited_share, spread), even_layout(4))
     assert (result.low, result.high, result.of(1.0), result.count_inside([1.0])) == (None, None, None, "")
     assert result.describe().startswith(
-        "no 90 % interval of step times: the machine was busy while its costs were measured: processes stood without a "
-        f"core for {waited_share:.0%} of the time"
+        "no 90 % interval of step times: the machine was busy while its costs were measured: ranks waited "
+        f"{waited_share:.0%} of the time for a core"
     )

@@ -54,9 +54,9 @@ def test_columns_say_what_records_hold():
     (batch,) = loader
     assert sorted(documents_of(batch)) == [(1, 2, 3), (4, 5)]
     assert sorted(batch["labels"][0].tolist()) == [IGNORE_INDEX] * 3 + [2, 3]
-    with pytest.raises(ConfigError, match="could be records of prompt_completion, text; set record"):
+    with pytest.raises(ConfigError, match=r'has the keys .*text; set data\.record = "text" or "prompt_completion"'):
         PackedLoader(datasets.Dataset.from_dict({"prompt": ["a"], "completion": ["b"], "text": ["c"]}), **SETTINGS)
-    with pytest.raises(ConfigError, match="could be records of none of the kinds"):
+    with pytest.raises(DataError, match="has the keys body, which no kind of record has"):
         PackedLoader(datasets.Dataset.from_dict({"body": ["a"]}), **SETTINGS)
     named = datasets.Dataset.from_dict({"body": ["abc"]})
     (batch,) = PackedLoader(named, record="text", text_column="body", **SETTINGS)

@@ -199,7 +199,7 @@ def test_a_document_beyond_the_limit_is_refused_or_alone():
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
-        ({"wait": "step"}, "unknown rule wait"),
+        ({"wait": "step"}, "evenload.micro_batches has no 'wait'; did you mean 'waits'"),
         ({"waits": "never"}, "waits is 'never'"),
         ({"count": 0}, "count is 0, must be a whole number"),
         ({"count": 3, "count_multiple": 2}, "count is 3, must be a multiple of count_multiple = 2"),

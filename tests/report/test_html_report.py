@@ -105,7 +105,7 @@ def test_a_page_begins_with_what_was_found_and_folds_its_settings():
     assert begin == sorted(begin)
     assert '<details class="settings"><summary>Settings</summary><dl class="facts">' in page
     assert "<details open" not in page
-    assert '<p class="headline">said before.</p>' in render_report(RunReport(title="t", headline="said before"))
+    assert '<p class="headline">said before.</p>' in render_report(RunReport(title="t", headline="said before."))
 
 
 def split_row(name, seconds, **losses):
@@ -115,10 +115,10 @@ def split_row(name, seconds, **losses):
 
 def test_why_strategies_lose_stands_beside_their_names_and_other_columns_are_folded():
     rows = [split_row("auto", 1.2, padding_s=0.2) | {"imbalance_forward": 1.5, "plan_time_s": 0.1}]
-    page = comparison_html(rows, "auto", "tokens")
+    page = comparison_html(rows, ("auto",), "tokens")
     first, more = page.split("<details")
     assert re.findall(r'<th scope="col"[^>]*>([^<]*)', first) == ["strategy", "step", "lost to"]
-    assert "padding 16.7 %" in first
+    assert "extra compute 16.7 %" in first
     assert "1.500" in more
     assert "1.500" not in first
 

@@ -21,7 +21,7 @@ from evenload.report.html import render_report
 from evenload.report.run_report import RunReport, RunSection, StepView
 from evenload.report.svg import round_ticks, tick_labels
 from evenload.types.run import LossOf, Validation
-from evenload.types.timeline import CAUSE_LABELS
+from evenload.types.timeline import CAUSE_GROUPS, CAUSE_LABELS
 from report_samples import make_plan, make_row, make_split, make_timeline
 
 
@@ -93,11 +93,12 @@ def test_stacked_parts_add_up_to_the_step_time_and_causes_of_nothing_are_left_ou
     assert (bars[1][0] + bars[1][1]) / (bars[3][0] + bars[3][1]) == pytest.approx(3.5 / 5.5, rel=1e-3)
     assert "3.50 s predicted, 85.7 % useful" in figure.body
     assert "5.50 s predicted, 54.5 % useful" in figure.body
-    assert "padding: 500 ms, 14.3 % of the step" in figure.body
-    # Every cause has a colour of its own.
+    assert "extra compute: 500 ms, 14.3 % of the step" in figure.body
+    # Every cause is in one group, and every group has a colour of its own.
+    assert sorted(field for group in CAUSE_GROUPS.values() for field in group) == sorted(CAUSE_LABELS)
     figure = time_split_figure({"a": make_split(**dict.fromkeys(CAUSE_LABELS, 1.0))})
     colors = re.findall('<rect [^>]*fill="(#[^"]*)"', figure.body)
-    assert len(colors) == len(set(colors)) == len(CAUSE_LABELS)
+    assert len(colors) == len(set(colors)) == len(CAUSE_GROUPS) == 7
 
 
 @pytest.mark.parametrize(

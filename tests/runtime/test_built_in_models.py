@@ -3,7 +3,7 @@
 import pytest
 
 from evenload.errors import ConfigError
-from evenload.runtime.model.model_config import config_from, spec_of, with_few_layers
+from evenload.runtime.model.model_config import load_config, spec_of, with_few_layers
 from evenload.types.model import MODELS
 from reference_training import tiny_config
 
@@ -21,7 +21,7 @@ NAMES = [
 
 @pytest.mark.parametrize("name", NAMES)
 def test_fewer_layers_are_the_same_layers(name):
-    config, model = config_from(name), MODELS[name]
+    config, model = load_config(name), MODELS[name]
     for stages, most in ((1, 1), (2, 3)):
         few = spec_of(with_few_layers(config, model.layers, stages, most), name, 2)
         layers = max(most, len(model.kinds))
@@ -34,17 +34,17 @@ def test_fewer_layers_are_the_same_layers(name):
 
 def test_the_first_layers_are_dense_in_a_shorter_model_too():
     model = MODELS["glm-4.5"]
-    few = spec_of(with_few_layers(config_from("glm-4.5"), model.layers, 1, 1), "glm-4.5", 2)
+    few = spec_of(with_few_layers(load_config("glm-4.5"), model.layers, 1, 1), "glm-4.5", 2)
     assert (few.kinds, few.layers) == (model.kinds, (0, 1))
 
 
 def test_a_folder_is_read_and_a_wrong_name_is_answered(tmp_path):
     tiny_config("gemma3").save_pretrained(tmp_path)
-    config = config_from(str(tmp_path))
+    config = load_config(str(tmp_path))
     kinds = spec_of(config, "tiny", 4).layers
     assert len(set(kinds)) == 2
     few = with_few_layers(config, kinds, 1, 1)
     assert few.num_hidden_layers == 2
     assert config.num_hidden_layers == 4, "the model's own is left as it was"
     with pytest.raises(ConfigError, match="did you mean 'llama-7b'"):
-        config_from("lama-7b")
+        load_config("lama-7b")

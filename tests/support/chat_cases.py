@@ -128,7 +128,9 @@ def chat_encoder(directory, template, **settings):
 
 
 def encoder_config(**settings):
-    return DataConfig(**{"sources": ("corpus",), "batch_documents": 1, "max_document_tokens": 1 << 20} | settings)
+    return DataConfig(
+        **{"sources": ("corpus",), "record": "text", "batch_documents": 1, "max_document_tokens": 1 << 20} | settings
+    )
 
 
 def chat(*contents, system=None):

@@ -105,7 +105,7 @@ def printed_by(code: str, *arguments: str) -> str:
 
 
 def format_config(source: str, **changes: object) -> DataConfig:
-    settings: dict = {"sources": (source,), "max_document_tokens": 8, "batch_documents": 1}
+    settings: dict = {"sources": (source,), "record": "text", "max_document_tokens": 8, "batch_documents": 1}
     return DataConfig(**(settings | changes))
 
 

@@ -2,7 +2,7 @@
 refused at start, and rows in which every other pair of values is found.
 
 A row is one plan. The rows are a covering array of strength 2 (covertable, a greedy search with a fixed order): far
-fewer than the product, and any two values that may meet do meet in some row. docs/limits.md shows the tables, and
+fewer than the product, and any two values that may meet do meet in some row. docs/tested.md shows the tables, and
 tests/docs/test_made_pages.py holds them to what stands here.
 """
 

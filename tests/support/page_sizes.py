@@ -43,7 +43,7 @@ SMALLER: dict[str, Words] = {
         ("train.steps=5", "train.steps=2"),
         ('"docs", include=["*.md"], max_tokens=2048', '"docs/howto", include=["*.md"], max_tokens=512'),
     ),
-    "docs/howto/long_context.md": (
+    "docs/long_context.md": (
         ("--documents 16", "--documents 4"),
         _FEW_PAGES,
         ("max_document_tokens = 8192 ", "max_document_tokens = 1024 "),
@@ -65,7 +65,7 @@ SMALLER: dict[str, Words] = {
         ("steps = 2", "steps = 1"),
         ("train.steps=4", "train.steps=2"),
     ),
-    "docs/howto/sft_chats.md": (),
+    "docs/chats.md": (),
     "docs/training.md": (
         ('path = "models/Qwen2.5-0.5B" ', f'path = "{_MODEL}"\nrandom_init = true '),
         ('sources = ["corpus"] ', 'sources = ["docs/howto"]\ntokenizer = "bytes" '),
@@ -75,7 +75,7 @@ SMALLER: dict[str, Words] = {
         ("train.steps=20", "train.steps=1"),
         _ONE_BENCH,
     ),
-    "docs/guide.md": (
+    "docs/plan.md": (
         ("corpus --include '*.txt' --tokenizer MODEL_FOLDER", "docs/howto --include '*.md' --tokenizer bytes"),
         ("--documents 512 --steps 4", "--documents 32 --steps 1"),
         ("--search-seconds 7200", "--search-seconds 1"),
@@ -92,7 +92,10 @@ SMALLER: dict[str, Words] = {
 }  # fmt: skip
 """Of a page, by its path."""
 
-OWN_SIZE = ("README.md", "docs/tutorial.md", *(name for name in SMALLER if name.startswith("docs/howto/")))
+OWN_SIZE = (
+    *("README.md", "docs/tutorial.md", "docs/chats.md", "docs/long_context.md"),
+    *(name for name in SMALLER if name.startswith("docs/howto/")),
+)
 """Recipes whose files are all the page's, so that they can also be followed as they stand."""
 
 
@@ -110,7 +113,7 @@ def prepare(name: str, folder: Path) -> None:
     """What a reader of this page has before they begin."""
     sizes = {"vocab_size": 512, "hidden_size": 32, "intermediate_size": 64}
     (folder / SMALL_MODEL).write_text(json.dumps(json.loads((ROOT / _MODEL).read_bytes()) | sizes))
-    if name == "docs/guide.md":
+    if name == "docs/plan.md":
         save_files(smaller("README.md"), folder)
         # "the `cost.json` that the run left in its `output_dir`"
         run = folder / "runs" / "first"

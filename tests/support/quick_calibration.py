@@ -7,15 +7,12 @@ from unittest import mock
 
 from evenload.calibrate.fit import median_seconds
 
-FEWEST = {"_MAX_ATTEMPTS": 1, "_WARM_UP_S": 0.0, "_TIME_BUDGET_S": 0.0}
+FEWEST = {"_WARM_UP_S": 0.0, "_TIME_BUDGET_S": 0.0, "_HEAD_BUDGET_S": 0.0, "_WEIGHT_REPEATS": 1}
 ONCE = partial(median_seconds, repeats=1)
 
 
 @contextmanager
 def quick_calibration() -> Iterator[None]:
-    """In this process. Other tests disturb every attempt, so there is one, of the fewest packs and repeats."""
-    with (
-        mock.patch.multiple("evenload.calibrate.calibrate", **FEWEST, median_seconds=ONCE),
-        mock.patch("evenload.calibrate.kernels._REPEATS", 1),
-    ):
+    """In this process: the fewest packs and repeats."""
+    with mock.patch.multiple("evenload.calibrate.calibrate", **FEWEST, median_seconds=ONCE):
         yield

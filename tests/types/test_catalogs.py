@@ -112,7 +112,7 @@ def test_devices_have_the_numbers_of_their_data_sheets(name, teraflops, gigabyte
 
 
 def test_the_example_cluster_file_is_read_and_has_every_field() -> None:
-    """docs/guide.md shows it; a new field of a cluster or a device belongs into it."""
+    """docs/plan.md shows it; a new field of a cluster or a device belongs into it."""
     path = Path(__file__).parents[2] / "examples" / "clusters" / "two_nodes.toml"
     cluster = cluster_from(str(path))
     assert (cluster.num_devices, cluster.device.memory_bytes) == (8, 40_000_000_000)

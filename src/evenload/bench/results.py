@@ -6,7 +6,7 @@ what overlapped reduce-scatters and all-gathers take (`explore.timelines`).
 """
 
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -27,6 +27,9 @@ QUIET_WAITED_SHARE, QUIET_SPREAD = 0.05, 0.35
 """At most these where nothing else disturbed a measurement: share of the time without a core, and (slowest - fastest) /
 median of rounds."""
 CLOSE = 0.05  # strategies whose measured step times differ by less are as fast as each other
+FACTOR_ERROR = 0.1
+"""Of a predicted factor between two strategies, within which 19 of 20 in benchmarks/accuracy are on a quiet machine."""
+Verdict = Literal["agrees", "disagrees", "cannot tell"]
 
 
 class PackErrors(Frozen):
@@ -138,15 +141,35 @@ class MachineLoad(Frozen):
         return self.waited_share <= QUIET_WAITED_SHARE and spread <= QUIET_SPREAD
 
 
-class MeasuredRatio(NamedTuple):
+def verdict(predicted: float, low: float | None, high: float | None, *, is_quiet: bool) -> Verdict:
+    """Judge a predicted factor by the 95 % interval of the measured one: it agrees where all of the interval lies
+    within `FACTOR_ERROR` of it, and disagrees where none does, or where the other strategy is surely the faster one;
+    else, on a machine that was busy, and where nothing was repeated, nobody can tell."""
+    if low is None or high is None or not is_quiet:
+        return "cannot tell"
+    least, most = predicted / (1 + FACTOR_ERROR), predicted * (1 + FACTOR_ERROR)
+    is_opposite = (low > 1 and predicted * (1 + CLOSE) < 1) or (high < 1 and predicted > 1 + CLOSE)
+    if high < least or low > most or is_opposite:
+        return "disagrees"
+    return "agrees" if least <= low and high <= most else "cannot tell"
+
+
+class MeasuredRatio(Frozen):
     """How many times as long steps of one strategy took as those of another, with the 95 % interval by what repeats
-    differ by, None where each step was measured once."""
+    differ by, None where each step was measured once; in every round, as predicted, and whether that is right."""
 
     one: str
     other: str
     ratio: float
     low: float | None
     high: float | None
+    rounds: tuple[float, ...]
+    predicted: float
+    verdict: Verdict
+
+    @property
+    def by_round(self) -> str:
+        return f"{self.other} over {self.one} by round: {', '.join(f'{one:.2f}' for one in self.rounds)}"
 
     @property
     def is_clear(self) -> bool:
@@ -165,7 +188,9 @@ class MeasuredRatio(NamedTuple):
         return f"{start}: {self.one} takes {interval} {than} (95 % interval)"
 
 
-def measured_ratio(one: StrategyRuns, other: StrategyRuns, comparisons: int = 1) -> MeasuredRatio:
+def measured_ratio(
+    one: StrategyRuns, other: StrategyRuns, comparisons: int = 1, *, is_quiet: bool = True
+) -> MeasuredRatio:
     """Compare step times of one strategy with those of another, measured in turn in the same rounds.
 
     A neighbour that slows a round slows both, so what counts is by how much ln(one / other) of a batch differs between
@@ -174,20 +199,31 @@ def measured_ratio(one: StrategyRuns, other: StrategyRuns, comparisons: int = 1)
 
     Args:
         comparisons: that are made at once and shall all be right with 95 % probability (Bonferroni).
+        is_quiet: predictions can be held against what was measured.
     """
-    ratio, names = one.measured_s / other.measured_s, (one.strategy, other.strategy)
-    logs = np.log([run.measured_s for run in one.batches]) - np.log([run.measured_s for run in other.batches])
+    ones, others = (np.array([run.measured_s for run in runs.batches]) for runs in (one, other))
+    ratio, predicted, low, high = one.measured_s / other.measured_s, one.predicted_s / other.predicted_s, None, None
+    logs = np.log(ones) - np.log(others)
     batches, rounds = logs.shape
-    if rounds < 2:
-        return MeasuredRatio(*names, ratio, None, None)
-    from scipy.special import stdtrit
+    if rounds > 1:
+        from scipy.special import stdtrit
 
-    freedom = batches * (rounds - 1)
-    variance = ((logs - logs.mean(axis=1, keepdims=True)) ** 2).sum() / freedom
-    shares = np.array([run.step_time_s for run in other.batches]) / (batches * other.measured_s)
-    error = np.sqrt(variance * np.pi / 2 * (shares**2).sum() / rounds)
-    factor = float(np.exp(stdtrit(freedom, 1 - 0.025 / comparisons) * error))
-    return MeasuredRatio(*names, ratio, ratio / factor, ratio * factor)
+        freedom = batches * (rounds - 1)
+        variance = ((logs - logs.mean(axis=1, keepdims=True)) ** 2).sum() / freedom
+        shares = np.array([run.step_time_s for run in other.batches]) / (batches * other.measured_s)
+        error = np.sqrt(variance * np.pi / 2 * (shares**2).sum() / rounds)
+        factor = float(np.exp(stdtrit(freedom, 1 - 0.025 / comparisons) * error))
+        low, high = ratio / factor, ratio * factor
+    return MeasuredRatio(
+        one=one.strategy,
+        other=other.strategy,
+        ratio=ratio,
+        low=low,
+        high=high,
+        rounds=tuple((ones.sum(axis=0) / others.sum(axis=0)).tolist()),
+        predicted=predicted,
+        verdict=verdict(predicted, low, high, is_quiet=is_quiet),
+    )
 
 
 class RecordedBatch(Frozen):
@@ -236,6 +272,7 @@ class BenchResult(Frozen):
         runs: in the order asked for.
         left_out: strategies that could not run these batches, or that 'all' leaves out.
         loss_difference: the most that the loss of a batch differs between strategies, relative.
+        ratios: of the strategies, in the order asked for, to that of the shortest mean step time; made from `runs`.
     """
 
     facts: tuple[tuple[str, str], ...]
@@ -245,12 +282,13 @@ class BenchResult(Frozen):
     load: MachineLoad
     coefficients: CostCoefficients
     inputs: BenchInputs
+    ratios: tuple[MeasuredRatio, ...] = ()
 
-    @property
-    def ratios(self) -> tuple[MeasuredRatio, ...]:
-        """Compare the strategies, in the order asked for, with the one that has the shortest mean step time."""
+    def __post_init__(self) -> None:
         fastest = min(self.runs, key=lambda one: one.measured_s)
-        return tuple(measured_ratio(one, fastest, len(self.runs) - 1) for one in self.runs if one is not fastest)
+        others, is_quiet = [one for one in self.runs if one is not fastest], bool(self.compare_with_interval()[1])
+        ratios = tuple(measured_ratio(one, fastest, len(others), is_quiet=is_quiet) for one in others)
+        msgspec.structs.force_setattr(self, "ratios", ratios)
 
     def compare_with_interval(self) -> tuple[PredictionInterval, str]:
         """Return the interval of predicted step times, and how many strategies lie inside, such as "2 of 2"; "" where

@@ -2,8 +2,9 @@
 
 All ranks time their own stage's layers at once, as a step shares the machine too, on a handful of packs: whole
 documents, many short ones, slices with a prefix. Coefficients are fitted by non-negative least squares on relative
-errors; a cost file is cached by everything that changes the seconds. A noisy measurement (`calibrate.fit`) is repeated
-once, and the quieter one counts. On a GPU larger packs follow, through one layer of every window.
+errors; a cost file is cached by everything that changes the seconds, unless a measurement was noisy (`calibrate.fit`).
+On a GPU larger packs follow, through one layer of every window. Slow layers are timed less often, and fewer of them, so
+that all ends within `train.calibration_max_s`.
 """
 
 import hashlib
@@ -23,7 +24,7 @@ from evenload.calibrate.fit import CoreWaits, fit_relative, median_seconds, spre
 from evenload.calibrate.kernels import TOKENS, copy_work, head_work, matmul_flops_per_s, optimizer_work, weight_seconds
 from evenload.calibrate.links import TransferKind, median_link, median_overlap, overlap_cost, quick_links
 from evenload.calibrate.rounds import (
-    GPU_LAYERS,
+    FEW_LAYERS,
     NEEDED_ROUNDS,
     QUICK_ROUNDS,
     LayerShares,
@@ -35,6 +36,7 @@ from evenload.calibrate.rounds import (
     longest_of,
     may_run,
     median_sample,
+    num_tokens_of,
     pack_clock,
     pack_features,
     part_of,
@@ -53,7 +55,7 @@ from evenload.cost.coefficients import (
     write_coefficients,
 )
 from evenload.cost.group_transfers import weight_gather_seconds
-from evenload.runtime.comm.mesh import Mesh
+from evenload.runtime.comm.mesh import Mesh, most_of_ranks
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.types.cluster import LinkSpec
 from evenload.types.document import Direction
@@ -72,6 +74,7 @@ class RankMeasurement:
         optimizer_s: of one parameter; copy_s_per_byte: of rows put in place by an index.
         weight_s: of the weight gradients of `kernels.TOKENS` tokens on one layer.
         links: of the transfers that the rank takes part in; overlap: None = not measured.
+        is_cut_short: `max_s` left layers, packs or repeats out.
     """
 
     noise: Noise
@@ -83,6 +86,7 @@ class RankMeasurement:
     weight_s: float
     links: dict[TransferKind, LinkSpec] = field(default_factory=dict)
     overlap: OverlapCost | None = None
+    is_cut_short: bool = False
 
 
 def max_noise(ranks: Sequence[RankMeasurement]) -> Noise:
@@ -106,6 +110,8 @@ def coefficients_of(
     head = [point for rank in ranks for point in rank.head]
     head_s_per_token, head_pack_s = fit_relative([(float(rows), 1.0) for rows, _ in head], [s for _, s in head])
     links = [rank.links for rank in ranks]
+    sizes = {"dp": layout.dp, "cp": layout.cp, "pp": layout.pipeline_ranks, "tp": tp}
+    is_cut_short = any(rank.is_cut_short for rank in ranks)
     # A link that no rank uses is unknown, not free.
     p2p, reduction = median_link(links, "pipeline"), median_link(links, "reduction")
     fitted = CostCoefficients(
@@ -135,9 +141,7 @@ def coefficients_of(
         weight_gather_exposed_share=1.0,
         copy_s_per_byte=float(np.median([rank.copy_s_per_byte for rank in ranks])),
         overlap=median_overlap([rank.overlap for rank in ranks]),
-        measured_on=MeasuredOn(
-            model=model, dp=layout.dp, cp=layout.cp, pp=layout.pipeline_ranks, tp=layout.tp, noise=max_noise(ranks)
-        ),
+        measured_on=MeasuredOn(model=model, **sizes, noise=max_noise(ranks), is_cut_short=is_cut_short),
     )
     hidden_share = 0.0 if is_cpu else fitted.context_hidden_share
     share = _weight_share(ranks, fitted, tp)
@@ -185,7 +189,7 @@ def _pass(ranks: Sequence[RankMeasurement], direction: Direction, tile: int, tp:
 
 
 # Raise when calibration measures or fits differently.
-_VERSION = 19
+_VERSION = 20
 
 
 def cached_path(
@@ -207,9 +211,12 @@ def write_cached(path: Path, coefficients: CostCoefficients) -> None:
 
 
 _TIME_BUDGET_S = 4.0
-_WARM_UP_S = 4.0  # while a process first takes memory of its system, packs are up to 10 % slower
-_MIN_REPEATS, _MAX_REPEATS = 2, 30
-_MAX_ATTEMPTS = 2
+_WARM_UP_S = 3.0  # while a process first takes memory of its system, packs are up to 10 % slower
+_HEAD_BUDGET_S = 2.0  # beyond it the largest head is left out, and the others are timed once
+_MIN_REPEATS, _MAX_REPEATS, _WEIGHT_REPEATS = 2, 30, 3
+_REPEATED_ROUNDS = 2  # the cheapest, which show how far repeats spread, even after time is up
+_LAYERS_SHARE = 0.7  # of all time, after which no more layers are timed
+_PASS_SHARE = 0.15  # of all time, for one pass over the rounds that are needed; else fewer layers are timed
 _MEMORY_SHARE = 0.2  # of a GPU's memory, which holds weights, gradients and optimizer state already
 
 
@@ -229,52 +236,48 @@ def calibrate(
     device_name: str,
     demand: float = 1.0,
     max_pack_tokens: int = 0,
+    max_s: float = 20.0,
 ) -> tuple[CostCoefficients, int]:
     """Measure and fit; return the coefficients, the same on every rank, and the tokens of the largest pack that all
     timed. Adds to gradients: zero them before training. Collective.
 
     Args:
-        stages: of this rank; layers of the first are timed, on a GPU a few of them.
+        stages: of this rank; layers of the first are timed, on a GPU, and where they are slow, a few of them.
         max_document_tokens: no longer documents are timed.
         demand: threads that ranks compute with for each core of the machine (`CoreWaits`).
         max_pack_tokens: of the run; GPUs, which small packs do not keep busy, are timed with packs of up to so many.
+        max_s: about the most that all of it takes, where layers are not so slow that the least takes longer.
     """
-    rounds = _rounds(stages[min(stages)], model, mesh, max_document_tokens, max_pack_tokens)
-    attempts: list[list[RankMeasurement]] = []
-    while not attempts or (max_noise(attempts[-1]).is_noisy and len(attempts) < _MAX_ATTEMPTS):
-        attempts.append(_measured(stages, model, mesh, rounds, demand))
-    everyone = min(attempts, key=lambda ranks: max_noise(ranks).size)
-    fitted = coefficients_of(everyone, model, device_name, mesh.layout, is_cpu=mesh.device.type == "cpu")
-    largest = min(max(sum(stop - start for _, start, stop in pack.ranges) for pack in rank.packs) for rank in everyone)
-    return fitted, largest
-
-
-def _measured(
-    stages: Mapping[int, PipelineStage], model: ModelSpec, mesh: Mesh, wanted: Sequence[TimedRound], demand: float
-) -> list[RankMeasurement]:
+    end_s, stage = time.perf_counter() + _LAYERS_SHARE * max_s, stages[min(stages)]
+    is_few = False
+    if mesh.device.type == "cpu":
+        stage, is_few = _timed_part(stage, model, mesh, _PASS_SHARE * max_s)
+    wanted = _rounds(stage, model, mesh, max_document_tokens, max_pack_tokens)
     dist.barrier(group=mesh.control)
     waits = CoreWaits(demand)
     first, last = stages[min(stages)], stages[max(stages)]
     clock = pack_clock(wanted[0].stage, mesh)
-    packs, spread = _time_layers(wanted, clock, mesh)
-    waited_share = waits.share()
-    heads = head_work(last, model.vocab_size) if last.model.is_last else {}
+    packs, spread = _time_layers(wanted, clock, mesh, end_s, is_few=is_few)
+    waited_share, is_late = waits.share(), _is_over(end_s, mesh)
     update, num_parameters = optimizer_work(mesh.data_size, mesh.device)
     copy, copied_bytes = copy_work(model, mesh.layout.tp, mesh.device, first.dtype)
     mine = RankMeasurement(
         noise=Noise(waited_share=waited_share, spread=spread),
         packs=packs,
-        head=tuple((rows, median_seconds(work, last.device)) for rows, work in heads.items()),
+        head=_time_heads(last, model, mesh) if last.model.is_last else (),
         peak_flops_per_s=matmul_flops_per_s(last.device, last.dtype),
         optimizer_s=median_seconds(update, mesh.device) / num_parameters,
         copy_s_per_byte=median_seconds(copy, mesh.device) / copied_bytes,
-        weight_s=weight_seconds(wanted[0].stage, clock),
+        weight_s=weight_seconds(wanted[0].stage, clock, 1 if is_late else _WEIGHT_REPEATS),
         links=quick_links(mesh),
         overlap=overlap_cost(mesh),
+        is_cut_short=is_late or is_few,
     )
     everyone = [mine] * mesh.layout.world_size
     dist.all_gather_object(everyone, mine, group=mesh.control)
-    return everyone
+    fitted = coefficients_of(everyone, model, device_name, mesh.layout, is_cpu=mesh.device.type == "cpu")
+    largest = min(max(sum(stop - start for _, start, stop in pack.ranges) for pack in rank.packs) for rank in everyone)
+    return fitted, largest
 
 
 def _rounds(
@@ -283,7 +286,7 @@ def _rounds(
     """Return what to time while time lasts; the same on ranks of one group, whose devices are alike."""
     longest = max(max_document_tokens, longest_of(whole(128)))
     is_gpu = stage.device.type == "cuda"
-    part = part_of(stage, model.layers, GPU_LAYERS) if is_gpu else stage
+    part = part_of(stage, model.layers, FEW_LAYERS) if is_gpu else stage
     wanted = [(packs, part) for packs in QUICK_ROUNDS if longest_of(packs) <= longest and may_run(packs, model)]
     if is_gpu:
         headroom_bytes = _MEMORY_SHARE * torch.cuda.get_device_properties(stage.device).total_memory
@@ -294,37 +297,67 @@ def _rounds(
     return [TimedRound(packs, part, shares_of(part, model, model)) for packs, part in wanted]
 
 
-def _time_layers(wanted: Sequence[TimedRound], clock: PackClock, mesh: Mesh) -> tuple[tuple[Sample, ...], float]:
-    deadline_s = time.perf_counter() + _TIME_BUDGET_S
+def _timed_part(stage: PipelineStage, model: ModelSpec, mesh: Mesh, budget_s: float) -> tuple[PipelineStage, bool]:
+    """Return as many of a CPU's layers as pass through the needed rounds within the budget, all or a few, else one of
+    each kind, whose least repeats take less than a step of training; and whether these are too few. Collective."""
+    least, few = (part_of(stage, model.layers, most) for most in (1, FEW_LAYERS))
+    clock, (_, small, larger, *_) = PackClock(stage.device), NEEDED_ROUNDS
+    _, took_s = (sum(one.seconds for one in time_round(least, packs, clock)) for packs in (small, larger))
+    passes = sum(sum(num_tokens_of(packs).values()) for packs in NEEDED_ROUNDS) / sum(num_tokens_of(larger).values())
+    layer_s = most_of_ranks(passes * took_s / len(least.model.layers), mesh)
+    part = next((one for one in (stage, few) if layer_s * len(one.model.layers) <= budget_s), least)
+    return part, len(part.model.layers) < len(few.model.layers)
+
+
+def _time_layers(
+    wanted: Sequence[TimedRound], clock: PackClock, mesh: Mesh, end_s: float, *, is_few: bool
+) -> tuple[tuple[Sample, ...], float]:
+    budget_end_s = min(end_s, time.perf_counter() + _TIME_BUDGET_S)
     rounds: list[TimedRound] = []
     # The first pass shows which rounds the budget allows.
     for one in wanted:
-        if len(rounds) >= len(NEEDED_ROUNDS) and _is_over(deadline_s, mesh):
+        if len(rounds) >= len(NEEDED_ROUNDS) and (is_few or _is_over(budget_end_s, mesh)):
             break
         rounds.append(one)
-        list(time_round(one.stage, one.packs, clock))
-    _repeated(rounds, clock, 0, _WARM_UP_S, mesh)
-    timings = _repeated(rounds, clock, _MIN_REPEATS, _TIME_BUDGET_S, mesh)
+        if not is_few:
+            list(time_round(one.stage, one.packs, clock))
+    _repeated(rounds, clock, 0, 0.0 if is_few else _WARM_UP_S, end_s, mesh)
+    timings = _repeated(rounds, clock, _MIN_REPEATS, _TIME_BUDGET_S, end_s, mesh)
     samples = [median_sample(repeats) for repeats in timings.values()]
-    spread = spread_of_repeats([[one.seconds for one in repeats] for repeats in timings.values()])
+    spread = spread_of_repeats([[one.seconds for one in repeats] for repeats in timings.values() if len(repeats) > 1])
     return tuple(samples), spread
 
 
 def _repeated(
-    rounds: Sequence[TimedRound], clock: PackClock, least: int, budget_s: float, mesh: Mesh
+    rounds: Sequence[TimedRound], clock: PackClock, least: int, budget_s: float, end_s: float, mesh: Mesh
 ) -> dict[Timed, list[Sample]]:
-    """Return all repeats of each pack on one layer: `least`, then more while the budget lasts."""
+    """Return all repeats of each pack on one layer: `least`, then more while the budget lasts; after `end_s` what is
+    needed alone."""
     timings: dict[Timed, list[Sample]] = {}
-    deadline_s = time.perf_counter() + budget_s
-    repeats = 0
-    while repeats < least or (repeats < _MAX_REPEATS and not _is_over(deadline_s, mesh)):
-        for one in rounds:
+    deadline_s = min(end_s, time.perf_counter() + budget_s)
+    repeats, pass_s = 0, 0.0
+    while repeats < least or (repeats < _MAX_REPEATS and not _is_over(deadline_s - pass_s, mesh)):
+        from_s = time.perf_counter()
+        for at, one in enumerate(rounds):
+            if at >= (_REPEATED_ROUNDS if repeats else len(NEEDED_ROUNDS)) and _is_over(end_s, mesh):
+                break
             layers = len(one.layers)
             for took in time_round(one.stage, one.packs, clock):
                 of_layer = Sample(took.direction, took.ranges, took.seconds / layers, took.host_s / layers, one.layers)
                 timings.setdefault((took.direction, took.ranges), []).append(of_layer)
-        repeats += 1
+        repeats, pass_s = repeats + 1, time.perf_counter() - from_s
     return timings
+
+
+def _time_heads(last: PipelineStage, model: ModelSpec, mesh: Mesh) -> tuple[tuple[int, float], ...]:
+    """Return (rows, seconds) of at least two heads."""
+    deadline_s, timings = time.perf_counter() + _HEAD_BUDGET_S, list[tuple[int, float]]()
+    for rows, work in head_work(last, model.vocab_size).items():
+        is_late = _is_over(deadline_s, mesh)
+        if is_late and len(timings) > 1:
+            break
+        timings.append((rows, median_seconds(work, last.device, repeats=1 if is_late else 5)))
+    return tuple(timings)
 
 
 def _is_over(deadline_s: float, mesh: Mesh) -> bool:

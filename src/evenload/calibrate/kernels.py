@@ -23,7 +23,7 @@ from evenload.types.document import ActivationPolicy, Range
 from evenload.types.model import ModelSpec
 
 HEAD_ROWS = (16, 64, 256, 512, 1024, 2048)
-QUICK_HEAD_ROWS = (64, 512, 2048)
+QUICK_HEAD_ROWS = (16, 64, 512, 2048)
 _OPTIMIZER_PARAMETERS = 1 << 22  # more than caches hold, as in a step
 _COPIED_BYTES = 1 << 25
 
@@ -100,12 +100,11 @@ def copy_work(model: ModelSpec, tp: int, device: torch.device, dtype: torch.dtyp
 
 TOKENS = 1024
 _DOCUMENT_TOKENS = 128
-_REPEATS = 3
 
 
-def weight_seconds(stage: PipelineStage, clock: PackClock) -> float:
-    repeats = [time_weights(stage, clock) for _ in range(1 + _REPEATS)][1:]
-    return statistics.median(repeats) / len(stage.model.layers)
+def weight_seconds(stage: PipelineStage, clock: PackClock, repeats: int) -> float:
+    seconds = [time_weights(stage, clock) for _ in range(1 + repeats)][1:]
+    return statistics.median(seconds) / len(stage.model.layers)
 
 
 def time_weights(stage: PipelineStage, clock: PackClock) -> float:

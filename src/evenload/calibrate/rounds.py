@@ -135,8 +135,9 @@ Features = tuple[float, float, float, float, float]
 """[tokens, slices, 1, pairs, prefix] of one pack on one layer, on average over the layers of a stage, each as its share
 of the model's mean layer."""
 
-GPU_LAYERS = 4
-"""Their forward and backward are some 150 and 420 kernels; a device's queue holds 1,024."""
+FEW_LAYERS = 4
+"""Their forward and backward are some 150 and 420 kernels; a GPU's queue holds 1,024. More say nothing new of a CPU on
+which they are slow."""
 
 
 class LayerShares(NamedTuple):

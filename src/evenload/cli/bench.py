@@ -96,21 +96,22 @@ def show_result(result: BenchResult, seconds: float) -> None:
 
 def _messages(result: BenchResult) -> Iterator[str]:
     runs, batches = result.runs, result.runs[0].batches
-    predicted_s = {one.strategy: one.predicted_s for one in runs}
     yield (
         f"means of {counted(len(batches), 'global batch')} "
         f"({counted(sum(run.documents for run in batches), 'document')}, "
         f"{sum(run.tokens for run in batches):,} tokens), medians of {counted(len(batches[0].measured_s), 'round')}"
     )
     for one in result.ratios:
-        yield f"measured: {one.describe()}; predicted: {predicted_s[one.one] / predicted_s[one.other]:.2f}"
+        yield f"measured: {one.describe()}"
+        yield f"{one.by_round}; predicted {one.predicted:.2f}: {one.verdict}"
     interval, held = result.compare_with_interval()
-    if not held:
-        held = (
-            "not held against it, for this machine was busy while steps were measured: no core for "
+    if interval.of(1.0) and not held:
+        yield (
+            "no 90 % interval of step times: machine busy while steps were measured, no core for "
             f"{format_percent(result.load.waited_share)} of the time, rounds differ by "
             f"{format_percent(max(one.spread for one in runs))}"
         )
-    yield interval.describe() + (f"; here {held}" if interval.of(1.0) else "")
+    else:
+        yield interval.describe() + (f"; here {held}" if held else "")
     if len(runs) > 1:
         yield f"losses of the strategies differ by at most {result.loss_difference:.1e} (relative)"

@@ -15,14 +15,15 @@ import msgspec
 import numpy as np
 from rich.console import Console
 
+from evenload.cli.first_lines import dropped_share, equally_fast, first_sentences, next_line, option_of
 from evenload.cli.options import indented_json, print_lines, write_output
-from evenload.cli.plan_layout import SearchedLayouts
+from evenload.cli.plan_layout import SearchedLayouts, fitting_text
 from evenload.cost.pack_cost import PackCosts
 from evenload.data.lengths import profile_lengths
 from evenload.errors import ConfigError, InfeasiblePlanError
 from evenload.explore.batches import SampledBatch
-from evenload.explore.evaluate import Evaluation, StrategyResult, reasons
-from evenload.explore.layout_search import LayoutResult
+from evenload.explore.evaluate import Evaluation, StrategyResult
+from evenload.explore.layout_search import FewLayouts, LayoutResult
 from evenload.explore.prediction_interval import PredictionInterval
 from evenload.explore.timelines import detailed_timeline
 from evenload.explore.worst_batch import WorstBatch
@@ -32,8 +33,18 @@ from evenload.planning.strategies.strategy import LeftOutStrategy
 from evenload.report.chrome_trace import label_packs, write_chrome_trace
 from evenload.report.html import strategies_table, write_report
 from evenload.report.run_report import RunReport, RunSection, StepView
-from evenload.report.table import READ_LAYOUTS, ComparisonTable, engine_table, is_feasible, layout_table, shown_columns
-from evenload.report.units import format_interval, format_layout, format_percent, format_power_of_two, format_seconds
+from evenload.report.table import (
+    FIRST_COLUMNS,
+    READ_LAYOUTS,
+    ComparisonTable,
+    engine_table,
+    first_columns,
+    first_rows,
+    is_feasible,
+    layout_table,
+    shown_columns,
+)
+from evenload.report.units import format_interval, format_layout, format_power_of_two, format_seconds
 from evenload.stepplan.plan_file import encode_plan_file
 from evenload.types.plan import StepPlan
 from evenload.types.text import LengthUnit, counted, format_bytes, in_unit
@@ -46,8 +57,6 @@ _STYLE = (
     "<style>.evenload th, .evenload td {text-align: right} .evenload th:first-child, .evenload .text {text-align: left}"
     " .evenload .best {font-weight: bold}</style>"
 )
-_SAME = 0.0005
-"""Factors that print alike."""
 _FORMATS = {
     "layout": format_layout,
     "memory_cap_bytes": format_bytes,
@@ -74,7 +83,8 @@ class Comparison:
         engine: with `engine=NAME` what the plans take there; else None.
         interval: within which factors of a predicted step time nine of ten measured ones lie, and its basis.
         memory_cap_bytes: what a device offers.
-        fitting_layouts: names layouts that fit where no strategy does; else "".
+        few_layouts: of which the best was taken, or, where a layout was given, that were priced beside it; else None.
+        facts: what was planned, in a line; remarks: what the figures rest on that may surprise.
     """
 
     inputs: dict[str, Any]
@@ -87,7 +97,9 @@ class Comparison:
     engine: EngineEvaluation | None
     interval: PredictionInterval
     memory_cap_bytes: int
-    fitting_layouts: str = ""
+    few_layouts: FewLayouts | None = None
+    facts: str = ""
+    remarks: tuple[str, ...] = ()
 
     @property
     def strategies(self) -> tuple[StrategyResult, ...]:
@@ -112,16 +124,30 @@ class Comparison:
 
     @cached_property
     def headline(self) -> str:
-        """The outcome in a sentence; "" where no strategy fits memory."""
-        return in_unit(_headline_message(self.evaluation), self.unit)
+        """The answer in at most three sentences: the fastest strategies, a layout that is faster than the one that was
+        given, and what batches leave out or repeat."""
+        few, is_given = self.few_layouts, self.inputs["is_layout_given"]
+        sentences = first_sentences(self.evaluation, self.inputs, self.batches, few, is_layout_given=is_given)
+        return in_unit(" ".join(sentences), self.unit)
+
+    @property
+    def next_step(self) -> str:
+        """The setting or command that follows."""
+        return next_line(self.evaluation, self.inputs, self.few_layouts)
+
+    @property
+    def equally_fast(self) -> tuple[str, ...]:
+        """The strategies that are as fast as the best one within the error of prediction, the one to take first."""
+        return tuple(row.name for row in equally_fast(self.evaluation))
 
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
-        """Rows of tables: the strategies, and behind `best_fit` the baseline where its windows are others."""
+        """Rows of tables, the fastest first, those that cannot run last: the strategies, and the baseline where its
+        windows are others than those of `best_fit`."""
         rows = [msgspec.to_builtins(result) for result in self.strategies]
-        baseline, names = _baseline_row(self.evaluation), [result.name for result in self.strategies]
-        if baseline is not None and baseline["name"] != BEST_FIT.name:
-            rows.insert(names.index(BEST_FIT.name) + 1, baseline)
+        if (baseline := _baseline_row(self.evaluation)) is not None and baseline["name"] != BEST_FIT.name:
+            rows.append(baseline)
+        rows.sort(key=lambda row: (not row["feasible"], row["mean_step_time_s"] or float("inf")))
         return _rows_in_unit(rows, self.unit)
 
     @property
@@ -155,7 +181,7 @@ class Comparison:
         # What an engine holds depends on its settings, so memory refuses plans for Evenload's own runtime only.
         if self.best is None and not (self.engine and self.engine.best):
             closest = min(self.rows, key=lambda row: row["peak_memory_bytes"] or float("inf"))
-            hint = f"; {self.fitting_layouts}" if self.fitting_layouts else ""
+            hint = f"; {fitting_text(self.few_layouts)}" if self.few_layouts and not self.searched else ""
             raise InfeasiblePlanError(f"no strategy fits; the closest: {closest['why']}{hint}")
         if exceeding := [one.strategy for one in self.worst or () if not one.fits]:
             raise InfeasiblePlanError(
@@ -163,21 +189,18 @@ class Comparison:
                 "name one for each); train with a policy that fits, in another layout, or on smaller batches"
             )
 
-    def show(self, console: Console) -> None:
-        """Print everything that `evenload plan` prints after its inputs."""
+    def show(self, console: Console, *, details: bool = False) -> None:
+        """Print what `evenload plan` prints; with `details` also slower strategies, and how figures came about."""
         print_lines(console, self.headline)
-        if any(result.feasible for result in self.strategies):
-            console.print(ComparisonTable(self.rows, self.best or "", unit=self.unit))
-        else:
-            print_lines(console, *(f"{row['name']}: not feasible: {row['why']}" for row in self.rows))
-        print_lines(console, *(f"left out of --strategy all: {one.name}: {one.why}" for one in self.left_out))
-        if self.best:
+        # Strategies that were named are shown all.
+        rows = {"has_all_rows": details or self.inputs["strategy"] != "all", "has_all_columns": details}
+        console.print(ComparisonTable(self.rows, self.equally_fast, self.unit, **rows))
+        print_lines(console, *(in_unit(remark, self.unit) for remark in self.remarks))
+        print_lines(console, *(self.searched.summary() if self.searched else ()))
+        if details:
+            self._show_details(console)
+        elif self.best and self.interval.low is None:
             print_lines(console, self.interval.describe())
-        print_lines(console, *(f"{row['name']}: {row['note']}" for row in self.rows if row["note"]))
-        for result in self.strategies:
-            if result.layout_decisions:
-                console.print(layout_table(result.layout_decisions, f"{result.name}: layout of every step, predicted"))
-                print_lines(console, READ_LAYOUTS)
         print_lines(console, *(_worst_message(one, self.memory_cap_bytes, self.unit) for one in self.worst or ()))
         if self.engine is not None:
             rows = _rows_in_unit(msgspec.to_builtins(self.engine.results), self.unit)
@@ -185,6 +208,19 @@ class Comparison:
             console.print(engine_table((row for row in rows if not row["why"]), self.engine.best, title))
             print_lines(console, *(f"{row['name']}: not planned: {row['why']}" for row in rows if row["why"]))
             print_lines(console, *_engine_messages(self.engine, self.evaluation, self.unit))
+        print_lines(console, self.facts, self.next_step)
+
+    def _show_details(self, console: Console) -> None:
+        print_lines(console, *(f"left out of --strategy all: {one.name}: {one.why}" for one in self.left_out))
+        if self.best:
+            print_lines(console, self.interval.describe())
+        if self.few_layouts is not None:
+            print_lines(console, fitting_text(self.few_layouts))
+        print_lines(console, *(f"{row['name']}: {row['note']}" for row in self.rows if row["note"]))
+        for result in self.strategies:
+            if result.layout_decisions:
+                console.print(layout_table(result.layout_decisions, f"{result.name}: layout of every step, predicted"))
+                print_lines(console, READ_LAYOUTS)
 
     def to_json(self) -> bytes:
         """Return all figures, as `evenload plan --json` writes them."""
@@ -194,6 +230,9 @@ class Comparison:
             "headline": self.headline or None,
             "strategies": _rows_in_unit(msgspec.to_builtins(self.strategies), self.unit),
             "best": self.best,
+            "equally_fast": self.equally_fast,
+            "few_layouts": self.few_layouts and self.few_layouts.layouts,
+            "next": self.next_step,
             "baseline": _baseline_row(self.evaluation),
             "step_time_interval": self.interval,
             "left_out": self.left_out,
@@ -252,6 +291,9 @@ class Comparison:
         return RunReport(
             title=f"Evenload plan: {self.inputs['model']} on {self.inputs['cluster']}",
             headline=self.headline,
+            cards=self._cards(),
+            summary=in_unit(self._summary(), self.unit),
+            next_step=self.next_step,
             facts=tuple(facts),
             sections=tuple(
                 RunSection(
@@ -266,10 +308,30 @@ class Comparison:
                 if self.evaluation.proposals[result.name]
             ),
             comparison=tuple(self.rows),
-            best=self.best or "",
+            best=self.equally_fast,
             lengths=profile_lengths(lengths, ()) if len(lengths) else None,
             unit=self.unit,
         )
+
+    def _cards(self) -> tuple[tuple[str, str, str], ...]:
+        """Return step time, gain and memory headroom of the strategy to take."""
+        if not (near := self.equally_fast):
+            return ()
+        best, cap_bytes = self[near[0]], self.memory_cap_bytes
+        interval, peak_bytes, gain = best.step_time_interval_s, best.peak_memory_bytes or 0, best.speedup_over_baseline
+        nine = f"nine of ten steps: {format_interval(interval)}" if interval else "no interval is known"
+        return (
+            ("step time, predicted", format_seconds(best.mean_step_time_s), nine),
+            ("speed, best-fit packing = 1", "not compared" if gain is None else f"{gain:.2f}×", best.name),
+            ("memory left", format_bytes(cap_bytes - peak_bytes), f"of {format_bytes(cap_bytes)} a device"),
+        )
+
+    def _summary(self) -> str:
+        inputs = self.inputs
+        size = f"{inputs['tokens']:,} tokens" if inputs["tokens"] else counted(inputs["documents"], "document")
+        lost = f"{100 * dropped_share(self.batches):.0f} % of tokens not trained"
+        layout = f"layout {option_of(inputs['layout'])}"
+        return " · ".join((layout, f"context {inputs['context']:,}", f"{size} a step", lost))
 
     def __str__(self) -> str:
         text = io.StringIO()
@@ -280,9 +342,10 @@ class Comparison:
         return f"Comparison({counted(len(self.strategies), 'strategy')}, best={self.best!r}, factor={self.factor})"
 
     def _repr_html_(self) -> str:
-        """Return a table for notebooks: strategies that fit, the best one marked, then why the others do not."""
-        rows = [row for row in self.rows if is_feasible(row)]
-        table = strategies_table(rows, (), shown_columns(rows, self.unit), self.best)
+        """Return the answer and a table for notebooks: the fastest strategies, then why others do not fit."""
+        rows = first_rows([row for row in self.rows if is_feasible(row)])
+        columns = [column for column in shown_columns(rows, self.unit) if column.key in FIRST_COLUMNS]
+        table = strategies_table(rows, (), first_columns(columns), self.equally_fast)
         texts = [f"{row['name']}: not feasible: {row['why']}" for row in self.rows if not is_feasible(row)]
         if self.best is not None:
             texts.append(self.interval.describe())
@@ -293,41 +356,6 @@ class Comparison:
 def step_view(plan: StepPlan, costs: PackCosts, measured: Timeline | None = None) -> StepView:
     """Return a step for a page: as predicted, and as measured where it was."""
     return StepView(step=plan.step, predicted=detailed_timeline(plan, costs), measured=measured, plan=plan)
-
-
-def _headline_message(evaluation: Evaluation) -> str:
-    """State the outcome in one sentence; "" where nothing fits memory."""
-    best, baseline = next((one for one in evaluation.results if one.name == evaluation.best), None), evaluation.baseline
-    if best is None:
-        return ""
-    interval = f" (90 % of steps: {format_interval(best.step_time_interval_s)})" if best.step_time_interval_s else ""
-    step = f"{format_seconds(best.mean_step_time_s)} a step{interval}"
-    factor, window_tokens = best.speedup_over_baseline, None if baseline is None else baseline.window_tokens
-    if baseline is None or factor is None or window_tokens is None:
-        names = [result.name for result in evaluation.results]
-        why = "best_fit does not fit memory" if BEST_FIT.name in names else "best_fit was not compared"
-        return f"{best.name} is the fastest by prediction: {step}; {why}, so there is no factor"
-    best_in = baseline_in = ""
-    if baseline.layout != best.layout:
-        best_in, baseline_in = (f" in {format_layout(one.layout)}" for one in (best, baseline))
-    message, window = f"{best.name}{best_in} is the fastest by prediction: {step}", format_power_of_two(window_tokens)
-    if best.name == BEST_FIT.name and factor > 1 - _SAME:
-        return f"{message}, and no other windows suit it better than its {window} tokens"
-    bound = f"no plan in its layout takes less than {format_percent(best.fraction_of_layout_bound)} of that"
-    if factor < 1 - _SAME:
-        return (
-            f"{best.name}{best_in} is the fastest of those asked for by prediction: {step}; {bound}. best_fit in "
-            f"windows of {window} tokens{baseline_in} (--set best_fit.window_tokens={window_tokens}) is faster: "
-            f"{format_seconds(baseline.mean_step_time_s)} a step, {1 / factor:.2f} times as fast"
-        )
-    lost = " and ".join(
-        f"{one.cause} ({format_percent(one.baseline_share)} of its step, here {format_percent(one.best_share)})"
-        for one in reasons(best, baseline)
-    )
-    return (
-        f"{message}, {factor:.2f} times as fast as best_fit in the windows that suit it best, {window} tokens"
-        f"{baseline_in}{f', which loses more to {lost}' if lost else ''}; {bound}"
-    )
 
 
 def _baseline_row(evaluation: Evaluation) -> dict[str, Any] | None:

@@ -13,6 +13,7 @@ import typer
 from evenload.cli.bench import bench_command
 from evenload.cli.check import check_command
 from evenload.cli.environment import prepare_environment, with_home
+from evenload.cli.init import init_command
 from evenload.cli.lengths import lengths_command
 from evenload.cli.plan import plan_command
 from evenload.cli.profile import profile_command
@@ -26,13 +27,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
+# In the order in which they are used, which the help keeps.
 for name, command in {
-    "bench": bench_command,
-    "check": check_command,
+    "init": init_command,
     "lengths": lengths_command,
     "plan": plan_command,
-    "profile": profile_command,
     "train": train_command,
+    "check": check_command,
+    "bench": bench_command,
+    "profile": profile_command,
 }.items():
     app.command(name)(command)
 

@@ -54,7 +54,6 @@ from evenload.report.units import format_change
 from evenload.runtime.device import require_device, resident_bytes
 from evenload.runtime.model.hf_model import build_rank_models, build_stage_model, require_layout
 from evenload.runtime.model.model_config import (
-    config_from,
     load_config,
     model_spec,
     position_warning,
@@ -161,11 +160,11 @@ def bench_rank(
             others = ({"name": one.name, "feasible": False, "why": one.why} for one in result.left_out)
             report = RunReport(
                 title=f"Evenload bench: {', '.join(strategies)} on the same batches",
-                headline=f"Measured: {result.outcome}",
+                headline=f"Measured: {result.outcome}.",
                 facts=facts,
                 sections=sections,
                 comparison=(*rows, *others),
-                best=result.winner,
+                best=(result.winner,) if result.winner else (),
             )
             write_report(request.html_path, report)
     return 0
@@ -199,6 +198,7 @@ def _bench_section(
 
 def check_task(answer: Path, config: TrainConfig, cache: Path) -> tuple[tuple, int]:
     """Check that a run can be checked, and choose a smaller one, which lies beside the answer."""
+    config = config.with_found_kinds()
     require_runnable(config)
     scope = checked_scope(config, answer.parent)
     layout = layout_of(scope.config.parallel, model_spec(scope.config).num_layers)
@@ -239,7 +239,7 @@ def check_rank(answer: Path, config: TrainConfig, scope: Scope, lines: tuple[str
 
 def _resolved(request: ProfileRequest) -> tuple[PretrainedConfig, ModelSpec, ParallelLayout]:
     """Return the model, and the layout, in which sizes that are not named are 1."""
-    config = config_from(request.model)
+    config = load_config(request.model)
     model = spec_of(config, model_from(request.model).name, BYTES_PER_ELEMENT[request.precision])
     return config, model, read_layout_text(request.layout or "dp=1").layout(model.num_layers)
 

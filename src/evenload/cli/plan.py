@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from evenload.cli.comparison import Comparison
-from evenload.cli.options import command_of, print_lines, progress_bar, require_writable, shown_name, write_output
+from evenload.cli.options import command_of, progress_bar, require_writable, shown_name, write_output
 from evenload.cli.plan_inputs import PlanInputs, plan_inputs
-from evenload.cli.plan_layout import layout_of_plan, layouts_that_fit, planners_of_layout, search_all_layouts
+from evenload.cli.plan_layout import few_layouts, layout_of_plan, planners_of_layout, search_all_layouts
 from evenload.cli.plan_of_steps import judge_recorded_steps
 from evenload.cli.plan_request import (
     DEFAULT_SEARCH_S,
@@ -31,7 +31,7 @@ from evenload.cli.plan_request import (
 from evenload.cost.coefficients import CostCoefficients
 from evenload.data.config import DataConfig, OnCorrupt, Overlong, RecordKind
 from evenload.data.lengths import LengthTable, checked_lengths
-from evenload.errors import ConfigError, DataError, InfeasiblePlanError
+from evenload.errors import ConfigError, DataError, InfeasiblePlanError, refusing_unknown
 from evenload.explore.evaluate import evaluate_strategies
 from evenload.explore.layout_search import LARGE_CLUSTER, layout_sizes
 from evenload.explore.prediction_interval import prediction_interval
@@ -76,6 +76,7 @@ class PlanSettings(TypedDict, total=False):
     search_seconds: float | None
 
 
+@refusing_unknown("evenload.plan", PlanSettings.__annotations__)
 def plan(
     lengths: str | os.PathLike[str] | Sequence[int] | NDArray[np.integer],
     *,
@@ -100,9 +101,10 @@ def plan(
             config.toml of a run.
         cluster: a built-in name such as "h100x32", or a TOML file. Not needed with a config.toml: this machine.
         model: a built-in name, or a Hugging Face config.json or its folder; not needed with a config.toml.
-        layout: such as "dp=4,pp=8". Default: the shallowest that fits, or that of the run.
+        layout: such as "dp=4,pp=8". Default: the best of a few, or that of the run.
         documents, tokens: of a global batch, one of both; "128k" is 131,072.
-        context: longest document trained whole, and the most tokens of a pack.
+        context: longest document trained whole, and the most tokens of a pack. Default: the longest document, or the
+            model's limit where that is shorter.
         strategy: "all", or names.
         steps: global batches to plan.
         further: other options of the command, see `PlanSettings`.
@@ -113,10 +115,6 @@ def plan(
             rows say so; `Comparison.require_feasible` raises where none does.
     """
     settings: dict[str, Any] = {**further}
-    if unknown := sorted(set(settings) - set(PlanSettings.__annotations__)):
-        raise ConfigError(
-            f"evenload.plan knows no setting {', '.join(unknown)}; it takes {', '.join(PlanSettings.__annotations__)}"
-        )
     for name, kind in (("include", list), ("set_options", list), ("cost", lambda cost: Path(cost).expanduser())):
         if settings.get(name) is not None:
             settings[name] = kind(settings[name])
@@ -133,7 +131,7 @@ def plan(
         steps=steps,
         **settings,
     )
-    return compare(request, Console(quiet=True), _given_lengths(lengths) if path is None else None)
+    return compare(request, _given_lengths(lengths) if path is None else None)
 
 
 def _given_lengths(lengths: Any) -> LengthSource:
@@ -148,9 +146,8 @@ def _given_lengths(lengths: Any) -> LengthSource:
     return LengthSource(name=GIVEN, data=data, table=table)
 
 
-def compare(request: PlanRequest, console: Console, source: LengthSource | None = None) -> Comparison:
-    """Plan global batches with every strategy, of lengths that `source` holds, by default what `request.lengths` names;
-    the console shows the inputs, and layouts of a search, before that."""
+def compare(request: PlanRequest, source: LengthSource | None = None) -> Comparison:
+    """Plan global batches with every strategy, of the lengths of `source` or, without it, those that are requested."""
     # Everything that can be wrong without looking into a document is refused first.
     strategies = parse_strategies(request.strategy)
     if request.worst is not None and request.worst < 1:
@@ -161,17 +158,18 @@ def compare(request: PlanRequest, console: Console, source: LengthSource | None 
         source = length_source(request.lengths, request, request.model, request.settings)
     inputs = plan_inputs(request, source)
     table = source.read()
+    inputs = inputs.within(int(table.lengths.max(initial=1)))
     with _errors_in_unit(table.unit):
         batches = inputs.batches.sample(table.lengths, steps=request.steps, seed=request.seed)
-        searched = None
+        searched = few = None
         if request.search_layout:
             in_part = inputs.cluster.num_devices > LARGE_CLUSTER
             names, left_out = chosen_strategies(strategies, None, inputs.options, in_part=in_part)
             limit_s = request.search_seconds or DEFAULT_SEARCH_S
-            searched = search_all_layouts(inputs, batches, names, console, limit_s)
+            searched = search_all_layouts(inputs, batches, names, limit_s)
             layout = searched.fastest.best.parallel_layout()
         else:
-            layout = layout_of_plan(inputs, batches, strategies)
+            layout, few = layout_of_plan(inputs, batches, strategies, is_of_engine=request.engine is not None)
             names, left_out = chosen_strategies(strategies, layout, inputs.options)
         if request.engine:
             # Before anything is planned, a layout or a strategy named that the engine cannot run.
@@ -180,16 +178,6 @@ def compare(request: PlanRequest, console: Console, source: LengthSource | None 
                 require_strategy(profile, name, inputs.options, layout)
             require_heads(profile, inputs.costs.model, layout)
     coefficients = inputs.costs.of(layout)
-    shown = _inputs_content(request, inputs, shown_name(source.name), table, layout)
-    print_lines(console, _inputs_message(shown, table, layout, coefficients), unit_message(table))
-    print_lines(console, *(f"cost: {message}" for message in inputs.costs.messages(layout)))
-    can_offload = coefficients.host_link is not None and inputs.options.policy in ("choose", "offload")
-    if inputs.host.limit_bytes is None and can_offload and not request.engine:
-        print_lines(
-            console,
-            f"host memory: cluster {inputs.cluster.name} says no host_memory_bytes, so activations are offloaded as if "
-            "its nodes had room for all",
-        )
     planners = searched.planners(inputs, batches) if searched else planners_of_layout(inputs, layout)
     with progress_bar() as on_progress:
         evaluation = evaluate_strategies(planners, batches, names, on_progress=on_progress)
@@ -208,7 +196,9 @@ def compare(request: PlanRequest, console: Console, source: LengthSource | None 
                 # One that changes the layout has no one limit.
                 if evaluation.best and evaluation.proposals[name] and not STRATEGIES.named(name).changes_layout
             )
-    has_none = evaluation.best is None and not (engine and engine.best)
+    if inputs.layout is not None and not engine and len(inputs.run_layouts) < 2:
+        few = few_layouts(inputs, batches, strategies, evaluation.best)
+    shown = _inputs_content(request, inputs, shown_name(source.name), table, layout)
     return Comparison(
         inputs=shown,
         unit=table.unit,
@@ -220,8 +210,28 @@ def compare(request: PlanRequest, console: Console, source: LengthSource | None 
         engine=engine,
         interval=prediction_interval(coefficients, layout),
         memory_cap_bytes=inputs.memory_cap_bytes,
-        fitting_layouts=layouts_that_fit(inputs, batches, strategies) if has_none and not searched else "",
+        few_layouts=few,
+        facts=_inputs_message(shown, table, layout, coefficients),
+        remarks=_remarks(request, inputs, layout, unit_message(table)),
     )
+
+
+def _remarks(request: PlanRequest, inputs: PlanInputs, layout: ParallelLayout, unit: str) -> tuple[str, ...]:
+    """Say what the figures rest on that a user may not expect."""
+    coefficients, policies = inputs.costs.of(layout), ("choose", "offload")
+    can_offload = coefficients.host_link is not None and inputs.options.policy in policies and not request.engine
+    host = (
+        f"host memory: cluster {inputs.cluster.name} says no host_memory_bytes, so activations are offloaded as if its "
+        "nodes had room for all"
+    )
+    remarks = (
+        inputs.costs.model.whole_documents,
+        _tensor_refusal(inputs.costs.model, layout),
+        unit,
+        *(f"cost: {message}" for message in inputs.costs.messages(layout)),
+        host if inputs.host.limit_bytes is None and can_offload else "",
+    )
+    return tuple(filter(None, remarks))
 
 
 def _engine_planner(engine: str, inputs: PlanInputs, layout: ParallelLayout) -> EnginePlanner:
@@ -256,15 +266,19 @@ def _inputs_content(
         "tensor_refusal": _tensor_refusal(model, layout),
         "cluster": inputs.cluster_name,
         "layout": layout_sizes(layout),
+        "is_layout_given": inputs.layout is not None or request.engine is not None or request.search_layout,
         "stage_layers": layout.stage_counts,
         "devices": inputs.cluster.num_devices,
+        "data_documents": len(table.lengths),
         "documents": batches.num_documents,
         "tokens": batches.num_tokens,
         "context": batches.context,
+        "context_from": inputs.context_from,
         "overlong": batches.overlong,
         **{name: getattr(options, name) for name in ("policy", "dp_merge", "window", "max_delay_steps")},
         "strategy_options": {own.__struct_config__.tag: msgspec.to_builtins(own) for own in options.strategies},
         "known_steps": options.own(FlexOptions).known_steps,
+        "strategy": request.strategy,
         "steps": request.steps,
         "seed": request.seed,
         "cost": str(inputs.costs.cost_file or "analytic"),
@@ -281,14 +295,14 @@ def _inputs_message(
     unused = inputs["devices"] - layout.world_size
     devices = f" ({unused} of {inputs['devices']} devices unused)" if unused else ""
     lengths, tokenizer = table.lengths, f"; tokeniser {table.tokenizer}" if table.tokenizer else ""
+    origin = f" ({inputs['context_from']})" if inputs["context_from"] else ""
     return (
         f"evenload {version('evenload')} plan: {inputs['lengths']} ({counted(len(lengths), 'document')}, median "
         f"{int(np.median(lengths)):,}, longest {int(lengths.max()):,} {table.unit}{tokenizer}), "
         f"model {inputs['model']} ({inputs['model_size']}), cluster {inputs['cluster']}, "
         f"layout {layout.describe()}{devices}, {size} a step, {counted(inputs['steps'], 'step')}, "
-        f"context {inputs['context']:,}, overlong {inputs['overlong']}, seed {inputs['seed']}, "
+        f"context {inputs['context']:,}{origin}, overlong {inputs['overlong']}, seed {inputs['seed']}, "
         f"{coefficients.source} costs"
-        + "".join(f"\n{inputs[line]}" for line in ("whole_documents", "tensor_refusal") if inputs[line])
     )
 
 
@@ -324,8 +338,8 @@ def run_plan(request: PlanRequest) -> None:
     if request.lengths_per_step is not None:
         judge_recorded_steps(request, request.lengths_per_step, console)
         return
-    comparison = compare(request, console)
-    comparison.show(console)
+    comparison = compare(request)
+    comparison.show(console, details=request.details)
     if request.json_file:
         write_output(request.json_file, comparison.to_json())
     if request.emit_plan:

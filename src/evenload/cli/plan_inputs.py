@@ -20,7 +20,7 @@ from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.coefficients import CostCoefficients, OverlapCost, read_coefficients
 from evenload.cost.host_memory import HostMemory, host_memory, host_memory_of_node
 from evenload.cost.validity import fill_from_cluster, in_measured_precision, require_measured_on
-from evenload.data.hub import model_from
+from evenload.data.hub import context_limit, model_from
 from evenload.errors import ConfigError
 from evenload.explore.batches import BatchRule
 from evenload.explore.layout_search import LARGE_CLUSTER
@@ -93,10 +93,11 @@ class PlanInputs:
     """What is planned for.
 
     Args:
-        layout: None = the default one, or a search.
+        layout: None = the best of a few, or of a search.
         run_layouts: that a run may take, the one in which it starts, `layout`, first; () = `layout` is no run's, and
             layers of its stages are balanced by cost.
         host: what a node offers to offloaded activations.
+        context_from: the context's origin where nobody gave it, such as "the model's limit"; else "".
     """
 
     model_name: str
@@ -107,6 +108,18 @@ class PlanInputs:
     batches: BatchRule
     options: PlanOptions
     host: HostMemory
+    context_from: str = ""
+
+    def within(self, longest: int) -> "PlanInputs":
+        """Return the inputs for documents of at most so many tokens, which are the context where nobody gave one."""
+        limit = self.batches.context
+        if not self.context_from or longest > limit:
+            return self
+        options = self.options
+        if options.max_pack_tokens == limit:
+            options = msgspec.structs.replace(options, max_pack_tokens=longest)
+        batches = replace(self.batches, context=longest)
+        return replace(self, batches=batches, options=options, context_from="the longest document")
 
     @property
     def cluster(self) -> ClusterSpec:
@@ -156,7 +169,14 @@ def plan_inputs(request: PlanRequest, source: LengthSource) -> PlanInputs:
     documents, tokens, context = request.documents, request.tokens_of("tokens"), request.tokens_of("context")
     if documents is None and tokens is None:
         documents, tokens = (run.data.batch_documents, run.data.batch_tokens) if run else (DEFAULT_DOCUMENTS, None)
-    longest = run.data.max_document_tokens if run else DEFAULT_CONTEXT
+    context_from, overlong = "", run.data.overlong if run else "error"
+    if context is None and run is None:
+        # Documents beyond it are cut off, as a first answer is worth more than an error; how much is said.
+        known, overlong = context_limit(model_name), "truncate"
+        context_from = "the model's limit" if known else "the model's limit is not known"
+        context = known or DEFAULT_CONTEXT
+    longest = run.data.max_document_tokens if run and context is None else context
+    assert longest is not None
     return PlanInputs(
         model_name=model_name,
         cluster_name=request.cluster or THIS_MACHINE,
@@ -164,13 +184,11 @@ def plan_inputs(request: PlanRequest, source: LengthSource) -> PlanInputs:
         layout=layout,
         run_layouts=run_layouts,
         batches=BatchRule(
-            num_documents=documents,
-            num_tokens=tokens,
-            context=longest if context is None else context,
-            overlong=request.overlong or (run.data.overlong if run else "error"),
+            num_documents=documents, num_tokens=tokens, context=longest, overlong=request.overlong or overlong
         ),
         options=_options(request, run, context),
         host=host,
+        context_from=context_from,
     )
 
 
@@ -224,7 +242,7 @@ def _layout(
 def _options(request: PlanRequest, run: TrainConfig | None, context: int | None) -> PlanOptions:
     # A run's configuration was read with the settings.
     options = run.plan.options if run else options_of_settings(request.settings)
-    most = context if context is not None else run.max_pack_tokens if run else DEFAULT_CONTEXT
+    most = run.max_pack_tokens if run and context is None else context
     if any(setting.partition("=")[0].strip() == "max_pack_tokens" for setting in request.settings):
         most = options.max_pack_tokens
     # Strategies share documents where replicas can: the default of `evenload train`, too.
@@ -283,7 +301,12 @@ def _this_machine(run: TrainConfig | None, cost_file: Path | None, layout: str |
             "--cluster is missing; name one such as h100x8, or give the config.toml of a run on this machine"
         )
     if run.train.device == "cuda":
-        return _gpus()
+        if (gpus := gpus_here()) is None:
+            raise ConfigError(
+                f"--cluster is missing, the run computes on GPUs, and NVIDIA's driver tells of none here ({_DRIVER}); "
+                "name the cluster that it will run on"
+            )
+        return gpus
     if cost_file is None:
         raise ConfigError(
             "--cluster is missing, the run computes on the CPU, and how fast this one is was not measured; run "
@@ -312,20 +335,19 @@ def _this_machine(run: TrainConfig | None, cost_file: Path | None, layout: str |
     )
 
 
-def _gpus() -> ClusterSpec:
+def gpus_here() -> ClusterSpec | None:
+    """Return this machine's GPUs by what their driver says; None where there are none, `ConfigError` for other ones
+    than the built-in."""
     texts = (file.read_text(encoding="utf-8") for file in sorted(_DRIVER.glob("*/information")))
     models = [re.search(r"^Model:\s*(.+?)\s*$", text, flags=re.MULTILINE) for text in texts]
     names = [match[1] if match else "a GPU without a name" for match in models]
     if not names:
-        raise ConfigError(
-            f"--cluster is missing, the run computes on GPUs, and NVIDIA's driver tells of none here ({_DRIVER}); name "
-            "the cluster that it will run on"
-        )
+        return None
     kinds = {next((kind for pattern, kind in _BUILT_IN_GPUS if re.fullmatch(pattern, name)), None) for name in names}
     if len(kinds) > 1 or None in kinds:
         raise ConfigError(
             f"--cluster is missing, and this machine has {', '.join(sorted(set(names)))}, of which not all are one of "
-            f"the built-in {', '.join(BUILT_IN)} (all SXM); describe it in a TOML file (docs/guide.md) for --cluster"
+            f"the built-in {', '.join(BUILT_IN)} (all SXM); describe it in a TOML file (docs/plan.md) for --cluster"
         )
     (kind,) = kinds
     return cluster_from(f"{kind}x{len(names)}")

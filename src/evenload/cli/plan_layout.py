@@ -1,17 +1,17 @@
-"""The layout that `evenload plan` plans in: given, a run's, the default one or the best of a search."""
+"""The layout that `evenload plan` plans in: given, a run's, the best of a few or of a search."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from rich.console import Console
-
-from evenload.cli.options import print_lines, progress_bar
+from evenload.cli.first_lines import option_of
+from evenload.cli.options import progress_bar
 from evenload.cli.plan_inputs import PlanInputs
 from evenload.errors import ConfigError, InfeasiblePlanError
 from evenload.explore.batches import OnProgress, SampledBatch, no_progress
 from evenload.explore.evaluate import StrategyPlanners
 from evenload.explore.layout_search import (
     LARGE_CLUSTER,
+    FewLayouts,
     LayoutResult,
     LayoutSearch,
     StrategyLayouts,
@@ -22,6 +22,7 @@ from evenload.planning.layouts.flex_planner import FlexPlanner
 from evenload.planning.planner import StepPlanner
 from evenload.planning.strategies.auto import AUTO
 from evenload.planning.strategies.baselines import BEST_FIT
+from evenload.planning.strategies.registry import strategy_named
 from evenload.report.units import format_seconds
 from evenload.types.layout import ParallelLayout
 
@@ -30,21 +31,38 @@ _MOST_NAMED = 3
 
 
 def layout_of_plan(
-    inputs: PlanInputs, batches: Sequence[SampledBatch], names: tuple[str, ...] | None
-) -> ParallelLayout:
-    """Choose the layout without a search, layers of stages by cost unless a run says them; an error names layouts that
-    fit the strategies `names` (None = all)."""
+    inputs: PlanInputs, batches: Sequence[SampledBatch], names: tuple[str, ...] | None, *, is_of_engine: bool
+) -> tuple[ParallelLayout, FewLayouts | None]:
+    """Return the layout that was given, of which a run's stages keep their layers and others get them by cost; else the
+    best of a few for the strategies `names` (None = all), and these few; of an engine the shallowest that fits.
+    `InfeasiblePlanError` where none fits."""
     model, costs = inputs.costs.model, inputs.costs
-    try:
-        layout = inputs.layout or default_layout(model, inputs.cluster)
-    except InfeasiblePlanError as error:
-        raise InfeasiblePlanError(f"{error}; {layouts_that_fit(inputs, batches, names)}") from error
+    few = None
+    if (layout := inputs.layout) is None and is_of_engine:
+        layout = default_layout(model, inputs.cluster)
+    elif layout is None:
+        few = few_layouts(inputs, batches, names)
+        if not few.layouts:
+            raise InfeasiblePlanError(f"no layout of {inputs.cluster_name} fits {model.name}: {fitting_text(few)}")
+        return few.layouts[0].parallel_layout(), few
     if inputs.run_layouts:
-        return layout
+        return layout, None
     lengths = [document.num_tokens for batch in batches for document in batch.documents]
     return balanced_layout(
         model, costs.of(layout), layout, lengths, num_steps=len(batches), memory_bytes=inputs.memory_cap_bytes
-    )
+    ), None
+
+
+def few_layouts(
+    inputs: PlanInputs, batches: Sequence[SampledBatch], names: tuple[str, ...] | None, best: str | None = None
+) -> FewLayouts:
+    """Plan a few layouts of the cluster with the strategy that was the `best` in another one, else with `auto` or,
+    where that is not among those to plan, with the first of `names`."""
+    names = (best,) if best is not None else names or ()
+    stays = [name for name in names if not strategy_named(name).changes_layout]
+    with progress_bar() as on_progress:
+        strategy = AUTO.name if AUTO.name in stays or not stays else stays[0]
+        return _layout_search(inputs, batches, on_progress).few(strategy)
 
 
 def planners_of_layout(inputs: PlanInputs, layout: ParallelLayout) -> StrategyPlanners:
@@ -73,14 +91,14 @@ class SearchedLayouts:
             raise ConfigError(
                 f"{what}: the search judged {strategy} on one of {best.stride} replicas and documents, because the "
                 f"cluster has more than {LARGE_CLUSTER} devices, so there are no plans of whole steps; plan with its "
-                f"layout instead of a search: --layout {_option(best)}"
+                f"layout instead of a search: --layout {option_of(best.layout)}"
             )
 
     def summary(self) -> Iterator[str]:
         """Name every strategy's layout, and say what was planned and what was not."""
         results = self.results
         named = "; ".join(
-            f"{one.strategy} {_option(one.best)} ({format_seconds(one.best.mean_step_time_s)})"
+            f"{one.strategy} {option_of(one.best.layout)} ({format_seconds(one.best.mean_step_time_s)})"
             if one.best.feasible
             else f"{one.strategy} none"
             for one in results
@@ -105,7 +123,7 @@ class SearchedLayouts:
             strides = ", ".join(f"{one.strategy} {one.best.stride}" for one in results)
             yield (
                 f"estimates: more than {LARGE_CLUSTER} devices are judged on a part, every so many-th replica and "
-                f"document ({strides}); --layout {_option(self.fastest.best)} plans the whole"
+                f"document ({strides}); --layout {option_of(self.fastest.best.layout)} plans the whole"
             )
 
     def planners(self, inputs: PlanInputs, batches: Sequence[SampledBatch]) -> StrategyPlanners:
@@ -127,17 +145,15 @@ class SearchedLayouts:
 
 
 def search_all_layouts(
-    inputs: PlanInputs, batches: Sequence[SampledBatch], names: tuple[str, ...], console: Console, limit_s: float
+    inputs: PlanInputs, batches: Sequence[SampledBatch], names: tuple[str, ...], limit_s: float
 ) -> SearchedLayouts:
     with progress_bar() as on_progress:
         results = _layout_search(inputs, batches, on_progress).strategies(names, limit_s=limit_s)
     searched = SearchedLayouts(results, limit_s)
     fastest = searched.fastest
-    print_lines(console, *searched.summary())
     if not fastest.best.feasible:
-        raise InfeasiblePlanError(
-            f"no layout of {inputs.cluster_name} fits; the closest, {_option(fastest.best)}: {fastest.best.why}"
-        )
+        closest = f"the closest, {option_of(fastest.best.layout)}: {fastest.best.why}"
+        raise InfeasiblePlanError(f"no layout of {inputs.cluster_name} fits; {closest}")
     return searched
 
 
@@ -156,28 +172,20 @@ def _layout_search(
     )
 
 
-def layouts_that_fit(inputs: PlanInputs, batches: Sequence[SampledBatch], names: tuple[str, ...] | None) -> str:
-    """Name layouts of the cluster that hold the first batch, of a few that are planned; `names` are the strategies."""
-    strategy = names[0] if names is not None and len(names) == 1 else AUTO.name
-    with progress_bar() as on_progress:
-        result = _layout_search(inputs, batches, on_progress).fitting(strategy)
-    if not result.num_tried:
+def fitting_text(few: FewLayouts) -> str:
+    """Name the layouts of a few that fit."""
+    if not few.num_tried:
         return (
-            f"in all {result.num_all} layouts of the cluster weights, gradients and optimizer alone are more than a "
+            f"in all {few.num_all} layouts of the cluster weights, gradients and optimizer alone are more than a "
             "device holds; take more devices, or devices with more memory"
         )
-    tried = f"{result.num_tried} of the cluster's {result.num_all} layouts tried on the first batch"
-    if not result.layouts:
+    tried = f"{few.num_tried} of the cluster's {few.num_all} layouts tried"
+    if not few.layouts:
         return f"no layout was found that fits ({tried}); --search-layout tries all of them"
-    return f"these fit by prediction ({tried}): {_named(result.layouts)}; --search-layout ranks all"
+    return f"these fit by prediction ({tried}): {_named(few.layouts)}; --search-layout ranks all"
 
 
 def _named(layouts: Sequence[LayoutResult]) -> str:
     """Name the first few layouts, as options with their predicted seconds."""
     few = layouts[:_MOST_NAMED]
-    return ", ".join(f"--layout {_option(one)} ({format_seconds(one.mean_step_time_s)} a step)" for one in few)
-
-
-def _option(result: LayoutResult) -> str:
-    """Write a layout as --layout takes it."""
-    return ",".join(f"{axis}={size}" for axis, size in result.layout.items() if size > 1 or axis == "dp")
+    return ", ".join(f"--layout {option_of(one.layout)} ({format_seconds(one.mean_step_time_s)} a step)" for one in few)

@@ -13,10 +13,11 @@ from rich.markup import escape
 
 from evenload.cli.options import COUNTS, argument, option, parse_tokens
 from evenload.config.keys import set_options
+from evenload.config.tokenizer import with_found_kinds
 from evenload.config.train_config import TrainConfig, load_train_config
 from evenload.data.chat_encoding import open_encoder
 from evenload.data.config import DataConfig, OnCorrupt, Overlong, RecordKind
-from evenload.data.lengths import LengthTable, count_documents, holds_numbers, read_length_table
+from evenload.data.lengths import LengthTable, count_documents, may_be_numbers, read_length_table, with_counted_chats
 from evenload.data.tokenize import open_tokenizer
 from evenload.errors import ConfigError
 from evenload.integrations.catalog import ENGINES
@@ -41,7 +42,7 @@ class DocumentOptions:
     """Options of documents whose tokens are counted; None = not given."""
 
     tokenizer: str | None = option(_DATA, "A tokenizer.json or its folder, which counts documents; else bytes count.")
-    record: RecordKind | None = option(_DATA, "What a record of the documents holds (data.record). Default: text.")
+    record: RecordKind | None = option(_DATA, "What a record of the documents holds (data.record). Default: auto.")
     include: list[str] | None = option(_DATA, "Names of files to read, such as '*.py'; may be repeated (default all).")
     on_corrupt: OnCorrupt | None = option(_DATA, "Stop at a record that cannot be read, or skip it (default error).")
 
@@ -83,26 +84,26 @@ def length_source(
         # Parts of a mixture have their own record kind and file names, which the command line replaces, too.
         of_parts = {name: given[name] for name in ("record", "include") if name in given}
         parts = tuple(msgspec.structs.replace(part, **of_parts) for part in run.data.mixture)
-        data = msgspec.structs.replace(run.data, mixture=parts)
+        data = with_found_kinds(msgspec.structs.replace(run.data, mixture=parts), run.model.path)
         open_tokenizer(data.tokenizer, data.eos_token)
         return LengthSource(name=source, data=data, run=run)
     data = DataConfig(sources=(source,), batch_documents=1, max_document_tokens=1, **given)
     if data.tokenizer is not None and data.record != "tokens" and open_tokenizer(data.tokenizer).eos_id is None:
         # Nobody can name the token here; its own length stands in the output.
         data = msgspec.structs.replace(data, append_eos=False)
-    if not (holds_numbers(source) and data.record == "text"):
+    if not may_be_numbers(source, data):
+        data = with_counted_chats(data)
         open_encoder(data)
     return LengthSource(name=source, data=data)
 
 
 def unit_message(table: LengthTable) -> str:
-    """Say what a table in bytes means, and how to get tokens; "" for a table in tokens."""
-    if table.unit == "tokens":
-        return ""
-    return (
+    """Say what records were counted, what a table in bytes means, and how to get tokens; "" for a table of numbers."""
+    in_bytes = (
         "lengths are counted in bytes, end of document included, because no tokeniser was named; --tokenizer FOLDER "
         "counts what a model sees"
     )
+    return "\n".join(filter(None, (table.records, in_bytes if table.unit == "bytes" else "")))
 
 
 # Without those of other packages: a help text must not fail because a package does.
@@ -156,7 +157,7 @@ def chosen_strategies(
 
 
 DEFAULT_DOCUMENTS = 512  # of a global batch
-DEFAULT_CONTEXT = 131_072  # tokens of the longest document trained whole
+DEFAULT_CONTEXT = 131_072  # tokens, of a model whose limit is not known
 DEFAULT_SEARCH_S = 300.0
 
 
@@ -168,13 +169,13 @@ class PlanRequest(DocumentOptions):
     lengths_per_step: str | None = option(
         _DATA,
         "Instead of LENGTHS: the steps of a run of any trainer, one a line, with their partition if known; says what "
-        "they lost to waiting, and what evenload.micro_batches would take (docs/guide.md).",
+        "they lost to waiting, and what evenload.micro_batches would take (docs/plan.md).",
         metavar="FILE.jsonl",
     )
     cluster: str | None = option(
         _MODEL,
         f"Built-in name ({', '.join(BUILT_IN)}, then x and how many: h100x32), or a TOML file such as "
-        "examples/clusters/two_nodes.toml (explained in docs/guide.md). "
+        "examples/clusters/two_nodes.toml (explained in docs/plan.md). "
         "Needed, but with a config.toml: then this machine, its GPUs or, on the CPU, what a cost file says of it.",
     )
     model: str | None = option(
@@ -183,16 +184,19 @@ class PlanRequest(DocumentOptions):
         "config.toml.",
     )
     layout: str | None = option(
-        _MODEL, "For example dp=4,pp=8. Also virtual=2. Default: the shallowest that fits. Stages get layers by cost."
+        _MODEL, "For example dp=4,pp=8. Also virtual=2. Default: the best of a few. Stages get layers by cost."
     )
     documents: int | None = option(_DATA, f"Documents of a global batch (default {DEFAULT_DOCUMENTS}).")
     tokens: str | None = option(_DATA, f"Tokens of a global batch, instead of --documents. {COUNTS}", metavar="TOKENS")
     context: str | None = option(
         _DATA,
-        f"Longest document trained whole, and the most tokens of a pack (default 128k). {COUNTS}",
+        "Longest document trained whole, and the most tokens of a pack. Default: the longest of the documents, or "
+        f"the model's limit where that is shorter. {COUNTS}",
         metavar="TOKENS",
     )
-    overlong: Overlong | None = option(_DATA, "What happens to longer documents (default error).")
+    overlong: Overlong | None = option(
+        _DATA, "What happens to longer documents (default error; truncate without --context)."
+    )
     strategy: str = option(_HOW, _STRATEGY_HELP, default="all")
     engine: str | None = option(
         _HOW,
@@ -244,6 +248,9 @@ class PlanRequest(DocumentOptions):
     )
     search_seconds: float | None = option(
         _SEARCH, f"Most time for --search-layout (default {DEFAULT_SEARCH_S:g}); layouts not searched are counted."
+    )
+    details: bool = option(
+        _HOW, "Also print the slower strategies, all that fits the width, and how figures came about.", default=False
     )
     json_file: Path | None = option(_FILES, "Write all figures as JSON.", "--json")
     html: Path | None = option(_FILES, "Write a page: table, losses, timelines, memory, documents.")

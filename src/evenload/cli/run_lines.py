@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 _NUM_STEPS = 3
 """Steps after the first, which pays for what is done once, whose predictions are checked."""
+_FEW_STEPS = 20
 _FACTOR = 1.2
 """All of them beyond it, on the same side, are no accident."""
 
@@ -109,12 +110,12 @@ def first_plan_line(plan: StepPlan, max_pack_tokens: int, interval: PredictionIn
 
 def interval_line(ratios: Sequence[float], interval: PredictionInterval, waited_share: float) -> str:
     """State how well predictions held: `ratios` of measured over predicted seconds of the steps after the first, while
-    this rank stood without a core for `waited_share` of the time; "" where there are no ratios."""
+    a rank stood without a core for `waited_share` of the time; "" where there are no ratios."""
     if not ratios:
         return ""
     message = f"steps after the first took {median(ratios):.2f} times their predicted time"
     if waited_share > QUIET_WAITED_SHARE:
-        return message + _busy(waited_share)
+        return f"{message} on a busy machine{_busy(waited_share)}"
     if not (held := interval.count_inside(ratios)):
         return f"{message}; {interval.describe()}"
     return f"{message}; {held} lie in the 90 % interval of {interval.low:.2f} to {interval.high:.2f} times"
@@ -150,12 +151,14 @@ def prediction_line(
 
 
 class StepLines:
-    """Prints the lines of steps in one start of a run, one in `every_s` seconds (0 = all), of `total` steps."""
+    """Prints the lines of steps in one start of a run, one in `every_s` seconds (0 = all), of `total` steps; all where
+    it has few, and the first ones where it is not known how many."""
 
     def __init__(self, console: Console, every_s: float, steps_done: int, total: int | None) -> None:
         self._console, self._every_s = console, every_s
         self._steps_done, self._total = steps_done, total
         self._is_first, self._next_s = True, 0.0
+        self._few_left = 0 if total is not None and total - steps_done > _FEW_STEPS else _FEW_STEPS
         self._waiting: MetricRow | None = None
 
     @contextmanager
@@ -171,7 +174,8 @@ class StepLines:
         """Print a step's line, where it is time for one."""
         self._move(steps_done, self._total, progress_text(row))
         # The second step is the first whose speed means something.
-        if self._is_first or time.monotonic() >= self._next_s:
+        self._few_left -= 1
+        if self._is_first or self._few_left >= 0 or time.monotonic() >= self._next_s:
             self._next_s = 0.0 if self._is_first else time.monotonic() + self._every_s
             self._is_first, self._waiting = False, None
             print_lines(self._console, step_line(row))

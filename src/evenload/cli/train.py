@@ -23,7 +23,7 @@ from evenload.cli.environment import prepare_environment
 from evenload.cli.options import ConfigOptions, calibration_cache, command_of, option, require_writable_directory
 from evenload.config.sections import require_trackers
 from evenload.config.train_config import TrainConfig, load_train_config, read_train_config
-from evenload.errors import ConfigError, needs_train_extra, require_train_extra
+from evenload.errors import ConfigError, needs_train_extra, refusing_unknown, require_train_extra
 from evenload.integrations.callback import Callback
 from evenload.report.run_files import latest_per_step, read_metrics
 from evenload.runtime.checkpoint.directory import checkpoint_to_resume, checkpoints_of, latest_checkpoint, steps_in_name
@@ -60,6 +60,7 @@ class TrainedRun:
         return tuple(latest_per_step(read_metrics(self.output_dir / "metrics.jsonl")))
 
 
+@refusing_unknown("evenload.train")
 def train(
     config: str | os.PathLike[str] | Mapping[str, object] | TrainConfig,
     *,

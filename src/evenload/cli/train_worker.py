@@ -21,11 +21,14 @@ from evenload.config.layouts import fitted_config, layouts_of
 from evenload.config.sections import Tracker
 from evenload.config.train_config import TrainConfig, layout_of
 from evenload.cost.coefficients import CostCoefficients
+from evenload.cost.memory import checkpoint_bytes
 from evenload.errors import CallbackError, ConfigError, EvenloadError, RankLostError
 from evenload.explore.prediction_interval import prediction_interval
 from evenload.integrations.callback import Callback, EndReason, RunEnd, RunStart, TensorBoardLog, WandbLog
 from evenload.planning.strategies.registry import decide_dp_merge
 from evenload.runtime.checkpoint.directory import checkpoints_of, skipped_checkpoints
+from evenload.runtime.checkpoint.writer import require_room
+from evenload.runtime.comm.mesh import most_of_ranks
 from evenload.runtime.comm.watch import comes_of_transport
 from evenload.runtime.device import require_device
 from evenload.runtime.model.model_config import model_spec, position_warning, proof_line
@@ -125,7 +128,10 @@ def run_worker(config: TrainConfig, cache: Path, command: str, callbacks: tuple[
     go together, or another number of ranks than the layout has.
     """
     may_restart = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
-    num_layers = model_spec(config).num_layers
+    model = model_spec(config)
+    num_layers = model.num_layers
+    if os.environ["RANK"] == "0":
+        require_room(config.train, checkpoint_bytes(model, has_muon=config.optimizer.name == "muon"))
     if may_restart:
         config = _fitted_to_started_ranks(config, num_layers)
     layouts = layouts_of(config, num_layers)
@@ -240,7 +246,8 @@ def _run_steps(
                     console, *_warnings(run_lines.prediction_line(ratios, costs.device, run.cost_file, waits.share))
                 )
             last = report
-    print_lines(console, run_lines.interval_line(ratios, interval, waits.share()))
+    waited_share = most_of_ranks(waits.share(), trainer.mesh)
+    print_lines(console, run_lines.interval_line(ratios, interval, waited_share))
     return last
 
 

@@ -7,6 +7,7 @@ tests/support/matrix.py lists the pairs of settings that are refused; others are
 import os
 import platform
 import sys
+import time
 from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from rich.console import Console
 from evenload.attention.backends import select_backend
 from evenload.calibrate.calibrate import cached_path, calibrate, read_cached, write_cached
 from evenload.calibrate.links import measured_overlap
-from evenload.cli.options import print_lines
+from evenload.cli.options import print_lines, progress_bar
 from evenload.cli.plan_inputs import cost_file_warnings
 from evenload.config.layouts import layouts_of, require_optimizer
 from evenload.config.planner import process_memory_bytes
@@ -50,6 +51,7 @@ from evenload.types.text import counted
 
 def require_runnable(config: TrainConfig) -> ParallelLayout:
     """Refuse settings that do not go together, and return the layout in which the run starts."""
+    config = config.with_found_kinds()
     hf_config = load_config(config.model.path)
     spec = model_spec(config)
     layouts = layouts_of(config, spec.num_layers)
@@ -222,22 +224,33 @@ def _known_or_measured(
             require_complete(known[0], trainer.model, mesh.layout, f"train.cost_file {configured}")
             say(*(f"evenload: warning: {warning}" for warning in cost_file_warnings(known[0], configured, name)))
         return known[0]
-    say("calibrating: timing this model's layers on this machine (seconds; cached for the next run)")
     longest = max_document_tokens or config.data.max_document_tokens
-    most = config.max_pack_tokens
-    measured, timed_tokens = calibrate(trainer.state.stages, trainer.model, mesh, longest, name, setup.demand, most)
+    max_s, most = config.train.calibration_max_s, config.max_pack_tokens
+    from_s, what = time.perf_counter(), f"at most about {max_s:g} s, train.calibration_max_s"
+    say(f"calibrating: timing this model's layers on this machine ({what}; cached for the next run)")
+    with progress_bar(setup.console) as move:
+        move(0, None, f"calibrating, {what}")
+        arguments = trainer.state.stages, trainer.model, mesh, longest, name, setup.demand, most, max_s
+        measured, timed_tokens = calibrate(*arguments)
     if mesh.device.type == "cuda" and 2 * timed_tokens <= most:
         say(
             f"packs of up to {timed_tokens:,} tokens were timed, as time and memory allowed; the run's "
             f"may have {most:,}, whose seconds are extrapolated"
         )
-    noise = measured.noise
-    if noise is not None and noise.is_noisy:
+    where, noise = measured.measured_on, measured.noise
+    assert where is not None
+    assert noise is not None
+    cut = "; cut short: layers, packs or repeats were left out" if where.is_cut_short else ""
+    found = f"{noise.describe()}; {time.perf_counter() - from_s:.0f} s{cut}"
+    if noise.is_noisy:
         say(
-            f"calibration was disturbed: {noise.describe()}. Predicted seconds may be too long. These costs are not "
-            "kept for the next run; once the machine is quiet, train.recalibrate=true measures again"
+            f"machine busy, calibration was disturbed: {found}. Predicted seconds may be too long, so they carry no "
+            "interval. These costs are not kept for the next run; once the machine is quiet, train.recalibrate=true "
+            "measures again"
         )
-    elif mesh.rank == 0:
+        return measured
+    say(f"machine quiet: {found}")
+    if mesh.rank == 0:
         try:
             write_cached(path, measured)
         except OSError as error:  # such as of a home that is no directory of the user's

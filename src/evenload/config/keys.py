@@ -8,10 +8,9 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from evenload.errors import ConfigError
+from evenload.errors import ConfigError, did_you_mean, nearest_name
 from evenload.planning.problem import PlanOptions
 from evenload.planning.strategies.registry import option_tables
-from evenload.types.base import did_you_mean, nearest_name
 
 Table = TypeVar("Table", bound=msgspec.Struct)
 _PLAN_PREFIX = "plan.options."

@@ -4,8 +4,8 @@ import math
 from typing import Literal
 
 from evenload.data.config import require_value
-from evenload.errors import ConfigError
-from evenload.types.base import Frozen, did_you_mean
+from evenload.errors import ConfigError, did_you_mean
+from evenload.types.base import Frozen
 
 Decay = Literal["constant", "cosine", "linear", "wsd"]
 _NAMES = ("adamw", "muon")

@@ -32,6 +32,8 @@ class RunConfig(Frozen):
         threads_per_process: None = the machine's cores divided by the processes on it.
         cost_file: cost coefficients (`cost.json` of another run of this model and layout, else refused); None = measure
             this device at start, which takes seconds and is cached, so that predictions are in its seconds.
+        calibration_max_s: seconds that measuring costs at the start may take, about; where that is too short for this
+            model's layers, fewer are timed, less often, and predicted step times carry no interval.
         checkpoint_every_steps: a checkpoint after every so many steps; 0 = by time, see `checkpoint_every_s`.
         checkpoint_every_s: a checkpoint at the end of the step in which so many seconds have passed since the last one;
             0 = none by time. Default: 600, or 0 where `checkpoint_every_steps` is set. The end of a run and a signal
@@ -76,6 +78,7 @@ class RunConfig(Frozen):
     kernels: Literal["auto", "torch", "liger"] = "auto"
     threads_per_process: int | None = None
     cost_file: PathText | None = None
+    calibration_max_s: float = 20.0
     checkpoint_every_steps: int = 0
     checkpoint_every_s: float | None = None
     stop_grace_s: float = 120.0
@@ -108,7 +111,7 @@ class RunConfig(Frozen):
             raise ConfigError(
                 f"train.recalibrate is true, but train.cost_file = '{self.cost_file}' says which costs to use; set one"
             )
-        for field in ("timeout_s", "checkpoint_timeout_s", "stop_grace_s"):
+        for field in ("calibration_max_s", "timeout_s", "checkpoint_timeout_s", "stop_grace_s"):
             require_value("train", self, field, getattr(self, field) > 0, "above 0")
 
     @property
@@ -151,7 +154,7 @@ class LogConfig(Frozen):
         project: of Weights & Biases.
         name: of the run there; default: the last part of `train.output_dir`.
         lines_every_s: a line about a step is shown at most once in so many seconds, besides the first two steps and
-            the last; 0 = for every step.
+            the last; 0 = for every step, as in runs of up to 20 steps.
     """
 
     to: tuple[Tracker, ...] = ()

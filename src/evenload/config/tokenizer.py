@@ -8,6 +8,7 @@ import msgspec
 from evenload.data.chat_encoding import open_encoder, stop_warnings
 from evenload.data.config import DataConfig, mixture_configs, reads_token_ids
 from evenload.data.hub import is_hub_name, local_path
+from evenload.data.record_kinds import with_kinds
 from evenload.data.tokenize import (
     BYTES,
     MAX_BYTE_VOCABULARY,
@@ -40,6 +41,14 @@ def with_default_tokenizer(data: DataConfig, model_path: str) -> DataConfig:
     if directory is not None and (directory / TOKENIZER_FILE).is_file():
         return msgspec.structs.replace(data, tokenizer=str(directory))
     return data
+
+
+def with_found_kinds(data: DataConfig, model_path: str) -> DataConfig:
+    """Resolve the kinds of record (`with_kinds`); ids that are found need no tokeniser that the model brought."""
+    found = with_kinds(data)
+    is_default = with_default_tokenizer(msgspec.structs.replace(data, tokenizer=None), model_path) == data
+    has_found_ids = reads_token_ids(found) and not reads_token_ids(data)
+    return msgspec.structs.replace(found, tokenizer=None) if has_found_ids and is_default else found
 
 
 def require_tokenizer(data: DataConfig, pretrained: str | None, vocab_size: int) -> DocumentTokenizer:

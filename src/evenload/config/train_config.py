@@ -22,8 +22,9 @@ from evenload.config.sections import (
     validation_data,
     with_held_out,
 )
-from evenload.config.tokenizer import with_default_tokenizer
+from evenload.config.tokenizer import with_default_tokenizer, with_found_kinds
 from evenload.data.config import DataConfig, require_least
+from evenload.data.record_kinds import with_kinds
 from evenload.errors import ConfigError, unreadable
 from evenload.planning.problem import PlanOptions
 from evenload.types.base import Frozen, PathText, write_out_home
@@ -42,8 +43,9 @@ class ModelConfig(Frozen):
     """The model to train.
 
     Args:
-        path: a Hugging Face directory, a `config.json` (then `random_init` is needed), or a name on the Hugging Face
-            Hub, such as "Qwen/Qwen3-0.6B" or "Qwen/Qwen3-0.6B@main": from its local cache, else downloaded.
+        path: a Hugging Face directory, a `config.json` or a name that `evenload plan` knows, such as "qwen3-0.6b" (then
+            `random_init` is needed), or a name on the Hugging Face Hub, such as "Qwen/Qwen3-0.6B" or
+            "Qwen/Qwen3-0.6B@main": from its local cache, else downloaded.
         random_init: start from random weights instead of the directory's.
         dtype: precision of weights and activations; bfloat16 keeps fp32 master weights.
         router_aux_loss_coef: factor of the load-balancing loss of a model with experts; 0 = trained without. Default:
@@ -201,6 +203,14 @@ class TrainConfig(Frozen):
     def max_pack_tokens(self) -> int:
         """Return the token limit of a pack: as configured, else the longest document allowed."""
         return self.plan.options.max_pack_tokens or self.data.max_document_tokens
+
+    def with_found_kinds(self) -> "TrainConfig":
+        """Return the configuration in which `record` of all data is known, as the data shows (`with_kinds`)."""
+        data, validation = with_found_kinds(self.data, self.model.path), self.validation
+        if validation is not None and validation.share is None:
+            own = with_kinds(validation_data(self.data, validation))
+            validation = msgspec.structs.replace(validation, record=own.record, mixture=own.mixture)
+        return msgspec.structs.replace(self, data=data, validation=validation)
 
     def with_run_memory(self, model: ModelSpec) -> ModelSpec:
         """Return a model whose memory counts what the optimizer keeps, and what a GPU's kernels hold, or do not."""

@@ -51,8 +51,8 @@ class Noise(Frozen):
 
     def describe(self) -> str:
         return (
-            f"processes stood without a core for {self.waited_share:.0%} of the time, and repeated timings were "
-            f"{self.spread:.0%} above the fastest"
+            f"ranks waited {self.waited_share:.0%} of the time for a core, repeats spread {self.spread:.0%} above the "
+            "fastest"
         )
 
 
@@ -63,6 +63,7 @@ class MeasuredOn(Frozen):
         model: whose layers were timed, in the precision that they computed in.
         dp, cp, pp, tp: sizes of the layout that ran; links between more devices than those are not known.
         noise: of the machine meanwhile; None = not known.
+        is_cut_short: `train.calibration_max_s` left layers, packs or repeats out.
     """
 
     model: ModelSpec
@@ -71,6 +72,7 @@ class MeasuredOn(Frozen):
     pp: int
     tp: int
     noise: Noise | None = None
+    is_cut_short: bool = False
 
     def __post_init__(self) -> None:
         require_at_least_one("measured_on: ", self, "dp", "cp", "pp", "tp")

@@ -55,7 +55,7 @@ from evenload.cost.layer_counts import (
 from evenload.types.columns import SliceColumns
 from evenload.types.document import PackSharding
 from evenload.types.layer_kind import LayerKind
-from evenload.types.layout import ParallelLayout
+from evenload.types.layout import ParallelLayout, even_layout
 from evenload.types.model import ModelSpec
 from evenload.types.pipeline import PackBytes, PipelineTasks
 from evenload.types.timeline import MEMORY_KINDS
@@ -201,6 +201,13 @@ def optimizer_bytes_per_parameter(model: ModelSpec) -> int:
     element, work = model.bytes_per_element, max(model.bytes_per_element, 4)
     moments, master = (2, 2) if model.bfloat16_moments else (work, 4)
     return 2 * moments + (master if element < 4 else 0) + (work if model.averaged_weights else 0)
+
+
+def checkpoint_bytes(model: ModelSpec, *, has_muon: bool) -> int:
+    """Count the bytes of the trained weights and of their optimizer's state, of Muon's at least."""
+    state = optimizer_bytes_per_parameter(model) - has_muon * max(model.bytes_per_element, 4)
+    trained = trained_parameters_per_rank(model, even_layout(model.num_layers))
+    return int(trained.sum()) * (model.bytes_per_element + state)
 
 
 def pipeline_bytes(model: ModelSpec, layout: ParallelLayout, packs: ReplicaPacks) -> PackBytes:

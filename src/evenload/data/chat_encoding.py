@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import msgspec
 from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -43,6 +44,7 @@ from evenload.data.encoders import (
     TokenIds,
     check_text,
 )
+from evenload.data.hub import local_path
 from evenload.data.records import OtherColumnError, record_columns, value_names
 from evenload.data.tokenize import (
     BYTES,
@@ -71,8 +73,20 @@ _GIVEN = {"messages", "tools", "add_generation_prompt", _BLOCKS}
 _FIX = 'use a template with {% generation %} blocks (data.chat_template), or set data.loss_on = "all"'
 _IGNORE = "repair the record, or pass over the key by data.ignore_columns"
 
+CHATML = "chatml"
+"""Value of `data.chat_template` for a plain template, which writes tools and calls as JSON."""
+CHATML_SOURCE = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}{% for message in messages %}"
+    "<|im_start|>{{ message.role }}\n{% if message.role == 'assistant' %}{% generation %}{{ message.content or '' }}"
+    "{% for call in message.tool_calls %}{{ call | tojson }}{% endfor %}<|im_end|>\n{% endgeneration %}{% else %}"
+    "{{ message.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _OTHER_NAMES = {"human": "user", "gpt": "assistant", "bot": "assistant", "chatbot": "assistant", "model": "assistant"}
+_FROM_NAMES = {name: name for name in _ROLES} | _OTHER_NAMES | {"chatgpt": "assistant", "observation": "tool"}
+"""Roles of messages with from and value."""
 _TEXT, _USER = "Qz7", {"role": "user", "content": "q"}
 # The two forms: of content, and of arguments ("arguments" is no role that anybody has).
 _FORMS = {"parts": [{"type": "text", "text": _TEXT}], "text": _TEXT}
@@ -255,7 +269,8 @@ def _generation_blocks(syntax: nodes.Template, origin: str) -> Iterator[nodes.Ca
 
 def open_chat_template(config: DataConfig, tokenizer: DocumentTokenizer) -> ChatTemplate:
     """Open the chat template of the settings; `ConfigError` where there is none or its special tokens are not known."""
-    path = None if config.tokenizer in (None, BYTES) else Path(config.tokenizer)
+    named = config.tokenizer
+    path = None if named in (None, BYTES) else Path(local_path(named, "data.tokenizer", "tokenizer"))
     directory = path if path is None or path.is_dir() else path.parent
     known = special_settings(directory) if directory else {}
     origin, source = _find_source(config, directory, known)
@@ -277,8 +292,11 @@ def open_chat_template(config: DataConfig, tokenizer: DocumentTokenizer) -> Chat
 
 
 def _find_source(config: DataConfig, directory: Path | None, settings: dict[str, Any]) -> tuple[str, str]:
+    if config.chat_template == CHATML:
+        return CHATML, CHATML_SOURCE
+    fix = f'set data.chat_template to a file, or to "{CHATML}" for a plain one'
     if directory is None and config.chat_template is None:
-        raise ConfigError("records hold messages, and plain bytes have no chat template; set data.chat_template")
+        raise ConfigError(f"records hold messages, and plain bytes have no chat template; {fix}")
     home = directory or Path()
     file = Path(config.chat_template or home / "chat_template.jinja")
     if config.chat_template is not None or file.is_file():
@@ -294,7 +312,7 @@ def _find_source(config: DataConfig, directory: Path | None, settings: dict[str,
             names = sorted(map(str, named))
             raise ConfigError(f"'{origin}' has chat templates {names} and no default; set data.chat_template to a file")
     if template is None:
-        raise ConfigError(f"no chat template in '{origin}', no chat_template.jinja next to it; set data.chat_template")
+        raise ConfigError(f"no chat template in '{origin}', no chat_template.jinja next to it; {fix}")
     if not isinstance(template, str):
         raise ConfigError(f"chat_template in '{origin}' is of type {type(template).__name__}, must be text")
     return origin, template
@@ -345,9 +363,13 @@ class Chats(Renderer):
         return f"{type(self).__name__} {self.columns}, loss on {loss}, template {template}, skip {sorted(self.ignored)}"
 
     def render(self, values: tuple[Any, ...]) -> RenderedText:
-        return self._render([(self.columns[0], values[0])], values[1:])
+        return self._render([(self.columns[0], values[0])], self._others(1, values))
 
-    def _render(self, parts: Sequence[tuple[str, Any]], others: Sequence[Any]) -> RenderedText:
+    def _others(self, count: int, values: Sequence[Any]) -> dict[str, Any]:
+        """Return the values of the columns behind the first `count`, by name."""
+        return dict(zip(self.columns[count:], values[count:], strict=False))
+
+    def _render(self, parts: Sequence[tuple[str, Any]], others: Mapping[str, Any]) -> RenderedText:
         """Render the messages of the columns `parts`, the last of which has the loss."""
         if isinstance(self.template, str):
             raise RecordProblem(self.template)
@@ -362,7 +384,7 @@ class Chats(Renderer):
             raise RecordProblem(
                 f"the last message of '{first}' is the assistant's, as the next is; move it to '{second}'"
             )
-        template = self.template.for_record(**dict(zip(self.columns[len(parts) :], others, strict=False)))
+        template = self.template.for_record(**others)
         return render_chat(template, [*prompt, *last], len(prompt) if self.has_spans else None, self.ignored)
 
 
@@ -370,14 +392,27 @@ class PromptCompletion(Chats):
     """`Renderer` of kind "prompt_completion": two strings, tokenised together, or two lists of messages."""
 
     def render(self, values: tuple[Any, ...]) -> RenderedText:
-        prompt, completion, *others = values
+        prompt, completion, others = *values[:2], self._others(2, values)
         if isinstance(prompt, list | tuple) or isinstance(completion, list | tuple):
             return self._render(list(zip(self.columns, (prompt, completion), strict=False)), others)
-        if dict(zip(self.columns[2:], others, strict=False)).get("tools"):
+        if others.get("tools"):
             raise RecordProblem("the record has tools, and its prompt is a text, which no template puts them into")
         prompt = check_text(prompt, self.columns[0])
         whole = prompt + check_text(completion, self.columns[1])
         return RenderedText(whole, ((len(prompt), len(whole)),) if self.has_spans else None, is_bare=True)
+
+
+class Instructions(Chats):
+    """`Renderer` of kind "instruction": what the user says is the instruction, and the input below it; the output is
+    what the assistant says."""
+
+    def render(self, values: tuple[Any, ...]) -> RenderedText:
+        others = self._others(2, values)
+        more = others.pop("input", None)
+        asked = [check_text(values[0], self.columns[0]), "" if more is None else check_text(more, "input")]
+        prompt = {"role": "user", "content": "\n\n".join(filter(None, asked))}
+        answer = {"role": "assistant", "content": check_text(values[1], self.columns[1])}
+        return self._render([(self.columns[0], [prompt]), (self.columns[1], [answer])], others)
 
 
 def render_chat(
@@ -441,6 +476,8 @@ def _read_message(value: Any, where: str, template: ChatTemplate) -> Message:
     if not isinstance(value, dict):
         raise RecordProblem(f"{where} is of type {type(value).__name__}, must be an object with role and content")
     message = {key: item for key, item in value.items() if item is not None}
+    if "from" in message and "role" not in message:
+        message = _with_usual_keys(message, where)
     if not isinstance(message.get("role"), str):
         raise RecordProblem(f"{where} has no 'role' but {sorted(map(str, message))}; rename its keys to role, content")
     if usual := template.usual_role(message["role"]):
@@ -460,6 +497,20 @@ def _read_message(value: Any, where: str, template: ChatTemplate) -> Message:
     if thoughts is not None:
         message = {"thinking": thoughts, **message, "reasoning_content": thoughts}
     return template.adapted(message)
+
+
+def _with_usual_keys(message: Message, where: str) -> Message:
+    """Return a message of ShareGPT's keys, from and value, with role and content, or with the call of a tool."""
+    name, content = str(message.pop("from")).strip().lower(), message.pop("value", None)
+    if name in _FROM_NAMES:
+        return {"role": _FROM_NAMES[name], "content": content} | message
+    if name != "function_call":
+        raise RecordProblem(f"{where} is from '{name}'; known are {', '.join(_FROM_NAMES)}, function_call")
+    try:
+        call = msgspec.json.decode(content, type=dict[str, Any])
+    except (msgspec.DecodeError, TypeError) as err:
+        raise RecordProblem(f"{where} is a function_call, but its value is no JSON object: {err}") from err
+    return {"role": "assistant", "tool_calls": [{"type": "function", "function": call}]} | message
 
 
 def _beginning(prompt: str, whole: str, template: ChatTemplate, index: int) -> str:
@@ -517,8 +568,9 @@ def open_encoder(
             f"vocab_size is {vocab_size:,}; set data.tokenizer to the model's own, or train a larger vocab_size"
         )
     names, masked, ignored = value_names(columns), config.loss_on != "all", frozenset(config.ignore_columns)
-    if config.record == "messages":
-        return TextEncoder(Chats(names, open_chat_template(config, tokenizer), masked, ignored), tokenizer, None)
+    if config.record in ("messages", "conversations", "instruction"):
+        renderer = Instructions if config.record == "instruction" else Chats
+        return TextEncoder(renderer(names, open_chat_template(config, tokenizer), masked, ignored), tokenizer, None)
     opening = required_opening(tokenizer, config.prepend_bos)
     end_id = required_eos(tokenizer) if config.append_eos else None
     if config.record == "text":
@@ -538,7 +590,8 @@ def stop_warnings(config: DataConfig, tokenizer: DocumentTokenizer, model_ends: 
     several = [tokenizer.eos_id, *(model_ends if isinstance(model_ends, list | tuple) else [model_ends])]
     ends = sorted({index for index in several if index is not None})
     chat = [{"role": "user", "content": "a"}], [{"role": "assistant", "content": "b"}]
-    values = {"messages": ([*chat[0], *chat[1]],), "prompt_completion": chat}
+    values = dict.fromkeys(("messages", "conversations"), ([*chat[0], *chat[1]],))
+    values |= {"prompt_completion": chat, "instruction": ("a", "b")}
     warnings: list[str] = []
     for part in mixture_configs(config):
         # Bytes have no token that a template could write.

@@ -5,11 +5,11 @@ from typing import Literal, get_args, get_origin
 import msgspec
 from msgspec.structs import fields
 
-from evenload.errors import ConfigError
-from evenload.types.base import Frozen, PathText, did_you_mean, write_out_home
+from evenload.errors import ConfigError, did_you_mean
+from evenload.types.base import Frozen, PathText, write_out_home
 
 Format = Literal["auto", "text", "jsonl", "json", "parquet", "arrow", "memmap"]
-RecordKind = Literal["text", "messages", "prompt_completion", "tokens"]
+RecordKind = Literal["auto", "text", "messages", "conversations", "instruction", "prompt_completion", "tokens"]
 LossOn = Literal["auto", "all", "completion"]
 Overlong = Literal["error", "split", "truncate", "drop"]
 OnCorrupt = Literal["error", "skip"]
@@ -87,8 +87,10 @@ class DataConfig(Frozen):
             `.zip`, ...) are refused; anything else is text (one document per file), but not next to data files unless
             `include` names it. A compression suffix that fsspec knows (`.gz`, `.xz`, `.bz2`, ...) may follow; resuming
             inside a compressed file reads it from its beginning.
-        record: what a record holds: "text"; "messages" (a chat: role and content); "prompt_completion"; "tokens"
-            (ids, made by another tokeniser).
+        record: what a record holds: "text"; "messages" (a chat: role and content, or from and value); "conversations"
+            (the same under that key); "instruction" (instruction, input, output); "prompt_completion";
+            "tokens" (ids, made by another tokeniser). "auto": what the first 100 records of every file, or its columns,
+            show, unless a column is named by a setting, which then says what a record is.
         text_column, messages_column, prompt_column, completion_column, tokens_column: names of keys or columns.
         labels_column: of "tokens" records: ids to be predicted, -100 = no loss; "" = "labels" of records that have it,
             else every token after the first.
@@ -99,7 +101,7 @@ class DataConfig(Frozen):
         document_end_id: of `.npy` token files: the id that ends a document and belongs to it.
         loss_on: "all" tokens after a document's first; only the "completion" (of a chat: what the assistant says);
             "auto" = completion where the record marks it, else all.
-        chat_template: file with a Jinja template; default: the tokeniser's own.
+        chat_template: file with a Jinja template, or "chatml" for a plain one; default: the tokeniser's own.
         include: file name patterns for directories, such as "*.py"; a pattern with "/" is matched against the path
             below the directory. Empty = every file.
         tokenizer: "bytes", a `tokenizer.json`, its directory, or a name on the Hugging Face Hub. Default: that of the
@@ -134,7 +136,7 @@ class DataConfig(Frozen):
     mixture: tuple[MixturePart, ...] = ()
     mixture_end: Literal["once", "repeat"] = "once"
     format: Format = "auto"
-    record: RecordKind = "text"
+    record: RecordKind = "auto"
     text_column: str = "text"
     messages_column: str = "messages"
     prompt_column: str = "prompt"

@@ -137,6 +137,8 @@ def _make_record(
     offset: int,
     types: Mapping[str, pa.DataType] = MappingProxyType({}),
 ) -> Record:
+    if not columns:
+        return Record(offset, offset + 1, (tuple(key for key, value in example.items() if value is not None),))
     given = []
     for column in columns:
         if column.is_required and column.name not in example:

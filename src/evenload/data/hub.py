@@ -18,9 +18,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from evenload.errors import ConfigError
-from evenload.types.base import did_you_mean
-from evenload.types.model import MODELS, ModelSpec
+from evenload.errors import ConfigError, did_you_mean
+from evenload.types.model import CONFIGURATIONS, MODELS, ModelSpec
 
 Wanted = Literal["settings", "tokenizer", "weights"]
 _log = logging.getLogger("evenload.data")
@@ -113,6 +112,21 @@ def model_from(name_or_path: str) -> ModelSpec:
     `ConfigError` for anything else, which offers the nearest built-in name."""
     if name_or_path in MODELS:
         return MODELS[name_or_path]
+    return model_from_config(*_configuration(name_or_path))
+
+
+def context_limit(name_or_path: str) -> int | None:
+    """Return the longest document that a model was made for, in tokens, as its configuration says; None where it does
+    not. Raises as `model_from`."""
+    tree = CONFIGURATIONS[name_or_path] if name_or_path in MODELS else _configuration(name_or_path)[0]
+    text = tree.get("text_config") or tree
+    return next(
+        (text[key] for key in ("max_position_embeddings", "n_positions") if isinstance(text.get(key), int)), None
+    )
+
+
+def _configuration(name_or_path: str) -> tuple[dict[str, Any], str]:
+    """Read a `config.json`; return it with the model's name."""
     path = Path(local_path(os.path.expanduser(name_or_path), "model"))
     if path.is_dir():
         path = path / "config.json"
@@ -127,10 +141,8 @@ def model_from(name_or_path: str) -> ModelSpec:
         raise ConfigError(f"model {path} cannot be read as JSON: {error}") from error
     if not isinstance(config, dict):
         raise ConfigError(f"model {path} is not a JSON object; give a Hugging Face config.json")
-    if is_hub_name(name_or_path):
-        return model_from_config(config, name_or_path)
     own_name = path.parent.name if path.name == "config.json" else ""
-    return model_from_config(config, own_name or path.stem)
+    return config, name_or_path if is_hub_name(name_or_path) else own_name or path.stem
 
 
 _VERSION = 3  # Raise when models are read differently

@@ -185,7 +185,15 @@ def _skip_line(stream: IO[bytes]) -> int:
     return skipped
 
 
+def _keys_of_line(position: int, after: int, line: bytes) -> Record:
+    row = _decoded(line.removeprefix(_BYTE_ORDER_MARK))
+    keys = None if row is None else (tuple(key for key, value in row.items() if bytes(value) != b"null"),)
+    return Record(position, after, keys, "the line is not a JSON object" if keys is None else "")
+
+
 def _line_decoder(columns: Sequence[Column]) -> Callable[[int, int, bytes], Record]:
+    if not columns:
+        return _keys_of_line
     # Keys may be no Python names, so fields are numbered.
     keys = {f"value_{index}": column.name for index, column in enumerate(columns)}
     fields: list[Any] = [

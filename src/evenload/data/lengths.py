@@ -2,8 +2,8 @@
 
 Files of numbers are .npy, .npz, .txt, .csv, .tsv, .json, .jsonl, also with .gz. A table must have one column of whole
 numbers, or one by a usual name (`USUAL_NAMES`); anything else is refused: read as a document, it would give one length
-that looks right. Only .jsonl may hold documents, too; its first record decides. Sums of squares leave int64 soon, so a
-profile sums over the different lengths in Python's integers.
+that looks right. Only .jsonl and .json may hold documents, too; the first record decides. Sums of squares leave int64
+soon, so a profile sums over the different lengths in Python's integers.
 """
 
 import csv
@@ -24,11 +24,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.data.blocks import HoldOut, corrupt_record
-from evenload.data.chat_encoding import open_encoder
+from evenload.data.chat_encoding import CHATML, open_encoder
 from evenload.data.config import DataConfig, mixture_configs, reads_token_ids
 from evenload.data.part_files import open_part
+from evenload.data.record_kinds import kinds_of, with_kinds
 from evenload.data.records import naming
-from evenload.data.tokenize import ByteTokenizer, DocumentTokenizer, describe_tokenizer, open_tokenizer
+from evenload.data.tokenize import BYTES, ByteTokenizer, DocumentTokenizer, describe_tokenizer, open_tokenizer
 from evenload.errors import ConfigError, DataError
 from evenload.types.run import HeaviestHalf, LengthClass, LengthProfile, LengthShare, WindowCut
 from evenload.types.text import LengthUnit
@@ -40,11 +41,12 @@ TOKEN_IDS = "none: the records hold token ids"
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LengthTable:
     """Lengths of documents, int64[num_documents], each at least 1, and what they count: "bytes" where documents were
-    counted without a tokeniser. `tokenizer` is described, None for a file of numbers."""
+    counted without a tokeniser. `tokenizer` is described, None for a file of numbers, as is how `records` are read."""
 
     lengths: NDArray[np.int64]
     unit: LengthUnit
     tokenizer: str | None
+    records: str = ""
 
 
 def read_length_table(source: str, config: DataConfig | None = None) -> LengthTable:
@@ -55,10 +57,8 @@ def read_length_table(source: str, config: DataConfig | None = None) -> LengthTa
         config: how a text source is read; its `sources` are not used. Default: bytes with an end-of-document token.
     """
     base = config or DataConfig(sources=(source,), batch_documents=1, max_document_tokens=1)
-    # A .npy of token ids, and a file whose format is named, are documents.
-    may_be_numbers = holds_numbers(source) and base.format == "auto" and base.record == "text"
-    if not may_be_numbers or (lengths := read_numbers(source)) is None:
-        return count_documents(msgspec.structs.replace(base, sources=(source,)), source)
+    if not may_be_numbers(source, base) or (lengths := read_numbers(source)) is None:
+        return count_documents(with_counted_chats(msgspec.structs.replace(base, sources=(source,))), source)
     if base.tokenizer is not None:
         raise ConfigError(
             f"{source} holds lengths, which no tokeniser is needed for, and the tokeniser is '{base.tokenizer}'; leave "
@@ -74,15 +74,26 @@ def count_documents(config: DataConfig, origin: str) -> LengthTable:
             f'{origin} repeats the parts of its mixture by weight (data.mixture_end = "repeat"), so its lengths are no '
             'table of documents; give one part as LENGTHS, or set data.mixture_end = "once"'
         )
+    config = with_kinds(config)
     tokenizer = open_tokenizer(config.tokenizer, config.eos_token)
     parts = mixture_configs(config)
     lengths = np.fromiter((length for part in parts for length in _count(part, tokenizer)), dtype=np.int64)
+    template = f", written by chat template {config.chat_template}" if config.chat_template else ""
     is_ids = reads_token_ids(config)
     return LengthTable(
         lengths=checked_lengths(lengths, origin),
         unit="bytes" if isinstance(tokenizer, ByteTokenizer) and not is_ids else "tokens",
         tokenizer=TOKEN_IDS if is_ids else describe_tokenizer(tokenizer),
+        records=f"records are read as {', '.join(dict.fromkeys(part.record for part in parts))}{template}",
     )
+
+
+def with_counted_chats(config: DataConfig) -> DataConfig:
+    """Return settings with kinds of record that are known, and a plain template for chats that are counted in bytes."""
+    config = with_kinds(config)
+    is_plain = config.chat_template is None and config.tokenizer in (None, BYTES)
+    is_chat = config.record not in ("text", "tokens")
+    return msgspec.structs.replace(config, chat_template=CHATML) if is_plain and is_chat else config
 
 
 def checked_lengths(lengths: NDArray[np.int64], source: str) -> NDArray[np.int64]:
@@ -122,14 +133,15 @@ _HOW = (
 )
 
 
-def holds_numbers(source: str) -> bool:
-    """Tell by its name whether a source is one file of numbers; a glob never is."""
-    return "*" not in source and source.removesuffix(".gz").endswith(_SUFFIXES)
+def may_be_numbers(source: str, config: DataConfig) -> bool:
+    """Tell by name and settings whether a source may be one file of numbers; a glob never is, nor is a file whose
+    format or kind of record is named, such as a .npy of token ids."""
+    is_named = config.format != "auto" or config.record not in ("auto", "text")
+    return not is_named and "*" not in source and source.removesuffix(".gz").endswith(_SUFFIXES)
 
 
 def read_numbers(source: str) -> NDArray[np.int64] | None:
-    """Read the lengths of a file of numbers; None of a .jsonl of documents, `DataError` where no list or column is
-    meant."""
+    """Read the lengths of a file of numbers; None of JSON documents, `DataError` where no list or column is meant."""
     name = source.removesuffix(".gz")
     if name.endswith((".jsonl", ".ndjson")) and not _begins_with_numbers(source):
         return None
@@ -142,7 +154,9 @@ def read_numbers(source: str) -> NDArray[np.int64] | None:
     elif name.endswith((".csv", ".tsv")):
         values = _whole_numbers(_table(content, source, "\t" if name.endswith(".tsv") else ","), source)
     elif name.endswith(".json"):
-        values = _whole_numbers(_decoded(content, source), source)
+        if _are_documents(decoded := _decoded(content, source)):
+            return None
+        values = _whole_numbers(decoded, source)
     else:
         values = _whole_numbers([_decoded(line, source) for line in content.splitlines() if line.strip()], source)
     if len(values) and (longest := int(np.max(values))) > np.iinfo(np.int64).max:
@@ -176,6 +190,12 @@ def _begins_with_numbers(source: str) -> bool:
         return False  # the reader of documents reports what is wrong, and in which line
     values = list(record.values()) if isinstance(record, dict) else [record]
     return bool(values) and all(_is_whole(value) or isinstance(value, float) for value in values)
+
+
+def _are_documents(items: Any) -> bool:
+    """Tell whether a JSON list holds records of a known kind, of which no key is a usual name of a length."""
+    first = items[0] if isinstance(items, list) and items else None
+    return isinstance(first, dict) and bool(kinds_of(tuple(first))) and first.keys().isdisjoint(USUAL_NAMES)
 
 
 def _npy_numbers(content: bytes, source: str) -> NDArray[Any]:

@@ -47,6 +47,7 @@ from evenload.data.config import DataConfig, mixture_configs
 from evenload.data.encoders import EncodedDocument
 from evenload.data.ledger import Ledger, LedgerState, Tally, tally_of
 from evenload.data.part_files import label_warnings, open_part, source_lines
+from evenload.data.record_kinds import with_kinds
 from evenload.data.sources import files_digest
 from evenload.data.tokenize import DocumentTokenizer, open_tokenizer
 from evenload.data.workers import BlockService, ReadingJob
@@ -412,7 +413,8 @@ class GlobalBatchLoader:
         vocab_size: int | None = None,
         fill: Callable[[], Takes] | None = None,
     ) -> None:
-        self.config, self._fill = config, fill
+        self.config = config = with_kinds(config, datasets)
+        self._fill = fill
         self.tokenizer = tokenizer or open_tokenizer(config.tokenizer, config.eos_token)
         self.peers: Peers = peers or SingleRank()
         configs = mixture_configs(config)

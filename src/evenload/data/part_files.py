@@ -20,7 +20,7 @@ from evenload.data.config import DataConfig
 from evenload.data.encoders import IGNORE_INDEX, DocumentEncoder, EncodedDocument
 from evenload.data.hf_dataset import DatasetReader, IterableDatasetReader, dataset_bytes, is_iterable_dataset
 from evenload.data.json_records import JsonlReader, JsonReader
-from evenload.data.records import FilePart, RecordReader, TextReader, record_columns, value_names
+from evenload.data.records import Column, FilePart, RecordReader, TextReader, record_columns, value_names
 from evenload.data.sources import SourceFile, SourceListing, list_sources
 from evenload.data.token_files import MegatronReader, NpyReader
 from evenload.errors import ConfigError
@@ -28,20 +28,23 @@ from evenload.types.text import counted
 
 _OWN_COMPRESSION = ("parquet", "arrow", "memmap")
 _COLUMN_READERS = {"jsonl": JsonlReader, "json": JsonReader, "parquet": ParquetReader, "arrow": ArrowReader}
-_HELD = {"text": ("text", "data.format or data.include"), "memmap": ("tokens", 'data.record = "tokens"')}
+HELD = {"text": ("text", "data.format or data.include"), "memmap": ("tokens", 'data.record = "tokens"')}
 """Kind of the records of formats without columns, and the setting to change for others."""
 
 
-def open_reader(file: SourceFile, config: DataConfig, dataset: Any = None) -> RecordReader:
-    """Make the reader of a file or data set, unopened; `ConfigError` for a format without records of this kind."""
+def open_reader(
+    file: SourceFile, config: DataConfig, dataset: Any = None, columns: tuple[Column, ...] | None = None
+) -> RecordReader:
+    """Make the reader of a file or data set, unopened; `ConfigError` for a format without records of this kind. A
+    reader of no `columns` (default: those of the settings) gives the keys of JSON objects and examples."""
     if file.format in _OWN_COMPRESSION and file.compression is not None:
         raise ConfigError(f"{file.name} is a {file.format} file inside {file.compression}; decompress it")
-    columns = record_columns(config)
+    columns = record_columns(config) if columns is None else columns
     if file.format == "dataset":
         return (IterableDatasetReader if is_iterable_dataset(dataset) else DatasetReader)(file, dataset, columns)
     if file.format in _COLUMN_READERS:
         return _COLUMN_READERS[file.format](file, columns)
-    holds, fix = _HELD[file.format]
+    holds, fix = HELD[file.format]
     if config.record != holds:
         raise ConfigError(
             f'{file.name} is read as {file.format}, which holds records of kind "{holds}", and data.record is '
@@ -141,11 +144,13 @@ def source_lines(config: DataConfig, part: PartFiles) -> Iterator[str]:
             records = f", {'' if is_exact else 'about '}{counted(number, 'record')}"
         pieces = [f"{listing.source}: {', '.join(counted(n, f'{kind} file') for kind, n in formats.items())}{records}"]
         if present := list(dict.fromkeys(column for summary in summaries for column in summary.columns)):
-            pieces.append(f"used: {_names([name for name in present if name in values])}")
+            pieces.append(f"used as {config.record}: {_names([name for name in present if name in values])}")
             if checked := [name for name in present if name in known and name not in values]:
                 pieces.append(f"checked to change nothing: {_names(checked)}")
             if unused := [name for name in present if name not in known]:
                 pieces.append(f"not used: {_names(unused)}")
+        elif set(formats) - HELD.keys():
+            pieces.append(f"read as {config.record}")
         if listing.left_out:
             pieces.append(f"files left out: {_names(listing.left_out)}")
         yield " | ".join(pieces)

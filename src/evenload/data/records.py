@@ -35,13 +35,16 @@ KIND_WORDS: dict[ColumnKind, str] = {
     "tokens": "a list of token ids",
     "mask": "a list of 0 and 1",
 }
-_FIELDS: dict[str, dict[str, ColumnKind]] = {
+KIND_FIELDS: dict[str, dict[str, ColumnKind]] = {
     "text": {"text_column": "text"},
     "messages": {"messages_column": "messages"},
+    "conversations": {"conversations": "messages"},
+    "instruction": {"instruction": "text", "output": "text"},
     "prompt_completion": {"prompt_column": "text_or_messages", "completion_column": "text_or_messages"},
     "tokens": {"tokens_column": "tokens", "labels_column": "tokens", "mask_column": "mask"},
 }
-"""Settings that name the required columns, by kind of record; an empty one names none."""
+"""Settings that name the required columns, by kind of record; an empty one names none, and what is no setting is the
+name itself."""
 _MASKS = ("completion_mask", "assistant_masks", "loss_mask")
 _PACKED = "says that the record holds several documents, which would attend to each other; store them one a record"
 _PADDED = "marks tokens as padding, which would be trained; leave them out of the record"
@@ -57,6 +60,12 @@ _CHAT: tuple[tuple[str, ColumnKind, str], ...] = (
 _OTHER_COLUMNS: dict[str, tuple[tuple[str, ColumnKind, str], ...]] = {
     "text": (),
     "messages": _CHAT,
+    "conversations": _CHAT,
+    "instruction": (
+        ("input", "any", ""),
+        *_CHAT,
+        ("history", "empty", "holds earlier turns; write the records as messages"),
+    ),
     "prompt_completion": _CHAT,
     "tokens": (
         ("labels", "tokens", ""),
@@ -85,9 +94,12 @@ class Column(NamedTuple):
 
 
 def record_columns(config: DataConfig) -> tuple[Column, ...]:
-    """Return the columns of a record of `config.record`: the required ones, then other ones."""
-    fields = ((getattr(config, field), kind, f"data.{field}") for field, kind in _FIELDS[config.record].items())
-    columns = [Column(*field) for field in fields if field[0]]
+    """Return the columns of a record of `config.record`, which is not "auto": the required ones, then other ones."""
+    columns = [
+        Column(name, kind, f"data.{field if hasattr(config, field) else 'record'}")
+        for field, kind in KIND_FIELDS[config.record].items()
+        if (name := getattr(config, field, field))
+    ]
     skipped = {column.name for column in columns} | set(config.ignore_columns)
     named = {"labels": config.labels_column} | dict.fromkeys(_MASKS, config.mask_column)
     for names, kind, problem in _OTHER_COLUMNS[config.record]:

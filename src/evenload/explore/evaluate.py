@@ -342,31 +342,6 @@ def _mean_packs(proposals: Sequence[Proposal], direction: str) -> float:
     return float(np.mean(totals))
 
 
-_MOST_REASONS, _LEAST_SHARE = 2, 0.01
-
-
-class Reason(NamedTuple):
-    """A cause of `TimeSplit` by its label, as shares of the baseline's and of the best strategy's step."""
-
-    cause: str
-    baseline_share: float
-    best_share: float
-
-
-def reasons(best: StrategyResult, baseline: StrategyResult) -> tuple[Reason, ...]:
-    """Return causes on which the baseline spends more, dearest first."""
-    if best.time_split is None or baseline.time_split is None:
-        return ()
-    best_s, baseline_s = best.time_split.total_s(), baseline.time_split.total_s()
-    pairs = zip(baseline.time_split.parts()[1:], best.time_split.parts()[1:], strict=True)
-    more = sorted(((slow_s - fast_s, cause, slow_s, fast_s) for (cause, slow_s), (_, fast_s) in pairs), reverse=True)
-    return tuple(
-        Reason(cause, slow_s / baseline_s, fast_s / best_s)
-        for more_s, cause, slow_s, fast_s in more[:_MOST_REASONS]
-        if more_s > _LEAST_SHARE * baseline_s
-    )
-
-
 _MOST_HALVINGS = 8
 _SLOWER_HALVINGS = 2  # halvings in a row that are slower than the best, after which no more are tried
 

@@ -53,7 +53,12 @@ DEEPER_SHARE = 0.75  # of it, until those with several are rated too; the rest i
 BOUND_STEP = 0.02  # of the least bound: bounds that are closer do not tell which layout is faster
 MOST_VIRTUAL_STAGES = 12  # stages a rank that the best layouts are tried with, at most
 BASELINE_LAYOUTS = 3  # of the layouts that suit `best_fit` best, in which its windows are tried
-MOST_FITTING_TRIED = 12  # layouts that are planned to find some that fit
+MOST_TRIED = 12  # layouts that `few` plans on the first batch
+TRIED_DOCUMENTS = 6_000  # of all those plans together, but for `LEAST_TRIED` layouts: some seconds
+LEAST_TRIED = 4
+NEAR_SHARE, MOST_NEAR = 0.05, 3  # layouts within this share of the fastest, the plainest of which are planned again
+COMPARED_BATCHES = 4  # on which they are, at most
+PLAINER_SHARE = 0.02  # by which a layout with fewer kinds of parallelism may be slower
 LARGE_CLUSTER = 512  # devices up to which layouts are rated on whole batches
 LEAST_REPLICAS, LEAST_DOCUMENTS = 16, 64  # that stand for those of a large cluster
 NOT_LOOKED_AT = "not looked at: the time for the search was up"
@@ -118,12 +123,18 @@ class StrategyLayouts(Frozen):
         return self.layouts[0]
 
 
-class FittingLayouts(Frozen):
-    """Layouts that fit, the fastest on the first batch first, and how many were tried of how many the model allows."""
+class FewLayouts(Frozen):
+    """The layouts of a few that fit, the one to take first, and how many were tried of how many the model allows; the
+    first `num_compared` were planned on up to `COMPARED_BATCHES`, the others on the first."""
 
     layouts: tuple[LayoutResult, ...]
+    num_compared: int
     num_tried: int
     num_all: int
+
+    @property
+    def compared(self) -> tuple[LayoutResult, ...]:
+        return self.layouts[: self.num_compared]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -238,12 +249,16 @@ class LayoutSearch:
             if why:
                 rated.append((sizes, _result_of(sizes)(feasible=False, why=why, is_planned=False)))
                 continue
-            layout = self._balanced(sizes)
-            result = self.plan(layout, strategy, self.batches[:1], self._quick)
-            if not result.feasible and not layout.is_even:
-                layout, result = sizes, self.plan(sizes, strategy, self.batches[:1], self._quick)
-            rated.append((layout, result))
+            rated.append(self._rate(sizes, strategy))
         return sorted(rated, key=lambda pair: _order(pair[1]))
+
+    def _rate(self, sizes: ParallelLayout, strategy: str) -> tuple[ParallelLayout, LayoutResult]:
+        """Plan the first batch with little search, with layers by cost or, where that does not fit, evenly."""
+        layout = self._balanced(sizes)
+        result = self.plan(layout, strategy, self.batches[:1], self._quick)
+        if not result.feasible and not layout.is_even:
+            layout, result = sizes, self.plan(sizes, strategy, self.batches[:1], self._quick)
+        return layout, result
 
     @functools.cached_property
     def _by_least_time(self) -> list[tuple[float, ParallelLayout]]:
@@ -343,20 +358,45 @@ class LayoutSearch:
         memory_bytes = self.memory_bytes + raised_bytes
         return StepPlanner(self.model, coefficients, layout, memory_bytes, options, host=self.host)
 
-    def fitting(self, strategy: str) -> FittingLayouts:
-        """Find a few layouts that hold the first batch, without a search: of those whose weights and optimizer fit,
-        sorted by these, `MOST_FITTING_TRIED` are planned (the leanest hold every batch and are slow)."""
-        every = layouts_of(self.model, self.cluster)
+    def few(self, strategy: str) -> FewLayouts:
+        """Find a layout to take without a search: of those whose weights and optimizer fit, up to `MOST_TRIED` are
+        planned on the first batch, of every tp in turn by the least time of any plan in them, and where none of these
+        fits as many others, from the largest to the leanest. The best of them, and the one with the fewest kinds of
+        parallelism, are planned on a few batches; of layouts that are nearly as fast the plainest comes first."""
+        every = [layout for _, layout in self._by_least_time]
         held_bytes = {layout: int(static_bytes(self.model, layout).max()) for layout in every}
-        fitting = [layout for layout in every if held_bytes[layout] < self.memory_bytes]
-        fitting.sort(key=held_bytes.__getitem__)
-        at = np.unique(np.linspace(0, len(fitting) - 1, MOST_FITTING_TRIED).round().astype(int)) if fitting else ()
-        results = []
-        for done, index in enumerate(at):
-            self.on_progress(done, len(at), f"looking for layouts that fit: {fitting[index].describe()}")
-            results.append(self.plan(fitting[index], strategy, self.batches[:1], self._quick))
-        results = sorted((one for one in results if one.feasible), key=lambda one: one.mean_step_time_s or 0.0)
-        return FittingLayouts(layouts=tuple(results), num_tried=len(at), num_all=len(every))
+        holding = [layout for layout in every if held_bytes[layout] < self.memory_bytes]
+        turn = {layout: sum(other.tp == layout.tp for other in holding[:at]) for at, layout in enumerate(holding)}
+        holding.sort(key=turn.__getitem__)
+        most = min(MOST_TRIED, max(LEAST_TRIED, TRIED_DOCUMENTS // max(1, len(self.batches[0].documents))))
+        leaner = sorted(holding[most:], key=held_bytes.__getitem__, reverse=True)
+        spread = np.unique(np.linspace(0, len(leaner) - 1, MOST_TRIED).round().astype(int)) if leaner else ()
+        rated: list[tuple[ParallelLayout, LayoutResult]] = []
+        for tried in (holding[:most], [leaner[index] for index in spread]):
+            for sizes in tried:
+                self.on_progress(len(rated), most, f"layout {sizes.describe()}")
+                rated.append(self._rate(sizes, strategy))
+            if any(result.feasible for _, result in rated):
+                break
+        fitting = sorted((pair for pair in rated if pair[1].feasible), key=lambda pair: _order(pair[1]))
+        near = [layout for layout, result in fitting if _seconds(result) <= _seconds(fitting[0][1]) * (1 + NEAR_SHARE)]
+        plainest = min(fitting, key=lambda pair: (_num_dimensions(pair[0]), _seconds(pair[1])), default=None)
+        near = [*near[:1], *sorted(near[1:], key=_num_dimensions)][:MOST_NEAR]
+        near += [plainest[0]] if plainest is not None and plainest[0] not in near else []
+        batches = self.batches[:COMPARED_BATCHES]
+        if len(near) == len(batches) == 1:
+            planned = [fitting[0][1]]
+        else:
+            planned = [self.plan(layout, strategy, batches, self.options) for layout in near]
+        again = sorted(zip(near, planned, strict=True), key=lambda pair: _order(pair[1]))
+        again = [pair for pair in again if pair[1].feasible]
+        plain = [pair for pair in again if _seconds(pair[1]) <= _seconds(again[0][1]) * (1 + PLAINER_SHARE)]
+        first = min(plain, key=lambda pair: _num_dimensions(pair[0]), default=None)
+        compared = [result for _, result in sorted(again, key=lambda pair: pair is not first)]
+        rest = [result for layout, result in fitting if layout not in near]
+        return FewLayouts(
+            layouts=(*compared, *rest), num_compared=len(compared), num_tried=len(rated), num_all=len(every)
+        )
 
     def _over(self, held_bytes: np.ndarray) -> str:
         rank = int(held_bytes.argmax())
@@ -386,7 +426,7 @@ def layouts_of(model: ModelSpec, cluster: ClusterSpec) -> tuple[ParallelLayout, 
     depths = [pp for pp in range(1, min(devices, model.num_layers) + 1) if devices % pp == 0]
     layouts = []
     for tp, cp, pp in itertools.product(powers, powers, depths):
-        if devices % (tp * cp * pp) or tp > cluster.devices_per_node:
+        if devices % (tp * cp * pp) or tp > cluster.devices_per_node or (tp > 1 and model.tensor_refusal):
             continue
         layout = even_layout(model.num_layers, dp=devices // (tp * cp * pp), cp=cp, pp=pp, tp=tp)
         try:
@@ -422,6 +462,15 @@ def _order(result: LayoutResult) -> tuple[bool, float, float]:
     """Fitting ones by time, then the others by how much they need."""
     time_s = result.mean_step_time_s if result.feasible else None
     return not result.feasible, time_s or 0.0, float(result.peak_memory_bytes or 2**62)
+
+
+def _seconds(result: LayoutResult) -> float:
+    return result.mean_step_time_s or 0.0
+
+
+def _num_dimensions(layout: ParallelLayout) -> int:
+    """Count the kinds of parallelism besides replicas."""
+    return sum(getattr(layout, axis) > 1 for axis in ("cp", "pp", "tp"))
 
 
 def _fast_before(results: Iterable[StrategyLayouts]) -> list[dict[str, int]]:

@@ -3,7 +3,7 @@
 `tools/make_accuracy.py` makes `prediction_errors.json` from the public ledger of errors (docs/accuracy.md): an interval
 for each kind of layout and one for all, by model of processor. For other processors the interval is the largest error
 that comparable simulators published: 21.8 % with data sheets (dPRO in Lumos, MLSys'25), 13.5 % measured (SimuMax v1.2).
-Noise while costs were measured widens it; with too much noise there is none.
+Noise while costs were measured widens it; with too much noise there is none, nor where measuring was cut short.
 """
 
 import math
@@ -46,7 +46,8 @@ class KindInterval(Frozen):
 
 
 class PredictionInterval(Frozen):
-    """Factors of a predicted step time, and their basis; None where the machine was too busy while it was measured."""
+    """Factors of a predicted step time, and their basis; None where costs were measured on a machine that was too busy,
+    or too few times."""
 
     low: float | None
     high: float | None
@@ -88,6 +89,9 @@ def prediction_interval(coefficients: CostCoefficients, layout: ParallelLayout) 
     if noise is None:
         old = "if the machine was quiet while they were measured, which a cost file of this age does not say"
         return PredictionInterval(low=low, high=high, basis=f"{ledger.basis}; {old}")
+    if coefficients.measured_on is not None and coefficients.measured_on.is_cut_short:
+        few = "measuring costs was cut short; train.recalibrate=true and a larger train.calibration_max_s measure more"
+        return PredictionInterval(low=None, high=None, basis=few)
     if noise.is_noisy:
         busy = f"the machine was busy while its costs were measured: {noise.describe()}"
         return PredictionInterval(low=None, high=None, basis=busy)

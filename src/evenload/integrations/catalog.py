@@ -7,11 +7,11 @@ of each fact, and what a new engine needs.
 from collections.abc import Mapping
 from typing import Literal, NoReturn
 
-from evenload.errors import ConfigError
+from evenload.errors import ConfigError, did_you_mean
 from evenload.planning.problem import CHOOSE, PlanOptions
 from evenload.planning.strategies.registry import STRATEGIES, strategy_named
 from evenload.planning.strategies.strategy import LeftOutStrategy
-from evenload.types.base import Frozen, did_you_mean
+from evenload.types.base import Frozen
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
 

@@ -32,6 +32,7 @@ from evenload.cost.coefficients import CostCoefficients
 from evenload.data.batches import Peers, SingleRank
 from evenload.data.config import DataConfig, reads_token_ids
 from evenload.data.hf_dataset import is_iterable_dataset
+from evenload.data.record_kinds import with_kinds
 from evenload.data.tokenize import BYTES, MAX_BYTE_VOCABULARY, DocumentTokenizer, describe_tokenizer
 from evenload.errors import ConfigError
 from evenload.integrations.batch_formats import BatchFormat
@@ -40,7 +41,7 @@ from evenload.integrations.price import StepShape
 from evenload.planning.problem import PlanOptions
 from evenload.planning.strategies.registry import strategy_named
 from evenload.runtime.comm.collectives import TorchPeers
-from evenload.types.base import did_you_mean, require_at_least_one
+from evenload.types.base import require_at_least_one
 from evenload.types.layout import even_layout
 from evenload.types.text import counted
 
@@ -264,13 +265,6 @@ _NAMES_ELSEWHERE = {
 }
 """Settings, and what other loaders call them."""
 _ALWAYS_SO = ("packing", "sample_packing", "padding_free", "neat_packing", "drop_last")
-_KIND_COLUMNS = {
-    "tokens": {"input_ids"},
-    "messages": {"messages"},
-    "prompt_completion": {"prompt", "completion"},
-    "text": {"text"},
-}
-"""Kinds of records, by the columns that identify them."""
 _EVALUATION_ALLOWS = {
     "shuffle_window": (1,),
     "epochs": (None,),
@@ -278,6 +272,14 @@ _EVALUATION_ALLOWS = {
     "on_corrupt": ("error",),
     "mixture_end": ("once",),
 }
+
+
+def unknown_setting(name: str) -> str:
+    """Say what to write instead of a setting of other loaders; "" of one that is not known."""
+    if name in _ALWAYS_SO:
+        return "it packs whole documents, and drops none; leave it out"
+    own = next((own for own, names in _NAMES_ELSEWHERE.items() if name in names.split()), "")
+    return own and f"it is called {own} here"
 
 
 def data_config(
@@ -290,17 +292,8 @@ def data_config(
         world_size: shares of a global batch; one of evaluation has a pack's tokens for each, unless its size is set.
 
     Raises:
-        ConfigError: unknown or contradicting settings; a data set whose columns do not show what a record is.
+        ConfigError: contradicting settings, and as `with_kinds`.
     """
-    for name in settings:
-        if name in _ALWAYS_SO:
-            raise ConfigError(f"PackedLoader has no '{name}': it packs whole documents, and drops none; leave it out")
-        for own, names in _NAMES_ELSEWHERE.items():
-            if name in names.split():
-                raise ConfigError(f"PackedLoader has no '{name}': it is called {own} here")
-        if name not in DataConfig.__struct_fields__:
-            hint = did_you_mean(name, DataConfig.__struct_fields__)
-            raise ConfigError(f"PackedLoader has no '{name}'; {hint}its settings are LoaderOptions and DataConfig")
     documents, tokens = settings.get("batch_documents"), settings.get("batch_tokens")
     if tokens == FULL or (documents is None and tokens is None and not isinstance(data, DataConfig)):
         settings = {name: value for name, value in settings.items() if name != "batch_tokens"}
@@ -316,7 +309,7 @@ def data_config(
                 base[other] = None
     elif any(kind.__module__.startswith("datasets.") for kind in type(data).__mro__):
         is_iterable_dataset(data)  # refuses what is neither kind, such as a dictionary of splits
-        base |= {"sources": (DATASET_NAME,)} | _record_kind(data, settings)
+        base["sources"] = (DATASET_NAME,)
         datasets = {DATASET_NAME: data}
     elif isinstance(data, str | Path):
         base["sources"] = (str(data),)
@@ -327,18 +320,7 @@ def data_config(
         raise ConfigError(f"data is a {type(data).__name__}; give {kinds}")
     if options.evaluation:
         base |= _evaluation_settings(data, base | settings, settings, options.max_tokens * world_size)
-    return DataConfig(**(base | settings)), datasets
-
-
-def _record_kind(data: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
-    if "record" in settings or data.column_names is None:
-        return {}
-    columns = set(data.column_names)
-    kinds = [kind for kind, needed in _KIND_COLUMNS.items() if needed <= columns]
-    if len(kinds) == 1:
-        return {"record": kinds[0]}
-    matches, kinds = ", ".join(kinds) or "none of the kinds", ", ".join(_KIND_COLUMNS)
-    raise ConfigError(f"columns {sorted(columns)} could be records of {matches}; set record to one of {kinds}")
+    return with_kinds(DataConfig(**(base | settings)), datasets), datasets
 
 
 def _evaluation_settings(

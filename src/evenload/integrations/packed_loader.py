@@ -24,7 +24,7 @@ from evenload.data.encoders import IGNORE_INDEX
 from evenload.data.ledger import warn_without_loss
 from evenload.data.loader import GlobalBatchLoader
 from evenload.data.tokenize import FileTokenizer
-from evenload.errors import ConfigError, DataError
+from evenload.errors import ConfigError, DataError, refusing_unknown
 from evenload.feed.collate import PADDING_TOKEN, PackBatch, collate_pack
 from evenload.feed.prefetcher import Prefetcher
 from evenload.feed.step_maker import PlannedStep, StepMaker
@@ -38,6 +38,7 @@ from evenload.integrations.loader_options import (
     require_choice,
     run_tokenizer_text,
     tokenizer_settings,
+    unknown_setting,
 )
 from evenload.integrations.planner import ENGINES_AUTO, known_vocabulary, make_planner
 from evenload.integrations.price import project
@@ -113,6 +114,9 @@ class PackedLoader:
     Raises a `ConfigError` for settings that cannot work, with the reason. Collective where ranks read together.
     """
 
+    @refusing_unknown(
+        "PackedLoader", (*LoaderOptions.__dataclass_fields__, *DataConfig.__struct_fields__), unknown_setting
+    )
     def __init__(self, data: Any, *, max_tokens: int, **settings: Any) -> None:
         own = [field.name for field in fields(LoaderOptions) if field.init]
         named = {name: settings.pop(name) for name in own if name in settings}

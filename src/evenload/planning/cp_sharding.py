@@ -32,8 +32,7 @@ from evenload.cost.pack_pricing import gather_seconds, weight_seconds
 from evenload.cost.pack_split import PerRankPacks, rank_seconds
 from evenload.planning.packing import longest_first
 from evenload.planning.problem import Candidate, ReplicaChoice, StepProblem
-from evenload.schedule.native_input import split_arrays, task_arrays
-from evenload.schedule.simulate import simulate
+from evenload.schedule.simulate import simulate, split_arrays, task_arrays
 from evenload.stepplan.cp_rows import ranked_if_shared
 from evenload.types.columns import SliceColumns
 from evenload.types.document import PackSharding

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from evenload import _native
-from evenload.errors import ConfigError, DataError, InfeasiblePlanError
+from evenload.errors import ConfigError, DataError, InfeasiblePlanError, refusing_unknown
 
 _NO_LIMIT = 2**62
 _MOST_S = 1e200
@@ -122,6 +122,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 _COUNTS = ("count", "min_count", "count_multiple", "max_documents", "document_multiple", "token_multiple")
 
 
+@refusing_unknown("evenload.micro_batches", Rules.__annotations__)
 def micro_batches(
     lengths: ArrayLike, ranks: int, max_tokens: int | None = None, **rules: Unpack[Rules]
 ) -> MicroBatches:
@@ -179,8 +180,6 @@ class _Request:
     in one micro-batch."""
 
     def __init__(self, lengths: ArrayLike, ranks: int, max_tokens: int | None, rules: Rules) -> None:
-        if unknown := sorted(set(rules) - set(_DEFAULTS)):
-            raise ConfigError(f"unknown rule {', '.join(unknown)}; choose from {', '.join(_DEFAULTS)}")
         given: dict[str, Any] = _DEFAULTS | {name: value for name, value in rules.items() if value is not None}
         for name, known in _CHOICES.items():
             if not any(given[name] is one or (type(given[name]) is str and given[name] == one) for one in known):

@@ -14,7 +14,7 @@ from evenload.report.run_files import MetricRow, latest_per_step
 from evenload.report.svg import MEASURED, PREDICTED, SERIES, Axes, Curves, Figure, NumberTable, Scale
 from evenload.report.units import format_percent, format_seconds
 from evenload.types.run import Validation
-from evenload.types.timeline import CAUSE_LABELS, TimeSplit
+from evenload.types.timeline import CAUSE_GROUPS, CAUSE_LABELS, TimeSplit
 
 # From this many steps on markers hide the line.
 _MAX_STEPS_WITH_MARKERS = 80
@@ -145,18 +145,20 @@ _LEAST_LABELLED_SHARE, _LEAST_ON_NARROW = 0.055, 0.14
 
 
 def time_split_figure(splits: Mapping[str, TimeSplit]) -> Figure:
-    """Draw the predicted step of every strategy as a stacked bar; causes that cost nothing anywhere are left out."""
+    """Draw the predicted step of every strategy as a stacked bar of groups of causes; those that cost nothing anywhere
+    are left out. The numbers are of every cause."""
     longest_s = max(split.total_s() for split in splits.values()) or 1.0
     least_s = _LEAST_NAMED_SHARE * longest_s
     fields = [field for field in CAUSE_LABELS if max(getattr(one, field) for one in splits.values()) >= least_s]
+    groups = [group for group in CAUSE_GROUPS if max(one.groups()[group] for one in splits.values()) >= least_s]
     scale = Scale(0, longest_s * 1.01)
-    shown = [(name, _bar(split, fields, scale), _time_split_note(split)) for name, split in splits.items()]
+    shown = [(name, _bar(split, groups, scale), _time_split_note(split)) for name, split in splits.items()]
     label = "; ".join(f"{name}: {note}" for name, _, note in shown)
     ticks = [replace(tick, is_minor=bool(i % 2)) for i, tick in enumerate(svg.value_ticks(0, scale.high, "s"))]
     title = "predicted seconds of a step, mean over devices and steps"
     widths = {"names_px": svg.names_width_px(splits), "notes_px": 196}
     chart = svg.rows_chart(shown, _ROW_PX, label, x=scale, ticks=ticks, title=title, **widths)
-    keys = svg.legend((CAUSE_LABELS[field], svg.CAUSE_COLORS[field], "fill") for field in fields)
+    keys = svg.legend((group, svg.GROUP_COLORS[group], "fill") for group in groups)
     rows = []
     for field in fields:
         parts = [(getattr(split, field), split.total_s()) for split in splits.values()]
@@ -166,18 +168,18 @@ def time_split_figure(splits: Mapping[str, TimeSplit]) -> Figure:
     return Figure(body=keys + chart, label=label, numbers=NumberTable(("cause", *splits), tuple(rows)))
 
 
-def _bar(split: TimeSplit, fields: list[str], scale: Scale) -> str:
+def _bar(split: TimeSplit, groups: list[str], scale: Scale) -> str:
     parts, before_s = [], 0.0
-    for field in fields:
-        if (seconds := getattr(split, field)) <= 0:
+    for group in groups:
+        if (seconds := split.groups()[group]) <= 0:
             continue
         span = scale.share(before_s), scale.share(before_s + seconds)
         share = format_percent(seconds / split.total_s())
-        tip = f"{CAUSE_LABELS[field]}: {format_seconds(seconds)}, {share} of the step"
-        parts.append(svg.rect(span, (_ROW_PX - _BAR_PX) / 2, _BAR_PX, svg.CAUSE_COLORS[field], tip))
+        tip = f"{group}: {format_seconds(seconds)}, {share} of the step"
+        parts.append(svg.rect(span, (_ROW_PX - _BAR_PX) / 2, _BAR_PX, svg.GROUP_COLORS[group], tip))
         if span[1] - span[0] >= _LEAST_LABELLED_SHARE:
             kind = "inside" if span[1] - span[0] >= _LEAST_ON_NARROW else "inside minor"
-            place, color = (sum(span) / 2, _ROW_PX / 2 + 4), svg.text_on(svg.CAUSE_COLORS[field])
+            place, color = (sum(span) / 2, _ROW_PX / 2 + 4), svg.text_on(svg.GROUP_COLORS[group])
             parts.append(svg.text(*place, share, kind=kind, color=color))
         before_s += seconds
     return "".join(parts)

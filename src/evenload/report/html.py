@@ -13,7 +13,7 @@ from evenload.report.figures import time_split_figure
 from evenload.report.lengths import length_blocks
 from evenload.report.page import definitions_html, figure_html, folded_html, numbers_html, page_html, scrolled_html
 from evenload.report.run_files import latest_per_step
-from evenload.report.run_report import RunReport, RunSection, curves_html, tiles_html
+from evenload.report.run_report import RunReport, RunSection, cards_html, curves_html, tiles_html
 from evenload.report.step_view import STEP_VIEW_SCRIPTS, step_view_html
 from evenload.report.svg import NumberTable
 from evenload.report.table import (
@@ -22,6 +22,8 @@ from evenload.report.table import (
     READ_LAYOUTS,
     TEXT_COLUMNS,
     Column,
+    first_columns,
+    first_rows,
     format_cell,
     is_feasible,
     layout_rows,
@@ -50,10 +52,12 @@ def render_report(report: RunReport) -> str:
     if len(set(names)) < len(names):
         raise ConfigError(f"report sections {names}: names must differ, they are the legend")
     parts = [part for part in _parts(report) if part[2]]
-    headline = f'<p class="headline">{escape(report.headline)}.</p>' if report.headline else ""
-    blocks = [f"<h1>{escape(report.title)}</h1>", headline]
+    headline = f'<p class="headline">{escape(report.headline)}</p>' if report.headline else ""
+    blocks = [f"<h1>{escape(report.title)}</h1>", headline, *_answer(report)]
     if (run := _trained(report)) is not None:
         blocks.append(tiles_html(run))
+    if len(parts) > 1 and report.cards:
+        blocks.append('<h2 id="details">Details</h2>')
     if report.facts:
         facts = ((name, escape(value)) for name, value in report.facts)
         blocks.append(folded_html("settings", "Settings", definitions_html("facts", facts)))
@@ -75,6 +79,19 @@ def render_report(report: RunReport) -> str:
     return page_html(report.title, filter(None, blocks), scripts, report.unit)
 
 
+def _answer(report: RunReport) -> list[str]:
+    """Return what stands above the details: cards, what they are of, the fastest rows, and what to do next."""
+    if not report.cards:
+        return []
+    cards = cards_html((name, escape(value), escape(remark)) for name, value, remark in report.cards)
+    rows = first_rows([row for row in report.comparison if is_feasible(row)])
+    columns = [column for column in shown_columns(rows, report.unit) if column.key in FIRST_COLUMNS]
+    table = strategies_table(rows, (), first_columns(columns), report.best)
+    blocks = [cards, f'<p class="summary">{escape(report.summary)}</p>']
+    blocks.append(f'<div class="first">{scrolled_html("The fastest strategies", table)}</div>' if rows else "")
+    return [*blocks, f'<p class="next">{escape(report.next_step)}</p>' if report.next_step else ""]
+
+
 def _trained(report: RunReport) -> RunSection | None:
     return next((section for section in report.sections if section.metrics), None)
 
@@ -84,10 +101,10 @@ def _parts(report: RunReport) -> list[Part]:
     refused = {str(row["name"]) for row in report.comparison if not is_feasible(row)}
     sections = {f"{one.name} *" if one.name in refused else one.name: one for one in report.sections}
     remark = " * exceeds memory: what it would take, were there more." if refused else ""
-    step_view = step_view_html(report.sections, report.best, refused)
+    step_view = step_view_html(report.sections, report.best[0] if report.best else "", refused)
     comparison = [comparison_html(report.comparison, report.best, report.unit)] if report.comparison else []
     parts: list[Part] = [
-        ("comparison", "Comparison", comparison),
+        ("comparison", "All strategies" if report.cards else "Comparison", comparison),
         ("time", "Where the time goes", _split(sections, remark)),
     ]
     curves = "curves", "Step by step", [] if run is None else curves_html("run-0", run)
@@ -126,7 +143,7 @@ def _split(sections: Mapping[str, RunSection], remark: str) -> list[str]:
     return [figure_html("all-split", "Predicted seconds of a step, by cause", read, time_split_figure(splits))]
 
 
-def comparison_html(rows: Sequence[Mapping[str, object]], best: str, unit: LengthUnit) -> str:
+def comparison_html(rows: Sequence[Mapping[str, object]], best: Sequence[str], unit: LengthUnit) -> str:
     """Return the comparison, the best strategy marked, those that cannot run last; further columns are folded."""
     feasible = [row for row in rows if is_feasible(row)]
     refused = [row for row in rows if not is_feasible(row)]
@@ -144,9 +161,9 @@ def strategies_table(
     feasible: Sequence[Mapping[str, object]],
     refused: Sequence[Mapping[str, object]],
     columns: Sequence[Column],
-    best: str | None,
+    best: Sequence[str],
 ) -> str:
-    """Return a table of strategies; those that cannot run last, with the reason."""
+    """Return a table of strategies, the `best` marked; those that cannot run last, with the reason."""
     heads = "".join(
         f'<th scope="col" title="{escape(column.meaning)}"{_text_class(column.key)}>'
         f"{escape(column.heading).replace(chr(10), '<br>')}</th>"
@@ -160,7 +177,7 @@ def strategies_table(
             # One loss a line: they are read one by one.
             shown = shown.replace(", ", ",<br>") if column.key == "time_split" else shown
             cells += f"<td{_text_class(column.key)}>{shown}</td>"
-        kind, mark = ("best", "▶ ") if row["name"] == best else ("feasible", "")
+        kind, mark = ("best", "▶ ") if row["name"] in best else ("feasible", "")
         parts.append(f'<tr class="{kind}"><th scope="row">{mark}{escape(str(row["name"]))}</th>{cells}</tr>')
     for row in refused:
         reason = escape(str(row.get("why") or "no reason given"))
@@ -170,4 +187,6 @@ def strategies_table(
 
 
 def _text_class(key: str) -> str:
-    return f' class="text {"lost" if key == "time_split" else ""}"' if key in TEXT_COLUMNS else ""
+    """Return the class of a column's cells: of text, of losses, and whether a phone leaves it out at first."""
+    kinds = {"text": key in TEXT_COLUMNS, "lost": key == "time_split", "minor": key not in FIRST_COLUMNS[:4]}
+    return f' class="{" ".join(kind for kind, is_so in kinds.items() if is_so)}"'

@@ -1,6 +1,6 @@
 """Hold everything a report page shows (`RunReport`), and make the figures of a trained run."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -76,21 +76,26 @@ class RunReport:
     """A whole page.
 
     Args:
-        headline: the result in one sentence, without its full stop; "" = none.
+        headline: the result in a few sentences; "" = none.
+        cards: (name, value, remark) of the figures that matter most; summary: what they are of.
+        next_step: the setting or command that follows; "" = none.
         facts: (name, value) pairs: hardware, model, data, layout, strategy, seed, versions.
         sections: one for each strategy or configuration.
         comparison: a row of each strategy, with keys of `evenload plan --json` and `evenload bench`.
-        best: name of the row to mark; "" = none.
+        best: names of the rows to mark.
         ledger: what became of all tokens.
         lengths: of the documents of all steps.
     """
 
     title: str
     headline: str = ""
+    cards: tuple[tuple[str, str, str], ...] = ()
+    summary: str = ""
+    next_step: str = ""
     facts: tuple[tuple[str, str], ...] = ()
     sections: tuple[RunSection, ...] = ()
     comparison: tuple[Mapping[str, object], ...] = ()
-    best: str = ""
+    best: tuple[str, ...] = ()
     ledger: tuple[str, ...] = ()
     lengths: LengthProfile | None = None
     unit: LengthUnit = "tokens"
@@ -143,7 +148,12 @@ def tiles_html(section: RunSection) -> str:
         ("memory, peak of all steps", format_bytes(peak), f"predicted {format_bytes(predicted_peak)}"),
         ("data wait", format_seconds(typical(rows, "data_wait_s")), meaning),
     )
-    shown = ((name, f"{value}<small>{small}</small>" if small else value) for name, value, small in tiles)
+    return cards_html(tiles)
+
+
+def cards_html(cards: Iterable[tuple[str, str, str]]) -> str:
+    """Return figures in boxes: (name, value, remark)."""
+    shown = ((name, f"{value}<small>{small}</small>" if small else value) for name, value, small in cards)
     return definitions_html("tiles", shown)
 
 

@@ -131,28 +131,16 @@ SIDE_STYLES = {
 """`SIDE_KINDS` that are drawn: colour, and the legend's name."""
 LENGTH_COLORS = {"documents": "#2f7fd0", "tokens": "#e07b1a", "attention_pairs": "#1b9e77"}
 """What is counted over document lengths."""
-CAUSE_COLORS = {
-    "useful_s": "#2f7fd0",
-    "kernels_s": "#86bdea",
-    "padding_s": "#e3c53d",
-    "recompute_s": "#b59b00",
-    "offload_s": "#7d6d0a",
-    "tp_communication_s": "#2fb38a",
-    "cp_communication_s": "#17795a",
-    "cp_imbalance_s": "#7fd6b8",
-    "warmup_s": "#f2a0a8",
-    "cooldown_s": "#e0707c",
-    "imbalance_s": "#c53347",
-    "stage_imbalance_s": "#87192f",
-    "dependency_s": "#8f5fc0",
-    "p2p_s": "#5cc4c9",
-    "dp_imbalance_s": "#e8833a",
-    "reduction_s": "#7d5233",
-    "optimizer_s": "#b58d6d",
-    "switch_s": "#5d6673",
+GROUP_COLORS = {
+    "useful work": "#2f7fd0",
+    "extra compute": "#e3c53d",
+    "transfers": "#17795a",
+    "pipeline bubble": "#c53347",
+    "uneven packs": "#8f5fc0",
+    "uneven replicas": "#e8833a",
+    "gradients and update": "#7d5233",
 }
-"""Causes of `TimeSplit`: useful work blue, overheads of computing light blue to yellow, transfers green, waiting red,
-violet and orange, the end of the step brown."""
+"""Groups of causes (`CAUSE_GROUPS`)."""
 
 
 def text_on(color: str) -> str:

@@ -43,9 +43,9 @@ class Column(NamedTuple):
 
 
 def format_losses(time_split: object) -> str:
-    """Format the two largest losses of a `TimeSplit` (as builtins) and their shares: "dp imbalance 12.0 %"."""
+    """Format the two largest losses of a `TimeSplit` (as builtins) and their shares: "uneven replicas 12.0 %"."""
     split = msgspec.convert(time_split, TimeSplit)
-    largest = sorted(split.parts()[1:], key=lambda part: -part[1])[:2]
+    largest = sorted(list(split.groups().items())[1:], key=lambda part: -part[1])[:2]
     shares = [(label, seconds / (split.total_s() or 1.0)) for label, seconds in largest]
     return ", ".join(f"{label} {format_percent(share)}" for label, share in shares if share > 0.001) or MISSING
 
@@ -105,12 +105,27 @@ def is_feasible(row: Mapping[str, object]) -> bool:
 
 FIRST_COLUMNS = (
     *("mean_step_time_s", "measured_step_time_s", "speedup_over_baseline", "tokens_per_s_per_device"),
-    *("measured_tokens_per_s", "fraction_of_bound", "deferred_tokens", "peak_memory_bytes", "cap_violations"),
-    *("step_time_interval_s", "dropped_tokens", "time_split"),
+    *("measured_tokens_per_s", "peak_memory_bytes", "step_time_interval_s", "fraction_of_bound", "time_split"),
+    *("deferred_tokens", "cap_violations", "dropped_tokens"),
 )
-"""Keys of the columns that a terminal shows, those first that stay where it is narrow; a page folds the others."""
+"""Keys of the columns that matter most, in order; a terminal and a page show the first that have values."""
+MOST_COLUMNS, MOST_ROWS = 7, 5
+"""Of a table that is not asked for as a whole, besides the names."""
 _MUCH_WAITING = 0.05
 """Of a step's time."""
+
+
+def first_rows(rows: Sequence[Mapping[str, object]]) -> list[Mapping[str, object]]:
+    """Return the first rows, and in the place of the last of them the baseline where that comes later."""
+    first, later = list(rows[:MOST_ROWS]), rows[MOST_ROWS:]
+    baselines = [row for row in later if row.get("speedup_over_baseline") == 1.0]
+    return [*first[:-1], baselines[0]] if baselines else first
+
+
+def first_columns(columns: Sequence[Column]) -> list[Column]:
+    """Return those of the columns that matter most, in their order."""
+    first = sorted(columns, key=lambda column: FIRST_COLUMNS.index(column.key))[:MOST_COLUMNS]
+    return [column for column in columns if column in first]
 
 
 def bare_table(title: str, first: str, *headings: str, left: Sequence[str] = (), is_narrow: bool = False) -> Table:
@@ -123,35 +138,51 @@ def bare_table(title: str, first: str, *headings: str, left: Sequence[str] = (),
     return table
 
 
-def add_strategy(table: Table, name: object, best: str, cells: Sequence[str], remark: str = "") -> None:
-    is_best = name == best
+def add_strategy(table: Table, name: object, best: Sequence[str], cells: Sequence[str], remark: str = "") -> None:
+    is_best = name in best
     shown = f"{'▶' if is_best else ' '} {name}{remark}"
     table.add_row(*map(Text, (shown, *cells)), style="bold green" if is_best else None)
 
 
 @dataclass(frozen=True)
 class ComparisonTable:
-    """Renders strategies side by side, the best marked; below, the columns that do not fit the width, and the
-    strategies that cannot run, with the reason."""
+    """Renders strategies side by side, the `best` marked; below, what is left out, and why strategies cannot run.
+
+    Args:
+        has_all_rows: false leaves slower strategies out, and those that cannot run where others can.
+        has_all_columns: false shows `MOST_COLUMNS`.
+    """
 
     rows: Sequence[Mapping[str, object]]
-    best: str = ""
+    best: Sequence[str] = ()
     unit: LengthUnit = "tokens"
+    has_all_rows: bool = True
+    has_all_columns: bool = True
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         feasible = [row for row in self.rows if is_feasible(row)]
-        columns = [column for column in shown_columns(feasible, self.unit) if column.key in FIRST_COLUMNS]
-        table, left_out = self._table(feasible, columns), []
+        refused = [row for row in self.rows if not is_feasible(row)]
+        shown = feasible if self.has_all_rows else first_rows(feasible)
+        columns = [column for column in shown_columns(shown, self.unit) if column.key in FIRST_COLUMNS]
+        if not self.has_all_columns:
+            columns = first_columns(columns)
+        table, left_out = self._table(shown, columns), []
         while columns and Measurement.get(console, options.update(max_width=10_000), table).maximum > options.max_width:
             last = max(columns, key=lambda column: FIRST_COLUMNS.index(column.key))
             columns.remove(last)
             left_out.append(last.heading.replace("\n", " "))
-            table = self._table(feasible, columns)
-        yield table
+            table = self._table(shown, columns)
+        if shown:
+            yield table
         if left_out:
             yield Text(f"left out for width: {', '.join(left_out)}")
-        for row in self.rows:
-            if not is_feasible(row):
+        slower = len(feasible) - len(shown)
+        hidden = 0 if self.has_all_rows else len(refused) - (not feasible)
+        if slower or hidden:
+            parts = [f"{slower} slower"] * bool(slower) + [f"{hidden} that cannot run"] * bool(hidden)
+            yield Text(f"--details shows {' and '.join(parts)}")
+        if self.has_all_rows or not feasible:
+            for row in refused if self.has_all_rows else refused[:1]:
                 yield Text(f"{row['name']}: not feasible: {row.get('why') or 'no reason given'}")
 
     def _table(self, rows: Sequence[Mapping[str, object]], columns: Sequence[Column]) -> Table:
@@ -205,7 +236,7 @@ def engine_table(rows: Iterable[Mapping[str, Any]], best: str, title: str) -> Ta
     table = bare_table(title, "strategy", *(heading for _, heading, _ in _ENGINE_COLUMNS))
     for row in rows:
         cells = [format(row[key]) for key, _, format in _ENGINE_COLUMNS]
-        add_strategy(table, row["name"], best, cells, f" ({row['planned_by']})" if row["planned_by"] else "")
+        add_strategy(table, row["name"], (best,), cells, f" ({row['planned_by']})" if row["planned_by"] else "")
     return table
 
 

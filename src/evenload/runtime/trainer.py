@@ -45,7 +45,7 @@ class Trainer:
     """Trains a run on one rank, with its virtual stages, optimizer shard and loader."""
 
     def __init__(self, config: TrainConfig, mesh: Mesh, meshes: Meshes | None = None) -> None:
-        self.config = config
+        self.config = config = config.with_found_kinds()
         self.meshes = meshes or Meshes([mesh])
         layouts = self.meshes.layouts
         self.model = model_spec(config)

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from evenload import _native
 from evenload.errors import ConfigError
-from evenload.schedule.native_input import split_arrays, task_arrays
 from evenload.schedule.schedule_rule import ScheduleRule, static_order
+from evenload.schedule.simulate import split_arrays, task_arrays
 from evenload.schedule.static_schedules import one_a_stage, one_f_one_b
 from evenload.types.pipeline import ActionColumns, PipelineTasks
 

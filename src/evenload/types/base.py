@@ -1,15 +1,14 @@
-"""Define what all types share: the frozen, strict struct (`Frozen`), the nearest name of a misspelt one
-(`did_you_mean`), and registries that packages add to (`Registry`)."""
+"""Define what all types share: the frozen, strict struct (`Frozen`), and registries that packages add to
+(`Registry`)."""
 
-import difflib
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import Annotated, Any, Generic, Protocol, TypeVar, dataclass_transform, get_args, get_type_hints
 
 import msgspec
 
-from evenload.errors import ConfigError
+from evenload.errors import ConfigError, did_you_mean
 
 PathText = Annotated[str, "path"]
 """A setting that is the path of a file or folder here; `write_out_home` knows it by this type."""
@@ -42,22 +41,6 @@ def require_at_least_one(what: str, settings: object, *fields: str) -> None:
     for field in fields:
         if (value := getattr(settings, field)) is not None and value < 1:
             raise ConfigError(f"{what}{field} is {value}, must be at least 1")
-
-
-LEAST_SIMILARITY = 0.4  # of 1; among few choices a name that shares half of its letters is usually what was meant
-
-
-def nearest_name(name: str, known: Iterable[str], similarity: float = LEAST_SIMILARITY) -> str | None:
-    """Return the most similar of `known`, upper and lower case alike; None where none is similar."""
-    by_lower = {one.lower(): one for one in known}
-    matches = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=similarity)
-    return by_lower[matches[0]] if matches else None
-
-
-def did_you_mean(name: str, known: Iterable[str], similarity: float = LEAST_SIMILARITY) -> str:
-    """Return "did you mean 'x'? ", to stand before the list of choices; "" where nothing is similar."""
-    near = nearest_name(name, known, similarity)
-    return f"did you mean '{near}'? " if near else ""
 
 
 class Named(Protocol):

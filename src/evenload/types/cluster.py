@@ -6,8 +6,8 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from evenload.errors import ConfigError
-from evenload.types.base import Frozen, nearest_name
+from evenload.errors import ConfigError, nearest_name
+from evenload.types.base import Frozen
 
 DeviceKind = Literal["cpu", "cuda"]
 """What a rank of `evenload train` computes on."""

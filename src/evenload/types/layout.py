@@ -14,8 +14,8 @@ from typing import Literal
 
 import msgspec
 
-from evenload.errors import ConfigError
-from evenload.types.base import Frozen, did_you_mean, require_at_least_one
+from evenload.errors import ConfigError, did_you_mean
+from evenload.types.base import Frozen, require_at_least_one
 from evenload.types.cluster import DeviceKind
 from evenload.types.text import counted
 

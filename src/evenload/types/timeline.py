@@ -274,7 +274,18 @@ CAUSE_LABELS = {
     "optimizer_s": "optimizer",
     "switch_s": "switch of layout",
 }
-"""Names of the causes of `TimeSplit` for tables and pictures."""
+"""Names of the causes of `TimeSplit` for tables of numbers."""
+
+CAUSE_GROUPS = {
+    "useful work": ("useful_s",),
+    "extra compute": ("kernels_s", "padding_s", "recompute_s"),
+    "transfers": ("offload_s", "tp_communication_s", "cp_communication_s", "p2p_s", "switch_s"),
+    "pipeline bubble": ("warmup_s", "cooldown_s", "dependency_s"),
+    "uneven packs": ("imbalance_s", "stage_imbalance_s", "cp_imbalance_s"),
+    "uneven replicas": ("dp_imbalance_s",),
+    "gradients and update": ("reduction_s", "optimizer_s"),
+}
+"""Causes of `TimeSplit` in the groups that pictures show, useful work and six losses."""
 
 
 class TimeSplit(Frozen):
@@ -324,6 +335,10 @@ class TimeSplit(Frozen):
     def parts(self) -> tuple[tuple[str, float], ...]:
         """Return (label, seconds) of every cause in order."""
         return tuple((CAUSE_LABELS[field], getattr(self, field)) for field in self.__struct_fields__)
+
+    def groups(self) -> dict[str, float]:
+        """Return the seconds of every group of causes in order."""
+        return {label: sum(getattr(self, field) for field in group) for label, group in CAUSE_GROUPS.items()}
 
     def total_s(self) -> float:
         """Return the step time."""

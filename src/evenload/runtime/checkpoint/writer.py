@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from evenload.config.sections import RunConfig
 from evenload.cost.coefficients import write_coefficients
-from evenload.errors import CheckpointError
+from evenload.errors import CheckpointError, ConfigError
 from evenload.runtime.checkpoint.checkpoint import (
     COST_FILE,
     LOADER_FILE,
@@ -56,8 +56,29 @@ from evenload.runtime.checkpoint.pieces import METADATA_FILE, PieceSavePlanner, 
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.comm.watch import Background
 from evenload.runtime.stages.rank_state import RankState
+from evenload.types.text import format_bytes
 
 _PROBE_BYTES = 4_000_000
+
+
+def require_room(run: RunConfig, num_bytes: int) -> None:
+    """Raise `ConfigError` where checkpoints of `num_bytes`, those kept and one being written, do not fit."""
+    directory, every = checkpoints_of(run.output_dir), run.checkpoint_every_steps
+    by_time = run.checkpoint_interval_s or run.keep_best
+    most = run.keep_checkpoints + run.keep_best + 1 if run.keep_checkpoints and (every or by_time) else 1
+    if run.steps is not None:
+        most = min(most, run.steps if by_time else -(-run.steps // max(1, every)))
+    place = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
+    free_bytes = shutil.disk_usage(place).free
+    there_bytes = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
+    if most * num_bytes > free_bytes + there_bytes:
+        raise ConfigError(
+            f"train.output_dir is {run.output_dir}, where {format_bytes(free_bytes)} are free and checkpoints have "
+            f"{format_bytes(there_bytes)}; they need {format_bytes(most * num_bytes)}: {most} of "
+            f"{format_bytes(num_bytes)}, with the one that is being written (train.keep_checkpoints = "
+            f"{run.keep_checkpoints}, train.keep_best = {run.keep_best}). Keep fewer, save less often "
+            "(train.checkpoint_every_steps, train.checkpoint_every_s), or choose another directory"
+        )
 
 
 @dataclass(frozen=True)

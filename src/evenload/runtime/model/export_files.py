@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from evenload.config.tokenizer import GENERATION_FILE, MODEL_FILE, TOKENIZER_FILE, model_directory
+from evenload.data.chat_encoding import CHATML, CHATML_SOURCE
 from evenload.data.config import DataConfig, reads_token_ids
 from evenload.data.hub import local_path
 from evenload.data.tokenize import (
@@ -163,7 +164,9 @@ def copy_tokenizer(directory: Path, data: DataConfig, model_path: str) -> None:
         # Records of ids were ended by someone else.
         if ended.eos_id is not None and (data.eos_token is not None or not reads_token_ids(data)):
             _write_end(directory, ended.eos_id)
-        if data.chat_template is not None:
+        if data.chat_template == CHATML:
+            (directory / _TEMPLATE_FILE).write_text(CHATML_SOURCE)
+        elif data.chat_template is not None:
             _copy(Path(data.chat_template), directory / _TEMPLATE_FILE)
     except OSError as error:
         raise ConfigError(

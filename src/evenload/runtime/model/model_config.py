@@ -1,5 +1,5 @@
-"""Read the `config.json` of the configured model, or of a built-in name (`evenload plan --model`), for transformers and
-the cost model. Options that would be trained wrong without a sign are refused by name."""
+"""Read the `config.json` of the configured model, or take that of a built-in one, for transformers and the cost model.
+Options that would be trained wrong without a sign are refused by name."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,21 +9,11 @@ from transformers import AutoConfig, PretrainedConfig
 
 from evenload.config.sections import with_adapters
 from evenload.config.train_config import BYTES_PER_ELEMENT, TrainConfig
-from evenload.data.hub import is_hub_name, local_path, model_from, model_from_config
-from evenload.errors import ConfigError, UnsupportedModelError
+from evenload.data.hub import is_hub_name, local_path, model_from_config
+from evenload.errors import ConfigError, UnsupportedModelError, did_you_mean
 from evenload.runtime.model.layer_kinds import text_part
 from evenload.runtime.model.weight_files import dequantise_once
 from evenload.types.model import CONFIGURATIONS, ModelSpec
-
-
-def config_from(name_or_path: str) -> PretrainedConfig:
-    """Return the configuration of a built-in model, a `config.json` or its folder; errors as `load_config`."""
-    model_from(name_or_path)  # its errors name what is wrong
-    if name_or_path not in CONFIGURATIONS:
-        return load_config(name_or_path)
-    config = AutoConfig.for_model(**CONFIGURATIONS[name_or_path])
-    require_trainable(config)
-    return config
 
 
 def with_few_layers(config: PretrainedConfig, kinds: tuple[int, ...], stages: int, most: int) -> PretrainedConfig:
@@ -49,14 +39,18 @@ def spec_of(config: PretrainedConfig, name: str, bytes_per_element: int) -> Mode
 
 def load_config(path: str) -> PretrainedConfig:
     """Read the model's configuration from a directory, a `config.json`, or a name on the Hub, of a model of text and
-    pictures its text part's; `ConfigError` where there is none, `UnsupportedModelError` for an architecture or option
-    that replay does not run exactly."""
+    pictures its text part's, or take a built-in one; `ConfigError` where there is none, `UnsupportedModelError` for an
+    architecture or option that replay does not run exactly."""
+    if path in CONFIGURATIONS:
+        config = AutoConfig.for_model(**CONFIGURATIONS[path])
+        require_trainable(config)
+        return config
     local = Path(local_path(path, "model.path"))
     file = local / "config.json" if local.is_dir() else local
     if not file.is_file():
         raise ConfigError(
-            f"model.path '{path}': no config.json there; give a Hugging Face directory, its config.json, or a "
-            "name on the Hub such as 'Qwen/Qwen3-0.6B'"
+            f"model.path '{path}': no config.json there; {did_you_mean(path, CONFIGURATIONS, 0.6)}give a Hugging "
+            "Face directory, its config.json, or a name on the Hub such as 'Qwen/Qwen3-0.6B'"
         )
     try:
         # Code in a model's directory is never run.

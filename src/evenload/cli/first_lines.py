@@ -1,0 +1,156 @@
+"""Answer what `evenload plan` was asked in at most three short sentences, and say what to do next.
+
+Strategies that differ by less than predictions of a difference can be trusted are named together: in the public ledger
+(docs/accuracy.md) 122 of 125 pairs that differ by more than `SAME_SHARE` came in the right order.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from evenload.explore.batches import SampledBatch
+from evenload.explore.evaluate import Evaluation, StrategyResult
+from evenload.explore.layout_search import PLAINER_SHARE, FewLayouts, LayoutResult
+from evenload.planning.strategies.auto import AUTO
+from evenload.report.units import format_interval, format_power_of_two, format_seconds
+from evenload.types.text import counted
+
+SAME_SHARE = 0.05
+"""By which a strategy may be slower than the fastest and be named with it."""
+WARNED_SHARE = 0.05
+"""Of the tokens that are not trained, from which on that is a warning."""
+_MOST_NAMED = 3
+
+
+def equally_fast(evaluation: Evaluation) -> tuple[StrategyResult, ...]:
+    """Return the strategies that are as fast as the fastest one within the error of prediction: `auto` first, which is
+    what runs use where nothing is set, then by time; () where none fits memory."""
+    rows = [row for row in evaluation.results if row.feasible and row.mean_step_time_s is not None]
+    limit_s = min((_seconds(row) for row in rows), default=0.0) * (1 + SAME_SHARE)
+    near = [row for row in rows if _seconds(row) <= limit_s]
+    return tuple(sorted(near, key=lambda row: (row.name != AUTO.name, _seconds(row))))
+
+
+def first_sentences(
+    evaluation: Evaluation,
+    inputs: Mapping[str, Any],
+    batches: Sequence[SampledBatch],
+    few: FewLayouts | None,
+    *,
+    is_layout_given: bool,
+) -> tuple[str, ...]:
+    """Return the outcome, a layout that is faster where one was given, and what the batches leave out or repeat."""
+    sentences = [_outcome(evaluation, inputs, few if not is_layout_given else None)]
+    if is_layout_given and few is not None:
+        sentences.append(_other_layout(evaluation, inputs, few))
+    return tuple(filter(None, (*sentences, _of_batches(inputs, batches))))
+
+
+def next_line(evaluation: Evaluation, inputs: Mapping[str, Any], few: FewLayouts | None) -> str:
+    """Return the setting or command that follows from the comparison."""
+    near = equally_fast(evaluation)
+    if not near and (few is None or not few.layouts):
+        return "next: --search-layout tries every layout; more devices, or a smaller --context, need less of each"
+    if few is not None and inputs["is_layout_given"] and (faster := _faster_layouts(evaluation, inputs, few)):
+        return f"next: --layout {option_of(faster[0].layout)}"
+    sizes = ", ".join(f"{axis} = {size}" for axis, size in inputs["layout"].items() if size > 1)
+    if not sizes:
+        return f'next: plan.strategy = "{near[0].name}" in config.toml, then evenload train config.toml'
+    if str(inputs["lengths"]).endswith(".toml"):
+        settings = f'plan.strategy = "{near[0].name}" and parallel = {{{sizes}}}'
+        return f"next: {settings}, then evenload train {inputs['lengths']}"
+    return f'next: evenload init writes a config.toml; in it plan.strategy = "{near[0].name}", parallel = {{{sizes}}}'
+
+
+def dropped_share(batches: Sequence[SampledBatch]) -> float:
+    """Return the share of the tokens drawn that is cut off or dropped."""
+    dropped = sum(batch.dropped_tokens for batch in batches)
+    kept = sum(document.num_tokens for batch in batches for document in batch.documents)
+    return dropped / (dropped + kept) if dropped else 0.0
+
+
+def option_of(sizes: Mapping[str, int]) -> str:
+    """Write the sizes of a layout as --layout takes them."""
+    return ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "dp=1"
+
+
+def _outcome(evaluation: Evaluation, inputs: Mapping[str, Any], few: FewLayouts | None) -> str:
+    near = equally_fast(evaluation)
+    if not near:
+        return f"No strategy fits memory with {option_of(inputs['layout'])}."
+    best = near[0]
+    names = [row.name for row in near[:_MOST_NAMED]]
+    names += [counted(len(near) - len(names), "other")] if len(near) > len(names) else []
+    named = " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+    where = option_of(inputs["layout"])
+    if few is not None and few.num_tried > 1:
+        where += f" (best of {few.num_tried} layouts)"
+    time = f"about {format_seconds(best.mean_step_time_s)} a step"
+    if best.step_time_interval_s is not None:
+        time += f" ({format_interval(best.step_time_interval_s)})"
+    baseline, factor = evaluation.baseline, best.speedup_over_baseline
+    gain = ""
+    if baseline is not None and factor is not None and len(evaluation.results) > 1:
+        other = "" if baseline.layout == best.layout else f" with {option_of(baseline.layout)}"
+        gain = (
+            f", {factor:.2f}× best-fit packing{other}"
+            if abs(factor - 1) > SAME_SHARE
+            else ", as fast as best-fit packing"
+        )
+    return f"Fastest with {where}: {named}, {time}{gain}."
+
+
+def _other_layout(evaluation: Evaluation, inputs: Mapping[str, Any], few: FewLayouts) -> str:
+    """Name the plainest layout that is faster than what was planned, where there is one, and the fastest."""
+    faster = _faster_layouts(evaluation, inputs, few)
+    if not faster:
+        return ""
+    fastest = faster[0]
+    plainest = min(faster, key=lambda one: sum(one.layout[axis] > 1 for axis in ("cp", "pp", "tp")))
+    verdict = "is faster" if equally_fast(evaluation) else "fits"
+    text = f"{option_of(plainest.layout)} {verdict}: {format_seconds(_seconds_beside(evaluation, plainest))}"
+    if plainest is not fastest:
+        seconds = format_seconds(_seconds_beside(evaluation, fastest))
+        text += f"; the fastest of {few.num_tried} layouts, {option_of(fastest.layout)}: {seconds}"
+    return f"{text}."
+
+
+def _faster_layouts(evaluation: Evaluation, inputs: Mapping[str, Any], few: FewLayouts) -> list[LayoutResult]:
+    """Return those of a few layouts that are faster than all strategies in another one, or, where none fits, that fit;
+    the one to take first."""
+    times_s = [_seconds(row) for row in equally_fast(evaluation)]
+    others = [one for one in few.compared if one.layout != inputs["layout"]]
+    limit_s = min(times_s, default=math.inf) / (1 + PLAINER_SHARE)
+    return [one for one in others if _seconds_beside(evaluation, one) < limit_s]
+
+
+def _seconds_beside(evaluation: Evaluation, other: LayoutResult) -> float:
+    """Return the seconds of another layout over all batches, by its share of the fastest strategy's seconds on those
+    that it was planned on."""
+    rows = equally_fast(evaluation)
+    if not rows:
+        return _seconds(other)
+    best = min(rows, key=_seconds)
+    return _seconds(other) * _seconds(best) / float(np.mean(best.step_time_s[: other.num_batches]))
+
+
+def _of_batches(inputs: Mapping[str, Any], batches: Sequence[SampledBatch]) -> str:
+    remarks = []
+    if (share := dropped_share(batches)) > 0:
+        cut = {"truncate": "cut off by", "drop": "in documents left out by"}.get(str(inputs["overlong"]), "lost to")
+        percent = f"{100 * share:.0f} %" if share >= 0.005 else "<1 %"
+        remarks.append(f"{percent} of {inputs['unit']} are {cut} context {format_power_of_two(inputs['context'])}")
+    drawn = inputs["documents"] or max(len(batch.documents) + len(batch.left_out) for batch in batches)
+    if drawn > inputs["data_documents"]:
+        remarks.append(f"a batch of {drawn:,} documents is more than the data's {inputs['data_documents']:,}")
+    if not remarks:
+        return ""
+    warning = "Warning: " if share >= WARNED_SHARE or len(remarks) > 1 or not share else ""
+    text = ", and ".join(remarks)
+    return f"{warning}{text if warning else text[0].upper() + text[1:]}."
+
+
+def _seconds(row: StrategyResult | LayoutResult) -> float:
+    return row.mean_step_time_s or 0.0
