@@ -139,7 +139,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on_and_what_is_left_is_done_then(projec
     words = " ".join(output.split())
     assert f"resumed from {project}/run/checkpoints/step-{steps:08d} after {counted(steps, 'step')}" in words
     assert "plan.strategy changes from auto to best_fit: this goes on with the same run" in words
-    assert f"nothing left to train: {project}/run holds a finished run of {steps} steps under slimpack" in words
+    assert f"nothing left to train: {project}/run holds a finished run of {steps} steps under auto" in words
     assert f"plan.strategy=best_fit train.output_dir={project}/run-best_fit" in words
     assert "ended before everything was written; that is done now" in words
     assert (project / "run" / "model" / "model.safetensors.index.json").is_file()
