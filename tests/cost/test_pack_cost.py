@@ -13,8 +13,7 @@ from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.layer_counts import training_flops
 from evenload.cost.memory import ReplicaPacks
 from evenload.cost.pack_cost import PackCosts
-from evenload.cost.pack_pricing import pipeline_tasks
-from evenload.cost.pack_split import PackSplit, split_pack_seconds
+from evenload.cost.pack_pricing import PackSplit, pipeline_tasks, split_pack_seconds
 from evenload.cost.units import layout_bound_seconds, physical_bound_seconds
 from evenload.data.hub import model_from
 from evenload.errors import ConfigError

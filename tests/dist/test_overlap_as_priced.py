@@ -5,7 +5,7 @@ import pytest
 
 from context_cases import covered_rows
 from context_plans import RULES, context_plan
-from evenload.cost.pack_split import PerRankPacks
+from evenload.cost.pack_pricing import PerRankPacks
 from evenload.stepplan.cp_rows import ranked_packs
 from evenload.stepplan.resimulation import replica_columns
 from evenload.types.plan import StepPlan, encode_plan

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from cost_samples import documents, sample_coefficients, sample_model
 from evenload.cost.coefficients import PassCoefficients
 from evenload.cost.pack_cost import PackCosts
-from evenload.cost.pack_split import rank_seconds
+from evenload.cost.pack_pricing import rank_seconds
 from evenload.planning.cp_sharding import possible_shardings
 from evenload.planning.planner import StepPlanner
 from evenload.planning.problem import PlanOptions

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from evenload.schedule.critical_path import CriticalPath, critical_path, split_bubble
+from evenload.explore.timelines import CriticalPath, critical_path, split_bubble
 from evenload.schedule.packflow import packflow_list, packflow_static
 from evenload.schedule.simulate import Simulation, simulate
 from evenload.schedule.static_schedules import one_f_one_b

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from evenload.errors import ConfigError, InvalidPlanError, ScheduleDeadlockError
-from evenload.schedule.critical_path import split_bubble
+from evenload.explore.timelines import split_bubble
 from evenload.schedule.packflow import packflow_list
 from evenload.schedule.simulate import simulate, to_timeline
 from pipeline_cases import caps, check_order, columns_of, equal_packs, names_of, with_split

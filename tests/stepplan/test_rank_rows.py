@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from context_plans import RULES, context_plan, merged_plan
-from evenload.cost.pack_split import PerRankPacks
+from evenload.cost.pack_pricing import PerRankPacks
 from evenload.errors import InvalidPlanError
 from evenload.stepplan.cp_rows import PackRows, ranked_packs, replica_rows
 from evenload.stepplan.resimulation import replica_columns

@@ -9,7 +9,7 @@ a stage is a column of seconds a feature; seconds are one small matrix product. 
   last row, which sees `min(stop, window)` keys (WLB §5.2). A padded slice costs `pad_to` tokens and their attention.
 - Slices that ranks share: one of at least two tiles a rank is cut into 2·ranks chunks, of which each rank computes
   one near the start and one near the end; a shorter one stays whole on some rank where the sharding allows it. Features
-  are the mean over ranks, which searches compare; plans promise the slowest rank by its own rows (`cost.pack_split`).
+  are the mean over ranks, which searches compare; plans promise the slowest rank by its own rows (`cost.pack_pricing`).
 - The first stage carries the embedding in both directions, the last stage's BACKWARD the head. Tensor parallelism
   divides seconds of tokens and pairs by tp and adds its exposed transfers (`cost.group_transfers`).
 - Recomputed layers and documents pay the products that are made again in backward; an offloaded document makes a pack

@@ -28,8 +28,7 @@ from numpy.typing import NDArray
 from evenload import _native
 from evenload.cost.memory import ReplicaPacks
 from evenload.cost.pack_cost import PackCosts
-from evenload.cost.pack_pricing import gather_seconds, weight_seconds
-from evenload.cost.pack_split import PerRankPacks, rank_seconds
+from evenload.cost.pack_pricing import PerRankPacks, gather_seconds, rank_seconds, weight_seconds
 from evenload.planning.packing import longest_first
 from evenload.planning.problem import Candidate, ReplicaChoice, StepProblem
 from evenload.schedule.simulate import simulate, split_arrays, task_arrays

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.cost.pack_cost import PackCosts
-from evenload.cost.pack_split import PerRankPacks
+from evenload.cost.pack_pricing import PerRankPacks
 from evenload.errors import InvalidPlanError
 from evenload.stepplan.resimulation import replica_columns
 from evenload.types.columns import SliceColumns

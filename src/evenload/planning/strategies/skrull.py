@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from evenload import _native
 from evenload.cost.memory import ReplicaPacks, pipeline_bytes
-from evenload.cost.pack_split import rank_seconds
+from evenload.cost.pack_pricing import rank_seconds
 from evenload.planning.candidates import idle_candidate
 from evenload.planning.packing import assign_replicas, longest_first
 from evenload.planning.problem import ReplicaChoice, StepProblem, StrategyOptions
