@@ -37,7 +37,7 @@ from evenload.cost.analytic import analytic_coefficients
 from evenload.data.hub import model_from
 from evenload.errors import EvenloadError
 from evenload.planning.layouts.flex_planner import FlexPlanner
-from evenload.planning.layouts.mapping_cost import BatchCosts, BatchLengths, layer_costs
+from evenload.planning.layouts.mapping_search import BatchCosts, BatchLengths, layer_costs
 from evenload.planning.planner import StepPlanner
 from evenload.planning.problem import PlanOptions
 from evenload.planning.strategies.flexpipe import FlexOptions

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from evenload.errors import ConfigError
 from evenload.planning.layouts.layout_candidates import num_groups
 from evenload.runtime.comm.mesh import ChannelMode, create_meshes, most_of_ranks, warm_up
-from evenload.runtime.stages.rank_stages import require_same_revision
+from evenload.runtime.stages.live_stages import require_same_revision
 from evenload.types.layout import ParallelLayout, even_layout
 from gloo_pool import TIMEOUT_S
 

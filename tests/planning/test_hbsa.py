@@ -9,8 +9,16 @@ from cost_samples import reduction_seconds, sample_coefficients, sample_model
 from evenload.cost.memory import static_bytes
 from evenload.cost.pack_cost import PackCosts
 from evenload.planning.activation_policy import policies_in_order
-from evenload.planning.layouts.mapping_cost import BatchCosts, BatchLengths, Mapping, MappingCosts, layer_costs
-from evenload.planning.layouts.mapping_search import layer_bounds, priced_mapping, search_mappings
+from evenload.planning.layouts.mapping_search import (
+    BatchCosts,
+    BatchLengths,
+    Mapping,
+    MappingCosts,
+    layer_bounds,
+    layer_costs,
+    priced_mapping,
+    search_mappings,
+)
 from evenload.planning.layouts.moves import ReceiveSeconds
 from evenload.types.cluster import LinkSpec
 from evenload.types.columns import whole_document_columns

@@ -14,8 +14,14 @@ from evenload.cost.pack_cost import PackCosts
 from evenload.errors import ConfigError, InvalidPlanError
 from evenload.explore.timelines import detailed_timeline, split_proposal, split_step_of_plan
 from evenload.planning.layouts.flex_planner import FlexPlanner
-from evenload.planning.layouts.mapping_cost import BatchCosts, BatchLengths, MappingCosts, layer_costs
-from evenload.planning.layouts.mapping_search import ReplicatedStageCosts, best_replicated_mapping
+from evenload.planning.layouts.mapping_search import (
+    BatchCosts,
+    BatchLengths,
+    MappingCosts,
+    ReplicatedStageCosts,
+    best_replicated_mapping,
+    layer_costs,
+)
 from evenload.planning.planner import StepPlanner
 from evenload.planning.problem import PlanOptions
 from evenload.planning.strategies.registry import STRATEGIES

@@ -26,7 +26,7 @@ from evenload.runtime.model.hf_model import build_stage_model, empty_model
 from evenload.runtime.model.model_config import load_config
 from evenload.runtime.model.weight_conversion import stored_tensors
 from evenload.runtime.model.weight_files import dequantise_once, empty_parameters, fill_buffers, fitting_weights
-from evenload.runtime.stages.rank_stages import unit_modules
+from evenload.runtime.stages.live_stages import unit_modules
 from export_cases import export_in_stages
 from stored_families import FAMILIES, equal_by_name, family_config, random_model, units_of
 

@@ -166,7 +166,6 @@ class ProfileTask:
     versions: Mapping[str, str]
 
     def describe(self, mesh: Mesh, stage: PipelineStage) -> str:
-        """Describe what is measured on what, as text."""
         return (
             f"{self.model.name} {self.dtype}, {self.layers} layers, {mesh.layout.describe()}, up to "
             f"{self.longest:,} tokens, {self.device_name}, {stage.backend.name}, "

@@ -46,7 +46,7 @@ from evenload.runtime.replay.rank_packs import Exchange, PackTokens
 from evenload.runtime.replay.stage import OnFinal, PipelineStage, ignore_unit
 from evenload.runtime.replay.store import ActivationStore
 from evenload.runtime.replay.weight_products import WeightProducts
-from evenload.runtime.stages.rank_stages import build_rank_stages
+from evenload.runtime.stages.live_stages import build_rank_stages
 from evenload.runtime.step_source import prepare_step, replicas_share_packs
 from evenload.types.base import Frozen
 from evenload.types.plan import StepPlan

@@ -139,7 +139,6 @@ def liger_refusal(device: str, dtype: str) -> str:
 
 
 def uses_liger(run: RunConfig, dtype: str) -> bool:
-    """Return whether a run computes with Liger's kernels."""
     return run.kernels == "liger" or (run.kernels == "auto" and not liger_refusal(run.device, dtype))
 
 

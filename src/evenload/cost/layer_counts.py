@@ -98,7 +98,6 @@ class KindShares:
 
 
 def kind_shares(model: ModelSpec) -> KindShares:
-    """Return the shares of a model's kinds."""
     return _shares(model.kinds, model.kind_counts)
 
 

@@ -173,7 +173,6 @@ class PerRankPacks:
     cut_tokens: NDArray[np.float64]
 
     def num_ranks(self) -> NDArray[np.int64]:
-        """Count the ranks of every pack."""
         return np.diff(self.first_rank)
 
     def slowest(self, rank_values: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -24,10 +24,16 @@ import msgspec
 import numpy as np
 from fsspec.implementations.local import LocalFileSystem
 
-from evenload.data.arrow_records import ArrowReader, ParquetReader
+from evenload.data.arrow_records import (
+    ArrowReader,
+    DatasetReader,
+    IterableDatasetReader,
+    ParquetReader,
+    dataset_bytes,
+    is_iterable_dataset,
+)
 from evenload.data.config import DataConfig, mixture_configs
 from evenload.data.encoders import IGNORE_INDEX, DocumentEncoder, EncodedDocument
-from evenload.data.hf_dataset import DatasetReader, IterableDatasetReader, dataset_bytes, is_iterable_dataset
 from evenload.data.json_records import JsonlReader, JsonReader
 from evenload.data.records import KIND_FIELDS, Column, FilePart, RecordReader, TextReader, record_columns, value_names
 from evenload.data.sources import SourceFile, SourceListing, list_sources

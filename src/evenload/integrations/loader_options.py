@@ -29,9 +29,9 @@ import torch.distributed as dist
 
 from evenload.config.keys import plan_options
 from evenload.cost.coefficients import CostCoefficients
+from evenload.data.arrow_records import is_iterable_dataset
 from evenload.data.batches import Peers, SingleRank
 from evenload.data.config import DataConfig, reads_token_ids
-from evenload.data.hf_dataset import is_iterable_dataset
 from evenload.data.part_files import with_kinds
 from evenload.data.tokenize import BYTES, MAX_BYTE_VOCABULARY, DocumentTokenizer, describe_tokenizer
 from evenload.errors import ConfigError

@@ -22,19 +22,17 @@ from numpy.typing import NDArray
 from evenload.cost.coefficients import CostCoefficients
 from evenload.errors import ConfigError
 from evenload.planning.activation_policy import policies_in_order
-from evenload.planning.layouts.mapping_cost import (
+from evenload.planning.layouts.mapping_search import (
     ESTIMATE_TOLERANCE,
+    HOPELESS,
     BatchCosts,
     BatchLengths,
     Mapping,
     MappingCosts,
-    layer_costs,
-)
-from evenload.planning.layouts.mapping_search import (
-    HOPELESS,
     MappingSearch,
     ReplicatedStageCosts,
     best_replicated_mapping,
+    layer_costs,
     mapping_order,
     priced_mapping,
     search_mappings,

@@ -31,13 +31,11 @@ class LayerCall(NamedTuple):
         return self.args[0] if self.args else self.kwargs["hidden_states"]
 
     def on(self, hidden: Tensor) -> "LayerCall":
-        """Return the call on other hidden states."""
         if self.args:
             return LayerCall((hidden, *self.args[1:]), self.kwargs)
         return LayerCall((), self.kwargs | {"hidden_states": hidden})
 
     def run(self, layer: nn.Module) -> Tensor:
-        """Return the layer's hidden states."""
         output = layer(*self.args, **self.kwargs)
         return output if isinstance(output, Tensor) else output[0]
 

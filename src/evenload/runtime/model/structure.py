@@ -123,7 +123,6 @@ class Structure:
 
     @property
     def has_experts(self) -> bool:
-        """Whether any layer has experts."""
         return any(sites.experts for sites in self.sites)
 
 
@@ -480,7 +479,6 @@ class Survey(TorchFunctionMode):
         self.notes[-1].outputs[site] = output, output._version
 
     def _note_mixer(self, notes: LayerNotes) -> None:
-        """Note that the running module mixes tokens."""
         own = next(one for one in reversed(self._stack) if not type(one).__module__.startswith("torch."))
         if not notes.mixer:
             notes.mixer, notes.mixer_path = type(own).__name__, self._inner.get(id(own), "")
@@ -488,7 +486,6 @@ class Survey(TorchFunctionMode):
     def note_attention(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, rule: MaskRule, given: dict[str, Any]
     ) -> None:
-        """Note a call of attention."""
         if self.layer < 0:
             raise UnsupportedModelError(f"{type(module).__name__} attends outside the layers")
         notes = self.notes[-1]
@@ -511,7 +508,6 @@ class Survey(TorchFunctionMode):
         notes.attention.append((self._inner[id(module)], kind))
 
     def note_experts(self, module: Any, width: int, chosen: int, output: Tensor) -> None:
-        """Note a block of experts."""
         count, name = module.down_proj.shape[0], self._inner[id(module)]
         inner = module.down_proj.numel() // (count * width)
         self.notes[-1].experts[name] = ExpertsKind(

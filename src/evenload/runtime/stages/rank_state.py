@@ -24,8 +24,7 @@ from evenload.runtime.optim.optimizer import ShardedOptimizer
 from evenload.runtime.optim.parameter_units import FlatBuffer
 from evenload.runtime.replay.rank_packs import RankStep
 from evenload.runtime.replay.stage import PipelineStage
-from evenload.runtime.stages.live_stages import LiveStages, Switch, joined_switch
-from evenload.runtime.stages.rank_stages import RankStages, build_rank_stages
+from evenload.runtime.stages.live_stages import LiveStages, RankStages, Switch, build_rank_stages, joined_switch
 from evenload.stepplan.validate import why_not_in_backward
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
