@@ -211,3 +211,12 @@ def test_the_help_lists_it_first():
     names = ["init", "lengths", "plan", "train", "check", "bench", "profile"]
     at = [shown.index(f"│ {name} ") for name in names]
     assert at == sorted(at)
+
+
+def test_chats_of_a_model_without_a_tokeniser_get_a_plain_template(capsys):
+    """A built-in name has neither tokeniser nor template."""
+    answers = ({"role": "user", "content": "q"}, {"role": "assistant", "content": "a " * 50})
+    Path("chats.jsonl").write_text(f"{json.dumps({'messages': answers})}\n" * 40)
+    config, _ = written(capsys, "--model", "qwen3-8b", "--data", "chats.jsonl", "--gpus", "0")
+    assert (config.data.chat_template, config.data.tokenizer) == ("chatml", "bytes")
+    require_runnable(config)

@@ -28,7 +28,7 @@ SMALL_MODEL = "small_model.json"
 
 SMALLER: dict[str, Words] = {
     "README.md": (
-        ("--documents 512 --steps 4", "--documents 64 --steps 1"),
+        ("--overlong truncate --html", "--overlong truncate --documents 32 --html"),
         _FEW_PAGES,
         ("max_document_tokens = 4096", "max_document_tokens = 256"),
         ("steps = 3", "steps = 2"),
@@ -76,6 +76,7 @@ SMALLER: dict[str, Words] = {
         _ONE_BENCH,
     ),
     "docs/plan.md": (
+        ("plan examples/lengths/stdlib.npy.gz", "plan examples/lengths/stdlib.npy.gz --documents 16"),
         ("corpus --include '*.txt' --tokenizer MODEL_FOLDER", "docs/howto --include '*.md' --tokenizer bytes"),
         ("--documents 512 --steps 4", "--documents 32 --steps 1"),
         ("--search-seconds 7200", "--search-seconds 1"),
