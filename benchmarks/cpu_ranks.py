@@ -17,7 +17,7 @@ from evenload.attention.backends import select_backend
 from evenload.cost.coefficients import CostCoefficients, PassCoefficients
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.model.hf_model import build_rank_models, build_stage_model
-from evenload.runtime.optim.parameter_units import flatten_units
+from evenload.runtime.optim.data_parallel import flatten_units
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.types.cluster import LinkSpec
 from setups import ROOT  # puts tests/support on the path

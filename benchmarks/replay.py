@@ -29,7 +29,7 @@ from cpu_ranks import llama  # puts tests/ on the path, too
 from evenload.attention.backends import select_backend
 from evenload.feed.collate import collate_pack
 from evenload.runtime.model.hf_model import build_stage_model
-from evenload.runtime.optim.parameter_units import flatten_units
+from evenload.runtime.optim.data_parallel import flatten_units
 from evenload.runtime.replay.rank_packs import PackTokens, pack_ranges
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.runtime.replay.store import ActivationStore

@@ -13,7 +13,7 @@ from evenload.cost.layer_counts import POLICIES, activation_bytes_per_token
 from evenload.data.hub import model_from_config
 from evenload.runtime.comm.mesh import create_meshes
 from evenload.runtime.model.hf_model import build_rank_models, build_stage_model
-from evenload.runtime.optim.parameter_units import flatten_units
+from evenload.runtime.optim.data_parallel import flatten_units
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.types.layout import even_layout
 from gloo_pool import TIMEOUT_S

@@ -15,8 +15,8 @@ from evenload.config.train_config import TrainConfig, layout_of, load_train_conf
 from evenload.errors import ConfigError
 from evenload.runtime.comm.mesh import create_meshes
 from evenload.runtime.model.model_config import load_config, model_spec
+from evenload.runtime.optim.data_parallel import flatten_units
 from evenload.runtime.optim.optimizer import ShardedOptimizer, orthogonalised
-from evenload.runtime.optim.parameter_units import flatten_units
 from gloo_pool import TIMEOUT_S
 from reference_training import stage_model
 from training_cases import STEPS, UNEVEN_TEXTS, plain_losses, plain_model, plain_optimizers, write_training_config

@@ -16,7 +16,7 @@ from evenload.data.hub import model_from_config
 from evenload.errors import ConfigError
 from evenload.runtime.model.hf_model import build_rank_models, require_model
 from evenload.runtime.model.model_config import load_config, model_spec, position_warning, require_positions
-from evenload.runtime.optim.parameter_units import flatten_units
+from evenload.runtime.optim.data_parallel import flatten_units
 from evenload.types.layout import even_layout
 from reference_training import stage_model, tiny_config
 

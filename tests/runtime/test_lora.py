@@ -12,7 +12,7 @@ from evenload.cost.memory import parameters_per_rank, static_bytes
 from evenload.data.hub import model_from_config
 from evenload.errors import ConfigError, UnsupportedModelError
 from evenload.runtime.model.lora import write_adapter
-from evenload.runtime.optim.parameter_units import flatten_units, frozen_bytes
+from evenload.runtime.optim.data_parallel import flatten_units, frozen_bytes
 from evenload.runtime.replay.store import ActivationStore
 from evenload.types.layout import even_layout
 from reference_training import KINDS, make_tokens, relative_error, stage_model, tiny_config

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from evenload.planning.layouts.moves import Piece
-from evenload.runtime.optim.parameter_units import BufferGroup
+from evenload.runtime.optim.data_parallel import BufferGroup
 from evenload.runtime.stages import live_stages
 from evenload.runtime.stages.live_stages import Reading
 from evenload.runtime.stages.twin_layer import LivePiece

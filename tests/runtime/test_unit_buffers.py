@@ -12,7 +12,7 @@ from evenload.cost.units import unit_buffers
 from evenload.data.hub import model_from_config
 from evenload.runtime.device import resident_bytes
 from evenload.runtime.model.hf_model import build_rank_models, build_stage_model
-from evenload.runtime.optim.parameter_units import flatten_units
+from evenload.runtime.optim.data_parallel import flatten_units
 from evenload.runtime.stages.live_stages import unit_modules
 from evenload.types.layout import even_layout
 from matrix import MODELS

@@ -10,7 +10,7 @@ from evenload.runtime.checkpoint import hf_export
 from evenload.runtime.checkpoint.hf_export import export_model
 from evenload.runtime.comm.mesh import create_meshes
 from evenload.runtime.model import export_files
-from evenload.runtime.optim.parameter_units import FlatBuffer
+from evenload.runtime.optim.data_parallel import FlatBuffer
 from evenload.types.layout import even_layout
 from gloo_pool import TIMEOUT_S
 from stored_families import units_of

@@ -3,7 +3,7 @@
 import torch
 
 from evenload.attention.backends import select_backend
-from evenload.runtime.optim.parameter_units import flatten_units
+from evenload.runtime.optim.data_parallel import flatten_units
 from evenload.runtime.replay.rank_packs import PackTokens
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.runtime.replay.store import ActivationStore

@@ -15,7 +15,7 @@ from evenload.runtime.comm.collectives import Transfer
 from evenload.runtime.comm.mesh import Mesh, create_meshes
 from evenload.runtime.executor import Executor
 from evenload.runtime.model.hf_model import StageModel, build_rank_models
-from evenload.runtime.optim.parameter_units import flatten_units
+from evenload.runtime.optim.data_parallel import flatten_units
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.types.plan import decode_plan
 from gloo_pool import TIMEOUT_S

@@ -40,8 +40,7 @@ from evenload.runtime.model.narrow import Float64Casts
 from evenload.runtime.model.structure import structure_of
 from evenload.runtime.model.tensor_weights import join_parts, tensor_split
 from evenload.runtime.model.weight_files import INDEX_FILE, LEFT_OUT, stored_weights
-from evenload.runtime.optim.data_parallel import GradientReduction
-from evenload.runtime.optim.parameter_units import FlatBuffer
+from evenload.runtime.optim.data_parallel import FlatBuffer, GradientReduction
 from evenload.runtime.replay.rank_packs import Exchange, PackTokens
 from evenload.runtime.replay.stage import OnFinal, PipelineStage, ignore_unit
 from evenload.runtime.replay.store import ActivationStore

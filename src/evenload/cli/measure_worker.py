@@ -59,7 +59,7 @@ from evenload.runtime.model.model_config import (
     spec_of,
     with_few_layers,
 )
-from evenload.runtime.optim.parameter_units import flatten_units
+from evenload.runtime.optim.data_parallel import flatten_units
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.runtime.step_metrics import StepReport
 from evenload.runtime.trainer import Trainer

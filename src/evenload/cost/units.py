@@ -1,7 +1,7 @@
 """Time the units of a step (embedding, layers, head), and bound a step's time from below.
 
 A unit's gradients are reduce-scattered over the ranks that hold it, and its updated weights all-gathered, in a few
-buffers of a transfer each (`runtime.optim.parameter_units`): bytes are paid once, the latency of a ring once a
+buffers of a transfer each (`runtime.optim.data_parallel`): bytes are paid once, the latency of a ring once a
 buffer. A backward completes the units of its stage in the order head, layers downwards, embedding; a first forward
 reads them in the order embedding, layers upwards.
 

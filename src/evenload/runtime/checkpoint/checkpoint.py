@@ -43,8 +43,8 @@ from evenload.runtime.checkpoint.pieces import (
 )
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.model.tensor_weights import tensor_split
+from evenload.runtime.optim.data_parallel import FlatBuffer
 from evenload.runtime.optim.optimizer import AVERAGE, LOWER_HALF, MASTER
-from evenload.runtime.optim.parameter_units import FlatBuffer
 from evenload.runtime.stages.rank_state import RankState
 from evenload.types.base import Frozen
 from evenload.types.run import RunTotals

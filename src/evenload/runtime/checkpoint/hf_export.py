@@ -16,7 +16,7 @@ from evenload.runtime.model.hf_model import empty_model
 from evenload.runtime.model.lora import write_adapter
 from evenload.runtime.model.tensor_weights import join_parts, tensor_split
 from evenload.runtime.model.weight_conversion import stored_tensors
-from evenload.runtime.optim.parameter_units import FlatBuffer
+from evenload.runtime.optim.data_parallel import FlatBuffer
 
 
 def export_run(

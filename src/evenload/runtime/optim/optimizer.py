@@ -29,8 +29,7 @@ from evenload.config.sections import OptimizerConfig
 from evenload.cost.memory import WIDENED_ELEMENTS
 from evenload.runtime.comm.collectives import all_gather_single
 from evenload.runtime.comm.mesh import Mesh
-from evenload.runtime.optim.data_parallel import WeightGathers
-from evenload.runtime.optim.parameter_units import FlatBuffer
+from evenload.runtime.optim.data_parallel import FlatBuffer, WeightGathers
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _ITERATIONS = 5

@@ -44,7 +44,7 @@ def ignore_unit(unit: int) -> None:
 
 
 class PipelineStage:
-    """Runs packs on a `StageModel` whose parameters have `main_grad` (see parameter_units.py).
+    """Runs packs on a `StageModel` whose parameters have `main_grad` (see data_parallel.py).
 
     Args:
         tensor: group of the ranks that hold parts of the model's matrices; None = there is none. With it, hidden states

@@ -60,8 +60,8 @@ from evenload.runtime.model.lora import inject_adapters
 from evenload.runtime.model.model_config import load_config, router_aux_loss_coef
 from evenload.runtime.model.tensor_weights import split_weights
 from evenload.runtime.model.weight_files import empty_parameters, fill_buffers
+from evenload.runtime.optim.data_parallel import BufferGroup, FlatBuffer, buffer_groups, flatten_units, frozen_bytes
 from evenload.runtime.optim.optimizer import MASTER, ShardedOptimizer
-from evenload.runtime.optim.parameter_units import BufferGroup, FlatBuffer, buffer_groups, flatten_units, frozen_bytes
 from evenload.runtime.replay.stage import PipelineStage, make_layers_replayable
 from evenload.runtime.replay.state import ReplayState
 from evenload.runtime.stages.twin_layer import (

@@ -19,9 +19,8 @@ from evenload.cost.coefficients import CostCoefficients
 from evenload.errors import InvalidPlanError
 from evenload.runtime.comm.mesh import Mesh, Meshes
 from evenload.runtime.executor import Executor, RankRun, forward_losses
-from evenload.runtime.optim.data_parallel import GatherTrace, GradientReduction, UpdatesInBackward
+from evenload.runtime.optim.data_parallel import FlatBuffer, GatherTrace, GradientReduction, UpdatesInBackward
 from evenload.runtime.optim.optimizer import ShardedOptimizer
-from evenload.runtime.optim.parameter_units import FlatBuffer
 from evenload.runtime.replay.rank_packs import RankStep
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.runtime.stages.live_stages import LiveStages, RankStages, Switch, build_rank_stages, joined_switch

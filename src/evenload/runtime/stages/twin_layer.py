@@ -41,8 +41,7 @@ from evenload.planning.layouts.moves import Move, Moves, Piece, state_share
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.comm.watch import Background
 from evenload.runtime.model.hf_model import StageModel
-from evenload.runtime.optim.optimizer import MASTER
-from evenload.runtime.optim.parameter_units import (
+from evenload.runtime.optim.data_parallel import (
     BufferGroup,
     FlatBuffer,
     add_gradients_of_autograd,
@@ -51,6 +50,7 @@ from evenload.runtime.optim.parameter_units import (
     tied_names,
     unit_groups,
 )
+from evenload.runtime.optim.optimizer import MASTER
 
 PAGE_BYTES = mmap.PAGESIZE
 _RELEASED_AT_ONCE = 2**22
