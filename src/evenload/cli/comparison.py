@@ -55,13 +55,7 @@ _STYLE = (
     "<style>.evenload th, .evenload td {text-align: right} .evenload th:first-child, .evenload .text {text-align: left}"
     " .evenload .best {font-weight: bold}</style>"
 )
-_FORMATS = {
-    "layout": format_layout,
-    "memory_cap_bytes": format_bytes,
-    "host_memory_cap_bytes_per_node": format_bytes,
-    "parameters": "{:,}".format,
-    "active_parameters": "{:,}".format,
-}
+_FORMATS = {"layout": format_layout, "memory_cap_bytes": format_bytes, "host_memory_cap_bytes_per_node": format_bytes}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
@@ -289,7 +283,9 @@ class Comparison:
         facts = [
             (in_unit(name.replace("_bytes", "").replace("_", " "), self.unit), _FORMATS.get(name, str)(value))
             for name, value in self.inputs.items()
-            if value not in (None, "", (), {}) and not isinstance(value, bool)
+            if value not in (None, "", (), {})
+            and not isinstance(value, bool)
+            and "parameters" not in name  # model_size
         ]
         facts.append(("predicted step times", self.interval.describe()))
         if self.engine is not None:

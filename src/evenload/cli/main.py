@@ -1,4 +1,4 @@
-"""`evenload`: the command line. One file per command; errors become one line here and nowhere else.
+"""`evenload`: the command line. Errors become one line here and nowhere else.
 
 Importing this module must not import torch: planning works without it, so commands that train import their
 parts when they run.

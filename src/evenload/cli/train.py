@@ -19,7 +19,6 @@ from math import prod
 from pathlib import Path
 
 from evenload.cli import launch
-from evenload.cli.launch import prepare_environment
 from evenload.cli.options import ConfigOptions, calibration_cache, command_of, option, require_writable_directory
 from evenload.config.sections import require_trackers
 from evenload.config.train_config import TrainConfig, load_train_config, read_train_config
@@ -155,7 +154,7 @@ def train_run(
         nproc: processes that the user expects to be started here.
         one_in_place: a run of one process is trained in this one.
     """
-    prepare_environment()
+    launch.prepare_environment()
     require_trackers(settings.log)
     if os.environ.get("RANK", "0") == "0":
         sys.stderr.write(

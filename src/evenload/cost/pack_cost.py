@@ -449,7 +449,6 @@ class PackCosts:
         return link
 
     def layers(self) -> NDArray[np.int64]:
-        """Count the layers of every virtual stage."""
         return np.array(self.layout.stage_counts, np.int64)
 
     def linear_layers(self) -> NDArray[np.float64]:

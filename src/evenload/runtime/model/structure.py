@@ -114,7 +114,6 @@ class Structure:
 
     @property
     def num_layers(self) -> int:
-        """Number of layers."""
         return len(self.sites)
 
     def layer_path(self, index: int) -> str:
