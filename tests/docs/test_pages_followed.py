@@ -66,8 +66,7 @@ def test_a_recipe_runs_as_it_stands(name, tmp_path):
 
 LOADER_PAGE = (
     ('"s3://bucket/corpus",', '"corpus",'),
-    ('model="path/to/config.json"', 'model="small_model.json"'),
-    ("batch_tokens=500_000", "batch_tokens=4_000"),
+    ("max_tokens=16384", "max_tokens=2048"),
     ("range(3)", "range(1)"),
     ('"cuda"', '"cpu"'),
 )
