@@ -187,7 +187,7 @@ def _intervals(rows: Sequence[LedgerRow]) -> str:
         "that comparable simulators published, either way, and says so. These rows are of quiet machines. An",
         "interval of costs that a disturbed calibration measured is wider by what its repeats differed by and its",
         "processes waited for a core; where that is more than 50 % or 15 % there is none, and the line says that the",
-        "machine was busy (`explore/prediction_interval.py`).\n",
+        "machine was busy; nor where `train.calibration_max_s` cut it short (`explore/prediction_interval.py`).\n",
         "| costs | layout | measured / predicted | from |",
         "|---|---|---|---|",
     ]

@@ -49,7 +49,7 @@ OTHER = {
     "tests/docs": "Links, file tree and generated pages.",
     "tests/gpu": "The same promises on CUDA; skipped, with the reason, where there is none.",
     "tests/integrations": "`PackedLoader` in other people's loops: Trainer, Accelerate, TRL, examples.",
-    "tests/plan": "Planners against invariants and brute force.",
+    "tests/planning": "Planners against invariants and brute force.",
     "tests/explore": "Comparison, layout search, splits of time.",
     "tests/feed": "Steps for a loop: collate, exchange, read ahead.",
     "tests/stepplan": "Finished plans: validity, files, rows of ranks.",

@@ -67,7 +67,6 @@ loader = PackedLoader(
     model=model.config,
     engine="deepspeed" if options.stage == 1 else f"deepspeed-zero{options.stage}",
     sequence_ranks=options.sequence_ranks,
-    strategy="auto",  # the fastest of all that this engine runs, by its price
 )
 loop = DeepSpeedLoop(engine, loader)
 if (options.output / "latest").exists():

@@ -2,7 +2,7 @@ r"""TRL's SFTTrainer with LoRA and Evenload's packs: a small random Llama learns
 
     torchrun --nproc-per-node 2 examples/engines/trl_sft.py                          # two CPU processes, seconds
     torchrun --nproc-per-node 8 examples/engines/trl_sft.py --device cuda \
-        --model path/to/model --data chats.jsonl --max-tokens 16384 --batch-tokens 500000 --steps 1000
+        --model path/to/model --data chats.jsonl --max-tokens 16384 --micro-batches 4 --epochs 3
 
 Run again with more --steps and the same --output, it goes on from the last checkpoint. Chats (records with `messages`)
 are rendered by the model's template, with a loss on the assistant's tokens. The plain Trainer: ../hf_trainer.py.
@@ -17,31 +17,27 @@ import torch.distributed as dist
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 from transformers.trainer_utils import get_last_checkpoint
-from trl import SFTConfig, SFTTrainer
+from trl import SFTConfig
 
-from evenload import PackedLoader
+from evenload import PackedLoader, PackedSFTTrainer
 from evenload.data.tokenize import train_byte_pair_tokenizer
-from evenload.integrations.trainer import PackedTrainerMixin
-
-
-class PackedSFTTrainer(PackedTrainerMixin, SFTTrainer):
-    """TRL's trainer, which takes loaders."""
-
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--model", help="a transformers model's folder; default: a small random Llama")
 parser.add_argument("--data", default=str(Path(__file__).parents[2] / "docs"))
 parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
 parser.add_argument("--max-tokens", type=int, default=1024, help="of a pack: what one forward pass can hold")
-parser.add_argument("--batch-tokens", type=int, default=6000, help="of a step, over all ranks")
+parser.add_argument("--batch-tokens", type=int, help="of a step, over all ranks; default: as many as fill its packs")
 parser.add_argument("--micro-batches", type=int, default=4, help="of every rank and step")
 parser.add_argument("--steps", type=int, default=10)
+parser.add_argument("--epochs", type=float, help="instead of --steps")
 parser.add_argument("--output", type=Path, default=Path("runs/trl"))
 options = parser.parse_args()
 
 args = SFTConfig(
     output_dir=str(options.output),
-    max_steps=options.steps,
+    max_steps=-1 if options.epochs else options.steps,
+    num_train_epochs=options.epochs or 1,
     gradient_accumulation_steps=options.micro_batches,
     learning_rate=1e-2 if options.model is None else 2e-4,
     lr_scheduler_type="constant",
@@ -77,9 +73,7 @@ loader = PackedLoader(
     tokenizer=tokenizer,
     max_tokens=options.max_tokens,
     batch_tokens=options.batch_tokens,
-    micro_batches=args.gradient_accumulation_steps,
     overlong="split",
-    model=model.config,
 )
 
 

@@ -1,10 +1,13 @@
 """Figures of a comparison, by hand."""
 
+import msgspec
 import numpy as np
 import pytest
 
 from bench_samples import batch_run, result_of, runs
-from evenload.bench.results import measured_ratio, pack_errors
+from cost_samples import sample_coefficients, sample_model
+from evenload.bench.results import BenchResult, MachineLoad, measured_ratio, pack_errors, verdict
+from evenload.cost.coefficients import MeasuredOn, Noise
 from evenload.types.plan import PackTimes
 from report_samples import make_timeline
 
@@ -117,3 +120,51 @@ def test_intervals_hold_the_true_ratio_and_equal_strategies_are_rarely_told_apar
     result = [measured_ratio(drawn("a", true_ratio), drawn("b", 1.0)) for _ in range(400)]
     assert sum(one.low <= true_ratio <= one.high for one in result if one.low and one.high) >= 0.93 * 400
     assert sum(one.is_clear and (one.ratio < 1 or true_ratio == 1) for one in result) <= 0.06 * 400
+
+
+@pytest.mark.parametrize(
+    ("predicted", "low", "high", "is_quiet", "expected"),
+    [
+        (1.37, 1.29, 1.35, True, "agrees"),
+        (1.37, 1.20, 1.30, True, "cannot tell"),  # within 10 % and beyond
+        (1.37, 1.10, 1.20, True, "disagrees"),
+        (1.37, 1.55, 1.60, True, "disagrees"),
+        (1.37, 1.29, 1.35, False, "cannot tell"),  # a busy machine
+        (1.37, None, None, True, "cannot tell"),  # one round
+        (1.00, 0.97, 1.04, True, "agrees"),
+        (0.94, 1.01, 1.03, True, "disagrees"),  # within 10 %, and the other one is faster
+        (1.06, 0.97, 0.99, True, "disagrees"),
+        (0.97, 1.01, 1.03, True, "agrees"),  # predicted to be as fast as each other
+        (1.30, 0.80, 2.00, True, "cannot tell"),
+    ],
+)
+def test_a_predicted_factor_is_judged_by_the_interval_of_the_measured_one(predicted, low, high, is_quiet, expected):
+    assert verdict(predicted, low, high, is_quiet=is_quiet) == expected
+
+
+BUSY = MachineLoad(demand=1.0, waited_share=0.3)
+BUSY_BEFORE = sample_coefficients(
+    measured_on=MeasuredOn(model=sample_model(), dp=1, cp=1, pp=2, tp=1, noise=Noise(waited_share=0.4, spread=0.1))
+)
+
+
+@pytest.mark.parametrize(
+    ("theirs_s", "changes", "expected"),
+    [(1.32, {}, "agrees"), (1.9, {}, "disagrees"), (1.32, {"load": BUSY}, "cannot tell"),
+     (1.32, {"coefficients": BUSY_BEFORE}, "cannot tell")],
+    ids=["right", "wrong", "busy steps", "busy calibration"],
+)  # fmt: skip
+def test_every_round_and_the_verdict_are_in_the_result(theirs_s, changes, expected):
+    """Factors of whole rounds: 1.32 / 1, 1.33 / 1.01, 1.31 / 1; and JSON holds them, made from the runs."""
+    theirs = runs("best_fit", *(batch_run((n * 1.32, n * 1.33, n * 1.31), n * theirs_s) for n in (1, 2)))
+    ours = runs("slimpack", *(batch_run((n * 1.0, n * 1.01, n * 1.0), n * 1.0) for n in (1, 2)))
+    result = result_of(theirs, ours, **changes)
+    (ratio,) = result.ratios
+    assert ratio.rounds == pytest.approx((1.32, 1.33 / 1.01, 1.31))
+    assert ratio.by_round == "slimpack over best_fit by round: 1.32, 1.32, 1.31"
+    assert ratio.predicted == pytest.approx(theirs_s)
+    assert ratio.verdict == expected
+    content = msgspec.json.encode(result)
+    assert msgspec.json.decode(content)["ratios"][0]["verdict"] == expected
+    again = msgspec.json.decode(content.replace(b'"agrees"', b'"disagrees"'), type=BenchResult)
+    assert again == result

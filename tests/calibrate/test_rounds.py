@@ -1,4 +1,4 @@
-"""Packs that a GPU is timed with at the start of a run."""
+"""Packs that a GPU is timed with at the start of a run, and what is timed within a limit."""
 
 from types import SimpleNamespace
 
@@ -6,9 +6,20 @@ import pytest
 import torch
 
 from cost_samples import mixed_model, sample_model
+from evenload.calibrate import calibrate
 from evenload.calibrate import rounds as pack_clock
 from evenload.calibrate.calibrate import _rounds
-from evenload.calibrate.rounds import QUICK_ROUNDS, QueueClock, longest_of, rounds_up_to
+from evenload.calibrate.kernels import QUICK_HEAD_ROWS
+from evenload.calibrate.rounds import (
+    NEEDED_ROUNDS,
+    QUICK_ROUNDS,
+    PackClock,
+    QueueClock,
+    Sample,
+    longest_of,
+    rounds_up_to,
+    shares_of,
+)
 from evenload.data.hub import model_from
 
 
@@ -149,3 +160,60 @@ def test_layers_whose_host_asks_the_device_are_not_told_apart(machine):
     for _ in range(3):
         result = clock.time("pack", asks)
         assert result == (pytest.approx(20 * 50e-6 + 20e-6, rel=0.02), 0.0)
+
+
+class SlowMachine:
+    """Takes so many seconds for a token on a layer, and twice of them backward; nothing else takes time."""
+
+    def __init__(self, monkeypatch, token_s):
+        self.now_s, self.token_s = 0.0, token_s
+        monkeypatch.setattr(calibrate, "time", SimpleNamespace(perf_counter=lambda: self.now_s))
+        monkeypatch.setattr(calibrate, "time_round", self.time_round)
+        monkeypatch.setattr(calibrate, "most_of_ranks", lambda value, mesh: value)
+
+    def time_round(self, stage, packs, clock):
+        for direction, factor, order in (("forward", 1, packs), ("backward", 2, packs[::-1])):
+            for pack in order:
+                seconds = factor * self.token_s * len(stage.model.layers) * tokens_of([pack])[0]
+                self.now_s += seconds
+                yield Sample(direction, pack, seconds)
+
+
+@pytest.mark.parametrize(
+    ("token_s", "num_layers", "most_s"),
+    [(1e-6, 12, 9.0), (5e-5, 4, 15.0), (2e-4, 1, 14.0), (1e-3, 1, 20.0), (3e-3, 1, 46.0)],
+    ids=["fast", "a few layers", "one layer", "one layer, once", "longer than the limit"],
+)
+def test_slow_layers_are_timed_fewer_and_less_often_so_that_it_ends(monkeypatch, token_s, num_layers, most_s):
+    """Within 20 s as long as the least that is needed takes less; and all that is needed is timed."""
+    machine, mesh = SlowMachine(monkeypatch, token_s), SimpleNamespace(device="cpu", tensor=None)
+    model = sample_model(num_layers=12)
+    stage, is_few = calibrate._timed_part(FakeStage("cpu", range(12)), model, mesh, calibrate._PASS_SHARE * 20)
+    assert (len(stage.model.layers), is_few) == (num_layers, num_layers == 1)
+    shares = shares_of(stage, model, model)
+    wanted = [calibrate.TimedRound(packs, stage, shares) for packs in QUICK_ROUNDS]
+    end_s = calibrate._LAYERS_SHARE * 20
+    samples, spread = calibrate._time_layers(wanted, PackClock(torch.device("cpu")), mesh, end_s, is_few=is_few)
+    assert machine.now_s <= most_s
+    assert spread == pytest.approx(0.0), "every repeat takes the same"
+    done = {(one.direction, one.ranges) for one in samples}
+    assert {(way, pack) for way in ("forward", "backward") for packs in NEEDED_ROUNDS for pack in packs} <= done
+    for one in samples:
+        factor = 1 if one.direction == "forward" else 2
+        assert one.seconds == pytest.approx(factor * token_s * tokens_of([one.ranges])[0])
+
+
+@pytest.mark.parametrize(("call_s", "expected"), [(0.01, 4), (0.9, 2), (5.0, 2)])
+def test_heads_are_left_out_where_they_are_slow_but_for_two(monkeypatch, call_s, expected):
+    now = [0.0]
+
+    def median_seconds(work, device, repeats):
+        now[0] += call_s * repeats
+        return call_s
+
+    monkeypatch.setattr(calibrate, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(calibrate, "median_seconds", median_seconds)
+    monkeypatch.setattr(calibrate, "head_work", lambda last, vocab_size: dict.fromkeys(QUICK_HEAD_ROWS))
+    mesh = SimpleNamespace(device="cpu", tensor=None)
+    result = calibrate._time_heads(SimpleNamespace(device=None), sample_model(), mesh)
+    assert result == tuple((rows, call_s) for rows in QUICK_HEAD_ROWS[:expected])

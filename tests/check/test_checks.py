@@ -157,7 +157,7 @@ def test_a_document_that_training_would_stop_at_fails_the_ledger(config_file):
 
 
 def test_the_fullest_step_is_held_against_the_limit(config_file):
-    survey = surveyed(config_file)
+    survey = surveyed(config_file, "plan.strategy=slimpack")
     assert check_memory(survey, 2**34, "slimpack").outcome == "pass"
     peak = max(survey.peaks)[0]
     tight = surveyed(config_file, "plan.strategy=padded", cap_bytes=peak // 2)

@@ -59,6 +59,9 @@ def test_the_same_batches_are_measured_under_every_strategy(small_project, monke
     table = output.splitlines()
     assert all(any(name in line for line in table) for name in ("best_fit", "wlb", "slimpack"))
     assert "losses of the strategies differ by at most" in output
+    for ratio in result.ratios:
+        assert len(ratio.rounds) == 2
+        assert f"{ratio.by_round}; predicted {ratio.predicted:.2f}: {ratio.verdict}" in output
 
 
 QUIET, BUSY = Noise(waited_share=0.0, spread=0.0), Noise(waited_share=0.4, spread=0.4)
@@ -69,8 +72,8 @@ QUIET, BUSY = Noise(waited_share=0.0, spread=0.0), Noise(waited_share=0.4, sprea
     [
         (0.0, QUIET, (1.0, 1.0, 1.0), "1 of 1", "0.88 to 1.16 times the predicted"),
         (0.0, QUIET, (1.8, 1.8, 1.8), "0 of 1", "here 0 of 1"),
-        (0.3, QUIET, (1.8, 1.8, 1.8), "", "machine busy while steps were measured, no core for 30.0 % of the time"),
-        (0.0, QUIET, (1.0, 1.9, 1.8), "", "rounds differ by 50.0 %"),
+        (0.3, QUIET, (1.8, 1.8, 1.8), "", "machine busy while steps were measured: no core for 30% of the time"),
+        (0.0, QUIET, (1.0, 1.9, 1.8), "", "rounds differ by 50%"),
         (0.0, BUSY, (1.8, 1.8, 1.8), "", "no 90 % interval of step times: the machine was busy while its costs were"),
     ],
 )
@@ -84,3 +87,4 @@ def test_steps_are_held_against_an_interval_where_it_holds(capsys, load, noise, 
     out = capsys.readouterr().out
     assert words in out
     assert ("0 of 1" in out) == (held == "0 of 1")
+    assert ("0.88 to 1.16" in out) == bool(held), "no interval where anything was disturbed"

@@ -133,6 +133,20 @@ def test_a_name_on_the_hub_keeps_its_name_and_takes_its_tokeniser(project, capsy
     assert run("plan", "config.toml", "--cluster", "h100x8", "--strategy", "best_fit") == 0
 
 
+def test_chats_are_found_and_planned_in_the_tokens_of_their_template(project, capsys):
+    add_model(project / "hub", "Qwen/Qwen3-8B", CONFIGURATIONS["qwen3-8b"])
+    chats = [
+        [{"role": "user", "content": "word " * 9}, {"role": "assistant", "content": "word " * length}]
+        for length in LENGTHS
+    ]
+    Path("chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    config, said = written(capsys, "--model", "Qwen/Qwen3-8B", "--data", "chats.jsonl", "--gpus", "8")
+    assert config.data.max_document_tokens == 1 + 9 + 1 + max(LENGTHS) + 1, "names of roles, words, and the end"
+    command = said.splitlines()[1].split()[1:]
+    assert run(*command, "--strategy", config.plan.strategy) == 0
+    assert "400 documents" in capsys.readouterr().out
+
+
 def test_a_model_that_is_built_in_needs_neither_torch_nor_the_hub(project):
     code = (
         "import sys; sys.modules.update(torch=None, transformers=None)\n"
@@ -197,3 +211,12 @@ def test_the_help_lists_it_first():
     names = ["init", "lengths", "plan", "train", "check", "bench", "profile"]
     at = [shown.index(f"│ {name} ") for name in names]
     assert at == sorted(at)
+
+
+def test_chats_of_a_model_without_a_tokeniser_get_a_plain_template(capsys):
+    """A built-in name has neither tokeniser nor template."""
+    answers = ({"role": "user", "content": "q"}, {"role": "assistant", "content": "a " * 50})
+    Path("chats.jsonl").write_text(f"{json.dumps({'messages': answers})}\n" * 40)
+    config, _ = written(capsys, "--model", "qwen3-8b", "--data", "chats.jsonl", "--gpus", "0")
+    assert (config.data.chat_template, config.data.tokenizer) == ("chatml", "bytes")
+    require_runnable(config)

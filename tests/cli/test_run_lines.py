@@ -1,11 +1,17 @@
 """What a run prints: what is on, the first plan, and how well predictions held."""
 
-import pytest
+import itertools
+from io import StringIO
+from types import SimpleNamespace
 
-from evenload.cli.run_lines import data_line, first_plan_line, interval_line, prediction_line, strategy_line
+import pytest
+from rich.console import Console
+
+from evenload.cli.run_lines import StepLines, data_line, first_plan_line, interval_line, prediction_line, strategy_line
 from evenload.data.config import DataConfig
 from evenload.explore.prediction_interval import PredictionInterval
 from evenload.planning.strategies.registry import STRATEGIES
+from evenload.report.run_files import METRIC_KEYS
 from evenload.report.units import format_seconds
 from plan_building import random_plan
 
@@ -58,6 +64,34 @@ def test_a_run_ends_with_how_well_its_predictions_held():
         "steps after the first took 1.10 times their predicted time; 3 of 4 lie in the 90 % interval"
     )
     assert line.endswith("of 0.90 to 1.20 times")
+    busy = interval_line([0.9, 1.0, 1.3, 1.2], INTERVAL, 0.4)
+    assert "1.10 times their predicted time on a busy machine: other programs held cores" in busy
+    assert "for 40% of the time" in busy
+    assert "of 4" not in busy
+    assert "90 %" not in busy
+
+
+def shown_steps(total, steps_done=0, every_s=3600.0, num_steps=30):
+    console = Console(file=StringIO(), width=200)
+    lines = StepLines(console, every_s, steps_done, total)
+    with lines.moving():
+        for step in range(steps_done, min(steps_done + num_steps, total or 10**6)):
+            lines.show(dict.fromkeys(METRIC_KEYS) | {"step": step}, step + 1)
+    return [int(line.split()[1]) for line in console.file.getvalue().splitlines() if line.startswith("step ")]
+
+
+def test_every_step_has_a_line_where_there_are_few():
+    assert shown_steps(20) == list(range(20))
+    assert shown_steps(21) == [0, 1, 20]
+    assert shown_steps(1010, steps_done=1000) == list(range(1000, 1010)), "few are left"
+    assert shown_steps(None) == [*range(20), 29], "how many there are is not known"
+    assert shown_steps(1000, every_s=0.0) == list(range(30))
+
+
+def test_steps_that_take_as_long_as_lines_are_apart_all_have_one(monkeypatch):
+    now = itertools.count(step=10.0)
+    monkeypatch.setattr("evenload.cli.run_lines.time", SimpleNamespace(monotonic=lambda: next(now)))
+    assert shown_steps(1000, every_s=10.0) == list(range(30))
 
 
 @pytest.mark.parametrize(

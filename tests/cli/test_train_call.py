@@ -71,6 +71,18 @@ def test_a_run_of_one_process_is_trained_here_and_a_failing_callback_stops_it(pr
     assert (dict(os.environ), dist.is_initialized()) == (before, False)
 
 
+def test_steps_of_a_busy_machine_are_not_held_against_the_interval(project, capfd, monkeypatch):
+    """Costs are of a quiet one; the run itself stood without a core."""
+    for share, is_busy in ((0.4, True), (0.0, False)):
+        monkeypatch.setattr("evenload.calibrate.fit.CoreWaits.share", lambda self, share=share: share)
+        evenload.train("config.toml", overrides=[f"train.output_dir=run{share}"])
+        shown = capfd.readouterr().err
+        assert [int(line.split()[1]) for line in shown.splitlines() if line.startswith("step ")] == [0, 1, 2]
+        (line,) = (line for line in shown.splitlines() if line.startswith("steps after the first"))
+        assert ("on a busy machine: other programs held cores that this run needed for 40%" in line) == is_busy
+        assert ("of 2 lie in the 90 % interval" in line) != is_busy
+
+
 @pytest.mark.long
 def test_a_run_of_several_processes_tells_callbacks_on_rank_0(project):
     rank_context()

@@ -139,11 +139,38 @@ def test_ctrl_c_saves_and_says_how_to_go_on_and_what_is_left_is_done_then(projec
     words = " ".join(output.split())
     assert f"resumed from {project}/run/checkpoints/step-{steps:08d} after {counted(steps, 'step')}" in words
     assert "plan.strategy changes from auto to best_fit: this goes on with the same run" in words
-    assert f"nothing left to train: {project}/run holds a finished run of {steps} steps under slimpack" in words
+    assert f"nothing left to train: {project}/run holds a finished run of {steps} steps under auto" in words
     assert f"plan.strategy=best_fit train.output_dir={project}/run-best_fit" in words
     assert "ended before everything was written; that is done now" in words
     assert (project / "run" / "model" / "model.safetensors.index.json").is_file()
     assert (project / "run" / "config.json").read_bytes() == config, "the facts of the run are those of its steps"
+
+
+@pytest.mark.long
+def test_a_short_run_shows_every_step_and_how_busy_the_machine_was_while_calibrating(project, monkeypatch):
+    """No bar in a log; costs of a calibration that the limit cut short are kept, say so, and give no interval."""
+    config = project / "config.toml"
+    config.write_text(config.read_text().replace('cost_file = "cost.json"', "calibration_max_s = 1e-6"))
+    monkeypatch.setenv("PYTHONPATH", str(Path(commands.__file__).parent))
+    quick = ("-c", "import quick_commands; quick_commands.main()")
+    process = start_train(project, "train.threads_per_process=1", command=quick)
+    output = process.communicate(timeout=500)[0]
+    assert process.returncode == 0, output
+    lines = output.splitlines()
+    assert [int(line.split()[1]) for line in lines if line.startswith("step ")] == [0, 1, 2, 3, 4]
+    assert not {"\r", "\x1b"} & set(output)
+    (begun,) = (line for line in lines if line.startswith("calibrating"))
+    assert "at most about 1e-06 s, train.calibration_max_s" in begun
+    (found,) = (line for line in lines if line.startswith(("machine busy", "machine quiet")))
+    assert re.search(r"ranks waited \d+% of the time for a core, repeats spread \d+%", found)
+    assert "cut short" in found
+    kept = list((project / "cache").rglob("calibration/*.json"))
+    assert len(kept) == (0 if found.startswith("machine busy") else 1)
+    for file in (*kept, project / "run" / "cost.json"):
+        assert json.loads(file.read_text())["measured_on"]["is_cut_short"]
+    (plan,) = (line for line in lines if line.startswith("first step"))
+    assert "no 90 % interval of step times: measuring costs was cut short" in plan
+    assert "lie in the 90 %" not in output
 
 
 def test_an_error_in_one_rank_is_shown_as_one_line(project, run_here):
@@ -194,6 +221,21 @@ def test_a_plan_that_cannot_fit_is_refused_with_its_numbers_and_exit_code(run_he
     assert code == 3, output
     assert len(output.splitlines()) == 1
     assert "the device offers" in output
+
+
+def test_checkpoints_that_do_not_fit_the_disk_are_refused_before_anything_is_measured_or_read(project, run_here):
+    """One line with values, limit and fix; costs would be measured, and a document is too long."""
+    config = project / "config.toml"
+    config.write_text(config.read_text().replace('cost_file = "cost.json"', ""))
+    (project / "corpus" / "huge.txt").write_text("x" * 5000)
+    often = ("train.keep_checkpoints=1000000000000", "train.steps=1000000000000")
+    code, output = run_here(*often)
+    assert code == 2, output
+    (line,) = output.splitlines()
+    assert f"train.output_dir is {project}/run, where" in line
+    assert "train.keep_checkpoints = 1000000000000" in line
+    assert "Keep fewer, save less often" in line
+    assert not (project / "run").exists()
 
 
 @pytest.mark.usefixtures("no_ranks")

@@ -23,13 +23,17 @@ try:
     from evenload import PackedLoader
 except ImportError as error:
     print(f"loader: {error}", file=sys.stderr)
+try:
+    from evenload import PackedTrainer
+except ImportError as error:
+    print(f"trainer: {error}", file=sys.stderr)
 import evenload
 try:
     evenload.train("config.toml")
 except ImportError as error:
     print(error, file=sys.stderr)
 """
-WHAT = ("evenload train", "evenload check", "evenload.PackedLoader", "evenload.train")
+WHAT = ("evenload train", "evenload check", "evenload.PackedLoader", "evenload.PackedTrainer", "evenload.train")
 """Needs them, in this order."""
 
 

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,11 +13,15 @@ from checkpoint_cases import (
     save_while_everything_changes,
     steps_resumed_from,
     train_with_a_full_disk,
+    written_and_predicted_bytes,
 )
 from dist_training import train_steps
+from evenload.config.sections import RunConfig
 from evenload.config.train_config import load_train_config
 from evenload.errors import ConfigError
 from evenload.runtime.checkpoint.directory import complete_checkpoints, latest_checkpoint, prune_checkpoints
+from evenload.runtime.checkpoint.writer import require_room
+from evenload.types.text import format_bytes
 from small_run import write_small_run
 
 STEPS = 5
@@ -105,6 +110,71 @@ def test_a_full_disk_stops_the_run_and_leaves_the_checkpoint_before(gloo_pool, c
     rest = gloo_pool.run(4, train_steps, str(config_file), LAYOUT, STEPS)[0]
     whole = gloo_pool.run(4, train_steps, str(config_file), [*LAYOUT, f"train.output_dir={tmp_path}/whole"], STEPS)[0]
     assert rest == whole[int(intact.name.split("-")[1]) :]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["parallel.pp=2"],
+        ["parallel.dp=2", "model.dtype=bfloat16"],
+        ["parallel.tp=2", "train.ema_decay=0.9"],
+        ["parallel.dp=2", "model.dtype=bfloat16", "optimizer.moments=bfloat16"],
+        ["parallel.pp=2", "model.lora={rank=2}"],
+        ["parallel.pp=2", "optimizer.name=muon"],
+    ],
+    ids=str,
+)
+def test_the_bytes_of_a_checkpoint_are_known_before(gloo_pool, config_file, more):
+    """To the byte, of a tied embedding on two ranks too; with Muon, whose matrices have one moment, at least."""
+    ranks = gloo_pool.run(2, written_and_predicted_bytes, str(config_file), more)
+    written, (predicted, _) = sum(one for one, _ in ranks), {one for _, one in ranks} | {None}
+    if "optimizer.name=muon" in more:
+        assert 0.8 * written < predicted < written
+    else:
+        assert predicted == written
+
+
+GB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("settings", "free_gb", "there_gb", "needed"),
+    [
+        ({}, 39, 0, "40.0 GiB: 4 of 10.0 GiB"),
+        ({}, 40, 0, ""),
+        ({}, 20, 20, ""),  # three are there already, say
+        ({}, 20, 19, "40.0 GiB: 4 of 10.0 GiB"),
+        ({"keep_best": 2}, 59, 0, "60.0 GiB: 6 of 10.0 GiB"),
+        ({"keep_checkpoints": 1}, 20, 0, ""),
+        ({"keep_checkpoints": 1}, 19, 0, "20.0 GiB: 2 of 10.0 GiB"),
+        ({"keep_checkpoints": 0}, 10, 0, ""),  # how many there will be is not known
+        ({"keep_checkpoints": 0}, 9, 0, "10.0 GiB: 1 of 10.0 GiB"),
+        ({"steps": 2}, 20, 0, ""),
+        ({"steps": 100, "checkpoint_every_steps": 60}, 20, 0, ""),
+        ({"steps": 100, "checkpoint_every_steps": 60}, 19, 0, "20.0 GiB: 2 of 10.0 GiB"),
+        ({"steps": 100, "checkpoint_every_s": 0}, 10, 0, ""),  # the one at the end
+        ({"steps": 100, "checkpoint_every_s": 0}, 9, 0, "10.0 GiB: 1 of 10.0 GiB"),
+    ],
+)
+def test_room_for_the_checkpoints_that_are_kept_is_there_at_the_start(
+    tmp_path, monkeypatch, settings, free_gb, there_gb, needed
+):
+    directory, asked = tmp_path / "run" / "checkpoints" / "step-00000001", []
+    if there_gb:
+        directory.mkdir(parents=True)
+        with (directory / "__0_0.distcp").open("wb") as file:
+            file.truncate(there_gb * GB)
+    usage = SimpleNamespace(free=free_gb * GB)
+    monkeypatch.setattr("shutil.disk_usage", lambda place: asked.append(place) or usage)
+    run = RunConfig(output_dir=str(tmp_path / "run"), **settings)
+    if not needed:
+        require_room(run, 10 * GB)
+    else:
+        with pytest.raises(ConfigError, match="Keep fewer, save less often") as refused:
+            require_room(run, 10 * GB)
+        for words in (f"train.output_dir is {tmp_path}/run, where {format_bytes(free_gb * GB)} are free", needed):
+            assert words in str(refused.value)
+    assert asked == [directory.parent if there_gb else tmp_path], "the nearest directory that exists"
 
 
 def test_training_goes_on_past_a_failed_checkpoint_where_it_is_told_to(gloo_pool, config_file, tmp_path):

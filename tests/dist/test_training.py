@@ -217,7 +217,7 @@ def test_where_memory_is_short_a_run_goes_on_with_less_of_it(gloo_pool, config_f
     """Under a limit between what replay and what recomputing needs, `choose` plans what fits, and it does."""
 
     def run(name, *overrides):
-        common = ["parallel.pp=2", f"train.output_dir={tmp_path}/{name}"]
+        common = ["parallel.pp=2", "plan.strategy=slimpack", f"train.output_dir={tmp_path}/{name}"]
         return gloo_pool.run(2, memory_steps, str(config_file), [*common, *overrides], 2)[0]
 
     free = run("free")

@@ -60,7 +60,7 @@ def test_the_guide_shows_what_its_commands_print(guide):
     page = guide["PAGE"].read_text(encoding="utf-8")
     for name, block in guide["cheap_blocks"]().items():
         assert guide["block_of"](page, name) == block, name
-    for command in ("STRATEGIES", "SEARCH", "LENGTHS", "STEPS"):
+    for command in ("FIRST", "STRATEGIES", "SEARCH", "LENGTHS", "STEPS"):
         assert " ".join(guide[command]) in commands(page)
 
 

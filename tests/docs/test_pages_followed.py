@@ -66,11 +66,12 @@ def test_a_recipe_runs_as_it_stands(name, tmp_path):
 
 LOADER_PAGE = (
     ('"s3://bucket/corpus",', '"corpus",'),
-    ("max_tokens=16384", "max_tokens=2048"),
+    ('model="path/to/config.json"', 'model="small_model.json"'),
+    ("micro_batches=4", "micro_batches=1"),
     ("range(3)", "range(1)"),
     ('"cuda"', '"cpu"'),
 )
-README_PAGE = (("max_tokens=16384", "max_tokens=512"),)
+README_PAGE = (("max_tokens=16384", "max_tokens=2048"),)
 PREPARED = """
 import torch
 from transformers import AutoConfig, LlamaForCausalLM

@@ -65,6 +65,8 @@ def test_what_the_package_exports_is_on_the_first_page():
         "Cost",
         "MicroBatches",
         "PackedLoader",
+        "PackedSFTTrainer",
+        "PackedTrainer",
         "TrainedRun",
         "__version__",
         "micro_batches",

@@ -2,6 +2,7 @@
 
 import math
 
+import msgspec
 import pytest
 
 from cost_samples import sample_coefficients, sample_model
@@ -83,3 +84,13 @@ def test_a_busy_machine_has_no_interval(ledger, waited_share, spread, rows):
         "no 90 % interval of step times: the machine was busy while its costs were measured: ranks waited "
         f"{waited_share:.0%} of the time for a core"
     )
+
+
+def test_costs_that_were_measured_too_few_times_have_no_interval():
+    """The ledger's errors are those of whole calibrations."""
+    costs = measured_overlap(0.0, 0.0)
+    assert costs.measured_on is not None
+    where = msgspec.structs.replace(costs.measured_on, is_cut_short=True)
+    result = prediction_interval(msgspec.structs.replace(costs, measured_on=where), even_layout(4))
+    assert (result.low, result.count_inside([1.0])) == (None, "")
+    assert "train.recalibrate=true and a larger train.calibration_max_s" in result.describe()

@@ -77,6 +77,9 @@ def test_the_demo_says_in_five_lines_what_its_repeats_support(
     assert [line.partition(": ")[0] for line in lines] == ["Measured", "Predicted", "Trained", "Open", "Next"]
     assert first in lines[0]
     assert second in lines[1]
+    (ratio,) = result.ratios
+    assert lines[0].endswith(f"{ratio.by_round}.")
+    assert f"times as long: {ratio.verdict}; " in lines[1]
     assert trained in lines[2]
     assert lines[2].endswith("loss 7.63 to 6.86.")
     assert "runs/demo/report.html" in lines[3]

@@ -175,7 +175,7 @@ def test_every_rank_is_told_what_is_refused(gloo_pool, lengths, rules, message):
 
 def batches():
     """Tables of lengths, limits and ranks."""
-    tables = np.load(Path(__file__).parents[1] / "plan" / "data" / "length_tables.npz")
+    tables = np.load(Path(__file__).parents[1] / "planning" / "data" / "length_tables.npz")
     for max_tokens in (16_384, 32_768, 65_536):
         for name in tables:
             drawn = np.random.default_rng(0).choice(tables[name], 512).astype(np.int64)

@@ -7,8 +7,10 @@ import torch
 import torch.distributed as dist
 
 from dist_training import COSTS, make_trainer
+from evenload.cost.memory import checkpoint_bytes
 from evenload.errors import CheckpointError, ConfigError, DataError
-from evenload.runtime.checkpoint.checkpoint import load_checkpoint, run_tensors
+from evenload.runtime.checkpoint.checkpoint import load_checkpoint, run_tensors, tensors_to_write
+from evenload.runtime.model.model_config import model_spec
 
 
 def train_with_a_full_disk(
@@ -107,3 +109,11 @@ def steps_resumed_from(config_file: str, overrides: list[str], output_dirs: list
     trainer = make_trainer(config_file, [*overrides, f"train.output_dir={output_dirs[rank]}"])
     trainer.resume()
     return trainer.steps_done
+
+
+def written_and_predicted_bytes(config_file: str, overrides: list[str]) -> tuple[int, int]:
+    """Bytes of weights and optimizer state that this rank writes, and those predicted of the whole checkpoint."""
+    trainer = make_trainer(config_file, overrides)
+    mine = tensors_to_write(run_tensors(trainer.state), trainer.mesh)
+    model, name = model_spec(trainer.config), trainer.config.optimizer.name
+    return sum(one.num_bytes for one in mine.values()), checkpoint_bytes(model, has_muon=name == "muon")

@@ -76,6 +76,7 @@ SMALLER: dict[str, Words] = {
         _ONE_BENCH,
     ),
     "docs/plan.md": (
+        ("plan examples/lengths/stdlib.npy.gz", "plan examples/lengths/stdlib.npy.gz --documents 16"),
         ("corpus --include '*.txt' --tokenizer MODEL_FOLDER", "docs/howto --include '*.md' --tokenizer bytes"),
         ("--documents 512 --steps 4", "--documents 32 --steps 1"),
         ("--search-seconds 7200", "--search-seconds 1"),

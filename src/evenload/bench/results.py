@@ -291,12 +291,15 @@ class BenchResult(Frozen):
         msgspec.structs.force_setattr(self, "ratios", ratios)
 
     def compare_with_interval(self) -> tuple[PredictionInterval, str]:
-        """Return the interval of predicted step times, and how many strategies lie inside, such as "2 of 2"; "" where
-        there is none, or the machine was too busy for it."""
+        """Return the interval of predicted step times, and how many strategies lie inside, such as "2 of 2"; no
+        interval, and "", where the machine was too busy."""
         interval = prediction_interval(self.coefficients, self.inputs.layout)
         spread = max(one.spread for one in self.runs)
-        held = interval.count_inside(one.measured_s / one.predicted_s for one in self.runs)
-        return interval, held if self.load.is_quiet(spread) else ""
+        if interval.low is not None and not self.load.is_quiet(spread):
+            load = f"no core for {self.load.waited_share:.0%} of the time, rounds differ by {spread:.0%}"
+            busy = f"machine busy while steps were measured: {load}"
+            interval = PredictionInterval(low=None, high=None, basis=busy)
+        return interval, interval.count_inside(one.measured_s / one.predicted_s for one in self.runs)
 
     @property
     def winner(self) -> str:

@@ -248,10 +248,12 @@ def calibrate(
         max_pack_tokens: of the run; GPUs, which small packs do not keep busy, are timed with packs of up to so many.
         max_s: about the most that all of it takes, where layers are not so slow that the least takes longer.
     """
-    end_s, stage = time.perf_counter() + _LAYERS_SHARE * max_s, stages[min(stages)]
-    is_few = False
+    stage, is_few = stages[min(stages)], False
     if mesh.device.type == "cpu":
         stage, is_few = _timed_part(stage, model, mesh, _PASS_SHARE * max_s)
+    else:  # compiles kernels, for which a step would wait too
+        list(time_round(part_of(stage, model.layers, 1), NEEDED_ROUNDS[1], PackClock(stage.device)))
+    end_s = time.perf_counter() + _LAYERS_SHARE * max_s
     wanted = _rounds(stage, model, mesh, max_document_tokens, max_pack_tokens)
     dist.barrier(group=mesh.control)
     waits = CoreWaits(demand)
@@ -362,7 +364,7 @@ def _time_heads(last: PipelineStage, model: ModelSpec, mesh: Mesh) -> tuple[tupl
 
 def _is_over(deadline_s: float, mesh: Mesh) -> bool:
     """Say whether time is up on one of the ranks that time the same packs together."""
-    is_over = torch.tensor([float(time.perf_counter() > deadline_s)], device=mesh.device)
+    is_over = torch.tensor([float(time.perf_counter() >= deadline_s)], device=mesh.device)
     if mesh.tensor is not None:
         mesh.tensor.all_reduce(is_over, "calibration", dist.ReduceOp.MAX)
     return bool(is_over)

@@ -105,13 +105,6 @@ def _messages(result: BenchResult) -> Iterator[str]:
         yield f"measured: {one.describe()}"
         yield f"{one.by_round}; predicted {one.predicted:.2f}: {one.verdict}"
     interval, held = result.compare_with_interval()
-    if interval.of(1.0) and not held:
-        yield (
-            "no 90 % interval of step times: machine busy while steps were measured, no core for "
-            f"{format_percent(result.load.waited_share)} of the time, rounds differ by "
-            f"{format_percent(max(one.spread for one in runs))}"
-        )
-    else:
-        yield interval.describe() + (f"; here {held}" if held else "")
+    yield interval.describe() + (f"; here {held}" if held else "")
     if len(runs) > 1:
         yield f"losses of the strategies differ by at most {result.loss_difference:.1e} (relative)"

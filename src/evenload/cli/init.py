@@ -16,11 +16,12 @@ from evenload.cli.options import command_of, option, parse_tokens, print_lines, 
 from evenload.cli.plan_inputs import gpus_here, plan_inputs
 from evenload.cli.plan_layout import layout_of_plan
 from evenload.cli.plan_request import LengthSource, PlanRequest
-from evenload.config.tokenizer import with_default_tokenizer
+from evenload.config.tokenizer import with_default_tokenizer, with_found_kinds
 from evenload.config.train_config import PlanConfig, read_train_config
+from evenload.data.chat_encoding import CHATML
 from evenload.data.config import DataConfig
 from evenload.data.hub import context_limit, is_hub_name, model_from
-from evenload.data.lengths import LengthTable, count_documents
+from evenload.data.lengths import LengthTable, count_documents, with_counted_chats
 from evenload.errors import ConfigError
 from evenload.types.cluster import DEVICES_PER_NODE, cluster_from
 from evenload.types.model import MODELS, ModelSpec
@@ -63,7 +64,8 @@ def run_init(request: InitRequest) -> None:
     limit, table = context_limit(shape) or sys.maxsize, None
     if request.data:
         data = DataConfig(sources=tuple(request.data), batch_tokens=1, max_document_tokens=1)
-        table = count_documents(with_default_tokenizer(data, name), ", ".join(request.data))
+        data = with_counted_chats(with_found_kinds(with_default_tokenizer(data, name), name))
+        table = count_documents(data, ", ".join(request.data))
     lengths = table.lengths if table else np.array([sys.maxsize])
     context, why = min((limit, "the model's limit"), (int(lengths.max()), "the longest document"))
     if request.context is not None:
@@ -79,6 +81,10 @@ def run_init(request: InitRequest) -> None:
     each, batch = TOKENS_OF_PROCESS, max(context, min(TOKENS_OF_PROCESS * max(1, devices), most))
     size = f"{batch}  # of a step: {each:,} for every process, or less for {STEPS_OF_EPOCH} steps an epoch"
     text = _text(request, model_from(shape), table, f"{context}  # {why}", size, on_gpus=devices > 0)
+    if table and CHATML in table.records:
+        text = text.replace(
+            "\nmax_document", f'\nchat_template = "{CHATML}"  # a plain one, as bytes have none\nmax_document'
+        )
     if cluster:
         text = text.replace("dp = 1  # processes", _parallel(text, shape, cluster, table))
     rows = (line.partition("  # ") for line in text.replace("\n[", "\n\n[").splitlines())
@@ -112,7 +118,7 @@ def _text(
 # Lines that begin with a setting are chosen, those with # are defaults. Every setting: docs/configuration.md
 [model]
 path = {json.dumps(request.model)}
-random_init = {json.dumps(not has_weights)}  # start from random weights
+random_init = {json.dumps(not has_weights)}  # true: random weights; a folder or a name on the Hub has trained ones
 dtype = {'"bfloat16"  # the optimizer keeps float32' if on_gpus else '"float32"'}{experts * bool(model.num_experts)}\
 {lora * request.lora}
 [data]
@@ -145,11 +151,12 @@ output_dir = {json.dumps(f"runs/{request.out.stem}")}  # report, checkpoints, mo
 def _parallel(text: str, shape: str, cluster: str, table: LengthTable | None) -> str:
     """Return the lines of `[parallel]`; `InfeasiblePlanError` where the GPUs do not hold the first batch."""
     run = read_train_config(tomllib.loads(text))
-    data, context = run.data, run.data.max_document_tokens
-    if table is None:  # documents of the whole context, for which no tokeniser is wanted
+    if table is not None:
+        data = with_found_kinds(run.data, run.model.path)
+    else:  # documents of the whole context, for which no tokeniser is wanted
+        data, context = msgspec.structs.replace(run.data, record="tokens", tokenizer=None), run.data.max_document_tokens
         lengths = np.full(max(1, (run.data.batch_tokens or 0) // context), context)
         table = LengthTable(lengths=lengths, unit="tokens", tokenizer=None)
-        data = msgspec.structs.replace(data, record="tokens", tokenizer=None)
     source = LengthSource(name="documents", data=data, run=run, table=table)
     inputs = replace(plan_inputs(PlanRequest(cluster=cluster, model=shape), source), layout=None, run_layouts=())
     batches = inputs.batches.sample(table.lengths, steps=1, seed=0)

@@ -91,7 +91,7 @@ def length_source(
     if data.tokenizer is not None and data.record != "tokens" and open_tokenizer(data.tokenizer).eos_id is None:
         # Nobody can name the token here; its own length stands in the output.
         data = msgspec.structs.replace(data, append_eos=False)
-    if not may_be_numbers(source, data):
+    if data.record != "auto" and not may_be_numbers(source, data):
         data = with_counted_chats(data)
         open_encoder(data)
     return LengthSource(name=source, data=data)

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 _NUM_STEPS = 3
 """Steps after the first, which pays for what is done once, whose predictions are checked."""
 _FEW_STEPS = 20
+_BUSY = (
+    ": other programs held cores that this run needed for {:.0%} of the time, so this says little about the predictions"
+)
 _FACTOR = 1.2
 """All of them beyond it, on the same side, are no accident."""
 
@@ -115,17 +118,10 @@ def interval_line(ratios: Sequence[float], interval: PredictionInterval, waited_
         return ""
     message = f"steps after the first took {median(ratios):.2f} times their predicted time"
     if waited_share > QUIET_WAITED_SHARE:
-        return f"{message} on a busy machine{_busy(waited_share)}"
+        return f"{message} on a busy machine{_BUSY.format(waited_share)}"
     if not (held := interval.count_inside(ratios)):
         return f"{message}; {interval.describe()}"
     return f"{message}; {held} lie in the 90 % interval of {interval.low:.2f} to {interval.high:.2f} times"
-
-
-def _busy(waited_share: float) -> str:
-    return (
-        f": other programs held cores that this run needed for {waited_share:.0%} of the time, so this says little "
-        "about the predictions"
-    )
 
 
 def prediction_line(
@@ -140,7 +136,7 @@ def prediction_line(
         return ""
     times = f"steps take {median(ratios):.2f} times their predicted time"
     if is_slower and (waited := waited_share()) > QUIET_WAITED_SHARE:
-        return times + _busy(waited)
+        return times + _BUSY.format(waited)
     reason = f"was busier when costs were measured ({device}), or was a slower one"
     if is_slower:
         reason = f"is busier or slower now than when costs were measured ({device})"

@@ -242,15 +242,13 @@ def _known_or_measured(
     assert noise is not None
     cut = "; cut short: layers, packs or repeats were left out" if where.is_cut_short else ""
     found = f"{noise.describe()}; {time.perf_counter() - from_s:.0f} s{cut}"
+    say(f"machine busy, calibration was disturbed: {found}" if noise.is_noisy else f"machine quiet: {found}")
     if noise.is_noisy:
         say(
-            f"machine busy, calibration was disturbed: {found}. Predicted seconds may be too long, so they carry no "
-            "interval. These costs are not kept for the next run; once the machine is quiet, train.recalibrate=true "
-            "measures again"
+            "Predicted seconds may be too long, so they carry no interval, and these costs are not kept for the next "
+            "run; once the machine is quiet, train.recalibrate=true measures again"
         )
-        return measured
-    say(f"machine quiet: {found}")
-    if mesh.rank == 0:
+    elif mesh.rank == 0:
         try:
             write_cached(path, measured)
         except OSError as error:  # such as of a home that is no directory of the user's

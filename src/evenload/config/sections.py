@@ -32,8 +32,8 @@ class RunConfig(Frozen):
         threads_per_process: None = the machine's cores divided by the processes on it.
         cost_file: cost coefficients (`cost.json` of another run of this model and layout, else refused); None = measure
             this device at start, which takes seconds and is cached, so that predictions are in its seconds.
-        calibration_max_s: seconds that measuring costs at the start may take, about; where that is too short for this
-            model's layers, fewer are timed, less often, and predicted step times carry no interval.
+        calibration_max_s: seconds that measuring costs may take, about; where layers are too slow for that, fewer are
+            timed, less often, and predicted step times carry no interval.
         checkpoint_every_steps: a checkpoint after every so many steps; 0 = by time, see `checkpoint_every_s`.
         checkpoint_every_s: a checkpoint at the end of the step in which so many seconds have passed since the last one;
             0 = none by time. Default: 600, or 0 where `checkpoint_every_steps` is set. The end of a run and a signal

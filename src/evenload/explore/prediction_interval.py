@@ -46,8 +46,7 @@ class KindInterval(Frozen):
 
 
 class PredictionInterval(Frozen):
-    """Factors of a predicted step time, and their basis; None where costs were measured on a machine that was too busy,
-    or too few times."""
+    """Factors of a predicted step time, and their basis; None where a machine was too busy or measuring cut short."""
 
     low: float | None
     high: float | None
