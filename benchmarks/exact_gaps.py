@@ -35,11 +35,10 @@ from numpy.typing import NDArray
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.pack_cost import PackCosts
 from evenload.data.hub import model_from
-from evenload.planning.dacp import StepDocuments, assign_micro_batches, assign_owners
 from evenload.planning.packing import LEFT_OVER, assign_replicas, longest_first, members_of, pack_greedily
 from evenload.planning.problem import PlanOptions, StepProblem
 from evenload.planning.strategies.fixed import exact_groups
-from evenload.planning.strategies.skrull import step_documents
+from evenload.planning.strategies.skrull import StepDocuments, assign_micro_batches, assign_owners, step_documents
 from evenload.types.cluster import cluster_from
 from evenload.types.columns import WorkCurve, causal_pairs
 from evenload.types.layout import even_layout

@@ -29,8 +29,8 @@ from transformers import LlamaConfig
 from evenload.bench.results import BenchResult
 from evenload.errors import ConfigError
 from evenload.planning.strategies.registry import strategy_named
-from evenload.report.units import format_change, format_seconds
 from evenload.types.layout import even_layout
+from evenload.types.text import format_change, format_seconds
 from harness import commit_name
 from setups import ROOT  # puts tests/support on the path
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import msgspec
 
 from evenload.cost.analytic import analytic_coefficients
-from evenload.cost.host_memory import host_memory
+from evenload.cost.memory import host_memory
 from evenload.data.hub import model_from
 from evenload.explore.batches import BatchRule, SampledBatch
 from evenload.explore.layout_search import FINAL_CANDIDATES, LayoutResult, LayoutSearch

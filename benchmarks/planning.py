@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from evenload.cost.analytic import analytic_coefficients
-from evenload.cost.host_memory import host_memory
+from evenload.cost.memory import host_memory
 from evenload.data.hub import model_from
 from evenload.errors import EvenloadError
 from evenload.explore.batches import BatchRule

@@ -30,8 +30,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from cpu_ranks import COSTS, llama, spawn_ranks, write_run
-from evenload.config.layouts import layouts_of
-from evenload.config.planner import make_planner
+from evenload.config.planner import layouts_of, make_planner
 from evenload.config.train_config import load_train_config
 from evenload.cost.validity import fill_between_layouts
 from evenload.feed.step_maker import PlannedStep, StepMaker

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.cost.analytic import analytic_coefficients
-from evenload.cost.host_memory import host_memory
+from evenload.cost.memory import host_memory
 from evenload.data.hub import model_from
 from evenload.data.lengths import read_length_table
 from evenload.explore.batches import BatchRule

@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from cpu_ranks import COSTS, cpu_rank, leave, llama, spawn_ranks, write_run
 from evenload.calibrate.calibrate import calibrate
-from evenload.config.layouts import layouts_of
+from evenload.config.planner import layouts_of
 from evenload.config.train_config import TrainConfig, load_train_config
 from evenload.cost.coefficients import CostCoefficients
 from evenload.runtime.comm.mesh import Meshes, create_meshes, warm_up

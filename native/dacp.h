@@ -9,7 +9,7 @@ namespace evenload {
 
 constexpr int64_t kShared = -1;
 
-// Columns of documents; see planning/dacp.py.
+// Columns of documents; see planning/strategies/skrull.py.
 struct OwnedDocuments {
     std::vector<int64_t> tokens;
     std::vector<double> local_s;
@@ -24,7 +24,7 @@ struct DacpLimits {
 };
 
 // Owner of every document, kShared = all ranks; returns the time of the slowest rank, infinite where
-// no owners were found that fit. The algorithm is described in planning/dacp.py.
+// no owners were found that fit. The algorithm is described in planning/strategies/skrull.py.
 double assign_owners(const OwnedDocuments& documents, const DacpLimits& limits, std::span<int64_t> owner);
 
 }  // namespace evenload

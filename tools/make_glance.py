@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from evenload.cost.analytic import analytic_coefficients
-from evenload.cost.host_memory import host_memory
+from evenload.cost.memory import host_memory
 from evenload.data.hub import model_from
 from evenload.data.lengths import read_length_table
 from evenload.explore.batches import BatchRule

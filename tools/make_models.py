@@ -3,7 +3,7 @@
     python tools/make_models.py [NAME ...]    all, or those named and the others as they are
 
 Every row is a configuration in transformers' keys. What planning reads of it is read from the model that transformers
-builds of it on the meta device (`evenload.runtime.model.layer_kinds`). Names and sizes:
+builds of it on the meta device (`evenload.runtime.model.model_config`). Names and sizes:
 
     llama-*         SlimPack Table 3 (vocabulary 32,000)
     wlb-*           WLB-LLM §7.1, which gives only 7B (LLaMA-2-7B); others scale layers and width in proportion (30B has
@@ -26,7 +26,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 from transformers import AutoConfig
 
-from evenload.runtime.model.layer_kinds import describe
+from evenload.runtime.model.model_config import describe
 from evenload.types.model import alike_model
 
 OUT = Path(__file__).resolve().parent.parent / "src" / "evenload" / "types" / "models.json"

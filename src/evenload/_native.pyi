@@ -38,7 +38,7 @@ def micro_batches(
     most_trials: int,
 ) -> tuple[int, NDArray[np.int64], NDArray[np.int64]]: ...
 
-# planning/dacp.py: (owner int64[members], seconds float64[groups])
+# planning/strategies/skrull.py: (owner int64[members], seconds float64[groups])
 def assign_owners(
     num_tokens: NDArray[np.int64],
     local_s: NDArray[np.float64],

@@ -8,7 +8,7 @@ import pytest
 from bench_samples import batch_run, result_of, runs
 from cost_samples import sample_coefficients, sample_model
 from evenload.bench.results import BenchResult, MachineLoad
-from evenload.cli.bench import show_result
+from evenload.cli.measure import show_result
 from evenload.cost.coefficients import MeasuredOn, Noise
 from ledger import plan_again
 

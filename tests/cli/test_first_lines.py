@@ -13,7 +13,7 @@ from commands import run
 from evenload.cli.first_lines import SAME_SHARE, equally_fast
 from evenload.explore.evaluate import Evaluation, StrategyResult
 from evenload.report.table import MOST_COLUMNS, MOST_ROWS
-from evenload.report.units import format_seconds
+from evenload.types.text import format_seconds
 
 TABLE = Path(__file__).parents[2] / "examples" / "lengths" / "github_dirs.npy.gz"
 

@@ -11,9 +11,9 @@ import pytest
 
 from commands import refused, run
 from evenload.planning.strategies.registry import STRATEGIES
-from evenload.report.units import format_seconds
 from evenload.stepplan.plan_file import decode_plan_file
 from evenload.stepplan.validate import validate_plan
+from evenload.types.text import format_seconds
 
 SHOWN = [one.name for one in STRATEGIES.values() if not (one.needs_solver or one.needs_one_stage)]
 """What 'all' means."""

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from commands import run
+from evenload.cli.measure import ProfileRequest
 from evenload.cli.measure_worker import profile_task
-from evenload.cli.profile import ProfileRequest
 from evenload.cost.coefficients import read_coefficients, write_coefficients
 from reference_training import tiny_config
 

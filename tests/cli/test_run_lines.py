@@ -12,7 +12,7 @@ from evenload.data.config import DataConfig
 from evenload.explore.prediction_interval import PredictionInterval
 from evenload.planning.strategies.registry import STRATEGIES
 from evenload.report.run_files import METRIC_KEYS
-from evenload.report.units import format_seconds
+from evenload.types.text import format_seconds
 from plan_building import random_plan
 
 INTERVAL = PredictionInterval(low=0.9, high=1.2, basis="a ledger")

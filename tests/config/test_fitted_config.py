@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenload.config.layouts import fitted_config, layouts_of, shrunk_parallel
+from evenload.config.planner import fitted_config, layouts_of, shrunk_parallel
 from evenload.config.sections import RunConfig
 from evenload.config.train_config import ModelConfig, ParallelConfig, PlanConfig, TrainConfig
 from evenload.data.config import DataConfig

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from evenload.config.layouts import layouts_of
+from evenload.config.planner import layouts_of
 from evenload.config.train_config import read_train_config
 from evenload.errors import ConfigError
 from evenload.types.layout import ParallelLayout, even_layout, split_layout

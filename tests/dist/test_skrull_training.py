@@ -9,10 +9,9 @@ from dist_equality import assert_plans_equal_plain
 from evenload.cost.coefficients import CostCoefficients, PassCoefficients
 from evenload.cost.pack_cost import PackCosts
 from evenload.data.hub import model_from_config
-from evenload.planning.dacp import SHARED
 from evenload.planning.planner import StepPlanner
 from evenload.planning.problem import PlanOptions, StepProblem
-from evenload.planning.strategies.skrull import bucket_tokens, step_documents
+from evenload.planning.strategies.skrull import SHARED, bucket_tokens, step_documents
 from evenload.stepplan.validate import validate_plan
 from evenload.types.cluster import LinkSpec
 from evenload.types.layout import even_layout

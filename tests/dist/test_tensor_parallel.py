@@ -10,8 +10,8 @@ from transformers import AutoConfig
 from dist_cases import RankUnderTest
 from evenload.cost.group_transfers import BLOCK_RINGS, EXPERT_TRANSFERS, WEIGHT_RINGS
 from evenload.errors import ConfigError, UnsupportedModelError
+from evenload.runtime.comm.collectives import Transfer
 from evenload.runtime.comm.mesh import create_meshes
-from evenload.runtime.comm.rank_groups import Transfer
 from evenload.runtime.comm.tensor_group import RowShard, row_owners
 from evenload.runtime.model.tensor_weights import require_tensor_parallel
 from evenload.runtime.replay.rank_packs import PackTokens

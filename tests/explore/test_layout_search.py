@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from evenload.cost.analytic import analytic_coefficients
-from evenload.cost.host_memory import host_memory
+from evenload.cost.memory import host_memory
 from evenload.data.hub import model_from
 from evenload.explore.batches import BatchRule
 from evenload.explore.evaluate import StrategyPlanners, evaluate_strategies

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from cost_samples import documents, sample_coefficients, sample_model
 from evenload.config.keys import plan_options
 from evenload.cost.analytic import analytic_coefficients
-from evenload.cost.host_memory import host_memory
+from evenload.cost.memory import host_memory
 from evenload.data.hub import model_from
 from evenload.errors import EvenloadError
 from evenload.planning.planner import Proposal, StepPlanner

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenload.errors import InfeasiblePlanError
-from evenload.planning import dacp as gds
-from evenload.planning.dacp import SHARED, MicroBatch, StepDocuments, assign_micro_batches, assign_owners
+from evenload.planning.strategies import skrull as gds
+from evenload.planning.strategies.skrull import SHARED, MicroBatch, StepDocuments, assign_micro_batches, assign_owners
 from reference.dacp import algorithm_1, chosen, least_seconds, owners, rank_seconds, rank_tokens
 from reference.exact_dacp import exact_micro_batches, exact_owners
 

@@ -9,13 +9,12 @@ import pytest
 
 from cost_samples import documents, sample_coefficients, sample_model
 from evenload.cost.analytic import analytic_coefficients
-from evenload.cost.host_memory import HostMemory, Unlimited, fullest_node_bytes, host_memory, peak_host_bytes
 from evenload.cost.layer_counts import POLICIES, activation_bytes_per_token
-from evenload.cost.memory import ReplicaPacks
+from evenload.cost.memory import HostMemory, ReplicaPacks, Unlimited, fullest_node_bytes, host_memory, peak_host_bytes
 from evenload.data.lengths import read_length_table
 from evenload.errors import InfeasiblePlanError
 from evenload.explore.batches import BatchRule
-from evenload.planning.host_memory import host_excess_bytes, ordered_within_host
+from evenload.planning.activation_policy import host_excess_bytes, ordered_within_host
 from evenload.planning.planner import Proposal, StepPlanner
 from evenload.planning.problem import PlanOptions, ReplicaChoice, StepProblem
 from evenload.schedule.simulate import simulate

@@ -3,8 +3,8 @@ import pytest
 
 from cost_samples import documents, sample_coefficients, sample_model
 from evenload.cost.analytic import analytic_coefficients
-from evenload.cost.host_memory import host_memory
 from evenload.cost.layer_counts import OFFLOAD, RECOMPUTE, REPLAY
+from evenload.cost.memory import host_memory
 from evenload.data.hub import model_from
 from evenload.planning.activation_policy import policies_in_order, policies_within_host
 from evenload.planning.planner import Proposal, StepPlanner

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.planning.dacp import SHARED, MicroBatch
+from evenload.planning.strategies.skrull import SHARED, MicroBatch
 
 CEILINGS = 32
 FASTER = 1 - 1e-9

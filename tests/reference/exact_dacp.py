@@ -24,8 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.errors import InfeasiblePlanError
-from evenload.planning.dacp import SHARED, Groups, MicroBatch, StepDocuments, assign_owners
 from evenload.planning.strategies.fixed import OPTIMAL_GAP
+from evenload.planning.strategies.skrull import SHARED, Groups, MicroBatch, StepDocuments, assign_owners
 from reference.dacp import chosen, rank_seconds
 
 

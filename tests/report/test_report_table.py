@@ -5,7 +5,7 @@ import pytest
 from rich.console import Console
 
 from evenload.report.table import COLUMNS, ComparisonTable, progress_text, shown_columns, step_line
-from evenload.report.units import format_count, format_seconds
+from evenload.types.text import format_count, format_seconds
 from evenload.types.timeline import CAUSE_LABELS
 from report_samples import make_row
 

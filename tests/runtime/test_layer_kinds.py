@@ -11,7 +11,7 @@ from evenload.calibrate.kernels import activation_bytes
 from evenload.data import hub
 from evenload.data.hub import model_from, model_from_config
 from evenload.errors import ConfigError
-from evenload.runtime.model.layer_kinds import describe
+from evenload.runtime.model.model_config import describe
 from evenload.types.layer_kind import AttentionKind
 from evenload.types.model import CONFIGURATIONS, MODELS, alike_model
 from single_stage import stage_of

@@ -18,7 +18,7 @@ from predicted_timeline import predicted_timeline
 
 SWITCH = Switch(
     before="pp=4", after="dp=4", stall_s=0.25, wait_s=0.5, weight_bytes=100, state_bytes=600,
-    predicted_stall_s=0.1, predicted_state_s=0.2,
+    predicted_stall_s=0.1,
 )  # fmt: skip
 
 NO_TOKENS = TokenTable(np.empty(0, np.int64), np.zeros(1, np.int64), np.empty(0, np.int32))

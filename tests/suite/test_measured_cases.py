@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from evenload.cli.bench import BenchRequest
+from evenload.cli.measure import BenchRequest
 from evenload.cli.measure_worker import bench_task
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,7 +11,7 @@ from evenload.bench.results import (
     StrategyRuns,
     option_tables_of,
 )
-from evenload.cost.host_memory import HostMemory
+from evenload.cost.memory import HostMemory
 from evenload.planning.problem import PlanOptions
 from evenload.types.layout import even_layout
 from ledger import COLUMNS, FACTS, LedgerRow

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from evenload.attention.backends import select_backend
-from evenload.runtime.comm.rank_groups import ContextGroup, Transfer, create_context_groups
+from evenload.runtime.comm.collectives import ContextGroup, Transfer, create_context_groups
 from evenload.runtime.comm.watch import RankWatch
 from evenload.runtime.model.mask_rules import MaskRule
 from evenload.runtime.replay.context_attention import LocalAttention, rows_of

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from evenload.config.layouts import layouts_of
+from evenload.config.planner import layouts_of
 from evenload.config.train_config import load_train_config
 from evenload.cost.coefficients import CostCoefficients, OverlapCost, PassCoefficients
 from evenload.runtime.checkpoint.checkpoint import run_tensors

@@ -28,7 +28,7 @@ SMALL_MODEL = "small_model.json"
 
 SMALLER: dict[str, Words] = {
     "README.md": (
-        ("--documents 512 --steps 4", "--documents 64 --steps 1"),
+        ("--overlong truncate --html", "--overlong truncate --documents 32 --html"),
         _FEW_PAGES,
         ("max_document_tokens = 4096", "max_document_tokens = 256"),
         ("steps = 3", "steps = 2"),

@@ -11,8 +11,8 @@ from adapter_cases import make_adapters_matter
 from dist_cases import RankUnderTest, StoredBytes
 from evenload.attention.backends import select_backend
 from evenload.config.sections import LoraConfig
+from evenload.runtime.comm.collectives import Transfer
 from evenload.runtime.comm.mesh import Mesh, create_meshes
-from evenload.runtime.comm.rank_groups import Transfer
 from evenload.runtime.executor import Executor
 from evenload.runtime.model.hf_model import StageModel, build_rank_models
 from evenload.runtime.optim.parameter_units import flatten_units

@@ -6,8 +6,7 @@ import random
 import msgspec
 import numpy as np
 
-from evenload.cost.host_memory import peak_host_bytes
-from evenload.cost.memory import bytes_by_kind
+from evenload.cost.memory import bytes_by_kind, peak_host_bytes
 from evenload.schedule.packflow import packflow_list
 from evenload.schedule.simulate import memory_ledger
 from evenload.schedule.static_schedules import zero_bubble_h1

@@ -7,7 +7,7 @@ import pytest
 
 from cost_samples import documents
 from evenload.cost.analytic import analytic_coefficients
-from evenload.cost.host_memory import host_memory
+from evenload.cost.memory import host_memory
 from evenload.data.hub import model_from
 from evenload.errors import ConfigError
 from evenload.planning.planner import StepPlanner

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.cost.coefficients import CostCoefficients
-from evenload.cost.host_memory import HostMemory
+from evenload.cost.memory import HostMemory
 from evenload.explore.prediction_interval import PredictionInterval, prediction_interval
 from evenload.planning.problem import PlanOptions
 from evenload.planning.strategies.strategy import LeftOutStrategy

@@ -20,9 +20,8 @@ import torch.distributed as dist
 
 from evenload.calibrate.fit import fit_relative, median_seconds
 from evenload.cost.coefficients import OverlapCost
-from evenload.runtime.comm.collectives import ThreadQueue, all_gather_single, reduce_scatter_single
+from evenload.runtime.comm.collectives import ContextGroup, ThreadQueue, all_gather_single, reduce_scatter_single
 from evenload.runtime.comm.mesh import Mesh, Meshes
-from evenload.runtime.comm.rank_groups import ContextGroup
 from evenload.types.cluster import LinkSpec
 
 TransferKind = Literal["pipeline", "reduction", "gather", "context", "tensor", "host"]

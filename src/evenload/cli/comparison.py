@@ -27,27 +27,25 @@ from evenload.explore.layout_search import FewLayouts, LayoutResult
 from evenload.explore.prediction_interval import PredictionInterval
 from evenload.explore.timelines import detailed_timeline
 from evenload.explore.worst_batch import WorstBatch
-from evenload.integrations.evaluate import EngineEvaluation
+from evenload.integrations.planner import EngineEvaluation
 from evenload.planning.strategies.baselines import BEST_FIT
 from evenload.planning.strategies.strategy import LeftOutStrategy
 from evenload.report.chrome_trace import label_packs, write_chrome_trace
-from evenload.report.html import strategies_table, write_report
+from evenload.report.html import fastest_table, write_report
 from evenload.report.run_report import RunReport, RunSection, StepView
-from evenload.report.table import (
-    FIRST_COLUMNS,
-    READ_LAYOUTS,
-    ComparisonTable,
-    engine_table,
-    first_columns,
-    first_rows,
-    is_feasible,
-    layout_table,
-    shown_columns,
-)
-from evenload.report.units import format_interval, format_layout, format_power_of_two, format_seconds
+from evenload.report.table import READ_LAYOUTS, ComparisonTable, engine_table, is_feasible, layout_table
 from evenload.stepplan.plan_file import encode_plan_file
 from evenload.types.plan import StepPlan
-from evenload.types.text import LengthUnit, counted, format_bytes, in_unit
+from evenload.types.text import (
+    LengthUnit,
+    counted,
+    format_bytes,
+    format_interval,
+    format_layout,
+    format_power_of_two,
+    format_seconds,
+    in_unit,
+)
 from evenload.types.timeline import Timeline
 
 SHOWN_WIDTH = 140
@@ -126,9 +124,7 @@ class Comparison:
     def headline(self) -> str:
         """The answer in at most three sentences: the fastest strategies, a layout that is faster than the one that was
         given, and what batches leave out or repeat."""
-        few, is_given = self.few_layouts, self.inputs["is_layout_given"]
-        sentences = first_sentences(self.evaluation, self.inputs, self.batches, few, is_layout_given=is_given)
-        return in_unit(" ".join(sentences), self.unit)
+        return " ".join(first_sentences(self.evaluation, self.inputs, self.batches, self.few_layouts))
 
     @property
     def next_step(self) -> str:
@@ -201,13 +197,13 @@ class Comparison:
             self._show_details(console)
         elif self.best and self.interval.low is None:
             print_lines(console, self.interval.describe())
-        print_lines(console, *(_worst_message(one, self.memory_cap_bytes, self.unit) for one in self.worst or ()))
+        print_lines(console, *(self._worst_message(one) for one in self.worst or ()))
         if self.engine is not None:
             rows = _rows_in_unit(msgspec.to_builtins(self.engine.results), self.unit)
             title = f"on {self.engine.engine} ({self.engine.title}), predicted"
             console.print(engine_table((row for row in rows if not row["why"]), self.engine.best, title))
             print_lines(console, *(f"{row['name']}: not planned: {row['why']}" for row in rows if row["why"]))
-            print_lines(console, *_engine_messages(self.engine, self.evaluation, self.unit))
+            print_lines(console, *self._engine_messages(self.engine))
         print_lines(console, self.facts, self.next_step)
 
     def _show_details(self, console: Console) -> None:
@@ -277,7 +273,7 @@ class Comparison:
     def _report(self) -> RunReport:
         notes = defaultdict(list, {row["name"]: [row["note"]] for row in self.rows if row["note"]})
         for one in self.worst or ():
-            notes[one.strategy].append(_worst_message(one, self.memory_cap_bytes, self.unit))
+            notes[one.strategy].append(self._worst_message(one))
         lengths = np.array([document.num_tokens for batch in self.batches for document in batch.documents], np.int64)
         facts = [
             (in_unit(name.replace("_bytes", "").replace("_", " "), self.unit), _FORMATS.get(name, str)(value))
@@ -286,13 +282,12 @@ class Comparison:
         ]
         facts.append(("predicted step times", self.interval.describe()))
         if self.engine is not None:
-            messages = _engine_messages(self.engine, self.evaluation, self.unit)
-            facts.append((f"on engine {self.engine.engine}", " · ".join(messages)))
+            facts.append((f"on engine {self.engine.engine}", " · ".join(self._engine_messages(self.engine))))
         return RunReport(
             title=f"Evenload plan: {self.inputs['model']} on {self.inputs['cluster']}",
             headline=self.headline,
             cards=self._cards(),
-            summary=in_unit(self._summary(), self.unit),
+            summary=self._summary(),
             next_step=self.next_step,
             facts=tuple(facts),
             sections=tuple(
@@ -328,10 +323,48 @@ class Comparison:
 
     def _summary(self) -> str:
         inputs = self.inputs
-        size = f"{inputs['tokens']:,} tokens" if inputs["tokens"] else counted(inputs["documents"], "document")
-        lost = f"{100 * dropped_share(self.batches):.0f} % of tokens not trained"
+        size = f"{inputs['tokens']:,} {self.unit}" if inputs["tokens"] else counted(inputs["documents"], "document")
+        lost = f"{100 * dropped_share(self.batches):.0f} % of {self.unit} not trained"
         layout = f"layout {option_of(inputs['layout'])}"
         return " · ".join((layout, f"context {inputs['context']:,}", f"{size} a step", lost))
+
+    def _worst_message(self, worst: WorstBatch) -> str:
+        """Say how much memory the worst batch of a search needs, and which documents it holds."""
+        longest = ", ".join(f"{length:,}" for length in worst.longest)
+        more = ", ..." if worst.documents > len(worst.longest) else ""
+        policies = ", ".join(f"{policy} {count:,}" for policy, count in worst.policies.items())
+        verdict = "fits" if worst.fits else f"does not fit: {worst.why}"
+        if worst.leaves_out_deferred:
+            left_out = f"Documents that {worst.strategy} has put off in earlier steps"
+            verdict += f". {left_out} may come on top; they are not counted"
+        return in_unit(
+            f"{worst.strategy}: the worst of {counted(worst.searched, 'global batch')} searched ({worst.drawn}: "
+            f"{worst.documents:,} documents of {longest}{more} tokens, {worst.tokens:,} in all) takes "
+            f"{format_bytes(worst.peak_memory_bytes)} of {format_bytes(self.memory_cap_bytes)} with {policies} and "
+            f"{verdict}",
+            self.unit,
+        )
+
+    def _engine_messages(self, engine: EngineEvaluation) -> tuple[str, ...]:
+        """Say what the engine's table does not: the assumptions, the best of both, and what was left out."""
+        name, refused = engine.engine, engine.not_adapted
+        messages = [
+            f"{name}: predicted from the cost model of Evenload's runtime and the engine's order, padding and waiting; "
+            "not measured on GPUs, its memory is not predicted (docs/engines.md)",
+            *(f"{name}: Evenload's adapter does not run these plans: {one.why}. {one.instead}" for one in refused),
+        ]
+        if engine.best:
+            best = next(result for result in engine.results if result.name == engine.best)
+            planned_by = f" (as {best.planned_by})" if best.planned_by else ""
+            message = f"{name}: fastest {engine.best}{planned_by}, {format_seconds(best.mean_step_time_s)} a step"
+            if best.micro_batches_per_rank is not None:
+                message += f", {counted(best.micro_batches_per_rank, 'micro-batch')} on every rank in every step"
+            if self.best is not None:
+                ours = self[self.best]
+                message += f"; Evenload's own runtime: {ours.name}, {format_seconds(ours.mean_step_time_s)}"
+            messages.append(message)
+        messages += [f"left out on {name}: {one.name}: {one.why}" for one in engine.left_out]
+        return tuple(in_unit(message, self.unit) for message in messages)
 
     def __str__(self) -> str:
         text = io.StringIO()
@@ -343,9 +376,7 @@ class Comparison:
 
     def _repr_html_(self) -> str:
         """Return the answer and a table for notebooks: the fastest strategies, then why others do not fit."""
-        rows = first_rows([row for row in self.rows if is_feasible(row)])
-        columns = [column for column in shown_columns(rows, self.unit) if column.key in FIRST_COLUMNS]
-        table = strategies_table(rows, (), first_columns(columns), self.equally_fast)
+        table = fastest_table(self.rows, self.equally_fast, self.unit)
         texts = [f"{row['name']}: not feasible: {row['why']}" for row in self.rows if not is_feasible(row)]
         if self.best is not None:
             texts.append(self.interval.describe())
@@ -367,45 +398,6 @@ def _baseline_row(evaluation: Evaluation) -> dict[str, Any] | None:
     if baseline.step_time_s == requested.step_time_s:
         return row
     return row | {"name": f"{BEST_FIT.name} {format_power_of_two(baseline.window_tokens)}"}
-
-
-def _worst_message(worst: WorstBatch, memory_cap_bytes: int, unit: LengthUnit) -> str:
-    """Say how much memory the worst batch of a search needs, and which documents it holds."""
-    longest = ", ".join(f"{length:,}" for length in worst.longest)
-    more = ", ..." if worst.documents > len(worst.longest) else ""
-    policies = ", ".join(f"{policy} {count:,}" for policy, count in worst.policies.items())
-    verdict = "fits" if worst.fits else f"does not fit: {worst.why}"
-    if worst.leaves_out_deferred:
-        left_out = f"Documents that {worst.strategy} has put off in earlier steps"
-        verdict += f". {left_out} may come on top; they are not counted"
-    return in_unit(
-        f"{worst.strategy}: the worst of {counted(worst.searched, 'global batch')} searched ({worst.drawn}: "
-        f"{worst.documents:,} documents of {longest}{more} tokens, {worst.tokens:,} in all) takes "
-        f"{format_bytes(worst.peak_memory_bytes)} of {format_bytes(memory_cap_bytes)} with {policies} and {verdict}",
-        unit,
-    )
-
-
-def _engine_messages(engine: EngineEvaluation, own: Evaluation, unit: LengthUnit) -> tuple[str, ...]:
-    """Say what the engine's table does not: the assumptions, the best of both, and what was left out."""
-    name, refused = engine.engine, engine.not_adapted
-    messages = [
-        f"{name}: predicted from the cost model of Evenload's runtime and the engine's order, padding and waiting; not "
-        "measured on GPUs, its memory is not predicted (docs/engines.md)",
-        *(f"{name}: Evenload's adapter does not run these plans: {one.why}. {one.instead}" for one in refused),
-    ]
-    if engine.best:
-        best = next(result for result in engine.results if result.name == engine.best)
-        planned_by = f" (as {best.planned_by})" if best.planned_by else ""
-        message = f"{name}: fastest {engine.best}{planned_by}, {format_seconds(best.mean_step_time_s)} a step"
-        if best.micro_batches_per_rank is not None:
-            message += f", {counted(best.micro_batches_per_rank, 'micro-batch')} on every rank in every step"
-        if own.best is not None:
-            ours = next(result for result in own.results if result.name == own.best)
-            message += f"; Evenload's own runtime: {ours.name}, {format_seconds(ours.mean_step_time_s)}"
-        messages.append(message)
-    messages += [f"left out on {name}: {one.name}: {one.why}" for one in engine.left_out]
-    return tuple(in_unit(message, unit) for message in messages)
 
 
 def _rows_in_unit(rows: Sequence[dict[str, Any]], unit: LengthUnit) -> list[dict[str, Any]]:

@@ -14,8 +14,7 @@ from evenload.explore.batches import SampledBatch
 from evenload.explore.evaluate import Evaluation, StrategyResult
 from evenload.explore.layout_search import PLAINER_SHARE, FewLayouts, LayoutResult
 from evenload.planning.strategies.auto import AUTO
-from evenload.report.units import format_interval, format_power_of_two, format_seconds
-from evenload.types.text import counted
+from evenload.types.text import counted, format_interval, format_power_of_two, format_seconds
 
 SAME_SHARE = 0.05
 """By which a strategy may be slower than the fastest and be named with it."""
@@ -34,18 +33,11 @@ def equally_fast(evaluation: Evaluation) -> tuple[StrategyResult, ...]:
 
 
 def first_sentences(
-    evaluation: Evaluation,
-    inputs: Mapping[str, Any],
-    batches: Sequence[SampledBatch],
-    few: FewLayouts | None,
-    *,
-    is_layout_given: bool,
+    evaluation: Evaluation, inputs: Mapping[str, Any], batches: Sequence[SampledBatch], few: FewLayouts | None
 ) -> tuple[str, ...]:
     """Return the outcome, a layout that is faster where one was given, and what the batches leave out or repeat."""
-    sentences = [_outcome(evaluation, inputs, few if not is_layout_given else None)]
-    if is_layout_given and few is not None:
-        sentences.append(_other_layout(evaluation, inputs, few))
-    return tuple(filter(None, (*sentences, _of_batches(inputs, batches))))
+    sentences = _outcome(evaluation, inputs, few), _other_layout(evaluation, inputs, few), _of_batches(inputs, batches)
+    return tuple(filter(None, sentences))
 
 
 def next_line(evaluation: Evaluation, inputs: Mapping[str, Any], few: FewLayouts | None) -> str:
@@ -53,7 +45,7 @@ def next_line(evaluation: Evaluation, inputs: Mapping[str, Any], few: FewLayouts
     near = equally_fast(evaluation)
     if not near and (few is None or not few.layouts):
         return "next: --search-layout tries every layout; more devices, or a smaller --context, need less of each"
-    if few is not None and inputs["is_layout_given"] and (faster := _faster_layouts(evaluation, inputs, few)):
+    if faster := _faster_layouts(evaluation, inputs, few):
         return f"next: --layout {option_of(faster[0].layout)}"
     sizes = ", ".join(f"{axis} = {size}" for axis, size in inputs["layout"].items() if size > 1)
     if not sizes:
@@ -85,7 +77,7 @@ def _outcome(evaluation: Evaluation, inputs: Mapping[str, Any], few: FewLayouts 
     names += [counted(len(near) - len(names), "other")] if len(near) > len(names) else []
     named = " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
     where = option_of(inputs["layout"])
-    if few is not None and few.num_tried > 1:
+    if not inputs["is_layout_given"] and few is not None and few.num_tried > 1:
         where += f" (best of {few.num_tried} layouts)"
     time = f"about {format_seconds(best.mean_step_time_s)} a step"
     if best.step_time_interval_s is not None:
@@ -102,10 +94,10 @@ def _outcome(evaluation: Evaluation, inputs: Mapping[str, Any], few: FewLayouts 
     return f"Fastest with {where}: {named}, {time}{gain}."
 
 
-def _other_layout(evaluation: Evaluation, inputs: Mapping[str, Any], few: FewLayouts) -> str:
+def _other_layout(evaluation: Evaluation, inputs: Mapping[str, Any], few: FewLayouts | None) -> str:
     """Name the plainest layout that is faster than what was planned, where there is one, and the fastest."""
     faster = _faster_layouts(evaluation, inputs, few)
-    if not faster:
+    if few is None or not faster:
         return ""
     fastest = faster[0]
     plainest = min(faster, key=lambda one: sum(one.layout[axis] > 1 for axis in ("cp", "pp", "tp")))
@@ -117,9 +109,11 @@ def _other_layout(evaluation: Evaluation, inputs: Mapping[str, Any], few: FewLay
     return f"{text}."
 
 
-def _faster_layouts(evaluation: Evaluation, inputs: Mapping[str, Any], few: FewLayouts) -> list[LayoutResult]:
-    """Return those of a few layouts that are faster than all strategies in another one, or, where none fits, that fit;
-    the one to take first."""
+def _faster_layouts(evaluation: Evaluation, inputs: Mapping[str, Any], few: FewLayouts | None) -> list[LayoutResult]:
+    """Return those of a few layouts that are faster than all strategies in the one that was given, or, where none fits
+    there, that fit; the one to take first."""
+    if few is None or not inputs["is_layout_given"]:
+        return []
     times_s = [_seconds(row) for row in equally_fast(evaluation)]
     others = [one for one in few.compared if one.layout != inputs["layout"]]
     limit_s = min(times_s, default=math.inf) / (1 + PLAINER_SHARE)

@@ -10,13 +10,11 @@ from typing import Annotated
 
 import typer
 
-from evenload.cli.bench import bench_command
-from evenload.cli.check import check_command
 from evenload.cli.environment import prepare_environment, with_home
 from evenload.cli.init import init_command
 from evenload.cli.lengths import lengths_command
+from evenload.cli.measure import bench_command, check_command, profile_command
 from evenload.cli.plan import plan_command
-from evenload.cli.profile import profile_command
 from evenload.cli.train import train_command
 from evenload.errors import EvenloadError
 

@@ -20,11 +20,10 @@ from evenload.bench.results import BenchInputs, BenchResult, StrategyRuns, loss_
 from evenload.calibrate.profile import ProfileTask, profile
 from evenload.check.checks import run_checks
 from evenload.check.smaller_run import Scope, checked_scope
-from evenload.cli.bench import BenchRequest
 from evenload.cli.comparison import step_view
+from evenload.cli.measure import BenchRequest, ProfileRequest
 from evenload.cli.options import print_lines, progress_bar
 from evenload.cli.plan_request import chosen_strategies
-from evenload.cli.profile import ProfileRequest
 from evenload.cli.worker_setup import (
     RankSetup,
     device_name,
@@ -50,7 +49,6 @@ from evenload.planning.strategies.registry import require_layouts, require_train
 from evenload.planning.strategies.strategy import LeftOutStrategy
 from evenload.report.html import write_report
 from evenload.report.run_report import RunReport, RunSection
-from evenload.report.units import format_change
 from evenload.runtime.device import require_device, resident_bytes
 from evenload.runtime.model.hf_model import build_rank_models, build_stage_model, require_layout
 from evenload.runtime.model.model_config import (
@@ -67,7 +65,7 @@ from evenload.runtime.step_metrics import StepReport
 from evenload.runtime.trainer import Trainer
 from evenload.types.layout import ParallelLayout, even_layout, read_layout_text
 from evenload.types.model import ModelSpec
-from evenload.types.text import counted, format_bytes
+from evenload.types.text import counted, format_bytes, format_change
 from evenload.types.timeline import mean_time_split
 
 

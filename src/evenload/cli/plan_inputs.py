@@ -11,14 +11,13 @@ import msgspec
 from evenload.cli.options import parse_layout
 from evenload.cli.plan_request import DEFAULT_CONTEXT, DEFAULT_DOCUMENTS, LengthSource, PlanRequest
 from evenload.config.keys import options_of_settings
-from evenload.config.layouts import layouts_of
-from evenload.config.planner import machine_memory_bytes, process_memory_bytes
+from evenload.config.planner import layouts_of, machine_memory_bytes, process_memory_bytes
 from evenload.config.sections import with_adapters
 from evenload.config.tokenizer import require_tokenizer
 from evenload.config.train_config import BYTES_PER_ELEMENT, TrainConfig, layout_of
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.coefficients import CostCoefficients, OverlapCost, read_coefficients
-from evenload.cost.host_memory import HostMemory, host_memory, host_memory_of_node
+from evenload.cost.memory import HostMemory, host_memory, host_memory_of_node
 from evenload.cost.validity import fill_from_cluster, in_measured_precision, require_measured_on
 from evenload.data.hub import context_limit, model_from
 from evenload.errors import ConfigError
@@ -27,10 +26,10 @@ from evenload.explore.layout_search import LARGE_CLUSTER
 from evenload.explore.prediction_interval import processor_of
 from evenload.integrations.catalog import engine_named
 from evenload.planning.problem import PlanOptions
-from evenload.report.units import format_percent
 from evenload.types.cluster import BUILT_IN, ClusterSpec, DeviceSpec, LinkSpec, cluster_from
 from evenload.types.layout import ParallelLayout, even_layout
 from evenload.types.model import ModelSpec
+from evenload.types.text import format_percent
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from evenload.cli.first_lines import option_of
 from evenload.cli.options import progress_bar
 from evenload.cli.plan_inputs import PlanInputs
+from evenload.cost.memory import static_bytes
 from evenload.errors import ConfigError, InfeasiblePlanError
 from evenload.explore.batches import OnProgress, SampledBatch, no_progress
 from evenload.explore.evaluate import StrategyPlanners
@@ -16,15 +17,18 @@ from evenload.explore.layout_search import (
     LayoutSearch,
     StrategyLayouts,
     best_baseline_planners,
+    layouts_of,
 )
-from evenload.explore.stage_layers import balanced_layout, default_layout
+from evenload.explore.stage_layers import STATIC_SHARE, balanced_layout
 from evenload.planning.layouts.flex_planner import FlexPlanner
 from evenload.planning.planner import StepPlanner
 from evenload.planning.strategies.auto import AUTO
 from evenload.planning.strategies.baselines import BEST_FIT
 from evenload.planning.strategies.registry import strategy_named
-from evenload.report.units import format_seconds
+from evenload.types.cluster import ClusterSpec
 from evenload.types.layout import ParallelLayout
+from evenload.types.model import ModelSpec
+from evenload.types.text import format_bytes, format_seconds
 
 _MOST_NAMED = 3
 """Layouts that a message names; the JSON file has all."""
@@ -39,7 +43,7 @@ def layout_of_plan(
     model, costs = inputs.costs.model, inputs.costs
     few = None
     if (layout := inputs.layout) is None and is_of_engine:
-        layout = default_layout(model, inputs.cluster)
+        layout = _layout_of_engine(model, inputs.cluster)
     elif layout is None:
         few = few_layouts(inputs, batches, names)
         if not few.layouts:
@@ -51,6 +55,19 @@ def layout_of_plan(
     return balanced_layout(
         model, costs.of(layout), layout, lengths, num_steps=len(batches), memory_bytes=inputs.memory_cap_bytes
     ), None
+
+
+def _layout_of_engine(model: ModelSpec, cluster: ClusterSpec) -> ParallelLayout:
+    plain = (layout for layout in layouts_of(model, cluster) if layout.cp == layout.tp == 1)
+    held_bytes = {layout: int(static_bytes(model, layout).max()) for layout in plain}
+    limit_bytes = STATIC_SHARE * cluster.device.usable_bytes
+    if not (fitting := [layout for layout, num_bytes in held_bytes.items() if num_bytes <= limit_bytes]):
+        raise InfeasiblePlanError(
+            f"weights, gradients and optimizer of {model.name} take {format_bytes(min(held_bytes.values()))} a device "
+            f"or more without cp and tp, and may take {format_bytes(limit_bytes)} of a device of {cluster.name}; name "
+            "a larger cluster, or --layout"
+        )
+    return min(fitting, key=lambda layout: layout.pp)
 
 
 def few_layouts(

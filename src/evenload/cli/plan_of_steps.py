@@ -15,10 +15,9 @@ from evenload.cost.pack_cost import PackCosts
 from evenload.errors import ConfigError
 from evenload.explore.recorded_steps import JudgedStep, Waits, fitted_cost, judge_steps, read_steps
 from evenload.integrations.catalog import EngineProfile, engine_named, require_heads, require_layout
-from evenload.report.units import format_percent, format_seconds
 from evenload.types.cluster import cluster_of
 from evenload.types.layout import ParallelLayout, read_layout_text
-from evenload.types.text import counted
+from evenload.types.text import counted, format_percent, format_seconds
 
 _TAKEN = ("lengths_per_step", "model", "cluster", "layout", "context", "engine", "cost", "json_file")
 

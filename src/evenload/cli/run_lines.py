@@ -18,11 +18,10 @@ from evenload.explore.prediction_interval import PredictionInterval
 from evenload.planning.strategies.registry import strategy_named
 from evenload.report.run_files import MetricRow
 from evenload.report.table import format_action, progress_text, step_line
-from evenload.report.units import format_count, format_plain, format_seconds
 from evenload.types.layout import ParallelLayout
 from evenload.types.plan import StepPlan
 from evenload.types.run import LayoutDecision, Validation
-from evenload.types.text import counted, format_bytes
+from evenload.types.text import counted, format_bytes, format_count, format_plain, format_seconds
 
 if TYPE_CHECKING:
     from evenload.runtime.comm.mesh import Meshes

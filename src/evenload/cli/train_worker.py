@@ -17,7 +17,7 @@ from evenload.cli.launch import StopRequest, print_error
 from evenload.cli.options import print_lines
 from evenload.cli.run_files import RunWriter, leave_finished, show_stopped
 from evenload.cli.worker_setup import RankSetup, require_runnable, run_coefficients, started_rank
-from evenload.config.layouts import fitted_config, layouts_of
+from evenload.config.planner import fitted_config, layouts_of
 from evenload.config.sections import Tracker
 from evenload.config.train_config import TrainConfig, layout_of
 from evenload.cost.coefficients import CostCoefficients

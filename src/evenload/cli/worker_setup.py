@@ -25,8 +25,7 @@ from evenload.calibrate.calibrate import cached_path, calibrate, read_cached, wr
 from evenload.calibrate.links import measured_overlap
 from evenload.cli.options import print_lines, progress_bar
 from evenload.cli.plan_inputs import cost_file_warnings
-from evenload.config.layouts import layouts_of, require_optimizer
-from evenload.config.planner import process_memory_bytes
+from evenload.config.planner import layouts_of, process_memory_bytes, require_optimizer
 from evenload.config.sections import RunConfig, liger_refusal, uses_liger, validation_data
 from evenload.config.tokenizer import require_tokenizer
 from evenload.config.train_config import TrainConfig

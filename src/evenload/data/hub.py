@@ -178,7 +178,7 @@ def _described(tree: Mapping[str, Any], name: str, file: Path) -> ModelSpec:
             f"plan a built-in model: {', '.join(MODELS)}"
         )
     # Only here does planning need torch, and later runs do not.
-    model: ModelSpec = import_module("evenload.runtime.model.layer_kinds").described(tree, name)
+    model: ModelSpec = import_module("evenload.runtime.model.model_config").described(tree, name)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         partial = file.with_suffix(f".{os.getpid()}")

@@ -31,7 +31,7 @@ from evenload.data.record_kinds import kinds_of, with_kinds
 from evenload.data.records import naming
 from evenload.data.tokenize import BYTES, ByteTokenizer, DocumentTokenizer, describe_tokenizer, open_tokenizer
 from evenload.errors import ConfigError, DataError
-from evenload.types.run import HeaviestHalf, LengthClass, LengthProfile, LengthShare, WindowCut
+from evenload.types.run import HeaviestHalf, LengthClass, LengthProfile, WindowCut
 from evenload.types.text import LengthUnit
 
 _CHUNK_RECORDS = 64
@@ -289,8 +289,6 @@ def _is_whole(value: Any) -> bool:
 
 
 DEFAULT_WINDOWS = tuple(2**k for k in range(12, 21))
-# Enough for a smooth curve at any zoom, and a page of a few hundred numbers.
-_CUMULATIVE_POINTS_PER_OCTAVE = 16
 
 
 def profile_lengths(lengths: NDArray[np.int64], windows: Sequence[int] = DEFAULT_WINDOWS) -> LengthProfile:
@@ -318,7 +316,6 @@ def profile_lengths(lengths: NDArray[np.int64], windows: Sequence[int] = DEFAULT
         half_of_tokens=_heaviest_half(length, count, length),
         half_of_attention=_heaviest_half(length, count, _pairs(length)),
         classes=_classes(values, running),
-        cumulative=_cumulative(values, running),
         windows=tuple(_window_cut(window, length, count) for window in sorted(set(windows))),
     )
 
@@ -353,17 +350,6 @@ def _classes(values: NDArray[np.int64], running: NDArray[Any]) -> tuple[LengthCl
     return tuple(
         LengthClass(start=start, stop=2 * start, documents=documents, tokens=tokens, attention_pairs=pairs)
         for start, (documents, tokens, pairs) in zip(edges, inside, strict=False)
-    )
-
-
-def _cumulative(values: NDArray[np.int64], running: NDArray[Any]) -> tuple[LengthShare, ...]:
-    shortest, longest = int(values[0]), int(values[-1])
-    steps = np.arange(0, np.log2(longest / shortest), 1 / _CUMULATIVE_POINTS_PER_OCTAVE)
-    bounds = sorted({*(int(shortest * 2**step) for step in steps.tolist()), shortest, longest})
-    shares = running[np.searchsorted(values, bounds, side="right")] / running[-1]
-    return tuple(
-        LengthShare(length=bound, documents=documents, tokens=tokens, attention_pairs=pairs)
-        for bound, (documents, tokens, pairs) in zip(bounds, shares, strict=True)
     )
 
 

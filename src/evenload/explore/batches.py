@@ -7,18 +7,17 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
+from evenload.data.config import Overlong
 from evenload.errors import ConfigError, DataError
 from evenload.planning.deferral import DelayState
 from evenload.planning.planner import Proposal, StepPlanner
 from evenload.types.document import Document
 from evenload.types.plan import DEFERRED, LeftOut
-
-Overlong = Literal["error", "split", "truncate", "drop"]
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,8 @@ import msgspec
 import numpy as np
 
 from evenload.cost.coefficients import CostCoefficients
-from evenload.cost.host_memory import HostMemory
 from evenload.cost.layer_counts import require_supported_layout
-from evenload.cost.memory import static_bytes
+from evenload.cost.memory import HostMemory, static_bytes
 from evenload.cost.units import sizes_bound_seconds
 from evenload.errors import ConfigError, DataError, InfeasiblePlanError
 from evenload.explore.batches import OnProgress, SampledBatch, no_progress

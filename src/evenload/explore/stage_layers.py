@@ -1,4 +1,4 @@
-"""Choose a layout where none is given (`default_layout`), and the layers of every stage (`balanced_layout`).
+"""Choose the layers of every stage (`balanced_layout`).
 
 The head costs as much as several layers (2.3 in qwen2.5-7b), so equal numbers of layers leave other ranks waiting. A
 split is rated by the slowest rank's forward + backward of the step's documents plus the gradient reduction and
@@ -20,37 +20,14 @@ from evenload.cost.memory import (
     embedding_parameters,
     layer_parameters,
     optimizer_bytes_per_parameter,
-    static_bytes,
     trained_layer_parameters,
 )
 from evenload.cost.pack_cost import PackCosts
-from evenload.errors import InfeasiblePlanError
-from evenload.types.cluster import ClusterSpec
 from evenload.types.columns import whole_document_columns
 from evenload.types.layout import ParallelLayout, even_layout, split_layout
 from evenload.types.model import ModelSpec
-from evenload.types.text import format_bytes
 
 STATIC_SHARE = 0.5  # of a device's memory; the rest is for activations
-
-
-def default_layout(model: ModelSpec, cluster: ClusterSpec) -> ParallelLayout:
-    """Return dp x pp over all devices with the smallest pp whose static bytes take at most half of a device;
-    `InfeasiblePlanError` where there is none."""
-    offered = cluster.device.usable_bytes
-    depths = [pp for pp in range(1, model.num_layers + 1) if cluster.num_devices % pp == 0]
-    for pp in depths:
-        layout = even_layout(model.num_layers, dp=cluster.num_devices // pp, pp=pp)
-        if static_bytes(model, layout).max() <= STATIC_SHARE * offered:
-            return layout
-    deepest = even_layout(model.num_layers, dp=cluster.num_devices // depths[-1], pp=depths[-1])
-    raise InfeasiblePlanError(
-        f"model {model.name} needs {format_bytes(static_bytes(model, deepest).max())} a device for weights, "
-        f"gradients and optimizer with {deepest.describe()}, a device of {cluster.name} offers "
-        f"{format_bytes(offered)}; name a larger cluster"
-    )
-
-
 TICKS = 2**28  # seconds of all layers, as whole numbers: equal layers are exactly equal, and squares fit 64 bits
 
 

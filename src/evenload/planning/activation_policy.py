@@ -4,8 +4,16 @@
 longest documents, which alone decide the peak, or all (`policies_in_order`); the fastest that fits is kept, else the
 one that misses memory by the least. A policy is one column for the whole global batch. `plan_under_policies` plans
 under every policy in turn; `rank_policies` predicts by a few trials which will be best, for `slimpack` and `auto`.
+
+How much lies in host memory at once follows from the schedule, so it is known after planning (`cost.memory`). What
+exceeds it is first reordered: the list rules (`schedule.packflow`), with host bytes in the place of the device's, run
+fewer forwards ahead. Other orders, and phases of documents that replicas share, stay as they are; each device has an
+even share of its node's memory. Where no order is good enough the step is planned again without the policies that
+offload as many tokens or more, and with some that offload what fits (`plan_within_host`). Price: six list schedules
+where a replica holds too much, twelve where backwards may be split; and a search each time no order is good enough.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -14,12 +22,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.cost.layer_counts import OFFLOAD, POLICIES, RECOMPUTE, REPLAY
-from evenload.planning.candidates import score
+from evenload.cost.memory import HostMemory, PacksInHostMemory, host_bytes_of_packs
+from evenload.planning.candidates import LOOKAHEADS, score
 from evenload.planning.deferral import DelayedChoice
 from evenload.planning.dp_merge import Merge, long_merges, merge_documents, uniform_merges
 from evenload.planning.packing import assign_replicas
-from evenload.planning.problem import PolicyOption, ReplicaChoice, StepProblem
+from evenload.planning.problem import Candidate, PolicyOption, ReplicaChoice, StepProblem
 from evenload.planning.search import Estimate, SearchRules, quick_trials, rate_merges
+from evenload.schedule.packflow import LIST, LIST_SPLIT, packflow_list
+from evenload.types.pipeline import ActionColumns, PackBytes, PipelineTasks
+from evenload.types.text import format_bytes
 
 LONG_SHARES = (0.25, 0.5, 0.75)  # Of the tokens: the longest documents that hold them count as long
 CLOSE = 1.02  # Policies whose estimates differ by less count as close
@@ -175,3 +187,112 @@ def _estimate(problem: StepProblem, rules: SearchRules, merges: list[Merge]) -> 
 
 def _best(rated: list[Estimate]) -> list[int]:
     return sorted(range(len(rated)), key=rated.__getitem__)[:MOST_RATED]
+
+
+HELD_SHARE = 0.98  # Of host memory, at which added policies aim
+GOOD_ORDER = 1.002  # Of the seconds without a limit: an order within it is taken
+# Times at most that policies are added: a schedule may hold more at once of fewer tokens, and each is a search.
+MOST_TRIED = 3
+
+
+def host_excess_bytes(problem: StepProblem, result: Candidate) -> int:
+    """Return by how much a device exceeds its share of host memory; 0 = it fits."""
+    held = _held(problem, result)
+    return 0 if held is None else _excess(problem, held, result.actions)
+
+
+def ordered_within_host(problem: StepProblem, choice: ReplicaChoice) -> ReplicaChoice | None:
+    """Return the fastest order in which a replica holds no more than its share of host memory, nor more than before on
+    any device; itself where it fits, None where nothing does."""
+    result = choice.candidate
+    held = _held(problem, result)
+    if held is None or not _excess(problem, held, result.actions):
+        return choice
+    shares = bool((result.packs.forward.cp > problem.layout.cp).any())
+    if shares or result.schedule not in (LIST.name, LIST_SPLIT.name):
+        return None
+    tasks = _with_host_bytes(result.tasks, held)
+    caps = np.full(tasks.num_ranks, problem.host_device_bytes, np.int64)
+    others: list[Candidate] = []
+    for split, alternate, lookahead in itertools.product((False, True), (False, True), LOOKAHEADS):
+        if split and tasks.split is None:
+            continue
+        actions = packflow_list(tasks, cap_bytes=caps, alternate=alternate, lookahead=lookahead, split=split)
+        if not _excess(problem, held, actions):
+            other = problem.reordered(result, actions)
+            schedule = (LIST_SPLIT if split else LIST).name
+            others.append(replace(other, label=f"{result.label}, ordered for host memory", schedule=schedule))
+    best = min(others, key=Candidate.score, default=None)
+    return replace(choice, candidate=best) if best and best.excess_bytes <= result.excess_bytes else None
+
+
+def _held(problem: StepProblem, result: Candidate) -> PacksInHostMemory | None:
+    is_limited = problem.host_device_bytes is not None
+    return host_bytes_of_packs(problem.costs.model, problem.layout, result.packs) if is_limited else None
+
+
+def _excess(problem: StepProblem, held: PacksInHostMemory, actions: ActionColumns) -> int:
+    assert problem.host_device_bytes is not None, "held by something that has a limit"
+    return max(0, int(held.peaks(actions).max(initial=0)) - problem.host_device_bytes)
+
+
+def _with_host_bytes(tasks: PipelineTasks, held: PacksInHostMemory) -> PipelineTasks:
+    nothing = PackBytes.nothing(tasks.num_forward, tasks.num_backward, tasks.num_stages, tasks.num_ranks)
+    split = tasks.split
+    if split is not None:
+        zeros = np.zeros_like(held.freed)
+        split = replace(split, input_freed_bytes=held.freed, input_temp_bytes=zeros, weight_freed_bytes=zeros)
+    return replace(
+        tasks, held=replace(nothing, forward_kept_bytes=held.kept, backward_freed_bytes=held.freed), split=split
+    )
+
+
+def plan_within_host(
+    problems: Sequence[StepProblem],
+    plan_step: Callable[[Sequence[StepProblem]], tuple[StepProblem, DelayedChoice]],
+    host_bytes: Callable[[Sequence[ReplicaChoice]], int],
+    host: HostMemory,
+) -> tuple[StepProblem, DelayedChoice, str]:
+    """Plan a step under one of its policies so that its offloaded activations fit their node, else the last plan;
+    return problem and answer, and a message where host memory was too little for the first ("" = it was not).
+    `plan_step` gives the best of problems and its answer, `host_bytes` those of an answer on the fullest node."""
+    message, times_tried = "", 0
+    ordered: tuple[StepProblem, DelayedChoice] | None = None
+    while True:
+        problem, answer = plan_step(problems)
+        needed_bytes = host_bytes(answer.choices)
+        if host.limit_bytes is None or needed_bytes <= host.limit_bytes:
+            return *_faster((problem, answer), ordered), message
+        message = message or (
+            f"offloaded activations would take {format_bytes(needed_bytes)} of host memory on the fullest node of "
+            f"{host.devices_per_node} devices, which offers them {format_bytes(host.limit_bytes)}"
+        )
+        fitting = [ordered_within_host(problem, choice) for choice in answer.choices]
+        choices = tuple(choice for choice in fitting if choice is not None)
+        if len(choices) == len(fitting):
+            ordered = _faster((problem, replace(answer, choices=choices)), ordered)
+            (excess, seconds), (least_excess, least_s) = (worst_score(one.choices) for one in (ordered[1], answer))
+            if (excess, seconds) <= (least_excess, GOOD_ORDER * least_s):
+                return *ordered, message
+        offloaded = offloaded_tokens(problem)
+        problems = [other for other in problems if offloaded_tokens(other) < offloaded]
+        if not problems:
+            return *(ordered or (problem, answer)), message
+        if times_tried < MOST_TRIED:
+            assert problem.policy is not None, "something is offloaded"
+            times_tried += 1
+            # Fewer of the tokens in flight are offloaded, and fewer are in flight at once.
+            share = (HELD_SHARE * host.limit_bytes / needed_bytes) ** 0.5
+            fewer = policies_within_host(problem.num_tokens, problem.policy, share)
+            # Not last: searches take the last for the one that holds least on devices.
+            problems[-1:-1] = [replace(problem, policy=policy) for policy in fewer]
+
+
+def _faster(
+    one: tuple[StepProblem, DelayedChoice], other: tuple[StepProblem, DelayedChoice] | None
+) -> tuple[StepProblem, DelayedChoice]:
+    return one if other is None else min(one, other, key=lambda result: worst_score(result[1].choices))
+
+
+def offloaded_tokens(problem: StepProblem) -> int:
+    return 0 if problem.policy is None else int(problem.num_tokens[problem.policy == OFFLOAD].sum())

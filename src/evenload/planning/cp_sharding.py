@@ -5,7 +5,7 @@
     mixed                        long slices per document, short ones whole on one rank, longest first to the least
                                  loaded; where long begins, and whether one of the two above is faster, is tried
 
-A plan records the decision (`MicroPack.sharding`). Skrull's owners (DACP) come from `plan.dacp`. Searches compare
+A plan records the decision (`MicroPack.sharding`). Skrull's owners (DACP) come from `skrull`. Searches compare
 packings by the mean over the ranks that share a pack; what runs waits for the slowest. So the packs of a chosen
 candidate are priced rank by rank and the pipeline is simulated again (`repriced`): about 2 ms for 512 documents, two to
 three times as much where a rule chooses, nothing where no rank shares anything.

@@ -11,14 +11,13 @@ from typing import NamedTuple
 import numpy as np
 
 from evenload.cost.coefficients import CostCoefficients
-from evenload.cost.host_memory import HostMemory, Unlimited, fullest_node_bytes, peak_host_bytes
 from evenload.cost.layer_counts import POLICIES, REPLAY
+from evenload.cost.memory import HostMemory, Unlimited, fullest_node_bytes, peak_host_bytes
 from evenload.cost.pack_cost import PackCosts
 from evenload.errors import DataError, InfeasiblePlanError
-from evenload.planning.activation_policy import policies_in_order
+from evenload.planning.activation_policy import plan_within_host, policies_in_order
 from evenload.planning.cp_sharding import repriced_choices
 from evenload.planning.deferral import DelayState, arrivals_of, mean_token_delay_steps, state_after, trained_documents
-from evenload.planning.host_memory import plan_within_host
 from evenload.planning.problem import PlanOptions, ReplicaChoice, StepProblem, imbalance, with_times_that_run
 from evenload.planning.strategies.registry import STRATEGIES, strategy_named
 from evenload.schedule.step_collectives import step_end
@@ -94,7 +93,7 @@ class StepPlanner:
     Args:
         memory_cap_bytes: usable bytes of one device; None = not limited.
         options: limits and search space.
-        host: what nodes offer to offloaded activations (`cost.host_memory.host_memory(cluster)`); "unlimited" = no
+        host: what nodes offer to offloaded activations (`cost.memory.host_memory(cluster)`); "unlimited" = no
             limit, nodes as the coefficients say.
         waits_at_each: replicas wait for each other at every micro-batch, as some engines do.
 

@@ -16,9 +16,9 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.report.units import format_count
 from evenload.types.document import Direction, MicroPack
 from evenload.types.plan import StepPlan
+from evenload.types.text import format_count
 from evenload.types.timeline import KINDS, MEMORY_KINDS, SIDE_KINDS, SideTasks, Timeline
 
 PackKey = tuple[int, Direction, int]

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from evenload.report import svg
 from evenload.report.run_files import MetricRow, latest_per_step
 from evenload.report.svg import MEASURED, PREDICTED, SERIES, Axes, Curves, Figure, NumberTable, Scale
-from evenload.report.units import format_percent, format_seconds
 from evenload.types.run import Validation
+from evenload.types.text import format_percent, format_seconds
 from evenload.types.timeline import CAUSE_GROUPS, CAUSE_LABELS, TimeSplit
 
 # From this many steps on markers hide the line.
@@ -59,7 +59,7 @@ def _curves(series: Sequence[Series], y_title: str, kind: str, *, from_zero: boo
     label = f"{y_title} over {count} steps of {', '.join(one[0] for one in series) or 'no run'}"
     names = svg.legend((name, color, dash) for name, color, dash, _, _ in series) if len(series) > 1 else ""
     panel = _curve_panel(_axes(series, y_title, kind, from_zero=from_zero), series, label, kind)
-    return Figure(body=names + panel, label=label)
+    return Figure(body=names + panel)
 
 
 def _curve_panel(axes: Axes, series: Sequence[Series], label: str, kind: str) -> str:
@@ -165,7 +165,7 @@ def time_split_figure(splits: Mapping[str, TimeSplit]) -> Figure:
         cells = [f"{format_seconds(s)}, {format_percent(s / total)}" if s > 0 and total else "·" for s, total in parts]
         rows.append((CAUSE_LABELS[field], *cells))
     rows.append(("step", *(format_seconds(split.total_s()) for split in splits.values())))
-    return Figure(body=keys + chart, label=label, numbers=NumberTable(("cause", *splits), tuple(rows)))
+    return Figure(body=keys + chart, numbers=NumberTable(("cause", *splits), tuple(rows)))
 
 
 def _bar(split: TimeSplit, groups: list[str], scale: Scale) -> str:

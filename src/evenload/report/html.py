@@ -84,12 +84,16 @@ def _answer(report: RunReport) -> list[str]:
     if not report.cards:
         return []
     cards = cards_html((name, escape(value), escape(remark)) for name, value, remark in report.cards)
-    rows = first_rows([row for row in report.comparison if is_feasible(row)])
-    columns = [column for column in shown_columns(rows, report.unit) if column.key in FIRST_COLUMNS]
-    table = strategies_table(rows, (), first_columns(columns), report.best)
+    table = fastest_table(report.comparison, report.best, report.unit)
     blocks = [cards, f'<p class="summary">{escape(report.summary)}</p>']
-    blocks.append(f'<div class="first">{scrolled_html("The fastest strategies", table)}</div>' if rows else "")
+    blocks.append(table and f'<div class="first">{scrolled_html("The fastest strategies", table)}</div>')
     return [*blocks, f'<p class="next">{escape(report.next_step)}</p>' if report.next_step else ""]
+
+
+def fastest_table(comparison: Sequence[Mapping[str, object]], best: Sequence[str], unit: LengthUnit) -> str:
+    """Return the first rows and columns of a comparison, as a terminal shows them; "" where nothing can run."""
+    rows = first_rows([row for row in comparison if is_feasible(row)])
+    return strategies_table(rows, (), first_columns(rows, unit), best) if rows else ""
 
 
 def _trained(report: RunReport) -> RunSection | None:

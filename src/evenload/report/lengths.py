@@ -19,9 +19,8 @@ from rich.text import Text
 from evenload.report import svg
 from evenload.report.page import definitions_html, figure_html, numbers_html, page_html
 from evenload.report.svg import LENGTH_COLORS, Axes, Figure, NumberTable, Scale
-from evenload.report.units import format_count, format_power_of_two, format_share
 from evenload.types.run import LengthProfile
-from evenload.types.text import LengthUnit, counted, in_unit
+from evenload.types.text import LengthUnit, counted, format_count, format_power_of_two, format_share, in_unit
 
 READ_CLASSES = (
     "Documents by length, in classes of powers of two: how many documents, their tokens, and the (query, key) pairs of "
@@ -87,7 +86,7 @@ def length_classes_figure(profile: LengthProfile) -> Figure:
         panels.append(f'<div class="panel-title">{name}</div>{svg.panel(axes, marks, label)}')
         columns.append([f"{count:,}, {format_share(share)}" for count, share in zip(counts, shares, strict=True)])
     numbers = NumberTable(("length (tokens)", *COUNTED.values()), tuple(zip(*columns, strict=True)))
-    return Figure("".join(panels), "shares of documents, tokens and attention work by length class", numbers)
+    return Figure("".join(panels), numbers)
 
 
 def window_cuts(profile: LengthProfile) -> NumberTable:

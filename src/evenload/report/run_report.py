@@ -16,10 +16,17 @@ from evenload.report.figures import (
 )
 from evenload.report.page import definitions_html, figure_html
 from evenload.report.run_files import MetricRow, latest_per_step, predicted_part_seconds
-from evenload.report.units import format_change, format_count, format_percent, format_plain, format_seconds
 from evenload.types.plan import StepPlan
 from evenload.types.run import LayoutDecision, LengthProfile, Validation
-from evenload.types.text import LengthUnit, format_bytes
+from evenload.types.text import (
+    LengthUnit,
+    format_bytes,
+    format_change,
+    format_count,
+    format_percent,
+    format_plain,
+    format_seconds,
+)
 from evenload.types.timeline import Timeline, TimeSplit
 
 

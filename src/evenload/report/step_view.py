@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from evenload.report.page import data_block, folded_html
 from evenload.report.run_report import RunSection
 from evenload.report.svg import KIND_STYLES, MEMORY_COLORS, SIDE_STYLES
-from evenload.report.units import format_seconds
 from evenload.types.plan import StepPlan
+from evenload.types.text import format_seconds
 from evenload.types.timeline import COUNTED_KINDS, KINDS, MEMORY_KINDS, SIDE_KINDS, Timeline
 
 _INTEGERS = (np.uint8, np.int8, np.uint16, np.int16, np.uint32, np.int32)

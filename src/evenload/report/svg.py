@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import NamedTuple
 
-from evenload.report.units import SECOND_UNITS, format_count
+from evenload.types.text import SECOND_UNITS, format_count
 
 Point = tuple[float, float | None]
 """Share of the width, pixels from the top; None breaks a line."""
@@ -235,10 +235,9 @@ class NumberTable:
 
 @dataclass(frozen=True)
 class Figure:
-    """A picture in HTML, one sentence that describes it, and its numbers where they are few."""
+    """A picture in HTML, and its numbers where they are few."""
 
     body: str
-    label: str
     numbers: NumberTable | None = None
 
 

@@ -16,7 +16,12 @@ from rich.table import Table
 from rich.text import Text
 
 from evenload.report.run_files import MetricRow
-from evenload.report.units import (
+from evenload.types.run import LayoutDecision
+from evenload.types.text import (
+    MISSING,
+    LengthUnit,
+    counted,
+    format_bytes,
     format_count,
     format_interval,
     format_layout,
@@ -24,9 +29,8 @@ from evenload.report.units import (
     format_plain,
     format_ratio,
     format_seconds,
+    in_unit,
 )
-from evenload.types.run import LayoutDecision
-from evenload.types.text import MISSING, LengthUnit, counted, format_bytes, in_unit
 from evenload.types.timeline import TimeSplit
 
 TEXT_COLUMNS = ("time_split", "cuts", "schedule", "sharding", "layout")
@@ -122,9 +126,10 @@ def first_rows(rows: Sequence[Mapping[str, object]]) -> list[Mapping[str, object
     return [*first[:-1], baselines[0]] if baselines else first
 
 
-def first_columns(columns: Sequence[Column]) -> list[Column]:
-    """Return those of the columns that matter most, in their order."""
-    first = sorted(columns, key=lambda column: FIRST_COLUMNS.index(column.key))[:MOST_COLUMNS]
+def first_columns(rows: Iterable[Mapping[str, object]], unit: LengthUnit, most: int = MOST_COLUMNS) -> list[Column]:
+    """Return the columns that matter most, at most so many, in their order."""
+    columns = [column for column in shown_columns(rows, unit) if column.key in FIRST_COLUMNS]
+    first = sorted(columns, key=lambda column: FIRST_COLUMNS.index(column.key))[:most]
     return [column for column in columns if column in first]
 
 
@@ -163,9 +168,7 @@ class ComparisonTable:
         feasible = [row for row in self.rows if is_feasible(row)]
         refused = [row for row in self.rows if not is_feasible(row)]
         shown = feasible if self.has_all_rows else first_rows(feasible)
-        columns = [column for column in shown_columns(shown, self.unit) if column.key in FIRST_COLUMNS]
-        if not self.has_all_columns:
-            columns = first_columns(columns)
+        columns = first_columns(shown, self.unit, len(COLUMNS) if self.has_all_columns else MOST_COLUMNS)
         table, left_out = self._table(shown, columns), []
         while columns and Measurement.get(console, options.update(max_width=10_000), table).maximum > options.max_width:
             last = max(columns, key=lambda column: FIRST_COLUMNS.index(column.key))

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from evenload.config.layouts import require_optimizer
-from evenload.config.planner import make_flex_planner, make_planner
+from evenload.config.planner import make_flex_planner, make_planner, require_optimizer
 from evenload.config.tokenizer import require_tokenizer, run_tokenizer_text, tokenizer_warnings
 from evenload.config.train_config import TrainConfig
 from evenload.cost.coefficients import CostCoefficients

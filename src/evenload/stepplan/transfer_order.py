@@ -122,7 +122,7 @@ def transfer_order(plan: StepPlan, dp_rank: int, pp_rank: int, channels: Channel
 
 def queued_order(plan: StepPlan, dp_rank: int, pp_rank: int) -> TransferOrder:
     """Do the same where all transfers of a rank share a queue, in layouts without stages of several ranks."""
-    assert not plan.layout.has_replicated_stages, "refused at the start of a run (`config.layouts`)"
+    assert not plan.layout.has_replicated_stages, "refused at the start of a run (`config.planner`)"
     actions, ranks = action_columns(plan.schedules[dp_rank]), plan.layout.stage_to_rank
     places = action_places(plan, dp_rank)
     own = places[actions.of_rank(pp_rank)]

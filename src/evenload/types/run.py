@@ -195,15 +195,6 @@ class LengthClass(Frozen):
     attention_pairs: int
 
 
-class LengthShare(Frozen):
-    """Shares, between 0 and 1, of everything in documents of at most `length` tokens."""
-
-    length: int
-    documents: float
-    tokens: float
-    attention_pairs: float
-
-
 class WindowCut(Frozen):
     """What a context window of `window` tokens would cut: documents longer than it with all their tokens, those after
     the first `window`, lost where they are truncated, and pairs of a query and a key in different pieces of `window`
@@ -232,7 +223,6 @@ class LengthProfile(Frozen):
             documents do not exceed.
         half_of_tokens, half_of_attention: the longest documents that hold half of it.
         classes: ascending and without gaps, from the first to the last with documents.
-        cumulative: ascending, up to the longest length with shares of 1.
         windows: ascending.
     """
 
@@ -248,5 +238,4 @@ class LengthProfile(Frozen):
     half_of_tokens: HeaviestHalf
     half_of_attention: HeaviestHalf
     classes: tuple[LengthClass, ...]
-    cumulative: tuple[LengthShare, ...]
     windows: tuple[WindowCut, ...]

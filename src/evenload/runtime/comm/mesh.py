@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from evenload.errors import ConfigError, InvalidPlanError
-from evenload.runtime.comm.rank_groups import ContextGroup, create_context_groups, rank_grid
+from evenload.runtime.comm.collectives import ContextGroup, create_context_groups, rank_grid
 from evenload.runtime.comm.tensor_group import TensorGroup
 from evenload.runtime.comm.watch import RankWatch
 from evenload.runtime.device import synchronize_device

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from evenload.attention.range_attention import work_dtype
 from evenload.cost.group_transfers import TENSOR_CHUNKS
-from evenload.runtime.comm.rank_groups import RankGroup, Transfer
+from evenload.runtime.comm.collectives import RankGroup, Transfer
 from evenload.runtime.comm.watch import RankWatch
 from evenload.runtime.device import to_device
 from evenload.types.document import Range

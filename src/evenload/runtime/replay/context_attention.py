@@ -43,7 +43,7 @@ from evenload.attention.range_attention import (
     work_dtype,
 )
 from evenload.errors import ConfigError
-from evenload.runtime.comm.rank_groups import ContextGroup, Transfer
+from evenload.runtime.comm.collectives import ContextGroup, Transfer
 from evenload.runtime.device import to_device
 from evenload.runtime.replay.store import ActivationStore, CallKey, KeyRows, KeysAndValues, call_key, layer_of, num_rows
 from evenload.stepplan.cp_rows import PackRows

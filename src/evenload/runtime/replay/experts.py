@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from evenload.attention.range_attention import work_dtype
-from evenload.runtime.comm.rank_groups import Transfer
+from evenload.runtime.comm.collectives import Transfer
 from evenload.runtime.comm.tensor_group import TensorGroup
 from evenload.runtime.replay.state import ReplayState, count_values
 from evenload.runtime.replay.weight_products import add_now_or_later, add_product, known_output

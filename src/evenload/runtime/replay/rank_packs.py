@@ -16,7 +16,7 @@ from torch import Tensor
 from evenload.data.blocks import TokenTable, as_token_table
 from evenload.errors import InvalidPlanError
 from evenload.feed.collate import collate_pack, collate_ranges
-from evenload.runtime.comm.rank_groups import ContextGroup
+from evenload.runtime.comm.collectives import ContextGroup
 from evenload.runtime.device import to_device
 from evenload.runtime.replay.context_attention import GatherAttention, PackAttention, RingAttention
 from evenload.stepplan.cp_rows import PackRows, ReplicaRows, replica_rows

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from evenload.attention.range_attention import RangeAttention, work_dtype
-from evenload.runtime.comm.rank_groups import RankGroup
+from evenload.runtime.comm.collectives import RankGroup
 from evenload.runtime.comm.tensor_group import RowExchange, RowShard, TensorGroup
 from evenload.runtime.device import to_device
 from evenload.runtime.replay.context_attention import LocalAttention, PackAttention

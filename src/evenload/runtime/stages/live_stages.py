@@ -31,7 +31,7 @@ from evenload.feed.step_maker import PlannedStep
 from evenload.planning.layouts.flex_planner import FlexPlanner
 from evenload.planning.layouts.measured_layouts import LayoutMonitor, MeasuredAfter
 from evenload.planning.layouts.moves import Moves, SwitchPieces, pipeline_ranks, shared_bytes, shared_pieces
-from evenload.planning.layouts.switch_prices import stall_seconds, state_seconds
+from evenload.planning.layouts.switch_prices import stall_seconds
 from evenload.runtime.comm.mesh import Mesh, Meshes, most_of_ranks
 from evenload.runtime.device import synchronize_device
 from evenload.runtime.model.hf_model import StageModel
@@ -104,7 +104,7 @@ class Switch:
         stall_s: until the weights were in place and the step could begin.
         wait_s: for which the optimizer waited for its state.
         weight_bytes, state_bytes: received.
-        predicted_stall_s, predicted_state_s: by `plan.layouts.switch_prices`; the step hides the latter.
+        predicted_stall_s: by `planning.layouts.switch_prices`.
     """
 
     before: str
@@ -114,7 +114,6 @@ class Switch:
     weight_bytes: int
     state_bytes: int
     predicted_stall_s: float
-    predicted_state_s: float
 
 
 def joined_switch(switch: Switch, mesh: Mesh) -> Switch:
@@ -210,7 +209,6 @@ class LiveStages:
             weight_bytes=weight_bytes,
             state_bytes=0,
             predicted_stall_s=stall_seconds(moves, self.moved, links, old.layout, mesh.layout),
-            predicted_state_s=state_seconds(moves, self.moved, links),
         )
         self._arrival = StateArrival(self._layer, moves.state, old, mesh, before, self._num_steps, lost, memory)
 

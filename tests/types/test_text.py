@@ -2,7 +2,9 @@ import math
 
 import pytest
 
-from evenload.report.units import (
+from evenload.types.text import (
+    MISSING,
+    format_bytes,
     format_change,
     format_count,
     format_interval,
@@ -12,7 +14,6 @@ from evenload.report.units import (
     format_ratio,
     format_seconds,
 )
-from evenload.types.text import MISSING, format_bytes
 
 SHOWN = {
     format_seconds: {
