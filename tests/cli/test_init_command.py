@@ -63,7 +63,7 @@ def test_a_file_passes_what_train_checks_before_processes_start(arguments, devic
     assert config.train.device == ("cpu" if "--gpus 0" in arguments else "cuda")
     assert (config.model.lora is not None) == ("--lora" in arguments)
     lines = said.splitlines()
-    assert lines[0].startswith("wrote config.toml; ")
+    assert lines[0].startswith("wrote config.toml, for ")
     train = lines[-1]
     assert train.endswith("train config.toml")
     assert train.startswith(

@@ -71,7 +71,7 @@ LOADER_PAGE = (
     ("range(3)", "range(1)"),
     ('"cuda"', '"cpu"'),
 )
-README_PAGE = (("max_tokens=16384", "max_tokens=2048"),)
+README_PAGE = (("max_tokens=16384", "max_tokens=2048"), ('"cuda"', '"cpu"'))
 PREPARED = """
 import torch
 from transformers import AutoConfig, LlamaForCausalLM

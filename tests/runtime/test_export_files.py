@@ -26,7 +26,9 @@ TEXT = "a text,  with spaces\nand <|endoftext|>"
 
 
 def data_of(**changes) -> DataConfig:
-    return DataConfig(sources=("x",), batch_documents=1, max_document_tokens=8, **changes)
+    return DataConfig(
+        **({"sources": ("x",), "record": "text", "batch_documents": 1, "max_document_tokens": 8} | changes)
+    )
 
 
 @pytest.fixture

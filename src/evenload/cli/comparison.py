@@ -124,11 +124,20 @@ class Comparison:
     def headline(self) -> str:
         """The answer in at most three sentences: the fastest strategies, a layout that is faster than the one that was
         given, and what batches leave out or repeat."""
-        return " ".join(first_sentences(self.evaluation, self.inputs, self.batches, self.few_layouts))
+        sentences = first_sentences(self.evaluation, self.inputs, self.batches, self.few_layouts)
+        if self.engine is not None and self.engine.best:
+            best = next(result for result in self.engine.results if result.name == self.engine.best)
+            time = format_seconds(best.mean_step_time_s)
+            runtime = sentences[0].replace("Fastest with", "In Evenload's runtime with")
+            sentences = (f"Fastest on {self.engine.engine}: {best.name}, about {time} a step.", runtime, *sentences[1:])
+        return " ".join(sentences)
 
     @property
     def next_step(self) -> str:
         """The setting or command that follows."""
+        if self.engine is not None and self.engine.best:
+            settings = f'engine="{self.engine.engine}", strategy="{self.engine.best}"'
+            return f"next: PackedLoader(..., {settings}), as docs/loader.md shows"
         return next_line(self.evaluation, self.inputs, self.few_layouts)
 
     @property
@@ -138,12 +147,14 @@ class Comparison:
 
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
-        """Rows of tables, the fastest first, those that cannot run last: the strategies, and the baseline where its
-        windows are others than those of `best_fit`."""
+        """Rows of tables: the strategies that are equally fast, the one to take first, then the others by speed, those
+        that cannot run last; and the baseline where its windows are others than those of `best_fit`."""
         rows = [msgspec.to_builtins(result) for result in self.strategies]
         if (baseline := _baseline_row(self.evaluation)) is not None and baseline["name"] != BEST_FIT.name:
             rows.append(baseline)
-        rows.sort(key=lambda row: (not row["feasible"], row["mean_step_time_s"] or float("inf")))
+        place = {name: at for at, name in enumerate(self.equally_fast)}
+        slowest = float("inf")
+        rows.sort(key=lambda row: (not row["feasible"], place.get(row["name"], 99), row["mean_step_time_s"] or slowest))
         return _rows_in_unit(rows, self.unit)
 
     @property
@@ -278,7 +289,7 @@ class Comparison:
         facts = [
             (in_unit(name.replace("_bytes", "").replace("_", " "), self.unit), _FORMATS.get(name, str)(value))
             for name, value in self.inputs.items()
-            if value is not None
+            if value not in (None, "", (), {}) and not isinstance(value, bool)
         ]
         facts.append(("predicted step times", self.interval.describe()))
         if self.engine is not None:

@@ -14,6 +14,7 @@ from evenload.explore.batches import SampledBatch
 from evenload.explore.evaluate import Evaluation, StrategyResult
 from evenload.explore.layout_search import PLAINER_SHARE, FewLayouts, LayoutResult
 from evenload.planning.strategies.auto import AUTO
+from evenload.planning.strategies.baselines import BEST_FIT
 from evenload.types.text import counted, format_interval, format_power_of_two, format_seconds
 
 SAME_SHARE = 0.05
@@ -46,14 +47,13 @@ def next_line(evaluation: Evaluation, inputs: Mapping[str, Any], few: FewLayouts
     if not near and (few is None or not few.layouts):
         return "next: --search-layout tries every layout; more devices, or a smaller --context, need less of each"
     if faster := _faster_layouts(evaluation, inputs, few):
-        return f"next: --layout {option_of(faster[0].layout)}"
+        return f"next: the same with --layout {option_of(faster[0].layout)}"
     sizes = ", ".join(f"{axis} = {size}" for axis, size in inputs["layout"].items() if size > 1)
-    if not sizes:
-        return f'next: plan.strategy = "{near[0].name}" in config.toml, then evenload train config.toml'
+    settings = f'plan.strategy = "{near[0].name}"' + (f", parallel = {{{sizes}}}" if sizes else "")
     if str(inputs["lengths"]).endswith(".toml"):
-        settings = f'plan.strategy = "{near[0].name}" and parallel = {{{sizes}}}'
         return f"next: {settings}, then evenload train {inputs['lengths']}"
-    return f'next: evenload init writes a config.toml; in it plan.strategy = "{near[0].name}", parallel = {{{sizes}}}'
+    untried = " (no GPU has run it yet; PackedLoader brings packs to a trainer that has)"
+    return f"next: evenload init writes a config.toml, here with {settings}{untried}"
 
 
 def dropped_share(batches: Sequence[SampledBatch]) -> float:
@@ -86,11 +86,10 @@ def _outcome(evaluation: Evaluation, inputs: Mapping[str, Any], few: FewLayouts 
     gain = ""
     if baseline is not None and factor is not None and len(evaluation.results) > 1:
         other = "" if baseline.layout == best.layout else f" with {option_of(baseline.layout)}"
-        gain = (
-            f", {factor:.2f}× best-fit packing{other}"
-            if abs(factor - 1) > SAME_SHARE
-            else ", as fast as best-fit packing"
-        )
+        is_same = abs(factor - 1) <= SAME_SHARE
+        gain = ", about as fast as best-fit packing" if is_same else f", {factor:.2f}× best-fit packing{other}"
+    elif any(row.name == BEST_FIT.name and not row.feasible for row in evaluation.results):
+        gain = ", where best-fit packing does not fit"
     return f"Fastest with {where}: {named}, {time}{gain}."
 
 
@@ -139,6 +138,8 @@ def _of_batches(inputs: Mapping[str, Any], batches: Sequence[SampledBatch]) -> s
     drawn = inputs["documents"] or max(len(batch.documents) + len(batch.left_out) for batch in batches)
     if drawn > inputs["data_documents"]:
         remarks.append(f"a batch of {drawn:,} documents is more than the data's {inputs['data_documents']:,}")
+    if inputs["unit"] == "bytes":
+        remarks.append("lengths are bytes, several to a token: --tokenizer FOLDER counts tokens")
     if not remarks:
         return ""
     warning = "Warning: " if share >= WARNED_SHARE or len(remarks) > 1 or not share else ""

@@ -2,6 +2,7 @@
 takes without `--layout`. Needs no torch for models that are built in."""
 
 import json
+import re
 import shlex
 import sys
 import tomllib
@@ -79,8 +80,11 @@ def run_init(request: InitRequest) -> None:
     devices = cluster_from(cluster).num_devices if cluster else 0
     most = int(lengths.sum()) // STEPS_OF_EPOCH // 1024 * 1024
     each, batch = TOKENS_OF_PROCESS, max(context, min(TOKENS_OF_PROCESS * max(1, devices), most))
-    size = f"{batch}  # of a step: {each:,} for every process, or less for {STEPS_OF_EPOCH} steps an epoch"
+    size = f"{batch}  # of a step, over all processes: {each:,} for each, or less for {STEPS_OF_EPOCH} steps an epoch"
     text = _text(request, model_from(shape), table, f"{context}  # {why}", size, on_gpus=devices > 0)
+    if table and any(kind in table.records for kind in ("messages", "conversations", "instruction")):
+        of_chats = 'overlong = "drop"  # a chat that is cut would end in the middle of an answer'
+        text = re.sub("overlong = .*", of_chats, text)
     if table and CHATML in table.records:
         text = text.replace(
             "\nmax_document", f'\nchat_template = "{CHATML}"  # a plain one, as bytes have none\nmax_document'
@@ -94,7 +98,12 @@ def run_init(request: InitRequest) -> None:
     if devices > DEVICES_PER_NODE:
         nodes = f"--nnodes {devices // DEVICES_PER_NODE} --nproc-per-node {DEVICES_PER_NODE}"
         start = f"torchrun {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m evenload.cli.main{start[8:]}"
-    print_lines(Console(), f"wrote {out}; look at it, then:", *commands, start)
+    unit = table.unit if table else "tokens"
+    chosen = f"{cluster or 'this CPU'}, context {context:,} {unit}"
+    if "random_init = true" in text:
+        chosen += ", random weights (trained ones come with a model's folder or its name on the Hub)"
+    untried = "training on GPUs is a preview: none has run it yet (docs/limits.md)" if cluster else ""
+    print_lines(Console(), f"wrote {out}, for {chosen}; look at it, then:", *commands, start, untried)
 
 
 def _cluster_of(gpus: str | None) -> str | None:

@@ -2,6 +2,7 @@
 cluster. Needs no GPU and no torch."""
 
 import functools
+import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ from evenload.cli.plan_request import (
 )
 from evenload.cost.coefficients import CostCoefficients
 from evenload.data.config import DataConfig, OnCorrupt, Overlong, RecordKind
+from evenload.data.hub import context_limit
 from evenload.data.lengths import LengthTable, checked_lengths
 from evenload.errors import ConfigError, DataError, InfeasiblePlanError, refusing_unknown
 from evenload.explore.evaluate import evaluate_strategies
@@ -223,7 +225,10 @@ def _remarks(request: PlanRequest, inputs: PlanInputs, layout: ParallelLayout, u
         f"host memory: cluster {inputs.cluster.name} says no host_memory_bytes, so activations are offloaded as if its "
         "nodes had room for all"
     )
+    limit, context, name = context_limit(inputs.model_name) or math.inf, inputs.batches.context, inputs.model_name
+    beyond = f"context {context:,} is above the {limit:,} tokens that {name} was made for; set rope_scaling for it"
     remarks = (
+        beyond if context > limit else "",
         inputs.costs.model.whole_documents,
         _tensor_refusal(inputs.costs.model, layout),
         unit,

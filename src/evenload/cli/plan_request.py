@@ -100,8 +100,8 @@ def length_source(
 def unit_message(table: LengthTable) -> str:
     """Say what records were counted, what a table in bytes means, and how to get tokens; "" for a table of numbers."""
     in_bytes = (
-        "lengths are counted in bytes, end of document included, because no tokeniser was named; --tokenizer FOLDER "
-        "counts what a model sees"
+        "lengths are counted in bytes, end of document included; --tokenizer FOLDER counts what a model with a "
+        "tokeniser sees"
     )
     return "\n".join(filter(None, (table.records, in_bytes if table.unit == "bytes" else "")))
 
