@@ -139,7 +139,7 @@ def _of_batches(inputs: Mapping[str, Any], batches: Sequence[SampledBatch]) -> s
     if drawn > inputs["data_documents"]:
         remarks.append(f"a batch of {drawn:,} documents is more than the data's {inputs['data_documents']:,}")
     if inputs["unit"] == "bytes":
-        remarks.append("lengths are bytes, several to a token: --tokenizer FOLDER counts tokens")
+        remarks.append("lengths are bytes, several times what a model sees: --tokenizer FOLDER counts that")
     if not remarks:
         return ""
     warning = "Warning: " if share >= WARNED_SHARE or len(remarks) > 1 or not share else ""

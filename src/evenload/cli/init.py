@@ -103,7 +103,7 @@ def run_init(request: InitRequest) -> None:
     if "random_init = true" in text:
         chosen += ", random weights (trained ones come with a model's folder or its name on the Hub)"
     untried = "training on GPUs is a preview: none has run it yet (docs/limits.md)" if cluster else ""
-    print_lines(Console(), f"wrote {out}, for {chosen}; look at it, then:", *commands, start, untried)
+    print_lines(Console(), f"wrote {out}, for {chosen}", untried, "look at it, then:", *commands, start)
 
 
 def _cluster_of(gpus: str | None) -> str | None:
