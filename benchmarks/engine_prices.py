@@ -22,7 +22,8 @@ from evenload.data.hub import model_from
 from evenload.data.lengths import read_length_table
 from evenload.explore.batches import BatchRule, SampledBatch, plan_steps
 from evenload.integrations.catalog import ENGINES, require_heads
-from evenload.integrations.planner import EnginePlanner, evaluate_engine
+from evenload.integrations.evaluate import evaluate_engine
+from evenload.integrations.planner import EnginePlanner
 from evenload.integrations.price import StepShape
 from evenload.planning.planner import StepPlanner
 from evenload.planning.problem import PlanOptions

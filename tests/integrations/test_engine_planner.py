@@ -9,7 +9,8 @@ from evenload.config.keys import plan_options
 from evenload.errors import ConfigError
 from evenload.explore.batches import SampledBatch
 from evenload.integrations.catalog import ENGINES, runnable
-from evenload.integrations.planner import EnginePlanner, evaluate_engine
+from evenload.integrations.evaluate import evaluate_engine
+from evenload.integrations.planner import EnginePlanner
 from evenload.planning.deferral import DelayState
 from evenload.planning.planner import StepPlanner
 from evenload.stepplan.validate import validate_plan

@@ -119,7 +119,6 @@ def time_weights(stage: PipelineStage, clock: PackClock) -> float:
 def _forward(
     stage: PipelineStage, packs: Packs, policies: Mapping[int, ActivationPolicy] | None = None
 ) -> ActivationStore:
-    """Run a step's forwards, and return what they left."""
     num_tokens = num_tokens_of(packs)
     stage.begin_step(num_tokens)
     store = ActivationStore(num_tokens, packs, policies=policies, shard=stage.row_shard)

@@ -27,7 +27,7 @@ from evenload.explore.layout_search import FewLayouts, LayoutResult
 from evenload.explore.prediction_interval import PredictionInterval
 from evenload.explore.timelines import detailed_timeline
 from evenload.explore.worst_batch import WorstBatch
-from evenload.integrations.planner import EngineEvaluation
+from evenload.integrations.evaluate import EngineEvaluation
 from evenload.planning.strategies.baselines import BEST_FIT
 from evenload.planning.strategies.strategy import LeftOutStrategy
 from evenload.report.chrome_trace import label_packs, write_chrome_trace

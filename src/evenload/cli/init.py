@@ -118,7 +118,6 @@ def _cluster_of(gpus: str | None) -> str | None:
 def _text(
     request: InitRequest, model: ModelSpec, table: LengthTable | None, context: str, batch: str, *, on_gpus: bool
 ) -> str:
-    """Return the file for one process."""
     has_weights = is_hub_name(request.model) or any(Path(request.model).glob("*.safetensors"))
     rate = "1e-5  # usual for all weights of a trained model" if has_weights else "3e-4  # usual for new weights"
     experts = "\nrouter_aux_loss_coef = 0.0  # of the loss that balances experts, often 0.001; 0 = none"

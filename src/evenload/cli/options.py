@@ -55,7 +55,6 @@ def parse_layout(text: str, num_layers: int, num_devices: int) -> ParallelLayout
 
 
 def argument(metavar: str, help: str, default: Any = MISSING) -> Any:
-    """Declare a field of a request as an argument of its command."""
     return field(default=default, metadata={"typer": typer.Argument(metavar=metavar, help=help)})
 
 

@@ -40,7 +40,8 @@ from evenload.explore.layout_search import LARGE_CLUSTER, layout_sizes
 from evenload.explore.prediction_interval import prediction_interval
 from evenload.explore.worst_batch import find_worst
 from evenload.integrations.catalog import BEST, engine_named, require_heads, require_strategy
-from evenload.integrations.planner import EnginePlanner, evaluate_engine
+from evenload.integrations.evaluate import evaluate_engine
+from evenload.integrations.planner import EnginePlanner
 from evenload.integrations.price import StepShape
 from evenload.planning.strategies.flexpipe import FlexOptions
 from evenload.planning.strategies.registry import STRATEGIES
