@@ -143,7 +143,7 @@ def test_chats_are_found_and_planned_in_the_tokens_of_their_template(project, ca
     Path("chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
     config, said = written(capsys, "--model", "Qwen/Qwen3-8B", "--data", "chats.jsonl", "--gpus", "8")
     assert config.data.max_document_tokens == 1 + 9 + 1 + max(LENGTHS) + 1, "names of roles, words, and the end"
-    command = said.splitlines()[1].split()[1:]
+    command = said.splitlines()[3].split()[1:]
     assert run(*command, "--strategy", config.plan.strategy) == 0
     assert "400 documents" in capsys.readouterr().out
 
