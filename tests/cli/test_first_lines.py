@@ -122,6 +122,15 @@ def test_a_layout_that_does_not_fit_names_one_that_does(capsys, tmp_path):
     assert run(*arguments, "--documents", "128", "--layout", named, "--strategy", "auto") == 0
 
 
+def test_where_nothing_fits_the_search_is_next(capsys, tmp_path):
+    np.save(tmp_path / "a.npy", np.full(64, 4096, np.int64))
+    arguments = ["plan", str(tmp_path / "a.npy"), "--model", "llama-70b", "--cluster", "h100x8", "--documents", "8"]
+    assert run(*arguments, "--layout", "pp=8", "--strategy", "balanced") == 3
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "No strategy fits memory with pp=8."
+    assert lines[-1].startswith("next: --search-layout tries every layout")
+
+
 def row(name, seconds, **more):
     return StrategyResult(
         name=name, feasible=seconds is not None, why="", mean_step_time_s=seconds, lower_bound_s=1.0,

@@ -43,11 +43,10 @@ def first_sentences(
 
 def next_line(evaluation: Evaluation, inputs: Mapping[str, Any], few: FewLayouts | None) -> str:
     """Return the setting or command that follows from the comparison."""
-    near = equally_fast(evaluation)
-    if not near and (few is None or not few.layouts):
-        return "next: --search-layout tries every layout; more devices, or a smaller --context, need less of each"
     if faster := _faster_layouts(evaluation, inputs, few):
         return f"next: the same with --layout {option_of(faster[0].layout)}"
+    if not (near := equally_fast(evaluation)):
+        return "next: --search-layout tries every layout; more devices, or a smaller --context, need less of each"
     sizes = ", ".join(f"{axis} = {size}" for axis, size in inputs["layout"].items() if size > 1)
     settings = f'plan.strategy = "{near[0].name}"' + (f", parallel = {{{sizes}}}" if sizes else "")
     if str(inputs["lengths"]).endswith(".toml"):
