@@ -86,7 +86,8 @@ def _outcome(evaluation: Evaluation, inputs: Mapping[str, Any], few: FewLayouts 
     if baseline is not None and factor is not None and len(evaluation.results) > 1:
         other = "" if baseline.layout == best.layout else f" with {option_of(baseline.layout)}"
         is_same = abs(factor - 1) <= SAME_SHARE
-        gain = ", about as fast as best-fit packing" if is_same else f", {factor:.2f}× best-fit packing{other}"
+        alone = ": on one device no strategy gains on it" if inputs["devices"] == 1 else ""
+        gain = f", about as fast as best-fit packing{alone}" if is_same else f", {factor:.2f}× best-fit packing{other}"
     elif any(row.name == BEST_FIT.name and not row.feasible for row in evaluation.results):
         gain = ", where best-fit packing does not fit"
     return f"Fastest with {where}: {named}, {time}{gain}."
