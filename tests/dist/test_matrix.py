@@ -156,7 +156,7 @@ def test_what_is_tested_is_not_refused(config_file):
     [
         (["plan.strategy=flexpipe"], "name the others in plan.layouts"),
         (["plan.strategy=skrull", "plan.options.schedule=list"], "schedule is 'list': strategy skrull has no pipeline"),
-        (["plan.options.schedule=interleaved"], "schedule is 'interleaved': strategy slimpack cuts documents"),
+        (["plan.options.schedule=interleaved"], "schedule is 'interleaved': strategy auto cuts documents"),
         (["plan.options.schedule=1f1"], "unknown schedule '1f1'; did you mean '1f1b'"),
         (["plan.strategy=wlb", "plan.options.slimpack.cuts=symmetric"], "slimpack is set, which strategy wlb does not"),
     ],

@@ -7,7 +7,7 @@ from unittest import mock
 
 from evenload.calibrate.fit import median_seconds
 
-FEWEST = {"_WARM_UP_S": 0.0, "_TIME_BUDGET_S": 0.0, "_HEAD_BUDGET_S": 0.0, "_WEIGHT_REPEATS": 1}
+FEWEST = {"_WARM_UP_S": 0.0, "_TIME_BUDGET_S": 0.0, "_WEIGHT_REPEATS": 1}
 ONCE = partial(median_seconds, repeats=1)
 
 

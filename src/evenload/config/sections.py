@@ -139,6 +139,7 @@ def liger_refusal(device: str, dtype: str) -> str:
 
 
 def uses_liger(run: RunConfig, dtype: str) -> bool:
+    """Tell whether a run in this precision computes with Liger's kernels."""
     return run.kernels == "liger" or (run.kernels == "auto" and not liger_refusal(run.device, dtype))
 
 
