@@ -82,7 +82,7 @@ def test_without_a_context_the_longest_document_is_it_and_everything_fits(chats)
     assert (found.inputs["context"], found.inputs["context_from"]) == (2655, "the longest document")
     assert all(row.feasible for row in found.strategies)
     assert "cut off" not in found.headline
-    assert re.match(r"Fastest with \S+ \(best of \d+ layouts\): auto", found.headline)
+    assert re.match(r"Fastest with \S+ \(best of \d+ layouts\), context 2,655: auto", found.headline)
 
 
 def test_the_models_limit_is_the_context_where_documents_are_longer():
@@ -131,6 +131,24 @@ def test_where_nothing_fits_the_search_is_next(capsys, tmp_path):
     assert lines[-1].startswith("next: --search-layout tries every layout")
 
 
+def test_of_an_engine_the_first_sentence_is_its_own_and_says_what_is_not_known(chats):
+    found = evenload.plan(chats, model="qwen3-8b", cluster="h100x8", documents=64, engine="trainer")
+    unknown = "if its memory, which is not predicted, suffices"
+    first = re.match(rf"Fastest on trainer: (.*?), about [\d.]+ m?s a step, {unknown}\.", found.headline)
+    results = {one.name: one.mean_step_time_s for one in found.engine.results if not one.why}
+    least_s = min(results.values())
+    assert set(first[1].split(" or ")) == {name for name, seconds in results.items() if seconds <= 1.05 * least_s}
+    assert found.next_step == 'next: PackedLoader(..., engine="trainer"), whose strategy is auto (docs/loader.md)'
+
+
+def test_the_next_command_is_whole(chats, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("a.md").write_text("word " * 100)
+    found = evenload.plan("a.md", model="llama3.2-1b", cluster="h100x1", documents=1, strategy="auto")
+    assert found.next_step.startswith("next: evenload init --model llama3.2-1b --data a.md --gpus h100x1 writes")
+    assert "--data" not in evenload.plan(chats, model="llama3.2-1b", cluster="h100x1", strategy="auto").next_step
+
+
 def row(name, seconds, **more):
     return StrategyResult(
         name=name, feasible=seconds is not None, why="", mean_step_time_s=seconds, lower_bound_s=1.0,
@@ -151,6 +169,6 @@ def test_where_packing_makes_no_difference_nobody_wins(capsys, tmp_path):
     assert run("plan", str(tmp_path / "a.npy"), "--model", "llama3.2-1b", "--cluster", "h100x1") == 0
     shown = capsys.readouterr().out
     outcome, reason = shown.splitlines()[0].rsplit(", ", 1)
-    assert re.match(r"Fastest with dp=1: auto, .* or \d others, about .* a step ", outcome)
+    assert re.match(r"Fastest with dp=1, context 1K: auto, .* or \d others, about .* a step ", outcome)
     assert reason == "about as fast as best-fit packing: on one device no strategy gains on it."
     assert shown.count("▶") == MOST_ROWS

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from rich.console import Console
 
-from evenload.cli.first_lines import dropped_share, equally_fast, first_sentences, next_line, option_of
+from evenload.cli.first_lines import SAME_SHARE, dropped_share, equally_fast, first_sentences, next_line, option_of
 from evenload.cli.options import indented_json, print_lines, write_output
 from evenload.cli.plan_layout import SearchedLayouts, fitting_text
 from evenload.cost.pack_cost import PackCosts
@@ -121,17 +121,20 @@ class Comparison:
         sentences = first_sentences(self.evaluation, self.inputs, self.batches, self.few_layouts)
         if self.engine is not None and self.engine.best:
             best = next(result for result in self.engine.results if result.name == self.engine.best)
-            time = format_seconds(best.mean_step_time_s)
+            limit_s = (best.mean_step_time_s or 0.0) * (1 + SAME_SHARE)
+            near = [one.name for one in self.engine.results if (one.mean_step_time_s or limit_s + 1) <= limit_s]
+            time = (
+                f"about {format_seconds(best.mean_step_time_s)} a step, if its memory, which is not predicted, suffices"
+            )
             runtime = sentences[0].replace("Fastest with", "In Evenload's runtime with")
-            sentences = (f"Fastest on {self.engine.engine}: {best.name}, about {time} a step.", runtime, *sentences[1:])
+            sentences = (f"Fastest on {self.engine.engine}: {' or '.join(near)}, {time}.", runtime, *sentences[1:])
         return " ".join(sentences)
 
     @property
     def next_step(self) -> str:
         """The setting or command that follows."""
         if self.engine is not None and self.engine.best:
-            settings = f'engine="{self.engine.engine}", strategy="{self.engine.best}"'
-            return f"next: PackedLoader(..., {settings}), as docs/loader.md shows"
+            return f'next: PackedLoader(..., engine="{self.engine.engine}"), whose strategy is auto (docs/loader.md)'
         return next_line(self.evaluation, self.inputs, self.few_layouts)
 
     @property

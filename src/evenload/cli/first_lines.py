@@ -51,8 +51,10 @@ def next_line(evaluation: Evaluation, inputs: Mapping[str, Any], few: FewLayouts
     settings = f'plan.strategy = "{near[0].name}"' + (f", parallel = {{{sizes}}}" if sizes else "")
     if str(inputs["lengths"]).endswith(".toml"):
         return f"next: {settings}, then evenload train {inputs['lengths']}"
+    command = f"evenload init --model {inputs['model']}"
+    command += f" --data {inputs['lengths']}" if inputs["tokenizer"] else ""
     untried = " (no GPU has run it yet; PackedLoader brings packs to a trainer that has)"
-    return f"next: evenload init writes a config.toml, here with {settings}{untried}"
+    return f"next: {command} --gpus {inputs['cluster']} writes a config.toml; here {settings} was fastest{untried}"
 
 
 def dropped_share(batches: Sequence[SampledBatch]) -> float:
@@ -78,6 +80,8 @@ def _outcome(evaluation: Evaluation, inputs: Mapping[str, Any], few: FewLayouts 
     where = option_of(inputs["layout"])
     if not inputs["is_layout_given"] and few is not None and few.num_tried > 1:
         where += f" (best of {few.num_tried} layouts)"
+    if inputs["context_from"] and not inputs["is_layout_given"]:
+        where += f", context {format_power_of_two(inputs['context'])}"
     time = f"about {format_seconds(best.mean_step_time_s)} a step"
     if best.step_time_interval_s is not None:
         time += f" ({format_interval(best.step_time_interval_s)})"

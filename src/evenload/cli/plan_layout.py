@@ -194,7 +194,7 @@ def fitting_text(few: FewLayouts) -> str:
     if not few.num_tried:
         return (
             f"in all {few.num_all} layouts of the cluster weights, gradients and optimizer alone are more than a "
-            "device holds; take more devices, or devices with more memory"
+            "device holds; take more devices, devices with more memory, or LoRA adapters (evenload init --lora)"
         )
     tried = f"{few.num_tried} of the cluster's {few.num_all} layouts tried"
     if not few.layouts:

@@ -273,7 +273,8 @@ def _kind_of_file(reader: RecordReader) -> tuple[str, str]:
             places.setdefault(kinds[0], offset)
         elif not problem:
             known = "; ".join(f"{kind}: {', '.join(needed)}" for kind, needed in _KEYS.items())
-            fix = "rename one, or name it in a configuration, as text_column under [data]"
+            name = next(iter(keys), "body")
+            fix = f'rename one, or set such as text_column = "{name}" under [data] of a config.toml'
             problem = f"{reader.origin(offset)} {has}, which no kind of record has ({known}); {fix}"
     if len(places) > 1:
         one, other = [f"{reader.origin(offset)} of kind {kind}" for kind, offset in places.items()][:2]
