@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from rich.console import Console
 
-from evenload.cli.first_lines import SAME_SHARE, dropped_share, equally_fast, first_sentences, next_line, option_of
+from evenload.cli.first_lines import dropped_share, equally_fast, first_sentences, next_line, option_of, within_error
 from evenload.cli.options import indented_json, print_lines, write_output
 from evenload.cli.plan_layout import SearchedLayouts, fitting_text
 from evenload.cost.pack_cost import PackCosts
@@ -120,14 +120,11 @@ class Comparison:
         given, and what batches leave out or repeat."""
         sentences = first_sentences(self.evaluation, self.inputs, self.batches, self.few_layouts)
         if self.engine is not None and self.engine.best:
-            best = next(result for result in self.engine.results if result.name == self.engine.best)
-            limit_s = (best.mean_step_time_s or 0.0) * (1 + SAME_SHARE)
-            near = [one.name for one in self.engine.results if (one.mean_step_time_s or limit_s + 1) <= limit_s]
-            time = (
-                f"about {format_seconds(best.mean_step_time_s)} a step, if its memory, which is not predicted, suffices"
-            )
+            near = within_error([result for result in self.engine.results if not result.why])
+            named, least_s = " or ".join(one.name for one in near), min(one.mean_step_time_s for one in near)
+            time = f"about {format_seconds(least_s)} a step, if its memory, which is not predicted, suffices"
             runtime = sentences[0].replace("Fastest with", "In Evenload's runtime with")
-            sentences = (f"Fastest on {self.engine.engine}: {' or '.join(near)}, {time}.", runtime, *sentences[1:])
+            sentences = (f"Fastest on {self.engine.engine}: {named}, {time}.", runtime, *sentences[1:])
         return " ".join(sentences)
 
     @property
@@ -150,8 +147,9 @@ class Comparison:
         if (baseline := _baseline_row(self.evaluation)) is not None and baseline["name"] != BEST_FIT.name:
             rows.append(baseline)
         place = {name: at for at, name in enumerate(self.equally_fast)}
-        slowest = float("inf")
-        rows.sort(key=lambda row: (not row["feasible"], place.get(row["name"], 99), row["mean_step_time_s"] or slowest))
+        rows.sort(
+            key=lambda row: (not row["feasible"], place.get(row["name"], len(place)), row["mean_step_time_s"] or 0.0)
+        )
         return _rows_in_unit(rows, self.unit)
 
     @property

@@ -27,10 +27,14 @@ _MOST_NAMED = 3
 def equally_fast(evaluation: Evaluation) -> tuple[StrategyResult, ...]:
     """Return the strategies that are as fast as the fastest one within the error of prediction: `auto` first, which is
     what runs use where nothing is set, then by time; () where none fits memory."""
-    rows = [row for row in evaluation.results if row.feasible and row.mean_step_time_s is not None]
-    limit_s = min((_seconds(row) for row in rows), default=0.0) * (1 + SAME_SHARE)
-    near = [row for row in rows if _seconds(row) <= limit_s]
+    near = within_error([row for row in evaluation.results if row.feasible and row.mean_step_time_s is not None])
     return tuple(sorted(near, key=lambda row: (row.name != AUTO.name, _seconds(row))))
+
+
+def within_error(rows: Sequence[Any]) -> list[Any]:
+    """Return the rows, all with a step time, that are as fast as the fastest within the error of prediction."""
+    limit_s = min((_seconds(row) for row in rows), default=0.0) * (1 + SAME_SHARE)
+    return [row for row in rows if _seconds(row) <= limit_s]
 
 
 def first_sentences(

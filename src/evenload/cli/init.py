@@ -2,7 +2,6 @@
 takes without `--layout`. Needs no torch for models that are built in."""
 
 import json
-import re
 import shlex
 import sys
 import tomllib
@@ -82,13 +81,6 @@ def run_init(request: InitRequest) -> None:
     each, batch = TOKENS_OF_PROCESS, max(context, min(TOKENS_OF_PROCESS * max(1, devices), most))
     size = f"{batch}  # of a step, over all processes: {each:,} for each, or less for {STEPS_OF_EPOCH} steps an epoch"
     text = _text(request, model_from(shape), table, f"{context}  # {why}", size, on_gpus=devices > 0)
-    if table and any(kind in table.records for kind in ("messages", "conversations", "instruction")):
-        of_chats = 'overlong = "drop"  # a chat that is cut would end in the middle of an answer'
-        text = re.sub("overlong = .*", of_chats, text)
-    if table and CHATML in table.records:
-        text = text.replace(
-            "\nmax_document", f'\nchat_template = "{CHATML}"  # a plain one, as bytes have none\nmax_document'
-        )
     if cluster:
         text = text.replace("dp = 1  # processes", _parallel(text, shape, cluster, table))
     rows = (line.partition("  # ") for line in text.replace("\n[", "\n\n[").splitlines())
@@ -122,6 +114,11 @@ def _text(
     rate = "1e-5  # usual for all weights of a trained model" if has_weights else "3e-4  # usual for new weights"
     experts = "\nrouter_aux_loss_coef = 0.0  # of the loss that balances experts, often 0.001; 0 = none"
     lora = "\n[model.lora]\nrank = 16\nalpha = 32.0  # adapters count alpha / rank"
+    records = table.records if table else ""
+    template = f'chat_template = "{CHATML}"  # a plain one, as bytes have none\n' if CHATML in records else ""
+    overlong = '"split"  # a longer document becomes several; "truncate" and "drop" lose tokens'
+    if any(kind in records for kind in ("messages", "conversations", "instruction")):
+        overlong = '"drop"  # a chat that is cut would end in the middle of an answer'
     return f"""\
 # Lines that begin with a setting are chosen, those with # are defaults. Every setting: docs/configuration.md
 [model]
@@ -132,8 +129,8 @@ dtype = {'"bfloat16"  # the optimizer keeps float32' if on_gpus else '"float32"'
 [data]
 sources = {json.dumps(request.data or ["data.jsonl"])}  # files, folders, globs or URLs
 {"" if table and table.unit == "bytes" else "# "}tokenizer = "bytes"  # or a tokenizer.json; unset = the model's
-max_document_tokens = {context}
-overlong = "split"  # a longer document becomes several; "truncate" and "drop" lose tokens
+{template}max_document_tokens = {context}
+overlong = {overlong}
 batch_tokens = {batch}
 epochs = 1  # passes over the data; or train.steps instead
 # loss_on = "auto"  # answers of chats and prompts, all of other texts; or "all"
