@@ -45,7 +45,7 @@ def test_norms_err_at_most_twice_as_much_as_plain_bf16(kind, width, rows):
     nn.init.normal_(norm.weight)
     inputs, grad = (torch.randn(rows, width, device="cuda").bfloat16() for _ in range(2))
     plain = outcome(norm, [inputs], grad)
-    assert liger.use_liger({}, norm, {}) == ("RMSNorm",)
+    assert liger.use_liger({}, [norm], {}) == ("RMSNorm",)
     given = grad.clone()
     ours, again = outcome(norm, [inputs], grad), outcome(norm, [inputs], grad)
     assert torch.equal(grad, given), "a residual sum may have given the same gradient to others"

@@ -3,8 +3,12 @@
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from evenload.runtime.replay.head import cross_entropy_and_gradient
+from evenload.runtime.replay.head import cross_entropy_and_gradient, head_gradient
+from evenload.types.document import Range
+from reference_training import tiny_config
+from single_stage import stage_of
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -44,3 +48,27 @@ def test_memory_is_what_the_cost_model_charges(dtype):
         held += event.nbytes()
         peak = max(peak, held)
     assert 8.0 <= peak / logits.numel() <= 8.2
+
+
+class _Allocations(TorchDispatchMode):
+    """Counts the tensors of at least so many elements that got memory of their own."""
+
+    def __init__(self, num_elements: int) -> None:
+        super().__init__()
+        self.num_elements, self.kept = num_elements, {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.numel() >= self.num_elements:
+            self.kept[out.untyped_storage().data_ptr()] = out  # alive, so that no other one gets its address
+        return out
+
+
+def test_the_heads_backward_copies_no_gradient_of_logits():
+    """The logits, their copy in fp32, exponentials, and the gradient in the logits' precision: no fifth."""
+    config = tiny_config("llama", vocab_size=4096)
+    stage, _ = stage_of(config, torch.bfloat16)
+    hidden, targets = torch.randn(512, config.hidden_size).bfloat16(), torch.randint(0, 4096, (512,))
+    with _Allocations(512 * 4096) as found:
+        head_gradient(stage.model, hidden, targets, 512, (Range(0, 0, 512),), None)
+    assert len(found.kept) == 4

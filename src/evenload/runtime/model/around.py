@@ -143,7 +143,7 @@ class WholeModel:
             return None
         finally:
             self.on_layer = lambda index, call: call.hidden
-        return output.logits[0]
+        return output.logits.squeeze(0)  # `[0]` would copy their gradient
 
 
 @contextmanager

@@ -120,6 +120,7 @@ def build_narrow(config: PretrainedConfig) -> PreTrainedModel:
 
 
 _QUOTIENTS = (Tensor.div, Tensor.true_divide, torch.div, torch.true_divide)
+_PRODUCTS = (Tensor.matmul, Tensor.__matmul__, Tensor.bmm, torch.matmul, torch.bmm)
 
 
 def _is_floating(value: Any) -> bool:
@@ -128,7 +129,8 @@ def _is_floating(value: Any) -> bool:
 
 class Float64Casts(TorchFunctionMode):
     """Makes casts to float32, by whatever function, casts to float64, except of what is narrower already, and so of
-    quotients of integers."""
+    quotients of integers. Matrix products of both widths are computed in float64: transformers before 5.18 multiplies
+    rotary frequencies, which stay float32, by positions."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -143,4 +145,6 @@ class Float64Casts(TorchFunctionMode):
             func = Tensor.double if func is Tensor.float else func
             args = [torch.float64 if value is torch.float32 else value for value in args]
             kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in kwargs.items()}
+        if func in _PRODUCTS and any(one.dtype is torch.float64 for one in args):
+            args = [one.double() for one in args]
         return func(*args, **kwargs)
