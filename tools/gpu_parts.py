@@ -47,7 +47,8 @@ def gpu_tests(*, training: bool) -> list[str]:
 
 # Warnings of CUDA's and Triton's packages are told, and no failure.
 _PYTEST = ("-m", "pytest", "-v", "-W", "default", "-p", "no:cacheprovider", "-m", "not slow", "--timeout=120",
-           "--continue-on-collection-errors", "-o", "console_output_style=times", "--session-timeout={seconds}")  # fmt: skip
+           "--continue-on-collection-errors", "-o", "console_output_style=times",
+           "--session-timeout={seconds}")  # fmt: skip
 _PROFILE = ("-m", "evenload.cli.main", "profile", "--model", "llama3.2-1b", "--device", "cuda", "--minutes", "1")
 _MEASURE = ("benchmarks/gpu_training.py", "--seconds", "{seconds}", "--rows", "{out}/rows.csv", "--kept", "{kept}")
 

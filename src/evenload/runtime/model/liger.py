@@ -1,4 +1,5 @@
-"""Let Liger's kernels compute norms, rotary embedding, gated activation and cross-entropy (`train.kernels`).
+"""Let fused kernels compute norms, rotary embedding, gated activation and cross-entropy (`train.kernels`): Liger's, and
+torch's own RMSNorm, whose launch takes a tenth of the host's time (docs/benchmarks.md).
 
 A module is known by what it computes, not by its name: on a few rows in bfloat16 on the CPU its own code has to give,
 to the bit, what a formula here gives for which Liger has a kernel. All others stay plain torch, and so do experts and
@@ -24,7 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import gelu, silu
+from torch.nn.functional import gelu, rms_norm, silu
 
 _WIDEST = 1 << 16  # columns: a kernel holds a whole row
 _ROTARY = "apply_rotary_pos_emb"  # the function in the modules of transformers' attentions
@@ -79,6 +80,9 @@ def _norm_forward(module: nn.Module) -> Callable[..., Tensor] | None:
     for offset, casting in ((0.0, "llama"), (1.0, "gemma"), (0.0, "gemma")):
         x, w = (normed.bfloat16(), values) if casting == "llama" else (normed, values.float())
         if _gives(module, rows, ((offset + w) * x).bfloat16(), _parameters={"weight": values}):
+            if not offset:
+                return lambda self, rows: rms_norm(rows, self.weight.shape, self.weight, eps)
+            # torch's would take 1 + weight in the rows' precision.
             function = import_module("liger_kernel.ops.rms_norm").LigerRMSNormFunction
             return lambda self, rows: function.apply(rows, self.weight, eps, offset, casting, False)  # not in place
     return None
