@@ -88,7 +88,8 @@ class Session:
     def evenload(self, case: Case, name: str, *overrides: str) -> Iterator[Row]:
         """Rows of a run of `evenload train`."""
         output = self._folder(case) / name
-        words = ("train", str(output.parent / "config.toml"), f'train.output_dir="{output}"', *overrides)
+        kept = "train.keep_checkpoints=1"  # or no run begins where the disk has no room for several
+        words = ("train", str(output.parent / "config.toml"), f'train.output_dir="{output}"', kept, *overrides)
         return self._rows(case, name, (*EVENLOAD, *words), output / "metrics.jsonl")
 
     def plain(self, case: Case, name: str, *options: str) -> Iterator[Row]:
