@@ -11,7 +11,7 @@
 
 Weights are random, bf16; Evenload's have fp32 masters and moments. The first step of a run warms up and is left out;
 figures are medians of the others. Tokens count without padding, FLOPs are the model's, without what is computed twice.
-After S seconds what runs is stopped, and its steps so far count. No GPU has run it yet.
+After S seconds what runs is stopped, and its steps so far count.
 """
 
 import argparse

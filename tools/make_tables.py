@@ -497,6 +497,33 @@ def packed_in_readme() -> str:
     )
 
 
+def gpu() -> str:
+    """Runs on one GPU beside each other."""
+    rows = newest("gpu_training")
+    compared, peers = Rows(row for row in rows if row["unit"] == "x" and row["baseline"] == "padded"), "trl#6092"
+    own = Rows(row for row in rows if row["case"].endswith(peers))
+    names = [row["metric"].removesuffix(": rate") for row in own if row["metric"].endswith(": rate")]
+    rates = {name: own.value(f"{name}: rate") or 0 for name in names}
+    lines = [
+        (f"{name}, {own[0]['case'].split(', ')[1]}" if name == "evenload" else name, f"{rates[name]:,.0f}",
+         times(rates[name] / rates["packed with Liger"]), percent(own.value(f"{name}: MFU of the data sheet")),
+         f"{own.value(f'{name}: peak memory'):.1f}", f"{own.value(f'{name}: loss'):.3f}")
+        for name in sorted(names, key=lambda name: -rates[name])
+    ]  # fmt: skip
+    heads = ("loop", "tokens a second", "× packed with Liger", "MFU of the data sheet", "peak memory, GiB", "loss")
+    off = " and ".join(
+        f"{own.value(f'evenload: {key}', 'predicted'):.3f}" for key in ("step_time_s", "peak_memory_bytes")
+    )
+    rated = ", ".join(f"`{row['metric'].removesuffix(': rate')}` {float(row['value']):.2f}" for row in compared)
+    commits = " and ".join(f"`{commit}`" for commit in dict.fromkeys(row["commit"] for row in rows))
+    return (
+        table(heads, lines) + f"\nStep time and peak memory of `evenload` over their predictions: {off}. "
+        f"{compared[0]['case'].split(', ')[1]} with a heavy\ntail, rates over `padded`: {rated}.\n"
+        f"\n`make gpu`, [`benchmarks/gpu_training.py`](../benchmarks/gpu_training.py): commits {commits}, "
+        f"{own[0]['case'].split(', ')[0]}, torch {own[0]['torch']}.\n"
+    )
+
+
 # Engines and the matrix
 
 
@@ -582,7 +609,7 @@ def matrix() -> str:
 
 BLOCKS: Mapping[Path, Mapping[str, Callable[[], str]]] = {
     PAGE: {
-        "measured": measured, "switches": switches, "peers": peer_rules,
+        "measured": measured, "switches": switches, "gpu": gpu, "peers": peer_rules,
         "planners with a pipeline": lambda: planners("DP 8 x PP 4"),
         "planners without": lambda: planners("DP 8 x TP 4"),
         "planning times": planning_times, "slimpack": slimpack, "wlb": wlb, "documents that wait": waiting,

@@ -133,12 +133,26 @@ def test_where_nothing_fits_the_search_is_next(capsys, tmp_path):
 
 def test_of_an_engine_the_first_sentence_is_its_own_and_says_what_is_not_known(chats):
     found = evenload.plan(chats, model="qwen3-8b", cluster="h100x8", documents=64, engine="trainer")
-    unknown = "if its memory, which is not predicted, suffices"
-    first = re.match(rf"Fastest on trainer: (.*?), about [\d.]+ m?s a step, {unknown}\.", found.headline)
+    unknown = "if memory suffices, which is not predicted: of 69.5 GiB every GPU holds 61.0 GiB"
+    first = re.match(rf"Fastest on trainer: (.*?), about [\d.]+ m?s a step {unknown} ", found.headline)
     results = {one.name: one.mean_step_time_s for one in found.engine.results if not one.why}
-    least_s = min(results.values())
-    assert set(first[1].split(" or ")) == {name for name, seconds in results.items() if seconds <= 1.05 * least_s}
+    near = [name for name, seconds in results.items() if seconds <= 1.05 * min(results.values())]
+    named = re.split(", | or ", first[1])
+    assert named[0] == "auto", "which is what the loader does where nothing is set"
+    assert set(named) <= {*near, f"{len(near) - 3} others"}
+    sharded = evenload.plan(chats, model="qwen3-8b", cluster="h100x8", documents=64, engine="fsdp2")
+    assert "every GPU holds" not in sharded.headline, "its ranks share the weights"
     assert found.next_step == 'next: PackedLoader(..., engine="trainer"), whose strategy is auto (docs/loader.md)'
+
+
+@pytest.mark.parametrize(("num_words", "context", "origin"), [
+    (4_000, 20_001, "the longest document"), (40_000, 4 * 40_960, "the model's limit"),
+])  # fmt: skip
+def test_a_limit_in_tokens_is_not_held_against_bytes(tmp_path, num_words, context, origin):
+    (tmp_path / "a.txt").write_text("word " * num_words)
+    found = evenload.plan(str(tmp_path), model="qwen3-8b", cluster="h100x8", documents=1, strategy="auto")
+    assert found.unit == "bytes"
+    assert (found.inputs["context"], found.inputs["context_from"]) == (context, origin)
 
 
 def test_the_next_command_is_whole(chats, tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """`evenload init`: what it writes loads, passes what `evenload train` checks, and trains."""
 
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -71,9 +72,9 @@ def test_a_file_passes_what_train_checks_before_processes_start(arguments, devic
     )
     if config.train.device == "cuda":
         cluster = "h200x4" if "h200x4" in arguments else f"h100x{devices}"
-        assert "none has run it yet" in lines[1]
-        assert lines[3] == f"evenload plan config.toml --cluster {cluster}"
-        assert run(*lines[3].split()[1:], "--strategy", config.plan.strategy) == 0, "it fits by prediction"
+        assert ("several GPUs have never trained together yet" in said) == (devices > 1)
+        assert lines[-2] == f"evenload plan config.toml --cluster {cluster}"
+        assert run(*lines[-2].split()[1:], "--strategy", config.plan.strategy) == 0, "it fits by prediction"
 
 
 def test_the_layout_is_the_one_of_evenload_plan_and_every_choice_says_why(capsys):
@@ -94,6 +95,16 @@ def test_the_layout_is_the_one_of_evenload_plan_and_every_choice_says_why(capsys
     assert f"max_document_tokens = {context}" in text
     assert "# the longest document\n" in text
     assert "record" not in text, "the run looks for itself"
+
+
+def test_a_column_with_a_name_of_its_own_is_named_once(capsys):
+    Path("bodies.jsonl").write_text('{"body": "some words", "id": 3}\n' * 40)
+    assert run("init", "--model", "qwen3-8b", "--data", "bodies.jsonl", "--gpus", "0") == 2
+    fix = re.search(r"--text-column \w+", capsys.readouterr().err)[0].split()
+    config, _ = written(capsys, "--model", "qwen3-8b", "--data", "bodies.jsonl", "--gpus", "0", *fix)
+    assert config.data.text_column == "body"
+    assert run("plan", "bodies.jsonl", "--model", "llama3.2-1b", "--cluster", "h100x1", *fix) == 0
+    assert run("lengths", "bodies.jsonl", *fix) == 0
 
 
 def test_comments_are_settings_with_their_defaults(capsys):

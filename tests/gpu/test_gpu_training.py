@@ -1,4 +1,4 @@
-"""`evenload train` with train.device = "cuda". Written without a GPU at hand; nothing here has run on one yet."""
+"""`evenload train` with train.device = "cuda"; what needs two GPUs has run on none yet."""
 
 import pytest
 import torch

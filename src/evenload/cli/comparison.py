@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from rich.console import Console
 
-from evenload.cli.first_lines import dropped_share, equally_fast, first_sentences, next_line, option_of, within_error
+from evenload.cli.first_lines import dropped_share, engine_sentence, equally_fast, first_sentences, next_line, option_of
 from evenload.cli.options import indented_json, print_lines, write_output
 from evenload.cli.plan_layout import SearchedLayouts, fitting_text
 from evenload.cost.pack_cost import PackCosts
@@ -120,11 +120,8 @@ class Comparison:
         given, and what batches leave out or repeat."""
         sentences = first_sentences(self.evaluation, self.inputs, self.batches, self.few_layouts)
         if self.engine is not None and self.engine.best:
-            near = within_error([result for result in self.engine.results if not result.why])
-            named, least_s = " or ".join(one.name for one in near), min(one.mean_step_time_s for one in near)
-            time = f"about {format_seconds(least_s)} a step, if its memory, which is not predicted, suffices"
             runtime = sentences[0].replace("Fastest with", "In Evenload's runtime with")
-            sentences = (f"Fastest on {self.engine.engine}: {named}, {time}.", runtime, *sentences[1:])
+            sentences = (engine_sentence(self.engine, self.inputs), runtime, *sentences[1:])
         return " ".join(sentences)
 
     @property
@@ -361,16 +358,10 @@ class Comparison:
             "not measured on GPUs, its memory is not predicted (docs/engines.md)",
             *(f"{name}: Evenload's adapter does not run these plans: {one.why}. {one.instead}" for one in refused),
         ]
-        if engine.best:
-            best = next(result for result in engine.results if result.name == engine.best)
-            planned_by = f" (as {best.planned_by})" if best.planned_by else ""
-            message = f"{name}: fastest {best.name}{planned_by}, {format_seconds(best.mean_step_time_s)} a step"
-            if best.micro_batches_per_rank is not None:
-                message += f", {counted(best.micro_batches_per_rank, 'micro-batch')} on every rank in every step"
-            if self.best is not None:
-                ours = self[self.best]
-                message += f"; Evenload's own runtime: {ours.name}, {format_seconds(ours.mean_step_time_s)}"
-            messages.append(message)
+        best = next((result for result in engine.results if result.name == engine.best), None)
+        if best is not None and best.micro_batches_per_rank is not None:
+            per_rank = counted(best.micro_batches_per_rank, "micro-batch")
+            messages.append(f"{name}: {best.name} has {per_rank} on every rank in every step")
         messages += [f"left out on {name}: {one.name}: {one.why}" for one in engine.left_out]
         return tuple(in_unit(message, self.unit) for message in messages)
 

@@ -13,9 +13,11 @@ import numpy as np
 from evenload.explore.batches import SampledBatch
 from evenload.explore.evaluate import Evaluation, StrategyResult
 from evenload.explore.layout_search import PLAINER_SHARE, FewLayouts, LayoutResult
+from evenload.integrations.catalog import engine_named
+from evenload.integrations.evaluate import EngineEvaluation
 from evenload.planning.strategies.auto import AUTO
 from evenload.planning.strategies.baselines import BEST_FIT
-from evenload.types.text import counted, format_interval, format_power_of_two, format_seconds
+from evenload.types.text import counted, format_bytes, format_interval, format_power_of_two, format_seconds
 
 SAME_SHARE = 0.05
 """By which a strategy may be slower than the fastest and be named with it."""
@@ -45,6 +47,17 @@ def first_sentences(
     return tuple(filter(None, sentences))
 
 
+def engine_sentence(engine: EngineEvaluation, inputs: Mapping[str, Any]) -> str:
+    """Return the outcome on an engine, and what every GPU holds where the engine shards nothing."""
+    near = within_error([result for result in engine.results if not result.why])
+    time = f"about {format_seconds(min(map(_seconds, near)))} a step if memory suffices, which is not predicted"
+    if engine_named(engine.engine).gathers == "never":
+        sizes = inputs["memory_cap_bytes"], 8 * inputs["parameters"], 16 * inputs["parameters"]
+        offered, least, usual = map(format_bytes, sizes)
+        time += f": of {offered} every GPU holds {least} (all in bfloat16) to {usual} of weights, gradients and moments"
+    return f"Fastest on {engine.engine}: {_named(near)}, {time}."
+
+
 def next_line(evaluation: Evaluation, inputs: Mapping[str, Any], few: FewLayouts | None) -> str:
     """Return the setting or command that follows from the comparison."""
     if faster := _faster_layouts(evaluation, inputs, few):
@@ -57,7 +70,8 @@ def next_line(evaluation: Evaluation, inputs: Mapping[str, Any], few: FewLayouts
         return f"next: {settings}, then evenload train {inputs['lengths']}"
     command = f"evenload init --model {inputs['model']}"
     command += f" --data {inputs['lengths']}" if inputs["tokenizer"] else ""
-    untried = " (no GPU has run it yet; PackedLoader brings packs to a trainer that has)"
+    # One GPU is in the ledger.
+    untried = " (several GPUs have never run it; PackedLoader brings packs to a trainer that has)" if sizes else ""
     return f"next: {command} --gpus {inputs['cluster']} writes a config.toml; here {settings} was fastest{untried}"
 
 
@@ -73,14 +87,19 @@ def option_of(sizes: Mapping[str, int]) -> str:
     return ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "dp=1"
 
 
+def _named(rows: Sequence[Any]) -> str:
+    """Name strategies as equals, `auto` first."""
+    names = sorted((row.name for row in rows), key=lambda name: name != AUTO.name)
+    if (others := len(names) - _MOST_NAMED) > 0:
+        names[_MOST_NAMED:] = [counted(others, "other")]
+    return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
 def _outcome(evaluation: Evaluation, inputs: Mapping[str, Any], few: FewLayouts | None) -> str:
     near = equally_fast(evaluation)
     if not near:
         return f"No strategy fits memory with {option_of(inputs['layout'])}."
     best = near[0]
-    names = [row.name for row in near[:_MOST_NAMED]]
-    names += [counted(len(near) - len(names), "other")] if len(near) > len(names) else []
-    named = " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
     where = option_of(inputs["layout"])
     if not inputs["is_layout_given"] and few is not None and few.num_tried > 1:
         where += f" (best of {few.num_tried} layouts)"
@@ -98,7 +117,7 @@ def _outcome(evaluation: Evaluation, inputs: Mapping[str, Any], few: FewLayouts 
         gain = f", about as fast as best-fit packing{alone}" if is_same else f", {factor:.2f}× best-fit packing{other}"
     elif any(row.name == BEST_FIT.name and not row.feasible for row in evaluation.results):
         gain = ", where best-fit packing does not fit"
-    return f"Fastest with {where}: {named}, {time}{gain}."
+    return f"Fastest with {where}: {_named(near)}, {time}{gain}."
 
 
 def _other_layout(evaluation: Evaluation, inputs: Mapping[str, Any], few: FewLayouts | None) -> str:

@@ -37,6 +37,7 @@ class InitRequest:
 
     model: str = option(None, "As of evenload plan; with its weights: Qwen/Qwen3-8B, or a folder.", default=MISSING)
     data: list[str] | None = option(None, "Documents: a file, folder, glob or URL; repeat for several.")
+    text_column: str | None = option(None, "Key or column of the text, where it is not 'text'.")
     gpus: str | None = option(None, "How many, or which: a100x8. Default: this machine's; 0 = a CPU.", metavar="N")
     lora: bool = option(None, "Train LoRA adapters, not all weights.", "--lora", default=False)
     context: str | None = option(
@@ -63,7 +64,8 @@ def run_init(request: InitRequest) -> None:
     shape = own if is_hub_name(name) and own in MODELS else name
     limit, table = context_limit(shape) or sys.maxsize, None
     if request.data:
-        data = DataConfig(sources=tuple(request.data), batch_tokens=1, max_document_tokens=1)
+        sources, column = tuple(request.data), request.text_column or "text"
+        data = DataConfig(sources=sources, batch_tokens=1, max_document_tokens=1, text_column=column)
         data = with_counted_chats(with_found_kinds(with_default_tokenizer(data, name), name))
         table = count_documents(data, ", ".join(request.data))
     lengths = table.lengths if table else np.array([sys.maxsize])
@@ -91,10 +93,10 @@ def run_init(request: InitRequest) -> None:
         nodes = f"--nnodes {devices // DEVICES_PER_NODE} --nproc-per-node {DEVICES_PER_NODE}"
         start = f"torchrun {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m evenload.cli.main{start[8:]}"
     unit = table.unit if table else "tokens"
-    chosen = f"{cluster or 'this CPU'}, context {context:,} {unit}"
+    chosen = f"{cluster or 'this CPU'}, context {context:,} {unit}, {batch:,} a step"
     if "random_init = true" in text:
         chosen += ", random weights (trained ones come with a model's folder or its name on the Hub)"
-    untried = "training on GPUs is a preview: none has run it yet (docs/limits.md)" if cluster else ""
+    untried = "several GPUs have never trained together yet (docs/limits.md)" if devices > 1 else ""
     print_lines(Console(), f"wrote {out}, for {chosen}", untried, "look at it, then:", *commands, start)
 
 
@@ -116,6 +118,7 @@ def _text(
     lora = "\n[model.lora]\nrank = 16\nalpha = 32.0  # adapters count alpha / rank"
     records = table.records if table else ""
     template = f'chat_template = "{CHATML}"  # a plain one, as bytes have none\n' if CHATML in records else ""
+    template += f"text_column = {json.dumps(request.text_column)}\n" if request.text_column else ""
     overlong = '"split"  # a longer document becomes several; "truncate" and "drop" lose tokens'
     if any(kind in records for kind in ("messages", "conversations", "instruction")):
         overlong = '"drop"  # a chat that is cut would end in the middle of an answer'

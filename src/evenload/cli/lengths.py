@@ -48,17 +48,7 @@ def show_lengths(request: LengthsRequest) -> None:
     Where it lies in few long documents, packing by token counts leaves devices
     waiting; 'evenload plan' shows how much that costs.
 
-    [bold]Example[/bold]:
-
-    evenload lengths examples/lengths/github_dirs.npy.gz --html lengths.html
-
-    [bold]How to read it[/bold]:
-
-    "half of the tokens lie in the 108 longest documents (1.0 %)": these decide
-    the step time, unless they are cut into slices.
-
-    Window 128K, tokens beyond 54.4M, 41.1 %: truncating documents to 128K
-    tokens throws 41.1 % of the data away.
+    [bold]Example[/bold]: evenload lengths examples/lengths/github_dirs.npy.gz --html lengths.html
 
     Exit code: 0 ok, 2 wrong input.
     """

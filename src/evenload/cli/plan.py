@@ -103,8 +103,7 @@ def plan(
     for name, kind in (("include", list), ("set_options", list), ("cost", lambda cost: Path(cost).expanduser())):
         if settings.get(name) is not None:
             settings[name] = kind(settings[name])
-    texts = {"tokens": tokens, "context": context}
-    paths = {"cluster": cluster, "model": model}
+    texts, paths = {"tokens": tokens, "context": context}, {"cluster": cluster, "model": model}
     settings |= {name: str(text) for name, text in texts.items() if text is not None}
     settings |= {name: os.path.expanduser(path) for name, path in paths.items() if path is not None}
     path = os.path.expanduser(lengths) if isinstance(lengths, str | os.PathLike) else None
@@ -143,15 +142,14 @@ def compare(request: PlanRequest, source: LengthSource | None = None) -> Compari
         source = length_source(request.lengths, request, request.model, request.settings)
     inputs = plan_inputs(request, source)
     table = source.read()
-    inputs = inputs.within(int(table.lengths.max(initial=1)))
+    inputs = inputs.within(int(table.lengths.max(initial=1)), table.unit)
     with _errors_in_unit(table.unit):
         batches = inputs.batches.sample(table.lengths, steps=request.steps, seed=request.seed)
         searched = few = None
         if request.search_layout:
             in_part = inputs.cluster.num_devices > LARGE_CLUSTER
             names, left_out = chosen_strategies(strategies, None, inputs.options, in_part=in_part)
-            limit_s = request.search_seconds or DEFAULT_SEARCH_S
-            searched = search_all_layouts(inputs, batches, names, limit_s)
+            searched = search_all_layouts(inputs, batches, names, request.search_seconds or DEFAULT_SEARCH_S)
             layout = searched.fastest.best.parallel_layout()
         else:
             layout, few = layout_of_plan(inputs, batches, strategies, is_of_engine=request.engine is not None)
@@ -244,8 +242,7 @@ def _inputs_content(
     options, batches, model = inputs.options, inputs.batches, inputs.costs.model
     return {
         "lengths": lengths,
-        "unit": table.unit,
-        "tokenizer": table.tokenizer,
+        **{name: getattr(table, name) for name in ("unit", "tokenizer")},
         "model": inputs.model_name,
         "model_size": model.describe_size(),
         "parameters": model.num_parameters,
@@ -266,9 +263,7 @@ def _inputs_content(
         **{name: getattr(options, name) for name in ("policy", "dp_merge", "window", "max_delay_steps")},
         "strategy_options": {own.__struct_config__.tag: msgspec.to_builtins(own) for own in options.strategies},
         "known_steps": options.own(FlexOptions).known_steps,
-        "strategy": request.strategy,
-        "steps": request.steps,
-        "seed": request.seed,
+        **{name: getattr(request, name) for name in ("strategy", "steps", "seed")},
         "cost": str(inputs.costs.cost_file or "analytic"),
         "memory_cap_bytes": inputs.memory_cap_bytes,
         "host_memory_cap_bytes_per_node": inputs.host.limit_bytes,
@@ -328,14 +323,12 @@ def run_plan(request: PlanRequest) -> None:
         return
     comparison = compare(request)
     comparison.show(console, details=request.details)
-    if request.json_file:
-        write_output(request.json_file, comparison.to_json())
-    if request.emit_plan:
-        write_output(request.emit_plan, comparison.plan_file())
-    if request.html:
-        comparison.write_html(request.html)
-    if request.trace:
-        comparison.write_trace(request.trace)
+    for path, content in ((request.json_file, comparison.to_json), (request.emit_plan, comparison.plan_file)):
+        if path:
+            write_output(path, content())
+    for path, write in ((request.html, comparison.write_html), (request.trace, comparison.write_trace)):
+        if path:
+            write(path)
     comparison.require_feasible()
 
 

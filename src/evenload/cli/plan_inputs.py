@@ -29,7 +29,9 @@ from evenload.planning.problem import PlanOptions
 from evenload.types.cluster import BUILT_IN, ClusterSpec, DeviceSpec, LinkSpec, cluster_from
 from evenload.types.layout import ParallelLayout, even_layout
 from evenload.types.model import ModelSpec
-from evenload.types.text import format_percent
+from evenload.types.text import LengthUnit, format_percent
+
+_BYTES_PER_TOKEN = 4  # of English text; code has fewer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,16 +111,18 @@ class PlanInputs:
     host: HostMemory
     context_from: str = ""
 
-    def within(self, longest: int) -> "PlanInputs":
-        """Return the inputs for documents of at most so many tokens, which are the context where nobody gave one."""
-        limit = self.batches.context
-        if not self.context_from or longest > limit:
+    def within(self, longest: int, unit: LengthUnit) -> "PlanInputs":
+        """Return the inputs for documents of at most so many tokens or bytes, which are the context where nobody gave
+        one and the model's limit, in bytes about four times as many, allows it."""
+        given, options = self.batches.context, self.options
+        limit = given * (_BYTES_PER_TOKEN if unit == "bytes" else 1)
+        if not self.context_from or min(longest, limit) == given:
             return self
-        options = self.options
-        if options.max_pack_tokens == limit:
-            options = msgspec.structs.replace(options, max_pack_tokens=longest)
-        batches = replace(self.batches, context=longest)
-        return replace(self, batches=batches, options=options, context_from="the longest document")
+        if options.max_pack_tokens == given:
+            options = msgspec.structs.replace(options, max_pack_tokens=min(longest, limit))
+        batches = replace(self.batches, context=min(longest, limit))
+        context_from = "the longest document" if longest <= limit else self.context_from
+        return replace(self, batches=batches, options=options, context_from=context_from)
 
     @property
     def cluster(self) -> ClusterSpec:

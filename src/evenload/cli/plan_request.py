@@ -43,6 +43,7 @@ class DocumentOptions:
 
     tokenizer: str | None = option(_DATA, "A tokenizer.json or its folder, which counts documents; else bytes count.")
     record: RecordKind | None = option(_DATA, "What a record of the documents holds (data.record). Default: auto.")
+    text_column: str | None = option(_DATA, "Key or column of the text, where it is not 'text' (data.text_column).")
     include: list[str] | None = option(_DATA, "Names of files to read, such as '*.py'; may be repeated (default all).")
     on_corrupt: OnCorrupt | None = option(_DATA, "Stop at a record that cannot be read, or skip it (default error).")
 

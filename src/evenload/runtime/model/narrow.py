@@ -120,6 +120,7 @@ def build_narrow(config: PretrainedConfig) -> PreTrainedModel:
 
 
 _QUOTIENTS = (Tensor.div, Tensor.true_divide, torch.div, torch.true_divide)
+_NARROW = (torch.float32, torch.bfloat16, torch.float16)
 _PRODUCTS = (Tensor.matmul, Tensor.__matmul__, Tensor.bmm, torch.matmul, torch.bmm)
 
 
@@ -129,19 +130,14 @@ def _is_floating(value: Any) -> bool:
 
 class Float64Casts(TorchFunctionMode):
     """Makes casts to float32, by whatever function, casts to float64, except of what is narrower already, and so of
-    quotients of integers. Matrix products of both widths are computed in float64: transformers before 5.18 multiplies
-    rotary frequencies, which stay float32, by positions."""
+    quotients of integers. Products of both widths (rotary embedding of transformers before 5.18) are in float64."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _QUOTIENTS and not kwargs.get("rounding_mode") and not any(map(_is_floating, args)):
             return func(args[0].double(), *args[1:], **kwargs)
         is_cast = func is Tensor.float or any(value is torch.float32 for value in (*args, *kwargs.values()))
-        if is_cast and getattr(next(iter(args), None), "dtype", None) not in (
-            torch.float32,
-            torch.bfloat16,
-            torch.float16,
-        ):
+        if is_cast and getattr(next(iter(args), None), "dtype", None) not in _NARROW:
             func = Tensor.double if func is Tensor.float else func
             args = [torch.float64 if value is torch.float32 else value for value in args]
             kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in kwargs.items()}

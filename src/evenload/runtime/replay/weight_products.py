@@ -6,7 +6,6 @@ gives to autograd.
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -62,7 +61,6 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total += left.t() @ right
 
 
-@cache
 def _sums_wider(device_type: str) -> bool:
     key = torch._C._dispatch_key_for_device(device_type)
     return torch._C._dispatch_has_kernel_for_dispatch_key(_WIDE_SUM, key)
