@@ -60,8 +60,10 @@ test-docs: .venv/dev  ## README, tutorial and recipes as they stand; make test f
 SAME_IN_ALL_TORCHES := $(patsubst %,tests/runtime/test_%.py,best_checkpoints executor_refusals monitor \
   replaced_checkpoints watch)
 TORCH_TESTS := tests/attention $(filter-out $(SAME_IN_ALL_TORCHES),$(wildcard tests/runtime/test_*.py))
-# The oldest and the newest that pyproject.toml allows; make test runs the one of constraints.txt.
+# The oldest and the newest that pyproject.toml allows, the oldest with the oldest transformers; make test runs those of
+# constraints.txt.
 TORCHES := 2.11.0 2.15.0
+BESIDE_2.11.0 := transformers==5.17.0 huggingface-hub==1.33.0
 
 test-torches: $(TORCHES:%=test-torch-%)  ## what differs among versions of PyTorch, under the oldest and the newest; often 3 GB each
 
@@ -71,6 +73,7 @@ test-torch-%: .venv/dev
 	[ -x .venv/torch-$*/bin/python ] || $(BIN)/python -m venv .venv/torch-$*
 	$(BIN)/python tools/share_packages.py .venv/torch-$*
 	PIP_CONFIG_FILE=/dev/null .venv/torch-$*/bin/python $(PIP_OTHER) torch==$*
+	$(if $(BESIDE_$*),.venv/torch-$*/bin/python $(PIP_OTHER) --no-deps $(BESIDE_$*))
 	.venv/torch-$*/bin/python -m pytest -n $(TEST_PROCESSES) --dist worksteal -p no:cacheprovider $(TORCH_TESTS)
 
 # Engines whose requirements contradict those of `dev`. Each environment holds what differs, and sees PyTorch and the

@@ -133,7 +133,7 @@ def test_where_nothing_fits_the_search_is_next(capsys, tmp_path):
 
 def test_of_an_engine_the_first_sentence_is_its_own_and_says_what_is_not_known(chats):
     found = evenload.plan(chats, model="qwen3-8b", cluster="h100x8", documents=64, engine="trainer")
-    unknown = "if memory suffices, which is not predicted: of 69.5 GiB every GPU holds 61.0 GiB"
+    unknown = "if memory suffices, which is not predicted: of 69.5 GiB every GPU holds 122 GiB"
     first = re.match(rf"Fastest on trainer: (.*?), about [\d.]+ m?s a step {unknown} ", found.headline)
     results = {one.name: one.mean_step_time_s for one in found.engine.results if not one.why}
     near = [name for name, seconds in results.items() if seconds <= 1.05 * min(results.values())]
@@ -142,7 +142,11 @@ def test_of_an_engine_the_first_sentence_is_its_own_and_says_what_is_not_known(c
     assert set(named) <= {*near, f"{len(near) - 3} others"}
     sharded = evenload.plan(chats, model="qwen3-8b", cluster="h100x8", documents=64, engine="fsdp2")
     assert "every GPU holds" not in sharded.headline, "its ranks share the weights"
-    assert found.next_step == 'next: PackedLoader(..., engine="trainer"), whose strategy is auto (docs/loader.md)'
+    assert sharded.next_step == 'next: PackedLoader(..., engine="fsdp2"), whose strategy is auto (docs/loader.md)'
+    shown = str(found)
+    assert shown.index("on trainer (") < shown.index("▶ auto"), "its own table is the first"
+    assert "half where all are bfloat16; FSDP, DeepSpeed or LoRA need less" in found.headline
+    assert found.next_step == "next: PackedTrainer or PackedSFTTrainer, whose strategy is auto (docs/loader.md)"
 
 
 @pytest.mark.parametrize(("num_words", "context", "origin"), [

@@ -1,7 +1,6 @@
 """`evenload init`: what it writes loads, passes what `evenload train` checks, and trains."""
 
 import json
-import re
 import subprocess
 import sys
 import tomllib
@@ -100,11 +99,16 @@ def test_the_layout_is_the_one_of_evenload_plan_and_every_choice_says_why(capsys
 def test_a_column_with_a_name_of_its_own_is_named_once(capsys):
     Path("bodies.jsonl").write_text('{"body": "some words", "id": 3}\n' * 40)
     assert run("init", "--model", "qwen3-8b", "--data", "bodies.jsonl", "--gpus", "0") == 2
-    fix = re.search(r"--text-column \w+", capsys.readouterr().err)[0].split()
+    assert "--text-column KEY" in capsys.readouterr().err
+    fix = ["--text-column", "body"]
     config, _ = written(capsys, "--model", "qwen3-8b", "--data", "bodies.jsonl", "--gpus", "0", *fix)
     assert config.data.text_column == "body"
-    assert run("plan", "bodies.jsonl", "--model", "llama3.2-1b", "--cluster", "h100x1", *fix) == 0
     assert run("lengths", "bodies.jsonl", *fix) == 0
+    assert run("plan", "bodies.jsonl", "--model", "llama3.2-1b", "--cluster", "h100x1", "--context", "8k", *fix) == 0
+    told = capsys.readouterr().out.splitlines()[-1]
+    assert "--data bodies.jsonl --text-column body --context 8192 --gpus h100x1 writes" in told
+    Path("config.toml").unlink()
+    assert run(*told.partition(" writes")[0].split()[2:]) == 0, "what is told to do next works"
 
 
 def test_comments_are_settings_with_their_defaults(capsys):

@@ -173,7 +173,7 @@ def test_layers_of_stages_that_are_not_even_are_shown_and_written(table, tmp_pat
         (["--layout", "pp=3"], "does not divide 8"),
         (["--model", "llama-8b"], "did you mean 'llama3-8b'"),
         (["--cluster", "h100x9"], "do not fill nodes"),
-        (["--context", "100"], "--overlong"),
+        (["--context", "100", "--overlong", "error"], "--overlong"),
         (["--steps", "0"], "steps is 0"),
         (["--cost", "nowhere.json"], "nowhere.json"),
         (["--search-seconds", "5"], "--search-seconds limits --search-layout, which is not given"),

@@ -120,7 +120,8 @@ def test_documents_without_a_tokeniser_are_bytes_everywhere(project, capsys) -> 
     assert 'data-unit="bytes"' in page
     assert "bytes/s" in page
     assert "tokens/s" not in page
-    assert "has 51 bytes, context is 50" in refused(capsys, "plan", "corpus", *arguments, "--context", "50")
+    more = ["--context", "50", "--overlong", "error"]
+    assert "has 51 bytes, context is 50" in refused(capsys, "plan", "corpus", *arguments, *more)
 
 
 def test_corrupt_records_and_record_kinds_are_asked_for(tmp_path, capsys) -> None:

@@ -122,8 +122,7 @@ class Scope(NamedTuple):
 
 
 def checked_scope(config: TrainConfig, directory: Path) -> Scope:
-    """Return the settings of the smaller run; `directory`, for a shortened model and its checkpoint, is visible to all
-    ranks."""
+    """Return the settings of the smaller run; `directory`, for a shortened model and its checkpoint, all ranks see."""
     model = model_spec(config)
     notes = []
     settings, parallel = config.model, config.parallel

@@ -128,7 +128,9 @@ class Comparison:
     def next_step(self) -> str:
         """The setting or command that follows."""
         if self.engine is not None and self.engine.best:
-            return f'next: PackedLoader(..., engine="{self.engine.engine}"), whose strategy is auto (docs/loader.md)'
+            own = f'PackedLoader(..., engine="{self.engine.engine}")'
+            own = "PackedTrainer or PackedSFTTrainer" if self.engine.engine == "trainer" else own
+            return f"next: {own}, whose strategy is auto (docs/loader.md)"
         return next_line(self.evaluation, self.inputs, self.few_layouts)
 
     @property
@@ -165,8 +167,7 @@ class Comparison:
 
     def plans(self, strategy: str | None = None) -> tuple[StepPlan, ...]:
         """Return the planned steps of a strategy, by default the best one's; () where it cannot be planned at all.
-        `ConfigError` where it was not planned, or on a part of a large cluster only, or nothing fits and none is
-        named."""
+        `ConfigError` where it was not planned, or on a part of a large cluster only, or nothing fits."""
         name = strategy or self.best
         if name is None:
             raise ConfigError("no strategy fits memory, so there is no best one; name the strategy")
@@ -191,6 +192,12 @@ class Comparison:
     def show(self, console: Console, *, details: bool = False) -> None:
         """Print what `evenload plan` prints; with `details` also slower strategies, and how figures came about."""
         print_lines(console, self.headline)
+        if self.engine is not None:
+            rows = _rows_in_unit(msgspec.to_builtins(self.engine.results), self.unit)
+            title = f"on {self.engine.engine} ({self.engine.title}), predicted"
+            console.print(engine_table((row for row in rows if not row["why"]), self.engine.best, title))
+            print_lines(console, *(f"{row['name']}: not planned: {row['why']}" for row in rows if row["why"]))
+            print_lines(console, *self._engine_messages(self.engine))
         # Strategies that were named are shown all.
         rows = {"has_all_rows": details or self.inputs["strategy"] != "all", "has_all_columns": details}
         console.print(ComparisonTable(self.rows, self.equally_fast, self.unit, **rows))
@@ -201,12 +208,6 @@ class Comparison:
         elif self.best and self.interval.low is None:
             print_lines(console, self.interval.describe())
         print_lines(console, *(self._worst_message(one) for one in self.worst or ()))
-        if self.engine is not None:
-            rows = _rows_in_unit(msgspec.to_builtins(self.engine.results), self.unit)
-            title = f"on {self.engine.engine} ({self.engine.title}), predicted"
-            console.print(engine_table((row for row in rows if not row["why"]), self.engine.best, title))
-            print_lines(console, *(f"{row['name']}: not planned: {row['why']}" for row in rows if row["why"]))
-            print_lines(console, *self._engine_messages(self.engine))
         print_lines(console, self.facts, self.next_step)
 
     def _show_details(self, console: Console) -> None:

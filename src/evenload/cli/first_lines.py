@@ -52,9 +52,9 @@ def engine_sentence(engine: EngineEvaluation, inputs: Mapping[str, Any]) -> str:
     near = within_error([result for result in engine.results if not result.why])
     time = f"about {format_seconds(min(map(_seconds, near)))} a step if memory suffices, which is not predicted"
     if engine_named(engine.engine).gathers == "never":
-        sizes = inputs["memory_cap_bytes"], 8 * inputs["parameters"], 16 * inputs["parameters"]
-        offered, least, usual = map(format_bytes, sizes)
-        time += f": of {offered} every GPU holds {least} (all in bfloat16) to {usual} of weights, gradients and moments"
+        offered, held = inputs["memory_cap_bytes"], 16 * inputs["parameters"]
+        time += f": of {format_bytes(offered)} every GPU holds {format_bytes(held)} of weights, gradients and moments"
+        time += ", or half where all are bfloat16" + "; FSDP, DeepSpeed or LoRA need less" * (held > offered)
     return f"Fastest on {engine.engine}: {_named(near)}, {time}."
 
 
@@ -70,8 +70,10 @@ def next_line(evaluation: Evaluation, inputs: Mapping[str, Any], few: FewLayouts
         return f"next: {settings}, then evenload train {inputs['lengths']}"
     command = f"evenload init --model {inputs['model']}"
     command += f" --data {inputs['lengths']}" if inputs["tokenizer"] else ""
+    command += f" --text-column {inputs['text_column']}" if inputs["text_column"] else ""
+    command += "" if inputs["context_from"] else f" --context {inputs['context']}"
     # One GPU is in the ledger.
-    untried = " (several GPUs have never run it; PackedLoader brings packs to a trainer that has)" if sizes else ""
+    untried = " (our runtime has never run on several GPUs; PackedLoader gives your trainer the packs)" if sizes else ""
     return f"next: {command} --gpus {inputs['cluster']} writes a config.toml; here {settings} was fastest{untried}"
 
 
@@ -116,7 +118,7 @@ def _outcome(evaluation: Evaluation, inputs: Mapping[str, Any], few: FewLayouts 
         alone = ": on one device no strategy gains on it" if inputs["devices"] == 1 else ""
         gain = f", about as fast as best-fit packing{alone}" if is_same else f", {factor:.2f}× best-fit packing{other}"
     elif any(row.name == BEST_FIT.name and not row.feasible for row in evaluation.results):
-        gain = ", where best-fit packing does not fit"
+        gain = "; best-fit packing does not fit in this layout"
     return f"Fastest with {where}: {_named(near)}, {time}{gain}."
 
 
@@ -162,6 +164,8 @@ def _of_batches(inputs: Mapping[str, Any], batches: Sequence[SampledBatch]) -> s
         cut = {"truncate": "cut off by", "drop": "in documents left out by"}.get(str(inputs["overlong"]), "lost to")
         percent = f"{100 * share:.0f} %" if share >= 0.005 else "<1 %"
         remarks.append(f"{percent} of {inputs['unit']} are {cut} context {format_power_of_two(inputs['context'])}")
+    if inputs["unit"] == "tokens" and inputs["context"] > (limit := inputs["context_limit"] or math.inf):
+        remarks.append(f"{inputs['model']} was made for {limit:,} tokens, a longer context needs rope_scaling")
     drawn = inputs["documents"] or max(len(batch.documents) + len(batch.left_out) for batch in batches)
     if drawn > inputs["data_documents"]:
         remarks.append(f"a batch of {drawn:,} documents is more than the data's {inputs['data_documents']:,}")

@@ -81,7 +81,7 @@ def run_init(request: InitRequest) -> None:
     devices = cluster_from(cluster).num_devices if cluster else 0
     most = int(lengths.sum()) // STEPS_OF_EPOCH // 1024 * 1024
     each, batch = TOKENS_OF_PROCESS, max(context, min(TOKENS_OF_PROCESS * max(1, devices), most))
-    size = f"{batch}  # of a step, over all processes: {each:,} for each, or less for {STEPS_OF_EPOCH} steps an epoch"
+    size = f"{batch}  # of a step, over all processes: {each:,} for each, but at least {STEPS_OF_EPOCH} steps an epoch"
     text = _text(request, model_from(shape), table, f"{context}  # {why}", size, on_gpus=devices > 0)
     if cluster:
         text = text.replace("dp = 1  # processes", _parallel(text, shape, cluster, table))
@@ -94,10 +94,11 @@ def run_init(request: InitRequest) -> None:
         start = f"torchrun {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m evenload.cli.main{start[8:]}"
     unit = table.unit if table else "tokens"
     chosen = f"{cluster or 'this CPU'}, context {context:,} {unit}, {batch:,} a step"
-    if "random_init = true" in text:
-        chosen += ", random weights (trained ones come with a model's folder or its name on the Hub)"
-    untried = "several GPUs have never trained together yet (docs/limits.md)" if devices > 1 else ""
-    print_lines(Console(), f"wrote {out}, for {chosen}", untried, "look at it, then:", *commands, start)
+    weights = "Warning: random weights; trained ones: --model with a folder, or a name on the Hub such as Qwen/Qwen3-8B"
+    said = [weights] if "random_init = true" in text else []
+    said += ["Warning: several GPUs have never trained together yet (docs/limits.md)"] if devices > 1 else []
+    then = "look at it, then:" if request.data else "name your documents in it (data.sources), then:"
+    print_lines(Console(), f"wrote {out}, for {chosen}", *said, then, *commands, start)
 
 
 def _cluster_of(gpus: str | None) -> str | None:

@@ -2,7 +2,6 @@
 cluster. Needs no GPU and no torch."""
 
 import functools
-import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -207,10 +206,7 @@ def _remarks(request: PlanRequest, inputs: PlanInputs, layout: ParallelLayout, u
         f"host memory: cluster {inputs.cluster.name} says no host_memory_bytes, so activations are offloaded as if its "
         "nodes had room for all"
     )
-    limit, context, name = context_limit(inputs.model_name) or math.inf, inputs.batches.context, inputs.model_name
-    beyond = f"context {context:,} is above the {limit:,} tokens that {name} was made for; set rope_scaling for it"
     remarks = (
-        beyond if context > limit else "",
         inputs.costs.model.whole_documents,
         _tensor_refusal(inputs.costs.model, layout),
         unit,
@@ -259,11 +255,12 @@ def _inputs_content(
         "tokens": batches.num_tokens,
         "context": batches.context,
         "context_from": inputs.context_from,
+        "context_limit": context_limit(inputs.model_name),
         "overlong": batches.overlong,
         **{name: getattr(options, name) for name in ("policy", "dp_merge", "window", "max_delay_steps")},
         "strategy_options": {own.__struct_config__.tag: msgspec.to_builtins(own) for own in options.strategies},
         "known_steps": options.own(FlexOptions).known_steps,
-        **{name: getattr(request, name) for name in ("strategy", "steps", "seed")},
+        **{name: getattr(request, name) for name in ("strategy", "steps", "seed", "text_column")},
         "cost": str(inputs.costs.cost_file or "analytic"),
         "memory_cap_bytes": inputs.memory_cap_bytes,
         "host_memory_cap_bytes_per_node": inputs.host.limit_bytes,

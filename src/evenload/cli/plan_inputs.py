@@ -172,10 +172,10 @@ def plan_inputs(request: PlanRequest, source: LengthSource) -> PlanInputs:
     documents, tokens, context = request.documents, request.tokens_of("tokens"), request.tokens_of("context")
     if documents is None and tokens is None:
         documents, tokens = (run.data.batch_documents, run.data.batch_tokens) if run else (DEFAULT_DOCUMENTS, None)
-    context_from, overlong = "", run.data.overlong if run else "error"
+    # Without a run longer documents are cut off, as a first answer is worth more than an error; how much is said.
+    context_from, overlong = "", run.data.overlong if run else "truncate"
     if context is None and run is None:
-        # Documents beyond it are cut off, as a first answer is worth more than an error; how much is said.
-        known, overlong = context_limit(model_name), "truncate"
+        known = context_limit(model_name)
         context_from = "the model's limit" if known else "the model's limit is not known"
         context = known or DEFAULT_CONTEXT
     longest = run.data.max_document_tokens if run and context is None else context

@@ -54,8 +54,7 @@ class DocumentOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LengthSource:
-    """Where lengths come from, before anything is read: `run` is the configuration that was named, `table` lengths that
-    were given."""
+    """Where lengths come from, before anything is read: `run` is a named configuration, `table` lengths as given."""
 
     name: str
     data: DataConfig
@@ -195,9 +194,7 @@ class PlanRequest(DocumentOptions):
         f"the model's limit where that is shorter. {COUNTS}",
         metavar="TOKENS",
     )
-    overlong: Overlong | None = option(
-        _DATA, "What happens to longer documents (default error; truncate without --context)."
-    )
+    overlong: Overlong | None = option(_DATA, "What happens to longer documents (default truncate, or as in the run).")
     strategy: str = option(_HOW, _STRATEGY_HELP, default="all")
     engine: str | None = option(
         _HOW,

@@ -24,7 +24,7 @@ class RunConfig(Frozen):
         output_dir: metrics, checkpoints, report and final weights go here.
         steps: optimizer steps in all; None = until `data.epochs` are done.
         seed: of random weights (data has its own).
-        device: "cpu", or "cuda": one GPU for each process. The GPU path has not been run on hardware yet.
+        device: "cpu", or "cuda": one GPU for each process. Several GPUs have never run together yet.
         attention: backend of range attention: "reference", "cpu_flash", "varlen_cuda", "varlen_cuda_fa3",
             "varlen_cuda_fa4"; "auto" = the fastest for device and model.
         kernels: what computes norms, rotary embedding, gated activation and cross-entropy: "torch", or "liger" on a GPU

@@ -184,8 +184,7 @@ def forward_flops(model: ModelSpec, num_tokens: ArrayLike) -> NDArray[np.float64
 
 
 def training_flops(model: ModelSpec, num_tokens: ArrayLike) -> NDArray[np.float64]:
-    """Count the model FLOPs of forward and backward of whole documents, less dW of frozen matrices; the numerator of
-    MFU."""
+    """Count the model FLOPs of forward and backward of whole documents, less dW of frozen matrices, as MFU does."""
     flops = 3.0 * forward_flops(model, num_tokens)
     if model.has_adapters:
         weights = model.kind_counts @ _of_kinds(model, lambda kind: kind.active_products)

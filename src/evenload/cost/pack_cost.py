@@ -131,8 +131,7 @@ def policy_tokens(columns: SliceColumns, policy: NDArray[np.int8]) -> NDArray[np
 
 
 def weighted(features: NDArray[np.float64], matrix: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return `features @ matrix`, summed in the order of the features: every machine gives the same bits, as the core
-    does."""
+    """Return `features @ matrix`, summed in the order of the features: the core's bits on every machine."""
     total = features[:, :1] * matrix[0]
     for feature in range(1, len(matrix)):
         total += features[:, feature, None] * matrix[feature]

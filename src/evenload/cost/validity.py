@@ -78,8 +78,7 @@ def missing_costs(coefficients: CostCoefficients, layout: ParallelLayout) -> tup
 
 
 def require_complete(coefficients: CostCoefficients, model: ModelSpec, layout: ParallelLayout, origin: str) -> None:
-    """Refuse costs of another model, or that do not cover the layout, by a `ConfigError` that names the fields or
-    links."""
+    """Refuse costs of another model, or that do not cover the layout, by a `ConfigError` that names what is missing."""
     measured = require_measured_on(coefficients, model, origin)
     missing = missing_costs(coefficients, layout)
     if not missing:
@@ -180,8 +179,7 @@ def fill_between_layouts(
 
 
 def _used_links(layout: ParallelLayout) -> Iterator[tuple[Missing, Literal["p2p", "reduce"], int]]:
-    """Yield the links between stages and between replicas, where the layout has several, with the devices that each
-    spans."""
+    """Yield the links between stages and between replicas, where there are several, and how many devices each spans."""
     if layout.num_stages > 1:
         yield "pipeline link", "p2p", layout.world_size
     if (copies := max(layout.data_sizes)) > 1:

@@ -576,8 +576,7 @@ def _make_record(
 
 
 def _without_nulls(value: Any, kind: pa.DataType | None) -> Any:
-    """Leave out keys of objects that are None, at any depth: Arrow gives them to rows that lack them; `arrow.json` does
-    not."""
+    """Leave out keys of objects that are None, at any depth: Arrow, unlike `arrow.json`, gives them to rows without."""
     if isinstance(value, dict):
         types = {field.name: field.type for field in kind} if kind is not None and pa.types.is_struct(kind) else {}
         if kind is not None and not types:

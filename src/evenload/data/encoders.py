@@ -30,8 +30,7 @@ class RecordProblem(DataError):
 
 class EncodedDocument(NamedTuple):
     """Tokens of a record, int32[num_tokens], none where it holds nothing. `labels[i]` is predicted from the tokens
-    before token i; `IGNORE_INDEX`, as always at 0, = nothing is; None = every token after the first is its own
-    label."""
+    before token i; `IGNORE_INDEX`, as always at 0, = nothing is; None = all but the first are labels."""
 
     tokens: NDArray[np.int32]
     labels: NDArray[np.int32] | None = None

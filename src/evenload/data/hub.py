@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Mapping
 from importlib import import_module
+from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -162,10 +163,12 @@ def model_from_config(tree: Mapping[str, Any], name: str, bytes_per_element: int
     digest = hashlib.sha256(text.encode()).hexdigest()[:24]
     if digest not in _read:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "evenload" / "models"
+        # As the transformers that is installed builds it, without one as any did.
+        own = cache / f"{digest}-{''.join(one.version for one in distributions(name='transformers')) or '*'}.json"
         try:
-            _read[digest] = msgspec.json.decode((cache / f"{digest}.json").read_bytes(), type=ModelSpec)
+            _read[digest] = msgspec.json.decode(max(cache.glob(own.name), default=own).read_bytes(), type=ModelSpec)
         except (OSError, msgspec.MsgspecError, ConfigError):  # it is read anew, and written
-            _read[digest] = _described(tree, name, cache / f"{digest}.json")
+            _read[digest] = _described(tree, name, own)
     return msgspec.structs.replace(_read[digest], name=name, bytes_per_element=bytes_per_element)
 
 

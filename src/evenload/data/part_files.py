@@ -273,7 +273,7 @@ def _kind_of_file(reader: RecordReader) -> tuple[str, str]:
             places.setdefault(kinds[0], offset)
         elif not problem:
             known = "; ".join(f"{kind}: {', '.join(needed)}" for kind, needed in _KEYS.items())
-            fix = f"rename one, or name the text's: --text-column {next(iter(keys), 'body')} (data.text_column)"
+            fix = "rename one, or name the one with the text: --text-column KEY (data.text_column in a config.toml)"
             problem = f"{reader.origin(offset)} {has}, which no kind of record has ({known}); {fix}"
     if len(places) > 1:
         one, other = [f"{reader.origin(offset)} of kind {kind}" for kind, offset in places.items()][:2]

@@ -144,8 +144,7 @@ class _RemoteStream(io.RawIOBase):
 
 
 def _with_retries(call: Callable[[], T], name: str, what: str, clean_up: Callable[[], object] = lambda: None) -> T:
-    """Call with the pauses of `RETRY_WAITS_S`, after every failure `clean_up`; then raise that `name` cannot be
-    `what`."""
+    """Call with the pauses of `RETRY_WAITS_S`, after every failure `clean_up`; then raise: `name` cannot be `what`."""
     waits_s = iter(RETRY_WAITS_S)
     while True:
         try:
@@ -227,8 +226,7 @@ class _Entry(NamedTuple):
 
 
 def list_sources(config: DataConfig) -> tuple[SourceListing, ...]:
-    """List all files of every source, in order; `ConfigError` for one without files, twice the same, or that is no
-    data."""
+    """List all files of every source, in order; `ConfigError`: one without files, named twice, or that is no data."""
     listings: list[SourceListing] = []
     seen: dict[str, str] = {}
     for index, source in enumerate(config.sources):

@@ -408,8 +408,7 @@ def best_baseline_planners(
     planners_of: Callable[[LayoutResult], StrategyPlanners],
     batches: Sequence[SampledBatch],
 ) -> StrategyPlanners | None:
-    """Return, of the first few layouts of `best_fit`, the one in which its best windows make it fastest; None where
-    none fits."""
+    """Return, of the first few layouts of `best_fit`, the one where its best windows are fastest; None: none fits."""
     judged = []
     for result in [one for one in layouts if one.is_planned][:BASELINE_LAYOUTS]:
         planners = planners_of(result)

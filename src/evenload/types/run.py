@@ -179,8 +179,7 @@ class LayoutDecision(Frozen):
 
     @property
     def gain_s(self) -> float | None:
-        """Seconds that the other layout would save over the known steps, less the switch; None where either does not
-        fit."""
+        """Seconds that the other layout saves over the known steps, less the switch; None where one does not fit."""
         staying_s = self.keep_s if self.keep_s is not None else self.save_s
         return None if staying_s is None or self.new_s is None else staying_s - self.new_s - self.switch_s
 

@@ -61,8 +61,7 @@ class Mixer(Frozen):
 
 
 class Findings(Frozen):
-    """Holds what the probe has found of a model that can be trained: of every layer the mixers; () = its documents may
-    be cut."""
+    """Holds what the probe found of a model that can be trained: mixers of every layer; () = documents may be cut."""
 
     mixers: tuple[tuple[Mixer, ...], ...]
 
