@@ -5,6 +5,7 @@ is the same interface where calls are synchronous.
 """
 
 import time
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,8 @@ def rank_device(kind: DeviceKind, local_rank: int) -> torch.device:
         return torch.device("cpu")
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
+    # Autograd's thread finds it at its first product; torch says so, once, to everyone whose first kernel is one.
+    warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context")
     return device
 
 
