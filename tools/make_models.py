@@ -128,6 +128,8 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "qwen2.5-7b": dense("qwen2", 28, 3584, 28, 4, 128, 18944, 152_064),
     "llama3-8b": dense("llama", 32, 4096, 32, 8, 128, 14336, _LLAMA3),
     "llama3-70b": dense("llama", 80, 8192, 64, 8, 128, 28672, _LLAMA3),
+    "llama3.1-8b": dense("llama", 32, 4096, 32, 8, 128, 14336, _LLAMA3),
+    "llama3.1-70b": dense("llama", 80, 8192, 64, 8, 128, 28672, _LLAMA3),
     "llama3.1-405b": dense("llama", 126, 16384, 128, 8, 128, 53248, _LLAMA3),
     "llama3.2-1b": dense("llama", 16, 2048, 32, 8, 64, 8192, _LLAMA3, **_TIED),
     "llama3.2-3b": dense("llama", 28, 3072, 24, 8, 128, 8192, _LLAMA3, **_TIED),

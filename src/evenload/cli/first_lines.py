@@ -50,12 +50,13 @@ def first_sentences(
 def engine_sentence(engine: EngineEvaluation, inputs: Mapping[str, Any]) -> str:
     """Return the outcome on an engine, and what every GPU holds where the engine shards nothing."""
     near = within_error([result for result in engine.results if not result.why])
-    time = f"about {format_seconds(min(map(_seconds, near)))} a step if memory suffices, which is not predicted"
-    if engine_named(engine.engine).gathers == "never":
-        offered, held = inputs["memory_cap_bytes"], 16 * inputs["parameters"]
-        time += f": of {format_bytes(offered)} every GPU holds {format_bytes(held)} of weights, gradients and moments"
-        time += ", or half where all are bfloat16" + "; FSDP, DeepSpeed or LoRA need less" * (held > offered)
-    return f"Fastest on {engine.engine}: {_named(near)}, {time}."
+    fastest = f"Fastest on {engine.engine}: {_named(near)}, about {format_seconds(min(map(_seconds, near)))} a step"
+    if engine_named(engine.engine).gathers != "never":
+        return f"{fastest} if memory suffices, which is not predicted."
+    offered, held = inputs["memory_cap_bytes"], 16 * inputs["parameters"]
+    shared = ", too much: train LoRA, or shard them (--engine fsdp2, deepspeed)" if held > offered else ""
+    whole = f"{format_bytes(held)} of weights, gradients and moments, half of it if all are bfloat16"
+    return f"{fastest}. There every GPU of {format_bytes(offered)} holds {whole}{shared}."
 
 
 def next_line(evaluation: Evaluation, inputs: Mapping[str, Any], few: FewLayouts | None) -> str:
@@ -72,8 +73,7 @@ def next_line(evaluation: Evaluation, inputs: Mapping[str, Any], few: FewLayouts
     command += f" --data {inputs['lengths']}" if inputs["tokenizer"] else ""
     command += f" --text-column {inputs['text_column']}" if inputs["text_column"] else ""
     command += "" if inputs["context_from"] else f" --context {inputs['context']}"
-    # One GPU is in the ledger.
-    untried = " (our runtime has never run on several GPUs; PackedLoader gives your trainer the packs)" if sizes else ""
+    untried = " (our runtime never ran on several GPUs; for transformers' Trainer: --engine trainer)" if sizes else ""
     return f"next: {command} --gpus {inputs['cluster']} writes a config.toml; here {settings} was fastest{untried}"
 
 
@@ -110,6 +110,7 @@ def _outcome(evaluation: Evaluation, inputs: Mapping[str, Any], few: FewLayouts 
     time = f"about {format_seconds(best.mean_step_time_s)} a step"
     if best.step_time_interval_s is not None:
         time += f" ({format_interval(best.step_time_interval_s)})"
+    time += f" in {format_bytes(best.peak_memory_bytes or 0)} of {format_bytes(inputs['memory_cap_bytes'])}"
     baseline, factor = evaluation.baseline, best.speedup_over_baseline
     gain = ""
     if baseline is not None and factor is not None and len(evaluation.results) > 1:
@@ -163,7 +164,10 @@ def _of_batches(inputs: Mapping[str, Any], batches: Sequence[SampledBatch]) -> s
     if (share := dropped_share(batches)) > 0:
         cut = {"truncate": "cut off by", "drop": "in documents left out by"}.get(str(inputs["overlong"]), "lost to")
         percent = f"{100 * share:.0f} %" if share >= 0.005 else "<1 %"
-        remarks.append(f"{percent} of {inputs['unit']} are {cut} context {format_power_of_two(inputs['context'])}")
+        kept = " (--overlong split keeps them)" if inputs["overlong"] == "truncate" else ""
+        remarks.append(
+            f"{percent} of {inputs['unit']} are {cut} context {format_power_of_two(inputs['context'])}{kept}"
+        )
     if inputs["unit"] == "tokens" and inputs["context"] > (limit := inputs["context_limit"] or math.inf):
         remarks.append(f"{inputs['model']} was made for {limit:,} tokens, a longer context needs rope_scaling")
     drawn = inputs["documents"] or max(len(batch.documents) + len(batch.left_out) for batch in batches)
