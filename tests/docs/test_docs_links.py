@@ -48,7 +48,7 @@ def test_the_page_of_files_names_exactly_the_files_there_are():
 
 def test_the_readmes_tree_has_every_room_and_folder_and_the_page_stays_short():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    (tree,) = (block for block in re.findall(r"^```\n(.*?)^```$", readme, flags=re.M | re.S) if "native/" in block)
+    (tree,) = (block for block in re.findall(r"^```\w*\n(.*?)^```$", readme, flags=re.M | re.S) if "native/" in block)
     named = re.findall(r"([\w/]+)/(?=\s)", "\n".join(line[:24] + " " for line in tree.splitlines()))
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     folders = {path.split("/")[0] for path in tracked if "/" in path and not path.startswith(".")} - {"src"}

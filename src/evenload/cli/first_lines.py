@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from evenload.data.lengths import ESTIMATED
 from evenload.explore.batches import SampledBatch
 from evenload.explore.evaluate import Evaluation, StrategyResult
 from evenload.explore.layout_search import PLAINER_SHARE, FewLayouts, LayoutResult
@@ -54,8 +55,8 @@ def engine_sentence(engine: EngineEvaluation, inputs: Mapping[str, Any]) -> str:
     if engine_named(engine.engine).gathers != "never":
         return f"{fastest} if memory suffices, which is not predicted."
     offered, held = inputs["memory_cap_bytes"], 16 * inputs["parameters"]
-    shared = ", too much: train LoRA, or shard them (--engine fsdp2, deepspeed)" if held > offered else ""
-    whole = f"{format_bytes(held)} of weights, gradients and moments, half of it if all are bfloat16"
+    shared = ": train LoRA, or shard them (--engine fsdp2, deepspeed)" if held > offered else ""
+    whole = f"{format_bytes(held)} of weights, gradients and moments ({format_bytes(held / 2)} if all are bfloat16)"
     return f"{fastest}. There every GPU of {format_bytes(offered)} holds {whole}{shared}."
 
 
@@ -73,7 +74,7 @@ def next_line(evaluation: Evaluation, inputs: Mapping[str, Any], few: FewLayouts
     command += f" --data {inputs['lengths']}" if inputs["tokenizer"] else ""
     command += f" --text-column {inputs['text_column']}" if inputs["text_column"] else ""
     command += "" if inputs["context_from"] else f" --context {inputs['context']}"
-    untried = " (our runtime never ran on several GPUs; for transformers' Trainer: --engine trainer)" if sizes else ""
+    untried = " (our runtime never ran on several GPUs; a Trainer: evenload plan --engine trainer)" if sizes else ""
     return f"next: {command} --gpus {inputs['cluster']} writes a config.toml; here {settings} was fastest{untried}"
 
 
@@ -173,8 +174,8 @@ def _of_batches(inputs: Mapping[str, Any], batches: Sequence[SampledBatch]) -> s
     drawn = inputs["documents"] or max(len(batch.documents) + len(batch.left_out) for batch in batches)
     if drawn > inputs["data_documents"]:
         remarks.append(f"a batch of {drawn:,} documents is more than the data's {inputs['data_documents']:,}")
-    if inputs["unit"] == "bytes":
-        remarks.append("lengths are bytes, several times what a model sees: --tokenizer FOLDER counts that")
+    if inputs["tokenizer"] == ESTIMATED:
+        remarks.append("tokens are estimated, 4 bytes each: --tokenizer FOLDER counts them")
     if not remarks:
         return ""
     warning = "Warning: " if share >= WARNED_SHARE or len(remarks) > 1 or not share else ""

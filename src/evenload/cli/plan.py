@@ -32,7 +32,7 @@ from evenload.cli.plan_request import (
 from evenload.cost.coefficients import CostCoefficients
 from evenload.data.config import DataConfig
 from evenload.data.hub import context_limit
-from evenload.data.lengths import LengthTable, checked_lengths
+from evenload.data.lengths import LengthTable, checked_lengths, in_estimated_tokens
 from evenload.errors import ConfigError, DataError, InfeasiblePlanError, refusing_unknown
 from evenload.explore.evaluate import evaluate_strategies
 from evenload.explore.layout_search import LARGE_CLUSTER, layout_sizes
@@ -141,7 +141,9 @@ def compare(request: PlanRequest, source: LengthSource | None = None) -> Compari
         source = length_source(request.lengths, request, request.model, request.settings)
     inputs = plan_inputs(request, source)
     table = source.read()
-    inputs = inputs.within(int(table.lengths.max(initial=1)), table.unit)
+    if table.unit == "bytes" and source.run is None and source.data.tokenizer is None:
+        table = in_estimated_tokens(table)
+    inputs = inputs.within(int(table.lengths.max(initial=1)))
     with _errors_in_unit(table.unit):
         batches = inputs.batches.sample(table.lengths, steps=request.steps, seed=request.seed)
         searched = few = None

@@ -29,9 +29,7 @@ from evenload.planning.problem import PlanOptions
 from evenload.types.cluster import BUILT_IN, ClusterSpec, DeviceSpec, LinkSpec, cluster_from
 from evenload.types.layout import ParallelLayout, even_layout
 from evenload.types.model import ModelSpec
-from evenload.types.text import LengthUnit, format_percent
-
-_BYTES_PER_TOKEN = 4  # of English text; code has fewer
+from evenload.types.text import format_percent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,18 +109,15 @@ class PlanInputs:
     host: HostMemory
     context_from: str = ""
 
-    def within(self, longest: int, unit: LengthUnit) -> "PlanInputs":
-        """Return the inputs for documents of at most so many tokens or bytes, which are the context where nobody gave
-        one and the model's limit, in bytes about four times as many, allows it."""
-        given, options = self.batches.context, self.options
-        limit = given * (_BYTES_PER_TOKEN if unit == "bytes" else 1)
-        if not self.context_from or min(longest, limit) == given:
+    def within(self, longest: int) -> "PlanInputs":
+        """Return the inputs for documents of at most so many tokens, which are the context where nobody gave one."""
+        limit, options = self.batches.context, self.options
+        if not self.context_from or longest > limit:
             return self
-        if options.max_pack_tokens == given:
-            options = msgspec.structs.replace(options, max_pack_tokens=min(longest, limit))
-        batches = replace(self.batches, context=min(longest, limit))
-        context_from = "the longest document" if longest <= limit else self.context_from
-        return replace(self, batches=batches, options=options, context_from=context_from)
+        if options.max_pack_tokens == limit:
+            options = msgspec.structs.replace(options, max_pack_tokens=longest)
+        batches = replace(self.batches, context=longest)
+        return replace(self, batches=batches, options=options, context_from="the longest document")
 
     @property
     def cluster(self) -> ClusterSpec:

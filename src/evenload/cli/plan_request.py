@@ -41,7 +41,7 @@ _MODEL, _DATA, _HOW, _SEARCH, _FILES = "Model and cluster", "Documents", "Strate
 class DocumentOptions:
     """Options of documents whose tokens are counted; None = not given."""
 
-    tokenizer: str | None = option(_DATA, "A tokenizer.json or its folder, which counts documents; else bytes count.")
+    tokenizer: str | None = option(_DATA, "A tokenizer.json or its folder; without one, plan takes 4 bytes as a token.")
     record: RecordKind | None = option(_DATA, "What a record of the documents holds (data.record). Default: auto.")
     text_column: str | None = option(_DATA, "Key or column of the text, where it is not 'text' (data.text_column).")
     include: list[str] | None = option(_DATA, "Names of files to read, such as '*.py'; may be repeated (default all).")
@@ -99,10 +99,7 @@ def length_source(
 
 def unit_message(table: LengthTable) -> str:
     """Say what records were counted, what a table in bytes means, and how to get tokens; "" for a table of numbers."""
-    in_bytes = (
-        "lengths are counted in bytes, end of document included; --tokenizer FOLDER counts what a model with a "
-        "tokeniser sees"
-    )
+    in_bytes = "lengths are counted in bytes, end of document included; --tokenizer FOLDER counts tokens"
     return "\n".join(filter(None, (table.records, in_bytes if table.unit == "bytes" else "")))
 
 
