@@ -19,12 +19,12 @@ from dataclasses import replace
 import numpy as np
 
 from evenload.errors import ConfigError, DataError, InfeasiblePlanError
-from evenload.planning.activation_policy import host_excess_bytes, ordered_within_host, work_s, worst_score
+from evenload.planning.activation_policy import host_excess_bytes, ordered_within_host, worst_score
 from evenload.planning.candidates import Order, ReplicaSearch, Setting, Trial, by_time, score, score_of, trial_under
 from evenload.planning.cp_sharding import repriced_choices
 from evenload.planning.packing import pack_counts
 from evenload.planning.problem import CHOOSE, ReplicaChoice, StepProblem, StrategyOptions
-from evenload.planning.search import SearchResult, SearchRules, best_packs, even_out, share_best
+from evenload.planning.search import SearchResult, SearchRules, best_packs, even_out, share_best, work_s
 from evenload.planning.strategies.slimpack import SLIMPACK, plan_slimpack, search_policies, slimpack_rules
 from evenload.planning.strategies.strategy import Planned, Strategy
 from evenload.schedule.packflow import LIST

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Literal
 
 from evenload.errors import ConfigError, InfeasiblePlanError
-from evenload.planning.activation_policy import CLOSE, RankedPolicies, rank_policies, work_s, worst_score
+from evenload.planning.activation_policy import worst_score
 from evenload.planning.candidates import (
     Cut,
     Order,
@@ -35,13 +35,17 @@ from evenload.planning.dp_merge import Merge, long_merges, merge_above_printed, 
 from evenload.planning.packing import assign_replicas, pack_counts
 from evenload.planning.problem import CHOOSE, PlanOptions, StepProblem, StrategyOptions
 from evenload.planning.search import (
+    CLOSE,
+    RankedPolicies,
     SearchResult,
     SearchRules,
     best_packs,
     even_out,
+    rank_policies,
     rate_merges,
     search_merged,
     search_step,
+    work_s,
 )
 from evenload.planning.strategies.strategy import Planned, Strategy
 from evenload.schedule.packflow import LIST, STATIC
