@@ -108,6 +108,30 @@ def test_what_host_memory_there_is_is_used() -> None:
     assert bound_s > 0.87 * result.step_time_s
 
 
+def test_shared_phases_are_ordered_for_host_memory_alike_on_all_their_replicas() -> None:
+    """Long documents that four replicas share would be offloaded beyond the node; fewer of them in flight fit."""
+    model, cluster = MODELS["llama-7b"], cluster_from("h100x32")
+    layout, host = even_layout(model.num_layers, dp=8, pp=4), host_memory(cluster)
+    rule = BatchRule(num_documents=2_048, context=131_072, overlong="truncate")
+    (batch,) = rule.sample(read_length_table(str(LENGTHS_TABLE)).lengths, steps=1, seed=0)
+    options, costs = PlanOptions(max_pack_tokens=131_072, dp_merge=True), analytic_coefficients(model, cluster, layout)
+    planner = StepPlanner(model, costs, layout, cluster.device.usable_bytes, options, host=host)
+    result = planner.propose(0, batch.documents, "slimpack")
+    held = result.require_feasible().predicted.peak_host_bytes_per_node
+    assert host.limit_bytes is not None
+    assert 0.7 * host.limit_bytes < held <= host.limit_bytes
+    orders = []
+    for choice in result.choices[:4]:
+        one = choice.candidate
+        assert one.label.split("; then ")[0].endswith("ordered for host memory")
+        shared = int((one.packs.forward.cp[one.packs.forward.pack_offset[:-1]] == 4).sum())
+        assert 0 < shared == int((one.packs.backward.cp[one.packs.backward.pack_offset[:-1]] == 4).sum())
+        ranks = [one.actions.of_rank(rank) for rank in range(layout.pp)]
+        columns = [(one.actions.kind[at], one.actions.pack[at]) for at in ranks]
+        orders.append([[(k, p) for k, p in zip(*map(list, pair), strict=True) if p < shared] for pair in columns])
+    assert all(order == orders[0] for order in orders)
+
+
 def under_limit(policy: str, limit: int | None) -> tuple[StepProblem, tuple[ReplicaChoice, ...]]:
     """A step whose devices may offload so much, and what `slimpack` makes of it without a limit."""
     planner, result = planned(policy, "unlimited", pp=3, limit=128)

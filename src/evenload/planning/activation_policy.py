@@ -3,41 +3,34 @@
 `choose` starts with `replay`, the fastest, and only where that does not fit memory tries offloading or recomputing the
 longest documents, which alone decide the peak, or all (`policies_in_order`); the fastest that fits is kept, else the
 one that misses memory by the least. A policy is one column for the whole global batch. `plan_under_policies` plans
-under every policy in turn; `rank_policies` predicts by a few trials which will be best, for `slimpack` and `auto`.
+under every policy in turn.
 
 How much lies in host memory at once follows from the schedule, so it is known after planning (`cost.memory`). What
 exceeds it is first reordered: the list rules (`schedule.packflow`), with host bytes in the place of the device's, run
-fewer forwards ahead. Other orders, and phases of documents that replicas share, stay as they are; each device has an
-even share of its node's memory. Where no order is good enough the step is planned again without the policies that
-offload as many tokens or more, and with some that offload what fits (`plan_within_host`). Price: six list schedules
-where a replica holds too much, twelve where backwards may be split; and a search each time no order is good enough.
+fewer forwards ahead. Phases of documents that replicas share are reordered before they are joined (`plan.search`),
+because a group's replicas need one order; other rules' orders stay as they are. Each device has an even share of its
+node's memory. Where no order is good enough the step is planned again without the policies that offload as many tokens
+or more, and with some that offload what fits (`plan_within_host`). Price: six list schedules where a replica holds too
+much, twelve where backwards may be split; and a search each time no order is good enough.
 """
 
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenload.cost.layer_counts import OFFLOAD, POLICIES, RECOMPUTE, REPLAY
 from evenload.cost.memory import HostMemory, PacksInHostMemory, host_bytes_of_packs
-from evenload.planning.candidates import LOOKAHEADS, score
+from evenload.planning.candidates import LOOKAHEADS
 from evenload.planning.deferral import DelayedChoice
-from evenload.planning.dp_merge import Merge, long_merges, merge_documents, uniform_merges
-from evenload.planning.packing import assign_replicas
 from evenload.planning.problem import Candidate, PolicyOption, ReplicaChoice, StepProblem
-from evenload.planning.search import Estimate, SearchRules, quick_trials, rate_merges
 from evenload.schedule.packflow import LIST, LIST_SPLIT, packflow_list
 from evenload.types.pipeline import ActionColumns, PackBytes, PipelineTasks
 from evenload.types.text import format_bytes
 
 LONG_SHARES = (0.25, 0.5, 0.75)  # Of the tokens: the longest documents that hold them count as long
-CLOSE = 1.02  # Policies whose estimates differ by less count as close
-MOST_CLOSE = 2  # Policies that are searched because they are close, at most
-# Ways of sharing that are rated under every policy, of those rated with everything stored, and with the least.
-MOST_RATED = 2
 
 
 def policies_in_order(
@@ -95,15 +88,6 @@ def _long_documents(num_tokens: NDArray[np.int64], share: float) -> NDArray[np.b
     return long
 
 
-class RankedPolicies(NamedTuple):
-    """Hold policies by their estimate, the best first, how many of them are too close to decide, and those not
-    estimated."""
-
-    ranked: list[tuple[Estimate, StepProblem]]
-    close: int
-    others: list[StepProblem]
-
-
 def plan_under_policies(
     problems: Sequence[StepProblem],
     plan: Callable[[StepProblem], DelayedChoice],
@@ -131,64 +115,6 @@ def worst_score(choices: tuple[ReplicaChoice, ...]) -> tuple[int, float]:
     return max(c.candidate.excess_bytes for c in choices), max(c.candidate.makespan_s for c in choices)
 
 
-def rank_policies(problems: Sequence[StepProblem], rules_of: Callable[[StepProblem], SearchRules]) -> RankedPolicies:
-    """Rank policies by their estimate, up to the first that fits and is as fast as without a memory limit: the list
-    schedule fits almost any step by holding forwards back, so fitting alone decides nothing."""
-    if len(problems) == 1 or not len(problems[0].num_tokens):
-        return RankedPolicies([((0, 0.0), problem) for problem in problems], 1, [])
-    if problems[0].cap_bytes is None:  # every other policy costs time to save memory
-        return RankedPolicies([((0, 0.0), problems[0])], 1, [])
-    # The same ways of sharing for all: policies move seconds, hardly which documents are long.
-    outliers = merge_documents(problems[0]) if problems[0].shares_documents else None
-    uneven = [outliers, *uniform_merges(problems[0], outliers)] if outliers else []
-    boundless = replace(problems[0], cap_bytes=None)
-    least_s = _estimate(boundless, rules_of(boundless), uneven)[0][1]
-    merges = [*uneven, *(long_merges(problems[0]) if problems[0].shares_documents else [])]
-    result: list[tuple[Estimate, int]] = []
-    for index, problem in enumerate(problems):
-        if result and (0, work_s(problem)) >= min(result)[0]:
-            continue  # its work alone takes longer than another policy
-        estimate, rated = _estimate(problem, rules_of(problem), merges)
-        result.append((estimate, index))
-        if not estimate[0] and estimate[1] <= CLOSE * least_s:
-            break
-        if not index and len(merges) > 2 * MOST_RATED:
-            # Large groups are best with everything stored, small ones with as little as can be.
-            frugal = problems[-1]
-            merges = [
-                merges[at] for at in sorted({*_best(rated), *_best(rate_merges(frugal, merges, rules_of(frugal)))})
-            ]
-    result.sort()
-    (excess, seconds), _ = result[0]
-    close = sum(estimate <= (excess, CLOSE * seconds) for estimate, _ in result[:MOST_CLOSE])
-    ranked = {index for _, index in result}
-    others = [problem for index, problem in enumerate(problems) if index not in ranked]
-    return RankedPolicies([(estimate, problems[index]) for estimate, index in result], close, others)
-
-
-def work_s(problem: StepProblem) -> float:
-    """Return the seconds of all work of a step spread evenly over all pipelines."""
-    return float(problem.document_s.sum()) / (problem.layout.dp * problem.layout.pipeline_ranks)
-
-
-def _estimate(problem: StepProblem, rules: SearchRules, merges: list[Merge]) -> tuple[Estimate, list[Estimate]]:
-    """Estimate memory beyond the limit and time of the heaviest replica, apart or with shared documents, the better;
-    and of all merges."""
-    assigned = assign_replicas(problem.document_s, problem.layout.dp)
-    replicas = [rules.search(problem, documents) for documents in assigned if len(documents)]
-    heaviest = max(replicas, key=lambda search: search.work_s)
-    longest = max(replicas, key=lambda search: int(search.num_tokens.max()))
-    apart = list(dict.fromkeys((heaviest, longest)))
-    score([(search, quick_trials(search, rules)) for search in apart])
-    best = [search.best() for search in apart]
-    rated = rate_merges(problem, merges, rules)
-    return min([(max(one.excess_bytes for one in best), max(one.makespan_s for one in best)), *rated]), rated
-
-
-def _best(rated: list[Estimate]) -> list[int]:
-    return sorted(range(len(rated)), key=rated.__getitem__)[:MOST_RATED]
-
-
 HELD_SHARE = 0.98  # Of host memory, at which added policies aim
 GOOD_ORDER = 1.002  # Of the seconds without a limit: an order within it is taken
 # Times at most that policies are added: a schedule may hold more at once of fewer tokens, and each is a search.
@@ -201,14 +127,15 @@ def host_excess_bytes(problem: StepProblem, result: Candidate) -> int:
     return 0 if held is None else _excess(problem, held, result.actions)
 
 
-def ordered_within_host(problem: StepProblem, choice: ReplicaChoice) -> ReplicaChoice | None:
+def ordered_within_host(problem: StepProblem, choice: ReplicaChoice, *, of_block: bool = False) -> ReplicaChoice | None:
     """Return the fastest order in which a replica holds no more than its share of host memory, nor more than before on
-    any device; itself where it fits, None where nothing does."""
+    any device; itself where it fits, None where nothing does. Shared packs move only where the choice is `of_block`,
+    from which all replicas that share them take their order."""
     result = choice.candidate
     held = _held(problem, result)
     if held is None or not _excess(problem, held, result.actions):
         return choice
-    shares = bool((result.packs.forward.cp > problem.layout.cp).any())
+    shares = not of_block and bool((result.packs.forward.cp > problem.layout.cp).any())
     if shares or result.schedule not in (LIST.name, LIST_SPLIT.name):
         return None
     tasks = _with_host_bytes(result.tasks, held)

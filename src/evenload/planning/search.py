@@ -6,16 +6,18 @@
     3  replicas are evened out: short documents move from the slowest to the fastest, by simulated time
 
 Documents that groups of replicas share (`plan.dp_merge`) come before, each block's in its own search; a way of sharing
-is first rated by a few trials of its heaviest searches (`rate_merges`). Effort is counted in trials, so plans are
-deterministic.
+is first rated by a few trials of its heaviest searches (`rate_merges`), and so are activation policies
+(`rank_policies`). Effort is counted in trials, so plans are deterministic.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from evenload.planning.activation_policy import ordered_within_host
 from evenload.planning.candidates import (
     CUTS,
     Order,
@@ -27,7 +29,8 @@ from evenload.planning.candidates import (
     idle_candidate,
     score,
 )
-from evenload.planning.dp_merge import Merge, in_phases
+from evenload.planning.dp_merge import Merge, in_phases, long_merges, merge_documents, uniform_merges
+from evenload.planning.packing import assign_replicas
 from evenload.planning.problem import ReplicaChoice, StepProblem
 from evenload.types.document import ReplicaBlock
 
@@ -42,6 +45,11 @@ FEW_SLICED = slice(1, None, 2)  # Pack counts that are tried of slices: few and 
 FEW_WHOLE = 2  # Pack counts that are tried of whole documents, up to one document a pack
 FEW_DOCUMENTS = 8  # Documents whose trials are so cheap that all are rated
 ENOUGH_WHOLE = 8  # Documents for every stage with which whole ones fill a pipeline, so that slices need not be tried
+
+CLOSE = 1.02  # Policies whose estimates differ by less count as close
+MOST_CLOSE = 2  # Policies that are searched because they are close, at most
+# Ways of sharing that are rated under every policy, of those rated with everything stored, and with the least.
+MOST_RATED = 2
 
 
 @dataclass(frozen=True)
@@ -151,6 +159,12 @@ class SearchResult:
         used = [search for search in (*self.own, *self.blocks.values()) if len(search.documents)]
         split = bool(self.blocks) and any(search.ranking()[0].split for search in used)
         best = {id(search): ReplicaChoice(search.documents, search.build_best(split=split)) for search in used}
+        # The replicas of a block have to agree on its order, so it is fitted into host memory once for all of them;
+        # where that takes longer, other policies may be faster.
+        for key, one in best.items() if self.blocks else ():
+            ordered = ordered_within_host(self.own[0].problem, one, of_block=True)
+            if ordered and ordered.candidate.makespan_s <= CLOSE * one.candidate.makespan_s:
+                best[key] = ordered
         choices = []
         for replica, own in enumerate(self.own):
             shared = [best[id(self.blocks[block])] for block in self.blocks_of(replica)]
@@ -313,3 +327,70 @@ def _few_trials(search: ReplicaSearch, rules: SearchRules) -> list[Trial]:
     if whole and documents >= ENOUGH_WHOLE * search.problem.layout.num_stages:
         return whole
     return [*of_cut["symmetric"][FEW_SLICED], *of_cut["asymmetric"][FEW_SLICED], *whole] or trials
+
+
+class RankedPolicies(NamedTuple):
+    """Hold policies by their estimate, the best first, how many of them are too close to decide, and those not
+    estimated."""
+
+    ranked: list[tuple[Estimate, StepProblem]]
+    close: int
+    others: list[StepProblem]
+
+
+def rank_policies(problems: Sequence[StepProblem], rules_of: Callable[[StepProblem], SearchRules]) -> RankedPolicies:
+    """Rank policies by their estimate, up to the first that fits and is as fast as without a memory limit: the list
+    schedule fits almost any step by holding forwards back, so fitting alone decides nothing."""
+    if len(problems) == 1 or not len(problems[0].num_tokens):
+        return RankedPolicies([((0, 0.0), problem) for problem in problems], 1, [])
+    if problems[0].cap_bytes is None:  # every other policy costs time to save memory
+        return RankedPolicies([((0, 0.0), problems[0])], 1, [])
+    # The same ways of sharing for all: policies move seconds, hardly which documents are long.
+    outliers = merge_documents(problems[0]) if problems[0].shares_documents else None
+    uneven = [outliers, *uniform_merges(problems[0], outliers)] if outliers else []
+    boundless = replace(problems[0], cap_bytes=None)
+    least_s = _estimate(boundless, rules_of(boundless), uneven)[0][1]
+    merges = [*uneven, *(long_merges(problems[0]) if problems[0].shares_documents else [])]
+    result: list[tuple[Estimate, int]] = []
+    for index, problem in enumerate(problems):
+        if result and (0, work_s(problem)) >= min(result)[0]:
+            continue  # its work alone takes longer than another policy
+        estimate, rated = _estimate(problem, rules_of(problem), merges)
+        result.append((estimate, index))
+        if not estimate[0] and estimate[1] <= CLOSE * least_s:
+            break
+        if not index and len(merges) > 2 * MOST_RATED:
+            # Large groups are best with everything stored, small ones with as little as can be.
+            frugal = problems[-1]
+            merges = [
+                merges[at] for at in sorted({*_best(rated), *_best(rate_merges(frugal, merges, rules_of(frugal)))})
+            ]
+    result.sort()
+    (excess, seconds), _ = result[0]
+    close = sum(estimate <= (excess, CLOSE * seconds) for estimate, _ in result[:MOST_CLOSE])
+    ranked = {index for _, index in result}
+    others = [problem for index, problem in enumerate(problems) if index not in ranked]
+    return RankedPolicies([(estimate, problems[index]) for estimate, index in result], close, others)
+
+
+def work_s(problem: StepProblem) -> float:
+    """Return the seconds of all work of a step spread evenly over all pipelines."""
+    return float(problem.document_s.sum()) / (problem.layout.dp * problem.layout.pipeline_ranks)
+
+
+def _estimate(problem: StepProblem, rules: SearchRules, merges: list[Merge]) -> tuple[Estimate, list[Estimate]]:
+    """Estimate memory beyond the limit and time of the heaviest replica, apart or with shared documents, the better;
+    and of all merges."""
+    assigned = assign_replicas(problem.document_s, problem.layout.dp)
+    replicas = [rules.search(problem, documents) for documents in assigned if len(documents)]
+    heaviest = max(replicas, key=lambda search: search.work_s)
+    longest = max(replicas, key=lambda search: int(search.num_tokens.max()))
+    apart = list(dict.fromkeys((heaviest, longest)))
+    score([(search, quick_trials(search, rules)) for search in apart])
+    best = [search.best() for search in apart]
+    rated = rate_merges(problem, merges, rules)
+    return min([(max(one.excess_bytes for one in best), max(one.makespan_s for one in best)), *rated]), rated
+
+
+def _best(rated: list[Estimate]) -> list[int]:
+    return sorted(range(len(rated)), key=rated.__getitem__)[:MOST_RATED]

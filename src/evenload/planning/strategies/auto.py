@@ -19,12 +19,12 @@ from dataclasses import replace
 import numpy as np
 
 from evenload.errors import ConfigError, DataError, InfeasiblePlanError
-from evenload.planning.activation_policy import host_excess_bytes, ordered_within_host, work_s, worst_score
+from evenload.planning.activation_policy import host_excess_bytes, ordered_within_host, worst_score
 from evenload.planning.candidates import Order, ReplicaSearch, Setting, Trial, by_time, score, score_of, trial_under
 from evenload.planning.cp_sharding import repriced_choices
 from evenload.planning.packing import pack_counts
 from evenload.planning.problem import CHOOSE, ReplicaChoice, StepProblem, StrategyOptions
-from evenload.planning.search import SearchResult, SearchRules, best_packs, even_out, share_best
+from evenload.planning.search import SearchResult, SearchRules, best_packs, even_out, share_best, work_s
 from evenload.planning.strategies.slimpack import SLIMPACK, plan_slimpack, search_policies, slimpack_rules
 from evenload.planning.strategies.strategy import Planned, Strategy
 from evenload.schedule.packflow import LIST
@@ -159,6 +159,9 @@ def plan_auto(problems: Sequence[StepProblem], others: Sequence[Strategy]) -> Pl
     nothing can plan the step, the error is the last strategy's."""
     # Repriced, because that is what others are compared with.
     plans: list[Planned] = [(problem, _repriced(problem, one.choices())) for problem, one in _searched(problems)[:1]]
+    # What the others have to beat, and under which policies they may.
+    excess, limit_s = (step_score(plans[0][1])[0], _summed_s(problems[0], plans[0][1])) if plans else (1, math.inf)
+    promising = problems if excess else [one for one in problems if one is problems[0] or work_s(one) < limit_s]
     failure: Exception | None = None
     if problems[0].costs.model.causal:
         try:
@@ -169,10 +172,9 @@ def plan_auto(problems: Sequence[StepProblem], others: Sequence[Strategy]) -> Pl
         if rival.needs_solver or rival.changes_layout or rival.tries_others or rival is SLIMPACK:
             continue
         try:
-            least_s = _least_seconds(rival, problems, plans[0][1]) if plans else 0.0
+            least_s = 0.0 if excess else _least_seconds(rival, problems, limit_s)
             if least_s is None:
                 continue
-            promising = _promising(problems, plans[0][1]) if plans else problems
             problem, answer = rival.plan_step(promising, enough_s=NO_GAIN * least_s)
             plans.append((problem, answer.choices))
         except (ConfigError, DataError, InfeasiblePlanError) as error:
@@ -211,30 +213,19 @@ def _searched(problems: Sequence[StepProblem]) -> list[tuple[StepProblem, Search
     return sorted(steps, key=lambda step: step[1].score_key())
 
 
-def _promising(problems: Sequence[StepProblem], result: tuple[ReplicaChoice, ...]) -> list[StepProblem]:
-    """Keep the policies whose work alone, spread evenly, takes less than a plan, where that fits memory."""
-    if step_score(result)[0]:
-        return list(problems)
-    summed_s = _summed_s(problems[0], result)
-    return [problem for problem in problems if problem is problems[0] or work_s(problem) < summed_s]
-
-
-def _least_seconds(rival: Strategy, problems: Sequence[StepProblem], result: tuple[ReplicaChoice, ...]) -> float | None:
-    """Bound the seconds of a strategy's plans, 0 = not known; None where none can be faster than the plan `found`: no
-    plan of whole documents is faster than the longest one through all stages and back (but where only I passes), and
-    where memory does not bind, a strategy that searches for time alone is as fast as it gets."""
-    excess, summed_s = step_score(result)[0], _summed_s(problems[0], result)
-    if excess:
-        return 0.0
+def _least_seconds(rival: Strategy, problems: Sequence[StepProblem], limit_s: float) -> float | None:
+    """Bound the seconds of a strategy's plans, 0 = not known; None where none can take less than `limit_s`: no plan of
+    whole documents is faster than the longest one through all stages and back (but where only I passes), and where
+    memory does not bind, a strategy that searches for time alone is as fast as it gets."""
     splits = problems[0].options.rule(ONE_F_ONE_B).splits_backward
     least_s = float(problems[0].document_s.max(initial=0.0))
-    if rival.keeps_whole and not splits and least_s >= summed_s:
+    if rival.keeps_whole and not splits and least_s >= limit_s:
         return None
     if len(problems) == 1 or not rival.ignores_memory:
         return 0.0
     _, boundless = rival.plan_step([replace(problems[0], cap_bytes=None)])
     boundless_s = step_score(boundless.choices)[1]
-    return boundless_s if boundless_s < summed_s else None
+    return boundless_s if boundless_s < limit_s else None
 
 
 def rules_of(problem: StepProblem) -> SearchRules:

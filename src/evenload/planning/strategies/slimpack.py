@@ -19,7 +19,7 @@ from functools import partial
 from typing import Literal
 
 from evenload.errors import ConfigError, InfeasiblePlanError
-from evenload.planning.activation_policy import CLOSE, RankedPolicies, rank_policies, work_s, worst_score
+from evenload.planning.activation_policy import worst_score
 from evenload.planning.candidates import (
     Cut,
     Order,
@@ -35,13 +35,17 @@ from evenload.planning.dp_merge import Merge, long_merges, merge_above_printed, 
 from evenload.planning.packing import assign_replicas, pack_counts
 from evenload.planning.problem import CHOOSE, PlanOptions, StepProblem, StrategyOptions
 from evenload.planning.search import (
+    CLOSE,
+    RankedPolicies,
     SearchResult,
     SearchRules,
     best_packs,
     even_out,
+    rank_policies,
     rate_merges,
     search_merged,
     search_step,
+    work_s,
 )
 from evenload.planning.strategies.strategy import Planned, Strategy
 from evenload.schedule.packflow import LIST, STATIC
@@ -62,6 +66,8 @@ PUBLISHED_ORDER = Order.STATIC_INJECT
 PUBLISHED_NOTE = "as published: asymmetric cuts, static order, documents shared above a replica's share of work"
 MOST_CONSTANT = 0.1  # Of the documents' time: what the constants of all packs may take
 FEWEST_COUNTS = 3  # Numbers of packs that are tried whatever their constants take
+ENOUGH_PACKS, ENOUGH_CUTS = 32, 8
+"""For every stage, and for every document: more packs than both only cost time, to run and to simulate."""
 SHARED_TRIALS = 6  # Best trials of the first replica that the others rate, at most
 ALL_SHARED = 48  # Such trials of all replicas together; at least `FEWEST_SHARED` each
 FEWEST_SHARED = 3
@@ -281,11 +287,13 @@ def _first_trials(search: ReplicaSearch, order: Order | ScheduleRule) -> list[Tr
 
 
 def _counts(search: ReplicaSearch) -> list[int]:
-    """List numbers of packs whose constants take at most `MOST_CONSTANT` of the documents' time; a few always."""
+    """List numbers of packs that are not more than enough and whose constants take at most `MOST_CONSTANT` of the
+    documents' time; a few always."""
     problem = search.problem
     options, pp = problem.options, problem.layout.pp
     counts = pack_counts(int(search.num_tokens.sum()), pp, options.candidates, options.max_pack_tokens)
-    most = MOST_CONSTANT * search.work_s / problem.costs.pack_constant_s
+    enough = max(ENOUGH_PACKS * pp, ENOUGH_CUTS * len(search.documents))
+    most = min(MOST_CONSTANT * search.work_s / problem.costs.pack_constant_s, enough)
     return [*counts[:FEWEST_COUNTS], *(count for count in counts[FEWEST_COUNTS:] if count <= most)]
 
 
