@@ -23,28 +23,12 @@ from evenload.planning.planner import StepPlanner
 from evenload.planning.problem import PlanOptions
 from harness import Row, run
 from peers import propose_given
-from setups import documents_of, planner_for
+from setups import SHARES, K, documents_of, drawn_lengths, planner_for
 
-K = 1024
-# Table 1: (tokens, share of shorter documents); the first entry, the shortest document, is assumed.
-DATA_SETS = {
-    "Wikipedia": ((8, 0.0), (K, 0.8788), (4 * K, 0.9934), (8 * K, 0.9992), (32 * K, 0.9999), (78 * K, 1.0)),
-    "LMSysChat1M": (
-        (8, 0.0), (K, 0.8712), (4 * K, 0.9935), (8 * K, 0.9987), (32 * K, 0.9998), (128 * K, 0.9999), (1643 * K, 1.0),
-    ),
-    "ChatQA2": ((32, 0.0), (K, 0.2192), (4 * K, 0.3148), (8 * K, 0.4043), (32 * K, 0.9986), (99 * K, 1.0)),
-}  # fmt: skip
 BUCKETS = {"qwen2.5-0.5b": 26 * K, "qwen2.5-7b": 13 * K}
 """Tokens a rank may hold in the paper (§5); used for the windows of `best_fit`."""
 STEPS = 8
 ALONE = "one a pass"
-
-
-def drawn_lengths(data: str, count: int, seed: int) -> NDArray[np.int64]:
-    """int64[count], log-uniform inside every bin of a data set."""
-    shares = np.random.default_rng(seed).random(count)
-    tokens, edges = np.array(DATA_SETS[data], float).T
-    return np.exp(np.interp(shares, edges, np.log(tokens))).astype(np.int64)
 
 
 def step_seconds(planner: StepPlanner, lengths: NDArray[np.int64], strategy: str) -> float:
@@ -64,7 +48,7 @@ def step_seconds(planner: StepPlanner, lengths: NDArray[np.int64], strategy: str
 
 def measure(quick: bool) -> Iterator[Row]:
     """Every model and data set."""
-    cells = [(name, data) for name in BUCKETS for data in DATA_SETS]
+    cells = [(name, data) for name in BUCKETS for data in SHARES]
     for name, data in cells[: 1 if quick else None]:
         dp, cp, batch = (2, 16, 40) if (name, data) == ("qwen2.5-7b", "ChatQA2") else (4, 8, 64)
         window = BUCKETS[name] * cp
