@@ -34,8 +34,7 @@ from evenload.runtime.step_source import prepare_step
 from evenload.types.layout import even_layout
 from evenload.types.plan import StepPlan, seal
 from harness import Row, median_ratio, run
-from paper_skrull import drawn_lengths
-from setups import documents_of
+from setups import documents_of, drawn_lengths
 
 CP, DOCUMENTS, MAX_TOKENS = 4, 32, 4096
 DIVISORS = {"Wikipedia": 4, "LMSysChat1M": 8, "ChatQA2": 32}

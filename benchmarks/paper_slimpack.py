@@ -2,8 +2,11 @@
 
 EVERYTHING HERE IS SIMULATED by Evenload's analytic cost model of H100; SlimPack measured on Hopper GPUs. Lengths are
 `examples/lengths/commoncrawl_like.py`, fitted to what the paper publishes about its Common Crawl, and the real
-`examples/lengths/github_dirs.npy.gz`. Llama 7B and 13B on 128 devices, 70B and 150B on 256 (SlimPack §6.2, Table 3),
-1,024 documents a step (the paper: 512 to 2,048), cut to the context.
+`examples/lengths/github_dirs.npy.gz`. It prints no percentiles of its Wikipedia: the part `wikipedia` draws from the
+shares that Skrull's Table 1 prints of it, log-uniform between the published lengths (the shape is our assumption).
+The part `batch` varies the documents of a step as the paper's workload does (512 to 2,048, §6.1), without figures of
+its own to compare with, because §6.2 prints none by batch. Llama 7B and 13B on 128 devices, 70B and 150B on 256
+(§6.2, Table 3), 1,024 documents a step unless said, cut to the context.
 
 Every strategy gets its own best layout of tp x cp x pp x dp x virtual stages within 80 GB, storing, recomputing or
 offloading activations. Three baselines, all `best_fit`, the paper's Megatron-LM with best-fit packing and 1F1B: tuned
@@ -12,7 +15,7 @@ which is what no tuning gets. SlimPack does not publish its baseline's layouts.
 `auto` simulates 768 candidates, as finalists of the layout search do (`plan.options.auto.max_candidates`; a run's
 default is 128, over all replicas of a step).
 
-    python benchmarks/paper_slimpack.py [--quick] [--append] [--part llama-7b|llama-13b|llama-70b|llama-150b]
+    python benchmarks/paper_slimpack.py [--quick] [--append] [--part MODEL|wikipedia|batch]
 """
 
 from collections.abc import Iterator
@@ -32,7 +35,7 @@ from evenload.planning.strategies.auto import AutoOptions
 from evenload.types.cluster import cluster_from
 from evenload.types.timeline import CAUSE_LABELS
 from harness import Row, run
-from setups import planner_for, table_lengths, tokens_of
+from setups import drawn_lengths, planner_for, table_lengths, tokens_of
 
 DEVICES = {"llama-7b": 128, "llama-13b": 128, "llama-70b": 256, "llama-150b": 256}
 CONTEXTS = (65_536, 131_072, 262_144)
@@ -43,6 +46,8 @@ PAPER = {
 """Speed-ups that the text of SlimPack §6.2 states (2.8 is its largest); the others are only bars in its Fig. 13."""
 DEEP = 4
 DOCUMENTS = 1_024
+BATCHES = (512, 1_024, 2_048)
+WIKIPEDIA = "wikipedia_like"
 STRATEGIES = ("best_fit", "slimpack", "auto")
 SHOWN = 0.0005
 """Causes below this share of a step are left out."""
@@ -100,31 +105,55 @@ def planned_again(
     return Best(where, step_s, bound_s / step_s, {CAUSE_LABELS[key]: part / step_s for key, part in split.items()})
 
 
-def measure(name: str, quick: bool) -> Iterator[Row]:
+def measure(name: str, tables: tuple[str, ...], quick: bool) -> Iterator[Row]:
     """Every context and table of a model; to be quick, of the smallest."""
-    if quick and name != "llama-7b":
+    if quick and (name != "llama-7b" or WIKIPEDIA in tables):
         return
     for context in CONTEXTS[: 1 if quick else None]:
-        for table in ("commoncrawl_like", "github_dirs")[: 1 if quick else None]:
-            rule = BatchRule(num_documents=128 if quick else DOCUMENTS, context=context, overlong="truncate")
-            (batch,) = rule.sample(table_lengths(table), steps=1, seed=0)
-            best = run_cell(name, context, batch)
-            for strategy, result in best.items():
-                if result is None:
-                    continue
-                case = f"{name} on {DEVICES[name]} H100; {context // 1024}K; {table}; {strategy}; simulated"
-                yield Row("slimpack", case, "of bound", result.fraction, "", result.layout)
-                for baseline in list(best)[:3]:
-                    if (slow := best[baseline]) is not None:
-                        yield Row("slimpack", case, "speed-up", slow.step_s / result.step_s, "x", baseline)
-                if table == "commoncrawl_like" and strategy != "best_fit" and (name, context) in PAPER:
-                    yield Row("slimpack", case, "speed-up in the paper", PAPER[name, context], "x", "its Megatron-LM")
-                for cause, share in result.shares.items():
-                    if share > SHOWN:
-                        yield Row("slimpack", case, f"share: {cause}", share, "")
+        for table in tables[: 1 if quick else None]:
+            best = run_cell(name, context, batch_of(table, context, 128 if quick else DOCUMENTS))
+            paper = PAPER.get((name, context)) if table == "commoncrawl_like" else None
+            setting = f"{name} on {DEVICES[name]} H100; {context // 1024}K; {table}"
+            yield from rows_of("slimpack", setting, best, paper)
 
 
-PARTS = {name: partial(measure, name) for name in DEVICES}
+def measure_batches(quick: bool) -> Iterator[Row]:
+    """Steps of more and more documents: the smallest model at 128K, nothing to be quick."""
+    for documents in () if quick else BATCHES:
+        best = run_cell("llama-7b", 131_072, batch_of("commoncrawl_like", 131_072, documents))
+        setting = f"llama-7b on {DEVICES['llama-7b']} H100; 128K; commoncrawl_like; {documents:,} documents"
+        yield from rows_of("slimpack batch", setting, best)
+
+
+def batch_of(table: str, context: int, documents: int) -> SampledBatch:
+    """Documents of one step, cut to the context."""
+    lengths = drawn_lengths("Wikipedia", 20_000, 104) if table == WIKIPEDIA else table_lengths(table)
+    (batch,) = BatchRule(num_documents=documents, context=context, overlong="truncate").sample(lengths, steps=1, seed=0)
+    return batch
+
+
+def rows_of(benchmark: str, setting: str, best: dict[str, Best | None], paper: float | None = None) -> Iterator[Row]:
+    """Of every strategy that fits: share of the bound, speed-ups, the paper's, and what its time is lost to."""
+    for strategy, result in best.items():
+        if result is None:
+            continue
+        case = f"{setting}; {strategy}; simulated"
+        yield Row(benchmark, case, "of bound", result.fraction, "", result.layout)
+        for baseline in list(best)[:3]:
+            if (slow := best[baseline]) is not None:
+                yield Row(benchmark, case, "speed-up", slow.step_s / result.step_s, "x", baseline)
+        if paper is not None and strategy != "best_fit":
+            yield Row(benchmark, case, "speed-up in the paper", paper, "x", "its Megatron-LM")
+        for cause, share in result.shares.items():
+            if share > SHOWN:
+                yield Row(benchmark, case, f"share: {cause}", share, "")
+
+
+PARTS = {
+    **{name: partial(measure, name, ("commoncrawl_like", "github_dirs")) for name in DEVICES},
+    "wikipedia": partial(measure, "llama-7b", (WIKIPEDIA,)),
+    "batch": measure_batches,
+}
 
 if __name__ == "__main__":
     run(PARTS)

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from evenload.config.sections import LoraConfig, with_adapters
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.memory import host_memory
 from evenload.data.hub import model_from
@@ -23,6 +24,15 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "support")]  # Python 
 
 TABLES = ("github_dirs", "docs", "stdlib", "books")
 """Real tables of examples/lengths."""
+K = 1024
+SHARES = {
+    "Wikipedia": ((8, 0.0), (K, 0.8788), (4 * K, 0.9934), (8 * K, 0.9992), (32 * K, 0.9999), (78 * K, 1.0)),
+    "LMSysChat1M": (
+        (8, 0.0), (K, 0.8712), (4 * K, 0.9935), (8 * K, 0.9987), (32 * K, 0.9998), (128 * K, 0.9999), (1643 * K, 1.0),
+    ),
+    "ChatQA2": ((32, 0.0), (K, 0.2192), (4 * K, 0.3148), (8 * K, 0.4043), (32 * K, 0.9986), (99 * K, 1.0)),
+}  # fmt: skip
+"""Table 1 of Skrull: (tokens, share of shorter documents); the first entry, the shortest document, is assumed."""
 
 
 def table_lengths(name: str) -> NDArray[np.int64]:
@@ -37,6 +47,13 @@ def lognormal_lengths(count: int) -> NDArray[np.int64]:
     """Median 1,200 tokens, sigma 1.4, clipped to 32..32,768, seed 0."""
     generator = np.random.default_rng(0)
     return np.clip(generator.lognormal(np.log(1200), 1.4, count), 32, 32_768).astype(np.int64)
+
+
+def drawn_lengths(data: str, count: int, seed: int) -> NDArray[np.int64]:
+    """int64[count], log-uniform inside every bin of `SHARES`."""
+    shares = np.random.default_rng(seed).random(count)
+    tokens, edges = np.array(SHARES[data], float).T
+    return np.exp(np.interp(shares, edges, np.log(tokens))).astype(np.int64)
 
 
 def batch_of(name: str, documents: int, context: int, seed: int = 0) -> tuple[Document, ...]:
@@ -57,24 +74,37 @@ def tokens_of(documents: tuple[Document, ...]) -> NDArray[np.int64]:
 
 
 def planner_for(
-    model_name: str, cluster: ClusterSpec | str, sizes: dict[str, int], options: PlanOptions, *, limited: bool = True
+    model_name: str,
+    cluster: ClusterSpec | str,
+    sizes: dict[str, int],
+    options: PlanOptions,
+    *,
+    limited: bool = True,
+    lora: LoraConfig | None = None,
 ) -> StepPlanner:
     """A planner with data-sheet costs, layers split evenly.
 
     Args:
         sizes: of the layout's axes, `{"dp": 8, "pp": 4}`.
         limited: within the memory of devices and nodes; else all activations fit.
+        lora: train adapters alone; None = all weights.
     """
     cluster = cluster_from(cluster) if isinstance(cluster, str) else cluster
     layout = even_layout(model_from(model_name).num_layers, **sizes)
-    return planner_in(model_name, cluster, layout, options, limited=limited)
+    return planner_in(model_name, cluster, layout, options, limited=limited, lora=lora)
 
 
 def planner_in(
-    model_name: str, cluster: ClusterSpec, layout: ParallelLayout, options: PlanOptions, *, limited: bool = True
+    model_name: str,
+    cluster: ClusterSpec,
+    layout: ParallelLayout,
+    options: PlanOptions,
+    *,
+    limited: bool = True,
+    lora: LoraConfig | None = None,
 ) -> StepPlanner:
     """The same in a layout."""
-    model = model_from(model_name)
+    model = with_adapters(model_from(model_name), lora)
     costs = analytic_coefficients(model, cluster, layout)
     cap, host = (cluster.device.usable_bytes, host_memory(cluster)) if limited else (None, "unlimited")
     return StepPlanner(model, costs, layout, cap, options, host=host)

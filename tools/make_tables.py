@@ -285,7 +285,7 @@ def _by_size(cell: tuple[str, str, str]) -> list[int]:
 
 def slimpack() -> str:
     """Shares of the bound, speed-ups and losses of SlimPack's settings."""
-    rows = newest("paper_slimpack")
+    rows = newest("paper_slimpack", "slimpack")
     cells: dict[tuple[str, str, str], dict[str, Rows]] = {}
     for case, own in rows.by_case().items():
         model, context, lengths, strategy, _ = case.split("; ")
@@ -321,6 +321,22 @@ def slimpack() -> str:
     return lines_and_heads + reported + source(rows.some(commit=last), "paper_slimpack")
 
 
+def slimpack_batches() -> str:
+    """Shares of the bound and speed-ups of steps of more and more documents."""
+    rows = newest("paper_slimpack", "slimpack batch")
+    cells: dict[str, dict[str, Rows]] = {}
+    for case, own in rows.by_case().items():
+        _, _, _, documents, strategy, _ = case.split("; ")
+        cells.setdefault(documents, {})[strategy] = own
+    names = ("best_fit", "slimpack", "auto")
+    lines = []
+    for documents, own in cells.items():
+        shares = (percent(own[name].value("of bound")) for name in names)
+        lines.append((documents, *shares, times(own["auto"].value("speed-up", "best_fit"))))
+    heads = ("a step", *(f"`{name}`" for name in names), "`auto` × `best_fit`")
+    return table(heads, lines) + source(rows, "paper_slimpack")
+
+
 def wlb() -> str:
     """Speed-ups over Plain-4D."""
     rows = newest("paper_wlb", "wlb")
@@ -353,7 +369,7 @@ def waiting() -> str:
 
 def skrull() -> str:
     """Speed-ups over one document a pass, and over best fit."""
-    rows = newest("paper_skrull")
+    rows = newest("paper_skrull", "skrull")
     lines = []
     for case, own in rows.by_case().items():
         setting, layout, strategy, _ = case.split(", ")
@@ -362,6 +378,42 @@ def skrull() -> str:
     return table(("setting", "layout", "strategy", "of bound", "× one a pass", "× best_fit"), lines) + source(
         rows, "paper_skrull"
     )
+
+
+def skrull_steps() -> str:
+    """Skrull's parts, alone and together: speed-ups over one document a pass."""
+    rows = newest("paper_skrull", "skrull steps")
+    cells: dict[str, dict[str, str]] = {}
+    for case, own in rows.by_case().items():
+        setting, way = case.removesuffix(", simulated").split(", ")
+        for metric, column in (("speed-up", way), ("speed-up in the paper", "the paper")):
+            if (value := own.value(metric)) is not None and setting != "both models":
+                cells.setdefault(setting, {})[column] = times(value)
+    ways = [way for way in dict.fromkeys(way for own in cells.values() for way in own) if way != "one a pass"]
+    lines = ((setting, *(own.get(way, "") for way in ways)) for setting, own in sorted(cells.items()))
+    ours, theirs = rows.some(case="both models, skrull, simulated"), rows.some(case="both models, skrull")
+    over = [times(ours.value("mean speed-up", base)) for base in ("one a pass", "sorted")]
+    paper = [times(theirs.value("speed-up in the paper", base)) for base in ("DeepSpeed", "sorted")]
+    means = (
+        f"\nMean of both models: {over[0]} over one a pass and {over[1]} over sorted; "
+        f"the paper {paper[0]} over DeepSpeed and {paper[1]} over sorted.\n"
+    )
+    return table(("× one a pass", *ways), lines) + means + source(rows, "paper_skrull")
+
+
+def skrull_sizes() -> str:
+    """Over BatchSize and BucketSize, and with LoRA."""
+    rows = Rows(row for row in newest("paper_skrull") if row["benchmark"] in ("skrull sizes", "skrull lora"))
+    cells: dict[str, dict[str, str]] = {}
+    for row in rows:
+        setting, _, way = row["case"].removesuffix(", simulated").rpartition(", ")
+        cells.setdefault(setting, {})["the paper" if "paper" in row["metric"] else way] = times(float(row["value"]))
+    result = []
+    for columns, empty in ((("as published", "skrull", "the paper"), ""), (("all weights", "LoRA"), "beyond memory")):
+        own = {setting: found for setting, found in cells.items() if columns[1] in found}
+        lines = ((setting, *(found.get(name, empty) for name in columns)) for setting, found in own.items())
+        result.append(table(("× one a pass", *columns), lines))
+    return "\n".join(result) + source(rows, "paper_skrull")
 
 
 FLEXPIPE = {
@@ -612,8 +664,10 @@ BLOCKS: Mapping[Path, Mapping[str, Callable[[], str]]] = {
         "measured": measured, "switches": switches, "gpu": gpu, "peers": peer_rules,
         "planners with a pipeline": lambda: planners("DP 8 x PP 4"),
         "planners without": lambda: planners("DP 8 x TP 4"),
-        "planning times": planning_times, "slimpack": slimpack, "wlb": wlb, "documents that wait": waiting,
-        "skrull": skrull, "flexpipe": flexpipe, "times of HBSA": hbsa, "ideas that pay": ideas,
+        "planning times": planning_times, "slimpack": slimpack, "slimpack's batches": slimpack_batches,
+        "wlb": wlb, "documents that wait": waiting,
+        "skrull": skrull, "skrull's steps": skrull_steps, "skrull's sizes": skrull_sizes,
+        "flexpipe": flexpipe, "times of HBSA": hbsa, "ideas that pay": ideas,
         "gaps to exact solutions": gaps, "packers": packers, "training": training_rates,
     },
     ENGINES: {

@@ -11,7 +11,7 @@ from evenload.cost.memory import static_bytes
 from evenload.errors import ConfigError, InfeasiblePlanError
 from evenload.planning.planner import StepPlanner
 from evenload.planning.problem import PlanOptions
-from evenload.planning.strategies.skrull import bucket_tokens, can_fit
+from evenload.planning.strategies.skrull import SHARED, SkrullOptions, bucket_tokens, can_fit
 from evenload.stepplan.plan_file import decode_plan_file, encode_plan_file
 from evenload.stepplan.validate import validate_plan
 from evenload.types.cluster import LinkSpec
@@ -21,8 +21,10 @@ from predicted_timeline import predicted_timeline
 LINKS = {"intra_node": LinkSpec(bandwidth_bytes_per_s=1e4, latency_s=1e-3), "devices_per_node": 64}
 
 
-def planner(cap: int | None, limit: int | None = None, policy="replay", **layout) -> StepPlanner:
-    options = PlanOptions(max_pack_tokens=limit, policy=policy)
+def planner(
+    cap: int | None, limit: int | None = None, policy="replay", own: SkrullOptions | None = None, **layout
+) -> StepPlanner:
+    options = PlanOptions(max_pack_tokens=limit, policy=policy, strategies=(own,) if own else ())
     return StepPlanner(
         sample_model(), sample_coefficients(**LINKS), even_layout(3, **layout), cap, options, host="unlimited"
     )
@@ -74,6 +76,33 @@ def test_the_bucket_is_the_largest_that_fits(policy, room) -> None:
     assert not step.propose(0, documents([(bucket + 1) * cp]), "skrull").feasible or bucket == 8000
     if bucket:
         assert step.propose(0, documents([bucket * cp]), "skrull").feasible
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.integers(1, 300), min_size=1, max_size=30),
+    st.sampled_from([1, 2, 4]),
+    st.integers(0, 200),
+    st.booleans(),
+)
+def test_no_rank_holds_more_than_the_bucket_that_is_set(lengths, cp, more, as_published) -> None:
+    bucket = -(-max(lengths) // cp) + more
+    own = SkrullOptions(bucket_tokens=bucket, as_published=as_published)
+    result = planner(None, own=own, dp=2, cp=cp).propose(0, documents(lengths), "skrull")
+    validate_plan(result.plan)
+    for packs in result.plan.pack_plans:
+        for pack in packs.forward:
+            held = np.zeros(cp, int)
+            for piece, owner in zip(pack.slices, pack.sharding or [SHARED] * len(pack.slices), strict=True):
+                held[slice(None) if owner == SHARED else owner] += -(-piece.num_tokens // piece.cp)
+            assert held.max() <= bucket
+
+
+def test_buckets_that_nothing_fits_are_refused() -> None:
+    with pytest.raises(ConfigError, match="bucket_tokens is 0, must be at least 1"):
+        SkrullOptions(bucket_tokens=0)
+    with pytest.raises(ConfigError, match="ranks hold 98 tokens, and the longest document has 99; set at least 50"):
+        planner(None, own=SkrullOptions(bucket_tokens=49), cp=2).propose(0, documents([99, 5]), "skrull")
 
 
 def test_pipelines_are_refused_and_documents_beyond_memory_named() -> None:

@@ -1,8 +1,8 @@
 """Plan by `skrull`: global data scheduling and distributed-aware context parallelism, without a pipeline (Skrull §4).
 
-A rank's bucket of tokens follows from the memory model (Skrull fits a line, C.1). A micro-batch costs `max(transfers,
-local) + shared` on its slowest rank (eq. 2), forward and backward each. Where a document does not fit a micro-batch of
-its own, the step is planned with the least bucket that can hold it and reported as beyond memory.
+A rank's bucket of tokens is set, or follows from the memory model (Skrull fits a line, C.1). A micro-batch costs
+`max(transfers, local) + shared` on its slowest rank (eq. 2), forward and backward each. Where a document does not fit a
+micro-batch of its own in memory, the step is planned with the least bucket that can hold it and reported as beyond it.
 
 DACP (§4.1) decides which documents of a micro-batch stay whole on one rank and which all ranks share, so that the
 slowest rank's time is least and no rank holds more than a bucket (eq. 7). Algorithm 1 places documents in ascending
@@ -32,12 +32,14 @@ from numpy.typing import NDArray
 from evenload import _native
 from evenload.cost.memory import ReplicaPacks, pipeline_bytes
 from evenload.cost.pack_pricing import rank_seconds
+from evenload.errors import ConfigError
 from evenload.planning.candidates import idle_candidate
 from evenload.planning.packing import assign_replicas, longest_first
 from evenload.planning.problem import ReplicaChoice, StepProblem, StrategyOptions
 from evenload.planning.strategies.strategy import Strategy
 from evenload.schedule.static_schedules import ONE_F_ONE_B
 from evenload.stepplan.cp_rows import ranked_if_shared
+from evenload.types.base import require_at_least_one
 from evenload.types.columns import whole_document_columns
 from evenload.types.document import Direction
 from evenload.types.pipeline import PipelineTasks
@@ -173,9 +175,14 @@ class SkrullOptions(StrategyOptions, tag="skrull"):
     Args:
         as_published: Skrull's Algorithms 1 and 2 alone, with the repairs that they need to end within memory: documents
             interleaved into micro-batches, whole on a rank while one can hold them.
+        bucket_tokens: most tokens that a rank holds in a micro-batch (BucketSize); None = as many as fit its memory.
     """
 
     as_published: bool = False
+    bucket_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        require_at_least_one("plan options: skrull.", self, "bucket_tokens")
 
 
 def plan_skrull(problem: StepProblem) -> tuple[ReplicaChoice, ...]:
@@ -186,7 +193,7 @@ def plan_skrull(problem: StepProblem) -> tuple[ReplicaChoice, ...]:
         step = step_documents(problem, int(step.columns.share_tokens().max()))
         replicas = assign_micro_batches(step)
         assert replicas is not None, "a document of its own fits a bucket of its share"
-    return _choices(problem, step, replicas)
+    return owned_choices(problem, step, replicas)
 
 
 def can_fit(problem: StepProblem) -> bool:
@@ -213,8 +220,17 @@ def step_documents(problem: StepProblem, bucket: int) -> StepDocuments:
 
 
 def bucket_tokens(problem: StepProblem) -> int:
-    """Count the tokens that one rank may hold in a micro-batch (Skrull's C); 0 = nothing fits, without a limit the
-    whole step's."""
+    """Count the tokens that one rank may hold in a micro-batch (Skrull's C): as set; 0 = nothing fits, without a limit
+    the whole step's. A `ConfigError` where the longest document does not fit what is set."""
+    own, cp = problem.options.own(SkrullOptions).bucket_tokens, problem.layout.cp
+    if own is not None:
+        longest = int(problem.num_tokens.max(initial=0))
+        if longest > own * cp:
+            raise ConfigError(
+                f"plan options: skrull.bucket_tokens is {own}, so cp={cp} ranks hold {own * cp} tokens, and the "
+                f"longest document has {longest}; set at least {-(-longest // cp)}, or leave it out"
+            )
+        return own
     most = max(1, int(problem.num_tokens.sum()))
     if problem.cap_bytes is None:
         return most
@@ -240,7 +256,7 @@ def _peak_bytes(problem: StepProblem, buckets: NDArray[np.int64]) -> NDArray[np.
     return peak.reshape(len(codes), len(buckets)).max(axis=0)
 
 
-def _choices(problem: StepProblem, step: StepDocuments, replicas: list[Groups]) -> tuple[ReplicaChoice, ...]:
+def owned_choices(problem: StepProblem, step: StepDocuments, replicas: list[Groups]) -> tuple[ReplicaChoice, ...]:
     """Find owners for the documents of all micro-batches, and price and simulate every replica's."""
     costs, cp, policy = problem.costs, problem.layout.cp, problem.policy
     groups = [group for of_replica in replicas for group in of_replica]
