@@ -24,7 +24,8 @@ below 64K hold 77 % of the tokens of its 128K job; "over 75 %" in the paper).
     solver    its Table 2 at 7B and 128K: imbalance of forward micro-batches, predicted, and time to plan a step,
               measured: windows by the greedy packing and by the solver over several global batches, and WLB-LLM with
               several queues. The paper times the packing alone; ours is the whole plan, with prices and simulation,
-              median and mean of steps. Shared per document, so that what is uneven is the packing. The solver has 2 s a step
+              median and mean of steps. Shared per document, so that what is uneven is the packing. The solver has 2 s
+              a step
 
 Imbalance is the mean over all steps but the last, which trains whatever still waits. All within 80 GB by the same
 activation policies.
