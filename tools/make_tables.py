@@ -351,6 +351,41 @@ def waiting() -> str:
     return table(heads, ((*key, *own) for key, own in result.items())) + source(rows, "paper_wlb")
 
 
+WLB_CONTEXTS = {"128K": "1.33 (Fig. 13)", "160K": "1.40 (Fig. 14)"}
+"""The paper's speed-ups at 7B that its text prints."""
+# Imbalance and milliseconds of the paper's Table 2.
+WLB_TABLE_2 = {
+    "original packing": (1.44, 0), "greedy, global batches: 1": (1.41, 4), "greedy, global batches: 2": (1.22, 5),
+    "greedy, global batches: 4": (1.11, 5), "solver, global batches: 1": (1.40, 467),
+    "solver, global batches: 2": (1.18, 1488), "solver, global batches: 4": (1.09, 25_313),
+    "WLB-LLM, queues: 1": (1.24, 8), "WLB-LLM, queues: 2": (1.05, 20), "WLB-LLM, queues: 3": (1.05, 23),
+}  # fmt: skip
+
+
+def contexts() -> str:
+    """Speed-ups of WLB-LLM over contexts, beside the paper's."""
+    rows = newest("paper_wlb", "wlb contexts")
+    result: dict[str, dict[str, str]] = {}
+    for row in rows:
+        context, way, _ = row["case"].split(", ")
+        result.setdefault(context, {})[way] = times(float(row["value"]))
+    lines = ((context, *own.values(), WLB_CONTEXTS.get(context, "-")) for context, own in result.items())
+    return table(("context", *result["160K"], "WLB-LLM, the paper"), lines) + source(rows, "paper_wlb")
+
+
+def solver() -> str:
+    """Imbalance and time of packings, beside the paper's."""
+    rows = newest("paper_wlb", "wlb solver")
+    lines = []
+    for case, own in rows.by_case().items():
+        stopped, (uneven, took_ms) = own.value("stopped at its limit"), WLB_TABLE_2[case]
+        plan_ms = ", ".join(f"{own.value(f'plan, {how}'):,.0f}" for how in ("median", "mean"))
+        cells = times(own.value("imbalance forward, simulated")), plan_ms, "" if stopped is None else f"{stopped:.0%}"
+        lines.append((case, *cells, f"{uneven:.2f}, {took_ms:,} ms"))
+    heads = ("packing", "imbalance, predicted", "plan, measured: median, mean ms", "stopped at 2 s", "the paper")
+    return table(heads, lines) + source(rows, "paper_wlb")
+
+
 def skrull() -> str:
     """Speed-ups over one document a pass, and over best fit."""
     rows = newest("paper_skrull")
@@ -398,6 +433,20 @@ def hbsa() -> str:
         lines.append((case, f"{own.value('HBSA'):.0f} ms", *counts, tried))
     heads = ("case", "HBSA", "mappings priced", "splits of layers there are", "all of them tried")
     return table(heads, lines) + source(rows, "paper_flexpipe")
+
+
+def flexpipe_layouts() -> str:
+    """FlexPipe's Table 2 beside what our search finds."""
+    rows = newest("paper_flexpipe", "flexpipe table 2")
+    result: dict[tuple[str, str, str], list[str]] = {}
+    for case, own in rows.by_case().items():
+        model, longest, devices, _ = case.split(", ", 3)
+        step = own.some(metric="step in the paper's layout")[-1]
+        peak_gb = own.value("peak memory in the paper's layout")
+        cells = f"{float(step['value']):.2f} × `{step['baseline']}`", f"{peak_gb:.0f} GB"
+        result.setdefault((model, longest.split()[1], f"({devices.replace('+', ', ')})"), []).extend(cells)
+    heads = ("model", "longest", "the paper's layout", "4 documents", "memory", "64 documents", "memory")
+    return table(heads, ((*key, *own) for key, own in result.items())) + source(rows, "paper_flexpipe")
 
 
 def ideas() -> str:
@@ -613,6 +662,7 @@ BLOCKS: Mapping[Path, Mapping[str, Callable[[], str]]] = {
         "planners with a pipeline": lambda: planners("DP 8 x PP 4"),
         "planners without": lambda: planners("DP 8 x TP 4"),
         "planning times": planning_times, "slimpack": slimpack, "wlb": wlb, "documents that wait": waiting,
+        "WLB contexts": contexts, "WLB solver": solver, "FlexPipe layouts": flexpipe_layouts,
         "skrull": skrull, "flexpipe": flexpipe, "times of HBSA": hbsa, "ideas that pay": ideas,
         "gaps to exact solutions": gaps, "packers": packers, "training": training_rates,
     },
