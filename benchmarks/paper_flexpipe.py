@@ -18,9 +18,11 @@ to what it says of FLANv2 (means of 52 and 978 tokens for two of its tasks, 95 %
                of the gain when the fixed layout is chosen well (`evenload plan --search-layout`)
 
 Also the time of HBSA, the mappings it prices and the size of the space it searches, with an exhaustive search beside it
-where that ends.
+where that ends. And the layouts of its Table 2, devices of every stage for a longest document: each planned on a batch
+with such a document, beside the three that our search finds from there, the fastest without the switch. The paper does
+not say how many documents its iterations have.
 
-    python benchmarks/paper_flexpipe.py [--quick] [--append] [--part cells|search]
+    python benchmarks/paper_flexpipe.py [--quick] [--append] [--part cells|search|table_2]
 """
 
 import itertools
@@ -53,6 +55,15 @@ LONGEST = (2_048, 8_192, 60_000)
 BATCHES = (4, 64)
 """Documents of a global batch; the paper's 4 (§7.2.1), and one that fills the devices."""
 STEPS = 24
+# Table 2: longest document, devices of every stage.
+TABLE_2 = {
+    "bert-1.36b": (
+        (512, (4, 4)), (1024, (4, 4)), (2048, (3, 3, 2)), (4096, (2, 2, 2, 2)), (8192, (1, 1, 2, 1, 1, 1, 1)),
+    ),
+    "gpt-3.35b": (
+        (512, (8, 8)), (2048, (4, 4, 4, 4)), (2560, (4, 4, 4, 4)), (3072, (3, 3, 3, 4, 3)), (2560, (3, 3, 3, 4, 3)),
+    ),
+}  # fmt: skip
 OTHER_OPTIONS = {
     "published": FlexOptions(known_steps=1, margin=0.0, patience_steps=1, least_depth_only=True),
     "known 1": FlexOptions(known_steps=1),
@@ -121,11 +132,16 @@ def fixed_seconds(planner: StepPlanner, steps: Sequence[tuple[Document, ...]], s
     return sum(one.plan.predicted.step_time_s for one in proposals)
 
 
+def flex_planner(planner: StepPlanner, cluster: ClusterSpec, options: FlexOptions) -> FlexPlanner:
+    """Chooses layouts of the cluster, from a planner's on."""
+    return FlexPlanner(planner, lambda one: analytic_coefficients(planner.costs.model, cluster, one), options)
+
+
 def flexible_seconds(
     planner: StepPlanner, cluster: ClusterSpec, steps: Sequence[tuple[Document, ...]], options: FlexOptions
 ) -> tuple[float, int]:
     """Of all steps with their switches; switches."""
-    flex = FlexPlanner(planner, lambda one: analytic_coefficients(planner.costs.model, cluster, one), options)
+    flex = flex_planner(planner, cluster, options)
     state, total_s, switches = flex.initial_state(), 0.0, 0
     for step, batch in enumerate(steps):
         result = flex.propose(step, batch, state=state, coming=steps[step + 1 :])
@@ -214,7 +230,35 @@ def exhaustive_seconds(
     return least_s
 
 
-PARTS = {"cells": cells, "search": search}
+def table_2(quick: bool) -> Iterator[Row]:
+    """Every layout that the paper prints, and what our search finds."""
+    wanted = [(name, *one, batch) for name, rows in TABLE_2.items() for one in rows for batch in BATCHES]
+    for name, longest, devices, batch in wanted[: 1 if quick else None]:
+        model, cluster = model_from(name), paper_cluster(NODES[name])
+        lengths = np.minimum(flan_lengths(batch, 0), longest)
+        lengths[0] = longest
+        documents, depth = documents_of(lengths), len(devices)
+        part = {"devices": devices} if len(set(devices)) > 1 else {"dp": devices[0]}
+        theirs = even_layout(model.num_layers, pp=depth, **part)
+        planner = planner_of(model, cluster, theirs, longest)
+        flex = flex_planner(planner, cluster, FlexOptions())
+        found = flex.candidates.promising_layouts([flex.search(lengths, theirs)], theirs)[: flex.options.finalists]
+        layouts = [theirs, *(one.arrangement for one in found)]
+        plans = [
+            planner_of(model, cluster, one, longest).propose(0, documents, "flexpipe").require_feasible()
+            for one in layouts
+        ]
+        seconds = [plan.predicted.step_time_s for plan in plans]
+        fastest = layouts[seconds.index(min(seconds))].describe()
+        case = f"{name}, longest {longest}, {'+'.join(map(str, devices))}, {batch} documents, simulated"
+        yield Row("flexpipe table 2", case, "step in the paper's layout", seconds[0] / min(seconds), "x", fastest)
+        peak_gb = plans[0].predicted.peak_memory_bytes / 1e9
+        yield Row("flexpipe table 2", case, "peak memory in the paper's layout", peak_gb, "GB")
+        least = flex_planner(planner, cluster, FlexOptions(least_depth_only=True)).search(lengths, theirs).mappings[0]
+        yield Row("flexpipe table 2", case, "least depth within memory", least.depth, "")
+
+
+PARTS = {"cells": cells, "search": search, "table_2": table_2}
 
 if __name__ == "__main__":
     run(PARTS)

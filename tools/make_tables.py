@@ -6,82 +6,34 @@ A block stands between `<!-- NAME: make docs -->` and `<!-- end of NAME -->`; `B
 which page. Rows are those of benchmarks/results/SCRIPT.csv; of rows that were measured again the newest count.
 """
 
-import csv
 import importlib
-import itertools
 import math
-import re
 import runpy
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
+from paper_tables import (
+    contexts,
+    flexpipe,
+    flexpipe_layouts,
+    hbsa,
+    skrull,
+    skrull_sizes,
+    skrull_steps,
+    slimpack,
+    slimpack_batches,
+    solver,
+    waiting,
+    wlb,
+)
+from rows import ROOT, Rows, newest, percent, source, table, times
+
 PAGE, ENGINES, TESTED, MICRO_BATCHES, README = (
     ROOT / name
     for name in ("docs/benchmarks.md", "docs/engines.md", "docs/tested.md", "docs/micro_batches.md", "README.md")
 )
-Row = dict[str, str]
-
-
-class Rows(list[Row]):
-    """Rows of a script or some of them."""
-
-    def value(self, metric: str, baseline: str | None = None) -> float | None:
-        """Of the last row of a metric; None where there is none."""
-        result = [row for row in self if row["metric"] == metric and baseline in (None, row["baseline"])]
-        return float(result[-1]["value"]) if result else None
-
-    def some(self, **columns: str) -> "Rows":
-        """Rows whose columns have these values."""
-        return Rows(row for row in self if all(row[name] == value for name, value in columns.items()))
-
-    def by_case(self) -> dict[str, "Rows"]:
-        """Rows of each case, in order."""
-        return {case: self.some(case=case) for case in dict.fromkeys(row["case"] for row in self)}
-
-    def values(self, metric: str) -> list[float]:
-        """Of all cases, sorted."""
-        return sorted(float(row["value"]) for row in self if row["metric"] == metric)
-
-
-def newest(script: str, benchmark: str | None = None) -> Rows:
-    """The last row of every case, metric and baseline."""
-    with (RESULTS / f"{script}.csv").open(newline="") as file:
-        rows = {(row["benchmark"], row["case"], row["metric"], row["baseline"]): row for row in csv.DictReader(file)}
-    return Rows(row for row in rows.values() if benchmark in (None, row["benchmark"]))
-
-
-def table(heads: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
-    """Markdown."""
-    heads = list(heads)
-    cells = [heads, ["---"] * len(heads), *lines]
-    return "".join(f"| {' | '.join(line)} |\n" for line in cells)
-
-
-def source(rows: Rows, script: str) -> str:
-    """The command and where its rows are from."""
-    places = dict.fromkeys(f"commit `{row['commit']}`, {row['cores']} cores of {row['cpu']}" for row in rows)
-    return f"\n[`python benchmarks/{script}.py --append`](../benchmarks/{script}.py): {'; '.join(places)}.\n"
-
-
-def percent(value: float | None) -> str:
-    """One place; nothing where there is no value."""
-    return "" if value is None else f"{value:.1%}"
-
-
-def times(value: float | None, places: int = 2) -> str:
-    """A ratio."""
-    return "" if value is None else f"{value:.{places}f}"
-
-
-def geometric(values: list[float]) -> str:
-    """A geometric mean."""
-    return f"{statistics.geometric_mean(values):.3f}" if values else ""
-
-
 # Measured on this machine
 
 
@@ -277,179 +229,6 @@ def planning_times() -> str:
         for (count, what), own in sorted(cells.items())
     )
     return table(("documents", "lengths, memory", *(f"`{name}`" for name in names)), lines) + source(rows, "planning")
-
-
-def _by_size(cell: tuple[str, str, str]) -> list[int]:
-    return [int(re.findall(r"(\d+)[bK]", one)[0]) for one in cell[:2]]
-
-
-def slimpack() -> str:
-    """Shares of the bound, speed-ups and losses of SlimPack's settings."""
-    rows = newest("paper_slimpack", "slimpack")
-    cells: dict[tuple[str, str, str], dict[str, Rows]] = {}
-    for case, own in rows.by_case().items():
-        model, context, lengths, strategy, _ = case.split("; ")
-        # Planned again, a cell may have another layout or lose time to other causes: rows that the old one had go.
-        day = max(row["date"] for row in own)
-        cells.setdefault((model, context, lengths), {})[strategy] = own.some(date=day)
-    last, bases = (
-        max(rows, key=lambda row: row["date"])["commit"],
-        ("best_fit", "best_fit, pp >= 4", "best_fit, median layout"),
-    )
-    lines = []
-    for model, context, lengths in sorted(cells, key=_by_size):
-        own = cells[model, context, lengths]
-        auto = own["auto"]
-        (bound,) = auto.some(metric="of bound")
-        shares = ((float(row["value"]), row["metric"][7:]) for row in auto if row["metric"].startswith("share: "))
-        lost = sorted(((share, cause) for share, cause in shares if cause != "useful work"), reverse=True)
-        older = " \\*" * (bound["commit"] != last)
-        lines.append((
-            model, f"{context}, {lengths}{older}", percent(own["best_fit"].value("of bound")),
-            percent(own["slimpack"].value("of bound")), f"{percent(auto.value('of bound'))} ({bound['baseline']})",
-            *(times(auto.value("speed-up", base)) for base in bases), times(auto.value("speed-up in the paper")),
-            ", ".join(f"{cause} {share:.1%}" for share, cause in lost[:2]),
-        ))  # fmt: skip
-    fractions = [own["auto"].value("of bound") or 0.0 for own in cells.values()]
-    reached = sum(fraction >= 0.92 for fraction in fractions)
-    heads = ("model", "context, lengths", "`best_fit`", "`slimpack`", "`auto` (layout)", "× `best_fit`", "× pp ≥ 4")
-    reported = (
-        f"\n{reached} of {len(fractions)} cells of `auto` reach 92 %, the mean is {statistics.mean(fractions):.1%}, "
-        f"the least {min(fractions):.1%}. Cells with \\* are from older commits.\n"
-    )
-    lines_and_heads = table((*heads, "× median layout", "the paper", "lost to"), lines)
-    return lines_and_heads + reported + source(rows.some(commit=last), "paper_slimpack")
-
-
-def slimpack_batches() -> str:
-    """Shares of the bound and speed-ups of steps of more and more documents."""
-    rows = newest("paper_slimpack", "slimpack batch")
-    cells: dict[str, dict[str, Rows]] = {}
-    for case, own in rows.by_case().items():
-        _, _, _, documents, strategy, _ = case.split("; ")
-        cells.setdefault(documents, {})[strategy] = own
-    names = ("best_fit", "slimpack", "auto")
-    lines = []
-    for documents, own in cells.items():
-        shares = (percent(own[name].value("of bound")) for name in names)
-        lines.append((documents, *shares, times(own["auto"].value("speed-up", "best_fit"))))
-    heads = ("a step", *(f"`{name}`" for name in names), "`auto` × `best_fit`")
-    return table(heads, lines) + source(rows, "paper_slimpack")
-
-
-def wlb() -> str:
-    """Speed-ups over Plain-4D."""
-    rows = newest("paper_wlb", "wlb")
-    gains: dict[str, dict[str, list[float]]] = {}
-    for row in rows.some(metric="speed-up"):
-        setting, _, way, _ = row["case"].split(", ")
-        gains.setdefault(way, {}).setdefault(setting.split()[1], []).append(float(row["value"]))
-    means = [
-        (
-            way,
-            *(geometric(own.get(context, [])) for context in ("64K", "128K")),
-            geometric([*itertools.chain(*own.values())]),
-        )
-        for way, own in gains.items()
-    ]
-    return table(("× Plain-4D, geometric mean", "64K", "128K", "all"), means) + source(rows, "paper_wlb")
-
-
-def waiting() -> str:
-    """Imbalance and delay of both release rules of `wlb`."""
-    rows = newest("paper_wlb", "wlb waiting")
-    result: dict[tuple[str, str], list[str]] = {}
-    for case, own in rows.by_case().items():
-        name, _, rest = case.partition(", N=")
-        cell = f"{own.value('imbalance'):.3f}, {own.value('mean token delay'):.2f}"
-        result.setdefault((name, rest.split(",")[0]), []).append(cell)
-    heads = ("lengths", "N", "`balance`: imbalance, delay", "`queues`: imbalance, delay")
-    return table(heads, ((*key, *own) for key, own in result.items())) + source(rows, "paper_wlb")
-
-
-def skrull() -> str:
-    """Speed-ups over one document a pass, and over best fit."""
-    rows = newest("paper_skrull", "skrull")
-    lines = []
-    for case, own in rows.by_case().items():
-        setting, layout, strategy, _ = case.split(", ")
-        speed = (times(own.value("speed-up", base)) for base in ("one a pass", "best_fit"))
-        lines.append((setting, layout, strategy, percent(own.value("of bound")), *speed))
-    return table(("setting", "layout", "strategy", "of bound", "× one a pass", "× best_fit"), lines) + source(
-        rows, "paper_skrull"
-    )
-
-
-def skrull_steps() -> str:
-    """Skrull's parts, alone and together: speed-ups over one document a pass."""
-    rows = newest("paper_skrull", "skrull steps")
-    cells: dict[str, dict[str, str]] = {}
-    for case, own in rows.by_case().items():
-        setting, way = case.removesuffix(", simulated").split(", ")
-        for metric, column in (("speed-up", way), ("speed-up in the paper", "the paper")):
-            if (value := own.value(metric)) is not None and setting != "both models":
-                cells.setdefault(setting, {})[column] = times(value)
-    ways = [way for way in dict.fromkeys(way for own in cells.values() for way in own) if way != "one a pass"]
-    lines = ((setting, *(own.get(way, "") for way in ways)) for setting, own in sorted(cells.items()))
-    ours, theirs = rows.some(case="both models, skrull, simulated"), rows.some(case="both models, skrull")
-    over = [times(ours.value("mean speed-up", base)) for base in ("one a pass", "sorted")]
-    paper = [times(theirs.value("speed-up in the paper", base)) for base in ("DeepSpeed", "sorted")]
-    means = (
-        f"\nMean of both models: {over[0]} over one a pass and {over[1]} over sorted; "
-        f"the paper {paper[0]} over DeepSpeed and {paper[1]} over sorted.\n"
-    )
-    return table(("× one a pass", *ways), lines) + means + source(rows, "paper_skrull")
-
-
-def skrull_sizes() -> str:
-    """Over BatchSize and BucketSize, and with LoRA."""
-    rows = Rows(row for row in newest("paper_skrull") if row["benchmark"] in ("skrull sizes", "skrull lora"))
-    cells: dict[str, dict[str, str]] = {}
-    for row in rows:
-        setting, _, way = row["case"].removesuffix(", simulated").rpartition(", ")
-        cells.setdefault(setting, {})["the paper" if "paper" in row["metric"] else way] = times(float(row["value"]))
-    result = []
-    for columns, empty in ((("as published", "skrull", "the paper"), ""), (("all weights", "LoRA"), "beyond memory")):
-        own = {setting: found for setting, found in cells.items() if columns[1] in found}
-        lines = ((setting, *(found.get(name, empty) for name in columns)) for setting, found in own.items())
-        result.append(table(("× one a pass", *columns), lines))
-    return "\n".join(result) + source(rows, "paper_skrull")
-
-
-FLEXPIPE = {
-    "static padded": ("`padded` in the static layout", "1.40 over Zero-Bubble, which pads"),
-    "static best_fit": ("`best_fit` in the static layout", "1.23 over FlashAttention, which packs"),
-    "static flexpipe": ("its own packing in the static layout", "-"),
-    "published": ("`flexpipe` as published: least depth, no hysteresis, one step known", "-"),
-    "known 1": ("itself with the coming step alone known", "-"),
-    "documents only": ("itself without layers that recompute (O_plan)", "-"),
-    "best fixed": ("its own packing in the best fixed layout", "-"),
-}
-
-
-def flexpipe() -> str:
-    """Time of each way to train over `flexpipe`'s."""
-    rows = newest("paper_flexpipe", "flexpipe")
-    lines = []
-    for base, (what, paper) in FLEXPIPE.items():
-        ratios = rows.some(baseline=base).values("speed-up")
-        mean = statistics.geometric_mean(ratios)
-        lines.append((what, f"{mean:.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f}), {len(ratios)} cells", paper))
-    return table(("against", "ratio", "the paper's figure"), lines) + source(rows, "paper_flexpipe")
-
-
-def hbsa() -> str:
-    """Time of FlexPipe's search, and of trying everything."""
-    rows = newest("paper_flexpipe", "flexpipe search")
-    lines = []
-    for case, own in rows.by_case().items():
-        exhaustive, gap = own.value("exhaustive"), own.value("gap")
-        tried = "-" if exhaustive is None else f"{exhaustive / 1e3:.1f} s, gap {gap:.1%}"
-        splits = own.value("splits of layers in all") or math.nan
-        counts = f"{own.value('mappings priced'):.0f}", f"{splits:,.0f}" if splits < 1e6 else f"{splits:.1e}"
-        lines.append((case, f"{own.value('HBSA'):.0f} ms", *counts, tried))
-    heads = ("case", "HBSA", "mappings priced", "splits of layers there are", "all of them tried")
-    return table(heads, lines) + source(rows, "paper_flexpipe")
 
 
 def ideas() -> str:
@@ -665,9 +444,9 @@ BLOCKS: Mapping[Path, Mapping[str, Callable[[], str]]] = {
         "planners with a pipeline": lambda: planners("DP 8 x PP 4"),
         "planners without": lambda: planners("DP 8 x TP 4"),
         "planning times": planning_times, "slimpack": slimpack, "slimpack's batches": slimpack_batches,
-        "wlb": wlb, "documents that wait": waiting,
+        "wlb": wlb, "documents that wait": waiting, "WLB contexts": contexts, "WLB solver": solver,
         "skrull": skrull, "skrull's steps": skrull_steps, "skrull's sizes": skrull_sizes,
-        "flexpipe": flexpipe, "times of HBSA": hbsa, "ideas that pay": ideas,
+        "flexpipe": flexpipe, "FlexPipe layouts": flexpipe_layouts, "times of HBSA": hbsa, "ideas that pay": ideas,
         "gaps to exact solutions": gaps, "packers": packers, "training": training_rates,
     },
     ENGINES: {

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import evenload
 from commands import refused, run
 from evenload.planning.strategies.registry import STRATEGIES
 from evenload.stepplan.plan_file import decode_plan_file
@@ -239,6 +240,30 @@ def test_flexpipe_says_what_it_decided_before_every_step(table, tmp_path, capsys
     assert result["inputs"]["known_steps"] == 2
     assert result["inputs"]["strategy_options"]["flexpipe"]["margin"] == 0
     assert "Layouts over time" in page.read_text()
+
+
+def test_lengths_from_which_outliers_wait_are_shown_where_they_are_tuned(tmp_path, capsys) -> None:
+    """In the JSON, on the screen and on the page: those that the planner's state holds after the last step."""
+    file, page, table = (tmp_path / name for name in ("out.json", "out.html", "lengths.npy"))
+    drawn = np.random.default_rng(0).lognormal(np.log(1200), 1.4, 2000)
+    np.save(table, np.clip(drawn, 32, 32_768).astype(np.uint32))
+    request = ["--strategy", "wlb,balanced", "--steps", "3", "--documents", "100", "--json", str(file)]
+    published = ["--set", "wlb.as_published=true"]
+    assert run_plan(*inputs(str(table), *request, *published, "--html", str(page), "--details")) == 0
+    shown, rows = capsys.readouterr().out, json.loads(file.read_text())["strategies"]
+    planned = evenload.plan(
+        str(table), model="llama-7b", cluster="h100x8", layout="dp=2,pp=4", documents=100, steps=3, strategy="wlb",
+        set_options=published[1:],
+    )  # fmt: skip
+    state = planned.evaluation.proposals["wlb"][-1].state
+    assert state
+    assert state.outlier_lengths
+    note = f"outliers wait from {' and '.join(f'{length:,}' for length in state.outlier_lengths)} tokens on"
+    assert [one["name"] for one in rows if note in one["note"]] == ["wlb"]
+    assert note in " ".join(shown.split())
+    assert note in html.unescape(page.read_text())
+    assert run_plan(*inputs(str(table), *request)) == 0
+    assert "outliers wait" not in file.read_text(), "the balanced release tunes no lengths"
 
 
 def test_planning_never_imports_torch() -> None:

@@ -255,7 +255,7 @@ def _evaluate(
         cuts=_most_steps(_cuts_of(proposal) for proposal in proposals),
         schedule=_most_steps(_schedule_of(proposal) for proposal in proposals),
         sharding=_most_steps(_sharding_of(proposal) for proposal in proposals),
-        note=note or "; ".join(filter(None, (_part_note(stride), own_note))),
+        note=note or "; ".join(filter(None, (_part_note(stride), own_note, _outlier_note(proposals[-1])))),
         time_split=mean_time_split([split_proposal(proposal) for proposal in proposals]),
         layout_decisions=decisions,
     ), tuple(proposals)
@@ -281,6 +281,12 @@ def _part_note(stride: int) -> str:
         return ""
     of_part = f"packs and deferred tokens are the part's times {stride}, plan time and timelines the part's"
     return f"estimated on one of {stride} replicas and documents; {of_part}"
+
+
+def _outlier_note(last: Proposal) -> str:
+    """Name the lengths of `wlb`'s queues in the last step; "" where there are none."""
+    lengths = [f"{length:,}" for length in last.state.outlier_lengths] if last.state else []
+    return f"in the last step outliers wait from {' and '.join(lengths)} tokens on" if lengths else ""
 
 
 def _sizes(layout: ParallelLayout) -> dict[str, int]:
