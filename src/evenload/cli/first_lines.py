@@ -52,7 +52,7 @@ def engine_sentence(engine: EngineEvaluation, inputs: Mapping[str, Any]) -> str:
     """Return the outcome on an engine, and what every GPU holds where the engine shards nothing."""
     near = within_error([result for result in engine.results if not result.why])
     fastest = f"Fastest on {engine.engine}: {_named(near)}, about {format_seconds(min(map(_seconds, near)))} a step"
-    if engine_named(engine.engine).gathers != "never":
+    if engine_named(engine.engine).gathers != "never" or inputs["has_adapters"]:
         return f"{fastest} if memory suffices, which is not predicted."
     offered, held = inputs["memory_cap_bytes"], 16 * inputs["parameters"]
     shared = ": train LoRA, or shard them (--engine fsdp2, deepspeed)" if held > offered else ""

@@ -96,7 +96,7 @@ def run_init(request: InitRequest) -> None:
     chosen = f"{cluster or 'this CPU'}, context {context:,} {unit}, {batch:,} a step"
     weights = "Warning: random weights; trained ones: --model with a folder, or a name on the Hub such as Qwen/Qwen3-8B"
     said = [weights] if "random_init = true" in text else []
-    said += ["Warning: without a tokeniser the file trains bytes, and its context counts them"] * (unit == "bytes")
+    said += ["Warning: without a tokeniser it trains bytes, and its context counts them"] if unit == "bytes" else []
     said += ["Warning: several GPUs have never trained together yet (docs/limits.md)"] if devices > 1 else []
     then = "look at it, then:" if request.data else "name your documents in it (data.sources), then:"
     print_lines(Console(), f"wrote {out}, for {chosen}", *said, then, *commands, start)

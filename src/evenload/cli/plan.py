@@ -245,6 +245,7 @@ def _inputs_content(
         "model_size": model.describe_size(),
         "parameters": model.num_parameters,
         "active_parameters": model.num_active_parameters,
+        "has_adapters": model.has_adapters,
         "whole_documents": model.whole_documents,
         "tensor_refusal": _tensor_refusal(model, layout),
         "cluster": inputs.cluster_name,

@@ -164,7 +164,7 @@ def model_from_config(tree: Mapping[str, Any], name: str, bytes_per_element: int
     if digest not in _read:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "evenload" / "models"
         # As the transformers that is installed builds it, without one as any did.
-        own = cache / f"{digest}-{''.join(one.version for one in distributions(name='transformers')) or '*'}.json"
+        own = cache / f"{digest}-{next((one.version for one in distributions(name='transformers')), '*')}.json"
         try:
             _read[digest] = msgspec.json.decode(max(cache.glob(own.name), default=own).read_bytes(), type=ModelSpec)
         except (OSError, msgspec.MsgspecError, ConfigError):  # it is read anew, and written

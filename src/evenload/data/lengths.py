@@ -50,7 +50,7 @@ class LengthTable:
 
 
 def in_estimated_tokens(table: LengthTable) -> LengthTable:
-    """Return lengths in bytes as tokens of four bytes, about what tokenisers make of English text, and more of code."""
+    """Return lengths in bytes as tokens of four bytes, as of English text; code has more tokens."""
     return replace(table, lengths=-(-table.lengths // 4), unit="tokens", tokenizer=ESTIMATED)
 
 

@@ -1,5 +1,5 @@
 """Let fused kernels compute norms, rotary embedding, gated activation and cross-entropy (`train.kernels`): Liger's, and
-torch's own RMSNorm, whose launch takes a tenth of the host's time (docs/benchmarks.md).
+torch's own RMSNorm, an operator that is launched without Python (docs/decisions/14-gpu-path.md).
 
 A module is known by what it computes, not by its name: on a few rows in bfloat16 on the CPU its own code has to give,
 to the bit, what a formula here gives for which Liger has a kernel. All others stay plain torch, and so do experts and
