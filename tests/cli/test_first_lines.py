@@ -135,10 +135,8 @@ def test_where_nothing_fits_the_search_is_next(capsys, tmp_path):
 
 def test_of_an_engine_the_first_sentence_is_its_own_and_says_what_is_not_known(chats):
     found = evenload.plan(chats, model="qwen3-8b", cluster="h100x8", documents=64, engine="trainer")
-    held = re.escape(
-        "every GPU of 69.5 GiB holds 122 GiB of weights, gradients and moments (61.0 GiB if all are bfloat16)"
-    )
-    start = rf"Fastest on trainer: (.*?), about [\d.]+ m?s a step\. There {held}: train LoRA"
+    held = r"122 GiB of weights, gradients and moments \(61.0 GiB if all are bfloat16\): train LoRA, .*"
+    start = rf"On trainer every GPU of 69.5 GiB holds {held}\. By time alone (.*?), about [\d.]+ m?s a step\. "
     first = re.match(start, found.headline)
     results = {one.name: one.mean_step_time_s for one in found.engine.results if not one.why}
     near = [name for name, seconds in results.items() if seconds <= 1.05 * min(results.values())]
@@ -146,6 +144,8 @@ def test_of_an_engine_the_first_sentence_is_its_own_and_says_what_is_not_known(c
     assert named[0] == "auto", "which is what the loader does where nothing is set"
     assert set(named) <= {*near, f"{len(near) - 3} others"}
     sharded = evenload.plan(chats, model="qwen3-8b", cluster="h100x8", documents=64, engine="fsdp2")
+    small = evenload.plan(chats, model="qwen3-0.6b", cluster="h100x8", documents=64, engine="trainer").headline
+    assert re.match(r"Fastest on trainer: auto, .* a step; every GPU holds [\d.]+ GiB of .*, of 69\.5 GiB\.", small)
     assert re.match("Fastest on fsdp2: .* if memory suffices, which is not predicted\\.", sharded.headline)
     assert sharded.next_step == 'next: PackedLoader(..., engine="fsdp2"), whose strategy is auto (docs/loader.md)'
     shown = str(found)

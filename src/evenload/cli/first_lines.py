@@ -51,13 +51,15 @@ def first_sentences(
 def engine_sentence(engine: EngineEvaluation, inputs: Mapping[str, Any]) -> str:
     """Return the outcome on an engine, and what every GPU holds where the engine shards nothing."""
     near = within_error([result for result in engine.results if not result.why])
-    fastest = f"Fastest on {engine.engine}: {_named(near)}, about {format_seconds(min(map(_seconds, near)))} a step"
+    fastest = f"{_named(near)}, about {format_seconds(min(map(_seconds, near)))} a step"
     if engine_named(engine.engine).gathers != "never" or inputs["has_adapters"]:
-        return f"{fastest} if memory suffices, which is not predicted."
+        return f"Fastest on {engine.engine}: {fastest} if memory suffices, which is not predicted."
     offered, held = inputs["memory_cap_bytes"], 16 * inputs["parameters"]
-    shared = ": train LoRA, or shard them (--engine fsdp2, deepspeed)" if held > offered else ""
     whole = f"{format_bytes(held)} of weights, gradients and moments ({format_bytes(held / 2)} if all are bfloat16)"
-    return f"{fastest}. There every GPU of {format_bytes(offered)} holds {whole}{shared}."
+    if held <= offered:
+        return f"Fastest on {engine.engine}: {fastest}; every GPU holds {whole}, of {format_bytes(offered)}."
+    instead = "train LoRA, or shard them (--engine fsdp2, deepspeed)"
+    return f"On {engine.engine} every GPU of {format_bytes(offered)} holds {whole}: {instead}. By time alone {fastest}."
 
 
 def next_line(evaluation: Evaluation, inputs: Mapping[str, Any], few: FewLayouts | None) -> str:

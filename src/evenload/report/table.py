@@ -179,10 +179,10 @@ class ComparisonTable:
             yield table
         if left_out:
             yield Text(f"left out for width: {', '.join(left_out)}")
-        slower = len(feasible) - len(shown)
+        others = len(feasible) - len(shown)
         hidden = 0 if self.has_all_rows else len(refused) - (not feasible)
-        if slower or hidden:
-            parts = [f"{slower} slower"] * bool(slower) + [f"{hidden} that cannot run"] * bool(hidden)
+        if others or hidden:
+            parts = [f"{others} more"] * bool(others) + [f"{hidden} that cannot run"] * bool(hidden)
             yield Text(f"--details shows {' and '.join(parts)}")
         if self.has_all_rows or not feasible:
             for row in refused if self.has_all_rows else refused[:1]:
