@@ -46,8 +46,8 @@ ROUNDING_TESTS := $(addprefix tests/,attention/test_range_attention.py \
 
 # oneDNN is limited, too: with matrix units that it finds, torch packs bfloat16 for instructions it was told not to use.
 test-rounding: .venv/dev  ## the exactness tests as a processor without vector units rounds; 2 minutes on 2 cores
-	ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=AVX2 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal \
-	  $(ROUNDING_TESTS)
+	ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=AVX2 $(BIN)/python -m pytest \
+	  -n $(TEST_PROCESSES) --dist worksteal $(ROUNDING_TESTS)
 
 test-thorough: .venv/dev  ## whole sweeps over seeds and layouts, new random examples, every benchmark with --quick; an hour and more
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal --hypothesis-profile=explore
