@@ -106,18 +106,8 @@ def test_explicit_options_win_over_the_configuration(project, capsys) -> None:
 
 
 def test_documents_in_bytes_are_bytes_everywhere(project, capsys) -> None:
-    arguments = [
-        "--model",
-        "model",
-        "--cluster",
-        "h100x8",
-        "--layout",
-        "dp=2",
-        "--documents",
-        "8",
-        "--tokenizer",
-        "bytes",
-    ]
+    arguments = ["--model", "model", "--cluster", "h100x8", "--layout", "dp=2", "--documents", "8"]
+    arguments += ["--tokenizer", "bytes"]
     more = ["--strategy", "best_fit,padded", "--overlong", "drop", "--context", "100", "--json", "out.json"]
     assert run("plan", "corpus", *arguments, *more, "--html", "out.html") == 0
     shown = capsys.readouterr().out

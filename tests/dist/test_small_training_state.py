@@ -108,6 +108,7 @@ def test_moments_of_two_bytes_learn_as_those_of_four(gloo_pool, config_file, tmp
     wide = run(gloo_pool, config_file, 1, *more, stop_after=12)
     half = run(gloo_pool, config_file, 1, *more, *MOMENTS, f"train.output_dir={tmp_path}/half", stop_after=12)
     assert half.losses[0] == wide.losses[0]
+    assert half.losses[:5] == pytest.approx(wide.losses[:5], rel=2e-3)
     # Of what there is to learn: as processors with and without matrix units for bfloat16 multiply, losses that have
     # fallen to a ninth differ by up to half of it.
     assert half.losses == pytest.approx(wide.losses, abs=1e-3 * wide.losses[0])

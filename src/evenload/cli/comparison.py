@@ -128,8 +128,8 @@ class Comparison:
     def next_step(self) -> str:
         """The setting or command that follows."""
         if self.engine is not None and self.engine.best:
-            own = f'PackedLoader(..., engine="{self.engine.engine}")'
-            own = "PackedTrainer or PackedSFTTrainer" if self.engine.engine == "trainer" else own
+            name = self.engine.engine
+            own = "PackedTrainer or PackedSFTTrainer" if name == "trainer" else f'PackedLoader(..., engine="{name}")'
             return f"next: {own}, whose strategy is auto (docs/loader.md)"
         return next_line(self.evaluation, self.inputs, self.few_layouts)
 
@@ -146,9 +146,8 @@ class Comparison:
         if (baseline := _baseline_row(self.evaluation)) is not None and baseline["name"] != BEST_FIT.name:
             rows.append(baseline)
         place = {name: at for at, name in enumerate(self.equally_fast)}
-        rows.sort(
-            key=lambda row: (not row["feasible"], place.get(row["name"], len(place)), row["mean_step_time_s"] or 0.0)
-        )
+        last = len(place)
+        rows.sort(key=lambda row: (not row["feasible"], place.get(row["name"], last), row["mean_step_time_s"] or 0.0))
         return _rows_in_unit(rows, self.unit)
 
     @property

@@ -1,11 +1,12 @@
 """Answer what `evenload plan` was asked in at most three short sentences, and say what to do next.
 
 Strategies that differ by less than predictions of a difference can be trusted are named together: in the public ledger
-(docs/accuracy.md) 122 of 125 pairs that differ by more than `SAME_SHARE` came in the right order.
+(docs/accuracy.md) 125 of 128 pairs that differ by more than `SAME_SHARE` came in the right order.
 """
 
 import math
 from collections.abc import Mapping, Sequence
+from shlex import quote
 from typing import Any
 
 import numpy as np
@@ -25,19 +26,20 @@ SAME_SHARE = 0.05
 WARNED_SHARE = 0.05
 """Of the tokens that are not trained, from which on that is a warning."""
 _MOST_NAMED = 3
+_FLOAT32_BYTES = 16  # Of a parameter: weight, gradient and the two moments of AdamW, all in float32
 
 
 def equally_fast(evaluation: Evaluation) -> tuple[StrategyResult, ...]:
     """Return the strategies that are as fast as the fastest one within the error of prediction: `auto` first, which is
     what runs use where nothing is set, then by time; () where none fits memory."""
-    near = within_error([row for row in evaluation.results if row.feasible and row.mean_step_time_s is not None])
-    return tuple(sorted(near, key=lambda row: (row.name != AUTO.name, _seconds(row))))
+    return tuple(within_error([one for one in evaluation.results if one.feasible and one.mean_step_time_s is not None]))
 
 
 def within_error(rows: Sequence[Any]) -> list[Any]:
-    """Return the rows, all with a step time, that are as fast as the fastest within the error of prediction."""
+    """Return the rows that are as fast as the fastest within the error of prediction: `auto` first, then by time."""
     limit_s = min((_seconds(row) for row in rows), default=0.0) * (1 + SAME_SHARE)
-    return [row for row in rows if _seconds(row) <= limit_s]
+    near = [row for row in rows if _seconds(row) <= limit_s]
+    return sorted(near, key=lambda row: (row.name != AUTO.name, _seconds(row)))
 
 
 def first_sentences(
@@ -54,7 +56,7 @@ def engine_sentence(engine: EngineEvaluation, inputs: Mapping[str, Any]) -> str:
     fastest = f"{_named(near)}, about {format_seconds(min(map(_seconds, near)))} a step"
     if engine_named(engine.engine).gathers != "never" or inputs["has_adapters"]:
         return f"Fastest on {engine.engine}: {fastest} if memory suffices, which is not predicted."
-    offered, held = inputs["memory_cap_bytes"], 16 * inputs["parameters"]
+    offered, held = inputs["memory_cap_bytes"], _FLOAT32_BYTES * inputs["parameters"]
     whole = f"{format_bytes(held)} of weights, gradients and moments ({format_bytes(held / 2)} if all are bfloat16)"
     if held <= offered:
         return f"Fastest on {engine.engine}: {fastest}; every GPU holds {whole}, of {format_bytes(offered)}."
@@ -72,9 +74,9 @@ def next_line(evaluation: Evaluation, inputs: Mapping[str, Any], few: FewLayouts
     settings = f'plan.strategy = "{near[0].name}"' + (f", parallel = {{{sizes}}}" if sizes else "")
     if str(inputs["lengths"]).endswith(".toml"):
         return f"next: {settings}, then evenload train {inputs['lengths']}"
-    command = f"evenload init --model {inputs['model']}"
-    command += f" --data {inputs['lengths']}" if inputs["tokenizer"] else ""
-    command += f" --text-column {inputs['text_column']}" if inputs["text_column"] else ""
+    command = f"evenload init --model {quote(inputs['model'])}"
+    command += f" --data {quote(inputs['lengths'])}" if inputs["tokenizer"] else ""
+    command += f" --text-column {quote(inputs['text_column'])}" if inputs["text_column"] else ""
     command += "" if inputs["context_from"] else f" --context {inputs['context']}"
     untried = " (our runtime never ran on several GPUs; a Trainer: evenload plan --engine trainer)" if sizes else ""
     return f"next: {command} --gpus {inputs['cluster']} writes a config.toml; here {settings} was fastest{untried}"
@@ -93,8 +95,8 @@ def option_of(sizes: Mapping[str, int]) -> str:
 
 
 def _named(rows: Sequence[Any]) -> str:
-    """Name strategies as equals, `auto` first."""
-    names = sorted((row.name for row in rows), key=lambda name: name != AUTO.name)
+    """Name strategies as equals, a few of them."""
+    names = [row.name for row in rows]
     if (others := len(names) - _MOST_NAMED) > 0:
         names[_MOST_NAMED:] = [counted(others, "other")]
     return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
@@ -168,9 +170,8 @@ def _of_batches(inputs: Mapping[str, Any], batches: Sequence[SampledBatch]) -> s
         cut = {"truncate": "cut off by", "drop": "in documents left out by"}.get(str(inputs["overlong"]), "lost to")
         percent = f"{100 * share:.0f} %" if share >= 0.005 else "<1 %"
         kept = " (--overlong split keeps them)" if inputs["overlong"] == "truncate" else ""
-        remarks.append(
-            f"{percent} of {inputs['unit']} are {cut} context {format_power_of_two(inputs['context'])}{kept}"
-        )
+        where = f"context {format_power_of_two(inputs['context'])}"
+        remarks.append(f"{percent} of {inputs['unit']} are {cut} {where}{kept}")
     if inputs["unit"] == "tokens" and inputs["context"] > (limit := inputs["context_limit"] or math.inf):
         remarks.append(f"{inputs['model']} was made for {limit:,} tokens, a longer context needs rope_scaling")
     drawn = inputs["documents"] or max(len(batch.documents) + len(batch.left_out) for batch in batches)

@@ -240,7 +240,8 @@ def _inputs_content(
     options, batches, model = inputs.options, inputs.batches, inputs.costs.model
     return {
         "lengths": lengths,
-        **{name: getattr(table, name) for name in ("unit", "tokenizer")},
+        "unit": table.unit,
+        "tokenizer": table.tokenizer,
         "model": inputs.model_name,
         "model_size": model.describe_size(),
         "parameters": model.num_parameters,
@@ -323,12 +324,14 @@ def run_plan(request: PlanRequest) -> None:
         return
     comparison = compare(request)
     comparison.show(console, details=request.details)
-    for path, content in ((request.json_file, comparison.to_json), (request.emit_plan, comparison.plan_file)):
-        if path:
-            write_output(path, content())
-    for path, write in ((request.html, comparison.write_html), (request.trace, comparison.write_trace)):
-        if path:
-            write(path)
+    if request.json_file:
+        write_output(request.json_file, comparison.to_json())
+    if request.emit_plan:
+        write_output(request.emit_plan, comparison.plan_file())
+    if request.html:
+        comparison.write_html(request.html)
+    if request.trace:
+        comparison.write_trace(request.trace)
     comparison.require_feasible()
 
 

@@ -228,8 +228,7 @@ def _require_compatible(request: PlanRequest) -> None:
 def _inputs(
     request: PlanRequest, file: str, ranks: int, profile: EngineProfile | None
 ) -> tuple[PlanInputs, ParallelLayout]:
-    """Return what steps are priced for: the ranks of the file's partitions (0 = it has none), on H100s unless a cluster
-    is named."""
+    """Return what steps are priced for: the ranks of the file's partitions (0 = none), on H100s or a named cluster."""
     if not (request.layout or ranks):
         raise ConfigError(f"--layout dp=N is missing, the ranks to divide among, and {file} has no micro_batches")
     written = read_layout_text(request.layout or f"dp={ranks}")

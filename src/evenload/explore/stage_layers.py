@@ -136,8 +136,7 @@ class _SplitProblem:
 
 @dataclass(frozen=True, eq=False)
 class _Amounts:
-    """What a rank has of something: int64[L + 1] of the first layers, and what the first and the last stage's ranks
-    have on top."""
+    """What a rank has of something: int64[L + 1] of the first layers; on top, on the first and last stage's ranks."""
 
     running: NDArray[np.int64]
     first: int

@@ -236,8 +236,7 @@ class StepProblem:
     def scheduled(
         self, label: str, packs: ReplicaPacks, rule: ScheduleRule, tasks: PipelineTasks | None = None
     ) -> Candidate:
-        """Simulate packs under a schedule, priced already or as it needs them; a `ConfigError` where it does not suit
-        them."""
+        """Simulate packs under a schedule, priced already or as it needs them; `ConfigError`: it does not suit them."""
         if tasks is None:
             tasks = pipeline_tasks(self.costs, packs, split=rule.splits_backward)
         return self.ordered(f"{label}, {rule.name}", packs, tasks, rule.actions(tasks, self.cap_bytes), rule.name)

@@ -159,12 +159,13 @@ class SearchResult:
         used = [search for search in (*self.own, *self.blocks.values()) if len(search.documents)]
         split = bool(self.blocks) and any(search.ranking()[0].split for search in used)
         best = {id(search): ReplicaChoice(search.documents, search.build_best(split=split)) for search in used}
-        # The replicas of a block have to agree on its order, so it is fitted into host memory once for all of them;
-        # where that takes longer, other policies may be faster.
-        for key, one in best.items() if self.blocks else ():
-            ordered = ordered_within_host(self.own[0].problem, one, of_block=True)
-            if ordered and ordered.candidate.makespan_s <= CLOSE * one.candidate.makespan_s:
-                best[key] = ordered
+        if self.blocks:
+            # The replicas of a block have to agree on its order, so it is fitted into host memory once for all of them;
+            # where that takes longer, other policies may be faster.
+            for key, one in best.items():
+                ordered = ordered_within_host(self.own[0].problem, one, of_block=True)
+                if ordered and ordered.candidate.makespan_s <= CLOSE * one.candidate.makespan_s:
+                    best[key] = ordered
         choices = []
         for replica, own in enumerate(self.own):
             shared = [best[id(self.blocks[block])] for block in self.blocks_of(replica)]

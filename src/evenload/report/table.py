@@ -269,8 +269,7 @@ READ_LAYOUTS = (
 
 
 def layout_rows(decisions: Iterable[LayoutDecision]) -> Iterator[tuple[str, ...]]:
-    """Yield rows of `LAYOUT_HEADINGS`; neighbours with the same action and conditions are one row with the last one's
-    seconds."""
+    """Yield rows of `LAYOUT_HEADINGS`; neighbours of one action and conditions are one, with the last one's seconds."""
 
     def kind(decision: LayoutDecision) -> object:
         apart = decision.step if decision.is_switch else None
