@@ -60,7 +60,11 @@ def test_what_no_run_can_take_is_refused_in_words(text, message) -> None:
 def test_flexpipe_without_declared_layouts_takes_depths_of_the_same_processes() -> None:
     flex = ("parallel.pp=4", "plan.strategy=flexpipe")
     result = layouts_with(*flex)
-    assert [one.describe() for one in result] == ["pp=4", "dp=2 pp=2", "dp=4", "pp=3"]
+    described = ["pp=4", "dp=2 pp=2", "dp=4", "pp=3 devices=1+1+2", "pp=3 devices=2+1+1"]
+    assert [one.describe() for one in result] == described
+    # Of one queue for every pair of ranks nothing is tested with them.
+    for idle in ('parallel.channels="fifo"', "plan.options.flexpipe={part_pipelines=false}"):
+        assert [one.describe() for one in layouts_with(*flex, idle)] == [*described[:3], "pp=3"]
     assert layouts_with(*flex, "plan.options.flexpipe={most_layouts=2}") == result[:2]
     assert layouts_with(*flex, 'plan.layouts=["dp=4"]') == (result[0], result[2])
     assert layouts_with("parallel.pp=4", "plan.strategy=auto") == result[:1]

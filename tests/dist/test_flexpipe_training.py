@@ -74,6 +74,35 @@ def test_the_layout_follows_the_lengths_and_a_resumed_run_decides_alike(gloo_poo
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(
+    ("cap_bytes", "deep"),
+    [
+        # A stage of two processes beside one of one, and as little as the head leaves to the last stage.
+        (7_000_000, "pp=2 devices=1+2"),
+        (6_000_000, "pp=3 layers=1+2+1"),
+    ],
+)
+def test_without_declared_layouts_stages_are_cut_for_every_batch(gloo_pool, config_file, tmp_path, cap_bytes, deep):
+    """By HBSA, on three processes, of which none is idle; stopped in a layout that nothing declares, to the bit."""
+
+    def run_three(name: str, stop_after: int = len(PHASES)) -> Outcome:
+        overrides = settings(tmp_path, name, "parallel.dp=3", "plan.strategy=flexpipe", RELY_ON_PREDICTIONS)
+        return gloo_pool.run(3, run_outcome, config_file, overrides, cap_bytes, stop_after)[0]
+
+    whole = run_three("whole")
+    reported = [(one.action, one.layout) for one in whole.decisions]
+    there, back = ("grow", deep), ("shrink", "dp=3")
+    stay = ("stay", "dp=3")
+    assert reported == [stay, stay, there, ("stay", deep), back, stay, there, back]
+    alone = run(gloo_pool, 1, config_file, settings(tmp_path, "alone", "plan.strategy=balanced"))
+    assert_same_training(whole, alone, 1e-10)
+
+    first, rest = run_three("stopped", stop_after=3), run_three("stopped")
+    assert [(one.action, one.layout) for one in (*first.decisions, *rest.decisions)] == reported
+    assert [*first.losses, *rest.losses] == pytest.approx(whole.losses, rel=1e-12)
+
+
+@pytest.mark.long
 def test_the_monitor_follows_a_run_and_travels_in_its_checkpoint(gloo_pool, config_file, tmp_path):
     """Whatever the machine's speed, a batch that does not fit makes the layout change."""
     overrides = settings(tmp_path, "measured", *layouts("plan.options.flexpipe={known_steps=2}"))

@@ -148,9 +148,9 @@ def test_a_checkpoint_between_switches_goes_on_there_and_elsewhere(gloo_pool, tm
     assert other.losses == pytest.approx(whole.losses[3:], rel=1e-10)
 
 
-def test_a_plan_of_a_layout_that_was_not_declared_is_refused(gloo_pool, tmp_path):
+def test_a_plan_of_a_layout_without_groups_is_refused(gloo_pool, tmp_path):
     """And one that changes the layout without saying so."""
     reported = gloo_pool.run(2, refused_layouts, run_file(tmp_path), ["parallel.pp=2", 'plan.layouts=["dp=2"]'])
     for undeclared, unsaid in reported:
-        assert "a plan is made for pp=2 layers=1+3, this run may take pp=2, dp=2" in undeclared
+        assert "a plan is made for pp=2 virtual=2, this run may take pp=2, dp=2" in undeclared
         assert "but pp=2 runs in the same generation (0)" in unsaid

@@ -78,9 +78,8 @@ class Case:
         return ReceiveSeconds(self.model, self.coefficients, self.current, layout)
 
     def search(self, **options):
-        return search_mappings(
-            self.model.num_layers, self.groups, len(self.policies), self.prices_of, self.receive_of, **options
-        )
+        depths = range(1, min(self.model.num_layers, self.groups) + 1)
+        return search_mappings(depths, len(self.policies), self.prices_of, self.receive_of, **options)
 
     def all_mappings(self) -> list[Mapping]:
         """Every split of the layers at every depth, policy and number of micro-batches."""

@@ -170,7 +170,14 @@ def test_what_is_found_is_near_the_best_of_all_mappings_of_its_devices(
     ]
     result = best_replicated_mapping(price, devices)
     assert (result is None) == (not fitting)
-    if result is not None:
+    least, wide = divmod(devices, depth)
+    ways = sorted(set(itertools.permutations([least + 1] * wide + [least] * (depth - wide))))
+    by_way = {one: best_replicated_mapping(price, devices, [one]) for one in ways}
+    assert all(one is None or one[1] == of_stages for of_stages, one in by_way.items())
+    among_all = best_replicated_mapping(price, devices, ways)
+    assert (among_all is None) == (result is None)
+    if result is not None and among_all is not None:
+        assert price.replicated_seconds(*among_all) <= price.replicated_seconds(*result)
         edges, of_stages = result
         assert sum(of_stages) == devices
         assert (edges[0], edges[-1]) == (0, LAYERS)

@@ -15,7 +15,7 @@ from evenload.errors import InvalidPlanError
 from evenload.planning.layouts.moves import moved_bytes, plan_moves
 from evenload.planning.planner import Proposal, StepPlanner
 from evenload.runtime.trainer import Trainer
-from evenload.types.layout import ParallelLayout, split_layout
+from evenload.types.layout import ParallelLayout, even_layout
 from evenload.types.plan import seal
 
 
@@ -100,7 +100,7 @@ def planned_bytes(trainer: Trainer, layout: ParallelLayout) -> tuple[int, int]:
 def refused_layouts(config_file: str, overrides: list[str]) -> list[str]:
     """What a run says of a layout that it has no groups for, and of one that changes in the same generation."""
     trainer, output = make_trainer(config_file, overrides, ScriptedTrainer), []
-    for layout in (msgspec.structs.replace(split_layout([1, 3], pp=2), generation=1), trainer.meshes.layouts[1]):
+    for layout in (msgspec.structs.replace(even_layout(4, pp=2, virtual=2), generation=1), trainer.meshes.layouts[1]):
         try:
             trainer.state.change_layout(layout, COSTS)
         except InvalidPlanError as error:

@@ -11,7 +11,7 @@ import msgspec
 from evenload.cli.options import parse_layout
 from evenload.cli.plan_request import DEFAULT_CONTEXT, DEFAULT_DOCUMENTS, LengthSource, PlanRequest
 from evenload.config.keys import options_of_settings
-from evenload.config.planner import layouts_of, machine_memory_bytes, process_memory_bytes
+from evenload.config.planner import layers_move, layouts_of, machine_memory_bytes, process_memory_bytes
 from evenload.config.sections import with_adapters
 from evenload.config.tokenizer import require_tokenizer
 from evenload.config.train_config import BYTES_PER_ELEMENT, TrainConfig, layout_of
@@ -96,6 +96,7 @@ class PlanInputs:
         run_layouts: that a run may take, the one in which it starts, `layout`, first; () = `layout` is no run's, and
             layers of its stages are balanced by cost.
         host: what a node offers to offloaded activations.
+        layers_move: the run's layouts may have any layers in their stages.
         context_from: the context's origin where nobody gave it, such as "the model's limit"; else "".
     """
 
@@ -108,6 +109,7 @@ class PlanInputs:
     options: PlanOptions
     host: HostMemory
     context_from: str = ""
+    layers_move: bool = False
 
     def within(self, longest: int) -> "PlanInputs":
         """Return the inputs for documents of at most so many tokens, which are the context where nobody gave one."""
@@ -127,11 +129,6 @@ class PlanInputs:
     def memory_cap_bytes(self) -> int:
         """What a device offers."""
         return self.cluster.device.usable_bytes
-
-    @property
-    def switch_layouts(self) -> tuple[ParallelLayout, ...] | None:
-        """Layouts between which strategies may change, where a run declares several."""
-        return self.run_layouts if len(self.run_layouts) > 1 else None
 
 
 def plan_inputs(request: PlanRequest, source: LengthSource) -> PlanInputs:
@@ -187,6 +184,7 @@ def plan_inputs(request: PlanRequest, source: LengthSource) -> PlanInputs:
         options=_options(request, run, context),
         host=host,
         context_from=context_from,
+        layers_move=run is not None and layers_move(run.plan),
     )
 
 

@@ -85,7 +85,12 @@ def few_layouts(
 def planners_of_layout(inputs: PlanInputs, layout: ParallelLayout) -> StrategyPlanners:
     costs, options = inputs.costs, inputs.options
     planner = StepPlanner(costs.model, costs.of(layout), layout, inputs.memory_cap_bytes, options, host=inputs.host)
-    return StrategyPlanners(planner=planner, flexible=FlexPlanner(planner, costs.of, layouts=inputs.switch_layouts))
+    return StrategyPlanners(planner=planner, flexible=_flex_planner(inputs, planner))
+
+
+def _flex_planner(inputs: PlanInputs, planner: StepPlanner) -> FlexPlanner:
+    layouts = inputs.run_layouts if len(inputs.run_layouts) > 1 else None
+    return FlexPlanner(planner, inputs.costs.of, layouts=layouts, layers_move=inputs.layers_move)
 
 
 @dataclass(frozen=True)
@@ -151,8 +156,7 @@ class SearchedLayouts:
             planners = search.planners(result)
             if planners.stands_for is not None:
                 return planners  # A part has no other layouts to change to.
-            flexible = FlexPlanner(planners.planner, inputs.costs.of, layouts=inputs.switch_layouts)
-            return replace(planners, flexible=flexible)
+            return replace(planners, flexible=_flex_planner(inputs, planners.planner))
 
         own = {one.strategy: planners_of(one.best) for one in self.results}
         baseline = None

@@ -183,7 +183,12 @@ def groups_line(meshes: "Meshes", *, are_declared: bool) -> str:
     if len(meshes.layouts) == 1:
         return ""
     named = ", ".join(layout.describe() for layout in meshes.layouts)
-    chosen = "" if are_declared else ", as plan.layouts names none (plan.options.flexpipe.most_layouts, most_groups)"
+    chosen = ""
+    if not are_declared:
+        chosen = (
+            ", with any layers in their stages, as plan.layouts names none (plan.options.flexpipe.most_layouts, "
+            "most_groups)"
+        )
     return f"layouts that the run may take: {named}{chosen} | {counted(meshes.num_groups, 'process group')}"
 
 

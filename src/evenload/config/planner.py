@@ -27,7 +27,8 @@ from evenload.types.text import counted
 
 def layouts_of(config: TrainConfig, num_layers: int) -> tuple[ParallelLayout, ...]:
     """List the layouts that a run may take, each once: that of `[parallel]`, in which it starts and which gives the
-    number of processes, and those of `plan.layouts`, or, under `flexpipe` without them, some of the same processes.
+    number of processes, and those of `plan.layouts`, or, under `flexpipe` without them, some of the same processes,
+    whose stages may have any layers (`layers_move`).
     Raises `ConfigError`: as `layout_of` and `resolved_layout`; a layout needs more processes than `[parallel]` starts
     or is named twice; or fifo channels with stages of different numbers of devices."""
     start = layout_of(config.parallel, num_layers)
@@ -44,9 +45,10 @@ def layouts_of(config: TrainConfig, num_layers: int) -> tuple[ParallelLayout, ..
             raise ConfigError(f"plan.layouts: '{text}' is the same layout as an entry before it ({layout.describe()})")
         if layout != start:
             layouts.append(layout)
-    if not config.plan.layouts and strategy_named(config.plan.strategy).changes_layout:
+    if layers_move(config.plan):
         options = config.plan.options.own(FlexOptions)
-        layouts += enumerated_layouts(start, options.most_layouts, options.most_groups)
+        deals_packs = options.part_pipelines and config.parallel.channels != "fifo"
+        layouts += enumerated_layouts(start, options.most_layouts, options.most_groups, part_pipelines=deals_packs)
     for layout in layouts:
         if layout.has_replicated_stages and config.parallel.channels == "fifo":
             raise ConfigError(
@@ -54,6 +56,11 @@ def layouts_of(config: TrainConfig, num_layers: int) -> tuple[ParallelLayout, ..
                 '"fifo" gives every pair of ranks one queue; that is not tested with them: leave one of both out'
             )
     return tuple(layouts)
+
+
+def layers_move(plan: PlanConfig) -> bool:
+    """Return whether a run cuts stages anew for every batch: the strategy changes the layout, and none is declared."""
+    return not plan.layouts and strategy_named(plan.strategy).changes_layout
 
 
 def resolved_layout(text: str, start: ParallelLayout, num_layers: int) -> ParallelLayout:
@@ -219,6 +226,7 @@ def make_flex_planner(
         lambda layout: completed,
         strategy=config.plan.strategy,
         layouts=layouts,
+        layers_move=layers_move(config.plan),
         options_of=lambda layout, coefficients: options_of_run(config, layout, coefficients),
         moved=moved,
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from evenload.config.planner import make_flex_planner, make_planner, require_optimizer
+from evenload.config.planner import layers_move, make_flex_planner, make_planner, require_optimizer
 from evenload.config.tokenizer import require_tokenizer, run_tokenizer_text, tokenizer_warnings
 from evenload.config.train_config import TrainConfig
 from evenload.cost.coefficients import CostCoefficients
@@ -109,7 +109,7 @@ class Trainer:
         self.steps_done, self.totals = position.progress.steps_done, position.progress.totals
         self._loader_state = self.loader.state()
         progress, self.coefficients = position.progress, position.coefficients
-        flex = resumed_flex(progress.flex, self.meshes.layouts)
+        flex = resumed_flex(progress.flex, self.meshes.layouts, layers_move=layers_move(self.config.plan))
         self._planner_state = PlannerState(delay=progress.planner, flex=flex)
         self._layouts_known, self.saved_strategy = progress.layouts_known, progress.strategy
         self.resume_warning = self._evaluation.resume(progress)

@@ -191,6 +191,13 @@ class ParallelLayout(Frozen):
         return msgspec.structs.replace(self, generation=0, stage_recomputed=msgspec.UNSET)
 
     @property
+    def shape(self) -> "ParallelLayout":
+        """The arrangement with layers split evenly: equal for layouts that need the same process groups."""
+        devices = self.devices if self.has_replicated_stages else None
+        even = even_layout(self.num_layers, pp=self.num_stages, devices=devices)
+        return msgspec.structs.replace(self.arrangement, stage_layers=even.stage_layers)
+
+    @property
     def stage_counts(self) -> tuple[int, ...]:
         """Layers of every virtual stage."""
         return tuple(stop - start for start, stop in self.stage_layers)
@@ -198,8 +205,7 @@ class ParallelLayout(Frozen):
     @property
     def is_even(self) -> bool:
         """Whether stages hold as many layers as `even_layout` gives them."""
-        devices = self.devices if self.has_replicated_stages else None
-        return self.stage_counts == even_layout(self.num_layers, pp=self.num_stages, devices=devices).stage_counts
+        return self.stage_layers == self.shape.stage_layers
 
     def describe(self) -> str:
         """Return a short form such as `dp=2 pp=4`, with devices and layers of stages where uneven."""

@@ -227,6 +227,7 @@ class FlexPlanner:
         options, options_of: of decisions, and of planning in a layout; None = the planner's.
         strategy: plans every step inside its layout.
         layouts: that the run may take; None = any.
+        layers_move: it may take those with any layers in their stages.
         moved: pieces that switches of a run move and share; None = the model's units, as costs say.
 
     Raises:
@@ -241,6 +242,7 @@ class FlexPlanner:
         *,
         strategy: str = FLEXPIPE.name,
         layouts: Sequence[ParallelLayout] | None = None,
+        layers_move: bool = False,
         options_of: OptionsOf | None = None,
         moved: SwitchPieces | None = None,
     ) -> None:
@@ -251,6 +253,7 @@ class FlexPlanner:
             coefficients_of,
             self.options,
             layouts,
+            layers_move=layers_move,
             runs_replicated_stages=strategy_named(strategy).runs_replicated_stages,
         )
         for layout in layouts or ():
@@ -275,7 +278,8 @@ class FlexPlanner:
     def with_strategy(self, strategy: str) -> "FlexPlanner":
         if strategy == self.strategy:
             return self
-        kept: dict[str, Any] = {"layouts": self.candidates.given, "moved": self._switches.given}
+        kept: dict[str, Any] = {"layouts": self.candidates.given, "layers_move": self.candidates.layers_move}
+        kept |= {"moved": self._switches.given}
         kept |= {"options": self.options, "options_of": self._plans.options_of}
         return FlexPlanner(self.start, self.candidates.coefficients_of, strategy=strategy, **kept)
 
@@ -526,15 +530,18 @@ class FlexRunPlanner:
         return result.proposal.require_feasible(), after, result.told
 
 
-def resumed_flex(saved: FlexState | None, layouts: Sequence[ParallelLayout]) -> FlexState | None:
-    """Return a checkpoint's state for a run that starts in the first of these layouts and may take the others; None, a
-    fresh start, where it may no longer take the saved one. The layout gets a generation of its own where processes
-    start in another, so that the first plan is the order to go there."""
+def resumed_flex(
+    saved: FlexState | None, layouts: Sequence[ParallelLayout], *, layers_move: bool = False
+) -> FlexState | None:
+    """Return a checkpoint's state for a run that starts in the first of these layouts and may take the others
+    (`layers_move`: with any layers in their stages); None, a fresh start, where it may no longer take the saved one.
+    The layout gets a generation of its own where processes start in another, so that the first plan is the order to go
+    there."""
     if saved is None:
         return None
-    start, shape = layouts[0], msgspec.structs.replace(saved.layout, generation=0)
-    if shape not in layouts:
+    start, there = layouts[0], msgspec.structs.replace(saved.layout, generation=0)
+    if there not in layouts and not (layers_move and there.shape in [layout.shape for layout in layouts]):
         return None
-    if shape == start or saved.layout.generation:
+    if there == start or saved.layout.generation:
         return saved
-    return msgspec.structs.replace(saved, layout=msgspec.structs.replace(shape, generation=1))
+    return msgspec.structs.replace(saved, layout=msgspec.structs.replace(there, generation=1))

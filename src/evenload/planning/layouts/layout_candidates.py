@@ -3,9 +3,11 @@
 Layouts that a run declares (`plan.layouts`) are estimated one by one; without such a list HBSA searches all depths over
 all devices, also with different numbers of devices a stage where the strategy deals packs to them.
 
-A run that declares none may take a few depths of its processes, within a number of process groups, which are made
-before anything is measured or read (`enumerated_layouts`): layers split evenly, one stage a rank, first the depths that
-leave no process idle, of these the nearest to the depth in which the run starts. Price: O(processes · layouts).
+A run that declares none takes what HBSA finds among a few *shapes*, depths with the devices of their stages, within a
+number of process groups, which are made before anything is measured or read (`enumerated_layouts`): first depths that
+divide the processes, the nearest to that in which the run starts before others; then depths whose stages have different
+numbers of processes, where the strategy deals packs to them, else with processes left idle. Layers need no groups, so
+they are cut for every batch. Price: O(processes · layouts).
 """
 
 import itertools
@@ -44,20 +46,44 @@ from evenload.planning.strategies.flexpipe import FlexOptions
 from evenload.types.layout import ParallelLayout, even_layout, split_layout
 
 
-def enumerated_layouts(start: ParallelLayout, most_layouts: int, most_groups: int) -> tuple[ParallelLayout, ...]:
-    """List other layouts of the same processes, cp and tp, the most promising first; none where there is one depth.
-    `most_layouts` counts `start`, `most_groups` the process groups needed on top of its own."""
-    devices = start.dp * start.pipeline_ranks
-    depths = range(1, min(devices, start.num_layers) + 1)
+def enumerated_layouts(
+    start: ParallelLayout, most_layouts: int, most_groups: int, *, part_pipelines: bool
+) -> tuple[ParallelLayout, ...]:
+    """List other layouts of the same processes, cp and tp, layers split evenly, the most promising first; none where
+    there is one depth.
+
+    Args:
+        most_layouts: `start` included.
+        most_groups: process groups needed on top of those of `start`.
+        part_pipelines: stages may have different numbers of processes; else some processes are idle.
+    """
+    devices, layers = start.dp * start.pipeline_ranks, start.num_layers
+    depths = sorted(range(1, min(devices, layers) + 1), key=lambda pp: (abs(math.log(pp / start.pp)), pp))
+    replicated = part_pipelines and start.cp * start.tp == 1
+
+    def layouts() -> Iterator[ParallelLayout]:
+        for pp in sorted(depths, key=lambda pp: devices % pp and (1 if replicated else devices % pp)):
+            if devices % pp and replicated:
+                yield from (even_layout(layers, pp=pp, devices=of_stages) for of_stages in _spread(devices, pp))
+            else:
+                yield even_layout(layers, dp=devices // pp, pp=pp, cp=start.cp, tp=start.tp)
+
     result = [start.arrangement]
     own_groups = num_groups(result)
-    for pp in sorted(depths, key=lambda pp: (devices % pp, abs(math.log(pp / start.pp)), pp)):
-        layout = even_layout(start.num_layers, dp=devices // pp, pp=pp, cp=start.cp, tp=start.tp)
+    for layout in layouts():
         if len(result) == most_layouts:
             break
         if layout not in result and num_groups([*result, layout]) - own_groups <= most_groups:
             result.append(layout)
     return tuple(result[1:])
+
+
+def _spread(devices: int, depth: int) -> list[tuple[int, ...]]:
+    """Return devices of stages that differ by one: more at the end, where the head is, or at the start, where most
+    activations are held."""
+    least, wide = divmod(devices, depth)
+    ascending = (least,) * (depth - wide) + (least + 1,) * wide
+    return [ascending, ascending[::-1]]
 
 
 def num_groups(layouts: Sequence[ParallelLayout]) -> int:
@@ -101,7 +127,8 @@ _KEPT_RECEIVES = 256  # Depths of a few layouts to switch from
 
 class LayoutCandidates:
     """Search layouts for the batches of one run that starts in the layout of a planner, whose devices, cp and tp stay,
-    and may take those `given` (generation 0; None = any), or ones whose stages have different numbers of devices.
+    and may take those `given` (generation 0; None = any; `layers_move`: with any layers in their stages), or ones whose
+    stages have different numbers of devices.
 
     Raises:
         ConfigError: a given layout has other cp or tp, more devices, or another number of layers.
@@ -114,6 +141,7 @@ class LayoutCandidates:
         options: FlexOptions,
         given: Sequence[ParallelLayout] | None = None,
         *,
+        layers_move: bool = False,
         runs_replicated_stages: bool = False,
     ) -> None:
         self._deals_packs = runs_replicated_stages and options.part_pipelines
@@ -129,9 +157,15 @@ class LayoutCandidates:
         self._receive = lru_cache(_KEPT_RECEIVES)(
             lambda even, current: ReceiveSeconds(self._model, self.coefficients(even), current, even)
         )
-        self.given = None if given is None else tuple(dict.fromkeys(given))
+        self.given, self.layers_move = None if given is None else tuple(dict.fromkeys(given)), layers_move
         for layout in self.given or ():
             self._require_takeable(layout)
+        shapes = [one for one in self.given or () if layers_move and one.num_stages == one.pp]
+        depths = {one.pp for one in shapes if not one.has_replicated_stages}
+        self._depths = sorted(depths) if shapes else range(1, min(layers, self._devices) + 1)
+        """Of pipelines with as many devices on every stage."""
+        self._of_stages = [one.devices for one in shapes if one.has_replicated_stages] if shapes else None
+        """Devices of stages where they differ; None = any."""
 
     def coefficients(self, layout: ParallelLayout) -> CostCoefficients:
         key = layout.dp, layout.pp, *(layout.devices if layout.has_replicated_stages else ())
@@ -165,11 +199,10 @@ class LayoutCandidates:
         lengths = BatchLengths(self._layer_costs, num_tokens)
         batches = [cache(partial(BatchCosts, lengths, policy)) for policy in policies]
         weight = 1.0 / self._options.known_steps
-        if self.given is not None:
+        if self.given is not None and not self.layers_move:
             return self._estimated(batches, current, weight)
         result = search_mappings(
-            self._model.num_layers,
-            self._devices,
+            self._depths,
             len(policies),
             lambda depth, policy: self.prices(batches[policy](), depth),
             lambda depth: self.receive_seconds(depth, current),
@@ -203,13 +236,16 @@ class LayoutCandidates:
         devices = self._devices
         fitting = [one.step_s + weight * one.switch_s for one in result.mappings if not one.excess_bytes]
         best_s, more = min(fitting, default=float("inf")), []
-        for depth in range(2, min(self._model.num_layers, devices - 1) + 1):
+        allowed = self._of_stages
+        depths = range(2, min(self._model.num_layers, devices - 1) + 1)
+        for depth in depths if allowed is None else sorted({len(one) for one in allowed}):
             if devices % depth == 0:
                 continue
+            of_stages = None if allowed is None else [one for one in allowed if len(one) == depth]
             for policy, batch in enumerate(batches):
                 prices = self._replicated_prices(batch(), depth, devices, best_s)
                 hopeful = [price for bound_s, price in prices if bound_s < best_s]
-                searched = ((price, best_replicated_mapping(price, devices)) for price in hopeful)
+                searched = ((price, best_replicated_mapping(price, devices, of_stages)) for price in hopeful)
                 fits = next(((price, one) for price, one in searched if one is not None), None)
                 if fits is not None:
                     mapping = self._replicated_mapping(fits[0], *fits[1], policy, current)

@@ -9,7 +9,7 @@ number. Price: at most `MOST_PLANS` plans.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import accumulate
 
 import msgspec
@@ -35,7 +35,7 @@ from evenload.types.model import ModelSpec
 
 MOST_PLANS = 6
 PlanWith = Callable[[ParallelLayout], Proposal]  # A step in a layout that recomputes some of its layers
-_KEPT_RECOMPUTING = 64  # Planners of layouts with recomputed layers, of which steps ask for ever other numbers
+_KEPT_PLANNERS = 64  # Of layouts whose stages have, or recompute, ever other layers
 
 
 def plan_recomputing_layers(
@@ -109,8 +109,7 @@ class LayoutPlans:
         self._start, self._strategy, self._options = start, strategy, options
         self._coefficients_of = coefficients_of
         self.options_of = options_of or (lambda layout, coefficients: start.options)
-        self._stored = cache(self._new_planner)
-        self._recomputing = lru_cache(_KEPT_RECOMPUTING)(self._new_planner)
+        self._stored, self._recomputing = (lru_cache(_KEPT_PLANNERS)(self._new_planner) for _ in range(2))
         self._kept: dict[tuple[int, ParallelLayout, tuple[Document, ...]], MemoryPlans] = {}
 
     def forget_before(self, step: int) -> None:

@@ -333,8 +333,7 @@ def layer_bounds(num_layers: int, depth: int, *, embedding_layers: int, head_lay
 
 
 def search_mappings(
-    num_layers: int,
-    groups: int,
+    depths: Iterable[int],
     num_policies: int,
     prices_of: PricesOf,
     receive_of: Callable[[int], ReceiveSeconds | None],
@@ -342,16 +341,17 @@ def search_mappings(
     switch_weight: float = 1.0,
     least_depth_only: bool = False,
 ) -> MappingSearch:
-    """Search the best mapping of every depth, over `groups` = devices / (cp·tp), under policies, the fastest first.
+    """Search the best mapping of every depth under policies, the fastest first.
 
     Args:
+        depths: ascending.
         receive_of: depth to the seconds a stage's devices receive; None = nothing to move from.
         switch_weight: of switch seconds against step seconds; 1 / n where the gain counts for n steps.
         least_depth_only: stop at the first depth that fits, as published.
     """
     mappings: list[Mapping] = []
     best_s, num_priced = float("inf"), 0
-    for depth in range(1, min(num_layers, groups) + 1):
+    for depth in depths:
         receive = receive_of(depth)
         closest: Mapping | None = None
         for policy in range(num_policies):
@@ -558,14 +558,31 @@ class ReplicatedStageCosts(MappingCosts):
         return held + self.trained_parameters(first, last) * trained_bytes + self._temp_bytes + logits
 
 
+Edges = tuple[int, ...]  # layers where stages begin, and the end
+Devices = tuple[int, ...]  # of every stage
+
+
 def best_replicated_mapping(
-    price: ReplicatedStageCosts, devices: int
-) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Choose which stages of a depth get one device more than the others; return the edges of their layers and their
-    devices, None where nothing fits memory. `devices` in all are more than the depth, and not a multiple of it."""
+    price: ReplicatedStageCosts, devices: int, allowed: Sequence[Devices] | None = None
+) -> tuple[Edges, Devices] | None:
+    """Choose which stages of a depth get one device more than the others, as one of `allowed` says (None = any); return
+    the edges of their layers and their devices, None where nothing fits memory. `devices` in all are more than the
+    depth, and not a multiple of it."""
+    tables = [_StageTable(price, devices // price.depth + more) for more in (0, 1)]
+    if allowed is None:
+        return _cut(price, tables, devices, [(0, 1)] * price.depth)
+    least = devices // price.depth
+    cuts = (_cut(price, tables, devices, [(count - least,) for count in one]) for one in allowed)
+    fitting = [one for one in cuts if one is not None]
+    return min(fitting, key=lambda one: price.replicated_seconds(*one), default=None)
+
+
+def _cut(
+    price: ReplicatedStageCosts, tables: Sequence["_StageTable"], devices: int, more_of: Sequence[tuple[int, ...]]
+) -> tuple[Edges, Devices] | None:
+    """Cut layers into stages that have one device more than the least, or not, as `more_of` each allows."""
     depth, layers = price.depth, price.num_layers
     least, wide = divmod(devices, depth)
-    tables = [_StageTable(price, least + more) for more in (0, 1)]
     # Least maximum up to every layer, by wide stages so far; and where each came from.
     best = np.full((wide + 1, layers + 1), np.inf)
     best[0, 0] = 0.0
@@ -573,7 +590,7 @@ def best_replicated_mapping(
     for stage in range(depth):
         following = np.full_like(best, np.inf)
         source = np.zeros((wide + 1, layers + 1, 2), np.int64)  # wide stages before, layer before
-        for more in (0, 1):
+        for more in more_of[stage]:
             # Wide stages so far, with this one; as many as are left must still find a stage.
             now = np.arange(max(more, wide - (depth - stage - 1)), min(stage + 1, wide) + 1)
             if not len(now):

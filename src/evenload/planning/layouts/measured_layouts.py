@@ -25,7 +25,8 @@ WARM_UP_STEPS = 1
 
 
 class LayoutRatios(Frozen):
-    """Hold measured / predicted step times of one layout of generation 0, newest last; and its last measured step."""
+    """Hold measured / predicted step times of the layouts of one shape, newest last, and its last measured step: what
+    is wrong in a layout's price is rarely so because of where its stages are cut."""
 
     layout: ParallelLayout
     ratios: tuple[float, ...]
@@ -48,7 +49,7 @@ class MeasuredLayouts(Frozen):
     memory_ratios: tuple[float, ...] = ()
 
     def with_step(self, step: int, layout: ParallelLayout, ratio: float) -> "MeasuredLayouts":
-        key, kept = layout.arrangement, {one.layout: one for one in self.layouts}
+        key, kept = layout.shape, {one.layout: one for one in self.layouts}
         before = kept[key].ratios if key in kept else ()
         kept[key] = LayoutRatios(layout=key, ratios=(*before, ratio)[-KEPT_RATIOS:], last_step=step)
         return msgspec.structs.replace(self, layouts=tuple(kept.values()))
@@ -67,7 +68,7 @@ class MeasuredLayouts(Frozen):
         if not self.layouts:
             return 1.0
         common = statistics.median(statistics.median(one.ratios) for one in self.layouts)
-        key = layout.arrangement
+        key = layout.shape
         own = next((one for one in self.layouts if one.layout == key), None)
         if own is None:
             return common

@@ -31,7 +31,7 @@ device lacks, which come from its own node if a device there holds them. O(devic
 import itertools
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from functools import cache
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -350,6 +350,9 @@ def switch_memory(moved: SwitchPieces, old: ParallelLayout, new: ParallelLayout)
     return SwitchMemory(switch_bytes=max(both), left_bytes=max(left))
 
 
+_KEPT_SWITCHES = 256
+
+
 class SwitchPrices:
     """Price the switches of one run between layouts of any generation, of which the coefficients are of one. `moved`:
     of a run that trains; None = the model's units, all shared where copies were measured."""
@@ -369,7 +372,7 @@ class SwitchPrices:
             )
         self._moved = moved
         self._seconds: dict[tuple[ParallelLayout, ParallelLayout], tuple[float, float]] = {}
-        self._memory = cache(lambda old, new: switch_memory(self._moved, old, new))
+        self._memory = lru_cache(_KEPT_SWITCHES)(lambda old, new: switch_memory(self._moved, old, new))
 
     def seconds(
         self, coefficients: CostCoefficients, old: ParallelLayout, new: ParallelLayout, hidden_s: float
@@ -380,6 +383,8 @@ class SwitchPrices:
         if old == new:
             return 0.0
         if (old, new) not in self._seconds:
+            if len(self._seconds) == _KEPT_SWITCHES:
+                self._seconds.pop(next(iter(self._seconds)))
             moves = self._moved.moves(old, new)
             self._seconds[old, new] = (
                 stall_seconds(moves, self._moved, coefficients, old, new),

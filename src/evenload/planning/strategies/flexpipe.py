@@ -30,8 +30,9 @@ class FlexOptions(StrategyOptions, tag="flexpipe"):
         part_pipelines: also search stages with different numbers of devices, where a depth does not divide them. No
             matter where layouts are given, or under a strategy that does not deal packs to them.
         follow_measured: measured step times and switches of a run correct the predicted ones of coming decisions.
-        most_layouts: that a run under `flexpipe` may take where it declares none, the one in which it starts included.
-        most_groups: process groups that such layouts may need on top of those of the first.
+        most_layouts: numbers of devices of stages that a run under `flexpipe` may take where it declares no layouts,
+            with any layers in the stages; those in which it starts included.
+        most_groups: process groups that they may need on top of those of the first.
 
     Raises:
         ConfigError: a value that nothing can satisfy.
@@ -46,7 +47,7 @@ class FlexOptions(StrategyOptions, tag="flexpipe"):
     least_depth_only: bool = False
     part_pipelines: bool = True
     follow_measured: bool = True
-    most_layouts: int = 6
+    most_layouts: int = 8
     most_groups: int = 256
 
     def __post_init__(self) -> None:

@@ -13,7 +13,7 @@ the other rank comes; so every group moves one element at start (`warm_up`), in 
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -185,11 +185,14 @@ class Mesh:
 
 
 class Meshes:
-    """One rank's meshes of all layouts that a run may take; the first is that in which the run starts."""
+    """One rank's meshes of all layouts that a run may take; the first is that in which the run starts. Where it may
+    take several, it may also take them with other layers in their stages, which need no other groups."""
 
     def __init__(self, meshes: Sequence[Mesh], num_groups: int = 0) -> None:
         self.start, self.num_groups = meshes[0], num_groups
         self._by_layout = {mesh.layout.arrangement: mesh for mesh in meshes}
+        self._of_shape = {mesh.layout.shape: mesh for mesh in meshes} if len(meshes) > 1 else {}
+        self._with_other_layers: dict[ParallelLayout, Mesh] = {}
 
     @property
     def layouts(self) -> tuple[ParallelLayout, ...]:
@@ -201,13 +204,18 @@ class Meshes:
         return any(max(layout.data_sizes) > 1 for layout in self._by_layout)
 
     def of(self, layout: ParallelLayout) -> Mesh:
-        """Return the mesh of a layout, whatever its generation; `InvalidPlanError` where the run has none."""
-        if (mesh := self._by_layout.get(layout.arrangement)) is None:
+        """Return the mesh of a layout, the same object at each call, whatever its generation; `InvalidPlanError` where
+        the run has no groups for it."""
+        arrangement = layout.arrangement
+        if (mesh := self._by_layout.get(arrangement) or self._with_other_layers.get(arrangement)) is not None:
+            return mesh
+        if (like := self._of_shape.get(arrangement.shape)) is None:
             raise InvalidPlanError(
                 f"a plan is made for {layout.describe()}, this run may take "
                 f"{', '.join(one.describe() for one in self._by_layout)} (parallel.*, plan.layouts)"
             )
-        return mesh
+        self._with_other_layers[arrangement] = replace(like, layout=arrangement)
+        return self._with_other_layers[arrangement]
 
 
 def create_meshes(
