@@ -1,11 +1,21 @@
 """Latency and bandwidth from the seconds of several sizes, and which transfers a rank takes part in."""
 
+import msgspec
 import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from evenload.calibrate.links import GRID_BYTES, QUICK_BYTES, link_from, median_link, quick_links, transfers_of
+from dist_training import COSTS
+from evenload.calibrate.links import (
+    GRID_BYTES,
+    QUICK_BYTES,
+    link_from,
+    links_of_layouts,
+    median_link,
+    quick_links,
+    transfers_of,
+)
 from evenload.runtime.comm.mesh import create_meshes
 from evenload.types.cluster import LinkSpec
 from evenload.types.layout import even_layout
@@ -37,6 +47,22 @@ def _kinds_of_a_rank(sizes):
     assert links.keys() == {work.kind for work in works}
     assert all(link.bandwidth_bytes_per_s > 1e6 and link.latency_s >= 0 for link in links.values())
     return [(work.kind, work.ranks, work.hops) for work in works]
+
+
+def _completed(*sizes):
+    layouts = [even_layout(4, **one) for one in sizes]
+    costs = msgspec.structs.replace(COSTS, p2p_bandwidth_bytes_per_s=None, reduce_bandwidth_bytes_per_s=None)
+    costs = links_of_layouts(costs, create_meshes(layouts, torch.device("cpu"), TIMEOUT_S))
+    return [costs.link_or_none("p2p"), costs.link_or_none("reduce"), costs.gather_link]
+
+
+def test_links_that_only_other_layouts_use_are_measured_there(gloo_pool):
+    """By all ranks alike; one that is idle there measures nothing."""
+    for sizes in ([{"pp": 3}, {"dp": 3}], [{"dp": 3}, {"pp": 2}, {"pp": 3}]):
+        of_ranks = gloo_pool.run(3, _completed, *sizes)
+        assert None not in of_ranks[0]
+        assert of_ranks == of_ranks[:1] * 3
+    assert gloo_pool.run(2, _completed, {"pp": 2})[0][1:] == [None, None]
 
 
 def test_every_link_of_a_layout_is_timed(gloo_pool):

@@ -10,16 +10,17 @@ matrix products until they are done, each alone just before; some 0.4 s. On a GP
 import functools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
+import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from evenload.calibrate.fit import fit_relative, median_seconds
-from evenload.cost.coefficients import OverlapCost
+from evenload.cost.coefficients import CostCoefficients, OverlapCost
 from evenload.runtime.comm.collectives import ContextGroup, ThreadQueue, all_gather_single, reduce_scatter_single
 from evenload.runtime.comm.mesh import Mesh, Meshes
 from evenload.types.cluster import LinkSpec
@@ -61,12 +62,42 @@ def transfers_of(mesh: Mesh) -> Iterator[TransferWork]:
         yield _host(mesh.device)
 
 
-def quick_links(mesh: Mesh) -> dict[TransferKind, LinkSpec]:
+def quick_links(mesh: Mesh, kinds: Collection[TransferKind] = get_args(TransferKind)) -> dict[TransferKind, LinkSpec]:
     links = {}
     for work in transfers_of(mesh):
+        if work.kind not in kinds:
+            continue
         seconds = [median_seconds(work.call(size), mesh.device) / work.hops for size in QUICK_BYTES]
         links[work.kind] = link_from(QUICK_BYTES, seconds)
     return links
+
+
+def links_of_layouts(costs: CostCoefficients, meshes: Meshes) -> CostCoefficients:
+    """Return the costs with links that only other layouts of a run use, which are measured there: between stages where
+    the first has none, between replicas where it has none. Collective over all ranks of the run, idle ones too."""
+    others = [meshes.of(layout) for layout in meshes.layouts]
+    staged = next((mesh for mesh in others if mesh.layout.pp > 1), None)
+    summed = max(others, key=lambda mesh: max(mesh.layout.data_sizes))
+    fields: dict[str, object] = {}
+    if costs.link_or_none("p2p") is None and staged is not None:
+        fields |= _link_fields("p2p", _medians(staged, "pipeline")["pipeline"])
+    if costs.link_or_none("reduce") is None and max(summed.layout.data_sizes) > 1:
+        links = _medians(summed, "reduction", "gather")
+        fields |= _link_fields("reduce", links["reduction"]) | {"gather_link": links["gather"]}
+    return msgspec.structs.replace(costs, **fields)
+
+
+def _medians(mesh: Mesh, *kinds: TransferKind) -> dict[TransferKind, LinkSpec]:
+    """Measure some kinds of transfers in one layout; medians over its ranks. Collective over all ranks of the run."""
+    mine = {} if mesh.is_idle else quick_links(mesh, kinds)
+    everyone = [mine] * mesh.num_ranks
+    dist.all_gather_object(everyone, mine, group=mesh.control)
+    links = {kind: median_link(everyone, kind) for kind in kinds}
+    return {kind: link for kind, link in links.items() if link is not None}
+
+
+def _link_fields(kind: Literal["p2p", "reduce"], link: LinkSpec) -> dict[str, object]:
+    return {f"{kind}_bandwidth_bytes_per_s": link.bandwidth_bytes_per_s, f"{kind}_latency_s": link.latency_s}
 
 
 def link_from(num_bytes: Sequence[int], seconds: Sequence[float]) -> LinkSpec:

@@ -22,7 +22,7 @@ from rich.console import Console
 
 from evenload.attention.backends import select_backend
 from evenload.calibrate.calibrate import cached_path, calibrate, read_cached, write_cached
-from evenload.calibrate.links import measured_overlap
+from evenload.calibrate.links import links_of_layouts, measured_overlap
 from evenload.cli.options import print_lines, progress_bar
 from evenload.cli.plan_inputs import cost_file_warnings
 from evenload.config.planner import layouts_of, process_memory_bytes, require_optimizer
@@ -173,9 +173,10 @@ def run_coefficients(
     """Return the checkpoint's costs after a resume (so that plans stay the same) where they cover the layout, else the
     configured cost file, else cached costs, else measured ones; with the run's choice of exchanges and overlaps.
 
-    With `train.recalibrate` always measured. What a switch of layout costs between so many ranks, and how collectives
-    and compute slow each other (on a GPU assumed), is measured if the costs do not have it. No documents longer than
-    `max_document_tokens` (default: the configured longest) are timed. Collective.
+    With `train.recalibrate` always measured. Links that only other layouts of the run use, what a switch of layout
+    costs between so many ranks, and how collectives and compute slow each other (on a GPU assumed) are measured if the
+    costs do not have them. No documents longer than `max_document_tokens` (default: the configured longest) are timed.
+    Collective.
     """
     costs = _known_or_measured(trainer, cache, setup, max_document_tokens)
     copies = costs.copies
@@ -187,7 +188,7 @@ def run_coefficients(
     if overlap is None and trainer.meshes.sum_gradients and (run.overlap_reduction or run.overlap_gather):
         overlap = measured_overlap(trainer.meshes) or OverlapCost()
     return msgspec.structs.replace(
-        costs,
+        links_of_layouts(costs, trainer.meshes),
         copies=copies,
         context_exchange=trainer.config.parallel.cp_exchange,
         overlap=overlap,
