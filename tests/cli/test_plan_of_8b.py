@@ -10,6 +10,7 @@ from commands import run
 from small_run import write_small_run
 
 MOMENTS, IN_BACKWARD = 'moments = "bfloat16"', "in_backward = true\nclip_norm = 0.0"
+IN_HOST_MEMORY = "offload_stages = [0]"
 RUN = """
 max_document_tokens = 4096
 batch_tokens = {tokens}
@@ -42,6 +43,14 @@ def planned(directory: Path, model: str, tokens: int, *optimizer: str) -> tuple[
 def test_8b_trains_whole_on_one_h100(tmp_path, capsys, model, tokens):
     code, row = planned(tmp_path, model, tokens, MOMENTS, IN_BACKWARD)
     assert code == 0, capsys.readouterr().err
+    assert row["feasible"]
+
+
+def test_8b_trains_with_its_optimizer_in_host_memory(tmp_path, monkeypatch):
+    """As many packs as one likes, and no setting that changes what is computed."""
+    monkeypatch.setitem(globals(), "RUN", RUN.replace("micro_batches = 1", "micro_batches = 4"))
+    code, row = planned(tmp_path, "llama3-8b", 8192, IN_HOST_MEMORY)
+    assert code == 0
     assert row["feasible"]
 
 

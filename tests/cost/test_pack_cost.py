@@ -109,6 +109,19 @@ def test_reduction_and_optimizer_of_the_fullest_rank() -> None:
     assert reduction_seconds(PackCosts(sample_model(), sample_coefficients(), even_layout(3))) == 0.0
 
 
+def test_state_in_host_memory_crosses_the_link_twice() -> None:
+    """AdamW's state of a bf16 weight is 12 bytes; an update that takes longer than its copies hides them."""
+    model = msgspec.structs.replace(sample_model(), offloaded_state=(0,))
+    parameters = 3 * (192 + 384 + 16) + 2 * 32 * 8 + 8
+    for rate, expected_s in ((24.0, parameters / 2), (1e9, 1e-3 * parameters / 2)):
+        link = LinkSpec(bandwidth_bytes_per_s=rate, latency_s=0.0)
+        coefficients = msgspec.structs.replace(sample_coefficients(), host_link=link)
+        assert PackCosts(model, coefficients, even_layout(3, dp=2)).optimizer_seconds() == pytest.approx(expected_s)
+    unknown = msgspec.structs.replace(sample_coefficients(), host_link=None, copy_s_per_byte=1.0)
+    copied_s = PackCosts(model, unknown, even_layout(3, dp=2)).optimizer_seconds()
+    assert copied_s == pytest.approx(24 * parameters / 2)
+
+
 LINKS = {
     "intra_node": LinkSpec(bandwidth_bytes_per_s=100.0, latency_s=0.25),
     "inter_node": LinkSpec(bandwidth_bytes_per_s=10.0, latency_s=1.0),

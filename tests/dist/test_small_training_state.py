@@ -1,6 +1,7 @@
 """bfloat16 moments with masters in halves, and updates in backward: what they compute, hold, keep and refuse."""
 
 import json
+import time
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +14,11 @@ from evenload.cli.worker_setup import require_runnable
 from evenload.config.train_config import load_train_config
 from evenload.cost.memory import static_kinds
 from evenload.errors import ConfigError
+from evenload.runtime.optim import optimizer
 from evenload.runtime.optim.data_parallel import _square_sum
+from evenload.runtime.optim.offloaded_state import OffloadedState
 from evenload.runtime.optim.optimizer import LOWER_HALF, joined, split
+from evenload.runtime.replay.host_copies import ThreadHostCopies
 from life_cases import train_with_a_poisoned_token
 from training_cases import STEPS, UNEVEN_TEXTS, plain_model, write_training_config
 
@@ -158,6 +162,56 @@ def test_updates_in_backward_are_the_same_to_the_bit(gloo_pool, config_file, tmp
     assert_same_training(rest._replace(losses=plain.losses, norms=[plain.norms[0], *rest.norms]), plain, 0)
 
 
+def outcome_of_small_chunks(*arguments):
+    """As `run_outcome`, where state in host memory comes 128 elements at a time, which are whole vectors: what is
+    left over of a loop over them is rounded otherwise."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optimizer, "CHUNK_ELEMENTS", 128)
+        return run_outcome(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings", "stages"),
+    [
+        (1, ["model.dtype=float64"], [0]),
+        (2, ["model.dtype=bfloat16", "train.ema_decay=0.7", "parallel.dp=2"], [0]),
+        (4, [*MOMENTS, "parallel.pp=2", "parallel.dp=2"], [1]),
+        (2, ["model.dtype=float32", "parallel.pp=2"], [0, 1]),
+    ],
+    ids=["float64", "bfloat16 dp2", "moments of two bytes, last of two stages", "both stages"],
+)
+def test_state_in_host_memory_is_the_same_to_the_bit(gloo_pool, config_file, tmp_path, ranks, settings, stages):
+    """Stopped, and gone on with from the device and back: checkpoints do not know where state lies."""
+    offloaded, here = f"optimizer.offload_stages={stages}", f"train.output_dir={tmp_path}/offloaded"
+    plain = run(gloo_pool, config_file, ranks, *settings, f"train.output_dir={tmp_path}/plain")
+    for stop, more in ((1, [offloaded]), (2, []), (STEPS, [offloaded])):
+        overrides = [*settings, here, *more]
+        rest = gloo_pool.run(ranks, outcome_of_small_chunks, str(config_file), overrides, 2**34, stop)[0]
+    assert rest.losses == plain.losses[2:]
+    assert_same_training(rest._replace(losses=plain.losses, norms=[*plain.norms[:2], *rest.norms]), plain, 0)
+
+
+@pytest.mark.parametrize("size", [1, 99, 100, 101, 1000])
+def test_chunks_come_and_go_in_order_however_slow_copies_are(size):
+    class Slow(ThreadHostCopies):
+        def _copy(self, moves, device_side):
+            return self._thread.submit(lambda: (time.sleep(0.002), *(into.copy_(rows) for into, rows in moves))).result
+
+    state = OffloadedState(Slow(), torch.device("cpu"))
+    first, second = (state.kept(torch.arange(size, dtype=dtype)) for dtype in (torch.float64, torch.float32))
+    for step in range(1, 4):
+        chunks = [{"a": first[at : at + 100], "b": second[at : at + 100]} for at in range(0, size, 100)]
+        state.begin(chunks)
+        for _ in chunks:
+            taken = state.take()
+            for tensor in taken.values():
+                tensor.add_(step)
+            state.give_back(taken)
+    state.synchronize()
+    for kept in (first, second):
+        assert torch.equal(kept, torch.arange(size, dtype=kept.dtype) + 6)
+
+
 def held_and_predicted(config_file: str, overrides: list[str]) -> tuple[int, list[int]]:
     """Bytes of one rank's weights, gradients and state, and what the memory model counts of them."""
     trainer = make_trainer(config_file, overrides)
@@ -167,7 +221,9 @@ def held_and_predicted(config_file: str, overrides: list[str]) -> tuple[int, lis
 
 @pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("average", [[], ["train.ema_decay=0.7"]], ids=["", "average"])
-@pytest.mark.parametrize("settings", [[], MOMENTS, IN_BACKWARD, [*MOMENTS, *IN_BACKWARD]], ids=str)
+@pytest.mark.parametrize(
+    "settings", [[], MOMENTS, IN_BACKWARD, [*MOMENTS, *IN_BACKWARD], ["optimizer.offload_stages=[0]"]], ids=str
+)
 def test_the_memory_model_counts_what_a_rank_holds(gloo_pool, config_file, settings, average, is_tied):
     if not is_tied:
         untie(config_file)
@@ -194,6 +250,16 @@ def test_the_memory_model_counts_what_a_rank_holds(gloo_pool, config_file, setti
         ([*IN_BACKWARD, "train.on_nonfinite=skip"], "in_backward is true, and train.on_nonfinite is 'skip'"),
         ([*IN_BACKWARD, "optimizer.name=muon"], "in_backward is true, and optimizer.name is 'muon'"),
         ([*IN_BACKWARD, "model.lora={rank=2}"], "in_backward is true, and adapters"),
+        ([*IN_BACKWARD, "optimizer.offload_stages=[0]"], r"offload_stages is \[0\], and optimizer.in_backward is true"),
+        (
+            ["optimizer.name=muon", "optimizer.offload_stages=[0]"],
+            r"offload_stages is \[0\], and optimizer.name is 'muon'",
+        ),
+        (["optimizer.offload_stages=[1]"], r"offload_stages is \[1\], and \[parallel\] \(single\) has stages 0 to 0"),
+        (
+            ["optimizer.offload_stages=[0]", "parallel.dp=2", "plan.strategy=flexpipe"],
+            r"offload_stages is \[0\], and the layout may",
+        ),
     ],
 )
 def test_what_is_not_tested_is_refused_by_name(config_file, settings, message):

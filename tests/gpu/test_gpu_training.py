@@ -35,6 +35,13 @@ def test_losses_equal_the_cpu_run(small_run, policy):
     assert [row["loss"] for row in gpu] == pytest.approx(losses, rel=TOLERANCE)
 
 
+def test_state_in_host_memory_trains_the_same(small_run):
+    """Page-locked memory, copies on a stream of their own; updates of elements are the same to the bit."""
+    config, _ = small_run
+    device, host = (train(config, "train.deterministic=true", *more) for more in ([], ["optimizer.offload_stages=[0]"]))
+    assert [(row["loss"], row["grad_norm"]) for row in host] == [(row["loss"], row["grad_norm"]) for row in device]
+
+
 def test_a_deterministic_run_goes_on_to_the_bit(tmp_path):
     """Kernels that add by atomics give other last bits every time, and a resumed run other weights."""
     config = write_run(tmp_path, LENGTHS, layers=2, vocab_size=512, batch_documents=8, steps=4)

@@ -10,7 +10,16 @@ import pytest
 from cost_samples import documents, sample_coefficients, sample_model
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.layer_counts import POLICIES, activation_bytes_per_token
-from evenload.cost.memory import HostMemory, ReplicaPacks, Unlimited, fullest_node_bytes, host_memory, peak_host_bytes
+from evenload.cost.memory import (
+    HostMemory,
+    ReplicaPacks,
+    Unlimited,
+    fullest_node_bytes,
+    host_memory,
+    offloaded_state_bytes,
+    peak_host_bytes,
+    static_kinds,
+)
 from evenload.data.lengths import read_length_table
 from evenload.errors import InfeasiblePlanError
 from evenload.explore.batches import BatchRule
@@ -81,6 +90,24 @@ def test_a_plan_says_what_lies_in_host_memory() -> None:
         result.plan.predicted.peak_host_bytes_per_node
     )
     assert propose("recompute", HostMemory(1, None)).plan.predicted.peak_host_bytes_per_node == 0
+
+
+def test_optimizer_state_in_host_memory_is_counted_there_and_not_on_the_device() -> None:
+    offloading = msgspec.structs.replace(MODEL, offloaded_state=(1,))
+    layout = even_layout(3, dp=2, pp=2)
+    state, none = (static_kinds(MODEL, layout)[:, 2].tolist(), offloaded_state_bytes(MODEL, layout).tolist())
+    assert none == [0, 0]
+    assert static_kinds(offloading, layout)[:, 2].tolist() == [state[0], 0]
+    assert offloaded_state_bytes(offloading, layout).tolist() == [0, state[1]]
+
+    def plan(limit_bytes: int | None) -> Proposal:
+        costs, host = sample_coefficients(host_link=LINK), HostMemory(4, limit_bytes)
+        return StepPlanner(offloading, costs, layout, None, host=host).propose(0, documents([10] * 4), "balanced")
+
+    assert plan(None).plan.predicted.peak_host_bytes_per_node == 2 * state[1]
+    assert plan(2 * state[1]).feasible
+    with pytest.raises(InfeasiblePlanError, match="host memory on the fullest node of 4 devices"):
+        plan(2 * state[1] - 1).require_feasible()
 
 
 def test_a_plan_beyond_host_memory_is_refused_with_the_reason() -> None:

@@ -178,11 +178,24 @@ def require_optimizer(config: TrainConfig, model: ModelSpec, num_layouts: int) -
             config.train.on_nonfinite == "skip"
         ),
     }
+    last = start.pp - 1
+    not_offloaded = changes | {
+        "optimizer.name is 'muon', whose state is not updated a few elements at a time": is_muon,
+        "optimizer.in_backward is true, whose order of updates is another": optimizer.in_backward,
+        f"[parallel] ({start.describe()}) has stages 0 to {last}": not all(
+            0 <= stage <= last for stage in optimizer.offload_stages
+        ),
+    }
     for setting, is_chosen, why_not in (
         (f"train.ema_decay is {config.train.ema_decay}", config.train.ema_decay is not None, changes),
         ("optimizer.name is 'muon'", is_muon, not_whole | untested),
         ("optimizer.moments is 'bfloat16'", optimizer.moments == "bfloat16", no_halves | of_adamw),
         ("optimizer.in_backward is true", optimizer.in_backward, not_one_pack | of_adamw),
+        (
+            f"optimizer.offload_stages is {list(optimizer.offload_stages)}",
+            bool(optimizer.offload_stages),
+            not_offloaded,
+        ),
     ):
         if why := next((why for why, is_set in why_not.items() if is_set and is_chosen), ""):
             raise ConfigError(f"{setting}, and {why}; leave one of both out")

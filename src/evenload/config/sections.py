@@ -363,6 +363,9 @@ class OptimizerConfig(Frozen):
             layer before it: 4 bytes a weight of the largest unit (embedding, a layer, or the head) instead of all. With
             one pack a step and replica (`plan.strategy = "balanced"`, `plan.options.micro_batches = 1`), `clip_norm`
             0 and layouts of `dp` alone. Weights and moments are the same to the bit.
+        offload_stages: pipeline stages, from 0, whose ranks keep the optimizer's state in host memory, such as [0], the
+            only stage of layouts without `pp`. The device then holds weights and gradients, and the state's bytes cross
+            the link to host memory twice a step. With "adamw", without in_backward. Weights are the same to the bit.
         warmup_steps: linear warm-up from 0.
         decay: what follows warm-up. "constant"; "cosine" or "linear" down to `final_ratio` of the learning rate at
             `train.steps`; "wsd": constant, and down to `final_ratio` in the last steps alone, so that a checkpoint of
@@ -383,6 +386,7 @@ class OptimizerConfig(Frozen):
     clip_norm: float = 1.0
     moments: Literal["float32", "bfloat16"] = "float32"
     in_backward: bool = False
+    offload_stages: tuple[int, ...] = ()
     warmup_steps: int = 0
     decay: Decay = "constant"
     final_ratio: float = 0.1

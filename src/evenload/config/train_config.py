@@ -226,6 +226,7 @@ class TrainConfig(Frozen):
             averaged_weights=self.train.ema_decay is not None,
             bfloat16_moments=self.optimizer.moments == "bfloat16",
             unit_gradients=self.optimizer.in_backward,
+            offloaded_state=self.optimizer.offload_stages,
         )
 
 

@@ -21,7 +21,8 @@ or logits alone, which Liger's kernel turns into their gradient (tp = 1).
 Static bytes of a rank: weights e·N, fp32 gradients max(e,4)·N, and AdamW's state sharded over dp·cp: fp32 master
 (only where e < 4) and two moments, max(e,4) bytes each. With LoRA adapters only those have gradients and state.
 `optimizer.moments = "bfloat16"`: two moments and the master's other half, 2 bytes each. `optimizer.in_backward`:
-gradients of the largest unit, and of a tied embedding, to which the head adds first.
+gradients of the largest unit, and of a tied embedding, to which the head adds first. `optimizer.offload_stages`: no
+state on these stages' ranks; the chunks that an update brings are held when activations are not.
 
 A recomputed document keeps a smaller chunk and its backward holds one layer's recomputed tensors; an offloaded one
 keeps no chunk but two layers' buffers while a pack runs. Context parallelism (DP-Merge too) divides a pack's tokens
@@ -193,12 +194,23 @@ def static_bytes(model: ModelSpec, layout: ParallelLayout) -> NDArray[np.int64]:
 def static_kinds(model: ModelSpec, layout: ParallelLayout) -> NDArray[np.int64]:
     """Count weights, gradients and optimizer state apart; int64[R, 3]."""
     element, trained = model.bytes_per_element, trained_parameters_per_rank(model, layout)
-    state = optimizer_bytes_per_parameter(model) * -(-trained // np.array(layout.data_sizes))
+    state = _state_bytes(model, layout) - offloaded_state_bytes(model, layout)
     if model.unit_gradients:  # with `dp` alone
         units = trained_unit_parameters(model, layout, 0)
         tied = embedding_parameters(model, layout.tp) if model.tied_embeddings else 0
         trained = np.array([tied + max((units | {0: units[0] - tied}).values())])
     return np.stack([element * parameters_per_rank(model, layout), max(element, 4) * trained, state], axis=1)
+
+
+def _state_bytes(model: ModelSpec, layout: ParallelLayout) -> NDArray[np.int64]:
+    trained = trained_parameters_per_rank(model, layout)
+    return optimizer_bytes_per_parameter(model) * -(-trained // np.array(layout.data_sizes))
+
+
+def offloaded_state_bytes(model: ModelSpec, layout: ParallelLayout) -> NDArray[np.int64]:
+    """Count the bytes of optimizer state that every pipeline rank keeps in host memory; int64[R]."""
+    stages = [layout.stages_of_rank(rank)[0] for rank in range(layout.pipeline_ranks)]
+    return _state_bytes(model, layout) * np.isin(stages, model.offloaded_state)
 
 
 def optimizer_bytes_per_parameter(model: ModelSpec) -> int:

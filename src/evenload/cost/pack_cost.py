@@ -46,7 +46,7 @@ from evenload.cost.layer_counts import (
     stage_kinds,
     weight_elements_per_token,
 )
-from evenload.cost.memory import HEAD_ROWS, byte_rates, trained_parameters_per_rank
+from evenload.cost.memory import HEAD_ROWS, byte_rates, offloaded_state_bytes, trained_parameters_per_rank
 from evenload.errors import ConfigError
 from evenload.types.cluster import LinkSpec
 from evenload.types.columns import SliceColumns, WorkCurve, keys_before
@@ -403,9 +403,13 @@ class PackCosts:
         )
 
     def optimizer_seconds(self) -> float:
-        """Price the update of one rank's shard, fullest rank."""
+        """Price the update of one rank's shard, fullest rank; of state in host memory with its copies there and back,
+        or, where that link is not known, as copies of the device."""
         trained = trained_parameters_per_rank(self.model, self.layout).astype(np.float64)
-        return float((self.coefficients.optimizer_s_per_parameter * trained / self.layout.data_sizes).max())
+        update_s = self.coefficients.optimizer_s_per_parameter * trained / self.layout.data_sizes
+        link, state_bytes = self.coefficients.host_link, offloaded_state_bytes(self.model, self.layout)
+        byte_s = self.coefficients.copy_s_per_byte if link is None else 1 / link.bandwidth_bytes_per_s
+        return float(np.maximum(update_s, 2 * byte_s * state_bytes).max())
 
     def lower_bound_seconds(self, num_tokens: ArrayLike) -> float:
         """Price all useful work of a step spread evenly over all devices: without recompute, padding, tiles, constants

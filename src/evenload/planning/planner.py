@@ -12,7 +12,7 @@ import numpy as np
 
 from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.layer_counts import POLICIES, REPLAY
-from evenload.cost.memory import HostMemory, Unlimited, fullest_node_bytes, peak_host_bytes
+from evenload.cost.memory import HostMemory, Unlimited, fullest_node_bytes, offloaded_state_bytes, peak_host_bytes
 from evenload.cost.pack_cost import PackCosts
 from evenload.errors import DataError, InfeasiblePlanError
 from evenload.planning.activation_policy import plan_within_host, policies_in_order
@@ -183,7 +183,8 @@ class StepPlanner:
 
     def _host_bytes(self, choices: Sequence[ReplicaChoice]) -> int:
         result = [choice.candidate for choice in choices]
-        peaks = [peak_host_bytes(self.costs.model, self.layout, one.packs, one.actions) for one in result]
+        state_bytes = offloaded_state_bytes(self.costs.model, self.layout)
+        peaks = [state_bytes + peak_host_bytes(self.costs.model, self.layout, one.packs, one.actions) for one in result]
         return fullest_node_bytes(self.layout, peaks, self.host.devices_per_node)
 
     def _problem(self, step: int, documents: tuple[Document, ...]) -> StepProblem:
@@ -203,7 +204,10 @@ class StepPlanner:
             )
         limit = self.memory_cap_bytes
         cap = None if limit is None else np.full(self.layout.pipeline_ranks, limit, dtype=np.int64)
-        host_bytes = None if self.host.limit_bytes is None else self.host.limit_bytes // self.host.devices_per_node
+        host_bytes = None
+        if self.host.limit_bytes is not None:
+            state_bytes = int(offloaded_state_bytes(self.costs.model, self.layout).max())
+            host_bytes = max(0, self.host.limit_bytes // self.host.devices_per_node - state_bytes)
         return StepProblem(
             doc_ids,
             num_tokens,

@@ -42,6 +42,8 @@ class ModelSpec(Frozen):
         fused_cross_entropy: a kernel makes the gradient in the logits themselves, where the vocabulary is not divided.
         averaged_weights: a moving average of trained weights is kept with the optimizer's state (`train.ema_decay`).
         bfloat16_moments: of AdamW, with the lower halves of bf16 weights' masters (`optimizer.moments`).
+        offloaded_state: pipeline stages whose ranks keep the optimizer's state in host memory
+            (`optimizer.offload_stages`).
         unit_gradients: there are gradients of one unit at a time (`optimizer.in_backward`).
     """
 
@@ -64,6 +66,7 @@ class ModelSpec(Frozen):
     averaged_weights: bool = False
     bfloat16_moments: bool = False
     unit_gradients: bool = False
+    offloaded_state: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         counts = "hidden_size", "vocab_size", "bytes_per_element", "num_layers"

@@ -94,7 +94,8 @@ class Prediction(Frozen):
         reduction_hidden_s: of these, while packs are computed.
         gather_s: seconds in which updated weights are gathered.
         gather_hidden_s: of these, those in which no forward of the step after waits for them.
-        peak_host_bytes_per_node: offloaded activations in host memory, of the fullest node (`cost.memory`).
+        peak_host_bytes_per_node: offloaded activations and optimizer state in host memory, of the fullest node
+            (`cost.memory`).
     """
 
     step_time_s: float

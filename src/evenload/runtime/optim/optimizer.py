@@ -5,6 +5,9 @@ bf16 parameters have fp32 master weights; with `train.ema_decay` every shard has
 **bfloat16 moments** (`optimizer.moments`) are rounded after every update, and of a master, as int32, only what its bf16
 weight lacks is kept: master = weight * 2^16 + lower half, int16. A few elements at a time are widened for the update.
 
+**In host memory** (`optimizer.offload_stages`) the state of a rank comes to the device a chunk at a time, and goes back
+(`offloaded_state`).
+
 **Muon** (Jordan et al. 2024; Liu et al. 2025, section 2) updates the matrices of layers; everything else has AdamW. The
 directions of a buffer are gathered once, and every rank orthogonalises the matrices of which it owns some elements.
 
@@ -30,6 +33,7 @@ from evenload.cost.memory import WIDENED_ELEMENTS
 from evenload.runtime.comm.collectives import all_gather_single
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.optim.data_parallel import FlatBuffer, WeightGathers
+from evenload.runtime.optim.offloaded_state import CHUNK_ELEMENTS, OffloadedState
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _ITERATIONS = 5
@@ -107,7 +111,7 @@ def split(master: Tensor, weights: Tensor, lower: Tensor) -> None:
 
 class ShardedOptimizer:
     """Holds the optimizer state of one rank, for the buffers of `flatten_units`, after `num_steps` updates; `state` has
-    every buffer's shards by the names of `state_tensors`, None = the run begins."""
+    every buffer's shards by the names of `state_tensors`, None = the run begins; `host` keeps it, None = the device."""
 
     def __init__(
         self,
@@ -117,8 +121,10 @@ class ShardedOptimizer:
         state: Sequence[Mapping[str, Tensor]] | None = None,
         num_steps: int = 0,
         average_decay: float | None = None,
+        host: OffloadedState | None = None,
     ) -> None:
         self._mesh, self._config, self._average_decay = mesh, config, average_decay
+        self._host = host
         self.num_steps = num_steps
         """Updates done so far, which AdamW corrects its bias by; the same on every rank."""
         self.gathers = WeightGathers(mesh)
@@ -145,6 +151,8 @@ class ShardedOptimizer:
                 state[MASTER] = weights.to(buffer.grads.dtype)
         if self._average_decay is not None:
             state[AVERAGE] = weights.to(buffer.grads.dtype, copy=True)
+        if self._host is not None:
+            state = {name: self._host.kept(tensor) for name, tensor in state.items()}
         return _Part(buffer, has_muon, weights, state)
 
     @torch.no_grad()
@@ -169,19 +177,31 @@ class ShardedOptimizer:
         self.gathers.finish()
         self.gathers = WeightGathers(self._mesh, is_overlapped=is_overlapped)
         self.num_steps += 1
+        if self._host is not None:
+            parts = [(part, few) for part in self._parts for few in self._pieces(part)]
+            self._host.begin({name: kept[few] for name, kept in part.state.items()} for part, few in parts)
 
     @torch.no_grad()
     def update_unit(self, unit: int, shards: Sequence[Tensor], rate: float) -> None:
         """Update this rank's shards of a unit's buffers by their gradients, but for Muon's, and gather the rest."""
         for part, shard in zip(self._units[unit], shards, strict=True):
-            size = WIDENED_ELEMENTS if LOWER_HALF in part.state else shard.numel()
-            for at in range(0, shard.numel(), size):
-                self._update(part, slice(at, at + size), shard, rate)
+            for few in self._pieces(part):
+                if self._host is None:
+                    self._update(part, few, {name: kept[few] for name, kept in part.state.items()}, shard, rate)
+                else:
+                    self._update(part, few, state := self._host.take(), shard, rate)
+                    self._host.give_back(state)
             self.gathers.put(part.buffer)
 
-    def _update(self, part: _Part, few: slice, shard: Tensor, rate: float) -> None:
-        state, weights, config = {name: kept[few] for name, kept in part.state.items()}, part.weights[few], self._config
-        master = joined(weights, state[LOWER_HALF]) if LOWER_HALF in state else part.master[few]
+    def _pieces(self, part: _Part) -> list[slice]:
+        """Cut a shard into what is updated at once."""
+        most = WIDENED_ELEMENTS if LOWER_HALF in part.state else part.weights.numel()
+        most = most if self._host is None else min(most, CHUNK_ELEMENTS)
+        return [slice(at, at + most) for at in range(0, part.weights.numel(), most)]
+
+    def _update(self, part: _Part, few: slice, state: dict[str, Tensor], shard: Tensor, rate: float) -> None:
+        weights, config = part.weights[few], self._config
+        master = joined(weights, state[LOWER_HALF]) if LOWER_HALF in state else state.get(MASTER, weights)
         if not part.has_muon:
             wide = [state[name].to(master.dtype) for name in ("exp_avg", "exp_avg_sq")]
             decay = config.weight_decay if part.buffer.decays else 0.0
@@ -200,7 +220,10 @@ class ShardedOptimizer:
             weights.copy_(master)
 
     def state_tensors(self) -> Iterator[tuple[str, FlatBuffer, Tensor]]:
-        """Yield (name, buffer, this rank's shard) of everything that a checkpoint holds except the parameters."""
+        """Yield (name, buffer, this rank's shard) of everything that a checkpoint holds except the parameters; in host
+        memory where it is kept there."""
+        if self._host is not None:
+            self._host.synchronize()
         for part in self._parts:
             for name, tensor in part.state.items():
                 yield name, part.buffer, tensor
@@ -209,6 +232,8 @@ class ShardedOptimizer:
     def average_as_weights(self) -> Iterator[None]:
         """Make all ranks' weights the moving average inside, and restore them to the bit afterwards. Collective."""
         self.gathers.finish()
+        if self._host is not None:
+            self._host.synchronize()
         kept = [part.weights.clone() for part in self._parts]
         self._set_weights([part.state[AVERAGE] for part in self._parts])
         try:
@@ -236,4 +261,5 @@ class ShardedOptimizer:
             memory, end = one.untyped_storage().data_ptr(), int(one.storage_offset()) * one.itemsize + one.nbytes
             grads[memory] = max(grads.get(memory, 0), end)
         values = sum(part.buffer.values.nbytes for part in self._parts)
-        return values + sum(grads.values()) + sum(tensor.nbytes for _, _, tensor in self.state_tensors())
+        state = 0 if self._host else sum(tensor.nbytes for part in self._parts for tensor in part.state.values())
+        return values + sum(grads.values()) + state

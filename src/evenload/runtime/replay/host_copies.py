@@ -113,7 +113,7 @@ class HostArena:
         smallest_piece_bytes: int = SMALLEST_PIECE_BYTES,
     ) -> None:
         assert segment_bytes % ALIGNMENT_BYTES == 0
-        self._new_segment = new_segment
+        self.new_segment = new_segment
         self._segment_bytes, self._smallest_piece_bytes = segment_bytes, smallest_piece_bytes
         self._segments: list[Tensor] = []
         # Holes by size, and by where they start and end.
@@ -171,7 +171,7 @@ class HostArena:
 
     def _grow(self, missing_bytes: int) -> None:
         num_bytes = -(-missing_bytes // self._segment_bytes) * self._segment_bytes
-        self._segments.append(self._new_segment(num_bytes))
+        self._segments.append(self.new_segment(num_bytes))
         self.held_bytes += num_bytes
         self._add_hole(_Span(num_bytes, len(self._segments) - 1, 0))
 
@@ -229,11 +229,19 @@ class HostCopies(ABC):
         buffer = torch.empty(sum(sizes), *pieces[0].shape[1:], dtype=pieces[0].dtype, device=device)
         return buffer, self._copy(tuple(zip(buffer.split(sizes), pieces, strict=True)), device_side=buffer)
 
+    def to_rows(self, tensor: Tensor, rows: Tensor) -> Wait:
+        """Start to copy `tensor` [n, ...], which must not be changed, over rows [n, ...] in host memory."""
+        return self._copy(((rows, tensor),), device_side=tensor)
+
     def free(self, host: HostRows) -> None:
         self.arena.free(host)
 
     def begin_step(self) -> None:
         self.arena.free_all()
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait until all copies are done."""
 
     @abstractmethod
     def _copy(self, moves: Moves, device_side: Tensor) -> Wait: ...
@@ -245,6 +253,9 @@ class ThreadHostCopies(HostCopies):
     def __init__(self, arena: HostArena | None = None) -> None:
         super().__init__(arena or HostArena(_plain_memory))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="evenload-offload")
+
+    def synchronize(self) -> None:
+        self._thread.submit(int).result()
 
     def _copy(self, moves: Moves, device_side: Tensor) -> Wait:
         return self._thread.submit(_copy_rows, moves).result
@@ -259,6 +270,9 @@ class CudaHostCopies(HostCopies):
         super().__init__(arena or HostArena(memory.new_segment))
         # Not at the end of the process: the system does it there, and a stream may wait for a rank that is lost.
         weakref.finalize(self, _close, self._stream, memory).atexit = False  # type: ignore[attr-defined]
+
+    def synchronize(self) -> None:
+        self._stream.synchronize()
 
     def _copy(self, moves: Moves, device_side: Tensor) -> Wait:
         device = device_side.device

@@ -20,7 +20,9 @@ from evenload.errors import InvalidPlanError
 from evenload.runtime.comm.mesh import Mesh, Meshes
 from evenload.runtime.executor import Executor, RankRun, forward_losses
 from evenload.runtime.optim.data_parallel import FlatBuffer, GatherTrace, GradientReduction, UpdatesInBackward
+from evenload.runtime.optim.offloaded_state import OffloadedState
 from evenload.runtime.optim.optimizer import ShardedOptimizer
+from evenload.runtime.replay.host_copies import host_copies
 from evenload.runtime.replay.rank_packs import RankStep
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.runtime.stages.live_stages import LiveStages, RankStages, Switch, build_rank_stages, joined_switch
@@ -68,7 +70,15 @@ class RankState:
         )
         self.executor = Executor(self.held.stages, self.mesh)
         state = None if self.live is None else self.live.initial_state()
-        self.optimizer = ShardedOptimizer(self.held.buffers, self.mesh, optimizer, state, average_decay=run.ema_decay)
+        offloads = self.mesh.pipeline_stage in optimizer.offload_stages
+        self.optimizer = ShardedOptimizer(
+            self.held.buffers,
+            self.mesh,
+            optimizer,
+            state,
+            average_decay=run.ema_decay,
+            host=OffloadedState(host_copies(self.mesh.device), self.mesh.device) if offloads else None,
+        )
         self.layout = self.mesh.layout
         """Layout that runs now; its generation is that of the last plan."""
 

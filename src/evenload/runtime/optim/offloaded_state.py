@@ -1,0 +1,82 @@
+"""Keep optimizer state in host memory, and bring it to the device a few elements at a time while weights are updated
+(`optimizer.offload_stages`; ZeRO-Offload, Ren et al. 2021, but the device computes).
+
+    host to device   chunk 1   chunk 2   chunk 3             chunk 4
+    update                     chunk 1   chunk 2             chunk 3
+    device to host                       chunk 1             chunk 2
+
+Copies run beside the update, in one order (`replay.host_copies`), so a chunk of the next step is never read before it
+has been written back. AdamW updates every element by itself, so the result is the same to the bit. The device holds
+three chunks at once. Price: state bytes twice over the link to host memory a step, of which the update hides its own
+seconds at most.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from evenload.runtime.replay.host_copies import HostCopies, Wait
+
+CHUNK_ELEMENTS = 2**22
+"""Of a tensor of the state: 16 MiB in fp32, which a copy over PCIe does not notice to be cut."""
+_AHEAD = 2
+
+Chunk = Mapping[str, Tensor]
+"""A few elements of every tensor of a state, by name."""
+
+
+class OffloadedState:
+    """Holds tensors in host memory; `begin` names the chunks of an update, which are then taken in order, updated in
+    place and given back."""
+
+    def __init__(self, copies: HostCopies, device: torch.device) -> None:
+        self._copies, self._device = copies, device
+        self._coming = deque[Chunk]()
+        self._brought = deque[tuple[Chunk, dict[str, tuple[Tensor, Wait]]]]()
+        self._written = deque[list[Wait]]()
+
+    def kept(self, tensor: Tensor) -> Tensor:
+        """Return a copy of a flat tensor in host memory, of this object for its life."""
+        memory = self._copies.arena.new_segment(max(1, tensor.nbytes))
+        return memory[: tensor.nbytes].view(tensor.dtype).copy_(tensor)
+
+    def begin(self, chunks: Iterable[Chunk]) -> None:
+        """Begin an update of these chunks of what is kept."""
+        assert not self._brought, "an update has not taken all of its chunks"
+        self._coming = deque(chunks)
+        for _ in range(_AHEAD):
+            self._bring()
+
+    def take(self) -> dict[str, Tensor]:
+        """Return the next chunk on the device."""
+        return {name: _waited(*copy) for name, copy in self._brought[0][1].items()}
+
+    def give_back(self, state: Mapping[str, Tensor]) -> None:
+        """Write the chunk that was taken last, with its new values, and bring another one."""
+        chunk, _ = self._brought.popleft()
+        self._written.append([self._copies.to_rows(state[name], rows) for name, rows in chunk.items()])
+        if len(self._written) == _AHEAD:
+            for wait in self._written.popleft():
+                wait()
+        self._bring()
+
+    def synchronize(self) -> None:
+        """Wait until what was given back is in host memory, where the processor reads it."""
+        while self._written:
+            for wait in self._written.popleft():
+                wait()
+        self._copies.synchronize()
+
+    def _bring(self) -> None:
+        if self._coming:
+            chunk = self._coming.popleft()
+            self._brought.append(
+                (chunk, {name: self._copies.to_device([rows], self._device) for name, rows in chunk.items()})
+            )
+
+
+def _waited(tensor: Tensor, wait: Wait) -> Tensor:
+    wait()
+    return tensor
