@@ -11,7 +11,8 @@ step trains as many documents, so a step of short ones is few tokens, and one of
 So neither layout suits both phases. The same data for all, documents by turns of phases, written with a seed; runs of
 the variants take turns, and `--append` wants a quiet machine. A time is the wall clock of all steps but the first,
 whatever they waited for: computing, planning in the background, switches. Static runs pack as `flexpipe` does inside a
-layout (`balanced`), and every run plans by costs that were measured in the layout in which it starts.
+layout (`balanced`). All plan by the same costs, measured once in the layout in which `flexpipe` starts, with the links
+of the others: two calibrations of one machine differ by more than layouts do.
 
     python benchmarks/swinging.py [--quick] [--append]
 """
@@ -30,6 +31,7 @@ import torch.distributed as dist
 
 from cpu_ranks import COSTS, cpu_rank, leave, llama, spawn_ranks, write_run
 from evenload.calibrate.calibrate import calibrate
+from evenload.calibrate.links import links_of_layouts
 from evenload.config.planner import layouts_of
 from evenload.config.train_config import TrainConfig, load_train_config
 from evenload.cost.coefficients import CostCoefficients
@@ -52,12 +54,7 @@ MEMORY_BYTES = 2**33
 STATIC = {"dp=2": ("parallel.dp=2",), "pp=2": ("parallel.pp=2",)}
 FLEXIBLE = "flexpipe"
 VARIANTS = {name: (*settings, "plan.strategy=balanced") for name, settings in STATIC.items()} | {
-    FLEXIBLE: (
-        "parallel.dp=2",
-        'plan.layouts=["pp=2"]',
-        "plan.strategy=flexpipe",
-        "plan.options.flexpipe={known_steps=16}",
-    )
+    FLEXIBLE: ("parallel.dp=2", "plan.strategy=flexpipe", "plan.options.flexpipe={known_steps=16}")
 }
 
 
@@ -86,19 +83,21 @@ def phase_lengths(phases: tuple[tuple[str, int], ...]) -> np.ndarray:
 class Variant:
     """One way to train the data, again and again, in one process of `WORLD`."""
 
-    def __init__(self, directory: str, settings: tuple[str, ...], *, quick: bool) -> None:
+    def __init__(self, directory: str, settings: tuple[str, ...]) -> None:
         self.config: TrainConfig = load_train_config(Path(f"{directory}/config.toml"), list(settings))
         layouts = layouts_of(self.config, model_spec(self.config).num_layers)
         self.meshes: Meshes = create_meshes(layouts, torch.device("cpu"), timeout_s=300)
         warm_up(self.meshes)
-        self.costs: CostCoefficients = msgspec.structs.replace(COSTS, devices_per_node=WORLD)
-        if not quick:
-            trainer = Trainer(self.config, self.meshes.start, self.meshes)
-            self.costs, _ = calibrate(trainer.state.stages, trainer.model, self.meshes.start, LONG, "cpu")
 
-    def run(self) -> Measured | None:
-        """Train all steps; what was measured, on rank 0."""
-        trainer, costs = Trainer(self.config, self.meshes.start, self.meshes), self.costs
+    def measured_costs(self) -> CostCoefficients:
+        """Measure costs that hold in all layouts of the run."""
+        trainer = Trainer(self.config, self.meshes.start, self.meshes)
+        measured, _ = calibrate(trainer.state.stages, trainer.model, self.meshes.start, LONG, "cpu")
+        return links_of_layouts(measured, self.meshes)
+
+    def run(self, costs: CostCoefficients) -> Measured | None:
+        """Train all steps by these costs; what was measured, on rank 0."""
+        trainer = Trainer(self.config, self.meshes.start, self.meshes)
         if trainer.state.live is not None and trainer.state.live.moved.shared:
             # As at the start of a run: what reading the weights of other ranks costs.
             costs = msgspec.structs.replace(costs, copies=trainer.state.live.measured_copies())
@@ -125,14 +124,16 @@ def run_rank(rank: int, directory: str, rounds: int) -> None:
     """One process."""
     del rank
     with cpu_rank():
-        quick = rounds == QUICK_ROUNDS
-        variants = {name: Variant(directory, settings, quick=quick) for name, settings in VARIANTS.items()}
+        variants = {name: Variant(directory, settings) for name, settings in VARIANTS.items()}
+        costs = msgspec.structs.replace(COSTS, devices_per_node=WORLD)
+        if rounds != QUICK_ROUNDS:
+            costs = variants[FLEXIBLE].measured_costs()
         result: dict[str, list[Measured]] = {name: [] for name in variants}
         names = list(variants)
         for turn in range(rounds):
             # Each begins a round once, so that none always runs behind the same other one.
             for name in names[turn % len(names) :] + names[: turn % len(names)]:
-                measured = variants[name].run()
+                measured = variants[name].run(costs)
                 gc.collect()
                 if measured is not None:
                     result[name].append(measured)
@@ -160,6 +161,9 @@ def measure(quick: bool) -> Iterator[Row]:
         for how, field in (("measured", "seconds"), ("predicted", "predicted_s")):
             ratio = median_ratio([getattr(one, field) for one in result[name]], [getattr(one, field) for one in ours])
             yield Row("swinging", case, f"speed-up over {name}, {how}", ratio, "x", name)
+    for name, runs in result.items():
+        ratio = statistics.median(one.seconds / one.predicted_s for one in runs)
+        yield Row("swinging", case, f"{name}: steps, measured", ratio, "x", "predicted")
     yield Row("swinging", case, "switches", statistics.median(len(one.switch_s) for one in ours), "")
     share = statistics.median(sum(one.switch_s) / one.seconds for one in ours)
     yield Row("swinging", case, "share of switches", share, "", "time of flexpipe")
