@@ -180,6 +180,49 @@ def _rows(seconds: NDArray[np.float64]) -> tuple[tuple[float, ...], ...]:
     return cast("tuple[tuple[float, ...], ...]", tuple(map(tuple, seconds.tolist())))
 
 
+PRICE_OF_TRIAL_S, PRICE_OF_DOCUMENT_S = 1.0e-4, 1.0e-6
+"""What planning takes for a trial, and for each document in it: round figures of two cores (`benchmarks/planning.py`)."""
+
+
+@dataclass(eq=False)
+class Effort:
+    """Count what planning a step has done, and say when that has taken enough of the step before.
+
+    Planning runs while the step before trains, in one thread, and a step is about as long as the one before it: a plan
+    is ready in time when it takes no longer than it predicts of its own step. Seconds of planning are counted by the
+    price of trials, not by the clock. So the search of a step ends at the same trial on every machine, however loaded,
+    and in a resumed run.
+
+    Args:
+        share: of the predicted step time that planning may take.
+        trials, documents: rated so far, and all documents in them.
+        is_cut_short: something that would have been tried was not.
+    """
+
+    share: float = float("inf")
+    trials: int = 0
+    documents: int = 0
+    is_cut_short: bool = False
+
+    def add(self, trials: int, documents: int) -> None:
+        """Count trials of so many documents each."""
+        self.trials += trials
+        self.documents += trials * documents
+
+    @property
+    def seconds(self) -> float:
+        """Return the price of all trials."""
+        return PRICE_OF_TRIAL_S * self.trials + PRICE_OF_DOCUMENT_S * self.documents
+
+    def may_go_on(self, best: tuple[int, float]) -> bool:
+        """Return whether more may be tried where the best plan by now exceeds memory by so many bytes and takes so many
+        seconds, and remember where not. The search for one that fits is never cut short."""
+        excess_bytes, best_s = best
+        is_left = excess_bytes > 0 or self.seconds <= self.share * best_s
+        self.is_cut_short |= not is_left
+        return is_left
+
+
 @dataclass(frozen=True, eq=False)
 class StepProblem:
     """Hold one global batch to be planned; its costs also carry the model and the layout.
@@ -190,6 +233,7 @@ class StepProblem:
         policy: int8[n], activation policy of every document (`cost.layer_counts.POLICIES`); None = all replay.
         host_device_bytes: of host memory, what each device may offload to; None = not limited.
         waits_at_each: replicas wait for each other at every micro-batch (FSDP, ZeRO-3), and not once a step.
+        effort: of planning the step, one for all problems that differ in policy or memory alone.
     """
 
     doc_ids: NDArray[np.int64]
@@ -200,6 +244,7 @@ class StepProblem:
     policy: NDArray[np.int8] | None = None
     host_device_bytes: int | None = None
     waits_at_each: bool = False
+    effort: Effort = field(default_factory=Effort)
     document_s: NDArray[np.float64] = field(init=False)
     # Scores that searches of this problem share, by ranks and documents, then by trial (`plan.candidates`).
     known_scores: dict[tuple[int, bytes], dict[Any, Any]] = field(init=False, default_factory=dict)

@@ -41,6 +41,7 @@ LATE_SHARED = 24  # How many more at most
 WORTH_IT = 0.999  # Of the best time: what another schedule must get below to be taken
 CLOSE_POLICIES = 1.06  # Refining gains so much, so policies within it of the best are refined too
 MOST_REFINED = 3  # Policies that are refined, at most
+AS_SEARCHED = 1.02  # Of the seconds that a search says: a plan within it is not compared with `slimpack`'s
 NO_GAIN = 1.001  # Of what no plan of a strategy is faster than: within it no other policy is planned
 BOTH_ENDS = (((1, 1), 1), ((2, 2), 2))
 """Halvings of the first forward and of the last backward pack, and weights of a token, that are tried on the best."""
@@ -51,7 +52,7 @@ class _Refinement:
 
     def __init__(self, problem: StepProblem, result: SearchResult) -> None:
         options, layout, schedule = problem.options.own(AutoOptions), problem.layout, problem.options.schedule
-        self._found = result
+        self._found, self._effort = result, problem.effort
         self._may_split = schedule == CHOOSE and options.split_backward and layout.num_stages > 1
         self._may_reorder = schedule in (CHOOSE, LIST.name)
         self._others = [
@@ -102,7 +103,11 @@ class _Refinement:
         return [search for search in (*shared, self._found.own[slowest]) if len(search.documents)]
 
     def _left(self) -> int:
-        return 0 if time.monotonic() > self._deadline_s else self._trials
+        is_over = time.monotonic() > self._deadline_s or not self._may_go_on()
+        return 0 if is_over else self._trials
+
+    def _may_go_on(self) -> bool:
+        return self._effort.may_go_on(self._found.score_key()[:2])
 
     def _improve(self, search: ReplicaSearch, share: float) -> bool:
         """Rate neighbours of the best trials while the share of the budget lasts; return whether the best improved."""
@@ -145,6 +150,7 @@ class AutoOptions(StrategyOptions, tag="auto"):
 
     split_backward: bool = True
     max_candidates: int = 128
+    planning_share: float = 1.0
     time_budget_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -157,33 +163,33 @@ class AutoOptions(StrategyOptions, tag="auto"):
 def plan_auto(problems: Sequence[StepProblem], others: Sequence[Strategy]) -> Planned:
     """Plan a step by `slimpack`'s search and by `others`, but those that need a solver or choose a layout. Where
     nothing can plan the step, the error is the last strategy's."""
-    # Repriced, because that is what others are compared with.
-    plans: list[Planned] = [(problem, _repriced(problem, one.choices())) for problem, one in _searched(problems)[:1]]
+    effort = problems[0].effort
+    effort.share = problems[0].options.own(AutoOptions).planning_share
+    steps = _searched(problems)[:1]
+    plans: list[Planned] = [(problem, _repriced(problem, one.choices())) for problem, one in steps]
     # What the others have to beat, and under which policies they may.
-    excess, limit_s = (step_score(plans[0][1])[0], _summed_s(problems[0], plans[0][1])) if plans else (1, math.inf)
+    excess, limit_s = (step_score(plans[0][1])[0], _summed_s(*plans[0])) if plans else (1, math.inf)
     promising = problems if excess else [one for one in problems if one is problems[0] or work_s(one) < limit_s]
     failure: Exception | None = None
-    if problems[0].costs.model.causal:
-        try:
-            plans.append(plan_slimpack(problems))
-        except (ConfigError, InfeasiblePlanError) as error:
-            failure = error
     for rival in others:
-        if rival.needs_solver or rival.changes_layout or rival.tries_others or rival is SLIMPACK:
+        if rival.needs_solver or rival.changes_layout or rival.tries_others:
             continue
+        if rival is SLIMPACK and steps and _is_as_searched(steps[0][1], plans[0]):
+            continue
+        if plans and not effort.may_go_on((excess, limit_s)):
+            break
         try:
             least_s = 0.0 if excess else _least_seconds(rival, problems, limit_s)
             if least_s is None:
                 continue
             problem, answer = rival.plan_step(promising, enough_s=NO_GAIN * least_s)
-            plans.append((problem, answer.choices))
+            plans.append((problem, _repriced(problem, answer.choices)))
         except (ConfigError, DataError, InfeasiblePlanError) as error:
             # A strategy that does not apply (a document beyond its window) leaves the others.
             failure = error
     if not plans:
         assert failure is not None, "there are strategies, and none planned or failed"
         raise failure
-    plans = [(problem, _repriced(problem, choices)) for problem, choices in plans]
     # Those that exceed memory by the least, of devices and hosts together; all that fit, where some do.
     excesses = [
         max(one.candidate.excess_bytes + host_excess_bytes(problem, one.candidate) for one in choices)
@@ -194,7 +200,16 @@ def plan_auto(problems: Sequence[StepProblem], others: Sequence[Strategy]) -> Pl
     # What follows the packs is not the same for all: it decides between those whose packs alone end early enough.
     excess, limit_s = step_score(best[1])[0], _summed_s(*best)
     close = [planned for planned in plans if step_score(planned[1])[:2] <= (excess, limit_s)]
+    if len(close) == 1:
+        return close[0]
     return min(close, key=lambda planned: (step_score(planned[1])[0], _summed_s(*planned), *step_score(planned[1])))
+
+
+def _is_as_searched(result: SearchResult, planned: Planned) -> bool:
+    """Check whether a plan takes about what its search said, which rates what `slimpack` does and goes on from there:
+    then `slimpack` alone gains nothing. Host memory and shares of ranks, which come after, may suit another better."""
+    excess, seconds = result.score_key()[:2]
+    return step_score(planned[1])[:2] <= (excess, AS_SEARCHED * seconds)
 
 
 def _repriced(problem: StepProblem, choices: tuple[ReplicaChoice, ...]) -> tuple[ReplicaChoice, ...]:
