@@ -101,6 +101,7 @@ def plan_under_policies(
     promising = [problem for problem in problems if can_fit is None or can_fit(problem)]
     for problem in promising or problems:
         answer = plan(problem)
+        problem.effort.add(1, len(problem.num_tokens))
         if best is None or worst_score(answer.choices) < worst_score(best[1].choices):
             best = problem, answer
         excess, seconds = worst_score(answer.choices)

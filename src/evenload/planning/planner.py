@@ -29,6 +29,8 @@ from evenload.types.model import ModelSpec
 from evenload.types.plan import DEFERRED, LeftOut, Prediction, StepPlan, seal
 from evenload.types.text import format_bytes
 
+CUT_SHORT_NOTE = "search cut short: it took as long as the step it plans (auto.planning_share)"
+
 
 @dataclass(frozen=True, eq=False)
 class Proposal:
@@ -67,7 +69,8 @@ class Proposal:
     @property
     def note(self) -> str:
         """Return what a reader must know about how the plan was found; "" = nothing."""
-        return next((choice.note for choice in self.choices if choice.note), "")
+        own = next((choice.note for choice in self.choices if choice.note), "")
+        return "; ".join(filter(None, (own, CUT_SHORT_NOTE if self.plan.is_cut_short else "")))
 
     def require_feasible(self) -> StepPlan:
         """Return the plan; raise `InfeasiblePlanError` where it does not fit memory."""
@@ -268,6 +271,7 @@ class StepPlanner:
                 ),
                 left_out=left_out,
                 mean_token_delay_steps=mean_token_delay_steps(age_steps[trained], problem.num_tokens[trained]),
+                is_cut_short=problem.effort.is_cut_short,
             )
         )
 

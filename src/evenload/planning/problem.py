@@ -180,23 +180,24 @@ def _rows(seconds: NDArray[np.float64]) -> tuple[tuple[float, ...], ...]:
     return cast("tuple[tuple[float, ...], ...]", tuple(map(tuple, seconds.tolist())))
 
 
-PRICE_OF_TRIAL_S, PRICE_OF_DOCUMENT_S = 1.0e-4, 1.0e-6
-"""What planning takes for a trial, and for each document in it: round figures of two cores (`benchmarks/planning.py`)."""
+PRICE_OF_TRIAL_S, PRICE_OF_DOCUMENT_S = 5e-5, 1e-6
+"""What planning takes for a trial and for every document in it, on two cores: round figures, and so for all machines.
+`benchmarks/planning.py` compares them with the clock (`--part price`)."""
 
 
 @dataclass(eq=False)
 class Effort:
-    """Count what planning a step has done, and say when that has taken enough of the step before.
+    """Count what planning a step has taken, and end the search where that is too much of a step.
 
-    Planning runs while the step before trains, in one thread, and a step is about as long as the one before it: a plan
-    is ready in time when it takes no longer than it predicts of its own step. Seconds of planning are counted by the
-    price of trials, not by the clock. So the search of a step ends at the same trial on every machine, however loaded,
-    and in a resumed run.
+    One thread plans, one step after the other, while earlier ones train, and steps take about as long as each other: no
+    step waits for its plan as long as planning takes less than the step that is planned. Its seconds are those of the
+    best plan by now. What planning takes is the price of what was tried, not the clock's: the search then ends at the
+    same trial on every machine, however loaded, and a resumed run plans as if it had not been stopped.
 
     Args:
-        share: of the predicted step time that planning may take.
-        trials, documents: rated so far, and all documents in them.
-        is_cut_short: something that would have been tried was not.
+        share: of the predicted step time, what planning may take.
+        trials, documents: tried so far, and the documents in all of them.
+        is_cut_short: the search ended although more was to be tried.
     """
 
     share: float = float("inf")
@@ -215,8 +216,8 @@ class Effort:
         return PRICE_OF_TRIAL_S * self.trials + PRICE_OF_DOCUMENT_S * self.documents
 
     def may_go_on(self, best: tuple[int, float]) -> bool:
-        """Return whether more may be tried where the best plan by now exceeds memory by so many bytes and takes so many
-        seconds, and remember where not. The search for one that fits is never cut short."""
+        """Check whether more may be tried, and note where it may not: by bytes beyond memory and seconds of the best
+        plan by now. The search for one within memory always goes on."""
         excess_bytes, best_s = best
         is_left = excess_bytes > 0 or self.seconds <= self.share * best_s
         self.is_cut_short |= not is_left

@@ -4,11 +4,13 @@
     2  under each of the activation policies that come close, the heaviest replica is improved (tapered ends of its best
        packs, then neighbours of its best trials), the others rate the best few of those, replicas are evened out again,
        and what is left of the budget goes to the slowest replica, at last under the other schedules, too
-    3  every other strategy that plans a step by itself, unless it cannot win: its plan is a candidate as it is
+    3  every other strategy that plans a step by itself, unless it cannot win: its plan is a candidate as it is; that of
+       `slimpack` alone only where ranks or host memory made the plan above slower than its search said
 
 The best of each is then repriced, rank by rank where ranks share packs, and the fastest taken, so `auto` is never worse
 than any of them. Strategies of an exact solver are left out: they take seconds. The budget is a number of simulations
-(`max_candidates`), so plans are deterministic unless `time_budget_s` ends the search by the clock.
+(`max_candidates`), and as many as a step lasts (`planning_share`, by `problem.Effort`), so plans are deterministic
+unless `time_budget_s` ends the search by the clock.
 """
 
 import math
@@ -25,7 +27,7 @@ from evenload.planning.cp_sharding import repriced_choices
 from evenload.planning.packing import pack_counts
 from evenload.planning.problem import CHOOSE, ReplicaChoice, StepProblem, StrategyOptions
 from evenload.planning.search import SearchResult, SearchRules, best_packs, even_out, share_best, work_s
-from evenload.planning.strategies.slimpack import SLIMPACK, plan_slimpack, search_policies, slimpack_rules
+from evenload.planning.strategies.slimpack import SLIMPACK, search_policies, slimpack_rules
 from evenload.planning.strategies.strategy import Planned, Strategy
 from evenload.schedule.packflow import LIST
 from evenload.schedule.registry import SCHEDULES
@@ -39,7 +41,7 @@ REFINED_SHARED = 8  # Best trials of the improved representative replica that ev
 LATE = 1.01  # Of the median time of replicas: one above it rates more of the improved representative's trials
 LATE_SHARED = 24  # How many more at most
 WORTH_IT = 0.999  # Of the best time: what another schedule must get below to be taken
-CLOSE_POLICIES = 1.06  # Refining gains so much, so policies within it of the best are refined too
+CLOSE_POLICIES = 1.02  # Refining changes few orders of policies: those within it of the best are refined too
 MOST_REFINED = 3  # Policies that are refined, at most
 AS_SEARCHED = 1.02  # Of the seconds that a search says: a plan within it is not compared with `slimpack`'s
 NO_GAIN = 1.001  # Of what no plan of a strategy is faster than: within it no other policy is planned
@@ -103,8 +105,10 @@ class _Refinement:
         return [search for search in (*shared, self._found.own[slowest]) if len(search.documents)]
 
     def _left(self) -> int:
-        is_over = time.monotonic() > self._deadline_s or not self._may_go_on()
-        return 0 if is_over else self._trials
+        if self._trials and time.monotonic() > self._deadline_s:
+            self._effort.is_cut_short = True
+            return 0
+        return self._trials if self._trials and self._may_go_on() else 0
 
     def _may_go_on(self) -> bool:
         return self._effort.may_go_on(self._found.score_key()[:2])
@@ -122,7 +126,7 @@ class _Refinement:
     def _try_others(self) -> None:
         """Try other schedules on the best packs of the slowest replica while the step gets faster."""
         score_key = (math.inf, math.inf, math.inf)
-        while self._found.score_key() < score_key:
+        while self._found.score_key() < score_key and self._may_go_on():
             score_key = self._found.score_key()
             for search in self._slowest():
                 if search.is_near_bound():
@@ -142,6 +146,9 @@ class AutoOptions(StrategyOptions, tag="auto"):
         split_backward: backwards may run as two actions, weight gradients later (zero bubble).
         max_candidates: schedules simulated beyond `slimpack`'s in a step, over all replicas, for every set of
             activation policies that comes close.
+        planning_share: of the predicted step time, what the search may take, counted in trials at a fixed price
+            (`planning/problem.py`) and not by the clock: 1 = a step's plan is ready when the step before it ends.
+            Metrics and plans say where the search was cut short (`plan_cut_short`).
         time_budget_s: the search also ends by the clock; None = never, because plans then depend on the machine.
 
     Raises:
@@ -156,6 +163,8 @@ class AutoOptions(StrategyOptions, tag="auto"):
     def __post_init__(self) -> None:
         if self.max_candidates < 1:
             raise ConfigError(f"plan options: auto.max_candidates is {self.max_candidates}, must be at least 1")
+        if not self.planning_share > 0:
+            raise ConfigError(f"plan options: auto.planning_share is {self.planning_share}, must be above 0")
         if self.time_budget_s is not None and not self.time_budget_s > 0:
             raise ConfigError(f"plan options: auto.time_budget_s is {self.time_budget_s}, must be above 0")
 
@@ -168,16 +177,15 @@ def plan_auto(problems: Sequence[StepProblem], others: Sequence[Strategy]) -> Pl
     steps = _searched(problems)[:1]
     plans: list[Planned] = [(problem, _repriced(problem, one.choices())) for problem, one in steps]
     # What the others have to beat, and under which policies they may.
-    excess, limit_s = (step_score(plans[0][1])[0], _summed_s(*plans[0])) if plans else (1, math.inf)
+    excess, limit_s = score_key = (_excess_bytes(*plans[0]), _summed_s(*plans[0])) if plans else (1, math.inf)
     promising = problems if excess else [one for one in problems if one is problems[0] or work_s(one) < limit_s]
     failure: Exception | None = None
     for rival in others:
         if rival.needs_solver or rival.changes_layout or rival.tries_others:
             continue
-        if rival is SLIMPACK and steps and _is_as_searched(steps[0][1], plans[0]):
+        # The others take little of a step and plan even where the search was cut short.
+        if rival is SLIMPACK and steps and (_is_as_searched(steps[0][1], plans[0]) or not effort.may_go_on(score_key)):
             continue
-        if plans and not effort.may_go_on((excess, limit_s)):
-            break
         try:
             least_s = 0.0 if excess else _least_seconds(rival, problems, limit_s)
             if least_s is None:
@@ -191,10 +199,7 @@ def plan_auto(problems: Sequence[StepProblem], others: Sequence[Strategy]) -> Pl
         assert failure is not None, "there are strategies, and none planned or failed"
         raise failure
     # Those that exceed memory by the least, of devices and hosts together; all that fit, where some do.
-    excesses = [
-        max(one.candidate.excess_bytes + host_excess_bytes(problem, one.candidate) for one in choices)
-        for problem, choices in plans
-    ]
+    excesses = [_excess_bytes(*planned) for planned in plans]
     plans = [planned for planned, excess in zip(plans, excesses, strict=True) if excess == min(excesses)]
     best = min(plans, key=lambda planned: step_score(planned[1]))
     # What follows the packs is not the same for all: it decides between those whose packs alone end early enough.
@@ -203,6 +208,10 @@ def plan_auto(problems: Sequence[StepProblem], others: Sequence[Strategy]) -> Pl
     if len(close) == 1:
         return close[0]
     return min(close, key=lambda planned: (step_score(planned[1])[0], _summed_s(*planned), *step_score(planned[1])))
+
+
+def _excess_bytes(problem: StepProblem, choices: tuple[ReplicaChoice, ...]) -> int:
+    return max(one.candidate.excess_bytes + host_excess_bytes(problem, one.candidate) for one in choices)
 
 
 def _is_as_searched(result: SearchResult, planned: Planned) -> bool:
