@@ -45,6 +45,7 @@ class Proposal:
         imbalance_dp: max/mean makespan over replicas.
         max_pack_tokens: of the largest pack, padding included; cap_violations: packs above the options' token limit.
         switch_s: of a change of layout before the step, part of its step time.
+        effort_s: what planning took by the price of trials (`plan.problem.Effort`).
         state: for the next step; None where the step was planned without one.
     """
 
@@ -60,6 +61,7 @@ class Proposal:
     costs: PackCosts
     state: DelayState | None = None
     switch_s: float = 0.0
+    effort_s: float = 0.0
 
     @property
     def feasible(self) -> bool:
@@ -182,7 +184,7 @@ class StepPlanner:
         )
         plan = self._step_plan(request, problem, choices, age_steps)
         after = None if arrivals is None else state_after(arrivals, problem.doc_ids, problem.num_tokens, answer)
-        return self._proposal(plan, choices, after, beyond_host)
+        return replace(self._proposal(plan, choices, after, beyond_host), effort_s=first.effort.seconds)
 
     def _host_bytes(self, choices: Sequence[ReplicaChoice]) -> int:
         result = [choice.candidate for choice in choices]

@@ -13,6 +13,7 @@ than any of them. Strategies of an exact solver are left out: they take seconds.
 unless `time_budget_s` ends the search by the clock.
 """
 
+import functools
 import math
 import time
 from collections.abc import Sequence
@@ -172,12 +173,12 @@ class AutoOptions(StrategyOptions, tag="auto"):
 def plan_auto(problems: Sequence[StepProblem], others: Sequence[Strategy]) -> Planned:
     """Plan a step by `slimpack`'s search and by `others`, but those that need a solver or choose a layout. Where
     nothing can plan the step, the error is the last strategy's."""
-    effort = problems[0].effort
+    effort, summed_s = problems[0].effort, functools.cache(_summed_s)
     effort.share = problems[0].options.own(AutoOptions).planning_share
     steps = _searched(problems)[:1]
     plans: list[Planned] = [(problem, _repriced(problem, one.choices())) for problem, one in steps]
     # What the others have to beat, and under which policies they may.
-    excess, limit_s = score_key = (_excess_bytes(*plans[0]), _summed_s(*plans[0])) if plans else (1, math.inf)
+    excess, limit_s = score_key = (_excess_bytes(*plans[0]), summed_s(*plans[0])) if plans else (1, math.inf)
     promising = problems if excess else [one for one in problems if one is problems[0] or work_s(one) < limit_s]
     failure: Exception | None = None
     for rival in others:
@@ -203,11 +204,9 @@ def plan_auto(problems: Sequence[StepProblem], others: Sequence[Strategy]) -> Pl
     plans = [planned for planned, excess in zip(plans, excesses, strict=True) if excess == min(excesses)]
     best = min(plans, key=lambda planned: step_score(planned[1]))
     # What follows the packs is not the same for all: it decides between those whose packs alone end early enough.
-    excess, limit_s = step_score(best[1])[0], _summed_s(*best)
+    excess, limit_s = step_score(best[1])[0], summed_s(*best)
     close = [planned for planned in plans if step_score(planned[1])[:2] <= (excess, limit_s)]
-    if len(close) == 1:
-        return close[0]
-    return min(close, key=lambda planned: (step_score(planned[1])[0], _summed_s(*planned), *step_score(planned[1])))
+    return min(close, key=lambda planned: (step_score(planned[1])[0], summed_s(*planned), *step_score(planned[1])))
 
 
 def _excess_bytes(problem: StepProblem, choices: tuple[ReplicaChoice, ...]) -> int:
