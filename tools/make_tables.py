@@ -231,8 +231,8 @@ def planning_times() -> str:
     )
     prices = newest("planning", "price").values("price over processor time")
     said = (
-        f"The price by which `auto` ends its search (`planning_share`) is {min(prices):.2f} to {max(prices):.2f} times the "
-        "processor time of planning, in the median of batches of one size.\n"
+        f"The price by which `auto` ends its search (`planning_share`) is {min(prices):.2f} to {max(prices):.2f} times "
+        "the processor time of planning, in the median of batches of one size.\n"
     )
     timed = table(("documents", "lengths, memory", *(f"`{name}`" for name in names)), lines)
     return timed + said + source(rows, "planning")
