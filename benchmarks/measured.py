@@ -42,7 +42,7 @@ LEDGER = Path(__file__).parent / "accuracy" / "cpu.csv"
 STRATEGIES = ("padded", "best_fit", "balanced", "wlb", "skrull", "slimpack", "auto")
 BATCHES, ROUNDS = 2, 7
 VOCABULARY = 2048
-LAYOUTS = {"pp2": {"pp": 2}, "dp2": {"dp": 2}, "cp2": {"cp": 2}, "pp2dp2": {"pp": 2, "dp": 2}}
+LAYOUTS = {"pp2": {"pp": 2}, "dp2": {"dp": 2}, "cp2": {"cp": 2}, "tp2": {"tp": 2}, "pp2dp2": {"pp": 2, "dp": 2}}
 TABLES = {"dirs": "github_dirs", "files": "stdlib"}
 """Of examples/lengths: a long tail of directories, and Python files, which are more alike."""
 LEAST_TOKENS = 16

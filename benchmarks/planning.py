@@ -11,8 +11,10 @@ PP 4, activation policies chosen, documents shared among replicas.
     cluster    the same at 128K for llama-13b on 128 H100, DP 8 x PP 4 x TP 4, within 80 GB
     layouts    `evenload plan --search-layout` for 4,096 and 16,384 GPUs: llama-13b, github_dirs up to 128K, as many
                documents as GPUs, four strategies, 300 s of processor time at most. Shares of the bound that it finds
+    price      what `auto` is said to take, by which it ends its search (`planning.problem.Effort`), over the processor
+               seconds of all threads that it does take: the tables of `memory`, and a small model without a pipeline
 
-    python benchmarks/planning.py [--quick] [--append] [--part documents|memory|cluster|layouts]
+    python benchmarks/planning.py [--quick] [--append] [--part documents|memory|cluster|layouts|price]
 """
 
 import statistics
@@ -30,7 +32,7 @@ from evenload.planning.planner import StepPlanner
 from evenload.planning.problem import PlanOptions
 from evenload.planning.strategies.registry import STRATEGIES
 from evenload.types.cluster import cluster_from
-from harness import Row, alternate, median_ratio, run
+from harness import Row, alternate, median_and_spread, median_ratio, run
 from setups import TABLES, batch_of, documents_of, lognormal_lengths, planner_for, table_lengths
 
 DP, PP = 8, 4
@@ -131,7 +133,32 @@ def layout_search(quick: bool) -> Iterator[Row]:
             yield Row("layouts", case, f"{one.strategy}: of bound", share or 0.0, "", f"{where}; {looked}")
 
 
-PARTS = {"documents": over_documents, "memory": where_memory_binds, "cluster": on_a_cluster, "layouts": layout_search}
+def price_of_plans(quick: bool) -> Iterator[Row]:
+    """The median over batches of every size, and the largest over the smallest."""
+    options = PlanOptions(max_pack_tokens=131_072, dp_merge=True)
+    deep = planner_for("llama-7b", f"h100x{DP * PP}", {"dp": DP, "pp": PP}, options)
+    flat = planner_for("qwen2.5-0.5b", f"h100x{DP}", {"dp": DP}, options)
+    for count in (64, 512, 2_048)[: 1 if quick else None]:
+        ratios = []
+        for table in TABLES[: 1 if quick else None]:
+            for context in (32_768, 131_072):
+                for planner in (deep, flat):
+                    documents = batch_of(table, count, context)
+                    variants = {"auto": partial(planner.propose, 0, documents, "auto")}
+                    took_s = statistics.median(alternate(variants, 1 if quick else 3, time.process_time)["auto"])
+                    ratios.append(planner.propose(0, documents, "auto").effort_s / took_s)
+        case = f"auto, {count:,} documents, four tables, 32K and 128K, llama-7b and qwen2.5-0.5b"
+        value, spread = median_and_spread(ratios)
+        yield Row("price", case, "price over processor time", value, "x", "processor time", spread)
+
+
+PARTS = {
+    "documents": over_documents,
+    "memory": where_memory_binds,
+    "cluster": on_a_cluster,
+    "layouts": layout_search,
+    "price": price_of_plans,
+}
 
 if __name__ == "__main__":
     run(PARTS)

@@ -229,7 +229,13 @@ def planning_times() -> str:
         (f"{count:,}", what, *(span(own.get(name, [])) for name in names))
         for (count, what), own in sorted(cells.items())
     )
-    return table(("documents", "lengths, memory", *(f"`{name}`" for name in names)), lines) + source(rows, "planning")
+    prices = newest("planning", "price").values("price over processor time")
+    said = (
+        f"The price by which `auto` ends its search (`planning_share`) is {min(prices):.2f} to {max(prices):.2f} times "
+        "the processor time of planning, in the median of batches of one size.\n"
+    )
+    timed = table(("documents", "lengths, memory", *(f"`{name}`" for name in names)), lines)
+    return timed + said + source(rows, "planning")
 
 
 def ideas() -> str:

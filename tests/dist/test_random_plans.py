@@ -115,6 +115,7 @@ CASES = {
     "dp4, merged": Case(lambda: merged(dp=4), is_held=False),
     "dp2 cp2, merged, ring": Case(lambda: merged(dp=2, cp=2), exchange="ring", is_held=False),
     "pp2 dp2, merged, fifo": Case(lambda: merged(dp=2, pp=2), channels="fifo", is_held=False),
+    "dp2 pp2 cp2 tp2": Case(lambda: shared(dp=2, pp=2, cp=2, tp=2)[:1], is_held=False),
     "pp2 cp2, experts, ring": Case(lambda: shared(pp=2, cp=2)[:1], BALANCED, "qwen3_moe", "ring", is_held=False),
     **{
         f"pp2 virtual2, {kind}": Case(lambda: varied(pp=2, virtual=2, max_tokens=30, num_documents=5), TIED, kind)
@@ -127,7 +128,6 @@ MORE = {
     "cp4": Case(lambda: shared(cp=4), is_held=False),
     "dp2 pp2 tp2": Case(lambda: varied(pp=2, dp=2, tp=2)),
     "dp2 cp2 tp2": Case(lambda: shared(dp=2, cp=2, tp=2), is_held=False),
-    "dp2 pp2 cp2 tp2": Case(lambda: shared(dp=2, pp=2, cp=2, tp=2), is_held=False),
     "dp2 pp2 tp2, from pp4 tp2": Case(lambda: varied(pp=2, dp=2, tp=2), before={"pp": 4, "tp": 2}),
     "pp2 cp2 tp2, tied, from dp2 cp2 tp2": Case(
         lambda: shared(pp=2, cp=2, tp=2), TIED, is_held=False, before={"dp": 2, "cp": 2, "tp": 2}

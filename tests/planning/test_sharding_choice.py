@@ -56,6 +56,32 @@ def seconds_of(rule: str, seed: int) -> float:
     return plan.predicted.step_time_s
 
 
+PAPER = (("wlb-7b", 131_072, 2, 8), ("wlb-30b", 131_072, 4, 8), ("wlb-70b", 65_536, 4, 16), ("wlb-70b", 131_072, 4, 16))
+"""Model, context, cp and tp of settings in WLB-LLM's Table 1, with four stages (`benchmarks/paper_wlb.py`)."""
+
+
+@pytest.mark.parametrize(("name", "context", "cp", "tp"), PAPER, ids=str)
+@pytest.mark.parametrize("strategy", ["sequential", "fixed_greedy", "wlb", "slimpack"])
+def test_what_is_chosen_is_no_slower_in_wlb_llms_settings(strategy, name, context, cp, tp) -> None:
+    """By the plan's own price, which differs from the one that the choice begins with where a document lies whole on a
+    rank, or tensor-parallel halves add their transfers."""
+    model = model_from(name)
+    layout = even_layout(model.num_layers, cp=cp, pp=4, tp=tp)
+    coefficients = analytic_coefficients(model, cluster_from(f"h100x{layout.world_size}"), layout)
+    draw = np.random.default_rng(0)
+    lengths = np.minimum(np.ceil(draw.lognormal(np.log(1200), 1.756, 64)).astype(int), context).tolist()
+    seconds = []
+    for rule in RULES:
+        options = PlanOptions(max_pack_tokens=context, cp_sharding=rule)
+        planner = StepPlanner(model, coefficients, layout, None, options, host="unlimited")
+        seconds.append(planner.propose(0, documents(lengths), strategy).plan.predicted.step_time_s)
+    per_sequence, per_document, adaptive, mixed = seconds
+    fixed = min(per_sequence, per_document)
+    assert adaptive <= fixed
+    assert mixed <= min(adaptive, fixed)
+    assert len(set(seconds)) > 1, "the rules differ on these lengths"
+
+
 @pytest.mark.parametrize("seed", sweep(range(40), 16))
 def test_what_is_chosen_is_no_slower_than_a_fixed_rule(seed) -> None:
     per_sequence, per_document, adaptive, mixed = (seconds_of(rule, seed) for rule in RULES)

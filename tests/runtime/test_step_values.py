@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -105,7 +106,7 @@ def test_a_step_takes_what_ranks_tell_each_other_too(gloo_pool):
     documents = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=n - 1) for i, n in enumerate((50, 30)))
     plan = StepPlanner(model, sample_coefficients(), LAYOUT, 1 << 40, host="unlimited").plan(0, documents, "balanced")
 
-    def row(exchange_s):
+    def row(exchange_s, plan=plan):
         return step_row(
             plan,
             timeline,
@@ -125,3 +126,5 @@ def test_a_step_takes_what_ranks_tell_each_other_too(gloo_pool):
     assert whole["mfu"] == pytest.approx(0.9 * alone["mfu"])
     assert whole["mfu_of_data_sheet"] == pytest.approx(whole["mfu"] / 2)
     assert whole["predicted_step_time_s"] == alone["predicted_step_time_s"] == plan.predicted.step_time_s
+    cut_short = row(0.0, msgspec.structs.replace(plan, is_cut_short=True))
+    assert (alone["plan_cut_short"], cut_short["plan_cut_short"]) == (0, 1)

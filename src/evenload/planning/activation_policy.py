@@ -101,6 +101,7 @@ def plan_under_policies(
     promising = [problem for problem in problems if can_fit is None or can_fit(problem)]
     for problem in promising or problems:
         answer = plan(problem)
+        problem.effort.add(1, len(problem.num_tokens))
         if best is None or worst_score(answer.choices) < worst_score(best[1].choices):
             best = problem, answer
         excess, seconds = worst_score(answer.choices)
@@ -118,7 +119,7 @@ def worst_score(choices: tuple[ReplicaChoice, ...]) -> tuple[int, float]:
 HELD_SHARE = 0.98  # Of host memory, at which added policies aim
 GOOD_ORDER = 1.002  # Of the seconds without a limit: an order within it is taken
 # Times at most that policies are added: a schedule may hold more at once of fewer tokens, and each is a search.
-MOST_TRIED = 3
+MOST_TRIED = 1
 
 
 def host_excess_bytes(problem: StepProblem, result: Candidate) -> int:

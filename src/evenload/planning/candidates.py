@@ -358,6 +358,7 @@ def score(wanted: Sequence[tuple[ReplicaSearch, Sequence[Trial]]]) -> int:
                 search.add(trial, search.known[trial])
                 continue
             count += 1
+            search.problem.effort.add(1, len(search.documents))
             if isinstance(trial.order, Order):
                 by_setting.setdefault(trial.setting, []).append(trial)
             else:

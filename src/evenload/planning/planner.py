@@ -29,6 +29,8 @@ from evenload.types.model import ModelSpec
 from evenload.types.plan import DEFERRED, LeftOut, Prediction, StepPlan, seal
 from evenload.types.text import format_bytes
 
+CUT_SHORT_NOTE = "search cut short: it took as long as the step it plans (auto.planning_share)"
+
 
 @dataclass(frozen=True, eq=False)
 class Proposal:
@@ -43,6 +45,7 @@ class Proposal:
         imbalance_dp: max/mean makespan over replicas.
         max_pack_tokens: of the largest pack, padding included; cap_violations: packs above the options' token limit.
         switch_s: of a change of layout before the step, part of its step time.
+        effort_s: what planning took by the price of trials (`plan.problem.Effort`).
         state: for the next step; None where the step was planned without one.
     """
 
@@ -58,6 +61,7 @@ class Proposal:
     costs: PackCosts
     state: DelayState | None = None
     switch_s: float = 0.0
+    effort_s: float = 0.0
 
     @property
     def feasible(self) -> bool:
@@ -67,7 +71,8 @@ class Proposal:
     @property
     def note(self) -> str:
         """Return what a reader must know about how the plan was found; "" = nothing."""
-        return next((choice.note for choice in self.choices if choice.note), "")
+        own = next((choice.note for choice in self.choices if choice.note), "")
+        return "; ".join(filter(None, (own, CUT_SHORT_NOTE if self.plan.is_cut_short else "")))
 
     def require_feasible(self) -> StepPlan:
         """Return the plan; raise `InfeasiblePlanError` where it does not fit memory."""
@@ -179,7 +184,7 @@ class StepPlanner:
         )
         plan = self._step_plan(request, problem, choices, age_steps)
         after = None if arrivals is None else state_after(arrivals, problem.doc_ids, problem.num_tokens, answer)
-        return self._proposal(plan, choices, after, beyond_host)
+        return replace(self._proposal(plan, choices, after, beyond_host), effort_s=first.effort.seconds)
 
     def _host_bytes(self, choices: Sequence[ReplicaChoice]) -> int:
         result = [choice.candidate for choice in choices]
@@ -272,6 +277,7 @@ class StepPlanner:
                 ),
                 left_out=left_out,
                 mean_token_delay_steps=mean_token_delay_steps(age_steps[trained], problem.num_tokens[trained]),
+                is_cut_short=problem.effort.is_cut_short,
             )
         )
 

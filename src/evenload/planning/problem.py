@@ -180,6 +180,50 @@ def _rows(seconds: NDArray[np.float64]) -> tuple[tuple[float, ...], ...]:
     return cast("tuple[tuple[float, ...], ...]", tuple(map(tuple, seconds.tolist())))
 
 
+PRICE_OF_TRIAL_S, PRICE_OF_DOCUMENT_S = 5e-5, 1e-6
+"""What planning takes for a trial and for every document in it, on two cores: round figures, and so for all machines.
+`benchmarks/planning.py` compares them with the clock (`--part price`)."""
+
+
+@dataclass(eq=False)
+class Effort:
+    """Count what planning a step has taken, and end the search where that is too much of a step.
+
+    One thread plans, one step after the other, while earlier ones train, and steps take about as long as each other: no
+    step waits for its plan as long as planning takes less than the step that is planned. Its seconds are those of the
+    best plan by now. What planning takes is the price of what was tried, not the clock's: the search then ends at the
+    same trial on every machine, however loaded, and a resumed run plans as if it had not been stopped.
+
+    Args:
+        share: of the predicted step time, what planning may take.
+        trials, documents: tried so far, and the documents in all of them.
+        is_cut_short: the search ended although more was to be tried.
+    """
+
+    share: float = float("inf")
+    trials: int = 0
+    documents: int = 0
+    is_cut_short: bool = False
+
+    def add(self, trials: int, documents: int) -> None:
+        """Count trials of so many documents each."""
+        self.trials += trials
+        self.documents += trials * documents
+
+    @property
+    def seconds(self) -> float:
+        """Return the price of all trials."""
+        return PRICE_OF_TRIAL_S * self.trials + PRICE_OF_DOCUMENT_S * self.documents
+
+    def may_go_on(self, best: tuple[int, float]) -> bool:
+        """Check whether more may be tried, and note where it may not: by bytes beyond memory and seconds of the best
+        plan by now. The search for one within memory always goes on."""
+        excess_bytes, best_s = best
+        is_left = excess_bytes > 0 or self.seconds <= self.share * best_s
+        self.is_cut_short |= not is_left
+        return is_left
+
+
 @dataclass(frozen=True, eq=False)
 class StepProblem:
     """Hold one global batch to be planned; its costs also carry the model and the layout.
@@ -190,6 +234,7 @@ class StepProblem:
         policy: int8[n], activation policy of every document (`cost.layer_counts.POLICIES`); None = all replay.
         host_device_bytes: of host memory, what each device may offload to; None = not limited.
         waits_at_each: replicas wait for each other at every micro-batch (FSDP, ZeRO-3), and not once a step.
+        effort: of planning the step, one for all problems that differ in policy or memory alone.
     """
 
     doc_ids: NDArray[np.int64]
@@ -200,6 +245,7 @@ class StepProblem:
     policy: NDArray[np.int8] | None = None
     host_device_bytes: int | None = None
     waits_at_each: bool = False
+    effort: Effort = field(default_factory=Effort)
     document_s: NDArray[np.float64] = field(init=False)
     # Scores that searches of this problem share, by ranks and documents, then by trial (`plan.candidates`).
     known_scores: dict[tuple[int, bytes], dict[Any, Any]] = field(init=False, default_factory=dict)

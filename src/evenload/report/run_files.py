@@ -24,8 +24,8 @@ METRIC_KEYS = (
     *("reduction_s", "reduction_hidden_s", "predicted_reduction_s", "predicted_reduction_hidden_s"),
     *("gather_s", "gather_hidden_s", "predicted_gather_s", "predicted_gather_hidden_s", "tokens_per_s", "mfu"),
     *("mfu_of_data_sheet", "bubble_fraction", "imbalance_forward", "imbalance_backward", "imbalance_dp"),
-    *("pack_efficiency", "plan_time_s", "data_wait_s", "peak_memory_bytes", "predicted_peak_memory_bytes"),
-    *("deferred_documents", "mean_token_delay_steps", "layout"),
+    *("pack_efficiency", "plan_time_s", "plan_cut_short", "data_wait_s", "peak_memory_bytes"),
+    *("predicted_peak_memory_bytes", "deferred_documents", "mean_token_delay_steps", "layout"),
 )
 """The keys of a row, in the order in which they are written; values that do not exist are `None`."""
 

@@ -219,6 +219,7 @@ def step_row(
         "imbalance_dp": replica_imbalance(timeline),
         "pack_efficiency": tokens / (tokens + padding),
         "plan_time_s": plan_s,
+        "plan_cut_short": int(plan.is_cut_short),
         "data_wait_s": end.data_wait_s,
         "peak_memory_bytes": end.peak_bytes,
         "predicted_peak_memory_bytes": plan.predicted.peak_memory_bytes,

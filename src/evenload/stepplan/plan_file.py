@@ -1,9 +1,9 @@
 """Write and read the plan file of `evenload plan --emit-plan`, JSON of StepPlans that others can simulate too.
 
 The shape is fixed. Optional keys: `num_label_tokens` of a document, `pad_to` of a padded slice, `policies` of a
-replica, `left_out`, `mean_token_delay_steps`, `digest`; of slices of a shared forward pack `sharding`, its rule, or
-`owner`, the rank that computes the slice whole, -1 = all ranks. Readers ignore unknown keys. `cost_s` of a pack is the
-largest of its durations.
+replica, `left_out`, `mean_token_delay_steps`, `is_cut_short`, `digest`; of slices of a shared forward pack `sharding`,
+its rule, or `owner`, the rank that computes the slice whole, -1 = all ranks. Readers ignore unknown keys. `cost_s` of a
+pack is the largest of its durations.
 """
 
 import json
@@ -50,6 +50,8 @@ def _plan_to_json(plan: StepPlan) -> dict[str, Any]:
         out["left_out"] = [msgspec.to_builtins(document) for document in plan.left_out]
     if plan.mean_token_delay_steps:
         out["mean_token_delay_steps"] = plan.mean_token_delay_steps
+    if plan.is_cut_short:
+        out["is_cut_short"] = True
     return out
 
 
@@ -117,6 +119,7 @@ def _plan_from_json(data: dict[str, Any]) -> StepPlan:
         predicted=msgspec.convert(data["predicted"], Prediction),
         left_out=msgspec.convert(data.get("left_out", []), tuple[LeftOut, ...]),
         mean_token_delay_steps=data.get("mean_token_delay_steps", 0.0),
+        is_cut_short=data.get("is_cut_short", False),
         digest=data.get("digest", ""),
     )
     if plan.digest and plan.digest != plan_digest(plan):

@@ -124,6 +124,7 @@ class StepPlan(Frozen):
         num_label_tokens: of the whole global batch: the denominator of the loss on every rank.
         pack_plans, schedules, times: one entry per data-parallel rank.
         mean_token_delay_steps: by how many steps a trained token is later than its global batch, on average.
+        is_cut_short: the search for the plan ended early, because it took as long as the step (`auto.planning_share`).
         digest: of everything that decides execution; see `plan_digest`.
     """
 
@@ -138,6 +139,7 @@ class StepPlan(Frozen):
     predicted: Prediction
     left_out: tuple[LeftOut, ...] = ()
     mean_token_delay_steps: float = 0.0
+    is_cut_short: bool = False
     digest: str = ""
 
 

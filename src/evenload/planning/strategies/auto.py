@@ -4,13 +4,16 @@
     2  under each of the activation policies that come close, the heaviest replica is improved (tapered ends of its best
        packs, then neighbours of its best trials), the others rate the best few of those, replicas are evened out again,
        and what is left of the budget goes to the slowest replica, at last under the other schedules, too
-    3  every other strategy that plans a step by itself, unless it cannot win: its plan is a candidate as it is
+    3  every other strategy that plans a step by itself, unless it cannot win: its plan is a candidate as it is; that of
+       `slimpack` alone only where ranks or host memory made the plan above slower than its search said
 
 The best of each is then repriced, rank by rank where ranks share packs, and the fastest taken, so `auto` is never worse
 than any of them. Strategies of an exact solver are left out: they take seconds. The budget is a number of simulations
-(`max_candidates`), so plans are deterministic unless `time_budget_s` ends the search by the clock.
+(`max_candidates`), and as many as a step lasts (`planning_share`, by `problem.Effort`), so plans are deterministic
+unless `time_budget_s` ends the search by the clock.
 """
 
+import functools
 import math
 import time
 from collections.abc import Sequence
@@ -25,7 +28,7 @@ from evenload.planning.cp_sharding import repriced_choices
 from evenload.planning.packing import pack_counts
 from evenload.planning.problem import CHOOSE, ReplicaChoice, StepProblem, StrategyOptions
 from evenload.planning.search import SearchResult, SearchRules, best_packs, even_out, share_best, work_s
-from evenload.planning.strategies.slimpack import SLIMPACK, plan_slimpack, search_policies, slimpack_rules
+from evenload.planning.strategies.slimpack import SLIMPACK, search_policies, slimpack_rules
 from evenload.planning.strategies.strategy import Planned, Strategy
 from evenload.schedule.packflow import LIST
 from evenload.schedule.registry import SCHEDULES
@@ -39,8 +42,9 @@ REFINED_SHARED = 8  # Best trials of the improved representative replica that ev
 LATE = 1.01  # Of the median time of replicas: one above it rates more of the improved representative's trials
 LATE_SHARED = 24  # How many more at most
 WORTH_IT = 0.999  # Of the best time: what another schedule must get below to be taken
-CLOSE_POLICIES = 1.06  # Refining gains so much, so policies within it of the best are refined too
+CLOSE_POLICIES = 1.02  # Refining changes few orders of policies: those within it of the best are refined too
 MOST_REFINED = 3  # Policies that are refined, at most
+AS_SEARCHED = 1.02  # Of the seconds that a search says: a plan within it is not compared with `slimpack`'s
 NO_GAIN = 1.001  # Of what no plan of a strategy is faster than: within it no other policy is planned
 BOTH_ENDS = (((1, 1), 1), ((2, 2), 2))
 """Halvings of the first forward and of the last backward pack, and weights of a token, that are tried on the best."""
@@ -51,7 +55,7 @@ class _Refinement:
 
     def __init__(self, problem: StepProblem, result: SearchResult) -> None:
         options, layout, schedule = problem.options.own(AutoOptions), problem.layout, problem.options.schedule
-        self._found = result
+        self._found, self._effort = result, problem.effort
         self._may_split = schedule == CHOOSE and options.split_backward and layout.num_stages > 1
         self._may_reorder = schedule in (CHOOSE, LIST.name)
         self._others = [
@@ -102,7 +106,13 @@ class _Refinement:
         return [search for search in (*shared, self._found.own[slowest]) if len(search.documents)]
 
     def _left(self) -> int:
-        return 0 if time.monotonic() > self._deadline_s else self._trials
+        if self._trials and time.monotonic() > self._deadline_s:
+            self._effort.is_cut_short = True
+            return 0
+        return self._trials if self._trials and self._may_go_on() else 0
+
+    def _may_go_on(self) -> bool:
+        return self._effort.may_go_on(self._found.score_key()[:2])
 
     def _improve(self, search: ReplicaSearch, share: float) -> bool:
         """Rate neighbours of the best trials while the share of the budget lasts; return whether the best improved."""
@@ -117,7 +127,7 @@ class _Refinement:
     def _try_others(self) -> None:
         """Try other schedules on the best packs of the slowest replica while the step gets faster."""
         score_key = (math.inf, math.inf, math.inf)
-        while self._found.score_key() < score_key:
+        while self._found.score_key() < score_key and self._may_go_on():
             score_key = self._found.score_key()
             for search in self._slowest():
                 if search.is_near_bound():
@@ -137,6 +147,9 @@ class AutoOptions(StrategyOptions, tag="auto"):
         split_backward: backwards may run as two actions, weight gradients later (zero bubble).
         max_candidates: schedules simulated beyond `slimpack`'s in a step, over all replicas, for every set of
             activation policies that comes close.
+        planning_share: of the predicted step time, what the search may take, counted in trials at a fixed price
+            (`planning/problem.py`) and not by the clock: 1 = a step's plan is ready when the step before it ends.
+            Metrics and plans say where the search was cut short (`plan_cut_short`).
         time_budget_s: the search also ends by the clock; None = never, because plans then depend on the machine.
 
     Raises:
@@ -145,11 +158,14 @@ class AutoOptions(StrategyOptions, tag="auto"):
 
     split_backward: bool = True
     max_candidates: int = 128
+    planning_share: float = 1.0
     time_budget_s: float | None = None
 
     def __post_init__(self) -> None:
         if self.max_candidates < 1:
             raise ConfigError(f"plan options: auto.max_candidates is {self.max_candidates}, must be at least 1")
+        if not self.planning_share > 0:
+            raise ConfigError(f"plan options: auto.planning_share is {self.planning_share}, must be above 0")
         if self.time_budget_s is not None and not self.time_budget_s > 0:
             raise ConfigError(f"plan options: auto.time_budget_s is {self.time_budget_s}, must be above 0")
 
@@ -157,44 +173,51 @@ class AutoOptions(StrategyOptions, tag="auto"):
 def plan_auto(problems: Sequence[StepProblem], others: Sequence[Strategy]) -> Planned:
     """Plan a step by `slimpack`'s search and by `others`, but those that need a solver or choose a layout. Where
     nothing can plan the step, the error is the last strategy's."""
-    # Repriced, because that is what others are compared with.
-    plans: list[Planned] = [(problem, _repriced(problem, one.choices())) for problem, one in _searched(problems)[:1]]
+    effort, summed_s = problems[0].effort, functools.cache(_summed_s)
+    effort.share = problems[0].options.own(AutoOptions).planning_share
+    steps = _searched(problems)[:1]
+    plans: list[Planned] = [(problem, _repriced(problem, one.choices())) for problem, one in steps]
     # What the others have to beat, and under which policies they may.
-    excess, limit_s = (step_score(plans[0][1])[0], _summed_s(problems[0], plans[0][1])) if plans else (1, math.inf)
+    excess, limit_s = score_key = (_excess_bytes(*plans[0]), summed_s(*plans[0])) if plans else (1, math.inf)
     promising = problems if excess else [one for one in problems if one is problems[0] or work_s(one) < limit_s]
     failure: Exception | None = None
-    if problems[0].costs.model.causal:
-        try:
-            plans.append(plan_slimpack(problems))
-        except (ConfigError, InfeasiblePlanError) as error:
-            failure = error
     for rival in others:
-        if rival.needs_solver or rival.changes_layout or rival.tries_others or rival is SLIMPACK:
+        if rival.needs_solver or rival.changes_layout or rival.tries_others:
+            continue
+        # The others take little of a step and plan even where the search was cut short.
+        if rival is SLIMPACK and steps and (_is_as_searched(steps[0][1], plans[0]) or not effort.may_go_on(score_key)):
             continue
         try:
             least_s = 0.0 if excess else _least_seconds(rival, problems, limit_s)
             if least_s is None:
                 continue
             problem, answer = rival.plan_step(promising, enough_s=NO_GAIN * least_s)
-            plans.append((problem, answer.choices))
+            plans.append((problem, _repriced(problem, answer.choices)))
         except (ConfigError, DataError, InfeasiblePlanError) as error:
             # A strategy that does not apply (a document beyond its window) leaves the others.
             failure = error
     if not plans:
         assert failure is not None, "there are strategies, and none planned or failed"
         raise failure
-    plans = [(problem, _repriced(problem, choices)) for problem, choices in plans]
     # Those that exceed memory by the least, of devices and hosts together; all that fit, where some do.
-    excesses = [
-        max(one.candidate.excess_bytes + host_excess_bytes(problem, one.candidate) for one in choices)
-        for problem, choices in plans
-    ]
+    excesses = [_excess_bytes(*planned) for planned in plans]
     plans = [planned for planned, excess in zip(plans, excesses, strict=True) if excess == min(excesses)]
     best = min(plans, key=lambda planned: step_score(planned[1]))
     # What follows the packs is not the same for all: it decides between those whose packs alone end early enough.
-    excess, limit_s = step_score(best[1])[0], _summed_s(*best)
+    excess, limit_s = step_score(best[1])[0], summed_s(*best)
     close = [planned for planned in plans if step_score(planned[1])[:2] <= (excess, limit_s)]
-    return min(close, key=lambda planned: (step_score(planned[1])[0], _summed_s(*planned), *step_score(planned[1])))
+    return min(close, key=lambda planned: (step_score(planned[1])[0], summed_s(*planned), *step_score(planned[1])))
+
+
+def _excess_bytes(problem: StepProblem, choices: tuple[ReplicaChoice, ...]) -> int:
+    return max(one.candidate.excess_bytes + host_excess_bytes(problem, one.candidate) for one in choices)
+
+
+def _is_as_searched(result: SearchResult, planned: Planned) -> bool:
+    """Check whether a plan takes about what its search said, which rates what `slimpack` does and goes on from there:
+    then `slimpack` alone gains nothing. Host memory and shares of ranks, which come after, may suit another better."""
+    excess, seconds = result.score_key()[:2]
+    return step_score(planned[1])[:2] <= (excess, AS_SEARCHED * seconds)
 
 
 def _repriced(problem: StepProblem, choices: tuple[ReplicaChoice, ...]) -> tuple[ReplicaChoice, ...]:

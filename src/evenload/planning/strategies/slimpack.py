@@ -178,6 +178,8 @@ def _search_ranked(
     for place, ((excess, seconds), problem) in enumerate(policies.ranked):
         if place >= policies.close and steps and _best_score_key(steps) <= (excess, longer * seconds):
             break
+        if steps and not problem.effort.may_go_on(_best_score_key(steps)):
+            break
         result = search_with_merging(problem, rules_of(problem))
         if result:
             steps.append((problem, result))
@@ -188,7 +190,7 @@ def _search_ranked(
     if policies.others and (best is None or best > (excess, CLOSE * longer * seconds)):
         # The best took longer than estimated, and for its estimate the others were left out.
         others = [problem for problem in policies.others if best is None or (0, work_s(problem)) < best]
-        if others:
+        if others and (best is None or others[0].effort.may_go_on(best)):
             steps += _search_ranked(rank_policies(others, rank_rules_of), rules_of, rank_rules_of)
     return sorted(steps, key=lambda step: step[1].score_key())
 
@@ -223,6 +225,8 @@ def search_with_merging(problem: StepProblem, rules: SearchRules) -> SearchResul
     merge = merge_documents(problem)
     best = _better(apart, _search_merges(problem, [merge], rules, apart))
     if best and _is_good(problem, best) and (merge is None or _efficiency(problem, best) >= EFFICIENT):
+        return best
+    if best and not problem.effort.may_go_on(best.score_key()[:2]):
         return best
     others = [*other_merges(problem, merge), *long_merges(problem)] if merge else long_merges(problem)
     rated = sorted(zip(rate_merges(problem, others, rules), range(len(others)), strict=True))
