@@ -5,6 +5,8 @@
     peers       Qwen3-1.7B, lengths log-normal with median 700 and sigma 0.9, a tenth at 4,096: `evenload train`, and
                 the loops of plain_loop.py on the same documents in the same steps from the same weights
     document    documents of 64K tokens through Qwen3-1.7B, by `evenload train` and by a loop that checkpoints
+    whole       Qwen3-4B, whose state takes 18 bytes a weight and so does not fit a card of 80 GB, and Qwen3-1.7B on the
+                documents of peers: `evenload train` with the optimizer in host memory
     long        256K and 512K through layers of Llama-3-8B under recompute and offload, with the FLOPs that they take
 
     python benchmarks/gpu_training.py --part NAME [--seconds S] [--rows FILE] [--kept DIRECTORY]
@@ -88,7 +90,7 @@ class Session:
     def evenload(self, case: Case, name: str, *overrides: str) -> Iterator[Row]:
         """Rows of a run of `evenload train`."""
         output = self._folder(case) / name
-        kept = "train.keep_checkpoints=1"  # or no run begins where the disk has no room for several
+        kept = "train.checkpoint_every_steps=0"  # or no run begins where the disk has no room for several
         words = ("train", str(output.parent / "config.toml"), f'train.output_dir="{output}"', kept, *overrides)
         return self._rows(case, name, (*EVENLOAD, *words), output / "metrics.jsonl")
 
@@ -180,15 +182,26 @@ def comparison(session: Session, gpu: str) -> Iterator[Row]:
 
 def peers(session: Session, gpu: str) -> Iterator[Row]:
     """The first loop writes the weights; Evenload is next, so that a part cut short has both."""
-    random, count = np.random.default_rng(0), PEER_DOCUMENTS * PEER_STEPS
-    lengths = np.clip(random.lognormal(np.log(700), 0.9, count).astype(np.int64), 16, PEER_LONGEST)
-    lengths[random.random(count) < 0.1] = PEER_LONGEST
-    case = Case(f"{gpu}, Qwen3-1.7B, trl#6092", load_config("qwen3-1.7b"), lengths.tolist(), PEER_DOCUMENTS)
+    case = _peer_case(gpu, "Qwen3-1.7B")
     first, *others = PEER_LOOPS
     yield from session.plain(case, first, *PEER_LOOPS[first])
     yield from session.evenload(case, "evenload", *AS_PLAIN, f"plan.options.max_pack_tokens={2 * PEER_LONGEST}")
     for name in others:
         yield from session.plain(case, name, *PEER_LOOPS[name])
+
+
+def _peer_case(gpu: str, model: str) -> Case:
+    random, count = np.random.default_rng(0), PEER_DOCUMENTS * PEER_STEPS
+    lengths = np.clip(random.lognormal(np.log(700), 0.9, count).astype(np.int64), 16, PEER_LONGEST)
+    lengths[random.random(count) < 0.1] = PEER_LONGEST
+    return Case(f"{gpu}, {model}, trl#6092", load_config(model.lower()), lengths.tolist(), PEER_DOCUMENTS)
+
+
+def whole(session: Session, gpu: str) -> Iterator[Row]:
+    """Without this setting the larger model is refused, and the smaller one is a row of `peers`."""
+    settings = ("optimizer.offload_stages=[0]", f"plan.options.max_pack_tokens={2 * PEER_LONGEST}")
+    for model in ("Qwen3-4B", "Qwen3-1.7B"):
+        yield from session.evenload(_peer_case(gpu, model), "optimizer in host memory", *settings)
 
 
 def document(session: Session, gpu: str) -> Iterator[Row]:
@@ -211,7 +224,7 @@ def long(session: Session, gpu: str) -> Iterator[Row]:
             yield from session.evenload(case, policy, f"plan.options.policy={policy}")
 
 
-PARTS = {part.__name__: part for part in (comparison, peers, document, long)}
+PARTS = {part.__name__: part for part in (comparison, peers, whole, document, long)}
 
 
 def main() -> None:

@@ -53,15 +53,16 @@ _PROFILE = ("-m", "evenload.cli.main", "profile", "--model", "llama3.2-1b", "--d
 _MEASURE = ("benchmarks/gpu_training.py", "--seconds", "{seconds}", "--rows", "{out}/rows.csv", "--kept", "{kept}")
 
 PARTS = (
-    Part("install", 60, ("tools/gpu_install.py",)),
-    Part("smoke", 90, ("tests/gpu/smoke.py",)),
-    Part("kernels", 200, (*_PYTEST, *gpu_tests(training=False))),
+    Part("install", 30, ("tools/gpu_install.py",)),
+    Part("smoke", 60, ("tests/gpu/smoke.py",)),
+    Part("kernels", 150, (*_PYTEST, *gpu_tests(training=False))),
     Part("training", 180, (*_PYTEST, *gpu_tests(training=True))),
     Part("comparison", 180, (*_MEASURE, "--part", "comparison")),
-    Part("profile", 105, (*_PROFILE, "-o", "{kept}/profile.json")),
+    Part("profile", 95, (*_PROFILE, "-o", "{kept}/profile.json")),
     Part("peers", 270, (*_MEASURE, "--part", "peers")),
+    Part("whole", 150, (*_MEASURE, "--part", "whole")),
     Part("document", 130, (*_MEASURE, "--part", "document")),
-    Part("long", 285, (*_MEASURE, "--part", "long")),
+    Part("long", 255, (*_MEASURE, "--part", "long")),
 )
 
 

@@ -197,7 +197,7 @@ def test_chunks_come_and_go_in_order_however_slow_copies_are(size):
         def _copy(self, moves, device_side):
             return self._thread.submit(lambda: (time.sleep(0.002), *(into.copy_(rows) for into, rows in moves))).result
 
-    state = OffloadedState(Slow(), torch.device("cpu"))
+    state = OffloadedState(Slow(), Slow(), torch.device("cpu"))
     first, second = (state.kept(torch.arange(size, dtype=dtype)) for dtype in (torch.float64, torch.float32))
     for step in range(1, 4):
         chunks = [{"a": first[at : at + 100], "b": second[at : at + 100]} for at in range(0, size, 100)]

@@ -5,10 +5,10 @@
     update                     chunk 1   chunk 2             chunk 3
     device to host                       chunk 1             chunk 2
 
-Copies run beside the update, in one order (`replay.host_copies`), so a chunk of the next step is never read before it
-has been written back. AdamW updates every element by itself, so the result is the same to the bit. The device holds
-three chunks at once. Price: state bytes twice over the link to host memory a step, of which the update hides its own
-seconds at most.
+Copies run beside the update, each direction in an order of its own, since a link carries both at once; a step begins
+when all of the step before has been written. AdamW updates every element by itself, so the result is the same to the
+bit. The device holds three chunks at once. Price: state bytes there and back over the link to host memory a step, of
+which the update hides its own seconds at most.
 """
 
 from collections import deque
@@ -31,20 +31,21 @@ class OffloadedState:
     """Holds tensors in host memory; `begin` names the chunks of an update, which are then taken in order, updated in
     place and given back."""
 
-    def __init__(self, copies: HostCopies, device: torch.device) -> None:
-        self._copies, self._device = copies, device
+    def __init__(self, copies_in: HostCopies, copies_out: HostCopies, device: torch.device) -> None:
+        self._in, self._out, self._device = copies_in, copies_out, device
         self._coming = deque[Chunk]()
         self._brought = deque[tuple[Chunk, dict[str, tuple[Tensor, Wait]]]]()
         self._written = deque[list[Wait]]()
 
     def kept(self, tensor: Tensor) -> Tensor:
         """Return a copy of a flat tensor in host memory, of this object for its life."""
-        memory = self._copies.arena.new_segment(max(1, tensor.nbytes))
+        memory = self._in.arena.new_segment(max(1, tensor.nbytes))
         return memory[: tensor.nbytes].view(tensor.dtype).copy_(tensor)
 
     def begin(self, chunks: Iterable[Chunk]) -> None:
         """Begin an update of these chunks of what is kept."""
         assert not self._brought, "an update has not taken all of its chunks"
+        self.synchronize()
         self._coming = deque(chunks)
         for _ in range(_AHEAD):
             self._bring()
@@ -56,7 +57,7 @@ class OffloadedState:
     def give_back(self, state: Mapping[str, Tensor]) -> None:
         """Write the chunk that was taken last, with its new values, and bring another one."""
         chunk, _ = self._brought.popleft()
-        self._written.append([self._copies.to_rows(state[name], rows) for name, rows in chunk.items()])
+        self._written.append([self._out.to_rows(state[name], rows) for name, rows in chunk.items()])
         if len(self._written) == _AHEAD:
             for wait in self._written.popleft():
                 wait()
@@ -67,13 +68,13 @@ class OffloadedState:
         while self._written:
             for wait in self._written.popleft():
                 wait()
-        self._copies.synchronize()
+        self._out.synchronize()
 
     def _bring(self) -> None:
         if self._coming:
             chunk = self._coming.popleft()
             self._brought.append(
-                (chunk, {name: self._copies.to_device([rows], self._device) for name, rows in chunk.items()})
+                (chunk, {name: self._in.to_device([rows], self._device) for name, rows in chunk.items()})
             )
 
 

@@ -70,14 +70,14 @@ class RankState:
         )
         self.executor = Executor(self.held.stages, self.mesh)
         state = None if self.live is None else self.live.initial_state()
-        offloads = self.mesh.pipeline_stage in optimizer.offload_stages
+        device, offloads = self.mesh.device, self.mesh.pipeline_stage in optimizer.offload_stages
         self.optimizer = ShardedOptimizer(
             self.held.buffers,
             self.mesh,
             optimizer,
             state,
             average_decay=run.ema_decay,
-            host=OffloadedState(host_copies(self.mesh.device), self.mesh.device) if offloads else None,
+            host=OffloadedState(host_copies(device), host_copies(device), device) if offloads else None,
         )
         self.layout = self.mesh.layout
         """Layout that runs now; its generation is that of the last plan."""
