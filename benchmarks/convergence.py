@@ -17,9 +17,9 @@ the size of a CPU: 2 M parameters, 1,000 steps, three seeds of weights and of th
 All of it is `evenload train`'s Trainer in one process (`skrull` and `slimpack`: two), with its own planning from step
 to step; only costs are given, so that plans do not follow the clock. What stands for what:
 
-    text          functions and methods of Python's standard library with their decorators, a document each, without
-                  tests; those that are equal are taken once, of 12 modules none is trained: these are held out. A
-                  tokeniser (byte-level BPE) is trained on the others. Cut at the context
+    text          the source of Python's standard library without its tests: a document is a paragraph, what stands
+                  between two empty lines; equal ones are taken once, cut at the context of 256 tokens. Every 200th is
+                  held out; a tokeniser (byte-level BPE, 1,024 tokens) is trained on the others
     global batch  as many tokens as N = 4 windows of the context hold, as in WLB-LLM's 128K jobs (PP = 4, DP = 1)
     costs         of the paper's 550 M model at 64K: attention of the longest document takes as many times as long as
                   its linear layers as it does there, by the data sheet of H100
@@ -33,10 +33,9 @@ Half an hour on two cores. Runs stay in runs/convergence: the same command goes 
 have ended are read. `--append` also writes the curves, a row every 50 steps, to results/convergence_curves.csv.
 """
 
-import ast
 import csv
-import hashlib
 import platform
+import re
 import statistics
 import sys
 import sysconfig
@@ -75,7 +74,7 @@ RUNS = ROOT / "runs" / "convergence"
 CURVES = RESULTS / "convergence_curves.csv"
 MICRO_BATCHES = 4
 SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests"}
-HELD_OUT_MODULES = 12
+HELD_OUT_EVERY = 200
 PAPER_MODEL, PAPER_CONTEXT = "wlb-550m", 65_536
 MEMORY_BYTES = 2**33
 PLAIN = "plain"
@@ -120,7 +119,7 @@ class Size(Frozen):
     hidden: int = 192
     layers: int = 4
     vocabulary: int = 1024
-    context: int = 384
+    context: int = 256
     steps: int = 1000
     rows_every: int = 50
     equal_steps: int = 40
@@ -129,7 +128,7 @@ class Size(Frozen):
 
 
 QUICK = Size(
-    hidden=32, layers=2, vocabulary=300, context=96, steps=12, rows_every=6, equal_steps=3, seeds=1, modules=60
+    hidden=32, layers=2, vocabulary=300, context=64, steps=12, rows_every=6, equal_steps=3, seeds=1, modules=20
 )
 
 
@@ -177,8 +176,8 @@ class Point(Frozen):
     imbalance: float
 
 
-def library_functions(num_modules: int) -> tuple[list[str], list[str]]:
-    """Texts of functions and methods of the standard library, to train and held out; outer ones only, each text once.
+def library_paragraphs(num_modules: int) -> tuple[list[str], list[str]]:
+    """Texts between empty lines in the standard library's source, to train and held out; each text once.
 
     Args:
         num_modules: the first so many files by name; 0 = all.
@@ -186,32 +185,21 @@ def library_functions(num_modules: int) -> tuple[list[str], list[str]]:
     root = Path(sysconfig.get_paths()["stdlib"])
     names = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py"))
     names = [name for name in names if not SKIPPED & set(Path(name).parts)][: num_modules or None]
-    texts = {name: list(functions_of((root / name).read_text(encoding="utf-8", errors="replace"))) for name in names}
-    named = sorted((name for name in names if texts[name]), key=lambda name: hashlib.sha256(name.encode()).digest())
-    held_out = dict.fromkeys(text for name in named[:HELD_OUT_MODULES] for text in texts[name])
-    trained = dict.fromkeys(text for name in sorted(named[HELD_OUT_MODULES:]) for text in texts[name])
-    return [text for text in trained if text not in held_out], list(held_out)
+    sources = ((root / name).read_text(encoding="utf-8", errors="replace") for name in names)
+    texts = list(dict.fromkeys(text for source in sources for text in paragraphs_of(source)))
+    held_out = texts[::HELD_OUT_EVERY]
+    del texts[::HELD_OUT_EVERY]
+    return texts, held_out
 
 
-def functions_of(source: str) -> Iterator[str]:
-    """Yield every function of a module that lies in no other one, as its lines stand."""
-    lines = source.splitlines(keepends=True)
-    try:
-        nodes: list[ast.AST] = [ast.parse(source)]
-    except SyntaxError:  # the library has files that are wrong on purpose
-        return
-    while nodes:
-        for node in ast.iter_child_nodes(nodes.pop(0)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                first = min(one.lineno for one in (node, *node.decorator_list))
-                yield "".join(lines[first - 1 : node.end_lineno])
-            elif isinstance(node, ast.ClassDef):
-                nodes.append(node)
+def paragraphs_of(source: str) -> list[str]:
+    """Split a text where lines are empty or blank."""
+    return [part for part in re.split(r"\n(?:[ \t]*\n)+", source) if part.strip()]
 
 
 def write_corpus(directory: Path, size: Size) -> list[Row]:
     """Write both token files and the model's configuration; rows say what they hold, to compare with one's own."""
-    trained, held_out = library_functions(size.modules)
+    trained, held_out = library_paragraphs(size.modules)
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
     alphabet = ByteLevel.alphabet()
@@ -225,7 +213,7 @@ def write_corpus(directory: Path, size: Size) -> list[Row]:
         lengths, path = [len(one) for one in ids], directory / name.replace(" ", "_")
         np.concatenate([np.array(one, np.int32) for one in ids]).tofile(path.with_suffix(".bin"))
         write_megatron_index(path, lengths, list(range(len(lengths) + 1)), "int32")
-        case = f"functions of Python {platform.python_version()}'s standard library, {name}, context {size.context}"
+        case = f"paragraphs of Python {platform.python_version()}'s standard library, {name}, context {size.context}"
         long = sum(length for length in lengths if 2 * length >= size.context)
         rows += [
             Row("convergence corpus", case, "documents", len(lengths), "documents"),
