@@ -3,7 +3,7 @@
 WLB-LLM trains a model of 550 M parameters for 52,000 steps and reports a training loss 1.6 % higher when documents are
 packed over 8 global batches (its Figs. 6 and 16), and the same loss as without reordering under its own delay, which
 puts a token off by half a step on average. Skrull (its Fig. 5) changes no global batch, so no loss. Here the same at
-the size of a CPU: 2 M parameters, 1,000 steps, three seeds of weights and of the order of documents.
+the size of a CPU: 2 M parameters, 800 steps, three seeds of weights and of the order of documents.
 
     plain         `sequential`: every document in the step with whose global batch it comes
     wlb published `wlb` with `as_published`: Algorithm 1's queues
@@ -18,7 +18,7 @@ All of it is `evenload train`'s Trainer in one process (`skrull` and `slimpack`:
 to step; only costs are given, so that plans do not follow the clock. What stands for what:
 
     text          the source of Python's standard library without its tests: a document is a paragraph, what stands
-                  between two empty lines; equal ones are taken once, cut at the context of 256 tokens. Every 200th is
+                  between two empty lines; equal ones are taken once, cut at the context of 192 tokens. Every 200th is
                   held out; a tokeniser (byte-level BPE, 1,024 tokens) is trained on the others
     global batch  as many tokens as N = 4 windows of the context hold, as in WLB-LLM's 128K jobs (PP = 4, DP = 1)
     costs         of the paper's 550 M model at 64K: attention of the longest document takes as many times as long as
@@ -119,8 +119,8 @@ class Size(Frozen):
     hidden: int = 192
     layers: int = 4
     vocabulary: int = 1024
-    context: int = 256
-    steps: int = 1000
+    context: int = 192
+    steps: int = 800
     rows_every: int = 50
     equal_steps: int = 40
     seeds: int = 3
