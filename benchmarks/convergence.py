@@ -241,7 +241,7 @@ def paper_costs(context: int) -> CostCoefficients:
     return msgspec.structs.replace(COSTS, **passes)
 
 
-def write_config(corpus: Path, output: Path, way: Way, size: Size, seed: int, steps: int) -> TrainConfig:
+def write_config(corpus: Path, output: Path, way: Way, size: Size, seed: int) -> TrainConfig:
     """The run of one order and seed."""
     path = output / "config.toml"
     output.mkdir(parents=True, exist_ok=True)
@@ -271,7 +271,7 @@ def write_config(corpus: Path, output: Path, way: Way, size: Size, seed: int, st
         [train]
         output_dir = "{output}"
         seed = {seed}
-        steps = {steps}
+        steps = {size.steps}
         checkpoint_every_steps = {size.rows_every}
         keep_checkpoints = 1
         background_checkpoints = false
@@ -314,10 +314,15 @@ def write_records(output: Path, records: Iterable[StepRecord], mode: str) -> Non
         file.writelines(msgspec.json.encode(record) + b"\n" for record in records)
 
 
-def train_rank(rank: int, corpus: str, output: str, way: Way, size: Size, seed: int, steps: int, commit: str) -> None:
+def folder(name: str) -> str:
+    """The name of an order as that of a directory."""
+    return re.sub(r"\W+", "-", name)
+
+
+def train_rank(rank: int, corpus: str, output: str, way: Way, size: Size, seed: int, commit: str) -> None:
     """One process of a run: from its last checkpoint to its end."""
     with cpu_rank():
-        train(Path(corpus), Path(output), Way(*way), size, seed, steps, commit, keeps=rank == 0)
+        train(Path(corpus), Path(output), way, size, seed, commit, keeps=rank == 0)
 
 
 def train(
@@ -326,14 +331,13 @@ def train(
     way: Way,
     size: Size,
     seed: int,
-    steps: int,
     commit: str,
     *,
     keeps: bool = True,
     stop_after: int | None = None,
 ) -> None:
     """Train the remaining steps and write each down. Collective."""
-    config = write_config(corpus, output, way, size, seed, steps)
+    config = write_config(corpus, output, way, size, seed)
     meshes = create_meshes(layouts_of(config, model_spec(config).num_layers), torch.device("cpu"), timeout_s=600)
     warm_up(meshes)
     trainer = Trainer(config, meshes.start, meshes)
@@ -346,13 +350,13 @@ def train(
             write_records(output, [record_of(report, commit)], "ab")
 
 
-def run_to_end(corpus: Path, output: Path, way: Way, size: Size, seed: int, steps: int) -> list[StepRecord]:
+def run_to_end(corpus: Path, output: Path, way: Way, size: Size, seed: int) -> list[StepRecord]:
     """All steps of a run, of which those that a run before has trained are read."""
-    if len(records := read_records(output)) < steps:
-        print(f"{output.name}: {len(records)} of {steps} steps are there", flush=True)
-        spawn_ranks(way.num_ranks, train_rank, str(corpus), str(output), way, size, seed, steps, commit_name())
+    if len(records := read_records(output)) < size.steps:
+        print(f"{output.name}: {len(records)} of {size.steps} steps are there", flush=True)
+        spawn_ranks(way.num_ranks, train_rank, str(corpus), str(output), way, size, seed, commit_name())
         records = read_records(output)
-    assert [record.step for record in records] == list(range(steps)), f"{output}: steps are missing; delete it"
+    assert [record.step for record in records] == list(range(size.steps)), f"{output}: steps are missing; delete it"
     return records
 
 
@@ -438,28 +442,24 @@ def mean_loss(records: Sequence[StepRecord]) -> float:
 
 
 def curves(quick: bool) -> Iterator[Row]:
-    """Train every order and seed, two at a time; the rows of all runs come when all have ended."""
+    """Train every order and seed, two at a time; rows come when all orders of a seed are trained."""
     size = QUICK if quick else Size()
     commit_name()  # of the code that is about to train, and not of what lies here in half an hour
-    with TemporaryDirectory() as scratch:
+    with TemporaryDirectory() as scratch, ThreadPoolExecutor(2) as pool:
         runs = Path(scratch) if quick else RUNS
-        corpus = write_corpus(runs / "corpus", size)
-        tasks = [(name, seed) for seed in range(size.seeds) for name in TRAINED]
-        with ThreadPoolExecutor(2) as pool:
-            result = pool.map(
-                lambda task: run_to_end(
-                    runs / "corpus", runs / f"{task[0].replace(' ', '-')}-{task[1]}", TRAINED[task[0]], size, task[1],
-                    size.steps,
-                ),
-                tasks,
-            )  # fmt: skip
-            records = dict(zip(tasks, result, strict=True))
-    yield from corpus
-    for (name, seed), own in records.items():
-        yield from run_rows(name, seed, own, records[PLAIN, seed])
-    if "--append" in sys.argv[1:]:
-        for (name, seed), own in records.items():
-            append_points(CURVES, curve(name, seed, own), own[-1].commit)
+        yield from write_corpus(runs / "corpus", size)
+        trained = [
+            (name, seed, pool.submit(run_to_end, runs / "corpus", runs / f"{folder(name)}-{seed}", way, size, seed))
+            for seed in range(size.seeds)
+            for name, way in TRAINED.items()
+        ]
+        plain: list[StepRecord] = []
+        for name, seed, answer in trained:
+            records = answer.result()
+            plain = records if name == PLAIN else plain
+            yield from run_rows(name, seed, records, plain)
+            if "--append" in sys.argv[1:]:
+                append_points(CURVES, curve(name, seed, records), records[-1].commit)
 
 
 def equal(quick: bool) -> Iterator[Row]:
@@ -470,8 +470,8 @@ def equal(quick: bool) -> Iterator[Row]:
         write_corpus(corpus, size)
         expected: list[float] = []
         for name, way in {PLAIN: TRAINED[PLAIN], **EQUAL}.items():
-            output = Path(scratch) / name.replace(" ", "-")
-            records = run_to_end(corpus, output, way, size, 0, size.equal_steps)
+            short = msgspec.structs.replace(size, steps=size.equal_steps)
+            records = run_to_end(corpus, Path(scratch) / folder(name), way, short, 0)
             losses = [record.loss for record in records]
             if name == PLAIN:
                 expected = losses

@@ -3,8 +3,8 @@
     python tools/make_convergence.py        part of `make docs`; a test compares the committed picture
 
 From the rows of benchmarks/results/convergence_curves.csv, of a run that was measured again the newest. Left: held-out
-loss by documents seen, mean of the seeds. Right: of every order how far losses of the same seed are from those of plain
-order at the end, a dot a seed, and what the papers print, a diamond. Training losses are of the last fifth of the steps.
+loss by documents seen, mean of the seeds. Right: of every order how far losses at the end are from those of plain order
+with the same seed, a dot a seed, what WLB-LLM prints a diamond. Training losses are of the last fifth of the steps.
 """
 
 import statistics
@@ -12,11 +12,11 @@ from collections import defaultdict
 from html import escape
 from typing import NamedTuple
 
-from rows import RESULTS, ROOT, read
+from rows import ROOT, read
 
 TARGET = ROOT / "docs" / "pictures" / "convergence.svg"
 WIDTH, HEIGHT, TOP, BOTTOM = 960, 372, 78, 318
-LEFT, CURVES_RIGHT, DOTS_LEFT, DOTS_RIGHT = 52, 470, 640, 940
+LEFT, CURVES_RIGHT, NAMES_LEFT, DOTS_LEFT, DOTS_RIGHT = 52, 470, 510, 640, 940
 PLAIN = "plain"
 COLOURS = {PLAIN: "#1c232b", "wlb published": "#2f7fd0", "wlb balanced": "#1b9e77", "fixed 8": "#d06a12"}
 PAPER = {"wlb published": 0.0, "fixed 8": 0.016}
@@ -71,8 +71,8 @@ def picture(found: Curves) -> str:
     height = HEIGHT
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" '
-        'font-size="13" role="img" aria-label="Held-out loss by documents seen under four orders, and how far losses at '
-        "the end are from those of plain order, beside WLB-LLM's figures\">",
+        'font-size="13" role="img" aria-label="Held-out loss by documents seen under four orders, and how far losses '
+        "at the end are from those of plain order, beside WLB-LLM's figures\">",
         "<style>.grid{stroke:#d5d9dd}.zero{stroke:#4c5661}.tick{font-size:12px;fill:#4c5661}.head{font-weight:bold}"
         "</style>",
         f'<rect width="{WIDTH}" height="{height}" fill="#fff"/>',
@@ -89,7 +89,7 @@ def _curves(found: Curves) -> list[str]:
     low, high = int(min(losses) * 2) / 2, -int(-max(losses) * 2) / 2 + 0.5
     x = lambda documents: LEFT + documents / most * (CURVES_RIGHT - LEFT)  # noqa: E731
     y = lambda loss: BOTTOM - (loss - low) / (high - low) * (BOTTOM - TOP)  # noqa: E731
-    parts = [f'<text class="head" x="12" y="22">Held-out loss by documents seen, nats a token</text>']
+    parts = ['<text class="head" x="12" y="22">Held-out loss by documents seen, nats a token</text>']
     for half in range(int(2 * low), int(2 * high) + 1):
         at = y(half / 2)
         parts.append(f'<line class="grid" x1="{LEFT}" y1="{at:.1f}" x2="{CURVES_RIGHT}" y2="{at:.1f}"/>')
@@ -97,6 +97,8 @@ def _curves(found: Curves) -> list[str]:
     for thousands in range(0, most // 1000 + 1, 2):
         at, label = x(1000 * thousands), f"{thousands},000" if thousands else "0"
         parts.append(f'<text class="tick" x="{at:.1f}" y="{BOTTOM + 18}" text-anchor="middle">{label}</text>')
+    middle = (LEFT + CURVES_RIGHT) // 2
+    parts.append(f'<text class="tick" x="{middle}" y="{BOTTOM + 38}" text-anchor="middle">documents seen</text>')
     for number, (strategy, points) in enumerate(means.items()):
         colour, left = COLOURS[strategy], 12 + 112 * number
         path = " ".join(f"{x(documents):.1f},{y(loss):.1f}" for documents, loss in points)
@@ -122,8 +124,8 @@ def _dots(found: Curves) -> list[str]:
     low, high = (int(100 * min(values) - 1) / 100, int(100 * max(values) + 1) / 100)
     x = lambda share: DOTS_LEFT + (share - low) / (high - low) * (DOTS_RIGHT - DOTS_LEFT)  # noqa: E731
     parts = [
-        f'<text class="head" x="{DOTS_LEFT - 140}" y="22">Loss at the end over that of plain order</text>',
-        f'<text class="tick" x="{DOTS_LEFT - 140}" y="45">a dot a seed; diamond: the training loss in WLB-LLM Fig. 16</text>',
+        f'<text class="head" x="{NAMES_LEFT}" y="22">Loss at the end over that of plain order</text>',
+        f'<text class="tick" x="{NAMES_LEFT}" y="45">a dot a seed; diamond: training loss in WLB-LLM Fig. 16</text>',
     ]
     for hundredth in range(round(100 * low), round(100 * high) + 1):
         at, label = x(hundredth / 100), f"{hundredth:+d} %" if hundredth else "0"
@@ -135,15 +137,14 @@ def _dots(found: Curves) -> list[str]:
     for number, (strategy, kind, losses) in enumerate(lines):
         at, colour = TOP + row * (number + 0.5), COLOURS[strategy]
         if kind == "train":
-            parts.append(f'<text x="{DOTS_LEFT - 140}" y="{at - 2:.1f}" font-weight="bold">{escape(strategy)}</text>')
-        parts.append(f'<text class="tick" x="{DOTS_LEFT - 140}" y="{at + 13:.1f}">{kinds[kind]}</text>')
+            parts.append(f'<text x="{NAMES_LEFT}" y="{at - 2:.1f}" font-weight="bold">{escape(strategy)}</text>')
+        parts.append(f'<text class="tick" x="{NAMES_LEFT}" y="{at + 13:.1f}">{kinds[kind]}</text>')
         parts += [
             f'<circle cx="{x(one):.1f}" cy="{at + 6:.1f}" r="5" fill="{colour}" fill-opacity=".7"/>' for one in losses
         ]
         if kind == "train" and strategy in PAPER:
-            paper = x(PAPER[strategy])
-            corners = f"{paper:.1f},{at - 2:.1f} {paper + 8:.1f},{at + 6:.1f} {paper:.1f},{at + 14:.1f} {paper - 8:.1f},{at + 6:.1f}"
-            parts.append(f'<polygon points="{corners}" fill="none" stroke="#b00020" stroke-width="2"/>')
+            place = f'transform="translate({x(PAPER[strategy]):.1f} {at + 6:.1f})"'
+            parts.append(f'<path d="M0-9L9 0 0 9-9 0Z" {place} fill="none" stroke="#b00020" stroke-width="2"/>')
     return parts
 
 

@@ -77,13 +77,13 @@ def test_a_run_that_was_stopped_goes_on_alike(script, size, name, tmp_path, monk
         return record_of(report, commit)
 
     way = script.TRAINED[name]
-    script.train(corpus, tmp_path / "stopped", way, size, 0, STEPS, "", stop_after=5)
+    script.train(corpus, tmp_path / "stopped", way, size, 0, "", stop_after=5)
     assert len(script.read_records(tmp_path / "stopped")) == 5
     with (tmp_path / "stopped" / "log.jsonl").open("a") as log:
         log.write('{"step":5,"docu')  # the process died while it wrote
-    script.train(corpus, tmp_path / "stopped", way, size, 0, STEPS, "")
+    script.train(corpus, tmp_path / "stopped", way, size, 0, "")
     monkeypatch.setattr(script, "record_of", keep_delay)
-    script.train(corpus, tmp_path / "whole", way, size, 0, STEPS, "")
+    script.train(corpus, tmp_path / "whole", way, size, 0, "")
     records = script.read_records(tmp_path / "whole")
     assert script.read_records(tmp_path / "stopped") == records
     assert [record.step for record in records] == list(range(STEPS))
