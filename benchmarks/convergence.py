@@ -48,6 +48,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 import torch
+import torch.distributed as dist
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
@@ -55,7 +56,7 @@ from tokenizers.trainers import BpeTrainer
 
 from cpu_ranks import COSTS, ROOT, cpu_rank, llama, spawn_ranks
 from evenload.config.planner import layouts_of
-from evenload.config.train_config import TrainConfig, load_train_config
+from evenload.config.train_config import load_train_config
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.coefficients import CostCoefficients
 from evenload.data.hub import model_from
@@ -241,11 +242,10 @@ def paper_costs(context: int) -> CostCoefficients:
     return msgspec.structs.replace(COSTS, **passes)
 
 
-def write_config(corpus: Path, output: Path, way: Way, size: Size, seed: int) -> TrainConfig:
-    """The run of one order and seed."""
-    path = output / "config.toml"
+def write_config(corpus: Path, output: Path, way: Way, size: Size, seed: int) -> None:
+    """Write the run of one order and seed, but for the settings of the order."""
     output.mkdir(parents=True, exist_ok=True)
-    path.write_text(
+    (output / "config.toml").write_text(
         f"""
         [model]
         path = "{corpus / "model"}"
@@ -279,7 +279,6 @@ def write_config(corpus: Path, output: Path, way: Way, size: Size, seed: int) ->
         """,
         encoding="utf-8",
     )
-    return load_train_config(path, list(way.settings))
 
 
 def record_of(report: StepReport, commit: str) -> StepRecord:
@@ -337,7 +336,10 @@ def train(
     stop_after: int | None = None,
 ) -> None:
     """Train the remaining steps and write each down. Collective."""
-    config = write_config(corpus, output, way, size, seed)
+    if keeps:
+        write_config(corpus, output, way, size, seed)
+    dist.barrier()
+    config = load_train_config(output / "config.toml", list(way.settings))
     meshes = create_meshes(layouts_of(config, model_spec(config).num_layers), torch.device("cpu"), timeout_s=600)
     warm_up(meshes)
     trainer = Trainer(config, meshes.start, meshes)
