@@ -34,11 +34,9 @@ have ended are read. `--append` also writes the curves, a row every 50 steps, to
 """
 
 import csv
-import platform
 import re
 import statistics
 import sys
-import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -49,10 +47,6 @@ import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
-from tokenizers import Tokenizer
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
-from tokenizers.trainers import BpeTrainer
 
 from cpu_ranks import COSTS, ROOT, cpu_rank, llama, spawn_ranks
 from evenload.config.planner import layouts_of
@@ -68,14 +62,11 @@ from evenload.types.base import Frozen
 from evenload.types.cluster import cluster_from
 from evenload.types.layout import even_layout
 from harness import RESULTS, Row, commit_name, machine_facts, run
-
-from format_files import write_megatron_index  # isort: skip
+from library_text import write_library
 
 RUNS = ROOT / "runs" / "convergence"
 CURVES = RESULTS / "convergence_curves.csv"
 MICRO_BATCHES = 4
-SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests"}
-HELD_OUT_EVERY = 200
 PAPER_MODEL, PAPER_CONTEXT = "wlb-550m", 65_536
 MEMORY_BYTES = 2**33
 PLAIN = "plain"
@@ -177,51 +168,10 @@ class Point(Frozen):
     imbalance: float
 
 
-def library_paragraphs(num_modules: int) -> tuple[list[str], list[str]]:
-    """Texts between empty lines in the standard library's source, to train and held out; each text once.
-
-    Args:
-        num_modules: the first so many files by name; 0 = all.
-    """
-    root = Path(sysconfig.get_paths()["stdlib"])
-    names = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py"))
-    names = [name for name in names if not SKIPPED & set(Path(name).parts)][: num_modules or None]
-    sources = ((root / name).read_text(encoding="utf-8", errors="replace") for name in names)
-    texts = list(dict.fromkeys(text for source in sources for text in paragraphs_of(source)))
-    held_out = texts[::HELD_OUT_EVERY]
-    del texts[::HELD_OUT_EVERY]
-    return texts, held_out
-
-
-def paragraphs_of(source: str) -> list[str]:
-    """Split a text where lines are empty or blank."""
-    return [part for part in re.split(r"\n(?:[ \t]*\n)+", source) if part.strip()]
-
-
 def write_corpus(directory: Path, size: Size) -> list[Row]:
-    """Write both token files and the model's configuration; rows say what they hold, to compare with one's own."""
-    trained, held_out = library_paragraphs(size.modules)
-    tokenizer = Tokenizer(BPE())
-    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
-    alphabet = ByteLevel.alphabet()
-    trainer = BpeTrainer(vocab_size=size.vocabulary, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(trained, trainer)
+    """Write the documents and the model's configuration."""
     directory.mkdir(parents=True, exist_ok=True)
-    rows = []
-    for name, texts in (("train", trained), ("held out", held_out)):
-        ids = [one.ids[: size.context] for one in tokenizer.encode_batch(texts)]
-        ids = [one for one in ids if len(one) > 1]
-        lengths, path = [len(one) for one in ids], directory / name.replace(" ", "_")
-        np.concatenate([np.array(one, np.int32) for one in ids]).tofile(path.with_suffix(".bin"))
-        write_megatron_index(path, lengths, list(range(len(lengths) + 1)), "int32")
-        case = f"paragraphs of Python {platform.python_version()}'s standard library, {name}, context {size.context}"
-        long = sum(length for length in lengths if 2 * length >= size.context)
-        rows += [
-            Row("convergence corpus", case, "documents", len(lengths), "documents"),
-            Row("convergence corpus", case, "tokens", sum(lengths), "tokens"),
-            Row("convergence corpus", case, "tokens in documents of half the context or more", long / sum(lengths), ""),
-            Row("convergence corpus", case, "median length", statistics.median(lengths), "tokens"),
-        ]
+    rows = list(write_library(directory, size.vocabulary, size.context, size.modules))
     heads = size.hidden // 32
     model = llama(size.hidden, size.layers, heads=heads, key_heads=heads, vocabulary=size.vocabulary)
     model.tie_word_embeddings = True

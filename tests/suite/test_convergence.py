@@ -60,8 +60,9 @@ def test_delays_as_counted_by_hand(script):
     assert (second.delay_steps, second.delay_tokens) == pytest.approx(late)
 
 
-def test_paragraphs_are_what_stands_between_empty_lines(script):
-    assert script.paragraphs_of("a\nb\n\n\n  c\n \t\nd\n") == ["a\nb", "  c", "d\n"]
+@pytest.mark.usefixtures("script")
+def test_paragraphs_are_what_stands_between_empty_lines():
+    assert importlib.import_module("library_text").paragraphs_of("a\nb\n\n\n  c\n \t\nd\n") == ["a\nb", "  c", "d\n"]
 
 
 @pytest.mark.usefixtures("one_rank")
