@@ -379,6 +379,8 @@ def run_rows(strategy: str, seed: int, records: Sequence[StepRecord], plain: Seq
     yield Row("convergence", case, "mean token delay", float(ahead), "tokens", "tokens trained meanwhile")
     yield Row("convergence", case, "imbalance, planned", statistics.mean(one.imbalance for one in records), "x", "mean")
     yield Row("convergence", case, "tokens trained", sum(tokens), "tokens")
+    uneven = statistics.pstdev(tokens) / statistics.mean(tokens)
+    yield Row("convergence", case, "tokens a step, standard deviation", uneven, "x", "mean")
 
 
 def held_out(records: Sequence[StepRecord]) -> float:

@@ -44,7 +44,9 @@ def curves() -> Curves:
     for (strategy, seed, step), row in sorted(newest.items(), key=lambda item: item[0][2]):
         losses = float(row["train_loss"]), float(row["held_out_loss"])
         result[strategy][seed].append(Point(step, int(row["documents"]), int(row["tokens"]), *losses))
-    return result
+    # A benchmark that was stopped has not trained all orders of its last seed.
+    common = set.intersection(*(set(seeds) for seeds in result.values()))
+    return {strategy: {seed: seeds[seed] for seed in sorted(common)} for strategy, seeds in result.items()}
 
 
 def last_fifth(points: list[Point]) -> float:

@@ -144,11 +144,15 @@ def convergence() -> str:
     """Losses, delays and imbalance of every order of documents, mean and range of seeds; curves are in
     "convergence_curves"."""
     rows = newest("convergence")
-    orders: dict[str, list[Rows]] = {}
-    for case, own in Rows(row for row in rows if row["benchmark"] == "convergence").by_case().items():
-        orders.setdefault(case.partition(", seed ")[0], []).append(own)
+    orders: dict[str, dict[str, Rows]] = {}
+    for case, own in rows.some(benchmark="convergence").by_case().items():
+        order, _, seed = case.partition(", seed ")
+        orders.setdefault(order, {})[seed] = own
+    # A benchmark that was stopped has not trained all orders of its last seed.
+    common = set.intersection(*(set(own) for own in orders.values()))
     lines = []
-    for order, seeds in orders.items():
+    for order, of_seeds in orders.items():
+        seeds = [of_seeds[seed] for seed in sorted(common)]
         over = [
             _change([own.value(metric, "plain") for own in seeds])
             for metric in ("held-out loss", "train loss, last fifth")
@@ -161,24 +165,29 @@ def convergence() -> str:
             statistics.mean(own.value("mean token delay", base) or 0.0 for own in seeds)
             for base in ("", "tokens trained meanwhile")
         )
-        cells = f"{loss:.3f}", *over, f"{steps:.2f} ({tokens:,.0f})", f"{uneven:.2f}"
+        spread = statistics.mean(own.value("tokens a step, standard deviation") or 0.0 for own in seeds)
+        cells = f"{loss:.3f}", *over, f"{steps:.2f} ({tokens:,.0f})", f"{uneven:.2f}", f"{spread:.0%}"
         lines.append((order, *cells, LOSS_IN_PAPERS[order]))
     for case, own in rows.some(benchmark="convergence equal").by_case().items():
         order, apart = case.split(", ")[0], own.value("loss apart, largest") or 0.0
         same = f"losses of {case.rpartition(', ')[2]} equal plain's to {apart:.0e}"
-        lines.append((case.rpartition(", ")[0], same, "", "", "0", "", LOSS_IN_PAPERS[order]))
+        lines.append((case.rpartition(", ")[0], same, "", "", "0", "", "", LOSS_IN_PAPERS[order]))
     heads = (
         *("order", "held-out loss", "over plain", "training loss over plain"),
-        *("delay of a token: steps (tokens)", "imbalance, planned", "the papers"),
+        *("delay of a token: steps (tokens)", "imbalance, planned", "tokens a step vary by", "the papers"),
     )
-    return table(heads, lines) + source(rows, "convergence")
+    seeds_used = (
+        f"\nMean of {len(common)} seeds, smallest to largest in brackets.\n" if len(common) > 1 else "\nOne seed.\n"
+    )
+    return table(heads, lines) + seeds_used + source(rows, "convergence")
 
 
 def _change(ratios: list[float | None]) -> str:
     known = [100 * (ratio - 1) for ratio in ratios if ratio is not None]
     if not known:
         return ""
-    return f"{statistics.mean(known):+.2f}% ({min(known):+.2f} to {max(known):+.2f})"
+    several = f" ({min(known):+.2f} to {max(known):+.2f})" if len(known) > 1 else ""
+    return f"{statistics.mean(known):+.2f}%{several}"
 
 
 def skrull() -> str:
