@@ -153,6 +153,7 @@ wheels: .venv/dev  ## for `make gpu` on a machine without a network: wheels/ for
 docs: .venv/dev  ## everything in the pages that is made: figures, outputs, tables, pictures; some minutes
 	$(BIN)/python tools/make_pictures.py
 	$(BIN)/python tools/make_configuration.py
+	$(BIN)/python tools/make_convergence.py
 	$(BIN)/python tools/make_glance.py
 	$(BIN)/python tools/make_guide.py
 	$(BIN)/python tools/make_tables.py

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from paper_tables import (
     contexts,
+    convergence,
     flexpipe,
     flexpipe_layouts,
     hbsa,
@@ -452,6 +453,7 @@ BLOCKS: Mapping[Path, Mapping[str, Callable[[], str]]] = {
         "planners without": lambda: planners("DP 8 x TP 4"),
         "planning times": planning_times, "slimpack": slimpack, "slimpack's batches": slimpack_batches,
         "wlb": wlb, "documents that wait": waiting, "WLB contexts": contexts, "WLB solver": solver,
+        "convergence": convergence,
         "skrull": skrull, "skrull's steps": skrull_steps, "skrull's sizes": skrull_sizes,
         "flexpipe": flexpipe, "FlexPipe layouts": flexpipe_layouts, "times of HBSA": hbsa, "ideas that pay": ideas,
         "gaps to exact solutions": gaps, "packers": packers, "training": training_rates,

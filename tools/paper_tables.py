@@ -132,6 +132,64 @@ def solver() -> str:
     return table(heads, lines) + source(rows, "paper_wlb")
 
 
+# What the papers say of the loss, the delay and the imbalance under each order.
+LOSS_IN_PAPERS = {
+    "plain": "-; imbalance 1.44 (Table 2)", "wlb published": "as fixed 1 (Fig. 16); 0.5 steps, 1.05",
+    "wlb balanced": "-", "fixed 8": "+1.6% over fixed 1 (Fig. 16)", "fixed 1": "the base; 1.41", "slimpack": "-",
+    "skrull": "as plain (Skrull Fig. 5)",
+}  # fmt: skip
+
+
+def convergence() -> str:
+    """Losses, delays and imbalance of every order of documents, mean and range of seeds; curves are in
+    "convergence_curves"."""
+    rows = newest("convergence")
+    orders: dict[str, dict[str, Rows]] = {}
+    for case, own in rows.some(benchmark="convergence").by_case().items():
+        order, _, seed = case.partition(", seed ")
+        orders.setdefault(order, {})[seed] = own
+    # A benchmark that was stopped has not trained all orders of its last seed.
+    common = set.intersection(*(set(own) for own in orders.values()))
+    lines = []
+    for order, of_seeds in orders.items():
+        seeds = [of_seeds[seed] for seed in sorted(common)]
+        over = [
+            _change([own.value(metric, "plain") for own in seeds])
+            for metric in ("held-out loss", "train loss, last fifth")
+        ]
+        loss, uneven = (
+            statistics.mean(own.value(metric, base) or 0.0 for own in seeds)
+            for metric, base in (("held-out loss", ""), ("imbalance, planned", None))
+        )
+        steps, tokens = (
+            statistics.mean(own.value("mean token delay", base) or 0.0 for own in seeds)
+            for base in ("", "tokens trained meanwhile")
+        )
+        spread = statistics.mean(own.value("tokens a step, standard deviation") or 0.0 for own in seeds)
+        cells = f"{loss:.3f}", *over, f"{steps:.2f} ({tokens:,.0f})", f"{uneven:.2f}", f"{spread:.0%}"
+        lines.append((order, *cells, LOSS_IN_PAPERS[order]))
+    for case, own in rows.some(benchmark="convergence equal").by_case().items():
+        order, apart = case.split(", ")[0], own.value("loss apart, largest") or 0.0
+        same = f"losses of {case.rpartition(', ')[2]} equal plain's to {apart:.0e}"
+        lines.append((case.rpartition(", ")[0], same, "", "", "0", "", "", LOSS_IN_PAPERS[order]))
+    heads = (
+        *("order", "held-out loss", "over plain", "training loss over plain"),
+        *("delay of a token: steps (tokens)", "imbalance, planned", "tokens a step vary by", "the papers"),
+    )
+    seeds_used = (
+        f"\nMean of {len(common)} seeds, smallest to largest in brackets.\n" if len(common) > 1 else "\nOne seed.\n"
+    )
+    return table(heads, lines) + seeds_used + source(rows, "convergence")
+
+
+def _change(ratios: list[float | None]) -> str:
+    known = [100 * (ratio - 1) for ratio in ratios if ratio is not None]
+    if not known:
+        return ""
+    several = f" ({min(known):+.2f} to {max(known):+.2f})" if len(known) > 1 else ""
+    return f"{statistics.mean(known):+.2f}%{several}"
+
+
 def skrull() -> str:
     """Speed-ups over one document a pass, and over best fit."""
     rows = newest("paper_skrull", "skrull")

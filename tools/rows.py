@@ -32,10 +32,15 @@ class Rows(list[Row]):
         return sorted(float(row["value"]) for row in self if row["metric"] == metric)
 
 
+def read(script: str) -> list[Row]:
+    """All rows of a file, oldest first."""
+    with (RESULTS / f"{script}.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
 def newest(script: str, benchmark: str | None = None) -> Rows:
     """The last row of every case, metric and baseline."""
-    with (RESULTS / f"{script}.csv").open(newline="") as file:
-        rows = {(row["benchmark"], row["case"], row["metric"], row["baseline"]): row for row in csv.DictReader(file)}
+    rows = {(row["benchmark"], row["case"], row["metric"], row["baseline"]): row for row in read(script)}
     return Rows(row for row in rows.values() if benchmark in (None, row["benchmark"]))
 
 

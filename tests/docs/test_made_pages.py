@@ -84,6 +84,12 @@ def test_the_readmes_picture_is_of_todays_plans(glance):
     assert glance["TARGET"].read_text(encoding="utf-8") == glance["picture"](panels)
 
 
+def test_the_picture_of_losses_is_made_of_its_rows():
+    """Run tools/make_convergence.py."""
+    made = tool("make_convergence")
+    assert made["TARGET"].read_text(encoding="utf-8") == made["picture"](made["curves"]())
+
+
 def test_the_page_of_accuracy_its_picture_and_the_intervals_are_made_of_the_rows():
     script = tool("make_accuracy")
     assert script["PAGE"].read_text(encoding="utf-8") == script["page"]()
