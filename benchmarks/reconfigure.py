@@ -126,6 +126,7 @@ class Rank:
         trainer.state.change_layout(
             msgspec.structs.replace(layout, generation=trainer.state.layout.generation + 1), self.costs
         )
+        trainer.state.settle()
         seconds = torch.tensor([time.perf_counter() - start_s], dtype=torch.float64)
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=trainer.mesh.control)
         return float(seconds)

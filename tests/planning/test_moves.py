@@ -28,6 +28,7 @@ from evenload.planning.layouts.moves import (
     stall_seconds,
     state_seconds,
     switch_memory,
+    weights_seconds,
 )
 from evenload.types.cluster import LinkSpec
 from evenload.types.layout import ParallelLayout, even_layout, split_layout
@@ -377,6 +378,24 @@ def test_without_measured_copies_everything_is_sent_and_the_step_hides_its_state
     assert 0 < weights_s < prices.seconds(links, PP4, DP4, 0.0)
 
 
+def test_forwards_hide_weights_behind_their_first_unit_and_the_step_what_is_left_of_both():
+    """PP4 to DP4: the busiest ranks gain five of six units; state moves behind the weights."""
+    links, sent = costs(2, None), moved_of_model((), 2)
+    moves = sent.moves(PP4, DP4)
+    gained = {(move.target, MODEL_PIECES[move.piece].unit) for move in moves.weights}
+    most = max(sum(target == rank for target, _ in gained) for rank in range(4))
+    whole_s, state_s = weights_seconds(moves, sent, links), state_seconds(moves, sent, links)
+    first_s, prices = whole_s / most, SwitchPrices(FOUR_LAYERS, PP4, links)
+    assert most == 5
+    for forward_s, expected_s in ((0.0, whole_s), (whole_s / 4, 0.75 * whole_s), (2 * whole_s, first_s)):
+        stall_s = stall_seconds(moves, sent, links, PP4, DP4, forward_s)
+        assert stall_s == pytest.approx(expected_s)
+        for hidden_s in (0.0, state_s / 2, 2 * (whole_s + state_s)):
+            waited_s = max(0.0, whole_s - stall_s + state_s - hidden_s)
+            result = prices.seconds(links, PP4, DP4, hidden_s, forward_s)
+            assert result == pytest.approx(stall_s + waited_s)
+
+
 SMALL = sample_model()
 LAYERS = SMALL.num_layers
 STATE = optimizer_bytes_per_parameter(SMALL)
@@ -402,8 +421,8 @@ def test_one_rank_becomes_two_replicas_and_back():
     assert grown.left_bytes == pytest.approx(WHOLE * STATE / 2, rel=1e-3)
     shrunk = switch_memory(SHARED, two, alone)
     assert shrunk.switch_bytes == WHOLE * (EACH + STATE)
-    # Rank 1 leaves its half behind; rank 0 nothing.
-    assert shrunk.left_bytes == pytest.approx(WHOLE * STATE / 2, rel=1e-3)
+    # Rank 1 leaves its half behind, and its weights; rank 0 nothing.
+    assert shrunk.left_bytes == pytest.approx(WHOLE * (SMALL.bytes_per_element + STATE / 2), rel=1e-3)
 
 
 def test_without_shared_memory_what_is_kept_is_copied():

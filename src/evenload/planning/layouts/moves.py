@@ -17,10 +17,11 @@ from each other's memory, within a budget; pieces beyond it are sent. Shared pie
 its ranks fetches, and the others take it from there, *relayed*.
 
     stall           fixed seconds + stages and pieces gained and given up, of the rank with most of them
-                    + the longer of sending and reading + relaying + touching new memory
-    state           the longer of sending and reading; the step hides it, as far as that lasts
+                    + what the first forward through all stages does not hide of the weights; never their first unit
+    weights         the longer of sending and reading + relaying + touching new memory
+    state           the longer of sending and reading, behind the weights; the step hides both, as far as it lasts
     the switch      bytes: weights and gradients of the pieces of both layouts, and the optimizer state of both shares
-    the first step  bytes: its own peak, and the optimizer state that other devices still read, until their update
+    the first step  bytes: its own peak, the weights and optimizer state that other devices still read
 
 Reading is priced by what ranks of a machine measured of it (`CopySpec`), sending by links; without measured copies all
 is sent. What a device has in both layouts counts once, but optimizer state twice where a share that is not shared
@@ -274,9 +275,21 @@ def shared_bytes(piece: Piece, layouts: Sequence[ParallelLayout], ranks_per_node
 
 
 def stall_seconds(
-    moves: Moves, moved: SwitchPieces, coefficients: CostCoefficients, old: ParallelLayout, new: ParallelLayout
+    moves: Moves,
+    moved: SwitchPieces,
+    coefficients: CostCoefficients,
+    old: ParallelLayout,
+    new: ParallelLayout,
+    forward_s: float = 0.0,
 ) -> float:
-    """Return the seconds until the step can begin."""
+    """Return the seconds that the step waits: to begin, and for weights, of which it reads all within `forward_s`."""
+    copies = coefficients.copies
+    arranging_s = 0.0 if copies is None else _arranging_seconds(copies, moved.pieces, old, new)
+    return arranging_s + _exposed_seconds(weights_seconds(moves, moved, coefficients), moves, moved, forward_s)
+
+
+def weights_seconds(moves: Moves, moved: SwitchPieces, coefficients: CostCoefficients) -> float:
+    """Return the seconds until all weights are there."""
     copies = coefficients.copies
     both_s = _both_ways(moves.weights, moved, coefficients, of_state=False)
     relayed_s = _both_ways(moves.relayed, moved, coefficients, of_state=False)
@@ -285,8 +298,16 @@ def stall_seconds(
     machines = Counter[int]()
     for rank, count in _received([*moves.weights, *moves.relayed], moved.pieces, of_state=False).items():
         machines[rank // moved.ranks_per_machine] += count * moved.tp
-    taking_s = max(machines.values(), default=0) / copies.taken_bytes_per_s
-    return _arranging_seconds(copies, moved.pieces, old, new) + both_s + relayed_s + taking_s
+    return both_s + relayed_s + max(machines.values(), default=0) / copies.taken_bytes_per_s
+
+
+def _exposed_seconds(weights_s: float, moves: Moves, moved: SwitchPieces, forward_s: float) -> float:
+    """Return the seconds of weights that forwards wait for: as they come unit by unit, the first one in any case."""
+    gained: dict[int, set[int]] = {}
+    for move in (*moves.weights, *moves.relayed):
+        gained.setdefault(move.target, set()).add(moved.pieces[move.piece].unit)
+    first_s = weights_s / max(map(len, gained.values()), default=1)
+    return first_s + max(0.0, weights_s - first_s - forward_s)
 
 
 def state_seconds(moves: Moves, moved: SwitchPieces, coefficients: CostCoefficients) -> float:
@@ -347,6 +368,7 @@ def switch_memory(moved: SwitchPieces, old: ParallelLayout, new: ParallelLayout)
             lies_twice = 0 if index in moved.shared or had == wanted else kept
             both[rank] += piece.state_bytes * (had[1] - had[0] + wanted[1] - wanted[0] - kept + lies_twice)
             left[rank] += piece.state_bytes * (had[1] - had[0] - kept + lies_twice)
+            left[rank] += piece.num_elements * piece.weight_bytes if rank not in after else 0
     return SwitchMemory(switch_bytes=max(both), left_bytes=max(left))
 
 
@@ -368,25 +390,33 @@ class SwitchPrices:
                 tp=start.tp,
             )
         self._moved = moved
-        self._seconds: dict[tuple[ParallelLayout, ParallelLayout], tuple[float, float]] = {}
+        self._seconds: dict[tuple[ParallelLayout, ParallelLayout], tuple[Moves, float, float, float]] = {}
         self._memory = cache(lambda old, new: switch_memory(self._moved, old, new))
 
     def seconds(
-        self, coefficients: CostCoefficients, old: ParallelLayout, new: ParallelLayout, hidden_s: float
+        self,
+        coefficients: CostCoefficients,
+        old: ParallelLayout,
+        new: ParallelLayout,
+        hidden_s: float,
+        forward_s: float = 0.0,
     ) -> float:
-        """Return the seconds for which training stands still: until the step begins, and until its optimizer state is
-        there, which it needs after `hidden_s`. `coefficients` are of the new layout."""
+        """Return the seconds for which training stands still: those of `stall_seconds`, and until its optimizer state
+        is there, which it needs after `hidden_s`. `coefficients` are of the new layout."""
         old, new = old.arrangement, new.arrangement
         if old == new:
             return 0.0
         if (old, new) not in self._seconds:
             moves = self._moved.moves(old, new)
             self._seconds[old, new] = (
+                moves,
                 stall_seconds(moves, self._moved, coefficients, old, new),
+                weights_seconds(moves, self._moved, coefficients),
                 state_seconds(moves, self._moved, coefficients),
             )
-        stall_s, state_s = self._seconds[old, new]
-        return stall_s + max(0.0, state_s - hidden_s)
+        moves, whole_s, weights_s, state_s = self._seconds[old, new]
+        weights_hidden_s = weights_s - _exposed_seconds(weights_s, moves, self._moved, forward_s)
+        return whole_s - weights_hidden_s + max(0.0, weights_hidden_s + state_s - hidden_s)
 
     def memory(self, old: ParallelLayout, new: ParallelLayout) -> SwitchMemory:
         return self._memory(old.arrangement, new.arrangement)  # type: ignore[bad-argument-type]  # frozen structs hash
