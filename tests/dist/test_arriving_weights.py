@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from dist_training import COSTS, Outcome, assert_same_training, make_trainer, outcome_of
-from small_run import write_small_run
-from switch_cases import ScriptedTrainer, scripted_run
 from evenload.runtime.stages.arrival import Arrival
+from small_run import write_small_run
+from switch_cases import ScriptedTrainer, scripted_run, through_host
 
 SCRIPT = [0, 1, 2, 0, 2, 1]
 STEPS = len(SCRIPT)
@@ -76,11 +76,13 @@ def settings(tmp_path: Path, name: str, *more: str) -> list[str]:
     return [*fixed, "parallel.pp=4", 'plan.layouts=["pp=2,dp=2", "dp=4"]', "train.on_nonfinite=skip", *more]
 
 
-@pytest.mark.parametrize("more", [(), ("plan.twin_bytes=0",)], ids=["read", "sent"])
-def test_late_weights_train_what_weights_in_place_train(gloo_pool, config_file, tmp_path, more):
+@pytest.mark.parametrize("way", ["read", "sent", "through host memory"])
+def test_late_weights_train_what_weights_in_place_train(gloo_pool, config_file, tmp_path, way):
     """Losses and state to the bit, though forwards run while later units are not there; a stall is as long as a wait
     for the first unit."""
-    late = gloo_pool.run(4, run_with_late_weights, config_file, settings(tmp_path, "late", *more), "")
+    more = ["plan.twin_bytes=0"] if way == "sent" else []
+    call = [through_host] if way == "through host memory" else []
+    late = gloo_pool.run(4, *call, run_with_late_weights, config_file, settings(tmp_path, "late", *more), "")
     plain = gloo_pool.run(4, scripted_run, config_file, settings(tmp_path, "plain", *more), SCRIPT, STEPS)[0]
     result = late[0].outcome
     assert_same_training(result, plain, 0.0)

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+from unittest import mock
 
 import msgspec
 import numpy as np
@@ -14,6 +15,7 @@ from evenload.config.planner import make_planner
 from evenload.errors import InvalidPlanError
 from evenload.planning.layouts.moves import moved_bytes, plan_moves
 from evenload.planning.planner import Proposal, StepPlanner
+from evenload.runtime.stages import live_stages
 from evenload.runtime.trainer import Trainer
 from evenload.types.layout import ParallelLayout, split_layout
 from evenload.types.plan import seal
@@ -82,6 +84,12 @@ def changed_by_moving(
     reports = [report for report in trainer.train(COSTS, 2**34, steps + 1) if report is not None]
     assert all(np.isfinite(float(report.row["loss"])) for report in reports)
     return changed
+
+
+def through_host(case, *arguments):
+    """A case of this module with twins as GPUs have them, on plain memory with copies in a thread."""
+    with mock.patch.object(live_stages, "passes_host", return_value=True):
+        return case(*arguments)
 
 
 def planned_bytes(trainer: Trainer, layout: ParallelLayout) -> tuple[int, int]:

@@ -13,8 +13,9 @@ plans the same, so ranks post moves in their order without negotiation. O(pieces
 millisecond for a hundred pieces on four ranks.
 
 Twins (FlexPipe §4, TwinLayer): where devices compute in host memory, ranks of a machine read the layers that they gain
-from each other's memory, within a budget; pieces beyond it are sent. Shared pieces come to a node once: the first of
-its ranks fetches, and the others take it from there, *relayed*.
+from each other's memory, within a budget; pieces beyond it are sent. GPUs of a node copy them out to its host memory
+and in from there (`via_host`), at the rate of the host link. Shared pieces come to a node once: the first of its ranks
+fetches, and the others take it from there, *relayed*.
 
     stall           fixed seconds + stages and pieces gained and given up, of the rank with most of them
                     + what the first forward through all stages does not hide of the weights; never their first unit
@@ -41,6 +42,7 @@ from evenload.cost.coefficients import CopySpec, CostCoefficients
 from evenload.cost.memory import optimizer_bytes_per_parameter, unit_parameters
 from evenload.errors import ConfigError
 from evenload.types.base import Frozen
+from evenload.types.cluster import LinkSpec
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
 
@@ -164,19 +166,27 @@ def moving_seconds(
     once."""
     seconds = 0.0
     for leaves_node in (False, True):
-        sent, received, messages = Counter[int](), Counter[int](), Counter[int]()
-        for move in moves:
-            nodes = move.source // coefficients.devices_per_node, move.target // coefficients.devices_per_node
-            if (nodes[0] != nodes[1]) == leaves_node:
-                num_bytes = moved_bytes([move], pieces, of_state=of_state)
-                sent[move.source] += num_bytes
-                received[move.target] += num_bytes
-                messages[move.target] += 1
-        if messages:
+        some = [
+            move
+            for move in moves
+            if (move.source // coefficients.devices_per_node != move.target // coefficients.devices_per_node)
+            == leaves_node
+        ]
+        if some:
             link = coefficients.device_link(leaves_node=leaves_node)
-            busiest = max(*sent.values(), *received.values())
-            seconds = max(seconds, busiest / link.bandwidth_bytes_per_s + max(messages.values()) * link.latency_s)
+            seconds = max(seconds, _link_seconds(some, pieces, link, of_state=of_state))
     return seconds
+
+
+def _link_seconds(moves: Sequence[Move], pieces: Sequence[Piece], link: LinkSpec, *, of_state: bool) -> float:
+    sent, received, messages = Counter[int](), Counter[int](), Counter[int]()
+    for move in moves:
+        num_bytes = moved_bytes([move], pieces, of_state=of_state)
+        sent[move.source] += num_bytes
+        received[move.target] += num_bytes
+        messages[move.target] += 1
+    busiest = max(*sent.values(), *received.values())
+    return busiest / link.bandwidth_bytes_per_s + max(messages.values()) * link.latency_s
 
 
 def _sender(
@@ -215,12 +225,14 @@ def _lacking(
 
 class SwitchPieces(Frozen):
     """Hold the pieces of one tensor-parallel rank of a run, indices of those that ranks of a machine (neighbours in the
-    order of ranks) read from each other's memory, and how many tensor-parallel ranks move theirs at once."""
+    order of ranks) read from each other's memory, and how many tensor-parallel ranks move theirs at once. `via_host`:
+    what is shared is not where training holds it, but passes through host memory."""
 
     pieces: tuple[Piece, ...]
     shared: frozenset[int]
     ranks_per_machine: int
     tp: int = 1
+    via_host: bool = False
 
     def moves(self, old: ParallelLayout, new: ParallelLayout, tp_rank: int = 0) -> Moves:
         return plan_moves(
@@ -247,22 +259,33 @@ def model_pieces(model: ModelSpec, tp: int) -> tuple[Piece, ...]:
 
 
 def shared_pieces(
-    pieces: Sequence[Piece], layouts: Sequence[ParallelLayout], ranks_per_node: int, budget_bytes: int | None
+    pieces: Sequence[Piece],
+    layouts: Sequence[ParallelLayout],
+    ranks_per_node: int,
+    budget_bytes: int | None,
+    *,
+    via_host: bool = False,
 ) -> frozenset[int]:
-    """Choose the pieces that are shared within a budget of one machine in any layout (None = no limit); indices."""
+    """Choose the pieces that are shared within a budget of one machine in any layout (None = no limit); indices.
+    `via_host` as of `SwitchPieces`."""
     if budget_bytes is None:
         return frozenset(range(len(pieces)))
     # A tensor-parallel rank knows the parts of its own place, and has a share of the budget for them.
     left, result = budget_bytes // layouts[0].tp, set()
     for index, piece in enumerate(pieces):
-        if (needed := shared_bytes(piece, layouts, ranks_per_node)) <= left:
+        if (needed := shared_bytes(piece, layouts, ranks_per_node, via_host=via_host)) <= left:
             result.add(index)
             left -= needed
     return frozenset(result)
 
 
-def shared_bytes(piece: Piece, layouts: Sequence[ParallelLayout], ranks_per_node: int) -> int:
-    """Count the most that one piece takes of a machine, weights whole and shares of optimizer state, in any layout."""
+def shared_bytes(
+    piece: Piece, layouts: Sequence[ParallelLayout], ranks_per_node: int, *, via_host: bool = False
+) -> int:
+    """Count the most that one piece takes of a machine, weights whole and shares of optimizer state, in any layout;
+    `via_host` it has one place for each."""
+    if via_host:
+        return piece.num_elements * (piece.weight_bytes + piece.state_bytes)
     most = 0
     for layout in layouts:
         by_node = Counter[int]()
@@ -330,9 +353,12 @@ def _arranging_seconds(copies: CopySpec, pieces: Sequence[Piece], old: ParallelL
 
 def _both_ways(moves: Sequence[Move], moved: SwitchPieces, coefficients: CostCoefficients, *, of_state: bool) -> float:
     copies, sent, read = coefficients.copies, [], []
+    link = coefficients.host_link if moved.via_host else None
     for move in moves:
-        (read if copies is not None and moved.is_read(move) else sent).append(move)
+        (read if (copies or link) is not None and moved.is_read(move) else sent).append(move)
     sent_s = moving_seconds(sent, moved.pieces, coefficients, of_state=of_state)
+    if link is not None and read:  # in and out at once, piece by piece
+        return max(sent_s, _link_seconds(read, moved.pieces, link, of_state=of_state))
     if copies is None:
         return sent_s
     received = _received(read, moved.pieces, of_state=of_state)
@@ -365,7 +391,7 @@ def switch_memory(moved: SwitchPieces, old: ParallelLayout, new: ParallelLayout)
             had = state_share(old, piece, *before[rank]) if rank in before else (0, 0)
             wanted = state_share(new, piece, *after[rank]) if rank in after else (0, 0)
             kept = max(0, min(had[1], wanted[1]) - max(had[0], wanted[0]))
-            lies_twice = 0 if index in moved.shared or had == wanted else kept
+            lies_twice = 0 if had == wanted or (index in moved.shared and not moved.via_host) else kept
             both[rank] += piece.state_bytes * (had[1] - had[0] + wanted[1] - wanted[0] - kept + lies_twice)
             left[rank] += piece.state_bytes * (had[1] - had[0] - kept + lies_twice)
             left[rank] += piece.num_elements * piece.weight_bytes if rank not in after else 0

@@ -16,7 +16,7 @@ none behind it, so there is no circle of waits. Of the group `moving` only this 
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
@@ -30,10 +30,7 @@ from evenload.runtime.comm.watch import Background
 from evenload.runtime.device import HostClock
 from evenload.runtime.optim.data_parallel import GatherTrace, padded_size
 from evenload.runtime.stages.live_pieces import LivePiece
-from evenload.runtime.stages.twin_layer import WEIGHTS, Elements, Shards, TwinMemory
-
-PartsOf = Callable[[Move], Shards]
-"""What one rank sends, or receives, of a move, by name."""
+from evenload.runtime.stages.twin_layer import WEIGHTS, Elements, MovedParts, Shards, Transport
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +56,7 @@ class Arrival:
     def __init__(
         self,
         pieces: Sequence[LivePiece],
-        twins: TwinMemory | None,
+        twins: Transport | None,
         moves: Moves,
         old: Mesh,
         new: Mesh,
@@ -145,14 +142,16 @@ class Arrival:
     def _bring_weights(self) -> None:
         what, rank = f"weights of layout {self._new.layout.describe()}", self._new.rank
         relayed = set(self._moves.relayed)
-        self._offer(move for move in self._moves.weights if move.source == rank)
+        self._offer((move for move in self._moves.weights if move.source == rank), self._weights_of)
         posted = {at: self._post(some, self._weights_of, self._weights_of, what) for at, some in self._by_piece.items()}
         for index, some in self._by_piece.items():
             self._complete(posted.pop(index), what)
             self.weight_bytes += sum(self._weights[index].nbytes for move in some if move.target == rank)
-            self._offer(move for move in some if move.source == rank and move in relayed)
+            self._offer((move for move in some if move.source == rank and move in relayed), self._weights_of)
             if self._last_of.get(unit := self._pieces[index].piece.unit) == index:
                 self._note(unit)
+        # Not behind the barrier: what copies out, and what copies in, use the two directions of a link.
+        self._offer((move for move in self._moves.state if move.source == rank), self._old_part)
         self._wait_for_all("the weights of all ranks in the new layout")
         self._weights.clear()
         for index in self._lost:
@@ -172,9 +171,8 @@ class Arrival:
     def _bring_state(self) -> Mapping[int, Shards]:
         new, what, moves = self._new, "optimizer state of the new layout", self._moves.state
         after = {at: self._target(live, at) for at, live in enumerate(self._pieces) if live.is_held and live.is_trained}
-        incoming: PartsOf = lambda move: self._part(after, new, move)  # noqa: E731
-        self._offer(move for move in moves if move.source == new.rank)
-        posted = self._post(moves, incoming, lambda move: self._part(self._before, self._old, move), what)
+        incoming: MovedParts = lambda move: self._part(after, new, move)  # noqa: E731
+        posted = self._post(moves, incoming, self._old_part, what)
         self._keep_all(after)
         self._complete(posted, what)
         received = [incoming(move) for move in moves if move.target == new.rank]
@@ -183,17 +181,18 @@ class Arrival:
         self._free_state()
         return after
 
-    def _offer(self, moves: Iterable[Move]) -> None:
+    def _offer(self, moves: Iterable[Move], parts: MovedParts) -> None:
         """Let other ranks read what these moves take from here, where they do."""
-        for move in moves:
-            if self._is_read(move, move.target):
-                assert self._twins is not None
-                self._twins.mark(move.piece, self._pieces[move.piece].updates_after(self._num_updates))
+        if self._twins is not None:
+            self._twins.offer([move for move in moves if self._is_read(move, move.target)], parts, self._updates_of)
+
+    def _updates_of(self, index: int) -> int:
+        return self._pieces[index].updates_after(self._num_updates)
 
     def _is_read(self, move: Move, other: int) -> bool:
         return self._twins is not None and self._twins.reaches(move.piece, other)
 
-    def _post(self, moves: Sequence[Move], incoming: PartsOf, outgoing: PartsOf, what: str) -> _Posted:
+    def _post(self, moves: Sequence[Move], incoming: MovedParts, outgoing: MovedParts, what: str) -> _Posted:
         """Begin this rank's moves, by sending where the two ends do not share memory."""
         ops, reads, rank, group = list[dist.P2POp](), list[tuple[Move, Shards]](), self._new.rank, self._new.moving
         for move in moves:
@@ -210,9 +209,7 @@ class Arrival:
         with self._new.watch.waiting(what):
             for move, parts in posted.reads:
                 assert self._twins is not None
-                for name, part in parts.items():
-                    mark = self._pieces[move.piece].updates_after(self._num_updates)
-                    self._twins.read(move.piece, name, move.source, move.start, part, mark)
+                self._twins.fetch(move, parts, self._updates_of(move.piece))
             for work in posted.works:
                 work.wait()
 
@@ -228,6 +225,9 @@ class Arrival:
     def _weights_of(self, move: Move) -> Shards:
         return {WEIGHTS: self._weights[move.piece]}
 
+    def _old_part(self, move: Move) -> Shards:
+        return self._part(self._before, self._old, move)
+
     def _part(self, shards: Mapping[int, Shards], mesh: Mesh, move: Move) -> Shards:
         first = self._pieces[move.piece].share_in(mesh)[0]
         return {name: shard[move.start - first : move.stop - first] for name, shard in shards[move.piece].items()}
@@ -235,8 +235,7 @@ class Arrival:
     def _free_state(self) -> None:
         """Free shared state that is owned no more; private memory goes with the last view of it."""
         if self._twins is not None:
-            for index in self._lost:
-                self._twins.mark(index, None)
+            self._twins.withdraw(self._lost)
         for index in self._before:
             live = self._pieces[index]
             if live.shared is None:

@@ -61,18 +61,20 @@ from evenload.runtime.model.tensor_weights import split_weights
 from evenload.runtime.model.weight_files import empty_parameters, fill_buffers
 from evenload.runtime.optim.data_parallel import BufferGroup, FlatBuffer, buffer_groups, flatten_units, frozen_bytes
 from evenload.runtime.optim.optimizer import MASTER, ShardedOptimizer
+from evenload.runtime.replay.host_copies import touch
 from evenload.runtime.replay.stage import PipelineStage, make_layers_replayable
 from evenload.runtime.replay.state import ReplayState
 from evenload.runtime.stages.arrival import Arrival
+from evenload.runtime.stages.host_twins import open_host_twins
 from evenload.runtime.stages.live_pieces import LivePiece, live_pieces
 from evenload.runtime.stages.twin_layer import (
     WEIGHTS,
     Shards,
     SparseMemory,
+    Transport,
     TwinMemory,
     gather_from_all,
     open_twins,
-    touch,
 )
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
@@ -235,32 +237,39 @@ class Twins:
     reason: str = ""
 
 
+def passes_host(device: torch.device) -> bool:
+    """Say whether ranks of a machine share host memory in which their pieces do not live."""
+    return device.type == "cuda"
+
+
 def share_pieces(
     budget_bytes: int | None, pieces: Sequence[LivePiece], meshes: Meshes, patience_s: float
-) -> tuple[TwinMemory | None, Twins | None]:
+) -> tuple[Transport | None, Twins | None]:
     """Share as many pieces as a machine's budget holds, None = no limit; return what they lie in and a summary.
     `ConfigError` where a budget is set and ranks cannot read each other's memory. Collective."""
     mesh = meshes.start
-    if mesh.device.type != "cpu" or mesh.ranks_per_machine == 1 or budget_bytes == 0:
+    if mesh.ranks_per_machine == 1 or budget_bytes == 0:
         return None, None
-    sizes = [live.piece for live in pieces]
-    chosen = shared_pieces(sizes, meshes.layouts, mesh.ranks_per_machine, budget_bytes)
+    sizes, via_host = [live.piece for live in pieces], passes_host(mesh.device)
+    chosen = shared_pieces(sizes, meshes.layouts, mesh.ranks_per_machine, budget_bytes, via_host=via_host)
     # Parts of other tensor-parallel places may be larger; what is shared decides what all ranks do together.
     chosen = frozenset.intersection(*gather_from_all(chosen, mesh))
     parts = [live.dtypes if index in chosen else None for index, live in enumerate(pieces)]
-    memory = open_twins(parts, [live.capacity for live in pieces], mesh, patience_s)
+    open_memory = open_host_twins if via_host else open_twins
+    memory = open_memory(parts, [live.capacity for live in pieces], mesh, patience_s)
     if isinstance(memory, str):
-        if budget_bytes is not None:
+        if budget_bytes is not None and not via_host:
             raise ConfigError(
                 f"plan.twin_bytes is {budget_bytes}, but the ranks of a machine cannot read each other's memory "
                 f"({memory}); leave plan.twin_bytes out or set it to 0 to send what moves between layouts"
             )
         return None, Twins(0, len(sizes), 0, memory)
-    for index, places in memory.pieces.items():
-        pieces[index].share(places)
-        if pieces[index].is_held:
-            memory.mark(index, 0)
-    most_bytes = sum(shared_bytes(sizes[index], meshes.layouts, mesh.ranks_per_machine) for index in chosen)
+    if isinstance(memory, TwinMemory):
+        for index, places in memory.pieces.items():
+            pieces[index].share(places)
+            memory.mark(index, 0 if pieces[index].is_held else None)
+    each = (shared_bytes(sizes[at], meshes.layouts, mesh.ranks_per_machine, via_host=via_host) for at in chosen)
+    most_bytes = sum(each)
     return memory, Twins(len(chosen), len(sizes), most_bytes * mesh.layout.tp)
 
 
@@ -328,6 +337,7 @@ class LiveStages:
             shared=frozenset(self._memory.pieces if self._memory else ()),
             ranks_per_machine=mesh.ranks_per_machine,
             tp=tp,
+            via_host=passes_host(mesh.device),
         )
 
     def initial_state(self) -> list[dict[str, Tensor]]:
@@ -416,7 +426,7 @@ class LiveStages:
         """Measure what a switch costs on this machine, by doing what it does: ranks read each other's memory, all at
         once and one alone, touch fresh memory, and arrange their stages anew. Before the first update, where some piece
         is shared; every rank returns the same. Collective. Price: about two seconds."""
-        assert self._memory is not None
+        assert isinstance(self._memory, TwinMemory)
         mesh, reading = self.mesh, Reading(self._pieces, self._memory, self.mesh)
         meshes: dict[int, Mesh] = {}
         for layout in self._meshes.layouts:
