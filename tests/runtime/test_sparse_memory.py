@@ -107,7 +107,9 @@ def test_a_twin_is_read_only_as_of_its_step(two_ranks):
         second.read(0, "exp_avg", 0, 5, into, 7)
     for early in (None, 6):
         first.mark(0, early)
-        with pytest.raises(dist.DistNetworkError, match="timed out: rank 0 was to have exp_avg of piece 0 in shared memory after 7"):
+        with pytest.raises(
+            dist.DistNetworkError, match="timed out: rank 0 was to have exp_avg of piece 0 in shared memory after 7"
+        ):
             second.read(0, "exp_avg", 0, 5, into, 7)
     first.mark(0, 7)
     second.read(0, "exp_avg", 0, 5, into, 7)

@@ -220,7 +220,9 @@ class Arrival:
             self._stream.synchronize()
         if self._twins is not None:
             with self._new.watch.waiting(what):
-                dist.barrier(group=self._new.moving)
+                everyone = torch.zeros(1, device=self._new.device)  # NCCL's barrier guesses the device
+                dist.all_reduce(everyone, group=self._new.moving)
+                float(everyone)  # and this waits for a GPU, too
 
     def _weights_of(self, move: Move) -> Shards:
         return {WEIGHTS: self._weights[move.piece]}
