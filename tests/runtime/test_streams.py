@@ -17,6 +17,7 @@ from evenload.runtime.device import HostClock
 from evenload.runtime.replay import host_copies
 from evenload.runtime.replay.host_copies import SEGMENT_BYTES, CudaHostCopies
 from evenload.runtime.replay.store import ActivationStore
+from evenload.runtime.stages import arrival as arrival_module
 from evenload.runtime.stages.arrival import Arrival
 from evenload.types.document import Range
 from evenload.types.layout import even_layout
@@ -27,6 +28,7 @@ from fake_streams import Device
 def device(request, monkeypatch):
     result = Device(copies_at_once=request.param).replace(monkeypatch)
     monkeypatch.setattr(host_copies, "_copy_rows", result.copy_rows)
+    monkeypatch.setattr(arrival_module, "step_clock", lambda device: HostClock())
     return result
 
 
@@ -183,8 +185,7 @@ def mesh(dp: int) -> SimpleNamespace:
 
 
 def arrival_of(live: SimpleNamespace, moves: Moves, weights, before) -> Arrival:
-    settings = {"num_updates": 0, "lost": (), "clock": HostClock()}
-    return Arrival([live], None, moves, mesh(1), mesh(2), weights=weights, before=before, **settings)
+    return Arrival([live], None, moves, mesh(1), mesh(2), weights, before, 0)
 
 
 def test_state_waits_for_the_update_before_and_not_for_the_step_behind_which_it_moves(device, monkeypatch):
@@ -240,8 +241,7 @@ def test_a_forward_is_computed_behind_the_weights_of_its_unit_and_before_later_o
     shape = {"is_held": True, "is_trained": False, "shared": None}
     lives = [SimpleNamespace(piece=Piece(unit=unit, num_elements=2, weight_bytes=4), **shape) for unit in range(2)]
     weights = tuple(Move(piece=index, source=1, target=0, start=0, stop=2) for index in range(2))
-    settings = {"num_updates": 0, "lost": (), "clock": HostClock(), "before": {}}
-    arrival = Arrival(lives, None, Moves(weights=weights, state=()), mesh(1), mesh(2), weights=given, **settings)
+    arrival = Arrival(lives, None, Moves(weights=weights, state=()), mesh(1), mesh(2), given, {}, 0)
     arrival.thread.join()
     for unit in range(2):
         arrival.await_unit(unit)

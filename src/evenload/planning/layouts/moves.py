@@ -34,6 +34,7 @@ import itertools
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -297,44 +298,40 @@ def shared_bytes(
     return most
 
 
-def stall_seconds(
-    moves: Moves,
-    moved: SwitchPieces,
-    coefficients: CostCoefficients,
-    old: ParallelLayout,
-    new: ParallelLayout,
-    forward_s: float = 0.0,
-) -> float:
-    """Return the seconds that the step waits: to begin, and for weights, of which it reads all within `forward_s`."""
-    copies = coefficients.copies
-    arranging_s = 0.0 if copies is None else _arranging_seconds(copies, moved.pieces, old, new)
-    return arranging_s + _exposed_seconds(weights_seconds(moves, moved, coefficients), moves, moved, forward_s)
+class SwitchSeconds(NamedTuple):
+    """Parts of what a switch takes: stages, weights and the first unit of them, and optimizer state behind them."""
+
+    arranging_s: float
+    first_s: float
+    weights_s: float
+    state_s: float
+
+    def stall_s(self, forward_s: float) -> float:
+        """Return for how long the step waits: to begin, and for weights, of which it reads all within `forward_s`."""
+        return self.arranging_s + self.first_s + max(0.0, self.weights_s - self.first_s - forward_s)
+
+    def all_s(self, forward_s: float, hidden_s: float) -> float:
+        """Return for how long training stands still, where the update needs its state after `hidden_s`."""
+        stall_s = self.stall_s(forward_s)
+        behind_s = self.arranging_s + self.weights_s + self.state_s - stall_s
+        return stall_s + max(0.0, behind_s - hidden_s)
 
 
-def weights_seconds(moves: Moves, moved: SwitchPieces, coefficients: CostCoefficients) -> float:
-    """Return the seconds until all weights are there."""
-    copies = coefficients.copies
-    both_s = _both_ways(moves.weights, moved, coefficients, of_state=False)
-    relayed_s = _both_ways(moves.relayed, moved, coefficients, of_state=False)
-    if copies is None:
-        return both_s + relayed_s
-    machines = Counter[int]()
-    for rank, count in _received([*moves.weights, *moves.relayed], moved.pieces, of_state=False).items():
-        machines[rank // moved.ranks_per_machine] += count * moved.tp
-    return both_s + relayed_s + max(machines.values(), default=0) / copies.taken_bytes_per_s
-
-
-def _exposed_seconds(weights_s: float, moves: Moves, moved: SwitchPieces, forward_s: float) -> float:
-    """Return the seconds of weights that forwards wait for: as they come unit by unit, the first one in any case."""
-    gained: dict[int, set[int]] = {}
-    for move in (*moves.weights, *moves.relayed):
-        gained.setdefault(move.target, set()).add(moved.pieces[move.piece].unit)
-    first_s = weights_s / max(map(len, gained.values()), default=1)
-    return first_s + max(0.0, weights_s - first_s - forward_s)
-
-
-def state_seconds(moves: Moves, moved: SwitchPieces, coefficients: CostCoefficients) -> float:
-    return _both_ways(moves.state, moved, coefficients, of_state=True)
+def switch_seconds(
+    moves: Moves, moved: SwitchPieces, coefficients: CostCoefficients, old: ParallelLayout, new: ParallelLayout
+) -> SwitchSeconds:
+    copies, incoming = coefficients.copies, (*moves.weights, *moves.relayed)
+    weights_s = sum(_both_ways(some, moved, coefficients, of_state=False) for some in (moves.weights, moves.relayed))
+    arranging_s = 0.0
+    if copies is not None:
+        machines = Counter[int]()
+        for rank, count in _received(incoming, moved.pieces, of_state=False).items():
+            machines[rank // moved.ranks_per_machine] += count * moved.tp
+        weights_s += max(machines.values(), default=0) / copies.taken_bytes_per_s
+        arranging_s = _arranging_seconds(copies, moved.pieces, old, new)
+    units = Counter(rank for rank, _ in {(move.target, moved.pieces[move.piece].unit) for move in incoming})
+    state_s = _both_ways(moves.state, moved, coefficients, of_state=True)
+    return SwitchSeconds(arranging_s, weights_s / max(units.values(), default=1), weights_s, state_s)
 
 
 def _arranging_seconds(copies: CopySpec, pieces: Sequence[Piece], old: ParallelLayout, new: ParallelLayout) -> float:
@@ -383,6 +380,7 @@ class SwitchMemory(Frozen):
 def switch_memory(moved: SwitchPieces, old: ParallelLayout, new: ParallelLayout) -> SwitchMemory:
     devices = max(old.world_size, new.world_size)
     both, left = [0] * devices, [0] * devices
+    sources = {(move.piece, move.source) for move in moved.moves(old, new).weights}
     for index, piece in enumerate(moved.pieces):
         gradient_bytes = max(piece.weight_bytes, 4) if piece.state_bytes else 0
         before, after = holders(old, piece), holders(new, piece)
@@ -394,7 +392,8 @@ def switch_memory(moved: SwitchPieces, old: ParallelLayout, new: ParallelLayout)
             lies_twice = 0 if had == wanted or (index in moved.shared and not moved.via_host) else kept
             both[rank] += piece.state_bytes * (had[1] - had[0] + wanted[1] - wanted[0] - kept + lies_twice)
             left[rank] += piece.state_bytes * (had[1] - had[0] - kept + lies_twice)
-            left[rank] += piece.num_elements * piece.weight_bytes if rank not in after else 0
+            is_sent = rank not in after and (index, rank) in sources
+            left[rank] += piece.num_elements * piece.weight_bytes if is_sent else 0
     return SwitchMemory(switch_bytes=max(both), left_bytes=max(left))
 
 
@@ -416,7 +415,7 @@ class SwitchPrices:
                 tp=start.tp,
             )
         self._moved = moved
-        self._seconds: dict[tuple[ParallelLayout, ParallelLayout], tuple[Moves, float, float, float]] = {}
+        self._seconds: dict[tuple[ParallelLayout, ParallelLayout], SwitchSeconds] = {}
         self._memory = cache(lambda old, new: switch_memory(self._moved, old, new))
 
     def seconds(
@@ -427,22 +426,15 @@ class SwitchPrices:
         hidden_s: float,
         forward_s: float = 0.0,
     ) -> float:
-        """Return the seconds for which training stands still: those of `stall_seconds`, and until its optimizer state
-        is there, which it needs after `hidden_s`. `coefficients` are of the new layout."""
+        """Return the seconds for which training stands still (`SwitchSeconds.all_s`). `coefficients` are of the new
+        layout."""
         old, new = old.arrangement, new.arrangement
         if old == new:
             return 0.0
         if (old, new) not in self._seconds:
             moves = self._moved.moves(old, new)
-            self._seconds[old, new] = (
-                moves,
-                stall_seconds(moves, self._moved, coefficients, old, new),
-                weights_seconds(moves, self._moved, coefficients),
-                state_seconds(moves, self._moved, coefficients),
-            )
-        moves, whole_s, weights_s, state_s = self._seconds[old, new]
-        weights_hidden_s = weights_s - _exposed_seconds(weights_s, moves, self._moved, forward_s)
-        return whole_s - weights_hidden_s + max(0.0, weights_hidden_s + state_s - hidden_s)
+            self._seconds[old, new] = switch_seconds(moves, self._moved, coefficients, old, new)
+        return self._seconds[old, new].all_s(forward_s, hidden_s)
 
     def memory(self, old: ParallelLayout, new: ParallelLayout) -> SwitchMemory:
         return self._memory(old.arrangement, new.arrangement)  # type: ignore[bad-argument-type]  # frozen structs hash

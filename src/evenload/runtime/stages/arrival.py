@@ -16,7 +16,7 @@ none behind it, so there is no circle of waits. Of the group `moving` only this 
 
 import threading
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
@@ -27,7 +27,7 @@ from torch import Tensor
 from evenload.planning.layouts.moves import Move, Moves
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.comm.watch import Background
-from evenload.runtime.device import HostClock
+from evenload.runtime.device import step_clock
 from evenload.runtime.optim.data_parallel import GatherTrace, padded_size
 from evenload.runtime.stages.live_pieces import LivePiece
 from evenload.runtime.stages.twin_layer import WEIGHTS, Elements, MovedParts, Shards, Transport
@@ -49,8 +49,6 @@ class Arrival:
         weights: by piece, of what this rank holds in one layout or both, flat and in place.
         before: by piece, the shards of optimizer state that this rank owned in the old layout.
         num_updates: that state and weights are of.
-        lost: indices of pieces that this rank holds no more.
-        clock: of the switch, started, for what the step waits.
     """
 
     def __init__(
@@ -60,17 +58,17 @@ class Arrival:
         moves: Moves,
         old: Mesh,
         new: Mesh,
-        *,
         weights: dict[int, Tensor],
         before: Mapping[int, Shards],
         num_updates: int,
-        lost: Collection[int],
-        clock: HostClock,
     ) -> None:
         self.weight_bytes = self.state_bytes = 0
         """Received, once they are there."""
         self._pieces, self._twins, self._moves, self._old, self._new = pieces, twins, moves, old, new
-        self._weights, self._before, self._num_updates, self._lost = weights, before, num_updates, lost
+        self._weights, self._before, self._num_updates = weights, before, num_updates
+        self._lost = [index for index in weights if not pieces[index].is_held]
+        read = {move.piece for move in moves.weights if move.source == new.rank}
+        self._free_weights(index for index in self._lost if index not in read)
         # Pieces are in the order of units; what comes to a machine once is relayed before the next piece.
         self._by_piece: dict[int, list[Move]] = defaultdict(list)
         for move in sorted((*moves.weights, *moves.relayed), key=lambda move: move.piece):
@@ -81,7 +79,8 @@ class Arrival:
         self._awaited = set(self._last_of)
         self._arrived: dict[int, torch.cuda.Event | None] = {}
         self._has_failed, self._has_changed = False, threading.Condition()
-        self._clock, self._waits = clock, list[object]()
+        self._clock, self._waits = step_clock(new.device), list[object]()
+        self._clock.start()  # after what was queued before
         self._stream = torch.cuda.Stream(new.device) if new.device.type == "cuda" else None
         if self._stream is not None:
             # Now, and not in the thread: what is queued from here on is the step's, which transfers do not wait for.
@@ -153,8 +152,12 @@ class Arrival:
         # Not behind the barrier: what copies out, and what copies in, use the two directions of a link.
         self._offer((move for move in self._moves.state if move.source == rank), self._old_part)
         self._wait_for_all("the weights of all ranks in the new layout")
+        self._free_weights(index for index in self._lost if index in self._weights)
         self._weights.clear()
-        for index in self._lost:
+
+    def _free_weights(self, lost: Iterable[int]) -> None:
+        for index in list(lost):
+            del self._weights[index]
             if (shared := self._pieces[index].shared) is not None:
                 shared.release(WEIGHTS)
 

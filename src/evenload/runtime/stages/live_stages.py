@@ -14,7 +14,7 @@ ranks have their weights, old ones are held beside the new.
 
 import statistics
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -43,10 +43,9 @@ from evenload.planning.layouts.moves import (
     pipeline_ranks,
     shared_bytes,
     shared_pieces,
-    stall_seconds,
+    switch_seconds,
 )
 from evenload.runtime.comm.mesh import Mesh, Meshes, most_of_ranks
-from evenload.runtime.device import step_clock
 from evenload.runtime.model.around import WholeModel
 from evenload.runtime.model.hf_model import (
     StageModel,
@@ -67,15 +66,7 @@ from evenload.runtime.replay.state import ReplayState
 from evenload.runtime.stages.arrival import Arrival
 from evenload.runtime.stages.host_twins import open_host_twins
 from evenload.runtime.stages.live_pieces import LivePiece, live_pieces
-from evenload.runtime.stages.twin_layer import (
-    WEIGHTS,
-    Shards,
-    SparseMemory,
-    Transport,
-    TwinMemory,
-    gather_from_all,
-    open_twins,
-)
+from evenload.runtime.stages.twin_layer import WEIGHTS, SparseMemory, Transport, TwinMemory, gather_from_all, open_twins
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
 from evenload.types.run import LayoutDecision, switch_kind
@@ -377,20 +368,19 @@ class LiveStages:
         for name, buffer, shard in optimizer.state_tensors():
             before.setdefault(self._index_of[id(buffer.parameters[0])], {})[name] = shard
         optimizer.close()
-        weights = {}
-        lost = []
+        weights: dict[int, Tensor] = {}
         for index, live in enumerate(self._pieces):
             is_needed = mesh.pp_rank in pipeline_ranks(mesh.layout, live.piece)
             if is_needed and not live.is_held:
                 live.gain()
             if live.is_held:
                 weights[index] = live.weights
-                if not is_needed:
-                    lost.append(index)
-                    live.drop()
+            if not is_needed and live.is_held:
+                live.drop()
         self.mesh = mesh  # whose tensor-parallel group the new stages take: a rank that was idle had none
         self.held = self._arranged(mesh)
-        self.arrival = self._arrival(moves, mesh, old, weights=weights, before=before, lost=lost)
+        given = weights, before, self._num_steps
+        self.arrival = Arrival(self._pieces, self._memory, moves, old, mesh, *given)
         self._switch = Switch(
             before=old.layout.describe(),
             after=mesh.layout.describe(),
@@ -398,7 +388,7 @@ class LiveStages:
             wait_s=0.0,
             weight_bytes=0,
             state_bytes=0,
-            predicted_stall_s=stall_seconds(moves, self.moved, links, old.layout, mesh.layout, forward_s),
+            predicted_stall_s=switch_seconds(moves, self.moved, links, old.layout, mesh.layout).stall_s(forward_s),
         )
 
     def settle(self, config: OptimizerConfig) -> tuple[ShardedOptimizer, Switch] | None:
@@ -475,32 +465,7 @@ class LiveStages:
             self._stage(model)
         list(buffer_groups(models))
         frozen_bytes(models)
-        self._arrival(Moves(weights=(), state=()), self.mesh, self.mesh).thread.result()
-
-    def _arrival(
-        self,
-        moves: Moves,
-        mesh: Mesh,
-        old: Mesh,
-        *,
-        weights: dict[int, Tensor] | None = None,
-        before: Mapping[int, Shards] | None = None,
-        lost: Collection[int] = (),
-    ) -> Arrival:
-        clock = step_clock(mesh.device)
-        clock.start()  # after what was queued before
-        return Arrival(
-            self._pieces,
-            self._memory,
-            moves,
-            old,
-            mesh,
-            weights=weights or {},
-            before=before or {},
-            num_updates=self._num_steps,
-            lost=lost,
-            clock=clock,
-        )
+        Arrival(self._pieces, self._memory, Moves(weights=(), state=()), self.mesh, self.mesh, {}, {}, 0).wait()
 
     def _live_of(self, group: BufferGroup) -> LivePiece:
         return self._pieces[self._index_of[id(group.parameters[0])]]
