@@ -67,8 +67,10 @@ class Arrival:
         self._pieces, self._twins, self._moves, self._old, self._new = pieces, twins, moves, old, new
         self._weights, self._before, self._num_updates = weights, before, num_updates
         self._lost = [index for index in weights if not pieces[index].is_held]
-        read = {move.piece for move in moves.weights if move.source == new.rank}
-        self._free_weights(index for index in self._lost if index not in read)
+        sent = {move.piece for move in moves.weights if move.source == new.rank}
+        self._unsent = [index for index in self._lost if index not in sent]
+        for index in self._unsent:
+            del weights[index]  # private memory; giving back pages takes time, so the thread does it
         # Pieces are in the order of units; what comes to a machine once is relayed before the next piece.
         self._by_piece: dict[int, list[Move]] = defaultdict(list)
         for move in sorted((*moves.weights, *moves.relayed), key=lambda move: move.piece):
@@ -151,13 +153,13 @@ class Arrival:
                 self._note(unit)
         # Not behind the barrier: what copies out, and what copies in, use the two directions of a link.
         self._offer((move for move in self._moves.state if move.source == rank), self._old_part)
+        self._release_weights(self._unsent)
         self._wait_for_all("the weights of all ranks in the new layout")
-        self._free_weights(index for index in self._lost if index in self._weights)
+        self._release_weights(set(self._lost) - set(self._unsent))
         self._weights.clear()
 
-    def _free_weights(self, lost: Iterable[int]) -> None:
-        for index in list(lost):
-            del self._weights[index]
+    def _release_weights(self, lost: Iterable[int]) -> None:
+        for index in lost:
             if (shared := self._pieces[index].shared) is not None:
                 shared.release(WEIGHTS)
 
