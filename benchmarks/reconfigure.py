@@ -3,15 +3,16 @@
 Four CPU processes of one thread each, a Llama of 94 M parameters in fp32 (378 MB of weights, 756 MB of moments), round
 all changes between four stages, two replicas of two stages, and four replicas (like FlexPipe's Fig. 10):
 
-    live                 what `evenload train` does: memory taken in the step before, weights read from shared memory
-                         before the step, optimizer state behind it
+    live                 what `evenload train` does: weights read from shared memory behind the step's forwards,
+                         optimizer state behind the step
     stop and transfer    the same moves without shared memory, nothing taken ahead, and the step waits for all of them
     save, restart, load  a checkpoint, new processes in the new layout, which load it
 
-Live: seconds until the step begins, and what the optimizer still waits for behind a step. All in one run, by turns;
-restarts once a layout. Predicted: by the copies that the run measured at its start; corrected: what decisions of a
-run take, times the median ratio of the last switches of its kind (`plan.layouts.measured_layouts`). Three minutes on
-two cores.
+Live: seconds for which the step waits to begin and for weights, what the optimizer still waits for behind it, and the
+whole step with the change beside one without in the same layout. All in one run, by turns; restarts once a layout.
+Predicted: by the copies that the run measured at its start, and the forward of a measured step; corrected: what
+decisions of a run take, times the median ratio of the last switches of its kind (`plan.layouts.measured_layouts`). Four
+minutes on two cores.
 
     python benchmarks/reconfigure.py [--quick] [--append]
 """
@@ -67,6 +68,8 @@ class Measured(Frozen):
     predicted_s: dict[str, list[float]]
     corrected_s: dict[str, list[float]]
     stopped_s: dict[str, list[float]]
+    changed_step_s: dict[str, list[float]]
+    step_s: dict[str, list[float]]
     save_s: float
 
 
@@ -104,8 +107,9 @@ class Rank:
         loader.close()
         return planned
 
-    def train(self, index: int) -> Switch | None:
-        """A step in a layout, switching before it where another runs; what that took, on rank 0."""
+    def train(self, index: int) -> tuple[Switch | None, float]:
+        """A step in a layout, switching before it where another runs; what that took, on rank 0, and the seconds of the
+        step."""
         trainer, planned = self.trainer, self._planned[index]
         layout = planned.plan.layout
         if layout.arrangement != trainer.state.layout.arrangement:
@@ -115,7 +119,20 @@ class Rank:
         planned = replace(planned, plan=seal(msgspec.structs.replace(planned.plan, layout=layout)))
         prepared = prepared_step(planned, trainer.meshes, "all_gather")
         trained = trainer.step_trainer.run(prepared, self.costs, learning_rate=0.0)
-        return None if trained.report is None else trained.report.switch
+        return None if trained.report is None else trained.report.switch, trained.agreed.step_time_s
+
+    def follow(self, index: int, step_s: float) -> None:
+        """Scale the predicted seconds of a layout's packs to a step that was measured."""
+        planned = self._planned[index]
+        plan = planned.plan
+        factor = step_s / max(plan.predicted.per_replica_s)
+        times = [
+            msgspec.structs.replace(one, forward_s=tuple(tuple(factor * s for s in pack) for pack in one.forward_s))
+            for one in plan.times
+        ]
+        prediction = msgspec.structs.replace(plan.predicted, per_replica_s=(step_s,) * len(plan.times))
+        plan = msgspec.structs.replace(plan, times=tuple(times), predicted=prediction)
+        self._planned[index] = replace(planned, plan=plan)
 
     def stop_and_transfer(self, index: int) -> float:
         """Seconds until weights and optimizer state are in place, on the slowest rank."""
@@ -126,6 +143,7 @@ class Rank:
         trainer.state.change_layout(
             msgspec.structs.replace(layout, generation=trainer.state.layout.generation + 1), self.costs
         )
+        trainer.state.settle()
         seconds = torch.tensor([time.perf_counter() - start_s], dtype=torch.float64)
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=trainer.mesh.control)
         return float(seconds)
@@ -136,20 +154,23 @@ def run_rank(rank: int, directory: str, rounds: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     here = Rank(directory)
-    names = ("live_s", "waited_s", "predicted_s", "corrected_s", "stopped_s")
+    names = ("live_s", "waited_s", "predicted_s", "corrected_s", "stopped_s", "changed_step_s", "step_s")
     results: dict[str, dict[str, list[float]]] = {name: {} for name in names}
     known = MeasuredLayouts()
     here.train(0)
     for turn in range(rounds + 1):
         for index in ROUND:
             kind = switch_kind(here.trainer.state.layout, here.trainer.meshes.layouts[index])
-            switch = here.train(index)
+            switch, changed_step_s = here.train(index)
+            _, step_s = here.train(index)
+            here.follow(index, step_s)
             stopped_s = here.stop_and_transfer(index)
             if switch is None:
                 continue
             print(
                 f"{switch.before} -> {switch.after}: stall {switch.stall_s:.3f} s, predicted "
-                f"{switch.predicted_stall_s:.3f} s, waited {switch.wait_s:.3f} s, stopped {stopped_s:.3f} s",
+                f"{switch.predicted_stall_s:.3f} s, waited {switch.wait_s:.3f} s, stopped {stopped_s:.3f} s, "
+                f"step {changed_step_s:.3f} s, without a change {step_s:.3f} s",
                 flush=True,
             )
             corrected_s = switch.predicted_stall_s * known.switch_factor(kind)
@@ -157,7 +178,8 @@ def run_rank(rank: int, directory: str, rounds: int) -> None:
             if not turn:
                 continue
             change = f"{switch.before} -> {switch.after}"
-            row = (switch.stall_s, switch.wait_s, switch.predicted_stall_s, corrected_s, stopped_s)
+            live = switch.stall_s, switch.wait_s, switch.predicted_stall_s
+            row = (*live, corrected_s, stopped_s, changed_step_s, step_s)
             for name, seconds in zip(names, row, strict=True):
                 results[name].setdefault(change, []).append(seconds)
     start_s = time.perf_counter()
@@ -209,6 +231,9 @@ def measure(quick: bool) -> Iterator[Row]:
         yield Row("reconfigure", case, "stall", median_ratio(live_s, stopped_s), "x", "stop and transfer")
         yield Row("reconfigure", case, "stall and wait", median_ratio(both_s, stopped_s), "x", "stop and transfer")
         yield Row("reconfigure", case, "stall", statistics.median(live_s) / restart_s, "x", "save, restart, load")
+        step_s = result.step_s[change]
+        yield Row("reconfigure", case, "stall", median_ratio(live_s, step_s), "x", "one step")
+        yield Row("reconfigure", case, "step", median_ratio(result.changed_step_s[change], step_s), "x", "one step")
         yield Row("reconfigure", case, "stall, measured", median_ratio(live_s, predicted_s), "x", "predicted")
         yield Row("reconfigure", case, "stall, measured", median_ratio(live_s, corrected_s), "x", "corrected")
 

@@ -9,7 +9,7 @@ import pytest
 from dist_training import assert_same_training
 from small_run import write_small_run
 from sweeps import sweep
-from switch_cases import changed_by_moving, refused_layouts, scripted_run
+from switch_cases import changed_by_moving, refused_layouts, scripted_run, through_host
 from training_cases import write_training_config
 
 LAYOUTS = ["pp=4", "pp=2,dp=2", "dp=4", "pp=3,layers=1+2+1", "pp=3,devices=1+2+1"]
@@ -109,6 +109,39 @@ def test_no_bit_changes_whatever_is_shared(gloo_pool, tmp_path, name):
     chosen = ["parallel.pp=4", f"plan.layouts={LAYOUTS}", "plan.strategy=balanced", limit, "model.dtype=float32"]
     arguments = run_file(tmp_path, tied=True), [*chosen, *LORA], [1, 2, 3, 2, 0], 2, ranks_per_machine
     assert gloo_pool.run(4, changed_by_moving, *arguments) == [[]] * 4
+
+
+THROUGH_HOST = {
+    "all": ([], None),
+    "a budget for some pieces": (["plan.twin_bytes=120_000"], None),
+    "two machines": ([], 2),
+    "tensor parallel": (["parallel.tp=2", "parallel.pp=2", 'plan.layouts=["dp=2", "pp=2,layers=3+1"]'], None),
+}
+
+
+@pytest.mark.parametrize("name", THROUGH_HOST)
+def test_no_bit_changes_through_host_memory(gloo_pool, tmp_path, name):
+    """The node's file that GPUs copy through: to it, from it, and what is relayed in it, with frozen weights; what the
+    file has of a switch before is not taken for that of this one."""
+    more, ranks_per_machine = THROUGH_HOST[name]
+    chosen = ["parallel.pp=4", f"plan.layouts={LAYOUTS}", "plan.strategy=balanced", "model.dtype=float32", *LORA, *more]
+    order = [1, 2, 0, 2, 1] if name == "tensor parallel" else [1, 2, 3, 2, 0, 2, 0]
+    arguments = run_file(tmp_path, tied=True), chosen, order, 2, ranks_per_machine
+    assert gloo_pool.run(4, through_host, changed_by_moving, *arguments) == [[]] * 4
+
+
+def test_switches_through_host_memory_train_what_one_process_trains(gloo_pool, tmp_path):
+    """In float64, with updates between switches, and one switch after another."""
+    file, base, script = (
+        run_file(tmp_path, tied=True),
+        ["model.dtype=float64", "plan.strategy=balanced"],
+        [0, 1, 2, 0, 4, 2],
+    )
+    live = [*base, "parallel.pp=4", f"plan.layouts={LAYOUTS}", f"train.output_dir={tmp_path}/moved"]
+    moved = gloo_pool.run(4, through_host, scripted_run, file, live, script, 6)[0]
+    alone = gloo_pool.run(1, scripted_run, file, [*base, f"train.output_dir={tmp_path}/alone"], [0], 6)[0]
+    assert len(moved.switches) == 5
+    assert_same_training(moved, alone, 1e-10)
 
 
 @pytest.mark.parametrize("sizes", [{"tp": 2}, {"cp": 2}], ids=["tensor parallel", "context parallel"])

@@ -25,9 +25,8 @@ from evenload.planning.layouts.moves import (
     plan_moves,
     shared_bytes,
     shared_pieces,
-    stall_seconds,
-    state_seconds,
     switch_memory,
+    switch_seconds,
 )
 from evenload.types.cluster import LinkSpec
 from evenload.types.layout import ParallelLayout, even_layout, split_layout
@@ -255,7 +254,7 @@ def moved(shared: set[int], ranks_per_machine: int = 4) -> SwitchPieces:
 
 
 def stall(moves: Moves, shared: set[int]) -> float:
-    return stall_seconds(moves, moved(shared), COSTS, PP4, DP4)
+    return switch_seconds(moves, moved(shared), COSTS, PP4, DP4).stall_s(0.0)
 
 
 # Four layers are arranged; a rank in the middle had one of the six pieces and gains five.
@@ -278,7 +277,7 @@ def test_reading_is_bounded_by_a_rank_and_by_the_machine():
 def test_state_is_priced_by_what_is_read_too():
     moves = plan_moves(DP4, PP4, PIECES, ranks_per_node=4, shared=range(6))
     total = sum(8 * move.num_elements for move in moves.state)
-    assert state_seconds(moves, moved(set(range(6))), COSTS) == pytest.approx(total / 150)
+    assert switch_seconds(moves, moved(set(range(6))), COSTS, PP4, DP4).state_s == pytest.approx(total / 150)
 
 
 @pytest.mark.parametrize("field", CopySpec.__struct_fields__)
@@ -342,7 +341,7 @@ def test_between_machines_a_shared_piece_travels_once():
     alone = moved_of_model((), 2).moves(stages, DP4)
     assert sum(moved_bytes([move], MODEL_PIECES, of_state=False) for move in alone.weights) == 2 * whole
     result = SwitchPrices(FOUR_LAYERS, stages, costs(2), here).seconds(costs(2), stages, DP4, 1e9)
-    assert result == pytest.approx(stall_seconds(moves, here, costs(2), stages, DP4))
+    assert result == pytest.approx(switch_seconds(moves, here, costs(2), stages, DP4).stall_s(0.0))
 
 
 @given(
@@ -362,19 +361,38 @@ def test_a_decision_has_the_seconds_that_the_switch_is_told_with(old, new, share
         assert result == 0.0
         return
     moves = here.moves(old, new)
-    left_s = max(0.0, state_seconds(moves, here, measured) - hidden_s)
-    assert result == pytest.approx(stall_seconds(moves, here, measured, old, new) + left_s)
+    parts = switch_seconds(moves, here, measured, old, new)
+    assert result == pytest.approx(parts.stall_s(0.0) + max(0.0, parts.state_s - hidden_s))
 
 
 def test_without_measured_copies_everything_is_sent_and_the_step_hides_its_state():
     links, sent = costs(2, None), moved_of_model((), 2)
     moves = sent.moves(PP4, DP4)
-    weights_s, state_s = stall_seconds(moves, sent, links, PP4, DP4), state_seconds(moves, sent, links)
+    _, _, weights_s, state_s = switch_seconds(moves, sent, links, PP4, DP4)
     prices = SwitchPrices(FOUR_LAYERS, PP4, links)
     for hidden_s in (0.0, state_s / 2, 2 * state_s):
         expected = weights_s + max(0.0, state_s - hidden_s)
         assert prices.seconds(links, PP4, DP4, hidden_s) == pytest.approx(expected)
     assert 0 < weights_s < prices.seconds(links, PP4, DP4, 0.0)
+
+
+def test_forwards_hide_weights_behind_their_first_unit_and_the_step_what_is_left_of_both():
+    """PP4 to DP4: the busiest ranks gain five of six units; state moves behind the weights."""
+    links, sent = costs(2, None), moved_of_model((), 2)
+    moves = sent.moves(PP4, DP4)
+    gained = {(move.target, MODEL_PIECES[move.piece].unit) for move in moves.weights}
+    most = max(sum(target == rank for target, _ in gained) for rank in range(4))
+    parts = switch_seconds(moves, sent, links, PP4, DP4)
+    whole_s, state_s = parts.weights_s, parts.state_s
+    first_s, prices = whole_s / most, SwitchPrices(FOUR_LAYERS, PP4, links)
+    assert most == 5
+    for forward_s, expected_s in ((0.0, whole_s), (whole_s / 4, 0.75 * whole_s), (2 * whole_s, first_s)):
+        stall_s = parts.stall_s(forward_s)
+        assert stall_s == pytest.approx(expected_s)
+        for hidden_s in (0.0, state_s / 2, 2 * (whole_s + state_s)):
+            waited_s = max(0.0, whole_s - stall_s + state_s - hidden_s)
+            result = prices.seconds(links, PP4, DP4, hidden_s, forward_s)
+            assert result == pytest.approx(stall_s + waited_s)
 
 
 SMALL = sample_model()
@@ -402,8 +420,21 @@ def test_one_rank_becomes_two_replicas_and_back():
     assert grown.left_bytes == pytest.approx(WHOLE * STATE / 2, rel=1e-3)
     shrunk = switch_memory(SHARED, two, alone)
     assert shrunk.switch_bytes == WHOLE * (EACH + STATE)
-    # Rank 1 leaves its half behind; rank 0 nothing.
+    # Rank 1 leaves its half behind; rank 0 nothing. Weights that nobody lacks go at once.
     assert shrunk.left_bytes == pytest.approx(WHOLE * STATE / 2, rel=1e-3)
+
+
+def test_weights_that_others_read_stay_for_the_first_step():
+    """One rank becomes two stages: the second one reads all of its layers from the first."""
+    one, two = even_layout(LAYERS), even_layout(LAYERS, pp=2)
+    moves = SHARED.moves(one, two)
+    sent = moved_bytes(moves.weights, SMALL_PIECES, of_state=False)
+    state = moved_bytes(moves.state, SMALL_PIECES, of_state=True)
+    tied = sum(
+        piece.num_elements * (piece.weight_bytes + piece.state_bytes) for piece in SMALL_PIECES if piece.at_both_ends
+    )
+    assert sent > tied >= 0
+    assert switch_memory(SHARED, one, two).left_bytes == sent + state - tied
 
 
 def test_without_shared_memory_what_is_kept_is_copied():

@@ -3,23 +3,17 @@
 import multiprocessing
 import os
 import signal
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from evenload.runtime.replay.host_copies import PAGE_BYTES, touch
 from evenload.runtime.stages.live_stages import LiveStages
-from evenload.runtime.stages.twin_layer import (
-    PAGE_BYTES,
-    WEIGHTS,
-    OthersMemory,
-    SparseMemory,
-    TwinError,
-    TwinMemory,
-    place_pieces,
-    touch,
-)
+from evenload.runtime.stages.twin_layer import WEIGHTS, OthersMemory, SparseMemory, TwinError, TwinMemory, place_pieces
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -93,12 +87,14 @@ def test_the_memory_of_another_process_than_the_one_that_told_is_refused():
         OthersMemory((process, descriptor, number + 1))
 
 
+PARTS = [{WEIGHTS: torch.float32, "exp_avg": torch.float64}, None]
+
+
 @pytest.fixture
 def two_ranks() -> list[TwinMemory]:
-    parts = [{WEIGHTS: torch.float32, "exp_avg": torch.float64}, None]
-    placed = [place_pieces(parts, [10, 20]) for _ in range(2)]
+    placed = [place_pieces(PARTS, [10, 20], 2) for _ in range(2)]
     others = {rank: OthersMemory(own.address) for rank, (own, _) in enumerate(placed)}
-    return [TwinMemory(own, others, pieces, 2) for own, pieces in placed]
+    return [TwinMemory(own, others, pieces, 2, patience_s=0.2) for own, pieces in placed]
 
 
 def test_a_twin_is_read_only_as_of_its_step(two_ranks):
@@ -106,13 +102,45 @@ def test_a_twin_is_read_only_as_of_its_step(two_ranks):
     mine = first.pieces[0]
     mine.tensor("exp_avg", 4, 8).copy_(torch.arange(4.0))
     into = torch.empty(2, dtype=torch.float64)
-    for wrong in (None, 6, 8):
-        first.mark(0, wrong)
-        with pytest.raises(TwinError, match="after 7 updates"):
+    first.mark(0, 8)
+    with pytest.raises(TwinError, match=r"after 7 updates.* after 8 updates: ranks disagree"):
+        second.read(0, "exp_avg", 0, 5, into, 7)
+    for early in (None, 6):
+        first.mark(0, early)
+        with pytest.raises(
+            dist.DistNetworkError, match="timed out: rank 0 was to have exp_avg of piece 0 in shared memory after 7"
+        ):
             second.read(0, "exp_avg", 0, 5, into, 7)
     first.mark(0, 7)
     second.read(0, "exp_avg", 0, 5, into, 7)
     assert into.tolist() == [1.0, 2.0]
+
+
+def test_who_reads_waits_until_it_is_offered(two_ranks):
+    first, second = two_ranks
+    into = torch.empty(2)
+
+    def offer() -> None:
+        first.pieces[0].tensor(WEIGHTS, 0, 2).fill_(5.0)
+        first.mark(0, 3)
+
+    later = threading.Timer(0.05, offer)
+    later.start()
+    second.read(0, WEIGHTS, 0, 0, into, 3)
+    later.join()
+    assert into.tolist() == [5.0, 5.0]
+
+
+def test_a_reader_learns_at_once_that_a_rank_ends_before_it_offers():
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=_hold, args=(theirs,))
+    process.start()
+    own, pieces = place_pieces(PARTS, [10, 20], 2)
+    second = TwinMemory(own, {0: OthersMemory(ours.recv())}, pieces, 2, patience_s=1000.0)
+    threading.Timer(0.05, process.kill).start()
+    with pytest.raises(dist.DistNetworkError, match="has ended"):
+        second.read(0, WEIGHTS, 0, 0, torch.empty(2), 3)
+    process.join()
 
 
 def test_places_do_not_overlap_and_only_shared_pieces_have_one(two_ranks):
@@ -128,7 +156,7 @@ def test_places_do_not_overlap_and_only_shared_pieces_have_one(two_ranks):
 def test_optimizer_state_that_is_shared_takes_its_memory_before_the_first_step():
     """What the process holds beside its tensors is what it holds then without them (`ProcessMemory`)."""
     count, names = 2**16, ("exp_avg", "exp_avg_sq")
-    own, places = place_pieces([dict.fromkeys(names, torch.float32)], [count])
+    own, places = place_pieces([dict.fromkeys(names, torch.float32)], [count], 1)
     live = SimpleNamespace(state_names=names, shared=places[0], share_in=lambda mesh: (0, count))
     values = torch.ones(count)
     buffer = SimpleNamespace(values=values, grads=torch.zeros(1), shard=lambda values, rank, size: values)

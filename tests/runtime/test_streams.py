@@ -11,12 +11,14 @@ import torch
 import torch.distributed as dist
 
 from evenload.errors import ConfigError
-from evenload.planning.layouts.moves import Piece
+from evenload.planning.layouts.moves import Move, Moves, Piece
 from evenload.runtime.comm.channels import ChannelEnd, TransferSettings
+from evenload.runtime.device import HostClock
 from evenload.runtime.replay import host_copies
 from evenload.runtime.replay.host_copies import SEGMENT_BYTES, CudaHostCopies
 from evenload.runtime.replay.store import ActivationStore
-from evenload.runtime.stages.twin_layer import StateArrival, TwinLayer
+from evenload.runtime.stages import arrival as arrival_module
+from evenload.runtime.stages.arrival import Arrival
 from evenload.types.document import Range
 from evenload.types.layout import even_layout
 from fake_streams import Device
@@ -26,6 +28,7 @@ from fake_streams import Device
 def device(request, monkeypatch):
     result = Device(copies_at_once=request.param).replace(monkeypatch)
     monkeypatch.setattr(host_copies, "_copy_rows", result.copy_rows)
+    monkeypatch.setattr(arrival_module, "step_clock", lambda device: HostClock())
     return result
 
 
@@ -181,6 +184,10 @@ def mesh(dp: int) -> SimpleNamespace:
     )
 
 
+def arrival_of(live: SimpleNamespace, moves: Moves, weights, before) -> Arrival:
+    return Arrival([live], None, moves, mesh(1), mesh(2), weights, before, 0)
+
+
 def test_state_waits_for_the_update_before_and_not_for_the_step_behind_which_it_moves(device, monkeypatch):
     old, seen = torch.full((4,), torch.nan), []
 
@@ -188,7 +195,7 @@ def test_state_waits_for_the_update_before_and_not_for_the_step_behind_which_it_
         kept = after[0]["exp_avg"]
         device.current_stream(arrival._new.device).queue(lambda: kept.copy_(old[: len(kept)]))
 
-    monkeypatch.setattr(StateArrival, "_keep_all", keep)
+    monkeypatch.setattr(Arrival, "_keep_all", keep)
     live = SimpleNamespace(
         piece=Piece(unit=0, num_elements=4, weight_bytes=4, state_bytes=4),
         is_held=True,
@@ -199,17 +206,51 @@ def test_state_waits_for_the_update_before_and_not_for_the_step_behind_which_it_
         share_in=lambda mesh: (0, 4 // mesh.data_size),
     )
     device.compute.queue(lambda: old.copy_(torch.arange(4.0)))
-    arrival = StateArrival(TwinLayer([live], None), (), mesh(1), mesh(2), {0: {"exp_avg": old}}, 0)
+    arrival = arrival_of(live, Moves(weights=(), state=()), {}, {0: {"exp_avg": old}})
     arrival.thread.join()
     ordered_behind = len(device.compute.entries)
     device.compute.queue(lambda: seen.append("step"))
     device.copying.run()
     # All of the second stream ran; of the first, no more than what was there before.
     assert device.compute.num_done == ordered_behind == 1
-    after, _ = arrival.wait()
+    after = arrival.wait()
     device.compute.queue(lambda: seen.append(after[0]["exp_avg"].clone()))
     device.end()
     assert seen[0] == "step"
     assert seen[1].tolist() == [0.0, 1.0]
     ((tensor, stream, _),) = device.recorded
     assert (tensor is after[0]["exp_avg"], stream) == (True, device.compute)
+
+
+def test_a_forward_is_computed_behind_the_weights_of_its_unit_and_before_later_ones(device, monkeypatch):
+    """Weights come over NCCL: a wait for a receive queues it, and old ones stay until what sent them is done."""
+    memory, seen, stayed = {0: torch.full((2,), torch.nan), 1: torch.full((2,), torch.nan)}, [], []
+    given, kept = dict(memory), weakref.ref(memory[1])
+
+    def receive(ops) -> list:
+        into = ops[0].tensor
+        fill = lambda: into.fill_(7.0)  # noqa: E731
+        return [SimpleNamespace(wait=lambda: device.current_stream(CPU).queue(fill))]
+
+    def synchronize(stream) -> None:
+        stayed.append(kept() is not None)
+
+    monkeypatch.setattr(type(device.copying), "synchronize", synchronize)
+    monkeypatch.setattr(dist, "P2POp", lambda way, tensor, other, group: SimpleNamespace(tensor=tensor))
+    monkeypatch.setattr(dist, "batch_isend_irecv", receive)
+    shape = {"is_held": True, "is_trained": False, "shared": None}
+    lives = [SimpleNamespace(piece=Piece(unit=unit, num_elements=2, weight_bytes=4), **shape) for unit in range(2)]
+    weights = tuple(Move(piece=index, source=1, target=0, start=0, stop=2) for index in range(2))
+    arrival = Arrival(lives, None, Moves(weights=weights, state=()), mesh(1), mesh(2), given, {}, 0)
+    arrival.thread.join()
+    for unit in range(2):
+        arrival.await_unit(unit)
+        device.compute.queue(lambda unit=unit: seen.append(memory[unit].tolist()))
+        if unit == 0 and not device._copies_at_once:
+            device.compute.run()
+            assert memory[1].isnan().all(), "a forward waits for a later unit"
+    device.end()
+    assert seen == [[7.0, 7.0]] * 2
+    assert stayed[0]
+    assert not given
+    assert arrival.weight_bytes == 16

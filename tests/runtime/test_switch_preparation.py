@@ -9,8 +9,8 @@ from torch import nn
 from evenload.planning.layouts.moves import Piece
 from evenload.runtime.optim.data_parallel import BufferGroup
 from evenload.runtime.stages import live_stages
+from evenload.runtime.stages.live_pieces import LivePiece
 from evenload.runtime.stages.live_stages import Reading
-from evenload.runtime.stages.twin_layer import LivePiece
 
 PIECES = [
     SimpleNamespace(
@@ -31,7 +31,7 @@ def test_ranks_of_a_machine_on_which_nothing_is_shared_read_nothing(rank, source
         reaches=lambda piece, other: piece == 0 and other // 2 == rank // 2,
         read=lambda piece, part, source, start, into, num_updates: read.append((piece, source)),
     )
-    one = Reading(SimpleNamespace(pieces=PIECES, twins=twins), mesh)
+    one = Reading(PIECES, twins, mesh)
     one.run()
     assert one.num_bytes == (0 if source is None else 120)
     assert read == ([] if source is None else [(0, source)] * 3)

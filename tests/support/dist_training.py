@@ -191,5 +191,5 @@ def whole_state(state: RankState) -> dict[str, np.ndarray]:
 
 def as_numpy(tensor: torch.Tensor) -> np.ndarray:
     """A copy; bf16, which numpy does not know, as its bits."""
-    tensor = tensor.detach().clone()
+    tensor = tensor.detach().to("cpu", copy=True)
     return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()

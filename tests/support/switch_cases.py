@@ -3,20 +3,25 @@
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+from unittest import mock
 
 import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
 
+import dist_training
 from dist_training import COSTS, Outcome, make_trainer, outcome_of, whole_state
 from evenload.config.planner import make_planner
 from evenload.errors import InvalidPlanError
 from evenload.planning.layouts.moves import moved_bytes, plan_moves
 from evenload.planning.planner import Proposal, StepPlanner
+from evenload.runtime.comm.mesh import create_meshes
+from evenload.runtime.stages import live_stages
 from evenload.runtime.trainer import Trainer
 from evenload.types.layout import ParallelLayout, even_layout
 from evenload.types.plan import seal
+from staged_group import NAME, register_staged
 
 
 class ScriptedPlanner(StepPlanner):
@@ -82,6 +87,25 @@ def changed_by_moving(
     reports = [report for report in trainer.train(COSTS, 2**34, steps + 1) if report is not None]
     assert all(np.isfinite(float(report.row["loss"])) for report in reports)
     return changed
+
+
+def through_host(case, *arguments):
+    """A case of this module with twins as GPUs have them, on plain memory with copies in a thread."""
+    with mock.patch.object(live_stages, "passes_host", return_value=True):
+        return case(*arguments)
+
+
+def on_device(name: str, case, *arguments):
+    """A case of this module with all ranks on one device, and what they send through host memory."""
+    register_staged()
+    if name != "cpu":
+        torch.cuda.set_device(torch.device(name))
+
+    def staged(layouts, device, *given, **settings):
+        return create_meshes(layouts, torch.device(name), *given, backend=NAME, **settings)
+
+    with mock.patch.object(dist_training, "create_meshes", staged):
+        return case(*arguments)
 
 
 def planned_bytes(trainer: Trainer, layout: ParallelLayout) -> tuple[int, int]:

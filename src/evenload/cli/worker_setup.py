@@ -180,7 +180,7 @@ def run_coefficients(
     """
     costs = _known_or_measured(trainer, cache, setup, max_document_tokens)
     copies = costs.copies
-    if trainer.state.live is None or not trainer.state.live.moved.shared:
+    if trainer.state.live is None or not (moved := trainer.state.live.moved).shared or moved.via_host:
         copies = None  # those of a checkpoint, say
     elif copies is None or copies.num_ranks != trainer.mesh.num_ranks:
         copies = trainer.state.live.measured_copies()

@@ -129,8 +129,10 @@ class PlanConfig(Frozen):
         host_memory_bytes: main memory of one machine, of which offloaded activations may take 85 %; default: what the
             machine, or its container, has.
         twin_bytes: how much memory a machine's processes may share so that `layouts` change fast: weights and optimizer
-            state, which training holds anyway, are read there and not sent. What does not fit is left out; 0 = nothing
-            is shared. Default: all on CPUs. GPUs send. Refused where the run takes one layout.
+            state are read there and not sent. CPUs share what training holds anyway; default: all. GPUs copy through
+            page-locked host memory that is taken once a machine for as long as the run lasts; default: at most half of
+            what `host_memory_bytes` leaves beside offloading. What does not fit is left out; 0 = nothing is shared.
+            Refused where the run takes one layout.
         options: limits and search space of the planners.
     """
 
@@ -160,11 +162,6 @@ class TrainConfig(Frozen):
     validation: ValidationConfig | None = None
 
     def __post_init__(self) -> None:
-        if self.plan.twin_bytes and self.train.device != "cpu":
-            raise ConfigError(
-                f"plan.twin_bytes is {self.plan.twin_bytes} and train.device '{self.train.device}': GPUs of a machine "
-                "send what moves between layouts over their own links; leave plan.twin_bytes out"
-            )
         # No reader of the data trains what validates.
         msgspec.structs.force_setattr(self, "data", with_held_out(self.data, self.validation))
         if self.validation is not None:

@@ -532,6 +532,11 @@ class HostMemory:
     devices_per_node: int
     limit_bytes: int | None
 
+    @property
+    def twin_bytes(self) -> int | None:
+        """What twins of layers may take beside them: half of the rest, as processes need memory, too."""
+        return None if self.limit_bytes is None else int(self.limit_bytes * (1 / OFFLOAD_SHARE - 1) / 2)
+
 
 Unlimited = Literal["unlimited"]
 """In place of a `HostMemory` where nothing limits offloaded activations, or nothing is offloaded: a name, so that no

@@ -6,8 +6,8 @@
     W   add them; nothing is received or sent
 
 A backward starts to fetch its offloaded tensors before it waits for its gradient. Every unit's reduction may start as
-soon as no action will add to the unit's gradients. Updated weights may still be gathered when a step begins: a forward
-waits for those of its own units, the first backward for all. `forward_losses` runs a plan without backwards.
+soon as no action will add to the unit's gradients. Weights may be under way when a step begins: a forward waits for its
+own units, the first backward for all. `forward_losses` runs a plan without backwards.
 """
 
 import functools
@@ -23,7 +23,7 @@ from torch import Tensor
 from evenload.runtime.comm.channels import Channels, TransferSettings
 from evenload.runtime.comm.mesh import Mesh
 from evenload.runtime.device import HostClock, step_clock, to_device
-from evenload.runtime.optim.data_parallel import WeightGathers
+from evenload.runtime.optim.data_parallel import WeightsUnderWay
 from evenload.runtime.replay.held_bytes import STORE_KINDS, HeldBytes
 from evenload.runtime.replay.host_copies import host_copies
 from evenload.runtime.replay.rank_packs import RankStep
@@ -99,9 +99,9 @@ class Executor:
         nothing = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         return RankRun(nothing, functools.partial(_trace, [], self._clock), HeldBytes(), 0, ())
 
-    def run(self, step: RankStep, on_final: OnFinal = ignore_unit, weights: WeightGathers | None = None) -> RankRun:
+    def run(self, step: RankStep, on_final: OnFinal = ignore_unit, weights: WeightsUnderWay | None = None) -> RankRun:
         """Run this rank's actions of a step and add gradients to `main_grad`. `on_final` is called with every unit
-        whose gradients are complete; `weights` may still be gathered, and are complete on return."""
+        whose gradients are complete; `weights` may still be under way, and are complete on return."""
         plan, mine = step.plan, step.packs
         packs = plan.pack_plans[self._mesh.dp_rank]
         actions = plan.schedules[self._mesh.dp_rank].ranks[self._mesh.pp_rank]

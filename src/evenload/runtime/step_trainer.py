@@ -191,7 +191,7 @@ class StepTrainer:
         zero_s = seconds_now(mesh.device)
         reset_peak_bytes(mesh.device)
         if plan.layout != state.layout:
-            state.change_layout(plan.layout, coefficients)
+            state.change_layout(plan.layout, coefficients, plan.first_forward_s)
             mesh = state.mesh
         # Replicas that share packs wait for each other inside of them, so sums may make a circle (docs/decisions/03).
         can_sum = coefficients.reduction_overlap is not None and not replicas_share_packs(plan)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from evenload.config.planner import layers_move, make_flex_planner, make_planner, require_optimizer
+from evenload.config.planner import host_memory_of_run, layers_move, make_flex_planner, make_planner, require_optimizer
 from evenload.config.tokenizer import require_tokenizer, run_tokenizer_text, tokenizer_warnings
 from evenload.config.train_config import TrainConfig
 from evenload.cost.coefficients import CostCoefficients
@@ -52,6 +52,8 @@ class Trainer:
         if config.parallel.cp_exchange == "ring":
             require_no_window(max(self.model.windows))
         twin_bytes = config.plan.twin_bytes
+        if twin_bytes is None and mesh.device.type == "cuda":
+            twin_bytes = host_memory_of_run(config.plan, mesh.ranks_per_machine).twin_bytes
         self.state = RankState(config.model, config.optimizer, config.train, self.model, self.meshes, twin_bytes)
         backend = next(iter(self.state.stages.values())).backend  # what `auto` took
         self.model = msgspec.structs.replace(self.model, attention_kernels=attention_kernels(backend.name))

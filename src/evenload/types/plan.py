@@ -142,6 +142,11 @@ class StepPlan(Frozen):
     is_cut_short: bool = False
     digest: str = ""
 
+    @property
+    def first_forward_s(self) -> float:
+        """Predicted seconds until a forward has run through all stages, and so has read all weights."""
+        return min((sum(one.forward_s[0]) for one in self.times if one.forward_s), default=0.0)
+
 
 def plan_digest(plan: StepPlan) -> str:
     """Hash what decides execution (not predictions); equal on every rank that got the same plan."""

@@ -409,7 +409,9 @@ class FlexPlanner:
     def switch_seconds(self, old: ParallelLayout, plan: StepPlan) -> float:
         """Predict the seconds of a switch from a layout to that of a step, which hides what it can, uncorrected."""
         new, hidden_s = plan.layout, max(plan.predicted.per_replica_s, default=0.0)
-        return self.options.overhead_s + self._switches.seconds(self.candidates.coefficients(new), old, new, hidden_s)
+        return self.options.overhead_s + self._switches.seconds(
+            self.candidates.coefficients(new), old, new, hidden_s, plan.first_forward_s
+        )
 
     def _fits_switch(self, old: ParallelLayout, plan: StepPlan) -> bool:
         cap_bytes = self.start.memory_cap_bytes

@@ -13,14 +13,16 @@ plans the same, so ranks post moves in their order without negotiation. O(pieces
 millisecond for a hundred pieces on four ranks.
 
 Twins (FlexPipe §4, TwinLayer): where devices compute in host memory, ranks of a machine read the layers that they gain
-from each other's memory, within a budget; pieces beyond it are sent. Shared pieces come to a node once: the first of
-its ranks fetches, and the others take it from there, *relayed*.
+from each other's memory, within a budget; pieces beyond it are sent. GPUs of a node copy them out to its host memory
+and in from there (`via_host`), at the rate of the host link. Shared pieces come to a node once: the first of its ranks
+fetches, and the others take it from there, *relayed*.
 
     stall           fixed seconds + stages and pieces gained and given up, of the rank with most of them
-                    + the longer of sending and reading + relaying + touching new memory
-    state           the longer of sending and reading; the step hides it, as far as that lasts
+                    + what the first forward through all stages does not hide of the weights; never their first unit
+    weights         the longer of sending and reading + relaying + touching new memory
+    state           the longer of sending and reading, behind the weights; the step hides both, as far as it lasts
     the switch      bytes: weights and gradients of the pieces of both layouts, and the optimizer state of both shares
-    the first step  bytes: its own peak, and the optimizer state that other devices still read, until their update
+    the first step  bytes: its own peak, the weights and optimizer state that other devices still read
 
 Reading is priced by what ranks of a machine measured of it (`CopySpec`), sending by links; without measured copies all
 is sent. What a device has in both layouts counts once, but optimizer state twice where a share that is not shared
@@ -32,6 +34,7 @@ import itertools
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +43,7 @@ from evenload.cost.coefficients import CopySpec, CostCoefficients
 from evenload.cost.memory import optimizer_bytes_per_parameter, unit_parameters
 from evenload.errors import ConfigError
 from evenload.types.base import Frozen
+from evenload.types.cluster import LinkSpec
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
 
@@ -163,19 +167,27 @@ def moving_seconds(
     once."""
     seconds = 0.0
     for leaves_node in (False, True):
-        sent, received, messages = Counter[int](), Counter[int](), Counter[int]()
-        for move in moves:
-            nodes = move.source // coefficients.devices_per_node, move.target // coefficients.devices_per_node
-            if (nodes[0] != nodes[1]) == leaves_node:
-                num_bytes = moved_bytes([move], pieces, of_state=of_state)
-                sent[move.source] += num_bytes
-                received[move.target] += num_bytes
-                messages[move.target] += 1
-        if messages:
+        some = [
+            move
+            for move in moves
+            if (move.source // coefficients.devices_per_node != move.target // coefficients.devices_per_node)
+            == leaves_node
+        ]
+        if some:
             link = coefficients.device_link(leaves_node=leaves_node)
-            busiest = max(*sent.values(), *received.values())
-            seconds = max(seconds, busiest / link.bandwidth_bytes_per_s + max(messages.values()) * link.latency_s)
+            seconds = max(seconds, _link_seconds(some, pieces, link, of_state=of_state))
     return seconds
+
+
+def _link_seconds(moves: Sequence[Move], pieces: Sequence[Piece], link: LinkSpec, *, of_state: bool) -> float:
+    sent, received, messages = Counter[int](), Counter[int](), Counter[int]()
+    for move in moves:
+        num_bytes = moved_bytes([move], pieces, of_state=of_state)
+        sent[move.source] += num_bytes
+        received[move.target] += num_bytes
+        messages[move.target] += 1
+    busiest = max(*sent.values(), *received.values())
+    return busiest / link.bandwidth_bytes_per_s + max(messages.values()) * link.latency_s
 
 
 def _sender(
@@ -214,12 +226,14 @@ def _lacking(
 
 class SwitchPieces(Frozen):
     """Hold the pieces of one tensor-parallel rank of a run, indices of those that ranks of a machine (neighbours in the
-    order of ranks) read from each other's memory, and how many tensor-parallel ranks move theirs at once."""
+    order of ranks) read from each other's memory, and how many tensor-parallel ranks move theirs at once. `via_host`:
+    what is shared is not where training holds it, but passes through host memory."""
 
     pieces: tuple[Piece, ...]
     shared: frozenset[int]
     ranks_per_machine: int
     tp: int = 1
+    via_host: bool = False
 
     def moves(self, old: ParallelLayout, new: ParallelLayout, tp_rank: int = 0) -> Moves:
         return plan_moves(
@@ -246,22 +260,33 @@ def model_pieces(model: ModelSpec, tp: int) -> tuple[Piece, ...]:
 
 
 def shared_pieces(
-    pieces: Sequence[Piece], layouts: Sequence[ParallelLayout], ranks_per_node: int, budget_bytes: int | None
+    pieces: Sequence[Piece],
+    layouts: Sequence[ParallelLayout],
+    ranks_per_node: int,
+    budget_bytes: int | None,
+    *,
+    via_host: bool = False,
 ) -> frozenset[int]:
-    """Choose the pieces that are shared within a budget of one machine in any layout (None = no limit); indices."""
+    """Choose the pieces that are shared within a budget of one machine in any layout (None = no limit); indices.
+    `via_host` as of `SwitchPieces`."""
     if budget_bytes is None:
         return frozenset(range(len(pieces)))
     # A tensor-parallel rank knows the parts of its own place, and has a share of the budget for them.
     left, result = budget_bytes // layouts[0].tp, set()
     for index, piece in enumerate(pieces):
-        if (needed := shared_bytes(piece, layouts, ranks_per_node)) <= left:
+        if (needed := shared_bytes(piece, layouts, ranks_per_node, via_host=via_host)) <= left:
             result.add(index)
             left -= needed
     return frozenset(result)
 
 
-def shared_bytes(piece: Piece, layouts: Sequence[ParallelLayout], ranks_per_node: int) -> int:
-    """Count the most that one piece takes of a machine, weights whole and shares of optimizer state, in any layout."""
+def shared_bytes(
+    piece: Piece, layouts: Sequence[ParallelLayout], ranks_per_node: int, *, via_host: bool = False
+) -> int:
+    """Count the most that one piece takes of a machine, weights whole and shares of optimizer state, in any layout;
+    `via_host` it has one place for each."""
+    if via_host:
+        return piece.num_elements * (piece.weight_bytes + piece.state_bytes)
     most = 0
     for layout in layouts:
         by_node = Counter[int]()
@@ -273,24 +298,40 @@ def shared_bytes(piece: Piece, layouts: Sequence[ParallelLayout], ranks_per_node
     return most
 
 
-def stall_seconds(
+class SwitchSeconds(NamedTuple):
+    """Parts of what a switch takes: stages, weights and the first unit of them, and optimizer state behind them."""
+
+    arranging_s: float
+    first_s: float
+    weights_s: float
+    state_s: float
+
+    def stall_s(self, forward_s: float) -> float:
+        """Return for how long the step waits: to begin, and for weights, of which it reads all within `forward_s`."""
+        return self.arranging_s + self.first_s + max(0.0, self.weights_s - self.first_s - forward_s)
+
+    def all_s(self, forward_s: float, hidden_s: float) -> float:
+        """Return for how long training stands still, where the update needs its state after `hidden_s`."""
+        stall_s = self.stall_s(forward_s)
+        behind_s = self.arranging_s + self.weights_s + self.state_s - stall_s
+        return stall_s + max(0.0, behind_s - hidden_s)
+
+
+def switch_seconds(
     moves: Moves, moved: SwitchPieces, coefficients: CostCoefficients, old: ParallelLayout, new: ParallelLayout
-) -> float:
-    """Return the seconds until the step can begin."""
-    copies = coefficients.copies
-    both_s = _both_ways(moves.weights, moved, coefficients, of_state=False)
-    relayed_s = _both_ways(moves.relayed, moved, coefficients, of_state=False)
-    if copies is None:
-        return both_s + relayed_s
-    machines = Counter[int]()
-    for rank, count in _received([*moves.weights, *moves.relayed], moved.pieces, of_state=False).items():
-        machines[rank // moved.ranks_per_machine] += count * moved.tp
-    taking_s = max(machines.values(), default=0) / copies.taken_bytes_per_s
-    return _arranging_seconds(copies, moved.pieces, old, new) + both_s + relayed_s + taking_s
-
-
-def state_seconds(moves: Moves, moved: SwitchPieces, coefficients: CostCoefficients) -> float:
-    return _both_ways(moves.state, moved, coefficients, of_state=True)
+) -> SwitchSeconds:
+    copies, incoming = coefficients.copies, (*moves.weights, *moves.relayed)
+    weights_s = sum(_both_ways(some, moved, coefficients, of_state=False) for some in (moves.weights, moves.relayed))
+    arranging_s = 0.0
+    if copies is not None:
+        machines = Counter[int]()
+        for rank, count in _received(incoming, moved.pieces, of_state=False).items():
+            machines[rank // moved.ranks_per_machine] += count * moved.tp
+        weights_s += max(machines.values(), default=0) / copies.taken_bytes_per_s
+        arranging_s = _arranging_seconds(copies, moved.pieces, old, new)
+    units = Counter(rank for rank, _ in {(move.target, moved.pieces[move.piece].unit) for move in incoming})
+    state_s = _both_ways(moves.state, moved, coefficients, of_state=True)
+    return SwitchSeconds(arranging_s, weights_s / max(units.values(), default=1), weights_s, state_s)
 
 
 def _arranging_seconds(copies: CopySpec, pieces: Sequence[Piece], old: ParallelLayout, new: ParallelLayout) -> float:
@@ -309,9 +350,12 @@ def _arranging_seconds(copies: CopySpec, pieces: Sequence[Piece], old: ParallelL
 
 def _both_ways(moves: Sequence[Move], moved: SwitchPieces, coefficients: CostCoefficients, *, of_state: bool) -> float:
     copies, sent, read = coefficients.copies, [], []
+    link = coefficients.host_link if moved.via_host else None
     for move in moves:
-        (read if copies is not None and moved.is_read(move) else sent).append(move)
+        (read if (copies or link) is not None and moved.is_read(move) else sent).append(move)
     sent_s = moving_seconds(sent, moved.pieces, coefficients, of_state=of_state)
+    if link is not None and read:  # in and out at once, piece by piece
+        return max(sent_s, _link_seconds(read, moved.pieces, link, of_state=of_state))
     if copies is None:
         return sent_s
     received = _received(read, moved.pieces, of_state=of_state)
@@ -336,6 +380,7 @@ class SwitchMemory(Frozen):
 def switch_memory(moved: SwitchPieces, old: ParallelLayout, new: ParallelLayout) -> SwitchMemory:
     devices = max(old.world_size, new.world_size)
     both, left = [0] * devices, [0] * devices
+    sources = {(move.piece, move.source) for move in moved.moves(old, new).weights}
     for index, piece in enumerate(moved.pieces):
         gradient_bytes = max(piece.weight_bytes, 4) if piece.state_bytes else 0
         before, after = holders(old, piece), holders(new, piece)
@@ -344,9 +389,11 @@ def switch_memory(moved: SwitchPieces, old: ParallelLayout, new: ParallelLayout)
             had = state_share(old, piece, *before[rank]) if rank in before else (0, 0)
             wanted = state_share(new, piece, *after[rank]) if rank in after else (0, 0)
             kept = max(0, min(had[1], wanted[1]) - max(had[0], wanted[0]))
-            lies_twice = 0 if index in moved.shared or had == wanted else kept
+            lies_twice = 0 if had == wanted or (index in moved.shared and not moved.via_host) else kept
             both[rank] += piece.state_bytes * (had[1] - had[0] + wanted[1] - wanted[0] - kept + lies_twice)
             left[rank] += piece.state_bytes * (had[1] - had[0] - kept + lies_twice)
+            is_sent = rank not in after and (index, rank) in sources
+            left[rank] += piece.num_elements * piece.weight_bytes if is_sent else 0
     return SwitchMemory(switch_bytes=max(both), left_bytes=max(left))
 
 
@@ -371,14 +418,19 @@ class SwitchPrices:
                 tp=start.tp,
             )
         self._moved = moved
-        self._seconds: dict[tuple[ParallelLayout, ParallelLayout], tuple[float, float]] = {}
+        self._seconds: dict[tuple[ParallelLayout, ParallelLayout], SwitchSeconds] = {}
         self._memory = lru_cache(_KEPT_SWITCHES)(lambda old, new: switch_memory(self._moved, old, new))
 
     def seconds(
-        self, coefficients: CostCoefficients, old: ParallelLayout, new: ParallelLayout, hidden_s: float
+        self,
+        coefficients: CostCoefficients,
+        old: ParallelLayout,
+        new: ParallelLayout,
+        hidden_s: float,
+        forward_s: float = 0.0,
     ) -> float:
-        """Return the seconds for which training stands still: until the step begins, and until its optimizer state is
-        there, which it needs after `hidden_s`. `coefficients` are of the new layout."""
+        """Return the seconds for which training stands still (`SwitchSeconds.all_s`). `coefficients` are of the new
+        layout."""
         old, new = old.arrangement, new.arrangement
         if old == new:
             return 0.0
@@ -386,12 +438,8 @@ class SwitchPrices:
             if len(self._seconds) == _KEPT_SWITCHES:
                 self._seconds.pop(next(iter(self._seconds)))
             moves = self._moved.moves(old, new)
-            self._seconds[old, new] = (
-                stall_seconds(moves, self._moved, coefficients, old, new),
-                state_seconds(moves, self._moved, coefficients),
-            )
-        stall_s, state_s = self._seconds[old, new]
-        return stall_s + max(0.0, state_s - hidden_s)
+            self._seconds[old, new] = switch_seconds(moves, self._moved, coefficients, old, new)
+        return self._seconds[old, new].all_s(forward_s, hidden_s)
 
     def memory(self, old: ParallelLayout, new: ParallelLayout) -> SwitchMemory:
         return self._memory(old.arrangement, new.arrangement)  # type: ignore[bad-argument-type]  # frozen structs hash

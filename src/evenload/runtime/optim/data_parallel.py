@@ -25,7 +25,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -324,6 +324,20 @@ class GatherTrace(NamedTuple):
 
     gathers: NDArray[np.float64]
     waits: NDArray[np.float64]
+
+
+class WeightsUnderWay(Protocol):
+    """What brings whole weights to one rank while it computes: the gathers of an update, or a change of the layout."""
+
+    def await_unit(self, unit: int) -> None:
+        """Wait until a unit's weights are whole; takes no time where they are."""
+
+    def finish(self) -> None:
+        """Wait until all weights of this rank are complete; raise what went wrong."""
+
+    def take_traces(self, mesh: Mesh) -> list[GatherTrace]:
+        """Finish; return what gathers took in this layout, once."""
+        ...
 
 
 class WeightGathers:

@@ -5,12 +5,11 @@ A run whose layout changes makes all modules at its start (`unit_modules`), so t
 that the rank does not hold are shells, whose parameters have no elements until the unit comes (`twin_layer`).
 Between two steps every rank makes the same plan of moves (`planning.layouts.moves`):
 
-    the stall:       weights into place (`twin_layer`) ─► stages, buffers
-    the step after:  free old weights, optimizer state while the step runs (`twin_layer`)
+    before the step:  memory, stages, buffers
+    behind the step:  weights, unit by unit before the first forward that reads them, then optimizer state (`arrival`)
 
-Units that stay keep their memory, modules and buffers; only how buffers are cut into shards changes. All ranks post
-their transfers in the order of the moves before they wait for one, so no circle of waits is possible. Price: the stall
-takes memory for the weights that a rank lacks, and copies them.
+Units that stay keep their memory, modules and buffers; only how buffers are cut into shards changes. Price: until all
+ranks have their weights, old ones are held beside the new.
 """
 
 import statistics
@@ -44,10 +43,9 @@ from evenload.planning.layouts.moves import (
     pipeline_ranks,
     shared_bytes,
     shared_pieces,
-    stall_seconds,
+    switch_seconds,
 )
 from evenload.runtime.comm.mesh import Mesh, Meshes, most_of_ranks
-from evenload.runtime.device import synchronize_device
 from evenload.runtime.model.around import WholeModel
 from evenload.runtime.model.hf_model import (
     StageModel,
@@ -62,19 +60,13 @@ from evenload.runtime.model.tensor_weights import split_weights
 from evenload.runtime.model.weight_files import empty_parameters, fill_buffers
 from evenload.runtime.optim.data_parallel import BufferGroup, FlatBuffer, buffer_groups, flatten_units, frozen_bytes
 from evenload.runtime.optim.optimizer import MASTER, ShardedOptimizer
+from evenload.runtime.replay.host_copies import touch
 from evenload.runtime.replay.stage import PipelineStage, make_layers_replayable
 from evenload.runtime.replay.state import ReplayState
-from evenload.runtime.stages.twin_layer import (
-    WEIGHTS,
-    LivePiece,
-    SparseMemory,
-    StateArrival,
-    TwinLayer,
-    gather_from_all,
-    live_pieces,
-    open_twins,
-    touch,
-)
+from evenload.runtime.stages.arrival import Arrival
+from evenload.runtime.stages.host_twins import open_host_twins
+from evenload.runtime.stages.live_pieces import LivePiece, live_pieces
+from evenload.runtime.stages.twin_layer import WEIGHTS, SparseMemory, Transport, TwinMemory, gather_from_all, open_twins
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
 from evenload.types.run import LayoutDecision, switch_kind
@@ -236,33 +228,40 @@ class Twins:
     reason: str = ""
 
 
+def passes_host(device: torch.device) -> bool:
+    """Say whether ranks of a machine share host memory in which their pieces do not live."""
+    return device.type == "cuda"
+
+
 def share_pieces(
-    budget_bytes: int | None, pieces: Sequence[LivePiece], meshes: Meshes
-) -> tuple[TwinLayer, Twins | None]:
-    """Share as many pieces as a machine's budget holds, None = no limit; return them and a summary. `ConfigError` where
-    a budget is set and ranks cannot read each other's memory. Collective."""
+    budget_bytes: int | None, pieces: Sequence[LivePiece], meshes: Meshes, patience_s: float
+) -> tuple[Transport | None, Twins | None]:
+    """Share as many pieces as a machine's budget holds, None = no limit; return what they lie in and a summary.
+    `ConfigError` where a budget is set and ranks cannot read each other's memory. Collective."""
     mesh = meshes.start
-    if mesh.device.type != "cpu" or mesh.ranks_per_machine == 1 or budget_bytes == 0:
-        return TwinLayer(pieces, None), None
-    sizes = [live.piece for live in pieces]
-    chosen = shared_pieces(sizes, meshes.layouts, mesh.ranks_per_machine, budget_bytes)
+    if mesh.ranks_per_machine == 1 or budget_bytes == 0:
+        return None, None
+    sizes, via_host = [live.piece for live in pieces], passes_host(mesh.device)
+    chosen = shared_pieces(sizes, meshes.layouts, mesh.ranks_per_machine, budget_bytes, via_host=via_host)
     # Parts of other tensor-parallel places may be larger; what is shared decides what all ranks do together.
     chosen = frozenset.intersection(*gather_from_all(chosen, mesh))
     parts = [live.dtypes if index in chosen else None for index, live in enumerate(pieces)]
-    memory = open_twins(parts, [live.capacity for live in pieces], mesh)
+    open_memory = open_host_twins if via_host else open_twins
+    memory = open_memory(parts, [live.capacity for live in pieces], mesh, patience_s)
     if isinstance(memory, str):
-        if budget_bytes is not None:
+        if budget_bytes is not None and not via_host:
             raise ConfigError(
                 f"plan.twin_bytes is {budget_bytes}, but the ranks of a machine cannot read each other's memory "
                 f"({memory}); leave plan.twin_bytes out or set it to 0 to send what moves between layouts"
             )
-        return TwinLayer(pieces, None), Twins(0, len(sizes), 0, memory)
-    for index, places in memory.pieces.items():
-        pieces[index].share(places)
-    layer = TwinLayer(pieces, memory)
-    layer.mark_held(0)
-    most_bytes = sum(shared_bytes(sizes[index], meshes.layouts, mesh.ranks_per_machine) for index in chosen)
-    return layer, Twins(len(chosen), len(sizes), most_bytes * mesh.layout.tp)
+        return None, Twins(0, len(sizes), 0, memory)
+    if isinstance(memory, TwinMemory):
+        for index, places in memory.pieces.items():
+            pieces[index].share(places)
+            memory.mark(index, 0 if pieces[index].is_held else None)
+    each = (shared_bytes(sizes[at], meshes.layouts, mesh.ranks_per_machine, via_host=via_host) for at in chosen)
+    most_bytes = sum(each)
+    return memory, Twins(len(chosen), len(sizes), most_bytes * mesh.layout.tp)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,7 +269,7 @@ class Switch:
     """A change of the layout before a step, on this rank; `joined_switch` joins those of all ranks.
 
     Args:
-        stall_s: until the weights were in place and the step could begin.
+        stall_s: for which the step waited, to begin and for weights.
         wait_s: for which the optimizer waited for its state.
         weight_bytes, state_bytes: received.
         predicted_stall_s: by `planning.layouts.moves`.
@@ -314,20 +313,22 @@ class LiveStages:
         data_sizes = sorted({size for layout in meshes.layouts for size in layout.data_sizes})
         buffers = flatten_units(parts, mesh.data_size, data_sizes)
         self._pieces = live_pieces(self._whole, held, buffers, data_sizes, mesh.device)
-        self._layer, self.twins = share_pieces(twin_bytes, self._pieces, meshes)
+        self._memory, self.twins = share_pieces(twin_bytes, self._pieces, meshes, run.timeout_s)
         self._index_of = {id(live.parameters[0]): index for index, live in enumerate(self._pieces)}
         self._state = ReplayState(backend=self._backend)
         make_layers_replayable(self._whole, self._state, mesh.tensor)
         stages = {index: self._stage(part) for index, part in models.items()}
         self.held = RankStages(hf_config, stages, buffers, frozen_bytes(parts))
-        self._arrival: StateArrival | None = None
+        self.arrival: Arrival | None = None
+        """Of the last switch, up to `settle`."""
         self._switch: Switch | None = None
         self._num_steps = 0
         self.moved = SwitchPieces(
             pieces=tuple(live.piece for live in self._pieces),
-            shared=frozenset(self._layer.twins.pieces if self._layer.twins else ()),
+            shared=frozenset(self._memory.pieces if self._memory else ()),
             ranks_per_machine=mesh.ranks_per_machine,
             tp=tp,
+            via_host=passes_host(mesh.device),
         )
 
     def initial_state(self) -> list[dict[str, Tensor]]:
@@ -347,9 +348,18 @@ class LiveStages:
             states.append(state)
         return states
 
-    def move_to(self, mesh: Mesh, optimizer: ShardedOptimizer, coefficients: CostCoefficients, from_s: float) -> None:
-        """Become the layout of `mesh`, up to `settle`. Collective. `RankLostError` where a rank does not come."""
-        assert self._arrival is None, "optimizer state of the switch before has not been waited for"
+    def move_to(
+        self,
+        mesh: Mesh,
+        optimizer: ShardedOptimizer,
+        coefficients: CostCoefficients,
+        from_s: float,
+        forward_s: float = 0.0,
+    ) -> None:
+        """Become the layout of `mesh`, whose weights are there when `arrival` says so and whose optimizer when `settle`
+        does. `from_s`: when the switch began; `forward_s`: predicted until weights of all stages are read. Collective.
+        `RankLostError` where a rank does not come."""
+        assert self.arrival is None, "optimizer state of the switch before has not been waited for"
         old, moves = self.mesh, self.moved.moves(self.mesh.layout, mesh.layout, mesh.tp_rank)
         largest = max(old.layout, mesh.layout, key=lambda layout: layout.world_size)
         links = fill_between_layouts(coefficients, largest)[0]
@@ -358,45 +368,56 @@ class LiveStages:
         for name, buffer, shard in optimizer.state_tensors():
             before.setdefault(self._index_of[id(buffer.parameters[0])], {})[name] = shard
         optimizer.close()
-        lost = []
+        weights: dict[int, Tensor] = {}
         for index, live in enumerate(self._pieces):
             is_needed = mesh.pp_rank in pipeline_ranks(mesh.layout, live.piece)
             if is_needed and not live.is_held:
                 live.gain()
-            elif live.is_held and not is_needed:
-                lost.append(index)
-        weight_bytes = self._layer.bring_weights(moves, mesh, self._num_steps)
-        memory = [self._pieces[index].drop() for index in lost]
+            if live.is_held:
+                weights[index] = live.weights
+            if not is_needed and live.is_held:
+                live.drop()
         self.mesh = mesh  # whose tensor-parallel group the new stages take: a rank that was idle had none
         self.held = self._arranged(mesh)
-        synchronize_device(mesh.device)
+        given = weights, before, self._num_steps
+        self.arrival = Arrival(self._pieces, self._memory, moves, old, mesh, *given)
         self._switch = Switch(
             before=old.layout.describe(),
             after=mesh.layout.describe(),
             stall_s=time.perf_counter() - from_s,
             wait_s=0.0,
-            weight_bytes=weight_bytes,
+            weight_bytes=0,
             state_bytes=0,
-            predicted_stall_s=stall_seconds(moves, self.moved, links, old.layout, mesh.layout),
+            predicted_stall_s=switch_seconds(moves, self.moved, links, old.layout, mesh.layout).stall_s(forward_s),
         )
-        self._arrival = StateArrival(self._layer, moves.state, old, mesh, before, self._num_steps, lost, memory)
 
     def settle(self, config: OptimizerConfig) -> tuple[ShardedOptimizer, Switch] | None:
         """Wait for the optimizer's state, after `move_to` and before anything reads it; None where it is settled."""
-        if self._arrival is None or self._switch is None:
+        arrival = self.arrival
+        if arrival is None or self._switch is None:
             return None
-        after, wait_s = self._arrival.wait()
+        arrival.finish()
+        from_s = time.perf_counter()
+        after = arrival.wait()
+        wait_s = time.perf_counter() - from_s
         state = [after[self._index_of[id(buffer.parameters[0])]] for buffer in self.held.buffers]
         optimizer = ShardedOptimizer(self.held.buffers, self.mesh, config, state, self._num_steps)
-        switch = replace(self._switch, wait_s=wait_s, state_bytes=self._arrival.received_bytes)
-        self._arrival = self._switch = None
+        switch = replace(
+            self._switch,
+            stall_s=self._switch.stall_s + arrival.waited_s(),
+            wait_s=wait_s,
+            weight_bytes=arrival.weight_bytes,
+            state_bytes=arrival.state_bytes,
+        )
+        self.arrival = self._switch = None
         return optimizer, switch
 
     def measured_copies(self) -> CopySpec:
         """Measure what a switch costs on this machine, by doing what it does: ranks read each other's memory, all at
         once and one alone, touch fresh memory, and arrange their stages anew. Before the first update, where some piece
         is shared; every rank returns the same. Collective. Price: about two seconds."""
-        mesh, reading = self.mesh, Reading(self._layer, self.mesh)
+        assert isinstance(self._memory, TwinMemory)
+        mesh, reading = self.mesh, Reading(self._pieces, self._memory, self.mesh)
         meshes: dict[int, Mesh] = {}
         for layout in self._meshes.layouts:
             stages = map(layout.stages_of_rank, range(layout.pipeline_ranks))
@@ -439,12 +460,12 @@ class LiveStages:
     def _arrange_only(self, mesh: Mesh) -> None:
         """Do what a switch does except moving."""
         self.moved.moves(self.mesh.layout, mesh.layout, mesh.tp_rank)
-        self._layer.bring_weights(Moves(weights=(), state=()), self.mesh, 0)
         models = tuple(stage_models(self._whole, mesh.layout, mesh.pp_rank).values())
         for model in models:
             self._stage(model)
         list(buffer_groups(models))
         frozen_bytes(models)
+        Arrival(self._pieces, self._memory, Moves(weights=(), state=()), self.mesh, self.mesh, {}, {}, 0).wait()
 
     def _live_of(self, group: BufferGroup) -> LivePiece:
         return self._pieces[self._index_of[id(group.parameters[0])]]
@@ -473,9 +494,7 @@ _COMPUTED = 128  # rows of a product that takes a tenth of a millisecond
 class Reading:
     """Reads the shared pieces that the next rank with any on this machine holds, round and round."""
 
-    def __init__(self, layer: TwinLayer, mesh: Mesh) -> None:
-        pieces, twins = layer.pieces, layer.twins
-        assert twins is not None
+    def __init__(self, pieces: Sequence[LivePiece], twins: TwinMemory, mesh: Mesh) -> None:
         everyone: list[list[int]] = gather_from_all(
             [index for index, live in enumerate(pieces) if live.is_held and live.shared is not None], mesh
         )

@@ -19,7 +19,13 @@ from evenload.cost.coefficients import CostCoefficients
 from evenload.errors import InvalidPlanError
 from evenload.runtime.comm.mesh import Mesh, Meshes
 from evenload.runtime.executor import Executor, RankRun, forward_losses
-from evenload.runtime.optim.data_parallel import FlatBuffer, GatherTrace, GradientReduction, UpdatesInBackward
+from evenload.runtime.optim.data_parallel import (
+    FlatBuffer,
+    GatherTrace,
+    GradientReduction,
+    UpdatesInBackward,
+    WeightsUnderWay,
+)
 from evenload.runtime.optim.offloaded_state import OffloadedState
 from evenload.runtime.optim.optimizer import ShardedOptimizer
 from evenload.runtime.replay.host_copies import host_copies
@@ -85,14 +91,20 @@ class RankState:
     @property
     def stages(self) -> Mapping[int, PipelineStage]:
         """Virtual stages by index, with whole weights; none where the rank is idle."""
-        self.optimizer.gathers.finish()
+        self.weights_under_way.finish()
         return self.held.stages
 
     @property
     def buffers(self) -> list[FlatBuffer]:
         """Trained parameters, whole, and their gradients."""
-        self.optimizer.gathers.finish()
+        self.weights_under_way.finish()
         return self.held.buffers
+
+    @property
+    def weights_under_way(self) -> WeightsUnderWay:
+        """What brings weights that this rank may still lack: of a change of the layout, or of the last update."""
+        arrival = None if self.live is None else self.live.arrival
+        return arrival or self.optimizer.gathers
 
     def static_bytes(self) -> int:
         return self.optimizer.static_bytes() + self.held.frozen_bytes
@@ -100,7 +112,7 @@ class RankState:
     def gradients(self, step: RankStep | None, rate: float = 0.0, *, is_overlapped: bool = False) -> StepGradients:
         """Run this rank's part of a step, None where it is idle, and sum gradients; with `optimizer.in_backward` update
         weights at this learning rate, too. `InvalidPlanError`: its plan does not allow that. Collective."""
-        buffers, mesh, gathers = self.held.buffers, self.mesh, self.optimizer.gathers
+        buffers, mesh, gathers = self.held.buffers, self.mesh, self.weights_under_way
         for buffer in buffers:
             buffer.grads.zero_()
         if not self.updates_in_backward:
@@ -123,7 +135,7 @@ class RankState:
 
     def losses(self, step: RankStep | None, num_documents: int) -> Tensor:
         """Sum label losses by document, float64[n], the same on every rank; no step where idle. Collective."""
-        self.optimizer.gathers.finish()
+        self.weights_under_way.finish()
         sums = torch.zeros(num_documents, dtype=torch.float64)
         if step is not None:
             sums = forward_losses(step, self.held.stages, self.mesh, self.executor.receives)
@@ -144,8 +156,9 @@ class RankState:
     def _replicas(self) -> str:
         return f"the ranks that hold stage {self.mesh.pipeline_stage}"
 
-    def change_layout(self, layout: ParallelLayout, coefficients: CostCoefficients) -> None:
-        """Go on in another layout or generation. `InvalidPlanError`: another layout in one generation. Collective."""
+    def change_layout(self, layout: ParallelLayout, coefficients: CostCoefficients, forward_s: float = 0.0) -> None:
+        """Go on in another layout or generation; what a switch costs is predicted by these coefficients, and by how
+        long the coming step's first forward takes. `InvalidPlanError`: another layout in one generation. Collective."""
         from_s, mesh = time.perf_counter(), self._meshes.of(layout)
         if mesh is not self.mesh:
             if layout.generation == self.layout.generation:
@@ -155,7 +168,7 @@ class RankState:
                 )
             assert self.live is not None, "there are meshes of several layouts"
             mesh.watch.name = mesh.place
-            self.live.move_to(mesh, self.optimizer, coefficients, from_s)
+            self.live.move_to(mesh, self.optimizer, coefficients, from_s, forward_s)
             self.mesh, self.held = mesh, self.live.held
             self.executor.move_to(self.held.stages, mesh)
         self.layout = layout
