@@ -90,8 +90,8 @@ class Session:
     def evenload(self, case: Case, name: str, *overrides: str) -> Iterator[Row]:
         """Rows of a run of `evenload train`."""
         output = self._folder(case) / name
-        kept = "train.checkpoint_every_steps=0"  # or no run begins where the disk has no room for several
-        words = ("train", str(output.parent / "config.toml"), f'train.output_dir="{output}"', kept, *overrides)
+        none = ("train.checkpoint_every_steps=0", "train.checkpoint_every_s=0")  # the disk has no room for several
+        words = ("train", str(output.parent / "config.toml"), f'train.output_dir="{output}"', *none, *overrides)
         return self._rows(case, name, (*EVENLOAD, *words), output / "metrics.jsonl")
 
     def plain(self, case: Case, name: str, *options: str) -> Iterator[Row]:
