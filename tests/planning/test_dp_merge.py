@@ -1,6 +1,7 @@
 """A document of twenty times the mean tokens on two and four replicas: no rank waits for it in the plan."""
 
 import functools
+import itertools
 
 import msgspec
 import numpy as np
@@ -9,8 +10,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import cost_samples
+from context_plans import phased_plan
 from cost_samples import sample_coefficients, sample_model
-from evenload.errors import InvalidPlanError
+from evenload.errors import InvalidPlanError, ScheduleDeadlockError
+from evenload.planning.cp_sharding import repriced_choices
 from evenload.planning.dp_merge import merge_documents
 from evenload.planning.planner import Proposal, StepPlanner, StepRequest
 from evenload.planning.problem import PlanOptions
@@ -18,11 +21,12 @@ from evenload.planning.search import search_merged
 from evenload.planning.strategies.registry import decide_dp_merge
 from evenload.planning.strategies.slimpack import slimpack_rules
 from evenload.stepplan.plan_file import decode_plan_file, encode_plan_file
-from evenload.stepplan.validate import validate_plan
+from evenload.stepplan.validate import check_replica, validate_plan
 from evenload.types.cluster import LinkSpec
 from evenload.types.layout import even_layout
-from evenload.types.plan import StepPlan, seal
+from evenload.types.plan import StepPlan, block_of, seal
 from predicted_timeline import predicted_timeline
+from strict_queues import waiting_ranks
 
 documents = functools.partial(cost_samples.documents, first_id=50)
 """Ids that are no indices, so that one cannot pass for the other."""
@@ -91,8 +95,10 @@ def test_members_meet_at_every_shared_pack_at_the_same_time(short, long, dp, pp)
     result = search_merged(problem, merge, slimpack_rules(problem), 0.9)
     assert result is not None
     request = StepRequest(0, documents([*short, *long]), "slimpack")
-    plan = step._step_plan(request, problem, result.choices(), np.zeros(len(request.documents), np.int64))
+    choices = repriced_choices(problem, result.choices())  # with later phases in the gaps of earlier ones
+    plan = step._step_plan(request, problem, choices, np.zeros(len(request.documents), np.int64))
     validate_plan(plan, max_pack_tokens=1024)
+    assert not waiting_ranks(plan)
     timeline = predicted_timeline(plan, sample_model())
     met: dict[tuple, set[tuple[float, float]]] = {}
     for dp_rank, rank, stage, kind, pack, start, end in zip(
@@ -111,6 +117,66 @@ def test_members_meet_at_every_shared_pack_at_the_same_time(short, long, dp, pp)
             met.setdefault((rank, stage, kind, slices), set()).add((start, end))
     assert met
     assert all(len(times) == 1 for times in met.values())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    dp=st.sampled_from([2, 4, 6, 8]),
+    sizes=st.sampled_from([(1, 1), (2, 1), (3, 1), (4, 1), (2, 2), (3, 2)]),
+    split=st.booleans(),
+    ahead=st.booleans(),
+)
+def test_nobody_waits_in_a_circle(seed, dp, sizes, split, ahead) -> None:
+    """Members run a shared pack together, groups of several sizes in turn, with phases in each other's gaps or not;
+    also where a pack takes another time than predicted, because nothing here looks at times."""
+    plan = phased_plan(seed, dp=dp, pp=sizes[0], virtual=sizes[1], split=split, ahead=ahead)
+    validate_plan(plan)
+    assert not waiting_ranks(plan)
+
+
+def one_with_two_actions_swapped(plan: StepPlan) -> StepPlan:
+    """Replica 0 runs a shared forward and a shared backward the other way round, where it can, alone."""
+    packs, ranks = plan.pack_plans[0], plan.schedules[0].ranks
+    for rank, row in enumerate(ranks):
+        for at, pair in enumerate(itertools.pairwise(row)):
+            listed = [(packs.forward if action.kind == "F" else packs.backward)[action.pack] for action in pair]
+            if {action.kind for action in pair} != {"F", "B"} or any(
+                block_of(plan, 0, one).size == 1 for one in listed
+            ):
+                continue
+            other = (*row[:at], pair[1], pair[0], *row[at + 2 :])
+            schedule = replace(plan.schedules[0], ranks=(*ranks[:rank], other, *ranks[rank + 1 :]))
+            try:
+                check_replica(plan.layout, packs, schedule)
+            except ScheduleDeadlockError:
+                continue
+            return replace(plan, schedules=(schedule, *plan.schedules[1:]))
+    return plan
+
+
+def one_with_small_groups_first(plan: StepPlan) -> StepPlan:
+    """Replica 0 runs its phases in the other order, which for itself alone is as good."""
+    packs, rows = plan.pack_plans[0], []
+
+    def size(action) -> int:
+        return block_of(plan, 0, (packs.forward if action.kind == "F" else packs.backward)[action.pack]).size
+
+    for row in plan.schedules[0].ranks:
+        rows.append(tuple(sorted(row, key=size)))
+    return replace(plan, schedules=(replace(plan.schedules[0], ranks=tuple(rows)), *plan.schedules[1:]))
+
+
+@pytest.mark.parametrize("disordered", [one_with_two_actions_swapped, one_with_small_groups_first])
+def test_other_orders_do_wait_in_a_circle(disordered) -> None:
+    """Else the test above would say nothing; and a run refuses them."""
+    hanging = 0
+    for seed in range(12):
+        plan = seal(disordered(phased_plan(seed, dp=4, pp=3)))
+        if waiting_ranks(plan):
+            hanging += 1
+            assert "run the packs that they share in different orders" in _offence(plan)
+    assert hanging >= 4
 
 
 def test_merging_is_off_unless_asked_and_never_slower() -> None:

@@ -6,6 +6,9 @@ unit and the gather before it. A forward waits for the gathers of its own units,
 are reduced unit by unit from the head down, as soon as the last replica has completed a unit and the reduction before
 it is done. The update needs the gradient's norm, and so all reductions.
 
+A replica that shares packs reduces nothing before it has run all of them on all pipeline ranks, by prediction
+(`num_before_sums`), so that no circle of waits goes through a shared pack and a reduction (docs/decisions/03).
+
 Times follow two clocks: a collective during compute takes `communication_slowdown` times its seconds, and compute goes
 on at the rate 1 - `compute_slowdown` (`cost.coefficients.OverlapCost`); while nothing is computed it takes its seconds
 alone. What a rank loses to gathers is added to its first forward, and the packs are simulated again.
@@ -277,9 +280,6 @@ def step_end(costs: PackCosts, replicas: Sequence[SimulatedReplica]) -> StepEnd:
     if gathers:
         replicas = [_delayed(replica, gathers) for replica in replicas]
     overlap = costs.coefficients.reduction_overlap
-    # As the trainer decides: not where replicas wait for each other in packs.
-    if any((one.packs.backward.cp > costs.layout.cp).any() for one in replicas):
-        overlap = None
     completed_s = _completed_seconds(costs, replicas)
     ends_s = np.zeros(costs.layout.pipeline_ranks)
     for replica in replicas:
@@ -354,8 +354,8 @@ def _completed_seconds(costs: PackCosts, replicas: Sequence[SimulatedReplica]) -
 
 
 def _completing_places(costs: PackCosts, replica: SimulatedReplica) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Return which action completes a stage's gradients, -1 = none, and whether it is a whole backward, by rank and
-    stage, as `types.plan.completing_actions`; int64 and bool [ranks, stages]."""
+    """Return which action completes a stage's gradients, -1 = none, and whether units may be reduced within it, because
+    it is a whole backward, by rank and stage, as `types.plan.completing_actions`; int64 and bool [ranks, stages]."""
     actions, shape = replica.actions, (costs.layout.pipeline_ranks, costs.layout.num_stages)
     place = np.full(shape, -1, np.int64)
     at = np.flatnonzero(actions.kind != KINDS.index("F"))
@@ -367,4 +367,31 @@ def _completing_places(costs: PackCosts, replica: SimulatedReplica) -> tuple[NDA
     for rank in np.unique(with_weights).tolist():
         if own[rank].sum() > 1:
             place[rank, own[rank]], is_whole[rank] = place[rank].max(), False
-    return place, is_whole
+    met = meetings(
+        actions, *(side.pack_ranks() // costs.layout.cp for side in (replica.packs.forward, replica.packs.backward))
+    )
+    last = (actions.rank_offset[:-1] + num_before_sums(actions, met, replica.simulation.end_s) - 1)[:, None]
+    return np.where(own, np.maximum(place, last), -1), is_whole & (place > last)
+
+
+def meetings(
+    actions: ActionColumns, forward_replicas: NDArray[np.int64], backward_replicas: NDArray[np.int64]
+) -> NDArray[np.bool_]:
+    """Choose the actions in which replicas meet, from how many share each pack; bool[n]. W needs no other replica."""
+    result = np.zeros(len(actions.kind), bool)
+    if not (forward_replicas > 1).any():
+        return result
+    is_forward, is_weight = (actions.kind == KINDS.index(kind) for kind in "FW")
+    for at, replicas in ((is_forward, forward_replicas), (~(is_forward | is_weight), backward_replicas)):
+        result[at] = replicas[actions.pack[at]] > 1
+    return result
+
+
+def num_before_sums(actions: ActionColumns, met: NDArray[np.bool_], end_s: NDArray[np.number]) -> NDArray[np.int64]:
+    """Return how many of its actions each pipeline rank of a replica runs before it may reduce gradients: those that
+    end before the last of `met`, in which it meets others, has ended; int64[R]. `end_s` may be on any scale that all
+    members of a block and all ranks have in common."""
+    if not met.any():
+        return np.zeros(actions.num_ranks, np.int64)
+    rows = (end_s[actions.of_rank(rank)] for rank in range(actions.num_ranks))
+    return np.array([np.searchsorted(row, end_s[met].max(), side="right") for row in rows], np.int64)

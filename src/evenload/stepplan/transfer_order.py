@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from evenload.errors import InvalidPlanError
 from evenload.schedule.simulate import simulate
+from evenload.schedule.step_collectives import meetings, num_before_sums
 from evenload.stepplan.resimulation import timed_tasks
 from evenload.types.document import ReplicaBlock
 from evenload.types.layout import (
@@ -117,7 +118,10 @@ def transfer_order(plan: StepPlan, dp_rank: int, pp_rank: int, channels: Channel
     """Return what a pipeline rank posts and waits for before each of its actions."""
     if channels == "fifo":
         return queued_order(plan, dp_rank, pp_rank)
-    return TransferOrder(None, freed_sends(plan, dp_rank, pp_rank))
+    actions = action_columns(plan.schedules[dp_rank])
+    end_s = simulate(timed_tasks(plan, dp_rank), actions).end_s
+    before_sums = num_before_sums(actions, _meetings(plan, dp_rank, actions), end_s)
+    return TransferOrder(None, freed_sends(plan, dp_rank, pp_rank), int(before_sums[pp_rank]))
 
 
 def queued_order(plan: StepPlan, dp_rank: int, pp_rank: int) -> TransferOrder:
@@ -139,7 +143,18 @@ def queued_order(plan: StepPlan, dp_rank: int, pp_rank: int) -> TransferOrder:
     due.sort()
     stops = np.searchsorted([place for place, _ in due], own).tolist()
     receives = [tuple(receive for _, receive in due[lo:hi]) for lo, hi in itertools.pairwise([0, *stops])]
-    return TransferOrder(tuple(receives), freed_before(over, own))
+    before_sums = num_before_sums(actions, _meetings(plan, dp_rank, actions), places)
+    return TransferOrder(tuple(receives), freed_before(over, own), int(before_sums[pp_rank]))
+
+
+def _meetings(plan: StepPlan, dp_rank: int, actions: ActionColumns) -> NDArray[np.bool_]:
+    """Choose the actions in which a replica meets others; bool[n]."""
+    packs = plan.pack_plans[dp_rank]
+    forward, backward = (
+        np.array([block_of(plan, dp_rank, pack).size for pack in listed], np.int64)
+        for listed in (packs.forward, packs.backward)
+    )
+    return meetings(actions, forward, backward)
 
 
 def action_places(plan: StepPlan, dp_rank: int) -> NDArray[np.int64]:

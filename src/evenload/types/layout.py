@@ -356,10 +356,11 @@ FreedSends = tuple[tuple[tuple[Channel, int], ...], ...]
 @dataclass(frozen=True, eq=False)
 class TransferOrder:
     """One rank's receives to post, in this order (None = every channel posts its own early), and sends to free before
-    each of its actions."""
+    each of its actions; and how many actions it runs before it may sum gradients (`schedule.step_collectives`)."""
 
     receives: tuple[tuple[Receive, ...], ...] | None
     frees: FreedSends
+    num_before_sums: int
 
 
 def channel_mode(choice: ChannelChoice, device: DeviceKind, layouts: Iterable[ParallelLayout]) -> ChannelMode:
