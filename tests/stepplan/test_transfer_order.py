@@ -165,21 +165,24 @@ def test_replicas_that_share_packs_do_not_deadlock(monkeypatch, lag):
     sizes=st.sampled_from([(1, 1), (2, 1), (3, 1), (2, 2), (2, 3), (3, 2)]),
     split=st.booleans(),
     ahead=st.booleans(),
+    own=st.sampled_from([1.0, 0.5, 0.1]),
 )
-def test_sums_behind_shared_packs_do_not_deadlock(seed, dp, sizes, split, ahead):
-    """Groups of several sizes, own packs in the gaps of shared ones: ranks meet in packs and in sums, whatever waits
-    for whatever."""
-    plan = phased_plan(seed, dp=dp, pp=sizes[0], virtual=sizes[1], split=split, ahead=ahead)
+def test_sums_behind_shared_packs_do_not_deadlock(seed, dp, sizes, split, ahead, own):
+    """Groups of several sizes, all or some of whose members have packs of their own, in the gaps of shared ones: ranks
+    meet in packs and in sums, whatever waits for whatever."""
+    plan = phased_plan(seed, dp=dp, pp=sizes[0], virtual=sizes[1], split=split, ahead=ahead, own=own)
     validate_plan(plan)
     events = plan_events(plan, sums="downwards")
     assert not stuck_ranks(events, one_queue=True)
     assert not stuck_ranks(events, one_queue=False)
 
 
-@pytest.mark.parametrize(("seed", "pp", "virtual"), [(8, 2, 2), (9, 2, 2), (10, 3, 1), (14, 3, 1), (14, 3, 2)])
-def test_sums_among_shared_packs_do_deadlock(seed, pp, virtual):
+@pytest.mark.parametrize(
+    ("seed", "pp", "virtual", "own"), [(8, 2, 2, 1.0), (10, 3, 1, 1.0), (14, 3, 2, 1.0), (1, 1, 1, 0.5), (1, 3, 1, 0.5)]
+)
+def test_sums_among_shared_packs_do_deadlock(seed, pp, virtual, own):
     """Else the test above would say nothing: here a rank waits in a sum, and others for it in a pack."""
-    plan = phased_plan(seed, dp=4, pp=pp, virtual=virtual)
+    plan = phased_plan(seed, dp=4, pp=pp, virtual=virtual, own=own)
     assert stuck_ranks(plan_events(plan, sums="at once"), one_queue=True)
     assert not stuck_ranks(plan_events(plan, sums="downwards"), one_queue=True)
 

@@ -75,9 +75,18 @@ def with_context(plan: StepPlan, *, cp: int, rule: str) -> StepPlan:
 
 
 def merged_plan(
-    seed: int, *, dp: int, pp: int = 1, cp: int = 1, tp: int = 1, rule: str = "per_document", num_layers: int = 4
+    seed: int,
+    *,
+    dp: int,
+    pp: int = 1,
+    cp: int = 1,
+    tp: int = 1,
+    rule: str = "per_document",
+    num_layers: int = 4,
+    own: float = 1.0,
 ) -> StepPlan:
-    """Documents of every aligned block of replicas, larger blocks first, then every replica's own, phase by phase."""
+    """Documents of every aligned block of replicas, larger blocks first, then every replica's own, phase by phase; the
+    share `own` of replicas has such."""
     rng = random.Random(seed)
     layout = even_layout(num_layers, dp=dp, cp=cp, pp=pp, tp=tp)
     lengths: dict[int, int] = {}
@@ -86,7 +95,8 @@ def merged_plan(
     for size in reversed(sizes):
         for first in range(0, dp, size):
             low = 0 if 1 < size < dp else 1
-            new = {len(lengths) + i: rng.randint(1, 60 if size > 1 else 25) for i in range(rng.randint(low, 2))}
+            count = rng.randint(low, 2) if size > 1 or own == 1 or rng.random() < own else 0
+            new = {len(lengths) + i: rng.randint(1, 60 if size > 1 else 25) for i in range(count)}
             lengths |= new
             owner = {doc: rng.randrange(-1, size * cp) for doc in new}
             sides = [
@@ -156,11 +166,19 @@ def one_after_the_other(phases: list[tuple[PackPlan, Schedule]], pp: int) -> Sch
 
 
 def phased_plan(
-    seed: int, *, dp: int, pp: int, virtual: int = 1, split: bool = False, ahead: bool = True, num_layers: int = 12
+    seed: int,
+    *,
+    dp: int,
+    pp: int,
+    virtual: int = 1,
+    split: bool = False,
+    ahead: bool = True,
+    num_layers: int = 12,
+    own: float = 1.0,
 ) -> StepPlan:
     """The packs of `merged_plan` with random seconds, every phase under the list schedule, later ones in the gaps of
     earlier ones (`run_ahead`) or after them."""
-    merged = merged_plan(seed, dp=dp, num_layers=num_layers)
+    merged = merged_plan(seed, dp=dp, num_layers=num_layers, own=own)
     layout = even_layout(num_layers, dp=dp, pp=pp, virtual=virtual)
     plan = msgspec.structs.replace(
         merged, layout=layout, times=tuple(_times(one, layout, seed, split) for one in merged.pack_plans)

@@ -75,6 +75,8 @@ def rank_events(plan: StepPlan, rank: Rank, sums: str) -> list[Event]:
         complete |= set() if sums == "behind" else set(completing.get(at, ()))
         if at >= before_sums:
             sum_complete()
+            if action.kind != "W":  # sums stand between layers, in which members meet again
+                events.append(Event("meet", ("rest", *names[pp_rank, at])))
         if action.kind != "W" and 0 <= action.stage + step < num_stages and ranks[action.stage + step] != pp_rank:
             channel = kind, action.stage + step
             transfer = Transfer(rank, (dp_rank, ranks[channel[1]]), channel, action.pack)

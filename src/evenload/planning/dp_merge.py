@@ -6,16 +6,16 @@ other (2, 4, 8, ...) for which its time on each of them is at most `threshold` o
 document takes the block whose fullest member has the least work; the others then go longest first to the least loaded
 replica. Where memory binds, documents that a pipeline cannot hold one a stage of are shared, too (`long_merges`).
 
-Every replica runs the documents of its largest group first, then of the next smaller one, then its own (the printed rule
-has no order, and hangs). A phase does not wait until the one before has drained the pipeline: its packs run in the gaps
-that this one leaves, each behind the last earlier one of its stage and direction, and delay none of it
+Every replica runs the documents of its largest group first, then of the next smaller one, then its own (the printed
+rule has no order, and hangs). A phase does not wait until the one before has drained the pipeline: its packs run in the
+gaps that this one leaves, each behind the last earlier one of its stage and direction, and delay none of it
 (`planning.cp_sharding.run_ahead`).
 
-No two replicas wait for each other in a circle. A phase is ordered behind those of larger groups alone, which all members
-of its own group have in common, so a shared action has the same predicted times on all members. Of all actions that have
-not run, take the one that is predicted to end first (of equal ones, the first that no other of them feeds). What it waits
-for, the action before it on any rank that takes part and the neighbouring stage's, is predicted to end earlier, so it has
-run; so this one runs, whatever the real durations.
+No two replicas wait for each other in a circle. A phase is ordered behind those of larger groups alone, which all
+members of its own group have in common, so a shared action has the same predicted times on all of them. Of all actions
+that have not run, take the one that is predicted to end first (of equal ones, the first that no other of them feeds).
+What it waits for, the action before it on any rank that takes part and the neighbouring stage's, is predicted to end
+earlier, so it has run; so this one runs, whatever the real durations.
 """
 
 import dataclasses

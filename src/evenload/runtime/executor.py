@@ -99,17 +99,10 @@ class Executor:
         nothing = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         return RankRun(nothing, functools.partial(_trace, [], self._clock), HeldBytes(), 0, ())
 
-    def run(
-        self,
-        step: RankStep,
-        on_final: OnFinal = ignore_unit,
-        weights: WeightGathers | None = None,
-        *,
-        in_backward: bool = False,
-    ) -> RankRun:
+    def run(self, step: RankStep, on_final: OnFinal = ignore_unit, weights: WeightGathers | None = None) -> RankRun:
         """Run this rank's actions of a step and add gradients to `main_grad`. `on_final` is called with every unit
-        whose gradients are complete, when `step.order` allows sums or, `in_backward`, at once; `weights` may still be
-        gathered, and are complete on return."""
+        whose gradients are complete, once `step.order` allows sums; `weights` may still be gathered, and are complete
+        on return."""
         plan, mine = step.plan, step.packs
         packs = plan.pack_plans[self._mesh.dp_rank]
         actions = plan.schedules[self._mesh.dp_rank].ranks[self._mesh.pp_rank]
@@ -122,8 +115,7 @@ class Executor:
         rows: list[_Row] = []
         heads: list[HeadOutput] = []
         loss = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
-        # In backward all replicas have one pack, and those that share it come to every sum in it together.
-        before_sums = 0 if in_backward else step.order.num_before_sums
+        before_sums = step.order.num_before_sums
         completing = completing_actions(((action.kind, action.stage) for action in actions), before_sums)
         self._clock.start()
         for at, action in enumerate(actions):

@@ -101,9 +101,7 @@ class RankState:
             self.optimizer.begin_step()
             reduction = UpdatesInBackward(buffers, mesh, partial(self.optimizer.update_unit, rate=rate))
         with closing(reduction) as sums:
-            run = self.executor.idle()
-            if step is not None:
-                run = self.executor.run(step, sums.release, gathers, in_backward=self.updates_in_backward)
+            run = self.executor.idle() if step is None else self.executor.run(step, sums.release, gathers)
             gathers.finish()  # in a layout in which the rank is idle, too
             with mesh.watch.waiting("the sum of gradients", self._replicas):
                 shards = sums.finish()
