@@ -17,6 +17,7 @@ from evenload.cost.coefficients import OverlapCost
 from evenload.runtime.comm.mesh import create_meshes
 from evenload.runtime.optim.data_parallel import GradientReduction
 from evenload.runtime.step_source import prepare_step
+from evenload.stepplan.validate import validate_plan
 from evenload.types.plan import decode_plan, encode_plan
 from gloo_pool import TIMEOUT_S
 from matrix import Row
@@ -151,6 +152,17 @@ def test_groups_of_several_sizes_sum_beside_what_replicas_run_alone(gloo_pool, d
             assert reported.early == len(reported.order) > 0
     channels = "directed" if virtual == 1 else "fifo"
     assert_plans_equal_plain(gloo_pool, plans, changes={"num_hidden_layers": 4}, channels=channels)
+
+
+@pytest.mark.parametrize("blocks", [[(0, 3)], [(0, 2), (2, 1)]], ids=str)
+def test_groups_that_do_not_divide_the_replicas_equal_plain_training(gloo_pool, blocks):
+    """Three of four replicas, two of three; the other one never meets them but in sums."""
+    dp = 1 + blocks[0][1]
+    plans = [phased_plan(seed, dp=dp, pp=1, num_layers=2, blocks=blocks, own=0.5) for seed in sweep(range(4), 2)]
+    for plan in plans:
+        validate_plan(plan)
+        assert {s.cp for packs in plan.pack_plans for pack in packs.forward for s in pack.slices} >= {blocks[0][1]}
+    assert_plans_equal_plain(gloo_pool, plans, changes={"num_hidden_layers": 2})
 
 
 class Trained(NamedTuple):

@@ -14,7 +14,7 @@ from context_plans import phased_plan
 from cost_samples import sample_coefficients, sample_model
 from evenload.errors import InvalidPlanError, ScheduleDeadlockError
 from evenload.planning.cp_sharding import repriced_choices
-from evenload.planning.dp_merge import merge_documents
+from evenload.planning.dp_merge import merge_documents, unequal_merge
 from evenload.planning.planner import Proposal, StepPlanner, StepRequest
 from evenload.planning.problem import PlanOptions
 from evenload.planning.search import search_merged
@@ -78,18 +78,55 @@ def test_groups_by_hand() -> None:
     assert [group.tolist() for group in merge.own] == [[4], [5], [2, 7], [3, 6]]
 
 
+def test_groups_of_any_size_by_hand() -> None:
+    """Five replicas, mean work 100: 190 needs two of them, and so does 170; 60 and 80 are left to the fifth and to what
+    remains. Of three groups of two the third finds no place, whatever the share: until 150 runs alone."""
+    problem = planner(dp=5)._problem(0, documents([1, 2, 3, 4]))
+
+    def merged(work_s: list[float]):
+        object.__setattr__(problem, "document_s", np.array(work_s))
+        problem.costs.document_seconds = (  # type: ignore[method-assign]
+            lambda tokens, policy=None, ranks=1: np.array(work_s)[tokens - 1] / ranks
+        )
+        merge = unequal_merge(problem)
+        assert merge is not None
+        return {block: group.tolist() for block, group in merge.blocks.items()}, [g.tolist() for g in merge.own]
+
+    assert merged([190.0, 170.0, 80.0, 60.0]) == ({(0, 2): [0], (2, 2): [1]}, [[], [], [], [], [2, 3]])
+    assert merged([160.0, 155.0, 150.0, 35.0])[0] == {(0, 2): [0], (2, 2): [1]}
+    assert merged([290.0, 110.0, 60.0, 40.0])[0] == {(0, 3): [0]}
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 900), min_size=1, max_size=30), st.integers(2, 16))
+def test_groups_of_any_size_lie_side_by_side(lengths, dp) -> None:
+    """Every document once, every replica in one group at most, groups that the layout has."""
+    problem = planner(dp=dp)._problem(0, documents(lengths))
+    merge = unequal_merge(problem)
+    if merge is None:
+        return
+    members = [replica for block in merge.blocks for replica in block.replicas]
+    assert len(set(members)) == len(members)
+    assert set(members) <= set(range(dp))
+    assert all(block.first % block.size == 0 for block in merge.blocks)
+    assert {block.size for block in merge.blocks} <= set(problem.layout.block_sizes)
+    placed = np.concatenate([*merge.blocks.values(), *merge.own])
+    assert sorted(placed.tolist()) == list(range(len(lengths)))
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.integers(1, 60), min_size=1, max_size=30),
     st.lists(st.integers(200, 900), min_size=1, max_size=5),
-    st.sampled_from([2, 4, 6, 8]),
+    st.sampled_from([2, 4, 5, 6, 7, 8]),
     st.sampled_from([1, 3]),
+    st.sampled_from([merge_documents, unequal_merge]),
 )
-def test_members_meet_at_every_shared_pack_at_the_same_time(short, long, dp, pp) -> None:
+def test_members_meet_at_every_shared_pack_at_the_same_time(short, long, dp, pp, merged) -> None:
     """The simulator runs replicas apart; were members out of step, a real collective would wait or hang."""
     step = planner(dp=dp, pp=pp)
     problem = step._problem(0, documents([*short, *long]))
-    merge = merge_documents(problem)
+    merge = merged(problem)
     if merge is None:
         return
     result = search_merged(problem, merge, slimpack_rules(problem), 0.9)
@@ -122,7 +159,7 @@ def test_members_meet_at_every_shared_pack_at_the_same_time(short, long, dp, pp)
 @settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
-    dp=st.sampled_from([2, 4, 6, 8]),
+    dp=st.sampled_from([2, 4, 6, 7, 8]),
     sizes=st.sampled_from([(1, 1), (2, 1), (3, 1), (4, 1), (2, 2), (3, 2)]),
     split=st.booleans(),
     ahead=st.booleans(),
@@ -130,7 +167,8 @@ def test_members_meet_at_every_shared_pack_at_the_same_time(short, long, dp, pp)
 def test_nobody_waits_in_a_circle(seed, dp, sizes, split, ahead) -> None:
     """Members run a shared pack together, groups of several sizes in turn, with phases in each other's gaps or not;
     also where a pack takes another time than predicted, because nothing here looks at times."""
-    plan = phased_plan(seed, dp=dp, pp=sizes[0], virtual=sizes[1], split=split, ahead=ahead)
+    blocks = {7: [(0, 5), (5, 1)], 8: [(0, 3), (3, 3), (6, 2)]}.get(dp, [])
+    plan = phased_plan(seed, dp=dp, pp=sizes[0], virtual=sizes[1], split=split, ahead=ahead, blocks=blocks)
     validate_plan(plan)
     assert not waiting_ranks(plan)
 
@@ -233,10 +271,10 @@ def test_a_member_without_the_document_is_named() -> None:
 def test_a_group_that_is_no_aligned_block_is_named() -> None:
     plan = merged_plan()
     packs = plan.pack_plans[0]
-    piece = replace(packs.forward[0].slices[0], cp=3)
+    piece = replace(packs.forward[0].slices[0], cp=5)
     changed = replace(packs.forward[0], slices=(piece,))
     text = _offence(_with_replica(plan, 0, forward=(changed, *packs.forward[1:])))
-    assert "3 replicas share it, which does not divide dp=4 into equal blocks" in text
+    assert "5 replicas share it, from 0 on, which are no block of dp=4" in text
 
 
 LINK = LinkSpec(bandwidth_bytes_per_s=1e6, latency_s=1e-4)

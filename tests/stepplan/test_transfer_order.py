@@ -161,7 +161,7 @@ def test_replicas_that_share_packs_do_not_deadlock(monkeypatch, lag):
 @settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
-    dp=st.sampled_from([2, 4, 6, 8]),
+    dp=st.sampled_from([2, 4, 5, 6, 8]),
     sizes=st.sampled_from([(1, 1), (2, 1), (3, 1), (2, 2), (2, 3), (3, 2)]),
     split=st.booleans(),
     ahead=st.booleans(),
@@ -170,7 +170,9 @@ def test_replicas_that_share_packs_do_not_deadlock(monkeypatch, lag):
 def test_sums_behind_shared_packs_do_not_deadlock(seed, dp, sizes, split, ahead, own):
     """Groups of several sizes, all or some of whose members have packs of their own, in the gaps of shared ones: ranks
     meet in packs and in sums, whatever waits for whatever."""
-    plan = phased_plan(seed, dp=dp, pp=sizes[0], virtual=sizes[1], split=split, ahead=ahead, own=own)
+    blocks = {5: [(0, 2), (2, 2)], 8: [(0, 3), (3, 3), (6, 2)]}.get(dp, [])
+    shape = {"dp": dp, "pp": sizes[0], "virtual": sizes[1], "blocks": blocks}
+    plan = phased_plan(seed, **shape, split=split, ahead=ahead, own=own)
     validate_plan(plan)
     events = plan_events(plan, sums="downwards")
     assert not stuck_ranks(events, one_queue=True)

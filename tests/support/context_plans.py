@@ -1,6 +1,7 @@
 """Random plans whose packs several ranks share: static context parallelism, DACP and DP-Merge."""
 
 import random
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -84,17 +85,24 @@ def merged_plan(
     rule: str = "per_document",
     num_layers: int = 4,
     own: float = 1.0,
+    blocks: Sequence[tuple[int, int]] = (),
 ) -> StepPlan:
-    """Documents of every aligned block of replicas, larger blocks first, then every replica's own, phase by phase; the
-    share `own` of replicas has such."""
+    """Documents of every block of replicas, larger blocks first, then every replica's own, phase by phase.
+
+    Args:
+        own: share of replicas that have own ones.
+        blocks: (first, size) of all; () = as many nested ones as there can be.
+    """
     rng = random.Random(seed)
     layout = even_layout(num_layers, dp=dp, cp=cp, pp=pp, tp=tp)
     lengths: dict[int, int] = {}
     phases: dict[tuple[int, int], tuple[PackPlan, Schedule]] = {}
-    sizes = [1, *nested_sizes(dp)]
+    sizes = sorted({1, *(size for _, size in blocks)} if blocks else {1, *nested_sizes(dp)})
     for size in reversed(sizes):
-        for first in range(0, dp, size):
-            low = 0 if 1 < size < dp else 1
+        for first in range(0, dp - size + 1, size):
+            if blocks and size > 1 and (first, size) not in blocks:
+                continue
+            low = 0 if 1 < size < dp and not blocks else 1
             count = rng.randint(low, 2) if size > 1 or own == 1 or rng.random() < own else 0
             new = {len(lengths) + i: rng.randint(1, 60 if size > 1 else 25) for i in range(count)}
             lengths |= new
@@ -109,7 +117,8 @@ def merged_plan(
             phases[first, size] = packs, random_schedule(rng, packs, pp)
     pack_plans, schedules = [], []
     for dp_rank in range(dp):
-        mine = [phases[dp_rank // size * size, size] for size in reversed(sizes)]
+        homes = [(dp_rank // size * size, size) for size in reversed(sizes)]
+        mine = [phases[block] for block in homes if block in phases]
         pack_plans.append(
             PackPlan(
                 dp_rank=dp_rank,
@@ -175,10 +184,11 @@ def phased_plan(
     ahead: bool = True,
     num_layers: int = 12,
     own: float = 1.0,
+    blocks: Sequence[tuple[int, int]] = (),
 ) -> StepPlan:
     """The packs of `merged_plan` with random seconds, every phase under the list schedule, later ones in the gaps of
     earlier ones (`run_ahead`) or after them."""
-    merged = merged_plan(seed, dp=dp, num_layers=num_layers, own=own)
+    merged = merged_plan(seed, dp=dp, num_layers=num_layers, own=own, blocks=blocks)
     layout = even_layout(num_layers, dp=dp, pp=pp, virtual=virtual)
     plan = msgspec.structs.replace(
         merged, layout=layout, times=tuple(_times(one, layout, seed, split) for one in merged.pack_plans)
@@ -214,6 +224,8 @@ def _times(packs: PackPlan, layout: ParallelLayout, seed: int, split: bool) -> P
 
 def _phase_by_phase(plan: StepPlan, dp_rank: int, *, ahead: bool, split: bool) -> ActionColumns:
     packs, tasks = plan.pack_plans[dp_rank], timed_tasks(plan, dp_rank)
+    if not packs.forward:
+        return ActionColumns.of_ranks([((), (), ())] * tasks.num_ranks)
     sizes = [np.array([block_of(plan, dp_rank, one).size for one in side]) for side in (packs.forward, packs.backward)]
     numbers = np.unique(-np.concatenate(sizes))
     phases = [np.searchsorted(numbers, -of_side) for of_side in sizes]

@@ -19,6 +19,8 @@ from evenload.types.base import Frozen, require_at_least_one
 from evenload.types.cluster import DeviceKind
 from evenload.types.text import counted
 
+MOST_ANY_SIZE = 8  # Replicas of which groups of any size are made, not only of sizes that divide them
+
 
 class ParallelLayout(Frozen):
     """Sizes of the parallel dimensions and the split of layers into stages.
@@ -156,8 +158,10 @@ class ParallelLayout(Frozen):
 
     @property
     def block_sizes(self) -> tuple[int, ...]:
-        """Return the sizes of groups that replicas can form, ascending: all divisors of dp but 1."""
-        return tuple(size for size in range(2, self.dp + 1) if self.dp % size == 0)
+        """Return the sizes of groups that replicas can form, ascending: all divisors of dp but 1, and every other size
+        where these are few, because each takes process groups on every rank."""
+        is_small = self.dp <= MOST_ANY_SIZE
+        return tuple(size for size in range(2, self.dp + 1) if is_small or self.dp % size == 0)
 
     @property
     def num_stages(self) -> int:

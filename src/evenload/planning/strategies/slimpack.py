@@ -31,7 +31,14 @@ from evenload.planning.candidates import (
     score,
     trial_under,
 )
-from evenload.planning.dp_merge import Merge, long_merges, merge_above_printed, merge_documents, other_merges
+from evenload.planning.dp_merge import (
+    Merge,
+    long_merges,
+    merge_above_printed,
+    merge_documents,
+    other_merges,
+    unequal_merge,
+)
 from evenload.planning.packing import assign_replicas, pack_counts
 from evenload.planning.problem import CHOOSE, PlanOptions, StepProblem, StrategyOptions
 from evenload.planning.search import (
@@ -228,9 +235,12 @@ def search_with_merging(problem: StepProblem, rules: SearchRules) -> SearchResul
     rated = sorted(zip(rate_merges(problem, others, rules), range(len(others)), strict=True))
     score_key = None if best is None else best.score_key()[:2]
     keys = [((excess, PROMISING * seconds), at) for (excess, seconds), at in rated]
-    promising = [others[at] for key, at in keys if score_key is None or key < score_key]
+    promising = [others[at] for key, at in keys if score_key is None or key < score_key][:MOST_MERGES]
+    if (unequal := unequal_merge(problem)) is not None:
+        ((excess, seconds),) = rate_merges(problem, [unequal], rules)
+        promising += [unequal] * (score_key is None or (excess, PROMISING * seconds) < score_key)
     # Documents move only in the best of them: that takes as many trials as a search, and gains little.
-    tried = _search_merges(problem, promising[:MOST_MERGES], replace(rules, even_out=False), apart)
+    tried = _search_merges(problem, promising, replace(rules, even_out=False), apart)
     result = _better(None, tried)
     if result and rules.even_out:
         even_out(result)
