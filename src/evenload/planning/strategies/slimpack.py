@@ -31,6 +31,7 @@ from evenload.planning.candidates import (
     score,
     trial_under,
 )
+from evenload.planning.cp_sharding import repriced_choices
 from evenload.planning.dp_merge import (
     Merge,
     long_merges,
@@ -131,8 +132,8 @@ def plan_slimpack(problems: Sequence[StepProblem]) -> Planned:
     if not steps:
         raise _no_packs(problems[0])
     if any(result.blocks for _, result in steps):
-        # What phases take together is known when they are joined; before that, only an upper bound.
-        planned = [(problem, result.choices()) for problem, result in steps]
+        # What phases take together, and ranks that share a document, is known as they will run; before that, a bound.
+        planned = [(problem, repriced_choices(problem, result.choices())) for problem, result in steps]
         return min(planned, key=lambda one: worst_score(one[1]))
     problem, result = min(steps, key=lambda step: step[1].score_key()[:2])
     return problem, result.choices()
@@ -235,16 +236,30 @@ def search_with_merging(problem: StepProblem, rules: SearchRules) -> SearchResul
     rated = sorted(zip(rate_merges(problem, others, rules), range(len(others)), strict=True))
     score_key = None if best is None else best.score_key()[:2]
     keys = [((excess, PROMISING * seconds), at) for (excess, seconds), at in rated]
-    promising = [others[at] for key, at in keys if score_key is None or key < score_key][:MOST_MERGES]
-    if (unequal := unequal_merge(problem)) is not None:
-        ((excess, seconds),) = rate_merges(problem, [unequal], rules)
-        promising += [unequal] * (score_key is None or (excess, PROMISING * seconds) < score_key)
+    promising = [others[at] for key, at in keys if score_key is None or key < score_key]
     # Documents move only in the best of them: that takes as many trials as a search, and gains little.
-    tried = _search_merges(problem, promising, replace(rules, even_out=False), apart)
+    tried = _search_merges(problem, promising[:MOST_MERGES], replace(rules, even_out=False), apart)
     result = _better(None, tried)
     if result and rules.even_out:
         even_out(result)
-    return _better(best, [result])
+    return _or_unequal(problem, rules, apart, _better(best, [result]))
+
+
+def _or_unequal(
+    problem: StepProblem, rules: SearchRules, apart: SearchResult | None, best: SearchResult | None
+) -> SearchResult | None:
+    """Return groups of unequal sizes where they are faster as they will run: how well so many ranks share a document
+    and how well phases fill each other's gaps is not known before."""
+    merge = unequal_merge(problem)
+    if merge is None or best is None:
+        return best
+    excess, seconds = rate_merges(problem, [merge], rules)[0]
+    if (excess, PROMISING * seconds) >= best.score_key()[:2]:
+        return best
+    (other,) = _search_merges(problem, [merge], rules, apart)
+    if other is None or other.score_key() >= best.score_key():
+        return best
+    return min((best, other), key=lambda one: worst_score(repriced_choices(problem, one.choices())))
 
 
 def _search_merges(
