@@ -9,18 +9,13 @@ step has 32 documents; one has 20 times the mean tokens of the 32.
 
 Both train the same batches in turn, under the same costs; figures are medians over steps after the first.
 
-    groups   simulated, llama-7b on H100 within 80 GB: step time of slimpack with groups of sizes that divide the
-             replicas over that with groups of any size, too; 2 and 8 documents a replica, four tables, two batches each
-
-    python benchmarks/dp_merge.py [--quick] [--append] [--part dp_merge|groups]
+    python benchmarks/dp_merge.py [--quick] [--append]
 """
 
-import itertools
 import statistics
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from unittest import mock
 
 import msgspec
 import numpy as np
@@ -29,21 +24,16 @@ import torch
 from cpu_ranks import cpu_rank, leave, llama, spawn_ranks, write_run
 from evenload.calibrate.calibrate import calibrate
 from evenload.config.train_config import layout_of, load_train_config
-from evenload.planning.problem import PlanOptions
-from evenload.planning.strategies import slimpack
 from evenload.runtime.comm.mesh import create_meshes
 from evenload.runtime.model.model_config import model_spec
 from evenload.runtime.step_metrics import StepReport
 from evenload.runtime.trainer import Trainer
 from harness import Row, median_ratio, run
-from setups import batch_of, planner_for
 
 DP, DOCUMENTS, TIMES_THE_MEAN = 2, 32, 20
 SHORT_TOKENS, QUICK_SHORT_TOKENS = 48, 12
 STEPS, QUICK_STEPS = 6, 2
 MEMORY_BYTES = 2**34
-GROUPED, TP = (3, 4, 5, 6, 7, 8), 8
-GROUP_TABLES = {"github_dirs": 131_072, "commoncrawl_like": 262_144, "books": 131_072, "stdlib": 65_536}
 
 
 def step_lengths(short_tokens: int, seed: int) -> np.ndarray:
@@ -113,29 +103,7 @@ def measure(quick: bool) -> Iterator[Row]:
         yield Row("dp_merge", f"{case}: merged", f"speed-up, {how}", faster, "x", "apart")
 
 
-def step_seconds(dp: int, pp: int, table: str, context: int, count: int, seed: int) -> float:
-    """Of a step of this many documents, predicted."""
-    options = PlanOptions(max_pack_tokens=context, policy="choose", dp_merge=True)
-    planner = planner_for("llama-7b", f"h100x{dp * pp * TP}", {"dp": dp, "pp": pp, "tp": TP}, options)
-    return planner.propose(0, batch_of(table, count, context, seed), "slimpack").plan.predicted.step_time_s
-
-
-def compare_groups(quick: bool) -> Iterator[Row]:
-    """By number of replicas: the geometric mean of all cells, and the best and the worst."""
-    batches = list(itertools.product((1, 4), GROUP_TABLES.items(), (2, 8), range(2)))[: 2 if quick else None]
-    for dp in GROUPED[: 1 if quick else None]:
-        faster = []
-        for pp, (table, context), of_replica, seed in batches:
-            cell = dp, pp, table, context, dp * of_replica, seed
-            with mock.patch.object(slimpack, "unequal_merge", return_value=None):
-                equal_s = step_seconds(*cell)
-            faster.append(equal_s / step_seconds(*cell))
-        case = f"dp {dp}, {len(batches)} cells, llama-7b, slimpack, simulated: groups of any size"
-        for name, value in (("mean", statistics.geometric_mean(faster)), ("most", max(faster)), ("least", min(faster))):
-            yield Row("dp_merge_groups", case, f"speed-up, {name}", value, "x", "of sizes that divide the replicas")
-
-
-PARTS = {"dp_merge": measure, "groups": compare_groups}
+PARTS = {"dp_merge": measure}
 
 if __name__ == "__main__":
     run(PARTS)

@@ -160,8 +160,12 @@ class ParallelLayout(Frozen):
     def block_sizes(self) -> tuple[int, ...]:
         """Return the sizes of groups that replicas can form, ascending: all divisors of dp but 1, and every other size
         where these are few, because each takes process groups on every rank."""
-        is_small = self.dp <= MOST_ANY_SIZE
-        return tuple(size for size in range(2, self.dp + 1) if is_small or self.dp % size == 0)
+        return tuple(size for size in range(2, self.dp + 1) if self.has_blocks_of_any_size or self.dp % size == 0)
+
+    @property
+    def has_blocks_of_any_size(self) -> bool:
+        """Whether replicas can form groups of sizes that do not divide them."""
+        return self.dp <= MOST_ANY_SIZE
 
     @property
     def num_stages(self) -> int:

@@ -132,8 +132,11 @@ def plan_slimpack(problems: Sequence[StepProblem]) -> Planned:
     if not steps:
         raise _no_packs(problems[0])
     if any(result.blocks for _, result in steps):
-        # What phases take together, and ranks that share a document, is known as they will run; before that, a bound.
-        planned = [(problem, repriced_choices(problem, result.choices())) for problem, result in steps]
+        # What phases take together is known when they are joined; before that, only an upper bound.
+        planned = [(problem, result.choices()) for problem, result in steps]
+        if any(result.has_unequal_blocks for _, result in steps):
+            # How well such ranks share a document is known as they will run.
+            planned = [(problem, repriced_choices(problem, choices)) for problem, choices in planned]
         return min(planned, key=lambda one: worst_score(one[1]))
     problem, result = min(steps, key=lambda step: step[1].score_key()[:2])
     return problem, result.choices()
@@ -250,11 +253,11 @@ def _or_unequal(
 ) -> SearchResult | None:
     """Return groups of unequal sizes where they are faster as they will run: how well so many ranks share a document
     and how well phases fill each other's gaps is not known before."""
-    merge = unequal_merge(problem)
-    if merge is None or best is None:
+    if best is None or not problem.layout.has_blocks_of_any_size or (merge := unequal_merge(problem)) is None:
         return best
     excess, seconds = rate_merges(problem, [merge], rules)[0]
-    if (excess, PROMISING * seconds) >= best.score_key()[:2]:
+    # The estimate is a bound, so it has to be clearly better.
+    if (excess, seconds / PROMISING) >= best.score_key()[:2]:
         return best
     (other,) = _search_merges(problem, [merge], rules, apart)
     if other is None or other.score_key() >= best.score_key():
