@@ -461,7 +461,8 @@ BLOCKS: Mapping[Path, Mapping[str, Callable[[], str]]] = {
         "wlb": wlb, "documents that wait": waiting, "WLB contexts": contexts, "WLB solver": solver,
         "skrull": skrull, "skrull's steps": skrull_steps, "skrull's sizes": skrull_sizes,
         "flexpipe": flexpipe, "FlexPipe layouts": flexpipe_layouts, "times of HBSA": hbsa, "ideas that pay": ideas,
-        "gaps to exact solutions": gaps, "groups of any size": group_sizes, "packers": packers, "training": training_rates,
+        "gaps to exact solutions": gaps, "groups of any size": group_sizes,
+        "packers": packers, "training": training_rates,
     },
     ENGINES: {
         "steps of engines": engine_steps, "prices of engines": engine_prices,
