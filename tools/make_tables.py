@@ -261,6 +261,9 @@ def ideas() -> str:
     return table(("change to the base", *heads), lines) + source(rows, "ablation")
 
 
+GROUP_FIGURES = ("mean", "most", "least")
+
+
 def gaps() -> str:
     """Heuristics against optima, over all tables of lengths and numbers of documents."""
     rows = newest("exact_gaps")
@@ -282,6 +285,16 @@ def gaps() -> str:
         lines.append((*key, f"{sum(proved)} / {drawn}", f"{mean:.3%}", f"{largest:.1%}", f"{optimal:.0%}"))
     heads = ("problem", "heuristic", "proved / drawn", "mean gap", "largest gap", "share optimal")
     return table(heads, lines) + source(rows, "exact_gaps")
+
+
+def group_sizes() -> str:
+    """Groups of any size that share documents, by number of replicas."""
+    rows = newest("group_sizes")
+    lines = [
+        (case.split(",")[0].removeprefix("dp "), *(f"{own.value(f'speed-up, {name}'):.2f}×" for name in GROUP_FIGURES))
+        for case, own in rows.by_case().items()
+    ]
+    return table(("replicas", *GROUP_FIGURES), lines) + source(rows, "group_sizes")
 
 
 # The loader
@@ -456,7 +469,8 @@ BLOCKS: Mapping[Path, Mapping[str, Callable[[], str]]] = {
         "convergence": convergence,
         "skrull": skrull, "skrull's steps": skrull_steps, "skrull's sizes": skrull_sizes,
         "flexpipe": flexpipe, "FlexPipe layouts": flexpipe_layouts, "times of HBSA": hbsa, "ideas that pay": ideas,
-        "gaps to exact solutions": gaps, "packers": packers, "training": training_rates,
+        "gaps to exact solutions": gaps, "groups of any size": group_sizes,
+        "packers": packers, "training": training_rates,
     },
     ENGINES: {
         "steps of engines": engine_steps, "prices of engines": engine_prices,

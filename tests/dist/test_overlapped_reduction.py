@@ -1,16 +1,23 @@
 """Gradients summed beside packs: only what is complete, in one order, equal to the bit."""
 
+import math
 from contextlib import closing
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
+from context_plans import phased_plan
 from dist_cases import RankUnderTest
+from dist_equality import assert_plans_equal_plain
+from dist_training import STEEP_COSTS, make_trainer
+from evenload.cost.coefficients import OverlapCost
 from evenload.runtime.comm.mesh import create_meshes
 from evenload.runtime.optim.data_parallel import GradientReduction
 from evenload.runtime.step_source import prepare_step
+from evenload.stepplan.validate import validate_plan
 from evenload.types.plan import decode_plan, encode_plan
 from gloo_pool import TIMEOUT_S
 from matrix import Row
@@ -18,6 +25,7 @@ from matrix_plans import case_of, plan_of
 from plan_building import random_plan
 from reference_training import make_tokens
 from sweeps import sweep
+from training_cases import write_training_config
 
 
 class Told(NamedTuple):
@@ -81,6 +89,9 @@ ROW = Row("slimpack", "dp2", "1", "off", "replay", "own", "qwen2, tied", "none",
 ROWS = {
     "one stage": ROW,
     "shared documents": ROW._replace(dp_merge="on", sharding="per_document", exchange="all_gather"),
+    "shared documents in a pipeline": ROW._replace(
+        layout="pp2 dp2", dp_merge="on", sharding="per_document", exchange="all_gather"
+    ),
     "context ranks": ROW._replace(layout="cp2", sharding="per_sequence", exchange="all_gather"),
     "stages, tied ends": ROW._replace(layout="pp2 dp2"),
     "virtual stages": ROW._replace(layout="pp2 dp2", virtual="2"),
@@ -117,3 +128,77 @@ def test_replicas_may_do_what_they_like(gloo_pool, pp, dp, count):
             assert reported.changed == ()
             assert reported.equal
         assert all(len(set(orders[stage * dp : (stage + 1) * dp])) == 1 for stage in range(pp))
+
+
+@pytest.mark.parametrize(
+    ("dp", "pp", "virtual", "split"), [(4, 1, 1, False), (4, 1, 1, True), (2, 2, 1, False), (2, 2, 2, False)]
+)
+def test_groups_of_several_sizes_sum_beside_what_replicas_run_alone(gloo_pool, dp, pp, virtual, split):
+    """Replicas leave their groups at different times, with different packs of their own; gradients are complete in
+    other packs on each. Equal to sums after all packs to the bit, and to plain training."""
+    shape = {"dp": dp, "pp": pp, "virtual": virtual, "split": split, "num_layers": 4}
+    plans = [phased_plan(seed, **shape, own=1 - 0.5 * (seed % 2)) for seed in sweep(range(20, 28), 3)]
+    sizes = {pack.slices[0].cp for plan in plans for packs in plan.pack_plans for pack in packs.backward}
+    assert len(sizes) > 1 + (dp > 2)
+    for plan in plans:
+        batch = make_tokens([document.num_tokens for document in plan.documents], 64, seed=1)
+        encoded = [encode_plan(plan)]
+        ranks = gloo_pool.run(pp * dp, run_with_output, encoded, batch, "llama", {"num_hidden_layers": 4})
+        orders = [ranks[rank][0].order for rank in range(pp * dp)]
+        assert all(len(set(orders[stage * dp : (stage + 1) * dp])) == 1 for stage in range(pp))
+        for (reported,) in ranks:
+            assert reported.changed == ()
+            assert reported.equal
+            assert reported.early == len(reported.order) > 0
+    channels = "directed" if virtual == 1 else "fifo"
+    assert_plans_equal_plain(gloo_pool, plans, changes={"num_hidden_layers": 4}, channels=channels)
+
+
+@pytest.mark.parametrize("blocks", [[(0, 3)], [(0, 2), (2, 1)]], ids=str)
+def test_groups_that_do_not_divide_the_replicas_equal_plain_training(gloo_pool, blocks):
+    """Three of four replicas, two of three; the other one never meets them but in sums."""
+    dp = 1 + blocks[0][1]
+    plans = [phased_plan(seed, dp=dp, pp=1, num_layers=2, blocks=blocks, own=0.5) for seed in sweep(range(4), 2)]
+    for plan in plans:
+        validate_plan(plan)
+        assert {s.cp for packs in plan.pack_plans for pack in packs.forward for s in pack.slices} >= {blocks[0][1]}
+    assert_plans_equal_plain(gloo_pool, plans, changes={"num_hidden_layers": 2})
+
+
+class Trained(NamedTuple):
+    """Of a run on one rank: what it ended with as bits, and of every step, on rank 0, whether replicas shared
+    documents, and seconds of sums that packs hid, measured and predicted."""
+
+    state: bytes
+    told: list[tuple[bool, float, float]]
+
+
+def train_and_tell(config_file: str, overrides: list[str], is_on: bool) -> Trained:
+    trainer, told = make_trainer(config_file, overrides), []
+    costs = msgspec.structs.replace(STEEP_COSTS, overlap=OverlapCost(), overlap_reduction=is_on)
+    for report in trainer.train(costs, 2**34):
+        if report is not None:
+            pieces = (piece for packs in report.plan.pack_plans for pack in packs.backward for piece in pack.slices)
+            hidden_s = report.row["reduction_hidden_s"], report.row["predicted_reduction_hidden_s"]
+            told.append((any(piece.cp > 1 for piece in pieces), *map(float, hidden_s)))  # type: ignore[arg-type]
+    state = b"".join(buffer.values.view(torch.uint8).numpy().tobytes() for buffer in trainer.state.buffers)
+    return Trained(state, told)
+
+
+@pytest.mark.parametrize("sizes", [{"dp": 2}, {"dp": 2, "pp": 2}], ids=str)
+def test_steps_that_share_documents_train_the_same_with_sums_beside_packs(gloo_pool, tmp_path, sizes):
+    """From the configuration to the row that a step writes."""
+    texts = [*(["x" * 20] * 11), "y" * 150] * 2
+    config_file = write_training_config(tmp_path, texts, num_layers=4)
+    fixed = [f"parallel.{name}={size}" for name, size in sizes.items()]
+    fixed += ["plan.strategy=slimpack", "plan.options.dp_merge=true", "data.batch_documents=12", "model.dtype=float64"]
+    fixed += ["data.max_document_tokens=256", "plan.options.max_pack_tokens=256", "train.steps=2"]
+    result = {}
+    for is_on in (False, True):
+        here = [*fixed, f"train.overlap_reduction={str(is_on).lower()}", f"train.output_dir={tmp_path}/{is_on}"]
+        result[is_on] = gloo_pool.run(math.prod(sizes.values()), train_and_tell, str(config_file), here, is_on)
+    assert [one.state for one in result[True]] == [one.state for one in result[False]]
+    assert all(predicted_s == 0 for _, _, predicted_s in result[False][0].told)
+    assert all(
+        is_shared and hidden_s > 0 and predicted_s > 0 for is_shared, hidden_s, predicted_s in result[True][0].told
+    )

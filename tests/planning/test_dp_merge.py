@@ -1,6 +1,7 @@
 """A document of twenty times the mean tokens on two and four replicas: no rank waits for it in the plan."""
 
 import functools
+import itertools
 
 import msgspec
 import numpy as np
@@ -9,20 +10,23 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import cost_samples
+from context_plans import phased_plan
 from cost_samples import sample_coefficients, sample_model
-from evenload.errors import InvalidPlanError
-from evenload.planning.dp_merge import merge_documents
+from evenload.errors import InvalidPlanError, ScheduleDeadlockError
+from evenload.planning.cp_sharding import repriced_choices
+from evenload.planning.dp_merge import merge_documents, unequal_merge
 from evenload.planning.planner import Proposal, StepPlanner, StepRequest
 from evenload.planning.problem import PlanOptions
 from evenload.planning.search import search_merged
 from evenload.planning.strategies.registry import decide_dp_merge
 from evenload.planning.strategies.slimpack import slimpack_rules
 from evenload.stepplan.plan_file import decode_plan_file, encode_plan_file
-from evenload.stepplan.validate import validate_plan
+from evenload.stepplan.validate import check_replica, validate_plan
 from evenload.types.cluster import LinkSpec
 from evenload.types.layout import even_layout
-from evenload.types.plan import StepPlan, seal
+from evenload.types.plan import StepPlan, block_of, seal
 from predicted_timeline import predicted_timeline
+from strict_queues import waiting_ranks
 
 documents = functools.partial(cost_samples.documents, first_id=50)
 """Ids that are no indices, so that one cannot pass for the other."""
@@ -74,25 +78,64 @@ def test_groups_by_hand() -> None:
     assert [group.tolist() for group in merge.own] == [[4], [5], [2, 7], [3, 6]]
 
 
+def test_groups_of_any_size_by_hand() -> None:
+    """Five replicas, mean work 100: 190 needs two of them, and so does 170; 60 and 80 are left to the fifth and to what
+    remains. Of three groups of two the third finds no place, whatever the share: until 150 runs alone."""
+    problem = planner(dp=5)._problem(0, documents([1, 2, 3, 4]))
+
+    def merged(work_s: list[float]):
+        object.__setattr__(problem, "document_s", np.array(work_s))
+        problem.costs.document_seconds = (  # type: ignore[method-assign]
+            lambda tokens, policy=None, ranks=1: np.array(work_s)[tokens - 1] / ranks
+        )
+        merge = unequal_merge(problem)
+        assert merge is not None
+        return {block: group.tolist() for block, group in merge.blocks.items()}, [g.tolist() for g in merge.own]
+
+    assert merged([190.0, 170.0, 80.0, 60.0]) == ({(0, 2): [0], (2, 2): [1]}, [[], [], [], [], [2, 3]])
+    assert merged([160.0, 155.0, 150.0, 35.0])[0] == {(0, 2): [0], (2, 2): [1]}
+    assert merged([290.0, 110.0, 60.0, 40.0])[0] == {(0, 3): [0]}
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 900), min_size=1, max_size=30), st.integers(2, 16))
+def test_groups_of_any_size_lie_side_by_side(lengths, dp) -> None:
+    """Every document once, every replica in one group at most, groups that the layout has."""
+    problem = planner(dp=dp)._problem(0, documents(lengths))
+    merge = unequal_merge(problem)
+    if merge is None:
+        return
+    members = [replica for block in merge.blocks for replica in block.replicas]
+    assert len(set(members)) == len(members)
+    assert set(members) <= set(range(dp))
+    assert all(block.first % block.size == 0 for block in merge.blocks)
+    assert {block.size for block in merge.blocks} <= set(problem.layout.block_sizes)
+    placed = np.concatenate([*merge.blocks.values(), *merge.own])
+    assert sorted(placed.tolist()) == list(range(len(lengths)))
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.integers(1, 60), min_size=1, max_size=30),
     st.lists(st.integers(200, 900), min_size=1, max_size=5),
-    st.sampled_from([2, 4, 6, 8]),
+    st.sampled_from([2, 4, 5, 6, 7, 8]),
     st.sampled_from([1, 3]),
+    st.sampled_from([merge_documents, unequal_merge]),
 )
-def test_members_meet_at_every_shared_pack_at_the_same_time(short, long, dp, pp) -> None:
+def test_members_meet_at_every_shared_pack_at_the_same_time(short, long, dp, pp, merged) -> None:
     """The simulator runs replicas apart; were members out of step, a real collective would wait or hang."""
     step = planner(dp=dp, pp=pp)
     problem = step._problem(0, documents([*short, *long]))
-    merge = merge_documents(problem)
+    merge = merged(problem)
     if merge is None:
         return
     result = search_merged(problem, merge, slimpack_rules(problem), 0.9)
     assert result is not None
     request = StepRequest(0, documents([*short, *long]), "slimpack")
-    plan = step._step_plan(request, problem, result.choices(), np.zeros(len(request.documents), np.int64))
+    choices = repriced_choices(problem, result.choices())  # with later phases in the gaps of earlier ones
+    plan = step._step_plan(request, problem, choices, np.zeros(len(request.documents), np.int64))
     validate_plan(plan, max_pack_tokens=1024)
+    assert not waiting_ranks(plan)
     timeline = predicted_timeline(plan, sample_model())
     met: dict[tuple, set[tuple[float, float]]] = {}
     for dp_rank, rank, stage, kind, pack, start, end in zip(
@@ -111,6 +154,67 @@ def test_members_meet_at_every_shared_pack_at_the_same_time(short, long, dp, pp)
             met.setdefault((rank, stage, kind, slices), set()).add((start, end))
     assert met
     assert all(len(times) == 1 for times in met.values())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    dp=st.sampled_from([2, 4, 6, 7, 8]),
+    sizes=st.sampled_from([(1, 1), (2, 1), (3, 1), (4, 1), (2, 2), (3, 2)]),
+    split=st.booleans(),
+    ahead=st.booleans(),
+)
+def test_nobody_waits_in_a_circle(seed, dp, sizes, split, ahead) -> None:
+    """Members run a shared pack together, groups of several sizes in turn, with phases in each other's gaps or not;
+    also where a pack takes another time than predicted, because nothing here looks at times."""
+    blocks = {7: [(0, 5), (5, 1)], 8: [(0, 3), (3, 3), (6, 2)]}.get(dp, [])
+    plan = phased_plan(seed, dp=dp, pp=sizes[0], virtual=sizes[1], split=split, ahead=ahead, blocks=blocks)
+    validate_plan(plan)
+    assert not waiting_ranks(plan)
+
+
+def one_with_two_actions_swapped(plan: StepPlan) -> StepPlan:
+    """Replica 0 runs a shared forward and a shared backward the other way round, where it can, alone."""
+    packs, ranks = plan.pack_plans[0], plan.schedules[0].ranks
+    for rank, row in enumerate(ranks):
+        for at, pair in enumerate(itertools.pairwise(row)):
+            listed = [(packs.forward if action.kind == "F" else packs.backward)[action.pack] for action in pair]
+            if {action.kind for action in pair} != {"F", "B"} or any(
+                block_of(plan, 0, one).size == 1 for one in listed
+            ):
+                continue
+            other = (*row[:at], pair[1], pair[0], *row[at + 2 :])
+            schedule = replace(plan.schedules[0], ranks=(*ranks[:rank], other, *ranks[rank + 1 :]))
+            try:
+                check_replica(plan.layout, packs, schedule)
+            except ScheduleDeadlockError:
+                continue
+            return replace(plan, schedules=(schedule, *plan.schedules[1:]))
+    return plan
+
+
+def one_with_small_groups_first(plan: StepPlan) -> StepPlan:
+    """Replica 0 runs its phases in the other order, which for itself alone is as good."""
+    packs, rows = plan.pack_plans[0], []
+
+    def size(action) -> int:
+        return block_of(plan, 0, (packs.forward if action.kind == "F" else packs.backward)[action.pack]).size
+
+    for row in plan.schedules[0].ranks:
+        rows.append(tuple(sorted(row, key=size)))
+    return replace(plan, schedules=(replace(plan.schedules[0], ranks=tuple(rows)), *plan.schedules[1:]))
+
+
+@pytest.mark.parametrize("disordered", [one_with_two_actions_swapped, one_with_small_groups_first])
+def test_other_orders_do_wait_in_a_circle(disordered) -> None:
+    """Else the test above would say nothing; and a run refuses them."""
+    hanging = 0
+    for seed in range(12):
+        plan = seal(disordered(phased_plan(seed, dp=4, pp=3)))
+        if waiting_ranks(plan):
+            hanging += 1
+            assert "run the packs that they share in different orders" in _offence(plan)
+    assert hanging >= 4
 
 
 def test_merging_is_off_unless_asked_and_never_slower() -> None:
@@ -167,10 +271,10 @@ def test_a_member_without_the_document_is_named() -> None:
 def test_a_group_that_is_no_aligned_block_is_named() -> None:
     plan = merged_plan()
     packs = plan.pack_plans[0]
-    piece = replace(packs.forward[0].slices[0], cp=3)
+    piece = replace(packs.forward[0].slices[0], cp=5)
     changed = replace(packs.forward[0], slices=(piece,))
     text = _offence(_with_replica(plan, 0, forward=(changed, *packs.forward[1:])))
-    assert "3 replicas share it, which does not divide dp=4 into equal blocks" in text
+    assert "5 replicas share it, from 0 on, which are no block of dp=4" in text
 
 
 LINK = LinkSpec(bandwidth_bytes_per_s=1e6, latency_s=1e-4)

@@ -77,8 +77,9 @@ def test_trials_do_not_explode(monkeypatch, table, count, limited, strategy, mos
     assert 50 <= rated[0] <= most
 
 
-def test_blocks_divide_the_replicas_and_nest() -> None:
+def test_blocks_divide_many_replicas_and_nest() -> None:
     assert even_layout(12, dp=12).block_sizes == (2, 3, 4, 6, 12)
+    assert even_layout(12, dp=8).block_sizes == (2, 3, 4, 5, 6, 7, 8)
     assert nested_sizes(12) == [2, 4, 12]
     assert nested_sizes(8) == [2, 4, 8]
     assert nested_sizes(7) == [7]

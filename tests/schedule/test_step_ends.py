@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from context_plans import phased_plan
 from cost_samples import documents, sample_coefficients, sample_model
 from evenload.cost.coefficients import OverlapCost
 from evenload.cost.pack_cost import PackCosts
@@ -13,12 +14,21 @@ from evenload.explore.timelines import detailed_timeline, split_proposal
 from evenload.planning.planner import StepPlanner
 from evenload.planning.problem import PlanOptions
 from evenload.schedule.simulate import simulate
-from evenload.schedule.step_collectives import SimulatedReplica, _completing_places, run_collectives, run_reductions
+from evenload.schedule.step_collectives import (
+    SimulatedReplica,
+    _completing_places,
+    num_before_sums,
+    replicas_alike,
+    run_collectives,
+    run_reductions,
+)
 from evenload.stepplan.resimulation import replica_columns, timed_tasks
+from evenload.stepplan.transfer_order import transfer_order
+from evenload.types.cluster import LinkSpec
 from evenload.types.columns import SliceColumns
 from evenload.types.layout import even_layout
-from evenload.types.pipeline import action_columns
-from evenload.types.plan import completing_actions
+from evenload.types.pipeline import ActionColumns, action_columns
+from evenload.types.plan import block_of, completing_actions
 from varied_plans import varied_plan
 
 FREE = OverlapCost(compute_slowdown=0.0)
@@ -96,6 +106,31 @@ def test_a_stage_is_complete_with_its_last_backward(row, completing) -> None:
     assert completing_actions((action[1], int(action[0])) for action in row.split()) == completing
 
 
+@pytest.mark.parametrize(
+    ("before_sums", "completing"), [(0, {2: (2,), 3: (0,)}), (3, {2: (2,), 3: (0,)}), (4, {3: (0, 2)})]
+)
+def test_what_is_complete_early_waits_for_the_last_shared_action(before_sums, completing) -> None:
+    row = (("F", 0), ("F", 2), ("B", 2), ("B", 0))
+    assert completing_actions(row, before_sums) == completing
+
+
+def test_ranks_sum_nothing_that_ends_before_the_last_meeting() -> None:
+    """Pack 0 is shared. Its last backward ends at 6 on rank 0; rank 1 has two actions after, one of which ends then,
+    too. W's meet nobody."""
+    rows = [([0, 1, 0, 1], [0] * 4, [0, 0, 1, 1]), ([0, 1, 0, 1], [1] * 4, [0, 0, 1, 1])]
+    actions, end_s = ActionColumns.of_ranks(rows), np.array([1.0, 6.0, 7.0, 11.0, 2.0, 4.0, 6.0, 9.0])
+    for sizes, alike, before in (([2, 1], 1, [2, 3]), ([4, 2], 2, [2, 3]), ([2, 2], 2, [0, 0]), ([1, 1], 1, [0, 0])):
+        assert num_before_sums(actions, [np.array(sizes)] * 2, alike, end_s).tolist() == before
+    split = ActionColumns.of_ranks([([0, 2, 3], [0] * 3, [0] * 3)])
+    assert num_before_sums(split, [np.array([2])] * 2, 1, np.array([1, 2, 3])).tolist() == [2]
+
+
+def test_replicas_that_end_with_the_same_packs_are_alike() -> None:
+    """Replicas 0 and 1 end with a pack of both, of 2 and 3 one has own packs, 4 to 7 end with one of all four."""
+    least = [2, 2, 2, 1, 4, 4, 4, 4]
+    assert [replicas_alike(least, dp_rank) for dp_rank in range(8)] == [2, 2, 1, 1, 4, 4, 4, 4]
+
+
 def test_units_are_complete_from_the_head_to_the_embedding() -> None:
     """A backward of 4 tokens: head 11 + 12, each layer 7 + 8 + 0.02 + pairs, the embedding 2."""
     costs = PackCosts(sample_model(), sample_coefficients(), even_layout(3))
@@ -112,20 +147,45 @@ def test_units_are_complete_from_the_head_to_the_embedding() -> None:
 def test_the_simulator_and_the_executor_agree_on_what_completes_a_stage(schedule, virtual) -> None:
     if virtual > 1 and schedule != "list_split":
         schedule = "list"
-    plan = varied_plan(3, num_layers=8, pp=2, virtual=virtual, schedule=SCHEDULE_OF.get(schedule, schedule))
-    actions = action_columns(plan.schedules[0])
-    costs = PackCosts(sample_model(num_layers=8), sample_coefficients(), plan.layout)
-    tasks, packs = timed_tasks(plan, 0), replica_columns(plan, 0)
-    replica = SimulatedReplica(packs, tasks, actions, simulate(tasks, actions))
-    place, is_whole = _completing_places(costs, replica)
-    expected, whole = np.full((2, plan.layout.num_stages), -1), np.zeros((2, plan.layout.num_stages), bool)
-    for rank, row in enumerate(plan.schedules[0].ranks):
-        for at, stages in completing_actions((action.kind, action.stage) for action in row).items():
-            for stage in stages:
-                expected[rank, stage] = actions.rank_offset[rank] + at
-                whole[rank, stage] = row[at].kind == "B" and stages == (row[at].stage,)
-    assert place.tolist() == expected.tolist()
-    assert is_whole.tolist() == whole.tolist()
+    assert_same_places(
+        varied_plan(3, num_layers=8, pp=2, virtual=virtual, schedule=SCHEDULE_OF.get(schedule, schedule))
+    )
+
+
+@pytest.mark.parametrize(("pp", "virtual", "split"), [(2, 1, False), (3, 1, True), (2, 2, False)])
+def test_they_agree_where_replicas_share_packs(pp, virtual, split) -> None:
+    """Some stages are complete early and wait, others are complete later than all that is shared."""
+    sizes = {"dp": 4, "pp": pp, "virtual": virtual}
+    plans = (phased_plan(seed, **sizes, split=split, own=1 - 0.5 * (seed % 2)) for seed in range(8, 16))
+    assert {waits for plan in plans for waits in assert_same_places(plan)} == {True, False}
+
+
+def assert_same_places(plan) -> list[bool]:
+    """Return for every rank and stage whether its gradients wait for shared packs."""
+    costs = PackCosts(sample_model(num_layers=plan.layout.num_layers), sample_coefficients(), plan.layout)
+    waiting, least = (
+        [],
+        [
+            min((block_of(plan, dp_rank, pack).size for pack in packs.backward), default=1)
+            for dp_rank, packs in enumerate(plan.pack_plans)
+        ],
+    )
+    for dp_rank in range(plan.layout.dp):
+        actions = action_columns(plan.schedules[dp_rank])
+        tasks, packs = timed_tasks(plan, dp_rank), replica_columns(plan, dp_rank)
+        replica = SimulatedReplica(packs, tasks, actions, simulate(tasks, actions))
+        place, is_whole = _completing_places(costs, replica, replicas_alike(least, dp_rank))
+        expected, whole = np.full(place.shape, -1), np.zeros(place.shape, bool)
+        for rank, row in enumerate(plan.schedules[dp_rank].ranks):
+            before = transfer_order(plan, dp_rank, rank, "directed").num_before_sums
+            for at, stages in completing_actions(((action.kind, action.stage) for action in row), before).items():
+                for stage in stages:
+                    expected[rank, stage] = actions.rank_offset[rank] + at
+                    whole[rank, stage] = at >= before and row[at].kind == "B" and stages == (row[at].stage,)
+                    waiting.append(at < before)
+        assert place.tolist() == expected.tolist()
+        assert is_whole.tolist() == whole.tolist()
+    return waiting
 
 
 def planner_of(sizes, **overlap):
@@ -135,6 +195,27 @@ def planner_of(sizes, **overlap):
 
 
 BATCH = documents(8 + 5 * at for at in range(8))
+
+
+@pytest.mark.parametrize("lengths", [[600, *[20] * 30], [600]], ids=["own documents last", "all shared"])
+@pytest.mark.parametrize("sizes", [{"dp": 4}, {"dp": 2, "pp": 2}, {"dp": 4, "pp": 2, "virtual": 2}])
+def test_a_step_that_shares_documents_hides_sums(sizes, lengths) -> None:
+    """Behind the outlier, or within its last backward where all replicas end with it."""
+    coefficients = sample_coefficients(
+        reduce_bandwidth_bytes_per_s=1e2,
+        overlap=FREE,
+        overlap_gather=False,
+        intra_node=LinkSpec(bandwidth_bytes_per_s=1e6, latency_s=1e-4),
+        devices_per_node=64,
+    )
+    layout, options = even_layout(4, **sizes), PlanOptions(max_pack_tokens=1024, dp_merge=True)
+    planner = StepPlanner(sample_model(num_layers=4), coefficients, layout, None, options, host="unlimited")
+    proposal = planner.propose(0, documents(lengths), "slimpack")
+    predicted = proposal.plan.predicted
+    shared = [[any(s.cp > 1 for s in pack.slices) for pack in packs.backward] for packs in proposal.plan.pack_plans]
+    assert all(any(packs) and all(packs) == (len(lengths) == 1) for packs in shared)
+    assert split_proposal(proposal).total_s() == pytest.approx(predicted.step_time_s)
+    assert 0 < predicted.reduction_hidden_s <= predicted.reduction_s
 
 
 def gathers(updated, needed, alone, idle=(0, 0), beside=FREE):

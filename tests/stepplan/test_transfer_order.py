@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 
 import evenload.stepplan.transfer_order as freed_sends_module
 import strict_queues
-from context_plans import merged_plan
+from context_plans import merged_plan, phased_plan
 from evenload.errors import InvalidPlanError
 from evenload.schedule.simulate import simulate
 from evenload.schedule.static_schedules import gpipe, interleaved_one_f_one_b, one_f_one_b
 from evenload.stepplan.resimulation import timed_tasks
 from evenload.stepplan.transfer_order import LAG, action_places, freed_sends
+from evenload.stepplan.validate import validate_plan
 from evenload.types.document import Slice
 from evenload.types.layout import even_layout, sending_channels
 from evenload.types.pipeline import action_columns
@@ -131,7 +132,9 @@ def split_with_last_weights(plan: StepPlan, stages: tuple[int, ...]) -> StepPlan
     return msgspec.structs.replace(plan, schedules=(schedule,), times=(split,))
 
 
-def each_stage_with_its_last_action(actions: Iterable[tuple[str, int]]) -> dict[int, tuple[int, ...]]:
+def each_stage_with_its_last_action(
+    actions: Iterable[tuple[str, int]], num_before_sums: int = 0
+) -> dict[int, tuple[int, ...]]:
     last = {stage: at for at, (kind, stage) in enumerate(actions) if kind != "F"}
     return {at: (stage,) for stage, at in last.items()}
 
@@ -152,6 +155,38 @@ def test_replicas_that_share_packs_do_not_deadlock(monkeypatch, lag):
         for one in (plan, with_other_seconds(plan, seed)):
             assert not stuck_ranks(plan_events(one), one_queue=True)
             assert not stuck_ranks(plan_events(one, sums="behind"), one_queue=True)
+            assert not stuck_ranks(plan_events(one, sums="downwards"), one_queue=True)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    dp=st.sampled_from([2, 4, 5, 6, 8]),
+    sizes=st.sampled_from([(1, 1), (2, 1), (3, 1), (2, 2), (2, 3), (3, 2)]),
+    split=st.booleans(),
+    ahead=st.booleans(),
+    own=st.sampled_from([1.0, 0.5, 0.1]),
+)
+def test_sums_behind_shared_packs_do_not_deadlock(seed, dp, sizes, split, ahead, own):
+    """Groups of several sizes, all or some of whose members have packs of their own, in the gaps of shared ones: ranks
+    meet in packs and in sums, whatever waits for whatever."""
+    blocks = {5: [(0, 2), (2, 2)], 8: [(0, 3), (3, 3), (6, 2)]}.get(dp, [])
+    shape = {"dp": dp, "pp": sizes[0], "virtual": sizes[1], "blocks": blocks}
+    plan = phased_plan(seed, **shape, split=split, ahead=ahead, own=own)
+    validate_plan(plan)
+    events = plan_events(plan, sums="downwards")
+    assert not stuck_ranks(events, one_queue=True)
+    assert not stuck_ranks(events, one_queue=False)
+
+
+@pytest.mark.parametrize(
+    ("seed", "pp", "virtual", "own"), [(8, 2, 2, 1.0), (10, 3, 1, 1.0), (14, 3, 2, 1.0), (1, 1, 1, 0.5), (1, 3, 1, 0.5)]
+)
+def test_sums_among_shared_packs_do_deadlock(seed, pp, virtual, own):
+    """Else the test above would say nothing: here a rank waits in a sum, and others for it in a pack."""
+    plan = phased_plan(seed, dp=4, pp=pp, virtual=virtual, own=own)
+    assert stuck_ranks(plan_events(plan, sums="at once"), one_queue=True)
+    assert not stuck_ranks(plan_events(plan, sums="downwards"), one_queue=True)
 
 
 def with_other_seconds(plan: StepPlan, seed: int) -> StepPlan:

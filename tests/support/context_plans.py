@@ -1,13 +1,20 @@
 """Random plans whose packs several ranks share: static context parallelism, DACP and DP-Merge."""
 
 import random
+from collections.abc import Sequence
 
 import msgspec
+import numpy as np
 
+from evenload.planning.cp_sharding import run_ahead
 from evenload.planning.dp_merge import nested_sizes
+from evenload.schedule.packflow import packflow_list
+from evenload.schedule.schedule_rule import UNLIMITED_BYTES
+from evenload.stepplan.resimulation import timed_tasks
 from evenload.types.document import ActivationPolicy, MicroPack, PackPlan, Slice
-from evenload.types.layout import even_layout
-from evenload.types.plan import Schedule, StepPlan, seal
+from evenload.types.layout import ParallelLayout, even_layout
+from evenload.types.pipeline import ActionColumns, PipelineTasks
+from evenload.types.plan import PackTimes, Schedule, StepPlan, block_of, seal
 from plan_building import greedy_packs, pack_plan, random_schedule, step_plan
 
 RULES = ["per_sequence", "per_document", "owners", "dacp"]
@@ -69,18 +76,35 @@ def with_context(plan: StepPlan, *, cp: int, rule: str) -> StepPlan:
 
 
 def merged_plan(
-    seed: int, *, dp: int, pp: int = 1, cp: int = 1, tp: int = 1, rule: str = "per_document", num_layers: int = 4
+    seed: int,
+    *,
+    dp: int,
+    pp: int = 1,
+    cp: int = 1,
+    tp: int = 1,
+    rule: str = "per_document",
+    num_layers: int = 4,
+    own: float = 1.0,
+    blocks: Sequence[tuple[int, int]] = (),
 ) -> StepPlan:
-    """Documents of every aligned block of replicas, larger blocks first, then every replica's own, phase by phase."""
+    """Documents of every block of replicas, larger blocks first, then every replica's own, phase by phase.
+
+    Args:
+        own: share of replicas that have own ones.
+        blocks: (first, size) of all; () = as many nested ones as there can be.
+    """
     rng = random.Random(seed)
     layout = even_layout(num_layers, dp=dp, cp=cp, pp=pp, tp=tp)
     lengths: dict[int, int] = {}
     phases: dict[tuple[int, int], tuple[PackPlan, Schedule]] = {}
-    sizes = [1, *nested_sizes(dp)]
+    sizes = sorted({1, *(size for _, size in blocks)} if blocks else {1, *nested_sizes(dp)})
     for size in reversed(sizes):
-        for first in range(0, dp, size):
-            low = 0 if 1 < size < dp else 1
-            new = {len(lengths) + i: rng.randint(1, 60 if size > 1 else 25) for i in range(rng.randint(low, 2))}
+        for first in range(0, dp - size + 1, size):
+            if blocks and size > 1 and (first, size) not in blocks:
+                continue
+            low = 0 if 1 < size < dp and not blocks else 1
+            count = rng.randint(low, 2) if size > 1 or own == 1 or rng.random() < own else 0
+            new = {len(lengths) + i: rng.randint(1, 60 if size > 1 else 25) for i in range(count)}
             lengths |= new
             owner = {doc: rng.randrange(-1, size * cp) for doc in new}
             sides = [
@@ -93,7 +117,8 @@ def merged_plan(
             phases[first, size] = packs, random_schedule(rng, packs, pp)
     pack_plans, schedules = [], []
     for dp_rank in range(dp):
-        mine = [phases[dp_rank // size * size, size] for size in reversed(sizes)]
+        homes = [(dp_rank // size * size, size) for size in reversed(sizes)]
+        mine = [phases[block] for block in homes if block in phases]
         pack_plans.append(
             PackPlan(
                 dp_rank=dp_rank,
@@ -147,3 +172,79 @@ def one_after_the_other(phases: list[tuple[PackPlan, Schedule]], pp: int) -> Sch
             ]
         forwards, backwards = forwards + len(packs.forward), backwards + len(packs.backward)
     return Schedule(ranks=tuple(map(tuple, rows)))
+
+
+def phased_plan(
+    seed: int,
+    *,
+    dp: int,
+    pp: int,
+    virtual: int = 1,
+    split: bool = False,
+    ahead: bool = True,
+    num_layers: int = 12,
+    own: float = 1.0,
+    blocks: Sequence[tuple[int, int]] = (),
+) -> StepPlan:
+    """The packs of `merged_plan` with random seconds, every phase under the list schedule, later ones in the gaps of
+    earlier ones (`run_ahead`) or after them."""
+    merged = merged_plan(seed, dp=dp, num_layers=num_layers, own=own, blocks=blocks)
+    layout = even_layout(num_layers, dp=dp, pp=pp, virtual=virtual)
+    plan = msgspec.structs.replace(
+        merged, layout=layout, times=tuple(_times(one, layout, seed, split) for one in merged.pack_plans)
+    )
+    schedules = tuple(_phase_by_phase(plan, dp_rank, ahead=ahead, split=split).to_schedule() for dp_rank in range(dp))
+    return seal(msgspec.structs.replace(plan, schedules=schedules))
+
+
+def _times(packs: PackPlan, layout: ParallelLayout, seed: int, split: bool) -> PackTimes:
+    """Seconds by what a pack holds, so that all members of a block have the same."""
+    rows: dict[str, list[tuple[float, ...]]] = {}
+    p2p: dict[str, list[float]] = {}
+    for pack in (*packs.forward, *packs.backward):
+        rng = random.Random(f"{seed} {pack.direction} {pack.slices}")
+        longer = 1 + (pack.direction == "backward")
+        rows.setdefault(pack.direction, []).append(
+            tuple(longer * rng.uniform(0.2, 2) for _ in range(layout.num_stages))
+        )
+        p2p.setdefault(pack.direction, []).append(rng.uniform(0, 0.2))
+    forward, backward = (tuple(rows.get(side, ())) for side in ("forward", "backward"))
+    half = tuple(tuple(s / 2 for s in row) for row in backward) if split else ()
+    hops = (tuple(p2p.get(side, ())) for side in ("forward", "backward"))
+    p2p_forward, p2p_backward = hops
+    return PackTimes(
+        forward_s=forward,
+        backward_s=backward,
+        p2p_forward_s=p2p_forward,
+        p2p_backward_s=p2p_backward,
+        input_s=half,
+        weight_s=half,
+    )
+
+
+def _phase_by_phase(plan: StepPlan, dp_rank: int, *, ahead: bool, split: bool) -> ActionColumns:
+    packs, tasks = plan.pack_plans[dp_rank], timed_tasks(plan, dp_rank)
+    if not packs.forward:
+        return ActionColumns.of_ranks([((), (), ())] * tasks.num_ranks)
+    sizes = [np.array([block_of(plan, dp_rank, one).size for one in side]) for side in (packs.forward, packs.backward)]
+    numbers = np.unique(-np.concatenate(sizes))
+    phases = [np.searchsorted(numbers, -of_side) for of_side in sizes]
+    rows: list[list] = [[] for _ in range(tasks.num_ranks)]
+    for phase in range(len(numbers)):
+        forward, backward = (np.flatnonzero(of_side == phase) for of_side in phases)
+        part = PipelineTasks.without_bytes(
+            forward_s=tasks.forward_s[forward],
+            backward_s=tasks.backward_s[backward],
+            p2p_forward_s=tasks.p2p_forward_s[forward],
+            p2p_backward_s=tasks.p2p_backward_s[backward],
+            forwards_needed=(tasks.forwards_needed[backward] - forward[0]).tolist(),
+            stage_to_rank=plan.layout.stage_to_rank,
+            parts_s=(tasks.split.input_s[backward], tasks.split.weight_s[backward]) if tasks.split else None,
+        )
+        actions = packflow_list(part, cap_bytes=np.full(tasks.num_ranks, UNLIMITED_BYTES), split=split)
+        for rank, row in enumerate(rows):
+            mine = actions.of_rank(rank)
+            first = np.where(actions.kind[mine] == 0, forward[0], backward[0])
+            row.append((actions.kind[mine], actions.stage[mine], actions.pack[mine] + first))
+    joined = ActionColumns.of_ranks([tuple(map(np.concatenate, zip(*row, strict=True))) for row in rows])
+    return run_ahead(tasks, joined, *phases, None) if ahead else joined

@@ -39,15 +39,17 @@ def rank_events(plan: StepPlan, rank: Rank, sums: str) -> list[Event]:
     Args:
         sums: "downwards": gradients of a stage are summed over all replicas where its last backward completes them,
             those of the highest stage first; "as complete": in each rank's own order; "behind": after the rank's last
-            action, as where replicas share packs. A sum stands behind all transfers posted before it and in front of
-            all after it; the rank waits for it here, as if it could do nothing meanwhile.
+            action. A sum stands behind all transfers posted before it and in front of all after it; the rank waits
+            for it here, as if it could do nothing meanwhile. Replicas that share packs sum nothing before the order of
+            transfers allows it, but "at once" as the others.
     """
     names, order = node_names(plan, rank[0]), queued_order(plan, *rank)
     dp_rank, pp_rank = rank
     ranks, num_stages = plan.layout.stage_to_rank, plan.layout.num_stages
     events: list[Event] = []
     sent: dict[Channel, list[Transfer]] = {}
-    completing = completing_actions((a.kind, a.stage) for a in plan.schedules[dp_rank].ranks[pp_rank])
+    before_sums = 0 if sums == "at once" else order.num_before_sums
+    completing = completing_actions(((a.kind, a.stage) for a in plan.schedules[dp_rank].ranks[pp_rank]), before_sums)
     left = [stage for stage, owner in enumerate(ranks) if owner == pp_rank] if sums else []
     complete = set() if completing or sums == "behind" else set(left)
 
@@ -71,12 +73,16 @@ def rank_events(plan: StepPlan, rank: Rank, sums: str) -> list[Event]:
         if action.kind != "W":
             events.append(Event("meet", names[pp_rank, at]))
         complete |= set() if sums == "behind" else set(completing.get(at, ()))
-        sum_complete()
+        if at >= before_sums:
+            sum_complete()
+            if action.kind != "W":  # sums stand between layers, in which members meet again
+                events.append(Event("meet", ("rest", *names[pp_rank, at])))
         if action.kind != "W" and 0 <= action.stage + step < num_stages and ranks[action.stage + step] != pp_rank:
             channel = kind, action.stage + step
             transfer = Transfer(rank, (dp_rank, ranks[channel[1]]), channel, action.pack)
             sent.setdefault(channel, []).append(transfer)
             events.append(Event("post", transfer))
+        sum_complete()
     complete |= set(left) if sums == "behind" else set()
     sum_complete()
     assert not left
@@ -160,3 +166,43 @@ def stuck_ranks(events: dict[Rank, list[Event]], *, one_queue: bool) -> list[Ran
                 done[rank] += 1
                 moved = True
     return [rank for rank, count in done.items() if count < len(events[rank])]
+
+
+def waiting_ranks(plan: StepPlan) -> list[Rank]:
+    """Ranks that do not reach the end of their actions although transfers arrive as soon as they are sent. Members run
+    a shared action together, each when it is its next one; W's run alone."""
+    rows = {(dp, pp): row for dp, schedule in enumerate(plan.schedules) for pp, row in enumerate(schedule.ranks)}
+    names = [node_names(plan, dp_rank) for dp_rank in range(plan.layout.dp)]
+    members: dict[Hashable, set[Rank]] = defaultdict(set)
+    for (dp_rank, pp_rank), row in rows.items():
+        for at, action in enumerate(row):
+            if action.kind != "W":
+                members[pp_rank, names[dp_rank][pp_rank, at]].add((dp_rank, pp_rank))
+    done, ran, last = dict.fromkeys(rows, 0), set(), plan.layout.num_stages - 1
+
+    def next_of(rank: Rank) -> Hashable:
+        """What all ranks that take part in a rank's next action name alike; None where its input is missing."""
+        at = done[rank]
+        action = rows[rank][at]
+        if action.kind == "W":
+            return "W", rank
+        is_forward = action.kind == "F"
+        source = action.stage + (-1 if is_forward else 1)
+        if 0 <= source <= last and (rank[0], is_forward, source, action.pack) not in ran:
+            return None
+        return rank[1], names[rank[0]][rank[1], at]
+
+    moved = True
+    while moved:
+        moved = False
+        for rank in rows:
+            while done[rank] < len(rows[rank]) and (name := next_of(rank)) is not None:
+                together = {rank} if name[0] == "W" else members[name]  # type: ignore[index]
+                if any(done[one] == len(rows[one]) or next_of(one) != name for one in together):
+                    break
+                for one in together:
+                    action = rows[one][done[one]]
+                    ran.add((one[0], action.kind == "F", action.stage, action.pack))
+                    done[one] += 1
+                moved = True
+    return [rank for rank, count in done.items() if count < len(rows[rank])]

@@ -46,7 +46,7 @@ from evenload.runtime.replay.stage import OnFinal, PipelineStage, ignore_unit
 from evenload.runtime.replay.store import ActivationStore
 from evenload.runtime.replay.weight_products import WeightProducts
 from evenload.runtime.stages.live_stages import build_rank_stages
-from evenload.runtime.step_source import prepare_step, replicas_share_packs
+from evenload.runtime.step_source import prepare_step
 from evenload.types.base import Frozen
 from evenload.types.plan import StepPlan
 from evenload.types.text import counted
@@ -278,7 +278,7 @@ class StepRunner:
         for stage in self._stages.values():
             stage.seen = {}
         # As the configuration says, whether or not it would pay: what is proved is that it changes nothing.
-        is_overlapped = self._overlaps_reduction and not replicas_share_packs(plan)
+        is_overlapped = self._overlaps_reduction
         with closing(GradientReduction(self._buffers, mesh, is_overlapped=is_overlapped)) as sums:
             run = self._executor.run(prepare_step(plan, tokens, mesh, self._exchange), on_final=sums.release)
             shards = sums.finish()

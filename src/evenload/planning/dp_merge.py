@@ -4,11 +4,20 @@ A document of forward + backward time f goes to a group of g replicas, the least
 other (2, 4, 8, ...) for which its time on each of them is at most `threshold` of the mean replica's: 0.4 leaves below
 1 % imbalance in simulations, the paper's 1.0 leaves 10-25 %. Groups are aligned blocks of replicas: longest first, each
 document takes the block whose fullest member has the least work; the others then go longest first to the least loaded
-replica. Where memory binds, documents that a pipeline cannot hold one a stage of are shared, too (`long_merges`).
+replica. Another way is groups of any sizes side by side (2 + 2 of 5 replicas), each as small as its documents allow
+(`unequal_merge`). Where memory binds, documents that a pipeline cannot hold one a stage of are shared, too
+(`long_merges`).
 
-Every replica runs the documents of its largest group first, then of the next smaller one, then its own, and finishes
-each phase on every pipeline rank before the next, so members of a group meet at every collective and no two can wait
-for each other in a circle (the printed rule has no order, and hangs). The price is one drain of the pipeline a phase.
+Every replica runs the documents of its largest group first, then of the next smaller one, then its own (the printed
+rule has no order, and hangs). A phase does not wait until the one before has drained the pipeline: its packs run in the
+gaps that this one leaves, each behind the last earlier one of its stage and direction, and delay none of it
+(`planning.cp_sharding.run_ahead`).
+
+No two replicas wait for each other in a circle. A phase is ordered behind those of larger groups alone, which all
+members of its own group have in common, so a shared action has the same predicted times on all of them. Of all actions
+that have not run, take the one that is predicted to end first (of equal ones, the first that no other of them feeds).
+What it waits for, the action before it on any rank that takes part and the neighbouring stage's, is predicted to end
+earlier, so it has run; so this one runs, whatever the real durations.
 """
 
 import dataclasses
@@ -26,6 +35,7 @@ from evenload.types.pipeline import ActionColumns, PipelineTasks
 
 PRINTED_THRESHOLD = 1.0  # SlimPack's: only documents longer than a whole replica's share
 THRESHOLDS = 4  # Thresholds to try, each half of the one before
+GROUP_SHARES = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)  # Of the mean replica's work, for groups of unequal sizes
 EVEN_ENOUGH = 1.005  # Max/mean work of replicas at which a threshold is good enough
 
 
@@ -79,7 +89,75 @@ def other_merges(problem: StepProblem, than: Merge) -> list[Merge]:
 
 def uniform_merges(problem: StepProblem, than: Merge) -> list[Merge]:
     outliers = np.concatenate(list(than.blocks.values()))
-    return [_uniform(problem, outliers, size) for size in problem.layout.block_sizes]
+    return [_uniform(problem, outliers, size) for size in _equal_sizes(problem)]
+
+
+def _equal_sizes(problem: StepProblem) -> list[int]:
+    return [size for size in problem.layout.block_sizes if problem.layout.dp % size == 0]
+
+
+def unequal_merge(problem: StepProblem) -> Merge | None:
+    """Form groups of any size side by side, in one phase: every document of more than some share of the mean replica's
+    work gets the smallest group that brings it below. The share is the one with the least work on the fullest replica;
+    None where no group is needed, or fits. O(shares · documents · dp)."""
+    dp, work_s = problem.layout.dp, problem.document_s
+    best: tuple[float, Merge] | None = None
+    for share in GROUP_SHARES:
+        limit_s = share * float(work_s.sum()) / dp
+        outliers = np.flatnonzero(work_s > limit_s)
+        outliers = outliers[np.argsort(-work_s[outliers], kind="stable")]
+        groups = _least_groups(problem, outliers, limit_s)
+        blocks = _side_by_side(groups, dp)
+        if not blocks:
+            continue
+        load_s = np.zeros(dp)
+        for block, group in blocks.items():
+            load_s[block.first : block.first + block.size] = group.seconds
+        own = _longest_first(work_s, np.setdiff1d(np.arange(len(work_s)), outliers), load_s)
+        most_s = float((load_s + [work_s[documents].sum() for documents in own]).max())
+        if best is None or most_s < best[0]:
+            documents = {block: np.array(group.documents, np.int64) for block, group in blocks.items()}
+            best = most_s, Merge(documents, own)
+    return None if best is None else best[1]
+
+
+@dataclasses.dataclass(eq=False)
+class _Group:
+    """So many replicas, the seconds of each of them, and what they share."""
+
+    size: int
+    seconds: float
+    documents: list[int]
+
+
+def _least_groups(problem: StepProblem, outliers: NDArray[np.int64], limit_s: float) -> list[_Group]:
+    """Put every document into the fullest group that it fits into, else into one of its own, as small as can be."""
+    sizes, tokens, policy = problem.layout.block_sizes, problem.num_tokens[outliers], problem.policy_of(outliers)
+    of_size = {s: problem.costs.document_seconds(tokens, policy, ranks=s * problem.layout.cp).tolist() for s in sizes}
+    groups: list[_Group] = []
+    for at, document in enumerate(outliers.tolist()):
+        fitting = [group for group in groups if group.seconds + of_size[group.size][at] <= limit_s]
+        group = max(fitting, key=lambda group: group.seconds, default=None)
+        if group is None:
+            group = _Group(next((s for s in sizes if of_size[s][at] <= limit_s), sizes[-1]), 0.0, [])
+            groups.append(group)
+        group.seconds += of_size[group.size][at]
+        group.documents.append(document)
+    return groups
+
+
+def _side_by_side(groups: list[_Group], dp: int) -> dict[ReplicaBlock, _Group]:
+    """Give every group a block that no other one has, larger ones first; none where they do not fit."""
+    blocks: dict[ReplicaBlock, _Group] = {}
+    is_free = [True] * dp
+    for group in sorted(groups, key=lambda group: -group.size):
+        size = group.size
+        first = next((first for first in range(0, dp - size + 1, size) if all(is_free[first : first + size])), None)
+        if first is None:
+            return {}
+        is_free[first : first + size] = [False] * size
+        blocks[ReplicaBlock(first, size)] = group
+    return blocks
 
 
 def long_merges(problem: StepProblem) -> list[Merge]:
@@ -89,7 +167,7 @@ def long_merges(problem: StepProblem) -> list[Merge]:
     long = np.flatnonzero(problem.num_tokens > most) if most is not None else np.empty(0, np.int64)
     if not len(long):
         return []
-    return [_uniform(problem, long, size) for size in problem.layout.block_sizes]
+    return [_uniform(problem, long, size) for size in _equal_sizes(problem)]
 
 
 def _most_stored_tokens(problem: StepProblem) -> float | None:

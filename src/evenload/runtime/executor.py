@@ -101,7 +101,8 @@ class Executor:
 
     def run(self, step: RankStep, on_final: OnFinal = ignore_unit, weights: WeightsUnderWay | None = None) -> RankRun:
         """Run this rank's actions of a step and add gradients to `main_grad`. `on_final` is called with every unit
-        whose gradients are complete; `weights` may still be under way, and are complete on return."""
+        whose gradients are complete, once `step.order` allows sums; `weights` may still be under way, and are complete
+        on return."""
         plan, mine = step.plan, step.packs
         packs = plan.pack_plans[self._mesh.dp_rank]
         actions = plan.schedules[self._mesh.dp_rank].ranks[self._mesh.pp_rank]
@@ -114,7 +115,8 @@ class Executor:
         rows: list[_Row] = []
         heads: list[HeadOutput] = []
         loss = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
-        completing = completing_actions((action.kind, action.stage) for action in actions)
+        before_sums = step.order.num_before_sums
+        completing = completing_actions(((action.kind, action.stage) for action in actions), before_sums)
         self._clock.start()
         for at, action in enumerate(actions):
             self._mesh.watch.record(action)
@@ -136,7 +138,8 @@ class Executor:
                 grad = channels.receive_grad(action.stage, action.pack)
                 start = self._clock.mark()
                 products = store.defer_weights(action.pack) if action.kind == "I" else None
-                release = on_final if completing.get(at) == (action.stage,) else ignore_unit
+                completes = at >= before_sums and completing.get(at) == (action.stage,)
+                release = on_final if completes else ignore_unit
                 grad, share = stage.backward(batch, grad, store, plan.num_label_tokens, products, release)
                 loss += share
                 if stage.head_row_sums is not None:

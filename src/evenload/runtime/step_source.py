@@ -48,11 +48,6 @@ class PreparedStep:
     step: RankStep | None
 
 
-def replicas_share_packs(plan: StepPlan) -> bool:
-    packs = (pack for part in plan.pack_plans for pack in part.backward)
-    return any(piece.cp > plan.layout.cp for pack in packs for piece in pack.slices)
-
-
 def prepared_step(planned: PlannedStep, meshes: Meshes, exchange: Exchange) -> PreparedStep:
     """Prepare a step for its plan's own layout, which need not be the one that runs now."""
     mesh = meshes.of(planned.plan.layout)

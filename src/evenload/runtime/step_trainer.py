@@ -35,7 +35,7 @@ from evenload.runtime.step_metrics import (
     no_label_warning,
     step_row,
 )
-from evenload.runtime.step_source import PreparedStep, replicas_share_packs
+from evenload.runtime.step_source import PreparedStep
 from evenload.types.model import ModelSpec
 from evenload.types.plan import StepPlan
 from evenload.types.timeline import Timeline
@@ -193,8 +193,7 @@ class StepTrainer:
         if plan.layout != state.layout:
             state.change_layout(plan.layout, coefficients, plan.first_forward_s)
             mesh = state.mesh
-        # Replicas that share packs wait for each other inside of them, so sums may make a circle (docs/decisions/03).
-        can_sum = coefficients.reduction_overlap is not None and not replicas_share_packs(plan)
+        can_sum = coefficients.reduction_overlap is not None
         can_gather = coefficients.gather_overlap is not None and goes_on
         overlaps = can_sum and self.settings.overlap_reduction
         gradients = state.gradients(prepared.step, learning_rate, is_overlapped=overlaps)

@@ -6,6 +6,10 @@ unit and the gather before it. A forward waits for the gathers of its own units,
 are reduced unit by unit from the head down, as soon as the last replica has completed a unit and the reduction before
 it is done. The update needs the gradient's norm, and so all reductions.
 
+A replica that shares packs reduces nothing before it has run all of them on all pipeline ranks, by prediction
+(`num_before_sums`), so that no circle of waits goes through a shared pack and a reduction (docs/decisions/03). Packs
+with which all that share them end do not count.
+
 Times follow two clocks: a collective during compute takes `communication_slowdown` times its seconds, and compute goes
 on at the rate 1 - `compute_slowdown` (`cost.coefficients.OverlapCost`); while nothing is computed it takes its seconds
 alone. What a rank loses to gathers is added to its first forward, and the packs are simulated again.
@@ -277,9 +281,6 @@ def step_end(costs: PackCosts, replicas: Sequence[SimulatedReplica]) -> StepEnd:
     if gathers:
         replicas = [_delayed(replica, gathers) for replica in replicas]
     overlap = costs.coefficients.reduction_overlap
-    # As the trainer decides: not where replicas wait for each other in packs.
-    if any((one.packs.backward.cp > costs.layout.cp).any() for one in replicas):
-        overlap = None
     completed_s = _completed_seconds(costs, replicas)
     ends_s = np.zeros(costs.layout.pipeline_ranks)
     for replica in replicas:
@@ -327,7 +328,11 @@ def run_reductions(
 
 
 def _completed_seconds(costs: PackCosts, replicas: Sequence[SimulatedReplica]) -> dict[tuple[int, int], float]:
-    places = [_completing_places(costs, replica) for replica in replicas]
+    ranks = [one.packs.backward.pack_ranks() for one in replicas]
+    least = [max(1, int(of_packs.min()) // costs.layout.cp) if len(of_packs) else 1 for of_packs in ranks]
+    places = [
+        _completing_places(costs, replica, replicas_alike(least, dp_rank)) for dp_rank, replica in enumerate(replicas)
+    ]
     packs: dict[tuple[int, int], int] = {}
     for number, (replica, (place, _)) in enumerate(zip(replicas, places, strict=True)):
         for pack in np.unique(replica.actions.pack[place[place >= 0]]).tolist():
@@ -353,9 +358,12 @@ def _completed_seconds(costs: PackCosts, replicas: Sequence[SimulatedReplica]) -
     return completed_s
 
 
-def _completing_places(costs: PackCosts, replica: SimulatedReplica) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Return which action completes a stage's gradients, -1 = none, and whether it is a whole backward, by rank and
-    stage, as `types.plan.completing_actions`; int64 and bool [ranks, stages]."""
+def _completing_places(
+    costs: PackCosts, replica: SimulatedReplica, alike: int = 1
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Return which action completes a stage's gradients, -1 = none, and whether units may be reduced within it, because
+    it is a whole backward, by rank and stage, as `types.plan.completing_actions`; int64 and bool [ranks, stages].
+    `alike` as `replicas_alike`."""
     actions, shape = replica.actions, (costs.layout.pipeline_ranks, costs.layout.num_stages)
     place = np.full(shape, -1, np.int64)
     at = np.flatnonzero(actions.kind != KINDS.index("F"))
@@ -367,4 +375,35 @@ def _completing_places(costs: PackCosts, replica: SimulatedReplica) -> tuple[NDA
     for rank in np.unique(with_weights).tolist():
         if own[rank].sum() > 1:
             place[rank, own[rank]], is_whole[rank] = place[rank].max(), False
-    return place, is_whole
+    sizes = [side.pack_ranks() // costs.layout.cp for side in (replica.packs.forward, replica.packs.backward)]
+    before = num_before_sums(actions, sizes, alike, replica.simulation.end_s)
+    last = (actions.rank_offset[:-1] + before - 1)[:, None]
+    return np.where(own, np.maximum(place, last), -1), is_whole & (place > last)
+
+
+def replicas_alike(least: Sequence[int], dp_rank: int) -> int:
+    """Return how many replicas a replica runs all its last packs with, as one replica's context ranks do: those of its
+    smallest block, where none of them has packs in a smaller one; `least` is the size of every replica's smallest."""
+    size = least[dp_rank]
+    first = dp_rank // size * size
+    return size if min(least[first : first + size]) == size else 1
+
+
+def num_before_sums(
+    actions: ActionColumns, replicas: Sequence[NDArray[np.int64]], alike: int, end_s: NDArray[np.number]
+) -> NDArray[np.int64]:
+    """Return how many of its actions each pipeline rank of a replica runs before it may reduce gradients: those that
+    end no later than the last in which it meets replicas that go on without it; int64[R].
+
+    Args:
+        replicas: how many share each forward pack, and each backward pack; alike: as `replicas_alike`.
+        end_s: float64[n], or the places of actions in an order that follows all waits.
+    """
+    forward, backward = replicas
+    if not (forward > alike).any():
+        return np.zeros(actions.num_ranks, np.int64)
+    is_forward, is_weight = (actions.kind == KINDS.index(kind) for kind in "FW")
+    sides = (is_forward, forward), (~(is_forward | is_weight), backward)
+    last = max(end_s[at][of_pack[actions.pack[at]] > alike].max() for at, of_pack in sides)
+    rows = (end_s[actions.of_rank(rank)] for rank in range(actions.num_ranks))
+    return np.array([np.searchsorted(row, last, side="right") for row in rows], np.int64)

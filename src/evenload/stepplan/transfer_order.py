@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from evenload.errors import InvalidPlanError
 from evenload.schedule.simulate import simulate
+from evenload.schedule.step_collectives import num_before_sums, replicas_alike
 from evenload.stepplan.resimulation import timed_tasks
 from evenload.types.document import ReplicaBlock
 from evenload.types.layout import (
@@ -117,7 +118,11 @@ def transfer_order(plan: StepPlan, dp_rank: int, pp_rank: int, channels: Channel
     """Return what a pipeline rank posts and waits for before each of its actions."""
     if channels == "fifo":
         return queued_order(plan, dp_rank, pp_rank)
-    return TransferOrder(None, freed_sends(plan, dp_rank, pp_rank))
+    actions = action_columns(plan.schedules[dp_rank])
+    end_s = simulate(timed_tasks(plan, dp_rank), actions).end_s
+    return TransferOrder(
+        None, freed_sends(plan, dp_rank, pp_rank), _before_sums(plan, dp_rank, pp_rank, actions, end_s)
+    )
 
 
 def queued_order(plan: StepPlan, dp_rank: int, pp_rank: int) -> TransferOrder:
@@ -139,7 +144,21 @@ def queued_order(plan: StepPlan, dp_rank: int, pp_rank: int) -> TransferOrder:
     due.sort()
     stops = np.searchsorted([place for place, _ in due], own).tolist()
     receives = [tuple(receive for _, receive in due[lo:hi]) for lo, hi in itertools.pairwise([0, *stops])]
-    return TransferOrder(tuple(receives), freed_before(over, own))
+    before_sums = _before_sums(plan, dp_rank, pp_rank, actions, places)
+    return TransferOrder(tuple(receives), freed_before(over, own), before_sums)
+
+
+def _before_sums(plan: StepPlan, dp_rank: int, pp_rank: int, actions: ActionColumns, end_s: NDArray[np.number]) -> int:
+    packs = plan.pack_plans[dp_rank]
+    sizes = [
+        np.array([block_of(plan, dp_rank, pack).size for pack in side], np.int64)
+        for side in (packs.forward, packs.backward)
+    ]
+    least = [
+        min((block_of(plan, member, pack).size for pack in one.backward), default=1)
+        for member, one in enumerate(plan.pack_plans)
+    ]
+    return int(num_before_sums(actions, sizes, replicas_alike(least, dp_rank), end_s)[pp_rank])
 
 
 def action_places(plan: StepPlan, dp_rank: int) -> NDArray[np.int64]:

@@ -11,8 +11,8 @@
     replicated  where stages have several ranks, which take packs in turn, a document lies in one pack, the same both
                 ways
     schedule    every pack once per stage, on the stage's rank, in order, executable (`schedule.simulate`)
-    sharing     a slice is shared by the layout's context ranks, by one of them (DACP), or by an aligned block of
-                replicas, whose size divides all; blocks do not cross, and a block's members have its documents
+    sharing     a slice is shared by the layout's context ranks, by one of them (DACP), or by a block of replicas that
+                begins at a multiple of its size; blocks do not cross, and a block's members have its documents
     collectives members of a block run shared packs, larger blocks first, in the same order in both directions, with the
                 same sharding and the same order of actions on every rank
 
@@ -75,8 +75,8 @@ def _group_offences(plan: StepPlan) -> Iterator[str]:
                 homes.setdefault(piece.doc_id, set()).add(dp_rank)
                 if wanted.setdefault(piece.doc_id, block) != block:
                     yield f"document {piece.doc_id} lies on replicas {wanted[piece.doc_id].first} and {dp_rank}"
-            if layout.dp % size:
-                yield f"{where}: {size} replicas share it, which does not divide dp={layout.dp} into equal blocks"
+            if size > 1 and (size not in layout.block_sizes or block.first + size > layout.dp):
+                yield f"{where}: {size} replicas share it, from {block.first} on, which are no block of dp={layout.dp}"
             elif size > 1:
                 blocks.add(block)
     for doc_id, block in wanted.items():

@@ -52,7 +52,7 @@ class Range(NamedTuple):
 
 
 class ReplicaBlock(NamedTuple):
-    """Replicas `first` to `first + size - 1`; aligned: `size` divides the replicas and `first` is a multiple of it.
+    """Replicas `first` to `first + size - 1`; aligned: `first` is a multiple of `size`.
 
     Blocks of one plan are nested: two that have a replica in common lie one in the other (`plan.dp_merge`).
     """

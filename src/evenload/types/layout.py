@@ -19,6 +19,8 @@ from evenload.types.base import Frozen, require_at_least_one
 from evenload.types.cluster import DeviceKind
 from evenload.types.text import counted
 
+MOST_ANY_SIZE = 8  # Replicas of which groups of any size are made, not only of sizes that divide them
+
 
 class ParallelLayout(Frozen):
     """Sizes of the parallel dimensions and the split of layers into stages.
@@ -156,8 +158,14 @@ class ParallelLayout(Frozen):
 
     @property
     def block_sizes(self) -> tuple[int, ...]:
-        """Return the sizes of groups that replicas can form, ascending: all divisors of dp but 1."""
-        return tuple(size for size in range(2, self.dp + 1) if self.dp % size == 0)
+        """Return the sizes of groups that replicas can form, ascending: all divisors of dp but 1, and every other size
+        where these are few, because each takes process groups on every rank."""
+        return tuple(size for size in range(2, self.dp + 1) if self.has_blocks_of_any_size or self.dp % size == 0)
+
+    @property
+    def has_blocks_of_any_size(self) -> bool:
+        """Whether replicas can form groups of sizes that do not divide them."""
+        return self.dp <= MOST_ANY_SIZE
 
     @property
     def num_stages(self) -> int:
@@ -362,10 +370,11 @@ FreedSends = tuple[tuple[tuple[Channel, int], ...], ...]
 @dataclass(frozen=True, eq=False)
 class TransferOrder:
     """One rank's receives to post, in this order (None = every channel posts its own early), and sends to free before
-    each of its actions."""
+    each of its actions; and how many actions it runs before it may sum gradients (`schedule.step_collectives`)."""
 
     receives: tuple[tuple[Receive, ...], ...] | None
     frees: FreedSends
+    num_before_sums: int
 
 
 def channel_mode(choice: ChannelChoice, device: DeviceKind, layouts: Iterable[ParallelLayout]) -> ChannelMode:

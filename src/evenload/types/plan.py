@@ -37,10 +37,11 @@ def parse_action(text: str) -> Action:
     return Action(kind=match[2], stage=int(match[1]), pack=int(match[3]))  # type: ignore[arg-type]
 
 
-def completing_actions(actions: Iterable[tuple[str, int]]) -> dict[int, tuple[int, ...]]:
+def completing_actions(actions: Iterable[tuple[str, int]], num_before_sums: int = 0) -> dict[int, tuple[int, ...]]:
     """Map places among one rank's actions, as (kind, stage), to the stages whose weight gradients are complete when
     they end: with the last action that is no forward, stage by stage; where a rank has several stages and W's, all with
-    the last of them, because replicas may complete them in another order, which transfers must not have."""
+    the last of them, because replicas may complete them in another order, which transfers must not have. A stage that
+    is complete within the first `num_before_sums` actions waits for the last of those."""
     last: dict[int, int] = {}
     has_weights = False
     for at, (kind, stage) in enumerate(actions):
@@ -51,6 +52,7 @@ def completing_actions(actions: Iterable[tuple[str, int]]) -> dict[int, tuple[in
         last = dict.fromkeys(last, max(last.values()))
     stages: dict[int, tuple[int, ...]] = {}
     for stage, at in sorted(last.items()):
+        at = max(at, num_before_sums - 1)
         stages[at] = (*stages.get(at, ()), stage)
     return stages
 

@@ -104,9 +104,9 @@ def _groups_of(layout: ParallelLayout, processes: int) -> list[tuple[int, ...]]:
         same = [rank for rank, leading in enumerate(layout.leading_ranks) if leading == first]
         groups.append(grid[same, :, :, t].ravel().tolist())
     for p, t in np.ndindex(layout.pipeline_ranks, layout.tp):
-        for size in (2**k for k in range(layout.dp.bit_length())):
-            if layout.dp % size == 0 and size * layout.cp > 1:
-                blocks = range(0, layout.dp, size)
+        for size in (1, *layout.block_sizes):
+            if size * layout.cp > 1:
+                blocks = range(0, layout.dp - size + 1, size)
                 groups += [grid[p, first : first + size, :, t].ravel().tolist() for first in blocks]
     for d, c in np.ndindex(layout.dp, layout.cp):
         if layout.tp > 1:

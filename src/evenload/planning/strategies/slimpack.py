@@ -31,7 +31,15 @@ from evenload.planning.candidates import (
     score,
     trial_under,
 )
-from evenload.planning.dp_merge import Merge, long_merges, merge_above_printed, merge_documents, other_merges
+from evenload.planning.cp_sharding import repriced_choices
+from evenload.planning.dp_merge import (
+    Merge,
+    long_merges,
+    merge_above_printed,
+    merge_documents,
+    other_merges,
+    unequal_merge,
+)
 from evenload.planning.packing import assign_replicas, pack_counts
 from evenload.planning.problem import CHOOSE, PlanOptions, StepProblem, StrategyOptions
 from evenload.planning.search import (
@@ -126,6 +134,9 @@ def plan_slimpack(problems: Sequence[StepProblem]) -> Planned:
     if any(result.blocks for _, result in steps):
         # What phases take together is known when they are joined; before that, only an upper bound.
         planned = [(problem, result.choices()) for problem, result in steps]
+        if any(result.has_unequal_blocks for _, result in steps):
+            # How well such ranks share a document is known as they will run.
+            planned = [(problem, repriced_choices(problem, choices)) for problem, choices in planned]
         return min(planned, key=lambda one: worst_score(one[1]))
     problem, result = min(steps, key=lambda step: step[1].score_key()[:2])
     return problem, result.choices()
@@ -238,7 +249,24 @@ def search_with_merging(problem: StepProblem, rules: SearchRules) -> SearchResul
     result = _better(None, tried)
     if result and rules.even_out:
         even_out(result)
-    return _better(best, [result])
+    return _or_unequal(problem, rules, apart, _better(best, [result]))
+
+
+def _or_unequal(
+    problem: StepProblem, rules: SearchRules, apart: SearchResult | None, best: SearchResult | None
+) -> SearchResult | None:
+    """Return groups of unequal sizes where they are faster as they will run: how well so many ranks share a document
+    and how well phases fill each other's gaps is not known before."""
+    if best is None or not problem.layout.has_blocks_of_any_size or (merge := unequal_merge(problem)) is None:
+        return best
+    excess, seconds = rate_merges(problem, [merge], rules)[0]
+    # The estimate is a bound, so it has to be clearly better.
+    if (excess, seconds / PROMISING) >= best.score_key()[:2]:
+        return best
+    (other,) = _search_merges(problem, [merge], rules, apart)
+    if other is None or other.score_key() >= best.score_key():
+        return best
+    return min((best, other), key=lambda one: worst_score(repriced_choices(problem, one.choices())))
 
 
 def _search_merges(

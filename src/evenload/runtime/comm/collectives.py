@@ -6,8 +6,8 @@ thread, because gloo's collectives block their caller. Only one group's collecti
 
 The transfers of a `RankGroup` are asynchronous and named in errors; ranks of a `ContextGroup` share documents, by
 static context parallelism or DP-Merge. It is a block of replicas (first, number) with all their context ranks, on one
-pipeline rank. Blocks are aligned, of every size that divides the replicas; all are made once at start, and a plan only
-chooses among them.
+pipeline rank. Blocks are aligned, of the sizes of `ParallelLayout.block_sizes`; all are made once at start, and a plan
+only chooses among them.
 """
 
 import itertools
@@ -272,7 +272,8 @@ def create_context_groups(
     for size in (1, *layout.block_sizes):
         if size * layout.cp == 1:
             continue
-        for p, t, first in itertools.product(range(layout.pipeline_ranks), range(layout.tp), range(0, layout.dp, size)):
+        firsts = range(0, layout.dp - size + 1, size)
+        for p, t, first in itertools.product(range(layout.pipeline_ranks), range(layout.tp), firsts):
             members: list[int] = grid[p, first : first + size, :, t].ravel().tolist()
             made = new_group(members)
             if rank in members:

@@ -6,10 +6,9 @@ whole units, and by whether they have weight decay (matrices) or not (norms, bia
 
 `GradientReduction`: losses are already divided by the label count of the global batch, so gradients are summed, never
 averaged. A unit's reduce-scatter is queued as soon as the last pack has added to its gradients: the head's first, the
-embedding's last, in one order on all ranks that hold them. No action waits for one, so there is no circle of waits as
-long as no replica waits for another inside a pack (docs/decisions/03); steps whose packs replicas share reduce after
-the last action. Results are equal to the bit either way. Tied weights of both ends of a pipeline, and gradients of
-norms in a tensor-parallel group, are never overlapped.
+embedding's last, in one order on all ranks that hold them. No action waits for one, and replicas run what they share
+before, so there is no circle of waits (docs/decisions/03). Results are equal to the bit either way. Tied weights of
+both ends of a pipeline, and gradients of norms in a tensor-parallel group, are never overlapped.
 
 `WeightGathers`: an update runs from the embedding to the head, as the next forward reads them, and queues each unit's
 gather at once; a forward waits for its own unit alone, other readers of whole weights call `finish` first. All gathers
