@@ -13,7 +13,7 @@ MAX_ENTRIES = 28
 MAX_LINES, MAX_PARAMETERS = 80, 10
 # 51,200 lines; 552 more since every decoder trains, which was more than asked, and 800 since the first contact. What
 # the publications still ask for may add 1,500, and has added 32.
-MAX_FILES, MAX_SOURCE_LINES = 250, 52_780
+MAX_FILES, MAX_SOURCE_LINES = 250, 53_584
 MAX_FILES_OF_KEY = 8
 
 
