@@ -367,7 +367,7 @@ def gpu() -> str:
         f"{own.value(f'evenload: {key}', 'predicted'):.3f}" for key in ("step_time_s", "peak_memory_bytes")
     )
     rated = ", ".join(f"`{row['metric'].removesuffix(': rate')}` {float(row['value']):.2f}" for row in compared)
-    commits = " and ".join(f"`{commit}`" for commit in dict.fromkeys(row["commit"] for row in rows))
+    commits = ", ".join(f"`{commit}`" for commit in dict.fromkeys(row["commit"] for row in rows))
     return (
         table(heads, lines) + f"\nStep time and peak memory of `evenload` over their predictions: {off}. "
         f"{compared[0]['case'].split(', ')[1]} with a heavy\ntail, rates over `padded`: {rated}.\n"

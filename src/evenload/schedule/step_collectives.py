@@ -404,6 +404,7 @@ def num_before_sums(
         return np.zeros(actions.num_ranks, np.int64)
     is_forward, is_weight = (actions.kind == KINDS.index(kind) for kind in "FW")
     sides = (is_forward, forward), (~(is_forward | is_weight), backward)
-    last = max(end_s[at][of_pack[actions.pack[at]] > alike].max() for at, of_pack in sides)
+    # A plan that only evaluates has no backwards.
+    last = max(end_s[at][of_pack[actions.pack[at]] > alike].max(initial=0) for at, of_pack in sides)
     rows = (end_s[actions.of_rank(rank)] for rank in range(actions.num_ranks))
     return np.array([np.searchsorted(row, last, side="right") for row in rows], np.int64)
