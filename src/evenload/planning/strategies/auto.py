@@ -7,11 +7,11 @@
     3  every other strategy that plans a step by itself, unless it cannot win: its plan is a candidate as it is; that of
        `slimpack` alone only where ranks or host memory made the plan above slower than its search said
 
-The best of each is then repriced, rank by rank where ranks share packs, and the fastest taken, so `auto` is never worse
-than any of them, but for `slimpack`: where its plan was left out, by 2 % or as the search was cut short. Strategies of an
-exact solver are left out: they take seconds. The budget is a number of simulations (`max_candidates`), and as many as a
-step lasts (`planning_share`, by `problem.Effort`), so plans are deterministic unless `time_budget_s` ends the search by
-the clock.
+The best of each is then repriced, rank by rank where ranks share packs, and the fastest taken, so `auto` is never
+worse than any of them, but for `slimpack`: where its plan was left out, by 2 % or as the search was cut short.
+Strategies of an exact solver are left out: they take seconds. The budget is a number of simulations
+(`max_candidates`), and as many as a step lasts (`planning_share`, by `problem.Effort`), so plans are deterministic
+unless `time_budget_s` ends the search by the clock.
 """
 
 import functools
