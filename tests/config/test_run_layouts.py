@@ -63,7 +63,11 @@ def test_flexpipe_without_declared_layouts_takes_depths_of_the_same_processes() 
     described = ["pp=4", "dp=2 pp=2", "dp=4", "pp=3 devices=1+1+2", "pp=3 devices=2+1+1"]
     assert [one.describe() for one in result] == described
     # Of one queue for every pair of ranks nothing is tested with them.
-    for idle in ('parallel.channels="fifo"', "plan.options.flexpipe={part_pipelines=false}"):
+    for idle in (
+        'parallel.channels="fifo"',
+        "plan.options.schedule=gpipe",
+        "plan.options.flexpipe={part_pipelines=false}",
+    ):
         assert [one.describe() for one in layouts_with(*flex, idle)] == [*described[:3], "pp=3"]
     assert layouts_with(*flex, "plan.options.flexpipe={most_layouts=2}") == result[:2]
     assert layouts_with(*flex, 'plan.layouts=["dp=4"]') == (result[0], result[2])

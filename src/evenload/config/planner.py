@@ -17,9 +17,10 @@ from evenload.planning.layouts.flex_planner import FlexPlanner
 from evenload.planning.layouts.layout_candidates import enumerated_layouts
 from evenload.planning.layouts.moves import SwitchPieces
 from evenload.planning.planner import StepPlanner
-from evenload.planning.problem import PlanOptions
+from evenload.planning.problem import CHOOSE, PlanOptions
 from evenload.planning.strategies.flexpipe import FlexOptions
 from evenload.planning.strategies.registry import decide_dp_merge, require_trainable, strategy_named
+from evenload.schedule.registry import SCHEDULES
 from evenload.types.layout import ParallelLayout, read_layout_text
 from evenload.types.model import ModelSpec
 from evenload.types.text import counted
@@ -47,7 +48,9 @@ def layouts_of(config: TrainConfig, num_layers: int) -> tuple[ParallelLayout, ..
             layouts.append(layout)
     if layers_move(config.plan):
         options = config.plan.options.own(FlexOptions)
+        schedule = config.plan.options.schedule
         deals_packs = options.part_pipelines and config.parallel.channels != "fifo"
+        deals_packs = deals_packs and (schedule == CHOOSE or SCHEDULES.named(schedule).runs_replicated_stages)
         layouts += enumerated_layouts(start, options.most_layouts, options.most_groups, part_pipelines=deals_packs)
     for layout in layouts:
         if layout.has_replicated_stages and config.parallel.channels == "fifo":
