@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from evenload.calibrate.fit import fit_relative, median_seconds
 from evenload.cost.coefficients import CostCoefficients, OverlapCost
+from evenload.cost.validity import link_fields
 from evenload.runtime.comm.collectives import ContextGroup, ThreadQueue, all_gather_single, reduce_scatter_single
 from evenload.runtime.comm.mesh import Mesh, Meshes
 from evenload.types.cluster import LinkSpec
@@ -64,9 +65,7 @@ def transfers_of(mesh: Mesh) -> Iterator[TransferWork]:
 
 def quick_links(mesh: Mesh, kinds: Collection[TransferKind] = get_args(TransferKind)) -> dict[TransferKind, LinkSpec]:
     links = {}
-    for work in transfers_of(mesh):
-        if work.kind not in kinds:
-            continue
+    for work in (one for one in transfers_of(mesh) if one.kind in kinds):
         seconds = [median_seconds(work.call(size), mesh.device) / work.hops for size in QUICK_BYTES]
         links[work.kind] = link_from(QUICK_BYTES, seconds)
     return links
@@ -80,10 +79,10 @@ def links_of_layouts(costs: CostCoefficients, meshes: Meshes) -> CostCoefficient
     summed = max(others, key=lambda mesh: max(mesh.layout.data_sizes))
     fields: dict[str, object] = {}
     if costs.link_or_none("p2p") is None and staged is not None:
-        fields |= _link_fields("p2p", _medians(staged, "pipeline")["pipeline"])
+        fields |= link_fields("p2p", _medians(staged, "pipeline")["pipeline"])
     if costs.link_or_none("reduce") is None and max(summed.layout.data_sizes) > 1:
         links = _medians(summed, "reduction", "gather")
-        fields |= _link_fields("reduce", links["reduction"]) | {"gather_link": links["gather"]}
+        fields |= link_fields("reduce", links["reduction"]) | {"gather_link": links["gather"]}
     return msgspec.structs.replace(costs, **fields)
 
 
@@ -94,10 +93,6 @@ def _medians(mesh: Mesh, *kinds: TransferKind) -> dict[TransferKind, LinkSpec]:
     dist.all_gather_object(everyone, mine, group=mesh.control)
     links = {kind: median_link(everyone, kind) for kind in kinds}
     return {kind: link for kind, link in links.items() if link is not None}
-
-
-def _link_fields(kind: Literal["p2p", "reduce"], link: LinkSpec) -> dict[str, object]:
-    return {f"{kind}_bandwidth_bytes_per_s": link.bandwidth_bytes_per_s, f"{kind}_latency_s": link.latency_s}
 
 
 def link_from(num_bytes: Sequence[int], seconds: Sequence[float]) -> LinkSpec:

@@ -116,7 +116,7 @@ def fill_from_cluster(
     for part, prefix, span in _used_links(layout):
         if coefficients.link_or_none(prefix) is None or span > known_span:
             data_link = cluster.group_link(max(layout.data_sizes), layout.tp)
-            changes |= _link_fields(
+            changes |= link_fields(
                 prefix, take(part, span, cluster.device_link(span) if prefix == "p2p" else data_link)
             )
     # Replicas may share documents, and a switch of layout may move layers between any two devices.
@@ -168,7 +168,7 @@ def fill_between_layouts(
     changes: dict[str, object] = {}
     missing = [name for name in (stages, gradients) if links[name] is None]
     for name in missing:
-        changes |= _link_fields("p2p" if name == stages else "reduce", link)
+        changes |= link_fields("p2p" if name == stages else "reduce", link)
     if coefficients.intra_node is None:
         # A switch of layout moves layers between any two processes.
         changes["intra_node"] = link
@@ -186,7 +186,7 @@ def _used_links(layout: ParallelLayout) -> Iterator[tuple[Missing, Literal["p2p"
         yield "reduction link", "reduce", copies * layout.tp
 
 
-def _link_fields(prefix: str, link: LinkSpec) -> dict[str, object]:
+def link_fields(prefix: str, link: LinkSpec) -> dict[str, object]:
     """Return the fields of `CostCoefficients` that hold a link; all-gathers go over that of reductions."""
     fields: dict[str, object] = {
         f"{prefix}_bandwidth_bytes_per_s": link.bandwidth_bytes_per_s,

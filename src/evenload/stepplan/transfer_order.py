@@ -22,7 +22,7 @@ prediction plus LAG packs a channel. O(actions log actions).
 import heapq
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -119,10 +119,10 @@ def transfer_order(plan: StepPlan, dp_rank: int, pp_rank: int, channels: Channel
     if channels == "fifo":
         return queued_order(plan, dp_rank, pp_rank)
     actions = action_columns(plan.schedules[dp_rank])
-    end_s = simulate(timed_tasks(plan, dp_rank), actions).end_s
-    return TransferOrder(
-        None, freed_sends(plan, dp_rank, pp_rank), _before_sums(plan, dp_rank, pp_rank, actions, end_s)
+    before_sums = _before_sums(
+        plan, dp_rank, pp_rank, actions, lambda: simulate(timed_tasks(plan, dp_rank), actions).end_s
     )
+    return TransferOrder(None, freed_sends(plan, dp_rank, pp_rank), before_sums)
 
 
 def queued_order(plan: StepPlan, dp_rank: int, pp_rank: int) -> TransferOrder:
@@ -144,11 +144,14 @@ def queued_order(plan: StepPlan, dp_rank: int, pp_rank: int) -> TransferOrder:
     due.sort()
     stops = np.searchsorted([place for place, _ in due], own).tolist()
     receives = [tuple(receive for _, receive in due[lo:hi]) for lo, hi in itertools.pairwise([0, *stops])]
-    before_sums = _before_sums(plan, dp_rank, pp_rank, actions, places)
+    before_sums = _before_sums(plan, dp_rank, pp_rank, actions, lambda: places)
     return TransferOrder(tuple(receives), freed_before(over, own), before_sums)
 
 
-def _before_sums(plan: StepPlan, dp_rank: int, pp_rank: int, actions: ActionColumns, end_s: NDArray[np.number]) -> int:
+def _before_sums(
+    plan: StepPlan, dp_rank: int, pp_rank: int, actions: ActionColumns, end_s: Callable[[], NDArray[np.number]]
+) -> int:
+    """Return `num_before_sums` of one pipeline rank; asks for `end_s` only where replicas share packs."""
     packs = plan.pack_plans[dp_rank]
     sizes = [
         np.array([block_of(plan, dp_rank, pack).size for pack in side], np.int64)
@@ -158,7 +161,8 @@ def _before_sums(plan: StepPlan, dp_rank: int, pp_rank: int, actions: ActionColu
         min((block_of(plan, member, pack).size for pack in one.backward), default=1)
         for member, one in enumerate(plan.pack_plans)
     ]
-    return int(num_before_sums(actions, sizes, replicas_alike(least, dp_rank), end_s)[pp_rank])
+    alike = replicas_alike(least, dp_rank)
+    return int(num_before_sums(actions, sizes, alike, end_s())[pp_rank]) if (sizes[0] > alike).any() else 0
 
 
 def action_places(plan: StepPlan, dp_rank: int) -> NDArray[np.int64]:
