@@ -112,6 +112,7 @@ MEMORY_COLORS = {
     "activations_offload": "#c9a77c",
     "keys_and_values": "#1b9e77",
     "key_value_gradients": "#7fd6b8",
+    "states": "#a3c93a",
     "gathered_keys_and_values": "#17795a",
     "weight_gradient_inputs": "#8f5fc0",
     "recompute_buffers": "#c8a3e0",

@@ -116,6 +116,26 @@ class ExpertsKind(Frozen, omit_defaults=True):
         return self.width * self.first_outputs
 
 
+class StateKind(Frozen, omit_defaults=True):
+    """Describe a function of a layer that carries a state along a document, row by row: a scan, or a convolution, whose
+    state is its last inputs. Documents are cut between its rows; the state at a cut is all that goes on.
+
+    Args:
+        function: its name in transformers' modules ("causal_conv1d_fn", "mamba2_chunk_scan").
+        inputs, outputs: elements a token of what it reads and gives.
+        state: elements of the state of a document.
+        is_wide: the state is of fp32 where the model is of less.
+        is_recorded: outputs are kept for backward; those of a convolution are made again.
+    """
+
+    function: str
+    inputs: int
+    outputs: int
+    state: int
+    is_wide: bool = True
+    is_recorded: bool = True
+
+
 class LayerKind(Frozen, omit_defaults=True):
     """Describe layers that compute alike.
 
@@ -124,6 +144,7 @@ class LayerKind(Frozen, omit_defaults=True):
         parameters: all weights, also of all experts, the router, norms and biases.
         copied_parameters: those of them that tensor parallelism copies: norms, router, biases behind a sum over ranks.
         attention: None = none over ranges of tokens. experts: None = none.
+        states: functions that carry a state along a document, in the order of their calls.
         mixer: class of a module that mixes tokens in a way of its own, so that documents must not be cut; "" = none.
         blocks: whose hidden states tensor parallelism gathers and scatters: attention, feed-forward; not experts.
         biases: matrices have biases behind a sum over tensor-parallel ranks.
@@ -135,6 +156,7 @@ class LayerKind(Frozen, omit_defaults=True):
     copied_parameters: int = 0
     attention: AttentionKind | None = None
     experts: ExpertsKind | None = None
+    states: tuple[StateKind, ...] = ()
     mixer: str = ""
     blocks: int = 2
     biases: bool = False

@@ -31,6 +31,7 @@ MEMORY_KINDS = (
     "activations_offload",
     "keys_and_values",
     "key_value_gradients",
+    "states",
     "gathered_keys_and_values",
     "weight_gradient_inputs",
     "recompute_buffers",

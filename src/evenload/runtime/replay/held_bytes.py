@@ -14,11 +14,13 @@ StoreKind = Literal[
     "activations_offload",
     "keys_and_values",
     "key_value_gradients",
+    "states",
     "weight_gradient_inputs",
     "offload_buffers",
 ]
 """Recorded tensors by activation policy of their document, keys and values of documents, their accumulated gradients,
-what an I leaves for its W, and offloaded tensors that are on the device for the running pack."""
+states of documents at cuts or their gradients, what an I leaves for its W, and offloaded tensors that are on the device
+for the running pack."""
 STORE_KINDS: tuple[StoreKind, ...] = get_args(StoreKind)
 
 
