@@ -148,6 +148,8 @@ def switches() -> str:
         "over stop and transfer": ("stall", "stop and transfer"),
         "with waiting": ("stall and wait", "stop and transfer"),
         "over save, restart, load": ("stall", "save, restart, load"),
+        "over a step": ("stall", "one step"),
+        "step with a change over one without": ("step", "one step"),
         "over predicted": ("stall, measured", "predicted"),
         "over corrected": ("stall, measured", "corrected"),
     }
