@@ -125,7 +125,6 @@ class StateKind(Frozen, omit_defaults=True):
         inputs, outputs: elements a token of what it reads and gives.
         state: elements of the state of a document.
         is_wide: the state is of fp32 where the model is of less.
-        is_recorded: outputs are kept for backward; those of a convolution are made again.
     """
 
     function: str
@@ -133,7 +132,6 @@ class StateKind(Frozen, omit_defaults=True):
     outputs: int
     state: int
     is_wide: bool = True
-    is_recorded: bool = True
 
 
 class LayerKind(Frozen, omit_defaults=True):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from evenload.errors import UnsupportedModelError
+from evenload.runtime.model.state_calls import install
 
 ATTENTION_NAME = "evenload_range"
 """Of our functions for masks, attention and experts among those of transformers."""
@@ -106,6 +107,7 @@ class WholeModel:
         self.layers: dict[int, nn.Module] = dict(enumerate(own))
         self.modules = {path: model.get_submodule(path) for path in prologue}
         self.configs = configs_of(model)
+        install(model)
         for index, layer in self.layers.items():
             own[index] = _LayerSlot(index, layer, self)
         for path, module in self.modules.items():

@@ -292,6 +292,7 @@ def _kind(index: int, notes: LayerNotes, layer: nn.Module) -> LayerKind:
         copied_parameters=parameters - divided,
         attention=attention,
         experts=experts,
+        states=tuple(notes.states),
         mixer=notes.mixer,
         blocks=sum(count > 1 for count in of_blocks.values()),
         biases=notes.has_row_biases,

@@ -37,6 +37,7 @@ from evenload.errors import UnsupportedModelError
 from evenload.runtime.model.around import LayerCall, LayersRan, OnLayer, WholeModel, configs_of, find_layers
 from evenload.runtime.model.mask_rules import MaskRule, is_causal, unknown_tensors
 from evenload.runtime.model.narrow import WIDTHS, Float64Casts, build_narrow, narrowed
+from evenload.runtime.model.state_calls import StateCall, carrying
 from evenload.types.base import Frozen
 
 _PROBE = "evenload_probe"
@@ -107,7 +108,9 @@ def probe(config: PretrainedConfig, cache: Path | None = None) -> Findings:
 
 def _digest(config: PretrainedConfig) -> str:
     values = config.to_dict() | {"_name_or_path": "", "transformers_version": ""}
-    files = [Path(__file__).with_name(f"{name}.py") for name in ("around", "mask_rules", "narrow", "probe")]
+    files = [
+        Path(__file__).with_name(f"{name}.py") for name in ("around", "mask_rules", "narrow", "probe", "state_calls")
+    ]
     if (model := MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)) is not None:
         files.append(Path(inspect.getfile(model)))  # type: ignore[bad-argument-type]
     versions = [transformers.__version__, torch.__version__, *(file.read_text() for file in files)]
@@ -171,10 +174,11 @@ class _Proof:
     def findings(self) -> Findings:
         _RUNNING.append(self)
         try:
-            self._record()
-            for layer in self.mixers:
-                self._prove_layer(layer)
-            self._prove_around()
+            with carrying(self._carry):
+                self._record()
+                for layer in self.mixers:
+                    self._prove_layer(layer)
+                self._prove_around()
         finally:
             _RUNNING.pop()
         found = [tuple(one.values()) for one in self.mixers.values()]
@@ -258,6 +262,12 @@ class _Proof:
         for trace in self.open:
             trace.given.extend(_rows(given, len(self.rows)))
         return tree_map(lambda one: _pick(one, self.rows) if isinstance(one, Tensor) else one, self.held[key])
+
+    def _carry(self, call: StateCall) -> Tensor:
+        """Hold what a function that carries a state gives, as that of attention."""
+        rows = [one.movedim(dim, 0) for one, dim in call.rows]
+        name = f"{call.function} in {self.open[-1].path}"
+        return self.hold(name, rows, lambda: call.over([call.num_rows], [None])[0])
 
     def mixes(self, layer: int, path: str, why: str) -> None:
         """Hold a module from the next recorded pass on."""

@@ -4,8 +4,8 @@ Nothing is known of an architecture but its plans and its module tree. The model
 memory, and its own forward runs once on a few tokens; its layers run in it one by one under a `TorchFunctionMode`:
 
     around the layers   modules with weights that are called before the first layer (`prologue`) and behind the last
-    in a layer          products of tokens' rows with weights, choices of the largest, attention, experts; whose outputs
-                        backward reads, and which are changed in place
+    in a layer          products of tokens' rows with weights, choices of the largest, attention, experts, functions
+                        that carry a state; whose outputs backward reads, and which are changed in place
     between layers      what a layer reads of another one besides hidden states (Gemma 3n and 4 share keys)
 """
 
@@ -29,7 +29,8 @@ from transformers.pytorch_utils import Conv1D
 from evenload.errors import UnsupportedModelError
 from evenload.runtime.model.around import LayerCall, WholeModel, find_layers, using
 from evenload.runtime.model.mask_rules import MaskRule, mask_rule, unknown_tensors
-from evenload.types.layer_kind import AttentionKind, ExpertsKind, Product
+from evenload.runtime.model.state_calls import StateCall, carrying
+from evenload.types.layer_kind import AttentionKind, ExpertsKind, Product, StateKind
 
 _SURVEY = "evenload_survey"
 SURVEYED_ROWS = 29
@@ -162,6 +163,7 @@ class LayerNotes:
         self.used: set[str] = set()
         self.attention: list[tuple[str, AttentionKind]] = []
         self.experts: dict[str, ExpertsKind] = {}
+        self.states: list[StateKind] = []
         self.stacked: list[Tensor] = []  # weights of all experts, [E, in, out], in code of the model's own
         self.choosing: set[str] = set()
         self.choices: list[tuple[str, int]] = []  # by module: how many sets of the largest a token
@@ -206,6 +208,7 @@ class LayerNotes:
             "would compute all of it": mixing,
             f"multiplies with the whole of {uncut} between linears that are cut": uncut,
             f"chooses in {whole}, between linears that are cut": whole,
+            "carries states along documents, which tensor parallelism does not divide": bool(self.states),
             "has attention sinks, which its plan for tensor parallelism does not cut": styles.get("sinks") != "colwise"
             and any(one.sinks for _, one in self.attention),
         }
@@ -253,7 +256,7 @@ class Survey(TorchFunctionMode):
         self.links: list[tuple[int, int]] = []
         self.refusals: list[str] = []
         """Why the model cannot be trained; what it computes is told all the same."""
-        self.reads_tokens = self.reads_embeddings = False
+        self.reads_tokens = self.reads_embeddings = self._is_inside = False
         """Layers read more of the prologue than hidden states; its backward reads what the embedding gives."""
         self._paths = {id(module): name for name, module in model.named_modules()}
         self._owners: dict[int, str] = {}  # of weights, by id
@@ -271,7 +274,7 @@ class Survey(TorchFunctionMode):
         leave = nn.modules.module.register_module_forward_hook(self._leave, always_call=True)
         _RUNNING.append(self)
         try:
-            with self, using(self.whole.configs, _SURVEY), torch.enable_grad():
+            with self, using(self.whole.configs, _SURVEY), carrying(self._carry), torch.enable_grad():
                 self.whole.run(positions, self._run_layer, token_ids=positions, like=like)
         finally:
             _RUNNING.pop()
@@ -393,6 +396,8 @@ class Survey(TorchFunctionMode):
         self._alive += made
         for one in made:
             self._made_in.setdefault(_storage_of(one), self.layer)
+        if self._is_inside:
+            return output
         if self.layer >= 0:
             self._note(func, args, kwargs, tensors, output, made)
         elif not self.notes:
@@ -481,6 +486,25 @@ class Survey(TorchFunctionMode):
         own = next(one for one in reversed(self._stack) if not type(one).__module__.startswith("torch."))
         if not notes.mixer:
             notes.mixer, notes.mixer_path = type(own).__name__, self._inner.get(id(own), "")
+
+    def _carry(self, call: StateCall) -> Tensor:
+        """Note a call that carries a state, without what its function computes."""
+        notes, rows = self.notes[-1], [one for one, _ in call.rows]
+        notes.used |= frozenset().union(*(self._sites.get(_storage_of(one), frozenset()) for one in rows))
+        self._is_inside = True
+        try:
+            output, (end,) = call.over([SURVEYED_ROWS], [None])
+        finally:
+            self._is_inside = False
+        kind = StateKind(
+            function=call.function,
+            inputs=sum(one.numel() for one in rows) // SURVEYED_ROWS,
+            outputs=output.numel() // SURVEYED_ROWS,
+            state=end.numel(),
+            is_wide=end.element_size() > rows[0].element_size(),
+        )
+        notes.states.append(kind)
+        return output
 
     def note_attention(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, rule: MaskRule, given: dict[str, Any]

@@ -35,6 +35,7 @@ from evenload.errors import UnsupportedModelError
 from evenload.runtime.model.around import ATTENTION_NAME, using
 from evenload.runtime.model.lora import is_adapter
 from evenload.runtime.model.mask_rules import TRAINED_MASKS, MaskRule, is_causal, mask_rule, unknown_tensors
+from evenload.runtime.model.state_calls import carrying
 from evenload.runtime.model.structure import LayerSites
 from evenload.runtime.replay.context_attention import AttentionCall
 from evenload.runtime.replay.experts import mix_experts
@@ -199,7 +200,7 @@ class ReplayMixer(nn.Module):
             one for one in tree_flatten((args, kwargs))[0] if isinstance(one, Tensor) and one.is_floating_point()
         )
         like = next(floating)
-        with using(self.configs, "eager"):
+        with using(self.configs, "eager"), carrying(None):
             for _, start, end in ranges:
                 assert start == 0, "documents of models with such modules are not cut"
                 start, stop = stop, stop + end

@@ -16,6 +16,7 @@ from evenload.attention.range_attention import RangeAttention
 from evenload.runtime.comm.tensor_group import RowExchange, RowShard, TensorGroup, row_owners
 from evenload.runtime.model.around import ATTENTION_NAME, LayerCall, using
 from evenload.runtime.model.hf_model import StageModel
+from evenload.runtime.model.state_calls import carrying
 from evenload.runtime.replay.context_attention import LocalAttention, rows_of
 from evenload.runtime.replay.head import Around, head_gradient, row_losses
 from evenload.runtime.replay.rank_packs import PackTokens
@@ -257,6 +258,7 @@ class PipelineStage:
             for index in group:
                 hidden = self._run_layer(index, made.detached(calls[index]).on(hidden))[None]
         hidden.backward(grad[None])
+        store.states.end_backward()
         assert first.grad is not None
         return first.grad[0]
 
@@ -308,7 +310,7 @@ class PipelineStage:
         if exchange is not None:
             state.tensor_rows = TensorRows(exchange, pack.ranges)
         try:
-            with using(self.model.whole.configs, ATTENTION_NAME):
+            with using(self.model.whole.configs, ATTENTION_NAME), carrying(state.carry):
                 yield
         finally:
             state.ranges, state.products, state.shared = (), None, None

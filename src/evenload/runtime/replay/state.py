@@ -13,6 +13,7 @@ from evenload.attention.range_attention import RangeAttention, work_dtype
 from evenload.runtime.comm.collectives import RankGroup
 from evenload.runtime.comm.tensor_group import RowExchange, RowShard, TensorGroup
 from evenload.runtime.device import to_device
+from evenload.runtime.model.state_calls import StateCall
 from evenload.runtime.replay.context_attention import LocalAttention, PackAttention
 from evenload.runtime.replay.store import ActivationStore, CallKey, call_key, num_rows
 from evenload.runtime.replay.weight_products import WeightProducts, known_output
@@ -201,7 +202,8 @@ class ReplayState:
             are the other rows, of `kept_ranges`.
         products: where weight gradients of the running backward pack wait; None = they are added at once.
         shared: attention of the running pack where other ranks have rows of it too; None = this rank has them all.
-        layer: that runs (`enter_layer`), which has called its attention `num_calls` times.
+        layer: that runs (`enter_layer`), which has called its attention `num_calls` times, and functions that carry a
+            state `num_states` times.
     """
 
     backend: RangeAttention
@@ -219,15 +221,23 @@ class ReplayState:
     tensor_rows: TensorRows = field(init=False)
     layer: int = -1
     num_calls: int = 0
+    num_states: int = 0
 
     def enter_layer(self, layer: int) -> None:
         """Begin a layer's forward, of either direction."""
-        self.layer, self.num_calls = layer, 0
+        self.layer, self.num_calls, self.num_states = layer, 0, 0
 
     def next_call(self) -> CallKey:
         """Return the store's key of the next call of attention in the running layer."""
         self.num_calls += 1
         return call_key(self.layer, self.num_calls - 1)
+
+    def carry(self, call: StateCall) -> Tensor:
+        """Answer the running layer's next call of a function that carries a state."""
+        self.num_states += 1
+        states = self.store.states
+        compute = states.forward if self.direction == "forward" else states.backward
+        return compute((self.layer, self.num_states - 1), call, self.ranges)
 
     @property
     def num_rows(self) -> int:

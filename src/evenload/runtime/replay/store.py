@@ -25,6 +25,7 @@ from torch import Tensor
 
 from evenload.attention.range_attention import work_dtype
 from evenload.runtime.comm.tensor_group import RowShard
+from evenload.runtime.replay.document_states import DocumentStates
 from evenload.runtime.replay.held_bytes import HeldBytes, StoreKind, own_memory
 from evenload.runtime.replay.host_copies import HostCopies, HostRows, Wait, host_copies
 from evenload.runtime.replay.weight_products import WeightProducts
@@ -302,6 +303,7 @@ class ActivationStore:
         self._returning: ReturningRows | None = None
         self._weight_products: dict[Hashable, WeightProducts] = {}
         self.held = HeldBytes() if held is None else held
+        self.states = DocumentStates(num_tokens, backward_packs, self.held)
 
     def policy(self, doc_id: int) -> ActivationPolicy:
         return self._policies.get(doc_id, "replay")
@@ -524,7 +526,7 @@ class ActivationStore:
 
     def check_empty(self) -> None:
         """Assert that nothing is left after a step: a leak is a plan that does not cover its documents."""
-        left = sorted(self._index.unfinished() | set(self._keys) | set(self._key_grads))
+        left = sorted(self._index.unfinished() | set(self._keys) | set(self._key_grads) | self.states.unfinished())
         assert not left, f"documents {left} are not finished"
         assert not self._weight_products, f"weight gradients of packs {list(self._weight_products)} are not added"
 
