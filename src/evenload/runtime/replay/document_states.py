@@ -11,6 +11,7 @@ after all forwards a document holds as many as it has cuts in backward, and each
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -75,7 +76,7 @@ class DocumentStates:
         row = 0
         for doc_id, start, stop in ranges:
             edges = [start, *(cut for cut in self._cuts.get(doc_id, ()) if start < cut < stop), stop]
-            for turn, (first, last) in enumerate(zip(edges, edges[1:], strict=False)):
+            for turn, (first, last) in enumerate(pairwise(edges)):
                 if turn == len(rounds):
                     rounds.append([])
                 rounds[turn].append((row, Range(doc_id, first, last)))
