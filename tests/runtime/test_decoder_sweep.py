@@ -9,7 +9,8 @@ from sweep_decoders import _compared, page_of, read_rows
 
 
 @pytest.mark.parametrize(
-    ("model_type", "result"), [("qwen3", "cut"), ("gpt_oss", "cut"), ("lfm2", "whole"), ("bart", "refused")]
+    ("model_type", "result"),
+    [("qwen3", "cut"), ("gpt_oss", "cut"), ("lfm2", "cut"), ("minimax", "whole"), ("bart", "refused")],
 )
 def test_a_type_is_compared_as_its_layers_allow(model_type, result):
     row = _compared(model_type)

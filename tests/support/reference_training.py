@@ -7,6 +7,7 @@ float64's own rounding is left.
 import torch
 from torch import nn
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     DeepseekV3Config,
     Gemma2Config,
@@ -83,6 +84,39 @@ _OWN: dict[str, tuple[type[PretrainedConfig], dict]] = {
     "smollm3": (SmolLM3Config, {}),
     "granite": (GraniteConfig, {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0}),
 }
+_DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 6}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 12, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_chunk_size": 16}
+_LINEAR = ("layer_types", "linear_attention", "full_attention")
+# The key that lists their layers with the names of both kinds, and sizes of their own.
+_RECURRENT: dict[str, tuple[tuple[str, str, str] | None, dict]] = {
+    "qwen3_next": (_LINEAR, {**_DELTA, **_HEADS_OF_16, **_EXPERTS, "shared_expert_intermediate_size": 24}),
+    "qwen3_5_text": (_LINEAR, {**_DELTA, **_HEADS_OF_16}),
+    "olmo_hybrid": (_LINEAR, {**_DELTA, "linear_num_value_heads": 2}),
+    "kimi_linear": (
+        _LINEAR, {**_LATENT, "linear_num_heads": 2, "linear_head_dim": 8, "mlp_layer_types": ["dense"] * 4},
+    ),
+    "bamba": (None, {**_MAMBA, "attn_layer_indices": [1]}),
+    "granitemoehybrid": (
+        ("layer_types", "mamba", "attention"),
+        {**_MAMBA, "num_local_experts": 0, "shared_intermediate_size": 48, "residual_multiplier": 0.7},
+    ),
+    "nemotron_h": (
+        ("layers_block_type", "mamba", "attention"),
+        {"mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 8, "chunk_size": 16,
+         "head_dim": 8},
+    ),
+    "falcon_h1": (None, {**_MAMBA, "mamba_d_ssm": 96, "head_dim": 12}),
+    "jamba": (
+        None,
+        {"attn_layer_period": 4, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 4, "num_experts": 4,
+         "expert_layer_period": 2, "expert_layer_offset": 1, "use_mamba_kernels": False},
+    ),
+    "lfm2": (("layer_types", "conv", "full_attention"), {"conv_L_cache": 4, "block_multiple_of": 8}),
+    "mamba2": (None, {"num_heads": 8, "head_dim": 12, "n_groups": 2, "state_size": 8, "chunk_size": 16, "expand": 2}),
+}  # fmt: skip
+RECURRENT_KINDS = tuple(_RECURRENT)
+"""Gated DeltaNet thrice (with experts; norms first; norms last), KDA beside latent attention, Mamba-2 thrice, beside
+attention in every layer, Mamba-1 and experts, short convolutions, Mamba-2 alone."""
 KINDS = tuple(_OWN)
 """GQA; learned positions, biases everywhere, one matrix for q, k and v; bias; qk-norm; window; embedding factor; capped
 scores and logits, post-norms, windows by turns; rotary by kind of layer, qk-norm; post-norm only; experts; experts and
@@ -92,13 +126,29 @@ positions; multipliers."""
 
 
 def tiny_config(kind: str, *, tied: bool = False, **changes) -> PretrainedConfig:
-    """A decoder of 4 small layers of a kind in `KINDS`."""
+    """A decoder of 4 small layers of a kind in `KINDS` or `RECURRENT_KINDS`, whose second layer attends."""
+    if kind in _RECURRENT:
+        return _recurrent_config(kind, tied=tied, **changes)
     config_class, own = _OWN[kind]
     settings = {**_COMMON, "tie_word_embeddings": tied, **own, **changes}
     if kind == "gpt2":
         names = {**GPT2Config.attribute_map, "intermediate_size": "n_inner"}
         settings = {names.get(key, key): value for key, value in settings.items() if key != "num_key_value_heads"}
     return config_class(**settings)
+
+
+def _recurrent_config(kind: str, *, tied: bool, **changes) -> PretrainedConfig:
+    listed, own = _RECURRENT[kind]
+    settings = {**_COMMON, "tie_word_embeddings": tied, **own, **changes}
+    layers = settings["num_hidden_layers"]
+    if listed is not None:
+        key, recurrent, attention = listed
+        settings.setdefault(key, [attention if at % 4 == 1 else recurrent for at in range(layers)])
+    if "mlp_layer_types" in settings:
+        settings["mlp_layer_types"] = settings["mlp_layer_types"][:layers]
+    if kind == "nemotron_h":
+        del settings["num_hidden_layers"]
+    return AutoConfig.for_model(kind, **settings)
 
 
 def structure(config: PretrainedConfig) -> Structure:
@@ -123,6 +173,8 @@ def plain_model(config: PretrainedConfig, weights: dict[str, torch.Tensor], dtyp
     config._attn_implementation = "sdpa" if has_sdpa else "eager"
     config._experts_implementation = "eager"
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    for weight in model.parameters():
+        weight.data = weight.to(dtype)  # some are made in float32 whatever the precision
     missing, unexpected = model.load_state_dict(weights, strict=False)
     assert not unexpected
     assert set(missing) <= {"lm_head.weight", *(name for name, _ in model.named_buffers())}

@@ -21,7 +21,7 @@ from reference_training import (
 
 
 def head_dim(config):
-    return max(one.head_dim for sites in structure(config).sites for one in sites.attention)
+    return max((one.head_dim for sites in structure(config).sites for one in sites.attention), default=0)
 
 
 def pack_tokens(ranges, tokens, device="cpu"):

@@ -110,7 +110,7 @@ class DocumentStates:
         for doc_id, start, _ in ranges:
             state = None
             if start:
-                state = self._saved[key, doc_id, start].detach().requires_grad_()
+                state = self._saved_state((key, doc_id, start)).detach().requires_grad_()
                 self._begun.append(((key, doc_id, start), state))
             starts.append(state)
         output, ends = call.over([stop - start for _, start, stop in ranges], starts)
@@ -123,6 +123,9 @@ class DocumentStates:
             return output
         states, gradients = zip(*followed, strict=True)
         return known_output(output.detach(), lambda grad: (grad, *gradients), output, *states)
+
+    def _saved_state(self, place: _Place) -> Tensor:
+        return self._saved[place]
 
     def _take_gradient(self, place: _Place) -> Tensor:
         gradient = self._gradients.pop(place)
