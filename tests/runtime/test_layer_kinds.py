@@ -13,7 +13,7 @@ from evenload.data import hub
 from evenload.data.hub import model_from, model_from_config
 from evenload.errors import ConfigError
 from evenload.runtime.model.model_config import describe
-from evenload.types.layer_kind import AttentionKind
+from evenload.types.layer_kind import AttentionKind, StateKind
 from evenload.types.model import CONFIGURATIONS, MODELS, alike_model
 from single_stage import stage_of
 from transformers_version import of_newest
@@ -91,14 +91,37 @@ def test_attention_is_read_as_it_enters_the_scores(kind: str, more, attention: A
 @pytest.mark.parametrize(
     ("kind", "more", "mixer"),
     [
-        ("qwen3_5_text", {"head_dim": 16}, "Qwen3_5GatedDeltaNet"),
-        ("lfm2", {"layer_types": ["conv", "full_attention"] * 3}, "Lfm2ShortConv"),
+        ("minimax", {"head_dim": 16, "layer_types": ["linear_attention", "full_attention"] * 3, **_EXPERTS},
+         "MiniMaxLightningAttention"),
         ("llama4_text", {"head_dim": 16, "attention_chunk_size": 8, "intermediate_size_mlp": 160,
                          "num_local_experts": 4}, "Llama4TextAttention"),
     ],
 )  # fmt: skip
 def test_what_mixes_tokens_in_a_way_of_its_own_is_named(kind: str, more, mixer: str) -> None:
     assert describe(small(kind, **more), kind).mixers == (mixer,)
+
+
+def test_states_are_those_of_the_functions_that_carry_them() -> None:
+    """Gated DeltaNet: convolved are q, k and v; the scan reads them, a gate and a factor a head, and has a matrix a
+    head, in fp32. Falcon-H1 has both a scan and attention in a layer."""
+    delta = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
+    linear, full = describe(small("qwen3_5_text", head_dim=16, linear_value_head_dim=6, **delta), "x").kinds
+    assert linear.states == (
+        StateKind(function="causal_conv1d_fn", inputs=56, outputs=56, state=3 * 56, is_wide=False),
+        StateKind(function="torch_chunk_gated_delta_rule", inputs=64, outputs=24, state=4 * 8 * 6),
+    )
+    assert linear.attention is None
+    assert [one.name for one in linear.products[:5]] == [
+        "in_proj_qkv",
+        "in_proj_z",
+        "in_proj_b",
+        "in_proj_a",
+        "out_proj",
+    ]
+    assert not full.states
+    (both,) = describe(small("falcon_h1", mamba_d_ssm=96, mamba_n_heads=8, mamba_d_head=12, head_dim=16), "x").kinds
+    assert [one.function for one in both.states] == ["causal_conv1d_fn", "mamba2_chunk_scan"]
+    assert both.attention is not None
 
 
 def test_layers_alike_are_those_of_their_sizes() -> None:

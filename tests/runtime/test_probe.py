@@ -96,9 +96,8 @@ def test_what_would_be_trained_wrong_is_refused_with_module_and_reason(model_typ
 @pytest.mark.parametrize(
     ("model_type", "changes", "path", "module"),
     [
-        ("lfm2", {}, "conv", "Lfm2ShortConv"),
-        ("qwen3_5_text", {}, "linear_attn", "Qwen3_5GatedDeltaNet"),
-        ("mamba2", {}, "mixer", "Mamba2Mixer"),
+        ("minimax", {}, "self_attn", "MiniMaxLightningAttention"),
+        ("recurrent_gemma", {}, "temporal_block", "RecurrentGemmaRecurrentBlock"),
         ("falcon", {"alibi": False}, "self_attention", "FalconAttention"),
         ("llama4_text", {}, "self_attn", "Llama4TextAttention"),
         ("deepseek_v32", {}, "self_attn", "DeepseekV32Attention"),
@@ -113,7 +112,7 @@ def test_modules_that_mix_rows_in_their_own_way_are_named_for_whole_documents(
 
 
 def test_kinds_are_those_of_the_whole_model(tmp_path):
-    config = CONFIG_MAPPING["qwen3_5_text"]()
+    config = CONFIG_MAPPING["minimax"]()
     findings = probe(config, tmp_path)
     held = [bool(mixers) for mixers in findings.mixers]
     assert held == [kind == "linear_attention" for kind in config.layer_types]
