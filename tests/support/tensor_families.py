@@ -19,7 +19,7 @@ from evenload.runtime.optim.data_parallel import flatten_units
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.types.plan import decode_plan
 from gloo_pool import TIMEOUT_S
-from reference_training import balance_factor, make_tokens, stage_model
+from reference_training import RECURRENT_KINDS, balance_factor, make_tokens, stage_model, tiny_config
 
 _COMMON = {
     "vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -60,13 +60,14 @@ _OWN: dict[str, dict] = {
     "minimax_m2": {"num_local_experts": 6, "num_experts_per_tok": 2, "rotary_dim": 8},
     "olmo2": {},
     "olmo3": {"sliding_window": 9},
-    "qwen3_next": {**_EXPERTS, "num_experts": 4},
     "minimax": {"num_local_experts": 6, "num_experts_per_tok": 2},
 }
 FAMILIES = tuple(_OWN)
 
 
 def family_config(family: str, num_layers: int, **changes) -> PretrainedConfig:
+    if family in RECURRENT_KINDS:
+        return tiny_config(family, num_hidden_layers=num_layers, **changes)
     return AutoConfig.for_model(family, **_COMMON | {"num_hidden_layers": num_layers} | _OWN[family] | changes)
 
 
