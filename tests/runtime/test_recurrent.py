@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+import kernel_twins
 from evenload.runtime.model import state_calls
+from evenload.runtime.model.hf_model import empty_model
 from evenload.runtime.model.probe import probe
 from evenload.runtime.replay.document_states import DocumentStates
 from evenload.runtime.replay.store import ActivationStore
@@ -105,6 +107,24 @@ def test_stages_without_an_attention_layer_and_every_policy(kind):
         assert not any(store.held.held_by_kind.values())
         for name, weight in trained(buffers).items():
             assert relative_error(weight.main_grad, plain[name]) <= 1e-10, name
+
+
+KERNELS = {
+    "qwen3_next": "chunk_gated_delta_rule",
+    "kimi_linear": "chunk_gated_delta_rule",
+    "bamba": "mamba_chunk_scan_combined",
+    "jamba": "selective_scan_fn",
+}
+
+
+@pytest.mark.parametrize(("kind", "kernel"), KERNELS.items())
+def test_kernels_are_called_as_they_ask(monkeypatch, kind, kernel):
+    """All ranges in one call with a state each, whole documents with their numbers, no gradient of a last state."""
+    config = tiny_config(kind)
+    called = kernel_twins.install(monkeypatch, empty_model(config))
+    for packs in CUTS.values():
+        assert_equals_plain(config, torch.float64, make_tokens(LENGTHS, config.vocab_size), *packs, 1e-10)
+    assert called == {kernel, "causal_conv1d_fn"}
 
 
 # Bytes
@@ -213,10 +233,14 @@ def _short(monkeypatch, which):
     def shortened(*args):
         call = own(*args)
 
-        def run(rows, sizes, starts):
-            output, ends = call.run(rows, sizes, starts)
-            missing = [max(0, end.shape[-1] - size) for end, size in zip(ends, sizes, strict=True)]
-            return output, [nn.functional.pad(e[..., m:], (m, 0)) for e, m in zip(ends, missing, strict=True)]
+        def forgetful(end, size):
+            missing = max(0, end.shape[-1] - size)
+            return nn.functional.pad(end[..., missing:], (missing, 0))
+
+        def run(rows, spans):
+            output, ends = call.run(rows, spans)
+            at = zip(ends, spans.sizes, strict=True)
+            return output, [None if end is None else forgetful(end, size) for end, size in at]
 
         return state_calls.StateCall(call.function, call.rows, call.out_dim, run)
 

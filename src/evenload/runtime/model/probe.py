@@ -37,7 +37,7 @@ from evenload.errors import UnsupportedModelError
 from evenload.runtime.model.around import LayerCall, LayersRan, OnLayer, WholeModel, configs_of, find_layers
 from evenload.runtime.model.mask_rules import MaskRule, is_causal, unknown_tensors
 from evenload.runtime.model.narrow import WIDTHS, Float64Casts, build_narrow, narrowed
-from evenload.runtime.model.state_calls import StateCall, carrying
+from evenload.runtime.model.state_calls import Spans, StateCall, carrying
 from evenload.types.base import Frozen
 
 _PROBE = "evenload_probe"
@@ -267,7 +267,7 @@ class _Proof:
         """Hold what a function that carries a state gives, as that of attention."""
         rows = [one.movedim(dim, 0) for one, dim in call.rows]
         name = f"{call.function} in {self.open[-1].path}"
-        return self.hold(name, rows, lambda: call.over([call.num_rows], [None])[0])
+        return self.hold(name, rows, lambda: call.over(Spans([call.num_rows], [None], [False]))[0])
 
     def mixes(self, layer: int, path: str, why: str) -> None:
         """Hold a module from the next recorded pass on."""

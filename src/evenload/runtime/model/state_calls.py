@@ -9,11 +9,13 @@ A call over ranges of documents takes the state before each and gives the state 
 
     convolution    the last inputs before a range, K - 1 of them; all ranges are one call, each behind its own
     delta rule     a matrix a head, [1, H, Dk, Dv]; fla's kernel takes all ranges in one call
-    Mamba-2        a matrix a head, [1, H, P, N]
+    Mamba-2        a matrix a head, [1, H, P, N]; mamba_ssm's kernel takes whole documents in one call
     Mamba-1        [1, D, N]. Its function takes none, so the state's part is added outside: the recurrence is linear in
-                   the state, y_t += C_t · (exp(A · Σ_{s<=t} dt_s) ⊙ h), and the end likewise
+                   the state, y_t += C_t · (exp(A · Σ_{s<=t} dt_s) ⊙ h). Its kernel drops the gradient of the state
+                   behind a range, so the state is read by N more tokens, of no time and C = a unit vector each
 """
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,11 +27,35 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
+from torch.utils.checkpoint import checkpoint
 
 from evenload.errors import UnsupportedModelError
 
-Overs = tuple[Tensor, list[Tensor]]
-"""What a function gives for rows of some ranges, and the state behind each range."""
+Overs = tuple[Tensor, list[Tensor | None]]
+"""What a function gives for rows of some ranges, and the state behind each range; None where nobody wants it."""
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Describes ranges of documents that lie one behind the other in a call's rows.
+
+    Args:
+        sizes: tokens of each.
+        starts: the state before each; None = a document begins.
+        wanted: whether the state behind each is wanted, as its document goes on.
+    """
+
+    sizes: Sequence[int]
+    starts: Sequence[Tensor | None]
+    wanted: Sequence[bool]
+
+    def are_whole(self) -> bool:
+        """Say whether each is a document."""
+        return not any(self.wanted) and all(start is None for start in self.starts)
+
+
+Run = Callable[[Sequence[Tensor], Spans], Overs]
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,14 +66,13 @@ class StateCall:
         function: its name.
         rows: what it reads of every token, and the dimension of the tokens in each.
         out_dim: that of its output.
-        run: computes ranges of these sizes, one behind the other in `rows`, from the states before them; None = a
-            document begins.
+        run: computes spans of rows.
     """
 
     function: str
     rows: tuple[tuple[Tensor, int], ...]
     out_dim: int
-    run: Callable[[Sequence[Tensor], Sequence[int], Sequence[Tensor | None]], Overs]
+    run: Run
 
     @property
     def num_rows(self) -> int:
@@ -55,14 +80,14 @@ class StateCall:
         tensor, dim = self.rows[0]
         return tensor.shape[dim]
 
-    def over(self, sizes: Sequence[int], starts: Sequence[Tensor | None]) -> Overs:
-        """Compute all rows, which are of ranges of these sizes."""
-        return self.run([tensor for tensor, _ in self.rows], sizes, starts)
+    def over(self, spans: Spans) -> Overs:
+        """Compute all rows."""
+        return self.run([tensor for tensor, _ in self.rows], spans)
 
-    def over_some(self, spans: Sequence[tuple[int, int]], starts: Sequence[Tensor | None]) -> Overs:
-        """Compute the rows `[first, stop)` of some ranges; rows of the output are in this order."""
-        picked = [_join([one.narrow(dim, a, b - a) for a, b in spans], dim) for one, dim in self.rows]
-        return self.run(picked, [b - a for a, b in spans], starts)
+    def over_some(self, firsts: Sequence[int], spans: Spans) -> Overs:
+        """Compute the rows of spans that begin at these rows; rows of the output follow each other."""
+        at = list(zip(firsts, spans.sizes, strict=True))
+        return self.run([_join([one.narrow(dim, *place) for place in at], dim) for one, dim in self.rows], spans)
 
 
 Handler = Callable[[StateCall], Tensor]
@@ -100,7 +125,9 @@ def _dispatcher(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
             return original(*args, **kwargs)
         if name in _FUSED:
             return None
-        found = _BINDERS[name](name, original, args, kwargs)
+        rows = next(one for one in (*args, *kwargs.values()) if isinstance(one, Tensor))
+        # Where kernels are installed, transformers calls them on whatever it gets; they run on GPUs.
+        found = _BINDERS[name](name, original if rows.is_cuda else inspect.unwrap(original), args, kwargs)
         # Inside, a function is transformers' own, whatever it calls.
         before = _HANDLER.set(None)
         try:
@@ -119,20 +146,30 @@ def _join(parts: Sequence[Tensor], dim: int) -> Tensor:
 
 def _one_by_one(
     run: Callable[[Sequence[Tensor], Tensor | None], tuple[Tensor, Tensor]], dims: Sequence[int], out_dim: int
-) -> Callable[[Sequence[Tensor], Sequence[int], Sequence[Tensor | None]], Overs]:
-    """Return a function that computes ranges by one call each."""
+) -> Run:
+    """Return a function that computes spans by one call each, of their rows and the state before them."""
 
-    def over(rows: Sequence[Tensor], sizes: Sequence[int], starts: Sequence[Tensor | None]) -> Overs:
+    def over(rows: Sequence[Tensor], spans: Spans) -> Overs:
         outputs, ends, first = [], [], 0
-        for size, start in zip(sizes, starts, strict=True):
+        for size, start, is_wanted in zip(spans.sizes, spans.starts, spans.wanted, strict=True):
             own = [one.narrow(dim, first, size) for one, dim in zip(rows, dims, strict=True)]
             output, end = run(own, start)
             outputs.append(output)
-            ends.append(end)
+            ends.append(end if is_wanted else None)
             first += size
         return _join(outputs, out_dim), ends
 
     return over
+
+
+@cache
+def _is_installed(package: str) -> bool:
+    return find_spec(package) is not None
+
+
+def _has_kernel(package: str, rows: Tensor) -> bool:
+    """Say whether transformers calls a package's kernel for these rows."""
+    return rows.is_cuda and _is_installed(package)
 
 
 def _named(name: str, names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -149,17 +186,18 @@ def _convolution(name: str, original: Callable[..., Any], args: Sequence[Any], k
     weight, bias = given["weight"], given.get("bias")
     halo = weight.shape[-1] - 1
 
-    def over(rows: Sequence[Tensor], sizes: Sequence[int], starts: Sequence[Tensor | None]) -> Overs:
+    def over(rows: Sequence[Tensor], spans: Spans) -> Overs:
         (x,) = rows  # [1, C, T]
         nothing = x.new_zeros(*x.shape[:2], halo)
         # A range shorter than the state hands on what is left of the older one.
         seen = [
             torch.cat([nothing if start is None else start, part], -1)
-            for part, start in zip(x.split(list(sizes), -1), starts, strict=True)
+            for part, start in zip(x.split(list(spans.sizes), -1), spans.starts, strict=True)
         ]
         out = original(_join(seen, -1), weight, bias, activation=given.get("activation"))
-        parts = out.split([halo + size for size in sizes], -1)
-        return _join([part[..., halo:] for part in parts], -1), [one[..., one.shape[-1] - halo :] for one in seen]
+        parts = out.split([halo + size for size in spans.sizes], -1)
+        ends = [one[..., one.shape[-1] - halo :] if w else None for one, w in zip(seen, spans.wanted, strict=True)]
+        return _join([part[..., halo:] for part in parts], -1), ends
 
     return StateCall(name, ((given["hidden_states"], 2),), 2, over)
 
@@ -175,22 +213,19 @@ def _delta_rule(name: str, original: Callable[..., Any], args: Sequence[Any], kw
         q, k, v, g, beta = rows
         return original(q, k, v, g=g, beta=beta, initial_state=start, **options)
 
-    def at_once(rows: Sequence[Tensor], sizes: Sequence[int], starts: Sequence[Tensor | None]) -> Overs:
+    def at_once(rows: Sequence[Tensor], spans: Spans) -> Overs:
         q, k, v, g, beta = rows
-        edges = torch.tensor([0, *sizes]).cumsum(0).to(q.device, torch.int32)
+        edges = torch.tensor([0, *spans.sizes]).cumsum(0)
+        # Without those on the CPU a host would wait for a GPU.
+        told = {"cu_seqlens": edges.to(q.device), "cu_seqlens_cpu": edges}
         nothing = q.new_zeros(1, v.shape[2], k.shape[3], v.shape[3], dtype=torch.float32)
-        given = torch.cat([nothing if start is None else start for start in starts])
-        out, ends = original(q, k, v, g=g, beta=beta, initial_state=given, cu_seqlens=edges, **options)
-        return out, list(ends.split(1))
+        start = torch.cat([nothing if one is None else one for one in spans.starts])
+        out, ends = original(q, k, v, g=g, beta=beta, initial_state=start, **told, **options)
+        return out, [one if w else None for one, w in zip(ends.split(1), spans.wanted, strict=True)]
 
     rows = tuple((given[key], 1) for key in _DELTA)
-    has_kernel = rows[0][0].is_cuda and _has_fla()
+    has_kernel = _has_kernel("fla", given["query"])
     return StateCall(name, rows, 1, at_once if has_kernel else _one_by_one(run, [1] * 5, 1))
-
-
-@cache
-def _has_fla() -> bool:
-    return find_spec("fla") is not None
 
 
 def _mamba2(name: str, original: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> StateCall:
@@ -204,31 +239,64 @@ def _mamba2(name: str, original: Callable[..., Any], args: Sequence[Any], kwargs
         x, dt, b, c = rows
         return original(x, dt, given["A"], b, c, initial_states=start, return_final_states=True, **options)
 
+    one_by_one = _one_by_one(run, [1] * 4, 1)
+
+    def at_once(rows: Sequence[Tensor], spans: Spans) -> Overs:
+        if not spans.are_whole():
+            return one_by_one(rows, spans)  # the kernel's states are of rows of a batch, not of documents
+        x, dt, b, c = rows
+        numbers = torch.repeat_interleave(torch.tensor(spans.sizes)).to(x.device, torch.int32)[None]
+        return original(x, dt, given["A"], b, c, seq_idx=numbers, **options), [None] * len(spans.sizes)
+
     rows = tuple((given[key], 1) for key in ("hidden_states", "dt", "B", "C"))
-    return StateCall(name, rows, 1, _one_by_one(run, [1] * 4, 1))
+    has_kernel = _has_kernel("mamba_ssm", given["hidden_states"])
+    return StateCall(name, rows, 1, at_once if has_kernel else one_by_one)
 
 
 def _mamba1(name: str, original: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> StateCall:
     names = ("hidden_states", "dt", "A", "B", "C", "D", "z", "delta_bias")
     given = _named(name, names, args, kwargs)
     decay, bias, gate = given["A"], given.get("delta_bias"), given.get("z")
+    is_softplus = bool(given.get("delta_softplus"))
     kept = ("D", "delta_bias", "delta_softplus", "use_mambapy", "use_associative_scan")
     options = {key: given[key] for key in kept if key in given} | {"return_last_state": True}
+    states, no_time = decay.shape[1], (-1e4 if is_softplus else 0.0)  # softplus(-1e4 + bias) is 0 in any precision
 
     def run(rows: Sequence[Tensor], start: Tensor | None) -> tuple[Tensor, Tensor]:
         x, dt, b, c = rows[:4]  # [1, D, T] twice, [1, N, T] twice
-        out, end = original(x, dt, decay, b, c, **options)
+        size = x.shape[-1]
+        unit = torch.eye(states, dtype=c.dtype, device=c.device)[None]
+        x, b, c = pad(x, (0, states)), pad(b, (0, states)), torch.cat([c, unit], -1)
+        out, end = original(x, pad(dt, (0, states), value=no_time), decay, b, c, **options)
+        read = out[..., size:]
+        out = out[..., :size]
+        # The value is as precise as the function's state, the gradient goes through the tokens that read it.
+        end = end.detach() + (read - read.detach())
         if start is not None:
             step = dt if bias is None else dt + bias.to(dt.dtype)[:, None]
-            step = nn.functional.softplus(step) if given.get("delta_softplus") else step
-            carried = torch.exp(decay[None, :, None, :] * step.cumsum(-1)[..., None]) * start[:, :, None, :]
-            out = out + torch.einsum("bdtn,bnt->bdt", carried, c.to(carried.dtype)).to(out.dtype)
-            end = end + carried[:, :, -1]
+            passed = (nn.functional.softplus(step) if is_softplus else step).to(start.dtype).cumsum(-1)
+            out = out + _carried(decay, passed, start, c[..., :size].to(start.dtype)).to(out.dtype)
+            end = end + torch.exp(decay * passed[..., -1:]) * start
         return (out if gate is None else out * nn.functional.silu(rows[4])), end
 
     rows = tuple((given[key], 2) for key in ("hidden_states", "dt", "B", "C"))
     rows = rows if gate is None else (*rows, (gate, 2))
     return StateCall(name, rows, 2, _one_by_one(run, [2] * len(rows), 2))
+
+
+_CARRIED_TOKENS = 256
+"""For which a state's part is computed at once: [1, D, tokens, N] is held."""
+
+
+def _carried(decay: Tensor, passed: Tensor, start: Tensor, c: Tensor) -> Tensor:
+    """Return the part [1, D, T] of a state [1, D, N] in outputs, after so much time [1, D, T] and with C [1, N, T]."""
+
+    def part(decay: Tensor, passed: Tensor, start: Tensor, c: Tensor) -> Tensor:
+        left = torch.exp(decay[:, None, :] * passed[..., None]) * start[:, :, None, :]
+        return torch.einsum("bdtn,bnt->bdt", left, c)
+
+    pieces = zip(passed.split(_CARRIED_TOKENS, -1), c.split(_CARRIED_TOKENS, -1), strict=True)
+    return _join([checkpoint(part, decay, time, start, own, use_reentrant=False) for time, own in pieces], -1)
 
 
 _BINDERS: dict[str, Callable[..., StateCall]] = {

@@ -29,7 +29,7 @@ from transformers.pytorch_utils import Conv1D
 from evenload.errors import UnsupportedModelError
 from evenload.runtime.model.around import LayerCall, WholeModel, find_layers, using
 from evenload.runtime.model.mask_rules import MaskRule, mask_rule, unknown_tensors
-from evenload.runtime.model.state_calls import StateCall, carrying
+from evenload.runtime.model.state_calls import Spans, StateCall, carrying
 from evenload.types.layer_kind import AttentionKind, ExpertsKind, Product, StateKind
 
 _SURVEY = "evenload_survey"
@@ -493,9 +493,10 @@ class Survey(TorchFunctionMode):
         notes.used |= frozenset().union(*(self._sites.get(_storage_of(one), frozenset()) for one in rows))
         self._is_inside = True
         try:
-            output, (end,) = call.over([SURVEYED_ROWS], [None])
+            output, (end,) = call.over(Spans([SURVEYED_ROWS], [None], [True]))
         finally:
             self._is_inside = False
+        assert end is not None, "the state behind the rows is wanted"
         kind = StateKind(
             function=call.function,
             inputs=sum(one.numel() for one in rows) // SURVEYED_ROWS,

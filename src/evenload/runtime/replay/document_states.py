@@ -16,7 +16,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from evenload.runtime.model.state_calls import StateCall
+from evenload.runtime.model.state_calls import Spans, StateCall
 from evenload.runtime.replay.held_bytes import HeldBytes
 from evenload.runtime.replay.weight_products import known_output
 from evenload.types.document import Range
@@ -57,17 +57,24 @@ class DocumentStates:
         rounds = self._rounds(ranges)
         output: Tensor | None = None
         for pieces in rounds:
-            starts = [self._enter((key, doc_id, start)) for _, (doc_id, start, _) in pieces]
-            spans = [(row, row + stop - start) for row, (_, start, stop) in pieces]
+            spans = self._spans(
+                [piece for _, piece in pieces], [self._enter((key, doc_id, at)) for _, (doc_id, at, _) in pieces]
+            )
             if len(rounds) == 1:
-                output, ends = call.over([stop - start for start, stop in spans], starts)
+                output, ends = call.over(spans)
             else:
-                some, ends = call.over_some(spans, starts)
-                output = _scatter(some, spans, call, output)
+                firsts = [row for row, _ in pieces]
+                some, ends = call.over_some(firsts, spans)
+                output = _scatter(some, firsts, spans.sizes, call, output)
             for (_, (doc_id, _, stop)), end in zip(pieces, ends, strict=True):
-                self._leave((key, doc_id, stop), end)
+                if end is not None:
+                    self._leave((key, doc_id, stop), end)
         assert output is not None
         return output
+
+    def _spans(self, ranges: Sequence[Range], starts: Sequence[Tensor | None]) -> Spans:
+        wanted = [stop < self._num_tokens[doc_id] for doc_id, _, stop in ranges]
+        return Spans([stop - start for _, start, stop in ranges], starts, wanted)
 
     def _rounds(self, ranges: Sequence[Range]) -> list[list[tuple[int, Range]]]:
         """Cut ranges where backwards begin; return first all first pieces with their first rows, then all second ones,
@@ -96,10 +103,9 @@ class DocumentStates:
         return state
 
     def _leave(self, place: _Place, end: Tensor) -> None:
-        if place[2] < self._num_tokens[place[1]]:
-            # A copy: the end of a convolution's input would keep all of it.
-            self._running[place] = end = end.clone()
-            self._held.count("states", end.nbytes)
+        # A copy: the end of a convolution's input would keep all of it.
+        self._running[place] = end = end.clone()
+        self._held.count("states", end.nbytes)
 
     # ---- backward ------------------------------------------------------------------------------
 
@@ -113,11 +119,11 @@ class DocumentStates:
                 state = self._saved_state((key, doc_id, start)).detach().requires_grad_()
                 self._begun.append(((key, doc_id, start), state))
             starts.append(state)
-        output, ends = call.over([stop - start for _, start, stop in ranges], starts)
+        output, ends = call.over(self._spans(ranges, starts))
         followed = [
             (end, self._take_gradient((key, doc_id, stop)))
             for (doc_id, _, stop), end in zip(ranges, ends, strict=True)
-            if stop < self._num_tokens[doc_id]
+            if end is not None
         ]
         if not followed:
             return output
@@ -145,11 +151,13 @@ class DocumentStates:
         return {place[1] for kept in (self._running, self._saved, self._gradients) for place in kept}
 
 
-def _scatter(some: Tensor, spans: Sequence[tuple[int, int]], call: StateCall, output: Tensor | None) -> Tensor:
+def _scatter(
+    some: Tensor, firsts: Sequence[int], sizes: Sequence[int], call: StateCall, output: Tensor | None
+) -> Tensor:
     """Put rows of spans into their places among all rows of a call."""
     dim = call.out_dim
     if output is None:
         output = some.new_empty(*some.shape[:dim], call.num_rows, *some.shape[dim + 1 :])
-    for (first, stop), rows in zip(spans, some.split([stop - first for first, stop in spans], dim), strict=True):
-        output.narrow(dim, first, stop - first).copy_(rows)
+    for first, rows in zip(firsts, some.split(list(sizes), dim), strict=True):
+        output.narrow(dim, first, rows.shape[dim]).copy_(rows)
     return output
