@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 
 from cpu_ranks import llama  # puts tests/ on the path, too
 from evenload.attention.backends import select_backend
@@ -87,7 +87,7 @@ class StageSteps:
         weights: a Hugging Face directory; None = random.
     """
 
-    def __init__(self, config: LlamaConfig, weights: str | None = None) -> None:
+    def __init__(self, config: PretrainedConfig, weights: str | None = None) -> None:
         layers = (0, config.num_hidden_layers)
         model = build_stage_model(
             config, layers=layers, dtype=torch.float32, device=torch.device("cpu"), weights=weights, seed=0
@@ -126,9 +126,9 @@ def _loaded(pack: MicroPack, tokens: dict[int, np.ndarray]) -> PackTokens:
     return PackTokens(pack_ranges(pack), ids, targets, positions)
 
 
-def make_replay(policy: ActivationPolicy = "replay") -> Step:
+def make_replay(policy: ActivationPolicy = "replay", config: PretrainedConfig | None = None) -> Step:
     """Gradients are zeroed first, as in training."""
-    steps = StageSteps(main_config())
+    steps = StageSteps(config or main_config())
 
     def step(plan: PackPlan, tokens: dict[int, np.ndarray]) -> None:
         steps.zero_gradients()
@@ -137,9 +137,9 @@ def make_replay(policy: ActivationPolicy = "replay") -> Step:
     return step
 
 
-def make_plain() -> Step:
+def make_plain(config: PretrainedConfig | None = None) -> Step:
     """The same loss by transformers and autograd."""
-    config = main_config()
+    config = config or main_config()
     config._attn_implementation = "sdpa"
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).to(torch.float32)
@@ -191,12 +191,18 @@ def measure_in_child(variant: str, shape: list[int], cuts: str) -> None:
     lengths, tiny = np.full(documents, length, dtype=np.int64), np.full(1, 8, dtype=np.int64)
     step = MAKERS[variant]()
     step(pack_plan(tiny, 1, "symmetric"), make_tokens(tiny))
+    plan = pack_plan(lengths, num_packs, cuts)
+    print(growth_bytes(lambda: step(plan, make_tokens(lengths)), f"{variant} {shape} {cuts}"))
+
+
+def growth_bytes(step: Callable[[], object], what: str) -> int:
+    """The peak of a step over what the process holds before it."""
     resident, earlier_peak = resident_bytes("VmRSS"), resident_bytes("VmHWM")
-    step(pack_plan(lengths, num_packs, cuts), make_tokens(lengths))
+    step()
     peak = resident_bytes("VmHWM")
     if peak <= earlier_peak:
-        sys.exit(f"{variant} {shape} {cuts}: the step stays below the peak of starting up; use a larger shape")
-    print(peak - resident)
+        sys.exit(f"{what}: the step stays below the peak of starting up; use a larger shape")
+    return peak - resident
 
 
 def resident_bytes(name: str) -> int:
