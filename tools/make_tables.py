@@ -160,6 +160,18 @@ def switches() -> str:
     return table(("change", *columns), lines) + source(rows, "reconfigure")
 
 
+def recurrent() -> str:
+    """Time and memory of recurrent layers in slices."""
+    rows = newest("recurrent")
+    found: dict[str, list[str]] = {}
+    for case, own in rows.by_case().items():
+        family = case.split(", ")[0]
+        cell = f"{own.value('time'):.2f}×, {own.value('peak memory'):.2f}×"
+        found.setdefault(family, []).append(cell)
+    header = ("family", "whole", "4 slices", "16 slices")
+    return table(header, ((family, *cells) for family, cells in found.items())) + source(rows, "recurrent")
+
+
 # Planners
 
 
@@ -463,7 +475,7 @@ def matrix() -> str:
 
 BLOCKS: Mapping[Path, Mapping[str, Callable[[], str]]] = {
     PAGE: {
-        "measured": measured, "switches": switches, "gpu": gpu, "peers": peer_rules,
+        "measured": measured, "switches": switches, "recurrent": recurrent, "gpu": gpu, "peers": peer_rules,
         "planners with a pipeline": lambda: planners("DP 8 x PP 4"),
         "planners without": lambda: planners("DP 8 x TP 4"),
         "planning times": planning_times, "slimpack": slimpack, "slimpack's batches": slimpack_batches,
