@@ -287,6 +287,11 @@ def state_bytes(model: ModelSpec) -> NDArray[np.int64]:
     return _of_kinds(model, lambda kind: sum(one.state * (wide if one.is_wide else narrow) for one in kind.states))
 
 
+def state_width(model: ModelSpec) -> NDArray[np.int64]:
+    """Count the elements a token that the widest function that carries a state reads and gives; int64[K]."""
+    return _of_kinds(model, lambda kind: max((one.inputs + one.outputs for one in kind.states), default=0))
+
+
 def _kept_keys(model: ModelSpec, tp: int) -> NDArray[np.int64]:
     kept = [kind.attention if kind.attention and kind.attention.is_kept else None for kind in model.kinds]
     return np.array([one.local_key_width(tp) if one else 0 for one in kept], np.int64)

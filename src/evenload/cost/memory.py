@@ -20,9 +20,9 @@ with a gated block; of others what their kinds have (`cost.layer_counts`):
               of its own state comes that one's gradient. Nothing for documents in one slice.
 
 Padded packs count `pad_to` tokens a document. Temporaries are estimates: of a forward one layer's input, norm output,
-attention input/output and gated product; of a backward one layer's recomputed activations and gradients, attention's
-workspace (`cost.layer_counts`), on the last stage logits and their fp32 softmax and gradient, min(T, HEAD_ROWS)·vocab,
-or logits alone, which Liger's kernel turns into their gradient (tp = 1).
+attention input/output and gated product, or what a scan reads and gives in fp32; of a backward one layer's recomputed
+activations and gradients, attention's workspace (`cost.layer_counts`), on the last stage logits and their fp32 softmax
+and gradient, min(T, HEAD_ROWS)·vocab, or logits alone, which Liger's kernel turns into their gradient (tp = 1).
 
 Static bytes of a rank: weights e·N, fp32 gradients max(e,4)·N, and AdamW's state sharded over dp·cp: fp32 master
 (only where e < 4) and two moments, max(e,4) bytes each. With LoRA adapters only those have gradients and state.
@@ -55,6 +55,7 @@ from evenload.cost.layer_counts import (
     RECOMPUTE,
     REPLAY,
     WorkspaceRates,
+    accumulator_bytes,
     activation_bytes_per_token,
     inner_width,
     kv_bytes_per_token,
@@ -63,6 +64,7 @@ from evenload.cost.layer_counts import (
     recomputed_width,
     stage_kinds,
     state_bytes,
+    state_width,
     workspace_rates,
 )
 from evenload.types.cluster import ClusterSpec
@@ -382,8 +384,9 @@ def byte_rates(model: ModelSpec, layout: ParallelLayout) -> ByteRates:
     chunk[REPLAY] -= again @ again_bytes
     # Elements a token of one layer: hidden states are whole inside a block (gathered over tp), the rest is split.
     inner = inner_width(model)
-    forward = element * (2 * model.hidden_size - (-(2 * model.hidden_size + inner) // tp))
-    backward = element * (2 * model.hidden_size - (-(4 * model.hidden_size + 4 * inner) // tp))
+    states = accumulator_bytes(model) * state_width(model)
+    forward = element * (2 * model.hidden_size - (-(2 * model.hidden_size + inner) // tp)) + states
+    backward = element * (2 * model.hidden_size - (-(4 * model.hidden_size + 4 * inner) // tp)) + 2 * states
     attention = workspace_rates(model, tp)
     rows = np.ones((len(POLICIES), 1), np.int64)
     forward_temp = rows * most_of_stage(kinds, forward)
