@@ -299,9 +299,7 @@ def test_ranks_share_no_documents_and_it_is_said_what_works() -> None:
     links = {"intra_node": LINK, "devices_per_node": 8}
     coefficients = sample_coefficients(**links)
     for cp in (2, 4):
-        with pytest.raises(
-            ConfigError, match=r"documents of hybrid are cut .* use cp=1, and pp or dp for more devices"
-        ):
+        with pytest.raises(ConfigError, match=r"documents of hybrid are cut .* use cp=1, and pp or dp for more"):
             PackCosts(model, coefficients, even_layout(4, cp=cp))
     with pytest.raises(ConfigError, match=r"dp_merge is true, and documents of hybrid .* leave it out"):
         StepPlanner(model, coefficients, even_layout(4, dp=2), None, PlanOptions(dp_merge=True), host="unlimited")
@@ -338,13 +336,14 @@ def test_long_slices_are_cut_at_whole_chunks() -> None:
     costs = PackCosts(recurrent_model(), coefficients, even_layout(4, pp=2))
     assert costs.cut_multiple == 192
     assert PackCosts(sample_model(), coefficients, even_layout(3)).cut_multiple == 48
-    forward, backward = (PassCoefficients(linear_s_per_token=1.0, attention_s_per_pair=0.0) for _ in range(2))
-    lengths = np.array([20_000, 30_001])
+    without_pairs = PassCoefficients(linear_s_per_token=1.0, attention_s_per_pair=0.0)
+    coefficients, lengths = (
+        sample_coefficients(forward=without_pairs, backward=without_pairs),
+        np.array([20_000, 30_001]),
+    )
     for model, multiple in ((recurrent_model(), 64), (sample_model(), 1)):
-        linear = PackCosts(
-            model, sample_coefficients(forward=forward, backward=backward), even_layout(model.num_layers)
-        )
-        problem = StepProblem(np.arange(2), lengths, linear, None, PlanOptions())
+        costs = PackCosts(model, coefficients, even_layout(model.num_layers))
+        problem = StepProblem(np.arange(2), lengths, costs, None, PlanOptions())
         for cut in ("symmetric", "asymmetric"):
             columns = trial_packs(problem, cut_rules(problem), lengths, Setting(cut, 14), 1)
             assert columns is not None
