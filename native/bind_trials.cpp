@@ -32,16 +32,16 @@ constexpr int64_t kTrialColumns = 8;
 void require_table(const CostTable& table) {
     const auto P = static_cast<size_t>(table.num_stages), R = static_cast<size_t>(table.num_ranks);
     const auto F = static_cast<size_t>(table.num_features());
-    require(P >= 1 && R >= 1 && table.tile >= 1,
-            "cost table: num_stages, num_ranks and tile must be at least 1");
+    require(P >= 1 && R >= 1 && table.tile >= 1 && table.cut_multiple >= 1,
+            "cost table: num_stages, num_ranks, tile and cut_multiple must be at least 1");
     require(table.forward.matrix.size() == F * P && table.backward.matrix.size() == F * P, "cost table: matrix sizes");
     require(table.forward.host.size() == 2 * P && table.backward.host.size() == 2 * P, "cost table: host sizes");
     for (const auto* column : {&table.tensor_blocks, &table.linear_layers, &table.exchanging_layers,
                                &table.linear_again_token_s, &table.linear_again_pack_s, &table.offload_bytes_per_token}) {
         require(column->size() == P, "cost table: a column of seconds has ", column->size(), " entries for ", P, " stages");
     }
-    for (const auto* column : {&table.kv_bytes, &table.kv_gradient_bytes, &table.logits_bytes_per_row,
-                               &table.weight_held_bytes, &table.weight_new_bytes}) {
+    for (const auto* column : {&table.kv_bytes, &table.kv_gradient_bytes, &table.state_bytes,
+                               &table.logits_bytes_per_row, &table.weight_held_bytes, &table.weight_new_bytes}) {
         require(column->size() == P, "cost table: a column of bytes has ", column->size(), " entries for ", P, " stages");
     }
     for (const auto* column : {&table.chunk_bytes, &table.forward_temp_bytes, &table.backward_temp_bytes}) {
@@ -320,6 +320,8 @@ void bind_trials(nb::module_& m) {
         .def_rw("backward_temp_bytes", &CostTable::backward_temp_bytes)
         .def_rw("kv_bytes", &CostTable::kv_bytes)
         .def_rw("kv_gradient_bytes", &CostTable::kv_gradient_bytes)
+        .def_rw("state_bytes", &CostTable::state_bytes)
+        .def_rw("cut_multiple", &CostTable::cut_multiple)
         .def_rw("logits_bytes_per_row", &CostTable::logits_bytes_per_row)
         .def_rw("head_rows", &CostTable::head_rows)
         .def_rw("slice_temp_bytes", &CostTable::slice_temp_bytes)

@@ -18,6 +18,23 @@ std::vector<uint8_t> cut_documents(const PackView& forward, const PackView& back
     return cut;
 }
 
+BackwardCuts backward_cuts(const PackView& forward, const PackView& backward, size_t num_documents) {
+    std::vector<std::vector<int64_t>> starts(num_documents);
+    for (size_t i = 0; i < backward.doc.size(); ++i) {
+        if (backward.start[i] > 0) starts[backward.doc[i]].push_back(backward.start[i]);
+    }
+    for (auto& of_document : starts) std::sort(of_document.begin(), of_document.end());
+    BackwardCuts out;
+    for (size_t i = 0; i < forward.doc.size(); ++i) {
+        const auto& own = starts[forward.doc[i]];
+        const auto first = std::lower_bound(own.begin(), own.end(), forward.start[i]);
+        const auto last = std::lower_bound(first, own.end(), forward.stop[i]);
+        out.within.push_back(last - first);
+        out.inside.push_back(last - first - (first != last && *first == forward.start[i]));
+    }
+    return out;
+}
+
 // I and W of every backward, as cost/pack_pricing.py defines them.
 void price_split(const CostTable& table, const PackView& backward, const std::vector<double>& copy_s, Priced& out) {
     const int64_t P = table.num_stages, m_b = backward.num_packs();
@@ -104,14 +121,16 @@ Priced price(const CostTable& table, const PackView& forward, const PackView& ba
     out.num_forward = forward.num_packs();
     out.num_backward = backward.num_packs();
     const std::vector<uint8_t> cut = cut_documents(forward, backward, num_tokens.size());
-    Direction first = price_direction(table, table.forward, forward, policy, cut, false);
-    Direction second = price_direction(table, table.backward, backward, policy, cut, true);
+    const BackwardCuts cuts =
+        table.has_states() ? backward_cuts(forward, backward, num_tokens.size()) : BackwardCuts{};
+    Direction first = price_direction(table, table.forward, forward, policy, cut, cuts.inside, false);
+    Direction second = price_direction(table, table.backward, backward, policy, cut, {}, true);
     out.forward_s = std::move(first.seconds);
     out.p2p_forward_s = std::move(first.p2p_s);
     out.backward_s = std::move(second.seconds);
     out.p2p_backward_s = std::move(second.p2p_s);
     out.forwards_needed = forwards_needed(forward, backward, num_tokens);
-    price_bytes(table, forward, backward, num_tokens, policy, cut, out);
+    price_bytes(table, forward, backward, num_tokens, policy, cut, cuts.within, out);
     if (split) price_split(table, backward, second.copy_s, out);
     return out;
 }

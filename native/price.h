@@ -53,6 +53,8 @@ struct CostTable {
     std::vector<int64_t> static_bytes;                               // [ranks]
     std::vector<int64_t> chunk_bytes, forward_temp_bytes, backward_temp_bytes;  // [policies][stages] per token
     std::vector<int64_t> kv_bytes, kv_gradient_bytes;                // [stages] per token
+    std::vector<int64_t> state_bytes;   // [stages] per document and cut; all 0 = no function carries a state
+    int64_t cut_multiple = 1;           // rows at whose multiples cuts cost least
     std::vector<int64_t> logits_bytes_per_row;                       // [stages]
     int64_t head_rows = 0, gathered_forward_bytes = 0, gathered_backward_bytes = 0;
     // Workspace of attention's backward (cost/layer_counts.py): a slice, a key before one, a key that one sees.
@@ -63,6 +65,9 @@ struct CostTable {
     double weight_gather_token_s = 0.0, weight_gather_pack_s = 0.0;  // a block's tensor-parallel transfers that W makes again
     std::vector<int64_t> weight_held_bytes, weight_new_bytes;        // [stages] per token
 
+    bool has_states() const {
+        return std::any_of(state_bytes.begin(), state_bytes.end(), [](int64_t bytes) { return bytes > 0; });
+    }
     int64_t num_features() const { return kPairs + 2 * static_cast<int64_t>(windows.size()); }
 };
 

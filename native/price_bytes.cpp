@@ -46,7 +46,7 @@ private:
 
 void price_bytes(const CostTable& table, const PackView& forward, const PackView& backward,
                  std::span<const int64_t> num_tokens, std::span<const int8_t> policy,
-                 std::span<const uint8_t> gathered_whole, Priced& out) {
+                 std::span<const uint8_t> gathered_whole, std::span<const int64_t> cuts_within, Priced& out) {
     const int64_t P = table.num_stages, n = static_cast<int64_t>(num_tokens.size());
     const int64_t m_f = forward.num_packs(), m_b = backward.num_packs();
     const auto policy_of = [&](int32_t doc) { return policy.empty() ? 0 : static_cast<int64_t>(policy[doc]); };
@@ -72,6 +72,7 @@ void price_bytes(const CostTable& table, const PackView& forward, const PackView
     std::vector<int64_t> kept_kv(m_f, 0), gathered_forward(m_f, 0);
     std::vector<int64_t> freed_kv(m_b, 0), opened(m_b, 0), closed(m_b, 0), gathered_backward(m_b, 0), tokens(m_b, 0);
     std::vector<int64_t> prefix_keys(m_b, 0), keys(m_b, 0);
+    std::vector<int64_t> kept_states(m_f, 0), freed_states(m_b, 0);
     const SlicesOfDocument backward_slices(backward, n);
     for (int64_t k = 0; k < m_f; ++k) {
         for (int64_t i = forward.pack_offset[k]; i < forward.pack_offset[k + 1]; ++i) {
@@ -81,6 +82,9 @@ void price_bytes(const CostTable& table, const PackView& forward, const PackView
             freed[backward_slices.pack_with(doc, forward.start[i]) * kPolicies + policy_of(doc)] += share;
             if (forward.start[i] == 0) kept_kv[k] += kv_tokens(doc);
             if (ranks > 1) gathered_forward[k] += rows;
+            if (!cuts_within.empty()) {
+                kept_states[k] += cuts_within[i] + (forward.stop[i] < num_tokens[doc]) - (forward.start[i] > 0);
+            }
         }
     }
     for (int64_t j = 0; j < m_b; ++j) {
@@ -97,6 +101,7 @@ void price_bytes(const CostTable& table, const PackView& forward, const PackView
                 if (cut[doc]) closed[j] += document_tokens[doc];
             }
             if (cut[doc] && backward.stop[i] == num_tokens[doc]) opened[j] += document_tokens[doc];
+            freed_states[j] += backward.stop[i] < num_tokens[doc];
         }
     }
 
@@ -110,9 +115,11 @@ void price_bytes(const CostTable& table, const PackView& forward, const PackView
     out.forward_temp_bytes.resize(m_f * P);
     for (int64_t k = 0; k < m_f; ++k) {
         for (int64_t s = 0; s < P; ++s) {
-            out.forward_kept_bytes[k * P + s] = by_policy(kept, k, table.chunk_bytes, s) + kept_kv[k] * table.kv_bytes[s];
+            out.forward_kept_bytes[k * P + s] = by_policy(kept, k, table.chunk_bytes, s) + kept_kv[k] * table.kv_bytes[s] +
+                                                kept_states[k] * table.state_bytes[s];
             out.forward_temp_bytes[k * P + s] =
-                by_policy(kept, k, table.forward_temp_bytes, s) + gathered_forward[k] * table.gathered_forward_bytes;
+                by_policy(kept, k, table.forward_temp_bytes, s) + gathered_forward[k] * table.gathered_forward_bytes +
+                std::max<int64_t>(-kept_states[k], 0) * table.state_bytes[s];
         }
     }
     out.backward_freed_bytes.resize(m_b * P);
@@ -125,6 +132,7 @@ void price_bytes(const CostTable& table, const PackView& forward, const PackView
         for (int64_t s = 0; s < P; ++s) {
             out.backward_freed_bytes[j * P + s] = by_policy(freed, j, table.chunk_bytes, s) +
                                                   freed_kv[j] * table.kv_bytes[s] +
+                                                  freed_states[j] * table.state_bytes[s] +
                                                   (closed[j] - opened[j]) * table.kv_gradient_bytes[s];
             out.backward_temp_bytes[j * P + s] = by_policy(counts, j, table.backward_temp_bytes, s) +
                                                  std::min(tokens[j], table.head_rows) * table.logits_bytes_per_row[s] +

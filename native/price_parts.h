@@ -16,13 +16,21 @@ struct Direction {
     std::vector<double> copy_s;          // of offloaded tokens, as `seconds`; empty without policies
 };
 
-// `cut`: documents that have several slices in either direction.
-Direction price_direction(const CostTable& table, const PassTable& pass, const PackView& packs,
-                          std::span<const int8_t> policy, std::span<const uint8_t> cut, bool is_backward);
+// Of every forward slice, cuts that backward makes from its start to before its stop, and those that are not its own
+// start (types/columns.py::cuts_within). Empty where no function carries a state.
+struct BackwardCuts {
+    std::vector<int64_t> within, inside;
+};
 
-// Fills the columns of bytes of whole backwards. `gathered_whole`: documents of which a rank keeps all keys and values.
+// `cut`: documents that have several slices in either direction. `stops`: cuts of backward inside every slice, each of
+// which costs like a slice; empty = none.
+Direction price_direction(const CostTable& table, const PassTable& pass, const PackView& packs,
+                          std::span<const int8_t> policy, std::span<const uint8_t> cut, std::span<const int64_t> stops,
+                          bool is_backward);
+
+// Fills the columns of bytes of whole backwards. `cuts_within`: as in `BackwardCuts`. `gathered_whole`: documents of which a rank keeps all keys and values.
 void price_bytes(const CostTable& table, const PackView& forward, const PackView& backward,
                  std::span<const int64_t> num_tokens, std::span<const int8_t> policy,
-                 std::span<const uint8_t> gathered_whole, Priced& out);
+                 std::span<const uint8_t> gathered_whole, std::span<const int64_t> cuts_within, Priced& out);
 
 }  // namespace evenload

@@ -96,7 +96,8 @@ double attention_seconds(const std::vector<double>& features, const PassTable& p
 }  // namespace
 
 Direction price_direction(const CostTable& table, const PassTable& pass, const PackView& packs,
-                          std::span<const int8_t> policy, std::span<const uint8_t> cut, bool is_backward) {
+                          std::span<const int8_t> policy, std::span<const uint8_t> cut, std::span<const int64_t> stops,
+                          bool is_backward) {
     const int64_t P = table.num_stages, m = packs.num_packs(), F = table.num_features();
     Direction out{std::vector<double>(m * P), std::vector<double>(m, 0.0), {}};
     if (!policy.empty()) out.copy_s.assign(m * P, 0.0);
@@ -114,6 +115,7 @@ Direction price_direction(const CostTable& table, const PassTable& pass, const P
         for (int64_t i = packs.pack_offset[k]; i < packs.pack_offset[k + 1]; ++i) {
             const int64_t rows = packs.rows_of(i, k), ranks = packs.ranks_of(i);
             add_features(table, packs.start[i], rows, ranks, features.data());
+            if (!stops.empty()) features[1] += static_cast<double>(stops[i]);
             rank_tokens += ceil_div(rows, ranks);
             pack_ranks = std::max(pack_ranks, ranks);
             if (ranks > 1) {

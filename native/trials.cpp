@@ -22,14 +22,15 @@ double total_below(std::span<const WorkCurve> curves, std::span<const int64_t> n
     return total;
 }
 
-// The attention tile where slices are long compared with it, else 1.
+// Whole attention tiles and chunks of scans where slices are long compared with them, else 1.
 int64_t alignment(const CostTable& table, const ReplicaDocuments& documents, const TrialRules& rules, int64_t count,
                   std::span<const WorkCurve> curves) {
-    if (table.tile == 1 || rules.max_pack_tokens < rules.align_from_tiles * table.tile) return 1;
+    const int64_t multiple = table.cut_multiple;
+    if (multiple == 1 || rules.max_pack_tokens < rules.align_from_tiles * multiple) return 1;
     const int64_t longest = *std::max_element(documents.num_tokens.begin(), documents.num_tokens.end());
     const double edge_s = work_below(curves, longest) - work_below(curves, longest - 1);
     const double target_s = total_below(curves, documents.num_tokens) / static_cast<double>(count);
-    return target_s >= static_cast<double>(rules.align_from_tiles * table.tile) * edge_s ? table.tile : 1;
+    return target_s >= static_cast<double>(rules.align_from_tiles * multiple) * edge_s ? multiple : 1;
 }
 
 std::optional<Slices> cut_by_work(const CostTable& table, const ReplicaDocuments& documents, const TrialRules& rules,

@@ -138,6 +138,8 @@ class CostTable:
     backward_temp_bytes: list[int]
     kv_bytes: list[int]
     kv_gradient_bytes: list[int]
+    state_bytes: list[int]
+    cut_multiple: int
     logits_bytes_per_row: list[int]
     head_rows: int
     slice_temp_bytes: int

@@ -285,25 +285,27 @@ KNOWN = sample_coefficients(intra_node=LINK, devices_per_node=8)
 @pytest.mark.parametrize("dp", [2, 3, 4, 6])
 def test_on_where_replicas_can_share_and_nobody_said_otherwise(strategy, dp) -> None:
     layout = even_layout(3, dp=dp)
-    options, output = decide_dp_merge(PlanOptions(max_pack_tokens=7), strategy, layout, KNOWN)
+    options, output = decide_dp_merge(PlanOptions(max_pack_tokens=7), strategy, sample_model(), layout, KNOWN)
     assert options == PlanOptions(max_pack_tokens=7, dp_merge=True)
     assert "replicas share" in output
-    kept, output = decide_dp_merge(PlanOptions(dp_merge=False), strategy, layout, KNOWN)
+    kept, output = decide_dp_merge(PlanOptions(dp_merge=False), strategy, sample_model(), layout, KNOWN)
     assert kept.dp_merge is False
     assert "one replica (plan.options.dp_merge)" in output
 
 
 def test_off_with_its_reason_where_nothing_can_be_shared() -> None:
     """A default must not refuse runs that went before: costs of one replica know no link."""
-    unknown, output = decide_dp_merge(PlanOptions(), "slimpack", even_layout(3, dp=2), sample_coefficients())
+    layout = even_layout(3, dp=2)
+    unknown, output = decide_dp_merge(PlanOptions(), "slimpack", sample_model(), layout, sample_coefficients())
     assert unknown.dp_merge is False
     assert "know no link" in output
 
 
 def test_strategies_that_never_share_and_single_replicas_are_left_alone() -> None:
     """`require_trainable` refuses the option where it would do nothing."""
-    assert decide_dp_merge(PlanOptions(), "balanced", even_layout(3, dp=2), KNOWN) == (PlanOptions(), "")
-    assert decide_dp_merge(PlanOptions(), "slimpack", even_layout(3), KNOWN) == (PlanOptions(), "")
+    model = sample_model()
+    assert decide_dp_merge(PlanOptions(), "balanced", model, even_layout(3, dp=2), KNOWN) == (PlanOptions(), "")
+    assert decide_dp_merge(PlanOptions(), "slimpack", model, even_layout(3), KNOWN) == (PlanOptions(), "")
 
 
 EVEN = 1.05

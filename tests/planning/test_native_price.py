@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cost_samples import BACKWARD, FORWARD, mixed_model, sample_coefficients, sample_model
+from cost_samples import BACKWARD, FORWARD, mixed_model, recurrent_model, sample_coefficients, sample_model
 from evenload.cost.layer_counts import OFFLOAD
 from evenload.cost.memory import ReplicaPacks
 from evenload.cost.pack_cost import PackCosts
@@ -65,15 +65,17 @@ def priced_inputs(draw: st.DrawFn) -> tuple[PackCosts, SliceColumns, SliceColumn
         num_kv_heads=draw(st.sampled_from([1, 4])),
         adapter_parameters_per_layer=draw(st.sampled_from([0, 0, 40])),
     )
+    has_states = False
     if causal and draw(st.integers(0, 3)) == 0:
-        model = mixed_model(mixer="")
+        has_states = draw(st.booleans())
+        model = recurrent_model() if has_states else mixed_model(mixer="")
     pads = not causal or draw(st.booleans())
-    shares = causal and draw(st.booleans())
+    shares = causal and not has_states and draw(st.booleans())
     layout = even_layout(
-        3,
+        model.num_layers,
         dp=2,
         pp=draw(st.integers(1, 3)),
-        cp=draw(st.sampled_from([1, 2])) if causal else 1,
+        cp=draw(st.sampled_from([1, 2])) if causal and not has_states else 1,
         tp=draw(st.sampled_from([1, 2])),
     )
     exchange = draw(st.sampled_from(["all_gather", "ring"]))

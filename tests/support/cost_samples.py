@@ -11,7 +11,7 @@ from evenload.cost.memory import trained_parameters_per_rank
 from evenload.cost.pack_cost import PackCosts
 from evenload.types.columns import SliceColumns
 from evenload.types.document import Document
-from evenload.types.layer_kind import AttentionKind, LayerKind, Product
+from evenload.types.layer_kind import AttentionKind, LayerKind, Product, StateKind
 from evenload.types.model import ModelSpec, alike_model
 
 FORWARD = PassCoefficients(linear_s_per_token=1.0, attention_s_per_pair=0.1, slice_s=0.01, pack_s=5.0)
@@ -82,6 +82,23 @@ def documents(lengths: Iterable[int], first_id: int = 0) -> tuple[Document, ...]
     return tuple(
         Document(doc_id=i, num_tokens=int(n), num_label_tokens=int(n) - 1) for i, n in enumerate(lengths, first_id)
     )
+
+
+def recurrent_model(**changes: Any) -> ModelSpec:
+    """Four layers of three kinds: a convolution before a scan, attention, and a scan beside attention. A document's
+    state at a cut has 3·10 elements of a convolution and 2·4·4 of a scan, in bf16 30·2 + 32·4 = 188 bytes."""
+    dense = sample_model(num_layers=4)
+    convolution = StateKind(
+        function="causal_conv1d_fn", inputs=10, outputs=10, state=30, is_wide=False, is_recorded=False
+    )
+    scan = StateKind(function="mamba2_chunk_scan", inputs=18, outputs=8, state=32)
+    products = (
+        Product(name="in_proj", inputs=8, outputs=18),
+        Product(name="out_proj", inputs=8, outputs=8, is_read=False),
+    )
+    recurrent = LayerKind(products=products, parameters=300, states=(convolution, scan), blocks=1)
+    both = msgspec.structs.replace(dense.kinds[0], states=(scan,))
+    return msgspec.structs.replace(dense, kinds=(recurrent, dense.kinds[0], both), layers=(0, 1, 2, 0), **changes)
 
 
 def mixed_model(**changes: Any) -> ModelSpec:

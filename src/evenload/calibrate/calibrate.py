@@ -172,7 +172,7 @@ def _pass(ranks: Sequence[RankMeasurement], direction: Direction, tile: int, tp:
     features, seconds, samples = pass_timings(ranks, direction, tile)
     tokens, slices, packs, pairs, prefix = fit_relative(features, seconds)
     # Of a host; 0 where devices are their own hosts.
-    host = [(float(len(one.ranges)), 1.0, one.host_s) for one in samples if one.host_s]
+    host = [(row[1], 1.0, one.host_s) for row, one in zip(features, samples, strict=True) if one.host_s]
     host_slice_s, host_pack_s = (
         fit_relative([row[:2] for row in host], [row[2] for row in host]) if host else (0.0, 0.0)
     )

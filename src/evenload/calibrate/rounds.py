@@ -142,12 +142,13 @@ which they are slow."""
 
 class LayerShares(NamedTuple):
     """Holds what a layer costs in shares of the model's mean layer (`cost.layer_counts.KindShares`); `reach` is of its
-    attention, whose shares are 0 where there is none."""
+    attention, whose shares are 0 where there is none, `pieces` of what every slice costs."""
 
     linear: float = 1.0
     attention: float = 1.0
     keys: float = 1.0
     reach: int = 0
+    pieces: float = 1.0
 
 
 class Sample(NamedTuple):
@@ -311,11 +312,12 @@ def pack_features(ranges: Sequence[Range], layers: Sequence[LayerShares], tile: 
     start, stop = (np.array([r[i] for r in ranges], dtype=np.int64) for i in (1, 2))
     reaches = tuple(dict.fromkeys(layer.reach for layer in layers))
     sums = SliceFeatures(windows=reaches, tile=tile, causal=True).of_slices(start, stop).sum(axis=0)
-    linear, attention, keys, _ = np.array(layers, np.float64).T
+    linear, attention, keys, _, pieces = np.array(layers, np.float64).T
     at = [reaches.index(layer.reach) for layer in layers]
     pairs = attention * sums[[pairs_column(window) for window in at]]
     prefix = keys * sums[[prefix_column(window) for window in at]]
-    return float(sums[0] * linear.mean()), float(len(ranges)), 1.0, float(pairs.mean()), float(prefix.mean())
+    tokens, slices = float(sums[0] * linear.mean()), float(len(ranges) * pieces.mean())
+    return tokens, slices, 1.0, float(pairs.mean()), float(prefix.mean())
 
 
 _PASS_SHARE = 0.12  # of the budget, for one pass, so that medians are over several
@@ -362,6 +364,9 @@ def kept_bytes(packs: Packs, stage: PipelineStage, model: ModelSpec, mesh: Mesh)
 def shares_of(stage: PipelineStage, timed: ModelSpec, model: ModelSpec) -> tuple[LayerShares, ...]:
     """Return the shares in the model of the layers of a stage of `timed`, which is it or has fewer layers."""
     shares = kind_shares(model)
-    columns = shares.linear.tolist(), shares.attention.tolist(), shares.keys.tolist(), shares.reach
-    of_kinds = [LayerShares(one, pairs, keys, reach or 0) for one, pairs, keys, reach in zip(*columns, strict=True)]
+    columns = *(one.tolist() for one in (shares.linear, shares.attention, shares.keys, shares.pieces)), shares.reach
+    of_kinds = [
+        LayerShares(one, pairs, keys, reach or 0, pieces)
+        for one, pairs, keys, pieces, reach in zip(*columns, strict=True)
+    ]
     return tuple(of_kinds[model.kinds.index(timed.kinds[timed.layers[layer]])] for layer in stage.model.layers)

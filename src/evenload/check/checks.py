@@ -415,7 +415,7 @@ def run_checks(
 ) -> list[Verdict]:
     """Run all checks in order and return their verdicts, the same on every rank; the limits are of a process of this
     run, and of the user's, and `on_start` is called with a check's name before it. Collective."""
-    options = options_of_run(scope.config, mesh.layout, coefficients)
+    options = options_of_run(scope.config, model_spec(scope.config), mesh.layout, coefficients)
     smaller = msgspec.structs.replace(scope.config, plan=msgspec.structs.replace(scope.config.plan, options=options))
     vocab_size = model_spec(smaller).vocab_size
     loader = GlobalBatchLoader(smaller.data, vocab_size=vocab_size)

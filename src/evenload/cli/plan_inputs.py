@@ -181,7 +181,7 @@ def plan_inputs(request: PlanRequest, source: LengthSource) -> PlanInputs:
         batches=BatchRule(
             num_documents=documents, num_tokens=tokens, context=longest, overlong=request.overlong or overlong
         ),
-        options=_options(request, run, context),
+        options=_options(request, run, context, costs.model),
         host=host,
         context_from=context_from,
         layers_move=run is not None and layers_move(run.plan),
@@ -235,14 +235,14 @@ def _layout(
     return None, ()
 
 
-def _options(request: PlanRequest, run: TrainConfig | None, context: int | None) -> PlanOptions:
+def _options(request: PlanRequest, run: TrainConfig | None, context: int | None, model: ModelSpec) -> PlanOptions:
     # A run's configuration was read with the settings.
     options = run.plan.options if run else options_of_settings(request.settings)
     most = run.max_pack_tokens if run and context is None else context
     if any(setting.partition("=")[0].strip() == "max_pack_tokens" for setting in request.settings):
         most = options.max_pack_tokens
     # Strategies share documents where replicas can: the default of `evenload train`, too.
-    dp_merge = True if options.dp_merge is None else options.dp_merge
+    dp_merge = not model.state_functions if options.dp_merge is None else options.dp_merge
     return msgspec.structs.replace(options, max_pack_tokens=most, dp_merge=dp_merge)
 
 

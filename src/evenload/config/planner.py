@@ -204,10 +204,12 @@ def require_optimizer(config: TrainConfig, model: ModelSpec, num_layouts: int) -
             raise ConfigError(f"{setting}, and {why}; leave one of both out")
 
 
-def options_of_run(config: TrainConfig, layout: ParallelLayout, coefficients: CostCoefficients) -> PlanOptions:
+def options_of_run(
+    config: TrainConfig, model: ModelSpec, layout: ParallelLayout, coefficients: CostCoefficients
+) -> PlanOptions:
     """Return `plan.options`, completed by what the run decides: the limit of packs, and DP-Merge."""
     options = msgspec.structs.replace(config.plan.options, max_pack_tokens=config.max_pack_tokens)
-    return decide_dp_merge(options, config.plan.strategy, layout, coefficients)[0]
+    return decide_dp_merge(options, config.plan.strategy, model, layout, coefficients)[0]
 
 
 def host_memory_of_run(plan: PlanConfig, num_ranks: int) -> HostMemory:
@@ -225,7 +227,7 @@ def make_planner(
 ) -> StepPlanner:
     """Make the planner of a run in one layout, for processes of `memory_cap_bytes`; `ranks_per_machine` (None = all
     of the layout) share a machine's memory for what they offload."""
-    options = options_of_run(config, layout, coefficients)
+    options = options_of_run(config, model, layout, coefficients)
     host = host_memory_of_run(config.plan, ranks_per_machine or layout.world_size)
     return StepPlanner(model, coefficients, layout, memory_cap_bytes, options, host=host)
 
@@ -243,7 +245,7 @@ def make_flex_planner(
         strategy=config.plan.strategy,
         layouts=layouts,
         layers_move=layers_move(config.plan),
-        options_of=lambda layout, coefficients: options_of_run(config, layout, coefficients),
+        options_of=lambda layout, coefficients: options_of_run(config, planner.costs.model, layout, coefficients),
         moved=moved,
     )
 

@@ -4,6 +4,7 @@
     attention_s_per_pair  2·heads·(width of a key + of a value) / (peak · attention_efficiency)
                                                                              backward 2.5x the work (SlimPack §2.2.2)
     prefix_s_per_token    backward: fp32 dK and dV of the prefix read and written once per slice; forward: 0
+    slice_s               kernel_s · a share, more where states are carried   backward 2x
     pack_s                kernel_s + linear_s_per_token / tp · matmul_half_tokens
     tensor_exposed_share  1 - hidden share: of a layer's 10 transfers (`cost.group_transfers`) 6 are in 4 chunks, of
                           which products hide all but the first, 4 hide whole behind weight gradients; a hidden second
@@ -36,7 +37,8 @@ FLOPS_PER_MEMORY_BYTE = 300.0
 OPTIMIZER_BYTES_PER_PARAMETER = 30.0
 """AdamW reads gradient, master and two moments in fp32, writes the last three and the bf16 weight."""
 SLICE_SHARE_OF_KERNEL = 1 / 20
-"""A slice inside a varlen kernel costs index work only; assumed a twentieth of a pack's launches."""
+"""A slice inside a varlen kernel costs index work only; assumed a twentieth of a pack's launches. Functions that carry
+a state take more of it (`cost.layer_counts.STATE_CALL_SLICES`)."""
 CHUNKED_RINGS = 6
 """Of the 10 transfers of hidden states of a layer, those in chunks (`runtime/replay/tensor_parallel.py`)."""
 HIDING_SHARE = 0.5  # Of a layer's matrix products, those that run while its tensor-parallel transfers are under way
@@ -77,7 +79,7 @@ def analytic_coefficients(
             linear_s_per_token=linear_s * ratio,
             attention_s_per_pair=pair_s,
             prefix_s_per_token=token_s,
-            slice_s=device.kernel_s * SLICE_SHARE_OF_KERNEL * ratio,
+            slice_s=device.kernel_s * SLICE_SHARE_OF_KERNEL * shares.mean_pieces * ratio,
             pack_s=(device.kernel_s + linear_s / layout.tp * device.matmul_half_tokens) * ratio,
         )
         for ratio, pair_s, token_s in ((1.0, attention_s[0], 0.0), (linear_ratio, attention_s[1], prefix_s))

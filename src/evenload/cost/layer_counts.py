@@ -1,8 +1,8 @@
 """Count what a token costs on one layer, whatever the device: FLOPs, attention pairs, and bytes by activation policy.
 
 FLOPs are for MFU alone: 2 a weight of a matrix product, 2·heads·(width of keys + of values) a (query, key) pair inside
-causal mask and window; backward 2x forward for both, 1x for frozen matrices (LoRA). Look-ups, norms and activations are
-not counted.
+causal mask and window, 2 a multiply-add of a function that carries a state (`StateKind.products`); backward 2x forward
+for all, 1x for frozen matrices (LoRA). Look-ups, norms and activations are not counted.
 
 Numbers of layers are arrays over the model's kinds of layers (K = len(ModelSpec.kinds)); `over_kinds` adds them up over
 the layers of stages.
@@ -13,9 +13,10 @@ the layers of stages.
     offload    the same tensors as `replay`, copied to host memory while the pack runs, back before its backward
 
 Router logits and what they choose are kept under every policy on the device: computed again in another batch they could
-choose other experts. With norms behind the blocks (Gemma 2 and 3, OLMo 2) the output of the down projection is kept
-too. K and V stay on the device, for later slices read them. Under tensor parallelism a device holds its heads and its
-columns of the feed-forward block; hidden states are split over tokens; key/value heads fewer than devices are copied.
+choose other experts. So are outputs of scans, like attention's; those of convolutions are made again. With norms behind
+the blocks (Gemma 2 and 3, OLMo 2) the output of the down projection is kept too. K and V stay on the device, for later
+slices read them. Under tensor parallelism a device holds its heads and its columns of the feed-forward block; hidden
+states are split over tokens; key/value heads fewer than devices are copied.
 
 Workspace of attention's backward, of one layer of one backward pack with T rows in n slices that see K keys; H query
 heads, G key heads of dimension D, e bytes an element. As FlashAttention 2's kernels in torch make it (`mha_varlen_bwd`
@@ -44,6 +45,9 @@ from evenload.types.layer_kind import AttentionKind, LayerKind
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import AttentionKernels, ModelSpec
 
+STATE_CALL_SLICES = 4.0
+"""What a slice costs a function that carries a state, which is called for every slice, over what it costs attention,
+whose kernels take all slices at once; assumed, some 8 kernels (`cost.analytic.SLICE_SHARE_OF_KERNEL`)."""
 BACKWARD_LINEAR_RATIO = 2.0  # Backward / forward cost of matrix products: dX and dW
 BACKWARD_ATTENTION_RATIO = 2.5
 """Backward / forward cost of flash attention: scores again, dQ, dK, dV, dP (5 products against 2)."""
@@ -64,28 +68,32 @@ class KindShares:
     1 where layers are alike. float64[K] each.
 
     Args:
-        linear: of the mean layer's matrix products; attention, keys: of a (query, key) pair, and of keys and values, on
-            the mean of layers with attention.
+        linear: of the mean layer's matrix products and functions that carry a state; attention, keys: of a (query, key)
+            pair, and of keys and values, on the mean of layers with attention.
         again: of the mean layer's matrix products, what the backward of a recomputed document makes again: those whose
             output it reads.
-        mixed: of the mean layer's matrix products, those of mixers, which every backward runs again.
+        repeated: what every backward runs again: matrix products of mixers, and functions that carry a state.
         first: of the mean layer's matrix products, the first ones of experts, which backward runs again where they are
             spread over ranks.
         reach: `AttentionKind.reach`; None = no attention.
+        pieces: of what a slice costs the mean layer, whatever its length.
         mean_products, mean_pair_width, mean_key_width: weights of matrices that a token uses on the mean layer (active
-            experts only), products of a pair, elements of a token's keys and values.
+            experts only) with multiply-adds of states, products of a pair, elements of a token's keys and values.
+        mean_pieces: of the mean layer, in slices of a layer without states.
     """
 
     linear: NDArray[np.float64]
     attention: NDArray[np.float64]
     keys: NDArray[np.float64]
     again: NDArray[np.float64]
-    mixed: NDArray[np.float64]
+    repeated: NDArray[np.float64]
     first: NDArray[np.float64]
+    pieces: NDArray[np.float64]
     reach: tuple[int | None, ...]
     mean_products: float
     mean_pair_width: float
     mean_key_width: float
+    mean_pieces: float
 
     @property
     def reaches(self) -> tuple[int, ...]:
@@ -104,23 +112,28 @@ def kind_shares(model: ModelSpec) -> KindShares:
 @lru_cache(maxsize=64)
 def _shares(kinds: tuple[LayerKind, ...], of_kinds: tuple[int, ...]) -> KindShares:
     counts = np.array(of_kinds, np.float64)
-    linear = np.array([kind.active_products for kind in kinds], np.float64)
+    products = np.array([kind.active_products for kind in kinds], np.float64)
+    linear = products + np.array([kind.state_products for kind in kinds], np.float64)
+    pieces = np.array([1.0 + STATE_CALL_SLICES * len(kind.states) for kind in kinds])
     unread = np.array([kind.unread_products for kind in kinds], np.float64)
     pairs = np.array([kind.attention.pair_width if kind.attention else 0 for kind in kinds], np.float64)
     keys = np.array([kind.attention.key_width if kind.attention else 0 for kind in kinds], np.float64)
 
-    mean_products, mean_pairs, mean_keys = (_mean(values, counts) for values in (linear, pairs, keys))
+    means = [_mean(values, counts) for values in (linear, pairs, keys, pieces)]
+    mean_products, mean_pairs, mean_keys, mean_pieces = means
     return KindShares(
         linear=linear / mean_products,
         attention=pairs / mean_pairs,
         keys=keys / mean_keys,
-        mixed=np.array([kind.mixed_products for kind in kinds], np.float64) / mean_products,
+        repeated=np.array([kind.repeated_products for kind in kinds], np.float64) / mean_products,
         first=np.array([kind.experts.first_products if kind.experts else 0 for kind in kinds]) / mean_products,
-        again=linear / mean_products * (1.0 - unread / np.maximum(linear, 1.0)),
+        pieces=pieces / mean_pieces,
+        again=products / mean_products * (1.0 - unread / np.maximum(products, 1.0)),
         reach=tuple(kind.attention.reach if kind.attention else None for kind in kinds),
         mean_products=mean_products,
         mean_pair_width=mean_pairs,
         mean_key_width=mean_keys,
+        mean_pieces=mean_pieces,
     )
 
 
@@ -173,7 +186,9 @@ def forward_flops(model: ModelSpec, num_tokens: ArrayLike) -> NDArray[np.float64
     """Count the FLOPs of whole documents forward, with head, without embedding look-up; float64, shape of
     `num_tokens`."""
     tokens = np.asarray(num_tokens, np.float64)
-    weights = model.kind_counts @ _of_kinds(model, lambda kind: kind.active_products + kind.adapter_parameters)
+    weights = model.kind_counts @ _of_kinds(
+        model, lambda kind: kind.active_products + kind.state_products + kind.adapter_parameters
+    )
     flops = (2.0 * weights + 2.0 * model.embedding_parameters) * tokens
     zero = np.zeros_like(tokens)
     for reach in kind_shares(model).reaches:
@@ -217,6 +232,7 @@ def activation_bytes_per_token(model: ModelSpec, policy: ActivationPolicy = "rep
         if attention and attention.is_kept:
             heads = attention.heads // tp
             kept, numbers_bytes = kept + heads * attention.value_dim, statistic * heads
+        kept += sum(one.outputs for one in kind.states if one.is_recorded)
         if experts:
             # Routers run on own rows.
             kept += -(-experts.router // tp) + experts.is_read * -(-experts.width // tp)
@@ -263,6 +279,17 @@ def kv_bytes_per_token(model: ModelSpec, tp: int = 1) -> NDArray[np.int64]:
 def kv_gradient_bytes_per_token(model: ModelSpec, tp: int = 1) -> NDArray[np.int64]:
     """Count the bytes of one token's dK and dV sums on ONE layer; int64[K]."""
     return accumulator_bytes(model) * _kept_keys(model, tp)
+
+
+def state_bytes(model: ModelSpec) -> NDArray[np.int64]:
+    """Count the bytes of the states of one document at one cut on ONE layer, and of their gradients; int64[K]."""
+    narrow, wide = model.bytes_per_element, accumulator_bytes(model)
+    return _of_kinds(model, lambda kind: sum(one.state * (wide if one.is_wide else narrow) for one in kind.states))
+
+
+def state_width(model: ModelSpec) -> NDArray[np.int64]:
+    """Count the elements a token that the widest function that carries a state reads and gives; int64[K]."""
+    return _of_kinds(model, lambda kind: max((one.inputs + one.outputs for one in kind.states), default=0))
 
 
 def _kept_keys(model: ModelSpec, tp: int) -> NDArray[np.int64]:
@@ -373,8 +400,8 @@ def require_supported_layout(model: ModelSpec, layout: ParallelLayout) -> None:
     """Refuse a layout that would be priced wrong.
 
     Raises:
-        ConfigError: heads that do not divide over tensor ranks, context parallelism of a model whose documents must be
-            whole, or a layout for another number of layers.
+        ConfigError: heads that do not divide over tensor ranks, context parallelism of a model whose documents ranks
+            do not share, or a layout for another number of layers.
     """
     groups = sorted({(one.heads, one.kv_heads) for one in model.attentions})
     fitting = [
@@ -387,6 +414,10 @@ def require_supported_layout(model: ModelSpec, layout: ParallelLayout) -> None:
         raise ConfigError(
             f"layout {layout.describe()}: {heads} query and {kv_heads} key/value heads of {model.name} do not divide "
             f"over tp={layout.tp}; they do over tp={', '.join(map(str, fitting))}"
+        )
+    if layout.cp > 1 and model.state_functions:
+        raise ConfigError(
+            f"layout {layout.describe()}: {model.unshared_documents}; use cp=1, and pp or dp for more devices"
         )
     if layout.cp > 1 and not model.may_cut_documents:
         why = "is bidirectional" if not model.causal else f"has {', '.join(model.mixers)}, which needs documents whole,"

@@ -13,10 +13,16 @@ with a gated block; of others what their kinds have (`cost.layer_counts`):
               backward slice until the slice with start 0 ends: negative `backward_freed_bytes` of the pack that
               allocates them, and in its `backward_temp_bytes`.
 
+    states    S bytes a document and cut of functions that carry a state (`StateKind`): of a forward slice the running
+              one, taken where it starts after token 0 and left where it ends before the document does, and one for
+              every cut of backward in it (its own start too), which the forward leaves behind. A backward slice gives
+              S back that ends before the document does: it takes the gradient of the state at its end, while in place
+              of its own state comes that one's gradient. Nothing for documents in one slice.
+
 Padded packs count `pad_to` tokens a document. Temporaries are estimates: of a forward one layer's input, norm output,
-attention input/output and gated product; of a backward one layer's recomputed activations and gradients, attention's
-workspace (`cost.layer_counts`), on the last stage logits and their fp32 softmax and gradient, min(T, HEAD_ROWS)·vocab,
-or logits alone, which Liger's kernel turns into their gradient (tp = 1).
+attention input/output and gated product, or what a scan reads and gives in fp32; of a backward one layer's recomputed
+activations and gradients, attention's workspace (`cost.layer_counts`), on the last stage logits and their fp32 softmax
+and gradient, min(T, HEAD_ROWS)·vocab, or logits alone, which Liger's kernel turns into their gradient (tp = 1).
 
 Static bytes of a rank: weights e·N, fp32 gradients max(e,4)·N, and AdamW's state sharded over dp·cp: fp32 master
 (only where e < 4) and two moments, max(e,4) bytes each. With LoRA adapters only those have gradients and state.
@@ -49,6 +55,7 @@ from evenload.cost.layer_counts import (
     RECOMPUTE,
     REPLAY,
     WorkspaceRates,
+    accumulator_bytes,
     activation_bytes_per_token,
     inner_width,
     kv_bytes_per_token,
@@ -56,10 +63,12 @@ from evenload.cost.layer_counts import (
     most_of_stage,
     recomputed_width,
     stage_kinds,
+    state_bytes,
+    state_width,
     workspace_rates,
 )
 from evenload.types.cluster import ClusterSpec
-from evenload.types.columns import SliceColumns
+from evenload.types.columns import SliceColumns, cuts_within
 from evenload.types.document import PackSharding
 from evenload.types.layer_kind import LayerKind
 from evenload.types.layout import ParallelLayout, even_layout
@@ -248,6 +257,8 @@ class TokenCounts:
         kept_chunks, freed_chunks, computed: int64[m_f or m_b, policies], recorded in a forward, given back and computed
             in a backward.
         kept_kv, freed_kv, opened, closed: int64[m_f or m_b], of documents whose K and V, dK and dV come and go.
+        kept_states, freed_states: int64[m_f], int64[m_b], states of documents, not tokens; a forward may take more than
+            it leaves.
         gathered_forward, gathered_backward: int64[m_f], int64[m_b], whose K and V other ranks send.
         pieces, prefix_keys, keys: int64[m_b], slices of backward packs, keys before them, and keys that they see.
     """
@@ -258,6 +269,8 @@ class TokenCounts:
     freed_kv: NDArray[np.int64]
     opened: NDArray[np.int64]
     closed: NDArray[np.int64]
+    kept_states: NDArray[np.int64]
+    freed_states: NDArray[np.int64]
     computed: NDArray[np.int64]
     gathered_forward: NDArray[np.int64]
     gathered_backward: NDArray[np.int64]
@@ -282,6 +295,8 @@ def count_tokens(packs: ReplicaPacks) -> TokenCounts:
     cut_tokens = np.where(is_cut[backward.doc], document_tokens[backward.doc], 0)
     kv_tokens = _kv_tokens(forward, document_tokens, is_cut)
     opens = backward.stop == packs.num_tokens[backward.doc]
+    goes_on = forward.stop < packs.num_tokens[forward.doc]
+    states = cuts_within(forward, backward)[0] + goes_on - (forward.start > 0)
     freeing_pack = _backward_pack_of_first_token(forward, backward, backward_pack)
     m_f, m_b = forward.num_packs, backward.num_packs
     return TokenCounts(
@@ -291,6 +306,8 @@ def count_tokens(packs: ReplicaPacks) -> TokenCounts:
         freed_kv=_pack_sums(backward_pack, np.where(last_backward, kv_tokens[backward.doc], 0), m_b),
         opened=_pack_sums(backward_pack, np.where(opens, cut_tokens, 0), m_b),
         closed=_pack_sums(backward_pack, np.where(last_backward, cut_tokens, 0), m_b),
+        kept_states=_pack_sums(forward_pack, states, m_f),
+        freed_states=_pack_sums(backward_pack, ~opens, m_b),
         computed=_policy_sums(backward_pack, backward_tokens, m_b, backward.doc, policy),
         gathered_forward=_pack_sums(forward_pack, np.where(forward.cp > 1, forward.slice_tokens(), 0), m_f),
         gathered_backward=_pack_sums(backward_pack, np.where(backward.cp > 1, backward.slice_tokens(), 0), m_b),
@@ -309,10 +326,16 @@ def bytes_at_rates(rates: "ByteRates", tokens: TokenCounts) -> PackBytes:
     workspace += attention.of_grouped_keys(tokens.keys)
     return PackBytes(
         static_bytes=rates.static_bytes,
-        forward_kept_bytes=tokens.kept_chunks @ rates.chunk + np.outer(tokens.kept_kv, rates.kv),
-        forward_temp_bytes=tokens.kept_chunks @ rates.forward_temp + gathered[0][:, None],
+        forward_kept_bytes=tokens.kept_chunks @ rates.chunk
+        + np.outer(tokens.kept_kv, rates.kv)
+        + np.outer(tokens.kept_states, rates.state),
+        # States that a forward takes are there until it has read them.
+        forward_temp_bytes=tokens.kept_chunks @ rates.forward_temp
+        + gathered[0][:, None]
+        + np.outer(np.maximum(-tokens.kept_states, 0), rates.state),
         backward_freed_bytes=tokens.freed_chunks @ rates.chunk
         + np.outer(tokens.freed_kv, rates.kv)
+        + np.outer(tokens.freed_states, rates.state)
         + np.outer(tokens.closed - tokens.opened, rates.kv_gradient),
         backward_temp_bytes=tokens.computed @ rates.backward_temp
         + np.outer(logits_rows, rates.logits_per_row)
@@ -327,7 +350,8 @@ class ByteRates:
 
     Args:
         static_bytes: int64[R].
-        chunk, forward_temp, backward_temp: int64[policies, P], of a pack; kv, kv_gradient: int64[P], of a document.
+        chunk, forward_temp, backward_temp: int64[policies, P], of a pack; kv, kv_gradient: int64[P], of a document;
+            state: int64[P], a document.
         logits_per_row: int64[P], rows up to `HEAD_ROWS` a pack.
         gathered_forward, gathered_backward: a token whose keys and values other ranks send.
         attention: its workspace in backward; that of rows is in `backward_temp`.
@@ -339,6 +363,7 @@ class ByteRates:
     backward_temp: NDArray[np.int64]
     kv: NDArray[np.int64]
     kv_gradient: NDArray[np.int64]
+    state: NDArray[np.int64]
     logits_per_row: NDArray[np.int64]
     gathered_forward: int
     gathered_backward: int
@@ -359,8 +384,9 @@ def byte_rates(model: ModelSpec, layout: ParallelLayout) -> ByteRates:
     chunk[REPLAY] -= again @ again_bytes
     # Elements a token of one layer: hidden states are whole inside a block (gathered over tp), the rest is split.
     inner = inner_width(model)
-    forward = element * (2 * model.hidden_size - (-(2 * model.hidden_size + inner) // tp))
-    backward = element * (2 * model.hidden_size - (-(4 * model.hidden_size + 4 * inner) // tp))
+    states = accumulator_bytes(model) * state_width(model)
+    forward = element * (2 * model.hidden_size - (-(2 * model.hidden_size + inner) // tp)) + states
+    backward = element * (2 * model.hidden_size - (-(4 * model.hidden_size + 4 * inner) // tp)) + 2 * states
     attention = workspace_rates(model, tp)
     rows = np.ones((len(POLICIES), 1), np.int64)
     forward_temp = rows * most_of_stage(kinds, forward)
@@ -380,6 +406,7 @@ def byte_rates(model: ModelSpec, layout: ParallelLayout) -> ByteRates:
         backward_temp=backward_temp,
         kv=kinds @ kv,
         kv_gradient=kinds @ kv_gradient,
+        state=kinds @ state_bytes(model),
         logits_per_row=is_last * -(-model.vocab_size // tp) * (element + (0 if is_fused else 8)),
         gathered_forward=int(kv.max()),
         gathered_backward=int((kv + kv_gradient).max()),
@@ -483,6 +510,7 @@ def _rates_by_kind(rates: ByteRates) -> dict[str, ByteRates]:
         **{f"activations_{name}": only(chunk=row(rates.chunk, code)) for code, name in enumerate(POLICIES)},
         "keys_and_values": only(kv=rates.kv),
         "key_value_gradients": only(kv_gradient=rates.kv_gradient),
+        "states": only(state=rates.state),
         "gathered_keys_and_values": only(
             gathered_forward=rates.gathered_forward, gathered_backward=rates.gathered_backward
         ),

@@ -12,11 +12,14 @@ a stage is a column of seconds a feature; seconds are one small matrix product. 
   are the mean over ranks, which searches compare; plans promise the slowest rank by its own rows (`cost.pack_pricing`).
 - The first stage carries the embedding in both directions, the last stage's BACKWARD the head. Tensor parallelism
   divides seconds of tokens and pairs by tp and adds its exposed transfers (`cost.group_transfers`).
+- A function that carries a state is called for every slice, and a forward stops where a backward slice begins, to
+  keep the state there: `PackCosts.stops_of`. Cuts that coincide cost one call.
 - Recomputed layers and documents pay the products that are made again in backward; an offloaded document makes a pack
   last at least as long as its copies to or from the host.
 """
 
 import functools
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,8 +52,9 @@ from evenload.cost.layer_counts import (
 from evenload.cost.memory import HEAD_ROWS, byte_rates, offloaded_state_bytes, trained_parameters_per_rank
 from evenload.errors import ConfigError
 from evenload.types.cluster import LinkSpec
-from evenload.types.columns import SliceColumns, WorkCurve, keys_before
+from evenload.types.columns import SliceColumns, WorkCurve, cuts_within, keys_before
 from evenload.types.document import Direction
+from evenload.types.layer_kind import STATE_CHUNK
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
 
@@ -173,8 +177,9 @@ class PackCosts:
             self.stage_seconds["backward"][0] += token_s
             self.stage_seconds["backward"][2] += pack_s
         # The host's seconds a slice and a pack; float64[2, P]. Every rank queues its own, so no axis divides them.
+        pieces = over_kinds(self._kinds, self.shares.pieces)
         self.host_seconds: dict[Direction, NDArray[np.float64]] = {
-            direction: np.outer((layer.host_slice_s, layer.host_pack_s), self.layers())
+            direction: np.array([pieces * layer.host_slice_s, self.layers() * layer.host_pack_s], np.float64)
             for direction, layer in (("forward", coefficients.forward), ("backward", coefficients.backward))
         }
 
@@ -186,9 +191,9 @@ class PackCosts:
         token_s, pack_s = tensor_seconds(self.model, self.coefficients, tp, direction)
         matrix[0] = over_kinds(kinds, shares.linear * layer.linear_s_per_token / tp + token_s)
         if direction == "backward" and self.coefficients.measured_on is None:  # else it is in the layers' seconds
-            again = shares.mixed + (shares.first if tp > 1 else 0.0)
+            again = shares.repeated + (shares.first if tp > 1 else 0.0)
             matrix[0] += over_kinds(kinds, again * self.coefficients.forward.linear_s_per_token / tp)
-        matrix[1] = layers * layer.slice_s
+        matrix[1] = over_kinds(kinds, shares.pieces) * layer.slice_s
         matrix[2] = layers * layer.pack_s + over_kinds(kinds, pack_s)
         for index, window in enumerate(self.windows):
             pairs, keys = shares.of_reach(shares.attention, window), shares.of_reach(shares.keys, window)
@@ -246,6 +251,7 @@ class PackCosts:
         table.forward_temp_bytes = rates.forward_temp.ravel().tolist()
         table.backward_temp_bytes = rates.backward_temp.ravel().tolist()
         table.kv_bytes, table.kv_gradient_bytes = rates.kv.tolist(), rates.kv_gradient.tolist()
+        table.state_bytes, table.cut_multiple = rates.state.tolist(), self.cut_multiple
         table.logits_bytes_per_row = rates.logits_per_row.tolist()
         table.head_rows = HEAD_ROWS
         table.slice_temp_bytes, table.prefix_key_bytes = rates.attention.piece, rates.attention.prefix_key
@@ -291,6 +297,7 @@ class PackCosts:
         direction: Direction,
         policy: NDArray[np.int8] | None = None,
         is_cut: NDArray[np.bool_] | None = None,
+        stops: NDArray[np.int64] | None = None,
     ) -> NDArray[np.float64]:
         """Price every pack on every virtual stage, where it is shared by the mean over its ranks; float64[num_packs,
         P].
@@ -298,11 +305,12 @@ class PackCosts:
         Args:
             policy: int8[num_documents], indices into `cost.layer_counts.POLICIES`; None = all replay.
             is_cut: bool[num_documents], in this direction or in the other; None = those cut in these columns.
+            stops: int64[num_packs] of a forward (`stops_of`); None = none.
 
         Raises:
             ConfigError: slices of a bidirectional model, or a transfer over a link that is not known.
         """
-        seconds = self.compute_seconds(columns, direction)
+        seconds = self.compute_seconds(columns, direction, stops)
         if (columns.cp > 1).any():
             sent = self._exchanged_tokens(columns, is_cut)
             seconds += self.waiting_seconds(columns, direction, columns.pack_ranks(), *sent, columns.cp == 1)
@@ -322,9 +330,26 @@ class PackCosts:
             seconds = seconds + more_s
         return np.maximum(seconds, self._copy_seconds(tokens[:, OFFLOAD])) if tokens[:, OFFLOAD].any() else seconds
 
-    def compute_seconds(self, columns: SliceColumns, direction: Direction) -> NDArray[np.float64]:
+    def stops_of(self, forward: SliceColumns, backward: SliceColumns) -> NDArray[np.int64] | None:
+        """Count the cuts of backward inside the slices of forward packs, int64[num_packs]: functions that carry a state
+        stop there, so each costs like a slice. None where no layer has any."""
+        if not self.model.state_functions:
+            return None
+        return forward.pack_sums(cuts_within(forward, backward)[1]).astype(np.int64)
+
+    @functools.cached_property
+    def cut_multiple(self) -> int:
+        """Return the multiple of rows at which cuts cost least: of whole blocks of attention and chunks of scans."""
+        tile = self.coefficients.attention_tile
+        return math.lcm(tile, STATE_CHUNK) if self.model.state_functions else tile
+
+    def compute_seconds(
+        self, columns: SliceColumns, direction: Direction, stops: NDArray[np.int64] | None = None
+    ) -> NDArray[np.float64]:
         """Price as `pack_seconds` under replay, without waiting for keys and values; float64[num_packs, P]."""
         features = self._features(columns)
+        if stops is not None:
+            features[:, 1] += stops
         seconds, host = weighted(features, self.stage_seconds[direction]), self.host_seconds[direction]
         return np.maximum(seconds, weighted(features[:, 1:3], host)) if host.any() else seconds
 

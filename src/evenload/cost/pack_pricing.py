@@ -230,10 +230,11 @@ def split_pack_seconds(
     direction: Direction,
     policy: NDArray[np.int8] | None = None,
     ranked: PerRankPacks | None = None,
+    stops: NDArray[np.int64] | None = None,
 ) -> PackSplit:
     """Split the seconds of every pack on every virtual stage by cause, under activation policies (int8[num_documents];
     None = all replay). `ranked`: the same packs rank by rank; None = nobody shares them, or the mean that searches
-    compare."""
+    compare; `stops` as in `PackCosts.pack_seconds`, of packs that nobody shares."""
     coefficients, layout = costs.coefficients, costs.layout
     without_tp = msgspec.structs.replace(coefficients, tensor_exposed_share=0.0)
     passes = {
@@ -249,13 +250,13 @@ def split_pack_seconds(
     # Ideal work divides evenly, so that its mean over ranks needs no rows.
     unpadded = dataclasses.replace(columns, pad_to=np.zeros_like(columns.pad_to))
     useful_s = ideal_costs.compute_seconds(unpadded, direction) if columns.pad_to.any() else ideal_s
-    rank_all_s = rank_compute_s = costs.compute_seconds(rows, direction)
+    rank_all_s = rank_compute_s = costs.compute_seconds(rows, direction, stops)
     if bare != layout:
-        rank_compute_s = PackCosts(costs.model, coefficients, bare).compute_seconds(rows, direction)
+        rank_compute_s = PackCosts(costs.model, coefficients, bare).compute_seconds(rows, direction, stops)
     compute_s = mean(rank_compute_s)
-    without_tp_s = mean(PackCosts(costs.model, without_tp, bare).compute_seconds(rows, direction))
+    without_tp_s = mean(PackCosts(costs.model, without_tp, bare).compute_seconds(rows, direction, stops))
     if ranked is None:
-        rank_waiting_s = costs.pack_seconds(columns, direction) - rank_all_s
+        rank_waiting_s = costs.pack_seconds(columns, direction, stops=stops) - rank_all_s
     else:
         rank_waiting_s = rank_waiting_seconds(costs, ranked, direction)
     replayed_s = rank_compute_s + rank_waiting_s

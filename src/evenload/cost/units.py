@@ -112,7 +112,8 @@ def unit_seconds(
             rates[0, at], rates[2, at] = coefficients.head_s_per_token / tp, coefficients.head_pack_s
         else:
             kind, shares = costs.model.layers[unit - 1], costs.shares
-            rates[:3, at] = shares.linear[kind] * layer.linear_s_per_token / tp, layer.slice_s, layer.pack_s
+            token_s, slice_s = shares.linear[kind] * layer.linear_s_per_token / tp, shares.pieces[kind] * layer.slice_s
+            rates[:3, at] = token_s, slice_s, layer.pack_s
             if (reach := shares.reach[kind]) is not None:
                 window = costs.windows.index(reach)
                 rates[pairs_column(window), at] = shares.attention[kind] * layer.attention_s_per_pair / tp

@@ -333,8 +333,10 @@ def _split_packs(costs: PackCosts, candidates: Sequence[Candidate], num_document
     ]
     ranked = ranked_if_shared(costs, sides[0], sides[1], shardings)
     return [
-        split_pack_seconds(costs, columns, direction, policy, of_ranks)
-        for columns, direction, of_ranks in zip(sides, _DIRECTIONS, ranked, strict=True)
+        split_pack_seconds(costs, columns, direction, policy, of_ranks, stops)
+        for columns, direction, of_ranks, stops in zip(
+            sides, _DIRECTIONS, ranked, (costs.stops_of(*sides), None), strict=True
+        )
     ]
 
 

@@ -176,7 +176,8 @@ def neighbours(
 
 @dataclass(frozen=True)
 class CutRules:
-    """Hold what all cuts of a step have in common: work on the slowest stage, rows of an attention block, limits."""
+    """Hold what all cuts of a step have in common: work on the slowest stage, limits, and the rows at whose multiples
+    cuts cost least (`tile`)."""
 
     forward: WorkCurve
     backward: WorkCurve
@@ -202,7 +203,7 @@ def cut_rules(problem: StepProblem) -> CutRules:
     return CutRules(
         problem.costs.work_curve("forward"),
         problem.costs.work_curve("backward", recomputed_share=share),
-        problem.costs.coefficients.attention_tile,
+        problem.costs.cut_multiple,
         problem.options.min_slice_tokens,
         problem.options.max_pack_tokens,
     )

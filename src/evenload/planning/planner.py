@@ -14,7 +14,7 @@ from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.layer_counts import POLICIES, REPLAY
 from evenload.cost.memory import HostMemory, Unlimited, fullest_node_bytes, offloaded_state_bytes, peak_host_bytes
 from evenload.cost.pack_cost import PackCosts
-from evenload.errors import DataError, InfeasiblePlanError
+from evenload.errors import ConfigError, DataError, InfeasiblePlanError
 from evenload.planning.activation_policy import plan_within_host, policies_in_order
 from evenload.planning.cp_sharding import repriced_choices
 from evenload.planning.deferral import DelayState, arrivals_of, mean_token_delay_steps, state_after, trained_documents
@@ -103,7 +103,8 @@ class StepPlanner:
         waits_at_each: replicas wait for each other at every micro-batch, as some engines do.
 
     Raises:
-        ConfigError: the layout is not supported yet or belongs to another model.
+        ConfigError: the layout is not supported yet or belongs to another model, or replicas are to share documents
+            whose states pass from slice to slice.
     """
 
     def __init__(
@@ -118,6 +119,11 @@ class StepPlanner:
         waits_at_each: bool = False,
     ) -> None:
         self.options = options or PlanOptions()
+        if self.options.dp_merge and model.state_functions:
+            raise ConfigError(
+                f"plan.options.dp_merge is true, and {model.unshared_documents}; leave it out: long documents are cut "
+                "into slices of one replica"
+            )
         # Searches price shared packs per document whatever the rule: what rules choose from is known as plans run.
         self.costs = PackCosts(model, coefficients, layout)
         self.layout = layout

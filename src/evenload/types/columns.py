@@ -142,6 +142,17 @@ class SliceColumns:
         )
 
 
+def cuts_within(slices: SliceColumns, other: SliceColumns) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Count, for every slice, the cuts that the other direction makes in its document from its start to before its
+    stop, and those of them that are not its own start; int64[num_slices] each."""
+    span = 1 + max(int(slices.stop.max(initial=0)), int(other.stop.max(initial=0)))
+    cut = other.start > 0
+    edges = np.sort(other.doc[cut].astype(np.int64) * span + other.start[cut])
+    first = slices.doc.astype(np.int64) * span + slices.start
+    before = np.searchsorted(edges, first + slices.stop - slices.start)
+    return before - np.searchsorted(edges, first), before - np.searchsorted(edges, first, side="right")
+
+
 def whole_document_columns(
     groups: Sequence[Sequence[int]], num_tokens: NDArray[np.int64], cp: int = 1, *, padded: bool = False
 ) -> SliceColumns:

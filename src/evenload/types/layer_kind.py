@@ -116,6 +116,12 @@ class ExpertsKind(Frozen, omit_defaults=True):
         return self.width * self.first_outputs
 
 
+_CONVOLUTION, _ROW_BY_ROW = "causal_conv1d_fn", "mamba_selective_scan"
+_IN_CHUNKS = "torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention", "mamba2_chunk_scan"
+STATE_CHUNK = 64
+"""Rows that a scan computes at once: products of matrices inside a chunk, a recurrence from chunk to chunk."""
+
+
 class StateKind(Frozen, omit_defaults=True):
     """Describe a function of a layer that carries a state along a document, row by row: a scan, or a convolution, whose
     state is its last inputs. Documents are cut between its rows; the state at a cut is all that goes on.
@@ -132,6 +138,27 @@ class StateKind(Frozen, omit_defaults=True):
     outputs: int
     state: int
     is_wide: bool = True
+
+    def __post_init__(self) -> None:
+        known = (_CONVOLUTION, *_IN_CHUNKS, _ROW_BY_ROW)
+        if self.function not in known:
+            raise ConfigError(f"a layer: the work of {self.function} is not known; {', '.join(known)} are")
+        if min(self.inputs, self.outputs, self.state) < 1:
+            raise ConfigError(
+                f"a layer: {self.function} has {self.inputs} inputs, {self.outputs} outputs and a state of "
+                f"{self.state}, must be at least 1 each"
+            )
+
+    @property
+    def products(self) -> int:
+        """Multiply-adds of a token forward. A convolution: its kernel's width for every output, which is one more than
+        the inputs of a channel that its state holds. A scan: three for every element of its state, which fades, is
+        written and is read. One in chunks also multiplies the rows of a chunk with each other: every element that goes
+        in or out with half of them, on average, as later rows are not seen."""
+        if self.function == _CONVOLUTION:
+            return self.state + self.outputs
+        in_chunk = STATE_CHUNK // 2 * (self.inputs + self.outputs) if self.function in _IN_CHUNKS else 0
+        return 3 * self.state + in_chunk
 
 
 class LayerKind(Frozen, omit_defaults=True):
@@ -194,9 +221,16 @@ class LayerKind(Frozen, omit_defaults=True):
         return self.parameters - idle
 
     @property
-    def mixed_products(self) -> int:
-        """Of `active_products`, those of the mixer."""
-        return sum(one.rows * one.parameters for one in self.products if one.in_mixer)
+    def state_products(self) -> int:
+        """Multiply-adds of a token in functions that carry a state."""
+        return sum(one.products for one in self.states)
+
+    @property
+    def repeated_products(self) -> int:
+        """What every backward runs again: matrices of the mixer, and functions that carry a state, for their gradients;
+        those whose outputs are not kept once more, for the outputs."""
+        of_states = sum(one.products * (1 if one.is_recorded else 2) for one in self.states)
+        return sum(one.rows * one.parameters for one in self.products if one.in_mixer) + of_states
 
     @property
     def inner(self) -> int:
@@ -212,6 +246,7 @@ class LayerKind(Frozen, omit_defaults=True):
         if experts := self.experts:
             gated = " gated" if experts.gated else ""
             parts.append(f"{experts.chosen} of {experts.count} experts {experts.width}x{experts.inner}{gated}")
+        parts += [f"{one.function} {one.inputs}x{one.outputs} with a state of {one.state}" for one in self.states]
         parts += [f"{self.adapter_parameters} adapter parameters"] if self.adapter_parameters else []
         return ", ".join([*parts, self.mixer] if self.mixer else parts)
 

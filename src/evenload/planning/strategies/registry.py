@@ -2,7 +2,7 @@
 
 Adding one: CONTRIBUTING.md. Decided here, too: whether a run may use a strategy, and whether its replicas share
 documents by default, on for the strategies that can, because their plans share only where that is faster by
-prediction; off with one replica, or costs that know no link between replicas.
+prediction; off with one replica, costs that know no link between replicas, or a model whose documents are not shared.
 """
 
 import msgspec
@@ -20,6 +20,7 @@ from evenload.planning.strategies.strategy import Strategy
 from evenload.planning.strategies.wlb import WLB
 from evenload.types.base import Registry
 from evenload.types.layout import ParallelLayout
+from evenload.types.model import ModelSpec
 
 STRATEGIES: Registry[Strategy] = Registry(
     "strategy",
@@ -97,10 +98,10 @@ def require_layouts(name: str, layout: ParallelLayout, num_layouts: int) -> None
 
 
 def decide_dp_merge(
-    options: PlanOptions, strategy: str, layout: ParallelLayout, coefficients: CostCoefficients
+    options: PlanOptions, strategy: str, model: ModelSpec, layout: ParallelLayout, coefficients: CostCoefficients
 ) -> tuple[PlanOptions, str]:
     """Set `dp_merge` where the strategy reads it, and say what was decided ("" = nothing to say)."""
-    if not strategy_named(strategy).shares_documents or layout.dp == 1:
+    if not strategy_named(strategy).shares_documents or layout.dp == 1 or model.state_functions:
         return options, ""
     merge, why = options.dp_merge, "plan.options.dp_merge"
     if merge is None:
