@@ -60,9 +60,12 @@ MODELS: Mapping[str, ModelCase] = {
     "mixtral": ModelCase("mixtral", {**BALANCED, "num_local_experts": 6}),
     "qwen3_moe": ModelCase("qwen3_moe", BALANCED),
     "gpt2, tied": ModelCase("gpt2", {"tied": True}),
+    "qwen3_next": ModelCase("qwen3_next", BALANCED),
+    "bamba": ModelCase("bamba"),
 }
 WINDOWED = ("mistral, window", "gemma2", "gemma3")
-WITH_EXPERTS = ("mixtral", "qwen3_moe")
+WITH_EXPERTS = ("mixtral", "qwen3_moe", "qwen3_next")
+RECURRENT = ("qwen3_next", "bamba")
 
 
 class Row(NamedTuple):
@@ -116,7 +119,7 @@ MEANINGS: Mapping[str, str] = {
     "dp_merge": "`plan.options.dp_merge`, with a document that replicas really share",
     "policy": "`plan.options.policy`; mixed is what `choose` takes where memory is short",
     "schedule": "`plan.options.schedule`; own = choose",
-    "model": "tiny ones of eleven architectures, in float64 ([more](decoders.md)); dense ones in bfloat16 too",
+    "model": "tiny ones of thirteen architectures, in float64 ([more](decoders.md)); dense ones in bfloat16 too",
     "sharding": "`plan.options.cp_sharding`; dacp is `skrull`'s own",
     "exchange": "`parallel.cp_exchange`",
     "channels": "`parallel.channels`",
@@ -219,6 +222,27 @@ REFUSALS: tuple[Refusal, ...] = (
         "`tp` and OLMo 2 or GPT-2",
         "OLMo 2 norms all heads together, which lie on different ranks; transformers has no plan of GPT-2's parts",
         "as norms of all heads|has no plan for tensor parallelism",
+    ),
+    Refusal(
+        ("layout", "model"),
+        lambda layout, model: "tp" in LAYOUTS[layout] and model in RECURRENT,
+        "`tp` and recurrent layers",
+        "their packed projections would have to be cut part by part",
+        "carries states along documents|has no plan for tensor parallelism",
+    ),
+    Refusal(
+        ("layout", "model"),
+        lambda layout, model: "cp" in LAYOUTS[layout] and model in RECURRENT,
+        "`cp` and recurrent layers",
+        "ranks would have to hand on states inside a slice",
+        "are cut into slices and not shared by ranks",
+    ),
+    Refusal(
+        ("dp_merge", "model"),
+        lambda merge, model: merge == "on" and model in RECURRENT,
+        "`dp_merge` and recurrent layers",
+        "the same",
+        "are cut into slices and not shared by ranks",
     ),
     Refusal(
         ("model", "exchange"),

@@ -13,10 +13,10 @@ the layers of stages.
     offload    the same tensors as `replay`, copied to host memory while the pack runs, back before its backward
 
 Router logits and what they choose are kept under every policy on the device: computed again in another batch they could
-choose other experts. So are outputs of scans, like attention's; those of convolutions are made again. With norms behind
-the blocks (Gemma 2 and 3, OLMo 2) the output of the down projection is kept too. K and V stay on the device, for later
-slices read them. Under tensor parallelism a device holds its heads and its columns of the feed-forward block; hidden
-states are split over tokens; key/value heads fewer than devices are copied.
+choose other experts. Outputs of scans and convolutions are made again. With norms behind the blocks (Gemma 2 and 3,
+OLMo 2) the output of the down projection is kept too. K and V stay on the device, for later slices read them. Under
+tensor parallelism a device holds its heads and its columns of the feed-forward block; hidden states are split over
+tokens; key/value heads fewer than devices are copied.
 
 Workspace of attention's backward, of one layer of one backward pack with T rows in n slices that see K keys; H query
 heads, G key heads of dimension D, e bytes an element. As FlashAttention 2's kernels in torch make it (`mha_varlen_bwd`
@@ -232,7 +232,6 @@ def activation_bytes_per_token(model: ModelSpec, policy: ActivationPolicy = "rep
         if attention and attention.is_kept:
             heads = attention.heads // tp
             kept, numbers_bytes = kept + heads * attention.value_dim, statistic * heads
-        kept += sum(one.outputs for one in kind.states if one.is_recorded)
         if experts:
             # Routers run on own rows.
             kept += -(-experts.router // tp) + experts.is_read * -(-experts.width // tp)

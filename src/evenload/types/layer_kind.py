@@ -227,10 +227,8 @@ class LayerKind(Frozen, omit_defaults=True):
 
     @property
     def repeated_products(self) -> int:
-        """What every backward runs again: matrices of the mixer, and functions that carry a state, for their gradients;
-        those whose outputs are not kept once more, for the outputs."""
-        of_states = sum(one.products * (1 if one.is_recorded else 2) for one in self.states)
-        return sum(one.rows * one.parameters for one in self.products if one.in_mixer) + of_states
+        """What every backward runs again: matrices of the mixer, and functions that carry a state."""
+        return sum(one.rows * one.parameters for one in self.products if one.in_mixer) + self.state_products
 
     @property
     def inner(self) -> int:
