@@ -229,10 +229,14 @@ class LayerKind(Frozen, omit_defaults=True):
 
     @property
     def repeated_products(self) -> int:
-        """What every backward runs again: matrices of the mixer, and functions that carry a state, for their gradients;
-        those whose outputs are not kept once more, for the outputs."""
-        of_states = sum(one.products * (1 if one.is_recorded else 2) for one in self.states)
-        return sum(one.rows * one.parameters for one in self.products if one.in_mixer) + of_states
+        """Of functions that carry a state, what every backward runs again: each for its gradients, and those whose
+        outputs are not kept once more for these."""
+        return sum(one.products * (1 if one.is_recorded else 2) for one in self.states)
+
+    @property
+    def mixed_products(self) -> int:
+        """Of `active_products`, those of the mixer."""
+        return sum(one.rows * one.parameters for one in self.products if one.in_mixer)
 
     @property
     def inner(self) -> int:
