@@ -13,7 +13,14 @@ from evenload.calibrate.fit import fit_relative
 from evenload.calibrate.rounds import QUICK_ROUNDS, LayerShares, pack_features
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.coefficients import MeasuredOn, PassCoefficients
-from evenload.cost.layer_counts import STATE_CALL_SLICES, forward_flops, kind_shares, state_bytes, training_flops
+from evenload.cost.layer_counts import (
+    STATE_CALL_SLICES,
+    STATE_SLOWNESS,
+    forward_flops,
+    kind_shares,
+    state_bytes,
+    training_flops,
+)
 from evenload.cost.memory import ReplicaPacks, byte_rates, bytes_by_kind, pipeline_bytes
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.pack_pricing import pipeline_tasks, split_pack_seconds
@@ -52,8 +59,7 @@ def test_work_of_a_token_by_hand() -> None:
     assert row_by_row.products == 3 * 32
     recurrent, _, both = recurrent_model().kinds
     assert recurrent.state_products == 40 + scan.products
-    assert recurrent.repeated_products == 40 + scan.products
-    assert both.repeated_products == scan.products
+    assert both.state_products == scan.products
 
 
 def test_flops_count_states_forward_and_twice_backward() -> None:
@@ -266,12 +272,15 @@ def test_a_data_sheet_prices_states_three_times_backward() -> None:
     model = recurrent_model()
     costs = PackCosts(model, analytic_coefficients(model, cluster_of("h100", 8), even_layout(4)), even_layout(4, pp=4))
     kind = model.kinds[0]
-    flop_s = costs.stage_seconds["forward"][0, 3] / (2 * (208 + kind.state_products))
+    flop_s = costs.stage_seconds["forward"][0, 3] / (2 * (208 + STATE_SLOWNESS * kind.state_products))
     # The last stage's backward has the head, too.
     head_s = costs.coefficients.head_s_per_token
     again = 2 * 40 + kind.states[1].products
-    expected = 2 * flop_s * (2 * (208 + kind.state_products) + again) + head_s
+    expected = 2 * flop_s * (2 * 208 + STATE_SLOWNESS * (2 * kind.state_products + again)) + head_s
     assert costs.stage_seconds["backward"][0, 3] == pytest.approx(expected)
+    # W defers the products of gradients and inputs, half of a backward's, and nothing of states.
+    layer = costs.coefficients.split_share(model) * costs.coefficients.backward.linear_s_per_token
+    np.testing.assert_allclose(layer * costs.linear_layers(), 2 * flop_s * np.array([208, 576, 576, 208]))
 
 
 def test_a_fit_finds_what_a_slice_costs_layers_with_states() -> None:

@@ -228,7 +228,7 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda layout, model: "tp" in LAYOUTS[layout] and model in RECURRENT,
         "`tp` and recurrent layers",
         "their packed projections would have to be cut part by part",
-        "carries states along documents|has no plan for tensor parallelism",
+        "linear_attn.* whole on one rank|has no plan for tensor parallelism",
     ),
     Refusal(
         ("layout", "model"),

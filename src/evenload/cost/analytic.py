@@ -1,6 +1,7 @@
 """Make cost coefficients from data sheets, for planning without a device: `analytic_coefficients`.
 
     linear_s_per_token    2·parameters / (peak · matmul_efficiency)          backward 2x
+                          more for functions that carry a state (`cost.layer_counts.STATE_SLOWNESS`)
     attention_s_per_pair  2·heads·(width of a key + of a value) / (peak · attention_efficiency)
                                                                              backward 2.5x the work (SlimPack §2.2.2)
     prefix_s_per_token    backward: fp32 dK and dV of the prefix read and written once per slice; forward: 0
@@ -106,6 +107,7 @@ def analytic_coefficients(
         reduce_bandwidth_bytes_per_s=reduce.bandwidth_bytes_per_s,
         reduce_latency_s=reduce.latency_s,
         overlap=OverlapCost(),
+        weight_share=None if shares.matrix_share == 1 else 0.5 * shares.matrix_share,
         intra_node=cluster.intra_node,
         inter_node=cluster.inter_node,
         devices_per_node=cluster.devices_per_node,

@@ -45,6 +45,9 @@ from evenload.types.layer_kind import AttentionKind, LayerKind
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import AttentionKernels, ModelSpec
 
+STATE_SLOWNESS = 8.0
+"""Seconds of a multiply-add in functions that carry a state, small products between elementwise work, over one of a
+layer's matrix products; as transformers' own functions take on a CPU, and assumed of GPUs."""
 STATE_CALL_SLICES = 4.0
 """What a slice costs a function that carries a state, which is called for every slice, over what it costs attention,
 whose kernels take all slices at once; assumed, some 8 kernels (`cost.analytic.SLICE_SHARE_OF_KERNEL`)."""
@@ -68,8 +71,9 @@ class KindShares:
     1 where layers are alike. float64[K] each.
 
     Args:
-        linear: of the mean layer's matrix products and functions that carry a state; attention, keys: of a (query, key)
-            pair, and of keys and values, on the mean of layers with attention.
+        linear: of the mean layer's matrix products and functions that carry a state, by their seconds; matrices: of its
+            matrix products alone; attention, keys: of a (query, key) pair, and of keys and values, on the mean of
+            layers with attention.
         again: of the mean layer's matrix products, what the backward of a recomputed document makes again: those whose
             output it reads.
         repeated: what every backward runs again: matrix products of mixers, and functions that carry a state.
@@ -78,11 +82,14 @@ class KindShares:
         reach: `AttentionKind.reach`; None = no attention.
         pieces: of what a slice costs the mean layer, whatever its length.
         mean_products, mean_pair_width, mean_key_width: weights of matrices that a token uses on the mean layer (active
-            experts only) with multiply-adds of states, products of a pair, elements of a token's keys and values.
+            experts only), with as many for functions that carry a state as take their seconds; products of a pair,
+            elements of a token's keys and values.
+        matrix_share: of `mean_products`, those of matrices, where layers have any.
         mean_pieces: of the mean layer, in slices of a layer without states.
     """
 
     linear: NDArray[np.float64]
+    matrices: NDArray[np.float64]
     attention: NDArray[np.float64]
     keys: NDArray[np.float64]
     again: NDArray[np.float64]
@@ -93,6 +100,7 @@ class KindShares:
     mean_products: float
     mean_pair_width: float
     mean_key_width: float
+    matrix_share: float
     mean_pieces: float
 
     @property
@@ -113,19 +121,21 @@ def kind_shares(model: ModelSpec) -> KindShares:
 def _shares(kinds: tuple[LayerKind, ...], of_kinds: tuple[int, ...]) -> KindShares:
     counts = np.array(of_kinds, np.float64)
     products = np.array([kind.active_products for kind in kinds], np.float64)
-    linear = products + np.array([kind.state_products for kind in kinds], np.float64)
+    linear = products + STATE_SLOWNESS * np.array([kind.state_products for kind in kinds], np.float64)
+    repeated = np.array([kind.mixed_products + STATE_SLOWNESS * kind.state_products for kind in kinds])
     pieces = np.array([1.0 + STATE_CALL_SLICES * len(kind.states) for kind in kinds])
     unread = np.array([kind.unread_products for kind in kinds], np.float64)
     pairs = np.array([kind.attention.pair_width if kind.attention else 0 for kind in kinds], np.float64)
     keys = np.array([kind.attention.key_width if kind.attention else 0 for kind in kinds], np.float64)
 
-    means = [_mean(values, counts) for values in (linear, pairs, keys, pieces)]
-    mean_products, mean_pairs, mean_keys, mean_pieces = means
+    means = [_mean(values, counts) for values in (linear, products, pairs, keys, pieces)]
+    mean_products, mean_matrices, mean_pairs, mean_keys, mean_pieces = means
     return KindShares(
         linear=linear / mean_products,
         attention=pairs / mean_pairs,
         keys=keys / mean_keys,
-        repeated=np.array([kind.repeated_products for kind in kinds], np.float64) / mean_products,
+        matrices=products / mean_matrices,
+        repeated=repeated / mean_products,
         first=np.array([kind.experts.first_products if kind.experts else 0 for kind in kinds]) / mean_products,
         pieces=pieces / mean_pieces,
         again=products / mean_products * (1.0 - unread / np.maximum(products, 1.0)),
@@ -133,6 +143,7 @@ def _shares(kinds: tuple[LayerKind, ...], of_kinds: tuple[int, ...]) -> KindShar
         mean_products=mean_products,
         mean_pair_width=mean_pairs,
         mean_key_width=mean_keys,
+        matrix_share=mean_matrices / mean_products,
         mean_pieces=mean_pieces,
     )
 

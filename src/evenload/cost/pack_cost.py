@@ -481,7 +481,7 @@ class PackCosts:
 
     def linear_layers(self) -> NDArray[np.float64]:
         """Count the layers of every virtual stage, each as its share of the mean layer's matrix products."""
-        return over_kinds(self._kinds, self.shares.linear)
+        return over_kinds(self._kinds, self.shares.matrices)
 
     def tensor_blocks(self) -> NDArray[np.float64]:
         """Count the blocks of every virtual stage that tensor parallelism cuts."""

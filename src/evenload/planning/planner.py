@@ -14,12 +14,12 @@ from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.layer_counts import POLICIES, REPLAY
 from evenload.cost.memory import HostMemory, Unlimited, fullest_node_bytes, offloaded_state_bytes, peak_host_bytes
 from evenload.cost.pack_cost import PackCosts
-from evenload.errors import ConfigError, DataError, InfeasiblePlanError
+from evenload.errors import DataError, InfeasiblePlanError
 from evenload.planning.activation_policy import plan_within_host, policies_in_order
 from evenload.planning.cp_sharding import repriced_choices
 from evenload.planning.deferral import DelayState, arrivals_of, mean_token_delay_steps, state_after, trained_documents
 from evenload.planning.problem import PlanOptions, ReplicaChoice, StepProblem, imbalance, with_times_that_run
-from evenload.planning.strategies.registry import STRATEGIES, strategy_named
+from evenload.planning.strategies.registry import STRATEGIES, require_shared_documents, strategy_named
 from evenload.schedule.step_collectives import step_end
 from evenload.stepplan.validate import why_not_in_backward
 from evenload.types.columns import SliceColumns
@@ -119,11 +119,7 @@ class StepPlanner:
         waits_at_each: bool = False,
     ) -> None:
         self.options = options or PlanOptions()
-        if self.options.dp_merge and model.state_functions:
-            raise ConfigError(
-                f"plan.options.dp_merge is true, and {model.unshared_documents}; leave it out: long documents are cut "
-                "into slices of one replica"
-            )
+        require_shared_documents(self.options, model)
         # Searches price shared packs per document whatever the rule: what rules choose from is known as plans run.
         self.costs = PackCosts(model, coefficients, layout)
         self.layout = layout

@@ -226,9 +226,9 @@ class LayerKind(Frozen, omit_defaults=True):
         return sum(one.products for one in self.states)
 
     @property
-    def repeated_products(self) -> int:
-        """What every backward runs again: matrices of the mixer, and functions that carry a state."""
-        return sum(one.rows * one.parameters for one in self.products if one.in_mixer) + self.state_products
+    def mixed_products(self) -> int:
+        """Of `active_products`, those of the mixer."""
+        return sum(one.rows * one.parameters for one in self.products if one.in_mixer)
 
     @property
     def inner(self) -> int:

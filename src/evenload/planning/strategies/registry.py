@@ -97,6 +97,15 @@ def require_layouts(name: str, layout: ParallelLayout, num_layouts: int) -> None
         )
 
 
+def require_shared_documents(options: PlanOptions, model: ModelSpec) -> None:
+    """Raise `ConfigError` where replicas are to share documents of a model whose states pass from slice to slice."""
+    if options.dp_merge and model.state_functions:
+        raise ConfigError(
+            f"plan.options.dp_merge is true, and {model.unshared_documents}; leave it out: long documents are cut into "
+            "slices of one replica"
+        )
+
+
 def decide_dp_merge(
     options: PlanOptions, strategy: str, model: ModelSpec, layout: ParallelLayout, coefficients: CostCoefficients
 ) -> tuple[PlanOptions, str]:
