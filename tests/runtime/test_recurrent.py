@@ -3,6 +3,7 @@ transformers does, document by document; and whatever is known to go wrong in pa
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,6 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import kernel_twins
+from evenload.cost.layer_counts import activation_bytes_per_token, kv_bytes_per_token, weight_elements_per_token
+from evenload.data.hub import model_from_config
 from evenload.runtime.model import state_calls
 from evenload.runtime.model.hf_model import empty_model
 from evenload.runtime.model.probe import probe
@@ -163,6 +166,26 @@ def test_states_are_held_from_cut_to_cut(kind):
     # The gradient at 30 in the place of the state; that at 30 is taken, 10 changes into its gradient.
     assert held == [2 * one, 2 * one, one, 0]
     store.check_empty()
+
+
+@pytest.mark.parametrize("kind", RECURRENT_KINDS)
+def test_bytes_of_a_token_are_those_of_the_memory_model(kind):
+    """What a forward keeps, and what waits for W, of all layers: also beside latent attention and shared experts."""
+    config = tiny_config(kind)
+    spec = model_from_config(config.to_dict(), kind, 8)
+    layers = np.array(spec.kind_counts)
+    tokens = make_tokens([40], config.vocab_size)
+    stage, _ = stage_of(config)
+    stage.begin_step({0: 40})
+    store = ActivationStore({0: 40}, [(Range(0, 0, 40),)])
+    stage.forward(pack_tokens([(0, 0, 40)], tokens), None, store)
+    final = 40 * 8 * config.hidden_size
+    held = store.held.held_by_kind
+    assert held["activations_replay"] - final == 40 * layers @ activation_bytes_per_token(spec)
+    assert held["keys_and_values"] == 40 * layers @ kv_bytes_per_token(spec)
+    products = store.defer_weights(0)
+    stage.backward(pack_tokens([(0, 0, 40)], tokens), None, store, 39, products)
+    assert held["weight_gradient_inputs"] == 40 * 8 * layers @ weight_elements_per_token(spec)
 
 
 def test_what_is_left_of_a_document_is_named():

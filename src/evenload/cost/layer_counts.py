@@ -267,7 +267,8 @@ def inner_width(model: ModelSpec) -> NDArray[np.int64]:
 def _local_outputs(kind: LayerKind, tp: int, *, only_read: bool = False) -> int:
     """Count the elements that a token has on one device of the outputs of products: divided over devices, but for keys
     and values of fewer heads than devices, which are copied. Experts on several devices keep none from forward on."""
-    outputs = sum(-(-one.rows * one.outputs // tp) for one in kind.products if one.is_read or not only_read)
+    kept = [one for one in kind.products if one.is_read or not (only_read or one.in_mixer)]
+    outputs = sum(-(-one.rows * one.outputs // tp) for one in kept)
     if kind.experts is not None and not (only_read and tp > 1):
         outputs += -(-kind.experts.first_outputs // tp)
     return outputs + _copied_keys(kind.attention, tp)
@@ -320,13 +321,14 @@ def weight_elements_per_token(model: ModelSpec, tp: int = 1) -> NDArray[np.int64
 
 
 def _weight_elements(kind: LayerKind, tp: int) -> int:
-    inputs = sum(-(-one.rows * one.inputs // tp) for one in kind.products if not one.shares_input)
+    own = [one for one in kind.products if not (one.shares_input or one.in_mixer)]
+    inputs = sum(-(-one.rows * one.inputs // tp) for one in own)
     kept = inputs + _local_outputs(kind, tp)
     if experts := kind.experts:
         width, inner = -(-experts.width // tp), -(-experts.inner * experts.chosen // tp)
         # Rows that other devices send are copies, one for every chosen expert.
         copies = experts.chosen if tp == 1 else 2 * experts.chosen
-        kept += (1 + copies) * width + inner - (-experts.router // tp)
+        kept += (copies + (not experts.shares_input)) * width + inner - (-experts.router // tp)
     return kept
 
 

@@ -14,7 +14,8 @@ class Product(Frozen, omit_defaults=True):
         rows: of the input that a token has.
         shares_input: an earlier product of the layer reads the same input.
         is_read: backward reads the output; a sum with the residual stream alone does not.
-        in_mixer: it is part of `LayerKind.mixer`, of which nothing is kept: backward runs it again.
+        in_mixer: it is part of `LayerKind.mixer`, or its rows are no tokens' in order (of latent attention some are
+            [1, 1, T, rank]): nothing is kept of it, and backward runs it again.
     """
 
     name: str
@@ -88,6 +89,7 @@ class ExpertsKind(Frozen, omit_defaults=True):
         router, choices: what routers keep of a token: results of products, and numbers of experts and groups.
         cast_router: results of products with weights cast to fp32, kept where the model is of fp32 itself.
         is_read: backward reads the output.
+        shares_input: an earlier product of the layer (a shared expert's) reads the same input.
     """
 
     count: int
@@ -99,6 +101,7 @@ class ExpertsKind(Frozen, omit_defaults=True):
     choices: int = 0
     cast_router: int = 0
     is_read: bool = False
+    shares_input: bool = False
 
     @property
     def parameters(self) -> int:

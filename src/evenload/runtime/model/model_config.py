@@ -270,7 +270,11 @@ def _kind(index: int, notes: LayerNotes, layer: nn.Module) -> LayerKind:
     sites = notes.sites()
     kept = sites.linears - sites.unused
     products = tuple(
-        replace(one, is_read=owner in kept and not notes.is_mixed(owner), in_mixer=notes.is_mixed(owner))
+        replace(
+            one,
+            is_read=owner in kept and not notes.is_mixed(owner),
+            in_mixer=notes.is_mixed(owner) or owner not in sites.linears,
+        )
         for owner, _, one in notes.products
     )
     experts = _experts(notes, is_read=not sites.experts <= sites.unused)

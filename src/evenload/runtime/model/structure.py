@@ -531,12 +531,19 @@ class Survey(TorchFunctionMode):
         )
         notes.attention.append((self._inner[id(module)], kind))
 
-    def note_experts(self, module: Any, width: int, chosen: int, output: Tensor) -> None:
-        count, name = module.down_proj.shape[0], self._inner[id(module)]
+    def note_experts(self, module: Any, rows: Tensor, chosen: int, output: Tensor) -> None:
+        count, name, width = module.down_proj.shape[0], self._inner[id(module)], rows.shape[-1]
         inner = module.down_proj.numel() // (count * width)
-        self.notes[-1].experts[name] = ExpertsKind(
-            count=count, chosen=chosen, width=width, inner=inner, gated=bool(module.has_gate)
+        notes, key = self.notes[-1], (_storage_of(rows), width)
+        notes.experts[name] = ExpertsKind(
+            count=count,
+            chosen=chosen,
+            width=width,
+            inner=inner,
+            gated=bool(module.has_gate),
+            shares_input=key in notes.inputs,
         )
+        notes.inputs.add(key)
         self._note_output(name, output)
 
 
@@ -595,7 +602,7 @@ def _mask(**given: Any) -> Tensor:
 
 def _mix_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     output = hidden_states * top_k_weights.sum(-1, keepdim=True)
-    _RUNNING[-1].note_experts(module, hidden_states.shape[-1], top_k_index.shape[-1], output)
+    _RUNNING[-1].note_experts(module, hidden_states, top_k_index.shape[-1], output)
     return output
 
 
