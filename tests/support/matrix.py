@@ -232,7 +232,7 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         ("layout", "model"),
-        lambda layout, model: "cp" in LAYOUTS[layout] and model in RECURRENT,
+        lambda layout, model: "cp" in LAYOUTS[layout] and "tp" not in LAYOUTS[layout] and model in RECURRENT,
         "`cp` and recurrent layers",
         "ranks would have to hand on states inside a slice",
         "are cut into slices and not shared by ranks",

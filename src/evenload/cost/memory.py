@@ -393,8 +393,7 @@ def byte_rates(model: ModelSpec, layout: ParallelLayout) -> ByteRates:
     backward_temp = rows * (most_of_stage(kinds, backward) + attention.row)
     backward_temp[RECOMPUTE] += most_of_stage(kinds, again_bytes)
     backward_temp[REPLAY] += most_of_stage(again, again_bytes)
-    num_buffered = np.minimum(kinds.sum(axis=1), OFFLOAD_BUFFERED_LAYERS)
-    buffered = num_buffered * most_of_stage(kinds, activation_bytes_per_token(model, "replay", tp))
+    buffered = _buffered_bytes(model, layout, activation_bytes_per_token(model, "replay", tp))
     forward_temp[OFFLOAD] += buffered
     backward_temp[OFFLOAD] += buffered
     kv, kv_gradient = kv_bytes_per_token(model, tp), kv_gradient_bytes_per_token(model, tp)
@@ -489,6 +488,16 @@ def bytes_by_kind(model: ModelSpec, layout: ParallelLayout, tasks: PipelineTasks
     static[:, at] = static_kinds(model, layout)
     held = {name: _fullest(rows) for name, rows in columns.items()}
     return _with_bytes(tasks, PackBytes(static_bytes=static, **held))
+
+
+def _buffered_bytes(model: ModelSpec, layout: ParallelLayout, of_kinds: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return, of layers' bytes by kind (int64[K]), the most of neighbouring layers of every stage whose tensors are on
+    the device at once; int64[P]."""
+    of_layers = np.concatenate([[0], np.cumsum(of_kinds[list(model.layers)])])
+    runs = [(first, stop, min(stop - first, OFFLOAD_BUFFERED_LAYERS)) for first, stop in layout.stage_layers]
+    return np.array(
+        [(of_layers[first + n : stop + 1] - of_layers[first : stop + 1 - n]).max() for first, stop, n in runs]
+    )
 
 
 def _rates_by_kind(rates: ByteRates) -> dict[str, ByteRates]:
