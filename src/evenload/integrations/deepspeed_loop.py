@@ -224,8 +224,8 @@ def share_sequences(model: Any, ranks: int) -> SimpleNamespace | None:
 def sequence_share(batch: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
     """Return a rank's rows of an `hf` batch of T tokens; a `ConfigError` where `ranks` does not divide them.
 
-    `input_ids`, `position_ids` and `seq_idx` are then [1, T / ranks], `shift_labels` [1, T / ranks] take the place of `labels`
-    (row i has the label of token i + 1, which may lie on the next rank), and all else is as it was.
+    `input_ids`, `position_ids`, `seq_idx` are then [1, T / ranks], `shift_labels` [1, T / ranks] take the place of
+    `labels` (row i has the label of token i + 1, which may lie on the next rank), and all else is as it was.
     """
     if (tokens := batch["input_ids"].shape[1]) % ranks:
         fix = f"make the loader with sequence_ranks={ranks}"

@@ -11,16 +11,14 @@ Price: about three passes a document, twice where there are such gates, and grad
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from evenload.errors import ConfigError, UnsupportedModelError
-from evenload.types.text import counted
 
 Run = Callable[[Any, dict[str, Any]], Tensor]
 """`run(model, batch)`: logits [B, T, vocabulary] of a batch, by however many calls of the model, rows in order."""
@@ -33,6 +31,7 @@ _FOR_EVER = -10.0  # f is 5e-5 there
 # Rounding: of what batches of experts of other sizes make of the same row, and of the same document in another row.
 _ROUNDINGS, _SHAKEN, _LEAST = 16.0, 8.0, 1e-5
 _WITHOUT_MEANING = 0.1
+_SHOWN = 12
 _FIX = "give every document a row of its own, or train with 'evenload train'"
 
 
@@ -94,31 +93,31 @@ class Isolation:
 
     def summary(self) -> str:
         """Return the first line of the text, which answers the question."""
-        looked_at = f"{len(self.documents)} documents"
+        count = len(self.documents)
         if self.leaks:
-            getting, worst = {leak.target for leak in self.leaks}, max(self.leaks, key=lambda leak: leak.share)
+            getting, largest = {leak.target for leak in self.leaks}, max(leak.share for leak in self.leaks)
             where = next((f", first in {leak.where}" for leak in self.leaks if leak.where), "")
-            hidden = " where states last (the gates as they are hide it)" * all(one.is_hidden for one in self.leaks)
-            return (
-                f"Leaks: {len(getting)} of {looked_at} get something of others{hidden}{where}: up to {worst.share:.2g} "
-                f"of their gradient; {_FIX}"
-            )
+            hidden = ", where states last: these gates hide it" * all(leak.is_hidden for leak in self.leaks)
+            what = f"{len(getting)} of {count} documents get something of others{where}: up to {largest:.2%} of their"
+            return f"Leaks: {what} gradient{hidden}; {_FIX}"
         if self.differences:
             worst = max(self.differences, key=lambda one: one.size / one.allowed)
             return (
-                f"Not as alone: {looked_at} get nothing of each other, but in a row of its own each would be trained "
-                f"otherwise: {worst.what} differs by {worst.size:.2g} (rounding: {worst.allowed:.1g}); positions, or "
-                f"states and their gradients at cuts, are wrong; {_FIX}"
+                f"Not as alone: {count} documents get nothing of each other, but are not trained as in rows of their "
+                f"own: {worst.what} is off by {worst.size:.2%} (rounding: {worst.allowed:.1e}); positions, "
+                f"or states and their gradients at cuts, are wrong; {_FIX}"
             )
-        return f"Isolated: none of {looked_at} gets anything of another, and each is trained as in a row of its own"
+        if self.notes:
+            return f"Isolated: none of {count} documents gets anything of another; more was not seen"
+        return (
+            f"Isolated: none of {count} documents gets anything of another, and each is trained as in a row of its own"
+        )
 
     def __str__(self) -> str:
-        most = 12
-        leaks = [f"document {one.source} -> {one.target}: {one.share:.2g}" for one in self.leaks]
-        others = [f"{one.what}: off by {one.size:.2g}, allowed {one.allowed:.1g}" for one in self.differences]
-        lines = [*leaks, *others]
-        more = [f"and {len(lines) - most} more"] if len(lines) > most else []
-        return "\n  ".join([self.summary(), *lines[:most], *more, *self.notes])
+        leaks = [f"document {one.source} -> {one.target}: {one.share:.2%}" for one in self.leaks]
+        lines = leaks or [f"{one.what}: off by {one.size:.1e}, allowed {one.allowed:.1e}" for one in self.differences]
+        more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+        return "\n  ".join([self.summary(), *lines[:_SHOWN], *more, *self.notes])
 
 
 def check_isolation(
@@ -212,7 +211,8 @@ class _Probe:
         self, model: nn.Module, batch: dict[str, Any], owner: Tensor, run: Run, chosen: tuple[int, ...], alone: bool
     ) -> None:
         self.model, self.batch, self.owner, self.run, self.chosen, self.alone = model, batch, owner, run, chosen, alone
-        own = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+        named: Any = model
+        own = named.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
         found = own or next((one for one in model.modules() if isinstance(one, nn.Embedding)), None)
         if not isinstance(found, nn.Module):
             raise ConfigError(f"{type(model).__name__} has no input embeddings that could be found")
@@ -280,9 +280,7 @@ class _Probe:
         """Return the share of a document's gradient that lies in the embeddings of each other one; exactly 0 = none."""
         loss = _loss(seen.logits, self.batch, self.owner, target)
         found = torch.autograd.grad(loss, seen.leaves, retain_graph=True, allow_unused=True)
-        parts = [
-            torch.zeros_like(a) if b is None else b for a, b in zip(seen.leaves, found, strict=True)
-        ]
+        parts = [torch.zeros_like(a) if b is None else b for a, b in zip(seen.leaves, found, strict=True)]
         rows = torch.cat([part.flatten(0, -2) for part in parts]).double().square().sum(-1)
         total = rows.sum()
         if not (total > 0 and total.isfinite()):
