@@ -46,7 +46,6 @@ def check_packing(config: PretrainedConfig, attention: str) -> tuple[str, list[V
 
     Raises a `ConfigError` for an attention that the model does not have.
     """
-    torch.set_num_threads(1)  # products are tiny, and threads would wait for each other
     with torch.random.fork_rng(devices=[]):
         model = build_narrow(narrowed(config))
         try:
@@ -57,7 +56,7 @@ def check_packing(config: PretrainedConfig, attention: str) -> tuple[str, list[V
     kinds = [frozenset(map(type, layer.modules())) for layer in layers]
     # From the first on, as a configuration names layers by their place; over many, rounding would grow.
     del layers[max(map(kinds.index, kinds)) + 1 :]
-    verdicts = []
+    verdicts: list[Verdict] = []
     for name, batch in packings(model.config.get_text_config().vocab_size).items():
         try:
             with Float64Casts():

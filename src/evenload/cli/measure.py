@@ -158,9 +158,13 @@ def run_check(request: CheckRequest) -> None:
     if (request.model is None) == (request.config is None):
         raise ConfigError("evenload check takes either a CONFIG.toml or --model; give one")
     if request.model is not None:
+        import torch
+
         from evenload.check.packing import check_packing
         from evenload.runtime.model.model_config import read_config
 
+        # Products are tiny, and threads would wait for each other.
+        torch.set_num_threads(1)
         answer, verdicts = check_packing(read_config(request.model), request.attention)
         print_lines(Console(), answer)
     else:

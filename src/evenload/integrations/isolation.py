@@ -107,11 +107,8 @@ class Isolation:
                 f"own: {worst.what} is off by {worst.size:.2%} (rounding: {worst.allowed:.1e}); positions, "
                 f"or states and their gradients at cuts, are wrong; {_FIX}"
             )
-        if self.notes:
-            return f"Isolated: none of {count} documents gets anything of another; more was not seen"
-        return (
-            f"Isolated: none of {count} documents gets anything of another, and each is trained as in a row of its own"
-        )
+        rest = "more was not seen" if self.notes else "each is trained as in a row of its own"
+        return f"Isolated: none of {count} documents gets anything of another, and {rest}"
 
     def __str__(self) -> str:
         leaks = [f"document {one.source} -> {one.target}: {one.share:.2%}" for one in self.leaks]
@@ -126,6 +123,7 @@ def check_isolation(
     *,
     lengths: Sequence[int] | None = None,
     run: Run | None = None,
+    run_alone: Run | None = None,
     max_documents: int = 8,
     alone: bool = True,
 ) -> Isolation:
@@ -138,8 +136,10 @@ def check_isolation(
             `attention_mask`.
         lengths: of the documents of [1, T]; default: by cumulative lengths, `seq_idx`, or positions that start again.
         run: how the model is run; default: `model(**batch).logits`.
+        run_alone: on a document in a row of its own; default: as `run`. Where that cuts documents into slices, give one
+            that does not: what is wrong at cuts shows in the comparison.
         max_documents: most that are looked at, evenly chosen; all others stay in the batch.
-        alone: compare with documents in rows of their own.
+        alone: compare with documents in rows of their own, which holds gradients of all weights twice.
     """
     inputs = {key: value for key, value in batch.items() if key not in _NOT_OF_LOGITS}
     owner = _owner_of(inputs, lengths)
@@ -147,7 +147,8 @@ def check_isolation(
     if num_documents < 2:
         raise ConfigError("the batch holds one document, so none can reach another; give one of several, or lengths=")
     chosen = torch.linspace(0, num_documents - 1, min(num_documents, max(2, max_documents))).round().int().tolist()
-    probe = _Probe(model, inputs, owner, run or _logits_of, tuple(chosen), alone)
+    run = run or _logits_of
+    probe = _Probe(model, inputs, owner, run, (run_alone or run) if alone else None, tuple(chosen))
     with _untouched(model):
         leaks, differences, notes = probe.look()
         with _remembering(model) as has_decays:
@@ -208,9 +209,16 @@ class _Probe:
     """Runs a model on a batch, parts of it, and with other tokens."""
 
     def __init__(
-        self, model: nn.Module, batch: dict[str, Any], owner: Tensor, run: Run, chosen: tuple[int, ...], alone: bool
+        self,
+        model: nn.Module,
+        batch: dict[str, Any],
+        owner: Tensor,
+        run: Run,
+        run_alone: Run | None,
+        chosen: tuple[int, ...],
     ) -> None:
-        self.model, self.batch, self.owner, self.run, self.chosen, self.alone = model, batch, owner, run, chosen, alone
+        self.model, self.batch, self.owner, self.chosen = model, batch, owner, chosen
+        self.run, self.run_alone = run, run_alone
         named: Any = model
         own = named.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
         found = own or next((one for one in model.modules() if isinstance(one, nn.Embedding)), None)
@@ -221,7 +229,7 @@ class _Probe:
         self.unit = max(torch.finfo(torch.float32).eps, torch.finfo(next(model.parameters()).dtype).eps)
 
     def look(self) -> tuple[list[Leak], list[Difference], list[str]]:
-        seen = self._see(self.batch, self.owner, self.chosen, of_weights=self.alone)
+        seen = self._see(self.batch, self.owner, self.chosen, of_weights=self.run_alone is not None)
         shares = {target: self._shares(seen, target) for target in self.chosen}
         noise = self._moved(seen.logits, self._see(self.batch, self.owner).logits)
         for source in self.chosen:
@@ -232,9 +240,9 @@ class _Probe:
         pairs = [(source, target, share) for target, of in shares.items() for source, share in of.items()]
         where = self._first_module(pairs[0][1]) if pairs else ""
         leaks = [Leak(source=a, target=b, share=share, where=where, is_hidden=False) for a, b, share in pairs]
-        if not self.alone:
+        if self.run_alone is None:
             return leaks, [], ["documents were not compared with rows of their own"]
-        differences = list(self._differences(seen))
+        differences = list(self._differences(seen, self.run_alone))
         if (blind := max(one.allowed for one in differences)) > _WITHOUT_MEANING:
             why = f"roundings make {blind:.2g}, by dropout or a low precision; set dropout to 0, or check in float32"
             return leaks, [], [f"documents were not compared with rows of their own: {why}"]
@@ -245,6 +253,7 @@ class _Probe:
         batch: dict[str, Any],
         owner: Tensor,
         documents: Sequence[int] = (),
+        run: Run | None = None,
         *,
         of_weights: bool = False,
         shake: float = 0.0,
@@ -261,7 +270,7 @@ class _Probe:
         handle = self.embedding.register_forward_hook(add_zeros)
         try:
             with torch.enable_grad() if documents else torch.no_grad():
-                logits = self.run(self.model, batch).flatten(0, -2)
+                logits = (run or self.run)(self.model, batch).flatten(0, -2)
         finally:
             handle.remove()
         rows = sum(leaf.flatten(0, -2).shape[0] for leaf in leaves)
@@ -303,7 +312,7 @@ class _Probe:
         known, places = known.sort()[0], torch.searchsorted(known.sort()[0], ids)
         return self.batch | {"input_ids": torch.where(which, known[(places + 1) % len(known)], ids)}
 
-    def _differences(self, seen: _Seen) -> Iterator[Difference]:
+    def _differences(self, seen: _Seen, run_alone: Run) -> Iterator[Difference]:
         """Yield how far logits and gradients are from those of documents in rows of their own."""
         shaken = self._see(self.batch, self.owner, self.chosen, of_weights=True, shake=self.unit)
         noise = self._moved(seen.logits, shaken.logits)
@@ -312,7 +321,7 @@ class _Probe:
         rest = {name: one.clone() for name, one in seen.gradients.items()}
         for document in self.chosen:
             alone, length = _alone(self.batch, self.owner, document)
-            own = self._see(alone, self.owner.new_zeros(1, length), (0,), of_weights=True)
+            own = self._see(alone, self.owner.new_zeros(1, length), (0,), run_alone, of_weights=True)
             for name, gradient in own.gradients.items():
                 rest[name] -= gradient
             size = _error(own.logits.detach(), seen.logits[(self.owner == document).flatten()].detach())
