@@ -8,8 +8,10 @@ from transformers import AutoModelForCausalLM
 
 import evenload
 from evenload.errors import ConfigError, UnsupportedModelError
+from evenload.integrations.engine_loop import EngineLoop
 from evenload.integrations.isolation import check_isolation
 from hybrid_models import FAMILIES, hybrid_model
+from packed_cases import loader_of, write_texts
 from reference_training import tiny_config
 from sliced_kernels import stand_ins
 
@@ -264,3 +266,50 @@ def test_batches_that_show_nothing_are_refused(batch, lengths, message):
 
 def test_it_is_a_name_of_the_package():
     assert evenload.check_isolation is check_isolation
+
+
+class PlainLoop(EngineLoop):
+    """The least that an engine is."""
+
+    def __init__(self, model, loader, loss=None):
+        super().__init__(model, loader, loss, engine="plain", device=torch.device("cpu"))
+
+    def _run(self, batch, is_last):
+        loss = self._loss(self._called, batch)
+        loss.backward()
+        return loss
+
+    def update(self):
+        return True
+
+
+def varlen_loss(model, batch):
+    """A loss of somebody's own, of the label tokens alone."""
+    told = {"position_ids": batch["positions"][None], "cu_seq_lens_q": batch["cu_seq_q"]}
+    logits = model(input_ids=batch["input_ids"][None], use_cache=False, **told).logits[0]
+    total = torch.nn.functional.cross_entropy(logits, batch["targets"], ignore_index=-100, reduction="sum")
+    return total / batch["num_label_tokens"]
+
+
+@pytest.mark.parametrize("settings", [{}, {"format": "varlen"}, {"pack_multiple": 16}], ids=str)
+def test_loops_train_what_keeps_documents_apart_and_refuse_the_rest(tmp_path, settings):
+    """By what the model gives for two documents, with the arguments and functions that training has."""
+    write_texts(tmp_path)
+    loss = varlen_loss if "format" in settings else None
+
+    def first_step(model, **functions):
+        with loader_of(tmp_path, **settings) as loader, stand_ins(model, **functions):
+            random = torch.get_rng_state()
+            found = next(PlainLoop(model, loader, loss).train(1))
+            assert torch.equal(torch.get_rng_state(), random)
+            return found.loss.item()
+
+    assert first_step(hybrid_model("qwen3", vocab_size=257)) > 0
+    for kind in ("bamba", "jamba"):
+        model = hybrid_model(kind, vocab_size=257)
+        if kind == "bamba" and loss is None:
+            assert first_step(model) > 0
+            continue
+        with pytest.raises(UnsupportedModelError, match="does not keep the documents of a pack apart"):
+            first_step(model)
+        assert all(weight.grad is None for weight in model.parameters())

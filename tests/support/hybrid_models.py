@@ -37,11 +37,11 @@ FAMILIES = {
 }  # fmt: skip
 
 
-def hybrid_model(kind):
+def hybrid_model(kind, **changes):
     """Two layers, of recurrence and of attention, with weights at which every part counts."""
     sizes = {key: value for key, value in _SIZES.items() if kind != "nemotron_h" or key != "num_hidden_layers"}
     torch.manual_seed(1)
-    config = CONFIG_MAPPING[kind](**sizes, **FAMILIES[kind])
+    config = CONFIG_MAPPING[kind](**(sizes | FAMILIES.get(kind, {}) | changes))
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     with torch.no_grad():
         for name, weight in model.named_parameters():
