@@ -5,6 +5,7 @@
     parts = evenload.micro_batches(lengths, ranks=8, max_tokens=32_768)               # for a trainer of one's own
     loader = evenload.PackedLoader("corpus", tokenizer="model", max_tokens=8192)     # for a loop of one's own
     trainer = evenload.PackedTrainer(model, args, train_loader=loader)               # or PackedSFTTrainer
+    print(evenload.check_isolation(model, batch))                                    # is anybody's packing leaking?
 
 Names are imported at their first use, because planning does not need torch.
 """
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from evenload.cli.plan import plan
     from evenload.cli.train import TrainedRun, train
     from evenload.integrations.callback import Callback
+    from evenload.integrations.isolation import Isolation, check_isolation
     from evenload.integrations.packed_loader import PackedLoader
     from evenload.integrations.trainer import PackedTrainer
     from evenload.integrations.trainer import PackedTrainer as PackedSFTTrainer
@@ -30,12 +32,14 @@ __all__ = [
     "Callback",
     "Comparison",
     "Cost",
+    "Isolation",
     "MicroBatches",
     "PackedLoader",
     "PackedSFTTrainer",
     "PackedTrainer",
     "TrainedRun",
     "__version__",
+    "check_isolation",
     "micro_batches",
     "plan",
     "train",
@@ -56,7 +60,10 @@ _MODULES = {
 }
 
 
-_TRAINING = {"PackedLoader": "packed_loader", "PackedTrainer": "trainer", "PackedSFTTrainer": "trainer"}
+_TRAINING = {
+    **{"PackedLoader": "packed_loader", "PackedTrainer": "trainer", "PackedSFTTrainer": "trainer"},
+    **{"Isolation": "isolation", "check_isolation": "isolation"},
+}
 
 
 def __getattr__(name: str) -> Any:

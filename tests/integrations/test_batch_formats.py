@@ -34,7 +34,9 @@ def test_hf_names_and_labels():
     """`DataCollatorWithFlattening(return_flash_attn_kwargs=True)` gives the same."""
     transformers = pytest.importorskip("transformers")
     batch = hf_batch(pack_of(DOCUMENTS), 5)
-    collator = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_tensors="pt")
+    collator = transformers.DataCollatorWithFlattening(
+        return_flash_attn_kwargs=True, return_seq_idx=True, return_tensors="pt"
+    )
     expected = collator([{"input_ids": tokens} for tokens in DOCUMENTS.values()])
     for key, value in expected.items():
         if torch.is_tensor(value):

@@ -6,7 +6,7 @@ import torch
 from engine_conformance import check_gradients, check_isolation, check_training
 from evenload.errors import ConfigError
 from evenload.integrations.fsdp2_loop import Fsdp2Loop
-from fsdp2_case import fsdp2_case, refusals_of_fsdp2
+from fsdp2_case import fsdp2_case, leaks_of_fsdp2, refusals_of_fsdp2
 from packed_cases import loader_of, tiny_model, write_texts
 from whole_save_cases import errors_of_loading, save_again_and_fail
 
@@ -30,6 +30,16 @@ def test_replicas_of_shards_sum_over_both(gloo_pool, tmp_path):
 
 def test_documents_do_not_see_each_other(gloo_pool, tmp_path):
     check_isolation(gloo_pool, fsdp2_case(), tmp_path / "corpus")
+
+
+@pytest.mark.parametrize(("kind", "why"), [("jamba", "with 'evenload train'"), ("bamba", "Install `mamba_ssm`")])
+def test_a_model_that_mixes_documents_is_refused_on_all_ranks(gloo_pool, tmp_path, kind, why):
+    """Where transformers itself says nothing, and where it refuses."""
+    write_texts(tmp_path)
+    for message, num_steps in gloo_pool.run(2, leaks_of_fsdp2, tmp_path, kind):
+        assert "does not keep the documents of a pack apart" in message
+        assert why in message
+        assert num_steps == 0
 
 
 def test_training_is_plain_training_and_goes_on_with_other_ranks(gloo_pool, tmp_path):

@@ -7,10 +7,20 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_module
 
-from engine_records import EngineCase, Perturbed, RankRecord, TrainOrder, perturb_by_hand, small_model, train_by_hand
+from engine_records import (
+    EngineCase,
+    Perturbed,
+    RankRecord,
+    TrainOrder,
+    perturb_by_hand,
+    plain_sgd,
+    small_model,
+    train_by_hand,
+)
 from evenload.integrations.engine_loop import model_inputs
 from evenload.integrations.fsdp2_loop import Fsdp2Loop
 from evenload.integrations.packed_loader import PackedStep
+from hybrid_models import hybrid_model
 from packed_cases import error_of, loader_of
 
 
@@ -58,6 +68,16 @@ def perturb_fsdp2(case: EngineCase, corpus: Path) -> Perturbed | None:
 def fsdp2_case(engine: dict | None = None, loader: dict | None = None, **changes) -> EngineCase:
     """FSDP2 in float64, which it trains in as it does in any other type."""
     return EngineCase(train_fsdp2, perturb_fsdp2, engine or {}, loader or {}, **({"gradient_error": 1e-12} | changes))
+
+
+def leaks_of_fsdp2(corpus: Path, kind: str) -> tuple[str, int]:
+    """What is said of a model that mixes the documents of a pack, and how many updates were made."""
+    model = hybrid_model(kind, vocab_size=257)
+    for layer in model.model.layers:
+        fully_shard(layer)
+    model = fully_shard(model)
+    loop = Fsdp2Loop(model, plain_sgd(model.parameters(), 0.5), loader_of(corpus))
+    return error_of(next, loop.train(1)), loop.num_steps
 
 
 def refusals_of_fsdp2(corpus: Path) -> list[str]:

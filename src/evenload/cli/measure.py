@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, NoReturn
 
 import msgspec
 import typer
@@ -18,6 +18,7 @@ from evenload.cli import launch
 from evenload.cli.options import (
     COUNTS,
     ConfigOptions,
+    argument,
     calibration_cache,
     command_of,
     indented_json,
@@ -33,6 +34,9 @@ from evenload.cost.coefficients import CostCoefficients
 from evenload.errors import ConfigError, require_train_extra
 from evenload.report.table import add_strategy, bare_table
 from evenload.types.text import counted, format_change, format_count, format_percent, format_seconds
+
+if TYPE_CHECKING:
+    from evenload.check.smaller_run import Verdict
 
 # ruff: noqa: RUF009  (`option` makes a field, whose default is no call)
 _HEADINGS = ("strategy", "step\ntime", "spread", "pre-\ndicted", "error", "pack\nerror", "memory\nerror", "tokens\n/s")
@@ -121,21 +125,60 @@ def _messages(result: BenchResult) -> Iterator[str]:
 _STYLES = {"pass": "bold green", "fail": "bold red", "skipped": "yellow"}
 
 
-def run_check(request: ConfigOptions) -> None:
+@dataclass(frozen=True, kw_only=True)
+class CheckRequest:
+    """What `evenload check` is to prove: of a run, or of packing a model in any trainer."""
+
+    config: Path | None = argument("CONFIG.toml", "Settings of a run of `evenload train`.", default=None)
+    overrides: list[str] | None = argument(
+        "[section.key=value]...", "Replace settings, for example parallel.pp=2.", default=None
+    )
+    model: str | None = option(
+        None,
+        "In place of CONFIG.toml: built-in name, HF config.json or its folder; nothing is downloaded for a folder.",
+    )
+    attention: str = option(None, "With --model: attn_implementation of transformers on a CPU.", default="sdpa")
+
+
+def run_check(request: CheckRequest) -> None:
     """Prove on your model and data: isolation, invariance, resume, ledger, memory.
 
     Takes a minute. Starts the processes of \\[parallel] on this machine, runs a few small steps of the model (its first
     layers where it is large) on the first documents, reads and plans batches as training would, and writes nothing.
+
+        evenload check --model config.json
+
+    tells instead which ways of packing documents leak, for any trainer: by a small copy of the model, in seconds.
 
     Exit code: 0 all passed or skipped, 1 a check failed, 3 only memory failed, 2 wrong input.
     """
     require_train_extra("evenload check")
     launch.require_own_launch("evenload check")
     started_s = time.perf_counter()
-    content = launch.measure("evenload check", "check", request.load(), calibration_cache())
-    from evenload.check.smaller_run import Verdict, exit_code
+    if (request.model is None) == (request.config is None):
+        raise ConfigError("evenload check takes either a CONFIG.toml or --model; give one")
+    if request.model is not None:
+        import torch
 
-    verdicts = msgspec.json.decode(content, type=list[Verdict])
+        from evenload.check.packing import check_packing
+        from evenload.runtime.model.model_config import read_config
+
+        # Products are tiny, and threads would wait for each other.
+        torch.set_num_threads(1)
+        answer, verdicts = check_packing(read_config(request.model), request.attention)
+        print_lines(Console(), answer)
+    else:
+        run = ConfigOptions(config=request.config, overrides=request.overrides)  # type: ignore[bad-argument-type]
+        content = launch.measure("evenload check", "check", run.load(), calibration_cache())
+        from evenload.check.smaller_run import Verdict
+
+        verdicts = msgspec.json.decode(content, type=list[Verdict])
+    _show_verdicts(verdicts, started_s)
+
+
+def _show_verdicts(verdicts: "list[Verdict]", started_s: float) -> NoReturn:
+    from evenload.check.smaller_run import exit_code
+
     table = bare_table("", "check", "verdict", left=("verdict",))
     table.add_column("what was found")
     for verdict in verdicts:
@@ -152,7 +195,7 @@ def run_check(request: ConfigOptions) -> None:
     sys.exit(exit_code(verdicts))
 
 
-check_command = command_of(ConfigOptions, run_check)
+check_command = command_of(CheckRequest, run_check)
 _LEAST_LONGEST = 1024
 """Below, no pack has a prefix, and its price cannot be measured."""
 

@@ -57,6 +57,8 @@ def hf_batch(pack: PackBatch, num_label_tokens: int) -> dict[str, Any]:
     labels[1:] = pack.targets[:-1]
     rows = {"input_ids": _row(pack.token_ids), "labels": _row(labels), "position_ids": _row(pack.positions)}
     edges = _edges(pack, "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+    # Kernels of convolutions and state spaces read nothing else; without them transformers raises, where it would leak.
+    rows["seq_idx"] = _row(np.repeat(np.arange(len(pack.stops), dtype=np.int32), pack.stops - pack.starts))
     # With a cache the models ignore that positions restart: documents of a pack would attend to each other.
     return rows | edges | {"num_items_in_batch": torch.tensor(max(1, num_label_tokens)), "use_cache": False}
 

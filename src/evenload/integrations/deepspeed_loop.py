@@ -57,6 +57,7 @@ class DeepSpeedLoop(EngineLoop):
         ranks = engine.sequence_parallel_size
         super().__init__(engine.module, loader, loss, engine="DeepSpeed", device=engine.device, sequence_ranks=ranks)
         self.engine, self._sequence_ranks, self._sequence_rank = engine, ranks, 0
+        self._called = engine
         if ranks > 1:
             name = getattr(getattr(engine.module, "config", None), "_attn_implementation", None)
             if name != DOCUMENTS and "flash_attention" not in str(name):
@@ -82,12 +83,14 @@ class DeepSpeedLoop(EngineLoop):
         with nullcontext() if self._reduce_every_pack else self.engine.coalesce_grad_reduction():
             return super().accumulate(step)
 
+    def _own_share(self, batch: Any) -> Any:
+        ranks = self._sequence_ranks
+        return sequence_share(batch, self._sequence_rank, ranks) if ranks > 1 else batch
+
     def _run(self, batch: Any, is_last: bool) -> Tensor:
         if self._reduce_every_pack:
             self.engine.set_gradient_accumulation_boundary(is_last)
-        if self._sequence_ranks > 1:
-            batch = sequence_share(batch, self._sequence_rank, self._sequence_ranks)
-        loss = self._loss(self.engine, batch)
+        loss = self._loss(self.engine, self._own_share(batch))
         self.engine.backward(loss * self._averaged_over)
         return loss
 
@@ -221,15 +224,15 @@ def share_sequences(model: Any, ranks: int) -> SimpleNamespace | None:
 def sequence_share(batch: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
     """Return a rank's rows of an `hf` batch of T tokens; a `ConfigError` where `ranks` does not divide them.
 
-    `input_ids` and `position_ids` are then [1, T / ranks], `shift_labels` [1, T / ranks] take the place of `labels`
-    (row i has the label of token i + 1, which may lie on the next rank), and all else is as it was.
+    `input_ids`, `position_ids`, `seq_idx` are then [1, T / ranks], `shift_labels` [1, T / ranks] take the place of
+    `labels` (row i has the label of token i + 1, which may lie on the next rank), and all else is as it was.
     """
     if (tokens := batch["input_ids"].shape[1]) % ranks:
         fix = f"make the loader with sequence_ranks={ranks}"
         raise ConfigError(f"a pack of {tokens} tokens cannot be shared by {ranks} ranks; {fix}")
     rows = slice(rank * tokens // ranks, (rank + 1) * tokens // ranks)
     share = {key: value for key, value in batch.items() if key != "labels"} | {"shift_labels": shifted_labels(batch)}
-    own = {key: share[key][:, rows].contiguous() for key in ("input_ids", "position_ids", "shift_labels")}
+    own = {key: share[key][:, rows].contiguous() for key in ("input_ids", "position_ids", "seq_idx", "shift_labels")}
     return share | own
 
 

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -14,9 +15,11 @@ from torch import Tensor, nn
 from evenload.attention.backends import select_backend
 from evenload.attention.range_attention import RangeAttention, RangeSizes, Scoring
 from evenload.data.encoders import IGNORE_INDEX
-from evenload.errors import CheckpointError, ConfigError
+from evenload.errors import CheckpointError, ConfigError, UnsupportedModelError
+from evenload.feed.collate import PackBatch
 from evenload.integrations.batch_formats import format_pack, move_batch
-from evenload.integrations.packed_loader import PackedLoader, PackedStep, zero_weight_pack
+from evenload.integrations.loader_options import LoaderOptions
+from evenload.integrations.packed_loader import PackedLoader, PackedStep, pad_pack, zero_weight_pack
 from evenload.integrations.planner import model_spec_of
 from evenload.types.model import ModelSpec, alike_model
 
@@ -70,11 +73,16 @@ class EngineLoop(ABC):
         balance_for_trained(loader, model, lambda: model_spec_of(getattr(model, "config", None)))
         self.loader, self._engine_name, self._device = loader, engine, device
         self._loss: PackLoss = loss or hf_pack_loss
+        self._called, self._is_apart = model, False
         self.num_steps = 0
         """Updates made, over resumes."""
 
     def accumulate(self, step: PackedStep) -> Tensor:
-        """Run forward and backward of one global batch, and return its loss, float[], before `update`. Collective."""
+        """Run forward and backward of one global batch, and return its loss, float[], before `update`; before the first
+        one raise an `UnsupportedModelError` where the model mixes the documents of a pack. Collective."""
+        if not self._is_apart:
+            require_apart(self._called, self.loader.options, self._device, self._probed)
+        self._is_apart = True
         options, total = self.loader.options, torch.zeros((), device=self._device)
         # A rank without any gradient would leave out the reductions that the others wait in.
         padding = zero_weight_pack(options.row_multiple)
@@ -85,6 +93,14 @@ class EngineLoop(ABC):
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(total)
         return total
+
+    def _own_share(self, batch: Any) -> Any:
+        """Return what this rank runs of a batch."""
+        return batch
+
+    def _probed(self, batch: Any) -> Tensor:
+        is_whole = self._loss is hf_pack_loss and self.loader.options.sequence_ranks == 1
+        return own_logits(self._called, batch) if is_whole else self._loss(self._called, self._own_share(batch))
 
     @abstractmethod
     def _run(self, batch: Any, is_last: bool) -> Tensor:
@@ -172,6 +188,60 @@ def hf_pack_loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
     labels = batch["shift_labels"][0] if "shift_labels" in batch else shifted_labels(batch)[0]
     total = nn.functional.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
     return total / batch["num_items_in_batch"]
+
+
+def own_logits(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    """Return the logits of the second document of `require_apart`'s pack."""
+    return model(**model_inputs(batch)).logits[0, _FIRST : _FIRST + _SECOND]
+
+
+_FIRST, _SECOND = 8, 16
+
+
+def require_apart(
+    model: Any, options: LoaderOptions, device: torch.device, run: Callable[[Any], Tensor], *, is_rough: bool = False
+) -> None:
+    """Raise an `UnsupportedModelError` where what `run` gives of the second document of a pack changes with the first
+    one, on the device, with the kernels and arguments that training has. Collective.
+
+    Of a loss only the labels behind the boundary count, where most of a leak is. `is_rough`: documents share rounding.
+    """
+    name, config = type(model).__name__, getattr(model, "config", None)
+    fix = "train with 'evenload train', or without packs, a document a row"
+    targets = np.full(_FIRST + _SECOND, IGNORE_INDEX)
+    targets[_FIRST : _FIRST + 4] = 1, 2, 3, 4
+    results = []
+    for first in (1, 2):
+        ids = np.arange(_FIRST + _SECOND) % 7
+        ids[:_FIRST] = (ids[:_FIRST] + first) % 7
+        edges = np.array([0, _FIRST, _SECOND])
+        pack = PackBatch(
+            doc_ids=edges[:2], starts=edges[:2] * 0, stops=edges[1:], token_ids=ids, targets=targets,
+            positions=np.concatenate([np.arange(_FIRST), np.arange(_SECOND)]), num_padding_tokens=0,
+        )  # fmt: skip
+        batch = format_pack(pad_pack(pack, options.computed_tokens(pack.num_tokens)), options.format, 4)
+        with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(0)
+            try:
+                results.append(run(move_batch(batch, device)).float())
+            except ValueError as error:
+                if "packed sequences" not in str(error):
+                    raise
+                why = f"{name} does not keep the documents of a pack apart: {error} Or {fix}"
+                raise UnsupportedModelError(why) from error
+    # Equal shapes give equal bits, unless other rows go to the same expert or share the scale of an FP8 tensor.
+    experts = any(getattr(config, key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
+    limit = 0.05 if experts or is_rough else 1e-4
+    off = (results[0] - results[1]).abs().max() / results[0].abs().max().clamp_min(1e-30)
+    if dist.is_available() and dist.is_initialized():
+        dist.all_reduce(off, dist.ReduceOp.MAX)
+    if not off <= limit:
+        attention = getattr(config, "_attn_implementation", "?")
+        raise UnsupportedModelError(
+            f"{name} does not keep the documents of a pack apart: another first one changes what the second gives by "
+            f"{float(off):.2g}. Load it with another attn_implementation than '{attention}' (sdpa, flash_attention_2); "
+            f"where that does not help, {fix}"
+        )
 
 
 def shifted_labels(batch: dict[str, Any]) -> Tensor:

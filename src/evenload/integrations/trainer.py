@@ -23,7 +23,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput
 
 from evenload.errors import CheckpointError, ConfigError, MissingPackageError, UnsupportedModelError
-from evenload.integrations.engine_loop import balance_for_trained, require_place
+from evenload.integrations.engine_loop import balance_for_trained, own_logits, require_apart, require_place
 from evenload.integrations.packed_loader import PackedLoader
 from evenload.integrations.planner import model_spec_of
 from evenload.runtime.model.model_config import rope_settings
@@ -132,7 +132,7 @@ class PackedTrainerMixin:
     def _checked(self, model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
         inputs = self._prepare_inputs(inputs)  # type: ignore[missing-attribute]
         if not self._is_checked:
-            _require_apart(self, model, inputs["input_ids"])
+            _require_apart(self, model)
         self._is_checked = True
         return inputs
 
@@ -313,26 +313,13 @@ def _refuse_model(model: Any, loader: PackedLoader) -> None:
         )
 
 
-def _require_apart(trainer: Any, model: Any, token_ids: torch.Tensor) -> None:
-    """Refuse a model whose outputs for a document change with another document of its pack. Collective."""
-    ids = token_ids.repeat(1, 24)[:, :24]
-    other = torch.cat([torch.where(ids > 0, ids - 1, 1)[:, :8], ids[:, 8:]], 1)
-    positions = torch.cat([torch.arange(8), torch.arange(16)])[None].to(ids.device)
-    edges = torch.tensor([0, 8, 24], dtype=torch.int32, device=ids.device)
-    pack = {"position_ids": positions, "cu_seq_lens_q": edges, "cu_seq_lens_k": edges, "use_cache": False}
-    with torch.no_grad(), trainer.compute_loss_context_manager():
-        outputs = [model(input_ids=one, **pack, max_length_q=16, max_length_k=16).logits for one in (ids, other)]
-    first, second = (logits[0, 8:].float() for logits in outputs)
-    # Equal shapes give equal bits, unless other rows go to the same expert or share the scale of an FP8 tensor.
-    config = getattr(trainer.model, "config", None)
-    experts = any(getattr(config, key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
-    limit = 0.05 if experts or trainer.accelerator.mixed_precision == "fp8" else 1e-4
-    if not (off := (first - second).abs().max()) <= limit * first.abs().max():
-        raise UnsupportedModelError(
-            f"{type(trainer.model).__name__} does not keep the documents of a pack apart: another first one changes "
-            f"the logits of the second by {off:.2g}. Load it with another attn_implementation than "
-            f"'{getattr(config, '_attn_implementation', '?')}' (sdpa, flash_attention_2), or train without packs"
-        )
+def _require_apart(trainer: Any, model: Any) -> None:
+    def logits(batch: dict[str, Any]) -> torch.Tensor:
+        with trainer.compute_loss_context_manager():
+            return own_logits(model, batch)
+
+    is_fp8 = trainer.accelerator.mixed_precision == "fp8"
+    require_apart(trainer.model, trainer._train_loader.options, trainer.args.device, logits, is_rough=is_fp8)
 
 
 def _placeholder() -> Any:

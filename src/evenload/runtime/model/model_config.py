@@ -49,13 +49,18 @@ def spec_of(config: PretrainedConfig, name: str, bytes_per_element: int) -> Mode
 
 
 def load_config(path: str) -> PretrainedConfig:
-    """Read the model's configuration from a directory, a `config.json`, or a name on the Hub, of a model of text and
-    pictures its text part's, or take a built-in one; `ConfigError` where there is none, `UnsupportedModelError` for an
-    architecture or option that replay does not run exactly."""
+    """Return the configuration as `read_config`, of a model of text and pictures its text part's; an
+    `UnsupportedModelError` for an architecture or option that replay does not run exactly."""
+    config = read_config(path)
+    require_trainable(config)
+    return text_part(config)
+
+
+def read_config(path: str) -> PretrainedConfig:
+    """Read a configuration from a directory, a `config.json`, or a name on the Hub, or take a built-in one; a
+    `ConfigError` where there is none."""
     if path in CONFIGURATIONS:
-        config = AutoConfig.for_model(**CONFIGURATIONS[path])
-        require_trainable(config)
-        return config
+        return AutoConfig.for_model(**CONFIGURATIONS[path])
     local = Path(local_path(path, "model.path"))
     file = local / "config.json" if local.is_dir() else local
     if not file.is_file():
@@ -66,12 +71,10 @@ def load_config(path: str) -> PretrainedConfig:
     try:
         # Code in a model's directory is never run.
         named = file.parent if file.name == "config.json" else file
-        config = AutoConfig.from_pretrained(named, trust_remote_code=False)
+        return AutoConfig.from_pretrained(named, trust_remote_code=False)
     except Exception as error:  # transformers has no common class
         why = " ".join(str(error).split())
         raise ConfigError(f"model.path '{path}': transformers cannot read {file.name} ({why})") from error
-    require_trainable(config)
-    return text_part(config)
 
 
 def model_spec(config: TrainConfig) -> ModelSpec:
