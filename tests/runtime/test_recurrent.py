@@ -2,6 +2,7 @@
 transformers does, document by document; and whatever is known to go wrong in packed recurrent training shows."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -241,7 +242,7 @@ def _reset(monkeypatch, which):
 
 def _dropped(monkeypatch, which):
     """The gradient of a state ends at the cut."""
-    monkeypatch.setattr(DocumentStates, "_take_gradient", _of_calls(which, DocumentStates._take_gradient, _zeros))
+    monkeypatch.setattr(DocumentStates, "take_gradient", _of_calls(which, DocumentStates.take_gradient, _zeros))
 
 
 def _blind(monkeypatch, which):
@@ -265,7 +266,7 @@ def _short(monkeypatch, which):
             at = zip(ends, spans.sizes, strict=True)
             return output, [None if end is None else forgetful(end, size) for end, size in at]
 
-        return state_calls.StateCall(call.function, call.rows, call.out_dim, run)
+        return replace(call, run=run)
 
     monkeypatch.setitem(state_calls._BINDERS, "causal_conv1d_fn", shortened)
 

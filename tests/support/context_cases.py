@@ -176,7 +176,7 @@ class _Layer(torch.nn.Module):
             shape = AttentionKind(heads=HEADS, kv_heads=GROUPS, head_dim=DIM, value_dim=self.case.value_dim)
             if pack.shared is not None:
                 like = torch.empty(0, dtype=self.dtype)
-                pack.shared.join(direction, state.backend, state.store, 0, [shape], like)
+                pack.shared.join(direction, state.backend, state.store, 0, shape, like)
         elif direction == "forward":
             with torch.no_grad():
                 self._spread("out", pack, self._attend(*(self._rows(n, pack, given) for n in "qkv")), result)

@@ -294,7 +294,7 @@ def with_mixers(structure: Structure, findings: Findings) -> Structure:
     """Return the structure in which nothing is recorded inside modules that mix rows in a way of their own."""
     paths = [frozenset(one.path for one in mixers) for mixers in findings.mixers]
     given = zip(structure.sites, paths, strict=True)
-    sites = tuple(replace(own, mixers=of, attention=() if of else own.attention) for own, of in given)
+    sites = tuple(replace(own, mixers=of, calls=() if of else own.calls) for own, of in given)
     return replace(structure, sites=sites)
 
 

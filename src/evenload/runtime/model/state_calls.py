@@ -13,9 +13,18 @@ A call over ranges of documents takes the state before each and gives the state 
     Mamba-1        [1, D, N]. Its function takes none, so the state's part is added outside: the recurrence is linear in
                    the state, y_t += C_t · (exp(A · Σ_{s<=t} dt_s) ⊙ h). Its kernel drops the gradient of the state
                    behind a range, so the state is read by N more tokens, of no time and C = a unit vector each
+
+All are affine in the state: behind a range it is M · start + U, where U is the state behind the range from a state of
+zeros, and M (`StateForm`) depends on the range's rows alone:
+
+    convolution    moves the inputs by the range's tokens; it is nowhere stored
+    delta rule     a matrix a head, [1, H, Dk, Dk]: what the function itself makes of the identity, with values of zero
+    Mamba-2        a factor a head, exp(A · Σ dt), [1, H, 1, 1]
+    Mamba-1        factors exp(A · Σ dt), [1, D, N]
 """
 
 import inspect
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,13 +32,14 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, wraps
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
+from evenload.attention.range_attention import work_dtype
 from evenload.errors import UnsupportedModelError
 
 Overs = tuple[Tensor, list[Tensor | None]]
@@ -58,6 +68,35 @@ class Spans:
 Run = Callable[[Sequence[Tensor], Spans], Overs]
 
 
+@dataclass(frozen=True)
+class StateForm:
+    """Says how large a state and a transition M are, and how M applies to a state: as a matrix a head, as factors of
+    its elements, or as a shift by the tokens of the range."""
+
+    state: tuple[int, ...]
+    transition: tuple[int, ...]
+    applies: Literal["matrix", "factors", "shift"]
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Elements of a transition and of a state."""
+        return math.prod(self.transition), math.prod(self.state)
+
+    def apply(self, transition: Tensor, state: Tensor, num_tokens: int) -> Tensor:
+        """Return what is left of a state behind a range: M · state."""
+        if self.applies == "shift":
+            num_tokens = min(num_tokens, state.shape[-1])
+            return pad(state[..., num_tokens:], (0, num_tokens))
+        return transition @ state if self.applies == "matrix" else transition * state
+
+    def adjoint(self, transition: Tensor, gradient: Tensor, num_tokens: int) -> Tensor:
+        """Return what the gradient of the state behind a range adds to that of the state before it: Mᵀ · gradient."""
+        if self.applies == "shift":
+            num_tokens = min(num_tokens, gradient.shape[-1])
+            return pad(gradient[..., : gradient.shape[-1] - num_tokens], (num_tokens, 0))
+        return transition.mT @ gradient if self.applies == "matrix" else transition * gradient
+
+
 @dataclass(frozen=True, eq=False)
 class StateCall:
     """Holds a layer's call of a function that carries a state.
@@ -67,12 +106,16 @@ class StateCall:
         rows: what it reads of every token, and the dimension of the tokens in each.
         out_dim: that of its output.
         run: computes spans of rows.
+        form: of its state.
+        transit: gives the transition of every span of these sizes.
     """
 
     function: str
     rows: tuple[tuple[Tensor, int], ...]
     out_dim: int
     run: Run
+    form: StateForm
+    transit: Callable[[Sequence[Tensor], Sequence[int]], list[Tensor]]
 
     @property
     def num_rows(self) -> int:
@@ -86,8 +129,16 @@ class StateCall:
 
     def over_some(self, firsts: Sequence[int], spans: Spans) -> Overs:
         """Compute the rows of spans that begin at these rows; rows of the output follow each other."""
-        at = list(zip(firsts, spans.sizes, strict=True))
-        return self.run([_join([one.narrow(dim, *place) for place in at], dim) for one, dim in self.rows], spans)
+        return self.run(self._picked(firsts, spans.sizes), spans)
+
+    @torch.no_grad()
+    def transitions(self, firsts: Sequence[int], sizes: Sequence[int]) -> list[Tensor]:
+        """Return M of spans of these sizes that begin at these rows."""
+        return self.transit(self._picked(firsts, sizes), sizes)
+
+    def _picked(self, firsts: Sequence[int], sizes: Sequence[int]) -> list[Tensor]:
+        at = list(zip(firsts, sizes, strict=True))
+        return [_join([one.narrow(dim, *place) for place in at], dim) for one, dim in self.rows]
 
 
 Handler = Callable[[StateCall], Tensor]
@@ -199,7 +250,9 @@ def _convolution(name: str, original: Callable[..., Any], args: Sequence[Any], k
         ends = [one[..., one.shape[-1] - halo :] if w else None for one, w in zip(seen, spans.wanted, strict=True)]
         return _join([part[..., halo:] for part in parts], -1), ends
 
-    return StateCall(name, ((given["hidden_states"], 2),), 2, over)
+    x = given["hidden_states"]
+    form = StateForm((1, x.shape[1], halo), (0,), "shift")
+    return StateCall(name, ((x, 2),), 2, over, form, lambda rows, sizes: [x.new_empty(0)] * len(sizes))
 
 
 _DELTA = ("query", "key", "value", "g", "beta")
@@ -224,8 +277,18 @@ def _delta_rule(name: str, original: Callable[..., Any], args: Sequence[Any], kw
         return out, [one if w else None for one, w in zip(ends.split(1), spans.wanted, strict=True)]
 
     rows = tuple((given[key], 1) for key in _DELTA)
-    has_kernel = _has_kernel("fla", given["query"])
-    return StateCall(name, rows, 1, at_once if has_kernel else _one_by_one(run, [1] * 5, 1))
+    over = at_once if _has_kernel("fla", given["query"]) else _one_by_one(run, [1] * 5, 1)
+    (_, _, _, width), (_, _, heads, value_width) = given["key"].shape, given["value"].shape
+
+    def transit(rows: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        q, k, v, g, beta = rows
+        identity = torch.eye(width, dtype=work_dtype(k), device=k.device).expand(1, heads, width, width).contiguous()
+        spans = Spans(sizes, [identity] * len(sizes), [True] * len(sizes))
+        _, ends = over((q, k, v.new_zeros(*v.shape[:-1], width), g, beta), spans)
+        return [end for end in ends if end is not None]
+
+    form = StateForm((1, heads, width, value_width), (1, heads, width, width), "matrix")
+    return StateCall(name, rows, 1, over, form, transit)
 
 
 def _mamba2(name: str, original: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> StateCall:
@@ -248,9 +311,23 @@ def _mamba2(name: str, original: Callable[..., Any], args: Sequence[Any], kwargs
         numbers = torch.repeat_interleave(torch.tensor(spans.sizes)).to(x.device, torch.int32)[None]
         return original(x, dt, given["A"], b, c, seq_idx=numbers, **options), [None] * len(spans.sizes)
 
+    def transit(rows: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        step = _steps(rows[1], given.get("dt_bias"), softplus=bool(given.get("dt_softplus")))
+        step = step.clamp(*given.get("dt_limit", (0.0, float("inf"))))
+        return [torch.exp(given["A"] * part.sum(1))[..., None, None] for part in step.split(list(sizes), 1)]
+
     rows = tuple((given[key], 1) for key in ("hidden_states", "dt", "B", "C"))
+    (_, _, heads, width), num_states = given["hidden_states"].shape, given["B"].shape[-1]
+    form = StateForm((1, heads, width, num_states), (1, heads, 1, 1), "factors")
     has_kernel = _has_kernel("mamba_ssm", given["hidden_states"])
-    return StateCall(name, rows, 1, at_once if has_kernel else one_by_one)
+    return StateCall(name, rows, 1, at_once if has_kernel else one_by_one, form, transit)
+
+
+def _steps(dt: Tensor, bias: Tensor | None, *, softplus: bool) -> Tensor:
+    """Return steps of time as the functions of Mamba make them of dt and a bias that is added to it."""
+    step = dt if bias is None else dt + bias.to(dt.dtype)
+    step = nn.functional.softplus(step) if softplus else step
+    return step.to(work_dtype(step))
 
 
 def _mamba1(name: str, original: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> StateCall:
@@ -261,6 +338,9 @@ def _mamba1(name: str, original: Callable[..., Any], args: Sequence[Any], kwargs
     kept = ("D", "delta_bias", "delta_softplus", "use_mambapy", "use_associative_scan")
     options = {key: given[key] for key in kept if key in given} | {"return_last_state": True}
     states, no_time = decay.shape[1], (-1e4 if is_softplus else 0.0)  # softplus(-1e4 + bias) is 0 in any precision
+
+    def steps(dt: Tensor) -> Tensor:
+        return _steps(dt, None if bias is None else bias[:, None], softplus=is_softplus)
 
     def run(rows: Sequence[Tensor], start: Tensor | None) -> tuple[Tensor, Tensor]:
         x, dt, b, c = rows[:4]  # [1, D, T] twice, [1, N, T] twice
@@ -273,15 +353,20 @@ def _mamba1(name: str, original: Callable[..., Any], args: Sequence[Any], kwargs
         # The value is as precise as the function's state, the gradient goes through the tokens that read it.
         end = end.detach() + (read - read.detach())
         if start is not None:
-            step = dt if bias is None else dt + bias.to(dt.dtype)[:, None]
-            passed = (nn.functional.softplus(step) if is_softplus else step).to(start.dtype).cumsum(-1)
+            passed = steps(dt).cumsum(-1)
             out = out + _carried(decay, passed, start, c[..., :size].to(start.dtype)).to(out.dtype)
             end = end + torch.exp(decay * passed[..., -1:]) * start
         return (out if gate is None else out * nn.functional.silu(rows[4])), end
 
     rows = tuple((given[key], 2) for key in ("hidden_states", "dt", "B", "C"))
     rows = rows if gate is None else (*rows, (gate, 2))
-    return StateCall(name, rows, 2, _one_by_one(run, [2] * len(rows), 2))
+
+    def transit(rows: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        return [torch.exp(decay * part.sum(-1)[..., None]) for part in steps(rows[1]).split(list(sizes), -1)]
+
+    state = (1, *decay.shape)
+    over = _one_by_one(run, [2] * len(rows), 2)
+    return StateCall(name, rows, 2, over, StateForm(state, state, "factors"), transit)
 
 
 _CARRIED_TOKENS = 256

@@ -29,7 +29,7 @@ from transformers.pytorch_utils import Conv1D
 from evenload.errors import UnsupportedModelError
 from evenload.runtime.model.around import LayerCall, WholeModel, find_layers, using
 from evenload.runtime.model.mask_rules import MaskRule, mask_rule, unknown_tensors
-from evenload.runtime.model.state_calls import Spans, StateCall, carrying
+from evenload.runtime.model.state_calls import Spans, StateCall, StateForm, carrying
 from evenload.types.layer_kind import AttentionKind, ExpertsKind, Product, StateKind
 
 _SURVEY = "evenload_survey"
@@ -47,7 +47,7 @@ class LayerSites:
         in_place: whose output the layer changes.
         choosing: modules that choose the largest of some numbers a token, or multiply with a weight of their own.
         experts: blocks of experts.
-        attention: its calls, in order.
+        calls: of attention, and of functions that carry a state, in order.
         mixers: modules that mix rows in a way of their own, in which nothing is recorded ("" = the layer).
     """
 
@@ -56,8 +56,13 @@ class LayerSites:
     in_place: frozenset[str]
     choosing: frozenset[str]
     experts: frozenset[str]
-    attention: tuple[AttentionKind, ...]
+    calls: tuple[AttentionKind | StateForm, ...]
     mixers: frozenset[str] = frozenset()
+
+    @property
+    def attention(self) -> tuple[AttentionKind, ...]:
+        """Its calls, in order."""
+        return tuple(call for call in self.calls if isinstance(call, AttentionKind))
 
     def is_mixed(self, name: str) -> bool:
         """Say whether a module is one of `mixers`, or inside one."""
@@ -164,6 +169,7 @@ class LayerNotes:
         self.attention: list[tuple[str, AttentionKind]] = []
         self.experts: dict[str, ExpertsKind] = {}
         self.states: list[StateKind] = []
+        self.calls: list[AttentionKind | StateForm] = []
         self.stacked: list[Tensor] = []  # weights of all experts, [E, in, out], in code of the model's own
         self.choosing: set[str] = set()
         self.choices: list[tuple[str, int]] = []  # by module: how many sets of the largest a token
@@ -185,7 +191,7 @@ class LayerNotes:
             in_place=frozenset(name for name, (output, version) in self.outputs.items() if output._version != version),
             choosing=frozenset(self.choosing),
             experts=frozenset(self.experts),
-            attention=tuple(kind for _, kind in self.attention),
+            calls=tuple(self.calls),
         )
 
     def refuse_cut(self, styles: Mapping[str, str]) -> str:
@@ -505,6 +511,7 @@ class Survey(TorchFunctionMode):
             is_wide=end.element_size() > rows[0].element_size(),
         )
         notes.states.append(kind)
+        notes.calls.append(call.form)
         return output
 
     def note_attention(
@@ -530,6 +537,7 @@ class Survey(TorchFunctionMode):
             soft_cap=float(given.get("softcap") or 0.0),
         )
         notes.attention.append((self._inner[id(module)], kind))
+        notes.calls.append(kind)
 
     def note_experts(self, module: Any, rows: Tensor, chosen: int, output: Tensor) -> None:
         count, name, width = module.down_proj.shape[0], self._inner[id(module)], rows.shape[-1]

@@ -45,7 +45,7 @@ from evenload.attention.range_attention import (
 from evenload.errors import ConfigError
 from evenload.runtime.comm.collectives import ContextGroup, Transfer
 from evenload.runtime.device import to_device
-from evenload.runtime.replay.store import ActivationStore, CallKey, KeyRows, KeysAndValues, call_key, layer_of, num_rows
+from evenload.runtime.replay.store import ActivationStore, CallKey, KeyRows, KeysAndValues, layer_of, num_rows
 from evenload.stepplan.cp_rows import PackRows
 from evenload.types.document import Direction, Range
 from evenload.types.layer_kind import AttentionKind
@@ -145,19 +145,18 @@ class PackAttention(ABC):
         direction: Direction,
         backend: RangeAttention,
         store: ActivationStore,
-        layer: int,
-        calls: Sequence[AttentionKind],
+        key: CallKey,
+        shape: AttentionKind,
         like: Tensor,
     ) -> None:
-        """Take part in the transfers of a layer's calls where this rank has no rows. Collective."""
-        for n, shape in reversed([*enumerate(calls)]) if direction == "backward" else enumerate(calls):
-            call = AttentionCall(backend, store, call_key(layer, n), Scoring(1.0))
-            q, out = (like.new_empty(0, shape.heads, width) for width in (shape.head_dim, shape.value_dim))
-            k, v = (like.new_empty(0, shape.kv_heads, width) for width in (shape.head_dim, shape.value_dim))
-            if direction == "forward":
-                self.forward(call, q, k, v)
-            else:
-                self.backward(call, out, q, out, q.new_empty(q.shape[:2], dtype=work_dtype(q)))
+        """Take part in the transfers of a call where this rank has no rows. Collective."""
+        call = AttentionCall(backend, store, key, Scoring(1.0))
+        q, out = (like.new_empty(0, shape.heads, width) for width in (shape.head_dim, shape.value_dim))
+        k, v = (like.new_empty(0, shape.kv_heads, width) for width in (shape.head_dim, shape.value_dim))
+        if direction == "forward":
+            self.forward(call, q, k, v)
+        else:
+            self.backward(call, out, q, out, q.new_empty(q.shape[:2], dtype=work_dtype(q)))
 
     def _no_gradients(self, call: AttentionCall, like: Tensor) -> KeysAndValues:
         """Return gradients [0, G, Dk] and [0, G, Dv] of the keys and values of no rows, of the dtype of `like`."""

@@ -21,7 +21,7 @@ from evenload.runtime.replay.held_bytes import HeldBytes
 from evenload.runtime.replay.weight_products import known_output
 from evenload.types.document import Range
 
-_Place = tuple[Hashable, int, int]
+Place = tuple[Hashable, int, int]
 """A call of a layer, a document, and one of its tokens."""
 
 
@@ -45,52 +45,57 @@ class DocumentStates:
                     self._cuts[doc_id].append(start)
         for cuts in self._cuts.values():
             cuts.sort()
-        self._running: dict[_Place, Tensor] = {}
-        self._saved: dict[_Place, Tensor] = {}
-        self._gradients: dict[_Place, Tensor] = {}
-        self._begun: list[tuple[_Place, Tensor]] = []
+        self._running: dict[Place, Tensor] = {}
+        self._saved: dict[Place, Tensor] = {}
+        self._gradients: dict[Place, Tensor] = {}
+        self._begun: list[tuple[Place, Tensor]] = []
 
     # ---- forward -------------------------------------------------------------------------------
 
-    def forward(self, key: Hashable, call: StateCall, ranges: Sequence[Range]) -> Tensor:
-        """Compute a call of the running forward pack, whose rows are of these ranges."""
+    def forward(
+        self, key: Hashable, call: StateCall, ranges: Sequence[Range], given: Sequence[Tensor | None] = ()
+    ) -> Tensor:
+        """Compute a call of the running forward pack, whose rows are of these ranges. The first ones, of states
+        before them that are `given`, are of documents that ranks share: what is behind these ranges is not kept."""
+        for (doc_id, start, _), state in zip(ranges, given, strict=False):
+            if state is not None:
+                self.arrive((key, doc_id, start), state)
+        last_tokens = [r.stop if at < len(given) else self._num_tokens[r.doc_id] for at, r in enumerate(ranges)]
         rounds = self._rounds(ranges)
         output: Tensor | None = None
         for pieces in rounds:
-            spans = self._spans(
-                [piece for _, piece in pieces], [self._enter((key, doc_id, at)) for _, (doc_id, at, _) in pieces]
+            spans = _spans(
+                [piece for _, _, piece in pieces],
+                [self._enter((key, doc_id, at)) for _, _, (doc_id, at, _) in pieces],
+                [last_tokens[at] for at, _, _ in pieces],
             )
             if len(rounds) == 1:
                 output, ends = call.over(spans)
             else:
-                firsts = [row for row, _ in pieces]
+                firsts = [row for _, row, _ in pieces]
                 some, ends = call.over_some(firsts, spans)
                 output = _scatter(some, firsts, spans.sizes, call, output)
-            for (_, (doc_id, _, stop)), end in zip(pieces, ends, strict=True):
+            for (_, _, (doc_id, _, stop)), end in zip(pieces, ends, strict=True):
                 if end is not None:
                     self._leave((key, doc_id, stop), end)
         assert output is not None
         return output
 
-    def _spans(self, ranges: Sequence[Range], starts: Sequence[Tensor | None]) -> Spans:
-        wanted = [stop < self._num_tokens[doc_id] for doc_id, _, stop in ranges]
-        return Spans([stop - start for _, start, stop in ranges], starts, wanted)
-
-    def _rounds(self, ranges: Sequence[Range]) -> list[list[tuple[int, Range]]]:
-        """Cut ranges where backwards begin; return first all first pieces with their first rows, then all second ones,
-        as a piece needs the state behind the one before."""
-        rounds: list[list[tuple[int, Range]]] = []
+    def _rounds(self, ranges: Sequence[Range]) -> list[list[tuple[int, int, Range]]]:
+        """Cut ranges where backwards begin; return first all first pieces with the numbers of their ranges and their
+        first rows, then all second ones, as a piece needs the state behind the one before."""
+        rounds: list[list[tuple[int, int, Range]]] = []
         row = 0
-        for doc_id, start, stop in ranges:
+        for at, (doc_id, start, stop) in enumerate(ranges):
             edges = [start, *(cut for cut in self._cuts.get(doc_id, ()) if start < cut < stop), stop]
             for turn, (first, last) in enumerate(pairwise(edges)):
                 if turn == len(rounds):
                     rounds.append([])
-                rounds[turn].append((row, Range(doc_id, first, last)))
+                rounds[turn].append((at, row, Range(doc_id, first, last)))
                 row += last - first
         return rounds
 
-    def _enter(self, place: _Place) -> Tensor | None:
+    def _enter(self, place: Place) -> Tensor | None:
         """Return the state at a token where a piece begins; keep it where a backward begins, too."""
         _, doc_id, start = place
         if not start:
@@ -102,38 +107,75 @@ class DocumentStates:
             self._held.count("states", -state.nbytes)
         return state
 
-    def _leave(self, place: _Place, end: Tensor) -> None:
+    def _leave(self, place: Place, end: Tensor) -> None:
         # A copy: the end of a convolution's input would keep all of it.
-        self._running[place] = end = end.clone()
-        self._held.count("states", end.nbytes)
+        self.arrive(place, end.clone())
+
+    def arrive(self, place: Place, state: Tensor) -> None:
+        """Keep the state before a token, from which a forward range begins."""
+        self._running[place] = state
+        self._held.count("states", state.nbytes)
+
+    def take(self, place: Place) -> Tensor:
+        """Return the state before a token, which is kept no longer."""
+        state = self._running.pop(place)
+        self._held.count("states", -state.nbytes)
+        return state
 
     # ---- backward ------------------------------------------------------------------------------
 
     def backward(self, key: Hashable, call: StateCall, ranges: Sequence[Range]) -> Tensor:
         """Compute a call of the running backward pack again, for autograd, which also gets the gradients of the states
         behind its ranges. `end_backward` collects those before them."""
-        starts: list[Tensor | None] = []
-        for doc_id, start, _ in ranges:
-            state = None
-            if start:
-                state = self._saved_state((key, doc_id, start)).detach().requires_grad_()
-                self._begun.append(((key, doc_id, start), state))
-            starts.append(state)
-        output, ends = call.over(self._spans(ranges, starts))
-        followed = [
-            (end, self._take_gradient((key, doc_id, stop)))
-            for (doc_id, _, stop), end in zip(ranges, ends, strict=True)
-            if end is not None
-        ]
+        _, output, ends = self.again(key, call, ranges)
+        followed = self.followed(key, ranges, ends)
         if not followed:
             return output
         states, gradients = zip(*followed, strict=True)
         return known_output(output.detach(), lambda grad: (grad, *gradients), output, *states)
 
-    def _saved_state(self, place: _Place) -> Tensor:
+    def again(
+        self, key: Hashable, call: StateCall, ranges: Sequence[Range], shared_tokens: Sequence[int] = ()
+    ) -> tuple[list[Tensor | None], Tensor, list[Tensor | None]]:
+        """Compute a call of the running backward pack again; return the states before its ranges, the output and the
+        states behind them. The first ranges are of documents of so many tokens that ranks share: states before these
+        are kept no longer."""
+        starts: list[Tensor | None] = []
+        for at, (doc_id, start, _) in enumerate(ranges):
+            state = None
+            if start:
+                place = key, doc_id, start
+                state = self._saved_state(place).detach().requires_grad_()
+                if at < len(shared_tokens):
+                    del self._saved[place]
+                    self._held.count("states", -state.nbytes)
+                else:
+                    self._begun.append((place, state))
+            starts.append(state)
+        own_tokens = [self._num_tokens[doc_id] for doc_id, _, _ in ranges[len(shared_tokens) :]]
+        output, ends = call.over(_spans(ranges, starts, [*shared_tokens, *own_tokens]))
+        return starts, output, ends
+
+    def followed(
+        self, key: Hashable, ranges: Sequence[Range], ends: Sequence[Tensor | None]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Return states behind ranges that are not the last of their documents, with their gradients."""
+        return [
+            (end, self.take_gradient((key, doc_id, stop)))
+            for (doc_id, _, stop), end in zip(ranges, ends, strict=True)
+            if end is not None
+        ]
+
+    def _saved_state(self, place: Place) -> Tensor:
         return self._saved[place]
 
-    def _take_gradient(self, place: _Place) -> Tensor:
+    def arrive_gradient(self, place: Place, gradient: Tensor) -> None:
+        """Keep the gradient of the state before a token, for the backward that ends there."""
+        self._gradients[place] = gradient
+        self._held.count("states", gradient.nbytes)
+
+    def take_gradient(self, place: Place) -> Tensor:
+        """Return the gradient of the state before a token, which is kept no longer."""
         gradient = self._gradients.pop(place)
         self._held.count("states", -gradient.nbytes)
         return gradient
@@ -149,6 +191,12 @@ class DocumentStates:
     def unfinished(self) -> set[int]:
         """Return documents of which a state is left."""
         return {place[1] for kept in (self._running, self._saved, self._gradients) for place in kept}
+
+
+def _spans(ranges: Sequence[Range], starts: Sequence[Tensor | None], last_tokens: Sequence[int]) -> Spans:
+    """Describe ranges of which the states behind are wanted before these tokens."""
+    wanted = [stop < last for (_, _, stop), last in zip(ranges, last_tokens, strict=True)]
+    return Spans([stop - start for _, start, stop in ranges], starts, wanted)
 
 
 def _scatter(

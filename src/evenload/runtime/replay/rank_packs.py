@@ -19,6 +19,7 @@ from evenload.feed.collate import collate_pack, collate_ranges
 from evenload.runtime.comm.collectives import ContextGroup
 from evenload.runtime.device import to_device
 from evenload.runtime.replay.context_attention import GatherAttention, PackAttention, RingAttention
+from evenload.runtime.replay.shared_states import SharedStates
 from evenload.stepplan.cp_rows import PackRows, ReplicaRows, replica_rows
 from evenload.types.document import Direction, MicroPack, Range, ReplicaBlock
 from evenload.types.layout import TransferOrder
@@ -32,6 +33,7 @@ class PackTokens:
     Args:
         token_ids, targets, positions: int64[T]; target -100 carries no loss.
         shared: attention, where other ranks have rows of the same slices; None = this rank has them all.
+        states: then states of layers that carry one.
         closes: slices that a backward ends, where they are not the ranges.
     """
 
@@ -40,6 +42,7 @@ class PackTokens:
     targets: Tensor
     positions: Tensor
     shared: PackAttention | None = None
+    states: SharedStates | None = None
     closes: tuple[Range, ...] | None = None
 
     @property
@@ -132,13 +135,16 @@ class RankPackTokens:
         edges = np.array([(start, stop) for _, start, stop in ranges], dtype=np.int64).reshape(-1, 2)
         columns = collate_ranges([doc_id for doc_id, _, _ in ranges], edges[:, 0], edges[:, 1], documents)
         attention: PackAttention | None = None
+        states: SharedStates | None = None
         if shared.shared:
             group, label = self._groups[shared.block], f"{pack.direction} pack {pack.index}"
             if self._exchange == "ring":
                 attention = RingAttention(shared, group, label)
             else:
                 attention = GatherAttention(shared, group, label, self._device)
-        return PackTokens(ranges, *self._on_device(columns), shared=attention, closes=shared.held(rank))
+            states = SharedStates(shared, group, label)
+        tokens = self._on_device(columns)
+        return PackTokens(ranges, *tokens, shared=attention, states=states, closes=shared.held(rank))
 
     def _on_device(self, columns: Iterable[NDArray[np.int64]]) -> tuple[Tensor, Tensor, Tensor]:
         ids, targets, positions = (to_device(torch.from_numpy(column), self._device) for column in columns)

@@ -3,6 +3,7 @@
 Final norm, head and loss run inside the *backward* of the last stage, where the cost model charges them.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,13 +17,13 @@ from evenload.attention.range_attention import RangeAttention
 from evenload.runtime.comm.tensor_group import RowExchange, RowShard, TensorGroup, row_owners
 from evenload.runtime.model.around import ATTENTION_NAME, LayerCall, using
 from evenload.runtime.model.hf_model import StageModel
-from evenload.runtime.model.state_calls import carrying
+from evenload.runtime.model.state_calls import StateForm, carrying
 from evenload.runtime.replay.context_attention import LocalAttention, rows_of
 from evenload.runtime.replay.head import Around, head_gradient, row_losses
 from evenload.runtime.replay.rank_packs import PackTokens
 from evenload.runtime.replay.replayable import make_replayable
 from evenload.runtime.replay.state import ReplayState, RouterBalance, TensorRows
-from evenload.runtime.replay.store import ActivationStore, num_rows
+from evenload.runtime.replay.store import ActivationStore, call_key, num_rows
 from evenload.runtime.replay.tensor_parallel import make_tensor_parallel
 from evenload.runtime.replay.weight_products import WeightProducts
 from evenload.types.document import Direction, Range
@@ -265,13 +266,23 @@ class PipelineStage:
     def _join_transfers(
         self, direction: Direction, pack: PackTokens, layer: int, store: ActivationStore, like: Tensor
     ) -> None:
-        """Take part in a layer's transfers of a shared pack of which this rank computes no rows."""
+        """Take part in a layer's transfers of a shared pack of which this rank computes no rows. Backward they come
+        last first, as autograd runs what was called last as soon as it can."""
         if pack.shared is None:
             return
+        assert pack.states is not None
         tp = 1 if self._tensor is None else self._tensor.size
-        whole = self.model.structure.sites[layer].attention
-        shapes = [msgspec.structs.replace(one, heads=one.heads // tp, kv_heads=one.kv_heads // tp) for one in whole]
-        pack.shared.join(direction, self.backend, store, layer, shapes, like)
+        numbered: Counter[type] = Counter()
+        calls = []
+        for call in self.model.structure.sites[layer].calls:
+            calls.append((call, numbered[type(call)]))
+            numbered[type(call)] += 1
+        for call, n in calls if direction == "forward" else reversed(calls):
+            if isinstance(call, StateForm):
+                pack.states.join(direction, store.states, (layer, n), call, like)
+            else:
+                shape = msgspec.structs.replace(call, heads=call.heads // tp, kv_heads=call.kv_heads // tp)
+                pack.shared.join(direction, self.backend, store, call_key(layer, n), shape, like)
 
     def losses(self, pack: PackTokens, hidden: Tensor) -> Tensor:
         """Return every row's loss of a forward pack, [T] in fp32 (fp64), from final hidden states. Last stage only."""
@@ -303,7 +314,8 @@ class PipelineStage:
     ) -> Iterator[None]:
         state = self._state
         state.direction, state.ranges, state.store, state.products = direction, pack.ranges, store, products
-        state.shared, state.balance, state.tensor = pack.shared, self._balance, self._tensor
+        state.shared, state.shared_states = pack.shared, pack.states
+        state.balance, state.tensor = self._balance, self._tensor
         state.attention = LocalAttention(tuple(rows_of(pack.ranges)))
         state.divide_rows(self.device)
         exchange = self._exchange(pack, f"hidden states of a {direction} pack")
@@ -313,7 +325,7 @@ class PipelineStage:
             with using(self.model.whole.configs, ATTENTION_NAME), carrying(state.carry):
                 yield
         finally:
-            state.ranges, state.products, state.shared = (), None, None
+            state.ranges, state.products, state.shared, state.shared_states = (), None, None, None
             del state.store
             if exchange is not None:
                 del state.tensor_rows

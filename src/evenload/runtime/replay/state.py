@@ -15,6 +15,7 @@ from evenload.runtime.comm.tensor_group import RowExchange, RowShard, TensorGrou
 from evenload.runtime.device import to_device
 from evenload.runtime.model.state_calls import StateCall
 from evenload.runtime.replay.context_attention import LocalAttention, PackAttention
+from evenload.runtime.replay.shared_states import SharedStates
 from evenload.runtime.replay.store import ActivationStore, CallKey, call_key, num_rows
 from evenload.runtime.replay.weight_products import WeightProducts, known_output
 from evenload.types.document import Direction, Range
@@ -202,6 +203,7 @@ class ReplayState:
             are the other rows, of `kept_ranges`.
         products: where weight gradients of the running backward pack wait; None = they are added at once.
         shared: attention of the running pack where other ranks have rows of it too; None = this rank has them all.
+        shared_states: then states of the pack's documents.
         layer: that runs (`enter_layer`), which has called its attention `num_calls` times, and functions that carry a
             state `num_states` times.
     """
@@ -217,6 +219,7 @@ class ReplayState:
     products: WeightProducts | None = None
     balance: RouterBalance | None = None
     shared: PackAttention | None = None
+    shared_states: SharedStates | None = None
     tensor: TensorGroup | None = None
     tensor_rows: TensorRows = field(init=False)
     layer: int = -1
@@ -235,9 +238,12 @@ class ReplayState:
     def carry(self, call: StateCall) -> Tensor:
         """Answer the running layer's next call of a function that carries a state."""
         self.num_states += 1
-        states = self.store.states
-        compute = states.forward if self.direction == "forward" else states.backward
-        return compute((self.layer, self.num_states - 1), call, self.ranges)
+        key, states, shared = (self.layer, self.num_states - 1), self.store.states, self.shared_states
+        if shared is None:
+            compute = states.forward if self.direction == "forward" else states.backward
+            return compute(key, call, self.ranges)
+        exchange = shared.forward if self.direction == "forward" else shared.backward
+        return exchange(states, key, call, self.ranges)
 
     @property
     def num_rows(self) -> int:
