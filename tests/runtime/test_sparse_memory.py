@@ -116,6 +116,17 @@ def test_a_twin_is_read_only_as_of_its_step(two_ranks):
     assert into.tolist() == [1.0, 2.0]
 
 
+@pytest.mark.parametrize("num_updates", [0, 1])
+def test_nothing_is_offered_by_a_rank_that_has_only_made_its_memory(num_updates):
+    """Fresh memory is zeros, and a run begins with 0 updates: a fast rank once read weights before they were there."""
+    own, pieces = place_pieces(PARTS, [10, 20], 2)
+    made, _ = place_pieces(PARTS, [10, 20], 2)
+    second = TwinMemory(own, {0: OthersMemory(made.address)}, pieces, 2, patience_s=0.05)
+    for piece in range(2):
+        with pytest.raises(dist.DistNetworkError, match=f"piece {piece} in shared memory after {num_updates} updates"):
+            second.read(piece, WEIGHTS, 0, 0, torch.empty(2), num_updates)
+
+
 def test_who_reads_waits_until_it_is_offered(two_ranks):
     first, second = two_ranks
     into = torch.empty(2)

@@ -55,7 +55,6 @@ class HostTwins(Transport):
         self.pieces, self._others, self._memory, self._patience_s = pieces, others, own, patience_s
         self._marks = dict(zip(others, marks, strict=True))  # by rank, [weights or state, pieces]
         self._own_marks, self._device = self._marks[mesh.rank], mesh.device
-        self._own_marks.fill_(ABSENT)
         self._stream = torch.cuda.Stream(mesh.device) if mesh.device.type == "cuda" else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="evenload-twins")
         self._copies: list[Future[None]] = []

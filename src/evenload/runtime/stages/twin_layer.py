@@ -180,6 +180,9 @@ def place_pieces(
             offsets.setdefault(index, {})[name] = end
             end += _pages(capacity * dtype.itemsize)
     own = SparseMemory(end, at)
+    if at is None:
+        # Before others can open it: zeros would say that all pieces are there, as a run begins with them.
+        own.tensor(0, num_marks, torch.int64).fill_(ABSENT)
     return own, {index: PieceMemory(own, capacities[index], at, parts[index] or {}) for index, at in offsets.items()}
 
 
@@ -229,7 +232,6 @@ class TwinMemory(Transport):
     ) -> None:
         self.pieces, self._others, self._patience_s = pieces, others, patience_s
         self._marks = own.tensor(0, num_pieces, torch.int64)
-        self._marks.fill_(ABSENT)
 
     def reaches(self, piece: int, rank: int) -> bool:
         return piece in self.pieces and rank in self._others
