@@ -296,23 +296,15 @@ def test_a_fit_finds_what_a_slice_costs_layers_with_states() -> None:
     np.testing.assert_allclose(fit_relative(features, seconds), truth, rtol=1e-6)
 
 
-def test_ranks_share_no_documents_and_it_is_said_what_works() -> None:
-    model = recurrent_model(name="hybrid")
-    assert (model.may_cut_documents, model.shares_documents, model.whole_documents) == (True, False, "")
-    assert model.unshared_documents == (
-        "documents of hybrid are cut into slices and not shared by ranks: causal_conv1d_fn, mamba2_chunk_scan carry a "
-        "state along them, from slice to slice"
-    )
-    assert sample_model().shares_documents
-    assert sample_model().unshared_documents == ""
-    links = {"intra_node": LINK, "devices_per_node": 8}
-    coefficients = sample_coefficients(**links)
-    for cp in (2, 4):
-        with pytest.raises(ConfigError, match=r"documents of hybrid are cut .* use cp=1, and pp or dp for more"):
-            PackCosts(model, coefficients, even_layout(4, cp=cp))
-    with pytest.raises(ConfigError, match=r"dp_merge is true, and documents of hybrid .* leave it out"):
-        StepPlanner(model, coefficients, even_layout(4, dp=2), None, PlanOptions(dp_merge=True), host="unlimited")
+def test_replicas_share_documents_only_where_it_is_said() -> None:
+    """What travels of states is not priced, so nothing is chosen for it; context ranks are what a layout asks for."""
+    model = recurrent_model()
+    coefficients = sample_coefficients(intra_node=LINK, devices_per_node=8)
     assert decide_dp_merge(PlanOptions(), "slimpack", model, even_layout(4, dp=2), coefficients) == (PlanOptions(), "")
+    assert decide_dp_merge(PlanOptions(dp_merge=True), "slimpack", model, even_layout(4, dp=2), coefficients)[
+        0
+    ].dp_merge
+    PackCosts(model, coefficients, even_layout(4, cp=2))
 
 
 @pytest.mark.parametrize("strategy", ["slimpack", "sequential", "auto"])

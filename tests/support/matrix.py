@@ -231,20 +231,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "linear_attn.* whole on one rank|has no plan for tensor parallelism",
     ),
     Refusal(
-        ("layout", "model"),
-        lambda layout, model: "cp" in LAYOUTS[layout] and "tp" not in LAYOUTS[layout] and model in RECURRENT,
-        "`cp` and recurrent layers",
-        "ranks would have to hand on states inside a slice",
-        "are cut into slices and not shared by ranks",
-    ),
-    Refusal(
-        ("dp_merge", "model"),
-        lambda merge, model: merge == "on" and model in RECURRENT,
-        "`dp_merge` and recurrent layers",
-        "the same",
-        "are cut into slices and not shared by ranks",
-    ),
-    Refusal(
         ("model", "exchange"),
         lambda model, exchange: model in WINDOWED and exchange == "ring",
         "`cp_exchange = \"ring\"` and a sliding window",

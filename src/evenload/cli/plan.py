@@ -209,7 +209,7 @@ def _remarks(request: PlanRequest, inputs: PlanInputs, layout: ParallelLayout, u
         "nodes had room for all"
     )
     remarks = (
-        inputs.costs.model.unshared_documents,
+        inputs.costs.model.whole_documents,
         _tensor_refusal(inputs.costs.model, layout),
         unit,
         *(f"cost: {message}" for message in inputs.costs.messages(layout)),

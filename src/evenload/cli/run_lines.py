@@ -37,11 +37,11 @@ _FACTOR = 1.2
 """All of them beyond it, on the same side, are no accident."""
 
 
-def strategy_line(name: str, context_ranks: int, merging: str = "", unshared_documents: str = "") -> str:
-    """State what the strategy does, whether ranks or replicas share documents, and why they are not shared or cut."""
+def strategy_line(name: str, context_ranks: int, merging: str = "", whole_documents: str = "") -> str:
+    """State what the strategy does, whether ranks or replicas share documents, and why documents are not cut."""
     shared = f"{context_ranks} ranks share every pack" if context_ranks > 1 else ""
     what = f"strategy {name}: {strategy_named(name).description}"
-    return "; ".join(filter(None, (what, shared, merging, unshared_documents)))
+    return "; ".join(filter(None, (what, shared, merging, whole_documents)))
 
 
 def batch_size(documents: int | None, tokens: int | None) -> str:

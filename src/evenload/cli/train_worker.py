@@ -301,7 +301,7 @@ def _start_lines(
     if mesh.device.type == "cuda" and model.bytes_per_element == 2 and data_sheet_flops_per_s(costs.device) is None:
         yield f"mfu_of_data_sheet stays empty: the peak of {costs.device} is not known; mfu is of the measured peak"
     _, merging = decide_dp_merge(config.plan.options, config.plan.strategy, model, layout, costs)
-    yield run_lines.strategy_line(config.plan.strategy, layout.cp, merging, model.unshared_documents)
+    yield run_lines.strategy_line(config.plan.strategy, layout.cp, merging, model.whole_documents)
     yield run_lines.groups_line(trainer.meshes, are_declared=bool(config.plan.layouts))
     if trainer.state.live is not None:
         yield run_lines.twins_line(trainer.state.live.twins, config.plan.twin_bytes)

@@ -37,7 +37,7 @@ from evenload.data.hub import local_path
 from evenload.data.part_files import open_part
 from evenload.errors import ConfigError
 from evenload.planning.candidates import usable_cores
-from evenload.planning.strategies.registry import require_layouts, require_shared_documents, require_trainable
+from evenload.planning.strategies.registry import require_layouts, require_trainable
 from evenload.runtime.comm.mesh import Mesh, Meshes, create_meshes, most_of_ranks, warm_up
 from evenload.runtime.device import rank_device, require_device, use_deterministic_kernels
 from evenload.runtime.model.export_files import require_same_token_ids
@@ -59,7 +59,6 @@ def require_runnable(config: TrainConfig) -> ParallelLayout:
     for one in layouts:
         require_layout(hf_config, one)
         require_supported_layout(spec, one)
-    require_shared_documents(config.plan.options, spec)
     require_layouts(config.plan.strategy, layout, len(layouts))
     require_optimizer(config, spec, len(layouts))
     if config.plan.twin_bytes is not None and len(layouts) == 1:

@@ -427,10 +427,6 @@ def require_supported_layout(model: ModelSpec, layout: ParallelLayout) -> None:
             f"layout {layout.describe()}: {heads} query and {kv_heads} key/value heads of {model.name} do not divide "
             f"over tp={layout.tp}; they do over tp={', '.join(map(str, fitting))}"
         )
-    if layout.cp > 1 and model.state_functions:
-        raise ConfigError(
-            f"layout {layout.describe()}: {model.unshared_documents}; use cp=1, and pp or dp for more devices"
-        )
     if layout.cp > 1 and not model.may_cut_documents:
         why = "is bidirectional" if not model.causal else f"has {', '.join(model.mixers)}, which needs documents whole,"
         raise ConfigError(

@@ -19,7 +19,7 @@ from evenload.planning.activation_policy import plan_within_host, policies_in_or
 from evenload.planning.cp_sharding import repriced_choices
 from evenload.planning.deferral import DelayState, arrivals_of, mean_token_delay_steps, state_after, trained_documents
 from evenload.planning.problem import PlanOptions, ReplicaChoice, StepProblem, imbalance, with_times_that_run
-from evenload.planning.strategies.registry import STRATEGIES, require_shared_documents, strategy_named
+from evenload.planning.strategies.registry import STRATEGIES, strategy_named
 from evenload.schedule.step_collectives import step_end
 from evenload.stepplan.validate import why_not_in_backward
 from evenload.types.columns import SliceColumns
@@ -103,8 +103,7 @@ class StepPlanner:
         waits_at_each: replicas wait for each other at every micro-batch, as some engines do.
 
     Raises:
-        ConfigError: the layout is not supported yet or belongs to another model, or replicas are to share documents
-            whose states pass from slice to slice.
+        ConfigError: the layout is not supported yet or belongs to another model.
     """
 
     def __init__(
@@ -119,7 +118,6 @@ class StepPlanner:
         waits_at_each: bool = False,
     ) -> None:
         self.options = options or PlanOptions()
-        require_shared_documents(self.options, model)
         # Searches price shared packs per document whatever the rule: what rules choose from is known as plans run.
         self.costs = PackCosts(model, coefficients, layout)
         self.layout = layout

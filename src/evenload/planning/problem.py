@@ -266,7 +266,7 @@ class StepProblem:
     @property
     def shares_documents(self) -> bool:
         """Whether replicas may share documents."""
-        return bool(self.options.dp_merge) and self.costs.model.shares_documents
+        return bool(self.options.dp_merge) and self.costs.model.may_cut_documents
 
     def policy_of(self, documents: NDArray[np.int64]) -> NDArray[np.int8] | None:
         """Return the activation policies of some documents; None = all replay."""

@@ -135,22 +135,6 @@ class ModelSpec(Frozen):
         return tuple(dict.fromkeys(one.function for kind in self.kinds for one in kind.states))
 
     @property
-    def shares_documents(self) -> bool:
-        """Whether ranks may share a document: in a context-parallel group, or as replicas (`dp_merge`)."""
-        return self.may_cut_documents and not self.state_functions
-
-    @property
-    def unshared_documents(self) -> str:
-        """Say why ranks share no documents; "" = they may."""
-        if self.shares_documents or not self.may_cut_documents:
-            return self.whole_documents
-        functions = ", ".join(self.state_functions)
-        return (
-            f"documents of {self.name} are cut into slices and not shared by ranks: {functions} carry a state along "
-            "them, from slice to slice"
-        )
-
-    @property
     def kind_counts(self) -> tuple[int, ...]:
         """Count the layers of every kind."""
         counts = Counter(self.layers)

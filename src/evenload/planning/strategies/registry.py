@@ -2,7 +2,8 @@
 
 Adding one: CONTRIBUTING.md. Decided here, too: whether a run may use a strategy, and whether its replicas share
 documents by default, on for the strategies that can, because their plans share only where that is faster by
-prediction; off with one replica, costs that know no link between replicas, or a model whose documents are not shared.
+prediction; off with one replica, costs that know no link between replicas, or a model whose layers carry states,
+as what sharing these takes is not priced.
 """
 
 import msgspec
@@ -97,22 +98,14 @@ def require_layouts(name: str, layout: ParallelLayout, num_layouts: int) -> None
         )
 
 
-def require_shared_documents(options: PlanOptions, model: ModelSpec) -> None:
-    """Raise `ConfigError` where replicas are to share documents of a model whose states pass from slice to slice."""
-    if options.dp_merge and model.state_functions:
-        raise ConfigError(
-            f"plan.options.dp_merge is true, and {model.unshared_documents}; leave it out: long documents are cut into "
-            "slices of one replica"
-        )
-
-
 def decide_dp_merge(
     options: PlanOptions, strategy: str, model: ModelSpec, layout: ParallelLayout, coefficients: CostCoefficients
 ) -> tuple[PlanOptions, str]:
     """Set `dp_merge` where the strategy reads it, and say what was decided ("" = nothing to say)."""
-    if not strategy_named(strategy).shares_documents or layout.dp == 1 or model.state_functions:
-        return options, ""
     merge, why = options.dp_merge, "plan.options.dp_merge"
+    is_unpriced = merge is None and bool(model.state_functions)
+    if not strategy_named(strategy).shares_documents or layout.dp == 1 or is_unpriced:
+        return options, ""
     if merge is None:
         merge = coefficients.group_link_or_none(layout.dp * layout.cp, stride=layout.tp) is not None
         off, unknown = "plan.options.dp_merge = false turns it off", "the costs know no link between replicas"
