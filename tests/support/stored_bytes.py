@@ -36,5 +36,4 @@ def assert_bytes_match_the_memory_model(plan: StepPlan, model: ModelSpec, measur
                 total = np.sum([[*one["running"], *one["after"]] for one in kinds], axis=0)
                 # A forward's final hidden states come after its offloaded layers have left, so its peak may be lower.
                 is_offloaded = ranks[0].peak_host > 0
-                print("TOTAL", pp_rank, ranks[0].peak, total.max(initial=0), is_offloaded)
                 assert ranks[0].peak == total.max(initial=0) or (is_offloaded and ranks[0].peak < total.max())
