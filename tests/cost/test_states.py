@@ -1,6 +1,7 @@
 """States along documents: their work, their bytes at cuts, calls for slices, and what may not share documents."""
 
 import random
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from cost_samples import cut_documents, documents, recurrent_model, sample_coefficients, sample_model
 from evenload.calibrate.fit import fit_relative
-from evenload.calibrate.rounds import QUICK_ROUNDS, LayerShares, pack_features
+from evenload.calibrate.rounds import QUICK_ROUNDS, pack_features, shares_of
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.coefficients import MeasuredOn, PassCoefficients
 from evenload.cost.layer_counts import (
@@ -207,10 +208,11 @@ def test_ledgers_of_random_plans_are_those_of_a_naive_simulation(schedule: str) 
 
 
 @settings(max_examples=100, deadline=None)
-@given(cut_documents(), st.integers(1, 4), st.booleans())
-def test_the_core_prices_states_as_the_reference(case, pp: int, analytic: bool) -> None:
+@given(cut_documents(), st.integers(1, 4), st.booleans(), st.sampled_from([(0, 1, 2, 0), (0, 0, 0, 0), (1, 1, 1, 0)]))
+def test_the_core_prices_states_as_the_reference(case, pp: int, analytic: bool, layers) -> None:
+    """Also of models without attention, and where a stage has no states."""
     lengths, forward, backward = case
-    model, layout = recurrent_model(), even_layout(4, pp=pp)
+    model, layout = recurrent_model().with_layers(layers), even_layout(4, pp=pp)
     coefficients = sample_coefficients()
     if analytic:
         coefficients = analytic_coefficients(model, cluster_of("h100", 8), layout)
@@ -286,10 +288,10 @@ def test_a_data_sheet_prices_states_three_times_backward() -> None:
 
 def test_a_fit_finds_what_a_slice_costs_layers_with_states() -> None:
     """Of layers timed together, each with its share of slices, prices of the mean layer come back."""
-    shares = kind_shares(recurrent_model())
-    columns = shares.linear.tolist(), shares.attention.tolist(), shares.keys.tolist(), shares.pieces.tolist()
-    layers = [LayerShares(*one[:3], 0, one[3]) for one in zip(*columns, strict=True)]
-    timed = [layers[kind] for kind in (0, 1, 0)]
+    model = recurrent_model()
+    timed = shares_of(SimpleNamespace(model=SimpleNamespace(layers=(0, 1, 3))), model, model)  # type: ignore[arg-type]
+    assert [one.pieces for one in timed] == [9 / 6, 1 / 6, 9 / 6]
+    assert [one.attention for one in timed] == [0, 1, 0]
     truth = np.array([2e-6, 3e-5, 1e-4, 4e-9, 1e-8])
     packs = [ranges for rounds in QUICK_ROUNDS for ranges in rounds]
     features = [pack_features(ranges, timed) for ranges in packs]
