@@ -58,10 +58,9 @@ def test_work_of_a_token_by_hand() -> None:
     assert scan.products == 3 * 32 + 32 * (18 + 8)
     row_by_row = msgspec.structs.replace(scan, function="mamba_selective_scan")
     assert row_by_row.products == 3 * 32
-    recurrent, _, both = recurrent_model().kinds
+    recurrent, attention, both = recurrent_model().kinds
     assert recurrent.state_products == 40 + scan.products
-    assert recurrent.repeated_products == 2 * 40 + scan.products, "outputs of a convolution are made again, too"
-    assert both.repeated_products == scan.products
+    assert (attention.state_products, both.state_products) == (0, scan.products)
 
 
 def test_flops_count_states_forward_and_twice_backward() -> None:
@@ -91,13 +90,13 @@ def test_a_layer_names_its_states_and_measured_costs_belong_to_them() -> None:
         require_measured_on(measured, msgspec.structs.replace(model, kinds=(*model.kinds[:2], other)), "cost file")
 
 
-def test_scans_are_kept_a_token_under_every_policy_and_convolutions_not() -> None:
-    """An input of 8, and 18 outputs of in_proj under replay; a scan's 8. Layers without attention keep no keys."""
+def test_what_functions_give_is_not_kept_and_layers_without_attention_keep_no_keys() -> None:
+    """An input of 8, and 18 outputs of in_proj under replay."""
     rates = byte_rates(recurrent_model(), even_layout(4, pp=4))
-    assert rates.chunk[:, 0].tolist() == [2 * (8 + 18 + 8), 2 * (8 + 8), 0]
+    assert rates.chunk[:, 0].tolist() == [2 * (8 + 18), 2 * 8, 0]
     assert rates.kv.tolist() == [0, 16, 16, 0]
     dense = byte_rates(sample_model(num_layers=4), even_layout(4, pp=4))
-    assert (rates.chunk - dense.chunk)[:, 2].tolist() == [16, 16, 0]
+    np.testing.assert_array_equal(rates.chunk[:, 1:3], dense.chunk[:, 1:3])
 
 
 @pytest.mark.parametrize(
@@ -278,8 +277,7 @@ def test_a_data_sheet_prices_states_three_times_backward() -> None:
     flop_s = costs.stage_seconds["forward"][0, 3] / (2 * (208 + STATE_SLOWNESS * kind.state_products))
     # The last stage's backward has the head, too.
     head_s = costs.coefficients.head_s_per_token
-    again = 2 * 40 + kind.states[1].products
-    expected = 2 * flop_s * (2 * 208 + STATE_SLOWNESS * (2 * kind.state_products + again)) + head_s
+    expected = 2 * flop_s * (2 * 208 + STATE_SLOWNESS * 3 * kind.state_products) + head_s
     assert costs.stage_seconds["backward"][0, 3] == pytest.approx(expected)
     # W defers the products of gradients and inputs, half of a backward's, and nothing of states.
     layer = costs.coefficients.split_share(model) * costs.coefficients.backward.linear_s_per_token

@@ -88,9 +88,7 @@ def recurrent_model(**changes: Any) -> ModelSpec:
     """Four layers of three kinds: a convolution before a scan, attention, and a scan beside attention. A document's
     state at a cut has 3·10 elements of a convolution and 2·4·4 of a scan, in bf16 30·2 + 32·4 = 188 bytes."""
     dense = sample_model(num_layers=4)
-    convolution = StateKind(
-        function="causal_conv1d_fn", inputs=10, outputs=10, state=30, is_wide=False, is_recorded=False
-    )
+    convolution = StateKind(function="causal_conv1d_fn", inputs=10, outputs=10, state=30, is_wide=False)
     scan = StateKind(function="mamba2_chunk_scan", inputs=18, outputs=8, state=32)
     products = (
         Product(name="in_proj", inputs=8, outputs=18),

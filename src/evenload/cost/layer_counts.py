@@ -13,7 +13,7 @@ the layers of stages.
     offload    the same tensors as `replay`, copied to host memory while the pack runs, back before its backward
 
 Router logits and what they choose are kept under every policy on the device: computed again in another batch they could
-choose other experts. So are outputs of scans, like attention's; those of convolutions are made again. With norms behind
+choose other experts. What functions that carry a state give is kept under none: every backward runs them. With norms behind
 the blocks (Gemma 2 and 3, OLMo 2) the output of the down projection is kept too. K and V stay on the device, for later
 slices read them. Under tensor parallelism a device holds its heads and its columns of the feed-forward block; hidden
 states are split over tokens; key/value heads fewer than devices are copied.
@@ -49,8 +49,9 @@ STATE_SLOWNESS = 8.0
 """Seconds of a multiply-add in functions that carry a state, small products between elementwise work, over one of a
 layer's matrix products; as transformers' own functions take on a CPU, and assumed of GPUs."""
 STATE_CALL_SLICES = 4.0
-"""What a slice costs a function that carries a state, which is called for every slice, over what it costs attention,
-whose kernels take all slices at once; assumed, some 8 kernels (`cost.analytic.SLICE_SHARE_OF_KERNEL`)."""
+"""What a slice costs a function that carries a state, which is called slice by slice or gets its inputs put together,
+over what it costs attention, whose kernels take slices where they lie; assumed (`cost.analytic.SLICE_SHARE_OF_KERNEL`).
+"""
 BACKWARD_LINEAR_RATIO = 2.0  # Backward / forward cost of matrix products: dX and dW
 BACKWARD_ATTENTION_RATIO = 2.5
 """Backward / forward cost of flash attention: scores again, dQ, dK, dV, dP (5 products against 2)."""
@@ -122,7 +123,7 @@ def _shares(kinds: tuple[LayerKind, ...], of_kinds: tuple[int, ...]) -> KindShar
     counts = np.array(of_kinds, np.float64)
     products = np.array([kind.active_products for kind in kinds], np.float64)
     linear = products + STATE_SLOWNESS * np.array([kind.state_products for kind in kinds], np.float64)
-    repeated = np.array([kind.mixed_products + STATE_SLOWNESS * kind.repeated_products for kind in kinds])
+    repeated = linear - products + np.array([kind.mixed_products for kind in kinds], np.float64)
     pieces = np.array([1.0 + STATE_CALL_SLICES * len(kind.states) for kind in kinds])
     unread = np.array([kind.unread_products for kind in kinds], np.float64)
     pairs = np.array([kind.attention.pair_width if kind.attention else 0 for kind in kinds], np.float64)
@@ -243,7 +244,6 @@ def activation_bytes_per_token(model: ModelSpec, policy: ActivationPolicy = "rep
         if attention and attention.is_kept:
             heads = attention.heads // tp
             kept, numbers_bytes = kept + heads * attention.value_dim, statistic * heads
-        kept += sum(one.outputs for one in kind.states if one.is_recorded)
         if experts:
             # Routers run on own rows.
             kept += -(-experts.router // tp) + experts.is_read * -(-experts.width // tp)

@@ -131,7 +131,6 @@ class StateKind(Frozen, omit_defaults=True):
         inputs, outputs: elements a token of what it reads and gives.
         state: elements of the state of a document.
         is_wide: the state is of fp32 where the model is of less.
-        is_recorded: outputs are kept for backward; those of a convolution are made again.
     """
 
     function: str
@@ -139,7 +138,6 @@ class StateKind(Frozen, omit_defaults=True):
     outputs: int
     state: int
     is_wide: bool = True
-    is_recorded: bool = True
 
     def __post_init__(self) -> None:
         known = (_CONVOLUTION, *_IN_CHUNKS, _ROW_BY_ROW)
@@ -226,12 +224,6 @@ class LayerKind(Frozen, omit_defaults=True):
     def state_products(self) -> int:
         """Multiply-adds of a token in functions that carry a state."""
         return sum(one.products for one in self.states)
-
-    @property
-    def repeated_products(self) -> int:
-        """Of functions that carry a state, what every backward runs again: each for its gradients, and those whose
-        outputs are not kept once more for these."""
-        return sum(one.products * (1 if one.is_recorded else 2) for one in self.states)
 
     @property
     def mixed_products(self) -> int:
