@@ -13,7 +13,7 @@ the layers of stages.
     offload    the same tensors as `replay`, copied to host memory while the pack runs, back before its backward
 
 Router logits and what they choose are kept under every policy on the device: computed again in another batch they could
-choose other experts. What functions that carry a state give is kept under none: every backward runs them. With norms behind
+choose other experts. What functions that carry a state give is kept under none: backward runs them. With norms behind
 the blocks (Gemma 2 and 3, OLMo 2) the output of the down projection is kept too. K and V stay on the device, for later
 slices read them. Under tensor parallelism a device holds its heads and its columns of the feed-forward block; hidden
 states are split over tokens; key/value heads fewer than devices are copied.
