@@ -15,7 +15,7 @@ from evenload.calibrate.rounds import QUICK_ROUNDS, pack_features, shares_of
 from evenload.cost.analytic import analytic_coefficients
 from evenload.cost.coefficients import MeasuredOn, PassCoefficients
 from evenload.cost.layer_counts import (
-    STATE_CALL_SLICES,
+    SCAN_SLICES,
     STATE_SLOWNESS,
     forward_flops,
     kind_shares,
@@ -241,14 +241,14 @@ def test_cuts_of_the_other_direction_are_counted(case) -> None:
 
 
 def test_a_slice_costs_the_calls_of_its_layers() -> None:
-    """Layers of 2, 0, 1 and 2 functions: 1 + 4·functions slices each, of 24 in all."""
+    """Layers of 1, 0, 1 and 1 scans: 1 + 8·scans slices each, of 28 in all. A convolution takes all slices at once."""
     model = recurrent_model()
     shares = kind_shares(model)
-    assert STATE_CALL_SLICES == 4
-    assert shares.mean_pieces == 6
-    assert shares.pieces.tolist() == [9 / 6, 1 / 6, 5 / 6]
+    assert SCAN_SLICES == 8
+    assert shares.mean_pieces == 7
+    assert shares.pieces.tolist() == [9 / 7, 1 / 7, 9 / 7]
     costs = PackCosts(model, sample_coefficients(), even_layout(4, pp=4))
-    np.testing.assert_allclose(costs.stage_seconds["forward"][1], 0.01 * np.array([9, 1, 5, 9]) / 6)
+    np.testing.assert_allclose(costs.stage_seconds["forward"][1], 0.01 * np.array([9, 1, 9, 9]) / 7)
     same = kind_shares(sample_model())
     assert (same.pieces.tolist(), same.mean_pieces) == ([1.0], 1.0)
 
@@ -288,7 +288,7 @@ def test_a_fit_finds_what_a_slice_costs_layers_with_states() -> None:
     """Of layers timed together, each with its share of slices, prices of the mean layer come back."""
     model = recurrent_model()
     timed = shares_of(SimpleNamespace(model=SimpleNamespace(layers=(0, 1, 3))), model, model)  # type: ignore[arg-type]
-    assert [one.pieces for one in timed] == [9 / 6, 1 / 6, 9 / 6]
+    assert [one.pieces for one in timed] == [9 / 7, 1 / 7, 9 / 7]
     assert [one.attention for one in timed] == [0, 1, 0]
     truth = np.array([2e-6, 3e-5, 1e-4, 4e-9, 1e-8])
     packs = [ranges for rounds in QUICK_ROUNDS for ranges in rounds]
