@@ -18,6 +18,7 @@ std::vector<uint8_t> cut_documents(const PackView& forward, const PackView& back
     return cut;
 }
 
+// O(slices · log(slices of a document)).
 BackwardCuts backward_cuts(const PackView& forward, const PackView& backward, size_t num_documents) {
     std::vector<std::vector<int64_t>> starts(num_documents);
     for (size_t i = 0; i < backward.doc.size(); ++i) {

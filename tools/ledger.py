@@ -203,7 +203,7 @@ def plan_again(inputs: BenchInputs, coefficients: CostCoefficients, strategy: st
     Raises:
         ConfigError, DataError, InfeasiblePlanError: it cannot be planned any more.
     """
-    options, _ = decide_dp_merge(plan_options(inputs.options), strategy, inputs.layout, coefficients)
+    options, _ = decide_dp_merge(plan_options(inputs.options), strategy, inputs.model, inputs.layout, coefficients)
     planner = StepPlanner(inputs.model, coefficients, inputs.layout, inputs.memory_cap_bytes, options, host=inputs.host)
     result = inputs.batches[batch]
     documents = tuple(

@@ -38,8 +38,8 @@ FLOPS_PER_MEMORY_BYTE = 300.0
 OPTIMIZER_BYTES_PER_PARAMETER = 30.0
 """AdamW reads gradient, master and two moments in fp32, writes the last three and the bf16 weight."""
 SLICE_SHARE_OF_KERNEL = 1 / 20
-"""A slice inside a varlen kernel costs index work only; assumed a twentieth of a pack's launches. Functions that carry
-a state take more of it (`cost.layer_counts.STATE_CALL_SLICES`)."""
+"""A slice inside a varlen kernel costs index work only; assumed a twentieth of a pack's launches. Scans take more
+of it (`cost.layer_counts.SCAN_SLICES`)."""
 CHUNKED_RINGS = 6
 """Of the 10 transfers of hidden states of a layer, those in chunks (`runtime/replay/tensor_parallel.py`)."""
 HIDING_SHARE = 0.5  # Of a layer's matrix products, those that run while its tensor-parallel transfers are under way

@@ -13,10 +13,10 @@ the layers of stages.
     offload    the same tensors as `replay`, copied to host memory while the pack runs, back before its backward
 
 Router logits and what they choose are kept under every policy on the device: computed again in another batch they could
-choose other experts. Outputs of scans and convolutions are made again. With norms behind the blocks (Gemma 2 and 3,
-OLMo 2) the output of the down projection is kept too. K and V stay on the device, for later slices read them. Under
-tensor parallelism a device holds its heads and its columns of the feed-forward block; hidden states are split over
-tokens; key/value heads fewer than devices are copied.
+choose other experts. What functions that carry a state give is kept under none: backward runs them. With norms behind
+the blocks (Gemma 2 and 3, OLMo 2) the output of the down projection is kept too. K and V stay on the device, for later
+slices read them. Under tensor parallelism a device holds its heads and its columns of the feed-forward block; hidden
+states are split over tokens; key/value heads fewer than devices are copied.
 
 Workspace of attention's backward, of one layer of one backward pack with T rows in n slices that see K keys; H query
 heads, G key heads of dimension D, e bytes an element. As FlashAttention 2's kernels in torch make it (`mha_varlen_bwd`
@@ -47,10 +47,10 @@ from evenload.types.model import AttentionKernels, ModelSpec
 
 STATE_SLOWNESS = 8.0
 """Seconds of a multiply-add in functions that carry a state, small products between elementwise work, over one of a
-layer's matrix products; as transformers' own functions take on a CPU, and assumed of GPUs."""
-STATE_CALL_SLICES = 4.0
-"""What a slice costs a function that carries a state, which is called for every slice, over what it costs attention,
-whose kernels take all slices at once; assumed, some 8 kernels (`cost.analytic.SLICE_SHARE_OF_KERNEL`)."""
+layer's matrix products: a token takes small recurrent layers of three families 2.6, 3.0 and 1.1 times as long as their
+layers of attention on a CPU, and by this number 2.7, 2.8 and 1.1 times. Assumed of GPUs."""
+SCAN_SLICES = 8.0
+"""What a slice costs a scan, which is called slice by slice, over what it costs attention: 5 and 13 there."""
 BACKWARD_LINEAR_RATIO = 2.0  # Backward / forward cost of matrix products: dX and dW
 BACKWARD_ATTENTION_RATIO = 2.5
 """Backward / forward cost of flash attention: scores again, dQ, dK, dV, dP (5 products against 2)."""
@@ -122,8 +122,8 @@ def _shares(kinds: tuple[LayerKind, ...], of_kinds: tuple[int, ...]) -> KindShar
     counts = np.array(of_kinds, np.float64)
     products = np.array([kind.active_products for kind in kinds], np.float64)
     linear = products + STATE_SLOWNESS * np.array([kind.state_products for kind in kinds], np.float64)
-    repeated = np.array([kind.mixed_products + STATE_SLOWNESS * kind.state_products for kind in kinds])
-    pieces = np.array([1.0 + STATE_CALL_SLICES * len(kind.states) for kind in kinds])
+    repeated = linear - products + np.array([kind.mixed_products for kind in kinds], np.float64)
+    pieces = np.array([1.0 + SCAN_SLICES * sum(one.is_scan for one in kind.states) for kind in kinds])
     unread = np.array([kind.unread_products for kind in kinds], np.float64)
     pairs = np.array([kind.attention.pair_width if kind.attention else 0 for kind in kinds], np.float64)
     keys = np.array([kind.attention.key_width if kind.attention else 0 for kind in kinds], np.float64)

@@ -12,7 +12,6 @@ with a gated block; of others what their kinds have (`cost.layer_counts`):
     dK and dV whole document, T·L·4·2·Hkv·D (8 when e is 8), only for documents cut in BACKWARD, from the first
               backward slice until the slice with start 0 ends: negative `backward_freed_bytes` of the pack that
               allocates them, and in its `backward_temp_bytes`.
-
     states    S bytes a document and cut of functions that carry a state (`StateKind`): of a forward slice the running
               one, taken where it starts after token 0 and left where it ends before the document does, and one for
               every cut of backward in it (its own start too), which the forward leaves behind. A backward slice gives

@@ -12,8 +12,8 @@ a stage is a column of seconds a feature; seconds are one small matrix product. 
   are the mean over ranks, which searches compare; plans promise the slowest rank by its own rows (`cost.pack_pricing`).
 - The first stage carries the embedding in both directions, the last stage's BACKWARD the head. Tensor parallelism
   divides seconds of tokens and pairs by tp and adds its exposed transfers (`cost.group_transfers`).
-- A function that carries a state is called for every slice, and a forward stops where a backward slice begins, to
-  keep the state there: `PackCosts.stops_of`. Cuts that coincide cost one call.
+- A slice costs more where functions carry a state, and a forward stops where a backward slice begins, to keep the state
+  there, which costs like a slice (`PackCosts.stops_of`): cuts that coincide cost least.
 - Recomputed layers and documents pay the products that are made again in backward; an offloaded document makes a pack
   last at least as long as its copies to or from the host.
 """

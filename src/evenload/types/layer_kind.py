@@ -153,12 +153,17 @@ class StateKind(Frozen, omit_defaults=True):
             )
 
     @property
+    def is_scan(self) -> bool:
+        """Whether it is called slice by slice; a convolution takes all slices of a pack at once."""
+        return self.function != _CONVOLUTION
+
+    @property
     def products(self) -> int:
         """Multiply-adds of a token forward. A convolution: its kernel's width for every output, which is one more than
         the inputs of a channel that its state holds. A scan: three for every element of its state, which fades, is
         written and is read. One in chunks also multiplies the rows of a chunk with each other: every element that goes
         in or out with half of them, on average, as later rows are not seen."""
-        if self.function == _CONVOLUTION:
+        if not self.is_scan:
             return self.state + self.outputs
         in_chunk = STATE_CHUNK // 2 * (self.inputs + self.outputs) if self.function in _IN_CHUNKS else 0
         return 3 * self.state + in_chunk
