@@ -2,6 +2,8 @@
 
 import pytest
 
+from hybrid_models import hybrid_model
+
 NAMES = ("isolation", "invariance", "resume", "ledger", "memory")
 
 SETTINGS = """
@@ -12,6 +14,35 @@ pp = 2
 [train]
 steps = 5
 """
+
+
+def test_a_model_alone_is_asked_which_ways_of_packing_leak(tmp_path, monkeypatch, command_here):
+    """Exit code 1 where one does, and the first line answers."""
+    monkeypatch.setenv("COLUMNS", "400")
+    hybrid_model("jamba").config.save_pretrained(tmp_path)
+    code, output, _ = command_here("check", "--model", str(tmp_path))
+    assert output.startswith("Leaks: JambaForCausalLM with sdpa in transformers ")
+    assert "packed by position_ids, + cu_seq_lens, + seq_idx; right: a document a row\n" in output
+    assert "first in model.layers.0.mamba (JambaMambaMixer)" in output
+    assert code == 1
+    code, output, _ = command_here("check", "--model", "qwen2.5-0.5b", "--attention", "eager")
+    assert output.startswith("No leak: Qwen2ForCausalLM with eager")
+    assert code == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "either a CONFIG.toml or --model"),
+        (("config.toml", "--model", "qwen2.5-0.5b"), "either a CONFIG.toml or --model"),
+        (("--model", "nothing-there"), "no config.json there"),
+        (("--model", "qwen2.5-0.5b", "--attention", "none"), "--attention none: "),
+    ],
+)
+def test_what_cannot_be_checked_is_named(command_here, words, message):
+    code, _, errors = command_here("check", *words)
+    assert message in errors
+    assert code == 2
 
 
 @pytest.mark.long

@@ -130,6 +130,12 @@ def test_packed_rows_of_recurrent_layers_leak_or_are_refused_and_a_document_a_ro
     found = check_isolation(model, only("position_ids"))
     assert {leak.target for leak in found.leaks} == {1, 2}, str(found)
     assert all(re.search(r"layers\.0\.(linear_attn|self_attn|mamba|mixer|conv) ", leak.where) for leak in found.leaks)
+    no_index = {key: value for key, value in packed().items() if key != "seq_idx"}
+    if kind in ("qwen3_next", "qwen3_5_text", "olmo_hybrid"):
+        with pytest.raises(ValueError, match="can't keep packed sequences apart"):
+            check_isolation(model, no_index)
+    else:
+        assert not check_isolation(model, no_index, alone=False)
     if kind == "jamba":
         assert not check_isolation(model, packed(), alone=False)
     else:

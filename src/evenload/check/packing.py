@@ -47,6 +47,7 @@ def check_packing(config: PretrainedConfig, attention: str) -> tuple[str, list[V
     Raises a `ConfigError` for an attention that the model does not have.
     """
     with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
         model = build_narrow(narrowed(config))
         try:
             model.set_attn_implementation(attention)
