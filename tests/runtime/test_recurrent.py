@@ -14,8 +14,10 @@ from torch import nn
 import kernel_twins
 from evenload.cost.layer_counts import activation_bytes_per_token, kv_bytes_per_token, weight_elements_per_token
 from evenload.data.hub import model_from_config
+from evenload.errors import ConfigError
 from evenload.runtime.model import state_calls
 from evenload.runtime.model.hf_model import empty_model
+from evenload.runtime.model.model_config import require_one_precision
 from evenload.runtime.model.probe import probe
 from evenload.runtime.replay.document_states import DocumentStates
 from evenload.runtime.replay.store import ActivationStore
@@ -129,6 +131,15 @@ def test_kernels_are_called_as_they_ask(monkeypatch, kind, kernel):
     for packs in CUTS.values():
         assert_equals_plain(config, torch.float64, make_tokens(LENGTHS, config.vocab_size), *packs, 1e-10)
     assert called == {kernel, "causal_conv1d_fn"}
+
+
+def test_stages_of_bfloat16_do_not_send_residuals_of_float32():
+    config = tiny_config("mamba2")
+    with pytest.raises(ConfigError, match=r"parallel.pp is 2, and layers of Mamba2 hand on hidden states in float32"):
+        require_one_precision(config, "bfloat16", 2)
+    require_one_precision(config, "bfloat16", 1)
+    require_one_precision(config, "float32", 2)
+    require_one_precision(tiny_config("bamba"), "bfloat16", 2)
 
 
 # Bytes

@@ -42,7 +42,7 @@ from evenload.runtime.comm.mesh import Mesh, Meshes, create_meshes, most_of_rank
 from evenload.runtime.device import rank_device, require_device, use_deterministic_kernels
 from evenload.runtime.model.export_files import require_same_token_ids
 from evenload.runtime.model.hf_model import require_layout, require_model
-from evenload.runtime.model.model_config import load_config, model_spec
+from evenload.runtime.model.model_config import load_config, model_spec, require_one_precision
 from evenload.runtime.replay.context_attention import require_no_window
 from evenload.runtime.trainer import Trainer
 from evenload.types.layout import ChannelChoice, ParallelLayout, channel_mode
@@ -59,6 +59,7 @@ def require_runnable(config: TrainConfig) -> ParallelLayout:
     for one in layouts:
         require_layout(hf_config, one)
         require_supported_layout(spec, one)
+        require_one_precision(hf_config, config.model.dtype, one.pp)
     require_layouts(config.plan.strategy, layout, len(layouts))
     require_optimizer(config, spec, len(layouts))
     if config.plan.twin_bytes is not None and len(layouts) == 1:

@@ -155,6 +155,16 @@ def require_positions(config: PretrainedConfig, max_document_tokens: int) -> Non
     )
 
 
+def require_one_precision(config: PretrainedConfig, dtype: str, pp: int) -> None:
+    """Raise `ConfigError` where stages would send each other hidden states of another precision than the model's."""
+    if pp > 1 and dtype == "bfloat16" and getattr(config, "residual_in_fp32", False):
+        raise ConfigError(
+            f"parallel.pp is {pp}, and layers of {_name_of(config)} hand on hidden states in float32 (residual_in_fp32 "
+            "in config.json), which bfloat16 stages do not send; set residual_in_fp32 to false there, parallel.pp = 1 "
+            'with parallel.dp, or model.dtype = "float32"'
+        )
+
+
 def position_warning(config: PretrainedConfig, max_document_tokens: int) -> str:
     """Return a warning where documents may be longer than the model's rotary positions reach; "" = they are not."""
     known = getattr(config, "max_position_embeddings", None)
