@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <functional>
 #include <numeric>
 #include <queue>
 #include <set>
@@ -33,6 +34,43 @@ Groups gather(const std::vector<int64_t>& order, const std::vector<int64_t>& gro
     for (int64_t item : order) groups.members[next[group_of[item]]++] = item;
     return groups;
 }
+
+// Groups by the least (work, group) first: a binary heap, whose first may take more work in O(log n).
+class LeastLoaded {
+  public:
+    explicit LeastLoaded(const std::vector<double>& load) {
+        for (size_t group = 0; group < load.size(); ++group) heap_.emplace_back(load[group], static_cast<int64_t>(group));
+        std::make_heap(heap_.begin(), heap_.end(), std::greater{});
+    }
+
+    bool empty() const { return heap_.empty(); }
+    int64_t first() const { return heap_.front().second; }
+
+    void add(double load_s, int64_t group) {
+        heap_.emplace_back(load_s, group);
+        std::push_heap(heap_.begin(), heap_.end(), std::greater{});
+    }
+
+    void remove_first() {
+        std::pop_heap(heap_.begin(), heap_.end(), std::greater{});
+        heap_.pop_back();
+    }
+
+    void set_first(double load_s) {
+        const std::pair<double, int64_t> moved(load_s, heap_.front().second);
+        size_t at = 0;
+        for (size_t below = 1; below < heap_.size(); below = 2 * at + 1) {
+            if (below + 1 < heap_.size() && heap_[below + 1] < heap_[below]) ++below;
+            if (!(heap_[below] < moved)) break;
+            heap_[at] = heap_[below];
+            at = below;
+        }
+        heap_[at] = moved;
+    }
+
+  private:
+    std::vector<std::pair<double, int64_t>> heap_;
+};
 
 // Tournament over keys: the index of the least, equal keys by the lowest index; a key changes in O(log n).
 template <typename T>
@@ -96,9 +134,8 @@ Groups longest_first(std::span<const double> work_s, int64_t num_groups, std::sp
     std::vector<int64_t> group_of(work_s.size());
     std::vector<int64_t> tokens(num_groups, 0), num_items(num_groups, 0);
     std::vector<double> load(num_groups, 0.0);
-    std::set<std::pair<double, int64_t>> open;  // (work, group): the first with room is the one wanted
     std::copy(load_s.begin(), load_s.end(), load.begin());
-    for (int64_t group = 0; group < num_groups; ++group) open.emplace(load[group], group);
+    LeastLoaded open(load);  // the first with room is the one wanted
     // Groups without room for some item before, most free tokens first: they wait outside until an item fits again,
     // which with descending sizes happens to each once, so no item walks past all full groups.
     std::priority_queue<std::pair<int64_t, int64_t>> parked;
@@ -106,28 +143,29 @@ Groups longest_first(std::span<const double> work_s, int64_t num_groups, std::sp
         const int64_t size = capped ? num_tokens[item] : 0;
         if (capped) {
             for (; !parked.empty() && parked.top().first >= size; parked.pop()) {
-                open.emplace(load[parked.top().second], parked.top().second);
+                open.add(load[parked.top().second], parked.top().second);
             }
-            while (!open.empty() && capacity - tokens[open.begin()->second] < size) {
-                const int64_t group = open.begin()->second;
-                parked.emplace(capacity - tokens[group], group);
-                open.erase(open.begin());
+            while (!open.empty() && capacity - tokens[open.first()] < size) {
+                parked.emplace(capacity - tokens[open.first()], open.first());
+                open.remove_first();
             }
         }
         if (open.empty()) {
-            open.emplace(0.0, static_cast<int64_t>(tokens.size()));
+            open.add(0.0, static_cast<int64_t>(tokens.size()));
             tokens.push_back(0);
             num_items.push_back(0);
             load.push_back(0.0);
         }
-        auto node = open.extract(open.begin());  // reuses the node: no allocation per placement
-        const int64_t group = node.value().second;
+        const int64_t group = open.first();
         group_of[item] = group;
         tokens[group] += size;
         load[group] += work_s[item];
-        node.value().first = load[group];
         // A full group can take nothing more: every item has at least one token.
-        if ((!capped || tokens[group] < capacity) && ++num_items[group] < max_items) open.insert(std::move(node));
+        if ((!capped || tokens[group] < capacity) && ++num_items[group] < max_items) {
+            open.set_first(load[group]);
+        } else {
+            open.remove_first();
+        }
     }
     return gather(order, group_of, static_cast<int64_t>(tokens.size()));
 }

@@ -105,22 +105,26 @@ void price_bytes(const CostTable& table, const PackView& forward, const PackView
         }
     }
 
-    const auto by_policy = [&](const std::vector<int64_t>& sums, int64_t pack, const std::vector<int64_t>& each,
-                               int64_t stage) {
-        int64_t total = 0;
-        for (int64_t p = 0; p < kPolicies; ++p) total += sums[pack * kPolicies + p] * each[p * P + stage];
-        return total;
+    // Adds to a pack's row, [stages], what its tokens under every policy take; most packs hold those of one.
+    const auto add_by_policy = [&](const std::vector<int64_t>& sums, int64_t pack, const std::vector<int64_t>& each,
+                                   std::vector<int64_t>& rows) {
+        for (int64_t p = 0; p < kPolicies; ++p) {
+            const int64_t held = sums[pack * kPolicies + p];
+            if (held == 0) continue;
+            for (int64_t s = 0; s < P; ++s) rows[pack * P + s] += held * each[p * P + s];
+        }
     };
     out.forward_kept_bytes.resize(m_f * P);
     out.forward_temp_bytes.resize(m_f * P);
     for (int64_t k = 0; k < m_f; ++k) {
         for (int64_t s = 0; s < P; ++s) {
-            out.forward_kept_bytes[k * P + s] = by_policy(kept, k, table.chunk_bytes, s) + kept_kv[k] * table.kv_bytes[s] +
-                                                kept_states[k] * table.state_bytes[s];
-            out.forward_temp_bytes[k * P + s] =
-                by_policy(kept, k, table.forward_temp_bytes, s) + gathered_forward[k] * table.gathered_forward_bytes +
-                std::max<int64_t>(-kept_states[k], 0) * table.state_bytes[s];
+            out.forward_kept_bytes[k * P + s] =
+                kept_kv[k] * table.kv_bytes[s] + kept_states[k] * table.state_bytes[s];
+            out.forward_temp_bytes[k * P + s] = gathered_forward[k] * table.gathered_forward_bytes +
+                                                std::max<int64_t>(-kept_states[k], 0) * table.state_bytes[s];
         }
+        add_by_policy(kept, k, table.chunk_bytes, out.forward_kept_bytes);
+        add_by_policy(kept, k, table.forward_temp_bytes, out.forward_temp_bytes);
     }
     out.backward_freed_bytes.resize(m_b * P);
     out.backward_temp_bytes.resize(m_b * P);
@@ -130,15 +134,15 @@ void price_bytes(const CostTable& table, const PackView& forward, const PackView
         const int64_t slices = backward.pack_offset[j + 1] - backward.pack_offset[j];
         const int64_t workspace = slices * table.slice_temp_bytes + prefix_keys[j] * table.prefix_key_bytes + grouped;
         for (int64_t s = 0; s < P; ++s) {
-            out.backward_freed_bytes[j * P + s] = by_policy(freed, j, table.chunk_bytes, s) +
-                                                  freed_kv[j] * table.kv_bytes[s] +
+            out.backward_freed_bytes[j * P + s] = freed_kv[j] * table.kv_bytes[s] +
                                                   freed_states[j] * table.state_bytes[s] +
                                                   (closed[j] - opened[j]) * table.kv_gradient_bytes[s];
-            out.backward_temp_bytes[j * P + s] = by_policy(counts, j, table.backward_temp_bytes, s) +
-                                                 std::min(tokens[j], table.head_rows) * table.logits_bytes_per_row[s] +
+            out.backward_temp_bytes[j * P + s] = std::min(tokens[j], table.head_rows) * table.logits_bytes_per_row[s] +
                                                  opened[j] * table.kv_gradient_bytes[s] +
                                                  gathered_backward[j] * table.gathered_backward_bytes + workspace;
         }
+        add_by_policy(freed, j, table.chunk_bytes, out.backward_freed_bytes);
+        add_by_policy(counts, j, table.backward_temp_bytes, out.backward_temp_bytes);
     }
 }
 

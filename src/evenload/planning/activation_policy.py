@@ -25,7 +25,7 @@ from evenload.cost.layer_counts import OFFLOAD, POLICIES, RECOMPUTE, REPLAY
 from evenload.cost.memory import HostMemory, PacksInHostMemory, host_bytes_of_packs
 from evenload.planning.candidates import LOOKAHEADS
 from evenload.planning.deferral import DelayedChoice
-from evenload.planning.problem import Candidate, PolicyOption, ReplicaChoice, StepProblem
+from evenload.planning.problem import Candidate, PolicyOption, ReplicaChoice, SlowerPlanError, StepProblem
 from evenload.schedule.packflow import LIST, LIST_SPLIT, packflow_list
 from evenload.types.pipeline import ActionColumns, PackBytes, PipelineTasks
 from evenload.types.text import format_bytes
@@ -96,18 +96,25 @@ def plan_under_policies(
 ) -> tuple[StepProblem, DelayedChoice]:
     """Return the best answer over policies (`problems`, all stored first): within memory, then the fastest; one within
     memory that takes `enough_s` at most ends the choice. What cannot fit (`can_fit`) is planned only where no policy
-    fits."""
+    fits. Raise `SlowerPlanError` where none can beat a plan that is known (`Effort.to_beat`)."""
     best: tuple[StepProblem, DelayedChoice] | None = None
+    slower: SlowerPlanError | None = None
     promising = [problem for problem in problems if can_fit is None or can_fit(problem)]
     for problem in promising or problems:
-        answer = plan(problem)
         problem.effort.add(1, len(problem.num_tokens))
+        try:
+            answer = plan(problem)
+        except SlowerPlanError as error:
+            slower = error
+            continue
         if best is None or worst_score(answer.choices) < worst_score(best[1].choices):
             best = problem, answer
         excess, seconds = worst_score(answer.choices)
         if not excess and (problem.policy is None or seconds <= enough_s):
             break  # every other policy costs time to save memory
-    assert best is not None, "there is at least one policy"
+    if best is None:
+        assert slower is not None, "there is at least one policy"
+        raise slower
     return best
 
 

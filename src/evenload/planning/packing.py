@@ -10,6 +10,7 @@ are priced at once, because numpy's cost is by the call; replicas with equally m
 
 import itertools
 from bisect import bisect_left, insort
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -195,14 +196,16 @@ def run_packs(
     everyone = whole.doc.astype(np.int64)
     whole = replace(whole, doc=np.arange(len(everyone), dtype=np.int32))
     all_tasks = pipeline_tasks(problem.costs, problem.packs_of(everyone, whole), split=rule.splits_backward)
-    choices: list[ReplicaChoice] = []
     actions: dict[int, ActionColumns] = {}
-    for first, last in itertools.pairwise([0, *itertools.accumulate(map(len, shares))]):
-        count, (lo, hi) = last - first, whole.pack_offset[[first, last]].tolist()
-        columns = replace(whole.pack_range(first, last), doc=np.arange(hi - lo, dtype=np.int32))
-        tasks, documents = all_tasks.rows(first, last), everyone[lo:hi]
-        if rule.reads_times or count not in actions:
-            actions[count] = rule.actions(tasks, problem.cap_bytes)
-        label, own = f"{counted(count, 'pack')}, {rule.name}", problem.packs_of(documents, columns)
-        choices.append(ReplicaChoice(documents, problem.ordered(label, own, tasks, actions[count], rule.name), note))
-    return tuple(choices)
+
+    def choices() -> Iterator[ReplicaChoice]:
+        for first, last in itertools.pairwise([0, *itertools.accumulate(map(len, shares))]):
+            count, (lo, hi) = last - first, whole.pack_offset[[first, last]].tolist()
+            columns = replace(whole.pack_range(first, last), doc=np.arange(hi - lo, dtype=np.int32))
+            tasks, documents = all_tasks.rows(first, last), everyone[lo:hi]
+            if rule.reads_times or count not in actions:
+                actions[count] = rule.actions(tasks, problem.cap_bytes)
+            label, own = f"{counted(count, 'pack')}, {rule.name}", problem.packs_of(documents, columns)
+            yield ReplicaChoice(documents, problem.ordered(label, own, tasks, actions[count], rule.name), note)
+
+    return problem.effort.faster(choices())

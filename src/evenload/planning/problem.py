@@ -9,7 +9,7 @@ that strategy's file, and a table of its name in a configuration: `plan.options.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar, cast
 
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from evenload.cost.memory import ReplicaPacks
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.pack_pricing import pipeline_tasks
-from evenload.errors import ConfigError, DataError
+from evenload.errors import ConfigError, DataError, EvenloadError
 from evenload.schedule.registry import SCHEDULES
 from evenload.schedule.schedule_rule import ScheduleRule
 from evenload.schedule.simulate import simulate
@@ -185,6 +185,10 @@ PRICE_OF_TRIAL_S, PRICE_OF_DOCUMENT_S = 5e-5, 1e-6
 `benchmarks/planning.py` compares them with the clock (`--part price`)."""
 
 
+class SlowerPlanError(EvenloadError):
+    """A plan that cannot beat the one that is known (`Effort.to_beat`)."""
+
+
 @dataclass(eq=False)
 class Effort:
     """Count what planning a step has taken, and end the search where that is too much of a step.
@@ -198,12 +202,14 @@ class Effort:
         share: of the predicted step time, what planning may take.
         trials, documents: tried so far, and the documents in all of them.
         is_cut_short: the search ended although more was to be tried.
+        to_beat: bytes beyond memory and seconds of a known plan; other strategies stop where they are no better.
     """
 
     share: float = float("inf")
     trials: int = 0
     documents: int = 0
     is_cut_short: bool = False
+    to_beat: tuple[int, float] | None = None
 
     def add(self, trials: int, documents: int) -> None:
         """Count trials of so many documents each."""
@@ -214,6 +220,15 @@ class Effort:
     def seconds(self) -> float:
         """Return the price of all trials."""
         return PRICE_OF_TRIAL_S * self.trials + PRICE_OF_DOCUMENT_S * self.documents
+
+    def faster(self, choices: Iterable["ReplicaChoice"]) -> tuple["ReplicaChoice", ...]:
+        """Collect the choices of a plan; raise `SlowerPlanError` at the first replica that does not beat `to_beat`."""
+        result: list[ReplicaChoice] = []
+        for choice in choices:
+            if self.to_beat is not None and choice.candidate.score() >= self.to_beat:
+                raise SlowerPlanError("a better plan is known")
+            result.append(choice)
+        return tuple(result)
 
     def may_go_on(self, best: tuple[int, float]) -> bool:
         """Check whether more may be tried, and note where it may not: by bytes beyond memory and seconds of the best

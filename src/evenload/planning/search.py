@@ -48,8 +48,6 @@ ENOUGH_WHOLE = 8  # Documents for every stage with which whole ones fill a pipel
 
 CLOSE = 1.02  # Policies whose estimates differ by less count as close
 MOST_CLOSE = 2  # Policies that are searched because they are close, at most
-# Ways of sharing that are rated under every policy, of those rated with everything stored, and with the least.
-MOST_RATED = 2
 
 
 @dataclass(frozen=True)
@@ -280,9 +278,9 @@ Estimate = tuple[int, float]  # Bytes beyond memory, seconds
 
 
 def quick_trials(search: ReplicaSearch, rules: SearchRules) -> list[Trial]:
-    """Return the first trials under the list schedule with whole backwards, which suffice to compare packs."""
+    """Return the first trials under the list schedule, which suffice to compare packs; all where none is under it."""
     first = rules.first(search)
-    return [trial._replace(split=False) for trial in first if trial.order is Order.LIST] or first
+    return [trial for trial in first if trial.order is Order.LIST] or first
 
 
 def rate_merges(problem: StepProblem, merges: Sequence[Merge], rules: SearchRules) -> list[Estimate]:
@@ -365,12 +363,11 @@ def rank_policies(problems: Sequence[StepProblem], rules_of: Callable[[StepProbl
         result.append((estimate, index))
         if not estimate[0] and estimate[1] <= CLOSE * least_s:
             break
-        if not index and len(merges) > 2 * MOST_RATED:
+        if not index and len(merges) > 2:
             # Large groups are best with everything stored, small ones with as little as can be.
             frugal = problems[-1]
-            merges = [
-                merges[at] for at in sorted({*_best(rated), *_best(rate_merges(frugal, merges, rules_of(frugal)))})
-            ]
+            of_frugal = rate_merges(frugal, merges, rules_of(frugal))
+            merges = [merges[at] for at in sorted({one.index(min(one)) for one in (rated, of_frugal)})]
     result.sort()
     (excess, seconds), _ = result[0]
     close = sum(estimate <= (excess, CLOSE * seconds) for estimate, _ in result[:MOST_CLOSE])
@@ -396,7 +393,3 @@ def _estimate(problem: StepProblem, rules: SearchRules, merges: list[Merge]) -> 
     best = [search.best() for search in apart]
     rated = rate_merges(problem, merges, rules)
     return min([(max(one.excess_bytes for one in best), max(one.makespan_s for one in best)), *rated]), rated
-
-
-def _best(rated: list[Estimate]) -> list[int]:
-    return sorted(range(len(rated)), key=rated.__getitem__)[:MOST_RATED]

@@ -18,6 +18,7 @@ Not modelled: gathers of a layout other than the step's; the time between two st
 rank whose last backward is slowed lets the stage before it wait longer. O(replicas · (actions + stages) + units).
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -29,6 +30,7 @@ from evenload.cost.memory import ReplicaPacks
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.units import pack_features, stage_units, unit_shares, unit_transfers
 from evenload.schedule.simulate import Simulation, simulate
+from evenload.types.columns import SliceColumns
 from evenload.types.pipeline import ActionColumns, PipelineTasks
 from evenload.types.timeline import KINDS
 
@@ -170,27 +172,29 @@ def _needed_seconds(
     layout = costs.layout
     needed_s: list[dict[int, float]] = [{} for _ in range(layout.pipeline_ranks)]
     first_s = np.full(layout.pipeline_ranks, np.inf)
+    back_s, head = np.full(layout.pipeline_ranks, np.inf), 1 + costs.model.num_layers
+    packs: list[tuple[SliceColumns, int]] = []
+    firsts: dict[tuple[int, int], list[tuple[int, float, float]]] = {}  # by rank and stage: row, start, seconds
     for replica in replicas:
         actions, simulation = replica.actions, replica.simulation
         forwards = _first_places(actions, layout.num_stages)
-        packs = np.unique(actions.pack[forwards[forwards >= 0]])
-        if not len(packs):
-            continue
-        features = pack_features(costs, [(replica.packs.forward, pack) for pack in packs.tolist()])
         for rank, stage in np.argwhere(forwards >= 0).tolist():
             at = forwards[rank, stage]
             begin_s, seconds = float(simulation.start_s[at]), float(simulation.end_s[at] - simulation.start_s[at])
             first_s[rank] = min(first_s[rank], begin_s)
-            row = int(np.searchsorted(packs, actions.pack[at]))
-            shares = unit_shares(costs, features[row : row + 1], stage, "forward")[0].tolist()
-            for unit, share in zip(stage_units(costs, stage, "forward"), shares, strict=True):
-                needed_s[rank][unit] = min(needed_s[rank].get(unit, np.inf), begin_s + share * seconds)
-        # A rank's first backward, which may read the head, needs all its weights.
-        back = np.flatnonzero(actions.kind != KINDS.index("F"))
-        head = 1 + costs.model.num_layers
-        for rank in np.unique(actions.rank[back]).tolist():
-            begin_s = float(simulation.start_s[back[actions.rank[back] == rank]].min())
-            needed_s[rank][head] = min(needed_s[rank].get(head, np.inf), begin_s)
+            firsts.setdefault((rank, stage), []).append((len(packs), begin_s, seconds))
+            packs.append((replica.packs.forward, int(actions.pack[at])))
+        back = actions.kind != KINDS.index("F")
+        np.minimum.at(back_s, actions.rank[back], simulation.start_s[back])
+    features = pack_features(costs, packs) if packs else np.empty((0, 0))
+    for (rank, stage), found in firsts.items():
+        rows, begin_s, seconds = map(list, zip(*found, strict=True))
+        inside_s = unit_shares(costs, features[rows], stage, "forward") * np.array(seconds)[:, None]
+        units_s = (np.array(begin_s)[:, None] + inside_s).min(axis=0).tolist()
+        needed_s[rank] |= zip(stage_units(costs, stage, "forward"), units_s, strict=True)
+    # A rank's first backward, which may read the head, needs all its weights.
+    for rank in np.flatnonzero(np.isfinite(back_s)).tolist():
+        needed_s[rank][head] = float(back_s[rank])
     return needed_s, np.where(np.isfinite(first_s), first_s, 0.0)
 
 
@@ -276,6 +280,11 @@ class StepEnd:
 
 
 def step_end(costs: PackCosts, replicas: Sequence[SimulatedReplica]) -> StepEnd:
+    return _step_end(costs, tuple(replicas))
+
+
+@functools.lru_cache(maxsize=1)  # a plan is sealed with the end by which it was chosen
+def _step_end(costs: PackCosts, replicas: Sequence[SimulatedReplica]) -> StepEnd:
     packs_s = max(replica.simulation.makespan_s for replica in replicas)
     gathers = _first_gathers(costs, replicas)
     if gathers:

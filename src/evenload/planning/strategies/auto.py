@@ -27,7 +27,7 @@ from evenload.planning.activation_policy import host_excess_bytes, ordered_withi
 from evenload.planning.candidates import Order, ReplicaSearch, Setting, Trial, by_time, score, score_of, trial_under
 from evenload.planning.cp_sharding import repriced_choices
 from evenload.planning.packing import pack_counts
-from evenload.planning.problem import CHOOSE, ReplicaChoice, StepProblem, StrategyOptions
+from evenload.planning.problem import CHOOSE, ReplicaChoice, SlowerPlanError, StepProblem, StrategyOptions
 from evenload.planning.search import SearchResult, SearchRules, best_packs, even_out, share_best, work_s
 from evenload.planning.strategies.slimpack import SLIMPACK, search_policies, slimpack_rules
 from evenload.planning.strategies.strategy import Planned, Strategy
@@ -182,6 +182,7 @@ def plan_auto(problems: Sequence[StepProblem], others: Sequence[Strategy]) -> Pl
     excess, limit_s = score_key = (_excess_bytes(*plans[0]), summed_s(*plans[0])) if plans else (1, math.inf)
     promising = problems if excess else [one for one in problems if one is problems[0] or work_s(one) < limit_s]
     failure: Exception | None = None
+    effort.to_beat = None if excess else (0, limit_s)
     for rival in others:
         if rival.needs_solver or rival.changes_layout or rival.tries_others:
             continue
@@ -194,7 +195,7 @@ def plan_auto(problems: Sequence[StepProblem], others: Sequence[Strategy]) -> Pl
                 continue
             problem, answer = rival.plan_step(promising, enough_s=NO_GAIN * least_s)
             plans.append((problem, _repriced(problem, answer.choices)))
-        except (ConfigError, DataError, InfeasiblePlanError) as error:
+        except (ConfigError, DataError, InfeasiblePlanError, SlowerPlanError) as error:
             # A strategy that does not apply (a document beyond its window) leaves the others.
             failure = error
     if not plans:

@@ -81,7 +81,7 @@ def plan_sequential(problem: StepProblem) -> tuple[ReplicaChoice, ...]:
     window = problem.options.max_pack_tokens
     if window is None:
         raise ConfigError("strategy sequential cuts at windows of max_pack_tokens; set it")
-    return tuple(
+    return problem.effort.faster(
         ReplicaChoice(documents, _candidate(problem, documents, window))
         for documents in _consecutive(problem.num_tokens, problem.layout.dp)
     )
@@ -230,9 +230,12 @@ def plan_balanced(problem: StepProblem) -> tuple[ReplicaChoice, ...]:
         with nullcontext() if enough is None else suppress(InfeasiblePlanError):
             return run_packs(problem, _even_at_every_index(problem))
     replicas = _replicas_with_room(problem) or assign_replicas(problem.document_s, problem.layout.dp)
-    choices = tuple(ReplicaChoice(documents, _best(problem, documents)) for documents in replicas)
+    one_by_one = (ReplicaChoice(documents, _best(problem, documents)) for documents in replicas)
+    if enough is None or limit is None or problem.layout.has_replicated_stages:
+        return problem.effort.faster(one_by_one)
+    choices = tuple(one_by_one)
     most = max(choice.candidate.packs.forward.num_packs for choice in choices) * len(choices)
-    if enough is None or limit is None or most <= enough or problem.layout.has_replicated_stages:
+    if most <= enough:
         return choices
     tight = _windows(problem, limit)  # equal times leave too much room in full packs
     return assign_evenly(problem, tight) if len(tight) <= enough else choices

@@ -16,6 +16,7 @@ the data. Ours: a document that would wait longer than `max_delay_steps` is trai
 grows until everything due fits; a step always trains something while documents wait.
 """
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import Literal
 
@@ -36,7 +37,7 @@ from evenload.planning.deferral import (
     tune_outlier_lengths,
 )
 from evenload.planning.packing import LEFT_OVER, assign_evenly, members_of, pack_greedily
-from evenload.planning.problem import ReplicaChoice, StepProblem, StrategyOptions
+from evenload.planning.problem import ReplicaChoice, SlowerPlanError, StepProblem, StrategyOptions
 from evenload.planning.strategies.strategy import Strategy
 
 MORE_MICRO_BATCHES = (2, 4)  # Multiples of N that are tried too
@@ -214,7 +215,13 @@ def _fastest(
         if not (more == LEFT_OVER).any():
             tried.append(members_of(more, documents, factor * count))
     note = PUBLISHED_NOTE if problem.options.own(WlbOptions).as_published else ""
-    return min((assign_evenly(problem, groups, note) for groups in tried), key=worst_score)
+    plans: list[tuple[ReplicaChoice, ...]] = []
+    for groups in tried:
+        with suppress(SlowerPlanError):
+            plans.append(assign_evenly(problem, groups, note))
+    if not plans:
+        raise SlowerPlanError("a better plan is known")
+    return min(plans, key=worst_score)
 
 
 WLB = Strategy(
