@@ -15,7 +15,7 @@ from evenload.cost.memory import host_memory
 from evenload.data.hub import model_from
 from evenload.errors import EvenloadError
 from evenload.planning.planner import Proposal, StepPlanner
-from evenload.planning.problem import PlanOptions
+from evenload.planning.problem import Effort, PlanOptions, SlowerPlanError
 from evenload.planning.strategies.registry import STRATEGIES
 from evenload.stepplan.plan_file import decode_plan_file, encode_plan_file
 from evenload.stepplan.validate import validate_plan
@@ -131,6 +131,28 @@ def test_more_candidates_are_never_worse_and_plans_do_not_depend_on_the_clock() 
     assert times[1] <= times[0]
     plans = [many.propose(0, documents(lengths), "auto").plan for _ in range(2)]
     assert plans[0] == plans[1]
+
+
+@pytest.mark.parametrize("dp", [2, 4])
+def test_rivals_that_stop_early_change_no_plan(monkeypatch, dp) -> None:
+    """They stop at the first replica that alone is no better than the plan that is known."""
+    own, stopped = Effort.faster, []
+
+    def noting(effort, choices):
+        try:
+            return own(effort, choices)
+        except SlowerPlanError:
+            stopped.append(effort)
+            raise
+
+    def plans():
+        return [tiny_planner(dp, 3).propose(0, documents(long_tailed(count)), "auto").plan for count in (12, 60)]
+
+    monkeypatch.setattr(Effort, "faster", noting)
+    early = plans()
+    assert stopped
+    monkeypatch.setattr(Effort, "faster", lambda effort, choices: tuple(choices))
+    assert plans() == early
 
 
 def test_time_budget_ends_the_search() -> None:
