@@ -100,11 +100,9 @@ class DocumentStates:
         _, doc_id, start = place
         if not start:
             return None
-        state = self._running.pop(place)
-        if start in self._cuts.get(doc_id, ()):
-            self._saved[place] = state
-        else:
-            self._held.count("states", -state.nbytes)
+        if start not in self._cuts.get(doc_id, ()):
+            return self.take(place)
+        state = self._saved[place] = self._running.pop(place)
         return state
 
     def _leave(self, place: Place, end: Tensor) -> None:
@@ -185,6 +183,7 @@ class DocumentStates:
         for place, state in self._begun:
             del self._saved[place]
             # No gradient: nothing that the range computes reads the state.
+            # Counted as the state that it takes the place of.
             self._gradients[place] = torch.zeros_like(state) if state.grad is None else state.grad
         self._begun.clear()
 
