@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from evenload.types.base import Frozen
+from evenload.types.tree import Segment
 
 # `gc=False`: a step has hundreds of thousands of these, which hold only numbers; looking for cycles took as long as
 # planning.
@@ -16,13 +17,15 @@ class Document(Frozen, gc=False):
 
     Args:
         doc_id: unique within the run's epoch order; stable across resumes.
-        num_tokens: at least 1.
-        num_label_tokens: positions that carry a loss (plain text: `num_tokens - 1`).
+        num_tokens: at least 1; of a tree, its unique tokens, which are its rows.
+        num_label_tokens: positions that carry a loss (plain text: `num_tokens - 1`), each as often as it counts.
+        segments: of a tree of sequences that share prefixes, depth first (`types.tree`); () = a plain document.
     """
 
     doc_id: int
     num_tokens: int
     num_label_tokens: int
+    segments: tuple[Segment, ...] = ()
 
 
 class Slice(Frozen, gc=False):

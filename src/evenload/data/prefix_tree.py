@@ -1,0 +1,209 @@
+"""Find the prefixes that token sequences share, and lay each tree of them out as one document (`build_trees`).
+
+Sequences in lexicographic order lie beside those with which they share most, so one pass over common prefixes of
+neighbours gives the trie. A label is of a token: the weight with which the loss of predicting it counts, added up over
+the sequences through it. Price: about a comparison a token, and sorting.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from evenload.errors import DataError
+from evenload.types.tree import Segment, TreeShape
+
+TreeLabels = Literal["sum", "once"]
+"""Whether a token that sequences share is trained as often as they are, or once."""
+
+
+@dataclass(frozen=True, eq=False)
+class PrefixTree:
+    """Holds sequences that share a first token as a tree of n unique tokens in rows, depth first.
+
+    Args:
+        segments: with the parent of each.
+        tokens: int32[n].
+        weights: float64[n], of the loss of predicting each token, added up over sequences; 0 = no label. A root's first
+            token has none.
+        counts: int64[n], how many sequences go through each row.
+        leaves: of every sequence, its place among those given, and the segment that it ends with.
+    """
+
+    segments: tuple[Segment, ...]
+    tokens: NDArray[np.int32]
+    weights: NDArray[np.float64]
+    counts: NDArray[np.int64]
+    leaves: tuple[tuple[int, int], ...]
+
+    @property
+    def num_path_tokens(self) -> int:
+        """Tokens of all sequences."""
+        return int(self.counts.sum())
+
+
+def build_trees(
+    sequences: Sequence[ArrayLike],
+    weights: Sequence[ArrayLike],
+    *,
+    min_shared_tokens: int = 1,
+    labels: TreeLabels = "sum",
+) -> list[PrefixTree]:
+    """Return the trees of sequences, each of at least one token; their order does not depend on that of equal ones.
+
+    Args:
+        sequences: int[n_i] token ids.
+        weights: float[n_i], of the loss of predicting each token; 0 = no label, and a first token has none.
+        min_shared_tokens: a segment is shared only where it has as many; else every sequence computes its own.
+        labels: "once" counts the label of a shared token once, of whichever sequences have one.
+
+    `DataError`: an empty sequence, other than one weight a token, a weight that is not finite, or shared tokens of
+    different weights that cannot count once.
+    """
+    own = [np.asarray(one, np.int32) for one in sequences]
+    counted = _checked(own, weights)
+    order, shared = _in_order(own)
+    if labels == "once":
+        _count_once(own, counted, order, shared)
+    roots, _ = _grow(own, counted, order, shared, range(len(order)), 0, max(1, min_shared_tokens))
+    return [_lay_out(root) for root in roots]
+
+
+def sequences_in_order(sequences: Sequence[ArrayLike]) -> tuple[list[int], NDArray[np.int64]]:
+    """Return places of sequences in lexicographic order, and how many first tokens each shares with the one before."""
+    return _in_order([np.asarray(one, np.int32) for one in sequences])
+
+
+@dataclass(eq=False)
+class _Node:
+    tokens: NDArray[np.int32]
+    weights: NDArray[np.float64]
+    num_sequences: int
+    children: "list[_Node]"
+    ends: list[int]
+    num_rows: int
+
+
+def _checked(sequences: Sequence[NDArray[np.int32]], weights: Sequence[ArrayLike]) -> list[NDArray[np.float64]]:
+    """Return copies of weights, without those of first tokens."""
+    if len(sequences) != len(weights):
+        raise DataError(f"{len(sequences)} sequences have {len(weights)} lists of weights; give one each")
+    found = []
+    for place, (tokens, given) in enumerate(zip(sequences, weights, strict=True)):
+        own = np.array(given, np.float64)
+        if tokens.ndim != 1 or not len(tokens) or own.shape != tokens.shape:
+            raise DataError(
+                f"sequence {place} has tokens of shape {tokens.shape} and weights of shape {own.shape}; give at least "
+                "one token, and one weight for each"
+            )
+        if not np.isfinite(own).all():
+            at = int(np.flatnonzero(~np.isfinite(own))[0])
+            raise DataError(f"sequence {place} has weight {own[at]} at token {at}; weights are finite")
+        own[0] = 0.0
+        found.append(own)
+    return found
+
+
+def _in_order(sequences: Sequence[NDArray[np.int32]]) -> tuple[list[int], NDArray[np.int64]]:
+    # Big-endian bytes of ids without a sign sort as the ids do; equal sequences keep their order.
+    keys = [one.astype(">u4").tobytes() for one in sequences]
+    order = sorted(range(len(sequences)), key=keys.__getitem__)
+    pairs = itertools.pairwise(order)
+    shared = [_num_common(sequences[before], sequences[after]) for before, after in pairs]
+    return order, np.array([0, *shared], np.int64)[: len(order)]
+
+
+def _num_common(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
+    size = min(len(one), len(other))
+    differs = one[:size] != other[:size]
+    return int(differs.argmax()) if differs.any() else size
+
+
+def _count_once(
+    sequences: Sequence[NDArray[np.int32]],
+    weights: list[NDArray[np.float64]],
+    order: Sequence[int],
+    shared: NDArray[np.int64],
+) -> None:
+    """Set to 0 the weights of labels that a sequence before has, in place."""
+    counted = np.zeros(0)
+    for place, size in zip(order, shared.tolist(), strict=True):
+        own, before = weights[place], counted[:size]
+        both = (before != 0) & (own[:size] != 0)
+        if (differs := np.flatnonzero(before[both] != own[:size][both])).size:
+            at = int(np.flatnonzero(both)[differs[0]])
+            raise DataError(
+                f"token {at} of sequence {place} has weight {own[at]:g} and, in another sequence that shares it, "
+                f'{before[at]:g}, so it cannot count once; use tree_labels = "sum", or give shared tokens one weight'
+            )
+        counted = np.concatenate([np.where(before != 0, before, own[:size]), own[size:]])
+        own[:size][both] = 0.0
+
+
+def _grow(
+    sequences: Sequence[NDArray[np.int32]],
+    weights: Sequence[NDArray[np.float64]],
+    order: Sequence[int],
+    shared: NDArray[np.int64],
+    members: range,
+    depth: int,
+    min_shared: int,
+) -> tuple[list[_Node], list[int]]:
+    """Return the nodes behind the `depth` tokens that members of the order share, and the members that end there."""
+    nodes: list[_Node] = []
+    ends: list[int] = []
+    for run in _runs(shared, members, depth + min_shared):
+        first = sequences[order[run.start]]
+        stop = len(first) if len(run) == 1 else min(len(first), int(shared[run.start + 1 : run.stop].min()))
+        if stop == depth:
+            ends.append(order[run.start])
+            continue
+        children, here = [], [order[run.start]]
+        if len(run) > 1:
+            children, here = _grow(sequences, weights, order, shared, run, stop, min_shared)
+        own = np.sum([weights[order[at]][depth:stop] for at in run], axis=0)
+        size = stop - depth + sum(child.num_rows for child in children)
+        nodes.append(_Node(first[depth:stop], own, len(run), children, here, size))
+    nodes.sort(key=lambda node: -node.num_rows)
+    return nodes, ends
+
+
+def _runs(shared: NDArray[np.int64], members: range, least: int) -> Iterator[range]:
+    """Divide members of the order into runs whose neighbours share at least so many tokens."""
+    cuts = [at for at in members[1:] if shared[at] < least]
+    for start, stop in itertools.pairwise([members.start, *cuts, members.stop]):
+        yield range(start, stop)
+
+
+def _lay_out(root: _Node) -> PrefixTree:
+    segments: list[Segment] = []
+    nodes: list[_Node] = []
+    leaves: list[tuple[int, int]] = []
+    waiting = [(root, -1)]
+    while waiting:
+        node, parent = waiting.pop()
+        leaves += [(place, len(nodes)) for place in node.ends]
+        waiting += [(child, len(nodes)) for child in reversed(node.children)]
+        segments.append(Segment(len(node.tokens), parent))
+        nodes.append(node)
+    columns = {
+        "tokens": np.concatenate([node.tokens for node in nodes]),
+        "weights": np.concatenate([node.weights for node in nodes]),
+        "counts": np.concatenate([np.full(len(node.tokens), node.num_sequences, np.int64) for node in nodes]),
+    }
+    return PrefixTree(segments=tuple(segments), leaves=tuple(leaves), **columns)
+
+
+def edges_of(shape: TreeShape, weights: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the rows that predict labelled tokens and the rows of these tokens, by the first; int64[E] each. A row
+    before a branch has an edge for every child."""
+    labelled = np.flatnonzero(weights)
+    rows = labelled - 1
+    segment = np.searchsorted(shape.stops, labelled, side="right")
+    at_start = labelled == shape.starts[segment]
+    rows[at_start] = [shape.row_before(int(one)) for one in segment[at_start]]
+    by_row = np.argsort(rows, kind="stable")
+    return rows[by_row], labelled[by_row]

@@ -1,0 +1,97 @@
+"""Trees of shared prefixes hold every sequence, and every label as often as sequences have it."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evenload.data.prefix_tree import build_trees, edges_of
+from evenload.errors import DataError
+from evenload.types.tree import Piece, RowRun, Segment, TreeShape
+
+SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=12)
+
+
+def ones(sequences):
+    return [np.ones(len(one)) for one in sequences]
+
+
+def path_rows(shape, leaf):
+    return np.concatenate([np.arange(shape.starts[s], shape.stops[s]) for s in shape.path_of(leaf)])
+
+
+def test_the_picture_of_the_module():
+    sequences = [[0, 1, 2, 3], [0, 1, 2, 5], [0, 1, 4]]
+    (tree,) = build_trees(sequences, ones(sequences))
+    shape = TreeShape(tree.segments)
+    assert tree.tokens.tolist() == [0, 1, 2, 3, 5, 4]
+    assert tree.segments == ((2, -1), (1, 0), (1, 1), (1, 1), (1, 0))
+    assert tree.leaves == ((2, 4), (0, 2), (1, 3)) or dict(tree.leaves) == {0: 2, 1: 3, 2: 4}
+    assert shape.positions(0, 6).tolist() == [0, 1, 2, 3, 3, 2]
+    assert shape.ends.tolist() == [6, 5, 4, 5, 6]
+    assert shape.runs_before(4) == [RowRun(0, 2)]
+    assert shape.runs_before(3) == [RowRun(0, 3)]
+    assert shape.pieces(1, 5) == [Piece(0, 1, 2), Piece(1, 2, 3), Piece(2, 3, 4), Piece(3, 4, 5)]
+    assert tree.weights.tolist() == [0, 3, 2, 1, 1, 1]
+    rows, labelled = edges_of(shape, tree.weights)
+    assert list(zip(rows.tolist(), labelled.tolist(), strict=True)) == [(0, 1), (1, 2), (1, 5), (2, 3), (2, 4)]
+    assert (tree.num_path_tokens, shape.longest_path) == (11, 4)
+
+
+@given(SEQUENCES, st.integers(1, 4), st.sampled_from(["sum", "once"]))
+@settings(max_examples=200)
+def test_every_sequence_is_a_path_with_its_labels(sequences, least, labels):
+    weights = ones(sequences)
+    trees = build_trees(sequences, weights, min_shared_tokens=least, labels=labels)
+    places = []
+    for tree in trees:
+        shape = TreeShape(tree.segments)
+        assert shape.num_rows == len(tree.tokens)
+        for place, leaf in tree.leaves:
+            rows = path_rows(shape, leaf)
+            assert tree.tokens[rows].tolist() == sequences[place]
+            assert np.concatenate([shape.positions(a, a + 1) for a in rows]).tolist() == list(range(len(rows)))
+            runs = [*shape.runs_before(leaf), RowRun(int(shape.starts[leaf]), int(shape.stops[leaf]))]
+            assert np.concatenate([np.arange(*run) for run in runs]).tolist() == rows.tolist()
+            places.append(place)
+        rows, labelled = edges_of(shape, tree.weights)
+        for row, token in zip(rows, labelled, strict=True):
+            assert shape.positions(row, row + 1)[0] + 1 == shape.positions(token, token + 1)[0]
+    assert sorted(places) == list(range(len(sequences)))
+    if labels == "sum":
+        assert sum(tree.weights.sum() for tree in trees) == sum(len(one) - 1 for one in sequences)
+    else:
+        distinct = {tuple(one[: n + 1]) for one in sequences for n in range(1, len(one))}
+        assert sum(tree.weights.sum() for tree in trees) == len(distinct)
+    if least == 1:
+        assert sum(len(tree.tokens) for tree in trees) == len(
+            {tuple(s[: n + 1]) for s in sequences for n in range(len(s))}
+        )
+
+
+@given(SEQUENCES)
+def test_a_row_sees_few_runs(sequences):
+    for tree in build_trees(sequences, ones(sequences)):
+        shape = TreeShape(tree.segments)
+        most = max(len(shape.runs_before(at)) + 1 for at in range(len(tree.segments)))
+        assert most <= 1 + np.log2(shape.num_rows) + 1e-9 or most == 1
+
+
+def test_a_short_prefix_is_computed_by_each():
+    sequences = [[1, 2, 3], [1, 2, 4]]
+    assert len(build_trees(sequences, ones(sequences), min_shared_tokens=3)) == 2
+    assert len(build_trees(sequences, ones(sequences), min_shared_tokens=2)) == 1
+
+
+def test_what_cannot_be_a_tree_is_refused():
+    with pytest.raises(
+        DataError, match="token 1 of sequence 1 has weight 2 and, in another sequence that shares it, 1"
+    ):
+        build_trees([[1, 2], [1, 2]], [[0, 1.0], [0, 2.0]], labels="once")
+    with pytest.raises(DataError, match=r"sequence 1 has tokens of shape \(0,\)"):
+        build_trees([[1], []], [[1.0], []])
+    with pytest.raises(DataError, match="sequence 0 has weight nan at token 1"):
+        build_trees([[1, 2]], [[1.0, np.nan]])
+    for segments in ([(2, -1), (1, -1)], [(1, -1), (1, 0), (1, 0), (1, 1)], [(0, -1)], [(1, 3)]):
+        with pytest.raises(DataError, match="of a tree has"):
+            TreeShape([Segment(*one) for one in segments])
