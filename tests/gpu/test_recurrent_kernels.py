@@ -28,7 +28,7 @@ _DELTA = {
 }
 _MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 64, "mamba_chunk_size": 64}
 _WIDE = {"hidden_size": 128, "initializer_range": 0.1}
-# The function of transformers, its kernel, the package; sizes that kernels take, and no experts, which roundings change.
+# The function of transformers, its kernel, the package; sizes that kernels take. No experts: roundings change them.
 CASES = {
     "qwen3_5_text": ("torch_chunk_gated_delta_rule", "chunk_gated_delta_rule", "fla", _DELTA),
     "kimi_linear": (
