@@ -1,5 +1,7 @@
 """`evenload check` as a user runs it: real processes at the layout of the configuration."""
 
+import json
+
 import pytest
 
 from hybrid_models import hybrid_model
@@ -28,6 +30,13 @@ def test_a_model_alone_is_asked_which_ways_of_packing_leak(tmp_path, monkeypatch
     code, output, _ = command_here("check", "--model", "qwen2.5-0.5b", "--attention", "eager")
     assert output.startswith("No leak: Qwen2ForCausalLM with eager")
     assert code == 0
+
+
+def test_a_model_that_is_no_causal_decoder_is_named(tmp_path, command_here):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5"}))
+    code, _, errors = command_here("check", "--model", str(tmp_path))
+    assert "t5 is no causal language model of transformers" in errors
+    assert code == 2
 
 
 @pytest.mark.parametrize(

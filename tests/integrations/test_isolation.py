@@ -268,10 +268,57 @@ def test_any_precision(dtype):
     assert {leak.target for leak in leaking.leaks} == {1, 2}
 
 
-def test_dropout_is_named_instead_of_a_comparison_without_meaning():
-    found = check_isolation(llama(attention_dropout=0.5), packed())
+def test_dropout_is_off_while_documents_are_compared_and_noise_that_stays_is_named():
+    model = llama(attention_dropout=0.5)
+    found = check_isolation(model, packed())
     assert found, str(found)
+    assert found.notes == ()
+    assert {one.attention_dropout for one in model.modules() if hasattr(one, "attention_dropout")} == {0.5}
+
+    class Noisy(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = torch.nn.Embedding(61, 8), torch.nn.Linear(8, 61)
+
+        def forward(self, input_ids, **_):
+            return self.head(torch.nn.functional.dropout(self.embed(input_ids), 0.5))
+
+    found = check_isolation(Noisy(), packed())
     assert "by dropout or a low precision" in found.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("more", "fix"),
+    [
+        ({}, "give use_cache=False: then"),
+        ({"use_cache": False, "attention_mask": torch.ones(1, T, dtype=torch.long)}, "leave out attention_mask: then"),
+    ],
+)
+def test_what_keeps_transformers_from_splitting_a_row_is_the_fix(more, fix):
+    """It splits a row where positions start again, but not with a cache or a mask."""
+    batch = {key: value for key, value in only("position_ids").items() if key != "use_cache"} | more
+    found = check_isolation(llama(), batch)
+    assert len(found.leaks) == 3
+    assert fix in found.summary()
+
+
+def test_labels_of_first_tokens_cross_boundaries():
+    labels = packed()["input_ids"].clone()
+    assert not (found := check_isolation(llama(), packed(labels=labels)))
+    assert found.summary().startswith("Not as alone: the first tokens of 2 documents are labels")
+    labels[0, [LENGTHS[0], LENGTHS[0] + LENGTHS[1]]] = -100
+    assert check_isolation(llama(), packed(labels=labels))
+
+
+def test_padding_at_position_0_is_no_document():
+    positions = torch.cat([torch.arange(11), torch.arange(20), torch.zeros(7, dtype=torch.long)])[None]
+    found = check_isolation(llama(), only() | {"position_ids": positions})
+    assert (found.num_documents, bool(found)) == (2, True)
+
+
+def test_boundaries_that_contradict_each_other_are_told():
+    found = check_isolation(llama(), packed(cu_seq_lens_q=torch.tensor([0, 10, 31, 38])))
+    assert found.notes == ("positions and the given boundaries of documents differ first at token 10",)
 
 
 def test_of_many_documents_some_are_looked_at():
@@ -286,7 +333,20 @@ def test_of_many_documents_some_are_looked_at():
     [
         (only(), None, "nothing says where documents begin"),
         (only(), (T,), "holds one document"),
-        (only(), (3, 4), "documents have 7 tokens, the row 38"),
+        (only(), (3, 4), "documents have 7 tokens in all, the row 38"),
+        (only(), (12, -3, 29), r"lengths are \[12, -3, 29\]; give the tokens"),
+        ("text", None, "the batch must be a dict"),
+        ({"input_ids": torch.arange(5)}, None, r"a tensor input_ids \[rows, tokens\]"),
+        (
+            {"input_ids": torch.zeros(1, 4, dtype=torch.long, device="meta")},
+            None,
+            "input_ids are on meta and the model",
+        ),
+        (
+            {"input_ids": torch.ones(2, 6, dtype=torch.long), "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]] * 2)},
+            None,
+            "the batch has 2 rows of several documents",
+        ),
     ],
 )
 def test_batches_that_show_nothing_are_refused(batch, lengths, message):

@@ -8,7 +8,7 @@ row each. Random weights, float64, on the CPU: what kernels on a GPU make of the
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers import __version__ as transformers_version
 
 from evenload.check.smaller_run import Verdict, judged, skipped
@@ -46,13 +46,16 @@ def check_packing(config: PretrainedConfig, attention: str) -> tuple[str, list[V
 
     Raises a `ConfigError` for an attention that the model does not have.
     """
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise ConfigError(f"{config.model_type} is no causal language model of transformers {transformers_version}")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = build_narrow(narrowed(config))
         try:
             model.set_attn_implementation(attention)
         except (ValueError, ImportError) as error:
-            raise ConfigError(f"--attention {attention}: {' '.join(str(error).split())}") from error
+            other = "" if attention == "eager" else "; try --attention eager"
+            raise ConfigError(f"--attention {attention}: {str(error).splitlines()[0]}{other}") from error
     layers: Any = model.get_submodule(find_layers(model))
     kinds = [frozenset(map(type, layer.modules())) for layer in layers]
     # From the first on, as a configuration names layers by their place; over many, rounding would grow.
@@ -65,7 +68,7 @@ def check_packing(config: PretrainedConfig, attention: str) -> tuple[str, list[V
         except ValueError as error:
             if "packed sequences" not in str(error):
                 raise
-            verdicts.append(skipped(name, "", f"transformers refuses: {error}"))
+            verdicts.append(skipped(name, "", f"refused by transformers: {error}"))
             continue
         text = "; ".join([found.summary(), *found.notes])
         verdicts.append(judged(name, text) if found else judged(name, "", text))

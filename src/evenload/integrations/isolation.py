@@ -32,6 +32,7 @@ _FOR_EVER = -10.0  # f is 5e-5 there
 # Rounding: of what batches of experts of other sizes make of the same row, and of the same document in another row.
 _ROUNDINGS, _SHAKEN, _LEAST = 16.0, 8.0, 1e-5
 _WITHOUT_MEANING = 0.1
+_NO_LABEL = -100
 _SHOWN = 12
 _FIX = "give every document a row of its own, or train with 'evenload train'"
 
@@ -76,6 +77,8 @@ class Isolation:
     Args:
         documents: that were looked at, by their place in the batch.
         notes: what could not be looked at.
+        first_labels: documents whose first token is a label, so that the document before predicts it.
+        fix: what works instead.
     """
 
     num_documents: int
@@ -83,9 +86,11 @@ class Isolation:
     leaks: tuple[Leak, ...]
     differences: tuple[Difference, ...]
     notes: tuple[str, ...]
+    first_labels: int = 0
+    fix: str = _FIX
 
     def __bool__(self) -> bool:
-        return not self.leaks and not self.differences
+        return not (self.leaks or self.differences or self.first_labels)
 
     def raise_if_leaking(self) -> None:
         """Raise an `UnsupportedModelError` with the first line where anything was found."""
@@ -100,14 +105,19 @@ class Isolation:
             where = next((f", first in {leak.where}" for leak in self.leaks if leak.where), "")
             hidden = ", where states last: these gates hide it" * all(leak.is_hidden for leak in self.leaks)
             what = f"{len(getting)} of {count} documents get something of others{where}: up to {largest:.2%} of their"
-            return f"Leaks: {what} gradient{hidden}; {_FIX}"
+            return f"Leaks: {what} gradient{hidden}; {self.fix}"
         if self.differences:
             worst = max(self.differences, key=lambda one: one.size / one.allowed)
             return (
                 f"Not as alone: {count} documents get nothing of each other, but are not trained as in rows of their "
                 f"own: {worst.what} is off by {worst.size:.2%} (rounding: {worst.allowed:.1e}); positions, "
-                f"or states and their gradients at cuts, are wrong; {_FIX}"
+                f"or states and their gradients at cuts, are wrong; {self.fix}"
             )
+        if self.first_labels:
+            what = (
+                f"the first tokens of {self.first_labels} documents are labels, which the documents before them predict"
+            )
+            return f"Not as alone: {what}; set these labels to -100"
         rest = "more was not seen" if self.notes else "each is trained as in a row of its own"
         return f"Isolated: none of {count} documents gets anything of another, and {rest}"
 
@@ -130,27 +140,32 @@ def check_isolation(
 ) -> Isolation:
     """Find out whether documents of a batch get anything of each other; a `ConfigError` for one that cannot show it.
 
-    The model is run in training mode; its weights, gradients, buffers, mode, and torch's random state stay.
+    The model is run in training mode without dropout; its weights, gradients, buffers, mode, and torch's random state
+    stay. Of `labels` only those of first tokens are looked at; the loss is that of every next token.
 
     Args:
         batch: as the trainer gives it: `input_ids` [1, T] of several documents, or [B, T] with a document a row and
             `attention_mask`.
-        lengths: of the documents of [1, T]; default: by cumulative lengths, `seq_idx`, or positions that start again.
-        run: how the model is run; default: `model(**batch).logits`.
+        lengths: of the documents of [1, T]; default: by cumulative lengths, else `seq_idx`, else positions that start
+            again, where tokens at position 0 at the end of the row are padding.
+        run: how the model is run, `run(model, batch)` -> logits [B, T, vocabulary], also of one document; default:
+            `model(**batch).logits`. It gets no labels.
         run_alone: on a document in a row of its own; default: as `run`. Where that cuts documents into slices, give one
             that does not: what is wrong at cuts shows in the comparison.
         max_documents: most that are looked at, evenly chosen; all others stay in the batch.
         alone: compare with documents in rows of their own, which holds gradients of all weights twice.
     """
+    _require_batch(model, batch)
     inputs = {key: value for key, value in batch.items() if key not in _NOT_OF_LOGITS}
     owner = _owner_of(inputs, lengths)
     num_documents = int(owner.max()) + 1
     if num_documents < 2:
         raise ConfigError("the batch holds one document, so none can reach another; give one of several, or lengths=")
     chosen = torch.linspace(0, num_documents - 1, min(num_documents, max(2, max_documents))).round().int().tolist()
-    run = run or _logits_of
-    probe = _Probe(model, inputs, owner, run, (run_alone or run) if alone else None, tuple(chosen))
-    with _untouched(model):
+    of_model = run or _logits_of
+    probe = _Probe(model, inputs, owner, of_model, (run_alone or of_model) if alone else None, tuple(chosen))
+    fix = _FIX
+    with _untouched(model), torch.enable_grad():
         leaks, differences, notes = probe.look()
         with _remembering(model) as has_decays:
             if has_decays:
@@ -160,13 +175,71 @@ def check_isolation(
                 leaks += [replace(one, is_hidden=True) for one in more]
                 differences += [replace(one, is_hidden=True) for one in more_differences if one.what not in names]
                 notes += [f"where states last: {note}" for note in more_notes]
-    found = {"leaks": tuple(leaks), "differences": tuple(differences), "notes": tuple(notes)}
-    return Isolation(num_documents=num_documents, documents=tuple(chosen), **found)
+        if leaks and run is None and (other := _without_cache(model, inputs)):
+            without, what = other
+            if not _Probe(model, without, owner, of_model, None, tuple(chosen)).look()[0]:
+                fix = f"{what}: then this model keeps documents apart"
+    notes += _contradictions(inputs, lengths, owner)
+    found = {"leaks": tuple(leaks), "differences": tuple(differences), "notes": tuple(notes), "fix": fix}
+    first = _num_first_labels(batch.get("labels"), owner)
+    return Isolation(num_documents=num_documents, documents=tuple(chosen), first_labels=first, **found)
+
+
+def _require_batch(model: Any, batch: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"the model is a {type(model).__name__}; give a torch.nn.Module")
+    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    if not isinstance(ids, Tensor) or ids.ndim != 2:
+        raise ConfigError(
+            "the batch must be a dict, as model(**batch) takes it, with a tensor input_ids [rows, tokens]"
+        )
+    device = next((one.device for one in model.parameters()), ids.device)
+    if ids.device != device:
+        raise ConfigError(f"input_ids are on {ids.device} and the model is on {device}; move one to the other")
+
+
+def _without_cache(model: nn.Module, batch: dict[str, Any]) -> tuple[dict[str, Any], str] | None:
+    """Return the batch as transformers splits it at positions that start again, which it does without a cache and
+    without a mask of one row, and what was changed; None = nothing could be."""
+    changes = []
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "use_cache", False) and batch.get("use_cache") is not False:
+        batch, changes = batch | {"use_cache": False}, ["give use_cache=False"]
+    if batch.get("attention_mask") is not None and len(batch["input_ids"]) == 1:
+        batch = {key: value for key, value in batch.items() if key != "attention_mask"}
+        changes.append("leave out attention_mask")
+    return (batch, " and ".join(changes)) if changes else None
+
+
+def _num_first_labels(labels: Any, owner: Tensor) -> int:
+    """Count documents behind others in a row whose first token is a label."""
+    if not isinstance(labels, Tensor) or labels.shape != owner.shape:
+        return 0
+    begins = (owner[:, 1:] != owner[:, :-1]) & (owner[:, 1:] >= 0) & (owner[:, :-1] >= 0)
+    return int((begins & (labels[:, 1:] != _NO_LABEL)).sum())
+
+
+def _contradictions(batch: dict[str, Any], lengths: Sequence[int] | None, owner: Tensor) -> list[str]:
+    """Say where positions start documents elsewhere than what was taken."""
+    positions = next((batch[key] for key in _POSITIONS if batch.get(key) is not None), None)
+    taken = lengths is not None or any(batch.get(key) is not None for key in (*_EDGES, "seq_idx"))
+    if not taken or positions is None or len(owner) > 1 or positions.shape != owner.shape:
+        return []
+    starts = (positions[0].diff() != 1) != (owner[0].diff() != 0)
+    if not starts.any():
+        return []
+    return [f"positions and the given boundaries of documents differ first at token {int(starts.nonzero()[0]) + 1}"]
 
 
 def _logits_of(model: Any, batch: dict[str, Any]) -> Tensor:
     output = model(**batch)
-    return output if isinstance(output, Tensor) else output.logits
+    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    if logits is None:
+        kind = type(output).__name__
+        raise ConfigError(
+            f"model(**batch) gave a {kind} without logits; give run=, a function (model, batch) -> logits"
+        )
+    return logits
 
 
 def _owner_of(batch: dict[str, Any], lengths: Sequence[int] | None) -> Tensor:
@@ -176,17 +249,27 @@ def _owner_of(batch: dict[str, Any], lengths: Sequence[int] | None) -> Tensor:
     if rows > 1:
         mask = batch.get("attention_mask")
         is_own = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
-        if lengths is not None or is_own.shape != ids.shape:
-            raise ConfigError(f"the batch has {rows} rows; give one row of packed documents, or a document a row")
+        positions = next((batch[key] for key in _POSITIONS if batch.get(key) is not None), None)
+        is_packed = False
+        if positions is not None and positions.shape == ids.shape == is_own.shape:
+            is_packed = bool(((positions.diff() < 0) & is_own[:, 1:]).any())
+        if lengths is not None or is_packed or is_own.shape != ids.shape:
+            raise ConfigError(
+                f"the batch has {rows} rows of several documents; give one row of packed documents, or a document a row"
+            )
         return torch.where(is_own, torch.arange(rows, device=ids.device)[:, None], -1)
     edges = next((batch[key] for key in _EDGES if batch.get(key) is not None), None)
     positions = next((batch[key] for key in _POSITIONS if batch.get(key) is not None), None)
     starts = torch.zeros(tokens, dtype=torch.bool, device=ids.device)
     if lengths is not None:
+        if any(not isinstance(one, int) or one < 1 for one in lengths):
+            raise ConfigError(f"lengths are {list(lengths)}; give the tokens of every document, at least 1 each")
         edges = torch.tensor([0, *lengths], device=ids.device).cumsum(0)
     if edges is not None:
         if int(edges[-1]) != tokens:
-            raise ConfigError(f"documents have {int(edges[-1])} tokens, the row {tokens}")
+            raise ConfigError(
+                f"documents have {int(edges[-1])} tokens in all, the row {tokens}; lengths must add up to it"
+            )
         starts[edges[:-1].long()] = True
     elif (index := batch.get("seq_idx")) is not None:
         starts[1:] = index.reshape(-1, tokens)[0].diff() != 0
@@ -195,7 +278,13 @@ def _owner_of(batch: dict[str, Any], lengths: Sequence[int] | None) -> Tensor:
     else:
         raise ConfigError("nothing says where documents begin; give lengths= of the documents of the row")
     starts[0] = True
-    return (starts.cumsum(0) - 1)[None]
+    owner = starts.cumsum(0) - 1
+    if edges is None and batch.get("seq_idx") is None and positions is not None:
+        at_zero = (positions.reshape(-1, tokens)[0] == 0).int()
+        num_zeros = int(at_zero.flip(0).cumprod(0).sum())
+        if 1 < num_zeros < tokens:
+            owner[tokens - num_zeros :] = -1
+    return owner[None]
 
 
 class _Seen(NamedTuple):
@@ -416,15 +505,26 @@ def _alone(batch: dict[str, Any], owner: Tensor, document: int) -> tuple[dict[st
 
 @contextmanager
 def _untouched(model: nn.Module) -> Iterator[None]:
-    """Put the model into training mode, and afterwards all back: modes, buffers, torch's random state."""
+    """Put the model into training mode without dropout, whose noise would hide differences, and afterwards all back:
+    modes, buffers, torch's random state."""
     modes = {module: module.training for module in model.modules()}
+    dropouts = [
+        (module, name, value)
+        for module in modes
+        for name, value in vars(module).items()
+        if isinstance(value, float) and ("dropout" in name or (name == "p" and "Dropout" in type(module).__name__))
+    ]
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     devices = {one.device.index for one in model.parameters() if one.device.type == "cuda"}
     with torch.random.fork_rng(devices=sorted(devices)):
         try:
             model.train()
+            for module, name, _ in dropouts:
+                setattr(module, name, 0.0)
             yield
         finally:
+            for module, name, value in dropouts:
+                setattr(module, name, value)
             for module, mode in modes.items():
                 module.training = mode
             with torch.no_grad():
