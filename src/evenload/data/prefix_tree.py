@@ -72,6 +72,14 @@ def build_trees(
     return [_lay_out(root) for root in roots]
 
 
+def labels_once(sequences: Sequence[ArrayLike], weights: Sequence[ArrayLike]) -> list[NDArray[np.float64]]:
+    """Return weights as `build_trees` counts them "once", of sequences that are then built into several trees."""
+    own = [np.asarray(one, np.int32) for one in sequences]
+    counted = _checked(own, weights)
+    _count_once(own, counted, *_in_order(own))
+    return counted
+
+
 def sequences_in_order(sequences: Sequence[ArrayLike]) -> tuple[list[int], NDArray[np.int64]]:
     """Return places of sequences in lexicographic order, and how many first tokens each shares with the one before."""
     return _in_order([np.asarray(one, np.int32) for one in sequences])
