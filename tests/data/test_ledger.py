@@ -23,6 +23,11 @@ def make_plan(trained, left_out=()):
     )
 
 
+def record(ledger, plan):
+    left = [Document(doc_id=one.doc_id, num_tokens=one.num_tokens, num_label_tokens=0) for one in plan.left_out]
+    ledger.record_step(plan, {one.doc_id: one for one in (*plan.documents, *left)})
+
+
 def tally(documents, tokens):
     return Tally(documents=documents, tokens=tokens)
 
@@ -32,13 +37,13 @@ def test_every_token_ends_up_in_one_row():
     ledger.check(tally(4, 100))
     ledger.add_handed_out(tally(3, 60), tally(0, 0))
     ledger.check(tally(1, 40))
-    ledger.record_step(make_plan([(0, 10)], [(1, 20, "deferred"), (2, 30, "too_long")]))
+    record(ledger, make_plan([(0, 10)], [(1, 20, "deferred"), (2, 30, "too_long")]))
     ledger.check(tally(1, 40))
     state = ledger.state
     assert (state.trained, state.deferred, state.in_flight) == (tally(1, 10), tally(1, 20), tally(0, 0))
     assert state.dropped == {"overlong": tally(1, 50), "too_long": tally(1, 30)}
     ledger.add_handed_out(tally(1, 40), tally(1, 20))  # the deferred document comes again
-    ledger.record_step(make_plan([(1, 20), (3, 40)]))
+    record(ledger, make_plan([(1, 20), (3, 40)]))
     ledger.check(tally(0, 0))
     assert (ledger.state.trained, ledger.state.deferred) == (tally(3, 70), tally(0, 0))
     assert [line.split()[0] for line in ledger.state.lines()] == [
@@ -52,7 +57,7 @@ def test_documents_without_any_label_are_counted_and_told():
     ledger.add_handed_out(tally(4, 61), tally(0, 0))
     lengths = {0: (10, 9), 1: (20, 0), 2: (1, 0), 3: (30, 0)}
     documents = tuple(Document(doc_id=i, num_tokens=n, num_label_tokens=m) for i, (n, m) in lengths.items())
-    ledger.record_step(msgspec.structs.replace(make_plan([]), documents=documents))
+    record(ledger, msgspec.structs.replace(make_plan([]), documents=documents))
     assert (ledger.state.masked, ledger.state.untaught) == (52, 3)
     lines = ledger.state.lines()
     assert "4 documents" in lines[1]
@@ -82,8 +87,8 @@ def test_lost_or_doubled_tokens_are_found():
 def test_noting_a_step_twice_is_refused_and_changes_nothing():
     ledger = Ledger(LedgerState(read=tally(1, 10)))
     ledger.add_handed_out(tally(1, 10), tally(0, 0))
-    ledger.record_step(make_plan([(0, 10)]))
+    record(ledger, make_plan([(0, 10)]))
     before = ledger.state
     with pytest.raises(InvalidPlanError, match="step 3"):
-        ledger.record_step(make_plan([(0, 10)]))
+        record(ledger, make_plan([(0, 10)]))
     assert ledger.state == before

@@ -17,7 +17,8 @@ def test_the_fixed_keys_and_their_order(tmp_path):
         "predicted_step_time_s "
         "reduction_s reduction_hidden_s predicted_reduction_s predicted_reduction_hidden_s "
         "gather_s gather_hidden_s predicted_gather_s predicted_gather_hidden_s "
-        "tokens_per_s mfu mfu_of_data_sheet bubble_fraction imbalance_forward imbalance_backward imbalance_dp "
+        "tokens_per_s path_tokens_per_s tree_token_ratio recomputed_tokens "
+        "mfu mfu_of_data_sheet bubble_fraction imbalance_forward imbalance_backward imbalance_dp "
         "pack_efficiency plan_time_s plan_cut_short data_wait_s peak_memory_bytes predicted_peak_memory_bytes "
         "deferred_documents mean_token_delay_steps layout"
     )

@@ -126,5 +126,10 @@ def test_a_step_takes_what_ranks_tell_each_other_too(gloo_pool):
     assert whole["mfu"] == pytest.approx(0.9 * alone["mfu"])
     assert whole["mfu_of_data_sheet"] == pytest.approx(whole["mfu"] / 2)
     assert whole["predicted_step_time_s"] == alone["predicted_step_time_s"] == plan.predicted.step_time_s
+    assert (alone["path_tokens_per_s"], alone["tree_token_ratio"], alone["recomputed_tokens"]) == (80 / 11, 1.0, 0)
+    tree = msgspec.structs.replace(documents[0], num_path_tokens=130, num_recomputed_tokens=7)
+    trees = row(0.0, msgspec.structs.replace(plan, documents=(tree, documents[1])))
+    assert trees["tokens_per_s"] == alone["tokens_per_s"]
+    assert (trees["path_tokens_per_s"], trees["tree_token_ratio"], trees["recomputed_tokens"]) == (160 / 11, 2.0, 7)
     cut_short = row(0.0, msgspec.structs.replace(plan, is_cut_short=True))
     assert (alone["plan_cut_short"], cut_short["plan_cut_short"]) == (0, 1)

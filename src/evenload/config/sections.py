@@ -251,7 +251,7 @@ class ValidationConfig(RecordSettings):
         batch_documents, batch_tokens: documents that are planned together; unset = as in `[data]`.
         format, record, include: as in `[data]`.
         text_column, messages_column, prompt_column, completion_column, tokens_column: likewise.
-        labels_column, mask_column, ignore_columns, document_end_id, loss_on: likewise.
+        labels_column, mask_column, ignore_columns, document_end_id, loss_on, group_by: likewise.
     """
 
     every_steps: int = 0

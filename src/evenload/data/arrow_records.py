@@ -44,6 +44,7 @@ from evenload.data.records import (
     ValueProblem,
     convert_value,
     cut_ids,
+    make_record,
     make_records,
     other_values,
     rows_at,
@@ -77,7 +78,7 @@ def check_schema(schema: pa.Schema, columns: Sequence[Column], name: str) -> lis
         if len(schema.get_all_field_indices(column.name)) > 1:
             raise DataError(f"{name} has several columns '{column.name}'; rename all but one")
         field, where = schema.field(column.name), f"{name}: column '{column.name}'"
-        if column.is_required and _held_by(field.type) not in (column.kind, "any", *_ALSO_HOLD.get(column.kind, ())):
+        if column.is_required and not (_can_hold(field.type, column.kind) or _is_several(field.type, column.kind)):
             raise DataError(f"{where} is {field.type}, not {KIND_WORDS[column.kind]}; set {column.setting}")
         if unknown := next(_unknown_extensions(field), None):
             raise DataError(f"{where} holds values of the extension type '{unknown}'; write plain ones")
@@ -101,6 +102,8 @@ def arrow_records(arrays: Mapping[str, pa.Array], columns: Sequence[Column], fir
     num_rows = len(next(iter(arrays.values())))
     if not num_rows:
         return iter(())
+    if any(column.is_required and _is_several(arrays[column.name].type, column.kind) for column in columns):
+        return _records_of_several(arrays, columns, first_row)
     problems: dict[int, str] = {}
     required, others = [], [column for column in columns if not column.is_required]
     for column in columns[: len(columns) - len(others)]:
@@ -124,6 +127,28 @@ def arrow_records(arrays: Mapping[str, pa.Array], columns: Sequence[Column], fir
             except ValueProblem as problem:
                 problems.setdefault(row, str(problem))
     return make_records(range(first_row, first_row + num_rows + 1), values, problems)
+
+
+def _records_of_several(arrays: Mapping[str, pa.Array], columns: Sequence[Column], first_row: int) -> Iterator[Record]:
+    """Make records in which a required column holds lists of what it may hold; row by row, as Python values."""
+    none = [None] * len(next(iter(arrays.values())))
+    read = [_plain_values(arrays[column.name], column) if column.name in arrays else (none, {}) for column in columns]
+    problems = {row: problem for _, wrong in reversed(read) for row, problem in wrong.items()}
+    for row, given in enumerate(zip(*(values for values, _ in read), strict=True)):
+        at = first_row + row
+        wrong = row in problems
+        yield Record(at, at + 1, None, problems[row]) if wrong else make_record(columns, given, at, at + 1)
+
+
+def _can_hold(kind: pa.DataType, column: ColumnKind) -> bool:
+    return column in ("any", "group") or _held_by(kind) in (column, "any", *_ALSO_HOLD.get(column, ()))
+
+
+def _is_several(kind: pa.DataType, column: ColumnKind) -> bool:
+    """Tell whether an Arrow type holds lists of what a column may hold, each a sequence."""
+    if _can_hold(kind, column) or not is_list(kind):
+        return False
+    return _held_by(kind.value_type) not in (None, "any") and _can_hold(kind.value_type, column)
 
 
 def _held_by(kind: pa.DataType) -> ColumnKind | None:
@@ -565,14 +590,7 @@ def _make_record(
         if column.is_required and column.name not in example:
             raise DataError(f"{name} has no column '{column.name}', only {', '.join(example)}; set {column.setting}")
         given.append(_without_nulls(example.get(column.name), types.get(column.name)))
-    num_required = sum(column.is_required for column in columns)
-    try:
-        values = [convert_value(column, value) for column, value in zip(columns[:num_required], given, strict=False)]
-        num_tokens = len(values[0]) if columns[0].kind == "tokens" else None
-        others = other_values(columns[num_required:], given[num_required:], num_tokens)
-    except ValueProblem as problem:
-        return Record(offset, offset + 1, None, str(problem))
-    return Record(offset, offset + 1, (*values, *others))
+    return make_record(columns, given, offset, offset + 1)
 
 
 def _without_nulls(value: Any, kind: pa.DataType | None) -> Any:

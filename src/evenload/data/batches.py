@@ -5,7 +5,7 @@ A state is small, independent of the layout, and holds no text or tokens. Restor
 those of deferred documents; it is exact if sources and settings are the same, which the fingerprint checks.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ from evenload.data.blocks import (
     BlockRequest,
     DocumentBlock,
     TokenTable,
+    TreeHeader,
     join_tables,
     make_table,
 )
@@ -105,11 +106,13 @@ class PartState(Frozen, array_like=True):
 
 
 class DeferredDocument(Frozen):
-    """A document that a plan deferred; `has_labels` = its labels may differ from its tokens."""
+    """A document that a plan deferred; `has_labels` = its labels may differ from its tokens, `has_label_counts` = some
+    may be trained more than once."""
 
     document: Document
     place: DocumentPlace
     has_labels: bool
+    has_label_counts: bool = False
 
 
 class LoaderState(Frozen):
@@ -196,7 +199,19 @@ class SampledDocuments:
     num_labels: NDArray[np.int32]
 
     def tally(self) -> Tally:
-        return Tally(documents=len(self.lengths), tokens=int(self.lengths.sum()))
+        tally = Tally(documents=len(self.lengths), tokens=int(self.lengths.sum()))
+        for index, tree in self.trees():
+            shared = max(0, tree.num_path_tokens - int(self.lengths[index]))
+            tally += Tally(shared_tokens=shared, recomputed_tokens=tree.num_recomputed_tokens)
+        return tally
+
+    def trees(self) -> Iterator[tuple[int, TreeHeader]]:
+        """Yield the documents that are trees, by place."""
+        if not any(block.header.trees for block in self.blocks):
+            return
+        for place, (block, row) in enumerate(zip(self.block_of.tolist(), self.rows.tolist(), strict=True)):
+            if (tree := self.blocks[block].header.trees.get(row)) is not None:
+                yield place, tree
 
 
 def join_sampled(runs: Sequence[SampledDocuments]) -> SampledDocuments:
@@ -231,6 +246,7 @@ class GlobalBatch:
 
     Args:
         has_labels: some document's labels differ from its tokens.
+        has_label_counts: some label is trained more than once.
         deferrals: documents that earlier plans deferred, by id.
         is_last: the data has ended and only carried documents are left: the plan must not defer again.
     """
@@ -241,6 +257,7 @@ class GlobalBatch:
     tokens: TokenTable
     sampled: SampledDocuments
     has_labels: bool = False
+    has_label_counts: bool = False
     deferrals: Mapping[int, Deferral] = field(default_factory=dict)
     is_last: bool = False
 

@@ -22,11 +22,13 @@ from numpy.typing import NDArray
 
 from evenload.data.config import DataConfig
 from evenload.data.encoders import IGNORE_INDEX, DocumentEncoder, EncodedDocument
+from evenload.data.groups import Dropped, Outcome, SequenceOutcome, encode_groups, make_documents
 from evenload.data.ledger import Tally
 from evenload.data.part_files import BLOCKS, SEGMENTS, PartFiles, Segment, permutation
 from evenload.data.records import Record, RecordReader, naming
 from evenload.errors import DataError
 from evenload.types.base import Frozen
+from evenload.types.tree import Segment as TreeSegment
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,12 +40,14 @@ class TokenTable(Mapping[int, NDArray[np.int32]]):
         edges: int64[D + 1]; document i has `tokens`, int32[N], `[edges[i], edges[i + 1])`.
         labels: int32[N], the id to be predicted at each token (not shifted), -100 = no loss, as at every first token;
             None = every token but the first is its own label.
+        label_counts: int32[N], how many sequences train each token's label; None = once each.
     """
 
     doc_ids: NDArray[np.int64]
     edges: NDArray[np.int64]
     tokens: NDArray[np.int32]
     labels: NDArray[np.int32] | None = None
+    label_counts: NDArray[np.int32] | None = None
 
     @cached_property
     def _rows(self) -> dict[int, int]:
@@ -63,18 +67,28 @@ class TokenTable(Mapping[int, NDArray[np.int32]]):
         return self.at(self._rows[doc_id]).tokens
 
     def at(self, row: int) -> EncodedDocument:
-        start, stop = self.edges[row], self.edges[row + 1]
-        return EncodedDocument(self.tokens[start:stop], None if self.labels is None else self.labels[start:stop])
+        return EncodedDocument(*self._columns(self.edges[row], self.edges[row + 1]))
 
     def span(self, start: int, stop: int, doc_ids: NDArray[np.int64]) -> "TokenTable":
         """Return rows `[start, stop)` under other ids, as views."""
         low, high = self.edges[start], self.edges[stop]
+        return TokenTable(doc_ids, self.edges[start : stop + 1] - low, *self._columns(low, high))
+
+    def _columns(
+        self, low: int, high: int
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32] | None, NDArray[np.int32] | None]:
+        """Return tokens, labels and label counts of tokens `[low, high)`."""
         labels = None if self.labels is None else self.labels[low:high]
-        return TokenTable(doc_ids, self.edges[start : stop + 1] - low, self.tokens[low:high], labels)
+        counts = None if self.label_counts is None else self.label_counts[low:high]
+        return self.tokens[low:high], labels, counts
 
     def labels_of(self, doc_id: int) -> NDArray[np.int32]:
         """Return a document's labels, int32[num_tokens], -100 at its first token."""
         return _labels_of(self.at(self._rows[doc_id]))
+
+    def label_counts_of(self, doc_id: int) -> NDArray[np.int32]:
+        """Return how many sequences train each of a document's labels, int32[num_tokens]."""
+        return all_label_counts(self.at(self._rows[doc_id]))
 
     def rows(self, doc_ids: Sequence[int]) -> NDArray[np.int64]:
         """Return the rows of documents, int64[n]; -1 for one that is not in the table."""
@@ -92,7 +106,9 @@ def make_table(doc_ids: Sequence[int], documents: Sequence[EncodedDocument]) -> 
     has_labels = any(document.labels is not None for document in documents)
     labels = _join([_labels_of(document) for document in documents]) if has_labels else None
     tokens = _join([document.tokens for document in documents])
-    return TokenTable(np.asarray(doc_ids, dtype=np.int64), edges, tokens, labels)
+    has_counts = any(document.label_counts is not None for document in documents)
+    counts = _join([all_label_counts(document) for document in documents]) if has_counts else None
+    return TokenTable(np.asarray(doc_ids, dtype=np.int64), edges, tokens, labels, counts)
 
 
 def as_token_table(documents: Mapping[int, NDArray[np.int32]]) -> TokenTable:
@@ -109,17 +125,25 @@ def join_tables(tables: Sequence[TokenTable]) -> TokenTable:
     starts = np.cumsum([0, *(len(table.tokens) for table in tables)])
     edges = [table.edges[1:] + start for table, start in zip(tables, starts[:-1], strict=True)]
     has_labels = any(table.labels is not None for table in tables)
+    has_counts = any(table.label_counts is not None for table in tables)
     return TokenTable(
         np.concatenate([np.zeros(0, np.int64), *(table.doc_ids for table in tables)]),
         np.concatenate([np.zeros(1, np.int64), *edges]),
         _join([table.tokens for table in tables]),
         _join([all_labels(table) for table in tables]) if has_labels else None,
+        _join([all_label_counts(table) for table in tables]) if has_counts else None,
     )
 
 
 def all_labels(table: TokenTable) -> NDArray[np.int32]:
     """Return the labels of all documents, int32[N], also where they are the tokens."""
     return _labels_of(table, table.edges[:-1][np.diff(table.edges) > 0])
+
+
+def all_label_counts(documents: EncodedDocument | TokenTable) -> NDArray[np.int32]:
+    """Return how many sequences train each label, int32[N], also where it is one each."""
+    counts = documents.label_counts
+    return np.ones(len(documents.tokens), np.int32) if counts is None else counts
 
 
 def _labels_of(
@@ -166,14 +190,24 @@ class BlockRequest(NamedTuple):
     cursor: BlockCursor
 
 
+class TreeHeader(Frozen, array_like=True):
+    """What all ranks know of a tree of sequences that share prefixes; as in `Document`."""
+
+    segments: tuple[TreeSegment, ...]
+    num_path_tokens: int
+    num_recomputed_tokens: int
+
+
 class BlockHeader(Frozen, array_like=True):
     """A block without its tokens: what all ranks know of it.
 
     Args:
         next_cursor: of the stream's next block; None = the stream ends for this epoch.
         lengths, num_labels: int32[num_documents] as bytes, in sampling order.
-        checksum: CRC-32 of tokens and labels, to notice a source that changed between save and resume.
+        checksum: CRC-32 of tokens, labels and their counts, to notice a source that changed between save and resume.
         dropped: what was read for this block and is in no document, by reason.
+        trees: of the documents that are trees or parts of them, by place in sampling order.
+        has_label_counts: some label is trained more than once.
     """
 
     cursor: BlockCursor
@@ -183,6 +217,20 @@ class BlockHeader(Frozen, array_like=True):
     has_labels: bool
     checksum: int
     dropped: dict[str, Tally]
+    trees: dict[int, TreeHeader]
+    has_label_counts: bool
+
+    def tally(self, lengths: NDArray[np.int32], start: int, stop: int) -> Tally:
+        """Sum up documents `[start, stop)`, whose `lengths` are int32[num_documents]."""
+        tokens = int(lengths[start:stop].sum())
+        trees = [(row, tree) for row, tree in self.trees.items() if start <= row < stop]
+        shared = sum(max(0, tree.num_path_tokens - int(lengths[row])) for row, tree in trees)
+        return Tally(
+            documents=stop - start,
+            tokens=tokens,
+            shared_tokens=shared,
+            recomputed_tokens=sum(tree.num_recomputed_tokens for _, tree in trees),
+        )
 
 
 class DocumentBlock(NamedTuple):
@@ -224,11 +272,6 @@ _BLOCK_RECORDS = 1 << 16
 _CHUNK_RECORDS, _CHUNK_TOKENS = 64, 1 << 16
 
 
-_Dropped = tuple[str, int, int]
-_Outcome = EncodedDocument | str | _Dropped | None
-"""Of a record: its document, problem, what is dropped (reason, documents, tokens), or None = not read."""
-
-
 class _Step(NamedTuple):
     """What one record, or one document of it, adds to a block; `segment`, `offset` and `part` as in `BlockCursor`."""
 
@@ -236,7 +279,7 @@ class _Step(NamedTuple):
     segment: int
     offset: int
     part: int = 0
-    dropped: _Dropped | None = None
+    dropped: Dropped | None = None
 
 
 ReadingSource = tuple[DataConfig, PartFiles, DocumentEncoder]
@@ -320,7 +363,7 @@ class BlockReader:
                         outcomes = self._outcomes(chunk, file.key)
                     num_tokens = 0
                     for record, outcome in zip(chunk, outcomes, strict=True):
-                        num_tokens += len(outcome.tokens) if isinstance(outcome, EncodedDocument) else 0
+                        num_tokens += _num_tokens(outcome)
                         # Nearly all records; through a second generator they would cost twice as much.
                         if isinstance(outcome, EncodedDocument) and 0 < len(outcome.tokens) <= limit:
                             yield _Step(outcome, rank, record.next_offset)
@@ -330,50 +373,80 @@ class BlockReader:
                     size = min(max(1, _CHUNK_TOKENS * len(chunk) // max(1, num_tokens)), 2 * size, _CHUNK_RECORDS)
             start, skip = None, 0
 
-    def _outcomes(self, chunk: list[Record], key: str) -> Sequence[_Outcome]:
+    def _outcomes(self, chunk: list[Record], key: str) -> Sequence[Outcome]:
         chosen = self._hold_out
         if chosen is None:
-            return self._encoder.encode_records(chunk)
+            return encode_groups(self._encoder, chunk)
         held_out = [chosen.is_held_out(key, record.offset) for record in chunk]
         if chosen.takes:
             taken = [record for record, is_taken in zip(chunk, held_out, strict=True) if is_taken]
-            encoded = iter(self._encoder.encode_records(taken))
+            encoded = iter(encode_groups(self._encoder, taken))
             return [next(encoded) if out else None for out in held_out]
         return [
-            (HELD_OUT, 1, len(one.tokens)) if out and isinstance(one, EncodedDocument) else one
-            for one, out in zip(self._encoder.encode_records(chunk), held_out, strict=True)
+            _held_out(one) if out else one
+            for one, out in zip(encode_groups(self._encoder, chunk), held_out, strict=True)
         ]
 
-    def _pieces(self, reader: RecordReader, rank: int, record: Record, outcome: _Outcome, skip: int) -> Iterator[_Step]:
+    def _pieces(self, reader: RecordReader, rank: int, record: Record, outcome: Outcome, skip: int) -> Iterator[_Step]:
         """Yield what becomes of a record that is no document as it stands, from its `skip`-th piece on."""
-        config, after = self._config, record.next_offset
+        if isinstance(outcome, list):
+            places = [one.offset for one in record.sequences]
+            pieces = [
+                piece for at, one in zip(places, outcome, strict=True) for piece in self._fitting(reader, at, one)
+            ]
+            sequences = [document for document, _ in pieces if document is not None]
+            try:
+                documents = make_documents(sequences, self._config, self._config.max_document_tokens)
+            except DataError as problem:
+                raise DataError(f"{reader.origin(record.offset)}: {problem}") from problem
+            pieces = [(None, dropped) for _, dropped in pieces if dropped is not None]
+            pieces += [(document, None) for document in documents]
+        else:
+            pieces = self._fitting(reader, record.offset, outcome)
+        for part, (document, dropped) in enumerate(pieces[skip:], start=skip + 1):
+            at, left = (record.next_offset, 0) if part == len(pieces) else (record.offset, part)
+            yield _Step(document, rank, at, left, dropped)
+
+    def _fitting(
+        self, reader: RecordReader, offset: int, outcome: SequenceOutcome
+    ) -> list[tuple[EncodedDocument | None, Dropped | None]]:
+        """Return the documents within the length limit that a record or sequence becomes, and what is dropped of it."""
+        config = self._config
         if isinstance(outcome, str):
             if config.on_corrupt == "error":
-                raise corrupt_record(reader.origin(record.offset), outcome)
+                raise corrupt_record(reader.origin(offset), outcome)
             outcome = ("corrupt", 1, 0)
         elif isinstance(outcome, EncodedDocument) and not len(outcome.tokens):
             outcome = ("empty", 1, 0)
         if not isinstance(outcome, EncodedDocument):
-            yield _Step(None, rank, after, dropped=outcome)
-            return
+            return [(None, outcome)]
         size, limit = len(outcome.tokens), config.max_document_tokens
+        if size <= limit:
+            return [(outcome, None)]
         match config.overlong:
             case "error":
                 raise DataError(
-                    f"{reader.origin(record.offset)} has {size} tokens, more than max_document_tokens ({limit}); raise "
+                    f"{reader.origin(offset)} has {size} tokens, more than max_document_tokens ({limit}); raise "
                     'it, or set data.overlong to "split", "truncate" or "drop" instead of "error"'
                 )
             case "drop":
-                yield _Step(None, rank, after, dropped=("overlong", 1, size))
+                return [(None, ("overlong", 1, size))]
             case "truncate":
                 # The tail is no document of its own: only its tokens count.
-                yield _Step(_piece(outcome, 0, limit), rank, after, dropped=("truncated", 0, size - limit))
+                return [(_piece(outcome, 0, limit), ("truncated", 0, size - limit))]
             case "split":
-                starts = range(0, size, limit)
-                for part in range(skip, len(starts)):
-                    piece = _piece(outcome, starts[part], starts[part] + limit)
-                    is_last = part == len(starts) - 1
-                    yield _Step(piece, rank, after) if is_last else _Step(piece, rank, record.offset, part + 1)
+                return [(_piece(outcome, start, start + limit), None) for start in range(0, size, limit)]
+
+
+def _num_tokens(outcome: Outcome) -> int:
+    several = outcome if isinstance(outcome, list) else [outcome]
+    return sum(len(one.tokens) for one in several if isinstance(one, EncodedDocument))
+
+
+def _held_out(outcome: Outcome) -> Outcome:
+    if isinstance(outcome, list):
+        return [(HELD_OUT, 1, len(one.tokens)) if isinstance(one, EncodedDocument) else one for one in outcome]
+    return (HELD_OUT, 1, len(outcome.tokens)) if isinstance(outcome, EncodedDocument) else outcome
 
 
 def corrupt_record(origin: str, problem: str) -> DataError:
@@ -393,19 +466,34 @@ def _make_block(
     documents: list[EncodedDocument], cursor: BlockCursor, next_cursor: BlockCursor | None, dropped: dict[str, Tally]
 ) -> DocumentBlock:
     table = make_table(range(len(documents)), documents)
-    edges, tokens, labels = table.edges, table.tokens, table.labels
+    edges, tokens, labels, counts = table.edges, table.tokens, table.labels, table.label_counts
     lengths = np.diff(edges)
     num_labels = np.maximum(lengths - 1, 0)
-    if labels is not None:
-        trained = np.concatenate([np.zeros(1, np.int64), np.cumsum(labels != IGNORE_INDEX)])
+    if labels is not None or counts is not None:
+        has_label = all_labels(table) != IGNORE_INDEX
+        trained = np.concatenate(
+            [np.zeros(1, np.int64), np.cumsum(has_label * all_label_counts(table), dtype=np.int64)]
+        )
         num_labels = trained[edges[1:]] - trained[edges[:-1]]
+    trees = {
+        row: TreeHeader(
+            segments=one.segments, num_path_tokens=one.num_path_tokens, num_recomputed_tokens=one.num_recomputed_tokens
+        )
+        for row, one in enumerate(documents)
+        if one.segments or one.num_recomputed_tokens
+    }
+    checksum = 0
+    for column in (tokens, labels, counts):
+        checksum = checksum if column is None else zlib.crc32(column.data, checksum)
     header = BlockHeader(
         cursor=cursor,
         next_cursor=next_cursor,
         lengths=lengths.astype(np.int32).tobytes(),
         num_labels=num_labels.astype(np.int32).tobytes(),
         has_labels=labels is not None,
-        checksum=zlib.crc32(tokens.data) if labels is None else zlib.crc32(labels.data, zlib.crc32(tokens.data)),
+        checksum=checksum,
         dropped=dropped,
+        trees=trees,
+        has_label_counts=counts is not None,
     )
     return DocumentBlock(header, table)

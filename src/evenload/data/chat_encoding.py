@@ -402,6 +402,15 @@ class PromptCompletion(Chats):
         return RenderedText(whole, ((len(prompt), len(whole)),) if self.has_spans else None, is_bare=True)
 
 
+class Preference(PromptCompletion):
+    """`Renderer` of an answer of a preference pair, behind a prompt; None = its messages begin with that."""
+
+    def render(self, values: tuple[Any, ...]) -> RenderedText:
+        if values[0] is None:
+            return self._render([(self.columns[1], values[1])], self._others(2, values))
+        return super().render(values)
+
+
 class Instructions(Chats):
     """`Renderer` of kind "instruction": what the user says is the instruction, and the input below it; the output is
     what the assistant says."""
@@ -581,7 +590,10 @@ def open_encoder(
         if config.chat_template is not None:
             raise
         template = str(err)  # strings need none, so why there is none waits for a prompt that is a list
-    return TextEncoder(PromptCompletion(names, template, masked, ignored), tokenizer, end_id, opening)
+    renderer = PromptCompletion
+    if config.record == "preference":
+        renderer, names = Preference, ("prompt", "chosen or rejected", *names[3:])
+    return TextEncoder(renderer(names, template, masked, ignored), tokenizer, end_id, opening)
 
 
 def stop_warnings(config: DataConfig, tokenizer: DocumentTokenizer, model_ends: Any = None) -> list[str]:
@@ -591,17 +603,17 @@ def stop_warnings(config: DataConfig, tokenizer: DocumentTokenizer, model_ends: 
     ends = sorted({index for index in several if index is not None})
     chat = [{"role": "user", "content": "a"}], [{"role": "assistant", "content": "b"}]
     values = dict.fromkeys(("messages", "conversations"), ([*chat[0], *chat[1]],))
-    values |= {"prompt_completion": chat, "instruction": ("a", "b")}
+    values |= {"prompt_completion": chat, "preference": chat, "instruction": ("a", "b")}
     warnings: list[str] = []
     for part in mixture_configs(config):
         # Bytes have no token that a template could write.
         if not ends or part.record not in values or not isinstance(tokenizer, FileTokenizer):
             continue
         try:
-            tokens, labels = open_encoder(part, tokenizer).encode(values[part.record])
+            document = open_encoder(part, tokenizer).encode(values[part.record])
         except RecordProblem:  # a template for other conversations, or none, which only strings need
             continue
-        taught = set((tokens if labels is None else labels).tolist())
+        taught = set((document.tokens if document.labels is None else document.labels).tolist())
         if not taught & set(ends):
             special = [text for text, index in tokenizer.special_tokens().items() if index in taught]
             warnings.append(

@@ -5,11 +5,14 @@ from typing import Literal, get_args, get_origin
 import msgspec
 from msgspec.structs import fields
 
+from evenload.data.prefix_tree import TreeLabels
 from evenload.errors import ConfigError, did_you_mean
 from evenload.types.base import Frozen, PathText, write_out_home
 
 Format = Literal["auto", "text", "jsonl", "json", "parquet", "arrow", "memmap"]
-RecordKind = Literal["auto", "text", "messages", "conversations", "instruction", "prompt_completion", "tokens"]
+RecordKind = Literal[
+    "auto", "text", "messages", "conversations", "instruction", "prompt_completion", "preference", "tokens"
+]
 LossOn = Literal["auto", "all", "completion"]
 Overlong = Literal["error", "split", "truncate", "drop"]
 OnCorrupt = Literal["error", "skip"]
@@ -47,6 +50,7 @@ class RecordSettings(Frozen):
     ignore_columns: tuple[str, ...] | None = None
     document_end_id: int | None = None
     loss_on: LossOn | None = None
+    group_by: str | None = None
 
 
 class MixturePart(RecordSettings):
@@ -89,8 +93,10 @@ class DataConfig(Frozen):
             inside a compressed file reads it from its beginning.
         record: what a record holds: "text"; "messages" (a chat: role and content, or from and value); "conversations"
             (the same under that key); "instruction" (instruction, input, output); "prompt_completion";
-            "tokens" (ids, made by another tokeniser). "auto": what the first 100 records of every file, or its columns,
-            show, unless a column is named by a setting, which then says what a record is.
+            "preference" (chosen and rejected, prompt: both are trained; never found by "auto"); "tokens" (ids, made by
+            another tokeniser). "auto": what the first 100 records of every file, or its columns, show, unless a column
+            is named by a setting, which then says what a record is. Where a record holds a list of texts, chats or
+            lists of ids, each is a sequence, and what they share is computed once.
         text_column, messages_column, prompt_column, completion_column, tokens_column: names of keys or columns.
         labels_column: of "tokens" records: ids to be predicted, -100 = no loss; "" = "labels" of records that have it,
             else every token after the first.
@@ -101,6 +107,11 @@ class DataConfig(Frozen):
         document_end_id: of `.npy` token files: the id that ends a document and belongs to it.
         loss_on: "all" tokens after a document's first; only the "completion" (of a chat: what the assistant says);
             "auto" = completion where the record marks it, else all.
+        group_by: key or column, such as "prompt_id": records that follow each other in a file and have the same value
+            share their prefixes. The same value further on is another group; a file is then read by one stream.
+        tree_labels: tokens that sequences of a record or group share are trained as often as they would be without
+            sharing ("sum"), or once.
+        min_shared_tokens: shorter prefixes are not shared.
         chat_template: file with a Jinja template, or "chatml" for a plain one; default: the tokeniser's own.
         include: file name patterns for directories, such as "*.py"; a pattern with "/" is matched against the path
             below the directory. Empty = every file.
@@ -122,7 +133,8 @@ class DataConfig(Frozen):
             validation; in the ledger. `validation.share` sets it.
         reads: "training" reads what is not held out, "held_out" only what is; for loaders of your own.
         epochs: passes over the sources; None = repeat for ever.
-        max_document_tokens: longest document that can be trained (the context).
+        max_document_tokens: longest document that can be trained (the context); a larger tree of sequences that share
+            prefixes is cut into several.
         overlong: what happens to a longer one: an error naming it, consecutive documents of at most that length, only
             its first tokens, or nothing of it. All of it is in the ledger.
         on_corrupt: stop at a record that cannot be read, or count it in the ledger and go on.
@@ -147,6 +159,9 @@ class DataConfig(Frozen):
     ignore_columns: tuple[str, ...] = ()
     document_end_id: int | None = None
     loss_on: LossOn = "auto"
+    group_by: str | None = None
+    tree_labels: TreeLabels = "sum"
+    min_shared_tokens: int = 64
     chat_template: PathText | None = None
     include: tuple[str, ...] = ()
     tokenizer: PathText | None = None
@@ -182,6 +197,7 @@ class DataConfig(Frozen):
             sizes = f"data.batch_documents is {self.batch_documents} and data.batch_tokens is {self.batch_tokens}"
             raise ConfigError(f"{sizes}; set exactly one of them")
         sizes = ("batch_documents", "batch_tokens", "shuffle_window", "streams", "epochs", "max_document_tokens")
+        sizes += ("min_shared_tokens",)
         require_least("data", self, "at least 1", 1, *sizes)
         require_least("data", self, "at least 0", 0, "prefetch_steps")
         require_least("data", self, "0 (a thread) or more", 0, "workers")
@@ -202,6 +218,8 @@ class DataConfig(Frozen):
         for field in _NAMED_COLUMNS:
             if not getattr(self, field):
                 raise ConfigError(f"data.{field} is empty; name the key or column")
+        if self.group_by == "":
+            raise ConfigError("data.group_by is empty; name the key or column, or leave it out")
 
     @property
     def num_streams(self) -> int:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from evenload.data.records import OtherColumnError, Record
 from evenload.data.tokenize import DocumentTokenizer, TokensWithOffsets
 from evenload.errors import DataError
+from evenload.types.tree import Segment
 
 IGNORE_INDEX = -100
 """Label of a token that is not to be predicted."""
@@ -30,10 +31,18 @@ class RecordProblem(DataError):
 
 class EncodedDocument(NamedTuple):
     """Tokens of a record, int32[num_tokens], none where it holds nothing. `labels[i]` is predicted from the tokens
-    before token i; `IGNORE_INDEX`, as always at 0, = nothing is; None = all but the first are labels."""
+    before token i; `IGNORE_INDEX`, as always at 0, = nothing is; None = all but the first are labels.
+
+    `label_counts`, int32[num_tokens]: how many sequences train each label; None = one. The others are those of
+    `Document`.
+    """
 
     tokens: NDArray[np.int32]
     labels: NDArray[np.int32] | None = None
+    label_counts: NDArray[np.int32] | None = None
+    segments: tuple[Segment, ...] = ()
+    num_path_tokens: int = 0
+    num_recomputed_tokens: int = 0
 
 
 class DocumentEncoder(ABC):

@@ -23,6 +23,8 @@ from evenload.data.records import (
     RecordReader,
     ValueProblem,
     convert_value,
+    holds_several,
+    make_record,
     other_values,
 )
 from evenload.data.sources import SourceFile, damaged_compression
@@ -41,6 +43,8 @@ _TYPES: dict[ColumnKind, Any] = {
     "text_or_messages": str | list[dict[str, Any]],
     "tokens": list[int],
     "mask": list[bool | int | float],
+    "any": Any,
+    "group": Any,
 }
 
 
@@ -176,6 +180,18 @@ def _decoded(line: bytes | msgspec.Raw) -> dict[str, msgspec.Raw] | None:
         return None
 
 
+def _several(line: bytes, columns: Sequence[Column]) -> list[Any] | None:
+    """Return the values in a line that holds several sequences, None of one that does not."""
+    try:
+        row = msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    if not isinstance(row, dict) or any(column.is_required and column.name not in row for column in columns):
+        return None
+    is_list = any(column.is_required and holds_several(column.kind, row[column.name]) for column in columns)
+    return [row.get(column.name) for column in columns] if is_list else None
+
+
 def _skip_line(stream: IO[bytes]) -> int:
     skipped = 0
     while line := stream.readline(_COUNT_BYTES):
@@ -228,6 +244,10 @@ def _line_decoder(columns: Sequence[Column]) -> Callable[[int, int, bytes], Reco
         except OverflowError as err:
             problem = f"a token id under {names} is beyond 32 bits: {err}"
         except msgspec.ValidationError as err:
+            # Nearly all records hold one sequence, and those pay nothing for the others.
+            row = _several(line, columns)
+            if row is not None:
+                return make_record(columns, row, position, after)
             problem = f"no {described} ({err}; its keys are {', '.join(_decoded(line) or ()) or 'none'})"
         except (msgspec.DecodeError, RecursionError) as err:
             problem = f"the line is not JSON ({err})"

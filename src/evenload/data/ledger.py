@@ -7,32 +7,52 @@ where waiting = held by the loader (shuffle window, pending document) + in fligh
 could not be read counts as a document of 0 tokens.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
 import msgspec
 
 from evenload.errors import DataError, InvalidPlanError
 from evenload.types.base import Frozen
 from evenload.types.document import Document
-from evenload.types.plan import DEFERRED, LeftOut, StepPlan
+from evenload.types.plan import DEFERRED, StepPlan
 from evenload.types.text import counted
 
 
 class Tally(Frozen, array_like=True):
-    """A number of documents and their tokens."""
+    """A number of documents and their tokens.
+
+    Args:
+        shared_tokens: tokens of sequences that share prefixes beyond their unique `tokens`; both are path tokens.
+        recomputed_tokens: of `tokens`, those that trees have twice because they were cut.
+    """
 
     documents: int = 0
     tokens: int = 0
+    shared_tokens: int = 0
+    recomputed_tokens: int = 0
 
     def __add__(self, other: "Tally") -> "Tally":
-        return Tally(documents=self.documents + other.documents, tokens=self.tokens + other.tokens)
+        return self._combined(other, 1)
 
     def __sub__(self, other: "Tally") -> "Tally":
-        return Tally(documents=self.documents - other.documents, tokens=self.tokens - other.tokens)
+        return self._combined(other, -1)
+
+    def _combined(self, other: "Tally", sign: int) -> "Tally":
+        return Tally(
+            documents=self.documents + sign * other.documents,
+            tokens=self.tokens + sign * other.tokens,
+            shared_tokens=self.shared_tokens + sign * other.shared_tokens,
+            recomputed_tokens=self.recomputed_tokens + sign * other.recomputed_tokens,
+        )
 
 
-def tally_of(documents: Collection[Document | LeftOut]) -> Tally:
-    return Tally(documents=len(documents), tokens=sum(document.num_tokens for document in documents))
+def tally_of(documents: Collection[Document]) -> Tally:
+    return Tally(
+        documents=len(documents),
+        tokens=sum(one.num_tokens for one in documents),
+        shared_tokens=sum(one.num_shared_tokens for one in documents),
+        recomputed_tokens=sum(one.num_recomputed_tokens for one in documents),
+    )
 
 
 class LedgerState(Frozen):
@@ -72,6 +92,11 @@ class LedgerState(Frozen):
             number, noun = counted(tally.documents, "document").split()
             lines.append(f"{name:<{width}}  {number:>12} {noun:<9}  {tally.tokens:>16,} tokens")
         lines[1] += f"  ({self.masked:,} of them masked: no loss of their own)"
+        if self.trained.shared_tokens or self.trained.recomputed_tokens:
+            paths = self.trained.tokens + self.trained.shared_tokens
+            again = self.trained.recomputed_tokens
+            trees = f"hold {paths:,} tokens of sequences that share prefixes; {again:,} of theirs are computed again"
+            lines.insert(2, f"{'':<{width}}  {trees}, where a tree was too large")
         if self.untaught:
             lines.insert(2, f"{'':<{width}}  {self.untaught:>12,} of these documents taught nothing: no loss at all")
         return lines
@@ -79,7 +104,7 @@ class LedgerState(Frozen):
 
 def count_without_loss(documents: Collection[Document]) -> tuple[int, int]:
     """Count tokens without a loss of their own, and documents without any loss."""
-    masked = sum(document.num_tokens - document.num_label_tokens for document in documents)
+    masked = sum(one.num_tokens + one.num_shared_tokens - one.num_label_tokens for one in documents)
     return masked, sum(not document.num_label_tokens for document in documents)
 
 
@@ -115,10 +140,11 @@ class Ledger:
         in_flight, deferred = self.state.in_flight + new + carried, self.state.deferred - carried
         self.state = msgspec.structs.replace(self.state, in_flight=in_flight, deferred=deferred)
 
-    def record_step(self, plan: StepPlan) -> None:
-        """Count a batch as trained by its plan; `InvalidPlanError` where that has more than is in flight."""
-        state, trained = self.state, tally_of(plan.documents)
-        planned = trained + tally_of(plan.left_out)
+    def record_step(self, plan: StepPlan, documents: Mapping[int, Document]) -> None:
+        """Count a batch of these documents, by id, as trained by its plan; `InvalidPlanError` where that has more than
+        is in flight."""
+        state, trained = self.state, tally_of([documents[one.doc_id] for one in plan.documents])
+        planned = trained + tally_of([documents[one.doc_id] for one in plan.left_out])
         masked, untaught = count_without_loss(plan.documents)
         rest = state.in_flight - planned
         if rest.documents < 0 or rest.tokens < 0:
@@ -132,11 +158,12 @@ class Ledger:
             trained=state.trained + trained,
             masked=state.masked + masked,
             untaught=state.untaught + untaught,
-            deferred=state.deferred + tally_of([doc for doc in plan.left_out if doc.reason == DEFERRED]),
+            deferred=state.deferred
+            + tally_of([documents[one.doc_id] for one in plan.left_out if one.reason == DEFERRED]),
         )
         for doc in plan.left_out:
             if doc.reason != DEFERRED:
-                self.state = self.state.with_dropped(doc.reason, tally_of([doc]))
+                self.state = self.state.with_dropped(doc.reason, tally_of([documents[doc.doc_id]]))
 
     def check(self, held: Tally) -> None:
         """Raise a `DataError` where tokens were lost or counted twice, given what is held."""

@@ -192,12 +192,12 @@ class StreamSampler:
             if stop == len(opened.lengths):
                 stream.move(StreamState(cursor=opened.header.next_cursor))
                 continue
-            left -= Tally(documents=own, tokens=int(opened.lengths[at.taken : stop].sum()))
+            left -= opened.header.tally(opened.lengths, at.taken, stop)
             stream.at = StreamState(cursor=at.cursor, taken=stop, left=left, checksum=opened.header.checksum)
 
     def _count(self, opened: OpenBlock) -> Tally:
         """Count a block as read, and what it dropped as dropped; return its documents."""
-        documents = Tally(documents=len(opened.lengths), tokens=int(opened.lengths.sum()))
+        documents = opened.header.tally(opened.lengths, 0, len(opened.lengths))
         dropped = opened.header.dropped
         read = LedgerState(read=sum(dropped.values(), documents), dropped=dropped)
         self._ledger.state = self._ledger.state.with_read(read)
@@ -353,13 +353,15 @@ class DrawnBatches:
             self._collect()
         sampled, self._members = join_sampled(self._members), []
         columns = zip(sampled.lengths.tolist(), sampled.num_labels.tolist(), strict=True)
-        documents = tuple(
+        documents = [
             Document(doc_id=doc_id, num_tokens=num_tokens, num_label_tokens=num_labels)
             for doc_id, (num_tokens, num_labels) in enumerate(columns, start=self._next_doc_id)
-        )
+        ]
+        for place, tree in sampled.trees():
+            documents[place] = msgspec.structs.replace(documents[place], **msgspec.structs.asdict(tree))
         self._next_doc_id += len(documents)
         read, self._read.state = self._read.state, LedgerState()
-        return DrawnBatch(self._epoch, documents, sampled, read, self.position())
+        return DrawnBatch(self._epoch, tuple(documents), sampled, read, self.position())
 
     def _collect(self) -> None:
         """Draw the members of the next batch, after a failure its other ones; none at the end of an epoch."""
@@ -462,6 +464,8 @@ class GlobalBatchLoader:
             sampled=sampled,
             has_labels=any(block.header.has_labels for block in sampled.blocks)
             or any(entry.saved.has_labels for entry in carried.values()),
+            has_label_counts=any(block.header.has_label_counts for block in sampled.blocks)
+            or any(entry.saved.has_label_counts for entry in carried.values()),
             deferrals=carried,
             is_last=not documents,
         )
@@ -494,14 +498,20 @@ class GlobalBatchLoader:
         deferred = [left.doc_id for left in plan.left_out if left.reason == DEFERRED]
         if deferred and batch.is_last:
             raise InvalidPlanError(f"plan of step {plan.step} defers {deferred[:5]} of the last batch; train them")
-        self.ledger.record_step(plan)
+        self.ledger.record_step(plan, known)
         for doc_id in deferred:
             content = None
             if doc_id in batch.tokens:
                 # Copies: a view would keep the whole batch in memory for as long as the document waits.
                 labels = batch.tokens.labels_of(doc_id).copy() if batch.has_labels else None
-                content = EncodedDocument(batch.tokens[doc_id].copy(), labels)
-            saved = DeferredDocument(document=known[doc_id], place=batch.place(doc_id), has_labels=batch.has_labels)
+                counts = batch.tokens.label_counts_of(doc_id).copy() if batch.has_label_counts else None
+                content = EncodedDocument(batch.tokens[doc_id].copy(), labels, counts)
+            saved = DeferredDocument(
+                document=known[doc_id],
+                place=batch.place(doc_id),
+                has_labels=batch.has_labels,
+                has_label_counts=batch.has_label_counts,
+            )
             self._deferred[doc_id] = Deferral(saved, content)
 
     def origin(self, place_of: Callable[[int], DocumentPlace], doc_id: int) -> str:
@@ -546,7 +556,9 @@ class GlobalBatchLoader:
             service.close()
         readers = [reader for part in self.parts for reader in part.readers]
         chosen = readers[:: -(-len(readers) // _INSPECTED_FILES)]
-        counts = [reader.summary().num_records for reader in chosen]
+        # How many records a group has is not known.
+        is_grouped = any(config.group_by for config, *_ in self._job)
+        counts = [None if is_grouped else reader.summary().num_records for reader in chosen]
         # Pieces that a document was split into are one record.
         longest = self.config.max_document_tokens if self.config.overlong == "split" else 0
         pieces = sum(document.num_tokens == longest for batch in batches for document in batch)

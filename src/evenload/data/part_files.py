@@ -34,6 +34,7 @@ from evenload.data.arrow_records import (
 )
 from evenload.data.config import DataConfig, mixture_configs
 from evenload.data.encoders import IGNORE_INDEX, DocumentEncoder, EncodedDocument
+from evenload.data.groups import GroupReader, PairReader
 from evenload.data.json_records import JsonlReader, JsonReader
 from evenload.data.records import KIND_FIELDS, Column, FilePart, RecordReader, TextReader, record_columns, value_names
 from evenload.data.sources import SourceFile, SourceListing, list_sources
@@ -52,6 +53,18 @@ def open_reader(
 ) -> RecordReader:
     """Make the reader of a file or data set, unopened; `ConfigError` for a format without records of this kind. A
     reader of no `columns` (default: those of the settings) gives the keys of JSON objects and examples."""
+    reader = _open_plain_reader(file, config, dataset, columns)
+    if columns is None and config.group_by:
+        read = [column.name for column in record_columns(config)]
+        at = read.index(config.group_by)
+        is_read = config.group_by in value_names(record_columns(config))
+        reader = GroupReader(file, reader, config.group_by, at, is_read)
+    return PairReader(file, reader) if columns is None and config.record == "preference" else reader
+
+
+def _open_plain_reader(
+    file: SourceFile, config: DataConfig, dataset: Any, columns: tuple[Column, ...] | None
+) -> RecordReader:
     if file.format in _OWN_COMPRESSION and file.compression is not None:
         raise ConfigError(f"{file.name} is a {file.format} file inside {file.compression}; decompress it")
     columns = record_columns(config) if columns is None else columns
@@ -65,6 +78,9 @@ def open_reader(
             f'{file.name} is read as {file.format}, which holds records of kind "{holds}", and data.record is '
             f'"{config.record}"; set {fix}'
         )
+    if config.group_by:
+        what = "is one record" if file.format == "text" else "holds nothing but ids"
+        raise ConfigError(f"{file.name} {what}, and data.group_by is '{config.group_by}'; leave it out")
     if file.format == "text":
         return TextReader(file)
     for setting in ("labels_column", "mask_column"):
@@ -147,7 +163,7 @@ _SAMPLED = 64
 def source_lines(config: DataConfig, part: PartFiles) -> Iterator[str]:
     """Report, a line each, what is read of every source and what is not; records are estimated where files are many."""
     columns = record_columns(config)
-    known, values = {column.name for column in columns}, value_names(columns)
+    known, values = {column.name for column in columns}, (*value_names(columns), config.group_by)
     for listing, readers in part.by_source():
         formats, step = Counter(reader.file.format for reader in readers), -(-len(readers) // _INSPECTED_FILES)
         summaries = [reader.summary() for reader in readers[::step]]
@@ -212,8 +228,9 @@ def with_kinds(config: DataConfig, datasets: Mapping[str, Any] | None = None) ->
 
 
 def kinds_of(keys: Iterable[str]) -> list[str]:
-    """Return the kinds of record that have all of their keys among these; messages come with prompts of their own."""
-    kinds = [kind for kind, needed in _KEYS.items() if set(needed) <= set(keys)]
+    """Return the kinds of record that have all of their keys among these; messages come with prompts of their own, and
+    nothing trains rejected answers unasked."""
+    kinds = [kind for kind, needed in _KEYS.items() if set(needed) <= set(keys) and kind != "preference"]
     return [kind for kind in kinds if kind != "prompt_completion" or "messages" not in kinds]
 
 
@@ -272,8 +289,13 @@ def _kind_of_file(reader: RecordReader) -> tuple[str, str]:
         if kinds:
             places.setdefault(kinds[0], offset)
         elif not problem:
-            known = "; ".join(f"{kind}: {', '.join(needed)}" for kind, needed in _KEYS.items())
+            known = "; ".join(f"{kind}: {', '.join(_KEYS[kind])}" for kind in _KEYS if kind != "preference")
             fix = "rename one, or name the one with the text: --text-column KEY (data.text_column in a config.toml)"
+            if set(_KEYS["preference"]) <= set(keys):
+                fix = (
+                    'to train both answers of these preference pairs, set data.record = "preference"; DPO needs a loop '
+                    "of your own, in which TreePacker shares the prompts"
+                )
             problem = f"{reader.origin(offset)} {has}, which no kind of record has ({known}); {fix}"
     if len(places) > 1:
         one, other = [f"{reader.origin(offset)} of kind {kind}" for kind, offset in places.items()][:2]

@@ -20,12 +20,25 @@ from numpy.typing import NDArray
 
 from evenload.data.config import DataConfig
 from evenload.data.sources import SourceFile, damaged_compression
-from evenload.errors import DataError
+from evenload.errors import ConfigError, DataError
+from evenload.types.text import counted
 
 ColumnKind = Literal[
-    "text", "messages", "text_or_messages", "tokens", "mask", "any", "ones", "counting", "one", "equal", "empty"
+    "text",
+    "messages",
+    "text_or_messages",
+    "tokens",
+    "mask",
+    "any",
+    "group",
+    "ones",
+    "counting",
+    "one",
+    "equal",
+    "empty",
 ]
-"""The first six are read; the others are only checked, and give no value."""
+"""The first six are read, and "group" tells which records share prefixes; the others are only checked, and give no
+value."""
 
 _CHECKED: tuple[ColumnKind, ...] = ("ones", "counting", "one", "equal", "empty")
 KIND_WORDS: dict[ColumnKind, str] = {
@@ -34,6 +47,8 @@ KIND_WORDS: dict[ColumnKind, str] = {
     "text_or_messages": "text or a list of message objects",
     "tokens": "a list of token ids",
     "mask": "a list of 0 and 1",
+    "any": "a value",
+    "group": "a value of data.group_by",
 }
 KIND_FIELDS: dict[str, dict[str, ColumnKind]] = {
     "text": {"text_column": "text"},
@@ -41,6 +56,7 @@ KIND_FIELDS: dict[str, dict[str, ColumnKind]] = {
     "conversations": {"conversations": "messages"},
     "instruction": {"instruction": "text", "output": "text"},
     "prompt_completion": {"prompt_column": "text_or_messages", "completion_column": "text_or_messages"},
+    "preference": {"chosen": "text_or_messages", "rejected": "text_or_messages"},
     "tokens": {"tokens_column": "tokens", "labels_column": "tokens", "mask_column": "mask"},
 }
 """Settings that name the required columns, by kind of record; an empty one names none, and what is no setting is the
@@ -67,6 +83,7 @@ _OTHER_COLUMNS: dict[str, tuple[tuple[str, ColumnKind, str], ...]] = {
         ("history", "empty", "holds earlier turns; write the records as messages"),
     ),
     "prompt_completion": _CHAT,
+    "preference": (("prompt", "any", ""), *_CHAT),
     "tokens": (
         ("labels", "tokens", ""),
         (" ".join(_MASKS), "mask", ""),
@@ -94,12 +111,19 @@ class Column(NamedTuple):
 
 
 def record_columns(config: DataConfig) -> tuple[Column, ...]:
-    """Return the columns of a record of `config.record`, which is not "auto": the required ones, then other ones."""
+    """Return the columns of a record of `config.record`, which is not "auto": the required ones, that of
+    `data.group_by` last of them unless it is read anyway, then other ones."""
     columns = [
         Column(name, kind, f"data.{field if hasattr(config, field) else 'record'}")
         for field, kind in KIND_FIELDS[config.record].items()
         if (name := getattr(config, field, field))
     ]
+    if (group := config.group_by) and group not in {column.name for column in columns}:
+        kinds = {name: kind for names, kind, _ in _OTHER_COLUMNS[config.record] for name in names.split()}
+        is_first = kinds.get(group) == "any" and next(iter(kinds)) == group
+        if group in kinds and not is_first and group not in config.ignore_columns:
+            raise ConfigError(f"data.group_by is '{group}', which has a meaning of its own; name another key or column")
+        columns.append(Column(group, "any" if is_first else "group", "data.group_by"))
     skipped = {column.name for column in columns} | set(config.ignore_columns)
     named = {"labels": config.labels_column} | dict.fromkeys(_MASKS, config.mask_column)
     for names, kind, problem in _OTHER_COLUMNS[config.record]:
@@ -116,7 +140,7 @@ def record_columns(config: DataConfig) -> tuple[Column, ...]:
 
 def value_names(columns: Sequence[Column]) -> tuple[str, ...]:
     """Return the names of the columns whose values a record holds, in order; trailing values may be missing."""
-    return tuple(column.name for column in columns if column.kind not in _CHECKED)
+    return tuple(column.name for column in columns if column.kind not in (*_CHECKED, "group"))
 
 
 def other_values(columns: Sequence[Column], values: Sequence[Any], num_tokens: int | None = None) -> tuple[Any, ...]:
@@ -178,7 +202,7 @@ def naming(file: SourceFile) -> Iterator[None]:
 def convert_value(column: Column, value: Any) -> Any:
     """Convert a Python value to what its column holds; raise `ValueProblem` for another type or ids beyond int32."""
     kind = column.kind
-    if kind == "any":
+    if kind == "any" or (kind == "group" and value is not None):
         return value
     if kind in ("tokens", "mask"):
         array = _plain_array(value)
@@ -243,14 +267,69 @@ class FilePart:
         return range(size * self.index // self.count, size * (self.index + 1) // self.count)
 
 
+class Member(NamedTuple):
+    """One of several sequences of a record, or of records that form a group: where that begins, and its values."""
+
+    offset: int
+    values: tuple[Any, ...]
+
+
 class Record(NamedTuple):
     """A record of one file, and where it and the next one of the part begin, in the reader's terms (or `FILE_END`); one
-    value per column that is read, None and a problem where the record cannot be read."""
+    value per column that is read, None and a problem where the record cannot be read. Of several sequences, which may
+    share prefixes, every one has values of its own."""
 
     offset: int
     next_offset: int
     values: tuple[Any, ...] | None
     problem: str = ""
+    sequences: tuple[Member, ...] = ()
+
+
+def make_record(columns: Sequence[Column], given: Sequence[Any], offset: int, next_offset: int) -> Record:
+    """Make a record of Python values, one a column, None where it has none. Where a required column holds a list of
+    what it may hold, each item is a sequence; values that are no such list belong to every one."""
+    num_required = sum(column.is_required for column in columns)
+    sequences: list[Member] = []
+    try:
+        rows = _rows_of(columns, given)
+        for row in rows:
+            values = [convert_value(column, value) for column, value in zip(columns[:num_required], row, strict=False)]
+            num_tokens = len(values[0]) if columns[0].kind == "tokens" else None
+            others = other_values(columns[num_required:], row[num_required:], num_tokens)
+            sequences.append(Member(offset, (*values, *others)))
+    except ValueProblem as problem:
+        return Record(offset, next_offset, None, str(problem))
+    if rows[0] is given:
+        return Record(offset, next_offset, sequences[0].values)
+    return Record(offset, next_offset, None, sequences=tuple(sequences))
+
+
+def holds_several(kind: ColumnKind, value: Any) -> bool:
+    """Tell whether a value is a list of what a column of this kind may hold."""
+    if not isinstance(value, list | tuple | np.ndarray) or not len(value):
+        return False
+    lists = all(isinstance(one, list | tuple | np.ndarray) for one in value)
+    if kind in ("text", "text_or_messages"):
+        return all(isinstance(one, str) for one in value) or (lists and kind == "text_or_messages")
+    return lists and kind in ("tokens", "mask", "messages", "ones", "counting", "equal")
+
+
+def _rows_of(columns: Sequence[Column], given: Sequence[Any]) -> list[Sequence[Any]]:
+    """Return the values of every sequence; those given where they are of one."""
+    sizes = {
+        column.name: len(value)
+        for column, value in zip(columns, given, strict=True)
+        if holds_several(column.kind, value)
+    }
+    if not any(column.is_required and column.name in sizes for column in columns):
+        return [given]
+    (first, count), *others = sizes.items()
+    for name, size in others:
+        if size != count:
+            raise ValueProblem(f"column '{first}' holds a list of {counted(count, 'sequence')}, '{name}' of {size}")
+    lists = [value if column.name in sizes else [value] * count for column, value in zip(columns, given, strict=True)]
+    return list(zip(*lists, strict=True))
 
 
 def make_records(
@@ -262,7 +341,7 @@ def make_records(
     if problems:
         readable = [None if index in problems else row for index, row in enumerate(values)]
         reasons = [problems.get(index, "") for index in range(len(values))]
-    return map(Record._make, zip(offsets, offsets[1:], readable, reasons, strict=False))
+    return map(Record._make, zip(offsets, offsets[1:], readable, reasons, repeat(()), strict=False))
 
 
 class FileSummary(NamedTuple):

@@ -8,7 +8,7 @@ decides those after it (`loader_state`, `planner_state`), so steps may be made a
 
 Every rank has read some of the documents; one all-to-all brings them to the ranks that train them. Who sends what
 follows from plan and batch alone, so no sizes travel. Price: 4 bytes a token and rank that needs it (8 where labels
-travel too), one message per pair of ranks.
+travel too, and 4 more where they count more than once), one message per pair of ranks.
 """
 
 import functools
@@ -23,7 +23,7 @@ import numpy as np
 
 from evenload import errors
 from evenload.data.batches import GlobalBatch, LoaderState, Peers
-from evenload.data.blocks import TokenTable, all_labels, join_tables
+from evenload.data.blocks import TokenTable, all_label_counts, all_labels, join_tables
 from evenload.data.loader import GlobalBatchLoader
 from evenload.errors import EvenloadError
 from evenload.stepplan.validate import validate_plan
@@ -207,14 +207,19 @@ def exchange_tokens(batch: GlobalBatch, wanted: Sequence[Sequence[int]], peers: 
     incoming: list[list[int]] = [[] for _ in range(peers.size)]
     for doc_id, owner in zip(wanted[rank], owners, strict=True):
         incoming[owner].append(doc_id)
-    copies, outgoing = 1, [table.tokens for table in tables]
-    if batch.has_labels:  # all tokens, then all labels
-        copies, outgoing = 2, [np.concatenate([table.tokens, all_labels(table)]) for table in tables]
-    sizes = [copies * sum(lengths[doc_id] for doc_id in documents) for documents in incoming]
+    columns = [[table.tokens for table in tables]]  # one after the other, each of all documents
+    if batch.has_labels:
+        columns.append([all_labels(table) for table in tables])
+    if batch.has_label_counts:
+        columns.append([all_label_counts(table) for table in tables])
+    outgoing = [np.concatenate(parts) if len(parts) > 1 else parts[0] for parts in zip(*columns, strict=True)]
+    sizes = [len(columns) * sum(lengths[doc_id] for doc_id in documents) for documents in incoming]
     received = peers.exchange(outgoing, sizes)
     arrived: list[TokenTable] = []
     for documents, content in zip(incoming, received, strict=True):
-        tokens, labels = (content, None) if copies == 1 else np.split(content, 2)
+        tokens, *others = np.split(content, len(columns))
+        labels = others.pop(0) if batch.has_labels else None
+        counts = others.pop(0) if batch.has_label_counts else None
         edges = np.cumsum([0, *(lengths[doc_id] for doc_id in documents)], dtype=np.int64)
-        arrived.append(TokenTable(np.array(documents, np.int64), edges, tokens, labels))
+        arrived.append(TokenTable(np.array(documents, np.int64), edges, tokens, labels, counts))
     return join_tables(arrived)

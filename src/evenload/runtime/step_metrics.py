@@ -185,6 +185,7 @@ def step_row(
     """
     lengths = np.array([d.num_tokens for d in plan.documents], dtype=np.int64)
     tokens = int(lengths.sum())
+    path_tokens = tokens + sum(d.num_shared_tokens for d in plan.documents)
     padding = sum(pack.num_padding_tokens for packs in plan.pack_plans for pack in packs.forward)
     flops = float(training_flops(model, lengths).sum())
     reduction_s, reduction_hidden_s = timeline.reduction_seconds()
@@ -211,6 +212,9 @@ def step_row(
         "predicted_gather_s": plan.predicted.gather_s,
         "predicted_gather_hidden_s": plan.predicted.gather_hidden_s,
         "tokens_per_s": tokens / (step_time_s + end.data_wait_s),
+        "path_tokens_per_s": path_tokens / (step_time_s + end.data_wait_s),
+        "tree_token_ratio": path_tokens / tokens,
+        "recomputed_tokens": sum(d.num_recomputed_tokens for d in plan.documents),
         "mfu": flops / step_time_s / peaks[0],
         "mfu_of_data_sheet": peaks[1] and flops / step_time_s / peaks[1],
         "bubble_fraction": timeline.bubble_fraction(),

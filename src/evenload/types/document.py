@@ -20,12 +20,21 @@ class Document(Frozen, gc=False):
         num_tokens: at least 1; of a tree, its unique tokens, which are its rows.
         num_label_tokens: positions that carry a loss (plain text: `num_tokens - 1`), each as often as it counts.
         segments: of a tree of sequences that share prefixes, depth first (`types.tree`); () = a plain document.
+        num_path_tokens: of a tree, tokens of all its sequences; 0 = `num_tokens`.
+        num_recomputed_tokens: of a part of a tree that was too large, tokens that the part before it has, too.
     """
 
     doc_id: int
     num_tokens: int
     num_label_tokens: int
     segments: tuple[Segment, ...] = ()
+    num_path_tokens: int = 0
+    num_recomputed_tokens: int = 0
+
+    @property
+    def num_shared_tokens(self) -> int:
+        """Tokens of its sequences that need no rows of their own."""
+        return max(0, self.num_path_tokens - self.num_tokens)
 
 
 class Slice(Frozen, gc=False):
