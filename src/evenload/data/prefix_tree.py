@@ -8,7 +8,7 @@ the sequences through it. Price: about a comparison a token, and sorting.
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -222,7 +222,7 @@ def _lay_out(root: _Node) -> PrefixTree:
     return PrefixTree(segments=tuple(segments), leaves=tuple(leaves), **columns)
 
 
-def edges_of(shape: TreeShape, weights: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def edges_of(shape: TreeShape, weights: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the rows that predict labelled tokens and the rows of these tokens, by the first; int64[E] each. A row
     before a branch has an edge for every child."""
     labelled = np.flatnonzero(weights)

@@ -9,23 +9,44 @@ Example, document 7 = [5 6 7 8 9] cut at 3, and document 8 = [1 2] in the second
     pack 0: ids 5 6 7        targets 6 7 8            positions 0 1 2        q 0 3      k 0 3
     pack 1: ids 8 9 1 2      targets 9 -100 2 -100    positions 3 4 0 1      q 0 2 4    k 0 5 7
 
+A tree of sequences that share prefixes has positions along its paths, and of its rows none, one or several predict a
+token: `LabelEdges`. Its keys lie as `types.tree` says, so `cu_seqlens_k` does not describe them.
+
 Price: one indexed copy of every token and target (about 10 ns a token), and about 1 µs a slice.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.data.blocks import as_token_table
+from evenload.data.blocks import TokenTable, as_token_table
 from evenload.data.encoders import IGNORE_INDEX
+from evenload.data.prefix_tree import edges_of
 from evenload.errors import InvalidPlanError
 from evenload.types.columns import offsets_of
 from evenload.types.document import MicroPack
+from evenload.types.tree import TreeShape
 
 PADDING_TOKEN = 0
+
+
+@dataclass(frozen=True, eq=False)
+class LabelEdges:
+    """Holds what a pack with trees is trained to predict: E pairs of a row and a token.
+
+    Args:
+        rows: int64[E], ascending; a row before a branch comes once for every child with a label.
+        targets: int64[E], token ids.
+        counts: int64[E], how often the loss of each counts.
+    """
+
+    rows: NDArray[np.int64]
+    targets: NDArray[np.int64]
+    counts: NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -35,7 +56,8 @@ class PackBatch:
     Args:
         doc_ids, starts, stops: int64[S]; token range of each slice, its padding included.
         token_ids, targets: int64[T]; padding is 0, no loss -100.
-        positions: int64[T] within the document; padding continues them.
+        positions: int64[T] within the document, of a tree along its path; padding continues them.
+        edges: of a pack with trees, in place of the targets.
 
     Attributes:
         cu_seqlens_q, cu_seqlens_k: int32[S + 1], from 0.
@@ -49,6 +71,7 @@ class PackBatch:
     targets: NDArray[np.int64]
     positions: NDArray[np.int64]
     num_padding_tokens: int
+    edges: LabelEdges | None = None
 
     def __post_init__(self) -> None:
         if (keys := int(self.stops.sum())) > np.iinfo(np.int32).max:
@@ -75,11 +98,14 @@ class PackBatch:
         return len(self.token_ids)
 
 
-def collate_pack(pack: MicroPack, documents: Mapping[int, NDArray[np.int32]]) -> PackBatch:
+def collate_pack(
+    pack: MicroPack, documents: Mapping[int, NDArray[np.int32]], trees: Mapping[int, TreeShape] = MappingProxyType({})
+) -> PackBatch:
     """Return the arrays of one pack, of either direction; an `InvalidPlanError` where it does not fit the documents.
 
     Args:
         documents: of every document in the pack the tokens, int32[num_tokens]; as a `TokenTable`, the labels too.
+        trees: the shapes of those documents that are trees.
     """
     table = as_token_table(documents)
     num_slices = len(pack.slices)
@@ -99,9 +125,42 @@ def collate_pack(pack: MicroPack, documents: Mapping[int, NDArray[np.int32]]) ->
             f"{piece.doc_id} padded to {pack.pad_to}, but the document has {have}; the plan was made for another batch"
         )
     token_ids, targets, positions = collate_ranges(doc_ids, starts, stops, table, real_stops)
-    rows = {"token_ids": token_ids, "targets": targets, "positions": positions}
+    edges = None
+    if trees and not trees.keys().isdisjoint(doc_ids):
+        edges = _of_trees(pack, table, trees, targets, positions)
+    rows = {"token_ids": token_ids, "targets": targets, "positions": positions, "edges": edges}
     slices = {"doc_ids": np.array(doc_ids, np.int64), "starts": starts, "stops": stops}
     return PackBatch(**slices, **rows, num_padding_tokens=int((stops - real_stops).sum()))
+
+
+def _of_trees(
+    pack: MicroPack,
+    table: TokenTable,
+    trees: Mapping[int, TreeShape],
+    targets: NDArray[np.int64],
+    positions: NDArray[np.int64],
+) -> LabelEdges:
+    """Set the positions of trees' rows; return what all rows predict."""
+    if pack.pad_to:
+        raise InvalidPlanError(f"{pack.direction} pack {pack.index} is padded and holds trees, which are not padded")
+    found = []
+    row = 0
+    for doc_id, start, stop in ((piece.doc_id, piece.start, piece.stop) for piece in pack.slices):
+        mine = slice(row, row + stop - start)
+        if (shape := trees.get(doc_id)) is None:
+            own = np.flatnonzero(targets[mine] >= 0)
+            counts = table.label_counts_of(doc_id)[own + start + 1]
+            found.append((own + row, targets[mine][own], counts))
+        else:
+            positions[mine] = shape.positions(start, stop)
+            labels, counts = table.labels_of(doc_id), table.label_counts_of(doc_id)
+            before, labelled = edges_of(shape, np.where(labels >= 0, counts, 0))
+            here = slice(*np.searchsorted(before, [start, stop]))
+            tokens = labelled[here]
+            found.append((before[here] - start + row, labels[tokens].astype(np.int64), counts[tokens]))
+        row = mine.stop
+    rows, tokens, counts = (np.concatenate(column).astype(np.int64) for column in zip(*found, strict=True))
+    return LabelEdges(rows, tokens, counts)
 
 
 def collate_ranges(

@@ -103,6 +103,15 @@ class TreeShape:
             chain.append(RowRun(int(self.starts[segment]), int(self.stops[segment])))
         return joined(chain[::-1])
 
+    def runs_to(self, piece: Piece) -> list[RowRun]:
+        """Return the rows that the last row of a piece sees, itself included, in order of the path."""
+        return joined([*self.runs_before(piece.segment), RowRun(int(self.starts[piece.segment]), piece.stop)])
+
+    def path_range(self, piece: Piece) -> tuple[int, int]:
+        """Return the positions `[start, stop)` of a piece along its path."""
+        before = int(self.depths[piece.segment] - self.starts[piece.segment])
+        return piece.start + before, piece.stop + before
+
     def path_of(self, leaf: int) -> list[int]:
         """Return the segments from the root to one."""
         chain = [leaf]
@@ -125,6 +134,17 @@ def joined(runs: Sequence[RowRun]) -> list[RowRun]:
         elif run.stop > run.start:
             found.append(run)
     return found
+
+
+def last_rows(runs: Sequence[RowRun], count: int) -> list[RowRun]:
+    """Return runs of the last so many rows of runs."""
+    found: list[RowRun] = []
+    for start, stop in reversed(runs):
+        if count <= 0:
+            break
+        found.append(RowRun(max(start, stop - count), stop))
+        count -= stop - found[-1].start
+    return found[::-1]
 
 
 @lru_cache(maxsize=4096)

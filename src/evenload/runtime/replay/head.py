@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -25,6 +26,7 @@ from evenload.runtime.device import to_device
 from evenload.runtime.model.hf_model import StageModel
 from evenload.runtime.model.liger import cross_entropy
 from evenload.runtime.model.tensor_weights import tensor_split
+from evenload.runtime.replay.rank_packs import PackEdges
 from evenload.runtime.replay.replayable import linear_with_known_output
 from evenload.runtime.replay.tensor_parallel import gather_rows
 from evenload.runtime.replay.weight_products import is_frozen, known_output
@@ -89,15 +91,16 @@ class Around(TorchFunctionMode):
 
 
 def head_blocks(
-    targets: Tensor, ranges: tuple[Range, ...], group: TensorGroup | None
+    targets: Tensor, owners: NDArray[np.int64] | None, group: TensorGroup | None
 ) -> Iterator[tuple[slice, RowExchange | None, slice | Tensor]]:
-    """Yield blocks of a pack's rows: own rows, their exchange, and the rows that all ranks have in the block."""
-    if group is None:
+    """Yield blocks of rows with targets: own rows, their exchange, and the rows that all ranks have in the block;
+    `owners` are the ranks of a group that have each row."""
+    if group is None or owners is None:
         for start in range(0, len(targets), HEAD_ROWS):
             block = slice(start, start + HEAD_ROWS)
             yield block, None, block
         return
-    size, owners = group.shard.size, row_owners(ranges, group.shard.size)
+    size = group.shard.size
     num_own = -(-HEAD_ROWS // size)
     # Rows of each rank in pack order; block k has rows [k·num_own, (k + 1)·num_own) of every rank.
     rows_of_rank = [np.flatnonzero(owners == rank) for rank in range(size)]
@@ -116,6 +119,7 @@ def head_gradient(
     num_label_tokens: int,
     ranges: tuple[Range, ...],
     group: TensorGroup | None,
+    edges: PackEdges | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradient [n, hidden] of own rows' final hidden states, and the pack's loss (fp64 scalar, the same on
     all ranks of `group`); add to the `main_grad` of final norm and head. Collective with a group.
@@ -123,12 +127,46 @@ def head_gradient(
     Args:
         targets: int64[T] of the pack, -100 = no loss.
         num_label_tokens: of the whole global batch, the loss's denominator.
+        edges: what a pack with trees predicts, in place of targets; only rows that predict reach the vocabulary, each
+            as often as it has targets.
     """
+    owners = None if group is None else row_owners(ranges, group.shard.size)
+    if edges is not None:
+        chosen, owners = _own_rows_of(edges, owners, group, hidden.device)
+        grads, loss = _gradient(model, hidden[chosen], edges.targets, num_label_tokens, owners, group, edges.counts)
+        total = torch.zeros_like(hidden, dtype=work_dtype(hidden)).index_add_(0, chosen, grads.to(work_dtype(hidden)))
+        return total.to(hidden.dtype), loss
+    return _gradient(model, hidden, targets, num_label_tokens, owners, group)
+
+
+def _own_rows_of(
+    edges: PackEdges, owners: NDArray[np.int64] | None, group: TensorGroup | None, device: torch.device
+) -> tuple[Tensor, NDArray[np.int64] | None]:
+    """Return, of the edges whose row this rank has, that row among its own, int64[n]; and who has each edge's row."""
+    if group is None or owners is None:
+        return edges.rows, None
+    is_own = owners == group.shard.rank
+    of_edges = owners[edges.host_rows]
+    among_own = (np.cumsum(is_own) - 1)[edges.host_rows[of_edges == group.shard.rank]]
+    return to_device(torch.from_numpy(among_own), device), of_edges
+
+
+def _gradient(
+    model: StageModel,
+    hidden: Tensor,
+    targets: Tensor,
+    num_label_tokens: int,
+    owners: NDArray[np.int64] | None,
+    group: TensorGroup | None,
+    counts: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return as `head_gradient`; `counts`, int64[T]: how often each row's loss counts, None = once."""
     grads, total = [hidden.new_zeros(0, hidden.shape[1])], hidden.new_zeros((), dtype=torch.float64)
     # A batch without any label has a zero loss and zero gradients, not 0/0.
     num_labels = max(1, num_label_tokens)
-    for own, exchange, block in head_blocks(targets, ranges, group):
+    for own, exchange, block in head_blocks(targets, owners, group):
         rows = hidden[own].detach().requires_grad_()
+        times = None if counts is None else counts[block]
         with torch.enable_grad(), Around(model, exchange) as around:
             logits = model.logits(rows)
         if _in_kernel(model):
@@ -137,10 +175,13 @@ def head_gradient(
             assert around.product is not None
             grad = grad if grad.data_ptr() == around.product.data_ptr() else grad.clone()
             losses = cross_entropy(grad, targets[block], float(num_labels), trains=True)
+            if times is not None:
+                grad.mul_(times[:, None])
+                losses = losses * times
             loss = losses.sum(dtype=torch.float64)
         else:
             first_id = _first_id(model.head.weight)
-            loss, grad = cross_entropy_and_gradient(logits, targets[block], 1 / num_labels, first_id, group)
+            loss, grad = cross_entropy_and_gradient(logits, targets[block], 1 / num_labels, first_id, group, times)
         logits.backward(grad)
         assert rows.grad is not None
         grads.append(rows.grad)
@@ -165,16 +206,23 @@ def _local_ids(token_ids: Tensor, first: int, size: int) -> tuple[Tensor, Tensor
 
 @torch.no_grad()
 def cross_entropy_and_gradient(
-    logits: Tensor, targets: Tensor, scale: float, first_id: int = 0, group: TensorGroup | None = None
+    logits: Tensor,
+    targets: Tensor,
+    scale: float,
+    first_id: int = 0,
+    group: TensorGroup | None = None,
+    counts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the scaled sum of the losses of rows with a target (fp64 scalar, the same on all ranks), and its gradient
     in the precision of the logits, computed in fp32 (fp64 for fp64). Collective with a group.
 
     Args:
         logits: [T, token ids of this rank, from `first_id` on]; targets: int64[T], -100 = no loss.
+        counts: int64[T], how often each row's loss counts; None = once.
     """
     losses, exponentials, sums, local, is_local = _losses(logits, targets, first_id, group)
     weights = (targets >= 0).to(losses.dtype) * scale
+    weights = weights if counts is None else weights * counts
     loss = (losses * weights).sum(dtype=torch.float64)
     gradient = exponentials.div_(sums[:, None])
     gradient.scatter_add_(1, local[:, None], -is_local[:, None].to(gradient.dtype))
@@ -183,12 +231,29 @@ def cross_entropy_and_gradient(
 
 @torch.no_grad()
 def row_losses(
-    model: StageModel, hidden: Tensor, targets: Tensor, ranges: tuple[Range, ...], group: TensorGroup | None
+    model: StageModel,
+    hidden: Tensor,
+    targets: Tensor,
+    ranges: tuple[Range, ...],
+    group: TensorGroup | None,
+    edges: PackEdges | None = None,
 ) -> Tensor:
-    """Return the loss of every row of a pack, [T] in fp32 (fp64), 0 without a target, on all ranks of `group`. `hidden`
-    [n, hidden] are own rows' final states. Collective with a group."""
+    """Return the loss of every row of a pack, [T] in fp32 (fp64), 0 without a target, on all ranks of `group`; with
+    edges the sum of a row's, each as often as it counts. `hidden` [n, hidden] are own rows' final states. Collective
+    with a group."""
+    owners = None if group is None else row_owners(ranges, group.shard.size)
+    if edges is not None:
+        chosen, owners = _own_rows_of(edges, owners, group, hidden.device)
+        of_edges = _losses_of_rows(model, hidden[chosen], edges.targets, owners, group)
+        return of_edges.new_zeros(len(targets)).index_add_(0, edges.rows, of_edges * edges.counts)
+    return _losses_of_rows(model, hidden, targets, owners, group)
+
+
+def _losses_of_rows(
+    model: StageModel, hidden: Tensor, targets: Tensor, owners: NDArray[np.int64] | None, group: TensorGroup | None
+) -> Tensor:
     losses = hidden.new_zeros(len(targets), dtype=work_dtype(hidden))
-    for own, exchange, block in head_blocks(targets, ranges, group):
+    for own, exchange, block in head_blocks(targets, owners, group):
         with Around(model, exchange):
             logits = model.logits(hidden[own])
         if _in_kernel(model):

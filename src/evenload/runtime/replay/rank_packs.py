@@ -6,7 +6,8 @@ DP-Merge), they are the token ranges of `stepplan.cp_rows`, and attention goes t
 
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from types import MappingProxyType
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +25,16 @@ from evenload.stepplan.cp_rows import PackRows, ReplicaRows, replica_rows
 from evenload.types.document import Direction, MicroPack, Range, ReplicaBlock
 from evenload.types.layout import TransferOrder
 from evenload.types.plan import StepPlan
+from evenload.types.tree import TreeShape, shape_of
+
+
+class PackEdges(NamedTuple):
+    """Holds rows, targets and counts of `LabelEdges` on the device, int64[E] each, and the rows on the host."""
+
+    rows: Tensor
+    targets: Tensor
+    counts: Tensor
+    host_rows: NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +46,8 @@ class PackTokens:
         shared: attention, where other ranks have rows of the same slices; None = this rank has them all.
         states: then states of layers that carry one.
         closes: slices that a backward ends, where they are not the ranges.
+        trees: shapes of the documents that are trees; then `edges` are what the pack is trained to predict, as in
+            `feed.collate.LabelEdges`.
     """
 
     ranges: tuple[Range, ...]
@@ -44,6 +57,8 @@ class PackTokens:
     shared: PackAttention | None = None
     states: SharedStates | None = None
     closes: tuple[Range, ...] | None = None
+    trees: Mapping[int, TreeShape] = MappingProxyType({})
+    edges: PackEdges | None = None
 
     @property
     def ended(self) -> tuple[Range, ...]:
@@ -77,9 +92,16 @@ class RankPackTokens:
         self._packs = plan.pack_plans[dp_rank]
         self._groups, self._exchange, self._device = groups, exchange, device
         all_packs = (*self._packs.forward, *self._packs.backward)
+        self._trees = {one.doc_id: shape_of(one.segments) for one in plan.documents if one.segments}
         self._rows: ReplicaRows | None = None
         self._collated: dict[tuple[Direction, int], PackTokens] = {}
         if plan.layout.cp > 1 or any(piece.cp > 1 for pack in all_packs for piece in pack.slices):
+            if self._trees:
+                raise InvalidPlanError(
+                    f"step {plan.step}: ranks share documents (cp={plan.layout.cp}, or DP-Merge), and "
+                    f"{len(self._trees)} documents are trees of shared prefixes, which one rank computes; use "
+                    "parallel.cp = 1 and plan.options.dp_merge = false"
+                )
             self._rows = replica_rows(plan, dp_rank)
             for pack in all_packs:
                 if (shared := self._rows.of_pack(pack)) is None or shared.block in groups:
@@ -127,9 +149,12 @@ class RankPackTokens:
     def _pack_tokens(self, pack: MicroPack, documents: TokenTable) -> PackTokens:
         shared = self._shared(pack)
         if shared is None:
-            batch = collate_pack(pack, documents)
+            batch = collate_pack(pack, documents, self._trees)
             columns = self._on_device((batch.token_ids, batch.targets, batch.positions))
-            return PackTokens(pack_ranges(pack), *columns)
+            if (edges := batch.edges) is None:
+                return PackTokens(pack_ranges(pack), *columns)
+            on_device = PackEdges(*self._on_device((edges.rows, edges.targets, edges.counts)), edges.rows)
+            return PackTokens(pack_ranges(pack), *columns, trees=self._trees, edges=on_device)
         rank = self._rank_in(shared)
         ranges = shared.ranges(rank)
         edges = np.array([(start, stop) for _, start, stop in ranges], dtype=np.int64).reshape(-1, 2)

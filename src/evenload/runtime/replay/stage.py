@@ -14,13 +14,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from evenload.attention.range_attention import RangeAttention
+from evenload.errors import UnsupportedModelError
 from evenload.runtime.comm.tensor_group import RowExchange, RowShard, TensorGroup, row_owners
 from evenload.runtime.model.around import ATTENTION_NAME, LayerCall, using
 from evenload.runtime.model.hf_model import StageModel
 from evenload.runtime.model.state_calls import StateForm, carrying
 from evenload.runtime.replay.context_attention import LocalAttention, rows_of
 from evenload.runtime.replay.head import Around, head_gradient, row_losses
-from evenload.runtime.replay.rank_packs import PackTokens
+from evenload.runtime.replay.rank_packs import PackEdges, PackTokens
 from evenload.runtime.replay.replayable import make_replayable
 from evenload.runtime.replay.state import ReplayState, RouterBalance, TensorRows
 from evenload.runtime.replay.store import ActivationStore, call_key, num_rows
@@ -35,6 +36,20 @@ def make_layers_replayable(model: StageModel, state: ReplayState, tensor: Tensor
         make_replayable(layer, index, state, model.structure.sites[index], model.whole.configs)
         if tensor is not None:
             make_tensor_parallel(layer, index, state, model.structure)
+
+
+def require_paths(model: StageModel) -> None:
+    """Raise an `UnsupportedModelError` for layers to which a row's tokens before it are not its path in a tree."""
+    sites = model.structure.sites
+    reasons = {
+        "carries states along documents, which would run from one branch of a tree into the next": any(
+            isinstance(call, StateForm) for one in sites for call in one.calls
+        ),
+        "mixes tokens in a way of its own, which knows no branches": any(one.mixers for one in sites),
+        "has a load-balancing loss, which is a product of sums over each path": bool(model.router_aux_loss_coef),
+    }
+    if why := next((reason for reason, is_so in reasons.items() if is_so), None):
+        raise UnsupportedModelError(f"the model {why}; train without data.group_by, on one sequence a record")
 
 
 OnFinal = Callable[[int], None]
@@ -192,7 +207,9 @@ class PipelineStage:
         self.head_row_sums = None
         if self.model.is_last:
             if pack.ranges:
-                grad, loss = self.head(store.read("final", pack.ranges), pack.targets, num_label_tokens, pack.ranges)
+                grad, loss = self.head(
+                    store.read("final", pack.ranges), pack.targets, num_label_tokens, pack.ranges, pack.edges
+                )
                 self.head_row_sums = grad.sum(dim=-1)
             else:
                 grad = torch.zeros(0, self.hidden_size, dtype=self.dtype, device=self.device)
@@ -288,17 +305,22 @@ class PipelineStage:
         """Return every row's loss of a forward pack, [T] in fp32 (fp64), from final hidden states. Last stage only."""
         if not pack.ranges:
             return hidden.new_zeros(0)
-        return row_losses(self.model, hidden, pack.targets, pack.ranges, self._tensor)
+        return row_losses(self.model, hidden, pack.targets, pack.ranges, self._tensor, pack.edges)
 
     def next_logits(self, hidden: Tensor) -> Tensor:
         """Return logits [T, vocab] of final hidden states [T, hidden]; on a last stage with the whole head."""
         return self.model.logits(hidden)
 
     def head(
-        self, hidden: Tensor, targets: Tensor, num_label_tokens: int, ranges: tuple[Range, ...]
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        num_label_tokens: int,
+        ranges: tuple[Range, ...],
+        edges: PackEdges | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the gradient of final hidden states [T, hidden] and this rank's loss share. Last stage only."""
-        grad, loss = head_gradient(self.model, hidden, targets, num_label_tokens, ranges, self._tensor)
+        grad, loss = head_gradient(self.model, hidden, targets, num_label_tokens, ranges, self._tensor, edges)
         # All ranks of a group know the loss, and one reports it.
         is_reporter = self._tensor is None or self._tensor.shard.rank == 0
         return grad, loss if is_reporter else torch.zeros_like(loss)
@@ -316,7 +338,9 @@ class PipelineStage:
         state.direction, state.ranges, state.store, state.products = direction, pack.ranges, store, products
         state.shared, state.shared_states = pack.shared, pack.states
         state.balance, state.tensor = self._balance, self._tensor
-        state.attention = LocalAttention(tuple(rows_of(pack.ranges)))
+        if pack.trees:
+            require_paths(self.model)
+        state.attention = LocalAttention(tuple(rows_of(pack.ranges)), pack.trees)
         state.divide_rows(self.device)
         exchange = self._exchange(pack, f"hidden states of a {direction} pack")
         if exchange is not None:
