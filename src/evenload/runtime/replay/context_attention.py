@@ -177,19 +177,21 @@ class _Seen(NamedTuple):
     rows of the document that its keys are, one run after the other."""
 
     sizes: RangeSizes
-    lying: list[KeyRows]
+    lying: list[tuple[KeyRows, ...]]
     runs: list[tuple[slice, slice, Range | None]]
     of_trees: dict[Range, list[RowRun]]
 
     def parts(self, key: CallKey) -> KeyParts:
-        return [rows.of(key) for rows in self.lying]
+        return [_joined([rows.of(key) for rows in one]) for one in self.lying]
 
-    def add_keys(self, keys: KeyRows) -> None:
-        """Add those of the next range, to the last where they follow it in one tensor."""
-        last = self.lying[-1] if self.lying else None
-        if last is not None and last.layers is keys.layers and last.stop == keys.start:
-            keys = self.lying.pop()._replace(stop=keys.stop)
-        self.lying.append(keys)
+    def add_keys(self, *runs: KeyRows) -> None:
+        """Add those of the next range, or piece of one, whose runs are copied behind each other where they are several;
+        to the last where they follow it in one tensor."""
+        (last,) = self.lying[-1] if self.lying and len(self.lying[-1]) == len(runs) == 1 else (None,)
+        if last is not None and last.layers is runs[0].layers and last.stop == runs[0].start:
+            self.lying.pop()
+            runs = (last._replace(stop=runs[0].stop),)
+        self.lying.append(runs)
 
     def add_run(self, rows: slice, keys: slice, of: Range | None) -> None:
         """Add the next range, to the last run where the gradients of both are final."""
@@ -265,9 +267,10 @@ class LocalAttention:
             seen = _Seen(call.sizes(along_paths), [], [], {})
             at = 0
             for rows, r in self.ranges:
-                runs = self._key_runs(call, r)
-                for run in runs:
-                    seen.add_keys(store.document_keys(r.doc_id).part(*run))
+                pieces = self._key_runs(call, r)
+                for runs in pieces:
+                    seen.add_keys(*(store.document_keys(r.doc_id).part(*run) for run in runs))
+                runs = [*itertools.chain(*pieces)]
                 num_keys = sum(stop - start for start, stop in runs)
                 own = slice(rows.start - self.rows.start, rows.stop - self.rows.start)
                 if r.doc_id in self._trees:
@@ -285,14 +288,14 @@ class LocalAttention:
             return [r]
         return [Range(r.doc_id, *shape.path_range(piece)) for piece in shape.pieces(r.start, r.stop)]
 
-    def _key_runs(self, call: AttentionCall, r: Range) -> list[RowRun]:
+    def _key_runs(self, call: AttentionCall, r: Range) -> list[list[RowRun]]:
         """Return the rows of its document whose keys a range sees, of a tree's range piece by piece."""
         if (shape := self._trees.get(r.doc_id)) is None:
-            return [RowRun(call.first_key(r.start), r.stop)]
+            return [[RowRun(call.first_key(r.start), r.stop)]]
         found = []
         for piece in shape.pieces(r.start, r.stop):
             start, stop = shape.path_range(piece)
-            found += last_rows(shape.runs_to(piece), stop - call.first_key(start))
+            found.append(last_rows(shape.runs_to(piece), stop - call.first_key(start)))
         return found
 
     def split(self, share: float) -> tuple["LocalAttention", "LocalAttention"]:
@@ -302,6 +305,13 @@ class LocalAttention:
         if count not in self._halves:
             self._halves[count] = LocalAttention(self.ranges[:count]), LocalAttention(self.ranges[count:])
         return self._halves[count]
+
+
+def _joined(runs: Sequence[KeysAndValues]) -> KeysAndValues:
+    if len(runs) == 1:
+        return runs[0]
+    keys, values = zip(*runs, strict=True)
+    return torch.cat(keys), torch.cat(values)
 
 
 def _added_up(parts: KeysAndValues, runs: Sequence[RowRun], num_rows: int, dtype: torch.dtype) -> KeysAndValues:

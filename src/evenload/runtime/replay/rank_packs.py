@@ -5,8 +5,7 @@ DP-Merge), they are the token ranges of `stepplan.cp_rows`, and attention goes t
 """
 
 from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -57,7 +56,7 @@ class PackTokens:
     shared: PackAttention | None = None
     states: SharedStates | None = None
     closes: tuple[Range, ...] | None = None
-    trees: Mapping[int, TreeShape] = MappingProxyType({})
+    trees: Mapping[int, TreeShape] = field(default_factory=dict)
     edges: PackEdges | None = None
 
     @property
