@@ -12,6 +12,9 @@ from reference_training import RECURRENT_KINDS
 from small_run import LONG_TAILED_TEXTS, write_small_run
 from tensor_families import FamilyTask
 
+DIVIDED = ("qwen3_next", "qwen3_5_text", "bamba", "granitemoehybrid", "nemotron_h", "falcon_h1", "lfm2", "mamba2")
+"""Whose layers with a state tensor ranks divide by heads, groups or channels."""
+
 
 @pytest.mark.parametrize(
     ("layout", "options"),
@@ -28,12 +31,51 @@ def test_gradients_equal_plain_training(gloo_pool, layout, options):
     assert_equal_plain(gloo_pool, [FamilyTask(kind, num_layers, encode_plan(plan)) for kind in RECURRENT_KINDS], plan)
 
 
+@pytest.mark.parametrize("strategy", ["slimpack", "balanced"])
+def test_tensor_ranks_with_their_heads_equal_plain_training(gloo_pool, strategy):
+    """Of documents that are cut, elsewhere in backward, and whole; under every activation policy."""
+    plan, num_layers = plan_for("tp2", strategy)
+    assert_equal_plain(gloo_pool, [FamilyTask(kind, num_layers, encode_plan(plan)) for kind in DIVIDED], plan)
+
+
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [
+        ("dp2 tp2", {}),
+        ("pp2 tp2", {}),
+        ("pp2 tp2", {"virtual": "2", "schedule": "list_split"}),
+        ("pp2 tp2", {"schedule": "zb_h1", "strategy": "balanced"}),
+        ("cp2 tp2", {}),
+    ],
+    ids=["dp2", "a layer a stage", "virtual stages, split backwards", "zero bubble", "cp2"],
+)
+def test_tensor_ranks_with_every_dimension(gloo_pool, layout, options):
+    plan, num_layers = plan_for(layout, **options)
+    assert_equal_plain(gloo_pool, [FamilyTask(kind, num_layers, encode_plan(plan)) for kind in DIVIDED], plan)
+
+
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_adapters_equal_peft(gloo_pool, tmp_path):
     """Of projections before and behind the scan, and of the attention beside it."""
     plan, num_layers = plan_for("pp2")
     lora = msgspec.structs.replace(LORA, target_modules=("in_proj", "out_proj", "q_proj"))
     tasks = [FamilyTask(kind, num_layers, encode_plan(plan), lora) for kind in ("bamba", "lfm2")]
+    assert_equal_plain(gloo_pool, tasks, plan, tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_adapters_on_tensor_ranks_equal_peft(gloo_pool, tmp_path):
+    """B of a packed projection is cut as the projection is."""
+    plan, num_layers = plan_for("tp2")
+    of_kinds = {
+        "qwen3_next": ("in_proj_qkvz", "in_proj_ba", "out_proj"),
+        "qwen3_5_text": ("in_proj_qkv", "out_proj"),
+        "bamba": ("in_proj", "out_proj", "q_proj"),
+    }
+    tasks = [
+        FamilyTask(kind, num_layers, encode_plan(plan), msgspec.structs.replace(LORA, target_modules=modules))
+        for kind, modules in of_kinds.items()
+    ]
     assert_equal_plain(gloo_pool, tasks, plan, tmp_path)
 
 

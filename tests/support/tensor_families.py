@@ -15,6 +15,7 @@ from evenload.runtime.comm.collectives import Transfer
 from evenload.runtime.comm.mesh import Mesh, create_meshes
 from evenload.runtime.executor import Executor
 from evenload.runtime.model.hf_model import StageModel, build_rank_models
+from evenload.runtime.model.tensor_weights import tensor_split
 from evenload.runtime.optim.data_parallel import flatten_units
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.types.plan import decode_plan
@@ -127,9 +128,8 @@ def _load_adapters(models: dict[int, StageModel], task: FamilyTask, mesh: Mesh) 
     for model in models.values():
         for unit in model.unit_parameters():
             for name, parameter in unit:
-                split = getattr(parameter, "tp_split", None)
-                value = whole[name]
-                parameter.data.copy_(value if split is None else value.narrow(split.dim, split.start, split.size))
+                split = tensor_split(parameter)
+                parameter.data.copy_(whole[name] if split is None else split.take(whole[name]))
 
 
 def expert_rows_sent(task: FamilyTask) -> dict[str, int]:

@@ -1,0 +1,168 @@
+"""Say how modules with packed weights are cut over tensor-parallel ranks, by heads, which transformers' plans leave whole.
+
+A rank runs transformers' own module on its share of the heads: the module's sizes are its share, and of every section of
+a packed weight, as they lie one behind the other, it has the part of its heads:
+
+    gated delta rule     [q | k | v] of a projection and of the convolution; in Qwen3-Next's projection heads of keys lie
+                         one behind the other, each with its q, k, v and gate: one section
+    Mamba-2              [gate | x | B | C | dt] of the projection, [x | B | C] of the convolution, by heads and groups
+    short convolution    [B | C | x] by channels
+    feed-forward         [gate | up] by columns
+
+Layouts are known by the names of classes, and weights must have the sizes that a layout says.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+_ATTENTION = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
+_USUAL = {**_ATTENTION, "gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
+PLANS: Mapping[str, Mapping[str, str]] = {
+    "bamba": _USUAL,
+    "falcon_h1": _USUAL,
+    "granitemoehybrid": _ATTENTION,
+    "lfm2": {**_ATTENTION, "out_proj": "rowwise", "w1": "colwise", "w3": "colwise", "w2": "rowwise"},
+    "mamba2": {},
+    "nemotron_h": _USUAL,
+}
+"""Styles of linears, by the last part of their names, in types of models for which transformers has no plan, or one for
+experts alone; norms of their heads are of one head each."""
+
+
+@dataclass(frozen=True)
+class PackedCut:
+    """Says how a module is cut.
+
+    Args:
+        counts: named sizes that must divide by the number of ranks.
+        shares: attributes, of it or of modules in it, and their sizes, of which a rank has its share.
+        sections: sizes of what lies in the first dimension of a weight, one behind the other, by the name of the
+            module in it that has the weight, or of the weight; of a buffer in the last dimension.
+        row: the linear in it that is cut by input.
+        refusal: why it cannot be cut.
+    """
+
+    counts: Mapping[str, int]
+    shares: Mapping[str, int]
+    sections: Mapping[str, tuple[int, ...]]
+    row: str
+    refusal: str = ""
+
+    def style(self, linear: str) -> str:
+        """Return how a linear in it is cut, in the words of transformers' plans."""
+        return "colwise" if linear in self.sections else "rowwise" if linear == self.row else ""
+
+
+def packed_cut(module: nn.Module) -> PackedCut | None:
+    """Return how a module is cut; None = no layout of its class is known."""
+    layout = _LAYOUTS.get(type(module).__name__)
+    return None if layout is None else layout(module)
+
+
+def _cut(
+    module: Any,
+    counts: Mapping[str, int],
+    attributes: tuple[str, ...],
+    sections: Mapping[str, tuple[int, ...]],
+    row: tuple[str, int],
+    whole: tuple[str, ...] = (),
+) -> PackedCut:
+    """Return a cut, with a refusal where the module has weights that the layout does not name (`whole` are on every
+    rank), or of other sizes."""
+    found = {}
+    for name, weight in module.named_parameters():
+        owner = name.removesuffix(".weight").removesuffix(".bias")
+        if owner in sections:
+            found[name] = weight.shape[0], sum(sections[owner])
+        elif owner == row[0] and name.endswith(".weight"):
+            found[name] = weight.shape[1], row[1]
+        elif owner not in (row[0], *whole):
+            found[name] = weight.shape[0], 0
+    wrong = [f"{name} is of {size} instead of {wanted}" for name, (size, wanted) in found.items() if size != wanted]
+    refusal = f"has a {type(module).__name__} of another layout than is known: {', '.join(wrong)}"
+    shares = {name: getattr(_owner(module, name), name.rsplit(".", 1)[-1]) for name in attributes}
+    return PackedCut(counts, shares, sections, row[0], refusal if wrong else "")
+
+
+def _owner(module: nn.Module, attribute: str) -> nn.Module:
+    return module.get_submodule(attribute.rpartition(".")[0])
+
+
+def take_share(module: nn.Module, cut: PackedCut, tp: int) -> None:
+    """Set a module's sizes to a rank's share of them."""
+    for name, size in cut.shares.items():
+        setattr(_owner(module, name), name.rsplit(".", 1)[-1], size // tp)
+
+
+def _delta_rule(module: Any) -> PackedCut:
+    key, value, heads = module.key_dim, module.value_dim, module.num_v_heads
+    of_key, of_value, of_head = (
+        dict.fromkeys(names, (size,))
+        for names, size in (
+            (("q_proj", "k_proj"), key),
+            (("v_proj", "g_proj", "in_proj_z"), value),
+            (("a_proj", "b_proj", "in_proj_a", "in_proj_b", "A_log", "dt_bias"), heads),
+        )
+    )
+    packed = {
+        "in_proj_qkvz": (2 * key + 2 * value,),
+        "in_proj_ba": (2 * heads,),
+        "in_proj_qkv": (key, key, value),
+        "conv1d": (key, key, value),
+    }
+    return _cut(
+        module,
+        {"linear_num_key_heads": module.num_k_heads, "linear_num_value_heads": heads},
+        ("num_k_heads", "num_v_heads", "key_dim", "value_dim", "conv_dim"),
+        {**of_key, **of_value, **of_head, **packed},
+        ("o_proj" if hasattr(module, "o_proj") else "out_proj", value),
+        ("norm", "o_norm"),
+    )
+
+
+def _mamba2(module: Any) -> PackedCut:
+    inner, groups, heads = module.intermediate_size, module.n_groups * module.ssm_state_size, module.num_heads
+    projected = (inner, inner, groups, groups, heads)
+    attributes = ("num_heads", "n_groups", "intermediate_size", "conv_dim")
+    if hasattr(module.norm, "n_groups"):  # others say how wide a group is
+        attributes = (*attributes, "norm.n_groups")
+    return _cut(
+        module,
+        {"heads of Mamba": heads, "n_groups": module.n_groups},
+        attributes,
+        {
+            **dict.fromkeys(("in_proj", "mup_vector"), projected),
+            **dict.fromkeys(("A_log", "D", "dt_bias"), (heads,)),
+            "conv1d": (inner, groups, groups),
+            "norm": (inner,),
+        },
+        ("out_proj", inner),
+    )
+
+
+def _short_convolution(module: Any) -> PackedCut:
+    width = module.out_proj.in_features
+    return _cut(module, {"hidden_size": width}, (), {"in_proj": (width,) * 3, "conv": (width,)}, ("out_proj", width))
+
+
+def _gated(module: Any) -> PackedCut:
+    width = module.hidden_size
+    return _cut(
+        module, {"shared_intermediate_size": width}, (), {"input_linear": (width, width)}, ("output_linear", width)
+    )
+
+
+_LAYOUTS: Mapping[str, Callable[[Any], PackedCut]] = {
+    **dict.fromkeys(
+        ("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "OlmoHybridGatedDeltaNet"),
+        _delta_rule,
+    ),
+    **dict.fromkeys(
+        ("BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "Mamba2Mixer", "NemotronHMamba2Mixer"), _mamba2
+    ),
+    "Lfm2ShortConv": _short_convolution,
+    "GraniteMoeHybridMLP": _gated,
+}
