@@ -292,15 +292,19 @@ def kv_gradient_bytes_per_token(model: ModelSpec, tp: int = 1) -> NDArray[np.int
     return accumulator_bytes(model) * _kept_keys(model, tp)
 
 
-def state_bytes(model: ModelSpec) -> NDArray[np.int64]:
-    """Count the bytes of the states of one document at one cut on ONE layer, and of their gradients; int64[K]."""
+def state_bytes(model: ModelSpec, tp: int = 1) -> NDArray[np.int64]:
+    """Count the bytes of the states of one document at one cut on ONE layer of one device, which has its share of the
+    heads, and of their gradients; int64[K]."""
     narrow, wide = model.bytes_per_element, accumulator_bytes(model)
-    return _of_kinds(model, lambda kind: sum(one.state * (wide if one.is_wide else narrow) for one in kind.states))
+    return _of_kinds(
+        model, lambda kind: sum(-(-one.state // tp) * (wide if one.is_wide else narrow) for one in kind.states)
+    )
 
 
-def state_width(model: ModelSpec) -> NDArray[np.int64]:
-    """Count the elements a token that the widest function that carries a state reads and gives; int64[K]."""
-    return _of_kinds(model, lambda kind: max((one.inputs + one.outputs for one in kind.states), default=0))
+def state_width(model: ModelSpec, tp: int = 1) -> NDArray[np.int64]:
+    """Count the elements a token that the widest function that carries a state reads and gives on one device;
+    int64[K]."""
+    return _of_kinds(model, lambda kind: max((-(-(one.inputs + one.outputs) // tp) for one in kind.states), default=0))
 
 
 def _kept_keys(model: ModelSpec, tp: int) -> NDArray[np.int64]:

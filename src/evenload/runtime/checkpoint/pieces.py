@@ -2,7 +2,8 @@
 
 Optimizer state is cut twice: a tensor-parallel rank has a part of a matrix, or of every section of it, and a
 data-parallel rank a range of elements of the flat buffer of all its parts. A range of a row-major tensor is at most
-2 * ndim - 1 boxes, each cut where a section ends, so every tensor is saved under its parameter's name in boxes of the whole tensor, which any layout can read.
+2 * ndim - 1 boxes, each cut where a section ends, so every tensor is saved under its parameter's name in boxes of the
+whole tensor, which any layout can read.
 
 `.metadata` is a pickle, which torch reads with plain `pickle.load`: whatever the file names is run. `read_metadata`
 makes only the few classes that such an index consists of, and refuses files outside of the checkpoint's directory.

@@ -294,6 +294,7 @@ def _kind(index: int, notes: LayerNotes, layer: nn.Module) -> LayerKind:
     parameters = sum(one.numel() for one in layer.parameters())
     matrices = sum({owner: one.parameters for owner, _, one in notes.products}.values())
     divided = matrices + notes.divided_biases + (experts.count * experts.parameters if experts else 0)
+    divided += sum(cut.beside for cut in notes.packed.values())
     if 2 * divided < parameters:
         raise ValueError(f"most weights of layer {index} take part in no product of every token")
     # A linear alone in its module, such as the gate of a shared expert, is no block.

@@ -1,10 +1,10 @@
-"""Say how modules with packed weights are cut over tensor-parallel ranks, by heads, which transformers' plans leave whole.
+"""Say how modules with packed weights, which transformers' plans leave whole, are cut over tensor-parallel ranks.
 
-A rank runs transformers' own module on its share of the heads: the module's sizes are its share, and of every section of
-a packed weight, as they lie one behind the other, it has the part of its heads:
+A rank runs transformers' own module on its share of the heads: the module's sizes are its share, and of every section
+of a packed weight, as they lie one behind the other, it has the part of its heads:
 
-    gated delta rule     [q | k | v] of a projection and of the convolution; in Qwen3-Next's projection heads of keys lie
-                         one behind the other, each with its q, k, v and gate: one section
+    gated delta rule     [q | k | v] of a projection and of the convolution; in Qwen3-Next's projection heads of keys
+                         lie one behind the other, each with its q, k, v and gate: one section
     Mamba-2              [gate | x | B | C | dt] of the projection, [x | B | C] of the convolution, by heads and groups
     short convolution    [B | C | x] by channels
     feed-forward         [gate | up] by columns
@@ -42,6 +42,7 @@ class PackedCut:
         sections: sizes of what lies in the first dimension of a weight, one behind the other, by the name of the
             module in it that has the weight, or of the weight; of a buffer in the last dimension.
         row: the linear in it that is cut by input.
+        beside: elements of weights with sections that are no linears'.
         refusal: why it cannot be cut.
     """
 
@@ -49,6 +50,7 @@ class PackedCut:
     shares: Mapping[str, int]
     sections: Mapping[str, tuple[int, ...]]
     row: str
+    beside: int
     refusal: str = ""
 
     def style(self, linear: str) -> str:
@@ -72,11 +74,12 @@ def _cut(
 ) -> PackedCut:
     """Return a cut, with a refusal where the module has weights that the layout does not name (`whole` are on every
     rank), or of other sizes."""
-    found = {}
+    found, beside = {}, 0
     for name, weight in module.named_parameters():
         owner = name.removesuffix(".weight").removesuffix(".bias")
         if owner in sections:
             found[name] = weight.shape[0], sum(sections[owner])
+            beside += 0 if isinstance(getattr(module, owner), nn.Linear) else weight.numel()
         elif owner == row[0] and name.endswith(".weight"):
             found[name] = weight.shape[1], row[1]
         elif owner not in (row[0], *whole):
@@ -84,7 +87,7 @@ def _cut(
     wrong = [f"{name} is of {size} instead of {wanted}" for name, (size, wanted) in found.items() if size != wanted]
     refusal = f"has a {type(module).__name__} of another layout than is known: {', '.join(wrong)}"
     shares = {name: getattr(_owner(module, name), name.rsplit(".", 1)[-1]) for name in attributes}
-    return PackedCut(counts, shares, sections, row[0], refusal if wrong else "")
+    return PackedCut(counts, shares, sections, row[0], beside, refusal if wrong else "")
 
 
 def _owner(module: nn.Module, attribute: str) -> nn.Module:
