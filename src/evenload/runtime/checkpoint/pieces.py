@@ -128,7 +128,7 @@ def pieces_of_range(
     """Return elements `[first, first + n)` of this rank's part of a tensor as boxes of the whole tensor."""
     shape = list(local_shape)
     if split is not None:
-        shape[split.dim] = split.whole_size
+        shape[split.dim] = sum(split.sections)
     pieces, row = {}, 0
     for offsets, sizes in _boxes(tuple(local_shape), first, first + values.numel()):
         count = math.prod(sizes)

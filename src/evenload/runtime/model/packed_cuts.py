@@ -64,108 +64,85 @@ def packed_cut(module: nn.Module) -> PackedCut | None:
     return None if layout is None else layout(module)
 
 
-def _cut(
-    module: Any,
-    counts: Mapping[str, int],
-    attributes: tuple[str, ...],
-    sections: Mapping[str, tuple[int, ...]],
-    row: tuple[str, int],
-    whole: tuple[str, ...] = (),
-) -> PackedCut:
-    """Return a cut, with a refusal where the module has weights that the layout does not name (`whole` are on every
-    rank), or of other sizes."""
-    found, beside = {}, 0
-    for name, weight in module.named_parameters():
-        owner = name.removesuffix(".weight").removesuffix(".bias")
-        if owner in sections:
-            found[name] = weight.shape[0], sum(sections[owner])
-            beside += 0 if isinstance(getattr(module, owner), nn.Linear) else weight.numel()
-        elif owner == row[0] and name.endswith(".weight"):
-            found[name] = weight.shape[1], row[1]
-        elif owner not in (row[0], *whole):
-            found[name] = weight.shape[0], 0
-    wrong = [f"{name} is of {size} instead of {wanted}" for name, (size, wanted) in found.items() if size != wanted]
-    refusal = f"has a {type(module).__name__} of another layout than is known: {', '.join(wrong)}"
-    shares = {name: getattr(_owner(module, name), name.rsplit(".", 1)[-1]) for name in attributes}
-    return PackedCut(counts, shares, sections, row[0], beside, refusal if wrong else "")
-
-
-def _owner(module: nn.Module, attribute: str) -> nn.Module:
-    return module.get_submodule(attribute.rpartition(".")[0])
-
-
 def take_share(module: nn.Module, cut: PackedCut, tp: int) -> None:
     """Set a module's sizes to a rank's share of them."""
     for name, size in cut.shares.items():
-        setattr(_owner(module, name), name.rsplit(".", 1)[-1], size // tp)
+        path, _, attribute = name.rpartition(".")
+        setattr(module.get_submodule(path), attribute, size // tp)
+
+
+def _cut(
+    module: nn.Module,
+    counts: Mapping[str, int],
+    shares: Mapping[str, int],
+    sections: Mapping[str, tuple[int, ...]],
+    row: tuple[str, int],
+    whole: str = "",
+) -> PackedCut:
+    """Return a cut, with a refusal where the module has weights that the layout does not name (`whole` is on every
+    rank), or of other sizes."""
+    wrong, beside = [], 0
+    for name, weight in module.named_parameters():
+        owner, wanted, size = name.removesuffix(".weight").removesuffix(".bias"), 0, weight.shape[0]
+        if owner in sections:
+            wanted = sum(sections[owner])
+            beside += 0 if isinstance(getattr(module, owner), nn.Linear) else weight.numel()
+        elif owner in (row[0], whole):
+            wanted, size = (row[1], weight.shape[1]) if name == f"{row[0]}.weight" else (size, size)
+        wrong += [f"{name} of {size} instead of {wanted}"] * (size != wanted)
+    refusal = f"has a {type(module).__name__} of another layout than is known ({', '.join(wrong)})" if wrong else ""
+    return PackedCut(counts, shares, sections, row[0], beside, refusal)
 
 
 def _delta_rule(module: Any) -> PackedCut:
-    key, value, heads = module.key_dim, module.value_dim, module.num_v_heads
-    of_key, of_value, of_head = (
-        dict.fromkeys(names, (size,))
-        for names, size in (
-            (("q_proj", "k_proj"), key),
-            (("v_proj", "g_proj", "in_proj_z"), value),
-            (("a_proj", "b_proj", "in_proj_a", "in_proj_b", "A_log", "dt_bias"), heads),
-        )
-    )
-    packed = {
+    key, value, key_heads, heads = module.key_dim, module.value_dim, module.num_k_heads, module.num_v_heads
+    widths = {"key_dim": key, "value_dim": value, "conv_dim": module.conv_dim}
+    sections = {
         "in_proj_qkvz": (2 * key + 2 * value,),
         "in_proj_ba": (2 * heads,),
-        "in_proj_qkv": (key, key, value),
-        "conv1d": (key, key, value),
+        "in_proj_z": (value,),
+        **dict.fromkeys(("in_proj_qkv", "conv1d"), (key, key, value)),
+        **dict.fromkeys(("in_proj_a", "in_proj_b", "A_log", "dt_bias"), (heads,)),
     }
-    return _cut(
-        module,
-        {"linear_num_key_heads": module.num_k_heads, "linear_num_value_heads": heads},
-        ("num_k_heads", "num_v_heads", "key_dim", "value_dim", "conv_dim"),
-        {**of_key, **of_value, **of_head, **packed},
-        ("o_proj" if hasattr(module, "o_proj") else "out_proj", value),
-        ("norm", "o_norm"),
-    )
+    counts = {"linear_num_key_heads": key_heads, "linear_num_value_heads": heads}
+    shares = {"num_k_heads": key_heads, "num_v_heads": heads, **widths}
+    return _cut(module, counts, shares, sections, ("out_proj", value), whole="norm")
 
 
 def _mamba2(module: Any) -> PackedCut:
     inner, groups, heads = module.intermediate_size, module.n_groups * module.ssm_state_size, module.num_heads
-    projected = (inner, inner, groups, groups, heads)
-    attributes = ("num_heads", "n_groups", "intermediate_size", "conv_dim")
-    if hasattr(module.norm, "n_groups"):  # others say how wide a group is
-        attributes = (*attributes, "norm.n_groups")
-    return _cut(
-        module,
-        {"heads of Mamba": heads, "n_groups": module.n_groups},
-        attributes,
-        {
-            **dict.fromkeys(("in_proj", "mup_vector"), projected),
-            **dict.fromkeys(("A_log", "D", "dt_bias"), (heads,)),
-            "conv1d": (inner, groups, groups),
-            "norm": (inner,),
-        },
-        ("out_proj", inner),
-    )
+    counts = {"num_heads": heads, "n_groups": module.n_groups}
+    shares = {**counts, "intermediate_size": inner, "conv_dim": module.conv_dim}
+    if hasattr(module.norm, "n_groups"):  # others know how wide a group is
+        shares["norm.n_groups"] = module.n_groups
+    sections = {
+        **dict.fromkeys(("in_proj", "mup_vector"), (inner, inner, groups, groups, heads)),
+        **dict.fromkeys(("A_log", "D", "dt_bias"), (heads,)),
+        "conv1d": (inner, groups, groups),
+        "norm": (inner,),
+    }
+    return _cut(module, counts, shares, sections, ("out_proj", inner))
 
 
 def _short_convolution(module: Any) -> PackedCut:
     width = module.out_proj.in_features
-    return _cut(module, {"hidden_size": width}, (), {"in_proj": (width,) * 3, "conv": (width,)}, ("out_proj", width))
+    return _cut(module, {"hidden_size": width}, {}, {"in_proj": (width,) * 3, "conv": (width,)}, ("out_proj", width))
 
 
 def _gated(module: Any) -> PackedCut:
-    width = module.hidden_size
-    return _cut(
-        module, {"shared_intermediate_size": width}, (), {"input_linear": (width, width)}, ("output_linear", width)
-    )
+    width, sections = module.hidden_size, {"input_linear": (module.hidden_size,) * 2}
+    return _cut(module, {"shared_intermediate_size": width}, {}, sections, ("output_linear", width))
 
 
 _LAYOUTS: Mapping[str, Callable[[Any], PackedCut]] = {
-    **dict.fromkeys(
-        ("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "OlmoHybridGatedDeltaNet"),
-        _delta_rule,
-    ),
-    **dict.fromkeys(
-        ("BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "Mamba2Mixer", "NemotronHMamba2Mixer"), _mamba2
-    ),
+    "Qwen3NextGatedDeltaNet": _delta_rule,
+    "Qwen3_5GatedDeltaNet": _delta_rule,
+    "Qwen3_5MoeGatedDeltaNet": _delta_rule,
+    "BambaMixer": _mamba2,
+    "FalconH1Mixer": _mamba2,
+    "GraniteMoeHybridMambaLayer": _mamba2,
+    "Mamba2Mixer": _mamba2,
+    "NemotronHMamba2Mixer": _mamba2,
     "Lfm2ShortConv": _short_convolution,
     "GraniteMoeHybridMLP": _gated,
 }

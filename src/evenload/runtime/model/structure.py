@@ -84,13 +84,6 @@ class TensorCut:
     sizes: tuple[tuple[str, int], ...] = ()
     refusal: str = ""
 
-    def packed_part(self, name: str) -> tuple[PackedCut, str] | None:
-        """Return the module with packed weights that a module is or lies in, and its name there ("" = it is it)."""
-        for path, cut in self.packed.items():
-            if name == path or name.startswith(f"{path}."):
-                return cut, name[len(path) + 1 :]
-        return None
-
 
 def linear_kind(name: str) -> str:
     """Return the last part of a module's name, which an adapter may be wrapped around."""

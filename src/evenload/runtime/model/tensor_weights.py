@@ -22,7 +22,7 @@ from evenload.errors import ConfigError, UnsupportedModelError
 from evenload.runtime.comm.tensor_group import TensorGroup
 from evenload.runtime.model.lora import is_adapter
 from evenload.runtime.model.packed_cuts import take_share
-from evenload.runtime.model.structure import Structure, linear_kind
+from evenload.runtime.model.structure import Structure, block_of, linear_kind
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,6 @@ class TensorSplit:
     def parts(self) -> list[int]:
         """The largest part of every section."""
         return [-(-size // self.ranks) for size in self.sections]
-
-    @property
-    def whole_size(self) -> int:
-        """Rows or columns of the whole tensor."""
-        return sum(self.sections)
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
@@ -143,11 +138,11 @@ def _split_dim(name: str, parameter_name: str, structure: Structure) -> int | No
 
 def _sections(name: str, parameter_name: str, structure: Structure) -> tuple[int, ...]:
     """Return the sections of a parameter of a module with packed weights, or of an adapter of one; () = none."""
-    if (found := structure.cut.packed_part(name)) is None:
-        return ()
-    cut, inner = found
-    is_beside = is_adapter(name) or name.endswith(".base_layer")
-    return cut.sections.get(inner.split(".")[0] if is_beside else inner or parameter_name, ())
+    module = name.split(".lora_")[0].removesuffix(".base_layer")
+    for path, part in ((module, parameter_name), (block_of(module), linear_kind(module))):
+        if cut := structure.cut.packed.get(path):
+            return cut.sections.get(part, ())
+    return ()
 
 
 def _cut(parameter: nn.Parameter, split: TensorSplit, *, filled: bool) -> None:
