@@ -3,14 +3,19 @@ virtual stages, replicas, split backwards, adapters, every activation policy; an
 
 import msgspec
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from adapter_cases import LORA
-from dist_training import train_steps
-from evenload.types.plan import encode_plan
+from dist_training import assert_same_training, train_steps
+from evenload.types.layout import even_layout
+from evenload.types.plan import encode_plan, seal
 from family_equality import assert_equal_plain, plan_for
-from reference_training import RECURRENT_KINDS
+from reference_training import RECURRENT_KINDS, relative_error
 from small_run import LONG_TAILED_TEXTS, write_small_run
-from tensor_families import FamilyTask
+from sweeps import sweep
+from switch_cases import scripted_run
+from tensor_families import FamilyTask, run_families
 
 DIVIDED = ("qwen3_next", "qwen3_5_text", "bamba", "granitemoehybrid", "nemotron_h", "falcon_h1", "lfm2", "mamba2")
 """Whose layers with a state tensor ranks divide by heads, groups or channels."""
@@ -98,3 +103,70 @@ def test_an_interrupted_run_goes_on_to_the_bit(gloo_pool, tmp_path, kind):
         losses.append([loss for part in parts for loss in gloo_pool.run(2, train_steps, str(file), more, part)[0]])
     assert losses[0] == losses[1]
     assert len(set(losses[0])) == 4
+
+
+def _run_file(tmp_path, kind):
+    settings = "max_document_tokens = 1024\nbatch_documents = 6\n[optimizer]\nlearning_rate = 1e-3\n[train]\nsteps = 6"
+    file = write_small_run(tmp_path, LONG_TAILED_TEXTS, settings, kind)
+    more = ["model.router_aux_loss_coef=0"] if kind == "qwen3_next" else []
+    return str(file), ["model.dtype=float64", "plan.strategy=slimpack", *more]
+
+
+PACKED = sweep(["qwen3_next", "falcon_h1", "qwen3_5_text", "lfm2"], 2)
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_a_checkpoint_of_packed_weights_goes_on_on_other_numbers_of_ranks(gloo_pool, tmp_path, kind):
+    """Weights and optimizer state by whole tensors: saved in parts, read whole, saved so, read in parts of shards."""
+    file, base = _run_file(tmp_path, kind)
+    alone = gloo_pool.run(1, scripted_run, file, [*base, f"train.output_dir={tmp_path}/alone"], [0], 6)[0]
+    here, losses = [*base, f"train.output_dir={tmp_path}/parts"], []
+    for layout, stop in ((["tp=2"], 2), ([], 3), (["tp=2", "dp=2"], 4), (["tp=2", "pp=2"], 6)):
+        sizes = [f"parallel.{size}" for size in layout]
+        result = gloo_pool.run(2 ** len(layout), scripted_run, file, [*here, *sizes], [0], stop)[0]
+        losses += result.losses
+    assert losses == pytest.approx(alone.losses, rel=1e-10)
+    assert_same_training(result._replace(losses=alone.losses, norms=alone.norms), alone, 1e-10)
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_packed_weights_are_exported_whole(gloo_pool, tmp_path, kind):
+    """What two ranks write is what one writes."""
+    file, base = _run_file(tmp_path, kind)
+    found = []
+    for tp in (1, 2):
+        here = [*base, f"train.output_dir={tmp_path}/{tp}", f"parallel.tp={tp}"]
+        gloo_pool.run(tp, train_steps, file, here, 2, True)
+        found.append(AutoModelForCausalLM.from_pretrained(tmp_path / str(tp) / "model", dtype=torch.float64))
+    one, two = (model.state_dict() for model in found)
+    assert one.keys() == two.keys()
+    for name, tensor in one.items():
+        assert relative_error(two[name], tensor) <= 1e-10, name
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_packed_parts_move_when_the_layout_changes(gloo_pool, tmp_path, kind):
+    file, base = _run_file(tmp_path, kind)
+    chosen = [
+        "parallel.tp=2",
+        "parallel.pp=2",
+        'plan.layouts=["dp=2", "pp=1,dp=1"]',
+        f"train.output_dir={tmp_path}/moved",
+    ]
+    moved = gloo_pool.run(4, scripted_run, file, [*base, *chosen], [0, 1, 2, 0], 5)[0]
+    alone = gloo_pool.run(1, scripted_run, file, [*base, f"train.output_dir={tmp_path}/alone"], [0], 5)[0]
+    assert moved.layouts == ["pp=2 tp=2", "dp=2 tp=2", "tp=2", "pp=2 tp=2", "pp=2 tp=2"]
+    assert_same_training(moved, alone, 1e-10)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "bamba"])
+def test_two_ranks_hold_half_the_states_each(gloo_pool, kind):
+    plan, num_layers = plan_for("tp2", policy="replay")
+    alone = seal(msgspec.structs.replace(plan, layout=even_layout(num_layers)))
+    held = [
+        rank[0][3].after_kinds["states"]
+        for one in (alone, plan)
+        for rank in gloo_pool.run(one.layout.world_size, run_families, [FamilyTask(kind, num_layers, encode_plan(one))])
+    ]
+    assert max(held[0]) > 0
+    assert held[1] == held[2] == [bytes_alone // 2 for bytes_alone in held[0]]

@@ -13,7 +13,7 @@ Layouts are known by the names of classes, and weights must have the sizes that 
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -121,7 +121,9 @@ def _mamba2(module: Any) -> PackedCut:
         "conv1d": (inner, groups, groups),
         "norm": (inner,),
     }
-    return _cut(module, counts, shares, sections, ("out_proj", inner))
+    cut = _cut(module, counts, shares, sections, ("out_proj", inner))
+    why = f"has one group of heads in {type(module).__name__}, which read the same B and C and are normed together"
+    return cut if module.n_groups > 1 or cut.refusal else replace(cut, refusal=f"{why} (n_groups is 1)")
 
 
 def _short_convolution(module: Any) -> PackedCut:
