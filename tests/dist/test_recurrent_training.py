@@ -17,7 +17,7 @@ from sweeps import sweep
 from switch_cases import scripted_run
 from tensor_families import FamilyTask, run_families
 
-DIVIDED = ("qwen3_next", "qwen3_5_text", "bamba", "granitemoehybrid", "nemotron_h", "falcon_h1", "lfm2", "mamba2")
+DIVIDED = ("qwen3_next", "falcon_h1", "qwen3_5_text", "lfm2", "bamba", "granitemoehybrid", "nemotron_h", "mamba2")
 """Whose layers with a state tensor ranks divide by heads, groups or channels."""
 
 
@@ -40,7 +40,8 @@ def test_gradients_equal_plain_training(gloo_pool, layout, options):
 def test_tensor_ranks_with_their_heads_equal_plain_training(gloo_pool, strategy):
     """Of documents that are cut, elsewhere in backward, and whole; under every activation policy."""
     plan, num_layers = plan_for("tp2", strategy)
-    assert_equal_plain(gloo_pool, [FamilyTask(kind, num_layers, encode_plan(plan)) for kind in DIVIDED], plan)
+    tasks = [FamilyTask(kind, num_layers, encode_plan(plan)) for kind in DIVIDED]
+    assert_equal_plain(gloo_pool, tasks, plan, limit=1e-10)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +57,8 @@ def test_tensor_ranks_with_their_heads_equal_plain_training(gloo_pool, strategy)
 )
 def test_tensor_ranks_with_every_dimension(gloo_pool, layout, options):
     plan, num_layers = plan_for(layout, **options)
-    assert_equal_plain(gloo_pool, [FamilyTask(kind, num_layers, encode_plan(plan)) for kind in DIVIDED], plan)
+    tasks = [FamilyTask(kind, num_layers, encode_plan(plan)) for kind in sweep(DIVIDED, 4)]
+    assert_equal_plain(gloo_pool, tasks, plan, limit=1e-10)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -112,7 +114,9 @@ def _run_file(tmp_path, kind):
     return str(file), ["model.dtype=float64", "plan.strategy=slimpack", *more]
 
 
-PACKED = sweep(["qwen3_next", "falcon_h1", "qwen3_5_text", "lfm2"], 2)
+PACKED = sweep(DIVIDED, 2)
+AFTER_STEPS = 1e-8
+"""AdamW blows rounding of gradients up, most in norms that begin with zeros (Qwen3-Next)."""
 
 
 @pytest.mark.parametrize("kind", PACKED)
@@ -125,8 +129,8 @@ def test_a_checkpoint_of_packed_weights_goes_on_on_other_numbers_of_ranks(gloo_p
         sizes = [f"parallel.{size}" for size in layout]
         result = gloo_pool.run(2 ** len(layout), scripted_run, file, [*here, *sizes], [0], stop)[0]
         losses += result.losses
-    assert losses == pytest.approx(alone.losses, rel=1e-10)
-    assert_same_training(result._replace(losses=alone.losses, norms=alone.norms), alone, 1e-10)
+    assert losses == pytest.approx(alone.losses, rel=AFTER_STEPS)
+    assert_same_training(result._replace(losses=alone.losses, norms=alone.norms), alone, AFTER_STEPS)
 
 
 @pytest.mark.parametrize("kind", PACKED)
@@ -141,7 +145,7 @@ def test_packed_weights_are_exported_whole(gloo_pool, tmp_path, kind):
     one, two = (model.state_dict() for model in found)
     assert one.keys() == two.keys()
     for name, tensor in one.items():
-        assert relative_error(two[name], tensor) <= 1e-10, name
+        assert relative_error(two[name], tensor) <= AFTER_STEPS, name
 
 
 @pytest.mark.parametrize("kind", PACKED)
@@ -156,7 +160,7 @@ def test_packed_parts_move_when_the_layout_changes(gloo_pool, tmp_path, kind):
     moved = gloo_pool.run(4, scripted_run, file, [*base, *chosen], [0, 1, 2, 0], 5)[0]
     alone = gloo_pool.run(1, scripted_run, file, [*base, f"train.output_dir={tmp_path}/alone"], [0], 5)[0]
     assert moved.layouts == ["pp=2 tp=2", "dp=2 tp=2", "tp=2", "pp=2 tp=2", "pp=2 tp=2"]
-    assert_same_training(moved, alone, 1e-10)
+    assert_same_training(moved, alone, AFTER_STEPS)
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "bamba"])
