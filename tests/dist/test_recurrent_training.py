@@ -40,7 +40,7 @@ def test_gradients_equal_plain_training(gloo_pool, layout, options):
 def test_tensor_ranks_with_their_heads_equal_plain_training(gloo_pool, strategy):
     """Of documents that are cut, elsewhere in backward, and whole; under every activation policy."""
     plan, num_layers = plan_for("tp2", strategy)
-    tasks = [FamilyTask(kind, num_layers, encode_plan(plan)) for kind in DIVIDED]
+    tasks = [FamilyTask(kind, num_layers, encode_plan(plan)) for kind in (*DIVIDED, "qwen3_5_moe_text")]
     assert_equal_plain(gloo_pool, tasks, plan, limit=1e-10)
 
 

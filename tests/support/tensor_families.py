@@ -49,6 +49,16 @@ _OWN: dict[str, dict] = {
     "mixtral": {**_BALANCED, "num_local_experts": 6, "num_experts_per_tok": 2},
     "glm4_moe": {**_GROUPS, "first_k_dense_replace": 1, "n_shared_experts": 1},
     "qwen2_moe": {**_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 20, "decoder_sparse_step": 1},
+    "qwen3_5_moe_text": {
+        **_EXPERTS,
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 20,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 6,
+    },
     # Refused under tensor parallelism.
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9, "intermediate_size": 24},
     "gemma4_text": {

@@ -92,10 +92,11 @@ TESTED = {
     "bamba", "cohere2", "deepseek_v3", "falcon_h1", "gemma", "gemma2", "gemma3_text", "gemma4_text", "glm4_moe", "gpt2",
     "gpt_oss", "granite", "granite_swa", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "llama", "llama4_text",
     "longcat_flash", "mamba2", "mimo_v2_flash", "minimax_m2", "ministral3", "mistral", "mixtral", "nemotron_h", "olmo2",
-    "olmo3", "olmo_hybrid", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_text", "qwen3_moe", "qwen3_next", "smollm3",
+    "olmo3", "olmo_hybrid", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe",
+    "qwen3_next", "smollm3",
 }  # fmt: skip
 """Model types whose gradients our tests compare with transformers' own (test_replay, test_attention_call,
-test_tensor_families, test_recurrent)."""
+test_tensor_families, test_recurrent, test_recurrent_training)."""
 
 
 def proof_line(config: PretrainedConfig) -> str:
