@@ -17,7 +17,17 @@ from sweeps import sweep
 from switch_cases import scripted_run
 from tensor_families import FamilyTask, run_families
 
-DIVIDED = ("qwen3_next", "falcon_h1", "qwen3_5_text", "lfm2", "bamba", "granitemoehybrid", "nemotron_h", "mamba2")
+DIVIDED = (
+    "qwen3_next",
+    "falcon_h1",
+    "qwen3_5_text",
+    "lfm2",
+    "bamba",
+    "granitemoehybrid",
+    "nemotron_h",
+    "mamba2",
+    "jamba",
+)
 """Whose layers with a state tensor ranks divide by heads, groups or channels."""
 
 

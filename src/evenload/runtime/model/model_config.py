@@ -295,7 +295,10 @@ def _kind(index: int, notes: LayerNotes, layer: nn.Module) -> LayerKind:
     parameters = sum(one.numel() for one in layer.parameters())
     matrices = sum({owner: one.parameters for owner, _, one in notes.products}.values())
     divided = matrices + notes.divided_biases + (experts.count * experts.parameters if experts else 0)
-    divided += sum(cut.beside for cut in notes.packed.values())
+    multiplied = {f"{owner}.{part}" for owner, _, _ in notes.products for part in ("weight", "bias")}
+    for path, cut in notes.packed.items():
+        beside = layer.get_submodule(path).named_parameters()
+        divided += sum(w.numel() for name, w in beside if cut.has_part_of(name) and f"{path}.{name}" not in multiplied)
     if 2 * divided < parameters:
         raise ValueError(f"most weights of layer {index} take part in no product of every token")
     # A linear alone in its module, such as the gate of a shared expert, is no block.

@@ -6,6 +6,7 @@ of a packed weight, as they lie one behind the other, it has the part of its hea
     gated delta rule     [q | k | v] of a projection and of the convolution; in Qwen3-Next's projection heads of keys
                          lie one behind the other, each with its q, k, v and gate: one section
     Mamba-2              [gate | x | B | C | dt] of the projection, [x | B | C] of the convolution, by heads and groups
+    Mamba-1              [x | gate] of the projection, by channels; dt, B and C are summed over all channels
     short convolution    [B | C | x] by channels
     feed-forward         [gate | up] by columns
 
@@ -24,6 +25,7 @@ PLANS: Mapping[str, Mapping[str, str]] = {
     "bamba": _USUAL,
     "falcon_h1": _USUAL,
     "granitemoehybrid": _ATTENTION,
+    "jamba": _USUAL,
     "lfm2": {**_ATTENTION, "out_proj": "rowwise", "w1": "colwise", "w3": "colwise", "w2": "rowwise"},
     "mamba2": {},
     "nemotron_h": _USUAL,
@@ -42,7 +44,7 @@ class PackedCut:
         sections: sizes of what lies in the first dimension of a weight, one behind the other, by the name of the
             module in it that has the weight, or of the weight; of a buffer in the last dimension.
         row: the linear in it that is cut by input.
-        beside: elements of weights with sections that are no linears'.
+        summed: another one, of whose sum over ranks each needs all rows; "" = none.
         refusal: why it cannot be cut.
     """
 
@@ -50,12 +52,20 @@ class PackedCut:
     shares: Mapping[str, int]
     sections: Mapping[str, tuple[int, ...]]
     row: str
-    beside: int
+    summed: str = ""
     refusal: str = ""
 
     def style(self, linear: str) -> str:
         """Return how a linear in it is cut, in the words of transformers' plans."""
-        return "colwise" if linear in self.sections else "rowwise" if linear == self.row else ""
+        return "colwise" if linear in self.sections else "rowwise" if linear in (self.row, self.summed) else ""
+
+    def has_part_of(self, weight: str) -> bool:
+        """Say whether a weight, by its name in the module, is cut into sections."""
+        return _owner_of(weight) in self.sections
+
+
+def _owner_of(weight: str) -> str:
+    return weight.removesuffix(".weight").removesuffix(".bias")
 
 
 def packed_cut(module: nn.Module) -> PackedCut | None:
@@ -77,21 +87,22 @@ def _cut(
     shares: Mapping[str, int],
     sections: Mapping[str, tuple[int, ...]],
     row: tuple[str, int],
-    whole: str = "",
+    whole: tuple[str, ...] = (),
+    summed: str = "",
 ) -> PackedCut:
-    """Return a cut, with a refusal where the module has weights that the layout does not name (`whole` is on every
-    rank), or of other sizes."""
-    wrong, beside = [], 0
+    """Return a cut, with a refusal where the module has weights that the layout does not name (those of `whole` are on
+    every rank), or of other sizes."""
+    wrong, by_input = [], (row[0], *filter(None, [summed]))
     for name, weight in module.named_parameters():
-        owner, wanted, size = name.removesuffix(".weight").removesuffix(".bias"), 0, weight.shape[0]
+        owner, wanted, size = _owner_of(name), 0, weight.shape[0]
         if owner in sections:
             wanted = sum(sections[owner])
-            beside += 0 if isinstance(getattr(module, owner), nn.Linear) else weight.numel()
-        elif owner in (row[0], whole):
-            wanted, size = (row[1], weight.shape[1]) if name == f"{row[0]}.weight" else (size, size)
+        elif owner in (*by_input, *whole):
+            is_cut = owner in by_input and name.endswith(".weight")
+            wanted, size = (row[1], weight.shape[1]) if is_cut else (size, size)
         wrong += [f"{name} of {size} instead of {wanted}"] * (size != wanted)
     refusal = f"has a {type(module).__name__} of another layout than is known ({', '.join(wrong)})" if wrong else ""
-    return PackedCut(counts, shares, sections, row[0], beside, refusal)
+    return PackedCut(counts, shares, sections, row[0], summed, refusal)
 
 
 def _delta_rule(module: Any) -> PackedCut:
@@ -106,7 +117,7 @@ def _delta_rule(module: Any) -> PackedCut:
     }
     counts = {"linear_num_key_heads": key_heads, "linear_num_value_heads": heads}
     shares = {"num_k_heads": key_heads, "num_v_heads": heads, **widths}
-    return _cut(module, counts, shares, sections, ("out_proj", value), whole="norm")
+    return _cut(module, counts, shares, sections, ("out_proj", value), ("norm",))
 
 
 def _mamba2(module: Any) -> PackedCut:
@@ -124,6 +135,14 @@ def _mamba2(module: Any) -> PackedCut:
     cut = _cut(module, counts, shares, sections, ("out_proj", inner))
     why = f"has one group of heads in {type(module).__name__}, which read the same B and C and are normed together"
     return cut if module.n_groups > 1 or cut.refusal else replace(cut, refusal=f"{why} (n_groups is 1)")
+
+
+def _mamba1(module: Any) -> PackedCut:
+    inner = module.intermediate_size
+    sections = {"in_proj": (inner, inner), **dict.fromkeys(("conv1d", "dt_proj", "A_log", "D"), (inner,))}
+    whole = ("dt_layernorm", "b_layernorm", "c_layernorm")
+    counts = {"channels of Mamba": inner}
+    return _cut(module, counts, {"intermediate_size": inner}, sections, ("out_proj", inner), whole, summed="x_proj")
 
 
 def _short_convolution(module: Any) -> PackedCut:
@@ -145,6 +164,7 @@ _LAYOUTS: Mapping[str, Callable[[Any], PackedCut]] = {
     "GraniteMoeHybridMambaLayer": _mamba2,
     "Mamba2Mixer": _mamba2,
     "NemotronHMamba2Mixer": _mamba2,
+    "JambaMambaMixer": _mamba1,
     "Lfm2ShortConv": _short_convolution,
     "GraniteMoeHybridMLP": _gated,
 }
