@@ -33,11 +33,15 @@ MODULES = {
     "jamba": "mamba",
 }
 """Which carry a state in the first layer."""
-MULTIPLIERS = {"ssm_multipliers": [0.3, 1.5, 0.7, 2.0, 0.5]}
+MORE = {
+    "falcon_h1": {"ssm_multipliers": [0.3, 1.5, 0.7, 2.0, 0.5]},
+    "bamba": {"mamba_proj_bias": True},
+    "lfm2": {"conv_bias": True},
+}
 
 
 def _module(kind: str, path: str, **place: int) -> nn.Module:
-    config = tiny_config(kind, num_hidden_layers=2, **(MULTIPLIERS if kind == "falcon_h1" else {}))
+    config = tiny_config(kind, num_hidden_layers=2, **MORE.get(kind, {}))
     module = stage_model(config, **place).layers[0].get_submodule(path)
     with torch.no_grad():
         for name, weight in module.named_parameters():
@@ -146,7 +150,7 @@ def test_a_rank_has_its_heads_of_every_section():
 
 @pytest.mark.parametrize("kind", MODULES)
 def test_a_rank_has_as_many_weights_and_buffers_as_the_cost_model_says(kind):
-    config, layout = tiny_config(kind), even_layout(4, tp=2)
+    config, layout = tiny_config(kind, **MORE.get(kind, {})), even_layout(4, tp=2)
     spec = model_from_config(config.to_dict(), kind, 8)
     model = stage_model(config, tp=2)
     for at, count in enumerate(layer_parameters(spec, 2)[list(spec.layers)]):
@@ -187,9 +191,18 @@ def test_what_cannot_be_divided_is_refused_at_start(kind, changes, error, messag
         (lambda module: setattr(module, "in_proj_z", nn.Linear(48, 25)), "in_proj_z.weight of 25 instead of 24"),
         (lambda module: setattr(module, "out_proj", nn.Linear(20, 48)), "out_proj.weight of 20 instead of 24"),
         (lambda module: setattr(module, "more", nn.Linear(48, 3)), "more.weight of 3 instead of 0"),
+        (lambda module: setattr(module.norm, "weight", nn.Parameter(torch.ones(24))), "norm.weight of 24 instead of 6"),
+        (lambda module: delattr(module, "key_dim"), "has no attribute 'key_dim'"),
     ],
 )
 def test_a_module_of_another_layout_is_not_cut(change, message):
     module = _module("qwen3_5_text", "linear_attn")
     change(module)
     assert message in packed_cuts.packed_cut(module).refusal
+
+
+def test_a_norm_of_all_heads_is_not_cut():
+    """As transformers' own were before they knew groups."""
+    module = _module("bamba", "mamba")
+    module.norm.group_size = 96
+    assert packed_cuts.packed_cut(module).refusal == "has a norm of all heads of BambaMixer together"

@@ -13,7 +13,7 @@ of a packed weight, as they lie one behind the other, it has the part of its hea
 Layouts are known by the names of classes, and weights must have the sizes that a layout says.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,21 +43,21 @@ class PackedCut:
         shares: attributes, of it or of modules in it, and their sizes, of which a rank has its share.
         sections: sizes of what lies in the first dimension of a weight, one behind the other, by the name of the
             module in it that has the weight, or of the weight; of a buffer in the last dimension.
-        row: the linear in it that is cut by input.
-        summed: another one, of whose sum over ranks each needs all rows; "" = none.
+        rows: linears in it that are cut by input.
+        summed: one of them, of whose sum over ranks each needs all rows; "" = none.
         refusal: why it cannot be cut.
     """
 
     counts: Mapping[str, int]
     shares: Mapping[str, int]
     sections: Mapping[str, tuple[int, ...]]
-    row: str
+    rows: tuple[str, ...]
     summed: str = ""
     refusal: str = ""
 
     def style(self, linear: str) -> str:
         """Return how a linear in it is cut, in the words of transformers' plans."""
-        return "colwise" if linear in self.sections else "rowwise" if linear in (self.row, self.summed) else ""
+        return "colwise" if linear in self.sections else "rowwise" if linear in self.rows else ""
 
     def has_part_of(self, weight: str) -> bool:
         """Say whether a weight, by its name in the module, is cut into sections."""
@@ -71,7 +71,10 @@ def _owner_of(weight: str) -> str:
 def packed_cut(module: nn.Module) -> PackedCut | None:
     """Return how a module is cut; None = no layout of its class is known."""
     layout = _LAYOUTS.get(type(module).__name__)
-    return None if layout is None else layout(module)
+    try:
+        return None if layout is None else layout(module)
+    except AttributeError as error:  # of another transformers
+        return PackedCut({}, {}, {}, (), refusal=_other_layout(module, [str(error)]))
 
 
 def take_share(module: nn.Module, cut: PackedCut, tp: int) -> None:
@@ -86,23 +89,25 @@ def _cut(
     counts: Mapping[str, int],
     shares: Mapping[str, int],
     sections: Mapping[str, tuple[int, ...]],
-    row: tuple[str, int],
-    whole: tuple[str, ...] = (),
+    inputs: Mapping[str, int],
+    whole: Mapping[str, int] = {},
     summed: str = "",
 ) -> PackedCut:
-    """Return a cut, with a refusal where the module has weights that the layout does not name (those of `whole` are on
-    every rank), or of other sizes."""
-    wrong, by_input = [], (row[0], *filter(None, [summed]))
+    """Return a cut, with a refusal where the module has weights that the layout does not name, or of other sizes; what
+    is `whole` is on every rank, with `inputs` are linears that are cut by them."""
+    wrong = []
     for name, weight in module.named_parameters():
-        owner, wanted, size = _owner_of(name), 0, weight.shape[0]
-        if owner in sections:
-            wanted = sum(sections[owner])
-        elif owner in (*by_input, *whole):
-            is_cut = owner in by_input and name.endswith(".weight")
-            wanted, size = (row[1], weight.shape[1]) if is_cut else (size, size)
+        owner = _owner_of(name)
+        if owner in inputs:
+            size, wanted = (weight.shape[1], inputs[owner]) if weight.ndim > 1 else (0, 0)
+        else:
+            size, wanted = weight.shape[0], sum(sections.get(owner, (whole.get(owner, 0),)))
         wrong += [f"{name} of {size} instead of {wanted}"] * (size != wanted)
-    refusal = f"has a {type(module).__name__} of another layout than is known ({', '.join(wrong)})" if wrong else ""
-    return PackedCut(counts, shares, sections, row[0], summed, refusal)
+    return PackedCut(counts, shares, sections, tuple(inputs), summed, _other_layout(module, wrong) if wrong else "")
+
+
+def _other_layout(module: nn.Module, wrong: Sequence[str]) -> str:
+    return f"has a {type(module).__name__} of another layout than is known ({', '.join(wrong)})"
 
 
 def _delta_rule(module: Any) -> PackedCut:
@@ -117,42 +122,46 @@ def _delta_rule(module: Any) -> PackedCut:
     }
     counts = {"linear_num_key_heads": key_heads, "linear_num_value_heads": heads}
     shares = {"num_k_heads": key_heads, "num_v_heads": heads, **widths}
-    return _cut(module, counts, shares, sections, ("out_proj", value), ("norm",))
+    return _cut(module, counts, shares, sections, {"out_proj": value}, {"norm": module.head_v_dim})
 
 
 def _mamba2(module: Any) -> PackedCut:
     inner, groups, heads = module.intermediate_size, module.n_groups * module.ssm_state_size, module.num_heads
-    counts = {"num_heads": heads, "n_groups": module.n_groups}
+    counts, norm = {"num_heads": heads, "n_groups": module.n_groups}, getattr(module, "norm", None)
     shares = {**counts, "intermediate_size": inner, "conv_dim": module.conv_dim}
-    if hasattr(module.norm, "n_groups"):  # others know how wide a group is
+    if hasattr(norm, "n_groups"):  # others know how wide a group is
         shares["norm.n_groups"] = module.n_groups
+    is_of_groups = getattr(norm, "group_size", 0) * module.n_groups == inner or "norm.n_groups" in shares
     sections = {
         **dict.fromkeys(("in_proj", "mup_vector"), (inner, inner, groups, groups, heads)),
         **dict.fromkeys(("A_log", "D", "dt_bias"), (heads,)),
         "conv1d": (inner, groups, groups),
         "norm": (inner,),
     }
-    cut = _cut(module, counts, shares, sections, ("out_proj", inner))
-    why = f"has one group of heads in {type(module).__name__}, which read the same B and C and are normed together"
-    return cut if module.n_groups > 1 or cut.refusal else replace(cut, refusal=f"{why} (n_groups is 1)")
+    cut, name = _cut(module, counts, shares, sections, {"out_proj": inner}), type(module).__name__
+    if module.n_groups == 1:
+        return replace(cut, refusal=f"has one group of heads in {name}, which read the same B and C (n_groups is 1)")
+    if norm is not None and [*norm.parameters()] and not is_of_groups:
+        return replace(cut, refusal=f"has a norm of all heads of {name} together")
+    return cut
 
 
 def _mamba1(module: Any) -> PackedCut:
-    inner = module.intermediate_size
+    inner, states = module.intermediate_size, module.ssm_state_size
     sections = {"in_proj": (inner, inner), **dict.fromkeys(("conv1d", "dt_proj", "A_log", "D"), (inner,))}
-    whole = ("dt_layernorm", "b_layernorm", "c_layernorm")
-    counts = {"channels of Mamba": inner}
-    return _cut(module, counts, {"intermediate_size": inner}, sections, ("out_proj", inner), whole, summed="x_proj")
+    whole = {"dt_layernorm": module.time_step_rank, "b_layernorm": states, "c_layernorm": states}
+    counts, shares = {"channels of Mamba": inner}, {"intermediate_size": inner}
+    return _cut(module, counts, shares, sections, {"out_proj": inner, "x_proj": inner}, whole, "x_proj")
 
 
 def _short_convolution(module: Any) -> PackedCut:
     width = module.out_proj.in_features
-    return _cut(module, {"hidden_size": width}, {}, {"in_proj": (width,) * 3, "conv": (width,)}, ("out_proj", width))
+    return _cut(module, {"hidden_size": width}, {}, {"in_proj": (width,) * 3, "conv": (width,)}, {"out_proj": width})
 
 
 def _gated(module: Any) -> PackedCut:
     width, sections = module.hidden_size, {"input_linear": (module.hidden_size,) * 2}
-    return _cut(module, {"shared_intermediate_size": width}, {}, sections, ("output_linear", width))
+    return _cut(module, {"shared_intermediate_size": width}, {}, sections, {"output_linear": width})
 
 
 _LAYOUTS: Mapping[str, Callable[[Any], PackedCut]] = {
