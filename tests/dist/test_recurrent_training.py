@@ -17,17 +17,8 @@ from sweeps import sweep
 from switch_cases import scripted_run
 from tensor_families import FamilyTask, run_families
 
-DIVIDED = (
-    "qwen3_next",
-    "falcon_h1",
-    "qwen3_5_text",
-    "lfm2",
-    "bamba",
-    "granitemoehybrid",
-    "nemotron_h",
-    "mamba2",
-    "jamba",
-)
+DIVIDED = ("qwen3_next", "falcon_h1", "jamba", "lfm2", "qwen3_5_text", "bamba", "granitemoehybrid", "nemotron_h",
+           "mamba2")  # fmt: skip
 """Whose layers with a state tensor ranks divide by heads, groups or channels."""
 
 
@@ -88,6 +79,7 @@ def test_adapters_on_tensor_ranks_equal_peft(gloo_pool, tmp_path):
         "qwen3_next": ("in_proj_qkvz", "in_proj_ba", "out_proj"),
         "qwen3_5_text": ("in_proj_qkv", "out_proj"),
         "bamba": ("in_proj", "out_proj", "q_proj"),
+        "jamba": ("in_proj", "x_proj", "out_proj"),
     }
     tasks = [
         FamilyTask(kind, num_layers, encode_plan(plan), msgspec.structs.replace(LORA, target_modules=modules))
@@ -173,7 +165,7 @@ def test_packed_parts_move_when_the_layout_changes(gloo_pool, tmp_path, kind):
     assert_same_training(moved, alone, AFTER_STEPS)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_5_text", "bamba"])
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "bamba", "jamba"])
 def test_two_ranks_hold_half_the_states_each(gloo_pool, kind):
     plan, num_layers = plan_for("tp2", policy="replay")
     alone = seal(msgspec.structs.replace(plan, layout=even_layout(num_layers)))

@@ -33,15 +33,11 @@ MODULES = {
     "jamba": "mamba",
 }
 """Which carry a state in the first layer."""
-MORE = {
-    "falcon_h1": {"ssm_multipliers": [0.3, 1.5, 0.7, 2.0, 0.5]},
-    "bamba": {"mamba_proj_bias": True},
-    "lfm2": {"conv_bias": True},
-}
+WITH_BIASES = {"bamba": {"mamba_proj_bias": True}, "lfm2": {"conv_bias": True}}
 
 
 def _module(kind: str, path: str, **place: int) -> nn.Module:
-    config = tiny_config(kind, num_hidden_layers=2, **MORE.get(kind, {}))
+    config = tiny_config(kind, num_hidden_layers=2, **WITH_BIASES.get(kind, {}))
     module = stage_model(config, **place).layers[0].get_submodule(path)
     with torch.no_grad():
         for name, weight in module.named_parameters():
@@ -150,7 +146,7 @@ def test_a_rank_has_its_heads_of_every_section():
 
 @pytest.mark.parametrize("kind", MODULES)
 def test_a_rank_has_as_many_weights_and_buffers_as_the_cost_model_says(kind):
-    config, layout = tiny_config(kind, **MORE.get(kind, {})), even_layout(4, tp=2)
+    config, layout = tiny_config(kind, **WITH_BIASES.get(kind, {})), even_layout(4, tp=2)
     spec = model_from_config(config.to_dict(), kind, 8)
     model = stage_model(config, tp=2)
     for at, count in enumerate(layer_parameters(spec, 2)[list(spec.layers)]):
