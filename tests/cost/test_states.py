@@ -108,6 +108,18 @@ def test_bytes_of_a_state_by_precision(element: int, expected: list[int]) -> Non
     assert state_bytes(model).tolist() == expected[:3]
 
 
+def test_a_tensor_rank_has_its_share_of_a_state_and_of_its_function() -> None:
+    """15 of 30 elements of a convolution, 16 of 32 of a scan, and 18 + 8 read and given in fp32, twice backward."""
+    model = recurrent_model()
+    assert state_bytes(model, 2).tolist() == [94, 0, 64]
+    whole, part = (byte_rates(model, even_layout(4, pp=4, tp=tp)) for tp in (1, 2))
+    assert (2 * part.state).tolist() == whole.state.tolist()
+    bare = msgspec.structs.replace(model, kinds=tuple(msgspec.structs.replace(one, states=()) for one in model.kinds))
+    without = byte_rates(bare, even_layout(4, pp=4, tp=2))
+    assert (part.forward_temp - without.forward_temp)[:, 0].tolist() == [4 * 13] * 3
+    assert (part.backward_temp - without.backward_temp)[:, 0].tolist() == [2 * 4 * 13] * 3
+
+
 def test_states_of_two_documents_by_hand() -> None:
     """Document 0 has 10 tokens in two forward slices and three backward slices, document 1 has 3 in one. The first
     forward leaves a running state and that of the cut at 4; the second takes the running one and leaves that at 8."""

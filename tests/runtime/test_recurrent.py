@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import kernel_twins
-from evenload.cost.layer_counts import activation_bytes_per_token, kv_bytes_per_token, weight_elements_per_token
+from evenload.cost.layer_counts import activation_bytes_per_token, kv_bytes_per_token, weight_bytes_per_token
 from evenload.data.hub import model_from_config
 from evenload.errors import ConfigError
 from evenload.runtime.model import state_calls
@@ -197,7 +197,7 @@ def test_bytes_of_a_token_are_those_of_the_memory_model(kind):
     assert held["keys_and_values"] == 40 * layers @ kv_bytes_per_token(spec)
     products = store.defer_weights(0)
     stage.backward(pack_tokens([(0, 0, 40)], tokens), None, store, 39, products)
-    assert held["weight_gradient_inputs"] == 40 * 8 * layers @ weight_elements_per_token(spec)
+    assert held["weight_gradient_inputs"] == 40 * layers @ weight_bytes_per_token(spec)
 
 
 def test_what_is_left_of_a_document_is_named():

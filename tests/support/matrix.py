@@ -65,7 +65,6 @@ MODELS: Mapping[str, ModelCase] = {
 }
 WINDOWED = ("mistral, window", "gemma2", "gemma3")
 WITH_EXPERTS = ("mixtral", "qwen3_moe", "qwen3_next")
-RECURRENT = ("qwen3_next", "bamba")
 
 
 class Row(NamedTuple):
@@ -222,13 +221,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "`tp` and OLMo 2 or GPT-2",
         "OLMo 2 norms all heads together, which lie on different ranks; transformers has no plan of GPT-2's parts",
         "as norms of all heads|has no plan for tensor parallelism",
-    ),
-    Refusal(
-        ("layout", "model"),
-        lambda layout, model: "tp" in LAYOUTS[layout] and model in RECURRENT,
-        "`tp` and recurrent layers",
-        "their packed projections would have to be cut part by part",
-        "linear_attn.* whole on one rank|has no plan for tensor parallelism",
     ),
     Refusal(
         ("model", "exchange"),

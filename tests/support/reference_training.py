@@ -105,7 +105,7 @@ _RECURRENT: dict[str, tuple[tuple[str, str, str] | None, dict]] = {
         {"mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 8, "chunk_size": 16,
          "head_dim": 8},
     ),
-    "falcon_h1": (None, {**_MAMBA, "mamba_d_ssm": 96, "head_dim": 12}),
+    "falcon_h1": (None, {**_MAMBA, "ssm_multipliers": [0.25, 1.5, 0.75, 2.0, 0.5], "mamba_d_ssm": 96, "head_dim": 12}),
     "jamba": (
         None,
         {"attn_layer_period": 4, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 4, "num_experts": 4,

@@ -15,6 +15,7 @@ from evenload.runtime.comm.collectives import Transfer
 from evenload.runtime.comm.mesh import Mesh, create_meshes
 from evenload.runtime.executor import Executor
 from evenload.runtime.model.hf_model import StageModel, build_rank_models
+from evenload.runtime.model.tensor_weights import tensor_split
 from evenload.runtime.optim.data_parallel import flatten_units
 from evenload.runtime.replay.stage import PipelineStage
 from evenload.types.plan import decode_plan
@@ -48,6 +49,16 @@ _OWN: dict[str, dict] = {
     "mixtral": {**_BALANCED, "num_local_experts": 6, "num_experts_per_tok": 2},
     "glm4_moe": {**_GROUPS, "first_k_dense_replace": 1, "n_shared_experts": 1},
     "qwen2_moe": {**_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 20, "decoder_sparse_step": 1},
+    "qwen3_5_moe_text": {
+        **_EXPERTS,
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 20,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 6,
+    },
     # Refused under tensor parallelism.
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9, "intermediate_size": 24},
     "gemma4_text": {
@@ -127,9 +138,8 @@ def _load_adapters(models: dict[int, StageModel], task: FamilyTask, mesh: Mesh) 
     for model in models.values():
         for unit in model.unit_parameters():
             for name, parameter in unit:
-                split = getattr(parameter, "tp_split", None)
-                value = whole[name]
-                parameter.data.copy_(value if split is None else value.narrow(split.dim, split.start, split.size))
+                split = tensor_split(parameter)
+                parameter.data.copy_(whole[name] if split is None else split.take(whole[name]))
 
 
 def expert_rows_sent(task: FamilyTask) -> dict[str, int]:

@@ -79,8 +79,8 @@ class ParallelConfig(Frozen):
             documents that are cut. "ring": every rank keeps its share, but documents that are cut travel again with
             every slice; refused for models with a sliding window.
         tp: ranks that hold parts of the same matrices (tensor parallel, with sequence parallelism); must divide the
-            model's heads, key/value heads and feed-forward columns. Refused where transformers has no plan for the
-            model's parts, as of OLMo 2 and GPT-2.
+            model's heads, key/value heads and feed-forward columns, and heads or groups of recurrent layers. Refused
+            where no plan for the model's parts is known, as of OLMo 2 and GPT-2.
         virtual: stages on every pipeline rank; more make the pipeline's bubble smaller and its transfers more.
         channels: how pipeline ranks exchange hidden states and gradients. "directed": a process group for each
             direction between neighbouring stages, so that no transfer waits for another. "fifo": one queue for each

@@ -237,18 +237,16 @@ def activation_bytes_per_token(model: ModelSpec, policy: ActivationPolicy = "rep
 
     def kept_bytes(kind: LayerKind) -> int:
         attention, experts = kind.attention, kind.experts
-        kept, numbers_bytes = -(-model.hidden_size // tp), 0
+        kept, copied, numbers_bytes = model.hidden_size, 0, 0
         if policy == "replay":
-            kept += _local_outputs(kind, tp, only_read=True)
+            kept, copied = kept + _outputs(kind, tp, only_read=True), _copied_keys(attention, tp)
         if attention and attention.is_kept:
-            heads = attention.heads // tp
-            kept, numbers_bytes = kept + heads * attention.value_dim, statistic * heads
+            kept, numbers_bytes = kept + attention.heads * attention.value_dim, statistic * attention.heads
         if experts:
             # Routers run on own rows.
-            kept += -(-experts.router // tp) + experts.is_read * -(-experts.width // tp)
-            kept += -(-experts.cast_router // tp) * (element >= 4)
-            numbers_bytes += CHOICE_BYTES * -(-experts.choices // tp)
-        return element * kept + numbers_bytes
+            kept += experts.router + experts.is_read * experts.width + experts.cast_router * (element >= 4)
+            numbers_bytes += CHOICE_BYTES * experts.choices
+        return element * copied - (-(element * kept + numbers_bytes) // tp)
 
     return _of_kinds(model, kept_bytes if policy != "offload" else lambda kind: 0)
 
@@ -256,7 +254,7 @@ def activation_bytes_per_token(model: ModelSpec, policy: ActivationPolicy = "rep
 def recomputed_width(model: ModelSpec, tp: int = 1) -> NDArray[np.int64]:
     """Count the elements a token that `recompute` repeats: outputs of products that backward reads, and of experts'
     first ones; int64[K]."""
-    return _of_kinds(model, lambda kind: _local_outputs(kind, tp, only_read=True))
+    return _of_kinds(model, lambda kind: _copied_keys(kind.attention, tp) - (-_outputs(kind, tp, only_read=True) // tp))
 
 
 def inner_width(model: ModelSpec) -> NDArray[np.int64]:
@@ -264,14 +262,13 @@ def inner_width(model: ModelSpec) -> NDArray[np.int64]:
     return _of_kinds(model, lambda kind: kind.inner)
 
 
-def _local_outputs(kind: LayerKind, tp: int, *, only_read: bool = False) -> int:
-    """Count the elements that a token has on one device of the outputs of products: divided over devices, but for keys
-    and values of fewer heads than devices, which are copied. Experts on several devices keep none from forward on."""
-    kept = [one for one in kind.products if one.is_read or not (only_read or one.in_mixer)]
-    outputs = sum(-(-one.rows * one.outputs // tp) for one in kept)
+def _outputs(kind: LayerKind, tp: int, *, only_read: bool = False) -> int:
+    """Count the elements that a token has of the outputs of products on all devices together, which divide them,
+    without copies. Experts on several devices keep none from forward on."""
+    outputs = sum(one.rows * one.outputs for one in kind.products if one.is_read or not (only_read or one.in_mixer))
     if kind.experts is not None and not (only_read and tp > 1):
-        outputs += -(-kind.experts.first_outputs // tp)
-    return outputs + _copied_keys(kind.attention, tp)
+        outputs += kind.experts.first_outputs
+    return outputs
 
 
 def _copied_keys(attention: AttentionKind | None, tp: int) -> int:
@@ -292,15 +289,19 @@ def kv_gradient_bytes_per_token(model: ModelSpec, tp: int = 1) -> NDArray[np.int
     return accumulator_bytes(model) * _kept_keys(model, tp)
 
 
-def state_bytes(model: ModelSpec) -> NDArray[np.int64]:
-    """Count the bytes of the states of one document at one cut on ONE layer, and of their gradients; int64[K]."""
+def state_bytes(model: ModelSpec, tp: int = 1) -> NDArray[np.int64]:
+    """Count the bytes of the states of one document at one cut on ONE layer of one device, which has its share of the
+    heads, and of their gradients; int64[K]."""
     narrow, wide = model.bytes_per_element, accumulator_bytes(model)
-    return _of_kinds(model, lambda kind: sum(one.state * (wide if one.is_wide else narrow) for one in kind.states))
+    return _of_kinds(
+        model, lambda kind: sum(-(-one.state // tp) * (wide if one.is_wide else narrow) for one in kind.states)
+    )
 
 
-def state_width(model: ModelSpec) -> NDArray[np.int64]:
-    """Count the elements a token that the widest function that carries a state reads and gives; int64[K]."""
-    return _of_kinds(model, lambda kind: max((one.inputs + one.outputs for one in kind.states), default=0))
+def state_width(model: ModelSpec, tp: int = 1) -> NDArray[np.int64]:
+    """Count the elements a token that the widest function that carries a state reads and gives on one device;
+    int64[K]."""
+    return _of_kinds(model, lambda kind: max((-(-(one.inputs + one.outputs) // tp) for one in kind.states), default=0))
 
 
 def _kept_keys(model: ModelSpec, tp: int) -> NDArray[np.int64]:
@@ -313,23 +314,22 @@ def accumulator_bytes(model: ModelSpec) -> int:
     return 8 if model.bytes_per_element == 8 else 4
 
 
-def weight_elements_per_token(model: ModelSpec, tp: int = 1) -> NDArray[np.int64]:
-    """Count the elements that one token keeps on ONE layer of one device from I to W: inputs, and gradients of outputs;
+def weight_bytes_per_token(model: ModelSpec, tp: int = 1) -> NDArray[np.int64]:
+    """Count the bytes that one token keeps on ONE layer of one device from I to W: inputs, and gradients of outputs;
     int64[K]. Every chosen expert has rows of its own, but for the inputs. Frozen matrices (LoRA) keep nothing; adapters
     finish in I."""
-    return _of_kinds(model, lambda kind: 0 if model.has_adapters else _weight_elements(kind, tp))
+    element, has_adapters = model.bytes_per_element, model.has_adapters
+    return _of_kinds(model, lambda kind: 0 if has_adapters else _weight_bytes(kind, tp, element))
 
 
-def _weight_elements(kind: LayerKind, tp: int) -> int:
-    own = [one for one in kind.products if not (one.shares_input or one.in_mixer)]
-    inputs = sum(-(-one.rows * one.inputs // tp) for one in own)
-    kept = inputs + _local_outputs(kind, tp)
+def _weight_bytes(kind: LayerKind, tp: int, element: int) -> int:
+    kept = _outputs(kind, tp)
+    kept += sum(one.rows * one.inputs for one in kind.products if not (one.shares_input or one.in_mixer))
     if experts := kind.experts:
-        width, inner = -(-experts.width // tp), -(-experts.inner * experts.chosen // tp)
         # Rows that other devices send are copies, one for every chosen expert.
         copies = experts.chosen if tp == 1 else 2 * experts.chosen
-        kept += (copies + (not experts.shares_input)) * width + inner - (-experts.router // tp)
-    return kept
+        kept += (copies + (not experts.shares_input)) * experts.width + experts.inner * experts.chosen + experts.router
+    return element * _copied_keys(kind.attention, tp) - (-element * kept // tp)
 
 
 # Gradients of grouped keys and values that a kernel holds wider than it returns them.

@@ -383,7 +383,7 @@ def byte_rates(model: ModelSpec, layout: ParallelLayout) -> ByteRates:
     chunk[REPLAY] -= again @ again_bytes
     # Elements a token of one layer: hidden states are whole inside a block (gathered over tp), the rest is split.
     inner = inner_width(model)
-    states = accumulator_bytes(model) * state_width(model)
+    states = accumulator_bytes(model) * state_width(model, tp)
     forward = element * (2 * model.hidden_size - (-(2 * model.hidden_size + inner) // tp)) + states
     backward = element * (2 * model.hidden_size - (-(4 * model.hidden_size + 4 * inner) // tp)) + 2 * states
     attention = workspace_rates(model, tp)
@@ -404,7 +404,7 @@ def byte_rates(model: ModelSpec, layout: ParallelLayout) -> ByteRates:
         backward_temp=backward_temp,
         kv=kinds @ kv,
         kv_gradient=kinds @ kv_gradient,
-        state=kinds @ state_bytes(model),
+        state=kinds @ state_bytes(model, tp),
         logits_per_row=is_last * -(-model.vocab_size // tp) * (element + (0 if is_fused else 8)),
         gathered_forward=int(kv.max()),
         gathered_backward=int((kv + kv_gradient).max()),

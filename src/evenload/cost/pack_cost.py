@@ -47,7 +47,7 @@ from evenload.cost.layer_counts import (
     require_supported_layout,
     slice_pairs,
     stage_kinds,
-    weight_elements_per_token,
+    weight_bytes_per_token,
 )
 from evenload.cost.memory import HEAD_ROWS, byte_rates, offloaded_state_bytes, trained_parameters_per_rank
 from evenload.errors import ConfigError
@@ -263,7 +263,7 @@ class PackCosts:
         table.weight_pack_s = coefficients.backward.pack_s
         table.weight_share = coefficients.split_share(model)
         table.weight_gather_token_s, table.weight_gather_pack_s = weight_gather_seconds(model, coefficients, layout.tp)
-        held = self._kinds @ (model.bytes_per_element * weight_elements_per_token(model, layout.tp))
+        held = self._kinds @ weight_bytes_per_token(model, layout.tp)
         table.weight_held_bytes = table.weight_new_bytes = held.tolist()
         return table
 

@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 
 from evenload import _native
 from evenload.cost.group_transfers import weight_gather_seconds
-from evenload.cost.layer_counts import OFFLOAD, REPLAY, stage_kinds, weight_elements_per_token
+from evenload.cost.layer_counts import OFFLOAD, REPLAY, stage_kinds, weight_bytes_per_token
 from evenload.cost.memory import ReplicaPacks
 from evenload.cost.pack_cost import PackCosts
 from evenload.types.columns import SliceColumns
@@ -77,9 +77,7 @@ def divide_backward(
     weight_s: NDArray[np.float64],
 ) -> SplitBackward:
     """Divide the bytes of backwards between I and W, whose seconds are known; float64[m_b, P] each."""
-    tokens, element = backward.rank_tokens(), model.bytes_per_element
-    held_bytes = stage_kinds(model, layout) @ (element * weight_elements_per_token(model, layout.tp))
-    held = np.outer(tokens, held_bytes)
+    held = np.outer(backward.rank_tokens(), stage_kinds(model, layout) @ weight_bytes_per_token(model, layout.tp))
     return SplitBackward(
         input_s=input_s,
         weight_s=weight_s,

@@ -58,7 +58,9 @@ def unit_buffers(model: ModelSpec, layout: ParallelLayout, rank: int) -> dict[in
     """Count the buffers of a pipeline rank's units, without those of biases that the model does not count."""
     is_cut, stages, last = layout.tp > 1, layout.stages_of_rank(rank), layout.num_stages - 1
     layers = [layer for stage in stages for layer in range(*layout.stage_layers[stage])]
-    of_kinds = [2 + is_cut * ((kind.experts is not None) + kind.biases) for kind in model.kinds]
+    # Decays and steps of scans are cut, and decay as norms do, which are whole.
+    cut = [kind.biases or any(one.is_scan for one in kind.states) for kind in model.kinds]
+    of_kinds = [2 + is_cut * ((kind.experts is not None) + one) for kind, one in zip(model.kinds, cut, strict=True)]
     if model.has_adapters:
         of_kinds = [2 if is_cut else 1 for _ in model.kinds]
     result = {1 + layer: of_kinds[model.layers[layer]] for layer in layers}

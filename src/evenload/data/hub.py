@@ -146,7 +146,7 @@ def _configuration(name_or_path: str) -> tuple[dict[str, Any], str]:
     return config, name_or_path if is_hub_name(name_or_path) else own_name or path.stem
 
 
-_VERSION = 4  # Raise when models are read differently
+_VERSION = 5  # Raise when models are read differently
 _NOT_SHAPE = {"transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype"}
 _read: dict[str, ModelSpec] = {}
 

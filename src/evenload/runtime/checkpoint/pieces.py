@@ -1,8 +1,9 @@
 """`TensorPieces`: tensors of a checkpoint by their whole shape, of which a rank holds some boxes; planners for them.
 
-Optimizer state is cut twice: a tensor-parallel rank has a part of a matrix, and a data-parallel rank a range of
-elements of the flat buffer of all its parts. A range of a row-major tensor is at most 2 * ndim - 1 boxes, so every
-tensor is saved under its parameter's name in boxes of the whole tensor, which any layout can read.
+Optimizer state is cut twice: a tensor-parallel rank has a part of a matrix, or of every section of it, and a
+data-parallel rank a range of elements of the flat buffer of all its parts. A range of a row-major tensor is at most
+2 * ndim - 1 boxes, each cut where a section ends, so every tensor is saved under its parameter's name in boxes of the
+whole tensor, which any layout can read.
 
 `.metadata` is a pickle, which torch reads with plain `pickle.load`: whatever the file names is run. `read_metadata`
 makes only the few classes that such an index consists of, and refuses files outside of the checkpoint's directory.
@@ -125,14 +126,19 @@ def pieces_of_range(
     values: Tensor, first: int, local_shape: Sequence[int], split: TensorSplit | None, **flags: bool
 ) -> TensorPieces:
     """Return elements `[first, first + n)` of this rank's part of a tensor as boxes of the whole tensor."""
-    shape, base = list(local_shape), [0] * len(local_shape)
+    shape = list(local_shape)
     if split is not None:
-        shape[split.dim], base[split.dim] = split.whole_size, split.start
+        shape[split.dim] = sum(split.sections)
     pieces, row = {}, 0
     for offsets, sizes in _boxes(tuple(local_shape), first, first + values.numel()):
         count = math.prod(sizes)
-        pieces[tuple(a + b for a, b in zip(base, offsets, strict=True))] = values[row : row + count].view(sizes)
+        box = values[row : row + count].view(sizes)
         row += count
+        if split is None:
+            pieces[offsets] = box
+            continue
+        for at, part in split.placed(offsets[split.dim], box):
+            pieces[*offsets[: split.dim], at, *offsets[split.dim + 1 :]] = part
     return TensorPieces(tuple(shape), pieces, **flags)
 
 

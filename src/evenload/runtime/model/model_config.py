@@ -92,10 +92,11 @@ TESTED = {
     "bamba", "cohere2", "deepseek_v3", "falcon_h1", "gemma", "gemma2", "gemma3_text", "gemma4_text", "glm4_moe", "gpt2",
     "gpt_oss", "granite", "granite_swa", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "llama", "llama4_text",
     "longcat_flash", "mamba2", "mimo_v2_flash", "minimax_m2", "ministral3", "mistral", "mixtral", "nemotron_h", "olmo2",
-    "olmo3", "olmo_hybrid", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_text", "qwen3_moe", "qwen3_next", "smollm3",
+    "olmo3", "olmo_hybrid", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe",
+    "qwen3_next", "smollm3",
 }  # fmt: skip
 """Model types whose gradients our tests compare with transformers' own (test_replay, test_attention_call,
-test_tensor_families, test_recurrent)."""
+test_tensor_families, test_recurrent, test_recurrent_training)."""
 
 
 def proof_line(config: PretrainedConfig) -> str:
@@ -294,6 +295,10 @@ def _kind(index: int, notes: LayerNotes, layer: nn.Module) -> LayerKind:
     parameters = sum(one.numel() for one in layer.parameters())
     matrices = sum({owner: one.parameters for owner, _, one in notes.products}.values())
     divided = matrices + notes.divided_biases + (experts.count * experts.parameters if experts else 0)
+    multiplied = {f"{owner}.{part}" for owner, _, _ in notes.products for part in ("weight", "bias")}
+    for path, cut in notes.packed.items():
+        beside = layer.get_submodule(path).named_parameters()
+        divided += sum(w.numel() for name, w in beside if cut.has_part_of(name) and f"{path}.{name}" not in multiplied)
     if 2 * divided < parameters:
         raise ValueError(f"most weights of layer {index} take part in no product of every token")
     # A linear alone in its module, such as the gate of a shared expert, is no block.

@@ -77,6 +77,13 @@ class StateForm:
     transition: tuple[int, ...]
     applies: Literal["matrix", "factors", "shift"]
 
+    def share(self, tp: int) -> "StateForm":
+        """Return the form on a tensor-parallel rank, which has its part of heads or channels."""
+        state, transition = (
+            (*one[:1], *(n // tp for n in one[1:2]), *one[2:]) for one in (self.state, self.transition)
+        )
+        return StateForm(state, transition, self.applies)
+
     @property
     def sizes(self) -> tuple[int, int]:
         """Elements of a transition and of a state."""

@@ -13,7 +13,8 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from transformers.pytorch_utils import Conv1D
 from evenload.errors import UnsupportedModelError
 from evenload.runtime.model.around import LayerCall, WholeModel, find_layers, using
 from evenload.runtime.model.mask_rules import MaskRule, mask_rule, unknown_tensors
+from evenload.runtime.model.packed_cuts import PLANS, PackedCut, packed_cut
 from evenload.runtime.model.state_calls import Spans, StateCall, StateForm, carrying
 from evenload.types.layer_kind import AttentionKind, ExpertsKind, Product, StateKind
 
@@ -72,12 +74,13 @@ class LayerSites:
 @dataclass(frozen=True)
 class TensorCut:
     """Says how linears of layers are cut over ranks by transformers' plan, by the last part of their names: by output
-    (`columns`) or input (`rows`); paths of blocks of `experts`, of which every rank has some; and named `sizes` that
-    must divide by the number of ranks. Or why nothing can be cut."""
+    (`columns`) or input (`rows`); paths of blocks of `experts`, of which every rank has some; modules with `packed`
+    weights by path; and named `sizes` that must divide by the number of ranks. Or why nothing can be cut."""
 
     columns: frozenset[str] = frozenset()
     rows: frozenset[str] = frozenset()
     experts: frozenset[str] = frozenset()
+    packed: Mapping[str, PackedCut] = field(default_factory=dict, hash=False)
     sizes: tuple[tuple[str, int], ...] = ()
     refusal: str = ""
 
@@ -168,6 +171,8 @@ class LayerNotes:
         self.used: set[str] = set()
         self.attention: list[tuple[str, AttentionKind]] = []
         self.experts: dict[str, ExpertsKind] = {}
+        self.packed: dict[str, PackedCut] = {}  # modules by path
+        self.carriers: dict[str, str] = {}  # modules that carry a state by path: their classes
         self.states: list[StateKind] = []
         self.calls: list[AttentionKind | StateForm] = []
         self.stacked: list[Tensor] = []  # weights of all experts, [E, in, out], in code of the model's own
@@ -197,7 +202,7 @@ class LayerNotes:
     def refuse_cut(self, styles: Mapping[str, str]) -> str:
         """Say why transformers' plan, of styles by the last part of linears' names, cannot be followed; "" = it can.
         Between blocks a rank has rows of its own, in blocks all rows and what its columns make of them."""
-        kinds = {name: styles.get(linear_kind(name), "") for name, _, _ in self.products}
+        kinds = {name: self._style(name, styles) for name, _, _ in self.products}
         blocks = {block_of(name) for name, style in kinds.items() if style == "colwise"}
 
         def inside(names: Iterable[str]) -> str:
@@ -207,26 +212,40 @@ class LayerNotes:
         uncut = inside(name for name, style in kinds.items() if style in _WHOLE)
         mixing = sorted({name for name, _ in self.attention if not inside([name])})
         whole = inside([*self.choosing, *self.experts])
+        carriers = sorted({kind for path, kind in self.carriers.items() if path not in self.packed})
         reasons = {
+            **{one.refusal: bool(one.refusal) for one in self.packed.values()},
+            f"carries states along documents in {', '.join(carriers)}, of which no cut by heads is known": carriers,
             f"needs {', '.join(others)} whole on one rank, as norms of all heads and fused matrices do (its plan for "
             f"tensor parallelism: {', '.join(sorted({kinds[one] for one in others}))})": others,
             f"attends in {', '.join(mixing)}, whose linears its plan for tensor parallelism does not cut: every rank "
             "would compute all of it": mixing,
             f"multiplies with the whole of {uncut} between linears that are cut": uncut,
             f"chooses in {whole}, between linears that are cut": whole,
-            "carries states along documents, which tensor parallelism does not divide": bool(self.states),
             "has attention sinks, which its plan for tensor parallelism does not cut": styles.get("sinks") != "colwise"
             and any(one.sinks for _, one in self.attention),
         }
         return next((why for why, is_so in reasons.items() if is_so), "")
 
+    def _style(self, linear: str, styles: Mapping[str, str]) -> str:
+        block, _, name = linear.rpartition(".")
+        return self.packed[block].style(name) if block in self.packed else styles.get(name, "")
+
+    def packed_styles(self) -> Iterator[tuple[str, str]]:
+        """Yield the last parts of the names of linears with packed weights, or beside them, and their styles."""
+        for name, _, _ in self.products:
+            if block_of(name) in self.packed:
+                yield linear_kind(name), self._style(name, {})
+
     def cut_sizes(self, columns: Collection[str]) -> Iterator[tuple[str, int]]:
         """Yield named sizes of what is cut."""
+        for packed in self.packed.values():
+            yield from packed.counts.items()
         for _, one in self.attention:
             yield from (("num_attention_heads", one.heads), ("num_key_value_heads", one.kv_heads))
-        attending = {name for name, _ in self.attention}
+        known = {name for name, _ in self.attention} | self.packed.keys()
         for name, _, product in self.products:
-            if product.name in columns and block_of(name) not in attending:
+            if product.name in columns and block_of(name) not in known:
                 yield f"outputs of {name}", product.outputs
         for name, experts in self.experts.items():
             yield f"number of {name}", experts.count
@@ -321,6 +340,8 @@ class Survey(TorchFunctionMode):
         self._owners = {
             id(weight): name for name, module in layer.named_modules() for weight in module._parameters.values()
         }
+        found = {name: packed_cut(module) for name, module in layer.named_modules()}
+        self.notes[-1].packed = {name: cut for name, cut in found.items() if cut is not None}
         output = layer(*call.args, **call.kwargs)
         self.whole.returns_tuple = not isinstance(output, Tensor)
         self.layer = -1
@@ -366,16 +387,19 @@ class Survey(TorchFunctionMode):
     def tensor_cut(self, layers: str) -> TensorCut:
         """Return how transformers' plan cuts the layers, which have this path."""
         config: Any = self.model.config.get_text_config(decoder=True)
-        plan: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
+        plan: dict[str, str] | None = getattr(config, "base_model_tp_plan", None)
+        ours, of_packed = PLANS.get(config.model_type), dict(chain(*(notes.packed_styles() for notes in self.notes)))
         # Experts lie whole on their ranks, however the plan cuts their matrices.
-        parts = {tuple(name.split(".")): style for name, style in plan.items()}
+        parts = {tuple(name.split(".")): style for name, style in (plan or {}).items()}
         styles = {name[-1]: style for name, style in parts.items() if "experts" not in name}
+        styles = {**of_packed, **styles, **(ours or {})}
         columns, rows = (
-            frozenset(name for name, style in styles.items() if style == wanted) for wanted in ("colwise", "rowwise")
+            frozenset(name for one in (styles, of_packed) for name, style in one.items() if style == wanted)
+            for wanted in ("colwise", "rowwise")
         )
         refusals = [notes.refuse_cut(styles) for notes in self.notes]
         reasons = {
-            "has no plan for tensor parallelism in transformers": not plan,
+            "has no plan for tensor parallelism in transformers": not plan and ours is None,
             f"makes more than an embedding before its layers ({', '.join(self.prologue[1:])})": len(self.prologue) > 1,
             **dict.fromkeys(refusals, True),
             "computes with its embeddings before its layers": self.reads_embeddings,
@@ -386,6 +410,7 @@ class Survey(TorchFunctionMode):
             columns,
             rows,
             frozenset(f"{layers}.{index}.{name}" for index, notes in enumerate(self.notes) for name in notes.experts),
+            {f"{layers}.{at}.{name}": cut for at, notes in enumerate(self.notes) for name, cut in notes.packed.items()},
             tuple(dict.fromkeys(size for notes in self.notes for size in notes.cut_sizes(columns))),
         )
 
@@ -496,6 +521,7 @@ class Survey(TorchFunctionMode):
     def _carry(self, call: StateCall) -> Tensor:
         """Note a call that carries a state, without what its function computes."""
         notes, rows = self.notes[-1], [one for one, _ in call.rows]
+        notes.carriers[self._inner[id(self._stack[-1])]] = type(self._stack[-1]).__name__
         notes.used |= frozenset().union(*(self._sites.get(_storage_of(one), frozenset()) for one in rows))
         self._is_inside = True
         try:

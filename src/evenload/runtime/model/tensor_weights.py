@@ -2,6 +2,7 @@
 
     cut by output (rows)     q k v, gate, up, their biases; sinks; embedding and head by token ids
     cut by input (columns)   o, down
+    cut section by section   packed weights of modules that carry states (`packed_cuts`)
     some on every rank       experts, each whole
     whole on every rank      norms, routers, biases after a sum over ranks, linears that the plan does not name
     adapters (LoRA)          B of what is cut by output, A of what is cut by input; the other one is whole
@@ -10,7 +11,7 @@ Weights are filled whole, unit by unit, and cut at once, so every tp starts from
 does not divide gives the last ranks fewer token ids.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -20,19 +21,47 @@ from transformers import PretrainedConfig
 from evenload.errors import ConfigError, UnsupportedModelError
 from evenload.runtime.comm.tensor_group import TensorGroup
 from evenload.runtime.model.lora import is_adapter
-from evenload.runtime.model.structure import Structure, linear_kind
+from evenload.runtime.model.packed_cuts import take_share
+from evenload.runtime.model.structure import Structure, block_of, linear_kind
 
 
 @dataclass(frozen=True)
 class TensorSplit:
-    """Describes a part of a tensor: `[start, start + size)` of dimension `dim`, which has `whole_size` in all; every
-    rank has `part` rows or columns, the last ones perhaps fewer."""
+    """Describes what a rank has of a tensor: in dimension `dim`, where `sections` of these sizes lie one behind the
+    other, its part of each. All parts of a section are as large, where there is one but the last ones, perhaps."""
 
     dim: int
-    start: int
-    size: int
-    whole_size: int
-    part: int
+    rank: int
+    ranks: int
+    sections: tuple[int, ...]
+
+    @property
+    def parts(self) -> list[int]:
+        """The largest part of every section."""
+        return [-(-size // self.ranks) for size in self.sections]
+
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        """Where in the whole tensor own parts begin, and their sizes, in order."""
+        result, first = [], 0
+        for size, part in zip(self.sections, self.parts, strict=True):
+            start = min(self.rank * part, size)
+            result.append((first + start, min(part, size - start)))
+            first += size
+        return result
+
+    def take(self, whole: Tensor) -> Tensor:
+        """Return own parts of a whole tensor, in memory of their own."""
+        return torch.cat([whole.narrow(self.dim, *part) for part in self.ranges], self.dim)
+
+    def placed(self, first: int, box: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Yield where in the whole tensor rows or columns of own parts lie, `first` and those after it, as views."""
+        before = 0
+        for start, size in self.ranges:
+            low, high = max(first, before), min(first + box.shape[self.dim], before + size)
+            if low < high:
+                yield start + low - before, box.narrow(self.dim, low - first, high - low)
+            before += size
 
 
 def tensor_split(parameter: Tensor) -> TensorSplit | None:
@@ -74,9 +103,16 @@ def split_weights(
             for parameter_name, parameter in module.named_parameters(recurse=False):
                 dim = _split_dim(name, parameter_name, structure)
                 if dim is not None and tensor_split(parameter) is None:
-                    _cut(parameter, dim, rank, tp, filled=filled)
+                    sections = _sections(name, parameter_name, structure) or (parameter.shape[dim],)
+                    _cut(parameter, TensorSplit(dim, rank, tp, sections), filled=filled)
             if isinstance(module, nn.Linear):
                 module.out_features, module.in_features = module.weight.shape
+            if cut := structure.cut.packed.get(name):
+                take_share(module, cut, tp)
+                for buffer_name, buffer in module.named_buffers(recurse=False):
+                    sections = cut.sections.get(buffer_name, ())
+                    if sections and buffer.shape[-1] == sum(sections):
+                        setattr(module, buffer_name, TensorSplit(buffer.ndim - 1, rank, tp, sections).take(buffer))
 
 
 def adapter_of(name: str, part: str, linears: Collection[str]) -> bool:
@@ -91,6 +127,8 @@ def _split_dim(name: str, parameter_name: str, structure: Structure) -> int | No
     if is_adapter(name):
         # The first matrix of an adapter whose linear is cut by input makes partial sums, too.
         return 1 if adapter_of(name, "lora_A", rows) else 0 if adapter_of(name, "lora_B", columns) else None
+    if _sections(name, parameter_name, structure):
+        return 0
     if {linear_kind(name), parameter_name} & columns:  # a parameter beside linears is one number a head
         return 0
     if name in (structure.embedding, structure.head, *structure.cut.experts):
@@ -98,16 +136,23 @@ def _split_dim(name: str, parameter_name: str, structure: Structure) -> int | No
     return 1 if linear_kind(name) in rows and parameter_name == "weight" else None
 
 
-def _cut(parameter: nn.Parameter, dim: int, rank: int, tp: int, *, filled: bool) -> None:
-    whole = parameter.shape[dim]
-    part = -(-whole // tp)
-    start = min(rank * part, whole)
-    size = min(part, whole - start)
-    part_of_it = parameter.data.narrow(dim, start, size)
-    # Memory of its own, so that the whole tensor is freed.
-    own = torch.empty_like(part_of_it, memory_format=torch.contiguous_format)
-    parameter.data = own.copy_(part_of_it) if filled else own
-    parameter.tp_split = TensorSplit(dim, start, size, whole, part)  # type: ignore[attr-defined]
+def _sections(name: str, parameter_name: str, structure: Structure) -> tuple[int, ...]:
+    """Return the sections of a parameter of a module with packed weights, or of an adapter of one; () = none."""
+    module = name.split(".lora_")[0].removesuffix(".base_layer")
+    for path, part in ((module, parameter_name), (block_of(module), linear_kind(module))):
+        if cut := structure.cut.packed.get(path):
+            return cut.sections.get(part, ())
+    return ()
+
+
+def _cut(parameter: nn.Parameter, split: TensorSplit, *, filled: bool) -> None:
+    if filled:
+        parameter.data = split.take(parameter.data)
+    else:
+        shape = list(parameter.shape)
+        shape[split.dim] = sum(size for _, size in split.ranges)
+        parameter.data = parameter.data.new_empty(shape)
+    parameter.tp_split = split  # type: ignore[attr-defined]
 
 
 def join_parts(local: Tensor, split: TensorSplit | None, group: TensorGroup | None) -> Tensor:
@@ -115,7 +160,10 @@ def join_parts(local: Tensor, split: TensorSplit | None, group: TensorGroup | No
     if split is None or group is None:
         return local
     rows = local.movedim(split.dim, 0)
-    padded = rows.new_zeros(split.part, *rows.shape[1:])
-    padded[: split.size] = rows
-    whole = group.all_gather(padded, "parts of a tensor").wait()[: split.whole_size]
+    padded = rows.new_zeros(sum(split.parts), *rows.shape[1:])
+    padded[: len(rows)] = rows
+    gathered = group.all_gather(padded, "parts of a tensor").wait().unflatten(0, (split.ranks, -1))
+    whole = torch.cat(
+        [parts.flatten(0, 1)[:size] for parts, size in zip(gathered.split(split.parts, 1), split.sections, strict=True)]
+    )
     return whole.movedim(0, split.dim).contiguous()

@@ -195,7 +195,7 @@ def _in_kernel(model: StageModel) -> bool:
 
 def _first_id(weight: Tensor) -> int:
     split = tensor_split(weight)
-    return 0 if split is None else split.start
+    return 0 if split is None else split.ranges[0][0]
 
 
 def _local_ids(token_ids: Tensor, first: int, size: int) -> tuple[Tensor, Tensor]:

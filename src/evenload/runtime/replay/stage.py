@@ -296,7 +296,7 @@ class PipelineStage:
             numbered[type(call)] += 1
         for call, n in calls if direction == "forward" else reversed(calls):
             if isinstance(call, StateForm):
-                pack.states.join(direction, store.states, (layer, n), call, like)
+                pack.states.join(direction, store.states, (layer, n), call.share(tp), like)
             else:
                 shape = msgspec.structs.replace(call, heads=call.heads // tp, kv_heads=call.kv_heads // tp)
                 pack.shared.join(direction, self.backend, store, call_key(layer, n), shape, like)

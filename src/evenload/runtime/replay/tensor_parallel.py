@@ -50,6 +50,9 @@ def make_tensor_parallel(layer: nn.Module, layer_index: int, state: ReplayState,
             module.has_own_rows = not isinstance(module, ColumnLinear)
         elif adapter_of(name, "lora_A", structure.cut.rows):
             module.register_forward_hook(functools.partial(_scatter_output, state))
+        cut = structure.cut.packed.get(f"{structure.layer_path(layer_index)}.{name}")
+        if cut is not None and cut.summed:
+            module.get_submodule(cut.summed).register_forward_hook(functools.partial(_gather_output, state))
     for name, readers in blocks.items():
         block = layer.get_submodule(name)
         has_adapters = any(is_adapter(inner) for inner, _ in block.named_modules())
@@ -98,6 +101,12 @@ def _scatter_output(state: ReplayState, module: nn.Module, args: tuple, output: 
     partial, rows = output.flatten(0, -2), state.tensor_rows.rows
     own = known_output(rows.sum_scatter(partial.detach()), rows.gather, partial)
     return own.view(*output.shape[:-2], *own.shape)
+
+
+def _gather_output(state: ReplayState, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+    """Give every rank all rows of a sum over ranks, [..., n, out] -> [..., T, out]; their gradients add up."""
+    rows = gather_rows(output.flatten(0, -2), state.tensor_rows.rows)
+    return rows.view(*output.shape[:-2], *rows.shape)
 
 
 class ColumnLinear(ReplayLinear):

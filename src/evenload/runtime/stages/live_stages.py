@@ -125,12 +125,13 @@ def unit_modules(
     if structure.is_tied:
         words, head = model.get_submodule(structure.embedding), model.get_submodule(structure.head)
         words.weight = head.weight = (head if structure.head in held else words).weight
-    if tp > 1:
-        split_weights(shells.items(), structure, tp_rank, tp, filled=False)
     for index, layer in some.whole.layers.items():
         # Of weights that are loaded, biases that choose experts: every rank has them.
         for name, buffer in layer.named_buffers(prefix=structure.layer_path(index)):
-            model.get_buffer(name).copy_(buffer)
+            if layers[index] in shells:
+                model.get_buffer(name).copy_(buffer)
+    if tp > 1:
+        split_weights(shells.items(), structure, tp_rank, tp, filled=False)
     parts = WholeModel(model, structure.layers, structure.prologue, returns_tuple=structure.returns_tuple)
     whole = replace(
         some,
