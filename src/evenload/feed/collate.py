@@ -57,7 +57,7 @@ class PackBatch:
         doc_ids, starts, stops: int64[S]; token range of each slice, its padding included.
         token_ids, targets: int64[T]; padding is 0, no loss -100.
         positions: int64[T] within the document, of a tree along its path; padding continues them.
-        edges: of a pack with trees, in place of the targets.
+        edges: of a pack with trees, or with labels that count several times, in place of the targets.
 
     Attributes:
         cu_seqlens_q, cu_seqlens_k: int32[S + 1], from 0.
@@ -126,7 +126,8 @@ def collate_pack(
         )
     token_ids, targets, positions = collate_ranges(doc_ids, starts, stops, table, real_stops)
     edges = None
-    if trees and not trees.keys().isdisjoint(doc_ids):
+    # Of sequences that are equal, a document without branches has labels that count several times, too.
+    if table.label_counts is not None or not trees.keys().isdisjoint(doc_ids):
         edges = _of_trees(pack, table, trees, targets, positions)
     rows = {"token_ids": token_ids, "targets": targets, "positions": positions, "edges": edges}
     slices = {"doc_ids": np.array(doc_ids, np.int64), "starts": starts, "stops": stops}
@@ -140,13 +141,15 @@ def _of_trees(
     targets: NDArray[np.int64],
     positions: NDArray[np.int64],
 ) -> LabelEdges:
-    """Set the positions of trees' rows; return what all rows predict."""
-    if pack.pad_to:
-        raise InvalidPlanError(f"{pack.direction} pack {pack.index} is padded and holds trees, which are not padded")
+    """Set the positions of trees' rows; return what all rows predict, each as often as it counts."""
     found = []
     row = 0
     for doc_id, start, stop in ((piece.doc_id, piece.start, piece.stop) for piece in pack.slices):
         mine = slice(row, row + stop - start)
+        if pack.pad_to and doc_id in trees:
+            raise InvalidPlanError(
+                f"{pack.direction} pack {pack.index} is padded and holds document {doc_id}, a tree, which is not padded"
+            )
         if (shape := trees.get(doc_id)) is None:
             own = np.flatnonzero(targets[mine] >= 0)
             counts = table.label_counts_of(doc_id)[own + start + 1]
@@ -158,7 +161,7 @@ def _of_trees(
             here = slice(*np.searchsorted(before, [start, stop]))
             tokens = labelled[here]
             found.append((before[here] - start + row, labels[tokens].astype(np.int64), counts[tokens]))
-        row = mine.stop
+        row += pack.pad_to or stop - start
     rows, tokens, counts = (np.concatenate(column).astype(np.int64) for column in zip(*found, strict=True))
     return LabelEdges(rows, tokens, counts)
 

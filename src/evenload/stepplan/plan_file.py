@@ -1,6 +1,7 @@
 """Write and read the plan file of `evenload plan --emit-plan`, JSON of StepPlans that others can simulate too.
 
-The shape is fixed. Optional keys: `num_label_tokens` of a document, `pad_to` of a padded slice, `policies` of a
+The shape is fixed. Optional keys: `num_label_tokens` of a document, of a tree its `segments` (pairs of tokens and the
+parent's place, -1 = root), `num_path_tokens` and `num_recomputed_tokens`, `pad_to` of a padded slice, `policies` of a
 replica, `left_out`, `mean_token_delay_steps`, `is_cut_short`, `digest`; of slices of a shared forward pack `sharding`,
 its rule, or `owner`, the rank that computes the slice whole, -1 = all ranks. Readers ignore unknown keys. `cost_s` of a
 pack is the largest of its durations.
@@ -8,7 +9,7 @@ pack is the largest of its durations.
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import msgspec
 
@@ -17,6 +18,7 @@ from evenload.stepplan.validate import check_replica
 from evenload.types.document import Direction, Document, MicroPack, PackPlan, PackSharding, Slice
 from evenload.types.layout import ParallelLayout
 from evenload.types.plan import LeftOut, PackTimes, Prediction, Schedule, StepPlan, parse_action, plan_digest, seal
+from evenload.types.tree import Segment
 
 
 def encode_plan_file(plans: Sequence[StepPlan]) -> bytes:
@@ -39,7 +41,7 @@ def _plan_to_json(plan: StepPlan) -> dict[str, Any]:
         "strategy": plan.strategy,
         "layout": msgspec.to_builtins(plan.layout),
         "num_label_tokens": plan.num_label_tokens,
-        "documents": [msgspec.to_builtins(document) for document in plan.documents],
+        "documents": [_document_to_json(document) for document in plan.documents],
         "replicas": [
             _replica_to_json(*replica) for replica in zip(plan.pack_plans, plan.schedules, plan.times, strict=True)
         ],
@@ -53,6 +55,20 @@ def _plan_to_json(plan: StepPlan) -> dict[str, Any]:
     if plan.is_cut_short:
         out["is_cut_short"] = True
     return out
+
+
+class _OfTree(TypedDict, total=False):
+    segments: tuple[Segment, ...]
+    num_path_tokens: int
+    num_recomputed_tokens: int
+
+
+_OF_TREES = ("segments", "num_path_tokens", "num_recomputed_tokens")
+
+
+def _document_to_json(document: Document) -> dict[str, Any]:
+    out = msgspec.to_builtins(document)
+    return out if document.segments else {key: value for key, value in out.items() if key not in _OF_TREES}
 
 
 def _replica_to_json(packs: PackPlan, schedule: Schedule, times: PackTimes) -> dict[str, Any]:
@@ -99,6 +115,7 @@ def _plan_from_json(data: dict[str, Any]) -> StepPlan:
                 doc_id=document["doc_id"],
                 num_tokens=document["num_tokens"],
                 num_label_tokens=document.get("num_label_tokens", document["num_tokens"] - 1),
+                **msgspec.convert({key: document[key] for key in _OF_TREES if key in document}, _OfTree),
             )
             for document in data["documents"]
         ),
