@@ -154,6 +154,11 @@ class RankPackTokens:
                 return PackTokens(pack_ranges(pack), *columns)
             on_device = PackEdges(*self._on_device((edges.rows, edges.targets, edges.counts)), edges.rows)
             return PackTokens(pack_ranges(pack), *columns, trees=self._trees, edges=on_device)
+        if documents.label_counts is not None:
+            raise InvalidPlanError(
+                f"{pack.direction} pack {pack.index} is shared by ranks, and labels of its documents count several times, "
+                "because sequences of a group are equal; use parallel.cp = 1 and plan.options.dp_merge = false"
+            )
         rank = self._rank_in(shared)
         ranges = shared.ranges(rank)
         edges = np.array([(start, stop) for _, start, stop in ranges], dtype=np.int64).reshape(-1, 2)
