@@ -156,7 +156,7 @@ class RankPackTokens:
             return PackTokens(pack_ranges(pack), *columns, trees=self._trees, edges=on_device)
         if documents.label_counts is not None:
             raise InvalidPlanError(
-                f"{pack.direction} pack {pack.index} is shared by ranks, and labels of its documents count several times, "
+                f"{pack.direction} pack {pack.index} is shared by ranks, and labels of documents count several times, "
                 "because sequences of a group are equal; use parallel.cp = 1 and plan.options.dp_merge = false"
             )
         rank = self._rank_in(shared)
