@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 
 from corpus_files import all_batches, data_config, fingerprint_of, plan_for, train_steps
 from evenload.data.batches import decode_state, encode_state
+from evenload.data.lengths import read_length_table
 from evenload.data.loader import GlobalBatchLoader
 from evenload.errors import ConfigError, DataError
 from evenload.feed.step_maker import exchange_tokens
+from evenload.integrations.packed_loader import PackedLoader
 from evenload.types.tree import Segment, TreeShape
 from rank_threads import run_ranks
 
@@ -346,3 +348,23 @@ def test_a_held_out_group_is_held_out_whole(tmp_path):
     assert kept["training"] | kept["held_out"] == set(range(40))
     assert not kept["training"] & kept["held_out"]
     assert all(document.num_tokens == 6 + 1 + 3 for documents, _ in shares.values() for document in documents)
+
+
+def test_lengths_of_trees_are_unique_tokens_and_those_of_all_sequences_are_told(tmp_path):
+    rows = [{"input_ids": [[*PROMPT, n, m] for m in range(3)]} for n in range(4)] + [{"input_ids": [1, 2]}]
+    source = write(tmp_path / "a.jsonl", rows)
+    table = read_length_table(source, config_of(source))
+    assert table.lengths.tolist() == [10] * 4 + [2]
+    assert table.records == (
+        "records are read as tokens; 98 tokens of sequences that share prefixes are 42 unique ones"
+    )
+
+
+def test_packed_batches_refuse_trees(tmp_path):
+    rows = [{"input_ids": [[*PROMPT, m] for m in range(3)]}]
+    config = config_of(write(tmp_path / "a.jsonl", rows))
+    with (
+        PackedLoader(config, max_tokens=64) as loader,
+        pytest.raises(ConfigError, match="tree of sequences of 21 tokens"),
+    ):
+        next(iter(loader))
