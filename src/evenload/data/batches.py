@@ -199,11 +199,8 @@ class SampledDocuments:
     num_labels: NDArray[np.int32]
 
     def tally(self) -> Tally:
-        tally = Tally(documents=len(self.lengths), tokens=int(self.lengths.sum()))
-        for index, tree in self.trees():
-            shared = max(0, tree.num_path_tokens - int(self.lengths[index]))
-            tally += Tally(shared_tokens=shared, recomputed_tokens=tree.num_recomputed_tokens)
-        return tally
+        trees = (tree.tally(int(self.lengths[place])) for place, tree in self.trees())
+        return sum(trees, Tally(documents=len(self.lengths), tokens=int(self.lengths.sum())))
 
     def trees(self) -> Iterator[tuple[int, TreeHeader]]:
         """Yield the documents that are trees, by place."""

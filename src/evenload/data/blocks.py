@@ -197,6 +197,11 @@ class TreeHeader(Frozen, array_like=True):
     num_path_tokens: int
     num_recomputed_tokens: int
 
+    def tally(self, num_tokens: int) -> Tally:
+        """Return what a tally has of it beyond a plain document of as many tokens."""
+        shared = max(0, self.num_path_tokens - num_tokens)
+        return Tally(shared_tokens=shared, recomputed_tokens=self.num_recomputed_tokens)
+
 
 class BlockHeader(Frozen, array_like=True):
     """A block without its tokens: what all ranks know of it.
@@ -222,15 +227,8 @@ class BlockHeader(Frozen, array_like=True):
 
     def tally(self, lengths: NDArray[np.int32], start: int, stop: int) -> Tally:
         """Sum up documents `[start, stop)`, whose `lengths` are int32[num_documents]."""
-        tokens = int(lengths[start:stop].sum())
-        trees = [(row, tree) for row, tree in self.trees.items() if start <= row < stop]
-        shared = sum(max(0, tree.num_path_tokens - int(lengths[row])) for row, tree in trees)
-        return Tally(
-            documents=stop - start,
-            tokens=tokens,
-            shared_tokens=shared,
-            recomputed_tokens=sum(tree.num_recomputed_tokens for _, tree in trees),
-        )
+        trees = (tree.tally(int(lengths[row])) for row, tree in self.trees.items() if start <= row < stop)
+        return sum(trees, Tally(documents=stop - start, tokens=int(lengths[start:stop].sum())))
 
 
 class DocumentBlock(NamedTuple):
@@ -363,7 +361,8 @@ class BlockReader:
                         outcomes = self._outcomes(chunk, file.key)
                     num_tokens = 0
                     for record, outcome in zip(chunk, outcomes, strict=True):
-                        num_tokens += _num_tokens(outcome)
+                        for one in outcome if isinstance(outcome, list) else (outcome,):
+                            num_tokens += len(one.tokens) if isinstance(one, EncodedDocument) else 0
                         # Nearly all records; through a second generator they would cost twice as much.
                         if isinstance(outcome, EncodedDocument) and 0 < len(outcome.tokens) <= limit:
                             yield _Step(outcome, rank, record.next_offset)
@@ -383,7 +382,7 @@ class BlockReader:
             encoded = iter(encode_groups(self._encoder, taken))
             return [next(encoded) if out else None for out in held_out]
         return [
-            _held_out(one) if out else one
+            one if not out else [_held_out(each) for each in one] if isinstance(one, list) else _held_out(one)
             for one, out in zip(encode_groups(self._encoder, chunk), held_out, strict=True)
         ]
 
@@ -438,14 +437,7 @@ class BlockReader:
                 return [(_piece(outcome, start, start + limit), None) for start in range(0, size, limit)]
 
 
-def _num_tokens(outcome: Outcome) -> int:
-    several = outcome if isinstance(outcome, list) else [outcome]
-    return sum(len(one.tokens) for one in several if isinstance(one, EncodedDocument))
-
-
-def _held_out(outcome: Outcome) -> Outcome:
-    if isinstance(outcome, list):
-        return [(HELD_OUT, 1, len(one.tokens)) if isinstance(one, EncodedDocument) else one for one in outcome]
+def _held_out(outcome: SequenceOutcome) -> SequenceOutcome:
     return (HELD_OUT, 1, len(outcome.tokens)) if isinstance(outcome, EncodedDocument) else outcome
 
 

@@ -389,8 +389,8 @@ def _pack_step(step: PlannedStep, options: LoaderOptions, place: LoaderPlace, pi
     if tree := next((one for one in step.plan.documents if one.segments), None):
         raise ConfigError(
             f"document {tree.doc_id} of step {step.plan.step}, {step.origin(tree.doc_id)}, is a tree of sequences of "
-            f"{tree.num_path_tokens} tokens that share prefixes, which packed batches do not hold; give every sequence a "
-            "record of its own, without data.group_by, train with evenload.train, or use TreePacker in your loop"
+            f"{tree.num_path_tokens} tokens that share prefixes, which packed batches do not hold; give every sequence "
+            "a record of its own, without data.group_by, train with evenload.train, or use TreePacker in your loop"
         )
     micro_batches = project(step.plan, options.profile, options.shape)[place.rank]
     planned = step.plan.pack_plans[place.rank].forward
