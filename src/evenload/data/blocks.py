@@ -190,7 +190,7 @@ class BlockRequest(NamedTuple):
     cursor: BlockCursor
 
 
-class TreeHeader(Frozen, array_like=True):
+class TreeHeader(NamedTuple):
     """What all ranks know of a tree of sequences that share prefixes; as in `Document`."""
 
     segments: tuple[TreeSegment, ...]
@@ -212,7 +212,6 @@ class BlockHeader(Frozen, array_like=True):
         checksum: CRC-32 of tokens, labels and their counts, to notice a source that changed between save and resume.
         dropped: what was read for this block and is in no document, by reason.
         trees: of the documents that are trees or parts of them, by place in sampling order.
-        has_label_counts: some label is trained more than once.
     """
 
     cursor: BlockCursor
@@ -223,7 +222,6 @@ class BlockHeader(Frozen, array_like=True):
     checksum: int
     dropped: dict[str, Tally]
     trees: dict[int, TreeHeader]
-    has_label_counts: bool
 
     def tally(self, lengths: NDArray[np.int32], start: int, stop: int) -> Tally:
         """Sum up documents `[start, stop)`, whose `lengths` are int32[num_documents]."""
@@ -389,10 +387,8 @@ class BlockReader:
     def _pieces(self, reader: RecordReader, rank: int, record: Record, outcome: Outcome, skip: int) -> Iterator[_Step]:
         """Yield what becomes of a record that is no document as it stands, from its `skip`-th piece on."""
         if isinstance(outcome, list):
-            places = [one.offset for one in record.sequences]
-            pieces = [
-                piece for at, one in zip(places, outcome, strict=True) for piece in self._fitting(reader, at, one)
-            ]
+            pairs = zip(record.sequences, outcome, strict=True)
+            pieces = [piece for one, each in pairs for piece in self._fitting(reader, one.offset, each)]
             sequences = [document for document, _ in pieces if document is not None]
             try:
                 documents = make_documents(sequences, self._config, self._config.max_document_tokens)
@@ -462,15 +458,11 @@ def _make_block(
     lengths = np.diff(edges)
     num_labels = np.maximum(lengths - 1, 0)
     if labels is not None or counts is not None:
-        has_label = all_labels(table) != IGNORE_INDEX
-        trained = np.concatenate(
-            [np.zeros(1, np.int64), np.cumsum(has_label * all_label_counts(table), dtype=np.int64)]
-        )
+        times = (all_labels(table) != IGNORE_INDEX) * all_label_counts(table)
+        trained = np.concatenate([np.zeros(1, np.int64), np.cumsum(times, dtype=np.int64)])
         num_labels = trained[edges[1:]] - trained[edges[:-1]]
     trees = {
-        row: TreeHeader(
-            segments=one.segments, num_path_tokens=one.num_path_tokens, num_recomputed_tokens=one.num_recomputed_tokens
-        )
+        row: TreeHeader(one.segments, one.num_path_tokens, one.num_recomputed_tokens)
         for row, one in enumerate(documents)
         if one.segments or one.num_recomputed_tokens
     }
@@ -486,6 +478,5 @@ def _make_block(
         checksum=checksum,
         dropped=dropped,
         trees=trees,
-        has_label_counts=counts is not None,
     )
     return DocumentBlock(header, table)
