@@ -2,7 +2,8 @@
 
 A group is a record that holds several sequences, or records that follow each other in a file and have the same value of
 `data.group_by`. Its trees (`data.prefix_tree`) are documents of unique tokens; what shares nothing stays plain. Price:
-a group is in memory as a whole, and what a resume begins in is read again; 23 ns a token to find what is shared.
+a group is in memory as a whole, and is read again where a resume begins inside it; 25 ns a token and 30 µs a sequence
+to find what is shared.
 """
 
 import itertools
