@@ -5,6 +5,7 @@ import itertools
 import json
 from collections import Counter
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -14,9 +15,12 @@ from hypothesis import strategies as st
 
 from corpus_files import all_batches, data_config, fingerprint_of, plan_for, train_steps
 from evenload.data.batches import decode_state, encode_state
+from evenload.data.config import DataConfig
+from evenload.data.lengths import read_length_table
 from evenload.data.loader import GlobalBatchLoader
 from evenload.errors import ConfigError, DataError
 from evenload.feed.step_maker import exchange_tokens
+from evenload.integrations.packed_loader import PackedLoader
 from evenload.types.tree import Segment, TreeShape
 from rank_threads import run_ranks
 
@@ -256,6 +260,42 @@ def test_tables_and_data_sets_hold_the_same_trees_as_lines(tmp_path, form):
         assert sorted(d.segments for d in documents) == sorted(d.segments for d in lines)
 
 
+def test_tables_hold_chats_texts_and_pairs_of_several_sequences_as_lines_do(tmp_path):
+    asked = [{"role": "user", "content": "a question of some length"}, {"role": "assistant", "content": "yes"}]
+    more = [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "so"}]
+    forms = {
+        "messages": [{"messages": [asked, asked + more]}, {"messages": [asked]}],
+        "text": [{"text": ["the same beginning, once", "the same beginning, twice"]}, {"text": ["other"]}],
+        "prompt_completion": [{"prompt": "the same prompt", "completion": ["a", "bb"]}],
+        "preference": [
+            {"prompt": asked[:1], "chosen": asked[1:], "rejected": more[1:]},
+            {"prompt": None, "chosen": asked, "rejected": asked[:1] + more[1:]},
+        ],
+    }
+    for kind, rows in forms.items():
+        changes = {"record": kind, "chat_template": "chatml", "max_document_tokens": 400, "min_shared_tokens": 4}
+        lines, expected = read_all(data_config(write(tmp_path / f"{kind}.jsonl", rows), **changes))
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / f"{kind}.parquet")
+        table, found = read_all(data_config(str(tmp_path / f"{kind}.parquet"), **changes))
+        assert (found, table) == (expected, lines)
+        assert max(len(document.segments) for document in table) >= 2
+
+
+def test_parts_of_a_mixture_are_grouped_by_fields_of_their_own(tmp_path):
+    parts = [
+        {"name": name, "weight": 1.0, "sources": (write(tmp_path / f"{name}.jsonl", rows),), "group_by": field}
+        for name, field, rows in (
+            ("plain", None, [{"input_ids": [*PROMPT, n]} for n in range(6)]),
+            ("groups", "uid", [{"input_ids": [*PROMPT, n], "uid": n // 3} for n in range(6)]),
+        )
+    ]
+    settings = {"record": "tokens", "mixture": parts, "batch_documents": 3, "max_document_tokens": 16, "epochs": 1}
+    config = msgspec.convert(settings | {"workers": 0, "min_shared_tokens": 2}, DataConfig)
+    documents, found = read_all(config)
+    assert sorted(document.num_tokens for document in documents) == [7] * 6 + [9] * 2
+    assert found == trained_by([[([*PROMPT, n], [True] * 7) for n in range(6)]] * 2)
+
+
 def test_a_tree_that_is_too_large_is_cut_into_runs_of_leaves_and_what_is_computed_again_is_told(tmp_path):
     rows = [{"input_ids": [[*PROMPT, 10 + leaf, 20, 30] for leaf in range(6)]}]
     config = config_of(write(tmp_path / "a.jsonl", rows), max_document_tokens=12, shuffle_window=1)
@@ -346,3 +386,23 @@ def test_a_held_out_group_is_held_out_whole(tmp_path):
     assert kept["training"] | kept["held_out"] == set(range(40))
     assert not kept["training"] & kept["held_out"]
     assert all(document.num_tokens == 6 + 1 + 3 for documents, _ in shares.values() for document in documents)
+
+
+def test_lengths_of_trees_are_unique_tokens_and_those_of_all_sequences_are_told(tmp_path):
+    rows = [{"input_ids": [[*PROMPT, n, m] for m in range(3)]} for n in range(4)] + [{"input_ids": [1, 2]}]
+    source = write(tmp_path / "a.jsonl", rows)
+    table = read_length_table(source, config_of(source))
+    assert table.lengths.tolist() == [10] * 4 + [2]
+    assert table.records == (
+        "records are read as tokens; 98 tokens of sequences that share prefixes are 42 unique ones"
+    )
+
+
+def test_packed_batches_refuse_trees(tmp_path):
+    rows = [{"input_ids": [[*PROMPT, m] for m in range(3)]}]
+    config = config_of(write(tmp_path / "a.jsonl", rows))
+    with (
+        PackedLoader(config, max_tokens=64) as loader,
+        pytest.raises(ConfigError, match="tree of sequences of 21 tokens"),
+    ):
+        next(iter(loader))

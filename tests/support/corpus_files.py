@@ -71,7 +71,14 @@ def documents_of(batch: GlobalBatch) -> list[tuple[int, ...]]:
 
 
 def fingerprint_of(batch: GlobalBatch) -> tuple:
-    tokens = {doc_id: (values.dtype.str, values.tobytes()) for doc_id, values in batch.tokens.items()}
+    table = batch.tokens
+    tokens = {
+        doc_id: (
+            values.dtype.str,
+            *(one.tobytes() for one in (values, table.labels_of(doc_id), table.label_counts_of(doc_id))),
+        )
+        for doc_id, values in table.items()
+    }
     places = [batch.place(document.doc_id) for document in batch.documents + batch.carried]
     return (batch.step, batch.epoch, batch.documents, batch.carried, batch.is_last, places, tokens)
 

@@ -7,6 +7,7 @@ those of deferred documents; it is exact if sources and settings are the same, w
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import msgspec
@@ -106,13 +107,11 @@ class PartState(Frozen, array_like=True):
 
 
 class DeferredDocument(Frozen):
-    """A document that a plan deferred; `has_labels` = its labels may differ from its tokens, `has_label_counts` = some
-    may be trained more than once."""
+    """A document that a plan deferred; `has_labels` = its labels may differ from its tokens."""
 
     document: Document
     place: DocumentPlace
     has_labels: bool
-    has_label_counts: bool = False
 
 
 class LoaderState(Frozen):
@@ -199,11 +198,8 @@ class SampledDocuments:
     num_labels: NDArray[np.int32]
 
     def tally(self) -> Tally:
-        tally = Tally(documents=len(self.lengths), tokens=int(self.lengths.sum()))
-        for index, tree in self.trees():
-            shared = max(0, tree.num_path_tokens - int(self.lengths[index]))
-            tally += Tally(shared_tokens=shared, recomputed_tokens=tree.num_recomputed_tokens)
-        return tally
+        trees = (tree.tally(int(self.lengths[place])) for place, tree in self.trees())
+        return sum(trees, Tally(documents=len(self.lengths), tokens=int(self.lengths.sum())))
 
     def trees(self) -> Iterator[tuple[int, TreeHeader]]:
         """Yield the documents that are trees, by place."""
@@ -246,7 +242,6 @@ class GlobalBatch:
 
     Args:
         has_labels: some document's labels differ from its tokens.
-        has_label_counts: some label is trained more than once.
         deferrals: documents that earlier plans deferred, by id.
         is_last: the data has ended and only carried documents are left: the plan must not defer again.
     """
@@ -257,9 +252,13 @@ class GlobalBatch:
     tokens: TokenTable
     sampled: SampledDocuments
     has_labels: bool = False
-    has_label_counts: bool = False
     deferrals: Mapping[int, Deferral] = field(default_factory=dict)
     is_last: bool = False
+
+    @cached_property
+    def has_label_counts(self) -> bool:
+        """Some label may be trained more than once: a document is a tree."""
+        return any(document.segments for document in self.documents + self.carried)
 
     @property
     def carried(self) -> tuple[Document, ...]:

@@ -190,12 +190,17 @@ class BlockRequest(NamedTuple):
     cursor: BlockCursor
 
 
-class TreeHeader(Frozen, array_like=True):
+class TreeHeader(NamedTuple):
     """What all ranks know of a tree of sequences that share prefixes; as in `Document`."""
 
     segments: tuple[TreeSegment, ...]
     num_path_tokens: int
     num_recomputed_tokens: int
+
+    def tally(self, num_tokens: int) -> Tally:
+        """Return what a tally has of it beyond a plain document of as many tokens."""
+        shared = max(0, self.num_path_tokens - num_tokens)
+        return Tally(shared_tokens=shared, recomputed_tokens=self.num_recomputed_tokens)
 
 
 class BlockHeader(Frozen, array_like=True):
@@ -207,7 +212,6 @@ class BlockHeader(Frozen, array_like=True):
         checksum: CRC-32 of tokens, labels and their counts, to notice a source that changed between save and resume.
         dropped: what was read for this block and is in no document, by reason.
         trees: of the documents that are trees or parts of them, by place in sampling order.
-        has_label_counts: some label is trained more than once.
     """
 
     cursor: BlockCursor
@@ -218,19 +222,11 @@ class BlockHeader(Frozen, array_like=True):
     checksum: int
     dropped: dict[str, Tally]
     trees: dict[int, TreeHeader]
-    has_label_counts: bool
 
     def tally(self, lengths: NDArray[np.int32], start: int, stop: int) -> Tally:
         """Sum up documents `[start, stop)`, whose `lengths` are int32[num_documents]."""
-        tokens = int(lengths[start:stop].sum())
-        trees = [(row, tree) for row, tree in self.trees.items() if start <= row < stop]
-        shared = sum(max(0, tree.num_path_tokens - int(lengths[row])) for row, tree in trees)
-        return Tally(
-            documents=stop - start,
-            tokens=tokens,
-            shared_tokens=shared,
-            recomputed_tokens=sum(tree.num_recomputed_tokens for _, tree in trees),
-        )
+        trees = (tree.tally(int(lengths[row])) for row, tree in self.trees.items() if start <= row < stop)
+        return sum(trees, Tally(documents=stop - start, tokens=int(lengths[start:stop].sum())))
 
 
 class DocumentBlock(NamedTuple):
@@ -363,7 +359,8 @@ class BlockReader:
                         outcomes = self._outcomes(chunk, file.key)
                     num_tokens = 0
                     for record, outcome in zip(chunk, outcomes, strict=True):
-                        num_tokens += _num_tokens(outcome)
+                        for one in outcome if isinstance(outcome, list) else (outcome,):
+                            num_tokens += len(one.tokens) if isinstance(one, EncodedDocument) else 0
                         # Nearly all records; through a second generator they would cost twice as much.
                         if isinstance(outcome, EncodedDocument) and 0 < len(outcome.tokens) <= limit:
                             yield _Step(outcome, rank, record.next_offset)
@@ -383,17 +380,15 @@ class BlockReader:
             encoded = iter(encode_groups(self._encoder, taken))
             return [next(encoded) if out else None for out in held_out]
         return [
-            _held_out(one) if out else one
+            one if not out else [_held_out(each) for each in one] if isinstance(one, list) else _held_out(one)
             for one, out in zip(encode_groups(self._encoder, chunk), held_out, strict=True)
         ]
 
     def _pieces(self, reader: RecordReader, rank: int, record: Record, outcome: Outcome, skip: int) -> Iterator[_Step]:
         """Yield what becomes of a record that is no document as it stands, from its `skip`-th piece on."""
         if isinstance(outcome, list):
-            places = [one.offset for one in record.sequences]
-            pieces = [
-                piece for at, one in zip(places, outcome, strict=True) for piece in self._fitting(reader, at, one)
-            ]
+            pairs = zip(record.sequences, outcome, strict=True)
+            pieces = [piece for one, each in pairs for piece in self._fitting(reader, one.offset, each)]
             sequences = [document for document, _ in pieces if document is not None]
             try:
                 documents = make_documents(sequences, self._config, self._config.max_document_tokens)
@@ -438,14 +433,7 @@ class BlockReader:
                 return [(_piece(outcome, start, start + limit), None) for start in range(0, size, limit)]
 
 
-def _num_tokens(outcome: Outcome) -> int:
-    several = outcome if isinstance(outcome, list) else [outcome]
-    return sum(len(one.tokens) for one in several if isinstance(one, EncodedDocument))
-
-
-def _held_out(outcome: Outcome) -> Outcome:
-    if isinstance(outcome, list):
-        return [(HELD_OUT, 1, len(one.tokens)) if isinstance(one, EncodedDocument) else one for one in outcome]
+def _held_out(outcome: SequenceOutcome) -> SequenceOutcome:
     return (HELD_OUT, 1, len(outcome.tokens)) if isinstance(outcome, EncodedDocument) else outcome
 
 
@@ -470,15 +458,11 @@ def _make_block(
     lengths = np.diff(edges)
     num_labels = np.maximum(lengths - 1, 0)
     if labels is not None or counts is not None:
-        has_label = all_labels(table) != IGNORE_INDEX
-        trained = np.concatenate(
-            [np.zeros(1, np.int64), np.cumsum(has_label * all_label_counts(table), dtype=np.int64)]
-        )
+        times = (all_labels(table) != IGNORE_INDEX) * all_label_counts(table)
+        trained = np.concatenate([np.zeros(1, np.int64), np.cumsum(times, dtype=np.int64)])
         num_labels = trained[edges[1:]] - trained[edges[:-1]]
     trees = {
-        row: TreeHeader(
-            segments=one.segments, num_path_tokens=one.num_path_tokens, num_recomputed_tokens=one.num_recomputed_tokens
-        )
+        row: TreeHeader(one.segments, one.num_path_tokens, one.num_recomputed_tokens)
         for row, one in enumerate(documents)
         if one.segments or one.num_recomputed_tokens
     }
@@ -494,6 +478,5 @@ def _make_block(
         checksum=checksum,
         dropped=dropped,
         trees=trees,
-        has_label_counts=counts is not None,
     )
     return DocumentBlock(header, table)

@@ -8,6 +8,8 @@ could not be read counts as a document of 0 tokens.
 """
 
 from collections.abc import Callable, Collection, Mapping
+from operator import add
+from operator import sub as subtract
 
 import msgspec
 
@@ -32,18 +34,13 @@ class Tally(Frozen, array_like=True):
     recomputed_tokens: int = 0
 
     def __add__(self, other: "Tally") -> "Tally":
-        return self._combined(other, 1)
+        return self._combined(other, add)
 
     def __sub__(self, other: "Tally") -> "Tally":
-        return self._combined(other, -1)
+        return self._combined(other, subtract)
 
-    def _combined(self, other: "Tally", sign: int) -> "Tally":
-        return Tally(
-            documents=self.documents + sign * other.documents,
-            tokens=self.tokens + sign * other.tokens,
-            shared_tokens=self.shared_tokens + sign * other.shared_tokens,
-            recomputed_tokens=self.recomputed_tokens + sign * other.recomputed_tokens,
-        )
+    def _combined(self, other: "Tally", combine: Callable[[int, int], int]) -> "Tally":
+        return Tally(**{name: combine(getattr(self, name), getattr(other, name)) for name in self.__struct_fields__})
 
 
 def tally_of(documents: Collection[Document]) -> Tally:
@@ -93,8 +90,7 @@ class LedgerState(Frozen):
             lines.append(f"{name:<{width}}  {number:>12} {noun:<9}  {tally.tokens:>16,} tokens")
         lines[1] += f"  ({self.masked:,} of them masked: no loss of their own)"
         if self.trained.shared_tokens or self.trained.recomputed_tokens:
-            paths = self.trained.tokens + self.trained.shared_tokens
-            again = self.trained.recomputed_tokens
+            paths, again = self.trained.tokens + self.trained.shared_tokens, self.trained.recomputed_tokens
             trees = f"hold {paths:,} tokens of sequences that share prefixes; {again:,} of theirs are computed again"
             lines.insert(2, f"{'':<{width}}  {trees}, where a tree was too large")
         if self.untaught:

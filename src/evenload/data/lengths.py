@@ -10,6 +10,7 @@ import csv
 import gzip
 import io
 import re
+import sys
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,6 +27,8 @@ from numpy.typing import NDArray
 from evenload.data.blocks import HoldOut, corrupt_record
 from evenload.data.chat_encoding import CHATML, open_encoder
 from evenload.data.config import DataConfig, mixture_configs, reads_token_ids
+from evenload.data.encoders import EncodedDocument
+from evenload.data.groups import encode_groups, make_documents
 from evenload.data.part_files import kinds_of, open_part, with_kinds
 from evenload.data.records import naming
 from evenload.data.tokenize import BYTES, ByteTokenizer, DocumentTokenizer, describe_tokenizer, open_tokenizer
@@ -82,14 +85,21 @@ def count_documents(config: DataConfig, origin: str) -> LengthTable:
     config = with_kinds(config)
     tokenizer = open_tokenizer(config.tokenizer, config.eos_token)
     parts = mixture_configs(config)
-    lengths = np.fromiter((length for part in parts for length in _count(part, tokenizer)), dtype=np.int64)
-    template = f", written by chat template {config.chat_template}" if config.chat_template else ""
+    documents = (document for part in parts for document in _documents(part, tokenizer))
+    both = np.fromiter((n for one in documents for n in (len(one.tokens), one.num_path_tokens)), np.int64)
+    lengths, paths = both[::2].copy(), both[1::2]
     is_ids = reads_token_ids(config)
+    unit = "bytes" if isinstance(tokenizer, ByteTokenizer) and not is_ids else "tokens"
+    shared = ""
+    if paths.any():
+        num_paths = np.maximum(lengths, paths).sum()
+        shared = f"; {num_paths:,} {unit} of sequences that share prefixes are {lengths.sum():,} unique ones"
+    template = f", written by chat template {config.chat_template}" if config.chat_template else ""
     return LengthTable(
         lengths=checked_lengths(lengths, origin),
-        unit="bytes" if isinstance(tokenizer, ByteTokenizer) and not is_ids else "tokens",
+        unit=unit,
         tokenizer=TOKEN_IDS if is_ids else describe_tokenizer(tokenizer),
-        records=f"records are read as {', '.join(dict.fromkeys(part.record for part in parts))}{template}",
+        records=f"records are read as {', '.join(dict.fromkeys(part.record for part in parts))}{template}{shared}",
     )
 
 
@@ -110,7 +120,7 @@ def checked_lengths(lengths: NDArray[np.int64], source: str) -> NDArray[np.int64
     return lengths
 
 
-def _count(config: DataConfig, tokenizer: DocumentTokenizer) -> Iterator[int]:
+def _documents(config: DataConfig, tokenizer: DocumentTokenizer) -> Iterator[EncodedDocument]:
     encoder = open_encoder(config, tokenizer)
     hold_out = HoldOut.of(config)
     for reader, part in open_part(config).segments:
@@ -119,13 +129,14 @@ def _count(config: DataConfig, tokenizer: DocumentTokenizer) -> Iterator[int]:
             records = (one for one in records if hold_out.is_held_out(file.key, one.offset) == hold_out.takes)
         while chunk := list(islice(records, _CHUNK_RECORDS)):
             with naming(file):
-                outcomes = encoder.encode_records(chunk)
+                outcomes = encode_groups(encoder, chunk)
             for record, outcome in zip(chunk, outcomes, strict=True):
-                if not isinstance(outcome, str):
-                    if len(outcome.tokens):
-                        yield len(outcome.tokens)
-                elif config.on_corrupt == "error":
-                    raise corrupt_record(reader.origin(record.offset), outcome)
+                several = outcome if isinstance(outcome, list) else [outcome]
+                problem = next((one for one in several if isinstance(one, str)), None)
+                if problem is not None and config.on_corrupt == "error":
+                    raise corrupt_record(reader.origin(record.offset), problem)
+                sequences = [one for one in several if isinstance(one, EncodedDocument) and len(one.tokens)]
+                yield from make_documents(sequences, config, sys.maxsize)
 
 
 USUAL_NAMES = ("length", "lengths", "num_tokens", "tokens", "n_tokens", "token_count", "num_bytes", "bytes", "len")

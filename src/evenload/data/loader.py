@@ -358,7 +358,7 @@ class DrawnBatches:
             for doc_id, (num_tokens, num_labels) in enumerate(columns, start=self._next_doc_id)
         ]
         for place, tree in sampled.trees():
-            documents[place] = msgspec.structs.replace(documents[place], **msgspec.structs.asdict(tree))
+            documents[place] = msgspec.structs.replace(documents[place], **tree._asdict())
         self._next_doc_id += len(documents)
         read, self._read.state = self._read.state, LedgerState()
         return DrawnBatch(self._epoch, tuple(documents), sampled, read, self.position())
@@ -464,8 +464,6 @@ class GlobalBatchLoader:
             sampled=sampled,
             has_labels=any(block.header.has_labels for block in sampled.blocks)
             or any(entry.saved.has_labels for entry in carried.values()),
-            has_label_counts=any(block.header.has_label_counts for block in sampled.blocks)
-            or any(entry.saved.has_label_counts for entry in carried.values()),
             deferrals=carried,
             is_last=not documents,
         )
@@ -506,12 +504,7 @@ class GlobalBatchLoader:
                 labels = batch.tokens.labels_of(doc_id).copy() if batch.has_labels else None
                 counts = batch.tokens.label_counts_of(doc_id).copy() if batch.has_label_counts else None
                 content = EncodedDocument(batch.tokens[doc_id].copy(), labels, counts)
-            saved = DeferredDocument(
-                document=known[doc_id],
-                place=batch.place(doc_id),
-                has_labels=batch.has_labels,
-                has_label_counts=batch.has_label_counts,
-            )
+            saved = DeferredDocument(document=known[doc_id], place=batch.place(doc_id), has_labels=batch.has_labels)
             self._deferred[doc_id] = Deferral(saved, content)
 
     def origin(self, place_of: Callable[[int], DocumentPlace], doc_id: int) -> str:
@@ -556,9 +549,9 @@ class GlobalBatchLoader:
             service.close()
         readers = [reader for part in self.parts for reader in part.readers]
         chosen = readers[:: -(-len(readers) // _INSPECTED_FILES)]
-        # How many records a group has is not known.
-        is_grouped = any(config.group_by for config, *_ in self._job)
-        counts = [None if is_grouped else reader.summary().num_records for reader in chosen]
+        # How many records a tree has is not known.
+        has_trees = any(one.segments for batch in batches for one in batch)
+        counts = [None if has_trees else reader.summary().num_records for reader in chosen]
         # Pieces that a document was split into are one record.
         longest = self.config.max_document_tokens if self.config.overlong == "split" else 0
         pieces = sum(document.num_tokens == longest for batch in batches for document in batch)

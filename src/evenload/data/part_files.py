@@ -55,10 +55,9 @@ def open_reader(
     reader of no `columns` (default: those of the settings) gives the keys of JSON objects and examples."""
     reader = _open_plain_reader(file, config, dataset, columns)
     if columns is None and config.group_by:
-        read = [column.name for column in record_columns(config)]
-        at = read.index(config.group_by)
-        is_read = config.group_by in value_names(record_columns(config))
-        reader = GroupReader(file, reader, config.group_by, at, is_read)
+        own = record_columns(config)
+        at = [column.name for column in own].index(config.group_by)
+        reader = GroupReader(file, reader, config.group_by, at, is_read=config.group_by in value_names(own))
     return PairReader(file, reader) if columns is None and config.record == "preference" else reader
 
 

@@ -24,19 +24,9 @@ from evenload.errors import ConfigError, DataError
 from evenload.types.text import counted
 
 ColumnKind = Literal[
-    "text",
-    "messages",
-    "text_or_messages",
-    "tokens",
-    "mask",
-    "any",
-    "group",
-    "ones",
-    "counting",
-    "one",
-    "equal",
+    "text", "messages", "text_or_messages", "tokens", "mask", "any", "group", "ones", "counting", "one", "equal",
     "empty",
-]
+]  # fmt: skip
 """The first six are read, and "group" tells which records share prefixes; the others are only checked, and give no
 value."""
 
@@ -317,18 +307,13 @@ def holds_several(kind: ColumnKind, value: Any) -> bool:
 
 def _rows_of(columns: Sequence[Column], given: Sequence[Any]) -> list[Sequence[Any]]:
     """Return the values of every sequence; those given where they are of one."""
-    sizes = {
-        column.name: len(value)
-        for column, value in zip(columns, given, strict=True)
-        if holds_several(column.kind, value)
-    }
-    if not any(column.is_required and column.name in sizes for column in columns):
+    sizes = {one.name: len(value) for one, value in zip(columns, given, strict=True) if holds_several(one.kind, value)}
+    if not any(one.is_required and one.name in sizes for one in columns):
         return [given]
     (first, count), *others = sizes.items()
-    for name, size in others:
-        if size != count:
-            raise ValueProblem(f"column '{first}' holds a list of {counted(count, 'sequence')}, '{name}' of {size}")
-    lists = [value if column.name in sizes else [value] * count for column, value in zip(columns, given, strict=True)]
+    if wrong := next((f"'{name}' of {size}" for name, size in others if size != count), ""):
+        raise ValueProblem(f"column '{first}' holds a list of {counted(count, 'sequence')}, {wrong}")
+    lists = [value if one.name in sizes else [value] * count for one, value in zip(columns, given, strict=True)]
     return list(zip(*lists, strict=True))
 
 

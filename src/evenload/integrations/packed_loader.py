@@ -384,7 +384,14 @@ def _planner_of(model: Any, options: LoaderOptions, place: LoaderPlace) -> RunPl
 
 
 def _pack_step(step: PlannedStep, options: LoaderOptions, place: LoaderPlace, pins: bool) -> PackedStep:
-    """Make this rank's micro-batches; a `ConfigError` on every rank where one needs more than `micro_batches`."""
+    """Make this rank's micro-batches; a `ConfigError` on every rank where one needs more than `micro_batches`, or where
+    documents are trees, which no format of batches describes."""
+    if tree := next((one for one in step.plan.documents if one.segments), None):
+        raise ConfigError(
+            f"document {tree.doc_id} of step {step.plan.step}, {step.origin(tree.doc_id)}, is a tree of sequences of "
+            f"{tree.num_path_tokens} tokens that share prefixes, which packed batches do not hold; give every sequence "
+            "a record of its own, without data.group_by, train with evenload.train, or use TreePacker in your loop"
+        )
     micro_batches = project(step.plan, options.profile, options.shape)[place.rank]
     planned = step.plan.pack_plans[place.rank].forward
     packs = tuple(
