@@ -77,6 +77,23 @@ def sequences_in_order(sequences: Sequence[ArrayLike]) -> tuple[list[int], NDArr
     return _in_order([np.asarray(one, np.int32) for one in sequences])
 
 
+def split_into_runs(sequences: Sequence[ArrayLike], most_tokens: int) -> list[list[int]]:
+    """Return places of sequences as runs of the lexicographic order, as long as the unique tokens of each run are at
+    most `most_tokens`. A run recomputes the tokens that its first sequence shares with the one before it, and no
+    others, so there is no division into fewer runs. A sequence that is longer is a run of its own."""
+    order, shared = sequences_in_order(sequences)
+    runs: list[list[int]] = []
+    num_unique = 0
+    for place, size in zip(order, shared.tolist(), strict=True):
+        more = len(np.asarray(sequences[place])) - size
+        if not runs or num_unique + more > most_tokens:
+            runs.append([])
+            num_unique, more = 0, more + size
+        runs[-1].append(place)
+        num_unique += more
+    return runs
+
+
 @dataclass(eq=False)
 class _Node:
     tokens: NDArray[np.int32]
