@@ -20,4 +20,14 @@ inline double pairs_below(double tokens, int64_t window) {
     return inside * (inside + 1) * 0.5 + (tokens - inside) * static_cast<double>(window);
 }
 
+// The same of whole tokens, exact.
+inline int64_t prefix_pairs(int64_t num_tokens, int64_t window) {
+    if (window < 0) {
+        const int64_t whole = num_tokens / -window, rest = num_tokens % -window;
+        return whole * (-window * (1 - window) / 2) + rest * (rest + 1) / 2;
+    }
+    if (window == 0 || num_tokens <= window) return num_tokens * (num_tokens + 1) / 2;
+    return window * (window + 1) / 2 + (num_tokens - window) * window;
+}
+
 }  // namespace evenload

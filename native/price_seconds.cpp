@@ -95,7 +95,7 @@ double attention_seconds(const std::vector<double>& features, const PassTable& p
 
 }  // namespace
 
-Direction price_direction(const CostTable& table, const PassTable& pass, const PackView& packs,
+Direction price_direction(const CostTable& table, const PassTable& pass, const PackView& packs, const Trees& trees,
                           std::span<const int8_t> policy, std::span<const uint8_t> cut, std::span<const int64_t> stops,
                           bool is_backward) {
     const int64_t P = table.num_stages, m = packs.num_packs(), F = table.num_features();
@@ -114,7 +114,13 @@ Direction price_direction(const CostTable& table, const PassTable& pass, const P
         int64_t rank_tokens = 0, pack_ranks = 1;
         for (int64_t i = packs.pack_offset[k]; i < packs.pack_offset[k + 1]; ++i) {
             const int64_t rows = packs.rows_of(i, k), ranks = packs.ranks_of(i);
-            add_features(table, packs.start[i], rows, ranks, features.data());
+            const auto add_slice = [&](double* row) {
+                if (!trees.holds(packs.doc[i])) return add_features(table, packs.start[i], rows, ranks, row);
+                trees.for_pieces(packs.doc[i], packs.start[i], packs.stop[i], [&](int64_t start, int64_t stop) {
+                    add_features(table, start, stop - start, ranks, row);
+                });
+            };
+            add_slice(features.data());
             if (!stops.empty()) features[1] += static_cast<double>(stops[i]);
             rank_tokens += ceil_div(rows, ranks);
             pack_ranks = std::max(pack_ranks, ranks);
@@ -122,7 +128,7 @@ Direction price_direction(const CostTable& table, const PassTable& pass, const P
                 const auto sent = static_cast<double>(table.context_ring ? packs.start[i] + rows : rows);
                 (cut[packs.doc[i]] ? cut_tokens : whole_tokens) += sent;
             } else if (shared) {
-                add_features(table, packs.start[i], rows, ranks, local.data());
+                add_slice(local.data());
             }
             if (has_policy) {
                 policy_tokens[policy[packs.doc[i]]] += static_cast<double>(rows) / static_cast<double>(ranks);
