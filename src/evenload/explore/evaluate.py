@@ -221,7 +221,7 @@ def _evaluate(
     tokens_of = [[document.num_tokens for document in proposal.plan.documents] for proposal in proposals]
     trees_of = [TreeColumns.of(proposal.plan.documents) for proposal in proposals]
     physical_s, layout_s = (
-        [bound(one.costs, *given) for one, *given in zip(proposals, tokens_of, trees_of, strict=True)]
+        [bound(one.costs, tokens, trees) for one, tokens, trees in zip(proposals, tokens_of, trees_of, strict=True)]
         for bound in (physical_bound_seconds, layout_bound_seconds)
     )
     interval = prediction_interval(planner.costs.coefficients, planner.layout)
