@@ -157,7 +157,8 @@ def test_the_core_refuses_segments_that_lie_outside_of_their_document() -> None:
         ([0, 1], [1], [0]),
         ([0], [0], [0]),
     ):
-        trees = TreeColumns(*(np.array(one, np.int64) for one in (offset, start, depth)))
+        columns_of_trees = (np.array(one, np.int64) for one in (offset, start, [8] * len(start), depth))
+        trees = TreeColumns(*columns_of_trees)
         with pytest.raises(ValueError, match="segment"):
             pipeline_tasks(costs, ReplicaPacks(columns, columns, np.array([8]), trees=trees))
     padded = dataclasses.replace(columns, pad_to=np.array([9]))

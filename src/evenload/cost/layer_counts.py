@@ -202,14 +202,13 @@ def forward_flops(model: ModelSpec, num_tokens: ArrayLike, trees: TreeColumns = 
         model, lambda kind: kind.active_products + kind.state_products + kind.adapter_parameters
     )
     flops = (2.0 * weights + 2.0 * model.embedding_parameters) * tokens
-    pieces = trees.whole(np.asarray(num_tokens, np.int64)) if trees.has_any else None
     zero = np.zeros_like(tokens)
     for reach in kind_shares(model).reaches:
         attentions = [(count, kind.attention) for count, kind in zip(model.kind_counts, model.kinds, strict=True)]
         widths = sum(count * one.pair_width for count, one in attentions if one and one.reach == reach)
         pairs = slice_pairs(zero, tokens, reach, causal=model.causal)
-        if pieces is not None:
-            pairs = pieces.pack_sums(slice_pairs(pieces.start, pieces.stop, reach))
+        if trees.has_any:
+            pairs = np.where(trees.is_tree, trees.sums(slice_pairs(trees.depth, trees.depth_stop, reach)), pairs)
         flops = flops + 2.0 * widths * pairs
     return flops
 

@@ -93,9 +93,10 @@ class SliceFeatures:
 
     def of_documents(self, num_tokens: NDArray[np.int64], ranks: int, trees: TreeColumns) -> NDArray[np.float64]:
         """Return the features of whole documents, each shared by `ranks`; float64[n, num_columns]."""
+        features = self.of_slices(np.zeros_like(num_tokens), num_tokens, np.full(len(num_tokens), ranks, np.int64))
         if trees.has_any:
-            return self.of_packs(trees.whole(num_tokens, ranks))
-        return self.of_slices(np.zeros_like(num_tokens), num_tokens, np.full(len(num_tokens), ranks, np.int64))
+            features[trees.is_tree] = _of_trees(self, trees)[trees.is_tree]
+        return features
 
     def of_slices(self, start: NDArray, stop: NDArray, ranks: NDArray[np.int64] | None = None) -> NDArray[np.float64]:
         """Return the features of slices, each shared by `ranks` (int64[num_slices]; None = 1); column 2 is left 1 for
@@ -128,6 +129,13 @@ class SliceFeatures:
             out[:, pairs_column(index)] = slice_pairs(start, stop, window) * share + missing
             out[:, prefix_column(index)] = 2 * prefix
         return out
+
+
+@functools.lru_cache(maxsize=4)
+def _of_trees(features: SliceFeatures, trees: TreeColumns) -> NDArray[np.float64]:
+    """Sum the features of documents' segments; kept, because a step's problems under all policies ask for it."""
+    segments = features.of_slices(trees.depth, trees.depth_stop)
+    return np.stack([trees.sums(column) for column in segments.T], axis=1)
 
 
 def policy_tokens(columns: SliceColumns, policy: NDArray[np.int8]) -> NDArray[np.float64]:

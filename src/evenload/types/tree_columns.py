@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.types.columns import SliceColumns, offsets_of, whole_document_columns
+from evenload.types.columns import SliceColumns, offsets_of
 from evenload.types.document import Document
 from evenload.types.tree import shape_of
 
@@ -21,12 +21,13 @@ class TreeColumns:
 
     Args:
         offset: int64[n + 1]; document d has segments `[offset[d], offset[d + 1])`. [0] where no document is a tree.
-        start: int64[S], the first row of every segment in its document.
-        depth: int64[S], the position of this row along its path.
+        start, stop: int64[S], the rows of every segment in its document.
+        depth: int64[S], the position of its first row along its path.
     """
 
     offset: NDArray[np.int64]
     start: NDArray[np.int64]
+    stop: NDArray[np.int64]
     depth: NDArray[np.int64]
 
     @classmethod
@@ -38,6 +39,7 @@ class TreeColumns:
         return cls(
             offset=offsets_of([len(document.segments) for document in documents]),
             start=np.concatenate([shape.starts for shape in shapes]),
+            stop=np.concatenate([shape.stops for shape in shapes]),
             depth=np.concatenate([shape.depths for shape in shapes]),
         )
 
@@ -45,6 +47,21 @@ class TreeColumns:
     def has_any(self) -> bool:
         """Whether any document is a tree."""
         return len(self.start) > 0
+
+    @property
+    def depth_stop(self) -> NDArray[np.int64]:
+        """Return the position behind every segment's last row; int64[S]."""
+        return self.depth + self.stop - self.start
+
+    @property
+    def is_tree(self) -> NDArray[np.bool_]:
+        """Return which documents are trees; bool[n]."""
+        return np.diff(self.offset) > 0
+
+    def sums(self, values: NDArray) -> NDArray[np.float64]:
+        """Sum a value of segments over each document; float64[n]."""
+        document = np.repeat(np.arange(len(self.offset) - 1), np.diff(self.offset))
+        return np.bincount(document, values, len(self.offset) - 1).astype(np.float64, copy=False)
 
     def arrays(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Return the columns for the core."""
@@ -59,13 +76,13 @@ class TreeColumns:
         if not offset[-1]:
             return NO_TREES
         segment = np.arange(offset[-1]) + np.repeat(self.offset[documents] - offset[:-1], counts)
-        return TreeColumns(offset, self.start[segment], self.depth[segment])
+        return TreeColumns(offset, self.start[segment], self.stop[segment], self.depth[segment])
 
     def pieces(self, slices: SliceColumns) -> SliceColumns:
         """Return slices by pieces, in order, each as the range of its positions along the path."""
         if not self.has_any:
             return slices
-        is_tree = np.diff(self.offset)[slices.doc] > 0
+        is_tree = self.is_tree[slices.doc]
         span = 1 + max(int(slices.stop.max(initial=0)), int(self.start.max()))
         first_rows = np.repeat(np.arange(len(self.offset) - 1), np.diff(self.offset)) * span + self.start
         own = slices.doc.astype(np.int64) * span
@@ -75,11 +92,8 @@ class TreeColumns:
         edges = offsets_of(counts)
         index = np.repeat(np.arange(slices.num_slices), counts)
         segment = np.arange(edges[-1]) - edges[index] + first[index]
-        is_last = np.arange(1, edges[-1] + 1) == edges[index + 1]
-        # The segment behind the last one may be no one's.
-        following = self.start[np.minimum(segment + 1, len(self.start) - 1)]
         start = np.maximum(slices.start[index], np.where(is_tree[index], self.start[segment], 0))
-        stop = np.where(is_last, slices.stop[index], following)
+        stop = np.minimum(slices.stop[index], np.where(is_tree[index], self.stop[segment], span))
         shift = np.where(is_tree[index], self.depth[segment] - self.start[segment], 0)
         return SliceColumns(
             doc=slices.doc[index],
@@ -90,18 +104,13 @@ class TreeColumns:
             cp=slices.cp[index],
         )
 
-    def whole(self, num_tokens: NDArray[np.int64], cp: int = 1) -> SliceColumns:
-        """Return every document by pieces in a pack of its own, shared by `cp` ranks."""
-        return self.pieces(whole_document_columns(np.arange(len(num_tokens))[:, None].tolist(), num_tokens, cp))
-
     def longest_paths(self, num_tokens: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the tokens of every document's longest path; int64[n]."""
-        if not self.has_any:
-            return num_tokens
-        longest, pieces = np.zeros(len(num_tokens), np.int64), self.whole(num_tokens)
-        np.maximum.at(longest, pieces.doc, pieces.stop)
+        longest = num_tokens.copy()
+        if self.has_any:
+            longest[self.is_tree] = np.maximum.reduceat(self.depth_stop, self.offset[:-1][self.is_tree])
         return longest
 
 
-NO_TREES = TreeColumns(np.zeros(1, np.int64), np.empty(0, np.int64), np.empty(0, np.int64))
+NO_TREES = TreeColumns(np.zeros(1, np.int64), *(np.empty(0, np.int64) for _ in range(3)))
 """Of plain documents, however many."""
