@@ -84,7 +84,7 @@ evenload::Trees checked_trees(const CostTable& table, const TreeArrays& arrays, 
                     "segment ", s, " of document ", d, " starts at row ", rows[s], ", position ", depth.data()[s]);
         }
     }
-    return {edges, rows, view(depth), table.windows};
+    return {edges, rows, view(depth), table.windows, table.tile};
 }
 
 // doc, start, stop, pack_offset, pad_to, ranks (empty = the layout's).

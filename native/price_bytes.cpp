@@ -99,7 +99,10 @@ void price_bytes(const CostTable& table, const PackView& forward, const PackView
                 keys[j] += stop;
             };
             if (trees.holds(doc)) {
-                trees.for_pieces(doc, backward.start[i], backward.stop[i], add_piece);
+                const Trees::Middle middle = trees.for_ends(doc, backward.start[i], backward.stop[i], add_piece);
+                pieces[j] += middle.size();
+                prefix_keys[j] += trees.depths_of(middle);
+                keys[j] += trees.depths_of(middle) + trees.rows_of(middle);
             } else {
                 add_piece(backward.start[i], backward.start[i] + rows);
             }

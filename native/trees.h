@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "pairs.h"
@@ -11,22 +12,38 @@
 namespace evenload {
 
 // A row of a tree sees the keys of its path, so what depends on the tokens before a slice is summed over its pieces, one
-// for every segment, at positions along the path. Plain documents have no segments.
+// for every segment, at positions along the path: of whole segments by sums that are made once. Plain documents have no
+// segments.
 class Trees {
 public:
+    // Segments [first, last) of one document.
+    struct Middle {
+        int64_t first = 0, last = 0;
+
+        int64_t size() const { return last - first; }
+    };
+
     Trees() = default;
-    // offset[d] .. offset[d + 1] are the segments of document d; empty columns = no document is a tree. O(S · windows).
+    // offset[d] .. offset[d + 1] are the segments of document d; empty columns = no document is a tree. `tile` as in
+    // CostTable. O(S · windows).
     Trees(std::span<const int64_t> offset, std::span<const int64_t> start, std::span<const int64_t> depth,
-          std::vector<int64_t> windows)
-        : offset_(offset), start_(start), depth_(depth), windows_(std::move(windows)) {
-        pairs_.reserve(windows_.size() * start.size());
-        for (int64_t window : windows_) {
-            for (size_t d = 0; any() && d + 1 < offset.size(); ++d) {
-                int64_t before = 0;
-                for (int64_t s = offset[d]; s < offset[d + 1]; ++s) {
-                    pairs_.push_back(before);
-                    if (s + 1 == offset[d + 1]) continue;
-                    before += prefix_pairs(depth[s] + start[s + 1] - start[s], window) - prefix_pairs(depth[s], window);
+          std::vector<int64_t> windows, int64_t tile)
+        : offset_(offset), start_(start), depth_(depth), windows_(std::move(windows)), depths_(start.size()),
+          pairs_(windows_.size()), tile_pairs_(windows_.size()), prefix_(windows_.size()) {
+        for (size_t w = 0; w < windows_.size(); ++w) {
+            for (auto* sums : {&pairs_[w], &tile_pairs_[w], &prefix_[w]}) sums->resize(start.size());
+        }
+        for (size_t d = 0; d + 1 < offset.size(); ++d) {
+            for (int64_t s = offset[d]; s + 1 < offset[d + 1]; ++s) {
+                const int64_t rows = start[s + 1] - start[s], stop = depth[s] + rows;
+                depths_[s + 1] = depths_[s] + depth[s];
+                for (size_t w = 0; w < windows_.size(); ++w) {
+                    const int64_t window = windows_[w];
+                    const int64_t pairs = prefix_pairs(stop, window) - prefix_pairs(depth[s], window);
+                    const int64_t missing = missing_to(rows, tile) * keys_of_last_row(stop, window);
+                    pairs_[w][s + 1] = pairs_[w][s] + pairs;
+                    tile_pairs_[w][s + 1] = tile_pairs_[w][s] + pairs + missing;
+                    prefix_[w][s + 1] = prefix_[w][s] + keys_before(depth[s], window);
                 }
             }
         }
@@ -35,15 +52,26 @@ public:
     bool any() const { return !start_.empty(); }
     bool holds(int64_t doc) const { return any() && offset_[doc] < offset_[doc + 1]; }
 
-    // Of pieces of the rows [start, stop): called with positions along the path, in order.
+    // Calls with the positions along the path of the first and the last piece of the rows [start, stop); returns the
+    // segments between them.
     template <typename Call>
-    void for_pieces(int64_t doc, int64_t start, int64_t stop, Call&& call) const {
-        for (int64_t s = segment_of(doc, start); start < stop; ++s) {
-            const int64_t end = s + 1 < offset_[doc + 1] ? std::min(stop, start_[s + 1]) : stop;
-            call(depth_[s] + start - start_[s], depth_[s] + end - start_[s]);
-            start = end;
+    Middle for_ends(int64_t doc, int64_t start, int64_t stop, Call&& call) const {
+        const int64_t first = segment_of(doc, start), last = segment_of(doc, stop - 1);
+        const int64_t from = depth_[first] - start_[first], to = depth_[last] - start_[last];
+        if (first == last) {
+            call(start + from, stop + from);
+            return {};
         }
+        call(start + from, start_[first + 1] + from);
+        call(start_[last] + to, stop + to);
+        return {first + 1, last};
     }
+
+    int64_t rows_of(Middle middle) const { return middle.size() ? start_[middle.last] - start_[middle.first] : 0; }
+    int64_t depths_of(Middle middle) const { return difference(depths_, middle); }
+    // Of every segment its pairs, and those of the rows that it lacks to whole tiles.
+    int64_t tile_pairs_of(Middle middle, size_t window_index) const { return difference(tile_pairs_[window_index], middle); }
+    int64_t prefix_of(Middle middle, size_t window_index) const { return difference(prefix_[window_index], middle); }
 
     int64_t num_pieces(int64_t doc, int64_t start, int64_t stop) const {
         return start < stop ? segment_of(doc, stop - 1) - segment_of(doc, start) + 1 : 0;
@@ -54,25 +82,31 @@ public:
         if (rows == 0) return 0;
         const int64_t s = segment_of(doc, rows - 1);
         const auto index = std::find(windows_.begin(), windows_.end(), window) - windows_.begin();
-        const int64_t before = pairs_[index * static_cast<int64_t>(start_.size()) + s];
-        return before + (prefix_pairs(depth_[s] + rows - start_[s], window) - prefix_pairs(depth_[s], window));
+        return pairs_[index][s] + (prefix_pairs(depth_[s] + rows - start_[s], window) - prefix_pairs(depth_[s], window));
     }
 
     int64_t longest_path(int64_t doc, int64_t num_tokens) const {
-        if (!holds(doc)) return num_tokens;
         int64_t longest = 0;
-        for_pieces(doc, 0, num_tokens, [&](int64_t, int64_t stop) { longest = std::max(longest, stop); });
-        return longest;
+        for (int64_t s = holds(doc) ? offset_[doc] : 0; holds(doc) && s < offset_[doc + 1]; ++s) {
+            const int64_t stop = s + 1 < offset_[doc + 1] ? start_[s + 1] : num_tokens;
+            longest = std::max(longest, depth_[s] + stop - start_[s]);
+        }
+        return holds(doc) ? longest : num_tokens;
     }
 
 private:
+    static int64_t difference(const std::vector<int64_t>& sums, Middle middle) { return sums[middle.last] - sums[middle.first]; }
+
     int64_t segment_of(int64_t doc, int64_t row) const {
         const auto first = start_.begin() + offset_[doc], last = start_.begin() + offset_[doc + 1];
         return std::upper_bound(first, last, row) - start_.begin() - 1;
     }
 
     std::span<const int64_t> offset_, start_, depth_;
-    std::vector<int64_t> windows_, pairs_;  // [windows][segments]: pairs of the document's rows before the segment
+    std::vector<int64_t> windows_;
+    // Sums over the segments of a document before each: [segments], and [windows][segments].
+    std::vector<int64_t> depths_;
+    std::vector<std::vector<int64_t>> pairs_, tile_pairs_, prefix_;
 };
 
 }  // namespace evenload

@@ -94,14 +94,20 @@ def equal(one, other) -> None:
 
 
 @settings(deadline=None)
-@given(st.data(), documents_with_trees(), st.sampled_from([1, 8]), st.sampled_from([1, 3]), st.booleans())
+@given(
+    st.data(),
+    documents_with_trees(),
+    st.sampled_from([1, 8]),
+    st.sampled_from([1, 3]),
+    st.sampled_from([(), (0, 16, 16), (0, -8, 5)]),
+    st.booleans(),
+)
 def test_the_core_prices_trees_as_numpy_does(
-    data: st.DataObject, documents: tuple[Document, ...], tile: int, pp: int, has_policy: bool
+    data: st.DataObject, documents: tuple[Document, ...], tile: int, pp: int, windows: tuple[int, ...], has_policy: bool
 ) -> None:
     # An attention workspace, too: its keys and slices are those of pieces.
-    model = sample_model(
-        **LAYERS, num_heads=4, num_kv_heads=2, attention_kernels="varlen_cuda", attention_workspace=True
-    )
+    kernels = {"attention_kernels": "varlen_cuda", "attention_workspace": True}
+    model = sample_model(sliding_windows=windows, num_heads=4, num_kv_heads=2, **kernels)
     costs = PackCosts(model, sample_coefficients(attention_tile=tile), even_layout(3, pp=pp))
     forward, backward = (data.draw(sliced(documents, backward=way)) for way in (False, True))
     policy = np.arange(len(documents), dtype=np.int8) % 2 if has_policy else None

@@ -69,7 +69,7 @@ SETTINGS = st.builds(
 PROBLEMS = {
     "limit": st.sampled_from([None, 64, 300]),
     "low": st.sampled_from([1, 5]),
-    "windows": st.sampled_from([(), (0, 16, 0, 16, 0, 16), (32,) * 6]),
+    "windows": st.sampled_from([(), (0, 16, 0, 16, 0, 16), (32,) * 6, (-24,) * 6]),
     "tile": st.sampled_from([1, 4]),
 }
 
