@@ -75,12 +75,14 @@ double WorkCurve::slice_work_s(int64_t start, int64_t stop) const {
 
 double WorkCurve::slice_work_s(const Trees& trees, int64_t doc, int64_t start, int64_t stop) const {
     if (!trees.holds(doc)) return slice_work_s(start, stop);
+    if (stop == start) return 0.0;
+    const int64_t first = trees.segment_of(doc, start), last = trees.segment_of(doc, stop - 1);
     double total = linear_s * static_cast<double>(stop - start);
     for (size_t i = 0; i < attention_s.size(); ++i) {
-        const int64_t pairs = trees.pairs_of_first(doc, stop, window[i]) - trees.pairs_of_first(doc, start, window[i]);
+        const int64_t pairs = trees.pairs_before(last, stop, window[i]) - trees.pairs_before(first, start, window[i]);
         total = total + attention_s[i] * static_cast<double>(pairs);
     }
-    return total + slice_s * static_cast<double>(trees.num_pieces(doc, start, stop));
+    return total + slice_s * static_cast<double>(last - first + 1);
 }
 
 Slices partition_by_work(std::span<const int64_t> num_tokens, const Trees& trees, std::span<const int32_t> order,

@@ -73,16 +73,21 @@ public:
     int64_t tile_pairs_of(Middle middle, size_t window_index) const { return difference(tile_pairs_[window_index], middle); }
     int64_t prefix_of(Middle middle, size_t window_index) const { return difference(prefix_[window_index], middle); }
 
-    int64_t num_pieces(int64_t doc, int64_t start, int64_t stop) const {
-        return start < stop ? segment_of(doc, stop - 1) - segment_of(doc, start) + 1 : 0;
+    // The segment that has a row.
+    int64_t segment_of(int64_t doc, int64_t row) const {
+        // Most searches ask for one of the ends.
+        if (row == 0) return offset_[doc];
+        if (row >= start_[offset_[doc + 1] - 1]) return offset_[doc + 1] - 1;
+        const auto first = start_.begin() + offset_[doc], last = start_.begin() + offset_[doc + 1];
+        return std::upper_bound(first, last, row) - start_.begin() - 1;
     }
 
-    // (query, key) pairs of the first rows; `window` is one of those given.
-    int64_t pairs_of_first(int64_t doc, int64_t rows, int64_t window) const {
-        if (rows == 0) return 0;
-        const int64_t s = segment_of(doc, rows - 1);
+    // (query, key) pairs of the rows before one that is in this segment, or behind its last; `window` is one of those
+    // given.
+    int64_t pairs_before(int64_t segment, int64_t row, int64_t window) const {
         const auto index = std::find(windows_.begin(), windows_.end(), window) - windows_.begin();
-        return pairs_[index][s] + (prefix_pairs(depth_[s] + rows - start_[s], window) - prefix_pairs(depth_[s], window));
+        const int64_t depth = depth_[segment];
+        return pairs_[index][segment] + (prefix_pairs(depth + row - start_[segment], window) - prefix_pairs(depth, window));
     }
 
     int64_t longest_path(int64_t doc, int64_t num_tokens) const {
@@ -96,11 +101,6 @@ public:
 
 private:
     static int64_t difference(const std::vector<int64_t>& sums, Middle middle) { return sums[middle.last] - sums[middle.first]; }
-
-    int64_t segment_of(int64_t doc, int64_t row) const {
-        const auto first = start_.begin() + offset_[doc], last = start_.begin() + offset_[doc + 1];
-        return std::upper_bound(first, last, row) - start_.begin() - 1;
-    }
 
     std::span<const int64_t> offset_, start_, depth_;
     std::vector<int64_t> windows_;
