@@ -482,18 +482,11 @@ class PackCosts:
 
     def require_trees(self, trees: TreeColumns) -> None:
         """Refuse trees of shared prefixes of models and layouts that do not run them, by a `ConfigError`."""
-        if not trees.has_any:
-            return
+        why = f"layout {self.layout.describe()} divides documents over ranks; use cp=1" if self.layout.cp > 1 else ""
         if not self.model.may_cut_documents or self.model.state_functions:
-            raise ConfigError(
-                f"model {self.model.name} does not compute trees of shared prefixes: it needs layers of causal "
-                "attention alone, or documents without shared prefixes"
-            )
-        if self.layout.cp > 1:
-            raise ConfigError(
-                f"layout {self.layout.describe()}: context parallelism does not divide trees of shared prefixes; use "
-                "cp=1"
-            )
+            why = f"model {self.model.name} has other layers than of causal attention; use another"
+        if trees.has_any and why:
+            raise ConfigError(f"trees of shared prefixes: {why}, or documents without shared prefixes")
 
     def require_sliceable(self, columns: SliceColumns) -> None:
         """Refuse pieces of documents of a model that needs them whole, by a `ConfigError`."""

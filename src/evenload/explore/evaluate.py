@@ -25,7 +25,7 @@ from evenload.types.layout import ParallelLayout
 from evenload.types.run import LayoutDecision
 from evenload.types.text import counted
 from evenload.types.timeline import TimeSplit, mean_time_split
-from evenload.types.tree_columns import TreeColumns
+from evenload.types.tree_columns import lengths_of
 
 _MEANS = ("bubble_fraction", "imbalance_forward", "imbalance_backward", "imbalance_dp")
 
@@ -191,10 +191,7 @@ def _evaluate(
     planner, flexible, batches = planners.planner, planners.flexible, planners.batches or batches
     stride = planners.stride
     lengths = [np.array([d.num_tokens for d in batch.documents], dtype=np.int64) for batch in batches]
-    lower_bound_s = [
-        planner.costs.lower_bound_seconds(tokens, TreeColumns.of(batch.documents))
-        for tokens, batch in zip(lengths, batches, strict=True)
-    ]
+    lower_bound_s = [planner.costs.lower_bound_seconds(*lengths_of(batch.documents)) for batch in batches]
     layout = _sizes(planners.stands_for or planner.layout)
     dropped = sum(batch.dropped_tokens for batch in batches)
     note, decisions = "", ()
@@ -219,9 +216,8 @@ def _evaluate(
         ), ()
     step_time_s = [proposal.plan.predicted.step_time_s for proposal in proposals]
     tokens_of = [[document.num_tokens for document in proposal.plan.documents] for proposal in proposals]
-    trees_of = [TreeColumns.of(proposal.plan.documents) for proposal in proposals]
     physical_s, layout_s = (
-        [bound(one.costs, tokens, trees) for one, tokens, trees in zip(proposals, tokens_of, trees_of, strict=True)]
+        [bound(proposal.costs, *lengths_of(proposal.plan.documents)) for proposal in proposals]
         for bound in (physical_bound_seconds, layout_bound_seconds)
     )
     interval = prediction_interval(planner.costs.coefficients, planner.layout)

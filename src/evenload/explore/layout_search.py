@@ -43,7 +43,7 @@ from evenload.types.cluster import ClusterSpec, LinkSpec
 from evenload.types.layout import ParallelLayout, even_layout, split_layout
 from evenload.types.model import ModelSpec
 from evenload.types.text import format_bytes
-from evenload.types.tree_columns import TreeColumns
+from evenload.types.tree_columns import lengths_of
 
 QUICK_CANDIDATES = 24  # schedules of the first pass; enough to tell layouts apart by a few percent
 FINALISTS = 8  # layouts with one stage a rank that are planned on all batches, and as many with several
@@ -263,8 +263,7 @@ class LayoutSearch:
     @functools.cached_property
     def _by_least_time(self) -> list[tuple[float, ParallelLayout]]:
         """Layouts with the seconds that no plan of the first batch is faster than; 0 where a layout has no costs."""
-        documents, bounds = self.batches[0].documents, []
-        lengths = np.array([document.num_tokens for document in documents], np.int64), TreeColumns.of(documents)
+        lengths, bounds = lengths_of(self.batches[0].documents), []
         for layout in layouts_of(self.model, self.cluster):
             try:
                 bounds.append((sizes_bound_seconds(self.model, self.coefficients_of(layout), layout, *lengths), layout))
@@ -308,13 +307,7 @@ class LayoutSearch:
             ]
         except (ConfigError, DataError, InfeasiblePlanError) as error:
             return result(feasible=False, why=str(error))
-        bounds_s = [
-            planner.costs.lower_bound_seconds(
-                np.array([document.num_tokens for document in batch.documents], np.int64),
-                TreeColumns.of(batch.documents),
-            )
-            for batch in batches
-        ]
+        bounds_s = [planner.costs.lower_bound_seconds(*lengths_of(batch.documents)) for batch in batches]
         peaks = [np.max([c.candidate.simulation.peak_bytes for c in one.choices], axis=0) for one in proposals]
         peak = np.max(peaks, axis=0) - planners.raised_bytes
         step_s = [proposal.plan.predicted.step_time_s for proposal in proposals]

@@ -104,13 +104,11 @@ class TreeColumns:
             cp=slices.cp[index],
         )
 
-    def longest_paths(self, num_tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the tokens of every document's longest path; int64[n]."""
-        longest = num_tokens.copy()
-        if self.has_any:
-            longest[self.is_tree] = np.maximum.reduceat(self.depth_stop, self.offset[:-1][self.is_tree])
-        return longest
-
 
 NO_TREES = TreeColumns(np.zeros(1, np.int64), *(np.empty(0, np.int64) for _ in range(3)))
 """Of plain documents, however many."""
+
+
+def lengths_of(documents: Sequence[Document]) -> tuple[NDArray[np.int64], TreeColumns]:
+    """Return the tokens of documents, int64[n], and their segments, as prices take them."""
+    return np.array([document.num_tokens for document in documents], np.int64), TreeColumns.of(documents)
