@@ -63,10 +63,36 @@ void require_documents(std::span<const int64_t> num_tokens, std::span<const int8
     for (int8_t code : policy) require(code >= 0 && code < evenload::kPolicies, "policy holds ", int{code});
 }
 
+// offset, start, depth (types/tree_columns.py); empty columns of segments = no document is a tree.
+using TreeArrays = std::tuple<In<int64_t>, In<int64_t>, In<int64_t>>;
+
+evenload::Trees checked_trees(const CostTable& table, const TreeArrays& arrays, std::span<const int64_t> num_tokens) {
+    const auto& [offset, start, depth] = arrays;
+    require(start.size() == depth.size(), "segments have ", start.size(), " starts and ", depth.size(), " depths");
+    if (start.size() == 0) return {};
+    require(table.causal && !table.has_states(), "trees of shared prefixes need causal attention without states");
+    const std::span<const int64_t> edges = view(offset), rows = view(start);
+    require(edges.size() == num_tokens.size() + 1 && edges.front() == 0 &&
+                edges.back() == static_cast<int64_t>(start.size()), "offset of segments has ", edges.size(),
+            " entries for ", num_tokens.size(), " documents");
+    for (size_t d = 0; d < num_tokens.size(); ++d) {
+        require(edges[d] <= edges[d + 1], "offset of segments falls at document ", d);
+        for (int64_t s = edges[d]; s < edges[d + 1]; ++s) {
+            const int64_t first = s == edges[d] ? 0 : rows[s - 1] + 1;
+            require(rows[s] >= first && (s > edges[d] || rows[s] == 0) && rows[s] < num_tokens[d] &&
+                        depth.data()[s] >= 0 && depth.data()[s] <= rows[s],
+                    "segment ", s, " of document ", d, " starts at row ", rows[s], ", position ", depth.data()[s]);
+        }
+    }
+    return {edges, rows, view(depth), table.windows, table.tile};
+}
+
 // doc, start, stop, pack_offset, pad_to, ranks (empty = the layout's).
 using PackArrays = std::tuple<In<int32_t>, In<int64_t>, In<int64_t>, In<int64_t>, In<int64_t>, In<int64_t>>;
 
-evenload::PackView checked_packs(const CostTable& table, const PackArrays& arrays, size_t num_documents) {
+evenload::PackView checked_packs(const CostTable& table, const PackArrays& arrays, std::span<const int64_t> num_tokens,
+                                 const evenload::Trees& trees) {
+    const size_t num_documents = num_tokens.size();
     const auto& [doc, start, stop, offset, pad_to, ranks] = arrays;
     evenload::PackView packs{view(doc), view(start), view(stop), view(offset), view(pad_to), view(ranks), table.layout_cp};
     const size_t n = doc.size();
@@ -87,6 +113,13 @@ evenload::PackView checked_packs(const CostTable& table, const PackArrays& array
         require(packs.ranks.empty() || packs.ranks[i] >= 1, "slice ", i, " is shared by ", ranks.size() ? packs.ranks[i] : 0,
                 " ranks");
     }
+    for (size_t k = 0; trees.any() && k + 1 < packs.pack_offset.size(); ++k) {
+        for (int64_t i = packs.pack_offset[k]; i < packs.pack_offset[k + 1]; ++i) {
+            require(!trees.holds(packs.doc[i]) || (packs.pad_to[k] == 0 && packs.ranks_of(i) == 1 &&
+                                                   packs.stop[i] <= num_tokens[packs.doc[i]]),
+                    "slice ", i, " of a tree is padded, shared by ranks, or longer than the tree");
+        }
+    }
     return packs;
 }
 
@@ -96,11 +129,12 @@ using SplitColumns = std::tuple<OutGrid<double>, OutGrid<double>, OutGrid<int64_
 std::tuple<OutGrid<double>, OutGrid<double>, Out<double>, Out<double>, Out<int32_t>, OutGrid<int64_t>, OutGrid<int64_t>,
            OutGrid<int64_t>, OutGrid<int64_t>, std::optional<SplitColumns>>
 price_packs(const CostTable& table, const PackArrays& forward, const PackArrays& backward, In<int64_t> num_tokens,
-            In<int8_t> policy, bool split) {
+            const TreeArrays& segments, In<int8_t> policy, bool split) {
     require_table(table);
     require_documents(view(num_tokens), view(policy), 1);
-    const evenload::PackView first = checked_packs(table, forward, num_tokens.size());
-    const evenload::PackView second = checked_packs(table, backward, num_tokens.size());
+    const evenload::Trees trees = checked_trees(table, segments, view(num_tokens));
+    const evenload::PackView first = checked_packs(table, forward, view(num_tokens), trees);
+    const evenload::PackView second = checked_packs(table, backward, view(num_tokens), trees);
     // Every forward slice must lie in some backward slice of its document, or the search for it would leave the document.
     std::vector<uint8_t> begins(num_tokens.size(), 0);
     for (size_t i = 0; i < second.doc.size(); ++i) begins[second.doc[i]] |= second.start[i] == 0;
@@ -108,7 +142,7 @@ price_packs(const CostTable& table, const PackArrays& forward, const PackArrays&
     evenload::Priced priced;
     {
         nb::gil_scoped_release unlocked;
-        priced = evenload::price(table, first, second, view(num_tokens), view(policy), split);
+        priced = evenload::price(table, first, second, view(num_tokens), trees, view(policy), split);
     }
     const auto m_f = static_cast<size_t>(priced.num_forward), m_b = static_cast<size_t>(priced.num_backward);
     const auto P = static_cast<size_t>(table.num_stages);
@@ -134,12 +168,13 @@ price_packs(const CostTable& table, const PackArrays& forward, const PackArrays&
 // linear_s, (attention_s, window) terms, slice_s.
 using CurveArgs = std::tuple<double, std::vector<std::pair<double, int64_t>>, double>;
 
-evenload::WorkCurve checked_curve(const CurveArgs& args) {
+evenload::WorkCurve checked_curve(const CostTable& table, const CurveArgs& args) {
     const auto& [linear_s, attention_s, slice_s] = args;
     evenload::WorkCurve curve{linear_s, {}, {}, slice_s};
     require(linear_s >= 0.0 && slice_s >= 0.0, "linear_s and slice_s must be >= 0");
     for (const auto& [coefficient, window] : attention_s) {
         require(coefficient >= 0.0, "attention term (", coefficient, ", ", window, ") is negative");
+        require(std::count(table.windows.begin(), table.windows.end(), window) > 0, "no layer has window ", window);
         curve.attention_s.push_back(coefficient);
         curve.window.push_back(window);
     }
@@ -155,7 +190,7 @@ evenload::TrialRules checked_rules(const CostTable& table, const CurveArgs& forw
         require(limit >= 1 && limit <= kLongestDocument, "min_slice_tokens or align_from_tiles is ", limit);
     }
     require(max_pack_tokens >= 1, "max_pack_tokens = ", max_pack_tokens, " must be at least 1");
-    return {checked_curve(forward), checked_curve(backward), {cap_bytes.begin(), cap_bytes.end()},
+    return {checked_curve(table, forward), checked_curve(table, backward), {cap_bytes.begin(), cap_bytes.end()},
             min_slice_tokens, max_pack_tokens, align_from_tiles};
 }
 
@@ -171,8 +206,8 @@ evenload::Trial checked_trial(std::span<const int64_t> row) {
             row[7] != 0};
 }
 
-// num_tokens, policy (empty = all replay), ranks that share every slice, trials.
-using ReplicaArgs = std::tuple<In<int64_t>, In<int8_t>, int64_t, Grid<int64_t>>;
+// num_tokens, segments, policy (empty = all replay), ranks that share every slice, trials.
+using ReplicaArgs = std::tuple<In<int64_t>, TreeArrays, In<int8_t>, int64_t, Grid<int64_t>>;
 using Scores = std::tuple<Out<int64_t>, Out<double>, Out<double>, Out<double>>;
 
 std::vector<Scores> score_trials(const CostTable& table, const std::vector<ReplicaArgs>& replicas,
@@ -192,11 +227,12 @@ std::vector<Scores> score_trials(const CostTable& table, const std::vector<Repli
     };
     std::vector<Replica> all;
     std::vector<Job> jobs;
-    for (const auto& [num_tokens, policy, ranks, trials] : replicas) {
+    for (const auto& [num_tokens, segments, policy, ranks, trials] : replicas) {
         require_documents(view(num_tokens), view(policy), ranks);
         require(num_tokens.size() > 0, "a replica has no documents");
         require(trials.shape(1) == kTrialColumns, "trials have ", trials.shape(1), " columns, not ", kTrialColumns);
-        Replica replica{{view(num_tokens), view(policy), ranks}, {}, {}};
+        Replica replica{{view(num_tokens), view(policy), ranks, checked_trees(table, segments, view(num_tokens))}, {}, {}};
+        require(ranks == 1 || !replica.documents.trees.any(), ranks, " ranks share trees");
         for (size_t t = 0; t < trials.shape(0); ++t) {
             replica.trials.push_back(checked_trial({trials.data() + t * kTrialColumns, kTrialColumns}));
             if (t == 0 || !(replica.trials[t - 1].setting == replica.trials[t].setting)) {
@@ -257,7 +293,7 @@ SliceColumns columns_of(evenload::Slices&& slices) {
 }
 
 std::optional<std::pair<SliceColumns, SliceColumns>> cut_packs(
-    const CostTable& table, In<int64_t> num_tokens, In<int64_t> setting, const CurveArgs& forward,
+    const CostTable& table, In<int64_t> num_tokens, const TreeArrays& segments, In<int64_t> setting, const CurveArgs& forward,
     const CurveArgs& backward, int64_t min_slice_tokens, int64_t max_pack_tokens, int64_t align_from_tiles) {
     require_table(table);
     require_documents(view(num_tokens), {}, 1);
@@ -266,10 +302,11 @@ std::optional<std::pair<SliceColumns, SliceColumns>> cut_packs(
     const auto rules = checked_rules(table, forward, backward, {}, min_slice_tokens, max_pack_tokens,
                                      align_from_tiles);
     const evenload::Trial trial = checked_trial(view(setting));
+    const evenload::Trees trees = checked_trees(table, segments, view(num_tokens));
     std::optional<std::pair<evenload::Slices, evenload::Slices>> packs;
     {
         nb::gil_scoped_release unlocked;
-        packs = evenload::cut_packs(table, {view(num_tokens), {}, 1}, rules, trial.setting);
+        packs = evenload::cut_packs(table, {view(num_tokens), {}, 1, trees}, rules, trial.setting);
     }
     if (!packs) return std::nullopt;
     return std::pair(columns_of(std::move(packs->first)), columns_of(std::move(packs->second)));
@@ -339,8 +376,8 @@ void bind_trials(nb::module_& m) {
         .def_rw("weight_held_bytes", &CostTable::weight_held_bytes)
         .def_rw("weight_new_bytes", &CostTable::weight_new_bytes);
     m.def("price_packs", &price_packs, nb::arg("table"), nb::arg("forward"), nb::arg("backward"), nb::arg("num_tokens"),
-          nb::arg("policy"), nb::arg("split"));
-    m.def("cut_packs", &cut_packs, nb::arg("table"), nb::arg("num_tokens"), nb::arg("setting"), nb::arg("forward"),
+          nb::arg("segments"), nb::arg("policy"), nb::arg("split"));
+    m.def("cut_packs", &cut_packs, nb::arg("table"), nb::arg("num_tokens"), nb::arg("segments"), nb::arg("setting"), nb::arg("forward"),
           nb::arg("backward"), nb::arg("min_slice_tokens"), nb::arg("max_pack_tokens"), nb::arg("align_from_tiles"));
     m.def("score_trials", &score_trials, nb::arg("table"), nb::arg("replicas"), nb::arg("forward"), nb::arg("backward"),
           nb::arg("cap_bytes"), nb::arg("min_slice_tokens"), nb::arg("max_pack_tokens"), nb::arg("align_from_tiles"),

@@ -16,7 +16,8 @@ namespace {
 // Fewest tokens whose work is at least `wanted` (to rounding), at most `longest`.
 class TokensOfWork {
 public:
-    TokensOfWork(std::span<const WorkCurve> curves, int64_t longest) : curves_(curves), longest_(longest) {
+    TokensOfWork(std::span<const WorkCurve> curves, const Trees& trees, int64_t longest)
+        : curves_(curves), trees_(trees), longest_(longest) {
         for (const WorkCurve& curve : curves) {
             for (size_t i = 0; i < curve.attention_s.size(); ++i) {
                 attention_s_ += curve.attention_s[i];
@@ -27,12 +28,13 @@ public:
         }
     }
 
-    int64_t operator()(double wanted) const {
-        if (windowed_) {
-            int64_t low = 0, high = longest_;
+    int64_t operator()(int64_t doc, int64_t length, double wanted) const {
+        const bool is_tree = trees_.holds(doc);
+        if (windowed_ || is_tree) {
+            int64_t low = 0, high = is_tree ? length : longest_;
             while (low < high) {
                 const int64_t middle = (low + high) / 2;
-                if (work_below(curves_, middle) < wanted) {
+                if (work_below(curves_, trees_, doc, middle) < wanted) {
                     low = middle + 1;
                 } else {
                     high = middle;
@@ -49,6 +51,7 @@ public:
 
 private:
     std::span<const WorkCurve> curves_;
+    const Trees& trees_;
     int64_t longest_;
     double attention_s_ = 0.0, linear_s_ = 0.0, slice_s_ = 0.0;
     bool windowed_ = false;
@@ -85,14 +88,30 @@ double work_below(std::span<const WorkCurve> curves, int64_t tokens) {
     return total;
 }
 
-std::optional<std::pair<Slices, Slices>> chain_free(std::span<const int64_t> num_tokens,
+double work_below(std::span<const WorkCurve> curves, const Trees& trees, int64_t doc, int64_t tokens) {
+    if (!trees.holds(doc)) return work_below(curves, tokens);
+    if (tokens == 0) return 0.0;
+    const int64_t last = trees.segment_of(doc, tokens - 1);
+    const auto n = static_cast<double>(tokens), pieces = static_cast<double>(last - trees.segment_of(doc, 0) + 1);
+    double total = 0.0;
+    for (const WorkCurve& curve : curves) {
+        total = total + (curve.linear_s * n + curve.slice_s * pieces);
+        for (size_t i = 0; i < curve.attention_s.size(); ++i) {
+            const auto pairs = static_cast<double>(trees.pairs_before(last, tokens, curve.window[i]));
+            total = total + curve.attention_s[i] * pairs;
+        }
+    }
+    return total;
+}
+
+std::optional<std::pair<Slices, Slices>> chain_free(std::span<const int64_t> num_tokens, const Trees& trees,
                                                     std::span<const WorkCurve> curves, const ChainFreeLimits& limits) {
     const auto n = static_cast<int64_t>(num_tokens.size());
     std::vector<double> work(n);
     double total = 0.0;
     int64_t longest = 0;
     for (int64_t d = 0; d < n; ++d) {
-        work[d] = work_below(curves, num_tokens[d]);
+        work[d] = work_below(curves, trees, d, num_tokens[d]);
         total += work[d];
         longest = std::max(longest, num_tokens[d]);
     }
@@ -102,7 +121,7 @@ std::optional<std::pair<Slices, Slices>> chain_free(std::span<const int64_t> num
     std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return work[a] > work[b]; });
 
     // Per cut document its edges 0 = e0 < e1 < ..., in descending work; the rest starts at the last edge.
-    const TokensOfWork tokens_of(curves, longest);
+    const TokensOfWork tokens_of(curves, trees, longest);
     std::vector<std::pair<int64_t, std::vector<int64_t>>> cuts;
     std::vector<int64_t> cut_rank(n, n), rest_start(n, 0);
     int64_t slim_packs = 0;
@@ -112,7 +131,7 @@ std::optional<std::pair<Slices, Slices>> chain_free(std::span<const int64_t> num
         const int64_t length = num_tokens[d];
         std::vector<int64_t> edges{0};
         for (int64_t i = 1; i <= count; ++i) {
-            const int64_t reached = std::min(tokens_of(static_cast<double>(i) * target), length);
+            const int64_t reached = std::min(tokens_of(d, length, static_cast<double>(i) * target), length);
             const int64_t edge = std::min((reached + limits.align / 2) / limits.align * limits.align, length);
             // Rounding may make neighbours meet, and a piece must not be shorter than allowed.
             if (edge - edges.back() >= limits.min_slice_tokens &&
@@ -136,7 +155,7 @@ std::optional<std::pair<Slices, Slices>> chain_free(std::span<const int64_t> num
         if (tokens > limits.max_pack_tokens) return std::nullopt;
         rests.push_back(d);
         sizes.push_back(tokens);
-        rest_work.push_back(work[d] - work_below(curves, rest_start[d]));
+        rest_work.push_back(work[d] - work_below(curves, trees, d, rest_start[d]));
     }
     struct Group {
         std::vector<int64_t> documents;
@@ -190,15 +209,16 @@ std::optional<std::pair<Slices, Slices>> chain_free(std::span<const int64_t> num
     return std::pair(std::move(forward), std::move(backward));
 }
 
-bool halve_pack(Slices& packs, int64_t pack, const WorkCurve& curve, bool backward, int64_t min_slice_tokens,
-                bool may_cut) {
+bool halve_pack(Slices& packs, int64_t pack, const Trees& trees, const WorkCurve& curve, bool backward,
+                int64_t min_slice_tokens, bool may_cut) {
     const int64_t lo = packs.pack_offset[pack], hi = packs.pack_offset[pack + 1];
     const std::span<const WorkCurve> curves(&curve, 1);
     if (hi - lo >= 2) {
         std::vector<double> done;
         double sum = 0.0;
         for (int64_t i = lo; i < hi; ++i) {
-            sum += work_below(curves, packs.stop[i]) - work_below(curves, packs.start[i]);
+            sum += work_below(curves, trees, packs.doc[i], packs.stop[i]) -
+                   work_below(curves, trees, packs.doc[i], packs.start[i]);
             done.push_back(sum);
         }
         int64_t best = 0;
@@ -208,13 +228,13 @@ bool halve_pack(Slices& packs, int64_t pack, const WorkCurve& curve, bool backwa
         packs.pack_offset.insert(packs.pack_offset.begin() + pack + 1, lo + 1 + best);
         return true;
     }
-    const int64_t first = packs.start[lo], last = packs.stop[lo];
+    const int64_t doc = packs.doc[lo], first = packs.start[lo], last = packs.stop[lo];
     if (!may_cut || last - first < 2 * min_slice_tokens) return false;
-    const double target = (curve.slice_work_s(0, first) + curve.slice_work_s(0, last)) / 2;
+    const double target = (curve.slice_work_s(trees, doc, 0, first) + curve.slice_work_s(trees, doc, 0, last)) / 2;
     int64_t low = first + min_slice_tokens, high = last - min_slice_tokens;
     while (low < high) {
         const int64_t middle = (low + high) / 2;
-        if (curve.slice_work_s(0, middle) >= target) {
+        if (curve.slice_work_s(trees, doc, 0, middle) >= target) {
             high = middle;
         } else {
             low = middle + 1;

@@ -7,22 +7,15 @@
 namespace evenload {
 namespace {
 
-int64_t prefix_pairs(int64_t num_tokens, int64_t window) {
-    if (window < 0) {
-        const int64_t whole = num_tokens / -window, rest = num_tokens % -window;
-        return whole * (-window * (1 - window) / 2) + rest * (rest + 1) / 2;
-    }
-    if (window == 0 || num_tokens <= window) return num_tokens * (num_tokens + 1) / 2;
-    return window * (window + 1) / 2 + (num_tokens - window) * window;
-}
-
 // Work of the first `taken` tokens of a document in dealing order; monotone in `taken`.
-double dealt_s(const WorkCurve& work, bool last_first, int64_t num_tokens, int64_t taken) {
-    return last_first ? work.slice_work_s(num_tokens - taken, num_tokens) : work.slice_work_s(0, taken);
+double dealt_s(const WorkCurve& work, const Trees& trees, int64_t doc, bool last_first, int64_t num_tokens,
+               int64_t taken) {
+    return last_first ? work.slice_work_s(trees, doc, num_tokens - taken, num_tokens)
+                      : work.slice_work_s(trees, doc, 0, taken);
 }
 
 struct Boundary {
-    int64_t num_tokens;  // of the document
+    int64_t doc, num_tokens;
     int64_t taken;       // of them, in earlier packs
     int64_t room;        // tokens that still fit this pack
     double base_s;       // work of all documents before it
@@ -32,9 +25,9 @@ struct Boundary {
 
 // Tokens dealt out after this pack: no more, all, or a legal cut, whichever lies nearest the target;
 // on a tie the one named first.
-int64_t nearest(const WorkCurve& work, const PartitionLimits& limits, const Boundary& at) {
+int64_t nearest(const WorkCurve& work, const Trees& trees, const PartitionLimits& limits, const Boundary& at) {
     const auto position_s = [&](int64_t taken) {
-        return at.base_s + dealt_s(work, limits.last_first, at.num_tokens, taken);
+        return at.base_s + dealt_s(work, trees, at.doc, limits.last_first, at.num_tokens, taken);
     };
     int64_t best = at.taken;
     double distance = std::numeric_limits<double>::infinity();
@@ -80,8 +73,20 @@ double WorkCurve::slice_work_s(int64_t start, int64_t stop) const {
     return total + slice_s;
 }
 
-Slices partition_by_work(std::span<const int64_t> num_tokens, std::span<const int32_t> order, const WorkCurve& work,
-                         const PartitionLimits& limits) {
+double WorkCurve::slice_work_s(const Trees& trees, int64_t doc, int64_t start, int64_t stop) const {
+    if (!trees.holds(doc)) return slice_work_s(start, stop);
+    if (stop == start) return 0.0;
+    const int64_t first = trees.segment_of(doc, start), last = trees.segment_of(doc, stop - 1);
+    double total = linear_s * static_cast<double>(stop - start);
+    for (size_t i = 0; i < attention_s.size(); ++i) {
+        const int64_t pairs = trees.pairs_before(last, stop, window[i]) - trees.pairs_before(first, start, window[i]);
+        total = total + attention_s[i] * static_cast<double>(pairs);
+    }
+    return total + slice_s * static_cast<double>(last - first + 1);
+}
+
+Slices partition_by_work(std::span<const int64_t> num_tokens, const Trees& trees, std::span<const int32_t> order,
+                         const WorkCurve& work, const PartitionLimits& limits) {
     Slices out;
     out.pack_offset.push_back(0);
     const auto close_pack = [&out] {
@@ -90,7 +95,7 @@ Slices partition_by_work(std::span<const int64_t> num_tokens, std::span<const in
     };
     const int64_t cap = limits.max_pack_tokens;
     double total_s = 0.0;
-    for (int32_t index : order) total_s += work.slice_work_s(0, num_tokens[index]);
+    for (int32_t index : order) total_s += work.slice_work_s(trees, index, 0, num_tokens[index]);
     const double share_s = total_s / static_cast<double>(limits.num_packs);
     int64_t packs_left = limits.num_packs;
     double target_s = packs_left == 1 ? total_s : share_s;
@@ -98,16 +103,16 @@ Slices partition_by_work(std::span<const int64_t> num_tokens, std::span<const in
     double base_s = 0.0;
     for (int32_t index : order) {
         const int64_t n = num_tokens[index];
-        const double end_s = base_s + work.slice_work_s(0, n);
+        const double end_s = base_s + work.slice_work_s(trees, index, 0, n);
         int64_t taken = 0;
         while (taken < n) {
             const bool fits = n - taken <= room;
             int64_t upto = n;
             if (!fits || end_s > target_s) {
-                upto = nearest(work, limits, {n, taken, room, base_s, target_s, !fits && room == cap});
+                upto = nearest(work, trees, limits, {index, n, taken, room, base_s, target_s, !fits && room == cap});
             }
             // The cap, not the target, closes the pack when even a full pack ends before the target.
-            const bool capped = !fits && base_s + dealt_s(work, limits.last_first, n, taken + room) < target_s;
+            const bool capped = !fits && base_s + dealt_s(work, trees, index, limits.last_first, n, taken + room) < target_s;
             if (upto > taken) {
                 out.doc.push_back(index);
                 out.start.push_back(limits.last_first ? n - upto : taken);
@@ -115,7 +120,7 @@ Slices partition_by_work(std::span<const int64_t> num_tokens, std::span<const in
                 room -= upto - taken;
             }
             taken = upto;
-            const double at_s = base_s + dealt_s(work, limits.last_first, n, taken);
+            const double at_s = base_s + dealt_s(work, trees, index, limits.last_first, n, taken);
             // The last pack takes everything that the cap lets it take.
             if (taken < n || (at_s >= target_s && packs_left > 1)) {
                 close_pack();

@@ -5,6 +5,8 @@
 #include <span>
 #include <vector>
 
+#include "trees.h"
+
 namespace evenload {
 
 // Seconds of a token range; see types/columns.py. Window 0 = full causal attention, negative = chunks.
@@ -16,6 +18,8 @@ struct WorkCurve {
 
     // Seconds of the slice [start, stop); 0 when empty. Same operation order as the Python reference.
     double slice_work_s(int64_t start, int64_t stop) const;
+    // The same of a document that may be a tree: a piece costs what a slice does.
+    double slice_work_s(const Trees& trees, int64_t doc, int64_t start, int64_t stop) const;
 };
 
 struct PartitionLimits {
@@ -35,7 +39,7 @@ struct Slices {
 };
 
 // The algorithm is described in tests/reference/partition.py. O(n + packs log(longest document)).
-Slices partition_by_work(std::span<const int64_t> num_tokens, std::span<const int32_t> order, const WorkCurve& work,
-                         const PartitionLimits& limits);
+Slices partition_by_work(std::span<const int64_t> num_tokens, const Trees& trees, std::span<const int32_t> order,
+                         const WorkCurve& work, const PartitionLimits& limits);
 
 }  // namespace evenload

@@ -117,21 +117,21 @@ Tasks Priced::tasks(const CostTable& table) const {
 }
 
 Priced price(const CostTable& table, const PackView& forward, const PackView& backward,
-             std::span<const int64_t> num_tokens, std::span<const int8_t> policy, bool split) {
+             std::span<const int64_t> num_tokens, const Trees& trees, std::span<const int8_t> policy, bool split) {
     Priced out;
     out.num_forward = forward.num_packs();
     out.num_backward = backward.num_packs();
     const std::vector<uint8_t> cut = cut_documents(forward, backward, num_tokens.size());
     const BackwardCuts cuts =
         table.has_states() ? backward_cuts(forward, backward, num_tokens.size()) : BackwardCuts{};
-    Direction first = price_direction(table, table.forward, forward, policy, cut, cuts.inside, false);
-    Direction second = price_direction(table, table.backward, backward, policy, cut, {}, true);
+    Direction first = price_direction(table, table.forward, forward, trees, policy, cut, cuts.inside, false);
+    Direction second = price_direction(table, table.backward, backward, trees, policy, cut, {}, true);
     out.forward_s = std::move(first.seconds);
     out.p2p_forward_s = std::move(first.p2p_s);
     out.backward_s = std::move(second.seconds);
     out.p2p_backward_s = std::move(second.p2p_s);
     out.forwards_needed = forwards_needed(forward, backward, num_tokens);
-    price_bytes(table, forward, backward, num_tokens, policy, cut, cuts.within, out);
+    price_bytes(table, forward, backward, num_tokens, trees, policy, cut, cuts.within, out);
     if (split) price_split(table, backward, second.copy_s, out);
     return out;
 }

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "tasks.h"
+#include "trees.h"
 
 namespace evenload {
 
@@ -102,6 +103,6 @@ struct Priced {
 
 // `policy` is empty (all replay) or one code a document. O(slices + packs·stages·features).
 Priced price(const CostTable& table, const PackView& forward, const PackView& backward,
-             std::span<const int64_t> num_tokens, std::span<const int8_t> policy, bool split);
+             std::span<const int64_t> num_tokens, const Trees& trees, std::span<const int8_t> policy, bool split);
 
 }  // namespace evenload

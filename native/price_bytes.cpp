@@ -45,7 +45,7 @@ private:
 }  // namespace
 
 void price_bytes(const CostTable& table, const PackView& forward, const PackView& backward,
-                 std::span<const int64_t> num_tokens, std::span<const int8_t> policy,
+                 std::span<const int64_t> num_tokens, const Trees& trees, std::span<const int8_t> policy,
                  std::span<const uint8_t> gathered_whole, std::span<const int64_t> cuts_within, Priced& out) {
     const int64_t P = table.num_stages, n = static_cast<int64_t>(num_tokens.size());
     const int64_t m_f = forward.num_packs(), m_b = backward.num_packs();
@@ -71,7 +71,7 @@ void price_bytes(const CostTable& table, const PackView& forward, const PackView
     std::vector<int64_t> kept(m_f * kPolicies, 0), freed(m_b * kPolicies, 0), counts(m_b * kPolicies, 0);
     std::vector<int64_t> kept_kv(m_f, 0), gathered_forward(m_f, 0);
     std::vector<int64_t> freed_kv(m_b, 0), opened(m_b, 0), closed(m_b, 0), gathered_backward(m_b, 0), tokens(m_b, 0);
-    std::vector<int64_t> prefix_keys(m_b, 0), keys(m_b, 0);
+    std::vector<int64_t> pieces(m_b, 0), prefix_keys(m_b, 0), keys(m_b, 0);
     std::vector<int64_t> kept_states(m_f, 0), freed_states(m_b, 0);
     const SlicesOfDocument backward_slices(backward, n);
     for (int64_t k = 0; k < m_f; ++k) {
@@ -93,8 +93,19 @@ void price_bytes(const CostTable& table, const PackView& forward, const PackView
             const int64_t rows = backward.rows_of(i, j), ranks = backward.ranks_of(i), share = ceil_div(rows, ranks);
             counts[j * kPolicies + policy_of(doc)] += share;
             tokens[j] += share;
-            prefix_keys[j] += backward.start[i];
-            keys[j] += backward.start[i] + rows;
+            const auto add_piece = [&](int64_t start, int64_t stop) {
+                ++pieces[j];
+                prefix_keys[j] += start;
+                keys[j] += stop;
+            };
+            if (trees.holds(doc)) {
+                const Trees::Middle middle = trees.for_ends(doc, backward.start[i], backward.stop[i], add_piece);
+                pieces[j] += middle.size();
+                prefix_keys[j] += trees.depths_of(middle);
+                keys[j] += trees.depths_of(middle) + trees.rows_of(middle);
+            } else {
+                add_piece(backward.start[i], backward.start[i] + rows);
+            }
             if (ranks > 1) gathered_backward[j] += rows;
             if (backward.start[i] == 0) {
                 freed_kv[j] += kv_tokens(doc);
@@ -131,8 +142,7 @@ void price_bytes(const CostTable& table, const PackView& forward, const PackView
     for (int64_t j = 0; j < m_b; ++j) {
         const int64_t grouped = std::min(keys[j] * table.grouped_key_bytes,
                                          std::max(table.grouped_key_most_bytes, keys[j] * table.grouped_key_head_bytes));
-        const int64_t slices = backward.pack_offset[j + 1] - backward.pack_offset[j];
-        const int64_t workspace = slices * table.slice_temp_bytes + prefix_keys[j] * table.prefix_key_bytes + grouped;
+        const int64_t workspace = pieces[j] * table.slice_temp_bytes + prefix_keys[j] * table.prefix_key_bytes + grouped;
         for (int64_t s = 0; s < P; ++s) {
             out.backward_freed_bytes[j * P + s] = freed_kv[j] * table.kv_bytes[s] +
                                                   freed_states[j] * table.state_bytes[s] +

@@ -24,14 +24,14 @@ struct BackwardCuts {
 
 // `cut`: documents that have several slices in either direction. `stops`: cuts of backward inside every slice, each of
 // which costs like a slice; empty = none.
-Direction price_direction(const CostTable& table, const PassTable& pass, const PackView& packs,
+Direction price_direction(const CostTable& table, const PassTable& pass, const PackView& packs, const Trees& trees,
                           std::span<const int8_t> policy, std::span<const uint8_t> cut, std::span<const int64_t> stops,
                           bool is_backward);
 
 // Fills the columns of bytes of whole backwards. `gathered_whole`: documents of which a rank keeps all keys and values;
 // `cuts_within`: as in `BackwardCuts`.
 void price_bytes(const CostTable& table, const PackView& forward, const PackView& backward,
-                 std::span<const int64_t> num_tokens, std::span<const int8_t> policy,
+                 std::span<const int64_t> num_tokens, const Trees& trees, std::span<const int8_t> policy,
                  std::span<const uint8_t> gathered_whole, std::span<const int64_t> cuts_within, Priced& out);
 
 }  // namespace evenload

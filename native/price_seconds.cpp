@@ -9,25 +9,10 @@
 namespace evenload {
 namespace {
 
-// What a multiple of `of` lacks; Python's -value % of.
-int64_t missing_to(int64_t value, int64_t of) {
-    const int64_t over = value % of;
-    return over ? of - over : 0;
-}
-
 double slice_pairs(int64_t start, int64_t stop, int64_t window, bool causal) {
     const auto tokens = static_cast<double>(stop);
     if (causal) return pairs_below(tokens, window) - pairs_below(static_cast<double>(start), window);
     return window ? tokens * std::min(tokens, 2.0 * static_cast<double>(window) + 1) : tokens * tokens;
-}
-
-// Keys before an edge of a slice that a window, or a chunk (negative), lets its rows see.
-template <typename Edge>
-Edge keys_before(Edge edge, int64_t window) {
-    if (window == 0) return edge;
-    const auto size = static_cast<Edge>(std::abs(window));
-    if (window > 0) return std::min(edge, size);
-    return edge - static_cast<Edge>(std::floor(static_cast<double>(edge) / static_cast<double>(size))) * size;
 }
 
 bool any_shared(const PackView& packs) {
@@ -43,9 +28,8 @@ void add_features(const CostTable& table, int64_t start, int64_t rows, int64_t r
         row[1] += 1.0;
         for (size_t w = 0; w < table.windows.size(); ++w) {
             const int64_t window = table.windows[w];
-            const int64_t last_row_keys = window < 0 ? keys_before(stop - 1, window) + 1 : keys_before(stop, window);
             row[kPairs + 2 * w] += slice_pairs(start, stop, window, table.causal) +
-                              static_cast<double>(missing_to(rows, table.tile) * last_row_keys);
+                              static_cast<double>(missing_to(rows, table.tile) * keys_of_last_row(stop, window));
             row[kPrefix + 2 * w] += static_cast<double>(keys_before(start, window));
         }
         return;
@@ -65,6 +49,20 @@ void add_features(const CostTable& table, int64_t start, int64_t rows, int64_t r
         const double missing = static_cast<double>(2 * missing_to(chunk, table.tile)) * chunk_keys;
         row[kPairs + 2 * w] += slice_pairs(start, stop, window, true) * share + missing;
         row[kPrefix + 2 * w] += 2 * keys_before(chunk_start, window);
+    }
+}
+
+// The same of a slice of a tree: of pieces that are parts of segments, and of the whole segments between them.
+void add_tree_features(const CostTable& table, const Trees& trees, int64_t doc, int64_t start, int64_t stop, double* row) {
+    const Trees::Middle middle = trees.for_ends(doc, start, stop, [&](int64_t first, int64_t last) {
+        add_features(table, first, last - first, 1, row);
+    });
+    if (middle.size() == 0) return;
+    row[0] += static_cast<double>(trees.rows_of(middle));
+    row[1] += static_cast<double>(middle.size());
+    for (size_t w = 0; w < table.windows.size(); ++w) {
+        row[kPairs + 2 * w] += static_cast<double>(trees.tile_pairs_of(middle, w));
+        row[kPrefix + 2 * w] += static_cast<double>(trees.prefix_of(middle, w));
     }
 }
 
@@ -95,7 +93,7 @@ double attention_seconds(const std::vector<double>& features, const PassTable& p
 
 }  // namespace
 
-Direction price_direction(const CostTable& table, const PassTable& pass, const PackView& packs,
+Direction price_direction(const CostTable& table, const PassTable& pass, const PackView& packs, const Trees& trees,
                           std::span<const int8_t> policy, std::span<const uint8_t> cut, std::span<const int64_t> stops,
                           bool is_backward) {
     const int64_t P = table.num_stages, m = packs.num_packs(), F = table.num_features();
@@ -114,7 +112,11 @@ Direction price_direction(const CostTable& table, const PassTable& pass, const P
         int64_t rank_tokens = 0, pack_ranks = 1;
         for (int64_t i = packs.pack_offset[k]; i < packs.pack_offset[k + 1]; ++i) {
             const int64_t rows = packs.rows_of(i, k), ranks = packs.ranks_of(i);
-            add_features(table, packs.start[i], rows, ranks, features.data());
+            const auto add_slice = [&](double* row) {
+                if (!trees.holds(packs.doc[i])) return add_features(table, packs.start[i], rows, ranks, row);
+                add_tree_features(table, trees, packs.doc[i], packs.start[i], packs.stop[i], row);
+            };
+            add_slice(features.data());
             if (!stops.empty()) features[1] += static_cast<double>(stops[i]);
             rank_tokens += ceil_div(rows, ranks);
             pack_ranks = std::max(pack_ranks, ranks);
@@ -122,7 +124,7 @@ Direction price_direction(const CostTable& table, const PassTable& pass, const P
                 const auto sent = static_cast<double>(table.context_ring ? packs.start[i] + rows : rows);
                 (cut[packs.doc[i]] ? cut_tokens : whole_tokens) += sent;
             } else if (shared) {
-                add_features(table, packs.start[i], rows, ranks, local.data());
+                add_slice(local.data());
             }
             if (has_policy) {
                 policy_tokens[policy[packs.doc[i]]] += static_cast<double>(rows) / static_cast<double>(ranks);

@@ -16,9 +16,11 @@ namespace {
 
 constexpr int64_t kUnlimitedBytes = int64_t{1} << 62;  // planning/problem.py::UNLIMITED_BYTES
 
-double total_below(std::span<const WorkCurve> curves, std::span<const int64_t> num_tokens) {
+double total_below(std::span<const WorkCurve> curves, const ReplicaDocuments& documents) {
     double total = 0.0;
-    for (int64_t tokens : num_tokens) total += work_below(curves, tokens);
+    for (size_t d = 0; d < documents.num_tokens.size(); ++d) {
+        total += work_below(curves, documents.trees, d, documents.num_tokens[d]);
+    }
     return total;
 }
 
@@ -27,9 +29,12 @@ int64_t alignment(const CostTable& table, const ReplicaDocuments& documents, con
                   std::span<const WorkCurve> curves) {
     const int64_t multiple = table.cut_multiple;
     if (multiple == 1 || rules.max_pack_tokens < rules.align_from_tiles * multiple) return 1;
-    const int64_t longest = *std::max_element(documents.num_tokens.begin(), documents.num_tokens.end());
+    int64_t longest = 0;
+    for (size_t d = 0; d < documents.num_tokens.size(); ++d) {
+        longest = std::max(longest, documents.trees.longest_path(d, documents.num_tokens[d]));
+    }
     const double edge_s = work_below(curves, longest) - work_below(curves, longest - 1);
-    const double target_s = total_below(curves, documents.num_tokens) / static_cast<double>(count);
+    const double target_s = total_below(curves, documents) / static_cast<double>(count);
     return target_s >= static_cast<double>(rules.align_from_tiles * multiple) * edge_s ? multiple : 1;
 }
 
@@ -41,7 +46,7 @@ std::optional<Slices> cut_by_work(const CostTable& table, const ReplicaDocuments
     for (int64_t tokens : documents.num_tokens) {
         if (tokens > cap && cap - low < low + align - 2) return std::nullopt;  // no legal cut under the cap
     }
-    return partition_by_work(documents.num_tokens, order, curve, {count, align, low, cap, last_first});
+    return partition_by_work(documents.num_tokens, documents.trees, order, curve, {count, align, low, cap, last_first});
 }
 
 std::optional<Slices> whole_documents(const ReplicaDocuments& documents, const TrialRules& rules,
@@ -51,7 +56,7 @@ std::optional<Slices> whole_documents(const ReplicaDocuments& documents, const T
     std::vector<double> work(n);
     for (int64_t d = 0; d < n; ++d) {
         if (documents.num_tokens[d] > rules.max_pack_tokens) return std::nullopt;
-        work[d] = work_below(curves, documents.num_tokens[d]);
+        work[d] = work_below(curves, documents.trees, d, documents.num_tokens[d]);
     }
     const Groups groups = longest_first(work, count, capped ? documents.num_tokens : std::span<const int64_t>(),
                                         rules.max_pack_tokens, {});
@@ -158,13 +163,13 @@ std::optional<std::pair<Slices, Slices>> cut_packs(const CostTable& table, const
     std::optional<std::pair<Slices, Slices>> packs;
     if (setting.cut == Cut::kSymmetric) {
         const int64_t align = alignment(table, documents, rules, setting.count, curves);
-        packs = chain_free(documents.num_tokens, curves,
+        packs = chain_free(documents.num_tokens, documents.trees, curves,
                            {setting.count, align, rules.min_slice_tokens, rules.max_pack_tokens});
     } else if (setting.cut == Cut::kAsymmetric) {
         std::vector<int32_t> order(documents.num_tokens.size());
         std::iota(order.begin(), order.end(), 0);
         std::vector<double> work(order.size());
-        for (size_t d = 0; d < work.size(); ++d) work[d] = work_below(std::span(curves, 1), documents.num_tokens[d]);
+        for (size_t d = 0; d < work.size(); ++d) work[d] = work_below(std::span(curves, 1), documents.trees, d, documents.num_tokens[d]);
         std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) { return work[a] > work[b]; });
         auto forward = cut_by_work(table, documents, rules, curves[0], order, setting.count, false);
         auto backward = cut_by_work(table, documents, rules, curves[1], order, setting.count, true);
@@ -175,11 +180,11 @@ std::optional<std::pair<Slices, Slices>> cut_packs(const CostTable& table, const
     if (!packs) return packs;
     const bool may_cut = setting.cut != Cut::kWhole;
     for (int64_t i = 0; i < setting.taper_first; ++i) {
-        halve_pack(packs->first, 0, rules.forward, false, rules.min_slice_tokens, may_cut);
+        halve_pack(packs->first, 0, documents.trees, rules.forward, false, rules.min_slice_tokens, may_cut);
     }
     for (int64_t i = 0; i < setting.taper_last; ++i) {
         const auto last = static_cast<int64_t>(packs->second.pack_offset.size()) - 2;
-        halve_pack(packs->second, last, rules.backward, true, rules.min_slice_tokens, may_cut);
+        halve_pack(packs->second, last, documents.trees, rules.backward, true, rules.min_slice_tokens, may_cut);
     }
     return packs;
 }
@@ -198,7 +203,7 @@ void score_trials(const CostTable& table, const ReplicaDocuments& documents, con
             priced.reset();
             if (const auto packs = cut_packs(table, documents, rules, trial.setting)) {
                 priced = price(table, view_of(packs->first, documents.ranks), view_of(packs->second, documents.ranks),
-                               documents.num_tokens, documents.policy, may_split);
+                               documents.num_tokens, documents.trees, documents.policy, may_split);
                 imbalance_forward = imbalance(priced->forward_s, priced->num_forward, table.num_stages);
                 imbalance_backward = imbalance(priced->backward_s, priced->num_backward, table.num_stages);
             }

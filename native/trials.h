@@ -34,6 +34,7 @@ struct ReplicaDocuments {
     std::span<const int64_t> num_tokens;
     std::span<const int8_t> policy;  // empty = all replay
     int64_t ranks;                   // that share every slice
+    Trees trees;
 };
 
 struct TrialRules {

@@ -157,12 +157,16 @@ class CostTable:
     weight_held_bytes: list[int]
     weight_new_bytes: list[int]
 
+# types/tree_columns.py: (offset, start, depth)
+Segments = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
+
 # cost/pack_pricing.py: columns of PipelineTasks that depend on packs, in field order, then SplitBackward's or None
 def price_packs(
     table: CostTable,
     forward: tuple[NDArray[Any], ...],
     backward: tuple[NDArray[Any], ...],
     num_tokens: NDArray[np.int64],
+    segments: Segments,
     policy: NDArray[np.int8],
     split: bool,
 ) -> tuple[Any, ...]: ...
@@ -171,6 +175,7 @@ def price_packs(
 def cut_packs(
     table: CostTable,
     num_tokens: NDArray[np.int64],
+    segments: Segments,
     setting: NDArray[np.int64],
     forward: tuple[float, tuple[tuple[float, int], ...], float],
     backward: tuple[float, tuple[tuple[float, int], ...], float],
@@ -182,7 +187,7 @@ def cut_packs(
 # per replica (excess_bytes int64[trials], makespan_s, imbalance forward, imbalance backward float64[trials])
 def score_trials(
     table: CostTable,
-    replicas: list[tuple[NDArray[np.int64], NDArray[np.int8], int, NDArray[np.int64]]],
+    replicas: list[tuple[NDArray[np.int64], Segments, NDArray[np.int8], int, NDArray[np.int64]]],
     forward: tuple[float, tuple[tuple[float, int], ...], float],
     backward: tuple[float, tuple[tuple[float, int], ...], float],
     cap_bytes: NDArray[np.int64],

@@ -21,6 +21,7 @@ from evenload.planning.candidates import (
 from evenload.planning.problem import PlanOptions, StepProblem
 from evenload.types.cluster import LinkSpec
 from evenload.types.layout import even_layout
+from evenload.types.tree_columns import NO_TREES
 from reference.cuts import cut_packs
 from reference.trial_scores import score_of
 
@@ -150,7 +151,7 @@ def test_the_core_refuses_trials_it_does_not_know(field: str) -> None:
     with pytest.raises(ValueError, match=field):
         _native.score_trials(
             problem.costs.native,
-            [(problem.num_tokens, np.empty(0, np.int8), 1, rows)],
+            [(problem.num_tokens, NO_TREES.arrays(), np.empty(0, np.int8), 1, rows)],
             *curves,
             np.empty(0, np.int64),
             1,

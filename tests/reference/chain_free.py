@@ -15,7 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.types.columns import SliceColumns, WorkCurve, causal_pairs
+from evenload.types.tree_columns import NO_TREES, TreeColumns
 from reference.bin_packing import longest_first
+from reference.slice_work import pieces_of, prefix_pairs
 
 
 def chain_free_columns(
@@ -26,19 +28,21 @@ def chain_free_columns(
     align: int = 1,
     min_slice_tokens: int = 1,
     max_pack_tokens: int | None = None,
+    trees: TreeColumns = NO_TREES,
 ) -> tuple[SliceColumns, SliceColumns] | None:
     """Forward and backward packs of about `num_packs`; None where the token limit cannot be met with that many."""
-    work = work_below(curves, num_tokens)
+    everyone = np.arange(len(num_tokens))
+    work = work_below(curves, num_tokens, trees, everyone)
     target = sum_in_order(work) / num_packs
     order = np.argsort(-work, kind="stable")
     # The slack keeps rounding from turning a document of exactly k targets into k - 1 packs and a sliver.
     slim_count = np.floor(work / target * (1 + 1e-9)).astype(np.int64)
-    cuts = _cuts(num_tokens, order, slim_count, target, curves, align, min_slice_tokens)
+    cuts = _cuts(num_tokens, order, slim_count, target, curves, align, min_slice_tokens, trees)
 
     items_start = np.array([cuts[d][-1] if d in cuts else 0 for d in range(len(num_tokens))], dtype=np.int64)
     rest_tokens = num_tokens - items_start
     rests = np.flatnonzero(rest_tokens)
-    rest_work = work - work_below(curves, items_start)
+    rest_work = work - work_below(curves, items_start, trees, everyone)
     slim_packs = sum(len(edges) - 1 for edges in cuts.values())
     groups: list[list[int]] = []
     if len(rests):
@@ -55,15 +59,26 @@ def chain_free_columns(
     return _columns(num_tokens, cuts, groups, work)
 
 
-def work_below(curves: tuple[WorkCurve, ...], tokens: NDArray) -> NDArray[np.float64]:
-    """Work of the tokens `[0, tokens)` summed over curves; non-decreasing in tokens."""
+def work_below(
+    curves: tuple[WorkCurve, ...], tokens: NDArray, trees: TreeColumns = NO_TREES, document: NDArray | None = None
+) -> NDArray[np.float64]:
+    """Work of the tokens `[0, tokens)` of documents summed over curves; non-decreasing in tokens."""
+    rows = np.asarray(tokens)
     tokens = np.asarray(tokens, np.float64)
     zero = np.zeros_like(tokens)
     total = zero.copy()
+    of_tree = (
+        [pieces_of(trees, doc, 0, stop) for doc, stop in zip(document, rows, strict=True)] if trees.has_any else []
+    )
     for curve in curves:
-        total += curve.linear_s * tokens + curve.slice_s * (tokens > 0)
+        pieces = np.array([len(one) for one in of_tree]) if trees.has_any else tokens > 0
+        total += curve.linear_s * tokens + curve.slice_s * pieces
         for coefficient, window in curve.attention_s:
-            total += coefficient * causal_pairs(zero, tokens, window)
+            pairs = causal_pairs(zero, tokens, window)
+            if trees.has_any:
+                counts = [sum(prefix_pairs(b, window) - prefix_pairs(a, window) for a, b in one) for one in of_tree]
+                pairs = np.array(counts, np.float64)
+            total += coefficient * pairs
     return total
 
 
@@ -80,6 +95,7 @@ def _cuts(
     curves: tuple[WorkCurve, ...],
     align: int,
     min_slice_tokens: int,
+    trees: TreeColumns,
 ) -> dict[int, NDArray[np.int64]]:
     """Per cut document its slim edges `0 = e0 < e1 < …`, longest work first; the rest starts at the last edge."""
     documents = order[slim_count[order] > 0]
@@ -90,6 +106,8 @@ def _cuts(
     position = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
     wanted = (position + 1).astype(np.float64) * target
     reached = np.minimum(_tokens_of_work(curves, wanted, int(num_tokens.max())), num_tokens[owner])
+    for at in np.flatnonzero(np.diff(trees.offset)[owner]) if trees.has_any else ():
+        reached[at] = _rows_of_work(curves, trees, owner[at : at + 1], int(num_tokens[owner[at]]), float(wanted[at]))
     edges = np.minimum((reached + align // 2) // align * align, num_tokens[owner])
     cuts: dict[int, NDArray[np.int64]] = {}
     for document, inner in zip(documents.tolist(), np.split(edges, np.cumsum(counts)[:-1]), strict=True):
@@ -119,6 +137,20 @@ def _tokens_of_work(curves: tuple[WorkCurve, ...], wanted: NDArray[np.float64], 
     b = sum_in_order(np.array([curve.linear_s for curve in curves])) + a
     above = np.maximum(wanted - sum_in_order(np.array([curve.slice_s for curve in curves])), 0.0)
     return np.minimum(np.ceil(2 * above / (b + np.sqrt(b * b + 4 * a * above))), longest).astype(np.int64)
+
+
+def _rows_of_work(
+    curves: tuple[WorkCurve, ...], trees: TreeColumns, document: NDArray[np.int64], num_tokens: int, wanted: float
+) -> int:
+    """Fewest rows of a tree whose work is at least wanted, else all."""
+    low, high = 0, num_tokens
+    while low < high:
+        middle = (low + high) // 2
+        if work_below(curves, np.array([middle]), trees, document)[0] < wanted:
+            low = middle + 1
+        else:
+            high = middle
+    return high
 
 
 def _columns(

@@ -15,7 +15,7 @@ from reference.simulation import reference_simulation
 def score_of(search: ReplicaSearch, trial: Trial) -> TrialScore | None:
     """What `evenload.planning.candidates.score` must find; None where the packs do not exist."""
     problem = search.problem
-    packs = cut_packs(cut_rules(problem), search.num_tokens, trial.setting, search.ranks)
+    packs = cut_packs(cut_rules(problem), search.num_tokens, trial.setting, search.ranks, search.trees)
     if packs is None or (trial.split and problem.layout.num_stages == 1):
         return None
     tasks = pipeline_tasks(problem.costs, problem.packs_of(search.documents, *packs), split=trial.split)

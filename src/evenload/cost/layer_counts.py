@@ -44,6 +44,7 @@ from evenload.types.document import ActivationPolicy
 from evenload.types.layer_kind import AttentionKind, LayerKind
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import AttentionKernels, ModelSpec
+from evenload.types.tree_columns import NO_TREES, TreeColumns
 
 STATE_SLOWNESS = 8.0
 """Seconds of a multiply-add in functions that carry a state, small products between elementwise work, over one of a
@@ -193,9 +194,9 @@ def most_of_stage(counts: NDArray[np.int64], values: NDArray[np.int64]) -> NDArr
     return ((counts > 0) * values).max(axis=1)
 
 
-def forward_flops(model: ModelSpec, num_tokens: ArrayLike) -> NDArray[np.float64]:
-    """Count the FLOPs of whole documents forward, with head, without embedding look-up; float64, shape of
-    `num_tokens`."""
+def forward_flops(model: ModelSpec, num_tokens: ArrayLike, trees: TreeColumns = NO_TREES) -> NDArray[np.float64]:
+    """Count the FLOPs of whole documents forward, with head, without embedding look-up, shared prefixes of `trees`
+    once; float64, shape of `num_tokens`."""
     tokens = np.asarray(num_tokens, np.float64)
     weights = model.kind_counts @ _of_kinds(
         model, lambda kind: kind.active_products + kind.state_products + kind.adapter_parameters
@@ -205,13 +206,16 @@ def forward_flops(model: ModelSpec, num_tokens: ArrayLike) -> NDArray[np.float64
     for reach in kind_shares(model).reaches:
         attentions = [(count, kind.attention) for count, kind in zip(model.kind_counts, model.kinds, strict=True)]
         widths = sum(count * one.pair_width for count, one in attentions if one and one.reach == reach)
-        flops = flops + 2.0 * widths * slice_pairs(zero, tokens, reach, causal=model.causal)
+        pairs = slice_pairs(zero, tokens, reach, causal=model.causal)
+        if trees.has_any:
+            pairs = np.where(trees.is_tree, trees.sums(slice_pairs(trees.depth, trees.depth_stop, reach)), pairs)
+        flops = flops + 2.0 * widths * pairs
     return flops
 
 
-def training_flops(model: ModelSpec, num_tokens: ArrayLike) -> NDArray[np.float64]:
+def training_flops(model: ModelSpec, num_tokens: ArrayLike, trees: TreeColumns = NO_TREES) -> NDArray[np.float64]:
     """Count the model FLOPs of forward and backward of whole documents, less dW of frozen matrices, as MFU does."""
-    flops = 3.0 * forward_flops(model, num_tokens)
+    flops = 3.0 * forward_flops(model, num_tokens, trees)
     if model.has_adapters:
         weights = model.kind_counts @ _of_kinds(model, lambda kind: kind.active_products)
         frozen = 2.0 * weights + 2.0 * model.embedding_parameters

@@ -18,10 +18,11 @@ with a gated block; of others what their kinds have (`cost.layer_counts`):
               S back that ends before the document does: it takes the gradient of the state at its end, while in place
               of its own state comes that one's gradient. Nothing for documents in one slice.
 
-Padded packs count `pad_to` tokens a document. Temporaries are estimates: of a forward one layer's input, norm output,
-attention input/output and gated product, or what a scan reads and gives in fp32; of a backward one layer's recomputed
-activations and gradients, attention's workspace (`cost.layer_counts`), on the last stage logits and their fp32 softmax
-and gradient, min(T, HEAD_ROWS)·vocab, or logits alone, which Liger's kernel turns into their gradient (tp = 1).
+Of a tree (`types.tree`) all of these count unique tokens, and attention's workspace its slices by pieces. Padded packs
+count `pad_to` tokens a document. Temporaries are estimates: of a forward one layer's input, norm output, attention
+input/output and gated product, or what a scan reads and gives in fp32; of a backward one layer's recomputed activations
+and gradients, attention's workspace (`cost.layer_counts`), on the last stage logits and their fp32 softmax and
+gradient, min(T, HEAD_ROWS)·vocab, or logits alone, which Liger's kernel turns into their gradient (tp = 1).
 
 Static bytes of a rank: weights e·N, fp32 gradients max(e,4)·N, and AdamW's state sharded over dp·cp: fp32 master
 (only where e < 4) and two moments, max(e,4) bytes each. With LoRA adapters only those have gradients and state.
@@ -41,6 +42,7 @@ of its ranks' peaks.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -74,6 +76,7 @@ from evenload.types.layout import ParallelLayout, even_layout
 from evenload.types.model import ModelSpec
 from evenload.types.pipeline import ActionColumns, PackBytes, PipelineTasks
 from evenload.types.timeline import KINDS, MEMORY_KINDS
+from evenload.types.tree_columns import NO_TREES, TreeColumns
 
 HEAD_ROWS = 2048  # Rows of logits the runtime holds at once; bounds the head's memory whatever the pack
 WIDENED_ELEMENTS = 2**22  # Of bf16 moments and masters in halves, at once in fp32, while they are updated
@@ -90,6 +93,7 @@ class ReplicaPacks:
         owners: int64[num_slices] of forward and backward, the rank that holds a slice whole, -1 = all share it; None =
             all.
         shardings: `MicroPack.sharding` of every forward pack; () = nobody shares any.
+        trees: segments of the documents; ranks share no trees.
     """
 
     forward: SliceColumns
@@ -98,6 +102,17 @@ class ReplicaPacks:
     policy: NDArray[np.int8] | None = None
     owners: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
     shardings: tuple[PackSharding, ...] = ()
+    trees: TreeColumns = NO_TREES
+
+    @functools.cached_property
+    def forward_pieces(self) -> SliceColumns:
+        """Return the forward slices as they are priced: those of trees by pieces."""
+        return self.trees.pieces(self.forward)
+
+    @functools.cached_property
+    def backward_pieces(self) -> SliceColumns:
+        """Return the backward slices as they are priced."""
+        return self.trees.pieces(self.backward)
 
     def by_rank(self, cp: int) -> "ReplicaPacks":
         """Return the packs as each of the ranks that own slices sees them, rank after rank, each with packs and
@@ -259,7 +274,8 @@ class TokenCounts:
         kept_states, freed_states: int64[m_f], int64[m_b], states of documents, not tokens; a forward may take more than
             it leaves.
         gathered_forward, gathered_backward: int64[m_f], int64[m_b], whose K and V other ranks send.
-        pieces, prefix_keys, keys: int64[m_b], slices of backward packs, keys before them, and keys that they see.
+        pieces, prefix_keys, keys: int64[m_b], slices of backward packs (of trees their pieces), keys before them, and
+            keys that they see.
     """
 
     kept_chunks: NDArray[np.int64]
@@ -297,6 +313,8 @@ def count_tokens(packs: ReplicaPacks) -> TokenCounts:
     goes_on = forward.stop < packs.num_tokens[forward.doc]
     states = cuts_within(forward, backward)[0] + goes_on - (forward.start > 0)
     freeing_pack = _backward_pack_of_first_token(forward, backward, backward_pack)
+    pieces = packs.backward_pieces
+    piece_pack = pieces.pack_of_slice()
     m_f, m_b = forward.num_packs, backward.num_packs
     return TokenCounts(
         kept_chunks=_policy_sums(forward_pack, forward_tokens, m_f, forward.doc, policy),
@@ -310,9 +328,9 @@ def count_tokens(packs: ReplicaPacks) -> TokenCounts:
         computed=_policy_sums(backward_pack, backward_tokens, m_b, backward.doc, policy),
         gathered_forward=_pack_sums(forward_pack, np.where(forward.cp > 1, forward.slice_tokens(), 0), m_f),
         gathered_backward=_pack_sums(backward_pack, np.where(backward.cp > 1, backward.slice_tokens(), 0), m_b),
-        pieces=_pack_sums(backward_pack, np.ones_like(backward.start), m_b),
-        prefix_keys=_pack_sums(backward_pack, backward.start, m_b),
-        keys=_pack_sums(backward_pack, backward.start + backward.slice_tokens(), m_b),
+        pieces=_pack_sums(piece_pack, np.ones_like(pieces.start), m_b),
+        prefix_keys=_pack_sums(piece_pack, pieces.start, m_b),
+        keys=_pack_sums(piece_pack, pieces.start + pieces.slice_tokens(), m_b),
     )
 
 

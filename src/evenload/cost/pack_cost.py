@@ -7,6 +7,8 @@ a stage is a column of seconds a feature; seconds are one small matrix product. 
 - Coefficients are of the mean layer; a stage adds up the shares of its layers (`cost.layer_counts.KindShares`).
 - Tiles: attention computes whole blocks of `tile` query rows. Rows that a slice lacks to full blocks cost like its
   last row, which sees `min(stop, window)` keys (WLB §5.2). A padded slice costs `pad_to` tokens and their attention.
+- Trees of shared prefixes (`types.tree`): a slice costs what its pieces would cost as slices of plain documents at the
+  same positions along the path, so columns of slices are priced by pieces (`TreeColumns.pieces`). Ranks share no trees.
 - Slices that ranks share: one of at least two tiles a rank is cut into 2·ranks chunks, of which each rank computes
   one near the start and one near the end; a shorter one stays whole on some rank where the sharding allows it. Features
   are the mean over ranks, which searches compare; plans promise the slowest rank by its own rows (`cost.pack_pricing`).
@@ -20,7 +22,7 @@ a stage is a column of seconds a feature; seconds are one small matrix product. 
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -57,6 +59,7 @@ from evenload.types.document import Direction
 from evenload.types.layer_kind import STATE_CHUNK
 from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
+from evenload.types.tree_columns import NO_TREES, TreeColumns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,16 +91,20 @@ class SliceFeatures:
         out[:, 2] = 1.0
         return out
 
-    def of_slices(
-        self, start: NDArray, stop: NDArray, ranks: NDArray[np.int64] | None = None, tile: int | None = None
-    ) -> NDArray[np.float64]:
-        """Return the features of slices, each shared by `ranks` (int64[num_slices]; None = 1), with another attention
-        `tile` than the model's if given; column 2 is left 1 for the pack constant; float64[num_slices, num_columns]."""
-        tile = self.tile if tile is None else tile
+    def of_documents(self, num_tokens: NDArray[np.int64], ranks: int, trees: TreeColumns) -> NDArray[np.float64]:
+        """Return the features of whole documents, each shared by `ranks`; float64[n, num_columns]."""
+        features = self.of_slices(np.zeros_like(num_tokens), num_tokens, np.full(len(num_tokens), ranks, np.int64))
+        if trees.has_any:
+            features[trees.is_tree] = _of_trees(self, trees)[trees.is_tree]
+        return features
+
+    def of_slices(self, start: NDArray, stop: NDArray, ranks: NDArray[np.int64] | None = None) -> NDArray[np.float64]:
+        """Return the features of slices, each shared by `ranks` (int64[num_slices]; None = 1); column 2 is left 1 for
+        the pack constant; float64[num_slices, num_columns]."""
         rows = stop - start
         out = np.ones((len(rows), pairs_column(len(self.windows))))
         out[:, 0] = rows
-        missing_rows = -rows % tile
+        missing_rows = -rows % self.tile
         for index, window in enumerate(self.windows):
             last_row_keys = keys_before(stop, window) if window >= 0 else keys_before(stop - 1, window) + 1
             pairs = slice_pairs(start, stop, window, causal=self.causal)
@@ -122,6 +129,13 @@ class SliceFeatures:
             out[:, pairs_column(index)] = slice_pairs(start, stop, window) * share + missing
             out[:, prefix_column(index)] = 2 * prefix
         return out
+
+
+@functools.lru_cache(maxsize=4)
+def _of_trees(features: SliceFeatures, trees: TreeColumns) -> NDArray[np.float64]:
+    """Sum the features of documents' segments; kept, because a step's problems under all policies ask for it."""
+    segments = features.of_slices(trees.depth, trees.depth_stop)
+    return np.stack([trees.sums(column) for column in segments.T], axis=1)
 
 
 def policy_tokens(columns: SliceColumns, policy: NDArray[np.int8]) -> NDArray[np.float64]:
@@ -393,7 +407,11 @@ class PackCosts:
         return self._copy_seconds(tokens) if tokens.any() else np.zeros((len(tokens), self.layout.num_stages))
 
     def document_seconds(
-        self, num_tokens: ArrayLike, policy: NDArray[np.int8] | None = None, ranks: int | None = None
+        self,
+        num_tokens: ArrayLike,
+        policy: NDArray[np.int8] | None = None,
+        ranks: int | None = None,
+        trees: TreeColumns = NO_TREES,
     ) -> NDArray[np.float64]:
         """Price forward + backward of whole documents through the whole pipeline of one replica, without the constant
         of the pack they lie in; float64[n]. This is what replicas are balanced by.
@@ -401,15 +419,22 @@ class PackCosts:
         Args:
             policy: int8[n]; None = all replay.
             ranks: that share each document; default: the context-parallel ranks of the layout.
+            trees: segments of the documents.
         """
-        tokens = np.asarray(num_tokens, np.int64)
-        sharing = np.full(len(tokens), self.layout.cp if ranks is None else ranks, np.int64)
-        features = self.features.of_slices(np.zeros_like(tokens), tokens, sharing)
+        tokens, sharing = np.asarray(num_tokens, np.int64), self.layout.cp if ranks is None else ranks
+        features = self.features.of_documents(tokens, sharing, trees)
         features[:, 2] = 0.0
         seconds = features @ (self.stage_seconds["forward"] + self.stage_seconds["backward"]).sum(axis=1)
         if policy is not None:
             seconds += (policy == RECOMPUTE) * features[:, 0] * self.linear_again_s[0].sum()
         return seconds
+
+    def piece_seconds(self, start: NDArray[np.int64], stop: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Price forward + backward of tokens at positions `[start, stop)` along their paths, each range a piece of its
+        own on one rank, through the whole pipeline without the constant of a pack; float64[n]."""
+        features = self.features.of_slices(start, stop)
+        features[:, 2] = 0.0
+        return features @ (self.stage_seconds["forward"] + self.stage_seconds["backward"]).sum(axis=1)
 
     def work_curve(self, direction: Direction, stage: int | None = None, recomputed_share: float = 0.0) -> WorkCurve:
         """Return the work of a token range on one virtual stage, for exact cuts; default: the stage slowest per token.
@@ -436,24 +461,32 @@ class PackCosts:
         byte_s = self.coefficients.copy_s_per_byte if link is None else 1 / link.bandwidth_bytes_per_s
         return float(np.maximum(update_s, 2 * byte_s * state_bytes).max())
 
-    def lower_bound_seconds(self, num_tokens: ArrayLike) -> float:
-        """Price all useful work of a step spread evenly over all devices: without recompute, padding, tiles, constants
-        of packs and slices, optimizer, and communication that was not measured with its layers."""
+    def lower_bound_seconds(self, num_tokens: ArrayLike, trees: TreeColumns = NO_TREES) -> float:
+        """Price all useful work of a step spread evenly over all devices, shared prefixes of trees once: without
+        recompute, padding, tiles, constants of packs and slices, keys of prefixes, optimizer, and communication that
+        was not measured with its layers."""
         whole = self._stage_rates("forward", 1) + self._stage_rates("backward", 1)
-        return float(self._useful_features(num_tokens) @ whole.sum(axis=1)) / self.layout.world_size
+        return float(self._useful_features(num_tokens, trees) @ whole.sum(axis=1)) / self.layout.world_size
 
-    def useful_stage_seconds(self, num_tokens: ArrayLike) -> NDArray[np.float64]:
+    def useful_stage_seconds(self, num_tokens: ArrayLike, trees: TreeColumns = NO_TREES) -> NDArray[np.float64]:
         """Return as `lower_bound_seconds` that of every virtual stage on one tensor-parallel group, with its transfers;
         float64[P]."""
         tp = self.layout.tp
         rates = self._stage_rates("forward", tp) + self._stage_rates("backward", tp)
-        return self._useful_features(num_tokens) @ rates
+        return self._useful_features(num_tokens, trees) @ rates
 
-    def _useful_features(self, num_tokens: ArrayLike) -> NDArray[np.float64]:
-        tokens = np.asarray(num_tokens, np.int64)
-        features = self.features.of_slices(np.zeros_like(tokens), tokens, tile=1)
-        features[:, 1:3] = 0.0
+    def _useful_features(self, num_tokens: ArrayLike, trees: TreeColumns) -> NDArray[np.float64]:
+        features = replace(self.features, tile=1).of_documents(np.asarray(num_tokens, np.int64), 1, trees)
+        features[:, 1:3] = features[:, prefix_column(0) :: 2] = 0.0
         return features.sum(axis=0)
+
+    def require_trees(self, trees: TreeColumns) -> None:
+        """Refuse trees of shared prefixes of models and layouts that do not run them, by a `ConfigError`."""
+        why = f"layout {self.layout.describe()} divides documents over ranks; use cp=1" if self.layout.cp > 1 else ""
+        if not self.model.may_cut_documents or self.model.state_functions:
+            why = f"model {self.model.name} has other layers than of causal attention; use another"
+        if trees.has_any and why:
+            raise ConfigError(f"trees of shared prefixes: {why}, or documents without shared prefixes")
 
     def require_sliceable(self, columns: SliceColumns) -> None:
         """Refuse pieces of documents of a model that needs them whole, by a `ConfigError`."""

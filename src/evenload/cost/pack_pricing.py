@@ -104,7 +104,7 @@ def pipeline_tasks(costs: PackCosts, packs: ReplicaPacks, *, split: bool = False
     codes = np.empty(0, np.int8) if packs.policy is None else np.ascontiguousarray(packs.policy, np.int8)
     num_tokens = np.ascontiguousarray(packs.num_tokens, np.int64)
     *columns, parts = _native.price_packs(
-        costs.native, _arrays(packs.forward), _arrays(packs.backward), num_tokens, codes, split
+        costs.native, _arrays(packs.forward), _arrays(packs.backward), num_tokens, packs.trees.arrays(), codes, split
     )
     forward_s, backward_s, p2p_forward_s, p2p_backward_s, needed, kept, forward_temp, freed, backward_temp = columns
     return PipelineTasks(
@@ -128,6 +128,7 @@ def pipeline_tasks(costs: PackCosts, packs: ReplicaPacks, *, split: bool = False
 def _require_known_links(costs: PackCosts, packs: ReplicaPacks) -> None:
     """Refuse, as `PackCosts` does, what the core takes for granted."""
     forward, backward = packs.forward, packs.backward
+    costs.require_trees(packs.trees)
     costs.require_sliceable(forward)
     costs.require_sliceable(backward)
     if packs.policy is not None and (packs.policy == OFFLOAD).any():

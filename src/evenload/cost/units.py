@@ -27,6 +27,7 @@ from evenload.types.columns import SliceColumns
 from evenload.types.document import Direction
 from evenload.types.layout import ParallelLayout, even_layout
 from evenload.types.model import ModelSpec
+from evenload.types.tree_columns import NO_TREES, TreeColumns
 
 
 class UnitTransfers(NamedTuple):
@@ -123,16 +124,16 @@ def unit_seconds(
     return features @ rates
 
 
-def physical_bound_seconds(costs: PackCosts, num_tokens: ArrayLike) -> float:
+def physical_bound_seconds(costs: PackCosts, num_tokens: ArrayLike, trees: TreeColumns = NO_TREES) -> float:
     """Bound the time of a step with documents of these lengths (int64[n]) on any machine with these devices."""
-    flops = float(training_flops(costs.model, np.asarray(num_tokens, np.int64)).sum())
+    flops = float(training_flops(costs.model, np.asarray(num_tokens, np.int64), trees).sum())
     return flops / (costs.layout.world_size * costs.coefficients.peak_flops_per_s)
 
 
-def layout_bound_seconds(costs: PackCosts, num_tokens: ArrayLike) -> float:
+def layout_bound_seconds(costs: PackCosts, num_tokens: ArrayLike, trees: TreeColumns = NO_TREES) -> float:
     """Bound the time of a step with documents of these lengths (int64[n]) in the layout of `costs`."""
     layout = costs.layout
-    stage_s = costs.useful_stage_seconds(num_tokens)
+    stage_s = costs.useful_stage_seconds(num_tokens, trees)
     rank_s = np.zeros(layout.pipeline_ranks)
     for stage, seconds in enumerate(stage_s.tolist()):
         ranks = layout.ranks_of_stage(stage)
@@ -142,24 +143,28 @@ def layout_bound_seconds(costs: PackCosts, num_tokens: ArrayLike) -> float:
         float(unit_transfers(costs.model, costs.coefficients, layout, rank).sum_s.sum())
         for rank in sorted(set(layout.leading_ranks))
     )
-    return max(computed_s, costs.lower_bound_seconds(num_tokens), summed_s) + costs.optimizer_seconds()
+    return max(computed_s, costs.lower_bound_seconds(num_tokens, trees), summed_s) + costs.optimizer_seconds()
 
 
 def sizes_bound_seconds(
-    model: ModelSpec, coefficients: CostCoefficients, layout: ParallelLayout, num_tokens: ArrayLike
+    model: ModelSpec,
+    coefficients: CostCoefficients,
+    layout: ParallelLayout,
+    num_tokens: ArrayLike,
+    trees: TreeColumns = NO_TREES,
 ) -> float:
     """Bound the time of a step with documents of these lengths (int64[n]) in any layout of the same dp, cp, pp and tp,
     of which the coefficients are."""
     ranks, layers = layout.pp, model.num_layers
     if ranks == 1:
-        return layout_bound_seconds(PackCosts(model, coefficients, layout), num_tokens)
+        return layout_bound_seconds(PackCosts(model, coefficients, layout), num_tokens, trees)
     # Every layer as a stage, embedding and head with the first and the last: a rank has the sum of its layers.
     alone = even_layout(layers, dp=layout.dp, cp=layout.cp, pp=layers, tp=layout.tp)
     costs = PackCosts(model, coefficients, alone)
-    layer_s = costs.useful_stage_seconds(num_tokens)
+    layer_s = costs.useful_stage_seconds(num_tokens, trees)
     sum_s = np.array([unit_transfers(model, coefficients, alone, rank).sum_s.sum() for rank in range(layers)])
     computed_s = _fullest_at_least(layer_s, ranks) / (layout.dp * layout.cp)
-    evenly_s = costs.lower_bound_seconds(num_tokens) * layers / ranks
+    evenly_s = costs.lower_bound_seconds(num_tokens, trees) * layers / ranks
     trained = _fullest_at_least(trained_parameters_per_rank(model, alone), ranks)
     updated_s = coefficients.optimizer_s_per_parameter * trained / (layout.dp * layout.cp)
     return max(computed_s, evenly_s, _fullest_at_least(sum_s, ranks)) + updated_s

@@ -25,6 +25,7 @@ from evenload.types.layout import ParallelLayout
 from evenload.types.run import LayoutDecision
 from evenload.types.text import counted
 from evenload.types.timeline import TimeSplit, mean_time_split
+from evenload.types.tree_columns import lengths_of
 
 _MEANS = ("bubble_fraction", "imbalance_forward", "imbalance_backward", "imbalance_dp")
 
@@ -190,7 +191,7 @@ def _evaluate(
     planner, flexible, batches = planners.planner, planners.flexible, planners.batches or batches
     stride = planners.stride
     lengths = [np.array([d.num_tokens for d in batch.documents], dtype=np.int64) for batch in batches]
-    lower_bound_s = [planner.costs.lower_bound_seconds(tokens) for tokens in lengths]
+    lower_bound_s = [planner.costs.lower_bound_seconds(*lengths_of(batch.documents)) for batch in batches]
     layout = _sizes(planners.stands_for or planner.layout)
     dropped = sum(batch.dropped_tokens for batch in batches)
     note, decisions = "", ()
@@ -216,7 +217,7 @@ def _evaluate(
     step_time_s = [proposal.plan.predicted.step_time_s for proposal in proposals]
     tokens_of = [[document.num_tokens for document in proposal.plan.documents] for proposal in proposals]
     physical_s, layout_s = (
-        [bound(proposal.costs, tokens) for proposal, tokens in zip(proposals, tokens_of, strict=True)]
+        [bound(proposal.costs, *lengths_of(proposal.plan.documents)) for proposal in proposals]
         for bound in (physical_bound_seconds, layout_bound_seconds)
     )
     interval = prediction_interval(planner.costs.coefficients, planner.layout)

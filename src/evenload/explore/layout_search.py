@@ -43,6 +43,7 @@ from evenload.types.cluster import ClusterSpec, LinkSpec
 from evenload.types.layout import ParallelLayout, even_layout, split_layout
 from evenload.types.model import ModelSpec
 from evenload.types.text import format_bytes
+from evenload.types.tree_columns import lengths_of
 
 QUICK_CANDIDATES = 24  # schedules of the first pass; enough to tell layouts apart by a few percent
 FINALISTS = 8  # layouts with one stage a rank that are planned on all batches, and as many with several
@@ -262,11 +263,10 @@ class LayoutSearch:
     @functools.cached_property
     def _by_least_time(self) -> list[tuple[float, ParallelLayout]]:
         """Layouts with the seconds that no plan of the first batch is faster than; 0 where a layout has no costs."""
-        tokens = np.array([document.num_tokens for document in self.batches[0].documents], np.int64)
-        bounds = []
+        lengths, bounds = lengths_of(self.batches[0].documents), []
         for layout in layouts_of(self.model, self.cluster):
             try:
-                bounds.append((sizes_bound_seconds(self.model, self.coefficients_of(layout), layout, tokens), layout))
+                bounds.append((sizes_bound_seconds(self.model, self.coefficients_of(layout), layout, *lengths), layout))
             except ConfigError:
                 bounds.append((0.0, layout))
         # Within a few percent other things decide than what bounds see: those equal to `BOUND_STEP` are equal.
@@ -307,10 +307,7 @@ class LayoutSearch:
             ]
         except (ConfigError, DataError, InfeasiblePlanError) as error:
             return result(feasible=False, why=str(error))
-        bounds_s = [
-            planner.costs.lower_bound_seconds(np.array([document.num_tokens for document in batch.documents], np.int64))
-            for batch in batches
-        ]
+        bounds_s = [planner.costs.lower_bound_seconds(*lengths_of(batch.documents)) for batch in batches]
         peaks = [np.max([c.candidate.simulation.peak_bytes for c in one.choices], axis=0) for one in proposals]
         peak = np.max(peaks, axis=0) - planners.raised_bytes
         step_s = [proposal.plan.predicted.step_time_s for proposal in proposals]

@@ -36,6 +36,7 @@ from evenload.schedule.packflow import LIST, LIST_SPLIT, STATIC, packflow_list, 
 from evenload.schedule.registry import SCHEDULES
 from evenload.schedule.schedule_rule import UNLIMITED_BYTES, ScheduleRule
 from evenload.types.columns import SliceColumns, WorkCurve, whole_document_columns
+from evenload.types.tree_columns import NO_TREES, TreeColumns
 
 Cut = Literal["symmetric", "asymmetric", "whole"]
 CUTS: tuple[Cut, ...] = ("symmetric", "asymmetric", "whole")
@@ -210,12 +211,17 @@ def cut_rules(problem: StepProblem) -> CutRules:
 
 
 def trial_packs(
-    problem: StepProblem, rules: CutRules, num_tokens: NDArray[np.int64], setting: Setting, ranks: int
+    problem: StepProblem,
+    rules: CutRules,
+    num_tokens: NDArray[np.int64],
+    setting: Setting,
+    ranks: int,
+    trees: TreeColumns = NO_TREES,
 ) -> tuple[SliceColumns, SliceColumns] | None:
-    """Cut at least one document into forward and backward packs, every slice shared by `ranks`; None where the token
-    limit rules the setting out."""
+    """Cut at least one document (`trees`: their segments) into forward and backward packs, every slice shared by
+    `ranks`; None where the token limit rules the setting out."""
     row, native = trial_rows([Trial(setting)])[0], problem.costs.native
-    cuts = _native.cut_packs(native, num_tokens, row, *rules.native_curves(), *rules.native_limits())
+    cuts = _native.cut_packs(native, num_tokens, trees.arrays(), row, *rules.native_curves(), *rules.native_limits())
     if cuts is None:
         return None
     forward, backward = (
@@ -261,6 +267,7 @@ class ReplicaSearch:
         key = (self.ranks, documents.tobytes())
         self.known: dict[Trial, TrialScore | None] = problem.known_scores.setdefault(key, {})
         self.num_tokens = np.ascontiguousarray(problem.num_tokens[documents])
+        self.trees = problem.trees.taken(documents)
         self.policy = problem.policy_of(documents)
         self.scores: dict[Trial, TrialScore | None] = {}
         self._expanded: set[Trial] = set()
@@ -275,7 +282,7 @@ class ReplicaSearch:
         problem = self.problem
         if self.ranks == problem.layout.cp:
             return float(problem.document_s[self.documents].sum())
-        return float(problem.costs.document_seconds(self.num_tokens, self.policy, ranks=self.ranks).sum())
+        return float(problem.costs.document_seconds(self.num_tokens, self.policy, self.ranks, self.trees).sum())
 
     @functools.cached_property
     def cuts(self) -> tuple[Cut, ...]:
@@ -327,7 +334,7 @@ class ReplicaSearch:
     def build(self, trial: Trial, *, split: bool = False) -> Candidate | None:
         """Make the candidate of a trial; None where the token limit rules its packs out. `split`: price I and W too."""
         problem = self.problem
-        columns = trial_packs(problem, cut_rules(problem), self.num_tokens, trial.setting, self.ranks)
+        columns = trial_packs(problem, cut_rules(problem), self.num_tokens, trial.setting, self.ranks, self.trees)
         if columns is None or (isinstance(trial.order, Order) and trial.split and problem.layout.num_stages == 1):
             return None
         packs = problem.packs_of(self.documents, *columns)
@@ -387,7 +394,13 @@ def _score_in_core(jobs: list[tuple[ReplicaSearch, list[Trial]]]) -> None:
     result = _native.score_trials(
         problem.costs.native,
         [
-            (search.num_tokens, empty if search.policy is None else search.policy, search.ranks, trial_rows(trials))
+            (
+                search.num_tokens,
+                search.trees.arrays(),
+                empty if search.policy is None else search.policy,
+                search.ranks,
+                trial_rows(trials),
+            )
             for search, trials in jobs
         ],
         *rules.native_curves(),

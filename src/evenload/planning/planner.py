@@ -28,6 +28,7 @@ from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
 from evenload.types.plan import DEFERRED, LeftOut, Prediction, StepPlan, seal
 from evenload.types.text import format_bytes
+from evenload.types.tree_columns import TreeColumns
 
 CUT_SHORT_NOTE = "search cut short: it took as long as the step it plans (auto.planning_share)"
 
@@ -207,6 +208,8 @@ class StepPlanner:
                 f"step {step}: document {doc_ids[shortest]} has {num_tokens[shortest]} tokens, "
                 "must have at least 1; drop it"
             )
+        trees = TreeColumns.of(documents)
+        self.costs.require_trees(trees)
         limit = self.memory_cap_bytes
         cap = None if limit is None else np.full(self.layout.pipeline_ranks, limit, dtype=np.int64)
         host_bytes = None
@@ -221,6 +224,7 @@ class StepPlanner:
             self.options,
             host_device_bytes=host_bytes,
             waits_at_each=self.waits_at_each,
+            trees=trees,
         )
 
     def _step_plan(

@@ -32,6 +32,7 @@ from evenload.types.layout import ParallelLayout
 from evenload.types.pipeline import ActionColumns, PipelineTasks
 from evenload.types.plan import PackTimes
 from evenload.types.timeline import KINDS
+from evenload.types.tree_columns import NO_TREES, TreeColumns
 
 PolicyOption = Literal["replay", "recompute", "offload", "choose"]
 CHOOSE = "choose"  # The schedule that suits a strategy: 1F1B of whole documents, the fastest found where it searches
@@ -244,12 +245,13 @@ class StepProblem:
     """Hold one global batch to be planned; its costs also carry the model and the layout.
 
     Args:
-        doc_ids, num_tokens: int64[n], in arrival order.
+        doc_ids, num_tokens: int64[n], in arrival order; of a tree its unique tokens.
         cap_bytes: int64[R], memory of every pipeline rank; None = no limit.
         policy: int8[n], activation policy of every document (`cost.layer_counts.POLICIES`); None = all replay.
         host_device_bytes: of host memory, what each device may offload to; None = not limited.
         waits_at_each: replicas wait for each other at every micro-batch (FSDP, ZeRO-3), and not once a step.
         effort: of planning the step, one for all problems that differ in policy or memory alone.
+        trees: segments of the documents.
     """
 
     doc_ids: NDArray[np.int64]
@@ -261,12 +263,14 @@ class StepProblem:
     host_device_bytes: int | None = None
     waits_at_each: bool = False
     effort: Effort = field(default_factory=Effort)
+    trees: TreeColumns = NO_TREES
     document_s: NDArray[np.float64] = field(init=False)
     # Scores that searches of this problem share, by ranks and documents, then by trial (`plan.candidates`).
     known_scores: dict[tuple[int, bytes], dict[Any, Any]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "document_s", self.costs.document_seconds(self.num_tokens, self.policy))
+        document_s = self.costs.document_seconds(self.num_tokens, self.policy, trees=self.trees)
+        object.__setattr__(self, "document_s", document_s)
 
     @property
     def layout(self) -> ParallelLayout:
@@ -276,12 +280,12 @@ class StepProblem:
     @functools.cached_property
     def stored_s(self) -> float:
         """Return the forward + backward seconds of all documents where every activation is stored."""
-        return float(self.costs.document_seconds(self.num_tokens, None).sum())
+        return float(self.costs.document_seconds(self.num_tokens, None, trees=self.trees).sum())
 
     @property
     def shares_documents(self) -> bool:
-        """Whether replicas may share documents."""
-        return bool(self.options.dp_merge) and self.costs.model.may_cut_documents
+        """Whether replicas may share documents; of a step with trees of shared prefixes they share none."""
+        return bool(self.options.dp_merge) and self.costs.model.may_cut_documents and not self.trees.has_any
 
     def policy_of(self, documents: NDArray[np.int64]) -> NDArray[np.int8] | None:
         """Return the activation policies of some documents; None = all replay."""
@@ -292,7 +296,8 @@ class StepProblem:
     ) -> ReplicaPacks:
         """Return packs of these documents, which the columns count; `backward` None = the same packs."""
         backward = forward if backward is None else backward
-        return ReplicaPacks(forward, backward, self.num_tokens[documents], self.policy_of(documents))
+        policy, trees = self.policy_of(documents), self.trees.taken(documents)
+        return ReplicaPacks(forward, backward, self.num_tokens[documents], policy, trees=trees)
 
     def scheduled(
         self, label: str, packs: ReplicaPacks, rule: ScheduleRule, tasks: PipelineTasks | None = None

@@ -183,7 +183,7 @@ def _needed_seconds(
             begin_s, seconds = float(simulation.start_s[at]), float(simulation.end_s[at] - simulation.start_s[at])
             first_s[rank] = min(first_s[rank], begin_s)
             firsts.setdefault((rank, stage), []).append((len(packs), begin_s, seconds))
-            packs.append((replica.packs.forward, int(actions.pack[at])))
+            packs.append((replica.packs.forward_pieces, int(actions.pack[at])))
         back = actions.kind != KINDS.index("F")
         np.minimum.at(back_s, actions.rank[back], simulation.start_s[back])
     features = pack_features(costs, packs) if packs else np.empty((0, 0))
@@ -348,7 +348,7 @@ def _completed_seconds(costs: PackCosts, replicas: Sequence[SimulatedReplica]) -
             packs.setdefault((number, pack), len(packs))
     if not packs:
         return {}
-    features = pack_features(costs, [(replicas[number].packs.backward, pack) for number, pack in packs])
+    features = pack_features(costs, [(replicas[number].packs.backward_pieces, pack) for number, pack in packs])
     completed_s: dict[tuple[int, int], float] = {}
     for rank in range(costs.layout.pipeline_ranks):
         for stage in costs.layout.stages_of_rank(rank):

@@ -15,6 +15,7 @@ from evenload.types.document import MicroPack, PackPlan
 from evenload.types.model import ModelSpec
 from evenload.types.pipeline import PipelineTasks
 from evenload.types.plan import StepPlan
+from evenload.types.tree_columns import TreeColumns
 
 
 def replica_columns(plan: StepPlan, dp_rank: int) -> ReplicaPacks:
@@ -31,6 +32,7 @@ def replica_columns(plan: StepPlan, dp_rank: int) -> ReplicaPacks:
         policy=policy if packs.policies else None,
         owners=_owners(packs, plan.layout.cp),
         shardings=tuple(pack.sharding for pack in packs.forward),
+        trees=TreeColumns.of(plan.documents),
     )
 
 

@@ -296,4 +296,5 @@ AUTO = Strategy(
     shares_documents=True,
     tries_others=True,
     follows_layouts=True,
+    plans_trees=True,
 )

@@ -160,6 +160,7 @@ SEQUENTIAL = Strategy(
     plan=plan_sequential,
     cuts_documents=True,
     ignores_memory=True,
+    plans_trees=True,
 )
 
 
@@ -221,6 +222,7 @@ BEST_FIT = Strategy(
     options=BestFitOptions,
     require_options=_require_windows,
     ignores_memory=True,
+    plans_trees=True,
 )
 
 
@@ -309,4 +311,5 @@ BALANCED = Strategy(
     plan=plan_balanced,
     ignores_memory=True,
     runs_replicated_stages=True,
+    plans_trees=True,
 )

@@ -345,4 +345,5 @@ SLIMPACK = Strategy(
     require_options=_require_published_order,
     cuts_documents=True,
     shares_documents=True,
+    plans_trees=True,
 )

@@ -55,6 +55,7 @@ class Strategy:
         ignores_memory: its packs do not depend on the memory limit, or are chosen among by time: never faster with a
             limit than without.
         tries_others: plans with the other strategies, too, and is as fast as the fastest.
+        plans_trees: of shared prefixes, by what their rows cost.
         runs_replicated_stages: plans layouts whose stages have different numbers of devices, round which the packs go.
     """
 
@@ -76,6 +77,7 @@ class Strategy:
     follows_layouts: bool = False
     ignores_memory: bool = False
     tries_others: bool = False
+    plans_trees: bool = False
     runs_replicated_stages: bool = False
 
     def __post_init__(self) -> None:
@@ -126,6 +128,11 @@ class Strategy:
         self.require_layout(first.layout)
         self.require_schedule(first.options, first.layout)
         self.require_options(first.options)
+        if first.trees.has_any and not self.plans_trees:
+            raise ConfigError(
+                f"strategy {self.name} does not plan trees of shared prefixes; use slimpack, auto or balanced, or "
+                "documents without shared prefixes"
+            )
         if self.cuts_documents and not self.tries_others:
             first.require_causal(self.name)
         if not self.cuts_documents or (first.costs.model.mixers and not self.tries_others):

@@ -1,0 +1,172 @@
+"""A slice of a tree costs what its rows see: counted one by one, the same in numpy and in the core."""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cost_samples import recurrent_model, sample_coefficients, sample_model
+from evenload.cost.layer_counts import training_flops
+from evenload.cost.memory import ReplicaPacks, pipeline_bytes
+from evenload.cost.pack_cost import PackCosts, SliceFeatures, pairs_column, prefix_column
+from evenload.cost.pack_pricing import pipeline_tasks, split_pack_seconds
+from evenload.errors import ConfigError
+from evenload.types.columns import SliceColumns
+from evenload.types.document import Document
+from evenload.types.layout import even_layout
+from evenload.types.tree import Segment, shape_of
+from evenload.types.tree_columns import NO_TREES, TreeColumns
+from reference import prices
+from tree_samples import documents_with_trees, group_of, keys_of_rows, plain_document, tree_document
+
+WINDOWS = (0, 5, -4)
+LAYERS = {"num_layers": 3, "sliding_windows": (0, 16, 16)}
+
+
+def lengths_of(documents: tuple[Document, ...]) -> np.ndarray:
+    return np.array([one.num_tokens for one in documents], np.int64)
+
+
+@st.composite
+def sliced(draw: st.DrawFn, documents: tuple[Document, ...], *, backward: bool) -> SliceColumns:
+    """Documents cut anywhere, dealt into packs, slices of a document in order (backward: last first)."""
+    packs: list[list[tuple[int, int, int]]] = [[]]
+    for index, document in enumerate(documents):
+        inner = draw(st.lists(st.integers(0, document.num_tokens), max_size=4))
+        edges = sorted({0, document.num_tokens, *inner})
+        pieces = [(index, start, stop) for start, stop in itertools.pairwise(edges)]
+        for piece in reversed(pieces) if backward else pieces:
+            if packs[-1] and (packs[-1][-1][0] == index or draw(st.booleans())):
+                packs.append([])
+            packs[-1].append(piece)
+    return SliceColumns.from_ranges(packs)
+
+
+def test_a_plain_step_has_no_columns_of_trees() -> None:
+    assert TreeColumns.of((plain_document(0, 3),)) is NO_TREES
+    slices = SliceColumns.from_ranges([[(0, 1, 3)]])
+    assert NO_TREES.pieces(slices) is slices
+    mixed = TreeColumns.of((tree_document(0, (Segment(2, -1), Segment(1, 0))), plain_document(1, 3)))
+    assert mixed.taken(np.array([1])) is NO_TREES
+    assert mixed.taken(np.array([1, 0])).offset.tolist() == [0, 0, 2]
+
+
+@settings(deadline=None)
+@given(st.data(), documents_with_trees(most_tokens=9))
+def test_features_count_the_keys_that_rows_see(data: st.DataObject, documents: tuple[Document, ...]) -> None:
+    columns = data.draw(sliced(documents, backward=False))
+    trees = TreeColumns.of(documents)
+    pieces = trees.pieces(columns)
+    features = SliceFeatures(windows=WINDOWS, tile=1, causal=True).of_packs(pieces)
+    seen = {window: [keys_of_rows(document, window) for document in documents] for window in WINDOWS}
+    for pack, (lo, hi) in enumerate(itertools.pairwise(columns.pack_offset)):
+        slices = list(zip(columns.doc[lo:hi], columns.start[lo:hi], columns.stop[lo:hi], strict=True))
+        assert features[pack, 0] == sum(stop - start for _, start, stop in slices)
+        parts = [
+            part
+            for doc, start, stop in slices
+            for part in (
+                [(doc, one.start, one.stop) for one in shape_of(documents[doc].segments).pieces(start, stop)]
+                if documents[doc].segments
+                else [(doc, start, stop)]
+            )
+        ]
+        assert features[pack, 1] == len(parts)
+        for index, window in enumerate(WINDOWS):
+            pairs = sum(len(seen[window][doc][row]) for doc, start, stop in slices for row in range(start, stop))
+            assert features[pack, pairs_column(index)] == pairs
+            if window >= 0:
+                # Keys before a piece that a window may reach; a first row sees one fewer than a full window of them.
+                before = [len(seen[0][doc][start]) - 1 for doc, start, _ in parts]
+                assert features[pack, prefix_column(index)] == sum(min(n, window or n) for n in before)
+    flops = training_flops(sample_model(**LAYERS), lengths_of(documents), trees)
+    alone = [training_flops(sample_model(**LAYERS), lengths_of((one,)), TreeColumns.of((one,)))[0] for one in documents]
+    np.testing.assert_array_equal(flops, alone)
+
+
+def equal(one, other) -> None:
+    for field in dataclasses.fields(one):
+        if field.name not in ("held", "split"):
+            np.testing.assert_array_equal(getattr(one, field.name), getattr(other, field.name), field.name)
+
+
+@settings(deadline=None)
+@given(
+    st.data(),
+    documents_with_trees(),
+    st.sampled_from([1, 8]),
+    st.sampled_from([1, 3]),
+    st.sampled_from([(), (0, 16, 16), (0, -8, 5)]),
+    st.booleans(),
+)
+def test_the_core_prices_trees_as_numpy_does(
+    data: st.DataObject, documents: tuple[Document, ...], tile: int, pp: int, windows: tuple[int, ...], has_policy: bool
+) -> None:
+    # An attention workspace, too: its keys and slices are those of pieces.
+    kernels = {"attention_kernels": "varlen_cuda", "attention_workspace": True}
+    model = sample_model(sliding_windows=windows, num_heads=4, num_kv_heads=2, **kernels)
+    costs = PackCosts(model, sample_coefficients(attention_tile=tile), even_layout(3, pp=pp))
+    forward, backward = (data.draw(sliced(documents, backward=way)) for way in (False, True))
+    policy = np.arange(len(documents), dtype=np.int8) % 2 if has_policy else None
+    packs = ReplicaPacks(forward, backward, lengths_of(documents), policy, trees=TreeColumns.of(documents))
+    core, reference = (price(costs, packs, split=True) for price in (pipeline_tasks, prices.pipeline_tasks))
+    for one, other in ((core, reference), (core.held, reference.held), (core.split, reference.split)):
+        equal(one, other)
+    equal(pipeline_bytes(model, costs.layout, packs), core.held)
+    own = costs.document_seconds(packs.num_tokens, policy, trees=packs.trees)
+    alone = [
+        costs.document_seconds(
+            lengths_of((one,)), None if policy is None else policy[at : at + 1], 1, TreeColumns.of((one,))
+        )
+        for at, one in enumerate(documents)
+    ]
+    np.testing.assert_allclose(own, np.concatenate(alone), rtol=1e-12)
+    useful_s = costs.lower_bound_seconds(packs.num_tokens, packs.trees)
+    assert useful_s <= (core.forward_s.sum() + core.backward_s.sum()) / pp * (1 + 1e-12)
+    np.testing.assert_allclose(useful_s * pp, costs.useful_stage_seconds(packs.num_tokens, packs.trees).sum())
+    causes = split_pack_seconds(costs, packs.trees.pieces(forward), "forward", policy)
+    total_s = sum(getattr(causes, field.name) for field in dataclasses.fields(causes))
+    np.testing.assert_allclose(total_s, core.forward_s, rtol=1e-12)
+
+
+def test_a_chain_of_segments_has_the_pairs_of_a_plain_document() -> None:
+    chain = tree_document(0, (Segment(40, -1), Segment(10, 0), Segment(50, 1)))
+    trees, costs = TreeColumns.of((chain,)), PackCosts(sample_model(), sample_coefficients(), even_layout(3))
+    tokens = np.array([100])
+    assert costs.lower_bound_seconds(tokens, trees) == costs.lower_bound_seconds(tokens)
+    # Siblings see less than tokens behind each other would.
+    group = TreeColumns.of((tree_document(0, group_of(40, [30, 30])),))
+    assert costs.lower_bound_seconds(tokens, group) < costs.lower_bound_seconds(tokens)
+
+
+def test_trees_are_refused_where_nothing_runs_them() -> None:
+    trees = TreeColumns.of((tree_document(0, group_of(4, [2, 2])),))
+    for model, layout, why in (
+        (sample_model(), even_layout(3, cp=2), "use cp=1"),
+        (recurrent_model(), even_layout(recurrent_model().num_layers), "causal attention; use another"),
+        (sample_model(causal=False), even_layout(3), "causal attention; use another"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            PackCosts(model, sample_coefficients(), layout).require_trees(trees)
+
+
+def test_the_core_refuses_segments_that_lie_outside_of_their_document() -> None:
+    costs, whole = PackCosts(sample_model(), sample_coefficients(), even_layout(3)), [[(0, 0, 8)]]
+    columns = SliceColumns.from_ranges(whole)
+    for offset, start, depth in (
+        ([0, 2], [0, 8], [0, 1]),
+        ([0, 2], [0, 4], [0, 5]),
+        ([0, 1], [1], [0]),
+        ([0], [0], [0]),
+    ):
+        columns_of_trees = (np.array(one, np.int64) for one in (offset, start, [8] * len(start), depth))
+        trees = TreeColumns(*columns_of_trees)
+        with pytest.raises(ValueError, match="segment"):
+            pipeline_tasks(costs, ReplicaPacks(columns, columns, np.array([8]), trees=trees))
+    padded = dataclasses.replace(columns, pad_to=np.array([9]))
+    trees = TreeColumns.of((tree_document(0, group_of(4, [2, 2])),))
+    with pytest.raises(ValueError, match="padded"):
+        pipeline_tasks(costs, ReplicaPacks(padded, padded, np.array([8]), trees=trees))
