@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from evenload.data.prefix_tree import (
     PrefixTree,
@@ -356,8 +355,9 @@ class _LabelLogps(torch.autograd.Function):
         return logits[rows, targets].to(wide) - sums[rows]
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError("log-probabilities of a TreeBatch have no second derivative")
         (grad,), (logits, sums, rows, targets) = grad_outputs, ctx.saved_tensors
         of_rows = torch.zeros_like(sums).index_add_(0, rows, grad)
         found, starts = torch.empty_like(logits), range(0, len(logits), ctx.size)
