@@ -1,6 +1,6 @@
 """Micro-batches of trees give the loss and all gradients of plain autograd, path by path."""
 
-import gc
+import copy
 import subprocess
 import sys
 import textwrap
@@ -495,9 +495,10 @@ def test_a_model_gets_its_attention_back():
         assert model.generate(ids, max_new_tokens=2, do_sample=False).shape == (1, 14)
     assert model.config._attn_implementation == "evenload_tree"
     assert "evenload_tree" not in model.config.to_json_string(), "it is not saved"
-    del packer, model
-    gc.collect()
-    assert not len(attention_module._BEFORE)
+    for other in (copy.deepcopy(model), type(model)._from_config(model.config, dtype=torch.float64)):
+        with TreePacker(50, other).paused():
+            assert other.config._attn_implementation == "sdpa"
+            other(ids)
 
 
 class Wrapper(nn.Module):
@@ -511,11 +512,19 @@ class Wrapper(nn.Module):
         return self.module(*args, **given)
 
 
-@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.(is_)?gradient_checkpointing:FutureWarning")
 def test_checkpointed_layers_and_wrappers_are_served():
     sequences = random_sequences(6)
     make = make_model("llama")
     assert error_of(lambda: Wrapper(make()), sequences, ones(sequences), clipped(sequences)) < LIMIT
+
+    def make_adapted():
+        torch.manual_seed(0)
+        config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        return peft.get_peft_model(make(), config).double()
+
+    peft = pytest.importorskip("peft")
+    assert error_of(make_adapted, sequences, ones(sequences), clipped(sequences)) < LIMIT
 
     def make_checkpointed():
         model = make().train()

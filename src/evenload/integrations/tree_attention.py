@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +20,8 @@ from torch import Tensor, nn
 from evenload.errors import ConfigError, EvenloadError, UnsupportedModelError
 
 _NAME = "evenload_tree"
-_BEFORE: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
-"""The attention that transformers' models had."""
+_BEFORE = "_evenload_attention_before"
+"""The attribute of transformers' models that names the attention they had; copies of a model have it, too."""
 _PATHS = "train its sequences one by one, without TreePacker"
 _KNOWN_TENSORS = {"key_index", "cu_seq_lens_q", "cu_seq_lens_k", "position_ids", "cache_position"}
 
@@ -61,8 +60,9 @@ def tree_attention(
         is_square = last - first == rows and not 0 < window < rows
         mask = None if is_square else _visible(rows, last - first, window, query.device)
         given = query[:, :, start:stop], key[:, :, first:last], value[:, :, first:last], mask
-        found.append(nn.functional.scaled_dot_product_attention(*given, is_causal=is_square, **options))
-    return torch.cat(found, 2)[0].transpose(0, 1)
+        out = nn.functional.scaled_dot_product_attention(*given, is_causal=is_square, **options)
+        found.append(out[0].transpose(0, 1))
+    return torch.cat(found)
 
 
 def _visible(rows: int, keys: int, window: int, device: torch.device) -> Tensor:
@@ -90,8 +90,10 @@ def take_tree_attention(model: nn.Module) -> None:
 
         ALL_ATTENTION_FUNCTIONS.register(_NAME, _attend)
         ALL_MASK_ATTENTION_FUNCTIONS.register(_NAME, _window_of_mask)
-        if hf.config._attn_implementation != _NAME:
-            _BEFORE[hf] = hf.config._attn_implementation
+        if (before := hf.config._attn_implementation) != _NAME:
+            setattr(hf, _BEFORE, before)
+        elif not hasattr(hf, _BEFORE):  # made of the configuration of a model that had been given to a packer
+            setattr(hf, _BEFORE, hf.get_correct_attn_implementation(None))
         hf.set_attn_implementation(_NAME)
 
 
@@ -99,7 +101,7 @@ def take_tree_attention(model: nn.Module) -> None:
 def own_attention(model: nn.Module) -> Iterator[None]:
     """Give the model its own attention meanwhile."""
     if (hf := hf_model(model)) is not None:
-        hf.set_attn_implementation(_BEFORE[hf])
+        hf.set_attn_implementation(getattr(hf, _BEFORE))
     try:
         yield
     finally:
@@ -129,7 +131,7 @@ def prove_paths(model: nn.Module, run: Callable[[bool, bool], tuple[Tensor, ...]
             )
     except Exception as error:  # of any kind: models from elsewhere
         if (hf := hf_model(model)) is not None:
-            hf.set_attn_implementation(_BEFORE.pop(hf))
+            hf.set_attn_implementation(getattr(hf, _BEFORE))
         if isinstance(error, EvenloadError):
             raise
         raise UnsupportedModelError(
