@@ -501,6 +501,32 @@ def test_a_model_gets_its_attention_back():
             other(ids)
 
 
+def bottom_right(query, key, value, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False):
+    """torch's `varlen_attn` by its documentation, and its limits: one width, bounds, whole numbers of 32 bits."""
+    assert query.shape[-1] == key.shape[-1] == value.shape[-1]
+    assert cu_q.dtype == cu_k.dtype == torch.int32
+    (left, right), found = window_size, []
+    for a, b, lo, hi in zip(cu_q[:-1], cu_q[1:], cu_k[:-1], cu_k[1:], strict=True):
+        assert b - a <= max_q
+        assert hi - lo <= max_k
+        distance = torch.arange(hi - lo - (b - a), hi - lo)[:, None] - torch.arange(hi - lo)
+        seen = (distance >= -right) & ((distance <= left) if left >= 0 else True)
+        given = (one.transpose(0, 1)[None] for one in (query[a:b], key[lo:hi], value[lo:hi]))
+        made = nn.functional.scaled_dot_product_attention(*given, seen, scale=scale, enable_gqa=enable_gqa)
+        found.append(made[0].transpose(0, 1))
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("kind", ["qwen3, groups of heads, tied", "mistral, window", "deepseek_v3, latent attention"])
+def test_a_kernel_with_cumulative_lengths_gives_the_same(kind, monkeypatch):
+    name, changes = KINDS[kind]
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", bottom_right)
+    monkeypatch.setattr(attention_module, "_has_kernel", lambda query: True)
+    sequences = random_sequences(1)
+    given = make_model(name, **changes), sequences, ones(sequences), clipped(sequences)
+    assert error_of(*given) < LIMIT
+
+
 class Wrapper(nn.Module):
     """As DistributedDataParallel and adapters: passes on what it is given."""
 

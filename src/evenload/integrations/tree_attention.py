@@ -43,8 +43,8 @@ def tree_attention(
     index, edges = inputs["key_index"], (inputs["cu_seq_lens_q"], inputs["cu_seq_lens_k"])
     if len(index) != len(key):  # else nothing lies before any range
         key, value = key.index_select(0, index), value.index_select(0, index)
-    options: dict[str, Any] = {"scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+    options: dict[str, Any] = {"scale": scale} | ({"enable_gqa": True} if query.shape[1] != key.shape[1] else {})
+    if _has_kernel(query):
         from torch.nn.attention.varlen import varlen_attn
 
         wide = nn.functional.pad(value, (0, query.shape[-1] - value.shape[-1]))  # the kernel has one width for all
@@ -63,6 +63,10 @@ def tree_attention(
         out = nn.functional.scaled_dot_product_attention(*given, is_causal=is_square, **options)
         found.append(out[0].transpose(0, 1))
     return torch.cat(found)
+
+
+def _has_kernel(query: Tensor) -> bool:
+    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
 
 
 def _visible(rows: int, keys: int, window: int, device: torch.device) -> Tensor:
