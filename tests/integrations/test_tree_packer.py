@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers import AutoModelForCausalLM, NemotronConfig, T5Config, T5ForConditionalGeneration
 
 from evenload.data.prefix_tree import edges_of
 from evenload.errors import ConfigError, DataError, UnsupportedModelError
@@ -423,9 +423,18 @@ def refused_models():
     )
     small = {"d_model": 16, "d_ff": 16, "num_layers": 1, "num_heads": 2, "dropout_rate": 0.0, "vocab_size": 50}
     yield "encoder", lambda: T5ForConditionalGeneration(T5Config(**small)), "is an encoder-decoder"
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 50,
+    }
+    nemotron = NemotronConfig(**sizes, num_key_value_heads=2, pad_token_id=None, bos_token_id=None, eos_token_id=None)
+    yield "passes nothing on", lambda: AutoModelForCausalLM.from_config(nemotron), "cannot run a micro-batch of trees"
     yield "own attention", lambda: OwnModel(plain_causal), "lets a path see its sibling"
     yield "no arguments", lambda: nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9)), "let it take TreeBatch.inputs"
-    yield "no tokens", lambda: nn.Linear(4, 9), "has no nn.Embedding"
+    yield "no tokens", lambda: nn.Linear(4, 9), "has no nn.Embedding of tokens"
 
 
 def from_row_to_row():

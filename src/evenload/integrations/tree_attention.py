@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from evenload.errors import ConfigError, EvenloadError, UnsupportedModelError
+from evenload.errors import ConfigError, UnsupportedModelError
 
 _NAME = "evenload_tree"
 _BEFORE = "_evenload_attention_before"
@@ -127,7 +127,7 @@ def prove_paths(model: nn.Module, run: Callable[[bool, bool], tuple[Tensor, ...]
         units = [torch.finfo(one.dtype).eps for one in model.parameters() if one.is_floating_point()]
         unit = max(torch.finfo(torch.float32).eps, *units)
         leak, error = _relative(moved, second), max(map(_relative, (first, second), alone))
-        if not (leak <= 4 * unit and error <= max(1e-3, 12 * unit)):
+        if not (leak <= max(1e-5, 4 * unit) and error <= max(1e-3, 12 * unit)):
             raise UnsupportedModelError(
                 f"{name} lets a path see its sibling ({leak:.1e} of its logits), or computes it otherwise than alone "
                 f"(off by {error:.1e}): a layer goes from row to row, attends without tree_attention, or has other "
@@ -136,7 +136,7 @@ def prove_paths(model: nn.Module, run: Callable[[bool, bool], tuple[Tensor, ...]
     except Exception as error:  # of any kind: models from elsewhere
         if (hf := hf_model(model)) is not None:
             hf.set_attn_implementation(getattr(hf, _BEFORE))
-        if isinstance(error, EvenloadError):
+        if isinstance(error, UnsupportedModelError):
             raise
         raise UnsupportedModelError(
             f"{name} cannot run a micro-batch of trees ({type(error).__name__}: {error}); let it take TreeBatch.inputs "

@@ -196,17 +196,15 @@ class TreePacker:
         self._max_tokens, self._min_shared, self._labels = max_tokens, min_shared_tokens, tree_labels
         self._model, self._hf = model, hf_model(model)
         embedding = next((one for one in model.modules() if isinstance(one, nn.Embedding)), None)
-        if embedding is None:
-            raise UnsupportedModelError(f"{type(model).__name__} has no nn.Embedding, so it takes no tokens")
+        if embedding is None or embedding.num_embeddings < 2:
+            raise UnsupportedModelError(f"{type(model).__name__} has no nn.Embedding of tokens, so it takes none")
         self._width, self._device = embedding.embedding_dim, embedding.weight.device
         self._more: dict[str, Any] = {} if self._hf is None else {"use_cache": False}
         if self._hf is not None and "logits_to_keep" in inspect.signature(self._hf.forward).parameters:
             self._more["logits_to_keep"] = None
         take_tree_attention(model)
         ids = np.random.default_rng(0).integers(0, embedding.num_embeddings, (4, 8)).astype(np.int32)
-        ids[1:, 0] = (
-            np.array([0, 1, 0]) % embedding.num_embeddings
-        )  # siblings that branch at one place, whatever follows
+        ids[1:, 0] = 0, 1, 0  # siblings branch at one place, whatever follows
         prefix, first, second, changed = ids
         paths = [np.concatenate([prefix, one]) for one in (first, second[:6], changed)]
         prove_paths(model, lambda other, alone: self._probe(paths[2 if other else 0], paths[1], alone=alone))
@@ -290,10 +288,10 @@ class TreePacker:
         filled: list[list[_Part]] = [[] for _ in range(-(-sum(map(_num_tokens, units)) // self._max_tokens))]
         for unit in sorted(units, key=_work, reverse=True):
             room = [parts for parts in filled if _num_tokens(parts) + _num_tokens(unit) <= self._max_tokens]
-            if not room:
-                filled.append(unit)
-            else:
+            if room:
                 min(room, key=_work).extend(unit)
+            else:
+                filled.append(unit)
         return filled
 
     @torch.no_grad()
