@@ -8,7 +8,6 @@
 Only keys before a range are copied, once a layer; autograd adds up the gradients of shared ones.
 """
 
-import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -52,15 +51,14 @@ def tree_attention(
         out = varlen_attn(query, key, wide, *edges, *longest, window_size=seen, **options)
         assert isinstance(out, Tensor)
         return out[..., : value.shape[-1]]
-    query, key, value = (one.transpose(0, 1)[None] for one in (query, key, value))
-    found = []
-    for (start, stop), (first, last) in zip(*(itertools.pairwise(one.tolist()) for one in edges), strict=True):
-        rows = stop - start
-        first = max(first, last - rows - window + 1) if window else first
-        is_square = last - first == rows and not 0 < window < rows
-        mask = None if is_square else _visible(rows, last - first, window, query.device)
-        given = query[:, :, start:stop], key[:, :, first:last], value[:, :, first:last], mask
-        out = nn.functional.scaled_dot_product_attention(*given, is_causal=is_square, **options)
+    # Not slices: the gradient of each would be as large as all rows.
+    (rows, keys), found = (one.diff().tolist() for one in edges), []
+    for q, k, v in zip(query.split(rows), key.split(keys), value.split(keys), strict=True):
+        first = max(0, len(k) - len(q) - window + 1) if window else 0
+        is_square = len(k) - first == len(q) and not 0 < window < len(q)
+        mask = None if is_square else _visible(len(q), len(k) - first, window, q.device)
+        given = (one.transpose(0, 1)[None] for one in (q, k[first:], v[first:]))
+        out = nn.functional.scaled_dot_product_attention(*given, attn_mask=mask, is_causal=is_square, **options)
         found.append(out[0].transpose(0, 1))
     return torch.cat(found)
 
