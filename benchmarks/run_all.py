@@ -9,7 +9,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 MEASURED = (
-    *("simulator", "planning", "replay", "recurrent", "dp_merge", "reduction", "context_parallel"),
+    *("simulator", "planning", "replay", "recurrent", "trees", "dp_merge", "reduction", "context_parallel"),
     *("swinging", "reconfigure", "engine_steps", "loader", "loader_training"),
 )
 """The others are simulated (`paper_*`, `planners`, `ablation`), exact, or of a machine of their own (`gpu_*`)."""

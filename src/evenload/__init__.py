@@ -6,6 +6,7 @@
     loader = evenload.PackedLoader("corpus", tokenizer="model", max_tokens=8192)     # for a loop of one's own
     trainer = evenload.PackedTrainer(model, args, train_loader=loader)               # or PackedSFTTrainer
     print(evenload.check_isolation(model, batch))                                    # is anybody's packing leaking?
+    packer = evenload.TreePacker(max_tokens=16_384, model=model)                     # shared prefixes computed once
 
 Names are imported at their first use, because planning does not need torch.
 """
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from evenload.integrations.packed_loader import PackedLoader
     from evenload.integrations.trainer import PackedTrainer
     from evenload.integrations.trainer import PackedTrainer as PackedSFTTrainer
+    from evenload.integrations.tree_attention import tree_attention
+    from evenload.integrations.tree_packer import TreeBatch, TreePacker
     from evenload.planning.micro_batches import Cost, MicroBatches, micro_batches
 
 
@@ -38,11 +41,14 @@ __all__ = [
     "PackedSFTTrainer",
     "PackedTrainer",
     "TrainedRun",
+    "TreeBatch",
+    "TreePacker",
     "__version__",
     "check_isolation",
     "micro_batches",
     "plan",
     "train",
+    "tree_attention",
 ]
 
 __version__: str
@@ -63,6 +69,7 @@ _MODULES = {
 _TRAINING = {
     **{"PackedLoader": "packed_loader", "PackedTrainer": "trainer", "PackedSFTTrainer": "trainer"},
     **{"Isolation": "isolation", "check_isolation": "isolation"},
+    **{"TreeBatch": "tree_packer", "TreePacker": "tree_packer", "tree_attention": "tree_attention"},
 }
 
 

@@ -69,11 +69,14 @@ def test_what_the_package_exports_is_on_the_first_page():
         "PackedSFTTrainer",
         "PackedTrainer",
         "TrainedRun",
+        "TreeBatch",
+        "TreePacker",
         "__version__",
         "check_isolation",
         "micro_batches",
         "plan",
         "train",
+        "tree_attention",
     }
     homes = [getattr(evenload, name).__module__ for name in set(evenload.__all__) - {"__version__", "plan"}]
     assert {*homes, "evenload.cli.plan"} <= set(modules())

@@ -37,6 +37,24 @@ def test_the_trainer_learns_evaluates_and_resumes(tmp_path, monkeypatch, capsys)
     assert re.search(r"trained\s+\d+ documents", again)
 
 
+@pytest.mark.parametrize(
+    ("name", "arguments", "figure", "grows"),
+    [
+        ("dpo.py", ["--steps", "4", "--pairs", "6"], r"loss ([\d.]+)", False),
+        ("grpo.py", ["--steps", "5", "--prompts", "4"], r"reward ([\d.]+)", True),
+    ],
+)
+def test_a_loop_with_shared_prefixes_learns(name, arguments, figure, grows, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    text = capsys.readouterr().out
+    values = [float(value) for value in re.findall(figure, text)]
+    assert len(values) == int(arguments[1])
+    assert (values[-1] - values[0]) * (1 if grows else -1) > 0.05
+    for unique, paths in re.findall(r"([\d,]+) tokens for ([\d,]+) of paths", text):
+        assert int(unique.replace(",", "")) < 0.7 * int(paths.replace(",", ""))
+
+
 SHARED = ("--sequence-ranks", 2)
 
 

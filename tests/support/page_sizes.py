@@ -66,6 +66,7 @@ SMALLER: dict[str, Words] = {
         ("train.steps=4", "train.steps=2"),
     ),
     "docs/chats.md": (),
+    "docs/trees.md": (),
     "docs/training.md": (
         ('path = "models/Qwen2.5-0.5B" ', f'path = "{_MODEL}"\nrandom_init = true '),
         ('sources = ["corpus"] ', 'sources = ["docs/howto"]\ntokenizer = "bytes" '),

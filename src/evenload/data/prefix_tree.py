@@ -64,12 +64,24 @@ def build_trees(
     different weights that cannot count once.
     """
     own = [np.asarray(one, np.int32) for one in sequences]
-    counted = _checked(own, weights)
+    counted = checked_weights(own, weights)
     order, shared = _in_order(own)
     if labels == "once":
-        _count_once(own, counted, order, shared)
-    roots, _ = _grow(own, counted, order, shared, range(len(order)), 0, max(1, min_shared_tokens))
-    return [_lay_out(root) for root in roots]
+        count_once(own, counted, order, shared)
+    nodes = _nodes([len(own[place]) for place in order], shared, range(len(order)), min_shared_tokens)
+    return list(_lay_out(nodes, [own[place] for place in order], [counted[place] for place in order], order))
+
+
+def num_unique_tokens(
+    lengths: Sequence[int], shared: NDArray[np.int64], members: range, min_shared_tokens: int = 1
+) -> int:
+    """Return the tokens of the trees of some neighbours in lexicographic order.
+
+    Args:
+        lengths: of all sequences, in that order.
+        shared: of `sequences_in_order`.
+    """
+    return sum(node.stop - node.start for node in _nodes(lengths, shared, members, min_shared_tokens))
 
 
 def labels_once(sequences: Sequence[ArrayLike], weights: Sequence[ArrayLike]) -> list[NDArray[np.float64]]:
@@ -111,16 +123,18 @@ def runs_within(order: Sequence[int], first: NDArray, behind: NDArray, most: flo
 
 @dataclass(eq=False)
 class _Node:
-    tokens: NDArray[np.int32]
-    weights: NDArray[np.float64]
-    num_sequences: int
-    children: "list[_Node]"
+    """Tokens `[start, stop)` that members of the order share, behind those of the node `parent`; -1 = a root."""
+
+    parent: int
+    members: range
+    start: int
+    stop: int
     ends: list[int]
     num_rows: int
 
 
-def _checked(sequences: Sequence[NDArray[np.int32]], weights: Sequence[ArrayLike]) -> list[NDArray[np.float64]]:
-    """Return copies of weights, without those of first tokens."""
+def checked_weights(sequences: Sequence[NDArray[np.int32]], weights: Sequence[ArrayLike]) -> list[NDArray[np.float64]]:
+    """Return copies of weights, without those of first tokens; `DataError` as `build_trees`."""
     if len(sequences) != len(weights):
         raise DataError(f"{len(sequences)} sequences have {len(weights)} lists of weights; give one each")
     found = []
@@ -154,13 +168,19 @@ def _num_common(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
     return int(differs.argmax()) if differs.any() else size
 
 
-def _count_once(
+def count_once(
     sequences: Sequence[NDArray[np.int32]],
     weights: list[NDArray[np.float64]],
     order: Sequence[int],
     shared: NDArray[np.int64],
 ) -> None:
-    """Set to 0 the weights of labels that a sequence before has, in place."""
+    """Set to 0 the weights of labels that a sequence before has, in place; `DataError`: shared tokens of different
+    weights.
+
+    Args:
+        sequences, weights: also others than those of the order.
+        order, shared: places of some sequences in lexicographic order, and what each shares with the one before.
+    """
     counted = np.zeros(0)
     for place, size in zip(order, shared.tolist(), strict=True):
         own, before = weights[place], counted[:size]
@@ -175,58 +195,65 @@ def _count_once(
         own[:size][both] = 0.0
 
 
-def _grow(
-    sequences: Sequence[NDArray[np.int32]],
-    weights: Sequence[NDArray[np.float64]],
-    order: Sequence[int],
-    shared: NDArray[np.int64],
-    members: range,
-    depth: int,
-    min_shared: int,
-) -> tuple[list[_Node], list[int]]:
-    """Return the nodes behind the `depth` tokens that members of the order share, and the members that end there."""
+def _nodes(lengths: Sequence[int], shared: NDArray[np.int64], members: range, min_shared: int) -> list[_Node]:
+    """Return the nodes of the trees of members of the order, parents first."""
     nodes: list[_Node] = []
-    ends: list[int] = []
-    for run in _runs(shared, members, depth + min_shared):
-        first = sequences[order[run.start]]
-        stop = len(first) if len(run) == 1 else min(len(first), int(shared[run.start + 1 : run.stop].min()))
-        if stop == depth:
-            ends.append(order[run.start])
-            continue
-        children, here = [], [order[run.start]]
-        if len(run) > 1:
-            children, here = _grow(sequences, weights, order, shared, run, stop, min_shared)
-        own = np.sum([weights[order[at]][depth:stop] for at in run], axis=0)
-        size = stop - depth + sum(child.num_rows for child in children)
-        nodes.append(_Node(first[depth:stop], own, len(run), children, here, size))
-    nodes.sort(key=lambda node: -node.num_rows)
-    return nodes, ends
+    waiting = [(members, 0, -1)]
+    while waiting:
+        members, depth, parent = waiting.pop()
+        for run in _runs(shared, members, depth + max(1, min_shared)):
+            stop = lengths[run.start]
+            if len(run) > 1:
+                stop = min(stop, int(shared[run.start + 1 : run.stop].min()))
+                waiting.append((run, stop, len(nodes)))
+            elif stop == depth:
+                nodes[parent].ends.append(run.start)
+                continue
+            ends = [run.start] if len(run) == 1 else []
+            nodes.append(_Node(parent, run, depth, stop, ends, stop - depth))
+    for node in reversed(nodes):
+        if node.parent >= 0:
+            nodes[node.parent].num_rows += node.num_rows
+    return nodes
 
 
 def _runs(shared: NDArray[np.int64], members: range, least: int) -> Iterator[range]:
     """Divide members of the order into runs whose neighbours share at least so many tokens."""
-    cuts = [at for at in members[1:] if shared[at] < least]
-    for start, stop in itertools.pairwise([members.start, *cuts, members.stop]):
+    if not members:
+        return
+    cuts = np.flatnonzero(shared[members.start + 1 : members.stop] < least) + members.start + 1
+    for start, stop in itertools.pairwise([members.start, *cuts.tolist(), members.stop]):
         yield range(start, stop)
 
 
-def _lay_out(root: _Node) -> PrefixTree:
-    segments: list[Segment] = []
-    nodes: list[_Node] = []
-    leaves: list[tuple[int, int]] = []
-    waiting = [(root, -1)]
-    while waiting:
-        node, parent = waiting.pop()
-        leaves += [(place, len(nodes)) for place in node.ends]
-        waiting += [(child, len(nodes)) for child in reversed(node.children)]
-        segments.append(Segment(len(node.tokens), parent))
-        nodes.append(node)
-    columns = {
-        "tokens": np.concatenate([node.tokens for node in nodes]),
-        "weights": np.concatenate([node.weights for node in nodes]),
-        "counts": np.concatenate([np.full(len(node.tokens), node.num_sequences, np.int64) for node in nodes]),
-    }
-    return PrefixTree(segments=tuple(segments), leaves=tuple(leaves), **columns)
+def _lay_out(
+    nodes: Sequence[_Node],
+    sequences: Sequence[NDArray[np.int32]],
+    weights: Sequence[NDArray[np.float64]],
+    order: Sequence[int],
+) -> Iterator[PrefixTree]:
+    """Yield the trees, that of the most rows first; sequences and weights are in order."""
+    children: dict[int, list[int]] = {}
+    for at, node in enumerate(nodes):
+        children.setdefault(node.parent, []).append(at)
+    for siblings in children.values():
+        siblings.sort(key=lambda at: -nodes[at].num_rows)
+    for root in children.get(-1, ()):
+        segments: list[Segment] = []
+        columns: list[tuple[NDArray[np.int32], NDArray[np.float64], NDArray[np.int64]]] = []
+        leaves: list[tuple[int, int]] = []
+        waiting = [(root, -1)]
+        while waiting:
+            at, parent = waiting.pop()
+            node, size = nodes[at], nodes[at].stop - nodes[at].start
+            leaves += [(order[end], len(segments)) for end in node.ends]
+            waiting += [(child, len(segments)) for child in reversed(children.get(at, ()))]
+            segments.append(Segment(size, parent))
+            total = np.sum([weights[member][node.start : node.stop] for member in node.members], axis=0)
+            tokens = sequences[node.members.start][node.start : node.stop]
+            columns.append((tokens, total, np.full(size, len(node.members), np.int64)))
+        tokens, totals, counts = (np.concatenate(column) for column in zip(*columns, strict=True))
+        yield PrefixTree(tuple(segments), tokens, totals, counts, tuple(leaves))
 
 
 def edges_of(shape: TreeShape, weights: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -1,0 +1,142 @@
+"""Sequences that share prefixes: `TreePacker` against the same model path by path, one thread.
+
+    shared          micro-batches of `TreePacker`, each a tree
+    path by path    transformers' own model and autograd, one sequence after the other, logits of labels only
+    flat            all sequences in one micro-batch that shares nothing: what memory is relative to
+
+A small Llama, two layers of width 256; loss and all gradients. CPU time of the process is the median over interleaved
+rounds of shared over path by path; memory as in `replay.py`, every variant in its own process.
+
+    python benchmarks/trees.py [--quick] [--append]
+"""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from evenload.data.prefix_tree import build_trees
+from evenload.integrations.tree_packer import TreePacker
+from harness import Row, alternate, ratio_row, run
+from replay import growth_bytes
+
+REPEATS, QUICK_REPEATS = 5, 1
+QUICK_SCALE = 8
+VOCABULARY = 8192
+PATH_BY_PATH, FLAT = "path by path", "flat micro-batch"
+Batch = tuple[list[np.ndarray], list[np.ndarray]]
+"""Sequences and the weights of their tokens."""
+
+
+def group(prompt: int, responses: int, length: int) -> Batch:
+    """Responses to one prompt, trained on the responses."""
+    rng = np.random.default_rng(1)
+    head = rng.integers(0, VOCABULARY, prompt)
+    sequences = [np.concatenate([head, rng.integers(0, VOCABULARY, length)]) for _ in range(responses)]
+    return sequences, [(np.arange(len(one)) >= prompt).astype(float) for one in sequences]
+
+
+def turns(system: int, user: int, answer: int, count: int) -> Batch:
+    """A chat trained at every turn, each a prefix of the next, on its last answer."""
+    rng = np.random.default_rng(1)
+    history, sequences, weights = rng.integers(0, VOCABULARY, system), [], []
+    for _ in range(count):
+        asked = np.concatenate([history, rng.integers(0, VOCABULARY, user)])
+        history = np.concatenate([asked, rng.integers(0, VOCABULARY, answer)])
+        sequences.append(history)
+        weights.append((np.arange(len(history)) >= len(asked)).astype(float))
+    return sequences, weights
+
+
+def shapes(quick: bool) -> dict[str, Batch]:
+    """Every shape by its name."""
+    scale = QUICK_SCALE if quick else 1
+    return {
+        "GRPO, 2,048 and 8 of 512 tokens": group(2048 // scale, 8, 512 // scale),
+        "GRPO, 512 and 8 of 512 tokens": group(512 // scale, 8, 512 // scale),
+        "chat, 10 turns of 300 tokens behind 512": turns(512 // scale, 100 // scale, 200 // scale, 10),
+        "DPO, 1,024 and 2 of 512 tokens": group(1024 // scale, 2, 512 // scale),
+    }
+
+
+def step_of(variant: str, batch: Batch) -> Callable[[], float]:
+    """A step that makes the loss and all gradients, and gives the loss."""
+    sequences, weights = batch
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY, hidden_size=256, intermediate_size=704, num_hidden_layers=2, num_attention_heads=8,
+            num_key_value_heads=4, max_position_embeddings=8192,
+        )
+    )  # fmt: skip
+    model.set_attn_implementation("sdpa")
+
+    def path_by_path() -> float:
+        total = 0.0
+        for tokens, own in zip(sequences, weights, strict=True):
+            ids = torch.from_numpy(tokens)
+            rows = torch.from_numpy(np.flatnonzero(own[1:]))
+            logits = model(input_ids=ids[None], use_cache=False, logits_to_keep=rows).logits[0]
+            loss = torch.nn.functional.cross_entropy(logits, ids[rows + 1], reduction="sum")
+            loss.backward()
+            total += loss.item()
+        return total
+
+    def micro_batches() -> float:
+        total = 0.0
+        for packed in packer.pack(sequences, weights, groups):
+            loss = packed.loss(model(**packed.inputs).logits)
+            loss.backward()
+            total += loss.item()
+        return total
+
+    if variant == PATH_BY_PATH:
+        return path_by_path
+    packer = TreePacker(1 << 20, model)
+    groups = list(range(len(sequences))) if variant == FLAT else None
+    return micro_batches
+
+
+def peak_growth_bytes(variant: str, name: str, quick: bool) -> int:
+    """Measured in a process of its own."""
+    command = [sys.executable, str(Path(__file__)), "--child", json.dumps([variant, name, quick])]
+    return int(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()[-1])
+
+
+def measure_in_child(variant: str, name: str, quick: bool) -> None:
+    """Print the peak of one step over what the process held before it, in bytes."""
+    torch.set_num_threads(1)
+    step_of(variant, group(64, 2, 64))()  # what stays from a first step
+    print(growth_bytes(step_of(variant, shapes(quick)[name]), f"{variant} {name}"))
+
+
+def measure(quick: bool) -> list[Row]:
+    """Every shape: time, memory, and the share of tokens that is computed."""
+    torch.set_num_threads(1)
+    rows = []
+    for name, batch in shapes(quick).items():
+        steps = {variant: step_of(variant, batch) for variant in ("shared", PATH_BY_PATH)}
+        losses = [step() for step in steps.values()]
+        assert abs(losses[0] / losses[1] - 1) < 1e-4, f"{name}: losses differ: {losses}"
+        seconds = alternate(steps, QUICK_REPEATS if quick else REPEATS, time.process_time)
+        rows.append(ratio_row("trees", name, "time", seconds["shared"], seconds[PATH_BY_PATH], PATH_BY_PATH))
+        held = peak_growth_bytes("shared", name, quick) / peak_growth_bytes(FLAT, name, quick)
+        rows.append(Row("trees", name, "peak memory", held, "x", FLAT))
+        unique = sum(len(tree.tokens) for tree in build_trees(*batch))
+        rows.append(Row("trees", name, "tokens", unique / sum(map(len, batch[0])), "x", "tokens of paths"))
+    return rows
+
+
+PARTS = {"trees": measure}
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--child"]:
+        measure_in_child(*json.loads(sys.argv[2]))
+    else:
+        run(PARTS)
