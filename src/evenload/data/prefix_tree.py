@@ -90,15 +90,22 @@ def split_into_runs(sequences: Sequence[ArrayLike], most_tokens: int) -> list[li
     most `most_tokens`. A run recomputes the tokens that its first sequence shares with the one before it, and no
     others, so there is no division into fewer runs. A sequence that is longer is a run of its own."""
     order, shared = sequences_in_order(sequences)
+    lengths = np.array([len(np.asarray(sequences[place])) for place in order], np.int64)
+    return runs_within(order, lengths, lengths - shared, most_tokens)
+
+
+def runs_within(order: Sequence[int], first: NDArray, behind: NDArray, most: float) -> list[list[int]]:
+    """Divide places in order into runs, each as long as it adds up to at most `most`: `first` of what begins a run,
+    `behind` of what follows another (one number each for every place). One place alone may be more."""
     runs: list[list[int]] = []
-    num_unique = 0
-    for place, size in zip(order, shared.tolist(), strict=True):
-        more = len(np.asarray(sequences[place])) - size
-        if not runs or num_unique + more > most_tokens:
-            runs.append([])
-            num_unique, more = 0, more + size
-        runs[-1].append(place)
-        num_unique += more
+    total = 0.0
+    for place, alone, added in zip(order, first.tolist(), behind.tolist(), strict=True):
+        if runs and total + added <= most:
+            runs[-1].append(place)
+            total += added
+        else:
+            runs.append([place])
+            total = alone
     return runs
 
 
