@@ -87,8 +87,8 @@ def num_unique_tokens(
 def labels_once(sequences: Sequence[ArrayLike], weights: Sequence[ArrayLike]) -> list[NDArray[np.float64]]:
     """Return weights as `build_trees` counts them "once", of sequences that are then built into several trees."""
     own = [np.asarray(one, np.int32) for one in sequences]
-    counted = _checked(own, weights)
-    _count_once(own, counted, *_in_order(own))
+    counted = checked_weights(own, weights)
+    count_once(own, counted, *_in_order(own))
     return counted
 
 
