@@ -14,6 +14,7 @@ from dist_training import COSTS
 from evenload.check.smaller_run import gathered_gradients
 from evenload.config.sections import LoraConfig, OptimizerConfig, RunConfig
 from evenload.config.train_config import ModelConfig
+from evenload.data.blocks import TokenTable
 from evenload.data.hub import model_from_config
 from evenload.runtime.comm.mesh import ChannelMode, Meshes, create_meshes
 from evenload.runtime.executor import Executor, RankRun, forward_losses
@@ -85,6 +86,12 @@ def gradients_of_plans(
     return results
 
 
+def _as_tokens(batch: Mapping) -> Mapping:
+    if isinstance(batch, TokenTable):
+        return batch
+    return {doc_id: ids.numpy().astype(np.int32) for doc_id, ids in batch.items()}
+
+
 class RankUnderTest:
     """One rank's part of a tiny model in a layout, to which the run has changed where its meshes start in another."""
 
@@ -120,7 +127,7 @@ class RankUnderTest:
             self._executor._copies = SpoiledHostCopies()
 
     def run(
-        self, plan: StepPlan, batch: dict, exchange: str, *, is_overlapped: bool = True
+        self, plan: StepPlan, batch: Mapping, exchange: str, *, is_overlapped: bool = True
     ) -> tuple[float, dict, float, StoredBytes]:
         """A plan's step on a fresh gradient: loss share, gradients by name, the gradient's norm, stored bytes.
 
@@ -129,7 +136,7 @@ class RankUnderTest:
                 arrive beside them.
         """
         mesh = self._mesh
-        tokens = {doc_id: ids.numpy().astype(np.int32) for doc_id, ids in batch.items()}
+        tokens = _as_tokens(batch)
         before_bytes = self._context_bytes()
         with closing(GradientReduction(self.buffers, mesh, is_overlapped=is_overlapped)) as reduction:
             prepared = prepare_step(plan, tokens, mesh, exchange)  # type: ignore[arg-type]
@@ -149,9 +156,9 @@ class RankUnderTest:
     def _context_bytes(self) -> int:
         return sum(group.moved_bytes for group in self._mesh.context.values())
 
-    def losses(self, plan: StepPlan, batch: dict, exchange: str) -> np.ndarray:
+    def losses(self, plan: StepPlan, batch: Mapping, exchange: str) -> np.ndarray:
         """This rank's share of the label losses of every document, by the plan's forwards alone; float64[n]."""
-        tokens = {doc_id: ids.numpy().astype(np.int32) for doc_id, ids in batch.items()}
+        tokens = _as_tokens(batch)
         step = prepare_step(forward_only(plan), tokens, self._mesh, exchange)  # type: ignore[arg-type]
         return forward_losses(step, self.stages, self._mesh).numpy()
 

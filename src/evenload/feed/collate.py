@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,8 +35,7 @@ from evenload.types.tree import TreeShape
 PADDING_TOKEN = 0
 
 
-@dataclass(frozen=True, eq=False)
-class LabelEdges:
+class LabelEdges(NamedTuple):
     """Holds what a pack with trees is trained to predict: E pairs of a row and a token.
 
     Args:
@@ -127,7 +127,8 @@ def collate_pack(
     token_ids, targets, positions = collate_ranges(doc_ids, starts, stops, table, real_stops)
     edges = None
     # Of sequences that are equal, a document without branches has labels that count several times, too.
-    if table.label_counts is not None or not trees.keys().isdisjoint(doc_ids):
+    counts_again = table.label_counts is not None and any((table.label_counts_of(one) != 1).any() for one in doc_ids)
+    if counts_again or not trees.keys().isdisjoint(doc_ids):
         edges = _of_trees(pack, table, trees, targets, positions)
     rows = {"token_ids": token_ids, "targets": targets, "positions": positions, "edges": edges}
     slices = {"doc_ids": np.array(doc_ids, np.int64), "starts": starts, "stops": stops}
@@ -141,7 +142,7 @@ def _of_trees(
     targets: NDArray[np.int64],
     positions: NDArray[np.int64],
 ) -> LabelEdges:
-    """Set the positions of trees' rows; return what all rows predict, each as often as it counts."""
+    """Set the positions of trees' rows, and no targets; return what all rows predict, each as often as it counts."""
     found = []
     row = 0
     for doc_id, start, stop in ((piece.doc_id, piece.start, piece.stop) for piece in pack.slices):
@@ -155,7 +156,7 @@ def _of_trees(
             counts = table.label_counts_of(doc_id)[own + start + 1]
             found.append((own + row, targets[mine][own], counts))
         else:
-            positions[mine] = shape.positions(start, stop)
+            positions[mine], targets[mine] = shape.positions(start, stop), IGNORE_INDEX
             labels, counts = table.labels_of(doc_id), table.label_counts_of(doc_id)
             before, labelled = edges_of(shape, np.where(labels >= 0, counts, 0))
             here = slice(*np.searchsorted(before, [start, stop]))

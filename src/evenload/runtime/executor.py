@@ -108,6 +108,8 @@ class Executor:
         actions = plan.schedules[self._mesh.dp_rank].ranks[self._mesh.pp_rank]
         document_tokens = {document.doc_id: document.num_tokens for document in plan.documents}
         for stage in self._stages.values():
+            if mine.has_trees:
+                stage.require_trees()
             stage.begin_step(document_tokens, *([] if weights is None else [weights.await_unit]))
         held = HeldBytes()
         stores = self._open_stores(step, held)
@@ -237,6 +239,8 @@ def forward_losses(
     stores: dict[int, ForwardStore] = {}
     for number, stage in stages.items():
         stores[number] = ForwardStore(stored, (), held=held, shard=stage.row_shard)
+        if mine.has_trees:
+            stage.require_trees()
         stage.begin_step(document_tokens)
     sums = torch.zeros(len(plan.documents), dtype=torch.float64, device=mesh.device)
     # All ranks of a tensor-parallel group know the losses, and one reports them.

@@ -8,6 +8,7 @@
     order       documents start their backward in the order in which they started their forward (FIFO)
     padding     a padded pack holds whole documents not longer than its padding
     cap         no pack above the token limit, padding included
+    trees       a tree of sequences has a row for every token of its segments, and its slices no padding and one rank
     replicated  where stages have several ranks, which take packs in turn, a document lies in one pack, the same both
                 ways
     schedule    every pack once per stage, on the stage's rank, in order, executable (`schedule.simulate`)
@@ -27,6 +28,7 @@ import numpy as np
 
 from evenload.errors import InvalidPlanError
 from evenload.schedule.simulate import check_schedule
+from evenload.stepplan.tree_slices import tree_offences
 from evenload.types.document import Direction, MicroPack, PackPlan, ReplicaBlock, Slice
 from evenload.types.layout import ParallelLayout
 from evenload.types.plan import Schedule, StepPlan, block_of, plan_digest
@@ -245,6 +247,7 @@ def _offences(plan: StepPlan, max_pack_tokens: int | None) -> Iterator[str]:
         if packs.policies and any(plan.layout.recomputed_counts):
             yield f"layers are recomputed for all documents, and document {min(packs.policies)} has a policy of its own"
     yield from _document_offences(plan)
+    yield from tree_offences(plan)
     yield from _pack_offences(plan, max_pack_tokens)
     for dp_rank, packs in enumerate(plan.pack_plans):
         yield from _order_offences(dp_rank, packs)

@@ -21,12 +21,12 @@ from torch.overrides import TorchFunctionMode
 
 from evenload.attention.range_attention import work_dtype
 from evenload.cost.memory import HEAD_ROWS
+from evenload.feed.collate import LabelEdges
 from evenload.runtime.comm.tensor_group import RowExchange, TensorGroup, row_owners
 from evenload.runtime.device import to_device
 from evenload.runtime.model.hf_model import StageModel
 from evenload.runtime.model.liger import cross_entropy
 from evenload.runtime.model.tensor_weights import tensor_split
-from evenload.runtime.replay.rank_packs import PackEdges
 from evenload.runtime.replay.replayable import linear_with_known_output
 from evenload.runtime.replay.tensor_parallel import gather_rows
 from evenload.runtime.replay.weight_products import is_frozen, known_output
@@ -119,7 +119,7 @@ def head_gradient(
     num_label_tokens: int,
     ranges: tuple[Range, ...],
     group: TensorGroup | None,
-    edges: PackEdges | None = None,
+    edges: LabelEdges | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradient [n, hidden] of own rows' final hidden states, and the pack's loss (fp64 scalar, the same on
     all ranks of `group`); add to the `main_grad` of final norm and head. Collective with a group.
@@ -131,24 +131,24 @@ def head_gradient(
             as often as it has targets.
     """
     owners = None if group is None else row_owners(ranges, group.shard.size)
-    if edges is not None:
-        chosen, owners = _own_rows_of(edges, owners, group, hidden.device)
-        grads, loss = _gradient(model, hidden[chosen], edges.targets, num_label_tokens, owners, group, edges.counts)
-        total = torch.zeros_like(hidden, dtype=work_dtype(hidden)).index_add_(0, chosen, grads.to(work_dtype(hidden)))
-        return total.to(hidden.dtype), loss
-    return _gradient(model, hidden, targets, num_label_tokens, owners, group)
+    if edges is None:
+        return _gradient(model, hidden, targets, num_label_tokens, owners, group)
+    rows, owners = _rows_of_edges(edges, owners, group)
+    rows, targets, counts = (to_device(torch.from_numpy(one), hidden.device) for one in (rows, *edges[1:]))
+    grads, loss = _gradient(model, hidden[rows], targets, num_label_tokens, owners, group, counts)
+    total = torch.zeros_like(hidden, dtype=work_dtype(hidden)).index_add_(0, rows, grads.to(work_dtype(hidden)))
+    return total.to(hidden.dtype), loss
 
 
-def _own_rows_of(
-    edges: PackEdges, owners: NDArray[np.int64] | None, group: TensorGroup | None, device: torch.device
-) -> tuple[Tensor, NDArray[np.int64] | None]:
+def _rows_of_edges(
+    edges: LabelEdges, owners: NDArray[np.int64] | None, group: TensorGroup | None
+) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
     """Return, of the edges whose row this rank has, that row among its own, int64[n]; and who has each edge's row."""
     if group is None or owners is None:
         return edges.rows, None
-    is_own = owners == group.shard.rank
-    of_edges = owners[edges.host_rows]
-    among_own = (np.cumsum(is_own) - 1)[edges.host_rows[of_edges == group.shard.rank]]
-    return to_device(torch.from_numpy(among_own), device), of_edges
+    of_edges, rank = owners[edges.rows], group.shard.rank
+    among_own = np.cumsum(owners == rank) - 1
+    return among_own[edges.rows[of_edges == rank]], of_edges
 
 
 def _gradient(
@@ -170,8 +170,9 @@ def _gradient(
         with torch.enable_grad(), Around(model, exchange) as around:
             logits = model.logits(rows)
         if _in_kernel(model):
-            # The kernel makes the gradient in the logits, which a cap or a factor behind the product still needs.
-            grad = logits.detach()
+            # The kernel makes the gradient in the logits, which a cap or a factor behind the product still needs. It
+            # writes behind autograd's back, as does what counts several times: `data` has a version of its own.
+            grad = logits.data
             assert around.product is not None
             grad = grad if grad.data_ptr() == around.product.data_ptr() else grad.clone()
             losses = cross_entropy(grad, targets[block], float(num_labels), trains=True)
@@ -236,17 +237,18 @@ def row_losses(
     targets: Tensor,
     ranges: tuple[Range, ...],
     group: TensorGroup | None,
-    edges: PackEdges | None = None,
+    edges: LabelEdges | None = None,
 ) -> Tensor:
     """Return the loss of every row of a pack, [T] in fp32 (fp64), 0 without a target, on all ranks of `group`; with
     edges the sum of a row's, each as often as it counts. `hidden` [n, hidden] are own rows' final states. Collective
     with a group."""
     owners = None if group is None else row_owners(ranges, group.shard.size)
-    if edges is not None:
-        chosen, owners = _own_rows_of(edges, owners, group, hidden.device)
-        of_edges = _losses_of_rows(model, hidden[chosen], edges.targets, owners, group)
-        return of_edges.new_zeros(len(targets)).index_add_(0, edges.rows, of_edges * edges.counts)
-    return _losses_of_rows(model, hidden, targets, owners, group)
+    if edges is None:
+        return _losses_of_rows(model, hidden, targets, owners, group)
+    own, owners = _rows_of_edges(edges, owners, group)
+    own, rows, of_edges, counts = (to_device(torch.from_numpy(one), hidden.device) for one in (own, *edges))
+    losses = _losses_of_rows(model, hidden[own], of_edges, owners, group)
+    return losses.new_zeros(len(targets)).index_add_(0, rows, losses * counts)
 
 
 def _losses_of_rows(

@@ -6,7 +6,7 @@ DP-Merge), they are the token ranges of `stepplan.cp_rows`, and attention goes t
 
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import torch
@@ -15,25 +15,17 @@ from torch import Tensor
 
 from evenload.data.blocks import TokenTable, as_token_table
 from evenload.errors import InvalidPlanError
-from evenload.feed.collate import collate_pack, collate_ranges
+from evenload.feed.collate import LabelEdges, collate_pack, collate_ranges
 from evenload.runtime.comm.collectives import ContextGroup
 from evenload.runtime.device import to_device
 from evenload.runtime.replay.context_attention import GatherAttention, PackAttention, RingAttention
 from evenload.runtime.replay.shared_states import SharedStates
 from evenload.stepplan.cp_rows import PackRows, ReplicaRows, replica_rows
+from evenload.stepplan.tree_slices import tree_offences
 from evenload.types.document import Direction, MicroPack, Range, ReplicaBlock
 from evenload.types.layout import TransferOrder
 from evenload.types.plan import StepPlan
 from evenload.types.tree import TreeShape, shape_of
-
-
-class PackEdges(NamedTuple):
-    """Holds rows, targets and counts of `LabelEdges` on the device, int64[E] each, and the rows on the host."""
-
-    rows: Tensor
-    targets: Tensor
-    counts: Tensor
-    host_rows: NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,8 +37,8 @@ class PackTokens:
         shared: attention, where other ranks have rows of the same slices; None = this rank has them all.
         states: then states of layers that carry one.
         closes: slices that a backward ends, where they are not the ranges.
-        trees: shapes of the documents that are trees; then `edges` are what the pack is trained to predict, as in
-            `feed.collate.LabelEdges`.
+        trees: shapes of the step's documents that are trees; empty where the pack has none.
+        edges: as of `PackBatch`, on the host.
     """
 
     ranges: tuple[Range, ...]
@@ -57,7 +49,7 @@ class PackTokens:
     states: SharedStates | None = None
     closes: tuple[Range, ...] | None = None
     trees: Mapping[int, TreeShape] = field(default_factory=dict)
-    edges: PackEdges | None = None
+    edges: LabelEdges | None = None
 
     @property
     def ended(self) -> tuple[Range, ...]:
@@ -91,16 +83,12 @@ class RankPackTokens:
         self._packs = plan.pack_plans[dp_rank]
         self._groups, self._exchange, self._device = groups, exchange, device
         all_packs = (*self._packs.forward, *self._packs.backward)
+        if offences := list(tree_offences(plan)):
+            raise InvalidPlanError(f"step {plan.step}: {'; '.join(offences)}")
         self._trees = {one.doc_id: shape_of(one.segments) for one in plan.documents if one.segments}
         self._rows: ReplicaRows | None = None
         self._collated: dict[tuple[Direction, int], PackTokens] = {}
         if plan.layout.cp > 1 or any(piece.cp > 1 for pack in all_packs for piece in pack.slices):
-            if self._trees:
-                raise InvalidPlanError(
-                    f"step {plan.step}: ranks share documents (cp={plan.layout.cp}, or DP-Merge), and "
-                    f"{len(self._trees)} documents are trees of shared prefixes, which one rank computes; use "
-                    "parallel.cp = 1 and plan.options.dp_merge = false"
-                )
             self._rows = replica_rows(plan, dp_rank)
             for pack in all_packs:
                 if (shared := self._rows.of_pack(pack)) is None or shared.block in groups:
@@ -110,6 +98,11 @@ class RankPackTokens:
                     f"from {shared.block.first}; dp={plan.layout.dp} has groups of {sorted({b.size for b in groups})} "
                     "replicas"
                 )
+
+    @property
+    def has_trees(self) -> bool:
+        """Whether some document of the step is a tree of sequences."""
+        return bool(self._trees)
 
     def ranges(self, pack: MicroPack) -> tuple[Range, ...]:
         """Return the token ranges that this rank computes, padding included, in row order."""
@@ -150,10 +143,8 @@ class RankPackTokens:
         if shared is None:
             batch = collate_pack(pack, documents, self._trees)
             columns = self._on_device((batch.token_ids, batch.targets, batch.positions))
-            if (edges := batch.edges) is None:
-                return PackTokens(pack_ranges(pack), *columns)
-            on_device = PackEdges(*self._on_device((edges.rows, edges.targets, edges.counts)), edges.rows)
-            return PackTokens(pack_ranges(pack), *columns, trees=self._trees, edges=on_device)
+            trees = {one.doc_id: self._trees[one.doc_id] for one in pack.slices if one.doc_id in self._trees}
+            return PackTokens(pack_ranges(pack), *columns, trees=trees, edges=batch.edges)
         if documents.label_counts is not None:
             raise InvalidPlanError(
                 f"{pack.direction} pack {pack.index} is shared by ranks, and labels of documents count several times, "

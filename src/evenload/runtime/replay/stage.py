@@ -15,13 +15,14 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from evenload.attention.range_attention import RangeAttention
 from evenload.errors import UnsupportedModelError
+from evenload.feed.collate import LabelEdges
 from evenload.runtime.comm.tensor_group import RowExchange, RowShard, TensorGroup, row_owners
 from evenload.runtime.model.around import ATTENTION_NAME, LayerCall, using
 from evenload.runtime.model.hf_model import StageModel
 from evenload.runtime.model.state_calls import StateForm, carrying
 from evenload.runtime.replay.context_attention import LocalAttention, rows_of
 from evenload.runtime.replay.head import Around, head_gradient, row_losses
-from evenload.runtime.replay.rank_packs import PackEdges, PackTokens
+from evenload.runtime.replay.rank_packs import PackTokens
 from evenload.runtime.replay.replayable import make_replayable
 from evenload.runtime.replay.state import ReplayState, RouterBalance, TensorRows
 from evenload.runtime.replay.store import ActivationStore, call_key, num_rows
@@ -36,20 +37,6 @@ def make_layers_replayable(model: StageModel, state: ReplayState, tensor: Tensor
         make_replayable(layer, index, state, model.structure.sites[index], model.whole.configs)
         if tensor is not None:
             make_tensor_parallel(layer, index, state, model.structure)
-
-
-def require_paths(model: StageModel) -> None:
-    """Raise an `UnsupportedModelError` for layers to which a row's tokens before it are not its path in a tree."""
-    sites = model.structure.sites
-    reasons = {
-        "carries states along documents, which would run from one branch of a tree into the next": any(
-            isinstance(call, StateForm) for one in sites for call in one.calls
-        ),
-        "mixes tokens in a way of its own, which knows no branches": any(one.mixers for one in sites),
-        "has a load-balancing loss, which is a product of sums over each path": bool(model.router_aux_loss_coef),
-    }
-    if why := next((reason for reason, is_so in reasons.items() if is_so), None):
-        raise UnsupportedModelError(f"the model {why}; train without data.group_by, on one sequence a record")
 
 
 OnFinal = Callable[[int], None]
@@ -131,6 +118,21 @@ class PipelineStage:
         self._await_weights = await_weights
         if self._balance is not None:
             self._balance.begin_step(num_tokens)
+
+    def require_trees(self) -> None:
+        """Raise an `UnsupportedModelError` for layers that know no branches of a tree."""
+        for layer, sites in enumerate(self.model.structure.sites):
+            if sites.mixers or any(isinstance(call, StateForm) for call in sites.calls):
+                raise UnsupportedModelError(
+                    f"some documents are trees of sequences, and layer {layer} carries a state from token to token, "
+                    "which knows no branches; give every sequence a record of its own, without data.group_by"
+                )
+        if self._balance is not None:
+            raise UnsupportedModelError(
+                "some documents are trees of sequences, and the model trains its load-balancing loss, which is a "
+                "product of sums over each sequence; set model.router_aux_loss_coef = 0, or give every sequence a "
+                "record of its own"
+            )
 
     @torch.no_grad()
     def forward(self, pack: PackTokens, hidden: Tensor | None, store: ActivationStore) -> Tensor:
@@ -317,7 +319,7 @@ class PipelineStage:
         targets: Tensor,
         num_label_tokens: int,
         ranges: tuple[Range, ...],
-        edges: PackEdges | None = None,
+        edges: LabelEdges | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the gradient of final hidden states [T, hidden] and this rank's loss share. Last stage only."""
         grad, loss = head_gradient(self.model, hidden, targets, num_label_tokens, ranges, self._tensor, edges)
@@ -338,8 +340,6 @@ class PipelineStage:
         state.direction, state.ranges, state.store, state.products = direction, pack.ranges, store, products
         state.shared, state.shared_states = pack.shared, pack.states
         state.balance, state.tensor = self._balance, self._tensor
-        if pack.trees:
-            require_paths(self.model)
         state.attention = LocalAttention(tuple(rows_of(pack.ranges)), pack.trees)
         state.divide_rows(self.device)
         exchange = self._exchange(pack, f"hidden states of a {direction} pack")
