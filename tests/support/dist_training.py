@@ -84,6 +84,11 @@ def train_steps(config_file: str, overrides: list[str], stop_after: int, export:
     return _train(config_file, overrides, stop_after, lambda report: report.row["loss"], export)
 
 
+def trained_rows(config_file: str, overrides: list[str], stop_after: int) -> list[dict]:
+    """As `train_steps`, the rows of metrics."""
+    return _train(config_file, overrides, stop_after, lambda report: report.row)
+
+
 class TrainedRun(NamedTuple):
     """Of one rank: its trainer, which has saved, and reports of the steps it did, on rank 0."""
 
