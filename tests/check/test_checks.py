@@ -11,7 +11,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
-from check_cases import invariance_among_processors, invariance_verdict, isolation_verdict, resume_verdict
+from check_cases import invariance_among_processors, invariance_verdict, isolation_verdict, resume_verdict, tree_verdict
 from dist_training import COSTS
 from evenload.check.checks import check_ledger, check_memory, survey_batches
 from evenload.check.smaller_run import Verdict, checked_scope, exact_casts, exit_code
@@ -104,6 +104,12 @@ def test_every_plan_equals_plain_training(gloo_pool, config_file, layout, dtype)
     assert verdict.outcome == "pass", verdict
     for title in ("slimpack", "padded", "best_fit", "balanced", "slimpack in short slices"):
         assert title in verdict.found
+
+
+@pytest.mark.parametrize(("count_once", "outcome"), [(False, "pass"), (True, "fail")])
+def test_trees_equal_plain_training_of_every_path(gloo_pool, config_file, count_once, outcome):
+    (verdict,) = gloo_pool.run(1, tree_verdict, str(config_file), ["model.dtype=float64"], count_once)
+    assert verdict.outcome == outcome, verdict
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,14 @@ from transformers import AutoConfig
 
 from evenload.errors import InvalidPlanError, UnsupportedModelError
 from evenload.feed.collate import LabelEdges, collate_pack
-from evenload.runtime.replay import context_attention, head, rank_packs
+from evenload.runtime.replay import head, rank_packs, tree_attention
 from evenload.runtime.replay.rank_packs import RankPackTokens
 from evenload.runtime.replay.store import ForwardStore
 from evenload.stepplan.plan_file import decode_plan_file, encode_plan_file
 from evenload.stepplan.validate import validate_plan
 from evenload.types.layout import even_layout
 from evenload.types.plan import decode_plan, encode_plan, seal
-from evenload.types.tree import RowRun, Segment, TreeShape, joined, last_rows
+from evenload.types.tree import RowRun, Segment, TreeShape
 from plan_building import greedy_packs
 from reference_training import plain_model, tiny_config
 from single_stage import stage_of, trained
@@ -84,6 +84,12 @@ def test_slices_of_single_tokens(kind):
         greedy_packs(batch.lengths, np.linspace(0, 1, 99), 1, last_first=last_first) for last_first in (False, True)
     ]
     assert worst_error(tiny_config(kind, num_hidden_layers=2, sliding_window=3), batch, *packs) <= 1e-10
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "deepseek_v3"])
+def test_calls_of_few_keys(monkeypatch, kind):
+    monkeypatch.setattr(tree_attention, "CALL_KEYS", 25)
+    assert _error(kind, 4) <= 1e-10
 
 
 @pytest.mark.parametrize("defers", [False, True])
@@ -231,12 +237,8 @@ def test_plans_that_cannot_run_are_refused(change, named):
 @pytest.mark.parametrize(
     ("kind", "options", "named"),
     [
-        (
-            "qwen3_moe",
-            {"router_aux_loss_coef": 0.3},
-            "its load-balancing loss, which .* set model.router_aux_loss_coef = 0",
-        ),
-        ("bamba", {}, "layer 0 carries a state from token to token, which knows no branches"),
+        ("qwen3_moe", {"router_aux_loss_coef": 0.3}, "its load-balancing loss .* set model.router_aux_loss_coef = 0"),
+        ("bamba", {}, "layer 3 carries a state from token to token, which knows no branches"),
         ("lfm2", {}, "carries a state"),
     ],
 )
@@ -254,21 +256,23 @@ def _positions_by_row(monkeypatch):
 
 
 def _keys_of(change):
-    """Other runs of rows as the keys of every range, as many as its path has."""
+    """Other runs of rows as the keys of every range."""
 
     def mutate(monkeypatch):
-        right = TreeShape.runs_to
-        monkeypatch.setattr(TreeShape, "runs_to", lambda shape, piece: change(right(shape, piece)))
+        make = tree_attention._path_ranges
+
+        def changed(*args):
+            found = []
+            for one in make(*args):
+                runs = change(one.runs)
+                size = sum(run.stop - run.start for run in runs)
+                start = size - (one.rows.stop - one.rows.start)
+                found.append(one._replace(runs=runs, positions=one.positions._replace(start=start, stop=size)))
+            return found
+
+        monkeypatch.setattr(tree_attention, "_path_ranges", changed)
 
     return mutate
-
-
-def _parent_missing(runs):
-    """The root's first key in place of the last before the piece."""
-    if len(runs) < 2:
-        return runs
-    *before, last, own = runs
-    return [*before, *joined([RowRun(last.start, last.stop - 1)]), RowRun(0, 1), own]
 
 
 def _edges_of(change):
@@ -292,33 +296,33 @@ def _first_alone(rows, targets, weights):
 
 
 def _drop_a_branch(monkeypatch):
-    """The gradient of a prefix's keys from all pieces but the last that sees them."""
+    """The gradient of a prefix's keys from ranges that see it as a run of its own."""
+    add = tree_attention._added
 
-    def overwritten(parts, runs, num_rows, dtype):
-        totals = tuple(one.new_zeros((num_rows, *one.shape[1:]), dtype=dtype) for one in parts)
-        for total, part in zip(totals, parts, strict=True):
-            for (start, stop), of_run in zip(runs, part.split([b - a for a, b in runs]), strict=True):
-                total[start:stop] = of_run
-        return totals
+    def dropping(sums, span, runs, parts, dtype):
+        count = sum(run.stop - run.start for run in runs[:-1])
+        parts = [torch.cat([torch.zeros_like(part[:count]), part[count:]]) for part in parts]
+        return add(sums, span, runs, tuple(parts), dtype)
 
-    monkeypatch.setattr(context_attention, "_added_up", overwritten)
+    monkeypatch.setattr(tree_attention, "_added", dropping)
 
 
 def _window_by_row(monkeypatch):
-    monkeypatch.setattr(context_attention, "last_rows", lambda runs, count: last_rows(runs[::-1], count)[::-1])
+    def behind(one, count):
+        size = sum(run.stop - run.start for run in one.runs) - count
+        return one._replace(runs=[RowRun(one.runs[-1].stop - size, one.runs[-1].stop)])
+
+    monkeypatch.setattr(tree_attention._PathRange, "behind", behind)
 
 
 MUTANTS = {
     "positions by row": ("llama", _positions_by_row),
-    "sibling's keys seen": (
-        "llama",
-        _keys_of(lambda runs: [RowRun(runs[-1].stop - sum(b - a for a, b in runs), runs[-1].stop)]),
-    ),
-    "parent's keys missing": ("llama", _keys_of(_parent_missing)),
+    "sibling's keys seen": ("llama", _keys_of(lambda runs: [RowRun(0, runs[-1].stop)])),
+    "parent's keys missing": ("llama", _keys_of(lambda runs: [*runs[:-2], runs[-1]])),
     "one edge at a branch row": ("llama", _edges_of(_first_alone)),
     "weight of a shared label 1": ("llama", _edges_of(lambda rows, targets, weights: (rows, targets, weights**0))),
     "dK of a prefix dropped from one branch": ("llama", _drop_a_branch),
-    "a window takes the wrong end of the path": ("mistral", _window_by_row),
+    "a window counts rows": ("mistral", _window_by_row),
 }
 
 

@@ -1,5 +1,6 @@
 """Checks of a small run as one rank of a `GlooPool`, right and broken on purpose."""
 
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -20,6 +21,7 @@ from evenload.runtime.model.model_config import model_spec
 from evenload.runtime.trainer import Trainer
 from gloo_pool import TIMEOUT_S
 from other_rounding import rounded_up
+from tree_cases import plan_of_packs, random_packs, trees_of_lengths
 
 CAP_BYTES = 2**34
 
@@ -72,6 +74,18 @@ def invariance_verdict(config_file: str, overrides: list[str], wrong_labels: boo
         title, plan = plans[-1]
         plans[-1] = (title, msgspec.structs.replace(plan, num_label_tokens=plan.num_label_tokens - 1))
     return check_invariance(config, StepRunner(config, mesh), plans, left_out, batch.tokens, mesh)
+
+
+def tree_verdict(config_file: str, overrides: list[str], count_once: bool) -> Verdict:
+    """Of trees beside plain documents; `count_once` = of a label that sequences share as if it were of one."""
+    config, mesh = small_run(config_file, overrides)
+    batch = trees_of_lengths([61, 40, 35, 12, 50], seed=0)
+    plan = plan_of_packs(batch, *random_packs(batch, 0), layout=mesh.layout)
+    tokens = replace(batch.tokens, label_counts=None) if count_once else batch.tokens
+    runner = StepRunner(config, mesh)
+    outcome = runner.run(plan, tokens)
+    runner.run = lambda *args: outcome  # type: ignore[method-assign]
+    return check_invariance(config, runner, [("trees", plan)], [], batch.tokens, mesh)
 
 
 def invariance_among_processors(config_file: str, overrides: list[str]) -> Verdict:

@@ -100,7 +100,7 @@ def trees_of_lengths(lengths, seed: int) -> TreeBatch:
         for last in range(len(shape.parents)):
             if last in inner and rng.random() < 0.7:
                 continue
-            rows = np.concatenate([np.arange(shape.starts[at], shape.stops[at]) for at in shape.path_of(last)])
+            rows = shape.rows_of_path(last)
             labels.append((rng.random(len(rows)) < 0.7) & (rows > 0))
             sequences.append(tokens[rows])
             counts[rows] += labels[-1]
@@ -136,11 +136,11 @@ def random_packs(batch: TreeBatch, seed: int):
     return [greedy_packs(lengths, *one, last_first=bool(at)) for at, one in enumerate(cuts)]
 
 
-def plan_of_packs(batch: TreeBatch, forward, backward) -> StepPlan:
+def plan_of_packs(batch: TreeBatch, forward, backward, layout=even_layout(2)) -> StepPlan:  # noqa: B008
     """Of one rank."""
     packs = pack_plan(0, forward, backward)
     schedule = word_schedule(packs, 1, running_need(packs), [0])
-    return with_trees(step_plan(even_layout(2), batch.lengths, [packs], [schedule]), batch)
+    return with_trees(step_plan(layout, batch.lengths, [packs], [schedule]), batch)
 
 
 def run_trees(stage, batch: TreeBatch, forward, backward, *, policies=None, recomputed=(), defers=False):

@@ -20,9 +20,10 @@ norms bit for bit. Price: seven small steps, one save, one load.
 import math
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -37,7 +38,7 @@ from evenload.check.smaller_run import STEPS, Scope, Seen, StepRunner, Verdict, 
 from evenload.config.planner import host_memory_of_run, make_planner, options_of_run
 from evenload.config.train_config import TrainConfig, layout_of
 from evenload.cost.coefficients import CostCoefficients
-from evenload.data.blocks import TokenTable
+from evenload.data.blocks import TokenTable, all_label_counts, as_token_table
 from evenload.data.encoders import IGNORE_INDEX
 from evenload.data.hub import local_path
 from evenload.data.loader import GlobalBatchLoader
@@ -56,6 +57,7 @@ from evenload.types.layout import ParallelLayout
 from evenload.types.model import ModelSpec
 from evenload.types.plan import StepPlan, decode_plan, encode_plan
 from evenload.types.text import counted, format_bytes
+from evenload.types.tree import TreeShape, shape_of
 
 _NOISE_FACTOR, _MOST_NOISE = 4.0, 1e-2
 
@@ -116,7 +118,7 @@ def _with_other_tokens(
         return np.where(of_changed & (ids != IGNORE_INDEX), (ids + 1) % vocab_size, ids).astype(np.int32)
 
     labels = None if tokens.labels is None else next_ids(tokens.labels)
-    return TokenTable(tokens.doc_ids, tokens.edges, next_ids(tokens.tokens), labels)
+    return replace(tokens, tokens=next_ids(tokens.tokens), labels=labels)
 
 
 def _largest_difference(before: Seen, after: Seen, documents: set[int]) -> float:
@@ -163,8 +165,9 @@ def check_invariance(
     if not plans:
         return skipped(name, "", f"nothing could be planned: {'; '.join(left_out)}")
     own = getattr(torch, config.model.dtype)
-    exact = plain_step(config, tokens, torch.float64, mesh)
-    plain = _errors(*(exact if own == torch.float64 else plain_step(config, tokens, own, mesh)), *exact, mesh)
+    trees = {one.doc_id: shape_of(one.segments) for _, plan in plans for one in plan.documents if one.segments}
+    exact = plain_step(config, tokens, torch.float64, mesh, trees)
+    plain = _errors(*(exact if own == torch.float64 else plain_step(config, tokens, own, mesh, trees)), *exact, mesh)
     limits = [max(_TIMES_PLAIN * error, _FLOOR[config.model.dtype]) for error in (plain.loss, plain.gradient)]
     worst_loss, worst_gradient, failures = 0.0, 0.0, []
     for title, plan in plans:
@@ -212,20 +215,24 @@ def _errors(
 
 
 def plain_step(
-    config: TrainConfig, tokens: TokenTable | Mapping[int, NDArray[np.int32]], dtype: torch.dtype, mesh: Mesh
+    config: TrainConfig,
+    tokens: Mapping[int, NDArray[np.int32]],
+    dtype: torch.dtype,
+    mesh: Mesh,
+    trees: Mapping[int, TreeShape] = MappingProxyType({}),
 ) -> tuple[float, dict[str, Tensor]]:
     """Train a step plainly, with weights of the configured precision and in another; return its loss and every
-    parameter's gradient, on every rank. Collective."""
+    parameter's gradient, on every rank. Of documents that are `trees` every path is a sequence. Collective."""
     model = _plain_model(config, dtype)
-    rows = {doc: tokens.labels_of(doc) if isinstance(tokens, TokenTable) else tokens[doc] for doc in sorted(tokens)}
-    labels = {doc: torch.from_numpy(np.array(row)).long() for doc, row in rows.items()}
-    num_labels = max(1, sum(int((row[1:] != -100).sum()) for row in labels.values()))
+    table = as_token_table(tokens)
+    sequences = [one for doc in sorted(table) for one in _sequences_of(table, doc, trees.get(doc))]
+    num_labels = max(1, sum(int(weights.sum()) for _, _, weights in sequences))
     total = torch.zeros(1, dtype=torch.float64)
-    for doc in list(labels)[mesh.rank :: mesh.layout.world_size]:
-        row = torch.from_numpy(np.asarray(tokens[doc])).long()
+    for row, labels, weights in sequences[mesh.rank :: mesh.layout.world_size]:
         logits = model(row[None], use_cache=False).logits[0, :-1]
         exact = logits if dtype == torch.float64 else logits.float()
-        loss = nn.functional.cross_entropy(exact, labels[doc][1:], reduction="sum") / num_labels
+        losses = nn.functional.cross_entropy(exact, labels[1:], reduction="none")
+        loss = (losses * weights[1:]).sum() / num_labels
         if loss.requires_grad and len(row) > 1:
             loss.backward()
             total += loss.detach().double()
@@ -237,6 +244,22 @@ def plain_step(
         dist.all_reduce(gradient, group=mesh.control)
         gradients[name] = gradient
     return float(total), gradients
+
+
+def _sequences_of(table: TokenTable, doc_id: int, shape: TreeShape | None) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield tokens, labels and how often each label counts, int64[n] each, of a document; of a tree those of each path,
+    where labels that paths share count on the first."""
+    document = table.at(int(table.rows([doc_id])[0]))
+    labels = table.labels_of(doc_id)
+    counts = np.where(labels == IGNORE_INDEX, 0, all_label_counts(document))
+    paths = [np.arange(len(labels))]
+    if shape is not None:
+        inner = set(shape.parents.tolist())
+        paths = [shape.rows_of_path(last) for last in range(len(shape.parents)) if last not in inner]
+    for rows in paths:
+        row, label, count = (torch.from_numpy(column[rows]).long() for column in (document.tokens, labels, counts))
+        yield row, label, count
+        counts[rows] = 0
 
 
 def _plain_model(config: TrainConfig, dtype: torch.dtype) -> Any:

@@ -12,7 +12,7 @@ wherever either is cut. Where the child with the most rows comes first, a row se
 
 import itertools
 from collections.abc import Sequence
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -79,11 +79,6 @@ class TreeShape:
         """Unique tokens."""
         return int(self.stops[-1])
 
-    @cached_property
-    def longest_path(self) -> int:
-        """Tokens of the longest path."""
-        return int((self.depths + self.stops - self.starts).max())
-
     def positions(self, start: int, stop: int) -> np.ndarray:
         """Return positions along the path of rows `[start, stop)`; int64."""
         rows = np.arange(start, stop)
@@ -103,21 +98,16 @@ class TreeShape:
             chain.append(RowRun(int(self.starts[segment]), int(self.stops[segment])))
         return joined(chain[::-1])
 
-    def runs_to(self, piece: Piece) -> list[RowRun]:
-        """Return the rows that the last row of a piece sees, itself included, in order of the path."""
-        return joined([*self.runs_before(piece.segment), RowRun(int(self.starts[piece.segment]), piece.stop)])
-
-    def path_range(self, piece: Piece) -> tuple[int, int]:
-        """Return the positions `[start, stop)` of a piece along its path."""
-        before = int(self.depths[piece.segment] - self.starts[piece.segment])
-        return piece.start + before, piece.stop + before
-
     def path_of(self, leaf: int) -> list[int]:
         """Return the segments from the root to one."""
         chain = [leaf]
         while (leaf := int(self.parents[leaf])) >= 0:
             chain.append(leaf)
         return chain[::-1]
+
+    def rows_of_path(self, leaf: int) -> np.ndarray:
+        """Return the rows of the segments from the root to one; int64."""
+        return np.concatenate([np.arange(self.starts[one], self.stops[one]) for one in self.path_of(leaf)])
 
     def row_before(self, segment: int) -> int:
         """Return the row that predicts a segment's first token; -1 = none does."""
@@ -134,17 +124,6 @@ def joined(runs: Sequence[RowRun]) -> list[RowRun]:
         elif run.stop > run.start:
             found.append(run)
     return found
-
-
-def last_rows(runs: Sequence[RowRun], count: int) -> list[RowRun]:
-    """Return runs of the last so many rows of runs."""
-    found: list[RowRun] = []
-    for start, stop in reversed(runs):
-        if count <= 0:
-            break
-        found.append(RowRun(max(start, stop - count), stop))
-        count -= stop - found[-1].start
-    return found[::-1]
 
 
 @lru_cache(maxsize=4096)

@@ -22,9 +22,8 @@ call without a mask a range, and the own rows one causal call. A slice's rounds 
 import functools
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -50,7 +49,6 @@ from evenload.runtime.replay.store import ActivationStore, CallKey, KeyRows, Key
 from evenload.stepplan.cp_rows import PackRows
 from evenload.types.document import Direction, Range
 from evenload.types.layer_kind import AttentionKind
-from evenload.types.tree import RowRun, TreeShape, last_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,25 +171,21 @@ class PackAttention(ABC):
 
 class _Seen(NamedTuple):
     """Says where the keys that the ranges of a pack see lie, and for runs of ranges what becomes of their gradients:
-    rows, keys among all, and the range whose document adds them up (None = they are final). Of a tree's range also the
-    rows of the document that its keys are, one run after the other."""
+    rows, keys among all, and the range whose document adds them up (None = they are final)."""
 
     sizes: RangeSizes
-    lying: list[tuple[KeyRows, ...]]
+    lying: list[KeyRows]
     runs: list[tuple[slice, slice, Range | None]]
-    of_trees: dict[Range, list[RowRun]]
 
     def parts(self, key: CallKey) -> KeyParts:
-        return [_joined([rows.of(key) for rows in one]) for one in self.lying]
+        return [rows.of(key) for rows in self.lying]
 
-    def add_keys(self, *runs: KeyRows) -> None:
-        """Add those of the next range, or piece of one, whose runs are copied behind each other where they are several;
-        to the last where they follow it in one tensor."""
-        (last,) = self.lying[-1] if self.lying and len(self.lying[-1]) == len(runs) == 1 else (None,)
-        if last is not None and last.layers is runs[0].layers and last.stop == runs[0].start:
-            self.lying.pop()
-            runs = (last._replace(stop=runs[0].stop),)
-        self.lying.append(runs)
+    def add_keys(self, keys: KeyRows) -> None:
+        """Add those of the next range, to the last where they follow it in one tensor."""
+        last = self.lying[-1] if self.lying else None
+        if last is not None and last.layers is keys.layers and last.stop == keys.start:
+            keys = self.lying.pop()._replace(stop=keys.stop)
+        self.lying.append(keys)
 
     def add_run(self, rows: slice, keys: slice, of: Range | None) -> None:
         """Add the next range, to the last run where the gradients of both are final."""
@@ -203,20 +197,10 @@ class _Seen(NamedTuple):
 
 class LocalAttention:
     """Computes attention of documents that lie whole on this rank: `ranges` of them, with their rows of the pack, which
-    follow each other. What does not depend on the layer is made once a pack.
+    follow each other. What does not depend on the layer is made once a pack."""
 
-    A range of a tree is computed piece by piece, one a segment: its rows see the keys of their path, which are runs of
-    the document's rows (`TreeShape`) and are put together as the keys of several documents are. Gradients of a prefix
-    that several pieces see are added up before they go to the document's.
-
-    Args:
-        trees: shapes of the documents that are trees.
-    """
-
-    def __init__(
-        self, ranges: tuple[tuple[slice, Range], ...] = (), trees: Mapping[int, TreeShape] = MappingProxyType({})
-    ) -> None:
-        self.ranges, self._trees = ranges, trees
+    def __init__(self, ranges: tuple[tuple[slice, Range], ...] = ()) -> None:
+        self.ranges = ranges
         self.rows = slice(ranges[0][0].start, ranges[-1][0].stop) if ranges else slice(0, 0)
         self._seen: dict[tuple[ActivationStore, int, int], _Seen] = {}  # by the store of a stage, window and chunk
         self._halves: dict[int, tuple[LocalAttention, LocalAttention]] = {}  # by number of first ranges
@@ -253,50 +237,23 @@ class LocalAttention:
             final = dk[keys], dv[keys]
             if of is not None:
                 doc_id, start, stop = of
-                first = call.first_key(start)
-                if (path_runs := seen.of_trees.get(of)) is not None:
-                    final, first = _added_up(final, path_runs, stop, lse.dtype), 0
-                final = call.store.add_key_grads(doc_id, call.key, first, *final, start, stop)
+                final = call.store.add_key_grads(doc_id, call.key, call.first_key(start), *final, start, stop)
             own_k[rows], own_v[rows] = final
         return dq, own_k, own_v
 
     def _seen_by(self, call: AttentionCall) -> _Seen:
         store, by = call.store, (call.store, call.scoring.window, call.scoring.chunk)
         if by not in self._seen:
-            along_paths = (one for _, r in self.ranges for one in self._along_paths(r))
-            seen = _Seen(call.sizes(along_paths), [], [], {})
+            seen = _Seen(call.sizes(r for _, r in self.ranges), [], [])
             at = 0
             for rows, r in self.ranges:
-                pieces = self._key_runs(call, r)
-                for runs in pieces:
-                    seen.add_keys(*(store.document_keys(r.doc_id).part(*run) for run in runs))
-                runs = [*itertools.chain(*pieces)]
-                num_keys = sum(stop - start for start, stop in runs)
+                num_keys = r.stop - call.first_key(r.start)
+                seen.add_keys(store.document_keys(r.doc_id).part(r.stop - num_keys, r.stop))
                 own = slice(rows.start - self.rows.start, rows.stop - self.rows.start)
-                if r.doc_id in self._trees:
-                    seen.of_trees[r] = runs
-                    seen.runs.append((own, slice(at, at + num_keys), r))
-                else:
-                    seen.add_run(own, slice(at, at + num_keys), None if store.is_whole(r) else r)
+                seen.add_run(own, slice(at, at + num_keys), None if store.is_whole(r) else r)
                 at += num_keys
             self._seen[by] = seen
         return self._seen[by]
-
-    def _along_paths(self, r: Range) -> list[Range]:
-        """Return the positions of a range's rows; of a tree's, of its pieces along their paths."""
-        if (shape := self._trees.get(r.doc_id)) is None:
-            return [r]
-        return [Range(r.doc_id, *shape.path_range(piece)) for piece in shape.pieces(r.start, r.stop)]
-
-    def _key_runs(self, call: AttentionCall, r: Range) -> list[list[RowRun]]:
-        """Return the rows of its document whose keys a range sees, of a tree's range piece by piece."""
-        if (shape := self._trees.get(r.doc_id)) is None:
-            return [[RowRun(call.first_key(r.start), r.stop)]]
-        found = []
-        for piece in shape.pieces(r.start, r.stop):
-            start, stop = shape.path_range(piece)
-            found.append(last_rows(shape.runs_to(piece), stop - call.first_key(start)))
-        return found
 
     def split(self, share: float) -> tuple["LocalAttention", "LocalAttention"]:
         """Return the first ranges, with about this share of the rows, and the others."""
@@ -305,23 +262,6 @@ class LocalAttention:
         if count not in self._halves:
             self._halves[count] = LocalAttention(self.ranges[:count]), LocalAttention(self.ranges[count:])
         return self._halves[count]
-
-
-def _joined(runs: Sequence[KeysAndValues]) -> KeysAndValues:
-    if len(runs) == 1:
-        return runs[0]
-    keys, values = zip(*runs, strict=True)
-    return torch.cat(keys), torch.cat(values)
-
-
-def _added_up(parts: KeysAndValues, runs: Sequence[RowRun], num_rows: int, dtype: torch.dtype) -> KeysAndValues:
-    """Add gradients of keys and values, which lie run after run, up to those of a document's first rows."""
-    totals = tuple(one.new_zeros((num_rows, *one.shape[1:]), dtype=dtype) for one in parts)
-    sizes = [stop - start for start, stop in runs]
-    for total, part in zip(totals, parts, strict=True):
-        for (start, stop), of_run in zip(runs, part.split(sizes), strict=True):
-            total[start:stop] += of_run
-    return totals[0], totals[1]
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from evenload.attention.range_attention import RangeAttention
-from evenload.errors import UnsupportedModelError
 from evenload.feed.collate import LabelEdges
 from evenload.runtime.comm.tensor_group import RowExchange, RowShard, TensorGroup, row_owners
 from evenload.runtime.model.around import ATTENTION_NAME, LayerCall, using
@@ -27,6 +26,7 @@ from evenload.runtime.replay.replayable import make_replayable
 from evenload.runtime.replay.state import ReplayState, RouterBalance, TensorRows
 from evenload.runtime.replay.store import ActivationStore, call_key, num_rows
 from evenload.runtime.replay.tensor_parallel import make_tensor_parallel
+from evenload.runtime.replay.tree_attention import TreeAttention, refuse_trees
 from evenload.runtime.replay.weight_products import WeightProducts
 from evenload.types.document import Direction, Range
 
@@ -120,19 +120,8 @@ class PipelineStage:
             self._balance.begin_step(num_tokens)
 
     def require_trees(self) -> None:
-        """Raise an `UnsupportedModelError` for layers that know no branches of a tree."""
-        for layer, sites in enumerate(self.model.structure.sites):
-            if sites.mixers or any(isinstance(call, StateForm) for call in sites.calls):
-                raise UnsupportedModelError(
-                    f"some documents are trees of sequences, and layer {layer} carries a state from token to token, "
-                    "which knows no branches; give every sequence a record of its own, without data.group_by"
-                )
-        if self._balance is not None:
-            raise UnsupportedModelError(
-                "some documents are trees of sequences, and the model trains its load-balancing loss, which is a "
-                "product of sums over each sequence; set model.router_aux_loss_coef = 0, or give every sequence a "
-                "record of its own"
-            )
+        """Raise an `UnsupportedModelError` where the model cannot train trees of sequences."""
+        refuse_trees(self.model)
 
     @torch.no_grad()
     def forward(self, pack: PackTokens, hidden: Tensor | None, store: ActivationStore) -> Tensor:
@@ -340,7 +329,8 @@ class PipelineStage:
         state.direction, state.ranges, state.store, state.products = direction, pack.ranges, store, products
         state.shared, state.shared_states = pack.shared, pack.states
         state.balance, state.tensor = self._balance, self._tensor
-        state.attention = LocalAttention(tuple(rows_of(pack.ranges)), pack.trees)
+        rows = tuple(rows_of(pack.ranges))
+        state.attention = TreeAttention(rows, pack.trees) if pack.trees else LocalAttention(rows)
         state.divide_rows(self.device)
         exchange = self._exchange(pack, f"hidden states of a {direction} pack")
         if exchange is not None:

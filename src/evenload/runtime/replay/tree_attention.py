@@ -1,0 +1,215 @@
+"""Compute attention of packs with slices of trees, whose rows see keys along their path (`types.tree`).
+
+    rows of a slice       a a a b b c c d     (b and c behind a, d behind b's sibling c)
+    ranges of paths       [a a a b b] [c c d]
+    keys that they see    rows of a and b; rows of a, then of c and d
+
+A segment's first child follows it in rows, so a segment and its first child are one range of a path, as is what follows
+in the same way: a slice has about as many ranges as leaves. To a backend each is a range of a document that begins at a
+position along the path; so windows and chunks count along it. Its keys are a few runs of the tree's rows.
+
+Where they are several they are copied together: 2·G·D elements a key, range and layer, not kept. Many short branches of
+a long prefix see far more keys than they have rows, so a call takes ranges of at most `CALL_KEYS` keys, or one range.
+Gradients of keys are summed over a slice's ranges before they go to the store, where those of the tree's other slices
+wait.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from evenload.attention.range_attention import Gradients, KeyParts, RangeSizes
+from evenload.errors import UnsupportedModelError
+from evenload.runtime.model.hf_model import StageModel
+from evenload.runtime.model.state_calls import StateForm
+from evenload.runtime.replay.context_attention import AttentionCall, LocalAttention
+from evenload.runtime.replay.store import ActivationStore, CallKey, KeyRows, KeysAndValues
+from evenload.types.document import Range
+from evenload.types.tree import RowRun, TreeShape, joined
+
+CALL_KEYS = 1 << 16
+
+
+def refuse_trees(model: StageModel) -> None:
+    """Raise an `UnsupportedModelError` where a model cannot train trees of sequences."""
+    reason = ""
+    if model.router_aux_loss_coef:
+        reason = (
+            "its load-balancing loss is a product of sums over each sequence, which trees do not keep apart; set "
+            "model.router_aux_loss_coef = 0"
+        )
+    for index, sites in enumerate(model.structure.sites):
+        if any(isinstance(call, StateForm) for call in sites.calls):
+            reason = f"layer {index} carries a state from token to token, which knows no branches"
+        if sites.mixers:
+            names = ", ".join(sorted(name or "itself" for name in sites.mixers))
+            reason = f"layer {index} mixes tokens in a way of its own ({names}), which knows no branches"
+    if reason:
+        raise UnsupportedModelError(
+            f"the step has trees of sequences that share prefixes, and of {type(model.whole.model).__name__} {reason}"
+        )
+
+
+class _PathRange(NamedTuple):
+    """Names rows of the pack that follow each other on a path, their positions, and the rows of the tree that hold the
+    keys of all positions up to the last."""
+
+    rows: slice
+    positions: Range
+    runs: Sequence[RowRun]
+
+    def behind(self, count: int) -> "_PathRange":
+        """Return the range without the keys of the first `count` positions."""
+        found = []
+        for start, stop in self.runs:
+            skipped = min(count, stop - start)
+            count -= skipped
+            if start + skipped < stop:
+                found.append(RowRun(start + skipped, stop))
+        return self._replace(runs=found)
+
+
+class _Call(NamedTuple):
+    """Describes a call of the backend.
+
+    Args:
+        rows: of the pack.
+        lying: where the keys of its ranges lie.
+        ranges: of each range the number of its slice, and the runs of the document's rows that are its keys.
+    """
+
+    rows: slice
+    sizes: RangeSizes
+    lying: list[KeyRows]
+    ranges: list[tuple[int, Sequence[RowRun]]]
+
+    def parts(self, key: CallKey) -> KeyParts:
+        found = [rows.of(key) for rows in self.lying]
+        if len(found) == 1:
+            return found
+        keys, values = zip(*found, strict=True)
+        return [(torch.cat(keys), torch.cat(values))]
+
+
+class TreeAttention(LocalAttention):
+    """Computes attention of a pack of slices of trees and of plain documents.
+
+    Args:
+        trees: the shapes of those of the pack's documents that are trees.
+    """
+
+    def __init__(self, ranges: tuple[tuple[slice, Range], ...], trees: Mapping[int, TreeShape]) -> None:
+        super().__init__(ranges)
+        self._paths = [
+            (number, one)
+            for number, (rows, r) in enumerate(ranges)
+            for one in _path_ranges(rows, r, trees.get(r.doc_id))
+        ]
+        self._calls: dict[tuple[ActivationStore, int, int], list[_Call]] = {}  # by store, window and chunk
+
+    def attend(self, call: AttentionCall, q: Tensor) -> tuple[Tensor, Tensor]:
+        """Return output [T, H, D] and log-sum-exp [T, H] of the pack's q [T, H, D]; keys are recorded."""
+        made = [call.forward(q[one.rows], one.parts(call.key), one.sizes) for one in self._calls_of(call)]
+        outs, lses = zip(*made, strict=True)
+        return made[0] if len(made) == 1 else (torch.cat(outs), torch.cat(lses))
+
+    def gradients(self, call: AttentionCall, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+        """Return the gradients of q [T, H, D], k and v [T, G, D], those of documents summed."""
+        calls = self._calls_of(call)
+        spans = _spans(range_ for one in calls for range_ in one.ranges)
+        sums: dict[int, KeysAndValues] = {}
+        dq = torch.empty_like(q)
+        for one in calls:
+            given = (grad[one.rows], q[one.rows], one.parts(call.key), out[one.rows], lse[one.rows])
+            dq[one.rows], dk, dv = call.backward(*given, one.sizes)
+            at = 0
+            for number, runs in one.ranges:
+                keys = slice(at, at + _num_rows(runs))
+                sums[number] = _added(sums.get(number), spans[number], runs, (dk[keys], dv[keys]), lse.dtype)
+                at = keys.stop
+        own_k, own_v = (lse.new_empty(q.shape[0], *one.shape[1:]) for one in sums[0])
+        for number, (rows, (doc_id, start, stop)) in enumerate(self.ranges):
+            final = call.store.add_key_grads(doc_id, call.key, spans[number].start, *sums[number], start, stop)
+            own_k[rows], own_v[rows] = final
+        return dq, own_k, own_v
+
+    def _calls_of(self, call: AttentionCall) -> list[_Call]:
+        by = call.store, call.scoring.window, call.scoring.chunk
+        if by not in self._calls:
+            groups: list[list[tuple[int, _PathRange]]] = []
+            num_keys = 0
+            for number, one in self._paths:
+                seen = one.behind(call.first_key(one.positions.start))
+                num_keys += _num_rows(seen.runs)
+                if not groups or num_keys > CALL_KEYS:
+                    groups.append([])
+                    num_keys = _num_rows(seen.runs)
+                groups[-1].append((number, seen))
+            self._calls[by] = [_call(call, group) for group in groups]
+        return self._calls[by]
+
+
+def _call(call: AttentionCall, group: Sequence[tuple[int, _PathRange]]) -> _Call:
+    lying: list[KeyRows] = []
+    for _, one in group:
+        for start, stop in one.runs:
+            keys, last = call.store.document_keys(one.positions.doc_id).part(start, stop), lying[-1] if lying else None
+            if last is not None and last.layers is keys.layers and last.stop == keys.start:
+                keys = lying.pop()._replace(stop=keys.stop)
+            lying.append(keys)
+    rows = slice(group[0][1].rows.start, group[-1][1].rows.stop)
+    return _Call(rows, call.sizes(one.positions for _, one in group), lying, [(at, one.runs) for at, one in group])
+
+
+def _spans(ranges: Iterable[tuple[int, Sequence[RowRun]]]) -> dict[int, RowRun]:
+    """Return by slice the rows from the first to the last that its ranges see."""
+    spans: dict[int, RowRun] = {}
+    for number, runs in ranges:
+        start, stop = spans.get(number, runs[0])
+        spans[number] = RowRun(min(start, *(run.start for run in runs)), max(stop, runs[-1].stop))
+    return spans
+
+
+def _added(
+    sums: KeysAndValues | None, span: RowRun, runs: Sequence[RowRun], parts: KeysAndValues, dtype: torch.dtype
+) -> KeysAndValues:
+    """Add the gradients of the keys that a range sees to those of its slice, which lie by the document's rows `span`;
+    None = it is the first one."""
+    if sums is None:
+        if list(runs) == [span]:
+            return parts  # no other range sees the slice's last row
+        size = span.stop - span.start
+        sums = (
+            parts[0].new_zeros((size, *parts[0].shape[1:]), dtype=dtype),
+            parts[1].new_zeros((size, *parts[1].shape[1:]), dtype=dtype),
+        )
+    at = 0
+    for start, stop in runs:
+        for total, part in zip(sums, parts, strict=True):
+            total[start - span.start : stop - span.start] += part[at : at + stop - start]
+        at += stop - start
+    return sums
+
+
+def _num_rows(runs: Sequence[RowRun]) -> int:
+    return sum(run.stop - run.start for run in runs)
+
+
+def _path_ranges(rows: slice, r: Range, shape: TreeShape | None) -> list[_PathRange]:
+    """Divide a slice into ranges of paths, in row order."""
+    if shape is None:
+        return [_PathRange(rows, r, [RowRun(0, r.stop)])]
+    found: list[_PathRange] = []
+    last = -1
+    for segment, start, stop in shape.pieces(r.start, r.stop):
+        own = slice(rows.start + start - r.start, rows.start + stop - r.start)
+        position = start - int(shape.starts[segment]) + int(shape.depths[segment])
+        if last >= 0 and shape.parents[segment] == last:
+            before = found.pop()
+            own, position = slice(before.rows.start, own.stop), before.positions.start
+        runs = joined([*shape.runs_before(segment), RowRun(int(shape.starts[segment]), stop)])
+        found.append(_PathRange(own, Range(r.doc_id, position, position + own.stop - own.start), runs))
+        last = segment
+    return found
