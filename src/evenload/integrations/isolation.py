@@ -226,9 +226,8 @@ def _contradictions(batch: dict[str, Any], lengths: Sequence[int] | None, owner:
     if not taken or positions is None or len(owner) > 1 or positions.shape != owner.shape:
         return []
     starts = (positions[0].diff() != 1) != (owner[0].diff() != 0)
-    if not starts.any():
-        return []
-    return [f"positions and the given boundaries of documents differ first at token {int(starts.nonzero()[0]) + 1}"]
+    where = starts.nonzero()[:1].flatten().tolist()
+    return [f"positions and the given boundaries of documents differ first at token {at + 1}" for at in where]
 
 
 def _logits_of(model: Any, batch: dict[str, Any]) -> Tensor:
