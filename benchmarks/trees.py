@@ -1,4 +1,6 @@
-"""Sequences that share prefixes: `TreePacker` against the same model path by path, one thread.
+"""Sequences that share prefixes: `TreePacker` against the same model path by path, and whole runs of trees.
+
+`packer`, one thread:
 
     shared          micro-batches of `TreePacker`, each a tree
     path by path    transformers' own model and autograd, one sequence after the other, logits of labels only
@@ -7,12 +9,17 @@
 A small Llama, two layers of width 256; loss and all gradients. CPU time of the process is the median over interleaved
 rounds of shared over path by path; memory as in `replay.py`, every variant in its own process.
 
-    python benchmarks/trees.py [--quick] [--append]
+`runs`, two processes of one thread, a layer each, by `slimpack`: steps of `evenload train` on records that hold the
+sequences of a group, as trees, over steps on the same sequences one a record, by turns, without the first of each;
+bytes that the first rank holds over those predicted. Three minutes on two cores.
+
+    python benchmarks/trees.py [--part packer|runs] [--quick] [--append]
 """
 
 import json
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,8 +28,14 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from cpu_ranks import COSTS, cpu_rank, leave, llama, spawn_ranks
+from evenload.config.planner import layouts_of
+from evenload.config.train_config import load_train_config
 from evenload.data.prefix_tree import build_trees
 from evenload.integrations.tree_packer import TreePacker
+from evenload.runtime.comm.mesh import create_meshes
+from evenload.runtime.model.model_config import model_spec
+from evenload.runtime.trainer import Trainer
 from harness import Row, alternate, ratio_row, run
 from replay import growth_bytes
 
@@ -116,6 +129,78 @@ def measure_in_child(variant: str, name: str, quick: bool) -> None:
     print(growth_bytes(step_of(variant, shapes(quick)[name]), f"{variant} {name}"))
 
 
+GROUPS, MEMORY_BYTES = 2, 2**34
+"""Groups in a step, and what a rank may hold."""
+
+
+def write_records(directory: Path, sequences: list[np.ndarray], *, shared: bool) -> str:
+    """Write the configuration of a run on one group of sequences again and again; return its path."""
+    directory.mkdir()
+    llama(256, 2, vocabulary=VOCABULARY).save_pretrained(directory / "model")
+    lists = [one.tolist() for one in sequences]
+    records = [lists] * GROUPS if shared else lists * GROUPS
+    (directory / "records.jsonl").write_text("".join(json.dumps({"input_ids": one}) + "\n" for one in records))
+    (directory / "config.toml").write_text(
+        f"""
+        [model]
+        path = "{directory / "model"}"
+        random_init = true
+        [data]
+        sources = ["{directory / "records.jsonl"}"]
+        workers = 0
+        max_document_tokens = 16384
+        batch_documents = {len(records)}
+        epochs = 100
+        [parallel]
+        pp = 2
+        [plan]
+        strategy = "slimpack"
+        [train]
+        steps = {REPEATS + 1}
+        output_dir = "{directory / "run"}"
+        """
+    )
+    return str(directory / "config.toml")
+
+
+def train_by_turns(rank: int, directory: str, files: dict[str, str], repeats: int) -> None:
+    """One process; rank 0 leaves the rows of metrics by variant, without the first of each."""
+    with cpu_rank():
+        steps = {}
+        for variant, file in files.items():
+            config = load_train_config(Path(file), [])
+            meshes = create_meshes(layouts_of(config, model_spec(config).num_layers), torch.device("cpu"), 300)
+            steps[variant] = Trainer(config, meshes.start, meshes).train(COSTS, MEMORY_BYTES, repeats + 1)
+        found: dict[str, list[dict]] = {variant: [] for variant in files}
+        for _ in range(repeats + 1):
+            for variant, own in steps.items():
+                report = next(own)
+                found[variant] += [] if report is None else [report.row]
+        for own in steps.values():
+            own.close()
+        leave(directory, {variant: rows[1:] for variant, rows in found.items()})
+
+
+def measure_runs(quick: bool) -> list[Row]:
+    """Steps of whole runs: time, and memory beside its prediction."""
+    rows = []
+    for name, (sequences, _) in shapes(quick).items():
+        with tempfile.TemporaryDirectory() as directory:
+            files = {
+                variant: write_records(Path(directory, variant), sequences, shared=variant == "shared")
+                for variant in ("shared", "separate")
+            }
+            spawn_ranks(2, train_by_turns, directory, files, QUICK_REPEATS if quick else 3)
+            found = json.loads(Path(directory, "found.json").read_text())
+        seconds = {variant: [row["step_time_s"] for row in own] for variant, own in found.items()}
+        losses = [own[0]["loss"] for own in found.values()]
+        assert abs(losses[0] / losses[1] - 1) < 1e-3, f"{name}: losses differ: {losses}"
+        rows.append(ratio_row("trees", f"run, {name}", "step time", seconds["shared"], seconds["separate"], "separate"))
+        held = [row["peak_memory_bytes"] / row["predicted_peak_memory_bytes"] for row in found["shared"]]
+        rows.append(Row("trees", f"run, {name}", "peak memory", held[-1], "x", "predicted"))
+    return rows
+
+
 def measure(quick: bool) -> list[Row]:
     """Every shape: time, memory, and the share of tokens that is computed."""
     torch.set_num_threads(1)
@@ -133,7 +218,7 @@ def measure(quick: bool) -> list[Row]:
     return rows
 
 
-PARTS = {"trees": measure}
+PARTS = {"packer": measure, "runs": measure_runs}
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--child"]:

@@ -69,3 +69,10 @@ def test_adapters_equal_peft(gloo_pool, tmp_path):
     lora = msgspec.structs.replace(LORA, target_modules=("q_proj", "down_proj"))
     tasks = [FamilyTask("llama", num_layers, encode_plan(plan), lora)]
     _assert_equal_every_sequence(gloo_pool, tasks, plan, batch, tmp_path)
+
+
+def test_a_model_that_knows_no_branches_is_refused_before_it_runs(gloo_pool):
+    plan, batch, num_layers = _tree_plan("single")
+    tasks = [FamilyTask("qwen3_moe", num_layers, encode_plan(plan))]
+    with pytest.raises(RuntimeError, match=r"its load-balancing loss .* set model\.router_aux_loss_coef = 0"):
+        gloo_pool.run(1, train_trees, tasks, batch.tokens)

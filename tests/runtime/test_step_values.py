@@ -8,14 +8,17 @@ import pytest
 import torch
 
 from cost_samples import sample_coefficients, sample_model
+from evenload.cost.layer_counts import training_flops
 from evenload.planning.planner import StepPlanner
 from evenload.runtime.comm.mesh import create_meshes
 from evenload.runtime.executor import RankTrace
 from evenload.runtime.optim.data_parallel import GatherTrace
 from evenload.runtime.step_metrics import RankStepReport, gather_timeline, step_row
+from evenload.types.columns import causal_pairs
 from evenload.types.document import Document
 from evenload.types.layout import even_layout
 from evenload.types.timeline import KINDS, SIDE_KINDS
+from evenload.types.tree import Segment
 from gloo_pool import TIMEOUT_S
 
 LAYOUT = even_layout(4, dp=2, pp=2)
@@ -131,5 +134,12 @@ def test_a_step_takes_what_ranks_tell_each_other_too(gloo_pool):
     trees = row(0.0, msgspec.structs.replace(plan, documents=(tree, documents[1])))
     assert trees["tokens_per_s"] == alone["tokens_per_s"]
     assert (trees["path_tokens_per_s"], trees["tree_token_ratio"], trees["recomputed_tokens"]) == (160 / 11, 2.0, 7)
+    # Rows of branches see the keys of their paths, fewer than as many rows of one sequence: 10 + 10 + 30 tokens.
+    branches = msgspec.structs.replace(tree, segments=(Segment(10, -1), Segment(10, 0), Segment(30, 0)))
+    branched = row(0.0, msgspec.structs.replace(plan, documents=(branches, documents[1])))
+    pairs = causal_pairs(np.array([0, 10, 10]), np.array([10, 20, 40])).sum() - causal_pairs(0, 50)
+    per_pair = (training_flops(model, [50])[0] - 50 * training_flops(model, [1])[0]) / (causal_pairs(0, 50) - 50)
+    assert branched["mfu"] == pytest.approx(trees["mfu"] + per_pair * pairs / 9.0 / 1e6)
+    assert branched["mfu"] < trees["mfu"]
     cut_short = row(0.0, msgspec.structs.replace(plan, is_cut_short=True))
     assert (alone["plan_cut_short"], cut_short["plan_cut_short"]) == (0, 1)

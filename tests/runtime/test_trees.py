@@ -21,8 +21,8 @@ from plan_building import greedy_packs
 from reference_training import plain_model, tiny_config
 from single_stage import stage_of, trained
 from tree_cases import (
+    assert_bf16_as_good_as_plain,
     batch_of,
-    bf16_errors,
     plain_paths,
     plan_of_packs,
     random_batch,
@@ -86,6 +86,18 @@ def test_slices_of_single_tokens(kind):
     assert worst_error(tiny_config(kind, num_hidden_layers=2, sliding_window=3), batch, *packs) <= 1e-10
 
 
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+@pytest.mark.parametrize("is_cut", [(False, False), (False, True), (True, False)])
+def test_whole_trees(kind, is_cut):
+    """In one slice in forward, backward or both: what keeps no sums beside other slices."""
+    batch = random_batch(10)
+    packs = [
+        greedy_packs(batch.lengths, [0.4] if cut else [], 100, last_first=last_first)
+        for cut, last_first in zip(is_cut, (False, True), strict=True)
+    ]
+    assert worst_error(tiny_config(kind, num_hidden_layers=2, sliding_window=7), batch, *packs) <= 1e-10
+
+
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "deepseek_v3"])
 def test_calls_of_few_keys(monkeypatch, kind):
     monkeypatch.setattr(tree_attention, "CALL_KEYS", 25)
@@ -104,8 +116,7 @@ def test_every_policy(defers, recomputed):
 def test_bf16_is_as_good_as_plain_bf16(kind):
     batch = random_batch(7, most=40)
     config = tiny_config(kind, hidden_size=64, **({"sliding_window": 40} if kind == "mistral" else {}))
-    ours, plain = bf16_errors(config, batch, *random_packs(batch, 7))
-    assert ours <= 2 * plain
+    assert_bf16_as_good_as_plain(config, batch, *random_packs(batch, 7))
 
 
 def test_losses_of_forwards_alone():

@@ -27,6 +27,7 @@ from evenload.types.model import ModelSpec
 from evenload.types.plan import DEFERRED, StepPlan
 from evenload.types.run import LayoutDecision, Validation
 from evenload.types.timeline import SideTasks, Timeline, pack_times, replica_imbalance, side_tasks
+from evenload.types.tree_columns import lengths_of
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -183,11 +184,11 @@ def step_row(
         end: of all ranks.
         exchange_s: of the barrier before the step and the exchange of measurements after it; in no prediction.
     """
-    lengths = np.array([d.num_tokens for d in plan.documents], dtype=np.int64)
+    lengths, trees = lengths_of(plan.documents)
     tokens = int(lengths.sum())
     path_tokens = tokens + sum(d.num_shared_tokens for d in plan.documents)
     padding = sum(pack.num_padding_tokens for packs in plan.pack_plans for pack in packs.forward)
-    flops = float(training_flops(model, lengths).sum())
+    flops = float(training_flops(model, lengths, trees).sum())
     reduction_s, reduction_hidden_s = timeline.reduction_seconds()
     gather_s, gather_hidden_s = timeline.gather_seconds()
     step_time_s = timeline.step_time_s + exchange_s
