@@ -123,7 +123,7 @@ def test_arguments_with_a_tilde_are_paths_whatever_stands_before():
 
 NO_PATHS = {
     "data.text_column", "data.messages_column", "data.prompt_column", "data.completion_column", "data.tokens_column",
-    "data.mask_column",
+    "data.mask_column", "data.group_by",
     "data.labels_column", "data.eos_token", "train.attention", "optimizer.name", "plan.strategy",
     "plan.options.schedule", "log.project", "log.name",
 }  # fmt: skip

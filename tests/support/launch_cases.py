@@ -10,6 +10,11 @@ from evenload.cli.launch import STOP_SIGNALS, StopRequest, call_in_child, run_lo
 from evenload.errors import EvenloadError
 
 
+def tell(text: str) -> None:
+    """In one write, so that lines of several processes do not mix where output is not buffered."""
+    os.write(1, f"{text}\n".encode())
+
+
 def ends_when_asked() -> int:
     """As a run that finishes its step and saves at once; shows what a process that was forked could have of the one
     before it."""
@@ -18,7 +23,7 @@ def ends_when_asked() -> int:
     began = f"{handlers == expected} {'' in sys.path} {os.getcwd()} {random.random()}"
     request = StopRequest()
     with request.listening():
-        print(f"listening {began}", flush=True)
+        tell(f"listening {began}")
         while not request.signal:
             time.sleep(0.01)
     return request.signal
@@ -27,7 +32,7 @@ def ends_when_asked() -> int:
 def never_ends() -> int:
     """As a run whose step hangs."""
     with StopRequest().listening():
-        print("listening", flush=True)
+        tell("listening")
         time.sleep(3600)
     return 0
 
@@ -36,7 +41,7 @@ def errand(how: str) -> None:
     """What is asked of a process before ranks start."""
     if how == "dies":
         os.kill(os.getpid(), signal.SIGKILL)
-    print("listening", flush=True)
+    tell("listening")
     time.sleep(3600)
 
 
@@ -47,7 +52,7 @@ def main(case: str, grace_s: float) -> None:
         try:
             call_in_child(errand, "dies")
         except EvenloadError as error:
-            print(error, flush=True)
+            tell(str(error))
         call_in_child(errand, "hangs")
         return
     run_local({"ends": ends_when_asked, "hangs": never_ends}[case], (), 2, grace_s=grace_s)
