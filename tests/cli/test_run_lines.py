@@ -4,6 +4,7 @@ import itertools
 from io import StringIO
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -13,6 +14,7 @@ from evenload.explore.prediction_interval import PredictionInterval
 from evenload.planning.strategies.registry import STRATEGIES
 from evenload.report.run_files import METRIC_KEYS
 from evenload.types.text import format_seconds
+from evenload.types.tree import Segment
 from plan_building import random_plan
 
 INTERVAL = PredictionInterval(low=0.9, high=1.2, basis="a ledger")
@@ -55,6 +57,12 @@ def test_the_first_plan_line_counts_real_tokens_cuts_and_packs():
     assert "(limit 64)" in line
     assert f"predicted {format_seconds(plan.predicted.step_time_s)}; 90 % interval of step times: 0.90 to 1.20" in line
     assert line.endswith("times the predicted (a ledger)")
+    first, *others = plan.documents
+    tree = msgspec.structs.replace(
+        first, segments=(Segment(first.num_tokens, -1),), num_path_tokens=first.num_tokens + 9
+    )
+    line = first_plan_line(msgspec.structs.replace(plan, documents=(tree, *others)), 64, INTERVAL)
+    assert f" of {tokens} tokens, for {tokens + 9} of sequences that share prefixes, in {forward} forward" in line
 
 
 def test_a_run_ends_with_how_well_its_predictions_held():

@@ -394,7 +394,8 @@ def test_lengths_of_trees_are_unique_tokens_and_those_of_all_sequences_are_told(
     table = read_length_table(source, config_of(source))
     assert table.lengths.tolist() == [10] * 4 + [2]
     assert table.records == (
-        "records are read as tokens; 98 tokens of sequences that share prefixes are 42 unique ones"
+        "records are read as tokens; 98 tokens of sequences that share prefixes are 42 unique ones, here "
+        "counted as documents without branches"
     )
 
 

@@ -101,9 +101,11 @@ def first_plan_line(plan: StepPlan, max_pack_tokens: int, interval: PredictionIn
     if any(again := plan.layout.recomputed_counts):
         policies.append(f"{'+'.join(map(str, again))} layers of the stages recomputed")
     real = tokens / (tokens + padding) if tokens + padding else 1.0
+    saved = sum(document.num_shared_tokens for document in plan.documents)
+    in_trees = f", for {tokens + saved:,} of sequences that share prefixes," if saved else ""
     return (
-        f"first step {counted(len(plan.documents), 'document')} of {tokens:,} tokens in {len(packs)} forward and "
-        f"{counted(num_backward, 'backward pack')} of at most {largest:,} tokens (limit {max_pack_tokens:,}) | "
+        f"first step {counted(len(plan.documents), 'document')} of {tokens:,} tokens{in_trees} in {len(packs)} forward "
+        f"and {counted(num_backward, 'backward pack')} of at most {largest:,} tokens (limit {max_pack_tokens:,}) | "
         f"{real:.1%} of computed tokens are real | {counted(len(cut), 'document')} cut, {len(shared)} shared by ranks, "
         f"{len(plan.left_out)} left for later | activations {', '.join(policies) or 'replay'} | predicted "
         f"{format_seconds(plan.predicted.step_time_s)}; {interval.describe()}"

@@ -94,6 +94,7 @@ def count_documents(config: DataConfig, origin: str) -> LengthTable:
     if paths.any():
         num_paths = np.maximum(lengths, paths).sum()
         shared = f"; {num_paths:,} {unit} of sequences that share prefixes are {lengths.sum():,} unique ones"
+        shared += ", here counted as documents without branches"
     template = f", written by chat template {config.chat_template}" if config.chat_template else ""
     return LengthTable(
         lengths=checked_lengths(lengths, origin),
