@@ -17,6 +17,7 @@ from evenload.runtime.stages.live_stages import unit_modules
 from evenload.types.layout import even_layout
 from matrix import MODELS
 from reference_training import tiny_config
+from transformers_version import is_older
 
 UNCUT = ("olmo2", "gpt2, tied")
 SIZES = ({}, {"pp": 2}, {"pp": 2, "virtual": 2}, {"tp": 2})
@@ -27,7 +28,7 @@ BUILT = {"dtype": torch.float32, "device": torch.device("cpu"), "weights": None,
 @pytest.mark.parametrize("name", MODELS)
 def test_a_unit_has_as_many_buffers_as_the_cost_model_says(name, sizes):
     case = MODELS[name]
-    if "tp" in sizes and name in UNCUT:
+    if "tp" in sizes and (name in UNCUT or (name == "bamba" and is_older)):  # whose norm was of all heads
         pytest.skip("is not cut")
     config, lora = tiny_config(case.kind, **case.changes), LORA if case.lora else None
     layout = even_layout(config.num_hidden_layers, **sizes)

@@ -4,6 +4,5 @@ import pytest
 import transformers
 from packaging.version import Version
 
-of_newest = pytest.mark.skipif(
-    Version(transformers.__version__) < Version("5.23"), reason=f"transformers {transformers.__version__} is older"
-)
+is_older = Version(transformers.__version__) < Version("5.23")
+of_newest = pytest.mark.skipif(is_older, reason=f"transformers {transformers.__version__} is older")
