@@ -92,6 +92,10 @@ def test_what_cannot_be_a_tree_is_refused():
         build_trees([[1, 2], [1, 2]], [[0, 1.0], [0, 2.0]], labels="once")
     with pytest.raises(DataError, match=r"sequence 1 has tokens of shape \(0,\)"):
         build_trees([[1], []], [[1.0], []])
+    with pytest.raises(DataError, match=r"sequence 1 has float64 tokens, the least 1\.5; token ids are whole"):
+        build_trees([[1, 2], [1.5, 2]], [[0, 1], [0, 1]])
+    with pytest.raises(DataError, match="sequence 0 has int64 tokens, the least -1"):
+        build_trees([[1, -1]], [[0, 1]])
     with pytest.raises(DataError, match="sequence 0 has weight nan at token 1"):
         build_trees([[1, 2]], [[1.0, np.nan]])
     for segments in ([(2, -1), (1, -1)], [(1, -1), (1, 0), (1, 0), (1, 1)], [(0, -1)], [(1, 3)]):

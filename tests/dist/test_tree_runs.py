@@ -75,6 +75,18 @@ def test_trees_train_as_their_sequences(gloo_pool, tmp_path, ranks, more):
     assert losses[2] == pytest.approx(losses[0], rel=LIMIT)
 
 
+def test_trees_that_are_cut_into_single_sequences_train(gloo_pool, tmp_path):
+    """A part that holds one sequence is no tree, but says what it computes again; in plans, too."""
+    prompt = list(range(1, 201))
+    records = [{"input_ids": [[*prompt, *[n] * 60] for n in (4, 5, 6)]}]
+    losses = []
+    for name, limit in (("whole", 512), ("cut", 330)):
+        config = write_run(tmp_path / name, records, 1 if name == "whole" else 2)
+        more = [*FLOAT64, "plan.strategy=auto", f"data.max_document_tokens={limit}"]
+        losses.append(gloo_pool.run(1, train_steps, config, more, 2)[0])
+    assert losses[1] == pytest.approx(losses[0], rel=LIMIT)
+
+
 def test_an_interrupted_run_goes_on_to_the_bit_and_tells_tokens(gloo_pool, tmp_path):
     records = [{"input_ids": group if len(group) > 1 else group[0]} for group in groups()]
     whole, parts = (write_run(tmp_path / name, records, 2) for name in ("whole", "parts"))

@@ -590,3 +590,11 @@ def test_it_needs_torch_and_numpy_only():
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=False)
     assert done.stdout.split() == ["TreePacker", "tree_attention"], done.stderr[-2000:]
+
+
+def test_groups_may_be_a_tensor():
+    packer = TreePacker(1 << 12, make_model("llama")(), min_shared_tokens=4)
+    sequences = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 7]]
+    weights = [np.ones(6)] * 2
+    shared, apart = (packer.pack(sequences, weights, torch.tensor(one)) for one in ([3, 3], [3, 4]))
+    assert [sum(one.num_tokens for one in batches) for batches in (shared, apart)] == [7, 12]

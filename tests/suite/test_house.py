@@ -15,7 +15,7 @@ MAX_LINES, MAX_PARAMETERS = 80, 10
 # the publications still ask for may add 1,500, and has added 1,037. Recurrent layers might add 1,800, and have
 # added 2,140 with their tensor ranks and what a newcomer found of the isolation check; trees of shared prefixes might
 # add 2,000, and have added 2,170.
-MAX_FILES, MAX_SOURCE_LINES = 250, 57_910
+MAX_FILES, MAX_SOURCE_LINES = 250, 57_920
 MAX_FILES_OF_KEY = 8
 
 

@@ -63,7 +63,7 @@ def build_trees(
     `DataError`: an empty sequence, other than one weight a token, a weight that is not finite, or shared tokens of
     different weights that cannot count once.
     """
-    own = [np.asarray(one, np.int32) for one in sequences]
+    own = as_token_ids(sequences)
     counted = checked_weights(own, weights)
     order, shared = _in_order(own)
     if labels == "once":
@@ -94,7 +94,18 @@ def labels_once(sequences: Sequence[ArrayLike], weights: Sequence[ArrayLike]) ->
 
 def sequences_in_order(sequences: Sequence[ArrayLike]) -> tuple[list[int], NDArray[np.int64]]:
     """Return places of sequences in lexicographic order, and how many first tokens each shares with the one before."""
-    return _in_order([np.asarray(one, np.int32) for one in sequences])
+    return _in_order(as_token_ids(sequences))
+
+
+def as_token_ids(sequences: Sequence[ArrayLike]) -> list[NDArray[np.int32]]:
+    """Return sequences as int32[n_i]; `DataError` for what are no token ids."""
+    found = [np.asarray(one) for one in sequences]
+    for place, one in enumerate(found):
+        if len(one) and (one.dtype.kind not in "iu" or one.min() < 0):
+            raise DataError(
+                f"sequence {place} has {one.dtype} tokens, the least {one.min()}; token ids are whole, from 0"
+            )
+    return [one.astype(np.int32) for one in found]
 
 
 def split_into_runs(sequences: Sequence[ArrayLike], most_tokens: int) -> list[list[int]]:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from evenload.data.prefix_tree import (
     PrefixTree,
     TreeLabels,
+    as_token_ids,
     build_trees,
     checked_weights,
     count_once,
@@ -231,7 +232,9 @@ class TreePacker:
             ConfigError: a sequence longer than `max_tokens`, or another number of groups.
             DataError: an empty sequence, other than one finite weight a token, or "once" with different weights.
         """
-        own = [np.asarray(one, np.int32) for one in sequences]
+        own = as_token_ids(sequences)
+        # Elements of a tensor are objects of their own, each another group.
+        groups = groups.tolist() if isinstance(groups, Tensor) else groups
         counted = checked_weights(own, weights)
         if groups is not None and len(groups) != len(own):
             raise ConfigError(f"{len(own)} sequences have {len(groups)} groups; give one each")

@@ -67,8 +67,8 @@ _OF_TREES = ("segments", "num_path_tokens", "num_recomputed_tokens")
 
 
 def _document_to_json(document: Document) -> dict[str, Any]:
-    out = msgspec.to_builtins(document)
-    return out if document.segments else {key: value for key, value in out.items() if key not in _OF_TREES}
+    # A part of a tree may be a single sequence, which has no segments but tokens that are computed again.
+    return {key: value for key, value in msgspec.to_builtins(document).items() if value or key not in _OF_TREES}
 
 
 def _replica_to_json(packs: PackPlan, schedule: Schedule, times: PackTimes) -> dict[str, Any]:
