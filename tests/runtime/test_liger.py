@@ -12,7 +12,6 @@ import sys
 from importlib.util import find_spec
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import settings
@@ -25,9 +24,7 @@ import interpreted_liger
 from adapter_cases import LORA, adapter_loss_and_gradients, all_tensors, make_adapters_matter
 from dist_equality import assert_plans_equal_plain
 from evenload.data.hub import model_from_config
-from evenload.feed.collate import LabelEdges
 from evenload.runtime.model import liger
-from evenload.runtime.replay import head
 from evenload.runtime.replay.store import ActivationStore
 from evenload.types.layout import even_layout
 from reference_training import KINDS, make_tokens, relative_error, tiny_config
@@ -344,24 +341,3 @@ def test_losses_and_gradient_equal_torchs(dtype, unlabelled):
     torch.testing.assert_close(losses.double(), expected.detach(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(logits.double(), exact.grad, rtol=0, atol=1e-3 if dtype == torch.bfloat16 else 1e-7)
     assert logits.data_ptr() == place, "no other memory"
-
-
-@interpreted
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_losses_of_rows_with_several_targets_equal_torchs(dtype):
-    """Of trees of sequences: of each row those of all its targets, as often as they count."""
-    torch.manual_seed(1)
-    logits, rows = (5 * torch.randn(13, 300)).to(dtype), np.array([0, 0, 0, 2, 5, 5, 12])
-    edges = LabelEdges(rows, np.array([3, 7, 299, 4, 0, 8, 1]), np.array([1.0, 4.0, 2.0, 3.0, 2.0, 1.0, 1.0]))
-    targets = torch.full((13,), -100)
-    targets[[0, 2, 5, 12]] = torch.tensor([3, 4, 0, 1])
-    exact = logits.double().requires_grad_()
-    each = nn.functional.cross_entropy(exact[edges.rows], torch.from_numpy(edges.targets), reduction="none")
-    expected = torch.zeros(13).double().index_add(0, torch.from_numpy(rows), each * torch.from_numpy(edges.weights)) / 7
-    expected.sum().backward()
-    of_block = head._edges_of_block(edges, np.arange(13), 13, torch.device("cpu"))
-    untrained = head._kernel_losses(logits.clone(), targets, of_block, 7, trains=False)
-    losses = head._kernel_losses(logits, targets, of_block, 7, trains=True)
-    assert torch.equal(losses, untrained)
-    torch.testing.assert_close(losses.double(), expected.detach(), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(logits.double(), exact.grad, rtol=0, atol=7e-3 if dtype == torch.bfloat16 else 1e-6)
