@@ -172,6 +172,17 @@ def recurrent() -> str:
     return table(header, ((family, *cells) for family, cells in found.items())) + source(rows, "recurrent")
 
 
+def trees() -> str:
+    """What sharing prefixes saves in whole runs."""
+    rows = newest("trees")
+    lines = (
+        (case.removeprefix("run, "), *(f"{own.value(metric):.2f}×" for metric in ("step time", "peak memory")))
+        for case, own in rows.by_case().items()
+        if case.startswith("run, ")
+    )
+    return table(("sequences", "step time", "memory, of predicted"), lines) + source(rows, "trees")
+
+
 # Planners
 
 
@@ -475,7 +486,8 @@ def matrix() -> str:
 
 BLOCKS: Mapping[Path, Mapping[str, Callable[[], str]]] = {
     PAGE: {
-        "measured": measured, "switches": switches, "recurrent": recurrent, "gpu": gpu, "peers": peer_rules,
+        "measured": measured, "switches": switches, "recurrent": recurrent, "trees": trees, "gpu": gpu,
+        "peers": peer_rules,
         "planners with a pipeline": lambda: planners("DP 8 x PP 4"),
         "planners without": lambda: planners("DP 8 x TP 4"),
         "planning times": planning_times, "slimpack": slimpack, "slimpack's batches": slimpack_batches,
