@@ -14,7 +14,7 @@ from evenload.stepplan.plan_file import decode_plan_file, encode_plan_file
 from evenload.types.cluster import LinkSpec
 from evenload.types.document import Document
 from evenload.types.layout import even_layout
-from evenload.types.plan import LeftOut, StepPlan
+from evenload.types.plan import LeftOut, StepPlan, seal
 
 LENGTHS = [200, 150, 40, 30, 20, 10, 1]
 
@@ -39,6 +39,16 @@ def test_plan_file_round_trips(dp: int) -> None:
     """dp 9 has replicas without documents."""
     plans = make_plans(dp)
     assert decode_plan_file(encode_plan_file(plans)) == tuple(plans)
+
+
+def test_a_part_of_a_tree_that_is_a_single_sequence_round_trips() -> None:
+    """It has no segments, but says what it computes again, and a plan's digest covers that."""
+    plan = make_plans()[0]
+    first, *others = plan.documents
+    part = msgspec.structs.replace(first, num_recomputed_tokens=1)
+    sealed = seal(msgspec.structs.replace(plan, documents=(part, *others)))
+    assert decode_plan_file(encode_plan_file([sealed])) == (sealed,)
+    assert b"num_recomputed_tokens" not in encode_plan_file([plan])
 
 
 def test_plan_file_has_the_fixed_shape() -> None:
