@@ -11,7 +11,7 @@ rounds of shared over path by path; memory as in `replay.py`, every variant in i
 
 `runs`, two processes of one thread, a layer each, by `slimpack`: steps of `evenload train` on records that hold the
 sequences of a group, as trees, over steps on the same sequences one a record, by turns, without the first of each;
-bytes that the first rank holds over those predicted. Three minutes on two cores.
+bytes that the first rank holds over those predicted. Four and a half minutes on two cores.
 
     python benchmarks/trees.py [--part packer|runs] [--quick] [--append]
 """

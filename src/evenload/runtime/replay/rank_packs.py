@@ -37,7 +37,7 @@ class PackTokens:
         shared: attention, where other ranks have rows of the same slices; None = this rank has them all.
         states: then states of layers that carry one.
         closes: slices that a backward ends, where they are not the ranges.
-        trees: shapes of the step's documents that are trees; empty where the pack has none.
+        trees: shapes of the pack's documents that are trees.
         edges: as of `PackBatch`, on the host.
     """
 
