@@ -44,6 +44,13 @@ class PrefixTree:
         """Tokens of all sequences."""
         return int(self.counts.sum())
 
+    @property
+    def sequence_lengths(self) -> tuple[int, ...]:
+        """Tokens of every sequence, in order of `leaves`."""
+        shape = TreeShape(self.segments)
+        lengths = shape.depths + shape.stops - shape.starts
+        return tuple(int(lengths[leaf]) for _, leaf in self.leaves)
+
 
 def build_trees(
     sequences: Sequence[ArrayLike],
