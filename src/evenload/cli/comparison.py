@@ -282,7 +282,8 @@ class Comparison:
         notes = defaultdict(list, {row["name"]: [row["note"]] for row in self.rows if row["note"]})
         for one in self.worst or ():
             notes[one.strategy].append(self._worst_message(one))
-        lengths = np.array([document.num_tokens for batch in self.batches for document in batch.documents], np.int64)
+        sequences = (document for batch in self.batches for document in batch.alone or batch.documents)
+        lengths = np.array([one.num_tokens for one in sequences], np.int64)
         facts = [
             (in_unit(name.replace("_bytes", "").replace("_", " "), self.unit), _FORMATS.get(name, str)(value))
             for name, value in self.inputs.items()
@@ -319,15 +320,17 @@ class Comparison:
         )
 
     def _cards(self) -> tuple[tuple[str, str, str], ...]:
-        """Return step time, gain and memory headroom of the strategy to take."""
+        """Return step time, gains and memory headroom of the strategy to take."""
         if not (near := self.equally_fast):
             return ()
         best, cap_bytes = self[near[0]], self.memory_cap_bytes
         interval, peak_bytes, gain = best.step_time_interval_s, best.peak_memory_bytes or 0, best.speedup_over_baseline
         nine = f"nine of ten steps: {format_interval(interval)}" if interval else "no interval is known"
+        saved = self.savings.speedup if self.savings else None
         return (
             ("step time, predicted", format_seconds(best.mean_step_time_s), nine),
             ("speed, best-fit packing = 1", "not compared" if gain is None else f"{gain:.2f}×", best.name),
+            *([("speed, nothing shared = 1", f"{saved:.2f}×", "by sharing prefixes")] if saved else ()),
             ("memory left", format_bytes(cap_bytes - peak_bytes), f"of {format_bytes(cap_bytes)} a device"),
         )
 
