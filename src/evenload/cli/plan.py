@@ -37,7 +37,7 @@ from evenload.errors import ConfigError, DataError, InfeasiblePlanError, refusin
 from evenload.explore.evaluate import evaluate_strategies
 from evenload.explore.layout_search import LARGE_CLUSTER, layout_sizes
 from evenload.explore.prediction_interval import prediction_interval
-from evenload.explore.tree_savings import TreeSavings, tree_savings
+from evenload.explore.tree_savings import tree_savings
 from evenload.explore.worst_batch import find_worst
 from evenload.integrations.catalog import BEST, engine_named, require_heads, require_strategy
 from evenload.integrations.evaluate import evaluate_engine
@@ -204,13 +204,11 @@ def compare(request: PlanRequest, source: LengthSource | None = None) -> Compari
         memory_cap_bytes=inputs.memory_cap_bytes,
         few_layouts=few,
         facts=_inputs_message(shown, table, layout, coefficients),
-        remarks=_remarks(request, inputs, layout, unit_message(table), _least_message(savings, source.data)),
+        remarks=_remarks(request, inputs, layout, unit_message(table)),
     )
 
 
-def _remarks(
-    request: PlanRequest, inputs: PlanInputs, layout: ParallelLayout, unit: str, least: str
-) -> tuple[str, ...]:
+def _remarks(request: PlanRequest, inputs: PlanInputs, layout: ParallelLayout, unit: str) -> tuple[str, ...]:
     """Say what the figures rest on that a user may not expect."""
     coefficients, policies = inputs.costs.of(layout), ("choose", "offload")
     can_offload = coefficients.host_link is not None and inputs.options.policy in policies and not request.engine
@@ -222,18 +220,10 @@ def _remarks(
         inputs.costs.model.whole_documents,
         _tensor_refusal(inputs.costs.model, layout),
         unit,
-        least,
         *(f"cost: {message}" for message in inputs.costs.messages(layout)),
         host if inputs.host.limit_bytes is None and can_offload else "",
     )
     return tuple(filter(None, remarks))
-
-
-def _least_message(savings: TreeSavings | None, data: DataConfig) -> str:
-    if savings is None:
-        return ""
-    pays = f"by these costs a shared prefix saves time from {counted(savings.min_shared_tokens, 'token')} on"
-    return f"{pays}; data.min_shared_tokens is {data.min_shared_tokens}"
 
 
 def _engine_planner(engine: str, inputs: PlanInputs, layout: ParallelLayout) -> EnginePlanner:

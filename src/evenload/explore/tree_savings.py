@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from evenload.cost.shared_prefix import min_shared_tokens
 from evenload.explore.batches import SampledBatch
 from evenload.explore.evaluate import Evaluation, StrategyPlanners, evaluate_strategies
 from evenload.types.base import Frozen
@@ -20,7 +19,6 @@ class TreeSavings(Frozen):
         recomputed_tokens: of the unique ones, those that trees have twice because they were cut.
         feasible_alone: the sequences fit memory; `why_alone` they do not, or cannot be planned.
         speedup: how many times as fast a step with sharing is.
-        min_shared_tokens: shorter prefixes cost more than they save (`data.min_shared_tokens`).
     """
 
     strategy: str
@@ -33,7 +31,6 @@ class TreeSavings(Frozen):
     step_time_alone_s: float | None
     peak_memory_alone_bytes: int | None
     speedup: float | None
-    min_shared_tokens: int
 
 
 def tree_savings(
@@ -47,7 +44,6 @@ def tree_savings(
     apart = [replace(batch, documents=batch.alone, alone=()) for batch in batches]
     (alone,) = evaluate_strategies(planners, apart, [shared.name]).results
     documents = [document for proposal in evaluation.proposals[shared.name] for document in proposal.plan.documents]
-    longest = max(document.num_tokens for batch in apart for document in batch.documents)
     times_s = alone.mean_step_time_s, shared.mean_step_time_s
     return TreeSavings(
         strategy=shared.name,
@@ -60,5 +56,4 @@ def tree_savings(
         step_time_alone_s=alone.mean_step_time_s,
         peak_memory_alone_bytes=alone.peak_memory_bytes,
         speedup=times_s[0] / times_s[1] if times_s[0] and times_s[1] else None,
-        min_shared_tokens=min_shared_tokens(planners.of(shared.name).planner.costs, longest),
     )
