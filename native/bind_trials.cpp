@@ -63,28 +63,41 @@ void require_documents(std::span<const int64_t> num_tokens, std::span<const int8
     for (int8_t code : policy) require(code >= 0 && code < evenload::kPolicies, "policy holds ", int{code});
 }
 
-// offset, start, depth (types/tree_columns.py); empty columns of segments = no document is a tree.
-using TreeArrays = std::tuple<In<int64_t>, In<int64_t>, In<int64_t>>;
+// first, count, start, depth (types/tree_columns.py); empty columns = no document is a tree.
+using TreeArrays = std::tuple<In<int64_t>, In<int64_t>, In<int64_t>, In<int64_t>>;
 
 evenload::Trees checked_trees(const CostTable& table, const TreeArrays& arrays, std::span<const int64_t> num_tokens) {
-    const auto& [offset, start, depth] = arrays;
-    require(start.size() == depth.size(), "segments have ", start.size(), " starts and ", depth.size(), " depths");
-    if (start.size() == 0) return {};
+    const std::span<const int64_t> first = view(std::get<0>(arrays)), count = view(std::get<1>(arrays));
+    const std::span<const int64_t> start = view(std::get<2>(arrays)), depth = view(std::get<3>(arrays));
+    if (first.empty()) return {};
     require(table.causal && !table.has_states(), "trees of shared prefixes need causal attention without states");
-    const std::span<const int64_t> edges = view(offset), rows = view(start);
-    require(edges.size() == num_tokens.size() + 1 && edges.front() == 0 &&
-                edges.back() == static_cast<int64_t>(start.size()), "offset of segments has ", edges.size(),
-            " entries for ", num_tokens.size(), " documents");
+    require(first.size() == num_tokens.size() && count.size() == num_tokens.size() && start.size() == depth.size() + 1,
+            "segments of ", first.size(), " documents, not ", num_tokens.size(), ", or ", start.size(), " starts and ",
+            depth.size(), " depths");
     for (size_t d = 0; d < num_tokens.size(); ++d) {
-        require(edges[d] <= edges[d + 1], "offset of segments falls at document ", d);
-        for (int64_t s = edges[d]; s < edges[d + 1]; ++s) {
-            const int64_t first = s == edges[d] ? 0 : rows[s - 1] + 1;
-            require(rows[s] >= first && (s > edges[d] || rows[s] == 0) && rows[s] < num_tokens[d] &&
-                        depth.data()[s] >= 0 && depth.data()[s] <= rows[s],
-                    "segment ", s, " of document ", d, " starts at row ", rows[s], ", position ", depth.data()[s]);
+        const int64_t begin = first[d], end = begin + count[d];
+        require(begin >= 0 && begin < end && end <= static_cast<int64_t>(depth.size()), "document ", d, " has ", count[d],
+                " segments from ", begin, " on");
+        require(start[end] - start[begin] == num_tokens[d], "segments of document ", d, " have ",
+                start[end] - start[begin], " rows");
+        for (int64_t s = begin; s < end; ++s) {
+            require(start[s] < start[s + 1] && depth[s] >= 0 && depth[s] <= start[s] - start[begin], "segment ", s,
+                    " of document ", d, " starts at row ", start[s], ", position ", depth[s]);
         }
     }
-    return {edges, rows, view(depth), table.windows, table.tile};
+    return {first, count, start, depth, table.windows, table.tile};
+}
+
+using Columns = std::tuple<Out<int64_t>, Out<int64_t>, Out<int64_t>, Out<int64_t>>;
+
+Columns tree_columns(const std::vector<std::vector<std::pair<int64_t, int64_t>>>& documents) {
+    evenload::TreeColumns out;
+    if (const auto wrong = evenload::lay_out(documents, out)) {
+        const auto& [rows, parent] = documents[wrong->first][wrong->second];
+        require(false, "segment ", wrong->second, " of a tree has ", rows, " tokens behind segment ", parent);
+    }
+    return {to_numpy(std::move(out.first)), to_numpy(std::move(out.count)), to_numpy(std::move(out.start)),
+            to_numpy(std::move(out.depth))};
 }
 
 // doc, start, stop, pack_offset, pad_to, ranks (empty = the layout's).
@@ -375,6 +388,7 @@ void bind_trials(nb::module_& m) {
         .def_rw("weight_gather_pack_s", &CostTable::weight_gather_pack_s)
         .def_rw("weight_held_bytes", &CostTable::weight_held_bytes)
         .def_rw("weight_new_bytes", &CostTable::weight_new_bytes);
+    m.def("tree_columns", &tree_columns, nb::arg("documents"));
     m.def("price_packs", &price_packs, nb::arg("table"), nb::arg("forward"), nb::arg("backward"), nb::arg("num_tokens"),
           nb::arg("segments"), nb::arg("policy"), nb::arg("split"));
     m.def("cut_packs", &cut_packs, nb::arg("table"), nb::arg("num_tokens"), nb::arg("segments"), nb::arg("setting"), nb::arg("forward"),

@@ -1,8 +1,9 @@
-// Segments of documents that are trees of shared prefixes, as types/tree_columns.py holds them.
+// Segments of documents that are trees of shared prefixes.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <utility>
 #include <vector>
@@ -12,8 +13,8 @@
 namespace evenload {
 
 // A row of a tree sees the keys of its path, so what depends on the tokens before a slice is summed over its pieces, one
-// for every segment, at positions along the path: of whole segments by sums that are made once. Plain documents have no
-// segments.
+// for every segment, at positions along the path: of whole segments by sums that are made once. A document of one segment
+// is a plain one.
 class Trees {
 public:
     // Segments [first, last) of one document.
@@ -24,33 +25,38 @@ public:
     };
 
     Trees() = default;
-    // offset[d] .. offset[d + 1] are the segments of document d; empty columns = no document is a tree. `tile` as in
-    // CostTable. O(S · windows).
-    Trees(std::span<const int64_t> offset, std::span<const int64_t> start, std::span<const int64_t> depth,
-          std::vector<int64_t> windows, int64_t tile)
-        : offset_(offset), start_(start), depth_(depth), windows_(std::move(windows)), depths_(start.size()),
-          pairs_(windows_.size()), tile_pairs_(windows_.size()), prefix_(windows_.size()) {
+    // Document d has count[d] segments from first[d] on, as types/tree_columns.py holds them; empty columns = no document
+    // is a tree. `tile` as in CostTable. O(S · windows).
+    Trees(std::span<const int64_t> first, std::span<const int64_t> count, std::span<const int64_t> start,
+          std::span<const int64_t> depth, std::vector<int64_t> windows, int64_t tile)
+        : windows_(std::move(windows)), pairs_(windows_.size()), tile_pairs_(windows_.size()), prefix_(windows_.size()) {
+        offset_.push_back(0);
+        for (int64_t segments : count) offset_.push_back(offset_.back() + segments);
+        for (auto* column : {&start_, &depth_, &depths_}) column->resize(offset_.back());
         for (size_t w = 0; w < windows_.size(); ++w) {
-            for (auto* sums : {&pairs_[w], &tile_pairs_[w], &prefix_[w]}) sums->resize(start.size());
+            for (auto* sums : {&pairs_[w], &tile_pairs_[w], &prefix_[w]}) sums->resize(offset_.back());
         }
-        for (size_t d = 0; d + 1 < offset.size(); ++d) {
-            for (int64_t s = offset[d]; s + 1 < offset[d + 1]; ++s) {
-                const int64_t rows = start[s + 1] - start[s], stop = depth[s] + rows;
-                depths_[s + 1] = depths_[s] + depth[s];
+        for (size_t d = 0; d < first.size(); ++d) {
+            for (int64_t s = offset_[d], at = first[d]; s < offset_[d + 1]; ++s, ++at) {
+                start_[s] = start[at] - start[first[d]];
+                depth_[s] = depth[at];
+                if (s + 1 == offset_[d + 1]) break;
+                const int64_t rows = start[at + 1] - start[at], stop = depth[at] + rows;
+                depths_[s + 1] = depths_[s] + depth[at];
                 for (size_t w = 0; w < windows_.size(); ++w) {
                     const int64_t window = windows_[w];
-                    const int64_t pairs = prefix_pairs(stop, window) - prefix_pairs(depth[s], window);
+                    const int64_t pairs = prefix_pairs(stop, window) - prefix_pairs(depth[at], window);
                     const int64_t missing = missing_to(rows, tile) * keys_of_last_row(stop, window);
-                    pairs_[w][s + 1] = pairs_[w][s] + pairs;
+                    pairs_[w][s + 1] = pairs_[w][s] + prefix_pairs(stop, window) - prefix_pairs(depth[at + 1], window);
                     tile_pairs_[w][s + 1] = tile_pairs_[w][s] + pairs + missing;
-                    prefix_[w][s + 1] = prefix_[w][s] + keys_before(depth[s], window);
+                    prefix_[w][s + 1] = prefix_[w][s] + keys_before(depth[at], window);
                 }
             }
         }
     }
 
     bool any() const { return !start_.empty(); }
-    bool holds(int64_t doc) const { return any() && offset_[doc] < offset_[doc + 1]; }
+    bool holds(int64_t doc) const { return any() && offset_[doc] + 1 < offset_[doc + 1]; }
 
     // Calls with the positions along the path of the first and the last piece of the rows [start, stop); returns the
     // segments between them.
@@ -86,8 +92,7 @@ public:
     // given.
     int64_t pairs_before(int64_t segment, int64_t row, int64_t window) const {
         const auto index = std::find(windows_.begin(), windows_.end(), window) - windows_.begin();
-        const int64_t depth = depth_[segment];
-        return pairs_[index][segment] + (prefix_pairs(depth + row - start_[segment], window) - prefix_pairs(depth, window));
+        return pairs_[index][segment] + prefix_pairs(depth_[segment] + row - start_[segment], window);
     }
 
     int64_t longest_path(int64_t doc, int64_t num_tokens) const {
@@ -102,11 +107,44 @@ public:
 private:
     static int64_t difference(const std::vector<int64_t>& sums, Middle middle) { return sums[middle.last] - sums[middle.first]; }
 
-    std::span<const int64_t> offset_, start_, depth_;
+    // Of document d the segments [offset_[d], offset_[d + 1]), each with its first row in the document.
+    std::vector<int64_t> offset_, start_, depth_;
     std::vector<int64_t> windows_;
-    // Sums over the segments of a document before each: [segments], and [windows][segments].
+    // Sums over the segments of a document before each: [segments], and [windows][segments]; less the pairs of a plain
+    // document's rows up to its depth in `pairs_`.
     std::vector<int64_t> depths_;
     std::vector<std::vector<int64_t>> pairs_, tile_pairs_, prefix_;
 };
+
+// Where the segments of a step's documents lie, as types/tree_columns.py holds them.
+struct TreeColumns {
+    std::vector<int64_t> first, count, start, depth;
+};
+
+// Of every document its segments, each with the number of its rows and its parent in the document, -1 = none. Returns
+// the first segment that is not behind the one before it or an ancestor of that (types/tree.py), as (document, segment).
+inline std::optional<std::pair<size_t, size_t>> lay_out(std::span<const std::vector<std::pair<int64_t, int64_t>>> documents,
+                                                        TreeColumns& out) {
+    int64_t row = 0;
+    std::vector<int64_t> chain;
+    for (size_t d = 0; d < documents.size(); ++d) {
+        const auto& segments = documents[d];
+        const auto first = static_cast<int64_t>(out.depth.size());
+        chain.clear();
+        for (size_t s = 0; s < segments.size(); ++s) {
+            const auto [rows, parent] = segments[s];
+            while (!chain.empty() && chain.back() != parent) chain.pop_back();
+            if (rows < 1 || (s == 0 ? parent != -1 : chain.empty())) return std::pair(d, s);
+            out.start.push_back(row);
+            out.depth.push_back(s == 0 ? 0 : out.depth[first + parent] + segments[parent].first);
+            row += rows;
+            chain.push_back(static_cast<int64_t>(s));
+        }
+        out.first.push_back(first);
+        out.count.push_back(static_cast<int64_t>(segments.size()));
+    }
+    out.start.push_back(row);
+    return std::nullopt;
+}
 
 }  // namespace evenload

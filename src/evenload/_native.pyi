@@ -4,6 +4,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from evenload.types.tree import Segment
+
 # planning/packing.py: (members int64[n], offset int64[groups + 1])
 def best_fit_decreasing(
     num_tokens: NDArray[np.int64], capacity: int
@@ -157,8 +159,10 @@ class CostTable:
     weight_held_bytes: list[int]
     weight_new_bytes: list[int]
 
-# types/tree_columns.py: (offset, start, depth)
-Segments = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
+# types/tree_columns.py: (first, count, start, depth)
+Segments = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
+
+def tree_columns(documents: list[tuple[Segment, ...]]) -> Segments: ...
 
 # cost/pack_pricing.py: columns of PipelineTasks that depend on packs, in field order, then SplitBackward's or None
 def price_packs(

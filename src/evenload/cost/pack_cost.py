@@ -93,10 +93,9 @@ class SliceFeatures:
 
     def of_documents(self, num_tokens: NDArray[np.int64], ranks: int, trees: TreeColumns) -> NDArray[np.float64]:
         """Return the features of whole documents, each shared by `ranks`; float64[n, num_columns]."""
-        features = self.of_slices(np.zeros_like(num_tokens), num_tokens, np.full(len(num_tokens), ranks, np.int64))
         if trees.has_any:
-            features[trees.is_tree] = _of_trees(self, trees)[trees.is_tree]
-        return features
+            return _of_trees(self, trees).copy()
+        return self.of_slices(np.zeros_like(num_tokens), num_tokens, np.full(len(num_tokens), ranks, np.int64))
 
     def of_slices(self, start: NDArray, stop: NDArray, ranks: NDArray[np.int64] | None = None) -> NDArray[np.float64]:
         """Return the features of slices, each shared by `ranks` (int64[num_slices]; None = 1); column 2 is left 1 for
