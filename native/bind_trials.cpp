@@ -183,13 +183,15 @@ using CurveArgs = std::tuple<double, std::vector<std::pair<double, int64_t>>, do
 
 evenload::WorkCurve checked_curve(const CostTable& table, const CurveArgs& args) {
     const auto& [linear_s, attention_s, slice_s] = args;
-    evenload::WorkCurve curve{linear_s, {}, {}, slice_s};
+    evenload::WorkCurve curve{linear_s, {}, {}, {}, slice_s};
     require(linear_s >= 0.0 && slice_s >= 0.0, "linear_s and slice_s must be >= 0");
     for (const auto& [coefficient, window] : attention_s) {
         require(coefficient >= 0.0, "attention term (", coefficient, ", ", window, ") is negative");
-        require(std::count(table.windows.begin(), table.windows.end(), window) > 0, "no layer has window ", window);
+        const auto index = std::find(table.windows.begin(), table.windows.end(), window) - table.windows.begin();
+        require(index < std::ssize(table.windows), "no layer has window ", window);
         curve.attention_s.push_back(coefficient);
         curve.window.push_back(window);
+        curve.window_index.push_back(static_cast<size_t>(index));
     }
     return curve;
 }

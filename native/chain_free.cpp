@@ -97,7 +97,7 @@ double work_below(std::span<const WorkCurve> curves, const Trees& trees, int64_t
     for (const WorkCurve& curve : curves) {
         total = total + (curve.linear_s * n + curve.slice_s * pieces);
         for (size_t i = 0; i < curve.attention_s.size(); ++i) {
-            const auto pairs = static_cast<double>(trees.pairs_before(last, tokens, curve.window[i]));
+            const auto pairs = static_cast<double>(trees.pairs_before(last, tokens, curve.window_index[i]));
             total = total + curve.attention_s[i] * pairs;
         }
     }

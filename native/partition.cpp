@@ -79,7 +79,8 @@ double WorkCurve::slice_work_s(const Trees& trees, int64_t doc, int64_t start, i
     const int64_t first = trees.segment_of(doc, start), last = trees.segment_of(doc, stop - 1);
     double total = linear_s * static_cast<double>(stop - start);
     for (size_t i = 0; i < attention_s.size(); ++i) {
-        const int64_t pairs = trees.pairs_before(last, stop, window[i]) - trees.pairs_before(first, start, window[i]);
+        const size_t w = window_index[i];
+        const int64_t pairs = trees.pairs_before(last, stop, w) - trees.pairs_before(first, start, w);
         total = total + attention_s[i] * static_cast<double>(pairs);
     }
     return total + slice_s * static_cast<double>(last - first + 1);

@@ -29,13 +29,11 @@ public:
     // is a tree. `tile` as in CostTable. O(S · windows).
     Trees(std::span<const int64_t> first, std::span<const int64_t> count, std::span<const int64_t> start,
           std::span<const int64_t> depth, std::vector<int64_t> windows, int64_t tile)
-        : windows_(std::move(windows)), pairs_(windows_.size()), tile_pairs_(windows_.size()), prefix_(windows_.size()) {
+        : windows_(std::move(windows)) {
         offset_.push_back(0);
         for (int64_t segments : count) offset_.push_back(offset_.back() + segments);
         for (auto* column : {&start_, &depth_, &depths_}) column->resize(offset_.back());
-        for (size_t w = 0; w < windows_.size(); ++w) {
-            for (auto* sums : {&pairs_[w], &tile_pairs_[w], &prefix_[w]}) sums->resize(offset_.back());
-        }
+        sums_.resize(offset_.back() * windows_.size());
         for (size_t d = 0; d < first.size(); ++d) {
             for (int64_t s = offset_[d], at = first[d]; s < offset_[d + 1]; ++s, ++at) {
                 start_[s] = start[at] - start[first[d]];
@@ -43,13 +41,14 @@ public:
                 if (s + 1 == offset_[d + 1]) break;
                 const int64_t rows = start[at + 1] - start[at], stop = depth[at] + rows;
                 depths_[s + 1] = depths_[s] + depth[at];
+                const int64_t missing = missing_to(rows, tile);
                 for (size_t w = 0; w < windows_.size(); ++w) {
-                    const int64_t window = windows_[w];
-                    const int64_t pairs = prefix_pairs(stop, window) - prefix_pairs(depth[at], window);
-                    const int64_t missing = missing_to(rows, tile) * keys_of_last_row(stop, window);
-                    pairs_[w][s + 1] = pairs_[w][s] + prefix_pairs(stop, window) - prefix_pairs(depth[at + 1], window);
-                    tile_pairs_[w][s + 1] = tile_pairs_[w][s] + pairs + missing;
-                    prefix_[w][s + 1] = prefix_[w][s] + keys_before(depth[at], window);
+                    const int64_t window = windows_[w], below = prefix_pairs(stop, window);
+                    const Sums& before = sums_[s * windows_.size() + w];
+                    sums_[(s + 1) * windows_.size() + w] = {
+                        before.pairs + below - prefix_pairs(depth[at + 1], window),
+                        before.tile_pairs + below - prefix_pairs(depth[at], window) + missing * keys_of_last_row(stop, window),
+                        before.prefix + keys_before(depth[at], window)};
                 }
             }
         }
@@ -74,25 +73,32 @@ public:
     }
 
     int64_t rows_of(Middle middle) const { return middle.size() ? start_[middle.last] - start_[middle.first] : 0; }
-    int64_t depths_of(Middle middle) const { return difference(depths_, middle); }
+    int64_t depths_of(Middle middle) const { return depths_[middle.last] - depths_[middle.first]; }
     // Of every segment its pairs, and those of the rows that it lacks to whole tiles.
-    int64_t tile_pairs_of(Middle middle, size_t window_index) const { return difference(tile_pairs_[window_index], middle); }
-    int64_t prefix_of(Middle middle, size_t window_index) const { return difference(prefix_[window_index], middle); }
+    int64_t tile_pairs_of(Middle middle, size_t window_index) const {
+        return sums(middle.last, window_index).tile_pairs - sums(middle.first, window_index).tile_pairs;
+    }
+    int64_t prefix_of(Middle middle, size_t window_index) const {
+        return sums(middle.last, window_index).prefix - sums(middle.first, window_index).prefix;
+    }
 
     // The segment that has a row.
     int64_t segment_of(int64_t doc, int64_t row) const {
         // Most searches ask for one of the ends.
         if (row == 0) return offset_[doc];
         if (row >= start_[offset_[doc + 1] - 1]) return offset_[doc + 1] - 1;
-        const auto first = start_.begin() + offset_[doc], last = start_.begin() + offset_[doc + 1];
-        return std::upper_bound(first, last, row) - start_.begin() - 1;
+        // Without branches, which no processor would foresee.
+        int64_t first = offset_[doc];
+        for (int64_t left = offset_[doc + 1] - first; left > 1; left -= left / 2) {
+            first += start_[first + left / 2] <= row ? left / 2 : 0;
+        }
+        return first;
     }
 
-    // (query, key) pairs of the rows before one that is in this segment, or behind its last; `window` is one of those
-    // given.
-    int64_t pairs_before(int64_t segment, int64_t row, int64_t window) const {
-        const auto index = std::find(windows_.begin(), windows_.end(), window) - windows_.begin();
-        return pairs_[index][segment] + prefix_pairs(depth_[segment] + row - start_[segment], window);
+    // (query, key) pairs of the rows before one that is in this segment, or behind its last.
+    int64_t pairs_before(int64_t segment, int64_t row, size_t window_index) const {
+        const int64_t position = depth_[segment] + row - start_[segment];
+        return sums(segment, window_index).pairs + prefix_pairs(position, windows_[window_index]);
     }
 
     int64_t longest_path(int64_t doc, int64_t num_tokens) const {
@@ -105,15 +111,17 @@ public:
     }
 
 private:
-    static int64_t difference(const std::vector<int64_t>& sums, Middle middle) { return sums[middle.last] - sums[middle.first]; }
+    // Over the segments of a document before one; pairs are less those of a plain document's rows up to its depth.
+    struct Sums {
+        int64_t pairs = 0, tile_pairs = 0, prefix = 0;
+    };
+    const Sums& sums(int64_t segment, size_t window_index) const { return sums_[segment * windows_.size() + window_index]; }
 
     // Of document d the segments [offset_[d], offset_[d + 1]), each with its first row in the document.
     std::vector<int64_t> offset_, start_, depth_;
     std::vector<int64_t> windows_;
-    // Sums over the segments of a document before each: [segments], and [windows][segments]; less the pairs of a plain
-    // document's rows up to its depth in `pairs_`.
-    std::vector<int64_t> depths_;
-    std::vector<std::vector<int64_t>> pairs_, tile_pairs_, prefix_;
+    std::vector<int64_t> depths_;  // [segments], the sum of those before
+    std::vector<Sums> sums_;       // [segments][windows]
 };
 
 // Where the segments of a step's documents lie, as types/tree_columns.py holds them.

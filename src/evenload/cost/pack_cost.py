@@ -133,8 +133,7 @@ class SliceFeatures:
 @functools.lru_cache(maxsize=4)
 def _of_trees(features: SliceFeatures, trees: TreeColumns) -> NDArray[np.float64]:
     """Sum the features of documents' segments; kept, because a step's problems under all policies ask for it."""
-    segments = features.of_slices(trees.depth, trees.depth_stop)
-    return np.stack([trees.sums(column) for column in segments.T], axis=1)
+    return trees.sums(features.of_slices(trees.depth, trees.depth_stop))
 
 
 def policy_tokens(columns: SliceColumns, policy: NDArray[np.int8]) -> NDArray[np.float64]:

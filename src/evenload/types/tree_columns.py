@@ -56,9 +56,9 @@ class TreeColumns:
         return self.depth + np.diff(self.start)
 
     def sums(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Sum a value of segments, float64[S], over each document; float64[n]."""
+        """Sum values of segments, float64[S, ...], over each document; float64[n, ...]."""
         edges = np.stack([self.first, self.first + self.count], axis=1).ravel()
-        return np.add.reduceat(np.append(values, 0.0), edges)[::2]
+        return np.add.reduceat(np.concatenate([values, values[:1]]), edges)[::2]
 
     def arrays(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Return the columns for the core."""
