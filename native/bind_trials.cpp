@@ -90,11 +90,23 @@ evenload::Trees checked_trees(const CostTable& table, const TreeArrays& arrays, 
 
 using Columns = std::tuple<Out<int64_t>, Out<int64_t>, Out<int64_t>, Out<int64_t>>;
 
-Columns tree_columns(const std::vector<std::vector<std::pair<int64_t, int64_t>>>& documents) {
+// Takes tuples apart by hand: casts to pairs would take most of a plan's time for trees.
+Columns tree_columns(const std::vector<nb::tuple>& documents) {
     evenload::TreeColumns out;
-    if (const auto wrong = evenload::lay_out(documents, out)) {
-        const auto& [rows, parent] = documents[wrong->first][wrong->second];
-        require(false, "segment ", wrong->second, " of a tree has ", rows, " tokens behind segment ", parent);
+    std::vector<evenload::Segment> segments;
+    for (const nb::tuple& document : documents) {
+        segments.clear();
+        for (Py_ssize_t s = 0; s < PyTuple_Size(document.ptr()); ++s) {
+            PyObject* segment = PyTuple_GetItem(document.ptr(), s);
+            require(PyTuple_Check(segment) && PyTuple_Size(segment) == 2, "segment ", s, " is no pair");
+            segments.push_back(
+                {PyLong_AsLongLong(PyTuple_GetItem(segment, 0)), PyLong_AsLongLong(PyTuple_GetItem(segment, 1))});
+        }
+        if (PyErr_Occurred()) throw nb::python_error();
+        if (const size_t wrong = out.add(segments); wrong < segments.size()) {
+            require(false, "segment ", wrong, " of a tree has ", segments[wrong].rows, " tokens behind segment ",
+                    segments[wrong].parent);
+        }
     }
     return {to_numpy(std::move(out.first)), to_numpy(std::move(out.count)), to_numpy(std::move(out.start)),
             to_numpy(std::move(out.depth))};

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <optional>
 #include <span>
 #include <utility>
 #include <vector>
@@ -124,35 +123,33 @@ private:
     std::vector<Sums> sums_;       // [segments][windows]
 };
 
-// Where the segments of a step's documents lie, as types/tree_columns.py holds them.
-struct TreeColumns {
-    std::vector<int64_t> first, count, start, depth;
+// Rows that lie behind those of a segment of the same document; parent -1 = none.
+struct Segment {
+    int64_t rows, parent;
 };
 
-// Of every document its segments, each with the number of its rows and its parent in the document, -1 = none. Returns
-// the first segment that is not behind the one before it or an ancestor of that (types/tree.py), as (document, segment).
-inline std::optional<std::pair<size_t, size_t>> lay_out(std::span<const std::vector<std::pair<int64_t, int64_t>>> documents,
-                                                        TreeColumns& out) {
-    int64_t row = 0;
-    std::vector<int64_t> chain;
-    for (size_t d = 0; d < documents.size(); ++d) {
-        const auto& segments = documents[d];
-        const auto first = static_cast<int64_t>(out.depth.size());
-        chain.clear();
+// Where the segments of a step's documents lie, as types/tree_columns.py holds them.
+struct TreeColumns {
+    std::vector<int64_t> first, count, start{0}, depth;
+
+    // Adds a document. Returns the first of its segments that is not depth first (types/tree.py), else how many it has.
+    size_t add(std::span<const Segment> segments) {
+        first.push_back(static_cast<int64_t>(depth.size()));
+        count.push_back(static_cast<int64_t>(segments.size()));
+        chain_.clear();
         for (size_t s = 0; s < segments.size(); ++s) {
             const auto [rows, parent] = segments[s];
-            while (!chain.empty() && chain.back() != parent) chain.pop_back();
-            if (rows < 1 || (s == 0 ? parent != -1 : chain.empty())) return std::pair(d, s);
-            out.start.push_back(row);
-            out.depth.push_back(s == 0 ? 0 : out.depth[first + parent] + segments[parent].first);
-            row += rows;
-            chain.push_back(static_cast<int64_t>(s));
+            while (!chain_.empty() && chain_.back() != parent) chain_.pop_back();
+            if (rows < 1 || (s == 0 ? parent != -1 : chain_.empty())) return s;
+            depth.push_back(s == 0 ? 0 : depth[first.back() + parent] + segments[parent].rows);
+            start.push_back(start.back() + rows);
+            chain_.push_back(static_cast<int64_t>(s));
         }
-        out.first.push_back(first);
-        out.count.push_back(static_cast<int64_t>(segments.size()));
+        return segments.size();
     }
-    out.start.push_back(row);
-    return std::nullopt;
-}
+
+private:
+    std::vector<int64_t> chain_;  // of the last segment its ancestors and itself
+};
 
 }  // namespace evenload
