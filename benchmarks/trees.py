@@ -250,7 +250,7 @@ def measure_plans(quick: bool) -> Iterator[Row]:
         variants = {of: lambda own=own, name=name: planner.propose(0, next(own), name) for of, own in steps.items()}
         seconds = alternate(variants, repeats)
         case = f"{name}, {count:,} trees of a prompt and 8 responses"
-        yield ratio_row("trees", case, "plan and choose", seconds["trees"], seconds["documents"], "documents")
+        yield ratio_row("plans", case, "plan and choose", seconds["trees"], seconds["documents"], "documents")
 
 
 PARTS = {"packer": measure, "runs": measure_runs, "plans": measure_plans}
