@@ -72,16 +72,16 @@ evenload::Trees checked_trees(const CostTable& table, const TreeArrays& arrays, 
     if (first.empty()) return {};
     require(table.causal && !table.has_states(), "trees of shared prefixes need causal attention without states");
     require(first.size() == num_tokens.size() && count.size() == num_tokens.size() && start.size() == depth.size() + 1,
-            "segments of ", first.size(), " documents, not ", num_tokens.size(), ", or ", start.size(), " starts and ",
+            "ranges of ", first.size(), " documents, not ", num_tokens.size(), ", or ", start.size(), " starts and ",
             depth.size(), " depths");
     for (size_t d = 0; d < num_tokens.size(); ++d) {
         const int64_t begin = first[d], end = begin + count[d];
         require(begin >= 0 && begin < end && end <= static_cast<int64_t>(depth.size()), "document ", d, " has ", count[d],
-                " segments from ", begin, " on");
-        require(start[end] - start[begin] == num_tokens[d], "segments of document ", d, " have ",
+                " ranges from ", begin, " on");
+        require(start[end] - start[begin] == num_tokens[d], "ranges of document ", d, " have ",
                 start[end] - start[begin], " rows");
         for (int64_t s = begin; s < end; ++s) {
-            require(start[s] < start[s + 1] && depth[s] >= 0 && depth[s] <= start[s] - start[begin], "segment ", s,
+            require(start[s] < start[s + 1] && depth[s] >= 0 && depth[s] <= start[s] - start[begin], "range ", s,
                     " of document ", d, " starts at row ", start[s], ", position ", depth[s]);
         }
     }
@@ -154,10 +154,10 @@ using SplitColumns = std::tuple<OutGrid<double>, OutGrid<double>, OutGrid<int64_
 std::tuple<OutGrid<double>, OutGrid<double>, Out<double>, Out<double>, Out<int32_t>, OutGrid<int64_t>, OutGrid<int64_t>,
            OutGrid<int64_t>, OutGrid<int64_t>, std::optional<SplitColumns>>
 price_packs(const CostTable& table, const PackArrays& forward, const PackArrays& backward, In<int64_t> num_tokens,
-            const TreeArrays& segments, In<int8_t> policy, bool split) {
+            const TreeArrays& ranges, In<int8_t> policy, bool split) {
     require_table(table);
     require_documents(view(num_tokens), view(policy), 1);
-    const evenload::Trees trees = checked_trees(table, segments, view(num_tokens));
+    const evenload::Trees trees = checked_trees(table, ranges, view(num_tokens));
     const evenload::PackView first = checked_packs(table, forward, view(num_tokens), trees);
     const evenload::PackView second = checked_packs(table, backward, view(num_tokens), trees);
     // Every forward slice must lie in some backward slice of its document, or the search for it would leave the document.
@@ -233,7 +233,7 @@ evenload::Trial checked_trial(std::span<const int64_t> row) {
             row[7] != 0};
 }
 
-// num_tokens, segments, policy (empty = all replay), ranks that share every slice, trials.
+// num_tokens, ranges, policy (empty = all replay), ranks that share every slice, trials.
 using ReplicaArgs = std::tuple<In<int64_t>, TreeArrays, In<int8_t>, int64_t, Grid<int64_t>>;
 using Scores = std::tuple<Out<int64_t>, Out<double>, Out<double>, Out<double>>;
 
@@ -254,11 +254,11 @@ std::vector<Scores> score_trials(const CostTable& table, const std::vector<Repli
     };
     std::vector<Replica> all;
     std::vector<Job> jobs;
-    for (const auto& [num_tokens, segments, policy, ranks, trials] : replicas) {
+    for (const auto& [num_tokens, ranges, policy, ranks, trials] : replicas) {
         require_documents(view(num_tokens), view(policy), ranks);
         require(num_tokens.size() > 0, "a replica has no documents");
         require(trials.shape(1) == kTrialColumns, "trials have ", trials.shape(1), " columns, not ", kTrialColumns);
-        Replica replica{{view(num_tokens), view(policy), ranks, checked_trees(table, segments, view(num_tokens))}, {}, {}};
+        Replica replica{{view(num_tokens), view(policy), ranks, checked_trees(table, ranges, view(num_tokens))}, {}, {}};
         require(ranks == 1 || !replica.documents.trees.any(), ranks, " ranks share trees");
         for (size_t t = 0; t < trials.shape(0); ++t) {
             replica.trials.push_back(checked_trial({trials.data() + t * kTrialColumns, kTrialColumns}));
@@ -320,7 +320,7 @@ SliceColumns columns_of(evenload::Slices&& slices) {
 }
 
 std::optional<std::pair<SliceColumns, SliceColumns>> cut_packs(
-    const CostTable& table, In<int64_t> num_tokens, const TreeArrays& segments, In<int64_t> setting, const CurveArgs& forward,
+    const CostTable& table, In<int64_t> num_tokens, const TreeArrays& ranges, In<int64_t> setting, const CurveArgs& forward,
     const CurveArgs& backward, int64_t min_slice_tokens, int64_t max_pack_tokens, int64_t align_from_tiles) {
     require_table(table);
     require_documents(view(num_tokens), {}, 1);
@@ -329,7 +329,7 @@ std::optional<std::pair<SliceColumns, SliceColumns>> cut_packs(
     const auto rules = checked_rules(table, forward, backward, {}, min_slice_tokens, max_pack_tokens,
                                      align_from_tiles);
     const evenload::Trial trial = checked_trial(view(setting));
-    const evenload::Trees trees = checked_trees(table, segments, view(num_tokens));
+    const evenload::Trees trees = checked_trees(table, ranges, view(num_tokens));
     std::optional<std::pair<evenload::Slices, evenload::Slices>> packs;
     {
         nb::gil_scoped_release unlocked;
@@ -404,8 +404,8 @@ void bind_trials(nb::module_& m) {
         .def_rw("weight_new_bytes", &CostTable::weight_new_bytes);
     m.def("tree_columns", &tree_columns, nb::arg("documents"));
     m.def("price_packs", &price_packs, nb::arg("table"), nb::arg("forward"), nb::arg("backward"), nb::arg("num_tokens"),
-          nb::arg("segments"), nb::arg("policy"), nb::arg("split"));
-    m.def("cut_packs", &cut_packs, nb::arg("table"), nb::arg("num_tokens"), nb::arg("segments"), nb::arg("setting"), nb::arg("forward"),
+          nb::arg("ranges"), nb::arg("policy"), nb::arg("split"));
+    m.def("cut_packs", &cut_packs, nb::arg("table"), nb::arg("num_tokens"), nb::arg("ranges"), nb::arg("setting"), nb::arg("forward"),
           nb::arg("backward"), nb::arg("min_slice_tokens"), nb::arg("max_pack_tokens"), nb::arg("align_from_tiles"));
     m.def("score_trials", &score_trials, nb::arg("table"), nb::arg("replicas"), nb::arg("forward"), nb::arg("backward"),
           nb::arg("cap_bytes"), nb::arg("min_slice_tokens"), nb::arg("max_pack_tokens"), nb::arg("align_from_tiles"),

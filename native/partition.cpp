@@ -76,7 +76,7 @@ double WorkCurve::slice_work_s(int64_t start, int64_t stop) const {
 double WorkCurve::slice_work_s(const Trees& trees, int64_t doc, int64_t start, int64_t stop) const {
     if (!trees.holds(doc)) return slice_work_s(start, stop);
     if (stop == start) return 0.0;
-    const int64_t first = trees.segment_of(doc, start), last = trees.segment_of(doc, stop - 1);
+    const int64_t first = trees.range_of(doc, start), last = trees.range_of(doc, stop - 1);
     double total = linear_s * static_cast<double>(stop - start);
     for (size_t i = 0; i < attention_s.size(); ++i) {
         const size_t w = window_index[i];

@@ -1,4 +1,4 @@
-// Segments of documents that are trees of shared prefixes.
+// Ranges of documents that are trees of shared prefixes.
 #pragma once
 
 #include <algorithm>
@@ -12,11 +12,11 @@
 namespace evenload {
 
 // A row of a tree sees the keys of its path, so what depends on the tokens before a slice is summed over its pieces, one
-// for every segment, at positions along the path: of whole segments by sums that are made once. A document of one segment
-// is a plain one.
+// for every range, at positions along the path: of whole ranges by sums that are made once. A document of one range is a
+// plain one.
 class Trees {
 public:
-    // Segments [first, last) of one document.
+    // Ranges [first, last) of one document.
     struct Middle {
         int64_t first = 0, last = 0;
 
@@ -24,13 +24,13 @@ public:
     };
 
     Trees() = default;
-    // Document d has count[d] segments from first[d] on, as types/tree_columns.py holds them; empty columns = no document
-    // is a tree. `tile` as in CostTable. O(S · windows).
+    // Document d has count[d] ranges from first[d] on, as types/tree_columns.py holds them; empty columns = no document
+    // is a tree. `tile` as in CostTable. O(ranges · windows).
     Trees(std::span<const int64_t> first, std::span<const int64_t> count, std::span<const int64_t> start,
           std::span<const int64_t> depth, std::vector<int64_t> windows, int64_t tile)
         : windows_(std::move(windows)) {
         offset_.push_back(0);
-        for (int64_t segments : count) offset_.push_back(offset_.back() + segments);
+        for (int64_t ranges : count) offset_.push_back(offset_.back() + ranges);
         for (auto* column : {&start_, &depth_, &depths_}) column->resize(offset_.back());
         sums_.resize(offset_.back() * windows_.size());
         for (size_t d = 0; d < first.size(); ++d) {
@@ -57,10 +57,10 @@ public:
     bool holds(int64_t doc) const { return any() && offset_[doc] + 1 < offset_[doc + 1]; }
 
     // Calls with the positions along the path of the first and the last piece of the rows [start, stop); returns the
-    // segments between them.
+    // ranges between them.
     template <typename Call>
     Middle for_ends(int64_t doc, int64_t start, int64_t stop, Call&& call) const {
-        const int64_t first = segment_of(doc, start), last = segment_of(doc, stop - 1);
+        const int64_t first = range_of(doc, start), last = range_of(doc, stop - 1);
         const int64_t from = depth_[first] - start_[first], to = depth_[last] - start_[last];
         if (first == last) {
             call(start + from, stop + from);
@@ -73,7 +73,7 @@ public:
 
     int64_t rows_of(Middle middle) const { return middle.size() ? start_[middle.last] - start_[middle.first] : 0; }
     int64_t depths_of(Middle middle) const { return depths_[middle.last] - depths_[middle.first]; }
-    // Of every segment its pairs, and those of the rows that it lacks to whole tiles.
+    // Of every range its pairs, and those of the rows that it lacks to whole tiles.
     int64_t tile_pairs_of(Middle middle, size_t window_index) const {
         return sums(middle.last, window_index).tile_pairs - sums(middle.first, window_index).tile_pairs;
     }
@@ -81,8 +81,8 @@ public:
         return sums(middle.last, window_index).prefix - sums(middle.first, window_index).prefix;
     }
 
-    // The segment that has a row.
-    int64_t segment_of(int64_t doc, int64_t row) const {
+    // The range that has a row.
+    int64_t range_of(int64_t doc, int64_t row) const {
         // Most searches ask for one of the ends.
         if (row == 0) return offset_[doc];
         if (row >= start_[offset_[doc + 1] - 1]) return offset_[doc + 1] - 1;
@@ -94,10 +94,10 @@ public:
         return first;
     }
 
-    // (query, key) pairs of the rows before one that is in this segment, or behind its last.
-    int64_t pairs_before(int64_t segment, int64_t row, size_t window_index) const {
-        const int64_t position = depth_[segment] + row - start_[segment];
-        return sums(segment, window_index).pairs + prefix_pairs(position, windows_[window_index]);
+    // (query, key) pairs of the rows before one that is in this range, or behind its last.
+    int64_t pairs_before(int64_t range, int64_t row, size_t window_index) const {
+        const int64_t position = depth_[range] + row - start_[range];
+        return sums(range, window_index).pairs + prefix_pairs(position, windows_[window_index]);
     }
 
     int64_t longest_path(int64_t doc, int64_t num_tokens) const {
@@ -110,17 +110,17 @@ public:
     }
 
 private:
-    // Over the segments of a document before one; pairs are less those of a plain document's rows up to its depth.
+    // Over the ranges of a document before one; pairs are less those of a plain document's rows up to its depth.
     struct Sums {
         int64_t pairs = 0, tile_pairs = 0, prefix = 0;
     };
-    const Sums& sums(int64_t segment, size_t window_index) const { return sums_[segment * windows_.size() + window_index]; }
+    const Sums& sums(int64_t range, size_t window_index) const { return sums_[range * windows_.size() + window_index]; }
 
-    // Of document d the segments [offset_[d], offset_[d + 1]), each with its first row in the document.
+    // Of document d the ranges [offset_[d], offset_[d + 1]), each with its first row in the document.
     std::vector<int64_t> offset_, start_, depth_;
     std::vector<int64_t> windows_;
-    std::vector<int64_t> depths_;  // [segments], the sum of those before
-    std::vector<Sums> sums_;       // [segments][windows]
+    std::vector<int64_t> depths_;  // [ranges], the sum of those before
+    std::vector<Sums> sums_;       // [ranges][windows]
 };
 
 // Rows that lie behind those of a segment of the same document; parent -1 = none.
@@ -128,28 +128,36 @@ struct Segment {
     int64_t rows, parent;
 };
 
-// Where the segments of a step's documents lie, as types/tree_columns.py holds them.
+// Where the ranges of a step's documents lie, as types/tree_columns.py holds them.
 struct TreeColumns {
     std::vector<int64_t> first, count, start{0}, depth;
 
     // Adds a document. Returns the first of its segments that is not depth first (types/tree.py), else how many it has.
     size_t add(std::span<const Segment> segments) {
         first.push_back(static_cast<int64_t>(depth.size()));
-        count.push_back(static_cast<int64_t>(segments.size()));
         chain_.clear();
         for (size_t s = 0; s < segments.size(); ++s) {
             const auto [rows, parent] = segments[s];
-            while (!chain_.empty() && chain_.back() != parent) chain_.pop_back();
+            while (!chain_.empty() && chain_.back().segment != parent) chain_.pop_back();
             if (rows < 1 || (s == 0 ? parent != -1 : chain_.empty())) return s;
-            depth.push_back(s == 0 ? 0 : depth[first.back() + parent] + segments[parent].rows);
-            start.push_back(start.back() + rows);
-            chain_.push_back(static_cast<int64_t>(s));
+            const int64_t position = s == 0 ? 0 : chain_.back().stop;
+            if (s == 0 || parent != static_cast<int64_t>(s) - 1) {  // else it goes on where its parent ends
+                depth.push_back(position);
+                start.push_back(start.back());
+            }
+            start.back() += rows;
+            chain_.push_back({static_cast<int64_t>(s), position + rows});
         }
+        count.push_back(static_cast<int64_t>(depth.size()) - first.back());
         return segments.size();
     }
 
 private:
-    std::vector<int64_t> chain_;  // of the last segment its ancestors and itself
+    // Of the last segment its ancestors and itself, each with the position behind it.
+    struct Ancestor {
+        int64_t segment, stop;
+    };
+    std::vector<Ancestor> chain_;
 };
 
 }  // namespace evenload

@@ -92,7 +92,7 @@ class ReplicaPacks:
         owners: int64[num_slices] of forward and backward, the rank that holds a slice whole, -1 = all share it; None =
             all.
         shardings: `MicroPack.sharding` of every forward pack; () = nobody shares any.
-        trees: segments of the documents; ranks share no trees.
+        trees: ranges of the documents; ranks share no trees.
     """
 
     forward: SliceColumns

@@ -132,7 +132,7 @@ class SliceFeatures:
 
 @functools.lru_cache(maxsize=4)
 def _of_trees(features: SliceFeatures, trees: TreeColumns) -> NDArray[np.float64]:
-    """Sum the features of documents' segments; kept, because a step's problems under all policies ask for it."""
+    """Sum the features of documents' ranges; kept, because a step's problems under all policies ask for it."""
     return trees.sums(features.of_slices(trees.depth, trees.depth_stop))
 
 
@@ -417,7 +417,7 @@ class PackCosts:
         Args:
             policy: int8[n]; None = all replay.
             ranks: that share each document; default: the context-parallel ranks of the layout.
-            trees: segments of the documents.
+            trees: ranges of the documents.
         """
         tokens, sharing = np.asarray(num_tokens, np.int64), self.layout.cp if ranks is None else ranks
         features = self.features.of_documents(tokens, sharing, trees)
