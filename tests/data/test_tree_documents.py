@@ -346,11 +346,6 @@ def test_the_same_value_further_on_is_another_group_and_a_record_that_cannot_be_
         ({"input_ids": [[1, 2], ["x"]]}, {}, "column 'input_ids': list ['x'] is not a list of token ids"),
         ({"input_ids": [[1, 2], [1, 3]], "labels": [[-100, 2], [-100, 4]]}, {}, "is 3 and has the label 4"),
         ({"input_ids": [[1, 2, 0]], "attention_mask": [[1, 1, 0]]}, {}, "'attention_mask' marks tokens as padding"),
-        (
-            {"input_ids": [1, 2]},
-            {"group_by": "uid"},
-            "value of data.group_by under key 'uid' (Object missing required field `uid`",
-        ),
         ({"input_ids": [1, 2], "labels": [1, 2]}, {"group_by": "labels"}, "which has a meaning of its own"),
         ({"input_ids": [1, 2]}, {"group_by": ""}, "data.group_by is empty"),
         ({"input_ids": [1, 2]}, {"min_shared_tokens": 0}, "min_shared_tokens is 0, must be at least 1"),
@@ -362,6 +357,23 @@ def test_what_cannot_be_a_tree_is_refused_with_its_value(tmp_path, row, changes,
     with pytest.raises((ConfigError, DataError)) as caught:
         read_all(config_of(source, **changes))
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("ids", [[1, 2], [[1, 2], [1, 3]]], ids=["of one sequence", "of lists"])
+def test_a_misspelt_group_is_told_with_the_keys_before_anything_is_read(tmp_path, ids):
+    source = write(tmp_path / "a.jsonl", [{"input_ids": ids, "prompt_id": 3}])
+    message = (
+        rf"{source} has no key 'promptid', which data\.group_by names; did you mean 'prompt_id'\? its keys are "
+        "input_ids, prompt_id"
+    )
+    with pytest.raises(ConfigError, match=message):
+        GlobalBatchLoader(config_of(source, group_by="promptid"))
+
+
+def test_a_record_of_lists_that_lacks_its_group_is_told_what_it_lacks(tmp_path):
+    rows = [{"input_ids": [[1, 2], [1, 3]], "uid": 3}, {"input_ids": [[1, 2], [1, 3]]}]
+    with pytest.raises(DataError, match=r":2: no value of data\.group_by under key 'uid' \(its keys are input_ids\)"):
+        read_all(config_of(write(tmp_path / "a.jsonl", rows), group_by="uid"))
 
 
 def test_files_without_fields_cannot_be_grouped(tmp_path):
