@@ -79,6 +79,29 @@ def test_a_row_sees_few_runs(sequences):
         assert most <= 1 + np.log2(shape.num_rows) + 1e-9 or most == 1
 
 
+@given(SEQUENCES, st.data())
+@settings(max_examples=200)
+def test_any_rows_have_their_edges_and_ranges_of_paths(sequences, data):
+    """Against every row by itself: the token before each on its path predicts it, and it sees its path up to itself."""
+    for tree in build_trees(sequences, ones(sequences)):
+        shape = TreeShape(tree.segments)
+        start = data.draw(st.integers(0, shape.num_rows - 1))
+        stop = data.draw(st.integers(start + 1, shape.num_rows))
+        paths = {row: path for _, leaf in tree.leaves for path in [path_rows(shape, leaf).tolist()] for row in path}
+        seen = {row: path[: path.index(row) + 1] for row, path in paths.items()}
+        edges = [(path[-2], row) for row, path in seen.items() if len(path) > 1 and start <= path[-2] < stop]
+        assert list(zip(*(one.tolist() for one in shape.edges(start, stop)), strict=True)) == sorted(edges)
+        covered = []
+        for own, position, runs in shape.path_ranges(start, stop):
+            rows = list(range(*own))
+            keys = [row for run in runs for row in range(*run)]
+            assert [keys[: position + at + 1] for at in range(len(rows))] == [seen[row] for row in rows]
+            assert keys == seen[rows[-1]]
+            covered += rows
+        assert covered == list(range(start, stop))
+        assert len(shape.path_ranges(start, stop)) <= len(tree.leaves)
+
+
 def test_a_short_prefix_is_computed_by_each():
     sequences = [[1, 2, 3], [1, 2, 4]]
     assert len(build_trees(sequences, ones(sequences), min_shared_tokens=3)) == 2
@@ -98,6 +121,12 @@ def test_what_cannot_be_a_tree_is_refused():
         build_trees([[1, -1]], [[0, 1]])
     with pytest.raises(DataError, match="sequence 0 has weight nan at token 1"):
         build_trees([[1, 2]], [[1.0, np.nan]])
+    with pytest.raises(DataError, match="sequence 0 has weights of <U1; give numbers, or true and false"):
+        build_trees([[1, 2]], [["0", "1"]])
+    with pytest.raises(DataError, match="sequence 1 has -100 among whole weights, as labels have; give labels != -100"):
+        build_trees([[1, 2], [1, 3]], [[0, -1], [-100, 3]])
+    (tree,) = build_trees([[1, 2]], [[0.0, -100.0]])  # a weight, of policy gradient
+    assert tree.weights.tolist() == [0, -100]
     for segments in ([(2, -1), (1, -1)], [(1, -1), (1, 0), (1, 0), (1, 1)], [(0, -1)], [(1, 3)]):
         with pytest.raises(DataError, match="of a tree has"):
             TreeShape([Segment(*one) for one in segments])

@@ -150,7 +150,12 @@ def checked_weights(sequences: Sequence[NDArray[np.int32]], weights: Sequence[Ar
         raise DataError(f"{len(sequences)} sequences have {len(weights)} lists of weights; give one each")
     found = []
     for place, (tokens, given) in enumerate(zip(sequences, weights, strict=True)):
-        own = np.array(given, np.float64)
+        as_given = np.asarray(given)
+        if as_given.dtype.kind not in "biuf":
+            raise DataError(f"sequence {place} has weights of {as_given.dtype}; give numbers, or true and false")
+        if as_given.dtype.kind == "i" and (as_given == -100).any():
+            raise DataError(f"sequence {place} has -100 among whole weights, as labels have; give labels != -100")
+        own = as_given.astype(np.float64)
         if tokens.ndim != 1 or not len(tokens) or own.shape != tokens.shape:
             raise DataError(
                 f"sequence {place} has tokens of shape {tokens.shape} and weights of shape {own.shape}; give at least "
@@ -270,10 +275,5 @@ def _lay_out(
 def edges_of(shape: TreeShape, weights: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the rows that predict labelled tokens and the rows of these tokens, by the first; int64[E] each. A row
     before a branch has an edge for every child."""
-    labelled = np.flatnonzero(weights)
-    rows = labelled - 1
-    segment = np.searchsorted(shape.stops, labelled, side="right")
-    at_start = labelled == shape.starts[segment]
-    rows[at_start] = [shape.row_before(int(one)) for one in segment[at_start]]
-    by_row = np.argsort(rows, kind="stable")
-    return rows[by_row], labelled[by_row]
+    rows, tokens = shape.edges(0, shape.num_rows)
+    return rows[weights[tokens] != 0], tokens[weights[tokens] != 0]

@@ -12,7 +12,7 @@ wherever either is cut. Where the child with the most rows comes first, a row se
 
 import itertools
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -40,6 +40,14 @@ class RowRun(NamedTuple):
 
     start: int
     stop: int
+
+
+class PathRange(NamedTuple):
+    """Rows of a tree each of which sees the one before, the position of the first, and the rows that the last sees."""
+
+    rows: RowRun
+    position: int
+    seen: list[RowRun]
 
 
 class TreeShape:
@@ -91,12 +99,30 @@ class TreeShape:
         edges = [start, *self.stops[first:last].tolist(), stop]
         return [Piece(int(first) + at, a, b) for at, (a, b) in enumerate(itertools.pairwise(edges))]
 
+    @cached_property
+    def paths(self) -> list[list[RowRun]]:
+        """The rows of every segment's path, its own included, in order; neighbours are one run."""
+        found: list[list[RowRun]] = []
+        for parent, start, stop in zip(*(one.tolist() for one in (self.parents, self.starts, self.stops)), strict=True):
+            found.append(joined([*(found[parent] if parent >= 0 else ()), RowRun(start, stop)]))
+        return found
+
     def runs_before(self, segment: int) -> list[RowRun]:
         """Return the rows that a segment's tokens see before it, in order of the path; neighbours are one run."""
-        chain = []
-        while (segment := int(self.parents[segment])) >= 0:
-            chain.append(RowRun(int(self.starts[segment]), int(self.stops[segment])))
-        return joined(chain[::-1])
+        parent = int(self.parents[segment])
+        return self.paths[parent] if parent >= 0 else []
+
+    def path_ranges(self, start: int, stop: int) -> list[PathRange]:
+        """Divide rows `[start, stop)` into ranges of one path each, in order: a segment and its first child are one, so
+        there are about as many as leaves."""
+        found: list[PathRange] = []
+        for segment, first, behind in self.pieces(start, stop):
+            position = first - int(self.starts[segment]) + int(self.depths[segment])
+            seen = joined([*self.runs_before(segment), RowRun(int(self.starts[segment]), behind)])
+            if found and self.parents[segment] == segment - 1:
+                (first, _), position, _ = found.pop()
+            found.append(PathRange(RowRun(first, behind), position, seen))
+        return found
 
     def path_of(self, leaf: int) -> list[int]:
         """Return the segments from the root to one."""
@@ -109,10 +135,17 @@ class TreeShape:
         """Return the rows of the segments from the root to one; int64."""
         return np.concatenate([np.arange(self.starts[one], self.stops[one]) for one in self.path_of(leaf)])
 
-    def row_before(self, segment: int) -> int:
-        """Return the row that predicts a segment's first token; -1 = none does."""
-        parent = int(self.parents[segment])
-        return int(self.stops[parent]) - 1 if parent >= 0 else -1
+    def edges(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return rows of `[start, stop)` and the rows whose tokens they predict, by the first; int64[E] each. A row
+        before a branch comes once for every child."""
+        inside = np.arange(start + 1, min(stop + 1, self.num_rows))
+        first, behind = np.searchsorted(self.starts, [start + 1, stop + 1])
+        inside = np.delete(inside, self.starts[first:behind] - start - 1)
+        before = np.where(self.parents < 0, -1, self.stops[self.parents] - 1)  # the row that predicts a first token
+        begun = np.flatnonzero((before >= start) & (before < stop))
+        rows = np.concatenate([inside - 1, before[begun]])
+        by_row = np.argsort(rows, kind="stable")
+        return rows[by_row], np.concatenate([inside, self.starts[begun]])[by_row]
 
 
 def joined(runs: Sequence[RowRun]) -> list[RowRun]:
