@@ -232,6 +232,15 @@ def reads_token_ids(config: DataConfig) -> bool:
     return all(part.record == "tokens" for part in mixture_configs(config))
 
 
+def shares_prefixes(config: DataConfig) -> bool:
+    """Tell whether settings make sequences share prefixes; records that hold lists do, too, whatever these are."""
+    return any(
+        (part.group_by is not None or part.record == "preference")
+        and part.min_shared_tokens <= part.max_document_tokens
+        for part in mixture_configs(config)
+    )
+
+
 _CHOICES = {one.name: get_args(one.type) for one in fields(DataConfig) if get_origin(one.type) is Literal}
 
 

@@ -128,11 +128,8 @@ class Strategy:
         self.require_layout(first.layout)
         self.require_schedule(first.options, first.layout)
         self.require_options(first.options)
-        if first.trees.has_any and not self.plans_trees:
-            raise ConfigError(
-                f"strategy {self.name} does not plan trees of shared prefixes; use slimpack, auto or balanced, or "
-                "documents without shared prefixes"
-            )
+        if first.trees.has_any:
+            self.require_trees()
         if self.cuts_documents and not self.tries_others:
             first.require_causal(self.name)
         if not self.cuts_documents or (first.costs.model.mixers and not self.tries_others):
@@ -154,6 +151,14 @@ class Strategy:
             raise ConfigError(
                 f"strategy {self.name}: the stages of layout {layout.describe()} have different numbers of devices, to "
                 f"which only balanced and flexpipe deal packs; use one of these, or as many devices for every stage"
+            )
+
+    def require_trees(self) -> None:
+        """Refuse trees of shared prefixes, by a `ConfigError`, where the strategy does not plan them."""
+        if not self.plans_trees:
+            raise ConfigError(
+                f"strategy {self.name} does not plan trees of shared prefixes; use slimpack, auto or balanced, or "
+                "documents without shared prefixes"
             )
 
     def require_schedule(self, options: PlanOptions, layout: ParallelLayout) -> None:
