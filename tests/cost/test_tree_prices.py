@@ -62,17 +62,14 @@ def test_features_count_the_keys_that_rows_see(data: st.DataObject, documents: t
     pieces = trees.pieces(columns)
     features = SliceFeatures(windows=WINDOWS, tile=1, causal=True).of_packs(pieces)
     seen = {window: [keys_of_rows(document, window) for document in documents] for window in WINDOWS}
+    borders = [shape_of(one.segments).stops.tolist() if one.segments else [] for one in documents]
     for pack, (lo, hi) in enumerate(itertools.pairwise(columns.pack_offset)):
         slices = list(zip(columns.doc[lo:hi], columns.start[lo:hi], columns.stop[lo:hi], strict=True))
         assert features[pack, 0] == sum(stop - start for _, start, stop in slices)
         parts = [
-            part
+            (doc, *part)
             for doc, start, stop in slices
-            for part in (
-                [(doc, one.start, one.stop) for one in shape_of(documents[doc].segments).pieces(start, stop)]
-                if documents[doc].segments
-                else [(doc, start, stop)]
-            )
+            for part in itertools.pairwise([start, *(at for at in borders[doc] if start < at < stop), stop])
         ]
         assert features[pack, 1] == len(parts)
         for index, window in enumerate(WINDOWS):

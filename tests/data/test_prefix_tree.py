@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenload.data.prefix_tree import build_trees, edges_of, split_into_runs
+from evenload.data.prefix_tree import build_trees, labels_once, split_into_runs
 from evenload.errors import DataError
-from evenload.types.tree import Piece, RowRun, Segment, TreeShape
+from evenload.types.tree import RowRun, Segment, TreeShape
 
 SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=12)
 
@@ -19,7 +19,10 @@ def ones(sequences):
 
 
 def path_rows(shape, leaf):
-    return np.concatenate([np.arange(shape.starts[s], shape.stops[s]) for s in shape.path_of(leaf)])
+    rows = np.zeros(0, np.int64)
+    while leaf >= 0:
+        rows, leaf = np.append(np.arange(shape.starts[leaf], shape.stops[leaf]), rows), shape.parents[leaf]
+    return rows
 
 
 def test_the_picture_of_the_module():
@@ -31,11 +34,11 @@ def test_the_picture_of_the_module():
     assert tree.leaves == ((2, 4), (0, 2), (1, 3)) or dict(tree.leaves) == {0: 2, 1: 3, 2: 4}
     assert shape.positions(0, 6).tolist() == [0, 1, 2, 3, 3, 2]
     assert shape.ends.tolist() == [6, 5, 4, 5, 6]
-    assert shape.runs_before(4) == [RowRun(0, 2)]
-    assert shape.runs_before(3) == [RowRun(0, 3)]
-    assert shape.pieces(1, 5) == [Piece(0, 1, 2), Piece(1, 2, 3), Piece(2, 3, 4), Piece(3, 4, 5)]
+    assert shape.paths[4] == [RowRun(0, 2), RowRun(5, 6)]
+    assert shape.paths[3] == [RowRun(0, 3), RowRun(4, 5)]
+    assert shape.path_ranges(1, 5) == [((1, 4), 1, [(0, 4)]), ((4, 5), 3, [(0, 3), (4, 5)])]
     assert tree.weights.tolist() == [0, 3, 2, 1, 1, 1]
-    rows, labelled = edges_of(shape, tree.weights)
+    rows, labelled = shape.edges(0, 6)
     assert list(zip(rows.tolist(), labelled.tolist(), strict=True)) == [(0, 1), (1, 2), (1, 5), (2, 3), (2, 4)]
     assert tree.num_path_tokens == 11
 
@@ -44,7 +47,8 @@ def test_the_picture_of_the_module():
 @settings(max_examples=200)
 def test_every_sequence_is_a_path_with_its_labels(sequences, least, labels):
     weights = ones(sequences)
-    trees = build_trees(sequences, weights, min_shared_tokens=least, labels=labels)
+    counted = labels_once(sequences, weights) if labels == "once" else weights
+    trees = build_trees(sequences, counted, min_shared_tokens=least)
     places = []
     for tree in trees:
         shape = TreeShape(tree.segments)
@@ -53,11 +57,9 @@ def test_every_sequence_is_a_path_with_its_labels(sequences, least, labels):
             rows = path_rows(shape, leaf)
             assert tree.tokens[rows].tolist() == sequences[place]
             assert np.concatenate([shape.positions(a, a + 1) for a in rows]).tolist() == list(range(len(rows)))
-            runs = [*shape.runs_before(leaf), RowRun(int(shape.starts[leaf]), int(shape.stops[leaf]))]
-            assert np.concatenate([np.arange(*run) for run in runs]).tolist() == rows.tolist()
+            assert shape.rows_of_path(leaf).tolist() == rows.tolist()
             places.append(place)
-        rows, labelled = edges_of(shape, tree.weights)
-        for row, token in zip(rows, labelled, strict=True):
+        for row, token in zip(*shape.edges(0, shape.num_rows), strict=True):
             assert shape.positions(row, row + 1)[0] + 1 == shape.positions(token, token + 1)[0]
     assert sorted(places) == list(range(len(sequences)))
     if labels == "sum":
@@ -75,7 +77,7 @@ def test_every_sequence_is_a_path_with_its_labels(sequences, least, labels):
 def test_a_row_sees_few_runs(sequences):
     for tree in build_trees(sequences, ones(sequences)):
         shape = TreeShape(tree.segments)
-        most = max(len(shape.runs_before(at)) + 1 for at in range(len(tree.segments)))
+        most = max(map(len, shape.paths))
         assert most <= 1 + np.log2(shape.num_rows) + 1e-9 or most == 1
 
 
@@ -112,7 +114,7 @@ def test_what_cannot_be_a_tree_is_refused():
     with pytest.raises(
         DataError, match="token 1 of sequence 1 has weight 2 and, in another sequence that shares it, 1"
     ):
-        build_trees([[1, 2], [1, 2]], [[0, 1.0], [0, 2.0]], labels="once")
+        labels_once([[1, 2], [1, 2]], [[0, 1.0], [0, 2.0]])
     with pytest.raises(DataError, match=r"sequence 1 has tokens of shape \(0,\)"):
         build_trees([[1], []], [[1.0], []])
     with pytest.raises(DataError, match=r"sequence 1 has float64 tokens, the least 1\.5; token ids are whole"):

@@ -51,8 +51,7 @@ def trained_in(document, table):
         if labels[row] != -100:
             assert labels[row] == tokens[row]
             segment = int(np.searchsorted(shape.stops, row, side="right"))
-            rows = [at for one in shape.path_of(segment) for at in range(shape.starts[one], shape.stops[one])]
-            found[tuple(tokens[at] for at in rows if at <= row)] += int(counts[row])
+            found[tuple(tokens[at] for at in shape.rows_of_path(segment) if at <= row)] += int(counts[row])
     assert sum(found.values()) == document.num_label_tokens
     assert (document.num_tokens, shape.num_rows) == (len(tokens), len(tokens))
     return found

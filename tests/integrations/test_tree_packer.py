@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, NemotronConfig, T5Config, T5ForConditionalGeneration
 
-from evenload.data.prefix_tree import edges_of
 from evenload.errors import ConfigError, DataError, UnsupportedModelError
 from evenload.integrations import tree_attention as attention_module
 from evenload.integrations import tree_packer
@@ -217,8 +216,8 @@ def all_rows(shape, start, stop):
     return [one._replace(seen=[RowRun(0, one.rows.stop)]) for one in _RANGES(shape, start, stop)]
 
 
-def first_child_only(shape, weights):
-    rows, labelled = edges_of(shape, weights)
+def first_child_only(shape, start, stop):
+    rows, labelled = _EDGES(shape, start, stop)
     _, first = np.unique(rows, return_index=True)
     return rows[first], labelled[first]
 
@@ -240,12 +239,12 @@ def without_gradient(rows, targets):
     return rows.detach()
 
 
-_RANGES = TreeShape.path_ranges
+_RANGES, _EDGES = TreeShape.path_ranges, TreeShape.edges
 MUTANTS = {
     "positions by row": ("llama", TreeShape, "positions", lambda self, start, stop: np.arange(start, stop)),
     "keys of a sibling": ("llama", TreeShape, "path_ranges", all_rows),
     "window by row": ("mistral", attention_module, "tree_attention", window_of_rows),
-    "one label of a branch row": ("llama", tree_packer, "edges_of", first_child_only),
+    "one label of a branch row": ("llama", TreeShape, "edges", first_child_only),
     "window one key too wide": (
         "mistral", attention_module, "_visible",
         lambda rows, keys, window, device: _VISIBLE(rows, keys, window and window + 1, device),

@@ -8,13 +8,13 @@ the sequences through it. Price: about a comparison a token, and sorting.
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from evenload.errors import DataError
-from evenload.types.tree import Segment, TreeShape
+from evenload.types.tree import Segment
 
 TreeLabels = Literal["sum", "once"]
 """Whether a token that sequences share is trained as often as they are, or once."""
@@ -46,11 +46,7 @@ class PrefixTree:
 
 
 def build_trees(
-    sequences: Sequence[ArrayLike],
-    weights: Sequence[ArrayLike],
-    *,
-    min_shared_tokens: int = 1,
-    labels: TreeLabels = "sum",
+    sequences: Sequence[ArrayLike], weights: Sequence[ArrayLike], *, min_shared_tokens: int = 1
 ) -> list[PrefixTree]:
     """Return the trees of sequences, each of at least one token; their order does not depend on that of equal ones.
 
@@ -58,16 +54,12 @@ def build_trees(
         sequences: int[n_i] token ids.
         weights: float[n_i], of the loss of predicting each token; 0 = no label, and a first token has none.
         min_shared_tokens: a segment is shared only where it has as many; else every sequence computes its own.
-        labels: "once" counts the label of a shared token once, of whichever sequences have one.
 
-    `DataError`: an empty sequence, other than one weight a token, a weight that is not finite, or shared tokens of
-    different weights that cannot count once.
+    `DataError`: an empty sequence, other than one weight a token, or a weight that is not finite.
     """
     own = as_token_ids(sequences)
     counted = checked_weights(own, weights)
     order, shared = _in_order(own)
-    if labels == "once":
-        count_once(own, counted, order, shared)
     nodes = _nodes([len(own[place]) for place in order], shared, range(len(order)), min_shared_tokens)
     return list(_lay_out(nodes, [own[place] for place in order], [counted[place] for place in order], order))
 
@@ -85,7 +77,8 @@ def num_unique_tokens(
 
 
 def labels_once(sequences: Sequence[ArrayLike], weights: Sequence[ArrayLike]) -> list[NDArray[np.float64]]:
-    """Return weights as `build_trees` counts them "once", of sequences that are then built into several trees."""
+    """Return weights in which the label of a shared token counts once, of whichever sequences have one; `DataError`
+    also: shared tokens of different weights."""
     own = [np.asarray(one, np.int32) for one in sequences]
     counted = checked_weights(own, weights)
     count_once(own, counted, *_in_order(own))
@@ -270,10 +263,3 @@ def _lay_out(
             columns.append((tokens, total, np.full(size, len(node.members), np.int64)))
         tokens, totals, counts = (np.concatenate(column) for column in zip(*columns, strict=True))
         yield PrefixTree(tuple(segments), tokens, totals, counts, tuple(leaves))
-
-
-def edges_of(shape: TreeShape, weights: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the rows that predict labelled tokens and the rows of these tokens, by the first; int64[E] each. A row
-    before a branch has an edge for every child."""
-    rows, tokens = shape.edges(0, shape.num_rows)
-    return rows[weights[tokens] != 0], tokens[weights[tokens] != 0]

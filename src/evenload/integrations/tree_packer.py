@@ -28,7 +28,6 @@ from evenload.data.prefix_tree import (
     build_trees,
     checked_weights,
     count_once,
-    edges_of,
     num_unique_tokens,
     sequences_in_order,
 )
@@ -75,7 +74,9 @@ class TreeBatch:
                 columns["keys"] += [np.arange(*run) + first_row for run in seen]
                 columns["num_rows"].append(own.stop - own.start)
                 columns["num_keys"].append(sum(run.stop - run.start for run in seen))
-            edge_rows, labelled = edges_of(shape, tree.weights)
+            edge_rows, labelled = shape.edges(0, shape.num_rows)
+            has_label = tree.weights[labelled] != 0
+            edge_rows, labelled = edge_rows[has_label], labelled[has_label]
             edge_of = np.full(len(tree.tokens), -1)
             edge_of[labelled] = np.arange(len(labelled)) + first_edge
             for leaf, segment in tree.leaves:
