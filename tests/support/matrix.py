@@ -258,7 +258,7 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda merge, trees: merge == trees == "on",
         "shared prefixes and `dp_merge`",
         "so does attention over replicas; where it is not set, it is off",
-        "dp_merge is True, and replicas share no trees of shared prefixes",
+        "dp_merge is True, and replicas share no trees of prefixes",
     ),
     Refusal(
         ("model", "trees"),

@@ -59,7 +59,7 @@ def build_trees(
     """
     own = as_token_ids(sequences)
     counted = checked_weights(own, weights)
-    order, shared = _in_order(own)
+    order, shared = sequences_in_order(own)
     nodes = _nodes([len(own[place]) for place in order], shared, range(len(order)), min_shared_tokens)
     return list(_lay_out(nodes, [own[place] for place in order], [counted[place] for place in order], order))
 
@@ -81,13 +81,18 @@ def labels_once(sequences: Sequence[ArrayLike], weights: Sequence[ArrayLike]) ->
     also: shared tokens of different weights."""
     own = [np.asarray(one, np.int32) for one in sequences]
     counted = checked_weights(own, weights)
-    count_once(own, counted, *_in_order(own))
+    count_once(own, counted, *sequences_in_order(own))
     return counted
 
 
 def sequences_in_order(sequences: Sequence[ArrayLike]) -> tuple[list[int], NDArray[np.int64]]:
     """Return places of sequences in lexicographic order, and how many first tokens each shares with the one before."""
-    return _in_order(as_token_ids(sequences))
+    own = as_token_ids(sequences)
+    # Big-endian bytes of ids without a sign sort as the ids do; equal sequences keep their order.
+    keys = [one.astype(">u4").tobytes() for one in own]
+    order = sorted(range(len(own)), key=keys.__getitem__)
+    shared = [_num_common(own[before], own[after]) for before, after in itertools.pairwise(order)]
+    return order, np.array([0, *shared], np.int64)[: len(order)]
 
 
 def as_token_ids(sequences: Sequence[ArrayLike]) -> list[NDArray[np.int32]]:
@@ -160,15 +165,6 @@ def checked_weights(sequences: Sequence[NDArray[np.int32]], weights: Sequence[Ar
         own[0] = 0.0
         found.append(own)
     return found
-
-
-def _in_order(sequences: Sequence[NDArray[np.int32]]) -> tuple[list[int], NDArray[np.int64]]:
-    # Big-endian bytes of ids without a sign sort as the ids do; equal sequences keep their order.
-    keys = [one.astype(">u4").tobytes() for one in sequences]
-    order = sorted(range(len(sequences)), key=keys.__getitem__)
-    pairs = itertools.pairwise(order)
-    shared = [_num_common(sequences[before], sequences[after]) for before, after in pairs]
-    return order, np.array([0, *shared], np.int64)[: len(order)]
 
 
 def _num_common(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:

@@ -54,10 +54,7 @@ def require_trainable(
     if has_trees:
         strategy.require_trees()
         if options.dp_merge:
-            raise ConfigError(
-                "plan.options.dp_merge is True, and replicas share no trees of shared prefixes; leave it out, or train "
-                "documents without shared prefixes"
-            )
+            raise ConfigError("plan.options.dp_merge is True, and replicas share no trees of prefixes; leave it out")
     strategy.require_layout(layout)
     strategy.require_schedule(options, layout)
     strategy.require_options(options)

@@ -8,6 +8,7 @@ until the step fits memory. `delay` does the same and may move documents to late
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from evenload.cost.layer_counts import OR_NO_TREES
 from evenload.errors import ConfigError
 from evenload.planning.activation_policy import plan_under_policies
 from evenload.planning.deferral import Arrivals, DelayedChoice
@@ -157,8 +158,8 @@ class Strategy:
         """Refuse trees of shared prefixes, by a `ConfigError`, where the strategy does not plan them."""
         if not self.plans_trees:
             raise ConfigError(
-                f"strategy {self.name} does not plan trees of shared prefixes; use slimpack, auto or balanced, or "
-                "documents without shared prefixes"
+                f"strategy {self.name} does not plan trees of shared prefixes; use slimpack, auto or balanced, "
+                f"{OR_NO_TREES}"
             )
 
     def require_schedule(self, options: PlanOptions, layout: ParallelLayout) -> None:

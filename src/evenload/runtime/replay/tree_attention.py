@@ -27,7 +27,7 @@ from evenload.runtime.model.state_calls import StateForm
 from evenload.runtime.replay.context_attention import AttentionCall, LocalAttention
 from evenload.runtime.replay.store import ActivationStore, CallKey, KeyRows, KeysAndValues
 from evenload.types.document import Range
-from evenload.types.tree import RowRun, TreeShape
+from evenload.types.tree import RowRun, Segment, TreeShape
 
 CALL_KEYS = 1 << 16
 NO_BALANCE_LOSS = (
@@ -200,9 +200,7 @@ def _num_rows(runs: Sequence[RowRun]) -> int:
 
 def _path_ranges(rows: slice, r: Range, shape: TreeShape | None) -> list[_PathRange]:
     """Divide a slice into ranges of paths, in row order."""
-    if shape is None:
-        return [_PathRange(rows, r, [RowRun(0, r.stop)])]
-    shift = rows.start - r.start
+    shape, shift = shape or TreeShape((Segment(r.stop, -1),)), rows.start - r.start
     return [
         _PathRange(slice(own.start + shift, own.stop + shift), Range(r.doc_id, at, at + own.stop - own.start), seen)
         for own, at, seen in shape.path_ranges(r.start, r.stop)
