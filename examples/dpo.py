@@ -49,13 +49,12 @@ TreePacker(1024, reference)  # the same micro-batches can be run by every model 
 
 for step in range(1, options.steps + 1):
     start_s, total, num_right = time.perf_counter(), 0.0, 0
-    batches = packer.pack(*make_pairs())
+    batches = packer.pack(*make_pairs(), whole_groups=True)  # a margin needs both of a pair
     for batch in batches:
         logps = batch.path_logps(model(**batch.inputs).logits)
         with torch.no_grad():
             before = batch.path_logps(reference(**batch.inputs).logits)
         gain = {place: (logps[place] - before[place]).sum() for place in logps}
-        # A pair is a group, so both are here unless together they exceed max_tokens.
         margins = torch.stack([gain[place] - gain[place + 1] for place in gain if place % 2 == 0])
         loss = -logsigmoid(BETA * margins).sum() / options.pairs
         loss.backward()

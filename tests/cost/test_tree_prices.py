@@ -14,9 +14,8 @@ from evenload.cost.memory import ReplicaPacks, pipeline_bytes
 from evenload.cost.pack_cost import PackCosts, SliceFeatures, pairs_column, prefix_column
 from evenload.cost.pack_pricing import pipeline_tasks, split_pack_seconds
 from evenload.errors import ConfigError, DataError
-from evenload.runtime.replay.tree_attention import _path_ranges
 from evenload.types.columns import SliceColumns
-from evenload.types.document import Document, Range
+from evenload.types.document import Document
 from evenload.types.layout import even_layout
 from evenload.types.tree import Segment, TreeShape
 from evenload.types.tree_columns import NO_TREES, TreeColumns
@@ -98,9 +97,9 @@ def test_features_count_the_keys_that_rows_see(data: st.DataObject, documents: t
     pieces = trees.pieces(columns)
     # They are what attention computes.
     computed = [
-        (doc, *one.positions[1:])
+        (doc, one.position, one.position + one.rows.stop - one.rows.start)
         for doc, start, stop in zip(columns.doc.tolist(), columns.start.tolist(), columns.stop.tolist(), strict=True)
-        for one in _path_ranges(slice(0, stop - start), Range(doc, start, stop), shape_of_document(documents[doc]))
+        for one in shape_of_document(documents[doc]).path_ranges(start, stop)
     ]
     assert list(zip(pieces.doc, pieces.start, pieces.stop, strict=True)) == computed
     features = SliceFeatures(windows=WINDOWS, tile=1, causal=True).of_packs(pieces)
@@ -109,7 +108,7 @@ def test_features_count_the_keys_that_rows_see(data: st.DataObject, documents: t
         slices = list(zip(columns.doc[lo:hi], columns.start[lo:hi], columns.stop[lo:hi], strict=True))
         assert features[pack, 0] == sum(stop - start for _, start, stop in slices)
         parts = [
-            part
+            (doc, *part)
             for doc, start, stop in slices
             for part in [(doc, *rows) for rows in ranges_of(documents[doc], start, stop)]
         ]

@@ -1,6 +1,7 @@
 import pytest
 
 from corpus_files import data_config
+from evenload.data.config import MixturePart, shares_prefixes
 from evenload.errors import ConfigError
 
 
@@ -31,3 +32,22 @@ def test_bad_settings_name_value_and_fix(changes, words):
         data_config("x", **changes)
     for word in words:
         assert word in str(caught.value)
+
+
+PART = MixturePart(name="a", weight=1.0, sources=("a",))
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, False),
+        ({"record": "preference"}, True),
+        ({"group_by": "uid"}, True),
+        ({"group_by": "uid", "min_shared_tokens": 10, "max_document_tokens": 10}, True),
+        ({"group_by": "uid", "min_shared_tokens": 11, "max_document_tokens": 10}, False),
+        ({"sources": (), "mixture": (PART, MixturePart(name="b", weight=1.0, sources=("b",), group_by="uid"))}, True),
+        ({"sources": (), "mixture": (PART,)}, False),
+    ],
+)
+def test_settings_say_whether_sequences_share_prefixes(changes, expected):
+    assert shares_prefixes(data_config("a", **changes)) == expected

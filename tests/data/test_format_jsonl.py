@@ -63,7 +63,7 @@ def test_prompts_may_be_text_or_messages_and_messages_hold_any_json(tmp_path):
     content = b'{"prompt": [{"role": "user", "content": ["a", {"n": 1.5}]}], "completion": "c"}\n{"prompt":"p"}\n'
     first, second = read_all(open_source(write(tmp_path, content), record="prompt_completion"))
     assert first.values == ([{"role": "user", "content": ["a", {"n": 1.5}]}], "c")
-    assert "missing required field `completion`" in second.problem
+    assert second.problem == "no text or a list of message objects under key 'completion' (its keys are prompt)"
 
 
 def test_keys_with_any_name_are_found(tmp_path):

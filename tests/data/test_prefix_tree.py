@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenload.data.prefix_tree import build_trees, edges_of, split_into_runs
+from evenload.data.prefix_tree import build_trees, labels_once, split_into_runs
 from evenload.errors import DataError
-from evenload.types.tree import Piece, RowRun, Segment, TreeShape
+from evenload.types.tree import RowRun, Segment, TreeShape
 
 SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=12)
 
@@ -19,7 +19,10 @@ def ones(sequences):
 
 
 def path_rows(shape, leaf):
-    return np.concatenate([np.arange(shape.starts[s], shape.stops[s]) for s in shape.path_of(leaf)])
+    rows = np.zeros(0, np.int64)
+    while leaf >= 0:
+        rows, leaf = np.append(np.arange(shape.starts[leaf], shape.stops[leaf]), rows), shape.parents[leaf]
+    return rows
 
 
 def test_the_picture_of_the_module():
@@ -30,11 +33,11 @@ def test_the_picture_of_the_module():
     assert tree.segments == ((2, -1), (1, 0), (1, 1), (1, 1), (1, 0))
     assert tree.leaves == ((2, 4), (0, 2), (1, 3)) or dict(tree.leaves) == {0: 2, 1: 3, 2: 4}
     assert shape.positions(0, 6).tolist() == [0, 1, 2, 3, 3, 2]
-    assert shape.runs_before(4) == [RowRun(0, 2)]
-    assert shape.runs_before(3) == [RowRun(0, 3)]
-    assert shape.pieces(1, 5) == [Piece(0, 1, 2), Piece(1, 2, 3), Piece(2, 3, 4), Piece(3, 4, 5)]
+    assert shape.paths[4] == [RowRun(0, 2), RowRun(5, 6)]
+    assert shape.paths[3] == [RowRun(0, 3), RowRun(4, 5)]
+    assert shape.path_ranges(1, 5) == [((1, 4), 1, [(0, 4)]), ((4, 5), 3, [(0, 3), (4, 5)])]
     assert tree.weights.tolist() == [0, 3, 2, 1, 1, 1]
-    rows, labelled = edges_of(shape, tree.weights)
+    rows, labelled = shape.edges(0, 6)
     assert list(zip(rows.tolist(), labelled.tolist(), strict=True)) == [(0, 1), (1, 2), (1, 5), (2, 3), (2, 4)]
     assert tree.num_path_tokens == 11
 
@@ -43,7 +46,8 @@ def test_the_picture_of_the_module():
 @settings(max_examples=200)
 def test_every_sequence_is_a_path_with_its_labels(sequences, least, labels):
     weights = ones(sequences)
-    trees = build_trees(sequences, weights, min_shared_tokens=least, labels=labels)
+    counted = labels_once(sequences, weights) if labels == "once" else weights
+    trees = build_trees(sequences, counted, min_shared_tokens=least)
     places = []
     for tree in trees:
         shape = TreeShape(tree.segments)
@@ -52,11 +56,9 @@ def test_every_sequence_is_a_path_with_its_labels(sequences, least, labels):
             rows = path_rows(shape, leaf)
             assert tree.tokens[rows].tolist() == sequences[place]
             assert np.concatenate([shape.positions(a, a + 1) for a in rows]).tolist() == list(range(len(rows)))
-            runs = [*shape.runs_before(leaf), RowRun(int(shape.starts[leaf]), int(shape.stops[leaf]))]
-            assert np.concatenate([np.arange(*run) for run in runs]).tolist() == rows.tolist()
+            assert shape.rows_of_path(leaf).tolist() == rows.tolist()
             places.append(place)
-        rows, labelled = edges_of(shape, tree.weights)
-        for row, token in zip(rows, labelled, strict=True):
+        for row, token in zip(*shape.edges(0, shape.num_rows), strict=True):
             assert shape.positions(row, row + 1)[0] + 1 == shape.positions(token, token + 1)[0]
     assert sorted(places) == list(range(len(sequences)))
     if labels == "sum":
@@ -74,8 +76,31 @@ def test_every_sequence_is_a_path_with_its_labels(sequences, least, labels):
 def test_a_row_sees_few_runs(sequences):
     for tree in build_trees(sequences, ones(sequences)):
         shape = TreeShape(tree.segments)
-        most = max(len(shape.runs_before(at)) + 1 for at in range(len(tree.segments)))
+        most = max(map(len, shape.paths))
         assert most <= 1 + np.log2(shape.num_rows) + 1e-9 or most == 1
+
+
+@given(SEQUENCES, st.data())
+@settings(max_examples=200)
+def test_any_rows_have_their_edges_and_ranges_of_paths(sequences, data):
+    """Against every row by itself: the token before each on its path predicts it, and it sees its path up to itself."""
+    for tree in build_trees(sequences, ones(sequences)):
+        shape = TreeShape(tree.segments)
+        start = data.draw(st.integers(0, shape.num_rows - 1))
+        stop = data.draw(st.integers(start + 1, shape.num_rows))
+        paths = {row: path for _, leaf in tree.leaves for path in [path_rows(shape, leaf).tolist()] for row in path}
+        seen = {row: path[: path.index(row) + 1] for row, path in paths.items()}
+        edges = [(path[-2], row) for row, path in seen.items() if len(path) > 1 and start <= path[-2] < stop]
+        assert list(zip(*(one.tolist() for one in shape.edges(start, stop)), strict=True)) == sorted(edges)
+        covered = []
+        for own, position, runs in shape.path_ranges(start, stop):
+            rows = list(range(*own))
+            keys = [row for run in runs for row in range(*run)]
+            assert [keys[: position + at + 1] for at in range(len(rows))] == [seen[row] for row in rows]
+            assert keys == seen[rows[-1]]
+            covered += rows
+        assert covered == list(range(start, stop))
+        assert len(shape.path_ranges(start, stop)) <= len(tree.leaves)
 
 
 def test_a_short_prefix_is_computed_by_each():
@@ -88,7 +113,7 @@ def test_what_cannot_be_a_tree_is_refused():
     with pytest.raises(
         DataError, match="token 1 of sequence 1 has weight 2 and, in another sequence that shares it, 1"
     ):
-        build_trees([[1, 2], [1, 2]], [[0, 1.0], [0, 2.0]], labels="once")
+        labels_once([[1, 2], [1, 2]], [[0, 1.0], [0, 2.0]])
     with pytest.raises(DataError, match=r"sequence 1 has tokens of shape \(0,\)"):
         build_trees([[1], []], [[1.0], []])
     with pytest.raises(DataError, match=r"sequence 1 has float64 tokens, the least 1\.5; token ids are whole"):
@@ -97,6 +122,12 @@ def test_what_cannot_be_a_tree_is_refused():
         build_trees([[1, -1]], [[0, 1]])
     with pytest.raises(DataError, match="sequence 0 has weight nan at token 1"):
         build_trees([[1, 2]], [[1.0, np.nan]])
+    with pytest.raises(DataError, match="sequence 0 has weights of <U1; give numbers, or true and false"):
+        build_trees([[1, 2]], [["0", "1"]])
+    with pytest.raises(DataError, match="sequence 1 has -100 among whole weights, as labels have; give labels != -100"):
+        build_trees([[1, 2], [1, 3]], [[0, -1], [-100, 3]])
+    (tree,) = build_trees([[1, 2]], [[0.0, -100.0]])  # a weight, of policy gradient
+    assert tree.weights.tolist() == [0, -100]
     for segments in ([(2, -1), (1, -1)], [(1, -1), (1, 0), (1, 0), (1, 1)], [(0, -1)], [(1, 3)]):
         with pytest.raises(DataError, match="of a tree has"):
             TreeShape([Segment(*one) for one in segments])

@@ -51,8 +51,7 @@ def trained_in(document, table):
         if labels[row] != -100:
             assert labels[row] == tokens[row]
             segment = int(np.searchsorted(shape.stops, row, side="right"))
-            rows = [at for one in shape.path_of(segment) for at in range(shape.starts[one], shape.stops[one])]
-            found[tuple(tokens[at] for at in rows if at <= row)] += int(counts[row])
+            found[tuple(tokens[at] for at in shape.rows_of_path(segment) if at <= row)] += int(counts[row])
     assert sum(found.values()) == document.num_label_tokens
     assert (document.num_tokens, shape.num_rows) == (len(tokens), len(tokens))
     return found
@@ -305,7 +304,11 @@ def test_a_tree_that_is_too_large_is_cut_into_runs_of_leaves_and_what_is_compute
     trained = loader.ledger.state.trained
     assert (trained.documents, trained.tokens, trained.shared_tokens) == (3, 3 * 12, 3 * 6)
     assert trained.recomputed_tokens == 2 * 6
-    assert "hold 54 tokens of sequences that share prefixes; 12 of theirs are computed again" in loader.summary()[2]
+    lines = loader.summary()
+    assert lines[1].endswith(" 36 tokens, 12 of which are computed again, where a tree was too large")
+    assert lines[2].strip() == (
+        "for 54 tokens of sequences that share prefixes  (6 of them masked: no loss of their own)"
+    )
     _, found = read_all(config)
     assert found == trained_by([[([*one], [True] * 9) for one in rows[0]["input_ids"]]])
 
@@ -346,11 +349,6 @@ def test_the_same_value_further_on_is_another_group_and_a_record_that_cannot_be_
         ({"input_ids": [[1, 2], ["x"]]}, {}, "column 'input_ids': list ['x'] is not a list of token ids"),
         ({"input_ids": [[1, 2], [1, 3]], "labels": [[-100, 2], [-100, 4]]}, {}, "is 3 and has the label 4"),
         ({"input_ids": [[1, 2, 0]], "attention_mask": [[1, 1, 0]]}, {}, "'attention_mask' marks tokens as padding"),
-        (
-            {"input_ids": [1, 2]},
-            {"group_by": "uid"},
-            "value of data.group_by under key 'uid' (Object missing required field `uid`",
-        ),
         ({"input_ids": [1, 2], "labels": [1, 2]}, {"group_by": "labels"}, "which has a meaning of its own"),
         ({"input_ids": [1, 2]}, {"group_by": ""}, "data.group_by is empty"),
         ({"input_ids": [1, 2]}, {"min_shared_tokens": 0}, "min_shared_tokens is 0, must be at least 1"),
@@ -362,6 +360,23 @@ def test_what_cannot_be_a_tree_is_refused_with_its_value(tmp_path, row, changes,
     with pytest.raises((ConfigError, DataError)) as caught:
         read_all(config_of(source, **changes))
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("ids", [[1, 2], [[1, 2], [1, 3]]], ids=["of one sequence", "of lists"])
+def test_a_misspelt_group_is_told_with_the_keys_before_anything_is_read(tmp_path, ids):
+    source = write(tmp_path / "a.jsonl", [{"input_ids": ids, "prompt_id": 3}])
+    message = (
+        rf"{source} has no key 'promptid', which data\.group_by names; did you mean 'prompt_id'\? its keys are "
+        "input_ids, prompt_id"
+    )
+    with pytest.raises(ConfigError, match=message):
+        GlobalBatchLoader(config_of(source, group_by="promptid"))
+
+
+def test_a_record_of_lists_that_lacks_its_group_is_told_what_it_lacks(tmp_path):
+    rows = [{"input_ids": [[1, 2], [1, 3]], "uid": 3}, {"input_ids": [[1, 2], [1, 3]]}]
+    with pytest.raises(DataError, match=r":2: no value of data\.group_by under key 'uid' \(its keys are input_ids\)"):
+        read_all(config_of(write(tmp_path / "a.jsonl", rows), group_by="uid"))
 
 
 def test_files_without_fields_cannot_be_grouped(tmp_path):

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from dist_equality import assert_ranks_equal
+from evenload.cli.measure import BenchRequest
+from evenload.cli.measure_worker import bench_task
 from evenload.cli.worker_setup import require_runnable
 from evenload.config.train_config import load_train_config
 from evenload.errors import ConfigError, EvenloadError
@@ -82,6 +84,8 @@ def config_file(tmp_path_factory):
     for name, case in MODELS.items():
         # With an embedding for every byte and the end of a document, which the runs' tokeniser gives.
         tiny_config(case.kind, **{"vocab_size": 257, **case.changes}).save_pretrained(directory / name)
+    groups = '{"text": "a", "prompt_id": 1}\n'
+    (directory / ".groups.jsonl").write_text(groups)  # not read where it is not named
     file = directory / "config.toml"
     file.write_text(
         f"""
@@ -100,6 +104,8 @@ def settings_of(axis: str, value: str, models: Path) -> list[str]:
     if axis == "model":
         lora = ["model.lora={rank=3, alpha=6.0}"] if MODELS[value].lora else []
         return [f"model.path={models / value}", *lora]
+    if axis == "trees":
+        return [f'data.sources=["{models / ".groups.jsonl"}"]', "data.group_by=prompt_id"] if value == "on" else []
     if axis == "overlap":
         return [f"train.overlap_{name}={'true' if value == 'on' else 'false'}" for name in OVERLAPS]
     keys = {
@@ -159,11 +165,22 @@ def test_what_is_tested_is_not_refused(config_file):
         (["plan.options.schedule=interleaved"], "schedule is 'interleaved': strategy auto cuts documents"),
         (["plan.options.schedule=1f1"], "unknown schedule '1f1'; did you mean '1f1b'"),
         (["plan.strategy=wlb", "plan.options.slimpack.cuts=symmetric"], "slimpack is set, which strategy wlb does not"),
+        (["data.record=preference", "plan.strategy=wlb"], "strategy wlb does not plan trees of shared prefixes"),
     ],
 )
 def test_settings_that_no_run_can_follow_are_refused_at_start(config_file, settings, message):
     with pytest.raises(ConfigError, match=message):
         require_runnable(load_train_config(config_file, settings))
+
+
+def test_a_comparison_leaves_out_what_does_not_plan_trees(config_file):
+    groups = settings_of("trees", "on", config_file.parent)
+    request = BenchRequest(config=config_file, overrides=tuple(groups))
+    (*_, strategies, left_out, _), _ = bench_task(
+        config_file.parent / "answer", request, request.load(), None, config_file.parent
+    )
+    assert {one.name for one in left_out if "does not plan trees" in one.why} >= {"padded", "wlb"}
+    assert set(strategies) == {one.name for one in STRATEGIES.values() if one.plans_trees}
 
 
 def test_every_place_is_run():
@@ -201,20 +218,27 @@ def test_rows_equal_plain_training(gloo_pool, adapter, place):
     ranks = gloo_pool.run(plans[0].layout.world_size, run_rows, tasks, in_bf16, with_forwards)
     for index, (row, plan) in enumerate(zip(rows, plans, strict=True)):
         results = [rank[index] for rank in ranks]
-        expected, of_ranks = expected_of(case_of(row), adapter), [result[:3] for result in results]
+        expected, found = expected_of(case_of(row), adapter), [result[:3] for result in results]
         config = case_of(row).config()
-        assert_ranks_equal(row.describe(), config, of_ranks, expected.loss, expected.gradients, limit=1e-10)
+        assert_ranks_equal(row.describe(), config, found, expected.loss, expected.gradients, limit=1e-10)
         if with_forwards[index]:
             assert_losses_equal(row, plan, results, expected)
         stored = [result.stored for result in results]
         is_shared = shares_documents(row.layout, row.dp_merge)
-        assert all(one.context > 0 for one in stored) == is_shared, row.describe()
+        # A group may leave a replica out; the others' ranks get something.
+        sharing = {packs.dp_rank for packs in plan.pack_plans if any(map(_shares, packs.forward))}
+        shares = [replica in sharing for replica in plan.layout.replicas(len(stored))]
+        assert [one.context > 0 for one in stored] == shares, row.describe()
         if any("offload" in packs.policies.values() for packs in plan.pack_plans):
             assert max(one.peak_host for one in stored) > 0, row.describe()
         if not is_shared:
             assert_bytes_match_the_memory_model(plan, model_of(row), stored)
         if in_bf16[index]:
             assert_bf16_is_good(row, [result.bf16 for result in results], *expected_in_bf16(case_of(row), adapter))
+
+
+def _shares(pack):
+    return any(piece.cp > 1 for piece in pack.slices)
 
 
 def assert_losses_equal(row, plan, results, expected):

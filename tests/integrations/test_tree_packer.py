@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, NemotronConfig, T5Config, T5ForConditionalGeneration
 
-from evenload.data.prefix_tree import edges_of
 from evenload.errors import ConfigError, DataError, UnsupportedModelError
 from evenload.integrations import tree_attention as attention_module
 from evenload.integrations import tree_packer
@@ -212,14 +211,13 @@ def test_a_shared_label_counts_once():
         packer.pack(sequences, weights)
 
 
-def all_rows(shape, paths):
+def all_rows(shape, start, stop):
     """A row sees all rows before it, of siblings too."""
-    for own, _ in _RANGES(shape, paths):
-        yield own, [RowRun(0, own.stop)]
+    return [one._replace(seen=[RowRun(0, one.rows.stop)]) for one in _RANGES(shape, start, stop)]
 
 
-def first_child_only(shape, weights):
-    rows, labelled = edges_of(shape, weights)
+def first_child_only(shape, start, stop):
+    rows, labelled = _EDGES(shape, start, stop)
     _, first = np.unique(rows, return_index=True)
     return rows[first], labelled[first]
 
@@ -241,12 +239,12 @@ def without_gradient(rows, targets):
     return rows.detach()
 
 
-_RANGES = tree_packer._ranges
+_RANGES, _EDGES = TreeShape.path_ranges, TreeShape.edges
 MUTANTS = {
     "positions by row": ("llama", TreeShape, "positions", lambda self, start, stop: np.arange(start, stop)),
-    "keys of a sibling": ("llama", tree_packer, "_ranges", all_rows),
+    "keys of a sibling": ("llama", TreeShape, "path_ranges", all_rows),
     "window by row": ("mistral", attention_module, "tree_attention", window_of_rows),
-    "one label of a branch row": ("llama", tree_packer, "edges_of", first_child_only),
+    "one label of a branch row": ("llama", TreeShape, "edges", first_child_only),
     "window one key too wide": (
         "mistral", attention_module, "_visible",
         lambda rows, keys, window, device: _VISIBLE(rows, keys, window and window + 1, device),
@@ -281,7 +279,7 @@ def test_a_label_that_counts_once_under_sum_is_found():
     assert error_of(*given, own_loss=own_loss, change=spoil) > 1e-2
 
 
-@pytest.mark.parametrize("name", ["positions", "_ranges", "tree_attention"])
+@pytest.mark.parametrize("name", ["positions", "path_ranges", "tree_attention"])
 def test_the_proof_at_construction_finds_mutants(name, monkeypatch):
     """With a window of fewer keys than the proof's tokens, all but those of labels."""
     _, place, name, spoiled = next(one for one in MUTANTS.values() if one[2] == name)
@@ -489,6 +487,23 @@ def test_wrong_input_is_told_with_what_to_do():
     with pytest.raises(DataError, match="sequence 1 has tokens of shape"):
         packer.pack([range(3), []], [np.ones(3), []], [1, 2])
     assert packer.pack([], []) == []
+
+
+def test_a_group_that_must_stay_whole_is_packed_whole_or_refused():
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(0, VOCAB, 6)
+    pairs = [np.concatenate([prompt, rng.integers(0, VOCAB, n)]) for n in (4, 4, 5, 4)]
+    packer = TreePacker(14, make_model("llama")(), min_shared_tokens=2)
+    batches = packer.pack(pairs[:2], ones(pairs[:2]), ["a", "a"], whole_groups=True)
+    assert [sorted(batch.sequences) for batch in batches] == [[0, 1]]
+    assert len(packer.pack(pairs, ones(pairs), ["a", "a", "b", "b"])) == 3
+    message = r"group 'b' has 15 unique tokens in 2 sequences, a micro-batch at most max_tokens = 14; raise it"
+    with pytest.raises(ConfigError, match=message):
+        packer.pack(pairs, ones(pairs), ["a", "a", "b", "b"], whole_groups=True)
+    apart = [rng.integers(0, VOCAB, 8) for _ in range(2)]
+    assert len(packer.pack(apart, ones(apart))) == 2
+    with pytest.raises(ConfigError, match="group None has 16 unique tokens"):
+        packer.pack(apart, ones(apart), whole_groups=True)
 
 
 def test_a_model_gets_its_attention_back():

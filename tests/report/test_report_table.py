@@ -126,6 +126,9 @@ def test_step_line_says_what_was_measured_and_predicted_within_100_columns():
     row = make_row(12, loss=5.4321, step_time_s=1.3, predicted_step_time_s=1.25, tokens_per_s=50412.0)
     line = "step 12 | loss 5.4321 | grad 1.25 | lr 0.0003 | 50.4K tokens/s | 1.30 s (predicted 1.25 s)"
     assert step_line(row) == line
+    trees = {"path_tokens_per_s": 161318.4, "tree_token_ratio": 3.2}
+    assert step_line(row | trees) == line.replace("tokens/s", "tokens/s (161K of all sequences)")
+    assert step_line(row | {"path_tokens_per_s": 50412.0, "tree_token_ratio": 1.0}) == line
     # Waiting is told where it is much of the step.
     assert step_line(row | {"data_wait_s": 0.2}) == f"{line} | waited 200 ms for data"
     long = make_row(

@@ -275,7 +275,7 @@ def test_plans_that_cannot_run_are_refused(change, named):
 def test_models_that_know_no_branches_are_refused(kind, options, named):
     stage, _ = stage_of(tiny_config(kind), **options)
     with pytest.raises(UnsupportedModelError, match=named):
-        stage.require_trees()
+        tree_attention.refuse_trees(stage.model)
 
 
 # What is known to go wrong: each as a mutant

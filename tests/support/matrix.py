@@ -82,6 +82,7 @@ class Row(NamedTuple):
     channels: str
     overlap: str
     switch: str
+    trees: str = "off"
 
     @property
     def num_layers(self) -> int:
@@ -110,6 +111,7 @@ AXES: Mapping[str, tuple[str, ...]] = {
     "channels": ("directed", "fifo"),
     "overlap": ("off", "on"),
     "switch": ("off", "on"),
+    "trees": ("off", "on"),
 }
 MEANINGS: Mapping[str, str] = {
     "strategy": "`plan.strategy`",
@@ -124,6 +126,7 @@ MEANINGS: Mapping[str, str] = {
     "channels": "`parallel.channels`",
     "overlap": "`train.overlap_reduction`, `train.overlap_gather`; with `tp`, transfers in chunks of a few rows",
     "switch": "`plan.layouts`: the run began in another layout of as many processes and changed to this one",
+    "trees": "`data.group_by`: two of three documents are random trees of sequences that share prefixes",
 }
 
 
@@ -235,6 +238,34 @@ REFUSALS: tuple[Refusal, ...] = (
         "ZB-H1 and `virtual` above 1",
         "its order is of one stage a rank; the list runs I and W on any number",
         "it is of one stage a rank",
+    ),
+    Refusal(
+        ("strategy", "trees"),
+        lambda strategy, trees: trees == "on" and not STRATEGIES[strategy].plans_trees,
+        "shared prefixes and any strategy but `sequential`, `best_fit`, `balanced`, `slimpack` and `auto`",
+        "the others price rows by their place in the document, which of a tree says little",
+        "does not plan trees of shared prefixes",
+    ),
+    Refusal(
+        ("layout", "trees"),
+        lambda layout, trees: trees == "on" and "cp" in LAYOUTS[layout],
+        "shared prefixes and `cp` above 1",
+        "attention over ranks knows no branches",
+        "trees of shared prefixes: layout .* divides documents over ranks",
+    ),
+    Refusal(
+        ("dp_merge", "trees"),
+        lambda merge, trees: merge == trees == "on",
+        "shared prefixes and `dp_merge`",
+        "so does attention over replicas; where it is not set, it is off",
+        "dp_merge is True, and replicas share no trees of prefixes",
+    ),
+    Refusal(
+        ("model", "trees"),
+        lambda model, trees: trees == "on" and model in (*WITH_EXPERTS, "bamba"),
+        "shared prefixes and a load-balancing loss, or layers that carry a state",
+        "the loss is a product over each sequence; states go from row to row",
+        "trees of shared prefixes: (of .* its load-balancing loss|model .* has other layers than of causal attention)",
     ),
 )  # fmt: skip
 

@@ -1,7 +1,7 @@
 """Rows of tests/support/matrix.py as one rank of a `GlooPool`, and what plain training makes of the same batch."""
 
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -9,24 +9,37 @@ import numpy as np
 import torch
 from transformers import PretrainedConfig
 
-from adapter_cases import LORA, adapter_loss_and_gradients, adapter_tensors
+from adapter_cases import LORA, adapter_loss_and_gradients, adapter_tensors, peft_model
+from cost_samples import documents
 from dist_cases import RankUnderTest, StoredBytes
 from evenload.config.sections import LoraConfig
+from evenload.data.blocks import TokenTable
 from evenload.runtime.comm.mesh import ChannelMode, Meshes, create_meshes
 from evenload.runtime.comm.tensor_group import CHUNK_ROWS
+from evenload.types.document import Document
 from evenload.types.layout import ParallelLayout
 from evenload.types.plan import decode_plan
 from gloo_pool import TIMEOUT_S
 from matrix import MODELS
-from reference_training import make_tokens, plain_document_losses, plain_loss_and_gradients, stage_model, tiny_config
+from reference_training import (
+    make_tokens,
+    plain_document_losses,
+    plain_loss_and_gradients,
+    plain_model,
+    stage_model,
+    tiny_config,
+)
+from tree_cases import TreeBatch, plain_paths, trees_of_lengths
 
 
 class MatrixCase(NamedTuple):
-    """A model, by its name in `MODELS`, with so many layers, and the lengths of its batch's documents."""
+    """A model, by its name in `MODELS`, with so many layers, and the lengths of its batch's documents, of which some
+    may be trees."""
 
     model: str
     num_layers: int
     lengths: tuple[int, ...]
+    has_trees: bool = False
 
     @property
     def kind(self) -> str:
@@ -44,9 +57,17 @@ class MatrixCase(NamedTuple):
     def config(self) -> PretrainedConfig:
         return tiny_config(self.kind, **self.changes)
 
-    def batch(self) -> dict[int, torch.Tensor]:
+    def batch(self) -> dict[int, torch.Tensor] | TokenTable:
         """Tokens by document."""
+        if self.has_trees:
+            return self.trees().tokens
         return make_tokens(list(self.lengths), self.config().vocab_size, seed=1)
+
+    def trees(self) -> TreeBatch:
+        return trees_of_lengths(self.lengths, seed=1)
+
+    def documents(self) -> tuple[Document, ...]:
+        return self.trees().documents if self.has_trees else documents(self.lengths)
 
 
 class RowTask(NamedTuple):
@@ -123,7 +144,7 @@ class Expected(NamedTuple):
     loss: float
     gradients: dict[str, torch.Tensor]
     document_losses: dict[int, float] | None = None
-    """Sums over labels by document, without the load-balancing loss; None where the model has an adapter."""
+    """Sums over labels by document, without the load-balancing loss; None of an adapter or of trees."""
 
 
 def adapter_path(directory: Path, case: MatrixCase, dtype: torch.dtype) -> Path:
@@ -137,32 +158,40 @@ def expected_of(case: MatrixCase, adapter: Path) -> Expected:
     Args:
         adapter: directory that gets the model's adapter (`adapter_path`), where it has one.
     """
-    config, batch = case.config(), case.batch()
-    if case.has_adapter:
-        tensors, path = adapter_tensors(config, torch.float64), adapter_path(adapter, case, torch.float64)
-        return Expected(*adapter_loss_and_gradients(config, tensors, path, batch, torch.float64))
-    weights = _weights(config, torch.float64)
-    losses = plain_document_losses(config, weights, batch, torch.float64)
-    return Expected(*plain_loss_and_gradients(config, weights, batch, torch.float64), losses)
+    weights = _weights(case, torch.float64)
+    expected = _trained(case, weights, adapter_path(adapter, case, torch.float64), torch.float64)
+    if case.has_adapter or case.has_trees:
+        return expected
+    return expected._replace(document_losses=plain_document_losses(case.config(), weights, case.batch(), torch.float64))
 
 
 @cache
 def expected_in_bf16(case: MatrixCase, adapter: Path) -> tuple[Expected, Expected]:
     """Of the weights rounded to bfloat16: in float64, and as plain bfloat16 autograd computes it."""
-    config, batch = case.config(), case.batch()
-    if case.has_adapter:
-        tensors, path = adapter_tensors(config, torch.bfloat16), adapter_path(adapter, case, torch.bfloat16)
-        doubles = {name: tensor.double() for name, tensor in tensors.items()}
-        exact = Expected(*adapter_loss_and_gradients(config, doubles, path / "exact", batch, torch.float64))
-        return exact, Expected(*adapter_loss_and_gradients(config, tensors, path, batch, torch.bfloat16))
-    weights = _weights(config, torch.bfloat16)
+    weights, path = _weights(case, torch.bfloat16), adapter_path(adapter, case, torch.bfloat16)
     doubles = {name: weight.double() for name, weight in weights.items()}
-    exact = Expected(*plain_loss_and_gradients(config, doubles, batch, torch.float64))
-    return exact, Expected(*plain_loss_and_gradients(config, weights, batch, torch.bfloat16))
+    exact = _trained(case, doubles, path / "exact", torch.float64)
+    return exact, _trained(case, weights, path, torch.bfloat16)
 
 
-def _weights(config, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def _trained(case: MatrixCase, weights: dict[str, torch.Tensor], directory: Path, dtype: torch.dtype) -> Expected:
+    """Plain training; of trees of every sequence by itself."""
+    config = case.config()
+    if case.has_trees:
+        make = partial(peft_model, directory=directory) if case.has_adapter else plain_model
+        model = make(config, weights, dtype=dtype)
+        loss, gradients = plain_paths(model, case.trees())
+        return Expected(loss, {name.removeprefix("base_model.model."): one for name, one in gradients.items()})
+    if case.has_adapter:
+        return Expected(*adapter_loss_and_gradients(config, weights, directory, case.batch(), dtype))
+    return Expected(*plain_loss_and_gradients(config, weights, case.batch(), dtype))
+
+
+def _weights(case: MatrixCase, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Every layout's random weights are those of one rank."""
+    config = case.config()
+    if case.has_adapter:
+        return adapter_tensors(config, dtype)
     model = stage_model(config, dtype)
     weights = {name: p.detach().clone() for named in model.unit_parameters() for name, p in named}
     if config.tie_word_embeddings:

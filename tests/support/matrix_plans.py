@@ -14,7 +14,6 @@ import msgspec
 import numpy as np
 
 from context_plans import one_after_the_other, with_policies
-from cost_samples import documents
 from dist_training import STEEP_COSTS as COSTS
 from evenload.config.sections import with_adapters
 from evenload.cost.coefficients import CostCoefficients
@@ -57,11 +56,13 @@ which "choose" is asked to mix policies."""
 
 
 def lengths_of(row: Row) -> tuple[int, ...]:
+    if row.trees == "on":
+        return (LENGTHS[1], LENGTHS[0], *LENGTHS[2:])  # the long one is a tree
     return MERGED_LENGTHS if row.dp_merge == "on" else LENGTHS
 
 
 def case_of(row: Row) -> MatrixCase:
-    return MatrixCase(row.model, row.num_layers, lengths_of(row))
+    return MatrixCase(row.model, row.num_layers, lengths_of(row), row.trees == "on")
 
 
 def layout_of(row: Row) -> ParallelLayout:
@@ -139,7 +140,7 @@ def _mixed_by_hand(plan: StepPlan) -> StepPlan:
 
 def _plan(row: Row, options: PlanOptions, memory_bytes: int | None, costs: CostCoefficients = COSTS) -> StepPlan:
     planner = StepPlanner(model_of(row), costs, layout_of(row), memory_bytes, options, host="unlimited")
-    return planner.plan(0, documents(lengths_of(row)), row.strategy)
+    return planner.plan(0, case_of(row).documents(), row.strategy)
 
 
 def _policies(plan: StepPlan) -> set[str]:
@@ -171,8 +172,12 @@ def _missing_features(row: Row, plan: StepPlan, *, is_final: bool = True) -> Ite
             yield from _missing_of_schedule(row, schedule)
     if STRATEGIES[row.strategy].keeps_whole and any(piece.start for piece in pieces):
         yield "cut documents"
-    if row.strategy in ("slimpack", "sequential") and not any(piece.start for piece in pieces):
+    cuts_documents = row.strategy in ("slimpack", "sequential")
+    if cuts_documents and not any(piece.start for piece in pieces):
         yield "no cut documents"
+    trees = {document.doc_id for document in plan.documents if document.segments}
+    if row.trees == "on" and not {piece.doc_id for piece in pieces if piece.start or not cuts_documents} & trees:
+        yield "no tree that is cut"
     if row.strategy == "padded" and not any(pack.pad_to for packs in plan.pack_plans for pack in packs.forward):
         yield "no padding"
     expected = {"replay", "recompute", "offload"} if row.policy == "mixed" else {row.policy}

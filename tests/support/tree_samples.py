@@ -69,7 +69,7 @@ def keys_of_rows(document: Document, window: int) -> list[list[int]]:
     seen = []
     for row in range(document.num_tokens):
         segment = int(np.searchsorted(shape.stops, row, side="right"))
-        path = [k for one in shape.path_of(segment) for k in range(int(shape.starts[one]), int(shape.stops[one]))]
+        path = shape.rows_of_path(segment).tolist()
         at = path.index(row)
         first = 0 if not window else at - at % -window if window < 0 else max(0, at - window + 1)
         seen.append(path[first : at + 1])

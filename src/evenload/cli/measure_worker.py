@@ -39,6 +39,7 @@ from evenload.config.tokenizer import run_tokenizer_text, tokenizer_warnings
 from evenload.config.train_config import BYTES_PER_ELEMENT, TrainConfig, layout_of
 from evenload.cost.coefficients import CostCoefficients
 from evenload.cost.pack_cost import PackCosts
+from evenload.data.config import shares_prefixes
 from evenload.data.hub import model_from
 from evenload.data.tokenize import open_tokenizer
 from evenload.errors import ConfigError
@@ -81,10 +82,11 @@ def bench_task(
     require_device(config.train.device, layout.world_size)
     trainable: list[str] = []
     chosen, left_out = chosen_strategies(names, layout, config.plan.options)
+    has_trees = shares_prefixes(config.data)
     for name in chosen:
         try:
             require_layouts(name, layout, 1)
-            require_trainable(name, layout, shared)
+            require_trainable(name, layout, shared, has_trees=has_trees)
             trainable.append(name)
         except ConfigError as error:
             if names is not None:

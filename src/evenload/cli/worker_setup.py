@@ -4,6 +4,7 @@ join the others (`joined_rank`), and read or measure the costs (`run_coefficient
 tests/support/matrix.py lists the pairs of settings that are refused; others are trained in tests/dist/test_matrix.py.
 """
 
+import itertools
 import os
 import platform
 import sys
@@ -30,9 +31,9 @@ from evenload.config.sections import RunConfig, liger_refusal, uses_liger, valid
 from evenload.config.tokenizer import require_tokenizer
 from evenload.config.train_config import TrainConfig
 from evenload.cost.coefficients import CostCoefficients, OverlapCost, read_coefficients
-from evenload.cost.layer_counts import require_supported_layout
+from evenload.cost.layer_counts import require_supported_layout, require_trees
 from evenload.cost.validity import missing_costs, require_complete
-from evenload.data.config import mixture_configs
+from evenload.data.config import mixture_configs, shares_prefixes
 from evenload.data.hub import local_path
 from evenload.data.part_files import open_part
 from evenload.errors import ConfigError
@@ -42,8 +43,9 @@ from evenload.runtime.comm.mesh import Mesh, Meshes, create_meshes, most_of_rank
 from evenload.runtime.device import rank_device, require_device, use_deterministic_kernels
 from evenload.runtime.model.export_files import require_same_token_ids
 from evenload.runtime.model.hf_model import require_layout, require_model
-from evenload.runtime.model.model_config import load_config, model_spec, require_one_precision
+from evenload.runtime.model.model_config import load_config, model_spec, require_one_precision, router_aux_loss_coef
 from evenload.runtime.replay.context_attention import require_no_window
+from evenload.runtime.replay.tree_attention import NO_BALANCE_LOSS
 from evenload.runtime.trainer import Trainer
 from evenload.types.layout import ChannelChoice, ParallelLayout, channel_mode
 from evenload.types.text import counted
@@ -68,8 +70,14 @@ def require_runnable(config: TrainConfig) -> ParallelLayout:
             "nothing moves between layouts and nothing is shared; leave it out, or declare others in plan.layouts"
         )
     options = msgspec.structs.replace(config.plan.options, max_pack_tokens=config.max_pack_tokens)
+    read = [config.data, *([validation_data(config.data, config.validation)] if config.validation else [])]
+    has_trees = any(map(shares_prefixes, read))
     for one in layouts:
-        require_trainable(config.plan.strategy, one, options, config.data.max_document_tokens)
+        require_trainable(config.plan.strategy, one, options, config.data.max_document_tokens, has_trees=has_trees)
+    if has_trees:
+        require_trees(spec, layout)
+        if router_aux_loss_coef(hf_config, config.model.router_aux_loss_coef):
+            raise ConfigError(f"trees of shared prefixes: of {config.model.path} {NO_BALANCE_LOSS}")
     if config.train.cost_file is not None:
         file = config.train.cost_file
         require_complete(read_coefficients(file), spec, layout, f"train.cost_file {file}")
@@ -81,9 +89,8 @@ def require_runnable(config: TrainConfig) -> ParallelLayout:
         raise ConfigError(f'train.kernels is "liger": {why}; or set train.kernels = "auto"')
     if config.train.device == "cpu":  # a GPU's kernels are checked on the GPU
         select_backend(config.train.attention, "cpu")
-    for data in (config.data, *([validation_data(config.data, config.validation)] if config.validation else [])):
-        for part in mixture_configs(data):
-            open_part(part)
+    for part in itertools.chain.from_iterable(map(mixture_configs, read)):
+        open_part(part)
     weights = None if config.model.random_init else local_path(config.model.path, "model.path", "weights")
     require_model(hf_config, weights)
     return layout

@@ -443,3 +443,15 @@ def require_supported_layout(model: ModelSpec, layout: ParallelLayout) -> None:
             f"layout {layout.describe()} splits {layout.num_layers} layers, "
             f"model {model.name} has {model.num_layers}; make the layout with even_layout({model.num_layers}, ...)"
         )
+
+
+OR_NO_TREES = "or data that shares none (no data.group_by, preference pairs, or lists in records)"
+
+
+def require_trees(model: ModelSpec, layout: ParallelLayout) -> None:
+    """Refuse trees of shared prefixes of a model or in a layout that does not run them, by a `ConfigError`."""
+    why = f"layout {layout.describe()} divides documents over ranks; use cp=1" if layout.cp > 1 else ""
+    if not model.may_cut_documents or model.state_functions:
+        why = f"model {model.name} has other layers than of causal attention; use another"
+    if why:
+        raise ConfigError(f"trees of shared prefixes: {why}, {OR_NO_TREES}")

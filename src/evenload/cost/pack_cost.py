@@ -47,6 +47,7 @@ from evenload.cost.layer_counts import (
     kind_shares,
     over_kinds,
     require_supported_layout,
+    require_trees,
     slice_pairs,
     stage_kinds,
     weight_bytes_per_token,
@@ -472,12 +473,9 @@ class PackCosts:
         return features.sum(axis=0)
 
     def require_trees(self, trees: TreeColumns) -> None:
-        """Refuse trees of shared prefixes of models and layouts that do not run them, by a `ConfigError`."""
-        why = f"layout {self.layout.describe()} divides documents over ranks; use cp=1" if self.layout.cp > 1 else ""
-        if not self.model.may_cut_documents or self.model.state_functions:
-            why = f"model {self.model.name} has other layers than of causal attention; use another"
-        if trees.has_any and why:
-            raise ConfigError(f"trees of shared prefixes: {why}, or documents without shared prefixes")
+        """Refuse trees of shared prefixes as `require_trees` of `layer_counts` does."""
+        if trees.has_any:
+            require_trees(self.model, self.layout)
 
     def require_sliceable(self, columns: SliceColumns) -> None:
         """Refuse pieces of documents of a model that needs them whole, by a `ConfigError`."""

@@ -121,9 +121,9 @@ class DataConfig(Frozen):
         append_eos: end every text, and every completion that is a string, with the end-of-document token, once.
         prepend_bos: begin every text, and every prompt that is a string, with the token that begins a document, once;
             unset = with what the tokeniser's own post-processor writes there. A chat begins as its template writes it.
-        batch_documents, batch_tokens: size of a global batch; exactly one is set. A token budget takes documents in
-            stream order until the next one would exceed it; a larger document is a batch of its own. The last batch of
-            an epoch may be smaller.
+        batch_documents, batch_tokens: size of a global batch; exactly one is set. A tree of sequences that share
+            prefixes is one document of its unique tokens. A token budget takes documents in stream order until the next
+            one would exceed it; a larger document is a batch of its own. The last batch of an epoch may be smaller.
         shuffle_window: documents held to sample from; 1 keeps the order of the files and inside them. With more, the
             order of the parts of files is permuted every epoch too.
         streams: independent streams that the data is read in; ranks and workers share them. Default: 16 (fewer for a
@@ -230,6 +230,15 @@ class DataConfig(Frozen):
 def reads_token_ids(config: DataConfig) -> bool:
     """Tell whether all records hold token ids, so that no tokeniser is used."""
     return all(part.record == "tokens" for part in mixture_configs(config))
+
+
+def shares_prefixes(config: DataConfig) -> bool:
+    """Tell whether settings make sequences share prefixes; records that hold lists do, too, whatever these are."""
+    return any(
+        (part.group_by is not None or part.record == "preference")
+        and part.min_shared_tokens <= part.max_document_tokens
+        for part in mixture_configs(config)
+    )
 
 
 _CHOICES = {one.name: get_args(one.type) for one in fields(DataConfig) if get_origin(one.type) is Literal}

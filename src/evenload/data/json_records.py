@@ -207,6 +207,10 @@ def _keys_of_line(position: int, after: int, line: bytes) -> Record:
     return Record(position, after, keys, "the line is not a JSON object" if keys is None else "")
 
 
+def _described(columns: Sequence[Column]) -> str:
+    return " and ".join(f"{KIND_WORDS[one.kind].removeprefix('a ')} under key '{one.name}'" for one in columns)
+
+
 def _line_decoder(columns: Sequence[Column]) -> Callable[[int, int, bytes], Record]:
     if not columns:
         return _keys_of_line
@@ -222,7 +226,6 @@ def _line_decoder(columns: Sequence[Column]) -> Callable[[int, int, bytes], Reco
     nothing = (None,) * len(others)
     has_numbers = any(column.kind in ("tokens", "mask") for column in required)
     names = ", ".join(f"'{column.name}'" for column in required)
-    described = " and ".join(f"{KIND_WORDS[each.kind].removeprefix('a ')} under key '{each.name}'" for each in required)
 
     def decode(position: int, after: int, line: bytes) -> Record:
         if position == 0:
@@ -248,7 +251,10 @@ def _line_decoder(columns: Sequence[Column]) -> Callable[[int, int, bytes], Reco
             row = _several(line, columns)
             if row is not None:
                 return make_record(columns, row, position, after)
-            problem = f"no {described} ({err}; its keys are {', '.join(_decoded(line) or ()) or 'none'})"
+            keys = _decoded(line) or {}
+            lacking = [column for column in required if column.name not in keys]
+            why = "" if keys and lacking else f"{err}; "
+            problem = f"no {_described(lacking or required)} ({why}its keys are {', '.join(keys) or 'none'})"
         except (msgspec.DecodeError, RecursionError) as err:
             problem = f"the line is not JSON ({err})"
         except ValueProblem as err:

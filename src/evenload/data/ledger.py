@@ -53,8 +53,8 @@ def tally_of(documents: Collection[Document]) -> Tally:
 
 
 class LedgerState(Frozen):
-    """The ledger's counters; `masked` are trained tokens without a loss of their own (a document's first, prompts),
-    `untaught` trained documents that have no other tokens."""
+    """The ledger's counters; `masked` are tokens of trained sequences without a loss of their own (a sequence's first,
+    prompts), `untaught` trained documents that have no other tokens."""
 
     read: Tally = Tally()
     trained: Tally = Tally()
@@ -88,18 +88,21 @@ class LedgerState(Frozen):
         for name, tally in rows:
             number, noun = counted(tally.documents, "document").split()
             lines.append(f"{name:<{width}}  {number:>12} {noun:<9}  {tally.tokens:>16,} tokens")
-        lines[1] += f"  ({self.masked:,} of them masked: no loss of their own)"
-        if self.trained.shared_tokens or self.trained.recomputed_tokens:
-            paths, again = self.trained.tokens + self.trained.shared_tokens, self.trained.recomputed_tokens
-            trees = f"hold {paths:,} tokens of sequences that share prefixes; {again:,} of theirs are computed again"
-            lines.insert(2, f"{'':<{width}}  {trees}, where a tree was too large")
+        masked = f"  ({self.masked:,} of them masked: no loss of their own)"
         if self.untaught:
             lines.insert(2, f"{'':<{width}}  {self.untaught:>12,} of these documents taught nothing: no loss at all")
+        if self.trained.shared_tokens or self.trained.recomputed_tokens:
+            paths, again = self.trained.tokens + self.trained.shared_tokens, self.trained.recomputed_tokens
+            twice = f", {again:,} of which are computed again, where a tree was too large" if again else ""
+            lines[1] += twice
+            lines.insert(2, f"{'':<{width}}  for {paths:,} tokens of sequences that share prefixes{masked}")
+        else:
+            lines[1] += masked
         return lines
 
 
 def count_without_loss(documents: Collection[Document]) -> tuple[int, int]:
-    """Count tokens without a loss of their own, and documents without any loss."""
+    """Count tokens of sequences without a loss of their own, and documents without any loss."""
     masked = sum(one.num_tokens + one.num_shared_tokens - one.num_label_tokens for one in documents)
     return masked, sum(not document.num_label_tokens for document in documents)
 

@@ -39,7 +39,7 @@ from evenload.data.json_records import JsonlReader, JsonReader
 from evenload.data.records import KIND_FIELDS, Column, FilePart, RecordReader, TextReader, record_columns, value_names
 from evenload.data.sources import SourceFile, SourceListing, list_sources
 from evenload.data.token_files import MegatronReader, NpyReader
-from evenload.errors import ConfigError, DataError
+from evenload.errors import ConfigError, DataError, did_you_mean
 from evenload.types.text import counted
 
 _OWN_COMPRESSION = ("parquet", "arrow", "memmap")
@@ -143,6 +143,11 @@ def open_part(config: DataConfig, dataset: Any = None) -> PartFiles:
     else:
         listings = (SourceListing(config.sources[0], (dataset_file(dataset),)),)
     readers = tuple(open_reader(file, config, dataset) for listing in listings for file in listing.files)
+    if config.group_by and readers and (keys := readers[0].summary().columns) and config.group_by not in keys:
+        raise ConfigError(
+            f"{readers[0].file.name} has no key '{config.group_by}', which data.group_by names; "
+            f"{did_you_mean(config.group_by, keys)}its keys are {', '.join(keys)}"
+        )
     total_bytes = sum(reader.file.size_bytes or 0 for reader in readers)
     part_bytes = min(max(total_bytes // (_SEGMENTS_PER_STREAM * config.num_streams), _SMALLEST_BYTES), _LARGEST_BYTES)
     counts = [reader.num_parts(part_bytes) for reader in readers]

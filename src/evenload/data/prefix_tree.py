@@ -8,7 +8,7 @@ the sequences through it. Price: about a comparison a token, and sorting.
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -53,11 +53,7 @@ class PrefixTree:
 
 
 def build_trees(
-    sequences: Sequence[ArrayLike],
-    weights: Sequence[ArrayLike],
-    *,
-    min_shared_tokens: int = 1,
-    labels: TreeLabels = "sum",
+    sequences: Sequence[ArrayLike], weights: Sequence[ArrayLike], *, min_shared_tokens: int = 1
 ) -> list[PrefixTree]:
     """Return the trees of sequences, each of at least one token; their order does not depend on that of equal ones.
 
@@ -65,16 +61,12 @@ def build_trees(
         sequences: int[n_i] token ids.
         weights: float[n_i], of the loss of predicting each token; 0 = no label, and a first token has none.
         min_shared_tokens: a segment is shared only where it has as many; else every sequence computes its own.
-        labels: "once" counts the label of a shared token once, of whichever sequences have one.
 
-    `DataError`: an empty sequence, other than one weight a token, a weight that is not finite, or shared tokens of
-    different weights that cannot count once.
+    `DataError`: an empty sequence, other than one weight a token, or a weight that is not finite.
     """
     own = as_token_ids(sequences)
     counted = checked_weights(own, weights)
-    order, shared = _in_order(own)
-    if labels == "once":
-        count_once(own, counted, order, shared)
+    order, shared = sequences_in_order(own)
     nodes = _nodes([len(own[place]) for place in order], shared, range(len(order)), min_shared_tokens)
     return list(_lay_out(nodes, [own[place] for place in order], [counted[place] for place in order], order))
 
@@ -92,16 +84,22 @@ def num_unique_tokens(
 
 
 def labels_once(sequences: Sequence[ArrayLike], weights: Sequence[ArrayLike]) -> list[NDArray[np.float64]]:
-    """Return weights as `build_trees` counts them "once", of sequences that are then built into several trees."""
+    """Return weights in which the label of a shared token counts once, of whichever sequences have one; `DataError`
+    also: shared tokens of different weights."""
     own = [np.asarray(one, np.int32) for one in sequences]
     counted = checked_weights(own, weights)
-    count_once(own, counted, *_in_order(own))
+    count_once(own, counted, *sequences_in_order(own))
     return counted
 
 
 def sequences_in_order(sequences: Sequence[ArrayLike]) -> tuple[list[int], NDArray[np.int64]]:
     """Return places of sequences in lexicographic order, and how many first tokens each shares with the one before."""
-    return _in_order(as_token_ids(sequences))
+    own = as_token_ids(sequences)
+    # Big-endian bytes of ids without a sign sort as the ids do; equal sequences keep their order.
+    keys = [one.astype(">u4").tobytes() for one in own]
+    order = sorted(range(len(own)), key=keys.__getitem__)
+    shared = [_num_common(own[before], own[after]) for before, after in itertools.pairwise(order)]
+    return order, np.array([0, *shared], np.int64)[: len(order)]
 
 
 def as_token_ids(sequences: Sequence[ArrayLike]) -> list[NDArray[np.int32]]:
@@ -157,7 +155,12 @@ def checked_weights(sequences: Sequence[NDArray[np.int32]], weights: Sequence[Ar
         raise DataError(f"{len(sequences)} sequences have {len(weights)} lists of weights; give one each")
     found = []
     for place, (tokens, given) in enumerate(zip(sequences, weights, strict=True)):
-        own = np.array(given, np.float64)
+        as_given = np.asarray(given)
+        if as_given.dtype.kind not in "biuf":
+            raise DataError(f"sequence {place} has weights of {as_given.dtype}; give numbers, or true and false")
+        if as_given.dtype.kind == "i" and (as_given == -100).any():
+            raise DataError(f"sequence {place} has -100 among whole weights, as labels have; give labels != -100")
+        own = as_given.astype(np.float64)
         if tokens.ndim != 1 or not len(tokens) or own.shape != tokens.shape:
             raise DataError(
                 f"sequence {place} has tokens of shape {tokens.shape} and weights of shape {own.shape}; give at least "
@@ -169,15 +172,6 @@ def checked_weights(sequences: Sequence[NDArray[np.int32]], weights: Sequence[Ar
         own[0] = 0.0
         found.append(own)
     return found
-
-
-def _in_order(sequences: Sequence[NDArray[np.int32]]) -> tuple[list[int], NDArray[np.int64]]:
-    # Big-endian bytes of ids without a sign sort as the ids do; equal sequences keep their order.
-    keys = [one.astype(">u4").tobytes() for one in sequences]
-    order = sorted(range(len(sequences)), key=keys.__getitem__)
-    pairs = itertools.pairwise(order)
-    shared = [_num_common(sequences[before], sequences[after]) for before, after in pairs]
-    return order, np.array([0, *shared], np.int64)[: len(order)]
 
 
 def _num_common(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
@@ -272,15 +266,3 @@ def _lay_out(
             columns.append((tokens, total, np.full(size, len(node.members), np.int64)))
         tokens, totals, counts = (np.concatenate(column) for column in zip(*columns, strict=True))
         yield PrefixTree(tuple(segments), tokens, totals, counts, tuple(leaves))
-
-
-def edges_of(shape: TreeShape, weights: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the rows that predict labelled tokens and the rows of these tokens, by the first; int64[E] each. A row
-    before a branch has an edge for every child."""
-    labelled = np.flatnonzero(weights)
-    rows = labelled - 1
-    segment = np.searchsorted(shape.stops, labelled, side="right")
-    at_start = labelled == shape.starts[segment]
-    rows[at_start] = [shape.row_before(int(one)) for one in segment[at_start]]
-    by_row = np.argsort(rows, kind="stable")
-    return rows[by_row], labelled[by_row]

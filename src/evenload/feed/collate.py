@@ -26,11 +26,10 @@ from numpy.typing import NDArray
 
 from evenload.data.blocks import TokenTable, as_token_table
 from evenload.data.encoders import IGNORE_INDEX
-from evenload.data.prefix_tree import edges_of
 from evenload.errors import InvalidPlanError
 from evenload.types.columns import offsets_of
 from evenload.types.document import MicroPack
-from evenload.types.tree import TreeShape
+from evenload.types.tree import Segment, TreeShape
 
 PADDING_TOKEN = 0
 
@@ -142,26 +141,18 @@ def _of_trees(
     targets: NDArray[np.int64],
     positions: NDArray[np.int64],
 ) -> LabelEdges:
-    """Set the positions of trees' rows, and no targets; return what all rows predict, each as often as it counts."""
+    """Set the positions of rows, and no targets; return what the rows predict, each as often as it counts."""
     found = []
     row = 0
     for doc_id, start, stop in ((piece.doc_id, piece.start, piece.stop) for piece in pack.slices):
+        labels, counts = table.labels_of(doc_id), table.label_counts_of(doc_id)
+        shape = trees.get(doc_id) or TreeShape((Segment(len(labels), -1),))
         mine = slice(row, row + stop - start)
-        if pack.pad_to and doc_id in trees:
-            raise InvalidPlanError(
-                f"{pack.direction} pack {pack.index} is padded and holds document {doc_id}, a tree, which is not padded"
-            )
-        if (shape := trees.get(doc_id)) is None:
-            own = np.flatnonzero(targets[mine] >= 0)
-            counts = table.label_counts_of(doc_id)[own + start + 1]
-            found.append((own + row, targets[mine][own], counts))
-        else:
-            positions[mine], targets[mine] = shape.positions(start, stop), IGNORE_INDEX
-            labels, counts = table.labels_of(doc_id), table.label_counts_of(doc_id)
-            before, labelled = edges_of(shape, np.where(labels >= 0, counts, 0))
-            here = slice(*np.searchsorted(before, [start, stop]))
-            tokens = labelled[here]
-            found.append((before[here] - start + row, labels[tokens].astype(np.int64), counts[tokens]))
+        positions[mine], targets[mine] = shape.positions(start, stop), IGNORE_INDEX
+        before, tokens = shape.edges(start, stop)
+        has_label = (labels[tokens] >= 0) & (counts[tokens] != 0)
+        before, tokens = before[has_label], tokens[has_label]
+        found.append((before - start + row, labels[tokens], counts[tokens]))
         row += pack.pad_to or stop - start
     rows, tokens, counts = (np.concatenate(column).astype(np.int64) for column in zip(*found, strict=True))
     return LabelEdges(rows, tokens, counts)

@@ -28,13 +28,12 @@ from evenload.data.prefix_tree import (
     build_trees,
     checked_weights,
     count_once,
-    edges_of,
     num_unique_tokens,
     sequences_in_order,
 )
 from evenload.errors import ConfigError, UnsupportedModelError
 from evenload.integrations.tree_attention import hf_model, own_attention, prove_paths, take_tree_attention
-from evenload.types.tree import RowRun, TreeShape, joined
+from evenload.types.tree import TreeShape
 
 _MIN_SHARED = 64
 _CHUNK_BYTES = 2**28  # of float32 logits that are held at once
@@ -71,16 +70,17 @@ class TreeBatch:
         first_row = first_edge = 0
         for part in parts:
             tree, shape = part.tree, TreeShape(part.tree.segments)
-            paths = _paths(shape)
-            for own, seen in _ranges(shape, paths):
+            for own, _, seen in shape.path_ranges(0, shape.num_rows):
                 columns["keys"] += [np.arange(*run) + first_row for run in seen]
                 columns["num_rows"].append(own.stop - own.start)
                 columns["num_keys"].append(sum(run.stop - run.start for run in seen))
-            edge_rows, labelled = edges_of(shape, tree.weights)
+            edge_rows, labelled = shape.edges(0, shape.num_rows)
+            has_label = tree.weights[labelled] != 0
+            edge_rows, labelled = edge_rows[has_label], labelled[has_label]
             edge_of = np.full(len(tree.tokens), -1)
             edge_of[labelled] = np.arange(len(labelled)) + first_edge
             for leaf, segment in tree.leaves:
-                edges = np.concatenate([edge_of[slice(*run)] for run in paths[segment]])
+                edges = np.concatenate([edge_of[slice(*run)] for run in shape.paths[segment]])
                 columns["index"].append(np.where(part.labels[leaf], edges, -1)[1:])
                 columns["weights"].append(part.weights[leaf][1:])
             columns["ids"].append(tree.tokens)
@@ -215,7 +215,12 @@ class TreePacker:
         return own_attention(self._model)
 
     def pack(
-        self, sequences: Sequence[ArrayLike], weights: Sequence[ArrayLike], groups: Sequence[Hashable] | None = None
+        self,
+        sequences: Sequence[ArrayLike],
+        weights: Sequence[ArrayLike],
+        groups: Sequence[Hashable] | None = None,
+        *,
+        whole_groups: bool = False,
     ) -> list[TreeBatch]:
         """Return micro-batches of at most `max_tokens` unique tokens, the same for the same arguments.
 
@@ -227,9 +232,10 @@ class TreePacker:
             weights: float[n_i], of each token as a label; 0 = no label: its log-probability is not computed. Give 1
                 where a loss of your own reads it, whatever its advantage is.
             groups: of each sequence; prefixes are shared inside a group only (a prompt's id); default: among all.
+            whole_groups: refuse a group that has too many tokens, for a loss that compares its sequences (DPO).
 
         Raises:
-            ConfigError: a sequence longer than `max_tokens`, or another number of groups.
+            ConfigError: a sequence, or a whole group, of more than `max_tokens`, or another number of groups.
             DataError: an empty sequence, other than one finite weight a token, or "once" with different weights.
         """
         own = as_token_ids(sequences)
@@ -248,10 +254,16 @@ class TreePacker:
         for place in range(len(own)):
             members.setdefault(groups[place] if groups is not None else None, []).append(place)
         units: list[list[_Part]] = []
-        for group in members.values():
+        for name, group in members.items():
             parts = list(self._parts(group, own, counted))
-            stays_together = groups is not None and _num_tokens(parts) <= self._max_tokens
-            units += [parts] if stays_together else [[part] for part in parts]
+            fits = _num_tokens(parts) <= self._max_tokens
+            if whole_groups and not fits:
+                unique = _num_tokens(parts) - sum(part.num_recomputed for part in parts)
+                raise ConfigError(
+                    f"group {name!r} has {unique} unique tokens in {len(group)} sequences, a micro-batch at most "
+                    f"max_tokens = {self._max_tokens}; raise it, or leave the group out"
+                )
+            units += [parts] if fits and (whole_groups or groups is not None) else [[part] for part in parts]
         return [TreeBatch(parts, self._more, self._device) for parts in self._fill(units)]
 
     def _parts(
@@ -324,23 +336,6 @@ def _num_tokens(parts: Sequence[_Part]) -> int:
 
 def _work(parts: Sequence[_Part]) -> float:
     return sum(part.work for part in parts)
-
-
-def _paths(shape: TreeShape) -> list[list[RowRun]]:
-    """Return the rows of every segment's path."""
-    paths: list[list[RowRun]] = []
-    for parent, start, stop in zip(shape.parents.tolist(), shape.starts.tolist(), shape.stops.tolist(), strict=True):
-        paths.append(joined([*(paths[parent] if parent >= 0 else ()), RowRun(start, stop)]))
-    return paths
-
-
-def _ranges(shape: TreeShape, paths: Sequence[list[RowRun]]) -> Iterator[tuple[RowRun, list[RowRun]]]:
-    """Yield ranges of rows each of which sees the one before, and the rows that they see."""
-    parents = shape.parents.tolist()
-    begins = [at for at, parent in enumerate(parents) if parent != at - 1 or parent < 0]
-    for first, behind in itertools.pairwise([*begins, len(parents)]):
-        own = RowRun(int(shape.starts[first]), int(shape.stops[behind - 1]))
-        yield own, joined([*(paths[parents[first]] if parents[first] >= 0 else ()), own])
 
 
 class _LabelLogps(torch.autograd.Function):

@@ -197,15 +197,17 @@ class ComparisonTable:
 
 
 def step_line(row: MetricRow) -> str:
-    """Return a line about one step, within 100 columns where nothing is unusual. Tokens are without padding; long waits
-    for data and deferred documents are named."""
-    step_s, wait_s = row["step_time_s"], row["data_wait_s"]
+    """Return a line about one step, within 100 columns where nothing is unusual. Tokens are without padding; those of
+    all sequences where some share prefixes, long waits for data and deferred documents are named."""
+    step_s, wait_s, of_paths = row["step_time_s"], row["data_wait_s"], ""
+    if (row["tree_token_ratio"] or 1) > 1:
+        of_paths = f" ({format_count(row['path_tokens_per_s'])} of all sequences)"
     parts = [
         f"step {row['step']}",
         f"loss {format_plain(row['loss'], '.4f')}",
         f"grad {format_plain(row['grad_norm'], '.3g')}",
         f"lr {format_plain(row['lr'], '.3g')}",
-        f"{format_count(row['tokens_per_s'])} tokens/s",
+        f"{format_count(row['tokens_per_s'])} tokens/s{of_paths}",
         f"{format_seconds(step_s)} (predicted {format_seconds(row['predicted_step_time_s'])})",
     ]
     if wait_s and step_s and wait_s > _MUCH_WAITING * step_s:

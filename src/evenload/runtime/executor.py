@@ -29,6 +29,7 @@ from evenload.runtime.replay.host_copies import host_copies
 from evenload.runtime.replay.rank_packs import RankStep
 from evenload.runtime.replay.stage import OnFinal, PipelineStage, ignore_unit
 from evenload.runtime.replay.store import ActivationStore, ForwardStore
+from evenload.runtime.replay.tree_attention import refuse_trees
 from evenload.types.document import Range
 from evenload.types.layout import Channel
 from evenload.types.plan import Action, completing_actions
@@ -109,7 +110,7 @@ class Executor:
         document_tokens = {document.doc_id: document.num_tokens for document in plan.documents}
         for stage in self._stages.values():
             if mine.has_trees:
-                stage.require_trees()
+                refuse_trees(stage.model)
             stage.begin_step(document_tokens, *([] if weights is None else [weights.await_unit]))
         held = HeldBytes()
         stores = self._open_stores(step, held)
@@ -240,7 +241,7 @@ def forward_losses(
     for number, stage in stages.items():
         stores[number] = ForwardStore(stored, (), held=held, shard=stage.row_shard)
         if mine.has_trees:
-            stage.require_trees()
+            refuse_trees(stage.model)
         stage.begin_step(document_tokens)
     sums = torch.zeros(len(plan.documents), dtype=torch.float64, device=mesh.device)
     # All ranks of a tensor-parallel group know the losses, and one reports them.

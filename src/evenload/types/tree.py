@@ -10,9 +10,8 @@ rows. So forward slices that ascend compute ancestors first and backward slices 
 wherever either is cut. Where the child with the most rows comes first, a row sees at most 1 + log2(rows) runs of rows.
 """
 
-import itertools
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -27,19 +26,19 @@ class Segment(NamedTuple):
     parent: int
 
 
-class Piece(NamedTuple):
-    """Rows `[start, stop)` of a tree that lie in one segment."""
-
-    segment: int
-    start: int
-    stop: int
-
-
 class RowRun(NamedTuple):
     """Rows `[start, stop)` of a tree."""
 
     start: int
     stop: int
+
+
+class PathRange(NamedTuple):
+    """Rows of a tree each of which sees the one before, the position of the first, and the rows that the last sees."""
+
+    rows: RowRun
+    position: int
+    seen: list[RowRun]
 
 
 class TreeShape:
@@ -81,45 +80,47 @@ class TreeShape:
         segment = np.searchsorted(self.stops, rows, side="right")
         return rows - self.starts[segment] + self.depths[segment]
 
-    def pieces(self, start: int, stop: int) -> list[Piece]:
-        """Divide rows `[start, stop)` by segments, in order."""
-        first, last = np.searchsorted(self.stops, [start, stop - 1], side="right")
-        edges = [start, *self.stops[first:last].tolist(), stop]
-        return [Piece(int(first) + at, a, b) for at, (a, b) in enumerate(itertools.pairwise(edges))]
+    @cached_property
+    def paths(self) -> list[list[RowRun]]:
+        """The rows of every segment's path, its own included, in order; neighbours are one run."""
+        found: list[list[RowRun]] = []
+        for parent, start, stop in zip(*(one.tolist() for one in (self.parents, self.starts, self.stops)), strict=True):
+            before = found[parent] if parent >= 0 else []
+            if before and before[-1].stop == start:
+                found.append([*before[:-1], RowRun(before[-1].start, stop)])
+            else:
+                found.append([*before, RowRun(start, stop)])
+        return found
 
-    def runs_before(self, segment: int) -> list[RowRun]:
-        """Return the rows that a segment's tokens see before it, in order of the path; neighbours are one run."""
-        chain = []
-        while (segment := int(self.parents[segment])) >= 0:
-            chain.append(RowRun(int(self.starts[segment]), int(self.stops[segment])))
-        return joined(chain[::-1])
-
-    def path_of(self, leaf: int) -> list[int]:
-        """Return the segments from the root to one."""
-        chain = [leaf]
-        while (leaf := int(self.parents[leaf])) >= 0:
-            chain.append(leaf)
-        return chain[::-1]
+    def path_ranges(self, start: int, stop: int) -> list[PathRange]:
+        """Divide rows `[start, stop)` into ranges of one path each, in order: a segment and its first child are one, so
+        there are about as many as leaves."""
+        found: list[PathRange] = []
+        first, last = np.searchsorted(self.stops, [start, stop - 1], side="right").tolist()
+        for segment in range(first, last + 1):
+            row, behind = max(start, int(self.starts[segment])), min(stop, int(self.stops[segment]))
+            position = row - int(self.starts[segment]) + int(self.depths[segment])
+            *before, (begin, _) = self.paths[segment]
+            if found and self.parents[segment] == segment - 1:
+                (row, _), position, _ = found.pop()
+            found.append(PathRange(RowRun(row, behind), position, [*before, RowRun(begin, behind)]))
+        return found
 
     def rows_of_path(self, leaf: int) -> np.ndarray:
         """Return the rows of the segments from the root to one; int64."""
-        return np.concatenate([np.arange(self.starts[one], self.stops[one]) for one in self.path_of(leaf)])
+        return np.concatenate([np.arange(*run) for run in self.paths[leaf]])
 
-    def row_before(self, segment: int) -> int:
-        """Return the row that predicts a segment's first token; -1 = none does."""
-        parent = int(self.parents[segment])
-        return int(self.stops[parent]) - 1 if parent >= 0 else -1
-
-
-def joined(runs: Sequence[RowRun]) -> list[RowRun]:
-    """Return runs with neighbours as one."""
-    found: list[RowRun] = []
-    for run in runs:
-        if found and found[-1].stop == run.start:
-            found[-1] = RowRun(found[-1].start, run.stop)
-        elif run.stop > run.start:
-            found.append(run)
-    return found
+    def edges(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return rows of `[start, stop)` and the rows whose tokens they predict, by the first; int64[E] each. A row
+        before a branch comes once for every child."""
+        inside = np.arange(start + 1, min(stop + 1, self.num_rows))
+        first, behind = np.searchsorted(self.starts, [start + 1, stop + 1])
+        inside = np.delete(inside, self.starts[first:behind] - start - 1)
+        before = np.where(self.parents < 0, -1, self.stops[self.parents] - 1)  # the row that predicts a first token
+        begun = np.flatnonzero((before >= start) & (before < stop))
+        rows = np.concatenate([inside - 1, before[begun]])
+        by_row = np.argsort(rows, kind="stable")
+        return rows[by_row], np.concatenate([inside, self.starts[begun]])[by_row]
 
 
 @lru_cache(maxsize=4096)

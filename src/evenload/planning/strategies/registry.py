@@ -37,17 +37,24 @@ def option_tables() -> dict[str, type[StrategyOptions]]:
     return {name: one.options for name, one in STRATEGIES.items() if one.options is not None}
 
 
-def require_trainable(name: str, layout: ParallelLayout, options: PlanOptions, longest: int | None = None) -> None:
+def require_trainable(
+    name: str, layout: ParallelLayout, options: PlanOptions, longest: int | None = None, *, has_trees: bool = False
+) -> None:
     """Refuse what `evenload plan` predicts and a run cannot follow, and settings that would do nothing.
 
     Args:
         longest: `data.max_document_tokens`; None = not known.
+        has_trees: sequences of the data share prefixes.
 
     Raises:
-        ConfigError: unknown strategy; a pipeline that it does not know; options that it does not read, or that do not
-            go together; or documents that fit no pack and are not cut.
+        ConfigError: unknown strategy; a pipeline or trees that it does not know; options that it does not read, or that
+            do not go together; or documents that fit no pack and are not cut.
     """
     strategy = strategy_named(name)
+    if has_trees:
+        strategy.require_trees()
+        if options.dp_merge:
+            raise ConfigError("plan.options.dp_merge is True, and replicas share no trees of prefixes; leave it out")
     strategy.require_layout(layout)
     strategy.require_schedule(options, layout)
     strategy.require_options(options)

@@ -8,6 +8,7 @@ until the step fits memory. `delay` does the same and may move documents to late
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from evenload.cost.layer_counts import OR_NO_TREES
 from evenload.errors import ConfigError
 from evenload.planning.activation_policy import plan_under_policies
 from evenload.planning.deferral import Arrivals, DelayedChoice
@@ -128,11 +129,8 @@ class Strategy:
         self.require_layout(first.layout)
         self.require_schedule(first.options, first.layout)
         self.require_options(first.options)
-        if first.trees.has_any and not self.plans_trees:
-            raise ConfigError(
-                f"strategy {self.name} does not plan trees of shared prefixes; use slimpack, auto or balanced, or "
-                "documents without shared prefixes"
-            )
+        if first.trees.has_any:
+            self.require_trees()
         if self.cuts_documents and not self.tries_others:
             first.require_causal(self.name)
         if not self.cuts_documents or (first.costs.model.mixers and not self.tries_others):
@@ -154,6 +152,14 @@ class Strategy:
             raise ConfigError(
                 f"strategy {self.name}: the stages of layout {layout.describe()} have different numbers of devices, to "
                 f"which only balanced and flexpipe deal packs; use one of these, or as many devices for every stage"
+            )
+
+    def require_trees(self) -> None:
+        """Refuse trees of shared prefixes, by a `ConfigError`, where the strategy does not plan them."""
+        if not self.plans_trees:
+            raise ConfigError(
+                f"strategy {self.name} does not plan trees of shared prefixes; use slimpack, auto or balanced, "
+                f"{OR_NO_TREES}"
             )
 
     def require_schedule(self, options: PlanOptions, layout: ParallelLayout) -> None:

@@ -26,7 +26,7 @@ from evenload.runtime.replay.replayable import make_replayable
 from evenload.runtime.replay.state import ReplayState, RouterBalance, TensorRows
 from evenload.runtime.replay.store import ActivationStore, call_key, num_rows
 from evenload.runtime.replay.tensor_parallel import make_tensor_parallel
-from evenload.runtime.replay.tree_attention import TreeAttention, refuse_trees
+from evenload.runtime.replay.tree_attention import TreeAttention
 from evenload.runtime.replay.weight_products import WeightProducts
 from evenload.types.document import Direction, Range
 
@@ -118,10 +118,6 @@ class PipelineStage:
         self._await_weights = await_weights
         if self._balance is not None:
             self._balance.begin_step(num_tokens)
-
-    def require_trees(self) -> None:
-        """Raise an `UnsupportedModelError` where the model cannot train trees of sequences."""
-        refuse_trees(self.model)
 
     @torch.no_grad()
     def forward(self, pack: PackTokens, hidden: Tensor | None, store: ActivationStore) -> Tensor:

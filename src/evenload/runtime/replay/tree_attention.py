@@ -27,19 +27,20 @@ from evenload.runtime.model.state_calls import StateForm
 from evenload.runtime.replay.context_attention import AttentionCall, LocalAttention
 from evenload.runtime.replay.store import ActivationStore, CallKey, KeyRows, KeysAndValues
 from evenload.types.document import Range
-from evenload.types.tree import RowRun, TreeShape, joined
+from evenload.types.tree import RowRun, Segment, TreeShape
 
 CALL_KEYS = 1 << 16
+NO_BALANCE_LOSS = (
+    "its load-balancing loss is a product of sums over each sequence, which trees do not keep apart; set "
+    "model.router_aux_loss_coef = 0"
+)
 
 
 def refuse_trees(model: StageModel) -> None:
     """Raise an `UnsupportedModelError` where a model cannot train trees of sequences."""
     reason = ""
     if model.router_aux_loss_coef:
-        reason = (
-            "its load-balancing loss is a product of sums over each sequence, which trees do not keep apart; set "
-            "model.router_aux_loss_coef = 0"
-        )
+        reason = NO_BALANCE_LOSS
     for index, sites in enumerate(model.structure.sites):
         if any(isinstance(call, StateForm) for call in sites.calls):
             reason = f"layer {index} carries a state from token to token, which knows no branches"
@@ -200,17 +201,8 @@ def _num_rows(runs: Sequence[RowRun]) -> int:
 
 def _path_ranges(rows: slice, r: Range, shape: TreeShape | None) -> list[_PathRange]:
     """Divide a slice into ranges of paths, in row order."""
-    if shape is None:
-        return [_PathRange(rows, r, [RowRun(0, r.stop)])]
-    found: list[_PathRange] = []
-    last = -1
-    for segment, start, stop in shape.pieces(r.start, r.stop):
-        own = slice(rows.start + start - r.start, rows.start + stop - r.start)
-        position = start - int(shape.starts[segment]) + int(shape.depths[segment])
-        if last >= 0 and shape.parents[segment] == last:
-            before = found.pop()
-            own, position = slice(before.rows.start, own.stop), before.positions.start
-        runs = joined([*shape.runs_before(segment), RowRun(int(shape.starts[segment]), stop)])
-        found.append(_PathRange(own, Range(r.doc_id, position, position + own.stop - own.start), runs))
-        last = segment
-    return found
+    shape, shift = shape or TreeShape((Segment(r.stop, -1),)), rows.start - r.start
+    return [
+        _PathRange(slice(own.start + shift, own.stop + shift), Range(r.doc_id, at, at + own.stop - own.start), seen)
+        for own, at, seen in shape.path_ranges(r.start, r.stop)
+    ]
