@@ -107,11 +107,7 @@ def test_features_count_the_keys_that_rows_see(data: st.DataObject, documents: t
     for pack, (lo, hi) in enumerate(itertools.pairwise(columns.pack_offset)):
         slices = list(zip(columns.doc[lo:hi], columns.start[lo:hi], columns.stop[lo:hi], strict=True))
         assert features[pack, 0] == sum(stop - start for _, start, stop in slices)
-        parts = [
-            (doc, *part)
-            for doc, start, stop in slices
-            for part in [(doc, *rows) for rows in ranges_of(documents[doc], start, stop)]
-        ]
+        parts = [(doc, *rows) for doc, start, stop in slices for rows in ranges_of(documents[doc], start, stop)]
         assert features[pack, 1] == len(parts)
         for index, window in enumerate(WINDOWS):
             pairs = sum(len(seen[window][doc][row]) for doc, start, stop in slices for row in range(start, stop))

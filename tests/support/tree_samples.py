@@ -55,11 +55,11 @@ def shape_of_document(document: Document) -> TreeShape:
 
 def ranges_of(document: Document, start: int, stop: int) -> list[tuple[int, int]]:
     """Rows of a slice that follow each other on a path: a segment's first child goes on where it ends."""
-    shape, found, last = shape_of_document(document), [(start, start)], None
-    for segment, first, end in shape.pieces(start, stop):
-        if last not in (None, shape.parents[segment]):
-            found.append((first, first))
-        found[-1], last = (found[-1][0], end), segment
+    shape, found = shape_of_document(document), [(start, start + 1)]
+    for row in range(start + 1, stop):
+        segment = int(np.searchsorted(shape.stops, row, side="right"))
+        is_next = row > shape.starts[segment] or shape.parents[segment] == segment - 1
+        found[-1:] = [(found[-1][0], row + 1)] if is_next else [found[-1], (row, row + 1)]
     return found
 
 
