@@ -69,7 +69,7 @@ def require_runnable(config: TrainConfig) -> ParallelLayout:
         )
     options = msgspec.structs.replace(config.plan.options, max_pack_tokens=config.max_pack_tokens)
     for one in layouts:
-        require_trainable(config.plan.strategy, one, options, config.data.max_document_tokens)
+        require_trainable(config.plan.strategy, one, options, config.data.most_tree_tokens)
     if config.train.cost_file is not None:
         file = config.train.cost_file
         require_complete(read_coefficients(file), spec, layout, f"train.cost_file {file}")

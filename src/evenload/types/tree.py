@@ -12,7 +12,7 @@ wherever either is cut. Where the child with the most rows comes first, a row se
 
 import itertools
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -40,6 +40,24 @@ class RowRun(NamedTuple):
 
     start: int
     stop: int
+
+
+class TreePart(NamedTuple):
+    """Holds a run of a tree's leaves and all that is on their paths: a tree of its own.
+
+    Args:
+        segments: of the part; its largest child need not come first.
+        rows: int64[n], where its rows lie in the whole tree, ascending.
+        num_recomputed: the first so many rows are in a part before it, too, which has their labels.
+        own: the segments of the whole tree that no part before it has.
+        num_path_tokens: of its sequences.
+    """
+
+    segments: tuple[Segment, ...]
+    rows: np.ndarray
+    num_recomputed: int
+    own: range
+    num_path_tokens: int
 
 
 class TreeShape:
@@ -108,6 +126,46 @@ class TreeShape:
     def rows_of_path(self, leaf: int) -> np.ndarray:
         """Return the rows of the segments from the root to one; int64."""
         return np.concatenate([np.arange(self.starts[one], self.stops[one]) for one in self.path_of(leaf)])
+
+    @cached_property
+    def leaves(self) -> np.ndarray:
+        """Return the segments without children, ascending; int64[L]."""
+        return np.setdiff1d(np.arange(len(self.parents)), self.parents)
+
+    def leaf_sums(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Sum values of segments over the path to every leaf, and over the segments of it that are on no path to a
+        leaf before; [L] each."""
+        paths = values.copy()
+        for at, parent in enumerate(self.parents[1:].tolist(), start=1):
+            paths[at] += paths[parent]
+        return paths[self.leaves], np.diff(values.cumsum()[self.leaves], prepend=0)
+
+    def parts(self, cuts: Sequence[int], num_path_tokens: int) -> list[TreePart]:
+        """Return the tree in parts: the first from leaf 0 on, each other one from one of the ascending `cuts` on.
+
+        Of all sequences' tokens, `num_path_tokens`, those that are on no path to a leaf of its own (a sequence ends on
+        the way, or comes twice) are the first part's.
+        """
+        behind = [0, *(self.leaves + 1).tolist()]
+        edges = itertools.pairwise([0, *cuts, len(self.leaves)])
+        first, *others = (self._part(self.leaves[a:b], range(behind[a], behind[b])) for a, b in edges)
+        of_first = num_path_tokens - sum(one.num_path_tokens for one in others)
+        return [first._replace(num_path_tokens=of_first), *others]
+
+    def _part(self, leaves: np.ndarray, own: range) -> TreePart:
+        again = [one for one in self.path_of(int(leaves[0])) if one < own.start]
+        members = [*again, *own]
+        place = {-1: -1} | {one: at for at, one in enumerate(members)}
+        rows = [np.arange(self.starts[one], self.stops[one]) for one in members]
+        return TreePart(
+            segments=tuple(
+                Segment(len(at), place[int(self.parents[one])]) for one, at in zip(members, rows, strict=True)
+            ),
+            rows=np.concatenate(rows),
+            num_recomputed=sum(len(at) for at in rows[: len(again)]),
+            own=own,
+            num_path_tokens=int((self.depths + self.stops - self.starts)[leaves].sum()),
+        )
 
     def row_before(self, segment: int) -> int:
         """Return the row that predicts a segment's first token; -1 = none does."""
