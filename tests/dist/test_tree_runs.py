@@ -87,6 +87,29 @@ def test_trees_that_are_cut_into_single_sequences_train(gloo_pool, tmp_path):
     assert losses[1] == pytest.approx(losses[0], rel=LIMIT)
 
 
+@pytest.mark.parametrize("more", [["parallel.dp=2"], ["parallel.dp=2", "parallel.pp=2"]], ids=["dp2", "dp2 pp2"])
+def test_a_large_tree_is_shared_by_replicas_and_trains_as_its_sequences(gloo_pool, tmp_path, more):
+    rng = np.random.default_rng(5)
+    prompt = rng.integers(1, 250, 30).tolist()
+    turn = prompt + rng.integers(1, 250, 12).tolist()
+    large = [turn[:36], *([*(turn if n % 2 else prompt), *rng.integers(1, 250, 40).tolist()] for n in range(9))]
+    small = [[9] * 10 + [n] * 5 for n in (1, 2)]
+    ranks, more = 2 ** len(more), [*FLOAT64, "plan.strategy=slimpack", *more]
+    sequences = [{"input_ids": one} for one in (*large, *small, [5] * 20)]
+    config = write_run(tmp_path / "plain", sequences, len(sequences))
+    expected = gloo_pool.run(ranks, train_steps, config, more, 4)[0]
+    lists = [{"input_ids": large}, {"input_ids": small}, {"input_ids": [5] * 20}]
+    config = write_run(tmp_path / "trees", lists, 3)
+    rows = gloo_pool.run(ranks, trained_rows, config, more, 4)[0]
+    assert [row["loss"] for row in rows] == pytest.approx(expected, rel=LIMIT)
+    assert all(row["recomputed_tokens"] >= 30 for row in rows)
+    assert {row["path_tokens_per_s"] / row["tokens_per_s"] > 1.5 for row in rows} == {True}
+    # A resumed run cuts as one that never stopped.
+    parts = write_run(tmp_path / "parts", lists, 3)
+    found = [loss for stop in (1, 3, 4) for loss in gloo_pool.run(ranks, train_steps, parts, more, stop)[0]]
+    assert found == [row["loss"] for row in rows]
+
+
 def test_an_interrupted_run_goes_on_to_the_bit_and_tells_tokens(gloo_pool, tmp_path):
     records = [{"input_ids": group if len(group) > 1 else group[0]} for group in groups()]
     whole, parts = (write_run(tmp_path / name, records, 2) for name in ("whole", "parts"))

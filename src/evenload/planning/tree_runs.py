@@ -1,11 +1,11 @@
 """Say where trees of shared prefixes are cut, so that replicas have equal work (`tree_cuts`).
 
 A part of a tree is a run of its leaves (`types.tree.TreeShape.parts`); a cut recomputes what the paths to the leaves on
-both of its sides share. For a limit of seconds, documents go to the replica with the least work, the most work first; a
-tree that exceeds what is left there is cut where it is full, and its rest goes on to the next. Bisection finds the
-least limit that holds all. Of what it tries, whole documents among it, that is taken whose fullest replica has least to
-do when parts are dealt longest first, as plans deal documents. Price: O(n log n) a limit, n documents, and nothing
-where whole documents are even.
+both of its sides share. For a limit of seconds, documents go to the replica with the least work, trees after the
+others; a tree that exceeds what is left there is cut where it is full, and its rest goes on to the next. Bisection
+finds the least limit that holds all. Of what it tries, whole documents among it, that is taken whose fullest replica
+has least to do when parts are dealt longest first, as plans deal documents. Price: O(n log n) a limit, n documents, and
+little where whole documents are even.
 """
 
 import heapq
@@ -58,7 +58,8 @@ def tree_cuts(documents: Sequence[Document], costs: PackCosts) -> dict[int, list
     low_s, high_s = float(whole_s.sum()) / dp, _fullest(whole_s, dp)
     if high_s <= GAIN * low_s:
         return {}
-    leaves, order = _leaves_of(documents, trees, whole_s, costs), np.argsort(-whole_s, kind="stable").tolist()
+    # What cannot be cut comes first: trees then fill up what is left.
+    leaves, order = _leaves_of(documents, trees, whole_s, costs), np.lexsort((-whole_s, trees.is_tree)).tolist()
     best_s, best = high_s / GAIN, list[_Part]()
     for _ in range(HALVINGS):
         middle_s = (low_s + high_s) / 2
