@@ -80,11 +80,12 @@ def test_trees_that_are_cut_into_single_sequences_train(gloo_pool, tmp_path):
     prompt = list(range(1, 201))
     records = [{"input_ids": [[*prompt, *[n] * 60] for n in (4, 5, 6)]}]
     losses = []
-    for name, limit in (("whole", 512), ("cut", 330)):
-        config = write_run(tmp_path / name, records, 1 if name == "whole" else 2)
-        more = [*FLOAT64, "plan.strategy=auto", f"data.max_document_tokens={limit}"]
+    for name, limit, most in (("whole", 512, 512), ("cut", 330, 330), ("beyond", 260, 380)):
+        config = write_run(tmp_path / name, records, 2 if name == "cut" else 1)
+        more = [*FLOAT64, "plan.strategy=auto", f"data.max_document_tokens={limit}", f"data.max_tree_tokens={most}"]
         losses.append(gloo_pool.run(1, train_steps, config, more, 2)[0])
     assert losses[1] == pytest.approx(losses[0], rel=LIMIT)
+    assert losses[2] == pytest.approx(losses[0], rel=LIMIT)
 
 
 @pytest.mark.parametrize("more", [["parallel.dp=2"], ["parallel.dp=2", "parallel.pp=2"]], ids=["dp2", "dp2 pp2"])
@@ -125,6 +126,11 @@ def test_an_interrupted_run_goes_on_to_the_bit_and_tells_tokens(gloo_pool, tmp_p
     ("ranks", "more", "message"),
     [
         (1, ["plan.strategy=wlb"], "wlb"),
+        (
+            1,
+            ["plan.strategy=balanced", "data.max_tree_tokens=513"],
+            r"max_pack_tokens is 512, documents may have 513 .*data\.max_tree_tokens.* balanced never cuts a document",
+        ),
         (2, ["parallel.cp=2"], "trees of shared prefixes: layout cp=2 divides documents over ranks; use cp=1"),
     ],
 )
