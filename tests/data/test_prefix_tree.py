@@ -1,13 +1,11 @@
 """Trees of shared prefixes hold every sequence, and every label as often as sequences have it."""
 
-import itertools
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenload.data.prefix_tree import build_trees, labels_once, split_into_runs
+from evenload.data.prefix_tree import build_trees, labels_once
 from evenload.errors import DataError
 from evenload.types.tree import RowRun, Segment, TreeShape
 
@@ -131,20 +129,3 @@ def test_what_cannot_be_a_tree_is_refused():
     for segments in ([(2, -1), (1, -1)], [(1, -1), (1, 0), (1, 0), (1, 1)], [(0, -1)], [(1, 3)]):
         with pytest.raises(DataError, match="of a tree has"):
             TreeShape([Segment(*one) for one in segments])
-
-
-@settings(deadline=None)
-@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=8), st.integers(1, 14))
-def test_runs_of_leaves_hold_at_most_so_many_unique_tokens(sequences: list[list[int]], most: int) -> None:
-    runs = split_into_runs(sequences, most)
-    assert sorted(place for run in runs for place in run) == list(range(len(sequences)))
-
-    def num_unique(places: list[int]) -> int:
-        return len({tuple(sequences[at][: stop + 1]) for at in places for stop in range(len(sequences[at]))})
-
-    assert all(num_unique(run) <= most or len(run) == 1 for run in runs)
-    # The first of the next run did not fit.
-    for run, following in itertools.pairwise(runs):
-        assert num_unique([*run, following[0]]) > most
-    in_order = [sequences[place] for run in runs for place in run]
-    assert in_order == sorted(in_order)

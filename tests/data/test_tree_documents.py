@@ -21,6 +21,7 @@ from evenload.data.loader import GlobalBatchLoader
 from evenload.errors import ConfigError, DataError
 from evenload.feed.step_maker import exchange_tokens
 from evenload.integrations.packed_loader import PackedLoader
+from evenload.types.document import PART_IDS
 from evenload.types.tree import Segment, TreeShape
 from rank_threads import run_ranks
 
@@ -131,8 +132,9 @@ def test_every_label_is_trained_as_often_as_plain_records_would_whatever_stops_t
     assert [step[:3] for step in steps] == [step[:3] for step in whole]
 
 
+@pytest.mark.parametrize("are_cut", [False, True], ids=["", "in parts"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_several_ranks_read_and_exchange_the_same_trees(tmp_path, num_ranks):
+def test_several_ranks_read_and_exchange_the_same_trees(tmp_path, num_ranks, are_cut):
     rng = np.random.default_rng(1)
     groups = [
         [[(int(t), bool(m)) for t, m in zip(rng.integers(0, 2, n), rng.integers(0, 2, n), strict=True)]
@@ -140,12 +142,19 @@ def test_several_ranks_read_and_exchange_the_same_trees(tmp_path, num_ranks):
         for _ in range(40)
     ]  # fmt: skip
     sources = tuple(write(tmp_path / f"{n}.jsonl", rows_of(groups[n::4], "lists")) for n in range(4))
-    config = config_of(str(tmp_path), max_document_tokens=16, shuffle_window=8, batch_documents=7)
+    most = 99 if are_cut else 16  # recomputed tokens are then of steps' cuts alone
+    changes = {"max_document_tokens": 16, "max_tree_tokens": most, "shuffle_window": 8, "batch_documents": 7}
+    config = config_of(str(tmp_path), **changes)
     assert len(sources) == 4
 
     def live(rank, peers):
         loader, found = GlobalBatchLoader(config, peers=peers), Counter()
         for batch in itertools.islice(iter(loader.next_batch, None), None):
+            shapes = {d.doc_id: TreeShape(d.segments) for d in batch.documents if d.segments and d.doc_id % 4 != 1}
+            cuts = {doc_id: [*range(1, len(shape.leaves), 2)] for doc_id, shape in shapes.items() if are_cut}
+            before, batch = batch, loader.cut_trees(batch, {doc_id: at for doc_id, at in cuts.items() if at})
+            for document in batch.documents:
+                assert batch.place(document.doc_id) == before.place(document.doc_id % PART_IDS)
             both = batch.documents + batch.carried
             wanted = [[d.doc_id for d in both if d.doc_id % num_ranks == r] for r in range(num_ranks)]
             table = exchange_tokens(batch, wanted, peers)
@@ -313,6 +322,18 @@ def test_a_tree_that_is_too_large_is_cut_into_runs_of_leaves_and_what_is_compute
     assert found == trained_by([[([*one], [True] * 9) for one in rows[0]["input_ids"]]])
 
 
+def test_trees_have_a_limit_of_their_own(tmp_path):
+    rows = [{"input_ids": [[*PROMPT, 10 + leaf, 20, 30] for leaf in range(leaves)]} for leaves in (3, 4)]
+    source = write(tmp_path / "a.jsonl", rows)
+    documents, found = read_all(config_of(source, max_document_tokens=9, max_tree_tokens=15, shuffle_window=1))
+    assert [one.num_tokens for one in documents] == [15, 15, 9]
+    assert found == trained_by([[([*one], [True] * 9) for one in row["input_ids"]] for row in rows])
+    with pytest.raises(DataError, match=r"a\.jsonl:1 has 9 tokens, more than max_document_tokens \(8\)"):
+        read_all(config_of(source, max_document_tokens=8, max_tree_tokens=15))
+    with pytest.raises(ConfigError, match=r"max_tree_tokens is 8, must be at least data.max_document_tokens \(9\)"):
+        config_of(source, max_document_tokens=9, max_tree_tokens=8)
+
+
 @pytest.mark.parametrize("overlong", ["split", "truncate", "drop"])
 def test_a_sequence_beyond_the_limit_follows_the_rule_for_long_documents(tmp_path, overlong):
     long, short = [*PROMPT, *range(10, 20)], [*PROMPT, 3]
@@ -421,9 +442,11 @@ def test_lengths_of_trees_are_those_of_sequences_that_fit(tmp_path):
     table = read_length_table(source, config_of(source, **limited))
     documents, _ = read_all(config_of(source, **limited))
     # Other documents are whole: what becomes of them is not the table's to say.
-    assert table.lengths.tolist() == [*(one.num_tokens for one in documents[:-1]), 30]
+    assert sorted(table.lengths) == sorted([*(one.num_tokens for one in documents if one.segments), 30])
     trained = [(one.segments, one.num_path_tokens, one.num_recomputed_tokens) for one in documents if one.segments]
-    assert [(tree.segments, sum(tree.sequences), tree.num_recomputed) for tree in table.trees.values()] == trained
+    counted = [(tree.segments, sum(tree.sequences), tree.num_recomputed) for tree in table.trees.values()]
+    assert sorted(counted) == sorted(trained)
+    assert sum(again for *_, again in trained) == 14, "seven of each tree but the first"
 
 
 def test_estimated_tokens_of_trees_are_those_of_their_segments(tmp_path):

@@ -80,11 +80,35 @@ def test_trees_that_are_cut_into_single_sequences_train(gloo_pool, tmp_path):
     prompt = list(range(1, 201))
     records = [{"input_ids": [[*prompt, *[n] * 60] for n in (4, 5, 6)]}]
     losses = []
-    for name, limit in (("whole", 512), ("cut", 330)):
-        config = write_run(tmp_path / name, records, 1 if name == "whole" else 2)
-        more = [*FLOAT64, "plan.strategy=auto", f"data.max_document_tokens={limit}"]
+    for name, limit, most in (("whole", 512, 512), ("cut", 330, 330), ("beyond", 260, 380)):
+        config = write_run(tmp_path / name, records, 2 if name == "cut" else 1)
+        more = [*FLOAT64, "plan.strategy=auto", f"data.max_document_tokens={limit}", f"data.max_tree_tokens={most}"]
         losses.append(gloo_pool.run(1, train_steps, config, more, 2)[0])
     assert losses[1] == pytest.approx(losses[0], rel=LIMIT)
+    assert losses[2] == pytest.approx(losses[0], rel=LIMIT)
+
+
+@pytest.mark.parametrize("more", [["parallel.dp=2"], ["parallel.dp=2", "parallel.pp=2"]], ids=["dp2", "dp2 pp2"])
+def test_a_large_tree_is_shared_by_replicas_and_trains_as_its_sequences(gloo_pool, tmp_path, more):
+    rng = np.random.default_rng(5)
+    prompt = rng.integers(1, 250, 30).tolist()
+    turn = prompt + rng.integers(1, 250, 12).tolist()
+    large = [turn[:36], *([*(turn if n % 2 else prompt), *rng.integers(1, 250, 40).tolist()] for n in range(9))]
+    small = [[9] * 10 + [n] * 5 for n in (1, 2)]
+    ranks, more = 2 ** len(more), [*FLOAT64, "plan.strategy=slimpack", *more]
+    sequences = [{"input_ids": one} for one in (*large, *small, [5] * 20)]
+    config = write_run(tmp_path / "plain", sequences, len(sequences))
+    expected = gloo_pool.run(ranks, train_steps, config, more, 4)[0]
+    lists = [{"input_ids": large}, {"input_ids": small}, {"input_ids": [5] * 20}]
+    config = write_run(tmp_path / "trees", lists, 3)
+    rows = gloo_pool.run(ranks, trained_rows, config, more, 4)[0]
+    assert [row["loss"] for row in rows] == pytest.approx(expected, rel=LIMIT)
+    assert all(row["recomputed_tokens"] >= 30 for row in rows)
+    assert {row["path_tokens_per_s"] / row["tokens_per_s"] > 1.5 for row in rows} == {True}
+    # A resumed run cuts as one that never stopped.
+    parts = write_run(tmp_path / "parts", lists, 3)
+    found = [loss for stop in (1, 3, 4) for loss in gloo_pool.run(ranks, train_steps, parts, more, stop)[0]]
+    assert found == [row["loss"] for row in rows]
 
 
 def test_an_interrupted_run_goes_on_to_the_bit_and_tells_tokens(gloo_pool, tmp_path):
@@ -102,6 +126,11 @@ def test_an_interrupted_run_goes_on_to_the_bit_and_tells_tokens(gloo_pool, tmp_p
     ("ranks", "more", "message"),
     [
         (1, ["plan.strategy=wlb"], "wlb"),
+        (
+            1,
+            ["plan.strategy=balanced", "data.max_tree_tokens=513"],
+            r"max_pack_tokens is 512, documents may have 513 .*data\.max_tree_tokens.* balanced never cuts a document",
+        ),
         (2, ["parallel.cp=2"], "trees of shared prefixes: layout cp=2 divides documents over ranks; use cp=1"),
     ],
 )

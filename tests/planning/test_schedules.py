@@ -173,9 +173,7 @@ def test_options_that_end_a_run_later_are_refused_at_start():
         if strategy.cuts_documents:
             require_trainable(name, layout, options, 65)
         else:
-            with pytest.raises(
-                ConfigError, match=f"is 64, data.max_document_tokens is 65, and strategy {name} never cuts"
-            ):
+            with pytest.raises(ConfigError, match=f"is 64, documents may have 65 .* strategy {name} never cuts"):
                 require_trainable(name, layout, options, 65)
 
 

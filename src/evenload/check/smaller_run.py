@@ -154,6 +154,7 @@ def checked_scope(config: TrainConfig, directory: Path) -> Scope:
         batch_documents=documents,
         batch_tokens=None,
         max_document_tokens=longest,
+        max_tree_tokens=None,
         overlong="truncate" if longest < data.max_document_tokens else data.overlong,
         epochs=None,
         workers=0,

@@ -73,7 +73,7 @@ def require_runnable(config: TrainConfig) -> ParallelLayout:
     read = [config.data, *([validation_data(config.data, config.validation)] if config.validation else [])]
     has_trees = any(map(shares_prefixes, read))
     for one in layouts:
-        require_trainable(config.plan.strategy, one, options, config.data.max_document_tokens, has_trees=has_trees)
+        require_trainable(config.plan.strategy, one, options, config.data.most_tree_tokens, has_trees=has_trees)
     if has_trees:
         require_trees(spec, layout)
         if router_aux_loss_coef(hf_config, config.model.router_aux_loss_coef):

@@ -428,6 +428,13 @@ class PackCosts:
             seconds += (policy == RECOMPUTE) * features[:, 0] * self.linear_again_s[0].sum()
         return seconds
 
+    def piece_seconds(self, start: NDArray[np.int64], stop: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Price pieces at positions `[start, stop)` along their paths as `document_seconds`, which is their sum;
+        float64[n]."""
+        features = self.features.of_slices(start, stop)
+        features[:, 2] = 0.0
+        return features @ (self.stage_seconds["forward"] + self.stage_seconds["backward"]).sum(axis=1)
+
     def work_curve(self, direction: Direction, stage: int | None = None, recomputed_share: float = 0.0) -> WorkCurve:
         """Return the work of a token range on one virtual stage, for exact cuts; default: the stage slowest per token.
         Of a backward's tokens `recomputed_share` are recomputed; a curve knows no documents."""

@@ -6,7 +6,7 @@ those of deferred documents; it is exact if sources and settings are the same, w
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -26,10 +26,12 @@ from evenload.data.blocks import (
 )
 from evenload.data.config import DataConfig
 from evenload.data.encoders import EncodedDocument
+from evenload.data.groups import cut_tree
 from evenload.data.ledger import LedgerState, Tally
 from evenload.errors import ConfigError
 from evenload.types.base import Frozen
-from evenload.types.document import Document
+from evenload.types.document import PART_IDS, Document, parts_of
+from evenload.types.tree import shape_of
 
 
 class Peers(Protocol):
@@ -265,10 +267,29 @@ class GlobalBatch:
         """Return the documents that earlier plans deferred, oldest first; to be planned with the new ones."""
         return tuple(entry.saved.document for entry in self.deferrals.values())
 
+    def cut_trees(self, cuts: Mapping[int, Sequence[int]]) -> "GlobalBatch":
+        """Return the batch with new documents that are trees in parts: `cuts` by doc_id, as `TreeShape.parts` takes
+        them."""
+        if not cuts:
+            return self
+        headers, documents = dict(self.sampled.trees()), list[Document]()
+        content = {doc_id: self.tokens.at(row) for row, doc_id in enumerate(self.tokens.doc_ids.tolist())}
+        for at, one in enumerate(self.documents):
+            if one.doc_id not in cuts:
+                documents.append(one)
+                continue
+            parts = shape_of(one.segments).parts(cuts[one.doc_id])
+            made = parts_of(one, parts, headers[at].num_labels)
+            documents += made
+            if (tree := content.pop(one.doc_id, None)) is not None:
+                content |= zip([part.doc_id for part in made], cut_tree(tree, parts), strict=True)
+        tokens = make_table(list(content), list(content.values()))
+        return replace(self, documents=tuple(documents), tokens=tokens, has_labels=True)
+
     def place(self, doc_id: int) -> DocumentPlace:
         if doc_id in self.deferrals:
             return self.deferrals[doc_id].saved.place
-        at = doc_id - self.documents[0].doc_id
+        at = doc_id % PART_IDS - self.documents[0].doc_id
         block = self.sampled.blocks[self.sampled.block_of[at]]
         return DocumentPlace(block=block.request, index=int(self.sampled.rows[at]), checksum=block.header.checksum)
 
@@ -278,7 +299,7 @@ class GlobalBatch:
         block_of = self.sampled.block_of.tolist()
         of_block = [block.request.key.owner(num_ranks) for block in self.sampled.blocks]
         waiting = {d: entry.saved.place.block.key.owner(num_ranks) for d, entry in self.deferrals.items()}
-        owners = (waiting[d] if d in waiting else of_block[block_of[d - first]] for d in doc_ids)
+        owners = (waiting[d] if d in waiting else of_block[block_of[d % PART_IDS - first]] for d in doc_ids)
         return np.fromiter(owners, np.int64, len(doc_ids))
 
 

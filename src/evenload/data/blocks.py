@@ -29,6 +29,7 @@ from evenload.data.records import Record, RecordReader, naming
 from evenload.errors import DataError
 from evenload.types.base import Frozen
 from evenload.types.tree import Segment as TreeSegment
+from evenload.types.tree import TreeShape
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,11 +192,13 @@ class BlockRequest(NamedTuple):
 
 
 class TreeHeader(NamedTuple):
-    """What all ranks know of a tree of sequences that share prefixes; as in `Document`."""
+    """What all ranks know of a tree of sequences that share prefixes: as in `Document`, and of each segment the number
+    of its labels, each as often as it counts."""
 
     segments: tuple[TreeSegment, ...]
     num_path_tokens: int
     num_recomputed_tokens: int
+    num_labels: tuple[int, ...]
 
     def tally(self, num_tokens: int) -> Tally:
         """Return what a tally has of it beyond a plain document of as many tokens."""
@@ -391,7 +394,7 @@ class BlockReader:
             pieces = [piece for one, each in pairs for piece in fit_length(reader, one.offset, each, self._config)]
             sequences = [document for document, _ in pieces if document is not None]
             try:
-                documents = make_documents(sequences, self._config, self._config.max_document_tokens)
+                documents = make_documents(sequences, self._config, self._config.most_tree_tokens)
             except DataError as problem:
                 raise DataError(f"{reader.origin(record.offset)}: {problem}") from problem
             pieces = [(None, dropped) for _, dropped in pieces if dropped is not None]
@@ -450,6 +453,11 @@ def _piece(document: EncodedDocument, start: int, stop: int) -> EncodedDocument:
     return EncodedDocument(document.tokens[start:stop], labels)
 
 
+def _labels_of_segments(tree: EncodedDocument) -> tuple[int, ...]:
+    times = (_labels_of(tree) != IGNORE_INDEX) * all_label_counts(tree)
+    return tuple(np.add.reduceat(times, TreeShape(tree.segments).starts).tolist())
+
+
 def _make_block(
     documents: list[EncodedDocument], cursor: BlockCursor, next_cursor: BlockCursor | None, dropped: dict[str, Tally]
 ) -> DocumentBlock:
@@ -462,9 +470,9 @@ def _make_block(
         trained = np.concatenate([np.zeros(1, np.int64), np.cumsum(times, dtype=np.int64)])
         num_labels = trained[edges[1:]] - trained[edges[:-1]]
     trees = {
-        row: TreeHeader(one.segments, sum(one.sequence_lengths), one.num_recomputed_tokens)
+        row: TreeHeader(one.segments, sum(one.sequence_lengths), one.num_recomputed_tokens, _labels_of_segments(one))
         for row, one in enumerate(documents)
-        if one.segments or one.num_recomputed_tokens
+        if one.segments
     }
     checksum = 0
     for column in (tokens, labels, counts):

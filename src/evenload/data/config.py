@@ -133,8 +133,9 @@ class DataConfig(Frozen):
             validation; in the ledger. `validation.share` sets it.
         reads: "training" reads what is not held out, "held_out" only what is; for loaders of your own.
         epochs: passes over the sources; None = repeat for ever.
-        max_document_tokens: longest document that can be trained (the context); a larger tree of sequences that share
-            prefixes is cut into several.
+        max_document_tokens: longest document that can be trained (the context).
+        max_tree_tokens: unique tokens above which a tree of sequences that share prefixes is cut into several; default:
+            `max_document_tokens`, which limits each of its sequences.
         overlong: what happens to a longer one: an error naming it, consecutive documents of at most that length, only
             its first tokens, or nothing of it. All of it is in the ledger.
         on_corrupt: stop at a record that cannot be read, or count it in the ledger and go on.
@@ -177,6 +178,7 @@ class DataConfig(Frozen):
     reads: Literal["training", "held_out"] = "training"
     epochs: int | None = None
     max_document_tokens: int
+    max_tree_tokens: int | None = None
     overlong: Overlong = "error"
     on_corrupt: OnCorrupt = "error"
     workers: int = 1
@@ -214,12 +216,20 @@ class DataConfig(Frozen):
                 f"data.streams is {self.streams} with a data.shuffle_window of {self.shuffle_window} documents, of "
                 "which every stream holds a share; lower data.streams, or raise the window"
             )
+        fits = self.most_tree_tokens >= self.max_document_tokens
+        least = f"at least data.max_document_tokens ({self.max_document_tokens}), so that every sequence fits"
+        require_value("data", self, "max_tree_tokens", fits, least)
         _check_choices(self, "data.")
         for field in _NAMED_COLUMNS:
             if not getattr(self, field):
                 raise ConfigError(f"data.{field} is empty; name the key or column")
         if self.group_by == "":
             raise ConfigError("data.group_by is empty; name the key or column, or leave it out")
+
+    @property
+    def most_tree_tokens(self) -> int:
+        """Return the most unique tokens of a document."""
+        return self.max_document_tokens if self.max_tree_tokens is None else self.max_tree_tokens
 
     @property
     def num_streams(self) -> int:

@@ -7,6 +7,7 @@ to find what is shared.
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -15,9 +16,10 @@ import numpy as np
 
 from evenload.data.config import DataConfig
 from evenload.data.encoders import IGNORE_INDEX, DocumentEncoder, EncodedDocument
-from evenload.data.prefix_tree import PrefixTree, build_trees, labels_once, sequences_in_order, split_into_runs
+from evenload.data.prefix_tree import PrefixTree, build_trees, labels_once
 from evenload.data.records import FilePart, FileSummary, Member, Record, RecordReader
 from evenload.errors import DataError
+from evenload.types.tree import TreePart, TreeShape
 
 MOST_RECORDS = 1 << 14
 """A larger group is an error: the field names no group, and all of it would be in memory."""
@@ -123,31 +125,44 @@ def encode_groups(encoder: DocumentEncoder, records: Sequence[Record]) -> list[O
 def make_documents(sequences: Sequence[EncodedDocument], config: DataConfig, most_tokens: int) -> list[EncodedDocument]:
     """Make documents of the sequences of a group, none of which is empty or has more than `most_tokens`.
 
-    A tree with more unique tokens is cut into runs of its leaves in lexicographic order. Raises `DataError` for labels
+    A tree with more unique tokens is cut into the fewest parts, each as long as it goes. Raises `DataError` for labels
     that are other ids than their tokens, which sequences that share these cannot all have.
     """
     if len(sequences) < 2:
         return list(sequences)
-    tokens = [one.tokens for one in sequences]
-    weights = [_weights(one) for one in sequences]
-    if config.tree_labels == "once":  # before trees are cut, so that no two of their parts train the same token
+    tokens, weights = [one.tokens for one in sequences], [_weights(one) for one in sequences]
+    if config.tree_labels == "once":
         weights = labels_once(tokens, weights)
-    order, shared = sequences_in_order(tokens)
-    rank, least = {place: at for at, place in enumerate(order)}, config.min_shared_tokens
+    documents = [_document(one) for one in build_trees(tokens, weights, min_shared_tokens=config.min_shared_tokens)]
+    return [part for one in documents for part in _parts_within(one, most_tokens)]
 
-    def grow(places: Sequence[int], budget: int) -> Iterator[EncodedDocument]:
-        own = [tokens[place] for place in places], [weights[place] for place in places]
-        for tree in build_trees(*own, min_shared_tokens=least):
-            members = sorted((places[at] for at, _ in tree.leaves), key=rank.__getitem__)
-            if len(tree.tokens) <= most_tokens:
-                again = int(shared[rank[members[0]]])
-                yield _document(tree, again if again >= least else 0)
-                continue
-            # Runs are counted as if all that is common were shared; where short prefixes are not, they are cut again.
-            for run in split_into_runs([tokens[place] for place in members], budget):
-                yield from grow([members[at] for at in run], budget // 2)
 
-    return list(grow(range(len(tokens)), most_tokens))
+def _parts_within(document: EncodedDocument, most_tokens: int) -> list[EncodedDocument]:
+    if len(document.tokens) <= most_tokens:
+        return [document]
+    shape = TreeShape(document.segments)
+    cuts, size = [], 0
+    for leaf, ((start, stop), position, _) in enumerate(shape.path_ranges(0, shape.num_rows)):  # one for every leaf
+        size += stop - start
+        if size > most_tokens:
+            cuts.append(leaf)
+            size = position + stop - start
+    return cut_tree(document, shape.parts(cuts))
+
+
+def cut_tree(document: EncodedDocument, parts: Sequence[TreePart]) -> list[EncodedDocument]:
+    """Return the parts of a tree as documents. Each label is in the first part that has its token."""
+    tokens, counts = document.tokens, document.label_counts
+    labels = np.append(np.int32(IGNORE_INDEX), tokens[1:]) if document.labels is None else document.labels
+    of_others = Counter(length for part in parts[1:] for length in part.path_lengths)
+    cut, of_first = [], tuple((Counter(document.sequence_lengths) - of_others).elements())
+    for part in parts:
+        own = labels[part.rows]
+        own[: part.num_recomputed] = IGNORE_INDEX
+        of_rows = tokens[part.rows], own, None if counts is None else counts[part.rows]
+        lengths = part.path_lengths if part.num_recomputed else of_first
+        cut.append(EncodedDocument(*of_rows, part.segments, lengths, part.num_recomputed))
+    return cut
 
 
 def _weights(sequence: EncodedDocument) -> np.ndarray:
@@ -164,7 +179,7 @@ def _weights(sequence: EncodedDocument) -> np.ndarray:
     return has_label.astype(np.float64)
 
 
-def _document(tree: PrefixTree, num_recomputed: int = 0) -> EncodedDocument:
+def _document(tree: PrefixTree) -> EncodedDocument:
     counts = tree.weights.astype(np.int32)
     labels = np.where(counts > 0, tree.tokens, np.int32(IGNORE_INDEX))
     is_tree = len(tree.leaves) > 1
@@ -174,5 +189,4 @@ def _document(tree: PrefixTree, num_recomputed: int = 0) -> EncodedDocument:
         None if (counts <= 1).all() else counts,
         tree.segments if is_tree else (),
         tree.sequence_lengths if is_tree else (),
-        num_recomputed,
     )

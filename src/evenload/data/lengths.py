@@ -189,7 +189,7 @@ def _documents(config: DataConfig, tokenizer: DocumentTokenizer) -> Iterator[Enc
                         one for member, each in members for one in fit_length(reader, member.offset, each, config)
                     ]
                     sequences = [document for document, _ in pieces if document is not None]
-                    yield from make_documents(sequences, config, config.max_document_tokens)
+                    yield from make_documents(sequences, config, config.most_tree_tokens)
                 else:
                     pieces = fit_length(reader, record.offset, outcome, whole)
                     yield from (document for document, _ in pieces if document is not None)

@@ -15,7 +15,7 @@ block of every stream that this rank reads, the next one, and those of drawn bat
 import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -358,7 +358,8 @@ class DrawnBatches:
             for doc_id, (num_tokens, num_labels) in enumerate(columns, start=self._next_doc_id)
         ]
         for place, tree in sampled.trees():
-            documents[place] = msgspec.structs.replace(documents[place], **tree._asdict())
+            known = {field: value for field, value in tree._asdict().items() if field != "num_labels"}
+            documents[place] = msgspec.structs.replace(documents[place], **known)
         self._next_doc_id += len(documents)
         read, self._read.state = self._read.state, LedgerState()
         return DrawnBatch(self._epoch, tuple(documents), sampled, read, self.position())
@@ -475,6 +476,14 @@ class GlobalBatchLoader:
     def coming(self, count: int) -> tuple[tuple[Document, ...], ...]:
         """Return the new documents of the next `count` batches, fewer as in `DrawnBatches.peek`. Collective."""
         return tuple(batch.documents for batch in self._drawn.peek(count, self._check_epoch))
+
+    def cut_trees(self, batch: GlobalBatch, cuts: Mapping[int, Sequence[int]]) -> GlobalBatch:
+        """Return the batch with trees in parts (`GlobalBatch.cut_trees`), which count as documents that were read."""
+        cut = batch.cut_trees(cuts)
+        more = tally_of(cut.documents) - tally_of(batch.documents)
+        self.ledger.state = self.ledger.state.with_read(LedgerState(read=more))
+        self.ledger.add_handed_out(more, Tally())
+        return cut
 
     def record_step(self, batch: GlobalBatch, plan: StepPlan) -> None:
         """Account for a trained step, and keep the documents that its plan deferred for the next batch. Raises

@@ -113,30 +113,6 @@ def as_token_ids(sequences: Sequence[ArrayLike]) -> list[NDArray[np.int32]]:
     return [one.astype(np.int32) for one in found]
 
 
-def split_into_runs(sequences: Sequence[ArrayLike], most_tokens: int) -> list[list[int]]:
-    """Return places of sequences as runs of the lexicographic order, as long as the unique tokens of each run are at
-    most `most_tokens`. A run recomputes the tokens that its first sequence shares with the one before it, and no
-    others, so there is no division into fewer runs. A sequence that is longer is a run of its own."""
-    order, shared = sequences_in_order(sequences)
-    lengths = np.array([len(np.asarray(sequences[place])) for place in order], np.int64)
-    return runs_within(order, lengths, lengths - shared, most_tokens)
-
-
-def runs_within(order: Sequence[int], first: NDArray, behind: NDArray, most: float) -> list[list[int]]:
-    """Divide places in order into runs, each as long as it adds up to at most `most`: `first` of what begins a run,
-    `behind` of what follows another (one number each for every place). One place alone may be more."""
-    runs: list[list[int]] = []
-    total = 0.0
-    for place, alone, added in zip(order, first.tolist(), behind.tolist(), strict=True):
-        if runs and total + added <= most:
-            runs[-1].append(place)
-            total += added
-        else:
-            runs.append([place])
-            total = alone
-    return runs
-
-
 @dataclass(eq=False)
 class _Node:
     """Tokens `[start, stop)` that members of the order share, behind those of the node `parent`; -1 = a root."""

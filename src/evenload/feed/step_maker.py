@@ -47,6 +47,9 @@ class Planner(Protocol[State]):
     def state_type(self) -> type[State]:
         """Return the type of what it carries from step to step; made without arguments before the first step."""
 
+    def cuts(self, documents: Sequence[Document]) -> dict[int, list[int]]:
+        """Return the trees that are to be planned in parts, by doc_id, and where (`TreeShape.parts`); of new ones."""
+
     def plan_step(
         self,
         step: int,
@@ -97,6 +100,7 @@ class _Reply(Frozen):
 
     plan: bytes = b""
     state: bytes = b""
+    cuts: dict[int, list[int]] = msgspec.field(default_factory=dict)
     decision: LayoutDecision | None = None
     plan_time_s: float = 0.0
     error: str = ""
@@ -141,7 +145,7 @@ class StepMaker(Generic[State]):
                 coming = self.loader.coming(num_coming)
         with self._waiting(f"the plan of step {batch.step}"):
             reply = self._plan(batch, coming)
-        plan = decode_plan(reply.plan)
+        plan, batch = decode_plan(reply.plan), self.loader.cut_trees(batch, reply.cuts)
         validate_plan(plan, max_pack_tokens=self._max_pack_tokens)
         # Also checks that the plan is of this batch: who sends what to whom follows from both.
         self.loader.record_step(batch, plan)
@@ -167,14 +171,16 @@ class StepMaker(Generic[State]):
     def _plan(self, batch: GlobalBatch, coming: tuple[tuple[Document, ...], ...]) -> _Reply:
         peers, reply, bug = self.loader.peers, _Reply(), None
         if peers.rank == 0:
-            start_s, documents = time.perf_counter(), batch.carried + batch.documents
+            start_s = time.perf_counter()
             try:
+                cuts = self.planner.cuts(batch.documents)
+                documents = batch.carried + batch.cut_trees(cuts).documents
                 plan, state, decision = self.planner.plan_step(
                     batch.step, documents, self.planner_state, coming=coming, is_last=batch.is_last
                 )
                 plan_time_s = time.perf_counter() - start_s
                 encoded = {"plan": encode_plan(plan), "state": msgspec.msgpack.encode(state)}
-                reply = _Reply(**encoded, decision=decision, plan_time_s=plan_time_s)
+                reply = _Reply(**encoded, cuts=cuts, decision=decision, plan_time_s=plan_time_s)
             except EvenloadError as error:
                 reply = _Reply(error=type(error).__name__, text=str(error))
             except Exception as error:  # the other ranks wait for a reply, without one until their time limit

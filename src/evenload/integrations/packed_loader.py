@@ -380,7 +380,7 @@ def _planner_of(model: Any, options: LoaderOptions, place: LoaderPlace) -> RunPl
     planning, ranks = options.planning(), {"dp": place.world_size, "cp": options.sequence_ranks}
     planner = make_planner(model, options.costs, planning, **ranks, engine=options.profile, shape=options.shape)
     may_delay = strategy_named(options.strategy).delays(planning) and not options.evaluation
-    return RunPlanner(planner, options.strategy, may_delay)
+    return RunPlanner(planner, options.strategy, may_delay, may_cut=False)
 
 
 def _pack_step(step: PlannedStep, options: LoaderOptions, place: LoaderPlace, pins: bool) -> PackedStep:

@@ -20,6 +20,7 @@ from evenload.planning.cp_sharding import repriced_choices
 from evenload.planning.deferral import DelayState, arrivals_of, mean_token_delay_steps, state_after, trained_documents
 from evenload.planning.problem import PlanOptions, ReplicaChoice, StepProblem, imbalance, with_times_that_run
 from evenload.planning.strategies.registry import STRATEGIES, strategy_named
+from evenload.planning.tree_runs import tree_cuts
 from evenload.schedule.step_collectives import step_end
 from evenload.stepplan.validate import why_not_in_backward
 from evenload.types.columns import SliceColumns
@@ -349,13 +350,19 @@ def _imbalance(packs: SliceColumns, pack_s: np.ndarray) -> float:
 @dataclass(frozen=True, eq=False)
 class RunPlanner:
     """Plan the steps of a run (`feed.step_maker.Planner`) by one strategy in one layout; without `may_delay` every
-    step trains its whole batch, whatever the strategy."""
+    step trains its whole batch, whatever the strategy, without `may_cut` trees stay whole."""
 
     planner: StepPlanner
     strategy: str
     may_delay: bool = True
+    may_cut: bool = True
     known_steps = 1
     state_type = DelayState
+
+    def cuts(self, documents: Sequence[Document]) -> dict[int, list[int]]:
+        """Return where trees are cut (`planning.tree_runs`); nowhere where documents may wait, which parts cannot."""
+        may_wait = strategy_named(self.strategy).delay is not None
+        return tree_cuts(documents, self.planner.costs) if self.may_cut and not may_wait else {}
 
     def plan_step(
         self,

@@ -128,7 +128,7 @@ class Validator:
         assert options.max_pack_tokens is not None, "`make_planner` decides it"
         costs = planner.costs
         planner = StepPlanner(costs.model, costs.coefficients, planner.layout, None, options, host=planner.host)
-        run_planner = RunPlanner(planner, self._strategy, may_delay=False)
+        run_planner = RunPlanner(planner, self._strategy, may_delay=False, may_cut=False)
         return step_maker(self._loader, run_planner, mesh, options.max_pack_tokens)
 
     def _losses(self, planned: PlannedStep, state: RankState) -> "_BatchLosses":

@@ -151,7 +151,7 @@ class Trainer:
         run_steps, strategy = self.config.train.steps, self.config.plan.strategy
         last_step = min((n for n in (run_steps, stop_after) if n is not None), default=None)
         for layout in self.meshes.layouts:
-            require_trainable(strategy, layout, planner.options, self.config.data.max_document_tokens)
+            require_trainable(strategy, layout, planner.options, self.config.data.most_tree_tokens)
         source = self._source(FlexRunPlanner(flex or RunPlanner(planner, strategy), measured_of), last_step)
         run = EvaluatedRun(
             state=self.state,

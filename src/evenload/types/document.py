@@ -1,12 +1,13 @@
 """Define what is trained and how it is cut: `Document`, `Slice`, token ranges, blocks of replicas, and micro-batches
 (`MicroPack`, called packs here), which hold slices."""
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
 
 from evenload.types.base import Frozen
-from evenload.types.tree import Segment
+from evenload.types.tree import Segment, TreePart
 
 # `gc=False`: a step has hundreds of thousands of these, which hold only numbers; looking for cycles took as long as
 # planning.
@@ -35,6 +36,28 @@ class Document(Frozen, gc=False):
     def num_shared_tokens(self) -> int:
         """Tokens of its sequences that need no rows of their own."""
         return max(0, self.num_path_tokens - self.num_tokens)
+
+
+PART_IDS = 2**40
+"""Ids of documents are below; part i of a tree d that a step cuts has the id `d + i · PART_IDS`."""
+
+
+def parts_of(tree: Document, parts: Sequence[TreePart], num_labels: Sequence[int]) -> list[Document]:
+    """Return the parts of a tree as documents; `num_labels` are those of its segments."""
+    again = [tree.num_recomputed_tokens, *(part.num_recomputed for part in parts[1:])]
+    paths = [sum(part.path_lengths) for part in parts[1:]]
+    paths.insert(0, tree.num_path_tokens - sum(paths))
+    return [
+        Document(
+            doc_id=tree.doc_id + at * PART_IDS,
+            num_tokens=len(part.rows),
+            num_label_tokens=sum(num_labels[part.own.start : part.own.stop]),
+            segments=part.segments,
+            num_path_tokens=paths[at],
+            num_recomputed_tokens=again[at],
+        )
+        for at, part in enumerate(parts)
+    ]
 
 
 class Slice(Frozen, gc=False):

@@ -10,6 +10,7 @@ rows. So forward slices that ascend compute ancestors first and backward slices 
 wherever either is cut. Where the child with the most rows comes first, a row sees at most 1 + log2(rows) runs of rows.
 """
 
+import itertools
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -39,6 +40,24 @@ class PathRange(NamedTuple):
     rows: RowRun
     position: int
     seen: list[RowRun]
+
+
+class TreePart(NamedTuple):
+    """Holds a run of a tree's leaves and all that is on their paths: a tree of its own.
+
+    Args:
+        segments: of the part; its largest child need not come first.
+        rows: int64[n], where its rows lie in the whole tree, ascending.
+        num_recomputed: the first so many rows are in a part before it, too, which has their labels.
+        own: the segments of the whole tree that no part before it has.
+        path_lengths: tokens of the path to each of its leaves.
+    """
+
+    segments: tuple[Segment, ...]
+    rows: np.ndarray
+    num_recomputed: int
+    own: range
+    path_lengths: tuple[int, ...]
 
 
 class TreeShape:
@@ -121,6 +140,35 @@ class TreeShape:
         rows = np.concatenate([inside - 1, before[begun]])
         by_row = np.argsort(rows, kind="stable")
         return rows[by_row], np.concatenate([inside, self.starts[begun]])[by_row]
+
+    @cached_property
+    def leaves(self) -> np.ndarray:
+        """Return the segments without children, ascending; int64[L]."""
+        return np.setdiff1d(np.arange(len(self.parents)), self.parents)
+
+    def parts(self, cuts: Sequence[int]) -> list[TreePart]:
+        """Return the tree in parts: the first from leaf 0 on, each other one from one of the ascending `cuts` on. A
+        sequence that ends on the way to a leaf, or comes twice, is the first part's."""
+        behind = [0, *(self.leaves + 1).tolist()]
+        edges = itertools.pairwise([0, *cuts, len(self.leaves)])
+        return [self._part(self.leaves[a:b], range(behind[a], behind[b])) for a, b in edges]
+
+    def _part(self, leaves: np.ndarray, own: range) -> TreePart:
+        members, above = list(own), int(self.parents[own.start])
+        while above >= 0:
+            members.insert(0, above)
+            above = int(self.parents[above])
+        place = {-1: -1} | {one: at for at, one in enumerate(members)}
+        rows = [np.arange(self.starts[one], self.stops[one]) for one in members]
+        return TreePart(
+            segments=tuple(
+                Segment(len(at), place[int(self.parents[one])]) for one, at in zip(members, rows, strict=True)
+            ),
+            rows=np.concatenate(rows),
+            num_recomputed=sum(map(len, rows[: -len(own)])),
+            own=own,
+            path_lengths=tuple((self.depths + self.stops - self.starts)[leaves].tolist()),
+        )
 
 
 @lru_cache(maxsize=4096)

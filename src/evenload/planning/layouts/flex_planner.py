@@ -506,6 +506,10 @@ class FlexRunPlanner:
     def known_steps(self) -> int:
         return self.planner.known_steps
 
+    def cuts(self, documents: Sequence[Document]) -> dict[int, list[int]]:
+        """Return where trees are cut; nowhere while the layout may change, which the cuts depend on."""
+        return self.planner.cuts(documents) if isinstance(self.planner, RunPlanner) else {}
+
     def plan_step(
         self,
         step: int,

@@ -43,7 +43,7 @@ def require_trainable(
     """Refuse what `evenload plan` predicts and a run cannot follow, and settings that would do nothing.
 
     Args:
-        longest: `data.max_document_tokens`; None = not known.
+        longest: most unique tokens of a document, `data.max_tree_tokens` or `max_document_tokens`; None = not known.
         has_trees: sequences of the data share prefixes.
 
     Raises:
@@ -60,9 +60,9 @@ def require_trainable(
     strategy.require_options(options)
     if not strategy.cuts_documents and options.max_pack_tokens and (longest or 0) > options.max_pack_tokens:
         raise ConfigError(
-            f"plan.options.max_pack_tokens is {options.max_pack_tokens}, data.max_document_tokens is {longest}, and "
-            f"strategy {name} never cuts a document; raise the former, lower the latter (and say data.overlong), or "
-            "train with slimpack or auto"
+            f"plan.options.max_pack_tokens is {options.max_pack_tokens}, documents may have {longest} "
+            f"(data.max_document_tokens, of trees data.max_tree_tokens), and strategy {name} never cuts a document; "
+            "raise the former, lower the latter (and say data.overlong), or train with slimpack or auto"
         )
     if options.dp_merge and not strategy.shares_documents:
         sharing = [other.name for other in STRATEGIES.values() if other.shares_documents]
