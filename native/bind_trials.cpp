@@ -329,11 +329,11 @@ std::optional<std::pair<SliceColumns, SliceColumns>> cut_packs(
     const auto rules = checked_rules(table, forward, backward, {}, min_slice_tokens, max_pack_tokens,
                                      align_from_tiles);
     const evenload::Trial trial = checked_trial(view(setting));
-    const evenload::Trees trees = checked_trees(table, ranges, view(num_tokens));
+    const evenload::ReplicaDocuments documents{view(num_tokens), {}, 1, checked_trees(table, ranges, view(num_tokens))};
     std::optional<std::pair<evenload::Slices, evenload::Slices>> packs;
     {
         nb::gil_scoped_release unlocked;
-        packs = evenload::cut_packs(table, {view(num_tokens), {}, 1, trees}, rules, trial.setting);
+        packs = evenload::cut_packs(table, documents, rules, trial.setting);
     }
     if (!packs) return std::nullopt;
     return std::pair(columns_of(std::move(packs->first)), columns_of(std::move(packs->second)));

@@ -46,7 +46,8 @@ public:
                     const Sums& before = sums_[s * windows_.size() + w];
                     sums_[(s + 1) * windows_.size() + w] = {
                         before.pairs + below - prefix_pairs(depth[at + 1], window),
-                        before.tile_pairs + below - prefix_pairs(depth[at], window) + missing * keys_of_last_row(stop, window),
+                        before.tile_pairs + below - prefix_pairs(depth[at], window) +
+                            missing * keys_of_last_row(stop, window),
                         before.prefix + keys_before(depth[at], window)};
                 }
             }
@@ -114,7 +115,9 @@ private:
     struct Sums {
         int64_t pairs = 0, tile_pairs = 0, prefix = 0;
     };
-    const Sums& sums(int64_t range, size_t window_index) const { return sums_[range * windows_.size() + window_index]; }
+    const Sums& sums(int64_t range, size_t window_index) const {
+        return sums_[range * windows_.size() + window_index];
+    }
 
     // Of document d the ranges [offset_[d], offset_[d + 1]), each with its first row in the document.
     std::vector<int64_t> offset_, start_, depth_;
