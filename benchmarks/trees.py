@@ -1,4 +1,4 @@
-"""Sequences that share prefixes: `TreePacker` against the same model path by path, and whole runs of trees.
+"""Sequences that share prefixes: `TreePacker` against the same model path by path, whole runs of trees, their plans.
 
 `packer`, one thread:
 
@@ -13,7 +13,10 @@ rounds of shared over path by path; memory as in `replay.py`, every variant in i
 sequences of a group, as trees, over steps on the same sequences one a record, by turns, without the first of each;
 bytes that the first rank holds over those predicted. Four and a half minutes on two cores.
 
-    python benchmarks/trees.py [--part packer|runs] [--quick] [--append]
+`plans`: time to plan and choose (`planning.py`) for 1,024 trees, over that for documents of as many rows; llama-7b on
+32 H100, DP 8 x PP 4, 80 GB.
+
+    python benchmarks/trees.py [--part packer|runs|plans] [--quick] [--append]
 """
 
 import json
@@ -21,9 +24,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -33,11 +37,15 @@ from evenload.config.planner import layouts_of
 from evenload.config.train_config import load_train_config
 from evenload.data.prefix_tree import build_trees
 from evenload.integrations.tree_packer import TreePacker
+from evenload.planning.problem import PlanOptions
 from evenload.runtime.comm.mesh import create_meshes
 from evenload.runtime.model.model_config import model_spec
 from evenload.runtime.trainer import Trainer
+from evenload.types.document import Document
+from evenload.types.tree import Segment
 from harness import Row, alternate, ratio_row, run
 from replay import growth_bytes
+from setups import planner_for
 
 REPEATS, QUICK_REPEATS = 5, 1
 QUICK_SCALE = 8
@@ -218,7 +226,34 @@ def measure(quick: bool) -> list[Row]:
     return rows
 
 
-PARTS = {"packer": measure, "runs": measure_runs}
+PLANNED, QUICK_PLANNED, PLANS = 1024, 64, 15
+STRATEGIES = ("slimpack", "auto", "balanced", "best_fit", "sequential")
+
+
+def groups_of_step(count: int, step: int) -> tuple[Document, ...]:
+    """Trees of a prompt and 8 responses, of other sizes in every step."""
+    rng = np.random.default_rng(step)
+    sizes = np.concatenate([rng.integers(200, 2000, (count, 1)), rng.integers(50, 1000, (count, 8))], axis=1)
+    segments = [tuple(Segment(n, min(at, 1) - 1) for at, n in enumerate(row)) for row in sizes.tolist()]
+    made = enumerate(zip(sizes.sum(axis=1).tolist(), segments, strict=True))
+    return tuple(Document(doc_id=at, num_tokens=n, num_label_tokens=n, segments=own) for at, (n, own) in made)
+
+
+def measure_plans(quick: bool) -> Iterator[Row]:
+    """Every strategy that plans trees; every plan is of a new step, as a run's are."""
+    count, repeats = (QUICK_PLANNED, QUICK_REPEATS) if quick else (PLANNED, PLANS)
+    planner = planner_for("llama-7b", "h100x32", {"dp": 8, "pp": 4}, PlanOptions(max_pack_tokens=32_768))
+    trees = [groups_of_step(count, step) for step in range(repeats + 1)]
+    plain = [tuple(msgspec.structs.replace(one, segments=()) for one in step) for step in trees]
+    for name in STRATEGIES:
+        steps = {"trees": iter(trees), "documents": iter(plain)}
+        variants = {of: lambda own=own, name=name: planner.propose(0, next(own), name) for of, own in steps.items()}
+        seconds = alternate(variants, repeats)
+        case = f"{name}, {count:,} trees of a prompt and 8 responses"
+        yield ratio_row("plans", case, "plan and choose", seconds["trees"], seconds["documents"], "documents")
+
+
+PARTS = {"packer": measure, "runs": measure_runs, "plans": measure_plans}
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--child"]:

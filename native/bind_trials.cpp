@@ -63,28 +63,53 @@ void require_documents(std::span<const int64_t> num_tokens, std::span<const int8
     for (int8_t code : policy) require(code >= 0 && code < evenload::kPolicies, "policy holds ", int{code});
 }
 
-// offset, start, depth (types/tree_columns.py); empty columns of segments = no document is a tree.
-using TreeArrays = std::tuple<In<int64_t>, In<int64_t>, In<int64_t>>;
+// first, count, start, depth (types/tree_columns.py); empty columns = no document is a tree.
+using TreeArrays = std::tuple<In<int64_t>, In<int64_t>, In<int64_t>, In<int64_t>>;
 
 evenload::Trees checked_trees(const CostTable& table, const TreeArrays& arrays, std::span<const int64_t> num_tokens) {
-    const auto& [offset, start, depth] = arrays;
-    require(start.size() == depth.size(), "segments have ", start.size(), " starts and ", depth.size(), " depths");
-    if (start.size() == 0) return {};
+    const std::span<const int64_t> first = view(std::get<0>(arrays)), count = view(std::get<1>(arrays));
+    const std::span<const int64_t> start = view(std::get<2>(arrays)), depth = view(std::get<3>(arrays));
+    if (first.empty()) return {};
     require(table.causal && !table.has_states(), "trees of shared prefixes need causal attention without states");
-    const std::span<const int64_t> edges = view(offset), rows = view(start);
-    require(edges.size() == num_tokens.size() + 1 && edges.front() == 0 &&
-                edges.back() == static_cast<int64_t>(start.size()), "offset of segments has ", edges.size(),
-            " entries for ", num_tokens.size(), " documents");
+    require(first.size() == num_tokens.size() && count.size() == num_tokens.size() && start.size() == depth.size() + 1,
+            "ranges of ", first.size(), " documents, not ", num_tokens.size(), ", or ", start.size(), " starts and ",
+            depth.size(), " depths");
     for (size_t d = 0; d < num_tokens.size(); ++d) {
-        require(edges[d] <= edges[d + 1], "offset of segments falls at document ", d);
-        for (int64_t s = edges[d]; s < edges[d + 1]; ++s) {
-            const int64_t first = s == edges[d] ? 0 : rows[s - 1] + 1;
-            require(rows[s] >= first && (s > edges[d] || rows[s] == 0) && rows[s] < num_tokens[d] &&
-                        depth.data()[s] >= 0 && depth.data()[s] <= rows[s],
-                    "segment ", s, " of document ", d, " starts at row ", rows[s], ", position ", depth.data()[s]);
+        const int64_t begin = first[d], end = begin + count[d];
+        require(begin >= 0 && begin < end && end <= static_cast<int64_t>(depth.size()), "document ", d, " has ", count[d],
+                " ranges from ", begin, " on");
+        require(start[end] - start[begin] == num_tokens[d], "ranges of document ", d, " have ",
+                start[end] - start[begin], " rows");
+        for (int64_t s = begin; s < end; ++s) {
+            require(start[s] < start[s + 1] && depth[s] >= 0 && depth[s] <= start[s] - start[begin], "range ", s,
+                    " of document ", d, " starts at row ", start[s], ", position ", depth[s]);
         }
     }
-    return {edges, rows, view(depth), table.windows, table.tile};
+    return {first, count, start, depth, table.windows, table.tile};
+}
+
+using Columns = std::tuple<Out<int64_t>, Out<int64_t>, Out<int64_t>, Out<int64_t>>;
+
+// Takes tuples apart by hand: casts to pairs would take most of a plan's time for trees.
+Columns tree_columns(const std::vector<nb::tuple>& documents) {
+    evenload::TreeColumns out;
+    std::vector<evenload::Segment> segments;
+    for (const nb::tuple& document : documents) {
+        segments.clear();
+        for (Py_ssize_t s = 0; s < PyTuple_Size(document.ptr()); ++s) {
+            PyObject* segment = PyTuple_GetItem(document.ptr(), s);
+            require(PyTuple_Check(segment) && PyTuple_Size(segment) == 2, "segment ", s, " is no pair");
+            segments.push_back(
+                {PyLong_AsLongLong(PyTuple_GetItem(segment, 0)), PyLong_AsLongLong(PyTuple_GetItem(segment, 1))});
+        }
+        if (PyErr_Occurred()) throw nb::python_error();
+        if (const size_t wrong = out.add(segments); wrong < segments.size()) {
+            require(false, "segment ", wrong, " of a tree has ", segments[wrong].rows, " tokens behind segment ",
+                    segments[wrong].parent);
+        }
+    }
+    return {to_numpy(std::move(out.first)), to_numpy(std::move(out.count)), to_numpy(std::move(out.start)),
+            to_numpy(std::move(out.depth))};
 }
 
 // doc, start, stop, pack_offset, pad_to, ranks (empty = the layout's).
@@ -129,10 +154,10 @@ using SplitColumns = std::tuple<OutGrid<double>, OutGrid<double>, OutGrid<int64_
 std::tuple<OutGrid<double>, OutGrid<double>, Out<double>, Out<double>, Out<int32_t>, OutGrid<int64_t>, OutGrid<int64_t>,
            OutGrid<int64_t>, OutGrid<int64_t>, std::optional<SplitColumns>>
 price_packs(const CostTable& table, const PackArrays& forward, const PackArrays& backward, In<int64_t> num_tokens,
-            const TreeArrays& segments, In<int8_t> policy, bool split) {
+            const TreeArrays& ranges, In<int8_t> policy, bool split) {
     require_table(table);
     require_documents(view(num_tokens), view(policy), 1);
-    const evenload::Trees trees = checked_trees(table, segments, view(num_tokens));
+    const evenload::Trees trees = checked_trees(table, ranges, view(num_tokens));
     const evenload::PackView first = checked_packs(table, forward, view(num_tokens), trees);
     const evenload::PackView second = checked_packs(table, backward, view(num_tokens), trees);
     // Every forward slice must lie in some backward slice of its document, or the search for it would leave the document.
@@ -170,13 +195,15 @@ using CurveArgs = std::tuple<double, std::vector<std::pair<double, int64_t>>, do
 
 evenload::WorkCurve checked_curve(const CostTable& table, const CurveArgs& args) {
     const auto& [linear_s, attention_s, slice_s] = args;
-    evenload::WorkCurve curve{linear_s, {}, {}, slice_s};
+    evenload::WorkCurve curve{linear_s, {}, {}, {}, slice_s};
     require(linear_s >= 0.0 && slice_s >= 0.0, "linear_s and slice_s must be >= 0");
     for (const auto& [coefficient, window] : attention_s) {
         require(coefficient >= 0.0, "attention term (", coefficient, ", ", window, ") is negative");
-        require(std::count(table.windows.begin(), table.windows.end(), window) > 0, "no layer has window ", window);
+        const auto index = std::find(table.windows.begin(), table.windows.end(), window) - table.windows.begin();
+        require(index < std::ssize(table.windows), "no layer has window ", window);
         curve.attention_s.push_back(coefficient);
         curve.window.push_back(window);
+        curve.window_index.push_back(static_cast<size_t>(index));
     }
     return curve;
 }
@@ -206,7 +233,7 @@ evenload::Trial checked_trial(std::span<const int64_t> row) {
             row[7] != 0};
 }
 
-// num_tokens, segments, policy (empty = all replay), ranks that share every slice, trials.
+// num_tokens, ranges, policy (empty = all replay), ranks that share every slice, trials.
 using ReplicaArgs = std::tuple<In<int64_t>, TreeArrays, In<int8_t>, int64_t, Grid<int64_t>>;
 using Scores = std::tuple<Out<int64_t>, Out<double>, Out<double>, Out<double>>;
 
@@ -227,11 +254,11 @@ std::vector<Scores> score_trials(const CostTable& table, const std::vector<Repli
     };
     std::vector<Replica> all;
     std::vector<Job> jobs;
-    for (const auto& [num_tokens, segments, policy, ranks, trials] : replicas) {
+    for (const auto& [num_tokens, ranges, policy, ranks, trials] : replicas) {
         require_documents(view(num_tokens), view(policy), ranks);
         require(num_tokens.size() > 0, "a replica has no documents");
         require(trials.shape(1) == kTrialColumns, "trials have ", trials.shape(1), " columns, not ", kTrialColumns);
-        Replica replica{{view(num_tokens), view(policy), ranks, checked_trees(table, segments, view(num_tokens))}, {}, {}};
+        Replica replica{{view(num_tokens), view(policy), ranks, checked_trees(table, ranges, view(num_tokens))}, {}, {}};
         require(ranks == 1 || !replica.documents.trees.any(), ranks, " ranks share trees");
         for (size_t t = 0; t < trials.shape(0); ++t) {
             replica.trials.push_back(checked_trial({trials.data() + t * kTrialColumns, kTrialColumns}));
@@ -293,7 +320,7 @@ SliceColumns columns_of(evenload::Slices&& slices) {
 }
 
 std::optional<std::pair<SliceColumns, SliceColumns>> cut_packs(
-    const CostTable& table, In<int64_t> num_tokens, const TreeArrays& segments, In<int64_t> setting, const CurveArgs& forward,
+    const CostTable& table, In<int64_t> num_tokens, const TreeArrays& ranges, In<int64_t> setting, const CurveArgs& forward,
     const CurveArgs& backward, int64_t min_slice_tokens, int64_t max_pack_tokens, int64_t align_from_tiles) {
     require_table(table);
     require_documents(view(num_tokens), {}, 1);
@@ -302,7 +329,7 @@ std::optional<std::pair<SliceColumns, SliceColumns>> cut_packs(
     const auto rules = checked_rules(table, forward, backward, {}, min_slice_tokens, max_pack_tokens,
                                      align_from_tiles);
     const evenload::Trial trial = checked_trial(view(setting));
-    const evenload::Trees trees = checked_trees(table, segments, view(num_tokens));
+    const evenload::Trees trees = checked_trees(table, ranges, view(num_tokens));
     std::optional<std::pair<evenload::Slices, evenload::Slices>> packs;
     {
         nb::gil_scoped_release unlocked;
@@ -375,9 +402,10 @@ void bind_trials(nb::module_& m) {
         .def_rw("weight_gather_pack_s", &CostTable::weight_gather_pack_s)
         .def_rw("weight_held_bytes", &CostTable::weight_held_bytes)
         .def_rw("weight_new_bytes", &CostTable::weight_new_bytes);
+    m.def("tree_columns", &tree_columns, nb::arg("documents"));
     m.def("price_packs", &price_packs, nb::arg("table"), nb::arg("forward"), nb::arg("backward"), nb::arg("num_tokens"),
-          nb::arg("segments"), nb::arg("policy"), nb::arg("split"));
-    m.def("cut_packs", &cut_packs, nb::arg("table"), nb::arg("num_tokens"), nb::arg("segments"), nb::arg("setting"), nb::arg("forward"),
+          nb::arg("ranges"), nb::arg("policy"), nb::arg("split"));
+    m.def("cut_packs", &cut_packs, nb::arg("table"), nb::arg("num_tokens"), nb::arg("ranges"), nb::arg("setting"), nb::arg("forward"),
           nb::arg("backward"), nb::arg("min_slice_tokens"), nb::arg("max_pack_tokens"), nb::arg("align_from_tiles"));
     m.def("score_trials", &score_trials, nb::arg("table"), nb::arg("replicas"), nb::arg("forward"), nb::arg("backward"),
           nb::arg("cap_bytes"), nb::arg("min_slice_tokens"), nb::arg("max_pack_tokens"), nb::arg("align_from_tiles"),

@@ -91,13 +91,13 @@ double work_below(std::span<const WorkCurve> curves, int64_t tokens) {
 double work_below(std::span<const WorkCurve> curves, const Trees& trees, int64_t doc, int64_t tokens) {
     if (!trees.holds(doc)) return work_below(curves, tokens);
     if (tokens == 0) return 0.0;
-    const int64_t last = trees.segment_of(doc, tokens - 1);
-    const auto n = static_cast<double>(tokens), pieces = static_cast<double>(last - trees.segment_of(doc, 0) + 1);
+    const int64_t last = trees.range_of(doc, tokens - 1);
+    const auto n = static_cast<double>(tokens), pieces = static_cast<double>(last - trees.range_of(doc, 0) + 1);
     double total = 0.0;
     for (const WorkCurve& curve : curves) {
         total = total + (curve.linear_s * n + curve.slice_s * pieces);
         for (size_t i = 0; i < curve.attention_s.size(); ++i) {
-            const auto pairs = static_cast<double>(trees.pairs_before(last, tokens, curve.window[i]));
+            const auto pairs = static_cast<double>(trees.pairs_before(last, tokens, curve.window_index[i]));
             total = total + curve.attention_s[i] * pairs;
         }
     }

@@ -76,10 +76,11 @@ double WorkCurve::slice_work_s(int64_t start, int64_t stop) const {
 double WorkCurve::slice_work_s(const Trees& trees, int64_t doc, int64_t start, int64_t stop) const {
     if (!trees.holds(doc)) return slice_work_s(start, stop);
     if (stop == start) return 0.0;
-    const int64_t first = trees.segment_of(doc, start), last = trees.segment_of(doc, stop - 1);
+    const int64_t first = trees.range_of(doc, start), last = trees.range_of(doc, stop - 1);
     double total = linear_s * static_cast<double>(stop - start);
     for (size_t i = 0; i < attention_s.size(); ++i) {
-        const int64_t pairs = trees.pairs_before(last, stop, window[i]) - trees.pairs_before(first, start, window[i]);
+        const size_t w = window_index[i];
+        const int64_t pairs = trees.pairs_before(last, stop, w) - trees.pairs_before(first, start, w);
         total = total + attention_s[i] * static_cast<double>(pairs);
     }
     return total + slice_s * static_cast<double>(last - first + 1);
@@ -94,8 +95,9 @@ Slices partition_by_work(std::span<const int64_t> num_tokens, const Trees& trees
         if (num_slices > out.pack_offset.back()) out.pack_offset.push_back(num_slices);
     };
     const int64_t cap = limits.max_pack_tokens;
+    std::vector<double> whole_s(num_tokens.size());
     double total_s = 0.0;
-    for (int32_t index : order) total_s += work.slice_work_s(trees, index, 0, num_tokens[index]);
+    for (int32_t index : order) total_s += whole_s[index] = work.slice_work_s(trees, index, 0, num_tokens[index]);
     const double share_s = total_s / static_cast<double>(limits.num_packs);
     int64_t packs_left = limits.num_packs;
     double target_s = packs_left == 1 ? total_s : share_s;
@@ -103,7 +105,7 @@ Slices partition_by_work(std::span<const int64_t> num_tokens, const Trees& trees
     double base_s = 0.0;
     for (int32_t index : order) {
         const int64_t n = num_tokens[index];
-        const double end_s = base_s + work.slice_work_s(trees, index, 0, n);
+        const double end_s = base_s + whole_s[index];
         int64_t taken = 0;
         while (taken < n) {
             const bool fits = n - taken <= room;
@@ -120,7 +122,8 @@ Slices partition_by_work(std::span<const int64_t> num_tokens, const Trees& trees
                 room -= upto - taken;
             }
             taken = upto;
-            const double at_s = base_s + dealt_s(work, trees, index, limits.last_first, n, taken);
+            const double at_s =
+                taken < n ? base_s + dealt_s(work, trees, index, limits.last_first, n, taken) : end_s;
             // The last pack takes everything that the cap lets it take.
             if (taken < n || (at_s >= target_s && packs_left > 1)) {
                 close_pack();

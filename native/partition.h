@@ -14,6 +14,7 @@ struct WorkCurve {
     double linear_s;
     std::vector<double> attention_s;
     std::vector<int64_t> window;
+    std::vector<size_t> window_index;  // of each in CostTable
     double slice_s;
 
     // Seconds of the slice [start, stop); 0 when empty. Same operation order as the Python reference.

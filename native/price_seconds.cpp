@@ -52,7 +52,7 @@ void add_features(const CostTable& table, int64_t start, int64_t rows, int64_t r
     }
 }
 
-// The same of a slice of a tree: of pieces that are parts of segments, and of the whole segments between them.
+// The same of a slice of a tree: of pieces that are parts of ranges, and of the whole ranges between them.
 void add_tree_features(const CostTable& table, const Trees& trees, int64_t doc, int64_t start, int64_t stop, double* row) {
     const Trees::Middle middle = trees.for_ends(doc, start, stop, [&](int64_t first, int64_t last) {
         add_features(table, first, last - first, 1, row);

@@ -1,4 +1,4 @@
-// Segments of documents that are trees of shared prefixes, as types/tree_columns.py holds them.
+// Ranges of documents that are trees of shared prefixes.
 #pragma once
 
 #include <algorithm>
@@ -12,11 +12,11 @@
 namespace evenload {
 
 // A row of a tree sees the keys of its path, so what depends on the tokens before a slice is summed over its pieces, one
-// for every segment, at positions along the path: of whole segments by sums that are made once. Plain documents have no
-// segments.
+// for every range, at positions along the path: of whole ranges by sums that are made once. A document of one range is a
+// plain one.
 class Trees {
 public:
-    // Segments [first, last) of one document.
+    // Ranges [first, last) of one document.
     struct Middle {
         int64_t first = 0, last = 0;
 
@@ -24,39 +24,43 @@ public:
     };
 
     Trees() = default;
-    // offset[d] .. offset[d + 1] are the segments of document d; empty columns = no document is a tree. `tile` as in
-    // CostTable. O(S · windows).
-    Trees(std::span<const int64_t> offset, std::span<const int64_t> start, std::span<const int64_t> depth,
-          std::vector<int64_t> windows, int64_t tile)
-        : offset_(offset), start_(start), depth_(depth), windows_(std::move(windows)), depths_(start.size()),
-          pairs_(windows_.size()), tile_pairs_(windows_.size()), prefix_(windows_.size()) {
-        for (size_t w = 0; w < windows_.size(); ++w) {
-            for (auto* sums : {&pairs_[w], &tile_pairs_[w], &prefix_[w]}) sums->resize(start.size());
-        }
-        for (size_t d = 0; d + 1 < offset.size(); ++d) {
-            for (int64_t s = offset[d]; s + 1 < offset[d + 1]; ++s) {
-                const int64_t rows = start[s + 1] - start[s], stop = depth[s] + rows;
-                depths_[s + 1] = depths_[s] + depth[s];
+    // Document d has count[d] ranges from first[d] on, as types/tree_columns.py holds them; empty columns = no document
+    // is a tree. `tile` as in CostTable. O(ranges · windows).
+    Trees(std::span<const int64_t> first, std::span<const int64_t> count, std::span<const int64_t> start,
+          std::span<const int64_t> depth, std::vector<int64_t> windows, int64_t tile)
+        : windows_(std::move(windows)) {
+        offset_.push_back(0);
+        for (int64_t ranges : count) offset_.push_back(offset_.back() + ranges);
+        for (auto* column : {&start_, &depth_, &depths_}) column->resize(offset_.back());
+        sums_.resize(offset_.back() * windows_.size());
+        for (size_t d = 0; d < first.size(); ++d) {
+            for (int64_t s = offset_[d], at = first[d]; s < offset_[d + 1]; ++s, ++at) {
+                start_[s] = start[at] - start[first[d]];
+                depth_[s] = depth[at];
+                if (s + 1 == offset_[d + 1]) break;
+                const int64_t rows = start[at + 1] - start[at], stop = depth[at] + rows;
+                depths_[s + 1] = depths_[s] + depth[at];
+                const int64_t missing = missing_to(rows, tile);
                 for (size_t w = 0; w < windows_.size(); ++w) {
-                    const int64_t window = windows_[w];
-                    const int64_t pairs = prefix_pairs(stop, window) - prefix_pairs(depth[s], window);
-                    const int64_t missing = missing_to(rows, tile) * keys_of_last_row(stop, window);
-                    pairs_[w][s + 1] = pairs_[w][s] + pairs;
-                    tile_pairs_[w][s + 1] = tile_pairs_[w][s] + pairs + missing;
-                    prefix_[w][s + 1] = prefix_[w][s] + keys_before(depth[s], window);
+                    const int64_t window = windows_[w], below = prefix_pairs(stop, window);
+                    const Sums& before = sums_[s * windows_.size() + w];
+                    sums_[(s + 1) * windows_.size() + w] = {
+                        before.pairs + below - prefix_pairs(depth[at + 1], window),
+                        before.tile_pairs + below - prefix_pairs(depth[at], window) + missing * keys_of_last_row(stop, window),
+                        before.prefix + keys_before(depth[at], window)};
                 }
             }
         }
     }
 
     bool any() const { return !start_.empty(); }
-    bool holds(int64_t doc) const { return any() && offset_[doc] < offset_[doc + 1]; }
+    bool holds(int64_t doc) const { return any() && offset_[doc] + 1 < offset_[doc + 1]; }
 
     // Calls with the positions along the path of the first and the last piece of the rows [start, stop); returns the
-    // segments between them.
+    // ranges between them.
     template <typename Call>
     Middle for_ends(int64_t doc, int64_t start, int64_t stop, Call&& call) const {
-        const int64_t first = segment_of(doc, start), last = segment_of(doc, stop - 1);
+        const int64_t first = range_of(doc, start), last = range_of(doc, stop - 1);
         const int64_t from = depth_[first] - start_[first], to = depth_[last] - start_[last];
         if (first == last) {
             call(start + from, stop + from);
@@ -68,26 +72,32 @@ public:
     }
 
     int64_t rows_of(Middle middle) const { return middle.size() ? start_[middle.last] - start_[middle.first] : 0; }
-    int64_t depths_of(Middle middle) const { return difference(depths_, middle); }
-    // Of every segment its pairs, and those of the rows that it lacks to whole tiles.
-    int64_t tile_pairs_of(Middle middle, size_t window_index) const { return difference(tile_pairs_[window_index], middle); }
-    int64_t prefix_of(Middle middle, size_t window_index) const { return difference(prefix_[window_index], middle); }
+    int64_t depths_of(Middle middle) const { return depths_[middle.last] - depths_[middle.first]; }
+    // Of every range its pairs, and those of the rows that it lacks to whole tiles.
+    int64_t tile_pairs_of(Middle middle, size_t window_index) const {
+        return sums(middle.last, window_index).tile_pairs - sums(middle.first, window_index).tile_pairs;
+    }
+    int64_t prefix_of(Middle middle, size_t window_index) const {
+        return sums(middle.last, window_index).prefix - sums(middle.first, window_index).prefix;
+    }
 
-    // The segment that has a row.
-    int64_t segment_of(int64_t doc, int64_t row) const {
+    // The range that has a row.
+    int64_t range_of(int64_t doc, int64_t row) const {
         // Most searches ask for one of the ends.
         if (row == 0) return offset_[doc];
         if (row >= start_[offset_[doc + 1] - 1]) return offset_[doc + 1] - 1;
-        const auto first = start_.begin() + offset_[doc], last = start_.begin() + offset_[doc + 1];
-        return std::upper_bound(first, last, row) - start_.begin() - 1;
+        // Without branches, which no processor would foresee.
+        int64_t first = offset_[doc];
+        for (int64_t left = offset_[doc + 1] - first; left > 1; left -= left / 2) {
+            first += start_[first + left / 2] <= row ? left / 2 : 0;
+        }
+        return first;
     }
 
-    // (query, key) pairs of the rows before one that is in this segment, or behind its last; `window` is one of those
-    // given.
-    int64_t pairs_before(int64_t segment, int64_t row, int64_t window) const {
-        const auto index = std::find(windows_.begin(), windows_.end(), window) - windows_.begin();
-        const int64_t depth = depth_[segment];
-        return pairs_[index][segment] + (prefix_pairs(depth + row - start_[segment], window) - prefix_pairs(depth, window));
+    // (query, key) pairs of the rows before one that is in this range, or behind its last.
+    int64_t pairs_before(int64_t range, int64_t row, size_t window_index) const {
+        const int64_t position = depth_[range] + row - start_[range];
+        return sums(range, window_index).pairs + prefix_pairs(position, windows_[window_index]);
     }
 
     int64_t longest_path(int64_t doc, int64_t num_tokens) const {
@@ -100,13 +110,54 @@ public:
     }
 
 private:
-    static int64_t difference(const std::vector<int64_t>& sums, Middle middle) { return sums[middle.last] - sums[middle.first]; }
+    // Over the ranges of a document before one; pairs are less those of a plain document's rows up to its depth.
+    struct Sums {
+        int64_t pairs = 0, tile_pairs = 0, prefix = 0;
+    };
+    const Sums& sums(int64_t range, size_t window_index) const { return sums_[range * windows_.size() + window_index]; }
 
-    std::span<const int64_t> offset_, start_, depth_;
+    // Of document d the ranges [offset_[d], offset_[d + 1]), each with its first row in the document.
+    std::vector<int64_t> offset_, start_, depth_;
     std::vector<int64_t> windows_;
-    // Sums over the segments of a document before each: [segments], and [windows][segments].
-    std::vector<int64_t> depths_;
-    std::vector<std::vector<int64_t>> pairs_, tile_pairs_, prefix_;
+    std::vector<int64_t> depths_;  // [ranges], the sum of those before
+    std::vector<Sums> sums_;       // [ranges][windows]
+};
+
+// Rows that lie behind those of a segment of the same document; parent -1 = none.
+struct Segment {
+    int64_t rows, parent;
+};
+
+// Where the ranges of a step's documents lie, as types/tree_columns.py holds them.
+struct TreeColumns {
+    std::vector<int64_t> first, count, start{0}, depth;
+
+    // Adds a document. Returns the first of its segments that is not depth first (types/tree.py), else how many it has.
+    size_t add(std::span<const Segment> segments) {
+        first.push_back(static_cast<int64_t>(depth.size()));
+        chain_.clear();
+        for (size_t s = 0; s < segments.size(); ++s) {
+            const auto [rows, parent] = segments[s];
+            while (!chain_.empty() && chain_.back().segment != parent) chain_.pop_back();
+            if (rows < 1 || (s == 0 ? parent != -1 : chain_.empty())) return s;
+            const int64_t position = s == 0 ? 0 : chain_.back().stop;
+            if (s == 0 || parent != static_cast<int64_t>(s) - 1) {  // else it goes on where its parent ends
+                depth.push_back(position);
+                start.push_back(start.back());
+            }
+            start.back() += rows;
+            chain_.push_back({static_cast<int64_t>(s), position + rows});
+        }
+        count.push_back(static_cast<int64_t>(depth.size()) - first.back());
+        return segments.size();
+    }
+
+private:
+    // Of the last segment its ancestors and itself, each with the position behind it.
+    struct Ancestor {
+        int64_t segment, stop;
+    };
+    std::vector<Ancestor> chain_;
 };
 
 }  // namespace evenload

@@ -174,7 +174,7 @@ def recurrent() -> str:
 
 def trees() -> str:
     """What sharing prefixes saves in whole runs."""
-    rows = newest("trees")
+    rows = newest("trees", "trees")
     lines = (
         (case.removeprefix("run, "), *(f"{own.value(metric):.2f}×" for metric in ("step time", "peak memory")))
         for case, own in rows.by_case().items()

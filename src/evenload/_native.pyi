@@ -4,6 +4,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from evenload.types.tree import Segment
+
 # planning/packing.py: (members int64[n], offset int64[groups + 1])
 def best_fit_decreasing(
     num_tokens: NDArray[np.int64], capacity: int
@@ -157,8 +159,10 @@ class CostTable:
     weight_held_bytes: list[int]
     weight_new_bytes: list[int]
 
-# types/tree_columns.py: (offset, start, depth)
-Segments = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
+# types/tree_columns.py: (first, count, start, depth)
+TreeRanges = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
+
+def tree_columns(documents: list[tuple[Segment, ...]]) -> TreeRanges: ...
 
 # cost/pack_pricing.py: columns of PipelineTasks that depend on packs, in field order, then SplitBackward's or None
 def price_packs(
@@ -166,7 +170,7 @@ def price_packs(
     forward: tuple[NDArray[Any], ...],
     backward: tuple[NDArray[Any], ...],
     num_tokens: NDArray[np.int64],
-    segments: Segments,
+    ranges: TreeRanges,
     policy: NDArray[np.int8],
     split: bool,
 ) -> tuple[Any, ...]: ...
@@ -175,7 +179,7 @@ def price_packs(
 def cut_packs(
     table: CostTable,
     num_tokens: NDArray[np.int64],
-    segments: Segments,
+    ranges: TreeRanges,
     setting: NDArray[np.int64],
     forward: tuple[float, tuple[tuple[float, int], ...], float],
     backward: tuple[float, tuple[tuple[float, int], ...], float],
@@ -187,7 +191,7 @@ def cut_packs(
 # per replica (excess_bytes int64[trials], makespan_s, imbalance forward, imbalance backward float64[trials])
 def score_trials(
     table: CostTable,
-    replicas: list[tuple[NDArray[np.int64], Segments, NDArray[np.int8], int, NDArray[np.int64]]],
+    replicas: list[tuple[NDArray[np.int64], TreeRanges, NDArray[np.int8], int, NDArray[np.int64]]],
     forward: tuple[float, tuple[tuple[float, int], ...], float],
     backward: tuple[float, tuple[tuple[float, int], ...], float],
     cap_bytes: NDArray[np.int64],

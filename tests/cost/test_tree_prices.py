@@ -13,14 +13,23 @@ from evenload.cost.layer_counts import training_flops
 from evenload.cost.memory import ReplicaPacks, pipeline_bytes
 from evenload.cost.pack_cost import PackCosts, SliceFeatures, pairs_column, prefix_column
 from evenload.cost.pack_pricing import pipeline_tasks, split_pack_seconds
-from evenload.errors import ConfigError
+from evenload.errors import ConfigError, DataError
+from evenload.runtime.replay.tree_attention import _path_ranges
 from evenload.types.columns import SliceColumns
-from evenload.types.document import Document
+from evenload.types.document import Document, Range
 from evenload.types.layout import even_layout
-from evenload.types.tree import Segment, shape_of
+from evenload.types.tree import Segment, TreeShape
 from evenload.types.tree_columns import NO_TREES, TreeColumns
 from reference import prices
-from tree_samples import documents_with_trees, group_of, keys_of_rows, plain_document, tree_document
+from tree_samples import (
+    documents_with_trees,
+    group_of,
+    keys_of_rows,
+    plain_document,
+    ranges_of,
+    shape_of_document,
+    tree_document,
+)
 
 WINDOWS = (0, 5, -4)
 LAYERS = {"num_layers": 3, "sliding_windows": (0, 16, 16)}
@@ -49,9 +58,36 @@ def test_a_plain_step_has_no_columns_of_trees() -> None:
     assert TreeColumns.of((plain_document(0, 3),)) is NO_TREES
     slices = SliceColumns.from_ranges([[(0, 1, 3)]])
     assert NO_TREES.pieces(slices) is slices
-    mixed = TreeColumns.of((tree_document(0, (Segment(2, -1), Segment(1, 0))), plain_document(1, 3)))
-    assert mixed.taken(np.array([1])) is NO_TREES
-    assert mixed.taken(np.array([1, 0])).offset.tolist() == [0, 0, 2]
+    assert NO_TREES.taken(np.array([0])) is NO_TREES
+
+
+@settings(deadline=None)
+@given(st.data(), documents_with_trees())
+def test_columns_hold_what_every_tree_says(data: st.DataObject, documents: tuple[Document, ...]) -> None:
+    trees = TreeColumns.of(documents)
+    taken = data.draw(st.lists(st.integers(0, len(documents) - 1), max_size=9))
+    own = trees.taken(np.array(taken, np.int64))
+    assert own.sums(np.diff(own.start).astype(np.float64)).tolist() == [documents[at].num_tokens for at in taken]
+    for at, first, count in zip(taken, own.first, own.count, strict=True):
+        ranges = ranges_of(documents[at], 0, documents[at].num_tokens)
+        rows = own.start[first : first + count + 1] - own.start[first]
+        assert list(itertools.pairwise(rows.tolist())) == ranges
+        depths = [int(shape_of_document(documents[at]).positions(start, stop)[0]) for start, stop in ranges]
+        assert own.depth[first : first + count].tolist() == depths
+
+
+@given(st.lists(st.builds(Segment, st.integers(0, 3), st.integers(-2, 5)), min_size=1, max_size=6))
+def test_segments_that_are_not_depth_first_are_refused_as_of_one_tree(segments: list[Segment]) -> None:
+    segments[0] = Segment(1, -1)
+    document = tree_document(1, tuple(segments))
+    errors = []
+    for of in (lambda: TreeShape(segments), lambda: TreeColumns.of((plain_document(0, 5), document))):
+        try:
+            of()
+        except DataError as error:
+            errors.append(str(error))
+    assert len(errors) in (0, 2)
+    assert len(set(errors)) < 2
 
 
 @settings(deadline=None)
@@ -60,16 +96,22 @@ def test_features_count_the_keys_that_rows_see(data: st.DataObject, documents: t
     columns = data.draw(sliced(documents, backward=False))
     trees = TreeColumns.of(documents)
     pieces = trees.pieces(columns)
+    # They are what attention computes.
+    computed = [
+        (doc, *one.positions[1:])
+        for doc, start, stop in zip(columns.doc.tolist(), columns.start.tolist(), columns.stop.tolist(), strict=True)
+        for one in _path_ranges(slice(0, stop - start), Range(doc, start, stop), shape_of_document(documents[doc]))
+    ]
+    assert list(zip(pieces.doc, pieces.start, pieces.stop, strict=True)) == computed
     features = SliceFeatures(windows=WINDOWS, tile=1, causal=True).of_packs(pieces)
     seen = {window: [keys_of_rows(document, window) for document in documents] for window in WINDOWS}
-    borders = [shape_of(one.segments).stops.tolist() if one.segments else [] for one in documents]
     for pack, (lo, hi) in enumerate(itertools.pairwise(columns.pack_offset)):
         slices = list(zip(columns.doc[lo:hi], columns.start[lo:hi], columns.stop[lo:hi], strict=True))
         assert features[pack, 0] == sum(stop - start for _, start, stop in slices)
         parts = [
-            (doc, *part)
+            part
             for doc, start, stop in slices
-            for part in itertools.pairwise([start, *(at for at in borders[doc] if start < at < stop), stop])
+            for part in [(doc, *rows) for rows in ranges_of(documents[doc], start, stop)]
         ]
         assert features[pack, 1] == len(parts)
         for index, window in enumerate(WINDOWS):
@@ -134,6 +176,7 @@ def test_a_chain_of_segments_has_the_pairs_of_a_plain_document() -> None:
     trees, costs = TreeColumns.of((chain,)), PackCosts(sample_model(), sample_coefficients(), even_layout(3))
     tokens = np.array([100])
     assert costs.lower_bound_seconds(tokens, trees) == costs.lower_bound_seconds(tokens)
+    assert trees.count.tolist() == [1]
     # Siblings see less than tokens behind each other would.
     group = TreeColumns.of((tree_document(0, group_of(40, [30, 30])),))
     assert costs.lower_bound_seconds(tokens, group) < costs.lower_bound_seconds(tokens)
@@ -150,18 +193,24 @@ def test_trees_are_refused_where_nothing_runs_them() -> None:
             PackCosts(model, sample_coefficients(), layout).require_trees(trees)
 
 
-def test_the_core_refuses_segments_that_lie_outside_of_their_document() -> None:
+def test_the_core_refuses_ranges_that_lie_outside_of_their_document() -> None:
     costs, whole = PackCosts(sample_model(), sample_coefficients(), even_layout(3)), [[(0, 0, 8)]]
     columns = SliceColumns.from_ranges(whole)
-    for offset, start, depth in (
-        ([0, 2], [0, 8], [0, 1]),
-        ([0, 2], [0, 4], [0, 5]),
-        ([0, 1], [1], [0]),
-        ([0], [0], [0]),
+    for first, count, start, depth in (
+        ([0], [2], [0, 8, 8], [0, 1]),
+        ([0], [2], [0, 4, 8], [0, 5]),
+        ([0], [2], [0, 4, 8], [0, -1]),
+        ([0], [1], [1, 8], [0]),
+        ([0], [1], [0, 9], [0]),
+        ([0], [0], [0, 8], [0]),
+        ([1], [1], [0, 8], [0]),
+        ([-1], [1], [0, 8], [0]),
+        ([0], [1], [0], [0]),
+        ([0, 0], [1, 1], [0, 8], [0]),
+        ([0], [1, 1], [0, 8], [0]),
     ):
-        columns_of_trees = (np.array(one, np.int64) for one in (offset, start, [8] * len(start), depth))
-        trees = TreeColumns(*columns_of_trees)
-        with pytest.raises(ValueError, match="segment"):
+        trees = TreeColumns(*(np.array(one, np.int64) for one in (first, count, start, depth)))
+        with pytest.raises(ValueError, match="range"):
             pipeline_tasks(costs, ReplicaPacks(columns, columns, np.array([8]), trees=trees))
     padded = dataclasses.replace(columns, pad_to=np.array([9]))
     trees = TreeColumns.of((tree_document(0, group_of(4, [2, 2])),))

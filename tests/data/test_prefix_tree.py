@@ -33,7 +33,6 @@ def test_the_picture_of_the_module():
     assert tree.segments == ((2, -1), (1, 0), (1, 1), (1, 1), (1, 0))
     assert tree.leaves == ((2, 4), (0, 2), (1, 3)) or dict(tree.leaves) == {0: 2, 1: 3, 2: 4}
     assert shape.positions(0, 6).tolist() == [0, 1, 2, 3, 3, 2]
-    assert shape.ends.tolist() == [6, 5, 4, 5, 6]
     assert shape.paths[4] == [RowRun(0, 2), RowRun(5, 6)]
     assert shape.paths[3] == [RowRun(0, 3), RowRun(4, 5)]
     assert shape.path_ranges(1, 5) == [((1, 4), 1, [(0, 4)]), ((4, 5), 3, [(0, 3), (4, 5)])]

@@ -408,10 +408,31 @@ def test_lengths_of_trees_are_unique_tokens_and_those_of_all_sequences_are_told(
     source = write(tmp_path / "a.jsonl", rows)
     table = read_length_table(source, config_of(source))
     assert table.lengths.tolist() == [10] * 4 + [2]
-    assert table.records == (
-        "records are read as tokens; 98 tokens of sequences that share prefixes are 42 unique ones, here "
-        "counted as documents without branches"
-    )
+    assert table.records == "records are read as tokens; 96 tokens of sequences that share prefixes are 40 unique ones"
+    assert [*table.trees] == [0, 1, 2, 3]
+    assert all(tree.sequences == (8, 8, 8) and tree.num_recomputed == 0 for tree in table.trees.values())
+    assert table.sequence_lengths.tolist() == [2] + [8] * 12
+
+
+def test_lengths_of_trees_are_those_of_sequences_that_fit(tmp_path):
+    groups = [{"input_ids": [[*PROMPT, 7, m, m, m] for m in range(3)]}]
+    source = write(tmp_path / "a.jsonl", [*groups, {"input_ids": [1] * 30}])
+    limited = {"max_document_tokens": 8, "overlong": "truncate"}
+    table = read_length_table(source, config_of(source, **limited))
+    documents, _ = read_all(config_of(source, **limited))
+    # Other documents are whole: what becomes of them is not the table's to say.
+    assert table.lengths.tolist() == [*(one.num_tokens for one in documents[:-1]), 30]
+    trained = [(one.segments, one.num_path_tokens, one.num_recomputed_tokens) for one in documents if one.segments]
+    assert [(tree.segments, sum(tree.sequences), tree.num_recomputed) for tree in table.trees.values()] == trained
+
+
+def test_estimated_tokens_of_trees_are_those_of_their_segments(tmp_path):
+    source = write(tmp_path / "a.jsonl", [{"text": ["a" * 100 + "b" * n for n in (30, 41)]}])
+    table = read_length_table(source, config_of(source, record="text", max_document_tokens=40), estimated=True)
+    (tree,) = table.trees.values()
+    assert table.unit == "tokens"
+    assert sorted(tree.sequences) == [33, 36]
+    assert table.lengths.tolist() == [sum(one.num_tokens for one in tree.segments)]
 
 
 def test_packed_batches_refuse_trees(tmp_path):

@@ -129,7 +129,7 @@ def test_asymmetric_packs_are_equal_to_a_row(documents: tuple[Document, ...], nu
         )
         edges = [(doc, row) for doc, one in enumerate(documents) for row in range(one.num_tokens)]
         dearest_s = max(rows_work_s(bare, problem.trees, doc, row, row + 1) for doc, row in edges)
-        constants_s = curve.slice_s * (1 + int(np.diff(problem.trees.offset).max()) + len(documents))
+        constants_s = curve.slice_s * (1 + int(problem.trees.count.max()) + len(documents))
         assert works.max() - works.min() <= 2 * dearest_s + constants_s
 
 

@@ -106,7 +106,7 @@ def _cuts(
     position = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
     wanted = (position + 1).astype(np.float64) * target
     reached = np.minimum(_tokens_of_work(curves, wanted, int(num_tokens.max())), num_tokens[owner])
-    for at in np.flatnonzero(np.diff(trees.offset)[owner]) if trees.has_any else ():
+    for at in np.flatnonzero(trees.count[owner] > 1) if trees.has_any else ():
         reached[at] = _rows_of_work(curves, trees, owner[at : at + 1], int(num_tokens[owner[at]]), float(wanted[at]))
     edges = np.minimum((reached + align // 2) // align * align, num_tokens[owner])
     cuts: dict[int, NDArray[np.int64]] = {}

@@ -81,8 +81,8 @@ def _align(rules: CutRules, num_tokens: NDArray[np.int64], count: int, trees: Tr
     if tile == 1 or (limit is not None and limit < ALIGN_FROM_TILES * tile):
         return 1
     # The last token of the longest document is the most expensive; a pack of only such tokens is the shortest.
-    paths = trees.depth_stop.max(initial=0), num_tokens[~trees.is_tree].max(initial=0)
-    longest = int(max(paths)) if trees.has_any else int(num_tokens.max())
+    of_documents = [trees.depth_stop[at : at + n].max() for at, n in zip(trees.first, trees.count, strict=True)]
+    longest = int(max(of_documents)) if trees.has_any else int(num_tokens.max())
     edge = work_below(curves, np.array([longest - 1, longest]))
     target = sum_in_order(work_below(curves, num_tokens, trees, np.arange(len(num_tokens)))) / count
     return tile if target >= ALIGN_FROM_TILES * tile * float(edge[1] - edge[0]) else 1

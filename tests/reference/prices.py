@@ -21,9 +21,9 @@ def pipeline_tasks(costs: PackCosts, packs: ReplicaPacks, *, split: bool = False
         is_cut[columns.doc[columns.start > 0]] = True
     tasks = PipelineTasks(
         forward_s=costs.pack_seconds(
-            packs.forward_pieces, "forward", policy, is_cut, costs.stops_of(forward, backward)
+            packs.pieces("forward"), "forward", policy, is_cut, costs.stops_of(forward, backward)
         ),
-        backward_s=costs.pack_seconds(packs.backward_pieces, "backward", policy, is_cut),
+        backward_s=costs.pack_seconds(packs.pieces("backward"), "backward", policy, is_cut),
         p2p_forward_s=p2p_seconds(costs, forward),
         p2p_backward_s=p2p_seconds(costs, backward),
         forwards_needed=forwards_needed(forward, backward, num_tokens),

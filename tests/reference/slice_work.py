@@ -26,12 +26,12 @@ def slice_work_s(work: WorkCurve, start: int, stop: int) -> float:
 
 def pieces_of(trees: TreeColumns, document: int, start: int, stop: int) -> list[tuple[int, int]]:
     """Pieces of the rows `[start, stop)` as positions; of a plain document the rows themselves."""
-    lo, hi = trees.offset[document : document + 2].tolist() if trees.has_any else (0, 0)
-    if lo == hi:
+    if not trees.has_any:
         return [(start, stop)] if start < stop else []
-    edges = [*trees.start[lo:hi].tolist(), 2**62]
+    lo, count = int(trees.first[document]), int(trees.count[document])
+    edges = (trees.start[lo : lo + count + 1] - trees.start[lo]).tolist()
     found = []
-    for at in range(hi - lo):
+    for at in range(count):
         first, last = max(start, edges[at]), min(stop, edges[at + 1])
         if first < last:
             shift = int(trees.depth[lo + at]) - edges[at]

@@ -1,5 +1,7 @@
 """Trees of sequences that share prefixes equal plain training of every sequence by itself, however they are cut."""
 
+import weakref
+
 import msgspec
 import numpy as np
 import pytest
@@ -102,6 +104,23 @@ def test_whole_trees(kind, is_cut):
 def test_calls_of_few_keys(monkeypatch, kind):
     monkeypatch.setattr(tree_attention, "CALL_KEYS", 25)
     assert _error(kind, 4) <= 1e-10
+
+
+def test_copies_of_keys_are_gone_before_the_next_call(monkeypatch):
+    copies = []
+    parts_of_call = tree_attention._Call.parts
+
+    def watched(self, key):
+        assert all(one() is None for one in copies)
+        parts = parts_of_call(self, key)
+        if len(self.lying) > 1:
+            copies.extend(weakref.ref(tensor) for tensor in parts[0])
+        return parts
+
+    monkeypatch.setattr(tree_attention, "CALL_KEYS", 25)
+    monkeypatch.setattr(tree_attention._Call, "parts", watched)
+    assert _error("llama", 4) <= 1e-10
+    assert len(copies) > 20
 
 
 @pytest.mark.parametrize("defers", [False, True])

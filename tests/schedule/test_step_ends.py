@@ -9,7 +9,7 @@ from context_plans import phased_plan
 from cost_samples import documents, sample_coefficients, sample_model
 from evenload.cost.coefficients import OverlapCost
 from evenload.cost.pack_cost import PackCosts
-from evenload.cost.units import pack_features, stage_units, unit_shares
+from evenload.cost.units import stage_units, unit_shares
 from evenload.explore.timelines import detailed_timeline, split_proposal
 from evenload.planning.planner import StepPlanner
 from evenload.planning.problem import PlanOptions
@@ -134,7 +134,7 @@ def test_replicas_that_end_with_the_same_packs_are_alike() -> None:
 def test_units_are_complete_from_the_head_to_the_embedding() -> None:
     """A backward of 4 tokens: head 11 + 12, each layer 7 + 8 + 0.02 + pairs, the embedding 2."""
     costs = PackCosts(sample_model(), sample_coefficients(), even_layout(3))
-    features = pack_features(costs, [(SliceColumns.from_ranges([[(0, 0, 4)]]), 0)])
+    features = costs.features.of_packs(SliceColumns.from_ranges([[(0, 0, 4)]]))
     layer = 15.02 + 0.25 * 10
     total = 23 + 3 * layer + 2
     left = [(3 * layer + 2) / total, (2 * layer + 2) / total, (layer + 2) / total, 2 / total, 0]
@@ -251,7 +251,7 @@ def test_gathers_are_those_of_a_plain_clock(units, idle_s, rates):
 def test_units_are_read_from_the_embedding_upwards():
     """A forward of 4 tokens: the embedding 2, each layer the same; the head belongs to the backward."""
     costs = PackCosts(sample_model(), sample_coefficients(), even_layout(3, pp=3))
-    features = pack_features(costs, [(SliceColumns.from_ranges([[(0, 0, 4)]]), 0)])
+    features = costs.features.of_packs(SliceColumns.from_ranges([[(0, 0, 4)]]))
     assert [stage_units(costs, stage, "forward") for stage in range(3)] == [[0, 1], [2], [3]]
     before = unit_shares(costs, features, 0, "forward")[0].tolist()
     assert before[0] == 0 < before[1] < 1

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from evenload.types.document import Document
-from evenload.types.tree import Segment, TreeShape, shape_of
+from evenload.types.tree import Segment, TreeShape
 
 
 def tree_document(doc_id: int, segments: tuple[Segment, ...]) -> Document:
@@ -49,9 +49,26 @@ def documents_with_trees(draw: st.DrawFn, most_tokens: int = 30, most: int = 6) 
     return tuple(draw(st.permutations(made)))
 
 
+def shape_of_document(document: Document) -> TreeShape:
+    return TreeShape(document.segments or (Segment(document.num_tokens, -1),))
+
+
+def ranges_of(document: Document, start: int, stop: int) -> list[tuple[int, int]]:
+    """Rows of a slice that follow each other on a path: a segment's first child goes on where it ends."""
+    shape, found, last = shape_of_document(document), [(start, start)], None
+    for segment, rows in enumerate(zip(shape.starts.tolist(), shape.stops.tolist(), strict=True)):
+        first, end = max(start, rows[0]), min(stop, rows[1])
+        if first >= end:
+            continue
+        if last not in (None, shape.parents[segment]):
+            found.append((first, first))
+        found[-1], last = (found[-1][0], end), segment
+    return found
+
+
 def keys_of_rows(document: Document, window: int) -> list[list[int]]:
     """For every row the keys that it sees, counted one by one along its path."""
-    shape = shape_of(document.segments) if document.segments else TreeShape((Segment(document.num_tokens, -1),))
+    shape = shape_of_document(document)
     seen = []
     for row in range(document.num_tokens):
         segment = int(np.searchsorted(shape.stops, row, side="right"))

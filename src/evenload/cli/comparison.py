@@ -26,6 +26,7 @@ from evenload.explore.evaluate import Evaluation, StrategyResult
 from evenload.explore.layout_search import FewLayouts, LayoutResult
 from evenload.explore.prediction_interval import PredictionInterval
 from evenload.explore.timelines import detailed_timeline
+from evenload.explore.tree_savings import TreeSavings
 from evenload.explore.worst_batch import WorstBatch
 from evenload.integrations.evaluate import EngineEvaluation
 from evenload.planning.strategies.baselines import BEST_FIT
@@ -72,6 +73,7 @@ class Comparison:
         left_out: strategies that "all" does not plan here, and why.
         searched: with `search_layout=True` the layouts of every strategy; else None.
         worst: with `worst=N` the batches that need most memory; else None.
+        savings: what sharing prefixes saves under the best strategy; None where documents share none.
         engine: with `engine=NAME` what the plans take there; else None.
         interval: within which factors of a predicted step time nine of ten measured ones lie, and its basis.
         memory_cap_bytes: what a device offers.
@@ -86,6 +88,7 @@ class Comparison:
     left_out: tuple[LeftOutStrategy, ...]
     searched: SearchedLayouts | None
     worst: tuple[WorstBatch, ...] | None
+    savings: TreeSavings | None
     engine: EngineEvaluation | None
     interval: PredictionInterval
     memory_cap_bytes: int
@@ -116,9 +119,9 @@ class Comparison:
 
     @cached_property
     def headline(self) -> str:
-        """The answer in at most three sentences: the fastest strategies, a layout that is faster than the one that was
-        given, and what batches leave out or repeat."""
-        sentences = first_sentences(self.evaluation, self.inputs, self.batches, self.few_layouts)
+        """The answer in a few sentences: the fastest strategies, what sharing prefixes saves, a layout that is faster
+        than the one that was given, and what batches leave out or repeat."""
+        sentences = first_sentences(self.evaluation, self.inputs, self.batches, self.few_layouts, self.savings)
         if self.engine is not None and self.engine.best:
             runtime = sentences[0].replace("Fastest with", "In Evenload's runtime with")
             sentences = (engine_sentence(self.engine, self.inputs), runtime, *sentences[1:])
@@ -241,6 +244,8 @@ class Comparison:
             content["engine"] |= {name: getattr(engine, name) for name in ("title", "left_out", "not_adapted")}
         if self.worst is not None:
             content["worst"] = self.worst
+        if self.savings is not None:
+            content["shared_prefixes"] = self.savings
         if self.searched is not None:
             by_strategy = {one.strategy: one for one in self.searched.results}
             content["layouts"] = self.layouts
@@ -277,7 +282,8 @@ class Comparison:
         notes = defaultdict(list, {row["name"]: [row["note"]] for row in self.rows if row["note"]})
         for one in self.worst or ():
             notes[one.strategy].append(self._worst_message(one))
-        lengths = np.array([document.num_tokens for batch in self.batches for document in batch.documents], np.int64)
+        sequences = (document for batch in self.batches for document in batch.alone or batch.documents)
+        lengths = np.array([one.num_tokens for one in sequences], np.int64)
         facts = [
             (in_unit(name.replace("_bytes", "").replace("_", " "), self.unit), _FORMATS.get(name, str)(value))
             for name, value in self.inputs.items()
@@ -314,15 +320,17 @@ class Comparison:
         )
 
     def _cards(self) -> tuple[tuple[str, str, str], ...]:
-        """Return step time, gain and memory headroom of the strategy to take."""
+        """Return step time, gains and memory headroom of the strategy to take."""
         if not (near := self.equally_fast):
             return ()
         best, cap_bytes = self[near[0]], self.memory_cap_bytes
         interval, peak_bytes, gain = best.step_time_interval_s, best.peak_memory_bytes or 0, best.speedup_over_baseline
         nine = f"nine of ten steps: {format_interval(interval)}" if interval else "no interval is known"
+        saved = self.savings.speedup if self.savings else None
         return (
             ("step time, predicted", format_seconds(best.mean_step_time_s), nine),
             ("speed, best-fit packing = 1", "not compared" if gain is None else f"{gain:.2f}×", best.name),
+            *([("speed, nothing shared = 1", f"{saved:.2f}×", "by sharing prefixes")] if saved else ()),
             ("memory left", format_bytes(cap_bytes - peak_bytes), f"of {format_bytes(cap_bytes)} a device"),
         )
 

@@ -1,4 +1,4 @@
-"""Answer what `evenload plan` was asked in at most three short sentences, and say what to do next.
+"""Answer what `evenload plan` was asked in a few short sentences, and say what to do next.
 
 Strategies that differ by less than predictions of a difference can be trusted are named together: in the public ledger
 (docs/accuracy.md) 125 of 128 pairs that differ by more than `SAME_SHARE` came in the right order.
@@ -15,6 +15,7 @@ from evenload.data.lengths import ESTIMATED
 from evenload.explore.batches import SampledBatch
 from evenload.explore.evaluate import Evaluation, StrategyResult
 from evenload.explore.layout_search import PLAINER_SHARE, FewLayouts, LayoutResult
+from evenload.explore.tree_savings import TreeSavings
 from evenload.integrations.catalog import engine_named
 from evenload.integrations.evaluate import EngineEvaluation
 from evenload.planning.strategies.auto import AUTO
@@ -43,10 +44,20 @@ def within_error(rows: Sequence[Any]) -> list[Any]:
 
 
 def first_sentences(
-    evaluation: Evaluation, inputs: Mapping[str, Any], batches: Sequence[SampledBatch], few: FewLayouts | None
+    evaluation: Evaluation,
+    inputs: Mapping[str, Any],
+    batches: Sequence[SampledBatch],
+    few: FewLayouts | None,
+    savings: TreeSavings | None,
 ) -> tuple[str, ...]:
-    """Return the outcome, a layout that is faster where one was given, and what the batches leave out or repeat."""
-    sentences = _outcome(evaluation, inputs, few), _other_layout(evaluation, inputs, few), _of_batches(inputs, batches)
+    """Return the outcome, what sharing prefixes saves, a layout that is faster where one was given, and what the
+    batches leave out or repeat."""
+    sentences = (
+        _outcome(evaluation, inputs, few),
+        "" if savings is None else _savings(savings, inputs["unit"]),
+        _other_layout(evaluation, inputs, few),
+        _of_batches(inputs, batches),
+    )
     return tuple(filter(None, sentences))
 
 
@@ -77,8 +88,10 @@ def next_line(evaluation: Evaluation, inputs: Mapping[str, Any], few: FewLayouts
     command = f"evenload init --model {quote(inputs['model'])}"
     command += f" --data {quote(inputs['lengths'])}" if inputs["tokenizer"] else ""
     command += f" --text-column {quote(inputs['text_column'])}" if inputs["text_column"] else ""
+    command += f" --group-by {quote(inputs['group_by'])}" if inputs["group_by"] else ""
     command += "" if inputs["context_from"] else f" --context {inputs['context']}"
-    untried = " (our runtime never ran on several GPUs; a Trainer: evenload plan --engine trainer)" if sizes else ""
+    instead = "" if inputs["data_trees"] else "; a Trainer: evenload plan --engine trainer"
+    untried = f" (our runtime never ran on several GPUs{instead})" if sizes else ""
     return f"next: {command} --gpus {inputs['cluster']} writes a config.toml; here {settings} was fastest{untried}"
 
 
@@ -126,6 +139,18 @@ def _outcome(evaluation: Evaluation, inputs: Mapping[str, Any], few: FewLayouts 
     elif any(row.name == BEST_FIT.name and not row.feasible for row in evaluation.results):
         gain = "; best-fit packing does not fit in this layout"
     return f"Fastest with {where}: {_named(near)}, {time}{gain}."
+
+
+def _savings(savings: TreeSavings, unit: str) -> str:
+    computed = f"{savings.unique_tokens:,} {unit} are computed for {savings.path_tokens:,}"
+    if savings.recomputed_tokens:
+        computed += f", {savings.recomputed_tokens:,} of them again because trees were cut"
+    held = format_bytes(savings.peak_memory_bytes or 0)
+    if savings.speedup is None or not savings.feasible_alone:
+        return f"Shared prefixes: {computed}; without sharing no plan fits memory."
+    alone = format_bytes(savings.peak_memory_alone_bytes or 0)
+    times = f"{savings.speedup:.2f}× the speed of the sequences one by one"
+    return f"Shared prefixes: {times}, {held} a device instead of {alone}; {computed}."
 
 
 def _other_layout(evaluation: Evaluation, inputs: Mapping[str, Any], few: FewLayouts | None) -> str:

@@ -38,6 +38,7 @@ class InitRequest:
     model: str = option(None, "As of evenload plan; with its weights: Qwen/Qwen3-8B, or a folder.", default=MISSING)
     data: list[str] | None = option(None, "Documents: a file, folder, glob or URL; repeat for several.")
     text_column: str | None = option(None, "Key or column of the text, where it is not 'text'.")
+    group_by: str | None = option(None, "Key or column: equal records in a row share prefixes (data.group_by).")
     gpus: str | None = option(None, "How many, or which: a100x8. Default: this machine's; 0 = a CPU.", metavar="N")
     lora: bool = option(None, "Train LoRA adapters, not all weights.", "--lora", default=False)
     context: str | None = option(
@@ -65,10 +66,11 @@ def run_init(request: InitRequest) -> None:
     limit, table = context_limit(shape) or sys.maxsize, None
     if request.data:
         sources, column = tuple(request.data), request.text_column or "text"
-        data = DataConfig(sources=sources, batch_tokens=1, max_document_tokens=1, text_column=column)
+        own_settings = {"text_column": column, "group_by": request.group_by}
+        data = DataConfig(sources=sources, batch_tokens=1, max_document_tokens=sys.maxsize, **own_settings)
         data = with_counted_chats(with_found_kinds(with_default_tokenizer(data, name), name))
         table = count_documents(data, ", ".join(request.data))
-    lengths = table.lengths if table else np.array([sys.maxsize])
+    lengths = table.sequence_lengths if table else np.array([sys.maxsize])
     context, why = min((limit, "the model's limit"), (int(lengths.max()), "the longest document"))
     if request.context is not None:
         context, why = parse_tokens("--context", request.context), "as --context says"
@@ -79,7 +81,7 @@ def run_init(request: InitRequest) -> None:
         why += f"; {longer:,} of {counted(len(lengths), 'document')} are longer"
     cluster = _cluster_of(request.gpus)
     devices = cluster_from(cluster).num_devices if cluster else 0
-    most = int(lengths.sum()) // STEPS_OF_EPOCH // 1024 * 1024
+    most = int((table.lengths if table else lengths).sum()) // STEPS_OF_EPOCH // 1024 * 1024
     each, batch = TOKENS_OF_PROCESS, max(context, min(TOKENS_OF_PROCESS * max(1, devices), most))
     size = f"{batch}  # of a step, over all processes: {each:,} for each, but at least {STEPS_OF_EPOCH} steps an epoch"
     text = _text(request, model_from(shape), table, f"{context}  # {why}", size, on_gpus=devices > 0)
@@ -121,6 +123,7 @@ def _text(
     records = table.records if table else ""
     template = f'chat_template = "{CHATML}"  # a plain one, as bytes have none\n' if CHATML in records else ""
     template += f"text_column = {json.dumps(request.text_column)}\n" if request.text_column else ""
+    template += f"group_by = {json.dumps(request.group_by)}\n" if request.group_by else ""
     overlong = '"split"  # a longer document becomes several; "truncate" and "drop" lose tokens'
     if any(kind in records for kind in ("messages", "conversations", "instruction")):
         overlong = '"drop"  # a chat that is cut would end in the middle of an answer'
@@ -169,7 +172,7 @@ def _parallel(text: str, shape: str, cluster: str, table: LengthTable | None) ->
         table = LengthTable(lengths=lengths, unit="tokens", tokenizer=None)
     source = LengthSource(name="documents", data=data, run=run, table=table)
     inputs = replace(plan_inputs(PlanRequest(cluster=cluster, model=shape), source), layout=None, run_layouts=())
-    batches = inputs.batches.sample(table.lengths, steps=1, seed=0)
+    batches = inputs.batches.sample(table.lengths, steps=1, seed=0, trees=table.trees)
     layout, few = layout_of_plan(inputs, batches, None, is_of_engine=False)
     assert few is not None, "no layout was given"
     used, offered = format_bytes(few.layouts[0].peak_memory_bytes), format_bytes(inputs.memory_cap_bytes)

@@ -58,7 +58,7 @@ def show_lengths(request: LengthsRequest) -> None:
     source = length_source(request.source, request)
     table = source.read()
     shown = shown_name(request.source)
-    profile = profile_lengths(table.lengths, windows)
+    profile = profile_lengths(table.sequence_lengths, windows)
     console = Console() if Console().is_terminal else Console(width=PIPED_WIDTH)
     tokenizer = f" (tokeniser {table.tokenizer})" if table.tokenizer else ""
     print_lines(console, f"evenload {version('evenload')} lengths: {shown}{tokenizer}", unit_message(table))

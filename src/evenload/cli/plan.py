@@ -32,11 +32,12 @@ from evenload.cli.plan_request import (
 from evenload.cost.coefficients import CostCoefficients
 from evenload.data.config import DataConfig
 from evenload.data.hub import context_limit
-from evenload.data.lengths import LengthTable, checked_lengths, in_estimated_tokens
+from evenload.data.lengths import LengthTable, checked_lengths
 from evenload.errors import ConfigError, DataError, InfeasiblePlanError, refusing_unknown
 from evenload.explore.evaluate import evaluate_strategies
 from evenload.explore.layout_search import LARGE_CLUSTER, layout_sizes
 from evenload.explore.prediction_interval import prediction_interval
+from evenload.explore.tree_savings import tree_savings
 from evenload.explore.worst_batch import find_worst
 from evenload.integrations.catalog import BEST, engine_named, require_heads, require_strategy
 from evenload.integrations.evaluate import evaluate_engine
@@ -140,21 +141,25 @@ def compare(request: PlanRequest, source: LengthSource | None = None) -> Compari
             raise ConfigError("LENGTHS is missing; give lengths, documents or a config.toml, or --lengths-per-step")
         source = length_source(request.lengths, request, request.model, request.settings)
     inputs = plan_inputs(request, source)
-    table = source.read()
-    if table.unit == "bytes" and source.run is None and source.data.tokenizer is None:
-        table = in_estimated_tokens(table)
+    table = source.read(inputs.batches.context, inputs.batches.overlong, estimated=True)
+    has_trees = bool(table.trees)
     inputs = inputs.within(int(table.lengths.max(initial=1)))
+    if request.engine and has_trees:
+        raise ConfigError(
+            f"--engine {request.engine}: {source.name} has sequences that share prefixes, whose trees only Evenload's "
+            "own runtime trains; leave the option out, or write every sequence as a record of its own"
+        )
     with _errors_in_unit(table.unit):
-        batches = inputs.batches.sample(table.lengths, steps=request.steps, seed=request.seed)
+        batches = inputs.batches.sample(table.lengths, steps=request.steps, seed=request.seed, trees=table.trees)
         searched = few = None
         if request.search_layout:
             in_part = inputs.cluster.num_devices > LARGE_CLUSTER
-            names, left_out = chosen_strategies(strategies, None, inputs.options, in_part=in_part)
+            names, left_out = chosen_strategies(strategies, None, inputs.options, in_part=in_part, has_trees=has_trees)
             searched = search_all_layouts(inputs, batches, names, request.search_seconds or DEFAULT_SEARCH_S)
             layout = searched.fastest.best.parallel_layout()
         else:
             layout, few = layout_of_plan(inputs, batches, strategies, is_of_engine=request.engine is not None)
-            names, left_out = chosen_strategies(strategies, layout, inputs.options)
+            names, left_out = chosen_strategies(strategies, layout, inputs.options, has_trees=has_trees)
         if request.engine:
             # Before anything is planned, a layout or a strategy named that the engine cannot run.
             profile = engine_named(request.engine)
@@ -165,6 +170,7 @@ def compare(request: PlanRequest, source: LengthSource | None = None) -> Compari
     planners = searched.planners(inputs, batches) if searched else planners_of_layout(inputs, layout)
     with progress_bar() as on_progress:
         evaluation = evaluate_strategies(planners, batches, names, on_progress=on_progress)
+    savings = tree_savings(planners, batches, evaluation)
     engine = worst = None
     if request.engine:
         planner = _engine_planner(request.engine, inputs, layout)
@@ -172,7 +178,8 @@ def compare(request: PlanRequest, source: LengthSource | None = None) -> Compari
             engine = evaluate_engine(planner, batches, strategies, on_progress=on_progress)
     if request.worst is not None:
         searched_for = strategies or filter(None, [evaluation.best])
-        search = functools.partial(find_worst, lengths=table.lengths, rule=inputs.batches, seed=request.seed)
+        drawn = {"lengths": table.lengths, "trees": table.trees, "rule": inputs.batches, "seed": request.seed}
+        search = functools.partial(find_worst, **drawn)
         with progress_bar() as on_progress:
             worst = tuple(
                 search(planners.of(name).planner, strategy=name, count=request.worst, on_progress=on_progress)
@@ -191,6 +198,7 @@ def compare(request: PlanRequest, source: LengthSource | None = None) -> Compari
         left_out=left_out,
         searched=searched,
         worst=worst,
+        savings=savings,
         engine=engine,
         interval=prediction_interval(coefficients, layout),
         memory_cap_bytes=inputs.memory_cap_bytes,
@@ -255,6 +263,7 @@ def _inputs_content(
         "stage_layers": layout.stage_counts,
         "devices": inputs.cluster.num_devices,
         "data_documents": len(table.lengths),
+        "data_trees": len(table.trees),
         "documents": batches.num_documents,
         "tokens": batches.num_tokens,
         "context": batches.context,
@@ -264,7 +273,7 @@ def _inputs_content(
         **{name: getattr(options, name) for name in ("policy", "dp_merge", "window", "max_delay_steps")},
         "strategy_options": {own.__struct_config__.tag: msgspec.to_builtins(own) for own in options.strategies},
         "known_steps": options.own(FlexOptions).known_steps,
-        **{name: getattr(request, name) for name in ("strategy", "steps", "seed", "text_column")},
+        **{name: getattr(request, name) for name in ("strategy", "steps", "seed", "text_column", "group_by")},
         "cost": str(inputs.costs.cost_file or "analytic"),
         "memory_cap_bytes": inputs.memory_cap_bytes,
         "host_memory_cap_bytes_per_node": inputs.host.limit_bytes,
@@ -280,8 +289,9 @@ def _inputs_message(
     devices = f" ({unused} of {inputs['devices']} devices unused)" if unused else ""
     lengths, tokenizer = table.lengths, f"; tokeniser {table.tokenizer}" if table.tokenizer else ""
     origin = f" ({inputs['context_from']})" if inputs["context_from"] else ""
+    trees = f", {inputs['data_trees']:,} of them trees" if inputs["data_trees"] else ""
     return (
-        f"evenload {version('evenload')} plan: {inputs['lengths']} ({counted(len(lengths), 'document')}, median "
+        f"evenload {version('evenload')} plan: {inputs['lengths']} ({counted(len(lengths), 'document')}{trees}, median "
         f"{int(np.median(lengths)):,}, longest {int(lengths.max()):,} {table.unit}{tokenizer}), "
         f"model {inputs['model']} ({inputs['model_size']}), cluster {inputs['cluster']}, "
         f"layout {layout.describe()}{devices}, {size} a step, {counted(inputs['steps'], 'step')}, "

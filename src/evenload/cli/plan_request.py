@@ -2,6 +2,7 @@
 `evenload lengths` shares. A training configuration stands for the documents that it trains; options win over it."""
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -44,6 +45,7 @@ class DocumentOptions:
     tokenizer: str | None = option(_DATA, "A tokenizer.json or its folder; without one, plan takes 4 bytes as a token.")
     record: RecordKind | None = option(_DATA, "What a record of the documents holds (data.record). Default: auto.")
     text_column: str | None = option(_DATA, "Key or column of the text, where it is not 'text' (data.text_column).")
+    group_by: str | None = option(_DATA, "Key or column: equal records in a row share prefixes (data.group_by).")
     include: list[str] | None = option(_DATA, "Names of files to read, such as '*.py'; may be repeated (default all).")
     on_corrupt: OnCorrupt | None = option(_DATA, "Stop at a record that cannot be read, or skip it (default error).")
 
@@ -61,13 +63,18 @@ class LengthSource:
     run: TrainConfig | None = None
     table: LengthTable | None = None
 
-    def read(self) -> LengthTable:
-        """Return the lengths, counting tokens of documents where they are not known."""
+    def read(self, context: int = sys.maxsize, overlong: Overlong = "split", *, estimated: bool = False) -> LengthTable:
+        """Return the lengths, counting tokens of documents where they are not known; sequences that may share prefixes,
+        and their trees, have at most `context` tokens, and longer ones are treated as `overlong` says. Without a
+        tokeniser tokens are `estimated`."""
         if self.table is not None:
             return self.table
+        data = msgspec.structs.replace(self.data, max_document_tokens=context, overlong=overlong)
         # Counting tokens takes time; the spinner shows on terminals only.
         with Console(stderr=True).status(f"reading {escape(self.name)}"):
-            return count_documents(self.data, self.name) if self.run else read_length_table(self.name, self.data)
+            if self.run:
+                return count_documents(data, self.name)
+            return read_length_table(self.name, data, estimated=estimated and data.tokenizer is None)
 
 
 def length_source(
@@ -127,10 +134,16 @@ def parse_strategies(text: str) -> tuple[str, ...] | None:
 
 
 def chosen_strategies(
-    names: tuple[str, ...] | None, layout: ParallelLayout | None, options: PlanOptions, *, in_part: bool = False
+    names: tuple[str, ...] | None,
+    layout: ParallelLayout | None,
+    options: PlanOptions,
+    *,
+    in_part: bool = False,
+    has_trees: bool = False,
 ) -> tuple[tuple[str, ...], tuple[LeftOutStrategy, ...]]:
     """Return the strategies that are planned in a layout (None = each in its own), and those left out where all were
-    requested (`names` None). `in_part`: a part of a large cluster is planned, in which no layout can be changed."""
+    requested (`names` None). `in_part`: a part of a large cluster is planned, in which no layout can be changed;
+    `has_trees`: documents are trees of shared prefixes."""
     if names is not None:
         if in_part and (changing := [name for name in names if strategy_named(name).changes_layout]):
             raise ConfigError(f"--strategy {', '.join(changing)} with --search-layout: {_WHOLE_CLUSTERS}")
@@ -140,6 +153,8 @@ def chosen_strategies(
         why = ""
         if in_part and one.changes_layout:
             why = _WHOLE_CLUSTERS
+        elif has_trees and not one.plans_trees:
+            why = "it does not plan trees of shared prefixes"
         elif layout is not None and one.needs_one_stage and layout.num_stages > 1:
             stages = f"layout {layout.describe()} has {layout.num_stages} stages"
             why = f"it knows no pipeline, and {stages}; a layout with pp=1 includes it"

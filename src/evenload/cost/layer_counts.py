@@ -206,9 +206,10 @@ def forward_flops(model: ModelSpec, num_tokens: ArrayLike, trees: TreeColumns = 
     for reach in kind_shares(model).reaches:
         attentions = [(count, kind.attention) for count, kind in zip(model.kind_counts, model.kinds, strict=True)]
         widths = sum(count * one.pair_width for count, one in attentions if one and one.reach == reach)
-        pairs = slice_pairs(zero, tokens, reach, causal=model.causal)
         if trees.has_any:
-            pairs = np.where(trees.is_tree, trees.sums(slice_pairs(trees.depth, trees.depth_stop, reach)), pairs)
+            pairs = trees.sums(slice_pairs(trees.depth, trees.depth_stop, reach))
+        else:
+            pairs = slice_pairs(zero, tokens, reach, causal=model.causal)
         flops = flops + 2.0 * widths * pairs
     return flops
 

@@ -42,7 +42,6 @@ of its ranks' peaks.
 """
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -70,7 +69,7 @@ from evenload.cost.layer_counts import (
 )
 from evenload.types.cluster import ClusterSpec
 from evenload.types.columns import SliceColumns, cuts_within
-from evenload.types.document import PackSharding
+from evenload.types.document import Direction, PackSharding
 from evenload.types.layer_kind import LayerKind
 from evenload.types.layout import ParallelLayout, even_layout
 from evenload.types.model import ModelSpec
@@ -93,7 +92,7 @@ class ReplicaPacks:
         owners: int64[num_slices] of forward and backward, the rank that holds a slice whole, -1 = all share it; None =
             all.
         shardings: `MicroPack.sharding` of every forward pack; () = nobody shares any.
-        trees: segments of the documents; ranks share no trees.
+        trees: ranges of the documents; ranks share no trees.
     """
 
     forward: SliceColumns
@@ -104,15 +103,9 @@ class ReplicaPacks:
     shardings: tuple[PackSharding, ...] = ()
     trees: TreeColumns = NO_TREES
 
-    @functools.cached_property
-    def forward_pieces(self) -> SliceColumns:
-        """Return the forward slices as they are priced: those of trees by pieces."""
-        return self.trees.pieces(self.forward)
-
-    @functools.cached_property
-    def backward_pieces(self) -> SliceColumns:
-        """Return the backward slices as they are priced."""
-        return self.trees.pieces(self.backward)
+    def pieces(self, direction: Direction) -> SliceColumns:
+        """Return the slices of one direction as they are priced: those of trees by pieces."""
+        return self.trees.pieces(self.forward if direction == "forward" else self.backward)
 
     def by_rank(self, cp: int) -> "ReplicaPacks":
         """Return the packs as each of the ranks that own slices sees them, rank after rank, each with packs and
@@ -313,7 +306,7 @@ def count_tokens(packs: ReplicaPacks) -> TokenCounts:
     goes_on = forward.stop < packs.num_tokens[forward.doc]
     states = cuts_within(forward, backward)[0] + goes_on - (forward.start > 0)
     freeing_pack = _backward_pack_of_first_token(forward, backward, backward_pack)
-    pieces = packs.backward_pieces
+    pieces = packs.pieces("backward")
     piece_pack = pieces.pack_of_slice()
     m_f, m_b = forward.num_packs, backward.num_packs
     return TokenCounts(

@@ -94,10 +94,9 @@ class SliceFeatures:
 
     def of_documents(self, num_tokens: NDArray[np.int64], ranks: int, trees: TreeColumns) -> NDArray[np.float64]:
         """Return the features of whole documents, each shared by `ranks`; float64[n, num_columns]."""
-        features = self.of_slices(np.zeros_like(num_tokens), num_tokens, np.full(len(num_tokens), ranks, np.int64))
         if trees.has_any:
-            features[trees.is_tree] = _of_trees(self, trees)[trees.is_tree]
-        return features
+            return _of_trees(self, trees).copy()
+        return self.of_slices(np.zeros_like(num_tokens), num_tokens, np.full(len(num_tokens), ranks, np.int64))
 
     def of_slices(self, start: NDArray, stop: NDArray, ranks: NDArray[np.int64] | None = None) -> NDArray[np.float64]:
         """Return the features of slices, each shared by `ranks` (int64[num_slices]; None = 1); column 2 is left 1 for
@@ -134,9 +133,8 @@ class SliceFeatures:
 
 @functools.lru_cache(maxsize=4)
 def _of_trees(features: SliceFeatures, trees: TreeColumns) -> NDArray[np.float64]:
-    """Sum the features of documents' segments; kept, because a step's problems under all policies ask for it."""
-    segments = features.of_slices(trees.depth, trees.depth_stop)
-    return np.stack([trees.sums(column) for column in segments.T], axis=1)
+    """Sum the features of documents' ranges; kept, because a step's problems under all policies ask for it."""
+    return trees.sums(features.of_slices(trees.depth, trees.depth_stop))
 
 
 def policy_tokens(columns: SliceColumns, policy: NDArray[np.int8]) -> NDArray[np.float64]:
@@ -420,7 +418,7 @@ class PackCosts:
         Args:
             policy: int8[n]; None = all replay.
             ranks: that share each document; default: the context-parallel ranks of the layout.
-            trees: segments of the documents.
+            trees: ranges of the documents.
         """
         tokens, sharing = np.asarray(num_tokens, np.int64), self.layout.cp if ranks is None else ranks
         features = self.features.of_documents(tokens, sharing, trees)

@@ -13,7 +13,7 @@ Lower bounds of a step's time:
                   all ranks, and as many layers as an even split's fullest
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from evenload.cost.coefficients import CostCoefficients, PassCoefficients
 from evenload.cost.layer_counts import training_flops
-from evenload.cost.memory import trained_parameters_per_rank, trained_unit_parameters
+from evenload.cost.memory import ReplicaPacks, trained_parameters_per_rank, trained_unit_parameters
 from evenload.cost.pack_cost import PackCosts, pairs_column, prefix_column
 from evenload.types.columns import SliceColumns
 from evenload.types.document import Direction
@@ -74,9 +74,11 @@ def unit_buffers(model: ModelSpec, layout: ParallelLayout, rank: int) -> dict[in
     return result
 
 
-def pack_features(costs: PackCosts, packs: Sequence[tuple[SliceColumns, int]]) -> NDArray[np.float64]:
-    """Return the features (`cost.pack_cost`) of packs, each given by its columns and number; float64[n, features]."""
-    parts = [columns.pack_range(pack, pack + 1) for columns, pack in packs]
+def pack_features(
+    costs: PackCosts, packs: Iterable[tuple[ReplicaPacks, int]], direction: Direction
+) -> NDArray[np.float64]:
+    """Return the features (`cost.pack_cost`) of packs, each given by its replica and number; float64[n, features]."""
+    parts = [one.trees.pieces(getattr(one, direction).pack_range(pack, pack + 1)) for one, pack in packs]
     return costs.features.of_packs(SliceColumns.concat(parts, [0] * len(parts)))
 
 

@@ -388,7 +388,7 @@ class BlockReader:
         """Yield what becomes of a record that is no document as it stands, from its `skip`-th piece on."""
         if isinstance(outcome, list):
             pairs = zip(record.sequences, outcome, strict=True)
-            pieces = [piece for one, each in pairs for piece in self._fitting(reader, one.offset, each)]
+            pieces = [piece for one, each in pairs for piece in fit_length(reader, one.offset, each, self._config)]
             sequences = [document for document, _ in pieces if document is not None]
             try:
                 documents = make_documents(sequences, self._config, self._config.max_document_tokens)
@@ -397,44 +397,44 @@ class BlockReader:
             pieces = [(None, dropped) for _, dropped in pieces if dropped is not None]
             pieces += [(document, None) for document in documents]
         else:
-            pieces = self._fitting(reader, record.offset, outcome)
+            pieces = fit_length(reader, record.offset, outcome, self._config)
         for part, (document, dropped) in enumerate(pieces[skip:], start=skip + 1):
             at, left = (record.next_offset, 0) if part == len(pieces) else (record.offset, part)
             yield _Step(document, rank, at, left, dropped)
 
-    def _fitting(
-        self, reader: RecordReader, offset: int, outcome: SequenceOutcome
-    ) -> list[tuple[EncodedDocument | None, Dropped | None]]:
-        """Return the documents within the length limit that a record or sequence becomes, and what is dropped of it."""
-        config = self._config
-        if isinstance(outcome, str):
-            if config.on_corrupt == "error":
-                raise corrupt_record(reader.origin(offset), outcome)
-            outcome = ("corrupt", 1, 0)
-        elif isinstance(outcome, EncodedDocument) and not len(outcome.tokens):
-            outcome = ("empty", 1, 0)
-        if not isinstance(outcome, EncodedDocument):
-            return [(None, outcome)]
-        size, limit = len(outcome.tokens), config.max_document_tokens
-        if size <= limit:
-            return [(outcome, None)]
-        match config.overlong:
-            case "error":
-                raise DataError(
-                    f"{reader.origin(offset)} has {size} tokens, more than max_document_tokens ({limit}); raise "
-                    'it, or set data.overlong to "split", "truncate" or "drop" instead of "error"'
-                )
-            case "drop":
-                return [(None, ("overlong", 1, size))]
-            case "truncate":
-                # The tail is no document of its own: only its tokens count.
-                return [(_piece(outcome, 0, limit), ("truncated", 0, size - limit))]
-            case "split":
-                return [(_piece(outcome, start, start + limit), None) for start in range(0, size, limit)]
-
 
 def _held_out(outcome: SequenceOutcome) -> SequenceOutcome:
     return (HELD_OUT, 1, len(outcome.tokens)) if isinstance(outcome, EncodedDocument) else outcome
+
+
+def fit_length(
+    reader: RecordReader, offset: int, outcome: SequenceOutcome, config: DataConfig
+) -> list[tuple[EncodedDocument | None, Dropped | None]]:
+    """Return the documents within the length limit that a record or sequence becomes, and what is dropped of it."""
+    if isinstance(outcome, str):
+        if config.on_corrupt == "error":
+            raise corrupt_record(reader.origin(offset), outcome)
+        outcome = ("corrupt", 1, 0)
+    elif isinstance(outcome, EncodedDocument) and not len(outcome.tokens):
+        outcome = ("empty", 1, 0)
+    if not isinstance(outcome, EncodedDocument):
+        return [(None, outcome)]
+    size, limit = len(outcome.tokens), config.max_document_tokens
+    if size <= limit:
+        return [(outcome, None)]
+    match config.overlong:
+        case "error":
+            raise DataError(
+                f"{reader.origin(offset)} has {size} tokens, more than max_document_tokens ({limit}); raise "
+                'it, or set data.overlong to "split", "truncate" or "drop" instead of "error"'
+            )
+        case "drop":
+            return [(None, ("overlong", 1, size))]
+        case "truncate":
+            # The tail is no document of its own: only its tokens count.
+            return [(_piece(outcome, 0, limit), ("truncated", 0, size - limit))]
+        case "split":
+            return [(_piece(outcome, start, start + limit), None) for start in range(0, size, limit)]
 
 
 def corrupt_record(origin: str, problem: str) -> DataError:
@@ -462,7 +462,7 @@ def _make_block(
         trained = np.concatenate([np.zeros(1, np.int64), np.cumsum(times, dtype=np.int64)])
         num_labels = trained[edges[1:]] - trained[edges[:-1]]
     trees = {
-        row: TreeHeader(one.segments, one.num_path_tokens, one.num_recomputed_tokens)
+        row: TreeHeader(one.segments, sum(one.sequence_lengths), one.num_recomputed_tokens)
         for row, one in enumerate(documents)
         if one.segments or one.num_recomputed_tokens
     }

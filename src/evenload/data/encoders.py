@@ -33,15 +33,15 @@ class EncodedDocument(NamedTuple):
     """Tokens of a record, int32[num_tokens], none where it holds nothing. `labels[i]` is predicted from the tokens
     before token i; `IGNORE_INDEX`, as always at 0, = nothing is; None = all but the first are labels.
 
-    `label_counts`, int32[num_tokens]: how many sequences train each label; None = one. The others are those of
-    `Document`.
+    `label_counts`, int32[num_tokens]: how many sequences train each label; None = one. `sequence_lengths`: tokens of
+    each sequence of a tree. The others are those of `Document`.
     """
 
     tokens: NDArray[np.int32]
     labels: NDArray[np.int32] | None = None
     label_counts: NDArray[np.int32] | None = None
     segments: tuple[Segment, ...] = ()
-    num_path_tokens: int = 0
+    sequence_lengths: tuple[int, ...] = ()
     num_recomputed_tokens: int = 0
 
 

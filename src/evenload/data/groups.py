@@ -173,6 +173,6 @@ def _document(tree: PrefixTree, num_recomputed: int = 0) -> EncodedDocument:
         None if (counts[1:] > 0).all() else labels,
         None if (counts <= 1).all() else counts,
         tree.segments if is_tree else (),
-        tree.num_path_tokens if is_tree else 0,
+        tree.sequence_lengths if is_tree else (),
         num_recomputed,
     )

@@ -15,16 +15,16 @@ import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import fsspec
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.data.blocks import HoldOut, corrupt_record
+from evenload.data.blocks import HoldOut, fit_length
 from evenload.data.chat_encoding import CHATML, open_encoder
 from evenload.data.config import DataConfig, mixture_configs, reads_token_ids
 from evenload.data.encoders import EncodedDocument
@@ -35,38 +35,75 @@ from evenload.data.tokenize import BYTES, ByteTokenizer, DocumentTokenizer, desc
 from evenload.errors import ConfigError, DataError
 from evenload.types.run import HeaviestHalf, LengthClass, LengthProfile, WindowCut
 from evenload.types.text import LengthUnit
+from evenload.types.tree import Segment
 
 _CHUNK_RECORDS = 64
+_BYTES_OF_TOKEN = 4
 TOKEN_IDS = "none: the records hold token ids"
 ESTIMATED = "none: a token for every 4 bytes"
+
+
+class TreeLengths(NamedTuple):
+    """Lengths of a tree of sequences that share prefixes: of its segments, depth first, and of every sequence;
+    `num_recomputed` of its tokens another part of a larger tree has, too."""
+
+    segments: tuple[Segment, ...]
+    sequences: tuple[int, ...]
+    num_recomputed: int
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LengthTable:
     """Lengths of documents, int64[num_documents], each at least 1, and what they count: "bytes" where documents were
-    counted without a tokeniser. `tokenizer` is described, None for a file of numbers, as is how `records` are read."""
+    counted without a tokeniser. `tokenizer` is described, None for a file of numbers, as is how `records` are read.
+    `trees` are those of the documents that are trees, by place, of whose unique tokens `lengths` are."""
 
     lengths: NDArray[np.int64]
     unit: LengthUnit
     tokenizer: str | None
     records: str = ""
+    trees: Mapping[int, TreeLengths] = field(default_factory=dict)
+
+    @property
+    def sequence_lengths(self) -> NDArray[np.int64]:
+        """Lengths of the documents and, in the place of trees, behind them, of the sequences; int64[num_sequences]."""
+        sequences = [length for tree in self.trees.values() for length in tree.sequences]
+        return np.concatenate([np.delete(self.lengths, [*self.trees]), np.array(sequences, np.int64)])
 
 
 def in_estimated_tokens(table: LengthTable) -> LengthTable:
     """Return lengths in bytes as tokens of four bytes, as of English text; code has more tokens."""
-    return replace(table, lengths=-(-table.lengths // 4), unit="tokens", tokenizer=ESTIMATED)
+
+    def tokens(num_bytes: Any) -> Any:
+        return -(-num_bytes // _BYTES_OF_TOKEN)
+
+    lengths = tokens(table.lengths)
+    trees = {
+        at: TreeLengths(
+            tuple(one._replace(num_tokens=tokens(one.num_tokens)) for one in tree.segments),
+            tuple(tokens(one) for one in tree.sequences),
+            tokens(tree.num_recomputed),
+        )
+        for at, tree in table.trees.items()
+    }
+    for at, tree in trees.items():
+        lengths[at] = sum(one.num_tokens for one in tree.segments)
+    return replace(table, lengths=lengths, unit="tokens", tokenizer=ESTIMATED, trees=trees)
 
 
-def read_length_table(source: str, config: DataConfig | None = None) -> LengthTable:
+def read_length_table(source: str, config: DataConfig | None = None, *, estimated: bool = False) -> LengthTable:
     """Read the lengths of documents that are not empty; `ConfigError` or `DataError` where `source` holds none.
 
     Args:
-        source: a file of numbers, or a text source (file, directory, glob, fsspec URL) whose documents are counted.
+        source: a file of numbers, or a text source (file, directory, glob, fsspec URL) whose documents are counted, as
+            `count_documents` does.
         config: how a text source is read; its `sources` are not used. Default: bytes with an end-of-document token.
+        estimated: as `count_documents` takes it.
     """
-    base = config or DataConfig(sources=(source,), batch_documents=1, max_document_tokens=1)
+    base = config or DataConfig(sources=(source,), batch_documents=1, max_document_tokens=sys.maxsize)
     if not may_be_numbers(source, base) or (lengths := read_numbers(source)) is None:
-        return count_documents(with_counted_chats(msgspec.structs.replace(base, sources=(source,))), source)
+        config = with_counted_chats(msgspec.structs.replace(base, sources=(source,)))
+        return count_documents(config, source, estimated=estimated)
     if base.tokenizer is not None:
         raise ConfigError(
             f"{source} holds lengths, which no tokeniser is needed for, and the tokeniser is '{base.tokenizer}'; leave "
@@ -75,8 +112,10 @@ def read_length_table(source: str, config: DataConfig | None = None) -> LengthTa
     return LengthTable(lengths=checked_lengths(lengths, source), unit="tokens", tokenizer=None)
 
 
-def count_documents(config: DataConfig, origin: str) -> LengthTable:
-    """Count the lengths of the documents that a run reads in an epoch; `origin` names the data in messages."""
+def count_documents(config: DataConfig, origin: str, *, estimated: bool = False) -> LengthTable:
+    """Count the lengths of the documents that a run reads in an epoch; `origin` names the data in messages. Settings of
+    longer documents hold for sequences that may share prefixes, and for their trees; other documents are whole.
+    `estimated`: bytes are told as tokens (`in_estimated_tokens`)."""
     if config.mixture_end == "repeat":
         raise ConfigError(
             f'{origin} repeats the parts of its mixture by weight (data.mixture_end = "repeat"), so its lengths are no '
@@ -84,24 +123,36 @@ def count_documents(config: DataConfig, origin: str) -> LengthTable:
         )
     config = with_kinds(config)
     tokenizer = open_tokenizer(config.tokenizer, config.eos_token)
-    parts = mixture_configs(config)
-    documents = (document for part in parts for document in _documents(part, tokenizer))
-    both = np.fromiter((n for one in documents for n in (len(one.tokens), one.num_path_tokens)), np.int64)
-    lengths, paths = both[::2].copy(), both[1::2]
     is_ids = reads_token_ids(config)
     unit = "bytes" if isinstance(tokenizer, ByteTokenizer) and not is_ids else "tokens"
+    estimated &= unit == "bytes"
+    if estimated:
+        limit = min(sys.maxsize, _BYTES_OF_TOKEN * config.max_document_tokens)
+        config = msgspec.structs.replace(config, max_document_tokens=limit)
+    parts = mixture_configs(config)
+    trees: dict[int, TreeLengths] = {}
+
+    def measured() -> Iterator[int]:
+        documents = (document for part in parts for document in _documents(part, tokenizer))
+        for at, one in enumerate(documents):
+            if one.segments:
+                trees[at] = TreeLengths(one.segments, one.sequence_lengths, one.num_recomputed_tokens)
+            yield len(one.tokens)
+
+    lengths = np.fromiter(measured(), np.int64)
     shared = ""
-    if paths.any():
-        num_paths = np.maximum(lengths, paths).sum()
-        shared = f"; {num_paths:,} {unit} of sequences that share prefixes are {lengths.sum():,} unique ones"
-        shared += ", here counted as documents without branches"
+    if trees:
+        unique, paths = lengths[[*trees]].sum(), sum(sum(tree.sequences) for tree in trees.values())
+        shared = f"; {paths:,} {unit} of sequences that share prefixes are {unique:,} unique ones"
     template = f", written by chat template {config.chat_template}" if config.chat_template else ""
-    return LengthTable(
+    table = LengthTable(
         lengths=checked_lengths(lengths, origin),
         unit=unit,
         tokenizer=TOKEN_IDS if is_ids else describe_tokenizer(tokenizer),
         records=f"records are read as {', '.join(dict.fromkeys(part.record for part in parts))}{template}{shared}",
+        trees=trees,
     )
+    return in_estimated_tokens(table) if estimated else table
 
 
 def with_counted_chats(config: DataConfig) -> DataConfig:
@@ -123,7 +174,7 @@ def checked_lengths(lengths: NDArray[np.int64], source: str) -> NDArray[np.int64
 
 def _documents(config: DataConfig, tokenizer: DocumentTokenizer) -> Iterator[EncodedDocument]:
     encoder = open_encoder(config, tokenizer)
-    hold_out = HoldOut.of(config)
+    hold_out, whole = HoldOut.of(config), msgspec.structs.replace(config, max_document_tokens=sys.maxsize)
     for reader, part in open_part(config).segments:
         file, records = reader.file, reader.records(part)
         if hold_out is not None:
@@ -132,12 +183,16 @@ def _documents(config: DataConfig, tokenizer: DocumentTokenizer) -> Iterator[Enc
             with naming(file):
                 outcomes = encode_groups(encoder, chunk)
             for record, outcome in zip(chunk, outcomes, strict=True):
-                several = outcome if isinstance(outcome, list) else [outcome]
-                problem = next((one for one in several if isinstance(one, str)), None)
-                if problem is not None and config.on_corrupt == "error":
-                    raise corrupt_record(reader.origin(record.offset), problem)
-                sequences = [one for one in several if isinstance(one, EncodedDocument) and len(one.tokens)]
-                yield from make_documents(sequences, config, sys.maxsize)
+                if isinstance(outcome, list):
+                    members = zip(record.sequences, outcome, strict=True)
+                    pieces = [
+                        one for member, each in members for one in fit_length(reader, member.offset, each, config)
+                    ]
+                    sequences = [document for document, _ in pieces if document is not None]
+                    yield from make_documents(sequences, config, config.max_document_tokens)
+                else:
+                    pieces = fit_length(reader, record.offset, outcome, whole)
+                    yield from (document for document, _ in pieces if document is not None)
 
 
 USUAL_NAMES = ("length", "lengths", "num_tokens", "tokens", "n_tokens", "token_count", "num_bytes", "bytes", "len")

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from evenload.errors import DataError
-from evenload.types.tree import Segment
+from evenload.types.tree import Segment, TreeShape
 
 TreeLabels = Literal["sum", "once"]
 """Whether a token that sequences share is trained as often as they are, or once."""
@@ -43,6 +43,13 @@ class PrefixTree:
     def num_path_tokens(self) -> int:
         """Tokens of all sequences."""
         return int(self.counts.sum())
+
+    @property
+    def sequence_lengths(self) -> tuple[int, ...]:
+        """Tokens of every sequence, in order of `leaves`."""
+        shape = TreeShape(self.segments)
+        lengths = shape.depths + shape.stops - shape.starts
+        return tuple(int(lengths[leaf]) for _, leaf in self.leaves)
 
 
 def build_trees(

@@ -5,7 +5,7 @@ The table is shuffled by seed, again at its end, so step k is the same for any n
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
@@ -13,20 +13,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenload.data.config import Overlong
+from evenload.data.lengths import TreeLengths
 from evenload.errors import ConfigError, DataError
 from evenload.planning.deferral import DelayState
 from evenload.planning.planner import Proposal, StepPlanner
 from evenload.types.document import Document
 from evenload.types.plan import DEFERRED, LeftOut
 
+NO_TREES: Mapping[int, TreeLengths] = {}
+
 
 @dataclass(frozen=True)
 class SampledBatch:
-    """One step's documents in arrival order, and those left out; ids count up over the run."""
+    """One step's documents in arrival order, and those left out; ids count up over the run. `alone` are the same with
+    every sequence of a tree as a document of its own."""
 
     documents: tuple[Document, ...]
     left_out: tuple[LeftOut, ...]
     dropped_tokens: int
+    alone: tuple[Document, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +63,10 @@ class BatchRule:
             if value is None or value < 1:
                 raise ConfigError(f"global batch: {name} is {value}, must be at least 1")
 
-    def sample(self, lengths: NDArray[np.int64], *, steps: int, seed: int) -> tuple[SampledBatch, ...]:
-        """Sample the batches of so many steps from int64[n] lengths of at least 1.
+    def sample(
+        self, lengths: NDArray[np.int64], *, steps: int, seed: int, trees: Mapping[int, TreeLengths] = NO_TREES
+    ) -> tuple[SampledBatch, ...]:
+        """Sample the batches of so many steps from int64[n] lengths of at least 1, and the trees among them, by place.
 
         Raises:
             ConfigError: `steps` below 1 or `seed` below 0.
@@ -69,24 +76,38 @@ class BatchRule:
             raise ConfigError(f"global batch: steps is {steps}, must be at least 1")
         if seed < 0:
             raise ConfigError(f"global batch: seed is {seed}, must be 0 or more")
-        self._require_usable(lengths)
-        entries = _entries(lengths, seed)
+        self._require_usable(np.delete(lengths, [*trees]) if trees else lengths, len(trees))
+        order = _order(len(lengths), seed)
         batches: list[SampledBatch] = []
         next_id = 0
         for _ in range(steps):
-            batches.append(self.draw(entries, next_id))
+            batches.append(self.draw(lengths, order, next_id, trees))
             next_id += len(batches[-1].documents) + len(batches[-1].left_out)
         return tuple(batches)
 
-    def draw(self, entries: Iterator[int], first_id: int = 0) -> SampledBatch:
-        """Draw a batch from an endless iterator; ids of documents count up from `first_id`."""
+    def draw(
+        self,
+        lengths: NDArray[np.int64],
+        order: Iterator[int],
+        first_id: int = 0,
+        trees: Mapping[int, TreeLengths] = NO_TREES,
+    ) -> SampledBatch:
+        """Draw a batch of the entries at the places that an endless iterator gives; ids of documents count up from
+        `first_id`."""
         documents: list[Document] = []
+        sequences: list[int] = []
         left_out: list[LeftOut] = []
         sampled = tokens = dropped = 0
         ids = itertools.count(first_id)
         while sampled < self.num_documents if self.num_documents is not None else tokens < self.num_tokens:  # type: ignore[operator]
-            length = next(entries)
+            at = next(order)
+            length, tree = int(lengths[at]), trees.get(at)
             sampled += 1
+            if tree is not None:
+                documents.append(_tree_document(next(ids), length, tree))
+                sequences += tree.sequences
+                tokens += length
+                continue
             if length > self.context and self.overlong == "drop":
                 reason = f"dropped: longer than {self.context}"
                 left_out.append(LeftOut(doc_id=next(ids), num_tokens=length, reason=reason))
@@ -94,11 +115,13 @@ class BatchRule:
                 continue
             pieces = _pieces(length, self.context, self.overlong)
             dropped += length - sum(pieces)
-            documents += [Document(doc_id=next(ids), num_tokens=n, num_label_tokens=n - 1) for n in pieces]
+            documents += _plain_documents(ids, pieces)
+            sequences += pieces
             tokens += sum(pieces)
-        return SampledBatch(tuple(documents), tuple(left_out), dropped)
+        alone = tuple(_plain_documents(itertools.count(first_id), sequences)) if trees else ()
+        return SampledBatch(tuple(documents), tuple(left_out), dropped, alone)
 
-    def _require_usable(self, lengths: NDArray[np.int64]) -> None:
+    def _require_usable(self, lengths: NDArray[np.int64], num_trees: int) -> None:
         usable = lengths <= self.context
         if self.overlong == "error" and not usable.all():
             first = int(np.argmin(usable))
@@ -107,16 +130,32 @@ class BatchRule:
                 f"({int((~usable).sum())} of {len(lengths)} documents are longer); "
                 "raise --context or choose --overlong split, truncate or drop"
             )
-        if not len(lengths) or (self.overlong == "drop" and not usable.any()):
+        if not num_trees and (not len(lengths) or (self.overlong == "drop" and not usable.any())):
             raise DataError(
                 f"no document of the table fits context {self.context}; raise --context or use --overlong split"
             )
 
 
-def _entries(lengths: NDArray[np.int64], seed: int) -> Iterator[int]:
+def _order(num_entries: int, seed: int) -> Iterator[int]:
     generator = np.random.default_rng(seed)
     while True:
-        yield from generator.permutation(lengths).tolist()
+        yield from generator.permutation(num_entries).tolist()
+
+
+def _plain_documents(ids: Iterator[int], lengths: Sequence[int]) -> Iterator[Document]:
+    return (Document(doc_id=next(ids), num_tokens=n, num_label_tokens=n - 1) for n in lengths)
+
+
+def _tree_document(doc_id: int, num_tokens: int, tree: TreeLengths) -> Document:
+    """Return a tree whose every token is a label of each of its sequences."""
+    return Document(
+        doc_id=doc_id,
+        num_tokens=num_tokens,
+        num_label_tokens=sum(tree.sequences) - len(tree.sequences),
+        segments=tree.segments,
+        num_path_tokens=sum(tree.sequences),
+        num_recomputed_tokens=tree.num_recomputed,
+    )
 
 
 def _pieces(length: int, context: int, overlong: Overlong) -> list[int]:

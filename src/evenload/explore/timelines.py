@@ -251,7 +251,7 @@ def _inside(costs: PackCosts, replica: SimulatedReplica, dp_rank: int) -> Iterat
         return
     actions, simulation = replica.actions, replica.simulation
     _, ranked = ranked_if_shared(costs, columns.forward, columns.backward, columns.shardings)
-    again = split_pack_seconds(costs, columns.backward_pieces, "backward", columns.policy, ranked)
+    again = split_pack_seconds(costs, columns.pieces("backward"), "backward", columns.policy, ranked)
     for kinds, name, seconds in (
         ("BI", "recompute", again.recompute_s),
         ("F", "offload", _copy_seconds(costs, columns, 0)),
@@ -323,7 +323,7 @@ def split_step_of_plan(plan: StepPlan, costs: PackCosts) -> TimeSplit:
 def _split_packs(costs: PackCosts, candidates: Sequence[Candidate], num_documents: Sequence[int]) -> list[PackSplit]:
     """All replicas' packs of each direction at once: numpy calls cost more than their work here."""
     first_doc = np.cumsum([0, *num_documents[:-1]]).tolist()
-    of_ways = [[getattr(one.packs, f"{way}_pieces") for one in candidates] for way in _DIRECTIONS]
+    of_ways = [[one.packs.pieces(way) for one in candidates] for way in _DIRECTIONS]
     sides = [SliceColumns.concat(columns, first_doc) for columns in of_ways]
     policies, policy = [one.packs.policy for one in candidates], None
     if any(own is not None for own in policies):

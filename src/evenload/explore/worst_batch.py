@@ -7,13 +7,14 @@ be recomputed or offloaded, or that takes more memory. That no other is worse is
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from evenload.explore.batches import BatchRule, OnProgress, SampledBatch, no_progress
+from evenload.data.lengths import TreeLengths
+from evenload.explore.batches import NO_TREES, BatchRule, OnProgress, SampledBatch, no_progress
 from evenload.planning.planner import Proposal, StepPlanner
 from evenload.planning.strategies.registry import strategy_named
 from evenload.types.base import Frozen
@@ -70,24 +71,29 @@ def find_worst(
     count: int,
     *,
     seed: int,
+    trees: Mapping[int, TreeLengths] = NO_TREES,
     on_progress: OnProgress = no_progress,
 ) -> WorstBatch:
-    """Search `count` global batches, at least one, drawn by a rule from a table of lengths, int64[n], for the one that
-    needs most memory; `seed` is of the neighbours, and documents are not deferred.
+    """Search `count` global batches, at least one, drawn by a rule from a table of lengths, int64[n], and the trees
+    among them, for the one that needs most memory; `seed` is of the neighbours, and documents are not deferred.
 
     Raises:
         ConfigError, DataError, InfeasiblePlanError: the strategy has no plan for a batch, within memory or not.
     """
     generator = np.random.default_rng(seed)
+
+    def draw(order: Order) -> SampledBatch:
+        return rule.draw(lengths, itertools.cycle(order.tolist()), trees=trees)
+
     worst: _Planned | None = None
-    extremes = _extremes(lengths, rule)
+    extremes = _extremes(lengths, draw)
     for searched in range(count):
         on_progress(searched, count, f"worst batch of {strategy}")
         order, drawn = next(extremes, (None, ""))
         if order is None:
             assert worst is not None
             order, drawn = _neighbour(worst, generator), worst.drawn.removesuffix(_NEAR) + _NEAR
-        batch = _draw(lengths, rule, order)
+        batch = draw(order)
         planned = _Planned(order, drawn, batch, planner.propose(0, batch.documents, strategy))
         if worst is None or planned.need > worst.need:
             worst = planned
@@ -98,12 +104,12 @@ def find_worst(
 _NEAR = ", some exchanged"
 
 
-def _extremes(lengths: NDArray[np.int64], rule: BatchRule) -> Iterator[tuple[Order, str]]:
+def _extremes(lengths: NDArray[np.int64], draw: Callable[[Order], SampledBatch]) -> Iterator[tuple[Order, str]]:
     longest_first = np.argsort(-lengths, kind="stable")
     yield longest_first, "the longest together"
     num_longest = 1
     # With as many as a batch holds it would be the first again.
-    while num_longest < min(len(_draw(lengths, rule, longest_first).documents), len(lengths)):
+    while num_longest < min(len(draw(longest_first).documents), len(lengths)):
         rest = longest_first[num_longest:][::-1]
         yield np.concatenate([longest_first[:num_longest], rest]), f"the longest {num_longest} with the shortest"
         num_longest *= 4
@@ -138,7 +144,3 @@ def _described(planner: StepPlanner, worst: _Planned, strategy: str, searched: i
         why=worst.proposal.why,
         leaves_out_deferred=strategy_named(strategy).delays(planner.options),
     )
-
-
-def _draw(lengths: NDArray[np.int64], rule: BatchRule, order: Order) -> SampledBatch:
-    return rule.draw(itertools.cycle(lengths[order].tolist()))

@@ -22,7 +22,7 @@ from evenload.cost.coefficients import OverlapCost
 from evenload.cost.memory import ReplicaPacks, trained_parameters_per_rank
 from evenload.cost.pack_cost import PackCosts, weighted
 from evenload.cost.pack_pricing import pipeline_tasks
-from evenload.cost.units import pack_features, stage_units, unit_seconds, unit_transfers
+from evenload.cost.units import stage_units, unit_seconds, unit_transfers
 from evenload.errors import ConfigError
 from evenload.integrations.catalog import EngineProfile, require_layout
 from evenload.planning.problem import CHOOSE
@@ -281,7 +281,7 @@ def _with_pass_transfers(
     """
     if not columns.num_packs:
         return tasks
-    features = pack_features(costs, [(columns, pack) for pack in range(columns.num_packs)])
+    features = costs.features.of_packs(columns)
     gather_s = _unit_gathers(costs) if profile.gathers == "pass" else {}
     reduce_s = _bucket_reductions(costs, profile.reduction_bucket) if profile.reduces == "pass" else {}
     coefficients = costs.coefficients

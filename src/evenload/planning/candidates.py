@@ -218,7 +218,7 @@ def trial_packs(
     ranks: int,
     trees: TreeColumns = NO_TREES,
 ) -> tuple[SliceColumns, SliceColumns] | None:
-    """Cut at least one document (`trees`: their segments) into forward and backward packs, every slice shared by
+    """Cut at least one document (`trees`: their ranges) into forward and backward packs, every slice shared by
     `ranks`; None where the token limit rules the setting out."""
     row, native = trial_rows([Trial(setting)])[0], problem.costs.native
     cuts = _native.cut_packs(native, num_tokens, trees.arrays(), row, *rules.native_curves(), *rules.native_limits())

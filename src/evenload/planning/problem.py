@@ -251,7 +251,7 @@ class StepProblem:
         host_device_bytes: of host memory, what each device may offload to; None = not limited.
         waits_at_each: replicas wait for each other at every micro-batch (FSDP, ZeRO-3), and not once a step.
         effort: of planning the step, one for all problems that differ in policy or memory alone.
-        trees: segments of the documents.
+        trees: ranges of the documents.
     """
 
     doc_ids: NDArray[np.int64]

@@ -30,7 +30,6 @@ from evenload.cost.memory import ReplicaPacks
 from evenload.cost.pack_cost import PackCosts
 from evenload.cost.units import pack_features, stage_units, unit_shares, unit_transfers
 from evenload.schedule.simulate import Simulation, simulate
-from evenload.types.columns import SliceColumns
 from evenload.types.pipeline import ActionColumns, PipelineTasks
 from evenload.types.timeline import KINDS
 
@@ -173,7 +172,7 @@ def _needed_seconds(
     needed_s: list[dict[int, float]] = [{} for _ in range(layout.pipeline_ranks)]
     first_s = np.full(layout.pipeline_ranks, np.inf)
     back_s, head = np.full(layout.pipeline_ranks, np.inf), 1 + costs.model.num_layers
-    packs: list[tuple[SliceColumns, int]] = []
+    packs: dict[tuple[ReplicaPacks, int], int] = {}  # row of each
     firsts: dict[tuple[int, int], list[tuple[int, float, float]]] = {}  # by rank and stage: row, start, seconds
     for replica in replicas:
         actions, simulation = replica.actions, replica.simulation
@@ -182,11 +181,11 @@ def _needed_seconds(
             at = forwards[rank, stage]
             begin_s, seconds = float(simulation.start_s[at]), float(simulation.end_s[at] - simulation.start_s[at])
             first_s[rank] = min(first_s[rank], begin_s)
-            firsts.setdefault((rank, stage), []).append((len(packs), begin_s, seconds))
-            packs.append((replica.packs.forward_pieces, int(actions.pack[at])))
+            row = packs.setdefault((replica.packs, int(actions.pack[at])), len(packs))
+            firsts.setdefault((rank, stage), []).append((row, begin_s, seconds))
         back = actions.kind != KINDS.index("F")
         np.minimum.at(back_s, actions.rank[back], simulation.start_s[back])
-    features = pack_features(costs, packs) if packs else np.empty((0, 0))
+    features = pack_features(costs, packs, "forward") if packs else np.empty((0, 0))
     for (rank, stage), found in firsts.items():
         rows, begin_s, seconds = map(list, zip(*found, strict=True))
         inside_s = unit_shares(costs, features[rows], stage, "forward") * np.array(seconds)[:, None]
@@ -342,21 +341,21 @@ def _completed_seconds(costs: PackCosts, replicas: Sequence[SimulatedReplica]) -
     places = [
         _completing_places(costs, replica, replicas_alike(least, dp_rank)) for dp_rank, replica in enumerate(replicas)
     ]
-    packs: dict[tuple[int, int], int] = {}
-    for number, (replica, (place, _)) in enumerate(zip(replicas, places, strict=True)):
+    packs: dict[tuple[ReplicaPacks, int], int] = {}  # row of each
+    for replica, (place, _) in zip(replicas, places, strict=True):
         for pack in np.unique(replica.actions.pack[place[place >= 0]]).tolist():
-            packs.setdefault((number, pack), len(packs))
+            packs.setdefault((replica.packs, pack), len(packs))
     if not packs:
         return {}
-    features = pack_features(costs, [(replicas[number].packs.backward_pieces, pack) for number, pack in packs])
+    features = pack_features(costs, packs, "backward")
     completed_s: dict[tuple[int, int], float] = {}
     for rank in range(costs.layout.pipeline_ranks):
         for stage in costs.layout.stages_of_rank(rank):
             rows, end_s, inside_s = [], [], []
-            for number, (replica, (place, is_whole)) in enumerate(zip(replicas, places, strict=True)):
+            for replica, (place, is_whole) in zip(replicas, places, strict=True):
                 if (at := int(place[rank, stage])) < 0:
                     continue
-                rows.append(packs[number, int(replica.actions.pack[at])])
+                rows.append(packs[replica.packs, int(replica.actions.pack[at])])
                 end_s.append(float(replica.simulation.end_s[at]))
                 # As in the executor, a whole backward that completes one stage completes it unit by unit.
                 inside_s.append(end_s[-1] - float(replica.simulation.start_s[at]) if is_whole[rank, stage] else 0.0)

@@ -49,7 +49,6 @@ class TreeShape:
 
     Attributes:
         starts, stops: int64[S], rows of each segment.
-        ends: int64[S], the row behind a segment and all that descend from it.
         depths: int64[S], the position of a segment's first token along its path.
         parents: int64[S].
     """
@@ -59,19 +58,16 @@ class TreeShape:
         self.parents = np.array([one.parent for one in segments], np.int64)
         self.stops = sizes.cumsum()
         self.starts = self.stops - sizes
-        self.depths = np.zeros(len(segments), np.int64)
-        self.ends = self.stops.copy()
+        depths: list[int] = []
         chain: list[int] = []
         for at, (size, parent) in enumerate(segments):
             while chain and chain[-1] != parent:
-                self.ends[chain.pop()] = self.starts[at]
+                chain.pop()
             if size < 1 or (parent == -1) != (at == 0) or (at > 0 and not chain):
                 raise DataError(f"segment {at} of a tree has {size} tokens behind segment {parent}")
-            if at:
-                self.depths[at] = self.depths[parent] + sizes[parent]
+            depths.append(depths[parent] + segments[parent].num_tokens if at else 0)
             chain.append(at)
-        for at in chain:
-            self.ends[at] = self.stops[-1]
+        self.depths = np.array(depths, np.int64)
 
     @property
     def num_rows(self) -> int:

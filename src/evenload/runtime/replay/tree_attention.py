@@ -123,8 +123,9 @@ class TreeAttention(LocalAttention):
         sums: dict[int, KeysAndValues] = {}
         dq = torch.empty_like(q)
         for one in calls:
-            given = (grad[one.rows], q[one.rows], one.parts(call.key), out[one.rows], lse[one.rows])
-            dq[one.rows], dk, dv = call.backward(*given, one.sizes)
+            rows = one.rows
+            # Nothing names the copies of keys: the next call makes its own.
+            dq[rows], dk, dv = call.backward(grad[rows], q[rows], one.parts(call.key), out[rows], lse[rows], one.sizes)
             at = 0
             for number, runs in one.ranges:
                 keys = slice(at, at + _num_rows(runs))

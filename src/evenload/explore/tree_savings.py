@@ -1,0 +1,59 @@
+"""Say what computing shared prefixes once saves, and what it costs in memory (`tree_savings`)."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from evenload.explore.batches import SampledBatch
+from evenload.explore.evaluate import Evaluation, StrategyPlanners, evaluate_strategies
+from evenload.types.base import Frozen
+
+
+class TreeSavings(Frozen):
+    """Hold the steps of a strategy beside the same steps with every sequence as a document of its own; predicted.
+
+    A tree holds the activations of all its unique tokens until its backward, a sequence only its own, so sharing may
+    need more memory.
+
+    Args:
+        unique_tokens, path_tokens: of the batches, computed and of all their sequences.
+        recomputed_tokens: of the unique ones, those that trees have twice because they were cut.
+        feasible_alone: the sequences fit memory; `why_alone` they do not, or cannot be planned.
+        speedup: how many times as fast a step with sharing is.
+    """
+
+    strategy: str
+    unique_tokens: int
+    path_tokens: int
+    recomputed_tokens: int
+    peak_memory_bytes: int | None
+    feasible_alone: bool
+    why_alone: str
+    step_time_alone_s: float | None
+    peak_memory_alone_bytes: int | None
+    speedup: float | None
+
+
+def tree_savings(
+    planners: StrategyPlanners, batches: Sequence[SampledBatch], evaluation: Evaluation
+) -> TreeSavings | None:
+    """Plan the sequences of the batches one by one, with the best strategy of the evaluation of their trees. None where
+    nothing is shared, no strategy fits memory, or a part of a large cluster was planned."""
+    shared = next((result for result in evaluation.results if result.name == evaluation.best), None)
+    if shared is None or planners.of(shared.name).batches is not None or not any(batch.alone for batch in batches):
+        return None
+    apart = [replace(batch, documents=batch.alone, alone=()) for batch in batches]
+    (alone,) = evaluate_strategies(planners, apart, [shared.name]).results
+    documents = [document for proposal in evaluation.proposals[shared.name] for document in proposal.plan.documents]
+    times_s = alone.mean_step_time_s, shared.mean_step_time_s
+    return TreeSavings(
+        strategy=shared.name,
+        unique_tokens=sum(document.num_tokens for document in documents),
+        path_tokens=sum(document.num_tokens for batch in apart for document in batch.documents),
+        recomputed_tokens=sum(document.num_recomputed_tokens for document in documents),
+        peak_memory_bytes=shared.peak_memory_bytes,
+        feasible_alone=alone.feasible,
+        why_alone=alone.why,
+        step_time_alone_s=alone.mean_step_time_s,
+        peak_memory_alone_bytes=alone.peak_memory_bytes,
+        speedup=times_s[0] / times_s[1] if times_s[0] and times_s[1] else None,
+    )
