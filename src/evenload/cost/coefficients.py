@@ -402,6 +402,13 @@ class CostCoefficients(Frozen):
             link = self.gather_link
         return num_bytes * steps / copies / link.bandwidth_bytes_per_s + calls * steps * link.latency_s
 
+    def update_seconds(self, element_bytes: int, copies: int) -> tuple[float, float]:
+        """Return the seconds of one reduction or gather of no bytes, and those that a trained parameter takes after the
+        packs, to be reduced, updated and gathered; raises as `ring_seconds`."""
+        latency_s = self.ring_seconds(0.0, copies)
+        moved_s = self.ring_seconds(float(max(element_bytes, 4) + element_bytes), copies) - latency_s
+        return latency_s, moved_s + self.optimizer_s_per_parameter / copies
+
     def link_or_none(self, kind: Literal["p2p", "reduce"]) -> LinkSpec | None:
         """Return the link between pipeline stages, or over which gradients are reduced; None where it is not known."""
         bandwidth_bytes_per_s: float | None = getattr(self, f"{kind}_bandwidth_bytes_per_s")

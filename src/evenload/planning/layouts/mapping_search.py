@@ -210,9 +210,7 @@ class MappingCosts:
         self._weight_bytes = element
         self._trained_bytes = max(element, 4) + batch.optimizer_bytes / copies
         # Gradient reduction, gathering of weights and optimizer are linear in what the fullest rank trains.
-        latency_s = coefficients.ring_seconds(0.0, copies)
-        moved_s = coefficients.ring_seconds(float(max(element, 4) + element), copies) - latency_s
-        self._s_per_parameter = moved_s + coefficients.optimizer_s_per_parameter / copies
+        latency_s, self._s_per_parameter = coefficients.update_seconds(element, copies)
         self._fixed_s = largest_s + pack_s + 2 * (depth - 1) * p2p_s + 2 * latency_s
         self.even_edges = _even_edges(self.num_layers, depth)
         self._temp_bytes, self._logits_bytes = batch.temp_bytes(tokens)
@@ -530,10 +528,7 @@ class ReplicatedStageCosts(MappingCosts):
         return self.seconds_of(rest_s, 0) + max(self.after_seconds(*stage) for stage in stages)
 
     def after_seconds(self, first: Edge, last: Edge, devices: int) -> Any:
-        links, moved_bytes = self._links, max(self._weight_bytes, 4) + self._weight_bytes
-        latency_s = links.ring_seconds(0.0, devices)
-        parameter_s = links.ring_seconds(float(moved_bytes), devices) - latency_s
-        parameter_s += links.optimizer_s_per_parameter / devices
+        latency_s, parameter_s = self._links.update_seconds(self._weight_bytes, devices)
         return 2 * latency_s + parameter_s * self.trained_parameters(first, last)
 
     def replicated_excess_bytes(self, edges: tuple[int, ...], devices: tuple[int, ...]) -> float:

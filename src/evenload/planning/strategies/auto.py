@@ -35,6 +35,7 @@ from evenload.schedule.packflow import LIST
 from evenload.schedule.registry import SCHEDULES
 from evenload.schedule.static_schedules import ONE_F_ONE_B
 from evenload.schedule.step_collectives import step_end
+from evenload.types.base import require_at_least_one
 
 PROBE_SHARE = 0.5  # Of the budget: what the first replica may use to find good trials for all
 SLOWEST_SHARE = 0.5  # Of what is left: what one search of the slowest replica may use at a time
@@ -163,8 +164,7 @@ class AutoOptions(StrategyOptions, tag="auto"):
     time_budget_s: float | None = None
 
     def __post_init__(self) -> None:
-        if self.max_candidates < 1:
-            raise ConfigError(f"plan options: auto.max_candidates is {self.max_candidates}, must be at least 1")
+        require_at_least_one("plan options: auto.", self, "max_candidates")
         if not self.planning_share > 0:
             raise ConfigError(f"plan options: auto.planning_share is {self.planning_share}, must be above 0")
         if self.time_budget_s is not None and not self.time_budget_s > 0:

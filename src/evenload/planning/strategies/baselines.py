@@ -40,6 +40,7 @@ from evenload.planning.problem import CHOOSE, Candidate, PlanOptions, ReplicaCho
 from evenload.planning.strategies.strategy import Strategy
 from evenload.schedule.packflow import LIST
 from evenload.schedule.static_schedules import ONE_F_ONE_B
+from evenload.types.base import require_at_least_one
 from evenload.types.columns import SliceColumns, whole_document_columns
 from evenload.types.text import counted
 
@@ -175,8 +176,7 @@ class BestFitOptions(StrategyOptions, tag="best_fit"):
     window_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        if self.window_tokens is not None and self.window_tokens < 1:
-            raise ConfigError(f"plan options: best_fit.window_tokens is {self.window_tokens}, must be at least 1")
+        require_at_least_one("plan options: best_fit.", self, "window_tokens")
 
 
 def plan_best_fit(problem: StepProblem) -> tuple[ReplicaChoice, ...]:

@@ -39,6 +39,7 @@ from evenload.planning.deferral import (
 from evenload.planning.packing import LEFT_OVER, assign_evenly, members_of, pack_greedily
 from evenload.planning.problem import ReplicaChoice, SlowerPlanError, StepProblem, StrategyOptions
 from evenload.planning.strategies.strategy import Strategy
+from evenload.types.base import require_at_least_one
 
 MORE_MICRO_BATCHES = (2, 4)  # Multiples of N that are tried too
 PUBLISHED_NOTE = "as published: Algorithm 1's queues, one number of micro-batches"
@@ -66,8 +67,7 @@ class WlbOptions(StrategyOptions, tag="wlb"):
     outlier_lengths: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.outlier_queues < 1:
-            raise ConfigError(f"plan options: wlb.outlier_queues is {self.outlier_queues}, must be at least 1")
+        require_at_least_one("plan options: wlb.", self, "outlier_queues")
         lengths = self.outlier_lengths or ()
         if any(length < 1 for length in lengths) or sorted(set(lengths)) != list(lengths):
             raise ConfigError(f"plan options: wlb.outlier_lengths {list(lengths)} must ascend and be at least 1")
