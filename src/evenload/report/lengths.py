@@ -17,7 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from evenload.report import svg
-from evenload.report.page import definitions_html, figure_html, numbers_html, page_html
+from evenload.report.page import figure_html, numbers_html, page_html
+from evenload.report.run_report import cards_html
 from evenload.report.svg import LENGTH_COLORS, Axes, Figure, NumberTable, Scale
 from evenload.types.run import LengthProfile
 from evenload.types.text import LengthUnit, counted, format_count, format_power_of_two, format_share, in_unit
@@ -243,6 +244,4 @@ def _tiles(profile: LengthProfile) -> str:
         ("half of the tokens", share, f"of documents, from {half.shortest:,} on"),
         ("half of the attention", work_share, f"of documents, from {work.shortest:,} on"),
     )
-    return definitions_html(
-        "tiles", ((name, f"{escape(value)}<small>{detail}</small>") for name, value, detail in tiles)
-    )
+    return cards_html((name, escape(value), detail) for name, value, detail in tiles)

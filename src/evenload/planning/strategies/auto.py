@@ -28,7 +28,7 @@ from evenload.planning.candidates import Order, ReplicaSearch, Setting, Trial, b
 from evenload.planning.cp_sharding import repriced_choices
 from evenload.planning.packing import pack_counts
 from evenload.planning.problem import CHOOSE, ReplicaChoice, SlowerPlanError, StepProblem, StrategyOptions
-from evenload.planning.search import SearchResult, SearchRules, best_packs, even_out, share_best, work_s
+from evenload.planning.search import SearchResult, SearchRules, best_packs, even_out, heaviest, share_best, work_s
 from evenload.planning.strategies.slimpack import SLIMPACK, search_policies, slimpack_rules
 from evenload.planning.strategies.strategy import Planned, Strategy
 from evenload.schedule.packflow import LIST
@@ -79,7 +79,7 @@ class _Refinement:
         busy = [search for search in result.own if len(search.documents)]
         if not busy:
             return
-        representative = max(busy, key=lambda search: search.work_s)
+        representative = heaviest(busy)
         if self._may_split:
             varied = [representative, *result.blocks.values()]
             splits = [[trial._replace(order=Order.LIST, split=True) for trial in best_packs(one)] for one in varied]
