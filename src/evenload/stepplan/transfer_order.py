@@ -154,68 +154,56 @@ def _before_sums(
 def action_places(plan: StepPlan, dp_rank: int) -> NDArray[np.int64]:
     """Return each action's place in the one order of all replicas that share packs; int64[n], aligned with
     `action_columns`. `InvalidPlanError` where actions wait for each other in a circle."""
-    graph = _Graph()
-    replicas = {member: graph.add_replica(plan, member) for member in _sharing_replicas(plan, dp_rank).replicas}
-    return np.array(graph.order(), np.int64)[replicas[dp_rank]]
-
-
-class _Graph:
-    """Actions as nodes, each with the actions that wait for it."""
-
-    def __init__(self) -> None:
-        self._end_s: list[float] = []
-        self._waiting: list[list[int]] = []
-        self._num_needed: list[int] = []
-        self._shared: dict[tuple, int] = {}
-
-    def add_replica(self, plan: StepPlan, dp_rank: int) -> list[int]:
-        end_s = simulate(timed_tasks(plan, dp_rank), action_columns(plan.schedules[dp_rank])).end_s.tolist()
-        nodes: list[int] = []
+    nodes_of: dict[int, list[int]] = {}
+    end_s: list[float] = []
+    needs: list[list[int]] = []
+    shared: dict[tuple, int] = {}
+    for member in _sharing_replicas(plan, dp_rank).replicas:
+        schedule = plan.schedules[member]
+        ends = iter(simulate(timed_tasks(plan, member), action_columns(schedule)).end_s.tolist())
+        nodes = nodes_of[member] = []
         outputs: dict[tuple[bool, int, int], int] = {}
-        for rank, row in enumerate(plan.schedules[dp_rank].ranks):
-            names = _shared_names(plan, dp_rank, rank, row)
-            own = [self._node(name, end_s[len(nodes) + at]) for at, name in enumerate(names)]
+        for rank, row in enumerate(schedule.ranks):
+            own = []
+            for name in _shared_names(plan, member, rank, row):
+                node = len(needs) if name is None else shared.setdefault(name, len(needs))
+                if node == len(needs):
+                    needs.append([])
+                    end_s.append(0.0)
+                needs[node] += own[-1:]
+                end_s[node] = max(end_s[node], next(ends))
+                own.append(node)
             nodes += own
-            for before, after in itertools.pairwise(own):
-                self._edge(before, after)
             outputs |= {(a.kind == "F", a.stage, a.pack): n for a, n in zip(row, own, strict=True) if a.kind != "W"}
         for (is_forward, stage, pack), node in outputs.items():
             source = outputs.get((is_forward, stage - 1 if is_forward else stage + 1, pack))
             if source is not None:
-                self._edge(source, node)
-        return nodes
+                needs[node].append(source)
+    return np.array(_ordered(needs, end_s), np.int64)[nodes_of[dp_rank]]
 
-    def order(self) -> list[int]:
-        places, num_placed = [0] * len(self._end_s), 0
-        ready = [(self._end_s[node], node) for node, count in enumerate(self._num_needed) if not count]
-        heapq.heapify(ready)
-        while ready:
-            _, node = heapq.heappop(ready)
-            places[node], num_placed = num_placed, num_placed + 1
-            for after in self._waiting[node]:
-                self._num_needed[after] -= 1
-                if not self._num_needed[after]:
-                    heapq.heappush(ready, (self._end_s[after], after))
-        if num_placed < len(places):
-            raise InvalidPlanError(
-                f"{len(places) - num_placed} of {len(places)} actions of replicas that share packs wait for each other "
-                "in a circle, so no order of transfers lets the step end; members have to run shared packs in one order"
-            )
-        return places
 
-    def _node(self, name: tuple | None, end_s: float) -> int:
-        new = len(self._end_s)
-        node = new if name is None else self._shared.setdefault(name, new)
-        if node == new:
-            self._end_s.append(end_s)
-            self._waiting.append([])
-            self._num_needed.append(0)
-        self._end_s[node] = max(self._end_s[node], end_s)
-        return node
-
-    def _edge(self, before: int, after: int) -> None:
-        self._waiting[before].append(after)
-        self._num_needed[after] += 1
+def _ordered(needs: list[list[int]], end_s: list[float]) -> list[int]:
+    """Return each action's place in an order by ends in which all that it needs comes before it."""
+    waiting: list[list[int]] = [[] for _ in needs]
+    for node, before in enumerate(needs):
+        for one in before:
+            waiting[one].append(node)
+    counts, places, num_placed = [len(before) for before in needs], [0] * len(needs), 0
+    ready = [(end_s[node], node) for node, count in enumerate(counts) if not count]
+    heapq.heapify(ready)
+    while ready:
+        _, node = heapq.heappop(ready)
+        places[node], num_placed = num_placed, num_placed + 1
+        for after in waiting[node]:
+            counts[after] -= 1
+            if not counts[after]:
+                heapq.heappush(ready, (end_s[after], after))
+    if num_placed < len(places):
+        raise InvalidPlanError(
+            f"{len(places) - num_placed} of {len(places)} actions of replicas that share packs wait for each other "
+            "in a circle, so no order of transfers lets the step end; members have to run shared packs in one order"
+        )
+    return places
 
 
 def _shared_names(plan: StepPlan, dp_rank: int, rank: int, row: Sequence[Action]) -> list[tuple | None]:
