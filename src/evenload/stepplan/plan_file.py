@@ -9,7 +9,7 @@ pack is the largest of its durations.
 
 import json
 from collections.abc import Sequence
-from typing import Any, TypedDict
+from typing import Any
 
 import msgspec
 
@@ -18,7 +18,6 @@ from evenload.stepplan.validate import check_replica
 from evenload.types.document import Direction, Document, MicroPack, PackPlan, PackSharding, Slice
 from evenload.types.layout import ParallelLayout
 from evenload.types.plan import LeftOut, PackTimes, Prediction, Schedule, StepPlan, parse_action, plan_digest, seal
-from evenload.types.tree import Segment
 
 
 def encode_plan_file(plans: Sequence[StepPlan]) -> bytes:
@@ -48,21 +47,11 @@ def _plan_to_json(plan: StepPlan) -> dict[str, Any]:
         "predicted": msgspec.to_builtins(plan.predicted),
         "digest": plan.digest,
     }
-    if plan.left_out:
-        out["left_out"] = [msgspec.to_builtins(document) for document in plan.left_out]
-    if plan.mean_token_delay_steps:
-        out["mean_token_delay_steps"] = plan.mean_token_delay_steps
-    if plan.is_cut_short:
-        out["is_cut_short"] = True
-    return out
+    optional = {name: msgspec.to_builtins(getattr(plan, name)) for name in _OPTIONAL}
+    return out | {name: value for name, value in optional.items() if value}
 
 
-class _OfTree(TypedDict, total=False):
-    segments: tuple[Segment, ...]
-    num_path_tokens: int
-    num_recomputed_tokens: int
-
-
+_OPTIONAL = ("left_out", "mean_token_delay_steps", "is_cut_short")
 _OF_TREES = ("segments", "num_path_tokens", "num_recomputed_tokens")
 
 
@@ -110,15 +99,7 @@ def _plan_from_json(data: dict[str, Any]) -> StepPlan:
         step=data["step"],
         strategy=data["strategy"],
         layout=msgspec.convert(data["layout"], ParallelLayout),
-        documents=tuple(
-            Document(
-                doc_id=document["doc_id"],
-                num_tokens=document["num_tokens"],
-                num_label_tokens=document.get("num_label_tokens", document["num_tokens"] - 1),
-                **msgspec.convert({key: document[key] for key in _OF_TREES if key in document}, _OfTree),
-            )
-            for document in data["documents"]
-        ),
+        documents=tuple(map(_document_from_json, data["documents"])),
         num_label_tokens=data["num_label_tokens"],
         pack_plans=tuple(
             PackPlan(
@@ -145,6 +126,11 @@ def _plan_from_json(data: dict[str, Any]) -> StepPlan:
             "the file was changed after planning"
         )
     return plan
+
+
+def _document_from_json(document: dict[str, Any]) -> Document:
+    known = {key: document[key] for key in Document.__struct_fields__ if key in document}
+    return msgspec.convert({"num_label_tokens": document["num_tokens"] - 1} | known, Document)
 
 
 def _times_from_json(replica: dict[str, Any]) -> dict[str, Any]:
