@@ -302,15 +302,12 @@ class LayoutCandidates:
             if layout.num_stages > layout.pp:
                 continue
             edges = (0, *(last for _, last in layout.stage_layers))
-            best: Mapping | None = None
+            priced: list[Mapping] = []
             for policy, batch in enumerate(batches):
-                for one in self._priced(layout, edges, batch(), policy, current):
-                    if best is None or (one.excess_bytes, one.step_s) < (best.excess_bytes, best.step_s):
-                        best = one
-                if best is not None and not best.excess_bytes:
+                priced += self._priced(layout, edges, batch(), policy, current)
+                if not all(one.excess_bytes for one in priced):
                     break  # the other policies pay time for memory that is not needed
-            assert best is not None, "there is at least one policy"
-            result.append(best)
+            result.append(min(priced, key=lambda one: (one.excess_bytes, one.step_s)))
         result.sort(key=lambda one: mapping_order(one, weight))
         return MappingSearch(tuple(result), len(result))
 

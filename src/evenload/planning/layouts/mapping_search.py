@@ -588,8 +588,6 @@ def _cut(
         for more in more_of[stage]:
             # Wide stages so far, with this one; as many as are left must still find a stage.
             now = np.arange(max(more, wide - (depth - stage - 1)), min(stage + 1, wide) + 1)
-            if not len(now):
-                continue
             later = devices - least * (stage + 1) - now
             reached = np.maximum(best[now - more][:, :, None], tables[more].seconds(later))
             at = reached.argmin(axis=1)
