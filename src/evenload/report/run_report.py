@@ -312,7 +312,7 @@ def time_split_figure(splits: Mapping[str, TimeSplit]) -> Figure:
     label = "; ".join(f"{name}: {note}" for name, _, note in shown)
     ticks = [replace(tick, is_minor=bool(i % 2)) for i, tick in enumerate(svg.value_ticks(0, scale.high, "s"))]
     title = "predicted seconds of a step, mean over devices and steps"
-    widths = {"names_px": svg.names_width_px(splits), "notes_px": 196}
+    widths = {"names_px": min(220, 20 + 7 * max(map(len, splits))), "notes_px": 196}
     chart = svg.rows_chart(shown, _ROW_PX, label, x=scale, ticks=ticks, title=title, **widths)
     keys = svg.legend((group, svg.GROUP_COLORS[group], "fill") for group in groups)
     rows = []

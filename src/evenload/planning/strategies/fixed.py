@@ -70,7 +70,12 @@ def exact_groups(
     Raises:
         ConfigError: highspy is not installed.
     """
-    highspy = require_highspy()
+    try:
+        import highspy
+    except ImportError as error:
+        raise ConfigError(
+            "exact solutions need the package highspy, which is not installed; pip install 'evenload[exact]'"
+        ) from error
     count, num_groups = len(work), len(start)
     if not count:
         return ExactGroups(((),) * num_groups, 0.0, 0.0)
@@ -94,16 +99,6 @@ def exact_groups(
         # Rounding in the solver must not lose what was known before.
         best = min(result, start, key=lambda groups: _largest(work, groups))
     return _result(work, best, max(floor, float(info.mip_dual_bound) * scale))
-
-
-def require_highspy() -> Any:
-    try:
-        import highspy
-    except ImportError as error:
-        raise ConfigError(
-            "exact solutions need the package highspy, which is not installed; pip install 'evenload[exact]'"
-        ) from error
-    return highspy
 
 
 def _solver(
